@@ -2,37 +2,54 @@
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
+# One file of exact versions for each environment that the suite runs in. llm-compressor, which the extra `quantize`
+# brings, holds transformers down: the newest releases are tested without it.
+CONSTRAINTS ?= constraints.txt
+EXTRAS ?= dev,lint,quantize
+TESTS ?=
+NEWEST := build/newest-environment
+OLDEST := build/oldest-environment
+# Adapters, equivalence of layouts, rehearsals, exports and memory: what upstream releases can change.
+OLDEST_TESTS := tests/ds_configs/check tests/ds_configs/memory tests/ds_configs/models tests/equivalence tests/plugins \
+	tests/trainers/qat tests/distributed/test_own_script.py tests/distributed/test_parallel_rehearsal.py \
+	tests/distributed/test_rehearse.py tests/distributed/test_train.py
 TYPECHECK := build/typecheck
-# Compiled modules are kept: every process reads them.
-PYTEST := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n logical --maxprocesses 4
-ROOM ?=
+# One worker more than processors: tests wait for launchers, browsers and ranks.
+WORKERS ?= $(shell $(PYTHON) -c 'import os; print(min(4, len(os.sched_getaffinity(0)) + 1))')
+# A file stays on one worker, which creates what its tests share once. Compiled modules are kept: every process reads them.
+PYTEST = OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= \
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+K ?=
 SERVING := build/serving-environment
 SKYPILOT := build/skypilot-environment
 
 .DEFAULT_GOAL := help
-.PHONY: help install readme demo test test-fast test-serving test-clusters lint docs format gallery activations keys bench clean
+.PHONY: help install pages demo test test-newest test-oldest newest test-fast test-serving test-clusters lint docs format gallery activations keys bench clean
 
 help:
 	@echo "make demo    plan a model, then train a small one on two CPU ranks"
-	@echo "make test    run the whole suite; ROOM=distillation: what has that word in its path or name"
+	@echo "make test    run the whole suite; K=distillation: tests with that word in their path or name"
+	@echo "make test-newest    run the whole suite with the newest releases of upstream libraries"
+	@echo "make test-oldest    run what upstream releases can change with the oldest supported ones"
 	@echo "make test-fast    run what takes no real training, launch, browser or installation"
 	@echo "make test-serving    load checkpoints of every scheme in vLLM's CPU engine, beside Transformers"
 	@echo "make test-clusters    run plans over ssh, in a SLURM of two hosts and on Ray on this machine, as root"
-	@echo "make lint    ruff and mypy"
+	@echo "make lint    ruff, mypy, import-linter, and replaced words"
 	@echo "make docs    build the documentation site into build/site"
 	@echo "make gallery | activations | keys    regenerate data that ships with the package"
-	@echo "make readme    regenerate the map of rooms, docs/reference and what pages show"
+	@echo "make newest    move constraints-newest.txt to today's releases, and print what changed"
+	@echo "make pages    run the commands that pages show, and update their output"
 
 install: $(VENV)/.installed
 
 # torch comes first: whatever depends on it would otherwise choose a newer build.
-$(VENV)/.installed: pyproject.toml constraints.txt
+$(VENV)/.installed: pyproject.toml $(CONSTRAINTS)
 	@$(PYTHON) -c 'import sys; assert sys.version_info >= (3, 11), "Python 3.11 or newer is needed: make PYTHON=python3.11"'
 	@command -v c++ >/dev/null || { echo "A C++ compiler is needed (Debian: apt-get install g++)" >&2; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --upgrade pip
-	$(BIN)/pip install --quiet "$$(grep '^torch==' constraints.txt)"
-	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	$(BIN)/pip install --quiet "$$(grep '^torch==' $(CONSTRAINTS))"
+	$(BIN)/pip install --quiet --constraint $(CONSTRAINTS) --editable '.[$(EXTRAS)]'
 	touch $@
 
 # DeepSpeed's CPU operators, compiled beside the environment once: torch's common directory would serve two in turn.
@@ -43,9 +60,19 @@ $(VENV)/.operators: $(VENV)/.installed
 demo: install
 	$(BIN)/shardwright demo --force
 
-# make test ROOM=distillation runs the tests with that word in their path or name.
+# make test K=distillation runs the tests with that word in their path or name.
 test: $(VENV)/.operators
-	$(PYTEST) $(if $(ROOM),-k "$(ROOM)")
+	$(PYTEST) --durations=25 $(if $(K),-k "$(K)") $(TESTS)
+
+test-newest:
+	$(MAKE) test VENV=$(NEWEST) CONSTRAINTS=constraints-newest.txt EXTRAS=dev
+
+test-oldest:
+	$(MAKE) test VENV=$(OLDEST) CONSTRAINTS=constraints-oldest.txt EXTRAS=dev TESTS="$(or $(TESTS),$(OLDEST_TESTS))"
+
+# Resolves the extra `dev` anew, in an environment of its own.
+newest:
+	$(PYTHON) tools/newest_releases.py
 
 test-fast: install
 	$(PYTEST) -m "not browser and not clusters and not distributed and not install and not trace and not slow"
@@ -76,23 +103,22 @@ $(SKYPILOT)/.installed: constraints.txt
 	$(SKYPILOT)/bin/pip install --quiet --no-compile skypilot==0.14.1
 	touch $@
 
-# mypy resolves relative imports from files, so it sees the checkout under the package's own name.
+# mypy and import-linter read files, so they see the checkout under the package's own name.
 lint: install
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	mkdir -p $(TYPECHECK)
 	ln -sfn "$(CURDIR)" $(TYPECHECK)/shardwright
 	MYPYPATH=$(TYPECHECK) $(BIN)/mypy -p shardwright.ds_configs -p shardwright.plugins -p shardwright.trainers -p shardwright.cli
+	PYTHONPATH=$(TYPECHECK) $(BIN)/lint-imports --no-cache --no-logo
+	$(BIN)/python tools/words.py
 
 format: install
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-readme: install
-	$(BIN)/python tests/readme_parts.py
-	$(BIN)/python tools/reference.py
+pages: install
 	$(BIN)/python tests/runnable_blocks.py
-	$(BIN)/python tools/picture.py
 
 # A warning of Sphinx is an error: a link, an anchor, a page that nothing leads to, a docstring.
 docs: install

@@ -16,14 +16,14 @@ if TYPE_CHECKING:
     from .ds_configs.plan.plan import Plan
     from .ds_configs.specs.job import TrainingJob
     from .plugins.planning.from_names import plan
-    from .trainers.distillation.command.run import distill
-    from .trainers.distillation.student.run import student
+    from .trainers.distillation.command.task import distill
+    from .trainers.distillation.student.maker import student
     from .trainers.evaluation.evaluate import evaluate_model as evaluate
-    from .trainers.qat.command.run import qat
+    from .trainers.qat.command.task import qat
     from .trainers.quantization.run import quantize
     from .trainers.rehearsal.rehearse import rehearse
     from .trainers.training.own_script import trainer_for
-    from .trainers.training.run import train
+    from .trainers.training.task import train
 
 __version__ = "0.1.0"
 __all__ = [
@@ -46,14 +46,14 @@ _HOMES = {
     "Plan": ".ds_configs.plan.plan",
     "TrainingJob": ".ds_configs.specs.job",
     "check": ".ds_configs.check.files",
-    "distill": ".trainers.distillation.command.run",
+    "distill": ".trainers.distillation.command.task",
     "evaluate": ".trainers.evaluation.evaluate:evaluate_model",
     "plan": ".plugins.planning.from_names",
-    "qat": ".trainers.qat.command.run",
+    "qat": ".trainers.qat.command.task",
     "quantize": ".trainers.quantization.run",
     "rehearse": ".trainers.rehearsal.rehearse",
-    "student": ".trainers.distillation.student.run",
-    "train": ".trainers.training.run",
+    "student": ".trainers.distillation.student.maker",
+    "train": ".trainers.training.task",
     "trainer_for": ".trainers.training.own_script",
 }
 

@@ -1,4 +1,4 @@
-"""What whole checkpoints add to a save, and the guard to a step: `python benchmarks/checkpoint_overhead.py [--write]`.
+"""Cost of complete checkpoints and of the guard: `python benchmarks/checkpoint_overhead.py [--write]`.
 
 Two CPU ranks train a Llama of 29 million parameters under DDP. Saves of 350 MB take turns: as the Trainer leaves them,
 made whole while the training waits, and made whole beside it. A turn is a save and the steps after it, so that what a
@@ -12,8 +12,6 @@ import argparse
 import json
 import os
 import shutil
-import subprocess
-import sys
 import tempfile
 import time
 from pathlib import Path
@@ -29,7 +27,7 @@ RESULTS = Path(__file__).parents[1] / "docs" / "measurements" / "reliability.jso
 def main() -> int:
     """Launch both ranks and print; with `--strict`, return 1 where a target is missed."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--write", action="store_true", help=f"keep the figures in {RESULTS.name} and its page")
+    parser.add_argument("--write", action="store_true", help=f"keep the figures in {RESULTS.name}")
     parser.add_argument("--strict", action="store_true", help="exit with 1 when a target is missed")
     parser.add_argument("--rounds", type=int, default=ROUNDS, help="saves of each way")
     parser.add_argument("--rank", type=Path, help=argparse.SUPPRESS)
@@ -47,22 +45,21 @@ def main() -> int:
 
 def launched(rounds: int) -> dict[str, Any]:
     """Return what the first rank measured."""
-    from shardwright.plugins.launching.launch import free_port, python_arguments, run_launch
+    from shardwright.plugins.launching.launch import Launch, free_port, launch_ranks, python_arguments
 
     port = free_port()
     with tempfile.TemporaryDirectory(prefix="checkpoint-overhead-") as directory:
         command = ["torchrun", "--nproc-per-node", "2", "--master-port", str(port), str(Path(__file__).resolve())]
         arguments = python_arguments([*command, "--rank", directory, "--rounds", str(rounds)])
-        run_launch(arguments, timeout_seconds=1800, port=port)
+        launch_ranks(Launch(arguments=tuple(arguments), port=port), timeout_seconds=1800)
         found: dict[str, Any] = json.loads((Path(directory) / "found.json").read_text())
     return found
 
 
 def write(part: str, found: dict[str, Any]) -> None:
-    """Keep a part of the figures, and write the page anew."""
+    """Keep a part of the figures."""
     results = json.loads(RESULTS.read_text()) | {part: found}
     RESULTS.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
-    subprocess.run([sys.executable, "-m", "faults", "page"], cwd=RESULTS.parents[2] / "tests", check=True)
 
 
 def measure(directory: Path, rounds: int) -> None:
@@ -81,7 +78,7 @@ def measure(directory: Path, rounds: int) -> None:
 
 
 def make_trainer(directory: Path, *, max_steps: int) -> Any:
-    """Return a Trainer that saves only when it is told to."""
+    """Return a Trainer that saves only on request."""
     from shardwright.plugins.accelerate.cpu_ranks import configure_cpu_ranks
     from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments, default_data_collator, set_seed
 
@@ -154,7 +151,7 @@ class Saves:
 
 def guard_seconds(trainer: Any) -> dict[str, list[float]]:
     """Train, the guard's listeners switched by turns, and return the seconds of the steps."""
-    from shardwright.trainers.guards.callback import GuardCallback
+    from shardwright.trainers.guards import GuardCallback
     from transformers import TrainerCallback
 
     guard = GuardCallback(hang_seconds=None)

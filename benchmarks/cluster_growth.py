@@ -2,7 +2,7 @@
 
     python benchmarks/cluster_growth.py [--write]
 
-`--write` puts the table into docs/guides/clusters.md.
+`--write` puts the table into docs/measurements/cluster_growth.md.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from page_parts import with_part
 from shardwright.ds_configs.plan.plan import Plan
 from shardwright.plugins.planning.from_names import plan as make_plan
 
-PAGE = Path(__file__).parent.parent / "docs" / "guides" / "clusters.md"
+PAGE = Path(__file__).parent.parent / "docs" / "measurements" / "cluster_growth.md"
 MODEL = Path(__file__).parent.parent / "tests" / "data" / "models" / "meta-llama--Llama-3.1-70B"
 NODES = (1, 8, 64, 512, 2048)
 TOKENS = 1e12

@@ -16,7 +16,7 @@ from typing import Any
 
 from memory_cases import AttentionCase
 from metered_launch import measure_cases
-from metered_table import metered_table, show, store
+from metered_table import STORED, metered_table, show, store
 
 MEASURED = Path(__file__).with_name("eager_attention_memory.json")
 LENGTHS = (128, 256, 512)
@@ -66,7 +66,7 @@ def main() -> None:
     else:
         chosen = [case for case in cases() if case.name.startswith(options.only)]
         found = measure_cases(chosen, worker_file="memory_worker.py")
-        records = [{"case": record["case"], "peak_bytes": record["peak_bytes"]} for record in found]
+        records = [{name: record[name] for name in STORED if name in record} for record in found]
         done = [asdict(case) for case in chosen]
         records = [record for record in known if record["case"] not in done] + records
     show(table(records))

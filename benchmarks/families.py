@@ -1,7 +1,7 @@
 """Every causal language model and encoder-decoder of Transformers: distillation, rounding, `quantize`, sp, tp and pp.
 
 `python benchmarks/families.py --write` trains them all, small, and writes docs/measurements/family_trainers.md; names
-of classes sweep these alone. Each cell passes, is refused with a reason, or is broken, which fails the command. It
+of classes sweep these alone. Each cell passes, is rejected with a reason, or is broken, which fails the command. It
 takes a quarter of an hour on two cores. `--records FILE` keeps what was found, and goes on where a file ends.
 """
 
@@ -19,7 +19,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "tests" / "distributed")]
 PAGE = ROOT / "docs" / "measurements" / "family_trainers.md"
-MARKS = {"passes": "✓", "refused": "refused", "late": "refused at the check", "broken": "**broken**"}
+MARKS = {"passes": "✓", "refused": "rejected", "late": "rejected by the check", "broken": "**broken**"}
 _LATE = "the checkpoint did not pass"
 
 Row = tuple[str, str, str, str]
@@ -107,7 +107,7 @@ def page(rows: Iterable[Row]) -> str:
         "| | " + " | ".join(checks) + " |",
         "|---|" + "--:|" * len(checks),
     ]
-    for state, shown in (("passes", "passes"), ("refused", "refused before work"), ("late", MARKS["late"])):
+    for state, shown in (("passes", "passes"), ("refused", "rejected before work"), ("late", MARKS["late"])):
         lines.append(f"| {shown} | " + " | ".join(str(counts[check, state]) for check in checks) + " |")
     lines.append("| broken | " + " | ".join(str(counts[check, "broken"]) for check in checks) + " |")
     lines += ["", "| class | " + " | ".join(checks) + " |", "|---|" + "---|" * len(checks)]
@@ -132,7 +132,7 @@ def _reason(said: str) -> str:
     import re
 
     text = re.sub(r"/\S*family-\S*/(source|export|quantized)\S*", "the model", said)
-    text = re.sub(r"; it lies in .*", "", text).replace("|", "\\|")
+    text = re.sub(r"; it is in .*", "", text).replace("|", "\\|")
     return text[:240]
 
 

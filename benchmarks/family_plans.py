@@ -16,13 +16,11 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from memory_cases import AttentionCase
+from memory_cases import AttentionCase, metered_release
 from metered_launch import measure_cases
-from shardwright.ds_configs.legality.candidate import Candidate
-from shardwright.ds_configs.legality.model_rules import MODEL_RULES
-from shardwright.ds_configs.memory.activation_bound import BOUND_SOURCE
-from shardwright.ds_configs.memory.activation_source import activations_are_stored, cached_activations
-from shardwright.ds_configs.memory.cpu_memory import cpu_rank_terms
+from shardwright.ds_configs.legality.rules import MODEL_RULES
+from shardwright.ds_configs.memory.activations import BOUND_SOURCE, activations_are_stored, cached_activations
+from shardwright.ds_configs.memory.estimate import cpu_rank_terms
 from shardwright.ds_configs.specs.hardware import parse_hardware
 from shardwright.ds_configs.specs.job import TrainingJob
 
@@ -153,10 +151,10 @@ def cases_of(families: Sequence[str]) -> list[AttentionCase]:
 
 
 def refusal(case: AttentionCase) -> str | None:
-    """Return why the planner refuses a case, which then is not run."""
+    """Return why the planner rejects a case, which is then not run."""
     hardware = parse_hardware(f"{case.ranks}xCPU")
-    candidate = Candidate(strategy=case.strategy(), model=case.spec(), hardware=hardware, job=case.job())
-    return next((str(fault) for rule in MODEL_RULES if (fault := rule(candidate))), None)
+    model, layout, job = case.spec(), case.strategy(), case.job()
+    return next((str(error) for rule in MODEL_RULES if (error := rule(model, layout, job, hardware))), None)
 
 
 def metered(families: Sequence[str]) -> dict[str, dict[str, dict[str, Any]]]:
@@ -165,7 +163,7 @@ def metered(families: Sequence[str]) -> dict[str, dict[str, dict[str, Any]]]:
     cases = [case for case in cases_of(families) if refusal(case) is None]
     for record in measure_cases(cases, worker_file="memory_worker.py"):
         run = f"{record['case']['layout']} {record['case']['method']}"
-        values = {name: record[name] for name in ("peak_bytes", "failed") if name in record}
+        values = {name: record[name] for name in ("peak_bytes", "failed", "release") if name in record}
         found.setdefault(record["case"]["architecture"], {})[run] = values
     return found
 
@@ -189,9 +187,10 @@ class Metered:
 
     def _cell(self, row: dict[str, Any], case: AttentionCase, found: dict[str, Any]) -> str:
         if "peak_bytes" in found and (refused := refusal(case)) is None:
-            terms = cpu_rank_terms(case.strategy(), case.spec(), case.job())
+            spec = case.spec(metered_release(found))
+            terms = cpu_rank_terms(case.strategy(), spec, case.job())
             error = max(sum(terms[name].values()) for name in terms if name != "init") / found["peak_bytes"] - 1
-            traced = cached_activations(case.spec(), case.job())(case.strategy().micro_batch_size, "bf16").source
+            traced = cached_activations(spec, case.job())(case.strategy().micro_batch_size, "bf16").source
             self.errors["upper bound" if traced.startswith(BOUND_SOURCE) else "stored"].append(error)
             if not traced.startswith(BOUND_SOURCE):
                 self.families.add(row["class"])
@@ -203,7 +202,7 @@ class Metered:
         reason = f"{row['class']}: {reason}"
         if reason not in self.reasons:
             self.reasons.append(reason)
-        return f"{'refused' if refused else 'fails'} ({self.reasons.index(reason) + 1})"
+        return f"{'rejected' if refused else 'fails'} ({self.reasons.index(reason) + 1})"
 
 
 def table(rows: Sequence[dict[str, Any]], meter: Metered) -> str:

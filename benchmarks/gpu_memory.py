@@ -20,14 +20,14 @@ from statistics import mean
 from typing import Any
 
 from memory_cases import spec_of
-from shardwright.ds_configs.memory.buffers import default_zero_options
 from shardwright.ds_configs.memory.estimate import GpuMemory, estimate_memory
+from shardwright.ds_configs.memory.model_states import default_zero_options
 from shardwright.ds_configs.specs.hardware import HardwareSpec
 from shardwright.ds_configs.specs.job import TrainingJob
+from shardwright.ds_configs.specs.layout import Layout
 from shardwright.ds_configs.specs.model import ModelSpec
-from shardwright.ds_configs.specs.strategy import Strategy
 from shardwright.ds_configs.specs.units import gigabytes
-from shardwright.plugins.launching.launch import LaunchFailedError, free_port, run_launch
+from shardwright.plugins.launching.launch import Launch, LaunchFailedError, free_port, launch_ranks
 
 CONFIGS = Path(__file__).parents[1] / "tests" / "data" / "models"
 WORKER = Path(__file__).with_name("gpu_memory_worker.py")
@@ -92,10 +92,10 @@ class GpuCase:
             lora_rank=LORA_RANK,
         )
 
-    def strategy(self) -> Strategy:
+    def strategy(self) -> Layout:
         stage = int(self.layout[4])
         device = "cpu" if self.layout.endswith("+offload") else "none"
-        return Strategy(
+        return Layout(
             engine="deepspeed",
             zero_stage=stage,
             offload_optimizer=device,  # type: ignore[arg-type]
@@ -274,10 +274,16 @@ def measure(case: GpuCase, *, limit_seconds: float) -> GpuResult:
         output = Path(directory) / "result.json"
         failure = ""
         try:
-            run_launch(
-                [str(WORKER), json.dumps(asdict(case)), str(output)],
+            launch_ranks(
+                Launch(
+                    arguments=(
+                        str(WORKER),
+                        json.dumps(asdict(case)),
+                        str(output),
+                    ),
+                    environment=gpu_environment(os.environ),
+                ),
                 timeout_seconds=limit_seconds,
-                environment=gpu_environment(os.environ),
             )
         except LaunchFailedError as error:
             stopped = error.launcher_exit_code is None

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from gpu_memory import GpuCase, predicted_fields
 from metered_training import plan_of, train_metered
-from shardwright.plugins.metering.byte_meter import AcceleratorMeter
-from shardwright.plugins.planning.local_hardware import detect_hardware
+from shardwright.plugins.metering import AcceleratorMeter
+from shardwright.plugins.planning.from_names import detect_hardware
 
 
 def main(case: GpuCase, output: Path) -> None:

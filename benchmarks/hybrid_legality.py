@@ -1,7 +1,7 @@
 """Models with layers of several kinds: what the planner offers for engines, axes and trainers, and what happens.
 
 `python benchmarks/hybrid_legality.py --write` trains shrunken ones for two steps on two CPU ranks, holds the losses
-against one process, and makes docs/measurements/hybrids.md; names of classes train these alone. Axes that are refused
+against one process, and makes docs/measurements/hybrids.md; names of classes train these alone. Axes that are rejected
 are tried all the same. `--stored` judges what was found before by the legality of today. A cell that is offered and
 fails, or loses otherwise, fails the command.
 """
@@ -26,7 +26,7 @@ Row = dict[str, str]
 
 
 def main() -> int:
-    """Train or read, print the page, and say whether anything is offered in vain."""
+    """Train or read the stored rows, print the page, and return 1 if an offered axis fails."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("classes", nargs="*", help="default: all")
     parser.add_argument("--layouts", default="", help="columns, separated by commas; default: all")
@@ -78,7 +78,7 @@ def offered_in_vain(rows: Iterable[Row]) -> list[Row]:
 
 
 def refused_in_vain(rows: Iterable[Row]) -> list[Row]:
-    """Return what the planner refuses although the training equals that of one process."""
+    """Return what the planner rejects although the training equals that of one process."""
     from family_sweep.hybrids import verdict
 
     return [row for row in rows if row["state"] == "passes" and verdict(row["class"], row["layout"])]
@@ -94,8 +94,8 @@ def page(rows: Iterable[Row]) -> str:
     for name in HYBRIDS:
         cells = []
         for layout in LAYOUTS:
-            faults, row = verdict(name, layout), found.get((name, layout))
-            cells.append(_cell(faults, row, reasons))
+            errors, row = verdict(name, layout), found.get((name, layout))
+            cells.append(_cell(errors, row, reasons))
         lines.append(f"| {name} | {' | '.join(cells)} |")
     notes = [f"{number}. {text}" for text, number in reasons.items()]
     kinds = [f"- {name}: {what}" for name, (what, _) in HYBRIDS.items()]
@@ -111,16 +111,16 @@ def page(rows: Iterable[Row]) -> str:
             "",
             *kinds,
             "",
-            "✓ is offered and loses as one process does. Of what is refused, a number says why, and a sign what",
-            "came of it when the refusal was switched off: ✗ fails, ≠ loses otherwise, = loses the same. Stages of",
+            "✓ is offered, and has the losses of one process. A rejected layout has the number of its reason, and",
+            "the result without the rejection: ✗ fails, ≠ has other losses, = has the same losses. Stages of",
             "a pipeline are written for each family: there is nothing to try. sp and tp run with ZeRO-1, ep with",
             "ZeRO-2, cp with FSDP2; LoRA adapts all linear layers; QAT rounds to W4A16 and is judged by its own",
             "command.",
             "",
             *lines,
             "",
-            f"Offered and equal: {passing}; offered in vain: {len(offered_in_vain(counted))}; "
-            f"refused though equal: {len(refused_in_vain(counted))}.",
+            f"Offered and equal: {passing}; offered but not equal: {len(offered_in_vain(counted))}; "
+            f"rejected although equal: {len(refused_in_vain(counted))}.",
             "",
             "## Reasons",
             "",
@@ -130,21 +130,21 @@ def page(rows: Iterable[Row]) -> str:
     )
 
 
-def _cell(faults: tuple[str, ...], row: Row | None, reasons: dict[str, int]) -> str:
-    if not faults and row is None:
+def _cell(errors: tuple[str, ...], row: Row | None, reasons: dict[str, int]) -> str:
+    if not errors and row is None:
         return ""
-    if not faults and row is not None and row["state"] == "passes":
+    if not errors and row is not None and row["state"] == "passes":
         return "✓"
-    said = faults[0] if faults else row["said"] if row is not None else ""
+    said = errors[0] if errors else row["said"] if row is not None else ""
     number = reasons.setdefault(" ".join(said.split())[:300], len(reasons) + 1)
-    if not faults:
-        return f"refused ({number})" if row is not None and row["state"] == "refused" else f"**broken** ({number})"
+    if not errors:
+        return f"rejected ({number})" if row is not None and row["state"] == "refused" else f"**broken** ({number})"
     if row is None:
-        return f"refused ({number})"
+        return f"rejected ({number})"
     if row["state"] == "passes":
-        return f"refused ({number}) ="
+        return f"rejected ({number}) ="
     loses_otherwise = row["state"] == "broken" and row["said"][:1].isdigit()
-    return f"refused ({number}) {'≠' if loses_otherwise else '✗'}"
+    return f"rejected ({number}) {'≠' if loses_otherwise else '✗'}"
 
 
 if __name__ == "__main__":

@@ -19,11 +19,10 @@ from typing import Any
 import torch
 from page_parts import with_part
 from shardwright.ds_configs.memory.distillation_memory import HEAD_ROWS, block_rows, even_chunk_rows, most_chunk_rows
-from shardwright.plugins.metering.byte_meter import ByteMeter
+from shardwright.plugins.metering import ByteMeter
 from shardwright.plugins.transformers.output_heads import OutputHead
 from shardwright.trainers.losses.fused_loss import BLOCK_BYTES, SCALED_ROWS, fused_token_loss
-from shardwright.trainers.losses.objective import HiddenTargets, LogitTargets, TokenObjective
-from shardwright.trainers.losses.plain_loss import plain_token_loss
+from shardwright.trainers.losses.objective import HiddenTargets, LogitTargets, TokenObjective, plain_token_loss
 
 MEASURED = Path(__file__).with_name("kd_memory.json")
 DOCUMENT = Path(__file__).parents[1] / "docs" / "measurements" / "costs.md"

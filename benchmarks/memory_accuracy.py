@@ -15,12 +15,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean
 
-from memory_cases import VALUES, Case, grid
+from memory_cases import VALUES, Case, grid, metered_release
 from memory_estimators import accelerate_estimate, deepspeed_estimate
 from metered_launch import measure_cases
 from page_parts import with_part
-from shardwright.ds_configs.memory.cpu_memory import cpu_rank_terms
-from shardwright.ds_configs.memory.estimate import ALLOCATED_OVER_PREDICTED
+from shardwright.ds_configs.memory.estimate import ALLOCATED_OVER_PREDICTED, cpu_rank_terms
 
 MEASURED = Path(__file__).with_name("memory_accuracy.json")
 DOCUMENT = Path(__file__).parents[1] / "docs" / "measurements" / "memory.md"
@@ -67,7 +66,7 @@ def rows(records: Iterable[dict[str, object]]) -> list[Row]:
         peaks: dict[str, int] = record["peaks"]  # type: ignore[assignment]
         phases = {name: peak for name, peak in peaks.items() if name not in ("init", "other")}
         phase = max(phases, key=lambda name: phases[name])
-        terms = cpu_rank_terms(case.strategy(), case.spec(), case.job())
+        terms = cpu_rank_terms(case.strategy(), case.spec(metered_release(record)), case.job())
         predicted = max(sum(terms[name].values()) for name in terms if name != "init")
         found.append(Row(case=case, metered_bytes=phases[phase], metered_phase=phase, predicted_bytes=predicted))
     return found

@@ -11,8 +11,8 @@ from typing import Any
 from shardwright.ds_configs.memory.rank_parameters import rank_parameters
 from shardwright.ds_configs.models.families import model_spec_from_config
 from shardwright.ds_configs.specs.job import TrainingJob
-from shardwright.ds_configs.specs.model import ModelSpec
-from shardwright.ds_configs.specs.strategy import Strategy, ZeroOptions
+from shardwright.ds_configs.specs.layout import Layout, ZeroOptions
+from shardwright.ds_configs.specs.model import FIRST_RELEASE, ModelSpec
 
 SEQ_LEN = 128
 MICRO_BATCH_SIZE = 2
@@ -202,11 +202,22 @@ FAMILIES: Mapping[str, Mapping[str, Any]] = {
 """Sizes of families that name them their own way."""
 
 
-def spec_of(config: dict[str, Any], name: str) -> ModelSpec:
-    """Return the specification of a family: the closed form, or what Transformers builds."""
+def spec_of(config: dict[str, Any], name: str, release: str | None = None) -> ModelSpec:
+    """Return the specification of a family: the closed form, or what Transformers builds.
+
+    `release` is that of Transformers, by default the installed one.
+    """
+    from shardwright.plugins.releases import transformers_release
     from shardwright.plugins.transformers.meta_model import model_spec_from_meta
 
-    return model_spec_from_config(config, name=name) or model_spec_from_meta(config, name=name)
+    release = release or transformers_release()
+    fast = model_spec_from_config(config, name=name, release=release)
+    return fast or replace(model_spec_from_meta(config, name=name), release=release)
+
+
+def metered_release(record: Mapping[str, Any]) -> str:
+    """Return the release of Transformers that a stored case was metered with."""
+    return str(record.get("release", FIRST_RELEASE))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -232,8 +243,8 @@ class Case:
     def config(self) -> dict[str, Any]:
         return {"model_type": self.model, **MODELS[self.model]}
 
-    def spec(self) -> ModelSpec:
-        return spec_of(self.config, self.model)
+    def spec(self, release: str | None = None) -> ModelSpec:
+        return spec_of(self.config, self.model, release)
 
     def job(self) -> TrainingJob:
         return TrainingJob(
@@ -243,11 +254,11 @@ class Case:
             lora_rank=LORA_RANK,
         )
 
-    def strategy(self) -> Strategy:
+    def strategy(self) -> Layout:
         """Return the layout with buckets and thresholds as small beside the model as in a real run."""
         stage = int(self.layout[-1]) if self.layout.startswith("zero") else None
         sharded = self.layout != "ddp"
-        return Strategy(
+        return Layout(
             engine="deepspeed" if stage is not None else self.layout,  # type: ignore[arg-type]
             zero_stage=stage,
             dp_shard=self.ranks if sharded else 1,
@@ -303,8 +314,8 @@ class AttentionCase(Case):
         named = {"architectures": [self.architecture]} if self.architecture else {}
         return {"model_type": self.model, **sizes, **named, "attn_implementation": self.attention}
 
-    def spec(self) -> ModelSpec:
-        return replace(spec_of(self.config, self.model), attention=self.attention)
+    def spec(self, release: str | None = None) -> ModelSpec:
+        return replace(super().spec(release), attention=self.attention)
 
     def job(self) -> TrainingJob:
         return replace(super().job(), seq_len_tokens=self.seq_len_tokens)

@@ -13,7 +13,7 @@ import torch
 from memory_cases import Case, case_of
 from metered_training import plan_of, train_metered
 from shardwright.ds_configs.specs.hardware import parse_hardware
-from shardwright.plugins.metering.byte_meter import ByteMeter, MeterReading
+from shardwright.plugins.metering import ByteMeter, MeterReading
 
 
 def main(cases_file: Path, output: Path) -> None:

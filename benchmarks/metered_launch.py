@@ -10,7 +10,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from shardwright.plugins.launching.launch import free_port, python_arguments, run_launch
+from shardwright.ds_configs.specs.model import FIRST_RELEASE
+from shardwright.plugins.launching.launch import Launch, free_port, launch_ranks, python_arguments
+from shardwright.plugins.releases import transformers_release
 
 SECONDS_PER_CASE = 90
 
@@ -31,8 +33,13 @@ def measure_cases(cases: Sequence[Any], *, worker_file: str) -> list[dict[str, A
             wanted.write_text(json.dumps(chosen), encoding="utf-8")
             launch = ["torchrun", "--nproc-per-node", str(ranks), "--master-port", str(free_port())]
             command = python_arguments([*launch, str(worker), str(wanted), str(output)])
-            run_launch(command, timeout_seconds=120 + SECONDS_PER_CASE * len(chosen), on_line=_show)
+            launch_ranks(
+                Launch(arguments=tuple(command)), timeout_seconds=120 + SECONDS_PER_CASE * len(chosen), on_line=_show
+            )
             records += [json.loads(line) for line in output.read_text(encoding="utf-8").splitlines()]
+    release = transformers_release()
+    if release != FIRST_RELEASE:
+        records = [record | {"release": release} for record in records]
     return records
 
 

@@ -8,12 +8,16 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from shardwright.ds_configs.memory.cpu_memory import cpu_rank_terms
+from memory_cases import metered_release
+from shardwright.ds_configs.memory.estimate import cpu_rank_terms
+
+STORED = ("case", "peak_bytes", "release")
+"""What is stored of a metered case."""
 
 
-def predicted_bytes(case: Any) -> int:
-    """Return the predicted peak of a rank after loading."""
-    terms = cpu_rank_terms(case.strategy(), case.spec(), case.job())
+def predicted_bytes(case: Any, release: str) -> int:
+    """Return the predicted peak of a rank after loading, with a release of Transformers."""
+    terms = cpu_rank_terms(case.strategy(), case.spec(release), case.job())
     return max(sum(terms[name].values()) for name in terms if name != "init")
 
 
@@ -21,13 +25,14 @@ def metered_table(records: Sequence[dict[str, Any]], case_of: Callable[..., Any]
     """Return the cases as Markdown, and the relative errors of their predictions.
 
     Args:
-        records: Of each case its fields under `case`, and the metered `peak_bytes` of the fullest rank.
+        records: Of each case its fields under `case`, the metered `peak_bytes` of the fullest rank, and the `release`
+            of Transformers where it is not `FIRST_RELEASE`.
         case_of: Makes a case of its fields.
     """
     lines, errors = ["| case | metered MB | predicted MB | error |", "|---|---|---|---|"], []
     for record in records:
         case, metered = case_of(**record["case"]), record["peak_bytes"]
-        found = predicted_bytes(case)
+        found = predicted_bytes(case, metered_release(record))
         errors.append(found / metered - 1)
         lines.append(f"| {case.name} | {metered / 1e6:.2f} | {found / 1e6:.2f} | {errors[-1]:+.1%} |")
     return "\n".join(lines), errors

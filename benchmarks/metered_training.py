@@ -10,24 +10,24 @@ from typing import Any
 import torch
 from safetensors.torch import save_model
 from shardwright.ds_configs.memory.estimate import estimate_memory
-from shardwright.ds_configs.memory.pipeline_stages import pipeline_stages
-from shardwright.ds_configs.plan.deepspeed import deepspeed_config
+from shardwright.ds_configs.memory.rank_parameters import pipeline_stages
 from shardwright.ds_configs.plan.plan import Plan
-from shardwright.ds_configs.plan.training_arguments import planned_training_arguments
-from shardwright.ds_configs.search.choice import Evaluated
+from shardwright.ds_configs.plan.rendering import deepspeed_config, planned_training_arguments
+from shardwright.ds_configs.search.search import Evaluated
 from shardwright.ds_configs.specs.hardware import HardwareSpec
 from shardwright.ds_configs.specs.job import TrainingJob
+from shardwright.ds_configs.specs.layout import Layout
 from shardwright.ds_configs.specs.model import ModelSpec
-from shardwright.ds_configs.specs.strategy import Strategy
 from shardwright.ds_configs.step_time.estimate import estimate_step_time
 from shardwright.plugins.accelerate.cpu_ranks import configure_cpu_ranks
-from shardwright.plugins.bitsandbytes.sharded_loading import is_divided, on_host, place_for_division
-from shardwright.plugins.deepspeed_pipeline.phases import meter_pipeline_trainer
-from shardwright.plugins.metering.byte_meter import Meter, MeterReading
-from shardwright.plugins.metering.trainer_phases import WARM_UP_STEPS, meter_trainer
-from shardwright.plugins.peft.lora import add_lora, four_bit_loading
-from shardwright.plugins.transformers.partial_checkpointing import partial_checkpointing_callback
-from shardwright.plugins.transformers.selective_checkpointing import selective_checkpointing_callback
+from shardwright.plugins.bitsandbytes import is_divided, on_host, place_for_division
+from shardwright.plugins.deepspeed_pipeline.engine import meter_pipeline_trainer
+from shardwright.plugins.metering import WARM_UP_STEPS, Meter, MeterReading, meter_trainer
+from shardwright.plugins.peft import add_lora, four_bit_loading
+from shardwright.plugins.transformers.gradient_checkpointing import (
+    partial_checkpointing_callback,
+    selective_checkpointing_callback,
+)
 from shardwright.plugins.transformers.training_arguments import training_arguments, weights_dtype
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
@@ -48,7 +48,7 @@ from transformers.modeling_utils import set_zero3_state
 STEPS = WARM_UP_STEPS + 1
 
 
-def plan_of(strategy: Strategy, spec: ModelSpec, hardware: HardwareSpec, job: TrainingJob) -> Plan:
+def plan_of(strategy: Layout, spec: ModelSpec, hardware: HardwareSpec, job: TrainingJob) -> Plan:
     """Return the plan of a strategy that no search chose."""
     memory = estimate_memory(strategy, spec, hardware, job)
     time = estimate_step_time(strategy, spec, hardware, job)

@@ -22,13 +22,13 @@ from typing import Any
 from memory_cases import MODELS, spec_of
 from metered_launch import measure_cases
 from metered_table import store
-from shardwright.ds_configs.memory.buffers import default_zero_options
+from shardwright.ds_configs.memory.model_states import default_zero_options
 from shardwright.ds_configs.specs.hardware import HardwareSpec, parse_hardware
 from shardwright.ds_configs.specs.job import TrainingJob
+from shardwright.ds_configs.specs.layout import Layout
 from shardwright.ds_configs.specs.model import ModelSpec
-from shardwright.ds_configs.specs.strategy import Strategy
-from shardwright.ds_configs.step_time.constants import constants_of
 from shardwright.ds_configs.step_time.estimate import StepTime, estimate_step_time
+from shardwright.ds_configs.step_time.rates import constants_of
 
 MEASURED = Path(__file__).with_name("order_on_cpu_ranks.json")
 ROUNDS = 4
@@ -41,7 +41,7 @@ JOB = TrainingJob(seq_len_tokens=128, precision="fp32", global_batch_size=16)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Layout:
+class OrderedLayout:
     """One way to train the job's 16 sequences of a step."""
 
     engine: str
@@ -58,12 +58,12 @@ class Layout:
         size = f"{strategy.micro_batch_size} x {strategy.gradient_accumulation_steps}"
         return f"{strategy.label}, {size}{', checkpointing' if self.checkpointing else ''}"
 
-    def strategy(self) -> Strategy:
+    def strategy(self) -> Layout:
         """Return the layout with the buffers that a plan gives it."""
         stage = int(self.engine[-1]) if self.engine.startswith("zero") else None
         data_parallel = 1 if self.axis else self.ranks
         assert JOB.global_batch_size is not None
-        return Strategy(
+        return Layout(
             engine="deepspeed" if stage is not None else self.engine,  # type: ignore[arg-type]
             zero_stage=stage,
             dp_replicate=data_parallel if self.engine == "ddp" else 1,
@@ -77,14 +77,14 @@ class Layout:
 
 
 LAYOUTS = (
-    Layout(engine="ddp", micro_batch_size=8),
-    Layout(engine="ddp", micro_batch_size=1),
-    Layout(engine="ddp", micro_batch_size=4, checkpointing=True),
-    Layout(engine="zero2", micro_batch_size=1),
-    Layout(engine="zero3", micro_batch_size=1, checkpointing=True),
-    Layout(engine="fsdp2", micro_batch_size=2),
-    Layout(engine="zero1", micro_batch_size=16, axis="tp"),
-    Layout(engine="zero1", micro_batch_size=2, axis="sp"),
+    OrderedLayout(engine="ddp", micro_batch_size=8),
+    OrderedLayout(engine="ddp", micro_batch_size=1),
+    OrderedLayout(engine="ddp", micro_batch_size=4, checkpointing=True),
+    OrderedLayout(engine="zero2", micro_batch_size=1),
+    OrderedLayout(engine="zero3", micro_batch_size=1, checkpointing=True),
+    OrderedLayout(engine="fsdp2", micro_batch_size=2),
+    OrderedLayout(engine="zero1", micro_batch_size=16, axis="tp"),
+    OrderedLayout(engine="zero1", micro_batch_size=2, axis="sp"),
 )
 
 
@@ -102,7 +102,7 @@ def work(wanted: Path, output: Path) -> None:
 
     calibrated = -1
     for values in json.loads(wanted.read_text(encoding="utf-8")):
-        layout = Layout(**values)
+        layout = OrderedLayout(**values)
         mine: dict[str, float] = _trained(layout)
         if layout.round > calibrated:
             mine |= _rates()
@@ -116,7 +116,7 @@ def work(wanted: Path, output: Path) -> None:
         forget_last_run()
 
 
-def _trained(layout: Layout) -> dict[str, float]:
+def _trained(layout: OrderedLayout) -> dict[str, float]:
     """Return the wall and processor seconds of the fastest step."""
     from metered_training import plan_of, run_settings
     from shardwright.plugins.accelerate.cpu_ranks import configure_cpu_ranks
@@ -146,7 +146,7 @@ def _trained(layout: Layout) -> dict[str, float]:
     return {"wall_seconds": min(wall), "processor_seconds": min(processor)}
 
 
-def _axis_callback(layout: Layout) -> Any:
+def _axis_callback(layout: OrderedLayout) -> Any:
     from shardwright.trainers import SequenceParallelCallback, TensorParallelCallback
 
     if not layout.axis:
@@ -230,12 +230,12 @@ def hardware_of(records: Sequence[dict[str, Any]]) -> HardwareSpec:
     )
 
 
-def compared(records: Sequence[dict[str, Any]]) -> list[tuple[Layout, StepTime, float, float]]:
+def compared(records: Sequence[dict[str, Any]]) -> list[tuple[OrderedLayout, StepTime, float, float]]:
     """Return each layout with its predicted time, the fastest wall seconds and the fewest processor seconds."""
     hardware = hardware_of(records)
     rows = []
     for layout in LAYOUTS:
-        runs = [record["ranks"] for record in records if replace(Layout(**record["layout"]), round=0) == layout]
+        runs = [record["ranks"] for record in records if replace(OrderedLayout(**record["layout"]), round=0) == layout]
         wall = min(max(rank["wall_seconds"] for rank in ranks) for ranks in runs)
         processor = min(max(rank["processor_seconds"] for rank in ranks) for ranks in runs)
         rows.append((layout, estimate_step_time(layout.strategy(), spec(), hardware, JOB), wall, processor))

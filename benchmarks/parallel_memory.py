@@ -15,10 +15,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean
 
+from memory_cases import metered_release
 from metered_launch import measure_cases
 from page_parts import with_part
 from parallel_memory_cases import LAYOUTS, Case, grid
-from shardwright.ds_configs.memory.cpu_memory import cpu_share_terms
+from shardwright.ds_configs.memory.estimate import cpu_share_terms
 
 MEASURED = Path(__file__).with_name("parallel_memory.json")
 DOCUMENT = Path(__file__).parents[1] / "docs" / "measurements" / "parallel_memory.md"
@@ -63,7 +64,7 @@ def _rows_of(record: dict[str, object]) -> list[Row]:
     ranks: list[dict[str, dict[str, int]]] = record["ranks"]  # type: ignore[assignment]
     strategy = case.strategy()
     found = []
-    for share, terms in cpu_share_terms(strategy, case.spec(), case.job()):
+    for share, terms in cpu_share_terms(strategy, case.spec(metered_release(record)), case.job()):
         stage = None if share.stage is None else share.stage.index
         mine = ranks
         if stage is not None:

@@ -7,8 +7,8 @@ from typing import Any
 
 from memory_cases import MICRO_BATCH_SIZE, MODELS, SEQ_LEN, spec_of
 from shardwright.ds_configs.specs.job import TrainingJob
+from shardwright.ds_configs.specs.layout import Layout, ZeroOptions
 from shardwright.ds_configs.specs.model import ModelSpec
-from shardwright.ds_configs.specs.strategy import Strategy, ZeroOptions
 
 LAYOUTS: dict[str, dict[str, int]] = {
     "sp2": {"sp": 2},
@@ -62,8 +62,8 @@ class Case:
     def ranks(self) -> int:
         return self.strategy().world_size
 
-    def spec(self) -> ModelSpec:
-        return spec_of(self.config, self.model)
+    def spec(self, release: str | None = None) -> ModelSpec:
+        return spec_of(self.config, self.model, release)
 
     def job(self) -> TrainingJob:
         return TrainingJob(
@@ -72,11 +72,11 @@ class Case:
             gradient_checkpointing="on" if self.checkpointing else "off",
         )
 
-    def strategy(self) -> Strategy:
+    def strategy(self) -> Layout:
         """Return the layout with buckets as small beside the model as in a real run."""
         spec = self.spec()
         two_layers = 2 * spec.layer_parameter_count
-        return Strategy(
+        return Layout(
             engine="deepspeed",
             zero_stage=self.zero_stage,
             micro_batch_size=MICRO_BATCH_SIZE,

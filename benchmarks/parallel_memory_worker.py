@@ -12,13 +12,12 @@ from typing import Any
 import torch
 from metered_training import STEPS, plan_of, run_settings
 from parallel_memory_cases import Case
-from shardwright.ds_configs.memory.pipeline_stages import pipeline_stages
+from shardwright.ds_configs.memory.rank_parameters import pipeline_stages
 from shardwright.ds_configs.plan.plan import Plan
 from shardwright.ds_configs.specs.hardware import parse_hardware
 from shardwright.plugins.accelerate.cpu_ranks import configure_cpu_ranks
-from shardwright.plugins.deepspeed_pipeline.phases import meter_pipeline_trainer
-from shardwright.plugins.metering.byte_meter import ByteMeter, MeterReading
-from shardwright.plugins.metering.trainer_phases import meter_trainer
+from shardwright.plugins.deepspeed_pipeline.engine import meter_pipeline_trainer
+from shardwright.plugins.metering import ByteMeter, MeterReading, meter_trainer
 from shardwright.plugins.transformers.training_arguments import training_arguments, weights_dtype
 from transformers import AutoConfig, AutoModelForCausalLM, Trainer, TrainingArguments, default_data_collator, set_seed
 

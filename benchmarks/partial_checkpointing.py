@@ -19,7 +19,8 @@ from typing import Any
 from memory_cases import MODELS, Case
 from metered_launch import measure_cases
 from metered_table import metered_table, show, store
-from shardwright.ds_configs.specs.strategy import Strategy
+from shardwright.ds_configs.specs.layout import Layout
+from shardwright.plugins.releases import transformers_release
 
 MEASURED = Path(__file__).with_name("partial_checkpointing.json")
 
@@ -42,7 +43,7 @@ class PartialCase(Case):
         depth = "n_layer" if self.model == "gpt2" else "num_hidden_layers"
         return {"model_type": self.model, **MODELS[self.model], depth: 8}
 
-    def strategy(self) -> Strategy:
+    def strategy(self) -> Layout:
         """The layout, with the layers that are recomputed."""
         if self.layout == "pp":
             plain = replace(self, layout="zero1").strategy()
@@ -54,7 +55,7 @@ class PartialCase(Case):
 
 def cases() -> list[PartialCase]:
     """Return runs of all engines over counts of layers, precisions and families."""
-    # Pipelines first: their trainer refuses the changed loss that the meter of the others leaves behind.
+    # Pipelines first: their trainer rejects the changed loss that the meter of the others leaves.
     shapes = [
         ("llama", "pp", "fp32", 4, 1),
         ("qwen3", "pp", "bf16", 4, 3),
@@ -116,8 +117,9 @@ def work(wanted: Path, output: Path) -> None:
         phases = {name: peak for name, peak in reading.peaks.items() if name not in ("init", "other")}
         torch.distributed.all_gather_object(peaks, max(phases.values()))
         if os.environ["RANK"] == "0":
+            record = {"case": values, "peak_bytes": max(peaks), "release": transformers_release()}
             with output.open("a", encoding="utf-8") as file:
-                file.write(json.dumps({"case": values, "peak_bytes": max(peaks)}) + "\n")
+                file.write(json.dumps(record) + "\n")
             print("measured", case.name, flush=True)
         forget_last_run()
 
@@ -125,7 +127,7 @@ def work(wanted: Path, output: Path) -> None:
 def _metered(case: PartialCase) -> Any:
     from metered_training import plan_of, train_metered
     from shardwright.ds_configs.specs.hardware import parse_hardware
-    from shardwright.plugins.metering.byte_meter import ByteMeter
+    from shardwright.plugins.metering import ByteMeter
 
     plan = plan_of(case.strategy(), case.spec(), parse_hardware(f"{case.ranks}xCPU"), case.job())
     return train_metered(plan, case.config, ByteMeter())

@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from shardwright.ds_configs.specs.stages import PipelineStage, bubble_fraction
+from shardwright.ds_configs.specs.layout import PipelineStage, bubble_fraction
 from shardwright.plugins.accelerate.cpu_ranks import configure_cpu_ranks
-from shardwright.plugins.launching.launch import free_port, python_arguments, run_launch
+from shardwright.plugins.launching.launch import Launch, free_port, launch_ranks, python_arguments
 from shardwright.trainers.parallel.pipeline.trainer import PipelineTrainer
 from transformers import LlamaConfig, LlamaForCausalLM, TrainerCallback, TrainingArguments, set_seed
 
@@ -178,7 +178,9 @@ def main() -> int:
         output = Path(directory) / "rows.json"
         port = free_port()
         command = ["torchrun", "--nproc-per-node", str(STAGES), "--master-port", str(port), str(Path(__file__))]
-        run_launch(python_arguments([*command, "--worker", str(output)]), timeout_seconds=600, port=port)
+        launch_ranks(
+            Launch(arguments=python_arguments([*command, "--worker", str(output)]), port=port), timeout_seconds=600
+        )
         rows = json.loads(output.read_text())
     print("passes     micro-batches  predicted  first stage  last stage")
     for row in rows:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from shardwright.ds_configs.step_time.software import Software
+from shardwright.ds_configs.step_time.rates import Software
 
 MEGATRON = Software(
     attention="eager",

@@ -17,9 +17,9 @@ import published_stacks as stacks
 from shardwright.ds_configs.models.families import model_spec_from_config
 from shardwright.ds_configs.specs.hardware import HardwareSpec, parse_hardware
 from shardwright.ds_configs.specs.job import TrainingJob
+from shardwright.ds_configs.specs.layout import Layout
 from shardwright.ds_configs.specs.model import ModelSpec
-from shardwright.ds_configs.specs.strategy import Strategy
-from shardwright.ds_configs.step_time.software import Software
+from shardwright.ds_configs.step_time.rates import Software
 
 TABLES = Path(__file__).with_name("tables")
 
@@ -33,12 +33,12 @@ class PublishedStep:
     label: str
     """The configuration in words."""
     shape: str
-    """The model shape that leave-one-shape-out leaves out together."""
+    """Model shape; leave-one-shape-out omits all of its rows together."""
     group: str
     """Configurations of one question: the same model, accelerators and global batch; empty where none compare."""
     seconds: float
     """Measured seconds of a step."""
-    strategy: Strategy
+    strategy: Layout
     model: ModelSpec
     hardware: HardwareSpec
     job: TrainingJob
@@ -130,7 +130,7 @@ def _vtrain(
             shape=f"{hidden}x{layers}",
             group=f"{hidden}x{layers} gpus{gpus} batch{batch}",
             seconds=float(row["iteration time (ms)"]) / 1e3,
-            strategy=Strategy(
+            strategy=Layout(
                 engine="deepspeed",
                 zero_stage=0,
                 dp_replicate=dp,
@@ -186,7 +186,7 @@ def llm_foundry(rows: list[dict[str, str]]) -> Iterator[PublishedStep]:
             shape=row["Model"],
             group="",
             seconds=int(row["GlobalBatchSize (T)"]) / (float(row["Throughput (T/s/GPU)"]) * gpus),
-            strategy=Strategy(
+            strategy=Layout(
                 engine="fsdp2",
                 dp_shard=gpus if sharded else 1,
                 dp_replicate=1 if sharded else gpus,
@@ -211,7 +211,7 @@ def _internlm(
         shape="internlm-7b",
         group=f"x{gpus}" if table.endswith("scaling") else "",
         seconds=seconds,
-        strategy=Strategy(
+        strategy=Layout(
             engine="deepspeed",
             zero_stage=1,
             dp_shard=dp,
@@ -287,7 +287,7 @@ def _megatron(
         shape=model.name,
         group="",
         seconds=seconds,
-        strategy=Strategy(
+        strategy=Layout(
             engine="deepspeed",
             zero_stage=stage,
             **({"dp_replicate": dp} if stage == 0 else {"dp_shard": dp}),
@@ -379,7 +379,7 @@ def fms_fsdp(rows: list[dict[str, str]]) -> Iterator[PublishedStep]:
                 shape=row["model"],
                 group="",
                 seconds=micro * 4096 / float(row[f"{name}_tps_gpu"]),
-                strategy=Strategy(
+                strategy=Layout(
                     engine="fsdp2",
                     dp_shard=8 if hybrid else gpus,
                     dp_replicate=gpus // 8 if hybrid else 1,
@@ -426,7 +426,7 @@ def torchtitan(rows: list[dict[str, str]]) -> Iterator[PublishedStep]:
             shape=row["model"],
             group="",
             seconds=tokens / (float(row["tps_per_gpu"]) * gpus),
-            strategy=Strategy(
+            strategy=Layout(
                 engine="fsdp2",
                 dp_shard=int(row["fsdp"]),
                 tp=tp,
@@ -468,7 +468,7 @@ def autotuning(rows: list[dict[str, str]]) -> Iterator[PublishedStep]:
             shape=row["model"],
             group=row["model"],
             seconds=micro * accumulated * 16 / float(row["best_metric"]),
-            strategy=Strategy(
+            strategy=Layout(
                 engine="deepspeed",
                 zero_stage=stage,
                 **({"dp_replicate": 16} if stage == 0 else {"dp_shard": 16}),

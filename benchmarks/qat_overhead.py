@@ -99,7 +99,7 @@ def measured_in_own_process(way: str, precision: str) -> Run:
 def measure(way: str, precision: str, *, steps: int = STEPS, **sizes: int) -> Run:
     """Train a few steps in this process; the first, which makes the optimizer's state, is not timed."""
     import torch
-    from shardwright.plugins.metering.byte_meter import ByteMeter
+    from shardwright.plugins.metering import ByteMeter
 
     torch.set_num_threads(1)
     model, ids_BS = model_and_tokens(**sizes)

@@ -24,10 +24,10 @@ from typing import TYPE_CHECKING, Any
 
 from qat_ways_result import WAYS, Comparison, Way
 from qat_ways_runs import Job, OnProgress, Sample, run_all
-from shardwright.ds_configs.specs.errors import Fault, UsageError
+from shardwright.ds_configs.specs.errors import ConfigError, UsageError
+from shardwright.trainers.qat.callback import step_errors
 from shardwright.trainers.qat.rounding.attach import attach
 from shardwright.trainers.qat.rounding.config import QATConfig
-from shardwright.trainers.qat.training_checks import step_faults
 
 if TYPE_CHECKING:
     from shardwright.ds_configs.quantization.scheme import QuantizationScheme
@@ -79,7 +79,7 @@ def compare_qat(
         on_progress: Receives one line for each thing done.
 
     Raises:
-        UsageError: what cannot be compared; all faults at once.
+        UsageError: the runs cannot be compared; lists all errors.
     """
     job = Job(
         model=model,
@@ -98,18 +98,18 @@ def compare_qat(
         export=export,
         on_progress=on_progress,
     )
-    faults = _faults(job)
-    if faults:
-        raise UsageError(faults)
+    errors = _errors(job)
+    if errors:
+        raise UsageError(errors)
     return run_all(job)
 
 
-def _faults(job: Job) -> list[Fault]:
-    faults = []
+def _errors(job: Job) -> list[ConfigError]:
+    errors = []
 
     def check(where: str, value: object, holds: bool, rule: str, fix: str = "") -> None:
         if not holds:
-            faults.append(Fault(where=where, value=value, rule=rule, fix=fix))
+            errors.append(ConfigError(where=where, value=value, rule=rule, fix=fix))
 
     check("steps", job.steps, job.steps >= 1, "must be at least 1")
     check("learning_rate", job.learning_rate, job.learning_rate > 0, "must be above 0")
@@ -125,33 +125,33 @@ def _faults(job: Job) -> list[Fault]:
     check("model", type(job.model).__name__, trainable, "has nothing to train", "model.requires_grad_(True)")
     taken = sorted({"seed", "data_seed", "max_steps", "learning_rate", "output_dir"} & set(job.training))
     check("training", ", ".join(taken), not taken, "is the same for every way, and given beside it")
-    return faults + _rounding_faults(job)
+    return errors + _rounding_errors(job)
 
 
-def _rounding_faults(job: Job) -> list[Fault]:
+def _rounding_errors(job: Job) -> list[ConfigError]:
     """Return what would stop a way after others were trained."""
     known = [each.name for each in fields(QATConfig) if each.name != "scheme"]
     unknown = [_unknown_option(name, known) for name in job.qat if name not in known]
     if unknown:
         return unknown
-    found: list[Fault] = []
+    found: list[ConfigError] = []
     for way in ("qat", "qat-learned") if "qat-learned" in job.ways else ("qat",):
         try:
             attachment = attach(_without_data(job.model), job.config(way))
         except UsageError as error:
-            faults = list(error.faults)
+            errors = list(error.errors)
         else:
-            faults = step_faults(attachment, job.steps) if job.steps >= 1 else []
-        found += [fault for fault in faults if fault not in found]
+            errors = step_errors(attachment, job.steps) if job.steps >= 1 else []
+        found += [config_error for config_error in errors if config_error not in found]
     return found
 
 
-def _unknown_option(name: str, known: Collection[str]) -> Fault:
+def _unknown_option(name: str, known: Collection[str]) -> ConfigError:
     if name == "scheme":
-        return Fault(where="qat", value=name, rule="is the same for every way, and given beside it")
+        return ConfigError(where="qat", value=name, rule="is the same for every way, and given beside it")
     near = get_close_matches(name, known, n=3, cutoff=0.5)
     fix = f"did you mean {' or '.join(near)}?" if near else f"fields are {', '.join(known)}"
-    return Fault(where="qat", value=name, rule="is no field of QATConfig", fix=fix)
+    return ConfigError(where="qat", value=name, rule="is no field of QATConfig", fix=fix)
 
 
 def _without_data(model: Any) -> Any:

@@ -8,8 +8,8 @@ from types import MappingProxyType
 from typing import Any
 
 from qat_ways_result import Comparison, Way
-from shardwright.trainers.evaluation.estimates import Estimate
-from shardwright.trainers.formats.rendering import table
+from shardwright.trainers.counting.estimates import Estimate
+from shardwright.trainers.reports.markdown import table
 
 LABELS: Mapping[Way, str] = MappingProxyType(
     {
@@ -90,7 +90,7 @@ def draw_comparison(found: Comparison, path: Path, *, costs: bool = True) -> Non
     Args:
         found: What was measured.
         path: Where the picture goes, as PNG.
-        costs: Whether time and bytes of a step stand beside it, in units of fine-tuning's.
+        costs: Whether to add time and bytes of a step, relative to fine-tuning.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from statistics import fmean, median
 from typing import Any, Literal, get_args
 
-from shardwright.trainers.evaluation.estimates import Estimate, exponential, token_mean
+from shardwright.trainers.counting.estimates import Estimate, exponential, token_mean
 
 Way = Literal["ft", "ft-rtn", "ft-gptq", "qat", "qat-learned", "qad", "qad-ft"]
 WAYS: tuple[Way, ...] = get_args(Way)
@@ -93,7 +93,7 @@ class Comparison:
         return token_mean(_minus(rounded, own), _minus(rounded, dense))
 
     def recovered_by_seed(self, way: Way) -> tuple[float, ...]:
-        """Return the share of each run; runs without a gap are left out."""
+        """Return the share of each run; runs without a gap are skipped."""
         found = (self.recovered(way, seed) for seed in self.seeds_of(way))
         return tuple(each.value for each in found if each is not None)
 

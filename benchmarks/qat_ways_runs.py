@@ -16,11 +16,11 @@ import torch
 from qat_ways_result import ENDS, WAYS, Comparison, Measurement, Way
 from shardwright.ds_configs.quantization.scheme import QuantizationScheme, scheme_named
 from shardwright.plugins.llm_compressor.engine import EngineRequest, quantize_with_llm_compressor
-from shardwright.plugins.metering.byte_meter import AcceleratorMeter, ByteMeter, start_meter
+from shardwright.plugins.metering import AcceleratorMeter, ByteMeter, start_meter
 from shardwright.trainers.data.samples import collate
 from shardwright.trainers.distillation.config import DistillationConfig
-from shardwright.trainers.evaluation.loading import load_subject, read_subject
-from shardwright.trainers.evaluation.token_measures import Batches, ModelReader, measure_tokens
+from shardwright.trainers.evaluation.loading import load_eval_model, read_eval_model
+from shardwright.trainers.evaluation.measures import Batches, ModelReader, measure_tokens
 from shardwright.trainers.qat.callback import QATCallback
 from shardwright.trainers.qat.rounding.config import QATConfig
 from transformers import Trainer, TrainerCallback, TrainingArguments
@@ -32,7 +32,7 @@ Sample = Mapping[str, Sequence[int]]
 OnProgress = Callable[[str], None]
 
 _METERED = range(2, 4)
-"""Steps in which bytes are counted: the optimizer's state exists then. They are left out of the times."""
+"""Steps whose bytes are counted, after the optimizer state exists. Their times are not counted."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -225,8 +225,8 @@ def _quantized(job: Job, dense: Any, method: Any) -> Any:
 
 def _reloaded(directory: Path, like: Any) -> Any:
     """Load a checkpoint in its own type, and compute in the type of the model that was trained, as all others do."""
-    subject = read_subject(str(directory), "model", revision=None)
-    loaded = load_subject(subject, directory, dtype="auto", device=str(like.device))
+    subject = read_eval_model(str(directory), "model", revision=None)
+    loaded = load_eval_model(subject, directory, dtype="auto", device=str(like.device))
     # Loading decompresses under inference mode, and such tensors can only be used there.
     with torch.inference_mode():
         return loaded.to(like.dtype)
@@ -242,7 +242,7 @@ class _Judge:
         """Return the cross-entropy of each held-out window in nats, summed over its tokens."""
         was_training = model.training
         reader = ModelReader(model.eval(), self._batches, name="the model")
-        measures = measure_tokens(reader, None, self._batches, on_batch=lambda *_: None)
+        measures = measure_tokens(reader, None, self._batches)
         model.train(was_training)
         self.counts = measures.counts
         return measures.window_sums(measures.loss_N)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from memory_cases import Case
 from metered_launch import measure_cases
-from metered_table import metered_table, show, store
+from metered_table import STORED, metered_table, show, store
 
 MEASURED = Path(__file__).with_name("qlora_memory.json")
 
@@ -55,7 +55,7 @@ def main() -> None:
         json.loads(MEASURED.read_text(encoding="utf-8"))
         if options.stored
         else [
-            {"case": record["case"], "peak_bytes": record["peak_bytes"]}
+            {name: record[name] for name in STORED if name in record}
             for record in measure_cases(cases(), worker_file="memory_worker.py")
         ]
     )

@@ -1,7 +1,7 @@
 """One library by its own interface: `python quantization_peer.py LIBRARY KIND MODEL TEXT OUT`.
 
 What a user of that library writes, with the settings of `quantization_peers.py`: four bits, groups of 128, the output
-head left alone, 64 rows of 128 tokens.
+head not quantized, 64 rows of 128 tokens.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Other ways to four bits on the same model, text and machine: `python benchmarks/quantization_peers.py`.
 
     --only WORD       ways with this word in their name
-    --torchao DIR     directory with torchao (`pip install --no-deps --target DIR torchao`); left out without it
-    --gptqmodel PY    interpreter of an environment with gptqmodel; left out without it
+    --torchao DIR     directory with torchao (`pip install --no-deps --target DIR torchao`); skipped without it
+    --gptqmodel PY    interpreter of an environment with gptqmodel; skipped without it
     --write           replace the table in docs/measurements/quantization_peers.md
 
 The model is the one that `tests/small_llama.py` trains in a minute. Every way is a process of its own, timed with its

@@ -100,7 +100,7 @@ def cases() -> list[QualityCase]:
 
 
 def measure(chosen: Sequence[QualityCase], model_dir: Path) -> tuple[dict[str, float], list[QualityResult]]:
-    """Train the model unless it lies in `model_dir`, quantize it in every way, and return its facts and the results."""
+    """Train the model unless `model_dir` has it, quantize it in every format, and return its facts and the results."""
     sys.path.insert(0, str(ROOT / "tests"))
     from small_llama import inject_outliers, row_losses, trained_llama, unigram_perplexity
 

@@ -110,8 +110,7 @@ def _oneshot(method: str, model: Any, tokens: list[list[int]]) -> Any:
     from llmcompressor.modifiers.gptq import GPTQModifier
     from llmcompressor.modifiers.quantization import QuantizationModifier
     from llmcompressor.modifiers.transform.awq import AWQModifier
-    from shardwright.plugins.llm_compressor.fixes import all_fixes
-    from shardwright.plugins.llm_compressor.quiet import named_by_directory
+    from shardwright.plugins.llm_compressor.quiet import all_fixes, named_by_directory
     from torch.utils.data import DataLoader
 
     named = {"scheme": "W4A16", "ignore": ["lm_head"]}
@@ -120,7 +119,7 @@ def _oneshot(method: str, model: Any, tokens: list[list[int]]) -> Any:
     batches = [{"input_ids": row, "attention_mask": torch.ones_like(row)} for row in rows]
 
     def run() -> None:
-        # Without these a model made in memory is refused, and AWQ fails on a host without a GPU.
+        # Without these, a model built in memory is rejected, and AWQ fails on a host without a GPU.
         with all_fixes(), named_by_directory(model):
             oneshot(model=model, processor=object(), recipe=recipe, dataset=DataLoader(batches, batch_size=None))
 

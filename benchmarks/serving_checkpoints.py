@@ -10,12 +10,12 @@ from typing import Any
 
 import torch
 from shardwright.ds_configs.quantization.recipe import quantize_settings
-from shardwright.plugins.llm_compressor.experts import restore_expert_names
+from shardwright.plugins.llm_compressor.engine import restore_expert_names
 from shardwright.plugins.llm_compressor.quiet import without_bars
 from shardwright.plugins.transformers.training_arguments import byte_tokenizer
-from shardwright.trainers.formats.spqr_format import SMALL_DIRECTORY
-from shardwright.trainers.quantization.engines import quantize_in_memory
+from shardwright.trainers.formats.spqr import SMALL_DIRECTORY
 from shardwright.trainers.quantization.inputs import prepare
+from shardwright.trainers.quantization.run import quantize_in_memory
 
 VOCAB_SIZE, SEQ_LEN, ROWS, ANSWER_TOKENS = 512, 64, 8, 12
 _SIZES: Mapping[str, Any] = {
@@ -73,7 +73,7 @@ FAMILIES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "mixtral": ("MixtralConfig", {"num_local_experts": 4}),
     "qwen3_moe": ("Qwen3MoeConfig", {"head_dim": 32, **_EXPERTS}),
     "deepseek_v2": ("DeepseekV2Config", _LATENT),
-    # The engine asks for the routing that published models name, and that Transformers' configuration leaves out.
+    # The engine reads the routing keys of published models, which Transformers' configuration omits.
     "deepseek_v3": ("DeepseekV3Config", {**_LATENT, "topk_method": "noaux_tc", "scoring_func": "sigmoid"}),
 }
 """Configuration class and what differs from `_SIZES`, by family."""
@@ -234,7 +234,7 @@ def answers_of_transformers(directory: Path) -> Answers:
 
 
 def _small_entry(dense: dict[str, Any]) -> dict[str, Any]:
-    """Return the small format that lies in a dense export, to be compared with it."""
+    """Return the small format inside a dense export, to compare the two."""
     directory = Path(dense["path"]) / SMALL_DIRECTORY
     return dense | {
         "name": f"{dense['name']}, small format",

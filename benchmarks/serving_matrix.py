@@ -6,7 +6,7 @@
 
 Small models are written by this project's own code; Transformers answers on each checkpoint, and one process of vLLM.
 A case passes if the mean difference of the log-probability of a token is within `BOUNDS`; the command fails if one does
-not. What the engine refuses is listed with its own words. Without AVX-512, which the engine needs, nothing is run.
+not. What the engine rejects is listed with its own message. Without AVX-512, which the engine needs, nothing runs.
 """
 
 from __future__ import annotations
@@ -89,10 +89,9 @@ def row_of(entry: Mapping[str, Any], served: Mapping[str, Any]) -> Row:
 
 def predicted_blocks(path: str) -> tuple[int, int]:
     """Return the blocks that `serve` counts for a cache of `CACHE_BYTES`, and those of the longest sequence."""
-    from shardwright.ds_configs.serving.plan import plan_serving
-    from shardwright.ds_configs.serving.request import ServingRequest
+    from shardwright.ds_configs.serving.plan import ServingRequest, plan_serving
     from shardwright.ds_configs.specs.hardware import parse_hardware
-    from shardwright.plugins.serving.checkpoint import read_served_model
+    from shardwright.plugins.serving.engine import read_served_model
 
     request = ServingRequest(
         hardware=parse_hardware("CPU"),
@@ -106,7 +105,7 @@ def predicted_blocks(path: str) -> tuple[int, int]:
 def serve_all(python: str, listed: Sequence[Mapping[str, Any]], work: Path) -> dict[str, dict[str, Any]]:
     """Return what one process of the engine says of every checkpoint that was made."""
     from serving_checkpoints import ANSWER_TOKENS, ROWS, token_rows
-    from shardwright.plugins.serving.asking import Asked, ask_vllm
+    from shardwright.plugins.serving.engine import Asked, ask_vllm
 
     # The package is a checkout whose directory may have any name.
     (work / "path").mkdir(exist_ok=True)
@@ -137,7 +136,7 @@ def serve_all(python: str, listed: Sequence[Mapping[str, Any]], work: Path) -> d
 def evaluated(python: str, entry: Mapping[str, Any]) -> tuple[str, bool]:
     """Return what `shardwright evaluate` says of a checkpoint in both engines as a table, and whether they agree."""
     from shardwright.trainers.evaluation.evaluate import EvaluationEngine, evaluate_model
-    from shardwright.trainers.evaluation.text_windows import TextRequest
+    from shardwright.trainers.evaluation.measures import TextRequest
 
     os.environ["PATH"] = f"{Path(python).absolute().parent}{os.pathsep}{os.environ['PATH']}"
     lines = ["| `evaluate` | in | perplexity | tokens/s read | written |", "|---|---|---|---|---|"]

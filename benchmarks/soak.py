@@ -1,9 +1,9 @@
 """What 300 steps leave behind: `python benchmarks/soak.py [--write] [--strict]`.
 
-Two CPU ranks train a small Llama with the guard and whole checkpoints, one every 5 steps, under each engine, and once
-more as the Trainer alone does it, so that what both gain is not taken for ours. Every rank tells its resident memory,
-descriptors, threads and mapped names of /dev/shm along the way; after the launch no name there may hold its port or
-the number of one of its processes.
+Two CPU ranks train a small Llama with the guard and complete checkpoints, one every 5 steps, under each engine, and
+once more as the Trainer alone does it, so that what both gain is not taken for ours. Every rank tells its resident
+memory, descriptors, threads and mapped names of /dev/shm along the way; after the launch no name there may hold its
+port or the number of one of its processes.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ SHARED_MEMORY = "/dev/shm"  # noqa: S108
 def main() -> int:
     """Train under each engine and print; with `--strict`, return 1 where something grew."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--write", action="store_true", help="keep the figures in reliability.json and its page")
+    parser.add_argument("--write", action="store_true", help="keep the figures in reliability.json")
     parser.add_argument("--strict", action="store_true", help="exit with 1 where something grew")
     parser.add_argument("--engines", nargs="+", default=list(ENGINES), choices=ENGINES)
     parser.add_argument("--rank", nargs=3, metavar=("ENGINE", "WAY", "DIRECTORY"), help=argparse.SUPPRESS)
@@ -47,12 +47,15 @@ def main() -> int:
 
 def soaked(engine: str, way: str) -> list[dict[str, Any]]:
     """Return a row for each rank."""
-    from shardwright.plugins.launching.launch import free_port, python_arguments, run_launch
+    from shardwright.plugins.launching.launch import Launch, free_port, launch_ranks, python_arguments
 
     port = free_port()
     with tempfile.TemporaryDirectory(prefix="soak-") as directory:
         command = ["torchrun", "--nproc-per-node", "2", "--master-port", str(port), str(Path(__file__).resolve())]
-        run_launch(python_arguments([*command, "--rank", engine, way, directory]), timeout_seconds=1200, port=port)
+        launch_ranks(
+            Launch(arguments=python_arguments([*command, "--rank", engine, way, directory]), port=port),
+            timeout_seconds=1200,
+        )
         ranks = [json.loads((Path(directory) / f"rank-{rank}.json").read_text()) for rank in (0, 1)]
     own = [str(port), *(str(rank["process"]) for rank in ranks)]
     names = sorted(path.name for path in Path(SHARED_MEMORY).iterdir())
@@ -74,7 +77,7 @@ def train(engine: str, directory: Path, *, guarded: bool) -> None:
     """Run on every rank, and leave what it saw of itself."""
     import psutil
     from shardwright.plugins.accelerate.cpu_ranks import configure_cpu_ranks
-    from shardwright.trainers.runs.guarded import train_guarded
+    from shardwright.trainers.runs.ranks import train_guarded
     from transformers import (
         LlamaConfig,
         LlamaForCausalLM,

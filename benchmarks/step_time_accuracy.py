@@ -1,7 +1,7 @@
 """Predicted beside published step times: `python benchmarks/step_time_accuracy.py [--tables DIR] [--write]`.
 
 Every figure of the model leaves one model shape out: the constants are fitted without its rows, in any table, and then
-predict them. Two simpler models stand beside it in the same run, under the same rule: a constant MFU (one number for
+predict them. The same run also fits two simpler models by the same rule: a constant MFU (one number for
 each table) and a linear model (the eleven volumes of `LINEAR_TERMS`, weighted for relative errors, one fit for each
 table). Theirs is the advantage of a fit to the table itself; where a table has one shape alone, they see its rows.
 
@@ -22,7 +22,7 @@ from statistics import mean
 import numpy as np
 from page_parts import with_part
 from published_steps import TABLES, PublishedStep, published_steps
-from shardwright.ds_configs.step_time.constants import constants_of
+from shardwright.ds_configs.step_time.rates import constants_of
 from step_time_fit import FITTED, cases_of, fit, predictions
 
 DOCUMENT = Path(__file__).parents[1] / "docs" / "measurements" / "step_time.md"

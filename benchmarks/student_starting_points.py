@@ -19,10 +19,10 @@ from typing import Any
 import torch
 from shardwright.plugins.safetensors.reading import read_checkpoint
 from shardwright.plugins.transformers.training_arguments import byte_tokenizer
-from shardwright.trainers.data.text import pack, read_documents
-from shardwright.trainers.distillation.student.importance import Scores
+from shardwright.trainers.data.sources import pack, read_documents
 from shardwright.trainers.distillation.student.maker import make_student, plan_student, student_scores
 from shardwright.trainers.distillation.student.request import StudentRequest
+from shardwright.trainers.distillation.student.width import Scores
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, set_seed
 
 VOCAB_SIZE, SEQ_LEN, MICRO_BATCH_SIZE, HELD_OUT_SAMPLES = 257, 128, 16, 128

@@ -128,7 +128,7 @@ def page(rows: Iterable[Row]) -> str:
             *table,
             "",
             "*Steps* and *held-out loss* (before and after training) are the largest differences to one process in",
-            "nats a token, of which 1e-5 is asked; *resumed* that of a run which goes on from the checkpoint to one",
+            "nats a token, of which 1e-5 is asked; *resumed* that of a run that resumes from the checkpoint to one",
             "that was never stopped, of which 0 is asked. Ranks that share a sequence by `cp` cannot evaluate. Seconds",
             "are those of the first command, in processes whose libraries are loaded.",
             "",

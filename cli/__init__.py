@@ -1,1 +1,1 @@
-"""Top floor: the `shardwright` command, one small module per verb."""
+"""The `shardwright` command, one module for each subcommand."""

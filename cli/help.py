@@ -1,28 +1,34 @@
-"""Help of a command as short as the terminal is: what an option does, what it takes, and its default."""
+"""Help of a command, fitted to the terminal."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from cyclopts.help import HelpEntry, HelpPanel
+    from cyclopts.help import HelpPanel
     from rich.console import Console, ConsoleOptions
 
 _NARROW = 60
-"""Columns below which names and descriptions side by side would be two columns of words."""
-_SAYS_NOTHING = frozenset({"False", '""', "()", "{}", "[]"})
-"""Defaults of options that do nothing until they are stated."""
+"""Below this width, descriptions are printed under their names."""
+_EMPTY_DEFAULTS = frozenset({"False", '""', "()", "{}", "[]"})
+"""Defaults of options without effect unless set."""
 
 
 def short_help(console: Console, options: ConsoleOptions, panel: HelpPanel) -> None:
-    """Print a group of options without what holds for every option: its variable, and `--no-` of a switch that is off.
+    """Print a group of options without environment variables, and without `--no-` of a switch that is off.
 
-    With cyclopts 5.4 the variables alone made the help of `train` half as long again; the end of every help states the
-    rule. On a narrow terminal each description stands below its name.
+    With cyclopts 5.4 the variables made the help of `train` longer by half; the end of each help states the rule.
     """
     from cyclopts.help import DefaultFormatter
 
-    entries = [_shortened(entry) for entry in panel.entries]
+    entries = [
+        entry.copy(
+            env_var=None,
+            default=None if entry.default in _EMPTY_DEFAULTS else entry.default,
+            negative_names=() if entry.default == "False" else entry.negative_names,
+        )
+        for entry in panel.entries
+    ]
     if console.width >= _NARROW or not entries:
         DefaultFormatter()(console, options, panel.copy(entries=entries))
         return
@@ -33,20 +39,81 @@ def short_help(console: Console, options: ConsoleOptions, panel: HelpPanel) -> N
     for entry in entries:
         console.print(Text(" ".join(entry.display_labels_with_metavar), style="cyan"), overflow="fold")
         description = entry.description
-        for told in _further(entry):
-            description.append(Text(f"[{told}]"))
+        choices, default = ", ".join(entry.choices or ()), f"default: {entry.default}" if entry.default else ""
+        for part in filter(None, (choices, default, "required" if entry.required else "")):
+            description.append(Text(f"[{part}]"))
         console.print(Padding(description, (0, 0, 0, 2)))
     console.print()
 
 
-def _shortened(entry: HelpEntry) -> HelpEntry:
-    default = None if entry.default in _SAYS_NOTHING else entry.default
-    negative = () if entry.default == "False" else entry.negative_names
-    return entry.copy(env_var=None, default=default, negative_names=negative)
+EXAMPLES: dict[str, tuple[str, str, str]] = {
+    "plan": (
+        "meta-llama/Llama-3.1-8B --hardware 8xA100-80GB --output-dir plan",
+        "MODEL --hardware 1xRTX4090 --method qlora --seq-len 2048",
+        "MODEL --hardware 4x8xH100-80GB --strategy zero3 --format json",
+    ),
+    "check": ("plan", "ds_config.json --num-processes 8", "ds_config.json accelerate.yaml --format json"),
+    "explain": ("plan", "gathered_parameters", "names"),
+    "calibrate": ("plan/model", "--list", "plan/model --format json"),
+    "rehearse": ("plan", "plan --ranks 4 --steps 12", "plan --script finetune.py -- --epochs 1"),
+    "launch": (
+        "plan finetune.py --epochs 3",
+        "plan run_clm.py --output_dir out @plan",
+        "plan finetune.py -- --config own.yaml",
+    ),
+    "train": (
+        "MODEL --dataset chats.jsonl --method lora --output-dir tuned",
+        "MODEL --plan plan --dataset chats.jsonl --output-dir tuned",
+        "MODEL --dataset notes.csv --text-column body --max-steps 100 --output-dir tuned",
+    ),
+    "distill": (
+        "TEACHER STUDENT --dataset chats.jsonl --output-dir taught",
+        "TEACHER STUDENT --dataset chats.jsonl --loss reverse_kl --temperature 2 --output-dir taught",
+        "TEACHER STUDENT --dataset chats.jsonl --teacher-cache answers --output-dir taught",
+    ),
+    "cache-teacher": (
+        "TEACHER --dataset chats.jsonl --output-dir answers",
+        "TEACHER --dataset chats.jsonl --temperature 2 --output-dir answers",
+        "TEACHER --dataset chats.jsonl --seq-len 1024 --output-dir answers",
+    ),
+    "student": (
+        "TEACHER --layers 16 --output-dir student",
+        "TEACHER --layers 16 --intermediate 8192 --output-dir student",
+        "TEACHER --layers 16 --dry-run",
+    ),
+    "qat": (
+        "MODEL --scheme W4A16 --dataset chats.jsonl --output-dir trained-w4",
+        "MODEL --scheme W4A16 --teacher self --dataset chats.jsonl --output-dir trained-w4",
+        "MODEL --scheme W8A8 --dataset chats.jsonl --max-steps 200 --output-dir trained-w8",
+    ),
+    "quantize": (
+        "MODEL --scheme W4A16 --method gptq --dataset chats.jsonl --output-dir model-w4",
+        "MODEL --scheme NF4 --output-dir model-nf4",
+        "MODEL --scheme W4A16 --dry-run",
+    ),
+    "evaluate": (
+        "model-w4 --baseline MODEL --text book.txt",
+        "MODEL --dataset python-help --output-dir judged",
+        "MODEL --text book.txt --format json",
+    ),
+    "report": ("tuned", "tuned tuned-lora --output both.html", "plan --output plan.html --force"),
+    "serve": (
+        "model-w4 --hardware 1xRTX4090",
+        "MODEL --hardware 2xA100-80GB --max-model-len 32768 --dry-run",
+        "MODEL --hardware 1xL40S --engine sglang --port 9000",
+    ),
+    "ui": ("", "--port 8080", "--host 0.0.0.0"),
+    "configs": ("ls", "ls quantize", "cp llama-3.1-8b_8xA100-80GB plan"),
+    "schema": ("settings", "hardware", "plan --format json"),
+    "env": ("", "create quantize", "create quantize --path quantize-env --dry-run"),
+    "demo": ("", "my-demo --steps 10", "--format json --force"),
+}
+"""Arguments after `shardwright COMMAND`."""
 
 
-def _further(entry: HelpEntry) -> list[str]:
-    """Return what stands in brackets after a description."""
-    choices = ", ".join(entry.choices or ())
-    default = f"default: {entry.default}" if entry.default else ""
-    return [told for told in (choices, default, "required" if entry.required else "") if told]
+def shown_examples(command: str) -> str:
+    """Return the end of a command's help: examples, and the other sources of its options."""
+    lines = [f"shardwright {command} {rest}".rstrip() for rest in EXAMPLES[command]]
+    variable = f"SHARDWRIGHT_{command.upper().replace('-', '_')}_"
+    rule = f"Each option is also a key of the --config YAML file and an environment variable {variable}NAME."
+    return "\n\n".join(["Examples:", *lines, rule])

@@ -1,4 +1,4 @@
-"""Entry point of the `shardwright` command: dispatch, exit codes, and how errors are shown."""
+"""Entry point of the `shardwright` command: dispatch, exit codes and error output."""
 
 from __future__ import annotations
 
@@ -13,75 +13,93 @@ from types import FrameType
 from cyclopts import App, CycloptsError, Parameter
 
 from .. import __version__
-from ..ds_configs.specs.errors import Fault, FaultsError, ShardwrightError
-from ..plugins.bitsandbytes.checkpoint import quiet_optional_kernels
-from ..plugins.deepspeed.quiet import quiet_accelerator_choice
-from .command_line import running
-from .examples import shown_examples
-from .help import short_help
-from .settings import Sources, asks_for_json, resolve
+from ..ds_configs.specs.errors import ConfigError, InputError, ShardwrightError
+from ..plugins.bitsandbytes import quiet_optional_kernels
+from ..plugins.deepspeed import quiet_accelerator_choice
+from .help import short_help, shown_examples
+from .progress import notes_on_stderr
+from .settings import Sources, asks_for_json, resolve, running
 from .streams import PRINTING, outlast_readers
 
 _COMMANDS = {
-    "plan": ("plan:plan_command", "Choose the ZeRO stage and write configs that accelerate launch runs."),
-    "check": ("check:check_command", "Find every fault in DeepSpeed JSON and Accelerate YAML files."),
+    "plan": ("plan:plan_command", "Choose a layout and write configs for accelerate launch."),
+    "check": ("check:check_command", "Find all errors in DeepSpeed JSON and Accelerate YAML files."),
     "explain": ("explain:explain_command", "Explain a written plan, or one term, strategy or rule."),
-    "calibrate": ("calibrate:calibrate_command", "Store what a run measured, so that later plans know it."),
-    "rehearse": ("rehearse:rehearse_command", "Launch a plan's files on CPU ranks with a small model, and check them."),
+    "calibrate": ("calibrate:calibrate_command", "Store the measurements of a run for later plans."),
+    "rehearse": ("rehearse:rehearse_command", "Test the files of a plan on CPU ranks with a small model."),
     "launch": (
         "launch:launch_command",
-        "Run a plan or your script under it, on this machine or a cluster.",
+        "Run a plan, or your script with it, here or on a cluster.",
     ),
     "train": ("train:train_command", "Train a model on your data: plan, launch, evaluate, report."),
-    "distill": ("distill:distill_command", "Teach a student what a teacher knows: plan, train, evaluate, report."),
-    "cache-teacher": ("cache_teacher:cache_teacher_command", "Store a teacher's answers, to distil without it."),
-    "student": ("student:student_command", "Cut a smaller student out of a teacher, to be distilled into."),
-    "qat": ("qat:qat_command", "Train with the numbers of the quantized checkpoint, and write exactly these."),
-    "quantize": ("quantize:quantize_command", "Quantize a model, prove that it loads, and measure what it cost."),
-    "evaluate": ("evaluate:evaluate_command", "Measure a model: perplexity, distance to a baseline, size, speed."),
-    "report": ("report:report_command", "Make the HTML report of a run, or of several side by side."),
-    "serve": ("serve:serve_command", "Serve a checkpoint: the engine's line, with the memory that it needs."),
-    "ui": ("ui:ui_command", "Plan and check in the browser, on this machine."),
-    "configs": ("configs:app", "List the ready-made configurations, or copy one."),
-    "env": ("env:app", "Print versions and hardware to paste into a report."),
-    "schema": ("schema:schema_command", "Print the JSON schema of the files that Shardwright reads and writes."),
-    "demo": ("demo:demo_command", "Plan a model, then really train a small one on two CPU ranks."),
+    "distill": ("distill:distill_command", "Distill a teacher into a student: plan, train, evaluate, report."),
+    "cache-teacher": (
+        "cache_teacher:cache_teacher_command",
+        "Store the outputs of a teacher, to distill without running it.",
+    ),
+    "student": ("student:student_command", "Prune a teacher to a smaller student for distillation."),
+    "qat": ("qat:qat_command", "Train with quantized weights, and export that checkpoint."),
+    "quantize": ("quantize:quantize_command", "Quantize a model, verify the checkpoint and evaluate it."),
+    "evaluate": ("evaluate:evaluate_command", "Measure perplexity, distance to a baseline, size and speed."),
+    "report": ("report:report_command", "Write the HTML report of a run, or compare several runs."),
+    "serve": ("serve:serve_command", "Serve a checkpoint, and print the memory that it needs."),
+    "ui": ("ui:ui_command", "Plan and check in the browser."),
+    "configs": ("configs:app", "List ready-made configurations, or copy one."),
+    "env": ("env:app", "Print versions and hardware for a bug report."),
+    "schema": ("schema:schema_command", "Print the JSON schema of a file of Shardwright."),
+    "demo": ("demo:demo_command", "Plan a model, then train a small one on two CPU ranks."),
 }
+
+_RELEASES_UNCHECKED = frozenset({"configs", "env", "schema"})
+"""Commands that need no upstream library, or that report on the installed ones."""
+_COMPUTING = frozenset(
+    {"cache-teacher", "demo", "distill", "evaluate", "qat", "quantize", "rehearse", "student", "train"}
+)
+"""Commands that run torch on this machine."""
 
 
 def build_app() -> App:
-    """Return the command line application; the modules of its commands load when they are called."""
+    """Return the application; the module of a command is imported when the command runs."""
     app = App(
         name="shardwright",
-        help="Plans DeepSpeed and Accelerate training, proves the plan, and runs it.",
+        help="Plan DeepSpeed and Accelerate training, test the plan, and run it.",
         version=__version__,
         config=Sources(_COMMANDS),
         help_formatter=short_help,
         default_parameter=Parameter(negative_iterable="", env_var_split=lambda _, text: [text]),
     )
     for name, (target, summary) in _COMMANDS.items():
-        # An App of its own ends its help itself.
+        # A command with subcommands is an App, which has its own epilogue.
         ending = {} if target.endswith(":app") else {"help_epilogue": shown_examples(name)}
         app.command(f"{__package__}.commands.{target}", name=name, help=summary, **ending)
-    app.register_install_completion_command(help="Let the shell complete commands and options.")
+    app.register_install_completion_command(help="Install shell completion.")
     return app
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Run one command and return its exit code: 0 done, 1 failed, 2 usage, 3 does not fit, 4 refused input."""
+    """Run one command and return its exit code: 0 success, 1 failure, 2 usage, 3 does not fit, 4 unsafe input."""
     app = build_app()
 
-    def report(code: int, message: str, faults: Sequence[Fault] = ()) -> int:
+    def report(code: int, message: str, errors: Sequence[ConfigError] = ()) -> int:
         for line in message.splitlines():
             print(f"error: {line}", file=sys.stderr)
         if asks_for_json(app, arguments):
-            listed = [{"where": f.where, "value": _plain(f.value), "rule": f.rule, "fix": f.fix} for f in faults]
+            listed = [
+                {
+                    "where": error.where,
+                    "value": error.value if isinstance(error.value, str | int | bool | None) else repr(error.value),
+                    "rule": error.rule,
+                    "fix": error.fix,
+                }
+                for error in errors
+            ]
             print(json.dumps({"schema_version": 1, "error": {"exit_code": code, "message": message, "faults": listed}}))
         return code
 
     try:
         command, bound = resolve(app, arguments)
-        with running(arguments):
+        _check_installation(arguments[0] if arguments else "")
+        with running(arguments), notes_on_stderr():
             result = command(*bound.args, **bound.kwargs)
         sys.stdout.flush()
         return result if isinstance(result, int) else 0
@@ -90,23 +108,29 @@ def run(arguments: Sequence[str]) -> int:
     except ShardwrightError as error:
         if os.environ.get("SHARDWRIGHT_DEBUG") == "1":
             raise
-        return report(error.exit_code, str(error), error.faults if isinstance(error, FaultsError) else ())
+        return report(error.exit_code, str(error), error.errors if isinstance(error, InputError) else ())
+    except ImportError as error:
+        package = (error.name or "a package").partition(".")[0]
+        if os.environ.get("SHARDWRIGHT_DEBUG") == "1" or package == "shardwright":
+            raise
+        first_line = (str(error).strip() or type(error).__name__).splitlines()[0]
+        return report(2, f"{package} cannot be imported: {first_line}; reinstall it with pip install --force-reinstall")
     except KeyboardInterrupt:
         return 130
     except SystemExit as stop:
-        # Rich 15 answers a closed stdout with exit code 1 (rich/console.py `on_broken_pipe`).
+        # Rich 15 exits with code 1 when stdout is closed (rich/console.py `on_broken_pipe`).
         if isinstance(stop.__context__, BrokenPipeError):
             return 0
         raise
     except BrokenPipeError:
-        # The reader of stdout left (`| head`).
+        # The reader of stdout is gone (`| head`).
         _discard_stdout()
         return 0
     except OSError as error:
         if os.environ.get("SHARDWRIGHT_DEBUG") == "1":
             raise
-        place = f"{error.filename}: " if error.filename else ""
-        code = report(1, f"{place}{error.strerror or error}")
+        file = f"{error.filename}: " if error.filename else ""
+        code = report(1, f"{file}{error.strerror or error}")
         try:
             sys.stdout.flush()
         except OSError:
@@ -114,13 +138,24 @@ def run(arguments: Sequence[str]) -> int:
         return code
 
 
+def _check_installation(name: str) -> None:
+    """Reject library releases that cannot work, and warn about untested ones."""
+    if name not in _COMMANDS or name in _RELEASES_UNCHECKED:
+        return
+    from ..plugins.huggingface_hub.hub import check_endpoint
+    from ..plugins.releases import check_releases, check_torch, release_warnings
+
+    check_endpoint()
+    check_releases()
+    if name in _COMPUTING:
+        check_torch()
+    for line in release_warnings():
+        print(f"warning: {line}", file=sys.stderr)
+
+
 def _discard_stdout() -> None:
-    """Another flush at exit would fail again: Python 3.11.2 then exits with 120."""
+    # Otherwise the flush at exit fails again, and Python 3.11.2 exits with 120.
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-
-
-def _plain(value: object) -> object:
-    return value if isinstance(value, str | int | bool) or value is None else repr(value)
 
 
 def _terminate(number: int, frame: FrameType | None) -> None:
@@ -131,7 +166,7 @@ def main() -> None:
     """Console script."""
     signal.signal(signal.SIGTERM, _terminate)
     for stream in (sys.stdout, sys.stderr):
-        # A bar or a path that the terminal's encoding lacks is shown escaped.
+        # Characters that the terminal's encoding lacks are escaped.
         if isinstance(stream, TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
     if not PRINTING.intersection(sys.argv[1:2]):

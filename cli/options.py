@@ -1,4 +1,4 @@
-"""Options that several commands have."""
+"""Options that several commands share."""
 
 from __future__ import annotations
 
@@ -9,85 +9,78 @@ from pydantic import Field, ValidationInfo, field_validator
 from pydantic_core import PydanticCustomError
 
 from ..ds_configs.specs.settings import Settings
-from ..ds_configs.specs.yaml_file import read_small_file, settings_mapping
+from ..ds_configs.specs.texts import read_small_file, settings_mapping
 
 
 class ConfigOption(Settings):
-    """The option that every command has."""
+    """Option of every command."""
 
     group = "Output"
 
-    config: str | None = Field(None, description="YAML file with any of these settings; variables and flags win")
+    config: str | None = Field(None, description="YAML file with settings; environment and flags override it")
 
     @classmethod
     def read_config(cls, name: str) -> dict[str, Any]:
         """Return the settings in a file by name, as text.
 
         Raises:
-            UsageError: it cannot be read, or is no YAML mapping.
+            UsageError: it cannot be read, or is not a YAML mapping.
         """
         return settings_mapping(read_small_file(Path(name), what="config"), name=name)
 
 
 class FormatOptions(ConfigOption):
-    """Options of a command that prints."""
+    """Options of a command that prints results."""
 
-    format: Literal["human", "json"] = Field("human", description="json prints one object on stdout")
+    format: Literal["human", "json"] = Field("human", description="Output format; json prints one object on stdout")
 
     @property
     def as_json(self) -> bool:
-        """Whether one JSON object is to be printed."""
+        """Whether to print one JSON object."""
         return self.format == "json"
 
 
 class CheckedFor(Settings):
-    """Facts that configurations are checked against."""
+    """How the checked files will be used."""
 
     group = "Run"
 
-    num_processes: int | None = Field(None, ge=1, description="Ranks of the job, to check the batch equation")
-    transformers: bool = Field(True, description='Whether the files are for the Trainer, which fills in "auto"')
+    num_processes: int | None = Field(None, ge=1, description="Ranks of the job; checks the batch equation")
+    transformers: bool = Field(True, description='Files are for the Trainer, which replaces "auto"')
 
 
 class ReportOptions(FormatOptions):
-    """Options of a command that writes when it is told where."""
+    """Options of a command that writes to --output-dir."""
 
-    output_dir: Path | None = Field(None, description="Where the files go")
-    force: bool = Field(False, description="Write into a directory that holds other files")
+    output_dir: Path | None = Field(None, description="Directory for the files")
+    force: bool = Field(False, description="Write into a directory that is not empty")
 
 
 class WriteOptions(ReportOptions):
-    """Options of a command that can also only show what it would write."""
+    """Options of a command that writes files."""
 
-    dry_run: bool = Field(False, description="Check everything and show it; write nothing")
+    dry_run: bool = Field(False, description="Check and print everything; write nothing")
 
 
 class RunOptions(FormatOptions):
-    """Options of a command that writes unless it only shows what it would do."""
+    """Options of a command that needs --output-dir, except for a dry run."""
 
-    # Fields are checked in their order, and the next asks this one.
-    dry_run: bool = Field(False, description="Check everything and show it; run and write nothing")
-    output_dir: Path | None = Field(None, validate_default=True, description="Where the result goes")
+    # Before output_dir, whose validator reads it.
+    dry_run: bool = Field(False, description="Check and print everything; run and write nothing")
+    output_dir: Path | None = Field(None, validate_default=True, description="Directory for the result")
 
     @field_validator("output_dir")
     @classmethod
-    def _has_a_place(cls, output_dir: Path | None, checked: ValidationInfo) -> Path | None:
+    def _is_set(cls, output_dir: Path | None, checked: ValidationInfo) -> Path | None:
         if output_dir is None and not checked.data.get("dry_run", True):
-            raise PydanticCustomError("missing", "is missing", {"fix": "give --output-dir, or --dry-run"})
+            raise PydanticCustomError("missing", "is missing", {"fix": "pass --output-dir, or --dry-run"})
         return output_dir
 
 
 class TrainingOptions(FormatOptions):
-    """Options of a command that launches a training."""
+    """Options of a command that launches a training run."""
 
-    output_dir: Path = Field(
-        description="Where the model goes, with README.md, REPORT.md, metrics.jsonl, a chart and the plan"
-    )
-    resume: bool = Field(False, description="Go on from the last checkpoint in the output directory")
-    force: bool = Field(False, description="Write into an output directory that holds other files")
-    dry_run: bool = Field(False, description="Show the data, the plan and the files, launch and write nothing")
-
-    @property
-    def how(self) -> dict[str, bool]:
-        """Settings that decide how a run begins."""
-        return {"dry_run": self.dry_run, "force": self.force, "resume": self.resume}
+    output_dir: Path = Field(description="Directory for the model, its report, model card and plan")
+    resume: bool = Field(False, description="Resume from the last checkpoint in the output directory")
+    force: bool = Field(False, description="Write into a directory that is not empty")
+    dry_run: bool = Field(False, description="Print data, plan and files; launch and write nothing")

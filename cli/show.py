@@ -1,4 +1,4 @@
-"""Human output: plans, settings and findings as tables and bars."""
+"""Terminal output: plans, settings and findings as tables and bars."""
 
 from __future__ import annotations
 
@@ -17,15 +17,14 @@ from rich.text import Text
 
 from ..ds_configs.check import Finding
 from ..ds_configs.memory.estimate import GpuMemory
-from ..ds_configs.plan.launch import train_arguments
 from ..ds_configs.plan.plan import Plan
-from ..ds_configs.search.choice import ParetoPoint
-from ..ds_configs.search.questions import doubts
+from ..ds_configs.plan.rendering import train_arguments
 from ..ds_configs.search.reasons import display_name
-from ..ds_configs.specs.teacher_placement import TeacherChoice
+from ..ds_configs.search.run_estimates import doubts
+from ..ds_configs.search.search import ParetoPoint
+from ..ds_configs.specs.job import TeacherChoice
 from ..ds_configs.specs.units import gigabytes, human_count
-from ..ds_configs.step_time.estimate import StepTime
-from ..ds_configs.step_time.terms import time_term_name
+from ..ds_configs.step_time.estimate import StepTime, time_term_name
 
 _COLOURS = ("blue", "cyan", "green", "yellow", "magenta", "red", "bright_blue", "bright_green", "bright_magenta")
 _BAR_WIDTH, _SHORTEST_BAR = 60, 10
@@ -33,8 +32,8 @@ _SHOWN_SHARE = 0.005
 _SHOWN_POINTS = 6
 _NARROW = 70
 """Columns below which four columns of figures would be cut into pieces."""
-_NARROW_FOR_REASONS = 100
-"""Columns below which a sentence beside figures would become a column of words."""
+_NARROW_FOR_SPEED = 50
+"""Columns below which the alternatives of a plan are listed without their speed."""
 
 
 def console() -> Console:
@@ -44,13 +43,13 @@ def console() -> Console:
 
 
 def show_next(*words: object) -> None:
-    """Print the command that comes next, on one line however narrow the terminal is."""
+    """Print the next command on one line, however narrow the terminal is."""
     line = shlex.join(str(word) for word in words)
     Console(soft_wrap=True, highlight=False).print(f"Next: {line}", markup=False)
 
 
 def print_compared(out: Console, headings: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
-    """Print rows of a name and a value under each heading, the first value bold; on a narrow terminal in blocks."""
+    """Print rows of a name and values, the first value bold; on a narrow terminal as blocks."""
     rows = list(rows)
     if out.width < _NARROW:
         for name, *values in rows:
@@ -60,13 +59,13 @@ def print_compared(out: Console, headings: Sequence[str], rows: Iterable[Sequenc
                     out.print(Text(f"  {heading}: ") + Text(value, style="bold" if heading == headings[0] else ""))
         return
     lines = [("", *headings), *rows]
-    needed = sum(2 + max(len(line[place]) for line in lines) for place in range(len(lines[0])))
+    needed = sum(2 + max(map(len, column)) for column in zip(*lines, strict=True))
     table = Table(box=None, pad_edge=False)
     table.add_column("", no_wrap=True)
     for heading in headings:
         table.add_column(heading, justify="right", overflow="fold")
     for name, *values in lines[1:]:
-        # Errors stand below their figures where both do not fit.
+        # Standard errors go below their figures if both do not fit on one line.
         first, *others = values if needed <= out.width else [value.replace(" ± ", "\n± ") for value in values]
         table.add_row(name, Text(first, style="bold"), *others)
     out.print(table)
@@ -82,19 +81,19 @@ def print_rows(
     figures: Sequence[str] = (),
     folded: Mapping[str, int] = MappingProxyType({}),
 ) -> None:
-    """Print rows as a table where it fits, else each as a block: its first value, and below it the others by heading.
+    """Print rows as a table if it fits, else as blocks: the first value, and the others below it by heading.
 
     Args:
         out: The console.
-        headings: Of all columns.
-        rows: Values as they are shown; a block leaves empty ones out.
-        title: Printed above.
-        block_title: Printed above blocks in its place, where the first heading says more than what the column is.
-        figures: Headings of the columns that are aligned on the right.
-        folded: Columns that are text and may be folded, with the fewest characters that still read well.
+        headings: Headings of all columns.
+        rows: Cells; blocks omit empty ones.
+        title: Title of the table.
+        block_title: Title of the blocks, if not `title`.
+        figures: Headings of the columns that are aligned right.
+        folded: Columns of text that may be folded, with their smallest width.
     """
     rows = list(rows)
-    widths = [max(len(row[place]) for row in [headings, *rows]) for place in range(len(headings))]
+    widths = [max(map(len, column)) for column in zip(headings, *rows, strict=True)]
     widths = [min(width, folded.get(heading, width)) for heading, width in zip(headings, widths, strict=True)]
     if sum(widths) + 2 * len(widths) - 2 > out.width:
         if above := block_title or title:
@@ -113,8 +112,14 @@ def print_rows(
     out.print(table)
 
 
-def show_plan(plan: Plan, directory: Path | None) -> None:
-    """Print a plan: model, choice, memory bar, terms, rejected layouts, files and launch line."""
+def show_plan(plan: Plan, directory: Path | None, *, output_dir_hint: bool = True) -> None:
+    """Print a plan: model, selected layout, memory, time, alternatives, files and launch command.
+
+    Args:
+        plan: The plan.
+        directory: Where its files are; `None` if they were not written.
+        output_dir_hint: Whether to print how to write the files of a plan without a directory.
+    """
     out = console()
     model, hardware, chosen = plan.model, plan.hardware, plan.chosen
     summary = (
@@ -127,31 +132,31 @@ def show_plan(plan: Plan, directory: Path | None) -> None:
     out.print(chosen.reason, markup=False)
     out.print()
     out.print(memory_bar(chosen.memory.gpu, columns=out.width))
-    out.print(terms_table(chosen.memory.gpu.terms, f"Memory of each accelerator, {chosen.memory.gpu.phase} phase"))
+    out.print(terms_table(chosen.memory.gpu.terms, f"Memory per accelerator, {chosen.memory.gpu.phase} phase"))
     if plan.activations == "upper bound":
-        out.print("Activations and loss are an upper bound from the model's structure, not traced: less may be needed")
+        out.print("Activations and loss are an upper bound from the model's structure. The run may need less.")
     out.print(_host_line(plan))
     out.print()
     out.print(time_table(chosen.time))
     for offer in plan.offers:
-        out.print(f"Changes the numbers: {offer}", markup=False)
+        out.print(f"Changes the results: {offer}", markup=False)
     for doubt in doubts(chosen.strategy, plan.model, hardware, plan.job):
-        out.print(f"Less sure: {doubt}", markup=False)
+        out.print(f"Less certain: {doubt}", markup=False)
     out.print()
     if chosen.teacher is not None:
         out.print(teacher_table(chosen.teacher))
         out.print()
-    out.print(_rejected_table(plan, columns=out.width))
-    if out.width < _NARROW_FOR_REASONS:
-        out.print(
-            "Why not: " + (f"shardwright explain {directory}" if directory else "in a wider terminal"), markup=False
-        )
+    out.print(_alternatives_table(plan, columns=out.width))
+    if directory is not None or output_dir_hint:
+        explained = directory or "DIRECTORY, after writing the plan to DIRECTORY"
+        out.print(f"Reasons: shardwright explain {explained}", markup=False)
     out.print()
     if len(plan.pareto) > 1:
         out.print(pareto_table(plan.pareto, columns=out.width))
         out.print()
     if directory is None:
-        out.print("No files written; give --output-dir to write", ", ".join(plan.file_names))
+        if output_dir_hint:
+            out.print("No files written; pass --output-dir to write", ", ".join(plan.file_names))
         return
     out.print(f"Files in {directory}: {', '.join(plan.file_names)}", markup=False)
     out.print("Run on each node:" if hardware.nodes > 1 else "Run:", style="bold")
@@ -165,11 +170,11 @@ def show_plan(plan: Plan, directory: Path | None) -> None:
 def _host_line(plan: Plan) -> str:
     host = plan.chosen.memory.host
     used, capacity = gigabytes(host.peak_bytes_per_node), gigabytes(host.capacity_bytes_per_node)
-    line = f"Host memory {used} of {capacity} GB on each node"
+    line = f"Host memory {used} of {capacity} GB per node"
     if host.nvme_bytes_per_node:
         line += f", NVMe {gigabytes(host.nvme_bytes_per_node)} GB"
     if "host_bytes_per_node" in plan.hardware.assumed:
-        line += " (assumed: a common server's; state yours with --host-memory)"
+        line += " (assumed; set yours with --host-memory)"
     return line
 
 
@@ -179,22 +184,31 @@ def memory_bar(gpu: GpuMemory, *, columns: int = 120) -> Text:
         f" {gigabytes(gpu.peak_bytes)} GB ({gigabytes(gpu.low_bytes)} to {gigabytes(gpu.high_bytes)}) "
         f"of {gigabytes(gpu.capacity_bytes)} GB"
     )
-    # Below some ten cells a bar says nothing, and may as well stand on a line of its own.
+    # A bar of fewer cells is useless; a longer one wraps.
     width = max(_SHORTEST_BAR, min(_BAR_WIDTH, columns - len(figures) - len("[]")))
     scale = max(gpu.capacity_bytes, gpu.high_bytes, sum(max(0, count) for count in gpu.terms.values()), 1)
+    full, interval, empty = "█▒·" if _encodable("█▒·") else "#=."
     bar = Text("[")
     used = 0
     for index, (_, count) in enumerate(sorted(gpu.terms.items(), key=lambda item: -item[1])):
         cells = round((used + count) / scale * width) - round(used / scale * width)
-        bar.append("█" * cells, style=_COLOURS[index % len(_COLOURS)])
-        # Measured runs can make the allocator's term negative, which a bar cannot show.
+        bar.append(full * cells, style=_COLOURS[index % len(_COLOURS)])
+        # Calibration can make the allocator's term negative.
         used += max(0, count)
     high = max(0, round(gpu.high_bytes / scale * width) - round(used / scale * width))
     free = width - round(used / scale * width) - high
-    bar.append("▒" * high, style="dim")
-    bar.append("·" * free + "]")
+    bar.append(interval * high, style="dim")
+    bar.append(empty * free + "]")
     bar.append(figures)
     return bar
+
+
+def _encodable(text: str) -> bool:
+    try:
+        text.encode(sys.stdout.encoding or "utf-8")
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def terms_table(terms: Mapping[str, int], title: str) -> Table:
@@ -204,42 +218,42 @@ def terms_table(terms: Mapping[str, int], title: str) -> Table:
     table.add_column("GB", justify="right")
     for index, (name, count) in enumerate(sorted(terms.items(), key=lambda item: -item[1])):
         table.add_row(Text(name.replace("_", " "), style=_COLOURS[index % len(_COLOURS)]), gigabytes(count))
-    table.add_row("together", gigabytes(sum(terms.values())), style="bold")
+    table.add_row("total", gigabytes(sum(terms.values())), style="bold")
     return table
 
 
 def time_table(time: StepTime) -> Table:
     """Return the named parts of a step's time, largest first, with its interval."""
     table = Table(box=None, pad_edge=False)
-    table.add_column(f"Time of a step, {time.tokens_per_second:,.0f} tokens/s")
+    table.add_column(f"Time per step, {time.tokens_per_second:,.0f} tokens/s")
     table.add_column("seconds", justify="right")
     for name, seconds in sorted(time.terms.items(), key=lambda item: -item[1]):
         if seconds >= _SHOWN_SHARE * time.seconds:
             table.add_row(time_term_name(name), f"{seconds:.4f}")
     interval = f"{time.seconds:.4f} ({time.low_seconds:.4f} to {time.high_seconds:.4f})"
-    table.add_row("together", interval, style="bold")
+    table.add_row("total", interval, style="bold")
     return table
 
 
 def pareto_table(points: Sequence[ParetoPoint], *, columns: int = 120) -> Table:
-    """Return layouts from the fastest to the leanest, at most `_SHOWN_POINTS` evenly chosen ones."""
+    """Return layouts from the fastest to the smallest, at most `_SHOWN_POINTS` evenly spaced ones."""
     table = Table(title="Time against memory", title_justify="left", box=None, pad_edge=False)
     table.add_column("layout", overflow="fold")
     table.add_column("tokens/s", justify="right", no_wrap=True)
     table.add_column("needs up to GB" if columns >= _NARROW else "GB", justify="right")
-    most = min(_SHOWN_POINTS, len(points))
-    for place in range(most):
-        point = points[round(place * (len(points) - 1) / max(1, most - 1))]
+    count = min(_SHOWN_POINTS, len(points))
+    for index in range(count):
+        point = points[round(index * (len(points) - 1) / max(1, count - 1))]
         table.add_row(point.label, f"{point.tokens_per_second:,.0f}", gigabytes(point.high_bytes))
     return table
 
 
 def teacher_table(teacher: TeacherChoice) -> Table:
-    """Return where the teacher lives with the reason, and what the other placements would cost."""
+    """Return the placement of the teacher with its reason, and the costs of the others."""
     table = Table(title="Teacher", title_justify="left", box=None, pad_edge=False)
     table.add_column("placement")
     table.add_column("GPU GB", justify="right", no_wrap=True)
-    table.add_column("host GB of a node", justify="right")
+    table.add_column("host GB per node", justify="right")
     table.add_column("why")
     reason = Text(teacher.reason.removeprefix(teacher.placement).strip())
     row = (teacher.placement, gigabytes(teacher.gpu_bytes), gigabytes(teacher.host_bytes), reason)
@@ -250,27 +264,41 @@ def teacher_table(teacher: TeacherChoice) -> Table:
     return table
 
 
-def _rejected_table(plan: Plan, *, columns: int) -> Table:
-    """Return the layouts that were not taken: each with why not, or as narrow as the terminal is with its speed."""
-    table = Table(title="Other layouts", title_justify="left", box=None, pad_edge=False)
-    table.add_column("layout", max_width=34, overflow="fold")
-    wide, reasons = columns >= _NARROW, columns >= _NARROW_FOR_REASONS
+def _alternatives_table(plan: Plan, *, columns: int) -> Table:
+    """Return the rejected layouts in at most 80 columns; their reasons are printed by `explain`."""
+    table = Table(title="Alternatives", title_justify="left", box=None, pad_edge=False)
+    table.add_column("layout", overflow="fold")
+    wide, medium = columns >= _NARROW, columns >= _NARROW_FOR_SPEED
     if wide:
-        table.add_column("micro-batch", justify="right")
-    table.add_column("needs up to GB" if wide else "GB", justify="right")
-    table.add_column("why not" if reasons else "tokens/s", justify="left" if reasons else "right")
+        table.add_column("micro-\nbatch", justify="right", no_wrap=True)
+        table.add_column("recom-\nputation", justify="right", no_wrap=True)
+    table.add_column("GB", justify="right", no_wrap=True)
+    if medium:
+        table.add_column("tokens/s", justify="right", no_wrap=True)
+    table.add_column("vs.\nchosen", justify="right", no_wrap=True)
     for candidate in plan.rejected:
-        strategy = candidate.strategy
-        name, most = display_name(strategy), candidate.memory.gpu.high_bytes
-        size = f"{strategy.micro_batch_size}{' ckpt' if strategy.gradient_checkpointing else ''}"
-        speed = f"{candidate.time.tokens_per_second:,.0f}" if most <= plan.hardware.gpu_bytes else "too large"
-        reason = candidate.reason.removeprefix(name).strip()
-        table.add_row(name, *([size] if wide else []), gigabytes(most), Text(reason if reasons else speed))
+        strategy, memory = candidate.strategy, candidate.memory
+        layers = -(-plan.model.dimensions.num_layers // strategy.pp)
+        recomputed = strategy.recomputed_layers(layers)
+        recomputation = f"{recomputed}/{layers}" if 0 < recomputed < layers else "all" if recomputed else "none"
+        if strategy.gradient_checkpointing and strategy.keeps_products:
+            recomputation = "selective"
+        change = 100 * (candidate.time.tokens_per_second / plan.chosen.time.tokens_per_second - 1)
+        verdict = f"{change:+.1f} %" if memory.fits else "too large"
+        name = display_name(strategy) + (" (analysis only)" if candidate.analysis_only else "")
+        speed = f"{candidate.time.tokens_per_second:,.0f}" if memory.fits else "-"
+        table.add_row(
+            name,
+            *([str(strategy.micro_batch_size), recomputation] if wide else []),
+            gigabytes(memory.gpu.high_bytes),
+            *([speed] if medium else []),
+            verdict,
+        )
     return table
 
 
 def show_settings(values: Mapping[str, Any], origins: Mapping[str, str]) -> None:
-    """Print every setting with where its value came from."""
+    """Print every setting with the source of its value."""
     out, rows = console(), [(name, str(value), origins[name]) for name, value in values.items()]
     if out.width < _NARROW:
         for name, value, origin in rows:
@@ -280,8 +308,8 @@ def show_settings(values: Mapping[str, Any], origins: Mapping[str, str]) -> None
 
 
 def show_findings(findings: Sequence[Finding]) -> None:
-    """Print findings, errors first, each with its place, rule and fix."""
+    """Print findings, errors first, each with location, rule and fix."""
     out = console()
     for finding in sorted(findings, key=lambda item: item.kind != "error"):
         style = "bold red" if finding.kind == "error" else "yellow"
-        out.print(Text.assemble((f"{finding.kind}: ", style), str(finding.fault)))
+        out.print(Text.assemble((f"{finding.kind}: ", style), str(finding.error)))

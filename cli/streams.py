@@ -1,6 +1,6 @@
-"""Output streams of a job: when their reader leaves, the job goes on without them.
+"""Output streams of a job that continue without a reader.
 
-A command that only prints has nothing left to do then; one that quantizes or trains still has its files to write.
+A command that only prints ends when its pipe is closed. One that quantizes or trains still has files to write.
 """
 
 from __future__ import annotations
@@ -10,14 +10,14 @@ import sys
 from io import TextIOWrapper
 
 PRINTING = frozenset({"check", "explain", "configs", "env", "schema"})
-"""Commands whose whole result is what they print; a closed pipe ends them, and that is no failure."""
+"""Commands that only print; a closed pipe ends them without an error."""
 
 
 class LastingStream(TextIOWrapper):
-    """A text stream that turns to the null device when its pipe is closed."""
+    """Text stream that switches to the null device when its pipe is closed."""
 
     def write(self, text: str) -> int:
-        """Write, or forget what nobody reads."""
+        """Write, or discard the text if the pipe is closed."""
         try:
             return super().write(text)
         except BrokenPipeError:
@@ -25,23 +25,24 @@ class LastingStream(TextIOWrapper):
             return len(text)
 
     def flush(self) -> None:
-        """Flush, or forget what nobody reads."""
+        """Flush, or discard the buffer if the pipe is closed."""
         try:
             super().flush()
         except BrokenPipeError:
             self._turn_to_null()
 
     def _turn_to_null(self) -> None:
-        # What the buffer still holds goes there with the next flush.
+        # The next flush writes the buffer there.
         null = os.open(os.devnull, os.O_WRONLY)
         os.dup2(null, self.fileno())
         os.close(null)
 
 
 def outlast_readers() -> None:
-    """Let this process go on when the readers of its stdout and stderr leave."""
+    """Let this process continue when the pipes of its stdout and stderr are closed."""
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if isinstance(stream, TextIOWrapper):
-            kept = {each: getattr(stream, each) for each in ("encoding", "errors", "line_buffering", "write_through")}
-            setattr(sys, name, LastingStream(stream.detach(), **kept))
+            names = ("encoding", "errors", "line_buffering", "write_through")
+            settings = {key: getattr(stream, key) for key in names}
+            setattr(sys, name, LastingStream(stream.detach(), **settings))

@@ -1,1 +1,1 @@
-"""Ground floor: planning as pure arithmetic on frozen dataclasses; imports no torch."""
+"""Planning as pure arithmetic on frozen dataclasses; imports no torch."""

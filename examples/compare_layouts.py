@@ -1,4 +1,4 @@
-"""Compare what every layout would need for one model on one machine, from Python.
+"""Compare the memory and speed of all layouts for one model on one machine, in Python.
 
 python examples/compare_layouts.py path/to/config.json 8xA100-80GB
 """

@@ -1,9 +1,10 @@
-"""Ask a teacher once, then teach from what it said: no teacher in memory while the student trains.
+"""Run a teacher once, cache its output, and train a student from the cache without the teacher in memory.
 
     python examples/distill_cached.py
 
-A teacher is trained on the help topics that ship with Python; its 50 likeliest bytes at every position and the mass of
-all others are stored. It runs offline on a CPU in half a minute. `shardwright cache-teacher` does this for Hub models.
+A teacher is trained on the help topics that ship with Python; the cache stores its 50 most likely bytes at every
+position and the probability mass of all others. It runs offline on a CPU in half a minute. `shardwright cache-teacher`
+does this for Hub models.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Any
 
 from shardwright.plugins.transformers.teacher_placement import PlacedTeacher
 from shardwright.plugins.transformers.training_arguments import byte_tokenizer
-from shardwright.trainers.data.text import pack, read_documents
+from shardwright.trainers.data.sources import pack, read_documents
 from shardwright.trainers.distillation import CachedTeacherDataset, DistillationConfig, DistillationTrainer
 from shardwright.trainers.distillation.cache.cache_format import RecordFormat
 from shardwright.trainers.distillation.cache.cache_writer import cache_key, write_cache
@@ -40,7 +41,7 @@ def model(hidden_size: int, layers: int) -> Any:
 
 
 def train(student: Any, teacher: Any, alpha: float, train_rows: Any, held_out: Any, steps: int) -> Any:
-    """Train and return the metrics on held-out text."""
+    """Train and return the metrics on the evaluation set."""
     with tempfile.TemporaryDirectory() as directory:
         arguments = TrainingArguments(
             directory,
@@ -67,7 +68,7 @@ def train(student: Any, teacher: Any, alpha: float, train_rows: Any, held_out: A
 
 
 def main() -> None:
-    """Print what the cache costs and what a student learns from it."""
+    """Print the cost of the cache and the results of the students."""
     tokenizer = byte_tokenizer(VOCAB_SIZE)
     packed = pack(read_documents(None), tokenizer, SEQ_LEN)[:2000]
     samples = [{name: ids.tolist() for name, ids in sample.items()} for sample in packed]

@@ -1,4 +1,4 @@
-"""Teach a small language model: labels alone, a teacher's probabilities, and its hidden states as well.
+"""Distill a small language model from labels, a teacher's probabilities, and its hidden states.
 
     python examples/distill_causal_lm.py
 
@@ -12,7 +12,7 @@ import tempfile
 from typing import Any
 
 from shardwright.plugins.transformers.training_arguments import byte_tokenizer
-from shardwright.trainers.data.text import pack, read_documents
+from shardwright.trainers.data.sources import pack, read_documents
 from shardwright.trainers.distillation import DistillationConfig, DistillationTrainer, HiddenStateTerm
 from transformers import LlamaConfig, LlamaForCausalLM, TrainingArguments, default_data_collator, set_seed
 
@@ -34,7 +34,7 @@ def model(hidden_size: int, layers: int) -> Any:
 
 
 def train(student: Any, teacher: Any, config: DistillationConfig, samples: Any, steps: int) -> dict[str, float]:
-    """Train and return the metrics on held-out text."""
+    """Train and return the metrics on the evaluation set."""
     with tempfile.TemporaryDirectory() as directory:
         arguments = TrainingArguments(
             directory,

@@ -1,10 +1,9 @@
-"""Teach a small CLIP from a larger one, on pictures whose right captions are known.
+"""Distill a small CLIP from a larger one, on pictures with known captions.
 
     python examples/distill_clip.py
 
-Every picture shows one shape in one colour in one corner, in noise. Its caption names the three. A caption out of all
-144 is chosen for pictures that no model saw, so that accuracy means something. It runs offline on a CPU in half a
-minute.
+Every picture shows one shape in one colour in one corner, in noise. Its caption names the three. Accuracy is the share
+of new pictures for which a model selects the right one of all 144 captions. It runs offline on a CPU in half a minute.
 """
 
 from __future__ import annotations
@@ -90,7 +89,7 @@ def train(kind: Any, student: Any, rows: Any, steps: int, **more: Any) -> Any:
 
 
 def accuracy(clip: Any, rows: list[dict[str, torch.Tensor]]) -> float:
-    """Return how often the nearest of all captions is the picture's own."""
+    """Return how often the most similar caption is the right one."""
     captions = torch.stack([words(*caption) for caption in CAPTIONS])
     images = torch.stack([row["pixel_values"] for row in rows])
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""Let a model teach itself: an exit after half of its layers, and an adapter that stays near its base model.
+"""Self-distillation: train an exit after half of the layers, and an adapter that stays close to its base model.
 
     python examples/distill_self.py
 
@@ -12,7 +12,7 @@ from typing import Any
 
 from peft import LoraConfig, get_peft_model
 from shardwright.plugins.transformers.training_arguments import byte_tokenizer
-from shardwright.trainers.data.text import pack, read_documents
+from shardwright.trainers.data.sources import pack, read_documents
 from shardwright.trainers.distillation import DistillationConfig, DistillationTrainer, SelfTeacher
 from transformers import LlamaConfig, LlamaForCausalLM, TrainingArguments, default_data_collator, set_seed
 
@@ -34,7 +34,7 @@ def model() -> Any:
 
 
 def train(student: Any, config: DistillationConfig, samples: Any, steps: int, rate: float = 3e-3) -> dict[str, float]:
-    """Train and return the last log and the metrics on held-out text."""
+    """Train and return the metrics on the evaluation set."""
     with tempfile.TemporaryDirectory() as directory:
         arguments = TrainingArguments(
             directory,
@@ -60,7 +60,7 @@ def train(student: Any, config: DistillationConfig, samples: Any, steps: int, ra
 
 
 def main() -> None:
-    """Print what each kind of self-teaching gives."""
+    """Print the results of both kinds of self-distillation."""
     help_topics = read_documents(None)
     tokenizer = byte_tokenizer(VOCAB_SIZE)
     samples = pack(help_topics, tokenizer, SEQ_LEN)

@@ -1,10 +1,10 @@
-"""From a teacher to a student that is served in 4 bit: distill, quantize with GPTQ, evaluate.
+"""Distill a student, quantize it to 4 bits with GPTQ, and evaluate it.
 
     python examples/distill_then_quantize.py [OUTPUT_DIR]
 
 Everything is built here: a teacher is trained on the help topics that ship with Python, a student learns from it, and
 `shardwright.quantize` turns the student into a W4A16 checkpoint that Transformers and vLLM load. It runs offline on a
-CPU in under two minutes. All models are judged on topics that none of them was trained on.
+CPU in under two minutes. All models are evaluated on topics that none of them was trained on.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from shardwright.plugins.transformers.training_arguments import byte_tokenizer
-from shardwright.trainers.data.text import pack, read_documents
+from shardwright.trainers.data.sources import pack, read_documents
 from shardwright.trainers.distillation import DistillationConfig, DistillationTrainer
 from shardwright.trainers.evaluation.evaluate import evaluate_model
-from shardwright.trainers.evaluation.text_windows import TextRequest
+from shardwright.trainers.evaluation.measures import TextRequest
 from shardwright.trainers.quantization.run import quantize
 from transformers import LlamaConfig, LlamaForCausalLM, TrainingArguments, default_data_collator, set_seed
 

@@ -1,9 +1,9 @@
-"""Expert parallelism: each rank holds a part of the experts; the stock Trainer and one callback.
+"""Expert parallelism with the stock Trainer and one callback: each rank has a shard of the experts.
 
     torchrun --nproc-per-node 2 examples/expert_parallel.py OUTPUT_DIR
 
-It runs offline on two CPU ranks in some seconds, and the same line trains on GPUs. All ranks see different sequences,
-and tokens travel to the rank that holds their expert. The checkpoint has all experts under their usual names.
+It runs offline on two CPU ranks in a few seconds, and the same command trains on GPUs. All ranks read different
+sequences, and each token is sent to the rank of its expert. The checkpoint has all experts under their usual names.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 from shardwright.plugins.accelerate.cpu_ranks import configure_cpu_ranks
 from shardwright.plugins.transformers.training_arguments import byte_tokenizer
 from shardwright.trainers import ExpertParallelCallback
-from shardwright.trainers.data.text import pack, read_documents
+from shardwright.trainers.data.sources import pack, read_documents
 from transformers import (
     AutoModelForCausalLM,
     MixtralConfig,

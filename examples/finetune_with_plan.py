@@ -1,9 +1,9 @@
-"""Your own Trainer script under a plan: the plan's files decide the layout, the script stays plain.
+"""Your own Trainer script under a plan: the plan's files set the layout, and the script needs no change.
 
     shardwright plan MODEL --hardware 8xA100-80GB --seq-len 2048 --output-dir plan
     accelerate launch --config_file plan/accelerate.yaml examples/finetune_with_plan.py MODEL plan
 
-`MODEL` is a directory or Hub id with weights and a tokenizer. The same line runs on CPU ranks: plan for `2xCPU`.
+`MODEL` is a directory or Hub id with weights and a tokenizer. The same command runs on CPU ranks: plan for `2xCPU`.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""A training loop of one's own with Accelerate, which reads everything from how it is launched.
+"""Your own training loop with Accelerate, which reads the layout from the launcher.
 
     shardwright plan MODEL --hardware 8xA100-80GB --strategy ddp --output-dir plan
     shardwright launch plan examples/own_accelerate_loop.py MODEL
 
-The batch is the script's own: a plan cannot state it here.
+The script sets the batch size itself; the plan cannot.
 """
 
 from __future__ import annotations

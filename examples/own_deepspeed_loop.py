@@ -1,9 +1,9 @@
-"""A training loop of one's own around `deepspeed.initialize`, with the numbers of a plan.
+"""Your own training loop with `deepspeed.initialize` and the numbers of a plan.
 
     shardwright plan MODEL --hardware 8xA100-80GB --strategy zero3 --output-dir plan
     shardwright launch plan examples/own_deepspeed_loop.py MODEL plan       # or: deepspeed own_deepspeed_loop.py ...
 
-`ds_config.json` leaves to the Trainer what it calls "auto"; `Plan.deepspeed_config()` has numbers there.
+In `ds_config.json` the Trainer fills in "auto" values; `Plan.deepspeed_config()` has numbers instead.
 """
 
 from __future__ import annotations

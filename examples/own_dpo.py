@@ -1,9 +1,9 @@
-"""A plain script with TRL's `DPOTrainer` on pairs of answers, which knows nothing of Shardwright but a file.
+"""A plain script with TRL's `DPOTrainer` on pairs of answers, which reads only one file of the plan.
 
     shardwright plan MODEL --hardware 8xA100-80GB --seq-len 2048 --output-dir plan
     shardwright launch plan examples/own_dpo.py MODEL plan/training_arguments.json
 
-A plan prices one model: leave room for the reference, or precompute its answers.
+A plan counts one model: keep memory free for the reference, or precompute its log-probabilities.
 """
 
 from __future__ import annotations

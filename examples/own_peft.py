@@ -1,4 +1,4 @@
-"""A plain script with PEFT and the Trainer, under a plan of LoRA.
+"""A plain script with PEFT and the Trainer, under a plan for LoRA.
 
 shardwright plan MODEL --hardware 2xRTX4090 --method lora --output-dir plan
 shardwright launch plan examples/own_peft.py MODEL plan/training_arguments.json

@@ -4,7 +4,7 @@
     shardwright launch plan examples/own_run_clm.py --model_name_or_path MODEL --train_file notes.txt \\
         --block_size 2048 --output_dir out @plan
 
-`@plan` stands for the plan's `TrainingArguments`, written as flags.
+`shardwright launch` replaces `@plan` by the plan's `TrainingArguments` as flags.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A plain script with TRL's `SFTTrainer` on conversations, which knows nothing of Shardwright but a file.
+"""A plain script with TRL's `SFTTrainer` on conversations, which reads only one file of the plan.
 
 shardwright plan MODEL --hardware 8xA100-80GB --seq-len 2048 --output-dir plan
 shardwright launch plan examples/own_sft.py MODEL plan/training_arguments.json

@@ -1,9 +1,9 @@
-"""A plain script with the Trainer, which knows nothing of Shardwright but the file of its arguments.
+"""A plain script with the Trainer, which reads its arguments from a file of the plan.
 
     shardwright plan MODEL --hardware 8xA100-80GB --seq-len 2048 --output-dir plan
     shardwright launch plan examples/own_trainer.py MODEL plan/training_arguments.json
 
-`MODEL` is a directory or Hub id with weights. On GPUs `accelerate launch --config_file plan/accelerate.yaml` does too.
+`MODEL` is a directory or Hub id with weights. On GPUs, `accelerate launch --config_file plan/accelerate.yaml` works.
 """
 
 from __future__ import annotations

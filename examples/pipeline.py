@@ -1,10 +1,10 @@
-"""Pipeline parallelism: each stage holds a part of the layers; `PipelineTrainer` in place of the Trainer.
+"""Pipeline parallelism with `PipelineTrainer` in place of the Trainer: each stage has some of the layers.
 
     torchrun --nproc-per-node 2 examples/pipeline.py OUTPUT_DIR
 
-It runs offline on two CPU ranks in some seconds, and the same line trains on GPUs. Accumulated micro-batches fill the
-pipeline: with `p` stages and `m` of them `(p - 1) / (m + p - 1)` of the time is idle. With more ranks than stages,
-pipelines see different sequences.
+It runs offline on two CPU ranks in a few seconds, and the same command trains on GPUs. Accumulated micro-batches fill
+the pipeline: with `p` stages and `m` of them `(p - 1) / (m + p - 1)` of the time is idle. With more ranks than stages,
+pipelines read different sequences.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 from shardwright.plugins.accelerate.cpu_ranks import configure_cpu_ranks
 from shardwright.plugins.transformers.training_arguments import byte_tokenizer
 from shardwright.trainers import PipelineTrainer
-from shardwright.trainers.data.text import pack, read_documents
+from shardwright.trainers.data.sources import pack, read_documents
 from transformers import (
     AutoModelForCausalLM,
     LlamaConfig,

@@ -1,4 +1,4 @@
-"""Train a model with the 2-bit numbers of its checkpoint: the stock Trainer, one callback, one export.
+"""Quantization-aware training to 2 bits with the stock Trainer, one callback and one export.
 
     python examples/qat.py [OUTPUT_DIR]
 
@@ -18,9 +18,9 @@ from typing import Any
 
 from shardwright.plugins.transformers.training_arguments import byte_tokenizer
 from shardwright.trainers import QATCallback
-from shardwright.trainers.data.text import pack, read_documents
+from shardwright.trainers.data.sources import pack, read_documents
 from shardwright.trainers.evaluation.evaluate import evaluate_model
-from shardwright.trainers.evaluation.text_windows import TextRequest
+from shardwright.trainers.evaluation.measures import TextRequest
 from shardwright.trainers.quantization.run import quantize
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments, default_data_collator, set_seed
 

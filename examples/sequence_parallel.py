@@ -1,9 +1,9 @@
-"""Sequence parallelism: the ranks of a group share each sequence; the stock Trainer and one callback.
+"""Sequence parallelism with the stock Trainer and one callback: the ranks of a group share each sequence.
 
     torchrun --nproc-per-node 2 examples/sequence_parallel.py OUTPUT_DIR
 
-It runs offline on two CPU ranks in some seconds, and the same line trains on GPUs. With more ranks than two, groups of
-two see different sequences.
+It runs offline on two CPU ranks in a few seconds, and the same command trains on GPUs. With more ranks than two, groups
+of two read different sequences.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 from shardwright.plugins.accelerate.cpu_ranks import configure_cpu_ranks
 from shardwright.plugins.transformers.training_arguments import byte_tokenizer
 from shardwright.trainers import SequenceParallelCallback
-from shardwright.trainers.data.text import pack, read_documents
+from shardwright.trainers.data.sources import pack, read_documents
 from transformers import (
     AutoModelForCausalLM,
     LlamaConfig,

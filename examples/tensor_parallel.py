@@ -1,9 +1,9 @@
-"""Tensor parallelism: the ranks of a group share each matrix; the stock Trainer and one callback.
+"""Tensor parallelism with the stock Trainer and one callback: the ranks of a group share each matrix.
 
     torchrun --nproc-per-node 2 examples/tensor_parallel.py OUTPUT_DIR
 
-It runs offline on two CPU ranks in some seconds, and the same line trains on GPUs. With more ranks than two, groups of
-two see different sequences. The checkpoint has whole matrices.
+It runs offline on two CPU ranks in a few seconds, and the same command trains on GPUs. With more ranks than two, groups
+of two read different sequences. The checkpoint has complete matrices.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 from shardwright.plugins.accelerate.cpu_ranks import configure_cpu_ranks
 from shardwright.plugins.transformers.training_arguments import byte_tokenizer
 from shardwright.trainers import TensorParallelCallback
-from shardwright.trainers.data.text import pack, read_documents
+from shardwright.trainers.data.sources import pack, read_documents
 from transformers import (
     AutoModelForCausalLM,
     LlamaConfig,

@@ -1,1 +1,1 @@
-"""First floor: thin adapters, one folder for each upstream library."""
+"""Adapters, one package for each upstream library."""

@@ -44,7 +44,7 @@ class Visitor:
     browser: Browser
     pictures: Path | None = None
     """Where `picture` writes; nothing is written without."""
-    faults: list[str] = field(default_factory=list)
+    errors: list[str] = field(default_factory=list)
     """Errors on the console, exceptions of scripts, and requests to other machines."""
 
     def open(
@@ -60,7 +60,7 @@ class Visitor:
         )
         page = context.new_page()
         page.on("console", self._console)
-        page.on("pageerror", lambda error: self.faults.append(f"exception: {error}"))
+        page.on("pageerror", lambda error: self.errors.append(f"exception: {error}"))
         page.on("request", lambda request: self._request(request.url))
         page.goto(address.resolve().as_uri() if isinstance(address, Path) else address)
         return page
@@ -77,12 +77,12 @@ class Visitor:
 
     def _console(self, message: ConsoleMessage) -> None:
         if message.type == "error":
-            self.faults.append(f"console: {message.text}")
+            self.errors.append(f"console: {message.text}")
 
     def _request(self, address: str) -> None:
         parts = urlsplit(address)
         if parts.scheme in {"http", "https", "ws", "wss"} and parts.hostname not in _OWN_MACHINE:
-            self.faults.append(f"request to another machine: {address}")
+            self.errors.append(f"request to another machine: {address}")
 
 
 _STANDS_STILL = """() => !document.querySelector(".pending") && document.getAnimations().every(
@@ -90,7 +90,7 @@ _STANDS_STILL = """() => !document.querySelector(".pending") && document.getAnim
 """Whether each answer is there and each transition has ended; what turns forever is never waited for."""
 
 
-def accessibility_faults(page: Page) -> list[str]:
+def accessibility_errors(page: Page) -> list[str]:
     """What axe-core calls serious or critical: rule, element and way out, one line each.
 
     The page is read once it stands still: gradio fades a new answer in over 150 ms (`.pending` in its HTML block), and

@@ -23,7 +23,7 @@ def found(findings: tuple[Finding, ...], kind: str, path: str, fragment: str) ->
     """Whether a finding of this kind stands at this key path and says this."""
     return any(
         finding.kind == kind
-        and finding.fault.where.partition(" ")[2] == path
-        and fragment in f"{finding.fault.rule}; {finding.fault.fix}"
+        and finding.error.where.partition(" ")[2] == path
+        and fragment in f"{finding.error.rule}; {finding.error.fix}"
         for finding in findings
     )

@@ -22,7 +22,7 @@ _NETWORK = "10.83.7."
 _LOCK = "/run/shardwright-hosts.lock"
 _NOT_INHERITED = ("TMPDIR", "SHARDWRIGHT_LAUNCH_TOKEN")
 """A directory of the session is none of a host's."""
-_BESIDE = Path(__file__).parent / "warm_ranks" / "beside.py"
+_WITH_SERVER = Path(__file__).parent / "warm_ranks" / "with_server.py"
 
 
 class Hosts:
@@ -53,7 +53,7 @@ class Hosts:
         """Start a host with a shell script as its first process, with which all others end, warm ones among them."""
         mounts = f"mount --bind {shlex.quote(str(self.directory / 'hosts'))} /etc/hosts; mount -t tmpfs tmpfs /dev/shm"
         # What ranks import is there by the time that they start.
-        warm = shlex.join([sys.executable, str(_BESIDE), "/bin/sh", "-c", f'"$PYTHON_EXEC" -c pass & {script}'])
+        warm = shlex.join([sys.executable, str(_WITH_SERVER), "/bin/sh", "-c", f'"$PYTHON_EXEC" -c pass & {script}'])
         whole = f"hostname {name}; {mounts}; exec {warm}"
         apart = ["unshare", "--uts", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc"]
         with (self.directory / f"{name}.log").open("ab") as log:

@@ -10,7 +10,8 @@ from typing import Any, NamedTuple
 import pytest
 from shardwright.cli.main import run
 from shardwright.plugins.launching.launch import Launch
-from shardwright.trainers.runs import launch
+from shardwright.trainers.rank_main import read_task
+from shardwright.trainers.runs import run as run_module
 
 
 class Result(NamedTuple):
@@ -43,15 +44,14 @@ def shell_in(directory: Path, name: str, capsys: pytest.CaptureFixture[str], mon
     return call
 
 
-def run_rank_here(kind: Any, work: Callable[[Any, Path], None], monkeypatch: pytest.MonkeyPatch) -> list[Sequence[str]]:
+def run_rank_here(monkeypatch: pytest.MonkeyPatch) -> list[Sequence[str]]:
     """Run the only rank of every launch here instead, and return the commands that would have been launched."""
     commands: list[Sequence[str]] = []
 
-    def run_together(launches: Sequence[Launch], **how: Any) -> None:
-        (one,) = launches
-        commands.append(one.arguments)
-        file = Path(one.arguments[-1])
-        work(kind.model_validate_json(file.read_text(encoding="utf-8")), file.parent)
+    def launch_ranks(launch: Launch, **_: Any) -> None:
+        commands.append(launch.arguments)
+        file = Path(launch.arguments[-1])
+        read_task(file).run(file.parent)
 
-    monkeypatch.setattr(launch, "run_together", run_together)
+    monkeypatch.setattr(run_module, "launch_ranks", launch_ranks)
     return commands

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import PurePosixPath
 from typing import Any
 from urllib.parse import parse_qs, unquote, urlsplit
 
@@ -37,13 +38,23 @@ class _Handler(BaseHTTPRequestHandler):
         self._file(with_body=False)
 
     def do_GET(self) -> None:
-        path = unquote(urlsplit(self.path).path)
+        address = urlsplit(self.path)
+        path = unquote(address.path)
         if re.fullmatch(rf"/api/datasets/{NAME}(/revision/[^/]+)?", path):
             siblings = [{"rfilename": name} for name in self.hub.files]
             self._answer(200, {"id": NAME, "sha": COMMIT, "private": False, "siblings": siblings, "tags": []})
         elif path.startswith(f"/api/datasets/{NAME}/tree/"):
             folder = path.removeprefix(f"/api/datasets/{NAME}/tree/").partition("/")[2]
-            self._answer(200, [entry for entry in self._entries() if entry["path"].startswith(folder)])
+            recursive = parse_qs(address.query).get("recursive") == ["true"]
+            listed = []
+            for entry in self._entries():
+                parents = [str(parent) for parent in PurePosixPath(entry["path"]).parents]
+                if (folder or ".") in (parents if recursive else parents[:1]):
+                    listed.append(entry)
+            if listed or not folder:
+                self._answer(200, listed)
+            else:
+                self._answer(404, {"error": "not found"}, {"X-Error-Code": "EntryNotFound"})
         else:
             self._file(with_body=True)
 
@@ -53,9 +64,11 @@ class _Handler(BaseHTTPRequestHandler):
         self._answer(200, [entry for entry in self._entries() if entry["path"] in asked])
 
     def _entries(self) -> list[dict[str, Any]]:
+        folders = {str(folder) for name in self.hub.files for folder in PurePosixPath(name).parents} - {"."}
+        sizes = dict.fromkeys(sorted(folders), 0) | {name: len(content) for name, content in self.hub.files.items()}
         return [
-            {"type": "file", "path": name, "size": len(content), "oid": f"{index:040x}"}
-            for index, (name, content) in enumerate(self.hub.files.items())
+            {"type": "directory" if name in folders else "file", "path": name, "size": size, "oid": f"{index:040x}"}
+            for index, (name, size) in enumerate(sizes.items())
         ]
 
     def _file(self, *, with_body: bool) -> None:

@@ -101,7 +101,7 @@ def training_arguments(directory: Any, **changes: Any) -> Any:
 def reference_loss(
     student: Any, teacher: Any, samples: list[dict[str, Any]], *, alpha: float, temperature: float, causal: bool
 ) -> torch.Tensor:
-    """Return (1 - α) CE + α τ² KL(teacher | student), sample by sample in fp64, over all labelled tokens at once."""
+    """Return (1 - α) CE + α τ² KL(teacher | student), sample by sample in fp64, over all labelled tokens."""
     total, count = torch.zeros((), dtype=torch.float64), 0
     for sample in samples:
         ids = torch.tensor([sample["input_ids"]])

@@ -1,6 +1,6 @@
-"""Fails where a package is installed that no extra asks for, or in another version than `constraints.txt` says.
+"""Fail if a package is installed that the constraints do not list, or in another version.
 
-`python tests/environment.py`: a test that passes only because of such a package would fail on another machine.
+`python tests/environment.py [constraints.txt]`: a test that passes only because of such a package fails elsewhere.
 """
 
 from __future__ import annotations
@@ -18,19 +18,20 @@ def normalized(name: str) -> str:
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
-def constrained() -> dict[str, str]:
-    """Versions by name, from `constraints.txt`."""
-    lines = (Path(__file__).parent.parent / "constraints.txt").read_text().splitlines()
-    pairs = (line.split("==") for line in lines if "==" in line)
+def constrained(file: str) -> dict[str, str]:
+    """Versions by name, from a file of constraints."""
+    lines = (Path(__file__).parent.parent / file).read_text().splitlines()
+    pairs = (line.split("==") for line in lines if "==" in line and not line.startswith("#"))
     return {normalized(name): version for name, version in pairs}
 
 
 def main() -> int:
     """Print what differs and return how many packages do."""
-    known = constrained()
+    file = sys.argv[1] if len(sys.argv) > 1 else "constraints.txt"
+    known = constrained(file)
     found = {normalized(each.metadata["Name"]): each.version for each in distributions()}
     wrong = [
-        f"{name} {version} is installed; constraints.txt says {known.get(name, 'nothing of it')}"
+        f"{name} {version} is installed; {file} has {known.get(name, 'no such package')}"
         for name, version in sorted(found.items())
         if name not in ALWAYS and known.get(name) != version.partition("+")[0]
     ]

@@ -38,6 +38,8 @@ OPTIONAL: dict[str, tuple[Callable[[], bool], str]] = {
     "accelerator": (_has_accelerator, "a GPU and a CUDA build of torch"),
     "chromium": (lambda: chromium_program() is not None, "apt-get install chromium (to look at pages)"),
     "trl": (lambda: importlib.util.find_spec("trl") is not None, "pip install trl"),
+    "llmcompressor": (lambda: importlib.util.find_spec("llmcompressor") is not None, "pip install '.[quantize]'"),
+    "auto_round": (lambda: importlib.util.find_spec("auto_round") is not None, "pip install auto-round"),
     "no-kernels": (lambda: importlib.util.find_spec("kernels") is None, "pip uninstall kernels"),
 }
 """Whether it is there, and the way to have it."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from shardwright.plugins.launching.launch import free_port, python_arguments, run_launch
+from shardwright.plugins.launching.launch import Launch, free_port, launch_ranks, python_arguments
 
 
 def torchrun(
@@ -18,7 +18,9 @@ def torchrun(
     """Run a script or ``-m module`` and return what it printed."""
     port = free_port()
     command = ["torchrun", "--nproc-per-node", str(ranks), "--master-port", str(port), *arguments]
-    return run_launch(python_arguments(command), timeout_seconds=timeout_seconds, environment=environment, port=port)
+    return launch_ranks(
+        Launch(arguments=python_arguments(command), environment=environment, port=port), timeout_seconds=timeout_seconds
+    )
 
 
 def accelerate_launch(
@@ -27,6 +29,7 @@ def accelerate_launch(
     """Run ``accelerate launch --config_file config_file -m module`` and return what it printed."""
     port = free_port()
     launcher = ["accelerate", "launch", "--config_file", str(config_file), "--main_process_port", str(port)]
-    return run_launch(
-        python_arguments([*launcher, "-m", module, *arguments]), timeout_seconds=timeout_seconds, port=port
+    return launch_ranks(
+        Launch(arguments=python_arguments([*launcher, "-m", module, *arguments]), port=port),
+        timeout_seconds=timeout_seconds,
     )

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from planning import public_model
-from shardwright.ds_configs.memory.calibration import MeasuredRun
+from shardwright.ds_configs.memory.estimate import MeasuredRun
 from shardwright.ds_configs.plan.measurement import (
     FILE_NAME,
     RankMeasurement,

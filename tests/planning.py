@@ -7,10 +7,13 @@ from typing import Any
 
 from shardwright.ds_configs.memory.activations import ActivationEstimate, Mode
 from shardwright.ds_configs.models.families import model_spec_from_config
-from shardwright.ds_configs.models.model_config import config_faults, parse_config_json
+from shardwright.ds_configs.models.model_config import config_errors, parse_config_json
 from shardwright.ds_configs.specs.model import ModelSpec
+from shardwright.plugins.releases import transformers_release
 
 MODELS = Path(__file__).parent / "data" / "models"
+RELEASE = transformers_release()
+"""Of the installed Transformers, with which real models are built."""
 
 
 def public_model(name: str) -> ModelSpec:
@@ -35,7 +38,7 @@ def llama(**changes: Any) -> ModelSpec:
         "tie_word_embeddings": False,
         **changes,
     }
-    assert not config_faults(config, source="test")
+    assert not config_errors(config, source="test")
     spec = model_spec_from_config(config, name="small-llama")
     assert spec is not None
     return spec

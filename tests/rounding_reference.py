@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from shardwright.ds_configs.quantization.scheme import ActivationQuantization, WeightQuantization
-from shardwright.trainers.qat.rounding.fake_quantized_linear import LinearRounding, LinearTensors, fake_quantized_linear
+from shardwright.trainers.qat.rounding.layers import LinearRounding, LinearTensors, fake_quantized_linear
 from shardwright.trainers.qat.rounding.rounding import WeightRounding
 
 GROUP = 8

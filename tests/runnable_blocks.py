@@ -3,7 +3,7 @@
 A block runs if the word `run` follows its language:
 
     ```console run          commands behind `$`, each followed by all that it prints; a line `…` stands for any lines
-    ```python run           Python, followed at once by a block `text output` where it prints something
+    ```python run           Python, followed by a block `text output` if it prints something
     ```json save FILE       a file that later blocks of the page read; any language
 
 The blocks of a page run in turn in one directory. Models of the Hub that tests/data/models knows are found there.
@@ -25,7 +25,7 @@ import pytest
 from paths import ROOT
 from shardwright.cli.main import run
 
-COLUMNS = "100"
+COLUMNS = "80"
 _FENCE = re.compile(r"^```(\S*) (run|save|output) ?(\S*)\n(.*?)^```$", flags=re.DOTALL | re.MULTILINE)
 _OUTPUT = "```\n\n```text output\n"
 _LEFT_OUT = "…"

@@ -13,7 +13,7 @@ import torch
 def saved_storages(known: Iterable[torch.Tensor]) -> Iterator[Counter[tuple[tuple[int, ...], torch.dtype]]]:
     """Counts bytes of the distinct storages that autograd saves, by shape and type, with the public hooks.
 
-    Storages of `known` (parameters, buffers, inputs) are left out.
+    Storages of `known` (parameters, buffers, inputs) are omitted.
     """
     foreign = {tensor.untyped_storage()._cdata for tensor in known}
     kept: dict[int, torch.UntypedStorage] = {}

@@ -1,4 +1,4 @@
-"""What a test session has of its own and takes away: a temporary directory, a data directory, warm processes."""
+"""What a test session creates and removes: a temporary directory, a data directory, warm processes."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ COMMANDS = {
     "torchrun": "-m torch.distributed.run",
     "shardwright": "-m shardwright",
 }
-"""Console scripts that are there as warm processes too, in the directory of the interpreter."""
+"""Console scripts that the session replaces by warm processes."""
 
 
 class Session:
-    """An open session; its environment variables hold for this process and all that it starts."""
+    """An open session; its environment variables apply to this process and its children."""
 
     def __init__(self, directory: Path, lock: IO[str], server: ExitStack, environment: dict[str, str | None]) -> None:
         self._directory = directory
@@ -56,7 +56,7 @@ def open_session() -> Session:
     base = Path(tempfile.gettempdir())
     for left_behind in abandoned(base):
         shutil.rmtree(left_behind, ignore_errors=True)
-    # Gets its name when it is locked: another session that opens now would take it for abandoned.
+    # Renamed once it is locked: another session that opens now would remove it as abandoned.
     unlocked = Path(tempfile.mkdtemp(prefix=_OPENING))
     lock = (unlocked / _LOCK).open("w")
     fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -72,7 +72,7 @@ def open_session() -> Session:
         "TMPDIR": str(directory / "tmp"),
         "SHARDWRIGHT_DATA_DIR": str(directory / "data"),
         "PYTHON_EXEC": str(interpreter),
-        # Two environments with one directory of compiled operators would compile them anew for each other.
+        # Two environments that share a directory of compiled operators would recompile each other's.
         "TORCH_EXTENSIONS_DIR": os.environ.get("TORCH_EXTENSIONS_DIR", str(Path(sys.prefix) / "torch_extensions")),
     }
     before = {variable: os.environ.get(variable) for variable in changed}
@@ -84,7 +84,7 @@ def open_session() -> Session:
 
 
 def abandoned(base: Path) -> Iterator[Path]:
-    """Yield directories of sessions whose process is gone: the kernel has dropped its lock."""
+    """Yield directories of sessions whose process has ended: nothing locks them."""
     for directory in base.glob(f"{_PREFIX}*"):
         with contextlib.suppress(OSError), (directory / _LOCK).open("a") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -92,7 +92,7 @@ def abandoned(base: Path) -> Iterator[Path]:
 
 
 def _end_processes_with(variable: str, value: str) -> None:
-    """Kill every process, but this one and what it came from, that was started with a variable of the session."""
+    """Kill every process with a variable of the session, except this one and its parents."""
     kept = {os.getpid(), *(parent.pid for parent in psutil.Process().parents())}
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
@@ -101,7 +101,7 @@ def _end_processes_with(variable: str, value: str) -> None:
 
 
 def warm_command(name: str) -> list[str]:
-    """Return how a test starts one of `COMMANDS` without its imports."""
+    """Return the command line of one of `COMMANDS` as a warm process."""
     return [os.environ["PYTHON_EXEC"], *COMMANDS[name].split()]
 
 

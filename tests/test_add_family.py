@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from shardwright.plugins.activations import kinds
-from shardwright.plugins.activations.fit import TraceError
 from shardwright.tools import activation_trace, add_family
+from shardwright.tools.activations import kinds
+from shardwright.tools.activations.fit import TraceError
 
 SMALL = {
     "model_type": "granite",

@@ -9,8 +9,7 @@ import gpu_memory
 import pytest
 import torch
 from gpu_memory import VALUES, GpuCase, GpuResult, cases, predicted_fields, record, result_of, table
-from shardwright.ds_configs.legality.candidate import Candidate
-from shardwright.ds_configs.legality.rules import legality_faults
+from shardwright.ds_configs.legality.rules import legality_errors
 from shardwright.ds_configs.specs.hardware import parse_hardware
 
 H100 = parse_hardware("1xH100-80GB")
@@ -51,8 +50,7 @@ def test_cases_are_chosen_by_name_and_number():
 
 @pytest.mark.parametrize("case", cases(), ids=lambda case: case.name)
 def test_every_case_is_legal_and_predicted(case):
-    candidate = Candidate(strategy=case.strategy(), model=case.spec(), hardware=H100, job=case.job())
-    assert not legality_faults(candidate)
+    assert not legality_errors(case.spec(), case.strategy(), case.job(), H100)
     predicted = case.predicted(H100)
     trained_bytes = 16 * case.spec().parameter_count
     if case.method == "full" and case.layout == "zero2":

@@ -1,26 +1,22 @@
-"""The pages stay true: links, names of files, commands and modules, generated parts, and the blocks that run."""
+"""What pages refer to exists: links, files, commands, flags, modules. Blocks that run print what they show."""
 
 from __future__ import annotations
 
 import ast
-import importlib.util
 import re
 from functools import cache
 from pathlib import Path
 
 import pytest
 from paths import ROOT
-from readme_parts import PAGES, with_generated_parts
 from runnable_blocks import agrees, marked_blocks, prepare, run_page
 from shardwright.cli.main import build_app
 
 READ = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 ALL = [ROOT / "CHANGELOG.md", *READ]
-WRITTEN = [page for page in READ if page.parent.name != "reference"]
 FENCED = re.compile(r"^```.*?^```$", flags=re.DOTALL | re.MULTILINE)
-LINES_OF_TWO_SCREENS = 110
 FLAGS_OF_OTHERS = {
-    *("--write", "--strict", "--every", "--engine-python", "--only", "--meter"),  # benchmarks and tools
+    *("--write", "--change", "--strict", "--every", "--engine-python", "--only", "--meter"),  # benchmarks and tools
     *("--converter", "--llama-python", "--torchao"),  # benchmarks of other libraries
     *("--no-deps", "--no-binary", "--outfile", "--outtype"),  # pip, llama.cpp's converter
     *("--stored", "--terms", "--kept-products"),
@@ -28,6 +24,8 @@ FLAGS_OF_OTHERS = {
     *("--enable-prefix-caching", "--load-format", "--enable-lora", "--lora-modules"),  # vLLM
     "--prerelease",  # uv
     *("--hypothesis-profile", "--hypothesis-seed", "--draw", "--seed", "--pictures"),  # pytest
+    *("--dist", "--durations", "--no-loadscope-reorder"),
+    *("--partition", "--time", "--deepspeed", "--install-completion"),  # sbatch, Transformers, ours without a command
     # shardwright.trainers.train_causal_lm
     *("--training-arguments", "--plan", "--nonfinite", "--nonfinite-steps", "--allow-nonfinite", "--hang-timeout"),
     "--help",
@@ -38,24 +36,6 @@ def name_of(page: Path) -> str:
     return str(page.relative_to(ROOT))
 
 
-@pytest.mark.parametrize("page", PAGES, ids=name_of)
-def test_generated_parts_are_current(page):
-    text = page.read_text(encoding="utf-8")
-    assert text == with_generated_parts(text), "run `make readme`"
-
-
-def test_the_reference_is_current():
-    spec = importlib.util.spec_from_file_location("reference", ROOT / "tools" / "reference.py")
-    reference = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(reference)
-    for file, make in reference.MAKERS.items():
-        assert (reference.PAGES / file).read_text(encoding="utf-8") == make(), f"{file} is old: run `make readme`"
-
-
-def test_the_readme_fits_two_screens():
-    assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= LINES_OF_TWO_SCREENS
-
-
 def anchors(page: Path) -> set[str]:
     """The anchors that GitHub gives to the headings of a page."""
     headings = re.findall(r"^#+ (.+)$", FENCED.sub("", page.read_text(encoding="utf-8")), flags=re.MULTILINE)
@@ -63,36 +43,27 @@ def anchors(page: Path) -> set[str]:
 
 
 def links(page: Path) -> list[tuple[str, str]]:
-    """Targets and anchors of a page's links, those into the web left out."""
+    """Targets and anchors of the links of a page, except links to the web."""
     text = FENCED.sub("", page.read_text(encoding="utf-8"))
     found = re.findall(r"\]\(([^)#\s]*)(?:#([^)\s]+))?\)", text)
     return [(target, anchor) for target, anchor in found if not target.startswith("http")]
 
 
 @pytest.mark.parametrize("page", ALL, ids=name_of)
-def test_links_lead_somewhere(page):
+def test_links_have_a_target(page):
     for target, anchor in links(page):
         to = (page.parent / target).resolve() if target else page
         assert to.exists(), f"leads to {target}"
-        if anchor:
+        # The headings of a part that is made from the code exist on the site only; `make docs` checks links to them.
+        if anchor and "<!-- built: " not in to.read_text(encoding="utf-8"):
             assert anchor in anchors(to), f"leads to {target}#{anchor}"
 
 
-def test_every_page_is_reached_from_the_front_door():
-    seen, open_pages = set(), [ROOT / "README.md"]
-    while open_pages:
-        page = open_pages.pop()
-        if page not in seen:
-            seen.add(page)
-            open_pages += [to for target, _ in links(page) if (to := (page.parent / target).resolve()).suffix == ".md"]
-    assert not [name_of(page) for page in ALL if page not in seen]
-
-
-@pytest.mark.parametrize("page", WRITTEN, ids=name_of)
+@pytest.mark.parametrize("page", READ, ids=name_of)
 def test_named_files_exist(page):
     text = page.read_text(encoding="utf-8")
-    floors = "ds_configs|plugins|trainers|cli|tests|tools|benchmarks|examples|docs"
-    for path in re.findall(rf"(?<![\w./-])((?:{floors})/[\w./*-]*\w/?)", text):
+    directories = "ds_configs|plugins|trainers|cli|tests|tools|benchmarks|examples|docs"
+    for path in re.findall(rf"(?<![\w./-])((?:{directories})/[\w./*-]*\w/?)", text):
         assert list(ROOT.glob(path.removesuffix("/"))), f"names {path}"
 
 
@@ -112,7 +83,7 @@ def test_modules_that_pages_and_messages_run_exist():
             assert place.is_dir() or place.with_suffix(".py").is_file(), f"{name_of(path)} runs {module}"
 
 
-@pytest.mark.parametrize("page", WRITTEN, ids=name_of)
+@pytest.mark.parametrize("page", READ, ids=name_of)
 def test_imports_of_python_blocks_exist(page):
     text = page.read_text(encoding="utf-8")
     for block in re.findall(r"^```python[^\n]*\n(.*?)^```$", text, flags=re.DOTALL | re.MULTILINE):
@@ -134,20 +105,21 @@ def test_commands_and_make_targets_exist():
         text = page.read_text(encoding="utf-8")
         for command in re.findall(r"(?:`|^\$ |^    )shardwright ([a-z][a-z-]*)", text, flags=re.MULTILINE):
             assert command in commands, f"{page.name} names `shardwright {command}`"
-        for target in re.findall(r"(?:^    |`)make ([a-z]+)", text, flags=re.MULTILINE):
+    for page in READ:
+        for target in re.findall(r"(?:^    |`)make ([a-z]+)", page.read_text(encoding="utf-8"), flags=re.MULTILINE):
             assert target in targets, f"{page.name} names `make {target}`"
 
 
-@pytest.mark.parametrize("page", WRITTEN, ids=name_of)
+@pytest.mark.parametrize("page", READ, ids=name_of)
 def test_named_flags_exist(page):
-    """A flag that stands behind one of our commands is one of that command."""
+    """A flag after one of our commands is one of that command."""
     known = {name: flags_of(name) for name in build_app() if not name.startswith("-")}
     text = page.read_text(encoding="utf-8").replace("\\\n", " ")
     stated = set(re.findall(r"(?<![\w-])--[a-z][a-z-]*[a-z](?![\w-])", text))
     assert stated <= set().union(FLAGS_OF_OTHERS, *known.values())
     for command, rest in re.findall(r"shardwright ([a-z][a-z-]*)([^\n`|;]*)", text):
         for flag in re.findall(r"(?<=\s)--[a-z][a-z-]*", rest) if command in known else ():
-            assert flag in known[command], f"names shardwright {command} {flag}"
+            assert flag in known[command] | {"--help"}, f"names shardwright {command} {flag}"
 
 
 @cache
@@ -171,15 +143,8 @@ def test_first_steps_are_counted():
     assert [tuple(numbers) for _, *numbers in stated] == counted
 
 
-def test_the_project_speaks_of_itself_alone():
-    machine_path = re.compile(r"(?<![\w.])/(?:work|root|farm|tmp)/")
-    for page in ALL:
-        match = machine_path.search(page.read_text(encoding="utf-8"))
-        assert match is None, f"{page.name} holds {match and match[0]}"
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("page", [page for page in WRITTEN if marked_blocks(page)], ids=name_of)
+@pytest.mark.parametrize("page", [page for page in READ if marked_blocks(page)], ids=name_of)
 def test_blocks_that_run_print_what_they_show(page, tmp_path, monkeypatch):
     prepare(tmp_path, monkeypatch)
     for command, shown, printed in run_page(page):

@@ -1,6 +1,6 @@
-"""The documentation site holds every page and every configuration of the gallery, and none of its links is dead.
+"""The documentation site: its pages, the parts that are made from the code, and every configuration of the gallery.
 
-`make docs` builds it, with every warning an error; here are the pages that it is built from.
+`make docs` builds it with every warning as an error. These tests read the pages that it is built from.
 """
 
 from __future__ import annotations
@@ -9,12 +9,14 @@ import re
 import shlex
 
 import pytest
+import reference
+import shardwright
+import shardwright.trainers
 from docs_site import DOCS, gather, links
 from gallery_pages import gallery_pages, page
 from paths import ROOT
-from picture import PICTURE, picture
 from runnable_blocks import prepare
-from shardwright.cli.main import run
+from shardwright.cli.main import build_app, run
 from shardwright.ds_configs.plan.gallery import GALLERY
 from shardwright.ds_configs.plan.plan import Plan
 from shardwright.ds_configs.specs.hardware import parse_hardware
@@ -30,7 +32,7 @@ def gathered(tmp_path_factory):
     return directory
 
 
-def test_every_page_is_in_the_site_and_every_link_of_it_leads_somewhere(gathered):
+def test_the_site_has_every_page_and_no_dead_link(gathered):
     found = {str(path.relative_to(gathered)) for path in gathered.rglob("*.md")}
     assert found > {str(path.relative_to(DOCS)) for path in DOCS.rglob("*.md")}
     dead = [
@@ -42,16 +44,32 @@ def test_every_page_is_in_the_site_and_every_link_of_it_leads_somewhere(gathered
     assert dead == []
 
 
-def test_every_page_stands_in_the_navigation(gathered):
-    """A page that only text leads to is found by nobody who looks down the side of the screen."""
-    listed = set()
-    for index in gathered.rglob("index.md"):
-        for tree in re.findall(
-            r"^```\{toctree\}\n(.*?)^```", index.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE
-        ):
-            listed |= {(index.parent / target).resolve() for target in re.findall(r"<(\S+)>", tree)}
-    pages = {path for path in gathered.rglob("*.md") if gathered / "source" not in path.parents}
-    assert pages - listed == {gathered / "index.md"}
+def test_marked_parts_are_made_from_the_code(gathered):
+    commands = {name for name in build_app() if not name.startswith("-")}
+    assert {path.stem for path in (gathered / "reference" / "commands").iterdir()} == commands
+    api = "".join(path.read_text(encoding="utf-8") for path in (gathered / "reference" / "python").iterdir())
+    for module in (shardwright, shardwright.trainers):
+        missing = [name for name in module.__all__ if f":: {module.__name__}.{name}\n" not in api]
+        assert missing in ([], ["__version__"])
+    expected = {
+        "reference/accelerators.md": ["| `A100-80GB` |"],
+        "reference/schema.md": ["## plan\n"],
+        "reference/combinations.md": ["## Reasons", "## Parameters of trainers"],
+        "guides/checkpoints.md": ["| fact that differs |"],
+        "index.md": ["(overview.svg)", ":::{grid-item-card} Install\n:link: start/install\n"],
+    }
+    assert not [
+        path for path in gathered.rglob("*.md") if re.search("<!-- built: [a-z]", path.read_text(encoding="utf-8"))
+    ]
+    for name, parts in expected.items():
+        text = (gathered / name).read_text(encoding="utf-8")
+        assert not [part for part in parts if part not in text]
+
+
+def test_a_class_that_moved_away_is_an_error(monkeypatch):
+    monkeypatch.setattr(reference, "ERRORS", ("NoSuchError",))
+    with pytest.raises(LookupError, match="no class NoSuchError in the package"):
+        reference.api_pages.__wrapped__()
 
 
 def test_the_gallery_has_every_configuration_with_its_figures():
@@ -82,7 +100,3 @@ def test_commands_of_the_gallery_ask_for_its_plans(tmp_path, monkeypatch):
         run(shlex.split(line)[1:])
         job = TrainingJob(**entry.job)
         assert asked.pop() == (entry.model, parse_hardware(entry.hardware, nvme=entry.nvme), job)
-
-
-def test_the_picture_is_current():
-    assert PICTURE.read_text(encoding="utf-8") == picture(), "run `python tools/picture.py`"

@@ -70,7 +70,13 @@ def with_less(function, changes):
     return briefly
 
 
-@pytest.mark.parametrize("name", SHOWN)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.needs("llmcompressor") if name in ("distill_then_quantize", "qat") else ())
+        for name in SHOWN
+    ],
+)
 def test_distillation_examples_run_with_few_steps(name, monkeypatch, capsys):
     """What they teach takes half a minute each and is shown in docs/guides/distill.md; here they run to their end.
 
@@ -90,7 +96,7 @@ def test_distillation_examples_run_with_few_steps(name, monkeypatch, capsys):
 @pytest.mark.distributed
 def test_finetune_with_plan(tiny_llama, deepspeed_cpu_ops, tmp_path):
     from shardwright.ds_configs.specs.job import TrainingJob
-    from shardwright.plugins.launching.launch import run_launch
+    from shardwright.plugins.launching.launch import Launch, launch_ranks
     from shardwright.plugins.planning.from_names import plan
     from shardwright.plugins.transformers.training_arguments import byte_tokenizer
 
@@ -102,5 +108,8 @@ def test_finetune_with_plan(tiny_llama, deepspeed_cpu_ops, tmp_path):
     command = ["-m", "accelerate.commands.launch", "--config_file", str(tmp_path / "plan" / "accelerate.yaml")]
     script = [str(ROOT / "examples" / "finetune_with_plan.py"), str(model), str(tmp_path / "plan")]
     assert os.access(script[0], os.R_OK)
-    shown = run_launch([*command, *script], timeout_seconds=240)
+    shown = launch_ranks(
+        Launch(arguments=(*command, *script)),
+        timeout_seconds=240,
+    )
     assert "trained on 2 ranks" in shown

@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 import sys
 import sysconfig
+import tomllib
 import venv
 import zipfile
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.version import Version
+from shardwright.plugins import releases
 
 ROOT = Path(__file__).parent.parent
 CONFIG = ROOT / "tests" / "data" / "models" / "meta-llama--Llama-3.1-8B" / "config.json"
+
+LAYERS = ("cli", "ds_configs", "plugins", "trainers")
 
 pytestmark = pytest.mark.install
 
@@ -70,21 +77,19 @@ def install(python: Path, *arguments: str) -> None:
 
 def assert_works(python: Path, home: Path, directory: Path) -> None:
     """The command plans, lists the gallery and checks files, from the installed package."""
-    command = python.parent / "shardwright"
+    # Nothing but the installation leads to the package.
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
 
-    def run(*arguments: str) -> str:
+    def output(*command: str) -> str:
         return subprocess.run(
-            [str(command), *arguments], cwd=directory, capture_output=True, text=True, check=True
+            command, cwd=directory, env=environment, capture_output=True, text=True, check=True
         ).stdout
 
-    where = subprocess.run(
-        [str(python), "-c", "import shardwright; print(shardwright.__file__)"],
-        cwd=directory,
-        capture_output=True,
-        text=True,
-        check=True,
-    ).stdout.strip()
-    assert Path(where).is_relative_to(home), where
+    def run(*arguments: str) -> str:
+        return output(str(python.parent / "shardwright"), *arguments)
+
+    file = output(str(python), "-c", "import shardwright; print(shardwright.__file__)").strip()
+    assert Path(file).is_relative_to(home), file
     plan = json.loads(run("plan", str(CONFIG), "--hardware", "8xA100-80GB", "--format", "json", "--output-dir", "out"))
     assert plan["model"]["parameters"] == 8_030_261_248
     assert (directory / "out" / "ds_config.json").is_file()
@@ -99,6 +104,10 @@ def test_wheel(distributions, tmp_path):
     names = zipfile.ZipFile(wheel).namelist()
     assert {name.split("/")[0].split("-")[0] for name in names} == {"shardwright"}
     assert not [name for name in names if "/tests/" in name or name.startswith("tests/")]
+    needed_files = [
+        path for layer in LAYERS for pattern in ("*.py", "templates/*") for path in (ROOT / layer).rglob(pattern)
+    ]
+    assert not {f"shardwright/{path.relative_to(ROOT).as_posix()}" for path in needed_files} - set(names)
     for needed in ("gpus.toml", "activations.json", "deepspeed_keys.json", "accelerate_keys.json"):
         assert f"shardwright/ds_configs/data/{needed}" in names
     python = fresh_environment(tmp_path / "environment")
@@ -131,5 +140,27 @@ def test_gpu_users_get_no_cpu_pins(distributions):
     archive = zipfile.ZipFile(wheel)
     metadata = archive.read(next(n for n in archive.namelist() if n.endswith("METADATA"))).decode()
     required = [line for line in metadata.splitlines() if line.startswith("Requires-Dist:")]
-    assert any(line.startswith("Requires-Dist: torch>=2.10") for line in required)
+    assert any(line.startswith("Requires-Dist: torch<3,>=2.13") for line in required)
     assert not [line for line in required if "==" in line.split(";")[0] or "cpu" in line.lower()]
+
+
+def test_bounds_of_requirements_follow_the_tested_releases():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    lines = [*project["dependencies"], *(line for extra in project["optional-dependencies"].values() for line in extra)]
+    bounds = {(each := Requirement(line)).name: each.specifier for line in lines}
+    for name, tested in releases.tested_releases().items():
+        next_major = Version(tested.newest).major + 1
+        assert bounds[name].contains(tested.newest) and not bounds[name].contains(str(next_major))
+        lowest = next(Version(each.version) for each in bounds[name] if each.operator == ">=")
+        assert lowest == Version(tested.oldest)
+
+
+@pytest.mark.parametrize("name, column", [("constraints-newest.txt", "newest"), ("constraints-oldest.txt", "oldest")])
+def test_environments_have_the_ends_of_the_tested_window(name, column):
+    lines = (ROOT / name).read_text(encoding="utf-8").splitlines()
+    pinned = dict(line.split("==") for line in lines if "==" in line and not line.startswith("#"))
+    for package, tested in releases.tested_releases().items():
+        if package in pinned:
+            assert pinned[package] == getattr(tested, column)
+    # llm-compressor holds transformers down, so that only the pinned environment has it and what comes with it.
+    assert releases.tested_releases().keys() - pinned.keys() == {"auto-round", "llmcompressor"}

@@ -1,4 +1,4 @@
-"""What the repository may hold: text that people wrote, small data, and the pictures of its pages."""
+"""What the repository may contain: text, small data, pictures of the pages, and no code that runs what it reads."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 LARGEST_BYTES = 500_000
+LAYERS = ("cli", "ds_configs", "plugins", "trainers")
 
 
 def tracked() -> list[Path]:
@@ -45,9 +46,7 @@ def test_what_is_imported_is_declared() -> None:
         declared.add(re.split(r"[^\w-]", line)[0].lower())
     distributions = packages_distributions()
     undeclared = {}
-    for path in (
-        path for floor in ("cli", "ds_configs", "plugins", "trainers") for path in (ROOT / floor).rglob("*.py")
-    ):
+    for path in (path for layer in LAYERS for path in (ROOT / layer).rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text())):
             absolute = isinstance(node, ast.ImportFrom) and not node.level
             modules = (
@@ -58,3 +57,22 @@ def test_what_is_imported_is_declared() -> None:
                 if not names & declared:
                     undeclared[package] = path.relative_to(ROOT).as_posix()
     assert not undeclared
+
+
+def test_the_package_runs_no_shell_strings_and_no_code_of_checkpoints() -> None:
+    forbidden = re.compile(r"shell=True|weights_only=False|trust_remote_code=True")
+    for path in (path for layer in LAYERS for path in (ROOT / layer).rglob("*.py")):
+        match = forbidden.search(path.read_text(encoding="utf-8"))
+        assert match is None, f"{path}: {match and match[0]}"
+
+
+def test_no_file_names_a_path_of_one_machine() -> None:
+    machine_path = re.compile(r"(?<![\w.])/(?:work|root|farm)/")
+    folders = (*(ROOT / layer for layer in LAYERS), ROOT / "docs")
+    files = [
+        *ROOT.glob("*.md"),
+        *(path for folder in folders for path in folder.rglob("*.*") if path.suffix in (".py", ".md")),
+    ]
+    for path in files:
+        match = machine_path.search(path.read_text(encoding="utf-8"))
+        assert match is None, f"{path}: {match and match[0]}"

@@ -1,4 +1,4 @@
-"""Pure parts of the benchmarks of other engines and libraries: bounds, tables, and what is left out."""
+"""Pure parts of the benchmarks of other engines and libraries: bounds, tables, and omitted cases."""
 
 import math
 

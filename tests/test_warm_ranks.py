@@ -91,7 +91,8 @@ def test_the_interpreter_is_what_python_is(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, -signal.SIGINT), (signal.SIGKILL, -signal.SIGKILL)])
 def test_signals_reach_the_process_that_does_the_work(number: int, status: int) -> None:
-    code = "import os, time; print(os.getpid(), flush=True); time.sleep(600)"
+    # A signal that arrives just before a sleep begins is handled after it, so the sleeps are short.
+    code = "import os, time; print(os.getpid(), flush=True)\nfor _ in range(6000): time.sleep(0.1)"
     command = [os.environ["PYTHON_EXEC"], "-c", code]
     heed = {"preexec_fn": lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)}
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL, "text": True}

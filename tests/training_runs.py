@@ -84,11 +84,19 @@ def trained(root: Path, model: str, directory: Path, flags: str, **settings: Any
 
 
 def resumed(root: Path, model: str, directory: Path, flags: str, **settings: Any) -> tuple[Losses, dict[str, Any]]:
-    """Return the same of a run that goes on from what one in `directory` leaves that ends behind its second step."""
+    """Return the same for a run that resumes from the second step of one in `directory`."""
     place = directory / "resumed"
     checkpoint = Path("out", "checkpoints", "checkpoint-2")
     shutil.move(directory / checkpoint, place / checkpoint)
     return trained(root, model, place, f"{flags} --resume", **settings)
+
+
+def taken_away(out: Path) -> dict[str, bytes]:
+    """Leave a finished run as one that was killed behind its last checkpoint, and return its weights."""
+    weights = {file.name: file.read_bytes() for file in out.glob("*.safetensors")}
+    for name in (*weights, "README.md", "REPORT.md", "report.json", "report.html"):
+        (out / name).unlink()
+    return weights
 
 
 def losses_of(directory: Path) -> Losses:

@@ -1,6 +1,7 @@
 """Derives the stored activation coefficients: `python tools/activation_trace.py --write [FAMILY ...]`.
 
-`--selective` derives those of layers that keep their products, of dense families alone.
+`--selective` derives those of layers that keep their products, of dense families alone. `--change '>=5.18'` writes what
+differs in the installed Transformers as a change for those releases.
 """
 
 from __future__ import annotations
@@ -13,16 +14,10 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any, get_args
 
-from shardwright.ds_configs.memory.activation_kinds import KINDS_FILE
-from shardwright.ds_configs.memory.activations import (
-    ADDED_FILE,
-    DATA_FILE,
-    SELECTIVE_FILE,
-    Adapter,
-    Mode,
-    load_coefficients,
-)
-from shardwright.plugins.activations.request import trace_model
+from shardwright.ds_configs.memory.activations import ADDED_FILE, DATA_FILE, KINDS_FILE, SELECTIVE_FILE, Adapter, Mode
+from shardwright.ds_configs.specs.model import merged
+from shardwright.tools.activations.request import trace_model
+from shardwright.tools.release_changes import CHANGE_HELP, facts_in, with_facts
 
 __all__ = ["derive_coefficients", "main", "trace_model"]
 
@@ -33,12 +28,16 @@ KINDS_PATH = DATA_PATH.with_name(KINDS_FILE)
 VERSIONED_PACKAGES = ("torch", "transformers", "peft")
 
 
-def attention_paths(mode: Mode, adapter: Adapter) -> tuple[str, ...]:
+def attention_paths(family: str, mode: Mode, adapter: Adapter) -> tuple[str, ...]:
     """Attention paths worth storing: only float32 training meets the math kernel on a GPU.
 
     Adapters take the eager attention of full training, which keeps at least as much.
     """
+    from shardwright.tools.activations.families import has_sdpa
+
     eager = ("eager",) if adapter == "none" else ()
+    if not has_sdpa(family):
+        return eager
     if mode == "fp32":
         return ("fused", "masked", "math", *eager)
     return ("fused",) if mode == "bf16_autocast" and adapter != "none" else ("fused", "masked", *eager)
@@ -50,7 +49,7 @@ def is_stored(family: str, mode: Mode, adapter: Adapter, attention: str) -> bool
     PEFT 0.21 adapts the experts of a mixture too under "all-linear" and materialises each adapted expert matrix: those
     are counted with the weights, and what else lives with them has features of its own.
     """
-    from shardwright.plugins.activations.families import FIRST, MIXTURES
+    from shardwright.tools.activations.families import FIRST, MIXTURES
 
     if family not in FIRST or (family in MIXTURES and adapter == "lora_all_linear"):
         return adapter == "none" or (mode, adapter, attention) == ("bf16", "lora_all_linear", "fused")
@@ -68,14 +67,14 @@ def derive_coefficients(
     Raises:
         TraceError: the measured bytes are not linear in the features.
     """
-    from shardwright.plugins.activations.fit import derive_table
+    from shardwright.tools.activations.fit import derive_table
     from transformers.utils import logging
 
     logging.set_verbosity_error()
     tables: dict[str, Any] = {}
     for mode in modes:
         for adapter in adapters:
-            for attention in attention_paths(mode, adapter):
+            for attention in attention_paths(family, mode, adapter):
                 if is_stored(family, mode, adapter, attention):
                     table = derive_table(family, mode=mode, adapter=adapter, attention=attention)
                     tables.setdefault(mode, {}).setdefault(adapter, {})[attention] = table
@@ -84,54 +83,51 @@ def derive_coefficients(
 
 def main(arguments: list[str]) -> int:
     """Derives families and prints their tables, or writes them into the data file next to the stored ones."""
-    from shardwright.plugins.activations.families import FIRST, MIXTURES
+    from shardwright.tools.activations.families import FIRST, MIXTURES
 
     parser = argparse.ArgumentParser(prog="activation_trace", description=__doc__)
-    known = load_coefficients()["tables"]
+    stored = json.loads(DATA_PATH.read_text(encoding="utf-8"))
+    known = [*stored["tables"], *json.loads(ADDED_PATH.read_text(encoding="utf-8"))["tables"]]
     parser.add_argument("families", nargs="*", choices=[*known, []], help="default: all")
     parser.add_argument("--selective", action="store_true", help=f"derive what {SELECTIVE_FILE} holds")
     parser.add_argument("--write", action="store_true", help=f"update {DATA_FILE}")
+    parser.add_argument("--change", metavar="RELEASES", help=CHANGE_HELP)
     options = parser.parse_args(arguments)
     if options.selective:
-        return _selective(options.families or [name for name in known if name not in MIXTURES], write=options.write)
-    tables: dict[str, Any] = json.loads(DATA_PATH.read_text(encoding="utf-8"))["tables"]
-    for family in options.families or FIRST:
-        tables[family] = derive_coefficients(family)
+        families, derive, path = [name for name in known if name not in MIXTURES], derive_selective, SELECTIVE_PATH
+    else:
+        families, derive, path = list(FIRST), derive_coefficients, DATA_PATH
+    document = json.loads(path.read_text(encoding="utf-8"))
+    for family in options.families or families:
+        found = {"versions": {name: version(name) for name in VERSIONED_PACKAGES}, "tables": {family: derive(family)}}
+        # A path that the installed release does not have is that of others.
+        facts = merged(facts_in(document, version("transformers")), found)
+        document = with_facts(document, facts, release=version("transformers"), change=options.change)
         print(f"{family}: derived", file=sys.stderr)
-        document = {"versions": {name: version(name) for name in VERSIONED_PACKAGES}, "tables": tables}
         if options.write:
-            DATA_PATH.write_text(render(document), encoding="utf-8")
+            path.write_text(render(document), encoding="utf-8")
     if not options.write:
         sys.stdout.write(render(document))
     return 0
 
 
-def _selective(families: Iterable[str], *, write: bool) -> int:
-    from shardwright.plugins.activations.fit import derive_selective_table
+def derive_selective(family: str) -> dict[str, Any]:
+    """Traces layers of a family that keep their products and returns its tables by mode and attention path."""
+    from shardwright.tools.activations.families import has_sdpa
+    from shardwright.tools.activations.fit import derive_selective_table
     from transformers.utils import logging
 
     logging.set_verbosity_error()
-    document = json.loads(SELECTIVE_PATH.read_text(encoding="utf-8"))
-    document["versions"] = {name: version(name) for name in VERSIONED_PACKAGES}
-    for family in families:
-        document["tables"][family] = {
-            mode: {
-                attention: derive_selective_table(family, mode=mode, attention=attention)
-                for attention in ("fused", "masked")
-            }
-            for mode in get_args(Mode)
-        }
-        print(f"{family}: derived", file=sys.stderr)
-        if write:
-            SELECTIVE_PATH.write_text(render(document), encoding="utf-8")
-    if not write:
-        sys.stdout.write(render(document))
-    return 0
+    paths = ("fused", "masked") if has_sdpa(family) else ()
+    return {
+        mode: {path: derive_selective_table(family, mode=mode, attention=path) for path in paths}
+        for mode in get_args(Mode)
+    }
 
 
 def render(document: Any, depth: int = 0) -> str:
-    """Writes JSON with one line for every list, so that a change of one quantity is one changed line."""
-    if not isinstance(document, dict):
+    """Writes JSON with one line for every list or change of one, so that a changed quantity is a changed line."""
+    if not isinstance(document, dict) or "column" in document:
         return json.dumps(document, separators=(",", ":"))
     indent = " " * depth
     lines = [f"{indent} {json.dumps(key)}: {render(value, depth + 1)}" for key, value in document.items()]

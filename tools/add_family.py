@@ -3,8 +3,8 @@
 Traces the model class of a `config.json` at small sizes, on one CPU process, in every precision and with every kind of
 attention, and solves for integer coefficients that explain each traced byte, spare shapes included. What is written is
 `ds_configs/data/added_activations.json`, from which the tests of all families take it up; of a class that is described
-in `plugins/activations/kind_families.py`, coefficients of each kind of layer, in `kind_activations.json`. A family that
-does not fit is refused, and keeps the upper bound from its structure.
+in `tools/activations/kind_families.py`, coefficients of each kind of layer, in `kind_activations.json`. A family that
+does not fit is rejected, and keeps the upper bound from its structure.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shardwright.ds_configs.specs.errors import Fault, ShardwrightError, UsageError
+from shardwright.ds_configs.specs.errors import ConfigError, ShardwrightError, UsageError
 from shardwright.tools.activation_trace import ADDED_PATH, KINDS_PATH, VERSIONED_PACKAGES, derive_coefficients, render
 
 if TYPE_CHECKING:
@@ -25,27 +25,27 @@ if TYPE_CHECKING:
 ALREADY_STORED = {"rule": "is stored", "fix": "remove it from the file to derive it again"}
 
 
-def family_faults(loaded: LoadedModel, stored: dict[str, Any]) -> list[Fault]:
+def family_errors(loaded: LoadedModel, stored: dict[str, Any]) -> list[ConfigError]:
     """Return why a family cannot be traced as Llama is."""
-    from shardwright.plugins.activations.families import FIRST, STANDARD_SIZES
+    from shardwright.tools.activations.families import FIRST, STANDARD_SIZES
     from transformers import AutoConfig
 
     spec = loaded.spec
 
-    def fault(rule: str, fix: str = "its plans keep the upper bound from its structure") -> Fault:
-        return Fault(where="model_type", value=spec.model_type, rule=rule, fix=fix)
+    def error(rule: str, fix: str = "its plans keep the upper bound from its structure") -> ConfigError:
+        return ConfigError(where="model_type", value=spec.model_type, rule=rule, fix=fix)
 
     if spec.model_type in FIRST:
-        return [fault("is stored", f"python tools/activation_trace.py --write {spec.model_type} derives it again")]
+        return [error("is stored", f"python tools/activation_trace.py --write {spec.model_type} derives it again")]
     if spec.model_type in stored["tables"]:
-        return [fault(**ALREADY_STORED)]
+        return [error(**ALREADY_STORED)]
     if spec.task != "causal_lm":
-        return [fault(f"trains {spec.architecture}, and only causal language models are traced here")]
+        return [error(f"trains {spec.architecture}, and only causal language models are traced here")]
     if spec.dimensions.num_experts:
-        return [fault("is a mixture of experts, whose sizes no two families name alike")]
+        return [error("is a mixture of experts, whose sizes no two families name alike")]
     known = vars(AutoConfig.for_model(spec.model_type))
     missing = [name for name in STANDARD_SIZES if name not in known]
-    return [fault(f"has no {', '.join(missing)} of its own in its configuration")] if missing else []
+    return [error(f"has no {', '.join(missing)} of its own in its configuration")] if missing else []
 
 
 def add_family(config: str, *, data: Path = ADDED_PATH, kinds_data: Path = KINDS_PATH) -> str:
@@ -55,8 +55,8 @@ def add_family(config: str, *, data: Path = ADDED_PATH, kinds_data: Path = KINDS
         UsageError: the family is stored, or cannot be traced like Llama.
         TraceError: its bytes are not linear in its sizes; nothing but tables that were solved before is written.
     """
-    from shardwright.plugins.activations.kind_families import KIND_FAMILIES
     from shardwright.plugins.planning.models import load_model_spec
+    from shardwright.tools.activations.kind_families import KIND_FAMILIES
     from transformers.utils import logging
 
     logging.set_verbosity_error()
@@ -65,8 +65,8 @@ def add_family(config: str, *, data: Path = ADDED_PATH, kinds_data: Path = KINDS
         _add_kinds(loaded.spec.architecture, kinds_data)
         return loaded.spec.model_type
     stored = json.loads(data.read_text(encoding="utf-8"))
-    if faults := family_faults(loaded, stored):
-        raise UsageError(faults)
+    if errors := family_errors(loaded, stored):
+        raise UsageError(errors)
     family = loaded.spec.model_type
     stored["tables"][family] = derive_coefficients(family)
     _write(data, stored)
@@ -75,7 +75,7 @@ def add_family(config: str, *, data: Path = ADDED_PATH, kinds_data: Path = KINDS
 
 def _add_kinds(architecture: str, path: Path) -> None:
     """Derive the tables that a family has none of yet, each written when it is solved: a family takes minutes."""
-    from shardwright.plugins.activations.kinds import derive_kind_family
+    from shardwright.tools.activations.kinds import derive_kind_family
 
     def stored() -> dict[str, Any]:
         found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
@@ -89,7 +89,7 @@ def _add_kinds(architecture: str, path: Path) -> None:
         _write(path, document)
         print(f"{architecture}: a table more is written", file=sys.stderr, flush=True)
     if not found:
-        raise UsageError([Fault(where="architectures", value=architecture, **ALREADY_STORED)])
+        raise UsageError([ConfigError(where="architectures", value=architecture, **ALREADY_STORED)])
 
 
 def _write(path: Path, content: dict[str, Any]) -> None:

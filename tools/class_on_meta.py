@@ -9,8 +9,7 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-from shardwright.ds_configs.models.described import OTHER_SETTINGS
-from shardwright.ds_configs.models.stored_shapes import countable_sizes, flattened, value_kind
+from shardwright.ds_configs.models.stored_shapes import OTHER_SETTINGS, countable_sizes, flattened, value_kind
 from shardwright.ds_configs.specs.model import ModelSpec
 
 NOT_KEPT = {"transformers_version", "architectures", "_name_or_path", "dtype", "model_type"}

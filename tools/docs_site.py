@@ -1,12 +1,12 @@
 """The documentation site: `python tools/docs_site.py [DIRECTORY]` gathers its pages and builds them with Sphinx.
 
-The pages of docs/ are written for GitHub. What a site needs beyond them is made here: navigation from the lists of
-docs/index.md, pages for the source files that pages link to, the gallery, and the API from its docstrings.
+The pages of docs/ are written for GitHub. What a site needs in addition is made here: the parts that pages mark
+(`tools/reference.py`), the overview picture, navigation from the lists of docs/index.md, pages for the source files
+that pages link to, and the gallery.
 """
 
 from __future__ import annotations
 
-import ast
 import os
 import re
 import shutil
@@ -15,13 +15,14 @@ from collections.abc import Collection
 from pathlib import Path
 
 from gallery_pages import gallery_pages
-from reference import ERRORS, dotted, public_names
+from picture import picture
+from reference import api_pages, command_pages, with_parts
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
 GALLERY = ROOT / "ds_configs" / "gallery"
 OUTSIDE = {ROOT / "CONTRIBUTING.md": "contributing.md", ROOT / "CHANGELOG.md": "changelog.md"}
-"""Pages that do not lie in docs/, and where the site has them."""
+"""Pages outside docs/, and their location on the site."""
 MOCKED = (
     *("accelerate", "bitsandbytes", "datasets", "deepspeed", "peft", "safetensors", "tokenizers", "torch"),
     "transformers",
@@ -31,16 +32,21 @@ _FENCED = re.compile(r"(^```.*?^```$)", flags=re.DOTALL | re.MULTILINE)
 _LINK = re.compile(r"(?<=\]\()([^)#\s]+)((?:#[^)\s]+)?)(?=\))")
 _LISTED = re.compile(r"(?<!!)\[([^\]]+)\]\(((?!http|source/)[^)#\s]+\.md)(#[^)\s]+)?\)")
 """Links to pages: their words, their targets and their anchors."""
+_COMMAND = re.compile(r"#shardwright-([a-z-]+)")
+"""Anchors of commands: each has a page on the site."""
+_CARDS = re.compile(r"^<!-- cards -->\n(.*?)^<!-- end of cards -->$", flags=re.DOTALL | re.MULTILINE)
 _LANGUAGES = {".py": "python", ".yaml": "yaml", ".json": "json", ".sh": "bash"}
 """Source files that have a page; others are downloads."""
 
 
 def gather(directory: Path) -> None:
     """Write all that Sphinx reads into a directory."""
-    made = {"reference/python.md": api_page()} | {f"gallery/{name}": text for name, text in gallery_pages().items()}
+    made = {"overview.svg": picture()} | {f"gallery/{name}": text for name, text in gallery_pages().items()}
+    made |= {f"reference/commands/{name}.md": text for name, text in command_pages().items()}
+    made |= {f"reference/python/{name}.md": text for name, text in api_pages().items()}
     sources = set()
     for page in [*OUTSIDE, *sorted(DOCS.rglob("*.md"))]:
-        text = page.read_text(encoding="utf-8")
+        text = with_parts(page.read_text(encoding="utf-8"))
         sources |= {path for target, _ in links(text) if is_source(path := (page.parent / target).resolve())}
         made.setdefault(place_of(page), for_site(page, text))
     files = {path for path in DOCS.rglob("*") if path.suffix in (".png", ".svg", ".json")}
@@ -86,11 +92,22 @@ def for_site(page: Path, text: str) -> str:
         target, anchor = found.groups()
         if target.startswith("http"):
             return found[0]
+        if command := _COMMAND.fullmatch(anchor) if target.endswith("reference/commands.md") else None:
+            return os.path.relpath(f"reference/commands/{command[1]}.md", here)
         return os.path.relpath(place_of((page.parent / target).resolve()), here) + anchor
 
     parts = _FENCED.split(text)
     text = "".join(part if part.startswith("```") else _LINK.sub(rewritten, part) for part in parts)
-    return text + (navigation(page, text) if page.name == "index.md" else "")
+    contents = navigation(page, text) if page.name == "index.md" else ""
+    return _CARDS.sub(lambda match: cards(match[1]), text) + contents
+
+
+def cards(items: str) -> str:
+    """Return a list `- [title](page): text` as a grid of cards that link to the pages."""
+    grid = ["::::{grid} 1 2 3 3", ":gutter: 2", ""]
+    for title, target, text in re.findall(r"^- \[(.+?)\]\((.+?)\.md\): (.+)$", items, flags=re.MULTILINE):
+        grid += [f":::{{grid-item-card}} {title}", f":link: {target}", ":link-type: doc", "", text, ":::", ""]
+    return "\n".join([*grid, "::::"])
 
 
 def navigation(page: Path, text: str) -> str:
@@ -119,21 +136,6 @@ def source_page(path: Path) -> str:
     code = path.read_text(encoding="utf-8").rstrip("\n")
     heading = f"---\norphan: true\n---\n\n# `{path.relative_to(ROOT)}`\n"
     return f"{heading}\n````{_LANGUAGES[path.suffix]}\n{code}\n````\n"
-
-
-def api_page() -> str:
-    """Autodoc of the public names, in the order of the page that GitHub shows."""
-    parts = ["# Python API\n"]
-    for package, offered in public_names().items():
-        parts.append(f"## {package}\n")
-        for name, path, definition in offered:
-            is_class = isinstance(definition, ast.ClassDef)
-            directive = "autoexception" if name in ERRORS else "autoclass" if is_class else "autofunction"
-            options = ["   :show-inheritance:"] if isinstance(definition, ast.ClassDef) and definition.bases else []
-            options += ["   :members:"] if directive == "autoclass" else []
-            described = "\n".join([f".. {directive}:: {dotted(package, name, path)}", *options])
-            parts.append(f"### {name}\n\n```{{eval-rst}}\n{described}\n```\n")
-    return "\n".join(parts)
 
 
 def build(site: Path, *, only: Collection[str] = ()) -> int:

@@ -20,8 +20,8 @@ from typing import Any
 from shardwright.ds_configs.models.families import FAST_FAMILIES
 from shardwright.ds_configs.plan.plan import PlanDoesNotFitError
 from shardwright.ds_configs.specs.errors import ShardwrightError
-from shardwright.plugins.activations.depth import at_depth, stack_depths
 from shardwright.plugins.planning.from_names import plan
+from shardwright.tools.activations.depth import at_depth, stack_depths
 
 LIMIT_SECONDS = 10
 KINDS = ("CAUSAL_LM", "SEQ_TO_SEQ_CAUSAL_LM", "MASKED_LM", "IMAGE_CLASSIFICATION", "IMAGE_TEXT_TO_TEXT")
@@ -51,7 +51,7 @@ def shallow_config(architecture: str, model_type: str) -> dict[str, Any]:
     try:
         return at_depth(config, stack_depths(config, 2))
     except Exception:
-        # Configuration classes without defaults, or without layers, are left to the planner, which says so.
+        # Configuration classes without defaults, or without layers, are left to the planner, which reports them.
         return config
 
 

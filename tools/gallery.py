@@ -6,9 +6,9 @@ import shutil
 import sys
 from pathlib import Path
 
-from shardwright.ds_configs.plan.files import render_files
 from shardwright.ds_configs.plan.gallery import gallery_plans
-from shardwright.ds_configs.plan.write import write_files
+from shardwright.ds_configs.plan.output import write_files
+from shardwright.ds_configs.plan.plan import render_files
 
 
 def read_configs(directory: Path) -> dict[str, str]:

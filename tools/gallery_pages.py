@@ -14,13 +14,12 @@ from pathlib import Path
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from shardwright.ds_configs.memory.estimate import GpuMemory
-from shardwright.ds_configs.plan.gallery import GALLERY, GalleryEntry
+from shardwright.ds_configs.plan.gallery import GALLERY, GALLERY_RELEASE, GalleryEntry
 from shardwright.ds_configs.plan.plan import Plan
 from shardwright.ds_configs.quantization.recipe import quantize_settings, read_recipe, recipe_names
 from shardwright.ds_configs.search.reasons import display_name
 from shardwright.ds_configs.specs.units import gigabytes, human_count
-from shardwright.ds_configs.step_time.estimate import StepTime
-from shardwright.ds_configs.step_time.terms import time_term_name
+from shardwright.ds_configs.step_time.estimate import StepTime, time_term_name
 
 ROOT = Path(__file__).resolve().parents[1]
 PLANS = ROOT / "ds_configs" / "gallery"
@@ -141,7 +140,7 @@ def gallery_pages() -> dict[str, str]:
     templates = _templates()
     pages = {
         "index.md": templates.get_template("gallery.md").render(
-            entries=entries, models=models, kinds=_kinds(entries), recipes=recipes
+            entries=entries, models=models, kinds=_kinds(entries), recipes=recipes, release=GALLERY_RELEASE
         )
     }
     for model, group in models.items():

@@ -29,7 +29,7 @@ def leaf(*kinds: str, **constraints: Any) -> Node:
 
 
 def section(keys: dict[str, Node], *, strict: bool, **extra: Any) -> Node:
-    """Describe a mapping; `strict` says whether upstream itself refuses unknown keys."""
+    """Describe a mapping; `strict` says whether upstream itself rejects unknown keys."""
     return {"keys": dict(sorted(keys.items())), "strict": strict, **extra}
 
 

@@ -3,7 +3,8 @@
 Builds each class on the meta device under random sizes and switches of its configuration, solves for an expression of
 configuration values for each dimension, count and derived field, and compares what they evaluate to with models under
 other random configurations. What is written is `ds_configs/data/parameter_shapes.json`. A class that does not fit is
-refused, and is built on the meta device at each plan.
+refused, and is built on the meta device at each plan. `--change '>=5.19'` writes what differs in the installed
+Transformers as a change for those releases.
 """
 
 from __future__ import annotations
@@ -19,16 +20,11 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from shardwright.ds_configs.models.stored_shapes import (
-    NO_SHAPE,
-    SHAPES_FILE,
-    evaluated,
-    spec_of,
-    value_kind,
-)
+from shardwright.ds_configs.models.stored_shapes import NO_SHAPE, SHAPES_FILE, evaluated, spec_of, value_kind
 from shardwright.ds_configs.specs.errors import RefusedInputError
 from shardwright.ds_configs.specs.model import ModelSpec
 from shardwright.tools.class_on_meta import NOT_KEPT, ClassOnMeta, Draws, Sample, ShapesError, is_kept
+from shardwright.tools.release_changes import CHANGE_HELP, facts_in, with_facts
 from shardwright.tools.shape_expressions import monomials, solved
 
 DATA = Path(__file__).resolve().parents[1] / "ds_configs" / "data" / SHAPES_FILE
@@ -164,7 +160,7 @@ def set_fields(
 def drawn_samples(
     on_meta: ClassOnMeta, varied: list[str], switches: Mapping[str, Any], count: int, choose: random.Random
 ) -> list[Sample]:
-    """Return models of random sizes under some switches; fewer where transformers refuses many."""
+    """Return models of random sizes under some switches; fewer if transformers rejects many."""
     found: list[Sample] = []
     base = small_base(on_meta)
     for _ in range(3 * count):
@@ -300,7 +296,7 @@ def _checked(on_meta: ClassOnMeta, stored: dict[str, Any], varied: list[str], ch
         drawn = small_base(on_meta)
         drawn |= drawn_sizes(on_meta.defaults, set_fields(on_meta, varied, picked, choose), choose)
         if number % 2:
-            # Fields that a config.json leaves out have defaults, some of which the class derives from others.
+            # Fields that a config.json omits have defaults, some of which the class derives from others.
             drawn = {field: value for field, value in drawn.items() if choose.random() < 0.7}
         drawn |= {
             field: value
@@ -312,22 +308,22 @@ def _checked(on_meta: ClassOnMeta, stored: dict[str, Any], varied: list[str], ch
             built = on_meta.build(drawn)
         except RefusedInputError:
             continue
-        found = spec_of(stored, config, architecture=on_meta.architecture, name="m")
-        if found is not None and (faults := differences(found, built)):
-            raise ShapesError(f"{on_meta.architecture} with {picked}: {'; '.join(faults)}"[:1500])
+        found = spec_of(stored, config, architecture=on_meta.architecture, name="m", release=built.release)
+        if found is not None and (errors := differences(found, built)):
+            raise ShapesError(f"{on_meta.architecture} with {picked}: {'; '.join(errors)}"[:1500])
     return stored
 
 
 def differences(found: ModelSpec, built: ModelSpec) -> list[str]:
     """Return what two specifications differ in but their source."""
-    faults = []
+    errors = []
     for field in (each.name for each in dataclasses.fields(ModelSpec)):
         one, other = getattr(found, field), getattr(built, field)
         if field == "source":
             continue
         if field == "parameters":
             one, other = {p.name: p for p in one}, {p.name: p for p in other}
-            faults += [
+            errors += [
                 f"{name}: {one.get(name)} for {other.get(name)}"
                 for name in one | other
                 if one.get(name) != other.get(name)
@@ -336,10 +332,10 @@ def differences(found: ModelSpec, built: ModelSpec) -> list[str]:
             one, other = dict(one), dict(other)
             for name in other:
                 if is_kept(name, 0) and name.rpartition(".")[2] not in NOT_KEPT and one.get(name) != other.get(name):
-                    faults.append(f"settings: {name} is {one.get(name)} for {other.get(name)}")
+                    errors.append(f"settings: {name} is {one.get(name)} for {other.get(name)}")
         elif one != other:
-            faults.append(f"{field} is {one} for {other}")
-    return faults
+            errors.append(f"{field} is {one} for {other}")
+    return errors
 
 
 def rendered(data: Mapping[str, Any]) -> str:
@@ -347,7 +343,12 @@ def rendered(data: Mapping[str, Any]) -> str:
     classes = [
         f"{json.dumps(name)}:{json.dumps(data['classes'][name], sort_keys=True)}" for name in sorted(data["classes"])
     ]
-    return '{"versions":' + json.dumps(data["versions"]) + ',"classes":{\n' + ",\n".join(classes) + "\n}}\n"
+    text = '{"versions":' + json.dumps(data["versions"]) + ',"classes":{\n' + ",\n".join(classes) + "\n}"
+    changes = [
+        f"{json.dumps(releases)}:{json.dumps(patch, sort_keys=True)}"
+        for releases, patch in data.get("changes", {}).items()
+    ]
+    return text + (',"changes":{\n' + ",\n".join(changes) + "\n}" if changes else "") + "}\n"
 
 
 def main() -> int:
@@ -355,21 +356,24 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("classes", nargs="*", metavar="CLASS")
     parser.add_argument("--write", action="store_true", help=f"write {SHAPES_FILE}")
+    parser.add_argument("--change", metavar="RELEASES", help=CHANGE_HELP)
     arguments = parser.parse_args()
     from transformers.utils import logging
 
     logging.set_verbosity_error()
     data = json.loads(DATA.read_text(encoding="utf-8")) if DATA.exists() else {"versions": {}, "classes": {}}
-    failed = False
+    failed, release = False, version("transformers")
     for architecture in arguments.classes or list(data["classes"]):
+        facts = facts_in(data, release)
+        facts["versions"] = {name: version(name) for name in ("torch", "transformers")}
         try:
-            data["classes"][architecture] = derive(architecture)
-            print(architecture, len(data["classes"][architecture]["parameters"]), "tensors")
+            facts["classes"] = facts["classes"] | {architecture: derive(architecture)}
+            print(architecture, len(facts["classes"][architecture]["parameters"]), "tensors")
         except (ShapesError, RefusedInputError) as error:
             print(architecture, error, file=sys.stderr)
             failed = True
         if arguments.write:
-            data["versions"] = {name: version(name) for name in ("torch", "transformers")}
+            data = with_facts(data, facts, release=release, change=arguments.change)
             written = DATA.with_suffix(".new")
             written.write_text(rendered(data), encoding="utf-8")
             written.replace(DATA)

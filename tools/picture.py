@@ -1,6 +1,6 @@
-"""The picture of docs/index.md, drawn from a plan of the gallery and from two real runs.
+"""The picture of the documentation site's first page, drawn from a plan of the gallery and from two real runs.
 
-`python tools/picture.py` draws it again; `python tools/picture.py REHEARSAL_JSON LOSSES_JSON` also takes new figures:
+`make docs` draws it. `python tools/picture.py REHEARSAL_JSON LOSSES_JSON` records two new runs in overview.json:
 
     shardwright configs cp llama-3.1-8b_8xA100-80GB plan
     shardwright rehearse plan --format json > rehearsal.json
@@ -17,11 +17,10 @@ from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from shardwright.ds_configs.plan.plan import Plan
-from shardwright.ds_configs.search.choice import Evaluated
 from shardwright.ds_configs.search.reasons import display_name
+from shardwright.ds_configs.search.search import Evaluated
 
 ROOT = Path(__file__).resolve().parents[1]
-PICTURE = ROOT / "docs" / "overview.svg"
 RUNS = Path(__file__).parent / "overview.json"
 _ENTRY = ROOT / "ds_configs" / "gallery" / "llama-3.1-8b_8xA100-80GB"
 _ZERO_KEYS = ("stage", "overlap_comm", "reduce_bucket_size", "stage3_prefetch_bucket_size", "sub_group_size")
@@ -76,7 +75,7 @@ def measured(rehearsal: dict[str, Any], training: dict[str, Any]) -> dict[str, A
 
 
 def _megabytes(by_role: dict[str, Any]) -> float:
-    # The terms of a prediction lie beside its roles.
+    # The terms of a prediction follow its roles.
     return sum(size for role, size in by_role.items() if role != "terms") / 1e6
 
 
@@ -89,7 +88,5 @@ def _curve(losses: list[float], *, left: float, right: float, top: float, bottom
 
 
 if __name__ == "__main__":
-    if len(sys.argv) > 1:
-        found = measured(*(json.loads(Path(path).read_text(encoding="utf-8")) for path in sys.argv[1:3]))
-        RUNS.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
-    PICTURE.write_text(picture(), encoding="utf-8")
+    runs = measured(*(json.loads(Path(path).read_text(encoding="utf-8")) for path in sys.argv[1:3]))
+    RUNS.write_text(json.dumps(runs, indent=1) + "\n", encoding="utf-8")

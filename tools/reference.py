@@ -1,6 +1,6 @@
-"""Reference pages from the code itself: commands and flags, JSON schemas, and the public Python API.
+"""Parts of the documentation site that are made from the code while it is built.
 
-`python tools/reference.py` writes them to docs/reference; a test holds them to the code.
+A page of docs/ marks where a part goes: `<!-- built: commands -->`.
 """
 
 from __future__ import annotations
@@ -9,82 +9,80 @@ import ast
 import json
 import re
 import sys
-from collections.abc import Iterator, Mapping
+import tomllib
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import redirect_stdout
+from functools import cache
 from io import StringIO
 from pathlib import Path
+from string import ascii_lowercase
 from typing import Any, get_args, get_type_hints
 from unittest import mock
 
+from reliability_page import reliability
 from shardwright.cli.commands.schema import schema_command
 from shardwright.cli.main import build_app, run
-from shardwright.ds_configs.legality.combinations import COLUMNS, ONLY_ON_ACCELERATORS, SETTINGS, cell, every_cell
+from shardwright.ds_configs.legality.combinations import (
+    COLUMNS,
+    ONLY_ON_ACCELERATORS,
+    SETTINGS,
+    TRAINERS,
+    cell,
+    every_cell,
+)
+from shardwright.ds_configs.legality.trainer_parameters import LAYOUTS, PARAMETERS, decision, every_decision
+from shardwright.trainers.checkpoints.resume import RULES
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGES = ROOT / "docs" / "reference"
-ERRORS = {
-    "ShardwrightError": ROOT / "ds_configs" / "specs" / "errors.py",
-    "UsageError": ROOT / "ds_configs" / "specs" / "errors.py",
-    "DoesNotFitError": ROOT / "ds_configs" / "specs" / "errors.py",
-    "PlanDoesNotFitError": ROOT / "ds_configs" / "plan" / "plan.py",
-    "RefusedInputError": ROOT / "ds_configs" / "specs" / "errors.py",
-    "NonFiniteError": ROOT / "trainers" / "guards" / "callback.py",
-    "StoppedBySignalError": ROOT / "trainers" / "guards" / "signals.py",
-}
-"""What the public names raise, and where it is defined."""
-RESULTS = {
-    "CheckedFiles": ROOT / "ds_configs" / "check" / "files.py",
-    "Finding": ROOT / "ds_configs" / "check" / "report.py",
-    "Rehearsal": ROOT / "trainers" / "rehearsal" / "report.py",
-    "Check": ROOT / "trainers" / "rehearsal" / "checks.py",
-    "LaunchedOutcome": ROOT / "trainers" / "runs" / "report.py",
-    "StepResult": ROOT / "trainers" / "runs" / "report.py",
-    "TrainOutcome": ROOT / "trainers" / "training" / "report.py",
-    "TrainResult": ROOT / "trainers" / "training" / "report.py",
-    "DistillationOutcome": ROOT / "trainers" / "distillation" / "command" / "run_report.py",
-    "DistillationResult": ROOT / "trainers" / "distillation" / "command" / "run_report.py",
-    "QATOutcome": ROOT / "trainers" / "qat" / "command" / "run_report.py",
-    "QATResult": ROOT / "trainers" / "qat" / "command" / "run_report.py",
-    "StudentReport": ROOT / "trainers" / "distillation" / "student" / "maker.py",
-    "QuantizationOutcome": ROOT / "trainers" / "quantization" / "report.py",
-    "Evaluation": ROOT / "trainers" / "evaluation" / "result.py",
-    "ModelResult": ROOT / "trainers" / "evaluation" / "result.py",
-    "Comparison": ROOT / "trainers" / "evaluation" / "result.py",
-    "Estimate": ROOT / "trainers" / "evaluation" / "estimates.py",
-    "RunMeasurement": ROOT / "ds_configs" / "plan" / "measurement.py",
-}
-"""What the public functions return, and what it is made of, in the order in which a model goes through them."""
-_MADE = "Made by `make readme` from the code; do not edit.\n"
-_SOURCES = """
-Hyphen and underscore are both accepted. The same names are keys of the YAML file of `--config`,
-and each option is a variable too: `--seq-len` of `plan` is `SHARDWRIGHT_PLAN_SEQ_LEN`.
-Defaults < file < environment < flag: [settings](../guides/settings.md).
-"""
+LAYERS = ("ds_configs", "plugins", "trainers", "cli")
+ERRORS = (
+    *("ShardwrightError", "UsageError", "DoesNotFitError", "PlanDoesNotFitError", "RefusedInputError"),
+    *("NonFiniteError", "StoppedBySignalError"),
+)
+"""What the public names raise."""
+RESULTS = (
+    *("CheckedFiles", "Finding", "Rehearsal", "Check", "LaunchedOutcome", "StepResult", "TrainOutcome", "TrainResult"),
+    *("DistillationOutcome", "DistillationResult", "QATOutcome", "QATResult", "StudentReport"),
+    *("QuantizationOutcome", "Evaluation", "ModelResult", "Comparison", "Estimate", "RunMeasurement"),
+)
+"""What the public functions return, and what it consists of, in the order in which a model goes through them."""
 
 
-def commands_page() -> str:
-    """Every command and flag, as the application that parses them describes itself."""
-    # cyclopts 5.4.0 leaves a part of `python -m NAME`, by which a program was started, in the usage of nested commands.
+@cache
+def command_pages() -> dict[str, str]:
+    """Return a page for each command with all of its flags, by command, as the application describes itself."""
+    # cyclopts 5.4.0 keeps a part of `python -m NAME`, which started the program, in the usage of nested commands.
     app = build_app()
-    # So it does with the variables of options, whose names lack the command; the page says the rule instead.
+    # It also shows the environment variables of options without the name of the command; the page states the rule.
     app.config = ()
     with mock.patch.object(sys, "argv", ["shardwright"]):
         described = app.generate_docs(output_format="markdown", usage_name="shardwright")
-    # The heading and the contents of cyclopts repeat the list of commands, which says more.
-    commands = described[described.index("**Commands**") :]
-    # Its links drop hyphens that the anchors of headings keep.
-    commands = commands.replace("(#shardwright-install-completion)", "(#shardwright---install-completion)")
-    lines = [re.sub(r"^( *\S.*?) *$", r"\1", line) for line in commands.splitlines()]
-    return f"# Commands and flags\n\n{_MADE}{_SOURCES}\n" + "\n".join(lines).replace("**Commands**:\n\n", "") + "\n"
+    _, *sections = re.split(r"^## shardwright (?=[a-z])", described, flags=re.MULTILINE)
+    pages = {}
+    for section in sections:
+        text = re.sub(r"^(#+) shardwright", lambda match: match[0][1:], section, flags=re.MULTILINE)
+        text = text.partition("\n## shardwright --")[0]
+        lines = [re.sub(r"^( *\S.*?) *$", r"\1", line) for line in text.splitlines()]
+        pages[section.partition("\n")[0]] = "# shardwright " + "\n".join(lines).rstrip() + "\n"
+    return pages
+
+
+def commands_list() -> str:
+    """Return a table of the commands with the first sentence of each, and the navigation to their pages."""
+    rows = ["| command | |", "|---|---|"]
+    for name, page in command_pages().items():
+        sentence = next(line for line in page.split("```\n", 1)[1].splitlines() if line)
+        rows.append(f"| [`{name}`](commands/{name}.md) | {sentence} |")
+    return "\n".join(rows) + "\n\n" + _hidden_contents(f"commands/{name}" for name in command_pages())
+
+
+def _hidden_contents(pages: Iterable[str]) -> str:
+    return "```{toctree}\n:hidden:\n\n" + "\n".join(pages) + "\n```\n"
 
 
 def schema_page() -> str:
     """The files that Shardwright reads and writes, field by field."""
-    parts = [
-        "# JSON schemas\n",
-        _MADE,
-        "`shardwright schema NAME` prints the whole schema, for editors and programs.\n",
-    ]
+    parts = []
     for subject in get_args(get_type_hints(schema_command)["subject"]):
         printed = StringIO()
         with redirect_stdout(printed):
@@ -130,154 +128,172 @@ def _kind(field: Mapping[str, Any]) -> str:
 def combinations_page() -> str:
     """The table of what a training run may combine, with the reason of each refusal."""
     cells = every_cell()
-    proven = sum(one.is_proven for one in cells)
-    reasons = list(dict.fromkeys(one.reason for one in cells if one.reason))
+    proven = sum(pair.is_proven for pair in cells)
+    reasons = list(dict.fromkeys(pair.reason for pair in cells if pair.reason))
     parts = [
-        "# What combines with what\n",
-        _MADE,
-        f"{proven} pairs are proven by a test, {len(cells) - proven} are refused before the first step, none is open.",
-        "A run stands in one column for its engine and in one for each axis; the planner, the callbacks and the",
-        "trainers read the same table (`ds_configs/legality/combinations.py`). ✓: trained and compared with one",
-        "process. A number: refused, for the reason below.\n",
+        f"{proven} pairs are proven by a test, {len(cells) - proven} are rejected before the first step.\n",
         "| | " + " | ".join(f"`{column}`" for column in COLUMNS) + " |",
         "|---|" + ":-:|" * len(COLUMNS),
     ]
-    for setting, meaning in SETTINGS.items():
-        found = [cell(setting, column) for column in COLUMNS]
-        marks = ["✓" if one.is_proven else str(reasons.index(one.reason) + 1) for one in found]
-        parts.append(f"| {meaning} | " + " | ".join(marks) + " |")
+    parts += _rows(SETTINGS, reasons)
+    of_trainers = every_cell(TRAINERS)
+    parts += [
+        "\n## Trainers\n",
+        f"{sum(one.is_proven for one in of_trainers)} of these pairs are proven,",
+        f"{sum(not one.is_proven for one in of_trainers)} rejected by `shardwright.trainer_for`, none is open.",
+        "A subclass is in the row of its nearest base. What a configuration adds, such as packing or a mixture's",
+        "load-balancing loss, is in the table above too: a run needs both rows.\n",
+        "| | " + " | ".join(f"`{column}`" for column in COLUMNS) + " |",
+        "|---|" + ":-:|" * len(COLUMNS),
+        *_rows(TRAINERS, reasons),
+    ]
     parts += ["\n## Columns\n", *(f"- `{column}`: {meaning}" for column, meaning in COLUMNS.items())]
     parts += ["\n## Reasons\n", *(f"{number}. {reason}" for number, reason in enumerate(reasons, start=1))]
-    tests = sorted({one.proven_by for one in cells if one.proven_by})
+    parts += _parameter_table()
+    tests = sorted({proof.proven_by for proof in [*cells, *every_decision()] if proof.proven_by})
     parts += [
         "\n## Tests\n",
         *(f"- `{test}`" for test in tests),
-        "\nOne draws layouts with settings at random:",
-        "`pytest tests/equivalence/test_combinations.py --draw 50 --seed 7`. 16-bit runs are compared within 0.03",
-        "nats, runs with dropout, whose ranks draw other masks, within 0.3, all others within 1e-5. Settings that need",
-        "an accelerator are judged by the rules beside the table: "
+        "\nThe table does not contain settings that need an accelerator; rules of their own decide on them: "
         + ", ".join(f"`{name}`" for name in sorted(ONLY_ON_ACCELERATORS))
         + ".",
     ]
     return "\n".join(parts) + "\n"
 
 
-def python_page() -> str:
-    """What `shardwright` and `shardwright.trainers` offer, with signatures and docstrings, read without importing."""
-    parts = ["# Python API\n", _MADE]
-    for package, offered in public_names().items():
-        parts.append(f"## {package}\n")
-        for name, path, definition in offered:
-            parts += [f"### {dotted(package, name, path)}\n", f"In `{path.relative_to(ROOT)}`.\n"]
-            parts += [f"```python\n{_signature(name, definition)}\n```\n", f"```text\n{_docstring(definition)}\n```\n"]
-            if isinstance(definition, ast.ClassDef):
-                parts += [*_field_table(definition), *_methods(name, definition)]
-    return "\n".join(parts)
+def _rows(rows: Mapping[str, str], reasons: list[str]) -> list[str]:
+    lines = []
+    for row, meaning in rows.items():
+        found = [cell(row, column) for column in COLUMNS]
+        marks = ["✓" if one.is_proven else str(reasons.index(one.reason) + 1) for one in found]
+        lines.append(f"| {meaning} | " + " | ".join(marks) + " |")
+    return lines
 
 
-def public_names() -> dict[str, list[tuple[str, Path, ast.ClassDef | ast.FunctionDef]]]:
-    """What each public package offers, what it returns and raises: name, file and definition, in their order."""
-    further = {
-        heading: [(name, path, _defined(name, path)) for name, path in homes.items()]
-        for heading, homes in (("Results", RESULTS), ("Errors", ERRORS))
-    }
+def _parameter_table() -> list[str]:
+    """What `trainer_for` does with each parameter of the Trainer and of TRL's trainers, with reasons and fixes."""
+    rejected = [each for each in every_decision() if not each.is_honored]
+    reasons = list(dict.fromkeys((each.reason, each.fix) for each in rejected))
+    parts = [
+        "\n## Parameters of trainers\n",
+        "What `shardwright.trainer_for` does with each parameter. ✓: the same as in one process, if the trainer class",
+        "supports the layout. A letter: rejected, for the reason below.\n",
+        "| | " + " | ".join(f"`{layout}`" for layout in LAYOUTS) + " |",
+        "|---|" + ":-:|" * len(LAYOUTS),
+    ]
+    for parameter in PARAMETERS:
+        decisions = [each for layout in LAYOUTS if (each := decision(parameter, layout)) is not None]
+        marks = [
+            "✓" if each.is_honored else ascii_lowercase[reasons.index((each.reason, each.fix))] for each in decisions
+        ]
+        parts.append(f"| `{parameter}` | " + " | ".join(marks) + " |")
+    named = zip(ascii_lowercase, reasons, strict=False)
+    return [*parts, "", *(f"- {letter}: {reason}. Fix: {fix}." for letter, (reason, fix) in named)]
+
+
+@cache
+def api_pages() -> dict[str, str]:
+    """Return pages that autodoc fills: what `shardwright` and `shardwright.trainers` export, its results and errors."""
     packages = {"shardwright": ROOT, "shardwright.trainers": ROOT / "trainers"}
-    return {package: list(_offered(directory)) for package, directory in packages.items()} | further
+    sections = {
+        name: [(f"{name}.{shown}", definition) for shown, definition in _offered(directory)]
+        for name, directory in packages.items()
+    }
+    for heading, names in (("Results", RESULTS), ("Errors", ERRORS)):
+        sections[heading] = [_class_of_package(name) for name in names]
+    pages = {}
+    for heading, definitions in sections.items():
+        parts = [f"# {heading}\n"]
+        for dotted, definition in definitions:
+            name = dotted.rpartition(".")[2]
+            is_class = isinstance(definition, ast.ClassDef)
+            directive = "autoexception" if name in ERRORS else "autoclass" if is_class else "autofunction"
+            options = ["   :show-inheritance:"] if isinstance(definition, ast.ClassDef) and definition.bases else []
+            options += ["   :members:"] if directive == "autoclass" else []
+            described = "\n".join([f".. {directive}:: {dotted}", *options])
+            parts.append(f"## {name}\n\n```{{eval-rst}}\n{described}\n```\n")
+        pages[heading.lower()] = "\n".join(parts)
+    return pages
 
 
-def _offered(directory: Path) -> Iterator[tuple[str, Path, ast.ClassDef | ast.FunctionDef]]:
-    """Each name that a package offers, with the file and the definition that its type checkers see."""
-    tree = ast.parse((directory / "__init__.py").read_text(encoding="utf-8"))
+def api_list() -> str:
+    """Return the names on each page of the Python API, and the navigation to these pages."""
+    rows = ["| page | names |", "|---|---|"]
+    for name, page in api_pages().items():
+        names = ", ".join(f"`{each}`" for each in re.findall(r"^## (\w+)$", page, flags=re.MULTILINE))
+        rows.append(f"| [{name}](python/{name}.md) | {names} |")
+    return "\n".join(rows) + "\n\n" + _hidden_contents(f"python/{name}" for name in api_pages())
+
+
+def _offered(directory: Path) -> Iterator[tuple[str, ast.stmt]]:
+    """Each name that a package offers, with the definition that type checkers see."""
     homes = {
         alias.asname or alias.name: (alias.name, directory.joinpath(*(node.module or "").split(".")).with_suffix(".py"))
-        for node in ast.walk(tree)
+        for node in ast.walk(_parsed(directory / "__init__.py"))
         if isinstance(node, ast.ImportFrom) and node.level
         for alias in node.names
     }
     for shown, (name, path) in sorted(homes.items()):
-        yield shown, path, _defined(name, path)
+        yield shown, next(node for node in _parsed(path).body if getattr(node, "name", None) == name)
 
 
-def _defined(name: str, path: Path) -> ast.ClassDef | ast.FunctionDef:
-    body = ast.parse(path.read_text(encoding="utf-8")).body
-    return next(n for n in body if isinstance(n, ast.ClassDef | ast.FunctionDef) and n.name == name)
+def _class_of_package(name: str) -> tuple[str, ast.stmt]:
+    """The full name of a class that no public package offers, and its definition."""
+    for path in (path for layer in LAYERS for path in sorted((ROOT / layer).rglob("*.py"))):
+        for node in _parsed(path).body:
+            if isinstance(node, ast.ClassDef) and node.name == name:
+                return ".".join(("shardwright", *path.relative_to(ROOT).with_suffix("").parts, name)), node
+    raise LookupError(f"no class {name} in the package: correct RESULTS or ERRORS in tools/reference.py")
 
 
-def dotted(package: str, name: str, path: Path) -> str:
-    """The name by which Python imports something public."""
-    inside = ".".join(("shardwright", *path.relative_to(ROOT).with_suffix("").parts))
-    return f"{inside if package in ('Results', 'Errors') else package}.{name}"
+@cache
+def _parsed(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"))
 
 
-def _docstring(node: ast.ClassDef | ast.FunctionDef) -> str:
-    found = ast.get_docstring(node)
-    assert found, f"{node.name} is public and has no docstring"
-    return found
-
-
-def _signature(name: str, definition: ast.ClassDef | ast.FunctionDef) -> str:
-    """A call as it would be written, one argument a line where it is long."""
-    if isinstance(definition, ast.ClassDef):
-        made = next((n for n in definition.body if isinstance(n, ast.FunctionDef) and n.name == "__init__"), None)
-        bases = ", ".join(map(ast.unparse, definition.bases))
-        return _signature(name, made) if made else f"class {name}({bases})" if bases else f"class {name}"
-    arguments = list(_arguments(definition.args))
-    returned = f" -> {ast.unparse(definition.returns)}" if definition.returns and definition.name != "__init__" else ""
-    whole = f"{name}({', '.join(arguments)}){returned}"
-    return whole if len(whole) <= 110 else f"{name}(\n" + "".join(f"    {one},\n" for one in arguments) + f"){returned}"
-
-
-def _arguments(found: ast.arguments) -> Iterator[str]:
-    positional = [*found.posonlyargs, *found.args]
-    defaults = [None] * (len(positional) - len(found.defaults)) + list(found.defaults)
-    for index, (argument, default) in enumerate(zip(positional, defaults, strict=True)):
-        if argument.arg not in ("self", "cls"):
-            yield _argument(argument, default)
-        if index + 1 == len(found.posonlyargs):
-            yield "/"
-    if found.vararg:
-        yield f"*{_argument(found.vararg, None)}"
-    elif found.kwonlyargs:
-        yield "*"
-    for argument, default in zip(found.kwonlyargs, found.kw_defaults, strict=True):
-        yield _argument(argument, default)
-    if found.kwarg:
-        yield f"**{_argument(found.kwarg, None)}"
-
-
-def _argument(argument: ast.arg, default: ast.expr | None) -> str:
-    return ast.unparse(argument) + (f" = {ast.unparse(default)}" if default else "")
-
-
-def _field_table(definition: ast.ClassDef) -> list[str]:
-    """The fields of a dataclass, each with the docstring under it."""
-    rows = []
-    for field, below in zip(definition.body, [*definition.body[1:], None], strict=True):
-        if isinstance(field, ast.AnnAssign) and not ast.unparse(field.target).startswith("_"):
-            said = below.value.value if isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant) else ""
-            default = f"`{ast.unparse(field.value)}`" if field.value else ""
-            cells = [f"`{ast.unparse(field.target)}`", f"`{ast.unparse(field.annotation)}`", default, str(said)]
-            rows.append("| " + " | ".join(" ".join(cell.split()).replace("|", "\\|") for cell in cells) + " |")
-    return ["| field | type | default | |\n|---|---|---|---|\n" + "\n".join(rows) + "\n"] if rows else []
-
-
-def _methods(name: str, definition: ast.ClassDef) -> list[str]:
-    """Public methods that say what they do; hooks that a library calls have no docstring here."""
-    found = [item for item in definition.body if isinstance(item, ast.FunctionDef) and not item.name.startswith("_")]
-    return [
-        f"```python\n{_signature(f'{name}.{item.name}', item)}\n```\n\n```text\n{_docstring(item)}\n```\n"
-        for item in found
-        if ast.get_docstring(item)
+def accelerators() -> str:
+    """Return one row for each accelerator of the catalog."""
+    catalog = tomllib.loads((ROOT / "ds_configs" / "data" / "gpus.toml").read_text(encoding="utf-8"))
+    rows = [
+        "| name | usable GB | dense 16-bit TFLOP/s | memory GB/s | link GB/s | source |",
+        "|---|--:|--:|--:|--:|---|",
     ]
+    for name, gpu in catalog.items():
+        usable = gpu["usable_gib"] * 2**30 / 1e9
+        figures = (gpu["bf16_flops"] / 1e12, gpu["memory_bytes_per_s"] / 1e9, gpu["link_bytes_per_s"] / 1e9)
+        shown = " | ".join(f"{figure:,.0f}" for figure in figures)
+        rows.append(f"| `{name}` | {usable:.1f} | {shown} | {gpu['source']} |")
+    return "\n".join(rows)
 
 
-MAKERS = {
-    "combinations.md": combinations_page,
-    "commands.md": commands_page,
-    "schema.md": schema_page,
-    "python.md": python_page,
+def resume_rules() -> str:
+    """One row for each fact that a resumed run is compared by."""
+    rows = [f"| `{rule.fact}` | {rule.action} | {rule.why} |" for rule in RULES]
+    return "\n".join(["| fact that differs | consequence | reason |", "|---|---|---|", *rows])
+
+
+def overview_picture() -> str:
+    """The picture that the site draws from a plan and two runs."""
+    return (
+        "![Memory and speed of seven layouts, the files of the chosen one, their rehearsal on two CPU ranks with "
+        "memory measured beside predicted, and the loss of a training](overview.svg)"
+    )
+
+
+PARTS = {
+    "accelerators": accelerators,
+    "api": api_list,
+    "combinations": combinations_page,
+    "commands": commands_list,
+    "picture": overview_picture,
+    "reliability": reliability,
+    "resume rules": resume_rules,
+    "schemas": schema_page,
 }
+"""The parts by the names that pages give them."""
+_MARK = re.compile(r"<!-- built: ([a-z ]+) -->")
 
-if __name__ == "__main__":
-    for file, make in MAKERS.items():
-        (PAGES / file).write_text(make(), encoding="utf-8")
+
+def with_parts(page: str) -> str:
+    """A page with the parts that it marks."""
+    return _MARK.sub(lambda mark: PARTS[mark[1]](), page)

@@ -57,7 +57,7 @@ def _two_terms(wanted: Any, names: list[str], points: Any) -> str | None:
         # Three terms are products of two, as widths of queries, keys and values are.
         products = [i for i, index in enumerate(plain) if "//" not in names[index]]
         for picked in combinations(range(len(plain)) if count == 2 else products[:250], count - 1):
-            # The last term is what the least squares of the others leave, tried for all candidates at once.
+            # The last term is the residual of the others' least squares, computed for all candidates together.
             q, _ = np.linalg.qr(rows[list(picked)].T)
             left = rest - q @ (q.T @ rest)
             others = rows - (rows @ q) @ q.T

@@ -17,9 +17,9 @@ from pathlib import Path
 import numpy as np
 from published_steps import PublishedStep, published_steps
 from scipy.optimize import least_squares
-from shardwright.ds_configs.step_time import micro_batch
-from shardwright.ds_configs.step_time.constants import GpuConstants, constants_of
+from shardwright.ds_configs.step_time import model_work as micro_batch
 from shardwright.ds_configs.step_time.estimate import estimate_step_time
+from shardwright.ds_configs.step_time.rates import GpuConstants, constants_of
 
 FILE = Path(__file__).parents[1] / "ds_configs" / "data" / "step_time.toml"
 

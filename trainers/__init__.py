@@ -1,4 +1,4 @@
-"""Second floor: Trainer subclasses, callbacks and the pure loss functions they use."""
+"""Trainer subclasses, callbacks and the pure loss functions they use."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ if TYPE_CHECKING:
     from .distillation.clip_trainer import CLIPDistillationTrainer
     from .distillation.config import DistillationConfig
     from .distillation.trainer import DistillationTrainer
-    from .formats.spqr_format import register_small_format
-    from .guards.callback import GuardCallback
-    from .parallel.expert.callback import ExpertParallelCallback
+    from .formats.transformers_quantizer import register_small_format
+    from .guards import GuardCallback
+    from .parallel.expert import ExpertParallelCallback
     from .parallel.pipeline.trainer import PipelineTrainer
     from .parallel.sequence.callback import SequenceParallelCallback
-    from .parallel.tensor.callback import TensorParallelCallback
+    from .parallel.tensor import TensorParallelCallback
     from .qat.callback import QATCallback
     from .qat.rounding.config import QATConfig
     from .runs.plan_callback import PlanCallback
@@ -45,8 +45,8 @@ _HOMES = {
     "CheckpointCallback": ".checkpoints.callback",
     "DistillationConfig": ".distillation.config",
     "DistillationTrainer": ".distillation.trainer",
-    "ExpertParallelCallback": ".parallel.expert.callback",
-    "GuardCallback": ".guards.callback",
+    "ExpertParallelCallback": ".parallel.expert",
+    "GuardCallback": ".guards",
     "L1SparsityCallback": ".sparsity.l1_sparsity_callback",
     "MagnitudePruningCallback": ".sparsity.magnitude_pruning_callback",
     "PipelineTrainer": ".parallel.pipeline.trainer",
@@ -54,8 +54,8 @@ _HOMES = {
     "QATCallback": ".qat.callback",
     "QATConfig": ".qat.rounding.config",
     "SequenceParallelCallback": ".parallel.sequence.callback",
-    "TensorParallelCallback": ".parallel.tensor.callback",
-    "register_small_format": ".formats.spqr_format",
+    "TensorParallelCallback": ".parallel.tensor",
+    "register_small_format": ".formats.transformers_quantizer",
 }
 
 

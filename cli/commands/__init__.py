@@ -1,1 +1,1 @@
-"""Commands, one small module per verb: options, the call of the room that does the work, and what is shown of it."""
+"""Commands, one module each: options, the call of the function that does the work, and the output."""

@@ -1,4 +1,4 @@
-"""`shardwright cache-teacher`: stores a teacher's answers to a dataset, so that it needs no place beside a student."""
+"""`shardwright cache-teacher`: store the outputs of a teacher, so that distillation does not run it."""
 
 from __future__ import annotations
 
@@ -9,37 +9,33 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from ...ds_configs.specs.units import gigabytes
-from ...trainers.distillation.cache.cache_job import CacheSettings
-from ..machines import ReplicaOptions, run_on_hosts, tell_place
+from ...trainers.distillation.cache.cache_writer import CacheSettings
+from ..machines import ReplicaOptions, note_result_machine, run_on_hosts
 from ..options import RunOptions
 from ..progress import LinesAtTimes, note, progress_on_stderr
 from ..settings import FILLED, Options, grouped
 
 if TYPE_CHECKING:
-    from ...trainers.distillation.cache.cache_job import CacheJob
+    from ...trainers.distillation.cache.cache_writer import CacheJob
 
 
 grouped(CacheSettings)
 grouped(ReplicaOptions)
 
 
-@grouped
-class CacheOptions(RunOptions):
-    """Directory of the answers."""
+grouped(RunOptions)
 
 
 def cache_teacher_command(
     teacher: str,
     *,
     settings: Annotated[CacheSettings, Options] = FILLED,
-    options: Annotated[CacheOptions, Options] = FILLED,
+    options: Annotated[RunOptions, Options] = FILLED,
     machines: Annotated[ReplicaOptions, Options] = FILLED,
 ) -> int:
-    """Store what a teacher says of every token of a dataset; `distill --teacher-cache` then runs no teacher.
+    """Store the outputs of a teacher for a dataset, which `distill --teacher-cache` reads instead of running it.
 
-    Running it again goes on where it was interrupted, and adds samples that are new.
-
-    Example: shardwright cache-teacher Qwen/Qwen3-8B --dataset corpus.jsonl --output-dir answers --temperature 2
+    Run it again to resume after an interruption, or to add new samples.
 
     Parameters
     ----------
@@ -50,20 +46,20 @@ def cache_teacher_command(
         return run_on_hosts(machines)
     output_dir, dry_run, replicas = options.output_dir, options.dry_run, machines.replicas()
     from ...trainers.data.sources import PYTHON_HELP
-    from ...trainers.distillation.cache.cache_job import prepare_cache, run_cache_job
+    from ...trainers.distillation.cache.cache_writer import prepare_cache, run_cache_job
 
     if "dataset" not in settings.model_fields_set:
-        note(f"the dataset is {PYTHON_HELP}, Python's own help topics; --dataset names the student's")
+        note(f"using {PYTHON_HELP}, Python's help topics; pass the student's --dataset instead")
     with redirect_stdout(sys.stderr):
         job = prepare_cache(teacher, settings, None if dry_run else output_dir, replicas=replicas)
         if not dry_run:
             assert output_dir is not None
-            with progress_on_stderr("loading the teacher", LinesAtTimes()) as on_progress:
-                run_cache_job(job, output_dir, replicas=replicas, notify=note, on_progress=on_progress)
+            with progress_on_stderr("loading the teacher", LinesAtTimes()):
+                run_cache_job(job, output_dir, replicas=replicas)
     if replicas.result_is_here:
         _show(job, None if dry_run else output_dir, as_json=options.as_json)
     else:
-        tell_place(replicas.place)
+        note_result_machine(replicas.place)
     return 0
 
 
@@ -85,8 +81,10 @@ def _show(job: CacheJob, output_dir: Path | None, *, as_json: bool) -> None:
     if as_json:
         print(json.dumps(record))
         return
-    temperatures = ", ".join(f"{one:g}" for one in layout.temperatures)
+    temperatures = ", ".join(f"{temperature:g}" for temperature in layout.temperatures)
     print(f"{tokens:,} tokens in {len(job.samples):,} samples, {layout.record_bytes} bytes each: ", end="")
     print(f"{gigabytes(tokens * layout.record_bytes)} GB")
-    print(f"top {layout.top_k} of {layout.vocab_size:,} tokens and the rest, at temperature {temperatures}")
-    print("Nothing was run or written." if output_dir is None else f"Stored in {output_dir}")
+    print(
+        f"top {layout.top_k} of {layout.vocab_size:,} tokens and the sum of the others, at temperature {temperatures}"
+    )
+    print("Dry run: nothing was run or written." if output_dir is None else f"Stored in {output_dir}")

@@ -1,4 +1,4 @@
-"""`shardwright calibrate`: stores what a run measured, so that later plans on the same accelerators know it."""
+"""`shardwright calibrate`: store the measurements of a run for later plans on the same accelerators."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import Field
 
-from ...ds_configs.specs.errors import Fault, UsageError
+from ...ds_configs.specs.errors import ConfigError, UsageError
 from ..options import FormatOptions
 from ..settings import FILLED, Options, grouped
 
 if TYPE_CHECKING:
-    from ...ds_configs.memory.calibration import Calibration, MeasuredRun
+    from ...ds_configs.memory.estimate import Calibration, MeasuredRun
     from ...ds_configs.plan.measurement import RunMeasurement
-    from ...ds_configs.step_time.measured_network import MeasuredNetwork
+    from ...ds_configs.step_time.rates import MeasuredNetwork
     from ...plugins.planning.calibration_store import CalibrationStore, StoredRun
 
 _SHOWN_DIGITS = 12
@@ -25,47 +25,50 @@ _SHOWN_DIGITS = 12
 
 @grouped
 class CalibrateOptions(FormatOptions):
-    """Use of stored runs."""
+    """Management of stored runs."""
 
     group = "Stored runs"
 
-    list_runs: bool = Field(False, alias="list", description="Show the stored runs")
-    forget: str | None = Field(None, description="Remove a run by the beginning of its identifier, or all")
+    list_runs: bool = Field(False, alias="list", description="List the stored runs")
+    forget: str | None = Field(None, description="Remove a run by a prefix of its identifier, or all")
 
 
 def calibrate_command(run_dir: Path | None = None, *, options: Annotated[CalibrateOptions, Options] = FILLED) -> int:
-    """Store the measured memory and step time of a run, or the network that machines measured, for later plans.
-
-    Example: shardwright calibrate plan/model ; shardwright calibrate --list
+    """Store the measured memory and step time of a run, or a measured network, for later plans.
 
     Parameters
     ----------
     run_dir
-        Output directory of a run on GPUs that had --plan, which left a plan_measurement.json there; or a plan's, or a
-        training's, where a comparison of machines left a network.json.
+        Output directory of a GPU run with --plan (plan_measurement.json), or of a machine comparison (network.json).
     """
+    from ...ds_configs.plan.measurement import FILE_NAME
     from ...plugins.planning.calibration_store import CalibrationStore
 
     list_runs, forget = options.list_runs, options.forget
     if (run_dir is not None) + list_runs + (forget is not None) != 1:
-        rule = "give one of RUN_DIR, --list and --forget"
-        raise UsageError(Fault(where="calibrate", rule=rule))
+        rule = "pass exactly one of RUN_DIR, --list and --forget"
+        raise UsageError(ConfigError(where="calibrate", rule=rule))
     store = CalibrationStore()
     as_json = options.as_json
     if run_dir is not None:
         network = _read_network(run_dir)
         if network is not None:
             store.add_network(network)
-            if not _has_measurement(run_dir):
+            if not (run_dir / FILE_NAME).is_file():
                 return _show_network(store, network, as_json=as_json)
         return _store(store, run_dir, network, as_json=as_json)
-    if forget is not None:
-        return _forget(store, forget, as_json=as_json)
-    return _list(store, as_json=as_json)
+    if forget is None:
+        return _list(store, as_json=as_json)
+    count = store.forget(forget)
+    if as_json:
+        print(json.dumps({"schema_version": 1, "forgotten": count, "database": str(store.path)}))
+    else:
+        print(f"Removed {count} run{'' if count == 1 else 's'}")
+    return 0
 
 
 def _store(store: CalibrationStore, run_dir: Path, network: MeasuredNetwork | None, *, as_json: bool) -> int:
-    from ...ds_configs.memory.calibration import Calibration
+    from ...ds_configs.memory.estimate import Calibration
     from ...ds_configs.plan.measurement import measured_run, printable, report_lines
 
     measurement = read_measurement(run_dir)
@@ -86,31 +89,25 @@ def _store(store: CalibrationStore, run_dir: Path, network: MeasuredNetwork | No
     old, new = _interval(before, run), _interval(after, run)
     print(f"reserved over predicted tensors: {run.ratio:.3f}")
     print(f"interval of plans for {place}: {_shown(old)} -> {_shown(new)}")
-    print("step times are stored and listed; plans do not predict them yet")
+    print("step times are stored and listed; they do not change the predictions of later plans")
     if network is not None:
         _show_network(store, network, as_json=False)
     return 0
 
 
 def _read_network(run_dir: Path) -> MeasuredNetwork | None:
-    """Return what a comparison of machines left in a directory; `None` where there is none."""
-    from ...ds_configs.specs.yaml_file import read_small_file
-    from ...ds_configs.step_time.measured_network import FILE_NAME, network_from_text
+    """Return the network that a comparison of machines measured; `None` without one."""
+    from ...ds_configs.specs.texts import read_small_file
+    from ...ds_configs.step_time.rates import FILE_NAME, network_from_text
 
     file = run_dir if run_dir.name == FILE_NAME else run_dir / FILE_NAME
     try:
         if not file.is_file():
             return None
     except OSError:
-        # What cannot be a path is told with the measurement.
+        # read_measurement reports what cannot be a path.
         return None
     return network_from_text(read_small_file(file, what="network"), source=str(file))
-
-
-def _has_measurement(run_dir: Path) -> bool:
-    from ...ds_configs.plan.measurement import FILE_NAME
-
-    return run_dir.is_dir() and (run_dir / FILE_NAME).exists()
 
 
 def _show_network(store: CalibrationStore, network: MeasuredNetwork, *, as_json: bool) -> int:
@@ -125,11 +122,11 @@ def _network_line(network: MeasuredNetwork) -> str:
     from ...ds_configs.plan.measurement import printable
 
     rate = f"{network.bytes_per_s / 1e9:.2f} GB/s from each accelerator"
-    return f"{rate}; plans for nodes of {network.gpus_per_node} x {printable(network.gpu)} count on it"
+    return f"{rate}; plans for nodes of {network.gpus_per_node} x {printable(network.gpu)} use it"
 
 
 def read_measurement(run_dir: Path) -> RunMeasurement:
-    """Return the measurement that a run left in its output directory.
+    """Return the measurement in the output directory of a run.
 
     Raises:
         UsageError: there is none.
@@ -143,19 +140,10 @@ def read_measurement(run_dir: Path) -> RunMeasurement:
             text = stream.read(LARGEST_FILE_BYTES + 1)
     except (OSError, ValueError) as error:
         detail = getattr(error, "strerror", None) or str(error)
-        fix = "train with --plan, as the plan's launch.sh does, and give the output directory"
+        fix = "train with --plan, as the plan's launch.sh does, and pass the output directory"
         rule = f"has no {FILE_NAME} that can be read ({detail})"
-        raise UsageError(Fault(where="run", value=str(run_dir), rule=rule, fix=fix)) from None
+        raise UsageError(ConfigError(where="run", value=str(run_dir), rule=rule, fix=fix)) from None
     return measurement_from_text(text, source=str(file))
-
-
-def _forget(store: CalibrationStore, identifier: str, *, as_json: bool) -> int:
-    count = store.forget(identifier)
-    if as_json:
-        print(json.dumps({"schema_version": 1, "forgotten": count, "database": str(store.path)}))
-    else:
-        print(f"Forgot {count} run{'' if count == 1 else 's'}")
-    return 0
 
 
 def _list(store: CalibrationStore, *, as_json: bool) -> int:
@@ -166,7 +154,7 @@ def _list(store: CalibrationStore, *, as_json: bool) -> int:
         print(json.dumps(shown | {"database": str(store.path)}, indent=2))
         return 0
     if not runs:
-        print("No runs stored yet; `shardwright calibrate RUN_DIR` stores one")
+        print("No stored runs. Store one with `shardwright calibrate RUN_DIR`.")
     else:
         _show_runs(runs)
     for network in networks:
@@ -199,8 +187,7 @@ def _run_dict(run: MeasuredRun) -> dict[str, Any]:
 
 
 def _interval(calibration: Calibration, run: MeasuredRun) -> dict[str, float | int]:
-    from ...ds_configs.memory.calibration import moved_factors
-    from ...ds_configs.memory.estimate import RESERVED_OVER_PREDICTED
+    from ...ds_configs.memory.estimate import RESERVED_OVER_PREDICTED, moved_factors
 
     ratios = calibration.ratios(gpu=run.gpu, architecture=run.architecture)
     low, middle, high = moved_factors(RESERVED_OVER_PREDICTED, ratios)

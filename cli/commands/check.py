@@ -1,4 +1,4 @@
-"""`shardwright check`: reads configuration files and reports everything wrong with them at once."""
+"""`shardwright check`: report all errors in configuration files."""
 
 from __future__ import annotations
 
@@ -10,18 +10,17 @@ from cyclopts import Parameter
 from pydantic import Field
 
 from ...ds_configs.check.files import check
-from ..command_line import command_line
 from ..options import CheckedFor, FormatOptions
-from ..settings import FILLED, Options, grouped
+from ..settings import FILLED, Options, command_line, grouped
 from .report import check_output_file, write_output_file
 
 
 @grouped
 class CheckOptions(CheckedFor, FormatOptions):
-    """Facts, and how findings are printed."""
+    """Options of `check`."""
 
-    report: Path | None = Field(None, description="Write the findings to this HTML file, too")
-    force: bool = Field(False, description="Replace the file that --report names")
+    report: Path | None = Field(None, description="Also write the findings to this HTML file")
+    force: bool = Field(False, description="Replace the file of --report")
 
 
 def check_command(
@@ -29,30 +28,31 @@ def check_command(
     *,
     options: Annotated[CheckOptions, Options] = FILLED,
 ) -> int:
-    """Find every fault in DeepSpeed JSON and Accelerate YAML files, whoever wrote them.
+    """Find all errors in DeepSpeed JSON and Accelerate YAML files.
 
-    Exit code 2 when there is an error; warnings alone give 0. Example: shardwright check ds_config.json
+    The exit code is 2 for errors, and 0 for warnings only.
 
     Parameters
     ----------
     files
-        Files to check; an Accelerate YAML also brings the DeepSpeed JSON that it names, a plan's directory its files.
+        Files, or the directory of a plan. The DeepSpeed JSON of an Accelerate YAML is checked too.
     """
     if options.report is not None:
         check_output_file(options.report, force=options.force)
-    found = check(*files, num_processes=options.num_processes, transformers=options.transformers)
+    result = check(*files, num_processes=options.num_processes, transformers=options.transformers)
     if options.report is not None:
-        from ...trainers.reports.make import check_report
+        from ...trainers.reports.plans import check_report
+        from ...trainers.reports.report import html
 
-        write_output_file(options.report, check_report(found.to_dict(), command=command_line()))
+        write_output_file(options.report, html(check_report(result.to_dict(), command=command_line())))
     if options.as_json:
-        print(json.dumps(found.to_dict(), indent=2))
+        print(json.dumps(result.to_dict(), indent=2))
     else:
         from ..show import console, show_findings
 
-        show_findings(found.findings)
-        warnings = len(found.findings) - found.errors
-        if not {str(file) for file in files}.issuperset(found.files):
-            console().print(f"Checked {', '.join(found.files)}", markup=False)
-        console().print(f"{len(found.files)} file(s): {found.errors} error(s), {warnings} warning(s)")
-    return 2 if found.errors else 0
+        show_findings(result.findings)
+        warnings = len(result.findings) - result.errors
+        if not {str(file) for file in files}.issuperset(result.files):
+            console().print(f"Checked {', '.join(result.files)}", markup=False)
+        console().print(f"{len(result.files)} file(s): {result.errors} error(s), {warnings} warning(s)")
+    return 2 if result.errors else 0

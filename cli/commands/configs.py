@@ -4,34 +4,29 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 from cyclopts import App
 from pydantic import Field
 
 from ...ds_configs.search.reasons import display_name
 from ...ds_configs.specs.units import gigabytes
-from ..examples import shown_examples
+from ..gallery import entry_names, load_entry
+from ..help import shown_examples
 from ..options import ConfigOption, FormatOptions
-from ..planning.gallery import entry_names, load_entry
 from ..settings import FILLED, Options, grouped
 
-if TYPE_CHECKING:
-    from ...ds_configs.quantization.recipe import Recipe
-
-app = App(
-    name="configs", help="List the ready-made configurations, or copy one.", help_epilogue=shown_examples("configs")
-)
+app = App(name="configs", help="List ready-made configurations, or copy one.", help_epilogue=shown_examples("configs"))
 
 
 @app.command(name="ls")
 def list_command(subject: str = "", *, options: Annotated[FormatOptions, Options] = FILLED) -> int:
-    """List the gallery; a word narrows it, such as llama or lora. `quantize` lists the recipes of that command.
+    """List the gallery, or its entries with a word such as llama; `quantize` lists the quantization recipes.
 
     Parameters
     ----------
     subject
-        Text that a name must hold, or quantize.
+        Part of a name, or quantize.
     """
     if subject.lower() in ("quantize", "quantization"):
         return _list_recipes(as_json=options.as_json)
@@ -62,29 +57,32 @@ def list_command(subject: str = "", *, options: Annotated[FormatOptions, Options
 
 @grouped
 class CopyOptions(ConfigOption):
-    """Copy of a configuration."""
+    """Options of `configs cp`."""
 
     force: bool = Field(False, description="Replace the files of an earlier copy")
 
 
 @app.command(name="cp")
 def copy_command(name: str, output_dir: Path, *, options: Annotated[CopyOptions, Options] = FILLED) -> int:
-    """Copy one configuration of the gallery into a directory, with the paths of that directory in it; or a recipe.
+    """Copy a recipe, or a configuration with its paths changed to the new directory.
 
     Parameters
     ----------
     name
-        A name that `configs ls` prints.
+        A name from `configs ls`.
     output_dir
-        Where the files go.
+        Directory for the files.
     """
     from ...ds_configs.quantization.recipe import read_recipe, recipe_names
 
     if name in recipe_names():
-        _copy_recipe(read_recipe(name), output_dir, force=options.force)
-        return 0
-    plan = load_entry(name)
-    for path in plan.write(output_dir, force=options.force):
+        from ...ds_configs.plan.output import write_files
+
+        recipe = read_recipe(name)
+        paths = write_files({f"{recipe.name}.yaml": recipe.text}, output_dir, force=options.force)
+    else:
+        paths = load_entry(name).write(output_dir, force=options.force)
+    for path in paths:
         print(path)
     return 0
 
@@ -109,10 +107,3 @@ def _list_recipes(*, as_json: bool) -> int:
     ]
     print_rows(console(), ("name", "scheme", "method", "purpose"), shown, folded={"purpose": 40})
     return 0
-
-
-def _copy_recipe(recipe: Recipe, output_dir: Path, *, force: bool) -> None:
-    from ...ds_configs.plan.write import write_files
-
-    for path in write_files({f"{recipe.name}.yaml": recipe.text}, output_dir, force=force):
-        print(path)

@@ -1,4 +1,4 @@
-"""`shardwright demo`: the main job on real input, from a plan to a trained checkpoint, on any machine."""
+"""`shardwright demo`: from a plan to a trained checkpoint, on any machine."""
 
 from __future__ import annotations
 
@@ -10,16 +10,15 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from ...ds_configs.plan.launch import launch_arguments
+from ...ds_configs.plan.output import write_files
 from ...ds_configs.plan.plan import Plan
-from ...ds_configs.plan.write import write_files
 from ...ds_configs.specs.errors import ShardwrightError
 from ...ds_configs.specs.job import TrainingJob
 from ..options import FormatOptions
 from ..settings import FILLED, Options, grouped
 
 TIME_LIMIT_SECONDS = 900
-"""Of the training alone; DeepSpeed's operators are compiled before it."""
+"""Of the training; DeepSpeed's operators are compiled before."""
 
 SMALL_LLAMA: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -38,24 +37,24 @@ SMALL_LLAMA: dict[str, Any] = {
 
 @grouped
 class DemoOptions(FormatOptions):
-    """Extent of the demo."""
+    """Options of `demo`."""
 
-    steps: int = Field(30, ge=1, description="Optimizer steps of the training")
+    steps: int = Field(30, ge=1, description="Optimizer steps")
     force: bool = Field(False, description="Replace the files of an earlier demo")
 
 
 def demo_command(output_dir: Path = Path("demo-output"), *, options: Annotated[DemoOptions, Options] = FILLED) -> int:
-    """Plan a model for real GPUs, then plan, launch and train a small Llama on two CPU ranks.
+    """Plan a model for 8 GPUs, then plan, launch and train a small Llama on two CPU ranks.
 
-    The text is Python's own help topics. The launch uses the files of the plan as a user would.
+    The text is Python's help topics. The launch uses the files of the plan.
 
     Parameters
     ----------
     output_dir
-        Where the small model, its plan and the trained checkpoint go.
+        Directory for the small model, its plan and the trained checkpoint.
     """
     if options.as_json:
-        # What people read goes beside the one object.
+        # stdout is for the JSON object only.
         with redirect_stdout(sys.stderr):
             small, losses = _demo(output_dir, options)
         found = {"strategy": small.chosen.strategy.label, "hardware": small.hardware.name, "losses": losses}
@@ -66,68 +65,58 @@ def demo_command(output_dir: Path = Path("demo-output"), *, options: Annotated[D
 
 
 def _demo(output_dir: Path, options: DemoOptions) -> tuple[Plan, list[float]]:
-    """Show and run the demo; returns the small plan, and the loss of each step."""
-    force = options.force
+    """Run the demo; return the plan of the small model and the loss of each step."""
     from ...plugins.planning.from_names import plan
-    from ..planning.gallery import load_entry
+    from ..gallery import load_entry
     from ..show import show_plan
 
     entry = load_entry("llama-3.1-8b_8xA100-80GB")
-    print("1. Llama-3.1-8B on 8 x A100-80GB, planned from its config.json alone\n")
-    show_plan(plan_again(entry), None)
+    print("1. Llama-3.1-8B on 8 x A100-80GB, planned from its config.json\n")
+    show_plan(plan_again(entry), None, output_dir_hint=False)
     print("\n2. A small Llama on two CPU ranks, planned the same way\n")
-    write_files({"config.json": json.dumps(SMALL_LLAMA, indent=2) + "\n"}, output_dir / "small-llama", force=force)
+    write_files(
+        {"config.json": json.dumps(SMALL_LLAMA, indent=2) + "\n"}, output_dir / "small-llama", force=options.force
+    )
     job = TrainingJob(seq_len_tokens=128, micro_batch_size=4, global_batch_size=16, strategy="zero2")
     small = plan(str(output_dir / "small-llama"), "2xCPU", job)
-    small.write(output_dir / "plan", force=force)
+    small.write(output_dir / "plan", force=options.force)
     show_plan(small, output_dir / "plan")
-    print("\n3. plan/launch.sh, for real\n", flush=True)
-    losses = train_demo(small, output_dir, options.steps, force=force)
+    print("\n3. Training with plan/launch.sh\n", flush=True)
+    losses = train_demo(small, output_dir, options.steps, force=options.force)
     if not losses[-1] < losses[0]:
-        raise ShardwrightError(f"the loss did not fall: {losses[0]:.3f} to {losses[-1]:.3f}")
+        raise ShardwrightError(f"the loss did not decrease: {losses[0]:.3f} to {losses[-1]:.3f}")
     print(f"\nloss {losses[0]:.3f} -> {losses[-1]:.3f} in {len(losses)} steps of ZeRO-2 on two ranks")
     print(f"trained model in {output_dir / 'plan' / 'model'}")
-    print(f"Next: shardwright evaluate {output_dir / 'plan' / 'model'} --text YOUR_TEXT, or plan a model of your own")
+    print(f"Next: shardwright evaluate {output_dir / 'plan' / 'model'} --text YOUR_TEXT, or plan your own model")
     return small, losses
 
 
 def plan_again(entry: Plan) -> Plan:
-    """Return a fresh plan for the model, hardware and job of another."""
+    """Return a new plan for the model, hardware and job of a plan."""
     from ...ds_configs.plan.plan import make_plan
 
     return make_plan(entry.model, entry.hardware, entry.job)
 
 
 def train_demo(plan: Plan, output_dir: Path, steps: int, *, force: bool = False) -> list[float]:
-    """Run the plan's own launch line for some steps and return the losses.
+    """Run the training of the plan for some steps and return the losses.
 
     Raises:
         ShardwrightError: the launch fails or exceeds its time limit.
     """
-    from ...plugins.deepspeed.compiled_operators import needed_operators, prepare_operators
-    from ...plugins.launching.launch import at_free_port, python_arguments, run_launch
+    from ...trainers.training.script import launch_plan
 
     losses = output_dir / "losses.json"
     losses.unlink(missing_ok=True)
-    command = [
-        *launch_arguments(plan, directory=str((output_dir / "plan").absolute())),
-        "--random-weights",
-        *(["--force"] if force else []),
-        "--max-steps",
-        str(steps),
-        "--losses-json",
-        str(losses.absolute()),
-    ]
-    operators = needed_operators(offload_optimizer=False, nvme=False, optimizer=plan.job.optimizer)
-    prepare_operators(operators, notify=print)
-    command, port = at_free_port(command)
-    run_launch(
-        python_arguments(command),
+    words = ["--random-weights", "--max-steps", str(steps), "--losses-json", str(losses.absolute())]
+    launch_plan(
+        output_dir / "plan",
+        None,
+        [*words, *(["--force"] if force else [])],
         timeout_seconds=TIME_LIMIT_SECONDS,
         on_line=lambda line: print(line, flush=True),
-        port=port,
     )
     record: dict[str, Any] = json.loads(losses.read_text(encoding="utf-8"))
     if record["world_size"] != plan.hardware.world_size:
-        raise ShardwrightError(f"{record['world_size']} ranks trained, the plan says {plan.hardware.world_size}")
+        raise ShardwrightError(f"{record['world_size']} ranks trained, but the plan has {plan.hardware.world_size}")
     return list(record["losses"])

@@ -1,19 +1,20 @@
-"""`shardwright distill`: plan, launch and report a distillation with one command."""
+"""`shardwright distill`: plan, launch and report a distillation."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
-from ...trainers.distillation.command.run_files import DistillSettings
+from ...trainers.distillation.command.settings import DistillSettings
 from ..machines import TrainingMachineOptions
 from ..options import TrainingOptions
 from ..settings import FILLED, Options, grouped
-from ..training_shown import launched_command
+from ..training import launched_command, show_outcome
 
 if TYPE_CHECKING:
-    from ...trainers.distillation.command.run_inputs import PreparedDistillation
-    from ...trainers.distillation.command.run_report import DistillationOutcome
+    from ...trainers.distillation.command.report import DistillationOutcome
+    from ...trainers.distillation.command.task import PreparedDistillation
+    from ...trainers.runs.settings import RunRequest
 
 
 grouped(DistillSettings)
@@ -29,47 +30,29 @@ def distill_command(
     options: Annotated[TrainingOptions, Options],
     machines: Annotated[TrainingMachineOptions, Options] = FILLED,
 ) -> int:
-    """Teach a student what a teacher knows: plan, train, evaluate before and after, save with a model card.
-
-    Example: shardwright distill Qwen/Qwen3-8B Qwen/Qwen3-0.6B --dataset python-help --output-dir taught
+    """Distill a teacher into a student: plan, train, evaluate before and after, save with a model card.
 
     Parameters
     ----------
     teacher
         Hub id or directory; weights are read from safetensors.
     student
-        Hub id or directory, or a config.json for random weights.
+        Hub id or directory; a config.json for random weights.
     """
-    from ...trainers.distillation.command.run_inputs import prepare_distillation
+    from ...trainers.distillation.command.task import prepare_distillation
 
-    def prepare(**how: Any) -> PreparedDistillation:
-        return prepare_distillation(settings, teacher, student, options.output_dir, **how)
+    def prepare(request: RunRequest) -> PreparedDistillation:
+        return prepare_distillation(settings, teacher, student, request)
 
     return launched_command(prepare, options, machines, settings, show_distillation)
 
 
 def show_distillation(outcome: DistillationOutcome, output_dir: Path) -> None:
-    """Print the comparison of the student before and after with its teacher, and where everything lies."""
-    from rich.text import Text
+    """Print the results of student and teacher, the files and the next command."""
+    from ...trainers.distillation.command.report import CHART_FILE
+    from ..show import show_next
 
-    from ...plugins.huggingface_hub.cards import CARD_FILE
-    from ...trainers.distillation.command.run_report import CHART_FILE, comparison
-    from ...trainers.runs.report import REPORT_FILE
-    from ..show import console, print_rows, show_next
-
-    out = console()
-    label, hardware = outcome.plan.chosen.strategy.label, outcome.plan.hardware.name
-    out.print(Text.assemble((outcome.student, "bold"), f"  taught by {outcome.teacher}, {label} on {hardware}"))
-    out.print()
-    figures = ("student before", "student after", "teacher")
-    rows = [
-        (row.name, row.before, Text(row.after, style="bold green"), row.teacher) for row in comparison(outcome.result)
-    ]
-    on = f"{outcome.statistics.evaluation_samples} held-out samples"
-    print_rows(out, (on, *figures), rows, block_title=on, figures=figures)
-    out.print()
-    out.print(outcome.speed_line(outcome.result))
-    files = ", ".join(str(output_dir / name) for name in (REPORT_FILE, CARD_FILE, CHART_FILE))
-    out.print(f"Student in {output_dir}; see {files}", markup=False)
+    made = f"distilled from {outcome.teacher}"
+    show_outcome(outcome, output_dir, name=outcome.student, made=made, chart=CHART_FILE, noun="Student")
     if outcome.settings.method == "full":
         show_next("shardwright", "quantize", output_dir, "--scheme", "W4A16", "--output-dir", f"{output_dir}-w4")

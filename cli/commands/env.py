@@ -1,4 +1,4 @@
-"""`shardwright env`: what to paste into a report; `env create`: an environment of its own for quantization."""
+"""`shardwright env`: versions, hardware and patches; `env create`: a separate environment for quantization."""
 
 from __future__ import annotations
 
@@ -13,72 +13,131 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from cyclopts import App
 from pydantic import Field
 
-from ..examples import shown_examples
+from ... import __version__
+from ..help import shown_examples
 from ..options import FormatOptions
 from ..progress import note
 from ..settings import FILLED, Options, grouped
 
 if TYPE_CHECKING:
-    from ...plugins.llm_compressor.own_environment import OwnEnvironment
+    from ...plugins.llm_compressor.environment import OwnEnvironment
 
-grouped(FormatOptions)
-app = App(name="env", help="Print versions and hardware to paste into a report.", help_epilogue=shown_examples("env"))
+
+@grouped
+class EnvOptions(FormatOptions):
+    """Options of `env`."""
+
+    patches: bool = Field(False, description="List the patches of upstream libraries, and which are needed here")
+
+
+app = App(name="env", help="Print versions and hardware for a bug report.", help_epilogue=shown_examples("env"))
 
 
 @app.default
-def env_command(*, options: Annotated[FormatOptions, Options] = FILLED) -> int:
+def env_command(*, options: Annotated[EnvOptions, Options] = FILLED) -> int:
     """Print versions, hardware and build tools, without secrets."""
+    if options.patches:
+        return _show_patches(as_json=options.as_json)
     facts = environment_facts()
     if options.as_json:
         print(json.dumps({"schema_version": 1} | facts, indent=2))
         return 0
+    versions, tested, problems = facts.pop("versions"), facts.pop("tested"), facts.pop("release_problems")
     for name, value in facts.items():
-        shown = ", ".join(f"{key} {item}" for key, item in value.items()) if isinstance(value, dict) else value
-        print(f"- {name}: {shown}")
+        print(f"- {name}: {value}")
+    width = max(map(len, versions))
+    print("- versions, installed and tested:")
+    for name, version in versions.items():
+        print(f"  {name:{width}}  {version:14}  tested {tested[name]}")
+    for problem in problems:
+        print(f"- release problem: {problem}")
     return 0
+
+
+def _show_patches(*, as_json: bool) -> int:
+    facts = patch_facts()
+    if as_json:
+        print(json.dumps({"schema_version": 1, "patches": facts}, indent=2))
+        return 0
+    for patch in facts:
+        package = f"{patch['package']} {patch['installed']}" if patch["installed"] else patch["package"]
+        print(f"{patch['name']}: {patch['state']}")
+        print(f"  {package}: {patch['target']} ({patch['scope']}, releases: {patch['releases'] or 'all'})")
+        print(f"  {patch['reason']}")
+        if patch["error"]:
+            print(f"  {patch['error']}")
+    return 0
+
+
+def patch_facts() -> list[dict[str, Any]]:
+    """Return the entries of the registry of patches, each with its state under the installed releases.
+
+    Imports the modules of all targets and discards what they log.
+    """
+    from ...plugins.llm_compressor.quiet import import_upstream
+    from ...plugins.patches import PATCHES, patch_state, target_error
+    from ...plugins.releases import installed_version
+
+    if installed_version("llmcompressor") is not None:
+        import_upstream()
+    return [
+        {
+            "name": patch.name,
+            "state": (state := patch_state(patch)),
+            "package": patch.package,
+            "installed": installed_version(patch.package),
+            "target": patch.target,
+            "scope": patch.scope,
+            "releases": patch.versions,
+            "reason": patch.reason,
+            "error": str(target_error(patch)) if state == "target differs" else None,
+        }
+        for patch in PATCHES
+    ]
 
 
 @grouped
 class CreateOptions(FormatOptions):
-    """Environment that is made."""
+    """Options of `env create`."""
 
     path: Path = Field(Path("quantize-env"), description="Directory of the environment")
     source: str | None = Field(
-        None, description="Shardwright itself: a directory, URL or requirement. Default: where this one came from"
+        None, description="Directory, URL or requirement of Shardwright. Default: as installed here"
     )
-    force: bool = Field(False, description="Make an environment that lies there anew")
-    dry_run: bool = Field(False, description="Show what would be installed; make nothing")
+    force: bool = Field(False, description="Replace an existing environment")
+    dry_run: bool = Field(False, description="Print what would be installed; create nothing")
 
 
 @app.command(name="create")
 def create_command(
     extra: Literal["quantize"] = "quantize", *, options: Annotated[CreateOptions, Options] = FILLED
 ) -> int:
-    """Make an environment of its own for quantization, with pip: the one that trains keeps its torch.
+    """Create a separate environment for quantization with pip; the training environment keeps its torch.
 
-    pip reads its own settings, such as PIP_INDEX_URL. Example: shardwright env create quantize --path quantize-env
+    pip reads its own settings, such as PIP_INDEX_URL.
 
     Parameters
     ----------
     extra
-        What it is for: quantize.
+        Purpose of the environment: quantize.
     """
-    from ...plugins.llm_compressor.own_environment import create_environment, planned_environment
+    from ...plugins.llm_compressor.environment import create_environment, planned_environment
 
     planned = planned_environment(options.path, source=options.source, force=options.force)
     _tell_planned(planned)
     versions = {} if options.dry_run else create_environment(planned, notify=note)
     if options.as_json:
-        from ...plugins.llm_compressor.own_environment import INSTALLED_BYTES
+        from ...plugins.llm_compressor.environment import INSTALLED_BYTES
 
-        found = {"path": str(options.path), "requirements": planned.requirements, "expected_bytes": INSTALLED_BYTES}
-        print(json.dumps({"schema_version": 1} | found | {"versions": versions}, indent=2))
+        made = {"path": str(options.path), "requirements": planned.requirements, "constraints": planned.constraints}
+        sizes = {"expected_bytes": INSTALLED_BYTES, "versions": versions}
+        print(json.dumps({"schema_version": 1, **made, **sizes}, indent=2))
     elif options.dry_run:
-        print("Nothing made; drop --dry-run to make it")
+        print("Dry run: nothing was created")
     else:
         from ..show import show_next
 
-        print(f"Made {options.path}: " + ", ".join(f"{name} {version}" for name, version in versions.items()))
+        print(f"Created {options.path}: " + ", ".join(f"{name} {version}" for name, version in versions.items()))
         words = ("--scheme", "W4A16", "--dataset", "python-help", "--output-dir", "OUT")
         show_next(planned.command, extra, "MODEL", *words)
     return 0
@@ -86,9 +145,10 @@ def create_command(
 
 def _tell_planned(planned: OwnEnvironment) -> None:
     from ...ds_configs.specs.units import gigabytes
-    from ...plugins.llm_compressor.own_environment import INSTALLED_BYTES
+    from ...plugins.llm_compressor.environment import INSTALLED_BYTES
 
-    note(f"{planned.directory} would hold " + ", ".join(planned.requirements) + ", with all that they need")
+    note(f"{planned.directory} would hold " + " and ".join(planned.requirements))
+    note("their dependencies are installed in the releases that Shardwright is tested with")
     nearest = next(place for place in (planned.directory.absolute(), *planned.directory.absolute().parents)
                    if place.exists())  # fmt: skip
     free = shutil.disk_usage(nearest).free
@@ -97,26 +157,34 @@ def _tell_planned(planned: OwnEnvironment) -> None:
 
 
 def environment_facts() -> dict[str, Any]:
-    """Return what a report needs: system, libraries, accelerators, memory, and what DeepSpeed's builds need."""
+    """Return system, libraries, accelerators, memory and the build tools of DeepSpeed."""
     import psutil
-    import torch
 
     from ...plugins.deepspeed.engine import has_libaio
-    from ...plugins.llm_compressor.ceilings import installation_of_quantize
-    from ...plugins.planning.from_names import installed_versions
+    from ...plugins.llm_compressor.environment import installation_of_quantize
+    from ...plugins.releases import installed_version, release_errors, release_warnings, tested_releases
 
-    accelerators = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+    try:
+        import torch
+
+        names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+        accelerators = ", ".join(names) or "none"
+    except Exception as error:  # Bug reports matter most when torch does not load.
+        accelerators = f"unknown: torch cannot be used ({error})"
     compiler = next((name for name in ("c++", "g++", "clang++") if shutil.which(name)), "none found")
     default_config = Path(os.path.expanduser("~/.cache/huggingface/accelerate/default_config.yaml"))  # noqa: PTH111
     return {
         "python": sys.version.split()[0],
         "platform": platform.platform(),
-        "versions": dict(installed_versions()),
+        "shardwright": __version__,
+        "versions": {name: installed_version(name) or "not installed" for name in tested_releases()},
+        "tested": {name: str(tested) for name, tested in tested_releases().items()},
+        "release_problems": [*map(str, release_errors()), *release_warnings()],
         "extra_quantize": installation_of_quantize(),
-        "accelerators": ", ".join(accelerators) or "none",
+        "accelerators": accelerators,
         "cpu_cores": os.cpu_count(),
         "host_memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
         "cxx_compiler": compiler,
         "libaio": "found" if has_libaio() else "not found; NVMe offload needs libaio-dev",
-        "accelerate_default_config": "present, but plans never read it" if default_config.exists() else "none",
+        "accelerate_default_config": "present, but plans do not read it" if default_config.exists() else "none",
     }

@@ -1,4 +1,4 @@
-"""`shardwright evaluate`: what a model is worth, beside the one that it was made from."""
+"""`shardwright evaluate`: measure a model, alone or against a baseline."""
 
 from __future__ import annotations
 
@@ -10,59 +10,51 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field
 
-from ...ds_configs.specs.errors import Fault, UsageError
+from ...ds_configs.specs.errors import ConfigError, UsageError, collecting
 from ...ds_configs.specs.settings import Names, Paths
-from ..command_line import command_line
-from ..machines import ReplicaOptions, run_on_hosts, tell_place
+from ..machines import ReplicaOptions, note_result_machine, run_on_hosts
 from ..options import ReportOptions
 from ..progress import note, progress_on_stderr
-from ..settings import FILLED, Options, grouped
+from ..settings import FILLED, Options, command_line, grouped
 
 if TYPE_CHECKING:
-    from ...plugins.lm_eval.tasks import TaskRequest
-    from ...trainers.evaluation.result import Evaluation
+    from ...trainers.evaluation.evaluate import Evaluation
 
 
 @grouped
 class EvaluateOptions(ReportOptions):
-    """Measures, and the text that they are taken on."""
+    """Options of `evaluate`."""
 
     group = "Evaluation"
 
-    baseline: str | None = Field(
-        None, description="What it is compared with on the same tokens; usually what it was made from"
-    )
+    baseline: str | None = Field(None, description="Model to compare with on the same tokens, usually the original")
     dataset: str | None = Field(
         None,
-        description="ID[:config][#N] of the Hub, a file or directory of rows, or python-help. Default: python-help",
+        description="Hub ID[:config][#N], file or directory of rows. Default: python-help",
     )
-    text: Paths = Field((), description="Files of plain text, instead of a dataset")
+    text: Paths = Field((), description="Plain text files, instead of a dataset")
     split: str = Field("test", description="Split of a Hub dataset")
-    seq_len: int | None = Field(
-        None, description="Tokens that are read together. Default: 2048, or fewer where a model has fewer positions"
-    )
-    stride: int | None = Field(
-        None, description="Tokens from one window's start to the next. Default: seq-len, so that none is read twice"
-    )
+    seq_len: int | None = Field(None, description="Window length in tokens. Default: 2048, or the model's maximum")
+    stride: int | None = Field(None, description="Tokens between the starts of two windows. Default: --seq-len")
     num_samples: int = Field(64, description="Windows to read, from the start of the text")
-    batch_size: int = Field(4, description="Windows that are read together; no result depends on it")
+    batch_size: int = Field(4, description="Windows per batch; does not change results")
     tasks: Names | None = Field(None, description="Tasks of lm-evaluation-harness, such as hellaswag,arc_easy")
-    limit: int | None = Field(None, description="Documents of each task")
-    few_shot: int | None = Field(None, description="Solved examples before each question of a task")
+    limit: int | None = Field(None, description="Documents per task")
+    few_shot: int | None = Field(None, description="Examples before each question of a task")
     include_path: Path | None = Field(
-        None, description="Directory with task files of your own; the Python functions that they name are run"
+        None, description="Directory with your own task files; runs the functions they name"
     )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
-        "auto", description="Type to load weights as; auto: the stored one"
+        "auto", description="Type to load weights as; auto: as stored"
     )
-    device: str | None = Field(None, description="Such as cuda:0 or cpu. Default: an accelerator where there is one")
+    device: str | None = Field(None, description="Such as cuda:0 or cpu. Default: an accelerator if available")
     engine: Literal["transformers", "vllm"] = Field(
-        "transformers", description="Who reads: Transformers here, or vLLM in its own environment, found on PATH"
+        "transformers", description="Transformers, or vLLM in its own environment, found on PATH"
     )
     speed: bool = Field(True, description="Measure tokens/s and memory")
     revision: str | None = Field(None, description="Branch, tag or commit of a Hub model")
-    baseline_revision: str | None = Field(None, description="The same of a Hub baseline")
-    dataset_revision: str | None = Field(None, description="The same of a Hub dataset")
+    baseline_revision: str | None = Field(None, description="Branch, tag or commit of a Hub baseline")
+    dataset_revision: str | None = Field(None, description="Branch, tag or commit of a Hub dataset")
 
 
 grouped(ReplicaOptions)
@@ -74,31 +66,41 @@ def evaluate_command(
     options: Annotated[EvaluateOptions, Options] = FILLED,
     machines: Annotated[ReplicaOptions, Options] = FILLED,
 ) -> int:
-    """Measure a model on a text, and how far it is from a baseline: perplexity, KL, agreement, size and speed.
-
-    Example: shardwright evaluate quantized --baseline meta-llama/Llama-3.1-8B --text book.txt
+    """Measure perplexity, size and speed of a model, and KL and agreement with a baseline.
 
     Parameters
     ----------
     model
         Hub id or local directory with safetensors weights, plain or quantized.
     """
-    from ...ds_configs.plan.output import output_faults, reserved
+    from ...ds_configs.plan.output import output_errors, reserved, write_files
+    from ...plugins.lm_eval import TaskRequest
+    from ...trainers.data.sources import PYTHON_HELP, local_place
     from ...trainers.evaluation.evaluate import evaluate_model
-    from ...trainers.evaluation.text_windows import TextRequest
+    from ...trainers.evaluation.measures import TextRequest
+    from ...trainers.reports.make import write_html
+    from ...trainers.reports.runs import evaluation_files
 
     if machines.on == "ssh":
         return run_on_hosts(machines)
-    replicas = machines.replicas()
-    output_dir = options.output_dir if replicas.result_is_here else None
-    force, faults = options.force, _conflicts(options)
-    # Before hours are spent on what the report says.
-    faults += [] if output_dir is None else output_faults(output_dir, force=force, sources=_sources(options, model))
-    if faults:
-        raise UsageError(faults)
+    errors, replicas, force = _conflicts(options), None, options.force
+    with collecting(errors):
+        replicas = machines.replicas()
+    output_dir = options.output_dir if replicas is None or replicas.result_is_here else None
+    # Before hours of evaluation.
+    sources = {"the model": model, "the baseline": options.baseline, "the dataset": local_place(options.dataset)}
+    errors += [] if output_dir is None else output_errors(output_dir, force=force, sources=sources)
+    if errors or replicas is None:
+        raise UsageError(errors)
+    if options.dataset is None and not options.text:
+        note(f"using {PYTHON_HELP}, Python's help topics; pass your own --text or --dataset")
+    tasks = None
+    if options.tasks is not None:
+        limits = {name: getattr(options, name) for name in ("limit", "few_shot", "include_path")}
+        tasks = TaskRequest(names=options.tasks, **limits)
     request = TextRequest(
         files=options.text,
-        dataset=_dataset(options),
+        dataset=options.dataset or PYTHON_HELP,
         split=options.split,
         dataset_revision=options.dataset_revision,
         stride=options.stride,
@@ -108,7 +110,7 @@ def evaluate_command(
         held.enter_context(redirect_stdout(sys.stderr))
         if output_dir is not None:
             held.enter_context(reserved(output_dir, force=force))
-        on_progress = held.enter_context(progress_on_stderr("checking", stages_on_stderr))
+        held.enter_context(progress_on_stderr("checking", stages_on_stderr))
         evaluation = evaluate_model(
             model,
             baseline=options.baseline,
@@ -118,99 +120,58 @@ def evaluate_command(
             dtype=options.dtype,
             device=options.device,
             engine=options.engine,
-            tasks=_task_request(options),
+            tasks=tasks,
             revision=options.revision,
             baseline_revision=options.baseline_revision,
             measure_speeds=options.speed,
             replicas=replicas,
-            notify=note,
-            on_progress=on_progress,
         )
         if output_dir is not None:
-            _write(evaluation, output_dir)
-    if replicas.result_is_here:
-        _tell(evaluation, output_dir, as_json=options.as_json)
-    else:
-        tell_place(replicas.place)
-    return 0
-
-
-def _tell(evaluation: Evaluation, output_dir: Path | None, *, as_json: bool) -> None:
-    if as_json:
+            write_files(evaluation_files(evaluation.to_dict() | {"command": command_line()}), output_dir, force=True)
+            write_html(output_dir)
+    if not replicas.result_is_here:
+        note_result_machine(replicas.place)
+    elif options.as_json:
         where = None if output_dir is None else str(output_dir)
         print(json.dumps(evaluation.to_dict() | {"output_dir": where}, allow_nan=False))
     else:
         show_evaluation(evaluation, output_dir)
+    return 0
 
 
-def _write(evaluation: Evaluation, output_dir: Path) -> None:
-    from ...ds_configs.plan.write import write_files
-    from ...trainers.evaluation.report import evaluation_files
-    from ...trainers.reports.make import write_html
-
-    write_files(evaluation_files(evaluation, command=command_line()), output_dir, force=True)
-    write_html(output_dir)
-
-
-def _sources(options: EvaluateOptions, model: str) -> dict[str, str | None]:
-    """Return what is read, by its part."""
-    from ...trainers.data.sources import local_place
-
-    return {"the model": model, "the baseline": options.baseline, "the dataset": local_place(options.dataset)}
-
-
-def _dataset(options: EvaluateOptions) -> str:
-    """Return the dataset to measure on, and say so where no text was named."""
-    from ...trainers.data.sources import PYTHON_HELP
-
-    if options.dataset is None and not options.text:
-        note(f"measured on {PYTHON_HELP}, Python's own help topics; --text or --dataset name what matters to you")
-    return options.dataset or PYTHON_HELP
-
-
-def _conflicts(options: EvaluateOptions) -> list[Fault]:
-    faults = []
+def _conflicts(options: EvaluateOptions) -> list[ConfigError]:
+    errors = []
     if options.text and options.dataset is not None:
-        fix = "give one of them"
-        faults.append(Fault(where="--dataset", value=options.dataset, rule="cannot go with --text", fix=fix))
+        fix = "pass one of them"
+        errors.append(ConfigError(where="--dataset", value=options.dataset, rule="excludes --text", fix=fix))
     if options.tasks == ():
-        faults.append(Fault(where="--tasks", rule="names no task", fix="such as hellaswag,arc_easy"))
+        errors.append(ConfigError(where="--tasks", rule="is empty", fix="pass task names, such as hellaswag,arc_easy"))
     for name in ("limit", "few_shot", "include_path"):
         value = getattr(options, name)
         if options.tasks is None and value is not None:
-            flag, rule = f"--{name.replace('_', '-')}", "is for --tasks, which is not given"
-            faults.append(Fault(where=flag, value=str(value), rule=rule))
-    return faults
-
-
-def _task_request(options: EvaluateOptions) -> TaskRequest | None:
-    from ...plugins.lm_eval.tasks import TaskRequest
-
-    if options.tasks is None:
-        return None
-    return TaskRequest(
-        names=options.tasks, limit=options.limit, few_shot=options.few_shot, include_path=options.include_path
-    )
+            flag, fix = f"--{name.replace('_', '-')}", "pass --tasks, or omit it"
+            errors.append(ConfigError(where=flag, value=str(value), rule="needs --tasks", fix=fix))
+    return errors
 
 
 def stages_on_stderr(stage: str, done: int, total: int) -> None:
-    """Print a line for each stage that is done."""
+    """Print a line for each completed stage."""
     if done == total:
         note(f"{stage}: done")
 
 
 def show_evaluation(evaluation: Evaluation, output_dir: Path | None) -> None:
-    """Print what was found, the model beside its baseline."""
+    """Print the measures of the model and its baseline."""
     from rich.text import Text
 
     from ...ds_configs.plan.measurement import printable
-    from ...trainers.evaluation.report import FILE_NAMES, rows, verdict
     from ...trainers.reports.make import REPORT_FILE as HTML_FILE
+    from ...trainers.reports.runs import EVALUATION_FILES, evaluation_table, verdict
     from ..show import console, print_compared
 
     out, text, compared = console(), evaluation.text, evaluation.comparison is not None
-    beside = "" if evaluation.baseline is None else f"  beside {printable(evaluation.baseline.name)}"
-    out.print(Text.assemble((printable(evaluation.model.name), "bold"), beside))
+    against = "" if evaluation.baseline is None else f"  against {printable(evaluation.baseline.name)}"
+    out.print(Text.assemble((printable(evaluation.model.name), "bold"), against))
     out.print(
         Text(
             f"{text.predicted_tokens:,} tokens of {printable(text.source)}: {text.windows:,} of "
@@ -218,15 +179,16 @@ def show_evaluation(evaluation: Evaluation, output_dir: Path | None) -> None:
         )
     )
     out.print()
-    headings = ("model", "baseline", "difference") if compared else ("model",)
-    found = ((row.name, row.model, row.baseline, row.difference)[: 1 + len(headings)] for row in rows(evaluation))
-    print_compared(out, headings, found)
+    data = evaluation.to_dict()
+    table = evaluation_table(data)
+    print_compared(out, table.headings[1:], table.rows)
     out.print()
     if compared:
-        out.print(Text(verdict(evaluation)))
+        out.print(Text(verdict(data)))
     speed = evaluation.model.speed
-    out.print(Text(f"{f'{speed.machine}; ' if speed else ''}{evaluation.seconds:.0f} s in all", style="dim"))
+    out.print(Text(f"{f'{speed.machine}; ' if speed else ''}{evaluation.seconds:.0f} s total", style="dim"))
     if output_dir is None:
-        out.print("No files written; give --output-dir")
+        out.print("No files written; pass --output-dir")
     else:
-        out.print(Text("Written: " + ", ".join(printable(str(output_dir / name)) for name in (*FILE_NAMES, HTML_FILE))))
+        files = (printable(str(output_dir / name)) for name in (*EVALUATION_FILES, HTML_FILE))
+        out.print(Text(f"Written: {', '.join(files)}"))

@@ -1,4 +1,4 @@
-"""`shardwright explain`: a written plan phase by phase, or the meaning of one term, strategy or rule."""
+"""`shardwright explain`: explain a written plan, or one term, strategy or rule."""
 
 from __future__ import annotations
 
@@ -7,14 +7,13 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated
 
-from ...ds_configs.legality.parallel_rules import AXIS_RULES
-from ...ds_configs.legality.rules import RULES
+from ...ds_configs.legality.rules import AXIS_RULES, RULES
 from ...ds_configs.memory.terms import STRATEGY_MEANINGS, TERM_MEANINGS
 from ...ds_configs.plan.plan import Plan
 from ...ds_configs.search.reasons import display_name
-from ...ds_configs.specs.errors import Fault, UsageError
+from ...ds_configs.specs.errors import ConfigError, UsageError
 from ...ds_configs.specs.settings import NOT_COVERED, not_covered
-from ...ds_configs.step_time.terms import TIME_TERM_MEANINGS, time_term_name
+from ...ds_configs.step_time.estimate import TIME_TERM_MEANINGS, time_term_name
 from ..options import FormatOptions
 from ..settings import FILLED, Options, grouped
 
@@ -22,18 +21,22 @@ grouped(FormatOptions)
 
 
 def explain_command(subject: str, *, options: Annotated[FormatOptions, Options] = FILLED) -> int:
-    """Explain a plan that was written, or what a strategy, a memory term or a rule means.
-
-    Examples: shardwright explain plan/ ; shardwright explain gathered_parameters
+    """Explain a written plan, or a strategy, a memory term or a rule.
 
     Parameters
     ----------
     subject
-        Directory or plan.json of a plan, a strategy, a memory term, or a rule; `names` lists these.
+        Directory or plan.json of a plan, or a strategy, memory term or rule; `names` lists them.
     """
     name = subject.strip().lower().replace(" ", "_").replace("-", "_").replace(".", "_")
-    meanings = _meanings()
-    exists = _exists(subject)
+    rules = {rule.__name__: str(rule.__doc__).splitlines()[0] for rule in (*RULES, *AXIS_RULES)}
+    strategies = {name.replace("-", "_"): meaning for name, meaning in STRATEGY_MEANINGS.items()}
+    meanings = dict(TERM_MEANINGS) | dict(TIME_TERM_MEANINGS) | strategies | rules | dict(NOT_COVERED)
+    try:
+        exists = Path(subject).exists()
+    except OSError:
+        # Longer than a path may be, or in a directory without access.
+        exists = False
     if not exists and name == "names":
         print(json.dumps({"schema_version": 1, "names": sorted(meanings)}) if options.as_json else "\n".join(meanings))
         return 0
@@ -47,9 +50,9 @@ def explain_command(subject: str, *, options: Annotated[FormatOptions, Options] 
         return 0
     if not exists:
         near = [] if _is_written_as_path(subject) else get_close_matches(name, list(meanings), n=3, cutoff=0.5)
-        fix = f"did you mean {', '.join(near)}?" if near else "shardwright explain names lists what is known"
-        rule = "no such file or directory" if _is_written_as_path(subject) else "is no path, strategy, term or rule"
-        raise UsageError(Fault(where="subject", value=subject, rule=rule, fix=fix))
+        fix = f"did you mean {', '.join(near)}?" if near else "shardwright explain names lists all names"
+        rule = "no such file or directory" if _is_written_as_path(subject) else "is not a path, strategy, term or rule"
+        raise UsageError(ConfigError(where="subject", value=subject, rule=rule, fix=fix))
     plan = Plan.load(subject)
     if options.as_json:
         print(json.dumps(_plan_explained(plan), indent=2))
@@ -58,26 +61,12 @@ def explain_command(subject: str, *, options: Annotated[FormatOptions, Options] 
     return 0
 
 
-def _exists(subject: str) -> bool:
-    try:
-        return Path(subject).exists()
-    except OSError:
-        # Longer than a path can be, or in a directory that may not be searched.
-        return False
-
-
 def _is_written_as_path(subject: str) -> bool:
     return "/" in subject or subject.endswith(".json")
 
 
-def _meanings() -> dict[str, str]:
-    rules = {rule.__name__: str(rule.__doc__).splitlines()[0] for rule in (*RULES, *AXIS_RULES)}
-    strategies = {name.replace("-", "_"): meaning for name, meaning in STRATEGY_MEANINGS.items()}
-    return dict(TERM_MEANINGS) | dict(TIME_TERM_MEANINGS) | strategies | rules | dict(NOT_COVERED)
-
-
 def _meaning(term: str) -> str:
-    return TERM_MEANINGS.get(term, "a term that this version does not know")
+    return TERM_MEANINGS.get(term, "unknown to this version")
 
 
 def _plan_explained(plan: Plan) -> dict[str, object]:
@@ -110,15 +99,15 @@ def _show(plan: Plan) -> None:
     out.print(plan.chosen.reason, markup=False)
     out.print(memory_bar(gpu, columns=out.width))
     phases = ", ".join(f"{name} {gigabytes(count)}" for name, count in gpu.phases.items())
-    out.print(f"Tensors by phase, GB: {phases}. The largest decides.")
+    out.print(f"Tensors by phase, GB: {phases}. The largest phase decides.")
     bytes_of = sorted(gpu.terms.items(), key=lambda item: -item[1])
     rows = [(name.replace("_", " "), gigabytes(count), _meaning(name)) for name, count in bytes_of]
     title = f"Terms of the {gpu.phase} phase"
-    print_rows(out, ("term", "GB", "what it is"), rows, title=title, figures=("GB",), folded={"what it is": 40})
+    print_rows(out, ("term", "GB", "meaning"), rows, title=title, figures=("GB",), folded={"meaning": 40})
     seconds_of = sorted(plan.chosen.time.terms.items(), key=lambda item: -item[1])
     rows = [(time_term_name(name), f"{count:.4f}", TIME_TERM_MEANINGS.get(name, "")) for name, count in seconds_of]
-    headings = ("term", "seconds", "what it is")
-    print_rows(out, headings, rows, title="Terms of the step's time", figures=headings[1:2], folded={"what it is": 40})
+    headings = ("term", "seconds", "meaning")
+    print_rows(out, headings, rows, title="Terms of the step's time", figures=headings[1:2], folded={"meaning": 40})
     out.print("[bold]Why not another layout[/bold]")
     for other in plan.rejected:
         out.print(f"- {other.reason}", markup=False)

@@ -1,4 +1,4 @@
-"""`shardwright plan`: choose a strategy, explain it, write its files."""
+"""`shardwright plan`: select a layout, explain it, write its files."""
 
 from __future__ import annotations
 
@@ -6,44 +6,34 @@ import json
 import sys
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field
 
-from ...ds_configs.plan.plan import Plan, PlanDoesNotFitError
-from ...ds_configs.plan.plan_json import job_dict, model_summary, plan_to_dict, rejected_dict
-from ...ds_configs.specs.errors import Fault, UsageError
+from ...ds_configs.plan.plan import PlanDoesNotFitError, job_dict, model_summary, plan_to_dict, rejected_dict
+from ...ds_configs.specs.errors import ConfigError, UsageError
 from ...ds_configs.specs.hardware import HardwareSpec
 from ...ds_configs.specs.job import TrainingJob
 from ...ds_configs.specs.model import ModelSpec
-from ..command_line import command_line
 from ..options import WriteOptions
-from ..planning.run_questions import answers, question_faults, shown_answers
-from ..planning.stated import PlanSettings, plan_stated
+from ..plan_settings import PlanSettings, answers, question_errors, shown_answers
 from ..progress import note
-from ..settings import FILLED, Options, grouped
+from ..settings import FILLED, Options, command_line, grouped
 
 if TYPE_CHECKING:
-    from ..planning.tensor_layouts import ComparedLayouts
+    from ..tensor_layouts import ComparedLayouts
 
 
 @grouped
 class PlanOptions(WriteOptions):
-    """Output of `plan`."""
+    """Options of `plan`."""
 
     explain_tensor_parallel: bool = Field(
         False,
-        description="Compare 1D, 2D, 2.5D and 3D tensor parallelism on this hardware. "
-        "Analysis only: nothing runs the last three",
+        description="Compare 1D, 2D, 2.5D and 3D tensor parallelism (analysis only)",
     )
-    calibration: bool = Field(
-        True, description="Let runs that `shardwright calibrate` stored narrow the memory interval"
-    )
-    trace_activations: bool = Field(
-        False,
-        description="Trace a model without stored activation coefficients, in minutes, instead of an upper bound",
-    )
-    trust_remote_code: bool = Field(False, description="Has no effect here: planning never runs a model's own code")
+    calibration: bool = Field(True, description="Use runs stored by `shardwright calibrate` for the memory interval")
+    trust_remote_code: bool = Field(False, description="No effect: planning never runs the code of a model")
 
 
 def plan_command(
@@ -52,32 +42,31 @@ def plan_command(
     settings: Annotated[PlanSettings, Options] = FILLED,
     options: Annotated[PlanOptions, Options] = FILLED,
 ) -> int:
-    """Choose the ZeRO stage (or FSDP2, or DDP) for a model on some hardware, with the reason and the memory.
-
-    Examples: shardwright plan meta-llama/Llama-3.1-8B --hardware 8xA100-80GB --output-dir plan ;
-    shardwright plan MODEL --hardware 1xRTX4090 --method qlora --seq-len 2048 ;
-    shardwright plan MODEL --hardware 4x8xH100-80GB --strategy zero3 --format json
+    """Select a layout (ZeRO, FSDP2, DDP) for a model and hardware, with its memory, time and reason.
 
     Parameters
     ----------
     model
-        Hub id, local directory, or config.json. Only config.json and safetensors headers are read.
+        Hub id, local directory, or config.json; reads config.json and safetensors headers only.
     """
+    from ...plugins.planning.from_names import plan as select_plan
+
     if options.trust_remote_code:
-        note("--trust-remote-code has no effect here: planning never runs a model's own code")
-    question_faults(settings)
+        note("--trust-remote-code has no effect: planning never runs the code of a model")
+    errors = question_errors(settings)
+    if settings.hardware is None:
+        fix = "pass --hardware, such as 8xA100-80GB, or local"
+        errors.append(ConfigError(where="hardware", rule="is missing", fix=fix))
+    if errors or settings.hardware is None:
+        raise UsageError(errors)
     as_json, output_dir = options.as_json, options.output_dir
     if options.dry_run and not as_json:
         from ..show import show_settings
 
         show_settings(settings.model_dump(), settings.origins())
-    if settings.hardware is None:
-        raise UsageError(
-            Fault(where="hardware", rule="is missing", fix="give --hardware, such as 8xA100-80GB, or local")
-        )
     try:
-        known, traced = options.calibration, options.trace_activations
-        plan = plan_stated(model, settings.hardware, settings, notify=note, calibration=known, trace_activations=traced)
+        calibration: Literal["user"] | None = "user" if options.calibration else None
+        plan = select_plan(model, settings.hardware, calibration=calibration, notify=note, **settings.words())
     except PlanDoesNotFitError as error:
         layouts = _layouts(error.model, error.hardware, error.job) if options.explain_tensor_parallel else None
         if as_json:
@@ -91,7 +80,12 @@ def plan_command(
         raise
     layouts = _layouts(plan.model, plan.hardware, plan.job) if options.explain_tensor_parallel else None
     answered = answers(plan, settings)
-    written = [] if output_dir is None or options.dry_run else _written(plan, output_dir, force=options.force)
+    written: list[Path] = []
+    if output_dir is not None and not options.dry_run:
+        from ...trainers.reports.make import write_html
+
+        written = replace(plan, command=command_line()).write(output_dir, force=options.force)
+        written = [*written, write_html(output_dir)]
     if as_json:
         shown = plan_to_dict(plan) | {"files": [str(path) for path in written] or list(plan.file_names)}
         if answered:
@@ -112,20 +106,12 @@ def plan_command(
     return 0
 
 
-def _written(plan: Plan, directory: Path, *, force: bool) -> list[Path]:
-    """Write the plan's files and its report."""
-    from ...trainers.reports.make import write_html
-
-    files = replace(plan, command=command_line()).write(directory, force=force)
-    return [*files, write_html(directory)]
-
-
 def _layouts(model: ModelSpec, hardware: HardwareSpec, job: TrainingJob) -> ComparedLayouts | None:
-    """Return the compared layouts of tensor parallelism; `None`, with a note, for mixtures of experts."""
-    from ..planning.tensor_layouts import compared_layouts
+    """Return the comparison of tensor parallelism; `None`, with a note, for mixtures of experts."""
+    from ..tensor_layouts import compared_layouts
 
     if model.dimensions.num_experts:
-        note(f"--explain-tensor-parallel compares dense layers, and {model.architecture} has experts")
+        note(f"--explain-tensor-parallel is for dense layers, but {model.architecture} has experts")
         return None
     return compared_layouts(model, hardware, job)
 

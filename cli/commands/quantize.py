@@ -1,9 +1,10 @@
-"""`shardwright quantize`: from a model to a quantized checkpoint that was proven to load, with what it cost."""
+"""`shardwright quantize`: quantize a model, verify the checkpoint and evaluate it."""
 
 from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Mapping
 from contextlib import redirect_stdout
 from dataclasses import asdict
 from pathlib import Path
@@ -13,31 +14,27 @@ from pydantic import Field
 
 from ...ds_configs.quantization.recipe import QuantizeSettings, read_recipe
 from ...ds_configs.specs.settings import HubSettings
-from ..command_line import command_line
 from ..options import RunOptions
 from ..progress import LinesAtTimes, note, progress_on_stderr
-from ..settings import FILLED, Options, grouped
+from ..settings import FILLED, Options, command_line, grouped
 
 if TYPE_CHECKING:
-    from ...plugins.transformers.quantized_model import LayerProgress
     from ...trainers.quantization.inputs import Prepared
-    from ...trainers.quantization.report import QuantizationOutcome
+    from ...trainers.quantization.run import QuantizationOutcome
 
 grouped(QuantizeSettings)
 
 
 @grouped
 class QuantizeOptions(RunOptions, HubSettings):
-    """Source and destination of a checkpoint."""
+    """Options of `quantize`."""
 
-    config: str | None = Field(
-        None, description="Name of a recipe (configs ls quantize) or a YAML file with any of these settings"
-    )
+    config: str | None = Field(None, description="Recipe (configs ls quantize), or YAML file with settings")
     revision: str | None = Field(None, description="Branch, tag or commit of a Hub model")
-    device: str | None = Field(None, description="Such as cuda:0 or cpu. Default: an accelerator where there is one")
-    evaluate: bool = Field(True, description="Compare the checkpoint with its model at the end")
-    force: bool = Field(False, description="Write into a directory that holds other files")
-    resume: bool = Field(False, description="Go on from the finished layers of an interrupted run")
+    device: str | None = Field(None, description="Such as cuda:0 or cpu. Default: an accelerator if available")
+    evaluate: bool = Field(True, description="Compare the checkpoint with its model afterwards")
+    force: bool = Field(False, description="Write into a directory that is not empty")
+    resume: bool = Field(False, description="Resume from the finished layers of an interrupted run")
 
     @classmethod
     def read_config(cls, name: str) -> dict[str, Any]:
@@ -51,9 +48,7 @@ def quantize_command(
     settings: Annotated[QuantizeSettings, Options] = FILLED,
     options: Annotated[QuantizeOptions, Options] = FILLED,
 ) -> int:
-    """Quantize a model, reload the checkpoint in a fresh process to prove it, and measure what it cost.
-
-    Example: shardwright quantize Qwen/Qwen3-8B --scheme W4A16 --method gptq --dataset python-help --output-dir q
+    """Quantize a model, verify the checkpoint in a new process, and compare it with the model.
 
     Parameters
     ----------
@@ -65,19 +60,25 @@ def quantize_command(
 
     check_push(options.push_to_hub)
     output_dir = options.output_dir
-    # Libraries that log to stdout must not stand in the report.
+    # Some libraries log to stdout, which is for results only.
     with redirect_stdout(sys.stderr):
-        how: dict[str, Any] = {"force": options.force, "resume": options.resume, "device": options.device}
-        prepared = prepare(model, settings, output_dir, revision=options.revision, notify=note, **how)
+        prepared = prepare(
+            model,
+            settings,
+            output_dir,
+            revision=options.revision,
+            force=options.force,
+            resume=options.resume,
+            device=options.device,
+        )
     if options.dry_run or output_dir is None:
         _show_prepared(prepared, as_json=options.as_json)
         return 0
     if not options.as_json:
         with redirect_stdout(sys.stderr):
             _show_prepared(prepared, as_json=False)
-    how = {name: getattr(options, name) for name in ("device", "evaluate", "resume", "force")}
     with pushed(output_dir, options.push_to_hub, private=options.private, notify=note):
-        outcome = _run(prepared, output_dir, **how)
+        outcome = _run(prepared, output_dir, options)
     if options.as_json:
         print(json.dumps(outcome.to_dict() | {"output_dir": str(output_dir)}, default=str))
     else:
@@ -85,21 +86,24 @@ def quantize_command(
     return 0
 
 
-def _run(prepared: Prepared, output_dir: Path, **how: Any) -> QuantizationOutcome:
-    from ...trainers.quantization.journal import journal_directory
+def _run(prepared: Prepared, output_dir: Path, options: QuantizeOptions) -> QuantizationOutcome:
+    from ...trainers.quantization.inputs import journal_directory
     from ...trainers.quantization.run import run_prepared
 
     try:
-        with redirect_stdout(sys.stderr), progress_on_stderr("reading the model", LinesAtTimes()) as on_progress:
-
-            def report(step: LayerProgress) -> None:
-                on_progress(step.stage, step.index + 1, step.count)
-
-            how |= {"notify": note, "report": report, "on_evaluation": on_progress, "command": command_line()}
-            return run_prepared(prepared, output_dir, **how)
+        with redirect_stdout(sys.stderr), progress_on_stderr("reading the model", LinesAtTimes()):
+            return run_prepared(
+                prepared,
+                output_dir,
+                device=options.device,
+                evaluate=options.evaluate,
+                resume=options.resume,
+                force=options.force,
+                command=command_line(),
+            )
     except (KeyboardInterrupt, SystemExit):
         if journal_directory(output_dir).is_dir():
-            note(f"finished layers are kept in {journal_directory(output_dir)}; go on with --resume")
+            note(f"finished layers are in {journal_directory(output_dir)}; resume with --resume")
         raise
 
 
@@ -137,23 +141,23 @@ def _show_prepared(prepared: Prepared, *, as_json: bool) -> None:
     out = console()
     reason = prepared.resolved.method_reason
     chosen = "" if reason == "named" else f" ({reason})"
-    width = "" if bits is None else f", {bits:.2f} bits for each of their weights"
+    width = "" if bits is None else f", {bits:.2f} bits per weight"
     lines = [
         f"{printable(prepared.source.name)}  {scheme.name} by {prepared.resolved.method}{chosen}",
         f"{len(prepared.layers)} of {len(prepared.source.layers)} linear layers{width}",
         f"checkpoint {gigabytes(prepared.checkpoint_bytes)} GB, {gigabytes(dense)} GB before",
-        f"peak memory of the host {gigabytes(memory.peak_host_bytes)} GB, fullest while {memory.phase}: "
+        f"peak host memory {gigabytes(memory.peak_host_bytes)} GB, while {memory.phase}: "
         + _largest(memory.host_terms),
     ]
     if memory.device_terms:
         lines.append(
-            f"peak memory of the accelerator {gigabytes(memory.peak_device_bytes)} GB: {_largest(memory.device_terms)}"
+            f"peak accelerator memory {gigabytes(memory.peak_device_bytes)} GB: {_largest(memory.device_terms)}"
         )
     for line in lines:
         out.print(line, markup=False)
 
 
-def _largest(terms: Any) -> str:
+def _largest(terms: Mapping[str, int]) -> str:
     from ...ds_configs.specs.units import gigabytes
 
     ranked = sorted(terms.items(), key=lambda item: -item[1])[:4]
@@ -161,13 +165,13 @@ def _largest(terms: Any) -> str:
 
 
 def show_quantization(outcome: QuantizationOutcome, output_dir: Path) -> None:
-    """Print what was verified and what it cost."""
+    """Print the verification and the comparison with the model."""
     from rich.text import Text
 
     from ...ds_configs.plan.measurement import printable
-    from ...ds_configs.quantization.methods import METHODS
-    from ...trainers.evaluation.report import rows, verdict
-    from ...trainers.quantization.report import quantization_file_names
+    from ...ds_configs.quantization.scheme import METHODS
+    from ...trainers.quantization.run import quantization_file_names
+    from ...trainers.reports.runs import evaluation_table, verdict
     from ..show import console, print_compared, show_next
 
     out, evaluation = console(), outcome.evaluation
@@ -176,10 +180,10 @@ def show_quantization(outcome: QuantizationOutcome, output_dir: Path) -> None:
         out.print(f"  {name}: {value}", markup=False)
     if evaluation is not None:
         out.print()
-        found = ((row.name, row.model, row.baseline, row.difference) for row in rows(evaluation))
-        print_compared(out, ("quantized", "before", "difference"), found)
+        data = evaluation.to_dict()
+        print_compared(out, ("quantized", "before", "difference"), evaluation_table(data).rows)
         out.print()
-        out.print(Text(verdict(evaluation)))
+        out.print(Text(verdict(data)))
     names = ", ".join(quantization_file_names(evaluated=evaluation is not None))
     out.print(Text(f"Checkpoint in {printable(str(output_dir))}, with {names}"))
     if METHODS[outcome.prepared.resolved.method].engine == "llm-compressor":

@@ -1,4 +1,4 @@
-"""`shardwright report`: the HTML report of a run, or of several side by side."""
+"""`shardwright report`: the HTML report of a run, or a comparison of several runs."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from typing import Annotated
 from cyclopts import Parameter
 from pydantic import Field
 
-from ...ds_configs.specs.errors import Fault, UsageError
+from ...ds_configs.specs.errors import ConfigError, UsageError
 from ..options import FormatOptions
 from ..settings import FILLED, Options, grouped
 
 
 @grouped
 class ReportFileOptions(FormatOptions):
-    """Place of a report."""
+    """Options of `report`."""
 
     output: Path | None = Field(
-        None, description="File to write. Default: report.html in the run's directory, comparison.html for several"
+        None, description="File to write. Default: report.html in the run's directory, or comparison.html"
     )
-    force: bool = Field(False, description="Replace the file that --output names")
+    force: bool = Field(False, description="Replace the file of --output")
 
 
 def report_command(
@@ -29,9 +29,9 @@ def report_command(
     *,
     options: Annotated[ReportFileOptions, Options] = FILLED,
 ) -> int:
-    """Make the HTML report of a run from the files that it left; of several runs, side by side.
+    """Write the HTML report of a run from its files, or a comparison of several runs.
 
-    One file, which asks nothing of the network. Example: shardwright report tuned tuned-lora --output both.html
+    The report is one file without external resources.
 
     Parameters
     ----------
@@ -42,7 +42,7 @@ def report_command(
 
     output = options.output
     if output is None:
-        # A report of one run is made again from the same files; only what somebody named may be something else.
+        # The report of one run can be written again from the same files, so it needs no --force.
         output = (runs[0] if runs[0].is_dir() else runs[0].parent) / REPORT_FILE if len(runs) == 1 else COMPARISON
     check_output_file(output, force=options.force or (options.output is None and len(runs) == 1))
     write_output_file(output, report_html(runs))
@@ -59,20 +59,22 @@ COMPARISON = Path("comparison.html")
 
 
 def check_output_file(file: Path, *, force: bool) -> None:
-    """Refuse a file that is there already, or that cannot be one.
+    """Check that a file can be written.
 
     Raises:
         UsageError: it is a directory, or exists and `force` is false.
     """
-    where, value = "output", str(file)
     if file.is_dir():
-        raise UsageError(Fault(where=where, value=value, rule="is a directory", fix="name a file, such as report.html"))
-    if file.exists() and not force:
-        raise UsageError(Fault(where=where, value=value, rule="exists", fix="use --force to replace it"))
+        rule, fix = "is a directory", "name a file, such as report.html"
+    elif file.exists() and not force:
+        rule, fix = "exists", "use --force to replace it"
+    else:
+        return
+    raise UsageError(ConfigError(where="output", value=str(file), rule=rule, fix=fix))
 
 
 def write_output_file(file: Path, text: str) -> None:
-    """Write one file that is whole or not there, whatever lies beside it."""
-    from ...ds_configs.plan.write import write_files
+    """Write one file atomically, into a directory that may have other files."""
+    from ...ds_configs.plan.output import write_files
 
     write_files({file.name: text}, file.parent, force=True)

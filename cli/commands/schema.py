@@ -16,16 +16,17 @@ def schema_command(
     *,
     options: Annotated[FormatOptions, Options] = FILLED,
 ) -> int:
-    """Print the JSON schema of a file that Shardwright reads or writes, for `--format json` in one line.
+    """Print the JSON schema of a file that Shardwright reads or writes; in one line with `--format json`.
 
     Parameters
     ----------
     subject
-        settings (the YAML of plan --config), hardware (the YAML of --hardware), plan (what plan.json holds), or
-        serving (what serve --format json prints).
+        settings (YAML of plan --config), hardware (YAML of --hardware), plan (plan.json), or serving (JSON of serve).
     """
+    from ..plan_settings import PlanSettings
+
     schemas = {
-        "settings": _settings_schema,
+        "settings": PlanSettings.model_json_schema,
         "hardware": _hardware_schema,
         "plan": _plan_schema,
         "serving": _serving_schema,
@@ -34,14 +35,8 @@ def schema_command(
     return 0
 
 
-def _settings_schema() -> dict[str, Any]:
-    from ..planning.stated import PlanSettings
-
-    return PlanSettings.model_json_schema()
-
-
 def _hardware_schema() -> dict[str, Any]:
-    """Return the schema of the YAML: sizes may carry a unit, and a catalog name supplies what is missing."""
+    """Return the schema of the YAML: sizes may have a unit, and a catalog name sets what is missing."""
     schema = _schema_of("HardwareSpec")
     fields = schema["properties"]
     del fields["assumed"]
@@ -53,19 +48,19 @@ def _hardware_schema() -> dict[str, Any]:
 
 
 def _plan_schema() -> dict[str, Any]:
-    """Return the schema of `plan.json`, whose parts nest differently from the dataclasses (`plan_to_dict`)."""
+    """Return the schema of `plan.json`, which nests parts differently from the dataclasses (`plan_to_dict`)."""
     schema = _schema_of("Plan")
     parts = schema["$defs"]
     memory = parts["MemoryEstimate"]["properties"]
     job = parts["TrainingJob"]["properties"]
     parts["TrainingJob"]["properties"] = {"seq_len": job.pop("seq_len_tokens")} | job
-    parts["Strategy"]["properties"]["label"] = {"type": "string"}
+    parts["Layout"]["properties"]["label"] = {"type": "string"}
     host = parts["HostMemory"]
     nvme_used = host["properties"].pop("nvme_bytes_per_node")
     host["properties"]["nvme_capacity_bytes_per_node"] = memory["nvme_capacity_bytes_per_node"]
     host["required"] = [name for name in host["required"] if name in host["properties"]]
     layout = {
-        "strategy": {"$ref": "#/$defs/Strategy"},
+        "strategy": {"$ref": "#/$defs/Layout"},
         "gpu_memory": memory["gpu"],
         "host_memory": memory["host"],
         "nvme_bytes_per_node": nvme_used,
@@ -105,7 +100,7 @@ def _plan_schema() -> dict[str, Any]:
 
 
 def _serving_schema() -> dict[str, Any]:
-    """Return the schema of what `serve --format json` prints."""
+    """Return the schema of the output of `serve --format json`."""
     versions = {"type": "object", "additionalProperties": {"type": "string"}}
     added = {"schema_version": {"const": 1}, "engine_versions": versions}
     return _object(added | _schema_of("ServingPlan")["properties"])

@@ -1,4 +1,4 @@
-"""`shardwright student`: a smaller student from a teacher, as the starting point of a distillation."""
+"""`shardwright student`: prune a teacher to a smaller student for distillation."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from pydantic import Field
 from ...ds_configs.specs.settings import HubSettings
 from ...trainers.distillation.student.request import StudentRequest
 from ..options import WriteOptions
-from ..progress import note
 from ..settings import FILLED, Options, grouped
 
 if TYPE_CHECKING:
@@ -21,7 +20,7 @@ grouped(StudentRequest)
 
 @grouped
 class StudentOptions(WriteOptions, HubSettings):
-    """Source and destination of a student."""
+    """Options of `student`."""
 
     revision: str | None = Field(None, description="Branch, tag or commit of a Hub teacher")
 
@@ -32,22 +31,20 @@ def student_command(
     request: Annotated[StudentRequest, Options] = FILLED,
     options: Annotated[StudentOptions, Options] = FILLED,
 ) -> int:
-    """Cut a smaller student out of a teacher: a model directory that loads everywhere, to be distilled into.
-
-    Example: shardwright student meta-llama/Llama-3.1-8B --layers 16 --intermediate 8192 --output-dir student
+    """Prune a teacher to a smaller student: a model directory for distillation.
 
     Parameters
     ----------
     teacher
         Hub id or local model directory with safetensors weights.
     """
-    from ...trainers.distillation.student.run import student
+    from ...trainers.distillation.student.maker import student
 
     how = {
         name: getattr(options, name)
         for name in ("output_dir", "revision", "dry_run", "force", "push_to_hub", "private")
     }
-    report = student(teacher, notify=note, **how, **request.model_dump())
+    report = student(teacher, **how, **request.model_dump())
     if options.as_json:
         print(
             json.dumps(
@@ -60,7 +57,7 @@ def student_command(
 
 
 def show_student(report: StudentReport) -> None:
-    """Print what stayed of the teacher."""
+    """Print the sizes of teacher and student, the files and the next command."""
     from rich.table import Table
     from rich.text import Text
 
@@ -84,7 +81,7 @@ def show_student(report: StudentReport) -> None:
     for line in _thinned_lines(report):
         out.print(line, markup=False)
     if report.output_dir is None:
-        out.print("No files written; give --output-dir without --dry-run")
+        out.print("No files written; pass --output-dir without --dry-run")
     else:
         out.print(Text(f"Student in {printable(str(report.output_dir))}"))
         after = ("--dataset", "YOUR_DATA", "--output-dir", "OUTPUT")
@@ -113,7 +110,7 @@ def _thinned_lines(report: StudentReport) -> list[str]:
         ranks, energies = [entry["rank"] for entry in found], [entry["energy"] for entry in found]
         kept = f"{min(energies):.1%} to {max(energies):.1%}"
         lines.append(f"rank {min(ranks)} to {max(ranks)} in {len(found)} matrices, {kept} of the energy kept")
-        lines.append("the dense products are stored: the file is no smaller")
+        lines.append("the products are stored dense, so the file is not smaller")
     if report.zeros:
         mean = sum(report.zeros.values()) / len(report.zeros)
         lines.append(f"zeros in {len(report.zeros)} matrices: {mean:.1%} on average")

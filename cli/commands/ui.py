@@ -1,4 +1,4 @@
-"""`shardwright ui`: the planner as a page in the browser."""
+"""`shardwright ui`: the planner page."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from ..settings import FILLED, Options, grouped
 
 @grouped
 class PageOptions(ConfigOption):
-    """Place of the page."""
+    """Address of the page."""
 
     group = "Run"
 
-    host: str = Field("127.0.0.1", description="Address to listen on; 0.0.0.0 lets other machines in")
-    port: int = Field(7860, ge=0, le=65535, description="Port to listen on; 0 takes a free one")
+    host: str = Field("127.0.0.1", description="Address to listen on; 0.0.0.0 for other machines too")
+    port: int = Field(7860, ge=0, le=65535, description="Port to listen on; 0 for any free port")
 
 
 def ui_command(*, options: Annotated[PageOptions, Options] = FILLED) -> int:
     """Plan and check in the browser: charts, alternatives, files to download, and a link to each plan.
 
-    Nothing leaves this machine but questions to the Hub about models that somebody names. Ends with Ctrl-C.
+    Only requests to the Hub for the models that you name leave this machine. Stop it with Ctrl-C.
     """
     from ..page.server import serve
 

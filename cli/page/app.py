@@ -1,47 +1,139 @@
-"""The page: fields on one side, what follows from them on the other, and a place to check a configuration."""
+"""The planner page: a form with the plan beside it, and a tab that checks a configuration."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, Mapping
+from typing import Any, Literal, get_args, get_origin
 
 import gradio as gr
 
 from ...ds_configs.plan.plan import PlanDoesNotFitError
 from ...ds_configs.specs.errors import ShardwrightError
-from ...ds_configs.specs.settings import settings_of
+from ...ds_configs.specs.hardware import gpu_catalog, parse_hardware
+from ...ds_configs.specs.settings import Settings, settings_of
 from ...plugins.huggingface_hub.hub import search_models
 from ..options import CheckedFor
-from .address import CONFIG_FILE, PageSettings, pack_config, query_of, settings_from_form, settings_from_query
-from .form import (
-    LINKS,
-    MAIN,
-    MORE,
-    UPLOADED,
-    hardware_fields,
-    model_choices,
-    setting_field,
-    shown_values,
-    stated_by,
-)
-from .planned import offered, planned
-from .views import TEMPLATES, faults_view, findings_view, found_view, misfit_view, plan_view
+from .address import CONFIG_FILE, EXAMPLE, PageSettings, pack_config, query_of, settings_from_form, settings_from_query
+from .planned import known_models, offered, planned
+from .views import TEMPLATES, errors_view, findings_view, misfit_view, plan_view
+
+MAIN = ("method", "seq_len", "global_batch_size", "micro_batch_size", "precision")
+MORE: Mapping[str, tuple[str, ...]] = {
+    "Training": (
+        "optimizer",
+        "gradient_checkpointing",
+        "loss",
+        "strategy",
+        "offload",
+        "objective",
+        "lora_rank",
+        "lora_targets",
+    ),
+    "Parallel layout": (
+        "tensor_parallel_size",
+        "pipeline_parallel_size",
+        "sequence_parallel_size",
+        "context_parallel_size",
+        "expert_parallel_size",
+        "zero_quantized_weights",
+        "zero_quantized_gradients",
+    ),
+    "Distillation": ("teacher", "teacher_placement"),
+    "The whole run": ("tokens", "deadline", "gpu_hour_price", "save_seconds", "mtbf_hours"),
+}
+LINKS = ("link_bytes_per_s", "network_bytes_per_s", "host_memory", "nvme")
+UPLOADED = "config.json (uploaded)"
+"""Text of the model field while an uploaded file is planned."""
+_LABELS = {
+    "seq_len": "Sequence length, tokens",
+    "gpu_hour_price": "Price of a GPU hour",
+    "lora_rank": "LoRA rank",
+    "lora_targets": "LoRA targets",
+    "mtbf_hours": "Mean hours between failures",
+    "num_processes": "Ranks of the job",
+    "nvme": "NVMe of a node",
+    "host_memory": "Memory of a node",
+    "link_bytes_per_s": "Link within a node",
+    "network_bytes_per_s": "Network between nodes",
+    "transformers": "For the Trainer",
+    "zero_quantized_weights": "ZeRO++ quantized weights",
+    "zero_quantized_gradients": "ZeRO++ quantized gradients",
+}
+_FEW = 4
+"""Most choices that are shown as radio buttons."""
+
+
+def setting_field(name: str, kind: type[Settings] = PageSettings) -> gr.components.Component:
+    """Return the field of a setting: choices, a checkbox, or text as after a flag."""
+    field = kind.model_fields[name]
+    texts = {"label": _LABELS.get(name, name.replace("_", " ").capitalize()), "info": field.description}
+    if get_origin(field.annotation) is Literal:
+        choices = list(get_args(field.annotation))
+        component = gr.Radio if len(choices) <= _FEW else gr.Dropdown
+        return component(choices, value=field.default, elem_id=name, **texts)
+    if field.annotation is bool:
+        return gr.Checkbox(value=field.default, elem_id=name, **texts)
+    placeholder = "" if field.default is None else str(field.default)
+    return gr.Textbox(placeholder=placeholder, max_lines=1, elem_id=name, **texts)
+
+
+def hardware_fields() -> dict[str, gr.components.Component]:
+    """Return the fields of `hardware`."""
+    named = parse_hardware(EXAMPLE.hardware or "")
+    gpu = gr.Dropdown(list(gpu_catalog()), value=named.gpu, label="Accelerator", elem_id="gpu")
+    with gr.Row():
+        gpus = gr.Number(named.gpus_per_node, label="Per node", precision=0, min_width=80, elem_id="gpus_per_node")
+        nodes = gr.Number(named.nodes, label="Nodes", precision=0, min_width=80, elem_id="nodes")
+    return {"gpu": gpu, "gpus_per_node": gpus, "nodes": nodes}
+
+
+def model_choices() -> list[str]:
+    """Return the models of the gallery, which need no request to the Hub."""
+    return sorted(known_models(), key=str.lower)
+
+
+def stated_by(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return settings from the values of all fields by name."""
+    others = dict(values)
+    gpu, gpus, nodes = (others.pop(name) for name in ("gpu", "gpus_per_node", "nodes"))
+    counts = [1 if count is None else count for count in (nodes, gpus)]
+    uploaded = others["model"] == UPLOADED
+    others["model"], others["config"] = (None, others["config"]) if uploaded else (others["model"], None)
+    return others | {"hardware": f"{counts[1]}x{gpu}" if counts[0] == 1 else f"{counts[0]}x{counts[1]}x{gpu}"}
+
+
+def shown_values(settings: PageSettings) -> dict[str, Any]:
+    """Return the value of each field; invalid hardware becomes that of the example, beside the error message."""
+    stated = settings.stated()
+    try:
+        named = parse_hardware(settings.hardware or "")
+    except ShardwrightError:
+        named = parse_hardware(EXAMPLE.hardware or "")
+    values: dict[str, Any] = {}
+    for name, field in PageSettings.model_fields.items():
+        value = stated.get(name, field.default)
+        is_text = get_origin(field.annotation) is not Literal and field.annotation is not bool
+        values[name] = ("" if name not in stated or value is None else str(value)) if is_text else value
+    counted = {"nodes": named.nodes, "gpus_per_node": named.gpus_per_node, "gpu": named.gpu}
+    return values | counted | {"model": UPLOADED if settings.config else settings.model or None}
+
 
 CONCURRENT_PLANS = 8
-"""Visitors who are planned for at once; one may wait for the Hub."""
+"""Plans that are computed concurrently; a plan may wait for the Hub."""
 _TITLE = "Shardwright planner"
-_HEADING = """<header class="top"><h1>Shardwright</h1><p>Which ZeRO stage, FSDP2 or parallel layout trains your model
-on your hardware, with its memory, its time and the files that run it. Everything is computed here; only the Hub
-is asked, for the <code>config.json</code> of a model that you name.</p></header>"""
-_NOTHING_PASTED = """<p class="sub">Errors stop a run, or make it disobey the file; warnings are keys that do not do
-what they say. Each comes with its line and the way out, as <code>shardwright check</code> prints it.</p>"""
+_HEADING = """<header class="top"><h1>Shardwright</h1><p>Select a ZeRO stage, FSDP2 or parallel layout for your model
+and hardware, with its memory, time and configuration files. Everything is computed here. Only the
+<code>config.json</code>
+of a model that you name is requested from the Hub.</p></header>"""
+_NOTHING_PASTED = """<p class="sub">Errors stop a run, or make it ignore the file. Warnings are keys with no or a
+surprising effect. Each has its line and a fix, as in <code>shardwright check</code>.</p>"""
 _WRITE_ADDRESS = """(query) => {
   if (query && query !== location.search.slice(1)) history.pushState(null, "", "?" + query);
 }"""
 
 
 def theme() -> gr.Theme:
-    """Return colours and fonts, which lie beside Gradio's program, so that none is fetched.
+    """Return colours and local fonts of Gradio, so that nothing is fetched.
 
     Seen with gradio 6.31.0: its semi-bold IBM Plex lacks letters, such as a and b.
     """
@@ -71,13 +163,13 @@ def theme() -> gr.Theme:
 
 
 def head() -> str:
-    """Return what the page brings for its results: colours, places and a few lines of script."""
+    """Return style and script of the results."""
     style, script = ((TEMPLATES / name).read_text(encoding="utf-8") for name in ("page.css", "page.js"))
     return f"<style>{style}</style><script>{script}</script>"
 
 
 def build_page() -> gr.Blocks:
-    """Return the page; what it knows of a visitor lies in the fields of the visitor's own browser."""
+    """Return the page; its state is in the fields of the visitor's browser only."""
     with gr.Blocks(title=_TITLE, analytics_enabled=False, fill_width=True, delete_cache=(600, 600)) as page:
         gr.HTML(_HEADING, apply_default_css=False)
         with gr.Tabs():
@@ -105,7 +197,7 @@ def _plan_tab(page: gr.Blocks) -> None:
             button = gr.Button("Plan", variant="primary", elem_id="run")
         with gr.Column(scale=5, min_width=300, elem_id="result"):
             result = gr.HTML(apply_default_css=False)
-    # What an address says; no field of its own on the page.
+    # Query of the address, without a visible field.
     address = gr.Textbox(visible=False)
     every = list(fields.values())
     picked = [field.input for field in every if isinstance(field, gr.Dropdown | gr.Radio | gr.Checkbox | gr.Number)]
@@ -121,8 +213,9 @@ def _plan_tab(page: gr.Blocks) -> None:
         yield from _planned_address(str(request.query_params), list(fields))
 
     shown: dict[str, Any] = {"show_progress": "minimal", "show_progress_on": result, "api_visibility": "private"}
-    asked = [button.click, *picked, *typed]
-    from_form = gr.on(asked, plan_form, every, [result, address], trigger_mode="always_last", **shown)
+    from_form = gr.on(
+        [button.click, *picked, *typed], plan_form, every, [result, address], trigger_mode="always_last", **shown
+    )
     changed = [fields["model"], fields["config"], result, address]
     from_upload = upload.upload(plan_upload, [upload, *every], changed, **shown)
     for event in (from_form, from_upload):
@@ -131,22 +224,22 @@ def _plan_tab(page: gr.Blocks) -> None:
 
 
 def _planned_form(values: dict[str, Any]) -> Iterator[tuple[Any, str]]:
-    """Yield the results for the values of all fields, and their address; an empty one where they cannot be read."""
+    """Yield the results for the values of all fields, and their address; an empty address for invalid values."""
     try:
         settings = settings_from_form(stated_by(values))
     except ShardwrightError as error:
-        yield faults_view(error), ""
+        yield errors_view(error), ""
         return
     for result in results(settings):
         yield result, query_of(settings)
 
 
 def _planned_upload(content: bytes, values: dict[str, Any]) -> Iterator[tuple[Any, Any, Any, str]]:
-    """Yield the new values of model and configuration, the results, and their address; a bad file changes no field."""
+    """Yield the new values of model and configuration, results and address; an invalid file changes no field."""
     try:
         packed = pack_config(content)
     except ShardwrightError as error:
-        yield gr.skip(), gr.skip(), faults_view(error), ""
+        yield gr.skip(), gr.skip(), errors_view(error), ""
         return
     changed: tuple[Any, Any] = UPLOADED, packed
     for result, address in _planned_form(values | {"model": UPLOADED, "config": packed}):
@@ -155,11 +248,11 @@ def _planned_upload(content: bytes, values: dict[str, Any]) -> Iterator[tuple[An
 
 
 def _planned_address(query: str, names: list[str]) -> Iterator[list[Any]]:
-    """Yield the values of the named fields, and the results; what cannot be read changes no field."""
+    """Yield the values of the named fields, and the results; an invalid address changes no field."""
     try:
         settings = settings_from_query(query)
     except ShardwrightError as error:
-        yield [*(gr.skip() for _ in names), faults_view(error)]
+        yield [*(gr.skip() for _ in names), errors_view(error)]
         return
     shown: dict[str, Any] = shown_values(settings)
     for result in results(settings):
@@ -172,7 +265,7 @@ def _model_fields() -> tuple[dict[str, gr.components.Component], gr.UploadButton
         model = gr.Dropdown(
             model_choices(),
             label="Model",
-            info="ORG/NAME on the Hub; those listed are planned without asking it",
+            info="ORG/NAME on the Hub; the listed models need no request to it",
             allow_custom_value=True,
             elem_id="model",
         )
@@ -182,18 +275,21 @@ def _model_fields() -> tuple[dict[str, gr.components.Component], gr.UploadButton
         with gr.Accordion("Search the Hub, revision", open=False):
             words = gr.Textbox(label="Search the Hub", max_lines=1, elem_id="search")
             search = gr.Button("Search", size="sm", elem_id="search_run")
-            said = gr.HTML(apply_default_css=False, elem_id="found")
+            matches = gr.HTML(apply_default_css=False, elem_id="found")
             revision = setting_field("revision")
         config = gr.Textbox(visible=False)
 
     def find(text: str) -> tuple[Any, str]:
         try:
-            found = search_models(text.strip()) if text.strip() else ()
+            names = search_models(text.strip()) if text.strip() else ()
         except ShardwrightError as error:
-            return gr.skip(), faults_view(error)
-        return gr.Dropdown(choices=list(found) or model_choices()), found_view(found)
+            return gr.skip(), errors_view(error)
+        result = f"{len(names)} found: select one under Model" if names else "No model found"
+        return gr.Dropdown(choices=list(names) or model_choices()), f'<p class="sub" role="status">{result}</p>'
 
-    gr.on([search.click, words.submit], find, [words], [model, said], show_progress="minimal", api_visibility="private")
+    gr.on(
+        [search.click, words.submit], find, [words], [model, matches], show_progress="minimal", api_visibility="private"
+    )
     return {"model": model, "config": config, "revision": revision}, upload
 
 
@@ -202,8 +298,8 @@ def _check_tab() -> None:
         with gr.Column(scale=2, min_width=300):
             text = gr.Textbox(
                 label="DeepSpeed JSON or Accelerate YAML",
-                info="Whoever wrote it; it stays on the machine that serves this page",
-                # With more lines than at first, the field would be measured again for every letter of a long text.
+                info="Stays on the machine that serves this page",
+                # A field that grows is measured again for every letter of a long text.
                 lines=20,
                 max_lines=20,
                 elem_id="pasted",
@@ -218,21 +314,21 @@ def _check_tab() -> None:
         try:
             return findings_view(pasted, settings_of(CheckedFor, stated))
         except ShardwrightError as error:
-            return faults_view(error)
+            return errors_view(error)
 
     button.click(find, [text, *facts.values()], result, show_progress="minimal", api_visibility="private")
 
 
 def results(settings: PageSettings) -> Iterator[str]:
-    """Yield the plan, and where there are offers, which take three times as long, the plan with them."""
+    """Yield the plan, then the plan with its offers, which take three times as long."""
     try:
-        found = planned(settings, offers=False)
-        yield plan_view(found)
-        more = offered(found)
+        result = planned(settings, offers=False)
+        yield plan_view(result)
+        more = offered(result)
     except PlanDoesNotFitError as error:
         yield misfit_view(error)
     except ShardwrightError as error:
-        yield faults_view(error)
+        yield errors_view(error)
     else:
         if more.plan.offers:
             yield plan_view(more)

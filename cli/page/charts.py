@@ -1,7 +1,7 @@
-"""Numbers of the page's charts, from a plan: places in percent of an axis, and what each mark says.
+"""Data of the page's charts: positions in percent of an axis, and texts of the marks.
 
-The marks themselves are elements of the page (`templates/`), so that they follow its width and its colours, can be
-reached by keyboard, and are read aloud.
+The marks are HTML elements (`templates/`), so that they follow width and colours of the page, and work with keyboards
+and screen readers.
 """
 
 from __future__ import annotations
@@ -14,28 +14,25 @@ from typing import Literal
 from ...ds_configs.memory.estimate import GpuMemory, terms_by_phase
 from ...ds_configs.memory.terms import TERM_MEANINGS, TERM_ROLES, Role
 from ...ds_configs.plan.plan import Plan
-from ...ds_configs.search.choice import Evaluated, ParetoPoint
 from ...ds_configs.search.reasons import display_name
-from ...ds_configs.step_time.estimate import StepTime
-from ...ds_configs.step_time.terms import TIME_TERM_MEANINGS, time_term_name
+from ...ds_configs.search.search import Evaluated, ParetoPoint
+from ...ds_configs.step_time.estimate import TIME_TERM_MEANINGS, StepTime, time_term_name
 
 LayoutKind = Literal["chosen", "fits", "too large", "analysis"]
 _ROLES: tuple[Role, ...] = ("weights", "optimizer", "gradients", "activations", "buckets", "other")
 _PHASES = {"init": "loaded", "loss": "forward and loss", "backward": "backward", "step": "optimizer step"}
 _OVERHEADS = ("allocator_fragmentation", "runtime_context", "communicators")
-_ROOM = 1.04
-"""What an axis shows beyond its largest mark."""
+_MARGIN = 1.04
+"""End of an axis, as a multiple of its largest value."""
 _TICKS = 5
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Tick:
-    """A line of an axis."""
+    """A line of an axis, at a percentage of its length."""
 
     place: float
-    """Percent of the axis."""
     text: str
-    """What stands there."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -43,19 +40,17 @@ class Term:
     """A part of the memory in every phase."""
 
     name: str
-    """What people call it."""
     meaning: str
-    """One sentence."""
     role: Role
-    """What it is for, which gives its colour."""
+    """Purpose; decides the colour."""
     shade: int
-    """Its place among the terms of its role, largest first."""
+    """Rank among the terms of its role, largest first."""
     bytes_of: dict[str, int]
-    """Bytes by phase; 0 where it is not there."""
+    """Bytes by phase; 0 in phases without it."""
 
     @property
     def largest(self) -> int:
-        """Bytes of the phase that has most of it."""
+        """Largest bytes of any phase."""
         return max(self.bytes_of.values())
 
 
@@ -66,7 +61,7 @@ class MemoryChart:
     terms: tuple[Term, ...]
     """From the bottom of the stack: by role, then by size."""
     phases: dict[str, str]
-    """What people call each phase."""
+    """Title of each phase."""
     peak: str
     """The phase of the peak."""
     scale_bytes: float
@@ -86,10 +81,10 @@ class MemoryChart:
 
 
 def phases_chart(plan: Plan) -> MemoryChart:
-    """Return the memory of the chosen layout by phase and term.
+    """Return the memory of the selected layout by phase and term.
 
-    Tensors are those of each phase. Runtime and communicators stay all the time; what the allocator reserves beyond
-    tensors is taken as the same share of them in every phase, as the estimate does in that of the peak.
+    Tensors are those of each phase. Runtime and communicators are constant. The allocator's overhead is the same share
+    of the tensors in every phase, as in the estimate of the peak.
     """
     gpu = plan.chosen.memory.gpu
     by_phase: dict[str, dict[str, int]] = {
@@ -105,7 +100,7 @@ def phases_chart(plan: Plan) -> MemoryChart:
     names = dict.fromkeys(name for terms in by_phase.values() for name, count in terms.items() if count)
     bytes_of = {name: {phase: by_phase[phase].get(name, 0) for phase in phases} for name in names}
     largest = max(gpu.capacity_bytes, gpu.high_bytes, *(sum(terms.values()) for terms in by_phase.values()))
-    scale = largest * _ROOM
+    scale = largest * _MARGIN
     return MemoryChart(
         terms=tuple(_terms(bytes_of)),
         phases=phases,
@@ -119,7 +114,7 @@ def phases_chart(plan: Plan) -> MemoryChart:
 def _terms(bytes_of: dict[str, dict[str, int]]) -> Iterable[Term]:
     for role in _ROLES:
         names = [name for name in bytes_of if TERM_ROLES.get(name, "other") == role]
-        for shade, name in enumerate(sorted(names, key=lambda one: -max(bytes_of[one].values()))):
+        for shade, name in enumerate(sorted(names, key=lambda term: -max(bytes_of[term].values()))):
             yield Term(
                 name=name.replace("_", " "),
                 meaning=TERM_MEANINGS.get(name, ""),
@@ -134,11 +129,8 @@ class TimeRow:
     """A part of a step's time."""
 
     name: str
-    """What people call it."""
     meaning: str
-    """One sentence."""
     seconds: float
-    """Of one step."""
     share: float
     """Percent of the step."""
     width: float
@@ -161,28 +153,26 @@ def time_rows(time: StepTime) -> tuple[TimeRow, ...]:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Layout:
-    """A candidate, as a row of the table and a mark of the chart."""
+class ShownLayout:
+    """A candidate as a row of the table and a mark of the chart."""
 
     kind: LayoutKind
-    """Whether it was chosen, fits, is too large, or is run by no library."""
+    """`analysis`: no library runs it."""
     name: str
-    """The layout in words."""
     micro_batch: str
-    """Sequences of a pass, and how many passes a step has."""
+    """Sequences per pass × passes per step."""
     recomputes: str
-    """What the backward pass computes again."""
+    """What the backward pass recomputes."""
     high_bytes: int
-    """Upper end of its memory on one accelerator."""
+    """Upper end of the memory per accelerator."""
     step_seconds: float
-    """Predicted time of a step."""
     tokens_per_second: float
-    """Predicted speed of all ranks together."""
+    """Of all ranks."""
     reason: str
-    """Why it was taken, or what it loses."""
+    """Why it was selected or rejected."""
 
 
-def shown_layout(candidate: Evaluated, *, chosen: bool = False) -> Layout:
+def shown_layout(candidate: Evaluated, *, chosen: bool = False) -> ShownLayout:
     """Return a candidate as the page shows it."""
     strategy, gpu, name = candidate.strategy, candidate.memory.gpu, display_name(candidate.strategy)
     kind: LayoutKind = "fits" if candidate.memory.fits else "too large"
@@ -191,7 +181,7 @@ def shown_layout(candidate: Evaluated, *, chosen: bool = False) -> Layout:
         recomputes = part + (" but products" if strategy.keeps_products else "")
     else:
         recomputes = "nothing"
-    return Layout(
+    return ShownLayout(
         kind="chosen" if chosen else "analysis" if candidate.analysis_only else kind,
         name=name,
         micro_batch=f"{strategy.micro_batch_size} × {strategy.gradient_accumulation_steps}",
@@ -205,30 +195,29 @@ def shown_layout(candidate: Evaluated, *, chosen: bool = False) -> Layout:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Mark:
-    """A place of the chart of layouts."""
+    """A mark of the chart of layouts."""
 
     x: float
     """Percent of the axis of memory, which is logarithmic."""
     y: float
     """Percent of the axis of speed, from below."""
     kind: str
-    """Of the layout; `frontier` for one that no other beats in both."""
+    """Of the layout, or `frontier`."""
     title: str
-    """What it is."""
     figures: str
     """Memory, speed and time."""
     reason: str
-    """What it loses."""
+    """Why it was selected or rejected."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LayoutChart:
-    """All candidates: tokens per second against memory, with those that none beats in both."""
+    """All candidates: tokens per second against memory, with the Pareto frontier."""
 
     marks: tuple[Mark, ...]
-    """Candidates, the chosen one last, so that it lies on top."""
+    """Candidates, the selected one last, so that it is on top."""
     frontier: tuple[Mark, ...]
-    """From the leanest to the fastest."""
+    """From the smallest to the fastest."""
     x_ticks: tuple[Tick, ...]
     """In GB."""
     y_ticks: tuple[Tick, ...]
@@ -237,8 +226,8 @@ class LayoutChart:
     """Percent of the axis of memory at which the accelerator is full."""
 
 
-def layout_chart(layouts: Sequence[Layout], pareto: Sequence[ParetoPoint], *, capacity_bytes: int) -> LayoutChart:
-    """Return the chart of candidates, whatever their number."""
+def layout_chart(layouts: Sequence[ShownLayout], pareto: Sequence[ParetoPoint], *, capacity_bytes: int) -> LayoutChart:
+    """Return the chart of all candidates."""
     sizes = [layout.high_bytes for layout in layouts] + [point.high_bytes for point in pareto] + [capacity_bytes]
     speeds = [layout.tokens_per_second for layout in layouts] + [point.tokens_per_second for point in pareto]
     low, high = math.log(min(sizes) / 1.15), math.log(max(sizes) * 1.15)
@@ -250,18 +239,18 @@ def layout_chart(layouts: Sequence[Layout], pareto: Sequence[ParetoPoint], *, ca
     def y(speed: float) -> float:
         return 100 * speed / top
 
-    def mark(one: Layout | ParetoPoint, kind: str, title: str, reason: str) -> Mark:
-        figures = f"up to {one.high_bytes / 1e9:,.1f} GB, {one.tokens_per_second:,.0f} tokens/s, "
-        figures += f"{one.step_seconds:.3g} s a step"
-        place = {"x": x(one.high_bytes), "y": y(one.tokens_per_second)}
-        return Mark(kind=kind, title=title, figures=figures, reason=reason, **place)
+    def mark(layout: ShownLayout | ParetoPoint, kind: str, title: str, reason: str) -> Mark:
+        figures = f"up to {layout.high_bytes / 1e9:,.1f} GB, {layout.tokens_per_second:,.0f} tokens/s, "
+        figures += f"{layout.step_seconds:.3g} s per step"
+        position = {"x": x(layout.high_bytes), "y": y(layout.tokens_per_second)}
+        return Mark(kind=kind, title=title, figures=figures, reason=reason, **position)
 
     candidates = sorted(layouts, key=lambda layout: layout.kind == "chosen")
     frontier = sorted(pareto, key=lambda point: point.high_bytes)
-    beaten = "No other layout beats it in both memory and speed."
+    best = "No other layout is both smaller and faster."
     return LayoutChart(
-        marks=tuple(mark(one, one.kind, _title(one), one.reason) for one in candidates),
-        frontier=tuple(mark(one, "frontier", one.label, beaten) for one in frontier),
+        marks=tuple(mark(layout, layout.kind, _title(layout), layout.reason) for layout in candidates),
+        frontier=tuple(mark(point, "frontier", point.label, best) for point in frontier),
         x_ticks=tuple(
             Tick(place=x(at * 1e9), text=f"{at:,g}") for at in decade_numbers(math.exp(low) / 1e9, math.exp(high) / 1e9)
         ),
@@ -270,13 +259,13 @@ def layout_chart(layouts: Sequence[Layout], pareto: Sequence[ParetoPoint], *, ca
     )
 
 
-def _title(layout: Layout) -> str:
+def _title(layout: ShownLayout) -> str:
     recomputed = "" if layout.recomputes == "nothing" else f", recomputes {layout.recomputes}"
     return f"{layout.name}, micro-batch {layout.micro_batch}{recomputed}"
 
 
 def round_numbers(end: float) -> list[float]:
-    """Return from three to `_TICKS` + 1 round numbers from 0 to an end.
+    """Return three to `_TICKS` + 1 round numbers from 0 to `end`.
 
     >>> round_numbers(87)
     [0.0, 20.0, 40.0, 60.0, 80.0]
@@ -288,17 +277,17 @@ def round_numbers(end: float) -> list[float]:
 
 
 def decade_numbers(low: float, high: float) -> list[float]:
-    """Return numbers for a logarithmic axis: 1, 2 and 5 of each decade, only 1 over many, round ones within one.
+    """Return ticks of a logarithmic axis: 1, 2 and 5 per decade; 1 for many decades; round numbers within one.
 
     >>> decade_numbers(12, 170), decade_numbers(31, 88)
     ([20.0, 50.0, 100.0], [40.0, 60.0, 80.0])
     """
-    found = [
+    ticks = [
         factor * 10.0**power
         for power in range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
         for factor in (1, 2, 5)
         if low <= factor * 10.0**power <= high
     ]
-    if len(found) <= 2:
+    if len(ticks) <= 2:
         return [number for number in round_numbers(high) if number >= low]
-    return found if len(found) <= 2 * _TICKS else [number for number in found if f"{number:e}".startswith("1.")]
+    return ticks if len(ticks) <= 2 * _TICKS else [number for number in ticks if f"{number:e}".startswith("1.")]

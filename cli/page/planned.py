@@ -1,6 +1,6 @@
 """Plan of the page's settings, by the functions of the command line, and its files as an archive.
 
-Whoever reaches the page may be a stranger, on a Space: no setting names a path that is read on this machine.
+On a Space anyone can open the page, so no setting is a path that is read on this machine.
 """
 
 from __future__ import annotations
@@ -16,48 +16,46 @@ from typing import Any
 
 import yaml
 
-from ...ds_configs.plan.files import render_files
-from ...ds_configs.plan.plan import Plan, with_offers
-from ...ds_configs.specs.errors import Fault, UsageError, collecting
+from ...ds_configs.plan.plan import Plan, render_files, with_offers
+from ...ds_configs.specs.errors import ConfigError, UsageError, collecting
 from ...ds_configs.specs.hardware import HardwareSpec, hardware_from_mapping, parse_hardware, parse_overrides
 from ...ds_configs.specs.model import ModelSpec
 from ...plugins.huggingface_hub.hub import ModelSource, read_hub_source
+from ...plugins.planning.from_names import plan as select_plan
 from ...plugins.planning.models import LoadedModel, model_from_source
-from ..planning.gallery import entry_names, load_entry
-from ..planning.run_questions import answers, question_faults, shown_answers
-from ..planning.stated import plan_stated
+from ..gallery import entry_names, load_entry
+from ..plan_settings import answers, question_errors, shown_answers
 from .address import CONFIG_FILE, HARDWARE_FILE, PageSettings, unpack_config
 
 _LINKS = ("link_bytes_per_s", "network_bytes_per_s")
 _OLDEST_DATE = (1980, 1, 1, 0, 0, 0)
-"""The same plan gives the same archive; ZIP knows no earlier date."""
+"""Fixed, so that the same plan gives the same archive; the earliest date of ZIP."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Planned:
-    """A plan with what was said while it was made."""
+    """A plan with its notes, answers and files."""
 
     plan: Plan
     settings: PageSettings
-    """What the page asked for."""
-    remarks: tuple[str, ...]
-    """Remarks while planning."""
+    notes: tuple[str, ...]
+    """Notes of planning."""
     answers: tuple[str, ...]
-    """Answers about a whole run, where it was asked about."""
+    """Answers about the whole run."""
     files: dict[str, str | bytes]
-    """Contents by name, as `shardwright plan` writes them, with the uploaded files that the command line reads."""
+    """Contents by name: the files of `shardwright plan`, and uploaded files that its command line reads."""
     name: str
-    """Of the archive and the directory in it."""
+    """Name of the archive and of its directory."""
 
 
 @cache
 def known_models() -> dict[str, ModelSpec]:
-    """Return the models of the gallery by Hub id: those that are planned without asking the Hub."""
+    """Return the models of the gallery by Hub id, which need no request to the Hub."""
     return {plan.model.name: plan.model for plan in map(load_entry, entry_names())}
 
 
 def planned(settings: PageSettings, *, offers: bool = True) -> Planned:
-    """Return the plan that `shardwright plan` would make of the same words; `offered` adds what it leaves out.
+    """Return the plan that `shardwright plan` makes of the same settings; `offered` adds offers.
 
     Raises:
         UsageError: a name, value or combination cannot be used.
@@ -65,39 +63,38 @@ def planned(settings: PageSettings, *, offers: bool = True) -> Planned:
         PlanDoesNotFitError: no layout fits.
         ShardwrightError: the Hub cannot be reached or denies access.
     """
-    remarks: list[str] = []
-    faults: list[Fault] = []
-    with collecting(faults):
-        question_faults(settings)
-    with collecting(faults):
+    notes: list[str] = []
+    errors = question_errors(settings)
+    with collecting(errors):
         hardware = cluster(settings)
-    with collecting(faults):
+    with collecting(errors):
         model = _model(settings)
-    if faults:
-        raise UsageError(faults)
+    if errors:
+        raise UsageError(errors)
     loaded = {"teacher": _named(settings.teacher, None).spec} if settings.teacher else {}
-    plan = plan_stated(model, hardware, settings, notify=remarks.append, offers=offers, loaded=loaded)
+    words = settings.words(hardware_is_read=True) | loaded
+    plan = select_plan(model, hardware, notify=notes.append, offers=offers, **words)
     return Planned(
         plan=plan,
         settings=settings,
-        remarks=tuple(remarks),
+        notes=tuple(notes),
         answers=tuple(shown_answers(answers(plan, settings))),
         files=_files(plan, settings),
         name=re.sub(r"[^\w.-]+", "-", f"{plan.model.name.rpartition('/')[2]}_{hardware.name}", flags=re.ASCII),
     )
 
 
-def offered(found: Planned) -> Planned:
-    """Return a plan that was made without offers with them."""
-    plan = with_offers(found.plan)
-    return replace(found, plan=plan, files=_files(plan, found.settings)) if plan.offers else found
+def offered(result: Planned) -> Planned:
+    """Return the plan with its offers."""
+    plan = with_offers(result.plan)
+    return replace(result, plan=plan, files=_files(plan, result.settings)) if plan.offers else result
 
 
 def cluster(settings: PageSettings) -> HardwareSpec:
-    """Return the cluster of a name from the catalog, with the links and the memory that are stated.
+    """Return the hardware of a catalog name, with the links and memory of the settings.
 
     Raises:
-        UsageError: it is no such name, or a value cannot be used.
+        UsageError: the name is unknown, or a value is invalid.
     """
     name = settings.hardware or ""
     return hardware_from_mapping(_hardware_fields(settings, parse_hardware(name)), name=name)
@@ -113,17 +110,17 @@ def _model(settings: PageSettings) -> LoadedModel:
     if settings.config is None:
         return _named(settings.model, settings.revision)
     if settings.model:
-        rule, fix = "stands beside an uploaded config.json", "keep one of them"
-        raise UsageError(Fault(where="model", value=settings.model, rule=rule, fix=fix))
+        rule, fix = "excludes an uploaded config.json", "keep one of them"
+        raise UsageError(ConfigError(where="model", value=settings.model, rule=rule, fix=fix))
     config = unpack_config(settings.config)
     source = ModelSource(name=CONFIG_FILE, revision=None, config=config, checkpoint_parameters=None)
     return model_from_source(source, by_structure=True)
 
 
 def _named(name: str, revision: str | None) -> LoadedModel:
-    """Return a model of the gallery, or of the Hub, from where a stated revision always comes."""
+    """Return a model of the gallery, or of the Hub if a revision is set or the gallery lacks it."""
     if not name:
-        raise UsageError(Fault(where="model", rule="is missing", fix="write ORG/NAME, or upload its config.json"))
+        raise UsageError(ConfigError(where="model", rule="is missing", fix="enter ORG/NAME, or upload its config.json"))
     if revision is None and name in known_models():
         return LoadedModel(spec=known_models()[name], config={}, notes=())
     return model_from_source(read_hub_source(name, revision=revision), by_structure=True)
@@ -141,7 +138,7 @@ def _files(plan: Plan, settings: PageSettings) -> dict[str, str | bytes]:
 
 
 def archive(files: Iterable[tuple[str, str | bytes]], *, directory: str) -> bytes:
-    """Return a ZIP of files in a directory; scripts (`.sh`, `.sbatch`) are executable, as `Plan.write` leaves them."""
+    """Return a ZIP of files in a directory, with executable scripts (`.sh`, `.sbatch`) as `Plan.write` makes."""
     stream = io.BytesIO()
     with zipfile.ZipFile(stream, "w", zipfile.ZIP_DEFLATED) as packed:
         for name, content in files:

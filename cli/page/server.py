@@ -1,4 +1,4 @@
-"""Server of the page: on the loopback interface unless another address is asked for, with nothing from elsewhere."""
+"""Server of the page, by default on the loopback interface, without external resources."""
 
 from __future__ import annotations
 
@@ -10,24 +10,24 @@ import tempfile
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from ...ds_configs.specs.errors import Fault, ShardwrightError, UsageError
+from ...ds_configs.specs.errors import ConfigError, ShardwrightError, UsageError
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
     from starlette.types import ASGIApp, Receive, Scope, Send
 
 LARGEST_UPLOAD = "10mb"
-"""Beyond it Gradio refuses a file while it comes; configurations of models are refused from 4 MiB on."""
+"""Gradio rejects larger files during the upload; configurations of models are limited to 4 MiB."""
 POLICY = (
     "default-src 'self'; script-src 'self' 'unsafe-inline' 'unsafe-eval' blob:; style-src 'self' 'unsafe-inline'; "
     "img-src 'self' data: blob:; font-src 'self' data:; connect-src 'self' blob: data:; worker-src 'self' blob:; "
     "object-src 'none'; base-uri 'self'; form-action 'self'"
 )
-"""What browsers load: nothing but what this server sends. Gradio's program has scripts in its page and evaluates."""
+"""Browsers load only what this server sends. Gradio needs inline scripts and eval."""
 
 
 class _Headers:
-    """Middleware that adds the policy to every answer."""
+    """Middleware that adds the policy to every response."""
 
     def __init__(self, app: ASGIApp) -> None:
         self.app = app
@@ -47,20 +47,42 @@ class _Headers:
         await self.app(scope, receive, with_policy)
 
 
+class _OwnOrigin:
+    """Middleware that rejects requests from pages of another origin (scheme, host and port).
+
+    Gradio 6.31.0 accepts requests with credentials from any page of this machine, whatever its port.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        from starlette.datastructures import Headers
+        from starlette.responses import PlainTextResponse
+
+        headers = Headers(scope=scope) if scope["type"] in ("http", "websocket") else Headers()
+        scheme = {"ws": "http", "wss": "https"}.get(scope.get("scheme", ""), scope.get("scheme", "http"))
+        own = f"{scheme}://{headers.get('host', '')}"
+        if (origin := headers.get("origin", own)) == own:
+            await self.app(scope, receive, send)
+            return
+        text = f"Origin {origin!r}: only pages of {own} may call this server. Open {own} in the browser.\n"
+        await PlainTextResponse(text, status_code=403)(scope, receive, send)
+
+
 def listening_socket(host: str, port: int) -> socket.socket:
-    """Return a socket that listens at an address; port 0 takes a free one.
+    """Return a socket that listens at an address; port 0 selects a free one.
 
     Raises:
-        UsageError: there is no such address on this machine.
-        ShardwrightError: the port is taken, or not for this user.
+        UsageError: this machine has no such address.
+        ShardwrightError: the port is in use, or not allowed for this user.
     """
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     except (OSError, UnicodeError) as error:
         reason = getattr(error, "strerror", None) or str(error)
-        raise UsageError(
-            Fault(where="host", value=host, rule=f"is no address ({reason})", fix="use 127.0.0.1")
-        ) from None
+        rule = f"is not an address ({reason})"
+        raise UsageError(ConfigError(where="host", value=host, rule=rule, fix="use 127.0.0.1")) from None
     listener = socket.socket(family, kind, protocol)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -69,13 +91,13 @@ def listening_socket(host: str, port: int) -> socket.socket:
     except OSError as error:
         listener.close()
         reason = (error.strerror or str(error)).lower()
-        fix = "give another --port, or --port 0 for a free one" if port else "give another --host"
-        raise ShardwrightError(f"port = {port}: cannot be listened on at {host} ({reason}); {fix}") from None
+        fix = "pass another --port, or --port 0 for a free one" if port else "pass another --host"
+        raise ShardwrightError(f"port = {port}: cannot listen at {host} ({reason}); {fix}") from None
     return listener
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine reaches an address."""
+    """Return whether an address is reachable from this machine only."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -83,9 +105,9 @@ def is_loopback(host: str) -> bool:
 
 
 def make_app(host: str) -> FastAPI:
-    """Return the program of the server; on loopback it answers to names of this machine alone.
+    """Return the application; on loopback it accepts only host names of this machine.
 
-    A page of somebody else's, whose name leads to 127.0.0.1, would otherwise be answered too.
+    This blocks DNS rebinding, where the name of another site resolves to 127.0.0.1.
     """
     import gradio
     from fastapi import FastAPI
@@ -94,6 +116,7 @@ def make_app(host: str) -> FastAPI:
     from .app import build_page, head, theme
 
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
+    app.add_middleware(_OwnOrigin)
     if is_loopback(host):
         app.add_middleware(TrustedHostMiddleware, allowed_hosts=["127.0.0.1", "localhost", "::1", "[::1]", host])
     app.add_middleware(_Headers)
@@ -116,16 +139,16 @@ def make_app(host: str) -> FastAPI:
 
 
 def serve(host: str, port: int, *, announce: Callable[[str], None]) -> None:
-    """Serve the page until the process is told to end; `announce` gets its address when it is there.
+    """Serve the page until the process ends; call `announce` with its address when it listens.
 
     Raises:
-        UsageError: there is no such host on this machine.
-        ShardwrightError: gradio is not installed, or the port cannot be had.
+        UsageError: this machine has no such host.
+        ShardwrightError: gradio is not installed, or the port is in use.
     """
     if importlib.util.find_spec("gradio") is None:
         raise ShardwrightError("the page needs gradio, which is not installed; pip install 'shardwright[ui]'")
     with listening_socket(host, port) as listener, tempfile.TemporaryDirectory(prefix="shardwright-ui-") as uploads:
-        # Before these libraries are imported, which ask for them.
+        # Before the imports, which read them.
         os.environ |= {"GRADIO_ANALYTICS_ENABLED": "False", "GRADIO_TEMP_DIR": uploads}
         os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
         import uvicorn

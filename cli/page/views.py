@@ -1,9 +1,9 @@
-"""Results of the page as HTML: a plan, what does not fit, faults, and findings of `check`."""
+"""Results of the page as HTML: a plan, a plan that does not fit, errors, and findings of `check`."""
 
 from __future__ import annotations
 
 import base64
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from ...ds_configs.check import Finding, check_text, detect_kind, parse_report
 from ...ds_configs.plan.plan import PlanDoesNotFitError
-from ...ds_configs.search.questions import doubts
+from ...ds_configs.search.run_estimates import doubts
 from ...ds_configs.specs.errors import ShardwrightError
 from ...ds_configs.specs.units import gigabytes, human_count
 from ..options import CheckedFor
@@ -26,7 +26,7 @@ TEMPLATES = Path(__file__).with_name("templates")
 _PASTED = "pasted text"
 _KINDS = {"deepspeed": "DeepSpeed JSON", "accelerate": "Accelerate YAML"}
 _LONGEST_LINE = 500
-"""Characters of a pasted line that are shown."""
+"""Longest excerpt of a pasted line, in characters."""
 
 
 @cache
@@ -49,7 +49,7 @@ def _render(template: str, **values: object) -> str:
 
 
 def shown_seconds(seconds: float) -> str:
-    """Return seconds with three digits that count, and no more than milliseconds.
+    """Return seconds with three significant digits, but at most milliseconds.
 
     >>> shown_seconds(2.3567), shown_seconds(0.0004), shown_seconds(1234.5)
     ('2.36', '0.000', '1,234')
@@ -58,12 +58,12 @@ def shown_seconds(seconds: float) -> str:
     return f"{seconds:,.{digits}f}"
 
 
-def plan_view(found: Planned) -> str:
-    """Return a plan with its charts, its alternatives and its files, which lie in the link to download them."""
-    plan = found.plan
+def plan_view(result: Planned) -> str:
+    """Return a plan with charts, alternatives, and its files in a download link."""
+    plan = result.plan
     chosen = shown_layout(plan.chosen, chosen=True)
     layouts = [chosen, *map(shown_layout, plan.rejected)]
-    texts = {name: content for name, content in found.files.items() if isinstance(content, str)}
+    texts = {name: content for name, content in result.files.items() if isinstance(content, str)}
     return _render(
         "plan",
         plan=plan,
@@ -71,94 +71,85 @@ def plan_view(found: Planned) -> str:
         gpu=plan.chosen.memory.gpu,
         host=plan.chosen.memory.host,
         time=plan.chosen.time,
-        remarks=list(_remarks(found)),
+        notes=list(_notes(result)),
         memory=phases_chart(plan),
         times=time_rows(plan.chosen.time),
         layouts=layouts,
         chart=layout_chart(layouts, plan.pareto, capacity_bytes=plan.hardware.gpu_bytes),
-        name=found.name,
-        archive=base64.b64encode(archive(found.files.items(), directory=found.name)).decode(),
-        shared=is_shared_by(found.settings),
-        command=command_of(found.settings),
+        name=result.name,
+        archive=base64.b64encode(archive(result.files.items(), directory=result.name)).decode(),
+        shared=is_shared_by(result.settings),
+        command=command_of(result.settings),
         files=texts,
     )
 
 
-def _remarks(found: Planned) -> Iterator[tuple[str, str]]:
-    plan = found.plan
-    for answer in found.answers:
-        yield "Asked:", answer
+def _notes(result: Planned) -> Iterator[tuple[str, str]]:
+    plan = result.plan
+    for answer in result.answers:
+        yield "Run:", answer
     if plan.chosen.teacher is not None:
         yield "Teacher:", plan.chosen.teacher.reason
     for offer in plan.offers:
-        yield "Changes the numbers:", str(offer)
-    for remark in found.remarks:
-        yield "Note:", remark
+        yield "Changes the results:", str(offer)
+    for text in result.notes:
+        yield "Note:", text
     for doubt in doubts(plan.chosen.strategy, plan.model, plan.hardware, plan.job):
-        yield "Less sure:", doubt
+        yield "Less certain:", doubt
 
 
 def misfit_view(error: PlanDoesNotFitError) -> str:
-    """Return what was tried, and what would fit."""
+    """Return the layouts that do not fit, and changes that would."""
     layouts = [shown_layout(candidate) for candidate in error.tried]
     chart = layout_chart(layouts, (), capacity_bytes=error.hardware.gpu_bytes)
     closest = str(error).splitlines()[0]
     return _render("misfit", error=error, closest=closest, layouts=layouts, chart=chart)
 
 
-def faults_view(error: ShardwrightError) -> str:
-    """Return an error as the command line prints it, a line for each fault."""
-    return _render("faults", lines=str(error).splitlines())
-
-
-def found_view(names: Sequence[str]) -> str:
-    """Return what a search brought."""
-    said = f"{len(names)} found: pick one under Model" if names else "Nothing was found"
-    return _render("found", said=said)
+def errors_view(error: ShardwrightError) -> str:
+    """Return the errors as the command line prints them."""
+    return _render("errors", lines=str(error).splitlines())
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ShownFinding:
-    """A finding beside the line that it is about."""
+    """A finding with its line."""
 
     kind: str
     line: int
-    """Counted from 1; 0 where it is about the whole text."""
+    """Line number from 1; 0 for the whole text."""
     key: str
     value: str
-    """As Python writes it, shortened; empty where something is missing."""
+    """Shortened Python literal; empty if a key is missing."""
     rule: str
     fix: str
     text: str
-    """The line; empty without one."""
+    """Text of the line, if any."""
 
 
 def findings_view(text: str, facts: CheckedFor) -> str:
-    """Return what `check` finds in a pasted configuration, each with its line."""
+    """Return the findings of `check` about a pasted configuration."""
     world_size, uses_transformers = facts.num_processes, facts.transformers
     findings = check_text(text, filename=_PASTED, world_size=world_size, uses_transformers=uses_transformers)
     lines = text.splitlines() if findings else []
-    found = sorted((_shown(finding, lines) for finding in findings), key=lambda one: one.kind != "error")
-    errors = sum(one.kind == "error" for one in found)
-    return _render("findings", found=found, errors=errors, kind=_kind(text))
-
-
-def _kind(text: str) -> str:
+    shown = sorted((_shown(finding, lines) for finding in findings), key=lambda finding: finding.kind != "error")
+    errors = sum(finding.kind == "error" for finding in shown)
     root, _ = parse_report(text, _PASTED)
-    return "no configuration" if root is None else _KINDS[detect_kind(root, _PASTED)]
+    kind = "an unknown format" if root is None else _KINDS[detect_kind(root, _PASTED)]
+    return _render("findings", findings=shown, errors=errors, kind=kind)
 
 
 def _shown(finding: Finding, lines: list[str]) -> ShownFinding:
-    fault = finding.fault
-    number, _, key = fault.where.removeprefix(f"{_PASTED}:").partition(" ")
+    error = finding.error
+    number, _, key = error.where.removeprefix(f"{_PASTED}:").partition(" ")
     line = int(number) if number.isdecimal() else 0
-    value = str(fault).removeprefix(f"{fault.where} = ").removesuffix(f"; {fault.fix}").removesuffix(f": {fault.rule}")
+    value = str(error).removeprefix(f"{error.where} = ").removesuffix(f"; {error.fix}").removesuffix(f": {error.rule}")
     return ShownFinding(
         kind=finding.kind,
         line=line,
         key=key,
-        value="" if fault.value is None else value,
-        rule=fault.rule,
-        fix=fault.fix,
+        value="" if error.value is None else value,
+        rule=error.rule,
+        fix=error.fix,
         text=lines[line - 1][:_LONGEST_LINE] if 0 < line <= len(lines) else "",
     )

@@ -4,16 +4,8 @@ from __future__ import annotations
 
 from .accelerate import check_accelerate
 from .deepspeed import check_deepspeed
-from .pair import check_pair, check_text, parse_report
+from .files import check_pair, check_text, parse_report
 from .parsing import detect_kind
 from .report import Finding
 
-__all__ = [
-    "Finding",
-    "check_accelerate",
-    "check_deepspeed",
-    "check_pair",
-    "check_text",
-    "detect_kind",
-    "parse_report",
-]
+__all__ = ["Finding", "check_accelerate", "check_deepspeed", "check_pair", "check_text", "detect_kind", "parse_report"]

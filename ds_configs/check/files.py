@@ -1,4 +1,4 @@
-"""Checks files where they lie: each alone, and an Accelerate YAML together with the DeepSpeed JSON that it names."""
+"""Checks of files: one configuration, an Accelerate YAML with its DeepSpeed JSON, or the directory of a plan."""
 
 from __future__ import annotations
 
@@ -8,16 +8,163 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..plan.deepspeed_copy import DEEPSPEED_FILE, copied_configuration, copy_fault, differing_keys
-from ..specs.errors import Fault, UsageError
-from .pair import check_pair, check_text, parse_report
-from .parsing import MAXIMUM_BYTES, detect_kind
-from .plan_directory import CONFIGURATION, PLAN_FILE, check_plan_directory, is_own_file, moved_finding, own_file_names
-from .report import Finding, Report
-from .tree import Node
+from ..plan.plan import Plan
+from ..plan.rendering import (
+    DEEPSPEED_FILE,
+    copied_configuration,
+    copy_error,
+    differing_keys,
+    planned_training_arguments,
+)
+from ..specs.errors import ConfigError, InputError, UsageError
+from ..specs.texts import strict_json
+from .accelerate import check_accelerate
+from .deepspeed import check_deepspeed
+from .parsing import MAXIMUM_BYTES, Node, detect_kind, parse
+from .report import (
+    Finding,
+    Report,
+    check_combinations,
+    columns_of_accelerate,
+    columns_of_deepspeed,
+    from_problem,
+    in_order,
+    settings_of_accelerate,
+    settings_of_deepspeed,
+)
+
+
+def check_text(
+    text: str | bytes, *, filename: str, world_size: int | None = None, uses_transformers: bool = True
+) -> tuple[Finding, ...]:
+    """Return the findings about one configuration file; does not raise errors for any content.
+
+    Args:
+        text: Content of the file.
+        filename: Its name, for findings and to decide the format.
+        world_size: Number of processes of the run; `None` if unknown.
+        uses_transformers: Whether a Transformers Trainer reads the file; it fills some `auto` values and compares
+            others.
+    """
+    root, findings = parse_report(text, filename)
+    if root is not None:
+        report = Report(root, filename)
+        if not root.entries:
+            report.error("", "the file has no keys")
+        elif detect_kind(root, filename) == "accelerate":
+            check_accelerate(report, world_size=world_size)
+        else:
+            check_deepspeed(report, world_size=world_size, uses_transformers=uses_transformers)
+        findings += report.findings
+    return in_order(findings, filename)
+
+
+def parse_report(text: str | bytes, filename: str) -> tuple[Node | None, list[Finding]]:
+    """Return the tree of a file, `None` unless it is a mapping, and findings about the syntax."""
+    parsed = parse(text, filename)
+    findings = [from_problem(problem, filename) for problem in parsed.problems]
+    root = parsed.root
+    if root is not None and root.kind != "mapping":
+        report = Report(root, filename)
+        empty = root.kind == "scalar" and root.scalar is None
+        rule = "the file is empty" if empty else "the file must be a mapping of keys to values"
+        report.error("", rule, value=None if empty else root.plain())
+        return None, findings + report.findings
+    return root, findings
+
+
+def check_pair(
+    accelerate: tuple[Node, str], deepspeed: tuple[Node, str], *, world_size: int | None, uses_transformers: bool
+) -> tuple[Finding, ...]:
+    """Check a DeepSpeed JSON and the Accelerate YAML that uses it."""
+    launch, config = Report(*accelerate), Report(*deepspeed)
+    processes = launch.integer("num_processes") or world_size
+    # The data-parallel processes: sequence-parallel ranks share one batch.
+    sequence = launch.integer("parallelism_config.parallelism_config_sp_size") or 1
+    check_deepspeed(
+        config,
+        world_size=(processes // sequence if processes and sequence >= 1 and processes % sequence == 0 else None),
+        uses_transformers=uses_transformers,
+    )
+    wanted = launch.text("mixed_precision")
+    opposite = {"bf16": "fp16", "fp8": "fp16", "fp16": "bf16"}.get(wanted or "")
+    if opposite is not None and config.true(f"{opposite}.enabled"):
+        rule = f"conflicts with {opposite}.enabled in {config.filename}"
+        launch.error("mixed_precision", rule, "remove mixed_precision here: the DeepSpeed JSON sets the precision")
+    if launch.has("fp8_config") and config.true("fp16.enabled"):
+        launch.error("fp8_config", f"requires bf16, but {config.filename} enables fp16", "enable bf16 instead")
+    if uses_transformers:
+        check_combinations(settings_of_deepspeed(config), columns_of_accelerate(launch))
+        check_combinations(settings_of_accelerate(launch), columns_of_deepspeed(config))
+    if not config.has("zero_optimization") and not uses_transformers:
+        config.error("zero_optimization", "is missing, but Accelerate requires it", "add the section")
+    init = str(launch.value("deepspeed_config.zero3_init_flag")).lower()
+    stage = config.integer("zero_optimization.stage")
+    if init == "true" and stage is not None and stage != 3:
+        rule = f"has no effect: {config.filename} sets stage {stage}"
+        launch.warning("deepspeed_config.zero3_init_flag", rule, "remove the key")
+    return (*launch.findings, *in_order(config.findings, config.filename))
+
+
+PLAN_FILE, ARGUMENTS_FILE, MEASUREMENT_FILE = "plan.json", "training_arguments.json", "plan_measurement.json"
+SCRIPTS = ("launch.sh", "launch.sbatch", "hostfile")
+CONFIGURATION = "accelerate.yaml"
+"""Accelerate file in the directory of a plan, which uses the DeepSpeed JSON."""
+
+
+def is_own_file(path: Path) -> bool:
+    """Return whether a file belongs to a plan but is not a configuration of DeepSpeed or Accelerate."""
+    own = path.name in (PLAN_FILE, ARGUMENTS_FILE, MEASUREMENT_FILE, *SCRIPTS)
+    return own and (path.parent / PLAN_FILE).is_file()
+
+
+def check_plan_directory(directory: Path) -> tuple[list[Finding], Plan | None]:
+    """Return findings about the files of a plan, and the plan if it can be read."""
+    try:
+        plan = Plan.load(directory)
+    except InputError as error:
+        return [_error(config_error) for config_error in error.errors], None
+    missing = [name for name in plan.file_names if not (directory / name).is_file()]
+    fix = "write the plan again"
+    findings = [_error(ConfigError(where=str(directory / name), rule="is missing", fix=fix)) for name in missing]
+    if ARGUMENTS_FILE in missing:
+        return findings, plan
+    file = directory / ARGUMENTS_FILE
+    try:
+        arguments = strict_json(file.read_bytes())
+    except (OSError, ValueError) as error:
+        arguments, rule = None, f"is not valid JSON ({error})"
+    else:
+        rule = "must be a JSON object of TrainingArguments"
+    if not isinstance(arguments, dict):
+        return [*findings, _error(ConfigError(where=str(file), rule=rule, fix=fix))], plan
+    for name, value in planned_training_arguments(plan).items():
+        if arguments.get(name) != value:
+            # The prediction of a plan holds for its own batch only.
+            rule = f"differs from the plan's {value!r}, so the prediction does not apply"
+            where, fix = f"{file}: {name}", "plan again with this value"
+            difference = ConfigError(where=where, value=arguments.get(name), rule=rule, fix=fix)
+            findings.append(Finding(kind="warning", error=difference))
+    return findings, plan
+
+
+def moved_finding(directory: Path, named: Path) -> Finding | None:
+    """Return a warning if `accelerate.yaml` uses a DeepSpeed file outside its directory although it has one."""
+    own = directory / named.name
+    if not own.is_file() or (named.exists() and named.samefile(own)):
+        return None
+    rule = f"is {named}, but the plan is now in {directory}"
+    fix = f"start with launch.sh or `shardwright launch`, or pass --deepspeed_config_file {own}"
+    where = f"{directory / CONFIGURATION}: deepspeed_config.deepspeed_config_file"
+    return Finding(kind="warning", error=ConfigError(where=where, rule=rule, fix=fix))
+
+
+def _error(config_error: ConfigError) -> Finding:
+    return Finding(kind="error", error=config_error)
+
 
 SCHEMA_VERSION = 1
-"""Version of `check --format json`."""
+"""Schema version of `check --format json`."""
 _NAMED_FILE = "deepspeed_config.deepspeed_config_file"
 
 
@@ -28,59 +175,64 @@ class CheckedFiles:
     findings: tuple[Finding, ...]
     """Errors and warnings, by file."""
     files: tuple[str, ...] = ()
-    """Paths that were looked at: those that were named, and those that a directory or a YAML brought."""
+    """Checked paths: the given files, and those that a directory or an Accelerate YAML refers to."""
 
     @property
     def errors(self) -> int:
-        """Findings that stop a run, or that it disobeys."""
+        """Number of errors; warnings do not count."""
         return sum(finding.kind == "error" for finding in self.findings)
 
     def to_dict(self) -> dict[str, Any]:
         """Return what `shardwright check --format json` prints."""
-        found = [finding.to_dict() for finding in self.findings]
-        return {"schema_version": SCHEMA_VERSION, "errors": self.errors, "findings": found, "files": list(self.files)}
+        findings = [finding.to_dict() for finding in self.findings]
+        return {
+            "schema_version": SCHEMA_VERSION,
+            "errors": self.errors,
+            "findings": findings,
+            "files": list(self.files),
+        }
 
 
 def check(*files: str | Path, num_processes: int | None = None, transformers: bool = True) -> CheckedFiles:
-    """Find every fault in DeepSpeed JSON and Accelerate YAML files, whoever wrote them.
+    """Find every error in DeepSpeed JSON and Accelerate YAML files, whoever wrote them.
 
     Example: ``shardwright.check("ds_config.json", num_processes=8).errors``
 
     Args:
-        files: Paths; an Accelerate YAML also brings the DeepSpeed JSON that it names, and a plan's directory all of
+        files: Paths. With an Accelerate YAML, its DeepSpeed JSON is checked too; with the directory of a plan, all of
             its files.
         num_processes: Ranks of the job, to check the batch equation.
-        transformers: Whether the files are for the Trainer, which fills in `auto`.
+        transformers: Whether the files are for the Trainer, which fills `auto` values.
 
     Raises:
-        UsageError: no file is named, or a number of processes that cannot be. What is wrong with a file is a finding.
+        UsageError: There are no files, or the number of processes is not positive. Errors in files are findings.
     """
-    faults = []
+    errors = []
     if not files:
-        faults.append(Fault(where="files", rule="none is named"))
+        rule, fix = "at least one file is required", "pass a file or the directory of a plan"
+        errors.append(ConfigError(where="files", rule=rule, fix=fix))
     if num_processes is not None and num_processes < 1:
-        faults.append(Fault(where="num_processes", value=num_processes, rule="must be at least 1"))
-    if faults:
-        raise UsageError(faults)
+        rule, fix = "must be at least 1", "omit it if unknown"
+        errors.append(ConfigError(where="num_processes", value=num_processes, rule=rule, fix=fix))
+    if errors:
+        raise UsageError(errors)
     return run_check([Path(file) for file in files], world_size=num_processes, uses_transformers=transformers)
 
 
 def run_check(paths: Sequence[Path], *, world_size: int | None, uses_transformers: bool) -> CheckedFiles:
-    """Check each file, and each Accelerate YAML together with the DeepSpeed JSON that it names.
+    """Check each file, each Accelerate YAML with its DeepSpeed JSON, and all files of a plan's directory.
 
-    A directory with a `plan.json` stands for the files of that plan.
-
-    Files are read, never written; a path that cannot be read is a finding, not an exception. A DeepSpeed
-    JSON that a checked YAML names is checked once, for the number of processes that the YAML starts.
+    A path that cannot be read is a finding, not an exception. A DeepSpeed JSON that a YAML uses is checked once, for
+    the number of processes that the YAML starts.
     """
     findings: list[Finding] = []
     contents: dict[Path, bytes] = {}
     checked: list[Path] = []
     directories = [path if path.is_dir() else path.parent for path in paths if _is_of_a_plan(path)]
     for directory in dict.fromkeys(directories):
-        found, plan = check_plan_directory(directory)
-        findings += found
-        checked += [directory / name for name in own_file_names(directory)]
+        plan_findings, plan = check_plan_directory(directory)
+        findings += plan_findings
+        checked += [directory / name for name in (PLAN_FILE, ARGUMENTS_FILE) if (directory / name).is_file()]
         world_size = world_size or (None if plan is None else plan.hardware.world_size)
     configurations = [path / CONFIGURATION if _is_of_a_plan(path) and path.is_dir() else path for path in paths]
     for path in dict.fromkeys(path for path in configurations if not is_own_file(path)):
@@ -92,19 +244,19 @@ def run_check(paths: Sequence[Path], *, world_size: int | None, uses_transformer
             contents[path] = content
     in_pairs: set[str] = set()
     for path, content in contents.items():
-        found, named = _check_named(path, content, world_size, uses_transformers)
-        findings += found
-        if named is not None:
-            in_pairs.add(os.path.realpath(named))
-            checked.append(named)
+        pair_findings, deepspeed_file = _check_deepspeed_file_of(path, content, world_size, uses_transformers)
+        findings += pair_findings
+        if deepspeed_file is not None:
+            in_pairs.add(os.path.realpath(deepspeed_file))
+            checked.append(deepspeed_file)
     for path, content in contents.items():
         if os.path.realpath(path) not in in_pairs:
             findings += check_text(
                 content, filename=str(path), world_size=world_size, uses_transformers=uses_transformers
             )
-    # As somebody named a file, not as a YAML does.
-    by_place = {str(path.absolute()): str(path) for path in [*checked, *paths] if path in checked}
-    return CheckedFiles(findings=tuple(findings), files=tuple(by_place.values()))
+    # The user's spelling of a path wins over that of a YAML.
+    by_path = {str(path.absolute()): str(path) for path in [*checked, *paths] if path in checked}
+    return CheckedFiles(findings=tuple(findings), files=tuple(by_path.values()))
 
 
 def _is_of_a_plan(path: Path) -> bool:
@@ -115,94 +267,74 @@ def _is_of_a_plan(path: Path) -> bool:
 
 
 def read_config(path: Path) -> bytes | Finding:
-    """Return the bytes of a regular file of at most 1 MiB, or the reason why there are none."""
+    """Return the bytes of a regular file of at most 1 MiB, or the finding why it cannot be read."""
     try:
         if path.is_dir():
-            return _refused(path, "is a directory without plan.json", "name the file in it")
+            return _unreadable(path, "is a directory without plan.json", "pass the files in it")
         if not path.exists():
-            return _refused(path, "does not exist", "check the spelling and the directory")
+            return _unreadable(path, "does not exist", "check the spelling and the working directory")
         if not path.is_file():
-            return _refused(path, "is not a regular file")
+            return _unreadable(path, "is not a regular file", "pass a JSON or YAML file")
         with path.open("rb") as stream:
             content = stream.read(MAXIMUM_BYTES + 1)
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-        return _refused(path, f"cannot be read: {reason}")
+        return _unreadable(path, f"cannot be read: {reason}")
     if len(content) > MAXIMUM_BYTES:
-        return _refused(path, f"is larger than {MAXIMUM_BYTES} bytes, which no configuration is")
+        return _unreadable(path, f"must be at most {MAXIMUM_BYTES} bytes", "pass a configuration file")
     return content
 
 
-def _check_named(
+def _check_deepspeed_file_of(
     path: Path, content: bytes, world_size: int | None, uses_transformers: bool
 ) -> tuple[list[Finding], Path | None]:
-    """Check the DeepSpeed JSON that an Accelerate YAML names; return its path when it was checked."""
-    launch, _ = parse_report(content, str(path))
-    if launch is None or detect_kind(launch, str(path)) != "accelerate":
+    """Check an Accelerate YAML and the DeepSpeed JSON that it uses; return the findings and the path of the JSON."""
+    root, _ = parse_report(content, str(path))
+    if root is None or detect_kind(root, str(path)) != "accelerate":
         return [], None
-    report = Report(launch, str(path))
+    report = Report(root, str(path))
     name = report.text(_NAMED_FILE)
     if not name:
         return [], None
+
+    def check_both(config: str | bytes, filename: str) -> list[Finding]:
+        tree, findings = parse_report(config, filename)
+        if tree is None:
+            return findings
+        launch = (root, str(path))
+        pair = check_pair(launch, (tree, filename), world_size=world_size, uses_transformers=uses_transformers)
+        return [*findings, *pair]
+
     of_plan = path.name == CONFIGURATION and (path.parent / PLAN_FILE).is_file()
     copy = copied_configuration(name)
     if copy is not None and not of_plan:
-        return _check_both((launch, str(path)), copy, f"{path} {_NAMED_FILE}", world_size, uses_transformers), None
+        return check_both(copy, f"{path} {_NAMED_FILE}"), None
     if copy is not None:
         name = str(path.parent / DEEPSPEED_FILE)
-        report.findings += _copy_findings(path, copy)
-    elif of_plan:
-        moved = moved_finding(path.parent, Path(name))
-        report.findings += [] if moved is None else [moved]
-        name = name if moved is None else str(path.parent / Path(name).name)
-    named = _locate(path, name, report)
-    config = read_config(named)
-    if isinstance(config, Finding):
-        rule = "names a file that " + config.fault.rule
-        report.error(_NAMED_FILE, rule, "the path is taken from the directory of the launch")
-        return report.findings, None
-    found = _check_both((launch, str(path)), config, str(named), world_size, uses_transformers)
-    return [*report.findings, *found], named
-
-
-def _check_both(
-    launch: tuple[Node, str], config: str | bytes, filename: str, world_size: int | None, uses_transformers: bool
-) -> list[Finding]:
-    """Check a DeepSpeed JSON and the Accelerate YAML that brings it together."""
-    tree, findings = parse_report(config, filename)
-    if tree is None:
-        return findings
-    checked = check_pair(launch, (tree, filename), world_size=world_size, uses_transformers=uses_transformers)
-    return [*findings, *checked]
-
-
-def _copy_findings(path: Path, copy: str) -> list[Finding]:
-    """Return what is wrong with the copy in a plan's YAML, beside the file that it copies."""
-    if not (path.parent / DEEPSPEED_FILE).is_file():
-        where = f"{path}: {_NAMED_FILE}"
-        return [
-            _error(Fault(where=where, rule=f"copies {DEEPSPEED_FILE}, which is missing", fix="write the plan again"))
-        ]
-    keys = differing_keys(copy, path.parent)
-    return [_error(copy_fault(path.parent, keys))] if keys else []
-
-
-def _locate(path: Path, name: str, report: Report) -> Path:
-    """Return the named file; Accelerate looks in the working directory, never beside the YAML."""
+        if not Path(name).is_file():
+            rule, fix = f"is a copy of {DEEPSPEED_FILE}, which is missing", "write the plan again"
+            report.findings.append(_error(ConfigError(where=f"{path}: {_NAMED_FILE}", rule=rule, fix=fix)))
+        elif keys := differing_keys(copy, path.parent):
+            report.findings.append(_error(copy_error(path.parent, keys)))
+    elif of_plan and (moved := moved_finding(path.parent, Path(name))) is not None:
+        report.findings.append(moved)
+        name = str(path.parent / Path(name).name)
+    file = Path(name)
     try:
-        beside = path.parent / name
-        if not Path(name).exists() and beside.exists():
-            rule = "is read from the directory of the launch, and the file lies beside this YAML"
+        if not file.exists() and (path.parent / name).exists():
+            # Accelerate looks in the working directory, not in the directory of the YAML.
+            rule = "is relative to the working directory, but the file is in the directory of this YAML"
             report.warning(_NAMED_FILE, rule, f"launch from {path.parent}, or write an absolute path")
-            return beside
+            file = path.parent / name
     except (OSError, ValueError):
         pass
-    return Path(name)
+    config = read_config(file)
+    if isinstance(config, Finding):
+        rule = "the file " + config.error.rule
+        report.error(_NAMED_FILE, rule, "write a path that is absolute or relative to the working directory")
+        return report.findings, None
+    return [*report.findings, *check_both(config, str(file))], file
 
 
-def _refused(path: Path, rule: str, fix: str = "") -> Finding:
-    return _error(Fault(where=str(path), rule=rule, fix=fix))
-
-
-def _error(fault: Fault) -> Finding:
-    return Finding(kind="error", fault=fault)
+def _unreadable(path: Path, rule: str, fix: str = "") -> Finding:
+    return _error(ConfigError(where=str(path), rule=rule, fix=fix))

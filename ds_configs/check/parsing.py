@@ -1,16 +1,409 @@
-"""From bytes to a tree: decoding, choice of syntax, and the one clear finding for a file that has neither."""
+"""Parse JSON and YAML configurations into trees of values with line numbers."""
 
 from __future__ import annotations
 
+import bisect
+import json
+import re
+from dataclasses import dataclass
 from pathlib import PurePath
-from typing import Literal
+from typing import Any, Literal
 
-from .json_parser import parse_json
-from .tree import Node, Parsed, Problem
-from .yaml_parser import parse_yaml
+import yaml
+
+MAXIMUM_DEPTH = 64
+"""Deeper nesting is rejected; real configurations stay below 8."""
+MAXIMUM_NODES = 20_000
+"""More values, with aliases expanded, are rejected; real configurations stay below 500."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Node:
+    """One value of a configuration file."""
+
+    line: int
+    """Line on which the value starts, counted from 1."""
+    kind: Literal["mapping", "sequence", "scalar"]
+    """Which of `entries`, `items` and `scalar` has the content."""
+    scalar: object = None
+    """Python value of a scalar."""
+    entries: tuple[Entry, ...] = ()
+    """Members of a mapping in file order; only the last of duplicate keys."""
+    items: tuple[Node, ...] = ()
+    """Members of a sequence."""
+    size: int = 1
+    """Values in this subtree, with aliases expanded."""
+
+    def get(self, key: str) -> Node | None:
+        """Return the value under `key`, or `None`."""
+        return next((entry.node for entry in self.entries if entry.key == key), None)
+
+    def plain(self) -> object:
+        """Return the subtree as dictionaries, lists and scalars."""
+        if self.kind == "mapping":
+            return {entry.key: entry.node.plain() for entry in self.entries}
+        return [item.plain() for item in self.items] if self.kind == "sequence" else self.scalar
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Entry:
+    """One key of a mapping with its value."""
+
+    key: str
+    """The key."""
+    line: int
+    """Line of the key, counted from 1."""
+    node: Node
+    """The value."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Problem:
+    """One error or warning about the syntax."""
+
+    line: int
+    """Line of the problem, counted from 1."""
+    rule: str
+    """The rule that is violated."""
+    fix: str = ""
+    """What to write instead."""
+    key: str = ""
+    """The key; empty if the problem is not about a key."""
+    value: object = None
+    """The offending value, if any."""
+    warning: bool = False
+    """Whether the file can still be used."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Parsed:
+    """Result of parsing a text."""
+
+    root: Node | None
+    """The tree; `None` if the text cannot be parsed."""
+    problems: tuple[Problem, ...]
+    """Everything wrong with the syntax."""
+
+
+class UnreadableError(ValueError):
+    """The text cannot be parsed; has the problem that stopped the parser."""
+
+    def __init__(self, problem: Problem) -> None:
+        self.problem = problem
+        super().__init__(problem.rule)
+
+
+def mapping(entries: list[Entry], line: int, problems: list[Problem]) -> Node:
+    """Build a mapping and report duplicate keys, of which other parsers silently keep the last."""
+    unique: dict[str, Entry] = {}
+    for entry in entries:
+        if entry.key in unique:
+            first = unique[entry.key].line
+            problems.append(
+                Problem(
+                    line=entry.line,
+                    key=entry.key,
+                    rule=f"the key is duplicated; it is first set on line {first}",
+                    fix="remove one of the two",
+                )
+            )
+        unique[entry.key] = entry
+    kept = tuple(unique.values())
+    return Node(line=line, kind="mapping", entries=kept, size=1 + sum(entry.node.size for entry in kept))
+
+
+def check_limits(size: int, depth: int, line: int) -> None:
+    """Raise an error if a tree is larger than any configuration."""
+    if depth > MAXIMUM_DEPTH:
+        raise UnreadableError(Problem(line=line, rule=f"values must not nest deeper than {MAXIMUM_DEPTH} levels"))
+    if size > MAXIMUM_NODES:
+        raise UnreadableError(
+            Problem(line=line, rule=f"the file has more than {MAXIMUM_NODES} values (aliases expanded)")
+        )
+
+
+_STRINGS = json.JSONDecoder(strict=True)
+_BLANK = re.compile(r"[ \t\n\r]*")
+_NUMBER = re.compile(r"(-?(?:0|[1-9]\d*))(\.\d+)?([eE][-+]?\d+)?", re.ASCII)
+_WORDS: dict[str, object] = {"true": True, "false": False, "null": None}
+_NOT_JSON = ("-Infinity", "Infinity", "NaN")
+_COMMENTS = ("#", "//", "/*")
+
+
+def parse_json(text: str) -> Parsed:
+    """Parse JSON as strictly as `json.load` in Transformers and Accelerate; DeepSpeed's hjson parser accepts more."""
+    reader = _Reader(text)
+    try:
+        root = reader.document()
+    except UnreadableError as error:
+        return Parsed(root=None, problems=(*reader.problems, error.problem))
+    return Parsed(root=root, problems=tuple(reader.problems))
+
+
+class _Reader:
+    def __init__(self, text: str) -> None:
+        self.text = text
+        self.position = 0
+        self.problems: list[Problem] = []
+        self.count = 0
+        self.breaks = [match.start() for match in re.finditer("\n", text)]
+
+    def line(self, position: int | None = None) -> int:
+        return bisect.bisect_left(self.breaks, self.position if position is None else position) + 1
+
+    def stop(self, rule: str, fix: str = "") -> UnreadableError:
+        if not fix and self.text.startswith(_COMMENTS, self.position):
+            fix = "remove the comment: only DeepSpeed's parser supports comments"
+        return UnreadableError(Problem(line=self.line(), rule=f"not valid JSON: {rule}", fix=fix))
+
+    def peek(self) -> str:
+        match = _BLANK.match(self.text, self.position)
+        assert match is not None, "the pattern matches the empty string"
+        self.position = match.end()
+        return self.text[self.position : self.position + 1]
+
+    def document(self) -> Node:
+        if not self.peek():
+            raise UnreadableError(Problem(line=1, rule="the file is empty"))
+        root = self.value(0)
+        if self.peek():
+            raise self.stop("there is text after the end of the document")
+        return root
+
+    def value(self, depth: int) -> Node:
+        start, line = self.peek(), self.line()
+        self.count += 1
+        check_limits(self.count, depth, line)
+        if start == "{":
+            return self.mapping(depth, line)
+        if start == "[":
+            return self.sequence(depth, line)
+        if start == '"':
+            return Node(line=line, kind="scalar", scalar=self.string())
+        for word, meaning in _WORDS.items():
+            if self.text.startswith(word, self.position):
+                self.position += len(word)
+                return Node(line=line, kind="scalar", scalar=meaning)
+        return Node(line=line, kind="scalar", scalar=self.number())
+
+    def string(self) -> str:
+        try:
+            text, self.position = _STRINGS.raw_decode(self.text, self.position)
+        except json.JSONDecodeError as error:
+            self.position = min(error.pos, len(self.text))
+            raise self.stop(error.msg[:1].lower() + error.msg[1:]) from None
+        return str(text)
+
+    def number(self) -> int | float:
+        for word in _NOT_JSON:
+            if self.text.startswith(word, self.position):
+                line, self.position = self.line(), self.position + len(word)
+                self.problems.append(
+                    Problem(line=line, value=word, rule="is not a JSON number", fix="write a finite number")
+                )
+                return 0
+        match = _NUMBER.match(self.text, self.position)
+        if match is None:
+            raise self.stop("a value is missing" if self.peek() in ",]}" else "this is not a value")
+        line, self.position = self.line(), match.end()
+        integer, fraction, exponent = match.groups()
+        if fraction is None and exponent is None and len(integer) <= 300:
+            return int(integer)
+        number = float(match.group())
+        if number in (float("inf"), float("-inf")):
+            self.problems.append(
+                Problem(line=line, value=match.group()[:40], rule="the number is too large", fix="reduce it")
+            )
+            return 0
+        return number
+
+    def sequence(self, depth: int, line: int) -> Node:
+        self.position += 1
+        items: list[Node] = []
+        if self.peek() == "]":
+            self.position += 1
+            return Node(line=line, kind="sequence")
+        while True:
+            items.append(self.value(depth + 1))
+            if self.separator("]"):
+                return Node(line=line, kind="sequence", items=tuple(items), size=1 + sum(item.size for item in items))
+
+    def mapping(self, depth: int, line: int) -> Node:
+        self.position += 1
+        entries: list[Entry] = []
+        if self.peek() == "}":
+            self.position += 1
+            return Node(line=line, kind="mapping")
+        while True:
+            if self.peek() != '"':
+                raise self.stop("a key must be in double quotes")
+            key_line, key = self.line(), self.string()
+            if self.peek() != ":":
+                raise self.stop("expected a colon after the key")
+            self.position += 1
+            entries.append(Entry(key=key, line=key_line, node=self.value(depth + 1)))
+            if self.separator("}"):
+                return mapping(entries, line, self.problems)
+
+    def separator(self, closing: str) -> bool:
+        character = self.peek()
+        if character == closing:
+            self.position += 1
+            return True
+        if character != ",":
+            raise self.stop(f"expected a comma or {closing!r}")
+        comma = self.position
+        self.position += 1
+        if self.peek() == closing:
+            self.position = comma
+            raise self.stop("there is a comma after the last member", "remove the comma")
+        return False
+
+
+# libyaml is about ten times faster; the pure Python parser is the fallback where PyYAML was built without it.
+_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+_PREFIX = "tag:yaml.org,2002:"
+_MERGE = f"{_PREFIX}merge"
+_LARGEST_BITS = 1000
+"""Largest integer. `1:1:1` is a base-60 integer, which can have more digits than Python prints."""
+_STANDARD = {f"{_PREFIX}{name}" for name in ("null", "bool", "int", "float", "str", "seq", "map")}
+
+
+def parse_yaml(text: str) -> Parsed:
+    """Parse YAML as `yaml.safe_load` does, but with line numbers, and report what `safe_load` hides."""
+    problems: list[Problem] = []
+    try:
+        return Parsed(root=_Builder(problems).build(text), problems=tuple(problems))
+    except UnreadableError as error:
+        return Parsed(root=None, problems=(*problems, error.problem))
+    except yaml.MarkedYAMLError as error:
+        line = error.problem_mark.line + 1 if error.problem_mark is not None else 1
+        return Parsed(root=None, problems=(*problems, Problem(line=line, rule=f"not valid YAML: {error.problem}")))
+    except yaml.YAMLError as error:
+        reason = str(error).splitlines()[0]
+        return Parsed(root=None, problems=(*problems, Problem(line=1, rule=f"not valid YAML: {reason}")))
+
+
+class _Builder:
+    def __init__(self, problems: list[Problem]) -> None:
+        self.problems = problems
+        self.anchors: dict[str, Node] = {}
+        self.size = 0
+        self.documents = 0
+        self.loader: Any = yaml.SafeLoader("")
+
+    def build(self, text: str) -> Node:
+        """Build the tree from the event stream, with a stack of its own because of the recursion limit."""
+        stack: list[tuple[Any, list[Node]]] = []
+        root: Node | None = None
+        for event in yaml.parse(text, Loader=_LOADER):
+            line = _line(event.start_mark)
+            if isinstance(event, yaml.DocumentStartEvent):
+                self.documents += 1
+                if self.documents > 1:
+                    raise UnreadableError(Problem(line=line, rule="the file has more than one YAML document"))
+            if isinstance(event, yaml.CollectionStartEvent):
+                check_limits(self.size, len(stack) + 1, line)
+                self.check_tag(event.tag, line)
+                stack.append((event, []))
+                continue
+            node = self.finished(event, stack, line)
+            if node is None:
+                continue
+            self.size += node.size
+            check_limits(self.size, len(stack), line)
+            if stack:
+                stack[-1][1].append(node)
+            else:
+                root = node
+        if root is None:
+            raise UnreadableError(Problem(line=1, rule="the file is empty"))
+        return root
+
+    def finished(self, event: Any, stack: list[tuple[Any, list[Node]]], line: int) -> Node | None:
+        """Return the node that an event completes, if any."""
+        if isinstance(event, yaml.AliasEvent):
+            if event.anchor not in self.anchors:
+                rule = f"the alias *{event.anchor} is used before or inside the value that it names"
+                raise UnreadableError(Problem(line=line, rule=rule))
+            return self.anchors[event.anchor]
+        if isinstance(event, yaml.ScalarEvent):
+            node = Node(line=line, kind="scalar", scalar=self.scalar(event, line))
+            anchor = event.anchor
+        elif isinstance(event, yaml.CollectionEndEvent):
+            start, children = stack.pop()
+            self.size -= sum(child.size for child in children)
+            start_line, anchor = _line(start.start_mark), start.anchor
+            if isinstance(event, yaml.SequenceEndEvent):
+                size = 1 + sum(child.size for child in children)
+                node = Node(line=start_line, kind="sequence", items=tuple(children), size=size)
+            else:
+                node = mapping(self.entries(children), start_line, self.problems)
+        else:
+            return None
+        if anchor:
+            self.anchors[anchor] = node
+        return node
+
+    def entries(self, children: list[Node]) -> list[Entry]:
+        entries: list[Entry] = []
+        merged: list[Entry] = []
+        for key, value in zip(children[::2], children[1::2], strict=True):
+            if key.kind != "scalar":
+                raise UnreadableError(Problem(line=key.line, rule="a key must be a string, not a list or mapping"))
+            if isinstance(key.scalar, _Merge):
+                merged += [entry for source in value.items or (value,) for entry in source.entries]
+                continue
+            if not isinstance(key.scalar, str):
+                self.problems.append(
+                    Problem(line=key.line, value=key.scalar, rule="a key must be a string", fix="quote the key")
+                )
+            entries.append(Entry(key=str(key.scalar), line=key.line, node=value))
+        present = {entry.key for entry in entries}
+        for entry in merged:
+            if entry.key not in present:
+                present.add(entry.key)
+                entries.append(entry)
+        return entries
+
+    def check_tag(self, tag: str | None, line: int) -> None:
+        if tag not in (None, "!") and tag not in _STANDARD:
+            rule = "tags that build objects are not supported, as in `yaml.safe_load`"
+            raise UnreadableError(Problem(line=line, value=tag, rule=rule, fix="write a plain value"))
+
+    def scalar(self, event: Any, line: int) -> object:
+        """Return the value that `yaml.safe_load` returns."""
+        tag = event.tag
+        if tag in (None, "!"):
+            tag = self.loader.resolve(yaml.ScalarNode, event.value, event.implicit)
+        else:
+            self.check_tag(tag, line)
+        if tag == _MERGE:
+            return _Merge()
+        try:
+            if tag == f"{_PREFIX}int" and len(event.value) > _LARGEST_BITS:
+                raise OverflowError
+            value: object = self.loader.construct_object(yaml.ScalarNode(tag, event.value))
+            if isinstance(value, int) and value.bit_length() > _LARGEST_BITS:
+                raise OverflowError
+            return value
+        except (ValueError, yaml.YAMLError, KeyError, IndexError, OverflowError):
+            self.problems.append(
+                Problem(line=line, value=event.value[:80], rule="is not a valid YAML value", fix="quote it")
+            )
+            return event.value
+
+
+def _line(mark: Any) -> int:
+    return 1 if mark is None else int(mark.line) + 1
+
+
+class _Merge:
+    """The key `<<`."""
+
 
 MAXIMUM_BYTES = 1 << 20
-"""Files beyond 1 MiB are refused unread."""
+"""Larger files are rejected without being parsed."""
 _JSON_SUFFIXES = {".json", ".hjson"}
 _YAML_SUFFIXES = {".yaml", ".yml"}
 _ACCELERATE_KEYS = {
@@ -58,11 +451,11 @@ _DEEPSPEED_KEYS = {
 
 
 def parse(text: str | bytes, filename: str) -> Parsed:
-    """Decode and parse a configuration; JSON by suffix or by its opening brace, YAML otherwise."""
+    """Decode and parse a configuration: JSON by its suffix or first character, else YAML."""
     problems: list[Problem] = []
     size = len(text) if isinstance(text, bytes) else len(text.encode("utf-8", "surrogatepass"))
     if size > MAXIMUM_BYTES:
-        return _unreadable(f"the file has {size} bytes; a configuration has at most {MAXIMUM_BYTES}")
+        return _unreadable(f"the file has {size} bytes, but a configuration may have at most {MAXIMUM_BYTES}")
     if isinstance(text, bytes):
         content = text
         try:
@@ -73,14 +466,16 @@ def parse(text: str | bytes, filename: str) -> Parsed:
     as_json = is_json(text, filename)
     if text.startswith("\ufeff"):
         text = text[1:]
-        rule = "the file starts with a byte order mark" + (", which `json.load` refuses" if as_json else "")
-        problems.append(Problem(line=1, rule=rule, fix="save the file as UTF-8 without it", warning=not as_json))
+        rule = "the file starts with a byte order mark" + (", which `json.load` rejects" if as_json else "")
+        problems.append(
+            Problem(line=1, rule=rule, fix="save the file as UTF-8 without a byte order mark", warning=not as_json)
+        )
     parsed = parse_json(text) if as_json else parse_yaml(text)
     return Parsed(root=parsed.root, problems=(*problems, *parsed.problems))
 
 
 def is_json(text: str, filename: str) -> bool:
-    """Say whether the upstream loaders would read this file as JSON."""
+    """Return whether the libraries would read this file as JSON."""
     suffix = PurePath(filename).suffix.lower()
     if suffix in _JSON_SUFFIXES or suffix in _YAML_SUFFIXES:
         return suffix in _JSON_SUFFIXES
@@ -88,7 +483,7 @@ def is_json(text: str, filename: str) -> bool:
 
 
 def detect_kind(tree: Node, filename: str = "") -> Literal["deepspeed", "accelerate"]:
-    """Tell the two formats apart by their keys; the suffix decides a tie."""
+    """Return the format with more matching keys; the suffix decides a tie."""
     keys = {entry.key for entry in tree.entries}
     accelerate, deepspeed = len(keys & _ACCELERATE_KEYS), len(keys & _DEEPSPEED_KEYS)
     if accelerate != deepspeed:

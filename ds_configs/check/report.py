@@ -1,37 +1,45 @@
-"""Collects findings about one file and answers questions about its values by dotted key path."""
+"""Findings of a check, and the checks that both formats share: keys, types and combinations."""
 
 from __future__ import annotations
 
+import datetime
+import difflib
+import functools
+import json
 import math
+import operator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
-from ..specs.errors import Fault
-from .tree import Node, Problem
+from ..legality.combinations import SETTINGS, cell, rejection
+from ..specs.errors import ConfigError
+from .parsing import Entry, Node, Problem
 
 MAXIMUM_FINDINGS = 200
-"""Findings beyond this are not listed: the file is no configuration, or one cause explains them all."""
+"""More findings are not listed: they probably have one cause, or the file is not a configuration."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Finding:
-    """One violated rule and how bad it is."""
+    """One error or warning."""
 
     kind: Literal["error", "warning"]
-    """`error`: the run stops or disobeys the file; `warning`: a key has no or a surprising effect."""
-    fault: Fault
-    """Place, value, rule and way out."""
+    """`error`: the run fails or ignores a setting; `warning`: a key has no effect or an unexpected one."""
+    error: ConfigError
+    """Location, value, rule and fix."""
 
     def to_dict(self) -> dict[str, Any]:
         """Return the finding as JSON values."""
-        fault = self.fault
+        error = self.error
         return {
             "kind": self.kind,
-            "where": fault.where,
-            "value": _json_value(fault.value),
-            "rule": fault.rule,
-            "fix": fault.fix,
-            "message": str(fault),
+            "where": error.where,
+            "value": _json_value(error.value),
+            "rule": error.rule,
+            "fix": error.fix,
+            "message": str(error),
         }
 
 
@@ -46,7 +54,7 @@ def _json_value(value: object) -> object:
 
 
 class Report:
-    """Findings about one parsed file, each with the file, line and key path."""
+    """Findings about one parsed file, each with its file name, line and key path."""
 
     def __init__(self, root: Node, filename: str) -> None:
         self.root = root
@@ -54,18 +62,18 @@ class Report:
         self.findings: list[Finding] = []
 
     def node(self, path: str) -> Node | None:
-        """Return the node at a dotted path, or `None`."""
+        """Return the node at a dotted path; `None` if it is absent."""
         node: Node | None = self.root
         for key in path.split(".") if path else ():
             node = node.get(key) if node is not None else None
         return node
 
     def has(self, path: str) -> bool:
-        """Say whether the key is present, whatever its value."""
+        """Return whether the key is present, with any value."""
         return self.node(path) is not None
 
     def value(self, path: str) -> object:
-        """Return the scalar at the path; `None` when absent or not a scalar."""
+        """Return the scalar at the path; `None` if it is absent or not a scalar."""
         node = self.node(path)
         return node.scalar if node is not None else None
 
@@ -84,7 +92,7 @@ class Report:
         return value if isinstance(value, str) else None
 
     def true(self, path: str) -> bool:
-        """Say whether the value is the boolean `true`."""
+        """Return whether the value is the boolean `true`."""
         return self.value(path) is True
 
     def line(self, path: str) -> int:
@@ -98,49 +106,322 @@ class Report:
         return line
 
     def error(self, path: str, rule: str, fix: str = "", *, value: object = None, line: int = 0) -> None:
-        """Record a fault that must be repaired."""
+        """Record an error."""
         self._add("error", path, rule, fix, value, line)
 
     def warning(self, path: str, rule: str, fix: str = "", *, value: object = None, line: int = 0) -> None:
-        """Record a value that does not do what it says."""
+        """Record a warning."""
         self._add("warning", path, rule, fix, value, line)
 
     def _add(self, kind: Literal["error", "warning"], path: str, rule: str, fix: str, value: object, line: int) -> None:
         shown = self.value(path) if value is None else value
         where = f"{self.filename}:{line or self.line(path)} {printable_key(path)}".rstrip()
-        self.findings.append(Finding(kind=kind, fault=Fault(where=where, value=shown, rule=rule, fix=fix)))
+        self.findings.append(Finding(kind=kind, error=ConfigError(where=where, value=shown, rule=rule, fix=fix)))
 
 
 def printable_key(text: str, longest: int = 200) -> str:
-    """Return a key path on one line that any terminal can show."""
+    """Return a key path as one line of printable characters."""
     shown = "".join(character if character.isprintable() else repr(character)[1:-1] for character in text[:longest])
     return shown + "..." * (len(text) > longest)
 
 
 def as_integer(value: object) -> int | None:
-    """Return `value` when it is a number without a fraction, such as 5e8."""
+    """Return a number without a fraction, such as 5e8, as an integer; `None` for anything else."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
     return int(value) if math.isfinite(value) and value == int(value) else None
 
 
 def from_problem(problem: Problem, filename: str) -> Finding:
-    """Turn a problem of the syntax into a finding."""
+    """Return the finding of a syntax problem."""
     where = f"{filename}:{problem.line} {printable_key(problem.key)}".rstrip()
-    fault = Fault(where=where, value=problem.value, rule=problem.rule, fix=problem.fix)
-    return Finding(kind="warning" if problem.warning else "error", fault=fault)
+    error = ConfigError(where=where, value=problem.value, rule=problem.rule, fix=problem.fix)
+    return Finding(kind="warning" if problem.warning else "error", error=error)
 
 
 def in_order(findings: list[Finding], filename: str) -> tuple[Finding, ...]:
-    """Sort findings by line and cut them off where nobody would read on."""
+    """Return the first `MAXIMUM_FINDINGS` findings, sorted by line."""
     ordered = sorted(findings, key=line_of)
     if len(ordered) <= MAXIMUM_FINDINGS:
         return tuple(ordered)
-    rule = f"has more than {MAXIMUM_FINDINGS} faults; the others are not listed"
-    return (*ordered[:MAXIMUM_FINDINGS], Finding(kind="error", fault=Fault(where=filename, rule=rule)))
+    rule = f"has more than {MAXIMUM_FINDINGS} findings; the others are not listed"
+    return (*ordered[:MAXIMUM_FINDINGS], Finding(kind="error", error=ConfigError(where=filename, rule=rule)))
 
 
 def line_of(finding: Finding) -> int:
-    """Return the line in a finding's place, for sorting."""
-    line = finding.fault.where.rsplit(" ", 1)[0].rsplit(":", 1)[-1]
+    """Return the line of a finding, for sorting."""
+    line = finding.error.where.rsplit(" ", 1)[0].rsplit(":", 1)[-1]
     return int(line) if line.isdigit() else 0
+
+
+Schema = dict[str, Any]
+_DATA = Path(__file__).resolve().parent.parent / "data"
+_FLAG_WORDS = {"y", "yes", "t", "true", "on", "1", "n", "no", "f", "false", "off", "0"}
+# Sizes end up in torch and NCCL, whose integers have 64 bits.
+_INTEGER_LIMIT = 1 << 63
+_TYPE_NAMES = {
+    "boolean": "true or false",
+    "integer": "an integer",
+    "count": "an integer",
+    "number": "a number",
+    "string": "a string",
+    "text": "a string",
+    "flag": "true or false",
+    "list": "a list",
+    "object": "a mapping",
+    "null": "null",
+}
+
+
+@functools.cache
+def load_keys(name: str) -> Schema:
+    """Return the description of `deepspeed` or `accelerate` keys."""
+    schema: Schema = json.loads((_DATA / f"{name}_keys.json").read_text(encoding="utf-8"))
+    return schema
+
+
+def nearest_key(name: str, known: list[str]) -> str:
+    """Return a fix that suggests the closest known key, or an empty string."""
+    lowered = {key.lower(): key for key in known}
+    close = difflib.get_close_matches(name.lower()[:100], list(lowered), n=1, cutoff=0.6)
+    return f"did you mean {lowered[close[0]]!r}?" if close else ""
+
+
+class KeyWalker:
+    """Compares a tree with a schema and records findings in a `Report`."""
+
+    def __init__(
+        self, report: Report, *, unknown: Callable[[str, Entry, Schema], None], auto: Callable[[str, Schema], None]
+    ) -> None:
+        self.report = report
+        self.unknown = unknown
+        """Called with the path, the entry and the schema of its section."""
+        self.auto = auto
+        """Called with the path and schema of a value `auto` that the schema does not allow."""
+
+    def walk(self, node: Node, schema: Schema, path: str = "") -> None:
+        """Check a value and all values below it."""
+        if "keys" not in schema:
+            self.check_value(node, schema, path)
+        elif node.kind == "mapping":
+            self.walk_mapping(node, schema, path)
+        elif node.kind == "scalar" and node.scalar is None and schema.get("nullable"):
+            return
+        elif node.kind == "scalar" and node.scalar == "auto":
+            self.auto(path, schema)
+        else:
+            self.report.error(path, "must be a mapping", value=node.plain(), line=node.line)
+
+    def walk_mapping(self, node: Node, schema: Schema, path: str) -> None:
+        keys, prefix = schema["keys"], schema.get("prefix", "")
+        for entry in node.entries:
+            if len(self.report.findings) > MAXIMUM_FINDINGS:
+                return
+            child = f"{path}.{entry.key}" if path else entry.key
+            known = keys.get(entry.key) or (keys.get(prefix + entry.key) if prefix else None)
+            if known is None:
+                self.unknown(child, entry, schema)
+                continue
+            if "deprecated" in known:
+                instead = f"write {known['deprecated']!r}" if known["deprecated"] else "remove it"
+                self.report.warning(child, "the key is deprecated", instead, line=entry.line)
+            if "alias_of" in known and node.get(known["alias_of"]) is not None:
+                rule = f"is another name of {known['alias_of']!r}, which is also set"
+                self.report.error(child, rule, "remove one of the two", line=entry.line)
+            self.walk(entry.node, known, child)
+
+    def check_value(self, node: Node, schema: Schema, path: str) -> None:
+        kinds = schema["types"]
+        if node.kind == "scalar" and node.scalar == "auto" and "auto" not in schema.get("choices", ()):
+            if not schema.get("auto"):
+                self.auto(path, schema)
+            return
+        if "unsettable" in kinds:
+            fix = "remove the key"
+            self.report.error(path, "requires a Python object, which a file cannot have", fix, line=node.line)
+            return
+        if not any(has_type(node, kind) for kind in kinds):
+            value = node.plain()
+            wanted = " or ".join(dict.fromkeys(_TYPE_NAMES[kind] for kind in kinds))
+            if choices := schema.get("choices"):
+                wanted = "one of " + ", ".join(str(choice) for choice in choices)
+            shown = value if value is not None else "null"
+            self.report.error(path, f"must be {wanted}", advice(value, kinds), value=shown, line=node.line)
+            return
+        self.check_range(node, schema, path)
+
+    def check_range(self, node: Node, schema: Schema, path: str) -> None:
+        value = node.scalar
+        for item in node.items if "items" in schema else ():
+            self.check_value(item, schema["items"], path)
+        if value is None or node.kind != "scalar":
+            return
+        if choices := schema.get("choices"):
+            folded = {str(choice).lower() for choice in choices}
+            chosen = value in choices or (schema.get("ignore_case") and str(value).lower() in folded)
+            if isinstance(value, str) is not isinstance(choices[0], str) or not chosen:
+                listed = ", ".join(str(choice) for choice in choices)
+                fix = nearest_key(value, choices) if isinstance(value, str) and isinstance(choices[0], str) else ""
+                self.report.error(path, f"must be one of {listed}", fix, value=value, line=node.line)
+            return
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            return
+        bounds = (
+            ("min", "at least", operator.ge),
+            ("above", "greater than", operator.gt),
+            ("max", "at most", operator.le),
+            ("below", "less than", operator.lt),
+        )
+        for label, words, holds in bounds:
+            if label in schema and not holds(value, schema[label]):
+                self.report.error(path, f"must be {words} {schema[label]:g}", value=value, line=node.line)
+
+
+def has_type(node: Node, kind: str) -> bool:
+    """Return whether a value has a JSON type: `5e8` is an integer; booleans and `"3"` are not."""
+    value = node.scalar
+    if kind == "any":
+        return True
+    if node.kind != "scalar":
+        return kind == ("object" if node.kind == "mapping" else "list")
+    if kind in ("boolean", "null"):
+        return isinstance(value, bool) if kind == "boolean" else value is None
+    if isinstance(value, bool):
+        return kind == "flag"
+    if kind == "flag":
+        return str(value).lower() in _FLAG_WORDS
+    if kind in ("string", "text"):
+        return isinstance(value, str) or (kind == "text" and isinstance(value, int | float | datetime.date))
+    if kind == "count":
+        return isinstance(value, int)
+    if kind == "integer":
+        whole = as_integer(value)
+        return whole is not None and abs(whole) < _INTEGER_LIMIT
+    return kind == "number" and isinstance(value, int | float)
+
+
+def advice(value: object, kinds: list[str]) -> str:
+    """Return the fix for a value of the wrong type."""
+    numeric = {"integer", "count", "number"} & set(kinds)
+    if isinstance(value, str) and numeric:
+        try:
+            number = float(value)
+        except ValueError:
+            return ""
+        whole = as_integer(number)
+        return f"write {whole if whole is not None else value} without quotes" if whole is not None else ""
+    if isinstance(value, str) and "boolean" in kinds and value.lower() in ("true", "false"):
+        return f"write {value.lower()} without quotes"
+    if isinstance(value, bool) and {"string", "text"} & set(kinds):
+        return "quote the word: YAML parses yes, no, on, off, true and false as booleans"
+    if isinstance(value, float) and "count" in kinds and as_integer(value) is not None:
+        return f"write {as_integer(value)}"
+    return ""
+
+
+_OPTIMIZERS = {
+    "adam": "adamw_torch",
+    "adamw": "adamw_torch",
+    "sgd": "sgd",
+    "adagrad": "adagrad",
+    "rmsprop": "rmsprop",
+    "adafactor": "adafactor",
+}
+_MADE_BY_DEEPSPEED = frozenset({("sgd", "zero_offload"), ("rmsprop", "zero_offload")})
+"""Accelerate replaces optimizers that the Trainer creates, but not those in the DeepSpeed JSON."""
+_DEVICES = ("MULTI_GPU", "MULTI_NPU", "MULTI_MLU", "MULTI_SDAA", "MULTI_MUSA", "MULTI_XPU", "MULTI_HPU")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Stated:
+    """A setting or a column of the table of combinations, and the key of a file that sets it."""
+
+    name: str
+    """A key of `SETTINGS` or `COLUMNS`."""
+    report: Report
+    """The report of the file."""
+    path: str
+    """Path of the key."""
+
+
+def check_combinations(settings: Iterable[Stated], columns: Iterable[Stated]) -> None:
+    """Warn about each pair of a setting and a column that no test proves, at the key of the setting."""
+    columns = list(columns)
+    for setting in settings:
+        rejected: dict[str, list[str]] = {}
+        for column in columns:
+            verdict = cell(setting.name, column.name)
+            if not verdict.is_proven and (setting.name, column.name) not in _MADE_BY_DEEPSPEED:
+                rejected.setdefault(verdict.reason, []).append(column.name)
+        for reason, names in rejected.items():
+            rule, fix = rejection(setting.name, names, reason)
+            setting.report.warning(setting.path, f"{SETTINGS[setting.name]} {rule}", fix)
+
+
+def check_deepspeed_combinations(report: Report) -> None:
+    """Check the combinations that a DeepSpeed JSON alone sets for a Trainer."""
+    check_combinations(settings_of_deepspeed(report), columns_of_deepspeed(report))
+    path = next((column.path for column in columns_of_deepspeed(report) if column.name == "tp"), None)
+    if path is not None and not any(report.has(section) for section in ("bf16", "bfloat16", "fp16")):
+        rule = "loads the model in fp32, because no section sets a precision; TrainingArguments have no effect on this"
+        report.warning(path, rule, 'write "bf16": {"enabled": "auto"}')
+
+
+def settings_of_deepspeed(report: Report) -> Iterator[Stated]:
+    """Yield the settings of a DeepSpeed JSON."""
+    optimizer = _OPTIMIZERS.get((report.text("optimizer.type") or "").lower())
+    if optimizer is not None:
+        yield Stated(name=optimizer, report=report, path="optimizer.type")
+    for name, path in (("bf16", "bf16.enabled"), ("compile", "compile.deepcompile")):
+        if report.true(path):
+            yield Stated(name=name, report=report, path=path)
+
+
+def columns_of_deepspeed(report: Report) -> Iterator[Stated]:
+    """Yield the columns of a DeepSpeed JSON."""
+    stage = report.integer("zero_optimization.stage") if report.has("zero_optimization.stage") else 0
+    if stage in (0, 1, 2, 3):
+        yield Stated(name=f"zero{stage}", report=report, path="zero_optimization.stage")
+    for part in ("optimizer", "param"):
+        path = f"zero_optimization.offload_{part}.device"
+        if report.text(path) in ("cpu", "nvme"):
+            yield Stated(name="zero_offload", report=report, path=path)
+            break
+    sizes = {"sp": "sequence_parallel_size", "tp": "tensor_parallel.autotp_size", "ep": "expert_parallel.autoep_size"}
+    for name, path in sizes.items():
+        enabled = name != "ep" or report.true("expert_parallel.enabled")
+        if enabled and (report.integer(path) or 1) > 1:
+            yield Stated(name=name, report=report, path=path)
+
+
+def settings_of_accelerate(report: Report) -> Iterator[Stated]:
+    """Yield the settings that Accelerate passes to the processes."""
+    kind = report.text("distributed_type")
+    if report.text("mixed_precision") == "bf16":
+        yield Stated(name="bf16", report=report, path="mixed_precision")
+    for path in ("dynamo_config.dynamo_backend", "dynamo_config.backend"):
+        if kind != "DEEPSPEED" and (report.text(path) or "no").lower() != "no":
+            yield Stated(name="compile", report=report, path=path)
+    path = "fsdp_config.fsdp_activation_checkpointing"
+    if kind == "FSDP" and str(report.value(path)).lower() == "true":
+        yield Stated(name="gradient_checkpointing", report=report, path=path)
+
+
+def columns_of_accelerate(report: Report) -> Iterator[Stated]:
+    """Yield the columns of an Accelerate YAML, without those of its DeepSpeed JSON."""
+    kind = report.text("distributed_type")
+    if kind in _DEVICES:
+        yield Stated(name="ddp", report=report, path="distributed_type")
+    version = report.value("fsdp_config.fsdp_version") or report.value("fsdp_config.version")
+    if kind == "FSDP" and str(version) == "2":
+        yield Stated(name="fsdp2", report=report, path="distributed_type")
+        path = "fsdp_config.fsdp_offload_params"
+        if str(report.value(path)).lower() == "true":
+            yield Stated(name="fsdp2_offload", report=report, path=path)
+    stage = report.integer("deepspeed_config.zero_stage")
+    if kind == "DEEPSPEED" and stage in (0, 1, 2, 3):
+        yield Stated(name=f"zero{stage}", report=report, path="deepspeed_config.zero_stage")
+    for name in ("sp", "cp"):
+        path = f"parallelism_config.parallelism_config_{name}_size"
+        if (report.integer(path) or 1) > 1:
+            yield Stated(name=name, report=report, path=path)

@@ -1,5 +1,4 @@
-"""Rules of what combines with what: each says what it forbids and names the nearest legal values.
+"""Rules about what can be combined. Each error names the violated rule and the nearest legal values.
 
-`rules.py` judges a candidate; `context.py`, `expert.py`, `pipeline.py`, `sequence.py` and `tensor.py` hold the rules of
-one axis each, which the trainers apply too.
+`rules.py` checks a layout. Trainers apply the rules of single axes in `axes.py` too.
 """

@@ -1,8 +1,8 @@
-"""The one table of what a training run may combine: settings against engines and axes, each proven or refused.
+"""The table of what a training run may combine: each setting with each engine and axis, proven or rejected.
 
-A cell is *proven*, with the test that trains it and compares it with one process, or *refused*, with what was seen in
-deepspeed 0.19.8, transformers 5.17.0, accelerate 1.15.0 and torch 2.13.0. There is nothing in between: a pair that the
-table does not name is refused. Rules on sizes and families stand beside this table, one file for each axis.
+A cell is *proven*, with the test that trains it and compares it with one process, or *rejected*, with the reason seen
+in deepspeed 0.19.8, transformers 5.17.0, accelerate 1.15.0 and torch 2.13.0. A pair that is not in the table is
+rejected. `axes.py` has the rules about sizes and model families.
 """
 
 from __future__ import annotations
@@ -10,49 +10,49 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
-from ..specs.errors import Fault
-from ..specs.strategy import Strategy
+from ..specs.errors import ConfigError
+from ..specs.layout import Layout
 
 COLUMNS: Mapping[str, str] = {
-    "ddp": "whole copies on every rank (DDP)",
+    "ddp": "DDP",
     "zero0": "DeepSpeed without ZeRO",
     "zero1": "ZeRO-1",
     "zero2": "ZeRO-2",
     "zero3": "ZeRO-3",
     "fsdp2": "FSDP2",
-    "zero_offload": "ZeRO with the optimizer, or the parameters too, on the host",
-    "fsdp2_offload": "FSDP2 with everything on the host",
+    "zero_offload": "ZeRO with CPU or NVMe offload",
+    "fsdp2_offload": "FSDP2 with CPU offload",
     "sp": "sequence parallelism (Ulysses)",
     "cp": "context parallelism (ring attention)",
     "tp": "tensor parallelism (AutoTP)",
-    "pp": "pipeline stages",
+    "pp": "pipeline parallelism",
     "ep": "expert parallelism (AutoEP)",
 }
-"""Engines, offload and axes; a run is in one column for its engine and in one for each axis beside it."""
+"""Engines, offload and axes. A run has one column for its engine, one for offload and one for each axis."""
 
 SETTINGS: Mapping[str, str] = {
     "qat": "quantization-aware training of weights",
-    "qat_inputs": "quantization-aware training with inputs rounded token by token",
-    "qat_ranges": "quantization-aware training with stored ranges of inputs",
+    "qat_inputs": "quantization-aware training with per-token input rounding",
+    "qat_ranges": "quantization-aware training with stored input ranges",
     "learned_scales": "quantization-aware training with learned scales",
-    "pruning": "magnitude pruning of each matrix by itself",
-    "global_pruning": "magnitude pruning of all matrices together",
+    "pruning": "magnitude pruning per matrix",
+    "global_pruning": "global magnitude pruning",
     "l1": "an L1 penalty on weights",
     "lora": "LoRA adapters",
     "frozen": "frozen parameters",
     "distillation": "distillation of logits",
     "distilled_features": "distillation of hidden states",
     "distilled_attention": "distillation of attention",
-    "on_policy": "distillation on the student's own completions",
-    "moving_average_teacher": "a moving average of the student as its teacher",
-    "balance_loss": "a mixture's load-balancing loss (output_router_logits)",
-    "dropout": "dropout of attention",
+    "on_policy": "on-policy distillation",
+    "moving_average_teacher": "a teacher that is a moving average of the student",
+    "balance_loss": "the load-balancing loss of a mixture of experts (output_router_logits)",
+    "dropout": "attention dropout",
     "gradient_checkpointing": "gradient checkpointing",
     "label_smoothing": "label smoothing",
-    "packing": "documents that share a row",
-    "streams": "data sets without a length",
-    "last_batch": "a last batch that ranks do not share evenly (even_batches)",
-    "split_batches": "batches that Accelerate splits (split_batches)",
+    "packing": "packed documents",
+    "streams": "streaming data sets",
+    "last_batch": "an uneven last batch (even_batches)",
+    "split_batches": "batches split by Accelerate (split_batches)",
     "compile": "torch.compile",
     "bf16": "bf16 mixed precision",
     "adamw_torch": "AdamW",
@@ -62,20 +62,38 @@ SETTINGS: Mapping[str, str] = {
     "rmsprop": "RMSprop",
     "adafactor": "Adafactor",
 }
-"""What a run may have besides its layout; optimizers by the Trainer's names."""
-ONLY_ON_ACCELERATORS = frozenset(
-    ["fp16", "adamw_8bit", "adamw_bnb_8bit", "paged_adamw_8bit", "paged_adamw_32bit", "lion_32bit", "lion_8bit"]
-)
-"""Settings that CPU ranks cannot train, so that no cell of theirs can be proven here: the rules beside this table judge
-them."""
+"""Settings of a run beyond its layout; optimizers by the Trainer's names."""
+
+TRAINERS: Mapping[str, str] = {
+    "Trainer": "the Trainer of Transformers",
+    "SFTTrainer": "TRL's SFTTrainer",
+    "SFTTrainer.packing": "TRL's SFTTrainer with packing or padding_free",
+    "SFTTrainer.dft": "TRL's SFTTrainer with loss_type='dft'",
+    "DPOTrainer": "TRL's DPOTrainer",
+    "DPOTrainer.precomputed": "TRL's DPOTrainer with precompute_ref_log_probs",
+    "RewardTrainer": "TRL's RewardTrainer",
+    "KTOTrainer": "TRL's KTOTrainer",
+    "GKDTrainer": "TRL's GKDTrainer",
+    "ORPOTrainer": "TRL's ORPOTrainer",
+    "trl.DistillationTrainer": "TRL's DistillationTrainer",
+    "DistillationTrainer": "Shardwright's DistillationTrainer",
+    "PipelineTrainer": "Shardwright's PipelineTrainer",
+}
+"""Trainer classes. A subclass has the row of its nearest base; a dot precedes what a configuration adds."""
+_BITSANDBYTES = "adamw_8bit adamw_bnb_8bit paged_adamw_8bit paged_adamw_32bit lion_32bit lion_8bit"
+ONLY_ON_ACCELERATORS = frozenset(["fp16", *_BITSANDBYTES.split()])
+"""Settings that CPU ranks cannot train, so that no test here can prove them: `rules.py` and the rejections below decide
+about them."""
 
 DRAWN, QAT, DISTILLED = (
     "tests/equivalence/test_combinations.py",
     "tests/distributed/test_qat_layouts.py",
     "tests/distributed/test_distillation_layouts.py",
 )
+TRAINED = "tests/distributed/test_trainer_layouts.py"
+EQUIVALENT = "tests/equivalence/test_equivalence.py"
 ZERO0 = "tests/distributed/test_losses_equal.py"
-"""Also holds what DeepSpeed does there in 16 bit, and what every run says of it: a first step on zero gradients."""
+"""Also tests what DeepSpeed does there in 16 bit, and the warning about it: a first step on zero gradients."""
 
 _ENGINES = "ddp zero0 zero1 zero2 zero3 fsdp2"
 _OFFLOADED = "zero_offload fsdp2_offload"
@@ -96,7 +114,7 @@ _PROVEN: tuple[tuple[str, str, str], ...] = (
     (DRAWN, "streams", f"{_DATA_PARALLEL} sp cp tp pp ep"),
     (DRAWN, "split_batches", f"{_DATA_PARALLEL} ep"),
     (DRAWN, "last_batch", f"{_DATA_PARALLEL} sp cp tp pp ep"),
-    (DRAWN, "compile", f"{_DATA_PARALLEL} sp cp tp"),
+    (DRAWN, "compile", "ddp zero0 zero1 zero2 fsdp2 zero_offload fsdp2_offload sp cp tp"),
     (DRAWN, "bf16", "ddp zero1 zero2 zero3 fsdp2 zero_offload fsdp2_offload sp cp tp pp ep"),
     (DRAWN, "adamw_torch adamw_torch_fused", f"{_DATA_PARALLEL} sp cp tp pp ep"),
     (DRAWN, "sgd rmsprop", f"{_ENGINES} fsdp2_offload sp cp tp pp ep"),
@@ -108,57 +126,101 @@ _PROVEN: tuple[tuple[str, str, str], ...] = (
     (QAT, "qat_ranges", "ddp zero1 zero2 zero3 fsdp2"),
     (DISTILLED, "distillation distilled_features", "sp"),
     (DISTILLED, "distilled_attention on_policy", "ddp zero2 zero3 fsdp2"),
+    (TRAINED, "Trainer", f"{_DATA_PARALLEL} sp cp tp pp ep"),
+    (TRAINED, "SFTTrainer", f"{_DATA_PARALLEL} sp tp ep"),
+    (TRAINED, "SFTTrainer.packing SFTTrainer.dft", f"{_DATA_PARALLEL} tp ep"),
+    (TRAINED, "DPOTrainer KTOTrainer GKDTrainer ORPOTrainer", f"{_DATA_PARALLEL} tp ep"),
+    (TRAINED, "RewardTrainer trl.DistillationTrainer", f"{_DATA_PARALLEL} ep"),
+    (TRAINED, "DPOTrainer.precomputed", _DATA_PARALLEL),
+    (TRAINED, "DistillationTrainer", f"{_DATA_PARALLEL} tp ep"),
+    (TRAINED, "PipelineTrainer", "pp"),
+    (EQUIVALENT, "PipelineTrainer", "zero1 tp"),
 )
-"""Tests, settings and columns: every pair of a line."""
+"""Tests, settings and columns; a line stands for all pairs of its settings and columns."""
 
-_FLAT = (
-    "trains as another optimizer: the engine steps flat pieces, and this one's arithmetic reads the shape of matrices"
-)
-_STATES_FIRST = "makes its states before DeepSpeed puts its own tensors in the place of parameters, and then fails"
-_HOST = "is replaced by DeepSpeed's CPU Adam, whatever it was"
-_DTENSOR = "mixes plain tensors with the DTensors of FSDP2, and fails"
-_NO_ROUNDING = "has scales that are parameters of layers which the engine replaces, and neither cuts nor keeps"
-_STAGE_LOSS = "is no part of the loss of a pipeline, whose last stage computes the cross-entropy of labels alone"
-_BALANCE = "is of all tokens of a sequence, padding left out, and a rank sees a part of it without its mask"
-_STATISTICS = "reads ranges that no rank sees whole"
-_POSITIONS = "would attend to the documents before it: attention has no mask when ranks share a sequence"
-_SAMPLES = "splits a batch over all ranks, and some of them are to read the same"
-_QUALITY = "has no test that compares it with one process"
+_FLAT = "DeepSpeed steps flat tensors, but this optimizer needs the shapes of matrices and would compute other updates"
+_STATES_FIRST = "the optimizer creates its states before DeepSpeed replaces the parameters, and then fails"
+_HOST = "DeepSpeed replaces the optimizer with CPU Adam"
+_DTENSOR = "PyTorch fails because plain tensors are mixed with the DTensors of FSDP2"
+_PLAIN_TENSORS = "its kernels do not support DTensors, the parameters of FSDP2"
+_NO_ROUNDING = "the scales are parameters of layers that the engine replaces without sharding or keeping them"
+_STAGE_LOSS = "a pipeline's last stage computes only the cross-entropy of labels"
+_BALANCE = "this loss covers all tokens of a sequence except padding, but a rank has a part of it without its mask"
+_STATISTICS = "no rank has the full input ranges"
+_POSITIONS = "documents would attend to earlier documents: attention has no mask when ranks share a sequence"
+_SAMPLES = "Accelerate splits a batch over all ranks, but some ranks must read the same samples"
+_NO_STAGES = "it does not support pipeline stages, which compute only the cross-entropy of labels"
+_PARTS = "it computes a loss from parts of sequences, where labels cannot be shifted"
+_SUMS = "it needs log-probabilities of full sequences, but a rank has a part of each"
+_SECOND = "the teacher is a second model and would attend only to the rank's part of the sequence"
+_ORDER = "context parallelism reorders the sequence, which a teacher cannot follow"
+_UNPROVEN = "no test compares it with one process"
 
-_REFUSED: tuple[tuple[str, str, str], ...] = (
+_REJECTED: tuple[tuple[str, str, str], ...] = (
     (_FLAT, "adafactor", "zero0 zero1 zero2 zero3 zero_offload sp tp pp ep"),
     (_DTENSOR, "adafactor", "fsdp2 fsdp2_offload cp"),
     (_STATES_FIRST, "adagrad", "zero1 zero2 zero3 sp tp pp ep"),
     (_HOST, "sgd rmsprop adagrad", "zero_offload"),
+    (_PLAIN_TENSORS, _BITSANDBYTES, "fsdp2 fsdp2_offload cp"),
     (_NO_ROUNDING, "learned_scales", "tp pp ep"),
-    ("is rounded token by token, of whose channels a rank sees a part", "qat_inputs qat_ranges", "tp"),
-    ("are made equal over all ranks, which hold other layers", "qat_ranges", "pp"),
-    ("would be stored as integers, of which Transformers loads no experts", "qat_inputs qat_ranges", "ep"),
+    ("inputs are rounded per token, but a rank has only some of its channels", "qat_inputs qat_ranges", "tp"),
+    ("ranges are averaged over all ranks, but the ranks have different layers", "qat_ranges", "pp"),
+    ("Transformers does not load integer experts, the format of the checkpoint", "qat_inputs qat_ranges", "ep"),
     (_STATISTICS, "qat_ranges", "sp cp"),
-    ("finds no layer of the engine's plan under the adapters' names", "lora", "tp pp ep"),
-    ("leaves stages, or groups of experts, without a parameter to train", "frozen", "pp ep"),
+    ("the engine does not find the layers of its plan under the adapters' names", "lora", "tp pp ep"),
+    ("some stages or groups of experts would have no trainable parameter", "frozen", "pp ep"),
     (_STAGE_LOSS, "distillation distilled_features distilled_attention on_policy", "pp"),
     (_STAGE_LOSS, "moving_average_teacher balance_loss label_smoothing", "pp"),
-    ("is read in an order that a teacher cannot follow", "distillation distilled_features", "cp"),
-    ("is read in an order that a teacher cannot follow", "distilled_attention on_policy moving_average_teacher", "cp"),
-    ("follows weights by name, which the engine has divided or renamed", "moving_average_teacher", "tp ep"),
-    ("is of whole sequences, of which a rank sees a part", "distilled_attention on_policy", "sp"),
+    (_ORDER, "distillation distilled_features", "cp"),
+    (_ORDER, "distilled_attention on_policy moving_average_teacher", "cp"),
+    ("weights are matched by name, but the engine shards or renames them", "moving_average_teacher", "tp ep"),
+    ("it needs full sequences, but a rank has a part of each", "distilled_attention on_policy", "sp"),
     (_BALANCE, "balance_loss", "sp cp"),
-    ("is refused with mixtures of experts", "balance_loss", "tp"),
+    ("AutoTP does not support mixtures of experts", "balance_loss", "tp"),
     (
-        "would be taken of labels that are not shifted: the Trainer reads from the class's name whether to, and FSDP2 "
-        "renames the class",
+        "labels would not be shifted: the Trainer decides this by the name of the model's class, which FSDP2 renames",
         "label_smoothing",
         "fsdp2 fsdp2_offload",
     ),
-    ("shifts labels within parts of sequences that are no neighbours", "label_smoothing", "cp"),
+    ("labels would be shifted within parts of the sequence that are not adjacent", "label_smoothing", "cp"),
     (_POSITIONS, "packing", "sp cp"),
     (_SAMPLES, "split_batches", "sp cp tp pp"),
-    ("is not compiled: DeepSpeed's schedule runs stages", "compile", "pp"),
-    ("cannot trace the routing of AutoEP", "compile", "ep"),
-    ("mixes plain tensors with DTensors, and fails", "dropout", "cp"),
+    ("DeepSpeed's schedule runs the stages without compiling them", "compile", "pp"),
+    ("torch.compile cannot trace the routing of AutoEP", "compile", "ep"),
+    ("the compiled backward pass reads parameters that ZeRO-3 has released", "compile", "zero3"),
+    ("PyTorch fails because plain tensors are mixed with DTensors", "dropout", "cp"),
+    (_NO_STAGES, "SFTTrainer SFTTrainer.packing SFTTrainer.dft DPOTrainer DPOTrainer.precomputed RewardTrainer", "pp"),
+    (_NO_STAGES, "KTOTrainer GKDTrainer ORPOTrainer trl.DistillationTrainer DistillationTrainer", "pp"),
+    (_PARTS, "SFTTrainer SFTTrainer.packing SFTTrainer.dft DPOTrainer DPOTrainer.precomputed RewardTrainer", "cp"),
+    (_PARTS, "KTOTrainer GKDTrainer ORPOTrainer trl.DistillationTrainer DistillationTrainer", "cp"),
+    (_POSITIONS, "SFTTrainer.packing", "sp"),
+    ("this loss is not the label loss that the ranks of a sequence sum up", "SFTTrainer.dft", "sp"),
+    (_SUMS, "DPOTrainer DPOTrainer.precomputed KTOTrainer ORPOTrainer", "sp"),
+    ("it reads the last token of a sequence, which only one rank has", "RewardTrainer", "sp"),
+    (_SECOND, "GKDTrainer trl.DistillationTrainer", "sp"),
+    ("the head has one output, which AutoTP does not shard", "RewardTrainer", "tp"),
+    (
+        "it computes the reference's log-probabilities before the groups of ranks exist",
+        "DPOTrainer.precomputed",
+        "tp ep",
+    ),
+    (
+        "it shares sequences itself: set TrainingArguments.parallelism_config, and plan without sp",
+        "DistillationTrainer",
+        "sp",
+    ),
+    (
+        "it passes functions to the forward pass, which AutoTP does not support",
+        "trl.DistillationTrainer",
+        "tp",
+    ),
+    (
+        "it requires pipeline stages, with ZeRO-1 or without ZeRO: plan with pp",
+        "PipelineTrainer",
+        "ddp zero0 zero2 zero3 fsdp2 zero_offload fsdp2_offload sp cp ep",
+    ),
 )
-"""Reasons, settings and columns, as seen."""
+"""Reasons, settings and columns."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -166,83 +228,89 @@ class Cell:
     """One pair of the table."""
 
     setting: str
-    """A key of `SETTINGS`."""
+    """A key of `SETTINGS` or `TRAINERS`."""
     column: str
     """A key of `COLUMNS`."""
     proven_by: str = ""
-    """The test that holds it; empty where it is refused."""
+    """The test that proves the pair; empty if it is rejected."""
     reason: str = ""
-    """Why it is refused; empty where it is proven."""
+    """Why the pair is rejected; empty if it is proven."""
 
     @property
     def is_proven(self) -> bool:
-        """Whether a test holds it."""
+        """Whether a test proves the pair."""
         return bool(self.proven_by)
 
 
-def _cells() -> Iterator[tuple[tuple[str, str], Cell]]:
-    for test, settings, columns in _PROVEN:
+def _cells(rows: Iterable[tuple[str, str, str]], key: str) -> Iterator[Cell]:
+    for value, settings, columns in rows:
         for setting in settings.split():
             for column in columns.split():
-                yield (setting, column), Cell(setting=setting, column=column, proven_by=test)
-    for reason, settings, columns in _REFUSED:
-        for setting in settings.split():
-            for column in columns.split():
-                yield (setting, column), Cell(setting=setting, column=column, reason=reason)
+                yield Cell(setting=setting, column=column, **{key: value})
 
 
-_TABLE: Mapping[tuple[str, str], Cell] = dict(_cells())
+TABLE: Mapping[tuple[str, str], Cell] = {
+    (entry.setting, entry.column): entry for entry in (*_cells(_PROVEN, "proven_by"), *_cells(_REJECTED, "reason"))
+}
 
 
 def cell(setting: str, column: str) -> Cell:
-    """Return what is known of a pair; one that the table does not name is refused.
+    """Return the cell of a pair; a pair that is not in the table is rejected.
 
     >>> cell("dropout", "cp").reason
-    'mixes plain tensors with DTensors, and fails'
+    'PyTorch fails because plain tensors are mixed with DTensors'
     """
-    return _TABLE.get((setting, column), Cell(setting=setting, column=column, reason=_QUALITY))
+    return TABLE.get((setting, column), Cell(setting=setting, column=column, reason=_UNPROVEN))
 
 
-def every_cell() -> list[Cell]:
-    """Return the whole table, settings by columns."""
-    return [cell(setting, column) for setting in SETTINGS for column in COLUMNS]
+def every_cell(rows: Iterable[str] = (*SETTINGS, *TRAINERS)) -> list[Cell]:
+    """Return the cells of the given rows, by default of all settings and trainers, in every column."""
+    return [cell(row, column) for row in rows for column in COLUMNS]
 
 
-def columns_of(strategy: Strategy) -> tuple[str, ...]:
-    """Return the columns that a layout is in; none for one process, which every setting is compared with.
+def columns_of(strategy: Layout) -> tuple[str, ...]:
+    """Return the columns of a layout; none for one process, with which every setting is compared.
 
-    >>> columns_of(Strategy(engine="deepspeed", zero_stage=1, tp=2))
+    >>> columns_of(Layout(engine="deepspeed", zero_stage=1, tp=2))
     ('zero1', 'tp')
     """
     offloads = {strategy.offload_optimizer, strategy.offload_param} - {"none"}
-    found = []
+    columns = []
     if strategy.engine == "deepspeed":
-        # A pipeline without ZeRO has a 16-bit optimizer of its own.
-        found += [] if strategy.pp > 1 and not strategy.zero_stage else [f"zero{strategy.zero_stage or 0}"]
-        found += ["zero_offload"] if offloads else []
+        # A pipeline without ZeRO uses another 16-bit optimizer than ZeRO-0.
+        columns += [] if strategy.pp > 1 and not strategy.zero_stage else [f"zero{strategy.zero_stage or 0}"]
+        columns += ["zero_offload"] if offloads else []
     elif strategy.engine == "fsdp2":
-        found += ["fsdp2", "fsdp2_offload"] if offloads else ["fsdp2"]
+        columns += ["fsdp2", "fsdp2_offload"] if offloads else ["fsdp2"]
     elif strategy.engine == "ddp":
-        found += ["ddp"]
-    return (*found, *(axis for axis in ("sp", "cp", "tp", "pp", "ep") if axis in strategy.axes))
+        columns += ["ddp"]
+    return (*columns, *(axis for axis in ("sp", "cp", "tp", "pp", "ep") if axis in strategy.axes))
 
 
-def incompatibility_faults(settings: Iterable[str], columns: Iterable[str]) -> list[Fault]:
-    """Return a fault for each pair of settings and columns that is not proven.
+def rejection(setting: str, columns: Iterable[str], reason: str) -> tuple[str, str]:
+    """Return the rule and the fix of an error about a setting that some columns reject."""
+    proven = [column for column in COLUMNS if cell(setting, column).is_proven]
+    fix = f"supported with {', '.join(proven)}" if proven else "omit it"
+    if setting in ONLY_ON_ACCELERATORS:
+        fix = "use adamw_torch_fused, or a ZeRO stage"
+    return f"is not supported with {', '.join(COLUMNS.get(column, column) for column in columns)}: {reason}", fix
+
+
+def incompatibility_errors(settings: Iterable[str], columns: Iterable[str]) -> list[ConfigError]:
+    """Return an error for each pair of a setting and a column that no test proves.
 
     Args:
-        settings: What a run has, as in `SETTINGS`; unknown names are refused in every column.
-        columns: Where it runs, as in `COLUMNS`.
+        settings: Keys of `SETTINGS` and `TRAINERS`; unknown names are rejected in every column.
+        columns: Keys of `COLUMNS`.
     """
-    wanted = tuple(dict.fromkeys(one for one in settings if one not in ONLY_ON_ACCELERATORS))
-    places = tuple(columns)
-    faults = []
-    for setting in wanted:
-        for column in places:
-            found = cell(setting, column)
-            if not found.is_proven:
-                proven = [other for other in COLUMNS if cell(setting, other).is_proven]
-                fix = f"proven with {', '.join(proven)}" if proven else "leave it out"
-                rule = f"with {COLUMNS.get(column, column)} {found.reason}"
-                faults.append(Fault(where=SETTINGS.get(setting, setting), rule=rule, fix=fix))
-    return faults
+    columns = tuple(columns)
+    errors = []
+    for setting in dict.fromkeys(settings):
+        for column in columns:
+            # `rules.py` decides about settings that only accelerators can prove.
+            decided_elsewhere = setting in ONLY_ON_ACCELERATORS and (setting, column) not in TABLE
+            if not cell(setting, column).is_proven and not decided_elsewhere:
+                rule, fix = rejection(setting, [column], cell(setting, column).reason)
+                where = SETTINGS.get(setting) or TRAINERS.get(setting, setting)
+                errors.append(ConfigError(where=where, rule=rule, fix=fix))
+    return errors

@@ -1,222 +1,501 @@
-"""Rules of what combines with what: each returns the violated equation and the nearest legal values, or nothing."""
+"""Rules that a layout must satisfy: each returns the violated rule with the nearest legal values, or nothing."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
-from ..specs.errors import Fault
-from ..specs.job import OPTIMIZERS
-from .candidate import Candidate, Rule, one_of
-from .combinations import columns_of, incompatibility_faults
-from .kept_products import kept_products_are_counted
-from .model_rules import MODEL_RULES
-from .parallel_rules import AXIS_RULES, PARALLEL_RULES, AxisRule, pipeline_parallelism
+from ..memory.activations import UnknownFamilyError, activation_mode, cached_activations
+from ..specs.errors import ConfigError, divides, one_of
+from ..specs.hardware import HardwareSpec
+from ..specs.job import CHUNKED_LOSS_FAMILIES, OPTIMIZERS, TrainingJob
+from ..specs.layout import Layout
+from ..specs.model import MAMBA_TYPES, NOT_ADAPTED_IN_MAMBA, ModelSpec, ParameterShape, targeted_linears
+from .axes import (
+    context_parallel_errors,
+    expert_errors,
+    pipeline_errors,
+    sequence_parallel_errors,
+    tensor_parallel_errors,
+)
+from .combinations import columns_of, incompatibility_errors
 
-
-def sizes_are_positive(candidate: Candidate) -> Fault | None:
-    """Every size of a strategy counts something."""
-    names = (
-        "dp_replicate",
-        "dp_shard",
-        "tp",
-        "pp",
-        "sp",
-        "cp",
-        "ep",
-        "micro_batch_size",
-        "gradient_accumulation_steps",
-    )
-    for name in names:
-        if getattr(candidate.strategy, name) < 1:
-            return Fault(where=name, value=getattr(candidate.strategy, name), rule="must be at least 1")
-    return None
+Verdict = ConfigError | None
+Rule = Callable[[ModelSpec, Layout, TrainingJob, HardwareSpec], Verdict]
 
 
-def world_is_the_product(candidate: Candidate) -> Fault | None:
-    """The axes multiply to the number of accelerators (accelerate/parallelism_config.py:274)."""
-    if candidate.strategy.world_size == candidate.hardware.world_size:
-        return None
-    others = candidate.strategy.tp * candidate.strategy.pp * candidate.strategy.sp * candidate.strategy.cp
-    legal = candidate.hardware.world_size // others if others and candidate.hardware.world_size % others == 0 else None
-    return Fault(
-        where="world_size",
-        value=candidate.strategy.world_size,
-        rule=f"dp_replicate * dp_shard * tp * pp * sp * cp must equal {candidate.hardware.world_size} accelerators",
-        fix=f"use dp_replicate * dp_shard = {legal}" if legal else f"tp * pp * sp * cp = {others} does not divide it",
-    )
+def kept_products_are_counted(model: ModelSpec, layout: Layout, job: TrainingJob, hardware: HardwareSpec) -> Verdict:
+    """Selective recomputation requires full training, data parallelism only, and a model whose activations are known.
 
-
-def batch_equation(candidate: Candidate) -> Fault | None:
-    """Global batch = micro-batch * accumulation * data-parallel ranks (deepspeed/runtime/config.py:590)."""
-    wanted, strategy = candidate.job.global_batch_size, candidate.strategy
-    if wanted is None or strategy.global_batch_size == wanted:
-        return None
-    # A micro-batch that nobody fixed is not what makes a batch illegal.
-    unit = (candidate.job.micro_batch_size or 1) * strategy.data_parallel_size
-    is_multiple = wanted % unit == 0
-    unit = strategy.micro_batch_size * strategy.data_parallel_size if is_multiple else unit
-    lower, upper = wanted // unit * unit, -(-wanted // unit) * unit
-    return Fault(
-        where="global_batch_size",
-        value=wanted,
-        rule=(
-            f"must equal micro_batch_size {strategy.micro_batch_size} * gradient_accumulation_steps "
-            f"{strategy.gradient_accumulation_steps} * data-parallel ranks {strategy.data_parallel_size}"
-            if is_multiple or candidate.job.micro_batch_size
-            else f"must be a multiple of the {strategy.data_parallel_size} data-parallel ranks"
-        ),
-        fix=f"nearest legal values: {', '.join(str(n) for n in sorted({lower, upper}) if n)}",
-    )
-
-
-def stage_belongs_to_deepspeed(candidate: Candidate) -> Fault | None:
-    """ZeRO stages 0 to 3 exist with DeepSpeed alone."""
-    legal = (0, 1, 2, 3) if candidate.strategy.engine == "deepspeed" else (None,)
-    return one_of(
-        "zero_stage",
-        candidate.strategy.zero_stage,
-        legal,
-        f"with engine {candidate.strategy.engine} must be one of {list(legal)}",
-    )
-
-
-def single_has_one_rank(candidate: Candidate) -> Fault | None:
-    """An unsharded single process has one accelerator, and every other engine may have any number."""
-    if candidate.strategy.engine != "single" or candidate.strategy.world_size == 1:
-        return None
-    return Fault(
-        where="engine",
-        value="single",
-        rule=f"needs 1 rank, not {candidate.strategy.world_size}",
-        fix="use ddp",
-    )
-
-
-def replicas_belong_to_ddp_and_hybrid(candidate: Candidate) -> Fault | None:
-    """Only DDP, ZeRO-0 and hybrid FSDP2 replicate model states; ZeRO 1-3 shard over all data-parallel ranks."""
-    replicating = candidate.strategy.engine == "ddp" or candidate.strategy.zero_stage == 0
-    if replicating and candidate.strategy.dp_shard > 1:
-        return Fault(where="dp_shard", value=candidate.strategy.dp_shard, rule="must be 1 where nothing is sharded")
-    if (candidate.strategy.zero_stage or 0) >= 1 and candidate.strategy.dp_replicate > 1:
-        return Fault(where="dp_replicate", value=candidate.strategy.dp_replicate, rule="must be 1 with ZeRO 1 to 3")
-    return None
-
-
-def offload_needs_its_stage(candidate: Candidate) -> Fault | None:
-    """DeepSpeed offloads optimizers in stages 1-3 and parameters in stage 3 (zero/offload_config.py)."""
-    if candidate.strategy.engine == "fsdp2":
-        legal = ("none", "cpu")
-        if (
-            candidate.strategy.offload_optimizer not in legal
-            or candidate.strategy.offload_param != candidate.strategy.offload_optimizer
-        ):
-            return Fault(
-                where="offload_param",
-                value=candidate.strategy.offload_param,
-                rule="FSDP2 offloads parameters, gradients and optimizer together, to the CPU",
-                fix="use ZeRO-3 for NVMe",
-            )
-        return None
-    stage = candidate.strategy.zero_stage or 0
-    if candidate.strategy.offload_optimizer != "none" and stage < 1:
-        return Fault(
-            where="offload_optimizer",
-            value=candidate.strategy.offload_optimizer,
-            rule="needs ZeRO stage 1, 2 or 3",
-        )
-    if candidate.strategy.offload_param != "none" and stage < 3:
-        return Fault(where="offload_param", value=candidate.strategy.offload_param, rule="needs ZeRO stage 3")
-    if candidate.strategy.offload_optimizer == "nvme" and stage < 3:
-        return Fault(
-            where="offload_optimizer",
-            value="nvme",
-            rule="needs ZeRO stage 3; stages 1 and 2 keep the states in host memory instead",
-            fix="use stage 3 or cpu",
-        )
-    return None
-
-
-def nvme_must_exist(candidate: Candidate) -> Fault | None:
-    """NVMe offload needs a path on every node."""
-    if (
-        "nvme" not in (candidate.strategy.offload_optimizer, candidate.strategy.offload_param)
-        or candidate.hardware.nvme_bytes_per_node
-    ):
-        return None
-    return Fault(where="offload", value="nvme", rule="needs NVMe on each node", fix="state it with --nvme PATH:SIZE")
-
-
-def offloaded_optimizer_has_cpu_kernel(candidate: Candidate) -> Fault | None:
-    """Accelerate replaces any optimizer by DeepSpeedCPUAdam under offload (accelerate/accelerator.py:2374).
-
-    With another optimizer than AdamW or Adagrad that changes the arithmetic without a word.
+    Tensor parallelism sums the ranks' results in place (deepspeed 0.19.8, `inference_all_reduce` in
+    `module_inject/layers.py`). A kept result would be summed twice, which shifts losses by 1e-4.
     """
-    if candidate.strategy.engine != "deepspeed" or candidate.strategy.offload_optimizer == "none":
+    if not layout.keeps_products:
         return None
-    if OPTIMIZERS[candidate.job.optimizer].cpu_kernel:
+    if layout.axes:
+        rule = "supports data parallelism only"
+    elif job.method != "full":
+        rule = f"supports full training only: its memory with {job.method} is unknown"
+    else:
+        try:
+            if cached_activations(model, job)(1, activation_mode(layout, job)).selective is not None:
+                return None
+        except UnknownFamilyError:
+            pass
+        rule = f"is not supported: its memory is unknown for {model.model_type} in {job.precision}"
+    fix = "use --gradient-checkpointing auto"
+    return ConfigError(where="gradient_checkpointing", value="selective", rule=rule, fix=fix)
+
+
+_SHARED_LAYERS = frozenset({"zamba", "zamba2"})
+"""`model_type`s of transformers 5.17.0 in which several layers share parameters."""
+
+
+def sharded_parameters_have_dimensions(
+    model: ModelSpec, layout: Layout, job: TrainingJob, hardware: HardwareSpec
+) -> Verdict:
+    """DeepSpeed and FSDP2 do not support zero-dimensional parameters such as CLIP's `logit_scale`.
+
+    DeepSpeed 0.19.8 broadcasts each one as bytes, which torch rejects (`_broadcast_model`, runtime/engine.py:2059).
+    torch's `fully_shard` rejects them explicitly (torch 2.13, distributed/fsdp/_fully_shard/_fsdp_init.py:336).
+    """
+    scalars = [parameter.name for parameter in model.parameters if not parameter.shape]
+    if layout.engine not in ("deepspeed", "fsdp2") or not scalars:
         return None
-    legal = ", ".join(name for name, spec in OPTIMIZERS.items() if spec.cpu_kernel)
-    return Fault(
-        where="optimizer",
-        value=candidate.job.optimizer,
-        rule="has no DeepSpeed CPU kernel, so optimizer offload would replace it by CPU Adam",
-        fix=f"use one of {legal}, or --offload none",
+    rule = f"does not support zero-dimensional parameters such as {scalars[0]}"
+    fix = "use ddp, or give the parameter shape (1,) in the model's code"
+    return ConfigError(where="engine", value=layout.engine, rule=rule, fix=fix)
+
+
+def zero3_builds_the_model(model: ModelSpec, layout: Layout, job: TrainingJob, hardware: HardwareSpec) -> Verdict:
+    """ZeRO-3 partitions parameters while the model is built or loaded, which Whisper does not support.
+
+    Whisper's initialization unpacks the shape of the position table into two sizes, but a partitioned parameter has
+    one (transformers 5.17.0, models/whisper/modeling_whisper.py:528).
+    """
+    if layout.zero_stage != 3 or model.model_type != "whisper":
+        return None
+    rule = "partitions parameters while the model is built, but Whisper reads their full shapes there"
+    return ConfigError(where="zero_stage", value=3, rule=rule, fix="use ZeRO-2 or FSDP2")
+
+
+def fsdp2_units_share_nothing(model: ModelSpec, layout: Layout, job: TrainingJob, hardware: HardwareSpec) -> Verdict:
+    """FSDP2 shards layer by layer, so that layers cannot share parameters as Zamba's attention does.
+
+    torch 2.13 raises an error when the second layer is wrapped.
+    """
+    if layout.engine != "fsdp2" or model.model_type not in _SHARED_LAYERS:
+        return None
+    rule = f"shards each layer separately, but layers of {model.model_type} share parameters"
+    return ConfigError(where="engine", value="fsdp2", rule=rule, fix="use a ZeRO stage")
+
+
+def sequence_fits_the_positions(model: ModelSpec, layout: Layout, job: TrainingJob, hardware: HardwareSpec) -> Verdict:
+    """A learned position table limits the sequence length; rotary embeddings do not."""
+    limit = model.learned_positions
+    if limit is None or job.seq_len_tokens <= limit:
+        return None
+    rule = f"must be at most {limit}, the learned positions of {model.architecture}"
+    return ConfigError(where="seq_len", value=job.seq_len_tokens, rule=rule, fix=f"use --seq-len {limit}")
+
+
+def chunked_loss_is_supported(model: ModelSpec, layout: Layout, job: TrainingJob, hardware: HardwareSpec) -> Verdict:
+    """A chunked loss requires a Liger kernel; Liger silently ignores other families.
+
+    Source: liger_kernel/transformers/monkey_patch.py.
+    """
+    if job.loss != "chunked" or model.model_type in CHUNKED_LOSS_FAMILIES:
+        return None
+    fix = f"use --loss eager; supported: {', '.join(CHUNKED_LOSS_FAMILIES)}"
+    return ConfigError(where="loss", value="chunked", rule=f"has no kernel for {model.model_type}", fix=fix)
+
+
+def lora_targets_exist(model: ModelSpec, layout: Layout, job: TrainingJob, hardware: HardwareSpec) -> Verdict:
+    """Each LoRA target matches a Linear module of the model."""
+    if job.method == "full":
+        return None
+    missing = [target for target in job.lora_targets if not targeted_linears(model, (target,))]
+    if not missing:
+        return None
+    names = ", ".join(_adaptable_names(model))
+    fix = f"use all-linear, or names from {names}" if names else "use --method full"
+    return ConfigError(where="lora_targets", value=",".join(missing), rule="match no Linear module", fix=fix)
+
+
+def lora_targets_can_be_adapted(model: ModelSpec, layout: Layout, job: TrainingJob, hardware: HardwareSpec) -> Verdict:
+    """LoRA supports Linear modules that return one tensor, and not all of them in Mamba layers.
+
+    PEFT 0.21 adapts every subclass of Linear. Llama 4's router returns scores and logits, and adding the adapter's
+    output to that pair fails (tuners/lora/layer.py).
+    """
+    if job.method == "full":
+        return None
+    targets = job.lora_targets
+    routers = [p for p in model.parameters if p.kind == "router" and p.name.endswith(".weight")]
+    routers = [p for p in routers if "all-linear" in targets or p.module.rpartition(".")[2] in targets]
+    rejected = [p for p in targeted_linears(model, targets) if _peft_rejects(p, model)]
+    if routers:
+        rule = f"match {routers[0].module}, which returns a tuple, but PEFT supports modules that return one tensor"
+    elif rejected:
+        rule = f"match {rejected[0].module}, which PEFT rejects in Mamba layers because their kernels read its weight"
+    else:
+        return None
+    fix = f"use names from {', '.join(_adaptable_names(model))}"
+    return ConfigError(where="lora_targets", value=",".join(targets), rule=rule, fix=fix)
+
+
+def _adaptable_names(model: ModelSpec) -> list[str]:
+    linears = targeted_linears(model, ("all-linear",))
+    return sorted({linear.module.rpartition(".")[2] for linear in linears if not _peft_rejects(linear, model)})
+
+
+def _peft_rejects(linear: ParameterShape, model: ModelSpec) -> bool:
+    return model.model_type in MAMBA_TYPES and linear.module.rpartition(".")[2] in NOT_ADAPTED_IN_MAMBA
+
+
+def unseen_code_is_trained_whole(model: ModelSpec, layout: Layout, job: TrainingJob, hardware: HardwareSpec) -> Verdict:
+    """A model with remote code supports ZeRO only: FSDP2 and parallel axes need its module names, which are unknown."""
+    if model.source != "structure" or (layout.engine != "fsdp2" and not layout.axes):
+        return None
+    rule = "is defined by code in its repository, but FSDP2 and parallel axes need its module names"
+    return ConfigError(where="model", value=model.architecture, rule=rule, fix="use a ZeRO stage")
+
+
+def shared_sequences_are_causal(model: ModelSpec, layout: Layout, job: TrainingJob, hardware: HardwareSpec) -> Verdict:
+    """Sequence and context parallelism support causal language models only; no other model has been verified."""
+    if model.task == "causal_lm" or layout.sp * layout.cp == 1:
+        return None
+    rule = "is not a causal language model, which sequence and context parallelism require"
+    return ConfigError(where="model", value=model.architecture, rule=rule, fix="use sp = cp = 1")
+
+
+MODEL_RULES: tuple[Rule, ...] = (
+    sequence_fits_the_positions,
+    chunked_loss_is_supported,
+    lora_targets_exist,
+    lora_targets_can_be_adapted,
+    unseen_code_is_trained_whole,
+    shared_sequences_are_causal,
+    sharded_parameters_have_dimensions,
+    zero3_builds_the_model,
+    fsdp2_units_share_nothing,
+)
+"""Rules about models, in the order in which they are checked."""
+
+
+AxisRule = Callable[[ModelSpec, Layout, TrainingJob, HardwareSpec], list[ConfigError]]
+"""A rule that can report several errors."""
+
+
+def hpz_partition_fits_the_node(model: ModelSpec, layout: Layout, job: TrainingJob, hardware: HardwareSpec) -> Verdict:
+    """The secondary ZeRO++ shard requires ZeRO-3 and stays within a node."""
+    size = layout.zero.hpz_partition_size
+    if size == 1:
+        return None
+    if layout.zero_stage != 3:
+        return ConfigError(where="hpz_partition_size", value=size, rule="requires ZeRO-3", fix="use 1")
+    return divides("hpz_partition_size", size, hardware.gpus_per_node, "the accelerators of a node")
+
+
+def quantized_weights_need_stage_three(
+    model: ModelSpec, layout: Layout, job: TrainingJob, hardware: HardwareSpec
+) -> Verdict:
+    """Quantized weight gathers (qwZ) require ZeRO-3 and GPUs.
+
+    Source: deepspeed/runtime/zero/partition_parameters.py.
+    """
+    if not layout.zero.quantized_weights or (layout.zero_stage == 3 and hardware.gpu != "CPU"):
+        return None
+    rule = "requires ZeRO-3, which gathers weights"
+    if layout.zero_stage == 3:
+        rule = "is not supported on CPU ranks: DeepSpeed 0.19.8 has no CPU kernels for it"
+    fix = "omit it" if layout.zero_stage == 3 else "use --strategy zero3 or zero3-hpz"
+    return ConfigError(where="zero_quantized_weights", value=True, rule=rule, fix=fix)
+
+
+def quantized_gradients_cross_nodes(
+    model: ModelSpec, layout: Layout, job: TrainingJob, hardware: HardwareSpec
+) -> Verdict:
+    """Quantized gradients (qgZ) require ZeRO-3 on several nodes of GPUs (deepspeed/runtime/zero/stage3.py:1925)."""
+    if not layout.zero.quantized_gradients or (layout.zero_stage == 3 and hardware.nodes > 1 and hardware.gpu != "CPU"):
+        return None
+    rule, fix = "requires ZeRO-3 on several nodes of GPUs", "use --strategy zero3 on several nodes"
+    return ConfigError(where="zero_quantized_gradients", value=True, rule=rule, fix=fix)
+
+
+def tensor_parallelism_with_fsdp2(
+    model: ModelSpec, layout: Layout, job: TrainingJob, hardware: HardwareSpec
+) -> Verdict:
+    """Tensor parallelism is not supported with FSDP2: accelerate 1.15.0 imports a class that transformers removed.
+
+    `accelerate/accelerator.py:1618` imports `transformers.integrations.tensor_parallel.ReplicateParallel`, which
+    transformers 5.17.0 does not have.
+    """
+    if layout.engine != "fsdp2" or layout.tp == 1:
+        return None
+    rule = "is not supported with FSDP2: accelerate 1.15.0 imports a class that transformers 5.17.0 does not have"
+    return ConfigError(where="tp", value=layout.tp, rule=rule, fix="use ZeRO stage 0, 1 or 2")
+
+
+def sequence_parallelism(
+    model: ModelSpec, layout: Layout, job: TrainingJob, hardware: HardwareSpec
+) -> list[ConfigError]:
+    """Sequence parallelism (sp) requires DeepSpeed, attention without a mask, and divides heads and the sequence."""
+    if layout.sp == 1:
+        return []
+    return sequence_parallel_errors(
+        model.traits, layout, world_size=hardware.world_size, seq_len_tokens=job.seq_len_tokens
     )
 
 
-def optimizer_accepts_dtensors(candidate: Candidate) -> Fault | None:
-    """FSDP2 parameters are DTensors, which bitsandbytes' optimizer kernels do not take."""
-    if candidate.strategy.engine != "fsdp2" or not OPTIMIZERS[candidate.job.optimizer].plain_tensors_only:
-        return None
-    return Fault(
-        where="optimizer",
-        value=candidate.job.optimizer,
-        rule="has kernels for plain tensors only, and FSDP2 parameters are DTensors",
-        fix="use adamw_torch_fused, or a ZeRO stage",
+def context_parallelism(
+    model: ModelSpec, layout: Layout, job: TrainingJob, hardware: HardwareSpec
+) -> list[ConfigError]:
+    """Context parallelism (cp) requires FSDP2 and full causal attention, and 2 * cp divides the sequence."""
+    if layout.cp == 1:
+        return []
+    return context_parallel_errors(
+        model.traits, layout, world_size=hardware.world_size, seq_len_tokens=job.seq_len_tokens
     )
 
 
-def precision_is_supported(candidate: Candidate) -> Fault | None:
-    """bf16 needs hardware of NVIDIA's compute capability 8.0 or an equal."""
-    if candidate.job.precision != "bf16" or candidate.hardware.supports_bf16:
-        return None
-    return Fault(
-        where="precision",
-        value="bf16",
-        rule=f"is not computed by {candidate.hardware.gpu}",
-        fix="use fp16 or fp32",
+def expert_parallelism(model: ModelSpec, layout: Layout, job: TrainingJob, hardware: HardwareSpec) -> list[ConfigError]:
+    """Expert parallelism (ep) requires DeepSpeed AutoEP and divides the experts and the data-parallel ranks."""
+    if layout.ep == 1:
+        return []
+    return expert_errors(model.traits, layout, method=job.method, precision=job.precision)
+
+
+def tensor_parallelism(model: ModelSpec, layout: Layout, job: TrainingJob, hardware: HardwareSpec) -> list[ConfigError]:
+    """Tensor parallelism (tp) requires AutoTP, ZeRO 0 to 2 and a dense model, and divides heads, MLP and node."""
+    if layout.tp == 1:
+        return []
+    return tensor_parallel_errors(
+        model.traits, layout, world_size=hardware.world_size, ranks_per_node=hardware.gpus_per_node, method=job.method
     )
 
 
-def fp16_needs_an_accelerator(candidate: Candidate) -> Fault | None:
-    """Neither DeepSpeed nor autocast trains fp16 on CPU ranks (deepspeed/runtime/config.py)."""
-    if candidate.job.precision != "fp16" or candidate.hardware.gpu != "CPU":
-        return None
-    return Fault(where="precision", value="fp16", rule="is not trained on CPU ranks", fix="use bf16 or fp32")
+def pipeline_parallelism(
+    model: ModelSpec, layout: Layout, job: TrainingJob, hardware: HardwareSpec
+) -> list[ConfigError]:
+    """Pipelines (pp) require ZeRO 0 or 1 and at least one decoder layer in each stage."""
+    if layout.pp == 1:
+        return []
+    return pipeline_errors(
+        model.traits,
+        layout,
+        world_size=hardware.world_size,
+        micro_batches=layout.gradient_accumulation_steps,
+        method=job.method,
+    )
 
 
-def accumulation_dtype_is_supported(candidate: Candidate) -> Fault | None:
-    """Stage 0 with 16-bit weights has no fp32 accumulation (deepspeed/runtime/engine.py:2323)."""
-    if (
-        candidate.strategy.zero_stage == 0
-        and candidate.strategy.zero.gradient_accumulation_fp32
-        and candidate.job.precision != "fp32"
-    ):
-        return Fault(where="gradient_accumulation_fp32", value=True, rule="is not supported with ZeRO stage 0")
+def losses_need_a_whole_head(
+    model: ModelSpec, layout: Layout, job: TrainingJob, hardware: HardwareSpec
+) -> list[ConfigError]:
+    """A chunked loss reads the output head, which tensor parallelism shards and a pipeline has on one stage only."""
+    errors = []
+    if job.loss == "chunked":
+        rule = "is not supported with a chunked loss, which reads the weights of the output head directly"
+        for axis in ("tp", "pp"):
+            if axis in layout.axes:
+                fix = f"use --loss eager, or {axis} = 1"
+                errors.append(ConfigError(where=axis, value=layout.axes[axis], rule=rule, fix=fix))
+    if layout.pp > 1 and job.precision == "fp16":
+        rule = "is not supported in fp16: pipeline stages do not exchange the loss scale"
+        errors.append(ConfigError(where="pp", value=layout.pp, rule=rule, fix="use bf16 or fp32"))
+    return errors
+
+
+def teachers_stay_whole(
+    model: ModelSpec, layout: Layout, job: TrainingJob, hardware: HardwareSpec
+) -> list[ConfigError]:
+    """Distillation supports data and sequence parallelism only: the teacher is not sharded along other axes."""
+    if job.teacher is None:
+        return []
+    rule = "is not supported with a teacher, which would not be sharded along this axis"
+    return [
+        ConfigError(where=axis, value=size, rule=rule, fix=f"use {axis} = 1, or sp")
+        for axis, size in layout.axes.items()
+        if axis != "sp"
+    ]
+
+
+PARALLEL_RULES: tuple[Rule, ...] = (
+    hpz_partition_fits_the_node,
+    quantized_weights_need_stage_three,
+    quantized_gradients_cross_nodes,
+    tensor_parallelism_with_fsdp2,
+)
+
+AXIS_RULES: tuple[AxisRule, ...] = (
+    sequence_parallelism,
+    context_parallelism,
+    expert_parallelism,
+    tensor_parallelism,
+    pipeline_parallelism,
+    losses_need_a_whole_head,
+    teachers_stay_whole,
+)
+"""Rules about parallel axes, in the order in which they are checked."""
+
+
+def sizes_are_positive(model: ModelSpec, layout: Layout, job: TrainingJob, hardware: HardwareSpec) -> Verdict:
+    """Every size of a layout is at least 1."""
+    axes = ("dp_replicate", "dp_shard", "tp", "pp", "sp", "cp", "ep")
+    for name in (*axes, "micro_batch_size", "gradient_accumulation_steps"):
+        if getattr(layout, name) < 1:
+            return ConfigError(where=name, value=getattr(layout, name), rule="must be at least 1")
     return None
 
 
-def settings_are_proven(candidate: Candidate) -> list[Fault]:
-    """The optimizer, the precision and what else a job has go with the engine and the axes of the layout."""
-    job, strategy = candidate.job, candidate.strategy
-    stated = {
+def world_is_the_product(model: ModelSpec, layout: Layout, job: TrainingJob, hardware: HardwareSpec) -> Verdict:
+    """The parallel sizes multiply to the number of accelerators (accelerate/parallelism_config.py:274)."""
+    if layout.world_size == hardware.world_size:
+        return None
+    others = layout.tp * layout.pp * layout.sp * layout.cp
+    legal = hardware.world_size // others if others and hardware.world_size % others == 0 else None
+    rule = f"dp_replicate * dp_shard * tp * pp * sp * cp must equal the {hardware.world_size} accelerators"
+    fix = f"use dp_replicate * dp_shard = {legal}" if legal else f"choose tp * pp * sp * cp = {others} to divide them"
+    return ConfigError(where="world_size", value=layout.world_size, rule=rule, fix=fix)
+
+
+def batch_equation(model: ModelSpec, layout: Layout, job: TrainingJob, hardware: HardwareSpec) -> Verdict:
+    """Global batch = micro-batch * accumulation * data-parallel ranks (deepspeed/runtime/config.py:590)."""
+    wanted = job.global_batch_size
+    if wanted is None or layout.global_batch_size == wanted:
+        return None
+    # Only a micro-batch size that the user fixed can make a global batch illegal.
+    unit = (job.micro_batch_size or 1) * layout.data_parallel_size
+    is_multiple = wanted % unit == 0
+    unit = layout.micro_batch_size * layout.data_parallel_size if is_multiple else unit
+    lower, upper = wanted // unit * unit, -(-wanted // unit) * unit
+    rule = f"must be a multiple of the {layout.data_parallel_size} data-parallel ranks"
+    if is_multiple or job.micro_batch_size:
+        rule = (
+            f"must equal micro_batch_size {layout.micro_batch_size} * gradient_accumulation_steps "
+            f"{layout.gradient_accumulation_steps} * data-parallel ranks {layout.data_parallel_size}"
+        )
+    fix = f"nearest legal values: {', '.join(str(n) for n in sorted({lower, upper}) if n)}"
+    return ConfigError(where="global_batch_size", value=wanted, rule=rule, fix=fix)
+
+
+def stage_belongs_to_deepspeed(model: ModelSpec, layout: Layout, job: TrainingJob, hardware: HardwareSpec) -> Verdict:
+    """ZeRO stages 0 to 3 require DeepSpeed."""
+    if layout.engine == "deepspeed":
+        return one_of("zero_stage", layout.zero_stage, (0, 1, 2, 3), "must be 0, 1, 2 or 3")
+    rule = f"must be None with engine {layout.engine}: ZeRO stages require DeepSpeed"
+    return one_of("zero_stage", layout.zero_stage, (None,), rule)
+
+
+def single_has_one_rank(model: ModelSpec, layout: Layout, job: TrainingJob, hardware: HardwareSpec) -> Verdict:
+    """The engine `single` runs on one accelerator; every other engine runs on any number."""
+    if layout.engine != "single" or layout.world_size == 1:
+        return None
+    return ConfigError(where="engine", value="single", rule=f"requires 1 rank, not {layout.world_size}", fix="use ddp")
+
+
+def replicas_belong_to_ddp_and_hybrid(
+    model: ModelSpec, layout: Layout, job: TrainingJob, hardware: HardwareSpec
+) -> Verdict:
+    """Only DDP, ZeRO-0 and hybrid FSDP2 replicate model states; ZeRO 1 to 3 shard over all data-parallel ranks."""
+    if (layout.engine == "ddp" or layout.zero_stage == 0) and layout.dp_shard > 1:
+        rule = "must be 1 with DDP and ZeRO-0, which do not shard"
+        return ConfigError(where="dp_shard", value=layout.dp_shard, rule=rule, fix="set dp_replicate instead")
+    if (layout.zero_stage or 0) >= 1 and layout.dp_replicate > 1:
+        rule = "must be 1 with ZeRO 1 to 3"
+        return ConfigError(where="dp_replicate", value=layout.dp_replicate, rule=rule, fix="set dp_shard instead")
+    return None
+
+
+def offload_needs_its_stage(model: ModelSpec, layout: Layout, job: TrainingJob, hardware: HardwareSpec) -> Verdict:
+    """DeepSpeed offloads optimizers in ZeRO 1 to 3 and parameters in ZeRO-3 (zero/offload_config.py)."""
+    optimizer, parameters, stage = layout.offload_optimizer, layout.offload_param, layout.zero_stage or 0
+    if layout.engine == "fsdp2":
+        if optimizer in ("none", "cpu") and parameters == optimizer:
+            return None
+        rule = "FSDP2 offloads parameters, gradients and optimizer states together, and only to the CPU"
+        return ConfigError(where="offload_param", value=parameters, rule=rule, fix="use ZeRO-3 for NVMe")
+    if optimizer != "none" and stage < 1:
+        rule, fix = "requires ZeRO stage 1, 2 or 3", "use --offload none, or one of these stages"
+        return ConfigError(where="offload_optimizer", value=optimizer, rule=rule, fix=fix)
+    if parameters != "none" and stage < 3:
+        rule, fix = "requires ZeRO-3", "use --offload cpu, or --strategy zero3"
+        return ConfigError(where="offload_param", value=parameters, rule=rule, fix=fix)
+    if optimizer == "nvme" and stage < 3:
+        rule = "requires ZeRO-3: ZeRO-1 and ZeRO-2 keep optimizer states in host memory instead"
+        return ConfigError(where="offload_optimizer", value="nvme", rule=rule, fix="use ZeRO-3, or cpu")
+    return None
+
+
+def nvme_must_exist(model: ModelSpec, layout: Layout, job: TrainingJob, hardware: HardwareSpec) -> Verdict:
+    """NVMe offload requires an NVMe directory on every node."""
+    if "nvme" not in (layout.offload_optimizer, layout.offload_param) or hardware.nvme_bytes_per_node:
+        return None
+    return ConfigError(where="offload", value="nvme", rule="requires NVMe on every node", fix="pass --nvme PATH:SIZE")
+
+
+def offloaded_optimizer_has_cpu_kernel(
+    model: ModelSpec, layout: Layout, job: TrainingJob, hardware: HardwareSpec
+) -> Verdict:
+    """Optimizer offload requires an optimizer with a DeepSpeed CPU kernel.
+
+    Accelerate replaces any optimizer with DeepSpeedCPUAdam under offload (accelerate/accelerator.py:2374). With
+    optimizers other than AdamW and Adagrad, this silently changes the arithmetic.
+    """
+    offloads = layout.engine == "deepspeed" and layout.offload_optimizer != "none"
+    if not offloads or OPTIMIZERS[job.optimizer].cpu_kernel:
+        return None
+    rule = "has no DeepSpeed CPU kernel, so optimizer offload would replace it with CPU Adam"
+    fix = f"use one of {', '.join(name for name, spec in OPTIMIZERS.items() if spec.cpu_kernel)}, or --offload none"
+    return ConfigError(where="optimizer", value=job.optimizer, rule=rule, fix=fix)
+
+
+def optimizer_accepts_dtensors(model: ModelSpec, layout: Layout, job: TrainingJob, hardware: HardwareSpec) -> Verdict:
+    """FSDP2 parameters are DTensors, which bitsandbytes' optimizer kernels do not support."""
+    if layout.engine != "fsdp2" or not OPTIMIZERS[job.optimizer].plain_tensors_only:
+        return None
+    rule, fix = "does not support DTensors, the parameters of FSDP2", "use adamw_torch_fused, or a ZeRO stage"
+    return ConfigError(where="optimizer", value=job.optimizer, rule=rule, fix=fix)
+
+
+def precision_is_supported(model: ModelSpec, layout: Layout, job: TrainingJob, hardware: HardwareSpec) -> Verdict:
+    """bf16 requires hardware support: NVIDIA compute capability 8.0, or an equivalent."""
+    if job.precision != "bf16" or hardware.supports_bf16:
+        return None
+    rule = f"is not supported by {hardware.gpu}"
+    return ConfigError(where="precision", value="bf16", rule=rule, fix="use fp16 or fp32")
+
+
+def fp16_needs_an_accelerator(model: ModelSpec, layout: Layout, job: TrainingJob, hardware: HardwareSpec) -> Verdict:
+    """Neither DeepSpeed nor autocast supports fp16 training on CPU ranks (deepspeed/runtime/config.py)."""
+    if job.precision != "fp16" or hardware.gpu != "CPU":
+        return None
+    rule = "is not supported on CPU ranks"
+    return ConfigError(where="precision", value="fp16", rule=rule, fix="use bf16 or fp32")
+
+
+def accumulation_dtype_is_supported(
+    model: ModelSpec, layout: Layout, job: TrainingJob, hardware: HardwareSpec
+) -> Verdict:
+    """ZeRO-0 with 16-bit weights does not support fp32 gradient accumulation (deepspeed/runtime/engine.py:2323)."""
+    if layout.zero_stage != 0 or not layout.zero.gradient_accumulation_fp32 or job.precision == "fp32":
+        return None
+    rule, fix = "is not supported with ZeRO-0", "use ZeRO stage 1, 2 or 3"
+    return ConfigError(where="gradient_accumulation_fp32", value=True, rule=rule, fix=fix)
+
+
+def settings_are_proven(
+    model: ModelSpec, layout: Layout, job: TrainingJob, hardware: HardwareSpec
+) -> list[ConfigError]:
+    """A test proves the optimizer, precision and other settings of a job with the layout's engine and axes."""
+    settings = {
         "bf16": job.precision == "bf16",
         "lora": job.method != "full",
-        "gradient_checkpointing": strategy.gradient_checkpointing,
+        "gradient_checkpointing": layout.gradient_checkpointing,
         "distillation": job.teacher is not None,
     }
-    return incompatibility_faults(
-        (job.optimizer, *(name for name, is_set in stated.items() if is_set)), columns_of(strategy)
+    return incompatibility_errors(
+        (job.optimizer, *(name for name, is_set in settings.items() if is_set)), columns_of(layout)
     )
 
 
@@ -238,31 +517,35 @@ RULES: tuple[Rule, ...] = (
     kept_products_are_counted,
     *PARALLEL_RULES,
 )
-"""All rules, in the order in which they are checked."""
+"""Rules with one error each, in the order in which they are checked."""
 
 
 SIZE_RULES: tuple[Rule, ...] = (sizes_are_positive, world_is_the_product, batch_equation)
-"""Rules that hold for any layout, whether something runs it or not."""
+"""Rules that every layout must satisfy, even one that is planned but never run."""
 
 BATCH_RULES: tuple[Rule | AxisRule, ...] = (sizes_are_positive, batch_equation, pipeline_parallelism)
-"""Rules that read the micro-batch or its accumulation."""
+"""Rules that read the micro-batch size or the accumulation steps."""
 
 _EVERY_RULE: tuple[Rule | AxisRule, ...] = (*RULES, *AXIS_RULES, settings_are_proven)
 
 LAYOUT_RULES: tuple[Rule | AxisRule, ...] = tuple(rule for rule in _EVERY_RULE if rule not in BATCH_RULES)
-"""All others: what they say of a layout holds for each of its batches."""
+"""All other rules: their verdict on a layout is the same for each of its batch sizes."""
 
 
-def broken_rules(rules: Iterable[Rule | AxisRule], candidate: Candidate) -> Iterator[Fault]:
-    """Yield the faults of a candidate by some rules."""
+def broken_rules(
+    rules: Iterable[Rule | AxisRule], model: ModelSpec, layout: Layout, job: TrainingJob, hardware: HardwareSpec
+) -> Iterator[ConfigError]:
+    """Yield the errors that the given rules find in a layout."""
     for rule in rules:
-        found = rule(candidate)
-        if isinstance(found, list):
-            yield from found
-        elif found is not None:
-            yield found
+        errors = rule(model, layout, job, hardware)
+        if isinstance(errors, list):
+            yield from errors
+        elif errors is not None:
+            yield errors
 
 
-def legality_faults(candidate: Candidate) -> tuple[Fault, ...]:
-    """Return every rule that the candidate violates; empty when it is legal."""
-    return tuple(broken_rules(_EVERY_RULE, candidate))
+def legality_errors(
+    model: ModelSpec, layout: Layout, job: TrainingJob, hardware: HardwareSpec
+) -> tuple[ConfigError, ...]:
+    """Return the errors of all rules; empty when the layout is legal."""
+    return tuple(broken_rules(_EVERY_RULE, model, layout, job, hardware))

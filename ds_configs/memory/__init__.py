@@ -1,4 +1,4 @@
-"""Memory of one accelerator and of its host, every term named: enter by `estimate.py`.
+"""Memory of a layout. Start at `estimate.py`, whose `estimate_memory` adds up the terms moment by moment.
 
-`model_states.py`, `activations.py` and `buffers.py` are the terms; `tensor_terms.py` adds them up moment by moment.
+`model_states.py` and `activations.py` compute the terms, `rank_parameters.py` what each rank holds.
 """

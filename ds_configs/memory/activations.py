@@ -1,17 +1,18 @@
-"""Bytes of activations that one training step keeps and transiently needs, from traced integer coefficients."""
+"""Activation bytes: stored coefficients by family and kind of layer, or an upper bound from the model's structure."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
+from collections import defaultdict
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from importlib import resources
-from math import ceil
+from math import ceil, prod
 from typing import Any, Literal
 
-from ..specs.dimensions import Dimensions
-from ..specs.errors import ShardwrightError
+from ..specs.errors import ConfigError, ShardwrightError, UsageError
+from ..specs.job import TrainingJob
+from ..specs.layout import Layout
+from ..specs.model import Dimensions, ModelSpec, ParameterShape, stored_facts
 
 Mode = Literal["bf16", "fp32", "bf16_autocast"]
 Adapter = Literal["none", "lora_all_linear", "lora_attention"]
@@ -19,27 +20,27 @@ Attention = Literal["auto", "fused", "masked", "math", "eager"]
 
 DATA_FILE = "activations.json"
 ADDED_FILE = "added_activations.json"
-"""Families that `tools/add_family.py` stored, with the same structure."""
+"""Families added by `tools/add_family.py`, with the same structure."""
 SELECTIVE_FILE = "selective_activations.json"
 """Coefficients of `SelectiveBytes` in full training, by family, mode and attention."""
 
 
 class UnknownFamilyError(ShardwrightError):
-    """No coefficients are stored for a model family, or not for the asked mode or adapter."""
+    """No coefficients are stored for a model family, mode, adapter or attention."""
 
     exit_code = 1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SelectiveBytes:
-    """Activation bytes of a layer whose checkpointing keeps the results of products and fused attention."""
+    """Activation bytes of a layer under checkpointing that keeps the results of matrix products and fused attention."""
 
     kept_bytes_per_layer: int
-    """Kept from forward to backward: the layer's input, and those results."""
+    """Kept from forward to backward: the layer's input and those results."""
     forward_transient_bytes: int
-    """Largest live bytes in the last layer's forward beyond what all layers keep."""
+    """Largest live bytes in the last layer's forward pass beyond what all layers keep."""
     backward_transient_bytes: int
-    """Largest live bytes in the last layer's backward beyond that and `outside_layer_bytes`."""
+    """Largest live bytes in its backward pass beyond what all layers keep and `outside_layer_bytes`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -56,31 +57,31 @@ class ActivationEstimate:
     checkpointed_bytes_per_layer: int
     """Kept by one layer with checkpointing: the layer's input."""
     outside_layer_bytes: int
-    """Live around the layers when the output head starts: rotary tables, masks, embedding output, final norm."""
+    """Live outside the layers when the output head starts: rotary tables, masks, embedding output, final norm."""
     backward_transient_bytes: int
     """Largest live bytes in the last layer's backward beyond all layers' saved bytes and `outside_layer_bytes`."""
     recompute_backward_transient_bytes: int
-    """The same with checkpointing: holds the recomputed layer's saved tensors too."""
+    """The same with checkpointing, which also holds the recomputed layer's saved tensors."""
     forward_transient_bytes: int
     """Largest live bytes in one checkpointed layer's forward beyond those live when it starts."""
     selective: SelectiveBytes | None = None
-    """What a layer keeps and needs that recomputes all but its products; `None` where nobody traced it."""
+    """Bytes under `selective` checkpointing; `None` if they were not traced."""
     loss_forward_peak_bytes: int
     """Largest live bytes from the output head to the end of the loss, beyond what the layers and `outside` keep."""
     loss_kept_bytes: int
-    """What head and loss keep until the backward; at most slightly negative, when less lives than before."""
+    """Kept by head and loss until the backward pass; slightly negative if less is live than before."""
     loss_backward_peak_bytes: int
     """Largest live bytes in the backward of loss, head and final norm, counted like the forward peak."""
     autocast_weight_copy_bytes_per_parameter: int
     """Bytes of the cached half-precision copy of each float32 matrix that a linear layer uses; 0 without autocast."""
     source: str
-    """Where the coefficients come from, with the versions traced."""
+    """Origin of the coefficients, with the traced versions."""
 
 
 def feature_values(
     dimensions: Dimensions, *, micro_batch_size: int, seq_len_tokens: int, lora_rank: int = 0
 ) -> dict[str, int]:
-    """Returns the features in which activation bytes are linear, by readable name.
+    """Return the features in which activation bytes are linear, by name.
 
     A feature `token*x` is `micro_batch_size * seq_len_tokens * x`; `position*x` counts every position once, whatever
     the batch; `attention_mask` is `micro_batch_size * seq_len_tokens**2` and `attention_scores` that times the heads.
@@ -118,24 +119,24 @@ def feature_values(
     }
 
 
-@lru_cache(maxsize=1)
-def load_coefficients() -> Mapping[str, Any]:
-    """Reads the stored coefficient tables: `versions`, and `tables` by family, mode, adapter and attention."""
-    data = resources.files(__package__.rpartition(".")[0]).joinpath("data")
-    first, added = (json.loads(data.joinpath(name).read_text(encoding="utf-8")) for name in (DATA_FILE, ADDED_FILE))
+@lru_cache(maxsize=16)
+def load_coefficients(release: str) -> Mapping[str, Any]:
+    """Return the traced `versions` and the `tables` of a release of Transformers.
+
+    Tables are keyed by family, mode, adapter and attention.
+    """
+    first, added = (stored_facts(name, release) for name in (DATA_FILE, ADDED_FILE))
     return {"versions": first["versions"], "tables": first["tables"] | added["tables"]}
 
 
-@lru_cache(maxsize=1)
-def load_selective() -> Mapping[str, Any]:
-    """Reads the stored coefficients of `SelectiveBytes` by family, mode and attention."""
-    data = resources.files(__package__.rpartition(".")[0]).joinpath("data", SELECTIVE_FILE)
-    tables: Mapping[str, Any] = json.loads(data.read_text(encoding="utf-8"))["tables"]
+def load_selective(release: str) -> Mapping[str, Any]:
+    """Return the coefficients of `SelectiveBytes` by family, mode and attention."""
+    tables: Mapping[str, Any] = stored_facts(SELECTIVE_FILE, release)["tables"]
     return tables
 
 
 def evaluate_table(table: Mapping[str, Any], features: Mapping[str, int], source: str) -> ActivationEstimate:
-    """Turns one coefficient table into bytes: the largest candidate of each quantity, `sum(coefficient * feature)`."""
+    """Return the bytes of a coefficient table: for each quantity the largest row of `sum(coefficient * feature)`."""
 
     def largest(name: str) -> int:
         return _largest(table, name, features)
@@ -157,26 +158,15 @@ def evaluate_table(table: Mapping[str, Any], features: Mapping[str, int], source
 
 def _largest(table: Mapping[str, Any], name: str, features: Mapping[str, int]) -> int:
     point = [features[feature] for feature in table["features"]]
-    candidates: list[list[float]] = table[name]
-    return max(ceil(sum(c * x for c, x in zip(candidate, point, strict=True))) for candidate in candidates)
-
-
-def _selective(family: str, mode: Mode, adapter: Adapter, path: str, features: Mapping[str, int]) -> Any:
-    table = load_selective().get(family, {}).get(mode, {}).get(path)
-    if table is None or adapter != "none":
-        return None
-    return SelectiveBytes(
-        kept_bytes_per_layer=_largest(table, "kept_per_layer", features),
-        forward_transient_bytes=max(0, _largest(table, "forward_transient", features)),
-        backward_transient_bytes=max(0, _largest(table, "backward_transient", features)),
-    )
+    rows: list[list[float]] = table[name]
+    return max(ceil(sum(c * x for c, x in zip(row, point, strict=True))) for row in rows)
 
 
 def attention_path(dimensions: Dimensions, mode: Mode, attention: Attention) -> str:
-    """Says which SDPA kernel a CUDA run takes, when `auto` leaves the choice open.
+    """Return the SDPA kernel that a CUDA run uses for `auto`.
 
-    torch 2.13 `sdp_utils.cpp`: flash and cuDNN attention take half precision only, and memory-efficient attention
-    refuses grouped key/value heads, so float32 with grouped heads falls back to the math kernel.
+    torch 2.13 `sdp_utils.cpp`: flash and cuDNN attention support only half precision, and memory-efficient attention
+    does not support grouped key/value heads, so float32 with grouped heads falls back to the math kernel.
     """
     if attention != "auto":
         return attention
@@ -184,11 +174,12 @@ def attention_path(dimensions: Dimensions, mode: Mode, attention: Attention) -> 
     return "math" if mode == "fp32" and grouped else "fused"
 
 
-# A search asks for the same micro-batch under every strategy.
+# A search needs the same micro-batch for every layout.
 @lru_cache(maxsize=4096)
 def estimate_activations(
     *,
     family: str,
+    release: str,
     dimensions: Dimensions,
     micro_batch_size: int,
     seq_len_tokens: int,
@@ -198,54 +189,53 @@ def estimate_activations(
     chunked_loss: bool = False,
     attention: Attention = "auto",
 ) -> ActivationEstimate:
-    """Returns the activation bytes of one micro-batch on one rank, from traced coefficients.
+    """Return the activation bytes of one micro-batch on one rank, from traced coefficients.
 
-    `bytes = sum(coefficient * feature)` with `feature_values`; `docs/explain/memory.md` says how the coefficients were
-    measured. `family` is the `model_type` of `config.json`; `mode` "bf16" also stands for fp16. `attention` is "fused"
-    when no mask reaches attention, "masked" with padding, with packed sequences told by position numbers, or with a
-    sliding window shorter than the sequence, and "eager" where transformers writes every score. `chunked_loss`
-    evaluates head and loss at `chunked_loss_tokens` tokens at a time.
+    `bytes = sum(coefficient * feature)` with `feature_values`; `docs/explain/memory.md` describes the measurement.
+
+    Args:
+        family: `model_type` of `config.json`.
+        release: Release of Transformers.
+        dimensions: Sizes of the model.
+        micro_batch_size: Sequences.
+        seq_len_tokens: Tokens per sequence.
+        mode: "bf16" also means fp16.
+        adapter: Modules with LoRA.
+        lora_rank: Rank of LoRA.
+        chunked_loss: Whether head and loss process `chunked_loss_tokens` tokens at a time.
+        attention: "fused" without a mask; "masked" with padding, packed sequences marked by position ids, or a sliding
+            window shorter than the sequence; "eager" if transformers writes every score.
 
     Raises:
-        UnknownFamilyError: nothing is stored for this family, mode, adapter or attention; trace the model instead.
+        UnknownFamilyError: nothing is stored for this family, mode, adapter or attention.
     """
-    stored = load_coefficients()
+    stored = load_coefficients(release)
     path = attention_path(dimensions, mode, attention)
     table = stored["tables"].get(family, {}).get(mode, {}).get(adapter, {}).get(path)
     if table is None:
         raise UnknownFamilyError(
             f"family = {family!r}: no activation coefficients for mode {mode!r}, adapter {adapter!r} and attention "
-            f"{path!r}; stored families are {', '.join(sorted(stored['tables']))}; trace "
-            "the model from its config instead"
+            f"{path!r}; stored families are {', '.join(sorted(stored['tables']))}"
         )
     source = f"traced coefficients, {family}, {mode}, {adapter}, {path} attention; " + ", ".join(
         f"{name} {version}" for name, version in stored["versions"].items()
     )
-    whole = feature_values(
+    features = feature_values(
         dimensions, micro_batch_size=micro_batch_size, seq_len_tokens=seq_len_tokens, lora_rank=lora_rank
     )
-    estimate = evaluate_table(table, whole, source)
-    estimate = replace(estimate, selective=_selective(family, mode, adapter, path, whole))
+    estimate = evaluate_table(table, features, source)
+    selective_table = load_selective(release).get(family, {}).get(mode, {}).get(path)
+    if selective_table is not None and adapter == "none":
+        selective = SelectiveBytes(
+            kept_bytes_per_layer=_largest(selective_table, "kept_per_layer", features),
+            forward_transient_bytes=max(0, _largest(selective_table, "forward_transient", features)),
+            backward_transient_bytes=max(0, _largest(selective_table, "backward_transient", features)),
+        )
+        estimate = replace(estimate, selective=selective)
     tokens = micro_batch_size * seq_len_tokens
     if not chunked_loss or tokens <= chunked_loss_tokens(tokens, dimensions):
         return estimate
-    return _with_chunked_loss(estimate, table, dimensions, tokens, mode)
-
-
-def chunked_loss_tokens(tokens: int, dimensions: Dimensions) -> int:
-    """Returns the tokens of one chunk: logits of a chunk about as large as all hidden states.
-
-    `next power of two of ceil(tokens / ceil(vocab_size / hidden_size))`, as Liger's fused linear cross entropy does
-    (liger_kernel/ops/fused_linear_cross_entropy.py).
-    """
-    chunks = -(-dimensions.vocab_size // dimensions.hidden_size)
-    return 1 << (-(-tokens // chunks) - 1).bit_length()
-
-
-def _with_chunked_loss(
-    estimate: ActivationEstimate, table: Mapping[str, Any], dimensions: Dimensions, tokens: int, mode: Mode
-) -> ActivationEstimate:
-    """Head and loss chunk by chunk, each chunk's gradient taken at once: only the hidden gradient is kept."""
+    # The gradient of each chunk is computed immediately, so only the gradient of the hidden states is kept.
     chunk_tokens = chunked_loss_tokens(tokens, dimensions)
     features = feature_values(dimensions, micro_batch_size=1, seq_len_tokens=chunk_tokens)
     chunk = evaluate_table(table, features, estimate.source)
@@ -260,3 +250,476 @@ def _with_chunked_loss(
         loss_backward_peak_bytes=hidden_gradient + norm_backward,
         source=f"{estimate.source}; loss in chunks of {chunk_tokens} tokens",
     )
+
+
+def chunked_loss_tokens(tokens: int, dimensions: Dimensions) -> int:
+    """Return the tokens of one chunk, whose logits are about as large as all hidden states.
+
+    `next power of two of ceil(tokens / ceil(vocab_size / hidden_size))`, as Liger's fused linear cross entropy does
+    (liger_kernel/ops/fused_linear_cross_entropy.py).
+    """
+    chunks = -(-dimensions.vocab_size // dimensions.hidden_size)
+    return 1 << (-(-tokens // chunks) - 1).bit_length()
+
+
+KINDS_FILE = "kind_activations.json"
+
+
+def load_kind_families(release: str) -> Mapping[str, Any]:
+    """Return the traced `versions` and `families` by model class of a release of Transformers.
+
+    A family has the traced `settings`; `kinds` of layers in execution order, each with a parameter that such a layer
+    has once; and `tables` by mode, adapter and attention.
+    """
+    return stored_facts(KINDS_FILE, release)
+
+
+def stored_family(model: ModelSpec) -> Mapping[str, Any] | None:
+    """Return the stored family of the model's class; `None` unless it was traced with the model's settings."""
+    family: Mapping[str, Any] | None = load_kind_families(model.release)["families"].get(model.architecture)
+    settings = dict(model.settings)
+    if family is None or any(settings.get(name) != value for name, value in family["settings"].items()):
+        return None
+    return family
+
+
+def feature_factors(
+    model: ModelSpec, *, micro_batch_size: int, seq_len_tokens: int, lora_rank: int = 0
+) -> dict[str, int]:
+    """Return the sizes whose products are features, by name.
+
+    `sequence` counts sequences, `position` the tokens of one, `token` all tokens, and `patches` those of an image, with
+    the prefix of a nested vision configuration. The other sizes are the model's dimensions and the integers of its
+    configuration.
+    """
+    integers = {name: value for name, value in model.settings if isinstance(value, int) and not isinstance(value, bool)}
+    patches = {
+        name.removesuffix("image_size") + "patches": (value // integers[patch]) ** 2
+        for name, value in integers.items()
+        if name.endswith("image_size") and integers.get(patch := name.replace("image_size", "patch_size"))
+    }
+    sizes = model.dimensions
+    return {
+        **integers,
+        **patches,
+        "hidden_size": sizes.hidden_size,
+        "query_size": sizes.query_size,
+        "key_value_size": sizes.key_value_size,
+        "intermediate_size": sizes.intermediate_size,
+        "attention_heads": sizes.num_attention_heads,
+        "key_value_heads": sizes.num_key_value_heads,
+        "head_dim": sizes.head_dim,
+        "vocab_size": sizes.vocab_size,
+        "experts": sizes.num_experts,
+        "experts_per_token": sizes.experts_per_token,
+        "expert_intermediate_size": sizes.expert_intermediate_size,
+        "constant": 1,
+        "sequence": micro_batch_size,
+        "position": seq_len_tokens,
+        "token": micro_batch_size * seq_len_tokens,
+        "lora_rank": lora_rank,
+    }
+
+
+def feature(name: str, factors: Mapping[str, int]) -> int:
+    """Return the value of one feature, the product of the sizes in its name."""
+    return prod(factors.get(factor, 0) for factor in name.split("*"))
+
+
+def layer_counts(model: ModelSpec, kinds: Mapping[str, str]) -> dict[str, int]:
+    """Return the number of layers of each kind, from a parameter that each has once or from `layer_types=NAME`.
+
+    A mark `A - B` counts layers with A and without B.
+    """
+    held: dict[str, Any] = {parameter.name: parameter.count for parameter in model.parameters if parameter.in_layer}
+    held |= {name: count for name, count in model.settings if "=" in name}
+
+    def counted(mark: str) -> int:
+        first, *others = (int(held.get(name, 0)) for name in mark.split(" - "))
+        return max(0, first - sum(others))
+
+    return {kind: counted(mark) for kind, mark in kinds.items()}
+
+
+@lru_cache(maxsize=4096)
+def estimate_kinds(
+    model: ModelSpec,
+    *,
+    micro_batch_size: int,
+    seq_len_tokens: int,
+    mode: Mode,
+    adapter: Adapter,
+    lora_rank: int,
+    attention: str,
+) -> ActivationEstimate:
+    """Return the activation bytes of one micro-batch, layers of all kinds summed and spread evenly.
+
+    Raises:
+        UnknownFamilyError: nothing is stored for the class, mode, adapter or attention.
+    """
+    family = stored_family(model)
+    stored = {} if family is None else family["tables"].get(mode, {}).get(adapter, {})
+    if attention != "eager" and "fused" not in stored and "masked" in stored:
+        # With images in the text, every batch has a mask.
+        attention = "masked"
+    table = stored.get(attention)
+    if family is None or table is None:
+        raise UnknownFamilyError(
+            f"model = {model.architecture!r}: no activation coefficients for mode {mode!r}, adapter {adapter!r} and "
+            f"attention {attention!r}"
+        )
+    factors = feature_factors(
+        model, micro_batch_size=micro_batch_size, seq_len_tokens=seq_len_tokens, lora_rank=lora_rank
+    )
+    point = [feature(name, factors) for name in table["features"]]
+
+    def largest(candidates: list[list[float]]) -> int:
+        return max(ceil(sum(c * x for c, x in zip(row, point, strict=True))) for row in candidates)
+
+    counts = layer_counts(model, family["kinds"])
+    saved = {kind: largest(table["saved_per_layer"][kind]) for kind in counts}
+    checkpointed = {kind: largest(table["checkpointed_per_layer"][kind]) for kind in counts}
+
+    def transient(name: str, layer_bytes: Mapping[str, int]) -> int:
+        # When the last layer of a kind runs, the tensors of layers after it are freed, or not allocated yet.
+        peaks, later = [0], 0
+        for kind in reversed(counts):
+            if counts[kind]:
+                peaks.append(largest(table[name][kind]) - later)
+                later += (1 if family["interleaved"] else counts[kind]) * layer_bytes[kind]
+        return max(peaks)
+
+    layers = max(1, model.dimensions.num_layers)
+    return ActivationEstimate(
+        saved_bytes_per_layer=-(-sum(counts[kind] * saved[kind] for kind in counts) // layers),
+        checkpointed_bytes_per_layer=-(-sum(counts[kind] * checkpointed[kind] for kind in counts) // layers),
+        outside_layer_bytes=largest(table["outside_layers"]),
+        backward_transient_bytes=transient("backward_transient", saved),
+        recompute_backward_transient_bytes=transient("recompute_backward_transient", checkpointed),
+        forward_transient_bytes=transient("forward_transient", checkpointed),
+        loss_forward_peak_bytes=largest(table["loss_forward_peak"]),
+        loss_kept_bytes=largest(table["loss_kept"]),
+        loss_backward_peak_bytes=largest(table["loss_backward_peak"]),
+        autocast_weight_copy_bytes_per_parameter=int(table["weight_copy_bytes_per_parameter"]),
+        source=f"traced coefficients, {model.architecture}, {mode}, {adapter}, {attention} attention; "
+        + ", ".join(f"{name} {version}" for name, version in load_kind_families(model.release)["versions"].items()),
+    )
+
+
+BOUND_SOURCE = "upper bound from the model's structure"
+"""Start of `ActivationEstimate.source` if the bytes are bounded rather than traced."""
+
+_ELEMENT_BYTES: dict[Mode, int] = {"bf16": 2, "bf16_autocast": 4, "fp32": 4}
+_AROUND_ATTENTION = 1.5
+"""Copies of each side of a projection in attention: queries before and after head norms and rotation."""
+_INSIDE_MLP = 2.5
+"""Copies of the inner side of each MLP matrix: GPT-2's GELU in single operators keeps six of its inner width."""
+_NORM_ELEMENT_BYTES = 16
+"""Bytes that a norm keeps for each element: input, normalised and scaled copies in fp32, and the output."""
+_SCORE_BYTES = 10
+"""Bytes of a score in eager attention: fp32 softmax 4, its copy in the compute type 2 or 4, a dropout mask 1."""
+_SCORE_TRANSIENT_BYTES = 14
+_LOGIT_BYTES = {"forward": 12, "kept": 8, "backward": 16}
+"""Bytes of a logit in the loss, capped ones (Gemma-2) included: an fp32 copy, log-probabilities, gradients."""
+_EVERY_EXPERT = frozenset({"llama4", "llama4_text"})
+"""Mixtures that run every token through all experts (transformers 5.17, `Llama4TextMoe`)."""
+_MERGED_PATCHES = 4
+"""Patches per text token of a vision tower without a position table (Qwen2-VL merges 2 x 2)."""
+_HEAD_WIDTH = 64
+"""Narrowest common head of a vision or audio tower, whose heads `ModelSpec` does not contain."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Stack:
+    """Layers with one name pattern."""
+
+    name: str
+    layers: int
+    tokens: int
+    """Tokens or patches of one sequence."""
+    parameters: tuple[ParameterShape, ...]
+
+
+def bounded_activations(model: ModelSpec, job: TrainingJob, *, micro_batch_size: int, mode: Mode) -> ActivationEstimate:
+    """Return an upper bound of the activation bytes of one micro-batch, from the model's structure.
+
+    `saved = sum over layers of tokens * (copies * matrix sides + norms + routed experts) + scores`. Eager attention has
+    `heads * tokens^2` scores per sequence.
+
+    Raises:
+        UsageError: the model has convolutions, or its number of patches is unknown.
+    """
+    stacks = _stacks(model, job)
+    element = _ELEMENT_BYTES[mode]
+    layers = model.dimensions.num_layers
+    covered = sum(stack.layers for stack in stacks)
+    # Layers that share their parameters (ALBERT) run several times per tensor.
+    repeats = max(1, ceil(layers / covered)) if covered else 1
+    # SDPA converts a boolean mask to numbers in every layer.
+    mask = element * job.seq_len_tokens if _has_mask(model, job) else 0
+    sizes = [
+        micro_batch_size * (_stack_bytes(stack, model, element) + stack.layers * stack.tokens * mask)
+        for stack in stacks
+    ]
+    relative = any("rel_embeddings" in parameter.name for parameter in model.parameters)
+    scores = [0] * len(stacks)
+    if model.attention == "eager" and model.dimensions.num_attention_heads >= 1:
+        for index, stack in enumerate(stacks):
+            heads = max(model.dimensions.num_attention_heads, _width(stack, model) // _HEAD_WIDTH)
+            # Disentangled attention (DeBERTa) and cross attention have more scores.
+            attentions = 3 if relative else 2 if model.task == "seq2seq" and "decoder" in stack.name else 1
+            scores[index] = micro_batch_size * stack.layers * heads * stack.tokens**2 * attentions
+    inputs = [micro_batch_size * stack.tokens * _width(stack, model) * element * stack.layers for stack in stacks]
+    saved = repeats * (sum(sizes) + _SCORE_BYTES * sum(scores))
+    checkpointed = repeats * sum(inputs)
+    largest = max((size // stack.layers for size, stack in zip(sizes, stacks, strict=True)), default=0)
+    largest_scores = max((count // stack.layers for count, stack in zip(scores, stacks, strict=True)), default=0)
+    tokens = micro_batch_size * max([job.seq_len_tokens, *(stack.tokens for stack in stacks)])
+    # Embeddings, final norm, rotation, and projections between towers.
+    dimensions = model.dimensions
+    per_token = 4 * (element + 4) * dimensions.hidden_size + 8 * dimensions.head_dim + 16
+    per_token += sum(
+        2 * element * (parameter.shape[0] + parameter.shape[-1])
+        for parameter in model.parameters
+        if not parameter.in_layer and parameter.group not in ("embedding", "head", "norm") and len(parameter.shape) > 1
+    )
+    outside = tokens * per_token
+    if _has_mask(model, job):
+        # Eager attention has a numeric mask per kind of layer (Gemma-2: two, in fp32).
+        outside += (8 if model.attention == "eager" else 6) * tokens * job.seq_len_tokens
+    if not layers:
+        outside, saved, checkpointed = outside + saved, 0, 0
+    # The loss of a model without a vocabulary is on the mean of its last hidden states.
+    logits = micro_batch_size * job.seq_len_tokens * dimensions.vocab_size or tokens * dimensions.hidden_size
+    # With a small vocabulary, the fp32 backward pass of the last norm is the largest.
+    beside_logits = tokens * (64 + max(4 * element, _NORM_ELEMENT_BYTES) * dimensions.hidden_size)
+    return ActivationEstimate(
+        saved_bytes_per_layer=-(-saved // max(1, layers)),
+        checkpointed_bytes_per_layer=-(-checkpointed // max(1, layers)),
+        outside_layer_bytes=outside,
+        backward_transient_bytes=largest // 2 + _SCORE_TRANSIENT_BYTES * largest_scores,
+        recompute_backward_transient_bytes=largest
+        + largest // 2
+        + (_SCORE_BYTES + _SCORE_TRANSIENT_BYTES) * largest_scores,
+        forward_transient_bytes=largest + _SCORE_TRANSIENT_BYTES * largest_scores,
+        loss_forward_peak_bytes=_LOGIT_BYTES["forward"] * logits + beside_logits,
+        loss_kept_bytes=_LOGIT_BYTES["kept"] * logits + beside_logits,
+        loss_backward_peak_bytes=_LOGIT_BYTES["backward"] * logits + beside_logits,
+        autocast_weight_copy_bytes_per_parameter=2 if mode == "bf16_autocast" else 0,
+        source=f"{BOUND_SOURCE}, {model.model_type}, {mode}",
+    )
+
+
+def _stacks(model: ModelSpec, job: TrainingJob) -> list[_Stack]:
+    grouped: dict[str, list[ParameterShape]] = defaultdict(list)
+    for parameter in model.parameters:
+        if parameter.in_layer:
+            grouped[parameter.name.split(".*.")[0]].append(parameter)
+    stacks = []
+    for name, parameters in grouped.items():
+        # A depthwise convolution over tokens (Mamba) keeps no more than its output; others have unknown feature maps.
+        if any(
+            parameter.kind != "experts"
+            and (len(parameter.shape) >= 4 or (len(parameter.shape) == 3 and parameter.name.endswith("conv.weight")))
+            for parameter in parameters
+        ):
+            raise UsageError(_unbounded(model, f"{name} has convolutions, whose output sizes are unknown"))
+        layers = max(parameter.count for parameter in parameters)
+        tokens = _tokens(name, model, job)
+        stacks.append(_Stack(name=name, layers=layers, tokens=tokens, parameters=tuple(parameters)))
+    if not stacks:
+        raise UsageError(_unbounded(model, "it has no repeated layers"))
+    if model.task != "seq2seq":
+        return stacks
+    # Cross attention of the decoder reads all tokens of the encoder.
+    most = max(stack.tokens for stack in stacks)
+    return [_Stack(name=stack.name, layers=stack.layers, tokens=most, parameters=stack.parameters) for stack in stacks]
+
+
+def _unbounded(model: ModelSpec, why: str) -> ConfigError:
+    return ConfigError(
+        where="model",
+        value=model.architecture,
+        rule=f"has no stored activation coefficients, and no upper bound can be computed: {why}",
+        fix="plan another model, or add its family (docs/guides/add_a_family.md)",
+    )
+
+
+def _tokens(stack: str, model: ModelSpec, job: TrainingJob) -> int:
+    """Return the tokens, patches or frames of one sequence that pass through a stack.
+
+    A stack with a vocabulary reads text. Otherwise the position table with the most similar name has a row per patch.
+    """
+    text, table, common = 0, 0, 0
+    for parameter in model.parameters:
+        if parameter.in_layer or len(parameter.shape) < 2:
+            continue
+        shared = 0
+        for left, right in zip(stack.split("."), parameter.name.split("."), strict=False):
+            if left != right:
+                break
+            shared += 1
+        if parameter.shape[0] == model.dimensions.vocab_size:
+            text = max(text, shared)
+        elif "position" in parameter.name and shared >= common:
+            table, common = max(parameter.shape[:-1]), shared
+    is_text = text > common or (text == common and text > 0) or not table
+    modality = any(word in stack for word in ("vision", "visual", "image", "audio", "speech"))
+    if modality or not model.dimensions.vocab_size:
+        if table and (not model.dimensions.vocab_size or common >= text):
+            return table
+        if not model.dimensions.vocab_size:
+            raise UsageError(_unbounded(model, "it has no position table that gives its number of patches or frames"))
+        return _MERGED_PATCHES * job.seq_len_tokens
+    return job.seq_len_tokens if is_text else max(job.seq_len_tokens, table)
+
+
+def _stack_bytes(stack: _Stack, model: ModelSpec, element: int) -> int:
+    """Bytes that all layers of a stack keep per sequence, without scores."""
+    size = model.dimensions
+    width = _width(stack, model)
+    total: float = stack.layers * (4 * size.num_attention_heads + 16)
+    for parameter in stack.parameters:
+        shape = parameter.shape
+        if parameter.kind == "norm":
+            # The weight of a head norm has the width of one head, but is applied to all heads.
+            elements = size.query_size if shape[-1] == size.head_dim and shape[-1] < width else shape[-1]
+            total += parameter.count * _NORM_ELEMENT_BYTES * elements
+        elif parameter.kind == "experts" and len(shape) == 3:
+            routed = size.num_experts if model.model_type in _EVERY_EXPERT else max(1, size.experts_per_token)
+            inner = shape[1] if shape[2] == width else shape[2]
+            total += parameter.count * routed * (element * (_INSIDE_MLP * inner + 2 * width) + 8)
+        elif len(shape) == 2 and parameter.kind in ("linear", "router", "other"):
+            total += parameter.count * element * _copies(parameter, width, size.num_experts, size.experts_per_token)
+    return ceil(stack.tokens * total)
+
+
+def _copies(parameter: ParameterShape, width: int, experts: int, experts_per_token: int) -> float:
+    """Elements per token that are kept for a matrix and the operations after it."""
+    rows, columns = parameter.shape
+    if parameter.group != "mlp":
+        return _AROUND_ATTENTION * (rows + columns)
+    inner = rows if columns == width else columns if rows == width else max(rows, columns)
+    elements = _INSIDE_MLP * inner + width
+    if ".experts." in parameter.name and experts:
+        # Each expert is a separate module, and a token passes through few of them.
+        return elements * max(1, experts_per_token) / experts
+    return elements
+
+
+def _width(stack: _Stack, model: ModelSpec) -> int:
+    """Width of the residual stream, which is that of the norms in a tower with another width."""
+    widths = [parameter.shape[-1] for parameter in stack.parameters if parameter.kind == "norm"]
+    hidden = model.dimensions.hidden_size
+    return hidden if not widths or hidden in widths else max(widths)
+
+
+def _has_mask(model: ModelSpec, job: TrainingJob) -> bool:
+    window = model.sliding_window
+    return model.attention == "eager" or bool(window and job.seq_len_tokens > window)
+
+
+ActivationSource = Callable[[int, Mode], ActivationEstimate]
+"""Activation bytes for a micro-batch size and a precision mode."""
+
+
+def cached_activations(model: ModelSpec, job: TrainingJob, *, unmasked: Attention = "auto") -> ActivationSource:
+    """Return activation bytes from stored coefficients, or an upper bound if none are stored.
+
+    `unmasked` is the attention kernel without a mask.
+    """
+    attention = attention_of(model, job.seq_len_tokens, unmasked=unmasked)
+
+    def estimate(micro_batch_size: int, mode: Mode, adapter: Adapter) -> ActivationEstimate:
+        rank = 0 if adapter == "none" else job.lora_rank
+        # Tables by dimensions are stored for text families, tables by kind of layer for all others.
+        has_family = model.task == "causal_lm" and model.model_type in load_coefficients(model.release)["tables"]
+        if not has_family:
+            return estimate_kinds(
+                model,
+                micro_batch_size=micro_batch_size,
+                seq_len_tokens=job.seq_len_tokens,
+                mode=mode,
+                adapter=adapter,
+                lora_rank=rank,
+                attention=attention_path(model.dimensions, mode, attention),
+            )
+        return estimate_activations(
+            family=model.model_type,
+            release=model.release,
+            dimensions=model.dimensions,
+            micro_batch_size=micro_batch_size,
+            seq_len_tokens=job.seq_len_tokens,
+            mode=mode,
+            adapter=adapter,
+            lora_rank=rank,
+            chunked_loss=job.loss == "chunked",
+            attention=attention,
+        )
+
+    def source(micro_batch_size: int, mode: Mode) -> ActivationEstimate:
+        # Profiles that bound the job's activations, closest first; each keeps at least what the previous one keeps.
+        adapter_profile = adapter_name(job)
+        order: tuple[Adapter, ...] = ("lora_attention", "lora_all_linear", "none")
+        for adapter in order[order.index(adapter_profile) :]:
+            try:
+                bytes_of_layer = estimate(micro_batch_size, mode, adapter)
+            except UnknownFamilyError:
+                continue
+            if mode != "bf16_autocast" or (adapter == "none") == (job.method == "full"):
+                return bytes_of_layer
+            # Under autocast the frozen weights are 16-bit and only the adapters are copied.
+            copies = bytes_of_layer.autocast_weight_copy_bytes_per_parameter
+            return replace(estimate(micro_batch_size, "bf16", "none"), autocast_weight_copy_bytes_per_parameter=copies)
+        return bounded_activations(model, job, micro_batch_size=micro_batch_size, mode=mode)
+
+    return source
+
+
+def attention_of(model: ModelSpec, seq_len_tokens: int, *, unmasked: Attention = "auto") -> Attention:
+    """Return the attention kernel used in training on sequences of this length."""
+    if model.attention == "eager":
+        return "eager"
+    window = model.sliding_window
+    return "masked" if window and seq_len_tokens > window else unmasked
+
+
+def outside_without_norm(
+    traced: ActivationEstimate, model: ModelSpec, job: TrainingJob, micro_batch_size: int, mode: Mode
+) -> ActivationEstimate:
+    """Return the activations of a pipeline stage without the final norm: only rotary tables and masks are outside.
+
+    A family without stored coefficients includes the norm, which is small compared with a layer.
+    """
+    bare = replace(model, dimensions=replace(model.dimensions, hidden_size=0))
+    try:
+        rest = cached_activations(bare, replace(job, loss="eager"))(micro_batch_size, mode)
+    except UnknownFamilyError:
+        return traced
+    return replace(traced, outside_layer_bytes=rest.outside_layer_bytes)
+
+
+def activation_mode(strategy: Layout, job: TrainingJob) -> Mode:
+    """Return the precision mode of an engine: 16-bit weights (DeepSpeed, FSDP2) or autocast (one process, DDP)."""
+    if job.precision == "fp32":
+        return "fp32"
+    return "bf16_autocast" if strategy.engine in ("single", "ddp") else "bf16"
+
+
+def activations_are_stored(model: ModelSpec, job: TrainingJob, strategy: Layout | None = None) -> bool:
+    """Return whether coefficients are stored for the precision mode of a layout, or for all modes that a job allows."""
+    modes: tuple[Mode, ...] = ("fp32",) if job.precision == "fp32" else ("bf16", "bf16_autocast")
+    if strategy is not None:
+        modes = (activation_mode(strategy, job),)
+    source = cached_activations(model, job)
+    try:
+        return not any(source(1, mode).source.startswith(BOUND_SOURCE) for mode in modes)
+    except UsageError:
+        return False
+
+
+def adapter_name(job: TrainingJob) -> Adapter:
+    """Return the activation profile of the job's adapters; other targets count as all Linear modules."""
+    if job.method == "full":
+        return "none"
+    return "lora_attention" if set(job.lora_targets) <= {"q_proj", "v_proj"} else "lora_all_linear"

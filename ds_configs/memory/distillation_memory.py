@@ -1,59 +1,56 @@
 """Memory of a teacher and of the distillation loss, on an accelerator and on the host, term by term.
 
-The teacher's forward pass comes before the student's, so that its layers' temporaries never meet the student's
-activations. What stays is the input of its output head: the fused loss makes logits of some rows at a time, and no
-[tokens × vocabulary] of either model exists (`trainers/losses/fused_loss.py`).
+The teacher runs before the student, so temporaries of its layers and activations of the student never exist together.
+Only the input of the teacher's output head is kept. The fused loss computes the logits of a chunk of rows, so no
+[tokens × vocabulary] tensor of either model exists (`trainers/losses/fused_loss.py`).
 """
 
 from __future__ import annotations
 
-from ..specs.job import TrainingJob
+from ..specs.job import TeacherPlacement, TrainingJob
+from ..specs.layout import Layout, ZeroOptions
 from ..specs.model import ModelSpec
-from ..specs.strategy import Strategy, ZeroOptions
-from ..specs.teacher_placement import TeacherPlacement
 from ..specs.units import pinned_block_bytes
-from .activation_source import attention_of
-from .activations import UnknownFamilyError, estimate_activations
-from .moments import Moment, Terms, at_moments
-from .rank_parameters import NF4_BYTES
-from .zero3_gathers import forward_gathered_elements
+from .activations import UnknownFamilyError, attention_of, estimate_activations
+from .model_states import forward_gathered_elements
+from .rank_parameters import NF4_BYTES, Moment, Terms, at_moments
 
 TEACHER_ZERO = ZeroOptions(stage3_param_persistence_threshold=0)
-"""What a sharded teacher's own ZeRO-3 engine runs with: DeepSpeed's defaults, and no tensor whole on every rank."""
+"""ZeRO-3 options of a sharded teacher's engine: DeepSpeed's defaults, without persistent parameters."""
 
 CHUNK_BYTES = 512 * 2**20
-"""The fused loss makes both heads' products for as many rows at a time as these bytes hold."""
+"""Largest size of the logits of both heads that the fused loss computes at a time."""
 
 BLOCK_BYTES = 32 * 2**20
-"""On an accelerator it works on as many of these rows at a time as one fp32 tensor of this size holds."""
+"""Largest fp32 tensor of logits rows that it processes at a time on an accelerator."""
 
 _BLOCK_BYTES_OF_A_LOGIT = 45 + 4
-"""Eleven fp32 temporaries and a mask, metered, and one for a soft-cap or 16-bit products."""
+"""Eleven fp32 temporaries and a mask, measured, and one for a soft-cap or 16-bit products."""
 
 _BYTES_OF_A_ROW = 32
 """A weight and seven values of each row, in fp32."""
 
 HEAD_ROWS = 8192
-"""Rows of the head whose gradient is added at once, in fp32."""
+"""Rows of the head per addition of its fp32 gradient."""
 
 _NORM_BACKWARD_BYTES = 18
-"""Bytes for each element of the hidden states while the final norm is differentiated (traced, 16-bit RMSNorm)."""
+"""Bytes per element of the hidden states in the backward pass of the final norm (traced, 16-bit RMSNorm)."""
 
 CACHED_TOP_K = 50
-"""Tokens of a cached distribution that are counted on."""
+"""Assumed number of cached tokens per distribution."""
 _CACHED_BYTES_PER_TOKEN = 130
-"""Bytes that a cache stores for each token at k = 50: 2.6 for each kept token."""
-# `TopKTargets` holds an int64 id and an fp32 log-probability for each kept token.
+"""Bytes of a cache per token at k = 50: 2.6 per stored entry."""
+# `TopKTargets` holds an int64 id and an fp32 log-probability per entry.
 _TOP_K_ENTRY_BYTES = 8 + 4
 
 
 def placement_of(job: TrainingJob) -> TeacherPlacement:
-    """Return where the job's teacher lives; an open choice counts as the first."""
+    """Return the placement of the job's teacher; `auto` counts as `replica`."""
     return "replica" if job.teacher_placement == "auto" else job.teacher_placement
 
 
-def teacher_terms(strategy: Strategy, job: TrainingJob) -> dict[Moment, Terms]:
-    """Return the named bytes of the teacher on one accelerator at each moment; empty without one."""
+def teacher_terms(strategy: Layout, job: TrainingJob) -> dict[Moment, Terms]:
+    """Return the named bytes of the teacher on one accelerator at each moment; empty without a teacher."""
     teacher = job.teacher
     if teacher is None:
         return at_moments({})
@@ -61,32 +58,31 @@ def teacher_terms(strategy: Strategy, job: TrainingJob) -> dict[Moment, Terms]:
     if placement_of(job) == "cached":
         targets = {"teacher_targets": CACHED_TOP_K * _TOP_K_ENTRY_BYTES * tokens}
         return at_moments({}, last_layer_forward=targets, forward_end=targets)
-    kept = {
+    # The loss needs the complete weight of the head on every rank, in addition to the shards.
+    gathered_head_bytes = (
+        job.compute_bytes * teacher.embedding_parameters if placement_of(job) in ("sharded", "offloaded") else 0
+    )
+    outputs = {
         "teacher_hidden_states": job.compute_bytes * tokens * teacher.dimensions.hidden_size,
-        "teacher_head": _gathered_head_bytes(teacher, job),
+        "teacher_head": gathered_head_bytes,
     }
     running = {
         "teacher_activations": _forward_bytes(strategy, teacher, job),
         "teacher_gathered": _gathered_bytes(strategy, teacher, job),
     }
-    always = {"teacher_weights": _weight_bytes(strategy, teacher, job) + teacher.buffer_bytes}
-    return at_moments(always, teacher_forward=running, last_layer_forward=kept, forward_end=kept)
+    placement, count = placement_of(job), teacher.parameter_count
+    if placement == "quantized":
+        weights = _four_bit_bytes(teacher, job)
+    else:
+        share = {"offloaded": 0, "sharded": -(-count // strategy.world_size)}.get(placement, count)
+        weights = job.compute_bytes * share
+    always = {"teacher_weights": weights + teacher.buffer_bytes}
+    return at_moments(always, teacher_forward=running, last_layer_forward=outputs, forward_end=outputs)
 
 
-def teacher_gpu_bytes(strategy: Strategy, job: TrainingJob) -> int:
+def teacher_gpu_bytes(strategy: Layout, job: TrainingJob) -> int:
     """Return the most that the teacher holds on one accelerator at any moment."""
     return max(sum(terms.values()) for terms in teacher_terms(strategy, job).values())
-
-
-def _weight_bytes(strategy: Strategy, teacher: ModelSpec, job: TrainingJob) -> int:
-    placement, count = placement_of(job), teacher.parameter_count
-    if placement == "offloaded":
-        return 0
-    if placement == "sharded":
-        return job.compute_bytes * -(-count // strategy.world_size)
-    if placement == "quantized":
-        return _four_bit_bytes(teacher, job)
-    return job.compute_bytes * count
 
 
 def _four_bit_bytes(teacher: ModelSpec, job: TrainingJob) -> int:
@@ -94,12 +90,11 @@ def _four_bit_bytes(teacher: ModelSpec, job: TrainingJob) -> int:
     return round(quantized * NF4_BYTES) + (teacher.parameter_count - quantized) * job.compute_bytes
 
 
-def _gathered_bytes(strategy: Strategy, teacher: ModelSpec, job: TrainingJob) -> int:
-    """Bytes of whole parameters while the teacher runs.
+def _gathered_bytes(strategy: Layout, teacher: ModelSpec, job: TrainingJob) -> int:
+    """Bytes of gathered parameters while the teacher runs.
 
-    FSDP2 keeps its root unit (embeddings, final norm, head) from the first module to the last, and a layer with the
-    next one's all-gather. One process copies from the host module by module (accelerate 1.15.0, hooks.py
-    `AlignDevicesHook`).
+    FSDP2 keeps its root unit (embeddings, final norm, head) gathered, and a layer with the all-gather of the next one.
+    A single process copies from the host module by module (accelerate 1.15.0, hooks.py `AlignDevicesHook`).
     """
     placement = placement_of(job)
     if placement == "offloaded" and strategy.world_size == 1:
@@ -114,22 +109,18 @@ def _gathered_bytes(strategy: Strategy, teacher: ModelSpec, job: TrainingJob) ->
     return job.compute_bytes * forward_gathered_elements(teacher, TEACHER_ZERO)
 
 
-def _gathered_head_bytes(teacher: ModelSpec, job: TrainingJob) -> int:
-    """The head's weight is whole on every rank while the loss reads it, beside what the placement holds anyway."""
-    return job.compute_bytes * teacher.embedding_parameters if placement_of(job) in ("sharded", "offloaded") else 0
+def _forward_bytes(strategy: Layout, teacher: ModelSpec, job: TrainingJob) -> int:
+    """Activations of one layer without gradients: temporaries of a checkpointed layer, its input and its output.
 
-
-def _forward_bytes(strategy: Strategy, teacher: ModelSpec, job: TrainingJob) -> int:
-    """Activations of one layer without gradients: what a checkpointed layer needs, its input, and the next one's.
-
-    The closed form of families without traced coefficients counts attention and MLP in compute precision. With
-    sequence parallelism the teacher still reads whole sequences.
+    Without traced coefficients, attention and MLP count in compute precision. With sequence parallelism the teacher
+    still reads complete sequences.
     """
     tokens, sizes = strategy.micro_batch_size * job.seq_len_tokens, teacher.dimensions
     residual = 2 * job.compute_bytes * tokens * sizes.hidden_size
     try:
         traced = estimate_activations(
             family=teacher.model_type,
+            release=teacher.release,
             dimensions=sizes,
             micro_batch_size=strategy.micro_batch_size,
             seq_len_tokens=job.seq_len_tokens,
@@ -144,11 +135,11 @@ def _forward_bytes(strategy: Strategy, teacher: ModelSpec, job: TrainingJob) -> 
     return residual + traced.forward_transient_bytes
 
 
-def distillation_loss_terms(strategy: Strategy, model: ModelSpec, job: TrainingJob) -> dict[Moment, Terms]:
-    """Return the fused loss's own bytes: its temporaries, the hidden gradient, the head's fp32 gradient.
+def distillation_loss_terms(strategy: Layout, model: ModelSpec, job: TrainingJob) -> dict[Moment, Terms]:
+    """Return the bytes of the fused loss: temporaries, gradient of the hidden states, fp32 gradient of the head.
 
-    The head's gradient is computed in the forward pass and cast to the weight's dtype in the backward pass; a head
-    that is not trained has none.
+    The gradient of a trained head is computed in the forward pass and cast to the dtype of the weight in the backward
+    pass.
     """
     assert job.teacher is not None, "only distillation has this loss"
     ranks = strategy.sp * strategy.cp
@@ -165,27 +156,27 @@ def distillation_loss_terms(strategy: Strategy, model: ModelSpec, job: TrainingJ
 
 
 def most_chunk_rows(bytes_of_a_row: int) -> int:
-    """Return how many rows' products, of student and teacher together, fit `CHUNK_BYTES`."""
+    """Return the number of rows whose logits of student and teacher together fit `CHUNK_BYTES`."""
     return max(1, CHUNK_BYTES // bytes_of_a_row)
 
 
 def even_chunk_rows(rows: int, most: int) -> int:
-    """Return the rows of a chunk of an even split: a short last one would move the head's gradient for little."""
+    """Return the rows of a chunk in an even split; a short last chunk would still add a complete head gradient."""
     return max(1, -(-rows // max(1, -(-rows // most))))
 
 
 def block_rows(columns: int, block_bytes: int) -> int:
-    """Return how many rows of fp32 logits fit a block."""
+    """Return the number of rows of fp32 logits that fit in a block."""
     return max(1, block_bytes // (4 * columns))
 
 
 def fused_temporary_bytes(
     student: ModelSpec, teacher: ModelSpec, tokens: int, job: TrainingJob, *, block_bytes: int = BLOCK_BYTES
 ) -> int:
-    """Return what the fused loss holds only while it runs, with n rows in a chunk and b in a block.
+    """Return the temporary bytes of the fused loss, with n rows per chunk and b rows per block.
 
-    `c n V_s` of the student's product, and the larger of the teacher's `c n V_t` with a block's
-    `b V (49 + c + 4 [c = 2])` and of the rows of the head whose gradient is added.
+    `c n V_s` for the logits of the student, plus the larger of two: `c n V_t` for the teacher with
+    `b V (49 + c + 4 [c = 2])` for a block, or the rows of the head whose gradient is added.
     """
     width, columns, taught_columns = job.compute_bytes, student.dimensions.vocab_size, teacher.dimensions.vocab_size
     rows = even_chunk_rows(tokens, most_chunk_rows(width * (columns + taught_columns)))
@@ -197,11 +188,11 @@ def fused_temporary_bytes(
     return _BYTES_OF_A_ROW * tokens + width * rows * columns + max(elementwise, added)
 
 
-def teacher_loading_bytes(strategy: Strategy, job: TrainingJob, ranks: int) -> int:
-    """Return what loading the teacher holds in the host memory of a node with this many ranks.
+def teacher_loading_bytes(strategy: Layout, job: TrainingJob, ranks: int) -> int:
+    """Return the host memory of a node with `ranks` ranks while the teacher is loaded.
 
-    Partitioned loading copies from memory-mapped shards module by module, and 4-bit loading goes through the
-    accelerator; elsewhere every rank holds the whole model.
+    Sharded loading copies from memory-mapped files module by module, and 4-bit loading quantizes on the accelerator.
+    Otherwise every rank holds the complete model.
     """
     placement = placement_of(job)
     if job.teacher is None or placement == "cached":
@@ -214,10 +205,10 @@ def teacher_loading_bytes(strategy: Strategy, job: TrainingJob, ranks: int) -> i
     return ranks * job.compute_bytes * job.teacher.parameter_count
 
 
-def teacher_host_terms(strategy: Strategy, job: TrainingJob, ranks: int) -> Terms:
-    """Return the named bytes that the teacher keeps in the host memory of a node while the student trains.
+def teacher_host_terms(strategy: Layout, job: TrainingJob, ranks: int) -> Terms:
+    """Return the named host bytes of the teacher on a node during training.
 
-    Each rank holds its share of an offloaded teacher, in pinned blocks of one tensor each.
+    Each rank holds its shard of an offloaded teacher, in one pinned block per tensor.
     """
     placement = placement_of(job)
     if job.teacher is None:
@@ -234,7 +225,7 @@ def teacher_host_terms(strategy: Strategy, job: TrainingJob, ranks: int) -> Term
     return {}
 
 
-def teacher_host_bytes(strategy: Strategy, job: TrainingJob, ranks: int) -> int:
+def teacher_host_bytes(strategy: Layout, job: TrainingJob, ranks: int) -> int:
     """Return the most that the teacher holds in the host memory of one node."""
-    kept = sum(teacher_host_terms(strategy, job, ranks).values())
-    return max(kept, teacher_loading_bytes(strategy, job, ranks))
+    resident = sum(teacher_host_terms(strategy, job, ranks).values())
+    return max(resident, teacher_loading_bytes(strategy, job, ranks))

@@ -1,40 +1,503 @@
-"""Memory of one accelerator as the maximum over the phases of a training step, every term named.
-
-The phases are `init`, `loss` (last layer's forward pass, head and loss), `backward` and `step`. Tensors come from
-`tensor_terms.py`; what the runtime and the caching allocator add is an interval. Tensor, expert and pipeline
-parallelism leave each rank a smaller model (`parallelism/shares.py`); of a pipeline the fullest stage counts.
-"""
+"""`estimate_memory`: the peak of an accelerator and of a host under a layout, with measured corrections."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from ..specs.errors import ConfigError, UsageError
 from ..specs.hardware import HardwareSpec
 from ..specs.job import TrainingJob
-from ..specs.model import ModelSpec
-from ..specs.strategy import Strategy
-from .activation_source import ActivationSource
-from .calibration import Calibration, moved_factors
-from .host_memory import HostMemory, estimate_host_memory
-from .moments import Phase, Terms, fullest_by_phase
-from .rank_parameters import rank_parameters
-from .shares import rank_shares
-from .tensor_terms import share_moment_terms
+from ..specs.layout import Layout
+from ..specs.model import ModelSpec, adapted_experts
+from ..specs.units import pinned_block_bytes as pinned_block_bytes
+from .activations import (
+    ActivationEstimate,
+    ActivationSource,
+    Attention,
+    SelectiveBytes,
+    activation_mode,
+    cached_activations,
+    outside_without_norm,
+)
+from .distillation_memory import distillation_loss_terms, teacher_host_terms, teacher_loading_bytes, teacher_terms
+from .model_states import buffer_terms, model_state_terms, optimizer_state_bytes
+from .rank_parameters import (
+    PHASES,
+    Moment,
+    Phase,
+    RankParameters,
+    RankShare,
+    Terms,
+    at_moments,
+    fullest_by_phase,
+    growing_gradients,
+    rank_parameters,
+    rank_shares,
+    share_parameters,
+)
+
+_ONLY_ON_THE_LAST = ("loss", "head_gradient")
+
+
+def share_moment_terms(
+    strategy: Layout,
+    share: RankShare,
+    job: TrainingJob,
+    activations: ActivationSource | None = None,
+    *,
+    unmasked: Attention = "auto",
+) -> dict[Moment, Terms]:
+    """Return the named tensor bytes of a rank's share at each moment of a training step.
+
+    `activations` may be a trace of the complete model, which is too large under tensor parallelism.
+
+    Raises:
+        UnknownFamilyError: no coefficients are stored, and there is no `activations`.
+    """
+    source = activations or cached_activations(share.model, job, unmasked=unmasked)
+    model, mode = share.model, activation_mode(strategy, job)
+    parameters = share_parameters(model, job, ep=strategy.ep)
+    constant: Terms = {"model_buffers": model.buffer_bytes}
+    traced = source(strategy.micro_batch_size, mode)
+    if not share.has_head:
+        traced = outside_without_norm(traced, model, job, strategy.micro_batch_size, mode)
+    moments = _micro_batch_terms(strategy, model, job, traced)
+    if share.stage is not None:
+        layer_bytes = _kept_bytes(strategy, model, job, traced, model.dimensions.num_layers)
+        moments = _stage_terms(moments, share, strategy, job, traced, layer_bytes)
+    parts = (
+        model_state_terms(strategy, model, job, parameters),
+        buffer_terms(strategy, model, job, parameters),
+        moments,
+        _weight_copies(strategy, model, job, parameters, traced.autocast_weight_copy_bytes_per_parameter),
+        teacher_terms(strategy, job),
+    )
+    combined: dict[Moment, Terms] = {}
+    for moment in parts[0]:
+        terms = dict(constant)
+        for part in parts:
+            for name, count in part[moment].items():
+                terms[name] = terms.get(name, 0) + count
+        combined[moment] = {name: count for name, count in terms.items() if count}
+    return combined
+
+
+def _micro_batch_terms(
+    strategy: Layout, model: ModelSpec, job: TrainingJob, traced: ActivationEstimate
+) -> dict[Moment, Terms]:
+    # The activations of all layers exist until the last layer's backward pass; the first layer's is the last to run.
+    layers, ranks = model.dimensions.num_layers, strategy.sp * strategy.cp
+    recomputed = strategy.recomputed_layers(layers)
+    # Context parallelism gathers `2 * key_value_size` elements for each token of the sequence per layer. The rotation
+    # of plans (`cp_comm_strategy: allgather`, torch's default) gathers the keys and values of all ranks together, in
+    # forward and backward pass (torch 2.13.0, `_context_parallel/_attention.py`, `_AllGatherRotater`).
+    sequence_tokens = strategy.micro_batch_size * job.seq_len_tokens
+    gathered = 2 * model.dimensions.key_value_size * sequence_tokens * job.compute_bytes if strategy.cp > 1 else 0
+
+    def saved(count: int) -> Terms:
+        count_bytes = _kept_bytes(strategy, model, job, traced, count)
+        return {"activations": (count_bytes + traced.outside_layer_bytes) // ranks}
+
+    def backward(*, again: bool) -> Terms:
+        _, transient = _layer_bytes(strategy, model, job, traced, recomputed=again)
+        return {"backward_transient": transient // ranks + gathered, **_dequantized(model, job)}
+
+    forward = saved(layers)
+    if recomputed or gathered:
+        # Most is kept at the last layer, which is recomputed only if all layers are.
+        own = 0
+        if recomputed == layers:
+            own = _kept_products(traced).forward_transient_bytes if strategy.keeps_products else 0
+            own = own or traced.forward_transient_bytes
+        forward |= {"forward_transient": own // ranks + gathered}
+    loss = _loss_terms(strategy, model, job, traced)
+    step: Terms = {}
+    if strategy.engine == "deepspeed" and strategy.gradient_checkpointing and job.method != "full":
+        # The loss exists during DeepSpeed's step, and with it the embedding's output and its gradient, which
+        # checkpointing requires (transformers 5.17.0, `enable_input_require_grads`).
+        step["activations"] = 2 * job.compute_bytes * sequence_tokens * model.dimensions.hidden_size // ranks
+    around = saved(layers) | _dequantized(model, job)
+    return at_moments(
+        {},
+        last_layer_forward=forward,
+        forward_end=around | loss["forward_end"],
+        loss_backward=around | loss["loss_backward"],
+        head_backward=saved(layers) | loss["head_backward"],
+        after_head=saved(layers),
+        last_layer_backward=saved(layers) | backward(again=recomputed == layers),
+        after_last_layer=saved(layers - 1),
+        first_layer_backward=saved(1) | backward(again=recomputed > 0),
+        after_first_layer=saved(0),
+        step=step,
+    )
+
+
+def _kept_bytes(strategy: Layout, model: ModelSpec, job: TrainingJob, traced: ActivationEstimate, layers: int) -> int:
+    """Return the bytes that the first `layers` keep until their backward passes; the first layers are recomputed."""
+    recomputed = min(layers, strategy.recomputed_layers(model.dimensions.num_layers))
+    saved, _ = _layer_bytes(strategy, model, job, traced, recomputed=False)
+    checkpointed, _ = _layer_bytes(strategy, model, job, traced, recomputed=True)
+    return recomputed * checkpointed + (layers - recomputed) * saved
+
+
+def _layer_bytes(
+    strategy: Layout, model: ModelSpec, job: TrainingJob, traced: ActivationEstimate, *, recomputed: bool
+) -> tuple[int, int]:
+    """Return the bytes that a layer keeps until its backward pass, and the temporary bytes of that pass."""
+    tokens = strategy.micro_batch_size * job.seq_len_tokens
+    more = model.residual_dropout_masks * tokens * model.dimensions.hidden_size
+    if strategy.sp > 1:
+        # The output of attention is saved for complete sequences and, after the exchange of heads, for all heads.
+        more += job.compute_bytes * tokens * model.dimensions.query_size
+    if recomputed and strategy.keeps_products:
+        selective = _kept_products(traced)
+        return selective.kept_bytes_per_layer, selective.backward_transient_bytes + more
+    if recomputed:
+        return traced.checkpointed_bytes_per_layer, traced.recompute_backward_transient_bytes + more
+    return traced.saved_bytes_per_layer + more, traced.backward_transient_bytes
+
+
+def _kept_products(traced: ActivationEstimate) -> SelectiveBytes:
+    if traced.selective is None:
+        rule = "is not supported for this model, because the bytes of kept products were not traced"
+        fix = "use --gradient-checkpointing auto"
+        raise UsageError(ConfigError(where="gradient_checkpointing", value="selective", rule=rule, fix=fix))
+    return traced.selective
+
+
+def _weight_copies(
+    strategy: Layout, model: ModelSpec, job: TrainingJob, parameters: RankParameters, copy_bytes: int
+) -> dict[Moment, Terms]:
+    """Copies of weights that the forward pass makes and the backward pass needs.
+
+    Autocast copies fp32 matrices; with adapters only theirs, because frozen weights are in 16 bit. PEFT computes the
+    weight of an adapted expert as base + update and keeps the sum. With checkpointing, sums are freed after their
+    layer's forward pass and autocast copies after the complete forward pass; the backward pass makes both again.
+    """
+    matrices = parameters.trainable
+    if job.method == "full":
+        matrices = model.linear_parameters(include_head=True)
+        matrices += model.embedding_parameters if model.tied_embeddings else 0
+    adapted = [] if job.method == "full" else adapted_experts(model, job.lora_targets)
+    experts = [job.compute_bytes * parameter.numel for parameter in adapted if parameter.kind == "experts"]
+    layers = max(1, model.dimensions.num_layers)
+    all_layers = {"autocast_weight_copies": copy_bytes * matrices, "adapted_expert_copies": layers * sum(experts)}
+    one_layer = {name: count // layers for name, count in all_layers.items()}
+    # PEFT makes the sums of a layer one after the other, each with a temporary update.
+    fullest = max((sum(experts[: index + 1]) + count for index, count in enumerate(experts)), default=0)
+    making = {"adapted_expert_update": fullest - sum(experts)}
+    recomputed = strategy.recomputed_layers(layers)
+    if not recomputed:
+        return at_moments(
+            {},
+            last_layer_forward={**all_layers, **making},
+            **dict.fromkeys(("forward_end", "loss_backward", "head_backward", "after_head"), all_layers),
+            **dict.fromkeys(("last_layer_backward", "after_last_layer"), all_layers),
+            **dict.fromkeys(("first_layer_backward", "after_first_layer"), one_layer),
+        )
+    again = one_layer | making
+    # Layers that are not recomputed keep their copies for the backward pass.
+    held = {name: count * (layers - recomputed) // layers for name, count in all_layers.items()}
+    autocast = held | {"autocast_weight_copies": all_layers["autocast_weight_copies"]}
+    return at_moments(
+        {},
+        last_layer_forward={**again, **autocast} if recomputed == layers else {**making, **autocast},
+        **dict.fromkeys(("forward_end", "loss_backward", "head_backward", "after_head"), autocast),
+        last_layer_backward=again if recomputed == layers else held,
+        after_last_layer={name: max(0, count - one_layer[name]) for name, count in held.items()},
+        first_layer_backward=again,
+    )
+
+
+def _dequantized(model: ModelSpec, job: TrainingJob) -> Terms:
+    if job.method != "qlora":
+        return {}
+    widest = max((p.numel for p in model.parameters if p.kind == "linear" and p.in_layer), default=0)
+    return {"dequantized_weight": job.compute_bytes * widest}
+
+
+def _loss_terms(
+    strategy: Layout, model: ModelSpec, job: TrainingJob, traced: ActivationEstimate
+) -> dict[Moment, Terms]:
+    """Head and loss. A chunked loss and a distillation loss compute the head's gradient in the forward pass."""
+    if job.teacher is not None:
+        return distillation_loss_terms(strategy, model, job)
+    ranks, more = strategy.sp * strategy.cp, Terms()
+    if job.loss == "chunked" and job.method == "full":
+        more["head_gradient"] = (2 if activation_mode(strategy, job) == "bf16" else 4) * model.embedding_parameters
+    tokens = strategy.micro_batch_size * job.seq_len_tokens // ranks
+    logit_gradient = job.compute_bytes * tokens * model.dimensions.vocab_size if job.loss != "chunked" else 0
+    return at_moments(
+        {},
+        forward_end=more | {"loss": traced.loss_forward_peak_bytes // ranks},
+        loss_backward=more | {"loss": traced.loss_backward_peak_bytes // ranks},
+        head_backward={"loss": logit_gradient},
+    )
+
+
+def _stage_terms(
+    moments: Mapping[Moment, Terms],
+    share: RankShare,
+    strategy: Layout,
+    job: TrainingJob,
+    traced: ActivationEstimate,
+    layer_bytes: int,
+) -> dict[Moment, Terms]:
+    """Return the activation terms of a pipeline stage.
+
+    Follows `runtime/pipe/engine.py` of DeepSpeed 0.19.8. A stage keeps a received tensor until its gradient is sent,
+    clones it for the forward pass, keeps a sent tensor until its backward pass, and has one persistent receive buffer.
+
+    Args:
+        moments: Terms of one micro-batch, as if the stage were a complete model.
+        share: The stage.
+        strategy: The layout.
+        job: The training job.
+        traced: Activation bytes of one micro-batch.
+        layer_bytes: Bytes that the stage's layers keep for one micro-batch.
+    """
+    stage = share.stage
+    assert stage is not None, "only a pipeline has stages"
+    border = job.compute_bytes * strategy.micro_batch_size * job.seq_len_tokens * share.model.dimensions.hidden_size
+    borders = (0 if stage.has_embedding else border) + (0 if stage.has_head else border)
+    others = share.micro_batches_in_flight - 1
+    of_others = others * (layer_bytes + traced.outside_layer_bytes + borders)
+    by_moment: dict[Moment, Terms] = {}
+    for moment, terms in moments.items():
+        here = {name: count for name, count in terms.items() if stage.has_head or name not in _ONLY_ON_THE_LAST}
+        here["stage_borders"] = border
+        if PHASES[moment] in ("loss", "backward"):
+            here["stage_borders"] += borders
+            here["activations_in_flight"] = of_others
+        by_moment[moment] = here
+    return by_moment
+
+
+SMALLEST_RATIO, LARGEST_RATIO = 0.5, 2.0
+"""Outside of these, the run differed from the plan, or the prediction has an error that no factor corrects."""
+
+Factors = tuple[float, float, float]
+"""Low, middle and high of a factor."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MeasuredRun:
+    """Measurements of a training run on accelerators, with the prediction of its plan."""
+
+    identifier: str
+    """SHA-256 of the measurement, in hexadecimal."""
+    gpu: str
+    """Catalog name of the accelerator, as the plan had it."""
+    architecture: str
+    """Model class, such as `LlamaForCausalLM`."""
+    model: str
+    """Hub id or directory."""
+    layout: str
+    """The strategy's label, such as `zero2`."""
+    ranks: int
+    predicted_allocated_bytes: int
+    """Tensor bytes at the plan's peak."""
+    allocated_peak_bytes: int
+    """Largest tensor bytes of any rank."""
+    reserved_peak_bytes: int
+    """Largest bytes that the caching allocator of any rank held."""
+    outside_allocator_bytes: int | None = None
+    """Device memory in use outside the allocator at the end (context, communicators, other processes), if known."""
+    step_seconds: float | None = None
+    """Median step of the slowest rank without the first steps; `None` if there were no others."""
+
+    @property
+    def ratio(self) -> float:
+        """Reserved peak divided by predicted tensor bytes."""
+        return self.reserved_peak_bytes / self.predicted_allocated_bytes
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Calibration:
+    """Measured runs that adjust the memory interval of plans."""
+
+    runs: tuple[MeasuredRun, ...]
+    """Runs on any accelerator, of any architecture."""
+
+    def ratios(self, *, gpu: str, architecture: str) -> tuple[float, ...]:
+        """Return the ratios of the runs on this accelerator with this architecture."""
+        return tuple(run.ratio for run in self.runs if (run.gpu, run.architecture) == (gpu, architecture))
+
+
+def moved_factors(published: Factors, ratios: Sequence[float]) -> Factors:
+    """Return the published interval moved towards `n` observed ratios `r`; the published one counts as one run.
+
+    `low = min(min r, (low + n·min r) / (n + 1))`, `high = max(max r, (high + n·max r) / (n + 1))`,
+    `middle = (middle + n·mean r) / (n + 1)`. Without ratios nothing changes; every ratio stays inside; a further ratio
+    within those seen never widens the interval.
+
+    >>> moved_factors((1.0, 1.5, 2.0), [1.5])
+    (1.25, 1.5, 1.75)
+    """
+    low, middle, high = published
+    if not ratios:
+        return published
+    count = len(ratios)
+    smallest, largest, mean = min(ratios), max(ratios), sum(ratios) / count
+    return (
+        min(smallest, (low + count * smallest) / (count + 1)),
+        (middle + count * mean) / (count + 1),
+        max(largest, (high + count * largest) / (count + 1)),
+    )
+
+
+def check_ratio(run: MeasuredRun) -> None:
+    """Check that the measured peak of a run is plausible for its plan.
+
+    Raises:
+        UsageError: the reserved peak is far from the prediction.
+    """
+    if not SMALLEST_RATIO <= run.ratio <= LARGEST_RATIO:
+        raise UsageError(
+            ConfigError(
+                where="reserved peak over predicted allocated bytes",
+                value=round(run.ratio, 3),
+                rule=f"must be from {SMALLEST_RATIO} to {LARGEST_RATIO} for calibration",
+                fix="compare the run with its plan: model, sequence length, batch and accelerator",
+            )
+        )
+
+
+PROCESS_BYTES = 3 * 10**9
+"""Resident memory of one rank's Python process with torch, DeepSpeed and its data workers (an assumption)."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HostMemory:
+    """Bytes that one node needs outside its accelerators."""
+
+    peak_bytes_per_node: int
+    """Largest host memory of one node during loading and training."""
+    capacity_bytes_per_node: int
+    terms: Terms
+    """Named parts of the peak."""
+    nvme_bytes_per_node: int
+    """Bytes written to the NVMe of one node."""
+
+
+def estimate_host_memory(
+    strategy: Layout, model: ModelSpec, hardware: HardwareSpec, job: TrainingJob, parameters: RankParameters
+) -> HostMemory:
+    """Return host and NVMe bytes of one node, for loading or training, whichever needs more."""
+    ranks = hardware.gpus_per_node
+    processes: Terms = {"processes": ranks * PROCESS_BYTES}
+    loading = loading_terms(strategy, model, hardware, job, parameters)
+    training = processes | {
+        name: ranks * count for name, count in offload_terms(strategy, model, job, parameters).items()
+    }
+    training |= teacher_host_terms(strategy, job, ranks)
+    terms = max(loading, training, key=lambda candidate: sum(candidate.values()))
+    # Swap files of one rank: master weights, states and gradients, and with parameter offload the weights.
+    shard, nvme_bytes = parameters.shard(strategy), 0
+    if strategy.offload_optimizer == "nvme":
+        states = optimizer_state_bytes(strategy, model, job, parameters.trainable)
+        nvme_bytes += 4 * shard + parameters.state_shard(states, strategy) + 4 * shard
+    if strategy.offload_param == "nvme":
+        nvme_bytes += job.compute_bytes * shard + parameters.frozen_shard_bytes(strategy) - parameters.scale_bytes
+    return HostMemory(
+        peak_bytes_per_node=sum(terms.values()),
+        capacity_bytes_per_node=hardware.host_bytes_per_node,
+        terms={name: count for name, count in terms.items() if count},
+        nvme_bytes_per_node=ranks * nvme_bytes,
+    )
+
+
+def loading_terms(
+    strategy: Layout, model: ModelSpec, hardware: HardwareSpec, job: TrainingJob, parameters: RankParameters
+) -> Terms:
+    """Return host bytes of one node while a checkpoint is loaded, which no batch or recomputation changes."""
+    ranks, width = hardware.gpus_per_node, job.compute_bytes
+    if job.method == "qlora":
+        loaded = parameters.frozen_bytes
+    elif strategy.zero_stage == 3:
+        # ZeRO-3 copies from memory-mapped files module by module (transformers/modeling_utils.py:4397), except for
+        # experts that are fused during loading, which every rank materializes.
+        loaded = width * model.parameter_count if model.weight_conversion else 0
+    elif strategy.pp > 1:
+        # A rank reads its stage layer by layer and keeps its tensor-parallel part of each.
+        largest = max(share.model.parameter_count for share in rank_shares(strategy, model, job))
+        loaded = width * (largest + (model.layer_parameter_count if strategy.tp > 1 else 0))
+    else:
+        # Every rank holds the complete model, which Accelerate converts to fp32 before FSDP2 shards it
+        # (accelerate/utils/fsdp_utils.py:813).
+        fp32_weights = job.method == "full" and strategy.engine != "deepspeed"
+        loaded = (4 if fp32_weights else width) * model.parameter_count
+    loaded = ranks * loaded + teacher_loading_bytes(strategy, job, ranks)
+    return {"processes": ranks * PROCESS_BYTES, "checkpoint_loading": loaded}
+
+
+def offload_terms(strategy: Layout, model: ModelSpec, job: TrainingJob, parameters: RankParameters) -> Terms:
+    """Return host bytes of one rank under offload (DeepSpeed: measured 18/N to 22/N bytes per trainable element)."""
+    if strategy.offload_optimizer == "none":
+        return {}
+    width = job.compute_bytes
+    shard = parameters.shard(strategy)
+    states = parameters.state_shard(optimizer_state_bytes(strategy, model, job, parameters.trainable), strategy)
+    frozen = parameters.frozen_shard_bytes(strategy) - parameters.scale_bytes
+    if strategy.engine == "fsdp2":
+        return {
+            "offloaded_parameters": 4 * shard + frozen,
+            "offloaded_gradients": 4 * shard,
+            "offloaded_optimizer_states": states,
+        }
+    if strategy.zero_stage == 3:
+        return _stage3_offload_terms(strategy, job, shard, states, frozen)
+    pinned = [4 * shard, 4 * shard, width * shard]
+    if strategy.gradient_accumulation_steps > 1 and strategy.zero_stage == 2:
+        pinned.append(width * shard)
+    return {
+        "offloaded_master_weights": 4 * shard,
+        "offloaded_optimizer_states": states,
+        "offloaded_gradients": sum(pinned) - 4 * shard + width * parameters.largest_trainable,
+        "pinned_rounding": sum(pinned_block_bytes(block) - block for block in pinned),
+    }
+
+
+def _stage3_offload_terms(strategy: Layout, job: TrainingJob, shard: int, states: int, frozen: int) -> Terms:
+    width, zero = job.compute_bytes, strategy.zero
+    accumulation = 4 if zero.gradient_accumulation_fp32 else width
+    pinned = [accumulation * shard]
+    terms: Terms = {"offloaded_gradients": accumulation * shard}
+    if strategy.offload_optimizer == "cpu":
+        # fp32 gradients are pinned per sub-group (stage3.py:1338).
+        sub_group = min(shard, zero.sub_group_size)
+        pinned += [4 * sub_group] * (shard // sub_group) + [4 * (shard % sub_group)]
+        terms["offloaded_gradients"] += 4 * shard
+        terms |= {"offloaded_master_weights": 4 * shard, "offloaded_optimizer_states": states}
+    else:
+        swap = zero.optimizer_buffer_count * 4 * min(shard, zero.sub_group_size)
+        pinned.append(swap)
+        terms["nvme_optimizer_buffers"] = swap
+    if strategy.offload_param == "cpu":
+        pinned.append(width * shard)
+        terms["offloaded_parameters"] = width * shard + frozen
+    elif strategy.offload_param == "nvme":
+        swap = zero.parameter_buffer_count * zero.parameter_buffer_elements * width
+        pinned.append(swap)
+        terms["nvme_parameter_buffers"] = swap
+    terms["pinned_rounding"] = sum(pinned_block_bytes(block) - block for block in pinned)
+    return terms
+
 
 _MB = 10**6
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Interval:
-    """A quantity that differs between machines."""
+    """Range of a quantity that differs between machines."""
 
     low: float
     """Smallest published value."""
     middle: float
     """Typical value."""
     high: float
-    """Largest published value, which decides whether a plan fits."""
+    """Largest published value, used to decide whether a plan fits."""
 
 
 CONTEXT_BYTES = Interval(low=350 * _MB, middle=600 * _MB, high=1000 * _MB)
@@ -45,11 +508,11 @@ COMMUNICATOR_BYTES = Interval(low=150 * _MB, middle=400 * _MB, high=700 * _MB)
 """Buffers of one NCCL communicator: about 0.5 GB (arXiv 2411.06465)."""
 
 RESERVED_OVER_ALLOCATED = Interval(low=1.007, middle=1.038, high=1.093)
-"""Allocator blocks over tensor bytes: minimum, median and maximum of 344 ranks measured on B200 (SimuMax v1.2)."""
+"""Allocator blocks divided by tensor bytes: minimum, median and maximum of 344 ranks on B200 (SimuMax v1.2)."""
 
 
 ALLOCATED_OVER_PREDICTED = Interval(low=0.95, middle=1.0, high=1.05)
-"""Tensor bytes over their prediction: the largest errors of the grid of metered runs, rounded outwards
+"""Tensor bytes divided by their prediction: the largest errors of the grid of measured runs, rounded outwards
 (docs/measurements/memory.md)."""
 
 RESERVED_OVER_PREDICTED = (
@@ -57,7 +520,7 @@ RESERVED_OVER_PREDICTED = (
     RESERVED_OVER_ALLOCATED.middle * ALLOCATED_OVER_PREDICTED.middle,
     RESERVED_OVER_ALLOCATED.high * ALLOCATED_OVER_PREDICTED.high,
 )
-"""Both together; measured runs move this interval (calibration.py)."""
+"""Product of both; measured runs move this interval."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -69,21 +532,21 @@ class GpuMemory:
     low_bytes: int
     """Lower end of the interval."""
     high_bytes: int
-    """Upper end of the interval, which the fit decision uses."""
+    """Upper end of the interval, used to decide whether the layout fits."""
     allocated_bytes: int
     """Tensors alone at the peak."""
     capacity_bytes: int
-    """What a process can allocate on the accelerator."""
+    """Memory that a process can allocate on the accelerator."""
     phase: Phase
-    """The phase of the peak."""
+    """Phase of the peak."""
     terms: Terms
-    """What makes up `peak_bytes`, by name."""
+    """Named parts of `peak_bytes`."""
     phases: dict[str, int]
     """Tensor bytes of every phase."""
     calibrated_runs: int = 0
-    """Measured runs that moved the allocator's interval; 0 when it is the published one."""
+    """Measured runs that moved the allocator's interval; 0 for the published interval."""
     stage: int | None = None
-    """The fullest pipeline stage, which the other fields describe; `None` without a pipeline."""
+    """Index of the fullest pipeline stage, which the other fields describe; `None` without a pipeline."""
 
     @property
     def fits(self) -> bool:
@@ -93,7 +556,7 @@ class GpuMemory:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MemoryEstimate:
-    """Memory of a strategy on the accelerator, the host and NVMe."""
+    """Memory of a layout on the accelerator, the host and NVMe."""
 
     gpu: GpuMemory
     host: HostMemory
@@ -110,7 +573,7 @@ class MemoryEstimate:
 
 
 def estimate_memory(
-    strategy: Strategy,
+    strategy: Layout,
     model: ModelSpec,
     hardware: HardwareSpec,
     job: TrainingJob,
@@ -118,14 +581,19 @@ def estimate_memory(
     activations: ActivationSource | None = None,
     calibration: Calibration | None = None,
 ) -> MemoryEstimate:
-    """Return the memory of one strategy: `max over phases of (states + buffers + activations)` plus overheads.
+    """Return the memory of a layout: `max over phases of (states + buffers + activations)` plus overheads.
 
-    `activations` supplies traced activation bytes for models without cached coefficients; `calibration` the measured
-    runs that move the allocator's interval, of which those on this accelerator with this architecture count.
+    Args:
+        strategy: The layout.
+        model: The model.
+        hardware: The cluster.
+        job: The training job.
+        activations: Traced activation bytes, for models without stored coefficients.
+        calibration: Measured runs; those with this accelerator and architecture move the allocator's interval.
 
     Raises:
         UsageError: there are fewer layers than pipeline stages.
-        UnknownFamilyError: no cached coefficients and no `activations` given.
+        UnknownFamilyError: no coefficients are stored, and there is no `activations`.
     """
     ratios = calibration.ratios(gpu=hardware.gpu, architecture=model.architecture) if calibration else ()
     stages = []
@@ -142,22 +610,22 @@ def estimate_memory(
 
 
 def terms_by_phase(
-    strategy: Strategy, model: ModelSpec, job: TrainingJob, *, stage: int | None = None
+    strategy: Layout, model: ModelSpec, job: TrainingJob, *, stage: int | None = None
 ) -> dict[Phase, Terms]:
     """Return the named tensor bytes of every phase at its fullest moment, whose sums are `GpuMemory.phases`.
 
-    Those of a trace are not: it is not kept with a plan. `stage` is `GpuMemory.stage`.
+    For a plan with traced activations the sums differ, because traces are not stored. `stage` is `GpuMemory.stage`.
 
     Raises:
-        UnknownFamilyError: neither coefficients nor a bound of the model's structure exist.
+        UnknownFamilyError: neither coefficients nor a bound from the model's structure exist.
     """
     shares = rank_shares(strategy, model, job)
-    (share,) = (one for one in shares if (None if one.stage is None else one.stage.index) == stage)
+    share = next(share for share in shares if (None if share.stage is None else share.stage.index) == stage)
     return fullest_by_phase(share_moment_terms(strategy, share, job))
 
 
 def _with_overheads(
-    strategy: Strategy, hardware: HardwareSpec, phase: Phase, phases: dict[Phase, Terms], ratios: Sequence[float]
+    strategy: Layout, hardware: HardwareSpec, phase: Phase, phases: dict[Phase, Terms], ratios: Sequence[float]
 ) -> GpuMemory:
     allocated = sum(phases[phase].values())
     communicators = 0 if strategy.world_size == 1 else 1
@@ -182,3 +650,33 @@ def _with_overheads(
         phases={name: sum(parts.values()) for name, parts in phases.items()},
         calibrated_runs=len(ratios),
     )
+
+
+def cpu_rank_terms(strategy: Layout, model: ModelSpec, job: TrainingJob) -> dict[Phase, Terms]:
+    """Return the named tensor bytes of each phase on one CPU rank, including what a GPU rank would offload.
+
+    Raises:
+        UnknownFamilyError: no stored coefficients.
+    """
+    return max(
+        (phases for _, phases in cpu_share_terms(strategy, model, job)),
+        key=lambda phases: max(sum(terms.values()) for name, terms in phases.items() if name != "init"),
+    )
+
+
+def cpu_share_terms(strategy: Layout, model: ModelSpec, job: TrainingJob) -> list[tuple[RankShare, dict[Phase, Terms]]]:
+    """Return the shares that can be on the fullest CPU rank, each with its named bytes by phase."""
+    by_share = []
+    for share in rank_shares(strategy, model, job):
+        device = share_moment_terms(strategy, share, job, unmasked="fused")
+        parameters = share_parameters(share.model, job, ep=strategy.ep)
+        offloaded = offload_terms(strategy, share.model, job, parameters)
+        offloaded.pop("pinned_rounding", None)
+        host = at_moments(offloaded)
+        if strategy.engine == "fsdp2" and offloaded:
+            # FSDP2 allocates gradient shards on the host one by one; DeepSpeed allocates all of them ahead.
+            gradients = offloaded.pop("offloaded_gradients")
+            growing = growing_gradients(strategy, parameters, gradients)
+            host = at_moments(offloaded, **growing, step={"gradients": gradients})
+        by_share.append((share, fullest_by_phase({moment: device[moment] | host[moment] for moment in device})))
+    return by_share

@@ -1,44 +1,87 @@
-"""Bytes of weights, gradients and optimizer states on one rank, for every engine and stage.
-
-The DeepSpeed rows were measured on DeepSpeed 0.19.8 at 2 and 4 ranks and follow
-`runtime/zero/stage_1_and_2.py`, `runtime/zero/stage3.py`, `runtime/bf16_optimizer.py` and `runtime/fp16/*.py`.
-With T trainable elements, N sharding ranks and 8-byte Adam states they read, without accumulation and in bytes of T:
-
-| case | at rest | during backward | in the step |
-|---|---|---|---|
-| DDP, autocast | 16 (4 of them reduction buckets) | 20 | 20 |
-| stage 0, 16 bit | 14 | 16 | 20 |
-| stage 1, 16 bit | 2 + 12/N | 4 + 12/N | 2 + 20/N |
-| stage 2, 16 bit | 2 + 12/N | 2 + 14/N | 2 + 20/N |
-| stage 3, 16 bit | 16/N | 16/N | 22/N |
-| stages 1 and 2, fp32 | 4 + 12/N | 8 + 12/N and 4 + 16/N | 4 + 20/N |
-| stage 3, fp32 | 20/N | 20/N | 24/N |
-| FSDP2 | 12/N | 16/N | 16/N |
-"""
+"""Bytes of model states, communication buffers and gathered parameters at each moment of a step."""
 
 from __future__ import annotations
 
+from bisect import bisect_right
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import accumulate
+from math import ceil
+from typing import Literal
+
 from ..specs.job import OPTIMIZERS, TrainingJob
-from ..specs.model import ModelSpec
-from ..specs.strategy import Strategy
-from .moments import PHASES, Moment, Terms, at_moments
-from .partitions import whole_tensors_of_partitions
-from .rank_parameters import RankParameters, growing_gradients
+from ..specs.layout import Layout, ZeroOptions
+from ..specs.model import ModelSpec, ParameterShape, adapted_experts
+from .rank_parameters import (
+    PHASES,
+    Moment,
+    RankParameters,
+    Terms,
+    at_moments,
+    engine_parameters,
+    growing_gradients,
+    rank_parameters,
+)
+
+
+@lru_cache(maxsize=64)
+def whole_tensors_of_partitions(model: ModelSpec, ranks: int, ep: int = 1) -> tuple[int, ...]:
+    """Return, per rank, the elements of all matrices that overlap its ZeRO partition.
+
+    DeepSpeed flattens matrices in the order of the model and splits the result into equal partitions
+    (`runtime/zero/stage_1_and_2.py`). Vectors, which the Trainer exempts from weight decay, are flattened separately
+    and not counted. With expert parallelism, experts form a separate group, split over the `ranks / ep` ranks that
+    hold the same experts; neighbours among these have different partitions of the other parameters.
+    """
+    matrices = [parameter for parameter in model.parameters if len(parameter.shape) > 1]
+    if ep == 1:
+        return _overlapping(matrices, model.dimensions.num_layers, ranks)
+    dense = _overlapping([p for p in matrices if p.kind != "experts"], model.dimensions.num_layers, ranks)
+    experts = _overlapping(
+        [p for p in matrices if p.kind == "experts"], model.dimensions.num_layers, max(1, ranks // ep)
+    )
+    return tuple(count + experts[min(rank // ep, len(experts) - 1)] for rank, count in enumerate(dense))
+
+
+def _overlapping(matrices: Sequence[ParameterShape], layers: int, ranks: int) -> tuple[int, ...]:
+    first = next((index for index, matrix in enumerate(matrices) if matrix.in_layer), len(matrices))
+    inside = [(matrix.numel, matrix.count) for matrix in matrices if matrix.in_layer]
+    sizes = [matrix.numel for matrix in matrices[:first]]
+    for index in range(layers):
+        sizes += [numel for numel, count in inside if index < count]
+    sizes += [matrix.numel for matrix in matrices[first:] if not matrix.in_layer]
+    partition = max(1, -(-sum(sizes) // ranks))
+    counts, start = [0] * ranks, 0
+    for size in sizes:
+        end = start + size
+        for rank in range(start // partition, -(-end // partition)):
+            counts[rank] += size
+        start = end
+    return tuple(counts)
+
 
 _REDUCED_AT_ONCE = 500_000_000
-"""Elements of gradients that a pipeline flattens into one copy to reduce them (`MEMORY_OPT_ALLREDUCE_SIZE`)."""
+"""Gradient elements that a pipeline flattens into one copy per reduction (`MEMORY_OPT_ALLREDUCE_SIZE`)."""
 
 
-def optimizer_state_bytes(strategy: Strategy, model: ModelSpec, job: TrainingJob, trainable: int) -> int:
+def optimizer_state_bytes(strategy: Layout, model: ModelSpec, job: TrainingJob, trainable: int) -> int:
     """Return the bytes of optimizer states for all trainable elements, before sharding.
 
-    ZeRO hands the optimizer flat partitions, which Adafactor cannot factor (transformers/optimization.py). On whole
-    parameters the Trainer keeps 32-bit states for embeddings beside 8-bit ones (transformers/trainer.py:1286).
+    ZeRO gives the optimizer flat partitions, which Adafactor cannot factor (transformers/optimization.py). Without
+    ZeRO, the Trainer keeps 32-bit states for embeddings under 8-bit optimizers (transformers/trainer.py:1286).
     """
     optimizer = OPTIMIZERS[job.optimizer]
     flat = bool(strategy.zero_stage)
     if optimizer.factored:
-        return 4 * trainable if flat or job.method != "full" else _factored_bytes(model)
+        if flat or job.method != "full":
+            return 4 * trainable
+        # fp32 rows and columns of each matrix, and complete vectors.
+        return sum(
+            4 * p.count * (p.numel // p.shape[-1] + p.numel // p.shape[-2] if len(p.shape) > 1 else p.numel)
+            for p in model.parameters
+        )
     states = optimizer.state_bytes_per_parameter * trainable
     if optimizer.eight_bit and not flat and job.method == "full":
         embeddings = sum(p.total for p in model.parameters if p.kind == "embedding")
@@ -47,83 +90,64 @@ def optimizer_state_bytes(strategy: Strategy, model: ModelSpec, job: TrainingJob
     return round(states)
 
 
-def _factored_bytes(model: ModelSpec) -> int:
-    """fp32 rows and columns of each matrix, and whole vectors."""
-    return sum(
-        4 * p.count * (p.numel // p.shape[-1] + p.numel // p.shape[-2] if len(p.shape) > 1 else p.numel)
-        for p in model.parameters
-    )
-
-
 def model_state_terms(
-    strategy: Strategy, model: ModelSpec, job: TrainingJob, parameters: RankParameters
+    strategy: Layout, model: ModelSpec, job: TrainingJob, parameters: RankParameters
 ) -> dict[Moment, Terms]:
     """Return the named bytes of model states on one accelerator at each moment."""
     states = optimizer_state_bytes(strategy, model, job, parameters.trainable)
     if strategy.engine in ("single", "ddp"):
-        return _replicated(strategy, job, parameters, states)
+        # Fp32 weights under autocast. DDP keeps gradients and reduction buckets, because `gradient_as_bucket_view` is
+        # False in Accelerate 1.15 (utils/dataclasses.py).
+        trainable = parameters.trainable
+        rest = {"weights": 4 * trainable + parameters.frozen_bytes, "optimizer_states": states}
+        if strategy.engine == "ddp":
+            rest["gradient_buckets"] = 4 * trainable
+        step = {"gradients": 4 * trainable, "optimizer_transient": _foreach_transient(job, trainable)}
+        return at_moments(rest, **growing_gradients(strategy, parameters, 4 * trainable), step=step)
     if strategy.engine == "fsdp2":
         return _fsdp2(strategy, model, job, parameters, states)
     if strategy.zero_stage == 0 and strategy.pp > 1:
         return _pipeline_stage0(strategy, job, parameters, states, _foreach_transient(job, parameters.trainable))
     if strategy.zero_stage == 0:
-        return _stage0(job, parameters, states)
+        trainable, width = parameters.trainable, job.compute_bytes
+        rest = {"weights": width * trainable + parameters.frozen_bytes, "optimizer_states": states}
+        gradients = {"gradients": width * trainable}
+        step = gradients | {"optimizer_transient": _foreach_transient(job, trainable)}
+        if width == 2:
+            rest["master_weights"] = 4 * trainable
+            step["fp32_gradients"] = 4 * trainable
+        return at_moments(rest, loss=gradients, backward=gradients, step=step)
     if strategy.zero_stage == 3:
         return _stage3(strategy, model, job, parameters, states)
-    shard = parameters.shard(strategy)
-    whole = (shard, shard)
-    if job.method == "full":
-        by_rank = whole_tensors_of_partitions(model, strategy.shard_size, strategy.ep)
-        whole = (max(shard, *by_rank), max(shard, by_rank[-1]))
-    return _stage1_and_2(strategy, job, parameters, states, whole)
-
-
-def _replicated(strategy: Strategy, job: TrainingJob, parameters: RankParameters, states: int) -> dict[Moment, Terms]:
-    """fp32 weights under autocast; DDP keeps gradients and, apart from them, its reduction buckets.
-
-    `gradient_as_bucket_view` is False in Accelerate 1.15 (utils/dataclasses.py), so both exist.
-    """
-    trainable = parameters.trainable
-    rest = {"weights": 4 * trainable + parameters.frozen_bytes, "optimizer_states": states}
-    if strategy.engine == "ddp":
-        rest["gradient_buckets"] = 4 * trainable
-    step = {"gradients": 4 * trainable, "optimizer_transient": _foreach_transient(job, trainable)}
-    return at_moments(rest, **growing_gradients(strategy, parameters, 4 * trainable), step=step)
-
-
-def _stage0(job: TrainingJob, parameters: RankParameters, states: int) -> dict[Moment, Terms]:
-    trainable, width = parameters.trainable, job.compute_bytes
-    rest = {"weights": width * trainable + parameters.frozen_bytes, "optimizer_states": states}
-    gradients = {"gradients": width * trainable}
-    step = gradients | {"optimizer_transient": _foreach_transient(job, trainable)}
-    if width == 2:
-        rest["master_weights"] = 4 * trainable
-        step["fp32_gradients"] = 4 * trainable
-    return at_moments(rest, loss=gradients, backward=gradients, step=step)
+    return _stage1_and_2(strategy, model, job, parameters, states)
 
 
 def _stage1_and_2(
-    strategy: Strategy, job: TrainingJob, parameters: RankParameters, states: int, whole_tensors: tuple[int, int]
+    strategy: Layout, model: ModelSpec, job: TrainingJob, parameters: RankParameters, states: int
 ) -> dict[Moment, Terms]:
-    """`whole_tensors` counts those that lie in the fullest and in the last rank's partition, in part or entirely.
+    """States of ZeRO-1 and ZeRO-2.
 
-    Stage 2 allocates their gradients at once when the first arrives (stage_1_and_2.py:2192). The step first takes the
-    norm of each in fp64 (stage_1_and_2.py:2684), then flattens them; the flat copy becomes the fp32 one or still lives
-    while that is made.
+    Stage 2 allocates the gradients of all tensors that overlap the partition when the first one arrives
+    (stage_1_and_2.py:2192). The step computes the norm of each in fp64 (stage_1_and_2.py:2684), then flattens them. The
+    flat copy becomes the fp32 one, or exists while that is made.
     """
     trainable, width = parameters.trainable, job.compute_bytes
-    whole, last = whole_tensors
     shard = parameters.shard(strategy)
+    # Elements of the tensors that overlap the fullest partition, and of those that overlap the last one.
+    fullest = last = shard
+    if job.method == "full":
+        by_rank = whole_tensors_of_partitions(model, strategy.shard_size, strategy.ep)
+        fullest, last = max(shard, *by_rank), max(shard, by_rank[-1])
     fp32_accumulation = strategy.zero.gradient_accumulation_fp32 and width == 2
     rest = {"weights": width * trainable + parameters.frozen_bytes}
     full = width * trainable
     if strategy.offload_optimizer != "none":
-        # One buffer of the largest tensor lives from initialisation on (stage_1_and_2.py:659).
+        # A buffer of the largest tensor exists from initialization on (stage_1_and_2.py:659).
         rest["offload_staging"] = width * parameters.largest_trainable
         if fp32_accumulation:
             rest["gradients"] = 4 * shard
         if strategy.zero_stage == 1 and strategy.gradient_accumulation_steps > 1:
-            # They have left for the host when the step begins.
+            # They are on the host when the step begins.
             return at_moments(rest, **growing_gradients(strategy, parameters, full))
         return at_moments(rest)
     rest |= {"master_weights": 4 * shard, "optimizer_states": parameters.state_shard(states, strategy)}
@@ -133,53 +157,51 @@ def _stage1_and_2(
         rest["gradients"] = 4 * trainable
         return at_moments(rest, backward={"gradients": full}, step=foreach)
     if fp32_accumulation:
-        # The partition's buffer is flat already.
+        # The buffer of the partition is already flat.
         gradients = {"gradients": 4 * shard}
         return at_moments(rest, **_partition_gradients(strategy, 4 * shard, 0), step=gradients | foreach)
-    flattening = {"fp32_gradients": 4 * group, "gradients": width * whole}
+    flattening = {"fp32_gradients": 4 * group, "gradients": width * fullest}
     if width == 2:
         flattening["flat_gradients"] = 2 * group
-    norm = {"gradients": width * whole, "norm_copy": 8 * min(parameters.largest_trainable, shard)}
+    norm = {"gradients": width * fullest, "norm_copy": 8 * min(parameters.largest_trainable, shard)}
     update = {"fp32_gradients": 4 * group} | foreach
     step = max(flattening, update, norm, key=lambda terms: sum(terms.values()))
     if strategy.zero_stage == 1:
-        return at_moments(
-            rest, **_whole_and_partition_gradients(strategy, parameters, full, whole_tensors, width), step=step
-        )
-    return at_moments(rest, **_partition_gradients(strategy, width * whole, width * last), step=step)
+        growing = _stage1_gradients(strategy, parameters, full, width * fullest, width * last)
+        return at_moments(rest, **growing, step=step)
+    return at_moments(rest, **_partition_gradients(strategy, width * fullest, width * last), step=step)
 
 
-def _whole_and_partition_gradients(
-    strategy: Strategy, parameters: RankParameters, full: int, whole_tensors: tuple[int, int], width: int
+def _stage1_gradients(
+    strategy: Layout, parameters: RankParameters, full: int, whole_bytes: int, last_bytes: int
 ) -> dict[str, Terms]:
-    """Stage 1 keeps whole gradients and copies those of its partition into a buffer as they are reduced.
+    """Stage 1 keeps complete gradients and copies those of its partition into a buffer as they are reduced.
 
-    The buffer is allocated at once, when the first gradient of the partition is reduced; the last rank's come first. A
-    gradient that has been copied is freed.
+    The buffer is allocated when the first gradient of the partition is reduced; those of the last rank come first. A
+    copied gradient is freed.
     """
-    whole, last = whole_tensors
-    found = growing_gradients(strategy, parameters, full)
+    gradients = growing_gradients(strategy, parameters, full)
     if strategy.pp > 1:
-        # A pipeline reduces after all backward passes, which `embedding_backward` stands for.
-        reduced = full + width * whole - found.get("backward", {}).get("gradients", 0)
-        return found | {"embedding_backward": {"gradients": reduced}}
+        # A pipeline reduces after all backward passes; `embedding_backward` is the last of these moments.
+        reduced = full + whole_bytes - gradients.get("backward", {}).get("gradients", 0)
+        return gradients | {"embedding_backward": {"gradients": reduced}}
     if strategy.gradient_accumulation_steps > 1 and strategy.shard_size == strategy.ep:
-        # A single partition (of the experts, where there are more) takes gradients over and frees them as they come:
-        # those of the head, before the layers' turn.
-        tail = width * parameters.trainable_tail
-        return found | {"backward": {"gradients": full + width * whole - tail}, "after_head": {"gradients": tail}}
+        # With a single partition (of the experts, if there are more), gradients are freed as they are reduced, those of
+        # the head before the layers' backward passes.
+        tail = parameters.trainable_tail * full // max(1, parameters.trainable)
+        return gradients | {"backward": {"gradients": full + whole_bytes - tail}, "after_head": {"gradients": tail}}
     if strategy.gradient_accumulation_steps > 1:
-        return found | {"backward": {"gradients": full + width * whole}}
+        return gradients | {"backward": {"gradients": full + whole_bytes}}
     for moment in ("after_head", "last_layer_backward", "after_last_layer"):
-        found[moment] = {"gradients": max(found[moment]["gradients"], width * last)}
-    return found
+        gradients[moment] = {"gradients": max(gradients[moment]["gradients"], last_bytes)}
+    return gradients
 
 
-def _partition_gradients(strategy: Strategy, whole_bytes: int, last_bytes: int) -> dict[str, Terms]:
-    """Gradients of a stage-2 partition, from its first reduction on, which follows the head's backward.
+def _partition_gradients(strategy: Layout, whole_bytes: int, last_bytes: int) -> dict[str, Terms]:
+    """Gradients of a stage-2 partition from its first reduction on, which follows the head's backward pass.
 
-    While micro-batches accumulate, a rank holds their sum beside the buffer of the current one, which it allocates when
-    the first gradient of its partition arrives; the last rank's come first.
+    During accumulation a rank holds the sum and the buffer of the current micro-batch. That buffer is allocated when
+    the first gradient of the partition arrives; those of the last rank come first.
     """
     gradients = {"gradients": whole_bytes}
     if strategy.gradient_accumulation_steps > 1:
@@ -196,7 +218,7 @@ def _partition_gradients(strategy: Strategy, whole_bytes: int, last_bytes: int) 
 
 
 def _stage3(
-    strategy: Strategy, model: ModelSpec, job: TrainingJob, parameters: RankParameters, states: int
+    strategy: Layout, model: ModelSpec, job: TrainingJob, parameters: RankParameters, states: int
 ) -> dict[Moment, Terms]:
     trainable, width = parameters.trainable, job.compute_bytes
     shard = parameters.shard(strategy)
@@ -217,14 +239,14 @@ def _stage3(
     }
     transient = _foreach_transient(job, sub_group)
     if width == 2 and not strategy.zero.gradient_accumulation_fp32:
-        # The flattened 16-bit gradients of a sub-group still live while their fp32 copy is made.
+        # The flattened 16-bit gradients of a sub-group exist while their fp32 copy is made.
         transient = max(transient, width * sub_group)
     step = {"fp32_gradients": 4 * sub_group, "optimizer_transient": transient}
     return at_moments(rest, init=init, step=step)
 
 
 def _fsdp2(
-    strategy: Strategy, model: ModelSpec, job: TrainingJob, parameters: RankParameters, states: int
+    strategy: Layout, model: ModelSpec, job: TrainingJob, parameters: RankParameters, states: int
 ) -> dict[Moment, Terms]:
     """fp32 shards: Accelerate upcasts trainable parameters under mixed precision (utils/fsdp_utils.py:813)."""
     ranks = strategy.shard_size
@@ -232,18 +254,15 @@ def _fsdp2(
     init = _loaded_unit(model, job)
     if strategy.offload_param != "none":
         return at_moments({"weights": parameters.scale_bytes}, init=init)
-    rest = {
-        "weights": 4 * shard + parameters.frozen_shard_bytes(strategy),
-        "optimizer_states": -(-states // ranks),
-    }
+    rest = {"weights": 4 * shard + parameters.frozen_shard_bytes(strategy), "optimizer_states": -(-states // ranks)}
     step = {"gradients": 4 * shard, "optimizer_transient": _foreach_transient(job, shard)}
     return at_moments(rest, init=init, **growing_gradients(strategy, parameters, 4 * shard), step=step)
 
 
 def _loaded_unit(model: ModelSpec, job: TrainingJob) -> Terms:
-    """Return what a rank holds whole while 4-bit weights come from host memory: at most an embedding, or a layer.
+    """Return the largest unit that a rank holds while it copies 4-bit weights from host memory.
 
-    FSDP2 moves a unit at a time, ZeRO-3 a parameter (`plugins/bitsandbytes/sharded_loading.py`).
+    FSDP2 copies a unit at a time, ZeRO-3 a parameter (`plugins/bitsandbytes.py`).
     """
     if job.method != "qlora":
         return {}
@@ -258,32 +277,32 @@ def _foreach_transient(job: TrainingJob, elements: int) -> int:
 
 
 def _pipeline_stage0(
-    strategy: Strategy, job: TrainingJob, parameters: RankParameters, states: int, transient: int
+    strategy: Layout, job: TrainingJob, parameters: RankParameters, states: int, transient: int
 ) -> dict[Moment, Terms]:
-    """Return the named bytes of a pipeline stage without ZeRO, as DeepSpeed 0.19.8 keeps them on 2 and 4 ranks.
+    """Return the named bytes of a pipeline stage without ZeRO, as measured with DeepSpeed 0.19.8 on 2 and 4 ranks.
 
-    In 16 bit the engine takes `BF16_Optimizer` (`runtime/engine.py:2320`), which divides master weights and optimizer
-    states over the data-parallel ranks as ZeRO-1 does and adds each micro-batch's gradients to flat ones of their own.
-    The reduction after the last backward pass makes a copy.
+    In 16 bit the engine uses `BF16_Optimizer` (`runtime/engine.py:2320`). It shards master weights and optimizer states
+    over the data-parallel ranks as ZeRO-1 does, and adds the gradients of each micro-batch to separate flat ones. The
+    reduction after the last backward pass makes a copy.
 
     Args:
         strategy: The layout.
-        job: What is trained.
-        parameters: What the stage holds.
-        states: Bytes of optimizer states for all of it.
-        transient: Bytes that the optimizer's update needs besides, for all of it.
+        job: The training job.
+        parameters: Parameters of the stage.
+        states: Bytes of its optimizer states, before sharding.
+        transient: Temporary bytes of its optimizer update, before sharding.
     """
     width, trainable = job.compute_bytes, parameters.trainable
     full, copy = width * trainable, width * min(trainable, _REDUCED_AT_ONCE)
-    found = growing_gradients(strategy, parameters, full)
-    whole = full - found.get("backward", {}).get("gradients", 0)
-    found["embedding_backward"] = {"gradients": whole, "reduce_copy": copy}
+    gradients = growing_gradients(strategy, parameters, full)
+    reduced = full - gradients.get("backward", {}).get("gradients", 0)
+    gradients["embedding_backward"] = {"gradients": reduced, "reduce_copy": copy}
     rest = {"weights": full + parameters.frozen_bytes}
     if width == 4:
         rest["optimizer_states"] = states
-        # The norm over all stages squares one gradient at a time.
+        # The norm over all stages squares one gradient after the other.
         step = {"gradients": full, "optimizer_transient": max(transient, 4 * parameters.largest_trainable)}
-        return at_moments(rest, **found, step=step)
+        return at_moments(rest, **gradients, step=step)
     shard = parameters.shard(strategy)
     rest |= {
         "master_weights": 4 * shard,
@@ -295,4 +314,378 @@ def _pipeline_stage0(
         "fp32_gradients": 4 * shard,
         "optimizer_transient": transient * shard // max(1, trainable),
     }
-    return at_moments(rest, **found, step=step)
+    return at_moments(rest, **gradients, step=step)
+
+
+@dataclass(frozen=True, slots=True)
+class _Tensor:
+    # A parameter of one layer.
+    numel: int
+    persistent: bool
+
+
+_Unit = tuple[_Tensor, ...]
+"""Parameters that a module needs to run; empty for containers and activation functions."""
+
+
+Recomputed = Literal["none", "some", "all"]
+"""Recomputed layers: none, the first ones, or all."""
+
+
+@lru_cache(maxsize=256)
+def gathered_elements(model: ModelSpec, zero: ZeroOptions, *, recomputed: Recomputed) -> dict[Moment, int]:
+    """Return the elements that ZeRO-3 has gathered at each moment, without persistent ones.
+
+    Simulates DeepSpeed's fetch queue. A model with many layers is simulated with a few more layers than the queue can
+    hold, since the others repeat.
+    """
+    embeddings, layer_kinds, tail = _modules(model, zero)
+    layers = _repeated_layers(model, zero, layer_kinds)
+    # The modules of one step in order, each with the moment that it counts for.
+    turns: list[tuple[_Unit, Moment | None]] = [((), None), *((unit, None) for unit in embeddings)]
+    turns += [(unit, None) for layer in layers[:-1] for unit in layer]
+    turns += [(unit, "last_layer_forward") for unit in layers[-1]]
+    turns += [(unit, None) for unit in tail]
+    # The loss, which belongs to the model itself.
+    turns.append(((), "forward_end"))
+    turns += [(unit, "head_backward") for unit in reversed(tail)]
+    for index, layer in reversed(list(enumerate(layers))):
+        moment: Moment | None = None
+        if index == 0:
+            moment = "first_layer_backward"
+        if index == len(layers) - 1:
+            moment = "last_layer_backward"
+        # If some layers are recomputed, the first is, and the last is not.
+        runs_again = recomputed == "all" or (recomputed == "some" and index < len(layers) - 1)
+        turns += [(unit, moment) for unit in [(), *(layer if runs_again else []), *reversed(layer)]]
+    turns += [(unit, "embedding_backward") for unit in reversed(embeddings)]
+    held: dict[Moment, int] = {}
+    for (_, phase), available in zip(turns, _replay([unit for unit, _ in turns], zero), strict=True):
+        if phase is not None:
+            held[phase] = max(held.get(phase, 0), available)
+    # A single layer is both first and last; an encoder may have neither head nor token embedding.
+    held.setdefault("first_layer_backward", held["last_layer_backward"])
+    held.setdefault("head_backward", held["forward_end"])
+    held.setdefault("embedding_backward", 0)
+    same: tuple[tuple[Moment, Moment], ...] = (
+        ("loss_backward", "forward_end"),
+        ("after_head", "head_backward"),
+        ("after_last_layer", "last_layer_backward"),
+        ("after_first_layer", "first_layer_backward"),
+    )
+    return held | {later: held[earlier] for later, earlier in same}
+
+
+@lru_cache(maxsize=64)
+def forward_gathered_elements(model: ModelSpec, zero: ZeroOptions) -> int:
+    """Return the most elements that ZeRO-3 gathers in a forward pass without gradients, without persistent ones."""
+    embeddings, layer_kinds, tail = _modules(model, zero)
+    layers = _repeated_layers(model, zero, layer_kinds)
+    units = [(), *embeddings, *(unit for layer in layers for unit in layer), *tail]
+    return max(_replay(units, zero))
+
+
+def _repeated_layers(model: ModelSpec, zero: ZeroOptions, layer_kinds: list[_Unit]) -> list[list[_Unit]]:
+    """Return a few more layers than the fetch queue can hold, each with separate tensors."""
+    window = max(zero.stage3_max_live_parameters, zero.stage3_max_reuse_distance, zero.stage3_prefetch_bucket_size)
+    count = min(model.dimensions.num_layers, ceil(window / max(1, model.layer_parameter_count)) + 4)
+    return [[tuple(_Tensor(t.numel, t.persistent) for t in unit) for unit in layer_kinds] for _ in range(max(1, count))]
+
+
+def _modules(model: ModelSpec, zero: ZeroOptions) -> tuple[list[_Unit], list[_Unit], list[_Unit]]:
+    """Return the units of the embeddings, of one layer with its containers, and of final norm and head."""
+
+    def unit(shapes: Sequence[ParameterShape]) -> _Unit:
+        return tuple(_Tensor(shape.numel, shape.numel <= zero.stage3_param_persistence_threshold) for shape in shapes)
+
+    grouped: dict[str, list[ParameterShape]] = {}
+    for parameter in model.parameters:
+        grouped.setdefault(model.gather_module(parameter), []).append(parameter)
+    embeddings: list[_Unit] = []
+    layer: list[_Unit] = [()]
+    tail: list[_Unit] = []
+    parents: set[str] = set()
+    for name, shapes in grouped.items():
+        if shapes[0].in_layer:
+            parent = name.rpartition(".")[0]
+            if parent not in parents:
+                layer.append(())
+                parents.add(parent)
+            layer.append(unit(shapes))
+        elif shapes[0].group == "embedding":
+            embeddings.append(unit(shapes))
+        else:
+            tail.append(unit(shapes))
+    if model.tied_embeddings and embeddings:
+        tail.append(embeddings[0])
+    return embeddings, layer, tail
+
+
+def _replay(units: Sequence[_Unit], zero: ZeroOptions) -> list[int]:
+    """Return the gathered elements while each unit runs."""
+    queue = deque((id(tensor), tensor, step) for step, unit in enumerate(units) for tensor in unit)
+    uses: dict[int, list[int]] = {}
+    for key, _, step in queue:
+        uses.setdefault(key, []).append(step)
+    before = [0, *accumulate(sum(tensor.numel for tensor in unit) for unit in units)]
+    available: set[int] = set()
+    fetched_for: dict[int, int] = {}
+    count = 0
+    held = []
+    for step, unit in enumerate(units):
+        for tensor in unit:
+            if not tensor.persistent and id(tensor) not in available:
+                available.add(id(tensor))
+                count += tensor.numel
+        missing = {id(tensor) for tensor in unit if fetched_for.get(id(tensor), -1) < step}
+        while queue and missing:
+            key, _, used_at = queue.popleft()
+            fetched_for[key] = used_at
+            missing.discard(key)
+        room = min(zero.stage3_max_live_parameters - count, zero.stage3_prefetch_bucket_size)
+        prefetched = 0
+        while queue and prefetched < room:
+            key, tensor, used_at = queue.popleft()
+            fetched_for[key] = max(fetched_for.get(key, -1), used_at)
+            if not tensor.persistent and key not in available:
+                available.add(key)
+                prefetched += tensor.numel
+        count += prefetched
+        held.append(count)
+        for tensor in unit:
+            key = id(tensor)
+            if key not in available or fetched_for.get(key, -1) > step + 1:
+                continue
+            again = bisect_right(uses[key], step)
+            used_at = uses[key][again] if again < len(uses[key]) else len(units)
+            # Elements of the units between this one and the next use.
+            if used_at == len(units) or before[used_at] - before[step + 1] >= zero.stage3_max_reuse_distance:
+                available.remove(key)
+                count -= tensor.numel
+    return held
+
+
+def buffer_terms(
+    strategy: Layout, model: ModelSpec, job: TrainingJob, parameters: RankParameters
+) -> dict[Moment, Terms]:
+    """Return the named bytes of buffers and gathered parameters at each moment."""
+    if strategy.engine == "fsdp2":
+        return _fsdp2_units(strategy, model, job, parameters)
+    if strategy.zero_stage == 3:
+        return _stage3_gathers(strategy, model, job, parameters)
+    if strategy.zero_stage in (1, 2):
+        return _stage1_and_2_buckets(strategy, model, job, parameters)
+    return at_moments({})
+
+
+def default_zero_options(
+    model: ModelSpec, job: TrainingJob, *, stage: int, lean: bool = False, strategy: Layout | None = None
+) -> ZeroOptions:
+    """Return bucket and threshold sizes for a model; `lean` trades communication overlap for memory.
+
+    Stage 3 uses the sizes that transformers derives from the hidden size h: bucket h², prefetch 0.9·h²,
+    persistence 10·h (transformers/integrations/deepspeed.py:229). A bucket is never larger than all gradients.
+    Two layers of live parameters overlap gathers with computation; DeepSpeed's default of 10⁹ would take 2 GB.
+    With a `strategy`, sizes follow the rank's part of the model instead of the complete model.
+    """
+    trainable = max(1000, rank_parameters(model, job, strategy).trainable)
+    hidden = model.dimensions.hidden_size
+    if stage < 3:
+        bucket = min(20_000_000 if lean else 100_000_000, trainable)
+        return ZeroOptions(reduce_bucket_size=bucket + bucket % 2, overlap_comm=not lean)
+    square = max(1_000_000, min(hidden * hidden, 200_000_000))
+    # DeepSpeed counts stored elements, of which one holds several 4-bit weights.
+    layer = (engine_parameters(model, job) if job.method == "qlora" else model).layer_parameter_count
+    live = max(50_000_000, min(2 * layer, 1_000_000_000))
+    return ZeroOptions(
+        reduce_bucket_size=min(square, trainable),
+        stage3_prefetch_bucket_size=min(int(0.9 * square) // (10 if lean else 1), model.parameter_count),
+        stage3_param_persistence_threshold=10 * hidden,
+        stage3_max_live_parameters=50_000_000 if lean else live,
+        stage3_max_reuse_distance=0 if lean else live,
+        sub_group_size=100_000_000 if lean else 1_000_000_000,
+    )
+
+
+def _stage1_and_2_buckets(
+    strategy: Layout, model: ModelSpec, job: TrainingJob, parameters: RankParameters
+) -> dict[Moment, Terms]:
+    """Reduction buckets of ZeRO-1 and ZeRO-2.
+
+    Buckets are allocated when the first gradient arrives and released by the reduction, which copies its bucket. Stage
+    1 reduces only at the end of accumulation, so its buckets exist during the forward passes before. A bucket fills
+    during a layer's backward pass. A gradient larger than the bucket waits for the next gradient, that of the head for
+    that of the final norm. Offload clones such a gradient and computes the norm of each in fp64 (stage_1_and_2.py:1439,
+    1905). The gradient of a tied head waits in autograd for that of the embedding.
+    """
+    width = job.compute_bytes
+    if strategy.zero.gradient_accumulation_fp32 and strategy.offload_optimizer != "none":
+        width = 4
+    size, offload = strategy.zero.reduce_bucket_size, strategy.offload_optimizer != "none"
+    shard = parameters.shard(strategy)
+    buckets = {"reduce_buckets": (2 if strategy.zero.overlap_comm else 1) * size * width}
+    accumulating = strategy.gradient_accumulation_steps > 1
+    buckets_in_forward = buckets if strategy.zero_stage == 1 and accumulating else {}
+    # The states of stage 1 include complete gradients, unless they are copied to the host immediately.
+    counted = strategy.zero_stage == 1 and not (offload and not accumulating)
+    if strategy.pp > 1:
+        # A pipeline reduces after all backward passes, in another bucket (stage_1_and_2.py:958).
+        bucket = {"reduce_buckets": size * width}
+        return at_moments({}, loss=bucket if accumulating else {}, backward=bucket, embedding_backward=bucket)
+    # Elements of the largest gradient of head, layers and embedding.
+    most = parameters.largest_trainable
+    head = min(model.embedding_parameters if model.tied_embeddings else model.tail_parameters, most)
+    layer, embedding = min(model.largest_layer_parameter, most), min(model.embedding_parameters, most)
+    tied = head if model.tied_embeddings else 0
+
+    def reduction(unit: int, waiting: int) -> Terms:
+        copied = bucket_copy(unit)
+        if unit > size:
+            copied = max(width * unit, 8 * min(unit, shard)) if offload else 0
+        unreduced = 0 if counted else tied + unit + (waiting if waiting > size else 0)
+        return buckets | {"reduce_copy": copied, "module_gradients": width * unreduced}
+
+    def bucket_copy(*units: int) -> int:
+        norms = [8 * min(unit, shard) for unit in units if unit <= size] if offload else []
+        return max([max(width, _reduction_bytes(strategy, job)) * size, *norms])
+
+    def in_layer(*units: int) -> Terms:
+        return buckets | {"reduce_copy": bucket_copy(*units), "module_gradients": 0 if counted else width * tied}
+
+    oversized_head = reduction(head, 0) if head > size and not tied else {}
+    return at_moments(
+        {},
+        loss=buckets_in_forward,
+        head_backward={"module_gradients": 0 if counted else width * head},
+        after_head=oversized_head,
+        last_layer_backward=in_layer(layer, 0 if tied else head),
+        after_last_layer=reduction(layer, layer),
+        first_layer_backward=in_layer(layer),
+        after_first_layer=reduction(layer, layer),
+        embedding_backward=reduction(embedding, layer),
+    )
+
+
+def _reduction_bytes(strategy: Layout, job: TrainingJob) -> int:
+    """Bytes of an element in a reduction, which is in fp32 with sequence parallelism (engine.py:2182)."""
+    return 4 if strategy.sp > 1 else job.compute_bytes
+
+
+def _stage3_gathers(
+    strategy: Layout, model: ModelSpec, job: TrainingJob, parameters: RankParameters
+) -> dict[Moment, Terms]:
+    """Gathered and persistent parameters, the gradient bucket, and the copies of a reduction.
+
+    Between the modules of a layer a coalesced gather holds its flat buffer and a copy of each tensor
+    (partition_parameters.py:795), and a full bucket is reduced. A gradient larger than the bucket is reduced in place;
+    the bucket itself is flattened into a copy. Frozen 4-bit weights are gathered packed; `plugins/bitsandbytes` ensures
+    that they are released like others.
+    """
+    zero, width = strategy.zero, job.compute_bytes
+    stored = engine_parameters(model, job)
+    persistent = stored.persistent_parameters(zero.stage3_param_persistence_threshold)
+    reduced = _reduction_bytes(strategy, job)
+    always = {"persistent_parameters": width * persistent, "reduce_bucket": reduced * zero.reduce_bucket_size}
+    layers = model.dimensions.num_layers
+    recomputed = strategy.recomputed_layers(layers)
+    held = gathered_elements(
+        stored, zero, recomputed=("all" if recomputed == layers else "some" if recomputed else "none")
+    )
+    viewed = _kept_by_views(strategy, model, job, held=held["forward_end"])
+    more = {
+        moment: {"gathered_parameters": width * (count + (viewed if moment in _BEFORE_OTHER_LAYERS else 0))}
+        for moment, count in held.items()
+    }
+    # The gradient of a tied head waits in autograd for that of the embedding.
+    tied = model.embedding_parameters if model.tied_embeddings and job.method == "full" else 0
+    in_layer = model.largest_layer_unit + tied
+    units: dict[Moment, int] = {
+        "head_backward": parameters.trainable_tail,
+        "after_head": parameters.trainable_tail,
+        "last_layer_backward": in_layer,
+        "after_last_layer": in_layer,
+        "first_layer_backward": in_layer,
+        "after_first_layer": in_layer,
+        "embedding_backward": model.embedding_parameters + tied,
+    }
+    copied = reduced * min(zero.reduce_bucket_size, parameters.trainable)
+    # qwZ gathers int8, dequantizes into a flat tensor and copies out of that (partition_parameters.py:1515, 767).
+    copy_bytes = width + (1 if zero.quantized_weights else 0)
+    fetched = copy_bytes * min(zero.stage3_prefetch_bucket_size, held["last_layer_backward"])
+    for moment, unit in units.items():
+        gradients = unit if job.method == "full" else min(unit, parameters.largest_trainable)
+        more[moment]["module_gradients"] = width * gradients
+        if moment != "head_backward":
+            more[moment] |= {"reduce_copy": copied, "prefetch_copies": fetched}
+    return at_moments(always, **more)
+
+
+_EXPERTS_AS_STORED = frozenset({"gpt_oss", "llama4", "llama4_text"})
+"""Model types whose experts are multiplied without a transposed view (transformers 5.17.0, `is_transposed`)."""
+_TRANSPOSED_LINEARS = frozenset({"falcon"})
+"""Model types whose linear layers are `input @ weight.T` (transformers 5.17.0, `FalconLinear`)."""
+_ORDER = tuple(PHASES)
+_BEFORE_OTHER_LAYERS = _ORDER[_ORDER.index("last_layer_forward") : _ORDER.index("after_last_layer") + 1]
+"""Moments from the last layer's forward pass to the end of its backward pass."""
+
+
+def _kept_by_views(strategy: Layout, model: ModelSpec, job: TrainingJob, *, held: int) -> int:
+    """Return the gathered elements that autograd keeps after ZeRO-3 released them, in addition to the `held` ones.
+
+    A grouped product of experts uses a transposed view of the weights (transformers 5.17.0, integrations/moe.py:368;
+    deepspeed 0.19.8, moe/ep_experts.py:269), and so do Falcon's linear layers. Autograd saves the view, and with it the
+    gathered storage, until the layer's backward pass; recomputed layers save nothing before. A saved parameter, in
+    contrast, loses its storage with its `data`. Adapted experts are sums and count as activations. At the end of the
+    forward pass, all held elements except those of the tail belong to the last layer.
+    """
+
+    def is_viewed(parameter: ParameterShape) -> bool:
+        if parameter.kind == "experts":
+            adapted = job.method != "full" and bool(adapted_experts(model, job.lora_targets))
+            return not adapted and model.model_type not in _EXPERTS_AS_STORED
+        return model.model_type in _TRANSPOSED_LINEARS and parameter.in_layer and len(parameter.shape) == 2
+
+    layers = max(1, model.dimensions.num_layers)
+    saved = layers - strategy.recomputed_layers(layers)
+    viewed = sum(parameter.total for parameter in model.parameters if is_viewed(parameter)) // layers
+    return max(0, saved * viewed - min(viewed, max(0, held - model.tail_parameters)))
+
+
+def _fsdp2_units(
+    strategy: Layout, model: ModelSpec, job: TrainingJob, parameters: RankParameters
+) -> dict[Moment, Terms]:
+    """Unsharded units in compute precision, as `_fsdp_param_group.py` of torch 2.13 orders them.
+
+    The tail unit (final norm and head, with the embedding if tied) stays gathered from the forward pass on. There, the
+    buffer of the latest all-gather exists until the next one. The backward pass of a layer holds the layer, the
+    all-gather of the next unit, its gradients, and the reduce-scatter input of the previous unit.
+    """
+    width, full = job.compute_bytes, job.method == "full"
+    model = engine_parameters(model, job)
+    layer, tail = width * model.layer_parameter_count, width * model.tail_parameters
+    embedding = 0 if model.tied_embeddings else width * model.embedding_parameters
+    layer_gradient, tail_gradient, embedding_gradient = layer, tail, embedding
+    if not full:
+        layer_gradient = width * parameters.trainable // parameters.layers
+        tail_gradient = embedding_gradient = 0
+    tied_tail = tail if model.tied_embeddings else 0
+    tied_gradient = tail_gradient if model.tied_embeddings else 0
+    latest = layer if model.tied_embeddings else tail
+
+    def held(gathered: int, gradients: int) -> Terms:
+        return {"gathered_parameters": gathered, "unit_gradients": gradients}
+
+    before = layer_gradient if model.tied_embeddings else tail_gradient
+    return at_moments(
+        {},
+        last_layer_forward=held(tied_tail + 2 * layer, 0),
+        forward_end=held(tail + latest, 0),
+        loss_backward=held(tail, 0),
+        head_backward=held(tail + layer, tail_gradient),
+        after_head=held(tied_tail + layer, 2 * tail_gradient),
+        last_layer_backward=held(tied_tail + 2 * layer, tied_gradient + before),
+        after_last_layer=held(tied_tail + layer, tied_gradient + 2 * layer_gradient),
+        first_layer_backward=held(tied_tail + layer + embedding, tied_gradient + layer_gradient),
+        after_first_layer=held(tied_tail + embedding, tied_gradient + 2 * layer_gradient),
+        embedding_backward=held(tied_tail + embedding, tied_gradient + embedding_gradient + layer_gradient),
+    )

@@ -1,74 +1,427 @@
-"""Elements that one rank trains and keeps frozen, and how its gradients grow during the backward pass."""
+"""Parameters, layers and optimizer moments of one rank under tensor, pipeline and expert parallelism."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import Literal
 
-from ..specs.job import TrainingJob
+from ..specs.errors import ConfigError, UsageError
+from ..specs.job import OPTIMIZERS, TrainingJob
+from ..specs.layout import Layout, PipelineStage, contiguous_stages
 from ..specs.model import ModelSpec, ParameterShape, adapters, lora_parameter_count
-from ..specs.strategy import Strategy
-from .moments import PHASES, Moment
-from .shares import rank_shares
+from .activations import UnknownFamilyError, cached_activations
+
+Phase = Literal["init", "loss", "backward", "step"]
+Moment = Literal[
+    "init",
+    "teacher_forward",
+    "last_layer_forward",
+    "forward_end",
+    "loss_backward",
+    "head_backward",
+    "after_head",
+    "last_layer_backward",
+    "after_last_layer",
+    "first_layer_backward",
+    "after_first_layer",
+    "embedding_backward",
+    "step",
+]
+"""Moments of a step in order: the forward pass of a teacher; that of the last layer; forward and backward pass of the
+loss; backward pass of the output head and reduction of its gradients; the same for the last and the first layer; the
+token embedding; the optimizer step."""
+
+Terms = dict[str, int]
+
+PHASES: Mapping[Moment, Phase] = {
+    "init": "init",
+    "teacher_forward": "loss",
+    "last_layer_forward": "loss",
+    "forward_end": "loss",
+    "loss_backward": "loss",
+    "head_backward": "backward",
+    "after_head": "backward",
+    "last_layer_backward": "backward",
+    "after_last_layer": "backward",
+    "first_layer_backward": "backward",
+    "after_first_layer": "backward",
+    "embedding_backward": "backward",
+    "step": "step",
+}
+
+
+def at_moments(always: Mapping[str, int], **more: Mapping[str, int]) -> dict[Moment, Terms]:
+    """Return the terms of each moment: those of all moments, plus those of a named phase or moment.
+
+    >>> at_moments({"weights": 2}, backward={"gradients": 1}, step={"gradients": 4})["head_backward"]
+    {'weights': 2, 'gradients': 1}
+    """
+    assert set(more) <= set(PHASES) | set(PHASES.values()), "every name is a phase or a moment"
+    moments: dict[Moment, Terms] = {}
+    for moment, phase in PHASES.items():
+        terms = dict(always)
+        for name in dict.fromkeys((phase, moment)):
+            for term, count in more.get(name, {}).items():
+                terms[term] = terms.get(term, 0) + count
+        moments[moment] = terms
+    return moments
+
+
+def fullest_by_phase(moments: Mapping[Moment, Terms]) -> dict[Phase, Terms]:
+    """Return the terms of each phase at its fullest moment, the earlier of two equal ones."""
+    phases: dict[Phase, Terms] = {}
+    for moment, terms in moments.items():
+        phase = PHASES[moment]
+        if phase not in phases or sum(terms.values()) > sum(phases[phase].values()):
+            phases[phase] = terms
+    return phases
+
+
+ROW_PARALLEL = ("o_proj", "down_proj", "c_proj", "out_proj", "dense", "fc2")
+"""Modules that AutoTP splits along their input, with replicated biases (deepspeed/module_inject/auto_tp.py)."""
+
+CONV1D_FAMILIES = ("gpt2",)
+"""Model types whose matrices are stored as (in, out)."""
+
+
+def tensor_parallel_share(model: ModelSpec, tp: int, *, divides_head: bool = True) -> ModelSpec:
+    """Return the part of a model on the fullest of `tp` ranks, as AutoTP splits it (deepspeed 0.19.8, `auto_tp.py`).
+
+    Attention is split by key/value heads with their query heads, the MLP by columns. An untied output head has `1 / tp`
+    of the vocabulary and gathers the logits. Norms, the embedding and a tied head are replicated; in a pipeline, where
+    `divides_head` is false, every output head is.
+    """
+    sizes = model.dimensions
+    key_value_heads = -(-sizes.num_key_value_heads // tp)
+    local = replace(
+        sizes,
+        num_key_value_heads=key_value_heads,
+        num_attention_heads=key_value_heads * (sizes.num_attention_heads // max(1, sizes.num_key_value_heads)),
+        intermediate_size=-(-sizes.intermediate_size // tp),
+    )
+    flipped = model.model_type in CONV1D_FAMILIES
+
+    def split(parameter: ParameterShape) -> ParameterShape:
+        if parameter.group == "head":
+            vocabulary, *others = parameter.shape
+            return replace(parameter, shape=(-(-vocabulary // tp), *others)) if divides_head else parameter
+        if parameter.group not in ("attention", "mlp") or parameter.kind not in ("linear", "bias"):
+            return parameter
+        row = parameter.module.rpartition(".")[2] in ROW_PARALLEL
+        if row and len(parameter.shape) == 1:
+            return parameter
+        shape = list(parameter.shape)
+        axis = int(row) ^ int(flipped) if len(shape) > 1 else 0
+        if parameter.group == "attention" and sizes.num_key_value_heads:
+            # Heads are not split.
+            shape[axis] = -(-shape[axis] * key_value_heads // sizes.num_key_value_heads)
+        else:
+            shape[axis] = -(-shape[axis] // tp)
+        return replace(parameter, shape=tuple(shape))
+
+    return replace(model, dimensions=local, parameters=tuple(split(parameter) for parameter in model.parameters))
+
+
+_StageCost = Callable[[int, int, int], float]
+"""Cost of a stage from its index, its first layer, and the layer after its last."""
+
+# 60 halvings of the interval leave less than the rounding error of a float64 cost.
+_BISECTIONS = 60
+
+
+def pipeline_stages(
+    model: ModelSpec, job: TrainingJob, pp: int, *, tensor_parallel_size: int = 1
+) -> tuple[PipelineStage, ...]:
+    """Return the contiguous stages of a pipeline, for planning and for training.
+
+    The time of a stage is that of its forward matrix products, `forward_flops_per_token`, plus the output head on the
+    last stage. Stages minimize the slowest time first, because every stage waits for it, and then the largest memory:
+    weights, gradients and optimizer states (embedding on the first stage, head on the last, tied ones on both), and
+    the activations of `pp - stage` micro-batches, which 1F1B keeps in flight (arXiv 2104.04473, 2.2). Without stored
+    coefficients, activations are not counted. With tensor parallelism, the costs are those of one rank, whose layers
+    are split and whose embedding and head are not.
+
+    Raises:
+        UsageError: there are fewer layers than stages.
+    """
+    # Stages do not depend on these fields, which would only split the cache.
+    plain = replace(job, loss="auto", global_batch_size=None, strategy="auto", offload="auto", objective="throughput")
+    return _fastest_stages(model, plain, pp, tensor_parallel_size)
+
+
+@lru_cache(maxsize=512)
+def _fastest_stages(
+    model: ModelSpec, job: TrainingJob, pp: int, tensor_parallel_size: int
+) -> tuple[PipelineStage, ...]:
+    layers = model.dimensions.num_layers
+    if not 1 <= pp <= layers:
+        rule = f"cannot exceed the {layers} layers"
+        raise UsageError(ConfigError(where="pp", value=pp, rule=rule, fix=f"nearest legal value: {max(1, layers)}"))
+    if tensor_parallel_size > 1:
+        model = tensor_parallel_share(model, tensor_parallel_size, divides_head=False)
+    per_element: float = job.compute_bytes
+    if job.method == "full":
+        master = 4 if job.compute_bytes == 2 else 0
+        per_element += job.compute_bytes + master + OPTIMIZERS[job.optimizer].state_bytes_per_parameter
+    inside = model.parameter_count - model.parameters_outside_layers
+    layer = inside / max(1, model.dimensions.num_layers) * per_element
+    embedding = sum(p.total for p in model.parameters if p.group == "embedding") * per_element
+    head = model.tail_parameters * per_element
+    try:
+        traced = cached_activations(model, job)(
+            job.micro_batch_size or 1, "fp32" if job.precision == "fp32" else "bf16"
+        )
+        recomputes = job.gradient_checkpointing == "on"
+        activations = traced.checkpointed_bytes_per_layer if recomputes else traced.saved_bytes_per_layer
+    except UnknownFamilyError:
+        activations = 0
+    layer_flops, head_flops = forward_flops_per_token(model, job)
+
+    def memory(index: int, first: int, end: int) -> float:
+        outside = (embedding if index == 0 else 0) + (head if index == pp - 1 else 0)
+        return (end - first) * (layer + (pp - index) * activations) + outside
+
+    def time(index: int, first: int, end: int) -> float:
+        return (end - first) * layer_flops + (head_flops if index == pp - 1 else 0)
+
+    fastest = _smallest_largest([time], layers, pp)
+    leanest = _smallest_largest([memory, time], layers, pp, others=[fastest])
+    ends = _ends([memory, time], [leanest, fastest], layers, pp)
+    assert ends is not None, "stages with these costs exist"
+    return contiguous_stages(ends)
+
+
+def forward_flops_per_token(model: ModelSpec, job: TrainingJob) -> tuple[float, float]:
+    """Return the forward FLOPs of one token in one layer and in the output head.
+
+    `2 * weights` for each matrix product, counting only the experts that a token visits, and `2 * seq_len * query_size`
+    for causal attention (arXiv 2104.04473, appendix).
+    """
+    sizes = model.dimensions
+    visited = sizes.experts_per_token / sizes.num_experts if sizes.num_experts else 0.0
+    layer = sum(
+        parameter.total * (visited if parameter.kind == "experts" else 1.0)
+        for parameter in model.parameters
+        if parameter.in_layer and len(parameter.shape) > 1
+    ) / max(1, sizes.num_layers)
+    attention = 2 * job.seq_len_tokens * sizes.query_size
+    return 2 * layer + attention, 2.0 * model.embedding_parameters
+
+
+def _ends(costs: Sequence[_StageCost], limits: Sequence[float], layers: int, stages: int) -> list[int] | None:
+    """Return the ends of stages that each take as many layers as the limits allow; `None` if layers remain."""
+    bounded = tuple(zip(costs, limits, strict=True))
+    ends, first = [], 0
+    for index in range(stages):
+        low, high = first, layers - (stages - index - 1)
+        # A stage costs more with more layers, so its end can be bisected.
+        while low < high:
+            middle = (low + high + 1) // 2
+            for cost, limit in bounded:
+                if cost(index, first, middle) > limit:
+                    high = middle - 1
+                    break
+            else:
+                low = middle
+        if low == first:
+            return None
+        ends.append(low)
+        first = low
+    return ends if first == layers else None
+
+
+def _smallest_largest(costs: Sequence[_StageCost], layers: int, stages: int, *, others: Sequence[float] = ()) -> float:
+    """Return the smallest possible maximum of the first cost over the stages, with limits on the other costs.
+
+    Bisects the maximum. Since a stage costs more with more layers, greedy stages show whether a maximum is feasible.
+    """
+    cost = costs[0]
+    low, high = 0.0, sum(cost(index, 0, layers) for index in range(stages))
+    for _ in range(_BISECTIONS):
+        middle = (low + high) / 2
+        if _ends(costs, [middle, *others], layers, stages) is None:
+            low = middle
+        else:
+            high = middle
+    ends = _ends(costs, [high, *others], layers, stages)
+    assert ends is not None, "the upper limit is always feasible"
+    return max(cost(index, first, end) for index, (first, end) in enumerate(zip([0, *ends[:-1]], ends, strict=True)))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankShare:
+    """The part of a model on one rank, before ZeRO shards it over the data-parallel ranks."""
+
+    model: ModelSpec
+    """The rank's parameters and dimensions, as a model."""
+    stage: PipelineStage | None = None
+    """Pipeline stage; `None` without a pipeline."""
+    micro_batches_in_flight: int = 1
+    """Micro-batches whose activations exist at the same time."""
+
+    @property
+    def has_head(self) -> bool:
+        """Whether the rank computes head and loss."""
+        return self.stage is None or self.stage.has_head
+
+
+def rank_shares(strategy: Layout, model: ModelSpec, job: TrainingJob) -> tuple[RankShare, ...]:
+    """Return the shares that can be the fullest; a single one without a pipeline.
+
+    A middle stage with no more layers than an earlier middle stage is omitted, because it has fewer micro-batches in
+    flight.
+
+    Raises:
+        UsageError: there are fewer layers than stages.
+    """
+    return _rank_shares(model, job, strategy.tp, strategy.ep, strategy.pp, strategy.gradient_accumulation_steps)
+
+
+@lru_cache(maxsize=1024)
+def _rank_shares(
+    model: ModelSpec, job: TrainingJob, tp: int, ep: int, pp: int, micro_batches: int
+) -> tuple[RankShare, ...]:
+    complete = model
+    if tp > 1:
+        model = tensor_parallel_share(model, tp, divides_head=pp == 1)
+    if ep > 1:
+        model = expert_parallel_share(model, ep)
+    if pp == 1:
+        return (RankShare(model=model),)
+    shares, most_in_the_middle = [], 0
+    for stage in pipeline_stages(complete, job, pp, tensor_parallel_size=tp):
+        if not stage.has_embedding and not stage.has_head:
+            if stage.num_layers <= most_in_the_middle:
+                continue
+            most_in_the_middle = stage.num_layers
+        shares.append(
+            RankShare(
+                model=stage_share(model, stage),
+                stage=stage,
+                micro_batches_in_flight=micro_batches_in_flight(pp, stage.index, micro_batches),
+            )
+        )
+    return tuple(shares)
+
+
+def micro_batches_in_flight(stages: int, stage: int, micro_batches: int) -> int:
+    """Return the micro-batches whose activations a stage of 1F1B keeps at the same time, `min(m, p - stage)`.
+
+    Follows `TrainSchedule` (deepspeed/runtime/pipe/schedule.py); Megatron-LM, arXiv 2104.04473, section 2.2.
+
+    >>> [micro_batches_in_flight(4, stage, 3) for stage in range(4)]
+    [3, 3, 2, 1]
+    """
+    return min(micro_batches, stages - stage)
+
+
+def expert_parallel_share(model: ModelSpec, ep: int) -> ModelSpec:
+    """Return the part of a model on a rank when AutoEP gives it `1 / ep` of the experts of each layer.
+
+    AutoEP stores gate and up projections separately (deepspeed/module_inject/auto_ep_layer.py, `GroupedExperts`).
+    Everything else is replicated, and routing still chooses among all experts.
+    """
+    parameters: list[ParameterShape] = []
+    for parameter in model.parameters:
+        if parameter.kind != "experts":
+            parameters.append(parameter)
+            continue
+        shape = (-(-parameter.shape[0] // ep), *parameter.shape[1:])
+        if not parameter.name.endswith("gate_up_proj"):
+            parameters.append(replace(parameter, shape=shape))
+            continue
+        half = (shape[0], shape[1] // 2, *shape[2:])
+        stem = parameter.name.removesuffix("gate_up_proj")
+        parameters += [replace(parameter, name=f"{stem}{name}", shape=half) for name in ("gate_proj", "up_proj")]
+    return replace(model, parameters=tuple(parameters))
+
+
+def stage_share(model: ModelSpec, stage: PipelineStage) -> ModelSpec:
+    """Return the part of a model on a pipeline stage: layers, embedding on the first, final norm and head on the last.
+
+    A tied embedding is on both (deepspeed/runtime/pipe/module.py, `TiedLayerSpec`).
+    """
+    tied = model.tied_embeddings and stage.has_head
+    parameters = []
+    for parameter in model.parameters:
+        if parameter.in_layer:
+            count = min(parameter.count, stage.end_layer) - min(parameter.count, stage.first_layer)
+            if count:
+                parameters.append(replace(parameter, count=count))
+        elif parameter.group == "embedding":
+            is_shared = tied and parameter.shape[0] == model.dimensions.vocab_size
+            if stage.has_embedding or is_shared:
+                parameters.append(parameter)
+        elif stage.has_head:
+            parameters.append(parameter)
+    return replace(
+        model,
+        dimensions=replace(model.dimensions, num_layers=stage.num_layers),
+        parameters=tuple(parameters),
+        tied_embeddings=tied,
+    )
+
 
 NF4_SCALE_BYTES = 1 / 64 + 4 / (64 * 256)
-"""Bytes of scales of a 4-bit weight: one for each 64, and one fp32 for each 256 of these (double quantization, QLoRA
-section 3). They are no parameters (`quant_state` of bitsandbytes 0.50.2), and no engine divides them."""
+"""Bytes of scales per 4-bit weight: one per 64 weights, and one fp32 per 256 of these (double quantization, QLoRA
+section 3). They are not parameters (`quant_state` of bitsandbytes 0.50.2), so no engine shards them."""
 
 NF4_BYTES = 0.5 + NF4_SCALE_BYTES
-"""Bytes of a 4-bit weight: half a byte and its scales."""
+"""Bytes of a 4-bit weight with its scales."""
 
 NF4_TABLE_BYTES = 4 * (256 + 16 + 1)
-"""Bytes of tables beside the scales of each tensor: the values that codes of scales and of weights stand for, and the
-scales' mean (bitsandbytes 0.50.2, functional.py:669, 938)."""
+"""Bytes of tables per tensor: the values of the codes of scales and weights, and the mean of the scales
+(bitsandbytes 0.50.2, functional.py:669, 938)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankParameters:
-    """Elements that one rank trains and keeps frozen before sharding."""
+    """Trainable and frozen elements of one rank, before sharding."""
 
     trainable: int
     """Elements with gradients and optimizer states."""
     frozen: int
-    """Elements without."""
+    """Elements without gradients."""
     frozen_bytes: int
-    """Bytes of the frozen elements as stored."""
+    """Stored bytes of the frozen elements."""
     largest_trainable: int
     """Elements of the largest single trainable tensor."""
     trainable_tail: int
-    """Trainable elements of final norm and head, whose gradients come first."""
+    """Trainable elements of final norm and head, whose gradients are computed first."""
     trainable_outside_layers: int
-    """Trainable elements of the tail and the embeddings, whose gradients come last unless tied to the head."""
+    """Trainable elements of tail and embeddings; gradients of the latter are computed last, unless tied to the head."""
     layers: int
-    """Layers that share the other trainable elements."""
+    """Layers, over which the other trainable elements are spread."""
     scale_bytes: int = 0
-    """Bytes of `frozen_bytes` that every rank keeps whole: scales of 4-bit weights."""
+    """Part of `frozen_bytes` that is replicated on every rank: scales of 4-bit weights."""
     trainable_experts: int = 0
-    """Trainable elements of experts that `1 / ep` of the data-parallel ranks hold; 0 without expert parallelism."""
+    """Trainable elements of experts, held by `1 / ep` of the data-parallel ranks; 0 without expert parallelism."""
 
-    def shard(self, strategy: Strategy) -> int:
-        """Trainable elements whose states a rank keeps: experts are divided over the ranks that hold the same ones."""
+    def shard(self, strategy: Layout) -> int:
+        """Trainable elements whose states a rank keeps; experts are sharded over the ranks that hold the same ones."""
         ranks = strategy.shard_size
         dense = self.trainable - self.trainable_experts
         return -(-dense // ranks) + -(-self.trainable_experts * strategy.ep // ranks)
 
-    def frozen_shard_bytes(self, strategy: Strategy) -> int:
-        """Bytes of frozen elements that a rank keeps where the engine divides parameters."""
+    def frozen_shard_bytes(self, strategy: Layout) -> int:
+        """Bytes of frozen elements that a rank keeps if the engine shards parameters."""
         return -(-(self.frozen_bytes - self.scale_bytes) // strategy.shard_size) + self.scale_bytes
 
-    def largest_group_shard(self, strategy: Strategy) -> int:
-        """Trainable elements of the shard that the optimizer steps at once: experts are a group of their own."""
+    def largest_group_shard(self, strategy: Layout) -> int:
+        """Trainable elements of the shard's largest parameter group; experts are a separate group."""
         experts = -(-self.trainable_experts * strategy.ep // strategy.shard_size)
         return max(experts, self.shard(strategy) - experts)
 
-    def state_shard(self, states: int, strategy: Strategy) -> int:
-        """Bytes that one rank keeps of `states`, those of all trainable elements of `trainable`."""
+    def state_shard(self, states: int, strategy: Layout) -> int:
+        """Bytes that one rank keeps of `states`, the optimizer states of all trainable elements."""
         if not self.trainable_experts:
             return -(-states // strategy.shard_size)
         return -(-states * self.shard(strategy) // self.trainable)
 
     def gradients_so_far(self, moment: Moment) -> int:
-        """Elements whose gradients exist at a moment of the backward pass, of those that are trained."""
+        """Trainable elements whose gradients exist at a moment of the backward pass."""
         in_layers = self.trainable - self.trainable_outside_layers
         done = {
             "head_backward": self.trainable_tail,
@@ -81,11 +434,8 @@ class RankParameters:
         return done.get(moment, self.trainable)
 
 
-def rank_parameters(model: ModelSpec, job: TrainingJob, strategy: Strategy | None = None) -> RankParameters:
-    """Return what a rank trains and what it keeps frozen under the job's method.
-
-    Without a strategy that is everything; with one, what the fullest rank holds before ZeRO divides it.
-    """
+def rank_parameters(model: ModelSpec, job: TrainingJob, strategy: Layout | None = None) -> RankParameters:
+    """Return the trainable and frozen parameters of the complete model, or of a strategy's fullest rank before ZeRO."""
     if strategy is None:
         return share_parameters(model, job)
     shares = rank_shares(strategy, model, job)
@@ -94,7 +444,7 @@ def rank_parameters(model: ModelSpec, job: TrainingJob, strategy: Strategy | Non
 
 @lru_cache(maxsize=4096)
 def share_parameters(model: ModelSpec, job: TrainingJob, *, ep: int = 1) -> RankParameters:
-    """Return what a rank trains and keeps frozen that holds all of `model`, its experts under expert parallelism."""
+    """Return the trainable and frozen parameters of a rank's share of a model."""
     total, layers = model.parameter_count, max(1, model.dimensions.num_layers)
     if job.method == "full":
         return RankParameters(
@@ -128,33 +478,35 @@ def share_parameters(model: ModelSpec, job: TrainingJob, *, ep: int = 1) -> Rank
 
 
 def is_packed(parameter: ParameterShape, job: TrainingJob) -> bool:
-    """Return whether a job keeps a parameter in 4 bit."""
+    """Return whether a job stores a parameter in 4 bit."""
     return job.method == "qlora" and parameter.kind == "linear" and parameter.group != "head"
 
 
 @lru_cache(maxsize=256)
 def engine_parameters(model: ModelSpec, job: TrainingJob) -> ModelSpec:
-    """Return a model with the parameters that ZeRO-3 and FSDP2 gather: adapters too, and 4-bit weights packed.
+    """Return a model with the parameters that ZeRO-3 and FSDP2 gather: with adapters, and 4-bit weights packed.
 
-    Two or four of these fill a byte or two of the storage, whose dtype is that of products (`plugins/peft/lora.py`).
+    Two or four weights fill one element of the storage, which has the compute dtype (`plugins/peft.py`).
     """
     if job.method == "full":
         return model
-    found = []
+    trained = []
     for parameter in model.parameters:
         packed = (-(-parameter.numel // (2 * job.compute_bytes)), 1)
-        found.append(replace(parameter, shape=packed) if is_packed(parameter, job) else parameter)
+        trained.append(replace(parameter, shape=packed) if is_packed(parameter, job) else parameter)
     adapted: dict[str, list[ParameterShape]] = {}
     for adapter in adapters(model, rank=job.lora_rank, targets=job.lora_targets):
         adapted.setdefault(adapter.module.rpartition(".")[0], []).append(adapter)
-    beside = [[each, *adapted.get(each.name.removesuffix(".weight"), [])] for each in found]
-    return replace(model, parameters=tuple(each for group in beside for each in group))
+    merged: list[ParameterShape] = []
+    for parameter in trained:
+        merged += [parameter, *adapted.get(parameter.name.removesuffix(".weight"), [])]
+    return replace(model, parameters=tuple(merged))
 
 
-def growing_gradients(strategy: Strategy, parameters: RankParameters, whole_bytes: int) -> dict[str, dict[str, int]]:
-    """Return the gradient bytes of the moments at which they grow to `whole_bytes`.
+def growing_gradients(strategy: Layout, parameters: RankParameters, whole_bytes: int) -> dict[str, dict[str, int]]:
+    """Return the gradient bytes at the moments at which they grow to `whole_bytes`.
 
-    With accumulation they are whole from the second micro-batch on, in its forward pass too.
+    With accumulation, all gradients exist from the second micro-batch on, including its forward pass.
     """
     if strategy.gradient_accumulation_steps > 1:
         return {"loss": {"gradients": whole_bytes}, "backward": {"gradients": whole_bytes}}

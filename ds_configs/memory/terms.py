@@ -9,65 +9,63 @@ Role = Literal["weights", "gradients", "optimizer", "activations", "buckets", "o
 
 TERM_MEANINGS: Mapping[str, str] = {
     "weights": "parameters in the dtype that the engine keeps: 4 B under autocast and FSDP2, 2 B in 16-bit DeepSpeed, "
-    "divided by the ranks in stage 3 and FSDP2; frozen weights in compute precision or 4 bit",
+    "sharded over the ranks in stage 3 and FSDP2; frozen weights in compute precision or 4 bit",
     "secondary_weights": "ZeRO++ hpZ keeps a second shard within the node: 16-bit weights / hpz_partition_size",
-    "master_weights": "fp32 copy that the DeepSpeed optimizer steps: 4 B of trainable elements / ranks",
-    "gradients": "gradients as they live in that phase, whole or divided by the ranks",
+    "master_weights": "fp32 copy that the DeepSpeed optimizer updates: 4 B per trainable element / ranks",
+    "gradients": "gradients in that phase, complete or sharded over the ranks",
     "fp32_gradients": "fp32 copy of 16-bit gradients during the step; in stage 3 one sub-group at a time",
-    "gradient_buckets": "DDP's reduction buckets, as large as all gradients, kept beside them",
-    "optimizer_states": "Adam: 8 B of trainable elements (fp32 moments), divided by the ranks from stage 1 on",
-    "flat_gradients": "stages 1 and 2 flatten their partition's 16-bit gradients while the originals live; a 16-bit "
-    "pipeline without ZeRO adds every micro-batch's to flat ones that stay",
-    "norm_copy": "stages 1 and 2 take the norm of each gradient in fp64: 8 B of the largest tensor in a partition",
+    "gradient_buckets": "DDP's reduction buckets, as large as all gradients and in addition to them",
+    "optimizer_states": "Adam: 8 B per trainable element (fp32 moments), sharded over the ranks from stage 1 on",
+    "flat_gradients": "stages 1 and 2 flatten their partition's 16-bit gradients while the originals exist; a "
+    "16-bit pipeline without ZeRO adds every micro-batch's gradients to persistent flat ones",
+    "norm_copy": "stages 1 and 2 compute the norm of each gradient in fp64: 8 B of the largest tensor in a partition",
     "optimizer_transient": "temporaries of the step: foreach kernels hold one fp32 copy; in stage 3 the flattened "
     "16-bit gradients of a sub-group",
-    "offload_staging": "a buffer of the largest tensor through which gradients leave for the host",
+    "offload_staging": "buffer of the largest tensor, through which gradients are copied to the host",
     "reduce_buckets": "reduce_bucket_size elements in gradient dtype, twice with overlap_comm (stages 1 and 2)",
-    "reduce_bucket": "the one persistent bucket of stage 3: reduce_bucket_size elements",
-    "reduce_copy": "the flattened copy that a reduction makes of its bucket, in a pipeline without ZeRO of all "
-    "gradients; with offload in stages 1 and 2 the clone of a gradient larger than the bucket, or the fp64 copy "
-    "for its norm",
-    "gathered_parameters": "parameters gathered for use: the current unit and what prefetch ran ahead to "
-    "(ZeRO-3: DeepSpeed's fetch queue replayed; FSDP2: the unit in use, the next one's buffer, the kept tail)",
-    "prefetch_copies": "a coalesced gather holds its flat buffer and each tensor's copy at once; with ZeRO++ qwZ also "
-    "the int8 that was gathered",
+    "reduce_bucket": "the persistent bucket of stage 3: reduce_bucket_size elements",
+    "reduce_copy": "the flattened copy of a bucket during its reduction, in a pipeline without ZeRO of all gradients; "
+    "with offload in stages 1 and 2 the clone of a gradient larger than the bucket, or the fp64 copy for its norm",
+    "gathered_parameters": "parameters gathered for use: the current unit and prefetched ones (ZeRO-3: simulation of "
+    "DeepSpeed's fetch queue; FSDP2: the unit in use, the next one's buffer, and the last unit)",
+    "prefetch_copies": "a coalesced gather holds its flat buffer and a copy of each tensor; with ZeRO++ qwZ also the "
+    "gathered int8 values",
     "persistent_parameters": "tensors of at most stage3_param_persistence_threshold elements, on every rank",
-    "module_gradients": "full gradients that are not reduced yet: of the module in use, and of tensors larger than the "
-    "bucket",
+    "module_gradients": "complete gradients that are not reduced yet: of the module in use, and of tensors larger than "
+    "the bucket",
     "unit_gradients": "FSDP2: unsharded gradients of a unit and their reduce-scatter input",
-    "activations": "layers * bytes kept per layer, traced; with checkpointing the layers' inputs",
-    "activations_in_flight": "pipeline: what the other micro-batches keep whose backward pass has not come, "
+    "activations": "number of layers * traced bytes kept per layer; with checkpointing the inputs of the layers",
+    "activations_in_flight": "pipeline: activations of the other micro-batches that wait for their backward pass, "
     "min(m, p - stage) - 1 of them",
-    "stage_borders": "pipeline: tensors received and sent that wait for their gradients, and the buffer to receive in",
+    "stage_borders": "pipeline: received and sent tensors that wait for their gradients, and the receive buffer",
     "autocast_weight_copies": "autocast keeps a 16-bit copy of each fp32 matrix until the backward pass has used it",
     "adapted_expert_copies": "LoRA on fused experts keeps each adapted expert matrix until the backward pass",
-    "forward_transient": "what a checkpointed layer needs as it runs and does not keep; keys and values gathered by CP",
-    "adapted_expert_update": "the update that LoRA adds to an expert matrix, while the sum is made",
+    "forward_transient": "temporaries of a checkpointed layer's forward pass; keys and values gathered by CP",
+    "adapted_expert_update": "the update that LoRA adds to an expert matrix, during the sum",
     "backward_transient": "activation gradients inside one layer; with checkpointing also its recomputed activations",
-    "loss": "logits, their fp32 copy and the gradients of head and loss, at their joint peak; with a teacher those of "
-    "some rows at a time",
-    "head_gradient": "a chunked loss computes the head's gradient already in the forward pass; with a teacher in fp32",
-    "dequantized_weight": "the largest 4-bit weight, expanded for one product",
-    "teacher_weights": "the frozen teacher in compute precision: whole, divided by all ranks, or in 4 bit",
-    "teacher_gathered": "the teacher's parameters while they are whole for use: gathered, copied from the host, or "
-    "expanded from 4 bit",
-    "teacher_activations": "what one layer of the teacher needs while it runs, before the student does",
+    "loss": "logits, their fp32 copy and the gradients of head and loss at their joint peak; with a teacher "
+    "those of a chunk of rows",
+    "head_gradient": "gradient of the output head, which a chunked loss computes early; in fp32 with a teacher",
+    "dequantized_weight": "the largest 4-bit weight, dequantized for one product",
+    "teacher_weights": "the frozen teacher: in compute precision, complete or sharded over all ranks, or in 4 bit",
+    "teacher_gathered": "the teacher's parameters in use: gathered, copied from the host, or dequantized from 4 bit",
+    "teacher_activations": "temporaries of one teacher layer; the teacher runs before the student",
     "teacher_hidden_states": "the input of the teacher's output head for all tokens, until the loss has read it",
     "teacher_head": "the weight of the teacher's output head, gathered until the loss has read it",
     "teacher_targets": "ids and log-probabilities of a cached teacher's likeliest tokens",
     "model_buffers": "rotary tables and other fp32 buffers, on every rank",
     "allocator_fragmentation": "reserved beyond allocated: 3.8 % expected, -4.3 % to 14.8 % in the interval; "
-    "measured runs move them, below zero where they stayed under the prediction",
+    "measured runs change them, to below zero if they needed less than predicted",
     "runtime_context": "CUDA context, kernels and workspaces: 0.6 GB expected, 0.35 to 1.0 GB in the interval",
     "communicators": "NCCL buffers: 0.4 GB for each communicator expected, 0.15 to 0.7 GB in the interval",
     "processes": "resident memory of the Python processes of a node: 3 GB each",
-    "checkpoint_loading": "what from_pretrained holds on one node while the weights are read",
-    "offloaded_master_weights": "fp32 master weights in host memory: 4 B of trainable elements / ranks",
+    "checkpoint_loading": "host memory of from_pretrained on one node",
+    "offloaded_master_weights": "fp32 master weights in host memory: 4 B per trainable element / ranks",
     "offloaded_optimizer_states": "optimizer states in host memory",
-    "offloaded_gradients": "gradients on their way to and in the CPU optimizer",
+    "offloaded_gradients": "gradients copied to the host and in the CPU optimizer",
     "offloaded_parameters": "parameter shards in host memory",
-    "offloaded_teacher": "the frozen teacher in host memory, divided by the ranks, in pinned blocks",
-    "teacher_cache_reads": "what a cache of teacher answers is read to for one micro-batch",
+    "offloaded_teacher": "the frozen teacher in host memory, sharded over the ranks, in pinned blocks",
+    "teacher_cache_reads": "cached teacher outputs of one micro-batch",
     "pinned_rounding": "torch rounds each pinned block up to a power of two",
     "nvme_optimizer_buffers": "pinned buffers: buffer_count * 4 B * the largest sub-group shard",
     "nvme_parameter_buffers": "pinned buffers: buffer_count * buffer_size in compute precision",
@@ -117,19 +115,23 @@ TERM_ROLES: Mapping[str, Role] = {
     "teacher_hidden_states": "activations",
     "teacher_targets": "activations",
 }
-"""What a tensor term is for, in the roles that the byte meter tells apart; every other term is `other`.
+"""Role of each tensor term, as the byte meter distinguishes them; every other term is `other`.
 
-What lives in the step alone counts for the optimizer."""
+Terms that exist only during the optimizer step count as optimizer."""
 
 STRATEGY_MEANINGS: Mapping[str, str] = {
     "single": "one process on one accelerator: fp32 weights under autocast, nothing sharded",
-    "ddp": "a whole replica on every rank; gradients are averaged in fp32 buckets (2 volumes of the parameters)",
+    "ddp": "a complete replica on every rank; gradients are averaged in fp32 buckets "
+    "(communicates 2 x parameters per step)",
     "zero0": "DeepSpeed without sharding; in 16 bit its Adam starts at step 2 (0.19.8), so prefer ddp or zero1",
-    "zero1": "DeepSpeed shards master weights and optimizer states over the ranks (2 volumes)",
-    "zero2": "as zero1, and gradients are sharded as the backward pass makes them (2 volumes)",
-    "zero3": "as zero2, and parameters are sharded and gathered module by module (3 volumes)",
+    "zero1": "DeepSpeed shards master weights and optimizer states over the ranks "
+    "(communicates 2 x parameters per step)",
+    "zero2": "as zero1, and gradients are sharded during the backward pass (communicates 2 x parameters per step)",
+    "zero3": "as zero2, and parameters are sharded and gathered module by module "
+    "(communicates 3 x parameters per step)",
     "zero3-hpz": "zero3 with a second shard of the weights inside each node, so that the backward pass gathers locally",
-    "fsdp2": "PyTorch shards fp32 parameters, gradients and states and gathers layer by layer in 16 bit (3 volumes)",
+    "fsdp2": "PyTorch shards fp32 parameters, gradients and states and gathers them layer by layer in 16 bit "
+    "(communicates 3 x parameters per step)",
     "fsdp2-hybrid": "fsdp2 within each node, replicas across nodes",
 }
 """One sentence for each `--strategy`, by name."""

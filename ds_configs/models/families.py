@@ -1,17 +1,23 @@
-"""Closed-form `ModelSpec` of the common decoder families, equal to what transformers builds on the meta device.
+"""Closed-form `ModelSpec` of the common decoder families, equal to the models that Transformers builds.
 
-Each family is described by what its layer holds; `tests/ds_configs/models/test_model.py` compares every one with
-transformers.
+`tests/ds_configs/models/test_model.py` compares each family with Transformers on the meta device.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
 
-from ..specs.dimensions import Dimensions
-from ..specs.model import Group, ModelSpec, ParameterKind, ParameterShape
+from ..specs.model import (
+    Dimensions,
+    Group,
+    ModelConfig,
+    ModelSpec,
+    ParameterKind,
+    ParameterShape,
+    is_within,
+    newest_tested_release,
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -22,37 +28,34 @@ class _Family:
     layer_class: str
     tied_by_default: bool = False
     default_head_dim: int | None = None
-    """Head width when the config has none; `None` means `hidden_size / num_attention_heads`."""
+    """Default head width; `None` for `hidden_size / num_attention_heads`."""
     key_value_heads_required: bool = True
-    """Whether the config must state `num_key_value_heads`, else it means `num_attention_heads`."""
+    """Whether the config must set `num_key_value_heads`; otherwise the default is `num_attention_heads`."""
     query_key_value_bias: bool | None = None
-    """`None` reads `attention_bias` (which then covers the output projection too)."""
+    """`None`: `attention_bias` decides, also for the output projection."""
     mlp_bias: bool = False
     """Whether `mlp_bias` is read."""
     null_head_dim: bool = False
-    """Whether transformers takes a `head_dim` of null for `hidden_size / num_attention_heads`."""
+    """Whether a `head_dim` of null means `hidden_size / num_attention_heads`."""
     sliding_window: int | None = None
-    """Attention window when the config has none."""
+    """Default attention window."""
     sliding_window_switch: bool = False
-    """Whether the window is off unless `use_sliding_window` is true."""
+    """Whether the window requires `use_sliding_window`."""
     head_norm: bool = False
     """RMSNorm over each query and key head."""
     fused_projections: bool = False
     """`qkv_proj` and `gate_up_proj` as single matrices (Phi-3)."""
     norms_per_layer: tuple[str, ...] = ("input_layernorm", "post_attention_layernorm")
     rotary_table_per_layer_type: bool = False
-    """Whether local and global layers have a rotary table each."""
+    """Whether local and global layers have separate rotary tables."""
     partial_rotary: bool = False
     """Whether `partial_rotary_factor` is read."""
     embedding_scale: bool = False
+    eager_releases: str | None = None
+    """Releases of Transformers without SDPA for the family, such as `>=5.21`; `None` for none."""
 
 
-_FOUR_NORMS = (
-    "input_layernorm",
-    "post_attention_layernorm",
-    "pre_feedforward_layernorm",
-    "post_feedforward_layernorm",
-)
+_FOUR_NORMS = ("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm")
 
 _FAMILIES: Mapping[str, _Family] = {
     "llama": _Family(
@@ -105,6 +108,7 @@ _FAMILIES: Mapping[str, _Family] = {
         norms_per_layer=_FOUR_NORMS,
         sliding_window=4096,
         embedding_scale=True,
+        eager_releases=">=5.21",
     ),
     "gemma3_text": _Family(
         architecture="Gemma3ForCausalLM",
@@ -128,7 +132,7 @@ _FAMILIES: Mapping[str, _Family] = {
 }
 
 FAST_FAMILIES: tuple[str, ...] = (*_FAMILIES, "gpt2")
-"""Model types that need no torch to be counted."""
+"""Model types that are counted without torch."""
 
 CONFIG_FIELDS: Mapping[str, Mapping[str, str]] = {
     "gpt2": {
@@ -139,26 +143,41 @@ CONFIG_FIELDS: Mapping[str, Mapping[str, str]] = {
         "max_position_embeddings": "n_positions",
     }
 }
-"""Names that a family uses in `config.json` for the standard fields."""
+"""Names of the standard fields in a family's `config.json`."""
 
 
-def model_spec_from_config(config: Mapping[str, Any], *, name: str, revision: str | None = None) -> ModelSpec | None:
-    """Return the `ModelSpec` of a validated `config.json`, or `None` when only transformers can tell.
+def model_spec_from_config(
+    config: ModelConfig, *, name: str, revision: str | None = None, release: str | None = None
+) -> ModelSpec | None:
+    """Return the `ModelSpec` of a validated `config.json`; `None` if no closed form applies.
 
-    `None` means an unknown family, a class other than the family's causal language model, or a field whose
-    default transformers would have to supply.
+    `None` means an unknown family, a class other than the family's causal language model, or a missing field whose
+    default only Transformers knows. `release` is a release of Transformers, by default the newest tested one.
     """
+    release = release or newest_tested_release()
     model_type = config.get("model_type")
     architecture = (config.get("architectures") or [None])[0]
     if model_type == "gpt2" and architecture in (None, "GPT2LMHeadModel"):
-        return _gpt2(config, name=name, revision=revision)
+        return _gpt2(config, name=name, revision=revision, release=release)
     family = _FAMILIES.get(str(model_type))
     if family is None or architecture not in (None, family.architecture):
         return None
     dimensions = _decoder_dimensions(config, family)
-    if dimensions is None or (dimensions.num_experts and not _every_layer_is_sparse(config)):
+    mixed = config.get("decoder_sparse_step", 1) != 1 or config.get("mlp_only_layers")
+    if dimensions is None or (dimensions.num_experts and mixed):
         return None
     tied = bool(config.get("tie_word_embeddings", family.tied_by_default))
+    # Bytes of the rotary tables: current and original fp32 inverse frequencies.
+    tables, rotary_dim = 1, dimensions.head_dim
+    if family.rotary_table_per_layer_type:
+        # Every n-th layer is global (transformers/models/gemma3/configuration_gemma3.py), so a short stack has none.
+        pattern = config.get("sliding_window_pattern") or 6
+        tables = len(set(config.get("layer_types") or ())) or 1 + (dimensions.num_layers >= pattern > 1)
+    if family.partial_rotary:
+        rope: ModelConfig = config.get("rope_parameters") or config.get("rope_scaling") or {}
+        factor = rope.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0))
+        rotary_dim = int(rotary_dim * factor)
+    uses_window = config.get("use_sliding_window", not family.sliding_window_switch)
     return ModelSpec(
         name=name,
         revision=revision,
@@ -166,16 +185,25 @@ def model_spec_from_config(config: Mapping[str, Any], *, name: str, revision: st
         architecture=family.architecture,
         dimensions=dimensions,
         parameters=tuple(_decoder_parameters(config, family, dimensions, tied=tied)),
-        buffer_bytes=_rotary_bytes(config, family, dimensions),
+        buffer_bytes=(tables * 2 * 4 * (rotary_dim // 2) + (4 if family.embedding_scale else 0)),
         layer_classes=(family.layer_class,),
-        sliding_window=_sliding_window(config, family),
+        sliding_window=config.get("sliding_window", family.sliding_window) if uses_window else None,
         tied_embeddings=tied,
         weight_conversion=bool(dimensions.num_experts),
+        attention=family_attention(str(model_type), release),
+        release=release,
         source="config",
     )
 
 
-def _decoder_dimensions(config: Mapping[str, Any], family: _Family) -> Dimensions | None:
+def family_attention(model_type: str, release: str) -> str | None:
+    """Return `eager` if a release of Transformers has no SDPA for a family, else `None`."""
+    family = _FAMILIES.get(model_type)
+    is_eager = family is not None and family.eager_releases and is_within(release, family.eager_releases)
+    return "eager" if is_eager else None
+
+
+def _decoder_dimensions(config: ModelConfig, family: _Family) -> Dimensions | None:
     heads = config["num_attention_heads"]
     if config.get("num_key_value_heads") is None and family.key_value_heads_required:
         return None
@@ -203,32 +231,8 @@ def _decoder_dimensions(config: Mapping[str, Any], family: _Family) -> Dimension
     )
 
 
-def _every_layer_is_sparse(config: Mapping[str, Any]) -> bool:
-    return config.get("decoder_sparse_step", 1) == 1 and not config.get("mlp_only_layers")
-
-
-def _sliding_window(config: Mapping[str, Any], family: _Family) -> int | None:
-    if not config.get("use_sliding_window", not family.sliding_window_switch):
-        return None
-    window: int | None = config.get("sliding_window", family.sliding_window)
-    return window
-
-
-def _rotary_bytes(config: Mapping[str, Any], family: _Family, dimensions: Dimensions) -> int:
-    """Bytes of the rotary tables: current and original fp32 inverse frequencies."""
-    tables, rotary_dim = 1, dimensions.head_dim
-    if family.rotary_table_per_layer_type:
-        # Every n-th layer is global (transformers/models/gemma3/configuration_gemma3.py), so a short stack has none.
-        pattern = config.get("sliding_window_pattern") or 6
-        tables = len(set(config.get("layer_types") or ())) or 1 + (dimensions.num_layers >= pattern > 1)
-    if family.partial_rotary:
-        rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
-        rotary_dim = int(rotary_dim * rope.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0)))
-    return tables * 2 * 4 * (rotary_dim // 2) + (4 if family.embedding_scale else 0)
-
-
 def _decoder_parameters(
-    config: Mapping[str, Any], family: _Family, dimensions: Dimensions, *, tied: bool
+    config: ModelConfig, family: _Family, dimensions: Dimensions, *, tied: bool
 ) -> Iterator[ParameterShape]:
     hidden, layers = dimensions.hidden_size, dimensions.num_layers
     yield _outside("model.embed_tokens.weight", (dimensions.vocab_size, hidden), "embedding", "embedding")
@@ -241,7 +245,7 @@ def _decoder_parameters(
         yield _outside("lm_head.weight", (dimensions.vocab_size, hidden), "head", "linear")
 
 
-def _attention(config: Mapping[str, Any], family: _Family, dimensions: Dimensions) -> Iterator[ParameterShape]:
+def _attention(config: ModelConfig, family: _Family, dimensions: Dimensions) -> Iterator[ParameterShape]:
     hidden, query, key_value = dimensions.hidden_size, dimensions.query_size, dimensions.key_value_size
     attention_bias = bool(config.get("attention_bias", False))
     input_bias = attention_bias if family.query_key_value_bias is None else family.query_key_value_bias
@@ -259,7 +263,7 @@ def _attention(config: Mapping[str, Any], family: _Family, dimensions: Dimension
             yield _layer(f"self_attn.{norm}.weight", (dimensions.head_dim,), dimensions.num_layers, "norm", "norm")
 
 
-def _mlp(config: Mapping[str, Any], family: _Family, dimensions: Dimensions) -> Iterator[ParameterShape]:
+def _mlp(config: ModelConfig, family: _Family, dimensions: Dimensions) -> Iterator[ParameterShape]:
     hidden, layers = dimensions.hidden_size, dimensions.num_layers
     if dimensions.num_experts:
         experts, width = dimensions.num_experts, dimensions.expert_intermediate_size
@@ -285,12 +289,7 @@ def _linear(
 
 
 def _layer(
-    name: str,
-    shape: tuple[int, ...],
-    count: int,
-    group: Group,
-    kind: ParameterKind,
-    stack: str = "model.layers",
+    name: str, shape: tuple[int, ...], count: int, group: Group, kind: ParameterKind, stack: str = "model.layers"
 ) -> ParameterShape:
     return ParameterShape(name=f"{stack}.*.{name}", shape=shape, count=count, group=group, kind=kind)
 
@@ -299,7 +298,7 @@ def _outside(name: str, shape: tuple[int, ...], group: Group, kind: ParameterKin
     return ParameterShape(name=name, shape=shape, count=1, group=group, kind=kind)
 
 
-def _gpt2(config: Mapping[str, Any], *, name: str, revision: str | None) -> ModelSpec | None:
+def _gpt2(config: ModelConfig, *, name: str, revision: str | None, release: str) -> ModelSpec | None:
     if not {"n_embd", "n_layer", "n_head", "n_positions", "vocab_size"} <= config.keys():
         return None
     if config.get("add_cross_attention"):
@@ -346,5 +345,6 @@ def _gpt2(config: Mapping[str, Any], *, name: str, revision: str | None) -> Mode
         residual_dropout_masks=2 if config.get("resid_pdrop", 0.1) else 0,
         layer_classes=("GPT2Block",),
         tied_embeddings=tied,
+        release=release,
         source="config",
     )

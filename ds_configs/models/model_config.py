@@ -1,17 +1,20 @@
-"""Validation of a `config.json` before anything is computed or allocated from it."""
+"""Parse and validate `config.json`, and describe unknown decoders by their structure."""
 
 from __future__ import annotations
 
 import json
 import re
+from collections import Counter
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
-from ..specs.errors import Fault, RefusedInputError
-from .families import CONFIG_FIELDS, FAST_FAMILIES
+from ..specs.errors import ConfigError, RefusedInputError
+from ..specs.model import Group, ModelConfig, ModelSpec, ParameterKind, ParameterShape
+from .families import CONFIG_FIELDS, FAST_FAMILIES, model_spec_from_config
 
 LARGEST_CONFIG_BYTES = 4 * 2**20
-"""A `config.json` beyond this size is not one (the largest public ones hold some hundred kB of label maps)."""
+"""Largest size of a `config.json`; the largest public ones have some hundred kB of label maps."""
 
 _LIMITS: dict[str, int] = {
     "num_hidden_layers": 10_000,
@@ -30,15 +33,15 @@ _LIMITS: dict[str, int] = {
 _REQUIRED = ("num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size")
 _ZERO_MEANS_NONE = ("num_experts", "num_local_experts", "moe_intermediate_size")
 _REPEATED = re.compile(r"(layers?|depths?|blocks|stages|experts)$")
-"""Endings of the fields that transformers builds modules in a loop for, in any family."""
-# Transformers builds a module for each: a config from elsewhere that asks for a billion would fill the memory.
+"""Endings of fields that count modules, which Transformers builds in a loop."""
+# Transformers builds each module: an untrusted config with a billion layers would fill the memory.
 _MOST_REPEATS = 10_000
 _MOST_BUILT_LAYERS = 1_000
-"""Layers of a family that is counted on the meta device, in milliseconds for each: eight times Llama 405B's."""
+"""Most layers of a model on the meta device, where each takes milliseconds: eight times those of Llama 405B."""
 _COUNTS = re.compile(r"(layers|depths|blocks|stages|experts|_replace)$")
-"""Endings of the fields that count modules: never negative, where `..._layer` may count from the end."""
+"""Endings of fields that must not be negative; fields that end in `_layer` may count from the end."""
 LAYER_INDICES = ("mlp_only_layers", "moe_layers", "attn_layer_indices", "cross_attention_layers", "hybrid_layer_ids")
-"""Fields that list layers by number."""
+"""Fields that list layer indices."""
 _LAYER_KINDS = ("layer_types", "layers_block_type", "attention_layers")
 _SWITCHES = ("tie_word_embeddings", "attention_bias", "mlp_bias", "use_sliding_window", "add_cross_attention")
 
@@ -47,112 +50,117 @@ def parse_config_json(text: str | bytes, *, source: str) -> dict[str, Any]:
     """Parse and validate a `config.json`.
 
     Raises:
-        RefusedInputError: it is not a JSON object, has no `model_type`, or a size is missing or absurd.
+        RefusedInputError: The text is not a JSON object, has no `model_type`, or a size is missing or absurd.
     """
     if len(text) > LARGEST_CONFIG_BYTES:
-        raise RefusedInputError(
-            Fault(where=source, value=len(text), rule=f"a config.json has at most {LARGEST_CONFIG_BYTES} bytes")
-        )
+        rule, fix = f"must be at most {LARGEST_CONFIG_BYTES} bytes", "pass the config.json of a model"
+        raise RefusedInputError(ConfigError(where=source, value=len(text), rule=rule, fix=fix))
     try:
         config = json.loads(text, parse_constant=_number)
     except (UnicodeDecodeError, ValueError, RecursionError) as error:
-        raise RefusedInputError(
-            Fault(where=source, rule=f"is not valid JSON ({error})", fix="give the config.json of a model")
-        ) from None
+        rule, fix = f"is not valid JSON ({error})", "pass the config.json of a model"
+        raise RefusedInputError(ConfigError(where=source, rule=rule, fix=fix)) from None
     if not isinstance(config, dict):
-        raise RefusedInputError(Fault(where=source, value=type(config).__name__, rule="must be a JSON object"))
-    faults = config_faults(config, source=source)
-    if faults:
-        raise RefusedInputError(faults)
+        rule, fix = "must be a JSON object", "pass the config.json of a model"
+        raise RefusedInputError(ConfigError(where=source, value=type(config).__name__, rule=rule, fix=fix))
+    errors = config_errors(config, source=source)
+    if errors:
+        raise RefusedInputError(errors)
     return config
 
 
 def _number(text: str) -> float:
-    """Return a constant that JSON does not have: infinity bounds the time steps of Mamba-2, NaN means nothing."""
+    """Return infinity, which limits the time steps of Mamba-2 although JSON does not have it; NaN is an error."""
     if text == "NaN":
         raise ValueError("a number is NaN")
     return float(text)
 
 
-def config_faults(config: Mapping[str, Any], *, source: str) -> list[Fault]:
-    """Return every violated rule of a model config, nested text and vision configs included."""
+def config_errors(config: ModelConfig, *, source: str) -> list[ConfigError]:
+    """Return the errors of a model config, including its nested text and vision configs."""
     model_type = config.get("model_type")
     if not isinstance(model_type, str) or not model_type.replace("_", "").replace("-", "").isalnum():
         if "peft_type" in config or "base_model_name_or_path" in config:
-            fix = "this is an adapter; give the base model it was trained on"
+            fix = "this is an adapter: pass its base model"
         else:
-            fix = "give the config.json of a model that transformers can build"
-        return [Fault(where=f"{source}: model_type", value=model_type, rule="must name a model type", fix=fix)]
+            fix = "pass the config.json of a model that transformers supports"
+        return [
+            ConfigError(
+                where=f"{source}: model_type", value=model_type, rule="must be the name of a model type", fix=fix
+            )
+        ]
     names = CONFIG_FIELDS.get(model_type, {})
-    faults = _kind_faults(config, source)
+    errors = _kind_errors(config, source)
     if model_type in FAST_FAMILIES:
         required = (*_REQUIRED, *(() if model_type == "gpt2" else ("intermediate_size",)))
-        faults += [
-            Fault(where=f"{source}: {names.get(field, field)}", rule="is missing", fix="write the model's size")
+        errors += [
+            ConfigError(
+                where=f"{source}: {names.get(field, field)}", rule="is missing", fix="add the size of the model"
+            )
             for field in required
             if config.get(names.get(field, field)) is None
         ]
-    faults += _size_faults(config, names, source, one_per_layer=model_type not in FAST_FAMILIES)
-    faults += _layer_faults(config, names, source)
-    faults += _divisibility_faults(config, names, source)
+    errors += _size_errors(config, names, source, one_per_layer=model_type not in FAST_FAMILIES)
+    errors += _layer_errors(config, names, source)
+    errors += _divisibility_errors(config, names, source)
     for nested, value in config.items():
         if nested.endswith("_config") and isinstance(value, dict) and nested != "quantization_config":
-            faults += _size_faults(value, {}, f"{source}: {nested}", one_per_layer=True)
-            faults += _layer_faults(value, {}, f"{source}: {nested}")
-            faults += _divisibility_faults(value, {}, f"{source}: {nested}")
-    return faults
+            errors += _size_errors(value, {}, f"{source}: {nested}", one_per_layer=True)
+            errors += _layer_errors(value, {}, f"{source}: {nested}")
+            errors += _divisibility_errors(value, {}, f"{source}: {nested}")
+    return errors
 
 
-def code_faults(config: Mapping[str, Any], source: str) -> list[Fault]:
-    """Return the fields that would load a kernel of the Hub, which is code: transformers 5.17.0 asks for no consent.
+def code_errors(config: ModelConfig, source: str) -> list[ConfigError]:
+    """Return the errors of fields that load a kernel from the Hub, whose code transformers 5.17.0 runs without asking.
 
-    Loading a model runs it; planning builds the model without these fields.
+    Loading a model runs that code; planning builds the model without these fields.
     """
-    rule, fix = "names a kernel of the Hub, which would run its code", "remove it, or name sdpa or eager"
-    faults = []
+    rule, fix = "must not be a kernel of the Hub, whose code would run", "remove it, or write sdpa or eager"
+    errors = []
     for name, value in config.items():
         if isinstance(value, dict) and name.endswith("_config"):
-            faults += code_faults(value, f"{source}: {name}")
+            errors += code_errors(value, f"{source}: {name}")
         elif name.removesuffix("_internal").endswith(("attn_implementation", "experts_implementation")):
-            named = value.values() if isinstance(value, dict) else [value]
-            if any("/" in str(each) for each in named):
-                faults.append(Fault(where=f"{source}: {name}", value=value, rule=rule, fix=fix))
-    return faults
+            names = value.values() if isinstance(value, dict) else [value]
+            if any("/" in str(kernel) for kernel in names):
+                errors.append(ConfigError(where=f"{source}: {name}", value=value, rule=rule, fix=fix))
+    return errors
 
 
-def _kind_faults(config: Mapping[str, Any], source: str) -> list[Fault]:
-    """Return the fields that are read by name and hold a value of another kind."""
+def _kind_errors(config: ModelConfig, source: str) -> list[ConfigError]:
+    """Return the errors of fields whose values have a wrong type."""
 
-    def fault(field: str, rule: str) -> Fault:
-        return Fault(where=f"{source}: {field}", value=config[field], rule=rule)
+    def error(field: str, rule: str) -> ConfigError:
+        return ConfigError(where=f"{source}: {field}", value=config[field], rule=rule)
 
-    faults = []
+    errors = []
     classes = config.get("architectures")
     if classes is not None and not (isinstance(classes, list) and all(isinstance(name, str) for name in classes)):
-        faults.append(fault("architectures", "must be a list of class names"))
+        errors.append(error("architectures", "must be a list of class names"))
     quantization = config.get("quantization_config")
     if quantization is not None and not isinstance(quantization, dict):
-        faults.append(fault("quantization_config", "must be a JSON object"))
-    faults += [
-        fault(field, "must be true or false")
+        errors.append(error("quantization_config", "must be a JSON object"))
+    errors += [
+        error(field, "must be true or false")
         for field in _SWITCHES
         if config.get(field) is not None and not isinstance(config[field], bool)
     ]
     window = config.get("sliding_window")
     if window is not None and not isinstance(window, list) and not _is_size(window, _LIMITS["max_position_embeddings"]):
-        faults.append(fault("sliding_window", "must be a positive integer or null"))
+        errors.append(error("sliding_window", "must be a positive integer or null"))
     rotary = config.get("partial_rotary_factor")
     if rotary is not None and (isinstance(rotary, bool) or not isinstance(rotary, int | float) or not 0 < rotary <= 1):
-        faults.append(fault("partial_rotary_factor", "must be a number above 0 and at most 1"))
-    return faults
+        errors.append(error("partial_rotary_factor", "must be a number above 0 and at most 1"))
+    return errors
 
 
-def _size_faults(
-    config: Mapping[str, Any], names: Mapping[str, str], source: str, *, one_per_layer: bool
-) -> list[Fault]:
-    """Return the sizes that are no sizes; `one_per_layer` allows a list with the size of each layer or stage."""
-    faults = [
-        Fault(where=f"{source}: {name}", value=value, rule=f"is beyond {_most(name):,}, which no model repeats")
+def _size_errors(
+    config: ModelConfig, names: Mapping[str, str], source: str, *, one_per_layer: bool
+) -> list[ConfigError]:
+    """Return the errors of sizes; `one_per_layer` allows a list with the size of each layer or stage."""
+    errors = [
+        ConfigError(where=f"{source}: {name}", value=value, rule=f"must be at most {_most(name):,}")
         for name, value in config.items()
         if name not in _LIMITS and _REPEATED.search(name) and _largest(value) > _most(name)
     ]
@@ -168,14 +176,16 @@ def _size_faults(
             continue
         zero_allowed = value == 0 and field in _ZERO_MEANS_NONE and not isinstance(value, bool)
         if not _is_size(value, limit) and not zero_allowed:
-            faults.append(Fault(where=f"{source}: {name}", value=value, rule=f"must be an integer from 1 to {limit:,}"))
-    return faults
+            errors.append(
+                ConfigError(where=f"{source}: {name}", value=value, rule=f"must be an integer from 1 to {limit:,}")
+            )
+    return errors
 
 
-def _layer_faults(config: Mapping[str, Any], names: Mapping[str, str], source: str) -> list[Fault]:
-    """Return the counts, indices and kinds of layers that are none, which Transformers takes without a word."""
-    faults = [
-        Fault(where=f"{source}: {name}", value=value, rule="cannot be negative")
+def _layer_errors(config: ModelConfig, names: Mapping[str, str], source: str) -> list[ConfigError]:
+    """Return the errors of layer counts, indices and types, which Transformers accepts silently."""
+    errors = [
+        ConfigError(where=f"{source}: {name}", value=value, rule="must not be negative")
         for name, value in config.items()
         if isinstance(value, int) and value < 0 and name not in _LIMITS and _COUNTS.search(str(name))
     ]
@@ -185,17 +195,17 @@ def _layer_faults(config: Mapping[str, Any], names: Mapping[str, str], source: s
         if isinstance(indices, list) and isinstance(layers, int):
             outside = [index for index in indices if not isinstance(index, int) or not 0 <= index < layers]
             if outside:
-                rule = f"must hold layers from 0 to {layers - 1}"
-                faults.append(Fault(where=f"{source}: {name}", value=outside[:3], rule=rule))
+                rule = f"must contain layers from 0 to {layers - 1}"
+                errors.append(ConfigError(where=f"{source}: {name}", value=outside[:3], rule=rule))
     for name in _LAYER_KINDS:
         kinds = config.get(name)
         if isinstance(kinds, list) and not all(isinstance(kind, str) for kind in kinds):
-            faults.append(Fault(where=f"{source}: {name}", value=kinds[:3], rule="must be a list of names"))
-    return faults
+            errors.append(ConfigError(where=f"{source}: {name}", value=kinds[:3], rule="must be a list of names"))
+    return errors
 
 
 def _most(name: str) -> int:
-    """Return how often a field may repeat modules; those of layers hold several each."""
+    """Return the most modules that a field may count; a layer has several modules."""
     return _MOST_REPEATS if name.endswith("experts") else _MOST_BUILT_LAYERS
 
 
@@ -208,8 +218,8 @@ def _is_size(value: object, limit: int) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= limit
 
 
-def _divisibility_faults(config: Mapping[str, Any], names: Mapping[str, str], source: str) -> list[Fault]:
-    faults = []
+def _divisibility_errors(config: ModelConfig, names: Mapping[str, str], source: str) -> list[ConfigError]:
+    errors = []
     heads = config.get(names.get("num_attention_heads", "num_attention_heads"))
     key_value_heads = config.get("num_key_value_heads")
     hidden = config.get(names.get("hidden_size", "hidden_size"))
@@ -218,31 +228,144 @@ def _divisibility_faults(config: Mapping[str, Any], names: Mapping[str, str], so
     if isinstance(key_value_heads, int) and key_value_heads > 0 and heads % key_value_heads:
         divisors = [n for n in range(1, heads + 1) if heads % n == 0]
         nearest = sorted(divisors, key=lambda n: abs(n - key_value_heads))[:2]
-        faults.append(
-            Fault(
-                where=f"{source}: num_key_value_heads",
-                value=key_value_heads,
-                rule=f"must divide num_attention_heads ({heads} % {key_value_heads} = {heads % key_value_heads})",
-                fix=f"nearest legal values: {', '.join(map(str, sorted(nearest)))}",
-            )
-        )
+        rule = f"must divide num_attention_heads ({heads} % {key_value_heads} = {heads % key_value_heads})"
+        where, fix = f"{source}: num_key_value_heads", f"nearest legal values: {', '.join(map(str, sorted(nearest)))}"
+        errors.append(ConfigError(where=where, value=key_value_heads, rule=rule, fix=fix))
     if isinstance(hidden, int) and config.get("head_dim") is None and hidden % heads:
-        faults.append(
-            Fault(
-                where=f"{source}: hidden_size",
-                value=hidden,
-                rule=f"must be divisible by num_attention_heads ({hidden} % {heads} = {hidden % heads})",
-                fix="write head_dim when heads do not tile the hidden size",
-            )
-        )
+        rule = f"must be divisible by num_attention_heads ({hidden} % {heads} = {hidden % heads})"
+        fix = "add head_dim if the heads do not fill the hidden size"
+        errors.append(ConfigError(where=f"{source}: hidden_size", value=hidden, rule=rule, fix=fix))
     experts = config.get("num_local_experts", config.get("num_experts"))
     per_token = config.get("num_experts_per_tok")
     if isinstance(experts, int) and isinstance(per_token, int) and 0 < experts < per_token:
-        faults.append(
-            Fault(
-                where=f"{source}: num_experts_per_tok",
-                value=per_token,
-                rule=f"cannot exceed the {experts} experts of a layer",
-            )
-        )
-    return faults
+        rule = f"must be at most {experts}, the experts of a layer"
+        errors.append(ConfigError(where=f"{source}: num_experts_per_tok", value=per_token, rule=rule))
+    return errors
+
+
+_ALSO_CALLED: Mapping[str, tuple[str, ...]] = {
+    "num_hidden_layers": ("n_layer", "n_layers", "num_layers"),
+    "hidden_size": ("n_embd", "d_model"),
+    "intermediate_size": ("ffn_hidden_size", "n_inner", "ffn_dim", "d_ff"),
+    "num_attention_heads": ("n_head", "n_heads", "num_heads"),
+    "num_key_value_heads": ("multi_query_group_num", "num_kv_heads", "n_kv_heads"),
+    "head_dim": ("kv_channels",),
+    "vocab_size": ("padded_vocab_size",),
+    "num_experts": ("num_local_experts", "n_routed_experts", "moe_num_experts"),
+    "num_experts_per_tok": ("moe_topk", "moe_k", "num_selected_experts"),
+    "moe_intermediate_size": ("expert_intermediate_size",),
+}
+"""Names of the standard fields in decoders outside Transformers."""
+_COPIED = ("tie_word_embeddings", "attention_bias", "mlp_bias", "sliding_window")
+_CAUSAL_ENDINGS = ("ForCausalLM", "LMHeadModel")
+LAYER_INDEX = re.compile(r"\.\d+\.")
+"""The layer index in the name of a parameter."""
+
+
+def model_spec_from_structure(
+    config: ModelConfig,
+    *,
+    name: str,
+    revision: str | None = None,
+    shapes: Mapping[str, tuple[int, ...]] | None = None,
+    release: str | None = None,
+) -> ModelSpec | None:
+    """Return the `ModelSpec` of a causal decoder from its files; `None` if they do not name a causal decoder.
+
+    Args:
+        config: A validated `config.json`.
+        name: Hub id, directory or file of the model.
+        revision: Commit of a Hub repository.
+        shapes: Tensor shapes of the checkpoint by name; without them, parameters are counted as Llama's.
+        release: Release of Transformers, by default the newest tested one.
+
+    Raises:
+        RefusedInputError: A size is missing or absurd.
+    """
+    code = config.get("auto_map")
+    causal = code.get("AutoModelForCausalLM") if isinstance(code, dict) else None
+    architecture: str | None
+    if isinstance(causal, str) and causal:
+        architecture = causal.rpartition(".")[2]
+    else:
+        architecture = next((c for c in config.get("architectures") or [] if c.endswith(_CAUSAL_ENDINGS)), None)
+    if architecture is None:
+        return None
+    sizes = _standard_sizes(config)
+    errors = config_errors(sizes, source=name)
+    spec = None if errors else model_spec_from_config(sizes, name=name, revision=revision, release=release)
+    if spec is None:
+        rule = "has remote code, which is not run, and its sizes are not sufficient to plan by its structure"
+        missing = ConfigError(where=f"{name}: architectures", value=architecture, rule=rule)
+        raise RefusedInputError([missing, *errors])
+    spec = replace(
+        spec,
+        model_type=str(config["model_type"]),
+        architecture=architecture,
+        layer_classes=(),
+        weight_conversion=False,
+        source="structure",
+    )
+    if not shapes:
+        return spec
+    parameters = _stored_parameters(shapes, spec.dimensions.vocab_size)
+    dimensions = spec.dimensions
+    held = max((parameter.shape[0] for parameter in parameters if parameter.kind == "experts"), default=0)
+    if held and not dimensions.num_experts:
+        # If the config has no known name for the number of experts, count all experts as active.
+        width = dimensions.intermediate_size
+        more = {"num_experts": held, "experts_per_token": held, "expert_intermediate_size": width}
+        dimensions = replace(dimensions, **more)
+    tied = not any(parameter.group == "head" for parameter in parameters)
+    return replace(spec, parameters=parameters, dimensions=dimensions, tied_embeddings=tied)
+
+
+def _standard_sizes(config: ModelConfig) -> dict[str, Any]:
+    """Return the config of a Llama, or with experts of a Qwen3-MoE, with the same sizes."""
+    sizes = {field: config[field] for field in _COPIED if field in config}
+    for field, others in _ALSO_CALLED.items():
+        value = next((config[key] for key in (field, *others) if config.get(key) is not None), None)
+        if value is not None:
+            sizes[field] = value
+    sizes.setdefault("num_key_value_heads", sizes.get("num_attention_heads"))
+    experts = sizes.get("num_experts")
+    if experts and not isinstance(experts, bool):
+        sizes.setdefault("num_experts_per_tok", experts)
+        sizes.setdefault("moe_intermediate_size", sizes.get("intermediate_size"))
+        return sizes | {"model_type": "qwen3_moe"}
+    if isinstance(hidden := sizes.get("hidden_size"), int):
+        sizes.setdefault("intermediate_size", 4 * hidden)
+    return sizes | {"model_type": "llama"}
+
+
+def _stored_parameters(shapes: Mapping[str, tuple[int, ...]], vocabulary: int) -> tuple[ParameterShape, ...]:
+    counts: Counter[tuple[str, tuple[int, ...]]] = Counter()
+    for name, shape in shapes.items():
+        counts[LAYER_INDEX.sub(".*.", name, count=1), tuple(shape)] += 1
+    parameters = []
+    for (name, shape), count in counts.items():
+        kind: ParameterKind = "linear" if len(shape) == 2 else "other"
+        module = name.lower().rpartition(".")[0]
+        if name.endswith(".bias"):
+            kind = "bias"
+        elif "norm" in module.rpartition(".")[2] or len(shape) < 2:
+            kind = "norm"
+        elif len(shape) == 3 and "expert" in module:
+            kind = "experts"
+        elif kind == "linear" and ".*." not in name and ("emb" in module or "wte" in module) and shape[0] >= vocabulary:
+            kind = "embedding"
+        is_head = kind == "linear" and ".*." not in name and shape[0] == vocabulary
+        group: Group = "head" if is_head else parameter_group(name, kind)
+        parameters.append(ParameterShape(name=name, shape=shape, count=count, group=group, kind=kind))
+    return tuple(parameters)
+
+
+def parameter_group(name: str, kind: ParameterKind) -> Group:
+    """Return the group of a parameter by its name; never `head`."""
+    if kind in ("norm", "embedding", "experts"):
+        return kind
+    lowered = name.lower()
+    if "attn" in lowered or "attention" in lowered:
+        return "attention"
+    mlp_names = ("mlp", "ffn", "feed_forward", "fc1", "fc2", "intermediate", "densereludense", ".output.")
+    return "mlp" if any(part in lowered for part in mlp_names) else "other"

@@ -1,23 +1,169 @@
-"""`ModelSpec` of the classes whose tensors are stored as expressions of configuration values, without building them.
-
-`python tools/parameter_shapes.py CLASS ...` derives them from models on the meta device. A configuration that differs
-from the derived ones in more than its sizes and known switches is left to transformers.
-"""
+"""`ModelSpec` of a class from its stored parameter shapes."""
 
 from __future__ import annotations
 
-import json
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from functools import lru_cache
-from importlib import resources
-from typing import Any
+from collections.abc import Iterator, Mapping
+from math import ceil
+from typing import Any, Literal
 
-from ..specs.model import ModelSpec, ParameterShape
-from .described import OTHER_SETTINGS, described_spec
+from ..specs.model import Dimensions, ModelConfig, ModelSpec, ParameterShape, newest_tested_release, stored_facts
+
+Task = Literal["causal_lm", "masked_lm", "seq2seq", "contrastive", "encoder", "other"]
+
+_RESIDUAL_DROPOUTS = ("resid_pdrop", "residual_dropout", "hidden_dropout_prob", "hidden_dropout", "dropout")
+"""Names of the dropout on the residual stream in GPT-2, StarCoder2, BERT, Falcon and OPT."""
+OTHER_SETTINGS = ("_token_id", "_version", "_token_index", "_range", "_name_or_path", "_hidden_states", "_attentions")
+"""Endings of fields that do not affect a model's sizes or operators."""
+_POSITION_TABLES = ("wpe", "position_embeddings", "position_embedding", "embed_positions")
+
+
+def described_spec(
+    *,
+    config: Any,
+    text: Any,
+    values: ModelConfig,
+    name: str,
+    revision: str | None,
+    model_type: str,
+    architecture: str,
+    parameters: tuple[ParameterShape, ...],
+    buffer_bytes: int,
+    layer_classes: tuple[str, ...],
+    tied_embeddings: bool,
+    attention: str | None,
+    release: str,
+    source: Literal["config", "meta"],
+) -> ModelSpec:
+    """Return the specification of a model.
+
+    Args:
+        config: The configuration, with its fields as attributes under each name that Transformers has for them.
+        text: The configuration of the text model; `config` itself if the model has no parts.
+        values: The configuration as nested mappings.
+        name: Hub id, directory or file of the model.
+        revision: Commit of a Hub repository.
+        model_type: As in `config.json`.
+        architecture: Model class.
+        parameters: All parameters; tied ones once.
+        buffer_bytes: Bytes of tensors that are not parameters.
+        layer_classes: Classes that FSDP wraps.
+        tied_embeddings: Whether the head shares the token embedding.
+        attention: Attention implementation; `None` for the default of Transformers.
+        release: Release of Transformers.
+        source: Source of the tensors.
+    """
+    # Rows of the text model's position table; some tables have a few more rows than positions (OPT).
+    rows = [
+        parameter.shape[0]
+        for parameter in parameters
+        if "vision" not in parameter.name and any(table in parameter.module for table in _POSITION_TABLES)
+    ]
+    limit = getattr(text, "max_position_embeddings", None)
+    dropout_masks = 0
+    if getattr(config, "dropout_rate", 0) and getattr(config, "d_ff", 0):
+        # T5's MLP also has a mask of its inner width.
+        dropout_masks = 3 + ceil(config.d_ff / config.d_model)
+    elif any(getattr(config, name, 0) for name in _RESIDUAL_DROPOUTS):
+        dropout_masks = 3 if getattr(config, "is_encoder_decoder", False) else 2
+    return ModelSpec(
+        name=name,
+        revision=revision,
+        model_type=model_type,
+        architecture=architecture,
+        task=_task(architecture, encoder_decoder=bool(getattr(config, "is_encoder_decoder", False))),
+        dimensions=_dimensions(text, parameters),
+        parameters=parameters,
+        buffer_bytes=buffer_bytes,
+        layer_classes=layer_classes,
+        tied_embeddings=tied_embeddings,
+        learned_positions=(min(max(rows), limit or max(rows)) if rows else None),
+        # Llama 4 attends within chunks, which needs a mask as a window does.
+        sliding_window=(
+            _size(text, "sliding_window", "attention_chunk_size") or None
+            if getattr(text, "use_sliding_window", True)
+            else None
+        ),
+        attention=attention,
+        release=release,
+        residual_dropout_masks=dropout_masks,
+        weight_conversion=any(p.kind == "experts" for p in parameters),
+        settings=tuple(plain_settings(values)),
+        source=source,
+    )
+
+
+def plain_settings(config: ModelConfig, prefix: str = "") -> Iterator[tuple[str, bool | int | float | str]]:
+    """Yield the scalar values of a configuration and its parts, by which activation coefficients are selected."""
+    for name, value in config.items():
+        if isinstance(value, dict) and name.endswith("_config"):
+            yield from plain_settings(value, f"{prefix}{name}.")
+        elif isinstance(value, bool | int | float | str) and not name.endswith(OTHER_SETTINGS):
+            yield prefix + name, value
+        elif name == "layer_types" and isinstance(value, list):
+            yield from ((f"{prefix}{name}={kind}", count) for kind, count in Counter(value).items())
+
+
+def _task(class_name: str, *, encoder_decoder: bool) -> Task:
+    endings: tuple[tuple[str, Task], ...] = (
+        ("ForCausalLM", "causal_lm"),
+        ("LMHeadModel", "causal_lm"),
+        ("ForMaskedLM", "masked_lm"),
+        ("ForConditionalGeneration", "seq2seq" if encoder_decoder else "causal_lm"),
+        ("CLIPModel", "contrastive"),
+        ("SiglipModel", "contrastive"),
+        ("Model", "encoder"),
+    )
+    return next((task for ending, task in endings if class_name.endswith(ending)), "other")
+
+
+def _dimensions(text: Any, parameters: tuple[ParameterShape, ...]) -> Dimensions:
+    hidden = _size(text, "hidden_size", "d_model")
+    heads = _size(text, "num_attention_heads") or 1
+    held = max((parameter.shape[0] for parameter in parameters if parameter.kind == "experts"), default=0)
+    experts = _size(text, "num_local_experts", "num_experts", "n_routed_experts") or held
+    intermediate = _size(text, "intermediate_size", "d_ff", "ffn_dim", "n_inner", "encoder_ffn_dim") or 4 * hidden
+    has_dense_mlp = not experts or any(p.group == "mlp" and p.kind == "linear" for p in parameters)
+    return Dimensions(
+        num_layers=_size(text, "num_hidden_layers") or max((p.count for p in parameters if p.in_layer), default=0),
+        hidden_size=hidden,
+        intermediate_size=intermediate if has_dense_mlp else 0,
+        num_attention_heads=heads,
+        num_key_value_heads=_key_value_heads(text) or heads,
+        head_dim=_size(text, "head_dim", "d_kv") or hidden // heads,
+        vocab_size=_size(text, "vocab_size"),
+        num_experts=experts,
+        # If the config has no known name for the active experts, count all experts as active.
+        experts_per_token=(_size(text, "num_experts_per_tok", "moe_topk") or experts) if experts else 0,
+        expert_intermediate_size=_size(text, "moe_intermediate_size") or intermediate if experts else 0,
+    )
+
+
+def _key_value_heads(text: Any) -> int:
+    """Return the number of key/value heads.
+
+    With `multi_query`, Falcon and GPT-BigCode have one head and ignore other fields. Falcon's newer decoder reads
+    `num_kv_heads` instead (transformers/models/falcon/modeling_falcon.py).
+    """
+    if getattr(text, "multi_query", False) and not getattr(text, "new_decoder_architecture", False):
+        return 1
+    return _size(text, "num_key_value_heads", "num_kv_heads")
+
+
+def _size(config: Any, *fields: str) -> int:
+    """Return the first field that is a size, or its largest value if it is a list; 0 if there is none."""
+    for field in fields:
+        value = getattr(config, field, None)
+        sizes = [item for item in (value if isinstance(value, list | tuple) else [value]) if isinstance(item, int)]
+        if sizes and max(sizes) > 0:
+            return max(sizes)
+    return 0
+
 
 SHAPES_FILE = "parameter_shapes.json"
+Class = Mapping[str, Any]
+"""A stored class, as `load_shapes` describes it."""
 Values = dict[str, Any]
 """Values of a configuration by dotted name."""
 
@@ -32,7 +178,7 @@ NO_SHAPE = re.compile(
     r"|use_cache$|return_dict$|output_|residual_in_fp32$|norm_topk_prob$|(n|topk)_group$|topk_method$|scoring_func$|experts_per_tok$|max_window_layers$|rope_interleave$|scaling_factor$|_scale$|_multiplier$|architectures$|task_specific_params$"
     r"|initializer|^temperature$|^top_|^bias_logits|generation|^max_length$|^prefix$|_loss"
 )
-"""Names of fields that no tensor's shape depends on."""
+"""Fields that do not affect the shape of any tensor."""
 _ROTARY_FIELDS = ("rope_parameters", "rope_scaling")
 _RATIOS = (
     *(("hidden_size", "num_attention_heads"), ("n_embd", "n_head"), ("n_embd", "num_heads"), ("d_model", "n_heads")),
@@ -41,36 +187,48 @@ _RATIOS = (
 _FACTOR = re.compile(r"(?P<rounding>ceil |round )?(?P<number>.+?)//(?P<divisor>.+)")
 
 
-@lru_cache(maxsize=1)
-def load_shapes() -> Mapping[str, Any]:
-    """Read the stored classes: `versions`, and `classes` by name.
+def load_shapes(release: str) -> Mapping[str, Any]:
+    """Return the classes of a release of Transformers: the traced `versions`, and `classes` by name.
 
-    A class has `model_type`, `values` (the defaults of its configuration), `names` (of the standard fields), `varied`
-    (fields with the kinds of values that were traced), `required`, `implied` (by others, where they
-    are not stated), `derived` and `computed` fields (which it never reads),
-    `rotary_factor` (the share of a head that is rotated), switches
-    of which one alone may be turned (`apart`), others
-    that its code looks for (`read`), `parameters`, `buffers` and `tied` as
-    expressions with the kinds of values (`when`) under which they hold.
+    A class has these keys:
+
+    - `model_type`, `values` (defaults of its configuration) and `names` (of the standard fields)
+    - `varied`: fields with the kinds of values that were traced
+    - `required` fields, `implied` fields (by others, if they are not set), `derived` fields, and `computed` fields
+      (which the class never reads)
+    - `rotary_factor`: the fraction of a head that is rotated
+    - `apart`: switches of which at most one may differ from its default
+    - `read`: other fields that its code reads
+    - `parameters`, `buffers` and `tied`: expressions, with the kinds of values (`when`) for which they apply
     """
-    data = resources.files(__package__.rpartition(".")[0]).joinpath("data", SHAPES_FILE)
-    found: Mapping[str, Any] = json.loads(data.read_text(encoding="utf-8"))
-    return found
+    return stored_facts(SHAPES_FILE, release)
 
 
-def model_spec_from_shapes(config: Mapping[str, Any], *, name: str, revision: str | None = None) -> ModelSpec | None:
-    """Return the `ModelSpec` of a validated `config.json`, or `None` when only transformers can tell."""
+def model_spec_from_shapes(
+    config: ModelConfig, *, name: str, revision: str | None = None, release: str | None = None
+) -> ModelSpec | None:
+    """Return the `ModelSpec` of a validated `config.json`; `None` if its class is not stored or does not cover it.
+
+    `release` is a release of Transformers, by default the newest tested one.
+    """
+    release = release or newest_tested_release()
     architecture = (config.get("architectures") or [None])[0]
-    stored = load_shapes()["classes"].get(architecture)
+    stored = load_shapes(release)["classes"].get(architecture)
     if stored is None or config["model_type"] != stored["model_type"]:
         return None
-    return spec_of(stored, config, architecture=architecture, name=name, revision=revision)
+    return spec_of(stored, config, architecture=architecture, name=name, revision=revision, release=release)
 
 
 def spec_of(
-    stored: Mapping[str, Any], config: Mapping[str, Any], *, architecture: str, name: str, revision: str | None = None
+    stored: Class,
+    config: ModelConfig,
+    *,
+    architecture: str,
+    name: str,
+    revision: str | None = None,
+    release: str,
 ) -> ModelSpec | None:
-    """Return the specification that a stored class has under a configuration; `None` for one that it does not cover."""
+    """Return the specification of a stored class for a configuration; `None` if the class does not cover it."""
     stated = _stated(config, stored)
     if stated is None:
         return None
@@ -82,8 +240,8 @@ def spec_of(
         return None
     sizes = countable_sizes(values)
     found = {
-        field: evaluated(how, sizes) if isinstance(how, str) else how["literal"]
-        for field, how, when in stored["derived"]
+        field: evaluated(rule, sizes) if isinstance(rule, str) else rule["literal"]
+        for field, rule, when in stored["derived"]
         if _holds(when, kinds) and ("=" not in field or field.partition("=")[0] not in stated)
     }
     sizes |= {field: value for field, value in found.items() if type(value) is int}
@@ -92,10 +250,20 @@ def spec_of(
         values[field] = [kind for kind in stored["layer_types"][field] for _ in range(sizes.get(f"{field}={kind}", 0))]
         if len(set(values[field])) < len(stored["layer_types"][field]):
             return None
-    parameters = _parameters(stored["parameters"], kinds, sizes)
+    parameters = tuple(
+        ParameterShape(
+            name=pattern, shape=tuple(evaluated(size, sizes) for size in shape), count=number, group=group, kind=kind
+        )
+        for pattern, shape, count, group, kind, when in stored["parameters"]
+        if _holds(when, kinds) and (number := evaluated(count, sizes))
+    )
     if any(p.count < 0 or min(p.shape, default=1) < 1 for p in parameters):
         return None
-    buffer_bytes, tied = (_one_of(stored[field], kinds, sizes) for field in ("buffers", "tied"))
+    # No branch applies to switches that were never traced together.
+    buffer_bytes, tied = (
+        next((evaluated(rule, sizes) for rule, when in stored[field] if _holds(when, kinds)), None)
+        for field in ("buffers", "tied")
+    )
     if buffer_bytes is None or tied is None:
         return None
     top, text = (_Fields(values, stored, part) for part in ("", stored["text"]))
@@ -115,24 +283,13 @@ def spec_of(
         layer_classes=tuple(stored["layer_classes"]),
         tied_embeddings=bool(tied),
         attention=stored["attention"],
+        release=release,
         source="config",
     )
 
 
-def _parameters(
-    stored: Sequence[Any], kinds: Mapping[str, str], sizes: Mapping[str, int]
-) -> tuple[ParameterShape, ...]:
-    found = []
-    for pattern, shape, count, group, kind, when in stored:
-        held = evaluated(count, sizes) if _holds(when, kinds) else 0
-        if held:
-            dims = tuple(evaluated(size, sizes) for size in shape)
-            found.append(ParameterShape(name=pattern, shape=dims, count=held, group=group, kind=kind))
-    return tuple(found)
-
-
-def value_kind(value: Any) -> str:
-    """Return what tells expressions apart: `null`, `true`, `false`, `number` or `zero`, else the value itself."""
+def value_kind(value: object) -> str:
+    """Return the kind of a value: `null`, `true`, `false`, `number` or `zero`, otherwise the value itself."""
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
     if isinstance(value, int):
@@ -140,13 +297,13 @@ def value_kind(value: Any) -> str:
     return str(value)
 
 
-def countable_sizes(values: Mapping[str, Any]) -> dict[str, int]:
-    """Return the integers of flat values, quotients such as the width of a head, and the layers of each kind."""
+def countable_sizes(values: ModelConfig) -> dict[str, int]:
+    """Return the integers of flat values, quotients such as the head width, and the number of layers by type."""
     sizes = {name: value for name, value in values.items() if isinstance(value, int) and not isinstance(value, bool)}
     for number, divisor in _RATIOS:
         for name in [name for name in sizes if name == number or name.endswith(f".{number}")]:
-            if each := sizes.get(name.removesuffix(number) + divisor):
-                sizes[f"{name} per {divisor}"] = sizes[name] // each
+            if size := sizes.get(name.removesuffix(number) + divisor):
+                sizes[f"{name} per {divisor}"] = sizes[name] // size
     for name, value in values.items():
         if name.endswith("layer_types") and isinstance(value, list):
             sizes |= {f"{name}={kind}": count for kind, count in Counter(value).items()}
@@ -156,7 +313,7 @@ def countable_sizes(values: Mapping[str, Any]) -> dict[str, int]:
 def evaluated(expression: str, sizes: Mapping[str, int]) -> int:
     """Return the value of a sum of products, such as `2*head_dim*num_key_value_heads + hidden_size//2`.
 
-    A quotient is rounded down, up after `ceil`, and half up after `round`.
+    A quotient is rounded down, with `ceil` up, and with `round` to the nearest integer.
     """
     return sum(_product(term, sizes) for term in expression.split(" + "))
 
@@ -165,20 +322,20 @@ def _product(term: str, sizes: Mapping[str, int]) -> int:
     value = 1
     for factor in term.split("*"):
         if quotient := _FACTOR.fullmatch(factor):
-            number, divisor = _size(quotient["number"], sizes), _size(quotient["divisor"], sizes)
+            number, divisor = _stored_size(quotient["number"], sizes), _stored_size(quotient["divisor"], sizes)
             up = {"ceil ": divisor - 1, "round ": divisor // 2}.get(quotient["rounding"], 0)
             value *= (number + up) // divisor
         else:
-            value *= _size(factor, sizes)
+            value *= _stored_size(factor, sizes)
     return value
 
 
-def _size(name: str, sizes: Mapping[str, int]) -> int:
+def _stored_size(name: str, sizes: Mapping[str, int]) -> int:
     return int(name) if name.lstrip("-").isdigit() else sizes.get(name, 0)
 
 
-def flattened(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the fields of a configuration and of its parts by dotted name."""
+def flattened(config: ModelConfig, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the fields of a configuration and its parts by dotted name."""
     for name, value in config.items():
         if isinstance(value, dict) and name.endswith("_config") and name not in _CODE_FIELDS:
             yield from flattened(value, f"{prefix}{name}.")
@@ -186,8 +343,8 @@ def flattened(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str
             yield prefix + name, value
 
 
-def _stated(config: Mapping[str, Any], stored: Mapping[str, Any]) -> Values | None:
-    """Return what a configuration states by the class's own names; `None` where that is not covered."""
+def _stated(config: ModelConfig, stored: Class) -> Values | None:
+    """Return the fields of a configuration by the names of the class; `None` if one is not covered."""
     stated: Values = {}
     parts = {field.rpartition(".")[0] for field in stored["values"]}
     for field, value in flattened(config):
@@ -200,14 +357,15 @@ def _stated(config: Mapping[str, Any], stored: Mapping[str, Any]) -> Values | No
     return stated
 
 
-def _is_covered(field: str, value: Any, config: Mapping[str, Any], stored: Mapping[str, Any]) -> bool:
+def _is_covered(field: str, value: Any, config: ModelConfig, stored: Class) -> bool:
     name = field.rpartition(".")[2]
     if field in stored["computed"]:
         return True
     if field in stored["varied"]:
         return value_kind(value) in stored["varied"][field] and (value is not None or field not in stored["implied"])
     if name in _ROTARY_FIELDS:
-        return _rotary_factor(value) in (None, stored["rotary_factor"])
+        rotary_factor = value.get("partial_rotary_factor") if isinstance(value, dict) else None
+        return rotary_factor in (None, stored["rotary_factor"])
     if name.endswith("layer_types"):
         known = stored["layer_types"].get(field, [])
         return value is None or (isinstance(value, list) and len(value) > 0 and set(value) <= set(known))
@@ -220,15 +378,6 @@ def _is_covered(field: str, value: Any, config: Mapping[str, Any], stored: Mappi
     if field not in stored["values"]:
         return name not in stored["read"]
     return bool(stored["values"][field] == (None if value == [] else value))
-
-
-def _rotary_factor(section: Any) -> Any:
-    return section.get("partial_rotary_factor") if isinstance(section, dict) else None
-
-
-def _one_of(branches: Sequence[Any], kinds: Mapping[str, str], sizes: Mapping[str, int]) -> int | None:
-    """Return what the branch that holds says; `None` under switches that were never turned together."""
-    return next((evaluated(how, sizes) for how, when in branches if _holds(when, kinds)), None)
 
 
 def _holds(when: Mapping[str, str], kinds: Mapping[str, str]) -> bool:
@@ -247,9 +396,9 @@ def _nested(values: Values) -> Values:
 
 
 class _Fields:
-    """Values of one part of a configuration as attributes, under standard names as well."""
+    """Values of one part of a configuration as attributes, also under the standard names."""
 
-    def __init__(self, values: Values, stored: Mapping[str, Any], part: str) -> None:
+    def __init__(self, values: Values, stored: Class, part: str) -> None:
         self._values, self._prefix = values, f"{part}." * bool(part)
         self._names: Mapping[str, str] = stored["names"].get(part, {})
 

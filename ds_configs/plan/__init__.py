@@ -1,1 +1,1 @@
-"""The plan, its JSON and the files that run it: enter by `plan.py`; `files.py` renders."""
+"""The plan, its JSON and the files that run it: start with `plan.py`; `rendering.py` makes the files."""

@@ -1,4 +1,4 @@
-"""`plan_measurement.json`: what a training run used, rank by rank, beside what its plan predicted."""
+"""`plan_measurement.json`: memory and step times of a training run per rank, with the prediction of its plan."""
 
 from __future__ import annotations
 
@@ -7,26 +7,26 @@ import json
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from html import escape
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
-from ..memory.calibration import MeasuredRun, check_ratio
-from ..specs.errors import Fault, RefusedInputError, UsageError
-from ..specs.json_text import strict_json
+from ..memory.estimate import MeasuredRun, check_ratio
+from ..specs.errors import ConfigError, RefusedInputError, UsageError
+from ..specs.texts import strict_json
 from ..specs.units import gigabytes
-from .plan import Plan
-from .plan_json import job_dict, strategy_dict
+from .plan import Plan, job_dict, strategy_dict
 
 FILE_NAME = "plan_measurement.json"
 SCHEMA_VERSION = 1
-# Some hundred bytes a rank: 16 MiB hold tens of thousands of ranks, and no file from elsewhere fills the memory.
+# A rank takes some hundred bytes, so 16 MiB hold tens of thousands of ranks. The limit keeps a foreign file from
+# filling the memory.
 LARGEST_FILE_BYTES = 16 * 2**20
 FIRST_STEPS = 2
-"""Steps reported apart: kernels are built in the first, ZeRO-3 records its trace and prefetches from the second on."""
+"""Steps reported separately: the first builds kernels, and ZeRO-3 prefetches from the second on, after its trace."""
 
-# A file of another schema breaks nearly every field; the first few tell as much.
-_MOST_FAULTS = 20
+# A file of another schema breaks nearly every field; more errors would not help.
+_MOST_ERRORS = 20
 _STRICT = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
 Bytes = Annotated[int, Field(ge=0, le=10**18)]
@@ -37,7 +37,7 @@ Text = Annotated[str, Field(min_length=1, max_length=4096)]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlannedRun:
-    """The facts of the plan that a measurement belongs to."""
+    """Facts of the plan that a run measured."""
 
     __pydantic_config__: ClassVar[ConfigDict] = _STRICT
 
@@ -48,19 +48,16 @@ class PlannedRun:
     architecture: Text
     """Model class, such as `LlamaForCausalLM`."""
     parameters: Count
-    """All parameters of the model."""
     gpu: Text
     """Catalog name of the accelerator."""
     gpu_bytes: Bytes
-    """Memory of one accelerator in the plan."""
     world_size: Count
-    """Accelerators in the plan."""
     layout: Text
     """The strategy's label, such as `zero2`."""
-    strategy: dict[str, Any]
+    strategy: dict[str, object]
     """The chosen strategy, as in `plan.json`."""
-    job: dict[str, Any]
-    """The job, as in `plan.json`, with a teacher's name for its specification."""
+    job: dict[str, object]
+    """The job, as in `plan.json`, with a teacher's name instead of its specification."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -72,22 +69,20 @@ class PredictedMemory:
     peak_bytes: Bytes
     """Expected device memory with runtime, communicators and fragmentation."""
     low_bytes: Bytes
-    """Lower end of its interval."""
     high_bytes: Bytes
-    """Upper end of its interval."""
     allocated_bytes: Annotated[int, Field(ge=1, le=10**18)]
     """Tensors alone."""
     reserved_bytes: Bytes
     """Tensors with the allocator's fragmentation."""
     phase: Text
-    """The phase of the peak."""
+    """Phase of the peak."""
     terms: dict[str, int]
-    """What makes up `peak_bytes`."""
+    """Named parts of `peak_bytes`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankMeasurement:
-    """Use of one rank; byte counts are `None` where there is no accelerator."""
+    """Measurements of one rank; byte counts are `None` without an accelerator."""
 
     __pydantic_config__: ClassVar[ConfigDict] = _STRICT
 
@@ -96,29 +91,26 @@ class RankMeasurement:
     device: Text
     """The driver's name of the accelerator, or `cpu`."""
     peak_allocated_bytes: Bytes | None
-    """Largest tensor bytes since the callback was made."""
+    """Largest tensor bytes since the callback was created."""
     peak_reserved_bytes: Bytes | None
     """Largest bytes that the caching allocator held since then."""
     later_peak_allocated_bytes: Bytes | None
-    """Largest tensor bytes after the first step; `None` also when there was one step or the meter cannot tell."""
+    """Largest tensor bytes after the first step; `None` also after one step or if the meter cannot reset its peak."""
     reserved_at_end_bytes: Bytes | None
-    """Bytes that the caching allocator holds at the end."""
+    """Bytes that the caching allocator held at the end."""
     device_used_bytes: Bytes | None
     """Device memory in use at the end, by all processes."""
     device_bytes: Bytes | None
-    """Memory of the device."""
     steps: Annotated[int, Field(ge=0, le=10**12)]
-    """Optimizer steps."""
     first_step_seconds: tuple[Seconds, ...]
-    """The first steps, one by one, which the median and mean leave out."""
+    """The first steps one by one, which median and mean do not include."""
     median_step_seconds: Seconds | None
-    """Median of the other steps; `None` when there were no others."""
+    """Median of the other steps; `None` if there were none."""
     mean_step_seconds: Seconds | None
-    """Mean of the other steps."""
 
     @property
     def outside_allocator_bytes(self) -> int | None:
-        """Device memory in use beside this rank's allocator at the end."""
+        """Device memory in use outside this rank's allocator at the end."""
         if self.device_used_bytes is None or self.reserved_at_end_bytes is None:
             return None
         return max(0, self.device_used_bytes - self.reserved_at_end_bytes)
@@ -126,41 +118,37 @@ class RankMeasurement:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunMeasurement:
-    """A training run beside its plan."""
+    """Measurements of a training run with the prediction of its plan."""
 
     __pydantic_config__: ClassVar[ConfigDict] = _STRICT
 
     schema_version: Literal[1] = 1
-    """Version of the file."""
     plan: PlannedRun
-    """What was planned."""
     predicted: PredictedMemory
-    """What the plan predicted."""
     measured: Annotated[tuple[RankMeasurement, ...], Field(min_length=1)]
-    """What each rank used, by rank."""
+    """Measurements ordered by rank."""
     differences: tuple[Text, ...] = ()
-    """Where the run did otherwise than planned, which makes the two hard to compare."""
+    """Settings in which the run differed from its plan, so that the two can hardly be compared."""
     versions: dict[str, str]
-    """Library versions that trained."""
+    """Library versions of the run."""
 
     def _repr_html_(self) -> str:
-        """Return predicted beside measured as a notebook shows it."""
         return f"<pre>{escape(chr(10).join(report_lines(self)))}</pre>"
 
     @property
     def fullest(self) -> RankMeasurement:
-        """The rank whose allocator held most, else the first."""
+        """The rank whose allocator held the most memory, else the first."""
         return max(self.measured, key=lambda rank: (rank.peak_reserved_bytes or 0, -rank.rank))
 
     @property
     def step_seconds(self) -> float | None:
-        """Median step of the slowest rank; `None` when the first steps were all."""
+        """Median step of the slowest rank; `None` if the run had only the first steps."""
         medians = [rank.median_step_seconds for rank in self.measured if rank.median_step_seconds is not None]
         return max(medians, default=None)
 
 
 def planned_run(plan: Plan) -> PlannedRun:
-    """Return the facts of a plan that its measurement repeats."""
+    """Return the facts of a plan that are stored with its measurement."""
     strategy = strategy_dict(plan.chosen.strategy)
     layout = strategy.pop("label")
     job = job_dict(plan.job)
@@ -182,7 +170,7 @@ def planned_run(plan: Plan) -> PlannedRun:
 
 
 def predicted_memory(plan: Plan) -> PredictedMemory:
-    """Return what a plan predicts for its fullest accelerator."""
+    """Return the predicted memory of a plan's fullest accelerator."""
     gpu = plan.chosen.memory.gpu
     return PredictedMemory(
         peak_bytes=gpu.peak_bytes,
@@ -204,54 +192,54 @@ def measurement_from_text(text: bytes, *, source: str) -> RunMeasurement:
     """Return the measurement that a run wrote.
 
     Raises:
-        RefusedInputError: it is damaged, of another version, or holds values that no run has.
+        RefusedInputError: the file is damaged, has another version, or holds impossible values.
     """
     if len(text) > LARGEST_FILE_BYTES:
-        raise RefusedInputError(Fault(where=source, rule=f"is over {LARGEST_FILE_BYTES} bytes"))
+        raise RefusedInputError(ConfigError(where=source, rule=f"is over {LARGEST_FILE_BYTES} bytes"))
     try:
         data = strict_json(text)
     except ValueError as error:
-        raise RefusedInputError(Fault(where=source, rule=f"is not valid JSON ({error})")) from None
+        raise RefusedInputError(ConfigError(where=source, rule=f"is not valid JSON ({error})")) from None
     if not isinstance(data, dict) or "schema_version" not in data:
-        fix = "give the output directory of a run with --plan"
-        raise RefusedInputError(Fault(where=source, rule="is not a measurement", fix=fix))
+        fix = "pass the output directory of a run with --plan"
+        raise RefusedInputError(ConfigError(where=source, rule="is not a measurement", fix=fix))
     version = data["schema_version"]
     if version != SCHEMA_VERSION or isinstance(version, bool):
         where, rule = f"{source}: schema_version", f"this version reads {SCHEMA_VERSION}"
-        raise RefusedInputError(Fault(where=where, value=version, rule=rule, fix="measure the run again"))
+        raise RefusedInputError(ConfigError(where=where, value=version, rule=rule, fix="measure the run again"))
     try:
         measurement: RunMeasurement = TypeAdapter(RunMeasurement).validate_json(text)
     except ValidationError as error:
-        raise RefusedInputError([_fault(detail, source) for detail in error.errors()[:_MOST_FAULTS]]) from None
+        errors = []
+        for detail in error.errors()[:_MOST_ERRORS]:
+            path = ".".join(str(part) for part in detail["loc"])
+            where = f"{source}: {path}" if path else source
+            value = None if detail["type"] == "missing" else detail["input"]
+            errors.append(ConfigError(where=where, value=value, rule=str(detail["msg"]).lower()))
+        raise RefusedInputError(errors) from None
     ranks = [rank.rank for rank in measurement.measured]
     if ranks != list(range(len(ranks))):
         raise RefusedInputError(
-            Fault(where=f"{source}: measured", value=ranks, rule="must hold each rank once, in order")
+            ConfigError(where=f"{source}: measured", value=ranks, rule="must list each rank once, in order")
         )
     return measurement
 
 
-def _fault(detail: Any, source: str) -> Fault:
-    place = ".".join(str(part) for part in detail["loc"])
-    value = None if detail["type"] == "missing" else detail["input"]
-    return Fault(where=f"{source}: {place}" if place else source, value=value, rule=str(detail["msg"]).lower())
-
-
 def measured_run(measurement: RunMeasurement) -> MeasuredRun:
-    """Return what planning can learn from a measurement; the same measurement always has the same identifier.
+    """Return the run for the calibration of later plans; equal measurements have equal identifiers.
 
     Raises:
-        UsageError: no accelerator was measured, or the run was not the planned one.
+        UsageError: no accelerator was measured, or the run differed from its plan.
     """
     full = measurement.fullest
     reserved = [rank.peak_reserved_bytes for rank in measurement.measured if rank.peak_reserved_bytes is not None]
     allocated = [rank.peak_allocated_bytes for rank in measurement.measured if rank.peak_allocated_bytes is not None]
     if len(reserved) < len(measurement.measured) or len(allocated) < len(measurement.measured):
-        rule = "has no peaks: the ranks had no accelerator, so there is nothing to calibrate with"
-        raise UsageError(Fault(where="measurement", rule=rule, fix="give a run on GPUs"))
+        rule = "has no memory peaks, because the ranks had no accelerator"
+        raise UsageError(ConfigError(where="measurement", rule=rule, fix="calibrate with a run on GPUs"))
     if measurement.differences:
-        fix = "run the plan as written, or plan what was run"
-        raise UsageError([Fault(where="run", rule=difference, fix=fix) for difference in measurement.differences])
+        fix = "run the plan unchanged, or plan with the settings of the run"
+        raise UsageError([ConfigError(where="run", rule=difference, fix=fix) for difference in measurement.differences])
     canonical = json.dumps(asdict(measurement), sort_keys=True, separators=(",", ":"))
     run = MeasuredRun(
         identifier=hashlib.sha256(canonical.encode()).hexdigest(),
@@ -271,7 +259,7 @@ def measured_run(measurement: RunMeasurement) -> MeasuredRun:
 
 
 def log_values(measurement: RunMeasurement) -> dict[str, float]:
-    """Return flat numbers for experiment trackers; what was not measured is left out."""
+    """Return flat numbers for experiment trackers, without those that were not measured."""
     full, predicted = measurement.fullest, measurement.predicted
     first = full.first_step_seconds
     values: dict[str, float | None] = {
@@ -279,38 +267,34 @@ def log_values(measurement: RunMeasurement) -> dict[str, float]:
         "plan/predicted_reserved_gb": predicted.reserved_bytes / 1e9,
         "plan/predicted_peak_gb": predicted.peak_bytes / 1e9,
         "plan/predicted_high_gb": predicted.high_bytes / 1e9,
-        "plan/peak_allocated_gb": _giga(full.peak_allocated_bytes),
-        "plan/peak_reserved_gb": _giga(full.peak_reserved_bytes),
-        "plan/device_used_gb": _giga(full.device_used_bytes),
+        "plan/peak_allocated_gb": None if full.peak_allocated_bytes is None else full.peak_allocated_bytes / 1e9,
+        "plan/peak_reserved_gb": None if full.peak_reserved_bytes is None else full.peak_reserved_bytes / 1e9,
+        "plan/device_used_gb": None if full.device_used_bytes is None else full.device_used_bytes / 1e9,
         "plan/step_seconds": measurement.step_seconds,
         "plan/first_step_seconds": first[0] if first else None,
     }
     return {name: value for name, value in values.items() if value is not None}
 
 
-def _giga(count: int | None) -> float | None:
-    return None if count is None else count / 1e9
-
-
 def report_lines(measurement: RunMeasurement) -> Iterator[str]:
-    """Yield predicted beside measured, for people."""
+    """Yield a table of predicted and measured memory, step times, and differences from the plan."""
     full, predicted = measurement.fullest, measurement.predicted
-    place = f"rank {full.rank} of {len(measurement.measured)}, {printable(full.device)}"
-    yield f"{'GB on the fullest rank':<32}{'predicted':>10}{'measured':>10}  ({place})"
-    for name, expected, found in (
+    fullest = f"rank {full.rank} of {len(measurement.measured)}, {printable(full.device)}"
+    yield f"{'GB on the fullest rank':<32}{'predicted':>10}{'measured':>10}  ({fullest})"
+    for name, expected, measured in (
         ("tensors (peak allocated)", predicted.allocated_bytes, full.peak_allocated_bytes),
         ("allocator (peak reserved)", predicted.reserved_bytes, full.peak_reserved_bytes),
         ("device (in use at the end)", predicted.peak_bytes, full.device_used_bytes),
     ):
-        yield f"{name:<32}{gigabytes(expected):>10}{'-' if found is None else gigabytes(found):>10}"
+        yield f"{name:<32}{gigabytes(expected):>10}{'-' if measured is None else gigabytes(measured):>10}"
     first = ", ".join(f"{seconds:.3g}" for seconds in full.first_step_seconds)
     typical = measurement.step_seconds
-    later = f"then {typical:.3g} (median, slowest rank)" if typical is not None else "and no more"
-    yield f"seconds of a step: {first or 'none'}, {later}; step time is not predicted yet"
+    later = "" if typical is None else f", then {typical:.3g} (median, slowest rank)"
+    yield f"seconds per step: {first or 'none'}{later}"
     for difference in measurement.differences:
-        yield f"not as planned: {printable(difference)}"
+        yield f"differs from the plan: {printable(difference)}"
 
 
 def printable(text: str) -> str:
-    """Return `text` without what would steer a terminal, as a file from elsewhere may hold it."""
+    """Replace unprintable characters, with which a foreign file could control the terminal."""
     return "".join(character if character.isprintable() else "?" for character in text)

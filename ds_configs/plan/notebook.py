@@ -1,15 +1,14 @@
-"""A plan in a notebook: one line, a table of all layouts as rows, and that table as HTML."""
+"""Plans in a notebook: a summary line, rows of all layouts, and HTML."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from html import escape
-from typing import Any
 
 from ..memory.terms import TERM_ROLES
-from ..search.choice import Evaluated
+from ..search.search import Evaluated
 from ..specs.units import gigabytes
-from .plan import Plan
+from .rendering import LaunchSpec
 
 _COLUMNS = ("layout", "micro_batch_size", "peak_GB", "high_GB", "tokens_per_second", "reason")
 
@@ -21,14 +20,14 @@ _ROLE_COLORS = {
     "buckets": "#ee6677",
     "other": "#aa3377",
 }
-"""Paul Tol's bright scheme, whose colours people tell apart who see fewer."""
+"""Paul Tol's bright scheme, which is safe for colour-blind readers."""
 _ROLE_WORDS = {"other": "runtime and communicators"}
 _INTERVAL_COLOR = "#bbbbbb"
 _KEY = "display:inline-block;width:0.8em;height:0.8em;margin-right:0.3em;border:1px solid #888"
 
 
-def plan_line(plan: Plan) -> str:
-    """Return what was chosen for what, in one line."""
+def plan_line(plan: LaunchSpec) -> str:
+    """Return model, hardware, chosen layout and memory in one line."""
     strategy, gpu = plan.chosen.strategy, plan.chosen.memory.gpu
     return (
         f"<Plan {plan.model.name} on {plan.hardware.name}: {strategy.label}, micro-batch {strategy.micro_batch_size} x "
@@ -36,28 +35,27 @@ def plan_line(plan: Plan) -> str:
     )
 
 
-def plan_rows(plan: Plan) -> list[dict[str, Any]]:
+def plan_rows(plan: LaunchSpec, rejected: Iterable[Evaluated]) -> list[dict[str, object]]:
     """Return the chosen layout and then the others, with memory in GB, tokens/s of all ranks and the reason."""
-    return [_row(layout) for layout in (plan.chosen, *plan.rejected)]
+    rows = []
+    for layout in (plan.chosen, *rejected):
+        gpu = layout.memory.gpu
+        values = (
+            layout.strategy.label,
+            layout.strategy.micro_batch_size,
+            gpu.peak_bytes / 1e9,
+            gpu.high_bytes / 1e9,
+            layout.time.tokens_per_second,
+            layout.reason,
+        )
+        rows.append(dict(zip(_COLUMNS, values, strict=True)))
+    return rows
 
 
-def _row(layout: Evaluated) -> dict[str, Any]:
-    gpu = layout.memory.gpu
-    values = (
-        layout.strategy.label,
-        layout.strategy.micro_batch_size,
-        gpu.peak_bytes / 1e9,
-        gpu.high_bytes / 1e9,
-        layout.time.tokens_per_second,
-        layout.reason,
-    )
-    return dict(zip(_COLUMNS, values, strict=True))
+def plan_html(plan: LaunchSpec, rejected: Iterable[Evaluated]) -> str:
+    """Return the plan for a notebook: summary line, memory bar with legend, reason, and a table of layouts.
 
-
-def plan_html(plan: Plan) -> str:
-    """Return the plan for a notebook: its line, memory as a bar with a legend, the reason and the layouts.
-
-    Every text is escaped: names of models are somebody else's.
+    All text is escaped, because model names are untrusted.
     """
     headings = [name.replace("_", " ") for name in _COLUMNS]
     rows = [
@@ -65,20 +63,20 @@ def plan_html(plan: Plan) -> str:
             f"{value:,.{0 if name == 'tokens_per_second' else 1}f}" if isinstance(value, float) else str(value)
             for name, value in row.items()
         ]
-        for row in plan_rows(plan)
+        for row in plan_rows(plan, rejected)
     ]
     rows[0][-1] = "chosen"
     line, reason = escape(plan_line(plan).strip("<>")), escape(plan.chosen.reason)
     return f"<p><b>{line}</b></p>{_memory_bar(plan)}<p>{reason}</p>{_table(headings, rows)}"
 
 
-def _memory_bar(plan: Plan) -> str:
-    """Return the memory of an accelerator as a bar of its capacity: what fills it, the interval above it, a legend."""
+def _memory_bar(plan: LaunchSpec) -> str:
+    """Return a bar of the accelerator's capacity with used memory by role, the interval above it, and a legend."""
     gpu = plan.chosen.memory.gpu
     by_role = dict.fromkeys(_ROLE_COLORS, 0)
     for name, count in gpu.terms.items():
         by_role[TERM_ROLES.get(name, "other")] += count
-    # Below zero where measured runs moved the allocator's share.
+    # Calibration can make the allocator's share negative.
     filled = [(role, count) for role, count in by_role.items() if count > 0]
     stops, end = [], 0.0
     parts = [(_ROLE_COLORS[role], count) for role, count in filled]
@@ -99,20 +97,20 @@ def _memory_bar(plan: Plan) -> str:
     return f'<div style="max-width:40em">{escape(title)}{bar}<div style="font-size:smaller">{keys}</div></div>'
 
 
-def result_html(line: str, headings: Sequence[str], rows: Iterable[Sequence[str]], *remarks: str) -> str:
-    """Return a result for a notebook: a line, a table and remarks, every text escaped."""
-    below = "".join(f"<p>{escape(remark)}</p>" for remark in remarks)
+def result_html(line: str, headings: Sequence[str], rows: Iterable[Sequence[str]], *paragraphs: str) -> str:
+    """Return a result for a notebook: a line, a table and paragraphs, with all text escaped."""
+    below = "".join(f"<p>{escape(paragraph)}</p>" for paragraph in paragraphs)
     return f"<p><b>{escape(line)}</b></p>{_table(headings, rows)}{below}"
 
 
 def _table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Return a table whose columns of text begin at the left, where notebooks put figures."""
+    # Notebooks right-align all columns; text is aligned on the left.
     lines = [list(cells) for cells in rows]
-    texts = [any(line[place][:1].isalpha() for line in lines) for place in range(len(headings))]
+    texts = [any(line[column][:1].isalpha() for line in lines) for column in range(len(headings))]
 
     def row(cells: Sequence[str], kind: str) -> str:
         styles = (' style="text-align:left"' if text else "" for text in texts)
-        found = (f"<{kind}{style}>{escape(cell)}</{kind}>" for cell, style in zip(cells, styles, strict=True))
-        return f"<tr>{''.join(found)}</tr>"
+        cells_html = (f"<{kind}{style}>{escape(cell)}</{kind}>" for cell, style in zip(cells, styles, strict=True))
+        return f"<tr>{''.join(cells_html)}</tr>"
 
     return f"<table>{row(headings, 'th')}{''.join(row(cells, 'td') for cells in lines)}</table>"

@@ -1,9 +1,4 @@
-"""Output directories: what a command may write over, and a lock that keeps a second run out meanwhile.
-
-The lock is on a file beside the directory, which may yet be renamed into its place, or inside of it where the place
-beside cannot be written. The system drops the lock when its process ends in whatever way; a forked child does not keep
-it, as it would with `flock`.
-"""
+"""Output directories and files: checked before use, written completely or not at all."""
 
 from __future__ import annotations
 
@@ -13,54 +8,69 @@ import shutil
 import socket
 import tempfile
 from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from fnmatch import fnmatch
 from glob import escape
 from pathlib import Path
 
-from ..specs.errors import Fault, ShardwrightError, UsageError
+from ..specs.errors import ConfigError, ShardwrightError, UsageError
 from ..specs.units import gigabytes
 
 LOCK = ".shardwright-lock"
-"""Ending of a lock's name beside the directory, and its name inside."""
+"""Suffix of the lock file next to a directory, and the name of a lock file inside it."""
 STAGING = ".partial-"
-"""Follows the directory's name in those of directories that are to take its place, or whose files are."""
+"""Follows the directory's name in the names of its staging directories."""
 _PROBE_BYTES = 2**20
 _held: set[Path] = set()
-"""Directories of this process, to whose own locks the system would not object."""
+"""Directories that this process has locked; `lockf` does not conflict within a process."""
 
 
-def output_faults(
+def output_errors(
     directory: Path,
     *,
     force: bool,
     sources: Mapping[str, str | None] | None = None,
     own: Collection[str] = (),
     fix: str = "use --force to write into it",
-) -> list[Fault]:
-    """Return what keeps a command from writing to a directory, before its work: one rule for all of them.
+) -> list[ConfigError]:
+    """Return why a command must not write to a directory, checked before its work. All commands use this check.
 
     Args:
-        directory: Where results go.
-        force: Whether files that lie there may be replaced.
-        sources: What the command reads, by its part in it; nothing is ever written over one, or into one.
-        own: Names, or patterns of names, of files that may be replaced without `force`.
-        fix: The way out where something lies there.
+        directory: Output directory.
+        force: Whether existing files may be replaced.
+        sources: Inputs of the command by role; the output must not be one of them, or inside one.
+        own: Names or patterns of files that may be replaced without `force`.
+        fix: Fix to suggest if the directory is not empty.
     """
+    errors = occupied_errors(directory, force=force, own=own, fix=fix)
     if directory.exists() and not directory.is_dir():
-        return [Fault(where="output_dir", value=str(directory), rule="is a file", fix="name a directory")]
-    faults = [_source_fault(directory, part, source) for part, source in (sources or {}).items() if source is not None]
-    found = [fault for fault in faults if fault is not None] + occupied_faults(directory, force=force, own=own, fix=fix)
-    return found + disk_faults(directory)
+        return errors
+    inside = []
+    target = directory.resolve()
+    for role, source in (sources or {}).items():
+        if source is None:
+            continue
+        read = Path(source).expanduser()
+        if not read.exists():
+            continue
+        # A model may be given by the path of its configuration.
+        read = read.parent if read.name == "config.json" else read
+        # `samefile` also finds sources that are reached by another path.
+        if parent := next((path for path in (target, *target.parents) if path.exists() and path.samefile(read)), None):
+            rule = f"is {role} itself, whose files would be replaced" if parent == target else f"is inside {role}"
+            inside.append(
+                ConfigError(where="output_dir", value=str(directory), rule=rule, fix="choose another directory")
+            )
+    return inside + errors + disk_errors(directory)
 
 
-def occupied_faults(
+def occupied_errors(
     directory: Path, *, force: bool, own: Collection[str] = (), fix: str = "use --force to write into it"
-) -> list[Fault]:
-    """Return the fault of a directory that holds files already, as `output_faults` does; the disk is left alone."""
+) -> list[ConfigError]:
+    """Return the error of a directory that holds files, as `output_errors` does, without trying to write."""
     where, value = "output_dir", str(directory)
     if directory.exists() and not directory.is_dir():
-        return [Fault(where=where, value=value, rule="is a file", fix="name a directory")]
+        return [ConfigError(where=where, value=value, rule="is a file", fix="pass a directory")]
     if force or not directory.is_dir():
         return []
     names = sorted(path.name for path in directory.iterdir())
@@ -68,116 +78,89 @@ def occupied_faults(
     others = [name for name in names if not any(fnmatch(name, pattern) for pattern in ours)]
     if not others:
         return []
-    rule = f"holds {others[0]!r}, which is not replaced" if own else "exists and is not empty"
-    return [Fault(where=where, value=value, rule=rule, fix=fix)]
+    rule = f"contains {others[0]!r}, which is not replaced" if own else "exists and is not empty"
+    return [ConfigError(where=where, value=value, rule=rule, fix=fix)]
 
 
-def disk_faults(directory: Path, *, needed_bytes: int = 0) -> list[Fault]:
-    """Return why nothing can be written to a directory, which may not exist yet; a file without a name tries it.
+def disk_errors(directory: Path, *, needed_bytes: int = 0) -> list[ConfigError]:
+    """Return why nothing can be written to a directory, which may not exist yet; writes an unnamed temporary file.
 
     Args:
-        directory: Where results go.
-        needed_bytes: What they will take at least.
+        directory: Output directory.
+        needed_bytes: Smallest size of the results.
     """
     where, value = "output_dir", str(directory)
-    place = _existing(directory)
+    target = directory.resolve()
+    existing = next(path for path in (target, *target.parents) if path.exists())
     try:
-        with tempfile.TemporaryFile(dir=place) as probe:
+        with tempfile.TemporaryFile(dir=existing) as probe:
             probe.write(bytes(_PROBE_BYTES))
             probe.flush()
             os.fsync(probe.fileno())
-        free = shutil.disk_usage(place).free
+        free = shutil.disk_usage(existing).free
     except OSError as error:
-        fix = "free some space, or name a place that can be written"
-        return [Fault(where=where, value=value, rule=f"cannot be written ({error.strerror})", fix=fix)]
+        fix = "free some space, or choose a writable directory"
+        return [ConfigError(where=where, value=value, rule=f"cannot be written ({error.strerror})", fix=fix)]
     if needed_bytes <= free:
         return []
-    rule = f"takes {gigabytes(needed_bytes)} GB, and {gigabytes(free)} GB are free in {place}"
-    return [Fault(where=where, value=value, rule=rule, fix="free some space, or name another disk")]
-
-
-def _existing(directory: Path) -> Path:
-    place = directory.resolve()
-    return next(path for path in (place, *place.parents) if path.exists())
-
-
-def _source_fault(directory: Path, part: str, source: str) -> Fault | None:
-    """Return the fault of a directory that is a source, or lies in one, by whatever path it is reached."""
-    read = Path(source).expanduser()
-    if not read.exists():
-        return None
-    # A model may be named by its configuration.
-    read = read.parent if read.name == "config.json" else read
-    place = directory.resolve()
-    for path in (place, *place.parents):
-        if path.exists() and path.samefile(read):
-            rule = f"is {part} itself, whose files would be replaced" if path == place else f"lies inside {part}"
-            return Fault(where="output_dir", value=str(directory), rule=rule, fix="name another one")
-    return None
+    rule = f"needs {gigabytes(needed_bytes)} GB, but {existing} has {gigabytes(free)} GB free"
+    return [ConfigError(where=where, value=value, rule=rule, fix="free some space, or choose another disk")]
 
 
 @contextmanager
 def reserved(directory: Path, *, force: bool, own: Collection[str] = ()) -> Iterator[None]:
-    """Keep every other run out of an output directory during the block; what a killed run staged there goes.
+    """Lock an output directory during the block and remove what killed runs staged there.
 
     Args:
-        directory: Where results go; it need not exist.
-        force: Whether files that lie there now may be replaced: another run may have ended since they were checked.
-        own: As for `output_faults`.
+        directory: Output directory, which need not exist.
+        force: Whether existing files may be replaced; checked again, since another run may have ended meanwhile.
+        own: As for `output_errors`.
 
     Raises:
-        UsageError: another run writes to it, or has left files there.
-        ShardwrightError: the system refuses to write.
+        UsageError: another run writes to the directory, or has left files there.
+        ShardwrightError: writing fails.
     """
-    place = directory.resolve()
-    if place in _held:
+    target = directory.resolve()
+    if target in _held:
         raise UsageError(_busy(directory, f"process {os.getpid()}"))
     try:
-        place.parent.mkdir(parents=True, exist_ok=True)
-        descriptor, lock = _locked(place)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        # The lock file is next to the directory, or inside where the parent is not writable.
+        lock = target.with_name(f".{target.name}{LOCK}") if target.name else target / LOCK
+        try:
+            descriptor = _try_lock(lock)
+        except OSError as error:
+            # A read-only parent may hold a directory that is another mount.
+            if not isinstance(error, PermissionError) and not target.is_dir():
+                raise
+            lock = target / LOCK
+            descriptor = _try_lock(lock)
     except OSError as error:
         raise ShardwrightError(f"output_dir = {str(directory)!r}: cannot be written ({error.strerror})") from None
     if descriptor is None:
         raise UsageError(_busy(directory, lock.read_text(encoding="utf-8", errors="replace") or "another process"))
-    _held.add(place)
+    _held.add(target)
     try:
-        for abandoned in _staged(place):
+        # Killed runs leave staging directories next to the directory and inside it.
+        pattern = f".{escape(target.name)}{STAGING}*"
+        for abandoned in [*target.parent.glob(pattern), *target.glob(pattern)]:
             shutil.rmtree(abandoned, ignore_errors=True)
-        if faults := occupied_faults(directory, force=force, own=own):
-            raise UsageError(faults)
+        if errors := occupied_errors(directory, force=force, own=own):
+            raise UsageError(errors)
         yield
     finally:
-        _held.discard(place)
+        _held.discard(target)
         lock.unlink(missing_ok=True)
         os.close(descriptor)
 
 
-def _staged(place: Path) -> list[Path]:
-    """Return what runs that were killed have left of a directory, beside and inside of it."""
-    pattern = f".{escape(place.name)}{STAGING}*"
-    return [*place.parent.glob(pattern), *place.glob(pattern)]
-
-
-def _busy(directory: Path, holder: str) -> Fault:
-    fix = "wait until it ends, end it, or name another directory"
-    return Fault(where="output_dir", value=str(directory), rule=f"{holder} is writing to it", fix=fix)
-
-
-def _locked(place: Path) -> tuple[int | None, Path]:
-    """Return a descriptor that holds the lock of a directory, `None` where another process has it, and its file."""
-    beside = place.with_name(f".{place.name}{LOCK}") if place.name else place / LOCK
-    try:
-        return _try_lock(beside), beside
-    except PermissionError:
-        pass
-    except OSError:
-        # Such as a read-only file system, on which the directory itself is another mount.
-        if not place.is_dir():
-            raise
-    return _try_lock(place / LOCK), place / LOCK
+def _busy(directory: Path, holder: str) -> ConfigError:
+    fix = "wait until it ends, stop it, or choose another directory"
+    return ConfigError(where="output_dir", value=str(directory), rule=f"{holder} is writing to it", fix=fix)
 
 
 def _try_lock(file: Path) -> int | None:
+    """Return a descriptor that holds the lock; `None` if another process has it."""
     import fcntl
 
     while True:
@@ -185,18 +168,80 @@ def _try_lock(file: Path) -> int | None:
         try:
             fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
-            # Some network file systems have no locks: nobody can be kept out there.
+            # Some network file systems have no locks; then other runs cannot be detected.
             if error.errno not in (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS):
                 os.close(descriptor)
                 if error.errno in (errno.EAGAIN, errno.EACCES):
                     return None
                 raise
         try:
-            # Its holder removes it when it ends, perhaps since it was opened here.
+            # The holder may have removed the file since it was opened here.
             if os.path.samestat(os.fstat(descriptor), file.stat()):
                 os.truncate(descriptor, 0)
                 os.write(descriptor, f"process {os.getpid()} on {socket.gethostname()}".encode())
                 return descriptor
         except FileNotFoundError:
             pass
+        os.close(descriptor)
+
+
+def write_files(files: Mapping[str, str | bytes], directory: Path, *, force: bool = False) -> list[Path]:
+    """Write texts and pictures to `directory` through temporary names and return the paths.
+
+    Scripts (`.sh`, `.sbatch`) become executable.
+
+    Raises:
+        UsageError: the directory is not empty and `force` is false, or the path is a file.
+        ShardwrightError: writing fails.
+    """
+    errors = occupied_errors(directory, force=force) or [
+        ConfigError(where=f"output_dir/{name}", rule="is a directory, but a file must be written there")
+        for name in sorted(files)
+        if (directory / name).is_dir()
+    ]
+    if errors:
+        raise UsageError(errors)
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        contents = {directory / name: content for name, content in sorted(files.items())}
+        # All temporary files are written before the first one is renamed, so that a full disk changes nothing.
+        with ExitStack() as staged:
+            for path, content in contents.items():
+                temporary = staged.enter_context(replacing(path))
+                temporary.write_bytes(content.encode("utf-8") if isinstance(content, str) else content)
+                flush(temporary)
+    except OSError as error:
+        raise ShardwrightError(f"output_dir = {str(directory)!r}: cannot be written ({error.strerror})") from None
+    return list(contents)
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """Yield a temporary path next to `path`, which replaces it when the block ends without an error.
+
+    Scripts (`.sh`, `.sbatch`) become executable.
+
+    Raises:
+        OSError: writing fails.
+    """
+    descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    os.close(descriptor)
+    temporary = Path(name)
+    try:
+        yield temporary
+        # Some libraries write files that only the owner can read (safetensors 0.8.0).
+        temporary.chmod(0o755 if path.suffix in (".sh", ".sbatch") else 0o644)
+        flush(temporary)
+        temporary.replace(path)
+        flush(path.parent)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def flush(path: Path) -> None:
+    """Wait until a file, or the entries of a directory, are on disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
         os.close(descriptor)

@@ -1,114 +1,101 @@
-"""`Plan`: choose a strategy, write its files, read them back."""
+"""`Plan`: select a layout, write its files, read them back, adapt it to fewer nodes."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
-from ..memory.activation_source import ActivationSource, activations_are_stored
-from ..memory.calibration import Calibration
-from ..search.choice import Evaluated, ParetoPoint, search
-from ..search.questions import clusters
+from ..legality.axes import pipeline_remarks
+from ..memory.activations import activation_mode, activations_are_stored, cached_activations
+from ..memory.estimate import Calibration, MemoryEstimate, estimate_memory
+from ..memory.rank_parameters import rank_parameters
+from ..models.families import FAST_FAMILIES, family_attention
+from ..models.stored_shapes import load_shapes
+from ..search.candidates import SearchContext
+from ..search.run_estimates import clusters, doubts
+from ..search.search import Evaluated, ParetoPoint, search
 from ..search.suggestions import Offer, Suggestion, cheapest_changes, faster_changes
-from ..specs.errors import DoesNotFitError, Fault, RefusedInputError, UsageError
-from ..specs.hardware import HardwareSpec
+from ..specs.errors import ConfigError, DoesNotFitError, RefusedInputError, UsageError
+from ..specs.hardware import HardwareSpec, with_gpus
 from ..specs.job import TrainingJob
-from ..specs.json_text import strict_json
-from ..specs.model import ModelSpec
-from ..specs.strategy import Strategy
-from .write import write_files
+from ..specs.layout import Layout
+from ..specs.model import FIRST_RELEASE, ModelSpec
+from ..specs.texts import read_small_file, strict_json, yaml_mapping
+from ..specs.units import gigabytes
+from .clusters import ClusterJob, hostfile, slurm_script
+from .notebook import plan_html, plan_line, plan_rows
+from .output import write_files
+from .rendering import (
+    HEADER,
+    LaunchSpec,
+    accelerate_config,
+    accelerate_text,
+    copied_configuration,
+    deepspeed_config,
+    launch_script,
+    planned_training_arguments,
+    resolved_deepspeed_config,
+    run_line,
+)
 
-# Plans with every rejected layout stay far below 1 MiB; what is larger was not written here and is not parsed.
+# Plans are far below 1 MiB; a larger file was not written by `Plan.write` and is not parsed.
 _LARGEST_PLAN_BYTES = 16 * 2**20
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, repr=False)
-class Plan:
-    """A model, the hardware, the job, and the strategy chosen for them; lies in a directory as the files that run it.
+class Plan(LaunchSpec):
+    """Model, hardware, job and chosen layout, written as a directory of files that run them."""
 
-    What renders and reads files imports `Plan`, so that the methods import it when they are called.
-    """
-
-    model: ModelSpec
-    """The model to train."""
-    hardware: HardwareSpec
-    """The cluster to train on."""
-    job: TrainingJob
-    """What the user fixed and left open."""
-    chosen: Evaluated
-    """The strategy that runs, with its memory and reason."""
     rejected: tuple[Evaluated, ...]
-    """The other layouts with theirs: those that fit first, fastest first."""
+    """The other layouts: those that fit first, fastest first."""
     pareto: tuple[ParetoPoint, ...] = ()
-    """Layouts from the fastest to the leanest, none of which another one beats in both."""
+    """Layouts from the fastest to the leanest; no other layout beats one of them in both speed and memory."""
     offers: tuple[Offer, ...] = ()
-    """What would be faster if the training's numbers may change."""
+    """Changes that would make training faster, but change its numbers."""
     versions: tuple[tuple[str, str], ...] = ()
-    """Library versions that the plan was made with, by name."""
+    """Names and versions of the libraries that the plan was made with."""
     activations: Literal["stored", "traced", "upper bound"] = "stored"
-    """What activation bytes rest on: coefficients of the family, a trace of the model, or a bound of its structure."""
+    """Source of activation bytes: coefficients of the family, a trace of the model, or a bound from its structure."""
     command: str = ""
-    """Command line that made it; empty where a Python program did."""
-
-    @property
-    def file_names(self) -> tuple[str, ...]:
-        """Names of the files that the plan consists of."""
-        names = ["accelerate.yaml", "launch.sh", "plan.json", "training_arguments.json"]
-        if self.chosen.strategy.engine == "deepspeed":
-            names.append("ds_config.json")
-        if self.hardware.nodes > 1:
-            names += ["hostfile", "launch.sbatch"]
-        return tuple(sorted(names))
+    """Command line that made the plan; empty for a plan made from Python."""
 
     def __repr__(self) -> str:
-        """Return what was chosen for what, in one line."""
-        from .notebook import plan_line
-
         return plan_line(self)
 
     def _repr_html_(self) -> str:
-        """Return the plan as a notebook shows it."""
-        from .notebook import plan_html
-
-        return plan_html(self)
+        return plan_html(self, self.rejected)
 
     def to_dataframe(self) -> Any:
-        """Return the chosen layout and then the others as a pandas DataFrame: memory in GB, tokens/s, the reason."""
+        """Return the chosen layout, then the others, as a pandas DataFrame: memory in GB, tokens/s, reason."""
         import pandas  # type: ignore[import-untyped]
 
-        from .notebook import plan_rows
-
-        return pandas.DataFrame(plan_rows(self))
+        return pandas.DataFrame(plan_rows(self, self.rejected))
 
     def to_dict(self) -> dict[str, Any]:
         """Return the plan as the JSON values of `plan.json`."""
-        from .plan_json import plan_to_dict
-
         return plan_to_dict(self)
 
     def training_arguments(self, output_dir: str | Path, **overrides: Any) -> dict[str, Any]:
-        """Return what belongs into `TrainingArguments`, or a subclass such as `SFTConfig`, as keyword arguments.
+        """Return keyword arguments for `TrainingArguments` or a subclass such as `SFTConfig`.
 
-        They are what `training_arguments.json` holds, with `overrides` in their place where both name one. A batch or
-        a precision that is not the plan's makes its prediction void, which `PlanCallback` says.
+        They are the values of `training_arguments.json`, replaced by `overrides`. If overrides change the batch or the
+        precision, the prediction no longer applies, and `PlanCallback` warns.
 
         >>> TrainingArguments(**plan.training_arguments("out", max_steps=100))  # doctest: +SKIP
         """
-        from .training_arguments import planned_training_arguments
-
         return planned_training_arguments(self) | {"output_dir": str(output_dir)} | overrides
 
     def deepspeed_config(self) -> dict[str, Any]:
-        """Return `ds_config.json` with numbers for `"auto"`, for a loop of one's own around `deepspeed.initialize`.
+        """Return `ds_config.json` with numbers instead of `"auto"`, for a custom loop with `deepspeed.initialize`.
 
         Raises:
-            UsageError: the plan runs another engine.
+            UsageError: the plan does not use DeepSpeed.
 
         >>> deepspeed.initialize(model=model, optimizer=optimizer, config=plan.deepspeed_config())  # doctest: +SKIP
         """
-        from .deepspeed import resolved_deepspeed_config
-
         return resolved_deepspeed_config(self)
 
     def write(self, directory: str | Path, *, force: bool = False) -> list[Path]:
@@ -116,39 +103,37 @@ class Plan:
 
         Raises:
             UsageError: the directory is not empty and `force` is false.
-            ShardwrightError: the system refuses to write.
+            ShardwrightError: writing fails.
         """
-        from .files import render_files
-
         target = Path(directory)
         return write_files(render_files(self, directory=str(target.absolute())), target, force=force)
 
     @classmethod
     def load(cls, directory: str | Path) -> Plan:
-        """Return the plan that `write` left in a directory.
+        """Return the plan that `write` wrote to a directory.
 
         Raises:
             UsageError: there is no `plan.json`.
-            RefusedInputError: it is not one that this version wrote.
+            RefusedInputError: the file is not a plan of this version.
         """
-        from .plan_json import plan_from_dict
-
         path = Path(directory)
         file = path / "plan.json" if path.is_dir() else path
         if not file.is_file():
             rule = "has no plan.json" if path.exists() else "no such file or directory"
-            raise UsageError(Fault(where="plan", value=str(path), rule=rule, fix="run `plan --output-dir` first"))
+            raise UsageError(
+                ConfigError(where="plan", value=str(path), rule=rule, fix="run `shardwright plan --output-dir` first")
+            )
         if file.stat().st_size > _LARGEST_PLAN_BYTES:
-            raise RefusedInputError(Fault(where=str(file), rule=f"is over {_LARGEST_PLAN_BYTES} bytes"))
+            raise RefusedInputError(ConfigError(where=str(file), rule=f"is larger than {_LARGEST_PLAN_BYTES} bytes"))
         try:
             data = strict_json(file.read_bytes())
         except ValueError as error:
-            raise RefusedInputError(Fault(where=str(file), rule=f"is not valid JSON ({error})")) from None
+            raise RefusedInputError(ConfigError(where=str(file), rule=f"is not valid JSON ({error})")) from None
         return plan_from_dict(data, source=str(file))
 
 
 class PlanDoesNotFitError(DoesNotFitError):
-    """No layout fits; carries what was asked, what was tried, and the cheapest changes that would fit."""
+    """No layout fits. Carries model, hardware, job, the layouts tried, and the cheapest changes that would fit."""
 
     def __init__(
         self,
@@ -168,7 +153,7 @@ class PlanDoesNotFitError(DoesNotFitError):
         lines = [f"nothing fits; closest: {closest.reason}"]
         lines += [f"would fit: {suggestion}" for suggestion in suggestions]
         if not suggestions:
-            lines.append("no single change that was tried would fit")
+            lines.append("none of the changes that were tried would fit")
         super().__init__("\n".join(lines))
 
 
@@ -177,24 +162,31 @@ def make_plan(
     hardware: HardwareSpec,
     job: TrainingJob,
     *,
-    activations: ActivationSource | None = None,
     calibration: Calibration | None = None,
     versions: tuple[tuple[str, str], ...] = (),
     offers: bool = True,
 ) -> Plan:
-    """Choose a strategy for the model, hardware and job; `calibration` holds measured runs to learn from.
+    """Choose a layout for a model, hardware and job.
 
-    Without `offers`, which take searches of their own, `with_offers` adds them later.
+    Args:
+        model: The model.
+        hardware: The cluster.
+        job: The training job.
+        calibration: Measured runs that narrow the memory interval.
+        versions: Library versions to record.
+        offers: Whether to search for `Plan.offers`, which takes several searches; `with_offers` adds them later.
 
     Raises:
-        UsageError: the job is invalid, or the layouts that it allows break rules.
+        UsageError: the job is invalid, or every layout that it allows breaks a rule.
         PlanDoesNotFitError: no layout fits.
     """
+    context = SearchContext(model=model, hardware=hardware, job=job, calibration=calibration)
     if job.objective == "cost":
-        hardware = _cheapest(model, hardware, job, activations, calibration)
-    outcome = search(model, hardware, job, activations=activations, calibration=calibration)
+        hardware = _cheapest(context)
+        context = replace(context, hardware=hardware)
+    outcome = search(context)
     if outcome.chosen is None:
-        changes = cheapest_changes(model, hardware, job, activations=activations, calibration=calibration)
+        changes = cheapest_changes(context)
         raise PlanDoesNotFitError(outcome.rejected, changes, model=model, hardware=hardware, job=job)
     plan = Plan(
         model=model,
@@ -204,31 +196,26 @@ def make_plan(
         rejected=outcome.rejected,
         pareto=outcome.pareto,
         versions=versions,
-        activations=_activations_from(model, outcome.job, outcome.chosen.strategy, activations),
+        activations="stored" if activations_are_stored(model, outcome.job, outcome.chosen.strategy) else "upper bound",
     )
     return with_offers(plan) if offers else plan
 
 
 def with_offers(plan: Plan) -> Plan:
-    """Return the plan with what would be faster if the training's numbers may change."""
+    """Return the plan with `offers` filled in."""
     return replace(plan, offers=faster_changes(plan.chosen, plan.model, plan.hardware, plan.job))
 
 
-def _cheapest(
-    model: ModelSpec,
-    hardware: HardwareSpec,
-    job: TrainingJob,
-    activations: ActivationSource | None,
-    calibration: Calibration | None,
-) -> HardwareSpec:
-    """Return the part of a cluster with most tokens for each accelerator-second; of those within 1 % the largest.
+def _cheapest(context: SearchContext) -> HardwareSpec:
+    """Return the part of a cluster with the most tokens per accelerator and second; within 1 %, the largest part.
 
-    The whole cluster where nothing fits on any part.
+    Returns the complete cluster if the job fits on no part.
     """
+    hardware = context.hardware
     speeds: list[tuple[float, HardwareSpec]] = []
     for part in (*clusters(hardware, most=hardware.world_size - 1), hardware):
         try:
-            chosen = search(model, part, job, activations=activations, calibration=calibration).chosen
+            chosen = search(replace(context, hardware=part)).chosen
         except UsageError:
             continue
         if chosen is not None:
@@ -237,9 +224,368 @@ def _cheapest(
     return next((part for speed, part in reversed(speeds) if speed >= 0.99 * best), hardware)
 
 
-def _activations_from(
-    model: ModelSpec, job: TrainingJob, chosen: Strategy, given: ActivationSource | None
-) -> Literal["stored", "traced", "upper bound"]:
-    if given is not None:
-        return "traced"
-    return "stored" if activations_are_stored(model, job, chosen) else "upper bound"
+SCHEMA_VERSION = 1
+"""Version of `plan.json` and of `plan --format json`."""
+
+
+def plan_to_dict(plan: Plan) -> dict[str, Any]:
+    """Return the plan as JSON values, the inverse of `plan_from_dict`."""
+    strategy = plan.chosen.strategy
+    return {
+        "schema_version": SCHEMA_VERSION,
+        "model": model_summary(plan.model, plan.job),
+        "hardware": asdict(plan.hardware),
+        "job": job_dict(plan.job),
+        "chosen": {
+            "strategy": strategy_dict(strategy),
+            "gpu_memory": asdict(plan.chosen.memory.gpu),
+            "host_memory": _host_dict(plan.chosen.memory),
+            "nvme_bytes_per_node": plan.chosen.memory.host.nvme_bytes_per_node,
+            "step_time": asdict(plan.chosen.time),
+            "loss": plan.chosen.loss,
+            "reason": plan.chosen.reason,
+            "teacher": None if plan.chosen.teacher is None else asdict(plan.chosen.teacher),
+        },
+        "rejected": [rejected_dict(candidate) for candidate in plan.rejected],
+        "pareto": [asdict(point) for point in plan.pareto],
+        "offers": [asdict(offer) for offer in plan.offers],
+        "doubts": list(doubts(plan.chosen.strategy, plan.model, plan.hardware, plan.job)),
+        "files": list(plan.file_names),
+        "versions": dict(plan.versions),
+        **({} if plan.activations == "stored" else {"activations": plan.activations}),
+        **({"command": plan.command} if plan.command else {}),
+    }
+
+
+def model_summary(model: ModelSpec, job: TrainingJob) -> dict[str, Any]:
+    """Return the model section of `plan.json`, with the full specification under `spec`.
+
+    `spec` has the key `release` only if the release of transformers is not `FIRST_RELEASE`.
+    """
+    spec = asdict(model)
+    if model.release == FIRST_RELEASE:
+        del spec["release"]
+    return {
+        "name": model.name,
+        "parameters": model.parameter_count,
+        "trainable_parameters": rank_parameters(model, job).trainable,
+        "architecture": model.architecture,
+        "model_type": model.model_type,
+        "revision": model.revision,
+        "parameters_by_group": model.group_counts(),
+        "layer_classes": list(model.layer_classes),
+        "spec": spec,
+    }
+
+
+def job_dict(job: TrainingJob) -> dict[str, Any]:
+    """Return a job as JSON values, with the names of the command line."""
+    values = asdict(job)
+    return {"seq_len": values.pop("seq_len_tokens"), **values}
+
+
+def strategy_dict(strategy: Layout) -> dict[str, Any]:
+    """Return a layout as JSON values."""
+    return asdict(strategy) | {"label": strategy.label}
+
+
+def _host_dict(memory: MemoryEstimate) -> dict[str, Any]:
+    host = asdict(memory.host)
+    del host["nvme_bytes_per_node"]
+    return host | {"nvme_capacity_bytes_per_node": memory.nvme_capacity_bytes_per_node}
+
+
+def rejected_dict(candidate: Evaluated) -> dict[str, Any]:
+    """Return a rejected layout as JSON values."""
+    return {
+        "strategy": strategy_dict(candidate.strategy),
+        "reason": candidate.reason,
+        "analysis_only": candidate.analysis_only,
+        "gpu_memory": asdict(candidate.memory.gpu),
+        "host_memory": _host_dict(candidate.memory),
+        "nvme_bytes_per_node": candidate.memory.host.nvme_bytes_per_node,
+        "step_time": asdict(candidate.time),
+        "loss": candidate.loss,
+    }
+
+
+def plan_from_dict(data: object, *, source: str) -> Plan:
+    """Return the plan of JSON values from `plan_to_dict`.
+
+    Raises:
+        RefusedInputError: the schema version or the structure is wrong.
+    """
+    from pydantic import TypeAdapter, ValidationError
+
+    if not isinstance(data, dict) or "schema_version" not in data:
+        raise RefusedInputError(
+            ConfigError(where=source, rule="is not a plan", fix="pass a directory written by `shardwright plan`")
+        )
+    if data["schema_version"] != SCHEMA_VERSION:
+        raise RefusedInputError(
+            ConfigError(
+                where=f"{source}: schema_version",
+                value=data["schema_version"],
+                rule=f"this version reads {SCHEMA_VERSION}",
+                fix="run `shardwright plan` again",
+            )
+        )
+    try:
+        job = dict(data["job"])
+        job["seq_len_tokens"] = job.pop("seq_len")
+        values = {
+            "model": data["model"]["spec"],
+            "hardware": data["hardware"],
+            "job": job,
+            "chosen": _evaluated_values(data["chosen"]),
+            "rejected": [_evaluated_values(candidate) for candidate in data["rejected"]],
+            "pareto": data["pareto"],
+            "offers": data["offers"],
+            "versions": list(data["versions"].items()),
+            "activations": data.get("activations", "stored"),
+            "command": data.get("command", ""),
+        }
+        plan: Plan = TypeAdapter(Plan).validate_python(values)
+        return plan
+    except (ValidationError, KeyError, TypeError, AttributeError) as error:
+        detail = str(error).splitlines()[0] if not isinstance(error, KeyError) else f"missing {error}"
+        raise RefusedInputError(
+            ConfigError(
+                where=source,
+                rule=f"is not a plan that this version wrote ({detail})",
+                fix="run `shardwright plan` again",
+            )
+        ) from None
+
+
+def _evaluated_values(candidate: Mapping[str, Any]) -> dict[str, Any]:
+    host = dict(candidate["host_memory"])
+    capacity = host.pop("nvme_capacity_bytes_per_node")
+    strategy = dict(candidate["strategy"])
+    del strategy["label"]
+    return {
+        "strategy": strategy,
+        "reason": candidate["reason"],
+        "time": candidate["step_time"],
+        "loss": candidate["loss"],
+        "teacher": candidate.get("teacher"),
+        "analysis_only": candidate.get("analysis_only", False),
+        "memory": {
+            "gpu": candidate["gpu_memory"],
+            "host": host | {"nvme_bytes_per_node": candidate["nvme_bytes_per_node"]},
+            "nvme_capacity_bytes_per_node": capacity,
+        },
+    }
+
+
+_AXIS_LIBRARIES = {
+    "tp": "DeepSpeed AutoTP. launch.sh attaches TensorParallelCallback; your own script must attach it too.",
+    "pp": "launch.sh trains with PipelineTrainer, whose stages follow from the plan.",
+    "sp": "DeepSpeed Ulysses. launch.sh attaches SequenceParallelCallback; your own script must attach it too.",
+    "cp": "torch context parallelism under FSDP2, configured by accelerate.yaml.",
+    "ep": "DeepSpeed AutoEP. launch.sh attaches ExpertParallelCallback; your own script must attach it too.",
+}
+"""The library that implements each axis."""
+
+_COPIED = (
+    "The DeepSpeed configuration is in ds_config.json, and as a copy in accelerate.yaml (deepspeed_config_file). "
+    "`accelerate launch` reads the copy. Change both, or replace the copy by the path of ds_config.json; "
+    "`shardwright check` compares them."
+)
+_FSDP2_ON_CPU = (
+    "Start with launch.sh or `shardwright launch DIR SCRIPT`. `accelerate launch` alone would silently train plain DDP "
+    "on CPU ranks (accelerate 1.15.0 shards for accelerators only), so a plain script fails with an error about a "
+    "pre-configured AcceleratorState."
+)
+
+
+def render_files(plan: Plan, *, directory: str = ".") -> dict[str, str]:
+    """Return the text of every file of a plan by name; the same input gives the same bytes.
+
+    `directory` appears only in the launch line of the headers and in the SLURM script, because SLURM runs a copy of it.
+    Nothing else depends on it, so that the directory can be moved.
+    """
+    lines = header_lines(plan, directory)
+    # A line break in a path must not leave its comment.
+    printable = ("".join(character if character.isprintable() else "?" for character in line) for line in lines)
+    header = "".join(f"# {line}\n" for line in printable)
+    engine = plan.chosen.strategy.engine
+    note = f"# {_COPIED}\n" if engine == "deepspeed" else ""
+    if engine == "fsdp2" and plan.hardware.gpu == "CPU":
+        note = f"# {_FSDP2_ON_CPU}\n"
+    texts = {
+        "accelerate.yaml": header + note + accelerate_text(accelerate_config(plan)),
+        "launch.sh": launch_script(plan, header),
+        "plan.json": _json(plan_to_dict(plan)),
+        "training_arguments.json": _json(planned_training_arguments(plan)),
+    }
+    if engine == "deepspeed":
+        described = {HEADER: [_COPIED, *lines], **deepspeed_config(plan)}
+        texts["ds_config.json"] = _json(described)
+    if plan.hardware.nodes > 1:
+        texts["hostfile"] = header + hostfile(plan)
+        texts["launch.sbatch"] = slurm_script(ClusterJob(plan=plan, directory=directory), header)
+    assert set(texts) == set(plan.file_names), "every named file is rendered"
+    return texts
+
+
+def edited_files(plan: Plan, directory: Path) -> list[str]:
+    """Return the configuration files in a plan's directory that differ from the plan, apart from comments."""
+    expected: dict[str, Any] = {
+        "accelerate.yaml": _with_parsed_copy(accelerate_config(plan)),
+        "training_arguments.json": planned_training_arguments(plan),
+    }
+    if plan.chosen.strategy.engine == "deepspeed":
+        expected["ds_config.json"] = deepspeed_config(plan)
+    edited = []
+    for name in sorted(expected):
+        file = directory / name
+        if not file.is_file():
+            continue
+        try:
+            content = read_small_file(file, what="plan")
+            values = strict_json(content) if file.suffix == ".json" else yaml_mapping(content, name=name, what="plan")
+            values = {key: value for key, value in values.items() if key != HEADER}
+            values = _with_parsed_copy(values) if file.suffix == ".yaml" else values
+        except (UsageError, ValueError, AttributeError, RecursionError):
+            edited.append(name)
+            continue
+        # The path of ds_config.json instead of its copy is no edit of the plan.
+        engine = expected[name].get("deepspeed_config")
+        with_path = {"deepspeed_config": engine | {"deepspeed_config_file": None}} if engine else {}
+        if values not in (expected[name], expected[name] | with_path):
+            edited.append(name)
+    return edited
+
+
+def _with_parsed_copy(config: dict[str, Any]) -> dict[str, Any]:
+    """Return a configuration with its DeepSpeed text parsed; `None` instead of a path."""
+    engine = config.get("deepspeed_config")
+    if not isinstance(engine, dict) or not isinstance(engine.get("deepspeed_config_file"), str):
+        return config
+    copy = copied_configuration(engine["deepspeed_config_file"])
+    parsed = None if copy is None else {key: value for key, value in strict_json(copy).items() if key != HEADER}
+    return config | {"deepspeed_config": engine | {"deepspeed_config_file": parsed}}
+
+
+def header_lines(plan: Plan, directory: str) -> list[str]:
+    """Return the header of every file: purpose, reason, launch command, assumptions."""
+    hardware, gpu, strategy = plan.hardware, plan.chosen.memory.gpu, plan.chosen.strategy
+    lines = [
+        f"{plan.model.name} on {hardware.name}: {strategy.label}, micro-batch {strategy.micro_batch_size} x "
+        f"{strategy.gradient_accumulation_steps}, {gigabytes(gpu.peak_bytes)} of {gigabytes(gpu.capacity_bytes)} GB",
+        plan.chosen.reason,
+        f"Run: {run_line(plan, directory=directory)}",
+        f"Assumes {plan.job.precision}, {plan.job.optimizer}, method {plan.job.method}, sequences of "
+        f"{plan.job.seq_len_tokens} tokens without padding, {gigabytes(gpu.capacity_bytes)} GB usable per accelerator.",
+    ]
+    axes = strategy.axes
+    libraries = _AXIS_LIBRARIES | ({"tp": "the pipeline stages split their layers by it."} if "pp" in axes else {})
+    lines += [f"{axis.upper()} {size}: {libraries[axis]}" for axis, size in axes.items()]
+    if "pp" in axes:
+        lines += pipeline_remarks(stages=axes["pp"], micro_batches=strategy.gradient_accumulation_steps)
+    if plan.job.loss == "chunked":
+        lines.append("Requires the package liger-kernel; the training arguments enable its fused head and loss.")
+    if plan.job.teacher is not None:
+        lines.append(
+            f"Memory includes the teacher {plan.job.teacher.name}. The launch line trains only the student; use "
+            "`shardwright distill` to train with the teacher."
+        )
+        if plan.chosen.teacher is not None:
+            lines.append(f"Teacher: {plan.chosen.teacher.reason}")
+    if hardware.assumed:
+        values = ", ".join(f"{name} = {getattr(hardware, name):.4g}" for name in hardware.assumed)
+        lines.append(f"Assumes the values of a common server: {values}.")
+    return lines
+
+
+def _json(value: object) -> str:
+    return json.dumps(value, indent=2, ensure_ascii=False) + "\n"
+
+
+RunnablePlan = TypeVar("RunnablePlan", bound=LaunchSpec)
+
+
+def on_fewer_nodes(plan: RunnablePlan, nodes: int) -> RunnablePlan:
+    """Return the plan of the same optimizer steps on fewer nodes: `accumulation' = accumulation * nodes / nodes'`.
+
+    Raises:
+        UsageError: the layout has axes beyond data parallelism, the global batch cannot be divided, or the larger
+            shards do not fit.
+    """
+    strategy, hardware = plan.chosen.strategy, plan.hardware
+
+    def rejected(rule: str) -> UsageError:
+        fix = f"use all {hardware.nodes} nodes, or plan again"
+        return UsageError(ConfigError(where="nodes", value=nodes, rule=rule, fix=fix))
+
+    if not 0 < nodes <= hardware.nodes:
+        raise rejected(f"must be from 1 to {hardware.nodes}, the nodes of the plan")
+    if strategy.axes or (strategy.dp_replicate > 1 and strategy.dp_shard > 1):
+        raise rejected(f"{strategy.label} needs all nodes, because each holds a different part of the model")
+    micro_batches = strategy.gradient_accumulation_steps * hardware.nodes
+    if micro_batches % nodes:
+        raise rejected(f"must divide the {micro_batches} micro-batches that the ranks of one position run per step")
+    fewer = replace(
+        strategy,
+        gradient_accumulation_steps=micro_batches // nodes,
+        dp_replicate=max(1, strategy.dp_replicate * nodes // hardware.nodes),
+        dp_shard=max(1, strategy.dp_shard * nodes // hardware.nodes),
+    )
+    part = with_gpus(hardware, nodes=nodes, gpus_per_node=hardware.gpus_per_node)
+    memory = estimate_memory(fewer, plan.model, part, plan.job)
+    if not memory.fits:
+        need, capacity = memory.gpu.high_bytes / 2**30, memory.gpu.capacity_bytes / 2**30
+        raise rejected(f"does not fit: an accelerator needs {need:.1f} of {capacity:.1f} GiB")
+    return replace(plan, hardware=part, chosen=replace(plan.chosen, strategy=fewer, memory=memory))
+
+
+def most_nodes(plan: LaunchSpec, available: int, *, least: int) -> int | None:
+    """Return the largest number of available nodes on which a plan can continue; `None` if that is below `least`."""
+    for nodes in range(min(available, plan.hardware.nodes), least - 1, -1):
+        try:
+            on_fewer_nodes(plan, nodes)
+        except UsageError:
+            continue
+        return nodes
+    return None
+
+
+_LEAST_SHARE = 0.01
+"""Smallest relative change of activation bytes to report; the memory interval of a plan is far wider."""
+
+
+def release_difference(plan: Plan, release: str) -> str | None:
+    """Return how another release of Transformers changes the predicted memory; `None` if it does not."""
+    planned = plan.model
+    if release == planned.release:
+        return None
+    versions = f"the plan is for transformers {planned.release}, but {release} is installed"
+    if plan.activations == "traced":
+        return f"{versions}: activations were traced with {planned.release}; plan again"
+    attention = planned.attention
+    # An attention implementation that `config.json` requests stays the same.
+    if attention == _class_attention(planned, planned.release):
+        attention = _class_attention(planned, release)
+    installed = replace(planned, release=release, attention=attention)
+    strategy, changes = plan.chosen.strategy, []
+    if installed.attention != planned.attention:
+        changes.append(f"attention is {installed.attention or 'sdpa'} instead of {planned.attention or 'sdpa'}")
+    before, after = (
+        cached_activations(model, plan.job)(strategy.micro_batch_size, activation_mode(strategy, plan.job))
+        for model in (planned, installed)
+    )
+    kept_before, kept_after = before.saved_bytes_per_layer, after.saved_bytes_per_layer
+    if abs(kept_after - kept_before) > _LEAST_SHARE * kept_before:
+        change = 100 * (kept_after / kept_before - 1)
+        changes.append(f"a layer keeps {kept_after / 1e6:,.1f} MB for the backward pass ({change:+.0f} %)")
+    return f"{versions}: {', and '.join(changes)}; plan again" if changes else None
+
+
+def _class_attention(model: ModelSpec, release: str) -> str | None:
+    """Return the default attention of a model class; the model's own if the class is unknown."""
+    if model.model_type in FAST_FAMILIES:
+        return family_attention(model.model_type, release)
+    stored = load_shapes(release)["classes"].get(model.architecture)
+    attention: str | None = model.attention if stored is None else stored["attention"]
+    return attention

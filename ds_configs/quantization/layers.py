@@ -1,24 +1,21 @@
-"""Linear layers by name and shape: which of them a scheme targets, and whether it fits them.
-
-Names match as in compressed-tensors 0.19.0 (`utils/match.py`): a target is a class name, a whole module name, or `re:`
-and a pattern that fits from the start of a name, not to its end. What `ignore` matches stays out.
-"""
+"""Layers selected for quantization, schemes of experts, and `quantization_config` of a checkpoint."""
 
 from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import gcd
+from typing import Any
 
-from ..specs.errors import Fault
-from .scheme import QuantizationScheme
+from ..specs.errors import ConfigError
+from .scheme import ActivationQuantization, QuantizationScheme, WeightQuantization
 
 LINEAR_CLASSES = ("Linear", "Module")
-"""Names that match every linear layer: its own class and the one it inherits from."""
+"""Class names that match every linear layer."""
 DEFAULT_IGNORE = ("lm_head",)
-"""What a scheme leaves out unless told otherwise; a model without such a layer is no mistake."""
+"""Layers that a scheme ignores by default; a model without such layers is allowed."""
 _KERNEL_GROUP_SIZES = (16, 32, 64, 128, 256, 512, 1024)
 _SHOWN_LAYERS = 8
 
@@ -30,17 +27,13 @@ class LinearLayer:
     name: str
     """Module name in the checkpoint, such as `model.layers.0.self_attn.q_proj`."""
     out_features: int
-    """Rows of the weight."""
     in_features: int
-    """Columns of the weight."""
     is_expert: bool = False
-    """Belongs to one expert of a mixture."""
     is_tied: bool = False
     """Shares its weight with the token embedding."""
     is_head: bool = False
-    """Produces the logits."""
     has_bias: bool = False
-    """Adds a bias, which stays as it is."""
+    """Has a bias, which is not quantized."""
 
     @property
     def numel(self) -> int:
@@ -63,17 +56,17 @@ def selected_layers(scheme: QuantizationScheme, layers: Iterable[LinearLayer]) -
 
 
 def is_match(name: str, pattern: str) -> bool:
-    """Return whether a target or an entry of `ignore` means the linear layer of this name."""
+    """Return whether an entry of `targets` or `ignore` matches the linear layer of this name."""
     if pattern.startswith("re:"):
         return re.match(pattern.removeprefix("re:"), name) is not None
     return pattern == name or pattern in LINEAR_CLASSES
 
 
 def with_named_heads(scheme: QuantizationScheme, chosen: Iterable[LinearLayer]) -> QuantizationScheme:
-    """Return a scheme that targets output heads by name too, where it means them by class.
+    """Return a scheme that also targets output heads by name, if it matches them by class.
 
-    vLLM 0.32.0 builds a head as `ParallelLMHead`, which the target `Linear` does not mean: it would look for a dense
-    weight and refuse the packed one. A name that a class covers already changes nothing for Transformers.
+    vLLM 0.32.0 builds a head as `ParallelLMHead`, which the target `Linear` does not match, so it would reject the
+    packed weight. For Transformers the additional name changes nothing.
     """
     unnamed = tuple(
         layer.name
@@ -83,73 +76,92 @@ def with_named_heads(scheme: QuantizationScheme, chosen: Iterable[LinearLayer]) 
     return replace(scheme, targets=(*scheme.targets, *unnamed)) if unnamed else scheme
 
 
-def scheme_faults(
+def scheme_errors(
     scheme: QuantizationScheme, layers: Sequence[LinearLayer], chosen: Sequence[LinearLayer]
-) -> list[Fault]:
-    """Return everything that keeps a scheme from being applied to a model, all together.
+) -> list[ConfigError]:
+    """Return all errors of applying a scheme to a model.
 
     Args:
-        scheme: What to quantize, and how; without faults of its own (`combination_faults`).
+        scheme: A scheme without errors of its own (`combination_errors`).
         layers: Every linear layer of the model.
-        chosen: Those that the scheme selects.
+        chosen: The layers that the scheme selects.
     """
-    faults = _unmatched_faults(scheme, layers)
-    if not chosen and not any(fault.where == "targets" for fault in faults):
-        rule = f"leaves no layer to quantize of {len(layers)} linear layers"
-        faults.append(Fault(where="ignore", value=", ".join(scheme.ignore), rule=rule))
-    faults += [_tied_fault(layer) for layer in chosen if layer.is_tied]
-    return faults + _group_faults(scheme, chosen)
+    names = [layer.name for layer in layers]
+    errors = [
+        ConfigError(
+            where=where,
+            value=pattern,
+            rule="matches no linear layer of the model",
+            fix=_nearest_names(pattern, names),
+        )
+        for where, patterns in (("targets", scheme.targets), ("ignore", scheme.ignore))
+        for pattern in patterns
+        if not (where == "ignore" and pattern in DEFAULT_IGNORE) and not any(is_match(name, pattern) for name in names)
+    ]
+    if not chosen and not any(error.where == "targets" for error in errors):
+        rule = f"excludes all {len(layers)} linear layers"
+        errors.append(ConfigError(where="ignore", value=", ".join(scheme.ignore), rule=rule))
+    # compressed-tensors 0.19 unties the embedding, keeps it dense and adds the packed head, so the checkpoint grows.
+    rule = "shares its weight with the token embedding, which stays dense, so the checkpoint would grow"
+    errors += [
+        ConfigError(where="targets", value=layer.name, rule=rule, fix=f"add {layer.name} to ignore")
+        for layer in chosen
+        if layer.is_tied
+    ]
+    size = scheme.weights.group_size
+    if scheme.storage == "bitsandbytes" or size is None or size < 1:
+        return errors
+    unfit = [layer for layer in chosen if layer.in_features % size]
+    if not unfit:
+        return errors
+    shown = ", ".join(f"{layer.name} ({layer.in_features})" for layer in unfit[:_SHOWN_LAYERS])
+    more = f" and {len(unfit) - _SHOWN_LAYERS} more" if len(unfit) > _SHOWN_LAYERS else ""
+    rule = f"must divide the input width of every layer, but does not divide those of {shown}{more}"
+    if scheme.weights.number_type == "float":
+        fix = f"the format supports only groups of {size}: add these layers to ignore, or use FP8_DYNAMIC"
+        return [*errors, ConfigError(where="group_size", value=size, rule=rule, fix=fix)]
+    legal = ", ".join(str(legal) for legal in legal_group_sizes(chosen))
+    ways = [f"group sizes that divide all: {legal}"] if legal else []
+    fix = "; ".join([*ways, "or -1 for one scale per output channel", "or add these layers to ignore"])
+    return [*errors, ConfigError(where="group_size", value=size, rule=rule, fix=fix)]
 
 
-def scheme_remarks(scheme: QuantizationScheme, chosen: Sequence[LinearLayer]) -> list[str]:
-    """Return what is legal and worth knowing before it costs hours: where a checkpoint is slow or large.
+def scheme_warnings(scheme: QuantizationScheme, chosen: Sequence[LinearLayer]) -> list[str]:
+    """Return warnings about legal schemes whose checkpoints are slow, large, or not loadable everywhere.
 
-    What is said of vLLM rests on its documentation and source; nothing of it was run here.
+    Those about vLLM are from its documentation and source, not from runs.
     """
-    weights, remarks = scheme.weights, []
+    weights, warnings = scheme.weights, []
     if scheme.format == "int-quantized" and weights.bits < 8:
-        remarks.append(
-            f"{scheme.name} stores each {weights.bits}-bit code in one byte: compressed-tensors packs codes only where "
-            "activations stay in 16 bit"
+        warnings.append(
+            f"{scheme.name} stores each {weights.bits}-bit code in one byte: compressed-tensors packs codes only if "
+            "activations are in 16 bit"
         )
     if scheme.format == "pack-quantized":
         if weights.bits not in (4, 8):
-            remarks.append(
-                f"vLLM has kernels for packed codes of 4 and 8 bits; {weights.bits} bits run in Transformers"
+            warnings.append(
+                f"vLLM has kernels for packed codes of 4 and 8 bits; {weights.bits} bits run only in Transformers"
             )
         if weights.strategy == "group" and weights.group_size not in (32, 64, 128):
-            remarks.append(f"vLLM's Marlin kernel has groups of 32, 64 and 128, and no groups of {weights.group_size}")
+            warnings.append(f"vLLM's Marlin kernel supports groups of 32, 64 and 128, but not of {weights.group_size}")
         elif weights.group_size == 64:
-            remarks.append("vLLM's Machete kernel has groups of 128 alone; groups of 64 take Marlin")
+            warnings.append("vLLM's Machete kernel supports only groups of 128; groups of 64 run with Marlin")
     heads = [layer.name for layer in chosen if layer.is_head]
     if heads:
-        remarks.append(f"{', '.join(heads)} is quantized too: output heads are the most sensitive layers")
+        warnings.append(f"{', '.join(heads)} is quantized: output heads are the most sensitive layers")
     if not scheme.weights.symmetric and any(layer.is_expert for layer in chosen):
-        remarks.append("Transformers 5.17 loads no zero points of experts")
-    return remarks
+        warnings.append("Transformers 5.17 cannot load zero points of experts")
+    return warnings
 
 
 def legal_group_sizes(layers: Iterable[LinearLayer]) -> tuple[int, ...]:
-    """Return group sizes that divide the inputs of every layer, smallest first.
+    """Return group sizes that divide the input width of every layer, smallest first.
 
-    Powers of two from 16 to 1024, which kernels have; where none divides, every divisor from 8 up.
+    These are powers of two from 16 to 1024, which kernels support; if none divides, all divisors from 8 to 1024.
     """
     common = gcd(*(layer.in_features for layer in layers))
     sizes = tuple(size for size in _KERNEL_GROUP_SIZES if common % size == 0)
     return sizes or tuple(size for size in range(8, min(common, 1024) + 1) if common % size == 0)
-
-
-def _unmatched_faults(scheme: QuantizationScheme, layers: Sequence[LinearLayer]) -> list[Fault]:
-    names = [layer.name for layer in layers]
-    faults = []
-    for where, patterns in (("targets", scheme.targets), ("ignore", scheme.ignore)):
-        for pattern in patterns:
-            if where == "ignore" and pattern in DEFAULT_IGNORE:
-                continue
-            if not any(is_match(name, pattern) for name in names):
-                rule = "matches no linear layer of the model"
-                faults.append(Fault(where=where, value=pattern, rule=rule, fix=_nearest_names(pattern, names)))
-    return faults
 
 
 def _nearest_names(pattern: str, names: Sequence[str]) -> str:
@@ -157,34 +169,201 @@ def _nearest_names(pattern: str, names: Sequence[str]) -> str:
         return f"layers have names such as {names[0]}" if names else ""
     if any(name.startswith(f"{pattern}.") for name in names):
         escaped = pattern.replace(".", r"\.")
-        return rf"names are compared whole: write re:{escaped}\. for everything in it"
+        return rf"names must match completely: use re:{escaped}\. for all layers in it"
     endings = [name for name in names if name.endswith(f".{pattern}")]
     if endings:
-        return f"names are compared whole: write re:.*{pattern} for {endings[0]} and its like"
+        return f"names must match completely: use re:.*{pattern} for {endings[0]} and similar names"
     near = difflib.get_close_matches(pattern, [*names, "Linear"], n=3, cutoff=0.5)
     return f"did you mean {', '.join(near)}?" if near else f"layers have names such as {names[0]}" if names else ""
 
 
-def _tied_fault(layer: LinearLayer) -> Fault:
-    # compressed-tensors 0.19 unties the embedding, keeps it dense and adds the packed head: the checkpoint grows.
-    rule = "shares its weight with the token embedding, which stays dense, so that the checkpoint would grow"
-    return Fault(where="targets", value=layer.name, rule=rule, fix=f"add {layer.name} to ignore")
+WRITTEN_FOR = "0.19.0"
+"""Version of compressed-tensors that defines this layout."""
+DEQUANTIZE = "dequantize"
+"""Key that makes Transformers decompress weights during loading; required for packed zero points.
+
+Without it, Transformers 5.23 compares the shapes of stored and expected zero points, and compressed-tensors 0.19.0 and
+0.20.0 (`compressors/pack_quantized/base.py`, `compress` on the meta device) expect unpacked ones.
+"""
 
 
-def _group_faults(scheme: QuantizationScheme, chosen: Sequence[LinearLayer]) -> list[Fault]:
-    size = scheme.weights.group_size
-    if scheme.storage == "bitsandbytes" or size is None or size < 1:
+def quantization_config(
+    scheme: QuantizationScheme, *, ignore: Sequence[str] | None = None, version: str = WRITTEN_FOR
+) -> dict[str, Any]:
+    """Return `quantization_config` of `config.json`.
+
+    Args:
+        scheme: A scheme stored as compressed-tensors.
+        ignore: Names in the checkpoint of linear layers that stay dense; by default the patterns of the scheme.
+        version: Version of compressed-tensors to write.
+    """
+    config = {
+        "quant_method": "compressed-tensors",
+        "version": version,
+        "format": scheme.format,
+        "quantization_status": "compressed",
+        "global_compression_ratio": None,
+        "kv_cache_scheme": None,
+        "ignore": list(scheme.ignore if ignore is None else ignore),
+        "config_groups": {"group_0": config_group(scheme)},
+        "sparsity_config": {},
+        "transform_config": {},
+    }
+    return config | {DEQUANTIZE: True} if needs_dequantize(config) else config
+
+
+def needs_dequantize(config: Mapping[str, Any]) -> bool:
+    """Return whether Transformers 5.23 loads a checkpoint only with the key `dequantize` in `quantization_config`.
+
+    With several groups or a quantized KV cache, the key would change what Transformers computes.
+    """
+    groups = list((config.get("config_groups") or {}).values())
+    if len(groups) != 1 or config.get("kv_cache_scheme") is not None:
+        return False
+    weights = groups[0].get("weights") or {}
+    is_packed = (groups[0].get("format") or config.get("format")) == "pack-quantized"
+    return is_packed and weights.get("symmetric") is False and weights.get("strategy") in ("channel", "group")
+
+
+def config_group(scheme: QuantizationScheme) -> dict[str, Any]:
+    """Return the single entry of `config_groups`, valid for `QuantizationScheme` of compressed-tensors too."""
+    assert scheme.storage == "compressed-tensors", f"{scheme.name} is stored by {scheme.storage}"
+    weight_arguments = _arguments(
+        scheme.weights,
+        strategy=scheme.weights.strategy,
+        dynamic=False,
+        block_structure=None if scheme.weights.block_shape is None else list(scheme.weights.block_shape),
+    )
+    activations, activation_arguments = scheme.activations, None
+    if activations is not None:
+        # NVFP4 computes group scales at run time and stores the tensor's; upstream calls that "local".
+        dynamic = "local" if activations.strategy == "tensor_group" else activations.dynamic
+        is_minmax = dynamic is not True and activations.range_method == "minmax"
+        # Loaders do not read `observer`; minmax is the only range for which upstream has an equal one.
+        activation_arguments = _arguments(
+            activations,
+            strategy=activations.strategy,
+            dynamic=dynamic,
+            observer="static_minmax" if is_minmax else None,
+        )
+    return {
+        "targets": list(scheme.targets),
+        "weights": weight_arguments,
+        "input_activations": activation_arguments,
+        "output_activations": None,
+        "format": scheme.format,
+    }
+
+
+def _arguments(
+    numbers: WeightQuantization | ActivationQuantization,
+    *,
+    strategy: str,
+    dynamic: bool | str,
+    block_structure: list[int] | None = None,
+    observer: str | None = None,
+) -> dict[str, Any]:
+    return {
+        "num_bits": numbers.bits,
+        "type": numbers.number_type,
+        "symmetric": numbers.symmetric,
+        "group_size": numbers.group_size,
+        "strategy": strategy,
+        "block_structure": block_structure,
+        "dynamic": dynamic,
+        "actorder": None,
+        "scale_dtype": None if numbers.scale_dtype is None else f"torch.{numbers.scale_dtype}",
+        "zp_dtype": None if numbers.symmetric else "torch.int8",
+        "observer": observer,
+        "observer_kwargs": {},
+    }
+
+
+EXPERTS_TARGET = r"re:.*\.experts\.\d+\."
+"""Matches every matrix of an expert by its name in checkpoints; Transformers looks for the word `experts`."""
+
+
+def expert_scheme(scheme: QuantizationScheme) -> QuantizationScheme:
+    """Return the scheme of experts: integers are packed, with inputs in 16 bit; floats are unchanged.
+
+    >>> expert_scheme(scheme_named("W8A8")).format
+    'pack-quantized'
+    """
+    return replace(scheme, activations=None) if scheme.format == "int-quantized" else scheme
+
+
+def layer_scheme(scheme: QuantizationScheme, layer: LinearLayer) -> QuantizationScheme:
+    """Return the scheme of one matrix."""
+    return expert_scheme(scheme) if layer.is_expert else scheme
+
+
+def mixture_quantization_config(
+    scheme: QuantizationScheme, layers: Iterable[LinearLayer], *, ignore: Sequence[str] | None = None
+) -> dict[str, Any]:
+    """Return `quantization_config` of `config.json` for a model with or without experts.
+
+    Args:
+        scheme: The scheme.
+        layers: The quantized matrices.
+        ignore: As for `quantization_config`.
+    """
+    chosen = tuple(layers)
+    scheme = with_named_heads(scheme, chosen)
+    config = quantization_config(scheme, ignore=ignore)
+    if scheme.format != "int-quantized" or not any(layer.is_expert for layer in chosen):
+        return config
+    experts = replace(expert_scheme(scheme), targets=(EXPERTS_TARGET,))
+    groups = {"group_0": config_group(experts)}
+    endings = sorted({layer.name.rpartition(".")[2] for layer in chosen if not layer.is_expert})
+    if endings:
+        # Match by name, because some releases of vLLM apply a group for `Linear` to experts too.
+        others = replace(scheme, targets=(rf"re:(?:.*\.)?(?:{'|'.join(endings)})$",))
+        groups["group_1"] = config_group(others)
+    return {**config, "format": "mixed-precision" if endings else experts.format, "config_groups": groups}
+
+
+def mixture_warnings(scheme: QuantizationScheme, layers: Iterable[LinearLayer]) -> list[str]:
+    """Return a warning if experts are stored differently from the scheme."""
+    experts = sum(layer.is_expert for layer in layers)
+    if not experts or scheme.format != "int-quantized":
         return []
-    unfit = [layer for layer in chosen if layer.in_features % size]
-    if not unfit:
+    stored = f"{experts} matrices of experts are packed with {scheme.weights.bits}-bit weights and keep 16-bit inputs"
+    return [f"{stored}: Transformers 5.17 cannot load experts in another form"]
+
+
+def unloadable_expert_errors(
+    scheme: QuantizationScheme, chosen: Sequence[LinearLayer], layers: Sequence[LinearLayer]
+) -> list[ConfigError]:
+    """Return the errors of schemes whose experts Transformers cannot load.
+
+    transformers 5.17.0, `integrations/compressed_tensors.py`, decompresses experts from `weight_packed` without
+    `weight_zero_point`. Loading zero points or integers fails with a RuntimeError, and no key finds dense experts. With
+    FP8 schemes, it reads `weight` itself.
+
+    Args:
+        scheme: The scheme.
+        chosen: The quantized layers.
+        layers: All linear layers of the model.
+    """
+    if scheme.storage != "compressed-tensors":
         return []
-    shown = ", ".join(f"{layer.name} ({layer.in_features})" for layer in unfit[:_SHOWN_LAYERS])
-    more = f" and {len(unfit) - _SHOWN_LAYERS} more" if len(unfit) > _SHOWN_LAYERS else ""
-    rule = f"must divide the inputs of every layer, and does not divide those of {shown}{more}"
-    if scheme.weights.number_type == "float":
-        fix = f"the format has groups of {size} alone: add these layers to ignore, or use FP8_DYNAMIC"
-        return [Fault(where="group_size", value=size, rule=rule, fix=fix)]
-    legal = ", ".join(str(legal) for legal in legal_group_sizes(chosen))
-    ways = [f"group sizes that divide all: {legal}"] if legal else []
-    fix = "; ".join([*ways, "or -1 for one scale by output channel", "or add these layers to ignore"])
-    return [Fault(where="group_size", value=size, rule=rule, fix=fix)]
+    experts = [layer for layer in chosen if layer.is_expert]
+    packed = {layer.name for layer in experts}
+    dense = [layer.name for layer in layers if layer.is_expert and layer.name not in packed]
+    if chosen and dense and (scheme.weights.number_type, scheme.weights.bits) != ("float", 8):
+        rule = (
+            f"{dense[0]} and {len(dense) - 1} other matrices of experts would stay dense while other layers are "
+            "packed, which Transformers 5.17 cannot load"
+        )
+        fix = "quantize the experts too, or use FP8_DYNAMIC, with which they may stay dense"
+        return [ConfigError(where="ignore", value=", ".join(scheme.ignore), rule=rule, fix=fix)]
+    if not experts:
+        return []
+    if not scheme.weights.symmetric:
+        rule = f"{len(experts)} matrices of experts would have zero points, which Transformers 5.17 cannot load"
+        return [ConfigError(where="scheme", value=scheme.name, rule=rule, fix="use a symmetric scheme such as W4A16")]
+    if scheme.format == "int-quantized":
+        rule = f"{len(experts)} matrices of experts would be stored as integers that Transformers 5.17 cannot load"
+        fix = f"use W{scheme.weights.bits}A16, whose codes are packed"
+        return [ConfigError(where="scheme", value=scheme.name, rule=rule, fix=fix)]
+    return []

@@ -1,10 +1,10 @@
-"""`QuantizeSettings`: all that `shardwright quantize` can be told, and the recipes that state it as YAML."""
+"""Settings of quantization: recipes, and their resolution for a model."""
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from importlib.resources import files
 from importlib.resources.abc import Traversable
 from pathlib import Path
@@ -12,23 +12,108 @@ from typing import Any
 
 from pydantic import Field
 
-from ..specs.errors import Fault, UsageError
+from ..specs.errors import ConfigError, UsageError
 from ..specs.settings import NamedValues, Names, Settings, settings_of
-from ..specs.yaml_file import read_small_file, settings_mapping
-from .combinations import changed
-from .methods import (
+from ..specs.texts import read_small_file, settings_mapping
+from .layers import (
+    DEFAULT_IGNORE,
+    LinearLayer,
+    scheme_errors,
+    scheme_warnings,
+    selected_layers,
+    unloadable_expert_errors,
+    with_named_heads,
+)
+from .scheme import (
     METHODS,
     MethodName,
-    combination_with_method_faults,
+    QuantizationScheme,
+    RangeMethod,
+    changed,
+    combination_with_method_errors,
     default_method,
     needs_calibration,
+    scheme_named,
 )
-from .resolved import ResolvedQuantization
-from .scheme import QuantizationScheme, RangeMethod, scheme_named
+from .sizes import QuantizationMemory, TensorShape, checkpoint_bytes, estimate_quantization_memory, tensor_bytes
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ResolvedQuantization:
+    """A scheme and a method that support each other."""
+
+    scheme: QuantizationScheme
+    """The named scheme, changed by the settings."""
+    method: MethodName
+    method_reason: str
+    """Why the method was chosen; `named` if the user requested it."""
+
+    def of_layers(
+        self, layers: Sequence[LinearLayer], *, default_ignore: Sequence[str] | None = None
+    ) -> SelectedQuantization:
+        """Select the layers to quantize.
+
+        Args:
+            layers: Every linear layer of a model.
+            default_ignore: Layers that this model needs dense; `None` if the user set `ignore`.
+        """
+        scheme = self.scheme
+        if default_ignore is not None:
+            scheme = replace(scheme, ignore=tuple(dict.fromkeys((*DEFAULT_IGNORE, *default_ignore))))
+        chosen = selected_layers(scheme, layers)
+        return SelectedQuantization(
+            method=self.method, scheme=with_named_heads(scheme, chosen), layers=chosen, candidates=tuple(layers)
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SelectedQuantization:
+    """Quantization of the layers of one model."""
+
+    method: MethodName
+    scheme: QuantizationScheme
+    """The scheme with the model's ignored layers, and output heads by name."""
+    layers: tuple[LinearLayer, ...]
+    """Layers to quantize."""
+    candidates: tuple[LinearLayer, ...]
+    """Every linear layer of the model."""
+
+    @property
+    def has_own_format(self) -> bool:
+        """Whether the checkpoint has dense weights plus files in a format of this package."""
+        return METHODS[self.method].engine == "shardwright"
+
+    def errors(self) -> list[ConfigError]:
+        """Return all errors of applying scheme and method to these layers."""
+        errors = scheme_errors(self.scheme, self.candidates, self.layers)
+        experts = [layer.name for layer in self.layers if layer.is_expert]
+        if experts and self.has_own_format:
+            # Experts are linear layers only during calibration: the format would name modules that a model created
+            # from its config does not have.
+            rule = f"{self.method} supports only plain linear layers, but {len(experts)} layers are parts of experts"
+            fix = "use --method gptq, or ignore experts"
+            errors.append(ConfigError(where="method", value=experts[0], rule=rule, fix=fix))
+        return errors + unloadable_expert_errors(self.scheme, self.layers, self.candidates)
+
+    def warnings(self) -> list[str]:
+        """Return warnings about the checkpoint; a dense export has none, because it needs no special kernels."""
+        return [] if self.has_own_format else scheme_warnings(self.scheme, self.layers)
+
+    def checkpoint_bytes(
+        self, tensors: Mapping[str, TensorShape], *, dtype: str, kept_in_fp32: Collection[str] = ()
+    ) -> int:
+        """Return the bytes of the checkpoint, including the dense weights of own formats."""
+        if self.has_own_format:
+            return 2 * tensor_bytes(tensors.values())
+        return checkpoint_bytes(self.scheme, self.layers, tensors, dtype=dtype, kept_in_fp32=kept_in_fp32)
+
+    def memory(self, **run: Any) -> QuantizationMemory:
+        """Return the peak memory of the method; `run` are the other arguments of `estimate_quantization_memory`."""
+        return estimate_quantization_memory(layers=self.layers, scheme=self.scheme, method=self.method, **run)
 
 
 class SchemeSettings(Settings):
-    """Numbers that a checkpoint holds, and the layers that hold them."""
+    """Settings of the scheme and the quantized layers."""
 
     group = "Quantization"
 
@@ -36,15 +121,19 @@ class SchemeSettings(Settings):
     group_size: int | None = Field(
         None,
         ge=-1,
-        description="Input channels that share a scale; -1 for a whole output channel. Default: by the scheme",
+        description="Input channels per scale; -1 for one scale per output channel. Default: by the scheme",
     )
     symmetric: bool | None = Field(
-        None, description="Without zero points. Default: by the scheme", json_schema_extra={"negative": "asymmetric"}
+        None,
+        description="Quantize without zero points. Default: by the scheme",
+        json_schema_extra={"negative": "asymmetric"},
     )
     targets: Names | None = Field(
         None, description="Layers to quantize: Linear, names, or re: patterns. Default: Linear"
     )
-    ignore: Names | None = Field(None, description="Layers that stay dense, likewise. Default: output head and routers")
+    ignore: Names | None = Field(
+        None, description="Layers that stay dense, in the same form. Default: output head and routers"
+    )
 
 
 class QuantizeSettings(SchemeSettings):
@@ -53,36 +142,34 @@ class QuantizeSettings(SchemeSettings):
     group = "Quantization"
 
     method: MethodName | None = Field(
-        None, description="How codes are found. Default: by the scheme, and told with its reason"
+        None, description="Quantization method. Default: chosen by the scheme and reported with its reason"
     )
-    ranges: RangeMethod | None = Field(None, description="How static ranges of activations are found. Default: minmax")
+    ranges: RangeMethod | None = Field(None, description="Method for static ranges of activations. Default: minmax")
     percentile: float | None = Field(
-        None, description="Share of values inside the range, in percent, with ranges percentile. Default: 99.9"
+        None, description="Percent of values inside the range, for ranges percentile. Default: 99.9"
     )
     method_options: NamedValues = Field(
         default_factory=dict,
         alias="method_option",
-        description="NAME=VALUE for the method, such as dampening_frac=0.05; several are a flag that is repeated, or a "
-        "mapping",
+        description="NAME=VALUE for the method, such as dampening_frac=0.05; repeat the flag, or use a mapping",
     )
     dataset: str | None = Field(
         None,
-        description="Calibration text: ID[:config][#N] of the Hub, a .jsonl, .json, .parquet or .txt file, or "
-        "python-help",
+        description="Calibration text: Hub ID[:config][#N], a .jsonl, .json, .parquet or .txt file, or python-help",
     )
     num_samples: int = Field(512, ge=1, description="Calibration samples")
-    seq_len: int = Field(2048, ge=2, description="Tokens of a sample, at most")
-    batch_size: int = Field(1, ge=1, description="Samples of one forward pass")
-    seed: int = Field(0, ge=0, description="Of the choice of calibration rows")
+    seq_len: int = Field(2048, ge=2, description="Maximum tokens per sample")
+    batch_size: int = Field(1, ge=1, description="Samples per forward pass")
+    seed: int = Field(0, ge=0, description="Seed for the selection of calibration rows")
 
     def resolved(self) -> ResolvedQuantization:
-        """Return the scheme and the method that these settings ask for.
+        """Return the scheme and the method of these settings.
 
         Raises:
-            UsageError: the scheme is unknown or cannot be changed so, or the method does not fit it; all together.
+            UsageError: the scheme is unknown, or the changes or the method are illegal for it; all errors together.
         """
         scheme = scheme_named(self.scheme)
-        faults: list[Fault] = []
+        errors: list[ConfigError] = []
         try:
             scheme = changed(
                 scheme,
@@ -94,13 +181,13 @@ class QuantizeSettings(SchemeSettings):
                 targets=self.targets,
             )
         except UsageError as error:
-            faults += error.faults
+            errors += error.errors
         method, reason = self.method, "named"
         if method is None:
             method, reason = default_method(scheme, has_dataset=self.dataset is not None)
-        faults += method_faults(self, scheme=scheme, method=method)
-        if faults:
-            raise UsageError(faults)
+        errors += method_errors(self, scheme=scheme, method=method)
+        if errors:
+            raise UsageError(errors)
         return ResolvedQuantization(scheme=scheme, method=method, method_reason=reason)
 
 
@@ -109,36 +196,32 @@ class Recipe:
     """A YAML file of settings."""
 
     name: str
-    """Name in the gallery, or the path of a file."""
+    """Name in the gallery, or path of a file."""
     purpose: str
-    """The first line of its header."""
+    """First line of the header."""
     text: str
-    """The file."""
+    """Content of the file."""
     values: Mapping[str, Any]
-    """Settings by name, not yet checked."""
+    """Settings by name, not validated."""
 
 
-def quantize_settings(stated: Mapping[str, Any], *, recipe: Recipe | None = None) -> QuantizeSettings:
-    """Return a recipe's settings with what is stated beside it, which wins.
-
-    Args:
-        stated: Values by name.
-        recipe: A recipe from `read_recipe`.
+def quantize_settings(values: Mapping[str, Any], *, recipe: Recipe | None = None) -> QuantizeSettings:
+    """Return the settings of a recipe, overridden by `values`.
 
     Raises:
-        UsageError: unknown keys and values that are not allowed, all together.
+        UsageError: all unknown keys and illegal values together.
     """
-    return settings_of(QuantizeSettings, {**({} if recipe is None else recipe.values), **stated})
+    return settings_of(QuantizeSettings, {**({} if recipe is None else recipe.values), **values})
 
 
-def method_faults(settings: QuantizeSettings, *, scheme: QuantizationScheme, method: MethodName) -> list[Fault]:
-    """Return why a method cannot run with these settings; empty when it can."""
-    faults = combination_with_method_faults(method, scheme, settings.method_options)
-    if settings.dataset is None and not faults and needs_calibration(method, scheme):
-        needed = method if METHODS[method].needs_calibration else f"{scheme.name}, whose ranges are stored,"
-        fix = "name one, such as --dataset python-help, or use --method rtn with a scheme of dynamic activations"
-        faults.append(Fault(where="dataset", rule=f"{needed} needs calibration text", fix=fix))
-    return faults
+def method_errors(settings: QuantizeSettings, *, scheme: QuantizationScheme, method: MethodName) -> list[ConfigError]:
+    """Return the errors of a method with these settings."""
+    errors = combination_with_method_errors(method, scheme, settings.method_options)
+    if settings.dataset is None and not errors and needs_calibration(method, scheme):
+        needed = method if METHODS[method].needs_calibration else f"{scheme.name}, which stores static ranges,"
+        fix = "pass one, such as --dataset python-help, or use --method rtn with a scheme of dynamic activations"
+        errors.append(ConfigError(where="dataset", rule=f"{needed} needs calibration text", fix=fix))
+    return errors
 
 
 def recipe_names() -> list[str]:
@@ -150,7 +233,7 @@ def read_recipe(name: str | Path) -> Recipe:
     """Return a recipe of the gallery by name, or from a YAML file by path.
 
     Raises:
-        UsageError: there is no such recipe or file, or it is no mapping of settings.
+        UsageError: the recipe or file does not exist, or is not a mapping of settings.
     """
     text = str(name)
     if text in recipe_names():
@@ -158,20 +241,20 @@ def read_recipe(name: str | Path) -> Recipe:
     path = Path(name)
     if not path.is_file():
         near = difflib.get_close_matches(text, recipe_names(), n=3, cutoff=0.3)
-        fix = f"nearest: {', '.join(near)}" if near else f"recipes are {', '.join(recipe_names())}"
-        raise UsageError(Fault(where="config", value=text, rule="is neither a recipe nor a file", fix=fix))
+        fix = f"nearest names: {', '.join(near)}" if near else f"recipes are {', '.join(recipe_names())}"
+        raise UsageError(ConfigError(where="config", value=text, rule="is neither a recipe nor a file", fix=fix))
     content = read_small_file(path, what="config")
     try:
         return parse_recipe(text, content.decode("utf-8"))
     except UnicodeDecodeError as error:
-        raise UsageError(Fault(where="config", value=text, rule=f"cannot be read ({error})")) from None
+        raise UsageError(ConfigError(where="config", value=text, rule=f"cannot be read ({error})")) from None
 
 
 def parse_recipe(name: str, text: str) -> Recipe:
     """Return the recipe in a YAML text; keys may be written with hyphens.
 
     Raises:
-        UsageError: it is not YAML, holds no mapping, or states a key twice.
+        UsageError: the text is not YAML or not a mapping, or has a duplicate key.
     """
     first = text.lstrip().splitlines()[0] if text.strip() else ""
     purpose = first.removeprefix("#").strip() if first.startswith("#") else ""

@@ -1,31 +1,21 @@
-"""Names, shapes, types and bytes of the tensors that a quantized layer has in a checkpoint.
-
-Layouts of compressed-tensors 0.19.0, by format, for a weight [out, in]; s is the shape of its scales:
-
-    pack-quantized         weight_packed int32 [out, ⌈in·bits/32⌉], weight_scale s, weight_shape int64 [2];
-                           asymmetric: weight_zero_point int32 [⌈out·bits/32⌉, columns of s]
-    int-quantized          weight int8 [out, in], weight_scale s; asymmetric: weight_zero_point int8 s
-    float-quantized        weight float8_e4m3fn [out, in], weight_scale s
-    nvfp4-pack-quantized   weight_packed uint8 [out, in/2], weight_scale float8_e4m3fn s, weight_global_scale fp32 [1]
-    mxfp4-pack-quantized   weight_packed uint8 [out, in/2], weight_scale uint8 s
-    mxfp8-quantized        weight float8_e4m3fn [out, in], weight_scale uint8 s
-
-    s = [1] by tensor, [out, 1] by channel, [out, ⌈in/group⌉] by group, [⌈out/rows⌉, ⌈in/columns⌉] by block
-
-Stored ranges of activations add input_scale [1], input_zero_point int8 [1] and, for NVFP4, input_global_scale fp32 [1].
-"""
+"""Bytes of a quantized checkpoint, and peak memory of the quantization."""
 
 from __future__ import annotations
 
 import json
+import re
+from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from math import ceil, prod
+from typing import Literal
 
+from ..specs.model import Dimensions
 from .layers import LinearLayer
-from .scheme import QuantizationScheme
+from .scheme import METHODS, MethodName, QuantizationScheme, needs_calibration
 
 TensorShape = tuple[tuple[int, ...], str]
-"""Shape and type of one tensor; types have torch's names, such as `bfloat16`."""
+"""Shape and dtype of a tensor; dtypes have torch's names, such as `bfloat16`."""
 
 DTYPE_BYTES: Mapping[str, int] = {
     "float64": 8,
@@ -41,7 +31,7 @@ DTYPE_BYTES: Mapping[str, int] = {
     "float8_e4m3fn": 1,
     "float8_e5m2": 1,
 }
-"""Bytes of one element."""
+"""Bytes per element."""
 
 SAFETENSORS_DTYPES: Mapping[str, str] = {
     "float64": "F64",
@@ -57,7 +47,7 @@ SAFETENSORS_DTYPES: Mapping[str, str] = {
     "float8_e4m3fn": "F8_E4M3",
     "float8_e5m2": "F8_E5M2",
 }
-"""The same types in the words of safetensors headers."""
+"""Names of the dtypes in safetensors headers."""
 
 
 def tensor_bytes(tensors: Iterable[TensorShape]) -> int:
@@ -66,26 +56,33 @@ def tensor_bytes(tensors: Iterable[TensorShape]) -> int:
 
 
 def packed_tensors(scheme: QuantizationScheme, layer: LinearLayer, dtype: str = "bfloat16") -> dict[str, TensorShape]:
-    """Return the tensors that stand for one layer's weight and ranges, by the last part of their names.
+    """Return the tensors of a layer's quantized weight and ranges, by the last part of their names.
 
-    The bias is not among them: it stays as it is.
+    The bias is not included, because it is not quantized.
 
     >>> packed_tensors(scheme_named("W4A16"), LinearLayer(name="q_proj", out_features=256, in_features=256))
     {'weight_packed': ((256, 32), 'int32'), 'weight_scale': ((256, 2), 'bfloat16'), 'weight_shape': ((2,), 'int64')}
 
     Args:
-        scheme: How the layer is stored.
+        scheme: The scheme of the layer.
         layer: Its name and shape.
-        dtype: Type of the model's weights, which scales share.
+        dtype: Dtype of the model's weights and of scales.
     """
-    if scheme.storage == "bitsandbytes":
-        return _bitsandbytes_tensors(scheme, layer, dtype)
-    assert scheme.storage == "compressed-tensors", "the small format of SpQR depends on the outliers it finds"
-    return _weight_tensors(scheme, layer, dtype) | _activation_tensors(scheme, dtype)
-
-
-def _weight_tensors(scheme: QuantizationScheme, layer: LinearLayer, dtype: str) -> dict[str, TensorShape]:
     weights, rows, columns = scheme.weights, layer.out_features, layer.in_features
+    if scheme.storage == "bitsandbytes":
+        # Named as in bitsandbytes 0.50.2 `QuantState.as_dict` and `Linear8bitLt`, without double quantization.
+        if weights.bits == 8:
+            return {"weight": ((rows, columns), "int8"), "SCB": ((rows,), "float32"), "weight_format": ((), "uint8")}
+        block = weights.group_size
+        assert block is not None
+        described = {"quant_type": "nf4", "blocksize": block, "dtype": dtype, "shape": (rows, columns)}
+        return {
+            "weight": ((ceil(layer.numel / 2), 1), "uint8"),
+            "weight.absmax": ((ceil(layer.numel / block),), "float32"),
+            "weight.quant_map": ((16,), "float32"),
+            "weight.quant_state.bitsandbytes__nf4": ((len(json.dumps(described)),), "uint8"),
+        }
+    assert scheme.storage == "compressed-tensors", "the size of SpQR depends on its outliers"
     scales = scale_shape(scheme, layer)
     scale = {"weight_scale": (scales, weights.scale_dtype or dtype)}
     match scheme.format:
@@ -106,6 +103,13 @@ def _weight_tensors(scheme: QuantizationScheme, layer: LinearLayer, dtype: str) 
             tensors = {"weight_packed": ((rows, columns // 2), "uint8")} | scale
         case _:
             tensors = {"weight": ((rows, columns), "float8_e4m3fn")} | scale
+    activations = scheme.activations
+    if activations is not None and activations.strategy == "tensor_group":
+        tensors["input_global_scale"] = ((1,), "float32")
+    elif activations is not None and not activations.dynamic:
+        tensors["input_scale"] = ((1,), dtype)
+        if not activations.symmetric:
+            tensors["input_zero_point"] = ((1,), "int8")
     return tensors
 
 
@@ -125,40 +129,6 @@ def scale_shape(scheme: QuantizationScheme, layer: LinearLayer) -> tuple[int, ..
             return (layer.out_features, ceil(layer.in_features / weights.group_size))
 
 
-def _activation_tensors(scheme: QuantizationScheme, dtype: str) -> dict[str, TensorShape]:
-    activations = scheme.activations
-    if activations is None:
-        return {}
-    if activations.strategy == "tensor_group":
-        return {"input_global_scale": ((1,), "float32")}
-    if activations.dynamic:
-        return {}
-    tensors: dict[str, TensorShape] = {"input_scale": ((1,), dtype)}
-    if not activations.symmetric:
-        tensors["input_zero_point"] = ((1,), "int8")
-    return tensors
-
-
-def _bitsandbytes_tensors(scheme: QuantizationScheme, layer: LinearLayer, dtype: str) -> dict[str, TensorShape]:
-    """Tensors as bitsandbytes 0.50.2 `QuantState.as_dict` and `Linear8bitLt` name them, without double quantization."""
-    rows, columns = layer.out_features, layer.in_features
-    if scheme.weights.bits == 8:
-        return {
-            "weight": ((rows, columns), "int8"),
-            "SCB": ((rows,), "float32"),
-            "weight_format": ((), "uint8"),
-        }
-    block = scheme.weights.group_size
-    assert block is not None
-    described = {"quant_type": "nf4", "blocksize": block, "dtype": dtype, "shape": (rows, columns)}
-    return {
-        "weight": ((ceil(layer.numel / 2), 1), "uint8"),
-        "weight.absmax": ((ceil(layer.numel / block),), "float32"),
-        "weight.quant_map": ((16,), "float32"),
-        "weight.quant_state.bitsandbytes__nf4": ((len(json.dumps(described)),), "uint8"),
-    }
-
-
 def quantized_tensors(
     scheme: QuantizationScheme,
     layers: Iterable[LinearLayer],
@@ -170,25 +140,22 @@ def quantized_tensors(
     """Return every tensor of the quantized checkpoint.
 
     Args:
-        scheme: What to quantize, and how.
-        layers: Those that are quantized, by their names in the checkpoint.
+        scheme: The scheme.
+        layers: The quantized layers, by their names in the checkpoint.
         source: Tensors of the dense checkpoint, from its headers.
-        dtype: Type that the model is loaded in; floating tensors that stay dense are saved in it.
-        kept_in_fp32: Tensors that the model's class loads in fp32 whatever their stored type, and saves so.
+        dtype: Dtype that the model is loaded in, and in which dense floating-point tensors are saved.
+        kept_in_fp32: Tensors that the model's class always loads and saves in fp32.
     """
-    tensors = {
-        name: (shape, _saved_dtype(stored, "float32" if name in kept_in_fp32 else dtype))
-        for name, (shape, stored) in source.items()
-    }
+    floating = ("float64", "float32", "bfloat16", "float16")
+    tensors = {}
+    for name, (shape, stored) in source.items():
+        saved = "float32" if name in kept_in_fp32 else dtype
+        tensors[name] = (shape, saved if stored in floating else stored)
     for layer in layers:
         tensors.pop(f"{layer.name}.weight", None)
         for part, tensor in packed_tensors(scheme, layer, dtype).items():
             tensors[f"{layer.name}.{part}"] = tensor
     return tensors
-
-
-def _saved_dtype(stored: str, dtype: str) -> str:
-    return dtype if stored in ("float64", "float32", "bfloat16", "float16") else stored
 
 
 def checkpoint_bytes(
@@ -199,23 +166,259 @@ def checkpoint_bytes(
     dtype: str = "bfloat16",
     kept_in_fp32: Collection[str] = (),
 ) -> int:
-    """Return the bytes of all tensors of the quantized checkpoint; file headers come on top.
-
-    Args:
-        scheme: What to quantize, and how.
-        layers: Those that are quantized, by their names in the checkpoint.
-        source: Tensors of the dense checkpoint, from its headers.
-        dtype: Type that the model is loaded in.
-        kept_in_fp32: As for `quantized_tensors`.
-    """
+    """Return the bytes of all tensors of the quantized checkpoint, without file headers; see `quantized_tensors`."""
     return tensor_bytes(quantized_tensors(scheme, layers, source, dtype=dtype, kept_in_fp32=kept_in_fp32).values())
 
 
 def bits_per_weight(scheme: QuantizationScheme, layers: Sequence[LinearLayer], *, dtype: str = "bfloat16") -> float:
-    """Return the stored bits for each weight of quantized layers, scales and zero points included.
+    """Return the stored bits per weight of quantized layers, including scales and zero points.
 
     >>> bits_per_weight(scheme_named("W4A16"), [LinearLayer(name="up", out_features=4096, in_features=4096)])
     4.125007629394531
     """
     stored = sum(tensor_bytes(packed_tensors(scheme, layer, dtype).values()) for layer in layers)
     return 8 * stored / max(1, sum(layer.numel for layer in layers))
+
+
+Terms = dict[str, int]
+Device = Literal["cpu", "cuda"]
+
+PROCESS_BYTES = 700 * 10**6
+"""Resident memory of Python with torch, Transformers and llm-compressor: 665 MB at the peak of a tiny GPTQ run on a
+CPU-only Linux host, rounded up, without drivers of an accelerator."""
+_BLOCK = re.compile(r"^(.*?\.\d+)\.")
+# Default `block_size` of GPTQModifier; quantizing a block of columns needs five fp32 copies of it.
+_GPTQ_BLOCK_COLUMNS = 128
+_ATTENTION_INPUTS = ("q_proj", "k_proj", "v_proj", "qkv_proj", "query_key_value")
+_MLP_INPUTS = ("gate_proj", "up_proj", "gate_up_proj", "fc1", ".w1", ".w3")
+_AWQ_ROUNDING_BYTES = 10
+"""Measured temporary bytes per weight while the search rounds a matrix."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class QuantizationMemory:
+    """Peak memory of a quantization."""
+
+    host_terms: Mapping[str, int]
+    """Named parts of the host's peak."""
+    device_terms: Mapping[str, int]
+    """Named parts of the accelerator's peak; empty without one."""
+    phase: str
+    """Phase of the peak (of the device, if any): `loading`, `calibrating`, `quantizing` or `saving`."""
+
+    @property
+    def peak_host_bytes(self) -> int:
+        """Peak of host memory."""
+        return sum(self.host_terms.values())
+
+    @property
+    def peak_device_bytes(self) -> int:
+        """Peak of the accelerator's memory; 0 without one."""
+        return sum(self.device_terms.values())
+
+    @property
+    def tensor_bytes(self) -> int:
+        """Bytes of tensors on host and device together, without the process itself."""
+        return self.peak_host_bytes + self.peak_device_bytes - self.host_terms.get("process", 0)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Run:
+    chosen: tuple[LinearLayer, ...]
+    scheme: QuantizationScheme
+    method: MethodName
+    dimensions: Dimensions
+    weight_bytes: int
+    num_samples: int
+    seq_len: int
+    batch_size: int
+    width: int
+    dtype: str
+    device: Device
+
+    @property
+    def tokens(self) -> int:
+        return self.batch_size * self.seq_len
+
+    @property
+    def block(self) -> list[LinearLayer]:
+        """The chosen matrices of the largest decoder layer."""
+        blocks: dict[str, list[LinearLayer]] = defaultdict(list)
+        for layer in self.chosen:
+            match = _BLOCK.match(layer.name)
+            if match:
+                blocks[match[1]].append(layer)
+        return max(blocks.values(), key=lambda block: sum(layer.in_features**2 for layer in block), default=[])
+
+    @property
+    def scores(self) -> int:
+        """Attention scores of one forward pass."""
+        return self.dimensions.num_attention_heads * self.batch_size * self.seq_len**2
+
+    @property
+    def softmax_bytes(self) -> int:
+        """Bytes of scores, queries, keys and values during softmax; grouped key/value heads are repeated."""
+        sizes = self.dimensions
+        each = 8 + self.width if self.device == "cpu" else 4 + 2 * self.width
+        repeated = 2 * sizes.query_size if sizes.num_key_value_heads != sizes.num_attention_heads else 0
+        columns = sizes.query_size + 2 * sizes.key_value_size + repeated
+        return self.scores * each + self.tokens * columns * self.width
+
+
+def estimate_quantization_memory(
+    *,
+    layers: Sequence[LinearLayer],
+    scheme: QuantizationScheme,
+    method: MethodName,
+    dimensions: Dimensions,
+    weight_bytes: int,
+    num_samples: int,
+    seq_len: int,
+    batch_size: int = 1,
+    device: Device = "cpu",
+    dtype: str = "bfloat16",
+) -> QuantizationMemory:
+    """Return the peak memory of a quantization and its named parts.
+
+    Args:
+        layers: Quantized matrices, with experts one by one.
+        scheme: The scheme.
+        method: A key of `METHODS`.
+        dimensions: Sizes of the decoder.
+        weight_bytes: All parameters in the dtype they are loaded in, tied ones once.
+        num_samples: Calibration samples.
+        seq_len: Maximum tokens per sample.
+        batch_size: Samples per forward pass.
+        device: `cuda` copies one layer at a time to an accelerator.
+        dtype: Dtype of the model's weights.
+    """
+    run = _Run(
+        chosen=tuple(layers),
+        scheme=scheme,
+        method=method,
+        dimensions=dimensions,
+        weight_bytes=weight_bytes,
+        num_samples=num_samples,
+        seq_len=seq_len,
+        batch_size=min(batch_size, max(1, num_samples)),
+        width=DTYPE_BYTES[dtype],
+        dtype=dtype,
+        device=device,
+    )
+    # Scales in the model's dtype and int8 zero points, which exist for symmetric schemes too until they are saved.
+    elements = sum(prod(scale_shape(scheme, layer)) + scheme.activations_are_static for layer in run.chosen)
+    kept: Terms = {"process": PROCESS_BYTES, "model_weights": weight_bytes, "scales": elements * (run.width + 1)}
+    # Packing the largest matrix needs its one-byte codes, then two int32 copies.
+    packing = 9 if scheme.format == "pack-quantized" else 2 * run.width + 1
+    packing *= max((layer.numel for layer in run.chosen), default=0)
+    phases: dict[str, tuple[Terms, Terms]] = {"saving": (kept | {"packing": packing}, {})}
+    if method == "bitsandbytes":
+        packed = sum(tensor_bytes(packed_tensors(scheme, layer, dtype).values()) for layer in run.chosen)
+        phases = {"loading": (kept | {"packed_weights": packed}, {})}
+    elif needs_calibration(method, scheme):
+        if METHODS[method].engine == "shardwright":
+            kept["small_format"] = sum(layer.numel for layer in run.chosen) * (scheme.weights.bits + 1) // 8
+        batches = ceil(num_samples / run.batch_size) + 1
+        hidden, rotary = run.tokens * dimensions.hidden_size, 2 * seq_len * dimensions.head_dim
+        layer_inputs = batches * (hidden + rotary + run.batch_size * seq_len**2) * run.width
+        cached = kept | {"tokens": 16 * num_samples * seq_len, "layer_inputs": layer_inputs}
+        phases["calibrating"] = cached, _calibrating(run)
+        phases["quantizing"] = cached, _quantizing(run)
+    if device == "cpu":
+        name, (host, working) = max(
+            phases.items(), key=lambda item: sum(item[1][0].values()) + sum(item[1][1].values())
+        )
+        return QuantizationMemory(host_terms=_positive(host | working), device_terms={}, phase=name)
+    host = max((host for host, _ in phases.values()), key=lambda terms: sum(terms.values()))
+    name, (_, working) = max(phases.items(), key=lambda item: sum(item[1][1].values()))
+    # The device holds one decoder layer, or the token embedding if that is larger.
+    onloaded = max(sum(layer.numel for layer in run.block), dimensions.vocab_size * dimensions.hidden_size)
+    terms = {"layer_weights": onloaded * run.width} | working
+    return QuantizationMemory(host_terms=_positive(host), device_terms=_positive(terms), phase=name)
+
+
+def _positive(terms: Terms) -> Terms:
+    return {name: count for name, count in terms.items() if count}
+
+
+def _calibrating(run: _Run) -> Terms:
+    """The larger of two moments of a decoder layer's forward pass: softmax, and statistics of the last projection."""
+    sizes, tokens = run.dimensions, run.tokens
+    statistics: Terms = {}
+    if run.method in ("gptq", "smoothquant-gptq", "spqr", "low-rank"):
+        statistics["hessians"] = sum(4 * layer.in_features**2 for layer in run.block)
+    if run.method == "awq":
+        statistics["awq_inputs"] = _awq_input_bytes(run)
+    softmax = statistics | {"attention": run.softmax_bytes + tokens * sizes.hidden_size * run.width}
+    widest = max((layer.in_features for layer in run.block), default=sizes.hidden_size)
+    last = statistics | {
+        "attention": run.scores * run.width,
+        "mlp": tokens * (max(widest, sizes.intermediate_size) + 4 * sizes.hidden_size) * run.width,
+    }
+    if "hessians" in statistics:
+        last["hessian_update"] = 4 * max(widest**2 + tokens * widest, 2 * tokens * widest)
+    elif run.scheme.activations_are_static:
+        last["range_search"] = tokens * widest * run.width
+    return max(softmax, last, key=lambda terms: sum(terms.values()))
+
+
+def _quantizing(run: _Run) -> Terms:
+    if run.method == "awq":
+        return _awq_search(run)
+    if run.method == "autoround":
+        # Rounding, its gradient and the best so far in fp32, and the layer's outputs: an estimate, not measured.
+        outputs = run.num_samples * run.seq_len * run.dimensions.hidden_size * run.width
+        learned = 3 * 4 * sum(layer.numel for layer in run.block)
+        return {"learned_rounding": learned, "layer_outputs": 2 * outputs}
+    if run.method not in ("gptq", "smoothquant-gptq", "spqr", "low-rank"):
+        return {}
+    moments = []
+    waiting = [4 * layer.in_features**2 for layer in run.block]
+    square_before = weight_before = 0
+    for index, layer in enumerate(run.block):
+        square, weight = 4 * layer.in_features**2, 4 * layer.numel
+        columns = 5 * 4 * layer.out_features * _GPTQ_BLOCK_COLUMNS
+        left = sum(waiting[index + 1 :])
+        moments += [
+            # Tensors of the previous matrix exist until their variables are assigned again.
+            {"hessians": left + square_before, "hessian_copies": 3 * square, "fp32_weights": 2 * weight_before},
+            {"hessians": left, "hessian_copies": 3 * square, "fp32_weights": weight + weight_before},
+            {"hessians": left, "hessian_copies": square, "fp32_weights": 2 * weight + columns + weight_before},
+        ]
+        square_before, weight_before = square, weight
+    return max(moments, key=lambda terms: sum(terms.values()), default={})
+
+
+def _awq_input_bytes(run: _Run) -> int:
+    """Inputs of attention and MLP, of the down projection, and of the output projection if heads are not grouped."""
+    sizes, block = run.dimensions, run.block
+    columns = 2 * sizes.hidden_size
+    columns += sum(layer.in_features for layer in block if layer.name.endswith(("down_proj", "fc2")))
+    if sizes.num_key_value_heads == sizes.num_attention_heads:
+        columns += sizes.query_size
+    return run.num_samples * run.seq_len * columns * run.width
+
+
+def _awq_search(run: _Run) -> Terms:
+    """The larger of two moments: attention outputs of all samples, and the MLP's weights while they are rounded.
+
+    The search compares the outputs of all samples before and after rounding. Inputs of attention are freed before the
+    MLP.
+    """
+    sizes, tokens, block = run.dimensions, run.tokens, run.block
+    batches = ceil(run.num_samples / run.batch_size)
+    outputs, inputs = batches * tokens * sizes.hidden_size * run.width, _awq_input_bytes(run)
+    attention: Terms = {
+        "awq_inputs": inputs,
+        "awq_outputs": 2 * outputs - tokens * sizes.hidden_size * run.width,
+        "attention": run.softmax_bytes,
+        "awq_weights": sum(layer.numel for layer in block if layer.name.endswith(_ATTENTION_INPUTS)) * run.width,
+    }
+    scaled = [layer for layer in block if layer.name.endswith(_MLP_INPUTS)]
+    mlp: Terms = {
+        "awq_inputs": inputs - batches * tokens * sizes.hidden_size * run.width,
+        "awq_outputs": outputs,
+        "awq_weights": sum(layer.numel for layer in scaled) * run.width,
+        "rounding": _AWQ_ROUNDING_BYTES * max((layer.numel for layer in scaled), default=0),
+    }
+    return max(attention, mlp, key=lambda terms: sum(terms.values()))

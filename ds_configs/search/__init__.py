@@ -1,1 +1,1 @@
-"""The choice among all layouts, with its reason and the rejected ones: enter by `choice.py`."""
+"""The choice among all layouts, with its reason and the rejected ones: start with `search.py`."""

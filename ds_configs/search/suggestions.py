@@ -1,4 +1,4 @@
-"""The cheapest changes that would make a job fit, each with the memory it would then need."""
+"""Changes that would make a job fit, with the memory they need, and changes that would make it faster."""
 
 from __future__ import annotations
 
@@ -6,21 +6,20 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ..memory.activation_source import ActivationSource
-from ..memory.calibration import Calibration
 from ..specs.errors import ShardwrightError
 from ..specs.hardware import HardwareSpec, gpu_catalog, parse_hardware, with_gpus
 from ..specs.job import AXIS_FIELDS, TrainingJob
 from ..specs.model import ModelSpec
 from ..specs.units import gigabytes
 from ..step_time.estimate import estimate_step_time
-from .choice import Evaluated, anything_fits, search
+from .candidates import SearchContext
 from .reasons import display_name
+from .search import Evaluated, anything_fits, search
 
 _MOST = 3
 _LARGEST_OFFERED = 64
 _LEAST_GAIN = 1.05
-"""Times faster from which on a change is worth a word."""
+"""Smallest speed-up that is reported."""
 _LARGEST_WORLD = 4096
 _VOCABULARY_MULTIPLE = 64
 """Rows to which vocabularies are padded: a multiple of 8 on up to 8 ranks of tensor parallelism."""
@@ -28,61 +27,65 @@ _SHORTEST_SEQUENCE = 512
 
 
 Change = tuple[str, HardwareSpec, TrainingJob]
-"""A flag with the hardware and the job that it leads to."""
+"""A flag with the changed hardware and job."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Suggestion:
-    """One change with its result."""
+    """One change that makes the job fit."""
 
     change: str
-    """What to do, as the flag to write."""
+    """The flag to pass."""
     strategy: str
-    """The layout that would then be chosen, as people name it."""
+    """Display name of the layout that would then be chosen."""
     high_bytes: int
     """Upper end of its memory on one accelerator."""
     capacity_bytes: int
-    """Memory of one accelerator."""
 
     def __str__(self) -> str:
         used = f"{gigabytes(self.high_bytes)} of {gigabytes(self.capacity_bytes)} GB"
         return f"{self.change} ({self.strategy}, up to {used})"
 
 
-def cheapest_changes(
-    model: ModelSpec,
-    hardware: HardwareSpec,
-    job: TrainingJob,
-    *,
-    activations: ActivationSource | None = None,
-    calibration: Calibration | None = None,
-) -> tuple[Suggestion, ...]:
-    """Return up to three changes that would fit: free settings first, then the method, then hardware.
+def cheapest_changes(context: SearchContext) -> tuple[Suggestion, ...]:
+    """Return up to three changes that would fit: first fixed settings set to auto, then the method, then hardware.
 
-    Of each kind the cheapest is returned; other clusters fill what is missing. `activations` belongs to the job's
-    sequence length, so with it no change of the sequence is tried.
+    At most one change of each kind is returned, the cheapest; other clusters fill the remaining places.
     """
-    found: list[Suggestion] = []
+    suggestions: list[Suggestion] = []
 
     def fits(change: Change) -> bool:
         _, cluster, changed = change
         try:
-            return anything_fits(model, cluster, changed, activations=activations, calibration=calibration)
+            return anything_fits(replace(context, hardware=cluster, job=changed))
         except ShardwrightError:
             return False
 
-    for changes, most in _kinds(hardware, job, traced=activations is not None):
-        wanted = min(_MOST, len(found) + most)
-        if len(found) == wanted:
+    hardware, job = context.hardware, context.job
+    kinds = [
+        (_automatic_settings(hardware, job), 1),
+        (_chunked_loss_or_smaller_teacher(hardware, job), 1),
+        (_shorter_sequences(hardware, job), 1),
+        (_smaller_states(hardware, job), 1),
+        (_adapters(hardware, job), 1),
+        (_more_accelerators(hardware, job), 1),
+        (_larger_accelerators(hardware, job), 1),
+        (_more_host_memory(hardware, job), 1),
+        (_smallest_adapters(hardware, job), 1),
+        (_other_clusters(job), _MOST),
+    ]
+    for changes, most in kinds:
+        limit = min(_MOST, len(suggestions) + most)
+        if len(suggestions) == limit:
             continue
         for change, changed_hardware, changed_job in _fitting(changes, fits):
             try:
-                outcome = search(model, changed_hardware, changed_job, activations=activations, calibration=calibration)
+                outcome = search(replace(context, hardware=changed_hardware, job=changed_job))
             except ShardwrightError:
                 continue
             if outcome.chosen is not None:
                 gpu = outcome.chosen.memory.gpu
-                found.append(
+                suggestions.append(
                     Suggestion(
                         change=change,
                         strategy=display_name(outcome.chosen.strategy),
@@ -90,17 +93,18 @@ def cheapest_changes(
                         capacity_bytes=gpu.capacity_bytes,
                     )
                 )
-            if len(found) == wanted:
+            if len(suggestions) == limit:
                 break
-    return tuple(found)
+    return tuple(suggestions)
 
 
 def _fitting(changes: Iterable[Change], fits: Callable[[Change], bool]) -> Iterator[Change]:
-    """Yield the changes that fit, in their order.
+    """Yield the changes that fit, in order.
 
-    The last one of a kind has most memory. Where not even that fits, nothing that has less of everything is tried, as
-    long as no batch forbids larger clusters.
+    The last change of a kind has the most memory. If it does not fit, clusters with less of everything are skipped,
+    unless a fixed global batch may forbid the larger cluster.
     """
+    compared = ("nodes", "gpus_per_node", "gpu_bytes", "host_bytes_per_node", "nvme_bytes_per_node", "supports_bf16")
     failed: list[HardwareSpec] = []
     remaining = list(changes)
     for index, change in enumerate(remaining):
@@ -109,7 +113,7 @@ def _fitting(changes: Iterable[Change], fits: Callable[[Change], bool]) -> Itera
         grows = job.global_batch_size is None and cluster != last
         if index == 1 and grows and not fits(remaining[-1]):
             failed.append(last)
-        if any(_has_no_more(cluster, other) for other in failed):
+        if any(all(getattr(cluster, name) <= getattr(other, name) for name in compared) for other in failed):
             continue
         if fits(change):
             yield change
@@ -117,56 +121,50 @@ def _fitting(changes: Iterable[Change], fits: Callable[[Change], bool]) -> Itera
             failed.append(cluster)
 
 
-def _has_no_more(cluster: HardwareSpec, other: HardwareSpec) -> bool:
-    """Whether a cluster has as many nodes and accelerators as another and as much memory, or less."""
-    names = ("nodes", "gpus_per_node", "gpu_bytes", "host_bytes_per_node", "nvme_bytes_per_node", "supports_bf16")
-    return all(getattr(cluster, name) <= getattr(other, name) for name in names)
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Offer:
-    """A change of the training's numbers that would make it faster; a plan never makes it unasked."""
+    """A change that would make training faster but changes its numbers, so that no plan applies it by itself."""
 
     change: str
-    """What to do, as the flag or the line of Python to write."""
+    """The flag or the line of Python."""
     times_faster: float
-    """Tokens per second over those of the plan."""
+    """Tokens per second divided by those of the plan."""
     strategy: str
-    """The layout that would then be chosen, as people name it."""
+    """Display name of the layout that would then be chosen."""
 
     def __str__(self) -> str:
         return f"{self.times_faster:.2f} times faster with {self.change} ({self.strategy})"
 
 
 def faster_changes(chosen: Evaluated, model: ModelSpec, hardware: HardwareSpec, job: TrainingJob) -> tuple[Offer, ...]:
-    """Return what would be faster if the training's numbers may change: vocabulary, 8-bit optimizer states, adapters.
+    """Return changes that would be faster: a padded vocabulary, 8-bit optimizer states, adapters.
 
-    The latter two only where memory costs the plan time (it offloads or recomputes) on up to `_LARGEST_OFFERED`
-    accelerators: on more, states are spread so thinly that neither helps.
+    The latter two are tried only if memory costs the plan time (it offloads or recomputes) on up to `_LARGEST_OFFERED`
+    accelerators; on more, states are sharded so thinly that neither helps.
     """
     if job.teacher is not None:
         return ()
-    found = _padded_vocabulary(chosen, model, hardware, job)
+    offers = _padded_vocabulary(chosen, model, hardware, job)
     if hardware.world_size > _LARGEST_OFFERED:
-        return tuple(found)
+        return tuple(offers)
     if not chosen.strategy.gradient_checkpointing and chosen.strategy.offload_optimizer == "none":
-        return tuple(found)
+        return tuple(offers)
     for change, _, changed in (*_smaller_states(hardware, job), *_adapters(hardware, job)):
-        # The loss is open again: another one may then be the faster.
+        # With another method, another loss may be the fastest.
         try:
-            other = search(model, hardware, replace(changed, loss="auto")).chosen
+            other = search(SearchContext(model=model, hardware=hardware, job=replace(changed, loss="auto"))).chosen
         except ShardwrightError:
             continue
         if other is None:
             continue
         ratio = other.time.tokens_per_second / chosen.time.tokens_per_second
         if ratio > _LEAST_GAIN:
-            found.append(Offer(change=change, times_faster=ratio, strategy=display_name(other.strategy)))
-    return tuple(found)
+            offers.append(Offer(change=change, times_faster=ratio, strategy=display_name(other.strategy)))
+    return tuple(offers)
 
 
 def _padded_vocabulary(chosen: Evaluated, model: ModelSpec, hardware: HardwareSpec, job: TrainingJob) -> list[Offer]:
-    """Return the gain of rows that nobody reads: kernels are slow where a width is no multiple of 8 elements."""
+    # Kernels are slow if a width is not a multiple of 8 elements; the added rows are never used.
     rows = model.dimensions.vocab_size
     padded = -(-rows // _VOCABULARY_MULTIPLE) * _VOCABULARY_MULTIPLE
     if rows % 8 == 0:
@@ -184,61 +182,29 @@ def _padded_vocabulary(chosen: Evaluated, model: ModelSpec, hardware: HardwareSp
     return [Offer(change=change, times_faster=ratio, strategy=display_name(chosen.strategy))]
 
 
-def _kinds(hardware: HardwareSpec, job: TrainingJob, *, traced: bool) -> Iterator[tuple[Iterator[Change], int]]:
-    """Yield the kinds of changes, cheapest first, with how many of each are wanted."""
-    kinds = [_freed_settings(hardware, job), _chunked_loss(hardware, job), _smaller_teacher(hardware, job)]
-    if not traced:
-        kinds.append(_shorter_sequences(hardware, job))
-    kinds += [
-        _smaller_states(hardware, job),
-        _adapters(hardware, job),
-        _more_accelerators(hardware, job),
-        _larger_accelerators(hardware, job),
-        _more_host_memory(hardware, job),
-    ]
-    if not traced:
-        kinds.append(_smallest_adapters(hardware, job))
-    for kind in kinds:
-        yield kind, 1
-    yield _other_clusters(job), _MOST
-
-
-def _freed_settings(hardware: HardwareSpec, job: TrainingJob) -> Iterator[Change]:
-    """Each setting that the user fixed given back to the planner, then all of them."""
-    freed = {
-        "--gradient-checkpointing auto": replace(job, gradient_checkpointing="auto"),
-        "--micro-batch-size auto": replace(job, micro_batch_size=None),
-        "--offload auto": replace(job, offload="auto"),
-        "--strategy auto": replace(job, strategy="auto"),
-        "--teacher-placement auto": replace(job, teacher_placement="auto"),
+def _automatic_settings(hardware: HardwareSpec, job: TrainingJob) -> Iterator[Change]:
+    """Yield each fixed setting set to auto, then all of them together."""
+    fields: dict[str, Any] = {
+        "gradient_checkpointing": "auto",
+        "micro_batch_size": None,
+        "offload": "auto",
+        "strategy": "auto",
+        "teacher_placement": "auto",
+        **dict.fromkeys(AXIS_FIELDS),
     }
-    free: dict[str, Any] = dict.fromkeys(AXIS_FIELDS)
-    for field in AXIS_FIELDS:
-        one: dict[str, Any] = {field: None}
-        freed[f"--{field.replace('_', '-')} auto"] = replace(job, **one)
-    changed = {flag: changed_job for flag, changed_job in freed.items() if changed_job != job}
-    for flag, changed_job in changed.items():
-        yield flag, hardware, changed_job
-    if len(changed) > 1:
-        everything = replace(
-            job,
-            gradient_checkpointing="auto",
-            micro_batch_size=None,
-            offload="auto",
-            strategy="auto",
-            teacher_placement="auto",
-            **free,
-        )
-        yield " ".join(changed), hardware, everything
+    fixed = {field: value for field, value in fields.items() if getattr(job, field) != value}
+    flags = [f"--{field.replace('_', '-')} auto" for field in fixed]
+    for flag, (field, value) in zip(flags, fixed.items(), strict=True):
+        change: dict[str, Any] = {field: value}
+        yield flag, hardware, replace(job, **change)
+    if len(fixed) > 1:
+        yield " ".join(flags), hardware, replace(job, **fixed)
 
 
-def _chunked_loss(hardware: HardwareSpec, job: TrainingJob) -> Iterator[Change]:
-    if job.loss != "chunked" and job.teacher is None:
-        yield "--loss chunked", hardware, replace(job, loss="chunked")
-
-
-def _smaller_teacher(hardware: HardwareSpec, job: TrainingJob) -> Iterator[Change]:
+def _chunked_loss_or_smaller_teacher(hardware: HardwareSpec, job: TrainingJob) -> Iterator[Change]:
     if job.teacher is None:
+        if job.loss != "chunked":
+            yield "--loss chunked", hardware, replace(job, loss="chunked")
         return
     for placement in ("cached", "quantized"):
         if job.teacher_placement != placement:
@@ -250,7 +216,7 @@ def _shorter_sequences(hardware: HardwareSpec, job: TrainingJob) -> Iterator[Cha
     rounded = job.seq_len_tokens // unit * unit
     length = job.seq_len_tokens
     if _SHORTEST_SEQUENCE <= rounded < length:
-        # Only then can sequence and context parallelism divide it over all ranks.
+        # Sequence and context parallelism can split this length over all ranks.
         yield f"--seq-len {rounded}", hardware, replace(job, seq_len_tokens=rounded)
         length = rounded
     length //= 2
@@ -281,34 +247,24 @@ def _more_accelerators(hardware: HardwareSpec, job: TrainingJob) -> Iterator[Cha
         larger = with_gpus(hardware, nodes=nodes, gpus_per_node=gpus)
         batch = job.global_batch_size
         if batch is None or batch % larger.world_size == 0:
-            yield _hardware_change(larger), larger, job
-
-
-def _hardware_change(hardware: HardwareSpec) -> str:
-    if hardware.gpu in gpu_catalog():
-        return f"--hardware {hardware.name}"
-    return f"nodes: {hardware.nodes} and gpus_per_node: {hardware.gpus_per_node} in the hardware file"
-
-
-def _stated_memory(hardware: HardwareSpec) -> dict[str, Any]:
-    """Host memory and NVMe that the user stated, which another accelerator does not change."""
-    stated: dict[str, Any] = {"nvme_bytes_per_node": hardware.nvme_bytes_per_node, "nvme_path": hardware.nvme_path}
-    if "host_bytes_per_node" not in hardware.assumed:
-        stated["host_bytes_per_node"] = hardware.host_bytes_per_node
-    return stated
+            change = f"nodes: {nodes} and gpus_per_node: {gpus} in the hardware file"
+            yield f"--hardware {larger.name}" if larger.gpu in gpu_catalog() else change, larger, job
 
 
 def _larger_accelerators(hardware: HardwareSpec, job: TrainingJob) -> Iterator[Change]:
     larger = [name for name, entry in gpu_catalog().items() if entry["usable_gib"] * 2**30 > hardware.gpu_bytes * 1.02]
     prefix = f"{hardware.nodes}x" if hardware.nodes > 1 else ""
-    stated = _stated_memory(hardware)
+    # Another accelerator does not change the host memory and NVMe that the user specified.
+    node: dict[str, Any] = {"nvme_bytes_per_node": hardware.nvme_bytes_per_node, "nvme_path": hardware.nvme_path}
+    if "host_bytes_per_node" not in hardware.assumed:
+        node["host_bytes_per_node"] = hardware.host_bytes_per_node
     for name in sorted(larger, key=lambda gpu: float(gpu_catalog()[gpu]["usable_gib"])):
-        candidate = replace(parse_hardware(f"{prefix}{hardware.gpus_per_node}x{name}"), **stated)
+        candidate = replace(parse_hardware(f"{prefix}{hardware.gpus_per_node}x{name}"), **node)
         yield f"--hardware {candidate.name}", candidate, job
 
 
 def _smallest_adapters(hardware: HardwareSpec, job: TrainingJob) -> Iterator[Change]:
-    """QLoRA with chunked loss and a shorter sequence, all at once."""
+    """Yield QLoRA with chunked loss and ever shorter sequences."""
     length = job.seq_len_tokens
     while length >= _SHORTEST_SEQUENCE:
         small = replace(job, method="qlora", loss="chunked", seq_len_tokens=length)
@@ -317,7 +273,7 @@ def _smallest_adapters(hardware: HardwareSpec, job: TrainingJob) -> Iterator[Cha
 
 
 def _other_clusters(job: TrainingJob) -> Iterator[Change]:
-    """The smallest cluster of another kind, by total accelerator memory."""
+    """Yield clusters of every known accelerator by total memory, the smallest first."""
     sizes = [(1, 1), (1, 2), (1, 4), (1, 8), (2, 8), (4, 8), (8, 8), (16, 8), (32, 8), (64, 8)]
     kinds = {name: float(entry["usable_gib"]) for name, entry in gpu_catalog().items() if name != "CPU"}
     clusters = [

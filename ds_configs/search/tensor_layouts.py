@@ -1,4 +1,4 @@
-"""One-, two-, 2.5- and three-dimensional tensor parallelism compared, as analysis: only 1D runs in DeepSpeed and torch.
+"""Analysis of one-, two-, 2.5- and three-dimensional tensor parallelism; DeepSpeed and torch run only 1D.
 
 A layer of a dense decoder is products `[T, K] @ [K, N]` of `T` tokens: query, key and value together, output
 projection, up (and gate) projection together, down projection. `p` ranks share them.
@@ -10,39 +10,37 @@ projection, up (and gate) projection together, down projection. `p` ranks share 
   depth, and their gradients are summed over the depths.
 - 3D (arXiv 2105.14450): `p = q^3`; all-gathers along two sides of a cube, a reduce-scatter along the third.
 
-Volumes are what one rank receives, forward and backward, without recomputation: a broadcast or reduction to one rank of
-`n` elements, each rank being the root once in `q` turns, brings `(q - 1) n / q` a turn, as chains of messages do it.
-Norms and softmax move some numbers a token, which are left out; so is the latency of a message, of which SUMMA has `q`
-times more than 1D. Neighbouring ranks are in the same row of the mesh.
+Volumes are what one rank receives, forward and backward, without recomputation. A broadcast or reduction of `n`
+elements, in which each of `q` ranks is the root once, moves `(q - 1) n / q` per round, as chains of messages do. Not
+counted are norms and softmax, which move a few numbers per token, and message latency, of which SUMMA has `q` times
+more than 1D. Neighbouring ranks are in the same row of the mesh.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from math import isqrt
 from typing import Literal
 
-from ..specs.errors import Fault, UsageError
+from ..specs.errors import ConfigError, UsageError
 from ..specs.hardware import HardwareSpec
 from ..specs.job import TrainingJob
 from ..specs.model import ModelSpec
-from ..step_time.collectives import group_bytes_per_s, others
 from ..step_time.model_work import Product
+from ..step_time.rates import group_bytes_per_s, others
 
 LayoutName = Literal["1D", "2D", "2.5D", "3D"]
 
 RUNNABLE: LayoutName = "1D"
-"""What DeepSpeed 0.19.8 (AutoTP), Accelerate 1.15.0 and Transformers 5.17.0 run; the others are analysis only."""
+"""The layout that DeepSpeed 0.19.8 (AutoTP), Accelerate 1.15.0 and Transformers 5.17.0 run."""
 _LARGEST_COUNT = 1024
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TensorLayout:
-    """Cost of a layer on each rank of one layout."""
+    """Cost of one layer per rank."""
 
     name: LayoutName
-    """Dimension of the layout."""
     ranks: int
     """Ranks that share a layer."""
     shape: tuple[int, ...]
@@ -50,30 +48,29 @@ class TensorLayout:
     weight_bytes: float
     """Weights of one layer on a rank, in compute precision."""
     activation_bytes: float
-    """What one layer keeps for the backward pass on a rank, with attention scores recomputed by the kernel."""
+    """Bytes that one layer keeps for the backward pass on a rank; the kernel recomputes attention scores."""
     communication_bytes: float
-    """What a rank receives for one layer and micro-batch, forward and backward."""
+    """Bytes that a rank receives for one layer and micro-batch, forward and backward."""
     communication_seconds: float
-    """Time of that, every group of ranks on its own links, nothing overlapped."""
+    """Time to receive them without overlap, with separate links for every group of ranks."""
     reason: str
-    """The numbers in one line."""
+    """All figures in one line."""
 
     @property
     def analysis_only(self) -> bool:
-        """Whether no library that Shardwright drives runs it."""
+        """Whether no library runs this layout."""
         return self.name != RUNNABLE
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Traffic:
-    """Traffic of one kind of group for a layer."""
+    """Communication of one layer within one kind of rank group."""
 
     elements: float
     """Elements that one rank receives, forward and backward."""
     group_ranks: int
-    """Ranks of a group."""
     stride: int
-    """Distance of neighbours in a group, in ranks."""
+    """Distance between neighbours of a group, in ranks."""
 
 
 def one_dimensional_traffic(tokens: int, hidden_size: int, ranks: int) -> tuple[Traffic, ...]:
@@ -109,7 +106,7 @@ def summa_traffic(products: tuple[Product, ...], tokens: int, side: int, depth: 
 
 
 def cube_traffic(products: tuple[Product, ...], tokens: int, side: int) -> tuple[Traffic, ...]:
-    """Return what the cube moves; every tensor lies on all `q^3` ranks in equal parts (arXiv 2105.14450, algorithm 1).
+    """Return what the cube moves; every tensor is split evenly over all `q^3` ranks (arXiv 2105.14450, algorithm 1).
 
     Forward `A` and `B` are gathered and `C` is scattered; backward `dC` and `B` are gathered for `dA`, `A` is gathered
     again for `dB`, and both are scattered. Each brings `(q - 1) / q^3` of its tensor: 3 times `A` and `B`, twice `C`.
@@ -129,12 +126,12 @@ def layer_products(model: ModelSpec) -> tuple[Product, ...]:
     """Return the products of one decoder layer.
 
     Raises:
-        UsageError: the layers are mixtures of experts, which tensor parallelism does not divide here.
+        UsageError: the layers are mixtures of experts.
     """
     sizes = model.dimensions
     if sizes.num_experts:
-        rule, fix = "tensor layouts compare dense layers", "divide the experts: ep"
-        raise UsageError(Fault(where="model", value=model.architecture, rule=rule, fix=fix))
+        rule, fix = "has mixtures of experts; only dense layers are compared", "use ep to split the experts"
+        raise UsageError(ConfigError(where="model", value=model.architecture, rule=rule, fix=fix))
     hidden, up = sizes.hidden_size, sizes.intermediate_size * (2 if _is_gated(model) else 1)
     return (
         Product(in_features=hidden, out_features=sizes.query_size + 2 * sizes.key_value_size),
@@ -149,22 +146,30 @@ def compare_tensor_layouts(
 ) -> tuple[TensorLayout, ...]:
     """Return the layouts that `ranks` can form, 1D first; 2.5D in its fastest shape with `1 < d <= q`.
 
-    Tokens are `job.micro_batch_size` (else 1) sequences. More ranks than the hardware has mean more of its nodes.
+    A micro-batch has `job.micro_batch_size` (else 1) sequences. If the hardware has fewer ranks, nodes are added.
 
     Raises:
         UsageError: `ranks` is below 1, or the layers are mixtures of experts.
     """
     if ranks < 1:
-        raise UsageError(Fault(where="ranks", value=ranks, rule="must be at least 1", fix="use the tp to explain"))
+        raise UsageError(
+            ConfigError(where="ranks", value=ranks, rule="must be at least 1", fix="pass the tensor-parallel size")
+        )
     products = layer_products(model)
     hardware = replace(hardware, nodes=max(hardware.nodes, -(-ranks // hardware.gpus_per_node)))
     tokens = job.seq_len_tokens * (job.micro_batch_size or 1)
-    whole, divided = _kept_elements(model, tokens)
+    # Elements kept for the backward pass that 1D replicates, and that it splits (arXiv 2205.05198).
+    sizes = model.dimensions
+    mlp = (3 if _is_gated(model) else 2) * sizes.intermediate_size
+    replicated, split = (
+        4.0 * tokens * sizes.hidden_size,
+        tokens * (2.0 * sizes.query_size + 2.0 * sizes.key_value_size + mlp),
+    )
     weights = sum(product.weight for product in products)
     width = job.compute_bytes
 
     def layout(name: LayoutName, shape: tuple[int, ...], traffic: tuple[Traffic, ...], depth: int = 1) -> TensorLayout:
-        kept = whole + divided / ranks if name == "1D" else (whole + divided) / ranks
+        activations = replicated + split / ranks if name == "1D" else (replicated + split) / ranks
         received = sum(part.elements for part in traffic) * width
         seconds = sum(
             part.elements * width / group_bytes_per_s(hardware, ranks=part.group_ranks, stride=part.stride)
@@ -175,25 +180,30 @@ def compare_tensor_layouts(
             ranks=ranks,
             shape=shape,
             weight_bytes=weights * depth / ranks * width,
-            activation_bytes=kept * width,
+            activation_bytes=activations * width,
             communication_bytes=received,
             communication_seconds=seconds,
-            reason=_reason(name, shape, received, seconds, weights * depth / ranks * width, kept * width),
+            reason=(
+                f"{name} {_mesh(shape)}: {weights * depth / ranks * width / 1e6:.1f} MB of weights, "
+                f"{activations * width / 1e6:.1f} MB of activations and {received / 1e6:.1f} MB received in "
+                f"{seconds * 1e3:.2f} ms for each layer{'' if name == RUNNABLE else ' (analysis only)'}"
+            ),
         )
 
-    found = [layout("1D", (ranks,), one_dimensional_traffic(tokens, model.dimensions.hidden_size, ranks))]
+    layouts = [layout("1D", (ranks,), one_dimensional_traffic(tokens, model.dimensions.hidden_size, ranks))]
     side = isqrt(ranks)
     if side > 1 and side**2 == ranks:
-        found.append(layout("2D", (side, side), summa_traffic(products, tokens, side)))
+        layouts.append(layout("2D", (side, side), summa_traffic(products, tokens, side)))
     depths = [
-        layout("2.5D", (q, q, depth), summa_traffic(products, tokens, q, depth), depth)
-        for q, depth in _depth_shapes(ranks)
+        layout("2.5D", (q, q, ranks // q**2), summa_traffic(products, tokens, q, ranks // q**2), ranks // q**2)
+        for q in range(2, isqrt(ranks) + 1)
+        if ranks % q**2 == 0 and 1 < ranks // q**2 <= q
     ]
-    found += sorted(depths, key=lambda one: one.communication_seconds)[:1]
+    layouts += sorted(depths, key=lambda shape: shape.communication_seconds)[:1]
     side = round(ranks ** (1 / 3))
     if side > 1 and side**3 == ranks:
-        found.append(layout("3D", (side, side, side), cube_traffic(products, tokens, side)))
-    return tuple(found)
+        layouts.append(layout("3D", (side, side, side), cube_traffic(products, tokens, side)))
+    return tuple(layouts)
 
 
 def where_one_dimension_stops_paying(
@@ -201,35 +211,21 @@ def where_one_dimension_stops_paying(
 ) -> tuple[int | None, str]:
     """Return the smallest count of ranks at which another layout communicates faster than 1D, and why.
 
-    Counts that divide a node or fill several, so that no group begins in the middle of one. `None` when 1D is fastest
-    up to `largest` ranks.
+    Only counts that divide a node or fill several, so that no group starts in the middle of a node. `None` if 1D is the
+    fastest up to `largest` ranks.
     """
     node = hardware.gpus_per_node
     for ranks in (count for count in range(2, largest + 1) if node % count == 0 or count % node == 0):
         first, *rest = compare_tensor_layouts(model, hardware, job, ranks)
-        fastest = min(rest, key=lambda one: one.communication_seconds, default=first)
+        fastest = min(rest, key=lambda other: other.communication_seconds, default=first)
         if fastest.communication_seconds < first.communication_seconds:
             return ranks, (
                 f"1D stops paying at {ranks} ranks: {fastest.name} {_mesh(fastest.shape)} receives "
                 f"{fastest.communication_bytes / 1e6:.1f} MB in {fastest.communication_seconds * 1e3:.2f} ms for a "
                 f"layer, 1D {first.communication_bytes / 1e6:.1f} MB in {first.communication_seconds * 1e3:.2f} ms "
-                f"({hardware.gpus_per_node} accelerators to a node; analysis only, nothing runs {fastest.name} here)"
+                f"({hardware.gpus_per_node} accelerators per node; analysis only, no library runs {fastest.name})"
             )
     return None, f"1D communicates fastest up to {largest} ranks on {hardware.name}"
-
-
-def _depth_shapes(ranks: int) -> Iterator[tuple[int, int]]:
-    for side in range(2, isqrt(ranks) + 1):
-        depth, rest = divmod(ranks, side**2)
-        if not rest and 1 < depth <= side:
-            yield side, depth
-
-
-def _kept_elements(model: ModelSpec, tokens: int) -> tuple[float, float]:
-    """Return what a layer keeps for the backward pass that 1D leaves whole, and that it divides (arXiv 2205.05198)."""
-    sizes = model.dimensions
-    mlp = (3 if _is_gated(model) else 2) * sizes.intermediate_size
-    return 4.0 * tokens * sizes.hidden_size, tokens * (2.0 * sizes.query_size + 2.0 * sizes.key_value_size + mlp)
 
 
 def _is_gated(model: ModelSpec) -> bool:
@@ -238,13 +234,3 @@ def _is_gated(model: ModelSpec) -> bool:
 
 def _mesh(shape: tuple[int, ...]) -> str:
     return "x".join(map(str, shape))
-
-
-def _reason(
-    name: str, shape: tuple[int, ...], received: float, seconds: float, weight_bytes: float, kept_bytes: float
-) -> str:
-    return (
-        f"{name} {_mesh(shape)}: {weight_bytes / 1e6:.1f} MB of weights, {kept_bytes / 1e6:.1f} MB of activations and "
-        f"{received / 1e6:.1f} MB received in {seconds * 1e3:.2f} ms for each layer"
-        + ("" if name == RUNNABLE else " (analysis only)")
-    )

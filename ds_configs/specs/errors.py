@@ -1,91 +1,126 @@
-"""Errors that users meet: each names a value, the rule it breaks and the way out, and carries an exit code."""
+"""Errors for users: each names a value, the rule that it violates and the fix, and has an exit code."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 
 class ShardwrightError(ValueError):
-    """A failure that is not a bug of Shardwright; the command line prints it as one line per fault."""
+    """A known error. The command line prints one line per error instead of a traceback."""
 
     exit_code = 1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Fault:
+class ConfigError:
     """One violated rule."""
 
     where: str
     """The field, key path or `file:line` that holds the value."""
     value: object = None
-    """The offending value; `None` when something is missing."""
+    """The offending value; `None` if something is missing."""
     rule: str
-    """What must hold, as a statement or an equation."""
+    """What is allowed, as a statement or an equation."""
     fix: str = ""
-    """What to write instead; empty when the rule already says it."""
+    """What to write instead; empty if the rule says it."""
 
     def __str__(self) -> str:
-        shown = "" if self.value is None else f" = {_abbreviate(self.value)}"
+        shown = ""
+        if self.value is not None:
+            try:
+                shown = repr(self.value)
+            except ValueError:
+                # Python 3.11 does not print integers of more than 4,300 digits.
+                shown = "a number of thousands of digits"
+            # Long paths usually differ at the end, so both ends are shown.
+            shown = f" = {shown if len(shown) <= 80 else f'{shown[:38]}...{shown[-38:]}'}"
         return f"{self.where}{shown}: {self.rule}" + (f"; {self.fix}" if self.fix else "")
 
 
-def _abbreviate(value: object, longest: int = 80) -> str:
-    """Keep both ends: what tells two long paths apart mostly stands at the end."""
-    try:
-        text = repr(value)
-    except ValueError:
-        # Python 3.11 writes no integer of more than 4,300 digits.
-        text = "a number of thousands of digits"
-    kept = (longest - 3) // 2
-    return text if len(text) <= longest else f"{text[:kept]}...{text[-kept:]}"
-
-
-class FaultsError(ShardwrightError):
-    """One or more faults in what the user gave, reported together."""
+class InputError(ShardwrightError):
+    """One or more errors in the user's input, reported together."""
 
     exit_code = 2
 
-    def __init__(self, faults: Sequence[Fault] | Fault) -> None:
-        self.faults: tuple[Fault, ...] = (faults,) if isinstance(faults, Fault) else tuple(faults)
-        assert self.faults, "FaultsError needs at least one fault"
-        super().__init__("\n".join(str(fault) for fault in self.faults))
+    def __init__(self, errors: Sequence[ConfigError] | ConfigError) -> None:
+        self.errors: tuple[ConfigError, ...] = (errors,) if isinstance(errors, ConfigError) else tuple(errors)
+        assert self.errors, "InputError needs at least one error"
+        super().__init__("\n".join(str(error) for error in self.errors))
 
-    def __reduce__(self) -> tuple[type[FaultsError], tuple[tuple[Fault, ...]]]:
-        """Carry the faults to another rank, not the text that was made of them."""
-        return type(self), (self.faults,)
+    def __reduce__(self) -> tuple[type[InputError], tuple[tuple[ConfigError, ...]]]:
+        """Pickle the errors, not their text, so that another rank gets them."""
+        return type(self), (self.errors,)
 
 
-class UsageError(FaultsError):
+class UsageError(InputError):
     """Bad flags, files or combinations (exit code 2)."""
 
 
 class DoesNotFitError(ShardwrightError):
-    """No legal strategy fits the hardware (exit code 3)."""
+    """No legal layout fits the hardware (exit code 3)."""
 
     exit_code = 3
 
 
-class RefusedInputError(FaultsError):
+class RefusedInputError(InputError):
     """Input that is corrupt, absurd or unsafe to use (exit code 4)."""
 
     exit_code = 4
 
 
 @contextmanager
-def collecting(faults: list[Fault]) -> Iterator[None]:
-    """Keep the faults of a step, so that later steps report theirs too; other errors come after known faults.
+def collecting(errors: list[ConfigError]) -> Iterator[None]:
+    """Add the errors of a step to `errors`, so that later steps can report theirs too.
 
-    Input that is refused as unsafe or corrupt is told at once, with its own exit code.
+    Unsafe or corrupt input is raised immediately, with its own exit code. Any other error is replaced by the errors
+    that are already known.
     """
     try:
         yield
     except UsageError as error:
-        faults += error.faults
+        errors += error.errors
     except RefusedInputError:
         raise
     except ShardwrightError:
-        if faults:
-            raise UsageError(faults) from None
+        if errors:
+            raise UsageError(errors) from None
         raise
+
+
+def nearest_divisors(number: int, value: int) -> str:
+    """Return the divisors of `number` on both sides of `value`, as text."""
+    divisors = [candidate for candidate in range(1, min(number, 100_000) + 1) if number % candidate == 0]
+    below = [d for d in divisors if d <= value][-1:]
+    above = [d for d in divisors if d > value][:1]
+    return ", ".join(map(str, below + above))
+
+
+def nearest(legal: Iterable[int], value: int) -> str:
+    """Return the fix that lists the legal values on both sides of `value`.
+
+    >>> nearest((1, 2, 4, 8), 3), nearest((1, 2, 4), 8)
+    ('nearest legal values: 2, 4', 'nearest legal value: 4')
+    """
+    ordered = sorted(legal)
+    neighbors = [n for n in ordered if n <= value][-1:] + [n for n in ordered if n > value][:1]
+    plural = "s" if len(neighbors) > 1 else ""
+    return f"nearest legal value{plural}: {', '.join(map(str, neighbors))}" if neighbors else ""
+
+
+def divides(where: str, value: int, number: int, what: str) -> ConfigError | None:
+    """Return the error of a `value` that does not divide `number`, with the nearest divisors."""
+    if value >= 1 and number % value == 0:
+        return None
+    return ConfigError(
+        where=where,
+        value=value,
+        rule=f"must divide {what} ({number} % {value} = {number % value if value else number})",
+        fix=f"nearest legal values: {nearest_divisors(number, value)}",
+    )
+
+
+def one_of(where: str, value: object, legal: Iterable[object], rule: str, fix: str = "") -> ConfigError | None:
+    """Return the error of a `value` outside `legal`."""
+    return None if value in tuple(legal) else ConfigError(where=where, value=value, rule=rule, fix=fix)

@@ -11,7 +11,7 @@ from functools import lru_cache
 from importlib.resources import files
 from typing import Any
 
-from .errors import Fault, UsageError
+from .errors import ConfigError, UsageError, collecting
 from .units import parse_bytes
 
 _GIB = 2**30
@@ -25,7 +25,7 @@ class HardwareSpec:
     """One homogeneous cluster."""
 
     name: str
-    """What the user wrote, such as `8xA100-80GB`."""
+    """Name as the user wrote it, such as `8xA100-80GB`."""
     nodes: int
     """Machines."""
     gpus_per_node: int
@@ -33,46 +33,46 @@ class HardwareSpec:
     gpu: str
     """Catalog name of the accelerator."""
     gpu_bytes: int
-    """Memory of one accelerator that a process can allocate, as the driver reports it."""
+    """Memory of one accelerator as reported by the driver, which a process can allocate."""
     flops_per_s: float
     """Dense bf16 (else fp16) matrix FLOP/s of one accelerator."""
     memory_bytes_per_s: float
     """Bandwidth of the accelerator's memory."""
     link_bytes_per_s: float
-    """One direction, one accelerator to its peers within the node."""
+    """Bandwidth of one accelerator to its peers within the node, one direction."""
     network_bytes_per_s: float
-    """One direction and accelerator, between nodes."""
+    """Bandwidth per accelerator between nodes, one direction."""
     host_bytes_per_node: int
     """Host memory of one node."""
     nvme_bytes_per_node: int = 0
-    """Local NVMe of one node; 0 when there is none to offload to."""
+    """Local NVMe of one node; 0 without NVMe."""
     nvme_path: str | None = None
-    """Directory on that NVMe, the same on every node."""
+    """Directory on the NVMe, the same on every node."""
     supports_bf16: bool = True
-    """Whether the accelerator computes bf16 in hardware."""
+    """Whether the accelerator supports bf16 in hardware."""
     source: str = ""
-    """Where the numbers come from."""
+    """Source of the numbers."""
     assumed: tuple[str, ...] = ()
-    """Fields that the user did not state and a common server's value stands in for."""
+    """Fields that the user did not set; their values are those of a common server."""
 
     @property
     def world_size(self) -> int:
-        """All accelerators."""
+        """Number of accelerators."""
         return self.nodes * self.gpus_per_node
 
 
 @lru_cache(maxsize=1)
 def gpu_catalog() -> Mapping[str, Mapping[str, Any]]:
-    """Return the catalog of accelerators, by name."""
+    """Return the catalog of accelerators by name."""
     text = files(__package__.rpartition(".")[0]).joinpath("data/gpus.toml").read_text(encoding="utf-8")
     return tomllib.loads(text)
 
 
 def find_gpu(name: str, *, where: str = "hardware") -> str:
-    """Return the catalog name that `name` means, whatever its case and punctuation.
+    """Return the catalog entry for a name; case and punctuation are ignored.
 
     Raises:
-        UsageError: nothing or more than one entry of the catalog is meant; the nearest names are given.
+        UsageError: No entry matches, or several do; the error lists the nearest names.
     """
     wanted = _normalise(name)
     catalog = {_normalise(entry): entry for entry in gpu_catalog()}
@@ -82,98 +82,87 @@ def find_gpu(name: str, *, where: str = "hardware") -> str:
     if len(family) == 1:
         return family[0]
     if family:
-        rule, fix = "is ambiguous", f"write one of {', '.join(family)}"
+        rule, fix = "matches several accelerators", f"write one of {', '.join(family)}"
     else:
         near = get_close_matches(wanted, list(catalog), n=3, cutoff=0.4)
-        rule = "is not in the catalog"
+        rule = "is not in the catalog of accelerators"
         fix = f"nearest: {', '.join(catalog[key] for key in near)}" if near else f"known: {', '.join(gpu_catalog())}"
-        fix += "; or describe it in a YAML file"
-    raise UsageError(Fault(where=where, value=name, rule=rule, fix=fix))
+        fix += "; or describe the hardware in a YAML file"
+    raise UsageError(ConfigError(where=where, value=name, rule=rule, fix=fix))
 
 
 def _normalise(name: str) -> str:
     wanted = re.sub(r"[^A-Z0-9]", "", name.upper())
-    wanted = re.sub(r"^(NVIDIA|GEFORCE|AMD|INSTINCT|INTEL|HABANA|TESLA)+", "", wanted)
+    wanted = re.sub(r"^(NVIDIA|GEFORCE|AMD|INSTINCT|INTEL|HABANA|TESLA|RTX(?=A\d))+", "", wanted)
     wanted = re.sub(r"SXM\d?|HBM\d?E?", "", wanted)
     return re.sub(r"(?<=\d)GI?B?$", "", wanted)
 
 
 def parse_hardware(text: str, *, host_memory: str | None = None, nvme: str | None = None) -> HardwareSpec:
-    """Return the cluster that a name describes: `[[NODESx]GPUSx]GPU`.
+    """Return the cluster for a name: `[[NODESx]GPUSx]GPU`.
 
     `host_memory` is the memory of one node (`1TB`), `nvme` its NVMe as `PATH:SIZE` (`/local_nvme:3.5TB`).
 
     Raises:
-        UsageError: the name, a count or a size cannot be used; all faults together.
+        UsageError: The name, a count or a size is invalid; all errors together.
 
     >>> parse_hardware("4x8xH100-80GB").world_size
     32
     """
     match = _NAME.fullmatch(text.strip())
     if match is None:
-        raise UsageError(
-            Fault(
-                where="hardware",
-                value=text,
-                rule="must read [[NODESx]GPUSx]GPU",
-                fix="for example 8xA100-80GB",
-            )
-        )
+        rule, fix = "must have the form [[NODESx]GPUSx]GPU", "for example 8xA100-80GB"
+        raise UsageError(ConfigError(where="hardware", value=text, rule=rule, fix=fix))
     nodes, gpus = int(match["nodes"] or 1), int(match["gpus"] or 1)
-    faults = _count_faults(nodes=nodes, gpus_per_node=gpus)
-    try:
+    errors = _count_errors(nodes=nodes, gpus_per_node=gpus)
+    with collecting(errors):
         gpu = find_gpu(match["gpu"])
-    except UsageError as error:
-        faults += error.faults
-    overrides: dict[str, Any] = {}
-    try:
+    with collecting(errors):
         overrides = parse_overrides(host_memory=host_memory, nvme=nvme)
-    except UsageError as error:
-        faults += error.faults
-    if faults:
-        raise UsageError(faults)
+    if errors:
+        raise UsageError(errors)
     return _from_catalog(text.strip(), nodes, gpus, gpu, overrides)
 
 
 def parse_overrides(*, host_memory: str | None = None, nvme: str | None = None) -> dict[str, Any]:
-    """Return the hardware fields that `host_memory` (`1TB`) and `nvme` (`/local_nvme:3.5TB`) state.
+    """Return the hardware fields that `host_memory` (`1TB`) and `nvme` (`/local_nvme:3.5TB`) set.
 
     Raises:
-        UsageError: one of them cannot be used; both faults together.
+        UsageError: One of them is invalid; both errors together.
     """
     values: dict[str, Any] = {}
-    faults: list[Fault] = []
+    errors: list[ConfigError] = []
     if host_memory is not None:
-        values["host_bytes_per_node"] = _positive_bytes(host_memory, "host_memory", faults)
+        values["host_bytes_per_node"] = _positive_bytes(host_memory, "host_memory", errors)
     if nvme is not None:
         path, _, size = nvme.rpartition(":")
         if path.startswith("/"):
-            values |= {"nvme_path": path, "nvme_bytes_per_node": _positive_bytes(size, "nvme", faults)}
+            values |= {"nvme_path": path, "nvme_bytes_per_node": _positive_bytes(size, "nvme", errors)}
         else:
-            fix = "such as /local_nvme:3.5TB"
-            faults.append(Fault(where="nvme", value=nvme, rule="must read PATH:SIZE with an absolute path", fix=fix))
-    if faults:
-        raise UsageError(faults)
+            rule, fix = "must have the form PATH:SIZE with an absolute path", "for example /local_nvme:3.5TB"
+            errors.append(ConfigError(where="nvme", value=nvme, rule=rule, fix=fix))
+    if errors:
+        raise UsageError(errors)
     return values
 
 
-def _positive_bytes(text: str, where: str, faults: list[Fault]) -> int:
+def _positive_bytes(text: str, where: str, errors: list[ConfigError]) -> int:
     if re.fullmatch(r"[\d. ]+", text):
-        faults.append(Fault(where=where, value=text, rule="has no unit", fix=f"write {text.strip()}GB"))
+        errors.append(ConfigError(where=where, value=text, rule="has no unit", fix=f"write {text.strip()}GB"))
         return 0
     try:
         count = parse_bytes(text, where=where)
     except UsageError as error:
-        faults += error.faults
+        errors += error.errors
         return 0
     if count < 1:
-        faults.append(Fault(where=where, value=text, rule="must be at least one byte"))
+        errors.append(ConfigError(where=where, value=text, rule="must be at least one byte", fix="for example 1TB"))
     return count
 
 
-def _count_faults(**counts: object) -> list[Fault]:
+def _count_errors(**counts: object) -> list[ConfigError]:
     return [
-        Fault(where=f"hardware {field}", value=value, rule=f"must be an integer from 1 to {_LARGEST_COUNT:,}")
+        ConfigError(where=f"hardware {field}", value=value, rule=f"must be an integer from 1 to {_LARGEST_COUNT:,}")
         for field, value in counts.items()
         if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= _LARGEST_COUNT
     ]
@@ -199,82 +188,79 @@ def _from_catalog(name: str, nodes: int, gpus: int, gpu: str, overrides: Mapping
 
 
 def hardware_from_mapping(data: object, *, name: str) -> HardwareSpec:
-    """Return the cluster that a mapping (a parsed YAML file) describes.
+    """Return the cluster for a mapping (a parsed YAML file).
 
-    `gpu` names a catalog entry whose numbers the other keys override, or any accelerator when all of
-    `gpu_bytes`, `flops_per_s`, `memory_bytes_per_s`, `link_bytes_per_s`, `network_bytes_per_s` and
-    `host_bytes_per_node` are given. Sizes may be numbers or strings with a unit.
+    `gpu` names a catalog entry, whose numbers the other keys override. It can be any name if all of `gpu_bytes`,
+    `flops_per_s`, `memory_bytes_per_s`, `link_bytes_per_s`, `network_bytes_per_s` and `host_bytes_per_node` are
+    set. Sizes are numbers, or strings with a unit.
 
     Raises:
-        UsageError: not a mapping, unknown keys, missing keys or values of a wrong kind; all faults together.
+        UsageError: The data is not a mapping, or has unknown keys, missing keys or invalid values; all errors together.
     """
     if not isinstance(data, dict):
-        raise UsageError(Fault(where=name, value=type(data).__name__, rule="must be a mapping of hardware fields"))
+        rule, fix = "must be a mapping of hardware fields", "for example gpu: H100-80GB"
+        raise UsageError(ConfigError(where=name, value=type(data).__name__, rule=rule, fix=fix))
     known = {field.name for field in fields(HardwareSpec)} - {"assumed"}
-    faults = [_unknown_key(str(key), known, name) for key in data if key not in known]
+    errors = []
+    for key in data:
+        if key not in known:
+            near = get_close_matches(str(key), sorted(known), n=1, cutoff=0.4)
+            fix = f"did you mean {near[0]}?" if near else f"known: {', '.join(sorted(known))}"
+            errors.append(ConfigError(where=f"{name}: {key}", rule="is not a hardware field", fix=fix))
     values = {key: value for key, value in data.items() if key in known and value is not None}
     nodes, gpus = values.pop("nodes", 1), values.pop("gpus_per_node", 1)
-    faults += _count_faults(nodes=nodes, gpus_per_node=gpus)
-    faults += _convert_values(values, name)
+    errors += _count_errors(nodes=nodes, gpus_per_node=gpus)
+    errors += _convert_values(values, name)
     if ("nvme_path" in values) != bool(values.get("nvme_bytes_per_node")):
-        faults.append(Fault(where=f"{name}: nvme_path", rule="and nvme_bytes_per_node must be given together"))
+        rule, fix = "requires nvme_bytes_per_node, and the other way round", "set both or neither"
+        errors.append(ConfigError(where=f"{name}: nvme_path", rule=rule, fix=fix))
     label, gpu = values.pop("name", name), values.pop("gpu", None)
     required = {field for field in known if field.endswith(("_bytes", "_per_s", "_per_node"))}
     complete = required - {"nvme_bytes_per_node", "gpus_per_node"} <= values.keys()
     if gpu is None and not complete:
-        faults.append(Fault(where=f"{name}: gpu", rule="is missing", fix="name one of the catalog, or state all sizes"))
+        fix = "name an accelerator of the catalog, or set all sizes"
+        errors.append(ConfigError(where=f"{name}: gpu", rule="is missing", fix=fix))
     elif isinstance(gpu, str) and not complete:
-        try:
+        with collecting(errors):
             gpu = find_gpu(gpu, where=f"{name}: gpu")
-        except UsageError as error:
-            faults += error.faults
-    if faults:
-        raise UsageError(faults)
+    if errors:
+        raise UsageError(errors)
     if complete:
         return HardwareSpec(name=label, nodes=nodes, gpus_per_node=gpus, gpu=gpu or "custom", **values)
     return _from_catalog(label, nodes, gpus, str(gpu), values)
 
 
-def _unknown_key(key: str, known: set[str], name: str) -> Fault:
-    near = get_close_matches(key, sorted(known), n=1, cutoff=0.4)
-    fix = f"did you mean {near[0]}?" if near else f"known: {', '.join(sorted(known))}"
-    return Fault(where=f"{name}: {key}", rule="is not a hardware field", fix=fix)
-
-
-def _convert_values(values: dict[str, Any], name: str) -> list[Fault]:
-    """Turn sizes into numbers in place and return the values of a wrong kind."""
-    faults: list[Fault] = []
+def _convert_values(values: dict[str, Any], name: str) -> list[ConfigError]:
+    """Convert sizes to numbers in place, and return the errors of invalid values."""
+    errors: list[ConfigError] = []
     for key, value in values.items():
         where = f"{name}: {key}"
         if "bytes" in key or "flops" in key:
             if isinstance(value, str):
                 try:
-                    value = _number(value, where)
+                    # YAML 1.1 keeps a number with an exponent but no decimal point as text.
+                    if _EXPONENT.fullmatch(value.strip()):
+                        value = float(value)
+                    else:
+                        value = parse_bytes(value.strip().removesuffix("/s"), where=where)
                 except UsageError as error:
-                    faults += error.faults
+                    errors += error.errors
                     continue
             smallest = 0 if key == "nvme_bytes_per_node" else 1
             if isinstance(value, bool) or not isinstance(value, int | float) or not smallest <= value < 1e21:
-                faults.append(Fault(where=where, value=value, rule="must be a positive number below 1e21"))
+                errors.append(ConfigError(where=where, value=value, rule="must be a positive number below 1e21"))
                 continue
             values[key] = float(value) if key.endswith("_per_s") else int(value)
         elif key == "supports_bf16":
             if not isinstance(value, bool):
-                faults.append(Fault(where=where, value=value, rule="must be true or false"))
+                errors.append(ConfigError(where=where, value=value, rule="must be true or false", fix="write true"))
         elif not isinstance(value, str) or not value.isprintable():
-            faults.append(Fault(where=where, value=value, rule="must be text of one line"))
-    return faults
-
-
-def _number(text: str, where: str) -> float:
-    """Read a size with a unit, or what YAML 1.1 leaves as text: a number with an exponent and no point."""
-    if _EXPONENT.fullmatch(text.strip()):
-        return float(text)
-    return parse_bytes(text.strip().removesuffix("/s"), where=where)
+            errors.append(ConfigError(where=where, value=value, rule="must be one line of text", fix="quote it"))
+    return errors
 
 
 def with_gpus(hardware: HardwareSpec, *, nodes: int, gpus_per_node: int) -> HardwareSpec:
-    """Return the same machines in another number; host memory and NVMe stay per node."""
+    """Return the cluster with other numbers of nodes and GPUs; host memory and NVMe stay the same per node."""
     values = asdict(hardware)
     prefix = f"{nodes}x{gpus_per_node}x" if nodes > 1 else f"{gpus_per_node}x"
     values |= {"name": prefix + hardware.gpu, "nodes": nodes, "gpus_per_node": gpus_per_node}

@@ -1,4 +1,4 @@
-"""`TrainingJob`: what to train, with which precision, optimizer and method, and what the user fixed."""
+"""`TrainingJob`: precision, optimizer, loss, batch and teacher of a training run."""
 
 from __future__ import annotations
 
@@ -7,9 +7,51 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Literal, get_args
 
-from .errors import Fault
+from .errors import ConfigError
 from .model import ModelSpec
-from .teacher_placement import TeacherPlacementChoice
+
+TeacherPlacement = Literal["replica", "sharded", "offloaded", "quantized", "cached"]
+"""`replica`: a full copy per rank; `sharded`: over all ranks, gathered layer by layer; `offloaded`: in host memory,
+copied module by module; `quantized`: 4-bit weights on every rank; `cached`: not loaded, its outputs were stored."""
+
+TeacherPlacementChoice = Literal["auto", "replica", "sharded", "offloaded", "quantized", "cached"]
+"""Values of the option; with `auto`, the planner chooses."""
+
+AUTOMATIC_PLACEMENTS: tuple[TeacherPlacement, ...] = ("replica", "sharded", "offloaded")
+"""In order of preference. The others change the results (`quantized`) or require a separate run (`cached`)."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TeacherCost:
+    """Cost of one placement of the teacher under the selected layout."""
+
+    placement: TeacherPlacement
+    """The placement."""
+    gpu_bytes: int
+    """Peak memory of the teacher on one accelerator: its weights, and gathered weights or activations."""
+    host_bytes: int
+    """Peak host memory of the teacher on one node, including loading."""
+    fits: bool
+    """Whether student and teacher together fit."""
+    reason: str
+    """One sentence: its memory, or its other costs."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TeacherChoice:
+    """Selected placement of the teacher, its reason, and the costs of the other placements."""
+
+    placement: TeacherPlacement
+    """The selected placement."""
+    reason: str
+    """One sentence with numbers."""
+    gpu_bytes: int
+    """Peak memory of the teacher on one accelerator: its weights, and gathered weights or activations."""
+    host_bytes: int
+    """Peak host memory of the teacher on one node, including loading."""
+    alternatives: tuple[TeacherCost, ...]
+    """The other placements under the same layout and micro-batch size."""
+
 
 Precision = Literal["bf16", "fp16", "fp32"]
 Method = Literal["full", "lora", "qlora"]
@@ -19,21 +61,11 @@ StrategyName = Literal[
 ]
 OffloadName = Literal["auto", "none", "cpu", "cpu-all", "nvme"]
 ObjectiveName = Literal["throughput", "cost", "memory"]
-"""What a plan maximises: tokens per second, tokens per accelerator-second, or memory that stays free."""
+"""What a plan maximizes: tokens per second, tokens per accelerator-second, or free memory."""
 LossImplementation = Literal["auto", "eager", "chunked"]
 
-CHUNKED_LOSS_FAMILIES = (
-    "gemma2",
-    "gemma3_text",
-    "llama",
-    "mistral",
-    "mixtral",
-    "phi3",
-    "qwen2",
-    "qwen3",
-    "qwen3_moe",
-)
-"""Model types whose head and loss liger-kernel fuses; for others it changes nothing, without an error."""
+CHUNKED_LOSS_FAMILIES = ("gemma2", "gemma3_text", "llama", "mistral", "mixtral", "phi3", "qwen2", "qwen3", "qwen3_moe")
+"""Model types whose head and loss liger-kernel fuses; it silently ignores others."""
 
 
 AXIS_FIELDS: Mapping[str, str] = {
@@ -43,39 +75,36 @@ AXIS_FIELDS: Mapping[str, str] = {
     "context_parallel_size": "cp",
     "expert_parallel_size": "ep",
 }
-"""Fields of `TrainingJob` for the axes beyond data parallelism, with their names in `Strategy`."""
+"""Fields of `TrainingJob` for the axes beyond data parallelism, and their names in `Layout`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OptimizerSpec:
-    """Memory that one optimizer of the Trainer needs."""
+    """Memory of one optimizer of the Trainer."""
 
     state_bytes_per_parameter: float
-    """Bytes of state for each trainable parameter."""
+    """Bytes of state per trainable parameter."""
     eight_bit: bool = False
     """Whether states are 8-bit blocks, except those of embeddings."""
     factored: bool = False
-    """Whether a matrix keeps one row and one column of state instead (Adafactor)."""
+    """Whether a matrix has one row and one column of state instead (Adafactor)."""
     step_transient: Literal["none", "foreach"] = "none"
-    """`foreach` holds one fp32 temporary of all parameters stepped together, fused kernels none, factored ones two."""
+    """`foreach` allocates one fp32 temporary of all parameters stepped together (factored: two), fused kernels none."""
     cpu_kernel: bool = False
-    """Whether DeepSpeed has a CPU kernel with the same arithmetic, which optimizer offload needs."""
+    """Whether DeepSpeed has a CPU kernel with the same arithmetic, which optimizer offload requires."""
     plain_tensors_only: bool = False
-    """Whether its kernels refuse DTensors, so that FSDP2 cannot use it."""
+    """Whether its kernels do not support DTensors, the parameters of FSDP2."""
 
 
 _BLOCKWISE_8BIT = 1 + 4 / 256
-"""One byte and an fp32 scale for each block of 256 (bitsandbytes/optim/optimizer.py, `blocksize=256`)."""
+"""One byte, and an fp32 scale per block of 256 (bitsandbytes/optim/optimizer.py, `blocksize=256`)."""
 
 OPTIMIZERS: Mapping[str, OptimizerSpec] = {
     "adamw_torch_fused": OptimizerSpec(state_bytes_per_parameter=8, cpu_kernel=True),
     "adamw_torch": OptimizerSpec(state_bytes_per_parameter=8, step_transient="foreach", cpu_kernel=True),
-    "adamw_8bit": OptimizerSpec(eight_bit=True, state_bytes_per_parameter=2 * _BLOCKWISE_8BIT, plain_tensors_only=True),
-    "adamw_bnb_8bit": OptimizerSpec(
-        eight_bit=True, state_bytes_per_parameter=2 * _BLOCKWISE_8BIT, plain_tensors_only=True
-    ),
-    "paged_adamw_8bit": OptimizerSpec(
-        eight_bit=True, state_bytes_per_parameter=2 * _BLOCKWISE_8BIT, plain_tensors_only=True
+    **dict.fromkeys(
+        ("adamw_8bit", "adamw_bnb_8bit", "paged_adamw_8bit"),
+        OptimizerSpec(eight_bit=True, state_bytes_per_parameter=2 * _BLOCKWISE_8BIT, plain_tensors_only=True),
     ),
     "paged_adamw_32bit": OptimizerSpec(state_bytes_per_parameter=8, plain_tensors_only=True),
     "lion_32bit": OptimizerSpec(state_bytes_per_parameter=4, plain_tensors_only=True),
@@ -90,53 +119,52 @@ OPTIMIZERS: Mapping[str, OptimizerSpec] = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainingJob:
-    """Training that the user wants; `auto` fields are the planner's to choose."""
+    """A training run; the planner chooses fields that are `auto` or `None`."""
 
     seq_len_tokens: int = 4096
     """Tokens of one training sequence."""
     micro_batch_size: int | None = None
-    """Sequences of one forward pass on one rank; `None` lets the planner choose."""
+    """Sequences per forward pass and rank; `None`: the planner chooses."""
     global_batch_size: int | None = None
-    """Sequences of one optimizer step over all ranks; `None` means one micro-batch on each rank,
-    and in a pipeline as many as fill its stages."""
+    """Sequences per optimizer step over all ranks; `None`: one micro-batch per rank, or as many as fill a pipeline."""
     precision: Precision = "bf16"
-    """Compute precision; bf16 and fp16 keep fp32 master weights."""
+    """Compute precision; with bf16 and fp16, master weights are fp32."""
     optimizer: str = "adamw_torch_fused"
-    """A name of the Trainer's `optim`."""
+    """Name of the optimizer, as in the Trainer's `optim`."""
     method: Method = "full"
-    """`lora` freezes the base model, `qlora` also keeps its Linear weights in 4 bit."""
+    """`lora` freezes the base model; `qlora` also loads its Linear weights in 4 bit."""
     lora_rank: int = 16
     """Rank of the LoRA matrices; unused with `full`."""
     lora_targets: tuple[str, ...] = ("all-linear",)
     """Module name endings that LoRA adapts, or `all-linear`; unused with `full`."""
     gradient_checkpointing: Recomputation = "auto"
-    """Whether each layer is recomputed in the backward pass; `selective` keeps its products and attention."""
+    """Whether layers are recomputed in the backward pass; `selective` keeps matrix products and attention."""
     strategy: StrategyName = "auto"
-    """The engine and stage to use."""
+    """Engine and ZeRO stage."""
     offload: OffloadName = "auto"
-    """Where optimizer states (and with `cpu-all` and `nvme` also parameters) may live."""
+    """Device for offloaded optimizer states, with `cpu-all` and `nvme` also for parameters."""
     loss: LossImplementation = "auto"
-    """`chunked` never materialises the logits of all tokens; `auto` takes it where that makes the plan faster."""
+    """`chunked` never allocates the logits of all tokens; `auto` selects it if the plan becomes faster."""
     teacher: ModelSpec | None = None
-    """A frozen second model whose logits are distilled; `None` without distillation."""
+    """Frozen teacher of a distillation; `None` without one."""
     teacher_placement: TeacherPlacementChoice = "auto"
-    """Where the teacher lives; unused without one."""
+    """Placement of the teacher; unused without one."""
     tensor_parallel_size: int | None = None
-    """Ranks that share each layer (AutoTP); `None` lets the planner choose, 1 means none.
+    """Ranks that share each layer (AutoTP); `None`: the planner chooses, 1: disabled.
 
-    Once a size of any of these axes is above 1, the planner leaves the open ones at 1; only beside fixed tensor
-    parallelism it still chooses pipeline stages, and beside these tensor parallelism.
+    If any of these axes is fixed above 1, the planner leaves the others at 1. There is one exception: with a fixed
+    tensor parallelism it still chooses pipeline stages, and the other way round.
     """
     pipeline_parallel_size: int | None = None
-    """Pipeline stages; `None` lets the planner choose, 1 means none."""
+    """Pipeline stages; `None`: the planner chooses, 1: disabled."""
     sequence_parallel_size: int | None = None
-    """Ranks that share each sequence (Ulysses); `None` lets the planner choose, 1 means none."""
+    """Ranks that share each sequence (Ulysses); `None`: the planner chooses, 1: disabled."""
     context_parallel_size: int | None = None
-    """Ranks that share each sequence (torch, FSDP2); `None` lets the planner choose, 1 means none."""
+    """Ranks that share each sequence (torch, FSDP2); `None`: the planner chooses, 1: disabled."""
     expert_parallel_size: int | None = None
-    """Ranks that share the experts of each layer (AutoEP); `None` lets the planner choose, 1 means none."""
+    """Ranks that share the experts of each layer (AutoEP); `None`: the planner chooses, 1: disabled."""
     objective: ObjectiveName = "throughput"
-    """What the plan is chosen for, among the layouts that fit: `cost` may leave accelerators idle."""
+    """What the plan optimizes among the layouts that fit; `cost` may leave accelerators idle."""
     zero_quantized_weights: bool = False
     """ZeRO++ qwZ: ZeRO-3 gathers weights in int8."""
     zero_quantized_gradients: bool = False
@@ -149,13 +177,13 @@ class TrainingJob:
 
     @property
     def axis_sizes(self) -> dict[str, int | None]:
-        """The sizes of the axes beyond data parallelism that the user fixed, by the names of `Strategy`."""
+        """The fixed sizes of the axes beyond data parallelism, by their names in `Layout`; `None` if not fixed."""
         return {axis: getattr(self, field) for field, axis in AXIS_FIELDS.items()}
 
 
-def job_faults(job: TrainingJob) -> list[Fault]:
-    """Return what is wrong with the values of a job on their own; each fault bears the name of the option."""
-    faults = []
+def job_errors(job: TrainingJob) -> list[ConfigError]:
+    """Return the errors of single values of a job; each error has the name of the option."""
+    errors = []
     for field, limit in (
         ("seq_len_tokens", 100_000_000),
         ("micro_batch_size", 1_000_000),
@@ -168,7 +196,7 @@ def job_faults(job: TrainingJob) -> list[Fault]:
             continue
         if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= limit:
             where = "seq_len" if field == "seq_len_tokens" else field
-            faults.append(Fault(where=where, value=value, rule=f"must be an integer from 1 to {limit:,}"))
+            errors.append(ConfigError(where=where, value=value, rule=f"must be an integer from 1 to {limit:,}"))
     for field, choices in (
         ("precision", Precision),
         ("method", Method),
@@ -185,7 +213,9 @@ def job_faults(job: TrainingJob) -> list[Fault]:
         if value not in allowed:
             near = get_close_matches(str(value), allowed, n=1, cutoff=0.4)
             fix = f"did you mean {near[0]}?" if near else ""
-            faults.append(Fault(where=field, value=value, rule=f"must be one of {', '.join(allowed)}", fix=fix))
+            errors.append(ConfigError(where=field, value=value, rule=f"must be one of {', '.join(allowed)}", fix=fix))
     if job.method != "full" and not job.lora_targets:
-        faults.append(Fault(where="lora_targets", rule="must name at least one module", fix="use all-linear"))
-    return faults
+        errors.append(
+            ConfigError(where="lora_targets", rule="must contain at least one module name", fix="use all-linear")
+        )
+    return errors

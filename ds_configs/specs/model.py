@@ -1,20 +1,142 @@
-"""`ModelSpec`: every parameter of a model by name pattern, shape and group, without its weights."""
+"""`ModelSpec`: sizes and parameters of a model, for one release of Transformers."""
 
 from __future__ import annotations
 
+import json
+import tomllib
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from functools import cache
+from importlib import resources
 from math import prod
-from typing import Literal
+from typing import Any, Literal
 
-from .dimensions import Dimensions
+from packaging.specifiers import SpecifierSet
+from packaging.version import InvalidVersion, Version
+
+ModelConfig = Mapping[str, Any]
+"""Content of a `config.json`."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Dimensions:
+    """Sizes of one transformer stack, from its `config.json`."""
+
+    num_layers: int
+    """Transformer layers in the stack."""
+    hidden_size: int
+    """Width of the residual stream."""
+    intermediate_size: int
+    """Width of the dense MLP; 0 when every layer is a mixture of experts."""
+    num_attention_heads: int
+    """Query heads."""
+    num_key_value_heads: int
+    """Key/value heads; equals `num_attention_heads` without grouped-query attention."""
+    head_dim: int
+    """Width of one head."""
+    vocab_size: int
+    """Rows of the token embedding; 0 for a stack without tokens (a vision tower)."""
+    num_experts: int = 0
+    """Routed experts in each mixture-of-experts layer; 0 for a dense model."""
+    experts_per_token: int = 0
+    """Routed experts that process each token; 0 for a dense model."""
+    expert_intermediate_size: int = 0
+    """MLP width of one routed expert; 0 for a dense model."""
+
+    @property
+    def query_size(self) -> int:
+        """Width of all query heads together."""
+        return self.num_attention_heads * self.head_dim
+
+    @property
+    def key_value_size(self) -> int:
+        """Width of all key heads together, which equals that of all value heads."""
+        return self.num_key_value_heads * self.head_dim
+
+
+FIRST_RELEASE = "5.17.0"
+"""Release of Transformers that stored facts describe by default, and that plans without a release assume."""
+
+
+@cache
+def newest_tested_release() -> str:
+    """Return the newest release of Transformers that the tests cover."""
+    newest: str = tomllib.loads(_text("releases.toml"))["transformers"][1]
+    return newest
+
+
+@cache
+def is_within(release: str, specifier: str) -> bool:
+    """Return whether a release satisfies a specifier such as `>=5.18` or `<5.17`.
+
+    A development version counts as the release that it precedes. An invalid version, such as that of a custom build,
+    counts as the newest tested release.
+    """
+    try:
+        version = Version(release)
+    except InvalidVersion:
+        version = Version(newest_tested_release())
+    return SpecifierSet(specifier).contains(version.base_version)
+
+
+def stored_facts(file_name: str, release: str) -> Mapping[str, Any]:
+    """Return a JSON file of `ds_configs/data` for a release of Transformers.
+
+    Its key `changes` has merge patches (see `merged`) by the specifier of the releases to which they apply.
+    """
+    changes = _document(file_name).get("changes", {})
+    return _changed(file_name, tuple(specifier for specifier in changes if is_within(release, specifier)))
+
+
+@cache
+def _changed(file_name: str, specifiers: tuple[str, ...]) -> Mapping[str, Any]:
+    # Cached by changes, so that releases with the same changes share one copy.
+    document = {name: value for name, value in _document(file_name).items() if name != "changes"}
+    for specifier in specifiers:
+        document = merged(document, _document(file_name)["changes"][specifier])
+    return document
+
+
+def merged(document: Any, patch: Any) -> Any:
+    """Return a document with a merge patch applied.
+
+    Mappings are merged key by key, `null` removes a key, and any other value replaces the old one (RFC 7396). The patch
+    of a list of rows has a `column`, and the values to `add` to it in each row.
+    """
+    if not isinstance(patch, Mapping):
+        return patch
+    if isinstance(document, list):
+        column = patch["column"]
+        return [
+            [*row[:column], row[column] + more, *row[column + 1 :]]
+            for row, more in zip(document, patch["add"], strict=True)
+        ]
+    result = dict(document) if isinstance(document, Mapping) else {}
+    for name, value in patch.items():
+        if value is None:
+            result.pop(name, None)
+        else:
+            result[name] = merged(result.get(name), value)
+    return result
+
+
+@cache
+def _document(file_name: str) -> Mapping[str, Any]:
+    document: Mapping[str, Any] = json.loads(_text(file_name))
+    return document
+
+
+def _text(file_name: str) -> str:
+    data = resources.files(__package__.rpartition(".")[0]).joinpath("data")
+    return data.joinpath(file_name).read_text(encoding="utf-8")
+
 
 Group = Literal["embedding", "attention", "mlp", "experts", "norm", "head", "other"]
 ParameterKind = Literal["linear", "router", "embedding", "norm", "experts", "bias", "other"]
 
 LEAF_MOE_BLOCKS = ("mixtral", "qwen2_moe", "qwen3_moe")
-"""Model types whose sparse block DeepSpeed gathers as one unit (deepspeed/runtime/zero/leaf_module_config.py:11)."""
+"""Model types whose sparse block DeepSpeed gathers as a unit (deepspeed/runtime/zero/leaf_module_config.py:11)."""
 ADAPTED_MIXTURES = frozenset(
     """
     afmoe cohere2_moe deepseek_v2 deepseek_v3 deepseek_v32 dots1 ernie4_5_moe exaone_moe flex_olmo glm4_moe
@@ -22,107 +144,166 @@ ADAPTED_MIXTURES = frozenset(
     qwen3_next qwen3_omni_moe qwen3_omni_moe_thinker solar_open
     """.split()  # noqa: SIM905
 )
-"""Model types whose router and fused experts PEFT 0.21 adapts under `all-linear`
-(peft/utils/transformers_weight_conversion.py, `_MOE_TARGET_MODULE_MAPPING`); others' experts, such as gpt-oss's, stay
-frozen."""
+"""Model types whose router and fused experts PEFT 0.21 adapts with `all-linear`
+(peft/utils/transformers_weight_conversion.py, `_MOE_TARGET_MODULE_MAPPING`, and the conversions of Transformers). The
+experts of other types, such as gpt-oss, stay frozen."""
+ADAPTED_SINCE = {
+    "UnlimitedOcrTextModel": "5.20",
+    **dict.fromkeys(("beam", "qwen3_omni_moe_text"), "5.21"),
+    "Dots3NoteTextModel": "5.23",
+}
+"""Further model types, with the first release of Transformers that converts their weights."""
 
 NOT_ADAPTED_IN_MAMBA = ("out_proj", "conv1d")
 MAMBA_TYPES = frozenset({"falcon_h1", "mamba", "mamba2", "falcon_mamba", "nemotron_h"})
-"""PEFT 0.21 refuses to adapt these modules of these model types (peft/tuners/tuners_utils.py,
-`_check_lora_target_modules_mamba`): kernels read their weights past the modules' forward."""
+"""PEFT 0.21 rejects these modules of these model types (peft/tuners/tuners_utils.py,
+`_check_lora_target_modules_mamba`): kernels read their weights outside the modules' forward."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ParameterShape:
-    """One parameter name pattern; `*` stands for a layer index."""
+    """One pattern of parameter names, with `*` for the layer index."""
 
     name: str
     """Qualified name with layer indices replaced, such as `model.layers.*.mlp.up_proj.weight`."""
     shape: tuple[int, ...]
     """Shape of one such tensor."""
     count: int
-    """How many layers hold it; 1 outside the layers."""
+    """Number of layers with this parameter; 1 outside the layers."""
     group: Group
-    """The part of the model it belongs to."""
+    """Part of the model."""
     kind: ParameterKind
-    """What the owning module is; decides which tensors LoRA targets and 4-bit loading replaces."""
+    """Kind of the owning module; decides what LoRA targets and what 4-bit loading replaces."""
 
     @property
     def numel(self) -> int:
-        """Elements of one such tensor."""
+        """Elements of one tensor."""
         return prod(self.shape)
 
     @property
     def total(self) -> int:
-        """Elements of all such tensors."""
+        """Elements of the tensors in all layers."""
         return self.numel * self.count
 
     @property
     def module(self) -> str:
-        """Name pattern of the module that owns it."""
+        """Name pattern of the owning module."""
         return self.name.rpartition(".")[0]
 
     @property
     def in_layer(self) -> bool:
-        """Whether it belongs to a repeated layer."""
+        """Whether the parameter is in a layer."""
         return ".*." in self.name
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class ModelTraits:
+    """What the rules of parallel axes need: from a `ModelSpec`, or from the configuration of a built model."""
+
+    model_type: str = ""
+    """`model_type` of `config.json`; if empty, rules about families do not apply."""
+    num_layers: int = 0
+    """Decoder layers."""
+    num_attention_heads: int = 1
+    """Query heads."""
+    num_key_value_heads: int = 1
+    """Key/value heads."""
+    intermediate_size: int = 0
+    """Width of the dense MLP."""
+    vocab_size: int = 0
+    """Rows of the output head."""
+    num_experts: int = 0
+    """Routed experts per layer; 0 for a dense model."""
+    attention: str = "sdpa"
+    """Attention implementation."""
+    layer_types: tuple[str, ...] = ()
+    """Layer types, as in `config.json`; empty if all layers have the default type."""
+    attention_window_tokens: int | None = None
+    """Attention window in tokens; `None` for full attention."""
+    has_equal_head_widths: bool = True
+    """Whether keys are as wide as values (they are not in multi-head latent attention)."""
+    rope_type: str = ""
+    """Scaling of rotary angles, as in `config.json`."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class ModelSpec:
-    """Description of a model for planning; made from `config.json` or on the meta device, never from weights."""
+    """Description of a model for planning, from `config.json` or the meta device, never from weights."""
 
     name: str
-    """Hub id, directory or file that the user named."""
+    """Hub id, directory or file."""
     revision: str | None = None
-    """Commit hash that a Hub id was resolved to; `None` for local files."""
+    """Commit hash of a Hub id; `None` for local files."""
     model_type: str
     """`model_type` of `config.json`, such as `llama`."""
     architecture: str
-    """Class that transformers builds, such as `LlamaForCausalLM`."""
+    """Model class in Transformers, such as `LlamaForCausalLM`."""
     task: Literal["causal_lm", "masked_lm", "seq2seq", "contrastive", "encoder", "other"] = "causal_lm"
-    """What the class is trained for; decides the loss term."""
+    """Training task of the class; decides the loss term."""
     dimensions: Dimensions
     """Sizes of the main stack (the text decoder of a multimodal model)."""
     parameters: tuple[ParameterShape, ...]
-    """All parameters; tied tensors appear once."""
+    """All parameters; tied tensors once."""
     buffer_bytes: int = 0
     """Non-parameter tensors (rotary tables), kept in fp32 on every rank."""
     layer_classes: tuple[str, ...]
-    """Module classes that FSDP wraps and checkpointing recomputes (`_no_split_modules`)."""
+    """Module classes that FSDP wraps and gradient checkpointing recomputes (`_no_split_modules`)."""
     tied_embeddings: bool
     """Whether the head shares the token embedding."""
     learned_positions: int | None = None
-    """Rows of a learned position table, which bound the sequence; `None` with rotary or relative positions."""
+    """Rows of a learned position table, which limit the sequence; `None` with rotary or relative positions."""
     sliding_window: int | None = None
-    """Tokens that attention looks back in some layers; a longer sequence brings a mask. `None` for full attention."""
+    """Attention window of some layers in tokens; longer sequences need a mask. `None` for full attention."""
     residual_dropout_masks: int = 0
-    """Dropout masks of hidden size that each layer keeps for the backward pass, one byte per element on CUDA."""
+    """Dropout masks of hidden size per layer that the backward pass needs, one byte per element on CUDA."""
     weight_conversion: bool = False
-    """Whether loading fuses tensors (mixture of experts), which materialises them on every rank."""
+    """Whether loading fuses tensors (mixture of experts), which allocates them on every rank."""
     layer_types: tuple[str, ...] = ()
-    """The kinds of layers that `config.json` names, each once; empty where it names none."""
+    """Distinct layer types of `config.json`; empty if it has none."""
     attention: str | None = None
-    """The attention implementation that `config.json` asks for; `None` leaves it to transformers (sdpa)."""
+    """Attention implementation set in `config.json`; `None` for the default of Transformers (sdpa)."""
+    release: str = FIRST_RELEASE
+    """Release of Transformers that the description is for."""
     settings: tuple[tuple[str, bool | int | float | str], ...] = ()
-    """Plain values of the configuration by their (dotted) names; empty where a closed form counts the model."""
+    """Scalar values of the configuration by (dotted) name; empty if a closed form counts the model."""
     rope_type: str = ""
-    """How `config.json` scales rotary angles; empty for the plain ones."""
+    """Scaling of rotary angles in `config.json`; empty for none."""
     source: Literal["config", "meta", "structure"]
-    """`config`: the closed form of a known family; `meta`: built by transformers on the meta device; `structure`: what
-    the files of a model of remote code say of it."""
+    """`config`: the closed form of a known family; `meta`: built by Transformers on the meta device; `structure`: from
+    the files of a model with remote code."""
 
     def __hash__(self) -> int:
-        """Return a hash that does not walk all parameters: models are keys of many caches."""
+        """Return a cheap hash that ignores the parameters: models are keys of many caches."""
         return hash((self.name, self.architecture, self.dimensions))
 
     @property
+    def traits(self) -> ModelTraits:
+        """Values that the rules of parallel axes need."""
+        sizes = self.dimensions
+        return ModelTraits(
+            model_type=self.model_type,
+            num_layers=sizes.num_layers,
+            num_attention_heads=sizes.num_attention_heads,
+            num_key_value_heads=sizes.num_key_value_heads,
+            intermediate_size=sizes.intermediate_size,
+            vocab_size=sizes.vocab_size,
+            num_experts=sizes.num_experts,
+            attention=self.attention or "sdpa",
+            layer_types=self.layer_types,
+            attention_window_tokens=self.sliding_window,
+            has_equal_head_widths=equal_head_widths(
+                {name.removeprefix("text_config."): value for name, value in self.settings}
+            ),
+            rope_type=self.rope_type,
+        )
+
+    @property
     def parameter_count(self) -> int:
-        """All parameters, tied ones once."""
+        """Number of parameters; tied ones once."""
         return sum(parameter.total for parameter in self.parameters)
 
     def group_counts(self) -> dict[str, int]:
-        """Parameters by group, in the order of first appearance."""
+        """Return the number of parameters by group."""
         counts: dict[str, int] = defaultdict(int)
         for parameter in self.parameters:
             counts[parameter.group] += parameter.total
@@ -139,12 +320,12 @@ class ModelSpec:
 
     @property
     def parameters_outside_layers(self) -> int:
-        """Embeddings, final norm and head, tied ones once."""
+        """Parameters of embeddings, final norm and head; tied ones once."""
         return sum(parameter.total for parameter in self.parameters if not parameter.in_layer)
 
     @property
     def tail_parameters(self) -> int:
-        """Final norm and head, whose gradients come first; a tied head is the token embedding."""
+        """Parameters of final norm and head, whose gradients come first; a tied head is the token embedding."""
         outside = [parameter for parameter in self.parameters if not parameter.in_layer]
         tied = self.embedding_parameters if self.tied_embeddings else 0
         return tied + sum(parameter.total for parameter in outside if parameter.group != "embedding")
@@ -160,11 +341,11 @@ class ModelSpec:
         return max(parameter.numel for parameter in self.parameters)
 
     def largest_gather_unit(self) -> int:
-        """Elements that ZeRO-3 gathers at once for the most demanding module.
+        """Return the largest number of elements that ZeRO-3 gathers together.
 
-        DeepSpeed fetches the direct parameters of one module at a time, and a leaf module (sparse
-        mixture-of-experts block) as a whole (deepspeed/runtime/zero/parameter_offload.py). Transformers 5
-        keeps all experts of a layer in two 3-D tensors of one module.
+        DeepSpeed gathers the direct parameters of a module, and all parameters of a leaf module (sparse
+        mixture-of-experts block), together (deepspeed/runtime/zero/parameter_offload.py). Transformers 5 stores all
+        experts of a layer in two 3-D tensors of one module.
         """
         units: dict[str, int] = defaultdict(int)
         for parameter in self.parameters:
@@ -178,7 +359,7 @@ class ModelSpec:
 
     @property
     def largest_layer_unit(self) -> int:
-        """Elements of the largest module in a layer, gathered or reduced at once."""
+        """Elements of the largest module in a layer, which are gathered or reduced together."""
         units: dict[str, int] = defaultdict(int)
         for parameter in self.parameters:
             if parameter.in_layer:
@@ -186,17 +367,17 @@ class ModelSpec:
         return max(units.values(), default=0)
 
     def gather_module(self, parameter: ParameterShape) -> str:
-        """Name pattern of the module whose turn gathers a parameter."""
+        """Return the name pattern of the module with which a parameter is gathered."""
         if self.model_type in LEAF_MOE_BLOCKS and ".mlp." in parameter.name:
             return parameter.name.split(".mlp.")[0] + ".mlp"
         return parameter.module
 
     def persistent_parameters(self, threshold: int) -> int:
-        """Elements of all tensors of at most `threshold` elements, which ZeRO-3 keeps on every rank."""
+        """Return the elements of all tensors of at most `threshold` elements, which ZeRO-3 keeps on every rank."""
         return sum(parameter.total for parameter in self.parameters if parameter.numel <= threshold)
 
     def linear_parameters(self, *, include_head: bool) -> int:
-        """Elements of all Linear weights, which bitsandbytes replaces (without the head) and autocast copies."""
+        """Return the elements of Linear weights, which bitsandbytes replaces (except the head) and autocast copies."""
         return sum(
             parameter.total
             for parameter in self.parameters
@@ -205,42 +386,57 @@ class ModelSpec:
 
 
 def lora_parameter_count(model: ModelSpec, *, rank: int, targets: Iterable[str]) -> int:
-    """Trainable parameters that LoRA adds: `rank * (in_features + out_features)` for each targeted matrix.
+    """Return the parameters that LoRA adds: `rank * (in_features + out_features)` per targeted matrix.
 
-    `targets` holds module name endings (`q_proj`) or `all-linear`, which PEFT expands to every Linear but the
-    output head (peft/tuners/tuners_utils.py, `_maybe_include_all_linear_layers`). In `ADAPTED_MIXTURES` PEFT
-    0.21 also adapts the router and every expert; the fused gate and up projections get twice the rank, one for each
-    half. Returns 0 when nothing matches.
+    `targets` has module name endings (`q_proj`) or `all-linear`, which PEFT expands to every Linear except the output
+    head (peft/tuners/tuners_utils.py, `_maybe_include_all_linear_layers`). In `adapted_mixtures`, PEFT 0.21 also adapts
+    the router and every expert; the fused gate and up projections get twice the rank. Returns 0 without a match.
     """
     return sum(adapter.total for adapter in adapters(model, rank=rank, targets=targets))
 
 
 def adapters(model: ModelSpec, *, rank: int, targets: Iterable[str]) -> list[ParameterShape]:
-    """LoRA's matrices, two for each adapted one, as PEFT names and orders them."""
+    """Return LoRA's matrices, two per adapted matrix, with PEFT's names and order."""
     wanted = tuple(targets)
-    found = []
+    matrices = []
     for parameter in [*targeted_linears(model, wanted), *adapted_experts(model, wanted)]:
         experts = parameter.shape[0] if parameter.kind == "experts" else 1
         wide = experts * rank * (2 if parameter.name.endswith("gate_up_proj") else 1)
         rows, columns = parameter.shape[-2:]
         for name, shape in (("lora_A", (wide, columns)), ("lora_B", (rows, wide))):
             owner = parameter.name.removesuffix(".weight")
-            found.append(replace(parameter, name=f"{owner}.{name}.weight", shape=shape, kind="other"))
-    return found
+            matrices.append(replace(parameter, name=f"{owner}.{name}.weight", shape=shape, kind="other"))
+    return matrices
+
+
+def adapted_mixtures(release: str) -> frozenset[str]:
+    """Return the model types whose router and fused experts PEFT adapts in a release of Transformers."""
+    return ADAPTED_MIXTURES | {name for name, since in ADAPTED_SINCE.items() if is_within(release, f">={since}")}
 
 
 def adapted_experts(model: ModelSpec, targets: Iterable[str]) -> list[ParameterShape]:
-    """Router and fused expert matrices that LoRA adapts for these targets."""
-    if "all-linear" not in tuple(targets) or model.model_type not in ADAPTED_MIXTURES:
+    """Return the router and fused expert matrices that LoRA adapts for these targets."""
+    if "all-linear" not in tuple(targets) or model.model_type not in adapted_mixtures(model.release):
         return []
     routers = [p for p in model.parameters if p.name.endswith(".mlp.gate.weight") and p.kind == "other"]
     return routers + [p for p in model.parameters if p.kind == "experts"]
 
 
 def targeted_linears(model: ModelSpec, targets: Iterable[str]) -> list[ParameterShape]:
-    """Linear weights that LoRA adapts for these targets."""
+    """Return the Linear weights that LoRA adapts for these targets."""
     wanted = tuple(targets)
     linears = [p for p in model.parameters if p.kind == "linear" and p.name.endswith(".weight") and len(p.shape) == 2]
     if "all-linear" in wanted:
         return [parameter for parameter in linears if parameter.group != "head"]
     return [p for p in linears if any(p.module == t or p.module.endswith("." + t) for t in wanted)]
+
+
+def equal_head_widths(values: Mapping[str, Any]) -> bool:
+    """Return whether a configuration of Transformers has equal key and value widths.
+
+    >>> equal_head_widths({"qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128})
+    False
+    """
+    width = values.get("v_head_dim")
+    keys = (values.get("qk_nope_head_dim") or 0) + (values.get("qk_rope_head_dim") or 0)
+    return width is None or width == (keys or values.get("head_dim", width))

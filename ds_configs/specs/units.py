@@ -1,35 +1,26 @@
-"""Sizes as people write and read them."""
+"""Parse and format byte sizes and parameter counts."""
 
 from __future__ import annotations
 
 import re
 from fractions import Fraction
 
-from .errors import Fault, UsageError
+from .errors import ConfigError, UsageError
 
-_FACTORS = {
-    "": 1,
-    "b": 1,
-    "kb": 10**3,
-    "mb": 10**6,
-    "gb": 10**9,
-    "tb": 10**12,
-    "pb": 10**15,
-    "kib": 2**10,
-    "mib": 2**20,
-    "gib": 2**30,
-    "tib": 2**40,
-    "pib": 2**50,
+_FACTORS: dict[str, int] = {"": 1, "b": 1} | {
+    f"{prefix}{suffix}": base**power
+    for power, prefix in enumerate("kmgtp", start=1)
+    for suffix, base in (("b", 10**3), ("ib", 2**10))
 }
 _SIZE = re.compile(r"(\d{1,30}(?:\.\d{1,30})?)\s*([a-z]*)", re.ASCII | re.IGNORECASE)
 _LARGEST_BYTES = 10**18
 
 
 def parse_bytes(text: str, *, where: str = "size") -> int:
-    """Return the bytes that `text` states; `80GB` is 80·10⁹ and `80GiB` is 80·2³⁰.
+    """Return a size in bytes; `80GB` is 80·10⁹ and `80GiB` is 80·2³⁰.
 
     Raises:
-        UsageError: it is not a number with one of the units B, kB, MB, GB, TB, PB, KiB, MiB, GiB, TiB, PiB.
+        UsageError: The text is not a number with a unit B, kB, MB, GB, TB, PB, KiB, MiB, GiB, TiB or PiB.
 
     >>> parse_bytes("1.5GiB")
     1610612736
@@ -37,10 +28,12 @@ def parse_bytes(text: str, *, where: str = "size") -> int:
     match = _SIZE.fullmatch(text.strip())
     factor = _FACTORS.get(match[2].lower()) if match else None
     if match is None or factor is None:
-        raise UsageError(Fault(where=where, value=text, rule="must be a size such as 80GB or 80GiB"))
+        raise UsageError(
+            ConfigError(where=where, value=text, rule="must be a size with a unit", fix="for example 80GB or 80GiB")
+        )
     value = round(Fraction(match[1]) * factor)
     if value > _LARGEST_BYTES:
-        raise UsageError(Fault(where=where, value=text, rule="is beyond 1 EB"))
+        raise UsageError(ConfigError(where=where, value=text, rule="must be at most 1 EB", fix="reduce it"))
     return value
 
 
@@ -55,7 +48,7 @@ def gigabytes(count: float) -> str:
 
 
 def human_count(count: int) -> str:
-    """Return a parameter count as people say it.
+    """Return a parameter count with a unit.
 
     >>> human_count(8_030_261_248)
     '8.03 B'
@@ -67,7 +60,7 @@ def human_count(count: int) -> str:
 
 
 def pinned_block_bytes(count: int) -> int:
-    """Return what torch reserves for one pinned block: the next power of two (CachingHostAllocator).
+    """Return the bytes that torch reserves for a pinned block: the next power of two (CachingHostAllocator).
 
     >>> pinned_block_bytes(3 * 2**30) == 4 * 2**30
     True

@@ -1,1 +1,1 @@
-"""Predicted time of a training step, every term named: enter by `estimate.py`."""
+"""Predicted time of a training step, every term named: start with `estimate.py`."""

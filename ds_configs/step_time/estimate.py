@@ -1,33 +1,545 @@
-"""Seconds of one optimizer step, every term named: enter here, by `estimate_step_time`.
-
-One micro-batch of a rank costs its layers and head (`micro_batch.py`), what parallel axes exchange inside the layers,
-and what data parallelism gathers and reduces beyond the computation beside it (`data_parallel.py`). A pipeline waits
-for its slowest stage: `sum of the stages + (m - 1) * slowest` (1F1B, arXiv 2104.04473, section 2.2). The optimizer, the
-gathers of its updates, offload and the host's own work come once in a step.
-"""
+"""`estimate_step_time`: seconds of a step under a layout, term by term."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
+from math import ceil
 
-from ..memory.pipeline_stages import pipeline_stages
+from ..memory.rank_parameters import pipeline_stages
 from ..specs.hardware import HardwareSpec
-from ..specs.job import TrainingJob
-from ..specs.model import ModelSpec
-from ..specs.stages import PipelineStage, contiguous_stages
-from ..specs.strategy import Strategy
-from .constants import GpuConstants, hardware_constants
-from .offload import optimizer_seconds
-from .software import EAGER_ATTENTION, TRANSFORMERS, Software
-from .stage_time import (
-    Setting,
-    exposed,
-    overlaps_reductions,
-    setting_of,
-    stage_terms,
-    stage_traffic,
-    stepped_parameters,
+from ..specs.job import OPTIMIZERS, TrainingJob
+from ..specs.layout import Layout, PipelineStage, contiguous_stages
+from ..specs.model import ModelSpec, lora_parameter_count
+from . import rates as collectives
+from .model_work import Batch, Device, ModelWork, Pass, device_of, head_passes, layer_passes, model_work, with_host
+from .rates import (
+    EAGER_ATTENTION,
+    TRANSFORMERS,
+    GpuConstants,
+    Software,
+    exchange_seconds,
+    gather_seconds,
+    group_of,
+    hardware_constants,
+    reduction_seconds,
 )
+
+_DDP_BUCKET_BYTES = 25 * 2**20
+"""Default bucket of `DistributedDataParallel` (`bucket_cap_mb=25`)."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DataTraffic:
+    """Seconds of data-parallel collectives of a rank, without overlap."""
+
+    gathers_forward: float = 0.0
+    """All-gathers of parameters in each forward pass."""
+    gathers_backward: float = 0.0
+    """All-gathers of parameters in each backward pass."""
+    reductions_each: float = 0.0
+    """Reductions of gradients in each micro-batch."""
+    reductions_once: float = 0.0
+    """Reductions of gradients after the last micro-batch."""
+    updates_once: float = 0.0
+    """All-gathers of updated parameters after the optimizer step, without overlap."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Held:
+    """Parameters of a group of ranks, before sharding."""
+
+    trainable: float
+    """Elements with gradients."""
+    frozen_bytes: float
+    layers: float
+    """Decoder layers that contain them."""
+    ranks: int
+    """Ranks over which they are replicated or sharded."""
+    stride: int
+    """Distance between these ranks."""
+
+
+def data_traffic(
+    strategy: Layout, held: Held, hardware: HardwareSpec, job: TrainingJob, software: Software, constants: GpuConstants
+) -> DataTraffic:
+    """Return the collectives of one group of parameters."""
+    if held.ranks == 1:
+        return DataTraffic()
+    width, zero = job.compute_bytes, strategy.zero
+    reduces_fp32 = strategy.engine in ("single", "ddp") or strategy.sp > 1
+    reduced_width = software.reduction_bytes or (4 if reduces_fp32 else job.compute_bytes)
+    group = group_of(hardware, constants, ranks=held.ranks, stride=held.stride)
+    gradients = held.trainable * reduced_width
+    if strategy.engine == "fsdp2" or strategy.zero_stage == 3:
+        return _sharded(strategy, held, hardware, job, constants, gradients)
+    if strategy.engine in ("ddp", "single"):
+        calls = ceil(gradients / _DDP_BUCKET_BYTES)
+        return DataTraffic(reductions_once=reduction_seconds(group, gradients, calls=calls))
+    calls = ceil(held.trainable / max(1, zero.reduce_bucket_size))
+    reduction = reduction_seconds(group, gradients, calls=calls)
+    if not strategy.zero_stage:
+        return DataTraffic(reductions_once=reduction)
+    owners = min(software.optimizer_ranks or held.ranks, held.ranks)
+    holders = group_of(hardware, constants, ranks=owners, stride=held.stride)
+    # Reducing each slice to its owner costs half of an all-reduce. States shared by a few ranks need the sum on all.
+    if software.reduces_to_owners and owners == held.ranks:
+        reduction = gather_seconds(group, gradients, calls=0) + reduction_seconds(group, 1.0, calls=calls)
+    update = gather_seconds(holders, held.trainable * width, calls=ceil(held.trainable / software.update_bucket))
+    if strategy.zero_stage == 2:
+        return DataTraffic(reductions_each=reduction, updates_once=update)
+    return DataTraffic(reductions_once=reduction, updates_once=update)
+
+
+def _sharded(
+    strategy: Layout, held: Held, hardware: HardwareSpec, job: TrainingJob, constants: GpuConstants, gradients: float
+) -> DataTraffic:
+    zero, width = strategy.zero, job.compute_bytes
+    shard = max(1, held.ranks // strategy.dp_replicate) if strategy.engine == "fsdp2" else held.ranks
+    group = group_of(hardware, constants, ranks=shard, stride=held.stride)
+    weights = held.trainable * (1 if zero.quantized_weights else width) + held.frozen_bytes
+    calls = held.layers + 1
+    if strategy.zero_stage == 3:
+        # Modules are gathered in buckets of the prefetch size, at least one per layer.
+        calls = max(calls, (held.trainable + held.frozen_bytes / width) / max(1, zero.stage3_prefetch_bucket_size))
+    forward = gather_seconds(group, weights, calls=calls)
+    backward = forward
+    if zero.hpz_partition_size > 1:
+        inside = group_of(hardware, constants, ranks=zero.hpz_partition_size, stride=held.stride)
+        backward = gather_seconds(inside, weights, calls=calls)
+    if zero.quantized_gradients:
+        gradients = held.trainable * 0.5
+    reduction_calls = (
+        min(calls, held.layers + 1)
+        if strategy.engine == "fsdp2"
+        else max(1.0, held.trainable / max(1, zero.reduce_bucket_size))
+    )
+    reduction = gather_seconds(group, gradients, calls=reduction_calls if held.trainable else 0)
+    if strategy.engine == "fsdp2" and strategy.dp_replicate > 1:
+        replicas = group_of(hardware, constants, ranks=strategy.dp_replicate, stride=shard * held.stride)
+        reduction += reduction_seconds(replicas, gradients / shard, calls=reduction_calls)
+    return DataTraffic(gathers_forward=forward, gathers_backward=backward, reductions_each=reduction)
+
+
+def summed_traffic(parts: list[DataTraffic]) -> DataTraffic:
+    """Return the collectives of all groups of parameters, one after the other."""
+    return DataTraffic(
+        gathers_forward=sum(part.gathers_forward for part in parts),
+        gathers_backward=sum(part.gathers_backward for part in parts),
+        reductions_each=sum(part.reductions_each for part in parts),
+        reductions_once=sum(part.reductions_once for part in parts),
+        updates_once=sum(part.updates_once for part in parts),
+    )
+
+
+def exchanges(
+    strategy: Layout,
+    work: ModelWork,
+    hardware: HardwareSpec,
+    constants: GpuConstants,
+    *,
+    tokens: float,
+    layers: float,
+    recomputed: float,
+    with_head: bool,
+    element_bytes: int,
+) -> tuple[dict[str, float], float]:
+    """Return the seconds of the collectives of each axis, by term, and the seconds that ranks wait for each other.
+
+    Args:
+        strategy: The layout.
+        work: The rank's part of the model.
+        hardware: The cluster.
+        constants: Efficiency of its links.
+        tokens: Tokens of the micro-batch on a rank.
+        layers: Decoder layers of the rank.
+        recomputed: Layers whose forward pass runs again, with its collectives.
+        with_head: Whether the rank has the output head.
+        element_bytes: Bytes of an activation.
+    """
+    terms: dict[str, float] = {}
+    waiting = 0.0
+    hidden = tokens * work.hidden_size * element_bytes
+    if strategy.tp > 1:
+        group = group_of(hardware, constants, ranks=strategy.tp)
+        # Two all-reduces forward and two backward (Megatron-LM, arXiv 1909.08053, section 3).
+        calls = 4 * layers + 2 * recomputed
+        terms["tensor_parallel"] = reduction_seconds(group, calls * hidden, calls=calls)
+        if with_head and work.head_rows:
+            terms["tensor_parallel"] += reduction_seconds(group, hidden)
+        if with_head and work.gathered_vocabulary:
+            logits = tokens * work.gathered_vocabulary * element_bytes
+            terms["tensor_parallel"] += gather_seconds(group, logits, calls=1)
+        waiting += calls * group.waiting_seconds
+    if strategy.sp > 1:
+        group = group_of(hardware, constants, ranks=strategy.sp)
+        # All-to-alls of q, k, v and the output, forward and backward (Ulysses, arXiv 2309.14509, section 3.2). Fewer
+        # key/value heads than ranks are repeated (deepspeed/runtime/sequence_parallel/ulysses_sp.py:147).
+        repeated = max(1, strategy.sp // work.key_value_heads)
+        width = 2 * work.whole_query_size + 2 * work.whole_key_value_size * repeated
+        passes = 2 * layers + recomputed
+        terms["sequence_parallel"] = exchange_seconds(group, passes * tokens * width * element_bytes, calls=4 * passes)
+        waiting += 4 * passes * group.waiting_seconds
+    if strategy.cp > 1:
+        group = group_of(hardware, constants, ranks=strategy.cp)
+        volume = collectives.context_parallel_bytes(
+            cp=strategy.cp,
+            tokens=round(tokens * strategy.cp),
+            key_value_size=work.whole_key_value_size,
+            layers=1,
+            element_bytes=element_bytes,
+        )
+        # Three passes of keys and values: gathered forward, passed around and reduced backward.
+        passes = layers + recomputed / 3
+        calls = 3 * passes
+        terms["context_parallel"] = passes * volume / group.bytes_per_s + gather_seconds(group, 1.0, calls=calls)
+        waiting += calls * group.waiting_seconds
+    if strategy.ep > 1:
+        group = group_of(hardware, constants, ranks=strategy.ep, stride=strategy.tp)
+        # Dispatch and combine, forward and backward (GShard, arXiv 2006.16668).
+        calls = 4 * layers + 2 * recomputed
+        terms["expert_parallel"] = exchange_seconds(group, calls * hidden * work.experts_per_token, calls=calls)
+        waiting += calls * group.waiting_seconds
+    return terms, waiting
+
+
+def transfer_seconds(
+    hardware: HardwareSpec, constants: GpuConstants, *, tokens: float, hidden_size: int, element_bytes: int
+) -> float:
+    """Return the seconds in which a stage sends one micro-batch: hidden states forward, their gradients backward.
+
+    The slowest boundary limits the pipeline; with several nodes it is between two nodes. Each tensor-parallel rank
+    sends the complete tensor over its own network adapter.
+    """
+    volume = collectives.pipeline_bytes(tokens=int(tokens), hidden_size=hidden_size, element_bytes=element_bytes)
+    if hardware.nodes == 1:
+        return volume / (hardware.link_bytes_per_s * constants.link_efficiency) + 2 * constants.link_latency_seconds
+    rate = hardware.network_bytes_per_s * constants.network_efficiency
+    return volume / rate + 2 * constants.network_latency_seconds
+
+
+HOST_MEMORY_BYTES_PER_S = 20e9
+"""Assumed bandwidth of host memory for CPU Adam per rank: 0.4 of two DDR4-3200 channels in a desktop (51 GB/s), and of
+two channels for each of eight ranks in a server with two sockets (410 GB/s)."""
+
+NVME_BYTES_PER_S = 6e9
+"""Assumed read and write bandwidth of a node's NVMe: a pair of PCIe 4 drives."""
+
+HOST_ADAM_BYTES = 30
+"""Memory traffic of CPU Adam per parameter: reads gradient, weight and two moments, writes the latter three and the
+16-bit weight (deepspeed/ops/csrc/adam/cpu_adam_impl.cpp)."""
+
+# Two moments in fp32, which `Software.optimizer_bytes` includes.
+_ADAM_STATE_BYTES = 8
+
+
+def optimizer_seconds(
+    strategy: Layout,
+    hardware: HardwareSpec,
+    job: TrainingJob,
+    software: Software,
+    constants: GpuConstants,
+    *,
+    parameters: float,
+) -> dict[str, float]:
+    """Return the seconds of the optimizer step for `parameters` per rank, by term.
+
+    On the accelerator the step is limited by memory bandwidth, so smaller states are faster. With offload, gradients
+    are copied during the backward pass.
+    """
+    states = OPTIMIZERS[job.optimizer].state_bytes_per_parameter
+    if strategy.offload_optimizer == "none":
+        traffic = software.optimizer_bytes + 2 * (states - _ADAM_STATE_BYTES)
+        return {"optimizer": parameters * traffic / (hardware.memory_bytes_per_s * constants.memory_efficiency)}
+    ranks = min(strategy.world_size, hardware.gpus_per_node)
+    host = parameters * HOST_ADAM_BYTES / HOST_MEMORY_BYTES_PER_S
+    copies = 2 * parameters * job.compute_bytes / constants.host_link_bytes_per_s
+    terms = {"host_optimizer": host, "host_copies": copies}
+    if strategy.offload_optimizer == "nvme":
+        # fp32 weights, moments and gradients are read and written.
+        terms["nvme"] = 2 * parameters * (8 + states) / (NVME_BYTES_PER_S / ranks)
+    return terms
+
+
+def parameter_copy_seconds(
+    strategy: Layout, hardware: HardwareSpec, constants: GpuConstants, *, size_bytes: float
+) -> float:
+    """Return the seconds in which a rank copies its offloaded parameters, including frozen ones, for one pass."""
+    if strategy.offload_param == "none":
+        return 0.0
+    seconds = size_bytes / constants.host_link_bytes_per_s
+    if strategy.offload_param == "nvme":
+        ranks = min(strategy.world_size, hardware.gpus_per_node)
+        seconds = max(seconds, size_bytes / (NVME_BYTES_PER_S / ranks))
+    return seconds
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Setting:
+    """Inputs of every part of a step."""
+
+    strategy: Layout
+    model: ModelSpec
+    hardware: HardwareSpec
+    job: TrainingJob
+    software: Software
+    constants: GpuConstants
+    device: Device
+    work: ModelWork
+    batch: Batch
+
+
+def setting_of(
+    strategy: Layout,
+    model: ModelSpec,
+    hardware: HardwareSpec,
+    job: TrainingJob,
+    software: Software,
+    constants: GpuConstants,
+) -> Setting:
+    """Return the setting of a step."""
+    ranks = strategy.sp * strategy.cp
+    return Setting(
+        strategy=strategy,
+        model=model,
+        hardware=hardware,
+        job=job,
+        software=software,
+        constants=constants,
+        device=device_of(hardware, job, software, constants),
+        work=model_work(
+            model,
+            strategy.tp,
+            strategy.ep,
+            divides_head=strategy.pp == 1,
+            vocabulary_parallel=software.vocabulary_parallel,
+        ),
+        batch=Batch(tokens=strategy.micro_batch_size * job.seq_len_tokens / ranks, seq_len_tokens=job.seq_len_tokens),
+    )
+
+
+def stage_terms(setting: Setting, stage: PipelineStage) -> dict[str, float]:
+    """Return the seconds of one micro-batch by term, with only the communication that computation does not hide."""
+    strategy, job, software = setting.strategy, setting.job, setting.software
+    computed = _computation(setting, stage)
+    terms, ahead = computed.terms, computed.ahead
+    recomputed = strategy.recomputed_layers(stage.num_layers)
+    inside, waiting = exchanges(
+        strategy,
+        setting.work,
+        setting.hardware,
+        setting.constants,
+        tokens=setting.batch.tokens,
+        layers=stage.num_layers,
+        recomputed=recomputed,
+        with_head=stage.has_head,
+        element_bytes=job.compute_bytes,
+    )
+    slowed = 0.0
+    if software.overlaps_tensor_parallel and strategy.tp > 1:
+        inside["tensor_parallel"], slowed = exposed(setting, inside["tensor_parallel"], terms["matrix_products"])
+        waiting = 0.0
+    terms |= inside
+    device = sum(terms.values())
+    busy = computed.with_host(device, setting.constants)
+    terms["kernel_launches"] = busy - device + software.micro_batch_seconds
+    terms["waiting_for_ranks"] = waiting
+    if strategy.pp > 1 and not software.overlaps_transfers:
+        terms["pipeline_transfers"] = transfer_seconds(
+            setting.hardware,
+            setting.constants,
+            tokens=setting.batch.tokens / (strategy.tp if software.scatters_transfers else 1),
+            hidden_size=setting.work.hidden_size,
+            element_bytes=job.compute_bytes,
+        )
+    ahead *= busy / device if device else 1.0
+    traffic = stage_traffic(setting, stage)
+    first, slowed_first = exposed(setting, traffic.gathers_forward, ahead)
+    behind = traffic.gathers_backward + (traffic.reductions_each if overlaps_reductions(setting) else 0.0)
+    second, slowed_second = exposed(setting, behind, busy - ahead)
+    alone = 0.0 if overlaps_reductions(setting) else traffic.reductions_each
+    terms["parameter_gathers"] = first + second + alone
+    terms["overlap_slowdown"] = slowed + slowed_first + slowed_second
+    copies = 2 + (1 if recomputed else 0)
+    frozen = _held(setting, stage)[2] / strategy.shard_size
+    terms["host_copies"] = copies * parameter_copy_seconds(
+        strategy,
+        setting.hardware,
+        setting.constants,
+        size_bytes=stepped_parameters(setting, stage) * job.compute_bytes + frozen,
+    )
+    return terms
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Computation:
+    """One micro-batch of a stage before communication, in seconds."""
+
+    terms: dict[str, float]
+    """Device time by term."""
+    ahead: float
+    """Device time of the forward pass."""
+    head_products: float
+    """Matrix products of the head in both passes."""
+    layers_host: float
+    """Host time to launch the layers' kernels and run their hooks."""
+    head_host: float
+    """Host time to launch kernels of head and loss."""
+
+    def with_host(self, device: float, constants: GpuConstants) -> float:
+        """Return the device time, including exchanges inside the layers and waiting for the host.
+
+        The head's products are few and long, so they do not hide slow launches elsewhere.
+        """
+        head = self.terms["head_and_loss"]
+        around = with_host(head - self.head_products, self.head_host, constants)
+        return with_host(device - head, self.layers_host, constants) + self.head_products + around
+
+
+def _computation(setting: Setting, stage: PipelineStage) -> _Computation:
+    """Return the device and host time of one micro-batch."""
+    job, layers, software = setting.job, stage.num_layers, setting.software
+    full = job.method == "full"
+    forward, backward = layer_passes(
+        setting.work, setting.batch, setting.device, software, job.compute_bytes, full, job.method == "qlora"
+    )
+    head, head_back = Pass(), Pass()
+    if stage.has_head:
+        chunked = job.loss == "chunked"
+        head, head_back = head_passes(setting.work, setting.batch.tokens, setting.device, software, chunked, full)
+    recomputed = setting.strategy.recomputed_layers(layers)
+    again = layers * forward.attention if software.selective_recomputation else recomputed * forward.device
+    if setting.strategy.keeps_products:
+        again = recomputed * forward.memory
+    terms = {
+        "matrix_products": layers * (forward.products + backward.products),
+        "attention": layers * (forward.attention + backward.attention),
+        "memory_operations": layers * (forward.memory + backward.memory) + _weight_traffic(setting, stage),
+        "recomputation": again,
+        "head_and_loss": head.device + head_back.device,
+    }
+    kernels = layers * (forward.kernels + backward.kernels) + recomputed * forward.kernels
+    host = kernels * setting.constants.launch_seconds
+    if setting.strategy.zero_stage == 3:
+        host += (2 * layers + recomputed) * setting.constants.zero3_hook_seconds
+    if setting.strategy.keeps_products:
+        host += recomputed * setting.constants.kept_products_seconds
+    ahead = layers * forward.device + head.device
+    if job.teacher is not None and job.teacher_placement != "cached" and stage.has_head:
+        terms["teacher_forward"] = _teacher_seconds(setting, job.teacher)
+        ahead += terms["teacher_forward"]
+    return _Computation(
+        terms=terms,
+        ahead=ahead,
+        head_products=head.products + head_back.products,
+        layers_host=host,
+        head_host=(head.kernels + head_back.kernels) * setting.constants.launch_seconds,
+    )
+
+
+def _teacher_seconds(setting: Setting, teacher: ModelSpec) -> float:
+    """Return the seconds of a teacher's forward pass, with copies of its weights if they are in host memory."""
+    job, software = setting.job, setting.software
+    work = model_work(teacher)
+    quantized = job.teacher_placement == "quantized"
+    batch = setting.batch
+    forward, _ = layer_passes(work, batch, setting.device, software, job.compute_bytes, False, quantized)
+    head, _ = head_passes(work, batch.tokens, setting.device, software, False, False)
+    seconds = work.num_layers * forward.device + head.device
+    if job.teacher_placement == "offloaded":
+        seconds += teacher.parameter_count * job.compute_bytes / setting.constants.host_link_bytes_per_s
+    return seconds
+
+
+def overlaps_reductions(setting: Setting) -> bool:
+    """Return whether gradients are reduced during the backward pass."""
+    strategy = setting.strategy
+    return setting.software.overlaps_reduction and (strategy.engine != "deepspeed" or strategy.zero.overlap_comm)
+
+
+def exposed(setting: Setting, communication: float, computation: float) -> tuple[float, float]:
+    """Return the communication that concurrent computation does not hide, and the slowdown of that computation."""
+    if communication <= 0:
+        return 0.0, 0.0
+    if not setting.software.overlaps_gathers:
+        return communication, 0.0
+    hidden = min(communication, computation)
+    return communication - hidden, setting.constants.overlap_slowdown * hidden
+
+
+def _held(setting: Setting, stage: PipelineStage) -> tuple[float, float, float]:
+    """Return the trainable dense and expert parameters of a rank's stage, and the bytes of frozen ones."""
+    work, job, model = setting.work, setting.job, setting.model
+    outside = float(work.outside_parameters)
+    if setting.strategy.pp > 1:
+        embedding = float(model.embedding_parameters)
+        if setting.software.vocabulary_parallel:
+            embedding /= setting.strategy.tp
+        outside = embedding * (int(stage.has_embedding) + int(stage.has_head))
+    dense = stage.num_layers * (work.layer_parameters - work.expert_parameters) + outside
+    experts = stage.num_layers * work.expert_parameters
+    if job.method == "full":
+        return dense, experts, 0.0
+    adapters = _adapters(model, job) / (setting.strategy.tp * setting.strategy.pp)
+    width = 0.55 if job.method == "qlora" else job.compute_bytes
+    return adapters, 0.0, (dense + experts) * width
+
+
+@lru_cache(maxsize=64)
+def _adapters(model: ModelSpec, job: TrainingJob) -> int:
+    return lora_parameter_count(model, rank=job.lora_rank, targets=job.lora_targets)
+
+
+def stage_traffic(setting: Setting, stage: PipelineStage) -> DataTraffic:
+    """Return the data-parallel collectives of a rank's stage."""
+    strategy, layers = setting.strategy, float(stage.num_layers)
+    dense, experts, frozen = _held(setting, stage)
+    ranks = strategy.data_parallel_size * strategy.sp * strategy.cp
+    shared = (setting.hardware, setting.job, setting.software, setting.constants)
+    if strategy.ep == 1 or not experts:
+        held = Held(trainable=dense + experts, frozen_bytes=frozen, layers=layers, ranks=ranks, stride=strategy.tp)
+        return data_traffic(strategy, held, *shared)
+    parts = (
+        Held(trainable=dense, frozen_bytes=frozen, layers=layers, ranks=ranks, stride=strategy.tp),
+        Held(
+            trainable=experts,
+            frozen_bytes=0.0,
+            layers=layers,
+            ranks=max(1, ranks // strategy.ep),
+            stride=strategy.tp * strategy.ep,
+        ),
+    )
+    return summed_traffic([data_traffic(strategy, part, *shared) for part in parts])
+
+
+def stepped_parameters(setting: Setting, stage: PipelineStage) -> float:
+    """Return the parameters that the optimizer updates on a rank of a stage."""
+    strategy = setting.strategy
+    dense, experts, _ = _held(setting, stage)
+    if strategy.engine in ("ddp", "single") or strategy.zero_stage == 0:
+        return dense + experts
+    shards = setting.software.optimizer_ranks or strategy.shard_size
+    return dense / shards + experts * strategy.ep / strategy.shard_size
+
+
+def _weight_traffic(setting: Setting, stage: PipelineStage) -> float:
+    """Return the seconds in which a micro-batch's gradients are added, and autocast casts weights and gradients.
+
+    Adding a gradient takes two reads and a write. If gradients are reduced in every micro-batch, they are copied into a
+    bucket instead, and only a partition is added. Autocast reads fp32 weights and writes 16-bit ones in the forward
+    pass, and the reverse for gradients.
+    """
+    strategy, job = setting.strategy, setting.job
+    dense, experts, _ = _held(setting, stage)
+    trainable = dense + experts
+    autocast = strategy.engine in ("ddp", "single") and job.compute_bytes == 2
+    gradient_bytes = setting.software.gradient_bytes
+    if gradient_bytes is None:
+        reduces_each = strategy.engine == "fsdp2" or (strategy.zero_stage or 0) >= 2
+        gradient_bytes = (2.0 if reduces_each else 3.0) * job.compute_bytes
+    traffic = (24.0 if autocast else gradient_bytes) * trainable
+    return traffic / setting.device.memory_bytes_per_s
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -35,19 +547,17 @@ class StepTime:
     """Predicted time of one optimizer step."""
 
     seconds: float
-    """Expected."""
+    """Expected time."""
     low_seconds: float
-    """Lower end of the interval."""
     high_seconds: float
-    """Upper end of the interval."""
     tokens_per_second: float
-    """Tokens of the global batch over `seconds`, all ranks together."""
+    """Tokens of the global batch divided by `seconds`."""
     terms: dict[str, float]
-    """What makes up `seconds`, by name."""
+    """Named parts of `seconds`."""
 
 
 def estimate_step_time(
-    strategy: Strategy,
+    strategy: Layout,
     model: ModelSpec,
     hardware: HardwareSpec,
     job: TrainingJob,
@@ -55,7 +565,7 @@ def estimate_step_time(
     software: Software | None = None,
     constants: GpuConstants | None = None,
 ) -> StepTime:
-    """Return the seconds of one optimizer step of a layout, `micro_batch_size * gradient_accumulation_steps` a rank.
+    """Return the time of one optimizer step of a layout, including gradient accumulation.
 
     Raises:
         UsageError: there are fewer layers than pipeline stages.
@@ -63,8 +573,15 @@ def estimate_step_time(
     constants = constants or hardware_constants(hardware)
     software = software or (EAGER_ATTENTION if model.attention == "eager" else TRANSFORMERS)
     setting = setting_of(strategy, model, hardware, job, software, constants)
-    stages = _stages(setting)
-    # Stages of as many layers cost the same, wherever they lie.
+    layers = model.dimensions.num_layers
+    stages: tuple[PipelineStage, ...]
+    if strategy.pp == 1:
+        stages = (PipelineStage(index=0, first_layer=0, end_layer=layers, has_embedding=True, has_head=True),)
+    elif software.even_stages:
+        stages = contiguous_stages([(index + 1) * layers // strategy.pp for index in range(strategy.pp)])
+    else:
+        stages = pipeline_stages(model, job, strategy.pp, tensor_parallel_size=strategy.tp)
+    # Middle stages with equally many layers cost the same.
     kinds = {_kind(stage): stage_terms(setting, stage) for stage in stages}
     costs = {kind: sum(terms.values()) for kind, terms in kinds.items()}
     slowest = max(costs, key=lambda kind: costs[kind])
@@ -91,19 +608,8 @@ def _kind(stage: PipelineStage) -> tuple[int, bool, bool]:
     return stage.num_layers, stage.has_embedding, stage.has_head
 
 
-def _stages(setting: Setting) -> tuple[PipelineStage, ...]:
-    strategy, model, job = setting.strategy, setting.model, setting.job
-    if strategy.pp == 1:
-        layers = model.dimensions.num_layers
-        return (PipelineStage(index=0, first_layer=0, end_layer=layers, has_embedding=True, has_head=True),)
-    if setting.software.even_stages:
-        layers = model.dimensions.num_layers
-        return contiguous_stages([(index + 1) * layers // strategy.pp for index in range(strategy.pp)])
-    return pipeline_stages(model, job, strategy.pp, tensor_parallel_size=strategy.tp)
-
-
 def _once(setting: Setting, stage: PipelineStage) -> dict[str, float]:
-    """Return the terms that come once in a step, on the stage that holds most."""
+    """Return the terms that occur once per step, on the first stage, which has the most parameters."""
     strategy, software = setting.strategy, setting.software
     traffic = stage_traffic(setting, stage)
     terms = optimizer_seconds(
@@ -115,7 +621,7 @@ def _once(setting: Setting, stage: PipelineStage) -> dict[str, float]:
         parameters=stepped_parameters(setting, stage),
     )
     reduction, updates, slowed, slowed_updates = traffic.reductions_once, traffic.updates_once, 0.0, 0.0
-    # A pipeline reduces after its last micro-batch, beside nothing.
+    # A pipeline reduces after its last micro-batch, without overlap.
     if overlaps_reductions(setting) and strategy.pp == 1:
         reduction, slowed = exposed(setting, reduction, _computed(setting, stage) * 2 / 3)
     if software.overlaps_updates:
@@ -128,7 +634,7 @@ def _once(setting: Setting, stage: PipelineStage) -> dict[str, float]:
 
 
 def _computed(setting: Setting, stage: PipelineStage) -> float:
-    """Return the seconds of a micro-batch beside which gradients are reduced and updates gathered."""
+    """Return the computation of a micro-batch that can hide reductions of gradients and gathers of updates."""
     terms = stage_terms(setting, stage)
     return sum(terms.get(name, 0.0) for name in _COMPUTED)
 
@@ -142,3 +648,61 @@ _COMPUTED = (
     "kernel_launches",
     "tensor_parallel",
 )
+
+
+TIME_TERM_MEANINGS: Mapping[str, str] = {
+    "matrix_products": "products with the layers' weights, forward and backward: FLOPs / (peak * efficiency), which is "
+    "lower for small products",
+    "attention": "scores, softmax and values of all layers; fused kernels skip masked scores of causal models",
+    "memory_operations": "norms, residuals, activation functions, rotary embeddings and adding gradients: bytes / "
+    "memory bandwidth",
+    "recomputation": "the second forward pass of recomputed layers",
+    "head_and_loss": "embedding, final norm, output head and loss, forward and backward",
+    "kernel_launches": "time by which the host launches kernels and runs ZeRO-3 hooks slower than the device runs "
+    "them, and host work per micro-batch",
+    "waiting_for_ranks": "waiting for the slowest rank in collectives inside the layers",
+    "tensor_parallel": "all-reduces of TP: four in each layer, six where it is recomputed",
+    "sequence_parallel": "all-to-alls of SP: queries, keys, values and outputs, forward and backward",
+    "context_parallel": "keys and values of CP, gathered forward, passed around and reduced backward",
+    "expert_parallel": "all-to-alls of EP: dispatch and combine, forward and backward",
+    "pipeline_transfers": "hidden states and their gradients between stages",
+    "pipeline_bubble": "idle stages: before their first and after their last micro-batch, and while they wait for the "
+    "slowest stage",
+    "parameter_gathers": "gathers of sharded parameters and reductions per micro-batch that computation does not hide",
+    "gradient_reduction": "the reduction of gradients once per step, as far as the last backward pass does not hide it",
+    "overlap_slowdown": "slowdown of computation by concurrent communication, which uses bandwidth and processors",
+    "optimizer": "the optimizer step: bytes of gradients, states and weights / memory bandwidth",
+    "parameter_updates": "gathers of updated parameters after the step (ZeRO-1 and ZeRO-2)",
+    "host_optimizer": "CPU Adam: bytes / bandwidth of host memory",
+    "host_copies": "copies of gradients and parameters over PCIe",
+    "nvme": "reads and writes of optimizer states on NVMe",
+    "teacher_forward": "the forward pass of the teacher in every micro-batch",
+    "step_overhead": "data loader, scheduler and logging, once per step",
+}
+"""One sentence for each term, by name."""
+
+TIME_TERM_NAMES: Mapping[str, str] = {
+    "memory_operations": "memory-bound operations",
+    "parameter_gathers": "gathers and reductions not hidden by computation",
+    "gradient_reduction": "reduction of gradients not hidden by computation",
+    "parameter_updates": "gathers of updated parameters",
+    "tensor_parallel": "all-reduces of TP",
+    "sequence_parallel": "all-to-alls of SP",
+    "context_parallel": "keys and values of CP",
+    "expert_parallel": "all-to-alls of EP",
+    "pipeline_transfers": "transfers between stages",
+    "pipeline_bubble": "idle stages",
+    "overlap_slowdown": "slowdown by concurrent communication",
+    "host_copies": "copies over PCIe",
+    "host_optimizer": "optimizer on the host",
+}
+"""Display names of terms, where they differ from the name."""
+
+
+def time_term_name(term: str) -> str:
+    """Return the display name of a term.
+
+    >>> time_term_name("pipeline_bubble"), time_term_name("head_and_loss")
+    ('idle stages', 'head and loss')
+    """
+    return TIME_TERM_NAMES.get(term, term.replace("_", " "))

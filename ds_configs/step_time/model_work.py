@@ -1,13 +1,16 @@
-"""Work of a rank for each token: matrix products by shape, and the sizes that traffic depends on."""
+"""Matrix products of a model and the time of one micro-batch."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
+from math import ceil, gcd
 
-from ..memory.shares import expert_parallel_share
-from ..memory.tensor_share import CONV1D_FAMILIES, tensor_parallel_share
+from ..memory.rank_parameters import CONV1D_FAMILIES, expert_parallel_share, tensor_parallel_share
+from ..specs.hardware import HardwareSpec
+from ..specs.job import TrainingJob
 from ..specs.model import ModelSpec
+from .rates import GpuConstants, Software
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -15,38 +18,36 @@ class Product:
     """A matrix product of each token with a weight, `[tokens, in_features] @ [in_features, out_features]`."""
 
     in_features: int
-    """Inner width."""
     out_features: int
-    """Width of the result."""
     count: float = 1.0
-    """Number of them in an average layer."""
+    """Number of such products in an average layer."""
 
     @property
     def weight(self) -> int:
-        """Elements of its weight."""
+        """Elements of the weight."""
         return self.in_features * self.out_features
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class ModelWork:
-    """One rank's part of a model under tensor and expert parallelism; compared by identity: a cheap key."""
+    """One rank's part of a model under tensor and expert parallelism; compared by identity, as a cheap cache key."""
 
     products: tuple[Product, ...]
     """Dense products of an average decoder layer."""
     expert_products: tuple[Product, ...]
     """Products of one routed expert; empty in dense models."""
     num_experts: int
-    """Routed experts of a layer over all ranks."""
+    """Routed experts of a layer on all ranks."""
     local_experts: int
-    """Routed experts that the rank holds."""
+    """Routed experts of a layer on the rank."""
     experts_per_token: int
     """Routed experts that a token visits."""
     num_layers: int
     """Decoder layers of the whole model."""
     hidden_size: int
-    """Width of the residual stream, which tensor parallelism leaves whole."""
+    """Width of the residual stream, which tensor parallelism does not split."""
     inner_size: float
-    """Width of the MLP on the rank, of all experts that a token visits together."""
+    """Width of the MLP on the rank, summed over the experts that a token visits."""
     query_size: int
     """Width of the rank's query heads."""
     key_value_size: int
@@ -62,11 +63,11 @@ class ModelWork:
     head_rows: int
     """Columns of the output head on the rank; 0 without one."""
     gathered_vocabulary: int
-    """Logits of a token that ranks gather from each other's heads: AutoTP's loss reads whole ones, on every rank."""
+    """Logits per token that tensor-parallel ranks gather, because AutoTP computes the complete loss on every rank."""
     window: int
-    """Tokens that attention looks back; 0 for all."""
+    """Sliding window of attention in tokens; 0 without one."""
     causal: bool
-    """Whether a token sees only those before it."""
+    """Whether attention is causal."""
     layer_parameters: float
     """Parameters of an average layer on the rank."""
     outside_parameters: int
@@ -79,10 +80,10 @@ class ModelWork:
 def model_work(
     model: ModelSpec, tp: int = 1, ep: int = 1, *, divides_head: bool = True, vocabulary_parallel: bool = False
 ) -> ModelWork:
-    """Return what one of `tp * ep` ranks computes of a model.
+    """Return the work of one of `tp * ep` ranks.
 
-    `divides_head` is false in pipelines (AutoTP); with `vocabulary_parallel` embedding and head, tied or not, are
-    divided (Megatron).
+    `divides_head` is false in pipelines (AutoTP). With `vocabulary_parallel`, embedding and head are split, tied or not
+    (Megatron).
     """
     sizes, layers = model.dimensions, max(1, model.dimensions.num_layers)
     share = tensor_parallel_share(model, tp, divides_head=divides_head) if tp > 1 else model
@@ -99,11 +100,14 @@ def model_work(
         elif len(parameter.shape) == 2:
             out, within = reversed(parameter.shape) if flipped else parameter.shape
             products.append(Product(in_features=within, out_features=out, count=parameter.count / layers))
-    head = _head_rows(share)
+    # Columns of the output head on the rank; a head tied to the embedding is not split.
+    own = next((p.shape[0] for p in share.parameters if p.group == "head" and len(p.shape) == 2), 0)
+    is_tied = share.tied_embeddings and share.task != "encoder"
+    head = own or (share.dimensions.vocab_size if is_tied else 0)
     outside = share.parameters_outside_layers
     if vocabulary_parallel and tp > 1:
         head, outside = -(-sizes.vocab_size // tp), -(-model.parameters_outside_layers // tp)
-    # deepspeed 0.19.8, module_inject/auto_tp.py:467: a head of its own is a column-parallel layer with gather_output.
+    # deepspeed 0.19.8, module_inject/auto_tp.py:467: an untied head is a column-parallel layer with gather_output.
     gathered = sizes.vocab_size if 0 < head < sizes.vocab_size and not vocabulary_parallel else 0
     experts = sum(parameter.total for parameter in inside if parameter.kind == "experts") / layers
     return ModelWork(
@@ -131,8 +135,221 @@ def model_work(
     )
 
 
-def _head_rows(share: ModelSpec) -> int:
-    """Return the columns of the output head that a rank holds; a head that is tied to the embedding is whole."""
-    own = next((p.shape[0] for p in share.parameters if p.group == "head" and len(p.shape) == 2), 0)
-    is_tied = share.tied_embeddings and share.task != "encoder"
-    return own or (share.dimensions.vocab_size if is_tied else 0)
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Device:
+    """Rates of a rank's accelerator."""
+
+    flops_per_s: float
+    """Matrix FLOP/s of large products in the job's precision."""
+    attention_flops_per_s: float
+    """FLOP/s of fused attention."""
+    memory_bytes_per_s: float
+    """Bandwidth that memory-bound operations reach."""
+    layer_speedup: float
+    """Speed-up of products inside layers: 2 with fp8."""
+    constants: GpuConstants
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Batch:
+    """Tokens of a micro-batch on a rank."""
+
+    tokens: float
+    """Tokens that the rank computes, with sequences split by sequence and context parallelism."""
+    seq_len_tokens: int
+    """Tokens of a complete sequence."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Pass:
+    """Seconds of a part of the model in one direction."""
+
+    products: float = 0.0
+    attention: float = 0.0
+    """Scores, softmax and their product with the values."""
+    memory: float = 0.0
+    """Memory-bound operations, and the device time to start kernels."""
+    kernels: float = 0.0
+    """Kernels that the host launches."""
+
+    @property
+    def device(self) -> float:
+        """All seconds of the device."""
+        return self.products + self.attention + self.memory
+
+
+def device_of(hardware: HardwareSpec, job: TrainingJob, software: Software, constants: GpuConstants) -> Device:
+    """Return the rates of an accelerator in the job's precision."""
+    peak = hardware.flops_per_s * (constants.fp32_share if job.precision == "fp32" else 1.0)
+    return Device(
+        flops_per_s=peak * constants.matrix_efficiency,
+        attention_flops_per_s=peak * constants.attention_efficiency,
+        memory_bytes_per_s=hardware.memory_bytes_per_s * constants.memory_efficiency,
+        layer_speedup=2.0 if software.float8 else 1.0,
+        constants=constants,
+    )
+
+
+def product_seconds(device: Device, m: float, n: float, k: float, *, inside_layer: bool = True) -> float:
+    """Return the seconds of an aligned `[m, k] @ [k, n]`: `2 (m + border) (n + border) (k + depth) / rate`."""
+    border, depth = device.constants.product_border, device.constants.product_depth
+    rate = device.flops_per_s * (device.layer_speedup if inside_layer else 1.0)
+    return 2.0 * (m + border) * (n + border) * (k + depth) / rate
+
+
+def alignment_efficiency(out_features: int, in_features: int, constants: GpuConstants) -> float:
+    """Return the speed of a weight's three products, relative to one whose widths are multiples of 8 elements.
+
+    A kernel reads 16 bytes (8 elements) per instruction only if all rows start at multiples of 8 elements. Otherwise it
+    reads 4, 2 or 1 elements, and each halving costs the same factor (NVIDIA, Matrix Multiplication Background User's
+    Guide).
+
+    >>> from .constants import constants_of
+    >>> [round(alignment_efficiency(rows, 1024, constants_of("A100-80GB")), 1) for rows in (50264, 50260, 50258, 50257)]
+    [1.0, 0.7, 0.5, 0.4]
+    """
+    halvings = 4 - gcd(out_features, in_features, 8).bit_length()
+    return float(constants.unaligned_efficiency ** (halvings / 3))
+
+
+@lru_cache(maxsize=65536)
+def layer_passes(
+    work: ModelWork, batch: Batch, device: Device, software: Software, element_bytes: int, full: bool, quantized: bool
+) -> tuple[Pass, Pass]:
+    """Return the forward and backward pass of one decoder layer.
+
+    Args:
+        work: The rank's part of the model.
+        batch: The micro-batch.
+        device: The rates.
+        software: The stack.
+        element_bytes: Bytes of an activation.
+        full: Whether all weights are trained; frozen weights have no gradients.
+        quantized: Whether frozen weights are dequantized from 4 bit for each product.
+    """
+    forward = backward = 0.0
+    for product in work.products:
+        ahead, back = _both_passes(product, batch.tokens, device, full=full)
+        forward, backward = forward + product.count * ahead, backward + product.count * back
+    if work.expert_products:
+        # Tokens of all expert-parallel ranks are spread evenly over the experts.
+        groups = work.num_experts / max(1, work.local_experts)
+        tokens_per_expert = batch.tokens * groups * work.experts_per_token / work.num_experts
+        for product in work.expert_products:
+            ahead, back = _both_passes(product, tokens_per_expert, device, full=full)
+            forward += work.local_experts * product.count * ahead
+            backward += work.local_experts * product.count * back
+    attention, attention_back, scores = _attention(work, batch, device, software, element_bytes)
+    width = element_bytes / 2
+    divided = work.query_size / work.whole_query_size if software.sequence_parallel_norms else 1.0
+    hidden = batch.tokens * work.hidden_size * divided * width
+    inner = batch.tokens * work.inner_size * width
+    projected = batch.tokens * (work.query_size + work.key_value_size) * software.projected_bytes * width / 2
+    expanded = 2.5 * work.layer_parameters if quantized else 0.0
+    constants = device.constants
+    traffic = software.hidden_bytes_forward * hidden + software.inner_bytes_forward * inner + projected + expanded
+    traffic += software.score_bytes_forward * scores * width
+    traffic_back = software.hidden_bytes_backward * hidden + software.inner_bytes_backward * inner + projected
+    traffic_back += software.score_bytes_backward * scores * width + expanded
+    return (
+        Pass(
+            products=forward,
+            attention=attention,
+            memory=traffic / device.memory_bytes_per_s + software.kernels_forward * constants.kernel_seconds,
+            kernels=software.kernels_forward,
+        ),
+        Pass(
+            products=backward,
+            attention=attention_back,
+            memory=traffic_back / device.memory_bytes_per_s + software.kernels_backward * constants.kernel_seconds,
+            kernels=software.kernels_backward,
+        ),
+    )
+
+
+def _both_passes(product: Product, tokens: float, device: Device, *, full: bool) -> tuple[float, float]:
+    out, within, constants = product.out_features, product.in_features, device.constants
+    forward = product_seconds(device, tokens, out, within)
+    backward = product_seconds(device, tokens, within, out)
+    if full:
+        backward += product_seconds(device, out, within, tokens)
+    efficiency = alignment_efficiency(out, within, constants)
+    return forward / efficiency, backward * constants.backward_slowdown / efficiency
+
+
+def _attention(
+    work: ModelWork, batch: Batch, device: Device, software: Software, element_bytes: int
+) -> tuple[float, float, float]:
+    """Return the seconds of attention forward and backward, and the number of scores that eager attention writes.
+
+    Two products of `2 * tokens * seen * query_size`. A fused kernel skips the masked half of causal scores and
+    recomputes scores in the backward pass, which has five products (FlashAttention-2, arXiv 2307.08691, section 3.1).
+    """
+    seen = min(batch.seq_len_tokens, work.window or batch.seq_len_tokens)
+    # Sequence parallelism splits the heads and context parallelism the tokens; `batch.tokens` is split by both.
+    flops = 4.0 * batch.tokens * seen * work.query_size
+    if software.attention == "fused":
+        half = 0.5 if work.causal else 1.0
+        forward = flops * half / device.attention_flops_per_s
+        return forward, 2.5 * forward, 0.0
+    heads = max(1, work.query_heads)
+    width = work.query_size / heads
+    border, depth = device.constants.product_border, device.constants.product_depth
+    # Batched products with the width of a head as inner or outer dimension fill tiles only partly.
+    inner = (width + depth) / width * (1 + border / seen) ** 2
+    outer = (width + border) / width * (1 + border / seen) * (1 + depth / seen)
+    forward = flops / 2 * (inner + outer) / device.flops_per_s
+    scores = batch.tokens * seen * heads
+    # A product with scores has few FLOPs per score, so it can be limited by memory bandwidth. Two products forward and
+    # four backward each read or write all scores once.
+    moved = 2 * scores * element_bytes / device.memory_bytes_per_s
+    return max(forward, moved), max(2 * forward, 2 * moved), scores
+
+
+@lru_cache(maxsize=16384)
+def head_passes(
+    work: ModelWork, tokens: float, device: Device, software: Software, chunked: bool, full: bool
+) -> tuple[Pass, Pass]:
+    """Return the forward and backward pass of embedding, final norm, output head and loss.
+
+    A chunked loss (liger-kernel `fused_linear_cross_entropy.py`) processes chunks of about
+    `tokens * hidden / vocabulary` tokens, rounded up to a power of two, and adds the gradient of each to the head's.
+    """
+    rows = work.head_rows
+    if not rows:
+        return Pass(), Pass()
+    if software.padded_vocabulary:
+        rows = ceil(rows / software.padded_vocabulary) * software.padded_vocabulary
+    constants, hidden = device.constants, work.hidden_size
+    chunks, m = 1, tokens
+    if chunked:
+        size = max(1.0, tokens / ceil(rows / hidden))
+        m = min(tokens, float(2 ** ceil(size).bit_length() if size > 1 else 1))
+        chunks = ceil(tokens / m)
+
+    times = chunks / alignment_efficiency(rows, hidden, constants)
+    forward = times * product_seconds(device, m, rows, hidden, inside_layer=False)
+    backward = times * product_seconds(device, m, hidden, rows, inside_layer=False)
+    if full:
+        backward += times * product_seconds(device, rows, hidden, m, inside_layer=False)
+    backward *= constants.backward_slowdown
+    logits = tokens * max(rows, work.gathered_vocabulary)
+    bytes_of_loss = (software.loss_bytes / 2 if chunked else software.loss_bytes) * logits
+    accumulated = 4.0 * rows * hidden * chunks if chunked and full else 0.0
+    # Lookup of the embedding, final norm, and their gradients.
+    around = tokens * hidden * (software.hidden_bytes_forward + software.hidden_bytes_backward) / 2
+    traffic = bytes_of_loss + accumulated + around
+    kernels = software.kernels_outside + 10 * (chunks - 1)
+    memory = traffic / device.memory_bytes_per_s + kernels * constants.kernel_seconds
+    return (
+        Pass(products=forward, memory=memory / 2, kernels=kernels / 2),
+        Pass(products=backward, memory=memory / 2, kernels=kernels / 2),
+    )
+
+
+def with_host(device_seconds: float, host_seconds: float, constants: GpuConstants) -> float:
+    """Return the seconds of a micro-batch during which the device computes and the host launches kernels and hooks."""
+    exponent = constants.host_exponent
+    if host_seconds <= 0:
+        return device_seconds
+    return float((device_seconds**exponent + host_seconds**exponent) ** (1 / exponent))

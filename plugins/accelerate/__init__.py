@@ -1,1 +1,1 @@
-"""Accelerate on ranks without an accelerator: enter by `cpu_ranks.py`."""
+"""Accelerate on CPU ranks, and data loaders without repeated samples."""

@@ -1,14 +1,16 @@
-"""Accelerate on ranks without an accelerator: the true world size under DeepSpeed, FSDP2 that really shards.
+"""Accelerate on ranks without an accelerator: the correct world size under DeepSpeed, FSDP2, and ring attention.
 
-Seen with accelerate 1.15.0, transformers 5.17.0, deepspeed 0.19.8 and torch 2.13.0, two gloo ranks:
+Observed with accelerate 1.15.0, transformers 5.17.0, deepspeed 0.19.8 and torch 2.13.0, two gloo ranks:
 
-- ``accelerate/state.py`` picks a communication backend only for accelerators or for ``cpu=True``. Under
-  DeepSpeed on CPU the backend stays ``None`` and every rank calls itself rank 0 of 1, although DeepSpeed has
-  started gloo. The batch size that fills ``auto`` is then wrong and every rank trains on the same samples.
-- ``TrainingArguments(use_cpu=True)`` alone repairs the count, yet ``deepspeed.comm`` is not started, so that
+- ``accelerate/state.py`` selects a communication backend only for accelerators or for ``cpu=True``. Under
+  DeepSpeed on CPU the backend is ``None`` and every rank is rank 0 of 1, although DeepSpeed has started gloo. The batch
+  size that replaces ``auto`` is then wrong, and every rank trains on the same samples.
+- ``TrainingArguments(use_cpu=True)`` alone corrects the count, but does not start ``deepspeed.comm``, so
   ``zero.Init`` computes the batch for one rank and fails an assertion.
-- ``AcceleratorState`` turns on FSDP only for ``MULTI_<accelerator>`` types. On CPU ranks it drops the FSDP
-  plugin without a word and the Trainer trains plain DDP.
+- ``AcceleratorState`` enables FSDP only for ``MULTI_<accelerator>`` types. On CPU ranks it silently drops the FSDP
+  plugin, and the Trainer trains with plain DDP.
+- torch's ring attention accepts any attention operator, but its tables contain only CUDA's. On the CPU the operator of
+  ``scaled_dot_product_attention`` has no strategy ("does not have a sharding strategy registered").
 - ``TrainingArguments(bf16=True)`` on such a host needs ``use_cpu=True``.
 - Under DDP the device of a CPU rank is ``cpu:0``, which the Trainer gives to ``torch.load`` when it resumes, and torch
   knows the location ``cpu`` alone.
@@ -19,15 +21,22 @@ from __future__ import annotations
 import json
 import os
 from functools import cache
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-from ...ds_configs.specs.errors import Fault, ShardwrightError, UsageError
+from ...ds_configs.specs.errors import ConfigError, ShardwrightError, UsageError
+from .. import patches
 from ..deepspeed.compiled_operators import break_abandoned_locks
 from ..launching.shared_memory import release_buffer
+
+if TYPE_CHECKING:
+    import torch
+    from torch.distributed.device_mesh import DeviceMesh
+    from transformers import TrainingArguments
 
 Engine = Literal["ddp", "deepspeed", "fsdp2"]
 
 _TRUE = frozenset({"1", "true", "yes", "on", "y", "t"})
+_ENGINE_VARIABLES: dict[str, Engine] = {"ACCELERATE_USE_DEEPSPEED": "deepspeed", "ACCELERATE_USE_FSDP": "fsdp2"}
 
 
 def configure_cpu_ranks(engine: Engine | None = None) -> dict[str, Any]:
@@ -37,11 +46,11 @@ def configure_cpu_ranks(engine: Engine | None = None) -> dict[str, Any]:
     accelerator; hide the accelerators (``CUDA_VISIBLE_DEVICES=""``) to train on CPU ranks there.
 
     Args:
-        engine: What will train; ``None`` reads it from the environment that ``accelerate launch`` sets. Name
-            it when ``TrainingArguments(deepspeed=...)`` or ``TrainingArguments(fsdp=True)`` decides.
+        engine: Training engine; ``None`` reads it from the environment that ``accelerate launch`` sets. Pass it if
+            ``TrainingArguments(deepspeed=...)`` or ``TrainingArguments(fsdp=True)`` decides.
 
     Raises:
-        UsageError: FSDP version 1 is asked for, which cannot run on CPU ranks.
+        UsageError: FSDP version 1 is requested, which cannot run on CPU ranks.
         ShardwrightError: Accelerate still reports another world size than the launcher's ``WORLD_SIZE``.
 
     Example:
@@ -60,9 +69,15 @@ def configure_cpu_ranks(engine: Engine | None = None) -> dict[str, Any]:
         _accept_indexed_cpu()
         return {"use_cpu": True}
     if engine == "fsdp2":
-        _refuse_fsdp1()
+        version = os.environ.get("FSDP_VERSION", "2")
+        if version != "2":
+            rule, fix = "CPU ranks support only FSDP2", "set `fsdp_version: 2` in the accelerate configuration"
+            raise UsageError(ConfigError(where="fsdp_version", value=version, rule=rule, fix=fix))
         _start_gloo_state(deepspeed=False)
-        _report_as_multi_accelerator()
+        from accelerate.utils import DistributedType
+
+        # `AcceleratorState` then enters its FSDP branch, which reads only the type; the device is still the CPU.
+        patches.apply("fsdp2-on-cpu-ranks", lambda _: DistributedType.MULTI_GPU, item="distributed_type")
     else:
         break_abandoned_locks()
         _start_gloo_state(deepspeed=True)
@@ -70,46 +85,47 @@ def configure_cpu_ranks(engine: Engine | None = None) -> dict[str, Any]:
 
 
 def serve_scripts_on_cpu_ranks() -> None:
-    """Let a script that knows nothing of CPU ranks train on them: call it before the script begins.
+    """Make an unmodified script train on CPU ranks: call it before the script begins.
 
-    What `configure_cpu_ranks` returns becomes part of every `TrainingArguments`, and `Accelerator()` looks for no
-    accelerator. It changes nothing on a host with an accelerator.
+    The result of `configure_cpu_ranks` becomes part of every `TrainingArguments`, and `Accelerator()` uses the CPU. It
+    changes nothing on a host with an accelerator.
     """
     overrides = configure_cpu_ranks()
     if not overrides:
         return
     if "accelerator_config" not in overrides:
-        # Where the state is made already, accelerate 1.15.0 would leave it half of one for FSDP.
+        # If the state exists already, accelerate 1.15.0 would initialise only half of it for FSDP.
         os.environ["ACCELERATE_USE_CPU"] = "true"
-    from transformers import TrainingArguments
 
-    complete = TrainingArguments.__post_init__
+    def on_cpu_ranks(complete: Any) -> Any:
+        def completed(arguments: TrainingArguments) -> None:
+            arguments.use_cpu = True
+            if "accelerator_config" in overrides:
+                config = arguments.accelerator_config
+                config = json.loads(config) if isinstance(config, str) else config
+                config = {} if config is None else config if isinstance(config, dict) else config.to_dict()
+                arguments.accelerator_config = config | overrides["accelerator_config"]
+            complete(arguments)
 
-    def on_cpu_ranks(arguments: Any) -> None:
-        arguments.use_cpu = True
-        if "accelerator_config" in overrides:
-            stated = arguments.accelerator_config
-            stated = json.loads(stated) if isinstance(stated, str) else stated
-            stated = {} if stated is None else stated if isinstance(stated, dict) else stated.to_dict()
-            arguments.accelerator_config = stated | overrides["accelerator_config"]
-        complete(arguments)
+        return completed
 
-    TrainingArguments.__post_init__ = on_cpu_ranks
+    patches.apply("cpu-rank-arguments", on_cpu_ranks)
 
 
 def engine_from_environment() -> Engine:
-    """Return the engine that ``accelerate launch`` announced through its environment; plain DDP when none."""
-    if _is_set("ACCELERATE_USE_DEEPSPEED"):
-        return "deepspeed"
-    return "fsdp2" if _is_set("ACCELERATE_USE_FSDP") else "ddp"
+    """Return the engine that ``accelerate launch`` set in the environment; plain DDP if it set none."""
+    for name, engine in _ENGINE_VARIABLES.items():
+        if os.environ.get(name, "").lower() in _TRUE:
+            return engine
+    return "ddp"
 
 
 @cache
 def _accept_indexed_cpu() -> None:
-    """Let ``torch.load`` put what is mapped to ``cpu:0`` on the CPU, so that DDP ranks resume from checkpoints."""
+    """Make ``torch.load`` accept the location ``cpu:0``, so that DDP ranks can resume from checkpoints."""
     from torch.serialization import register_package
 
-    def on_cpu(storage: Any, location: str) -> Any:
+    def on_cpu(storage: torch.UntypedStorage, location: str) -> Any:
         return storage if location.startswith("cpu:") else None
 
     register_package(15, lambda storage: None, on_cpu)
@@ -126,33 +142,73 @@ def _start_gloo_state(*, deepspeed: bool) -> None:
     launched = int(os.environ["WORLD_SIZE"])
     if state.num_processes != launched:
         raise ShardwrightError(
-            f"Accelerate reports {state.num_processes} processes where the launcher started WORLD_SIZE = "
+            f"Accelerate reports {state.num_processes} processes, but the launcher started WORLD_SIZE = "
             f"{launched}: ranks would train on the same samples; use accelerate 1.15, which was tested"
         )
     if deepspeed:
         release_buffer()
 
 
-def _report_as_multi_accelerator() -> None:
-    """Let ``AcceleratorState`` enter its FSDP branch, which reads the type alone; the device stays CPU."""
-    from accelerate.state import PartialState
-    from accelerate.utils import DistributedType
-
-    PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
+# Queries, keys and values are [batch, heads, sequence, head width].
+_SEQUENCE_DIMENSION = 2
 
 
-def _refuse_fsdp1() -> None:
-    version = os.environ.get("FSDP_VERSION", "2")
-    if version != "2":
-        raise UsageError(
-            Fault(
-                where="fsdp_version",
-                value=version,
-                rule="CPU ranks shard with FSDP2 only",
-                fix="set `fsdp_version: 2` in the accelerate configuration",
-            )
-        )
+def enable_cpu_ring_attention() -> None:
+    """Make `torch.distributed.tensor.experimental.context_parallel` run on the CPU, to rehearse and test it there."""
+    import torch
+
+    aten = torch.ops.aten
+    forward, backward = (
+        aten._scaled_dot_product_flash_attention_for_cpu.default,
+        aten._scaled_dot_product_flash_attention_for_cpu_backward.default,
+    )
+    patches.apply("ring-attention-on-cpu-ranks", lambda _: _forward, item=forward)
+    patches.apply("ring-attention-on-cpu-ranks", lambda _: _backward, item=backward)
 
 
-def _is_set(name: str) -> bool:
-    return os.environ.get(name, "").lower() in _TRUE
+def _forward(operator: Any, given: tuple[Any, ...], named: dict[str, Any]) -> Any:
+    from torch.distributed.tensor.experimental._context_parallel import _attention as ring
+
+    query, key, value, *rest = given
+    named = dict(zip(("dropout_p", "is_causal"), rest, strict=False)) | named
+    mesh = query.device_mesh
+    results = ring._templated_ring_attention(
+        mesh.get_group(), _SEQUENCE_DIMENSION, operator, *_local(query, key, value), **named
+    )
+    return _whole(mesh, results)
+
+
+def _backward(operator: Any, given: tuple[Any, ...], named: dict[str, Any]) -> Any:
+    from torch.distributed.tensor.experimental._context_parallel import _attention as ring
+
+    gradient, query, key, value, out, logsumexp = _local(*given[:6])
+    dropout, is_causal = given[6:8]
+    mesh = given[1].device_mesh
+    results = ring._templated_ring_attention_backward(
+        mesh.get_group(),
+        _SEQUENCE_DIMENSION,
+        operator,
+        grad_out=gradient,
+        grad_out_name="grad_out",
+        query=query,
+        key=key,
+        value=value,
+        out=out,
+        logsumexp=logsumexp,
+        is_causal=is_causal,
+        dropout_p=dropout,
+        **named,
+    )
+    return _whole(mesh, results)
+
+
+def _local(*tensors: object) -> list[Any]:
+    from torch.distributed.tensor import DTensor
+
+    return [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors]
+
+
+def _whole(mesh: DeviceMesh, results: tuple[Any, ...]) -> tuple[Any, ...]:
+    from torch.distributed.tensor import DTensor, Shard
+
+    return tuple(DTensor.from_local(one, mesh, [Shard(_SEQUENCE_DIMENSION)], run_check=False) for one in results)

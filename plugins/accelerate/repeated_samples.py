@@ -1,57 +1,150 @@
-"""Samples that Accelerate repeats so that every rank gets as many: without a weight, as if they were not there.
+"""Samples that Accelerate repeats so that every rank gets the same number: they get weight zero.
 
-Seen with accelerate 1.15.0 (data_loader.py): with `even_batches`, which is the default, the last batches of an epoch
-are filled up with its first samples, which the mean over tokens then counts twice: seven samples on two ranks train as
-eight. `BatchSamplerShard` repeats samples of a data set, `DataLoaderDispatcher` those of a stream that the first rank
-reads for all, `IterableDatasetShard` those of a stream that each rank reads for itself. `gather_for_metrics` leaves
-them out of an evaluation; nothing does while a model trains.
+Observed with accelerate 1.15.0 (data_loader.py): with `even_batches`, the default, the last batches of an epoch are
+filled with its first samples, which the mean over tokens then counts twice: seven samples on two ranks train as eight.
+`BatchSamplerShard` repeats samples of a data set, `DataLoaderDispatcher` those of a stream that the first rank reads
+for all, `IterableDatasetShard` those of a stream that each rank reads. `gather_for_metrics` omits them from the
+predictions of an evaluation, but not from a loss.
+
+During training they lose their labels (`weigh_repeated_samples_zero`). An evaluation reads each sample once
+(`SamplesOnce`), because losses without labels, such as preference losses, are means over the samples of a batch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
-from weakref import WeakSet
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cache
+from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
+from zlib import crc32
 
-from ..launching.notes import note_on_first_rank
+from ...ds_configs.specs.errors import ConfigError, UsageError
+from .. import patches
+from ..launching.messages import note_on_first_rank
+
+if TYPE_CHECKING:
+    import torch
+    from torch.utils.data import DataLoader
+    from transformers import Trainer
 
 _IGNORED = -100
 _LABELS = ("labels", "shift_labels")
-_WEIGHED: WeakSet[Any] = WeakSet()
-"""Loaders of the trainers that leave repeated samples out."""
+_WEIGHED: WeakKeyDictionary[Any, list[tuple[Any, int]]] = WeakKeyDictionary()
+"""Loaders whose repeated samples have weight zero, with the last batch and its number of rows that count."""
+_STREAMS: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
+"""The stream that every rank reads, by trainer; `None` if there is none."""
+_COLLECTED: WeakKeyDictionary[Any, deque[KeptPart | None]] = WeakKeyDictionary()
+"""The parts that count of the micro-batches that are collected and not trained yet, by trainer."""
 
 
-def weigh_repeated_samples_zero(trainer: Any) -> None:
-    """Take the labels of repeated samples out of the batches that a Trainer trains on; call it once, after it was made.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class KeptPart:
+    """The part of a rank's last batch that is not repeated: its first samples, or first tokens of joined ones."""
 
-    Batches whose labels are not token ids row by row, such as documents that a collator has joined, are left as they
-    are, with a remark.
+    rows: int
+    kept_rows: int
+    kept_tokens: int | None = None
+    """For samples that a collator has joined to one row; `None` if each has its own row."""
+
+    def mask(self, tokens: int, like: torch.Tensor) -> torch.Tensor:
+        """Return 1 for tokens of kept samples and 0 for others; `tokens` counts all rows."""
+        kept = tokens // self.rows * self.kept_rows if self.kept_tokens is None else self.kept_tokens
+        mask_T = like.new_zeros(tokens)
+        mask_T[:kept] = 1
+        return mask_T
+
+
+def weigh_repeated_samples_zero(trainer: Trainer) -> None:
+    """Remove the labels of repeated samples from a Trainer's training batches; call it once for each Trainer.
+
+    For samples that a collator has joined to one row, the kept samples are joined again to find their tokens. A loss
+    without labels is a mean over samples, in which a repeated one counts twice: it is rejected before the first step,
+    unless the training ends before a batch repeats samples.
     """
-    make_loader, collect = trainer.get_train_dataloader, trainer.get_batch_samples
     loaders: list[Any] = []
+    collected = _COLLECTED[trainer] = deque()
 
-    def get_train_dataloader() -> Any:
-        loaders[:] = [make_loader()]
-        _WEIGHED.add(loaders[0])
-        if (shard := _stream_of_each_rank(loaders[0])) is not None:
-            if loaders[0].num_workers:
-                note_on_first_rank("workers read the stream: where its last batch repeats samples, these count twice")
-            else:
-                shard.dataset = _CountedStream(shard.dataset)
-        return loaders[0]
+    def known_loader(make_loader: Callable[[], Any]) -> Callable[[], Any]:
+        def get_train_dataloader() -> Any:
+            loaders[:] = [make_loader()]
+            _WEIGHED[loaders[0]] = []
+            if (sampled := _batch_shard(loaders[0])) is not None:
+                sampled.batch_sampler = _RememberedBatches(sampled.batch_sampler, sampled.num_processes)
+            _count_stream(loaders[0])
+            shard = _stream_of_each_rank(loaders[0])
+            _STREAMS[trainer] = getattr(shard, "dataset", None)
+            return loaders[0]
 
-    def get_batch_samples(epoch_iterator: Any, num_batches: int, device: Any) -> Any:
-        if loaders:
-            epoch_iterator = _without_repeated(epoch_iterator, loaders[0], trainer.accelerator.gradient_state)
-        return collect(epoch_iterator, num_batches, device)
+        return get_train_dataloader
 
-    trainer.get_train_dataloader, trainer.get_batch_samples = get_train_dataloader, get_batch_samples
+    def weighed(collect: Callable[..., Any]) -> Callable[..., Any]:
+        def get_batch_samples(epoch_iterator: Any, num_batches: int, device: torch.device) -> Any:
+            collected.clear()
+            if loaders:
+                epoch_iterator = _without_repeated(epoch_iterator, loaders[0], trainer, collected)
+            return collect(epoch_iterator, num_batches, device)
+
+        return get_batch_samples
+
+    patches.apply("repeated-samples-loader", known_loader, on=trainer)
+    patches.apply("repeated-samples-batches", weighed, on=trainer)
 
 
-def repeated_samples(loader: Any) -> int:
-    """Return how many samples the last batch of each epoch repeats and counts; 0 where they are weighed zero.
+def let_ranks_read_streams(trainer: Trainer) -> None:
+    """Make every rank read the stream and keep its own rows, unless a Trainer's arguments set `dispatch_batches`.
 
-    Of streams, whose length nobody knows before their end, 0 too.
+    By default Accelerate's first rank reads for all, which fails if batches are padded to different lengths. With
+    data loader workers, whose rows cannot be counted, the first rank still reads for all.
+    """
+    from torch.utils.data import IterableDataset
+
+    args = trainer.args
+    data = (trainer.train_dataset, getattr(trainer, "eval_dataset", None))
+    is_stream = any(isinstance(dataset, IterableDataset) for dataset in data)
+    if args.world_size == 1 or args.dataloader_num_workers or not is_stream:
+        return
+    if args.accelerator_config.dispatch_batches is None:
+        trainer.accelerator.dataloader_config.dispatch_batches = False
+
+
+def check_streams_of_ranks(trainer: Trainer, batches: int) -> None:
+    """Check that all ranks have read the same rows of a stream; every rank calls it, once for each step.
+
+    Args:
+        trainer: A Trainer.
+        batches: Micro-batches that this rank has collected for the step.
+
+    Raises:
+        UsageError: ranks have read other rows, or those of one have run out before those of others.
+    """
+    import torch
+    from torch.utils.data import IterableDataset
+
+    if trainer.args.world_size == 1 or not isinstance(trainer.train_dataset, IterableDataset):
+        return
+    stream = _STREAMS.get(trainer)
+    digest = stream.digest() if isinstance(stream, _CountedStream) else 0
+    own = torch.tensor([[batches, digest]], device=trainer.args.device)
+    every = trainer.accelerator.gather(own).tolist()
+    counts = [count for count, _ in every]
+    if len(set(counts)) > 1:
+        first = counts.index(min(counts))
+        rule = f"ran out of rows on rank {first} before other ranks (micro-batches of this step: {counts})"
+    elif len({digest for _, digest in every}) > 1:
+        rule = "yields different rows on different ranks, so each rank would skip rows that no other rank trains on"
+    else:
+        return
+    fix = "pass the full stream in the same order on every rank (seed its shuffling), which each rank splits; "
+    fix += "or set accelerator_config={'dispatch_batches': True}, so that the first rank reads for all"
+    raise UsageError(ConfigError(where="train_dataset", value=type(trainer.train_dataset).__name__, rule=rule, fix=fix))
+
+
+def repeated_samples(loader: DataLoader) -> int:
+    """Return how many samples the last batch of each epoch repeats and counts; 0 if they have weight zero.
+
+    Also 0 for streams, whose length is unknown.
     """
     shard = _batch_shard(loader)
     if shard is None or loader in _WEIGHED:
@@ -60,13 +153,126 @@ def repeated_samples(loader: Any) -> int:
     return rows * shard.num_processes - seen if seen else 0
 
 
-def kept_rows(*, samples: int, rank: int, rows: int) -> int:
-    """Return how many rows of a rank's last batch are no repetitions, which stand at the end.
+def trained_rows(batch: Any) -> int | None:
+    """Return how many rows of a training batch are not repeated; `None` for all of them."""
+    return next((rows for last in _WEIGHED.values() for known, rows in last if known is batch), None)
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluationStep:
+    """One batch of an evaluation."""
+
+    batch: Any
+    """The batch; samples that do not count have no token or class labels."""
+    rows: int | None
+    """Samples of the batch; `None` if unknown."""
+    samples: int | None
+    """Samples of the batch that count; `None` for all."""
+
+
+class SamplesOnce:
+    """Makes a prepared loader yield every sample of its data set once, in the same number of steps on every rank.
+
+    Samples after the last full batches are distributed in equal shares, and the rest singly. A rank without a sample
+    then reads one that does not count. Gathered results are in the order of the data set, and
+    `Accelerator.gather_for_metrics` omits samples that do not count.
 
     Args:
-        samples: Of all ranks together in that batch.
-        rank: Which of the ranks that see different samples this is.
-        rows: Of this rank's batch.
+        loader: A loader that Accelerate prepared; it is not iterated here.
+        gradient_state: Accelerate's state, which identifies the last batch.
+    """
+
+    def __init__(self, loader: DataLoader, gradient_state: Any) -> None:
+        self._loader, self._state = loader, gradient_state
+        self._shard = _batch_shard(loader, even=False)
+        self._steps = 0
+        if self._shard is not None:
+            patches.swap_class("samples-once", self._shard, _each_sample_once())
+        else:
+            _count_stream(loader)
+
+    def step(self, batch: Any) -> EvaluationStep:
+        """Return which samples of the next batch count; call it once for each batch of the loader."""
+        index, self._steps = self._steps, self._steps + 1
+        if self._shard is not None:
+            return self._dealt(batch, index)
+        last = _last_samples(self._loader, self._state) if self._state.end_of_dataloader else None
+        if last is None:
+            return EvaluationStep(batch=batch, rows=None, samples=None)
+        # Accelerate does not know the remainder of a stream that each rank reads.
+        self._loader.remainder = last[0]
+        samples, rank, rows = last
+        kept = kept_rows(samples=samples, rank=rank, rows=rows)
+        return EvaluationStep(batch=_masked(batch, self._loader, *last)[0], rows=rows, samples=kept)
+
+    def _dealt(self, batch: Any, index: int) -> EvaluationStep:
+        deal = _deal(self._shard)
+        if index < deal.full:
+            return EvaluationStep(batch=batch, rows=deal.rows, samples=None)
+        if index == deal.steps - 1:
+            # Accelerate expects the number of samples after the last full batches.
+            self._loader.remainder = deal.rest
+        if deal.share and index == deal.full:
+            return EvaluationStep(batch=batch, rows=deal.share, samples=None)
+        counts = self._shard.process_index < deal.rest
+        return EvaluationStep(batch=batch if counts else _unlabelled(batch), rows=1, samples=int(counts))
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Deal:
+    """Distribution of samples over ranks: full batches, one batch of equal shares, and one of single samples."""
+
+    rows: int
+    full: int
+    share: int
+    rest: int
+
+    @property
+    def steps(self) -> int:
+        return self.full + bool(self.share) + bool(self.rest)
+
+
+def _deal(shard: Any) -> _Deal:
+    rows = shard.batch_size // shard.num_processes if shard.split_batches else shard.batch_size
+    full, left = divmod(len(shard.batch_sampler.sampler), rows * shard.num_processes)
+    share, rest = divmod(left, shard.num_processes)
+    return _Deal(rows=rows, full=full, share=share, rest=rest)
+
+
+@cache
+def _each_sample_once() -> Any:
+    from accelerate.data_loader import BatchSamplerShard
+
+    class EachSampleOnce(BatchSamplerShard):
+        """Distributes the samples of a data set; see `SamplesOnce`."""
+
+        def __len__(self) -> int:
+            return _deal(self).steps
+
+        def __iter__(self) -> Iterator[list[Any]]:
+            rows, ranks, rank = _deal(self).rows, self.num_processes, self.process_index
+            waiting: list[Any] = []
+            for batch in self.batch_sampler:
+                waiting += batch
+                if len(waiting) >= rows * ranks:
+                    yield waiting[rank * rows : (rank + 1) * rows]
+                    waiting = waiting[rows * ranks :]
+            share, rest = divmod(len(waiting), ranks)
+            if share:
+                yield waiting[rank * share : (rank + 1) * share]
+            if rest:
+                yield [waiting[share * ranks + min(rank, rest - 1)]]
+
+    return EachSampleOnce
+
+
+def kept_rows(*, samples: int, rank: int, rows: int) -> int:
+    """Return how many rows of a rank's last batch are not repeated; repeated rows are at the end.
+
+    Args:
+        samples: Samples of all ranks in that batch.
+        rank: Index of the rank among the ranks with different samples.
+        rows: Rows of this rank's batch.
 
     >>> [kept_rows(samples=3, rank=rank, rows=2) for rank in range(3)]
     [2, 1, 0]
@@ -74,16 +280,53 @@ def kept_rows(*, samples: int, rank: int, rows: int) -> int:
     return min(max(samples - rank * rows, 0), rows)
 
 
-def _without_repeated(batches: Iterator[Any], loader: Any, state: Any) -> Iterator[Any]:
+def kept_part(trainer: Trainer) -> KeptPart | None:
+    """Return the part to keep of the micro-batch that a Trainer is about to train on; `None` for all of it.
+
+    Call it once for each micro-batch.
+    """
+    collected = _COLLECTED.get(trainer)
+    return collected.popleft() if collected else None
+
+
+def _without_repeated(
+    batches: Iterator[Any], loader: DataLoader, trainer: Trainer, collected: deque[KeptPart | None]
+) -> Iterator[Any]:
+    state = trainer.accelerator.gradient_state
     for batch in batches:
+        if not collected:
+            _check_labels(batch, loader, trainer)
         found = _last_samples(loader, state) if state.end_of_dataloader else None
-        yield batch if found is None else _masked(batch, *found)
+        batch, kept = (batch, None) if found is None else _without_last(batch, loader, *found)
+        collected.append(kept)
+        if kept is not None:
+            _WEIGHED[loader] = [(batch, kept.kept_rows)]
+        yield batch
 
 
-def _last_samples(loader: Any, state: Any) -> tuple[int, int, int] | None:
-    """Return samples of the last batch of all ranks, this rank among them, and the rows that each has.
+def _check_labels(batch: Any, loader: DataLoader, trainer: Trainer) -> None:
+    """Reject a loss without labels if training reaches a batch that repeats samples."""
+    shard = _batch_shard(loader)
+    if shard is None or not (samples := _last_of_shard(shard)[0]) or _labels_of(batch):
+        return
+    steps = -(-len(loader) // trainer.args.gradient_accumulation_steps)
+    if trainer.state.max_steps < steps:
+        return
+    step = _last_of_shard(shard)[2] * shard.num_processes
+    rule = (
+        f"leave {samples} for the last batch of {step}: Accelerate repeats others, which count twice in the "
+        f"loss of {type(trainer).__name__}, a mean over samples"
+    )
+    fix = f"set dataloader_drop_last=True, or train on a multiple of {step}"
+    raise UsageError(
+        ConfigError(where="train_dataset", value=f"{len(shard.batch_sampler.sampler)} samples", rule=rule, fix=fix)
+    )
 
-    `None` where nothing is repeated, or nothing is known of it.
+
+def _last_samples(loader: DataLoader, state: Any) -> tuple[int, int, int] | None:
+    """Return the samples of the last batch of all ranks, this rank's index among them, and the rows of each rank.
+
+    `None` if no sample is repeated, or if the number is unknown.
     """
     from accelerate.data_loader import DataLoaderDispatcher
 
@@ -100,13 +343,16 @@ def _last_samples(loader: Any, state: Any) -> tuple[int, int, int] | None:
     return found if found[0] else None
 
 
-def _batch_shard(loader: Any) -> Any:
-    """Return the sampler that repeats samples of a data set; `None` where none does."""
+def _batch_shard(loader: DataLoader, *, even: bool = True) -> Any:
+    """Return the sampler that repeats samples of a data set; `None` if there is none.
+
+    Without `even`, also a sampler that repeats none and gives some ranks fewer batches.
+    """
     from accelerate.data_loader import BatchSamplerShard
 
     samplers = (getattr(loader, name, None) for name in ("batch_sampler", "sampler"))
     shard = next((one for one in samplers if isinstance(one, BatchSamplerShard)), None)
-    if shard is None or shard.drop_last or not shard.even_batches or not shard.batch_size:
+    if shard is None or shard.drop_last or not shard.batch_size or (even and not shard.even_batches):
         return None
     return shard if hasattr(shard.batch_sampler, "sampler") else None
 
@@ -116,8 +362,8 @@ def _last_of_shard(shard: Any) -> tuple[int, int, int]:
     return len(shard.batch_sampler.sampler) % (rows * shard.num_processes), shard.process_index, rows
 
 
-def _stream_of_each_rank(loader: Any) -> Any:
-    """Return the part of a stream that a rank reads for itself; `None` for others, or without repetitions."""
+def _stream_of_each_rank(loader: DataLoader) -> Any:
+    """Return a rank's shard of a stream that each rank reads; `None` for other loaders, or without repetitions."""
     from accelerate.data_loader import DataLoaderDispatcher, IterableDatasetShard
 
     if isinstance(loader, DataLoaderDispatcher) or not isinstance(loader.dataset, IterableDatasetShard):
@@ -125,17 +371,36 @@ def _stream_of_each_rank(loader: Any) -> Any:
     return None if loader.dataset.drop_last else loader.dataset
 
 
+def _count_stream(loader: DataLoader) -> None:
+    """Count the samples of a stream that each rank reads, so that its last batch is known."""
+    shard = _stream_of_each_rank(loader)
+    if shard is None or isinstance(shard.dataset, _CountedStream):
+        return
+    if loader.num_workers:
+        note_on_first_rank("workers read the stream: samples that its last batch repeats count twice")
+    else:
+        shard.dataset = _CountedStream(shard.dataset)
+
+
 class _CountedStream:
-    """A stream that counts its samples while it is read; in all else what it wraps."""
+    """Wraps a stream, and counts its samples while it is read."""
 
     def __init__(self, samples: Any) -> None:
         self.samples, self.count = samples, 0
+        self._latest: Any = None
 
     def __iter__(self) -> Iterator[Any]:
         self.count = 0
         for sample in self.samples:
             self.count += 1
+            self._latest = sample
             yield sample
+
+    def digest(self) -> int:
+        """Return a checksum of the latest row, from the first numbers and characters of its values."""
+        row = self._latest
+        values = row.items() if hasattr(row, "items") else [("", row)]
+        return crc32(repr([(name, _beginning(value)) for name, value in values]).encode())
 
     def __len__(self) -> int:
         return len(self.samples)
@@ -144,17 +409,98 @@ class _CountedStream:
         return getattr(self.samples, name)
 
 
-def _masked(batch: Any, samples: int, rank: int, rows: int) -> Any:
+def _beginning(value: Any) -> Any:
+    """Return the first numbers or characters; `None` for objects, whose text may differ between ranks."""
+    if hasattr(value, "flatten") and hasattr(value, "tolist"):
+        value = value.flatten()[:64].tolist()
+    return value[:64] if isinstance(value, list | tuple | str) else value if isinstance(value, int | float) else None
+
+
+class _RememberedBatches:
+    """Wraps batches of indices, and remembers the last ones, one for each rank."""
+
+    def __init__(self, batches: Any, ranks: int) -> None:
+        self.batches, self.ranks = batches, ranks
+        self.last: list[int] = []
+
+    def __iter__(self) -> Iterator[Any]:
+        for index, batch in enumerate(self.batches):
+            self.last = [*([] if index % self.ranks == 0 else self.last), *batch]
+            yield batch
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.batches, name)
+
+
+def _labels_of(batch: Any) -> dict[str, Any]:
     import torch
 
+    if not hasattr(batch, "get"):
+        return {}
+    return {name: batch[name] for name in _LABELS if torch.is_tensor(batch.get(name))}
+
+
+def _without_last(batch: Any, loader: DataLoader, samples: int, rank: int, rows: int) -> tuple[Any, KeptPart | None]:
+    """Return a batch without the effect of repeated samples, and the part of it that is kept.
+
+    Floating-point labels cannot be ignored, so repeated rows are removed. A rank with only repeated rows keeps one,
+    which does not count.
+    """
+    kept = kept_rows(samples=samples, rank=rank, rows=rows)
+    labels = _labels_of(batch)
+    if kept == rows or not any(len(one) == rows and one.is_floating_point() for one in labels.values()):
+        return _masked(batch, loader, samples, rank, rows)
+    left = max(kept, 1)
+    cut = {name: value[:left] if len(value) == rows else value for name, value in batch.items()}
+    return cut, KeptPart(rows=left, kept_rows=kept)
+
+
+def _masked(batch: Any, loader: DataLoader, samples: int, rank: int, rows: int) -> tuple[Any, KeptPart | None]:
+    """Return a batch without the labels of repeated samples, and the part of it that is kept."""
     kept = kept_rows(samples=samples, rank=rank, rows=rows)
     if kept == rows:
-        return batch
-    found = {name: batch[name] for name in _LABELS if torch.is_tensor(batch.get(name))}
-    if not found or any(len(one) != rows or one.is_floating_point() for one in found.values()):
-        note_on_first_rank("the last batch of an epoch repeats samples, which count twice: its labels are not known")
-        return batch
+        return batch, None
+    part, found = KeptPart(rows=rows, kept_rows=kept), _labels_of(batch)
+    if found and all(len(one) == 1 != rows for one in found.values()):
+        tokens = _joined_tokens(batch, loader, kept, rank * rows)
+        part, found = KeptPart(rows=rows, kept_rows=kept, kept_tokens=tokens), found if tokens is not None else {}
+    elif any(len(one) != rows or one.is_floating_point() for one in found.values()):
+        found = {}
+    if not found:
+        note_on_first_rank("the last batch of an epoch repeats samples, which count twice: its labels are unknown")
+        return batch, None
     changed = {name: one.clone() for name, one in found.items()}
     for one in changed.values():
-        one[kept:] = _IGNORED
-    return {**batch, **changed}
+        if part.kept_tokens is None:
+            one[kept:] = _IGNORED
+        else:
+            one[:, part.kept_tokens :] = _IGNORED
+    return {**batch, **changed}, part
+
+
+def _joined_tokens(batch: Any, loader: DataLoader, kept: int, first: int) -> int | None:
+    """Return how many tokens the first `kept` samples have in the row of all samples; `None` if unknown."""
+    shard = _batch_shard(loader)
+    remembered = getattr(shard, "batch_sampler", None)
+    if not isinstance(remembered, _RememberedBatches) or shard.split_batches:
+        return None
+    if not kept:
+        return 0
+    rows = [loader.dataset[index] for index in remembered.last[first : first + kept]]
+    alone = _labels_of(loader.collate_fn(rows))
+    for name, labels in _labels_of(batch).items():
+        own = alone.get(name)
+        if own is None or not bool((own == labels[:, : own.shape[1]].to(own.device)).all()):
+            return None
+    return int(next(iter(alone.values())).shape[1])
+
+
+def _unlabelled(batch: Any) -> Any:
+    """Return a batch without token or class labels; a batch with other labels is returned unchanged."""
+    found = _labels_of(batch)
+    if any(one.is_floating_point() for one in found.values()):
+        return batch
+    return {**batch, **{name: one.new_full(one.shape, _IGNORED) for name, one in found.items()}} if found else batch

@@ -1,4 +1,4 @@
-"""Machines of a launch compared before training starts: versions, accelerators, links, clocks, memory, disk and files.
+"""Compare the machines of a launch before training: versions, accelerators, links, clocks, memory, disk and files.
 
 torchrun ... -m shardwright.plugins.clusters.node_check PLAN_DIR OUTPUT_DIR, one process on each machine
 """
@@ -21,101 +21,100 @@ from typing import Any
 import psutil
 
 from ...ds_configs.memory.rank_parameters import rank_parameters
+from ...ds_configs.plan.output import write_files
 from ...ds_configs.plan.plan import Plan
-from ...ds_configs.plan.write import write_files
-from ...ds_configs.specs.errors import Fault, ShardwrightError, UsageError
+from ...ds_configs.specs.errors import ConfigError, ShardwrightError, UsageError
 from ...ds_configs.specs.units import gigabytes
-from ...ds_configs.step_time.measured_network import FILE_NAME, MeasuredNetwork, network_text
+from ...ds_configs.step_time.rates import FILE_NAME, MeasuredNetwork, network_text
 from ..launching.elastic import recorded
-from ..launching.notes import note_on_first_rank
+from ..launching.messages import note_on_first_rank
 from ..planning.from_names import installed_versions
 
 _PLAN_FILES = ("plan.json", "accelerate.yaml", "ds_config.json", "training_arguments.json")
 _LARGEST_CLOCK_DIFFERENCE_SECONDS = 2.0
-"""Above which times of logs and files mislead; clocks that are kept by a server differ by milliseconds."""
+"""Larger differences make times of logs and files misleading; synchronized clocks differ by milliseconds."""
 _LINK_BYTES = 64 * 2**20
-"""Bytes of the all-reduce that measures the links: enough to be bound by them, and a moment on a slow network."""
+"""Bytes of the all-reduce that measures links: bound by bandwidth, but fast on a slow network."""
 _LINK_ROUNDS = 4
 _SLOW_LINK = 0.5
-"""Share of the plan's rate below which its step time does not hold."""
+"""Fraction of the planned rate below which the predicted step time is not valid."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NodeFacts:
-    """Facts of one machine, as it tells them itself."""
+    """Properties of one machine."""
 
     host: str
-    """Its own name."""
     versions: Mapping[str, str]
-    """Of Python and of the libraries that train."""
+    """Of Python and the libraries."""
     gpus: tuple[str, ...]
-    """Name and size of each accelerator that the launch may use."""
+    """Name and size of each accelerator."""
     files: Mapping[str, str]
     """Digests of the plan's files, by name."""
     shares_directory: bool | None
-    """Whether it sees what machine 0 writes where the results go; `None` where that cannot write there."""
+    """Whether it sees files of machine 0 in the output directory; `None` if machine 0 cannot write there."""
     clock_seconds: float
-    """Its clock, ahead of machine 0's."""
+    """Difference to machine 0's clock."""
     free_memory_bytes: int
-    """Host memory that is not in use."""
+    """Of the host."""
     free_disk_bytes: int
-    """Of the file system that holds the plan."""
+    """Of the output file system."""
 
 
-def node_faults(plan: Plan, nodes: Sequence[NodeFacts]) -> list[Fault]:
-    """Return why the machines cannot run the plan together, each by name."""
-    hardware, first, faults = plan.hardware, nodes[0], []
+def node_errors(plan: Plan, nodes: Sequence[NodeFacts]) -> list[ConfigError]:
+    """Return why the machines cannot run the plan together."""
+    hardware, first, errors = plan.hardware, nodes[0], []
     for node in nodes[1:]:
         for name in sorted(first.versions.keys() | node.versions):
             here, there = node.versions.get(name, "none"), first.versions.get(name, "none")
             if here != there:
                 rule = f"{node.host} has {name} {here}, {first.host} has {there}"
-                faults.append(Fault(where="versions", rule=rule, fix="install the same on both"))
+                errors.append(ConfigError(where="versions", rule=rule, fix="install the same on both"))
         other = sorted(
             name for name in first.files.keys() | node.files if first.files.get(name) != node.files.get(name)
         )
         if other:
             rule = f"{', '.join(other)} on {node.host} differs from {first.host}'s"
-            faults.append(Fault(where="plan", rule=rule, fix="copy the plan's directory to both"))
+            errors.append(ConfigError(where="plan", rule=rule, fix="copy the plan's directory to both"))
     needed = hardware.gpus_per_node
     for node in nodes:
         if hardware.gpu != "CPU" and len(node.gpus) < needed:
-            rule = f"{node.host} has {len(node.gpus)} where the plan needs {needed} x {hardware.gpu}"
-            faults.append(Fault(where="accelerators", rule=rule, fix="plan for what there is, or name other machines"))
+            rule = f"{node.host} has {len(node.gpus)}, but the plan needs {needed} x {hardware.gpu}"
+            errors.append(ConfigError(where="accelerators", rule=rule, fix="plan for fewer, or use other machines"))
         if hardware.gpu != "CPU" and node.gpus[:needed] != first.gpus[:needed]:
             rule = f"{node.host} has {_counted(node.gpus)}, {first.host} has {_counted(first.gpus)}"
-            faults.append(Fault(where="accelerators", rule=rule, fix="use machines of one kind"))
-    return faults
+            errors.append(ConfigError(where="accelerators", rule=rule, fix="use machines of one kind"))
+    return errors
 
 
-def node_remarks(plan: Plan, nodes: Sequence[NodeFacts], link_bytes_per_s: float) -> list[str]:
-    """Return what differs from the plan without keeping it from running."""
+def node_warnings(plan: Plan, nodes: Sequence[NodeFacts], link_bytes_per_s: float) -> list[str]:
+    """Return warnings about differences from the plan that do not prevent the run."""
     hardware, first = plan.hardware, nodes[0]
-    remarks = []
+    warnings = []
     apart = [node.host for node in nodes if node.shares_directory is False]
     if apart:
-        remarks.append(
-            f"{', '.join(apart)} does not see what {first.host} writes to the output directory: checkpoints are whole "
-            "only where every node writes to one"
+        warnings.append(
+            f"{', '.join(apart)} does not see files of {first.host} in the output directory: checkpoints are complete "
+            "only in a shared directory"
         )
     for node in nodes:
         if abs(node.clock_seconds) > _LARGEST_CLOCK_DIFFERENCE_SECONDS:
-            remarks.append(f"the clock of {node.host} is {node.clock_seconds:+.1f} s off {first.host}'s")
+            warnings.append(f"the clock of {node.host} is {node.clock_seconds:+.1f} s off {first.host}'s")
         needed = plan.chosen.memory.host.peak_bytes_per_node
         if node.free_memory_bytes < needed:
             free = gigabytes(node.free_memory_bytes)
-            remarks.append(f"{node.host} has {free} GB of free memory where the plan needs {gigabytes(needed)} GB")
+            warnings.append(f"{node.host} has {free} GB of free memory, but the plan needs {gigabytes(needed)} GB")
         checkpoint = _checkpoint_bytes(plan)
         if node.free_disk_bytes < 2 * checkpoint:
             free = gigabytes(node.free_disk_bytes)
-            remarks.append(f"{node.host} has {free} GB of free disk; a checkpoint takes {gigabytes(checkpoint)} GB")
+            warnings.append(f"{node.host} has {free} GB of free disk; a checkpoint takes {gigabytes(checkpoint)} GB")
     if link_bytes_per_s < _SLOW_LINK * hardware.network_bytes_per_s:
-        remarks.append(
-            f"the network gave one accelerator of each node {link_bytes_per_s / 1e9:.2f} GB/s where the plan counts on "
-            f"{hardware.network_bytes_per_s / 1e9:.2f}: plan again after `shardwright calibrate` of the directory with "
-            f"{FILE_NAME}"
+        warnings.append(
+            f"the network reached {link_bytes_per_s / 1e9:.2f} GB/s per accelerator, but the plan assumes "
+            f"{hardware.network_bytes_per_s / 1e9:.2f}: run `shardwright calibrate` on the directory with {FILE_NAME}, "
+            "then plan again"
         )
-    return remarks
+    return warnings
 
 
 def _counted(gpus: Sequence[str]) -> str:
@@ -123,7 +122,7 @@ def _counted(gpus: Sequence[str]) -> str:
 
 
 def _checkpoint_bytes(plan: Plan) -> int:
-    """Return the size of a checkpoint: weights in 16 bit, and fp32 weights and two moments of what is trained."""
+    """Return the size of a checkpoint: 16-bit weights, and fp32 weights and two moments of trained parameters."""
     trained = rank_parameters(plan.model, plan.job).trainable
     return 12 * trained + 2 * (plan.model.parameter_count if plan.job.method == "full" else trained)
 
@@ -134,11 +133,11 @@ def _gpus() -> tuple[str, ...]:
     if not torch.cuda.is_available():
         return ()
     properties = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
-    return tuple(f"{each.name} {each.total_memory / 2**30:.0f} GiB" for each in properties)
+    return tuple(f"{device.name} {device.total_memory / 2**30:.0f} GiB" for device in properties)
 
 
 def _digests(directory: Path) -> dict[str, str]:
-    # Comments name the directory, which may lie elsewhere on each machine.
+    # Comments contain the directory, which may differ between machines.
     own = str(directory).encode()
     return {
         name: hashlib.sha256((directory / name).read_bytes().replace(own, b".")).hexdigest()
@@ -148,7 +147,7 @@ def _digests(directory: Path) -> dict[str, str]:
 
 
 def _sees_first_nodes_file(directory: Path, rank: int) -> bool | None:
-    """Return whether a file that machine 0 writes is seen here; `None` where it can write none."""
+    """Return whether this machine sees a file that machine 0 writes; `None` if that cannot write."""
     from torch import distributed
 
     names = [""]
@@ -159,21 +158,16 @@ def _sees_first_nodes_file(directory: Path, rank: int) -> bool | None:
             file.touch(exist_ok=False)
             names = [file.name]
     distributed.broadcast_object_list(names)
-    # A network file system answers for a name that was not there from memory; listing asks its server.
-    found = directory.is_dir() and names[0] in {path.name for path in directory.iterdir()}
+    # A network file system caches missing names; listing the directory queries the server.
+    is_seen = directory.is_dir() and names[0] in {path.name for path in directory.iterdir()}
     distributed.barrier()
     if rank == 0 and names[0]:
         (directory / names[0]).unlink(missing_ok=True)
-    return found if names[0] else None
-
-
-def _free_disk_bytes(directory: Path) -> int:
-    there = next(each for each in (directory, *directory.parents) if each.is_dir())
-    return shutil.disk_usage(there).free
+    return is_seen if names[0] else None
 
 
 def _clock_ahead(rank: int, ranks: int) -> float:
-    """Return how far this clock is ahead of machine 0's, in seconds: half a round trip is taken off."""
+    """Return how far this clock is ahead of machine 0's, in seconds, corrected by half a round trip."""
     import torch
     from torch import distributed
 
@@ -192,7 +186,7 @@ def _clock_ahead(rank: int, ranks: int) -> float:
 
 
 def _link_bytes_per_s() -> float:
-    """Return the rate at which an all-reduce moves bytes out of one machine: 2 (n - 1) / n of its size on a ring."""
+    """Return bytes per second that an all-reduce sends from one machine: 2 (n - 1) / n of its size on a ring."""
     import torch
     from torch import distributed
 
@@ -211,18 +205,8 @@ def _link_bytes_per_s() -> float:
     return float(2 * (ranks - 1) / ranks * _LINK_BYTES / min(seconds[1:]))
 
 
-def _leave_network(plan: Plan, link_bytes_per_s: float, directory: Path) -> None:
-    """Write what was measured where results go, for `shardwright calibrate`; a place that refuses costs no training."""
-    hardware = plan.hardware
-    measured = MeasuredNetwork(
-        gpu=hardware.gpu, gpus_per_node=hardware.gpus_per_node, nodes=hardware.nodes, bytes_per_s=link_bytes_per_s
-    )
-    with contextlib.suppress(ShardwrightError):
-        write_files({FILE_NAME: network_text(measured)}, directory, force=True)
-
-
 def compare(directory: Path, output_directory: Path) -> None:
-    """Compare the machines that this process and its peers run on a plan; all of them must call it.
+    """Compare the machines of this process and its peers; all of them must call it.
 
     Raises:
         UsageError: they cannot run the plan together; names each difference.
@@ -233,6 +217,7 @@ def compare(directory: Path, output_directory: Path) -> None:
     try:
         rank, ranks = distributed.get_rank(), distributed.get_world_size()
         plan = Plan.load(directory)
+        existing = next(path for path in (output_directory, *output_directory.parents) if path.is_dir())
         own = NodeFacts(
             host=socket.gethostname(),
             versions={"python": platform.python_version(), **dict(installed_versions())},
@@ -241,21 +226,27 @@ def compare(directory: Path, output_directory: Path) -> None:
             shares_directory=_sees_first_nodes_file(output_directory, rank),
             clock_seconds=_clock_ahead(rank, ranks),
             free_memory_bytes=psutil.virtual_memory().available,
-            free_disk_bytes=_free_disk_bytes(output_directory),
+            free_disk_bytes=shutil.disk_usage(existing).free,
         )
         nodes: list[Any] = [None] * ranks
         distributed.all_gather_object(nodes, own)
-        faults = node_faults(plan, nodes)
-        if faults:
-            raise UsageError(faults)
+        errors = node_errors(plan, nodes)
+        if errors:
+            raise UsageError(errors)
         link = _link_bytes_per_s()
         note_on_first_rank(
             f"{', '.join(node.host for node in nodes)}: same versions and files, {link / 1e9:.2f} GB/s between them"
         )
-        for remark in node_remarks(plan, nodes, link):
-            note_on_first_rank(remark)
+        for warning in node_warnings(plan, nodes, link):
+            note_on_first_rank(warning)
         if rank == 0:
-            _leave_network(plan, link, output_directory)
+            hardware = plan.hardware
+            measured = MeasuredNetwork(
+                gpu=hardware.gpu, gpus_per_node=hardware.gpus_per_node, nodes=hardware.nodes, bytes_per_s=link
+            )
+            # For `shardwright calibrate`; a directory that is not writable must not stop the training.
+            with contextlib.suppress(ShardwrightError):
+                write_files({FILE_NAME: network_text(measured)}, output_directory, force=True)
     finally:
         distributed.destroy_process_group()
 

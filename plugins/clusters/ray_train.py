@@ -1,8 +1,8 @@
-"""Launches on a Ray cluster: Ray Train's `TorchTrainer` has one worker on each node, which runs the node's launcher.
+"""Launches on a Ray cluster: one worker of Ray Train's `TorchTrainer` on each node runs the node's launcher.
 
-Ray Train finds the nodes, starts their workers, and starts them again when one fails (ray 2.60). Ranks are started by
-the plan's own launcher, as with every engine: a worker of Ray that was a rank would bring variables of its own, and a
-process group that a rank of DeepSpeed or Accelerate has to make itself.
+Ray Train finds the nodes, starts their workers, and restarts them after a failure (ray 2.60). The plan's own launcher
+starts the ranks. If workers of Ray were ranks, their variables and process group would conflict with those that
+DeepSpeed and Accelerate create.
 """
 
 from __future__ import annotations
@@ -14,35 +14,35 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ...ds_configs.plan.fewer_nodes import most_nodes
-from ...ds_configs.plan.launch import NodePlace
-from ...ds_configs.plan.plan import Plan
-from ...ds_configs.specs.errors import Fault, ShardwrightError, UsageError
-from ..launching.launch import Launch, LaunchFailedError, run_together
+from ...ds_configs.plan.plan import most_nodes
+from ...ds_configs.plan.rendering import LaunchSpec, NodePlace
+from ...ds_configs.specs.errors import ConfigError, ShardwrightError, UsageError
+from ..launching.launch import Launch, LaunchFailedError, launch_ranks
+from ..launching.messages import NOTE
 from .ssh import exported_variables
 
 if TYPE_CHECKING:
-    from ...ds_configs.plan.cluster_jobs import ClusterJob
+    from ...ds_configs.plan.clusters import ClusterJob
 
 _LONGEST_RUN_SECONDS = 90 * 86400.0
 _CONNECT_SECONDS = 10.0
 _NO_RETRY = (2, 4)
-"""Exit codes of a launch that would fail again: its options or its input are refused."""
+"""Exit codes of a launch whose options or input are rejected, so that it would fail again."""
 _ENDED = -1
 
 
-def worker_resources(plan: Plan) -> dict[str, float]:
-    """Return what Ray is to reserve for a node of a plan: its accelerators, and a processor core for each rank."""
+def worker_resources(plan: LaunchSpec) -> dict[str, float]:
+    """Return the resources that Ray reserves per node: its accelerators, and a processor core for each rank."""
     ranks = float(plan.hardware.gpus_per_node)
     return {"CPU": ranks} if plan.hardware.gpu == "CPU" else {"CPU": ranks, "GPU": ranks}
 
 
 def ray_run(job: ClusterJob, *, restarts: int, wait_seconds: float, least: int) -> dict[str, Any]:
-    """Return what `TorchTrainer` is made of, as keywords of its configurations, and the command of the first node.
+    """Return the keywords of `TorchTrainer`'s configurations, and the command of the first node.
 
-    Where fewer nodes do, Ray Train counts those that there are for each turn (`ElasticScalingPolicy` of ray 2.60). Its
-    count is up to 20 s old: of a node that has just died it waits in vain for a worker, and counts anew then, which is
-    a failure of the controller for each restart. It would also end a running turn for a node that has come back.
+    If fewer nodes are allowed, Ray Train counts the nodes before each attempt (`ElasticScalingPolicy` of ray 2.60). The
+    count is up to 20 s old, so that it may wait for a worker on a dead node; each restart then costs a controller
+    failure. It would also end a running attempt when a node returns, which the monitoring interval prevents.
     """
     plan, nodes = job.plan, job.plan.hardware.nodes
     workers: dict[str, Any] = {"num_workers": nodes}
@@ -55,7 +55,7 @@ def ray_run(job: ClusterJob, *, restarts: int, wait_seconds: float, least: int) 
             "resources_per_worker": worker_resources(plan),
             "placement_strategy": "STRICT_SPREAD" if nodes > 1 else "PACK",
         },
-        # A node that does not come in time is a failure of the controller.
+        # A node that does not start in time counts as a failure of the controller.
         "failure_config": {
             "max_failures": restarts,
             "controller_failure_limit": restarts if least == nodes else 2 * restarts,
@@ -66,100 +66,98 @@ def ray_run(job: ClusterJob, *, restarts: int, wait_seconds: float, least: int) 
 
 
 def connect(address: str | None) -> None:
-    """Connect to a running cluster: the one that is named, or that of `RAY_ADDRESS`, or of this machine.
+    """Connect to a running cluster: at `address`, else at `RAY_ADDRESS`, else on this machine.
 
     Raises:
-        UsageError: there is no Ray, or no cluster of its version at the address.
+        UsageError: Ray is not installed, or there is no cluster of its version at the address.
     """
-    # Ranks print the same lines, of which Ray would show one.
+    # Ray would merge equal lines of different ranks.
     os.environ.setdefault("RAY_DEDUP_LOGS", "0")
     os.environ["RAY_CHDIR_TO_TRIAL_DIR"] = "0"
     try:
         import ray
     except ImportError:
-        rule, fix = "needs the package ray", "pip install 'shardwright[ray]'"
-        raise UsageError(Fault(where="on", value="ray", rule=rule, fix=fix)) from None
+        rule, fix = "requires the package ray", "pip install 'shardwright[ray]'"
+        raise UsageError(ConfigError(where="on", value="ray", rule=rule, fix=fix)) from None
     address = address or os.environ.get("RAY_ADDRESS") or "auto"
-    fix = "start one with `ray start --head`, and name it with --address HOST:6379"
+    fix = "start a cluster with `ray start --head`, and pass --address HOST:6379"
     host, _, port = address.rpartition(":")
     if address != "auto":
         if not port.isdigit() or "/" in host or not host:
-            rule = "must read HOST:PORT, on a node of the cluster"
-            raise UsageError(Fault(where="address", value=address, rule=rule, fix=fix))
+            rule = "must have the form HOST:PORT, for a node of the cluster"
+            raise UsageError(ConfigError(where="address", value=address, rule=rule, fix=fix))
         try:
             socket.create_connection((host, int(port)), timeout=_CONNECT_SECONDS).close()
         except (OSError, OverflowError) as error:
             rule = f"no cluster answers there ({getattr(error, 'strerror', None) or error})"
-            raise UsageError(Fault(where="address", value=address, rule=rule, fix=fix)) from None
+            raise UsageError(ConfigError(where="address", value=address, rule=rule, fix=fix)) from None
     try:
         ray.init(address=address, logging_level="WARNING")
     except (ConnectionError, RuntimeError, ValueError) as error:
-        rule = f"cannot be joined: {' '.join(str(error).split())}"
-        raise UsageError(Fault(where="address", value=address, rule=rule, fix=fix)) from None
+        rule = f"cannot connect: {' '.join(str(error).split())}"
+        raise UsageError(ConfigError(where="address", value=address, rule=rule, fix=fix)) from None
 
 
-def ray_node_faults(plan: Plan, *, least: int) -> list[Fault]:
-    """Return a fault where the cluster that this process is connected to does not suit a plan: too few nodes, or those
-    on which Ray Train would count two workers of a run that goes on with fewer.
-    """
+def ray_node_errors(plan: LaunchSpec, *, least: int) -> list[ConfigError]:
+    """Return an error if the connected cluster has too few nodes, or nodes that Ray Train would count twice."""
     import ray
 
     needed = worker_resources(plan)
     there = [node for node in ray.nodes() if node["Alive"] and _has(node["Resources"], needed)]
     each = " and ".join(f"{count:.0f} {name}" for name, count in needed.items())
     if len(there) >= plan.hardware.nodes:
-        # ray 2.60 packs workers when it counts them (`autoscaling_coordinator_client.py`), wherever they may be placed.
+        # ray 2.60 packs workers when it counts them (`autoscaling_coordinator_client.py`), whatever their placement.
         twice = {name: 2 * count for name, count in needed.items()}
         if least == plan.hardware.nodes or not any(_has(node["Resources"], twice) for node in there):
             return []
-        rule = f"counts nodes by their room for {each}, and one has twice as much"
-        fix = "plan for all accelerators of a node, start Ray with --num-cpus and --num-gpus, or leave --min-nodes out"
-        return [Fault(where="min_nodes", value=least, rule=rule, fix=fix)]
-    rule = f"the plan has {plan.hardware.nodes} nodes with {each} each, the cluster {len(there)}"
-    return [Fault(where="nodes", value=plan.hardware.name, rule=rule, fix="plan for what there is, or add nodes")]
+        rule = f"requires nodes with {each}, but one has twice as much and would count as two"
+        fix = "plan for all accelerators of a node, start Ray with --num-cpus and --num-gpus, or omit --min-nodes"
+        return [ConfigError(where="min_nodes", value=least, rule=rule, fix=fix)]
+    rule = f"the plan has {plan.hardware.nodes} nodes with {each} each, but the cluster has {len(there)}"
+    return [ConfigError(where="nodes", value=plan.hardware.name, rule=rule, fix="plan for fewer nodes, or add nodes")]
 
 
 def _has(resources: Mapping[str, float], needed: Mapping[str, float]) -> bool:
     return all(resources.get(name, 0.0) >= count for name, count in needed.items())
 
 
-class _Turns:
-    """Turns of a run: what the workers of one tell those of the next, and the command that started them all."""
+class _Attempts:
+    """State that the workers of an attempt leave for the next attempt and for the command."""
 
     def __init__(self) -> None:
-        self._turns = 0
+        self._attempts = 0
         self._failures: list[tuple[str, int]] = []
 
     def begin(self) -> int:
-        """Return the number of the turn that begins; `_ENDED` where there is to be none."""
+        """Return the number of the new attempt; `_ENDED` if there must be none."""
         if any(code in _NO_RETRY for _, code in self._failures):
             return _ENDED
-        self._turns += 1
-        return self._turns - 1
+        self._attempts += 1
+        return self._attempts - 1
 
     def failed(self, message: str, code: int) -> None:
-        """Remember a launcher that failed."""
+        """Record the failure of a launcher."""
         self._failures.append((message, code))
 
     def failure(self) -> tuple[str, int] | None:
-        """Return the failure that ended the run, if one was told; a node that died tells none."""
-        refused = [failure for failure in self._failures if failure[1] in _NO_RETRY]
-        return next(iter(refused or self._failures[-1:]), None)
+        """Return the failure that ended the run; `None` if a node died without reporting one."""
+        final = [failure for failure in self._failures if failure[1] in _NO_RETRY]
+        return next(iter(final or self._failures[-1:]), None)
 
 
 def run_on_ray(job: ClusterJob, *, address: str | None, restarts: int, wait_seconds: float, least: int) -> None:
-    """Run a plan on a Ray cluster and wait for its end; a run that fails goes on from its newest whole checkpoint.
+    """Run a plan on a Ray cluster and wait for it; a failed run resumes from its newest valid checkpoint.
 
     Args:
-        job: What every node runs.
+        job: Command of every node.
         address: `HOST:PORT` of the cluster; `None` for `RAY_ADDRESS`, else the cluster of this machine.
-        restarts: How often a run that failed is started again, on the nodes that there are then.
-        wait_seconds: How long the nodes are waited for.
-        least: With how many nodes a restart goes on, where others are missing.
+        restarts: Maximum number of restarts of a failed run, on the nodes that are then available.
+        wait_seconds: How long to wait for the nodes.
+        least: Minimum number of nodes for a restart.
 
     Raises:
-        UsageError: there is no Ray, no cluster, or one with too few nodes.
-        ShardwrightError: the run failed once more than it is restarted.
+        UsageError: Ray is not installed, there is no cluster, or it has too few nodes.
+        ShardwrightError: the run failed after its last restart.
     """
     run = ray_run(job, restarts=restarts, wait_seconds=wait_seconds, least=least)
     os.environ.update(run["environment"])
@@ -170,18 +168,18 @@ def run_on_ray(job: ClusterJob, *, address: str | None, restarts: int, wait_seco
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     try:
-        if faults := ray_node_faults(job.plan, least=least):
-            raise UsageError(faults)
+        if errors := ray_node_errors(job.plan, least=least):
+            raise UsageError(errors)
         here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
-        turns = ray.remote(num_cpus=0)(_Turns).options(scheduling_strategy=here).remote()
+        attempts = ray.remote(num_cpus=0)(_Attempts).options(scheduling_strategy=here).remote()
         node = {
             "job": job,
             "least": least,
-            "turns": turns,
+            "attempts": attempts,
             "directory": str(Path.cwd()),
             "environment": exported_variables(),
         }
-        # Ray Train wants a directory that all nodes see, and leaves next to nothing in it.
+        # Ray Train requires a directory that all nodes share, and writes very little to it.
         with tempfile.TemporaryDirectory(prefix=".ray-", dir=job.directory, ignore_cleanup_errors=True) as storage:
             trainer = TorchTrainer(
                 _run_node,
@@ -198,27 +196,24 @@ def run_on_ray(job: ClusterJob, *, address: str | None, restarts: int, wait_seco
             try:
                 trainer.fit()
             except train.TrainingFailedError as error:
-                raise _told(ray.get(turns.failure.remote()) or (_first_lines(error), 1)) from None
-            if (failure := ray.get(turns.failure.remote())) and failure[1] in _NO_RETRY:
-                raise _told(failure)
+                first_lines = " ".join(str(error).split("\n")[:2])
+                raise _error(ray.get(attempts.failure.remote()) or (first_lines, 1)) from None
+            if (failure := ray.get(attempts.failure.remote())) and failure[1] in _NO_RETRY:
+                raise _error(failure)
     finally:
         ray.shutdown()
 
 
-def _told(failure: tuple[str, int]) -> ShardwrightError:
+def _error(failure: tuple[str, int]) -> ShardwrightError:
     error = ShardwrightError(failure[0])
     error.exit_code = failure[1]
     return error
 
 
-def _first_lines(error: Exception) -> str:
-    return " ".join(str(error).split("\n")[:2])
-
-
 def _without_process_group() -> Any:
-    """Return the configuration of a backend that makes no process group of the workers, which have no tensors.
+    """Return a backend configuration without a process group, which the workers do not need.
 
-    Seen with ray 2.60: `TorchConfig` makes one, whose gloo listens where a host's own name resolves to.
+    Seen with ray 2.60: `TorchConfig` creates one, whose gloo listens on the address that the host name resolves to.
     """
     from ray.train.backend import Backend
     from ray.train.torch import TorchConfig
@@ -233,43 +228,47 @@ def _without_process_group() -> Any:
 
 
 def _run_node(node: Mapping[str, Any]) -> None:
-    """Run the launcher of one node, in the worker that Ray Train has started there."""
+    """Run the launcher of one node in its Ray Train worker."""
     import ray
     from ray import train
     from ray.train.collective import broadcast_from_rank_zero
 
     there, rank, meeting = train.get_context().get_world_size(), train.get_context().get_world_rank(), None
     if rank == 0:
-        meeting = (ray.get(node["turns"].begin.remote()), ray.util.get_node_ip_address(), _two_free_ports())
-    turn, address, port = broadcast_from_rank_zero(meeting)
-    job: ClusterJob = node["job"].resumed() if turn else node["job"]
+        meeting = (ray.get(node["attempts"].begin.remote()), ray.util.get_node_ip_address(), _two_free_ports())
+    attempt, address, port = broadcast_from_rank_zero(meeting)
+    job: ClusterJob = node["job"].resumed() if attempt else node["job"]
     nodes = most_nodes(job.plan, there, least=node["least"])
-    if turn == _ENDED or (nodes is not None and rank >= nodes):
-        # A number of nodes that does not divide the global batch leaves some over.
+    if attempt == _ENDED or (nodes is not None and rank >= nodes):
+        # Nodes are unused if their number does not divide the global batch.
         return
     if nodes is None:
-        raise RuntimeError(f"there are {there} nodes, of {node['least']} that the plan needs")
+        raise RuntimeError(f"{there} nodes are available, but the plan needs {node['least']}")
     fewer = None if nodes == job.plan.hardware.nodes else nodes
-    if rank == 0 and not turn and fewer is not None:
-        print(f"the run begins with {nodes} of {job.plan.hardware.nodes} nodes: no more are free", flush=True)
-    if turn and rank == 0:
-        print(f"the run goes on from its newest whole checkpoint, with {nodes} node(s)", flush=True)
+    if rank == 0 and not attempt and fewer is not None:
+        print(f"the run starts with {nodes} of {job.plan.hardware.nodes} nodes: the others are not free", flush=True)
+    if attempt and rank == 0:
+        print(f"the run resumes from its newest valid checkpoint, with {nodes} node(s)", flush=True)
     place = NodePlace(rank=rank, main_address=address, main_port=port, nodes=fewer)
     words = job.node_words(place, "--until-stdin-closes")
     text = ("-C", node["directory"], *(f"{name}={value}" for name, value in node["environment"].items()), *words)
     launch = Launch(program=("env",), arguments=text, ends_with_starter=True)
     try:
-        run_together([launch], timeout_seconds=_LONGEST_RUN_SECONDS, on_line=lambda line: print(line, flush=True))
+        launch_ranks(launch, on_message=lambda message: _print(f"{NOTE}{message}"), on_line=_print)
     except LaunchFailedError as error:
-        said = error.output.strip().splitlines()[-1:] or [str(error)]
+        (last_line,) = error.output.strip().splitlines()[-1:] or [str(error)]
         code = error.launcher_exit_code if error.launcher_exit_code in _NO_RETRY else 1
-        ray.get(node["turns"].failed.remote(f"node {rank}: {said[0]}", code))
+        ray.get(node["attempts"].failed.remote(f"node {rank}: {last_line}", code))
         if code not in _NO_RETRY:
-            raise RuntimeError(said[0]) from None
+            raise RuntimeError(last_line) from None
+
+
+def _print(line: str) -> None:
+    print(line, flush=True)
 
 
 def _two_free_ports() -> int:
-    """Return a TCP port of this machine that nothing listens on, nor on the one above it."""
+    """Return a free TCP port of this machine whose successor is free too."""
     while True:
         with socket.socket() as first, socket.socket() as second:
             first.bind(("", 0))

@@ -1,1 +1,1 @@
-"""Checkpoints of compressed-tensors: `codes.py` computes what they hold, `layout.py` checks their files."""
+"""Checkpoints of compressed-tensors: `codes.py` computes their tensors, `layout.py` checks their files."""

@@ -1,4 +1,4 @@
-"""Integer codes, scales and zero points, as compressed-tensors 0.19.0 computes and stores them.
+"""Integer codes, scales and zero points, as compressed-tensors 0.19.0 and 0.20.0 compute and store them.
 
 A code is an integer in [-2^(b-1), 2^(b-1) - 1], b bits; `low` and `high` are the ends of a range that holds 0:
 
@@ -20,18 +20,22 @@ Shapes: O output channels, I input channels, G = I / group size.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import inspect
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ...ds_configs.quantization.config_json import config_group
+from ...ds_configs.quantization.layers import config_group
 from ...ds_configs.quantization.scheme import ActivationQuantization, QuantizationScheme, WeightQuantization
+from .. import patches
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
+    from transformers import PreTrainedModel
 
 Rounding = Callable[["Tensor"], "Tensor"]
-"""Takes numbers inside the range of codes to integers of the same type."""
+"""Rounds numbers inside the range of codes to integers of the same dtype."""
 
 
 def code_range(bits: int) -> tuple[int, int]:
@@ -44,7 +48,7 @@ def code_range(bits: int) -> tuple[int, int]:
 
 
 def range_scale_and_zero_point(
-    low: Tensor, high: Tensor, *, bits: int, symmetric: bool, stored_dtype: Any
+    low: Tensor, high: Tensor, *, bits: int, symmetric: bool, stored_dtype: torch.dtype
 ) -> tuple[Tensor, Tensor | None]:
     """Return the scale, in the type that is stored, and the int8 zero point of ranges.
 
@@ -76,7 +80,7 @@ def range_scale_and_zero_point(
 
 
 def weight_scale_and_zero_point(
-    weight: Tensor, quantization: WeightQuantization, stored_dtype: Any | None = None
+    weight: Tensor, quantization: WeightQuantization, stored_dtype: torch.dtype | None = None
 ) -> tuple[Tensor, Tensor | None]:
     """Return scales and zero points of a weight, from the least and largest number of what shares them.
 
@@ -137,7 +141,7 @@ def weight_codes(weight: Tensor, scale: Tensor, zero_point: Tensor | None, quant
 
 
 def dequantize(codes: Tensor, scale: Tensor, zero_point: Tensor | None, quantization: WeightQuantization) -> Tensor:
-    """Return the weight [O, I] that codes stand for, in the type of the scale; it is what loading yields."""
+    """Return the weight [O, I] that codes represent, in the dtype of the scale, as loading a checkpoint does."""
     if quantization.strategy == "tensor":
         return _values(codes, scale, zero_point)
     shared_zero = None if zero_point is None else zero_point.unsqueeze(-1)
@@ -178,13 +182,13 @@ def activation_levels(
 
 
 def dequantize_activations(codes: Tensor, scale: Tensor, zero_point: Tensor | None) -> Tensor:
-    """Return the activations that codes stand for, in the type of the scale."""
+    """Return the activations that codes represent, in the dtype of the scale."""
     return _values(codes, scale, zero_point)
 
 
 @dataclass(frozen=True, kw_only=True)
 class StoredLayer:
-    """Tensors that a checkpoint holds of one quantized linear layer."""
+    """Tensors of one quantized linear layer in a checkpoint."""
 
     codes: Any
     """int8 [O, I]."""
@@ -260,8 +264,10 @@ def unpack_tensors(layer_name: str, tensors: Mapping[str, Tensor], scheme: Quant
         shape = torch.Size(tensors[f"{layer_name}.weight_shape"].tolist())
         codes = unpack_from_int32(tensors[f"{layer_name}.weight_packed"], weights.bits, shape)
         if zero_point is not None and weights.strategy != "tensor":
-            zero_shape = torch.Size((shape[0], scale.shape[-1]))
-            zero_point = unpack_from_int32(zero_point, weights.bits, zero_shape, packed_dim=0)
+            # Transposed here: with `packed_dim=0` release 0.20.0 fails on the strides of a single row of words.
+            words = zero_point.transpose(0, 1).clone(memory_format=torch.contiguous_format)
+            zero_shape = torch.Size((scale.shape[-1], shape[0]))
+            zero_point = unpack_from_int32(words, weights.bits, zero_shape).transpose(0, 1).contiguous()
     else:
         assert scheme.format == "int-quantized", f"{scheme.format} holds no integer codes"
         codes = tensors[f"{layer_name}.weight"]
@@ -277,7 +283,7 @@ def unpack_tensors(layer_name: str, tensors: Mapping[str, Tensor], scheme: Quant
 
 
 def to_upstream(scheme: QuantizationScheme) -> Any:
-    """Return the `QuantizationScheme` of compressed-tensors that says the same."""
+    """Convert a scheme to the `QuantizationScheme` of compressed-tensors."""
     from compressed_tensors.quantization import QuantizationScheme as UpstreamScheme
 
     return UpstreamScheme.model_validate(config_group(scheme))
@@ -309,3 +315,82 @@ def _by_group(weight: Tensor, quantization: WeightQuantization) -> Tensor:
 
 def _check_integers(number_type: str) -> None:
     assert number_type == "int", f"{number_type} numbers have no integer codes"
+
+
+LARGEST_FLOAT8 = 448.0
+"""Largest number of E4M3 without infinities."""
+KeyValueChange = Callable[["Tensor", "Tensor"], "tuple[Tensor, Tensor]"]
+"""Takes keys and values [B, key/value heads, S, head width] to those that attention computes with."""
+_CHANGE = "key_value_change"
+
+
+def float8_scale(low: Tensor, high: Tensor, stored_dtype: torch.dtype) -> Tensor:
+    """Return the scale of ranges, in the type that is stored; where that leaves 0, the type's epsilon.
+
+    Args:
+        low: Least value of each range, any shape.
+        high: Largest value.
+        stored_dtype: Type of scales in the checkpoint.
+    """
+    import torch
+
+    scale = (torch.maximum(low.abs(), high.abs()) / LARGEST_FLOAT8).to(stored_dtype)
+    return torch.where(scale == 0, torch.full_like(scale, torch.finfo(scale.dtype).eps), scale)
+
+
+def float8_values(values: Tensor, scale: Tensor) -> Tensor:
+    """Return what values become in E4M3, in the type of the scale; halves round to even."""
+    import torch
+
+    scaled = (values / scale).clamp(-LARGEST_FLOAT8, LARGEST_FLOAT8)
+    rounded: Tensor = scaled.to(torch.float8_e4m3fn).to(values.dtype).to(scale.dtype) * scale
+    return rounded
+
+
+def cached_attention_modules(model: PreTrainedModel) -> Iterator[tuple[str, Any]]:
+    """Yield the modules, by name, on which loaders expect `k_scale` and `v_scale`: those that compressed-tensors means.
+
+    Raises:
+        ModuleNotFoundError: compressed-tensors is not installed.
+    """
+    from compressed_tensors.quantization.lifecycle.initialize import is_cached_attention_module
+
+    for name, module in model.named_modules():
+        if is_cached_attention_module(module):
+            yield name, module
+
+
+def asks_for_attention(module: torch.nn.Module) -> bool:
+    """Return whether a module computes attention by a function of `AttentionInterface`."""
+    forward = inspect.unwrap(type(module).forward)
+    return "get_interface" in getattr(getattr(forward, "__code__", None), "co_names", ())
+
+
+def change_keys_and_values(module: torch.nn.Module, change: KeyValueChange) -> None:
+    """Let one attention module compute with changed keys and values from now on."""
+    module.__dict__[_CHANGE] = change
+    patches.apply("rounded-keys-and-values", _changing_interface)
+
+
+def _changing_interface(original: Callable[..., Any]) -> Callable[..., Any]:
+    def get_interface(interface: Any, *args: object, **kwargs: object) -> Any:
+        return _changing(original(interface, *args, **kwargs))
+
+    return get_interface
+
+
+def _changing(attention: Callable[..., Any]) -> Callable[..., Any]:
+    def changed(
+        module: torch.nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        *args: object,
+        **kwargs: object,
+    ) -> Any:
+        change: KeyValueChange | None = module.__dict__.get(_CHANGE)
+        if change is not None:
+            key, value = change(key, value)
+        return attention(module, query, key, value, *args, **kwargs)
+
+    return changed

@@ -1,22 +1,29 @@
-"""Whether the files of a quantized checkpoint hold what its scheme promises, from headers and `config.json` alone.
+"""Comparison of a quantized checkpoint's files with its scheme, from headers and `config.json` only.
 
-No weight is read: names, shapes and types of every tensor stand in the header of its safetensors file, and the header
-reader refuses a file whose length is not what its header says.
+No weight is read: the header of a safetensors file contains names, shapes and dtypes of all tensors, and the header
+reader rejects a file whose length differs from its header.
 """
 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ...ds_configs.quantization.layers import LinearLayer
-from ...ds_configs.quantization.mixtures import layer_scheme, mixture_quantization_config
+from ...ds_configs.quantization.layers import (
+    DEQUANTIZE,
+    LinearLayer,
+    layer_scheme,
+    mixture_quantization_config,
+    needs_dequantize,
+)
 from ...ds_configs.quantization.scheme import QuantizationScheme
 from ...ds_configs.quantization.sizes import TensorShape, packed_tensors, tensor_bytes
 from ...ds_configs.specs.errors import RefusedInputError
-from ..transformers.quantization_source import stored_tensors
+from .. import patches
+from ..transformers.quantized_model import stored_tensors
 
 _PACKED_PARTS = (
     "weight_packed",
@@ -30,11 +37,11 @@ _PACKED_PARTS = (
     "SCB",
     "weight_format",
 )
-"""Last parts of names that only quantized layers have."""
+"""Suffixes of tensor names that only quantized layers have."""
 _ARGUMENTS = ("num_bits", "type", "symmetric", "strategy", "group_size", "dynamic", "block_structure")
-"""What a loader computes with, of the arguments that `config.json` states."""
+"""Arguments in `config.json` that affect what a loader computes."""
 _DEFAULTS: Mapping[str, Any] = {"num_bits": 8, "type": "int", "symmetric": True, "dynamic": False}
-"""What compressed-tensors 0.19.0 takes where an argument is not stated (`quantization/quant_args.py`)."""
+"""Defaults of compressed-tensors 0.19.0 for missing arguments (`quantization/quant_args.py`)."""
 
 
 def layout_differences(
@@ -44,7 +51,7 @@ def layout_differences(
     *,
     expected_bytes: int | None = None,
 ) -> list[str]:
-    """Return every way in which a checkpoint's files differ from what was to be written, one sentence each.
+    """Return every difference between a checkpoint's files and the expected layout, one sentence each.
 
     Args:
         directory: The checkpoint.
@@ -55,26 +62,26 @@ def layout_differences(
     try:
         stored = stored_tensors(directory)
     except RefusedInputError as error:
-        return [str(fault) for fault in error.faults]
+        return [str(config_error) for config_error in error.errors]
     try:
         config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         return [f"config.json cannot be read ({error})"]
     chosen = tuple(layers)
-    faults: list[str] = []
+    errors: list[str] = []
     if scheme is not None and scheme.storage != "spqr":
         dtype = _dtype(config)
         for layer in chosen:
-            faults += _layer_faults(layer, layer_scheme(scheme, layer), stored, dtype)
-        faults += _config_faults(config.get("quantization_config"), scheme, chosen)
-    faults += _stray_faults(stored, {layer.name for layer in chosen} if scheme is not None else set())
+            errors += _layer_errors(layer, layer_scheme(scheme, layer), stored, dtype)
+        errors += _config_errors(config.get("quantization_config"), scheme, chosen)
+    errors += _stray_errors(stored, {layer.name for layer in chosen} if scheme is not None else set())
     total = tensor_bytes(stored.values())
     if expected_bytes is not None and total != expected_bytes:
-        faults.append(f"tensors take {total} bytes, computed were {expected_bytes}")
-    return faults
+        errors.append(f"tensors have {total} bytes, expected were {expected_bytes}")
+    return errors
 
 
-def _layer_faults(
+def _layer_errors(
     layer: LinearLayer, scheme: QuantizationScheme, stored: Mapping[str, TensorShape], dtype: str
 ) -> Iterator[str]:
     expected = packed_tensors(scheme, layer, dtype)
@@ -92,8 +99,8 @@ def _layer_faults(
         yield f"{prefix}{part} is left over, {_described(found[part])}"
 
 
-def _stray_faults(stored: Mapping[str, TensorShape], quantized: set[str]) -> list[str]:
-    """Return parts of quantized layers that are none of those which were quantized."""
+def _stray_errors(stored: Mapping[str, TensorShape], quantized: set[str]) -> list[str]:
+    """Return parts of quantized layers in layers that should be dense."""
     strays: dict[str, list[str]] = {}
     for name in stored:
         layer, _, part = name.partition(".weight.") if ".weight." in name else name.rpartition(".")
@@ -105,7 +112,7 @@ def _stray_faults(stored: Mapping[str, TensorShape], quantized: set[str]) -> lis
     ]
 
 
-def _config_faults(stated: Any, scheme: QuantizationScheme, layers: Sequence[LinearLayer]) -> list[str]:
+def _config_errors(stated: Any, scheme: QuantizationScheme, layers: Sequence[LinearLayer]) -> list[str]:
     """Return where `quantization_config` would make a loader compute other numbers than the scheme's."""
     where = "config.json: quantization_config"
     if not isinstance(stated, dict):
@@ -116,25 +123,25 @@ def _config_faults(stated: Any, scheme: QuantizationScheme, layers: Sequence[Lin
         wanted_flag = "load_in_4bit" if scheme.weights.bits == 4 else "load_in_8bit"
         return [] if stated.get(wanted_flag) else [f"{where}.{wanted_flag} is not set"]
     wanted = mixture_quantization_config(scheme, layers)
-    faults = [
+    errors = [
         f"{where}.{key} is {stated.get(key)!r}, not {wanted[key]!r}"
         for key in ("format", "quantization_status")
         if stated.get(key) != wanted[key]
     ]
     groups = stated.get("config_groups")
     if not isinstance(groups, dict) or not groups:
-        return [*faults, f"{where}.config_groups is missing"]
+        return [*errors, f"{where}.config_groups is missing"]
     if len(wanted["config_groups"]) > 1 and groups.keys() != wanted["config_groups"].keys():
-        return [*faults, f"{where}.config_groups are {sorted(groups)}, not {sorted(wanted['config_groups'])}"]
+        return [*errors, f"{where}.config_groups are {sorted(groups)}, not {sorted(wanted['config_groups'])}"]
     for name, group in groups.items():
         for numbers in ("weights", "input_activations"):
             place = f"{where}.config_groups.{name}.{numbers}"
             wanted_group = wanted["config_groups"].get(name, wanted["config_groups"]["group_0"])
-            faults += _argument_faults(place, group.get(numbers), wanted_group[numbers])
-    return faults
+            errors += _argument_errors(place, group.get(numbers), wanted_group[numbers])
+    return errors
 
 
-def _argument_faults(place: str, stated: Any, wanted: Any) -> list[str]:
+def _argument_errors(place: str, stated: Any, wanted: Any) -> list[str]:
     if stated is None or wanted is None:
         return [] if stated is wanted else [f"{place} is {stated!r}, not {wanted!r}"]
     return [
@@ -156,3 +163,33 @@ def _dtype(config: Mapping[str, Any]) -> str:
 def _described(tensor: TensorShape) -> str:
     shape, dtype = tensor
     return f"{dtype} {list(shape)}"
+
+
+def state_dequantize(directory: Path) -> None:
+    """Add `dequantize` to the `config.json` of a checkpoint that Transformers 5.23 does not load without it."""
+    path = directory / "config.json"
+    config = json.loads(path.read_text(encoding="utf-8"))
+    stated = config.get("quantization_config") or {}
+    if stated.get("quant_method") == "compressed-tensors" and needs_dequantize(stated):
+        stated[DEQUANTIZE] = True
+        path.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+
+
+def load_packed_zero_points() -> None:
+    """Make this process load packed zero points from any checkpoint, regardless of its `quantization_config`."""
+
+    def with_packed_shape(original: Any) -> Any:
+        def compress(state_dict: dict[str, Any], scheme: Any) -> dict[str, Any]:
+            import torch
+
+            compressed: dict[str, Any] = original(state_dict, scheme)
+            zero_point, weights = compressed.get("weight_zero_point"), scheme.weights
+            if zero_point is not None and state_dict["weight"].is_meta and weights.strategy in ("channel", "group"):
+                words = math.ceil(zero_point.shape[0] * weights.num_bits / 32)
+                shape = (words, *zero_point.shape[1:])
+                compressed["weight_zero_point"] = torch.empty(shape, dtype=torch.int32, device=zero_point.device)
+            return compressed
+
+        return staticmethod(compress)
+
+    patches.apply("packed-zero-points", with_packed_shape)

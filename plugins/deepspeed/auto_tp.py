@@ -1,20 +1,21 @@
-"""DeepSpeed AutoTP under the Trainer: what it divides, what it leaves behind, and groups that share their batches.
+"""DeepSpeed AutoTP under the Trainer: sharding plans, cleanup between runs, and groups that share their batches.
 
-Seen with deepspeed 0.19.8, transformers 5.17.0, accelerate 1.15.0 and torch 2.13.0, on two and four gloo ranks. Losses,
-weights, clipped gradient norms and the loss over all tokens are right as they come: DeepSpeed averages over the
-data-parallel ranks, and the Trainer counts the tokens of every rank and multiplies by all ranks, which cancels out. Not
-right as they come:
+Observed with deepspeed 0.19.8, transformers 5.17.0, accelerate 1.15.0 and torch 2.13.0, on two and four gloo ranks.
+Losses, weights, clipped gradient norms and the loss over all tokens need no correction: DeepSpeed averages over the
+data-parallel ranks, and the Trainer counts the tokens of every rank and multiplies by all ranks, which cancels out.
+These need a correction:
 
-- `module_inject/tp_plan_converter.py` knows no `rowwise_split_input`, so that Phi-3 is refused. The style is that of
-  `LinearAllreduceWithReplicatedInput`, which AutoTP keeps for output heads: names of `lm_head_patterns`.
+- `module_inject/tp_plan_converter.py` does not know `rowwise_split_input`, so Phi-3 is rejected. The style is that of
+  `LinearAllreduceWithReplicatedInput`, which AutoTP uses only for output heads: names of `lm_head_patterns`.
 - `AutoTP.update_mp_params` divides `num_key_value_heads` of an attention whose projections are gathered again.
-- For tied embeddings, transformers adds `embedding_rowwise` to the plan, and AutoTP then replaces the loss and leaves
-  each rank with the logits of its own part of the vocabulary; a loss or metric of the user's sees those.
-- `Accelerator.gather_for_metrics` collects the answers of every rank of a group, and cuts the last batch by the number
-  of samples that one of them saw: 18 samples on two ranks came back as 34.
+- For tied embeddings, transformers adds `embedding_rowwise` to the plan. AutoTP then replaces the loss, and each rank
+  keeps only the logits of its vocabulary shard, which a user's own loss or metric receives.
+- `Accelerator.gather_for_metrics` gathers the results of every rank of a group and truncates the last batch by the
+  number of samples that one rank saw: 18 samples on two ranks came back as 34.
 - Accelerate dispatches iterable data sets from the first rank, the same batch to all groups.
-- Process groups, the mode and the arguments of `tp_model_init` are global: a second model of another size is refused,
-  and one without tensor parallelism takes the first one's groups for its data-parallel ones.
+- `AutoTP.register_replicated_grad_hooks` adds hooks to `q_norm` and `k_norm` (Qwen3, Gemma 3), also to frozen ones.
+- Process groups, the mode and the arguments of `tp_model_init` are global: a second model of another size is rejected,
+  and a model without tensor parallelism uses the first model's groups as its data-parallel groups.
 """
 
 from __future__ import annotations
@@ -22,16 +23,22 @@ from __future__ import annotations
 import random
 import re
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from ...ds_configs.specs.errors import Fault
+from ...ds_configs.specs.errors import ConfigError
+from .. import patches
+from .engine import own_part, with_all_columns_and_rows
 
 if TYPE_CHECKING:
     import torch
+    from accelerate import Accelerator
+    from deepspeed import DeepSpeedEngine
+    from transformers import PreTrainedModel, Trainer
 
 FUSED_MLP_UP = "gate_up_proj"
-"""One matrix for gate and up projection, which are divided one by one (Phi-3)."""
+"""One matrix with gate and up projection, which are sharded separately (Phi-3)."""
 FUSED_MLP_DOWN = "down_proj"
 _GATHERED = ("colwise_gather_output", "colwise_rep")
 _SPLIT_INPUT = "rowwise_split_input"
@@ -39,7 +46,7 @@ _PYTHON_WORDS = 625
 """Words in the state of Python's Mersenne twister, with its position."""
 
 
-def tensor_plan(model: Any) -> dict[str, str]:
+def tensor_plan(model: PreTrainedModel) -> dict[str, str]:
     """Return the model's tensor-parallel plan, name patterns to styles; empty when transformers has none."""
     from deepspeed.runtime.tensor_parallel.config import _get_hf_tp_plan
 
@@ -47,11 +54,11 @@ def tensor_plan(model: Any) -> dict[str, str]:
 
 
 def partition_config(plan: Mapping[str, str]) -> dict[str, Any] | None:
-    """Return DeepSpeed's `partition_config` for a plan that AutoTP does not translate; `None` where it does.
+    """Return DeepSpeed's `partition_config` for a plan that AutoTP cannot translate; `None` if AutoTP can.
 
-    Attention whose query, key and value are one matrix computes whole on every rank, from divided weights: its
-    projection is gathered, and the output projection reads a part of its input. A fused MLP is divided through and
-    through, each half of `gate_up_proj` by itself.
+    Attention whose query, key and value are one matrix runs unsharded on every rank, with sharded weights: its
+    projection is gathered, and the output projection reads a part of its input. A fused MLP is sharded completely, each
+    half of `gate_up_proj` separately.
     """
     if _SPLIT_INPUT not in plan.values():
         return None
@@ -59,7 +66,7 @@ def partition_config(plan: Mapping[str, str]) -> dict[str, Any] | None:
     split = set()
     for pattern, style in plan.items():
         name = pattern.rpartition(".")[2]
-        spec: dict[str, Any] = {"patterns": [_parameter_regex(pattern)]}
+        spec: dict[str, Any] = {"patterns": [".*" + re.escape(pattern).replace(r"\*", ".*") + r"\.weight$"]}
         if name == FUSED_MLP_UP:
             spec |= {"partition_type": "column", "shape": [2, -1], "partition_dim": 0}
         elif style == "colwise" or style in _GATHERED:
@@ -74,87 +81,96 @@ def partition_config(plan: Mapping[str, str]) -> dict[str, Any] | None:
     return {"use_default_specs": False, "layer_specs": specs, "lm_head_patterns": sorted(split)}
 
 
-def tensor_parallel_section(model: Any, size: int, *, vocabulary_parallel_head: bool) -> dict[str, Any]:
+def tensor_parallel_section(model: PreTrainedModel, size: int, *, vocabulary_parallel_head: bool) -> dict[str, Any]:
     """Return the `tensor_parallel` section of the DeepSpeed configuration for a model."""
     section: dict[str, Any] = {"autotp_size": size, "vocab_parallel_lm_head": vocabulary_parallel_head}
-    written = partition_config(tensor_plan(model))
-    return section if written is None else section | {"partition_config": written}
+    partition = partition_config(tensor_plan(model))
+    return section if partition is None else section | {"partition_config": partition}
 
 
-def keep_whole_attention(model: Any) -> None:
-    """Keep AutoTP from dividing the head counts of attention that computes whole on every rank."""
+def keep_whole_attention(model: PreTrainedModel) -> None:
+    """Keep AutoTP from dividing the head counts of attention that runs unsharded on every rank."""
     patterns = [_module_regex(pattern) for pattern, style in tensor_plan(model).items() if style == _SPLIT_INPUT]
     for name in [name for name, _ in model.named_modules()]:
         if any(pattern.fullmatch(name) for pattern in patterns) and not name.endswith(FUSED_MLP_DOWN):
-            # What AutoTP marks as done already it does not visit (module_inject/auto_tp.py, update_mp_params).
+            # AutoTP skips modules with this mark (module_inject/auto_tp.py, update_mp_params).
             model.get_submodule(name.rpartition(".")[0]).replaced = True
 
 
-def layers_without_rule(model: Any) -> list[Fault]:
-    """Return a fault for each matrix of a model that its plan does not name, before anything is divided."""
+def allow_frozen_norms() -> None:
+    """Restrict AutoTP's gradient hooks on query and key norms to norms that are trained."""
+
+    def of_trained(register: Callable[[Any, Any], None]) -> Callable[[Any, Any], None]:
+        def register_replicated_grad_hooks(auto_tp: Any, model: PreTrainedModel) -> None:
+            trained = [(name, weight) for name, weight in model.named_parameters() if weight.requires_grad]
+            # AutoTP calls no other method of the model.
+            register(auto_tp, SimpleNamespace(named_parameters=lambda: trained))
+
+        return register_replicated_grad_hooks
+
+    patches.apply("replicated-gradients-of-trained-parameters", of_trained)
+
+
+def layers_without_rule(model: PreTrainedModel) -> list[ConfigError]:
+    """Return an error for each matrix of an unsharded model that the tensor-parallel plan does not name."""
     patterns = [_module_regex(pattern) for pattern, style in tensor_plan(model).items() if "wise" in style]
-    found = dict.fromkeys(
-        _starred(name) for name, _ in _matrices(model) if not any(pattern.fullmatch(name) for pattern in patterns)
-    )
-    return [_left_whole(name) for name in found]
+    names = (name for name in _matrices(model) if not any(pattern.fullmatch(name) for pattern in patterns))
+    return _unsharded_errors(names)
 
 
-def unpartitioned_layers(model: Any, size: int) -> list[Fault]:
-    """Return a fault for each matrix of a partitioned model that every rank holds whole, or unevenly.
+def unpartitioned_layers(model: PreTrainedModel, size: int) -> list[ConfigError]:
+    """Return an error for each matrix of a sharded model that is replicated on every rank or sharded unevenly.
 
-    An output head that shares its weight with the token embedding is whole on purpose.
+    An output head that shares its weight with the token embedding is replicated on purpose.
     """
     from deepspeed.module_inject.layers import TensorParallel_Layer
 
     uneven = {}
     for name, module in model.named_modules():
         sizes = set(getattr(module, "_partition_sizes", ())) if isinstance(module, TensorParallel_Layer) else set()
-        # The rest of an odd vocabulary is padded when the logits are gathered.
+        # Logits of an unevenly sharded vocabulary are padded when they are gathered.
         if len(sizes) > 1 and name.rpartition(".")[2] not in ("lm_head", "embed_out"):
             uneven[_starred(name)] = sorted(sizes)
-    faults = [
-        Fault(where=name, value=sizes, rule="is cut unevenly", fix=f"use a tp that divides it, not {size}")
+    errors = [
+        ConfigError(where=name, value=sizes, rule="is sharded unevenly", fix=f"use a tp that divides it, not {size}")
         for name, sizes in uneven.items()
     ]
-    whole = dict.fromkeys(_starred(name) for name, _ in _matrices(model))
-    return faults + [_left_whole(name) for name in whole]
+    return errors + _unsharded_errors(_matrices(model))
 
 
-def _matrices(model: Any) -> Iterator[tuple[str, Any]]:
-    """Yield undivided linear layers, but for an output head that shares its weight with the token embedding."""
+def _matrices(model: PreTrainedModel) -> Iterator[str]:
+    """Yield the names of unsharded linear layers, without heads that share their weight with the token embedding."""
     import torch
     from transformers.pytorch_utils import Conv1D
 
     embeddings = {id(module.weight) for module in model.modules() if isinstance(module, torch.nn.Embedding)}
     for name, module in model.named_modules():
         if isinstance(module, torch.nn.Linear | Conv1D) and id(module.weight) not in embeddings:
-            yield name, module
+            yield name
 
 
-def _left_whole(name: str) -> Fault:
-    rule = "would stay whole on every rank: AutoTP has no rule for it"
-    return Fault(where=name, rule=rule, fix="use tp = 1 with ZeRO-3 or a pipeline, or leave this layer out")
+def _unsharded_errors(names: Iterable[str]) -> list[ConfigError]:
+    rule = "would be replicated on every rank: AutoTP has no rule for it"
+    fix = "use tp = 1 with ZeRO-3 or a pipeline, or remove this layer"
+    return [ConfigError(where=name, rule=rule, fix=fix) for name in dict.fromkeys(map(_starred, names))]
 
 
 def forget_tensor_parallel() -> None:
-    """Forget groups, mode and arguments of an earlier run, so that the next engine of this process makes its own."""
+    """Clear groups, mode and arguments of an earlier run, so that the next engine of this process makes new ones."""
     if "deepspeed" not in sys.modules:
         return
     from deepspeed.module_inject.layers import set_autotp_mode
-    from deepspeed.runtime.tensor_parallel import init_utils
-    from deepspeed.utils import groups
 
-    init_utils._TP_MODEL_INIT_ARGS = None
     set_autotp_mode(training=False)
-    groups.mpu = None
-    for name in ("_TENSOR_MODEL_PARALLEL_GROUP", "_MODEL_PARALLEL_GROUP", "_DATA_PARALLEL_GROUP"):
-        setattr(groups, name, None)
+    groups = ("_TENSOR_MODEL_PARALLEL_GROUP", "_MODEL_PARALLEL_GROUP", "_DATA_PARALLEL_GROUP")
+    for name in ("_TP_MODEL_INIT_ARGS", "mpu", *groups):
+        patches.assign(f"forgotten-{name}", None)
 
 
-def align_random_state(device: Any) -> None:
-    """Give every rank of a tensor-parallel group the generator states of its first rank.
+def align_random_state(device: torch.device) -> None:
+    """Copy the random generator states of a tensor-parallel group's first rank to all its ranks.
 
-    Torch's own on CPU and `device` draw dropout between layers; Python's and numpy's draw what collators mask.
+    torch's generators on the CPU and `device` draw dropout; collators draw masks from Python's and numpy's.
     """
     import torch
     import torch.distributed as dist
@@ -175,7 +191,7 @@ def align_random_state(device: Any) -> None:
 
 
 def host_generators() -> torch.Tensor:
-    """Return the states of Python's and numpy's global generators as one fp64 tensor; their words have 32 bits."""
+    """Return the states of Python's and numpy's global generators as one fp64 tensor, exact for their 32-bit words."""
     import numpy
     import torch
 
@@ -187,7 +203,7 @@ def host_generators() -> torch.Tensor:
 
 
 def set_host_generators(states: torch.Tensor) -> None:
-    """Set Python's and numpy's global generators to states of `host_generators`."""
+    """Set Python's and numpy's global generators to the states that `host_generators` returned."""
     import numpy
 
     values = states.tolist()
@@ -197,30 +213,31 @@ def set_host_generators(states: torch.Tensor) -> None:
     numpy.random.set_state(("MT19937", keys, int(other[0]), int(other[1]), other[2]))
 
 
-def seed_workers_by_group(trainer: Any, size: int) -> None:
-    """Let workers of a training data loader draw alike within a group of `size` ranks.
+def seed_workers_by_group(trainer: Trainer, size: int) -> None:
+    """Seed the workers of a training data loader by group of `size` ranks.
 
-    Transformers 5.17.0 (trainer.py, `_get_dataloader`) seeds workers of map-style data sets by rank.
+    Transformers 5.17.0 (trainer.py, `_get_dataloader`) seeds the workers of map-style data sets by rank.
     """
     from functools import partial
 
     from transformers.trainer_utils import seed_worker
 
-    make = trainer.get_train_dataloader
+    def seeded_by_group(make: Callable[[], Any]) -> Callable[[], Any]:
+        def get_train_dataloader() -> Any:
+            loader = make()
+            source = getattr(loader, "base_dataloader", loader)
+            if isinstance(source.worker_init_fn, partial) and source.worker_init_fn.func is seed_worker:
+                group = trainer.args.process_index // size
+                source.worker_init_fn = partial(seed_worker, num_workers=source.num_workers, rank=group)
+            return loader
 
-    def get_train_dataloader() -> Any:
-        loader = make()
-        source = getattr(loader, "base_dataloader", loader)
-        if isinstance(source.worker_init_fn, partial) and source.worker_init_fn.func is seed_worker:
-            group = trainer.args.process_index // size
-            source.worker_init_fn = partial(seed_worker, num_workers=source.num_workers, rank=group)
-        return loader
+        return get_train_dataloader
 
-    trainer.get_train_dataloader = get_train_dataloader
+    patches.apply("tensor-parallel-loader", seeded_by_group, on=trainer)
 
 
-def gather_vocabulary(logits: Any) -> Any:
-    """Return whole logits [..., V] from each rank's part [..., V / tp]."""
+def gather_vocabulary(logits: torch.Tensor) -> Any:
+    """Gather logits [..., V] from each rank's shard [..., V / tp]."""
     import torch
     import torch.distributed as dist
     from deepspeed.utils import groups
@@ -231,13 +248,129 @@ def gather_vocabulary(logits: Any) -> Any:
     return torch.cat(parts, dim=-1)
 
 
-def _parameter_regex(pattern: str) -> str:
-    return ".*" + re.escape(pattern).replace(r"\*", ".*") + r"\.weight$"
-
-
 def _module_regex(pattern: str) -> re.Pattern[str]:
     return re.compile(".*" + re.escape(pattern).replace(r"\*", r"\d+"))
 
 
 def _starred(name: str) -> str:
     return re.sub(r"\.\d+\.", ".*.", name)
+
+
+class GroupsOnce:
+    """Replacement of `Accelerator.gather_for_metrics` that gathers over the data-parallel ranks only."""
+
+    def __init__(self, accelerator: Accelerator) -> None:
+        self._accelerator = accelerator
+
+    def __call__(self, input_data: Any, use_gather_object: bool = False) -> Any:
+        """Return the data of every data-parallel rank, in the order of the data set, without repeated samples."""
+        import torch
+        import torch.distributed as dist
+        from accelerate.utils import recursively_apply
+        from deepspeed.utils import groups
+
+        group = groups.get_data_parallel_group()
+        ranks = dist.get_world_size(group)
+
+        def gathered(tensor: torch.Tensor) -> torch.Tensor:
+            own = tensor[None] if tensor.dim() == 0 else tensor
+            parts = [torch.empty_like(own) for _ in range(ranks)]
+            dist.all_gather(parts, own.contiguous(), group=group)
+            return torch.cat(parts)
+
+        if not use_gather_object:
+            try:
+                # Raises TypeError if the data contain anything but tensors.
+                recursively_apply(lambda tensor: tensor, input_data, error_on_other_type=True)
+            except TypeError:
+                use_gather_object = True
+        if use_gather_object:
+            parts: list[Any] = [None] * ranks
+            dist.all_gather_object(parts, input_data, group=group)
+            objects = [item for part in parts for item in part]
+            return objects[: self._count(len(objects))]
+        return recursively_apply(
+            lambda tensor: tensor[: self._count(len(tensor))], recursively_apply(gathered, input_data)
+        )
+
+    def _count(self, all_samples: int) -> int:
+        state = self._accelerator.gradient_state
+        return state.remainder if state.end_of_dataloader and state.remainder > 0 else all_samples
+
+
+def gather_heads_for_losses() -> None:
+    """Make every model that AutoTP shards from now on provide its gathered output head to losses."""
+
+    def sharing_heads(partition: Callable[..., Any]) -> Callable[..., Any]:
+        def apply_autotp_partitioning(engine: DeepSpeedEngine, model: PreTrainedModel, tp_config: Any) -> Any:
+            sources = partition(engine, model, tp_config)
+            share_head(model)
+            return sources
+
+        return apply_autotp_partitioning
+
+    patches.apply("tensor-parallel-head", sharing_heads)
+
+
+def share_head(model: PreTrainedModel) -> None:
+    """Gather a sharded output head for readers of its weight during a forward pass; ignore an unsharded head."""
+    from deepspeed.module_inject.layers import LinearLayer
+
+    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    # Without `gather_output` the head returns the logits of its vocabulary shard.
+    if not isinstance(head, LinearLayer) or not head.gather_output or isinstance(head, _SharedHead):
+        return
+    kind = type(head)
+    shared = type(kind.__name__, (_SharedHead, kind), {"__module__": kind.__module__})
+    patches.swap_class("tensor-parallel-head-weight", head, shared)
+
+    def end(*_: object) -> None:
+        _RUNNING.pop()
+
+    model.register_forward_pre_hook(lambda model, _inputs: _RUNNING.append(model))
+    model.register_forward_hook(end, always_call=True)
+
+
+class _SharedHead:
+    """Mixin placed before the class of a sharded head."""
+
+    _computes = False
+
+    @property
+    def weight(self) -> Any:
+        return self._seen("weight")
+
+    @property
+    def bias(self) -> Any:
+        return self._seen("bias")
+
+    def forward(self, *arguments: object, **keywords: object) -> Any:
+        self._computes = True
+        try:
+            return super().forward(*arguments, **keywords)  # type: ignore[misc]
+        finally:
+            self._computes = False
+
+    def _seen(self, name: str) -> Any:
+        # A layer without a bias has it as a plain attribute.
+        own = self._parameters.get(name, vars(self).get(name))  # type: ignore[attr-defined]
+        if own is None or self._computes or not _RUNNING:
+            return own
+        import torch
+
+        class Gathered(torch.autograd.Function):
+            """Return all rows forward, and the rank's own rows of the gradient backward."""
+
+            @staticmethod
+            def forward(ctx: Any, weight: torch.Tensor) -> Any:
+                return with_all_columns_and_rows(own, weight)
+
+            @staticmethod
+            def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+                return own_part(own, gradient)
+
+        return Gathered.apply(own)
+
+
+_RUNNING: list[Any] = []
+"""Models in a forward pass; a loss may read the head of one inside the forward pass of another."""

@@ -1,23 +1,117 @@
-"""DeepSpeed's needs: of the host, of modules under ZeRO-3, and to be told the samples of a step.
+"""DeepSpeed engines: NVMe offload, batch sizes, gradient norms, sharded linear layers, and resuming on other ranks.
 
-Seen with deepspeed 0.19.8: NVMe offload compiles `async_io` at first use, which fails minutes into a run when the
+Observed with deepspeed 0.19.8: NVMe offload compiles `async_io` at first use, which fails minutes into a run when the
 header of libaio is missing.
 """
 
 from __future__ import annotations
 
+import contextlib
+import inspect
+import io
+import shutil
 import sys
-from collections.abc import Iterable
+from argparse import Namespace
+from collections.abc import Callable, Iterable, Iterator
+from functools import wraps
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from ...ds_configs.specs.errors import Fault, UsageError
+from ...ds_configs.specs.errors import ConfigError, ShardwrightError, UsageError
+from .. import patches
+from ..launching.background import BackgroundTask
+from ..transformers.sound_model import gathered
 from ..transformers.training_arguments import deepspeed_configuration
 from .compiled_operators import break_abandoned_locks
-from .nvme import restore_optimizer_states_from_nvme
 
-_TOTAL_BY_ALL_RANKS = "train_batch_size (calculated)"
-"""Begins the line in which Transformers reports the mismatch."""
+if TYPE_CHECKING:
+    import torch
+    from deepspeed import DeepSpeedEngine
+    from torch import Tensor
+    from transformers import PreTrainedModel, TrainingArguments
+
+
+def restore_optimizer_states_from_nvme() -> None:
+    """Make every DeepSpeed engine of this process restore its complete optimizer from an NVMe checkpoint."""
+
+    def restoring(load_checkpoint: Callable[..., Any]) -> Callable[..., Any]:
+        loads_optimizer = _loads_optimizer(load_checkpoint)
+
+        @wraps(load_checkpoint)
+        def load(
+            engine: DeepSpeedEngine, load_dir: str, tag: str | None = None, *args: object, **kwargs: object
+        ) -> Any:
+            if not (loads_optimizer(engine, load_dir, tag, *args, **kwargs) and engine.zero_nvme_offload_optimizer()):
+                return load_checkpoint(engine, load_dir, tag, *args, **kwargs)
+            import torch.distributed as dist
+
+            _create_nvme_states(engine.optimizer)
+            path, client_state = load_checkpoint(engine, load_dir, tag, *args, **kwargs)
+            if path is not None:
+                rank = dist.get_rank(group=engine.optimizer.dp_process_group)
+                shards = engine._get_all_zero_checkpoints(load_dir, tag or _latest_tag(Path(load_dir)))
+                _restore_nvme_states(engine.optimizer, shards[rank])
+            return path, client_state
+
+        return load
+
+    patches.apply("nvme-optimizer-states", restoring)
+
+
+def _loads_optimizer(load_checkpoint: Callable[..., Any]) -> Callable[..., bool]:
+    """Return a function of the arguments of `load_checkpoint`: whether the call loads optimizer states."""
+    signature = inspect.signature(load_checkpoint)
+
+    def loads_optimizer(*args: object, **kwargs: object) -> bool:
+        arguments = signature.bind(*args, **kwargs).arguments
+        return bool(arguments.get("load_optimizer_states", True) and not arguments.get("load_module_only", False))
+
+    return loads_optimizer
+
+
+def _latest_tag(load_dir: Path) -> str:
+    return (load_dir / "latest").read_text(encoding="utf-8").strip()
+
+
+def _create_nvme_states(zero: Any) -> None:
+    """Step once with a learning rate of zero: the weights do not change, and the swapper registers every state."""
+    import torch
+
+    groups = zero.optimizer.param_groups
+    rates = [group["lr"] for group in groups]
+    for group in groups:
+        group["lr"] = 0.0
+    timers: set[str] = set()
+    for index, weights in enumerate(zero.fp32_partitioned_groups_flat):
+        zero._prepare_sub_group(index, timers)
+        gradient, weights.grad = weights.grad, torch.zeros_like(weights)
+        zero._optimizer_step(index)
+        weights.grad = gradient
+        zero._release_sub_group(index, timers)
+    for group, rate in zip(groups, rates, strict=True):
+        group["lr"] = rate
+
+
+def _restore_nvme_states(zero: Any, saved: Any) -> None:
+    """Restore what the swap files lack: step counts, parameter groups, and sub-groups that are not swapped."""
+    base = saved["optimizer_state_dict"]
+    for group, values in zip(zero.optimizer.param_groups, base["param_groups"], strict=True):
+        group |= {key: value for key, value in values.items() if key != "params"}
+    if zero.persistent_parameters:
+        zero.persistent_parameters[0].partition(zero.persistent_parameters)
+    for index, weights in enumerate(zero.fp32_partitioned_groups_flat):
+        swapped = zero._swappable_optimizer_subgroup(index)
+        state = zero.optimizer.state[weights]
+        for name, value in base["state"][index].items():
+            if not hasattr(value, "copy_"):
+                state[name] = value
+            elif not swapped:
+                state[name].copy_(value)
+        if not swapped:
+            weights.data.copy_(saved["fp32_flat_groups"][index])
+            zero._reassign_or_swap_out_partitioned_parameters(index)
+    if zero.persistent_parameters:
+        zero.persistent_parameters[0].all_gather(zero.persistent_parameters)
 
 
 def has_libaio() -> bool:
@@ -26,47 +120,47 @@ def has_libaio() -> bool:
     return any((Path(root) / "libaio.h").exists() for root in roots)
 
 
-def prepare_nvme_offload(arguments: Any) -> None:
-    """Refuse NVMe offload on a host that cannot build `async_io`, and let such a run resume with its states.
+def prepare_nvme_offload(arguments: TrainingArguments) -> None:
+    """Check that this host can build `async_io` if NVMe offload needs it, and let such a run resume with its states.
 
-    Under any DeepSpeed configuration ranks also pass the locks of operators that killed ranks left.
+    Under any DeepSpeed configuration, ranks also remove operator locks left by killed ranks.
 
-    `arguments` are `TrainingArguments`.
+    Args:
+        arguments: `TrainingArguments`.
 
     Raises:
-        UsageError: NVMe offload is asked for, and libaio's header is missing.
+        UsageError: NVMe offload is requested, and libaio's header is missing.
     """
     configuration = deepspeed_configuration(arguments) or {}
     if configuration:
         break_abandoned_locks()
     zero = configuration.get("zero_optimization", {})
     sections = [zero.get(name) for name in ("offload_optimizer", "offload_param")]
-    wanted = any(isinstance(section, dict) and section.get("device") == "nvme" for section in sections)
-    if not wanted:
+    if not any(isinstance(section, dict) and section.get("device") == "nvme" for section in sections):
         return
     restore_optimizer_states_from_nvme()
     if not has_libaio():
         raise UsageError(
-            Fault(
+            ConfigError(
                 where="zero_optimization",
                 value="nvme",
-                rule="NVMe offload compiles async_io, which needs the header of libaio",
-                fix="install libaio-dev (Debian) or libaio-devel, or offload to the CPU",
+                rule="NVMe offload compiles async_io, which needs libaio's header files",
+                fix="install libaio-dev (Debian, Ubuntu) or libaio-devel (Fedora), or offload to cpu",
             )
         )
 
 
-def train_batch_size(arguments: Any, *, size: int) -> int:
-    """Return the samples of one optimizer step where `size` ranks read the same samples."""
+def train_batch_size(arguments: TrainingArguments, *, size: int) -> int:
+    """Return the samples per optimizer step if groups of `size` ranks read the same samples."""
     micro, accumulation = arguments.per_device_train_batch_size, arguments.gradient_accumulation_steps
     return int(micro * accumulation * max(1, arguments.world_size // size))
 
 
-def accept_train_batch_size(arguments: Any, *, size: int) -> None:
-    """Let a DeepSpeed section name its true `train_batch_size`, which Transformers takes for a mistake.
+def accept_train_batch_size(arguments: TrainingArguments, *, size: int) -> None:
+    """Accept the correct `train_batch_size` of a DeepSpeed configuration, which Transformers reports as a mismatch.
 
     Transformers 5.17.0 (integrations/deepspeed.py, `trainer_config_process`) multiplies by all ranks; Accelerate 1.15.0
-    puts the true number in when it prepares the model.
+    sets the correct number when it prepares the model.
     """
     configuration = deepspeed_configuration(arguments)
     if configuration is None or configuration.get("train_batch_size") != train_batch_size(arguments, size=size):
@@ -75,22 +169,239 @@ def accept_train_batch_size(arguments: Any, *, size: int) -> None:
     if processed is None:
         configuration["train_batch_size"] = "auto"
     else:
-        processed.mismatches = [one for one in processed.mismatches if _TOTAL_BY_ALL_RANKS not in one]
+        processed.mismatches = [line for line in processed.mismatches if "train_batch_size (calculated)" not in line]
 
 
 def share_with_zero3(modules: Iterable[Any]) -> None:
-    """Let ZeRO-3 gather the parameters of children too when a module runs that computes with them by itself.
+    """Make ZeRO-3 also gather the children's parameters of modules that use them without calling the children.
 
-    DeepSpeed gathers what belongs to the module whose forward runs; parameters of children whose own forward is not
+    DeepSpeed gathers the parameters of the module whose forward runs; parameters of children whose own forward is not
     called must be registered (`deepspeed/runtime/zero/partition_parameters.py`, `register_external_parameter`). Modules
-    without divided parameters are passed over.
+    without partitioned parameters are skipped.
     """
     for module in modules:
         own = {id(parameter) for parameter in module.parameters(recurse=False)}
-        foreign = [one for one in module.parameters() if hasattr(one, "ds_id") and id(one) not in own]
+        foreign = [weight for weight in module.parameters() if hasattr(weight, "ds_id") and id(weight) not in own]
         if foreign:
             # `zero` is an attribute of the package, not a module below it.
             import deepspeed
 
             for parameter in foreign:
                 deepspeed.zero.register_external_parameter(module, parameter)
+
+
+def keep_gradient_norm(engine: DeepSpeedEngine) -> None:
+    """Keep the gradient norm of each step in an fp32 engine without ZeRO.
+
+    deepspeed 0.19.8 (runtime/engine.py, `clip_fp32_gradients`) computes the norm and discards it; without clipping it
+    computes none. Engines of pipelines and of expert parallelism compute their own norms.
+    """
+    if engine.zero_optimization() or engine.fp16_enabled() or engine.bfloat16_enabled() or hasattr(engine, "grid"):
+        return
+
+    def keeping(take_step: Callable[..., None]) -> Callable[..., None]:
+        def take_model_step(*args: object, **kwargs: object) -> None:
+            from deepspeed.runtime.utils import clip_grad_norm_
+
+            parameters = list(engine.module.parameters())
+            engine._global_grad_norm = clip_grad_norm_(parameters, max_norm=float("inf"), mpu=engine.mpu)
+            take_step(*args, **kwargs)
+
+        return take_model_step
+
+    patches.apply("gradient-norm-without-zero", keeping, on=engine)
+
+
+def named_linear_layers(model: PreTrainedModel) -> dict[str, Any]:
+    """Return linear layers, sharded or not, by the names of their modules in the model's checkpoint.
+
+    Args:
+        model: A Transformers model, also inside an engine; of a pipeline the layers of this rank's stages are returned.
+    """
+    import torch
+
+    kinds: tuple[type, ...] = (torch.nn.Linear,)
+    # Sharded layers exist only if their module is imported already.
+    if (layers := sys.modules.get("deepspeed.module_inject.layers")) is not None:
+        kinds += (layers.LinearLayer, layers.LinearAllreduce)
+        kinds += (layers.SubParamLinearLayer, layers.SubParamLinearAllreduce)
+    return {name: module for name, module in _named_modules(model) if isinstance(module, kinds)}
+
+
+def whole_shape(layer: torch.nn.Module) -> tuple[int, int]:
+    """Return the output and input features of a linear layer, summed over the ranks that hold its shards."""
+    rows, columns = getattr(layer, "_orig_weight_shape", None) or (layer.out_features, layer.in_features)
+    return int(rows), int(columns)
+
+
+def with_all_columns_and_rows(parameter: torch.Tensor, own: Tensor) -> Tensor:
+    """Gather a matrix from all ranks of a tensor-parallel group; each of them must call it.
+
+    Args:
+        parameter: The parameter, which knows its sharding; `own` is returned if it is not sharded.
+        own: This rank's shard, with the parameter's shape.
+    """
+    gather = getattr(parameter, "gather_params", None)
+    if gather is None:
+        return own
+    whole = own.detach()
+    # The layer replaces the data of the list's tensors; the parameter keeps its own.
+    gather([whole])
+    return whole
+
+
+def own_part(parameter: torch.Tensor, whole: Tensor) -> Tensor:
+    """Return this rank's shard of a matrix [O, I], sharded like a parameter."""
+    partition = getattr(parameter, "_tp_partition", None)
+    if partition is None:
+        return whole
+    part = whole.detach()
+    partition([part])
+    return part
+
+
+def stages_of(model: PreTrainedModel) -> Any:
+    """Return the model if it is a pipeline module, otherwise `None`."""
+    return model if hasattr(model, "stages") and hasattr(model, "data_parallel_rank") else None
+
+
+def _named_modules(model: PreTrainedModel) -> Iterator[tuple[str, Any]]:
+    if stages_of(model) is not None:
+        for stage in model.stages:
+            yield from _named_modules(stage)
+        return
+    from .auto_ep import moe_layers, original_name
+
+    blocks = moe_layers(model)
+    for name, module in model.named_modules():
+        plain = name.replace("_orig_mod.", "")
+        block = next((prefix for prefix in blocks if name.startswith(f"{prefix}.")), None)
+        if block is None:
+            yield plain, module
+        elif not name.startswith(f"{block}.router."):
+            inside = original_name(blocks[block], f"{name[len(block) + 1 :]}.").removesuffix(".")
+            yield f"{block}.{inside}".replace("_orig_mod.", ""), module
+
+
+def load_from_other_ranks() -> None:
+    """Make every ZeRO engine of this process load checkpoints that another number of ranks saved.
+
+    All ranks must see the directory above the checkpoint, which holds the converted checkpoint during loading: about 12
+    bytes for each trained parameter, which the first rank writes and every rank reads.
+    """
+
+    def converting(load_checkpoint: Callable[..., Any]) -> Callable[..., Any]:
+        loads_optimizer = _loads_optimizer(load_checkpoint)
+
+        @wraps(load_checkpoint)
+        def load(
+            engine: DeepSpeedEngine, load_dir: str, tag: str | None = None, *args: object, **kwargs: object
+        ) -> Any:
+            directory = Path(load_dir)
+            name = _latest_tag(directory) if tag is None and (directory / "latest").is_file() else tag
+            source = directory / name if name else None
+            if (
+                not loads_optimizer(engine, load_dir, tag, *args, **kwargs)
+                or source is None
+                or not source.is_dir()
+                # 0: the ranks did not shard the optimizer states.
+                or _saving_ranks(source) in (0, engine.seq_dp_world_size)
+            ):
+                return load_checkpoint(engine, load_dir, tag, *args, **kwargs)
+            if errors := _conversion_errors(engine, source):
+                raise UsageError(errors)
+            with _universal(engine, source) as converted, _own_values(engine.optimizer.optimizer):
+                return load_checkpoint(engine, str(converted.parent), converted.name, *args, **kwargs)
+
+        return load
+
+    patches.apply("checkpoints-of-other-ranks", converting)
+
+
+def _saving_ranks(source: Path) -> int:
+    return len(list(source.glob("*zero_pp_rank_*_mp_rank_00_optim_states.pt")))
+
+
+def _conversion_errors(engine: DeepSpeedEngine, source: Path) -> list[ConfigError]:
+    buffers = [
+        f"{path}.{name}" if path else name
+        for path, module in engine.module.named_modules()
+        for name in module._buffers
+        if name not in module._non_persistent_buffers_set
+    ]
+    rules = []
+    if engine.zero_nvme_offload_optimizer():
+        rules.append("optimizer states on NVMe are separate files of each rank")
+    if buffers:
+        rules.append(f"DeepSpeed restores no buffers on another number of ranks, and the model saves {buffers[0]}")
+    saving_ranks = _saving_ranks(source)
+    saved = f"{source.parent.name} was saved by {saving_ranks} ranks: "
+    fix = f"launch {saving_ranks} ranks, or start a new training from the checkpoint's weights by passing it as model"
+    return [
+        ConfigError(where="resume: world_size", value=engine.seq_dp_world_size, rule=saved + rule, fix=fix)
+        for rule in rules
+    ]
+
+
+@contextlib.contextmanager
+def _universal(engine: DeepSpeedEngine, source: Path) -> Iterator[Path]:
+    """Convert a checkpoint on the first rank, while the others wait, and make the engine load the result."""
+    import torch.distributed as distributed
+
+    directory = source.parent.with_name(f".universal-{source.parent.name}")
+    target = directory / source.name
+    first = distributed.get_rank() == 0
+    conversion = BackgroundTask(
+        (lambda: _convert(source, target)) if first else None, f"conversion of {source.parent.name}"
+    )
+    conversion.ended_everywhere(engine.device, wait=True)
+    configuration = engine._config
+    before = configuration.load_universal_checkpoint
+    try:
+        failure = None
+        try:
+            conversion.result()
+        except Exception as error:
+            failure = repr(error)
+        if failure := next(filter(None, gathered(failure)), None):
+            raise ShardwrightError(f"{source.parent.name} cannot be converted to another number of ranks: {failure}")
+        configuration.load_universal_checkpoint = True
+        yield target
+    finally:
+        configuration.load_universal_checkpoint = before
+        distributed.barrier()
+        if first:
+            shutil.rmtree(directory, ignore_errors=True)
+
+
+def _convert(source: Path, target: Path) -> None:
+    from deepspeed.checkpoint import ds_to_universal
+
+    shutil.rmtree(target.parent, ignore_errors=True)
+    target.mkdir(parents=True)
+    # Transformers 5.17.0 saves no `universal_checkpoint_info`, which the converter requires: inject an empty one.
+    options = Namespace(
+        input_folder=str(source),
+        output_folder=str(target),
+        num_extract_workers=1,
+        num_merge_workers=1,
+        keep_temp_folder=False,
+        strict=True,
+        inject_missing_state=True,
+    )
+    output = io.StringIO()
+    with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
+        ds_to_universal.main(options)
+
+
+@contextlib.contextmanager
+def _own_values(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Restore each parameter group's own values after loading, except the learning rate, and give it a step count."""
+    groups = optimizer.param_groups
+    before = [{name: value for name, value in group.items() if name not in ("params", "lr")} for group in groups]
+    yield
+    for group, own in zip(groups, before, strict=True):
+        group |= own
+    for state in optimizer.state.values():
+        if hasattr(state.get("step"), "clone"):
+            state["step"] = state["step"].clone()

@@ -1,15 +1,15 @@
-"""DeepSpeed's tiled autograd functions on MLPs and on the loss of a Transformers model.
+"""DeepSpeed's tiled autograd functions for the MLPs and the loss of a Transformers model.
 
-Seen with deepspeed 0.19.8 (runtime/sequence_parallel/ulysses_sp.py):
+Observed with deepspeed 0.19.8 (runtime/sequence_parallel/ulysses_sp.py):
 
 - `TiledFusedLogitsLoss` runs the backward pass of the head inside its forward: the head's gradient misses every factor
-  that is applied to the loss afterwards, and reaches ZeRO before its backward pass has begun. `SequenceTiledCompute`
-  does neither, so that the loss uses that;
-- both functions let ZeRO reduce a parameter's gradient with the last tile; a head that is tied to the embedding gets
-  more gradient later, which ZeRO then refuses ("already been reduced");
-- the output of `TiledMLP` needs a gradient only if its input does: adapters of a first MLP behind a frozen embedding
-  would never learn;
-- both compute tiles anew in the backward pass without restoring the random state: dropout would differ.
+  that is applied to the loss afterwards, and reaches ZeRO before its backward pass has begun. The loss here uses
+  `SequenceTiledCompute`, which has neither problem.
+- Both functions make ZeRO reduce a parameter's gradient with the last tile. A head that is tied to the embedding gets
+  more gradient later, which ZeRO then rejects ("already been reduced").
+- The output of `TiledMLP` requires a gradient only if its input does: adapters of a first MLP behind a frozen embedding
+  would never learn.
+- Both recompute tiles in the backward pass without restoring the random state: dropout would differ.
 """
 
 from __future__ import annotations
@@ -19,12 +19,14 @@ import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from ...ds_configs.specs.errors import Fault, UsageError
+from ...ds_configs.specs.errors import ConfigError, UsageError
+from .. import patches
 from ..transformers.output_heads import head_module, output_head
 from .engine import share_with_zero3
 
 if TYPE_CHECKING:
     import torch
+    from transformers import PreTrainedModel
 
 _MLP_NAMES = ("mlp", "feed_forward")
 _LOGITS_BYTES_OF_A_TILE = 2**30
@@ -32,55 +34,60 @@ _LOGITS_BYTES_OF_A_TILE = 2**30
 _IGNORED_LABEL = -100
 
 
-def mlps(model: Any) -> list[Any]:
+def mlps(model: PreTrainedModel) -> list[Any]:
     """Return the MLPs of a model's layers."""
     return [child for module in model.modules() for name, child in module.named_children() if name in _MLP_NAMES]
 
 
-def has_dropout(module: Any) -> bool:
-    """Return whether anything in a module drops values while it trains."""
+def has_dropout(module: torch.nn.Module) -> bool:
+    """Return whether a module contains active dropout."""
     import torch
 
-    return any(isinstance(one, torch.nn.Dropout) and one.p > 0 for one in module.modules())
+    return any(isinstance(child, torch.nn.Dropout) and child.p > 0 for child in module.modules())
 
 
-def tile_mlps(model: Any, tiles: int | None) -> None:
-    """Let every MLP compute `tiles` parts of the sequence one after the other, and again in the backward pass.
+def tile_mlps(model: PreTrainedModel, tiles: int | None) -> None:
+    """Make every MLP process the sequence in `tiles` parts, which are recomputed in the backward pass.
 
-    `None` makes parts of as many tokens as the model is wide. What tiled them before is replaced.
+    `None` uses parts of as many tokens as the hidden size. Earlier tiling is replaced.
 
     Raises:
-        UsageError: something else has replaced the forward of an MLP.
+        UsageError: other code has replaced the forward of an MLP.
     """
     untile_mlps(model)
     hidden = model.config.get_text_config().hidden_size
     for mlp in mlps(model):
         if "forward" in vars(mlp):
-            rule = "has a forward of somebody else's, which tiles would lose"
-            fix = "leave tiled_mlp out, or what replaces MLPs (Liger kernels, hooks)"
-            raise UsageError(Fault(where="tiled_mlp", value=type(mlp).__name__, rule=rule, fix=fix))
-        mlp.forward = functools.partial(_tiled_mlp, mlp, mlp.forward, tiles, hidden)
+            rule = "has a replaced forward, which tiling would discard"
+            fix = "disable tiled_mlp, or disable what replaces the MLP's forward (Liger kernels, hooks)"
+            raise UsageError(ConfigError(where="tiled_mlp", value=type(mlp).__name__, rule=rule, fix=fix))
+        tiled = functools.partial(functools.partial, _tiled_mlp, mlp, tiles, hidden)
+        patches.apply("tiled-mlp", tiled, on=mlp)
 
 
-def untile_mlps(model: Any) -> None:
-    """Give the MLPs of a model back the forward of their class, where an earlier run tiled them."""
+def untile_mlps(model: PreTrainedModel) -> None:
+    """Restore the forward of MLPs that an earlier run tiled."""
     for mlp in mlps(model):
         if _is_tiled(mlp):
-            del mlp.forward
+            patches.remove("tiled-mlp", on=mlp)
 
 
-def share_tiled_mlps(model: Any) -> None:
-    """Let ZeRO-3 gather an MLP's weights once for all of its tiles, however many each rank has."""
+def share_tiled_mlps(model: PreTrainedModel) -> None:
+    """Make ZeRO-3 gather an MLP's weights once for all of its tiles."""
     share_with_zero3(mlp for mlp in mlps(model) if _is_tiled(mlp))
 
 
-def _is_tiled(mlp: Any) -> bool:
+def _is_tiled(mlp: torch.nn.Module) -> bool:
     forward = vars(mlp).get("forward")
     return isinstance(forward, functools.partial) and forward.func is _tiled_mlp
 
 
 def _tiled_mlp(
-    mlp: Any, forward: Callable[[torch.Tensor], torch.Tensor], tiles: int | None, hidden: int, x: torch.Tensor
+    mlp: torch.nn.Module,
+    tiles: int | None,
+    hidden: int,
+    forward: Callable[[torch.Tensor], torch.Tensor],
+    x: torch.Tensor,
 ) -> torch.Tensor:
     import torch
     from deepspeed.runtime.sequence_parallel.ulysses_sp import TiledMLP
@@ -88,28 +95,29 @@ def _tiled_mlp(
     count = math.ceil(x.shape[-2] / hidden) if tiles is None else tiles
     if count < 2:
         return forward(x)
-    parameters = [one for one in mlp.parameters() if one.requires_grad]
+    parameters = [parameter for parameter in mlp.parameters() if parameter.requires_grad]
     if torch.is_grad_enabled() and parameters and not x.requires_grad:
         x = x.detach().requires_grad_()
     return TiledMLP.apply(lambda _mlp, tile: forward(tile), mlp, x, count, parameters)
 
 
 def tiled_cross_entropy(
-    model: Any, hidden_BLH: torch.Tensor, labels_BL: torch.Tensor, tiles: int | None
+    model: PreTrainedModel, hidden_BLH: torch.Tensor, labels_BL: torch.Tensor, tiles: int | None
 ) -> torch.Tensor:
     """Return the sum of the cross-entropies of all labelled positions, from logits of one tile at a time.
 
-    `None` makes tiles whose fp32 logits take up to 1 GiB. Labels stand beside the positions that predict them.
+    `None` makes tiles whose fp32 logits need up to 1 GiB. Labels are shifted: each has the index of the position that
+    predicts it.
     """
     import torch
     from deepspeed.runtime.sequence_parallel.ulysses_sp import sequence_tiled_compute
 
     head = head_module(model)
-    parameters = [one for one in head.parameters() if one.requires_grad]
+    parameters = [parameter for parameter in head.parameters() if parameter.requires_grad]
     if torch.is_grad_enabled() and parameters and not hidden_BLH.requires_grad:
         hidden_BLH = hidden_BLH.detach().requires_grad_()
-    embedding = {id(one) for one in model.get_input_embeddings().parameters()}
-    tied = [one for one in parameters if id(one) in embedding]
+    embedding = {id(parameter) for parameter in model.get_input_embeddings().parameters()}
+    tied = [parameter for parameter in parameters if id(parameter) in embedding]
     samples, length = labels_BL.shape
     size = samples * length * output_head(model).vocab_size * 4
     count = math.ceil(size / _LOGITS_BYTES_OF_A_TILE) if tiles is None else tiles
@@ -120,8 +128,13 @@ def tiled_cross_entropy(
             logits.reshape(-1, logits.shape[-1]), y.reshape(-1), ignore_index=_IGNORED_LABEL, reduction="sum"
         )
 
+    def set_ready(ready: bool) -> None:
+        """Set whether ZeRO may reduce the gradients of tied weights."""
+        for parameter in tied:
+            parameter.ds_grad_is_ready = ready
+
     if hidden_BLH.requires_grad and tied:
-        hidden_BLH.register_hook(lambda _gradient: _say_ready(tied, ready=True))
+        hidden_BLH.register_hook(lambda _gradient: set_ready(True))
     total: torch.Tensor = sequence_tiled_compute(
         loss_of,
         seqlen=length,
@@ -129,16 +142,10 @@ def tiled_cross_entropy(
         kwargs_to_shard={"x": hidden_BLH, "y": labels_BL},
         kwargs_to_pass={},
         grad_requiring_tensor_key="x",
-        compute_params=[one for one in parameters if id(one) not in embedding],
+        compute_params=[parameter for parameter in parameters if id(parameter) not in embedding],
         output_unshard_dimension=0,
         output_reduction="sum",
     )
     if total.requires_grad and tied:
-        total.register_hook(lambda _gradient: _say_ready(tied, ready=False))
+        total.register_hook(lambda _gradient: set_ready(False))
     return total
-
-
-def _say_ready(parameters: list[Any], *, ready: bool) -> None:
-    """Tell ZeRO whether the gradients of parameters are complete."""
-    for parameter in parameters:
-        parameter.ds_grad_is_ready = ready

@@ -1,1 +1,1 @@
-"""DeepSpeed's pipeline with a Hugging Face model's own modules: enter by `module.py`."""
+"""DeepSpeed's pipeline with a Hugging Face model's own modules: start with `module.py`."""

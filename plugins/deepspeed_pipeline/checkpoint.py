@@ -1,42 +1,43 @@
 """A pipeline's weights as a normal Hugging Face checkpoint, written by all stages together.
 
-Every stage's first data-parallel rank writes its own tensors beside the checkpoint, the first rank names them all,
-writes the index and moves everything into its place; no rank gathers another stage's. The directory must be one that
-all of these ranks see.
+Every stage's first data-parallel rank writes its own tensors to a directory next to the checkpoint. The first rank then
+names the files, writes the index and moves everything to the checkpoint. No rank gathers another stage's tensors. All
+of these ranks must see the directory.
 
-An interrupted save is never taken for a whole checkpoint of old and new weights: see `plugins/safetensors/writing.py`.
+An interrupted save cannot be loaded as a mixture of old and new weights: see `plugins/safetensors/writing.py`.
 """
 
 from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from copy import deepcopy
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ...ds_configs.plan.write import write_files
-from ...ds_configs.specs.errors import Fault, RefusedInputError, ShardwrightError, UsageError
-from ...ds_configs.specs.stages import PipelineStage
+from ...ds_configs.plan.output import write_files
+from ...ds_configs.specs.errors import ConfigError, RefusedInputError, ShardwrightError, UsageError
+from ...ds_configs.specs.layout import PipelineStage
 from ..safetensors.writing import SHARD_BYTES, name_shards, publish, save_tensors
-from .tensor_parallel import whole_tensor
+from .stage import whole_tensor
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
 CUT = "pipeline_cut.json"
-"""Beside the state of a training: the stages that it belongs to."""
-_GO_ON = "resume with the stages of the checkpoint, or start anew from its weights: PipelineTrainer(model=directory)"
+"""File in a training checkpoint that records its stages."""
+_FIX = "resume with the stages of the checkpoint, or start a new training from it: PipelineTrainer(model=directory)"
 
 
-def pipeline_tensors(module: Any) -> Iterator[tuple[str, Tensor]]:
+def pipeline_tensors(module: torch.nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Yield the tensors of this rank's stages under the names of the model's checkpoint, tied ones once.
 
-    With tensor parallelism each is gathered in its turn, and every rank of a group must exhaust the iterator.
+    With tensor parallelism each tensor is gathered, and every rank of a group must exhaust the iterator.
 
     Args:
-        module: What `build_pipeline_module` made, without the engine.
+        module: Result of `build_pipeline_module`, without the engine.
     """
     for stage in module.stages:
         for path, tensor in stage.state_dict().items():
@@ -45,16 +46,16 @@ def pipeline_tensors(module: Any) -> Iterator[tuple[str, Tensor]]:
                 yield path, whole_tensor(stage.get_submodule(module_path), name, tensor.detach())
 
 
-def save_pipeline_checkpoint(module: Any, directory: str | Path, *, config: Any = None) -> None:
+def save_pipeline_checkpoint(module: torch.nn.Module, directory: str | Path, *, config: Any = None) -> None:
     """Write a checkpoint that `from_pretrained` loads; every rank must call it.
 
     Args:
-        module: What `build_pipeline_module` made, or the DeepSpeed engine around it.
-        directory: Where to; weights that lie there are replaced, other files stay.
+        module: Result of `build_pipeline_module`, or the DeepSpeed engine around it.
+        directory: Output directory; existing weights are replaced, other files are kept.
         config: Config to write; `None` for the model's own.
 
     Raises:
-        ShardwrightError: A rank could not write; unless files were already being moved, nothing was replaced.
+        ShardwrightError: A rank could not write. Old weights are kept unless files were already being moved.
     """
     from torch import distributed
 
@@ -64,29 +65,45 @@ def save_pipeline_checkpoint(module: Any, directory: str | Path, *, config: Any 
     first = distributed.get_rank() == 0
     prefix = f"stage-{module.stage_id:05d}"
     writes = module.data_parallel_rank == 0
+
+    def make_empty() -> None:
+        shutil.rmtree(unfinished, ignore_errors=True)
+        unfinished.mkdir(parents=True)
+
+    def finish() -> None:
+        name_shards(sorted(unfinished.glob("stage-*.safetensors")))
+        parts = module.source
+        written = deepcopy(parts.config if config is None else config)
+        written.architectures = [parts.model_class]
+        written.dtype = next(module.stages[0].parameters()).dtype
+        written.save_pretrained(unfinished)
+        if parts.generation_config is not None:
+            parts.generation_config.save_pretrained(unfinished)
+        publish(unfinished, output)
+
     try:
-        _together(lambda: _make_empty(unfinished), here=first, what=f"{unfinished} cannot be made")
+        _together(make_empty, here=first, what=f"{unfinished} cannot be made")
         _together(lambda: _write_tensors(module, unfinished, prefix), here=writes, what=f"{output} cannot be written")
-        _together(lambda: _finish(module, unfinished, output, config), here=first, what=f"{output} cannot be written")
+        _together(finish, here=first, what=f"{output} cannot be written")
     finally:
         if first:
             shutil.rmtree(unfinished, ignore_errors=True)
 
 
 def save_cut(directory: Path, stages: Sequence[PipelineStage], *, tensor_parallel_size: int, dual_pipe: bool) -> None:
-    """Write beside the state of a training to which stages it belongs."""
+    """Record the stages of a training in its checkpoint directory."""
     cut = _cut(stages, tensor_parallel_size, dual_pipe)
     write_files({CUT: json.dumps(cut) + "\n"}, directory, force=True)
 
 
 def check_cut(directory: Path, stages: Sequence[PipelineStage], *, tensor_parallel_size: int, dual_pipe: bool) -> None:
-    """Refuse to go on with a training of other stages: DeepSpeed keeps each rank's tensors and optimizer states.
+    """Check that a checkpoint has the same stages as this run: DeepSpeed saves tensors and states per rank.
 
-    A checkpoint that names no stages is taken.
+    A checkpoint without recorded stages is accepted.
 
     Raises:
-        UsageError: it was cut otherwise; the fault names how.
-        RefusedInputError: what names the stages is no JSON object.
+        UsageError: it has other stages; the errors name the differences.
+        RefusedInputError: the file with the stages is not a JSON object.
     """
     path = directory / CUT
     if not path.exists():
@@ -94,14 +111,19 @@ def check_cut(directory: Path, stages: Sequence[PipelineStage], *, tensor_parall
     try:
         saved = dict(json.loads(path.read_bytes()))
     except (ValueError, TypeError, RecursionError) as error:
-        raise RefusedInputError(Fault(where=str(path), rule=f"is not a JSON object ({error!r})")) from None
+        raise RefusedInputError(ConfigError(where=str(path), rule=f"is not a JSON object ({error!r})")) from None
     now = _cut(stages, tensor_parallel_size, dual_pipe)
-    if faults := [
-        Fault(where=f"{path.name}: {name}", value=saved.get(name), rule=f"this training has {value}", fix=_GO_ON)
+    if errors := [
+        ConfigError(
+            where=f"{path.name}: {name}",
+            value=saved.get(name),
+            rule=f"must equal the value of this run, {value}",
+            fix=_FIX,
+        )
         for name, value in now.items()
         if saved.get(name) != value
     ]:
-        raise UsageError(faults)
+        raise UsageError(errors)
 
 
 def _cut(stages: Sequence[PipelineStage], tensor_parallel_size: int, dual_pipe: bool) -> dict[str, Any]:
@@ -110,7 +132,7 @@ def _cut(stages: Sequence[PipelineStage], tensor_parallel_size: int, dual_pipe: 
 
 
 def _together(work: Callable[[], None], *, here: bool, what: str) -> None:
-    """Work on the ranks where it is `here`, and fail on all of them when one fails."""
+    """Run `work` on the ranks with `here`, and raise an error on all ranks if one fails."""
     import torch
     from torch import distributed
 
@@ -119,7 +141,7 @@ def _together(work: Callable[[], None], *, here: bool, what: str) -> None:
         try:
             work()
         except Exception as error:
-            # The others would wait for this rank otherwise.
+            # Otherwise the others would wait for this rank.
             failure = error
     on_cpu = distributed.get_backend() == "gloo"
     device = torch.device("cpu") if on_cpu else torch.device("cuda", torch.cuda.current_device())
@@ -131,49 +153,29 @@ def _together(work: Callable[[], None], *, here: bool, what: str) -> None:
         raise ShardwrightError(f"{what} on another rank")
 
 
-def _make_empty(directory: Path) -> None:
-    shutil.rmtree(directory, ignore_errors=True)
-    directory.mkdir(parents=True)
-
-
-def _write_tensors(module: Any, directory: Path, prefix: str) -> None:
-    if module.tensor_parallel_rank:
-        # Takes part in gathering each tensor and keeps none.
-        for _ in pipeline_tensors(module):
-            pass
-        return
+def _write_tensors(module: torch.nn.Module, directory: Path, prefix: str) -> None:
+    """Write this rank's tensors in files of at most `SHARD_BYTES`, one of which is in memory at a time."""
+    part: dict[str, Tensor] = {}
     failure = None
-    for number, part in enumerate(_files((name, tensor.cpu()) for name, tensor in pipeline_tensors(module))):
+    number = 0
+
+    def write() -> None:
+        nonlocal failure, number
         try:
-            if failure is None:
+            if part and failure is None:
                 save_tensors(part, directory / f"{prefix}-{number:05d}.safetensors")
         except Exception as error:
-            # The group goes on gathering with this rank.
+            # The other ranks of the group still gather with this rank.
             failure = error
+        part.clear()
+        number += 1
+
+    for name, tensor in pipeline_tensors(module):
+        # Only the first tensor-parallel rank writes; the others take part in gathering.
+        if module.tensor_parallel_rank == 0:
+            if part and sum(other.nbytes for other in part.values()) + tensor.nbytes > SHARD_BYTES:
+                write()
+            part[name] = tensor.cpu().contiguous()
+    write()
     if failure is not None:
         raise failure
-
-
-def _files(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[dict[str, Tensor]]:
-    """Divide tensors, in their order, into files of at most `SHARD_BYTES`; one file is held at a time."""
-    part: dict[str, Tensor] = {}
-    for name, tensor in tensors:
-        if part and sum(each.nbytes for each in part.values()) + tensor.nbytes > SHARD_BYTES:
-            yield part
-            part = {}
-        part[name] = tensor.contiguous()
-    if part:
-        yield part
-
-
-def _finish(module: Any, unfinished: Path, output: Path, config: Any) -> None:
-    """Give the files their names, write index and config, and move all into their place, the index last."""
-    name_shards(sorted(unfinished.glob("stage-*.safetensors")))
-    parts = module.source
-    written = deepcopy(parts.config if config is None else config)
-    written.architectures = [parts.model_class]
-    written.dtype = next(module.stages[0].parameters()).dtype
-    written.save_pretrained(unfinished)
-    if parts.generation_config is not None:
-        parts.generation_config.save_pretrained(unfinished)
-    publish(unfinished, output)

@@ -1,49 +1,59 @@
-"""DeepSpeed's pipeline engine: an exact gradient norm, batches of the own replica, evaluation without an optimizer.
+"""DeepSpeed's pipeline engine: an exact gradient norm, batches per replica, and evaluation without an optimizer.
 
-Seen with deepspeed 0.19.8 and accelerate 1.15.0, two and four gloo ranks:
+Observed with deepspeed 0.19.8 and accelerate 1.15.0, two and four gloo ranks:
 
-- ``clip_fp32_gradients`` (ZeRO-0 in fp32) counts the gradients of the first stage alone, because the parameters of
-  the other stages lack the mark ``model_parallel`` that ``clip_grad_norm_`` (runtime/utils.py) asks for. Every stage
-  then clips with a norm that is too small, and the norm is kept nowhere.
-- ``_exec_send_activations`` tells the next stage the shape of what follows for the first micro-batch only, unless
-  ``dynamic_shape`` is on, which tells it for every micro-batch and waits for the device each time.
-- ``_exec_backward_pass`` of the last stage returns before it lets go of the outputs, so that the logits of one
-  micro-batch live until the next one's are there; an evaluation never lets go of its last ones.
-- ``DualPipeVEngine.eval_batch`` looks for phase-1 buffers where training keeps them, so that an evaluation of another
-  number of micro-batches than ``gradient_accumulation_steps`` reads an empty one.
-- Accelerate hands each rank other samples, and the Trainer seeds the workers of each rank's loader differently; all
-  stages of one pipeline need the same.
-- ``HfTrainerDeepSpeedConfig`` computes ``train_batch_size`` as if every rank read samples of its own.
+- ``clip_fp32_gradients`` (ZeRO-0 in fp32) counts only the first stage's gradients, because the parameters of the other
+  stages lack the mark ``model_parallel`` that ``clip_grad_norm_`` (runtime/utils.py) requires. Every stage then clips
+  by a norm that is too small, and the norm is not kept.
+- ``_exec_send_activations`` sends the shape of activations to the next stage only for the first micro-batch, unless
+  ``dynamic_shape`` is on, which sends it for every micro-batch and waits for the device each time.
+- ``_exec_backward_pass`` of the last stage returns before it frees the outputs, so the logits of one micro-batch live
+  until the next one's exist; an evaluation never frees its last logits.
+- ``DualPipeVEngine.eval_batch`` looks for phase-1 buffers where training keeps them, so an evaluation with a number of
+  micro-batches other than ``gradient_accumulation_steps`` reads an empty buffer.
+- Accelerate gives each rank different samples, and the Trainer seeds the workers of each rank's loader differently; all
+  stages of one pipeline need the same samples.
+- ``HfTrainerDeepSpeedConfig`` computes ``train_batch_size`` as if every rank read different samples.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from .. import patches
+from ..metering import WARM_UP_STEPS, Meter, MeterPhase, meter_trainer
+
 if TYPE_CHECKING:
     import torch
+    from accelerate import Accelerator
+    from deepspeed import DeepSpeedEngine
+    from torch.distributed import ProcessGroup
+    from transformers import Trainer
 
 _BATCH_KEY = "train_batch_size"
 _REMEMBERED = "_written_global_batch"
 
 
-def read_own_replica(accelerator: Any, *, replicas: int, replica: int) -> None:
-    """Make an accelerator shard data loaders over the copies of a pipeline instead of over all ranks.
+def read_own_replica(accelerator: Accelerator, *, replicas: int, replica: int) -> None:
+    """Make an accelerator shard data loaders over the replicas of a pipeline instead of over all ranks.
 
     Args:
         accelerator: Accelerate's `Accelerator`.
-        replicas: Copies of the pipeline.
-        replica: Which of them this rank is a stage of.
+        replicas: Replicas of the pipeline.
+        replica: Index of this rank's replica.
     """
     from accelerate.data_loader import prepare_data_loader
 
     def prepare(data_loader: Any, device_placement: bool | None = None, slice_fn_for_dispatch: Any = None) -> Any:
         if getattr(data_loader, "_is_accelerate_prepared", False):
             return data_loader
-        data_loader.worker_init_fn = _seeded_by_replica(data_loader.worker_init_fn, replica)
+        seed = data_loader.worker_init_fn
+        if "rank" in getattr(seed, "keywords", {}):
+            # The Trainer's seeding of workers (transformers 5.17.0, `seed_worker`), with the replica as its rank.
+            data_loader.worker_init_fn = partial(seed.func, *seed.args, **{**seed.keywords, "rank": replica})
         prepared = prepare_data_loader(
             data_loader,
             accelerator.device,
@@ -61,24 +71,16 @@ def read_own_replica(accelerator: Any, *, replicas: int, replica: int) -> None:
         accelerator._dataloaders.append(prepared)
         return prepared
 
-    accelerator.prepare_data_loader = prepare
-
-
-def _seeded_by_replica(worker_init_fn: Any, replica: int) -> Any:
-    """Return the Trainer's seeding of workers (transformers 5.17.0, `seed_worker`) with the replica as its rank."""
-    if "rank" not in getattr(worker_init_fn, "keywords", {}):
-        return worker_init_fn
-    keywords = {**worker_init_fn.keywords, "rank": replica}
-    return partial(worker_init_fn.func, *worker_init_fn.args, **keywords)
+    patches.apply("pipeline-data-loader", lambda _: prepare, on=accelerator)
 
 
 def written_global_batch(given: Any, hf_deepspeed_config: Any) -> Any:
-    """Return the `train_batch_size` that a user wrote, which is `auto` or missing where it is to be computed.
+    """Return the `train_batch_size` that a user wrote; `auto` or `None` if it must be computed.
 
     Args:
-        given: What `TrainingArguments(deepspeed=...)` got; `None` with a configuration from `accelerate launch`.
-        hf_deepspeed_config: The configuration in use, which the Trainer may have completed; what it held when it was
-            first asked for is remembered on it, so that a second trainer takes no value of the first for the user's.
+        given: Value of `TrainingArguments(deepspeed=...)`; `None` with a configuration from `accelerate launch`.
+        hf_deepspeed_config: The configuration in use, which the Trainer may have completed. It keeps the result of the
+            first call, so that a second trainer does not read a computed value of the first as the user's.
     """
     if not hasattr(hf_deepspeed_config, _REMEMBERED):
         config = hf_deepspeed_config.config
@@ -91,17 +93,17 @@ def written_global_batch(given: Any, hf_deepspeed_config: Any) -> Any:
 
 
 def set_global_batch(hf_deepspeed_config: Any, *, written: Any, replicas: int) -> int | None:
-    """Put the samples of one optimizer step into a DeepSpeed configuration; return a written value that contradicts.
+    """Set the samples per optimizer step in a DeepSpeed configuration; return a user's value that contradicts it.
 
-    Sizes that are still `auto` are left so: the Trainer fills in those of a configuration that `accelerate launch`
-    announced, when it makes its accelerator.
+    Does nothing while sizes are still `auto`: the Trainer completes a configuration from `accelerate launch` when it
+    creates its accelerator.
 
     Args:
-        hf_deepspeed_config: `HfTrainerDeepSpeedConfig`, or before the Trainer exists Accelerate's own.
-        written: `written_global_batch(...)` of this configuration.
-        replicas: Copies of the pipeline.
+        hf_deepspeed_config: `HfTrainerDeepSpeedConfig`, or Accelerate's own before the Trainer exists.
+        written: Result of `written_global_batch` for this configuration.
+        replicas: Replicas of the pipeline.
     """
-    # Transformers may have replaced the configuration that was asked.
+    # Transformers may have replaced the configuration since `written_global_batch` was called.
     setattr(hf_deepspeed_config, _REMEMBERED, written)
     config = hf_deepspeed_config.config
     sizes = [config.get(key, "auto") for key in ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps")]
@@ -118,13 +120,13 @@ def set_global_batch(hf_deepspeed_config: Any, *, written: Any, replicas: int) -
     return None
 
 
-def repair_clipping(engine: Any) -> None:
-    """Make a pipeline engine clip ZeRO-0 gradients in fp32 by the norm over all stages, tied weights once."""
+def repair_clipping(engine: DeepSpeedEngine) -> None:
+    """Make a pipeline engine clip fp32 ZeRO-0 gradients by the norm over all stages, counting tied weights once."""
 
     def clip() -> None:
         grid = engine.grid
-        holds_whole = grid.get_slice_parallel_rank() == 0
-        counted = (p for p in engine.module.parameters() if counts_in_norm(p, holds_whole=holds_whole))
+        replicated = grid.get_slice_parallel_rank() == 0
+        counted = (p for p in engine.module.parameters() if counts_in_norm(p, counts_replicated=replicated))
         norm = gradient_norm(counted, grid.get_model_parallel_group(), engine.device)
         engine._global_grad_norm = norm
         factor = engine.gradient_clipping() / (norm + 1e-6)
@@ -133,24 +135,24 @@ def repair_clipping(engine: Any) -> None:
                 if parameter.grad is not None:
                     parameter.grad.mul_(factor)
 
-    engine.clip_fp32_gradients = clip
+    patches.apply("pipeline-clipping", lambda _: clip, on=engine)
 
 
-def counts_in_norm(parameter: Any, *, holds_whole: bool) -> bool:
-    """Whether this rank counts a parameter in the norm of all stages, so that some rank does and no second one.
+def counts_in_norm(parameter: torch.Tensor, *, counts_replicated: bool) -> bool:
+    """Return whether this rank counts a parameter in the norm of all stages, so that exactly one rank does.
 
     Args:
         parameter: A parameter of this rank's stage.
-        holds_whole: Whether this rank answers for what each rank of its tensor-parallel group holds whole.
+        counts_replicated: Whether this rank counts parameters that are replicated in its tensor-parallel group.
     """
     from deepspeed.runtime.utils import is_model_parallel_parameter
 
-    copy = getattr(parameter, "ds_pipe_replicated", False)
-    return not copy and (holds_whole or is_model_parallel_parameter(parameter))
+    tied_copy = getattr(parameter, "ds_pipe_replicated", False)
+    return not tied_copy and (counts_replicated or is_model_parallel_parameter(parameter))
 
 
-def gradient_norm(parameters: Iterable[torch.Tensor], group: Any, device: Any) -> torch.Tensor:
-    """Return the 2-norm of the gradients of all ranks of a group, each of which counts its own parameters."""
+def gradient_norm(parameters: Iterable[torch.Tensor], group: ProcessGroup, device: torch.device) -> torch.Tensor:
+    """Return the 2-norm over the gradients of all ranks of a group; each rank passes the parameters that it counts."""
     import torch
     import torch.distributed as dist
 
@@ -162,51 +164,54 @@ def gradient_norm(parameters: Iterable[torch.Tensor], group: Any, device: Any) -
     return squares.sqrt()
 
 
-def free_logits_early(engine: Any) -> None:
-    """Make the last stage of a 1F1B engine keep a micro-batch's loss alone, whose graph holds what backward needs.
+def free_logits_early(engine: DeepSpeedEngine) -> None:
+    """Make the last stage of a 1F1B engine keep only a micro-batch's loss, whose graph holds what backward needs.
 
-    An evaluation that is asked for logits keeps them elsewhere, in `engine.outputs`.
+    An evaluation that returns logits keeps them in `engine.outputs`.
     """
-    from deepspeed.runtime.pipe import schedule
 
-    forward, backward = (engine._INSTRUCTION_MAP[kind] for kind in (schedule.ForwardPass, schedule.BackwardPass))
+    def freeing(instructions: dict[type, Callable[..., None]]) -> dict[type, Callable[..., None]]:
+        from deepspeed.runtime.pipe import schedule
 
-    def forward_pass(self: Any, buffer_id: int) -> None:
-        forward(self, buffer_id)
-        if self.is_last_stage():
-            self.pipe_buffers["outputs"][buffer_id] = None
+        forward, backward = (instructions[kind] for kind in (schedule.ForwardPass, schedule.BackwardPass))
 
-    def backward_pass(self: Any, buffer_id: int) -> None:
-        backward(self, buffer_id)
-        self.pipe_buffers["labels"][buffer_id] = None
+        def forward_pass(self: Any, buffer_id: int) -> None:
+            forward(self, buffer_id)
+            if self.is_last_stage():
+                self.pipe_buffers["outputs"][buffer_id] = None
+
+        def backward_pass(self: Any, buffer_id: int) -> None:
+            backward(self, buffer_id)
+            self.pipe_buffers["labels"][buffer_id] = None
+
+        return {**instructions, schedule.ForwardPass: forward_pass, schedule.BackwardPass: backward_pass}
 
     if type(engine).__name__ != "DualPipeVEngine":
-        replaced = {schedule.ForwardPass: forward_pass, schedule.BackwardPass: backward_pass}
-        engine._INSTRUCTION_MAP = {**engine._INSTRUCTION_MAP, **replaced}
+        patches.apply("freed-logits", freeing, on=engine)
 
 
-def optimizer_step(engine: Any, micro_batches: Sequence[Any]) -> torch.Tensor:
+def optimizer_step(engine: DeepSpeedEngine, micro_batches: Sequence[Any]) -> torch.Tensor:
     """Train one optimizer step on micro-batches of one shape and return the mean loss over replicas, on every rank."""
     with _micro_batches(engine, len(micro_batches)):
         loss: torch.Tensor = engine.train_batch(iter(micro_batches))
     return loss
 
 
-def summed_loss(engine: Any, micro_batches: Sequence[Any], *, replicas: int) -> torch.Tensor:
-    """Return the sum of the micro-batches' losses over all replicas, on every rank and without training."""
+def summed_loss(engine: DeepSpeedEngine, micro_batches: Sequence[Any], *, replicas: int) -> torch.Tensor:
+    """Evaluate micro-batches and return the sum of their losses over all replicas, on every rank."""
     count = len(micro_batches)
     with _micro_batches(engine, count):
         mean: torch.Tensor = engine.eval_batch(iter(micro_batches), num_micro_batches=count)
     return mean * (count * replicas)
 
 
-def whole_logits(engine: Any, inputs: tuple[torch.Tensor, ...], labels_BS: torch.Tensor) -> torch.Tensor:
+def whole_logits(engine: DeepSpeedEngine, inputs: tuple[torch.Tensor, ...], labels_BS: torch.Tensor) -> torch.Tensor:
     """Return the logits [B, S, V] of one batch on every rank of the pipeline, in evaluation mode.
 
     Args:
         engine: The pipeline engine.
-        inputs: What the first stage reads: token ids, and a mask and positions if there are any.
-        labels_BS: Labels, of which the loss is computed and thrown away.
+        inputs: Inputs of the first stage: token ids, and a mask and positions if there are any.
+        labels_BS: Labels; their loss is computed and discarded.
     """
     import torch
     import torch.distributed as dist
@@ -225,8 +230,8 @@ def whole_logits(engine: Any, inputs: tuple[torch.Tensor, ...], labels_BS: torch
 
 
 @contextmanager
-def _micro_batches(engine: Any, count: int) -> Iterator[None]:
-    """Let one step have fewer micro-batches than the configuration says, as the last one of an epoch."""
+def _micro_batches(engine: DeepSpeedEngine, count: int) -> Iterator[None]:
+    """Run a step with another number of micro-batches than the configuration's, such as the last of an epoch."""
     usual, engine.micro_batches = engine.micro_batches, count
     try:
         yield
@@ -235,30 +240,75 @@ def _micro_batches(engine: Any, count: int) -> Iterator[None]:
 
 
 class ShapeWatch:
-    """Makes both ends of a stage border forget the shape of activations when the next micro-batches have another."""
+    """Makes sending and receiving stages forget the shape of activations if the next micro-batches have another."""
 
     def __init__(self) -> None:
         self._last: tuple[Any, ...] = ()
 
-    def expect(self, engine: Any, inputs: Sequence[torch.Tensor]) -> None:
-        """Say that the next micro-batches of an engine are like these inputs; all stages must say the same."""
+    def expect(self, engine: DeepSpeedEngine, inputs: Sequence[torch.Tensor]) -> None:
+        """Set the shapes of an engine's next micro-batches; all stages must pass inputs of the same shapes."""
         now = (id(engine), *((tuple(tensor.shape), tensor.dtype) for tensor in inputs))
         if now != self._last:
             engine.reset_activation_shape()
             self._last = now
 
 
-def evaluation_engine(module: Any, config: dict[str, Any]) -> Any:
-    """Return an engine over a pipeline module that only evaluates, made without an optimizer.
+def evaluation_engine(module: torch.nn.Module, config: dict[str, Any]) -> Any:
+    """Return an engine without an optimizer for a pipeline module that is only evaluated.
 
     Args:
         module: DeepSpeed's `PipelineModule`.
-        config: The training configuration; its ZeRO stage and optimizer are left out.
+        config: The training configuration; its ZeRO section, optimizer and scheduler are ignored.
     """
     import deepspeed
 
-    left_out = ("optimizer", "scheduler", "zero_optimization")
-    kept = {key: value for key, value in config.items() if key not in left_out}
-    engine = deepspeed.initialize(model=module, config=kept)[0]
+    ignored = ("optimizer", "scheduler", "zero_optimization")
+    own = {key: value for key, value in config.items() if key not in ignored}
+    engine = deepspeed.initialize(model=module, config=own)[0]
     free_logits_early(engine)
     return engine
+
+
+_PHASES: dict[str, MeterPhase] = {
+    "ForwardPass": "forward",
+    "BackwardPass": "backward",
+    "ReduceGrads": "backward",
+    "OptimizerStep": "step",
+}
+"""Phase that each instruction of a schedule begins."""
+
+
+def meter_pipeline_trainer(trainer: Trainer, meter: Meter, *, warm_up_steps: int = WARM_UP_STEPS) -> None:
+    """Make `meter` follow the instructions of a `PipelineTrainer`'s schedule, and discard the first steps.
+
+    Micro-batches interleave, so a phase includes memory that other phases of the step keep. Call it before `train()`.
+    """
+    # A schedule never calls `compute_loss`, and `PipelineTrainer` rejects an object that replaces it.
+    meter_trainer(trainer, meter, warm_up_steps=warm_up_steps, computes_loss=False)
+    followed: list[Any] = []
+
+    def metered(training_step: Callable[..., Any]) -> Callable[..., Any]:
+        def metered_step(engine: DeepSpeedEngine, *args: object, **kwargs: object) -> Any:
+            if not any(engine is other for other in followed):
+                followed.append(engine)
+                patches.apply("metered-instructions", metered_instructions, on=engine)
+                patches.apply("metered-stage-loss", partial(entering, phase="loss"), on=engine.module)
+            return training_step(engine, *args, **kwargs)
+
+        return metered_step
+
+    def entering(execute: Callable[..., Any], phase: MeterPhase) -> Callable[..., Any]:
+        # A function, because instructions are called as methods of the engine.
+        def run(*args: object, **kwargs: object) -> Any:
+            meter.enter(phase)
+            return execute(*args, **kwargs)
+
+        return run
+
+    def metered_instructions(instructions: dict[type, Callable[..., None]]) -> dict[type, Callable[..., None]]:
+        return {
+            kind: entering(execute, _PHASES[kind.__name__]) if kind.__name__ in _PHASES else execute
+            for kind, execute in instructions.items()
+        }
+
+    patches.apply("metered-pipeline-step", metered, on=trainer)

@@ -1,12 +1,12 @@
-"""A Hugging Face causal language model as a DeepSpeed `PipelineModule`, one DeepSpeed layer for each stage.
+"""A Hugging Face causal language model as a DeepSpeed `PipelineModule`, with one DeepSpeed layer per stage.
 
-Seen with deepspeed 0.19.8 (`runtime/pipe/module.py`):
+Observed with deepspeed 0.19.8 (`runtime/pipe/module.py`):
 
-- Layers are given to stages by its own partition methods; one layer for each stage makes "uniform" give exactly the
-  stages that a plan chose, and Transformers recomputes single decoder layers inside.
-- Weights are tied through `TiedLayerSpec`, whose module is registered twice; tied here is the weight of two modules
-  with different forward passes, each under its own name, through the same all-reduce.
-- It prints to standard output.
+- DeepSpeed assigns layers to stages by its own partition methods. With one layer per stage, "uniform" yields exactly
+  the stages of a plan, and Transformers recomputes single decoder layers inside a stage.
+- `TiedLayerSpec` ties weights by registering a module twice. Here the weights of two modules with different forward
+  passes are tied, each under its own name, through the same all-reduce.
+- DeepSpeed prints to standard output.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ from deepspeed import comm
 from deepspeed.pipe import DualPipeVModule, LayerSpec, PipelineModule
 from deepspeed.runtime.pipe.topology import PipeDataParallelTopology, PipeModelDataParallelTopology
 
-from ...ds_configs.legality.pipeline import stage_faults, tensor_faults
-from ...ds_configs.legality.tensor import tensor_parallel_faults
-from ...ds_configs.specs.errors import Fault, UsageError
-from ...ds_configs.specs.stages import PipelineStage, partition_faults
-from .loading import StageParts
-from .stage import CausalLMStage, causal_lm_loss
+from ...ds_configs.legality.axes import stage_errors, tensor_errors, tensor_parallel_errors
+from ...ds_configs.specs.errors import UsageError
+from ...ds_configs.specs.layout import Layout, PipelineStage, partition_errors
+from ...ds_configs.specs.model import ModelTraits
+from .stage import CausalLMStage, StageParts, causal_lm_loss
 
 if TYPE_CHECKING:
     from torch import Tensor
+    from transformers import PreTrainedModel
 
 
 class _CausalLM:
-    """The stages, and the head's weight tied to the embedding's where they lie on two ranks."""
+    """The stages of a model; ties the head's weight to the embedding's if they are on different ranks."""
 
-    def __init__(self, parts: StageParts, **settings: Any) -> None:
-        # The base class asks for the tied modules while it is being built.
+    def __init__(self, parts: StageParts, **settings: object) -> None:
+        # The constructor of the base class calls `_index_tied_modules`.
         self.source = parts
         super().__init__(**settings)
 
@@ -44,9 +44,14 @@ class _CausalLM:
         first, last = self.stage_owner(0), self.stage_owner(chunks - 1)
         if not self.source.tied or first == last:
             return {}
+        # The coordinates of each pipeline in the grid.
+        pipelines = [{"data": data} for data in range(self._grid.data_parallel_size)]
+        if self.tensor_parallel_size > 1:
+            tensor_ranks = range(self.tensor_parallel_size)
+            pipelines = [pipeline | {"model": rank} for pipeline in pipelines for rank in tensor_ranks]
         tied: dict[str, Any] = {}
-        for place in self._places():
-            ranks = [self._grid.stage_to_global(stage_id=stage, **place) for stage in (first, last)]
+        for pipeline in pipelines:
+            ranks = [self._grid.stage_to_global(stage_id=stage, **pipeline) for stage in (first, last)]
             group = comm.new_group(ranks=ranks)
             if self.global_rank not in ranks:
                 continue
@@ -58,13 +63,6 @@ class _CausalLM:
             module.weight.ds_pipe_replicated = self.global_rank != ranks[0]
         return tied
 
-    def _places(self: Any) -> list[dict[str, int]]:
-        """Return the coordinates of each pipeline of the grid."""
-        replicas = [{"data": data} for data in range(self._grid.data_parallel_size)]
-        if self.tensor_parallel_size == 1:
-            return replicas
-        return [place | {"model": rank} for place in replicas for rank in range(self.tensor_parallel_size)]
-
     def _partition_layers(self: Any, method: str = "uniform") -> None:
         # The grid exists from here on, and the layers are built next.
         if self.tensor_parallel_size > 1:
@@ -74,12 +72,12 @@ class _CausalLM:
 
     @property
     def tensor_parallel_size(self: Any) -> int:
-        """Ranks that hold a stage together."""
+        """Ranks that shard the layers of a stage."""
         return int(self._grid.get_slice_parallel_world_size())
 
     @property
     def tensor_parallel_rank(self: Any) -> int:
-        """Index of this rank among them."""
+        """Index of this rank in its tensor-parallel group."""
         return int(self._grid.get_slice_parallel_rank())
 
     @property
@@ -89,11 +87,11 @@ class _CausalLM:
 
     @property
     def data_parallel_rank(self: Any) -> int:
-        """Index of this rank among those with the same stages."""
+        """Index of this rank among the ranks with the same stages."""
         return int(self._grid.data_parallel_id)
 
     def get_tied_weights_and_groups(self: Any) -> list[tuple[Tensor, Any]]:
-        """Return each tied weight that this rank holds, with the ranks that sum its gradient."""
+        """Return each tied weight of this rank, with the process group that sums its gradient."""
         return [(tied["module"].weight, tied["group"]) for tied in self.tied_comms.values()]
 
 
@@ -106,7 +104,7 @@ class CausalLMDualPipe(_CausalLM, DualPipeVModule):
 
 
 def build_pipeline_module(
-    model: Any,
+    model: PreTrainedModel,
     stages: tuple[PipelineStage, ...],
     *,
     activation_checkpointing: bool = False,
@@ -116,27 +114,27 @@ def build_pipeline_module(
     attn_implementation: str | None = None,
     revision: str | None = None,
 ) -> CausalLMPipeline | CausalLMDualPipe:
-    """Return the module that `deepspeed.initialize` trains; every rank calls it, with the process group ready.
+    """Return the module that `deepspeed.initialize` trains; every rank calls it after `init_process_group`.
 
     The micro-batches of a step must have one shape.
 
-    Ranks are laid out as DeepSpeed does, `rank = (stage * replicas + replica) * tensor_parallel_size + tensor_rank`, so
-    that neighbours share the layers of a stage and the most distant ranks only pass activations on.
+    DeepSpeed numbers ranks as `rank = (stage * replicas + replica) * tensor_parallel_size + tensor_rank`, so neighbours
+    share the layers of a stage, and the most distant ranks only exchange activations.
 
     Args:
-        model: A live model, whose own modules the stage holds; one on the meta device; or the directory or Hub id of a
-            checkpoint, of which each rank reads its stage alone.
-        stages: p contiguous parts that cover the model, 2p for DualPipeV.
+        model: A model with weights, whose own modules the stage uses; a model on the meta device; or the directory or
+            Hub id of a checkpoint, from which each rank reads only its stage.
+        stages: p contiguous stages that cover the model, 2p for DualPipeV.
         activation_checkpointing: Whether each decoder layer is recomputed in the backward pass.
-        dual_pipe: Whether DualPipeV runs it.
-        tensor_parallel_size: Ranks that hold the layers of a stage together. The DeepSpeed configuration then needs
-            `pipeline_tensor_parallel.ENGINE_SECTION`; a live model's matrices are cut in place.
-        dtype: Weights of a checkpoint are cast to it; `None` keeps the dtype of its config.
+        dual_pipe: Whether to use the DualPipeV schedule.
+        tensor_parallel_size: Ranks that shard the layers of a stage. The DeepSpeed configuration then needs
+            `stage.ENGINE_SECTION`; the matrices of a model with weights are sharded in place.
+        dtype: Dtype that a checkpoint's weights are cast to; `None` keeps the dtype of its config.
         attn_implementation: Attention of a model from a checkpoint.
         revision: Revision of a Hub id.
 
     Raises:
-        UsageError: The model, the stages or the ranks do not allow it; all faults together.
+        UsageError: The model, the stages or the ranks do not support a pipeline; lists all errors.
     """
     parts = (
         model
@@ -144,51 +142,47 @@ def build_pipeline_module(
         else StageParts(model, dtype=dtype, attn_implementation=attn_implementation, revision=revision)
     )
     pipeline_ranks = len(stages) // 2 if dual_pipe else len(stages)
-    faults = partition_faults(stages, parts.config.num_hidden_layers, dual_pipe=dual_pipe)
-    faults += stage_faults(
+    errors = partition_errors(stages, parts.config.num_hidden_layers, dual_pipe=dual_pipe)
+    errors += stage_errors(
         stages=max(1, pipeline_ranks),
         num_layers=parts.config.num_hidden_layers,
         world_size=comm.get_world_size(),
         tensor_parallel_size=tensor_parallel_size,
         dual_pipe=dual_pipe,
     )
-    faults += _tensor_faults(parts.config, tensor_parallel_size, dual_pipe=dual_pipe)
-    if faults:
-        raise UsageError(faults)
+    config = parts.config
+    if tensor_parallel_size > 1:
+        axis_errors = tensor_errors(
+            model_type=config.model_type, tensor_parallel_size=tensor_parallel_size, dual_pipe=dual_pipe
+        )
+        errors += axis_errors or tensor_parallel_errors(
+            ModelTraits(
+                model_type=config.model_type,
+                num_attention_heads=config.num_attention_heads,
+                num_key_value_heads=config.num_key_value_heads,
+                intermediate_size=config.intermediate_size,
+                vocab_size=config.vocab_size,
+            ),
+            Layout(engine="deepspeed", zero_stage=0, tp=tensor_parallel_size),
+        )
+    if errors:
+        raise UsageError(errors)
     specs = [
         LayerSpec(CausalLMStage, parts, stage, activation_checkpointing=activation_checkpointing) for stage in stages
     ]
     module_class: Any = CausalLMDualPipe if dual_pipe else CausalLMPipeline
+    replicas = comm.get_world_size() // (pipeline_ranks * tensor_parallel_size)
+    if tensor_parallel_size == 1:
+        topology = PipeDataParallelTopology(num_pp=pipeline_ranks, num_dp=replicas)
+    else:
+        topology = PipeModelDataParallelTopology(num_pp=pipeline_ranks, num_mp=tensor_parallel_size, num_dp=replicas)
     with redirect_stdout(sys.stderr):
         module: CausalLMPipeline | CausalLMDualPipe = module_class(
             parts,
             layers=specs,
-            topology=_topology(pipeline_ranks, tensor_parallel_size),
+            topology=topology,
             loss_fn=causal_lm_loss,
             partition_method="uniform",
         )
     parts.release()
     return module
-
-
-def _topology(stages: int, tensor_ranks: int) -> Any:
-    replicas = comm.get_world_size() // (stages * tensor_ranks)
-    if tensor_ranks == 1:
-        return PipeDataParallelTopology(num_pp=stages, num_dp=replicas)
-    return PipeModelDataParallelTopology(num_pp=stages, num_mp=tensor_ranks, num_dp=replicas)
-
-
-def _tensor_faults(config: Any, size: int, *, dual_pipe: bool) -> list[Fault]:
-    if size == 1:
-        return []
-    faults = tensor_faults(model_type=config.model_type, tensor_parallel_size=size, dual_pipe=dual_pipe)
-    if faults:
-        return faults
-    return tensor_parallel_faults(
-        tensor_parallel_size=size,
-        num_attention_heads=config.num_attention_heads,
-        num_key_value_heads=config.num_key_value_heads,
-        intermediate_size=config.intermediate_size,
-        vocab_size=config.vocab_size,
-        model_type=config.model_type,
-    )

@@ -1,31 +1,127 @@
-"""Reads `config.json` and safetensors headers from a Hub repository or a local path; never weights, never code.
+"""Model files of a Hub repository or a local path: `config.json`, safetensors headers, or a whole directory; no code.
 
-Seen with huggingface_hub 1.33: `model_info` tells a gated, a missing and a private repository apart; a download by
-branch name lies under its commit in the cache, where offline mode finds it again, and that commit is what a plan pins.
+Checked with huggingface_hub 1.33 and 2.4: `model_info` distinguishes gated, missing and private repositories. A file
+downloaded by branch name is cached under its commit, where offline mode finds it again and which a plan pins.
 """
 
 from __future__ import annotations
 
 import os
 import re
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from json import JSONDecodeError
 from pathlib import Path
-from typing import Any
+from types import ModuleType
+from typing import Any, TypeVar
+from urllib.parse import urlsplit
 
 from ...ds_configs.models.model_config import LARGEST_CONFIG_BYTES, parse_config_json
-from ...ds_configs.specs.errors import Fault, RefusedInputError, ShardwrightError, UsageError
+from ...ds_configs.specs.errors import ConfigError, RefusedInputError, ShardwrightError, UsageError
 from ..safetensors.reading import StoredTensor, check_names, checkpoint_files, read_checkpoint
-from .time_limit import within_limit
+
+Result = TypeVar("Result")
+FIRST_WORD_SECONDS, NEXT_WORD_SECONDS = 5.0, 30.0
+_LIMIT_FACTOR = 6
+"""Multiplies `HF_HUB_DOWNLOAD_TIMEOUT`, whose default is 10 s."""
+_LEAST_BYTES = 10_000
+"""Bytes that must arrive within the limit for a download to continue."""
+_POLL_SECONDS = 0.1
+
+
+class HubTimeoutError(ShardwrightError):
+    """The Hub did not answer in time."""
+
+
+def limit_seconds() -> float:
+    """Return the time limit of a request to the Hub."""
+    from huggingface_hub import constants
+
+    return float(_LIMIT_FACTOR * constants.HF_HUB_DOWNLOAD_TIMEOUT)
+
+
+def within_limit(
+    work: Callable[[], Result], what: str, *, limit: float | None = None, arrived: Callable[[], int] | None = None
+) -> Result:
+    """Run a request to the Hub with a time limit.
+
+    Args:
+        work: Sends the request and returns the response.
+        what: Name of the request for messages, such as `model ORG/NAME`.
+        limit: Seconds; `None` for `limit_seconds`.
+        arrived: Returns the bytes received so far, for long downloads; the limit restarts when bytes arrive.
+
+    Raises:
+        HubTimeoutError: the limit has passed; `work` continues in a thread that ends with the process.
+    """
+    limit = limit_seconds() if limit is None else limit
+    response: list[Result] = []
+    failure: list[BaseException] = []
+
+    def request() -> None:
+        try:
+            response.append(work())
+        except BaseException as error:
+            failure.append(error)
+
+    # A daemon, so that the process can exit without it.
+    thread = threading.Thread(target=request, name="hub", daemon=True)
+    began = moved = time.monotonic()
+    thread.start()
+    next_word, seen = began + FIRST_WORD_SECONDS, 0
+    while thread.is_alive():
+        thread.join(_POLL_SECONDS)
+        now = time.monotonic()
+        if arrived is not None and now - moved >= limit / 2 and (received := arrived()) >= seen + _LEAST_BYTES:
+            seen, moved = received, now
+        if now - moved >= limit:
+            fix = "try again later, increase HF_HUB_DOWNLOAD_TIMEOUT, or pass a local directory"
+            raise HubTimeoutError(f"{what}: the Hub did not answer within {limit:g} s; {fix}")
+        if now >= next_word and thread.is_alive():
+            print(f"waiting for the Hub: {what}, {now - began:.0f} s", file=sys.stderr, flush=True)
+            next_word = now + NEXT_WORD_SECONDS
+    if failure:
+        raise failure[0]
+    return response[0]
+
+
+def fetch_snapshot(repository: str, *, revision: str | None = None, patterns: Sequence[str]) -> Path:
+    """Return the local directory of a model's files; download files that are not in the cache.
+
+    Raises:
+        HubTimeoutError: no data arrived for `limit_seconds`.
+        Exception: any error of connection, cache or disk.
+    """
+    from huggingface_hub import constants, snapshot_download
+
+    directory = Path(constants.HF_HUB_CACHE) / f"models--{repository.replace('/', '--')}"
+
+    def fetch() -> Path:
+        return Path(snapshot_download(repository, revision=revision, allow_patterns=list(patterns)))
+
+    def cached_bytes() -> int:
+        """Count the bytes of the model's files in the cache, including unfinished ones."""
+        total = 0
+        for path in directory.glob("blobs/*"):
+            with suppress(OSError):
+                total += path.stat().st_size
+        return total
+
+    return within_limit(fetch, f"files of {repository}", arrived=cached_bytes)
+
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(?:/[A-Za-z0-9][\w.-]*)?", re.ASCII)
 COMMIT = re.compile(r"[0-9a-f]{40}")
-"""Of a Hub repository."""
+"""Commit of a Hub repository."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelSource:
-    """A validated model configuration and where it came from."""
+    """A validated model configuration and its source."""
 
     name: str
     """Hub id, or the absolute path of a local directory or file."""
@@ -41,87 +137,79 @@ def read_model_source(model: str, *, revision: str | None = None) -> ModelSource
     """Return the configuration of a Hub id, a local directory or a `config.json`.
 
     Raises:
-        UsageError: nothing of that name exists.
+        UsageError: the model does not exist.
         RefusedInputError: the configuration or a safetensors header is corrupt, absurd or unsafe.
         ShardwrightError: the Hub cannot be reached or denies access.
     """
-    path = _existing_path(model)
+    path = None
+    try:
+        # A `~` without a home directory and characters that no path contains raise RuntimeError or ValueError.
+        with suppress(RuntimeError, ValueError):
+            path = Path(model).expanduser() if model and Path(model).expanduser().exists() else None
+    except OSError as error:
+        raise UsageError(ConfigError(where="model", value=model, rule=f"cannot be read ({error.strerror})")) from None
     if path is not None:
         if revision is not None:
-            raise UsageError(Fault(where="revision", value=revision, rule="only a Hub model has revisions"))
+            rule, fix = "only a Hub model has revisions", "omit it for a local path"
+            raise UsageError(ConfigError(where="revision", value=revision, rule=rule, fix=fix))
         return _read_local(path)
     refuse_no_hub_id(model)
     return _read_hub(model, revision)
 
 
 def read_hub_source(model: str, *, revision: str | None = None) -> ModelSource:
-    """Return the configuration of a Hub id, whatever lies on this machine under that name.
+    """Return the configuration of a Hub id; ignore local paths of that name.
 
     Raises:
-        UsageError: it is no Hub id, or nothing of that name exists.
+        UsageError: it is not a Hub id, or the model does not exist.
         RefusedInputError: the configuration or a safetensors header is corrupt, absurd or unsafe.
         ShardwrightError: the Hub cannot be reached or denies access.
     """
     if not _HUB_ID.fullmatch(model):
-        raise UsageError(Fault(where="model", value=model, rule="is not a Hub id", fix="write ORG/NAME"))
+        raise UsageError(ConfigError(where="model", value=model, rule="is not a Hub id", fix="write ORG/NAME"))
     return _read_hub(model, revision)
 
 
 def search_models(words: str, *, most: int = 20) -> tuple[str, ...]:
-    """Return the ids of models that generate text and that the Hub finds by these words, most downloaded first.
+    """Search the Hub for text-generation models and return their ids, most downloaded first.
 
     Raises:
-        ShardwrightError: the Hub cannot be reached, does not answer in time, or refuses.
+        ShardwrightError: the Hub cannot be reached, does not answer in time, or returns an error.
     """
-    import httpx
     from huggingface_hub import HfApi
     from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
 
-    def ask() -> tuple[str, ...]:
-        found = HfApi().list_models(search=words, pipeline_tag="text-generation", sort="downloads", limit=most)
-        return tuple(model.id for model in found)
+    def search() -> tuple[str, ...]:
+        models = HfApi().list_models(search=words, pipeline_tag="text-generation", sort="downloads", limit=most)
+        return tuple(model.id for model in models)
 
     try:
-        return within_limit(ask, "a search for models")
+        return within_limit(search, "a search for models")
+    except ShardwrightError:
+        raise
     except OfflineModeIsEnabled:
         raise ShardwrightError("offline mode is on (HF_HUB_OFFLINE): the Hub cannot be searched") from None
     except HfHubHTTPError as error:
         raise ShardwrightError(
             f"the Hub answered {error.response.status_code} to the search; try again later"
         ) from None
-    except (httpx.HTTPError, OSError, ValueError) as error:
-        if isinstance(error, ShardwrightError):
-            raise
+    except hub_errors() as error:
         raise ShardwrightError(f"the Hub cannot be searched ({type(error).__name__}); write ORG/NAME") from None
 
 
 def refuse_no_hub_id(model: str) -> None:
-    """Raise a `UsageError` for a name that is no path on this machine, and that no repository can have."""
+    """Raise a `UsageError` for a name that is not a local path and cannot be a Hub id."""
     if model.endswith(".json") or model.startswith((".", "/", "~")) or not _HUB_ID.fullmatch(model):
         rule = "no such file or directory, and not a Hub id"
-        raise UsageError(Fault(where="model", value=model, rule=rule, fix="write ORG/NAME"))
-
-
-def _existing_path(model: str) -> Path | None:
-    """Return the local path that `model` names; `None` when there is none."""
-    if not model:
-        return None
-    try:
-        path = Path(model).expanduser()
-        return path if path.exists() else None
-    except OSError as error:
-        raise UsageError(Fault(where="model", value=model, rule=f"cannot be read ({error.strerror})")) from None
-    except (RuntimeError, ValueError):
-        # No home directory for `~`, or a character that no path holds.
-        return None
+        raise UsageError(ConfigError(where="model", value=model, rule=rule, fix="write ORG/NAME"))
 
 
 def _read_local(path: Path) -> ModelSource:
     file = path / "config.json" if path.is_dir() else path
     if not file.is_file():
         adapter = path.is_dir() and (path / "adapter_config.json").is_file()
-        fix = "it holds an adapter: give the base model" if adapter else "give a model directory or a config.json"
-        raise UsageError(Fault(where="model", value=str(path), rule="has no config.json", fix=fix))
+        fix = "it is an adapter: pass its base model" if adapter else "pass a model directory or a config.json"
+        raise UsageError(ConfigError(where="model", value=str(path), rule="has no config.json", fix=fix))
     try:
         config = parse_config_json(_read_config(file), source=str(path))
         count = None
@@ -129,7 +217,7 @@ def _read_local(path: Path) -> ModelSource:
             count = sum(tensor.elements for tensor in read_checkpoint(path).values())
     except OSError as error:
         where = error.filename or str(file)
-        raise UsageError(Fault(where=str(where), rule=f"cannot be read ({error.strerror})")) from None
+        raise UsageError(ConfigError(where=str(where), rule=f"cannot be read ({error.strerror})")) from None
     return ModelSource(name=str(path.resolve()), revision=None, config=config, checkpoint_parameters=count)
 
 
@@ -139,25 +227,25 @@ def _read_config(file: Path) -> bytes:
 
 
 def _read_hub(model: str, revision: str | None) -> ModelSource:
-    import httpx
     from huggingface_hub import HfApi, hf_hub_download
     from huggingface_hub.constants import HF_HUB_OFFLINE
-    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
-    def ask() -> ModelSource:
+    def request() -> ModelSource:
         sha = HfApi().model_info(model, revision=revision).sha
         file = hf_hub_download(model, "config.json", revision=revision)
         commit = _commit_of(Path(file)) or sha
-        return _hub_source(model, commit, Path(file), _hub_checkpoint_parameters(model, commit))
+        tensors = _hub_tensors(model, commit)
+        count = None if tensors is None else sum(tensor.elements for tensor in tensors.values())
+        return _hub_source(model, commit, Path(file), count)
 
     try:
         if HF_HUB_OFFLINE:
             file = hf_hub_download(model, "config.json", revision=revision, local_files_only=True)
             return _hub_source(model, _commit_of(Path(file)), Path(file), None)
-        return within_limit(ask, f"model {model}")
-    except (HfHubHTTPError, LocalEntryNotFoundError, httpx.HTTPError, OSError, ValueError) as error:
-        if isinstance(error, ShardwrightError):
-            raise
+        return within_limit(request, f"model {model}")
+    except ShardwrightError:
+        raise
+    except hub_errors() as error:
         raise explain_hub_error(model, revision, error) from None
 
 
@@ -170,32 +258,27 @@ def _commit_of(cached: Path) -> str | None:
     return next((part for part in cached.parts if COMMIT.fullmatch(part)), None)
 
 
-def _hub_checkpoint_parameters(model: str, commit: str | None) -> int | None:
-    tensors = _hub_tensors(model, commit)
-    return None if tensors is None else sum(tensor.elements for tensor in tensors.values())
-
-
 def read_hub_tensors(model: str, commit: str | None) -> dict[str, StoredTensor]:
-    """Return the tensors of a Hub repository from its safetensors headers; none without such files, or offline.
+    """Return the tensors of a Hub repository from its safetensors headers; empty without such files, or offline.
 
     Raises:
         RefusedInputError: a header is corrupt.
         ShardwrightError: the Hub does not answer.
     """
-    import httpx
     from huggingface_hub.constants import HF_HUB_OFFLINE
-    from huggingface_hub.errors import HfHubHTTPError
 
     if HF_HUB_OFFLINE:
         return {}
     try:
         return within_limit(lambda: _hub_tensors(model, commit), f"headers of {model}") or {}
-    except (HfHubHTTPError, httpx.HTTPError) as error:
+    except ShardwrightError:
+        raise
+    except hub_errors() as error:
         raise explain_hub_error(model, commit, error) from None
 
 
 def stored_shapes(source: ModelSource) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of all tensors in a model's safetensors headers; none without such files.
+    """Return the shapes of all tensors in a model's safetensors headers; empty without such files.
 
     Raises:
         RefusedInputError: a header is corrupt.
@@ -225,12 +308,31 @@ def _hub_tensors(model: str, commit: str | None) -> dict[str, StoredTensor] | No
     except NotASafetensorsRepoError:
         return None
     except (SafetensorsParsingError, KeyError, TypeError, AttributeError, JSONDecodeError) as error:
-        # huggingface_hub 1.33 checks that a header is JSON, but not what is in it, and its index not at all.
-        raise RefusedInputError(Fault(where=model, rule=f"has a corrupt safetensors header ({error!r})")) from None
+        # huggingface_hub 1.33 checks that a header is JSON, but not its content, and does not check the index.
+        raise RefusedInputError(
+            ConfigError(where=model, rule=f"has a corrupt safetensors header ({error!r})")
+        ) from None
+
+
+def hub_errors() -> tuple[type[Exception], ...]:
+    """Return the exceptions that huggingface_hub raises for failed requests.
+
+    Its own errors are `OSError` or `ValueError`; it also raises those of its HTTP client.
+    """
+    client = http_client()
+    return (client.HTTPError, client.InvalidURL, OSError, ValueError)
+
+
+def http_client() -> ModuleType:
+    """Return the module of the HTTP client of huggingface_hub: httpx in 1.x, httpx2 in 2.x."""
+    from huggingface_hub.errors import HfHubHTTPError
+
+    # `huggingface_hub.utils` exports the module only since 1.31; errors derive from the client's in every release.
+    return sys.modules[HfHubHTTPError.__bases__[0].__module__]
 
 
 def explain_hub_error(model: str, revision: str | None, error: Exception) -> ShardwrightError:
-    """Return what the Hub's answer means for whoever named a model."""
+    """Convert an error of the Hub to one for the user who passed a model."""
     from huggingface_hub.errors import (
         EntryNotFoundError,
         GatedRepoError,
@@ -246,20 +348,82 @@ def explain_hub_error(model: str, revision: str | None, error: Exception) -> Sha
     if isinstance(error, LocalEntryNotFoundError) or "offline" in type(error).__name__.lower():
         mode = "offline mode is on (HF_HUB_OFFLINE)" if os.environ.get("HF_HUB_OFFLINE") else "no connection to the Hub"
         return ShardwrightError(
-            f"{where}: no such path here, {mode} and config.json is not cached; give a local directory or config.json"
+            f"{where}: no such local path, {mode} and config.json is not cached; pass a local directory or config.json"
         )
     if isinstance(error, RevisionNotFoundError):
-        return UsageError(Fault(where="revision", value=revision, rule=f"does not exist in {model}"))
+        return UsageError(ConfigError(where="revision", value=revision, rule=f"does not exist in {model}"))
     if isinstance(error, EntryNotFoundError):
-        return UsageError(Fault(where="model", value=model, rule="the repository has no config.json"))
+        return UsageError(ConfigError(where="model", value=model, rule="the repository has no config.json"))
     if isinstance(error, RepositoryNotFoundError):
-        return UsageError(
-            Fault(where="model", value=model, rule="no such path, and the Hub knows no such repository",
-                  fix="check the spelling; for a private one `hf auth login`")
-        )  # fmt: skip
+        rule, fix = "no such local path or Hub repository", "check the spelling; `hf auth login` for a private one"
+        return UsageError(ConfigError(where="model", value=model, rule=rule, fix=fix))
     if isinstance(error, HfHubHTTPError) and error.response is not None:
         return ShardwrightError(f"{where}: the Hub answered {error.response.status_code}; try again later")
     return ShardwrightError(
-        f"{where}: no such path here, and the Hub cannot be reached ({type(error).__name__}); "
-        "give a local directory or config.json"
+        f"{where}: no such local path, and the Hub cannot be reached ({type(error).__name__}); "
+        "pass a local directory or config.json"
     )
+
+
+_SMALL_FILES = ("*.json", "*.model", "*.txt", "*.jinja")
+_FILES = (*_SMALL_FILES, "*.safetensors")
+
+
+def model_directory(model: str, *, revision: str | None = None, weights: bool = True) -> Path:
+    """Return a local path, or the cache directory of a Hub model's files; download files that are not in the cache.
+
+    Args:
+        model: Hub id, local directory, or a file in one.
+        revision: Branch, tag or commit of a Hub model; a cached commit needs no request.
+        weights: Whether to include safetensors, in addition to configuration and tokenizer.
+
+    Raises:
+        UsageError: there is no such path, repository or revision.
+        ShardwrightError: the Hub does not send the files, or not in time.
+    """
+    if (local := Path(model).expanduser()).exists():
+        return local
+    if (cached := _cached(model, revision, weights=weights)) is not None:
+        return cached
+    refuse_no_hub_id(model)
+    try:
+        return fetch_snapshot(model, revision=revision, patterns=_FILES if weights else _SMALL_FILES)
+    except ShardwrightError:
+        raise
+    except Exception as error:
+        # Any error of the connection, the cache or the disk.
+        raise explain_hub_error(model, revision, error) from None
+
+
+def _cached(model: str, revision: str | None, *, weights: bool) -> Path | None:
+    """Return the cache directory of a commit, whose files never change, if all of them are there."""
+    from huggingface_hub import try_to_load_from_cache
+
+    if revision is None or not COMMIT.fullmatch(revision):
+        return None
+    config = try_to_load_from_cache(model, "config.json", revision=revision)
+    if not isinstance(config, str):
+        return None
+    directory = Path(config).parent
+    try:
+        return directory if not weights or checkpoint_files(directory) else None
+    except RefusedInputError:
+        # The index is cached, but a shard is missing.
+        return None
+
+
+def check_endpoint() -> None:
+    """Check `HF_ENDPOINT`, which huggingface_hub reads when it is imported.
+
+    Raises:
+        UsageError: it is not a URL.
+    """
+    address = os.environ.get("HF_ENDPOINT", "")
+    try:
+        parts = urlsplit(address)
+        is_valid = parts.scheme in ("http", "https") and bool(parts.hostname) and (parts.port or 1) > 0
+    except ValueError:
+        is_valid = False
+    if address and not is_valid:
+        rule, fix = "is not a URL of a Hub", "set it to a URL such as https://huggingface.co, or unset it"
+        raise UsageError(ConfigError(where="HF_ENDPOINT", value=address, rule=rule, fix=fix))

@@ -1,77 +1,77 @@
-"""Uploads of finished directories to the Hub.
+"""Uploads of finished directories to the Hub, and model cards.
 
-Seen with huggingface_hub 1.33: `upload_folder` sends large files in several commits and, asked again, only what is not
-there yet; `upload_large_folder` is deprecated in its favour.
+Observed with huggingface_hub 1.33: `upload_folder` sends large files in several commits. A second call sends only what
+is missing. `upload_large_folder` is deprecated in its favour.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from ...ds_configs.specs.errors import Fault, ShardwrightError, UsageError
-from ..launching.notes import Notify
-from .time_limit import within_limit
+from ...ds_configs.specs.errors import ConfigError, ShardwrightError, UsageError
+from ..launching.messages import Notify
+from .hub import within_limit
 
 _REPOSITORY = re.compile(r"(?:[A-Za-z0-9][\w.-]*/)?[A-Za-z0-9][\w.-]*", re.ASCII)
 _NAMES_PLACES = ("accelerate.yaml", "launch.*", "hostfile", "training_arguments.json")
 LEFT_OUT = ("checkpoints/**", ".cache/**", "**/.DS_Store", *(f"plan/{name}" for name in _NAMES_PLACES))
-"""Patterns of what no reader of a model needs: checkpoints, and what names places of the machine."""
+"""Patterns of files that are not uploaded: checkpoints, and files that contain paths of this machine."""
 
 
-def push_faults(repository: str | None) -> list[Fault]:
-    """Return why a directory could not be uploaded to a repository: its name, no token, one that may not write there.
+def push_errors(repository: str | None) -> list[ConfigError]:
+    """Return why a directory could not be uploaded to a repository: its name, or the token's rights.
 
-    Asks the Hub who the token belongs to, and changes nothing; without a repository nothing is asked.
+    Requests the token's owner from the Hub; without a repository it sends no request.
     """
     if repository is None:
         return []
 
-    def fault(rule: str, fix: str) -> list[Fault]:
-        return [Fault(where="push_to_hub", value=repository, rule=rule, fix=fix)]
+    def config_error(rule: str, fix: str) -> list[ConfigError]:
+        return [ConfigError(where="push_to_hub", value=repository, rule=rule, fix=fix)]
 
     from huggingface_hub import HfApi, get_token
 
     if not _REPOSITORY.fullmatch(repository):
-        return fault("is no name of a Hub repository", "write ORG/NAME")
+        return config_error("is not a name of a Hub repository", "write ORG/NAME")
     if get_token() is None:
-        return fault("needs a token of the Hub, and there is none", "hf auth login, or set HF_TOKEN")
+        return config_error("needs a Hub token, and there is none", "hf auth login, or set HF_TOKEN")
     try:
         owner: dict[str, Any] = within_limit(HfApi().whoami, "who the token belongs to")
     except Exception as error:
         if _status(error) == 401:
-            return fault("the Hub does not accept the token", "hf auth login with a valid one")
-        return fault(f"the Hub cannot be asked ({type(error).__name__})", "try again later, or leave the option out")
+            return config_error("the Hub does not accept the token", "hf auth login with a valid one")
+        rule = f"the Hub cannot be reached ({type(error).__name__})"
+        return config_error(rule, "try again later, or omit the option")
     namespace, _, name = repository.rpartition("/")
     token = owner.get("auth", {}).get("accessToken", {})
-    if token.get("role") == "read" or not _may_write(token, namespace or str(owner.get("name")), name):
-        return fault("the token may only read", "make one with write access in the Hub's settings, then hf auth login")
+    scopes = token.get("fineGrained", {}).get("scoped")
+    can_write = token.get("role") != "read"
+    if token.get("role") == "fineGrained" and scopes is not None:
+        # A fine-grained token needs write access to the repository or to all repositories of its owner.
+        owner_name = namespace or str(owner.get("name"))
+        entities = (owner_name, f"{owner_name}/{name}")
+        can_write = any(
+            scope.get("entity", {}).get("name") in entities and "repo.write" in scope.get("permissions", ())
+            for scope in scopes
+        )
+    if not can_write:
+        fix = "create one with write access in the Hub's settings, then hf auth login"
+        return config_error("the token has no write access", fix)
     known = [owner.get("name"), *(group.get("name") for group in owner.get("orgs", []))]
     if namespace and namespace not in known:
-        return fault(f"the token's owner is not a member of {namespace}", f"use {owner.get('name')}/{name}")
+        return config_error(f"the token's owner is not a member of {namespace}", f"use {owner.get('name')}/{name}")
     return []
 
 
-def _may_write(token: dict[str, Any], namespace: str, name: str) -> bool:
-    """Tell whether a token writes to a repository: one with scopes, where a scope of it or of its owner says so."""
-    scopes = token.get("fineGrained", {}).get("scoped")
-    if token.get("role") != "fineGrained" or scopes is None:
-        return True
-    places = (namespace, f"{namespace}/{name}")
-    return any(
-        scope.get("entity", {}).get("name") in places and "repo.write" in scope.get("permissions", ())
-        for scope in scopes
-    )
-
-
 def claim_repository(repository: str, *, private: bool) -> None:
-    """Make a model repository where there is none, which proves that it may be written to.
+    """Create a model repository if it does not exist, which proves write access.
 
     Raises:
-        ShardwrightError: the Hub refuses.
+        ShardwrightError: the Hub rejects the request.
     """
     from huggingface_hub import HfApi
 
@@ -80,14 +80,14 @@ def claim_repository(repository: str, *, private: bool) -> None:
             lambda: HfApi().create_repo(repository, private=private, exist_ok=True), f"repository {repository}"
         )
     except Exception as error:
-        raise ShardwrightError(f"push_to_hub = {repository!r}: the Hub refuses it ({_reason(error)})") from None
+        raise ShardwrightError(f"push_to_hub = {repository!r}: the Hub rejected it ({_reason(error)})") from None
 
 
 def push_directory(directory: Path, repository: str) -> str:
-    """Upload what a directory holds, but for `LEFT_OUT`, and return the address of the repository.
+    """Upload a directory without the files of `LEFT_OUT`, and return the URL of the repository.
 
     Raises:
-        ShardwrightError: the upload failed; the directory is whole, and uploading again sends what is missing.
+        ShardwrightError: the upload failed; uploading the directory again uploads the missing files.
     """
     from huggingface_hub import HfApi
 
@@ -104,18 +104,18 @@ def push_directory(directory: Path, repository: str) -> str:
         )
     except Exception as error:
         raise ShardwrightError(
-            f"push_to_hub = {repository!r}: the upload failed ({_reason(error)}); {directory} is whole: "
-            f"`hf upload {repository} {directory}` sends what is missing"
+            f"push_to_hub = {repository!r}: the upload failed ({_reason(error)}); {directory} is complete: "
+            f"`hf upload {repository} {directory}` uploads the missing files"
         ) from None
 
 
 @contextmanager
 def pushed(directory: Path, repository: str | None, *, private: bool, notify: Notify) -> Iterator[None]:
-    """Upload a directory when the block that fills it has ended; without a repository do nothing.
+    """Upload a directory after the block that fills it; do nothing without a repository.
 
     Raises:
-        UsageError: it cannot be written to.
-        ShardwrightError: the Hub refuses it, or the upload failed.
+        UsageError: the repository cannot be written to.
+        ShardwrightError: the Hub rejects the request, or the upload failed.
     """
     if repository is None:
         yield
@@ -127,13 +127,13 @@ def pushed(directory: Path, repository: str | None, *, private: bool, notify: No
 
 
 def check_push(repository: str | None) -> None:
-    """Refuse a repository that cannot be written to, before anything heavy starts.
+    """Check that a repository can be written to.
 
     Raises:
-        UsageError: all that `push_faults` finds.
+        UsageError: the errors of `push_errors`.
     """
-    if faults := push_faults(repository):
-        raise UsageError(faults)
+    if errors := push_errors(repository):
+        raise UsageError(errors)
 
 
 def _status(error: Exception) -> int | None:
@@ -143,3 +143,96 @@ def _status(error: Exception) -> int | None:
 def _reason(error: Exception) -> str:
     status = _status(error)
     return f"{type(error).__name__}" if status is None else f"{type(error).__name__}, {status}"
+
+
+CARD_FILE = "README.md"
+Relation = Literal["adapter", "finetune", "quantized"]
+"""Relation of a model to its base model, in the Hub's terms."""
+
+
+def model_card(
+    text: str,
+    *,
+    base: str,
+    relation: Relation,
+    library: str,
+    tags: Sequence[str],
+    others: Sequence[str] = (),
+    task: str | None = "text-generation",
+) -> str:
+    """Return a model card with its metadata.
+
+    The card never contains a local path. For a local base model, the base of that model's own card is named instead. A
+    licence is included only if the base and the other models have the same one.
+
+    Args:
+        text: Body in Markdown.
+        base: Hub id or path of the model that the weights come from.
+        relation: Relation of the model to its base.
+        library: Such as `transformers`.
+        tags: Tags on the Hub.
+        others: Further models whose licence may apply, such as a teacher.
+        task: Pipeline tag on the Hub; `None` for none.
+    """
+    import yaml
+    from huggingface_hub import ModelCardData
+
+    stated = _metadata(base)
+    bases = stated.get("base_model") if Path(base).exists() else base
+    licensed = {name: stated[name] for name in ("license", "license_name", "license_link") if name in stated}
+    agreed = isinstance(stated.get("license"), str) and all(
+        _metadata(other).get("license") == stated["license"] for other in others
+    )
+    data = ModelCardData(
+        base_model=bases,
+        base_model_relation=relation if bases else None,
+        library_name=library,
+        pipeline_tag=task,
+        tags=list(tags),
+        **(licensed if agreed else {}),
+    )
+    # In ASCII: PyYAML 6.0.3 reads a line break U+0085 that it wrote itself as a space.
+    metadata = yaml.safe_dump(data.to_dict(), sort_keys=False, allow_unicode=False)
+    return f"---\n{metadata}---\n{text}"
+
+
+def _metadata(model: str) -> dict[str, Any]:
+    """Return the metadata of a local or cached model card, without a request to the Hub."""
+    import yaml
+    from huggingface_hub import metadata_load, try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    path = Path(model)
+    try:
+        card = (path if path.is_dir() else path.parent) / CARD_FILE if path.exists() else None
+        card = card or try_to_load_from_cache(model, CARD_FILE)
+        metadata = metadata_load(card) if isinstance(card, str | Path) and Path(card).is_file() else None
+    except (OSError, ValueError, HFValidationError, yaml.YAMLError):
+        # The card may be invalid.
+        return {}
+    return metadata or {}
+
+
+def license_of(model: str) -> str:
+    """Return the licence in a model's card, or a reference to the card."""
+    name = _metadata(model).get("license")
+    return name if isinstance(name, str) else f"see the card of `{shown_name(model)}`"
+
+
+def shown_name(model: str) -> str:
+    """Return the name of a model for a published card: its Hub id, or the name of its directory without the path."""
+    return title_of(model) if Path(model).exists() else model
+
+
+def title_of(model: str) -> str:
+    """Return the last part of a model's name or path; for a `config.json`, the name of its directory.
+
+    >>> title_of("Qwen/Qwen3-0.6B"), title_of("students/half/config.json"), title_of("half.json")
+    ('Qwen3-0.6B', 'half', 'half')
+    """
+    path = Path(model)
+    if path.name == "config.json":
+        return path.absolute().parent.name or path.stem
+    if path.suffix == ".json":
+        return path.stem
+    return path.resolve().name if path.name in ("", "..") else path.name

@@ -1,1 +1,1 @@
-"""Launchers and ranks that leave nothing behind: enter by `launch.py`."""
+"""Launchers and ranks that leave nothing behind: start with `launch.py`."""

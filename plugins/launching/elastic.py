@@ -1,13 +1,14 @@
 """Failures of ranks, as torch's elastic launcher collects them: a rank records its exception, its launcher reads it.
 
-`recorded` wraps the main function of a rank. Run as a module, this file is `accelerate` or `torchrun` itself, and keeps
-what it knows of its ranks: seen with torch 2.13.0, `ChildFailedError` holds exit codes, signals and error files, and
-only a text of them outlives the process.
+`recorded` wraps the main function of a rank. Run as a module, this file is `accelerate` or `torchrun`, and stores the
+failures of its ranks: with torch 2.13.0, `ChildFailedError` has exit codes, signals and error files, but only its text
+outlives the process.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import os
 import signal
 import sys
@@ -20,47 +21,47 @@ from pathlib import Path
 from typing import Any
 
 from ...ds_configs.specs.errors import ShardwrightError
-from .interfaces import main_address, meet
-from .loopback import stay_on_loopback
-from .parent_death import end_with_launcher
+from .lifetime import end_with_launcher
+from .messages import LAUNCH_TOKEN
+from .network import main_address, meet, stay_on_loopback
 
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
-"""Variable that names where a process records its failure; torchrun sets one for each rank."""
+"""Variable with the file for a process's failure; torchrun sets it for each rank."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankFailure:
-    """The end of a rank, or of the launcher itself, that did not end well by itself."""
+    """Failure of a rank or of the launcher."""
 
     rank: int | None
-    """Its number among all ranks; `None` for the launcher."""
+    """`None` for the launcher."""
     message: str
-    """The error of this package, else the exception with its type; empty after a signal."""
+    """Error of this package, else type and text of the exception; empty after a signal."""
     traceback: str = ""
-    """Where an exception that is none of this package's was raised."""
+    """Of exceptions that are not errors of this package."""
     exit_code: int = 1
-    """What the command that launched it is to exit with."""
+    """Exit code for the command that launched it."""
     seconds: float = 0.0
-    """Since the epoch, when the exception was raised."""
+    """Time of the exception, since the epoch."""
     signal: str | None = None
     """Name of the signal that killed it."""
 
 
 def recorded(main: Callable[[], None]) -> Callable[[], None]:
-    """Wrap the main function of a rank: its exception reaches its launcher, which it does not outlive."""
+    """Wrap the main function of a rank, so that the launcher gets its exception and the rank ends with the launcher."""
     from torch.distributed.elastic.multiprocessing.errors import ErrorHandler, record
 
     class Handler(ErrorHandler):
         def record_exception(self, e: BaseException) -> None:
             if not os.environ.get(ERROR_FILE):
                 return
-            # torchrun reads `message` and whole seconds, in which two ranks may fail.
+            # torchrun reads `message` and integer seconds, within which two ranks may fail.
             extra = {"py_callstack": traceback.format_exc(), "timestamp": str(int(time.time()))}
-            record: dict[str, Any] = {"message": {"message": f"{type(e).__name__}: {e}", "extraInfo": extra}}
-            record["seconds"] = time.time()
+            failure: dict[str, Any] = {"message": {"message": f"{type(e).__name__}: {e}", "extraInfo": extra}}
+            failure["seconds"] = time.time()
             if isinstance(e, ShardwrightError):
-                record["known"] = {"message": str(e), "exit_code": e.exit_code}
-            Path(os.environ[ERROR_FILE]).write_text(json.dumps(record), encoding="utf-8")
+                failure["known"] = {"message": str(e), "exit_code": e.exit_code}
+            Path(os.environ[ERROR_FILE]).write_text(json.dumps(failure), encoding="utf-8")
 
     def launched() -> None:
         end_with_launcher()
@@ -72,9 +73,9 @@ def recorded(main: Callable[[], None]) -> Callable[[], None]:
 
 
 def first_cause(failures: Sequence[RankFailure]) -> tuple[str, int] | None:
-    """Return what ended a launch, and the exit code for it: ranks that a signal killed, else the first exception.
+    """Return the cause of a failed launch and its exit code: ranks killed by a signal, else the first exception.
 
-    The others fail because of it. `None` where no rank has recorded anything.
+    Other ranks fail as a consequence. `None` if no rank recorded a failure.
     """
     killed = [failure for failure in failures if failure.signal is not None]
     if killed:
@@ -90,31 +91,31 @@ def first_cause(failures: Sequence[RankFailure]) -> tuple[str, int] | None:
 
 
 def read_failures(file: Path) -> list[RankFailure]:
-    """Return what a launcher, or a single rank that had none, left; nothing where none recorded a failure."""
+    """Return the failures that a launcher, or a rank without one, recorded."""
     if not file.is_file():
         return []
-    found = json.loads(file.read_text(encoding="utf-8"))
-    if isinstance(found, list):
-        return [RankFailure(**each) for each in found]
-    # torchrun runs under torch's own `record`, which tells no fractions of a second.
-    return _failures(0 if "seconds" in found else None, 1, found)
+    recorded_failures = json.loads(file.read_text(encoding="utf-8"))
+    if isinstance(recorded_failures, list):
+        return [RankFailure(**failure) for failure in recorded_failures]
+    # torchrun itself runs under torch's `record`, which records no fractions of a second.
+    return _failures(0 if "seconds" in recorded_failures else None, 1, recorded_failures)
 
 
 def _failures(rank: int | None, exit_code: int, data: Mapping[str, Any]) -> list[RankFailure]:
-    """Return the failure of one rank; none where its launcher ended it."""
-    told = data.get("message")
-    if isinstance(told, Mapping):
-        extra = told["extraInfo"]
-        known = data.get("known", {"message": told["message"], "traceback": extra["py_callstack"]})
+    """Return the failure of one rank; empty if its launcher ended it."""
+    message = data.get("message")
+    if isinstance(message, Mapping):
+        extra = message["extraInfo"]
+        known = data.get("known", {"message": message["message"], "traceback": extra["py_callstack"]})
         return [RankFailure(rank=rank, seconds=data.get("seconds", float(extra["timestamp"])), **known)]
-    # Elastic ends the other ranks by SIGTERM once one has failed: theirs is no failure of their own.
+    # Elastic ends the other ranks by SIGTERM after a failure.
     if exit_code >= 0 or exit_code == -signal.SIGTERM:
         return []
     return [RankFailure(rank=rank, message="", signal=signal_name(-exit_code))]
 
 
 def signal_name(number: int) -> str:
-    """Return the name of a signal, or its number where it has none here."""
+    """Return the name of a signal, or its number if it has no name on this system."""
     try:
         return signal.Signals(number).name
     except ValueError:
@@ -122,7 +123,7 @@ def signal_name(number: int) -> str:
 
 
 def main(command: Sequence[str]) -> int:
-    """Run `accelerate` or `torchrun` of this node in this process; failures of ranks go to `ERROR_FILE`."""
+    """Run `accelerate` or `torchrun` in this process; write failures of ranks to `ERROR_FILE`."""
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
     if command[0] == "accelerate":
@@ -131,21 +132,27 @@ def main(command: Sequence[str]) -> int:
         from torch.distributed.run import main as launcher
     file = Path(os.environ[ERROR_FILE]) if os.environ.get(ERROR_FILE) else None
     if file is not None:
-        # torchrun never removes the directory with the error files of its ranks; this one goes with the launch.
+        # torchrun never removes the error files of its ranks; this directory is removed with the launch.
         tempfile.tempdir = str(file.parent)
+    if LAUNCH_TOKEN in os.environ:
+        # `launch_ranks` reports the failed rank itself.
+        logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    # Warnings to the developers of libraries, repeated by every rank and step.
+    os.environ.setdefault("PYTHONWARNINGS", "ignore::FutureWarning")
     sys.argv = list(command)
     meet(main_address(command))
     try:
         launcher()
     except ChildFailedError as error:
-        found = [
+        failures = [
             asdict(failure)
             for rank, ended in error.failures.items()
             for failure in _failures(rank, ended.exitcode, ended.error_file_data)
         ]
         if file is not None:
-            file.write_text(json.dumps(found), encoding="utf-8")
-        print(error, file=sys.stderr)
+            file.write_text(json.dumps(failures), encoding="utf-8")
+        if file is None or LAUNCH_TOKEN not in os.environ:
+            print(error, file=sys.stderr)
         return 1
     return 0
 

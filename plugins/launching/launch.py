@@ -1,8 +1,8 @@
-"""Starts torchrun and accelerate launch with a hard time limit, and tells what the failing rank said.
+"""Start torchrun and accelerate launch with a hard time limit, and report the error of the rank that failed first.
 
-Seen with torch 2.13.0 and accelerate 1.15.0: torchrun puts every rank into a session of its own, out of reach of a
-signal to the launcher's group, and a launcher that is killed leaves its ranks running. Every process of a launch
-therefore carries a token in its environment, by which it is found and ended whatever became of its parents.
+Seen with torch 2.13.0 and accelerate 1.15.0: torchrun starts every rank in a new session, so that signals to the
+launcher's process group do not reach it, and a killed launcher leaves its ranks running. Every process of a launch
+therefore has a token in its environment, by which it is found and ended.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ import psutil
 
 from ...ds_configs.specs.errors import ShardwrightError
 from .elastic import ERROR_FILE, RankFailure, first_cause, read_failures
-from .parent_death import signal_at_parent_death
-from .remote import tell_to_end, tell_to_end_later
+from .lifetime import signal_at_parent_death, tell_to_end, tell_to_end_later
+from .messages import LAUNCH_TOKEN, Message, log_message, read_message
 from .shared_memory import remove_abandoned_buffers, remove_buffers
 
 # The failing rank's traceback comes last; what ranks printed before would bury it.
 TAIL_CHARACTERS = 6000
+LONGEST_RUN_SECONDS = 90 * 86400.0
 _POLL_SECONDS = 0.1
 STOP_SECONDS = 600.0
-"""What ranks get to save a checkpoint when the command is asked to stop; torchrun's own 30 s are few for large ones."""
+"""Time for ranks to save a checkpoint when the command is interrupted; torchrun's 30 s are too short for large ones."""
 _OTHERS_END_SECONDS = 5.0
-"""What the other launchers of a job get to report, after one has failed: theirs may be the cause."""
+"""Time for the other launchers of a job to report after one has failed: their failure may be the cause."""
 
-_TOKEN = "SHARDWRIGHT_LAUNCH_TOKEN"  # noqa: S105
 _OUTER_LAUNCH = re.compile(
     r"(RANK|LOCAL_RANK|WORLD_SIZE|LOCAL_WORLD_SIZE|LOCAL_SIZE|GROUP_RANK|NODE_RANK|MASTER_ADDR|MASTER_PORT)$"
     r"|(ACCELERATE|FSDP|PARALLELISM_CONFIG|TORCHELASTIC|TORCHRUN|PET)_"
@@ -46,8 +46,17 @@ _OUTER_LAUNCH = re.compile(
 """Variables of an enclosing launch or job script, which would contradict this one's."""
 
 
+_NOISE = re.compile(
+    r"DeepSpeed \S+ built successfully"
+    r"|Gradient accumulation steps mismatch"
+    r"|Failed to load CPU gemm_4bit_forward"
+    r"|find_unused_parameters=True was specified in DDP constructor"
+)
+"""Lines of libraries that every rank prints and that need no action: they are not passed on."""
+
+
 class LaunchFailedError(ShardwrightError):
-    """A launch ended with an error or ran out of time; says which rank was the cause, where ranks record that."""
+    """A launch failed or ran out of time; names the rank that failed first if ranks recorded their errors."""
 
     def __init__(
         self, ending: str, *, output: str, launcher_exit_code: int | None, failures: Sequence[RankFailure] = ()
@@ -55,9 +64,9 @@ class LaunchFailedError(ShardwrightError):
         message, self.exit_code = first_cause(failures) or (f"{ending}\n{output[-TAIL_CHARACTERS:]}", 1)
         super().__init__(message)
         self.output = output
-        """What all launchers and ranks printed."""
+        """Output of all launchers and ranks."""
         self.launcher_exit_code = launcher_exit_code
-        """Exit code of the launcher that failed first; `None` when it was stopped for time."""
+        """Exit code of the launcher that failed first; `None` after the time limit."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -67,15 +76,15 @@ class Launch:
     arguments: tuple[str, ...]
     """Arguments of `interpreter`, such as `-m torch.distributed.run ...`."""
     environment: Mapping[str, str] | None = None
-    """Variables beside those of `cpu_rank_environment`."""
+    """Variables in addition to `cpu_rank_environment`."""
     port: int | None = None
-    """Where its ranks meet, by which the shared memory that they leave is known; `None` where it starts none."""
+    """Port where its ranks connect, which identifies their shared memory; `None` if it starts none."""
     program: tuple[str, ...] | None = None
-    """What takes the arguments in place of `interpreter`, and stops once its standard input ends: `ssh` and a host."""
+    """Program instead of `interpreter`, which stops when its standard input ends, such as `ssh` and a host."""
     name: str | None = None
-    """What a failure calls it; `None` for its command."""
+    """Name in failures; `None` for its command."""
     ends_with_starter: bool = False
-    """Whether a program is to kill its ranks, rather than let them save, where this process dies."""
+    """Whether the program kills its ranks instead of letting them save if this process dies."""
 
 
 def interpreter() -> str:
@@ -95,7 +104,7 @@ def python_arguments(command: Sequence[str]) -> tuple[str, ...]:
 
 
 def at_free_port(command: Sequence[str]) -> tuple[list[str], int | None]:
-    """Return a launch line with a port that is free, and the port; torchrun's `--standalone` finds one by itself.
+    """Add a free port to a launch command, and return both; torchrun's `--standalone` selects a port itself.
 
     >>> at_free_port(["torchrun", "--standalone", "script.py"])
     (['torchrun', '--standalone', 'script.py'], None)
@@ -106,47 +115,47 @@ def at_free_port(command: Sequence[str]) -> tuple[list[str], int | None]:
     return [*command[:2], "--main_process_port", str(port), *command[2:]], port
 
 
-def run_launch(
-    arguments: Sequence[str],
-    *,
-    timeout_seconds: float,
-    environment: Mapping[str, str] | None = None,
+def launch_ranks(
+    *launches: Launch,
+    timeout_seconds: float = LONGEST_RUN_SECONDS,
+    on_message: Callable[[Message], None] = log_message,
     on_line: Callable[[str], None] | None = None,
-    port: int | None = None,
 ) -> str:
-    """Run `interpreter` with ``arguments``, hand over each line as it is printed, and leave nothing behind.
+    """Run one launcher, or several as the nodes of a job, and return their output; no process is left running.
 
-    `port` is where ranks meet that DeepSpeed may give shared memory.
+    If one launcher fails, all are ended.
+
+    Args:
+        launches: What to start.
+        timeout_seconds: After which all are stopped.
+        on_message: Receives the messages of ranks.
+        on_line: Receives every other line as it is printed, without known harmless messages of libraries.
 
     Raises:
-        LaunchFailedError: It failed, or it was stopped after ``timeout_seconds``; says what the rank that failed first
-            recorded, else ends with what was printed last.
-    """
-    launch = Launch(arguments=tuple(arguments), environment=environment, port=port)
-    return run_together([launch], timeout_seconds=timeout_seconds, on_line=on_line)
-
-
-def run_together(
-    launches: Sequence[Launch], *, timeout_seconds: float, on_line: Callable[[str], None] | None = None
-) -> str:
-    """Run several launchers at once, as the nodes of a job; when one fails, all are ended.
-
-    Raises:
-        LaunchFailedError: One failed, or all were stopped after ``timeout_seconds``.
+        LaunchFailedError: a launcher failed or ran out of time; contains the error of the rank that failed first, else
+            the end of the output.
     """
     token = uuid.uuid4().hex
     ports = {launch.port for launch in launches if launch.port is not None}
     if ports:
         remove_abandoned_buffers()
+
+    def on_output(line: str) -> None:
+        message = read_message(line)
+        if message is not None:
+            on_message(message)
+        elif on_line is not None and not _NOISE.search(line):
+            on_line(line)
+
     with tempfile.TemporaryDirectory(prefix="shardwright-launch-", ignore_cleanup_errors=True) as directory:
         running: list[_Running] = []
         try:
             for index, launch in enumerate(launches):
                 running.append(_Running(launch, Path(directory) / f"{index}.log", token))
-            failed, code = _wait(running, timeout_seconds, on_line or (lambda _: None))
+            failed, code = _wait(running, timeout_seconds, on_output)
         except (KeyboardInterrupt, SystemExit):
             # Ctrl-C, and SIGTERM to the command.
-            _ask_to_stop([started.process for started in running])
+            _stop_launchers([started.process for started in running])
             raise
         finally:
             _end_processes([started.process for started in running], token)
@@ -162,7 +171,7 @@ def run_together(
 
 
 class _Running:
-    """A launcher whose output goes to a file, read from there as it grows."""
+    """A launcher whose output goes to a file, which is read while it grows."""
 
     def __init__(self, launch: Launch, log: Path, token: str) -> None:
         self.launch = launch
@@ -179,7 +188,7 @@ class _Running:
                 env={
                     **cpu_rank_environment(),
                     **(launch.environment or {}),
-                    _TOKEN: token,
+                    LAUNCH_TOKEN: token,
                     ERROR_FILE: str(self.error_file),
                     # torchrun's `--shutdown-timeout`, which accelerate has no flag for.
                     "PET_SHUTDOWN_TIMEOUT": str(int(STOP_SECONDS)),
@@ -191,7 +200,7 @@ class _Running:
             tell_to_end_later(self.process)
 
     def new_lines(self) -> list[str]:
-        """Return the complete lines that were printed since the last call."""
+        """Return the complete lines since the last call."""
         with self._log.open("rb") as stream:
             stream.seek(self._position)
             chunk = stream.read()
@@ -206,7 +215,7 @@ class _Running:
 def _wait(
     running: Sequence[_Running], timeout_seconds: float, on_line: Callable[[str], None]
 ) -> tuple[Launch | None, int | None]:
-    """Return the launch that failed with its exit code, `None` in place of the code after the time limit."""
+    """Return the launch that failed and its exit code, which is `None` after the time limit."""
     deadline = time.monotonic() + timeout_seconds
     failed: tuple[Launch, int] | None = None
     while True:
@@ -231,7 +240,7 @@ def _wait(
 def cpu_rank_environment() -> dict[str, str]:
     """Return this process's environment without an outer launch, with accelerators hidden and one thread per rank."""
     kept = {name: value for name, value in os.environ.items() if not _OUTER_LAUNCH.match(name)}
-    # Two versions of ninja would each rebuild DeepSpeed's operators: the one beside this Python comes first.
+    # Two versions of ninja would each rebuild DeepSpeed's operators, so this Python's directory comes first.
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
     return kept | {
         "PATH": path,
@@ -250,8 +259,8 @@ def free_port() -> int:
     return port
 
 
-def _ask_to_stop(launchers: Sequence[subprocess.Popen[bytes]]) -> None:
-    """Let ranks save what they have; a second signal to this process, or `STOP_SECONDS`, ends the waiting."""
+def _stop_launchers(launchers: Sequence[subprocess.Popen[bytes]]) -> None:
+    """Let ranks save a checkpoint, until `STOP_SECONDS` pass or this process gets a second signal."""
     for launcher in launchers:
         if launcher.stdin is None:
             launcher.terminate()
@@ -263,31 +272,31 @@ def _ask_to_stop(launchers: Sequence[subprocess.Popen[bytes]]) -> None:
 
 
 def _end_processes(launchers: Sequence[subprocess.Popen[bytes]], token: str) -> None:
-    """Kill what is left of a launch; ranks may start while others are being ended, so look until none is found."""
+    """Kill the remaining processes of a launch; repeat until none is found, since ranks may still be starting."""
     for launcher in launchers:
         if launcher.stdin is not None and launcher.poll() is None:
             tell_to_end(launcher)
     for _ in range(20):
-        found = _processes_with(token)
-        for process in found:
+        left = _processes_with(token)
+        for process in left:
             with contextlib.suppress(psutil.Error):
                 process.kill()
         for launcher in launchers:
             if launcher.poll() is None:
                 launcher.kill()
-        if not found:
+        if not left:
             break
-        psutil.wait_procs(found, timeout=1.0)
+        psutil.wait_procs(left, timeout=1.0)
     for launcher in launchers:
         launcher.wait()
 
 
 def _processes_with(token: str) -> list[Any]:
-    found = []
+    processes = []
     for process in psutil.process_iter():
         try:
-            if process.environ().get(_TOKEN) == token:
-                found.append(process)
+            if process.environ().get(LAUNCH_TOKEN) == token:
+                processes.append(process)
         except psutil.Error:
             continue
-    return found
+    return processes

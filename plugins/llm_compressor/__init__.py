@@ -1,1 +1,1 @@
-"""llm-compressor behind one thin adapter: what its releases get wrong is put right here (seen with 0.14.0.1)."""
+"""Adapter of llm-compressor, with corrections for its releases (observed with 0.14.0.1)."""

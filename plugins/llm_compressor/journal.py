@@ -1,7 +1,7 @@
-"""Keeps finished layers of a quantization run on disk, so that an interrupted run goes on where it stopped.
+"""Journal of a quantization run: finished layers on disk, so that an interrupted run can resume.
 
-`journal.json` says which run it is and lists one safetensors file for each finished part, in order; a part is listed
-only when its file is on the disk whole.
+`journal.json` identifies the run and lists one safetensors file for each finished part, in order; a part is listed
+only after its complete file is on the disk.
 """
 
 from __future__ import annotations
@@ -12,17 +12,20 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from ...ds_configs.plan.write import write_files
+from ...ds_configs.plan.output import write_files
 from ...ds_configs.quantization.scheme import QuantizationScheme
-from ...ds_configs.specs.errors import Fault, UsageError
+from ...ds_configs.specs.errors import ConfigError, UsageError
 from ..safetensors.reading import each_tensor, read_headers
 from ..safetensors.writing import save_tensors
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
 MANIFEST = "journal.json"
 _SCHEMA_VERSION = 1
-# A layer's file can be gigabytes; it is hashed in parts, never read whole.
+# A layer's file can have gigabytes; it is hashed in chunks.
 _BYTES_AT_ONCE = 1 << 22
 _PACKAGES = ("llmcompressor", "compressed-tensors", "torch", "transformers")
 
@@ -32,9 +35,9 @@ class JournalEntry:
     """One finished part of the model in one phase of the method."""
 
     phase: int
-    """Which of the method's passes over the model, from 0."""
+    """Index of the method's pass over the model, from 0."""
     part: int
-    """Which part of the model, from 0."""
+    """Index of the part of the model, from 0."""
     file: str
     """Name of the safetensors file."""
     size_bytes: int
@@ -53,7 +56,7 @@ def run_identity(
     batch_size: int,
     seed: int,
 ) -> dict[str, str]:
-    """Return what must agree before a run takes over another's layers, each as text that a message can show."""
+    """Return the properties that must be equal for a run to resume from a journal, as text for messages."""
     digest = hashlib.blake2b(digest_size=16)
     for sample in calibration:
         digest.update((json.dumps(list(map(int, sample["input_ids"]))) + "\n").encode())
@@ -70,15 +73,15 @@ def run_identity(
 
 
 class Journal:
-    """Finished parts of one run; what is on the disk and whole can be taken over."""
+    """Finished parts of one run, which can be restored if their files are complete."""
 
     def __init__(self, directory: Path, identity: Mapping[str, str]) -> None:
-        """Open the journal of this run or start it.
+        """Open the journal of this run, or create it.
 
-        A file that is missing, cut short or changed is not trusted, nor is anything that came after it.
+        A part whose file is missing, truncated or changed is ignored, and so are all later parts.
 
         Raises:
-            UsageError: the directory holds the journal of another run; says what differs.
+            UsageError: the directory contains the journal of another run; names the differences.
         """
         self.directory = directory
         self._identity = dict(identity)
@@ -89,7 +92,7 @@ class Journal:
         self._write_manifest()
 
     def record(self, *, phase: int, part: int, tensors: Mapping[str, Any]) -> None:
-        """Write the tensors of a finished part; when this returns, they survive the loss of power."""
+        """Write the tensors of a finished part durably to the disk."""
         path = self.directory / f"layer-{len(self.entries):05d}.safetensors"
         save_tensors(tensors, path)
         size_bytes, digest = path.stat().st_size, _digest(path)
@@ -97,8 +100,8 @@ class Journal:
         self.entries = (*self.entries, entry)
         self._write_manifest()
 
-    def restore(self, entry: JournalEntry, model: Any) -> tuple[str, ...]:
-        """Copy the tensors of a finished part into the model and return the names of the modules that have them."""
+    def restore(self, entry: JournalEntry, model: PreTrainedModel) -> tuple[str, ...]:
+        """Copy the tensors of a finished part into the model and return the names of their modules."""
         from compressed_tensors.utils import update_offload_parameter
 
         modules: dict[str, None] = {}
@@ -124,31 +127,27 @@ class Journal:
             return
         if schema != _SCHEMA_VERSION:
             return
-        self._refuse_another_run(identity)
-        for index, entry in enumerate(entries):
-            # Names come from a file: only the one that this class would have chosen is opened.
-            if entry.file != f"layer-{index:05d}.safetensors" or not self._is_whole(entry):
-                return
-            yield entry
-
-    def _refuse_another_run(self, identity: Mapping[str, str]) -> None:
-        fix = "name another directory, or delete this one to start from the beginning"
-        faults = [
-            Fault(
+        fix = "use another directory, or delete this one to start from the beginning"
+        errors = [
+            ConfigError(
                 where=str(self.directory),
                 value=identity.get(name),
-                rule=f"is the journal of a run with another {name}; this one has {wanted}",
+                rule=f"is the journal of a run with another {name}; this run has {wanted}",
                 fix=fix,
             )
             for name, wanted in self._identity.items()
             if identity.get(name) != wanted
         ]
-        if faults:
-            raise UsageError(faults)
-
-    def _is_whole(self, entry: JournalEntry) -> bool:
-        path = self.directory / entry.file
-        return path.is_file() and path.stat().st_size == entry.size_bytes and _digest(path) == entry.blake2b
+        if errors:
+            raise UsageError(errors)
+        for index, entry in enumerate(entries):
+            path = self.directory / entry.file
+            # Names come from a file: only the name that this class would have chosen is opened.
+            if entry.file != f"layer-{index:05d}.safetensors" or not path.is_file():
+                return
+            if path.stat().st_size != entry.size_bytes or _digest(path) != entry.blake2b:
+                return
+            yield entry
 
     def _write_manifest(self) -> None:
         content = {

@@ -1,26 +1,29 @@
-"""Second moments of each linear layer's inputs by llm-compressor's sequential pipeline, for methods of our own.
+"""Second moments of each linear layer's inputs by llm-compressor's sequential pipeline, for our own methods.
 
-Seen with 0.14.0.1: `oneshot` takes a modifier of any class, runs the model one decoder layer at a time, calls
+In 0.14.0.1 `oneshot` accepts a modifier of any class, runs the model one decoder layer at a time, calls
 `on_sequential_epoch_end` when a layer has seen all samples, and then passes the samples through the changed layer.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from ..transformers.quantized_model import ReportProgress
-from .fixes import all_fixes
-from .progress import Steps, count_parts
-from .quiet import named_by_directory, quiet_upstream
+from .engine import Steps, calibration_loader, count_parts
+from .quiet import all_fixes, named_by_directory, quiet_upstream
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 VisitLayer = Callable[[str, Any, Any], Any]
-"""From a layer's name, weight and mean of `x xᵀ` (`None` for a layer that saw no input) to its new weight."""
+"""Takes a layer's name, weight and mean of `x xᵀ` (`None` for a layer without input), and returns its new weight."""
 
 
 def visit_layers(
-    model: Any,
-    tokenizer: Any,
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
     names: Collection[str],
     *,
     calibration: Sequence[Mapping[str, Sequence[int]]],
@@ -30,34 +33,38 @@ def visit_layers(
     finished_parts: int,
     report: ReportProgress,
 ) -> None:
-    """Replace the weights of linear layers, one decoder layer after another; each sees its changed predecessors.
+    """Replace the weights of linear layers, one decoder layer after another; inputs come from changed layers.
 
     Args:
         model: Transformers model; changed in place.
-        tokenizer: Asked for by `oneshot`; may be `None`.
+        tokenizer: Required by `oneshot`; may be `None`.
         names: Modules to visit.
         calibration: Samples with `input_ids`.
-        batch_size: Samples of one forward pass.
+        batch_size: Samples per forward pass.
         visit: Returns the new weight of a layer.
-        finish_part: Told the number of a part of the model when its layers were visited.
-        finished_parts: Parts whose layers have their new weights already.
-        report: Told about every part.
+        finish_part: Called with the index of a part of the model after its layers were visited.
+        finished_parts: Parts whose layers already have their new weights.
+        report: Called with the progress.
     """
     from llmcompressor import oneshot
     from llmcompressor.core import reset_session
+    from llmcompressor.modifiers import Modifier
+
+    class VisitModifier(_Visits, Modifier):
+        requires_calibration_data: bool = True
 
     steps = Steps((count_parts(model),), report)
-    modifier = _modifier_class()()
+    modifier = VisitModifier()
     modifier.attach(names=names, visit=visit, finish_part=finish_part, finished_parts=finished_parts, steps=steps)
     with quiet_upstream(), all_fixes(), named_by_directory(model):
         reset_session()
         try:
             oneshot(
                 model=model,
-                # `oneshot` demands a processor for any data, and does not use it on tokens.
+                # `oneshot` requires a processor for any data, and does not use it for tokens.
                 processor=tokenizer or object(),
                 recipe=[modifier],
-                dataset=_batches(calibration, batch_size),
+                dataset=calibration_loader(calibration, batch_size),
             )
         finally:
             modifier.remove_hooks()
@@ -67,24 +74,8 @@ def visit_layers(
     steps.done()
 
 
-def _batches(calibration: Sequence[Mapping[str, Sequence[int]]], batch_size: int) -> Any:
-    """Return a DataLoader over batches of equal length: padding would count as text in second moments."""
-    import torch
-    from torch.utils.data import DataLoader
-
-    by_length: dict[int, list[Any]] = {}
-    for sample in calibration:
-        by_length.setdefault(len(sample["input_ids"]), []).append(torch.tensor(list(sample["input_ids"])))
-    batches = []
-    for rows in by_length.values():
-        for start in range(0, len(rows), batch_size):
-            ids_BS = torch.stack(rows[start : start + batch_size])
-            batches.append({"input_ids": ids_BS, "attention_mask": torch.ones_like(ids_BS)})
-    return DataLoader(batches, batch_size=None)
-
-
 class _Visits:
-    """Collects second moments and hands each layer's to the visitor; stands before `Modifier` in a subclass."""
+    """Mixin placed before `Modifier`: collects second moments and passes each layer's to the visitor."""
 
     names: ClassVar[Any]
     visit: ClassVar[Any]
@@ -96,19 +87,19 @@ class _Visits:
     counts: ClassVar[Any]
     found: ClassVar[Any]
 
-    def attach(self, **settings: Any) -> None:
-        """Take what `visit_layers` was given."""
-        # Around pydantic, which knows the modifier's own fields alone.
+    def attach(self, **settings: object) -> None:
+        """Set the arguments of `visit_layers`."""
+        # Bypass pydantic, which accepts only the modifier's own fields.
         for name, value in (settings | {"part": 0, "sums": {}, "counts": {}}).items():
             object.__setattr__(self, name, value)
 
-    def on_initialize(self, state: Any, **kwargs: Any) -> bool:
+    def on_initialize(self, state: Any, **kwargs: object) -> bool:
         """Find the modules."""
         object.__setattr__(self, "found", {name: state.model.get_submodule(name) for name in self.names})
         return True
 
-    def on_calibration_start(self, state: Any, event: Any, **kwargs: Any) -> None:
-        """Listen to the modules' inputs."""
+    def on_calibration_start(self, state: Any, event: Any, **kwargs: object) -> None:
+        """Add hooks on the modules' inputs."""
         for name, module in self.found.items():
             self.register_hook(  # type: ignore[attr-defined]
                 module, self._add_inputs(name), "forward"
@@ -119,7 +110,7 @@ class _Visits:
         import torch
         from compressed_tensors.utils import get_execution_device
 
-        def hook(module: Any, arguments: tuple[Any, ...], output: Any) -> None:
+        def hook(module: torch.nn.Module, arguments: tuple[Any, ...], output: Any) -> None:
             if self.part < self.finished_parts:
                 return
             inputs_TI = arguments[0].detach().flatten(0, -2).float()
@@ -132,7 +123,7 @@ class _Visits:
 
         return hook
 
-    def on_sequential_epoch_end(self, state: Any, event: Any, modules: Sequence[Any], **kwargs: Any) -> None:
+    def on_sequential_epoch_end(self, state: Any, event: Any, modules: Sequence[Any], **kwargs: object) -> None:
         """Visit the layers of a part."""
         from compressed_tensors.utils import update_offload_parameter
 
@@ -151,15 +142,6 @@ class _Visits:
         self.finish_part(part)
         self.steps.tell(0, part, "propagating", names)
 
-    def on_calibration_end(self, state: Any, event: Any, **kwargs: Any) -> None:
-        """Stop listening."""
+    def on_calibration_end(self, state: Any, event: Any, **kwargs: object) -> None:
+        """Remove the hooks."""
         self.remove_hooks()  # type: ignore[attr-defined]
-
-
-def _modifier_class() -> type[Any]:
-    from llmcompressor.modifiers import Modifier
-
-    class VisitModifier(_Visits, Modifier):
-        requires_calibration_data: bool = True
-
-    return VisitModifier

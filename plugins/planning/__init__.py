@@ -1,1 +1,1 @@
-"""Plans from names, and what measured runs teach them: enter by `from_names.py`."""
+"""Plans from names of models and hardware, and the store of measured runs; start with `from_names.py`."""

@@ -1,4 +1,4 @@
-"""Keeps measured runs in a small SQLite database in the user's data directory, shared by processes."""
+"""Store measured runs in a SQLite database in the user's data directory, which processes share."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from ...ds_configs.memory.calibration import Calibration, MeasuredRun
-from ...ds_configs.specs.errors import Fault, RefusedInputError, ShardwrightError, UsageError
-from ...ds_configs.step_time.measured_network import MeasuredNetwork
+from ...ds_configs.memory.estimate import Calibration, MeasuredRun
+from ...ds_configs.specs.errors import ConfigError, RefusedInputError, ShardwrightError, UsageError
+from ...ds_configs.step_time.rates import MeasuredNetwork
 
 DATA_DIRECTORY_VARIABLE = "SHARDWRIGHT_DATA_DIR"
 FILE_NAME = "calibration.sqlite3"
 SCHEMA_VERSION = 1
 WAIT_SECONDS = 5.0
-"""How long a command waits for another one that writes."""
+"""Seconds that a command waits for another command that writes."""
 
 _CREATE = """
 CREATE TABLE runs (
@@ -37,7 +37,7 @@ CREATE TABLE runs (
     stored_at TEXT NOT NULL
 )
 """
-# Beside the runs of the same version: who knows nothing of it reads those as before.
+# A separate table under the same schema version, which older versions ignore.
 _CREATE_NETWORKS = """
 CREATE TABLE IF NOT EXISTS networks (
     gpu TEXT NOT NULL,
@@ -67,42 +67,39 @@ _SYSTEM = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StoredRun:
-    """A measured run with when it was stored."""
+    """A measured run and the time at which it was stored."""
 
     run: MeasuredRun
-    """What was measured."""
+    """The measurement."""
     stored_at: str
     """UTC, as ISO 8601."""
 
 
 def data_directory() -> Path:
-    """Return where this user's measurements are kept: `SHARDWRIGHT_DATA_DIR`, else the platform's data directory."""
-    stated = os.environ.get(DATA_DIRECTORY_VARIABLE)
-    if stated:
-        return Path(stated).absolute()
+    """Return the directory of this user's measurements: `SHARDWRIGHT_DATA_DIR`, else the platform's data directory."""
+    directory = os.environ.get(DATA_DIRECTORY_VARIABLE)
+    if directory:
+        return Path(directory).absolute()
     from platformdirs import user_data_path
 
     return user_data_path("shardwright", appauthor=False)
 
 
 class CalibrationStore:
-    """Measured runs on disk; every method opens the database for itself, so nothing stays locked.
+    """Measured runs on disk. Every method opens and closes the database, so it does not stay locked.
 
     Raises, from every method:
-        RefusedInputError: the file is no such database, or one of a newer version.
-        ShardwrightError: the system refuses, or another command holds the database for longer than the wait.
+        RefusedInputError: The file is not such a database, or was written by a newer version.
+        ShardwrightError: The file cannot be accessed, or another command locks it for longer than `wait_seconds`.
     """
 
     def __init__(self, path: Path | None = None, *, wait_seconds: float = WAIT_SECONDS) -> None:
         self.path = path or data_directory() / FILE_NAME
         self._wait_seconds = wait_seconds
-
-    @property
-    def _place(self) -> str:
-        return f"calibration database {self.path}"
+        self._where = f"calibration database {self.path}"
 
     def add(self, run: MeasuredRun) -> bool:
-        """Store a run and return whether it was new; a run that is there already stays one row."""
+        """Store a run and return whether it was new."""
         values = {name: getattr(run, name) for name in _COLUMNS}
         values["stored_at"] = datetime.now(UTC).isoformat(timespec="seconds")
         columns, marks = ", ".join(values), ", ".join(f":{name}" for name in values)
@@ -116,14 +113,14 @@ class CalibrationStore:
             if connection is None:
                 return ()
             select = f"SELECT {', '.join(_COLUMNS)}, stored_at FROM runs ORDER BY stored_at, identifier"  # noqa: S608
-            return tuple(self._run_of(row) for row in connection.execute(select))
+            return tuple(self._stored_run(row) for row in connection.execute(select))
 
     def calibration(self) -> Calibration:
-        """Return what plans learn from; empty when nothing was stored yet."""
+        """Return the calibration for plans; empty if nothing is stored."""
         return Calibration(runs=tuple(stored.run for stored in self.stored()))
 
     def add_network(self, network: MeasuredNetwork) -> None:
-        """Store a measured network, which plans for such nodes count on from now on."""
+        """Store a measured network, which plans for such nodes use from now on."""
         values = asdict(network) | {"stored_at": datetime.now(UTC).isoformat(timespec="seconds")}
         columns, marks = ", ".join(values), ", ".join(f":{name}" for name in values)
         with self._writing() as connection:
@@ -145,10 +142,10 @@ class CalibrationStore:
         return tuple(MeasuredNetwork(**dict(zip(names, row, strict=True))) for row in rows)
 
     def forget(self, identifier: str) -> int:
-        """Remove one run by the beginning of its identifier, or `all` with the networks; return how many runs went.
+        """Remove one run by a prefix of its identifier, or `all` runs and networks; return the number of removed runs.
 
         Raises:
-            UsageError: no run, or several, begin like that.
+            UsageError: No run, or several runs, have this prefix.
         """
         if not self._exists():
             if identifier == "all":
@@ -159,30 +156,30 @@ class CalibrationStore:
                 connection.execute("DROP TABLE IF EXISTS networks")
                 return connection.execute("DELETE FROM runs").rowcount
             begins = "SELECT identifier FROM runs WHERE substr(identifier, 1, length(:begin)) = :begin"
-            found = [row[0] for row in connection.execute(begins, {"begin": identifier})]
-            if not found or not identifier:
+            matches = [row[0] for row in connection.execute(begins, {"begin": identifier})]
+            if not matches or not identifier:
                 raise UsageError(_unknown(identifier))
-            if len(found) > 1:
-                fix = f"write more of it: {', '.join(name[:16] for name in found[:4])}"
-                rule = f"begins the names of {len(found)} runs"
-                raise UsageError(Fault(where="--forget", value=identifier, rule=rule, fix=fix))
-            return connection.execute("DELETE FROM runs WHERE identifier = ?", (found[0],)).rowcount
+            if len(matches) > 1:
+                fix = f"write a longer prefix: {', '.join(name[:16] for name in matches[:4])}"
+                rule = f"matches {len(matches)} runs"
+                raise UsageError(ConfigError(where="--forget", value=identifier, rule=rule, fix=fix))
+            return connection.execute("DELETE FROM runs WHERE identifier = ?", (matches[0],)).rowcount
 
     @contextmanager
     def _reading(self) -> Iterator[sqlite3.Connection | None]:
-        """Open the database without ever creating it; `None` when there is none or it is still empty."""
+        """Open the database without creating it; `None` if it does not exist or is empty."""
         with self._translated():
             if not self._exists():
                 yield None
                 return
-            # Not `ro`: that mode cannot roll back what a killed writer left.
+            # Not `ro`: that mode cannot roll back the transaction of a killed writer.
             address = f"{self.path.absolute().as_uri()}?mode=rw"
             with closing(self._connect(address)) as connection:
                 yield connection if self._version(connection) else None
 
     @contextmanager
     def _writing(self) -> Iterator[sqlite3.Connection]:
-        """Open the database for one transaction, creating it where needed."""
+        """Open the database for one transaction; create it if needed."""
         with self._translated():
             self.path.parent.mkdir(parents=True, exist_ok=True)
             with closing(self._connect(f"{self.path.absolute().as_uri()}?mode=rwc")) as connection:
@@ -209,14 +206,16 @@ class CalibrationStore:
         version = int(connection.execute("PRAGMA user_version").fetchone()[0])
         if version > SCHEMA_VERSION:
             rule = f"was written by a newer Shardwright (schema {version}, this one reads {SCHEMA_VERSION})"
-            raise RefusedInputError(Fault(where=self._place, rule=rule, fix="upgrade, or move the file away"))
+            raise RefusedInputError(
+                ConfigError(where=self._where, rule=rule, fix="upgrade Shardwright, or move the file")
+            )
         tables = connection.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]
         if version < 0 or (version == 0 and tables):
-            raise RefusedInputError(self._damaged("it is another program's"))
+            raise RefusedInputError(self._damaged("another program wrote it"))
         return version
 
-    def _run_of(self, row: tuple[Any, ...]) -> StoredRun:
-        values = dict(zip((*_COLUMNS, "stored_at"), row, strict=True))
+    def _stored_run(self, row: tuple[object, ...]) -> StoredRun:
+        values: dict[str, Any] = dict(zip((*_COLUMNS, "stored_at"), row, strict=True))
         for field in fields(MeasuredRun):
             if not isinstance(values[field.name], _KINDS[str(field.type)]):
                 raise RefusedInputError(self._damaged(f"{field.name} = {values[field.name]!r}"))
@@ -226,31 +225,31 @@ class CalibrationStore:
             raise RefusedInputError(self._damaged("a run without bytes"))
         return StoredRun(run=run, stored_at=stored_at)
 
-    def _damaged(self, detail: str) -> Fault:
-        rule, fix = f"is not a database of measured runs ({detail})", "move the file away; it is made anew"
-        return Fault(where=self._place, rule=rule, fix=fix)
+    def _damaged(self, detail: str) -> ConfigError:
+        rule, fix = f"is not a database of measured runs ({detail})", "move the file; the next run creates a new one"
+        return ConfigError(where=self._where, rule=rule, fix=fix)
 
     @contextmanager
     def _translated(self) -> Iterator[None]:
-        """Turn what SQLite and the system say into errors that name the file and the way out."""
+        """Turn errors of SQLite and the system into errors with the file and the fix."""
         try:
             yield
         except sqlite3.Error as error:
-            # The lower byte is the primary code, the rest refines it.
+            # The lower byte is the primary error code.
             code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_ERROR) & 0xFF
             if code in _BUSY:
-                waited = f"is held by another command for over {self._wait_seconds:g} s; end it or try again"
-                raise ShardwrightError(f"{self._place}: {waited}") from None
+                waited = f"is locked by another command for over {self._wait_seconds:g} s; stop it or try again"
+                raise ShardwrightError(f"{self._where}: {waited}") from None
             if code in _SYSTEM:
                 raise ShardwrightError(
-                    f"{self._place}: cannot be used ({error}); set {DATA_DIRECTORY_VARIABLE}"
+                    f"{self._where}: cannot be used ({error}); set {DATA_DIRECTORY_VARIABLE}"
                 ) from None
             raise RefusedInputError(self._damaged(str(error))) from None
         except OSError as error:
-            detail = f"{self._place}: cannot be used ({error.strerror}); set {DATA_DIRECTORY_VARIABLE}"
+            detail = f"{self._where}: cannot be used ({error.strerror}); set {DATA_DIRECTORY_VARIABLE}"
             raise ShardwrightError(detail) from None
 
 
-def _unknown(identifier: str) -> Fault:
-    fix = "`shardwright calibrate --list` shows them"
-    return Fault(where="--forget", value=identifier, rule="is no stored run", fix=fix)
+def _unknown(identifier: str) -> ConfigError:
+    fix = "`shardwright calibrate --list` lists the runs"
+    return ConfigError(where="--forget", value=identifier, rule="is not a stored run", fix=fix)

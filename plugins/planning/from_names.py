@@ -1,31 +1,40 @@
-"""Plans from names: resolves model and hardware, and traces activations of families without stored coefficients."""
+"""Plans from names: resolve the model and the hardware, including this machine, and choose a layout."""
 
 from __future__ import annotations
 
+import os
 import re
+import shutil
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import fields
 from importlib import metadata
 from pathlib import Path
 from typing import Any, Literal
 
-from ...ds_configs.memory.activation_source import ActivationSource, activations_are_stored, cached_activations
-from ...ds_configs.memory.activations import ActivationEstimate, Mode
-from ...ds_configs.memory.calibration import Calibration
-from ...ds_configs.plan.plan import Plan, make_plan
-from ...ds_configs.search.questions import slowest_node
-from ...ds_configs.specs.errors import Fault, ShardwrightError, UsageError
-from ...ds_configs.specs.hardware import HardwareSpec, hardware_from_mapping, parse_hardware, parse_overrides
+from ...ds_configs.memory.activations import activations_are_stored, cached_activations
+from ...ds_configs.memory.estimate import Calibration
+from ...ds_configs.plan.plan import Plan, make_plan, release_difference
+from ...ds_configs.search.run_estimates import slowest_node
+from ...ds_configs.specs.errors import ConfigError, ShardwrightError, UsageError
+from ...ds_configs.specs.hardware import (
+    HardwareSpec,
+    find_gpu,
+    gpu_catalog,
+    hardware_from_mapping,
+    parse_hardware,
+    parse_overrides,
+)
 from ...ds_configs.specs.job import AXIS_FIELDS, TrainingJob
-from ...ds_configs.specs.settings import adapter_faults, unknown_fault
-from ...ds_configs.specs.yaml_file import read_small_file, yaml_mapping
-from ...ds_configs.step_time.measured_network import with_measured_network
+from ...ds_configs.specs.settings import adapter_errors, unknown_error
+from ...ds_configs.specs.texts import read_small_file, yaml_mapping
+from ...ds_configs.step_time.rates import with_measured_network
+from ..releases import transformers_release
 from .models import LoadedModel, load_model_spec
 
 _LIBRARIES = ("shardwright", "torch", "transformers", "accelerate", "deepspeed", "peft", "bitsandbytes")
 _LARGEST_NUMBER = 10**30
-"""Python refuses to print integers of some thousand digits, and anchors can nest lists beyond any memory."""
+"""Largest integer in YAML; Python does not print integers of thousands of digits."""
 
 
 def plan(
@@ -38,147 +47,107 @@ def plan(
     nvme: str | None = None,
     num_processes: int | None = None,
     calibration: Calibration | Literal["user"] | None = "user",
-    trace_activations: bool = False,
     notify: Callable[[str], None] | None = None,
     offers: bool = True,
     **words: Any,
 ) -> Plan:
-    """Choose a strategy for a model on some hardware.
+    """Choose a layout for a model and hardware.
 
-    `model` is a Hub id, a directory, a `config.json` or an already loaded model; `hardware` a name such as
-    `8xA100-80GB`, a YAML file, `local`, or a `HardwareSpec`; `host_memory`, `nvme` and `num_processes` complete a name.
-    `calibration` holds measured runs to learn from, by default those that `shardwright calibrate` stored for this user.
-    `trace_activations` traces a model without stored activation coefficients, in minutes, where else an upper
-    bound from its structure counts; a trace that fails falls back to it. `notify` receives remarks while planning.
-    Without `offers` the plan does not say what changes of the training's numbers would make it faster.
-    In place of a `job`, `words` are options of `shardwright plan`, such as `seq_len=2048, method="lora"`; without
-    either, sequences have 4,096 tokens, or as many as the model has positions for.
+    Args:
+        model: A Hub id, a directory, a `config.json` or a loaded model.
+        hardware: A name such as `8xA100-80GB`, a YAML file, `local`, or a `HardwareSpec`.
+        job: The training run.
+        revision: Branch, tag or commit of a Hub id.
+        host_memory: Memory per node, such as `1TB`; for hardware given by name.
+        nvme: NVMe per node as `PATH:SIZE`; for hardware given by name.
+        num_processes: Number of accelerators; for hardware given by name.
+        calibration: Measured runs, by default those that `shardwright calibrate` stored for this user.
+        notify: Function that receives warnings.
+        offers: Whether the plan suggests faster settings that change the training results.
+        **words: Options of `shardwright plan`, such as `seq_len=2048, method="lora"`, instead of a `job`. Without
+            either, sequences have 4,096 tokens, or the model's maximum if it is smaller.
 
     Raises:
-        UsageError: a name, value or combination cannot be used.
-        RefusedInputError: the model's files are corrupt, absurd or unsafe.
-        PlanDoesNotFitError: no layout fits.
+        UsageError: A name, value or combination is invalid.
+        RefusedInputError: The model's files are corrupt, absurd or unsafe.
+        PlanDoesNotFitError: No layout fits.
 
     >>> plan("config.json", "8xA100-80GB").chosen.strategy.label  # doctest: +SKIP
     'zero2'
     """
     tell = notify or (lambda _: None)
-    completing = {"host_memory": host_memory, "nvme": nvme, "num_processes": num_processes}
-    cluster = _cluster(hardware, {name: value for name, value in completing.items() if value is not None}, tell)
+    if isinstance(hardware, str):
+        cluster = read_hardware(hardware, host_memory=host_memory, nvme=nvme, num_processes=num_processes, tell=tell)
+    else:
+        options = {"host_memory": host_memory, "nvme": nvme, "num_processes": num_processes}
+        rule, fix = "cannot be combined with a HardwareSpec", "set it in the HardwareSpec"
+        errors = [
+            ConfigError(where=name, value=value, rule=rule, fix=fix)
+            for name, value in options.items()
+            if value is not None
+        ]
+        if errors:
+            raise UsageError(errors)
+        cluster = hardware
     loaded = load_model_spec(model, revision=revision, by_structure=True) if isinstance(model, str) else model
-    if job is None and "seq_len" not in words:
-        words["seq_len"] = _longest_training(loaded, tell)
-    wanted = job_from_words(words, job)
     positions = loaded.config.get("max_position_embeddings")
-    if isinstance(positions, int) and loaded.spec.learned_positions is None and wanted.seq_len_tokens > positions:
-        tell(f"sequences of {wanted.seq_len_tokens} tokens are beyond the {positions} that the model was trained for")
-    return plan_job(
-        loaded,
-        cluster,
-        wanted,
-        calibration=calibration,
-        trace_activations=trace_activations,
-        notify=notify,
-        offers=offers,
-    )
-
-
-def plan_job(
-    loaded: LoadedModel,
-    cluster: HardwareSpec,
-    wanted: TrainingJob,
-    *,
-    calibration: Calibration | Literal["user"] | None = "user",
-    trace_activations: bool = False,
-    notify: Callable[[str], None] | None = None,
-    offers: bool = True,
-) -> Plan:
-    """Choose a strategy as `plan` does, where nothing is a name any more and the sequences' length was remarked on.
-
-    Raises:
-        UsageError: a value or combination cannot be used.
-        PlanDoesNotFitError: no layout fits.
-    """
-    tell = notify or (lambda _: None)
+    positions = positions if isinstance(positions, int) else None
+    if job is None and "seq_len" not in words:
+        usual = TrainingJob().seq_len_tokens
+        limits = [limit for limit in (loaded.spec.learned_positions, positions) if limit]
+        words["seq_len"] = min([usual, *limits])
+        if words["seq_len"] < usual:
+            tell(f"sequence length {words['seq_len']}, the maximum of {loaded.spec.architecture}")
+    wanted = job_from_words(words, job)
+    # Callers that load a model and make the job themselves have warned already.
+    is_new = (isinstance(model, str) or job is None) and loaded.spec.learned_positions is None
+    if is_new and positions is not None and wanted.seq_len_tokens > positions:
+        tell(f"sequence length {wanted.seq_len_tokens} exceeds {positions}, the maximum of the model's training")
     for note in loaded.notes:
         tell(note)
-    source: ActivationSource | None = None
     if not activations_are_stored(loaded.spec, wanted):
-        source = _activations_without_coefficients(loaded, wanted, traced=trace_activations, tell=tell)
-    if calibration == "user":
-        cluster = _with_stored_network(cluster, tell)
+        name = loaded.spec.model_type + (" with eager attention" if loaded.spec.attention == "eager" else "")
+        reason = "" if loaded.spec.source == "structure" else f"no measured activations for {name}: "
+        tell(f"{reason}activation memory is an upper bound from the model's structure")
+        # Raises an error before the search if there is no upper bound either.
+        cached_activations(loaded.spec, wanted)(1, "fp32" if wanted.precision == "fp32" else "bf16")
+    if calibration == "user" and cluster.nodes > 1:
+        from .calibration_store import CalibrationStore
+
+        # `stored_calibration` reports a store that cannot be read.
+        with suppress(ShardwrightError):
+            cluster, network_note = with_measured_network(cluster, CalibrationStore().networks())
+            if network_note is not None:
+                tell(network_note)
     return make_plan(
         loaded.spec,
         cluster,
         wanted,
-        activations=source,
         calibration=stored_calibration(tell) if calibration == "user" else calibration,
         versions=installed_versions(),
         offers=offers,
     )
 
 
-def _longest_training(loaded: LoadedModel, tell: Callable[[str], None]) -> int:
-    """Return the tokens of a training sequence where none are asked for: 4,096, or fewer where the model ends."""
-    usual = TrainingJob().seq_len_tokens
-    stated = loaded.config.get("max_position_embeddings")
-    limits = [loaded.spec.learned_positions, stated if isinstance(stated, int) else None]
-    most = min([usual, *(limit for limit in limits if limit)])
-    if most < usual:
-        tell(f"sequences of {most} tokens, the most that {loaded.spec.architecture} has positions for")
-    return most
-
-
-def _activations_without_coefficients(
-    loaded: LoadedModel, job: TrainingJob, *, traced: bool, tell: Callable[[str], None]
-) -> ActivationSource | None:
-    """Return a trace where it is asked for and succeeds; `None` leaves it to the upper bound.
-
-    Raises:
-        UsageError: neither exists.
-    """
-    modes: tuple[Mode, ...] = ("fp32",) if job.precision == "fp32" else ("bf16", "bf16_autocast")
-    kind = f"{loaded.spec.model_type} with eager attention" if loaded.spec.attention == "eager" else None
-    name = kind or loaded.spec.model_type
-    if loaded.spec.source == "structure":
-        tell("memory of activations is an upper bound from its structure")
-    elif traced:
-        tell(f"no stored activations for {name}: tracing the model, which takes minutes")
-        source = TracedActivations(loaded, job)
-        try:
-            for mode in modes:
-                source(1, mode)
-            return source
-        except ShardwrightError as error:
-            tell(f"planning with an upper bound instead: {error}")
-    else:
-        tell(
-            f"no stored activations for {name}: memory is an upper bound from the model's structure; "
-            "--trace-activations measures it, in minutes"
-        )
-    cached_activations(loaded.spec, job)(1, modes[0])
-    return None
-
-
 def job_from_words(words: Mapping[str, Any], job: TrainingJob | None = None) -> TrainingJob:
-    """Return the training that options of `shardwright plan` describe, or the given one where there are none.
+    """Return the training job for options of `shardwright plan`, or `job` without options.
 
     Raises:
-        UsageError: names that are no options, both a job and options, or options that belong to others not given.
+        UsageError: An option is unknown, is combined with a job, or requires another option.
     """
     if not words:
         return job or TrainingJob()
     known = {field.name for field in fields(TrainingJob)} - {"seq_len_tokens"} | {"seq_len"}
-    faults = [unknown_fault(name, sorted(known)) for name in words if name not in known]
+    errors = [unknown_error(name, sorted(known)) for name in words if name not in known]
     if job is not None:
-        rule, fix = "stands beside a TrainingJob", "state it there, or leave the job out"
-        faults += [Fault(where=name, value=value, rule=rule, fix=fix) for name, value in words.items()]
-    faults += adapter_faults(words, words.get("method", "full"))
+        rule, fix = "cannot be combined with a TrainingJob", "set it in the TrainingJob, or omit the job"
+        errors += [ConfigError(where=name, value=value, rule=rule, fix=fix) for name, value in words.items()]
+    errors += adapter_errors(words, words.get("method", "full"))
     if words.get("teacher") is None and words.get("teacher_placement", "auto") != "auto":
-        rule, fix = "places a teacher, and none is named", "give --teacher too"
-        faults.append(Fault(where="teacher_placement", value=words["teacher_placement"], rule=rule, fix=fix))
-    if faults:
-        raise UsageError(faults)
+        rule, fix = "requires a teacher", "pass --teacher too"
+        errors.append(ConfigError(where="teacher_placement", value=words["teacher_placement"], rule=rule, fix=fix))
+    if errors:
+        raise UsageError(errors)
     stated = {"seq_len_tokens" if name == "seq_len" else name: value for name, value in words.items()}
     for name in {"micro_batch_size", *AXIS_FIELDS} & stated.keys():
         stated[name] = None if stated[name] == "auto" else stated[name]
@@ -190,7 +159,7 @@ def job_from_words(words: Mapping[str, Any], job: TrainingJob | None = None) -> 
 
 
 def stored_calibration(tell: Callable[[str], None]) -> Calibration | None:
-    """Return the measured runs of this user; a store that cannot be read is remarked on and left out."""
+    """Return the measured runs of this user; warn and return `None` if the store cannot be read."""
     from .calibration_store import CalibrationStore
 
     try:
@@ -200,40 +169,18 @@ def stored_calibration(tell: Callable[[str], None]) -> Calibration | None:
         return None
 
 
-def _with_stored_network(cluster: HardwareSpec, tell: Callable[[str], None]) -> HardwareSpec:
-    """Return hardware whose assumed network is the one that this user's machines measured, where they did."""
-    from .calibration_store import CalibrationStore
-
-    if cluster.nodes == 1:
-        return cluster
-    try:
-        found, remark = with_measured_network(cluster, CalibrationStore().networks())
-    except ShardwrightError:
-        # Remarked on where its runs are read.
-        return cluster
-    if remark is not None:
-        tell(remark)
-    return found
-
-
 def installed_versions() -> tuple[tuple[str, str], ...]:
-    """Return the versions of the libraries that a plan depends on, of those that are installed."""
-    found = []
+    """Return the versions of the installed libraries that a plan depends on."""
+    versions = []
     for name in _LIBRARIES:
-        try:
-            found.append((name, metadata.version(name)))
-        except metadata.PackageNotFoundError:
-            continue
-    return tuple(found)
+        with suppress(metadata.PackageNotFoundError):
+            versions.append((name, metadata.version(name)))
+    return tuple(versions)
 
 
-def _cluster(hardware: str | HardwareSpec, completing: Mapping[str, Any], tell: Callable[[str], None]) -> HardwareSpec:
-    if isinstance(hardware, str):
-        return read_hardware(hardware, tell=tell, **completing)
-    if completing:
-        rule, fix = "stands beside a HardwareSpec", "state it there"
-        raise UsageError([Fault(where=name, value=value, rule=rule, fix=fix) for name, value in completing.items()])
-    return hardware
+def installed_release_difference(plan: Plan) -> str | None:
+    """Return how the installed release of Transformers changes a plan's memory; `None` if it does not."""
+    return release_difference(plan, transformers_release())
 
 
 def read_hardware(
@@ -244,16 +191,19 @@ def read_hardware(
     num_processes: int | None = None,
     tell: Callable[[str], None] = lambda _: None,
 ) -> HardwareSpec:
-    """Return the cluster that a name, a YAML file or `local` describes; `num_processes` counts a kind such as `T4`.
+    """Return the cluster for a name, a YAML file or `local`.
 
-    Names joined by `+` are unequal nodes, of which the slowest rules; `tell` gets what it holds back.
+    Args:
+        text: The name. Names joined by `+` are unequal nodes; the plan uses the smallest values of all nodes.
+        host_memory: Memory per node.
+        nvme: NVMe per node as `PATH:SIZE`.
+        num_processes: Number of accelerators, for a name without one such as `T4`.
+        tell: Function that receives the values that limit unequal nodes.
 
     Raises:
-        UsageError: the name, the file or one of its values cannot be used, or describes another number of processes.
+        UsageError: The name, the file or one of its values is invalid, or has another number of processes.
     """
     if text == "local":
-        from .local_hardware import detect_hardware
-
         cluster = detect_hardware(host_memory=host_memory, nvme=nvme)
     elif "+" in text and not text.endswith((".yaml", ".yml")):
         parts = [parse_hardware(part, host_memory=host_memory, nvme=nvme) for part in text.split("+")]
@@ -269,7 +219,7 @@ def read_hardware(
         cluster = parse_hardware(text if counted else f"{num_processes}x{text}", host_memory=host_memory, nvme=nvme)
     if num_processes not in (None, cluster.world_size):
         rule = f"must equal the {cluster.world_size} accelerators of {cluster.name}"
-        raise UsageError(Fault(where="num_processes", value=num_processes, rule=rule, fix="leave it out"))
+        raise UsageError(ConfigError(where="num_processes", value=num_processes, rule=rule, fix="omit it"))
     return cluster
 
 
@@ -277,55 +227,67 @@ def read_yaml_mapping(path: Path, *, what: str) -> dict[str, Any]:
     """Return the mapping in a small YAML file.
 
     Raises:
-        UsageError: it cannot be read, is too large, is not YAML, or holds no mapping.
+        UsageError: The file cannot be read, is too large, is not valid YAML, or is not a mapping.
     """
     data = yaml_mapping(read_small_file(path, what=what), name=str(path), what=what)
-    faults = [
-        Fault(where=f"{path}: {key}", rule="must be one plain value")
+    errors = [
+        ConfigError(where=f"{path}: {key}", rule="must be a single value")
         for key, value in data.items()
         if isinstance(value, dict | list | set | tuple) or (isinstance(value, int) and abs(value) > _LARGEST_NUMBER)
     ]
-    if faults:
-        raise UsageError(faults)
+    if errors:
+        raise UsageError(errors)
     return data
 
 
-class TracedActivations:
-    """Activation bytes of a model that is traced on demand, linear in the micro-batch.
+def detect_hardware(*, host_memory: str | None = None, nvme: str | None = None) -> HardwareSpec:
+    """Return this machine as a cluster of one node.
 
-    Each precision mode is traced once at micro-batches 1 and 2. Adapters are counted as full training, which keeps
-    at least as much.
+    Of several kinds of accelerators, the one with the least memory is used for all. Link and compute figures come
+    from the catalog; an accelerator that is not in it requires a YAML file.
+
+    Raises:
+        UsageError: No accelerator is visible, or it is not in the catalog.
     """
+    import psutil
+    import torch
 
-    def __init__(self, loaded: LoadedModel, job: TrainingJob) -> None:
-        self._loaded = loaded
-        self._job = job
-        self._traces: dict[Mode, tuple[ActivationEstimate, ActivationEstimate]] = {}
-
-    def __call__(self, micro_batch_size: int, mode: Mode) -> ActivationEstimate:
-        if mode not in self._traces:
-            with ThreadPoolExecutor(max_workers=2) as pool:
-                first, second = pool.map(lambda size: self._trace(size, mode), (1, 2))
-            self._traces[mode] = (first, second)
-        first, second = self._traces[mode]
-        return _extrapolate(first, second, micro_batch_size)
-
-    def _trace(self, micro_batch_size: int, mode: Mode) -> ActivationEstimate:
-        from ..activations.request import trace_model
-
-        return trace_model(
-            self._loaded.config,
-            micro_batch_size=micro_batch_size,
-            seq_len_tokens=self._job.seq_len_tokens,
-            mode=mode,
-            num_layers=self._loaded.spec.dimensions.num_layers,
+    if nvme is not None and ":" not in nvme:
+        path = Path(nvme).absolute()
+        if not path.is_dir() or not os.access(path, os.W_OK):
+            rule, fix = "must be a writable directory", "check the path, or pass PATH:SIZE"
+            raise UsageError(ConfigError(where="nvme", value=nvme, rule=rule, fix=fix))
+        nvme = f"{path}:{shutil.disk_usage(path).free}B"
+    overrides = parse_overrides(host_memory=host_memory, nvme=nvme)
+    indices = range(torch.cuda.device_count()) if torch.cuda.is_available() else range(0)
+    devices = [torch.cuda.get_device_properties(index) for index in indices]
+    if not devices:
+        rule, fix = (
+            "torch does not see an accelerator",
+            "name the hardware, such as 8xA100-80GB, or 2xCPU to rehearse here",
         )
-
-
-def _extrapolate(first: ActivationEstimate, second: ActivationEstimate, size: int) -> ActivationEstimate:
-    values: Mapping[str, Any] = {
-        field.name: getattr(first, field.name) + (size - 1) * (getattr(second, field.name) - getattr(first, field.name))
-        for field in fields(ActivationEstimate)
-        if field.name != "source"
+        raise UsageError(ConfigError(where="hardware", value="local", rule=rule, fix=fix))
+    smallest = min(devices, key=lambda device: device.total_memory)
+    memory = smallest.total_memory
+    # A device name with several memory sizes matches the catalog entry of the same size.
+    words = smallest.name.replace("-", " ").split()
+    gpus = gpu_catalog()
+    matches = [
+        gpu
+        for gpu in gpus
+        if gpu.split("-")[0].upper() in {word.upper() for word in words} | {"".join(words[-2:]).upper()}
+        and abs(gpus[gpu]["usable_gib"] * 2**30 - memory) < 0.1 * memory
+    ]
+    gpu = matches[0] if len(matches) == 1 else find_gpu(smallest.name, where="hardware (local)")
+    # The memory of the machine, or of the control group that limits this process.
+    host_bytes = int(psutil.virtual_memory().total)
+    with suppress(OSError, ValueError):
+        host_bytes = min(host_bytes, int(Path("/sys/fs/cgroup/memory.max").read_text()))
+    values: dict[str, Any] = {
+        "name": f"{len(devices)}x{gpu} (local)",
+        "gpu": gpu,
+        "gpus_per_node": len(devices),
+        "gpu_bytes": memory,
+        "host_bytes_per_node": host_bytes,
     }
-    return ActivationEstimate(source=first.source, **values)
+    return hardware_from_mapping(values | overrides, name="local")

@@ -1,1 +1,1 @@
-"""Files of tensors: `reading.py` is the one reader, strict for every caller; `writing.py` makes files, checkpoints."""
+"""Safetensors files: `reading.py` reads them strictly, `writing.py` writes files and checkpoints."""

@@ -1,8 +1,8 @@
-"""Safetensors files and whole checkpoints that appear complete or not at all.
+"""Atomic writing of safetensors files and checkpoints.
 
-A model directory is made beside its place under another name and moved there when all of it is on the disk. Where a
-model lies already, the one file by which its weights are found goes first and that of the new one comes last: whenever
-the move is interrupted, the directory cannot be loaded as a mixture of old and new weights.
+A model directory is written under a temporary name and renamed when all of it is on the disk. If the directory already
+contains a model, the file by which its weights are found is deleted first, and the new one is moved last: after an
+interruption the directory cannot be loaded as a mixture of old and new weights.
 """
 
 from __future__ import annotations
@@ -15,8 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ...ds_configs.plan.output import STAGING
-from ...ds_configs.plan.write import flush, replacing, write_files
+from ...ds_configs.plan.output import STAGING, flush, replacing, write_files
 from ...ds_configs.specs.errors import ShardwrightError
 from .reading import INDEX, SINGLE, read_header, read_index
 
@@ -24,19 +23,19 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 SHARD_BYTES = 5 * 10**9
-"""Tensors of one file together, unless a single one is larger."""
+"""Maximum bytes of tensors per file, unless a single tensor is larger."""
 
 
 def save_tensors(tensors: Mapping[str, Tensor], path: Path, metadata: Mapping[str, str] | None = None) -> None:
-    """Write a file that is whole or not there.
+    """Write a file atomically.
 
     Args:
-        tensors: On any device; those that share memory, which the format refuses, are copied.
-        path: Of the file, which is replaced.
+        tensors: Tensors on any device; tensors that share memory are copied, because the format does not support them.
+        path: The file, which is replaced.
         metadata: Added to the header.
 
     Raises:
-        OSError: the system refuses to write.
+        OSError: the file cannot be written.
     """
     from safetensors import SafetensorError
     from safetensors.torch import save_file
@@ -62,7 +61,7 @@ def save_checkpoint(
     """Write tensors in files of at most `shard_bytes`, with an index if there is more than one.
 
     Raises:
-        OSError: the system refuses to write.
+        OSError: a file cannot be written.
     """
     from huggingface_hub import split_torch_state_dict_into_shards
 
@@ -75,7 +74,7 @@ def save_checkpoint(
 
 
 def name_shards(files: Sequence[Path]) -> None:
-    """Give files of one directory the names that Transformers reads, in their order, and write the index of several."""
+    """Rename files of a directory, in order, to the names that Transformers reads, and write an index for several."""
     directory = files[0].parent
     if len(files) == 1:
         files[0].rename(directory / SINGLE)
@@ -101,14 +100,24 @@ def write_index(
 
 
 def rename_tensors(directory: Path, renamed: Callable[[str], str]) -> int:
-    """Rename tensors of a checkpoint in its headers and index, without reading one; return how many changed."""
+    """Rename tensors of a checkpoint in its headers and index, without reading tensors; return how many changed."""
     changed = 0
     for file in sorted(directory.glob("*.safetensors")):
         header = read_header(file)
         names = {name: renamed(name) for name in header.tensors}
         if count := sum(name != new for name, new in names.items()):
             changed += count
-            _write_header(file, names)
+            entries: dict[str, Any] = {"__metadata__": header.metadata} if header.metadata else {}
+            for name, tensor in header.tensors.items():
+                first = tensor.first_byte - header.data_begin
+                offsets = [first, first + tensor.bits // 8]
+                entries[names[name]] = {"dtype": tensor.dtype, "shape": tensor.shape, "data_offsets": offsets}
+            text = json.dumps(entries, separators=(",", ":")).encode()
+            text += b" " * (-len(text) % 8)
+            with replacing(file) as temporary, file.open("rb") as source, temporary.open("wb") as target:
+                source.seek(header.data_begin)
+                target.write(len(text).to_bytes(8, "little") + text)
+                shutil.copyfileobj(source, target, 1 << 22)
     if changed and (directory / INDEX).is_file():
         stated = json.loads((directory / INDEX).read_bytes())
         weight_map = {renamed(name): file for name, file in read_index(directory / INDEX).items()}
@@ -116,48 +125,32 @@ def rename_tensors(directory: Path, renamed: Callable[[str], str]) -> int:
     return changed
 
 
-def _write_header(file: Path, names: Mapping[str, str]) -> None:
-    """Put a header with other names before the same data."""
-    header = read_header(file)
-    stated: dict[str, Any] = {"__metadata__": header.metadata} if header.metadata else {}
-    for name, tensor in header.tensors.items():
-        first = tensor.first_byte - header.data_begin
-        offsets = [first, first + tensor.bits // 8]
-        stated[names[name]] = {"dtype": tensor.dtype, "shape": tensor.shape, "data_offsets": offsets}
-    text = json.dumps(stated, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    with replacing(file) as temporary, file.open("rb") as source, temporary.open("wb") as target:
-        source.seek(header.data_begin)
-        target.write(len(text).to_bytes(8, "little") + text)
-        shutil.copyfileobj(source, target, 1 << 22)
-
-
 @contextmanager
-def named_write_errors(place: Path) -> Iterator[None]:
-    """Let what safetensors 0.8.0 cannot write, for which it has an exception of its own, be one line with the place.
+def named_write_errors(path: Path) -> Iterator[None]:
+    """Convert safetensors' own write errors to one line that names the path.
 
     Raises:
-        ShardwrightError: in place of `SafetensorError`.
+        ShardwrightError: instead of `SafetensorError`.
     """
     from safetensors import SafetensorError
 
     try:
         yield
     except SafetensorError as error:
-        raise ShardwrightError(f"{place}: cannot be written ({error})") from None
+        raise ShardwrightError(f"{path}: cannot be written ({error})") from None
 
 
 @contextmanager
 def appearing_directory(output: Path) -> Iterator[Path]:
     """Yield an empty directory whose files appear in `output` together at the end, or not at all.
 
-    It lies beside `output`, or inside of one that is there already, which may be a mount that no file can be renamed
-    into. Of a model that lies there, weight files that the new one does not replace are removed.
+    The directory is next to `output`, or inside an existing `output`, which may be a mount that files cannot be renamed
+    into. Existing weight files that the new model does not replace are removed.
     """
     output = output.resolve()
     output.parent.mkdir(parents=True, exist_ok=True)
-    place = output if output.is_dir() else output.parent
-    temporary = Path(tempfile.mkdtemp(dir=place, prefix=f".{output.name}{STAGING}"))
+    parent = output if output.is_dir() else output.parent
+    temporary = Path(tempfile.mkdtemp(dir=parent, prefix=f".{output.name}{STAGING}"))
     try:
         with named_write_errors(output):
             yield temporary
@@ -167,7 +160,7 @@ def appearing_directory(output: Path) -> Iterator[Path]:
 
 
 def publish(temporary: Path, output: Path) -> None:
-    """Move a finished model directory to its place, or its files into a directory that is there already."""
+    """Rename a finished model directory to `output`, or move its files into an existing `output`."""
     for path in temporary.rglob("*"):
         flush(path)
     if not output.is_dir():
@@ -175,14 +168,14 @@ def publish(temporary: Path, output: Path) -> None:
         temporary.replace(output)
         flush(output.parent)
         return
-    found_by = INDEX if (temporary / INDEX).exists() else SINGLE
+    entry = INDEX if (temporary / INDEX).exists() else SINGLE
     for name in (INDEX, SINGLE):
         (output / name).unlink(missing_ok=True)
     flush(output)
     for stale in output.glob("model*.safetensors"):
         stale.unlink()
-    for path in sorted(temporary.iterdir(), key=lambda path: path.name == found_by):
-        if path.name == found_by:
+    for path in sorted(temporary.iterdir(), key=lambda path: path.name == entry):
+        if path.name == entry:
             flush(output)
         if path.is_dir():
             shutil.rmtree(output / path.name, ignore_errors=True)

@@ -1,1 +1,1 @@
-"""Serving: checkpoints described for the arithmetic, and engines found, asked and started: enter by `checkpoint.py`."""
+"""Serving engines: installed versions, checks, and starting them."""

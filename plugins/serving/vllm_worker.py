@@ -1,8 +1,8 @@
-"""One process of vLLM that answers on many checkpoints: `python vllm_worker.py MANIFEST RESULTS`.
+"""One process of vLLM that runs several checkpoints: `python vllm_worker.py MANIFEST RESULTS`.
 
-Runs in the engine's own environment, in which this package may be missing: it imports nothing of it, but the small
-format's loader where it can. An engine that refuses a checkpoint says so in its own words, and the next one is loaded.
-`asking.py` writes the manifest and reads the results.
+It runs in the engine's environment, in which Shardwright may be missing, so it imports only the small format's loader,
+if possible. If the engine rejects a checkpoint, its error is stored, and the next one is loaded. `engine.py` writes the
+manifest and reads the results.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _ENVIRONMENT = {
 }
 
 
-def _ask(engine: Any, rows: list[list[int]], tokens: int, **more: Any) -> Any:
+def _ask(engine: Any, rows: list[list[int]], tokens: int, **more: object) -> Any:
     from vllm import SamplingParams
 
     asked = SamplingParams(
@@ -101,7 +101,7 @@ def _serve(entry: dict[str, Any], manifest: dict[str, Any]) -> dict[str, Any]:
             "concurrency": cache.kv_cache_max_concurrency,
             "max_model_len": config.model_config.max_model_len,
         }
-    except Exception as error:  # what an engine refuses is a result
+    except Exception as error:  # an engine's error is a result
         return {"error": f"{type(error).__name__}: {error}"}
     finally:
         del engine
@@ -110,10 +110,10 @@ def _serve(entry: dict[str, Any], manifest: dict[str, Any]) -> dict[str, Any]:
 
 
 def main(manifest_file: Path, results: Path) -> None:
-    """Serve each checkpoint of the manifest, and write what came of it after each."""
+    """Serve each checkpoint of the manifest, and write the results after each."""
     os.environ.update(_ENVIRONMENT)
     with suppress(ImportError):
-        # By its name: this file runs as a script, in which nothing is relative. It registers the small format.
+        # By name, because a script has no relative imports. It registers the small format.
         importlib.import_module("shardwright.trainers.formats.vllm_loader")
     manifest = json.loads(manifest_file.read_text(encoding="utf-8"))
     found: dict[str, Any] = {}

@@ -1,8 +1,8 @@
 """`ModelSpec` of any model that transformers can build, from the meta device: exact, without memory or weights.
 
-Seen with transformers 5.17: a config.json may name remote code, attention or expert kernels of a Hub repository
+Observed with transformers 5.17: a config.json may name remote code, attention or expert kernels of a Hub repository
 (`auto_map`, `attn_implementation`, `experts_implementation`, also inside `text_config`) and a backbone that the
-config classes look up on the Hub. The first are dropped here, the last is refused, as is a model type that
+config classes look up on the Hub. The former are dropped here; the latter is rejected, like a model type that
 transformers does not know. Building also writes into nested mappings, so it gets a copy.
 """
 
@@ -12,15 +12,20 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from copy import deepcopy
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from ...ds_configs.models.described import described_spec
-from ...ds_configs.models.structure import LAYER_INDEX, parameter_group
-from ...ds_configs.specs.errors import Fault, RefusedInputError
+from ...ds_configs.models.model_config import LAYER_INDEX, parameter_group
+from ...ds_configs.models.stored_shapes import described_spec
+from ...ds_configs.specs.errors import ConfigError, RefusedInputError
 from ...ds_configs.specs.model import Group, ModelSpec, ParameterKind, ParameterShape
+from .. import patches
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedModel
 
 _MOST_MODULES = 200_000
-"""Modules of a model that is built here, some ten seconds and a gigabyte; the largest public ones have a tenth."""
+"""Limit of modules per model, about ten seconds and a gigabyte; the largest public models have a tenth of it."""
 _CODE_FIELDS = ("auto_map", "attn_implementation", "experts_implementation", "quantization_config")
 _SIZES = frozenset({"hidden_size", "d_model", "n_embd", "num_hidden_layers", "n_layer"})
 
@@ -40,51 +45,44 @@ def build_meta_model(config: Mapping[str, Any], *, source: str) -> Any:
     if model_type not in CONFIG_MAPPING_NAMES:
         written = config.get("transformers_version")
         if "auto_map" in config:
-            fix = "its own code would be needed, which Shardwright does not run"
+            fix = "it needs code from its repository, which Shardwright does not run"
         elif isinstance(written, str):
-            fix = f"its config was written by transformers {written}, which knows it"
+            fix = f"its config was written by transformers {written}, which supports it"
         else:
-            fix = "its config names no version that knows it"
+            fix = "its config names no version that supports it"
         rule = f"is unknown to transformers {transformers.__version__}"
-        raise RefusedInputError(Fault(where=f"{source}: model_type", value=model_type, rule=rule, fix=fix))
+        raise RefusedInputError(ConfigError(where=f"{source}: model_type", value=model_type, rule=rule, fix=fix))
     # Transformers writes infinities, as of state space layers' time steps, as tagged objects.
     values = _without_code(transformers.PreTrainedConfig._decode_special_floats(dict(config)))
     del values["model_type"]
-    _check_text_part(config, model_type, source)
+    # Older models have the sizes at the top level, or name the part `text_config_dict`.
+    parts = getattr(transformers.CONFIG_MAPPING[model_type], "sub_configs", None) or {}
+    stated = [key for key, value in config.items() if key.startswith("text_config") and value is not None]
+    if "text_config" in parts and not stated and not _SIZES.intersection(config):
+        rule = f"is missing, and transformers would build the text model of a default {model_type}"
+        raise RefusedInputError(ConfigError(where=f"{source}: text_config", rule=rule, fix="write its sizes"))
     architecture = (config.get("architectures") or [None])[0]
     try:
-        with _no_network(), _counted_modules(), torch.device("meta"):
+        # huggingface_hub reads its offline switch at each request.
+        offline = patches.applied("no-network", lambda _: True)
+        with offline, _counted_modules(), torch.device("meta"):
             built = transformers.AutoConfig.for_model(model_type, **values)
-            model_class = _model_class(transformers, architecture)
-            if model_class is not None:
+            model_class = getattr(transformers, architecture, None) if isinstance(architecture, str) else None
+            if isinstance(model_class, type) and issubclass(model_class, transformers.PreTrainedModel):
                 return model_class(built)
             if type(built) in transformers.AutoModelForCausalLM._model_mapping:
                 return transformers.AutoModelForCausalLM.from_config(built, trust_remote_code=False)
             return transformers.AutoModel.from_config(built, trust_remote_code=False)
     except OfflineModeIsEnabled:
-        rule = f"this {model_type} config names another repository, which is not looked up"
-        fix = "write that repository's config as its backbone_config"
-        raise RefusedInputError(Fault(where=source, rule=rule, fix=fix)) from None
+        rule = f"this {model_type} config names another repository, which Shardwright does not look up"
+        fix = "write that repository's config as backbone_config"
+        raise RefusedInputError(ConfigError(where=source, rule=rule, fix=fix)) from None
     except Exception as error:
-        # Model classes raise whatever their arithmetic meets on absurd values.
+        # Model classes raise any exception for absurd values.
         detail = " ".join(str(error).split())[:300] or type(error).__name__
         raise RefusedInputError(
-            Fault(where=source, rule=f"transformers cannot build this {model_type} config ({detail})")
+            ConfigError(where=source, rule=f"transformers cannot build this {model_type} config ({detail})")
         ) from None
-
-
-def _check_text_part(config: Mapping[str, Any], model_type: str, source: str) -> None:
-    """Refuse a model of several parts that says nothing of its text model: Transformers would take its defaults.
-
-    Older models state the sizes outside of the part, or call it `text_config_dict`.
-    """
-    from transformers import CONFIG_MAPPING
-
-    parts = getattr(CONFIG_MAPPING[model_type], "sub_configs", None) or {}
-    stated = [key for key, value in config.items() if key.startswith("text_config") and value is not None]
-    if "text_config" in parts and not stated and not _SIZES.intersection(config):
-        rule = f"is missing, and transformers would build the text model of a default {model_type}"
-        raise RefusedInputError(Fault(where=f"{source}: text_config", rule=rule, fix="write its sizes"))
 
 
 def _without_code(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -97,21 +95,8 @@ def _without_code(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 @contextmanager
-def _no_network() -> Iterator[None]:
-    """Make huggingface_hub refuse requests meanwhile; it reads its offline switch at each request."""
-    from huggingface_hub import constants
-
-    before = constants.HF_HUB_OFFLINE
-    constants.HF_HUB_OFFLINE = True
-    try:
-        yield
-    finally:
-        constants.HF_HUB_OFFLINE = before
-
-
-@contextmanager
 def _counted_modules() -> Iterator[None]:
-    """Stop a model that grows beyond `_MOST_MODULES`, which only a hostile or mistaken configuration asks for."""
+    """Stop building a model with more than `_MOST_MODULES`, which only a malicious or wrong configuration has."""
     from torch.nn.modules.module import register_module_module_registration_hook
 
     count = 0
@@ -129,45 +114,51 @@ def _counted_modules() -> Iterator[None]:
         hook.remove()
 
 
-def _model_class(transformers: Any, architecture: object) -> Any:
-    candidate = getattr(transformers, architecture, None) if isinstance(architecture, str) else None
-    is_model = isinstance(candidate, type) and issubclass(candidate, transformers.PreTrainedModel)
-    return candidate if is_model else None
-
-
 def model_spec_from_meta(config: Mapping[str, Any], *, name: str, revision: str | None = None) -> ModelSpec:
     """Return the exact `ModelSpec` of a `config.json` by building the model on the meta device.
 
     Raises:
         RefusedInputError: transformers cannot build it.
     """
+    import transformers
+
     model = build_meta_model(config, source=name)
-    parameters = _parameter_shapes(model)
+    head = _embeddings(model, "get_output_embeddings")
+    counts: Counter[tuple[str, tuple[int, ...], Group, ParameterKind]] = Counter()
+    for path, parameter in model.named_parameters():
+        owner = model.get_submodule(path.rpartition(".")[0])
+        kind = _kind(owner, path, parameter)
+        group: Group = "head" if owner is head else parameter_group(path, kind)
+        counts[(LAYER_INDEX.sub(".*.", path, count=1), tuple(parameter.shape), group, kind)] += 1
     text = model.config.get_text_config()
     present = {type(module).__name__ for module in model.modules()}
     input_weight = getattr(_embeddings(model, "get_input_embeddings"), "weight", None)
-    output_weight = getattr(_embeddings(model, "get_output_embeddings"), "weight", None)
+    output_weight = getattr(head, "weight", None)
     return described_spec(
         config=model.config,
-        text=_LayersTold(text),
+        text=_ConfigWithLayerLists(text),
         values=model.config.to_dict(),
         name=name,
         revision=revision,
         model_type=str(config["model_type"]),
         architecture=type(model).__name__,
-        parameters=parameters,
+        parameters=tuple(
+            ParameterShape(name=path, shape=shape, count=count, group=group, kind=kind)
+            for (path, shape, group, kind), count in counts.items()
+        ),
         buffer_bytes=sum(buffer.numel() * buffer.element_size() for buffer in model.buffers()),
         layer_classes=tuple(sorted(present.intersection(model._no_split_modules or ()))),
         tied_embeddings=input_weight is not None and input_weight is output_weight,
         attention=None if getattr(model, "_supports_sdpa", False) else "eager",
+        release=transformers.__version__,
         source="meta",
     )
 
 
-class _LayersTold:
+class _ConfigWithLayerLists:
     """A configuration whose fields that differ by layer are lists.
 
-    Gemma-4's layers have heads of two widths, which transformers 5.17 tells layer by layer alone.
+    Gemma-4's layers have heads of two widths, which transformers 5.17 returns only per layer.
     """
 
     def __init__(self, config: Any) -> None:
@@ -182,28 +173,18 @@ class _LayersTold:
             return [getattr(layer, field, None) for layer in self._config.per_layer_config]
 
 
-def _embeddings(model: Any, getter: str) -> Any:
+def _embeddings(model: PreTrainedModel, getter: str) -> Any:
     try:
         return getattr(model, getter)()
     except (NotImplementedError, AttributeError):
         return None
 
 
-def _parameter_shapes(model: Any) -> tuple[ParameterShape, ...]:
-    head = _embeddings(model, "get_output_embeddings")
-    counts: Counter[tuple[str, tuple[int, ...], Group, ParameterKind]] = Counter()
-    for name, parameter in model.named_parameters():
-        owner = model.get_submodule(name.rpartition(".")[0])
-        kind = _kind(owner, name, parameter)
-        group: Group = "head" if owner is head else parameter_group(name, kind)
-        counts[(LAYER_INDEX.sub(".*.", name, count=1), tuple(parameter.shape), group, kind)] += 1
-    return tuple(
-        ParameterShape(name=name, shape=shape, count=count, group=group, kind=kind)
-        for (name, shape, group, kind), count in counts.items()
-    )
+def _kind(owner: torch.nn.Module, name: str, parameter: torch.Tensor) -> ParameterKind:
+    """Return the kind of a parameter; matrices as PEFT treats them: some Linear subclasses are routers."""
+    import torch
+    from transformers.pytorch_utils import Conv1D
 
-
-def _kind(owner: Any, name: str, parameter: Any) -> ParameterKind:
     class_name = type(owner).__name__
     if "Norm" in class_name:
         return "norm"
@@ -213,15 +194,7 @@ def _kind(owner: Any, name: str, parameter: Any) -> ParameterKind:
         return "experts"
     if name.endswith(".bias"):
         return "bias"
-    return _matrix_kind(owner) if parameter.dim() == 2 else "other"
-
-
-def _matrix_kind(owner: Any) -> ParameterKind:
-    """Kind of a matrix as PEFT sees it: classes made from Linear are one, and some return more than a product."""
-    import torch
-    from transformers.pytorch_utils import Conv1D
-
-    if not isinstance(owner, torch.nn.Linear | Conv1D):
+    if parameter.dim() != 2 or not isinstance(owner, torch.nn.Linear | Conv1D):
         return "other"
     if type(owner).forward in (torch.nn.Linear.forward, Conv1D.forward):
         return "linear"
@@ -229,6 +202,6 @@ def _matrix_kind(owner: Any) -> ParameterKind:
         with torch.no_grad():
             returned = owner(torch.empty(1, owner.in_features, dtype=owner.weight.dtype, device=owner.weight.device))
     except Exception:
-        # A forward that takes something else cannot be adapted like a Linear either.
+        # A forward with other arguments cannot be adapted like a Linear either.
         return "router"
     return "linear" if isinstance(returned, torch.Tensor) else "router"

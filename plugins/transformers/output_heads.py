@@ -5,15 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ...ds_configs.specs.errors import Fault, UsageError
+from ...ds_configs.specs.errors import ConfigError, UsageError
 
 if TYPE_CHECKING:
     import torch
+    from transformers import PreTrainedModel
 
 _MULTIPLYING_FAMILIES = ("hyperclovax",)
-"""transformers 5.17.0, modeling_hyperclovax.py: multiplies by `logits_scaling`, where Granite divides."""
+"""transformers 5.17.0, modeling_hyperclovax.py: multiplies by `logits_scaling`; Granite divides by it."""
 _SCALED_BEFORE_THE_HEAD = ("minicpm3",)
-"""transformers 5.17.0, modeling_minicpm3.py: divides the hidden states, which the head then finds divided."""
+"""transformers 5.17.0, modeling_minicpm3.py: divides the hidden states before the head."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,7 +25,7 @@ class OutputHead:
     """
 
     weight_VH: torch.Tensor
-    """The weight of the head, in the dtype that the model computes in; may require a gradient."""
+    """The weight of the head, in the model's compute dtype; may require a gradient."""
     bias_V: torch.Tensor | None = None
     """The bias, or `None`."""
     scale: float = 1.0
@@ -44,7 +45,7 @@ class OutputHead:
         return self.shaped(torch.nn.functional.linear(hidden_NH, self.weight_VH, self.bias_V))
 
     def shaped(self, logits_NV: torch.Tensor) -> torch.Tensor:
-        """Apply scale and soft-cap to what the matrix product gave."""
+        """Apply scale and soft-cap to the result of the matrix product."""
         import torch
 
         if self.scale != 1.0:
@@ -54,7 +55,7 @@ class OutputHead:
         return logits_NV
 
 
-def head_module(model: Any) -> Any:
+def head_module(model: PreTrainedModel) -> Any:
     """Return the module that turns hidden states into logits.
 
     Raises:
@@ -62,12 +63,12 @@ def head_module(model: Any) -> Any:
     """
     module = model.get_output_embeddings()
     if module is None:
-        rule = "has no output embeddings, whose input a fused loss needs"
-        raise UsageError(Fault(where=type(model).__name__, rule=rule, fix="use implementation='plain'"))
+        rule = "has no output embeddings, which a fused loss needs"
+        raise UsageError(ConfigError(where=type(model).__name__, rule=rule, fix="use implementation='plain'"))
     return module
 
 
-def logit_shape(model: Any) -> tuple[float, float | None]:
+def logit_shape(model: PreTrainedModel) -> tuple[float, float | None]:
     """Return the scale and the soft-cap that a model applies to its logits."""
     config = model.config.get_text_config()
     scale = 1.0
@@ -81,18 +82,18 @@ def logit_shape(model: Any) -> tuple[float, float | None]:
     return scale, getattr(config, "final_logit_softcapping", None)
 
 
-def output_head(model: Any) -> OutputHead:
+def output_head(model: PreTrainedModel) -> OutputHead:
     """Return the output head of a Transformers model; its tensors are the model's own.
 
     Raises:
-        UsageError: the model has no head, or one that is no product with a matrix of floating-point numbers.
+        UsageError: the model has no head, or one that is not a product with a floating-point matrix.
     """
     weight_VH, bias_V = head_tensors(head_module(model))
     return shaped_head(model, weight_VH, bias_V)
 
 
-def shaped_head(model: Any, weight_VH: torch.Tensor, bias_V: torch.Tensor | None) -> OutputHead:
-    """Return a head of these tensors with the scale, the soft-cap and the further bias that a model applies."""
+def shaped_head(model: PreTrainedModel, weight_VH: torch.Tensor, bias_V: torch.Tensor | None) -> OutputHead:
+    """Return a head of these tensors with the scale, the soft-cap and the additional bias of a model."""
     further_V = further_bias(model)
     if further_V is not None:
         further_V = further_V.to(weight_VH.dtype)
@@ -101,17 +102,17 @@ def shaped_head(model: Any, weight_VH: torch.Tensor, bias_V: torch.Tensor | None
     return OutputHead(weight_VH=weight_VH, bias_V=bias_V, scale=scale, soft_cap=soft_cap)
 
 
-def further_bias(model: Any) -> torch.Tensor | None:
-    """Return what BART and its like add to the logits behind the head, [V]; `None` in other families."""
-    found = getattr(model, "final_logits_bias", None)
-    return None if found is None else found.detach().reshape(-1)
+def further_bias(model: PreTrainedModel) -> torch.Tensor | None:
+    """Return the bias [V] that BART and similar models add after the head; `None` in other families."""
+    bias = getattr(model, "final_logits_bias", None)
+    return None if bias is None else bias.detach().reshape(-1)
 
 
-def head_tensors(module: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return weight and bias of a head, with the adapter that PEFT put on it.
+def head_tensors(module: torch.nn.Module) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Return weight and bias of a head, including its PEFT adapters.
 
     Raises:
-        UsageError: the weight is quantized, or the module computes otherwise than a linear layer.
+        UsageError: the weight is quantized, or the module is not a linear layer.
     """
     import torch
 
@@ -119,8 +120,8 @@ def head_tensors(module: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
         module = module.modules_to_save[module.active_adapters[0]]
     plain = "peft" in type(module).__module__ if hasattr(module, "base_layer") else None
     if plain is False or (plain is None and type(module).forward is not torch.nn.Linear.forward):
-        rule = f"is a {type(module).__name__}, which computes otherwise than a linear layer, as a fused loss does"
-        raise UsageError(Fault(where="output head", rule=rule, fix="use implementation='plain'"))
+        rule = f"is a {type(module).__name__}, but a fused loss needs a linear layer"
+        raise UsageError(ConfigError(where="output head", rule=rule, fix="use implementation='plain'"))
     if hasattr(module, "base_layer"):
         weight_VH, bias_V = head_tensors(module.base_layer)
         if not module.disable_adapters:
@@ -129,6 +130,6 @@ def head_tensors(module: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
         return weight_VH, bias_V
     weight_VH = module.weight
     if not weight_VH.is_floating_point():
-        rule = f"its weight is {weight_VH.dtype}, a fused loss needs floating-point numbers"
-        raise UsageError(Fault(where="output head", rule=rule, fix="use implementation='plain'"))
+        rule = f"its weight is {weight_VH.dtype}, but a fused loss needs floating-point numbers"
+        raise UsageError(ConfigError(where="output head", rule=rule, fix="use implementation='plain'"))
     return weight_VH, getattr(module, "bias", None)

@@ -1,40 +1,265 @@
-"""`QuantizedModel`, the result of every quantization method whichever library did the work, and its progress."""
+"""Models to quantize, checked before loading, and `QuantizedModel`, the result of every quantization method."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
+
+from ...ds_configs.legality.model_classes import model_class_errors
+from ...ds_configs.quantization.layers import LinearLayer
+from ...ds_configs.quantization.sizes import SAFETENSORS_DTYPES, TensorShape
+from ...ds_configs.specs.errors import ConfigError, RefusedInputError, UsageError
+from ...ds_configs.specs.model import Dimensions
+from ..huggingface_hub.hub import ModelSource, model_directory, read_model_source
+from ..safetensors.reading import checkpoint_files, read_checkpoint
+from .meta_model import build_meta_model, model_spec_from_meta
+from .sound_model import check_weights, refuse_code
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LayerProgress:
-    """One step of a method that goes through a model layer by layer."""
+    """One step of a method that processes a model layer by layer."""
 
     index: int
-    """Which step, from 0."""
+    """Index of the step, from 0."""
     count: int
-    """Steps in all."""
+    """Total steps."""
     stage: str
-    """What is happening: `calibrating`, `quantizing`, `propagating`, `restored` from a journal, or `done`."""
+    """`calibrating`, `quantizing`, `propagating`, `restored` from a journal, or `done`."""
     names: tuple[str, ...] = ()
-    """Modules that the step covers, where known."""
+    """Modules that the step covers, if known."""
 
 
 ReportProgress = Callable[[LayerProgress], None]
 
 
 class QuantizedModel(Protocol):
-    """A model in memory that computes what its checkpoint will compute."""
+    """A model in memory that computes the same as its checkpoint."""
 
     @property
     def model(self) -> Any:
-        """The Transformers model; its forward pass rounds as the reloaded checkpoint does."""
+        """The Transformers model; its forward pass rounds like the reloaded checkpoint."""
 
     @property
     def quantized_layers(self) -> tuple[str, ...]:
         """Checkpoint names of the matrices that were quantized, such as `model.layers.0.self_attn.q_proj`."""
 
     def save(self, directory: Path) -> None:
-        """Write config and weights that `from_pretrained` loads; may be called once, after the last forward pass."""
+        """Write config and weights for `from_pretrained`; may be called once, after the last forward pass."""
+
+
+EXPERT_WEIGHT = re.compile(r"(.+\.experts\.\d+\.\w+)\.weight")
+"""Name of the weight of one expert's matrix in a checkpoint."""
+_ROUTER_NAMES = ("gate", "router", "shared_expert_gate")
+
+
+def expert_layers(tensors: Mapping[str, TensorShape], *, known: Collection[str]) -> tuple[LinearLayer, ...]:
+    """Return the matrices of single experts, by their names in a checkpoint."""
+    return tuple(
+        LinearLayer(name=match[1], out_features=shape[0], in_features=shape[1], is_expert=True)
+        for name, (shape, _) in tensors.items()
+        if (match := EXPERT_WEIGHT.fullmatch(name)) and len(shape) == 2 and match[1] not in known
+    )
+
+
+def router_modules(model: PreTrainedModel) -> tuple[str, ...]:
+    """Return the routers that are not linear layers, as in Transformers 5.
+
+    vLLM builds them as linear layers, so their names must be in `ignore`.
+    """
+    import torch
+
+    return tuple(
+        name
+        for name, module in model.named_modules()
+        if name.rpartition(".")[2] in _ROUTER_NAMES
+        and not isinstance(module, torch.nn.Linear)
+        and isinstance(getattr(module, "weight", None), torch.nn.Parameter)
+    )
+
+
+def router_patterns(meta: PreTrainedModel) -> tuple[str, ...]:
+    """Return the routers that are linear layers; a rounded router selects other experts."""
+    import torch
+
+    return tuple(
+        name
+        for name, module in meta.named_modules()
+        if isinstance(module, torch.nn.Linear) and name.rpartition(".")[2] in _ROUTER_NAMES
+    )
+
+
+_OTHER_WEIGHTS = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.gguf")
+
+
+@dataclass(frozen=True, kw_only=True)
+class QuantizationSource:
+    """A model whose files were checked, with what a quantization plan needs."""
+
+    name: str
+    """Hub id or path, as the user wrote it."""
+    revision: str | None
+    """Commit of a Hub model."""
+    directory: Path
+    """Directory of its files."""
+    config: Mapping[str, Any]
+    """Contents of `config.json`."""
+    layers: tuple[LinearLayer, ...]
+    """Every linear layer by its name in the checkpoint."""
+    tensors: Mapping[str, TensorShape]
+    """Shape and dtype of every stored tensor."""
+    dtype: str
+    """Dtype that the weights are loaded in."""
+    kept_in_fp32: frozenset[str]
+    """Tensors that the model's class always loads in fp32, such as the routing bias of DeepSeek-V3."""
+    dimensions: Dimensions
+    """Sizes of the decoder."""
+    longest: int | None
+    """Maximum sequence length in tokens."""
+    default_ignore: tuple[str, ...]
+    """Layers that must stay dense: heads and routers."""
+
+
+def open_source(model: str, *, revision: str | None = None) -> QuantizationSource:
+    """Check a model's files and list its layers; a Hub repository is downloaded first.
+
+    Raises:
+        UsageError: the model does not exist, or has no weights.
+        RefusedInputError: it is already quantized, needs custom code, or files are corrupt, missing or unsafe.
+        ShardwrightError: the Hub cannot be reached.
+    """
+    source = read_model_source(model, revision=revision)
+    refuse_code(source.config, source.name)
+    errors = unquantizable_errors(source)
+    if errors:
+        raise RefusedInputError(errors)
+    directory = model_directory(source.name, revision=source.revision)
+    errors = weight_errors(directory)
+    if errors:
+        raise RefusedInputError(errors)
+    check_weights(directory)
+    meta = build_meta_model(source.config, source=model)
+    if errors := class_errors(source.config, meta):
+        raise UsageError(errors)
+    if not hasattr(meta, "get_output_embeddings") or meta.get_output_embeddings() is None:
+        rule, fix = f"{type(meta).__name__} has no output head over tokens", "pass a causal language model"
+        raise UsageError(ConfigError(where="model", value=model, rule=rule, fix=fix))
+    tensors = stored_tensors(directory)
+    dtype = source.config.get("dtype") or source.config.get("torch_dtype")
+    if not isinstance(dtype, str):
+        floats = [stored for _, stored in tensors.values() if "float" in stored]
+        dtype = max(set(floats), key=floats.count) if floats else "float32"
+    text = meta.config.get_text_config()
+    longest = getattr(text, "max_position_embeddings", None)
+    layers = linear_layers(meta, tensors)
+    return QuantizationSource(
+        name=model,
+        revision=source.revision,
+        directory=directory,
+        config=source.config,
+        layers=layers,
+        tensors=tensors,
+        dtype=dtype,
+        kept_in_fp32=_kept_in_fp32(meta, tensors, dtype),
+        dimensions=model_spec_from_meta(source.config, name=model, revision=source.revision).dimensions,
+        longest=longest if isinstance(longest, int) and longest > 0 else None,
+        default_ignore=(*(layer.name for layer in layers if layer.is_head), *router_patterns(meta)),
+    )
+
+
+def unquantizable_errors(source: ModelSource) -> list[ConfigError]:
+    """Return why a model cannot be quantized: it is already quantized, or needs custom code."""
+    config, where, errors = source.config, source.name, []
+    if section := config.get("quantization_config") or config.get("compression_config"):
+        method = section.get("quant_method", "unknown") if isinstance(section, dict) else "unknown"
+        rule, fix = f"is already quantized ({method})", "quantize the model that it was made from"
+        errors.append(ConfigError(where=where, rule=rule, fix=fix))
+    if config.get("auto_map"):
+        rule = "needs code from its repository (auto_map), which is never run"
+        errors.append(ConfigError(where=where, rule=rule, fix="use a model whose class is in Transformers"))
+    return errors
+
+
+def class_errors(config: Mapping[str, Any], meta: PreTrainedModel) -> list[ConfigError]:
+    """Return why the class of a model cannot be quantized."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    from transformers.pytorch_utils import Conv1D
+
+    named = config.get("architectures") or [type(meta).__name__]
+    return model_class_errors(
+        named[0],
+        work="quantize",
+        is_causal=named[0] in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values(),
+        is_encoder_decoder=bool(getattr(meta.config, "is_encoder_decoder", False)),
+        model_type=meta.config.get_text_config().model_type,
+        transposed_layers=[name for name, module in meta.named_modules() if isinstance(module, Conv1D)],
+    )
+
+
+def weight_errors(directory: Path) -> list[ConfigError]:
+    """Return errors if a directory has no safetensors weights."""
+    where = str(directory)
+    if directory.is_file():
+        return [ConfigError(where=where, rule="is a configuration without weights", fix="pass the model's directory")]
+    if checkpoint_files(directory):
+        return []
+    others = sorted(path.name for pattern in _OTHER_WEIGHTS for path in directory.glob(pattern))
+    if others:
+        rule = f"has weights only in {', '.join(others[:3])}, and such files can run code when they are read"
+        fix = "load and save it with save_pretrained, which writes safetensors"
+        return [ConfigError(where=where, rule=rule, fix=fix)]
+    # Other formats of a Hub repository were not downloaded.
+    rule = "has no safetensors weights; other formats can run code when they are read"
+    return [ConfigError(where=where, rule=rule, fix="pass a trained model, saved with save_pretrained")]
+
+
+def stored_tensors(directory: Path) -> dict[str, TensorShape]:
+    """Return shape and dtype of every tensor of a checkpoint, from its headers.
+
+    Raises:
+        RefusedInputError: a shard is missing, damaged, or outside the directory.
+    """
+    names = {name: stored for stored, name in SAFETENSORS_DTYPES.items()}
+    return {
+        name: (tensor.shape, names.get(tensor.dtype, tensor.dtype.lower()))
+        for name, tensor in read_checkpoint(directory).items()
+    }
+
+
+def linear_layers(meta: PreTrainedModel, tensors: Mapping[str, TensorShape]) -> tuple[LinearLayer, ...]:
+    """Return every linear layer of a model on the meta device, and single experts by their checkpoint names."""
+    import torch
+
+    head = meta.get_output_embeddings()
+    tied = bool(getattr(meta.config.get_text_config(), "tie_word_embeddings", False))
+    layers = [
+        LinearLayer(
+            name=name,
+            out_features=module.out_features,
+            in_features=module.in_features,
+            is_tied=module is head and tied,
+            is_head=module is head,
+            has_bias=module.bias is not None,
+        )
+        for name, module in meta.named_modules()
+        if isinstance(module, torch.nn.Linear)
+    ]
+    return (*layers, *expert_layers(tensors, known={layer.name for layer in layers}))
+
+
+def _kept_in_fp32(meta: PreTrainedModel, tensors: Mapping[str, TensorShape], dtype: str) -> frozenset[str]:
+    """Return the tensors that transformers 5.17.0 casts to fp32 while it loads (`PreTrainedModel._get_dtype_plan`)."""
+    import torch
+    from transformers.core_model_loading import build_glob_alternation
+
+    plan = meta._get_dtype_plan(getattr(torch, dtype))
+    if not plan:
+        return frozenset()
+    pattern = build_glob_alternation(list(plan))[0]
+    return frozenset(name for name in tensors if pattern.search(name))

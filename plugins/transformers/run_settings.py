@@ -1,56 +1,87 @@
-"""The settings and columns of the table of combinations that a training run has, read from what it is given."""
+"""Settings and layout of a training run, as rows and columns of the table of combinations."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from ...ds_configs.legality.combinations import columns_of, incompatibility_faults
-from ...ds_configs.specs.errors import Fault
-from ...ds_configs.specs.strategy import Strategy
+from ...ds_configs.legality.combinations import columns_of, incompatibility_errors
+from ...ds_configs.specs.errors import ConfigError
+from ...ds_configs.specs.layout import Layout
 from .training_arguments import deepspeed_configuration
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, Trainer, TrainingArguments
 
 _DROPOUTS = ("attention_dropout", "attn_pdrop", "resid_pdrop", "embd_pdrop", "hidden_dropout", "dropout")
 
 
-def run_faults(
-    arguments: Any,
-    model: Any,
+def run_errors(
+    arguments: TrainingArguments,
+    model: PreTrainedModel,
     *,
     callbacks: Iterable[Any] = (),
     settings: Iterable[str] = (),
     pipeline: bool = False,
     stage_tensor_ranks: int = 1,
-) -> list[Fault]:
-    """Return a fault for each pair of the run's settings and its layout that is not proven.
+    has_own_optimizer: bool = False,
+) -> list[ConfigError]:
+    """Return an error for each combination of the run's settings and its layout that is not supported.
 
     Args:
         arguments: `TrainingArguments`.
-        model: What is trained, wrapped or not.
-        callbacks: Those of the Trainer; ours say in `combined_settings` what they are in the table.
-        settings: What the run has besides, by the table's names.
-        pipeline: Whether stages of the model are trained.
-        stage_tensor_ranks: Ranks that hold each stage together, which no argument of the Trainer says.
+        model: The trained model, wrapped or not.
+        callbacks: Callbacks of the Trainer; ours name their rows of the table in `combined_settings`.
+        settings: Further settings of the run, by the table's names.
+        pipeline: Whether the model is trained in pipeline stages.
+        stage_tensor_ranks: Tensor-parallel ranks of each stage, which no argument of the Trainer contains.
+        has_own_optimizer: Whether the Trainer received an optimizer, which `plugins/transformers/own_optimizers.py`
+            checks.
     """
     named = [name for callback in callbacks for name in getattr(callback, "combined_settings", ())]
-    found = [*named, *settings, *stated_settings(arguments, model)]
+    rows = [*named, *settings, *stated_settings(arguments, model, has_own_optimizer=has_own_optimizer)]
     layout = layout_of(arguments, pipeline=pipeline, stage_tensor_ranks=stage_tensor_ranks)
-    return incompatibility_faults(found, columns_of(layout))
+    errors = incompatibility_errors(rows, columns_of(layout))
+    kind = str(getattr(arguments.lr_scheduler_type, "value", arguments.lr_scheduler_type))
+    if layout.zero_stage and (kind == "polynomial" or "min_lr" in (arguments.lr_scheduler_kwargs or {})):
+        rule = "reads the optimizer's defaults, which ZeRO optimizers lack (deepspeed 0.19.8)"
+        fix = "use linear or cosine, or min_lr_rate instead of min_lr"
+        errors.append(ConfigError(where="lr_scheduler_type", value=kind, rule=rule, fix=fix))
+    return errors
 
 
-def trainer_faults(trainer: Any) -> list[Fault]:
-    """Return `run_faults` of a Trainer with everything that it was given."""
+def trainer_errors(trainer: Trainer) -> list[ConfigError]:
+    """Return `run_errors` for a Trainer."""
     extra = list(getattr(trainer, "combined_settings", ()))
-    if balances_experts(trainer.model) and not getattr(trainer, "corrects_balance_loss", False):
+    # Trainers of TRL add a balance loss regardless of the model's configuration, and record it in this attribute.
+    balances = balances_experts(trainer.model) or getattr(trainer, "aux_loss_enabled", False)
+    if balances and not getattr(trainer, "corrects_balance_loss", False):
         extra.append("balance_loss")
     data = trainer.train_dataset
     if data is not None and not hasattr(data, "__len__"):
         extra.append("streams")
-    return run_faults(trainer.args, trainer.model, callbacks=trainer.callback_handler.callbacks, settings=extra)
+    return run_errors(
+        trainer.args,
+        trainer.model,
+        callbacks=trainer.callback_handler.callbacks,
+        settings=extra,
+        has_own_optimizer=has_own_optimizer(trainer),
+    )
 
 
-def stated_settings(arguments: Any, model: Any) -> list[str]:
-    """Return what arguments and a model say of themselves."""
+def has_own_optimizer(trainer: Trainer) -> bool:
+    """Return whether a Trainer received an optimizer, so that `args.optim` has no effect."""
+    return getattr(trainer, "has_own_optimizer", False) or trainer.optimizer_cls_and_kwargs is not None
+
+
+def stated_settings(
+    arguments: TrainingArguments, model: PreTrainedModel, *, has_own_optimizer: bool = False
+) -> list[str]:
+    """Return the settings of training arguments and a model, by the table's names."""
+    config: Any = getattr(model, "config", None)
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    adapted = hasattr(model, "peft_config")
+    trains = [parameter.requires_grad for parameter in model.parameters()] if hasattr(model, "parameters") else []
     stated = {
         "gradient_checkpointing": arguments.gradient_checkpointing,
         "label_smoothing": arguments.label_smoothing_factor,
@@ -58,41 +89,30 @@ def stated_settings(arguments: Any, model: Any) -> list[str]:
         "bf16": arguments.bf16,
         "fp16": arguments.fp16,
         "split_batches": arguments.accelerator_config.split_batches,
-        **_model_settings(model),
+        "lora": adapted,
+        "frozen": not adapted and not all(trains),
+        "dropout": any(isinstance(rate := getattr(text, name, 0), float) and rate > 0 for name in _DROPOUTS),
     }
-    return [_optimizer(arguments), *(name for name, is_set in stated.items() if is_set)]
-
-
-def _optimizer(arguments: Any) -> str:
-    """Return what steps: DeepSpeed's section comes before the Trainer's name."""
+    settings = [name for name, is_set in stated.items() if is_set]
+    if has_own_optimizer:
+        return settings
+    # An optimizer of the DeepSpeed configuration has precedence over the Trainer's.
     section = (deepspeed_configuration(arguments) or {}).get("optimizer")
     if section is None:
-        return str(getattr(arguments.optim, "value", arguments.optim))
+        return [str(getattr(arguments.optim, "value", arguments.optim)), *settings]
     name = str(section.get("type", ""))
-    return {"adam": "adamw_torch", "adamw": "adamw_torch", "sgd": "sgd"}.get(name.lower(), name)
+    return [{"adam": "adamw_torch", "adamw": "adamw_torch", "sgd": "sgd"}.get(name.lower(), name), *settings]
 
 
-def balances_experts(model: Any) -> bool:
+def balances_experts(model: PreTrainedModel) -> bool:
     """Return whether a mixture adds a load-balancing loss to its own."""
     config = getattr(model, "config", None)
     strength = getattr(model, "router_aux_loss_coef", None)
     return bool(getattr(config, "output_router_logits", False) and strength)
 
 
-def _model_settings(model: Any) -> dict[str, Any]:
-    config: Any = getattr(model, "config", None)
-    text = config.get_text_config() if hasattr(config, "get_text_config") else config
-    adapted = hasattr(model, "peft_config")
-    trains = [parameter.requires_grad for parameter in model.parameters()] if hasattr(model, "parameters") else []
-    return {
-        "lora": adapted,
-        "frozen": not adapted and not all(trains),
-        "dropout": any(isinstance(rate := getattr(text, name, 0), float) and rate > 0 for name in _DROPOUTS),
-    }
-
-
-def layout_of(arguments: Any, *, pipeline: bool = False, stage_tensor_ranks: int = 1) -> Strategy:
-    """Return engine, offload and axes of a run; sizes are 2 where they are above 1."""
+def layout_of(arguments: TrainingArguments, *, pipeline: bool = False, stage_tensor_ranks: int = 1) -> Layout:
+    """Return engine, offload and axes of a run; sizes above 1 are given as 2."""
     configuration = deepspeed_configuration(arguments) or {}
     zero = configuration.get("zero_optimization", {})
     axes = arguments.parallelism_config
@@ -105,21 +125,18 @@ def layout_of(arguments: Any, *, pipeline: bool = False, stage_tensor_ranks: int
     }
     stated: dict[str, Any] = {name: 2 for name, size in sizes.items() if size > 1}
     if configuration:
-        offloads: dict[str, Any] = {f"offload_{part}": _device(zero, part) for part in ("optimizer", "param")}
-        if not configuration.get("zero_force_ds_cpu_optimizer", True):
-            # The optimizer is the user's own then, on whatever device.
-            offloads = {}
-        return Strategy(engine="deepspeed", zero_stage=int(zero.get("stage", 0)), **offloads, **stated)
+        offloads: dict[str, Any] = {}
+        # Without this the optimizer is the user's own, on any device.
+        if configuration.get("zero_force_ds_cpu_optimizer", True):
+            for part in ("offload_optimizer", "offload_param"):
+                device = (zero.get(part) or {}).get("device", "none")
+                offloads[part] = str(getattr(device, "value", device))
+        return Layout(engine="deepspeed", zero_stage=int(zero.get("stage", 0)), **offloads, **stated)
     if arguments.fsdp:
         offloaded: Any = "cpu" if (arguments.fsdp_config or {}).get("offload_params") else "none"
-        return Strategy(engine="fsdp2", offload_optimizer=offloaded, offload_param=offloaded, **stated)
-    return Strategy(engine="single" if arguments.world_size == 1 else "ddp", **stated)
+        return Layout(engine="fsdp2", offload_optimizer=offloaded, offload_param=offloaded, **stated)
+    return Layout(engine="single" if arguments.world_size == 1 else "ddp", **stated)
 
 
 def _size(axes: Any, name: str) -> int:
     return int(getattr(axes, name, None) or 1)
-
-
-def _device(zero: Any, part: str) -> str:
-    device = (zero.get(f"offload_{part}") or {}).get("device", "none")
-    return str(getattr(device, "value", device))

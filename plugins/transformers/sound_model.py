@@ -1,104 +1,235 @@
-"""The one loader of causal language models: sound files, all tensors, finite numbers, no code, or a named fault.
+"""Loader of causal language models that checks files, tensors and numbers, and runs no code of the model.
 
-Seen with transformers 5.17.0: `from_pretrained` initialises tensors that a checkpoint lacks at random and logs a table,
-follows an index out of the directory, turns integers into weights, and loads NaN.
+Observed with transformers 5.17.0: `from_pretrained` initialises tensors that a checkpoint lacks at random and logs a
+table, follows an index out of the directory, turns integers into weights, and loads NaN.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from ...ds_configs.models.model_config import LARGEST_CONFIG_BYTES, code_faults, parse_config_json
-from ...ds_configs.specs.errors import Fault, RefusedInputError, ShardwrightError, UsageError
-from ..huggingface_hub.model_directory import model_directory
-from ..launching.notes import note_on_first_rank
+from ...ds_configs.models.model_config import LARGEST_CONFIG_BYTES, code_errors, parse_config_json
+from ...ds_configs.specs.errors import ConfigError, RefusedInputError, ShardwrightError, UsageError
+from ..huggingface_hub.hub import model_directory
+from ..launching.messages import note_on_first_rank
 from ..safetensors.reading import StoredTensor, read_checkpoint
-from .checkpoint_model import checkpoint_tensors
-from .finite_weights import NONFINITE_FIX, nonfinite_weights, shortened
-from .whole_loading import loads_on_first_rank
+from .checkpoint_tensors import checkpoint_tensors
 
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+    from transformers import PreTrainedModel
+
+_VARIABLE = "FSDP_CPU_RAM_EFFICIENT_LOADING"
+_ON = ("1", "true", "yes", "on", "y", "t")
+
+
+@contextmanager
+def weights_on_every_rank() -> Iterator[None]:
+    """Make `from_pretrained` read the weights on every rank inside the block."""
+    from accelerate.utils import patch_environment
+
+    with patch_environment(**{_VARIABLE: "false"}):
+        yield
+
+
+def loads_on_first_rank() -> bool:
+    """Return whether `from_pretrained` reads weights only on the first rank of a node."""
+    return all(os.environ.get(name, "").lower() in _ON for name in ("ACCELERATE_USE_FSDP", _VARIABLE))
+
+
+_ELEMENTS_AT_ONCE = 2**24
+_SHOWN = 3
+NONFINITE_FIX = "train it again, download a valid copy, or pass --allow-nonfinite if the command has it"
+
+
+def nonfinite_weights(model: PreTrainedModel) -> list[str]:
+    """Return the names of parameters and buffers with NaN or infinity in this rank's shard."""
+    # bitsandbytes 0.50.2 packs 4-bit codes into tensors of any dtype, whose values are not numbers.
+    codes = {f"{path}.weight" for path, module in model.named_modules() if type(module).__name__ == "Linear4bit"}
+    # Masks contain infinities on purpose; they are not saved.
+    unsaved = {
+        f"{path}.{name}" if path else name
+        for path, module in model.named_modules()
+        for name in module._non_persistent_buffers_set
+    }
+    tensors = (*model.named_parameters(), *model.named_buffers())
+    return [
+        name
+        for name, tensor in tensors
+        if name not in codes and name not in unsaved and not is_finite(local_part(tensor))
+    ]
+
+
+def nonfinite_gradients(model: PreTrainedModel) -> list[str]:
+    """Return the names of parameters with NaN or infinity in this rank's gradient."""
+    gradients = ((name, weight.grad) for name, weight in model.named_parameters() if weight.grad is not None)
+    return [name for name, gradient in gradients if not is_finite(local_part(gradient))]
+
+
+def local_part(tensor: torch.Tensor) -> Tensor:
+    """Return this rank's shard of a tensor that ZeRO-3 or FSDP2 shards, otherwise the tensor."""
+    partition: Tensor | None = getattr(tensor, "ds_tensor", None)
+    if partition is not None:
+        return partition.detach()
+    tensor = tensor.detach()
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
+def is_finite(tensor: Tensor) -> bool:
+    """Return whether every element is finite; true for dtypes other than floating point and on the meta device."""
+    import torch
+
+    if not tensor.is_floating_point() or tensor.device.type == "meta":
+        return True
+    # `isfinite` does not support 8-bit formats.
+    parts = (part.float() if part.element_size() == 1 else part for part in tensor.reshape(-1).split(_ELEMENTS_AT_ONCE))
+    return all(bool(torch.isfinite(part).all()) for part in parts)
+
+
+def refuse_nonfinite_weights(model: PreTrainedModel, *, what: str, allowed: bool = False) -> None:
+    """Reject a model with NaN or infinite weights, on all ranks if one rank has some; every rank must call it.
+
+    Raises:
+        RefusedInputError: names up to three weights, and the ranks that hold them.
+    """
+    if allowed:
+        return
+    names_by_rank = {rank: names for rank, names in enumerate(gathered(nonfinite_weights(model))) if names}
+    if not names_by_rank:
+        return
+    everywhere = sorted({name for names in names_by_rank.values() for name in names})
+    ranks = ", ".join(str(rank) for rank in names_by_rank)
+    rule = f"holds NaN or infinity in {shortened(everywhere)} (rank {ranks})"
+    raise RefusedInputError(ConfigError(where=what, rule=rule, fix=NONFINITE_FIX))
+
+
+def shortened(names: list[str]) -> str:
+    """Join the first names, and count the others.
+
+    >>> shortened(["a", "b", "c", "d", "e"])
+    'a, b, c and 2 more'
+    """
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return ", ".join(names[:_SHOWN]) + more
+
+
+def gathered(mine: Any) -> list[Any]:
+    """Gather an object from every rank; every rank must call it."""
+    import torch.distributed as distributed
+
+    if not (distributed.is_available() and distributed.is_initialized()):
+        return [mine]
+    everyone: list[Any] = [None] * distributed.get_world_size()
+    distributed.all_gather_object(everyone, mine)
+    return everyone
+
+
+_OTHER_FORMATS = (".bin", ".pt", ".pth", ".gguf")
 _NUMBERS = frozenset({"F64", "F32", "F16", "BF16"})
-_FETCH = "fetch it again, or save it again with save_pretrained"
+_DOWNLOAD = "download it again, or save it again with save_pretrained"
 
 
 def check_config(model: str) -> None:
-    """Refuse the configuration of a local model where it is damaged, absurd or names code.
+    """Check that the configuration of a local model is valid and names no code; skip a name without a local file.
 
     Raises:
         UsageError: it cannot be read.
-        RefusedInputError: a field of it breaks a rule; names all of them.
+        RefusedInputError: fields break a rule; names all of them.
     """
-    place = Path(model).expanduser()
-    file = place / "config.json" if place.is_dir() else place
+    path = Path(model).expanduser()
+    file = path / "config.json" if path.is_dir() else path
     if not file.is_file():
         return
     try:
         with file.open("rb") as stream:
             content = stream.read(LARGEST_CONFIG_BYTES + 1)
     except OSError as error:
-        raise UsageError(Fault(where=str(file), rule=f"cannot be read ({error.strerror})")) from None
+        raise UsageError(ConfigError(where=str(file), rule=f"cannot be read ({error.strerror})")) from None
     refuse_code(parse_config_json(content, source=str(file)), str(file))
 
 
 def refuse_code(config: Mapping[str, Any], source: str) -> None:
-    """Refuse a configuration whose model would run a kernel of the Hub.
+    """Check that a configuration names no kernel of the Hub, which the model would run.
 
     Raises:
         RefusedInputError: names the fields.
     """
-    if faults := code_faults(config, source):
-        raise RefusedInputError(faults)
+    if errors := code_errors(config, source):
+        raise RefusedInputError(errors)
+
+
+def refuse_other_formats(directory: Path, *, where: str, fix: str = "convert them to safetensors") -> None:
+    """Reject a directory whose only weights are in formats that can run code when they are loaded.
+
+    Raises:
+        RefusedInputError: names up to three of the files.
+    """
+    if any(directory.glob("*.safetensors")):
+        return
+    files = sorted(path.name for suffix in _OTHER_FORMATS for path in directory.glob(f"*{suffix}"))
+    if files:
+        rule = f"weights are read from safetensors only, other formats can run code; it has {', '.join(files[:3])}"
+        raise RefusedInputError(ConfigError(where=where, value=str(directory), rule=rule, fix=fix))
 
 
 def check_weights(directory: Path, *, quantized: bool = False) -> None:
-    """Refuse weight files that are damaged, missing, elsewhere, or of a type that weights do not have.
+    """Check that weight files are complete, inside the directory, and of a dtype that weights can have.
 
     Args:
         directory: A local checkpoint.
-        quantized: Whether its configuration says how codes become weights.
+        quantized: Whether its configuration has a `quantization_config`, which allows integer weights.
 
     Raises:
         RefusedInputError: names file and tensor.
     """
-    stored = read_checkpoint(directory)
-    faults = [
-        Fault(
-            where=str(one.file), value=name, rule=f"is stored as {one.dtype}, without a quantization_config", fix=_FETCH
+    errors = [
+        ConfigError(
+            where=str(tensor.file),
+            value=name,
+            rule=f"is stored as {tensor.dtype}, without a quantization_config",
+            fix=_DOWNLOAD,
         )
-        for name, one in stored.items()
-        if not quantized and name.endswith((".weight", ".bias")) and one.dtype not in _NUMBERS
+        for name, tensor in read_checkpoint(directory).items()
+        if not quantized and name.endswith((".weight", ".bias")) and tensor.dtype not in _NUMBERS
     ]
-    if faults:
-        raise RefusedInputError(faults[:3])
+    if errors:
+        raise RefusedInputError(errors[:3])
 
 
-def stored_faults(stored: Mapping[str, StoredTensor], model: Any, where: str, *, base_prefix: str = "") -> list[Fault]:
-    """Return what a checkpoint lacks, or has in another shape, that a model needs, from its headers alone.
+def stored_errors(
+    stored: Mapping[str, StoredTensor], model: PreTrainedModel, where: str, *, base_prefix: str = ""
+) -> list[ConfigError]:
+    """Return errors for tensors that a model needs and a checkpoint lacks or has in another shape.
 
     Args:
-        stored: Tensors of the checkpoint by name.
+        stored: Tensors of the checkpoint by name, from its headers.
         model: The model, which may be on the meta device; tied tensors count once.
-        where: Name of the model in the faults.
-        base_prefix: What names may leave out, such as `model.`.
+        where: Name of the model in the errors.
+        base_prefix: Prefix that names in the checkpoint may lack, such as `model.`.
     """
     tied = set(getattr(model, "_tied_weights_keys", None) or ()) if model.config.tie_word_embeddings else set()
-    parameters = {name: one for name, one in model.named_parameters() if name not in tied}
-    needed = checkpoint_tensors(model, parameters)
-    found = {name: stored.get(name) or stored.get(name.removeprefix(base_prefix)) for name in needed}
-    missing = [name for name, one in found.items() if one is None]
-    other_shape = [name for name, one in found.items() if one is not None and one.shape != tuple(needed[name].shape)]
-    return loading_faults({"missing_keys": missing, "mismatched_keys": other_shape}, where)
+    parameters = {name: weight for name, weight in model.named_parameters() if name not in tied}
+    missing, other_shape = [], []
+    for name, needed in checkpoint_tensors(model, parameters).items():
+        tensor = stored.get(name) or stored.get(name.removeprefix(base_prefix))
+        if tensor is None:
+            missing.append(name)
+        elif tensor.shape != tuple(needed.shape):
+            other_shape.append(name)
+    return loading_errors({"missing_keys": missing, "mismatched_keys": other_shape}, where)
 
 
 @contextmanager
 def refused_by_name(name: str) -> Iterator[None]:
-    """Let what Transformers refuses name the model, in one line.
+    """Convert Transformers' loading errors to one line that names the model.
 
     Raises:
-        RefusedInputError: in place of its exceptions.
+        RefusedInputError: the model is invalid or needs code.
         ShardwrightError: the system lacks something, such as memory.
     """
     from safetensors import SafetensorError
@@ -109,77 +240,79 @@ def refused_by_name(name: str) -> Iterator[None]:
         raise
     except (SafetensorError, OSError, ValueError, KeyError, RuntimeError) as error:
         text = " ".join(str(error).split())
-        # Memory that runs out and the like are no fault of the model.
+        # Other runtime errors, such as out of memory, are not errors of the model.
         if isinstance(error, RuntimeError) and "mismatch" not in text:
             raise ShardwrightError(f"{name}: cannot be loaded ({type(error).__name__}: {text[:300]})") from error
         if "trust_remote_code" in text:
-            fix = "name a model that Transformers knows; code that a repository ships is never run"
-            raise RefusedInputError(Fault(where=name, rule="needs code of its own", fix=fix)) from None
+            fix = "use a model whose class is in Transformers; code of a repository is never run"
+            raise RefusedInputError(ConfigError(where=name, rule="needs code from its repository", fix=fix)) from None
         rule = f"cannot be loaded ({type(error).__name__}: {text[:300]})"
-        raise RefusedInputError(Fault(where=name, rule=rule)) from None
+        raise RefusedInputError(ConfigError(where=name, rule=rule)) from None
 
 
-def loading_faults(found: Mapping[str, Any], where: str) -> list[Fault]:
-    """Return what `output_loading_info` tells of tensors that would be random."""
-    # A name of another shape comes with both shapes.
-    names = {key: sorted(one if isinstance(one, str) else one[0] for one in found.get(key) or ()) for key in found}
-    return [
-        Fault(where=where, value=names[key][:3], rule=f"{len(names[key])} tensors {rule}", fix=_FETCH)
-        for key, rule in (
-            ("missing_keys", "are not in the checkpoint, so that they would be random"),
-            ("mismatched_keys", "have another shape in the checkpoint"),
-        )
-        if names.get(key)
-    ]
+def loading_errors(info: Mapping[str, Any], where: str) -> list[ConfigError]:
+    """Return errors for tensors that would be random according to `output_loading_info`."""
+    errors = []
+    for key, rule in (
+        ("missing_keys", "are not in the checkpoint and would be random"),
+        ("mismatched_keys", "have another shape in the checkpoint"),
+    ):
+        # Mismatched keys are tuples of the name and both shapes.
+        names = sorted(item if isinstance(item, str) else item[0] for item in info.get(key) or ())
+        if names:
+            rule = f"{len(names)} tensors {rule}"
+            errors.append(ConfigError(where=where, value=names[:3], rule=rule, fix=_DOWNLOAD))
+    return errors
 
 
-def nonfinite_faults(model: Any, where: str) -> list[Fault]:
-    """Return a fault that names weights which are NaN or infinite, on this rank."""
+def nonfinite_errors(model: PreTrainedModel, where: str) -> list[ConfigError]:
+    """Return an error that names this rank's NaN or infinite weights."""
     names = nonfinite_weights(model)
     rule = f"holds NaN or infinity in {shortened(names)}"
-    return [Fault(where=where, rule=rule, fix=NONFINITE_FIX)] if names else []
+    return [ConfigError(where=where, rule=rule, fix=NONFINITE_FIX)] if names else []
 
 
-def load_causal_lm(name: str, *, allow_nonfinite: bool = False, **named: Any) -> Any:
-    """Return a causal language model from a directory or the Hub, whose every weight was in the checkpoint.
+def load_causal_lm(
+    name: str, *, revision: str | None = None, allow_nonfinite: bool = False, **options: object
+) -> PreTrainedModel:
+    """Load a causal language model from a directory or the Hub; every weight must be in the checkpoint.
 
     Args:
         name: Directory or Hub id.
+        revision: Revision of a Hub id.
         allow_nonfinite: Whether weights may be NaN or infinite.
-        **named: Further arguments of `from_pretrained`.
+        **options: Further arguments of `from_pretrained`.
 
     Raises:
-        RefusedInputError: files are damaged or lie elsewhere, tensors are missing or of another shape or type, weights
-            are not finite, or the configuration names code.
+        RefusedInputError: files are damaged or outside the directory, tensors are missing or of another shape or dtype,
+            weights are not finite, or the configuration names code.
     """
     from transformers import AutoModelForCausalLM
 
-    place = model_directory(name, revision=named.pop("revision", None))
-    check_config(str(place))
-    if place.is_dir():
-        config = parse_config_json((place / "config.json").read_bytes(), source=name)
-        check_weights(place, quantized=bool(config.get("quantization_config")))
+    directory = model_directory(name, revision=revision)
+    check_config(str(directory))
+    if directory.is_dir():
+        config = parse_config_json((directory / "config.json").read_bytes(), source=name)
+        check_weights(directory, quantized=bool(config.get("quantization_config")))
     # The other ranks of a node get their weights later.
     later = loads_on_first_rank()
     with refused_by_name(name):
-        model, found = AutoModelForCausalLM.from_pretrained(
-            str(place),
+        model, info = AutoModelForCausalLM.from_pretrained(
+            str(directory),
             use_safetensors=True,
             trust_remote_code=False,
             output_loading_info=True,
-            # Told by name below; the error of Transformers names none.
+            # Reported with the tensors' names below; the error of Transformers names none.
             ignore_mismatched_sizes=not later,
-            **named,
+            **options,
         )
-    faults = [] if later else loading_faults(found, name)
+    errors = [] if later else loading_errors(info, name)
     if not allow_nonfinite and not later:
-        faults += nonfinite_faults(model, name)
-    if faults:
-        raise RefusedInputError(faults)
-    # Adapters name what they were trained on, which is no place in this machine's cache.
+        errors += nonfinite_errors(model, name)
+    if errors:
+        raise RefusedInputError(errors)
+    # Adapters record the name of their base model, which must not be a directory of this machine's cache.
     model.name_or_path = model.config._name_or_path = name
-    if unused := sorted(map(str, found.get("unexpected_keys") or ())):
-        note_on_first_rank(
-            f"{name}: {len(unused)} tensors of the checkpoint have no place in the model: {shortened(unused)}"
-        )
+    if unused := sorted(map(str, info.get("unexpected_keys") or ())):
+        note_on_first_rank(f"{name}: the model ignores {len(unused)} tensors of the checkpoint: {shortened(unused)}")
     return model

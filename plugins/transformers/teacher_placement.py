@@ -1,50 +1,53 @@
-"""A frozen teacher beside a student that trains: whole, sharded, offloaded or quantized."""
+"""Placement of a frozen teacher during training: replicated, sharded, offloaded or quantized."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Literal
 
-from ...ds_configs.specs.errors import Fault, UsageError
-from ...ds_configs.specs.teacher_placement import TeacherPlacement
+from ...ds_configs.specs.errors import ConfigError, UsageError
+from ...ds_configs.specs.job import TeacherPlacement
+from ..peft import four_bit_loading
+from .checkpoint_tensors import without_zero3
 from .output_heads import OutputHead, head_module, output_head, shaped_head
-from .sound_model import load_causal_lm
-from .whole_loading import weights_on_every_rank
+from .sound_model import load_causal_lm, weights_on_every_rank
 
 if TYPE_CHECKING:
     import torch
+    from accelerate import Accelerator
+    from transformers import PreTrainedModel
 
 Engine = Literal["ddp", "deepspeed", "fsdp2", "single"]
 
 
 class PlacedTeacher:
-    """A teacher in its place: in evaluation mode, without gradients, called through the wrapper that shards it."""
+    """A teacher in evaluation mode, without gradients, called through the wrapper that shards it."""
 
-    def __init__(self, model: Any, wrapped: Any, placement: TeacherPlacement) -> None:
+    def __init__(self, model: PreTrainedModel, wrapped: Any, placement: TeacherPlacement) -> None:
         self.model = model
         """The inner Transformers model."""
         self.placement = placement
         self._wrapped = wrapped
 
-    def __call__(self, **inputs: Any) -> Any:
-        """Return the model's outputs for a batch; sharded teachers need every rank to call."""
+    def __call__(self, **inputs: object) -> Any:
+        """Return the model's outputs for a batch; every rank must call a sharded teacher."""
         import torch
 
         with torch.no_grad():
             return self._wrapped(**inputs)
 
     def gathered_head(self) -> Any:
-        """Return a context manager that gives the output head with whole weights."""
+        """Return a context manager that yields the output head with gathered weights."""
         return gathered_head(self.model)
 
 
 @contextmanager
-def gathered_head(model: Any) -> Iterator[OutputHead]:
-    """Give a model's output head with whole weights on this rank; every rank must enter.
+def gathered_head(model: PreTrainedModel) -> Iterator[OutputHead]:
+    """Yield a model's output head with gathered weights; every rank must enter the block.
 
-    ZeRO-3 gathers and releases the weight once, FSDP2 all-gathers a copy; other weights are whole already.
+    ZeRO-3 gathers and releases the weight once, FSDP2 all-gathers a copy; other weights are not sharded.
     """
     head = head_module(model)
     partitioned = [parameter for parameter in head.parameters() if hasattr(parameter, "ds_id")]
@@ -56,32 +59,25 @@ def gathered_head(model: Any) -> Iterator[OutputHead]:
         return
     hook = getattr(head, "_hf_hook", None)
     if hook is not None and getattr(hook, "offload", False):
-        with _on_execution_device(head, hook):
+        hook.pre_forward(head)
+        try:
             yield output_head(model)
+        finally:
+            hook.post_forward(head, None)
         return
     if any(hasattr(parameter, "full_tensor") for parameter in head.parameters()):
         bias = getattr(head, "bias", None)
-        yield shaped_head(model, _whole(head.weight, model), None if bias is None else _whole(bias, model))
+        yield shaped_head(model, _gathered(head.weight, model), None if bias is None else _gathered(bias, model))
         return
     yield output_head(model)
 
 
-@contextmanager
-def _on_execution_device(head: Any, hook: Any) -> Iterator[None]:
-    hook.pre_forward(head)
-    try:
-        yield
-    finally:
-        hook.post_forward(head, None)
-
-
-def _whole(parameter: Any, model: Any) -> torch.Tensor:
-    found: Any = parameter.detach()
-    if hasattr(found, "full_tensor"):
-        # Offloaded shards lie on the host, which the accelerator's process group does not gather from.
-        found = found.to(found.device_mesh.device_type).full_tensor()
-    whole: torch.Tensor = found.to(model.dtype)
-    return whole
+def _gathered(parameter: torch.Tensor, model: PreTrainedModel) -> torch.Tensor:
+    tensor = parameter.detach()
+    if hasattr(tensor, "full_tensor"):
+        # Offloaded shards are on the host, from which the accelerator's process group cannot gather.
+        tensor = tensor.to(tensor.device_mesh.device_type).full_tensor()
+    return tensor.to(model.dtype)
 
 
 def load_teacher(
@@ -89,78 +85,56 @@ def load_teacher(
     *,
     revision: str | None = None,
     placement: TeacherPlacement = "replica",
-    dtype: Any = None,
+    dtype: torch.dtype = None,
     engine: Engine = "single",
     config: Any = None,
     attn_implementation: str | None = None,
 ) -> Any:
     """Load a causal language model as a teacher.
 
-    A sharded or offloaded teacher of several ranks under DeepSpeed or DDP is partitioned while it loads, by a
-    configuration of its own, so that no rank ever holds it whole; the student's configuration, which Transformers keeps
-    for the process, is put back.
+    Under DeepSpeed or DDP on several ranks, a sharded or offloaded teacher is partitioned while it loads, with its own
+    DeepSpeed configuration, so that no rank ever holds all of it. The student's configuration, which Transformers keeps
+    for the process, is restored afterwards.
 
     Raises:
         UsageError: the placement has no weights to load.
-        RefusedInputError: the teacher's files are not sound; `load_causal_lm` says when.
+        RefusedInputError: the teacher's files are invalid; see `load_causal_lm`.
     """
     if placement == "cached":
         raise UsageError(
-            Fault(where="teacher_placement", value="cached", rule="reads a cache, there is nothing to load")
+            ConfigError(where="teacher_placement", value="cached", rule="reads a cache and loads no teacher")
         )
+    offloaded, quantized = placement == "offloaded", placement == "quantized"
     partitioned = (
-        placement in ("sharded", "offloaded") and engine != "fsdp2" and int(os.environ.get("WORLD_SIZE", "1")) > 1
+        (offloaded or placement == "sharded") and engine != "fsdp2" and int(os.environ.get("WORLD_SIZE", "1")) > 1
     )
-    with weights_on_every_rank(), _partitioning(sharded=partitioned, offloaded=placement == "offloaded", dtype=dtype):
+    if quantized:
+        import torch
+
+        # This rank's device: bitsandbytes would use the current one, which is the first before ranks choose theirs.
+        device = f"cuda:{os.environ.get('LOCAL_RANK', '0')}" if torch.cuda.is_available() else "cpu"
+    with weights_on_every_rank(), without_zero3():
+        if partitioned:
+            from transformers.integrations import HfDeepSpeedConfig
+
+            # Transformers keeps only a weak reference to it.
+            configuration = HfDeepSpeedConfig(_zero3_configuration(dtype, micro_batch_size=1, offloaded=offloaded))
         teacher = load_causal_lm(
             name,
             revision=revision,
             config=config,
             dtype=dtype,
-            quantization_config=_four_bit(dtype) if placement == "quantized" else None,
-            device_map={"": _own_device()} if placement == "quantized" else None,
+            quantization_config=four_bit_loading(dtype) if quantized else None,
+            device_map={"": device} if quantized else None,
             attn_implementation=attn_implementation,
         )
+        if partitioned:
+            del configuration
     teacher.requires_grad_(False)
     return teacher.eval()
 
 
-def _own_device() -> str:
-    """Return this rank's device; bitsandbytes would take the current one, which is the first before ranks choose."""
-    import torch
-
-    return f"cuda:{os.environ.get('LOCAL_RANK', '0')}" if torch.cuda.is_available() else "cpu"
-
-
-def _four_bit(dtype: Any) -> Any:
-    from ..peft.lora import four_bit_loading
-
-    return four_bit_loading(dtype)
-
-
-def without_partitioning() -> AbstractContextManager[None]:
-    """Return a context manager in which models are made whole, whatever the student's DeepSpeed configuration says."""
-    return _partitioning(sharded=False, offloaded=False, dtype=None)
-
-
-@contextmanager
-def _partitioning(*, sharded: bool, offloaded: bool, dtype: Any) -> Iterator[None]:
-    """Let Transformers partition what it loads by the teacher's configuration, or not at all."""
-    from transformers.integrations import deepspeed as integration
-
-    student = integration._hf_deepspeed_config_weak_ref
-    integration.unset_hf_deepspeed_config()
-    kept = None
-    try:
-        if sharded:
-            kept = integration.HfDeepSpeedConfig(_zero3_configuration(dtype, micro_batch_size=1, offloaded=offloaded))
-        yield
-    finally:
-        del kept
-        integration._hf_deepspeed_config_weak_ref = student
-
-
-def _zero3_configuration(dtype: Any, *, micro_batch_size: int, offloaded: bool) -> dict[str, Any]:
+def _zero3_configuration(dtype: torch.dtype | None, *, micro_batch_size: int, offloaded: bool) -> dict[str, Any]:
     """Return a ZeRO-3 configuration without an optimizer.
 
     `memory_efficient_linear` would replace ``torch.nn.functional.linear`` for the student too (deepspeed 0.19.8).
@@ -186,22 +160,24 @@ def _zero3_configuration(dtype: Any, *, micro_batch_size: int, offloaded: bool) 
 
 
 def place_teacher(
-    teacher: Any, placement: TeacherPlacement, *, accelerator: Any, micro_batch_size: int = 1
+    teacher: PreTrainedModel, placement: TeacherPlacement, *, accelerator: Accelerator, micro_batch_size: int = 1
 ) -> PlacedTeacher:
-    """Put a loaded teacher in its place beside the student that the accelerator prepares.
+    """Place a loaded teacher on devices or host memory, next to the student that the accelerator prepares.
 
-    Sharded teachers get a DeepSpeed engine of their own, or per-layer FSDP2 units where the student has these; they
-    never pass through ``accelerator.prepare``, which knows one model. Offloaded teachers are sharded in the same way,
-    with their shards in host memory: the ranks of a node then hold one copy together instead of one each, and each
-    copies its share over PCIe before the ranks gather it. One process alone streams from its own copy.
+    A sharded teacher gets a separate DeepSpeed engine, or per-layer FSDP2 units if the student uses FSDP2; it never
+    passes through ``accelerator.prepare``, which supports one model. An offloaded teacher is sharded in the same way
+    with its shards in host memory: the ranks of a node hold one copy together, and each copies its shard over PCIe
+    before the ranks gather it. A single process streams from its own copy.
 
     Raises:
-        UsageError: nothing can be placed that way here.
+        UsageError: the placement needs a cache instead of a model.
     """
     teacher.requires_grad_(False)
     teacher.eval()
     if placement == "cached":
-        raise UsageError(Fault(where="teacher_placement", value="cached", rule="takes a TeacherCache, not a model"))
+        raise UsageError(
+            ConfigError(where="teacher_placement", value="cached", rule="needs a TeacherCache, not a model")
+        )
     if placement == "quantized":
         return PlacedTeacher(teacher, teacher, placement)
     if placement == "replica":
@@ -213,27 +189,20 @@ def place_teacher(
         return PlacedTeacher(teacher, cpu_offload(teacher, execution_device=accelerator.device), placement)
     if accelerator.num_processes == 1:
         return PlacedTeacher(teacher, teacher.to(accelerator.device), "replica")
-    if _is_fsdp2(accelerator):
-        return PlacedTeacher(teacher, _fully_sharded(teacher, accelerator, offloaded=offloaded), placement)
-    return PlacedTeacher(teacher, _zero3_engine(teacher, micro_batch_size, offloaded=offloaded), placement)
-
-
-def _is_fsdp2(accelerator: Any) -> bool:
     plugin = getattr(accelerator.state, "fsdp_plugin", None)
-    return plugin is not None and plugin.fsdp_version == 2
-
-
-def _zero3_engine(teacher: Any, micro_batch_size: int, *, offloaded: bool) -> Any:
+    if plugin is not None and plugin.fsdp_version == 2:
+        _fully_shard(teacher, accelerator, offloaded=offloaded)
+        return PlacedTeacher(teacher, teacher, placement)
     import deepspeed
 
     configuration = _zero3_configuration(teacher.dtype, micro_batch_size=micro_batch_size, offloaded=offloaded)
     engine, *_ = deepspeed.initialize(model=teacher, config=configuration)
     engine.eval()
-    return engine
+    return PlacedTeacher(teacher, engine, placement)
 
 
-def _fully_sharded(teacher: Any, accelerator: Any, *, offloaded: bool) -> Any:
-    """Shard each layer as a unit of its own, and embeddings, norm and head as the last one."""
+def _fully_shard(teacher: PreTrainedModel, accelerator: Accelerator, *, offloaded: bool) -> None:
+    """Shard each layer as one FSDP2 unit, and embeddings, norm and head as the last unit."""
     import torch
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
@@ -245,4 +214,3 @@ def _fully_sharded(teacher: Any, accelerator: Any, *, offloaded: bool) -> Any:
         if type(module).__name__ in names:
             fully_shard(module, mesh=mesh, reshard_after_forward=True, offload_policy=policy)
     fully_shard(teacher, mesh=mesh, reshard_after_forward=True, offload_policy=policy)
-    return teacher

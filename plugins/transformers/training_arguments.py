@@ -2,39 +2,45 @@
 
 Seen with transformers 5.17.0 and accelerate 1.15.0:
 
-- a DeepSpeed configuration without ``stage3_gather_16bit_weights_on_model_save`` makes ``Trainer.save_model``
-  write DeepSpeed's own checkpoint instead of a model directory, after the training has been paid for;
-- ``SHARDED_STATE_DICT`` makes ``Trainer.save_model`` write no weights and no warning;
-- with CPU optimizer offload every optimizer object becomes ``DeepSpeedCPUAdam``, with L2 instead of decoupled
+- A DeepSpeed configuration without ``stage3_gather_16bit_weights_on_model_save`` makes ``Trainer.save_model``
+  write DeepSpeed's own checkpoint instead of a model directory, at the end of the training.
+- ``SHARDED_STATE_DICT`` makes ``Trainer.save_model`` write no weights, without a warning.
+- With CPU optimizer offload every optimizer object becomes ``DeepSpeedCPUAdam``, with L2 instead of decoupled
   weight decay unless it was torch AdamW (accelerate/utils/deepspeed.py, ``map_pytorch_optim_to_deepspeed``).
 """
 
 from __future__ import annotations
 
 import dataclasses
-import difflib
-from collections.abc import Mapping
+import netrc
+import os
+from collections.abc import Mapping, Sequence
+from difflib import get_close_matches
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from ...ds_configs.specs.errors import Fault, UsageError
+from ...ds_configs.specs.errors import ConfigError, UsageError
 from ...ds_configs.specs.job import OPTIMIZERS
-from ..launching.notes import note_on_first_rank
+from ..launching.messages import note_on_first_rank
 from ..safetensors.writing import named_write_errors
-from .finite_weights import refuse_nonfinite_weights
+from .sound_model import refuse_nonfinite_weights
 
-# The tokenizer without a download: one token for each byte, which every text has.
+if TYPE_CHECKING:
+    from transformers import Trainer, TrainingArguments
+
+# The tokenizer that needs no download: one token per byte.
 BYTE_COUNT = 256
 END_OF_TEXT = "<|endoftext|>"
 SURVIVES_OPTIMIZER_OFFLOAD = frozenset(name for name, spec in OPTIMIZERS.items() if spec.cpu_kernel)
-"""`optim` names whose update rule DeepSpeed's CPU optimizers keep."""
+"""`optim` names whose update rule DeepSpeed's CPU optimizers preserve."""
 
 
 def training_arguments(settings: Mapping[str, Any], overrides: Mapping[str, Any]) -> Any:
-    """Build ``TrainingArguments`` from ``settings`` and what the host needs on top.
+    """Build ``TrainingArguments`` from ``settings`` and the values that the host requires.
 
     Args:
-        settings: Keys of ``TrainingArguments``, as a plan or a user wrote them.
+        settings: Keys of ``TrainingArguments``, from a plan or a user.
         overrides: Keys that the host requires, from :func:`..plugins.accelerate.configure_cpu_ranks`.
 
     Raises:
@@ -42,7 +48,7 @@ def training_arguments(settings: Mapping[str, Any], overrides: Mapping[str, Any]
     """
     from transformers import TrainingArguments
 
-    faults = unknown_argument_faults(settings)
+    errors = unknown_argument_errors(settings)
     merged = dict(settings)
     for key, required in overrides.items():
         if isinstance(required, dict) and isinstance(settings.get(key), dict):
@@ -50,59 +56,58 @@ def training_arguments(settings: Mapping[str, Any], overrides: Mapping[str, Any]
         elif settings.get(key, required) in (required, None):
             merged[key] = required
         else:
-            faults.append(
-                Fault(
+            errors.append(
+                ConfigError(
                     where=f"training arguments: {key}",
                     value=settings[key],
                     rule=f"ranks without an accelerator need {key} = {required!r}",
-                    fix="leave the key out",
+                    fix="remove the key",
                 )
             )
     if overrides.get("use_cpu") and settings.get("fp16"):
-        faults.append(
-            Fault(
+        errors.append(
+            ConfigError(
                 where="training arguments: fp16",
                 value=True,
                 rule="fp16 needs an accelerator",
-                fix="set bf16: true or train in fp32",
+                fix="set bf16: true, or train in fp32",
             )
         )
-    if faults:
-        raise UsageError(faults)
+    if errors:
+        raise UsageError(errors)
     return TrainingArguments(**merged)
 
 
-def unknown_argument_faults(settings: Mapping[str, Any]) -> list[Fault]:
-    """Return a fault for every key that ``TrainingArguments`` does not have."""
+def unknown_argument_errors(settings: Mapping[str, Any]) -> list[ConfigError]:
+    """Return an error for every key that ``TrainingArguments`` does not have."""
     from transformers import TrainingArguments
 
     names = [field.name for field in dataclasses.fields(TrainingArguments) if field.init]
-    return [_unknown_key(key, names) for key in settings if key not in names]
+    errors = []
+    for key in settings:
+        if key not in names:
+            nearest = get_close_matches(key, names, n=1)
+            fix = f"did you mean {nearest[0]!r}?" if nearest else "remove it"
+            where, rule = f"training arguments: {key}", "is not a key of TrainingArguments"
+            errors.append(ConfigError(where=where, rule=rule, fix=fix))
+    return errors
 
 
-def _unknown_key(key: str, names: list[str]) -> Fault:
-    nearest = difflib.get_close_matches(key, names, n=1)
-    fix = f"did you mean {nearest[0]!r}?" if nearest else "remove it"
-    return Fault(where=f"training arguments: {key}", rule="unknown key of TrainingArguments", fix=fix)
-
-
-def deepspeed_configuration(arguments: Any) -> dict[str, Any] | None:
+def deepspeed_configuration(arguments: TrainingArguments) -> dict[str, Any] | None:
     """Return the DeepSpeed configuration that ``arguments`` will train with; ``None`` without DeepSpeed."""
     plugin = getattr(arguments, "deepspeed_plugin", None)
     return None if plugin is None else plugin.deepspeed_config
 
 
-def check_liger_kernel(arguments: Any) -> None:
-    """Refuse `use_liger_kernel` without its package before weights are loaded.
+def check_liger_kernel(arguments: TrainingArguments) -> None:
+    """Check, before weights are loaded, that the package for `use_liger_kernel` is installed.
 
     Raises:
         UsageError: the package is not installed.
     """
-    from importlib.util import find_spec
-
     if arguments.use_liger_kernel and find_spec("liger_kernel") is None:
         raise UsageError(
-            Fault(
+            ConfigError(
                 where="training arguments: use_liger_kernel",
                 value=True,
                 rule="needs the package liger-kernel, which is not installed",
@@ -111,8 +116,8 @@ def check_liger_kernel(arguments: Any) -> None:
         )
 
 
-def refuse_replaced_optimizer(arguments: Any) -> None:
-    """Refuse an optimizer that CPU offload would replace with another update rule.
+def refuse_replaced_optimizer(arguments: TrainingArguments) -> None:
+    """Reject an optimizer that CPU offload would replace with another update rule.
 
     Raises:
         UsageError: ``optim`` does not survive ``offload_optimizer`` with ``zero_force_ds_cpu_optimizer``.
@@ -126,7 +131,7 @@ def refuse_replaced_optimizer(arguments: Any) -> None:
         return
     if optimizer not in SURVIVES_OPTIMIZER_OFFLOAD:
         raise UsageError(
-            Fault(
+            ConfigError(
                 where="training arguments: optim",
                 value=optimizer,
                 rule="optimizer offload would replace it with DeepSpeedCPUAdam and L2 weight decay",
@@ -135,8 +140,8 @@ def refuse_replaced_optimizer(arguments: Any) -> None:
         )
 
 
-def warn_of_zero0_in_16_bit(arguments: Any) -> None:
-    """Say that DeepSpeed 0.19.8 takes one optimizer step with zero gradients before training at stage 0 in 16 bit.
+def warn_of_zero0_in_16_bit(arguments: TrainingArguments) -> None:
+    """Warn that DeepSpeed 0.19.8 takes one optimizer step with zero gradients before training at stage 0 in 16 bit.
 
     ``initialize_optimizer_states`` in deepspeed/runtime/fp16/unfused_optimizer.py and fused_optimizer.py steps to
     allocate Adam's moments; the bias correction then starts at step 2. Two steps later the loss of a small Llama was
@@ -147,16 +152,16 @@ def warn_of_zero0_in_16_bit(arguments: Any) -> None:
         return
     if configuration["zero_optimization"].get("stage", 0) == 0:
         note_on_first_rank(
-            "ZeRO stage 0 in 16 bit starts with an optimizer step on zero gradients, which shrinks Adam's first "
+            "ZeRO stage 0 in 16 bit starts with an optimizer step on zero gradients, which reduces Adam's first "
             "updates (deepspeed 0.19.8): use ZeRO stage 1 or plain DDP"
         )
 
 
-def prepare_model_directory_save(arguments: Any) -> None:
-    """Make sure, before training, that a ZeRO-3 run can end in a normal model directory.
+def prepare_model_directory_save(arguments: TrainingArguments) -> None:
+    """Make sure, before training, that a ZeRO-3 run can save a normal model directory.
 
     Raises:
-        UsageError: The DeepSpeed configuration switches gathering off.
+        UsageError: The DeepSpeed configuration disables gathering.
     """
     configuration = deepspeed_configuration(arguments)
     if configuration is None or configuration["zero_optimization"].get("stage") != 3:
@@ -165,26 +170,26 @@ def prepare_model_directory_save(arguments: Any) -> None:
     section = configuration["zero_optimization"]
     if section.get(key) is True:
         return
-    # Accelerate has turned "auto" into false by now.
+    # Accelerate has already replaced "auto" by false.
     if key in section:
         raise UsageError(
-            Fault(
+            ConfigError(
                 where=f"zero_optimization.{key}",
                 value=section[key],
-                rule="a model directory can be saved under ZeRO-3 only when the weights are gathered",
+                rule="must be true to save a model directory under ZeRO-3",
                 fix="set it to true, or train with --no-save",
             )
         )
     section[key] = True
-    note_on_first_rank(f"zero_optimization.{key} was missing: now true, so that the model can be saved")
+    note_on_first_rank(f"zero_optimization.{key} was missing: set to true, so that the model can be saved")
 
 
-def save_model_directory(trainer: Any, directory: str, *, allow_nonfinite: bool = False) -> None:
+def save_model_directory(trainer: Trainer, directory: str, *, allow_nonfinite: bool = False) -> None:
     """Write a model directory with safetensors and no pickle; every rank must call it.
 
     Raises:
-        RefusedInputError: weights are NaN or infinite, and that is not allowed.
-        ShardwrightError: the disk is full, or cannot be written for another reason.
+        RefusedInputError: weights are NaN or infinite, and `allow_nonfinite` is false.
+        ShardwrightError: the disk is full or cannot be written.
     """
     refuse_nonfinite_weights(trainer.model, what="the trained model", allowed=allow_nonfinite)
     if trainer.is_fsdp_enabled:
@@ -192,15 +197,15 @@ def save_model_directory(trainer: Any, directory: str, *, allow_nonfinite: bool 
     with named_write_errors(Path(directory)):
         trainer.save_model(directory)
     if trainer.args.should_save:
-        # A pickle of the arguments, which would run code when it is loaded.
+        # A pickle of the arguments, which can run code when it is loaded.
         (Path(directory) / "training_args.bin").unlink(missing_ok=True)
 
 
-def weights_dtype(arguments: Any, *, method: str) -> Any:
-    """Return the dtype in which weights must be loaded for mixed precision to keep fp32 master weights.
+def weights_dtype(arguments: TrainingArguments, *, method: str) -> Any:
+    """Return the dtype in which weights must be loaded so that mixed precision has fp32 master weights.
 
     DDP and FSDP2 compute in 16 bit from fp32 weights (autocast, or a mixed-precision policy), so weights that
-    they train must be fp32; DeepSpeed keeps an fp32 copy beside 16-bit weights, and frozen weights need none.
+    they train must be fp32. DeepSpeed keeps an fp32 copy of 16-bit weights, and frozen weights need none.
     """
     import torch
 
@@ -210,7 +215,7 @@ def weights_dtype(arguments: Any, *, method: str) -> Any:
 
 
 def byte_tokenizer(vocab_size: int) -> Any:
-    """Return a tokenizer with one id per byte, and end-of-text as id 256 where the vocabulary has room.
+    """Return a tokenizer with one id per byte, and end-of-text as id 256 if the vocabulary has more than 256 ids.
 
     Raises:
         UsageError: The vocabulary is smaller than the number of bytes.
@@ -220,7 +225,7 @@ def byte_tokenizer(vocab_size: int) -> Any:
 
     if vocab_size < BYTE_COUNT:
         raise UsageError(
-            Fault(
+            ConfigError(
                 where="vocab_size",
                 value=vocab_size,
                 rule=f"splitting text into bytes needs at least {BYTE_COUNT} ids",
@@ -233,3 +238,55 @@ def byte_tokenizer(vocab_size: int) -> Any:
     tokenizer.decoder = decoders.ByteLevel()
     special = {"eos_token": END_OF_TEXT} if vocab_size > BYTE_COUNT else {}
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special)
+
+
+_PACKAGES = {"azure_ml": "azureml-core", "flyte": "flytekit"}
+"""Trackers whose distribution has another name."""
+
+
+def tracker_errors(names: Sequence[str]) -> list[ConfigError]:
+    """Return an error for each tracker that is unknown, not installed, or not logged in."""
+    if not names:
+        return []
+    from transformers.integrations import get_available_reporting_integrations
+    from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
+
+    available = {"none", "all", *get_available_reporting_integrations()}
+    errors = []
+    for name in names:
+        if name not in available and name in INTEGRATION_TO_CALLBACK:
+            fix = f"pip install {_PACKAGES.get(name, name)}, or remove it"
+            errors.append(ConfigError(where="report_to", value=name, rule="is not installed", fix=fix))
+        elif name not in available:
+            near = get_close_matches(name, INTEGRATION_TO_CALLBACK, n=1)
+            fix = f"did you mean {near[0]}?" if near else f"use one of {', '.join(sorted(INTEGRATION_TO_CALLBACK))}"
+            errors.append(ConfigError(where="report_to", value=name, rule="is not a tracker of Transformers", fix=fix))
+        elif name == "wandb" and not _wandb_is_ready():
+            fix = "wandb login, or set WANDB_API_KEY, or WANDB_MODE=offline"
+            errors.append(ConfigError(where="report_to", value=name, rule="is not logged in", fix=fix))
+    return errors
+
+
+def _wandb_is_ready() -> bool:
+    """Return whether wandb has a key or needs none; otherwise it asks on the terminal, which ranks do not have."""
+    if os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_MODE") in ("offline", "disabled", "dryrun"):
+        return True
+    file = Path(os.environ.get("NETRC", "~/.netrc")).expanduser()
+    try:
+        return find_spec("wandb") is not None and any("wandb" in host for host in netrc.netrc(file).hosts)
+    except (OSError, netrc.NetrcParseError):
+        return False
+
+
+def check_first_of_its_kind(callback: Any, trainer: Trainer) -> None:
+    """Check that a Trainer has no other callback of this class, whose hooks the new one would replace.
+
+    Raises:
+        UsageError: it has one.
+    """
+    kind = type(callback)
+    handler = getattr(trainer, "callback_handler", None)
+    if any(isinstance(other, kind) for other in getattr(handler, "callbacks", ())):
+        rule = "is already attached to this trainer, and a second one would replace its hooks"
+        fix = f"attach one {kind.__name__} per trainer, or call trainer.remove_callback({kind.__name__}) first"
+        raise UsageError(ConfigError(where=kind.__name__, rule=rule, fix=fix))

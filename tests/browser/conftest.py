@@ -33,4 +33,4 @@ def visitor(browser: Browser, request: pytest.FixtureRequest) -> Iterator[Visito
     visitor = Visitor(browser=browser, pictures=pictures)
     yield visitor
     visitor.close()
-    assert visitor.faults == []
+    assert visitor.errors == []

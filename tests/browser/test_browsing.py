@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
-from browsing import PHONE, Visitor, accessibility_faults
+from browsing import PHONE, Visitor, accessibility_errors
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser
@@ -25,16 +25,16 @@ def test_errors_requests_and_pale_text_are_seen(browser: Browser, tmp_path: Path
     visitor = Visitor(browser=browser)
     page = visitor.open(tmp_path / "bad.html", PHONE)
     assert page.evaluate("window.innerWidth") == PHONE[0]
-    found = {fault.split()[1] for fault in accessibility_faults(page)}
+    found = {error.split()[1] for error in accessibility_errors(page)}
     visitor.close()
     assert found >= {"color-contrast:", "image-alt:", "html-has-lang:"}
-    assert "console: said aloud" in visitor.faults
-    assert "request to another machine: https://example.com/pixel.png" in visitor.faults
-    assert any(fault.startswith("exception: ") for fault in visitor.faults)
+    assert "console: said aloud" in visitor.errors
+    assert "request to another machine: https://example.com/pixel.png" in visitor.errors
+    assert any(error.startswith("exception: ") for error in visitor.errors)
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_a_good_page_has_no_fault(visitor: Visitor, tmp_path: Path, scheme) -> None:
+def test_a_good_page_has_no_error(visitor: Visitor, tmp_path: Path, scheme) -> None:
     """A page of its own text, in both colour schemes."""
     (tmp_path / "good.html").write_text(
         '<!doctype html><html lang="en"><head><title>Good</title><meta name="color-scheme" content="light dark"></head>'
@@ -42,14 +42,14 @@ def test_a_good_page_has_no_fault(visitor: Visitor, tmp_path: Path, scheme) -> N
     )
     page = visitor.open(tmp_path / "good.html", scheme=scheme)
     assert page.evaluate("matchMedia('(prefers-color-scheme: dark)').matches") == (scheme == "dark")
-    assert accessibility_faults(page) == []
+    assert accessibility_errors(page) == []
 
 
-def test_text_on_its_way_in_is_judged_once_it_is_there(visitor: Visitor, tmp_path: Path) -> None:
+def test_contrast_is_checked_after_transitions(visitor: Visitor, tmp_path: Path) -> None:
     """A heading that fades in, beside a mark that turns forever."""
     (tmp_path / "fading.html").write_text(
         '<!doctype html><html lang="en"><head><title>Fading</title><style>@keyframes in { from { opacity: 0.2 } }'
         "@keyframes turn { to { rotate: 1turn } } h1 { animation: in 5s } i { animation: turn 1s infinite }</style>"
         "</head><body><main><h1>There</h1><i>o</i></main></body></html>"
     )
-    assert accessibility_faults(visitor.open(tmp_path / "fading.html")) == []
+    assert accessibility_errors(visitor.open(tmp_path / "fading.html")) == []

@@ -5,8 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from browsing import DESKTOP, PHONE, Visitor, accessibility_faults
-from shardwright.trainers.reports.make import check_report, report_html
+from browsing import DESKTOP, PHONE, Visitor, accessibility_errors
+from shardwright.trainers.reports.make import report_html
+from shardwright.trainers.reports.plans import check_report
+from shardwright.trainers.reports.report import html
 
 pytestmark = pytest.mark.browser
 ROOT = Path(__file__).parents[2]
@@ -31,14 +33,15 @@ PAGES = {
 def test_a_report_is_readable_everywhere(name: str, visitor: Visitor, tmp_path: Path) -> None:
     file = tmp_path / "report.html"
     found = {"findings": [FINDING], "errors": 1, "files": ["ds_config.json"]}
-    file.write_text(check_report(found, command="shardwright check") if name == "check" else report_html(PAGES[name]))
+    checked = html(check_report(found, command="shardwright check"))
+    file.write_text(checked if name == "check" else report_html(PAGES[name]))
     for size, scheme in ((DESKTOP, "light"), (PHONE, "dark")):
         page = visitor.open(file, size, scheme)
         requests: list[str] = []
         page.on("request", lambda request, seen=requests: seen.append(request.url))
         page.reload()
         assert requests == [file.as_uri()], "the page is one file"
-        assert accessibility_faults(page) == []
+        assert accessibility_errors(page) == []
         assert page.evaluate("document.documentElement.scrollWidth") <= size[0], "only tables scroll sideways"
         # An axis is drawn in the colour of the text around it, or nobody sees it in the dark.
         colours = "[...document.querySelectorAll('svg text')].map(text => getComputedStyle(text).fill)"

@@ -9,7 +9,7 @@ from threading import Thread
 
 import docs_site
 import pytest
-from browsing import DESKTOP, PHONE, Visitor, accessibility_faults
+from browsing import DESKTOP, PHONE, Visitor, accessibility_errors
 from shardwright.ds_configs.plan.gallery import GALLERY
 
 pytestmark = [
@@ -18,7 +18,10 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:.myst_parser"),
 ]
 
-PAGES = ["index.md", "guides/evaluate.md", "measurements/qat.md", "gallery/index.md", "gallery/gpt2.md"]
+PAGES = [
+    *("index.md", "start/first_ten_minutes.md", "guides/evaluate.md", "guides/troubleshooting.md"),
+    *("measurements/qat.md", "gallery/index.md", "gallery/gpt2.md", "reference/commands/plan.md"),
+]
 
 
 class _Quiet(SimpleHTTPRequestHandler):
@@ -38,12 +41,12 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_pages_fit_a_phone_and_have_no_serious_fault(visitor: Visitor, site: str, page: str) -> None:
+def test_pages_fit_a_phone_and_have_no_serious_error(visitor: Visitor, site: str, page: str) -> None:
     for size, scheme in ((DESKTOP, "light"), (PHONE, "dark")):
         shown = visitor.open(f"{site}/{page.removesuffix('.md')}.html", size, scheme)
         visitor.picture(shown, f"site-{page.replace('/', '-').removesuffix('.md')}-{scheme}")
         assert shown.evaluate("document.documentElement.scrollWidth") == size[0], "only tables and code scroll sideways"
-        assert accessibility_faults(shown) == []
+        assert accessibility_errors(shown) == []
 
 
 def test_the_gallery_is_narrowed_by_words_and_by_memory(visitor: Visitor, site: str) -> None:

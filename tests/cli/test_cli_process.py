@@ -90,7 +90,7 @@ def test_plain_terminals_get_plain_text(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "-out" / "plan.json").read_text())["schema_version"] == 1
 
 
-def test_a_reader_that_leaves_is_no_error() -> None:
+def test_a_closed_pipe_is_not_an_error() -> None:
     for arguments in (["plan", str(LLAMA), *GPU], ["plan", str(LLAMA), *GPU, "--format", "json"], ["--help"]):
         reader, writer = os.pipe()
         os.close(reader)
@@ -111,7 +111,7 @@ def test_a_full_disk_behind_stdout_is_one_line() -> None:
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_signals_end_the_command_quietly_with_their_code(tmp_path: Path, number: signal.Signals, code: int) -> None:
+def test_signals_end_the_command_with_their_exit_code(tmp_path: Path, number: signal.Signals, code: int) -> None:
     pipe, output = tmp_path / "plan.yaml", tmp_path / "plan"
     os.mkfifo(pipe)
     process = subprocess.Popen(

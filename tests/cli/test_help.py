@@ -1,19 +1,19 @@
-"""Help of every command: three examples that parse, and no line longer than the terminal."""
+"""Help of every command: examples that parse, and no line longer than the terminal."""
 
 from __future__ import annotations
 
 import shlex
+from pathlib import Path
 
 import pytest
 from shardwright.cli.commands import env
-from shardwright.cli.examples import EXAMPLES
+from shardwright.cli.help import EXAMPLES
 from shardwright.cli.main import build_app, run
 from shardwright.cli.settings import resolve
 
 
 def test_every_command_has_examples() -> None:
     assert {name for name in build_app() if not name.startswith("-")} == set(EXAMPLES)
-    assert {len(examples) for examples in EXAMPLES.values()} == {3}
 
 
 @pytest.mark.parametrize(
@@ -42,3 +42,13 @@ def test_help_fits_the_terminal(
     for example in EXAMPLES[command]:
         assert f"shardwright {command} {example}".rstrip() in said
     assert f"SHARDWRIGHT_{command.upper().replace('-', '_')}_" in said.replace(" ", "")
+
+
+def test_completion_is_installed_for_the_shell(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert run(["--install-completion", "--shell", "bash"]) == 0
+    assert "shardwright" in capsys.readouterr().out
+    (script,) = (path for path in tmp_path.rglob("shardwright*") if path.is_file())
+    assert "cache-teacher" in script.read_text()

@@ -1,4 +1,4 @@
-"""Every command that writes results refuses its own sources, a disk that it cannot write, and a second run."""
+"""Every command that writes results rejects its own sources, an unwritable disk and a second run."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ COMMANDS = {
     "qat": ("qat", "model", "--scheme", "W4A16", "--group-size", "32", *TRAINING),
     "cache-teacher": ("cache-teacher", "model", *DATA),
     "student": ("student", "model", "--layers", "1"),
-    "quantize": ("quantize", "model", "--scheme", "W8A16", "--group-size", "32", "--force"),
+    "quantize": ("quantize", "model", "--scheme", "NF4", "--force"),
     "evaluate": ("evaluate", "model", "--text", "text.txt", "--seq-len", "32", "--force"),
     "rehearse": ("rehearse", "plan", "--steps", "4", "--force"),
     "train_causal_lm": ("--model", "model", "--text", "text.txt", "--seq-len", "32", "--force"),
@@ -48,7 +48,7 @@ def run(directory: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest
 
     monkeypatch.setattr("transformers.AutoModelForCausalLM.from_pretrained", no_weights)
     monkeypatch.setattr("shardwright.plugins.safetensors.reading.safe_open", no_weights, raising=False)
-    monkeypatch.setattr("shardwright.trainers.runs.launch.run_together", no_weights)
+    monkeypatch.setattr("shardwright.trainers.runs.run.launch_ranks", no_weights)
 
     def call(name: str, output: object) -> tuple[int, str]:
         arguments = [*COMMANDS[name], "--output-dir", str(output)]
@@ -64,16 +64,16 @@ def run(directory: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest
 
 @pytest.mark.parametrize("name", COMMANDS)
 @pytest.mark.parametrize("output", ["model", "link", "link/inside", "/proc/nowhere/out"])
-def test_a_place_that_cannot_be_written_is_refused_before_the_work(name: str, output: str, run: Shell) -> None:
+def test_an_unwritable_directory_is_rejected_before_the_work(name: str, output: str, run: Shell) -> None:
     code, told = run(name, output)
     assert code == 2 and "Traceback" not in told
     part = "the teacher" if name in ("distill", "cache-teacher", "student") else "the model"
-    rules = {"link/inside": f"lies inside {part}", "/proc/nowhere/out": "cannot be written ("}
+    rules = {"link/inside": f"is inside {part}", "/proc/nowhere/out": "cannot be written ("}
     assert rules.get(output, f"is {part} itself") in told
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_a_second_run_into_a_directory_is_refused(name: str, directory: Path, run: Shell) -> None:
+def test_a_second_run_into_a_directory_is_rejected(name: str, directory: Path, run: Shell) -> None:
     with reserved(directory / "out", force=False):
         code, told = run(name, "out")
     assert code == 2
@@ -85,7 +85,7 @@ def test_a_second_run_into_a_directory_is_refused(name: str, directory: Path, ru
     ("name", "writes"),
     [("student", "safetensors.torch.save_file"), ("quantize", "transformers.modeling_utils.safe_save_file")],
 )
-def test_a_disk_that_fills_up_meanwhile_is_one_line_and_leaves_nothing(
+def test_a_full_disk_is_one_line_and_leaves_no_files(
     name: str, writes: str, directory: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(*_: object, **__: object) -> None:

@@ -9,9 +9,9 @@ import pytest
 from rich.console import Console
 from shardwright.cli import progress
 from shardwright.cli.progress import Bar, LinesAtTimes
-from shardwright.cli.training_live import TrainingView
+from shardwright.cli.training import TrainingView
 from shardwright.ds_configs.plan.plan import Plan
-from shardwright.trainers.runs.progress import Figures
+from shardwright.plugins.launching.messages import Figures
 
 FIGURES = "loss 2.313, 1,204 tokens/s"
 
@@ -31,7 +31,7 @@ def test_the_bar_fits(columns: int) -> None:
     assert "12/100" in said and "2.313" in said and "1,204" in said and "-:--" in said
 
 
-def test_lines_tell_the_figures_and_what_is_left(
+def test_lines_show_figures_and_remaining_time(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = iter([100.0, 120.0, 121.0, 140.0])
@@ -52,7 +52,7 @@ PLAN = Path(__file__).parents[2] / "ds_configs" / "gallery" / "llama-3.1-8b_8xA1
 
 
 @pytest.mark.parametrize("columns", [40, 80, 120])
-def test_the_live_view_shows_each_figure_beside_the_plan_s(columns: int) -> None:
+def test_the_live_view_compares_figures_with_the_plan(columns: int) -> None:
     plan = Plan.load(PLAN)
     speed, gpu = plan.chosen.time.tokens_per_second, plan.chosen.memory.gpu
     console = Console(file=io.StringIO(), force_terminal=True, width=columns, color_system=None)
@@ -69,11 +69,11 @@ def test_the_live_view_shows_each_figure_beside_the_plan_s(columns: int) -> None
     assert rows["loss"] == "2.3126"
     assert rows["tokens/s"] == f"{speed / 2:,.0f} of {speed:,.0f} planned (50 %)"
     assert rows["memory"].startswith(f"{tensors:.1f} GB of tensors, {tensors:.1f} planned")
-    assert rows["ranks"].startswith("rank 3 lags: 1.40 times the median")
+    assert rows["ranks"].startswith("rank 3 is slow: 1.40 times the median")
     console.print(view.shown.get_renderable())
     lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
     assert max(map(len, lines)) <= columns
     shown = " ".join(" ".join(lines).split())
     assert "12/100" in shown and "2.3126" in shown and "(50 %)" in shown
     view.tell_figures(Figures(slowest_rank=0, slowest_rank_ratio=1.02))
-    assert [text.plain for _, text in view.rows()] == ["even; the slowest takes 1.02 times the median"]
+    assert [text.plain for _, text in view.rows()] == ["equally fast; the slowest takes 1.02 times the median"]

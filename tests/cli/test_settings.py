@@ -18,6 +18,7 @@ from cyclopts.argument import Argument
 from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
+from paths import TESTS
 from shardwright.cli.main import _COMMANDS, build_app, run
 from shardwright.cli.settings import resolve
 from shardwright.ds_configs.specs.settings import Settings
@@ -148,7 +149,9 @@ def test_every_option_reads_the_same_text_from_every_source(command: tuple[str, 
 @pytest.mark.parametrize("command", COMMANDS, ids=NAMES)
 @hypothesis_settings(max_examples=4, deadline=None)
 @given(data=st.data())
-def test_flags_win_over_environment_over_file_over_defaults(command: tuple[str, ...], data: st.DataObject) -> None:
+def test_flags_override_environment_overrides_file_overrides_defaults(
+    command: tuple[str, ...], data: st.DataObject
+) -> None:
     options = OPTIONS[command]
     needed = {name for name, argument in options.items() if argument.required}
     if command in (("cache-teacher",), ("quantize",)):
@@ -176,8 +179,8 @@ def no_variables(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     yield
 
 
-def faults(capsys: pytest.CaptureFixture[str], *words: str) -> list[str]:
-    """Return the lines of a command that must refuse its settings."""
+def errors(capsys: pytest.CaptureFixture[str], *words: str) -> list[str]:
+    """Return the error lines of a command with invalid settings."""
     capsys.readouterr()
     assert run(words) == 2
     shown = capsys.readouterr()
@@ -201,35 +204,41 @@ FILES = [
     ("seq_len: 1e400", ["seq_len (from file) = '1e400': must be an integer"]),
     ("seq_len: [1, 2]", ['seq_len (from file) = \'["1", "2"]\': must be an integer']),
     ("seq_len: {a: 1}", ["must be an integer"]),
-    ("seq-len: 64\nseq_len: 65", ["seq_len (from file): is stated twice, with a hyphen and an underscore; keep one"]),
+    (
+        "seq-len: 64\nseq_len: 65",
+        ["seq_len (from file): is set twice, with a hyphen and with an underscore; remove one"],
+    ),
     ("seq-lem: 64", ["seq_lem (from file): is not a setting; did you mean seq_len?"]),
     (
         "seq_len: x\nnothing_like_it: 1\nformat: html",
         ["seq_len (from file) = 'x'", "nothing_like_it", "or 'json'"],
     ),
-    ("config: other.yaml", ["config (from file) = 'other.yaml': names a file from inside of one; use --config"]),
-    ("- seq_len", ["must hold a mapping of keys and values"]),
+    (
+        "config: other.yaml",
+        ["config (from file) = 'other.yaml': a settings file cannot name another one; use --config"],
+    ),
+    ("- seq_len", ["must be a mapping of keys to values"]),
     ("seq_len: &a 64\nrevision: *a", ["is not valid YAML (aliases are not allowed)"]),
     ("seq_len: !!python/object/apply:os.system [ls]", ["is not valid YAML"]),
     ("a: [", ["is not valid YAML"]),
-    ("", ["must hold a mapping"]),
+    ("", ["must be a mapping"]),
 ]
 
 
 @pytest.mark.parametrize("command", list(TRIED))
 @pytest.mark.parametrize(("text", "said"), FILES, ids=[text.partition("\n")[0] for text, _ in FILES])
-def test_a_file_has_the_same_faults_for_every_command(
+def test_a_file_has_the_same_errors_for_every_command(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, command: str, text: str, said: list[str]
 ) -> None:
     file = tmp_path / "settings.yaml"
     file.write_text(text)
-    found = faults(capsys, *TRIED[command], "--config", str(file))
+    found = errors(capsys, *TRIED[command], "--config", str(file))
     assert len(found) == len(said), found
     for part in said:
-        assert any(part in fault for fault in found), (part, found)
+        assert any(part in error for error in found), (part, found)
 
 
-def test_every_source_may_ask_for_errors_as_json(
+def test_every_source_can_select_json_errors(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = tmp_path / "settings.yaml"
@@ -247,18 +256,18 @@ def test_every_source_may_ask_for_errors_as_json(
 
 
 @pytest.mark.parametrize("command", list(TRIED))
-def test_a_file_that_is_no_text_is_one_line(capsys: pytest.CaptureFixture[str], tmp_path: Path, command: str) -> None:
+def test_a_binary_file_is_one_line(capsys: pytest.CaptureFixture[str], tmp_path: Path, command: str) -> None:
     file = tmp_path / "settings.yaml"
-    for content, said in ((b"\xff\xfe\x00", "config = "), (b"#" * (2**16 + 1), "is over 65536 bytes")):
+    for content, said in ((b"\xff\xfe\x00", "config = "), (b"#" * (2**16 + 1), "must be at most 65536 bytes")):
         file.write_bytes(content)
-        (found,) = faults(capsys, *TRIED[command], "--config", str(file))
+        (found,) = errors(capsys, *TRIED[command], "--config", str(file))
         assert said in found
-    (missing,) = faults(capsys, *TRIED[command], "--config", str(tmp_path / "none.yaml"))
+    (missing,) = errors(capsys, *TRIED[command], "--config", str(tmp_path / "none.yaml"))
     assert "config = " in missing
 
 
 @pytest.mark.parametrize("command", list(TRIED))
-def test_variables_belong_to_the_command_that_they_name(
+def test_variables_apply_to_the_command_in_their_name(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, command: str
 ) -> None:
     words = TRIED[command]
@@ -267,26 +276,40 @@ def test_variables_belong_to_the_command_that_they_name(
     for name in (f"{other}SEQ_LEN", f"{other}NO_SUCH_OPTION", "SHARDWRIGHT_CONFIGS_LS_FORMAT", "SHARDWRIGHT_ELSEWHERE"):
         monkeypatch.setenv(name, "nonsense")
     monkeypatch.setenv(f"{own}SEQ_LEN", "nonsense")
-    (found,) = faults(capsys, *words)
+    (found,) = errors(capsys, *words)
     assert found == f"seq_len (from {own}SEQ_LEN) = 'nonsense': must be an integer"
     monkeypatch.delenv(f"{own}SEQ_LEN")
     monkeypatch.setenv(f"{own}SEQLEN", "64")
-    (found,) = faults(capsys, *words)
+    (found,) = errors(capsys, *words)
     assert found == f"{own}SEQLEN: is not a setting; did you mean seq_len?"
     monkeypatch.delenv(f"{own}SEQLEN")
     monkeypatch.setenv("SHARDWRIGHT_SEQ_LEN", "64")
-    (found,) = faults(capsys, *words)
-    assert found == f"SHARDWRIGHT_SEQ_LEN = '64': names no command, so it states nothing; use {own}SEQ_LEN"
+    (found,) = errors(capsys, *words)
+    assert found == f"SHARDWRIGHT_SEQ_LEN = '64': names no command, so it has no effect; use {own}SEQ_LEN"
 
 
-def test_every_fault_of_every_source_is_told_at_once(
+def test_errors_of_machines_and_of_data_are_reported_together(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    model, output = str(TESTS / "data" / "models" / "Qwen--Qwen2.5-0.5B"), str(tmp_path / "out")
+    train = ("train", model, "--dataset", "missing.jsonl", "--hardware", "2xCPU", "--output-dir", output)
+    assert run([*train, "--node-rank", "0"]) == 2
+    found = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
+    assert [error.split()[1] for error in found] == ["node_rank", "dataset"]
+    found = errors(capsys, "evaluate", model, "--limit", "3", "--node-rank", "0")
+    assert [error.partition(" ")[0] for error in found] == ["--limit", "node_rank"]
+    found = errors(capsys, "plan", model, "--deadline", "5d")
+    assert [error.partition(" ")[0] for error in found] == ["deadline", "hardware:"]
+
+
+def test_every_error_of_every_source_is_reported_together(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = tmp_path / "settings.yaml"
     file.write_text("lora_rank: 0\nlearning_rat: 1\nloss: l2\nseed: null\n")
     monkeypatch.setenv("SHARDWRIGHT_QAT_EPOCHS", "nan")
     monkeypatch.setenv("SHARDWRIGHT_QAT_KV_CASHE", "fp8")
-    found = faults(
+    found = errors(
         capsys, "qat", "m", "--config", str(file), "--seq-len=2.5", "--micro_batch_size", "few", "--aplha", "1"
     )
     assert sorted(found) == [
@@ -298,8 +321,8 @@ def test_every_fault_of_every_source_is_told_at_once(
         "loss (from file) = 'l2': must be 'forward_kl', 'reverse_kl', 'jsd', 'skewed_kl', 'skewed_reverse_kl' or "
         "'total_variation'",
         "micro_batch_size = 'few': must be an integer or 'auto'",
-        "output_dir: is missing; give --output-dir",
-        "seed (from file): must not be null; leave it out to get its default",
+        "output_dir: is missing; pass --output-dir",
+        "seed (from file): must not be null; omit it to use the default",
         "seq_len = 2.5: must be an integer",
     ]
 
@@ -325,7 +348,7 @@ def test_every_fault_of_every_source_is_told_at_once(
 def test_values_with_broken_syntax_are_one_line(
     capsys: pytest.CaptureFixture[str], words: tuple[str, ...], said: str
 ) -> None:
-    (found,) = faults(capsys, "quantize", "m", "--dry-run", *words)
+    (found,) = errors(capsys, "quantize", "m", "--dry-run", *words)
     assert said in found
 
 

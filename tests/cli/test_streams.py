@@ -22,7 +22,7 @@ Path(sys.argv[1]).write_text("done")
 
 
 @pytest.mark.parametrize("closed", ["stdout", "stderr"])
-def test_a_job_goes_on_when_its_reader_leaves(closed: str, tmp_path: Path) -> None:
+def test_a_job_continues_without_its_reader(closed: str, tmp_path: Path) -> None:
     reading, writing = os.pipe()
     os.close(reading)
     streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE} | {closed: writing}
@@ -34,7 +34,7 @@ def test_a_job_goes_on_when_its_reader_leaves(closed: str, tmp_path: Path) -> No
     assert kept.count(b"\n") == 3000
 
 
-def test_an_unbuffered_job_is_read_while_it_runs(tmp_path: Path) -> None:
+def test_output_of_an_unbuffered_job_is_readable_while_it_runs(tmp_path: Path) -> None:
     job = "import sys; from shardwright.cli.streams import outlast_readers; outlast_readers(); print('told', end='');"
     job += "print(open(sys.argv[1]).read(), file=sys.stderr)"
     with (tmp_path / "stdout").open("wb") as stdout:

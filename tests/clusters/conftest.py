@@ -195,9 +195,9 @@ def write_slurm_settings(directory: Path, addresses: Mapping[str, str], spool: s
         "ClusterName=two",
         f"SlurmctldHost={first}({addresses[first]})",
         "AuthType=auth/munge",
-        # Also what a job that is queued again waits for: 120 s where nothing is said (slurm.conf(5), SLURM 22.05).
+        # Also what a job that is queued again waits for: 120 s by default (slurm.conf(5), SLURM 22.05).
         f"AuthInfo=socket={spool}/munge,cred_expire=30",
-        # Else a job whose wait is over is looked at once a minute.
+        # Else a job whose wait is over is checked every minute.
         "SchedulerParameters=sched_interval=1",
         "SlurmUser=root",
         "SlurmdUser=root",

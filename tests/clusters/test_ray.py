@@ -46,7 +46,7 @@ def test_a_node_that_dies_is_replaced_and_the_run_goes_on(
     cluster.remove_node(next(node for node in cluster.list_all_nodes() if not node.is_head()), allow_graceful=False)
     cluster.add_node(**NODE)
     assert running.wait(timeout=300) == 0, output.read_text()
-    assert "goes on from its newest whole checkpoint" in output.read_text()
+    assert "resumes from its newest valid checkpoint" in output.read_text()
     assert len(read_losses(losses)) < len(local_losses)
     assert read_losses(losses)[-1] == pytest.approx(local_losses[-1], abs=1e-6)
 
@@ -54,7 +54,7 @@ def test_a_node_that_dies_is_replaced_and_the_run_goes_on(
 def test_a_run_goes_on_with_the_node_that_is_left(
     saving: Path, cluster: Any, local_losses: list[float], tmp_path: Path
 ) -> None:
-    """At once, or after waiting in vain: Ray's count of nodes may still hold the dead one."""
+    """Immediately, or after the wait: Ray's count of nodes may still hold the dead one."""
     losses, output = tmp_path / "losses.json", tmp_path / "output"
     words = ["launch", str(saving), "--on", "ray", "--address", cluster.address, "--no-check-nodes", "--restarts", "1"]
     running = started([*words, "--min-nodes", "1", "--wait-for-nodes", "30", "--", *training(losses)], output)
@@ -64,7 +64,7 @@ def test_a_run_goes_on_with_the_node_that_is_left(
         assert running.wait(timeout=300) == 0, output.read_text()
     finally:
         cluster.add_node(**NODE)
-    assert "goes on from its newest whole checkpoint, with 1 node(s)" in output.read_text()
+    assert "resumes from its newest valid checkpoint, with 1 node(s)" in output.read_text()
     found = read_losses(losses)
     assert len(found) <= len(local_losses) - 20
     assert found == pytest.approx(local_losses[-len(found) :], abs=1e-5)
@@ -76,5 +76,5 @@ def test_a_cluster_that_is_too_small_is_told_before_anything_is_submitted(
     plan = planned(model, tmp_path / "plan", "3x1xCPU", global_batch_size=6)
     done = shardwright(["launch", str(plan), "--on", "ray"], RAY_ADDRESS=cluster.address)
     assert done.returncode == 2
-    assert "the plan has 3 nodes with 1 CPU each, the cluster 2" in done.stderr
+    assert "the plan has 3 nodes with 1 CPU each, but the cluster has 2" in done.stderr
     assert len(done.stderr.strip().splitlines()) == 1

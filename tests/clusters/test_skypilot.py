@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 import shardwright
 import yaml
-from shardwright.ds_configs.plan.cluster_jobs import ClusterJob
-from shardwright.ds_configs.plan.cluster_manifests import sky_task
+from shardwright.ds_configs.plan.clusters import ClusterJob, sky_task
 from shardwright.ds_configs.plan.plan import Plan
 
 pytestmark = pytest.mark.clusters

@@ -99,7 +99,7 @@ def test_a_training_command_that_is_stopped_saves_and_says_how_it_goes_on(
     until(lambda: ended(number, slurm), 120, "end of the job", output)
     assert ended(number, slurm) == "FAILED"
     (saved,) = out.glob("checkpoints/*/checkpoint_complete.json")
-    assert f"{saved.parent.name} is whole, and the same command with --resume goes on from it" in output.read_text()
+    assert f"{saved.parent.name} is complete; resume with the same command and --resume" in output.read_text()
 
 
 def test_a_cluster_that_is_too_small_is_told_before_anything_is_submitted(
@@ -108,7 +108,7 @@ def test_a_cluster_that_is_too_small_is_told_before_anything_is_submitted(
     plan = planned(model, tmp_path / "plan", "3x1xCPU", global_batch_size=6)
     done = shardwright(["launch", str(plan), "--on", "slurm"], SLURM_CONF=slurm)
     assert done.returncode == 2
-    assert "the plan has 3 nodes, the cluster 2" in done.stderr
+    assert "the plan has 3 nodes, but the cluster has 2" in done.stderr
     assert asked("squeue", "--noheader", "--format=%i", config=slurm) in ("", stopped.number)
 
 
@@ -122,7 +122,7 @@ def test_a_job_that_gets_no_further_is_not_queued_again(plan: Path, slurm: str, 
         until(partial(printed, output, "it stands still", told), 200, "both ranks", output)
         asked("scancel", "--signal=TERM", number, config=slurm)
     until(lambda: ended(number, slurm), 120, "end of the job", output)
-    assert f"job {number} has no whole checkpoint after 2 turns without progress" in output.read_text()
+    assert f"job {number} has no complete checkpoint after 2 runs without progress" in output.read_text()
     assert "Restarts=1 " in asked("scontrol", "show", "job", number, config=slurm)
 
 

@@ -48,7 +48,7 @@ def test_four_ranks_on_two_machines_evaluate_and_cache_as_one_process(
         done = shardwright([*cache, "--output-dir", str(output), *more], OMP_NUM_THREADS="1")
         assert done.returncode == 0, done.stdout + done.stderr
         bytes_of.append({file.name: file.read_bytes() for file in output.iterdir()})
-    assert f"machine 1 has done its share; the results are on {NAMES[0]}" in done.stderr
+    assert f"machine 1 is done; the results are on {NAMES[0]}" in done.stderr
     assert found[1] == found[0]
     assert bytes_of[1] == bytes_of[0]
 
@@ -61,7 +61,7 @@ def test_a_run_that_is_asked_to_stop_saves_on_both(plan: Path, over_ssh: list[st
     running.send_signal(signal.SIGTERM)
     assert running.wait(timeout=120) == 128 + signal.SIGTERM, output.read_text()
     checkpoints = list((plan / "model").glob("checkpoint-*"))
-    assert len(checkpoints) == 1, "one whole checkpoint"
+    assert len(checkpoints) == 1, "one complete checkpoint"
     done = shardwright(["check", str(plan)])
     assert done.returncode == 0, done.stderr
 
@@ -73,7 +73,7 @@ def test_a_host_without_a_way_to_it_is_told_before_anything_starts(
     options = [*over_ssh[:3], str(tmp_path / "hostfile"), *over_ssh[4:]]
     done = shardwright(["launch", str(plan), *options])
     assert done.returncode == 1
-    assert "10.83.7.77: ssh gets no answer" in done.stderr
+    assert "10.83.7.77: no answer over ssh" in done.stderr
     assert len(done.stderr.strip().splitlines()) == 1
 
 
@@ -86,7 +86,7 @@ def test_a_host_that_dies_is_waited_for_and_the_run_goes_on(
     running = started([*words, "--", *training(losses)], output)
     until(saved(saving, 20).exists, 200, "checkpoint", output)
     hosts.kill(NAMES[1])
-    until(lambda: "waiting" in output.read_text(), 60, "remark that a host is missing", output)
+    until(lambda: "waiting" in output.read_text(), 60, "a warning about the missing host", output)
     start(hosts, NAMES[1])
     assert running.wait(timeout=300) == 0, output.read_text()
     assert f"60 s for {NAMES[1]}" in output.read_text()
@@ -106,7 +106,7 @@ def test_a_run_goes_on_with_the_host_that_is_left(
         assert running.wait(timeout=300) == 0, output.read_text()
     finally:
         start(hosts, NAMES[0])
-    assert f"no answer from {NAMES[0]}: going on with 1 of 2 machines" in output.read_text()
+    assert f"no answer from {NAMES[0]}: continuing with 1 of 2 machines" in output.read_text()
     found = read_losses(losses)
     assert len(found) <= len(local_losses) - 20
     assert found == pytest.approx(local_losses[-len(found) :], abs=1e-5)

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from planning import llama
-from shardwright.ds_configs.plan.deepspeed import deepspeed_config
 from shardwright.ds_configs.plan.plan import make_plan
+from shardwright.ds_configs.plan.rendering import deepspeed_config
 from shardwright.ds_configs.specs.hardware import parse_hardware
 from shardwright.ds_configs.specs.job import TrainingJob
 

@@ -1,4 +1,4 @@
-"""One optimizer step of distillation under every layout: what it starts from, and the layouts that must agree."""
+"""Models, samples and layouts for one optimizer step of distillation, which must be equal under all layouts."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ LEARNING_RATE = 1024.0
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """How the twelve samples of the step are split and who holds what."""
+    """Split of the step's twelve samples over ranks and micro-batches, and placement of weights."""
 
     engine: str = "ddp"
     zero_stage: int = 0
@@ -46,7 +46,7 @@ class Layout:
         return f"{engine}-x{self.accumulation}-{self.implementation}-{self.teacher}{extra}"
 
     def arguments(self, world_size: int) -> dict[str, Any]:
-        """Return keywords of TrainingArguments: plain SGD, so that a step tells the gradient."""
+        """Return keywords of TrainingArguments with plain SGD, so that a step shows the gradient."""
         data_ranks = world_size // self.sequence_parallel
         rows = 1 if self.packed else SAMPLES // (data_ranks * self.accumulation)
         arguments: dict[str, Any] = {
@@ -184,7 +184,7 @@ def collate(rows: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def collate_to_longest(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """Pad on the right to one length for all batches: gloo gathers no tensors of different sizes."""
+    """Pad on the right to one length for all batches: gloo cannot gather tensors of different sizes."""
     return padded(rows, LONGEST)
 
 
@@ -205,7 +205,7 @@ def padded(rows: list[dict[str, Any]], longest: int) -> dict[str, Any]:
 
 
 def packed(world_size: int, accumulation: int) -> list[dict[str, Any]]:
-    """Return one sample for each micro-batch: documents one after the other, positions starting anew."""
+    """Return one packed sample per micro-batch, with positions that restart at each document."""
     rows, count = samples(), world_size * accumulation
     joined = []
     for first in range(count):

@@ -1,4 +1,4 @@
-"""Runs on every rank: one optimizer step under a layout, and writes the weights that came out."""
+"""Rank script: train one step under a layout and write the weights."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def step(layout: Layout, directory: Path, output: Path, world_size: int) -> None
     """Train one step and let rank 0 write weights and logs."""
     import torch
     from safetensors.torch import save_file
-    from shardwright.plugins.peft.lora import add_lora
+    from shardwright.plugins.peft import add_lora
     from shardwright.plugins.transformers.teacher_placement import load_teacher
     from shardwright.plugins.transformers.training_arguments import byte_tokenizer
     from shardwright.trainers.distillation.trainer import DistillationTrainer

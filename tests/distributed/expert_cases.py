@@ -170,7 +170,7 @@ def collate(rows: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def own_loss_trainer() -> Any:
-    """Return a Trainer class that computes its loss from logits, and knows nothing of experts."""
+    """Return a Trainer class that computes its loss from logits, without a balance loss."""
     from torch.nn.functional import cross_entropy
     from transformers import Trainer
 
@@ -208,11 +208,13 @@ def reference_trainer() -> Any:
 
 def reference(case: Case, directory: Path) -> Any:
     """Train a case in one process and return the trainer."""
+    from shardwright.trainers.counting.counts import count_as_one_process
     from transformers import TrainingArguments
 
     arguments = TrainingArguments(str(directory / "reference"), use_cpu=True, **case.arguments(1))
     trainer = reference_trainer()(
         model(case), arguments, train_dataset=samples(), eval_dataset=samples(2 * ROWS), data_collator=collate
     )
+    count_as_one_process(trainer)
     trainer.train()
     return trainer

@@ -15,7 +15,7 @@ from fresh_process import forget_last_run
 from shardwright.plugins.accelerate.cpu_ranks import configure_cpu_ranks
 from shardwright.plugins.deepspeed import auto_ep
 from shardwright.plugins.transformers.training_arguments import save_model_directory
-from shardwright.trainers.parallel.expert.callback import ExpertParallelCallback
+from shardwright.trainers.parallel.expert import ExpertParallelCallback
 
 
 def made_trainer(case: Case, output: Path) -> Any:
@@ -52,9 +52,10 @@ def run(case: Case, output: Path) -> None:
     save_model_directory(trainer, str(output / f"{case.name}-saved"))
     trainer.model_wrapped.eval()
     with torch.no_grad():
-        logits = trainer.model_wrapped(input_ids=torch.arange(24)[None]).logits
+        outputs = trainer.model_wrapped(input_ids=torch.arange(24)[None])
     if trainer.args.process_index == 0:
-        torch.save(logits, output / f"{case.name}.logits.pt")
+        torch.save(outputs.logits, output / f"{case.name}.logits.pt")
+        torch.save(getattr(outputs, "router_logits", None), output / f"{case.name}.router_logits.pt")
         (output / f"{case.name}.json").write_text(json.dumps(trainer.state.log_history))
 
 

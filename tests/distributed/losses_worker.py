@@ -1,4 +1,4 @@
-"""Runs on every rank: trains one case through the entry point."""
+"""Rank script: train one case through the entry point."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from shardwright.trainers.train_causal_lm import main
 
 @contextmanager
 def zero_gradient_step() -> Iterator[None]:
-    """Let the Trainer's optimizer step once on zero gradients as soon as it exists."""
+    """Run one optimizer step on zero gradients when the optimizer is created."""
     from transformers import Trainer
 
     create = Trainer.create_optimizer
@@ -37,8 +37,8 @@ def zero_gradient_step() -> Iterator[None]:
 
 @contextmanager
 def kept_products() -> Iterator[None]:
-    """Let every layer of the Trainer's model keep its products."""
-    from shardwright.plugins.transformers.selective_checkpointing import selective_checkpointing_callback
+    """Enable selective recomputation in every layer of the Trainer's model."""
+    from shardwright.plugins.transformers.gradient_checkpointing import selective_checkpointing_callback
     from transformers import Trainer
 
     train = Trainer.train

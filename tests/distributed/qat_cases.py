@@ -1,7 +1,7 @@
-"""Quantization-aware training under every layout: what it starts from, and the layouts that must agree.
+"""Quantization-aware training under every layout: models, and the layouts that must agree.
 
-Layouts see the same micro-batches: what two ranks see at once, one process sees one after the other. Forward passes are
-then the same to the bit, so that no code falls on the other side of a half.
+One process sees the micro-batches of both ranks one after the other. Forward passes are therefore equal bit for bit,
+so that no code is rounded to the other side.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from cases import RANKS, deepspeed_configuration
 from distillation_cases import SAMPLES, VOCAB
-from shardwright.ds_configs.specs.strategy import Strategy
+from shardwright.ds_configs.specs.layout import Layout
 
 LEARNING_RATE, ADAM_LEARNING_RATE = 1.0, 1e-3
 GROUP = 32
@@ -70,13 +70,13 @@ class Case:
         return 1 + SCHEMES[self.scheme][1].get("start_step", 0)
 
     @property
-    def strategy(self) -> Strategy:
+    def strategy(self) -> Layout:
         """The layout of two ranks, as far as trainers are chosen by it."""
         axes: dict[str, Any] = {self.axis: RANKS} if self.axis else {}
-        return Strategy(engine=self.engine, zero_stage=self.zero_stage if self.engine == "deepspeed" else None, **axes)
+        return Layout(engine=self.engine, zero_stage=self.zero_stage if self.engine == "deepspeed" else None, **axes)
 
     def arguments(self) -> dict[str, Any]:
-        """Return keywords of TrainingArguments: plain SGD, so that a step tells the gradient."""
+        """Return keywords of TrainingArguments with plain SGD, so that a step shows the gradient."""
         read_together = self.engine == "single" or self.axis in ("tp", "pp")
         arguments: dict[str, Any] = {
             "per_device_train_batch_size": SAMPLES // RANKS,
@@ -164,8 +164,7 @@ def save_models(directory: Path) -> None:
 
 def callback_settings(case: Case) -> tuple[Any, dict[str, Any]]:
     """Return the scheme and the options of the callback; groups are small enough for the models."""
-    from shardwright.ds_configs.quantization.combinations import changed
-    from shardwright.ds_configs.quantization.scheme import scheme_named
+    from shardwright.ds_configs.quantization.scheme import changed, scheme_named
 
     name, options = SCHEMES[case.scheme]
     scheme = scheme_named(name)

@@ -96,7 +96,7 @@ def between_codes(callback: Any) -> None:
 def save(trainer: Any, path: Path) -> None:
     """Write whole parameters from rank 0."""
     from safetensors.torch import load_file, save_file
-    from shardwright.plugins.deepspeed.engine_layers import stages_of
+    from shardwright.plugins.deepspeed.engine import stages_of
 
     if stages_of(trainer.model) is None:
         state = trainer.accelerator.get_state_dict(trainer.model_wrapped)
@@ -110,9 +110,9 @@ def save(trainer: Any, path: Path) -> None:
 
 
 def adapted(model: Any) -> Any:
-    """Return the model with adapters whose product is not zero, so that both matrices have a gradient at once."""
+    """Return the model with adapters whose product is not zero, so that both matrices have a gradient."""
     import torch
-    from shardwright.plugins.peft.lora import add_lora
+    from shardwright.plugins.peft import add_lora
 
     model = add_lora(model, rank=4, targets=None, fp32_adapters=True)
     draw = torch.Generator().manual_seed(3)

@@ -64,14 +64,6 @@ class Case:
         return "fsdp2" if self.context else "deepspeed"
 
     @property
-    def fills_up_batches(self) -> bool:
-        """Whether the last batch of an evaluation gets samples from the start, as under plain data parallelism.
-
-        The loss counts them; metrics do not.
-        """
-        return self.evaluated % self.micro_step_samples > 0
-
-    @property
     def alone(self) -> Case:
         """The run in one process that this one must equal."""
         return Case(
@@ -117,7 +109,7 @@ FOUR_RANKS = [
 
 def model(case: Case) -> Any:
     """Return the model that is trained."""
-    from shardwright.plugins.peft.lora import add_lora
+    from shardwright.plugins.peft import add_lora
     from transformers import (
         GPTNeoXConfig,
         GPTNeoXForCausalLM,
@@ -200,6 +192,9 @@ def trainer_class(case: Case) -> type:
     from transformers import Trainer
 
     class Summing(Trainer):
+        # What a class says of its loss of one micro-batch; the callback divides by the tokens of the step.
+        loss_is_scaled_for_ga = not case.parallel
+
         def compute_loss(
             self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
         ) -> Any:
@@ -273,7 +268,8 @@ def accuracy(prediction: Any) -> dict[str, float]:
 
 
 def make_trainer(case: Case, directory: Path, overrides: dict[str, Any]) -> Any:
-    """Return a Trainer, on shared sequences where the case says so."""
+    """Return a Trainer, with sequence parallelism if the case has it."""
+    from shardwright.trainers.counting.counts import count_as_one_process
     from shardwright.trainers.parallel.context.callback import (
         ContextParallelCollator,
         prepare_context_parallel,
@@ -305,6 +301,8 @@ def make_trainer(case: Case, directory: Path, overrides: dict[str, Any]) -> Any:
     )
     if case.parallel and not case.context:
         callback.attach(trainer)
+    elif not case.parallel:
+        count_as_one_process(trainer)
     return trainer
 
 

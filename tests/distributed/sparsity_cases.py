@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from cases import deepspeed_configuration
-from shardwright.ds_configs.specs.strategy import Strategy
+from shardwright.ds_configs.specs.layout import Layout
 from small_models import llama
 
 STEPS = 6
@@ -28,9 +28,9 @@ class Case:
     bf16: bool = False
     offload: bool = False
     axis: Literal["", "tp", "pp"] = ""
-    """What the ranks divide in the place of samples."""
+    """Axis that the ranks shard instead of samples."""
     resumed: bool = False
-    """Whether a second training goes on from the checkpoint of the first."""
+    """Whether a second training resumes from the checkpoint of the first."""
 
     @property
     def name(self) -> str:
@@ -125,7 +125,7 @@ def train(
 
     arguments = TrainingArguments(str(directory / case.name), **case.arguments(world_size), **overrides)
     axes: dict[str, Any] = {case.axis: world_size} if case.axis and world_size > 1 else {}
-    layout = parallelism_of(Strategy(engine="deepspeed" if axes else "ddp", **axes))
+    layout = parallelism_of(Layout(engine="deepspeed" if axes else "ddp", **axes))
     trainer = layout.make_trainer(
         model=model(case), args=arguments, train_dataset=samples(), callbacks=[case.callback()]
     )

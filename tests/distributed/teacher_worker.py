@@ -1,4 +1,4 @@
-"""Runs on every rank: trains a student beside a teacher in a placement, or alone, and writes what both did."""
+"""Rank script: train a student with or without a placed teacher, and write losses and observations."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PROBE_ROWS, PROBE_TOKENS = 2, 12
 
 @dataclass(frozen=True, kw_only=True)
 class TeacherCase:
-    """An engine for the student and a placement for the teacher; without one the student trains alone."""
+    """Engine of the student and placement of the teacher; `None` trains without a teacher."""
 
     engine: str
     zero_stage: int = 0
@@ -68,7 +68,7 @@ def local_bytes(model: Any) -> int:
 
 
 def observe(teacher: Any, expected: Any, rank: int) -> dict[str, Any]:
-    """Return how far the teacher's answers and head are from those of a whole one, and its state."""
+    """Return the differences of the teacher's outputs and head from a replica's, and its state."""
     logits = teacher(input_ids=probe(rank)).logits
     with teacher.gathered_head() as head:
         head_difference = float((head.weight_VH.detach() - expected["head"]).abs().max())
@@ -83,7 +83,7 @@ def observe(teacher: Any, expected: Any, rank: int) -> dict[str, Any]:
 
 
 def train(case: TeacherCase, directory: Path, output: Path, expected: Any) -> dict[str, Any]:
-    """Train some steps, with the teacher answering before each loss, and return losses and observations."""
+    """Train some steps, running the teacher before each, and return losses and observations."""
     import torch
     from shardwright.plugins.transformers.teacher_placement import load_teacher, place_teacher
     from transformers import AutoModelForCausalLM, Trainer, TrainingArguments

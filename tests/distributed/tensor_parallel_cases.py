@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -50,7 +51,10 @@ class Case:
     iterable: bool = False
     draws: bool = False
     """Whether the collator replaces tokens by random ones of three generators."""
-    own_loss: bool = False
+    own_loss: str = ""
+    """Ranks by which a loss of its own is multiplied: `all`, or `groups` as Transformers counts them."""
+    trains: str = ""
+    """A pattern of the parameters that train; empty for all."""
     has_reference: bool = True
 
     def model(self) -> Any:
@@ -65,6 +69,8 @@ class Case:
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.add_(torch.randn(parameter.shape, generator=draw) * 0.05)
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(re.search(self.trains, name) is not None)
         return model
 
     def training_arguments(self, output: str, *, batch_size: int, **more: Any) -> Any:
@@ -106,7 +112,7 @@ class Case:
         """Return the stock Trainer, or one with a loss of its own."""
         from transformers import Trainer
 
-        kind = _OwnLoss() if self.own_loss else Trainer
+        kind = _OwnLoss(self.own_loss) if self.own_loss else Trainer
         data = Stream() if self.iterable else samples()
         return kind(
             model=model,
@@ -118,7 +124,7 @@ class Case:
         )
 
 
-def _OwnLoss() -> Any:
+def _OwnLoss(scaled_by: str) -> Any:
     from torch.nn.functional import cross_entropy
     from transformers import Trainer
 
@@ -132,7 +138,9 @@ def _OwnLoss() -> Any:
             reduction = "mean" if num_items_in_batch is None else "sum"
             loss = cross_entropy(logits, labels.reshape(-1), ignore_index=-100, reduction=reduction)
             if num_items_in_batch is not None:
-                loss = loss / num_items_in_batch * self.accelerator.num_processes
+                ranks = self.accelerator.num_processes
+                ranks = ranks // self.get_tp_size() if scaled_by == "groups" else ranks
+                loss = loss / num_items_in_batch * ranks
             return (loss, {"loss": loss, "logits": outputs.logits}) if return_outputs else loss
 
     return OwnLoss
@@ -198,6 +206,13 @@ _CPU_OFFLOAD = {
     "zero_force_ds_cpu_optimizer": False,
     "zero_optimization": {"offload_optimizer": {"device": "cpu"}},
 }
+FROZEN = {
+    "frozen-layer": "layers.1|lm_head|norm.weight$",
+    "frozen-norms": "proj|lm_head|layernorm",
+    "mlp-alone": "mlp",
+    "head-alone": "lm_head",
+}
+"""Patterns of what trains in families whose queries and keys have norms, which every rank holds whole."""
 TWO_RANKS = [
     # First, because data loader workers are forks, which hang where many threads of earlier runs hold locks.
     Case(name="drawn-by-workers", draws=True, arguments={"dataloader_num_workers": 2}, has_reference=False),
@@ -216,7 +231,13 @@ TWO_RANKS = [
     Case(name="tied-vocabulary", config={"tie_word_embeddings": True}, steps=2, vocabulary_parallel_head=True),
     Case(name="vocabulary-zero0", zero_stage=0, steps=2, vocabulary_parallel_head=True),
     Case(name="odd-vocabulary", config={"vocab_size": VOCAB_SIZE + 1}, steps=2),
-    Case(name="own-loss", own_loss=True, steps=2, accumulation=3),
+    Case(name="own-loss", own_loss="all", steps=2, accumulation=3),
+    Case(name="own-loss-by-groups", own_loss="groups", steps=2, accumulation=3),
+    *(
+        Case(name=f"{family}-{part}", family=family, steps=2, trains=pattern)
+        for part, pattern in FROZEN.items()
+        for family in ("qwen3", "gemma3_text")
+    ),
     Case(name="dropout", family="phi3", config={"resid_pdrop": 0.2, "embd_pdrop": 0.2}, has_reference=False),
     Case(name="drawn", draws=True, deepspeed={"train_batch_size": GLOBAL_BATCH_SIZE}, has_reference=False),
     Case(name="bf16", arguments={"bf16": True}, deepspeed={"bf16": {"enabled": "auto"}}, has_reference=False),

@@ -1,4 +1,4 @@
-"""Runs on every rank: trains a case of tensor parallelism, resumes one, or is refused."""
+"""Script of every rank: trains or resumes a case of tensor parallelism, or expects an error."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from shardwright.ds_configs.specs.errors import UsageError
 from shardwright.plugins.accelerate.cpu_ranks import configure_cpu_ranks
 from shardwright.plugins.transformers.training_arguments import save_model_directory
-from shardwright.trainers.parallel.tensor.callback import TensorParallelCallback
+from shardwright.trainers.parallel.tensor import TensorParallelCallback
 from tensor_parallel_cases import FOUR_RANKS, GLOBAL_BATCH_SIZE, RESUMED, RESUMED_AT, TP, TWO_RANKS, Case, probe
 
 

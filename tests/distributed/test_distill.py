@@ -1,4 +1,4 @@
-"""`shardwright distill` as a user runs it: two CPU ranks, a trained teacher, real text."""
+"""`shardwright distill` on two CPU ranks, with a trained teacher and real text."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ import torch
 from cards import read_card
 from session import warm_command
 from shardwright.plugins.transformers.training_arguments import byte_tokenizer
-from shardwright.trainers.data.text import pack, read_documents
+from shardwright.trainers.data.sources import pack, read_documents
 from shardwright.trainers.reports.make import report_html
+from training_runs import taken_away
 
 pytestmark = pytest.mark.distributed
 
@@ -56,7 +57,7 @@ def cross_entropy(directory: Path, samples: list[dict[str, Any]]) -> tuple[float
     return statistics.mean(means), statistics.stdev(means) / math.sqrt(len(means))
 
 
-def test_a_student_is_taught_saved_and_reported(tmp_path: Path) -> None:
+def test_distill_trains_saves_and_reports(tmp_path: Path) -> None:
     from distilling import tiny
     from shardwright.trainers.data.samples import load_samples
     from transformers import AutoTokenizer
@@ -73,6 +74,7 @@ def test_a_student_is_taught_saved_and_reported(tmp_path: Path) -> None:
         "micro_batch_size": 8,
         "evaluation_samples": 50,
         "logging_steps": 6,
+        "save_steps": STEPS,
         "strategy": "fsdp2",
         "teacher_placement": "sharded",
     }
@@ -94,13 +96,23 @@ def test_a_student_is_taught_saved_and_reported(tmp_path: Path) -> None:
     assert found["strategy"] == "fsdp2" and found["steps"] == STEPS
     assert found["tokens"] == STEPS * 32 * SEQ_LEN and found["tokens_per_second"] > 0
     check_files(taught, found)
+    check_finishing(tmp_path, (*arguments, "--resume"), found)
     check_student(taught, found, load_samples("python-help", AutoTokenizer.from_pretrained(taught), seq_len=SEQ_LEN))
 
 
 def check_files(taught: Path, found: dict[str, Any]) -> None:
-    """The directory is a model with a report beside it, and nothing that runs code when it is loaded."""
+    """The directory has a model and a report, and no file that runs code when it is loaded."""
     names = {path.name for path in taught.iterdir()}
-    report = {"README.md", "REPORT.md", "distillation.png", "metrics.jsonl", "plan", "report.json", "report.html"}
+    report = {
+        "README.md",
+        "REPORT.md",
+        "distillation.png",
+        "metrics.jsonl",
+        "plan",
+        "report.json",
+        "report.html",
+        "checkpoints",
+    }
     assert names == report | {
         *("config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json")
     }
@@ -120,10 +132,26 @@ def check_files(taught: Path, found: dict[str, Any]) -> None:
     assert steps[-1]["kl_per_token"] < steps[0]["kl_per_token"]
 
 
+def check_finishing(directory: Path, arguments: tuple[str, ...], found: dict[str, Any]) -> None:
+    """A run that was killed after its last checkpoint ends with the same weights and measurements."""
+    weights = taken_away(directory / "taught")
+    command = [*warm_command("shardwright"), "distill", "teacher", "student", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=directory, timeout=300)
+    assert done.returncode == 0, done.stderr
+    again = json.loads(done.stdout)
+    times = {"runtime", "samples_per_second", "steps_per_second"}
+    for when in ("before", "after"):
+        assert {name: again[when][name] for name in found[when].keys() - times} == {
+            name: found[when][name] for name in found[when].keys() - times
+        }
+    assert {file.name: file.read_bytes() for file in (directory / "taught").glob("*.safetensors")} == weights
+    check_files(directory / "taught", again)
+
+
 def check_student(taught: Path, found: dict[str, Any], samples: Any) -> None:
-    """The saved student and the teacher have the cross-entropy that the report says, on the same held-out samples."""
+    """The saved student and the teacher have the reported cross-entropy on the held-out samples."""
     held_out = samples.evaluation[: found["dataset"]["evaluation_samples"]]
-    assert len(held_out) == 48
+    assert len(held_out) == 50
     after = found["after"]
     for model, name in ((taught, "student_cross_entropy"), (taught.parent / "teacher", "teacher_cross_entropy")):
         expected = after[name], after[f"{name}_standard_error"]

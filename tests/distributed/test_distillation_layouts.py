@@ -1,4 +1,4 @@
-"""One gradient however the tokens are split: ranks, accumulation, packing, engine, sequence, the teacher's place."""
+"""Distillation gives one gradient for any ranks, accumulation, packing, engine, sharding and teacher placement."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ SINGLE = [
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """What one optimizer step gave."""
+    """Results of one optimizer step."""
 
     gradient: dict[str, torch.Tensor]
     loss: float
@@ -85,7 +85,7 @@ def on_ranks(
     deepspeed_cpu_ops: None,
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Callable[[int], dict[Layout, Outcome]]:
-    """What a layout gives on so many ranks, computed when a test asks for it."""
+    """Results of each layout, computed when a test needs them."""
     worker = Path(__file__).with_name("distillation_worker.py")
 
     def outcomes(ranks: int) -> dict[Layout, Outcome]:
@@ -112,7 +112,7 @@ def on_one_rank(on_ranks: Callable[[int], dict[Layout, Outcome]]) -> dict[Layout
 
 @pytest.fixture(scope="module")
 def reference(model_directory: Path) -> Outcome:
-    """The whole step in fp64, sample by sample, from the formulas."""
+    """Compute the step in fp64, sample by sample, from the formulas."""
     from transformers import AutoModelForCausalLM
 
     student, teacher = (AutoModelForCausalLM.from_pretrained(path).double() for path in models(model_directory))
@@ -162,10 +162,10 @@ def test_one_rank_gives_the_gradient_of_the_formulas(
 
 
 @pytest.mark.parametrize("layout", ON_POLICY, ids=lambda layout: layout.name)
-def test_students_complete_prompts_alike_under_every_engine(
+def test_generated_completions_are_equal_under_every_engine(
     layout: Layout, on_two_ranks: dict[Layout, Outcome]
 ) -> None:
-    """Ranks draw different numbers, engines the same: DeepSpeed's rollout and `generate` then write the same text."""
+    """Random numbers differ by rank, not by engine: DeepSpeed's rollout and `generate` return the same text."""
     found = on_two_ranks[layout]
     assert difference(found, on_two_ranks[ON_POLICY[0]]) < BETWEEN_LAYOUTS
     assert found.loss == pytest.approx(on_two_ranks[ON_POLICY[0]].loss, rel=1e-6)
@@ -173,7 +173,7 @@ def test_students_complete_prompts_alike_under_every_engine(
 
 
 @pytest.mark.parametrize("layout", FEATURES[1:], ids=lambda layout: layout.name)
-def test_feature_terms_give_one_gradient_too(layout: Layout, on_two_ranks: dict[Layout, Outcome]) -> None:
+def test_feature_terms_give_the_gradient_of_one_process(layout: Layout, on_two_ranks: dict[Layout, Outcome]) -> None:
     found = on_two_ranks[layout]
     assert difference(found, on_two_ranks[FEATURES[0]]) < BETWEEN_LAYOUTS
     assert found.loss == pytest.approx(on_two_ranks[FEATURES[0]].loss, rel=1e-6)
@@ -181,9 +181,7 @@ def test_feature_terms_give_one_gradient_too(layout: Layout, on_two_ranks: dict[
 
 
 @pytest.mark.parametrize("layout", [*LORA[1:], *IDLE_RANK[1:]], ids=lambda layout: layout.name)
-def test_adapters_and_ranks_without_labels_make_no_difference(
-    layout: Layout, on_two_ranks: dict[Layout, Outcome]
-) -> None:
+def test_adapters_and_unlabelled_ranks_keep_the_gradient(layout: Layout, on_two_ranks: dict[Layout, Outcome]) -> None:
     first = LORA[0] if layout.lora else IDLE_RANK[0]
     found, expected = on_two_ranks[layout], on_two_ranks[first]
     assert found.gradient

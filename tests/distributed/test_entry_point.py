@@ -1,4 +1,4 @@
-"""What the entry point reads, refuses and writes, without a launcher."""
+"""Input, errors and output of the entry point, without a launcher."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
-from shardwright.plugins.launching.launch import run_launch
+from shardwright.plugins.launching.launch import Launch, launch_ranks
 from shardwright.plugins.transformers.training_arguments import byte_tokenizer
 from shardwright.trainers.data.models import check_seq_len
-from shardwright.trainers.data.text import pack
-from shardwright.trainers.train_causal_lm import main, parse_flags, read_settings
+from shardwright.trainers.data.sources import pack
+from shardwright.trainers.train_causal_lm import main
+from shardwright.trainers.training.plan_flags import PlanTrainingJob, parse_flags
 
 REQUIRED = ["--model", "model", "--output-dir", "out"]
 
@@ -21,9 +22,9 @@ REQUIRED = ["--model", "model", "--output-dir", "out"]
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--lora-rank", "8"], "needs --method lora"),
+        (["--lora-rank", "8"], "requires --method lora"),
         (["--seq-len", "1"], "at least 2 tokens"),
-        (["--max-steps", "0"], "--max-steps = 0: at least 1"),
+        (["--max-steps", "0"], "--max-steps = 0: must be at least 1"),
         (["--text", "missing.txt", "--training-arguments", "none.json"], "'none.json': no such file"),
     ],
 )
@@ -38,13 +39,18 @@ def test_all_bad_flags_are_reported_together(capsys: pytest.CaptureFixture[str])
 
 
 def test_hyphens_and_underscores_are_the_same() -> None:
-    assert parse_flags([*REQUIRED, "--seq_len=32"]).seq_len == parse_flags([*REQUIRED, "--seq-len", "32"]).seq_len
+    def seq_len(*flags: str) -> int:
+        return parse_flags([*REQUIRED, *flags], PlanTrainingJob).seq_len
+
+    assert seq_len("--seq_len=32") == seq_len("--seq-len", "32") == 32
 
 
 def test_flags_win_over_the_file_and_the_file_over_defaults(tmp_path: Path) -> None:
     path = tmp_path / "arguments.json"
     path.write_text(json.dumps({"max_steps": 7, "logging_steps": 3, "seed": 5}))
-    found = read_settings(parse_flags([*REQUIRED, "--training-arguments", str(path), "--max-steps", "2"]))
+    found = parse_flags(
+        [*REQUIRED, "--training-arguments", str(path), "--max-steps", "2"], PlanTrainingJob
+    ).read_settings()
     assert found == {
         "report_to": "none",
         "save_strategy": "no",
@@ -139,7 +145,10 @@ def test_qlora_trains_adapters_on_4_bit_weights(tiny_llama: Path, tmp_path: Path
         "--output-dir",
         str(tmp_path / "out"),
     ]
-    run_launch([*command, *method, *files], timeout_seconds=120)
+    launch_ranks(
+        Launch(arguments=(*command, *method, *files)),
+        timeout_seconds=120,
+    )
     values = json.loads(losses.read_text())["losses"]
     assert values[-1] < values[0] - 0.05
     adapters = load_file(tmp_path / "out" / "adapter_model.safetensors")

@@ -85,7 +85,7 @@ def test_ranks_train_as_one_process(case: Case, outputs: Outputs, alone: Any) ->
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_the_saved_model_is_the_trained_one(case: Case, outputs: Outputs) -> None:
+def test_saved_model_equals_the_trained_model(case: Case, outputs: Outputs) -> None:
     logits = torch.load(outputs[case.name] / f"{case.name}.logits.pt", weights_only=True)
     with torch.no_grad():
         found = loaded(case, outputs)(input_ids=torch.arange(24)[None]).logits
@@ -97,7 +97,17 @@ def test_the_saved_model_is_the_trained_one(case: Case, outputs: Outputs) -> Non
 
 
 @pytest.mark.parametrize("case", [one for one in CASES if one.balanced], ids=lambda case: case.name)
-def test_routing_is_logged_as_one_process_sees_it(case: Case, outputs: Outputs, alone: Any) -> None:
+def test_model_returns_the_logits_of_its_routers(case: Case, outputs: Outputs) -> None:
+    logits = torch.load(outputs[case.name] / f"{case.name}.router_logits.pt", weights_only=True)
+    with torch.no_grad():
+        expected = loaded(case, outputs)(input_ids=torch.arange(24)[None]).router_logits
+    assert len(logits) == len(expected) == 2
+    for found, one in zip(logits, expected, strict=True):
+        torch.testing.assert_close(found, one, atol=LOGIT_TOLERANCE, rtol=0)
+
+
+@pytest.mark.parametrize("case", [one for one in CASES if one.balanced], ids=lambda case: case.name)
+def test_logged_routing_equals_that_of_one_process(case: Case, outputs: Outputs, alone: Any) -> None:
     entries, trainer = history(case, outputs), alone(case)
     steps = [trainer.routing[first :: case.accumulation] for first in range(case.accumulation)]
     for step, micro_batches in enumerate(zip(*steps, strict=True)):
@@ -119,7 +129,7 @@ def routing_of(micro_batches: Any) -> tuple[float, float, float]:
     return sum(load) / len(load), max(load), entropy.item()
 
 
-def test_deepspeed_still_wants_marked_groups(outputs: Outputs) -> None:
+def test_deepspeed_still_requires_marked_expert_groups(outputs: Outputs) -> None:
     """Fails when ZeRO-2 takes the Trainer's groups as they are: `mark_expert_groups` can go then."""
     told = json.loads((outputs["without-workarounds"] / "without_mark_expert_groups.json").read_text())["told"]
     assert "None of the param groups are marked as MoE" in told

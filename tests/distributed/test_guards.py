@@ -1,4 +1,4 @@
-"""A run stops when its numbers are not finite, when any one rank is asked to stop, and when a rank stands still."""
+"""A run stops on non-finite numbers, on a signal to any rank, and when a rank hangs."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def workshop(deepspeed_cpu_ops: None, tmp_path_factory: pytest.TempPathFactory) 
 
 @pytest.fixture(scope="module")
 def whole(workshop: Workshop) -> dict[str, list[float]]:
-    """The losses of a run without a fault, by its engine."""
+    """The losses of an undisturbed run, by engine."""
 
     def run(engine: str) -> list[float]:
         workshop.run(engine, workshop.directory / engine)
@@ -35,34 +35,34 @@ def whole(workshop: Workshop) -> dict[str, list[float]]:
 
 
 def failed(workshop: Workshop, engine: str, output: Path, fault: Fault, *flags: str) -> tuple[str, str]:
-    """Return how a run failed, and what it printed."""
+    """Return the error of a failed run and its output."""
     with pytest.raises(RanksFailedError) as error:
         workshop.run(engine, output, environment=fault.environment, flags=flags)
     return str(error.value).splitlines()[0], error.value.output
 
 
 @pytest.mark.parametrize("engine", ["ddp", "zero2", "zero3", "fsdp2", "pipeline"])
-def test_three_steps_of_nan_end_with_4_and_no_model(engine, workshop, tmp_path):
-    # Stages compute no loss of their own.
+def test_three_nan_steps_exit_with_4_and_save_no_model(engine, workshop, tmp_path):
+    # A pipeline stage computes no loss that could be made NaN.
     kind = "nan-weight" if engine == "pipeline" else "nan-loss"
-    how, told = failed(workshop, engine, tmp_path, Fault(kind=kind, phase="step", step=3, rank=1))
-    assert "failed with exit code 4" in how
-    assert "3 steps in a row were not finite; the first: step 3: not finite: the loss on rank" in told
+    error, output = failed(workshop, engine, tmp_path, Fault(kind=kind, phase="step", step=3, rank=1))
+    assert "failed with exit code 4" in error
+    assert "3 consecutive steps were not finite; the first: step 3: not finite: the loss on rank" in output
     assert sorted(path.name for path in tmp_path.glob("checkpoint-*")) == ["checkpoint-2"]
     assert not list(tmp_path.glob("*.safetensors"))
 
 
-def test_one_infinite_gradient_ends_a_run_that_would_have_saved_nan(workshop, tmp_path):
-    how, told = failed(workshop, "ddp", tmp_path, Fault(kind="inf-gradient", phase="step", step=3))
-    assert "failed with exit code 4" in how
-    assert "step 3: not finite: gradients or weights of model.embed_tokens.weight on rank 0, 1" in told
+def test_infinite_gradient_ends_a_run_before_nan_is_saved(workshop, tmp_path):
+    error, output = failed(workshop, "ddp", tmp_path, Fault(kind="inf-gradient", phase="step", step=3))
+    assert "failed with exit code 4" in error
+    assert "step 3: not finite: gradients or weights of model.embed_tokens.weight on rank 0, 1" in output
 
 
-def test_the_last_step_cannot_save_a_broken_model(workshop, tmp_path):
-    """Fewer steps in a row than end a run; the weights themselves are looked at."""
-    how, told = failed(workshop, "ddp", tmp_path, Fault(kind="inf-gradient", phase="step", step=STEPS))
-    assert "failed with exit code 4" in how
-    assert "the trained model: holds NaN or infinity in" in told
+def test_nonfinite_last_step_saves_no_model(workshop, tmp_path):
+    """The number of consecutive steps does not end the run; the check of the weights does."""
+    error, output = failed(workshop, "ddp", tmp_path, Fault(kind="inf-gradient", phase="step", step=STEPS))
+    assert "failed with exit code 4" in error
+    assert "the trained model: holds NaN or infinity in" in output
     assert not list(tmp_path.glob("*.safetensors"))
     fault = Fault(kind="inf-gradient", phase="step", step=STEPS)
     workshop.run("ddp", tmp_path / "allowed", environment=fault.environment, flags=("--allow-nonfinite",))
@@ -70,19 +70,19 @@ def test_the_last_step_cannot_save_a_broken_model(workshop, tmp_path):
 
 
 @pytest.mark.parametrize("engine", ["ddp", "fsdp2"])
-def test_a_skipped_step_changes_no_weight(engine, workshop, whole, tmp_path):
+def test_skipped_step_changes_no_weight(engine, workshop, whole, tmp_path):
     fault = Fault(kind="inf-gradient", phase="step", step=3)
-    told = workshop.run(engine, tmp_path, environment=fault.environment, flags=("--nonfinite", "skip"))
-    assert "its update is left out" in told
+    output = workshop.run(engine, tmp_path, environment=fault.environment, flags=("--nonfinite", "skip"))
+    assert "its update is skipped" in output
     losses = losses_of(tmp_path)
     assert losses[:3] == pytest.approx(whole[engine][:3], abs=1e-6)
     assert losses[-1] < losses[2]
 
 
-def test_a_broken_weight_of_one_rank_is_in_no_checkpoint(workshop, tmp_path):
-    how, told = failed(workshop, "ddp", tmp_path, Fault(kind="nan-weight", phase="step", step=2, rank=1))
-    assert "failed with exit code 4" in how
-    assert "checkpoint-2: holds NaN or infinity in model.embed_tokens.weight (rank 1)" in told
+def test_nonfinite_weight_of_one_rank_is_in_no_checkpoint(workshop, tmp_path):
+    error, output = failed(workshop, "ddp", tmp_path, Fault(kind="nan-weight", phase="step", step=2, rank=1))
+    assert "failed with exit code 4" in error
+    assert "checkpoint-2: holds NaN or infinity in model.embed_tokens.weight (rank 1)" in output
     assert not list(tmp_path.glob("checkpoint-*"))
 
 
@@ -90,34 +90,34 @@ def test_a_broken_weight_of_one_rank_is_in_no_checkpoint(workshop, tmp_path):
     ("engine", "kind", "code"),
     [(engine, "sigterm", 143) for engine in ("ddp", "zero3", "fsdp2", "pipeline")] + [("ddp", "sigint", 130)],
 )
-def test_a_signal_to_one_rank_saves_on_all_of_them(engine, kind, code, workshop, whole, tmp_path):
-    how, told = failed(workshop, engine, tmp_path, Fault(kind=kind, phase="step", step=3, rank=1))
-    assert f"failed with exit code {code}" in how
-    assert f"stopped by {kind.upper()} after step 3 of {STEPS}: checkpoint-3 holds it" in told
+def test_signal_to_one_rank_saves_on_all_ranks(engine, kind, code, workshop, whole, tmp_path):
+    error, output = failed(workshop, engine, tmp_path, Fault(kind=kind, phase="step", step=3, rank=1))
+    assert f"failed with exit code {code}" in error
+    assert f"stopped by {kind.upper()} after step 3 of {STEPS}: saved as checkpoint-3" in output
     workshop.run(engine, tmp_path, flags=("--resume",))
     assert losses_of(tmp_path) == pytest.approx(whole[engine][3:], abs=1e-6)
 
 
 @pytest.mark.parametrize(
-    ("kind", "phase", "since", "stands_in"),
+    ("kind", "phase", "since", "function"),
     [
         ("hang", "step", "the beginning of step 3", "training_step"),
         ("sigstop", "step", "the beginning of step 3", "training_step"),
         ("hang", "load", "its start", "_train"),
     ],
 )
-def test_a_rank_that_stands_still_ends_its_group_with_stacks(kind, phase, since, stands_in, workshop, tmp_path):
+def test_hanging_rank_ends_all_ranks_with_stacks(kind, phase, since, function, workshop, tmp_path):
     fault = Fault(kind=kind, phase=phase, step=3, rank=1)
-    how, told = failed(workshop, "ddp", tmp_path, fault, "--hang-timeout", "4")
-    assert "failed with exit code 1" in how
-    assert f"rank 0 has not moved for 4 s, since {since}" in told
-    assert stands_in in told
+    error, output = failed(workshop, "ddp", tmp_path, fault, "--hang-timeout", "4")
+    assert "failed with exit code 1" in error
+    assert f"rank 0 made no progress for 4 s, since {since}" in output
+    assert function in output
     if kind == "hang":
-        assert "rank 1 has not moved for 4 s" in told
-        assert "in happen" in told
+        assert "rank 1 made no progress for 4 s" in output
+        assert "in happen" in output
 
 
-def test_ranks_do_not_outlive_a_launcher_that_is_killed(cold, tmp_path):
+def test_ranks_end_when_their_launcher_is_killed(cold, tmp_path):
     script = tmp_path / "rank.py"
     script.write_text(
         "import pathlib, sys, time, os\n"

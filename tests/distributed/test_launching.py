@@ -26,11 +26,17 @@ from shardwright.plugins.launching.launch import (
     Launch,
     LaunchFailedError,
     cpu_rank_environment,
-    run_launch,
-    run_together,
+    launch_ranks,
 )
-from shardwright.trainers.runs.launch import run_launches
-from shardwright.trainers.runs.progress import Figures
+from shardwright.plugins.launching.messages import (
+    LAUNCH_TOKEN,
+    Figures,
+    Message,
+    Note,
+    Progress,
+    note_on_first_rank,
+    send,
+)
 
 
 def is_running(pid: int) -> bool:
@@ -47,7 +53,7 @@ def test_a_launch_that_hangs_is_stopped_with_its_ranks(tmp_path: Path) -> None:
         "time.sleep(600)\n"
     )
     # The first warm process of a session waits for the server's imports.
-    run_launch(["-c", ""], timeout_seconds=120)
+    launch_ranks(Launch(arguments=("-c", "")), timeout_seconds=120)
     started = time.monotonic()
     with pytest.raises(LaunchFailedError, match="stopped after 8 s"):
         torchrun([str(script), str(tmp_path)], timeout_seconds=8)
@@ -90,7 +96,7 @@ def test_an_exception_of_the_launcher_itself_is_no_ranks(tmp_path: Path) -> None
 
 RANKS = """
 import os, signal, time
-from shardwright.ds_configs.specs.errors import Fault, UsageError
+from shardwright.ds_configs.specs.errors import ConfigError, UsageError
 from shardwright.plugins.launching.elastic import recorded
 
 def work():
@@ -99,7 +105,7 @@ def work():
     if os.environ["HOW"] == "killed":
         os.kill(os.getpid(), signal.SIGKILL)
     if os.environ["HOW"] == "known":
-        raise UsageError(Fault(where="labels", rule="are all masked"))
+        raise UsageError(ConfigError(where="labels", rule="are all masked"))
     {}["weight"]
 
 recorded(work)()
@@ -138,7 +144,7 @@ def test_when_one_of_two_launchers_fails_both_end(tmp_path: Path) -> None:
     fails = Launch(arguments=("-c", "import time; time.sleep(1); raise KeyError('no such node')"))
     started = time.monotonic()
     with pytest.raises(LaunchFailedError, match="KeyError: 'no such node'") as caught:
-        run_together([waits, fails], timeout_seconds=120, on_line=lines.append)
+        launch_ranks(waits, fails, timeout_seconds=120, on_line=lines.append)
     assert caught.value.launcher_exit_code == 1
     assert time.monotonic() - started < 30
     assert lines[0] == "waits"
@@ -156,7 +162,7 @@ def test_orphans_of_a_launcher_that_was_killed_are_ended(cold: None, tmp_path: P
         "os.kill(os.getpid(), 9)\n"
     )
     with pytest.raises(LaunchFailedError):
-        run_together([Launch(arguments=("-c", launcher, rank))], timeout_seconds=60)
+        launch_ranks(Launch(arguments=("-c", launcher, rank)), timeout_seconds=60)
     assert not is_running(int(note.read_text()))
 
 
@@ -166,7 +172,7 @@ def test_a_launcher_ends_when_who_started_it_is_killed(cold: None, tmp_path: Pat
     launcher = f"import os, pathlib, time; pathlib.Path({str(note)!r}).write_text(str(os.getpid())); time.sleep(600)"
     starter = (
         "import sys; from shardwright.plugins.launching import launch; "
-        "launch.run_launch(['-c', sys.argv[1]], timeout_seconds=600)"
+        "launch.launch_ranks(launch.Launch(arguments=('-c', sys.argv[1])), timeout_seconds=600)"
     )
     with subprocess.Popen([sys.executable, "-c", starter, launcher]) as process:
         while not (note.is_file() and note.read_text()):
@@ -178,16 +184,29 @@ def test_a_launcher_ends_when_who_started_it_is_killed(cold: None, tmp_path: Pat
     assert not is_running(int(note.read_text()))
 
 
-def test_remarks_of_the_first_rank_reach_who_launched_it(cold: None) -> None:
+def test_messages_of_ranks_reach_who_launched_them(cold: None) -> None:
     rank = (
-        "from shardwright.plugins.launching.notes import note_on_first_rank; print('of a library', flush=True); "
-        'note_on_first_rank(\'two\\nlines\'); print(\'shardwright-progress: {"step": 3, "steps": 4, "loss": 2.3126}\')'
+        "from shardwright.plugins.launching.messages import Figures, Progress, note_on_first_rank, send; "
+        "print('of a library', end='', flush=True); note_on_first_rank('two\\nlines of \"ü\"'); "
+        "send(Progress(what='step', done=3, total=4, figures=Figures(loss=2.3126))); "
+        'print(\'{"type": "shardwright.note", "te\')'
     )
     launches = [Launch(arguments=("-c", rank), environment={"RANK": number}) for number in ("0", "1")]
-    heard: list[str] = []
-    steps: list[tuple[int, int, Figures]] = []
-    run_launches(launches, lambda *step: steps.append(step), notify=heard.append, timeout_seconds=60)
-    assert (heard, steps) == (["two lines"], [(3, 4, Figures(loss=2.3126))] * 2)
+    messages: list[Message] = []
+    lines: list[str] = []
+    launch_ranks(*launches, timeout_seconds=60, on_message=messages.append, on_line=lines.append)
+    step = Progress(what="step", done=3, total=4, figures=Figures(loss=2.3126))
+    assert sorted(messages, key=str) == [step, step, Note(text='two lines of "ü"')]
+    assert lines.count("of a library") == 2
+
+
+def test_notes_of_ranks_that_nobody_launched_are_text(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(LAUNCH_TOKEN, raising=False)
+    note_on_first_rank("two\nlines")
+    send(Progress(what="step", done=1, total=2))
+    assert capsys.readouterr() == ("", "note: two lines\n")
 
 
 def test_a_launch_does_not_read_the_variables_of_an_outer_one(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -242,5 +261,5 @@ def test_a_rank_passes_a_lock_that_a_killed_one_left(tmp_path: Path, capsys: pyt
     file_baton.FileBaton(str(lock), 0.01).wait()
     waiting.join(10)
     assert not waiting.is_alive()
-    assert "was left by a process that was killed: removed" in capsys.readouterr().err
+    assert "left by a killed process" in capsys.readouterr().err
     assert not lock.exists()

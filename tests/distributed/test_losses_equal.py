@@ -16,7 +16,7 @@ from warm_ranks import OnDemand, run_ranks
 pytestmark = pytest.mark.distributed
 
 BF16_TOLERANCE = 1e-2
-"""DDP computes in bf16 where autocast says so and from fp32 weights; DeepSpeed casts all weights, so that every
+"""DDP computes in bf16 under autocast from fp32 weights; DeepSpeed casts all weights, so that every
 product carries rounding errors of 2^-9 that DDP has not. Seen: 3.4e-3, where one wrong step shows as 0.1."""
 
 FSDP2_BF16_TOLERANCE = 2**-6 + BF16_TOLERANCE
@@ -30,7 +30,7 @@ BETWEEN_STAGES_TOLERANCE = 2e-3
 def losses(
     tiny_llama: Path, deepspeed_cpu_ops: None, tmp_path_factory: pytest.TempPathFactory
 ) -> dict[Case, list[float]]:
-    """Losses of a case, trained on two ranks when a test asks for them."""
+    """Losses of each case on two ranks, computed when a test needs them."""
     output = tmp_path_factory.mktemp("losses")
 
     def train(case: Case) -> list[float]:
@@ -71,11 +71,11 @@ def test_zero0_in_bf16_trains_after_a_step_on_zero_gradients(
 
 
 @pytest.mark.parametrize("case", KEPT_PRODUCTS_CASES, ids=lambda case: case.name)
-def test_recomputation_that_keeps_products_changes_no_loss(case: Case, losses: dict[Case, list[float]]) -> None:
+def test_selective_recomputation_keeps_losses(case: Case, losses: dict[Case, list[float]]) -> None:
     assert losses[case] == losses[replace(case, kept_products=False)]
 
 
 @pytest.mark.parametrize("case", all_cases(), ids=lambda case: case.name)
-def test_the_model_learns(case: Case, losses: dict[Case, list[float]]) -> None:
-    """Losses that do not move would agree whatever the optimizer does."""
+def test_every_layout_reduces_the_loss(case: Case, losses: dict[Case, list[float]]) -> None:
+    """Constant losses would be equal under any optimizer."""
     assert losses[case][-1] < losses[case][0] - 0.8

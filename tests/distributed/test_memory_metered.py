@@ -18,7 +18,7 @@ NAMES = (
 )
 
 
-def test_metered_peaks_are_the_stored_ones_and_the_predicted_ones(deepspeed_cpu_ops: None) -> None:
+def test_metered_peaks_equal_stored_and_predicted_peaks(deepspeed_cpu_ops: None) -> None:
     stored = {row.case.name: row for row in rows(json.loads(MEASURED.read_text(encoding="utf-8")))}
     found = rows(measure([case for case in grid() if case.name in NAMES]))
     assert sorted(row.case.name for row in found) == sorted(NAMES)

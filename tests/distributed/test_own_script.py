@@ -1,4 +1,4 @@
-"""`launch` and `rehearse --script`: scripts that know nothing of Shardwright, under plans whose directory has moved."""
+"""`launch` and `rehearse --script`: scripts that do not import Shardwright, under plans whose directory has moved."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ try:
     Path(__file__).with_name("beside.txt").write_text("x")
     raise SystemExit("written among the user's files")
 except ValueError as error:
-    assert "beside.txt, and a rehearsal changes none of your files" in str(error), error
+    assert "beside.txt, but a rehearsal must not change your files" in str(error), error
 """
 
 
@@ -138,12 +138,37 @@ def test_a_script_that_leaves_the_plan_is_told_by_its_ranks(
     other = json.loads((plan / "training_arguments.json").read_text()) | {"per_device_train_batch_size": 3}
     (tmp_path / "other.json").write_text(json.dumps(other))
     shown = ran(*launch, EXAMPLES / "own_trainer.py", model, tmp_path / "other.json", cwd=tmp_path)
-    assert shown.count("per_device_train_batch_size was 3, the plan says 2: the predicted memory and time") == 1
-    assert shown.count("Accelerate fills the last batch of each epoch with 2 samples of its beginning") == 1
+    assert shown.count("per_device_train_batch_size was 3, the plan says 2: predicted memory and time") == 1
+    assert shown.count("Accelerate fills the last batch of each epoch with 2 samples from its start") == 1
     another = planned(model, tmp_path / "another", "zero3", micro_batch_size=4)
     shown = ran(*launch, EXAMPLES / "own_deepspeed_loop.py", model, another, cwd=tmp_path)
     assert "train_micro_batch_size_per_gpu is 4, the plan says 2" in shown
     assert "zero_optimization.stage is 3, the plan says 2" in shown
+
+
+_OWN_OPTIMIZER = """
+import sys
+import torch
+from transformers import AutoModelForCausalLM, HfArgumentParser, Trainer, TrainingArguments
+
+(arguments,) = HfArgumentParser(TrainingArguments).parse_json_file(sys.argv[2])
+model = AutoModelForCausalLM.from_pretrained(sys.argv[1])
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+Trainer(model=model, args=arguments, optimizers=(optimizer, None))
+print("made")
+"""
+
+
+def test_an_own_optimizer_that_deepspeed_would_replace_is_rejected(
+    model: Path, deepspeed_cpu_ops: None, tmp_path: Path
+) -> None:
+    (tmp_path / "own.py").write_text(_OWN_OPTIMIZER)
+    for strategy, code in {"zero2": 2, "ddp": 0}.items():
+        plan = planned(model, tmp_path / strategy, strategy)
+        launch = [*warm_command("shardwright"), "launch", plan, tmp_path / "own.py", model]
+        shown = ran(*launch, plan / "training_arguments.json", cwd=tmp_path, code=code)
+        assert ("made" in shown) == (code == 0)
+        assert ("optimizers = 'SGD': is silently replaced by the optimizer of optim" in shown) == (code == 2)
 
 
 def test_axes_are_carried_by_the_trainer_of_a_plain_script(
@@ -159,13 +184,13 @@ def test_axes_are_carried_by_the_trainer_of_a_plain_script(
     plan = planned(model, tmp_path / "stages", "auto", pipeline_parallel_size=2)
     launch = [*warm_command("shardwright"), "launch", plan, EXAMPLES / "own_trainer.py", model]
     shown = ran(*launch, plan / "training_arguments.json", cwd=tmp_path, code=2)
-    assert "make the trainer with shardwright.trainer_for" in shown
+    assert "use shardwright.trainer_for" in shown
 
 
 def test_accelerate_launches_a_plan_of_cpu_ranks_that_moved_with_a_plain_script(
     model: Path, deepspeed_cpu_ops: None, tmp_path: Path
 ) -> None:
-    """FSDP2, which Accelerate 1.15.0 would exchange for plain DDP without a word, is refused."""
+    """FSDP2 is rejected, because Accelerate 1.15.0 would silently replace it with plain DDP."""
 
     def launched(*launcher: object, strategy: str, code: int = 0) -> str:
         plan = (tmp_path / strategy).with_suffix(".moved")

@@ -68,17 +68,17 @@ def losses_of(plans: dict[str, Path], name: str) -> list[float]:
 
 
 @pytest.mark.parametrize("name", ["pipeline", "sequence", "tensor"])
-def test_axes_lose_what_data_parallelism_does(name: str, plans: dict[str, Path]) -> None:
+def test_axes_have_the_losses_of_data_parallelism(name: str, plans: dict[str, Path]) -> None:
     assert losses_of(plans, name) == pytest.approx(losses_of(plans, "data"), abs=1e-5)
 
 
-def test_a_mixture_of_experts_learns_under_its_plan(plans: dict[str, Path]) -> None:
+def test_mixture_of_experts_trains_under_its_plan(plans: dict[str, Path]) -> None:
     losses = losses_of(plans, "expert")
     assert losses[-1] < losses[0] - 0.1
 
 
 @pytest.mark.parametrize("name", AXES)
-def test_the_saved_model_loads_and_the_run_was_measured_as_planned(name: str, plans: dict[str, Path]) -> None:
+def test_saved_model_loads_and_measurements_match_the_plan(name: str, plans: dict[str, Path]) -> None:
     from transformers import AutoModelForCausalLM
 
     directory = plans[name] / "model"

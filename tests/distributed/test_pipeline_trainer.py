@@ -93,16 +93,16 @@ def check(case: Case, ran: Launch, output: Path) -> None:
 
 
 @pytest.mark.parametrize("case", TWO_RANKS, ids=lambda case: case.name)
-def test_two_stages_train_as_one_process_does(case: Case, two_ranks: Launch, tmp_path: Path) -> None:
+def test_two_stages_train_as_one_process(case: Case, two_ranks: Launch, tmp_path: Path) -> None:
     check(case, two_ranks, tmp_path)
 
 
 @pytest.mark.parametrize("case", FOUR_RANKS, ids=lambda case: case.name)
-def test_four_ranks_train_as_one_process_does(case: Case, four_ranks: Launch, tmp_path: Path) -> None:
+def test_four_ranks_train_as_one_process(case: Case, four_ranks: Launch, tmp_path: Path) -> None:
     check(case, four_ranks, tmp_path)
 
 
-def test_a_resumed_training_loses_what_an_uninterrupted_one_does(two_ranks: Launch) -> None:
+def test_resumed_training_has_the_losses_of_an_uninterrupted_one(two_ranks: Launch) -> None:
     found = two_ranks.record["interrupted"]
     assert found["resumed from"] == len(found["whole"]) == 4
     assert found["resumed"] == found["whole"]
@@ -110,7 +110,7 @@ def test_a_resumed_training_loses_what_an_uninterrupted_one_does(two_ranks: Laun
     assert cut == {"stages": "0-2, 2-3", "tensor_parallel_size": 1, "dual_pipe": False}
 
 
-def test_evaluation_and_tokens_are_those_of_one_process(two_ranks: Launch, tmp_path: Path) -> None:
+def test_evaluation_and_token_counts_equal_those_of_one_process(two_ranks: Launch, tmp_path: Path) -> None:
     found = two_ranks.record["interrupted"]
     more = {"include_num_input_tokens_seen": "non_padding", "max_steps": 4, "lr_scheduler_type": "cosine"}
     expected = in_one_process(RESUMED, tmp_path, **more)
@@ -121,13 +121,13 @@ def test_evaluation_and_tokens_are_those_of_one_process(two_ranks: Launch, tmp_p
     assert found["from directory"] == pytest.approx(after, abs=LOSS_TOLERANCE)
 
 
-def test_callbacks_see_every_event_with_the_trainers_parts(two_ranks: Launch) -> None:
+def test_callbacks_receive_every_event(two_ranks: Launch) -> None:
     found = two_ranks.record["interrupted"]
     assert found["events"] == {"step_begin": 4, "substep_end": 8, "step_end": 4, "evaluate": 3}
     assert found["complete"]
 
 
-def test_a_saved_model_has_the_logits_of_the_stages(two_ranks: Launch) -> None:
+def test_saved_model_has_the_logits_of_the_stages(two_ranks: Launch) -> None:
     from transformers import AutoModelForCausalLM
 
     assert two_ranks.record["interrupted"]["complete"]
@@ -141,6 +141,6 @@ def test_a_saved_model_has_the_logits_of_the_stages(two_ranks: Launch) -> None:
     torch.testing.assert_close(live_BSV[seen_BS], logits_BSV[seen_BS], atol=1e-5, rtol=0)
 
 
-def test_deepspeed_counts_the_gradients_of_the_first_stage_alone(two_ranks: Launch) -> None:
+def test_deepspeed_still_counts_only_gradients_of_the_first_stage(two_ranks: Launch) -> None:
     """Fails when DeepSpeed counts 3 on one stage and 4 on the other as 5 (seen in 0.19.8); `repair_clipping` can go."""
     assert two_ranks.record["upstream-norm"] == 3.0

@@ -11,7 +11,7 @@ from session import warm_path
 from shardwright.ds_configs.plan.measurement import FILE_NAME, measurement_from_text
 from shardwright.ds_configs.plan.plan import Plan
 from shardwright.ds_configs.specs.job import TrainingJob
-from shardwright.plugins.launching.launch import run_launch
+from shardwright.plugins.launching.launch import Launch, launch_ranks
 from shardwright.plugins.planning.from_names import plan
 
 pytestmark = pytest.mark.distributed
@@ -34,8 +34,9 @@ def launch(made: Plan, directory: Path, environment: dict[str, str]) -> list[flo
     losses = directory / "losses.json"
     arguments = ["--max-steps", str(STEPS), "--losses-json", str(losses), "--no-save"]
     script = ["-c", "import subprocess, sys; sys.exit(subprocess.run(sys.argv[1:]).returncode)"]
-    run_launch(
-        [*script, "bash", str(directory / "launch.sh"), *arguments], timeout_seconds=240, environment=environment
+    launch_ranks(
+        Launch(arguments=(*script, "bash", str(directory / "launch.sh"), *arguments), environment=environment),
+        timeout_seconds=240,
     )
     record = json.loads(losses.read_text())
     assert record["world_size"] == made.hardware.world_size

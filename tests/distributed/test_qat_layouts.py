@@ -158,7 +158,7 @@ def test_two_ranks_give_the_gradient_of_one_process(
 
 
 @pytest.mark.parametrize("case", [*CASES, *REFERENCES], ids=lambda case: case.name)
-def test_the_export_holds_the_codes_of_what_was_trained(
+def test_export_contains_the_trained_codes(
     case: Case, on_two_ranks: dict[Case, Outcome], on_one_process: dict[Case, Outcome]
 ) -> None:
     """Quantized once more from the weights that the engine's own gathering gives, by the functions of quantize."""
@@ -185,7 +185,7 @@ def test_the_export_holds_the_codes_of_what_was_trained(
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_exports_of_all_layouts_are_one_checkpoint(
+def test_exports_of_all_layouts_are_equal(
     case: Case, on_two_ranks: dict[Case, Outcome], on_one_process: dict[Case, Outcome]
 ) -> None:
     """Weights that differ in their last place fall on other codes now and then, and ranges of inputs not at all."""
@@ -202,13 +202,13 @@ def test_exports_of_all_layouts_are_one_checkpoint(
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if case.verify], ids=lambda case: case.name)
-def test_an_export_is_proven_by_a_fresh_process(case: Case, on_two_ranks: dict[Case, Outcome]) -> None:
+def test_export_is_verified_by_a_fresh_process(case: Case, on_two_ranks: dict[Case, Outcome]) -> None:
     report = on_two_ranks[case].report
     assert report["largest_weight_difference"] == 0.0
     assert report["verification"]["largest_logit_difference"] == 0.0
 
 
-def test_schemes_have_gradients_of_their_own(on_one_process: dict[Case, Outcome]) -> None:
+def test_schemes_have_different_gradients(on_one_process: dict[Case, Outcome]) -> None:
     """Otherwise the comparisons would say nothing about rounding."""
     name = "model.layers.0.mlp.up_proj.weight"
     trained = [on_one_process[Case(scheme=scheme)].trained[name] for scheme in FP32_SCHEMES]
@@ -217,9 +217,7 @@ def test_schemes_have_gradients_of_their_own(on_one_process: dict[Case, Outcome]
 
 
 @pytest.mark.parametrize("case", IN_BF16, ids=lambda case: case.name)
-def test_exports_hold_learned_numbers_in_the_type_that_forward_passes_saw(
-    case: Case, on_two_ranks: dict[Case, Outcome]
-) -> None:
+def test_learned_scales_are_exported_in_the_forward_dtype(case: Case, on_two_ranks: dict[Case, Outcome]) -> None:
     """FSDP2's policy shows zero points in bf16, where 3.4999 is 3.5 and rounds to 4."""
     found = on_two_ranks[case]
     scheme, _ = callback_settings(case)

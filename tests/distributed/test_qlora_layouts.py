@@ -31,7 +31,7 @@ def trained(tmp_path_factory):
 
 
 @pytest.mark.parametrize(("layout", "tolerance"), [("zero3", 5e-4), ("fsdp2", 1e-2)])
-def test_divided_weights_train_as_whole_ones(trained, layout, tolerance):
+def test_sharded_quantized_weights_train_like_full_ones(trained, layout, tolerance):
     """FSDP2 returns logits in bf16, whose loss has steps of 0.03 here."""
     whole, divided = trained["ddp"], trained[layout]
     assert whole["layers"] == divided["layers"] == 14

@@ -99,7 +99,7 @@ def test_two_machines_train_as_one(
     assert json.loads(job.stdout)["cross_entropy"] == pytest.approx(shown["cross_entropy"], abs=1e-6)
     assert "same versions and files" in job.stderr
     told = (both / "other.err").read_text()
-    assert (both / "other.out").read_text() == "" and "machine 1 has done its share; the results are on 127" in told
+    assert (both / "other.out").read_text() == "" and "machine 1 is done; the results are on 127" in told
 
 
 @pytest.mark.parametrize("kind", ["distill", "qat"])

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from cases import RANKS
-from shardwright.trainers.sparsity.targets import target_layers
+from shardwright.trainers.sparsity.masks import target_layers
 from sparsity_cases import EVERY, EXACT, HALF, MOMENTUM, Case, model, train
 from warm_ranks import OnDemand, run_ranks
 

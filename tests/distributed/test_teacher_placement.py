@@ -1,4 +1,4 @@
-"""A teacher in every placement answers like a whole one on one process, and the student trains as it does alone."""
+"""A teacher in every placement has the outputs of a replica, and does not change the student's training."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def teacher_bytes(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, int]:
 def records(
     teacher_bytes: tuple[Path, int], deepspeed_cpu_ops: None, tmp_path_factory: pytest.TempPathFactory
 ) -> Records:
-    """The records of each rank by case, made when a test asks for them."""
+    """Records of each rank by case, computed when a test needs them."""
     output = tmp_path_factory.mktemp("placement")
 
     def run(case: TeacherCase) -> list[dict[str, Any]]:
@@ -45,7 +45,7 @@ def records(
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_answers_equal_those_of_a_whole_teacher(case: TeacherCase, records: Records) -> None:
+def test_placed_teacher_outputs_equal_a_replica(case: TeacherCase, records: Records) -> None:
     for record in records[case]:
         assert len(record["observed"]) == STEPS
         for seen in record["observed"]:
@@ -57,7 +57,7 @@ def test_answers_equal_those_of_a_whole_teacher(case: TeacherCase, records: Reco
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_the_student_trains_as_it_does_alone(case: TeacherCase, records: Records) -> None:
+def test_teacher_placement_keeps_student_losses(case: TeacherCase, records: Records) -> None:
     for beside, alone in zip(records[case], records[case.alone], strict=True):
         assert len(alone["losses"]) == STEPS
         assert beside["losses"] == pytest.approx(alone["losses"], abs=1e-6)
@@ -65,7 +65,7 @@ def test_the_student_trains_as_it_does_alone(case: TeacherCase, records: Records
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_two_ranks_share_a_sharded_teacher_and_no_other(
+def test_only_sharded_teachers_split_weights_over_ranks(
     case: TeacherCase, records: Records, teacher_bytes: tuple[Path, int]
 ) -> None:
     shares = {"replica": 1.0, "sharded": 1 / RANKS, "offloaded": 1 / RANKS}
@@ -75,7 +75,7 @@ def test_two_ranks_share_a_sharded_teacher_and_no_other(
         assert record["observed"][-1]["local_bytes"] == pytest.approx(expected, rel=0.01, abs=64)
 
 
-def test_a_sharded_teacher_leaves_the_linear_function_of_other_engines_alone(records: Records) -> None:
+def test_sharded_teacher_keeps_torch_linear_unpatched(records: Records) -> None:
     for case in CASES:
         if case.zero_stage != 3:
             assert not any(record["patched_linear"] for record in records[case]), case.name

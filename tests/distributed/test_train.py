@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from training_runs import LAYOUTS, command, losses_of, make_inputs, method_of, model_of, resumed, trained
+from training_runs import LAYOUTS, command, losses_of, make_inputs, method_of, model_of, resumed, taken_away, trained
 
 pytestmark = pytest.mark.distributed
 
@@ -53,6 +53,21 @@ def test_losses_are_those_of_one_process(
     again, found = resumed(*run, save_steps=2)
     assert again == losses
     assert found["cross_entropy"] == shown["cross_entropy"]
+    check_finishing(run, losses, shown)
+
+
+def check_finishing(run: tuple[Path, str, Path, str], losses: list[float], shown: dict[str, Any]) -> None:
+    """What was killed between the last checkpoint and the report ends with the files of a run that was not."""
+    *_, directory, flags = run
+    out = directory / "out"
+    names = {path.name for path in out.iterdir()}
+    weights = taken_away(out)
+    again, found = trained(*run[:3], f"{flags} --resume", save_steps=2)
+    assert again == losses
+    assert found["cross_entropy"] == shown["cross_entropy"] and found["tokens"] == shown["tokens"]
+    assert found["tokens_per_second"] > 0
+    assert {path.name for path in out.iterdir()} == names
+    assert {file.name: file.read_bytes() for file in out.glob("*.safetensors")} == weights
 
 
 def test_a_run_that_is_asked_to_stop_loses_nothing(inputs: Path, tmp_path: Path) -> None:
@@ -72,7 +87,7 @@ def test_a_run_that_is_asked_to_stop_loses_nothing(inputs: Path, tmp_path: Path)
     (record,) = stopped.glob("out/checkpoints/*/checkpoint_complete.json")
     done = int(record.parent.name.removeprefix("checkpoint-"))
     assert done < settings["save_steps"]
-    assert f"note: stopped: checkpoint-{done} is whole, and the same command with --resume goes on from it" in told
+    assert f"note: stopped: checkpoint-{done} is complete; resume with the same command and --resume" in told
     again, found = trained(inputs, "llama", stopped, f"{flags} --resume", **settings)
     assert again == expected
     assert found["cross_entropy"] == shown["cross_entropy"]

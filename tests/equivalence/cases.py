@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from shardwright.ds_configs.specs.strategy import Strategy
+from shardwright.ds_configs.specs.layout import Layout
 
 STEPS = 5
 MICRO_STEP_SAMPLES = 4
@@ -37,7 +37,7 @@ class Case:
 
     layout: str
     """Name of the layout, or `reference` for the single process."""
-    strategy: Strategy
+    strategy: Layout
     """The layout, with its micro-batch and accumulation."""
     optimizer: str
     """A name of the Trainer's `optim`."""
@@ -80,7 +80,7 @@ class Case:
         return arguments
 
 
-def deepspeed_config(strategy: Strategy) -> dict[str, Any]:
+def deepspeed_config(strategy: Layout) -> dict[str, Any]:
     """Return a small DeepSpeed configuration; buckets hold several tensors but not the whole model."""
     elements = 20_000 if strategy.ep > 1 else 12_000
     sizes: dict[str, Any] = {"reduce_bucket_size": elements, "allgather_bucket_size": elements}
@@ -99,17 +99,17 @@ def deepspeed_config(strategy: Strategy) -> dict[str, Any]:
     }
 
 
-def _deepspeed(zero_stage: int, data: int, **axes: Any) -> Strategy:
+def _deepspeed(zero_stage: int, data: int, **axes: Any) -> Layout:
     data_axis = {"dp_shard": data} if zero_stage else {"dp_replicate": data}
-    return Strategy(engine="deepspeed", zero_stage=zero_stage, **data_axis, **axes)
+    return Layout(engine="deepspeed", zero_stage=zero_stage, **data_axis, **axes)
 
 
-LAYOUTS: dict[str, Strategy] = {
-    "ddp": Strategy(engine="ddp", dp_replicate=2),
+LAYOUTS: dict[str, Layout] = {
+    "ddp": Layout(engine="ddp", dp_replicate=2),
     "zero1": _deepspeed(1, 2),
     "zero2": _deepspeed(2, 2),
     "zero3": _deepspeed(3, 2),
-    "fsdp2": Strategy(engine="fsdp2", dp_shard=2),
+    "fsdp2": Layout(engine="fsdp2", dp_shard=2),
     "sp2-zero1": _deepspeed(1, 1, sp=2),
     "sp2-zero3": _deepspeed(3, 1, sp=2),
     "sp2-dp2-zero2": _deepspeed(2, 2, sp=2),
@@ -122,18 +122,18 @@ LAYOUTS: dict[str, Strategy] = {
 """Every layout by name; those with expert parallelism train a mixture of experts, the others a dense model. ZeRO adds
 the gradients of a shared sequence in its first stages and averages them in the third: there is a case of each."""
 
-FURTHER: dict[str, Strategy] = {
+FURTHER: dict[str, Layout] = {
     "tp2-dp2-zero1": _deepspeed(1, 2, tp=2),
     "tp2-pp2-zero1": _deepspeed(1, 1, tp=2, pp=2),
     "ep2-dp2-zero2": _deepspeed(2, 4, ep=2),
     "ep2-dp2-zero3": _deepspeed(3, 4, ep=2),
-    "cp2-fsdp2": Strategy(engine="fsdp2", cp=2),
+    "cp2-fsdp2": Layout(engine="fsdp2", cp=2),
     "zero0": _deepspeed(0, 2),
 }
 """Layouts that combine axes which stand alone above, context parallelism and DeepSpeed without ZeRO; each is run with
 every optimizer and every accumulation once."""
 
-OFFLOADED: dict[str, Strategy] = {
+OFFLOADED: dict[str, Layout] = {
     "zero1-offload": _deepspeed(1, 2, offload_optimizer="cpu"),
     "zero2-offload": _deepspeed(2, 2, offload_optimizer="cpu"),
     "zero3-offload": _deepspeed(3, 2, offload_optimizer="cpu"),
@@ -156,7 +156,7 @@ def case_of(layout: str, optimizer: str, accumulation: int) -> Case:
 
 def reference_of(case: Case) -> Case:
     """Return the run in one process that `case` must equal."""
-    strategy = Strategy(
+    strategy = Layout(
         engine="single",
         micro_batch_size=MICRO_STEP_SAMPLES,
         gradient_accumulation_steps=case.strategy.gradient_accumulation_steps,

@@ -19,16 +19,16 @@ from equivalence.cases import (
     padded,
     samples,
 )
-from shardwright.ds_configs.legality.combinations import columns_of, incompatibility_faults
-from shardwright.ds_configs.specs.strategy import Strategy
+from shardwright.ds_configs.legality.combinations import columns_of, incompatibility_errors
+from shardwright.ds_configs.specs.layout import Layout
 
 STEPS = 3
 LEARNING_RATES: Mapping[str, float] = {"sgd": 0.2, "adagrad": 1e-2, "adafactor": 1e-2}
-ALL_LAYOUTS: dict[str, Strategy] = (
+ALL_LAYOUTS: dict[str, Layout] = (
     LAYOUTS
     | FURTHER
     | OFFLOADED
-    | {"fsdp2-offload": Strategy(engine="fsdp2", dp_shard=2, offload_optimizer="cpu", offload_param="cpu")}
+    | {"fsdp2-offload": Layout(engine="fsdp2", dp_shard=2, offload_optimizer="cpu", offload_param="cpu")}
 )
 
 
@@ -57,8 +57,7 @@ class Run:
 def _quantized(scheme: str, **options: Any) -> Callable[[Run], None]:
     def change(run: Run) -> None:
         def make() -> Any:
-            from shardwright.ds_configs.quantization.combinations import changed
-            from shardwright.ds_configs.quantization.scheme import scheme_named
+            from shardwright.ds_configs.quantization.scheme import changed, scheme_named
             from shardwright.trainers.qat.callback import QATCallback
 
             means = run.family == "mixtral" and scheme == "W4A16" and not options
@@ -97,7 +96,7 @@ def _l1(run: Run) -> None:
 
 def _lora(run: Run) -> None:
     def change(model: Any) -> Any:
-        from shardwright.plugins.peft.lora import add_lora
+        from shardwright.plugins.peft import add_lora
         from transformers import set_seed
 
         set_seed(4)
@@ -240,7 +239,7 @@ class Combination:
         return "-".join((self.layout, *self.settings, f"x{self.accumulation}"))
 
     @property
-    def strategy(self) -> Strategy:
+    def strategy(self) -> Layout:
         strategy = ALL_LAYOUTS[self.layout]
         return replace(
             strategy,
@@ -263,7 +262,7 @@ class Combination:
     def is_proven(self) -> bool:
         """Whether the table says that every one of its pairs is."""
         used = self.settings if set(self.settings) & set(OPTIMIZERS) else (*self.settings, "adamw_torch")
-        return not incompatibility_faults(used, self.columns)
+        return not incompatibility_errors(used, self.columns)
 
     @property
     def tolerance(self) -> float:
@@ -277,7 +276,7 @@ class Combination:
         return replace(self, layout=f"single-{self.family}")
 
 
-ALL_LAYOUTS |= {f"single-{family}": Strategy(engine="single") for family in ("llama", "mixtral")}
+ALL_LAYOUTS |= {f"single-{family}": Layout(engine="single") for family in ("llama", "mixtral")}
 
 
 def prepared_run(combination: Combination, directory: Path) -> Run:

@@ -16,25 +16,31 @@ _WORKER = Path(__file__).with_name("drawn_worker.py")
 _SECONDS_OF_A_RUN = 60.0
 
 
-def records_of(combinations: Iterable[Combination], directory: Path) -> dict[str, dict[str, Any]]:
-    """Train combinations and return their records by name; one that ends its ranks ends no other."""
+def records_of(combinations: Iterable[Any], directory: Path, *, worker: Path = _WORKER) -> dict[str, dict[str, Any]]:
+    """Train combinations and return their records by name; one that ends its ranks ends no other.
+
+    Args:
+        combinations: Dataclasses with a `name` and a `strategy`.
+        directory: Where ranks put their records.
+        worker: What trains them on every rank.
+    """
     found: dict[str, dict[str, Any]] = {}
-    by_ranks: dict[int, list[Combination]] = {}
+    by_ranks: dict[int, list[Any]] = {}
     for combination in dict.fromkeys(combinations):
         by_ranks.setdefault(combination.strategy.world_size, []).append(combination)
     for ranks, waiting in by_ranks.items():
         while waiting:
-            found |= _attempt(waiting, ranks, directory)
+            found |= _attempt(waiting, ranks, directory, worker)
             waiting = [one for one in waiting if one.name not in found]
     return found
 
 
-def _attempt(combinations: Sequence[Combination], ranks: int, directory: Path) -> dict[str, dict[str, Any]]:
+def _attempt(combinations: Sequence[Any], ranks: int, directory: Path, worker: Path) -> dict[str, dict[str, Any]]:
     asked = json.dumps([asdict(one) for one in combinations])
     failure = ""
     try:
         timeout = 30 + _SECONDS_OF_A_RUN * len(combinations)
-        run_ranks([_WORKER, directory, asked], ranks=ranks, timeout_seconds=min(timeout, 600))
+        run_ranks([worker, directory, asked], ranks=ranks, timeout_seconds=min(timeout, 600))
     except RanksFailedError as error:
         failure = str(error)
     found: dict[str, dict[str, Any]] = {}
@@ -82,10 +88,10 @@ def _is_judged(combination: Combination) -> bool:
 
 
 def verdict(combination: Combination, found: str) -> bool:
-    """Return whether an outcome is what the table says.
+    """Return whether an outcome agrees with the table.
 
-    What it refuses must be refused before the first step. What it proves must be equal; several settings may refuse one
-    another besides.
+    What it rejects must be rejected before the first step. What it proves must be equal, unless several settings reject
+    one another.
     """
     if not combination.is_proven:
         return found == "refused"

@@ -19,7 +19,7 @@ from shardwright.trainers.parallel.trainer_for import parallelism_of
 
 
 def train(combination: Combination, directory: Path) -> dict[str, Any]:
-    """Train, and return losses and steps; a refusal is told with the steps that were taken before it."""
+    """Train, and return losses and steps; a rejection comes with the number of steps before it."""
     trainer = None
     try:
         trainer = make_trainer(combination, directory)

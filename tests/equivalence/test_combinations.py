@@ -1,4 +1,4 @@
-"""The table of combinations: nothing in it is open, and what is drawn of it trains as one process does or is refused.
+"""The table of combinations: every pair is decided, and drawn combinations match one process or are rejected.
 
 `pytest tests/equivalence/test_combinations.py --draw 50 --seed 7` draws fifty layouts with settings.
 """
@@ -13,62 +13,68 @@ from equivalence.combinations import ALL_LAYOUTS, METHODS, OPTIMIZERS, SETTINGS,
 from equivalence.drawn import drawn, outcome, records_of, verdict
 from shardwright.ds_configs.legality import combinations as table
 from shardwright.ds_configs.specs.job import OPTIMIZERS as PLANNED
-from shardwright.ds_configs.specs.strategy import Strategy
+from shardwright.ds_configs.specs.layout import Layout
 
 REPOSITORY = Path(__file__).parents[2]
-MENDED = [
+FIXED = [
     Combination(layout="zero3", settings=("moving_average_teacher",)),
     Combination(layout="tp2-zero1", settings=("frozen",)),
     Combination(layout="ep2-zero2", settings=("global_pruning",)),
     Combination(layout="ddp", settings=("balance_loss",), accumulation=2),
     Combination(layout="ddp", settings=("last_batch",)),
+    Combination(layout="zero3", settings=("balance_loss", "label_smoothing"), accumulation=2),
 ]
-"""Pairs that once trained something else, or failed, run beside those that are drawn."""
-STILL_REFUSED = [Combination(layout="tp2-pp2-zero1", settings=("qat_inputs",))]
-"""Pairs that are proven alone, and were taken where one hid behind the other."""
-REFUSED = {
-    ("adafactor", "zero1"): "another optimizer",
+"""Combinations that once failed or computed something else; they always run."""
+STILL_REJECTED = [Combination(layout="tp2-pp2-zero1", settings=("qat_inputs",))]
+"""Combinations whose settings are proven separately but not together."""
+REJECTED = {
+    ("adafactor", "zero1"): "other updates",
     ("dropout", "cp"): "DTensors",
     ("balance_loss", "cp"): "a part of it",
     ("learned_scales", "tp"): "parameters of layers",
-    ("label_smoothing", "fsdp2"): "renames the class",
+    ("label_smoothing", "fsdp2"): "which FSDP2 renames",
     ("sgd", "zero_offload"): "CPU Adam",
-    ("moving_average_teacher", "ep"): "divided or renamed",
+    ("compile", "zero3"): "released",
+    ("DPOTrainer", "sp"): "log-probabilities of full sequences",
+    ("moving_average_teacher", "ep"): "shards or renames",
+    ("adamw_8bit", "fsdp2"): "do not support DTensors",
+    ("paged_adamw_32bit", "cp"): "do not support DTensors",
 }
-"""Pairs that are silent or fail in a library, and what is said of them."""
+"""Pairs that fail in a library, some silently, and words of the reason."""
 
 
-def test_every_pair_is_proven_by_a_test_that_exists_or_refused_with_a_reason() -> None:
+def test_every_pair_has_an_existing_test_or_a_reason() -> None:
     for one in table.every_cell():
         assert bool(one.proven_by) != bool(one.reason), one
         assert not one.proven_by or (REPOSITORY / one.proven_by).is_file(), one
 
 
-def test_no_pair_stands_twice() -> None:
-    pairs = [pair for pair, _ in table._cells()]
-    assert len(pairs) == len(set(pairs))
-    assert {setting for setting, _ in pairs} <= table.SETTINGS.keys()
-    assert {column for _, column in pairs} <= table.COLUMNS.keys()
+def test_no_pair_is_listed_twice() -> None:
+    lines = [*table._PROVEN, *table._REJECTED]
+    assert len(table.TABLE) == sum(len(settings.split()) * len(columns.split()) for _, settings, columns in lines)
+    names = {*table.SETTINGS, *table.TRAINERS, *table.ONLY_ON_ACCELERATORS}
+    assert {setting for setting, _ in table.TABLE} <= names
+    assert {column for _, column in table.TABLE} <= table.COLUMNS.keys()
 
 
-@pytest.mark.parametrize(("pair", "words"), REFUSED.items(), ids=map("-".join, REFUSED))
-def test_what_is_silent_in_a_library_is_refused_with_what_was_seen(pair: tuple[str, str], words: str) -> None:
+@pytest.mark.parametrize(("pair", "words"), REJECTED.items(), ids=map("-".join, REJECTED))
+def test_silent_failures_of_libraries_are_rejected_with_a_reason(pair: tuple[str, str], words: str) -> None:
     assert words in table.cell(*pair).reason
-    (fault,) = table.incompatibility_faults([pair[0]], [pair[1]])
-    assert words in fault.rule
+    (error,) = table.incompatibility_errors([pair[0]], [pair[1]])
+    assert words in error.rule
 
 
-def test_an_unknown_setting_is_refused_wherever_there_is_more_than_one_process() -> None:
+def test_unknown_settings_are_rejected_with_several_processes() -> None:
     assert not table.cell("telepathy", "ddp").is_proven
-    assert [fault.where for fault in table.incompatibility_faults(["lomo"], ["zero1"])] == ["lomo"]
-    assert table.incompatibility_faults(["lomo"], table.columns_of(Strategy(engine="single"))) == []
+    assert [error.where for error in table.incompatibility_errors(["lomo"], ["zero1"])] == ["lomo"]
+    assert table.incompatibility_errors(["lomo"], table.columns_of(Layout(engine="single"))) == []
 
 
 def test_the_planner_and_the_table_know_the_same_optimizers() -> None:
     assert PLANNED.keys() <= table.SETTINGS.keys() | table.ONLY_ON_ACCELERATORS
 
 
-def test_everything_that_the_runs_below_prove_can_be_drawn() -> None:
+def test_every_proven_setting_can_be_drawn() -> None:
     assert {*METHODS, *SWITCHES, *OPTIMIZERS} == SETTINGS.keys()
     drawable = {column for layout in ALL_LAYOUTS for column in Combination(layout=layout, settings=()).columns}
     wanted = {one.column for one in table.every_cell() if one.proven_by == table.DRAWN}
@@ -77,12 +83,12 @@ def test_everything_that_the_runs_below_prove_can_be_drawn() -> None:
 
 
 @pytest.mark.distributed
-def test_what_is_mended_or_drawn_trains_as_one_process_does_or_is_refused(
+def test_drawn_combinations_match_one_process_or_are_rejected(
     deepspeed_cpu_ops: None, request: pytest.FixtureRequest, tmp_path: Path
 ) -> None:
     drawn_now = drawn(request.config.getoption("--draw"), request.config.getoption("--seed"))
-    chosen = list(dict.fromkeys([*MENDED, *STILL_REFUSED, *drawn_now]))
-    assert all(one.is_proven for one in MENDED) and not any(one.is_proven for one in STILL_REFUSED)
+    chosen = list(dict.fromkeys([*FIXED, *STILL_REJECTED, *drawn_now]))
+    assert all(one.is_proven for one in FIXED) and not any(one.is_proven for one in STILL_REJECTED)
     references = [one.reference() for one in chosen if one.is_proven]
     records = records_of([*references, *chosen], tmp_path)
     wrong: dict[str, Any] = {}

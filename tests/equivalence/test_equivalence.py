@@ -129,7 +129,7 @@ def test_gradient_norms_equal_one_process(case: Case, runs: Runs) -> None:
 
 
 @pytest.mark.parametrize("case", CASES, ids=by_name)
-def test_the_checkpoint_gives_the_trained_logits_in_plain_transformers(case: Case, runs: Runs) -> None:
+def test_checkpoint_has_the_trained_logits_in_transformers(case: Case, runs: Runs) -> None:
     reloaded = runs.reloaded_logits(case)
     live = load_file(runs.directory(case) / "live_logits.safetensors")["logits_BTV"]
     assert largest_difference(reloaded, live) <= LOGIT_TOLERANCE
@@ -137,7 +137,7 @@ def test_the_checkpoint_gives_the_trained_logits_in_plain_transformers(case: Cas
 
 
 @pytest.mark.parametrize("reference", REFERENCES, ids=by_name)
-def test_the_reference_learns_and_every_step_is_clipped(reference: Case, runs: Runs) -> None:
+def test_reference_learns_and_clips_every_step(reference: Case, runs: Runs) -> None:
     """Losses that do not move would agree whatever the optimizer does, and so would clipping that never acts."""
     record = runs.record(reference)
     assert record["losses"][-1] < record["losses"][0] - 0.2
@@ -145,7 +145,7 @@ def test_the_reference_learns_and_every_step_is_clipped(reference: Case, runs: R
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
-def test_a_small_mistake_is_seen(mistake: str, runs: Runs, tmp_path: Path) -> None:
+def test_comparison_detects_a_small_error(mistake: str, runs: Runs, tmp_path: Path) -> None:
     """Ragged micro-batches with other weights, or a norm that is one percent off, miss the tolerances by far."""
     reference = next(case for case in REFERENCES if case.optimizer == "sgd" and "x3" in case.name)
     train_case(reference, runs.models, tmp_path, change=MISTAKES[mistake])

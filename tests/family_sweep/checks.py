@@ -1,4 +1,4 @@
-"""What is asked of a family: each check returns what it found, or refuses with a reason, or fails."""
+"""Checks of a family: each returns its result, rejects the family with a reason, or fails."""
 
 from __future__ import annotations
 
@@ -82,12 +82,11 @@ def distillation(class_name: str, directory: str) -> Finding:
 
 def rounded_training(class_name: str, directory: str) -> Finding:
     """Train with rounding, export, and prove the export."""
-    from shardwright.ds_configs.quantization.combinations import changed
-    from shardwright.ds_configs.quantization.scheme import scheme_named
+    from shardwright.ds_configs.quantization.scheme import changed, scheme_named
     from shardwright.trainers.qat.callback import QATCallback
     from transformers import Trainer
 
-    callback = QATCallback(changed(scheme_named("W4A16"), group_size=16), notify=lambda _: None)
+    callback = QATCallback(changed(scheme_named("W4A16"), group_size=16))
     model = tiny_model(class_name)
     trainer = Trainer(model, arguments_in(directory, max_steps=1), train_dataset=samples(), callbacks=[callback])
     losses_of(trainer)

@@ -17,7 +17,7 @@ from typing import Any, Literal
 from family_sweep.checks import LOSS_TOLERANCE, Finding, arguments_in, losses_of, samples
 from family_sweep.tiny_configs import VOCAB_SIZE, small_config, small_values
 from shardwright.ds_configs.specs.errors import ShardwrightError
-from shardwright.ds_configs.specs.strategy import Strategy
+from shardwright.ds_configs.specs.layout import Layout
 
 RANKS, SAMPLES_OF_A_STEP, SEQ_LEN = 2, 4, 16
 Training = Literal["full", "lora", "distillation", "qat"]
@@ -54,40 +54,40 @@ _IMAGE_LENGTH = 4
 
 
 @dataclass(frozen=True, kw_only=True)
-class Layout:
+class SweptLayout:
     """One column of the table."""
 
-    strategy: Strategy
+    strategy: Layout
     training: Training = "full"
 
 
-def _zero(stage: int, **axes: int) -> Strategy:
-    return Strategy(engine="deepspeed", zero_stage=stage, dp_shard=RANKS if set(axes) <= {"ep"} else 1, **axes)
+def _zero(stage: int, **axes: int) -> Layout:
+    return Layout(engine="deepspeed", zero_stage=stage, dp_shard=RANKS if set(axes) <= {"ep"} else 1, **axes)
 
 
-_FSDP2 = Strategy(engine="fsdp2", dp_shard=RANKS)
-LAYOUTS: dict[str, Layout] = {
-    "zero2": Layout(strategy=_zero(2)),
-    "zero3": Layout(strategy=_zero(3)),
-    "fsdp2": Layout(strategy=_FSDP2),
-    "sp": Layout(strategy=_zero(1, sp=2)),
-    "cp": Layout(strategy=Strategy(engine="fsdp2", cp=2)),
-    "tp": Layout(strategy=_zero(1, tp=2)),
-    "ep": Layout(strategy=_zero(2, ep=2)),
-    "pp": Layout(strategy=Strategy(engine="deepspeed", zero_stage=0, pp=2)),
-    "zero2 lora": Layout(strategy=_zero(2), training="lora"),
-    "zero3 lora": Layout(strategy=_zero(3), training="lora"),
-    "fsdp2 lora": Layout(strategy=_FSDP2, training="lora"),
-    "zero2 distillation": Layout(strategy=_zero(2), training="distillation"),
-    "zero3 qat": Layout(strategy=_zero(3), training="qat"),
+_FSDP2 = Layout(engine="fsdp2", dp_shard=RANKS)
+LAYOUTS: dict[str, SweptLayout] = {
+    "zero2": SweptLayout(strategy=_zero(2)),
+    "zero3": SweptLayout(strategy=_zero(3)),
+    "fsdp2": SweptLayout(strategy=_FSDP2),
+    "sp": SweptLayout(strategy=_zero(1, sp=2)),
+    "cp": SweptLayout(strategy=Layout(engine="fsdp2", cp=2)),
+    "tp": SweptLayout(strategy=_zero(1, tp=2)),
+    "ep": SweptLayout(strategy=_zero(2, ep=2)),
+    "pp": SweptLayout(strategy=Layout(engine="deepspeed", zero_stage=0, pp=2)),
+    "zero2 lora": SweptLayout(strategy=_zero(2), training="lora"),
+    "zero3 lora": SweptLayout(strategy=_zero(3), training="lora"),
+    "fsdp2 lora": SweptLayout(strategy=_FSDP2, training="lora"),
+    "zero2 distillation": SweptLayout(strategy=_zero(2), training="distillation"),
+    "zero3 qat": SweptLayout(strategy=_zero(3), training="qat"),
 }
 WITHOUT_STAGES = "pp"
 """An axis that cannot be forced: what cuts a model into stages is written for each family."""
 _JUDGES = {
-    "sp": ("trainers.parallel.sequence.checks", "sequence_parallel_faults"),
-    "cp": ("trainers.parallel.context.callback", "context_parallel_faults"),
-    "tp": ("trainers.parallel.tensor.callback", "tensor_parallel_faults"),
-    "ep": ("plugins.deepspeed.auto_ep", "expert_faults"),
+    "sp": ("trainers.parallel.sequence.checks", "sequence_parallel_errors"),
+    "cp": ("trainers.parallel.context.callback", "context_parallel_errors"),
+    "tp": ("trainers.parallel.tensor", "tensor_parallel_errors"),
+    "ep": ("plugins.deepspeed.auto_ep", "expert_errors"),
 }
 """Where the trainers ask whether an axis is legal."""
 
@@ -99,7 +99,9 @@ def hybrid_config(class_name: str) -> Any:
     config_class = getattr(transformers, class_name).config_class
     if "vision_config" not in config_class.sub_configs:
         return config_class(**{**small_values(config_class), **HYBRIDS[class_name][1]})
-    parts = {name: small_config(part).to_dict() for name, part in config_class.sub_configs.items()}
+    whole = config_class()
+    # A part may be declared as `AutoConfig`, which has no sizes.
+    parts = {name: small_config(type(getattr(whole, name))).to_dict() for name in config_class.sub_configs}
     parts["text_config"] |= HYBRIDS["Gemma3ForCausalLM"][1]
     parts["vision_config"] |= {"image_size": 16, "patch_size": 8, "num_channels": 3, "vision_use_head": False}
     tokens = dict(zip(_IMAGE_TOKENS, (_BEGIN_IMAGE, _IMAGE, _END_IMAGE), strict=True))
@@ -118,15 +120,16 @@ def write_model(class_name: str, directory: Path) -> None:
 @cache
 def verdict(class_name: str, layout: str) -> tuple[str, ...]:
     """Return what the planner has against a layout of a class; nothing where it is offered."""
-    from shardwright.ds_configs.legality.candidate import Candidate
-    from shardwright.ds_configs.legality.rules import legality_faults
+    from shardwright.ds_configs.legality.rules import legality_errors
     from shardwright.ds_configs.models.families import model_spec_from_config
     from shardwright.ds_configs.specs.hardware import parse_hardware
     from shardwright.ds_configs.specs.job import TrainingJob
+    from shardwright.plugins.releases import transformers_release
     from shardwright.plugins.transformers.meta_model import model_spec_from_meta
 
     config = json.loads(hybrid_config(class_name).to_json_string()) | {"architectures": [class_name]}
-    spec = model_spec_from_config(config, name=class_name) or model_spec_from_meta(config, name=class_name)
+    spec = model_spec_from_config(config, name=class_name, release=transformers_release())
+    spec = spec or model_spec_from_meta(config, name=class_name)
     asked = LAYOUTS[layout]
     job = TrainingJob(
         seq_len_tokens=SEQ_LEN,
@@ -136,21 +139,18 @@ def verdict(class_name: str, layout: str) -> tuple[str, ...]:
         lora_targets=("all-linear",),
     )
     hardware = parse_hardware(f"{RANKS}xCPU")
-    return tuple(
-        str(fault)
-        for fault in legality_faults(Candidate(strategy=asked.strategy, model=spec, hardware=hardware, job=job))
-    )
+    return tuple(str(error) for error in legality_errors(spec, asked.strategy, job, hardware))
 
 
-def make_trainer(class_name: str, layout: Layout, models: Path, directory: str, *, alone: bool) -> Any:
+def make_trainer(class_name: str, layout: SweptLayout, models: Path, directory: str, *, alone: bool) -> Any:
     """Return the trainer of a layout, or the one in a single process that it is compared with."""
     import transformers
     from equivalence.cases import deepspeed_config
     from shardwright.plugins.accelerate.cpu_ranks import configure_cpu_ranks
-    from shardwright.plugins.peft.lora import add_lora
+    from shardwright.plugins.peft import add_lora
     from shardwright.trainers.parallel.trainer_for import parallelism_of
 
-    strategy = Strategy(engine="single") if alone else layout.strategy
+    strategy = Layout(engine="single") if alone else layout.strategy
     model_class = getattr(transformers, class_name)
     changes: dict[str, Any] = {
         "per_device_train_batch_size": SAMPLES_OF_A_STEP // strategy.data_parallel_size,
@@ -178,11 +178,10 @@ def make_trainer(class_name: str, layout: Layout, models: Path, directory: str, 
         transformers.set_seed(7)
         model = add_lora(model, rank=4, targets=None, fp32_adapters=True)
     if layout.training == "qat":
-        from shardwright.ds_configs.quantization.combinations import changed
-        from shardwright.ds_configs.quantization.scheme import scheme_named
+        from shardwright.ds_configs.quantization.scheme import changed, scheme_named
         from shardwright.trainers.qat.callback import QATCallback
 
-        callback = QATCallback(changed(scheme_named("W4A16"), group_size=16), notify=lambda _: None)
+        callback = QATCallback(changed(scheme_named("W4A16"), group_size=16))
         callback.prepare(arguments, model)
         settings["callbacks"] = [callback]
     if layout.training == "distillation":
@@ -228,7 +227,7 @@ def without_judge(axis: str) -> Iterator[None]:
 
 
 def record(class_name: str, layout: str, models: Path, directory: str, *, alone: bool = False) -> dict[str, Any]:
-    """Return the losses of a training, a refusal or an error; what is refused on an axis is tried all the same."""
+    """Return the losses of a training, a rejection or an error; an axis that is rejected is tried too."""
     try:
         if not alone and layout in _JUDGES and verdict(class_name, layout):
             with without_judge(layout):

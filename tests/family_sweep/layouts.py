@@ -13,19 +13,19 @@ from typing import Any
 from family_sweep.checks import LOSS_TOLERANCE, arguments_in, losses_of, samples
 from family_sweep.tiny_configs import tiny_model
 from shardwright.ds_configs.specs.errors import ShardwrightError
-from shardwright.ds_configs.specs.strategy import Strategy
+from shardwright.ds_configs.specs.layout import Layout
 
-AXES: dict[str, Strategy] = {
-    "sp": Strategy(engine="deepspeed", zero_stage=1, sp=2),
-    "tp": Strategy(engine="deepspeed", zero_stage=1, tp=2),
-    "pp": Strategy(engine="deepspeed", zero_stage=0, pp=2),
+AXES: dict[str, Layout] = {
+    "sp": Layout(engine="deepspeed", zero_stage=1, sp=2),
+    "tp": Layout(engine="deepspeed", zero_stage=1, tp=2),
+    "pp": Layout(engine="deepspeed", zero_stage=0, pp=2),
 }
-ONE_PROCESS = Strategy(engine="single")
+ONE_PROCESS = Layout(engine="single")
 RANKS = 2
 _SECONDS_OF_A_FAMILY = 30.0
 
 
-def train(class_name: str, strategy: Strategy, directory: str) -> list[float]:
+def train(class_name: str, strategy: Layout, directory: str) -> list[float]:
     """Return the losses of a family under a layout."""
     from equivalence.cases import deepspeed_config
     from shardwright.plugins.accelerate.cpu_ranks import configure_cpu_ranks
@@ -39,7 +39,7 @@ def train(class_name: str, strategy: Strategy, directory: str) -> list[float]:
     return losses_of(parallelism_of(strategy).make_trainer(model=model, args=arguments, train_dataset=samples()))
 
 
-def record(class_name: str, strategy: Strategy, directory: str) -> dict[str, Any]:
+def record(class_name: str, strategy: Layout, directory: str) -> dict[str, Any]:
     """Return losses, a refusal or an error."""
     try:
         return {"losses": train(class_name, strategy, directory)}

@@ -26,36 +26,37 @@ OTHER_LOGITS = ("FalconH1ForCausalLM", "RecurrentGemmaForCausalLM")
 
 
 @pytest.mark.parametrize("class_name", [*FUSED, *BIAS_BEHIND_THE_HEAD])
-def test_a_loss_in_the_place_of_the_head_is_that_of_whole_logits(class_name: str) -> None:
+def test_chunked_loss_equals_the_loss_of_full_logits(class_name: str) -> None:
     found = finding("distillation", class_name)
     assert found["state"] == "passes", found
     assert found["said"].startswith("fused")
 
 
 @pytest.mark.parametrize("class_name", OTHER_LOGITS)
-def test_other_logits_are_taken_whole(class_name: str) -> None:
+def test_families_without_a_kernel_use_full_logits(class_name: str) -> None:
     found = finding("distillation", class_name)
     assert found["state"] == "passes", found
 
 
 @pytest.mark.parametrize("class_name", ["Qwen3ForCausalLM", "T5ForConditionalGeneration"])
-def test_rounding_is_exported(class_name: str) -> None:
+def test_qat_export_matches_training(class_name: str) -> None:
     assert finding("QAT export", class_name)["state"] == "passes"
 
 
-def test_a_family_is_rounded_after_training() -> None:
+@pytest.mark.needs("llmcompressor")
+def test_families_quantize_after_training() -> None:
     assert finding("quantize", "OPTForCausalLM")["state"] == "passes"
 
 
 @pytest.mark.parametrize("class_name", ["MambaForCausalLM", "GPTBigCodeForCausalLM"])
-def test_what_nothing_loads_again_is_refused_before_training(class_name: str, tmp_path: Path) -> None:
+def test_rejects_families_without_a_loadable_checkpoint(class_name: str, tmp_path: Path) -> None:
     from transformers import TrainingArguments
 
-    with pytest.raises(UsageError, match="past their forward"):
+    with pytest.raises(UsageError, match="outside their forward"):
         QATCallback("W4A16").prepare(TrainingArguments(str(tmp_path), use_cpu=True), tiny_model(class_name))
 
 
-def test_the_tables_name_what_transformers_has() -> None:
+def test_tables_name_known_model_types() -> None:
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
     parts = {"gemma4_unified_text", "hrm_text"}

@@ -22,14 +22,14 @@ TELLING = (
 
 
 @pytest.mark.distributed
-def test_layers_of_several_kinds_train_as_in_one_process(tmp_path: Path) -> None:
+def test_hybrid_layers_train_as_in_one_process(tmp_path: Path) -> None:
     found = {(name, layout): finding for name, layout, finding in findings(TELLING, tmp_path)}
     assert {case: finding.said for case, finding in found.items() if finding.state != "passes"} == {}
     assert [verdict(*case) for case in TELLING] == [()] * len(TELLING)
 
 
 @pytest.mark.slow
-def test_what_failed_when_it_was_tried_is_not_offered() -> None:
+def test_planner_rejects_layouts_that_failed() -> None:
     rows = json.loads(STORED.read_text(encoding="utf-8"))
     judged = {(row["class"], row["layout"], row["state"]): bool(verdict(row["class"], row["layout"])) for row in rows}
     assert [one for one, refused in judged.items() if one[2] == "broken" and not refused] == []

@@ -1,4 +1,4 @@
-"""Faults on purpose, and what became of the run: `python -m faults --help`, from the folder of the tests.
+"""Fault injection and its outcomes: `python -m faults --help`, in the directory `tests`.
 
 `injection.py` breaks a rank at a step and phase, `file_operations.c` breaks the n-th file operation of a save,
 `layouts.py` holds the engines that train, `broken_checkpoints.py` damages checkpoints, `hostile_hub.py` is a Hub that

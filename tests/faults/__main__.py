@@ -1,8 +1,8 @@
-"""Every fault against every engine or command, and the table of what became of it: `python -m faults --help`.
+"""Inject every fault into every engine or command, and record the outcomes: `python -m faults --help`.
 
-    cd tests && python -m faults kills --write ../docs/measurements/reliability.json
+    cd tests && python -m faults kills --results ../docs/measurements/reliability.json
 
-Results go into a JSON file, part by part, from which `python -m faults page` makes docs/measurements/reliability.md.
+Results go into a JSON file, part by part, which `make docs` shows as tables on the page of reliability.
 """
 
 from __future__ import annotations
@@ -17,21 +17,20 @@ from pathlib import Path
 
 sys.path[:0] = [str(Path(__file__).parent.parent), str(Path(__file__).parent.parent / "distributed")]
 
-from faults import campaigns, page  # noqa: E402
+from faults import campaigns  # noqa: E402
 
 _DOCS = Path(__file__).parent.parent.parent / "docs" / "measurements"
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m faults", description="Break runs on purpose.", allow_abbrev=False)
-    parser.add_argument("part", choices=(*campaigns.PARTS, "page"))
+    parser = argparse.ArgumentParser(
+        prog="python -m faults", description="Inject faults into runs.", allow_abbrev=False
+    )
+    parser.add_argument("part", choices=campaigns.PARTS)
     parser.add_argument("--engines", nargs="+", default=list(campaigns.ENGINES), choices=campaigns.ENGINES)
-    parser.add_argument("--only", default="", metavar="REGEX", help="faults whose place and name match")
+    parser.add_argument("--only", default="", metavar="REGEX", help="only faults whose location and name match")
     parser.add_argument("--results", type=Path, default=_DOCS / "reliability.json", metavar="FILE.json")
     flags = parser.parse_args()
-    if flags.part == "page":
-        (_DOCS / "reliability.md").write_text(page.text(json.loads(flags.results.read_text())), encoding="utf-8")
-        return 0
     directory = Path(tempfile.mkdtemp(prefix="faults-"))
     began = time.monotonic()
     rows: list[campaigns.Row] = []

@@ -79,7 +79,7 @@ def garbage_record(directory: Path) -> None:
 
 
 def foreign_world_size(directory: Path) -> None:
-    """A whole checkpoint of eight ranks with another axis, as its record says."""
+    """A complete checkpoint whose record names eight ranks and another axis."""
     record = json.loads((directory / RECORD).read_text())
     record["facts"] |= {"world_size": 8, "axes": {"pipeline_stages": 4}}
     (directory / RECORD).write_text(json.dumps(record))

@@ -1,4 +1,4 @@
-"""The parts of the table: each tries its faults and says of every one what was expected and what happened."""
+"""Parts of the table: each injects its faults and records the expected and the actual outcome."""
 
 from __future__ import annotations
 
@@ -55,19 +55,19 @@ def _session(directory: Path) -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """Faults of a part that are tried."""
+    """Selection of the faults of a part."""
 
     engines: Sequence[str]
     pattern: str = ""
-    """Regular expression of a fault's place and name; an empty one takes all of them."""
+    """Regular expression for location and name of a fault; an empty one matches all."""
 
     def has(self, where: str, fault: str) -> bool:
-        """Tell whether a fault is tried."""
+        """Return whether a fault is selected."""
         return re.search(self.pattern, f"{where} {fault}") is not None
 
 
 def run(part: str, directory: Path, choice: Choice) -> Iterator[Row]:
-    """Try the faults of a part; progress goes to stderr."""
+    """Inject the faults of a part; progress goes to stderr."""
     with _session(directory):
         workshop = Workshop(directory / "workshop")
         for number, row in enumerate(PARTS[part](workshop, choice), start=1):
@@ -77,7 +77,7 @@ def run(part: str, directory: Path, choice: Choice) -> Iterator[Row]:
 
 
 def _resumed(workshop: Workshop, engine: str, output: Path) -> tuple[bool, str]:
-    """Go on after a fault, and compare every loss with the run that had none."""
+    """Resume after a fault, and compare every loss with the undisturbed run."""
     whole = losses_of(workshop.whole(engine))
     try:
         told = workshop.run(engine, output, flags=("--resume",))

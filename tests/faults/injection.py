@@ -1,4 +1,4 @@
-"""One fault in a rank, at a step and a phase: read from `SHARDWRIGHT_FAULT`, so that real launchers carry it to ranks.
+"""One fault in a rank, at a step and a phase, read from `SHARDWRIGHT_FAULT`, which launchers pass on to ranks.
 
 `KIND@PHASE:step=3,rank=1` with a phase of `step`, `save`, `mark` (all files of a
 checkpoint are written, its record is not), `evaluate` or `load`. Kinds: `exception`, `sigterm`, `sigint`,
@@ -36,7 +36,7 @@ class Fault:
 
     @property
     def text(self) -> str:
-        """The fault as the variable holds it."""
+        """Value of the variable for this fault."""
         return f"{self.kind}@{self.phase}:step={self.step},rank={self.rank},at={self.at}"
 
     @property
@@ -46,7 +46,7 @@ class Fault:
 
 
 def parse(text: str) -> Fault:
-    """Read a fault; unknown words are errors."""
+    """Parse a fault; unknown words are errors."""
     kind, _, rest = text.partition("@")
     phase, _, numbers = rest.partition(":")
     fields = dict(pair.split("=") for pair in numbers.split(",") if pair)
@@ -75,7 +75,7 @@ def install() -> None:
 
 
 def happen(fault: Fault) -> None:
-    """Do to this process what the fault says."""
+    """Inject the fault into this process."""
     print(f"fault: {fault.text} in process {os.getpid()}", flush=True)
     if fault.kind in SIGNALS:
         os.kill(os.getpid(), SIGNALS[fault.kind])

@@ -1,4 +1,4 @@
-"""The engines under which faults are tried: `train_causal_lm` on two ranks, with a model that trains in a second."""
+"""Engines into which faults are injected: `train_causal_lm` on two ranks, with a model that trains in a second."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class Workshop:
         return run_ranks(arguments, ranks=ranks, timeout_seconds=timeout_seconds, environment=environment)
 
     def whole(self, engine: str, *, ranks: int = 2) -> Path:
-        """Return the output of a run without a fault, which is made when it is first asked for."""
+        """Return the output of an undisturbed run, which is made on first use."""
         output = self.directory / "whole" / f"{engine}-{ranks}"
         if not (output / "losses.json").exists():
             self.run(engine, output, ranks=ranks, **({} if engine == "pipeline" else self.batch(ranks)))

@@ -1,8 +1,8 @@
-"""Ranks and commands of tests in processes that are forked from a server which has imported everything once.
+"""Ranks and commands of tests in warm processes: forks of a server that has imported everything once.
 
-`run_ranks` is torchrun for tests: a group of ranks on this machine, each with its own environment, and a fresh process
-for every group. `warm_environment` lets any program start warm processes through `PYTHON_EXEC`, the variable with which
-torchrun lets users choose the interpreter: launchers, commands and ranks then spend no time on imports.
+`run_ranks` is torchrun for tests: a group of ranks on this machine, each a new process with its own environment.
+`write_interpreter` writes a program for `PYTHON_EXEC`, the variable with which torchrun lets users select the
+interpreter: launchers, commands and ranks then spend no time on imports. docs/testing.md explains both.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from shardwright.plugins.launching.launch import TAIL_CHARACTERS, cpu_rank_envir
 from shardwright.plugins.launching.shared_memory import remove_buffers
 
 from warm_ranks.on_demand import OnDemand
-from warm_ranks.protocol import NOTHING_IMPORTED, OPERATORS, SERVER_NAME, address, ask, receive_number
+from warm_ranks.protocol import NOTHING_IMPORTED, OPERATORS, SERVER_NAME, address, receive_number, request_process
 
 _HERE = Path(__file__).parent
 OTHERS_END_SECONDS = 3.0
-"""What the other ranks of a group get to say, after one has failed: theirs may be the cause."""
+"""How long the other ranks of a group may run after one has failed: one of them may report the cause."""
 
 
 class RanksFailedError(AssertionError):
@@ -45,9 +45,9 @@ class RanksFailedError(AssertionError):
 
 @contextmanager
 def server() -> Iterator[None]:
-    """Start a server, which imports nothing until it is asked, and name it in this environment until it ends.
+    """Start a server, which imports at its first request, and set `SERVER_NAME` while it runs.
 
-    The session has one; a test whose processes must import under other variables starts its own.
+    The session has one. A test whose processes must import under other variables starts its own.
     """
     name = uuid.uuid4().hex
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
@@ -73,7 +73,7 @@ def server() -> Iterator[None]:
 
 
 def write_interpreter(directory: Path) -> Path:
-    """Write a program that takes the arguments of an interpreter and runs them in a warm process."""
+    """Write a program that takes the arguments of the Python interpreter and runs them in a warm process."""
     path = directory / "python"
     # A shebang cannot name an interpreter with spaces in its path.
     path.write_text(f"#!/bin/sh\nexec '{sys.executable}' -I -S '{_HERE / 'interpreter.py'}' \"$@\"\n")
@@ -95,7 +95,7 @@ def run_ranks(
     """
     from torch.distributed import TCPStore
 
-    # The store stays with this process, so that no port is chosen before it is bound.
+    # The store is in this process: its port is bound before the ranks start.
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     group = {
         "MASTER_ADDR": "127.0.0.1",
@@ -115,13 +115,13 @@ def run_ranks(
             with log.open("wb") as output, Path(os.devnull).open("rb") as nothing:
                 streams = (nothing.fileno(), output.fileno(), output.fileno())
                 own = {"RANK": str(rank), "LOCAL_RANK": str(rank), "PYTHONUNBUFFERED": "1"}
-                connection = ask(command, shared | own, str(Path.cwd()), streams)
+                connection = request_process(command, shared | own, str(Path.cwd()), streams)
             running[rank] = stack.enter_context(contextlib.closing(connection))
             assert receive_number(connection), "the server of warm processes has ended"
         ended = _wait(running, timeout_seconds)
         output = "".join(log.read_text(encoding="utf-8", errors="replace") for log in logs)
         remove_buffers(store.port)
-        # Others may notice the end of a rank that was killed, and fail of it, before it is told here.
+        # Other ranks can notice that a rank was killed, and fail, before its status arrives here.
         failed = min(filter(ended.get, ended), key=lambda rank: ended[rank] != -signal.SIGKILL, default=None)
         if failed is not None:
             status = ended[failed]
@@ -135,7 +135,7 @@ def run_ranks(
 
 
 def _wait(running: Mapping[int, Any], timeout_seconds: float) -> dict[int, int]:
-    """Return exit statuses in the order of their coming; ranks that had to be stopped are not in it."""
+    """Return exit statuses in the order of arrival, without the ranks that had to be stopped."""
     deadline = time.monotonic() + timeout_seconds
     ended: dict[int, int] = {}
     while len(ended) < len(running) and (left := deadline - time.monotonic()) > 0:

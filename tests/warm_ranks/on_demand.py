@@ -1,4 +1,4 @@
-"""Results that are made when a test first asks for them, so that one test alone costs what it needs."""
+"""Results that are computed when a test first needs them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ Value = TypeVar("Value")
 
 
 class OnDemand(dict[Key, Value]):
-    """A dictionary that makes what is missing, once: what failed fails again at each later look."""
+    """A dictionary that computes a missing value once; a failure is raised again at each later access."""
 
     def __init__(self, make: Callable[[Key], Value]) -> None:
         super().__init__()

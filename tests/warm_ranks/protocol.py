@@ -1,7 +1,7 @@
-"""What passes between the server of warm processes and whoever asks it for one; imports little, so that it is quick.
+"""Messages between the server of warm processes and its clients. `interpreter.py` must start quickly: few imports.
 
-A request is what `execve` gets, with the three standard streams beside it; the answers are the process id and, when the
-process has ended, its exit status, negative for a signal.
+A request contains the arguments, environment and directory of a process, and carries its three standard streams as file
+descriptors. The answers are the process id and, when the process has ended, its exit status, negative for a signal.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from typing import Any
 SERVER_NAME = "WARM_RANKS_SERVER"
 """Environment variable with the name of the session's server."""
 NOTHING_IMPORTED = "WARM_RANKS_IMPORT_NOTHING"
-"""Environment variable for a server whose processes import for themselves: tests of the server have no time to wait."""
+"""Environment variable for a server that imports nothing, which tests of the server use to save time."""
 OPERATORS = ("cpu_adam", "deepspeed_shm_comm")
 """DeepSpeed's operators that ranks of tests load."""
 HANDLED_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-"""Signals that are passed on; whether they are ignored is passed on too."""
+"""Signals that are forwarded; whether they are ignored is part of a request."""
 _NUMBER_BYTES = 4
 _STREAMS = 3
 
@@ -31,8 +31,10 @@ def address(name: str) -> str:
     return f"\0shardwright-tests-{name}"
 
 
-def ask(arguments: Sequence[str], environment: Mapping[str, str], directory: str, streams: Sequence[int]) -> Any:
-    """Ask for a process and return the connection, which ends it when it is closed.
+def request_process(
+    arguments: Sequence[str], environment: Mapping[str, str], directory: str, streams: Sequence[int]
+) -> Any:
+    """Request a process and return the connection; closing it kills the process.
 
     `arguments` are those of the interpreter; `streams` are descriptors of standard input, output and error.
     """
@@ -52,7 +54,7 @@ def ask(arguments: Sequence[str], environment: Mapping[str, str], directory: str
 
 
 def receive_request(connection: socket.socket) -> tuple[dict[str, Any], list[int]] | None:
-    """Return a request and its streams; `None` when the other side has ended."""
+    """Return a request and its streams; `None` when the client has closed the connection."""
     descriptors = array.array("i")
     prefix, ancillary, _, _ = connection.recvmsg(_NUMBER_BYTES, socket.CMSG_LEN(_STREAMS * descriptors.itemsize))
     if len(prefix) < _NUMBER_BYTES:
@@ -74,8 +76,8 @@ def receive_number(connection: socket.socket) -> int | None:
     return int.from_bytes(received, "big", signed=True) if len(received) == _NUMBER_BYTES else None
 
 
-def end_as(status: int) -> None:
-    """End this process as one with `status` ended, by the same signal where one did it."""
+def exit_with(status: int) -> None:
+    """End this process with an exit status, or by a signal for a negative one."""
     if status < 0:
         if -status != signal.SIGKILL:
             signal.signal(-status, signal.SIG_DFL)

@@ -1,7 +1,7 @@
 """The server of warm processes: imports torch, Transformers, Accelerate and DeepSpeed once and forks for each request.
 
-A process ends with whoever asked for it, whatever ended that one, and all end with the server, which ends with the
-process that started it. Nothing but imports happens before a fork, so that no state passes between requests.
+A forked process is killed when the connection of its request closes, and when the server ends. The server is killed
+when the process that started it ends. It only imports before it forks: requests share no other state.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from protocol import HANDLED_SIGNALS, NOTHING_IMPORTED, OPERATORS, end_as, receive_request, send_number
+from protocol import HANDLED_SIGNALS, NOTHING_IMPORTED, OPERATORS, exit_with, receive_request, send_number
 
 PRELOADED = (
     "torch",
@@ -62,10 +62,10 @@ PRELOADED = (
     "torch.profiler._cupti_monitor",
     "torch.utils.serialization.config",
 )
-"""What ranks, launchers and commands import before they do anything, beside every module of Shardwright."""
-_ROOMS = ("ds_configs", "plugins", "trainers", "cli")
+"""What ranks, launchers and commands import first, in addition to every module of Shardwright."""
+LAYERS = ("ds_configs", "plugins", "trainers", "cli")
 _REGISTERING = "shardwright.trainers.formats."
-"""Modules that make formats known to other libraries when they are imported, which is for who runs to do."""
+"""Modules that register formats in other libraries when they are imported: a process does that for itself."""
 ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     # Arrow's own allocator would start a thread, which does not survive a fork.
@@ -87,35 +87,35 @@ class Server:
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._listener, selectors.EVENT_READ)
         self._processes: dict[int, tuple[int, socket.socket]] = {}
-        """Process id and asking connection, by the descriptor that tells of the process's end."""
+        """Process id and connection of its request, by the descriptor that becomes readable when the process ends."""
         self._warm = NOTHING_IMPORTED in os.environ
 
     def serve(self) -> dict[str, Any]:
-        """Fork for every request; returns the request, in each child alone."""
+        """Fork for every request; returns only in the children, with the request."""
         while True:
             for key, _ in self._selector.select():
                 if key.fileobj is self._listener:
                     connection, _ = self._listener.accept()
                     self._selector.register(connection, selectors.EVENT_READ)
                 elif key.fd in self._processes:
-                    self._answer(key.fd)
+                    self._report_exit(key.fd)
                 elif isinstance(key.fileobj, socket.socket):
-                    request = self._read(key.fileobj)
+                    request = self._handle(key.fileobj)
                     if request is not None:
                         return request
 
-    def _read(self, connection: socket.socket) -> dict[str, Any] | None:
-        """Fork for a request, or end the process of whoever has ended. Returns the request in the child."""
+    def _handle(self, connection: socket.socket) -> dict[str, Any] | None:
+        """Fork for a request, or kill the process of a closed connection. Returns the request in the child."""
         try:
             received = receive_request(connection)
         except OSError:
             received = None
         if received is None:
             self._selector.unregister(connection)
-            asked_for = [process for process, asking in self._processes.values() if asking is connection]
-            for process in asked_for:
+            processes = [process for process, requester in self._processes.values() if requester is connection]
+            for process in processes:
                 _end_group(process)
-            if not asked_for:
+            if not processes:
                 connection.close()
             return None
         if not self._warm:
@@ -137,11 +137,11 @@ class Server:
         self._selector.register(descriptor, selectors.EVENT_READ)
         return None
 
-    def _answer(self, descriptor: int) -> None:
+    def _report_exit(self, descriptor: int) -> None:
         process, connection = self._processes.pop(descriptor)
         self._selector.unregister(descriptor)
         os.close(descriptor)
-        # Workers of a data loader outlive a rank that was killed; its group is theirs until it is waited for.
+        # Workers of a data loader outlive a killed rank; its process group exists until `waitpid`.
         _end_group(process)
         _, status = os.waitpid(process, 0)
         with contextlib.suppress(OSError):
@@ -151,11 +151,11 @@ class Server:
         connection.close()
 
     def _become(self, request: dict[str, Any], connection: socket.socket, streams: Sequence[int]) -> None:
-        """Turn the forked process into what was asked for, up to the code that it runs."""
+        """Give the forked process the session, streams, environment, directory and signals of the request."""
         os.setsid()
         end_with_parent()
         self._selector.close()
-        for other in (self._listener, connection, *(asking for _, asking in self._processes.values())):
+        for other in (self._listener, connection, *(requester for _, requester in self._processes.values())):
             other.close()
         for descriptor in self._processes:
             os.close(descriptor)
@@ -168,8 +168,8 @@ class Server:
         for number in HANDLED_SIGNALS:
             default = signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
             signal.signal(number, signal.SIG_IGN if number in request["ignored_signals"] else default)
-        _renew_streams()
-        _renew_what_a_process_draws()
+        _reopen_streams()
+        _reset_random_state()
 
 
 def _end_group(process: int) -> None:
@@ -183,8 +183,8 @@ def end_with_parent() -> None:
 
 
 def _import_all() -> None:
-    """Import what processes share; what is not to be had is left to the process that needs it."""
-    from shardwright.plugins.bitsandbytes.checkpoint import quiet_optional_kernels
+    """Import what processes share; a module that is not installed fails in the process that needs it."""
+    from shardwright.plugins.bitsandbytes import quiet_optional_kernels
 
     quiet_optional_kernels()
     for name in (*PRELOADED, *_modules_of_shardwright()):
@@ -193,21 +193,21 @@ def _import_all() -> None:
         except Exception:
             traceback.print_exc()
     _fill_caches()
-    _leave_the_end_to_this_process()
+    _disable_finalizers()
     gc.collect()
     gc.freeze()
-    _map_in_huge_pages()
+    _use_huge_pages()
 
 
-def _leave_the_end_to_this_process() -> None:
-    """Let no process that is forked finalize what was imported here: torch takes every operator of its Python
-    libraries out of its tables again, which copies half of the pages that a short training does."""
+def _disable_finalizers() -> None:
+    """Skip finalizers of imported modules in forked processes: torch would unregister every operator of its Python
+    libraries, which copies half as many pages as a short training."""
     for finalizer in list(weakref.finalize._registry):  # type: ignore[attr-defined]
         finalizer.atexit = False
 
 
-def _map_in_huge_pages() -> None:
-    """Put what was imported into pages of 2 MiB: a fork copies the map of every page. A kernel may not have them."""
+def _use_huge_pages() -> None:
+    """Move what was imported to pages of 2 MiB, because a fork copies an entry for each page. Not every kernel can."""
     advise = ctypes.CDLL(None).madvise
     for line in Path("/proc/self/maps").read_text(encoding="utf-8").splitlines():
         addresses, permissions, _, _, _, *name = line.split(maxsplit=5)
@@ -219,15 +219,15 @@ def _map_in_huge_pages() -> None:
 
 
 def _modules_of_shardwright() -> Iterator[str]:
-    for room in _ROOMS:
-        package = importlib.import_module(f"shardwright.{room}")
+    for layer in LAYERS:
+        package = importlib.import_module(f"shardwright.{layer}")
         for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
             if not module.name.startswith(_REGISTERING) and not module.name.endswith(".__main__"):
                 yield module.name
 
 
 def _fill_caches() -> None:
-    """Build the tables that every model and every engine would build for itself, a quarter of a small training."""
+    """Build the tables that every model and engine builds, which takes a quarter of a small training."""
     import deepspeed.ops
     from torch._dynamo.trace_rules import get_torch_obj_rule_map
     from transformers.conversion_mapping import get_checkpoint_conversion_mapping
@@ -239,8 +239,8 @@ def _fill_caches() -> None:
 
 
 def _load_operators() -> None:
-    """Load DeepSpeed's operators that are compiled: torch locks the directory of one at each load, and a rank that is
-    killed meanwhile would leave the lock to all others."""
+    """Load DeepSpeed's compiled operators: torch locks the directory of an operator while it loads it, and a rank
+    that is killed meanwhile leaves the lock behind."""
     from deepspeed.accelerator import get_accelerator
     from shardwright.plugins.deepspeed.compiled_operators import (
         BUILDERS,
@@ -258,7 +258,7 @@ def _load_operators() -> None:
             builder.load(verbose=False)
 
 
-def _renew_streams() -> None:
+def _reopen_streams() -> None:
     for name, descriptor, mode in (("stdin", 0, "r"), ("stdout", 1, "w"), ("stderr", 2, "w")):
         stream = os.fdopen(descriptor, mode, encoding="utf-8", errors="surrogateescape", closefd=False)
         stream.reconfigure(line_buffering=True)
@@ -266,7 +266,7 @@ def _renew_streams() -> None:
         setattr(sys, f"__{name}__", stream)
 
 
-def _renew_what_a_process_draws() -> None:
+def _reset_random_state() -> None:
     random.seed()
     tempfile.tempdir = None
     if "numpy" in sys.modules:
@@ -282,15 +282,15 @@ def run_as_interpreter(arguments: list[str]) -> int:
     kind, *rest = arguments
     try:
         if kind == "-c":
-            _set_up(["-c", *rest[1:]], "")
+            _set_arguments(["-c", *rest[1:]], "")
             main = sys.modules["__main__"] = type(sys)("__main__")
             main.__dict__["__builtins__"] = builtins
             exec(compile(rest[0], "<string>", "exec"), main.__dict__)  # noqa: S102
         elif kind == "-m":
-            _set_up(rest, str(Path.cwd()))
+            _set_arguments(rest, str(Path.cwd()))
             runpy.run_module(rest[0], run_name="__main__", alter_sys=True)
         else:
-            _set_up(arguments, str(Path(kind).absolute().parent))
+            _set_arguments(arguments, str(Path(kind).absolute().parent))
             runpy.run_path(kind, run_name="__main__")
     except SystemExit as ended:
         if ended.code is None or isinstance(ended.code, int):
@@ -306,18 +306,18 @@ def run_as_interpreter(arguments: list[str]) -> int:
     return 0
 
 
-def _set_up(arguments: list[str], first_path: str) -> None:
+def _set_arguments(arguments: list[str], first_path: str) -> None:
     sys.argv = arguments
     more = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
     sys.path[:1] = [first_path, *more]
 
 
 def finish(status: int) -> NoReturn:
-    """End as an interpreter does, but for freeing all modules, which takes as long as a small training."""
+    """End as an interpreter does, without freeing all modules, which takes as long as a small training."""
     for last in (threading._shutdown, atexit._run_exitfuncs, sys.stdout.flush, sys.stderr.flush):  # type: ignore[attr-defined]
         with contextlib.suppress(BaseException):
             last()
-    end_as(status)
+    exit_with(status)
     raise AssertionError
 
 

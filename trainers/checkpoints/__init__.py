@@ -1,5 +1,5 @@
-"""Whole checkpoints: `callback.py` marks each one complete when all ranks have saved, and finds the one to resume from.
+"""Complete checkpoints: all ranks have saved, and a record lists every file.
 
-`record.py` is the file that makes a checkpoint whole, `selection.py` chooses among checkpoints, and `resume_rules.py`
-says what may differ between the run that saved and the run that goes on.
+`callback.py` marks a checkpoint complete and finds the one to resume from. `record.py` writes and reads the record.
+`resume.py` selects a checkpoint and lists what may differ between the run that saved it and the run that resumes.
 """

@@ -1,91 +1,135 @@
-"""`CheckpointCallback`: a checkpoint counts when all ranks have written theirs and a record names every file.
+"""Trainer callback for complete checkpoints: all ranks have saved, and a record lists every file.
 
 In transformers 5.17.0 `Trainer._save_checkpoint` writes into `checkpoint-N` file by file, deletes older checkpoints
-before the new one is on the disk, and `get_last_checkpoint` takes the newest directory whatever it holds. `on_save`
-comes right after, on every rank: once all ranks have written theirs, a thread flushes the files, takes their checksums
-and writes the record, while the training goes on. Until then the checkpoint is not whole, and older ones stay.
+before the new one is on the disk, and `get_last_checkpoint` returns the newest directory, complete or not. `on_save`
+follows immediately, on every rank. Once all ranks have written, a thread flushes the files, computes their checksums
+and writes the record, while training continues. Until then the checkpoint is incomplete, and older ones are kept.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from transformers import TrainerCallback
 
-from ...ds_configs.specs.errors import Fault, RefusedInputError, ShardwrightError, UsageError
-from ...plugins.deepspeed.other_ranks import load_from_other_ranks
-from ...plugins.launching.beside import Beside
-from ...plugins.launching.notes import Notify, note_on_first_rank
-from ...plugins.transformers.finite_weights import gathered
-from .agreement import on_first_rank, together
-from .record import FileRecord, flush_tree, flushed_records, write_record
-from .resume_rules import compared, finished_faults
-from .run_facts import run_facts, trained_tensors
-from .selection import Selection, checkpoints, named_checkpoint, newest_whole, rotate, set_aside
+from ...ds_configs.specs.errors import ConfigError, RefusedInputError, ShardwrightError, UsageError
+from ...plugins import patches
+from ...plugins.deepspeed.engine import load_from_other_ranks
+from ...plugins.launching.background import BackgroundTask
+from ...plugins.launching.messages import note_on_first_rank
+from ...plugins.transformers.sound_model import gathered
+from ...plugins.transformers.training_arguments import check_first_of_its_kind
+from .record import (
+    FileRecord,
+    flush_tree,
+    flushed_records,
+    on_first_rank,
+    run_facts,
+    together,
+    trained_tensors,
+    write_record,
+)
+from .resume import (
+    Selection,
+    checkpoints,
+    compared,
+    finished_errors,
+    is_finished,
+    named_checkpoint,
+    newest_whole,
+    rotate,
+    set_aside,
+)
+
+if TYPE_CHECKING:
+    from transformers import Trainer, TrainerControl, TrainerState, TrainingArguments
 
 OR_ANEW = "or-anew"
-"""What `asked` takes in place of true from a run that was started again without anybody's decision."""
+"""Resume from the newest complete checkpoint, or start again if none is complete: for runs that restart unattended."""
 
 
 class CheckpointCallback(TrainerCallback):
-    """Whole checkpoints with any Trainer: marked complete when they are, found again, and never deleted half.
+    """Mark checkpoints of any Trainer complete, find them again, and never leave a partly deleted one.
 
-    Attach it last, so that what other callbacks add to a checkpoint is in its record. Checkpoints that are not whole,
-    and those past the step that a run goes on from, are renamed when training begins; `save_total_limit` keeps its
-    meaning, but for at least two that stay. All ranks must see one output directory. The record of a checkpoint is
-    written while the next steps run, and before the next save and the end of training, however it ends.
+    Attach it last, so that the record includes the files of other callbacks. When training begins, incomplete
+    checkpoints are renamed, and so are those after the step that the run resumes from. `save_total_limit` keeps its
+    meaning, except that at least two complete checkpoints are kept. A run that resumes after its last step trains
+    nothing; `train` returns once the checkpoint is loaded. All ranks must see one output directory. The record is
+    written while the next steps run, and before the next save and the end of training, however training ends. The
+    first rank logs which checkpoints it skips and renames.
 
     Args:
-        facts: What else a checkpoint remembers of its run and a resumed one is compared with, such as the plan.
-        notify: Receives what is skipped, renamed and remarked, on the first rank.
+        facts: Further facts of the run that a checkpoint stores and a resumed run is compared with, such as the plan.
 
     >>> checkpoints = CheckpointCallback()  # doctest: +SKIP
     >>> checkpoints.attach(trainer)  # doctest: +SKIP
     >>> trainer.train(resume_from_checkpoint=checkpoints.newest())  # doctest: +SKIP
     """
 
-    def __init__(self, facts: Mapping[str, Any] | None = None, *, notify: Notify | None = None) -> None:
-        self._own_facts = dict(facts or {})
-        self._notify = notify or note_on_first_rank
+    def __init__(self, facts: Mapping[str, object] | None = None) -> None:
+        self._own_facts: dict[str, object] = dict(facts or {})
         self._trainer: Any = None
         self._facts: dict[str, Any] | None = None
         self._limit: int | None = None
-        self._finish: Beside[Callable[[], None] | None] | None = None
+        self._finish: BackgroundTask[Callable[[], None] | None] | None = None
         self._nodes = 1
+        self._is_done = False
 
-    def attach(self, trainer: Any) -> None:
-        """Add this callback to a Trainer, behind all others."""
+    def attach(self, trainer: Trainer) -> None:
+        """Add this callback to a Trainer, after all others.
+
+        Raises:
+            UsageError: the Trainer has such a callback already.
+        """
+        check_first_of_its_kind(self, trainer)
         self._trainer = trainer
-        # An engine with expert parallelism names its tensors otherwise, and a run that resumes has none yet.
+        # The engine of expert parallelism renames tensors, and a run that resumes has no engine yet.
         if (model := getattr(trainer, "model", None)) is not None:
             self._own_facts = {"trained": trained_tensors(model)} | self._own_facts
-        train = trainer.train
 
-        def train_and_finish(*args: Any, **kwargs: Any) -> Any:
-            try:
-                return train(*args, **kwargs)
-            finally:
-                self._end()
+        def ending(train: Callable[..., Any]) -> Callable[..., Any]:
+            def train_and_finish(*args: Any, **kwargs: Any) -> Any:
+                try:
+                    return train(*args, **kwargs)
+                finally:
+                    # The other ranks may have ended: finish without them.
+                    finish, self._finish = self._finish, None
+                    if finish is not None and finish.ended():
+                        try:
+                            finish.result()
+                        except (OSError, ShardwrightError) as error:
+                            note_on_first_rank(f"{finish.name} could not be finished: {error}")
 
-        trainer.train = train_and_finish
+            return train_and_finish
+
+        def none_when_done(collect: Callable[..., Any]) -> Callable[..., Any]:
+            def get_batch_samples(*args: Any, **kwargs: Any) -> Any:
+                return ([], None) if self._is_done else collect(*args, **kwargs)
+
+            return get_batch_samples
+
+        patches.apply("checkpointed-train", ending, on=trainer)
+        patches.apply("no-batches-after-the-last-step", none_when_done, on=trainer)
         trainer.add_callback(self)
 
-    def asked(self, resume: str | bool | Selection | None) -> str | None:
-        """Return what a run is to go on from: a named checkpoint, with true the newest, or one that was read already.
+    def resolve(self, resume: str | bool | Selection | None) -> str | None:
+        """Return the checkpoint to resume from; every rank must call it.
 
-        `OR_ANEW` is true for a run that nobody looks after: it begins anew, and says so, where no checkpoint is whole.
-        Every rank must call it; `newest` and `named` say what it raises.
+        Args:
+            resume: A checkpoint; true for the newest; a selection that was made before; `OR_ANEW`; otherwise start at
+                step 0.
+
+        Raises:
+            RefusedInputError, UsageError: as `newest` and `named`.
         """
         if resume == OR_ANEW:
             try:
                 return self.newest()
             except RefusedInputError as error:
-                if self._trainer.args.process_index == 0:
-                    self._notify(
-                        f"no checkpoint is whole, training begins anew at step 0: {'; '.join(str(error).splitlines())}"
-                    )
+                reasons = "; ".join(str(error).splitlines())
+                note_on_first_rank(f"no checkpoint is complete, training starts again at step 0: {reasons}")
                 return None
         if isinstance(resume, Selection):
             return self._resumed(lambda: resume)
@@ -94,46 +138,47 @@ class CheckpointCallback(TrainerCallback):
         return self.newest() if str(resume).lower() == "true" else None
 
     def newest(self) -> str | None:
-        """Return the newest whole checkpoint of the output directory; `None`, said aloud, where it holds none at all.
+        """Return the newest complete checkpoint of the output directory; `None`, with a log line, if it has none.
 
         Every rank must call it.
 
         Raises:
-            RefusedInputError: there are checkpoints, but none is whole.
-            UsageError: the run differs from the one that saved it in what cannot be carried over.
+            RefusedInputError: there are checkpoints, but none is complete.
+            UsageError: the run differs from the one that saved the checkpoint in a fact that may not change.
         """
         output_dir = Path(self._trainer.args.output_dir)
         if not on_first_rank(lambda: bool(checkpoints(output_dir))):
-            if self._trainer.args.process_index == 0:
-                self._notify(f"{output_dir} holds no checkpoint: training begins at step 0")
+            note_on_first_rank(f"{output_dir} has no checkpoint: training begins at step 0")
             return None
         return self._resumed(lambda: newest_whole(output_dir))
 
     def named(self, path: str) -> str:
-        """Return a checkpoint that the user named, after the same checks. Every rank must call it.
+        """Return the checkpoint at a path, after the same checks. Every rank must call it.
 
         Raises:
-            RefusedInputError: it is not whole.
-            UsageError: it is no directory, or the run differs in what cannot be carried over.
+            RefusedInputError: it is incomplete.
+            UsageError: it is not a directory, or the run differs in a fact that may not change.
         """
         return self._resumed(lambda: named_checkpoint(Path(path)))
 
     def _resumed(self, choose: Callable[[], Selection]) -> str:
-        """Choose on the first rank alone, which reads every byte, and tell the others."""
+        """Select on the first rank, which reads every byte, and broadcast the path."""
         facts = self._run_facts()
 
-        def chosen() -> tuple[str, bool]:
+        def selected() -> tuple[str, bool]:
             selection = choose()
-            faults, remarks = compared(selection.record.facts, facts)
-            faults += finished_faults(selection, facts, self._trainer.args.max_steps)
-            if faults:
-                raise UsageError(faults)
-            for line in (*(f"skipped: {one}" for one in selection.skipped), *remarks):
-                self._notify(line)
-            self._notify(f"resuming from {selection.path.name}")
+            errors, warnings = compared(selection.record.facts, facts)
+            errors += finished_errors(selection, facts, self._trainer.args.max_steps)
+            if errors:
+                raise UsageError(errors)
+            for line in (*(f"skipped: {skipped}" for skipped in selection.skipped), *warnings):
+                note_on_first_rank(line)
+            note_on_first_rank(f"resuming from {selection.path.name}")
+            if is_finished(selection, facts, self._trainer.args.max_steps):
+                note_on_first_rank(f"all {selection.record.step} steps are done: nothing is trained, the run continues")
             return str(selection.path), selection.record.facts.get("world_size") != facts["world_size"]
 
-        path, has_other_ranks = on_first_rank(chosen)
+        path, has_other_ranks = on_first_rank(selected)
         if has_other_ranks and facts["engine"] == "deepspeed":
             load_from_other_ranks()
         return path
@@ -143,38 +188,41 @@ class CheckpointCallback(TrainerCallback):
             self._facts = run_facts(self._trainer) | self._own_facts
         return self._facts
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Clear the way for the checkpoints of this run, and take over their rotation.
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
+    ) -> None:
+        """Rename checkpoints that this run would overwrite, and replace the Trainer's rotation.
 
         Raises:
-            UsageError: it was not attached.
+            UsageError: the callback was not attached.
         """
         if self._trainer is None:
             fix = "write CheckpointCallback().attach(trainer) instead of callbacks=[CheckpointCallback()]"
-            raise UsageError(Fault(where="CheckpointCallback", rule="knows no trainer", fix=fix))
+            raise UsageError(ConfigError(where="CheckpointCallback", rule="is not attached to a Trainer", fix=fix))
         self._facts = None
         self._run_facts()
+        self._is_done = 0 < state.max_steps <= state.global_step
         self._limit, args.save_total_limit = args.save_total_limit, None
         if args.should_save and Path(args.output_dir).is_dir():
-            set_aside(Path(args.output_dir), after_step=state.global_step, notify=self._notify)
+            set_aside(Path(args.output_dir), after_step=state.global_step)
 
-    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Begin to finish the checkpoint: flush it, take checksums, mark it complete; wait where training stops.
+    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object) -> None:
+        """Start a thread that flushes the checkpoint and marks it complete; wait for it if training stops.
 
         Raises:
-            ShardwrightError: a rank could not finish an earlier one; it stays incomplete, older ones stay whole.
+            ShardwrightError: a rank could not finish an earlier checkpoint, which stays incomplete.
         """
         self._settle(args, wait=True)
-        # The state goes on counting while the thread works.
+        # The state changes while the thread works.
         output_dir, step = Path(args.output_dir), state.global_step
         directory = output_dir / f"checkpoint-{step}"
-        # No rank is past this before all of them have written their files.
+        # This returns after all ranks have written their files.
         self._nodes = nodes = sum(gathered(args.local_process_index == 0))
         facts = self._run_facts()
 
         def mark(files: Mapping[str, FileRecord]) -> None:
             write_record(directory, step=step, files=files, facts=facts)
-            rotate(output_dir, limit=self._limit, best=state.best_model_checkpoint, notify=self._notify)
+            rotate(output_dir, limit=self._limit, best=state.best_model_checkpoint)
 
         def finish() -> Callable[[], None] | None:
             if not args.should_save:
@@ -187,28 +235,43 @@ class CheckpointCallback(TrainerCallback):
             return None
 
         has_part = args.should_save or args.local_process_index == 0
-        self._finish = Beside(finish if has_part else None, directory.name)
+        self._finish = BackgroundTask(finish if has_part else None, directory.name)
         if control.should_training_stop:
             self._settle(args, wait=True)
 
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Look whether the last checkpoint is finished; wait for it before the next one, and where training stops.
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
+    ) -> None:
+        """Check whether the last checkpoint is finished; wait for it before the next one and at the end of training.
 
         Raises:
-            ShardwrightError: a rank could not finish it; it stays incomplete, older ones stay whole.
+            ShardwrightError: a rank could not finish it; it stays incomplete.
         """
         self._settle(args, wait=control.should_save or control.should_training_stop)
 
-    def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_epoch_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
+    ) -> None:
+        """End a run that resumed after its last step."""
+        control.should_training_stop = control.should_training_stop or self._is_done
+
+    def on_epoch_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
+    ) -> None:
         """Wait for the last checkpoint before the one of this epoch.
 
         Raises:
             ShardwrightError: as `on_step_end`.
         """
+        if self._is_done:
+            # The run that took the last step has done all three.
+            control.should_log = control.should_evaluate = control.should_save = False
         self._settle(args, wait=control.should_save)
 
-    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Wait for the last checkpoint, and give the Trainer its own rotation back.
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
+    ) -> None:
+        """Wait for the last checkpoint, and restore the Trainer's rotation.
 
         Raises:
             ShardwrightError: as `on_step_end`.
@@ -216,17 +279,8 @@ class CheckpointCallback(TrainerCallback):
         self._settle(args, wait=True)
         args.save_total_limit = self._limit
 
-    def _end(self) -> None:
-        """Wait for what an exception left unfinished, without the other ranks, which may be gone."""
-        finish, self._finish = self._finish, None
-        if finish is not None and finish.ended():
-            try:
-                finish.result()
-            except (OSError, ShardwrightError) as error:
-                self._notify(f"{finish.name} could not be finished: {error}")
-
-    def _settle(self, args: Any, *, wait: bool) -> None:
-        """Agree that the last checkpoint is finished, or failed; every rank must call it."""
+    def _settle(self, args: TrainingArguments, *, wait: bool) -> None:
+        """Agree over all ranks that the last checkpoint is finished or has failed; every rank must call it."""
         finish = self._finish
         if finish is None or not finish.ended_everywhere(args.device, wait=wait):
             return

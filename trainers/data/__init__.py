@@ -1,4 +1,1 @@
-"""Samples of tokens, from anywhere.
-
-`samples.py` reads datasets, `text.py` packs text, `models.py` loads what training starts from.
-"""
+"""Token samples: `sources.py` reads rows, `samples.py` makes samples of them, `models.py` loads models."""

@@ -1,6 +1,6 @@
-"""The model that a training or an evaluation starts from: its configuration, weights and tokenizer, and nothing else.
+"""Load the model that training or evaluation starts from: its configuration, weights and tokenizer.
 
-Weights come from safetensors alone, and code that a repository ships is never run.
+Weights are read only from safetensors, and code in a model repository never runs.
 """
 
 from __future__ import annotations
@@ -10,21 +10,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from ...ds_configs.specs.errors import Fault, RefusedInputError, UsageError
-from ...plugins.bitsandbytes.checkpoint import keep_layout
-from ...plugins.bitsandbytes.sharded_loading import is_divided, on_host, place_for_division
-from ...plugins.huggingface_hub.model_directory import model_directory
-from ...plugins.launching.notes import note_on_first_rank
-from ...plugins.peft.lora import four_bit_loading
+from ...ds_configs.specs.errors import ConfigError, UsageError
+from ...plugins.bitsandbytes import is_divided, keep_layout, on_host, place_for_division
+from ...plugins.huggingface_hub.hub import model_directory
+from ...plugins.launching.messages import note_on_first_rank
+from ...plugins.peft import four_bit_loading
 from ...plugins.safetensors.reading import INDEX
 from ...plugins.transformers.sound_model import (
     check_config,
     check_weights,
     load_causal_lm,
+    refuse_other_formats,
     refused_by_name,
 )
 from ...plugins.transformers.training_arguments import byte_tokenizer
-from .settings import DataSettings
+from .sources import DataSettings
 
 Kind = TypeVar("Kind", bound=DataSettings)
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
@@ -37,80 +37,70 @@ class StartingModel:
     model: str
     """Hub id, local directory, or `config.json`."""
     revision: str | None = None
-    """Branch, tag or commit of a Hub model; `None` for the newest of its main branch."""
+    """Branch, tag or commit of a Hub model; `None` for the newest commit of its main branch."""
     tokenizer: str | None = None
-    """Hub id or directory of another tokenizer; `None` for the model's own."""
+    """Hub id or directory of another tokenizer; `None` for that of the model."""
     random_weights: bool = False
-    """Whether weights are initialised from the configuration and none are read."""
+    """Whether weights are initialised randomly instead of loaded."""
     method: str = "full"
     """`full`, `lora` or `qlora`, which loads weights in 4 bits."""
 
 
 def load_config(source: StartingModel) -> Any:
-    """Read the model configuration; code that a repository ships is never run.
+    """Read the model configuration, without running code of the repository.
 
     Raises:
-        RefusedInputError: it is damaged, absurd or names code.
+        RefusedInputError: it is damaged, has absurd values or requires code.
     """
     from transformers import AutoConfig
 
-    place = model_directory(source.model, revision=source.revision, weights=False)
-    check_config(str(place))
+    directory = model_directory(source.model, revision=source.revision, weights=False)
+    check_config(str(directory))
     with refused_by_name(source.model):
-        config = AutoConfig.from_pretrained(str(place), trust_remote_code=False)
+        config = AutoConfig.from_pretrained(str(directory), trust_remote_code=False)
     if not Path(source.model).expanduser().exists():
-        config._name_or_path, config._commit_hash = source.model, place.name
+        config._name_or_path, config._commit_hash = source.model, directory.name
     return config
 
 
 def load_model(
     source: StartingModel, config: Any, dtype: Any, seed: int, *, engine: str | None = None, for_stages: bool = False
 ) -> Any:
-    """Load or initialise the model; under ZeRO-3 the weights are partitioned while they are made.
+    """Load or initialise the model; under ZeRO-3 the weights are partitioned while they are created.
 
-    4-bit weights that the `engine` divides are loaded into host memory, from where it takes them piece by piece.
-    `for_stages` leaves weights to the stages of a pipeline where these can get them as they are wanted: the model is
-    then the name of its checkpoint, or without memory.
+    4-bit weights that the `engine` shards are loaded into host memory first. With `for_stages`, the stages of a
+    pipeline load the weights where possible: the result is then the name of a checkpoint, or a model without memory.
 
     Raises:
-        RefusedInputError: A local directory has weights in another format than safetensors.
-        UsageError: 4-bit weights are asked for where there are none to load.
+        RefusedInputError: a local directory has weights in another format than safetensors.
+        UsageError: 4-bit weights are requested, but there are none to load.
     """
     import torch
     from transformers import AutoModelForCausalLM, set_seed
 
     set_seed(seed)
-    place = Path(source.model)
-    random_weights = source.random_weights or place.is_file()
-    # An index without shards is damaged weights, which are refused by name below.
-    if place.is_dir() and not random_weights and not (any(place.glob("*.safetensors")) or (place / INDEX).exists()):
-        unsafe = sorted(path.name for pattern in ("*.bin", "*.pt", "*.pth") for path in place.glob(pattern))
-        if unsafe:
-            raise RefusedInputError(
-                Fault(
-                    where=str(place),
-                    value=unsafe,
-                    rule="weights are read from safetensors only, other formats can run code",
-                    fix="convert them, or pass --random-weights",
-                )
-            )
-        note_on_first_rank(f"{place} has no weights: they are initialised at random")
+    path = Path(source.model)
+    random_weights = source.random_weights or path.is_file()
+    # An index without shards means damaged weights, which are rejected with an error below.
+    if path.is_dir() and not random_weights and not (any(path.glob("*.safetensors")) or (path / INDEX).exists()):
+        refuse_other_formats(path, where="model", fix="convert them to safetensors, or pass --random-weights")
+        note_on_first_rank(f"{path} has no weights: they are initialised at random")
         random_weights = True
     if random_weights and source.method == "qlora":
-        raise UsageError(Fault(where="--method", value="qlora", rule="quantizes loaded weights", fix="use lora"))
+        raise UsageError(ConfigError(where="--method", value="qlora", rule="quantizes loaded weights", fix="use lora"))
     if random_weights:
         with torch.device("meta") if for_stages else nullcontext():
             return AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
     if for_stages and source.method == "full":
-        place = model_directory(source.model, revision=source.revision)
-        check_weights(place)
-        return str(place)
+        path = model_directory(source.model, revision=source.revision)
+        check_weights(path)
+        return str(path)
     divided = source.method == "qlora" and is_divided(engine)
     host: AbstractContextManager[dict[str, Any]] = on_host() if divided else nullcontext({})
     with host as placement:
         model = load_causal_lm(
             source.model,
-            # Weights of the training are looked at when it begins, where --allow-nonfinite is known.
+            # The weights are checked when training begins, where --allow-nonfinite is known.
             allow_nonfinite=True,
             revision=source.revision,
             config=config,
@@ -123,34 +113,34 @@ def load_model(
 
 
 def load_tokenizer(source: StartingModel, vocab_size: int) -> Any:
-    """Return the tokenizer: the named one, the model's, or bytes when a local model has none.
+    """Return the requested tokenizer, the model's, or a byte tokenizer if a local model has none.
 
     Raises:
-        UsageError: The tokenizer produces ids that the model has no embedding for.
+        UsageError: the tokenizer produces ids for which the model has no embedding.
     """
     from transformers import AutoTokenizer
 
-    place = Path(source.tokenizer or source.model)
-    found = any((place / name).is_file() for name in TOKENIZER_FILES)
-    if source.tokenizer is None and place.exists() and not found:
-        note_on_first_rank(f"{place} has no tokenizer: text is split into bytes")
+    path = Path(source.tokenizer or source.model)
+    has_tokenizer = any((path / name).is_file() for name in TOKENIZER_FILES)
+    if source.tokenizer is None and path.exists() and not has_tokenizer:
+        note_on_first_rank(f"{path} has no tokenizer: text is split into bytes")
         return byte_tokenizer(vocab_size)
     revision = None if source.tokenizer else source.revision
-    directory = model_directory(str(place), revision=revision, weights=False)
+    directory = model_directory(str(path), revision=revision, weights=False)
     tokenizer = AutoTokenizer.from_pretrained(str(directory), trust_remote_code=False)
-    tokenizer.name_or_path = str(place)
+    tokenizer.name_or_path = str(path)
     largest = max(tokenizer.get_vocab().values())
     if largest >= vocab_size:
-        rule = f"its ids must be below the model's vocab_size = {vocab_size}, the largest is {largest}"
-        raise UsageError(Fault(where="--tokenizer", value=str(place), rule=rule))
+        rule = f"its ids must be below the model's vocab_size = {vocab_size}, but the largest is {largest}"
+        raise UsageError(ConfigError(where="--tokenizer", value=str(path), rule=rule))
     return tokenizer
 
 
 def with_positions(settings: Kind, *configs: Any) -> Kind:
-    """Return settings whose samples have positions in all models: a length that nobody stated is shortened.
+    """Return settings whose sequence length all models support; a default length is shortened.
 
     Raises:
-        UsageError: a length was stated for which a model has no embedding.
+        UsageError: an explicitly set length exceeds the position embedding of a model.
     """
     if "seq_len" in settings.model_fields_set:
         for config in configs:
@@ -160,18 +150,18 @@ def with_positions(settings: Kind, *configs: Any) -> Kind:
     most = min([settings.seq_len, *limits])
     if most == settings.seq_len:
         return settings
-    note_on_first_rank(f"samples of {most} tokens, the most that the model has positions for")
+    note_on_first_rank(f"--seq-len is set to {most}, the largest length that the model supports")
     return settings.model_copy(update={"seq_len": most})
 
 
 def positions_of(config: Any) -> int | None:
-    """Return the positions that a model has or was trained for; `None` where nothing says so."""
+    """Return the number of positions that a model has or was trained for; `None` if unknown."""
     longest = getattr(config.get_text_config(), "max_position_embeddings", None)
     return longest if isinstance(longest, int) else None
 
 
 def check_seq_len(seq_len: int, config: Any) -> None:
-    """Refuse a sequence beyond learned positions, and remark on one beyond what rotary positions were trained for.
+    """Reject a length beyond learned positions, and warn of one beyond trained rotary positions.
 
     Raises:
         UsageError: the model has no embedding for the last positions.
@@ -181,5 +171,5 @@ def check_seq_len(seq_len: int, config: Any) -> None:
         return
     if getattr(config.get_text_config(), "rope_parameters", None) is None:
         rule = f"the model has {longest} learned positions"
-        raise UsageError(Fault(where="--seq-len", value=seq_len, rule=rule, fix="lower it"))
-    note_on_first_rank(f"--seq-len {seq_len} is beyond the {longest} positions that the model was trained for")
+        raise UsageError(ConfigError(where="--seq-len", value=seq_len, rule=rule, fix=f"use at most {longest}"))
+    note_on_first_rank(f"--seq-len {seq_len} exceeds the {longest} positions that the model was trained on")

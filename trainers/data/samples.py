@@ -1,60 +1,61 @@
-"""From a named dataset to token samples for training and held-out evaluation."""
+"""Token samples for training and evaluation: in memory, streamed, or one part per machine."""
 
 from __future__ import annotations
 
 import hashlib
 import json
+import tempfile
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
+from functools import partial
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any, Literal
 
-from ...ds_configs.specs.errors import Fault, UsageError
+from ...ds_configs.specs.errors import ConfigError, UsageError
 from .chat import IGNORED_LABEL, encode_chat, encode_completion, special_prefix, special_suffix
-from .settings import DataSettings
-from .sources import Row, parse_source, read_rows
-from .text import joined_pieces
+from .sources import WHOLE, DataSettings, Part, Row, joined_pieces, parse_source, read_rows
 
 Kind = Literal["text", "messages", "prompt and completion"]
 Sample = dict[str, list[int]]
 
 MESSAGE_COLUMNS = ("messages", "conversations")
 _FILL = {"input_ids": None, "labels": IGNORED_LABEL, "token_weights": 0.0, "teacher_rows": -1, "position_ids": 0}
-"""What each column is padded with; `None`: the padding token."""
+"""Padding value of each column; `None` for the padding token."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SampleStatistics:
-    """Counts of rows that were read, and of what became of them."""
+    """Counts of rows that were read, and of the samples made of them."""
 
     source: str
-    """The dataset as the user named it."""
+    """The dataset as the user wrote it."""
     kind: Kind
-    """Which columns the rows have."""
+    """Columns of the rows."""
     rows: int
-    """Rows that were read."""
+    """Number of rows that were read."""
     empty_rows: int
-    """Rows without text, which were left out."""
+    """Rows without text, which were skipped."""
     unlabelled_rows: int
-    """Rows whose labels were all masked once cut to `seq_len`, which were left out."""
+    """Rows without a label within `seq_len` tokens, which were skipped."""
     cut_rows: int
-    """Rows longer than `seq_len`, whose end was cut off."""
+    """Rows longer than `seq_len`, which were truncated."""
     train_samples: int
-    """Samples to train on."""
+    """Training samples."""
     evaluation_samples: int
-    """Samples held out."""
+    """Evaluation samples."""
     train_tokens: int
-    """Tokens to train on, without padding."""
+    """Training tokens, without padding."""
     train_labels: int
-    """Tokens with a label among them."""
+    """Training tokens with a label."""
     machines: int = 1
-    """Machines among which the rows to train on are divided; the counts are those of one."""
+    """Machines that share the training rows; the counts are those of one machine."""
 
     @property
     def source_name(self) -> str:
-        """The dataset as a published card names it: a file of this machine without its place."""
+        """Name of the dataset for a published model card: local files without their directory."""
         return Path(self.source).name if parse_source(self.source).is_local else self.source
 
 
@@ -63,20 +64,20 @@ class Samples:
     """Samples of at most `seq_len` tokens; each a dict of `input_ids` and `labels`."""
 
     train: Sequence[Sample]
-    """To train on: a list, or a dataset on disk."""
+    """Training samples: a list, or a dataset on disk."""
     evaluation: list[Sample]
-    """Held out: rows of their own, none of which is trained on."""
+    """Evaluation samples, from rows that are not trained on."""
     statistics: SampleStatistics
-    """What was read."""
-    kept: Any = None
-    """Owner of the file of `train`, where it is one; the file ends with it."""
+    """Counts of the rows that were read."""
+    kept: object = None
+    """Owner of the file of `train`, if it is on disk; the file is deleted with it."""
 
 
 def stated_samples(settings: DataSettings, tokenizer: Any) -> Samples:
-    """Return the samples that settings describe: the same for a teacher's cache and for a training.
+    """Return the samples that settings describe; a teacher's cache and the training use the same.
 
     Raises:
-        UsageError: as `load_samples` does.
+        UsageError: as `load_samples`.
     """
     return load_samples(
         settings.dataset,
@@ -106,49 +107,57 @@ def load_samples(
 ) -> Samples:
     """Read a dataset and turn it into samples.
 
-    Rows have `text`; `messages` or `conversations`; or `prompt` and `completion`. Plain text is joined, each document
-    ended by the end-of-sequence token, and cut into samples of exactly `seq_len` tokens; with `packing=False` each
-    document is cut on its own and the last piece is shorter. Other rows make one sample each, labelled where the
-    assistant or the completion speaks; their end is cut off beyond `seq_len`.
+    Rows have `text`; `messages` or `conversations`; or `prompt` and `completion`. Plain text is joined, with the
+    end-of-sequence token after each document, and split into samples of exactly `seq_len` tokens; with `packing=False`
+    each document is split separately and its last piece is shorter. Any other row makes one sample, truncated to
+    `seq_len`, with labels on what the assistant or the completion says.
 
-    Which rows are held out depends on their content and the seed alone, so that equal rows are never on both sides. A
-    single document is divided in itself.
+    Only the content and the seed decide which rows are evaluation rows, so equal rows are in the same set. A single
+    document is split into two parts.
 
     Args:
         source: `ID[:config][#N]` of the Hub, a `.jsonl`, `.json`, `.csv`, `.parquet` or `.txt` file, a directory of
-            such, or `python-help`.
-        tokenizer: Splits the text, and renders conversations.
-        seq_len: Longest sample in tokens.
+            such files, or `python-help`.
+        tokenizer: Tokenizer, whose template renders conversations.
+        seq_len: Largest sample length in tokens.
         packing: Whether plain text is joined.
         split: Split of a Hub dataset.
-        limit: Rows to read at most, beside the source's own `#N`.
+        limit: Largest number of rows to read; `#N` of the source applies too.
         revision: Branch, tag or commit of a Hub dataset.
-        seed: Chooses the rows to hold out.
-        evaluation_fraction: Share of rows to hold out, 0 to below 1; 0 holds nothing out.
-        text_column: Column that is read as `text`; then no other is looked at.
+        seed: Selects the evaluation rows.
+        evaluation_fraction: Share of evaluation rows, 0 to below 1; 0 for none.
+        text_column: Column that is read as `text`; other columns are ignored.
 
     Raises:
         UsageError: the dataset does not exist, has no text, is shorter than one sample, or all labels are masked.
     """
-    where = parse_source(source)
+    parsed = parse_source(source)
     if limit is not None:
-        where = replace(where, limit=limit if where.limit is None else min(limit, where.limit))
-    rows: list[Row] = list(read_rows(where, split=split, revision=revision))
+        parsed = replace(parsed, limit=limit if parsed.limit is None else min(limit, parsed.limit))
+    rows: list[Row] = list(read_rows(parsed, split=split, revision=revision))
     if text_column is not None:
         check_text_column(source, rows, text_column)
         rows = [{"text": row.get(text_column)} for row in rows]
     kind = kind_of(source, rows)
     filled = [row for row in rows if has_text(row, kind)]
     if not filled:
-        rule = f"none of its {len(rows)} rows has any text"
-        raise UsageError(Fault(where="dataset", value=source, rule=rule))
+        rule = f"none of its {len(rows)} rows has text"
+        raise UsageError(ConfigError(where="dataset", value=source, rule=rule))
     make = SampleMaker(tokenizer, seq_len, kind=kind, packing=packing, source=source)
-    kept, held_out = _split_rows(filled, kind, seed, evaluation_fraction)
-    train = list(make(kept))
+    train_rows, evaluation_rows = _split_rows(filled, kind, seed, evaluation_fraction)
+    train = list(make(train_rows))
     unlabelled, cut = make.unlabelled, make.cut
-    evaluation = list(make(held_out))
+    evaluation = list(make(evaluation_rows))
     if not train:
-        raise UsageError(_nothing_left(source, seq_len, kind, len(filled)))
+        if kind == "text":
+            rule = f"its text is shorter than one sample of seq_len = {seq_len} tokens"
+            raise UsageError(
+                ConfigError(where="dataset", value=source, rule=rule, fix="lower --seq-len, or add more text")
+            )
+        speaker = "the assistant" if kind == "messages" else "the completion"
+        rule = f"every label is masked: no row of {len(filled)} has text of {speaker} within seq_len = {seq_len} tokens"
+        fix = "raise --seq-len, or check the roles in the rows"
+        raise UsageError(ConfigError(where="dataset", value=source, rule=rule, fix=fix))
     statistics = SampleStatistics(
         source=source,
         kind=kind,
@@ -167,8 +176,8 @@ def load_samples(
 def collate(samples: Sequence[dict[str, Any]], *, pad_token_id: int = 0) -> dict[str, Any]:
     """Pad samples on the right to the longest and return tensors [B, S], with an `attention_mask`.
 
-    Padding is told by position, not by the token, so that a padding token that is also the end-of-sequence token keeps
-    its label where a text ends. `token_weights`, `teacher_rows` and `position_ids` are padded where samples have them.
+    The mask depends on positions, not on tokens: an end-of-sequence token that is also the padding token keeps its
+    label. `token_weights`, `teacher_rows` and `position_ids` are padded if samples have them.
     """
     import torch
 
@@ -188,18 +197,18 @@ def collate(samples: Sequence[dict[str, Any]], *, pad_token_id: int = 0) -> dict
 
 
 def check_text_column(source: str, rows: Sequence[Row], column: str) -> None:
-    """Raise a `UsageError` where the first row has no such column."""
+    """Raise a `UsageError` if the first row has no such column."""
     known = list(rows[0]) if rows else []
     if rows and column not in known:
         near = get_close_matches(column, known, n=1)
         fix = f"did you mean {near[0]}?" if near else f"it has {', '.join(known)}"
-        raise UsageError(Fault(where="text_column", value=column, rule=f"is no column of {source}", fix=fix))
+        raise UsageError(ConfigError(where="text_column", value=column, rule=f"is not a column of {source}", fix=fix))
 
 
 def kind_of(source: str, rows: Sequence[Row]) -> Kind:
-    """Return what rows hold, by the columns of the first."""
+    """Return the kind of the rows, by the columns of the first one."""
     if not rows:
-        raise UsageError(Fault(where="dataset", value=source, rule="has no rows"))
+        raise UsageError(ConfigError(where="dataset", value=source, rule="has no rows"))
     columns = list(rows[0])
     if any(name in columns for name in MESSAGE_COLUMNS):
         return "messages"
@@ -207,8 +216,10 @@ def kind_of(source: str, rows: Sequence[Row]) -> Kind:
         return "prompt and completion"
     if "text" in columns:
         return "text"
-    rule = f"needs a column text, {' or '.join(MESSAGE_COLUMNS)}, or prompt and completion; it has {', '.join(columns)}"
-    raise UsageError(Fault(where="dataset", value=source, rule=rule, fix="name one with --text-column"))
+    rule = (
+        f"needs a column text, {' or '.join(MESSAGE_COLUMNS)}, or prompt and completion, but has {', '.join(columns)}"
+    )
+    raise UsageError(ConfigError(where="dataset", value=source, rule=rule, fix="select one with --text-column"))
 
 
 def _messages(row: Row) -> Any:
@@ -216,7 +227,7 @@ def _messages(row: Row) -> Any:
 
 
 def has_text(row: Row, kind: Kind) -> bool:
-    """Tell whether a row holds anything to train on."""
+    """Return whether a row has text to train on."""
     if kind == "messages":
         return isinstance(_messages(row), list)
     if kind == "prompt and completion":
@@ -226,7 +237,7 @@ def has_text(row: Row, kind: Kind) -> bool:
 
 
 def digest_of(row: Row, seed: int) -> bytes:
-    """Return what decides the side of a row: equal rows have an equal one."""
+    """Return the digest that decides whether a row is an evaluation row; equal rows have equal digests."""
     return hashlib.sha256(f"{seed}\n{json.dumps(row, sort_keys=True, default=str)}".encode()).digest()
 
 
@@ -238,19 +249,19 @@ def _split_rows(rows: list[Row], kind: Kind, seed: int, fraction: float) -> tupl
         end = round(len(text) * (1 - fraction))
         return [{"text": text[:end]}], [{"text": text[end:]}]
     digests = [digest_of(row, seed) for row in rows]
-    equal_rows, wanted, taken = Counter(digests), max(1, round(len(rows) * fraction)), set()
-    # The last one stays, so that there is always something to train on.
+    equal_rows, missing, selected = Counter(digests), max(1, round(len(rows) * fraction)), set()
+    # The last digest is never selected, so that there is always a row to train on.
     for digest in sorted(equal_rows)[:-1]:
-        if wanted <= 0:
+        if missing <= 0:
             break
-        taken.add(digest)
-        wanted -= equal_rows[digest]
-    kept = [row for row, digest in zip(rows, digests, strict=True) if digest not in taken]
-    return kept, [row for row, digest in zip(rows, digests, strict=True) if digest in taken]
+        selected.add(digest)
+        missing -= equal_rows[digest]
+    train = [row for row, digest in zip(rows, digests, strict=True) if digest not in selected]
+    return train, [row for row, digest in zip(rows, digests, strict=True) if digest in selected]
 
 
 class SampleMaker:
-    """Samples of rows, made one by one; counts the rows whose labels are all masked, and those that were cut."""
+    """Make samples of rows one by one; count rows whose labels are all masked, and truncated rows."""
 
     def __init__(self, tokenizer: Any, seq_len: int, *, kind: Kind, packing: bool, source: str) -> None:
         self.unlabelled = self.cut = 0
@@ -258,23 +269,22 @@ class SampleMaker:
         self._packing, self._source = packing, source
 
     def __call__(self, rows: Iterable[Row]) -> Iterator[Sample]:
-        """Yield samples of at most `seq_len` tokens; rows are taken as samples are asked for."""
-        return self._of_text(rows) if self._kind == "text" else self._of_turns(rows)
-
-    def _of_text(self, rows: Iterable[Row]) -> Iterator[Sample]:
-        tokenizer = self._tokenizer
-        before, after = special_prefix(tokenizer), special_suffix(tokenizer)
-        documents = ([*before, *tokenizer(row["text"], add_special_tokens=False)["input_ids"], *after] for row in rows)
-        for tokens in (joined_pieces if self._packing else _pieces)(documents, self._seq_len):
-            # Samples own their labels, so that masking one leaves the tokens alone.
-            yield {"input_ids": tokens, "labels": list(tokens)}
-
-    def _of_turns(self, rows: Iterable[Row]) -> Iterator[Sample]:
+        """Yield samples of at most `seq_len` tokens; rows are read as samples are requested."""
+        if self._kind == "text":
+            tokenizer = self._tokenizer
+            before, after = special_prefix(tokenizer), special_suffix(tokenizer)
+            documents = (
+                [*before, *tokenizer(row["text"], add_special_tokens=False)["input_ids"], *after] for row in rows
+            )
+            for tokens in (joined_pieces if self._packing else _pieces)(documents, self._seq_len):
+                # Labels are a copy, so that masking a label does not change the tokens.
+                yield {"input_ids": tokens, "labels": list(tokens)}
+            return
         for index, row in enumerate(rows):
             ids, labels = self._encoded(row, index)
             self.cut += len(ids) > self._seq_len
             ids, labels = ids[: self._seq_len], labels[: self._seq_len]
-            # The first position has no predictor.
+            # The first token is never predicted.
             if any(label != IGNORED_LABEL for label in labels[1:]):
                 yield {"input_ids": ids, "labels": labels}
             else:
@@ -298,10 +308,160 @@ def _pieces(documents: Iterable[list[int]], seq_len: int) -> Iterator[list[int]]
                 yield tokens
 
 
-def _nothing_left(source: str, seq_len: int, kind: Kind, rows: int) -> Fault:
-    if kind == "text":
-        rule = f"its text is shorter than one sample of seq_len = {seq_len} tokens"
-        return Fault(where="dataset", value=source, rule=rule, fix="lower --seq-len or give more text")
-    speaker = "the assistant" if kind == "messages" else "the completion"
-    rule = f"every label is masked: in none of {rows} rows does {speaker} speak within seq_len = {seq_len} tokens"
-    return Fault(where="dataset", value=source, rule=rule, fix="raise --seq-len, or check the rows' roles")
+def streamed_samples(
+    settings: DataSettings, tokenizer: Any, *, train_samples: int, evaluation_samples: int, part: Part = WHOLE
+) -> Samples:
+    """Return the first samples of a dataset: the head becomes the evaluation set, the following rows are trained on.
+
+    Rows are read as samples are made of them. Training samples are written to a file in the temporary directory (16
+    bytes per token), which is deleted with the returned object, so memory does not grow with their number. Rows equal
+    to a row of the head are not trained on.
+
+    Args:
+        settings: Dataset, sequence length and packing; `evaluation_fraction` is ignored.
+        tokenizer: Tokenizer, whose template renders conversations.
+        train_samples: Largest number of training samples.
+        evaluation_samples: Number of evaluation samples; 0 for none.
+        part: Part of the training rows to read. All readers have the same head, that of the complete dataset.
+
+    Raises:
+        UsageError: as `load_samples`, or the dataset ends before the first training sample.
+    """
+    source = settings.dataset
+    read = partial(
+        read_rows,
+        parse_source(source),
+        split=settings.dataset_split,
+        revision=settings.dataset_revision,
+        streaming=True,
+    )
+    stream = read()
+    first = list(islice(stream, 1))
+    if settings.text_column is not None:
+        check_text_column(source, first, settings.text_column)
+    rows = _Rows(chain(first, stream), settings)
+    rows.kind = kind_of(source, list(rows.as_read(first)))
+    make = SampleMaker(tokenizer, settings.seq_len, kind=rows.kind, packing=settings.packing, source=source)
+    evaluation = list(islice(make(rows.head()), evaluation_samples))
+    make.unlabelled = make.cut = 0
+    if part != WHOLE:
+        rows.stream = read(part=part)
+    directory = tempfile.TemporaryDirectory(prefix="shardwright-stream-", ignore_cleanup_errors=True)
+    train, tokens, labels = _on_disk(islice(make(rows.rest()), train_samples), Path(directory.name))
+    if not len(train):
+        rule = f"ends after {rows.read} rows, before the first training sample of seq_len = {settings.seq_len}"
+        fix = "lower --seq-len or --evaluation-samples, or omit --streaming"
+        raise UsageError(ConfigError(where="dataset", value=source, rule=rule, fix=fix))
+    statistics = SampleStatistics(
+        source=source,
+        kind=rows.kind,
+        rows=rows.read,
+        empty_rows=rows.empty,
+        unlabelled_rows=make.unlabelled,
+        cut_rows=make.cut,
+        train_samples=len(train),
+        evaluation_samples=len(evaluation),
+        train_tokens=tokens,
+        train_labels=labels,
+        machines=part.count,
+    )
+    return replace(Samples(train=train, evaluation=evaluation, statistics=statistics), kept=directory)
+
+
+class _Rows:
+    """Rows with text, in order; rows of the head are remembered and skipped if they occur again."""
+
+    kind: Any = None
+
+    def __init__(self, stream: Iterator[Row], settings: DataSettings) -> None:
+        self.read = self.empty = 0
+        self.stream = stream
+        self._settings = settings
+        self._head: set[bytes] = set()
+
+    def as_read(self, rows: Iterable[Row]) -> Iterator[Row]:
+        """Yield rows with the selected column as `text`."""
+        column = self._settings.text_column
+        return ({"text": row.get(column)} if column is not None else row for row in rows)
+
+    def head(self) -> Iterator[Row]:
+        """Yield evaluation rows."""
+        for row in self._filled():
+            self._head.add(digest_of(row, self._settings.seed))
+            yield row
+
+    def rest(self) -> Iterator[Row]:
+        """Yield the rows after the head."""
+        return (row for row in self._filled() if digest_of(row, self._settings.seed) not in self._head)
+
+    def _filled(self) -> Iterator[Row]:
+        for row in self.as_read(self.stream):
+            self.read += 1
+            if has_text(row, self.kind):
+                yield row
+            else:
+                self.empty += 1
+
+
+def _on_disk(samples: Iterator[Sample], directory: Path) -> tuple[Any, int, int]:
+    """Write samples to a file; return them mapped from it, and the number of their tokens and labels."""
+    from datasets import Dataset, Features, List, Value
+    from datasets.arrow_writer import ArrowWriter
+
+    tokens = labels = 0
+    features = Features({name: List(Value("int64")) for name in ("input_ids", "labels")})
+    file = str(directory / "train.arrow")
+    with ArrowWriter(path=file, features=features) as writer:
+        for sample in samples:
+            tokens += len(sample["input_ids"])
+            labels += sum(label != IGNORED_LABEL for label in sample["labels"])
+            writer.write(sample)
+        count, _ = writer.finalize()
+    return (Dataset.from_file(file) if count else []), tokens, labels
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DividedSamples:
+    """Samples of a training on several machines; this machine has only those that its own ranks read.
+
+    Ranks get complete batches in turn (`BatchSamplerShard` of Accelerate), with samples in order: batch `b` goes to
+    rank `b mod world_size`, and the ranks of a machine have consecutive numbers. The batches of this machine are its
+    own samples in order, repeated from the first if there are too few.
+
+    >>> sizes = {"machines": 2, "ranks_per_machine": 1, "batch_size": 2, "count": 8}
+    >>> first = DividedSamples(own_samples=list("abcd"), machine=0, **sizes)
+    >>> [first[index] for index in (0, 1, 4, 5)]
+    ['a', 'b', 'c', 'd']
+    """
+
+    own_samples: Sequence[Sample]
+    """Samples on this machine."""
+    machine: int
+    """Index of this machine, from 0."""
+    machines: int
+    """Number of machines."""
+    ranks_per_machine: int
+    """Ranks on each machine."""
+    batch_size: int
+    """Samples per batch of a rank."""
+    count: int
+    """Training samples on all machines."""
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, index: int) -> Sample:
+        """Return a sample by its index in the training.
+
+        Raises:
+            IndexError: the index is out of range, or the sample is on another machine.
+        """
+        if not 0 <= index < self.count:
+            raise IndexError(f"sample {index} of {self.count}")
+        batch, offset = divmod(index, self.batch_size)
+        turn, rank = divmod(batch, self.machines * self.ranks_per_machine)
+        machine, rank_here = divmod(rank, self.ranks_per_machine)
+        if machine != self.machine:
+            raise IndexError(f"sample {index} is on machine {machine}, and this is machine {self.machine}")
+        own = (turn * self.ranks_per_machine + rank_here) * self.batch_size + offset
+        return self.own_samples[own % len(self.own_samples)]

@@ -1,20 +1,87 @@
-"""Rows of a dataset from wherever it lies: the Hub, files on this machine, or Python's own help topics."""
+"""Rows of a dataset from the Hub, from local files, or from the help topics of Python."""
 
 from __future__ import annotations
 
 import csv
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from ...ds_configs.specs.errors import Fault, ShardwrightError, UsageError
-from .text import read_utf8
+from pydantic import Field
+
+from ...ds_configs.specs.errors import ConfigError, ShardwrightError, UsageError, collecting
+from ...ds_configs.specs.settings import Settings
+from ...plugins.huggingface_hub.hub import hub_errors
+
+
+def read_documents(files: Sequence[Path] | None) -> list[str]:
+    """Return one document per file; without files, the help topics of Python.
+
+    Raises:
+        UsageError: files cannot be read, or are not UTF-8; lists all of them.
+    """
+    if files:
+        errors: list[ConfigError] = []
+        documents = []
+        for path in files:
+            with collecting(errors):
+                documents.append(read_utf8(path, where="--text"))
+        if errors:
+            raise UsageError(errors)
+        return documents
+    from pydoc_data.topics import topics
+
+    return [topics[name] for name in sorted(topics)]
+
+
+def read_utf8(path: Path, *, where: str) -> str:
+    """Return the text of a file; `where` is the flag or field in errors.
+
+    Raises:
+        UsageError: the file cannot be read, or is not UTF-8.
+    """
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        rule = f"is not UTF-8 text ({error.reason} at byte {error.start})"
+    except OSError as error:
+        rule = f"cannot be read ({error.strerror})"
+    raise UsageError(ConfigError(where=where, value=str(path), rule=rule, fix="pass UTF-8 text"))
+
+
+def pack(documents: Sequence[str], tokenizer: Any, seq_len: int) -> list[dict[str, Any]]:
+    """Join the documents' tokens and split them into samples of ``seq_len`` tokens; the rest is dropped.
+
+    Raises:
+        UsageError: the text is shorter than one sample.
+    """
+    import torch
+
+    end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+    encoded = [[*document, *end] for document in tokenizer(list(documents), add_special_tokens=False)["input_ids"]]
+    blocks = list(joined_pieces(encoded, seq_len))
+    if not blocks:
+        rule = f"the text has {sum(map(len, encoded))} tokens, fewer than one sample"
+        raise UsageError(ConfigError(where="--seq-len", value=seq_len, rule=rule, fix="lower it, or add more --text"))
+    return [{"input_ids": block_T, "labels": block_T} for block_T in torch.tensor(blocks)]
+
+
+def joined_pieces(documents: Iterable[list[int]], seq_len: int) -> Iterator[list[int]]:
+    """Yield the joined tokens of documents in pieces of ``seq_len``; the rest is dropped."""
+    waiting: list[int] = []
+    for document in documents:
+        waiting += document
+        end = len(waiting) // seq_len * seq_len
+        for start in range(0, end, seq_len):
+            yield waiting[start : start + seq_len]
+        waiting = waiting[end:]
+
 
 PYTHON_HELP = "python-help"
-"""Names the topics of Python's own help, which every installation holds."""
+"""Name of the dataset of Python's help topics, which every installation has."""
 SUFFIXES = (".csv", ".json", ".jsonl", ".parquet", ".txt")
 
 Row = Mapping[str, Any]
@@ -22,40 +89,40 @@ Row = Mapping[str, Any]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Source:
-    """Source of rows, which a user writes as `ID[:config][#N]`."""
+    """Source of rows, written as `ID[:config][#N]`."""
 
     name: str
     """Hub id, path, or `python-help`."""
     config: str | None = None
-    """Configuration of a Hub dataset; `None`: its only or default one."""
+    """Configuration of a Hub dataset; `None` for its only or default one."""
     limit: int | None = None
-    """Rows to read; `None`: all."""
+    """Number of rows to read; `None` for all."""
 
     @property
     def is_local(self) -> bool:
-        """Whether nothing has to be fetched."""
+        """Whether nothing is downloaded."""
         return self.name == PYTHON_HELP or Path(self.name).exists()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Part:
-    """Part of a dataset that one of several readers reads: together they read each row once."""
+    """Part of a dataset for one of several readers, which together read each row once."""
 
     index: int = 0
-    """Its number, from 0."""
+    """Index of the part, from 0."""
     count: int = 1
-    """How many there are."""
+    """Number of parts."""
 
 
 WHOLE = Part()
-"""The part of a reader that is alone."""
+"""The part of a single reader."""
 
 
 def parse_source(text: str) -> Source:
-    """Split ``ID[:config][#N]``; a path that exists is taken as it is.
+    """Parse ``ID[:config][#N]``; an existing path is not split.
 
     Raises:
-        UsageError: N is no count, or the name is neither a path nor shaped like a Hub id.
+        UsageError: N is not a positive number, or the name is neither a path nor a Hub id.
 
     >>> parse_source("Salesforce/wikitext:wikitext-2-raw-v1#500")
     Source(name='Salesforce/wikitext', config='wikitext-2-raw-v1', limit=500)
@@ -66,20 +133,20 @@ def parse_source(text: str) -> Source:
     limit = None
     if mark:
         if not count.isdecimal() or int(count) < 1:
-            rule, fix = "what follows # is the number of rows to read, at least 1", "such as imdb#2000"
-            raise UsageError(Fault(where="dataset", value=text, rule=rule, fix=fix))
+            rule, fix = "the number of rows after # must be at least 1", "write for example imdb#2000"
+            raise UsageError(ConfigError(where="dataset", value=text, rule=rule, fix=fix))
         text, limit = rest, int(count)
     if text == PYTHON_HELP or Path(text).exists():
         return Source(name=text, limit=limit)
     name, _, config = text.partition(":")
     if name.startswith((".", "/", "~")) or name.endswith(SUFFIXES) or name.count("/") > 1 or not name:
-        rule = "no such file or directory"
-        raise UsageError(Fault(where="dataset", value=text, rule=rule, fix=f"or a Hub id, or {PYTHON_HELP}"))
+        rule, fix = "no such file or directory", f"pass an existing path, a Hub id, or {PYTHON_HELP}"
+        raise UsageError(ConfigError(where="dataset", value=text, rule=rule, fix=fix))
     return Source(name=name, config=config or None, limit=limit)
 
 
 def local_place(text: str | None) -> str | None:
-    """Return the path that a dataset is read from; `None` where it is none, or none that exists.
+    """Return the path that a dataset is read from; `None` if it is not an existing path.
 
     >>> local_place("imdb#2000")
     """
@@ -91,72 +158,69 @@ def local_place(text: str | None) -> str | None:
 def read_rows(
     source: Source, *, split: str, revision: str | None, streaming: bool = False, part: Part = WHOLE
 ) -> Iterator[Row]:
-    """Yield the rows of a source, at most its limit; of the Hub only as far as they are asked for where `streaming`.
+    """Yield the rows of a source up to its limit; with `streaming`, download Hub rows as they are needed.
 
-    One part of `count` is each `count`-th file where there are as many files, and otherwise each `count`-th row of all.
+    One part of `count` is each `count`-th file if there are at least as many files, otherwise each `count`-th row.
 
     Raises:
-        UsageError: nothing of that name, configuration or split exists, or a file cannot be read as rows.
+        UsageError: the name, configuration or split does not exist, or a file cannot be read as rows.
         ShardwrightError: the Hub cannot be reached.
     """
     if revision is not None and source.is_local:
-        raise UsageError(Fault(where="dataset_revision", value=revision, rule="only a Hub dataset has revisions"))
+        raise UsageError(ConfigError(where="dataset_revision", value=revision, rule="only a Hub dataset has revisions"))
     if source.limit is None:
         return _rows(source, split=split, revision=revision, streaming=streaming, part=part)
-    # A limit counts the rows of the whole.
+    # A limit counts the rows of all parts.
     return _every(islice(_rows(source, split=split, revision=revision, streaming=True), source.limit), part)
 
 
 def _rows(source: Source, *, split: str, revision: str | None, streaming: bool, part: Part = WHOLE) -> Iterator[Row]:
     if source.name == PYTHON_HELP:
-        return _every(_help_topics(), part)
-    if source.is_local:
-        files = _files(Path(source.name))
-        if len(files) >= part.count:
-            files, part = files[part.index :: part.count], WHOLE
-        return _every((row for path in files for row in _file_rows(path)), part)
-    return _hub_rows(source, split=split, revision=revision, streaming=streaming, part=part)
+        return _every(({"text": text} for text in read_documents(None)), part)
+    if not source.is_local:
+        return _hub_rows(source, split=split, revision=revision, streaming=streaming, part=part)
+    path = Path(source.name)
+    files = [path]
+    if path.is_dir():
+        files = sorted(file for file in path.rglob("*") if file.suffix in SUFFIXES and file.is_file())
+        if not files:
+            rule = f"has no file that ends in {', '.join(SUFFIXES)}"
+            raise UsageError(ConfigError(where="dataset", value=str(path), rule=rule))
+    elif path.suffix not in SUFFIXES:
+        rule = f"a dataset file ends in {', '.join(SUFFIXES)}"
+        raise UsageError(ConfigError(where="dataset", value=str(path), rule=rule))
+    if len(files) >= part.count:
+        files, part = files[part.index :: part.count], WHOLE
+    return _every((row for file in files for row in _file_rows(file)), part)
 
 
 def _every(rows: Iterable[Row], part: Part) -> Iterator[Row]:
     return islice(rows, part.index, None, part.count)
 
 
-def _help_topics() -> Iterator[Row]:
-    from pydoc_data.topics import topics
-
-    return ({"text": topics[name]} for name in sorted(topics))
-
-
-def _files(path: Path) -> list[Path]:
-    if path.is_file():
-        if path.suffix not in SUFFIXES:
-            rule = f"a dataset file ends in {', '.join(SUFFIXES)}"
-            raise UsageError(Fault(where="dataset", value=str(path), rule=rule))
-        return [path]
-    found = sorted(file for file in path.rglob("*") if file.suffix in SUFFIXES and file.is_file())
-    if not found:
-        rule = f"holds no file that ends in {', '.join(SUFFIXES)}"
-        raise UsageError(Fault(where="dataset", value=str(path), rule=rule))
-    return found
-
-
 def _file_rows(path: Path) -> Iterator[Row]:
-    read = {
-        ".csv": _csv_rows,
-        ".json": _json_rows,
-        ".jsonl": _jsonl_rows,
-        ".parquet": _parquet_rows,
-        ".txt": _text_rows,
-    }[path.suffix]
     try:
-        yield from read(path)
+        if path.suffix == ".txt":
+            yield {"text": read_utf8(path, where="dataset")}
+        elif path.suffix == ".csv":
+            yield from _csv_rows(path)
+        elif path.suffix == ".parquet":
+            yield from _parquet_rows(path)
+        elif path.suffix == ".jsonl":
+            with path.open(encoding="utf-8") as lines:
+                for number, line in enumerate(lines, start=1):
+                    if line.strip():
+                        yield _row(_parsed(line, f"{path}:{number}"), f"{path}:{number}")
+        else:
+            data = _parsed(path.read_text(encoding="utf-8"), str(path))
+            if not isinstance(data, list):
+                rule, fix = "must be a list of objects", "or write one object per line into a .jsonl file"
+                raise UsageError(ConfigError(where=str(path), rule=rule, fix=fix))
+            for index, value in enumerate(data):
+                yield _row(value, f"{path}[{index}]")
     except UnicodeDecodeError as error:
-        raise UsageError(Fault(where="dataset", value=str(path), rule=f"is not UTF-8 text ({error.reason})")) from None
-
-
-def _text_rows(path: Path) -> Iterator[Row]:
-    yield {"text": read_utf8(path, where="dataset")}
+        rule = f"is not UTF-8 text ({error.reason})"
+        raise UsageError(ConfigError(where="dataset", value=str(path), rule=rule)) from None
 
 
 def _csv_rows(path: Path) -> Iterator[Row]:
@@ -167,39 +231,23 @@ def _csv_rows(path: Path) -> Iterator[Row]:
                 where = f"{path}:{rows.line_num}"
                 if None in row or None in row.values():
                     columns = len(rows.fieldnames or ())
-                    raise UsageError(Fault(where=where, rule=f"must have {columns} values, as the first line has"))
+                    rule = f"must have {columns} values, like the first line"
+                    raise UsageError(ConfigError(where=where, rule=rule))
                 yield row
         except csv.Error as error:
-            raise UsageError(Fault(where=f"{path}:{rows.line_num}", rule=f"is not valid CSV ({error})")) from None
+            raise UsageError(ConfigError(where=f"{path}:{rows.line_num}", rule=f"is not valid CSV ({error})")) from None
 
 
-def _jsonl_rows(path: Path) -> Iterator[Row]:
-    with path.open(encoding="utf-8") as lines:
-        for number, line in enumerate(lines, start=1):
-            if line.strip():
-                yield _row(_parsed(line, f"{path}:{number}"), f"{path}:{number}")
-
-
-def _json_rows(path: Path) -> Iterator[Row]:
-    data = _parsed(path.read_text(encoding="utf-8"), str(path))
-    if not isinstance(data, list):
-        raise UsageError(
-            Fault(where=str(path), rule="must hold a list of objects", fix="or one object a line, as .jsonl")
-        )
-    for index, value in enumerate(data):
-        yield _row(value, f"{path}[{index}]")
-
-
-def _parsed(text: str, where: str) -> Any:
+def _parsed(text: str, where: str) -> object:
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise UsageError(Fault(where=where, rule=f"is not valid JSON ({error})")) from None
+        raise UsageError(ConfigError(where=where, rule=f"is not valid JSON ({error})")) from None
 
 
-def _row(value: Any, where: str) -> Row:
+def _row(value: object, where: str) -> Row:
     if not isinstance(value, dict):
-        raise UsageError(Fault(where=where, rule="must be an object with columns such as text or messages"))
+        raise UsageError(ConfigError(where=where, rule="must be an object with columns such as text or messages"))
     return value
 
 
@@ -213,37 +261,64 @@ def _parquet_rows(path: Path) -> Iterator[Row]:
                 yield from batch.to_pylist()
     except (pyarrow.ArrowException, OSError) as error:
         detail = " ".join(str(error).split())
-        raise UsageError(Fault(where="dataset", value=str(path), rule=f"is not readable Parquet ({detail})")) from None
+        rule = f"is not readable Parquet ({detail})"
+        raise UsageError(ConfigError(where="dataset", value=str(path), rule=rule)) from None
 
 
 def _hub_rows(source: Source, *, split: str, revision: str | None, streaming: bool, part: Part) -> Iterator[Row]:
-    """Yield rows, fetched as they are wanted where `streaming`: a large dataset is not fetched for a few."""
+    """Yield the rows of a Hub dataset."""
     from datasets import IterableDataset, load_dataset
+    from datasets.data_files import EmptyDatasetError
     from datasets.exceptions import DatasetNotFoundError, DatasetsError
 
+    unreachable: tuple[type[Exception], ...] = (*hub_errors(), RuntimeError)
     try:
-        found = load_dataset(source.name, source.config, split=split, revision=revision, streaming=streaming)
-        if isinstance(found, IterableDataset) and found.num_shards >= part.count:
-            found, part = found.shard(part.count, part.index, contiguous=False), WHOLE
-        yield from _every(found, part)
+        dataset = load_dataset(source.name, source.config, split=split, revision=revision, streaming=streaming)
+        if isinstance(dataset, IterableDataset) and dataset.num_shards >= part.count:
+            dataset, part = dataset.shard(part.count, part.index, contiguous=False), WHOLE
+        yield from _every(dataset, part)
     except DatasetNotFoundError as error:
-        fix = f"check the id, log in for a gated one, or name a file, a directory or {PYTHON_HELP}"
-        raise UsageError(Fault(where="dataset", value=source.name, rule=_one_line(error), fix=fix)) from None
+        fix = f"check the id, log in for a gated dataset, or pass a file, a directory or {PYTHON_HELP}"
+        raise UsageError(ConfigError(where="dataset", value=source.name, rule=_one_line(error), fix=fix)) from None
+    except EmptyDatasetError:
+        rule, fix = "has no data files on the Hub", f"pass another dataset, a file, a directory or {PYTHON_HELP}"
+        raise UsageError(ConfigError(where="dataset", value=source.name, rule=rule, fix=fix)) from None
     except (ValueError, DatasetsError) as error:
-        # datasets 5.2.0 says 'Instruction "NAME" corresponds to no data!' of a split that is there and empty.
+        # datasets 5.2.0 reports 'Instruction "NAME" corresponds to no data!' for an empty split.
         if "corresponds to no data" in str(error):
-            rule, fix = f"its split {split} has no rows", "name another one, or a file"
-            raise UsageError(Fault(where="dataset", value=source.name, rule=rule, fix=fix)) from None
-        raise UsageError(Fault(where="dataset", value=source.name, rule=_one_line(error))) from None
-    except (OSError, RuntimeError) as error:
+            rule, fix = f"its split {split} has no rows", "pass another split, or a file"
+            raise UsageError(ConfigError(where="dataset", value=source.name, rule=rule, fix=fix)) from None
+        raise UsageError(ConfigError(where="dataset", value=source.name, rule=_one_line(error))) from None
+    except unreachable as error:
         if "scripts are no longer supported" in str(error):
-            rule = "is a script, which would run code of its repository"
-            fix = "use its Parquet files: --dataset-revision refs/convert/parquet where the Hub has converted it"
-            raise UsageError(Fault(where="dataset", value=source.name, rule=rule, fix=fix)) from None
-        fix = "; HF_HUB_OFFLINE is set: unset it, or name a file" if "OfflineMode" in str(error) else ""
+            rule = "needs a script, which would run code of its repository"
+            fix = "use the Parquet files of the Hub, if it has converted them: --dataset-revision refs/convert/parquet"
+            raise UsageError(ConfigError(where="dataset", value=source.name, rule=rule, fix=fix)) from None
+        fix = "; HF_HUB_OFFLINE is set: unset it, or pass a file" if "OfflineMode" in str(error) else ""
         raise ShardwrightError(f"dataset {source.name}: the Hub cannot be reached ({_one_line(error)}){fix}") from None
 
 
 def _one_line(error: Exception) -> str:
     text = " ".join(str(error).split()) or type(error).__name__
     return text if len(text) <= 300 else f"{text[:297]}..."
+
+
+class DataSettings(Settings):
+    """Training and evaluation samples."""
+
+    group = "Data"
+
+    dataset: str = Field(
+        "",
+        description="ID[:config][#N] of the Hub, a .jsonl, .json, .csv, .parquet or .txt file, a directory of them, "
+        "or python-help. Columns: text; messages or conversations; or prompt and completion",
+    )
+    text_column: str | None = Field(None, description="Column with plain text; default: text")
+    dataset_split: str = Field("train", description="Split of a Hub dataset")
+    dataset_revision: str | None = Field(None, description="Branch, tag or commit of a Hub dataset")
+    seq_len: int = Field(
+        512, ge=2, description="Tokens per sample; the default is lowered for models with fewer positions"
+    )
+    packing: bool = Field(True, description="Join plain text into samples of equal length")
+    evaluation_fraction: float = Field(0.05, gt=0, lt=1, description="Share of the rows in the evaluation set")
+    seed: int = Field(0, ge=0, le=2**32 - 1, description="Seed of data order, evaluation rows and sampling")

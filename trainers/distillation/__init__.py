@@ -1,4 +1,4 @@
-"""Distillation: exact losses, the trainer that applies them, teacher caches and the makers of students."""
+"""Distillation: trainers, teacher caches and smaller students."""
 
 from __future__ import annotations
 

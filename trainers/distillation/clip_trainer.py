@@ -1,63 +1,156 @@
-"""`CLIPDistillationTrainer`: dual encoders of images and texts learn from larger ones."""
+"""`CLIPDistillationTrainer`: train a dual encoder of images and texts against a larger one.
+
+The losses compare L2-normalised embeddings [B, D] of the batch of all ranks, where row i of images belongs to row i of
+texts. Formulas after CLIP-KD (arXiv 2307.12732), in fp32 for any dtype, under autocast too.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
-from transformers import Trainer
+import torch.nn.functional as functional
+from torch.autograd.function import FunctionCtx
+from transformers import PreTrainedModel, Trainer, TrainingArguments
 
-from ...ds_configs.specs.errors import Fault, ShardwrightError, UsageError
-from ...plugins.launching.notes import note_on_first_rank
-from ..losses.contrastive import feature_loss, gather_rows, interactive_loss, similarity_loss, task_loss
-from ..losses.head_forward import accepted_inputs, replaced_forward
-from ..losses.hidden_states import projectors
-from .projector_files import load_projectors, save_projectors
+from ...ds_configs.specs.errors import ConfigError, ShardwrightError, UsageError
+from ...plugins.launching.messages import note_on_first_rank
+from ..losses.features import projectors
+from ..losses.fused_loss import accepted_inputs, replaced_forward
+from .feature_matching import load_projectors, save_projectors
+
+
+def task_loss(images_BD: torch.Tensor, texts_BD: torch.Tensor, log_scale: torch.Tensor) -> torch.Tensor:
+    """Return ``½ (CE(image → text) + CE(text → image))`` of similarities scaled by ``exp(log_scale)``."""
+    similarities_BB = _similarities(images_BD, texts_BD, log_scale)
+    pairs = torch.arange(len(similarities_BB), device=similarities_BB.device)
+    return 0.5 * (functional.cross_entropy(similarities_BB, pairs) + functional.cross_entropy(similarities_BB.T, pairs))
+
+
+def similarity_loss(
+    student: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    teacher: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    temperature: float = 1.0,
+) -> torch.Tensor:
+    """Return ``½ τ² Σ KL(teacher's similarities | student's)`` over both directions, a mean over rows.
+
+    A model is (images, texts, log scale); embeddings of the two models may differ in width.
+    """
+    own_BB, taught_BB = (_similarities(*model) / temperature for model in (student, teacher))
+    total: Any = 0.0
+    for own, taught in ((own_BB, taught_BB), (own_BB.T, taught_BB.T)):
+        log_q, log_p = own.log_softmax(dim=-1), taught.detach().log_softmax(dim=-1)
+        total = total + functional.kl_div(log_q, log_p, log_target=True, reduction="batchmean")
+    loss: torch.Tensor = 0.5 * temperature**2 * total
+    return loss
+
+
+def interactive_loss(
+    student_images_BD: torch.Tensor,
+    student_texts_BD: torch.Tensor,
+    teacher_images_BD: torch.Tensor,
+    teacher_texts_BD: torch.Tensor,
+    log_scale: torch.Tensor,
+) -> torch.Tensor:
+    """Return ``½ (CE(student image → teacher text) + CE(student text → teacher image))``, with a separate scale.
+
+    The scale is learned as a logarithm, because a plain factor could reach 0.
+    """
+    pairs = torch.arange(len(student_images_BD), device=student_images_BD.device)
+    to_text = functional.cross_entropy(_similarities(student_images_BD, teacher_texts_BD.detach(), log_scale), pairs)
+    to_image = functional.cross_entropy(_similarities(student_texts_BD, teacher_images_BD.detach(), log_scale), pairs)
+    return 0.5 * (to_text + to_image)
+
+
+def feature_loss(student_BD: torch.Tensor, teacher_BD: torch.Tensor) -> torch.Tensor:
+    """Return ``|student - teacher|²``, the mean over rows; 0 to 4 for normalised embeddings."""
+    return (student_BD.float() - teacher_BD.detach().float()).square().sum(dim=-1).mean()
+
+
+def gather_rows(local_bD: torch.Tensor) -> torch.Tensor:
+    """Return the rows of all ranks, [B, D], in the order of ranks; every rank must have the same number.
+
+    The backward pass adds the gradients of all ranks' losses for this rank's rows. Every rank computes the loss of the
+    full batch, so an engine that then averages the ranks' gradients gives exactly the gradient of one process.
+    """
+    import torch.distributed as dist
+
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return local_bD
+    gathered: torch.Tensor = _GatherRows.apply(local_bD)
+    return gathered
+
+
+class _GatherRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: FunctionCtx, local_bD: torch.Tensor) -> torch.Tensor:
+        import torch.distributed as dist
+
+        parts = [torch.empty_like(local_bD.contiguous()) for _ in range(dist.get_world_size())]
+        dist.all_gather(parts, local_bD.contiguous())
+        ctx.rows = len(local_bD)
+        return torch.cat(parts)
+
+    @staticmethod
+    def backward(ctx: FunctionCtx, gradient_BD: torch.Tensor) -> torch.Tensor:
+        import torch.distributed as dist
+
+        # A copy, because autograd may pass the same gradient to other functions.
+        summed = gradient_BD.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(summed)
+        first = ctx.rows * dist.get_rank()
+        return summed[first : first + ctx.rows]
+
+
+def _similarities(rows_BD: torch.Tensor, columns_BD: torch.Tensor, log_scale: torch.Tensor) -> torch.Tensor:
+    with torch.autocast(rows_BD.device.type, enabled=False):
+        return log_scale.float().exp() * rows_BD.float() @ columns_BD.float().T
+
 
 ALIGNMENT = "distillation_alignment"
 INITIAL_LOG_SCALE = math.log(1 / 0.07)
-"""CLIP's own start (arXiv 2103.00020)."""
+"""Initial scale of CLIP (arXiv 2103.00020)."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ClipDistillationConfig:
-    """``task · L_task + similarity · L_KL + interactive · L_ICL + features · L_FD``; see `contrastive`."""
+    """``task · L_task + similarity · L_KL + interactive · L_ICL + features · L_FD``."""
 
     task: float = 1.0
-    """Weight of the student's own contrastive loss."""
+    """Weight of `task_loss`, the student's contrastive loss."""
     similarity: float = 1.0
-    """Weight of the KL between both models' similarities."""
+    """Weight of `similarity_loss`."""
     interactive: float = 1.0
-    """Weight of the contrastive loss against the teacher's embeddings."""
+    """Weight of `interactive_loss`, the contrastive loss against the teacher's embeddings."""
     features: float = 8.0
-    """Weight of the squared distance to the teacher's embeddings; CLIP-KD's 2000, there of means over 512 elements."""
+    """Weight of `feature_loss`; corresponds to 2000 in CLIP-KD, which takes the mean over 512 elements."""
     temperature: float = 1.0
-    """τ of the similarities' KL."""
+    """τ of `similarity_loss`."""
 
     def __post_init__(self) -> None:
-        """Check all values together.
+        """Check all values.
 
         Raises:
-            UsageError: all faults.
+            UsageError: all errors together.
         """
-        faults = [
-            Fault(where=field.name, value=getattr(self, field.name), rule="0 or more")
+        errors = [
+            ConfigError(where=field.name, value=getattr(self, field.name), rule="must be at least 0")
             for field in fields(self)
             if not 0 <= getattr(self, field.name) < math.inf
         ]
         if self.temperature == 0:
-            faults.append(Fault(where="temperature", value=0, rule="above 0"))
+            errors.append(ConfigError(where="temperature", value=0, rule="must be above 0"))
         if not any((self.task, self.similarity, self.interactive, self.features)):
-            faults.append(Fault(where="weights", rule="at least one must be above 0"))
-        if faults:
-            raise UsageError(faults)
+            errors.append(ConfigError(where="weights", rule="at least one must be above 0"))
+        if errors:
+            raise UsageError(errors)
 
 
 class Alignment(torch.nn.Module):
-    """Parts that join the student to the teacher's space: projectors where widths differ, and the interactive scale."""
+    """Projectors to the teacher's width, if widths differ, and the scale of `interactive_loss`."""
 
     def __init__(self, student_width: int, teacher_width: int) -> None:
         super().__init__()
@@ -68,68 +161,97 @@ class Alignment(torch.nn.Module):
         )
 
     def forward(self, images_bD: torch.Tensor, texts_bD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return both embeddings in the teacher's space, normalised, in fp32."""
+        """Return both embeddings with the teacher's width, normalised, in fp32."""
         normalise = torch.nn.functional.normalize
         return normalise(self.image(images_bD).float(), dim=-1), normalise(self.text(texts_bD).float(), dim=-1)
 
 
 class CLIPDistillationTrainer(Trainer):
-    """Trains a model with `image_embeds`, `text_embeds` and a `logit_scale`, as CLIP's, against a larger one.
+    """Train a model with `image_embeds`, `text_embeds` and a `logit_scale`, like CLIP, against a larger one.
 
-    Negatives are those of all ranks, and gradients are those of one process with the whole batch. Contrastive losses
-    are no sums over samples: with accumulation each micro-batch has its own negatives, as in any CLIP training, and
-    the mean of their losses is not the loss of the whole batch.
+    Negatives come from all ranks, and gradients equal those of one process with the full batch. Contrastive losses are
+    not sums over samples: with gradient accumulation each micro-batch has its own negatives, as in any CLIP training,
+    and the mean of their losses is not the loss of the full batch.
 
     Raises:
-        UsageError: a model is no dual encoder, or an argument would go unread; all faults at once.
+        UsageError: a model is not a dual encoder, or an argument would have no effect; all errors together.
     """
 
     def __init__(
         self,
-        model: Any = None,
-        args: Any = None,
+        model: PreTrainedModel | None = None,
+        args: TrainingArguments | None = None,
         *,
-        teacher: Any = None,
+        teacher: PreTrainedModel | None = None,
         distillation: ClipDistillationConfig | None = None,
         **kwargs: Any,
     ) -> None:
         self.distillation = distillation or ClipDistillationConfig()
-        _check(model, teacher, args, kwargs)
+        errors = []
+        if kwargs.get("compute_loss_func") is not None:
+            rule = "would not be called: the terms of `distillation` are the loss"
+            errors.append(ConfigError(where="compute_loss_func", rule=rule, fix="use the Trainer"))
+        if args is not None and args.n_gpu > 1:
+            rule = "one process drives several accelerators (DataParallel), which does not gather negatives"
+            errors.append(ConfigError(where="n_gpu", value=args.n_gpu, rule=rule, fix="start with accelerate launch"))
+        for side, encoder in (("model", model), ("teacher", teacher)):
+            if encoder is None:
+                errors.append(ConfigError(where=side, rule="is required"))
+            elif not hasattr(encoder, "logit_scale") or not hasattr(encoder.config, "projection_dim"):
+                rule = "must be a dual encoder with `logit_scale` and `config.projection_dim`"
+                value, fix = type(encoder).__name__, "use DistillationTrainer"
+                errors.append(ConfigError(where=side, value=value, rule=rule, fix=fix))
+        if errors:
+            raise UsageError(errors)
+        assert model is not None and teacher is not None, "checked above"
         alignment = Alignment(model.config.projection_dim, teacher.config.projection_dim)
         model.add_module(ALIGNMENT, alignment)
         super().__init__(model=model, args=args, **kwargs)
-        # An evaluation without labels computes a loss all the same.
+        # An evaluation without labels computes a loss too.
         self.can_return_loss, self.model_accepts_loss_kwargs = True, False
         self.teacher = teacher.requires_grad_(False).eval().to(self.args.device)
         self._sums: dict[str, torch.Tensor] = {}
         self._batches, self._checked = 0, False
         if self.args.gradient_accumulation_steps > 1:
-            note_on_first_rank("gradient accumulation: negatives come from one micro-batch at a time, on all ranks")
+            note_on_first_rank("with gradient accumulation, negatives come from one micro-batch of all ranks at a time")
 
     def compute_loss(
-        self, model: Any, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
+        self,
+        model: PreTrainedModel,
+        inputs: dict[str, Any],
+        return_outputs: bool = False,
+        num_items_in_batch: torch.Tensor | int | None = None,
     ) -> Any:
         """Return the weighted sum of all terms over the batch of all ranks."""
         inputs = {name: value for name, value in inputs.items() if name != "return_loss"}
         with torch.no_grad():
             taught = self.teacher(**accepted_inputs(self.teacher, inputs))
         inner = self.accelerator.unwrap_model(model)
-        kept: dict[str, torch.Tensor] = {}
+        terms: dict[str, torch.Tensor] = {}
 
-        def forward(original: Any, *args: Any, **named: Any) -> dict[str, torch.Tensor]:
+        def forward(original: Callable[..., Any], *args: Any, **named: Any) -> dict[str, torch.Tensor]:
             outputs = original(*args, **named)
-            kept.update(self._terms(inner, outputs, taught))
-            weights = {name: getattr(self.distillation, name) for name in kept}
-            loss = torch.stack([weights[name] * value for name, value in kept.items()]).sum()
+            terms.update(self._terms(inner, outputs, taught))
+            loss = torch.stack([getattr(self.distillation, name) * value for name, value in terms.items()]).sum()
             return {"loss": loss, "logits_per_image": outputs.logits_per_image.detach()}
 
         with replaced_forward(inner, forward):
             outputs = model(**accepted_inputs(inner, inputs))
-        self._record(kept, training=inner.training)
+        if not self._checked:
+            self._checked = True
+            bad = [name for name, value in terms.items() if not bool(torch.isfinite(value))]
+            if bad:
+                raise ShardwrightError(
+                    f"loss: {', '.join(bad)} is NaN or infinite; check the teacher's weights and inputs"
+                )
+        if inner.training:
+            self._batches += 1
+            for name, value in terms.items():
+                self._sums[name] = self._sums.get(name, 0.0) + value.detach()
         loss = outputs["loss"]
         return (loss, outputs) if return_outputs else loss
 
-    def _terms(self, student: Any, outputs: Any, taught: Any) -> dict[str, torch.Tensor]:
+    def _terms(self, student: PreTrainedModel, outputs: Any, taught: Any) -> dict[str, torch.Tensor]:
         """Return each term with a weight above 0."""
         alignment = getattr(student, ALIGNMENT)
         images, texts = (gather_rows(value.float()) for value in (outputs.image_embeds, outputs.text_embeds))
@@ -153,25 +275,11 @@ class CLIPDistillationTrainer(Trainer):
                 0.5 * (feature_loss(joined_images, taught_images) + feature_loss(joined_texts, taught_texts))
             ),
         }
-        found = {name: term() for name, term in terms.items() if getattr(self.distillation, name) > 0}
-        # DDP waits for the gradient of every parameter, those of terms without a weight too.
+        # DDP waits for the gradient of every parameter, including those of terms without a weight.
         unused: Any = 0.0
         for parameter in (student.logit_scale, *alignment.parameters()):
             unused = unused + 0.0 * parameter.float().sum()
-        return {name: value + unused for name, value in found.items()}
-
-    def _record(self, terms: Mapping[str, torch.Tensor], *, training: bool) -> None:
-        if not self._checked:
-            self._checked = True
-            bad = [name for name, value in terms.items() if not bool(torch.isfinite(value))]
-            if bad:
-                raise ShardwrightError(
-                    f"loss: {', '.join(bad)} is not a number; check the teacher's weights and inputs"
-                )
-        if training:
-            self._batches += 1
-            for name, value in terms.items():
-                self._sums[name] = self._sums.get(name, 0.0) + value.detach()
+        return {name: term() + unused for name, term in terms.items() if getattr(self.distillation, name) > 0}
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         """Add the mean of each term since the last log."""
@@ -181,28 +289,12 @@ class CLIPDistillationTrainer(Trainer):
         super().log(logs, *args, **kwargs)
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
-        whole = self.model.state_dict() if state_dict is None else state_dict
-        super()._save(output_dir, {name: value for name, value in whole.items() if ALIGNMENT not in name})
-        save_projectors(whole, ALIGNMENT, output_dir or self.args.output_dir)
+        tensors = self.model.state_dict() if state_dict is None else state_dict
+        super()._save(output_dir, {name: value for name, value in tensors.items() if ALIGNMENT not in name})
+        # Transformers 5.23 calls this method on every rank.
+        if self.args.should_save:
+            save_projectors(tensors, ALIGNMENT, output_dir or self.args.output_dir)
 
-    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: PreTrainedModel | None = None) -> None:
         super()._load_from_checkpoint(resume_from_checkpoint, model)
         load_projectors(getattr(self.model, ALIGNMENT), resume_from_checkpoint)
-
-
-def _check(student: Any, teacher: Any, arguments: Any, given: Mapping[str, Any]) -> None:
-    faults = []
-    if given.get("compute_loss_func") is not None:
-        rule = "would not be called: the terms of `distillation` are the loss"
-        faults.append(Fault(where="compute_loss_func", rule=rule, fix="use the Trainer"))
-    if arguments is not None and arguments.n_gpu > 1:
-        rule = "one process drives several accelerators (DataParallel), and gathers no negatives"
-        faults.append(Fault(where="n_gpu", value=arguments.n_gpu, rule=rule, fix="start with accelerate launch"))
-    for side, model in (("model", student), ("teacher", teacher)):
-        if model is None:
-            faults.append(Fault(where=side, rule="is needed"))
-        elif not hasattr(model, "logit_scale") or not hasattr(model.config, "projection_dim"):
-            rule = "is no dual encoder: it needs `logit_scale` and `config.projection_dim`"
-            faults.append(Fault(where=side, value=type(model).__name__, rule=rule, fix="use DistillationTrainer"))
-    if faults:
-        raise UsageError(faults)

@@ -1,4 +1,4 @@
-"""Completions that the student samples, as training batches."""
+"""Completions sampled from the student, as training batches."""
 
 from __future__ import annotations
 
@@ -8,22 +8,24 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from ...ds_configs.specs.errors import Fault, UsageError
+from ...ds_configs.specs.errors import ConfigError, UsageError
 from ..data.chat import IGNORED_LABEL
 from .config import OnPolicy
 
 if TYPE_CHECKING:
     import torch
+    from deepspeed import DeepSpeedEngine
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase, Trainer
 
 
 def is_generated(config: OnPolicy, seed: int, step: int, index: int) -> bool:
-    """Decide whether a micro-batch is generated; the same on all ranks, which must generate together."""
+    """Return whether a micro-batch is generated; equal on all ranks, which must generate together."""
     return random.Random(f"{seed} {step} {index}").random() < config.fraction
 
 
 @contextmanager
 def own_randomness(*numbers: int) -> Iterator[None]:
-    """Draw from a generator of its own inside the block: other numbers on every rank, the same after resuming."""
+    """Seed random numbers by `numbers` inside the block, e.g. step and rank, so that resuming repeats them."""
     import torch
 
     digest = hashlib.sha256(repr(numbers).encode()).digest()
@@ -33,7 +35,7 @@ def own_randomness(*numbers: int) -> Iterator[None]:
 
 
 def prompts_of(batch: dict[str, Any], prompt_tokens: int | None) -> list[list[int]]:
-    """Return the prompt of each sample: its first tokens, or those before the first label.
+    """Return the prompt of each sample: its first tokens, or the tokens before the first label.
 
     Raises:
         UsageError: a sample has no prompt.
@@ -42,14 +44,13 @@ def prompts_of(batch: dict[str, Any], prompt_tokens: int | None) -> list[list[in
     prompts = []
     for row, ids_S in enumerate(batch["input_ids"]):
         labels_S = batch["labels"][row]
-        valid = [True] * len(ids_S) if mask_BS is None else [bool(kept) for kept in mask_BS[row].tolist()]
-        labelled = [position for position, label in enumerate(labels_S.tolist()) if label != IGNORED_LABEL]
-        first_label = labelled[0] if labelled else len(valid)
-        end = first_label if prompt_tokens is None else prompt_tokens
-        prompt = [token for token, kept in zip(ids_S.tolist()[:end], valid[:end], strict=True) if kept]
+        is_token = [1] * len(ids_S) if mask_BS is None else mask_BS[row].tolist()
+        labelled = (position for position, label in enumerate(labels_S.tolist()) if label != IGNORED_LABEL)
+        end = next(labelled, len(ids_S)) if prompt_tokens is None else prompt_tokens
+        prompt = [token for token, counts in zip(ids_S.tolist()[:end], is_token[:end], strict=True) if counts]
         if not prompt:
-            rule = "a sample is labelled from its first token on, so nothing of it is a prompt"
-            raise UsageError(Fault(where="on_policy", rule=rule, fix="set on_policy.prompt_tokens"))
+            rule = "a sample has no prompt, because its first token is labelled"
+            raise UsageError(ConfigError(where="on_policy", rule=rule, fix="set on_policy.prompt_tokens"))
         prompts.append(prompt)
     return prompts
 
@@ -71,14 +72,23 @@ def completed_batch(prompts: list[list[int]], completions: list[list[int]], pad_
 
 
 def generate(
-    model: Any, engine: Any, tokenizer: Any, prompts: list[list[int]], config: OnPolicy, *, synced: bool, device: Any
+    model: PreTrainedModel,
+    engine: DeepSpeedEngine | None,
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: list[list[int]],
+    config: OnPolicy,
+    *,
+    synced: bool,
+    device: torch.device,
 ) -> list[list[int]]:
-    """Sample one completion for each prompt, up to and with its first end-of-sequence token.
+    """Sample one completion for each prompt, up to and including its first end-of-sequence token.
 
-    Under DeepSpeed its own rollout generates (deepspeed 0.19.8, deepspeed/runtime/rollout), which keeps the number of
+    Under DeepSpeed its rollout generates (deepspeed 0.19.8, deepspeed/runtime/rollout), which keeps the number of
     ZeRO-3 gathers equal on all ranks; otherwise `generate` of Transformers does.
     """
     import torch
+
+    sampling = {name: getattr(config, name) for name in ("max_new_tokens", "temperature", "top_p", "top_k")}
 
     pad = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
     longest = max(len(prompt) for prompt in prompts)
@@ -89,49 +99,29 @@ def generate(
     try:
         with torch.no_grad():
             if engine is not None:
-                output_BS = _rollout(engine, tokenizer, ids_BS, mask_BS, config)
+                from deepspeed.runtime.rollout import HybridEngineRollout, RolloutRequest, SamplingConfig
+
+                request = RolloutRequest(prompt_ids=ids_BS, prompt_attention_mask=mask_BS)
+                rollout = HybridEngineRollout(engine=engine, tokenizer=tokenizer)
+                output_BS = rollout.generate(request, SamplingConfig(n_samples_per_prompt=1, **sampling)).input_ids
             else:
                 output_BS = model.generate(
                     input_ids=ids_BS,
                     attention_mask=mask_BS,
                     do_sample=True,
-                    max_new_tokens=config.max_new_tokens,
-                    temperature=config.temperature,
-                    top_p=config.top_p,
-                    top_k=config.top_k,
                     pad_token_id=pad,
                     eos_token_id=tokenizer.eos_token_id,
                     synced_gpus=synced,
+                    **sampling,
                 )
     finally:
         model.train(training)
-    return [_until_end(row[longest:].tolist(), tokenizer.eos_token_id) for row in output_BS]
+    completions, end = [row[longest:].tolist() for row in output_BS], tokenizer.eos_token_id
+    return [tokens[: tokens.index(end) + 1] if end in tokens else tokens for tokens in completions]
 
 
-def _rollout(
-    engine: Any, tokenizer: Any, ids_BS: torch.Tensor, mask_BS: torch.Tensor, config: OnPolicy
-) -> torch.Tensor:
-    from deepspeed.runtime.rollout import HybridEngineRollout, RolloutRequest, SamplingConfig
-
-    request = RolloutRequest(prompt_ids=ids_BS, prompt_attention_mask=mask_BS)
-    sampling = SamplingConfig(
-        max_new_tokens=config.max_new_tokens,
-        temperature=config.temperature,
-        top_p=config.top_p,
-        top_k=config.top_k,
-        n_samples_per_prompt=1,
-    )
-    batch = HybridEngineRollout(engine=engine, tokenizer=tokenizer).generate(request, sampling)
-    output_BS: torch.Tensor = batch.input_ids
-    return output_BS
-
-
-def _until_end(tokens: list[int], end: int | None) -> list[int]:
-    return tokens[: tokens.index(end) + 1] if end in tokens else tokens
-
-
-def completed_by_student(trainer: Any, batch: dict[str, Any], own: OnPolicy, index: int) -> dict[str, Any]:
-    """Return the prompts of a micro-batch, by its number in the step, with what the student makes of them."""
+def completed_by_student(trainer: Trainer, batch: dict[str, Any], own: OnPolicy, index: int) -> dict[str, Any]:
+    """Return a micro-batch, by its index in the step, with the student's completions of its prompts."""
     tokenizer, arguments, step = trainer.processing_class, trainer.args, trainer.state.global_step
     engine = trainer.model_wrapped if trainer.is_deepspeed_enabled else None
     prompts = prompts_of(batch, own.prompt_tokens)

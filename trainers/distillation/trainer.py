@@ -1,104 +1,159 @@
-"""`DistillationTrainer`: the Trainer of Transformers with a teacher, exact under every plan."""
+"""`DistillationTrainer`: a Transformers `Trainer` whose loss adds the terms of a teacher."""
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from transformers import Trainer
 
-from ...ds_configs.specs.errors import Fault, ShardwrightError, UsageError
-from ...ds_configs.specs.teacher_placement import TeacherPlacement
-from ...plugins.deepspeed.whole_sequence import gradients_are_added_over_a_sequence
-from ...plugins.launching.notes import note_on_first_rank
-from ...plugins.transformers.run_settings import trainer_faults
-from ..losses.head_forward import UnknownLogitsError, accepted_inputs, replaced_forward
-from ..losses.objective import TeacherTargets, TokenObjective
-from .batch import EXTRA_COLUMNS, DistillationBatch, global_weight, split_batch, with_decoder_inputs
+from ...ds_configs.specs.errors import ConfigError, ShardwrightError, UsageError
+from ...ds_configs.specs.job import TeacherPlacement
+from ...plugins.deepspeed.ulysses import gradients_are_added_over_a_sequence
+from ...plugins.launching.messages import note_on_first_rank
+from ...plugins.transformers.attention_capture import hidden_states_of
+from ...plugins.transformers.output_heads import OutputHead, output_head
+from ...plugins.transformers.run_settings import trainer_errors
+from ..counting.estimates import STANDARD_ERROR, token_mean
+from ..losses.fused_loss import HeadReplacement, UnknownLogitsError, accepted_inputs, fused_token_loss, replaced_forward
+from ..losses.objective import HiddenTargets, LogitTargets, TeacherTargets, TokenObjective, TokenSums, plain_token_loss
+from ..parallel.balance_loss import balance_over_ranks, has_balance_loss
 from .config import DistillationConfig
+from .feature_matching import FeatureMatching, load_projectors, save_projectors, split_projectors
 from .on_policy import completed_by_student, is_generated
-from .projector_files import load_projectors, save_projectors, split_projectors
-from .student_step import StudentStep
-from .teacher_run import Lesson, ask, ask_in_its_own_tokens, targets_of
-from .teacher_setup import TeacherSetup, feature_matching, inner_model, predicts_next_token, uses_fused
-from .telemetry import NONFINITE, Telemetry
+from .teacher import (
+    SHIFT_LABELS,
+    TEACHER_ROWS,
+    TOKEN_WEIGHTS,
+    DistillationBatch,
+    EarlyExit,
+    Teacher,
+    TeacherOutput,
+    check_accelerator,
+    check_arguments,
+    cross_tokenizer_loss,
+    has_plain_head,
+    inner_model,
+    place,
+    predicts_next_token,
+    run_teacher,
+    run_teacher_on_own_tokens,
+    split_batch,
+    with_decoder_inputs,
+)
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
     import torch
+    from accelerate import Accelerator
+    from torch.utils.data import DataLoader
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainingArguments
+
+    from .cache.teacher_cache import TeacherCache
+    from .teacher import MovingAverage
 
 PROJECTORS = "distillation_projectors"
+NAMES = {
+    "forward_kl": "kl_per_token",
+    "divergence": "divergence",
+    "agreement": "top1_agreement",
+    "overlap": "speculative_acceptance",
+    "student_cross_entropy": "student_cross_entropy",
+    "teacher_cross_entropy": "teacher_cross_entropy",
+    "hidden_states": "hidden_state_distance",
+    "attention": "attention_distance",
+}
+"""Logged name of the mean of each sum in `TokenSums` and of each feature term."""
+WEIGHT, NONFINITE = "weight", "nonfinite_teacher_rows"
 
 
 class DistillationTrainer(Trainer):
-    """Trains a student on labels and on what a teacher makes of the same tokens.
+    """Train a student on labels and on a teacher's outputs for the same tokens.
 
     The loss is the mean over all labelled tokens of an optimizer step, over all ranks and micro-batches:
     ``Σ w ℓ / Σ w`` with ``ℓ = (1 - α) CE + α τ² D`` plus the feature terms (`DistillationConfig`). Gradients do not
     depend on how the tokens are split.
 
-    ``teacher`` is a Transformers model, which ``teacher_placement`` keeps whole on every rank or shards, a placed
-    teacher (`plugins.teacher_placement`), or a `TeacherCache`; ``None`` with ``distillation.self_teacher``, or where no
-    term needs one. ``teacher_tokenizer`` belongs to ``distillation.cross_tokenizer``, and `processing_class` is then
-    the student's.
+    Args:
+        model: Student.
+        args: `TrainingArguments`.
+        teacher: A Transformers model, a placed teacher (`plugins.transformers.teacher_placement`) or a `TeacherCache`.
+            `None` with ``distillation.self_teacher``, and if no term needs a teacher.
+        teacher_placement: How a Transformers model is placed: replicated on every rank, sharded, offloaded, quantized.
+        teacher_tokenizer: Required by ``distillation.cross_tokenizer``; `processing_class` is the student's tokenizer.
+        distillation: Terms of the loss.
+        kwargs: Other arguments of `Trainer`.
 
     Raises:
-        UsageError: terms, teacher and arguments do not go together; all faults at once.
+        UsageError: terms, teacher and arguments cannot be combined; all errors together.
     """
 
-    corrects_balance_loss = True
+    adds_balance_loss = True
+    """Adds the balance loss that the student returns, as `balance_over_ranks` counts it."""
     shares_sequences = True
-    """Cuts sequences over ranks by itself, so that `SequenceParallelCallback` leaves it alone."""
+    """Shards sequences over ranks itself; `SequenceParallelCallback` skips this trainer."""
 
     def __init__(
         self,
-        model: Any = None,
-        args: Any = None,
+        model: PreTrainedModel | None = None,
+        args: TrainingArguments | None = None,
         *,
         teacher: Any = None,
         teacher_placement: TeacherPlacement = "replica",
-        teacher_tokenizer: Any = None,
+        teacher_tokenizer: PreTrainedTokenizerBase | None = None,
         distillation: DistillationConfig | None = None,
         **kwargs: Any,
     ) -> None:
         self.distillation = distillation or DistillationConfig()
         self.combined_settings = self.distillation.combined_settings
-        setup = TeacherSetup(model, teacher, teacher_placement, self.distillation, args)
-        setup.check_trainer_arguments(kwargs)
-        self._cross_tokenizer = setup.cross_tokenizer(kwargs, teacher_tokenizer)
+        check_arguments(model, teacher, self.distillation, args, kwargs)
+        self._cross_tokenizer = cross_tokenizer_loss(self.distillation, kwargs, teacher_tokenizer)
         super().__init__(model=model, args=args, **kwargs)
+        if has_balance_loss(self.model) and getattr(self.accelerator, "parallelism_config", None) is None:
+            balance_over_ranks(self)
         self._train_telemetry, self._eval_telemetry = Telemetry(), Telemetry()
-        self._checked_first_step = self._checked_head = self._other_logits = False
-        self._keeps_logits = False
-        self.teacher: Any = None
-        self.teacher_cache: Any = None
-        self.moving_average: Any = None
-        self._features: Any = None
+        self._checked_first_step = self._checked_head = self._other_logits = self._keeps_logits = False
+        self._step_weight: torch.Tensor | None = None
+        self.teacher: Teacher | None = None
+        self.teacher_cache: TeacherCache | None = None
+        self.moving_average: MovingAverage | None = None
+        self._features: FeatureMatching | None = None
+        own = self.distillation.self_teacher
+        self._exits_early = own is not None and own.kind == "deeper_exit"
         if self.distillation.is_plain_training:
             return
         self.model_accepts_loss_kwargs = True
-        self._loss_shifts_labels = predicts_next_token(inner_model(self))
-        setup.check_accelerator(self.accelerator)
-        if faults := trainer_faults(self):
-            raise UsageError(faults)
-        self.teacher, self.teacher_cache = setup.place(self)
-        self._features = feature_matching(self.distillation, inner_model(self), self.teacher)
-        if self._features is not None and self._features.projectors is not None:
-            inner_model(self).add_module(PROJECTORS, self._features.projectors.to(self.args.device))
+        inner = inner_model(self)
+        self._loss_shifts_labels = predicts_next_token(inner)
+        check_accelerator(self.accelerator, self.distillation)
+        if errors := trainer_errors(self):
+            raise UsageError(errors)
+        self.teacher, self.teacher_cache = place(self, teacher, teacher_placement)
+        terms = self.distillation.hidden_states, self.distillation.attention
+        if terms != (None, None):
+            assert self.teacher is not None, "feature terms are rejected without a model as teacher"
+            self._features = FeatureMatching(inner.config, self.teacher.model.config, *terms)
+            if self._features.projectors is not None:
+                inner.add_module(PROJECTORS, self._features.projectors.to(self.args.device))
 
     def _set_signature_columns_if_needed(self) -> None:
         super()._set_signature_columns_if_needed()
+        columns = {*self._signature_columns, TOKEN_WEIGHTS, TEACHER_ROWS, SHIFT_LABELS, "position_ids"}
         teacher = getattr(self, "teacher", None)
-        extra = {*EXTRA_COLUMNS}
         if teacher is not None:
-            import inspect
-
-            extra |= {*inspect.signature(type(teacher.model).forward).parameters} - {"self", "kwargs", "args"}
-        self._signature_columns: list[str] = sorted({*self._signature_columns, *extra})
+            columns |= {*inspect.signature(type(teacher.model).forward).parameters} - {"self", "kwargs", "args"}
+        self._signature_columns: list[str] = sorted(columns)
 
     def compute_loss(
-        self, model: Any, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
+        self,
+        model: PreTrainedModel,
+        inputs: dict[str, torch.Tensor],
+        return_outputs: bool = False,
+        num_items_in_batch: torch.Tensor | int | None = None,
     ) -> Any:
         """Return the share of this micro-batch and rank in the mean over all labelled tokens."""
         if self.distillation.is_plain_training:
@@ -109,64 +164,222 @@ class DistillationTrainer(Trainer):
         except UnknownLogitsError as error:
             if self.distillation.implementation == "fused" or self._exits_early:
                 raise
-            # Every rank finds the same in its first step, before any gradient.
+            # Every rank gets the same error in its first step, before any gradient.
             self._other_logits = True
-            note_on_first_rank(
-                f"{error.faults[0].where} {error.faults[0].rule}: the loss is computed from whole logits"
-            )
+            note_on_first_rank(f"{error.errors[0].where} {error.errors[0].rule}: computing the loss from full logits")
         return self._distilled(model, inputs, return_outputs, num_items_in_batch, fused=False)
 
     def _uses_fused(self, return_outputs: bool) -> bool:
         keeps_logits = return_outputs and self._keeps_logits
-        if self._exits_early and keeps_logits:
-            rule = "learns in the place of the head, so that nobody can read the logits of an evaluation besides"
-            fix = "evaluate without compute_metrics, or with prediction_loss_only=True"
-            raise UsageError(Fault(where="self_teacher", value="deeper_exit", rule=rule, fix=fix))
         if self._exits_early:
+            if keeps_logits:
+                rule = "replaces the output head, so an evaluation cannot return logits"
+                fix = "evaluate without compute_metrics, or with prediction_loss_only=True"
+                raise UsageError(ConfigError(where="self_teacher", value="deeper_exit", rule=rule, fix=fix))
             return True
         if self._other_logits or keeps_logits:
             return False
-        return uses_fused(self.distillation, inner_model(self), self.teacher)
+        if self.distillation.implementation != "auto":
+            return self.distillation.implementation == "fused"
+        models = [inner_model(self)] + ([] if self.teacher is None else [self.teacher.model])
+        return self.distillation.cross_tokenizer is None and all(has_plain_head(each) for each in models)
 
     def _distilled(
-        self, model: Any, inputs: dict[str, Any], return_outputs: bool, num_items_in_batch: Any, *, fused: bool
+        self,
+        model: PreTrainedModel,
+        inputs: dict[str, torch.Tensor],
+        return_outputs: bool,
+        num_items_in_batch: torch.Tensor | int | None,
+        *,
+        fused: bool,
     ) -> Any:
         inner = inner_model(self)
         batch = split_batch(with_decoder_inputs(inner, inputs), shifts=self._loss_shifts_labels)
         objective = self.distillation.objective(self._progress())
-        lesson = self._lesson(model, batch, fused)
-        with self._targets(lesson, batch, objective) as targets:
-            step = StudentStep(
-                model=inner,
+        early_exit = None
+        if self._exits_early:
+            assert self.distillation.self_teacher is not None
+            early_exit = EarlyExit(inner, self.distillation.self_teacher.exit_layer)
+        if self.teacher is None:
+            taught = TeacherOutput()
+        else:
+            teacher = self.teacher.running(model) if hasattr(self.teacher, "running") else self.teacher
+            if self._cross_tokenizer is not None:
+                taught = run_teacher_on_own_tokens(teacher, batch)
+            else:
+                taught = run_teacher(
+                    teacher,
+                    batch,
+                    fused=fused,
+                    features=self._features,
+                    sequence_sharded=self._ranks_of_a_sequence() > 1,
+                    check_head=not self._checked_head,
+                )
+        with self._targets(taught, batch, objective.temperature) as targets:
+            step = _StudentStep(
                 batch=batch,
                 objective=objective,
+                teacher_output=taught,
                 targets=targets,
-                lesson=lesson,
+                early_exit=early_exit,
                 fused=fused,
-                telemetry=self.distillation.telemetry,
-                features=self._features,
-                cross_tokenizer=self._cross_tokenizer,
-                early_exit=self._early_exit(inner),
-                normalise=self._normaliser(inner, num_items_in_batch),
-                check_head=fused and not self._checked_head,
+                num_items_in_batch=num_items_in_batch,
             )
-            with replaced_forward(inner, step.forward):
+            with replaced_forward(inner, partial(self._student_forward, inner, step)):
                 outputs = model(**accepted_inputs(inner, batch.model_inputs))
         if step.unknown_logits is not None:
             raise step.unknown_logits
+        assert step.loss is not None, "the student's forward has run"
         self._checked_head = self._checked_head or fused
-        self._record(model, step, num_items_in_batch)
-        loss = step.exact_loss(outputs, times=self._added_ranks())
+        (self._train_telemetry if model.training else self._eval_telemetry).add(step.sums, step.sample_sums)
+        if not self._checked_first_step:
+            self._checked_first_step = True
+            _check_finite(float(step.sums.get(NONFINITE, 0.0)))
+            if model.training and self._step_weight is not None and float(self._step_weight) == 0:
+                rule = "every label of the first batch is masked (-100), so there is nothing to learn"
+                fix = "check the chat template or the prompt mask"
+                raise UsageError(ConfigError(where="labels", rule=rule, fix=fix))
+        # Engines may return the loss in 16 bit. The fp32 value replaces it; the gradient still passes the wrappers'
+        # hooks. Only the value is multiplied: logs average over ranks whose gradients are added.
+        returned = outputs["loss"].float()
+        loss = returned + (step.loss.detach() * self._ranks_with_added_gradients() - returned.detach())
         if not return_outputs:
             return loss
         return loss, {"loss": loss} | ({} if step.logits is None else {"logits": step.logits})
 
-    def _normaliser(self, inner: Any, num_items_in_batch: Any) -> Callable[..., torch.Tensor]:
+    @contextmanager
+    def _targets(
+        self, taught: TeacherOutput, batch: DistillationBatch, temperature: float
+    ) -> Iterator[TeacherTargets | None]:
+        """Give what the student's distributions are compared with; a sharded head is gathered inside the block."""
+        if self.teacher_cache is not None:
+            if batch.teacher_rows_N is None:
+                rule = "a cached teacher needs `teacher_rows` in its batches"
+                fix = "wrap the dataset in CachedTeacherDataset"
+                raise UsageError(ConfigError(where=TEACHER_ROWS, rule=rule, fix=fix))
+            yield self.teacher_cache.read(batch.teacher_rows_N, temperature)
+        elif taught.hidden_NH is not None:
+            assert self.teacher is not None
+            with self.teacher.gathered_head() as head:
+                yield HiddenTargets(hidden_NH=taught.hidden_NH, head=_detached(head))
+        elif taught.logits is not None:
+            yield LogitTargets(logits_NV=batch.rows_of(taught.logits))
+        else:
+            yield None
+
+    def _student_forward(
+        self, inner: PreTrainedModel, step: _StudentStep, original: Callable[..., Any], *args: Any, **kwargs: Any
+    ) -> dict[str, torch.Tensor]:
+        """Run the inner student and return ``{"loss": loss}``; the wrappers around it work as usual.
+
+        The loss is normalised here, because FSDP2 casts what a model returns, and its gradient, to 16 bit.
+        """
+        features, batch = self._features, step.batch
+        if features is not None and features.hidden_term is not None:
+            kwargs["output_hidden_states"] = True
+        with ExitStack() as stack:
+            head, attention = None, None
+            if step.fused:
+                head = stack.enter_context(HeadReplacement(inner, partial(self._loss_at_head, inner, step))())
+            if features is not None:
+                attention = stack.enter_context(features.capture_student(inner))
+            if step.early_exit is not None:
+                stack.enter_context(step.early_exit())
+            outputs = original(*args, **kwargs)
+        if head is None:
+            step.logits = outputs.logits
+            sums = self._loss_of_logits(step, outputs.logits)
+            loss = sums.loss
+        else:
+            try:
+                loss = head.result
+                if not self._checked_head:
+                    head.check_logits(outputs.logits)
+            except UnknownLogitsError as error:
+                # Raised after the wrappers have returned: an error here would leave their hooks half done.
+                step.unknown_logits = error
+                return {"loss": outputs.logits.sum()}
+            assert step.token_sums is not None, "the head has run"
+            sums = step.token_sums
+        values = {name: getattr(sums, name, None) for name in (*NAMES, WEIGHT, NONFINITE)}
+        step.sums = {name: value.detach() for name, value in values.items() if value is not None}
+        if not inner.training:
+            step.sample_sums = batch.by_sample({**sums.rows, WEIGHT: batch.weights_N})
+        if features is not None and features.hidden_term is not None:
+            teacher_states = step.teacher_output.hidden_states
+            assert teacher_states is not None, "the teacher returns them for this term"
+            distance = features.hidden_sum(hidden_states_of(outputs), teacher_states, batch.position_weights())
+            step.sums["hidden_states"] = distance.detach()
+            loss = loss + features.hidden_term.weight * distance
+        if features is not None and features.attention_term is not None:
+            teacher_attention = step.teacher_output.attention
+            assert attention is not None and teacher_attention is not None, "both are captured for this term"
+            weights_BS = batch.position_weights()
+            distance = features.attention_sum(attention, teacher_attention, weights_BS, batch.model_inputs)
+            step.sums["attention"] = distance.detach()
+            loss = loss + features.attention_term.weight * distance
+        step.loss = self._normalised(
+            inner, loss, sums.weight, getattr(outputs, "aux_loss", None), step.num_items_in_batch
+        )
+        return {"loss": step.loss}
+
+    def _loss_of_logits(self, step: _StudentStep, logits: torch.Tensor) -> TokenSums:
+        batch, objective = step.batch, step.objective
+        assert not isinstance(step.targets, HiddenTargets)
+        sums = plain_token_loss(
+            batch.rows_of(logits),
+            batch.labels_N,
+            step.targets,
+            objective,
+            weights_N=batch.weights_N,
+            telemetry=self.distillation.telemetry,
+        )
+        if self._cross_tokenizer is None:
+            return sums
+        divergence = self._cross_tokenizer(
+            logits,
+            step.teacher_output.own_token_logits,
+            batch.other_inputs,
+            batch.model_inputs["input_ids"],
+            batch.labels,
+            objective.temperature,
+        )
+        loss = sums.loss + objective.alpha * objective.temperature**2 * divergence
+        return replace(sums, loss=loss, divergence=divergence.detach())
+
+    def _loss_at_head(self, inner: PreTrainedModel, step: _StudentStep, hidden_BSH: torch.Tensor) -> torch.Tensor:
+        """Compute the loss in place of the output head, from the head's input."""
+        batch, head = step.batch, output_head(inner)
+        token_loss = partial(
+            fused_token_loss,
+            labels_N=batch.labels_N,
+            weights_N=batch.weights_N,
+            telemetry=self.distillation.telemetry,
+        )
+        hidden_NH = batch.rows_of(hidden_BSH)
+        if step.early_exit is None:
+            step.token_sums = token_loss(hidden_NH, head, teacher=step.targets, objective=step.objective)
+        else:
+            # The output learns from the labels only, and teaches the exit: CE(output) + (1 - α) CE(exit) + α τ² D.
+            output = token_loss(hidden_NH, head, teacher=None, objective=replace(step.objective, alpha=0.0))
+            targets = HiddenTargets(hidden_NH=hidden_NH.detach(), head=_detached(head))
+            exit_NH = batch.rows_of(step.early_exit.hidden)
+            exit_sums = token_loss(exit_NH, head, teacher=targets, objective=step.objective)
+            step.token_sums = replace(exit_sums, loss=output.loss + exit_sums.loss)
+        return step.token_sums.loss
+
+    def _normalised(
+        self,
+        inner: PreTrainedModel,
+        loss: torch.Tensor,
+        weight: torch.Tensor,
+        aux_loss: torch.Tensor | None,
+        num_items_in_batch: torch.Tensor | int | None,
+    ) -> torch.Tensor:
         """Divide by the global count and undo the averaging over ranks that every engine does to gradients.
 
         Over the ranks that share a sequence some engines add instead (`gradients_are_added_over_a_sequence`).
-        A mixture's load-balancing loss is averaged over micro-batches and ranks; the Trainer (transformers 5.17.0)
-        adds one per micro-batch and multiplies it by the ranks.
+        A mixture's load-balancing loss is averaged over micro-batches and ranks: `balance_over_ranks` counts it so.
         """
         import torch
 
@@ -174,117 +387,66 @@ class DistillationTrainer(Trainer):
         ranks = self.accelerator.num_processes if counted and self.args.average_tokens_across_devices else 1
         parallelism = getattr(self.accelerator, "parallelism_config", None)
         if ranks > 1 and parallelism is not None:
-            ranks //= parallelism.tp_size * self._added_ranks()
-        micro_batches = self.current_gradient_accumulation_steps if counted and self.model.training else 1
+            ranks //= parallelism.tp_size * self._ranks_with_added_gradients()
+        count = torch.as_tensor(num_items_in_batch if counted else weight, device=loss.device).float()
+        loss = loss * ranks / torch.where(count > 0, count, torch.ones_like(count))
         coefficient = getattr(inner.config.get_text_config(), "router_aux_loss_coef", 0.0)
-
-        def normalise(loss: torch.Tensor, weight: torch.Tensor, aux_loss: torch.Tensor | None) -> torch.Tensor:
-            count = torch.as_tensor(num_items_in_batch if counted else weight, device=loss.device).float()
-            loss = loss * ranks / torch.where(count > 0, count, torch.ones_like(count))
-            if aux_loss is None or not coefficient:
-                return loss
-            return loss + coefficient * aux_loss.to(loss.device) / micro_batches
-
-        return normalise
-
-    def _lesson(self, model: Any, batch: DistillationBatch, fused: bool) -> Lesson:
-        if self.teacher is None:
-            return Lesson()
-        teacher = self.teacher.running(model) if hasattr(self.teacher, "running") else self.teacher
-        if self._cross_tokenizer is not None:
-            return ask_in_its_own_tokens(teacher, batch)
-        sharded = self._ranks_of_a_sequence() > 1
-        return ask(
-            teacher,
-            batch,
-            fused=fused,
-            features=self._features,
-            sequence_sharded=sharded,
-            check_head=not self._checked_head,
-        )
-
-    @contextmanager
-    def _targets(
-        self, lesson: Lesson, batch: DistillationBatch, objective: TokenObjective
-    ) -> Iterator[TeacherTargets | None]:
-        if self.teacher_cache is not None:
-            if batch.teacher_rows_N is None:
-                rule = "a cached teacher needs `teacher_rows` in its batches"
-                raise UsageError(Fault(where="teacher_rows", rule=rule, fix="wrap the dataset in CachedTeacherDataset"))
-            yield self.teacher_cache.read(batch.teacher_rows_N, objective.temperature)
-            return
-        if self._cross_tokenizer is not None:
-            yield None
-            return
-        with ExitStack() as stack:
-            yield stack.enter_context(targets_of(lesson, batch, getattr(self.teacher, "gathered_head", None)))
-
-    def _record(self, model: Any, step: StudentStep, num_items_in_batch: Any) -> None:
-        (self._train_telemetry if model.training else self._eval_telemetry).add(step.sums, step.sample_sums)
-        if self._checked_first_step:
-            return
-        self._checked_first_step = True
-        _refuse_nonfinite(float(step.sums.get(NONFINITE, 0.0)))
-        if num_items_in_batch is not None and float(num_items_in_batch) == 0:
-            rule = "every label of the first batch is masked (-100), so there is nothing to learn"
-            raise UsageError(Fault(where="labels", rule=rule, fix="check the chat template or the prompt mask"))
+        if aux_loss is None or not coefficient:
+            return loss
+        micro_batches = self.current_gradient_accumulation_steps if counted and self.model.training else 1
+        return loss + coefficient * aux_loss.to(loss.device) / micro_batches
 
     def _progress(self) -> float:
         return float(self.state.global_step / max(1, self.state.max_steps))
 
-    @property
-    def _exits_early(self) -> bool:
-        own = self.distillation.self_teacher
-        return own is not None and own.kind == "deeper_exit"
-
-    def _early_exit(self, inner: Any) -> Any:
-        own = self.distillation.self_teacher
-        if own is None or not self._exits_early:
-            return None
-        from .self_teacher import EarlyExit
-
-        return EarlyExit(inner, own.exit_layer)
-
     def _ranks_of_a_sequence(self) -> int:
-        """Ranks that share one sequence: under Ulysses while training; each evaluates whole ones."""
+        """Return the ranks that share one sequence: under Ulysses while training; evaluation does not shard them."""
         parallelism = getattr(self.accelerator, "parallelism_config", None)
         return parallelism.sp_size if parallelism is not None and self.model.training else 1
 
-    def _added_ranks(self) -> int:
+    def _ranks_with_added_gradients(self) -> int:
         ranks = self._ranks_of_a_sequence()
         if ranks == 1:
             return 1
         zero = self.accelerator.state.deepspeed_plugin.deepspeed_config["zero_optimization"]
         return ranks if gradients_are_added_over_a_sequence(zero) else 1
 
-    def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: Any) -> tuple[list[Any], Any]:
+    def get_batch_samples(
+        self, epoch_iterator: Iterator[dict[str, Any]], num_batches: int, device: torch.device
+    ) -> tuple[list[Any], Any]:
         """Let the student complete some of the micro-batches, and count tokens afterwards."""
-        own = self.distillation.on_policy
-        if own is None:
+        on_policy = self.distillation.on_policy
+        if on_policy is None:
             return super().get_batch_samples(epoch_iterator, num_batches, device)  # type: ignore[no-any-return]
-        from itertools import islice
-
         batches = list(islice(epoch_iterator, num_batches))
         for index, batch in enumerate(batches):
-            if is_generated(own, self.args.seed, self.state.global_step, index):
-                batches[index] = completed_by_student(self, batch, own, index)
+            if is_generated(on_policy, self.args.seed, self.state.global_step, index):
+                batches[index] = completed_by_student(self, batch, on_policy, index)
         return batches, self._get_num_items_in_batch(batches, device)
 
-    def _get_num_items_in_batch(self, batch_samples: list[Any], device: Any) -> torch.Tensor | int | None:
+    def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> torch.Tensor | int | None:
+        import torch
+
         if self.distillation.is_plain_training or not batch_samples:
             return super()._get_num_items_in_batch(batch_samples, device)
-        weight = global_weight(batch_samples, shifts=self._loss_shifts_labels).to(device)
+        own = [split_batch(batch, shifts=self._loss_shifts_labels).weights.sum() for batch in batch_samples]
+        weight = torch.stack(own).sum().to(device)
         if self.args.average_tokens_across_devices and self.args.world_size > 1:
             weight = self.accelerator.gather(weight.reshape(1)).sum()
             parallelism = getattr(self.accelerator, "parallelism_config", None)
             if parallelism is not None:
                 weight = weight / parallelism.tp_size
+        self._step_weight = weight
         return weight
 
     def prediction_step(
-        self, model: Any, inputs: dict[str, Any], prediction_loss_only: bool, ignore_keys: list[str] | None = None
+        self,
+        model: PreTrainedModel,
+        inputs: dict[str, Any],
+        prediction_loss_only: bool,
+        ignore_keys: list[str] | None = None,
     ) -> tuple[Any, Any, Any]:
-        """Keep the logits of all tokens only where somebody reads them."""
+        """Keep the logits of all tokens only if the caller reads them."""
         self._keeps_logits = not prediction_loss_only
         try:
             return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)  # type: ignore[no-any-return]
@@ -294,55 +456,149 @@ class DistillationTrainer(Trainer):
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
         """Add KL, agreement, overlap and both cross-entropies, over all tokens of the evaluation, to the metrics.
 
-        Beside each stands its standard error over samples, where ranks do not share them.
+        Each has a standard error over samples, unless ranks share samples.
         """
         self._eval_telemetry = Telemetry()
         output = super().evaluation_loop(*args, **kwargs)
         prefix = kwargs.get("metric_key_prefix", "eval")
         means = self._eval_telemetry.means(self.accelerator)
-        _refuse_nonfinite(means.pop(NONFINITE, 0.0))
+        _check_finite(means.pop(NONFINITE, 0.0))
         means |= self._eval_telemetry.standard_errors(self.accelerator)
         output.metrics.update({f"{prefix}_{name}": value for name, value in means.items()})
         return output
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        """Add the means since the last log, and the present α and τ, to the log of training."""
+        """Add the means since the last log, and the current α and τ, to the log of training."""
         if "loss" in logs and not self.distillation.is_plain_training:
             means = self._train_telemetry.means(self.accelerator)
-            _refuse_nonfinite(means.pop(NONFINITE, 0.0))
+            _check_finite(means.pop(NONFINITE, 0.0))
             objective = self.distillation.objective(self._progress())
             logs = {**logs, **means, "alpha": objective.alpha, "temperature": objective.temperature}
         super().log(logs, *args, **kwargs)
 
-    def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: Any) -> Any:
+    def _prepare_for_training(
+        self, max_steps: int, train_dataloader: DataLoader, resume_from_checkpoint: str | None
+    ) -> Any:
         prepared = super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
         if resume_from_checkpoint is not None and self.moving_average is not None:
             self.moving_average.load(resume_from_checkpoint)
         return prepared
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
-        """Give projectors a learning rate of their own where one is set."""
+        """Give projectors a separate learning rate if one is set."""
         optimizer = super().create_optimizer(*args, **kwargs)
-        own = self.distillation.hidden_states
-        if own is not None and own.projector_learning_rate is not None and self._features.projectors is not None:
-            split_projectors(optimizer, self._features.projectors, own.projector_learning_rate)
+        term, projectors = self.distillation.hidden_states, self._projectors
+        if term is not None and term.projector_learning_rate is not None and projectors is not None:
+            split_projectors(optimizer, projectors, term.projector_learning_rate)
         return optimizer
 
+    @property
+    def _projectors(self) -> torch.nn.ModuleList | None:
+        return None if self._features is None else self._features.projectors
+
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
-        if self._features is None or self._features.projectors is None:
+        if self._projectors is None:
             super()._save(output_dir, state_dict)
             return
-        whole = self.model.state_dict() if state_dict is None else state_dict
-        super()._save(output_dir, {name: value for name, value in whole.items() if PROJECTORS not in name})
-        save_projectors(whole, PROJECTORS, output_dir or self.args.output_dir)
+        tensors = self.model.state_dict() if state_dict is None else state_dict
+        super()._save(output_dir, {name: value for name, value in tensors.items() if PROJECTORS not in name})
+        # Transformers 5.23 calls this method on every rank.
+        if self.args.should_save:
+            save_projectors(tensors, PROJECTORS, output_dir or self.args.output_dir)
 
-    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: PreTrainedModel | None = None) -> None:
         super()._load_from_checkpoint(resume_from_checkpoint, model)
-        if self._features is not None and self._features.projectors is not None and not self.is_fsdp_enabled:
-            load_projectors(self._features.projectors, resume_from_checkpoint)
+        if self._projectors is not None and not self.is_fsdp_enabled:
+            load_projectors(self._projectors, resume_from_checkpoint)
 
 
-def _refuse_nonfinite(rows: float) -> None:
-    if rows:
-        rule = f"NaN or infinite logits at {rows:.0f} labelled tokens"
+@dataclass(kw_only=True)
+class _StudentStep:
+    """Inputs and results of one forward pass of the student."""
+
+    batch: DistillationBatch
+    objective: TokenObjective
+    teacher_output: TeacherOutput
+    targets: TeacherTargets | None
+    early_exit: EarlyExit | None
+    fused: bool
+    num_items_in_batch: torch.Tensor | int | None
+    token_sums: TokenSums | None = None
+    """Sums of the fused loss."""
+    sums: dict[str, torch.Tensor] = field(default_factory=dict)
+    """Detached sums by name."""
+    sample_sums: dict[str, torch.Tensor] = field(default_factory=dict)
+    """[B] shares of the samples in the sums over tokens, in an evaluation."""
+    logits: torch.Tensor | None = None
+    """Logits of all positions, if the plain loss was computed."""
+    unknown_logits: UnknownLogitsError | None = None
+    """Why the fused loss does not fit this model; the returned loss is then meaningless."""
+    loss: torch.Tensor | None = None
+    """Normalised loss in fp32."""
+
+
+class Telemetry:
+    """Add up sums on the device, and reduce them over ranks when they are read."""
+
+    def __init__(self) -> None:
+        self._totals: dict[str, torch.Tensor] = {}
+        self._samples: list[dict[str, torch.Tensor]] = []
+
+    def add(self, sums: dict[str, torch.Tensor], sample_sums: dict[str, torch.Tensor]) -> None:
+        """Add the sums of one micro-batch, and keep those [B] of its samples, without synchronising."""
+        for name, value in sums.items():
+            self._totals[name] = self._totals.get(name, 0.0) + value.double()
+        if sample_sums:
+            self._samples.append(sample_sums)
+
+    def standard_errors(self, accelerator: Accelerator) -> dict[str, float]:
+        """Return the standard errors of the means over tokens, over the samples of all ranks; a collective.
+
+        Empty if ranks share samples, because each sample would count once per rank.
+        """
+        from accelerate.utils import gather_object
+
+        axes = getattr(accelerator, "parallelism_config", None)
+        if axes is not None and axes.tp_size * axes.cp_size * axes.sp_size > 1:
+            return {}
+        own: list[dict[str, float]] = []
+        for batch in self._samples:
+            values = {name: sums_B.tolist() for name, sums_B in batch.items()}
+            own += [dict(zip(values, sums, strict=True)) for sums in zip(*values.values(), strict=True)]
+        samples = gather_object(own)
+        weights = [sums[WEIGHT] for sums in samples]
+        errors: dict[str, float] = {}
+        for name, logged in NAMES.items():
+            if any(weights) and all(name in sums for sums in samples):
+                error = token_mean([sums[name] for sums in samples], weights).standard_error
+                errors |= {} if error is None else {f"{logged}_{STANDARD_ERROR}": error}
+        return errors
+
+    def means(self, accelerator: Accelerator) -> dict[str, float]:
+        """Return the means over all ranks and reset the sums; a collective."""
+        import torch
+
+        names = (*NAMES, WEIGHT, NONFINITE)
+        zero = torch.zeros((), dtype=torch.float64, device=accelerator.device)
+        # A rank whose labels are all masked has fewer sums; all ranks reduce the same number of them.
+        values = torch.stack([self._totals.get(name, zero) for name in names])
+        present = torch.stack([zero + (name in self._totals) for name in names])
+        self._totals = {}
+        totals, ranks_with_sum = accelerator.reduce(torch.stack([values, present]), reduction="sum").tolist()
+        by_name = {name: total for name, total, ranks in zip(names, totals, ranks_with_sum, strict=True) if ranks}
+        weight = by_name.get(WEIGHT) or 1.0
+        means = {logged: by_name[name] / weight for name, logged in NAMES.items() if name in by_name}
+        if by_name.get(NONFINITE):
+            means[NONFINITE] = by_name[NONFINITE]
+        return means
+
+
+def _detached(head: OutputHead) -> OutputHead:
+    bias_V = None if head.bias_V is None else head.bias_V.detach()
+    return replace(head, weight_VH=head.weight_VH.detach(), bias_V=bias_V)
+
+
+def _check_finite(nonfinite_rows: float) -> None:
+    if nonfinite_rows:
+        rule = f"NaN or infinite logits at {nonfinite_rows:.0f} labelled tokens"
         raise ShardwrightError(f"teacher: {rule}; load it in bf16 or fp32, and check its weights")

@@ -1,32 +1,212 @@
-"""Evaluates a model on a text, beside a baseline where one is given, one model in memory at a time."""
+"""Evaluate a model on a text and compare it with a baseline; one model is in memory at a time.
+
+`evaluate_model` checks the request and reads the models in this process, in vLLM, or on ranks that share the batches.
+"""
 
 from __future__ import annotations
 
+import gc
+import hashlib
+import json
+import logging
 import math
+import tempfile
 import time
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any, Literal
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
 
-from ...plugins.launching.notes import Notify, OnProgress
-from ...plugins.lm_eval.tasks import TaskRequest
+from ...ds_configs.plan.notebook import result_html
+from ...ds_configs.specs.errors import ConfigError, UsageError
+from ...ds_configs.specs.units import gigabytes
+from ...plugins.launching.messages import log_progress
+from ...plugins.lm_eval import TaskRequest, TaskScore, run_task, task_errors
+from ...plugins.planning.from_names import installed_versions
+from ..counting.estimates import Estimate, exponential, token_mean
 from ..data.sources import PYTHON_HELP
-from ..replicas.launch import ONE_PROCESS, Replicas
-from .estimates import exponential, token_mean
-from .in_ranks import read_in_ranks
-from .in_vllm import Engine, engine_for, read_in_vllm
-from .inputs import checked_subjects, chosen_seq_len, default_device, shared_tokenizer
-from .loading import Subject, local_directory
-from .reading import Findings, Reading, read_models
-from .result import KL_SHARES, Comparison, Evaluation, ModelResult, TextFacts
-from .stored_sizes import stored_sizes
-from .text_windows import TextRequest, TextWindows, text_windows
-from .token_measures import Batches, TokenMeasures
+from ..reports.runs import evaluation_table, verdict
+from ..runs.launch import ONE_PROCESS, Replicas, run_replicas
+from ..runs.share import ALONE, Share, ShareTask
+from .in_vllm import Engine, engine_conflicts, engine_for, read_in_vllm
+from .loading import (
+    EvalModel,
+    StoredSizes,
+    load_eval_model,
+    local_directory,
+    read_eval_model,
+    shared_tokenizer,
+    stored_sizes,
+)
+from .measures import (
+    AnswerSource,
+    Batches,
+    ModelReader,
+    StoredAnswers,
+    TextRequest,
+    TextWindows,
+    TokenMeasures,
+    measure_tokens,
+    number_errors,
+    text_windows,
+)
+from .speed import Speed, measure_speed
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 EvaluationEngine = Literal["transformers", "vllm"]
+# The window of published GPTQ and AWQ tables, so that perplexities are comparable.
+DEFAULT_SEQ_LEN = 2048
 DEFAULT_WINDOWS = 64
 _PACKAGES = ("shardwright", "torch", "transformers", "compressed-tensors", "bitsandbytes", "lm-eval")
+_LARGE_BYTES = 10**9
+
+logger = logging.getLogger(__name__)
+
+
+SCHEMA_VERSION = 1
+"""Version of `evaluate --format json` and of `evaluation.json`."""
+KL_SHARES = (0.01, 0.1, 0.25, 0.5, 0.75, 0.9, 0.95, 0.98, 0.99, 0.995, 0.998, 0.999, 0.9995, 0.9998, 0.9999, 1.0)
+"""Shares of the judged tokens for which the largest KL is reported."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TextFacts:
+    """Text of an evaluation."""
+
+    source: str
+    """Name that the user passed."""
+    seq_len_tokens: int
+    """Longest window."""
+    stride_tokens: int
+    """From one window's start to the next."""
+    windows: int
+    """Windows that were read."""
+    available_windows: int
+    """Windows of the complete text."""
+    predicted_tokens: int
+    """Evaluated tokens."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelResult:
+    """Measures of one model."""
+
+    name: str
+    """Hub id or directory."""
+    revision: str | None
+    """Commit of a Hub model."""
+    architecture: str
+    """Class of the model."""
+    quantization: str | None
+    """Library and format of quantized weights; `None` for plain weights."""
+    dtype: str
+    """Type that the model computes in."""
+    loss_nats_per_token: Estimate
+    """Mean cross-entropy."""
+    perplexity: Estimate
+    """Exponential of the mean cross-entropy."""
+    sizes: StoredSizes
+    """Of the checkpoint."""
+    speed: Speed | None
+    """On this machine; `None` if it was not measured."""
+    tasks: tuple[TaskScore, ...]
+    """Scores of lm-evaluation-harness."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Comparison:
+    """Difference of a model from its baseline on the same tokens."""
+
+    loss_difference_nats_per_token: Estimate
+    """Cross-entropy of the model minus that of the baseline; standard error over paired windows."""
+    loss_difference_is_significant: bool | None
+    """Whether the difference exceeds two standard errors; `None` with a single window."""
+    kl_nats_per_token: Estimate
+    """Mean KL(baseline | model)."""
+    kl_nats_at_share: Mapping[str, float]
+    """Quantiles of the tokens' KL by share of tokens; `1.0` is the maximum."""
+    top1_agreement: Estimate
+    """Share of tokens for which both models predict the same next token."""
+    compared_vocabulary: int
+    """Vocabulary size of KL and agreement."""
+    window_loss_differences_nats_per_token: tuple[float, ...]
+    """Loss difference of each window."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, repr=False)
+class Evaluation:
+    """Evaluation of a model, and of its baseline if there is one, on one text."""
+
+    text: TextFacts
+    model: ModelResult
+    baseline: ModelResult | None
+    """`None` without a baseline."""
+    comparison: Comparison | None
+    """`None` without a baseline."""
+    window_losses_nats_per_token: tuple[float, ...]
+    """Mean cross-entropy of each window."""
+    settings: Mapping[str, Any]
+    """Batch size, device and so on."""
+    versions: Mapping[str, str]
+    """Versions of the packages that ran."""
+    seconds: float
+    """Total wall-clock time."""
+
+    def __repr__(self) -> str:
+        """Return the model and its perplexity, in one line."""
+        baseline = "" if self.baseline is None else f", baseline {self.baseline.name}"
+        return f"<Evaluation of {self.model.name}{baseline}: perplexity {self.model.perplexity.value:.4g}>"
+
+    def _repr_html_(self) -> str:
+        """Return the evaluation as HTML for notebooks."""
+        data = self.to_dict()
+        table = evaluation_table(data)
+        return result_html(self.model.name, table.headings, table.rows, *filter(None, [verdict(data)]))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the evaluation as JSON values."""
+        return {"schema_version": SCHEMA_VERSION} | asdict(self)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EvalRun:
+    """Settings that the model and the baseline share."""
+
+    batches: Batches
+    dtype: str
+    """Type to load weights as, or `auto`."""
+    device: str
+    measure_speeds: bool
+    """Whether the first rank measures tokens/s and memory while the others wait."""
+    tasks: TaskRequest | None
+    """Tasks of lm-evaluation-harness."""
+    share: Share = ALONE
+    """Batches and tasks of this process."""
+
+
+@dataclass(kw_only=True)
+class EvalResult:
+    """Measurements of a model while it was in memory."""
+
+    model: EvalModel
+    dtype: str
+    """Type that it computes in."""
+    sizes: StoredSizes
+    """Of the checkpoint."""
+    speed: Speed | None = None
+    tasks: tuple[TaskScore, ...] = ()
+    """Complete on the first rank."""
+
+
+def default_device() -> str:
+    """Return the first accelerator if there is one, else `cpu`."""
+    import torch
+
+    return "cuda:0" if torch.cuda.is_available() else "cpu"
 
 
 def evaluate_model(
@@ -45,100 +225,326 @@ def evaluate_model(
     baseline_revision: str | None = None,
     measure_speeds: bool = True,
     replicas: Replicas = ONE_PROCESS,
-    notify: Notify = lambda _: None,
-    on_progress: OnProgress = lambda _stage, _done, _total: None,
 ) -> Evaluation:
-    """Return perplexity, KL and agreement with a baseline, sizes and speeds.
+    """Return perplexity, KL divergence and agreement with a baseline, sizes and speeds.
 
-    The baseline reads first and leaves the inputs of its output head on the host (tokens · hidden width numbers), and
-    its head, so that both models are never in memory together.
+    The baseline is read first. The inputs of its output head stay on the host (tokens · hidden width numbers) with the
+    head itself, so that both models are never in memory together. Notes and progress are logged.
 
     Args:
         source: Hub id or directory of the model.
-        baseline: Hub id or directory of what it is compared with, usually what it was made from.
-        dataset: What to read, as `--dataset` names it: `ID[:config][#N]` of the Hub, whose split `test` is taken, a
-            file or directory of rows, or `python-help`; 64 windows of it. Default: `python-help`.
-        text: What to read in the place of a dataset, where there is more to say of it, such as its split or other
-            windows, or windows that are tokens already.
-        seq_len: Tokens of a window; default: 2048, or fewer where a model has fewer positions, or that of the windows.
-        batch_size: Windows that are read together; no result depends on it.
+        baseline: Hub id or directory of the model to compare with, usually the original of `source`.
+        dataset: Dataset as for `--dataset`: `ID[:config][#N]` of the Hub (split `test`), a file or directory of rows,
+            or `python-help`. The first 64 windows are read. Default: `python-help`.
+        text: Text instead of a dataset, to select its split, stride or number of windows; or tokenized windows.
+        seq_len: Tokens per window. Default: 2048, or fewer if a model has fewer positions, or that of `TextWindows`.
+        batch_size: Windows per forward pass; no result depends on it.
         dtype: Type to load weights as, or `auto` for the stored one.
-        device: Such as `cuda:0` or `cpu`; default: an accelerator where there is one.
-        engine: `transformers`, or `vllm`, which is found on PATH and reads the same windows in its own environment.
+        device: Such as `cuda:0` or `cpu`. Default: an accelerator if there is one.
+        engine: `transformers`, or `vllm`, which must be on PATH and reads the windows in its own environment.
         tasks: Tasks of lm-evaluation-harness.
         revision: Branch, tag or commit of a Hub model.
-        baseline_revision: The same of a Hub baseline.
-        measure_speeds: Whether tokens/s and memory are measured.
-        replicas: Processes that divide the batches; what they find is the same as one process's, to the last bit where
-            they compute on the same hardware with as many threads.
-        notify: Receives remarks.
-        on_progress: Receives what is read, batches done and batches in all.
+        baseline_revision: Branch, tag or commit of a Hub baseline.
+        measure_speeds: Whether to measure tokens/s and memory.
+        replicas: Processes that share the batches. Results are bit-identical to those of one process on the same
+            hardware with as many threads.
 
     Raises:
-        UsageError: models, text or numbers that cannot be used, all faults together.
-        RefusedInputError: files of a model are corrupt or unsafe, or a model's answers are not numbers.
-        ShardwrightError: a model cannot be fetched or loaded, or the engine refuses it.
+        UsageError: models, text or numbers that cannot be used, all errors together.
+        RefusedInputError: files of a model are corrupt or unsafe, or its outputs are not numbers.
+        ShardwrightError: a model cannot be downloaded or loaded, or the engine rejects it.
     """
     start = time.perf_counter()
-    chosen = text or TextRequest(dataset=dataset or PYTHON_HELP, num_samples=DEFAULT_WINDOWS)
-    length = chosen.seq_len_tokens if isinstance(chosen, TextWindows) else seq_len
-    asked: dict[str, Any] = {"seq_len": length, "batch_size": batch_size, "device": device, "tasks": tasks}
-    asked |= {"engine": engine, "baseline": baseline, "replicas": replicas}
-    asked["dataset_beside_text"] = None if text is None else dataset
-    subjects = checked_subjects([(source, revision), (baseline, baseline_revision)], chosen, asked)
-    serving = engine_for(subjects[0]) if engine == "vllm" else None
-    tokenizer = shared_tokenizer(subjects, notify)
-    if isinstance(chosen, TextWindows):
-        windows = chosen
+    request = text or TextRequest(dataset=dataset or PYTHON_HELP, num_samples=DEFAULT_WINDOWS)
+    window_tokens = request.seq_len_tokens if isinstance(request, TextWindows) else seq_len
+    errors = number_errors(request, seq_len) if isinstance(request, TextRequest) else []
+    if text is not None and dataset is not None:
+        rule, fix = "cannot be combined with text", "pass TextRequest(dataset=...), or omit text"
+        errors.append(ConfigError(where="dataset", value=dataset, rule=rule, fix=fix))
+    if batch_size < 1:
+        errors.append(ConfigError(where="--batch-size", value=batch_size, rule="must be at least 1"))
+    errors += _device_errors(device) + replicas.errors(device=device)
+    if engine == "vllm":
+        errors += engine_conflicts(baseline=baseline, tasks=tasks, device=device, replicas=replicas)
+    models = []
+    for name, role, commit in ((source, "model", revision), (baseline, "baseline", baseline_revision)):
+        if name is None:
+            continue
+        try:
+            models.append(read_eval_model(name, role, revision=commit))
+        except UsageError as error:
+            errors += error.errors
+    for model in models:
+        if window_tokens is not None and model.longest is not None and window_tokens > model.longest:
+            rule, fix = f"{model.name} has {model.longest} positions", f"pass at most {model.longest}"
+            errors.append(ConfigError(where="--seq-len", value=window_tokens, rule=rule, fix=fix))
+    # vLLM runs no tasks, which is an error above; checking their names takes ten seconds.
+    if tasks is not None and engine != "vllm":
+        errors += task_errors(tasks)
+    if errors:
+        raise UsageError(errors)
+
+    serving = engine_for(models[0]) if engine == "vllm" else None
+    tokenizer = shared_tokenizer(models)
+    if len(models) > 1 and models[1].has_tokenizer and not models[0].has_tokenizer:
+        logger.info(f"{models[0].name} has no tokenizer: using the baseline's")
+    if isinstance(request, TextWindows):
+        windows = request
     else:
-        windows = text_windows(chosen, tokenizer, seq_len=chosen_seq_len(seq_len, subjects))
-    run = Reading(
+        limits = [model.longest for model in models if model.longest is not None]
+        windows = text_windows(request, tokenizer, seq_len=seq_len or min([DEFAULT_SEQ_LEN, *limits]))
+    run = EvalRun(
         batches=Batches(windows=windows.windows, size=batch_size),
         dtype=dtype,
         device=device or ("cpu" if serving else default_device()),
         measure_speeds=measure_speeds,
         tasks=tasks,
-        on_progress=on_progress,
     )
+    baseline_result: EvalResult | None = None
     if serving is not None:
-        measures, found, run = _read_served(subjects[0], serving, run, windows)
-        return _evaluation(measures, found, None, windows, run, seconds=time.perf_counter() - start, engine=serving)
-    if replicas.are_launched:
-        everything = read_in_ranks(replicas, subjects, run, notify)
+        # The process of vLLM chooses device and type.
+        directory = local_directory(models[0])
+        log_progress("reading by vLLM", 0, 1)
+        served = read_in_vllm(
+            serving, models[0], directory, windows,
+            batch_size=batch_size, dtype=dtype, measure_speeds=measure_speeds,
+        )  # fmt: skip
+        log_progress("reading by vLLM", 1, 1)
+        sizes = stored_sizes(directory)
+        measures, run = served.measures, replace(run, device=served.device)
+        result = EvalResult(model=models[0], dtype=served.dtype, sizes=sizes, speed=served.speed)
+    elif replicas.are_launched:
+        measures, result, baseline_result = _read_in_ranks(replicas, models, run)
     else:
-        everything = read_models(subjects, run, lambda: tokenizer, notify)
-    return _evaluation(*everything, windows, run, seconds=time.perf_counter() - start)
+        measures, result, baseline_result = _read_models(models, run, lambda: tokenizer)
+    return _evaluation(
+        measures, result, baseline_result, windows, run, seconds=time.perf_counter() - start, engine=serving
+    )
 
 
-def _read_served(
-    subject: Subject, engine: Engine, run: Reading, windows: TextWindows
-) -> tuple[TokenMeasures, Findings, Reading]:
-    """Let vLLM read everything; its process says which device and type it took."""
-    directory = local_directory(subject)
-    run.on_progress("reading by vLLM", 0, 1)
-    settings = {"batch_size": run.batches.size, "dtype": run.dtype, "measure_speeds": run.measure_speeds}
-    found = read_in_vllm(engine, subject, directory, windows, settings=settings)
-    run.on_progress("reading by vLLM", 1, 1)
-    findings = Findings(subject=subject, dtype=found.dtype, sizes=stored_sizes(directory), speed=found.speed)
-    return found.measures, findings, replace(run, device=found.device)
+def _device_errors(device: str | None) -> list[ConfigError]:
+    import torch
+
+    if device is None:
+        return []
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        rule = f"torch cannot use this device ({' '.join(str(error).split())[:200]})"
+        return [ConfigError(where="--device", value=device, rule=rule, fix="pass a device such as cpu or cuda:0")]
+    return []
+
+
+def _read_models(
+    models: Sequence[EvalModel], run: EvalRun, tokenizer: Callable[[], PreTrainedTokenizerBase]
+) -> tuple[TokenMeasures, EvalResult, EvalResult | None]:
+    """Read with the baseline first, if there is one, then with the model; every rank of a share must call it.
+
+    Returns:
+        Measures of all tokens, and the results of the model and the baseline; complete on the first rank.
+    """
+    answers, baseline_result = None, None
+    if len(models) > 1:
+        answers, baseline_result = _read_baseline(models[1], run, tokenizer)
+        # Free what the frames of the baseline held.
+        gc.collect()
+    model, result = _load(models[0], run)
+    reader = ModelReader(model, run.batches, name=models[0].name)
+    measures = measure_tokens(reader, answers, run.batches, share=run.share)
+    _measure_speed_and_tasks(model, result, run, tokenizer)
+    return measures, result, baseline_result
+
+
+def _read_baseline(
+    baseline: EvalModel, run: EvalRun, tokenizer: Callable[[], PreTrainedTokenizerBase]
+) -> tuple[AnswerSource, EvalResult]:
+    """Read everything with the baseline; it stays in memory if its head cannot be separated."""
+    model, result = _load(baseline, run)
+    reader = ModelReader(model, run.batches, name=baseline.name)
+    rows: dict[int, torch.Tensor] = {}
+    total = len(run.batches)
+    for index in run.share.indices(total):
+        answers = reader.answers(index)
+        if reader.head is None:
+            break
+        rows[index] = answers.rows_ND.cpu()
+        log_progress("reading by the baseline", min(total, index + run.share.ranks), total)
+    if not all(run.share.by_rank(reader.head is not None)):
+        # A single batch on any rank decides how all ranks read.
+        reader.head = None
+        reader.ways.clear()
+    _measure_speed_and_tasks(model, result, run, tokenizer)
+    if reader.head is None:
+        logger.info(f"{baseline.name}: its output head cannot run separately, so both models stay in memory")
+        return reader, result
+    stored_bytes = sum(states.numel() * states.element_size() for states in rows.values())
+    if stored_bytes >= _LARGE_BYTES:
+        logger.info(
+            f"{baseline.name}: {gigabytes(stored_bytes)} GB of hidden states are kept on the host; lower --num-samples "
+            "to reduce that"
+        )
+    return StoredAnswers(name=baseline.name, rows=rows, head=reader.head, device=model.device), result
+
+
+def _load(model: EvalModel, run: EvalRun) -> tuple[PreTrainedModel, EvalResult]:
+    directory = local_directory(model)
+    log_progress(f"loading of the {model.role}", 0, 1)
+    loaded = load_eval_model(model, directory, dtype=run.dtype, device=run.device)
+    log_progress(f"loading of the {model.role}", 1, 1)
+    dtype = str(loaded.dtype).removeprefix("torch.")
+    return loaded, EvalResult(model=model, dtype=dtype, sizes=stored_sizes(directory))
+
+
+def _measure_speed_and_tasks(
+    model: PreTrainedModel, result: EvalResult, run: EvalRun, tokenizer: Callable[[], PreTrainedTokenizerBase]
+) -> None:
+    """Time the model on the first rank, and distribute the tasks over the ranks."""
+    role, share = result.model.role, run.share
+    if run.measure_speeds:
+        # Ranks that read or load the next model would disturb the measurement.
+        share.wait()
+        if share.is_first:
+            log_progress(f"timing of the {role}", 0, 1)
+            result.speed = measure_speed(model, run.batches.windows[0])
+            log_progress(f"timing of the {role}", 1, 1)
+        share.wait()
+    if run.tasks is not None:
+        names, size = run.tasks.names, run.batches.size
+        log_progress(f"tasks of the {role}", 0, 1)
+        own = [
+            run_task(model, tokenizer(), run.tasks, names[index], batch_size=size)
+            for index in share.indices(len(names))
+        ]
+        scores = [score for scored in share.gathered(own) or () for score in scored]
+        # A task that is requested itself and in a group appears once.
+        result.tasks = tuple({(score.task, score.metric): score for score in reversed(scores)}.values())[::-1]
+        log_progress(f"tasks of the {role}", 1, 1)
+
+
+_MEASURES, _RESULTS = "measures.safetensors", "results.json"
+
+
+def _read_in_ranks(
+    replicas: Replicas, models: Sequence[EvalModel], run: EvalRun
+) -> tuple[TokenMeasures, EvalResult, EvalResult | None]:
+    """Read on ranks, each with its share of the batches; every machine gets the measures of all of them."""
+    from safetensors.torch import load_file
+
+    # Download once for all ranks of this machine.
+    directories = [local_directory(model) for model in models]
+    tasks = None
+    if run.tasks is not None:
+        include = run.tasks.include_path
+        tasks = asdict(run.tasks) | {"include_path": None if include is None else str(include.absolute())}
+    job = {
+        "models": [[model.local_name, model.role, model.source.revision] for model in models],
+        "windows": list(run.batches.windows),
+        "batch_size": run.batches.size,
+        "dtype": run.dtype,
+        # Each rank has its own accelerator.
+        "device": run.device.partition(":")[0],
+        "measure_speeds": run.measure_speeds,
+        "tasks": tasks,
+    }
+    with tempfile.TemporaryDirectory(prefix="shardwright-evaluate-", ignore_cleanup_errors=True) as directory:
+        work = Path(directory)
+        run_replicas(replicas, EvaluationTask(content=job), work, on_cpu=run.device == "cpu")
+        tensors = load_file(str(work / _MEASURES))
+        records = json.loads((work / _RESULTS).read_text(encoding="utf-8"))
+    counts, vocabulary = tuple(tensors.pop("counts").tolist()), tensors.pop("compared_vocabulary", None)
+    size = None if vocabulary is None else int(vocabulary)
+    measures = TokenMeasures(**tensors, counts=counts, compared_vocabulary=size)
+    results = [
+        EvalResult(
+            model=model,
+            dtype=record["dtype"],
+            sizes=stored_sizes(model_files),
+            speed=None if record["speed"] is None else Speed(**record["speed"]),
+            tasks=tuple(TaskScore(**score) for score in record["tasks"]),
+        )
+        for model, model_files, record in zip(models, directories, records, strict=True)
+    ]
+    return measures, results[0], results[1] if len(results) > 1 else None
+
+
+class EvaluationTask(ShareTask):
+    """Task of every rank of an evaluation."""
+
+    task: Literal["evaluate"] = "evaluate"
+
+    def do_share(self, share: Share, work: Path) -> None:
+        """Read this rank's share of the batches."""
+        import torch
+        from safetensors.torch import save_file
+
+        job = self.content
+        models = [read_eval_model(name, role, revision=revision) for name, role, revision in job["models"]]
+        tasks = job["tasks"]
+        if tasks is not None:
+            include = tasks["include_path"]
+            paths = {"names": tuple(tasks["names"]), "include_path": None if include is None else Path(include)}
+            tasks = TaskRequest(**{**tasks, **paths})
+        parts = {name: job[name] for name in ("batch_size", "dtype", "measure_speeds", "tasks")}
+        parts["versions"] = dict(installed_versions())
+        if share.is_first_here:
+            parts["text"] = hashlib.sha256(json.dumps(job["windows"]).encode()).hexdigest()
+            sizes = [asdict(stored_sizes(local_directory(model))) for model in models]
+            parts["weights"] = [[model.source.revision for model in models], sizes]
+        share.check_same(parts)
+        run = EvalRun(
+            batches=Batches(windows=job["windows"], size=job["batch_size"]),
+            dtype=job["dtype"],
+            device=job["device"],
+            measure_speeds=job["measure_speeds"],
+            tasks=tasks,
+            share=share,
+        )
+        measures, *results = _read_models(models, run, lambda: shared_tokenizer(models))
+        own = [
+            {
+                "dtype": result.dtype,
+                "speed": None if result.speed is None else asdict(result.speed),
+                "tasks": list(map(asdict, result.tasks)),
+            }
+            for result in results
+            if result is not None
+        ]
+        records = share.from_first(lambda: own)
+        if not share.is_first_here:
+            return
+        tensors = {"counts": torch.tensor(measures.counts, dtype=torch.int64)}
+        for name in ("loss_N", "baseline_loss_N", "kl_N", "agreement_N"):
+            values_N = getattr(measures, name)
+            if values_N is not None:
+                tensors[name] = values_N
+        if measures.compared_vocabulary is not None:
+            tensors["compared_vocabulary"] = torch.tensor(measures.compared_vocabulary)
+        save_file(tensors, str(work / _MEASURES))
+        (work / _RESULTS).write_text(json.dumps(records), encoding="utf-8")
 
 
 def _evaluation(
     measures: TokenMeasures,
-    found: Findings,
-    compared: Findings | None,
+    result: EvalResult,
+    baseline_result: EvalResult | None,
     windows: TextWindows,
-    run: Reading,
+    run: EvalRun,
     *,
     seconds: float,
-    engine: Engine | None = None,
+    engine: Engine | None,
 ) -> Evaluation:
-    own_sums = measures.window_sums(measures.loss_N)
+    sums = measures.window_sums(measures.loss_N)
     comparison, baseline = None, None
-    if compared is not None:
+    if baseline_result is not None:
         assert measures.baseline_loss_N is not None, "a baseline was read"
-        baseline = _model_result(compared, measures.window_sums(measures.baseline_loss_N), measures.counts)
+        baseline = _model_result(baseline_result, measures.window_sums(measures.baseline_loss_N), measures.counts)
         comparison = _comparison(measures)
+    versions = {}
+    for name in _PACKAGES:
+        try:
+            versions[name] = version(name)
+        except PackageNotFoundError:
+            continue
     return Evaluation(
         text=TextFacts(
             source=windows.source,
@@ -148,17 +554,17 @@ def _evaluation(
             available_windows=windows.available_windows,
             predicted_tokens=windows.predicted_tokens,
         ),
-        model=_model_result(found, own_sums, measures.counts),
+        model=_model_result(result, sums, measures.counts),
         baseline=baseline,
         comparison=comparison,
-        window_losses_nats_per_token=_means(own_sums, measures.counts),
+        window_losses_nats_per_token=_means(sums, measures.counts),
         settings={
             "engine": "vllm" if engine else "transformers",
             "batch_size": run.batches.size,
             "device": run.device,
             "dtype": run.dtype,
         },
-        versions=_versions() | (dict(engine.versions) if engine else {}),
+        versions=versions | (dict(engine.versions) if engine else {}),
         seconds=round(seconds, 3),
     )
 
@@ -167,19 +573,19 @@ def _means(sums: Sequence[float], counts: Sequence[int]) -> tuple[float, ...]:
     return tuple(total / count for total, count in zip(sums, counts, strict=True))
 
 
-def _model_result(found: Findings, sums: Sequence[float], counts: Sequence[int]) -> ModelResult:
-    subject, loss = found.subject, token_mean(sums, counts)
+def _model_result(result: EvalResult, sums: Sequence[float], counts: Sequence[int]) -> ModelResult:
+    model, loss = result.model, token_mean(sums, counts)
     return ModelResult(
-        name=subject.source.name,
-        revision=subject.source.revision,
-        architecture=(getattr(subject.config, "architectures", None) or [subject.config.model_type])[0],
-        quantization=subject.quantization,
-        dtype=found.dtype,
+        name=model.source.name,
+        revision=model.source.revision,
+        architecture=(getattr(model.config, "architectures", None) or [model.config.model_type])[0],
+        quantization=model.quantization,
+        dtype=result.dtype,
         loss_nats_per_token=loss,
         perplexity=exponential(loss),
-        sizes=found.sizes,
-        speed=found.speed,
-        tasks=found.tasks,
+        sizes=result.sizes,
+        speed=result.speed,
+        tasks=result.tasks,
     )
 
 
@@ -204,13 +610,3 @@ def _comparison(measures: TokenMeasures) -> Comparison:
         compared_vocabulary=measures.compared_vocabulary,
         window_loss_differences_nats_per_token=_means(difference_sums, measures.counts),
     )
-
-
-def _versions() -> dict[str, str]:
-    found = {}
-    for name in _PACKAGES:
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            continue
-    return found

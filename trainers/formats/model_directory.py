@@ -1,4 +1,4 @@
-"""Files that go with a model whatever becomes of its weights."""
+"""Files of a model directory other than its weights and configuration."""
 
 from __future__ import annotations
 

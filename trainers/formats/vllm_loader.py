@@ -1,11 +1,11 @@
-"""vLLM's loader for the small format: packed matrices become dense weights while they are read.
+"""Loader of vLLM for the small format: packed matrices are read as dense weights.
 
 Importing this module registers the quantization method and the load format; vLLM then runs a dense model:
 
     LLM("out/small", load_format="shardwright_small")
 
-As a plugin of vLLM (entry point `vllm.general_plugins`) it is imported by every process of the engine. Written for vLLM
-0.32.0: a quantization config cannot see names of stored tensors, so a loader of its own makes the weights.
+It is a plugin of vLLM (entry point `vllm.general_plugins`), which every process of the engine imports. In vLLM 0.32.0 a
+quantization config does not receive the names of stored tensors, so a separate loader creates the weights.
 """
 
 from __future__ import annotations
@@ -21,59 +21,59 @@ from vllm.model_executor.layers.quantization.base_config import QuantizationConf
 from vllm.model_executor.model_loader import DefaultModelLoader, register_model_loader
 
 from ...plugins.safetensors.reading import each_tensor, read_checkpoint
-from .spqr_format import INDEX, PARTS, QUANT_METHOD, SINGLE, checked_layers, read_matrix, small_layers
+from .spqr import INDEX, PARTS, QUANT_METHOD, SINGLE, checked_layers, read_matrix, small_layers
 
 _PARTS = tuple(f".{name}" for names in PARTS.values() for name in names)
 
 
 @register_quantization_config(QUANT_METHOD)
 class SmallFormatInVLLM(QuantizationConfig):
-    """Section of `config.json` for the small format, whose layers run as dense ones."""
+    """Section of `config.json` for the small format, whose layers run dense."""
 
     @classmethod
     def get_name(cls) -> str:
-        """Return the name that `quant_method` has in `config.json`."""
+        """Return the value of `quant_method` in `config.json`."""
         return QUANT_METHOD
 
     @classmethod
     def get_supported_act_dtypes(cls) -> list[torch.dtype]:
-        """Return the types that dense layers compute in."""
+        """Return the dtypes of dense layers."""
         return [torch.bfloat16, torch.float16, torch.float32]
 
     @classmethod
     def get_min_capability(cls) -> int:
-        """Return the least compute capability: that of any dense model."""
+        """Return 0: dense models run on every GPU."""
         return 0
 
     @staticmethod
     def get_config_filenames() -> list[str]:
-        """Return no further files: `config.json` says all."""
+        """Return no files in addition to `config.json`."""
         return []
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> SmallFormatInVLLM:
-        """Return the configuration of a checkpoint that this version reads.
+        """Return the configuration of a checkpoint.
 
         Raises:
-            RefusedInputError: it was written by another version.
+            RefusedInputError: another version of the format.
         """
         checked_layers(config.get("schema_version"), config.get("layers"), where="quantization_config")
         return cls()
 
     def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> Any:
-        """Return what computes a layer: dense linear layers, and vLLM's own choice for all others."""
+        """Return the dense method for linear layers, and `None` (vLLM's default) for others."""
         return UnquantizedLinearMethod() if isinstance(layer, LinearBase) else None
 
 
 @register_model_loader(QUANT_METHOD)
 class SmallFormatLoader(DefaultModelLoader):
-    """Loader that gives each packed matrix to the model as its dense weight."""
+    """Loader that passes each packed matrix to the model as a dense weight."""
 
     def get_all_weights(self, model_config: Any, model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the tensors of a dense checkpoint, one matrix at a time.
 
         Raises:
-            RefusedInputError: files are missing or damaged, or do not fit one another.
+            RefusedInputError: files are missing, damaged or inconsistent.
         """
         directory = Path(model_config.model)
         layers = small_layers(directory) or {}
@@ -86,4 +86,4 @@ class SmallFormatLoader(DefaultModelLoader):
 
 
 def register() -> None:
-    """Do nothing more: importing this module has registered both classes."""
+    """Entry point of the plugin; importing this module has registered both classes."""

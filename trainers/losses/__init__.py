@@ -1,1 +1,1 @@
-"""Losses as pure functions of tensors, tested without a Trainer: enter by `objective.py`."""
+"""Losses as pure functions of tensors, without a Trainer; the entry point is `objective.py`."""

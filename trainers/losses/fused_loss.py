@@ -1,34 +1,51 @@
-"""The token loss from hidden states and heads, chunk by chunk: no [tokens × vocabulary] of either model exists.
+"""The token loss from hidden states and heads, chunk by chunk, without [tokens × vocabulary] logits of either model.
 
 The gradient is computed in the forward pass, by the formulas of `divergence_and_gradient`, and scaled in the backward
-pass. It equals what autograd makes of the whole logits: the products run in the same dtype and order.
+pass. It equals the gradient that autograd computes from full logits: the products run in the same dtype and order.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from ...ds_configs.memory.distillation_memory import BLOCK_BYTES as ACCELERATOR_BLOCK_BYTES
 from ...ds_configs.memory.distillation_memory import HEAD_ROWS, block_rows, even_chunk_rows, most_chunk_rows
-from ...plugins.transformers.output_heads import OutputHead
-from .fused_rows import RowWork, chunk_rows_and_gradient
-from .objective import HiddenTargets, LogitTargets, TeacherTargets, TokenObjective, TokenSums, TopKTargets
-from .plain_loss import row_losses, row_weights, shared_columns, valid_rows
-from .row_telemetry import summed, weighted_rows
-from .top_k import check_targets, rows_of
+from ...ds_configs.specs.errors import ConfigError, UsageError
+from ...plugins import patches
+from ...plugins.transformers.output_heads import OutputHead, further_bias, head_module, logit_shape
+from .objective import (
+    HiddenTargets,
+    LogitTargets,
+    TeacherTargets,
+    TokenObjective,
+    TokenSums,
+    TopKTargets,
+    check_targets,
+    compared_rows,
+    row_losses,
+    row_weights,
+    shared_columns,
+    summed,
+    valid_rows,
+    weighted_rows,
+)
 
 if TYPE_CHECKING:
     import torch
+    from torch.autograd.function import FunctionCtx
+    from transformers import PreTrainedModel
 
 BLOCK_BYTES = {"cpu": 4 * 2**20, "cuda": ACCELERATOR_BLOCK_BYTES}
-"""One fp32 temporary of a block stays below this: small for a CPU's cache, large enough to keep a GPU busy."""
+"""Upper limit of one fp32 temporary of a block: small for a CPU's cache, large enough to keep a GPU busy."""
 SCALED_ROWS = 1024
-"""Rows of a 16-bit gradient that are multiplied at once in the backward pass."""
+"""Rows of a 16-bit gradient that are multiplied together in the backward pass."""
 _FP16_GRADIENT_SCALE = 256.0
-"""A gradient of 1e-6, which fp16 keeps two digits of, has a full significand at this scale."""
+"""A gradient of 1e-6, of which fp16 keeps two digits, has a full significand at this scale."""
 
 
 def fused_token_loss(
@@ -42,13 +59,13 @@ def fused_token_loss(
     chunk_rows: int | None = None,
     telemetry: bool = True,
 ) -> TokenSums:
-    """Return what `plain_token_loss` returns of the heads' logits, without ever holding the logits of all rows.
+    """Return the result of `plain_token_loss` for the heads' logits, without ever holding the logits of all rows.
 
-    `chunk_rows` rows are worked on at a time; `None` keeps their logits below half a gigabyte. The gradient of a head
-    whose weight needs none is not computed, and no gradient at all where autograd is off.
+    `chunk_rows` rows are computed at a time; `None` keeps their logits below half a gigabyte. Gradients that are not
+    needed, of a frozen head or with autograd off, are not computed.
 
     Raises:
-        UsageError: a label is beyond the student's vocabulary, or top-k targets are for another temperature.
+        UsageError: a label is beyond the student's vocabulary, or top-k targets have another temperature.
     """
     import torch
 
@@ -56,18 +73,21 @@ def fused_token_loss(
     weights_N = row_weights(labels_N, weights_N)
     if rows is not None:
         student_hidden_NH, labels_N, weights_N = student_hidden_NH[rows], labels_N[rows], weights_N[rows]
-        teacher = None if teacher is None else _rows_of(teacher, rows)
+        teacher = None if teacher is None else teacher.select(rows)
     if isinstance(teacher, TopKTargets):
         columns = shared_columns(student_head.vocab_size, student_head.vocab_size, objective)
         check_targets(teacher, objective, columns)
-    dtype = _compute_dtype(student_hidden_NH)
+    kind = student_hidden_NH.device.type
+    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else student_hidden_NH.dtype
+    taught = teacher.head if isinstance(teacher, HiddenTargets) else None
+    taught_bytes = 0 if taught is None else taught.vocab_size * taught.weight_VH.dtype.itemsize
     work = _Work(
         head=student_head,
         labels_N=labels_N,
         weights_N=weights_N,
         teacher=teacher,
         objective=objective,
-        chunk_rows=chunk_rows or most_chunk_rows(student_head.vocab_size * dtype.itemsize + _taught_bytes(teacher)),
+        chunk_rows=chunk_rows or most_chunk_rows(student_head.vocab_size * dtype.itemsize + taught_bytes),
         telemetry=telemetry,
         dtype=dtype,
         differentiates=torch.is_grad_enabled(),
@@ -78,7 +98,7 @@ def fused_token_loss(
 
 @dataclass(kw_only=True)
 class _Work:
-    """Inputs of the loop over chunks, and what it leaves of each row."""
+    """Inputs of the loop over chunks, and its results per row."""
 
     head: OutputHead
     labels_N: torch.Tensor
@@ -88,33 +108,19 @@ class _Work:
     chunk_rows: int
     telemetry: bool
     dtype: torch.dtype
+    """Of the products: the dtype of the hidden states, or autocast's."""
     differentiates: bool
     rows: dict[str, torch.Tensor] = field(default_factory=dict)
 
-    def chunks(self) -> Iterator[slice]:
-        count = len(self.labels_N)
-        size = even_chunk_rows(count, self.chunk_rows)
-        for first in range(0, count, size):
-            yield slice(first, first + size)
-
-    def row_work(self, *, gradient: bool) -> RowWork:
-        import torch
-
-        return RowWork(
-            head=self.head,
-            objective=self.objective,
-            telemetry=self.telemetry,
-            gradient=gradient,
-            gradient_scale=_FP16_GRADIENT_SCALE if self.dtype == torch.float16 else 1.0,
-            block_rows=block_rows(
-                self.head.vocab_size, BLOCK_BYTES.get(self.labels_N.device.type, ACCELERATOR_BLOCK_BYTES)
-            ),
-        )
+    @property
+    def gradient_scale(self) -> float:
+        """Factor of gradients, so that small ones do not vanish in fp16."""
+        return _FP16_GRADIENT_SCALE if str(self.dtype) == "torch.float16" else 1.0
 
 
 @cache
 def _autograd_function() -> Any:
-    """The class exists once torch is loaded, which importing this module does not do."""
+    """Return the autograd function; importing this module must not import torch."""
     import torch
     from torch.autograd.function import once_differentiable
 
@@ -123,25 +129,30 @@ def _autograd_function() -> Any:
 
 
 def _forward(
-    ctx: Any, hidden_NH: torch.Tensor, weight_VH: torch.Tensor, bias_V: torch.Tensor | None, work: _Work
+    ctx: FunctionCtx, hidden_NH: torch.Tensor, weight_VH: torch.Tensor, bias_V: torch.Tensor | None, work: _Work
 ) -> torch.Tensor:
     import torch
 
     needs = [work.differentiates and needed for needed in ctx.needs_input_grad[:3]]
-    row_work = work.row_work(gradient=any(needs))
-    waiting = _empty_gradients(hidden_NH, weight_VH, bias_V, work.dtype, needs)
-    ctx.waiting, ctx.dtypes = waiting, [None if t is None else t.dtype for t in (hidden_NH, weight_VH, bias_V)]
-    ctx.scale = 1.0 / row_work.gradient_scale
+    gradients = [
+        torch.empty(hidden_NH.shape, dtype=work.dtype, device=hidden_NH.device) if needs[0] else None,
+        torch.zeros_like(weight_VH, dtype=torch.float32) if needs[1] else None,
+        torch.zeros_like(bias_V, dtype=torch.float32) if needs[2] else None,
+    ]
+    ctx.gradients, ctx.dtypes = gradients, [None if t is None else t.dtype for t in (hidden_NH, weight_VH, bias_V)]
+    ctx.scale = 1.0 / work.gradient_scale
     values: list[dict[str, torch.Tensor]] = []
+    count = len(work.labels_N)
+    size = even_chunk_rows(count, work.chunk_rows)
     with torch.autocast(hidden_NH.device.type, enabled=False):
         cast_VH = weight_VH.to(work.dtype)
         cast_V = None if bias_V is None else bias_V.to(work.dtype)
-        for chunk in work.chunks():
+        for first in range(0, count, size):
+            chunk = slice(first, first + size)
             hidden = hidden_NH[chunk].to(work.dtype)
             product = torch.nn.functional.linear(hidden, cast_VH, cast_V)
-            targets = None if work.teacher is None else _rows_of(work.teacher, chunk)
-            values += chunk_rows_and_gradient(product, work.labels_N[chunk], work.weights_N[chunk], targets, row_work)
-            _add_gradients(waiting, product, hidden, cast_VH, chunk)
+            values += _chunk_values(product, chunk, work, gradient=any(needs))
+            _add_gradients(gradients, product, hidden, cast_VH, chunk)
             del product
     rows_N = {name: torch.cat([block[name] for block in values]) for name in (values[0] if values else ())}
     work.rows.update(weighted_rows(rows_N, work.weights_N))
@@ -151,33 +162,95 @@ def _forward(
     return (work.weights_N * loss_N).sum()
 
 
-def _empty_gradients(
-    hidden_NH: torch.Tensor,
-    weight_VH: torch.Tensor,
-    bias_V: torch.Tensor | None,
-    dtype: torch.dtype,
-    needs: list[bool],
-) -> list[torch.Tensor | None]:
+def _chunk_values(
+    product_nV: torch.Tensor, chunk: slice, work: _Work, *, gradient: bool
+) -> list[dict[str, torch.Tensor]]:
+    """Return the values of each block's rows by name; with `gradient`, replace ``h Wᵀ + b`` by its gradient.
+
+    The product of a teacher that gives hidden states is computed for the full chunk, in the dtype of its head.
+    """
     import torch
 
-    return [
-        torch.empty(hidden_NH.shape, dtype=dtype, device=hidden_NH.device) if needs[0] else None,
-        torch.zeros_like(weight_VH, dtype=torch.float32) if needs[1] else None,
-        torch.zeros_like(bias_V, dtype=torch.float32) if needs[2] else None,
-    ]
+    labels_n, weights_n = work.labels_N[chunk], work.weights_N[chunk]
+    teacher = None if work.teacher is None else work.teacher.select(chunk)
+    taught_nV = None
+    if isinstance(teacher, HiddenTargets):
+        head = teacher.head
+        taught_nV = torch.nn.functional.linear(teacher.hidden_NH.to(head.weight_VH.dtype), head.weight_VH, head.bias_V)
+    block_bytes = BLOCK_BYTES.get(labels_n.device.type, ACCELERATOR_BLOCK_BYTES)
+    size = block_rows(work.head.vocab_size, block_bytes)
+    values = []
+    for first in range(0, len(product_nV), size):
+        block = slice(first, first + size)
+        targets: torch.Tensor | TopKTargets | None = None
+        if isinstance(teacher, HiddenTargets):
+            assert taught_nV is not None
+            targets = teacher.head.shaped(taught_nV[block])
+        elif isinstance(teacher, LogitTargets):
+            targets = teacher.logits_NV[block]
+        elif teacher is not None:
+            targets = teacher.select(block)
+        values.append(
+            _block_values(product_nV[block], labels_n[block], weights_n[block], targets, work, gradient=gradient)
+        )
+    return values
+
+
+def _block_values(
+    product_bV: torch.Tensor,
+    labels_b: torch.Tensor,
+    weights_b: torch.Tensor,
+    targets: torch.Tensor | TopKTargets | None,
+    work: _Work,
+    *,
+    gradient: bool,
+) -> dict[str, torch.Tensor]:
+    import torch
+
+    objective = work.objective
+    logits = work.head.shaped(product_bV).float()
+    log_q = torch.log_softmax(logits, dim=-1)
+    rows, soft = {"student_cross_entropy": -log_q.gather(1, labels_b[:, None]).squeeze(1)}, None
+    if targets is not None:
+        _, soft, values = compared_rows(
+            logits,
+            targets,
+            labels_b,
+            objective,
+            telemetry=work.telemetry,
+            log_q_at_one_NV=log_q,
+            gradient=gradient and objective.alpha != 0.0,
+        )
+        rows |= values
+    if not gradient:
+        return rows
+    slope = None
+    if work.head.soft_cap is not None:
+        slope = (logits / work.head.soft_cap).square_().neg_().add_(1.0)
+    scaled_b = weights_b * (work.gradient_scale * work.head.scale)
+    dz = log_q.exp_()
+    dz.scatter_add_(1, labels_b[:, None], dz.new_full((len(dz), 1), -1.0))
+    dz.mul_((scaled_b * (1.0 - objective.alpha))[:, None])
+    if soft is not None:
+        soft.mul_((scaled_b * (objective.alpha * objective.temperature))[:, None])
+        dz[:, : soft.shape[1]] += soft
+    if slope is not None:
+        dz.mul_(slope)
+    product_bV.copy_(dz)
+    return rows
 
 
 def _add_gradients(
-    waiting: list[torch.Tensor | None],
+    gradients: list[torch.Tensor | None],
     dz_nV: torch.Tensor,
     hidden_nH: torch.Tensor,
     weight_VH: torch.Tensor,
     chunk: slice,
 ) -> None:
-    """Add what one chunk gives: dh = dz W, dW += dzᵀ h and db += Σ dz, the sums over chunks in fp32."""
+    """Add the gradients of one chunk: dh = dz W, dW += dzᵀ h and db += Σ dz, with sums over chunks in fp32."""
     import torch
 
-    hidden_gradient, weight_gradient, bias_gradient = waiting
+    hidden_gradient, weight_gradient, bias_gradient = gradients
     if hidden_gradient is not None:
         torch.mm(dz_nV, weight_VH, out=hidden_gradient[chunk])
     if bias_gradient is not None:
@@ -195,47 +268,189 @@ def _add_gradients(
             weight_gradient[rows] += dz_nV[:, rows].T @ hidden_nH
 
 
-def _backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-    if ctx.waiting is None:
-        raise RuntimeError("the fused loss frees its gradients in the first backward pass; there is no second one")
-    waiting, ctx.waiting = ctx.waiting, None
+def _backward(ctx: FunctionCtx, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    import torch
+
+    if ctx.gradients is None:
+        raise RuntimeError("the fused loss frees its gradients in the first backward pass; a second one is impossible")
+    gradients, ctx.gradients = ctx.gradients, None
     factor = gradient.float() * ctx.scale
     scaled: list[torch.Tensor | None] = []
     for index, dtype in enumerate(ctx.dtypes):
-        own, waiting[index] = waiting[index], None
-        scaled.append(None if own is None else _scaled(own, factor).to(dtype))
+        own, gradients[index] = gradients[index], None
+        if own is None:
+            scaled.append(None)
+            continue
+        # In place and in fp32: a factor such as 1 / tokens, rounded to 16 bit, would change every gradient.
+        if own.dtype == torch.float32:
+            own.mul_(factor)
+        else:
+            for rows in own.split(SCALED_ROWS):
+                rows.copy_(rows.float().mul_(factor))
+        scaled.append(own.to(dtype))
     return (*scaled, None)
 
 
-def _scaled(own: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
-    """Multiply in place, in fp32: a factor such as 1 / tokens rounded to 16 bit would be off for every gradient."""
+HeadWork = Callable[["torch.Tensor"], "torch.Tensor"]
+"""Takes the head's input [B, S, H] and returns a loss."""
+_PROBES = (1.0, -3.0, 40.0)
+"""Outputs of a head that distinguish scales, soft-caps and biases applied to them."""
+
+
+class UnknownLogitsError(UsageError):
+    """A model computes other logits from its head's outputs than the fused loss assumes."""
+
+
+@contextmanager
+def replaced_forward(model: PreTrainedModel, forward: Callable[..., Any]) -> Iterator[None]:
+    """Replace ``model.forward(**inputs)`` by ``forward(original, **inputs)`` inside the block."""
+
+    def replacing(original: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *args, **kwargs: forward(original, *args, **kwargs)
+
+    with patches.applied("replaced-forward", replacing, on=model):
+        yield
+
+
+class HeadReplacement:
+    """Replaces the head of a model by a loss for one call.
+
+    ``result`` is the loss after the hooks of wrappers on the head: the tensor to differentiate.
+    """
+
+    def __init__(self, model: PreTrainedModel, work: HeadWork) -> None:
+        self._model = model
+        self._head = head_module(model)
+        self._work = work
+        self._finished: torch.Tensor | None = None
+
+    @contextmanager
+    def __call__(self) -> Iterator[HeadReplacement]:
+        """Replace the head inside the block."""
+
+        def keep(_module: object, _inputs: object, output: torch.Tensor) -> torch.Tensor:
+            self._finished = output
+            # Some models change their logits in place.
+            return output.clone()
+
+        def work(_original: Callable[..., torch.Tensor], hidden: torch.Tensor) -> torch.Tensor:
+            import torch
+
+            loss = self._work(hidden)
+            # Known numbers after the loss, as wide as logits, so that biases and masks of a vocabulary meet them too.
+            # The width of the head is known here, where its weight is gathered.
+            width = int(getattr(self._head, "out_features", None) or self._head.weight.shape[0])
+            return torch.cat([loss.reshape(1), _probes(width, loss)[1:]]).reshape(1, 1, -1)
+
+        handle = self._head.register_forward_hook(keep)
+        try:
+            with replaced_forward(self._head, work):
+                yield self
+        finally:
+            handle.remove()
+
+    @property
+    def result(self) -> torch.Tensor:
+        """The loss, a scalar with its graph.
+
+        Raises:
+            UnknownLogitsError: the model's forward never called its head module.
+        """
+        if self._finished is None:
+            raise _never_called(type(self._model).__name__)
+        return self._finished[0, 0, 0]
+
+    def check_logits(self, logits: torch.Tensor) -> None:
+        """Compare the model's logits with the scale, soft-cap and bias that the loss assumes.
+
+        Raises:
+            UnknownLogitsError: the model computes its logits differently.
+        """
+        _check_probes(type(self._model).__name__, self._model, logits, first=1)
+
+
+class CapturedHead:
+    """Inputs of a model's head, and a check of the logits that the model computes from the head's outputs."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self._model = model
+        self.inputs: list[torch.Tensor] = []
+        """One per call of the head, [B, S, H]."""
+
+    def check(self, name: str, logits: torch.Tensor) -> None:
+        """Compare the model's logits with those of an `OutputHead`; call it after the model has run.
+
+        Args:
+            name: Name of the model in messages.
+            logits: [1, 2, V] that the model returned: for its first token, and for known outputs of the head.
+
+        Raises:
+            UnknownLogitsError: the head was not called as a module, or the model changes its outputs differently.
+        """
+        if not self.inputs:
+            raise _never_called(name)
+        _check_probes(name, self._model, logits[:, 1:], first=0)
+
+
+def _never_called(name: str) -> UnknownLogitsError:
+    rule = "its forward does not call its output embeddings as a module"
+    return UnknownLogitsError(ConfigError(where=name, rule=rule, fix="use implementation='plain'"))
+
+
+def _probes(count: int, like: torch.Tensor) -> torch.Tensor:
+    return like.new_tensor(_PROBES).repeat(-(-count // len(_PROBES)))[:count]
+
+
+def _check_probes(name: str, model: PreTrainedModel, logits: torch.Tensor, *, first: int) -> None:
+    """Check [1, 1, V] logits that a model computed from `_probes`, from column `first` on."""
     import torch
 
-    if own.dtype == torch.float32:
-        return own.mul_(factor)
-    for rows in own.split(SCALED_ROWS):
-        rows.copy_(rows.float().mul_(factor))
-    return own
+    actual = logits.detach().reshape(-1).float().cpu()
+    probes = _probes(len(actual), actual)
+    scale, soft_cap = logit_shape(model)
+    bias_V = further_bias(model)
+    expected = (probes if bias_V is None else probes + bias_V.float().cpu()[: len(probes)]) * scale
+    if soft_cap is not None:
+        expected = torch.tanh(expected / soft_cap) * soft_cap
+    off = ~torch.isclose(actual, expected, rtol=1e-2, atol=1e-3)
+    off[:first] = False
+    if bool(off.any()):
+        column = int(off.nonzero()[0])
+        rule = (
+            f"computes the logit {actual[column].item():g} from the head's output {probes[column].item():g}, "
+            f"where {expected[column].item():g} was expected"
+        )
+        raise UnknownLogitsError(ConfigError(where=name, rule=rule, fix="use implementation='plain'"))
 
 
-def _compute_dtype(hidden_NH: torch.Tensor) -> torch.dtype:
-    """The dtype of the head's product: that of the hidden states, or autocast's."""
+@contextmanager
+def captured_head_input(model: PreTrainedModel) -> Iterator[CapturedHead]:
+    """Keep the input of the model's head, which then returns the logits of one token, followed by known numbers.
+
+    Raises:
+        UsageError: the model has no output embeddings.
+    """
     import torch
 
-    kind = hidden_NH.device.type
-    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden_NH.dtype
+    head, captured = head_module(model), CapturedHead(model)
+
+    def work(original: Callable[..., torch.Tensor], hidden: torch.Tensor) -> Any:
+        captured.inputs.append(hidden)
+        own_1V = original(hidden.reshape(-1, hidden.shape[-1])[:1])
+        return torch.stack([own_1V, _probes(own_1V.shape[-1], own_1V)[None]], dim=1)
+
+    with replaced_forward(head, work):
+        yield captured
 
 
-def _taught_bytes(teacher: TeacherTargets | None) -> int:
-    """Bytes of the logits of one row that the loss makes for the teacher."""
-    if not isinstance(teacher, HiddenTargets):
-        return 0
-    return int(teacher.head.vocab_size * teacher.head.weight_VH.dtype.itemsize)
+def accepted_inputs(model: PreTrainedModel, inputs: dict[str, Any]) -> dict[str, Any]:
+    """Return the inputs that a model's forward accepts, with the key-value cache off.
 
-
-def _rows_of(teacher: TeacherTargets, rows: slice | torch.Tensor) -> TeacherTargets:
-    if isinstance(teacher, HiddenTargets):
-        return HiddenTargets(hidden_NH=teacher.hidden_NH[rows], head=teacher.head)
-    if isinstance(teacher, LogitTargets):
-        return LogitTargets(logits_NV=teacher.logits_NV[rows])
-    return rows_of(teacher, rows)
+    With the cache, Transformers (5.17.0, masking_utils.py) does not detect packed documents in `position_ids`.
+    """
+    parameters = inspect.signature(type(model).forward).parameters
+    if "use_cache" in parameters:
+        inputs = {**inputs, "use_cache": False}
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
+        return inputs
+    return {name: value for name, value in inputs.items() if name in parameters}

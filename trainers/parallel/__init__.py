@@ -1,1 +1,1 @@
-"""One Trainer for a plan's layout: enter by `trainer_for.py`; one folder for each axis."""
+"""One Trainer for a plan's layout: start with `trainer_for.py`; one folder for each axis."""

@@ -1,80 +1,133 @@
-"""From a plan's layout to the Trainer that runs it: the stock one with callbacks, or `PipelineTrainer` for stages."""
+"""Create the Trainer that runs a plan's layout: the stock Trainer with callbacks, or `PipelineTrainer`."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import inspect
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any, Protocol
 
-from ...ds_configs.memory.pipeline_stages import pipeline_stages
-from ...ds_configs.specs.errors import Fault, UsageError
-from ...ds_configs.specs.stages import PipelineStage
-from ...ds_configs.specs.strategy import Strategy
-from ...plugins.accelerate.repeated_samples import weigh_repeated_samples_zero
-from ...plugins.transformers.run_settings import balances_experts, trainer_faults
+from ...ds_configs.legality.combinations import TRAINERS, cell, columns_of, incompatibility_errors
+from ...ds_configs.legality.trainer_parameters import PARAMETERS, parameter_errors
+from ...ds_configs.memory.rank_parameters import pipeline_stages
+from ...ds_configs.specs.errors import ConfigError, UsageError
+from ...ds_configs.specs.layout import Layout, PipelineStage
+from ...plugins import patches
+from ...plugins.accelerate.repeated_samples import let_ranks_read_streams, weigh_repeated_samples_zero
+from ...plugins.launching.messages import note_on_first_rank
+from ...plugins.transformers.own_optimizers import (
+    model_errors,
+    note_hidden_shapes,
+    optimizer_class_errors,
+    optimizer_errors,
+    replaces_optimizers,
+    use_own_optimizer,
+)
+from ...plugins.transformers.run_settings import balances_experts, layout_of, trainer_errors
+from ...plugins.trl import pairs_of_a_micro_step
+from ..counting.counts import count_as_one_process
 
 if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedModel, Trainer, TrainingArguments
+
     from ...ds_configs.plan.plan import Plan
+
+_PIPELINE_PARAMETERS = ("dual_pipe", "attn_implementation")
+"""Parameters that `PipelineTrainer` has and the Trainer does not."""
 
 
 class ParallelCallback(Protocol):
-    """Interface of the callbacks of sequence, expert and tensor parallelism."""
+    """Interface of the callbacks for sequence, expert and tensor parallelism."""
 
-    def prepare(self, training_arguments: Any, model: Any) -> None:
-        """Do what must happen before a Trainer builds its accelerator."""
+    def prepare(self, training_arguments: TrainingArguments, model: PreTrainedModel) -> None:
+        """Check and configure everything that the Trainer's accelerator reads when it is created."""
 
-    def attach(self, trainer: Any) -> None:
-        """Join a Trainer right after it was made."""
+    def attach(self, trainer: Trainer) -> None:
+        """Attach the callback to a Trainer right after the Trainer is created."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlannedParallelism:
-    """The axes of a layout beyond data parallelism, as what runs them."""
+    """What runs the axes of a layout beyond data parallelism."""
 
     callbacks: tuple[ParallelCallback, ...] = ()
-    """One for each axis that a callback of the stock Trainer runs."""
+    """One per axis that a callback of the stock Trainer runs."""
     pipeline_stages: int | tuple[PipelineStage, ...] = 1
-    """Stages of the pipeline, or which layers each holds; 1 without a pipeline."""
+    """Number of pipeline stages, or the layers of each stage; 1 without a pipeline."""
     tensor_parallel_size: int = 1
-    """Ranks that share the matrices of one pipeline stage; without a pipeline a callback divides them."""
+    """Ranks that share one pipeline stage; without a pipeline a callback runs tensor parallelism."""
     context_parallel_size: int = 1
-    """Ranks that pass keys and values of a sequence around."""
+    """Ranks that exchange keys and values of a sequence (ring attention)."""
+    axes: tuple[str, ...] = ()
+    """Axes in use, as columns of the table of combinations."""
+    tensor_ranks: int = 1
+    """Ranks that read the same samples and hold shards of each layer."""
 
     @property
     def is_pipeline(self) -> bool:
-        """Whether the layers are divided among stages."""
+        """Whether the layers are split into pipeline stages."""
         return self.pipeline_stages != 1
 
-    @property
-    def _holds_whole_models(self) -> bool:
-        """Whether ranks differ in their samples alone."""
-        return not (self.callbacks or self.is_pipeline or self.context_parallel_size > 1)
-
     def make_trainer(
-        self, *, model: Any, args: Any, revision: str | None = None, trainer_class: Any = None, **settings: Any
+        self,
+        *,
+        model: Any = None,
+        args: TrainingArguments,
+        revision: str | None = None,
+        trainer_class: Any = None,
+        **settings: Any,
     ) -> Any:
-        """Return the trainer of the layout; `settings` are further arguments of the Trainer of Transformers.
+        """Return the trainer for the layout.
 
-        `trainer_class` takes the place of that Trainer, and not of `PipelineTrainer`.
-
-        A pipeline may get the directory or Hub id of a checkpoint as its model, with its `revision`; every rank then
-        reads its own stage alone.
+        Args:
+            model: A model. A pipeline also accepts the directory or Hub id of a checkpoint, of which every rank reads
+                only its own stage.
+            args: The training arguments.
+            revision: Revision of a Hub id.
+            trainer_class: Replaces the Trainer of Transformers, but not `PipelineTrainer`.
+            **settings: Further arguments of the Trainer.
 
         Raises:
-            UsageError: model, arguments and layout do not go together; all faults of an axis together.
+            UsageError: model, arguments and layout do not combine; lists all errors of an axis.
+                `ds_configs/legality/trainer_parameters.py` lists the parameters that a layout rejects.
         """
+        from transformers import Trainer
+
+        # Columns of the tables of combinations; none for one process.
+        axes: dict[str, Any] = dict.fromkeys(self.axes, 2)
+        columns = columns_of(replace(layout_of(args, pipeline=self.is_pipeline), **axes))
+        if errors := self._settings_errors(model, args, trainer_class, settings, columns):
+            raise UsageError(errors)
+        optimizer, scheduler = settings.get("optimizers") or (None, None)
+        if attaches_optimizer := optimizer is not None and replaces_optimizers(columns):
+            # Transformers would drop it or reject it.
+            del settings["optimizers"]
+        if self.context_parallel_size > 1 and trainer_class is not None:
+            from .context.callback import check_context_parallel_class
+
+            check_context_parallel_class(trainer_class)
         for callback in self.callbacks:
             callback.prepare(args, model)
         if self.context_parallel_size > 1:
-            settings["data_collator"] = self._prepare_context(model, args, settings.get("data_collator"))
+            from transformers import default_data_collator
+
+            from .context.callback import ContextParallelCollator, prepare_context_parallel
+
+            prepare_context_parallel(args, model, self.context_parallel_size)
+            settings["data_collator"] = ContextParallelCollator(
+                settings.get("data_collator") or default_data_collator, self.context_parallel_size, reports_tokens=True
+            )
         if self.is_pipeline:
-            if trainer_class is not None:
-                rule = "does not run stages of a pipeline, which compute the loss of labels alone"
-                fix = "use another layout than pp"
-                raise UsageError(Fault(where="trainer_class", value=trainer_class.__name__, rule=rule, fix=fix))
             from .pipeline.trainer import PipelineTrainer
 
-            trainer: Any = PipelineTrainer(
+            if trainer_class is not None and not issubclass(trainer_class, PipelineTrainer):
+                rule = "does not run pipeline stages, which compute only the loss of labels"
+                fix = "use another layout than pp, or a subclass of PipelineTrainer"
+                raise UsageError(ConfigError(where="trainer_class", value=trainer_class.__name__, rule=rule, fix=fix))
+            trainer: Any = (trainer_class or PipelineTrainer)(
                 model=model,
                 args=args,
                 pipeline_stages=self.pipeline_stages,
@@ -83,44 +136,141 @@ class PlannedParallelism:
                 **settings,
             )
         else:
-            from transformers import Trainer
-
-            trainer = (trainer_class or Trainer)(model=model, args=args, **settings)
+            kind = trainer_class or Trainer
+            with pairs_of_a_micro_step(kind, args.world_size // self.tensor_ranks):
+                trainer = kind(model=model, args=args, **settings)
         if self.context_parallel_size > 1:
             from .context.callback import check_context_parallel_trainer
 
             check_context_parallel_trainer(trainer)
-        weigh_repeated_samples_zero(trainer)
-        if self._holds_whole_models and balances_experts(trainer.model):
-            _balance_over_ranks(trainer)
+        if optimizer is not None:
+            trainer.has_own_optimizer = True
+            note_hidden_shapes(optimizer)
+            if errors := model_errors(optimizer, trainer.model, columns):
+                raise UsageError(errors)
+        if attaches_optimizer:
+            use_own_optimizer(trainer, optimizer, scheduler)
+        if getattr(args, "train_sampling_strategy", None) == "group_by_length":
+            from ...plugins.transformers.length_groups import keep_order_of_length_groups
+
+            keep_order_of_length_groups(trainer)
+        share_label_count(trainer)
+        if not self.is_pipeline:
+            let_ranks_read_streams(trainer)
+            count_as_one_process(trainer, ranks_of_a_sample=self.context_parallel_size)
+            check_second_models(trainer)
+            check_balance_of_batches(trainer)
+            check_learned_positions(trainer)
+            if not self.callbacks and self.context_parallel_size == 1:
+                from .balance_loss import balance_over_ranks, check_balance_loss, has_balance_loss
+
+                if balances_experts(trainer.model):
+                    check_balance_loss(trainer.model)
+                if has_balance_loss(trainer.model):
+                    balance_over_ranks(trainer)
         for callback in self.callbacks:
             callback.attach(trainer)
-        if not self.is_pipeline and (faults := trainer_faults(trainer)):
-            raise UsageError(faults)
+        # Last, because sequence parallelism replaces the class of the Trainer, whose methods are wrapped here.
+        weigh_repeated_samples_zero(trainer)
+        if not self.is_pipeline and (errors := trainer_errors(trainer)):
+            raise UsageError(errors)
         return trainer
 
-    def _prepare_context(self, model: Any, args: Any, collator: Any) -> Any:
-        """Tell Accelerate of context parallelism and return a collator whose batches fit."""
-        from transformers import default_data_collator
+    def _settings_errors(
+        self,
+        model: Any,
+        args: TrainingArguments,
+        trainer_class: Any,
+        settings: Mapping[str, Any],
+        columns: tuple[str, ...],
+    ) -> list[ConfigError]:
+        """Return which of the Trainer's arguments the layout rejects; warn about unknown arguments."""
+        from transformers import Trainer
 
-        from .context.callback import ContextParallelCollator, prepare_context_parallel
+        kind = trainer_class or Trainer
+        names = [name for name, value in settings.items() if value is not None and value != (None, None)]
+        rows = table_rows(kind, args)
+        # With a `parallelism_config` in its arguments, a class runs sequence parallelism itself.
+        shares = getattr(kind, "shares_sequences", False) and "sp" not in self.axes
+        errors = incompatibility_errors(rows, [column for column in columns if column != "sp" or not shares])
+        if "PipelineTrainer" in rows and not self.is_pipeline and not errors:
+            rule = cell("PipelineTrainer", "ddp").reason
+            errors.append(ConfigError(where="trainer_class", value=kind.__name__, rule=rule, fix="omit trainer_class"))
+        if "sp" in columns and any(row.startswith("SFTTrainer") for row in rows):
+            # TRL rejects them too, with a message that does not name the layout.
+            rejects = {
+                "compute_loss_func": "compute_loss_func" in names,
+                "label_smoothing_factor": args.label_smoothing_factor > 0,
+            }
+            rule = f"is not supported by {rows[0]} with sp: {cell('SFTTrainer.dft', 'sp').reason}"
+            fix = "omit it, or use another layout than sp"
+            errors += [ConfigError(where=name, rule=rule, fix=fix) for name, is_set in rejects.items() if is_set]
+        errors += parameter_errors(names, columns)
+        rejected = {error.where for error in errors}
+        errors += self._unknown_parameters(kind, [name for name in names if name not in rejected])
+        if model is None and "model_init" not in names:
+            errors.append(ConfigError(where="model", rule="is missing", fix="pass model=..., or model_init=..."))
+        if self.callbacks and isinstance(model, str):
+            rule = "must be a loaded model under this layout"
+            errors.append(ConfigError(where="model", value=model, rule=rule, fix="load it with from_pretrained"))
+        if errors:
+            return errors
+        if "model_init" in names and "optimizers" in names:
+            rule = "holds parameters of a model that model_init creates again when training starts"
+            return [ConfigError(where="optimizers", rule=rule, fix="use optimizer_cls_and_kwargs, or pass model=...")]
+        if "optimizers" in names:
+            optimizer, scheduler = settings["optimizers"]
+            errors += optimizer_errors(optimizer, scheduler, args, columns)
+        if "optimizer_cls_and_kwargs" in names:
+            errors += optimizer_class_errors(settings["optimizer_cls_and_kwargs"], args, columns)
+        if columns and not _is_from(kind, "shardwright"):
+            for name in names:
+                if name not in (*PARAMETERS, *_PIPELINE_PARAMETERS):
+                    note_on_first_rank(
+                        f"Shardwright has not verified the parameter {name} of {kind.__name__} under this layout. "
+                        "It is passed on unchanged: compare a few steps with one process before you rely on it"
+                    )
+        return errors
 
-        prepare_context_parallel(args, model, self.context_parallel_size)
-        return ContextParallelCollator(collator or default_data_collator, self.context_parallel_size)
+    def _unknown_parameters(self, kind: type, names: Sequence[str]) -> list[ConfigError]:
+        parameters = inspect.signature(kind).parameters
+        if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values()):
+            return []
+        accepted = {*parameters, *(_PIPELINE_PARAMETERS if self.is_pipeline else ())}
+        errors = []
+        for name in names:
+            if name not in accepted:
+                near = get_close_matches(name, accepted, n=1)
+                fix = f"did you mean {near[0]}?" if near else f"pass one of {', '.join(parameters)}, or omit it"
+                errors.append(ConfigError(where=name, rule=f"is not a parameter of {kind.__name__}", fix=fix))
+        return errors
 
 
-def _balance_over_ranks(trainer: Any) -> None:
-    if not getattr(trainer, "corrects_balance_loss", False):
-        from .expert.balance_over_ranks import balance_over_ranks
-
-        balance_over_ranks(trainer)
+def _is_from(kind: type, package: str) -> bool:
+    return kind.__module__.partition(".")[0] == package
 
 
-def engine_logits(trainer: Any, input_ids_BT: Any) -> Any:
-    """Return the logits [B, T, V] that a trained engine computes for whole sequences, in evaluation mode.
+def table_rows(kind: type, args: TrainingArguments) -> list[str]:
+    """Return the rows of a trainer class in the table of combinations: its nearest base, or the settings it adds."""
+    for base in kind.__mro__:
+        package, name = base.__module__.partition(".")[0], base.__name__
+        if package == "trl" and name == "DistillationTrainer":
+            name = "trl.DistillationTrainer"
+        if package in ("transformers", "trl", "shardwright") and name in TRAINERS:
+            break
+    added = {
+        "SFTTrainer.packing": getattr(args, "packing", False) or getattr(args, "padding_free", False),
+        "SFTTrainer.dft": getattr(args, "loss_type", None) == "dft",
+        "DPOTrainer.precomputed": getattr(args, "precompute_ref_log_probs", False),
+    }
+    return [row for row, is_set in added.items() if is_set and row.startswith(f"{name}.")] or [name]
 
-    Every rank must call it, with the same B sequences of T tokens that sequence parallelism divides; V is the
-    vocabulary.
+
+def engine_logits(trainer: Any, input_ids_BT: torch.Tensor) -> torch.Tensor:
+    """Return the logits [B, T, V] that a trained engine computes for complete sequences, in evaluation mode.
+
+    Every rank must call it with the same B sequences of T tokens; sequence parallelism must divide T. V is the
+    vocabulary size.
     """
     import torch
 
@@ -136,34 +286,140 @@ def engine_logits(trainer: Any, input_ids_BT: Any) -> Any:
     return logits_BTV.detach().float().contiguous()
 
 
-def parallelism_of(strategy: Strategy, *, stages: Sequence[PipelineStage] = ()) -> PlannedParallelism:
-    """Return what runs the axes of a strategy; `stages` says which layers each of `strategy.pp` stages holds."""
+def parallelism_of(strategy: Layout, *, stages: Sequence[PipelineStage] = ()) -> PlannedParallelism:
+    """Return what runs the axes of a layout; `stages` lists the layers of each of its `pp` stages."""
     callbacks: list[ParallelCallback] = []
     if strategy.sp > 1:
         from .sequence.callback import SequenceParallelCallback
 
         callbacks.append(SequenceParallelCallback(strategy.sp))
     if strategy.ep > 1:
-        from .expert.callback import ExpertParallelCallback
+        from .expert import ExpertParallelCallback
 
         callbacks.append(ExpertParallelCallback(strategy.ep))
     if strategy.tp > 1 and strategy.pp == 1:
-        from .tensor.callback import TensorParallelCallback
+        from .tensor import TensorParallelCallback
 
         callbacks.append(TensorParallelCallback(strategy.tp))
-    assert len(stages) in (0, strategy.pp), "stages belong to the strategy"
+    assert len(stages) in (0, strategy.pp), "stages belong to the layout"
     return PlannedParallelism(
         callbacks=tuple(callbacks),
         pipeline_stages=tuple(stages) or strategy.pp,
         tensor_parallel_size=strategy.tp if strategy.pp > 1 else 1,
         context_parallel_size=strategy.cp,
+        axes=tuple(strategy.axes),
+        tensor_ranks=strategy.tp,
     )
 
 
 def planned_parallelism(plan: Plan) -> PlannedParallelism:
-    """Return what runs a plan's axes, its pipeline balanced by the plan's own cost terms."""
+    """Return what runs a plan's axes; the plan's cost terms balance the pipeline."""
     strategy = plan.chosen.strategy
     stages: tuple[PipelineStage, ...] = ()
     if strategy.pp > 1:
         stages = pipeline_stages(plan.model, plan.job, strategy.pp, tensor_parallel_size=strategy.tp)
     return parallelism_of(strategy, stages=stages)
+
+
+# Losses that subclasses of Trainer compute themselves. Seen with transformers 5.17.0 and 5.23.0, trl 1.16.0:
+# `compute_loss` gets the number of labels on all ranks, and engines average gradients over the ranks. `Trainer` and
+# `SFTTrainer` therefore multiply by the number of ranks; `GKDTrainer` and others of `trl.experimental` do not, so
+# their loss is too small by that factor.
+
+
+def share_label_count(trainer: Trainer) -> None:
+    """Pass the mean number of labels per rank to a loss of TRL that does not multiply by the number of ranks.
+
+    Call it once, after the Trainer is created. It changes neither a `compute_loss` of the user, who decides whether to
+    multiply, nor runs with a `parallelism_config`, whose ranks count their own shards.
+    """
+    losses = (vars(base).get("compute_loss") for base in type(trainer).__mro__ if _is_from(base, "trl"))
+    nearest = next((loss for loss in losses if loss is not None), None)
+    if nearest is None or "num_processes" in inspect.unwrap(nearest).__code__.co_names:
+        return
+    if getattr(trainer.accelerator, "parallelism_config", None) is not None:
+        return
+
+    def sharing(compute: Callable[..., Any]) -> Callable[..., Any]:
+        def compute_loss(
+            model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None, **keywords: object
+        ) -> Any:
+            if num_items_in_batch is not None and trainer.args.average_tokens_across_devices:
+                num_items_in_batch = num_items_in_batch / trainer.accelerator.num_processes
+            return compute(model, inputs, return_outputs, num_items_in_batch=num_items_in_batch, **keywords)
+
+        return compute_loss
+
+    patches.apply("own-loss-count", sharing, on=trainer)
+
+
+def check_balance_of_batches(trainer: Any) -> None:
+    """Reject a balance loss together with a loss that is a mean over each micro-batch of a rank.
+
+    Seen with trl 1.16.0: `ORPOTrainer` and `CPOTrainer`, the only ones to name its coefficient `aux_loss_coef`, average
+    over the tokens of each micro-batch. Their loss equals that of one process which trains the micro-batches of all
+    ranks one by one; the balance loss equals that of one process which trains them together.
+
+    Raises:
+        UsageError: there are several ranks, so that no single process would compute both losses.
+    """
+    balances = getattr(trainer, "aux_loss_enabled", False) and getattr(trainer, "aux_loss_coef", 0.0)
+    if balances and trainer.args.world_size > 1:
+        rule = f"adds a balance loss to that of {type(trainer).__name__}, a mean over the tokens of each micro-batch"
+        fix = "set it to false in the configuration of the model"
+        raise UsageError(ConfigError(where="output_router_logits", value=True, rule=rule, fix=fix))
+
+
+def check_second_models(trainer: Any) -> None:
+    """Reject a reference or teacher model that would compute other values under the layout.
+
+    Seen with trl 1.16.0: under FSDP2 Accelerate can load weights on the first rank only, and TRL shards the empty
+    reference of the other ranks. Under sequence parallelism a second model attends only to a shard of the sequence.
+
+    Raises:
+        UsageError: a second model would compute other values than in one process.
+    """
+    import torch
+
+    if getattr(trainer, "shares_sequences", False):
+        return
+    trained = (trainer.model, trainer.model_wrapped)
+    modules = {name: value for name, value in vars(trainer).items() if isinstance(value, torch.nn.Module)}
+    second = next((name for name, module in modules.items() if not any(module is model for model in trained)), None)
+    if second is None:
+        return
+    where = f"{type(trainer).__name__}.{second}"
+    axes = trainer.accelerator.parallelism_config
+    if axes is not None and axes.sp_size > 1:
+        rule = "is a second model, which would attend only to a rank's shard of the sequence"
+        raise UsageError(ConfigError(where=where, rule=rule, fix="use another layout than sp"))
+    loads_on_first_rank = os.environ.get("FSDP_CPU_RAM_EFFICIENT_LOADING", "").lower() in ("true", "1")
+    if trainer.is_fsdp_enabled and loads_on_first_rank:
+        rule = "is a second model, whose weights only the first rank would load"
+        fix = "set os.environ['FSDP_CPU_RAM_EFFICIENT_LOADING'] = 'false' before it is loaded, or use ZeRO"
+        raise UsageError(ConfigError(where=where, rule=rule, fix=fix))
+
+
+def check_learned_positions(trainer: Any) -> None:
+    """Reject distillation with TRL (also GKD) of a model with learned positions, on several ranks.
+
+    Seen with trl 1.16.0: prompts are padded on the left to the longest prompt of the rank, and no positions are passed
+    on. A rank therefore trains other positions than one process.
+
+    Raises:
+        UsageError: the model has a position embedding.
+    """
+    import torch
+
+    kinds = {base.__name__ for base in type(trainer).__mro__ if _is_from(base, "trl")}
+    if not kinds & {"DistillationTrainer", "GKDTrainer"} or trainer.args.world_size == 1:
+        return
+    model = trainer.model
+    longest = getattr(model.config, "max_position_embeddings", None) or 0
+    tables = [module for module in model.modules() if isinstance(module, torch.nn.Embedding)]
+    # Some models have two more rows for padding.
+    learned = [table for table in tables if longest <= table.num_embeddings <= longest + 2]
+    if any(table is not model.get_input_embeddings() for table in learned):
+        rule = "has learned positions, and prompts are padded on the left to the longest prompt of each rank"
+        fix = "use a model with rotary positions, or shardwright.trainers.DistillationTrainer"
+        raise UsageError(ConfigError(where="model", value=type(trainer.model).__name__, rule=rule, fix=fix))

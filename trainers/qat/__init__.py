@@ -1,1 +1,1 @@
-"""Quantization-aware training: the numbers of the checkpoint in every forward pass."""
+"""Quantization-aware training: forward passes compute with the numbers of the checkpoint."""

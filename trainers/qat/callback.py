@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,33 +13,210 @@ from transformers import TrainerCallback
 from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import get_last_checkpoint
 
-from ...ds_configs.quantization.mixtures import mixture_remarks
+from ...ds_configs.quantization.layers import mixture_warnings
 from ...ds_configs.quantization.scheme import QuantizationScheme, scheme_named
-from ...ds_configs.specs.errors import Fault, UsageError
-from ...plugins.deepspeed.engine import share_with_zero3
-from ...plugins.deepspeed.engine_layers import stages_of
-from ...plugins.launching.notes import note_on_first_rank
-from ...plugins.transformers.run_settings import run_faults
-from ..checkpoints.agreement import on_first_rank
-from ..checkpoints.record import RECORD
-from ..checkpoints.selection import checkpoints, newest_whole
-from .checkpoint_record import checkpoint_record, record_in, resume_faults, take_up
-from .rounding.attach import attach
-from .rounding.attachment import ATTRIBUTE, Attachment, attachment_of
+from ...ds_configs.specs.errors import ConfigError, UsageError
+from ...plugins.accelerate.cpu_ranks import engine_from_environment
+from ...plugins.deepspeed.engine import share_with_zero3, stages_of
+from ...plugins.launching.messages import note_on_first_rank
+from ...plugins.transformers.run_settings import run_errors
+from ..checkpoints.record import RECORD, on_first_rank
+from ..checkpoints.resume import checkpoints, newest_whole
+from .rounding.attach import attach, follow_engine
+from .rounding.attachment import (
+    ATTRIBUTE,
+    Attachment,
+    attachment_of,
+    calibrate_inputs,
+    load_ranges,
+    start_from_ranges,
+)
 from .rounding.config import QATConfig
-from .rounding.engine_layers import follow_engine
-from .training_checks import first_rank_loading_faults, foreign_optimizer_faults, training_faults
+from .rounding.observers import synchronise
 
 if TYPE_CHECKING:
+    from transformers import TrainerControl, TrainerState, TrainingArguments
+
     from .export.checkpoint import ExportResult
+
+
+def training_errors(
+    attachment: Attachment, arguments: TrainingArguments, steps: int, optimizer: Any
+) -> list[ConfigError]:
+    """Return why the training would not produce what is exported, all errors together.
+
+    Args:
+        attachment: Attachment of the model.
+        arguments: Arguments of the Trainer.
+        steps: Optimizer steps at the end of the training.
+        optimizer: The optimizer, wrapped or not.
+    """
+    config, errors = attachment.config, []
+    empty = [name for name, input_range in attachment.ranges.items() if input_range.scale is None]
+    if empty and not config.observes:
+        rule = f"{len(empty)} of {len(attachment.ranges)} layers have no range for their inputs, such as {empty[0]}"
+        fix = "pass QATCallback(calibration=batches), or observe ranges with ranges = moving_average"
+        errors.append(ConfigError(where="ranges", value=config.ranges, rule=rule, fix=fix))
+    errors += step_errors(attachment, steps)
+    learned = attachment.parameters
+    optimized = {id(each) for group in getattr(optimizer, "param_groups", []) for each in group["params"]}
+    # DeepSpeed's optimizers hold flat partitions of all parameters, from which none can be identified.
+    inner = getattr(optimizer, "optimizer", optimizer)
+    is_flat = type(inner).__module__.startswith("deepspeed")
+    if optimized and not is_flat and not all(id(parameter) in optimized for parameter in learned):
+        errors += foreign_optimizer_errors(attachment)
+    changing = {"start_step": config.start_step, "bit_schedule": config.bit_schedule, "ranges": config.observes}
+    used = [name for name, value in changing.items() if value]
+    if arguments.load_best_model_at_end and used:
+        rule = f"may restore weights of a step with other number formats than the last step's ({', '.join(used)})"
+        fix = "turn it off, and export the checkpoint that you want in a separate run"
+        errors.append(ConfigError(where="load_best_model_at_end", value=True, rule=rule, fix=fix))
+    dtypes = {module.weight.dtype for module in attachment.modules.values() if hasattr(module, "weight")}
+    for name, dtype in (("bf16_full_eval", torch.bfloat16), ("fp16_full_eval", torch.float16)):
+        if getattr(arguments, name) and dtypes - {dtype}:
+            rule = "changes the trained weights in place, and therefore the exported codes"
+            fix = "turn it off; bf16=True also evaluates in bf16"
+            errors.append(ConfigError(where=name, value=True, rule=rule, fix=fix))
+    # Before start_step no forward pass uses the learned scales, and DDP would wait for their gradients.
+    has_engine = arguments.deepspeed or arguments.fsdp or engine_from_environment() != "ddp"
+    is_ddp = arguments.parallel_mode.name == "DISTRIBUTED" and not has_engine
+    finds_unused = arguments.ddp_find_unused_parameters
+    if finds_unused is None:
+        finds_unused = not arguments.gradient_checkpointing
+    if is_ddp and not finds_unused and learned and config.start_step:
+        where, rule = "ddp_find_unused_parameters", "must be true: learned scales are not used before start_step"
+        fix = "set it to true, or use start_step 0"
+        errors.append(ConfigError(where=where, value=finds_unused, rule=rule, fix=fix))
+    return errors
+
+
+def foreign_optimizer_errors(attachment: Attachment) -> list[ConfigError]:
+    """Return the error of an optimizer that was created before the learned scales."""
+    if not attachment.config.learns_scales:
+        return []
+    rule = "was created before the learned scales, and would not train them"
+    fix = "let the Trainer create the optimizer, or call QATCallback.prepare(arguments, model) before you create it"
+    return [ConfigError(where="optimizer", rule=rule, fix=fix)]
+
+
+def step_errors(attachment: Attachment, steps: int) -> list[ConfigError]:
+    """Return why a training of this many optimizer steps ends before it trains what is exported."""
+    config, errors = attachment.config, []
+    if config.start_step >= steps:
+        rule = f"training ends at step {steps}, before anything is rounded"
+        errors.append(ConfigError(where="start_step", value=config.start_step, rule=rule, fix="use a smaller step"))
+    if config.bit_schedule and config.bit_schedule[-1][0] >= steps:
+        last, bits = config.bit_schedule[-1]
+        rule = f"training ends at step {steps}, before it reaches the {bits} bits of the checkpoint"
+        value = f"{last}:{bits}"
+        errors.append(ConfigError(where="bit_schedule", value=value, rule=rule, fix="use a smaller step"))
+    return errors
+
+
+_COMPARED = ("weight_rule", "lora", "kv_cache")
+"""Settings that a resumed run cannot change, because they change the numbers of the checkpoint."""
+
+
+def checkpoint_record(attachment: Attachment) -> dict[str, object]:
+    """Return scheme, progress and ranges for a checkpoint; JSON represents fp32 numbers exactly."""
+    dtypes = {quantizer.forward_dtype for quantizer in attachment.quantizers()}
+    dtype = dtypes.pop() if len(dtypes) == 1 else None
+    return {
+        "scheme": _scheme(attachment),
+        "settings": _settings(attachment),
+        "trained_steps": attachment.state.trained_steps,
+        "ranges": {name: input_range.record() for name, input_range in attachment.ranges.items()},
+        "forward_dtype": None if dtype is None else str(dtype).removeprefix("torch."),
+    }
+
+
+def record_in(stored: Any) -> Mapping[str, Any]:
+    """Return the record in the Trainer's state of this callback; empty without one."""
+    first = (stored[0] if stored else {}) if isinstance(stored, list) else stored or {}
+    record: Mapping[str, Any] = first.get("attributes", {}).get("resumed") or {}
+    return record
+
+
+def resume_errors(
+    attachment: Attachment, checkpoint: Path, callback_name: str = "QATCallback", *, demands_record: bool = False
+) -> list[ConfigError]:
+    """Return how a checkpoint's number formats differ from the training's, before anything is loaded.
+
+    Loading optimizer states of other learned scales or adapters fails with an error that does not name the cause.
+
+    Args:
+        attachment: Attachment of the model to train.
+        checkpoint: Directory that the Trainer wrote.
+        callback_name: Class of the callback.
+        demands_record: Whether a checkpoint of a training without rounding is an error.
+    """
+    try:
+        state = json.loads((checkpoint / "trainer_state.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return []
+    record = record_in(state.get("stateful_callbacks", {}).get(callback_name))
+    if record or not demands_record:
+        return record_errors(attachment, record) if record else []
+    rule = "was trained without rounding, and contains no ranges and no scheme"
+    fix = "start from its weights in another output directory"
+    return [ConfigError(where="resume", value=checkpoint.name, rule=rule, fix=fix)]
+
+
+def record_errors(attachment: Attachment, record: Mapping[str, Any]) -> list[ConfigError]:
+    """Return how a record's number formats differ from those of an attachment."""
+    return [
+        *_differences("scheme", record["scheme"], _scheme(attachment)),
+        *_differences("settings", record["settings"], _settings(attachment)),
+    ]
+
+
+def restore(attachment: Attachment, record: Mapping[str, Any]) -> None:
+    """Restore progress and ranges from a checkpoint's record.
+
+    Raises:
+        UsageError: the checkpoint was trained with other number formats; all differences together.
+    """
+    if errors := record_errors(attachment, record):
+        raise UsageError(errors)
+    attachment.state.trained_steps = record["trained_steps"]
+    for name, range_record in record["ranges"].items():
+        attachment.ranges[name].restore(range_record)
+    if name := record.get("forward_dtype"):
+        # A run that resumes after its last step exports without a forward pass.
+        for quantizer in attachment.quantizers():
+            quantizer.forward_dtype = getattr(torch, name)
+
+
+def _scheme(attachment: Attachment) -> dict[str, object]:
+    # JSON turns tuples into lists.
+    scheme = asdict(attachment.scheme)
+    return {name: list(value) if isinstance(value, tuple) else value for name, value in scheme.items()}
+
+
+def _settings(attachment: Attachment) -> dict[str, object]:
+    return {name: getattr(attachment.config, name) for name in _COMPARED} | {
+        "stored_dtype": str(attachment.stored_dtype).removeprefix("torch."),
+        "learned_ranges": attachment.config.ranges == "learned",
+        "lora_rank": attachment.lora_rank,
+    }
+
+
+def _differences(where: str, stored: Mapping[str, Any], current: Mapping[str, object]) -> Iterator[ConfigError]:
+    for name, value in current.items():
+        if isinstance(value, dict) and isinstance(stored.get(name), dict):
+            yield from _differences(f"{where}.{name}", stored[name], value)
+        elif stored.get(name) != value:
+            rule = f"differs from the checkpoint ({stored.get(name)!r})"
+            fix = "resume with the checkpoint's value, or start again from the dense model"
+            yield ConfigError(where=f"{where}.{name}", value=value, rule=rule, fix=fix)
 
 
 class QATCallback(TrainerCallback, ExportableState):
     """Trains a model with the numbers of its future checkpoint, and writes that checkpoint bit for bit.
 
-    Works with the Trainer of Transformers and every subclass, on one process, DDP, ZeRO-1, 2 and 3 and FSDP2, and with
-    sequence, context, tensor, expert and pipeline parallelism as far as docs/reference/combinations.md says. The layers
-    change their class when the Trainer is made; parameters and the keys of checkpoints stay as they are.
+    Works with the Trainer of Transformers and its subclasses: on one process, with DDP, ZeRO-1, 2 and 3 and FSDP2, and
+    with sequence, context, tensor, expert and pipeline parallelism as listed in docs/reference/combinations.md. Layers
+    change their class when the Trainer is created; parameters and checkpoint keys do not change.
 
     >>> callback = QATCallback("W4A16")  # doctest: +SKIP
     >>> trainer = Trainer(model, arguments, train_dataset=samples, callbacks=[callback])  # doctest: +SKIP
@@ -45,19 +224,18 @@ class QATCallback(TrainerCallback, ExportableState):
     >>> callback.export(trainer, "tuned-w4")  # doctest: +SKIP
 
     Args:
-        scheme: Name of a scheme, as for `shardwright quantize`, or a scheme.
-        calibration: Batches that give stored ranges of activations their values, as the model takes them; or a file
-            that `save_ranges` wrote. Needed for schemes such as W8A8_STATIC with ranges that are calibrated or learned.
-        notify: Receives remarks; default: standard error, of the first rank alone.
+        scheme: Scheme, or its name as for `shardwright quantize`.
+        calibration: Batches of model inputs that set the stored activation ranges, or a file from `save_ranges`.
+            Required for schemes such as W8A8_STATIC with calibrated or learned ranges.
         options: Fields of `QATConfig`.
 
     Raises:
-        UsageError: the configuration contradicts itself; all faults at once.
+        UsageError: settings contradict one another; all errors together.
     """
 
     @property
     def combined_settings(self) -> tuple[str, ...]:
-        """Its rows in the table of combinations."""
+        """Rows of this callback in the table of combinations."""
         names = {
             "qat": True,
             "qat_inputs": self.config.scheme.activations is not None,
@@ -67,137 +245,183 @@ class QATCallback(TrainerCallback, ExportableState):
         return tuple(name for name, is_set in names.items() if is_set)
 
     resumed: dict[str, Any] | None = None
-    """Record of a checkpoint, where the Trainer made this callback anew from one; `None` otherwise."""
+    """Record of the checkpoint from which the Trainer recreated this callback; `None` otherwise."""
 
     def __init__(
         self,
         scheme: str | QuantizationScheme = "W4A16",
         *,
         calibration: Iterable[Any] | str | Path | None = None,
-        notify: Callable[[str], None] = note_on_first_rank,
         **options: Any,
     ) -> None:
-        found = scheme_named(scheme) if isinstance(scheme, str) else scheme
-        self.config = QATConfig(scheme=found, **options)
-        faults = self.config.faults()
+        self.config = QATConfig(scheme=scheme_named(scheme) if isinstance(scheme, str) else scheme, **options)
+        errors = self.config.errors()
         if calibration is not None and not self.config.stores_ranges:
-            rule = f"finds stored ranges of activations, and {found.name} has none"
-            faults.append(Fault(where="calibration", rule=rule, fix="drop it, or use W8A8_STATIC or kv_cache"))
-        _raise(faults)
+            rule = f"sets stored activation ranges, which {self.config.scheme.name} lacks"
+            errors.append(ConfigError(where="calibration", rule=rule, fix="omit it, or use W8A8_STATIC or kv_cache"))
+        _raise(errors)
         self._calibration = calibration
-        self._notify = notify
         self.attachment: Attachment | None = None
 
-    def prepare(self, training_arguments: Any, model: Any) -> Attachment:
-        """Attach before the Trainer is made: needed where `deepspeed.zero.Init` or a model of one's own comes first.
+    def prepare(self, training_arguments: TrainingArguments, model: Any) -> Attachment:
+        """Attach before the Trainer is created; required with `deepspeed.zero.Init` or a model of your own.
 
         Raises:
             UsageError: the scheme does not fit the model.
         """
-        found = attachment_of(model)
-        if found is None:
-            found = attach(model, self.config, stored_dtype=_training_dtype(training_arguments))
-            for remark in mixture_remarks(found.scheme, found.layers):
-                self._notify(remark)
-        elif found.config != self.config and self.resumed is None:
-            rule = f"rounds as {found.config.scheme.name} already, with other settings than this callback's"
-            raise UsageError(Fault(where="model", value=type(model).__name__, rule=rule, fix="load it anew"))
-        self._fill_ranges(model, found)
-        self.attachment = found
-        return found
+        attachment = attachment_of(model)
+        if attachment is None:
+            dtype = None
+            if getattr(training_arguments, "bf16", False):
+                dtype = torch.bfloat16
+            elif getattr(training_arguments, "fp16", False):
+                dtype = torch.float16
+            attachment = attach(model, self.config, stored_dtype=dtype)
+            for warning in mixture_warnings(attachment.scheme, attachment.layers):
+                note_on_first_rank(warning)
+        elif attachment.config != self.config and self.resumed is None:
+            rule = f"rounds as {attachment.config.scheme.name} already, with other settings than this callback's"
+            raise UsageError(ConfigError(where="model", value=type(model).__name__, rule=rule, fix="load it again"))
+        if self._calibration is not None and any(
+            input_range.scale is None for input_range in attachment.ranges.values()
+        ):
+            self._calibrate(model, attachment, self._calibration)
+        self.attachment = attachment
+        return attachment
 
     def on_init_end(
-        self, args: Any, state: Any, control: Any, model: Any = None, optimizer: Any = None, **kwargs: Any
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        model: Any = None,
+        optimizer: Any = None,
+        **kwargs: object,
     ) -> None:
-        """Attach before the optimizer is made, so that it sees scales that are learned."""
+        """Attach before the optimizer is created, so that it trains the learned scales."""
         if model is None:
             return
-        _raise(run_faults(args, model, callbacks=(self,)))
-        fresh = attachment_of(model) is None
+        _raise(run_errors(args, model, callbacks=(self,)))
+        is_new = attachment_of(model) is None
         attachment = self.prepare(args, model)
-        if fresh and optimizer is not None:
-            _raise(foreign_optimizer_faults(attachment))
-        place = args.resume_from_checkpoint
-        if isinstance(place, bool) and place:
-            place = on_first_rank(lambda: _newest(Path(args.output_dir)))
-        if place:
-            _raise(resume_faults(attachment, Path(place), type(self).__name__))
+        if is_new and optimizer is not None:
+            _raise(foreign_optimizer_errors(attachment))
+        checkpoint = args.resume_from_checkpoint
+        if isinstance(checkpoint, bool) and checkpoint:
+            checkpoint = on_first_rank(lambda: _newest(Path(args.output_dir)))
+        if checkpoint:
+            _raise(resume_errors(attachment, Path(checkpoint), type(self).__name__))
 
     def on_train_begin(
-        self, args: Any, state: Any, control: Any, model: Any = None, optimizer: Any = None, **kwargs: Any
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        model: Any = None,
+        optimizer: Any = None,
+        **kwargs: object,
     ) -> None:
-        """Attach to a model that `model_init` made, take up a resumed run, and check that nothing stands in the way."""
-        fresh = self._carried_over(model) is None
+        """Attach to a model from `model_init` or to pipeline stages, restore a resumed run, and check the training."""
+        if stages_of(model) is not None:
+            if self.attachment is None:
+                rule = "received pipeline stages without the model that they are from"
+                fix = "pass it to PipelineTrainer(callbacks=[...])"
+                raise UsageError(ConfigError(where="QATCallback", rule=rule, fix=fix))
+            setattr(model, ATTRIBUTE, self.attachment)
+        is_new = attachment_of(model) is None
         attachment = self.prepare(args, model)
         follow_engine(model, attachment)
-        self._take_up(state)
-        _raise(run_faults(args, model, callbacks=(self,)))
-        faults = training_faults(attachment, args, state.max_steps, optimizer)
-        _raise(foreign_optimizer_faults(attachment) if fresh else faults)
+        name = type(self).__name__
+        if state.global_step:
+            if record := record_in(state.stateful_callbacks.get(name)):
+                restore(attachment, record)
+            else:
+                note_on_first_rank("the checkpoint was trained without rounding; training continues with rounding")
+        # transformers 5.17 `_save_checkpoint` fails (KeyError) if a resumed checkpoint lacks the callback.
+        state.stateful_callbacks.setdefault(name, {})
+        _raise(run_errors(args, model, callbacks=(self,)))
+        errors = training_errors(attachment, args, state.max_steps, optimizer)
+        _raise(foreign_optimizer_errors(attachment) if is_new else errors)
         if args.weight_decay and attachment.config.learns_scales:
-            self._notify(f"weight_decay = {args.weight_decay} draws learned scales towards zero too")
+            note_on_first_rank(f"weight_decay = {args.weight_decay} also decays learned scales towards zero")
         share_with_zero3(attachment.modules.values())
-        self._follow(state.global_step)
+        self._set_state(state.global_step)
 
-    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Set what this optimizer step rounds to."""
-        self._follow(state.global_step)
+    def on_step_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
+    ) -> None:
+        """Set the bits of this optimizer step."""
+        self._set_state(state.global_step)
 
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Let all ranks agree on observed ranges."""
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
+    ) -> None:
+        """Combine the observed ranges of all ranks."""
         attachment = self._attached()
         current = attachment.state
-        at_its_bits = current.bits in (None, attachment.scheme.weights.bits)
-        current.trained_steps += int(current.enabled and at_its_bits)
+        at_scheme_bits = current.bits in (None, attachment.scheme.weights.bits)
+        current.trained_steps += int(current.enabled and at_scheme_bits)
         if current.observing:
-            from .rounding.input_ranges import synchronise
-
             synchronise(attachment.ranges.values())
-        self._follow(state.global_step)
+        self._set_state(state.global_step)
 
     def state(self) -> dict[str, Any]:
-        """Return what a checkpoint keeps; the Trainer writes it into `trainer_state.json`."""
+        """Return the state for a checkpoint, which the Trainer writes into `trainer_state.json`."""
         record = {} if self.attachment is None else checkpoint_record(self.attachment)
         return {"args": {}, "attributes": {"resumed": record}}
 
-    def export(self, trainer: Any, output_dir: str | Path, **how: Any) -> ExportResult:
+    def export(
+        self,
+        trainer: Any,
+        output_dir: str | Path,
+        *,
+        tokenizer: Any = None,
+        source: str | Path | None = None,
+        dtype: torch.dtype | None = None,
+        verify: bool = True,
+        probe: Sequence[Sequence[int]] | None = None,
+        tolerance: float = 0.0,
+        force: bool = False,
+    ) -> ExportResult:
         """Write the trained codes as a compressed-tensors checkpoint; every rank must call it.
 
         Args:
-            trainer: The Trainer that has trained.
-            output_dir: Where the checkpoint goes.
-            how: `tokenizer`, `source`, `verify`, `probe` and `force`, as for `export`.
+            trainer: The Trainer after training.
+            output_dir: Directory of the checkpoint.
+            tokenizer: Tokenizer to write; default: the Trainer's `processing_class`.
+            source: As for `export`, like the other arguments.
+            dtype: Dtype of unquantized tensors.
+            verify: Whether to compare the written files with the trained model.
+            probe: Rows of token ids for the comparison.
+            tolerance: Largest allowed difference of a logit.
+            force: Replace the model in a directory that is not empty.
 
         Raises:
-            UsageError: the model was not trained with these numbers, or the directory is in use.
+            UsageError: the model was not trained with these number formats, or the directory is in use.
             RefusedInputError: weights or scales are NaN or infinite.
         """
         from .export.checkpoint import export
 
-        tokenizer = how.pop("tokenizer", None) or getattr(trainer, "processing_class", None)
-        return export(trainer.model, self._attached(), Path(output_dir), tokenizer=tokenizer, **how)
-
-    def _carried_over(self, model: Any) -> Attachment | None:
-        """Return what rounds in a model, in stages what rounds in the model that they were cut from.
-
-        Raises:
-            UsageError: stages came without one.
-        """
-        if stages_of(model) is None:
-            return attachment_of(model)
-        if self.attachment is None:
-            rule, fix = "has seen stages of a model alone", "give it to PipelineTrainer(callbacks=[...])"
-            raise UsageError(Fault(where="QATCallback", rule=rule, fix=fix))
-        setattr(model, ATTRIBUTE, self.attachment)
-        return self.attachment
+        return export(
+            trainer.model,
+            self._attached(),
+            Path(output_dir),
+            tokenizer=tokenizer or getattr(trainer, "processing_class", None),
+            source=source,
+            dtype=dtype,
+            verify=verify,
+            probe=probe,
+            tolerance=tolerance,
+            force=force,
+        )
 
     def _attached(self) -> Attachment:
         if self.attachment is None:
-            rule, fix = "has met no model yet", "give it to a Trainer, or call prepare"
-            raise UsageError(Fault(where="QATCallback", rule=rule, fix=fix))
+            rule, fix = "is not attached to a model", "pass it to a Trainer, or call prepare"
+            raise UsageError(ConfigError(where="QATCallback", rule=rule, fix=fix))
         return self.attachment
 
-    def _follow(self, step: int) -> None:
+    def _set_state(self, step: int) -> None:
         attachment = self._attached()
         config, current = attachment.config, attachment.state
         current.enabled = step >= config.start_step
@@ -205,47 +429,29 @@ class QATCallback(TrainerCallback, ExportableState):
         frozen = config.freeze_step is not None and step >= config.freeze_step
         current.observing = config.observes and not frozen
 
-    def _fill_ranges(self, model: Any, attachment: Attachment) -> None:
-        empty = any(one.scale is None for one in attachment.ranges.values())
-        if not empty or self._calibration is None:
-            return
-        from .rounding.input_ranges import calibrate_inputs, load_ranges
-        from .rounding.learned_scales import start_from_ranges
+    def _calibrate(self, model: Any, attachment: Attachment, calibration: Iterable[Any] | str | Path) -> None:
+        from ...plugins.transformers.sound_model import loads_on_first_rank
 
-        if isinstance(self._calibration, str | Path):
-            load_ranges(Path(self._calibration), attachment)
+        if isinstance(calibration, str | Path):
+            load_ranges(Path(calibration), attachment)
+        elif loads_on_first_rank():
+            rule = "only the first rank has weights: fsdp_cpu_ram_efficient_loading fills them later on other ranks"
+            fix = "calibrate in a separate process, save_ranges, and pass the file; or turn that loading off"
+            raise UsageError(ConfigError(where="calibration", rule=rule, fix=fix))
         else:
-            _raise(first_rank_loading_faults())
-            calibrate_inputs(model, attachment, self._calibration)
+            calibrate_inputs(model, attachment, calibration)
         if attachment.config.ranges == "learned":
             start_from_ranges(attachment)
 
-    def _take_up(self, state: Any) -> None:
-        name = type(self).__name__
-        if state.global_step:
-            record = record_in(state.stateful_callbacks.get(name))
-            if record:
-                take_up(self._attached(), record)
-            else:
-                self._notify("the checkpoint was trained without rounding: training goes on with it")
-        # transformers 5.17 `_save_checkpoint` fails (KeyError) where a resumed checkpoint did not know the callback.
-        state.stateful_callbacks.setdefault(name, {})
 
-
-def _raise(faults: list[Fault]) -> None:
-    if faults:
-        raise UsageError(faults)
-
-
-def _training_dtype(arguments: Any) -> torch.dtype | None:
-    if getattr(arguments, "bf16", False):
-        return torch.bfloat16
-    return torch.float16 if getattr(arguments, "fp16", False) else None
+def _raise(errors: list[ConfigError]) -> None:
+    if errors:
+        raise UsageError(errors)
 
 
 def _newest(output_dir: Path) -> str | None:
-    """Return the newest whole checkpoint; where `CheckpointCallback` marked none, the one that the Trainer takes."""
+    """Return the newest complete checkpoint; without records of `CheckpointCallback`, the Trainer's choice."""
     if any((path / RECORD).is_file() for path in checkpoints(output_dir).values()):
         return str(newest_whole(output_dir).path)
-    found: str | None = get_last_checkpoint(str(output_dir)) if output_dir.is_dir() else None
-    return found
+    last: str | None = get_last_checkpoint(str(output_dir)) if output_dir.is_dir() else None
+    return last

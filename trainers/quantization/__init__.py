@@ -1,1 +1,1 @@
-"""Quantization: from a model to a checkpoint that was proven to load, and methods that llm-compressor lacks."""
+"""Post-training quantization with verification, and the methods SpQR and low-rank correction."""

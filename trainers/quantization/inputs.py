@@ -1,80 +1,103 @@
-"""Checks of a quantization before weights are read or anything is written: all that can be wrong, told together."""
+"""Checks of a quantization before weights are read or files are written; all errors are reported together."""
 
 from __future__ import annotations
 
+import logging
+import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from ...ds_configs.plan.output import disk_faults, output_faults
+from ...ds_configs.plan.output import disk_errors, output_errors
 from ...ds_configs.quantization.layers import LinearLayer
-from ...ds_configs.quantization.memory import QuantizationMemory
-from ...ds_configs.quantization.methods import METHODS, MethodName, needs_calibration
-from ...ds_configs.quantization.recipe import QuantizeSettings
-from ...ds_configs.quantization.resolved import ResolvedQuantization, SelectedQuantization
-from ...ds_configs.quantization.scheme import QuantizationScheme
-from ...ds_configs.quantization.sizes import tensor_bytes
-from ...ds_configs.specs.errors import DoesNotFitError, Fault, UsageError, collecting
+from ...ds_configs.quantization.recipe import QuantizeSettings, ResolvedQuantization, SelectedQuantization
+from ...ds_configs.quantization.scheme import METHODS, MethodName, QuantizationScheme, needs_calibration
+from ...ds_configs.quantization.sizes import QuantizationMemory, tensor_bytes
+from ...ds_configs.specs.errors import ConfigError, DoesNotFitError, UsageError, collecting
 from ...ds_configs.specs.units import gigabytes
-from ...plugins.launching.notes import Notify
-from ...plugins.transformers.quantization_source import QuantizationSource, open_source
+from ...plugins.llm_compressor.environment import downgrades
+from ...plugins.transformers.quantized_model import QuantizationSource, open_source
 from ..data.models import StartingModel, load_tokenizer
 from ..data.samples import Samples, load_samples
 from ..data.sources import local_place
-from ..evaluation.inputs import default_device
-from .journal import journal_faults
+from ..evaluation.evaluate import default_device
+
+logger = logging.getLogger(__name__)
+
+
+def journal_directory(output_dir: Path) -> Path:
+    """Return the journal directory of an output directory."""
+    output = output_dir.resolve()
+    return output.with_name(f"{output.name}.journal")
+
+
+def journal_errors(output_dir: Path, *, resume: bool, force: bool) -> list[ConfigError]:
+    """Return the error of a missing journal to resume from, or of a journal that would be lost."""
+    journal = journal_directory(output_dir)
+    if resume and not journal.is_dir():
+        rule = f"there is no journal at {journal} to resume from"
+        return [ConfigError(where="--resume", rule=rule, fix="omit --resume to start from the beginning")]
+    if journal.is_dir() and not resume and not force:
+        rule = "contains the finished layers of an interrupted run"
+        fix = "use --resume to continue it, or --force to start from the beginning"
+        return [ConfigError(where=str(journal), rule=rule, fix=fix)]
+    return []
+
+
+def discard_journal(output_dir: Path) -> None:
+    """Remove the journal of a run."""
+    shutil.rmtree(journal_directory(output_dir), ignore_errors=True)
+
 
 _PACKAGES = {
     "llm-compressor": ("llmcompressor",),
     "auto-round": ("auto_round", "compressed_tensors"),
-    # Its walk through the layers is llm-compressor's.
+    # SpQR and low-rank correction visit layers by means of llm-compressor.
     "shardwright": ("llmcompressor",),
 }
-"""Imports of the extra `quantize`, by engine."""
+"""Import names of the extra `quantize`, by engine."""
 _HELD_OUT = 0.1
-"""Share of the calibration rows that is kept for the evaluation."""
+"""Fraction of the dataset's rows that is reserved for the evaluation."""
 _FEWEST_USEFUL_TOKENS = 1024
-"""Fewer give noisy ranges and second moments, and a remark."""
+"""Fewer calibration tokens give noisy ranges and second moments, and a warning."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Prepared:
-    """A quantization that can start; nothing was written for it."""
+    """A quantization that is ready to run; nothing has been written for it."""
 
     settings: QuantizeSettings
-    """As the user gave them."""
     source: QuantizationSource
-    """The model's files."""
+    """Files of the model."""
     resolved: ResolvedQuantization
-    """Scheme and method, as asked for or chosen."""
+    """Scheme and method, with the reason of an automatic choice."""
     selected: SelectedQuantization
-    """What they mean for the layers of this model."""
+    """Layers to quantize in this model, and their scheme."""
     tokenizer: Any
-    """Splits the calibration text."""
     samples: Samples | None
-    """Calibration and held-out samples; `None` where the method needs no text and none was named."""
+    """Calibration and held-out samples; `None` without a dataset."""
     seq_len: int
-    """Tokens of a sample."""
+    """Tokens per sample."""
     memory: QuantizationMemory
-    """What it will need at most."""
+    """Estimate of the peak memory."""
     checkpoint_bytes: int
-    """Size of the weights that will be written."""
+    """Size of the weights in the checkpoint."""
 
     @property
     def scheme(self) -> QuantizationScheme:
-        """The scheme with what this model needs left out."""
+        """The scheme, with layers of this model that stay dense in `ignore`."""
         return self.selected.scheme
 
     @property
     def layers(self) -> tuple[LinearLayer, ...]:
-        """Layers that will be quantized."""
+        """Layers to quantize."""
         return self.selected.layers
 
     @property
     def calibration(self) -> Sequence[dict[str, list[int]]]:
-        """Samples that scales and codes are found on."""
+        """Calibration samples; empty if the method needs none."""
         if self.samples is None or not needs_calibration(self.resolved.method, self.scheme):
             return ()
         return self.samples.train[: self.settings.num_samples]
@@ -89,41 +112,53 @@ def prepare(
     device: str | None = None,
     force: bool = False,
     resume: bool = False,
-    notify: Notify = lambda _: None,
 ) -> Prepared:
-    """Read what can be wrong, report all faults together, and say what it will take.
+    """Check settings, model and dataset, and estimate memory; warnings are logged.
 
     Raises:
-        UsageError: flags, shapes or text that do not go together, all together.
-        RefusedInputError: files of the model are corrupt, unsafe or quantized already.
-        DoesNotFitError: memory or disk is too small.
+        UsageError: invalid or contradictory settings, unsuitable shapes or text; all errors together.
+        RefusedInputError: files of the model are corrupt, unsafe or already quantized.
+        DoesNotFitError: not enough memory or disk.
         ShardwrightError: the Hub cannot be reached.
     """
-    faults: list[Fault] = []
+    errors: list[ConfigError] = []
     if output_dir is not None:
         sources = {"the model": model, "the dataset": local_place(settings.dataset)}
-        faults += output_faults(output_dir, force=force, sources=sources)
-        faults += journal_faults(output_dir, resume=resume, force=force)
+        errors += output_errors(output_dir, force=force, sources=sources)
+        errors += journal_errors(output_dir, resume=resume, force=force)
     resolved = source = None
-    with collecting(faults):
+    with collecting(errors):
         resolved = settings.resolved()
-    with collecting(faults):
+    with collecting(errors):
         source = open_source(model, revision=revision)
-    faults += [] if resolved is None else missing_engine_faults(resolved.method)
+    errors += [] if resolved is None else missing_engine_errors(resolved.method)
     if source is None or resolved is None:
-        raise UsageError(faults)
+        raise UsageError(errors)
     selected = resolved.of_layers(
         source.layers, default_ignore=source.default_ignore if settings.ignore is None else None
     )
-    faults += selected.faults()
-    samples, tokenizer, seq_len = None, None, settings.seq_len
-    with collecting(faults):
+    errors += selected.errors()
+    samples, tokenizer = None, None
+    seq_len = min(settings.seq_len, source.longest or settings.seq_len)
+    with collecting(errors):
         tokenizer = load_tokenizer(StartingModel(model=str(source.directory)), source.dimensions.vocab_size)
-        samples, seq_len = _samples(settings, source, tokenizer, notify)
-    if faults:
-        raise UsageError(faults)
-    for remark in selected.remarks():
-        notify(remark)
+        if settings.dataset is not None:
+            samples = load_samples(
+                settings.dataset, tokenizer, seq_len=seq_len, seed=settings.seed, evaluation_fraction=_HELD_OUT
+            )
+    if errors:
+        raise UsageError(errors)
+    if seq_len < settings.seq_len:
+        requested = f", not {settings.seq_len}" if "seq_len" in settings.model_fields_set else ""
+        logger.info(f"samples have {seq_len} tokens{requested}: the model has no more positions")
+    if samples is not None:
+        count = len(samples.train)
+        if count < settings.num_samples:
+            logger.info(f"{settings.dataset} has {count} samples of {seq_len} tokens, not {settings.num_samples}")
+        if min(count, settings.num_samples) * seq_len < _FEWEST_USEFUL_TOKENS:
+            logger.info("the calibration text is very short: ranges and second moments will be noisy")
+    for warning in selected.warnings():
+        logger.info(warning)
     prepared = Prepared(
         settings=settings,
         source=source,
@@ -149,38 +184,19 @@ def prepare(
     return prepared
 
 
-def missing_engine_faults(method: MethodName) -> list[Fault]:
-    """Return the packages that a method runs on and that are not installed."""
-    fix = "shardwright env create quantize makes an environment that has it; or pip install '.[quantize]'"
+def missing_engine_errors(method: MethodName) -> list[ConfigError]:
+    """Return the errors of packages that a method needs and that are not installed."""
+    changes = downgrades()
+    effect = f"would downgrade {' and '.join(changes)}" if changes else "adds it"
+    fix = (
+        "run shardwright env create quantize to create a separate environment; "
+        f"pip install '.[quantize]' in this one {effect}"
+    )
     return [
-        Fault(where="method", value=method, rule=f"needs {package}, which is not installed", fix=fix)
+        ConfigError(where="method", value=method, rule=f"needs {package}, which is not installed", fix=fix)
         for package in _PACKAGES.get(METHODS[method].engine, ())
         if find_spec(package) is None
     ]
-
-
-def _samples(
-    settings: QuantizeSettings, source: QuantizationSource, tokenizer: Any, notify: Notify
-) -> tuple[Samples | None, int]:
-    seq_len = min(settings.seq_len, source.longest or settings.seq_len)
-    if seq_len < settings.seq_len:
-        asked = f", in the place of {settings.seq_len}" if "seq_len" in settings.model_fields_set else ""
-        notify(f"samples of {seq_len} tokens, the most that the model has positions for{asked}")
-    if settings.dataset is None:
-        return None, seq_len
-    samples = load_samples(
-        settings.dataset,
-        tokenizer,
-        seq_len=seq_len,
-        seed=settings.seed,
-        evaluation_fraction=_HELD_OUT,
-    )
-    found = len(samples.train)
-    if found < settings.num_samples:
-        notify(f"{settings.dataset} has {found} calibration samples of {seq_len} tokens; {settings.num_samples} asked")
-    if min(found, settings.num_samples) * seq_len < _FEWEST_USEFUL_TOKENS:
-        notify("the calibration text is very short: ranges and second moments will be noisy")
-    return samples, seq_len
 
 
 def _check_capacity(prepared: Prepared, output_dir: Path | None) -> None:
@@ -202,6 +218,6 @@ def _check_capacity(prepared: Prepared, output_dir: Path | None) -> None:
                 "lower --batch-size or --seq-len"
             )
     if output_dir is not None:
-        lines += map(str, disk_faults(output_dir, needed_bytes=prepared.checkpoint_bytes))
+        lines += map(str, disk_errors(output_dir, needed_bytes=prepared.checkpoint_bytes))
     if lines:
         raise DoesNotFitError("\n".join(lines))

@@ -1,45 +1,228 @@
-"""Quantizes a prepared model, proves that what was written loads and computes the same, and reports what it cost."""
+"""Quantizes a prepared model, verifies the checkpoint in a fresh process, evaluates it, and writes the report."""
 
 from __future__ import annotations
 
+import hashlib
+import json
+import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from ...ds_configs.plan.output import reserved
-from ...ds_configs.plan.write import write_files
-from ...ds_configs.quantization.methods import METHODS
+from ...ds_configs.plan.output import reserved, write_files
 from ...ds_configs.quantization.recipe import quantize_settings, read_recipe
+from ...ds_configs.quantization.scheme import METHODS
 from ...ds_configs.specs.errors import ShardwrightError
-from ...plugins.huggingface_hub.push import check_push, pushed
-from ...plugins.launching.notes import Notify, OnProgress
+from ...plugins.huggingface_hub.push import CARD_FILE, check_push, pushed, shown_name, title_of
+from ...plugins.launching.messages import Progress, log_message
+from ...plugins.llm_compressor.engine import load_for_quantization
 from ...plugins.llm_compressor.quiet import without_bars
+from ...plugins.planning.from_names import installed_versions
 from ...plugins.safetensors.writing import appearing_directory
-from ...plugins.transformers.quantized_model import ReportProgress
-from ..evaluation.evaluate import DEFAULT_WINDOWS, evaluate_model
-from ..evaluation.inputs import default_device
-from ..evaluation.result import Evaluation
-from ..evaluation.text_windows import TextRequest, TextWindows
+from ...plugins.transformers.quantized_model import LayerProgress, QuantizedModel, ReportProgress
+from ..evaluation.evaluate import DEFAULT_WINDOWS, Evaluation, default_device, evaluate_model
+from ..evaluation.measures import TextRequest, TextWindows
 from ..formats.model_directory import copy_companions
-from ..formats.spqr_format import SMALL_DIRECTORY
+from ..formats.spqr import SMALL_DIRECTORY
+from ..reports.make import REPORT_FILE as HTML_FILE
 from ..reports.make import write_html
+from ..reports.markdown import card_text, code, license_line, markdown, usage
+from ..reports.report import picture
+from ..reports.runs import quantization_report, serving_text
+from ..runs.report import REPORT_FILE
 from ..verify.checkpoint import (
     PROBE_ROWS,
     PROBE_TOKENS,
     UNPROVEN,
-    ReferenceLogits,
     Verification,
     arbitrary_rows,
     discard_failed,
     fail_output,
     reference_logits,
 )
-from .engines import quantize_in_memory
-from .inputs import Prepared, prepare
-from .journal import discard_journal, journal_directory
-from .report import QuantizationOutcome, quantization_files
+from .inputs import Prepared, discard_journal, journal_directory, prepare
+
+logger = logging.getLogger(__name__)
+
+SCHEMA_VERSION = 1
+"""Version of `quantize --format json` and of `quantization.json`."""
+RESULT_FILE, CHART_FILE = "quantization.json", "evaluation.png"
+
+
+@dataclass(frozen=True, kw_only=True)
+class QuantizationOutcome:
+    """A quantization whose checkpoint passed verification."""
+
+    prepared: Prepared
+    quantized_layers: tuple[str, ...]
+    """Names of the quantized matrices."""
+    verification: Verification
+    """Result of reloading the checkpoint in a fresh process."""
+    evaluation: Evaluation | None
+    """Comparison of the checkpoint with its model; `None` if not requested or failed."""
+    seconds: Mapping[str, float]
+    """Wall-clock time per stage."""
+    command: str = ""
+    """Command line; empty when called from Python."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the outcome as JSON values."""
+        prepared = self.prepared
+        return {
+            "schema_version": SCHEMA_VERSION,
+            "model": prepared.source.name,
+            "revision": prepared.source.revision,
+            "scheme": asdict(prepared.scheme) | {"format": prepared.scheme.format},
+            "method": prepared.resolved.method,
+            "method_reason": prepared.resolved.method_reason,
+            "settings": prepared.settings.model_dump(),
+            "calibration": self._calibration(),
+            "quantized_layers": list(self.quantized_layers),
+            "memory_estimate": asdict(prepared.memory),
+            "checkpoint_bytes": prepared.checkpoint_bytes,
+            "verification": asdict(self.verification),
+            "evaluation": None if self.evaluation is None else self.evaluation.to_dict(),
+            "seconds": {name: round(value, 2) for name, value in self.seconds.items()},
+            "versions": dict(installed_versions()),
+            "command": self.command,
+        }
+
+    def _calibration(self) -> dict[str, Any] | None:
+        samples = self.prepared.calibration
+        if not samples:
+            return None
+        return {
+            "source": self.prepared.settings.dataset,
+            "samples": len(samples),
+            "tokens": sum(len(sample["input_ids"]) for sample in samples),
+            "seq_len": self.prepared.seq_len,
+        }
+
+
+def quantization_file_names(*, evaluated: bool) -> tuple[str, ...]:
+    """Return the files of a quantization, in addition to weights, configuration and tokenizer."""
+    return (CARD_FILE, REPORT_FILE, RESULT_FILE, HTML_FILE, *((CHART_FILE,) if evaluated else ()))
+
+
+def quantization_files(outcome: QuantizationOutcome) -> dict[str, str | bytes]:
+    """Return report, numbers, model card and chart by name."""
+    numbers = json.dumps(outcome.to_dict(), indent=2, default=str) + "\n"
+    report = quantization_report(json.loads(numbers))
+    picture_file = CHART_FILE if outcome.evaluation is not None else ""
+    files: dict[str, str | bytes] = {
+        REPORT_FILE: markdown(report, picture_file),
+        RESULT_FILE: numbers,
+        CARD_FILE: quantized_card(outcome),
+    }
+    return files | ({picture_file: picture(report)} if picture_file else {})
+
+
+def quantized_card(outcome: QuantizationOutcome) -> str:
+    """Return the checkpoint's `README.md`, with the metadata that the Hub reads."""
+    source, scheme, method = outcome.prepared.source, outcome.prepared.scheme, outcome.prepared.resolved.method
+    commit = f" at {code(source.revision)}" if source.revision else ""
+    name = code(shown_name(source.name))
+    loads = outcome.verification.largest_logit_difference is not None
+    return card_text(
+        f"{title_of(source.name)}, {scheme.name}",
+        [
+            f"Quantized from {name}{commit} by {method}. [REPORT.md](REPORT.md) shows the change in quality.",
+            serving_text(method, scheme.storage),
+            usage() if loads else "",
+        ],
+        f"{license_line(source.name)} Read its card before you publish this one.",
+        base=source.name,
+        relation="quantized",
+        tags=(scheme.storage, method),
+    )
+
+
+def run_key(prepared: Prepared) -> str:
+    """Return a text that names the model of a run: its revision on the Hub, or name, size and time of its files."""
+    source = prepared.source
+    if source.revision is not None:
+        return f"{source.name}@{source.revision}"
+    facts = [
+        (file.name, file.stat().st_size, file.stat().st_mtime_ns)
+        for file in sorted(source.directory.glob("*.safetensors"))
+    ]
+    return f"{source.directory.resolve()}#{hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]}"
+
+
+def quantize_in_memory(
+    prepared: Prepared, *, journal: Path | None, device: str, report: ReportProgress
+) -> QuantizedModel:
+    """Load the model and quantize it by the selected method.
+
+    Raises:
+        ShardwrightError: the model cannot be loaded, or the engine rejects it.
+    """
+    settings, source, scheme = prepared.settings, prepared.source, prepared.scheme
+    method = prepared.resolved.method
+    engine = METHODS[method].engine
+    if engine == "bitsandbytes":
+        from ...plugins.bitsandbytes import quantize_with_bitsandbytes
+
+        selected = {layer.name for layer in prepared.layers}
+        return quantize_with_bitsandbytes(
+            source.directory,
+            scheme,
+            quantized=selected,
+            dense=[layer.name for layer in source.layers if layer.name not in selected],
+            dtype=source.dtype,
+            device=device,
+            options=settings.method_options,
+        )
+    model = load_for_quantization(source)
+    if engine == "auto-round":
+        from ...plugins.auto_round import quantize_with_auto_round
+
+        return quantize_with_auto_round(
+            model,
+            prepared.tokenizer,
+            scheme,
+            calibration=prepared.calibration,
+            batch_size=settings.batch_size,
+            options=settings.method_options,
+            seed=settings.seed,
+            report=report,
+            stored_names=source.tensors.keys(),
+        )
+    if engine == "shardwright":
+        from .spqr import quantize_to_small_format
+
+        return quantize_to_small_format(
+            model,
+            prepared.tokenizer,
+            scheme,
+            method=method,
+            layers=[layer.name for layer in prepared.layers],
+            calibration=prepared.calibration,
+            batch_size=settings.batch_size,
+            options=settings.method_options,
+            journal=journal,
+            report=report,
+            run_key=run_key(prepared),
+        )
+    from ...plugins.llm_compressor.engine import EngineRequest, quantize_with_llm_compressor
+
+    request = EngineRequest(
+        model=model,
+        tokenizer=prepared.tokenizer,
+        scheme=scheme,
+        method=method,  # type: ignore[arg-type]
+        calibration=prepared.calibration,
+        batch_size=settings.batch_size,
+        method_options=settings.method_options,
+        journal=journal if prepared.calibration else None,
+        run_key=run_key(prepared),
+        seed=settings.seed,
+        stored_names=source.tensors.keys(),
+    )
+    return quantize_with_llm_compressor(request, report)
 
 
 def quantize(
@@ -54,42 +237,38 @@ def quantize(
     evaluate: bool = True,
     push_to_hub: str | None = None,
     private: bool = False,
-    notify: Notify = lambda _: None,
     **settings: Any,
 ) -> QuantizationOutcome:
-    """Quantize a model and write a checkpoint that was proven to load.
+    """Quantize a model, and write a checkpoint that was verified by reloading it.
 
-    Example: ``shardwright.quantize("taught", "taught-w4", scheme="W4A16", dataset="python-help")``
+    Warnings and progress are logged. Example:
+    ``shardwright.quantize("taught", "taught-w4", scheme="W4A16", dataset="python-help")``
 
     Args:
         model: Hub id or directory.
-        output_dir: Where the checkpoint goes.
+        output_dir: Directory of the checkpoint.
         recipe: Name of a recipe, or a YAML file.
         revision: Branch, tag or commit of a Hub model.
-        device: Such as `cuda:0`; default: an accelerator where there is one.
+        device: Such as `cuda:0`; default: an accelerator if there is one.
         force: Replace the model in a directory that is not empty.
-        resume: Go on from the journal of an interrupted run.
-        evaluate: Compare with the model that it was made from.
-        push_to_hub: Hub repository that gets the checkpoint in the end.
-        private: Make it private where it is new.
-        notify: Receives remarks.
-        settings: Fields of `QuantizeSettings`, which come before the recipe.
+        resume: Continue from the journal of an interrupted run.
+        evaluate: Compare the checkpoint with its model.
+        push_to_hub: Hub repository to upload the checkpoint to.
+        private: Create the repository as private.
+        settings: Fields of `QuantizeSettings`, which override the recipe.
 
     Raises:
-        UsageError: everything wrong with the settings.
-        RefusedInputError: files of the model are unsafe, corrupt or quantized already.
-        DoesNotFitError: memory or disk is too small.
-        ShardwrightError: the checkpoint did not pass its checks; it lies under a `.failed` name.
+        UsageError: all errors in the settings.
+        RefusedInputError: files of the model are unsafe, corrupt or already quantized.
+        DoesNotFitError: not enough memory or disk.
+        ShardwrightError: verification failed; the checkpoint is renamed to `*.failed`.
     """
     check_push(push_to_hub)
     merged = quantize_settings(settings, recipe=None if recipe is None else read_recipe(recipe))
-    place = Path(output_dir)
-    how = {"revision": revision, "device": device, "force": force, "resume": resume}
-    prepared = prepare(model, merged, place, notify=notify, **how)  # type: ignore[arg-type]
-    with pushed(place, push_to_hub, private=private, notify=notify):
-        return run_prepared(
-            prepared, place, resume=resume, force=force, device=device, evaluate=evaluate, notify=notify
-        )
+    output = Path(output_dir)
+    prepared = prepare(model, merged, output, revision=revision, device=device, force=force, resume=resume)
+    with pushed(output, push_to_hub, private=private, notify=logger.info):
+        return run_prepared(prepared, output, resume=resume, force=force, device=device, evaluate=evaluate)
 
 
 def run_prepared(
@@ -100,113 +279,93 @@ def run_prepared(
     force: bool = False,
     device: str | None = None,
     evaluate: bool = True,
-    notify: Notify = lambda _: None,
-    report: ReportProgress = lambda _: None,
-    on_evaluation: OnProgress = lambda _stage, _done, _total: None,
     command: str = "",
 ) -> QuantizationOutcome:
-    """Quantize, write, verify, evaluate and report; an interrupted run leaves its journal and nothing else.
+    """Quantize, write, verify, evaluate and report; an interrupted run leaves only its journal.
 
     Raises:
-        ShardwrightError: a step failed; says which and why.
+        ShardwrightError: a step failed; the message names it and the cause.
     """
-    with reserved(output_dir, force=force):
-        return _run(
-            prepared, output_dir, resume=resume, device=device, evaluate=evaluate, notify=notify,
-            report=report, on_evaluation=on_evaluation, command=command,
-        )  # fmt: skip
-
-
-def _run(
-    prepared: Prepared,
-    output_dir: Path,
-    *,
-    resume: bool,
-    device: str | None,
-    evaluate: bool,
-    notify: Notify,
-    report: ReportProgress,
-    on_evaluation: OnProgress,
-    command: str,
-) -> QuantizationOutcome:
     seconds: dict[str, float] = {}
-    if not resume:
-        discard_journal(output_dir)
-    with without_bars(), appearing_directory(output_dir) as staging:
-        with _timed(seconds, "quantizing"):
-            quantized = quantize_in_memory(
-                prepared, journal=journal_directory(output_dir), device=device or default_device(), report=report
-            )
-        with _timed(seconds, "writing"):
-            reference = reference_logits(quantized.model, verification_tokens(prepared))
-            layers = quantized.quantized_layers
-            loads = getattr(quantized, "loads_in_transformers", True)
-            quantized.save(staging)
-            copy_companions(prepared.source.directory, staging)
-            del quantized
-        with _timed(seconds, "verifying"):
-            verification = _verified(prepared, staging, reference) if loads else UNPROVEN
-        if not verification.passed:
+    engine = METHODS[prepared.resolved.method].engine
+
+    def report(step: LayerProgress) -> None:
+        log_message(Progress(what=step.stage, done=step.index + 1, total=step.count))
+
+    with reserved(output_dir, force=force):
+        if not resume:
             discard_journal(output_dir)
-            kept = fail_output(staging, output_dir, verification)
-            raise ShardwrightError(
-                f"the checkpoint did not pass: {verification.reason}; it lies in {kept}, and nothing was written to "
-                f"{output_dir}"
-            )
-    if not loads:
-        notify("Transformers does not load this format without optimum or gptqmodel: it was not reloaded")
-    discard_journal(output_dir)
-    discard_failed(output_dir, notify)
-    evaluation = None
-    if evaluate and loads:
-        with _timed(seconds, "evaluating"):
-            evaluation = _evaluation(prepared, output_dir, device, notify, on_evaluation)
-    outcome = QuantizationOutcome(
-        prepared=prepared,
-        quantized_layers=layers,
-        verification=verification,
-        evaluation=evaluation,
-        seconds=seconds,
-        command=command,
-    )
-    write_files(quantization_files(outcome), output_dir, force=True)
-    try:
-        write_html(output_dir)
-    except ShardwrightError as error:
-        # The checkpoint is written and verified: that its report cannot be drawn is no reason to fail.
-        notify(f"report.html was not written: {error}")
+        with without_bars(), appearing_directory(output_dir) as staging:
+            with _timed(seconds, "quantizing"):
+                quantized = quantize_in_memory(
+                    prepared, journal=journal_directory(output_dir), device=device or default_device(), report=report
+                )
+            with _timed(seconds, "writing"):
+                reference = reference_logits(quantized.model, verification_tokens(prepared))
+                layers = quantized.quantized_layers
+                loads = getattr(quantized, "loads_in_transformers", True)
+                quantized.save(staging)
+                copy_companions(prepared.source.directory, staging)
+                del quantized
+            verification = UNPROVEN
+            if loads:
+                with _timed(seconds, "verifying"):
+                    # SpQR and low-rank checkpoints also contain a dense export, which is what loaders read.
+                    verification = reference.verify(
+                        staging,
+                        layers=prepared.layers,
+                        scheme=None if engine == "shardwright" else prepared.scheme,
+                        expected_bytes=(
+                            prepared.checkpoint_bytes if engine in ("llm-compressor", "bitsandbytes") else None
+                        ),
+                    )
+            if not verification.passed:
+                discard_journal(output_dir)
+                failed = fail_output(staging, output_dir, verification)
+                raise ShardwrightError(
+                    f"the checkpoint did not pass verification: {verification.reason}; it was moved to {failed}, and "
+                    f"nothing was written to {output_dir}"
+                )
+        if not loads:
+            logger.info("the checkpoint was not reloaded: Transformers needs optimum or gptqmodel for this format")
+        discard_journal(output_dir)
+        discard_failed(output_dir, logger.info)
+        evaluation = None
+        if evaluate and loads:
+            with _timed(seconds, "evaluating"):
+                evaluation = _evaluation(prepared, output_dir, device)
+        outcome = QuantizationOutcome(
+            prepared=prepared,
+            quantized_layers=layers,
+            verification=verification,
+            evaluation=evaluation,
+            seconds=seconds,
+            command=command,
+        )
+        write_files(quantization_files(outcome), output_dir, force=True)
+        try:
+            write_html(output_dir)
+        except ShardwrightError as error:
+            # The checkpoint is written and verified: a report that cannot be drawn is no reason to fail.
+            logger.info(f"{HTML_FILE} was not written: {error}")
     return outcome
 
 
-def _verified(prepared: Prepared, staging: Path, reference: ReferenceLogits) -> Verification:
-    """Verify the checkpoint; own formats lie beside a dense export, which is what loaders read."""
-    engine = METHODS[prepared.resolved.method].engine
-    return reference.verify(
-        staging,
-        layers=prepared.layers,
-        scheme=None if engine == "shardwright" else prepared.scheme,
-        expected_bytes=prepared.checkpoint_bytes if engine in ("llm-compressor", "bitsandbytes") else None,
-    )
-
-
 def verification_tokens(prepared: Prepared) -> list[list[int]]:
-    """Return the tokens that the checkpoint must answer as the model in memory does: held-out text, else any."""
+    """Return rows of token ids for comparing logits: from the held-out samples, else arbitrary ones."""
     if prepared.samples is not None and (prepared.samples.evaluation or prepared.samples.train):
         samples = prepared.samples.evaluation or prepared.samples.train
         return [list(sample["input_ids"][:PROBE_TOKENS]) for sample in samples[:PROBE_ROWS]]
     return arbitrary_rows(len(prepared.tokenizer), prepared.source.longest)
 
 
-def _evaluation(
-    prepared: Prepared, output_dir: Path, device: str | None, notify: Notify, on_progress: OnProgress
-) -> Evaluation | None:
+def _evaluation(prepared: Prepared, output_dir: Path, device: str | None) -> Evaluation | None:
     text: TextRequest | TextWindows = TextRequest(num_samples=DEFAULT_WINDOWS)
     samples = prepared.samples
     if samples is not None and samples.evaluation:
-        windows = tuple(samples.evaluation[:DEFAULT_WINDOWS])
         text = TextWindows(
-            windows=windows,
-            source=f"{samples.statistics.source}, rows that no scale was found on",
+            windows=tuple(samples.evaluation[:DEFAULT_WINDOWS]),
+            source=f"{samples.statistics.source}, rows not used for calibration",
             seq_len_tokens=prepared.seq_len,
             stride_tokens=prepared.seq_len,
             available_windows=len(samples.evaluation),
@@ -218,11 +377,9 @@ def _evaluation(
             baseline=str(prepared.source.directory),
             text=text,
             device=device,
-            notify=notify,
-            on_progress=on_progress,
         )
     except ShardwrightError as error:
-        notify(f"the checkpoint is written and verified, and could not be evaluated: {error}")
+        logger.info(f"the checkpoint is written and verified, but could not be evaluated: {error}")
         return None
 
 

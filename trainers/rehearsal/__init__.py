@@ -1,1 +1,1 @@
-"""A plan's own files on CPU ranks with a shrunken model: enter by `rehearse.py`; `worker.py` runs on every rank."""
+"""A plan's own files on CPU ranks with a shrunken model: start with `rehearse.py`; `worker.py` runs on every rank."""

@@ -1,4 +1,4 @@
-"""Checks of a rehearsal, before its launches and on what they left behind."""
+"""Checks of a rehearsal, before its launches and on their results."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ...ds_configs.check import Finding
 from ...ds_configs.check.files import run_check
 from ...ds_configs.plan.plan import Plan
 from ...ds_configs.specs.errors import UsageError
-from ...ds_configs.specs.json_text import strict_json
+from ...ds_configs.specs.texts import strict_json
 from ...plugins.safetensors.reading import load_tensors
 from .files import PlanFiles
 
@@ -33,21 +33,21 @@ CheckName = Literal[
 CHECK_NAMES: tuple[CheckName, ...] = tuple(name for name in get_args(CheckName) if name != "script")
 """Checks of a rehearsal without a script of the user."""
 _WORLD_SIZE_KEYS = ("num_processes", "num_machines", "train_batch_size", "sequence_parallel_size", "data_parallel_size")
-CONFIG_FAULT, FAILED_AT_RUN_TIME = 2, 1
+CONFIG_ERROR, FAILED_AT_RUN_TIME = 2, 1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Check:
-    """One thing that a rehearsal looked at."""
+    """Result of one check."""
 
     name: CheckName
     """Stable name."""
     passed: bool | None
-    """`None` when an earlier failure left it unreached."""
+    """`None` if an earlier failure ended the rehearsal."""
     detail: str
-    """What was seen, or what is wrong and the way out."""
+    """Observation, or error and fix."""
     exit_code: int = 0
-    """Exit code of a failure: 2 for a fault in the files, 1 for one at run time; 0 otherwise."""
+    """Of a failure: 2 for an error in the files, 1 at run time; 0 otherwise."""
 
     def to_dict(self) -> dict[str, Any]:
         """Return the check as JSON values."""
@@ -66,39 +66,39 @@ def failed(name: CheckName, detail: str, *, exit_code: int = FAILED_AT_RUN_TIME)
 
 def with_unreached(checks: Sequence[Check]) -> tuple[Check, ...]:
     """Return every check in its order; a run-time result replaces an earlier pass of the same name."""
-    found: dict[str, Check] = {}
+    by_name: dict[str, Check] = {}
     for check in checks:
-        if check.name not in found or found[check.name].passed:
-            found[check.name] = check
-    return tuple(found.get(name, Check(name=name, passed=None, detail="not reached")) for name in CHECK_NAMES)
+        if check.name not in by_name or by_name[check.name].passed:
+            by_name[check.name] = check
+    return tuple(by_name.get(name, Check(name=name, passed=None, detail="not reached")) for name in CHECK_NAMES)
 
 
 def check_files(directory: Path, plan: Plan) -> list[Check]:
-    """Check the plan's files as they lie on disk, batch and number of processes apart as `world_size`."""
+    """Check the plan's files on disk; errors of batch and number of processes are reported as `world_size`."""
     accelerate, arguments = directory / "accelerate.yaml", directory / "training_arguments.json"
     findings = run_check([accelerate], world_size=None, uses_transformers=True).findings
     errors = [finding for finding in findings if finding.kind == "error"]
-    world_size = [str(finding.fault) for finding in errors if _is_about_world_size(finding)]
-    files = [str(finding.fault) for finding in errors if not _is_about_world_size(finding)]
-    files += rehearsal_argument_faults(arguments)
+    world_size = [str(finding.error) for finding in errors if _is_about_world_size(finding)]
+    files = [str(finding.error) for finding in errors if not _is_about_world_size(finding)]
+    files += rehearsal_argument_errors(arguments)
     checks = [_verdict("files", files, f"{accelerate.name}, what it names, and {arguments.name}")]
     if not files and not world_size:
-        world_size = world_size_faults(PlanFiles.read(directory), plan)
+        world_size = world_size_errors(PlanFiles.read(directory), plan)
     checks.append(_verdict("world_size", world_size, f"the files are for {plan.hardware.world_size} ranks"))
     return checks
 
 
 def _is_about_world_size(finding: Finding) -> bool:
-    return finding.fault.where.rpartition(" ")[2] in _WORLD_SIZE_KEYS
+    return finding.error.where.rpartition(" ")[2] in _WORLD_SIZE_KEYS
 
 
-def _verdict(name: CheckName, faults: Sequence[str], detail: str) -> Check:
-    return failed(name, "\n".join(faults), exit_code=CONFIG_FAULT) if faults else passed(name, detail)
+def _verdict(name: CheckName, errors: Sequence[str], detail: str) -> Check:
+    return failed(name, "\n".join(errors), exit_code=CONFIG_ERROR) if errors else passed(name, detail)
 
 
-def rehearsal_argument_faults(file: Path) -> list[str]:
-    """Return what is wrong with a file of `TrainingArguments` keys."""
-    from ...plugins.transformers.training_arguments import unknown_argument_faults
+def rehearsal_argument_errors(file: Path) -> list[str]:
+    """Return the errors of a file of `TrainingArguments` keys."""
+    from ...plugins.transformers.training_arguments import unknown_argument_errors
 
     try:
         settings = strict_json(file.read_bytes())
@@ -107,19 +107,19 @@ def rehearsal_argument_faults(file: Path) -> list[str]:
     except ValueError as error:
         return [f"{file}: must be JSON ({error})"]
     if not isinstance(settings, dict):
-        return [f"{file}: must hold one JSON object of TrainingArguments keys"]
-    return [f"{file}: {fault}" for fault in unknown_argument_faults(settings)]
+        return [f"{file}: must be a JSON object of TrainingArguments keys"]
+    return [f"{file}: {config_error}" for config_error in unknown_argument_errors(settings)]
 
 
-def world_size_faults(files: PlanFiles, plan: Plan) -> list[str]:
-    """Return where the files disagree with the hardware that the plan is for, or with each other on the batch."""
+def world_size_errors(files: PlanFiles, plan: Plan) -> list[str]:
+    """Return where the files contradict the planned hardware or each other's batch size."""
     ranks = plan.hardware.world_size
-    faults = []
+    errors = []
     for key, wanted in (("num_processes", ranks), ("num_machines", plan.hardware.nodes)):
-        found = files.accelerate.get(key, wanted)
-        if found != wanted:
-            faults.append(
-                f"accelerate.yaml {key} = {found!r}: the plan is for {plan.hardware.name}, which has {wanted}; "
+        value = files.accelerate.get(key, wanted)
+        if value != wanted:
+            errors.append(
+                f"accelerate.yaml {key} = {value!r}: the plan is for {plan.hardware.name}, which has {wanted}; "
                 f"write {wanted}, or plan again for other hardware"
             )
     batch = (files.deepspeed or {}).get("train_batch_size", "auto")
@@ -131,8 +131,8 @@ def world_size_faults(files: PlanFiles, plan: Plan) -> list[str]:
         product = micro * steps * plan.chosen.strategy.data_parallel_size
         if batch != product:
             rule = f"must equal micro-batch · accumulation · ranks = {micro} · {steps} · {product // (micro * steps)}"
-            faults.append(f'ds_config.json train_batch_size = {batch}: {rule} = {product}; write {product} or "auto"')
-    return faults
+            errors.append(f'ds_config.json train_batch_size = {batch}: {rule} = {product}; write {product} or "auto"')
+    return errors
 
 
 def _stated(config: Mapping[str, Any] | None, key: str, arguments: Mapping[str, Any], argument: str) -> int:
@@ -145,7 +145,7 @@ def _stated(config: Mapping[str, Any] | None, key: str, arguments: Mapping[str, 
 
 
 def check_layer_classes(accelerate: Mapping[str, Any], plan: Plan, class_names: set[str]) -> Check:
-    """Check that the classes which FSDP wraps, or checkpointing recomputes, exist in the model."""
+    """Check that the model has the classes that FSDP wraps or checkpointing recomputes."""
     wrapped = (accelerate.get("fsdp_config") or {}).get("fsdp_transformer_layer_cls_to_wrap")
     names = list(plan.model.layer_classes)
     if isinstance(wrapped, str):
@@ -157,11 +157,11 @@ def check_layer_classes(accelerate: Mapping[str, Any], plan: Plan, class_names: 
         return passed("layer_classes", f"{plan.model.architecture} has {', '.join(names)}")
     layers = ", ".join(sorted(name for name in class_names if name.endswith(("Layer", "Block")))) or "none"
     detail = f"{', '.join(missing)}: no such class in {plan.model.architecture}; its layers are {layers}"
-    return failed("layer_classes", detail, exit_code=CONFIG_FAULT)
+    return failed("layer_classes", detail, exit_code=CONFIG_ERROR)
 
 
 def check_optimizer(deepspeed: Mapping[str, Any] | None, arguments: Mapping[str, Any]) -> Check:
-    """Check that optimizer offload keeps the update rule of the named optimizer."""
+    """Check that optimizer offload keeps the update rule of the optimizer."""
     from ...plugins.transformers.training_arguments import refuse_replaced_optimizer
 
     optimizer = arguments.get("optim", "adamw_torch_fused")
@@ -171,12 +171,12 @@ def check_optimizer(deepspeed: Mapping[str, Any] | None, arguments: Mapping[str,
         try:
             refuse_replaced_optimizer(SimpleNamespace(deepspeed_plugin=plugin, optim=optimizer))
         except UsageError as error:
-            return failed("optimizer", str(error), exit_code=CONFIG_FAULT)
-    return passed("optimizer", f"{optimizer} stays what it is")
+            return failed("optimizer", str(error), exit_code=CONFIG_ERROR)
+    return passed("optimizer", f"{optimizer} is used unchanged")
 
 
 def check_training(records: Sequence[Mapping[str, Any]], *, ranks: int, steps: int, vocab_size: int) -> list[Check]:
-    """Check what the ranks wrote after training."""
+    """Check the ranks' records of the training."""
     import math
 
     losses = list(records[0]["losses"])
@@ -192,21 +192,21 @@ def check_training(records: Sequence[Mapping[str, Any]], *, ranks: int, steps: i
             passed("loss_falls", f"{shown} (random weights lose ln {vocab_size} = {math.log(vocab_size):.3f})")
         )
     else:
-        checks.append(failed("loss_falls", f"{shown}: the optimizer does not move the weights, or away from the data"))
+        checks.append(failed("loss_falls", f"{shown}: the optimizer does not reduce the loss"))
     digests = {record["probe_digest"] for record in records}
     if len(digests) == 1:
-        checks.append(passed("ranks_agree", f"the same batch gives all {ranks} ranks the same bits"))
+        checks.append(passed("ranks_agree", f"all {ranks} ranks compute bit-identical logits for the same batch"))
     else:
         values = ", ".join(f"rank {index}: {record['probe_mean']!r}" for index, record in enumerate(records))
-        checks.append(failed("ranks_agree", f"the same batch gives logits of different means: {values}"))
+        checks.append(failed("ranks_agree", f"ranks compute different mean logits for the same batch: {values}"))
     return checks
 
 
 def _world_size_seen(records: Sequence[Mapping[str, Any]], ranks: int) -> Check:
     seen = sorted({record["world_size"] for record in records})
     if seen == [ranks] and len(records) == ranks:
-        return passed("world_size", f"the Trainer of each of {ranks} ranks counts {ranks}")
-    detail = f"launched {ranks} ranks, {len(records)} trained, and their Trainers count {', '.join(map(str, seen))}"
+        return passed("world_size", f"the Trainers of all {ranks} ranks have world size {ranks}")
+    detail = f"launched {ranks} ranks, {len(records)} trained, with world size {', '.join(map(str, seen))}"
     return failed("world_size", detail)
 
 
@@ -219,29 +219,28 @@ def check_checkpoint(directory: Path) -> Check:
 
 
 CPU_OPTIMIZER_TOLERANCE = 1e-3
-"""DeepSpeed 0.19.8's CPU Adam multiplies up the powers of its bias correction and computes them anew after resuming
-(`IncrementStep` in csrc/includes/cpu_adam.h). Master weights then differ by 1e-7, which turns a few bf16 roundings.
-Seen: 3e-4."""
+"""DeepSpeed 0.19.8's CPU Adam accumulates the powers of its bias correction, but recomputes them after resuming
+(`IncrementStep` in csrc/includes/cpu_adam.h). Master weights then differ by 1e-7, which changes a few bf16 roundings.
+Observed: 3e-4."""
 
 
 def check_resumed(
     losses: Sequence[float], resumed: Sequence[float], *, save_step: int, cpu_optimizer: bool = False
 ) -> Check:
-    """Check that the steps after the checkpoint lose what they lost in the first launch, to the bit.
+    """Check that steps after the checkpoint have bit-identical losses in both launches.
 
-    `cpu_optimizer` says that DeepSpeed's CPU Adam steps, which does not resume to the bit.
+    `cpu_optimizer` is for DeepSpeed's CPU Adam, which does not resume bit-identically.
     """
     expected = list(losses[save_step:])
     steps = f"steps {save_step + 1} to {len(losses)}"
     if expected == list(resumed):
-        return passed("resume", f"{steps} lose the same after resuming, bit for bit")
+        return passed("resume", f"{steps} have bit-identical losses after resuming")
     if len(expected) == len(resumed):
-        difference = max(abs(one - other) for one, other in zip(expected, resumed, strict=True))
+        difference = max(abs(before - after) for before, after in zip(expected, resumed, strict=True))
         if cpu_optimizer and difference <= CPU_OPTIMIZER_TOLERANCE:
-            return passed(
-                "resume", f"{steps} lose the same after resuming within {difference:.0e} (DeepSpeed's CPU Adam)"
-            )
-    pairs = ", ".join(f"{one!r} then {other!r}" for one, other in zip(expected, resumed, strict=False))
+            detail = f"{steps} have equal losses after resuming within {difference:.0e} (DeepSpeed's CPU Adam)"
+            return passed("resume", detail)
+    pairs = ", ".join(f"{before!r} then {after!r}" for before, after in zip(expected, resumed, strict=False))
     return failed("resume", f"{len(resumed)} of {len(expected)} steps after resuming from step {save_step}: {pairs}")
 
 
@@ -251,24 +250,20 @@ def check_export(directory: Path, trained_file: Path, export_file: Path, error: 
     unsafe = [name for name in names if name.endswith((".bin", ".pt", ".pth", ".pkl"))]
     if not any(name.endswith(".safetensors") for name in names) or unsafe:
         listed = ", ".join(unsafe or names) or "nothing"
-        return failed("export", f"no safetensors model directory was written, but {listed}")
+        return failed("export", f"the export is not a safetensors model directory; it has {listed}")
     if error is not None:
-        return failed("export", f"from_pretrained refuses it: {error}")
-    difference, largest = _largest_difference(trained_file, export_file)
+        return failed("export", f"from_pretrained fails: {error}")
+    trained, exported = (load_tensors(path)["logits_BTV"] for path in (trained_file, export_file))
+    assert trained.shape == exported.shape, "both computed the same batch"
+    difference, largest = float((trained - exported).abs().max()), float(trained.abs().max())
     allowed = LOGIT_TOLERANCE[precision] * largest
-    seen = "bit for bit" if difference == 0 else f"within {difference:.1e} of {largest:.1e}"
+    seen = "bit-identically" if difference == 0 else f"within {difference:.1e} of {largest:.1e}"
     if difference <= allowed:
-        return passed("export", f"from_pretrained gives the trained engine's logits, {seen}")
+        return passed("export", f"from_pretrained reproduces the trained engine's logits {seen}")
     return failed(
         "export", f"logits of the export differ from the trained engine's by {difference:.3g} of {largest:.3g}"
     )
 
 
 LOGIT_TOLERANCE: Mapping[str, float] = {"fp32": 1e-5, "bf16": 2.0**-6}
-"""Largest difference over the largest logit: another order of fp32 sums; two roundings to bf16."""
-
-
-def _largest_difference(one: Path, other: Path) -> tuple[float, float]:
-    first, second = (load_tensors(path)["logits_BTV"] for path in (one, other))
-    assert first.shape == second.shape, "both computed the same batch"
-    return float((first - second).abs().max()), float(first.abs().max())
+"""Tolerance relative to the largest logit: another order of fp32 sums; two roundings to bf16."""

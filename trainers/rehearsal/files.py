@@ -1,4 +1,4 @@
-"""From a plan's files to those of its rehearsal: the same keys and values, with sizes and host matters replaced."""
+"""Create the files of a rehearsal from a plan's files: the same keys and values, but scaled sizes and CPU ranks."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 import yaml
+from pydantic import Field
 
-from ...ds_configs.memory.pipeline_stages import pipeline_stages
-from ...ds_configs.plan.deepspeed_copy import DEEPSPEED_FILE, copied_configuration
+from ...ds_configs.memory.rank_parameters import pipeline_stages
 from ...ds_configs.plan.plan import Plan
+from ...ds_configs.plan.rendering import DEEPSPEED_FILE, copied_configuration
 from ...ds_configs.shrink.config import Change, rehearsed_sequence, shrink_model_config
 from ...ds_configs.shrink.layout import (
     shrink_accelerate_config,
@@ -23,20 +24,56 @@ from ...ds_configs.shrink.layout import (
 )
 from ...ds_configs.specs.errors import UsageError
 from ...ds_configs.specs.job import TrainingJob
-from ...ds_configs.specs.json_text import strict_json
+from ...ds_configs.specs.layout import Layout, PipelineStage
 from ...ds_configs.specs.model import ModelSpec
-from ...ds_configs.specs.stages import PipelineStage
-from ...ds_configs.specs.strategy import Strategy
+from ...ds_configs.specs.texts import strict_json
+from ..runs.settings import RankJob
 from .cpu_substitutes import cpu_accelerate, cpu_arguments, cpu_deepspeed, cpu_model
-from .worker import RehearsalJob
 
+SCRIPT_STAGE, VIEW = "script", "here"
+"""Name of the records of a script's ranks, and directory of its view of the working directory."""
 MOST_RANKS = 64
-"""Beyond this many ranks no smallest legal count is looked for."""
+"""Maximum number of ranks in the search for the smallest legal count."""
+
+
+class RehearsalJob(RankJob):
+    """Job of every rank."""
+
+    task: Literal["rehearse"] = "rehearse"
+    training_arguments: dict[str, Any] = Field(description="keys of TrainingArguments, scaled")
+    stage: Literal["train", "resume"] = Field(default="train", description="which of the two launches this is")
+    seq_len: int = Field(description="tokens of one sample")
+    samples: int = Field(description="samples that the steps of all ranks need")
+    steps: int = Field(description="optimizer steps")
+    save_step: int = Field(description="step whose checkpoint the second launch resumes from")
+    precision: str = Field(description="bf16 or fp32")
+    method: str = Field(description="full, lora or qlora")
+    lora_rank: int = Field(description="rank of the adapters; unused with full")
+    lora_targets: str = Field(description="modules to adapt, separated by commas; unused with full")
+    text_tokens: bool = Field(default=False, description="whether tokens.bin holds the user's text as bytes")
+    checkpointed_layers: int | None = Field(default=None, description="layers that are recomputed; null for all")
+    keeps_products: bool = Field(default=False, description="whether recomputed layers keep products and attention")
+    axes: dict[str, Any] = Field(description="ranks of every axis beyond data parallelism, by its field in Layout")
+    stages: tuple[dict[str, Any], ...] = Field(description="fields of the PipelineStages; none without a pipeline")
+
+
+class RehearsedScriptJob(RankJob):
+    """Job of every rank of a user's script."""
+
+    task: Literal["rehearse-script"] = "rehearse-script"
+    training_arguments: dict[str, Any] = Field(description="the plan's keys of TrainingArguments, scaled")
+    planned: dict[str, Any] = Field(description="the plan's training arguments as its file holds them")
+    script: str = Field(description="Python file")
+    arguments: list[str] = Field(description="what the script is called with")
+    model_name: str = Field(description="how the plan names its model")
+    model_directory: str = Field(description="the shrunken model that takes its place")
+    steps: int = Field(description="optimizer steps of a trainer, at most")
+    working_directory: str = Field(description="the user's, of which the script sees a view")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlanFiles:
-    """The files of a plan as they lie in its directory, perhaps edited."""
+    """The files in a plan's directory, possibly edited."""
 
     accelerate: dict[str, Any]
     """`accelerate.yaml`."""
@@ -52,7 +89,7 @@ class PlanFiles:
         section = accelerate.get("deepspeed_config") or {}
         name, deepspeed = section.get("deepspeed_config_file"), None
         if name:
-            # As every launch of a plan: of a directory that moved, the file beside the YAML is the plan's.
+            # As in every launch: if the directory moved, the file next to the YAML is the plan's.
             beside = directory / (DEEPSPEED_FILE if copied_configuration(name) else Path(name).name)
             file = beside if beside.exists() else Path(name)
             section["deepspeed_config_file"], deepspeed = str(file), strict_json(file.read_bytes())
@@ -62,13 +99,13 @@ class PlanFiles:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rehearsed:
-    """A plan in the size in which it is rehearsed."""
+    """A plan with the sizes of its rehearsal."""
 
     config: dict[str, Any]
     """`config.json` of the shrunken model."""
     model: ModelSpec
     """Its specification."""
-    strategy: Strategy
+    strategy: Layout
     """The layout on the rehearsal's ranks."""
     job: TrainingJob
     """The job with the rehearsed sequence and precision."""
@@ -87,11 +124,11 @@ class Rehearsed:
         return str(section.get("device", "none"))
 
 
-def choose_ranks(strategy: Strategy, *, nodes: int, ranks: int | None) -> int:
-    """Return the ranks to start: those asked for, else 2 (or one for each node) or the smallest legal count.
+def choose_ranks(strategy: Layout, *, nodes: int, ranks: int | None) -> int:
+    """Return the number of ranks: the requested one, else 2 (or one per node) or the smallest legal count.
 
     Raises:
-        UsageError: the layout does not divide the ranks.
+        UsageError: the number of ranks does not fit the layout.
     """
     if ranks is not None:
         shrink_strategy(strategy, ranks=ranks, nodes=nodes)
@@ -105,11 +142,11 @@ def choose_ranks(strategy: Strategy, *, nodes: int, ranks: int | None) -> int:
             continue
         return count
     shrink_strategy(strategy, ranks=preferred, nodes=nodes)
-    raise AssertionError("the last call refuses the count")
+    raise AssertionError("the last call raises")
 
 
 def rehearsed_model(
-    plan: Plan, config: Mapping[str, Any], strategy: Strategy, work: Path
+    plan: Plan, config: Mapping[str, Any], strategy: Layout, work: Path
 ) -> tuple[dict[str, Any], ModelSpec, tuple[Change, ...]]:
     """Shrink the model, write its `config.json` to the work directory, and return it with its specification."""
     from ...plugins.planning.models import load_model_spec
@@ -127,7 +164,7 @@ def scale_plan(
     """Return the plan's own files with scaled values, for `ranks` CPU ranks on `nodes` launchers.
 
     Raises:
-        UsageError: the layout does not divide the ranks.
+        UsageError: the number of ranks does not fit the layout.
     """
     strategy, layout_changes = shrink_strategy(plan.chosen.strategy, ranks=ranks, nodes=nodes)
     config, model, model_changes = rehearsed_model(plan, config, strategy, work)
@@ -164,7 +201,7 @@ def scale_plan(
 
 
 def _scale_deepspeed(
-    plan: Plan, files: PlanFiles, strategy: Strategy, work: Path
+    plan: Plan, files: PlanFiles, strategy: Layout, work: Path
 ) -> tuple[dict[str, Any] | None, tuple[Change, ...]]:
     if files.deepspeed is None:
         return None, ()
@@ -182,7 +219,7 @@ def _scale_deepspeed(
 
 def _worker_job(
     files: PlanFiles,
-    strategy: Strategy,
+    strategy: Layout,
     job: TrainingJob,
     stages: tuple[PipelineStage, ...],
     *,
@@ -210,7 +247,7 @@ def _worker_job(
     return worker, (*changes, *cpu_changes)
 
 
-def _job(plan: Plan, strategy: Strategy) -> tuple[TrainingJob, tuple[Change, ...]]:
+def _job(plan: Plan, strategy: Layout) -> tuple[TrainingJob, tuple[Change, ...]]:
     """Return the job in the rehearsed sequence, and in a precision that CPU ranks train."""
     job = plan.job
     seq_len = rehearsed_sequence(job.seq_len_tokens, strategy)

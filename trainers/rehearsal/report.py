@@ -6,23 +6,18 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ...ds_configs.plan.notebook import result_html
-from ...ds_configs.plan.output import output_faults
+from ...ds_configs.plan.output import output_errors, write_files
 from ...ds_configs.plan.plan import Plan
-from ...ds_configs.plan.write import write_files
 from ...ds_configs.shrink.config import Change
 from ...ds_configs.specs.errors import UsageError
-from ..charts.canvas import panels, png
-from ..charts.kinds import stacks
+from ..charts import panels, png
 from ..reports.make import REPORT_FILE as HTML_FILE
-from ..reports.make import write_html
-from ..reports.rehearsed import memory_bars
+from ..reports.plans import rehearsal_report
+from ..reports.report import html, pictured_charts
 from .checks import Check
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 SCHEMA_VERSION = 1
 """Version of `rehearsal.json` and of `rehearse --format json`."""
@@ -41,25 +36,23 @@ class PredictedPhase:
     terms: Mapping[str, int]
     """Bytes by the plan's term names."""
     roles: RoleBytes
-    """The same bytes by what they are for."""
+    """The same bytes by role."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, repr=False)
 class Rehearsal:
-    """The outcome of a rehearsal."""
+    """Result of a rehearsal."""
 
     plan: Plan
-    """The plan that was rehearsed."""
     source: str | None
-    """Its directory; `None` for a plan that lies nowhere."""
+    """Directory of the plan; `None` for a plan without files."""
     ranks: int
-    """CPU ranks that were started."""
+    """Number of CPU ranks."""
     nodes: int
-    """Launchers that they were started by."""
+    """Number of launchers."""
     steps: int
-    """Optimizer steps."""
+    """Number of optimizer steps."""
     checks: tuple[Check, ...]
-    """Every check in its order."""
     changes: tuple[Change, ...] = ()
     """Values that differ from the plan's."""
     losses: tuple[float, ...] = ()
@@ -67,18 +60,18 @@ class Rehearsal:
     measured: Mapping[str, RoleBytes] | None = None
     """Bytes by phase and role on the fullest rank; `None` when training was not reached."""
     predicted: Mapping[str, PredictedPhase] | None = None
-    """What the plan's formulas say for the same sizes; `None` when training was not reached."""
+    """Prediction of the plan's formulas for the same sizes; `None` when training was not reached."""
     seconds: float = 0.0
     """Wall-clock seconds."""
     files: tuple[str, ...] = ()
-    """Paths of what was written."""
+    """Paths of the written files."""
     versions: Mapping[str, str] = field(default_factory=dict)
-    """Libraries that ran, by name."""
+    """Versions of the libraries that ran, by name."""
     command: str = ""
-    """Command line of the rehearsal; empty where a Python program asked for it."""
+    """Command line of the rehearsal; empty when a Python program started it."""
 
     def __repr__(self) -> str:
-        """Return what was rehearsed and whether it passed, in one line."""
+        """Return model, layout, ranks and verdict, in one line."""
         verdict = "passed" if self.failure is None else f"failed at {self.failure.name}"
         return (
             f"<Rehearsal of {self.plan.model.name}, {self.plan.chosen.strategy.label}, {self.ranks} ranks: {verdict}>"
@@ -88,7 +81,7 @@ class Rehearsal:
         """Return the checks as a notebook shows them."""
         words = {True: "passed", False: "FAILED", None: "-"}
         rows = [(check.name, words[check.passed], check.detail) for check in self.checks]
-        return result_html(repr(self).strip("<>"), ("check", "", "what was seen"), rows, f"{self.seconds:.0f} s")
+        return result_html(repr(self).strip("<>"), ("check", "", "observation"), rows, f"{self.seconds:.0f} s")
 
     @property
     def passed(self) -> bool:
@@ -102,7 +95,7 @@ class Rehearsal:
 
     @property
     def exit_code(self) -> int:
-        """0 when passed, 2 for a fault in the files, 1 for a failure at run time."""
+        """0 when passed, 2 for an error in the files, 1 for a failure at run time."""
         return self.failure.exit_code if self.failure is not None else 0
 
     def to_dict(self) -> dict[str, Any]:
@@ -126,7 +119,7 @@ class Rehearsal:
             "changes": [asdict(change) for change in self.changes],
             "losses": list(self.losses),
             "measured": {phase: dict(roles) for phase, roles in (self.measured or {}).items()},
-            "predicted": {phase: {**found.roles, "terms": dict(found.terms)} for phase, found in predicted.items()},
+            "predicted": {phase: {**part.roles, "terms": dict(part.terms)} for phase, part in predicted.items()},
             "files": list(self.files),
             "seconds": round(self.seconds, 1),
             "versions": dict(self.versions),
@@ -135,50 +128,40 @@ class Rehearsal:
 
 
 def check_output_directory(directory: Path, *, force: bool, model: str | None) -> None:
-    """Refuse a directory that holds anything but an earlier rehearsal's two files, unless `force` is set.
+    """Check that a directory is empty or has only the files of an earlier rehearsal, unless `force` is set.
 
     Args:
-        directory: Where the report goes.
-        force: Whether it may lie beside other files.
-        model: The plan's model, where somebody named the directory; a plan may lie in its model's own.
+        directory: Directory of the report.
+        force: Whether it may have other files.
+        model: Model of the plan, if the user chose the directory; otherwise the plan may be in its model's directory.
 
     Raises:
-        UsageError: it is a file, holds something else, or cannot be written.
+        UsageError: it is a file, has other files, or cannot be written.
     """
-    fix = "use --force to write beside it"
-    sources = {"the model": model}
-    if faults := output_faults(directory, force=force, own=OWN_FILES, sources=sources, fix=fix):
-        raise UsageError(faults)
+    fix = "use --force to write into it"
+    if errors := output_errors(directory, force=force, own=OWN_FILES, sources={"the model": model}, fix=fix):
+        raise UsageError(errors)
 
 
 def rehearsal_files(rehearsal: Rehearsal) -> dict[str, str | bytes]:
-    """Return what the report is made from by name; without measurements there is no chart."""
-    files: dict[str, str | bytes] = {REPORT_FILE: json.dumps(rehearsal.to_dict(), indent=2) + "\n"}
+    """Return the files of the report by name; without measurements there is no chart."""
+    data = rehearsal.to_dict()
+    files: dict[str, str | bytes] = {REPORT_FILE: json.dumps(data, indent=2) + "\n"}
+    report = rehearsal_report(json.loads(files[REPORT_FILE]))
+    files[HTML_FILE] = html(report)
     if rehearsal.measured:
-        files[CHART_FILE] = memory_chart(rehearsal)
+        _, (memory, *_) = pictured_charts(report)
+        files[CHART_FILE] = png(panels(memory.draw, width=8, height=4.5))
     return files
 
 
 def write_report(rehearsal: Rehearsal, directory: Path) -> None:
-    """Write the report; the chart of an earlier rehearsal goes when this one has none.
+    """Write the report; the chart of an earlier rehearsal is removed if this one has none.
 
     Raises:
-        ShardwrightError: the system refuses to write.
+        ShardwrightError: the files cannot be written.
     """
     files = rehearsal_files(rehearsal)
     write_files(files, directory, force=True)
     if CHART_FILE not in files:
         (directory / CHART_FILE).unlink(missing_ok=True)
-    write_html(directory)
-
-
-def memory_chart(rehearsal: Rehearsal) -> bytes:
-    """Return a PNG with two stacked bars for each phase: measured and, hatched, predicted bytes by role."""
-    return png(memory_figure(rehearsal))
-
-
-def memory_figure(rehearsal: Rehearsal) -> Figure:
-    """Return the chart; bars are in MB."""
-    label = rehearsal.plan.chosen.strategy.label
-    bars = memory_bars(rehearsal.to_dict())
-    return panels(stacks(bars, f"MB of tensors, {label} on {rehearsal.ranks} CPU ranks"), width=8, height=4.5)

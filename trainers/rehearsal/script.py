@@ -1,10 +1,11 @@
-"""Rehearsal of a user's own script: a plan in small, and a script whose model and arguments are exchanged for it."""
+"""Rehearsal of a user's script with a shrunken plan, whose model and arguments replace the script's."""
 
 from __future__ import annotations
 
 import contextlib
 import io
 import json
+import logging
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -17,26 +18,25 @@ from ...ds_configs.specs.hardware import parse_hardware
 from ...plugins.transformers.training_arguments import byte_tokenizer
 from ..training.script import with_plan_flags
 from .checks import Check, failed, passed
-from .files import PlanFiles, Rehearsed
-from .launch import LaunchSettings, launch_worker, prepare_launch, rank_records
-from .script_worker import STAGE, VIEW, ScriptJob
+from .files import SCRIPT_STAGE, VIEW, PlanFiles, Rehearsed, RehearsedScriptJob
+from .launch import LaunchSettings, launch_job, prepare_launch, rank_records
 from .view import MOST_FILES, make_view
 
-WORKER = f"{__package__}.script_worker"
+logger = logging.getLogger(__name__)
 _CHAT_TEMPLATE = (
     "{% for message in messages %}{{ message['role'] + ': ' + message['content'] + eos_token }}{% endfor %}"
 )
 
 _NOT_SHOWN = (
-    "\nThe rehearsal shows the script its working directory without hidden directories and weights over 64 MiB: give "
-    "it these as arguments, or whole paths"
+    "\nA rehearsed script sees its working directory without hidden directories and weights over 64 MiB: pass these "
+    "as arguments or absolute paths"
 )
 
 
 def rehearse_script(
     plan: Plan, files: PlanFiles, rehearsed: Rehearsed, settings: LaunchSettings, script: Path, arguments: Sequence[str]
 ) -> tuple[list[Check], tuple[float, ...]]:
-    """Run a script on every rank of a rehearsal, and return what was found and the loss of each step.
+    """Run a script on every rank of a rehearsal, and return the checks and the loss of each step.
 
     Args:
         plan: The plan in its own size.
@@ -49,9 +49,9 @@ def rehearse_script(
     work = settings.work
     _write_small(plan, files, rehearsed, settings)
     if not make_view(Path.cwd(), work / VIEW, _exchanged_files(plan, settings), apart=work.parent):
-        settings.notify(f"the working directory holds over {MOST_FILES:,} files: the script does not see all of them")
+        logger.info(f"the working directory has over {MOST_FILES:,} files: the script does not see all of them")
     scaled = rehearsed.worker.training_arguments
-    job = ScriptJob(
+    job = RehearsedScriptJob(
         training_arguments={name: scaled[name] for name in files.arguments if name in scaled},
         planned=files.arguments,
         script=str(script.absolute()),
@@ -61,24 +61,22 @@ def rehearse_script(
         steps=settings.steps,
         working_directory=str(Path.cwd()),
     )
-    message = f"running {script.name}"
-    settings.tell(f"{message}: starting {settings.ranks} ranks")
     try:
-        prepare_launch(rehearsed, settings)
-        launch_worker(WORKER, job, rehearsed, settings, lambda step, *_: settings.tell(message, step))
+        prepare_launch(rehearsed)
+        launch_job(job, rehearsed, settings, f"running {script.name}")
     except ShardwrightError as error:
         hint = _NOT_SHOWN if "FileNotFoundError" in str(error) else ""
         return [failed("launch", f"{error}{hint}")], ()
-    records = rank_records(work, STAGE, settings.ranks)
+    records = rank_records(work, SCRIPT_STAGE, settings.ranks)
     return _found(records, script.name, settings.ranks), tuple(records[0]["losses"])
 
 
 def _exchanged_files(plan: Plan, settings: LaunchSettings) -> dict[Path, Path]:
     """Return what stands in the place of the plan's files and of its model, where these lie on this machine."""
     directory, work = settings.directory.absolute(), settings.work
-    found = {place: work / place.name for place in directory.iterdir() if (work / place.name).is_file()}
+    exchanged = {place: work / place.name for place in directory.iterdir() if (work / place.name).is_file()}
     model = Path(plan.model.name)
-    return found | ({model.absolute(): work / "model"} if model.is_dir() else {})
+    return exchanged | ({model.absolute(): work / "model"} if model.is_dir() else {})
 
 
 def exchanged_arguments(arguments: Sequence[str], plan: Plan, plan_directory: Path, work: Path) -> list[str]:
@@ -97,11 +95,11 @@ def exchanged_arguments(arguments: Sequence[str], plan: Plan, plan_directory: Pa
             return str(work / place.relative_to(directory))
         return str(place) if value and "output" not in flag and _exists(place) else value
 
-    found = []
+    words = []
     for before, argument in zip(("", *arguments), arguments, strict=False):
         flag, sign, value = argument.partition("=") if argument.startswith("--") else ("", "", argument)
-        found.append(f"{flag}{sign}{exchanged(value, flag or before)}" if value else argument)
-    return found
+        words.append(f"{flag}{sign}{exchanged(value, flag or before)}" if value else argument)
+    return words
 
 
 def _exists(place: Path) -> bool:
@@ -144,10 +142,10 @@ def _found(records: Sequence[Mapping[str, Any]], name: str, ranks: int) -> list[
     checks = [passed("launch", f"{ranks} ranks ran {name} to its end")]
     first = records[0]
     if not first["trainers"]:
-        return [*checks, passed("script", "makes no Trainer: its batch and its losses are its own")]
+        return [*checks, passed("script", "makes no Trainer: its batch and losses are not checked")]
     if first["differences"]:
         lines = "; ".join(first["differences"])
-        checks.append(failed("script", f"{lines}: give the plan's training_arguments.json to TrainingArguments"))
+        checks.append(failed("script", f"{lines}: pass the plan's training_arguments.json to TrainingArguments"))
     else:
         checks.append(passed("script", "its TrainingArguments are the plan's"))
     losses = first["losses"]

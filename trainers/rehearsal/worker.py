@@ -11,17 +11,16 @@ import json
 import os
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-from pydantic import Field
-
-from ...ds_configs.specs.stages import PipelineStage
-from ...ds_configs.specs.strategy import Strategy
+from ...ds_configs.specs.layout import Layout, PipelineStage
 from ...plugins.accelerate.cpu_ranks import configure_cpu_ranks
 from ...plugins.deepspeed.engine import prepare_nvme_offload
-from ...plugins.peft.lora import add_lora
-from ...plugins.transformers.partial_checkpointing import partial_checkpointing_callback
-from ...plugins.transformers.selective_checkpointing import selective_checkpointing_callback
+from ...plugins.peft import add_lora
+from ...plugins.transformers.gradient_checkpointing import (
+    partial_checkpointing_callback,
+    selective_checkpointing_callback,
+)
 from ...plugins.transformers.training_arguments import (
     prepare_model_directory_save,
     save_model_directory,
@@ -30,43 +29,26 @@ from ...plugins.transformers.training_arguments import (
 )
 from ..data.models import StartingModel, load_config, load_model
 from ..parallel.trainer_for import engine_logits, parallelism_of
-from ..runs.ranks import progress_callback, run_rank, write_json
-from ..runs.settings import RankJob
-from ..runs.steps import StepLosses, chosen_engine
+from ..runs.ranks import StepLosses, check_upstream, chosen_engine, progress_callback, write_json
+from ..runs.settings import RankTask
+from .files import RehearsalJob
 
 DISTINCT_TOKENS = 16
 PROBE_SEED = 7
 
 
-class RehearsalJob(RankJob):
-    """Job of every rank; the training arguments are scaled."""
+class RehearsalTask(RehearsalJob, RankTask):
+    """One of the two launches of a rehearsal."""
 
-    stage: Literal["train", "resume"] = Field(default="train", description="which of the two launches this is")
-    seq_len: int = Field(description="tokens of one sample")
-    samples: int = Field(description="samples that the steps of all ranks need")
-    steps: int = Field(description="optimizer steps")
-    save_step: int = Field(description="step whose checkpoint the second launch resumes from")
-    precision: str = Field(description="bf16 or fp32")
-    method: str = Field(description="full, lora or qlora")
-    lora_rank: int = Field(description="rank of the adapters; unused with full")
-    lora_targets: str = Field(description="modules to adapt, separated by commas; unused with full")
-    text_tokens: bool = Field(default=False, description="whether tokens.bin holds the user's text as bytes")
-    checkpointed_layers: int | None = Field(default=None, description="layers that are recomputed; null for all")
-    keeps_products: bool = Field(default=False, description="whether recomputed layers keep products and attention")
-    axes: dict[str, Any] = Field(description="ranks of every axis beyond data parallelism, by its field in Strategy")
-    stages: tuple[dict[str, Any], ...] = Field(description="fields of the PipelineStages; none without a pipeline")
-
-
-def rehearse_rank(job: RehearsalJob, work: Path) -> None:
-    """Run one of the two launches on this rank."""
-    {"train": train_shrunken, "resume": resume}[job.stage](job, work)
+    def run(self, work: Path) -> None:
+        """Run one of the two launches on this rank."""
+        {"train": train_shrunken, "resume": resume}[self.stage](self, work)
 
 
 def train_shrunken(job: RehearsalJob, work: Path) -> None:
     """Train, let every rank compute the same batch, export the model, and write what was seen."""
-    from ...plugins.deepspeed_pipeline.phases import meter_pipeline_trainer
-    from ...plugins.metering.byte_meter import start_meter
-    from ...plugins.metering.trainer_phases import meter_trainer
+    from ...plugins.deepspeed_pipeline.engine import meter_pipeline_trainer
+    from ...plugins.metering import meter_trainer, start_meter
 
     arguments = _arguments(job, work)
     prepare_model_directory_save(arguments)
@@ -109,18 +91,21 @@ def resume(job: RehearsalJob, work: Path) -> None:
 def _arguments(job: RehearsalJob, work: Path, **changes: Any) -> Any:
     """ZeRO-3 partitions weights while they are made, for which `TrainingArguments` must exist before them."""
     settings = job.training_arguments | {"output_dir": str(work / "checkpoints")} | changes
-    arguments = training_arguments(settings, configure_cpu_ranks(chosen_engine(settings)))
+    engine = chosen_engine(settings)
+    arguments = training_arguments(settings, configure_cpu_ranks(engine))
+    check_upstream(engine, method=job.method)
     prepare_nvme_offload(arguments)
     return arguments
 
 
 def _trainer(job: RehearsalJob, work: Path, arguments: Any) -> tuple[Any, StepLosses]:
-    from transformers import default_data_collator, set_seed
+    from transformers import AutoConfig, AutoModelForCausalLM, default_data_collator, set_seed
 
     set_seed(arguments.seed)
     dtype = weights_dtype(arguments, method=job.method)
     if job.method == "full":
-        model = _initialise(work / "model", dtype)
+        config = AutoConfig.from_pretrained(work / "model", trust_remote_code=False)
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
     else:
         engine = chosen_engine(job.training_arguments)
         base = _load_base(job, work, dtype, engine=engine)
@@ -128,7 +113,7 @@ def _trainer(job: RehearsalJob, work: Path, arguments: Any) -> tuple[Any, StepLo
         model = add_lora(base, rank=job.lora_rank, targets=job.lora_targets, fp32_adapters=fp32_adapters)
     samples = _samples(job, work, _vocab_size(work))
     stages = tuple(PipelineStage(**stage) for stage in job.stages)
-    parallelism = parallelism_of(Strategy(engine="deepspeed", **job.axes), stages=stages)
+    parallelism = parallelism_of(Layout(engine="deepspeed", **job.axes), stages=stages)
     trainer = parallelism.make_trainer(
         model=model, args=arguments, train_dataset=samples, data_collator=default_data_collator
     )
@@ -139,13 +124,6 @@ def _trainer(job: RehearsalJob, work: Path, arguments: Any) -> tuple[Any, StepLo
     if job.keeps_products:
         trainer.add_callback(selective_checkpointing_callback())
     return trainer, recorder
-
-
-def _initialise(directory: Path, dtype: Any) -> Any:
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    config = AutoConfig.from_pretrained(directory, trust_remote_code=False)
-    return AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
 
 
 def _load(directory: Path, dtype: Any) -> Any:
@@ -223,7 +201,3 @@ def _save_logits(logits_BTV: Any, path: Path) -> None:
     from safetensors.torch import save_file
 
     save_file({"logits_BTV": logits_BTV}, path)
-
-
-if __name__ == "__main__":
-    run_rank(RehearsalJob, rehearse_rank)

@@ -1,5 +1,5 @@
-"""HTML reports, each made from the files that a command left: come in by `make.py`.
+"""Reports: builders of one report model (`report.py`) from the files of a command, and its renderings.
 
-`read.py` finds out what lies in a directory and has the room's other files turn it into a `Page` (`page.py`), which
-`templates/page.html.j2` shows; `comparison.py` puts several runs side by side.
+`plans.py` and `runs.py` build a `Report` from JSON data. `report.py` renders it as HTML and PNG, `markdown.py` as
+`REPORT.md`; `make.py` reads directories.
 """

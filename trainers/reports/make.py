@@ -1,50 +1,109 @@
-"""Reports of directories: `report_html` makes the page of one run or of several, `write_html` leaves it there."""
+"""Reports of directories: `report_html` makes the page of one run or of several, `write_html` saves it."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ...ds_configs.plan.write import write_files
-from .checked import check_page
-from .comparison import comparison_command, comparison_page
-from .page import html
-from .read import read_page
+from ...ds_configs.plan.measurement import FILE_NAME as MEASUREMENT_FILE
+from ...ds_configs.plan.measurement import measurement_from_text
+from ...ds_configs.plan.output import write_files
+from ...ds_configs.plan.plan import Plan
+from ...ds_configs.specs.errors import ConfigError, RefusedInputError, UsageError
+from ...ds_configs.specs.texts import strict_json
+from .plans import comparison_report, measurement_report, plan_report, rehearsal_report
+from .report import Report, html
+from .runs import evaluation_report, quantization_report, training_report
 
 REPORT_FILE = "report.html"
+TRAINING_FILE, METRICS_FILE, PLAN_DIRECTORY = "report.json", "metrics.jsonl", "plan"
+SCHEMA_VERSION = 1
+"""Of every file that is read here."""
+_MAXIMUM_BYTES = 64 * 2**20
+"""Larger than the file of a training that logs a million steps."""
+
+
+def read_report(path: Path) -> Report:
+    """Return the report of a command's output directory, or of the one file with its results.
+
+    Raises:
+        UsageError: there is nothing to report, or it cannot be read.
+        RefusedInputError: a file is damaged or of another version.
+    """
+    directory, names = (path, list(_READERS)) if path.is_dir() else (path.parent, [path.name])
+    for name in names:
+        if name in _READERS and (directory / name).is_file():
+            try:
+                return _READERS[name](directory)
+            except (KeyError, TypeError, AttributeError, IndexError, ValueError, ZeroDivisionError) as error:
+                if isinstance(error, UsageError | RefusedInputError):
+                    raise
+                rule = f"is not a file of this version ({type(error).__name__}: {str(error).splitlines()[0]})"
+                fix = "run the command again"
+                raise RefusedInputError(ConfigError(where=str(directory / name), rule=rule, fix=fix)) from None
+    rule = f"contains none of {', '.join(_READERS)}" if path.exists() else "no such file or directory"
+    fix = "pass the output directory of plan, rehearse, train, distill, qat, quantize or evaluate"
+    raise UsageError(ConfigError(where="run", value=str(path), rule=rule, fix=fix))
+
+
+def _content(file: Path) -> bytes:
+    try:
+        if file.stat().st_size > _MAXIMUM_BYTES:
+            raise RefusedInputError(ConfigError(where=str(file), rule=f"is larger than {_MAXIMUM_BYTES:,} bytes"))
+        return file.read_bytes()
+    except OSError as error:
+        raise UsageError(ConfigError(where=str(file), rule=f"cannot be read ({error.strerror})")) from None
+
+
+def _json(file: Path) -> Mapping[str, Any]:
+    data: Any = strict_json(_content(file))
+    version = data.get("schema_version") if isinstance(data, dict) else None
+    if version != SCHEMA_VERSION:
+        rule = f"must be {SCHEMA_VERSION} for this version of Shardwright"
+        where = f"{file}: schema_version"
+        raise RefusedInputError(ConfigError(where=where, value=version, rule=rule, fix="run the command again"))
+    return dict(data)
+
+
+def _training(directory: Path) -> Report:
+    lines = _content(directory / METRICS_FILE).splitlines()
+    plan = Plan.load(directory / PLAN_DIRECTORY)
+    return training_report(_json(directory / TRAINING_FILE), [strict_json(line) for line in lines], plan)
+
+
+_READERS: Mapping[str, Callable[[Path], Report]] = {
+    TRAINING_FILE: _training,
+    "quantization.json": lambda directory: quantization_report(_json(directory / "quantization.json")),
+    "evaluation.json": lambda directory: evaluation_report(_json(directory / "evaluation.json")),
+    "rehearsal.json": lambda directory: rehearsal_report(_json(directory / "rehearsal.json")),
+    MEASUREMENT_FILE: lambda directory: measurement_report(
+        measurement_from_text(_content(directory / MEASUREMENT_FILE), source=str(directory / MEASUREMENT_FILE))
+    ),
+    "plan.json": lambda directory: plan_report(Plan.load(directory)),
+}
+"""Reader by file, in the order in which files are looked up."""
 
 
 def report_html(directories: Sequence[str | Path]) -> str:
-    """Return the report of a run, or of several side by side, as one HTML file without anything from elsewhere.
+    """Return the report of a run, or of several runs side by side, as one HTML file without external resources.
 
     Args:
         directories: Output directories of commands, at least one.
 
     Raises:
-        UsageError: one holds nothing to report.
+        UsageError: a directory has nothing to report.
         RefusedInputError: a file is damaged or of another version.
     """
-    places = list(dict.fromkeys(str(directory) for directory in directories))
-    pages = {place: read_page(Path(place)) for place in places}
-    if len(places) == 1:
-        return html(pages[places[0]])
-    return html(replace(comparison_page(pages), command=comparison_command(places)))
+    reports = {path: read_report(Path(path)) for path in dict.fromkeys(str(directory) for directory in directories)}
+    return html(comparison_report(reports) if len(reports) > 1 else next(iter(reports.values())))
 
 
 def write_html(directory: Path) -> Path:
-    """Write `report.html` beside the files of a run, from these files, and return its path.
+    """Write `report.html` into the directory of a run, and return its path.
 
     Raises:
-        ShardwrightError: the system refuses to write.
+        ShardwrightError: the file cannot be written.
     """
     (path,) = write_files({REPORT_FILE: report_html([directory])}, directory, force=True)
     return path
-
-
-def check_report(findings: Mapping[str, Any], *, command: str) -> str:
-    """Return the report of what `check --format json` prints."""
-    from ...plugins.planning.from_names import installed_versions
-
-    return html(check_page({**findings, "command": command, "versions": dict(installed_versions())}))

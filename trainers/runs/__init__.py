@@ -1,1 +1,1 @@
-"""Runs of launched commands: enter by `run.py`; `ranks.py` is its other side, on every rank."""
+"""Runs of launched commands: start with `run.py`; `ranks.py` is its other side, on every rank."""

@@ -1,58 +1,60 @@
-"""Inputs that every launched training reads: hardware, held-out samples, a teacher, and the job that is planned."""
+"""Inputs of every launched training: hardware, samples, teacher, the job to plan, and checkpoints."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from math import ceil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ...ds_configs.plan.launch import NodePlace
+from ...ds_configs.plan.output import output_errors
 from ...ds_configs.plan.plan import Plan
-from ...ds_configs.plan.training_arguments import planned_training_arguments
-from ...ds_configs.specs.errors import Fault, RefusedInputError, UsageError
+from ...ds_configs.plan.rendering import NodePlace, planned_training_arguments
+from ...ds_configs.specs.errors import ConfigError, UsageError
 from ...ds_configs.specs.job import AXIS_FIELDS, TrainingJob
 from ...plugins.planning.from_names import read_hardware
 from ...plugins.planning.models import LoadedModel, load_model_spec
-from ..data.samples import Samples, stated_samples
+from ...plugins.transformers.sound_model import refuse_other_formats
+from ..checkpoints.record import Reader, read_complete, read_whole
+from ..checkpoints.resume import Selection, checkpoints, compared, finished_errors, is_finished, newest_whole
+from ..data.samples import Samples, stated_samples, streamed_samples
 from ..data.sources import WHOLE, Part, parse_source
-from ..data.streamed import streamed_samples
-from .checkpoints import CHECKPOINTS
-from .settings import LaunchedSettings, is_without
+from .settings import LaunchedSettings, RunRequest
 
 if TYPE_CHECKING:
     from ...ds_configs.specs.hardware import HardwareSpec
-    from ...ds_configs.specs.strategy import Strategy
+    from ...ds_configs.specs.layout import Layout
 
 _DEFAULT_GLOBAL_BATCH = 32
 
 
 def chosen_hardware(settings: LaunchedSettings) -> HardwareSpec:
-    """Return the named hardware; without a name this machine's accelerators, or else two CPU ranks."""
+    """Return the requested hardware; by default this machine's accelerators, or two CPU ranks."""
     import torch
 
     name = settings.hardware or ("local" if torch.cuda.is_available() else "2xCPU")
     return read_hardware(name, host_memory=settings.host_memory, nvme=settings.nvme)
 
 
-def launch_faults(hardware: HardwareSpec, place: NodePlace | None = None) -> list[Fault]:
-    """Return why this machine, or this one of several, cannot run what the hardware's name says."""
+def launch_errors(hardware: HardwareSpec, place: NodePlace | None = None) -> list[ConfigError]:
+    """Return why this machine cannot run its part of a plan for some hardware."""
     import torch
 
     if place is not None and not 0 <= int(place.rank) < hardware.nodes:
-        rule = f"the plan has the machines 0 to {hardware.nodes - 1}"
-        return [Fault(where="node_rank", value=place.rank, rule=rule, fix="plan for several, such as 2x8xH100-80GB")]
+        rule, fix = f"must be from 0 to {hardware.nodes - 1}", "plan for more machines, such as 2x8xH100-80GB"
+        return [ConfigError(where="node_rank", value=place.rank, rule=rule, fix=fix)]
     here = torch.cuda.device_count() if torch.cuda.is_available() else 0
     alone = hardware.nodes == 1 or place is not None
     if alone and (hardware.gpu == "CPU" or hardware.gpus_per_node <= here):
         return []
     where = "on each machine" if place is not None else f"on {hardware.nodes} node(s)"
     count = hardware.gpus_per_node if place is not None else hardware.world_size
-    rule = f"needs {count} x {hardware.gpu} {where}; this machine has {here} GPUs"
-    fix = "plan it with --dry-run, or leave --hardware out to use what is here"
+    rule = f"requires {count} x {hardware.gpu} {where}; this machine has {here} GPUs"
+    fix = "plan only with --dry-run, or omit --hardware to use this machine"
     if hardware.nodes > 1 and place is None:
-        fix = "start it on all machines by --on ssh with --hostfile, or with --node-rank and --main-address on each"
-    return [Fault(where="hardware", value=hardware.name, rule=rule, fix=fix)]
+        fix = "start all machines with --on ssh --hostfile, or each one with --node-rank and --main-address"
+    return [ConfigError(where="hardware", value=hardware.name, rule=rule, fix=fix)]
 
 
 def trained_teacher(teacher: str, revision: str | None) -> LoadedModel:
@@ -60,54 +62,53 @@ def trained_teacher(teacher: str, revision: str | None) -> LoadedModel:
 
     Raises:
         UsageError: it has no weights.
-        RefusedInputError: its weights are in another format than safetensors.
+        RefusedInputError: its weights are not safetensors.
     """
     source = Path(teacher)
     if is_without(source, ["*.safetensors"]):
-        if is_without(source, ["*.bin", "*.pt", "*.pth"]):
-            rule = "has no weights, so it has nothing to teach"
-            raise UsageError(Fault(where="teacher", value=teacher, rule=rule, fix="give a trained model"))
-        rule = "weights are read from safetensors only, other formats can run code"
-        raise RefusedInputError(Fault(where="teacher", value=teacher, rule=rule, fix="convert them"))
+        refuse_other_formats(source, where="teacher")
+        fix = "pass a trained model"
+        raise UsageError(ConfigError(where="teacher", value=teacher, rule="has no weights", fix=fix))
     return load_model_spec(teacher, revision=revision)
 
 
 def named_samples(
     settings: LaunchedSettings, tokenizer: Any, *, train_samples: int | None = None, part: Part = WHOLE
 ) -> Samples:
-    """Return the samples of the dataset, and others to evaluate on: held out of it, or of a split or file of its own.
+    """Return the training samples and the evaluation samples, held out or from another split or file.
 
-    With a number of samples to train on the dataset is read no further, and its head is held out; of the rest a part
-    may be read.
+    `train_samples` limits how much of the dataset is read; its first rows are then held out, and `part` selects a part
+    of the rest.
 
     Raises:
-        UsageError: there is no text, or nothing is left to hold out.
+        UsageError: there is no text, or the evaluation split is empty.
     """
     other, other_split = settings.evaluation_dataset, settings.evaluation_split
     if other is not None or other_split is not None:
         if other_split is not None and parse_source(other or settings.dataset).is_local:
-            rule, fix = "is a split, which only a Hub dataset has", "name a file with --evaluation-dataset"
-            raise UsageError(Fault(where="evaluation_split", value=other_split, rule=rule, fix=fix))
-        whole = settings.model_copy(update={"evaluation_fraction": 0.0})
-        named = {
+            rule, fix = "requires a Hub dataset", "pass a file with --evaluation-dataset"
+            raise UsageError(ConfigError(where="evaluation_split", value=other_split, rule=rule, fix=fix))
+        unsplit = settings.model_copy(update={"evaluation_fraction": 0.0})
+        evaluation_source = {
             "dataset": other or settings.dataset,
             "dataset_split": other_split or settings.dataset_split,
             "dataset_revision": settings.dataset_revision if other is None else None,
         }
-        found = _stated(whole, tokenizer, train_samples, evaluation_samples=0, part=part)
-        held_out = list(stated_samples(whole.model_copy(update=named), tokenizer).train)
-        statistics = replace(found.statistics, evaluation_samples=len(held_out))
-        return replace(found, evaluation=held_out, statistics=statistics)
-    found = _stated(settings, tokenizer, train_samples, evaluation_samples=settings.evaluation_samples, part=part)
-    if not found.evaluation:
-        share = f"{settings.evaluation_fraction:.0%}"
-        rule = f"the {share} that is held out has no whole sample, where equal rows stay on one side"
-        fix = "give more data, raise --evaluation-fraction or lower --seq-len"
-        raise UsageError(Fault(where="dataset", value=settings.dataset, rule=rule, fix=fix))
-    return found
+        samples = _read_samples(unsplit, tokenizer, train_samples, evaluation_samples=0, part=part)
+        held_out = list(stated_samples(unsplit.model_copy(update=evaluation_source), tokenizer).train)
+        statistics = replace(samples.statistics, evaluation_samples=len(held_out))
+        return replace(samples, evaluation=held_out, statistics=statistics)
+    count = settings.evaluation_samples
+    samples = _read_samples(settings, tokenizer, train_samples, evaluation_samples=count, part=part)
+    if not samples.evaluation:
+        share = f"{100 * settings.evaluation_fraction:.0f} %"
+        rule = f"the evaluation split ({share}) is empty: duplicate rows always go to the same split"
+        fix = "add data, raise --evaluation-fraction, or lower --seq-len"
+        raise UsageError(ConfigError(where="dataset", value=settings.dataset, rule=rule, fix=fix))
+    return samples
 
 
-def _stated(
+def _read_samples(
     settings: LaunchedSettings, tokenizer: Any, train_samples: int | None, *, evaluation_samples: int, part: Part
 ) -> Samples:
     if train_samples is None:
@@ -116,30 +117,19 @@ def _stated(
     return streamed_samples(settings, tokenizer, part=part, **counts)
 
 
-def evenly_held_out(
-    samples: Samples, plan: Plan, settings: LaunchedSettings, *, batch_size: int | None = None
-) -> Samples:
-    """Cut the held-out samples to whole batches on every rank: a last one would be filled up with copies."""
-    found = samples.evaluation[: settings.evaluation_samples]
-    at_once = plan.hardware.world_size * (batch_size or evaluation_batch_size(plan, len(found)))
-    kept = found[: max(1, len(found) // at_once) * at_once]
+def limited_held_out(samples: Samples, settings: LaunchedSettings) -> Samples:
+    """Return the samples with at most `evaluation_samples` held-out ones."""
+    kept = samples.evaluation[: settings.evaluation_samples]
     return replace(samples, evaluation=kept, statistics=replace(samples.statistics, evaluation_samples=len(kept)))
 
 
 def evaluation_batch_size(plan: Plan, samples: int) -> int:
-    """Return the held-out samples of one forward pass on one rank: a micro-batch, or fewer where there are few."""
+    """Return the held-out samples per forward pass and rank: a micro-batch, or fewer if there are few."""
     return max(1, min(plan.chosen.strategy.micro_batch_size, samples // plan.hardware.world_size))
 
 
 def common_arguments(settings: LaunchedSettings, plan: Plan, output_dir: Path, held_out: int) -> dict[str, Any]:
-    """Return the keys of `TrainingArguments` that a plan and the settings of every training ask for.
-
-    Args:
-        settings: What was asked for.
-        plan: Where everything goes.
-        output_dir: Of the training.
-        held_out: Samples to evaluate on.
-    """
+    """Return the keys of `TrainingArguments` that a plan and the common settings set; `held_out` counts samples."""
     arguments = planned_training_arguments(plan) | {
         "output_dir": str(output_dir.absolute() / CHECKPOINTS),
         "learning_rate": settings.base_learning_rate(),
@@ -160,7 +150,7 @@ def common_arguments(settings: LaunchedSettings, plan: Plan, output_dir: Path, h
     return arguments
 
 
-def optimizer_steps(settings: LaunchedSettings, strategy: Strategy, samples: int) -> int:
+def optimizer_steps(settings: LaunchedSettings, strategy: Layout, samples: int) -> int:
     """Return the optimizer steps of a run, as Transformers 5.17 counts them (`set_initial_training_values`)."""
     if settings.max_steps is not None:
         return settings.max_steps
@@ -169,20 +159,20 @@ def optimizer_steps(settings: LaunchedSettings, strategy: Strategy, samples: int
 
 
 def training_job(settings: LaunchedSettings, hardware: HardwareSpec, **further: Any) -> TrainingJob:
-    """Return what is to be planned; `further` holds fields of `TrainingJob`, such as those of a teacher.
+    """Return the job to plan; `further` contains fields of `TrainingJob`, such as those of a teacher.
 
-    Without sizes among them a training runs under data parallelism alone: trainers with losses of their own need it.
+    Without axis sizes in `further` the job uses data parallelism only, as trainers with custom losses require.
     """
-    alone: dict[str, Any] = dict.fromkeys(AXIS_FIELDS, 1)
+    data_parallel: dict[str, Any] = dict.fromkeys(AXIS_FIELDS, 1)
     precision = settings.precision
     if precision == "auto":
         precision = "fp32" if hardware.gpu == "CPU" else "bf16"
     micro_batch = None if settings.micro_batch_size == "auto" else settings.micro_batch_size
-    at_once = hardware.world_size * (micro_batch or 1)
+    step_samples = hardware.world_size * (micro_batch or 1)
     return TrainingJob(
         seq_len_tokens=settings.seq_len,
         micro_batch_size=micro_batch,
-        global_batch_size=settings.global_batch_size or at_once * max(1, _DEFAULT_GLOBAL_BATCH // at_once),
+        global_batch_size=settings.global_batch_size or step_samples * max(1, _DEFAULT_GLOBAL_BATCH // step_samples),
         precision=precision,
         optimizer=settings.optimizer,
         method=settings.method,
@@ -192,5 +182,78 @@ def training_job(settings: LaunchedSettings, hardware: HardwareSpec, **further: 
         loss="eager",
         strategy=settings.strategy,
         offload=settings.offload,
-        **(alone | further),
+        **(data_parallel | further),
     )
+
+
+CHECKPOINTS = "checkpoints"
+"""Directory of the checkpoints inside an output directory."""
+
+
+def last_checkpoint(output_dir: Path) -> Path | None:
+    """Return the newest checkpoint whose files exist; `None` if there are no checkpoints.
+
+    The launching process compares only names and sizes; ranks read every byte once, in `valid_checkpoint`.
+
+    Raises:
+        RefusedInputError: no checkpoint is complete; gives the reason for each.
+    """
+    newest = _newest(output_dir / CHECKPOINTS, read_complete)
+    return None if newest is None else newest.path
+
+
+def valid_checkpoint(output_dir: Path) -> Selection | None:
+    """Return the newest valid checkpoint; raises and returns as `last_checkpoint`."""
+    return _newest(output_dir / CHECKPOINTS, read_whole)
+
+
+def check_resumption(directory: Path, facts: Mapping[str, Any], *, steps: int) -> Selection | None:
+    """Return the newest checkpoint if the run is complete, and reject incompatible settings before ranks start.
+
+    Args:
+        directory: Of the checkpoints.
+        facts: Known facts of the new run, by the names of `run_facts`.
+        steps: Its optimizer steps; 0 or less if only its epochs are known.
+
+    Raises:
+        UsageError: the run has fewer steps than the checkpoint, or its settings are incompatible with it.
+        RefusedInputError: there are checkpoints, but none is valid.
+    """
+    # Read every byte only before rejecting the run: ranks would skip a corrupt checkpoint.
+    try:
+        newest = _newest(directory, read_complete)
+        is_rejected = bool(_errors(newest, facts, steps))
+    except (OSError, ValueError):
+        is_rejected = True
+    if is_rejected:
+        newest = _newest(directory, read_whole)
+        if errors := _errors(newest, facts, steps):
+            raise UsageError(errors)
+    return newest if newest is not None and is_finished(newest, facts, steps) else None
+
+
+def _errors(newest: Selection | None, facts: Mapping[str, Any], steps: int) -> list[ConfigError]:
+    return [] if newest is None else compared(newest.record.facts, facts)[0] + finished_errors(newest, facts, steps)
+
+
+def _newest(directory: Path, read: Reader) -> Selection | None:
+    return newest_whole(directory, read) if checkpoints(directory) else None
+
+
+def run_output_errors(request: RunRequest, sources: Mapping[str, str | None]) -> list[ConfigError]:
+    """Return errors for the output directory, on the machine that writes; `sources` maps inputs to their paths."""
+    if request.dry_run or not (request.place is None or request.place.is_first):
+        return []
+    directory, fix = request.output_dir, "pass --force to write into it, or --resume to resume from its last checkpoint"
+    errors = output_errors(directory, force=request.force or request.resume, sources=sources, fix=fix)
+    if request.resume and not directory.is_file() and last_checkpoint(directory) is None:
+        rule, fix = "contains no checkpoint to resume from", "run with --save-steps first, or omit --resume"
+        errors.append(ConfigError(where="output_dir", value=str(directory), rule=rule, fix=fix))
+    return errors
+
+
+def is_without(directory: Path, names: Sequence[str]) -> bool:
+    """Return whether a local model has no file of these names or patterns."""
+    if directory.is_file():
+        return True
+    return directory.is_dir() and not any(any(directory.glob(name)) for name in names)

@@ -8,10 +8,11 @@ no trainer; `attach` keeps the trainer's `log`. Every rank logs the summary, so 
 
 from __future__ import annotations
 
+import os
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -28,15 +29,17 @@ from ...ds_configs.plan.measurement import (
     predicted_memory,
     report_lines,
 )
+from ...ds_configs.plan.output import write_files
 from ...ds_configs.plan.plan import Plan
-from ...ds_configs.plan.write import write_files
+from ...ds_configs.plan.rendering import DEEPSPEED_FILE, copied_configuration, differing_keys
 from ...ds_configs.specs.errors import ShardwrightError
-from ...plugins.bitsandbytes.sharded_loading import read_weights_in_backward
-from ...plugins.planning.from_names import installed_versions
-from ...plugins.transformers.partial_checkpointing import checkpoint_first_layers
-from ...plugins.transformers.selective_checkpointing import keep_products
-from .differences import argument_differences, unread_edits
-from .figures_callback import StepFiguresCallback
+from ...ds_configs.specs.settings import not_covered
+from ...plugins.accelerate.cpu_ranks import engine_from_environment
+from ...plugins.bitsandbytes import read_weights_in_backward
+from ...plugins.planning.from_names import installed_release_difference, installed_versions
+from ...plugins.transformers.gradient_checkpointing import checkpoint_first_layers, keep_products
+from ...plugins.transformers.training_arguments import deepspeed_configuration
+from .figures_callback import StepFiguresCallback, await_device
 
 _SUMMARY_KEYS = frozenset({"train_runtime", "train_loss"})
 """With `include_num_input_tokens_seen` the log of every step holds `train_runtime`; only the summary holds both."""
@@ -93,7 +96,7 @@ class PlanCallback(TrainerCallback):
     """Compares a run with its plan: writes `plan_measurement.json` and prints both on rank 0.
 
     Where the plan recomputes only the first layers, it takes the flag back from the others as training begins; where
-    recomputed layers keep their products, it tells them so; 4-bit layers under ZeRO-3 keep no gathered weights.
+    recomputed layers keep their products, it sets that; 4-bit layers under ZeRO-3 keep no gathered weights.
 
     Make it before the Trainer, so that what the Trainer allocates counts, and attach it so that the figures reach
     W&B, TensorBoard and Trackio. Without `attach`, `callbacks=[callback]` still writes and prints. A step's time runs
@@ -143,7 +146,7 @@ class PlanCallback(TrainerCallback):
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Forget the steps of an earlier training, and keep in memory what the plan says.
 
-        A `ds_config.json` that was edited, where Accelerate was told the copy of it, is said here.
+        Warn when `ds_config.json` was edited but `accelerate.yaml` still embeds the old copy.
         """
         self._begin_training()
         if self._directory is not None and args.process_index == 0:
@@ -161,12 +164,12 @@ class PlanCallback(TrainerCallback):
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Start the clock, once the device is idle."""
-        _await_device()
+        await_device()
         self._step_started = time.monotonic()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Stop the clock, once the device is idle."""
-        _await_device()
+        await_device()
         if self._step_started is None:
             return
         self._seconds.append(time.monotonic() - self._step_started)
@@ -233,19 +236,16 @@ class PlanCallback(TrainerCallback):
 
     def _differences(self, args: Any, model: Any, ranks: list[RankMeasurement]) -> list[str]:
         """Name what ran otherwise than planned; a prediction for something else calibrates nothing."""
-        found = argument_differences(self._plan, args, model, ranks=len(ranks), stated=self._stated)
+        differences = argument_differences(self._plan, args, model, ranks=len(ranks), stated=self._stated)
         sizes = [rank.device_bytes for rank in ranks if rank.device_bytes is not None]
         planned_bytes = self._plan.hardware.gpu_bytes
         if sizes and abs(min(sizes) - planned_bytes) > 0.1 * planned_bytes:
-            found.append(f"the accelerator has {min(sizes) / 1e9:.1f} GB, the plan says {planned_bytes / 1e9:.1f} GB")
-        return found
-
-
-def _await_device() -> None:
-    import torch
-
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
+            differences.append(
+                f"the accelerator has {min(sizes) / 1e9:.1f} GB, the plan says {planned_bytes / 1e9:.1f} GB"
+            )
+        if (difference := installed_release_difference(self._plan)) is not None:
+            differences.append(difference)
+        return differences
 
 
 def _gathered(mine: RankMeasurement) -> list[RankMeasurement]:
@@ -257,3 +257,70 @@ def _gathered(mine: RankMeasurement) -> list[RankMeasurement]:
     everyone: list[RankMeasurement | None] = [None] * distributed.get_world_size()
     distributed.all_gather_object(everyone, mine)
     return [rank for rank in everyone if rank is not None]
+
+
+def argument_differences(
+    plan: Plan, args: Any, model: Any, *, ranks: int, stated: Mapping[str, Any] | None = None
+) -> list[str]:
+    """Return a line for each value of a Trainer's run that is not the plan's.
+
+    Args:
+        plan: What was planned.
+        args: The Trainer's arguments.
+        model: What is trained; `None` where it is not known.
+        ranks: How many run.
+        stated: `seq_len` and `method`, where the script says them.
+    """
+    strategy, stated = plan.chosen.strategy, stated or {}
+    optimizer = getattr(args.optim, "value", args.optim)
+    deepspeed = deepspeed_configuration(args)
+    engine = "deepspeed" if deepspeed else "fsdp2" if args.fsdp else engine_from_environment()
+    stage = deepspeed.get("zero_optimization", {}).get("stage", 0) if deepspeed else None
+    facts: dict[str, tuple[Any, Any]] = {
+        "ranks": (ranks, plan.hardware.world_size),
+        "engine": (engine, "ddp" if strategy.engine == "single" else strategy.engine),
+        "zero_stage": (stage, strategy.zero_stage),
+        "offload_optimizer": (_offload(deepspeed, "optimizer"), strategy.offload_optimizer),
+        "offload_param": (_offload(deepspeed, "param"), strategy.offload_param),
+        "per_device_train_batch_size": (args.per_device_train_batch_size, strategy.micro_batch_size),
+        "gradient_accumulation_steps": (args.gradient_accumulation_steps, strategy.gradient_accumulation_steps),
+        "gradient_checkpointing": (args.gradient_checkpointing, strategy.gradient_checkpointing),
+        "precision": ("bf16" if args.bf16 else "fp16" if args.fp16 else "fp32", plan.job.precision),
+        "optim": (optimizer, plan.job.optimizer),
+        "sequence length": (stated.get("seq_len"), plan.job.seq_len_tokens),
+        "method": (stated.get("method"), plan.job.method),
+        "model_type": (_model_type(model, plan.model.model_type), plan.model.model_type),
+    }
+    differences = [
+        f"{name} was {ran}, the plan says {planned}"
+        for name, (ran, planned) in facts.items()
+        if ran is not None and ran != planned
+    ]
+    uncovered = {"torch_compile": args.torch_compile, "fp8": os.environ.get("ACCELERATE_MIXED_PRECISION") == "fp8"}
+    return differences + [f"{name} is {not_covered(name)}" for name, is_on in uncovered.items() if is_on]
+
+
+def unread_edits(directory: Path) -> list[str]:
+    """Return what a plan's `ds_config.json` says otherwise than the copy with which Accelerate launched this run."""
+    copy = copied_configuration(os.environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE", "none"))
+    keys = [] if copy is None else differing_keys(copy, directory)
+    if not keys:
+        return []
+    return [f"{', '.join(keys)} of {directory / DEEPSPEED_FILE} is not read: this run has accelerate.yaml's copy"]
+
+
+def _offload(deepspeed: dict[str, Any] | None, what: str) -> str | None:
+    """Return the device of a DeepSpeed offload section; `None`, which compares with nothing, without DeepSpeed."""
+    if deepspeed is None:
+        return None
+    section = deepspeed.get("zero_optimization", {}).get(f"offload_{what}") or {}
+    return str(getattr(section.get("device", "none"), "value", section.get("device", "none")))
+
+
+def _model_type(model: Any, planned: str) -> str | None:
+    """Return the family of a model or, where that is the planned one, of the language model inside it."""
+    config = getattr(model, "config", None)
+    if config is None:
+        return None
+    model_types = [part.model_type for part in (config, config.get_text_config()) if hasattr(part, "model_type")]
+    return planned if planned in model_types else next(iter(model_types), None)

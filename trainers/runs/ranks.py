@@ -1,162 +1,255 @@
-"""Work of every rank of a launched training: arguments, model, records of the steps, and how it ends."""
+"""Work of every rank of a launched training: arguments, model, guarded training, records, and result.
+
+Seen with transformers 5.17.0: `Trainer.evaluate` computes the Trainer's own loss, and before training it starts another
+DeepSpeed engine; `held_out_cross_entropy` instead computes the cross-entropy with the training engine. Both read each
+sample once, and every labelled token has the same weight.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import json
-import sys
 import time
+from abc import abstractmethod
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, ClassVar
 
+from ...ds_configs.plan.output import write_files
 from ...ds_configs.plan.plan import Plan
-from ...ds_configs.plan.write import write_files
 from ...ds_configs.specs.errors import ShardwrightError
-from ...plugins.accelerate.cpu_ranks import Engine, configure_cpu_ranks
+from ...plugins import patches
+from ...plugins.accelerate.cpu_ranks import Engine, configure_cpu_ranks, engine_from_environment
+from ...plugins.accelerate.repeated_samples import SamplesOnce
 from ...plugins.deepspeed.engine import prepare_nvme_offload
-from ...plugins.launching.elastic import recorded
-from ...plugins.peft.lora import add_lora
+from ...plugins.launching.messages import Figures, Progress, send
+from ...plugins.peft import add_lora
 from ...plugins.transformers.training_arguments import (
     refuse_replaced_optimizer,
     training_arguments,
     warn_of_zero0_in_16_bit,
     weights_dtype,
 )
-from ..checkpoints.agreement import on_first_rank
-from ..checkpoints.selection import Selection
+from ..checkpoints.record import on_first_rank
+from ..checkpoints.resume import Selection
+from ..counting.counts import check_labelled
+from ..counting.estimates import STANDARD_ERROR, Estimate, token_mean
+from ..data.chat import IGNORED_LABEL
 from ..data.models import StartingModel, load_config, load_model
 from ..data.samples import collate
-from ..guards.hang import watched
-from ..replicas.share import Share
-from .checkpoints import whole_checkpoint
-from .guarded import train_guarded
-from .progress import PROGRESS
+from .inputs import valid_checkpoint
 from .settings import (
     EVALUATION_SAMPLES,
     METRICS_FILE,
     PLAN_DIRECTORY,
     RESULT_FILE,
+    TOKENIZER,
     TRAIN_SAMPLES,
     LaunchedJob,
     LaunchedSettings,
-    RankJob,
+    RankTask,
 )
-from .steps import chosen_engine
-
-Job = TypeVar("Job", bound=RankJob)
+from .share import Share
 
 
-def rank_arguments(job: LaunchedJob) -> tuple[Any, Engine, Selection | None]:
-    """Return the training arguments of this rank, its engine, and the whole checkpoint that it goes on from.
+@dataclass(frozen=True, kw_only=True)
+class RankContext:
+    """State of a rank before its Trainer is built."""
 
-    ZeRO-3 needs the arguments before any weight is made; their `resume_from_checkpoint` is the checkpoint's directory.
+    work: Path
+    """Directory of the job's file."""
+    arguments: Any
+    """`TrainingArguments`."""
+    engine: Engine
+    resumed: Selection | None
+    """The checkpoint to resume from."""
+    tokenizer: Any
+    """Of the trained model."""
+    samples: tuple[Any, Any]
+    """Training samples and held-out samples."""
+
+    def trainer_arguments(self) -> dict[str, Any]:
+        """Return the Trainer's arguments of every training."""
+        padding = self.tokenizer.eos_token_id if self.tokenizer.pad_token_id is None else self.tokenizer.pad_token_id
+        return {
+            "args": self.arguments,
+            "train_dataset": self.samples[0],
+            "eval_dataset": self.samples[1],
+            "data_collator": partial(collate, pad_token_id=padding or 0),
+            "processing_class": self.tokenizer,
+        }
+
+
+def rank_arguments(settings: dict[str, Any], *, method: str) -> tuple[Any, Engine]:
+    """Return `TrainingArguments` of this rank and its engine; ZeRO-3 needs them before weights are made.
 
     Raises:
-        ShardwrightError: other ranks came up than were planned.
-        UsageError: arguments that contradict the host or one another, or machines with other data or settings.
+        UsageError: an installed release cannot train, or arguments contradict the host or each other.
     """
-    settings = job.training_arguments
     engine = chosen_engine(settings)
     arguments = training_arguments(settings, configure_cpu_ranks(engine))
-    if arguments.world_size != job.world_size:
-        raise ShardwrightError(f"{arguments.world_size} ranks came up, the plan has {job.world_size}")
-    if job.digests:
-        Share(rank=arguments.process_index, ranks=arguments.world_size).check_same(job.digests)
+    check_upstream(engine, method=method)
     refuse_replaced_optimizer(arguments)
     warn_of_zero0_in_16_bit(arguments)
     prepare_nvme_offload(arguments)
-    resumed = on_first_rank(lambda: whole_checkpoint(Path(job.output_dir))) if job.resume else None
+    return arguments, engine
+
+
+def open_rank(job: LaunchedJob, work: Path) -> RankContext:
+    """Check this rank and the installed releases, and read the inputs of the Trainer.
+
+    Raises:
+        ShardwrightError: the number of ranks is not the planned one.
+        UsageError: arguments contradict the host or each other, or machines have different data or settings.
+    """
+    from datasets import load_from_disk
+    from transformers import AutoTokenizer
+
+    arguments, engine = rank_arguments(job.training_arguments, method=job.settings.method)
+    if arguments.world_size != job.world_size:
+        raise ShardwrightError(f"{arguments.world_size} ranks started, but the plan has {job.world_size}")
+    if job.digests:
+        Share(rank=arguments.process_index, ranks=arguments.world_size).check_same(job.digests)
+    resumed = on_first_rank(lambda: valid_checkpoint(Path(job.output_dir))) if job.resume else None
     arguments.resume_from_checkpoint = None if resumed is None else str(resumed.path)
-    return arguments, engine, resumed
+    return RankContext(
+        work=work,
+        arguments=arguments,
+        engine=engine,
+        resumed=resumed,
+        tokenizer=AutoTokenizer.from_pretrained(str(work / TOKENIZER), trust_remote_code=False),
+        samples=(load_from_disk(str(work / TRAIN_SAMPLES)), load_from_disk(str(work / EVALUATION_SAMPLES))),
+    )
 
 
-def trained_model(
-    name: str, settings: LaunchedSettings, arguments: Any, engine: Engine, *, for_stages: bool = False
-) -> Any:
-    """Return the model that is trained, with adapters in it where the method has them.
+class TrainingTask(LaunchedJob, RankTask):
+    """Training on a rank, as `train`, `distill` and `qat` share it."""
 
-    `for_stages` is for a pipeline, whose ranks read their own stage alone.
+    evaluates_last: ClassVar[bool] = False
+    """Whether the Trainer evaluates after the last step."""
+
+    @abstractmethod
+    def build(self, context: RankContext) -> Any:
+        """Return the Trainer."""
+
+    @abstractmethod
+    def metrics(self, trainer: Any, context: RankContext) -> dict[str, Any]:
+        """Evaluate and save the model, and return the measurements; every rank calls it."""
+
+    def run(self, work: Path) -> None:
+        """Train, evaluate, save, and write the result."""
+        self.train(open_rank(self, work))
+
+    def train(self, context: RankContext) -> None:
+        """Build the Trainer, train from the checkpoint or from step 0, evaluate, save, and write the result."""
+        from .figures_callback import StepFiguresCallback
+
+        trainer = self.build(context)
+        recorder = step_recorder(Path(self.output_dir), evaluates_last=self.evaluates_last)
+        trainer.add_callback(recorder)
+
+        def tokens_of(steps: int) -> int:
+            return trained_tokens(trainer.args, steps, self.train_samples, self.train_tokens)
+
+        # After the recorder, which requests the log of the last step.
+        figures = StepFiguresCallback(Plan.load(Path(self.output_dir) / PLAN_DIRECTORY), tokens_of)
+        figures.attach(trainer)
+        trainer.add_callback(progress_callback(tokens_of, lambda: figures.figures))
+        train_guarded(trainer, resume=context.resumed, **self.settings.guards())
+        result = self.metrics(trainer, context) | {"peak_bytes": _peak_bytes(trainer)}
+        steps, seconds, timed_from = trainer.state.global_step, recorder.seconds, recorder.first_step
+        if steps == recorder.first_step:
+            # A run that resumed after its last step has only the logged times of the earlier run.
+            seconds, timed_from, logged_step = 0.0, 0, 0
+            for entry in trainer.state.log_history:
+                if "step_seconds" in entry:
+                    seconds += entry["step_seconds"] * (entry["step"] - logged_step)
+                    logged_step = entry["step"]
+        result |= {
+            "steps": steps,
+            "step_seconds": seconds,
+            "tokens": tokens_of(steps),
+            "timed_tokens": tokens_of(steps) - tokens_of(timed_from),
+        }
+        if trainer.args.process_index == 0:
+            write_json(result, context.work / RESULT_FILE)
+            with contextlib.suppress(OSError):
+                Path(trainer.args.output_dir).rmdir()
+        # A rank that exits while others communicate makes gloo abort them.
+        trainer.accelerator.wait_for_everyone()
+        trainer.accelerator.end_training()
+
+
+def trained_model(name: str, settings: LaunchedSettings, context: RankContext, *, for_stages: bool = False) -> Any:
+    """Return the model to train, with adapters if the method has them.
+
+    `for_stages` is for a pipeline, whose ranks load only their stage.
     """
     source = StartingModel(model=name, revision=settings.revision, method=settings.method)
-    dtype = weights_dtype(arguments, method=settings.method)
-    model = load_model(source, load_config(source), dtype, arguments.seed, engine=engine, for_stages=for_stages)
+    dtype, seed = weights_dtype(context.arguments, method=settings.method), context.arguments.seed
+    model = load_model(source, load_config(source), dtype, seed, engine=context.engine, for_stages=for_stages)
     if settings.method != "full":
-        fp32 = engine != "deepspeed"
+        fp32 = context.engine != "deepspeed"
         model = add_lora(model, rank=settings.lora_rank, targets=settings.lora_targets, fp32_adapters=fp32)
     return model
 
 
-def placed_teacher(name: str, revision: str | None, job: LaunchedJob, arguments: Any, engine: Any) -> Any:
-    """Return a frozen teacher where the plan wants it, in the type that is computed with."""
+def placed_teacher(name: str, revision: str | None, job: LaunchedJob, context: RankContext) -> Any:
+    """Return a frozen teacher with the plan's placement, in the compute type."""
     import torch
 
     from ...plugins.transformers.teacher_placement import load_teacher
 
-    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(arguments.mixed_precision, torch.float32)
-    return load_teacher(
-        name,
-        revision=revision,
-        placement=job.placement,
-        dtype=dtype,
-        engine=engine if job.world_size > 1 else "single",
-    )
-
-
-def read_samples(work: Path) -> list[Any]:
-    """Return the samples to train on and those that are held out."""
-    from datasets import load_from_disk
-
-    return [load_from_disk(str(work / name)) for name in (TRAIN_SAMPLES, EVALUATION_SAMPLES)]
-
-
-def collator(tokenizer: Any) -> Callable[..., Any]:
-    """Return what makes batches of samples."""
-    pad = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
-    return partial(collate, pad_token_id=pad or 0)
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(context.arguments.mixed_precision, torch.float32)
+    engine = context.engine if job.world_size > 1 else "single"
+    return load_teacher(name, revision=revision, placement=job.placement, dtype=dtype, engine=engine)
 
 
 def progress_callback(
     tokens_of: Callable[[int], int] | None = None, figures_of: Callable[[], Mapping[str, float]] = dict
 ) -> Any:
-    """Return a callback that tells the process which launched the ranks of every optimizer step.
+    """Return a callback that sends the progress of every optimizer step to the launching process.
 
     Args:
-        tokens_of: Returns the tokens of so many steps of the training; without it no speed is told.
-        figures_of: Returns further figures by name, those of the last logged step.
+        tokens_of: Returns the tokens of a number of steps; without it no speed is sent.
+        figures_of: Returns the figures of the last logged step by name.
     """
     from transformers import TrainerCallback
 
-    class ProgressTeller(TrainerCallback):
+    class ProgressSender(TrainerCallback):
         began: tuple[int, float] | None = None
 
         def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            # The first step compiles and allocates: its time is not the pace of the others.
+            # The first step compiles and allocates, so its time is not representative.
             if self.began is None and state.global_step > 0:
                 self.began = state.global_step, time.monotonic()
 
         def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            if state.is_world_process_zero:
-                line = {"step": state.global_step, "steps": state.max_steps, **self._figures(state)}
-                print(f"\n{PROGRESS}{json.dumps(line)}", flush=True)
-
-        def _figures(self, state: Any) -> dict[str, float]:
+            if not state.is_world_process_zero:
+                return
             logged = [float(entry["loss"]) for entry in state.log_history[-4:] if "loss" in entry]
-            found = {**figures_of(), **({"loss": logged[-1]} if logged else {})}
-            # That of the last logged steps alone jumps about, and is told by the log.
-            found.pop("tokens_per_second", None)
+            speed = None
+            # The mean since the second step varies less than the speed of the last logged steps.
             if self.began is not None and tokens_of is not None:
                 step, since = self.began
-                seconds = time.monotonic() - since
-                found["tokens_per_second"] = (tokens_of(state.global_step) - tokens_of(step)) / seconds
-            return found
+                speed = (tokens_of(state.global_step) - tokens_of(step)) / (time.monotonic() - since)
+            last = figures_of()
+            figures = Figures(
+                loss=logged[-1] if logged else None,
+                tokens_per_second=speed,
+                peak_allocated_gb=last.get("peak_allocated_gb"),
+                slowest_rank=None if "slowest_rank" not in last else int(last["slowest_rank"]),
+                slowest_rank_ratio=last.get("slowest_rank_ratio"),
+            )
+            send(Progress(what="step", done=state.global_step, total=state.max_steps, figures=figures))
 
-    return ProgressTeller()
+    return ProgressSender()
 
 
 def step_recorder(output_dir: Path, *, evaluates_last: bool) -> Any:
-    """Return a callback that writes `metrics.jsonl`, takes the time of steps, and may evaluate after the last."""
+    """Return a callback that writes `metrics.jsonl`, times steps, and optionally evaluates after the last one."""
     from transformers import TrainerCallback
 
     class Recorder(TrainerCallback):
@@ -181,7 +274,7 @@ def step_recorder(output_dir: Path, *, evaluates_last: bool) -> Any:
             self._write(state)
 
         def _write(self, state: Any) -> None:
-            """Write all steps anew: a resumed run drops what was logged after its checkpoint."""
+            # All steps are rewritten: a resumed run drops what was logged after its checkpoint.
             if state.is_world_process_zero:
                 steps = [entry for entry in state.log_history if "loss" in entry]
                 text = "".join(f"{json.dumps(entry)}\n" for entry in steps)
@@ -190,82 +283,152 @@ def step_recorder(output_dir: Path, *, evaluates_last: bool) -> Any:
     return Recorder()
 
 
-def train_recorded(trainer: Any, job: LaunchedJob, resumed: Selection | None, *, evaluates_last: bool) -> Any:
-    """Train from the checkpoint of `rank_arguments`, or from step 0, and return the recorder of the steps."""
-    from .figures_callback import StepFiguresCallback
-
-    recorder = step_recorder(Path(job.output_dir), evaluates_last=evaluates_last)
-    trainer.add_callback(recorder)
-    tokens_of = _tokens_of(trainer, job)
-    figures = StepFiguresCallback(Plan.load(Path(job.output_dir) / PLAN_DIRECTORY), tokens_of)
-    # Behind the recorder, which has the last step logged.
-    figures.attach(trainer)
-    trainer.add_callback(progress_callback(tokens_of, lambda: figures.figures))
-    train_guarded(trainer, resume=resumed, **job.settings.guards())
-    return recorder
-
-
-def end_rank(trainer: Any, result: Callable[[int | None], Mapping[str, Any]], work: Path) -> None:
-    """Leave the result, and wait: a rank that exits while others still communicate makes gloo abort them."""
-    arguments = trainer.args
-    peak = _peak_bytes(trainer)
-    if arguments.process_index == 0:
-        write_json(result(peak), work / RESULT_FILE)
-        with contextlib.suppress(OSError):
-            Path(arguments.output_dir).rmdir()
-    trainer.accelerator.wait_for_everyone()
-    trainer.accelerator.end_training()
-
-
 def _peak_bytes(trainer: Any) -> int | None:
-    """Return the largest allocation on any accelerator; `None` on CPU ranks. Every rank must call it."""
+    """Return the peak allocation on any accelerator; `None` on CPU ranks. Every rank must call it."""
     import torch
 
     if trainer.args.device.type != "cuda":
         return None
     own = torch.tensor([torch.cuda.max_memory_allocated()], device=trainer.args.device)
-    return int(trainer.accelerator.gather(own).max())
-
-
-def step_facts(trainer: Any, recorder: Any, job: LaunchedJob) -> dict[str, Any]:
-    """Return steps, their seconds and their tokens as a result states them."""
-    steps, tokens = trainer.state.global_step, _tokens_of(trainer, job)
-    return {
-        "steps": steps,
-        "step_seconds": recorder.seconds,
-        "tokens": tokens(steps),
-        "timed_tokens": tokens(steps) - tokens(recorder.first_step),
-    }
-
-
-def _tokens_of(trainer: Any, job: LaunchedJob) -> Callable[[int], int]:
-    return lambda steps: trained_tokens(trainer.args, steps, job.train_samples, job.train_tokens)
+    # The log also has the steps before resuming.
+    logged = [entry["peak_allocated_gb"] * 1e9 for entry in trainer.state.log_history if "peak_allocated_gb" in entry]
+    return int(max(trainer.accelerator.gather(own).max(), *logged, 0))
 
 
 def trained_tokens(arguments: Any, steps: int, samples: int, tokens: int) -> int:
-    """Return the tokens of some optimizer steps; an epoch ends with a step of the samples that are left."""
-    at_once: int = arguments.per_device_train_batch_size * arguments.gradient_accumulation_steps * arguments.world_size
-    epochs, further = divmod(steps, -(-samples // at_once))
-    return epochs * tokens + round(tokens * further * at_once / samples)
+    """Return the tokens of a number of optimizer steps; the last step of an epoch has the remaining samples."""
+    step_samples: int = (
+        arguments.per_device_train_batch_size * arguments.gradient_accumulation_steps * arguments.world_size
+    )
+    epochs, further = divmod(steps, -(-samples // step_samples))
+    return epochs * tokens + round(tokens * further * step_samples / samples)
 
 
 def write_json(record: Mapping[str, Any], path: Path) -> None:
-    """Write a file that is whole or not there."""
+    """Write a JSON file atomically."""
     write_files({path.name: json.dumps(record)}, path.parent, force=True)
 
 
-def run_rank(kind: type[Job], work: Callable[[Job, Path], None]) -> None:
-    """Run one rank, whose command line names the file of its job; the launch hears why it fails.
+def train_guarded(trainer: Any, *, resume: str | bool | Selection | None, **guards: Any) -> None:
+    """Train with `GuardCallback` and `CheckpointCallback` after all other callbacks; every rank must call it.
 
     Args:
-        kind: What the file holds.
-        work: Does what the job says; receives the job and the directory of its file.
+        trainer: Any Trainer, with all of its other callbacks.
+        resume: A checkpoint, true for the newest valid one, or a selected one; `None` starts at step 0.
+        **guards: Arguments of `GuardCallback`.
+
+    Raises:
+        UsageError: settings of the run are incompatible with the checkpoint.
+        RefusedInputError: the checkpoint is not valid, or weights of the model are not finite.
+        NonFiniteError: losses or gradients were not finite for several steps.
+        StoppedBySignalError: the run was interrupted, and has saved a checkpoint.
     """
-    file = Path(sys.argv[1])
+    from ..checkpoints.callback import CheckpointCallback
+    from ..guards import GuardCallback
 
-    def watched_work() -> None:
-        job = kind.model_validate_json(file.read_text(encoding="utf-8"))
-        with watched(job.hang_seconds):
-            work(job, file.parent)
+    GuardCallback(**guards).attach(trainer)
+    checkpoints = CheckpointCallback()
+    checkpoints.attach(trainer)
+    trainer.train(resume_from_checkpoint=checkpoints.resolve(resume))
 
-    recorded(watched_work)()
+
+def chosen_engine(settings: dict[str, Any]) -> Engine:
+    """Return the engine from the settings, or else from the launcher's environment."""
+    if settings.get("deepspeed"):
+        return "deepspeed"
+    return "fsdp2" if settings.get("fsdp") else engine_from_environment()
+
+
+def check_upstream(engine: Engine | str, *, method: str = "full") -> None:
+    """Check that Shardwright's patches fit the installed libraries; call it before weights load.
+
+    Raises:
+        UsageError: an installed release differs from the tested ones; all differences together.
+    """
+    packages = {"accelerate", "torch", "transformers"}
+    packages |= {"deepspeed"} if engine == "deepspeed" else set()
+    packages |= {"peft"} if method != "full" else set()
+    patches.check_patches(frozenset(packages))
+
+
+class StepLosses:
+    """Records the loss of every optimizer step, which the Trainer's log averages over ``logging_steps``."""
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
+        self._losses: list[Any] = []
+        self._accumulated: Any = 0.0
+
+        def recording(training_step: Callable[..., Any]) -> Callable[..., Any]:
+            def recording_step(*args: Any, **kwargs: Any) -> Any:
+                loss = training_step(*args, **kwargs)
+                self._accumulated = self._accumulated + loss.detach().float()
+                if trainer.accelerator.sync_gradients:
+                    self._losses.append(self._accumulated)
+                    self._accumulated = 0.0
+                return loss
+
+            return recording_step
+
+        patches.apply("step-losses", recording, on=trainer)
+
+    def mean_over_ranks(self) -> list[float]:
+        """Return one loss per optimizer step, in order; every rank must call it."""
+        import torch
+
+        if not self._losses:
+            return []
+        losses: list[float] = self._trainer.accelerator.reduce(torch.stack(self._losses), "mean").tolist()
+        return losses
+
+
+def held_out_cross_entropy(trainer: Any) -> Estimate:
+    """Return the mean over all labelled tokens of the evaluation set, in nats; every rank must call it.
+
+    The standard error is over samples, and is valid if ranks do not share them.
+
+    Raises:
+        UsageError: no token has a label.
+    """
+    import torch
+
+    model = trainer.model_wrapped
+    was_training = model.training
+    model.eval()
+    sums_and_counts = []
+    loader = trainer.get_eval_dataloader()
+    samples = SamplesOnce(loader, trainer.accelerator.gradient_state)
+    with torch.no_grad(), trainer.compute_loss_context_manager():
+        for batch in loader:
+            inputs = trainer._prepare_inputs(samples.step(batch).batch)
+            labels = inputs.pop("labels")
+            logits = model(**inputs, use_cache=False).logits
+            for row, own in zip(logits[:, :-1], labels[:, 1:], strict=True):
+                nats = torch.nn.functional.cross_entropy(row.float(), own, ignore_index=IGNORED_LABEL, reduction="sum")
+                sums_and_counts.append(torch.stack([nats.double(), (own != IGNORED_LABEL).sum().double()]))
+    model.train(was_training)
+    sums, counts = trainer.accelerator.gather(torch.stack(sums_and_counts)).T.tolist()
+    check_labelled(counts)
+    return token_mean(sums, counts)
+
+
+def logged(name: str, mean: Estimate) -> dict[str, float]:
+    """Return a mean as entries of the Trainer's log, which checkpoints contain."""
+    return {name: mean.value} | (
+        {} if mean.standard_error is None else {f"{name}_{STANDARD_ERROR}": mean.standard_error}
+    )
+
+
+def read_logged(state: Any, name: str) -> Estimate | None:
+    """Return a logged mean, also after resuming."""
+    entry: dict[str, float] = next((values for values in state.log_history if name in values), {})
+    return Estimate(value=entry[name], standard_error=entry.get(f"{name}_{STANDARD_ERROR}")) if entry else None
+
+
+def result_fields(means: Mapping[str, Estimate | None]) -> dict[str, float | None]:
+    """Return means and their standard errors as fields of a result."""
+    fields: dict[str, float | None] = {}
+    for name, mean in means.items():
+        fields |= {name: None if mean is None else mean.value}
+        fields |= {f"{name}_{STANDARD_ERROR}": None if mean is None else mean.standard_error}
+    return fields

@@ -1,21 +1,23 @@
-"""Report and model card of a launched training: the values that all of them share."""
+"""Outcome of a launched training: its JSON, report, model card and notebook view."""
 
 from __future__ import annotations
 
 import json
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from ...ds_configs.plan.notebook import result_html
 from ...ds_configs.plan.plan import Plan
-from ...plugins.huggingface_hub.cards import Relation, license_of, model_card, shown_name, title_of
+from ...plugins.huggingface_hub.push import CARD_FILE
+from ..counting.estimates import Estimate, exponential
 from ..data.samples import SampleStatistics
-from ..evaluation.estimates import Estimate, exponential
-from ..formats.rendering import render
+from ..reports.make import TRAINING_FILE
+from ..reports.markdown import markdown, table
+from ..reports.report import perplexity, picture
+from ..reports.runs import training_report
 from .settings import METRICS_FILE, LaunchedSettings
 
 REPORT_FILE = "REPORT.md"
@@ -23,37 +25,41 @@ REPORT_FILE = "REPORT.md"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepResult:
-    """Measurements of the ranks' steps, as they stand in `result.json`."""
+    """Measurements of the ranks' steps; the content of `result.json`."""
 
     steps: int
-    """Optimizer steps of the whole training."""
+    """Optimizer steps of the run."""
     step_seconds: float
-    """Seconds inside these steps; after resuming, of the steps since."""
+    """Seconds of these steps; after a resume, of the steps since then, or of the logged ones if there are none."""
     tokens: int
     """Tokens trained on, without padding."""
     timed_tokens: int
-    """Those of the steps that `step_seconds` counts."""
+    """Tokens of the steps that `step_seconds` counts."""
     peak_bytes: int | None
     """Largest allocation on any accelerator, evaluation included; `None` on CPU ranks."""
 
     @property
     def tokens_per_second(self) -> float:
-        """Tokens of all ranks for each second of training steps."""
+        """Tokens of all ranks per second of training steps."""
         return self.timed_tokens / self.step_seconds if self.step_seconds else 0.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, repr=False)
 class LaunchedOutcome(ABC):
-    """A training that ended well."""
+    """Result of a training that succeeded."""
+
+    chart_file: ClassVar[str]
+    """PNG file that `REPORT.md` shows."""
 
     plan: Plan
-    """Where everything went."""
     statistics: SampleStatistics
-    """What was trained on."""
+    """Samples that were trained and evaluated on."""
     metrics: Sequence[Mapping[str, float]]
     """The logged steps."""
     seconds: float
     """Wall-clock seconds from the launch to the report."""
+    settings: LaunchedSettings
+    result: StepResult
 
     @abstractmethod
     def to_dict(self) -> dict[str, Any]:
@@ -61,53 +67,80 @@ class LaunchedOutcome(ABC):
 
     @abstractmethod
     def measures(self) -> tuple[Sequence[str], Sequence[Sequence[str]]]:
-        """Return what was measured on the held-out samples: headings, and rows of a name and values."""
+        """Return the results on the held-out samples: headings, and rows of a name and values."""
+
+    @abstractmethod
+    def card(self) -> str:
+        """Return the model card, with the metadata that the Hub reads."""
 
     def __repr__(self) -> str:
-        """Return what ran where and what its first measure came to, in one line."""
+        """Return dataset, layout, hardware and the first measure, in one line."""
         headings, rows = self.measures()
-        found = ", ".join(f"{name} {value}" for name, value in zip(headings[1:], rows[0][1:], strict=True) if value)
+        measures = ", ".join(f"{name} {value}" for name, value in zip(headings[1:], rows[0][1:], strict=True) if value)
         layout = f"{self.plan.chosen.strategy.label} on {self.plan.hardware.name}"
-        return f"<{type(self).__name__} of {self.statistics.source}, {layout}: {rows[0][0]}: {found}>"
+        return f"<{type(self).__name__} of {self.statistics.source}, {layout}: {rows[0][0]}: {measures}>"
 
     def _repr_html_(self) -> str:
         """Return the outcome as a notebook shows it."""
         headings, rows = self.measures()
         line = f"{self.statistics.source}, {self.plan.chosen.strategy.label} on {self.plan.hardware.name}"
-        return result_html(line, headings, rows, f"{self.seconds:.0f} s in all")
+        return result_html(line, headings, rows, f"{self.seconds:.0f} s total")
 
-    def where_and_what(self, settings: LaunchedSettings) -> dict[str, Any]:
+    def where_and_what(self) -> dict[str, Any]:
         """Return layout, settings and data as JSON values."""
         return {
             "strategy": self.plan.chosen.strategy.label,
             "hardware": self.plan.hardware.name,
-            "settings": settings.model_dump(),
+            "settings": self.settings.model_dump(),
             "dataset": asdict(self.statistics),
         }
 
-    def figures(self, kind: str, result: Mapping[str, Any], command: str) -> str:
-        """Return `report.json`, which `report.html` is made from: the outcome, its table, and what made it."""
-        headings, rows = self.measures()
-        timed = {name: result[name] for name in ("step_seconds", "timed_tokens", "peak_bytes")}
-        shown = {"headings": list(headings), "rows": [list(row) for row in rows]}
-        made = {"kind": kind, "versions": dict(self.plan.versions), "command": command}
-        return json.dumps(self.to_dict() | made | {"measures": shown, "result": timed}, indent=2) + "\n"
-
-    def speed(self, result: StepResult) -> dict[str, Any]:
+    def speed(self) -> dict[str, Any]:
         """Return steps, tokens and seconds as JSON values."""
         return {
-            "steps": result.steps,
-            "tokens": result.tokens,
-            "tokens_per_second": round(result.tokens_per_second, 1),
+            "steps": self.result.steps,
+            "tokens": self.result.tokens,
+            "tokens_per_second": round(self.result.tokens_per_second, 1),
             "seconds": round(self.seconds, 1),
         }
 
-    def speed_line(self, result: StepResult) -> str:
-        """Return what the steps took, for a terminal."""
+    def speed_line(self) -> str:
+        """Return steps, tokens and seconds for a terminal."""
         return (
-            f"{result.steps} steps, {result.tokens:,} tokens, {result.tokens_per_second:,.0f} tokens/s, "
-            f"{self.seconds:.0f} s in all"
+            f"{self.result.steps} steps, {self.result.tokens:,} tokens, {self.result.tokens_per_second:,.0f} tokens/s, "
+            f"{self.seconds:.0f} s total"
         )
+
+    def files(self, kind: str, command: str = "") -> dict[str, str | bytes]:
+        """Return report, figures, model card and chart by name.
+
+        Args:
+            kind: Name of the command, as in `report.json`.
+            command: Its command line.
+        """
+        data = self.to_dict()
+        # The default learning rate depends on the method; the report shows the one that ran.
+        data["settings"] = data["settings"] | {"learning_rate": self.settings.base_learning_rate()}
+        headings, rows = self.measures()
+        data |= {"kind": kind, "versions": dict(self.plan.versions), "command": command}
+        data |= {"measures": {"headings": list(headings), "rows": [list(row) for row in rows]}}
+        data |= {"result": asdict(self.result)}
+        report = training_report(data, self.metrics, self.plan)
+        return {
+            REPORT_FILE: markdown(report, self.chart_file),
+            CARD_FILE: self.card(),
+            self.chart_file: picture(report),
+            TRAINING_FILE: json.dumps(data, indent=2) + "\n",
+        }
+
+    def card_results(self) -> list[str]:
+        """Return the blocks of a model card about the held-out samples and the steps."""
+        return [
+            f"On {self.statistics.evaluation_samples} held-out samples of the same dataset:",
+            table(*self.measures()),
+            f"{self.result.steps} optimizer steps, {self.result.tokens:,} tokens, sequences of {self.settings.seq_len} "
+            f"tokens; the settings are in [REPORT.md](REPORT.md), every logged step in [metrics.jsonl](metrics.jsonl).",
+        ]
 
 
 def number(value: float) -> str:
@@ -115,19 +148,16 @@ def number(value: float) -> str:
     return f"{value:.4f}"
 
 
-def perplexity(nats: float) -> str:
-    """Return ``exp(cross-entropy)``."""
-    return f"{math.exp(min(nats, 700)):.4g}"
+def with_spread(shape: Callable[[float], str], mean: Estimate) -> str:
+    """Return a mean, formatted by `shape`, with its standard error."""
+    error = mean.standard_error
+    return shape(mean.value) if error is None else f"{shape(mean.value)} ± {float(f'{error:.2g}'):,g}"
 
 
-def with_spread(shape: Callable[[float], str], found: Estimate) -> str:
-    """Return what a shape makes of a mean, with its standard error."""
-    error = found.standard_error
-    return shape(found.value) if error is None else f"{shape(found.value)} ± {float(f'{error:.2g}'):,g}"
-
-
-def with_spreads(loss: Estimate) -> tuple[str, str]:
+def with_spreads(loss: Estimate | None) -> tuple[str, str]:
     """Return a mean loss and its perplexity, each with its standard error."""
+    if loss is None:
+        return "not measured", "not measured"
     error = exponential(loss).standard_error
     return with_spread(number, loss), with_spread(perplexity, Estimate(value=loss.value, standard_error=error))
 
@@ -135,31 +165,3 @@ def with_spreads(loss: Estimate) -> tuple[str, str]:
 def read_metrics(directory: Path) -> list[dict[str, float]]:
     """Return the logged steps of a run."""
     return [json.loads(line) for line in (directory / METRICS_FILE).read_text(encoding="utf-8").splitlines()]
-
-
-def report_text(template: str, outcome: LaunchedOutcome, settings: Mapping[str, Any], **values: Any) -> str:
-    """Return `REPORT.md` from a room's template, which includes the sections of `runs/templates/run.md.j2`."""
-    counts = asdict(outcome.statistics)
-    machines = counts.pop("machines")
-    data = [
-        (name.replace("_", " "), f"{value:,}" if isinstance(value, int) else value) for name, value in counts.items()
-    ]
-    if machines > 1:
-        data.append(("machines", f"{machines:,}, each with a part of its own; the counts are of the first one's"))
-    return render(template, outcome=outcome, settings=settings, data=data, **values)
-
-
-def card_text(template: str, base: str, relation: Relation, library: str, tags: Sequence[str], **values: Any) -> str:
-    """Return `README.md` from a room's template, with the metadata that the Hub reads.
-
-    Args:
-        template: Its path below `trainers/`.
-        base: Hub id or path of the model that the weights come from.
-        relation: How they came from it.
-        library: That loads them.
-        tags: What the Hub finds the model by.
-        values: Of the template; `others` and `task` are those of `model_card`.
-    """
-    stated = {name: values[name] for name in ("others", "task") if name in values}
-    text = render(template, name=shown_name, title=title_of, license=license_of, **values)
-    return model_card(text, base=base, relation=relation, library=library, tags=(*tags, "shardwright"), **stated)

@@ -1,13 +1,14 @@
-"""The run of a command that trains: `run_training` does what all of them do, `PreparedTraining` asks for the rest.
+"""The run of a command that trains, from its request to its report.
 
-The order is: write the plan and what the ranks read, launch a worker on every rank, read what it measured, and write
-the report beside the model. Everything that can be wrong was found before, when the command prepared the training.
+`train`, `distill` and `qat` check and plan, and return a `PreparedTraining`. `run_training` writes the plan and the
+ranks' inputs, launches `rank_main.py` on every rank, reads their result, and writes the report with the model.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import tempfile
 import time
 from abc import ABC, abstractmethod
@@ -17,23 +18,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Generic, TypeVar
 
-from ...ds_configs.plan.launch import NodePlace
-from ...ds_configs.plan.output import disk_faults, reserved
+from ...ds_configs.plan.output import disk_errors, reserved, write_files
 from ...ds_configs.plan.plan import Plan
-from ...ds_configs.plan.write import write_files
 from ...ds_configs.specs.errors import DoesNotFitError, RefusedInputError, ShardwrightError
-from ...plugins.huggingface_hub.model_directory import model_directory
+from ...plugins.huggingface_hub.hub import model_directory
 from ...plugins.huggingface_hub.push import pushed
-from ...plugins.launching.notes import Notify, OnProgress
-from ..checkpoints.run_facts import planned_facts
+from ...plugins.launching.launch import launch_ranks
+from ..checkpoints.record import RECORD, planned_facts
+from ..checkpoints.resume import Selection
 from ..data.samples import Samples
 from ..reports.make import REPORT_FILE as HTML_FILE
-from ..reports.make import write_html
-from ..reports.read import TRAINING_FILE
-from .checkpoints import CHECKPOINTS, last_checkpoint, refuse_to_resume
-from .inputs import common_arguments, optimizer_steps
-from .launch import checking_launch, compile_operators, planned_launch, run_launches, write_job
-from .progress import Figures, OnFigures, OnStep
+from ..reports.make import TRAINING_FILE, write_html
+from .inputs import CHECKPOINTS, check_resumption, common_arguments, last_checkpoint, optimizer_steps
+from .launch import compare_nodes, compile_planned_operators, planned_launch, rank_words
 from .report import LaunchedOutcome, read_metrics
 from .settings import (
     EVALUATION_SAMPLES,
@@ -43,303 +40,255 @@ from .settings import (
     TRAIN_SAMPLES,
     LaunchedJob,
     LaunchedSettings,
+    RunRequest,
 )
 
 Outcome = TypeVar("Outcome", bound=LaunchedOutcome)
 _COMPARED_SAMPLES = 256
-"""Samples by which machines tell whether they read the same data."""
+"""Samples that machines compare to check that they read the same data."""
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
 class PreparedTraining(ABC, Generic[Outcome]):
-    """A training that can be launched; nothing was written for it."""
+    """A training that can be launched; nothing is written yet."""
 
+    request: RunRequest
     settings: LaunchedSettings
-    """What was asked for."""
     plan: Plan
-    """Where everything goes."""
     samples: Samples
-    """What is trained and evaluated on."""
+    """To train and evaluate on."""
     tokenizer: Any
-    """Splits the text; saved beside the model."""
-    place: NodePlace | None = None
-    """This machine's among several; `None` for the only one."""
+    """Saved with the model."""
 
     kind: ClassVar[str]
-    """The command's name, as `report.json` states it."""
-    worker: ClassVar[str]
-    """Module that every rank runs; it ends with `run_rank`."""
+    """The command's name in `report.json`."""
 
     @property
     @abstractmethod
     def own_file_names(self) -> tuple[str, ...]:
-        """Files that a run writes, beside the plan's, the model's weights and checkpoints."""
-
-    @abstractmethod
-    def job(self, common: Mapping[str, Any], work: Path, *, resume: bool, notify: Notify) -> LaunchedJob:
-        """Return what the ranks are told.
-
-        Args:
-            common: The fields of `LaunchedJob`.
-            work: A directory for files that the ranks read, beside samples and tokenizer.
-            resume: Whether the training goes on from its last checkpoint.
-            notify: Receives remarks.
-        """
-
-    @abstractmethod
-    def report(self, result: Mapping[str, Any], common: Mapping[str, Any]) -> tuple[Outcome, Mapping[str, str | bytes]]:
-        """Return the outcome and the files that report it.
-
-        Args:
-            result: What the ranks measured.
-            common: The fields of `LaunchedOutcome`.
-        """
+        """Files that a run writes in addition to the plan, the model's weights and checkpoints."""
 
     @property
     @abstractmethod
     def models(self) -> Mapping[str, str]:
-        """Models that ranks load weights of, by the setting that holds the revision of each."""
+        """Models whose weights ranks load, by the name of the setting with their revision."""
+
+    @abstractmethod
+    def job(self, common: Mapping[str, Any], work: Path) -> LaunchedJob:
+        """Return the job of the ranks.
+
+        Args:
+            common: The fields of `LaunchedJob`.
+            work: Directory for further files that the ranks read.
+        """
+
+    @abstractmethod
+    def outcome(self, result: Mapping[str, Any], common: Mapping[str, Any]) -> Outcome:
+        """Build the outcome.
+
+        Args:
+            result: Measurements of the ranks.
+            common: The fields of `LaunchedOutcome`.
+        """
 
     @property
     def own_arguments(self) -> Mapping[str, Any]:
-        """Keys of `TrainingArguments` beside those that the plan and the settings of every training ask for."""
+        """Further keys of `TrainingArguments`."""
         return {}
 
     @property
     def least_bytes(self) -> int:
-        """Bytes that the trained weights will take at least: two for each where all are saved."""
+        """Minimum bytes of the saved weights: two per parameter if all are saved."""
         return 2 * self.plan.model.parameter_count if self.settings.method == "full" else 0
 
     @property
+    def training_arguments(self) -> dict[str, Any]:
+        """Keys of `TrainingArguments` of the run."""
+        evaluated = len(self.samples.evaluation)
+        common = common_arguments(self.settings, self.plan, self.request.output_dir, evaluated)
+        return {**common, **self.own_arguments}
+
+    @property
     def file_names(self) -> tuple[str, ...]:
-        """Files that a run writes, beside the model's weights and checkpoints."""
+        """Files that a run writes in addition to the model's weights and checkpoints."""
         plan = (f"{PLAN_DIRECTORY}/{name}" for name in self.plan.file_names)
         return (*plan, *self.own_file_names, TRAINING_FILE, HTML_FILE)
 
 
-def run_training(
-    prepared: PreparedTraining[Outcome],
-    output_dir: Path,
-    *,
-    resume: bool = False,
-    force: bool = False,
-    check_nodes: bool = True,
-    notify: Notify = lambda _: None,
-    on_progress: OnProgress = lambda _what, _done, _total: None,
-    on_figures: OnFigures = lambda _: None,
-    command: str = "",
-) -> Outcome:
-    """Launch a prepared training, wait for it, and write the report beside the model.
-
-    Args:
-        prepared: What the command found.
-        output_dir: Where model, plan and report go.
-        resume: Go on from the last checkpoint.
-        force: Write into a directory that holds other files.
-        check_nodes: Whether several machines are compared first.
-        notify: Receives remarks.
-        on_progress: Hears of every optimizer step.
-        on_figures: Hears the loss, the speed, the memory and the rank that lags before each of them.
-        command: Command line that asked for it, for the report.
+def run_training(prepared: PreparedTraining[Outcome]) -> Outcome:
+    """Launch a prepared training, wait for it, and write the report into the model directory.
 
     Raises:
-        UsageError: another run writes to the directory, or what it holds cannot be gone on with.
-        DoesNotFitError: the model does not fit on its disk.
-        ShardwrightError: a rank failed; says which and why.
+        UsageError: another run writes to the directory, or its checkpoint cannot be resumed.
+        DoesNotFitError: the model does not fit on the disk.
+        ShardwrightError: a rank failed; names the rank and its error.
     """
-    if faults := disk_faults(output_dir, needed_bytes=prepared.least_bytes):
-        raise DoesNotFitError("\n".join(map(str, faults)))
-    settings = prepared.settings
+    request, settings = prepared.request, prepared.settings
+    output_dir = request.output_dir
+    if errors := disk_errors(output_dir, needed_bytes=prepared.least_bytes):
+        raise DoesNotFitError("\n".join(map(str, errors)))
     with ExitStack() as stack:
-        stack.enter_context(reserved(output_dir, force=force or resume))
-        # Once nobody else writes there, and before a repository is made for it.
-        if resume:
-            _refuse_to_resume(prepared, output_dir)
-        stack.enter_context(pushed(output_dir, settings.push_to_hub, private=settings.private, notify=notify))
-        how: dict[str, Any] = {"notify": notify, "on_progress": on_progress, "on_figures": on_figures}
-        how |= {"resume": resume, "check_nodes": check_nodes, "command": command}
+        stack.enter_context(reserved(output_dir, force=request.force or request.resume))
+        # After the directory is reserved, and before a Hub repository is created.
+        finished = _finished(prepared)
+        stack.enter_context(pushed(output_dir, settings.push_to_hub, private=settings.private, notify=logger.info))
+        if finished is not None and is_complete(prepared, finished):
+            logger.info(f"{output_dir}: the run is complete, all of {finished.record.step} steps, model and report")
+            content = json.loads((output_dir / TRAINING_FILE).read_bytes())
+            if not (output_dir / HTML_FILE).is_file():
+                _write_page(output_dir)
+            return prepared.outcome(content["result"], _outcome_facts(prepared, seconds=content["seconds"]))
+        started = time.monotonic()
         try:
-            return _run_training(prepared, output_dir, **how)
+            result = _run_ranks(prepared)
+            outcome = prepared.outcome(result, _outcome_facts(prepared, seconds=time.monotonic() - started))
+            write_files(outcome.files(prepared.kind, request.command), output_dir, force=True)
+            _write_page(output_dir)
         # Ctrl-C, and SIGTERM to the command.
         except (KeyboardInterrupt, SystemExit):
-            notify(_what_is_left(output_dir))
+            try:
+                last = last_checkpoint(output_dir)
+            except RefusedInputError as error:
+                logger.info(f"stopped: {error}")
+            else:
+                resumable = f": {last.name} is complete; resume with the same command and --resume" if last else ""
+                logger.info(f"stopped{resumable or ' before the first checkpoint'}")
             raise
+        return outcome
 
 
-def _refuse_to_resume(prepared: PreparedTraining[Any], output_dir: Path) -> None:
-    plan, samples = prepared.plan, prepared.samples.train
-    # Ranks draw the order of samples that are divided among machines.
-    compared = None if prepared.samples.statistics.machines > 1 else samples
-    facts = planned_facts(plan, _arguments(prepared, output_dir), compared)
-    steps = optimizer_steps(prepared.settings, plan.chosen.strategy, len(samples))
-    refuse_to_resume(output_dir / CHECKPOINTS, facts, steps=steps)
-
-
-def _what_is_left(output_dir: Path) -> str:
-    """Return what a training that was stopped can go on from."""
-    try:
-        last = last_checkpoint(output_dir)
-    except RefusedInputError as error:
-        return f"stopped: {error}"
-    if last is None:
-        return "stopped before there was a checkpoint"
-    return f"stopped: {last.name} is whole, and the same command with --resume goes on from it"
-
-
-def run_part(
-    prepared: PreparedTraining[Any],
-    output_dir: Path,
-    *,
-    resume: bool = False,
-    check_nodes: bool = True,
-    notify: Notify = lambda _: None,
-) -> None:
-    """Run the part of a machine that is not the first: its ranks, without a report.
+def run_part(prepared: PreparedTraining[Any]) -> None:
+    """Run the ranks of a machine other than the first, without a report.
 
     Raises:
-        UsageError: the directory holds what cannot be gone on with.
-        ShardwrightError: a rank failed, here or elsewhere; says which and why.
+        UsageError: the checkpoint cannot be resumed.
+        ShardwrightError: a rank failed on any machine; names the rank and its error.
     """
-    if resume:
-        _refuse_to_resume(prepared, output_dir)
-    with _workplace() as work:
-        settings = _with_weights_here(prepared)
-        _launch(prepared, settings, output_dir, work, resume=resume, check_nodes=check_nodes, notify=notify)
+    finished = _finished(prepared)
+    if finished is None or not is_complete(prepared, finished):
+        _run_ranks(prepared)
 
 
-def _workplace() -> tempfile.TemporaryDirectory[str]:
-    return tempfile.TemporaryDirectory(prefix="shardwright-run-", ignore_cleanup_errors=True)
+def _finished(prepared: PreparedTraining[Any]) -> Selection | None:
+    """Return the last checkpoint if the run resumes and all steps are done; raises as `check_resumption`."""
+    if not prepared.request.resume:
+        return None
+    plan, samples = prepared.plan, prepared.samples.train
+    # Ranks shuffle samples that are divided among machines.
+    compared = None if prepared.samples.statistics.machines > 1 else samples
+    facts = planned_facts(plan, prepared.training_arguments, compared)
+    steps = optimizer_steps(prepared.settings, plan.chosen.strategy, len(samples))
+    return check_resumption(prepared.request.output_dir / CHECKPOINTS, facts, steps=steps)
 
 
-def _run_training(
-    prepared: PreparedTraining[Outcome],
-    output_dir: Path,
-    *,
-    resume: bool,
-    check_nodes: bool,
-    notify: Notify,
-    on_progress: OnProgress,
-    on_figures: OnFigures,
-    command: str,
-) -> Outcome:
-    started = time.monotonic()
-    plan, samples = prepared.plan, prepared.samples
+def _run_ranks(prepared: PreparedTraining[Any]) -> dict[str, Any]:
+    """Write the ranks' inputs to a temporary directory, run the ranks, and return the result of the first one."""
+    from datasets import Dataset, disable_progress_bars, enable_progress_bars, is_progress_bar_enabled
 
-    def on_step(step: int, steps: int, figures: Figures) -> None:
-        on_figures(figures)
-        on_progress("step", step, steps)
-
-    with _workplace() as work:
-        # Before anything is written: the Hub may not have them.
-        settings = _with_weights_here(prepared)
-        plan.write(output_dir.absolute() / PLAN_DIRECTORY, force=True)
-        how: dict[str, Any] = {"resume": resume, "check_nodes": check_nodes, "notify": notify}
-        _launch(prepared, settings, output_dir, work, on_step=on_step, **how)
-        result = json.loads((Path(work) / RESULT_FILE).read_text(encoding="utf-8"))
-    facts = {
-        "settings": prepared.settings,
-        "plan": plan,
-        "statistics": samples.statistics,
-        "metrics": read_metrics(output_dir),
-        "seconds": time.monotonic() - started,
+    request, plan, statistics = prepared.request, prepared.plan, prepared.samples.statistics
+    settings, teacher, place = prepared.settings, plan.chosen.teacher, request.place
+    # Resolve commits before anything is written, since the Hub may not have them; ranks load these commits.
+    commits = {
+        field: model_directory(model, revision=getattr(settings, field)).name
+        for field, model in prepared.models.items()
+        if not Path(model).expanduser().exists()
     }
-    outcome, files = prepared.report(result, facts)
-    files = {**files, TRAINING_FILE: outcome.figures(prepared.kind, result, command)}
-    write_files(files, output_dir, force=True)
-    try:
-        write_html(output_dir)
-    except ShardwrightError as error:
-        # The model is trained and saved: that its report cannot be drawn is no reason to fail.
-        notify(f"{HTML_FILE} was not written: {error}")
-    return outcome
-
-
-def _launch(
-    prepared: PreparedTraining[Any],
-    settings: LaunchedSettings,
-    output_dir: Path,
-    directory: str,
-    *,
-    resume: bool,
-    check_nodes: bool,
-    notify: Notify,
-    on_step: OnStep = lambda _step, _steps, _figures: None,
-) -> None:
-    """Leave what ranks read in a directory of this machine, and run its ranks to their end."""
-    plan, place, work = prepared.plan, prepared.place, Path(directory)
-    fields = _job_fields(prepared, output_dir, resume=resume) | {"settings": settings}
-    job = prepared.job(fields, work, resume=resume, notify=notify)
-    # The output directory may be seen by all machines, and the first alone writes there.
-    plan_directory = work / PLAN_DIRECTORY
-    plan.write(plan_directory)
-    strategy = plan.chosen.strategy
-    if strategy.engine == "deepspeed" and plan.hardware.gpu == "CPU":
-        compile_operators((strategy.offload_optimizer, strategy.offload_param), plan.job.optimizer, notify)
-    _write_samples(prepared.samples, work)
-    prepared.tokenizer.save_pretrained(str(work / TOKENIZER))
-    if place is not None:
-        if check_nodes:
-            run_launches([checking_launch(plan, plan_directory, place, output_dir)], on_step, notify=notify)
-        job = job.model_copy(update={"digests": _digests(prepared, work)})
-    launched = planned_launch([prepared.worker, write_job(job, work)], plan, plan_directory, place=place)
-    run_launches([launched], on_step, notify=notify)
+    if place is None or place.is_first:
+        plan.write(request.output_dir.absolute() / PLAN_DIRECTORY, force=True)
+    with tempfile.TemporaryDirectory(prefix="shardwright-run-", ignore_cleanup_errors=True) as directory:
+        work = Path(directory)
+        fields = {
+            "settings": settings.model_copy(update=commits),
+            "training_arguments": prepared.training_arguments,
+            "output_dir": str(request.output_dir.absolute()),
+            "placement": "replica" if teacher is None else teacher.placement,
+            "world_size": plan.hardware.world_size,
+            "train_samples": statistics.train_samples,
+            "train_tokens": statistics.train_tokens,
+            "resume": request.resume,
+        }
+        job = prepared.job(fields, work)
+        # Machines may share the output directory, where only the first one writes.
+        plan.write(work / PLAN_DIRECTORY)
+        compile_planned_operators(plan)
+        # Datasets on disk, which all ranks of a machine map into memory.
+        shown = is_progress_bar_enabled()
+        disable_progress_bars()
+        for rows, name in ((prepared.samples.train, TRAIN_SAMPLES), (prepared.samples.evaluation, EVALUATION_SAMPLES)):
+            (rows if isinstance(rows, Dataset) else Dataset.from_list(list(rows))).save_to_disk(str(work / name))
+        if shown:
+            enable_progress_bars()
+        prepared.tokenizer.save_pretrained(str(work / TOKENIZER))
+        if place is not None:
+            if request.check_nodes:
+                compare_nodes(plan, work / PLAN_DIRECTORY, place, request.output_dir)
+            job = job.model_copy(update={"digests": _digests(prepared, work)})
+        launch_ranks(planned_launch(rank_words(job, work), plan, work / PLAN_DIRECTORY, place=place))
+        if place is not None and not place.is_first:
+            return {}
+        result: dict[str, Any] = json.loads((work / RESULT_FILE).read_text(encoding="utf-8"))
+        return result
 
 
 def _digests(prepared: PreparedTraining[Any], work: Path) -> dict[str, str]:
-    """Return digests of what this machine made for itself: its plan, its settings, files of its work and its samples.
+    """Return digests of this machine's plan, settings, files and samples, which other machines must match.
 
-    Of the samples as many are read as tell another dataset or another order. Those that are divided among machines
-    differ on each.
+    A subset of the samples suffices to detect another dataset or order. Samples that are divided among machines differ.
     """
-    found = {"plan": (work / PLAN_DIRECTORY / "plan.json").read_bytes()}
-    found["settings"] = prepared.settings.model_dump_json().encode()
+    contents = {"plan": (work / PLAN_DIRECTORY / "plan.json").read_bytes()}
+    contents["settings"] = prepared.settings.model_dump_json().encode()
     for file in sorted(path for path in work.iterdir() if path.is_file()):
-        found[file.name] = file.read_bytes()
+        contents[file.name] = file.read_bytes()
     samples = {"samples": prepared.samples.train, "held-out samples": prepared.samples.evaluation}
     if prepared.samples.statistics.machines > 1:
         del samples["samples"]
     for name, rows in samples.items():
         read = [rows[index] for index in range(0, len(rows), max(1, len(rows) // _COMPARED_SAMPLES))]
-        found[name] = json.dumps([len(rows), read], default=str).encode()
-    return {name: hashlib.sha256(content).hexdigest() for name, content in found.items()}
+        contents[name] = json.dumps([len(rows), read], default=str).encode()
+    return {name: hashlib.sha256(content).hexdigest() for name, content in contents.items()}
 
 
-def _write_samples(samples: Samples, work: Path) -> None:
-    """Leave samples that all ranks of a node map into memory."""
-    from datasets import Dataset, disable_progress_bars, enable_progress_bars, is_progress_bar_enabled
+def is_complete(prepared: PreparedTraining[Any], finished: Selection) -> bool:
+    """Return whether a run with this last checkpoint has also written its model and report.
 
-    shown = is_progress_bar_enabled()
-    disable_progress_bars()
-    for rows, name in ((samples.train, TRAIN_SAMPLES), (samples.evaluation, EVALUATION_SAMPLES)):
-        (rows if isinstance(rows, Dataset) else Dataset.from_list(list(rows))).save_to_disk(str(work / name))
-    if shown:
-        enable_progress_bars()
-
-
-def _with_weights_here(prepared: PreparedTraining[Any]) -> LaunchedSettings:
-    """Fetch what the Hub has of the models, once for all ranks, and return the settings with its commits."""
-    settings, commits = prepared.settings, {}
-    for field, model in prepared.models.items():
-        if not Path(model).expanduser().exists():
-            commits[field] = model_directory(model, revision=getattr(settings, field)).name
-    return settings.model_copy(update=commits)
+    The report is written last: it is newer than the checkpoint unless it belongs to an earlier run.
+    """
+    output_dir = prepared.request.output_dir
+    report = output_dir / TRAINING_FILE
+    try:
+        content = json.loads(report.read_bytes())
+        is_newer = report.stat().st_mtime_ns >= (finished.path / RECORD).stat().st_mtime_ns
+        is_own = (content["kind"], content["result"]["steps"]) == (prepared.kind, finished.record.step)
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
+    needed = (name for name in prepared.file_names if name != HTML_FILE)
+    return is_newer and is_own and all(_is_written(output_dir / name) for name in needed)
 
 
-def _job_fields(prepared: PreparedTraining[Any], output_dir: Path, *, resume: bool) -> dict[str, Any]:
-    plan, statistics = prepared.plan, prepared.samples.statistics
-    teacher = plan.chosen.teacher
+def _is_written(file: Path) -> bool:
+    """Return whether a file exists, complete or as the shards of its index."""
+    index = file.with_name(f"{file.name}.index.json")
+    if file.is_file() or not index.is_file():
+        return file.is_file()
+    shards = json.loads(index.read_bytes())["weight_map"].values()
+    return all((file.parent / shard).is_file() for shard in shards)
+
+
+def _outcome_facts(prepared: PreparedTraining[Any], *, seconds: float) -> dict[str, Any]:
     return {
-        "training_arguments": _arguments(prepared, output_dir),
-        "output_dir": str(output_dir.absolute()),
-        "placement": "replica" if teacher is None else teacher.placement,
-        "world_size": plan.hardware.world_size,
-        "train_samples": statistics.train_samples,
-        "train_tokens": statistics.train_tokens,
-        "resume": resume,
+        "settings": prepared.settings,
+        "plan": prepared.plan,
+        "statistics": prepared.samples.statistics,
+        "metrics": read_metrics(prepared.request.output_dir),
+        "seconds": seconds,
     }
 
 
-def _arguments(prepared: PreparedTraining[Any], output_dir: Path) -> dict[str, Any]:
-    """Return the keys of `TrainingArguments` of a run."""
-    held_out = len(prepared.samples.evaluation)
-    return {**common_arguments(prepared.settings, prepared.plan, output_dir, held_out), **prepared.own_arguments}
+def _write_page(output_dir: Path) -> None:
+    try:
+        write_html(output_dir)
+    except ShardwrightError as error:
+        # The model is saved, so the run must not fail because of its report.
+        logger.info(f"{HTML_FILE} was not written: {error}")

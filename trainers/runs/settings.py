@@ -1,16 +1,17 @@
-"""Settings of a launched training, and the file through which its ranks learn them."""
+"""Settings of a launched training, and the job file that its ranks read."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from ...ds_configs.plan.output import output_faults
-from ...ds_configs.specs.errors import Fault
-from ...ds_configs.specs.job import Method
+from ...ds_configs.plan.rendering import NodePlace
+from ...ds_configs.specs.errors import ConfigError
+from ...ds_configs.specs.job import Method, TeacherPlacement
 from ...ds_configs.specs.settings import (
     GuardSettings,
     HardwareSettings,
@@ -20,15 +21,13 @@ from ...ds_configs.specs.settings import (
     TeacherPlacementSettings,
     TrainingSettings,
 )
-from ...ds_configs.specs.teacher_placement import TeacherPlacement
-from ...plugins.huggingface_hub.push import push_faults
-from ...plugins.transformers.trackers import tracker_faults
-from ..data.settings import DataSettings
+from ...plugins.huggingface_hub.push import push_errors
+from ...plugins.transformers.training_arguments import tracker_errors
+from ..data.sources import DataSettings
 from ..losses.objective import Divergence
-from .checkpoints import last_checkpoint
 
 LEARNING_RATES = {"full": 2e-5, "lora": 2e-4, "qlora": 2e-4}
-"""Of the first step after warm-up, where the user names none."""
+"""Default learning rates after warm-up, by method."""
 
 PLAN_DIRECTORY, METRICS_FILE = "plan", "metrics.jsonl"
 JOB_FILE, RESULT_FILE, TOKENIZER = "job.json", "result.json", "tokenizer"
@@ -40,25 +39,23 @@ class ObjectiveSettings(TeacherPlacementSettings):
 
     group = "Objective"
 
-    loss: Divergence = Field("forward_kl", description="Distance between teacher and trained model")
+    loss: Divergence = Field("forward_kl", description="Distance between teacher and student")
     mixture: float = Field(0.5, description="Teacher's weight in JSD, lambda of the skewed divergences")
-    alpha: float = Field(0.5, description="Weight of the distance, 0 to 1; the labels have the rest")
+    alpha: float = Field(0.5, description="Weight of the distance, 0 to 1; labels get 1 - alpha")
     temperature: float = Field(1.0, description="Softens both distributions")
     teacher_revision: str | None = Field(None, description="Branch, tag or commit of a Hub teacher")
 
 
 class EvaluationSettings(Settings):
-    """Samples that a training is judged on."""
+    """Samples for the evaluation of a training."""
 
     group = "Data"
 
     evaluation_dataset: str | None = Field(
-        None, description="Evaluate on this dataset, named as --dataset is. Default: rows held out of that"
+        None, description="Dataset to evaluate on, as for --dataset. Default: held-out rows of --dataset"
     )
-    evaluation_split: str | None = Field(
-        None, description="Evaluate on this split of a Hub dataset, such as validation, and train on all of the other"
-    )
-    evaluation_samples: int = Field(256, ge=1, description="Held-out samples to evaluate on, at most")
+    evaluation_split: str | None = Field(None, description="Split of a Hub dataset to evaluate on, such as validation")
+    evaluation_samples: int = Field(256, ge=1, description="Maximum number of held-out samples to evaluate on")
 
 
 class LaunchedSettings(
@@ -69,89 +66,93 @@ class LaunchedSettings(
     group = "Training"
 
     hardware: str | None = Field(
-        None, description="As for plan. Default: this machine's accelerators, or two CPU ranks"
+        None, description="Hardware, as for plan. Default: this machine's accelerators, or two CPU ranks"
     )
-    global_batch_size: int | None = Field(None, ge=1, description="Samples of one optimizer step. Default: about 32")
-    max_steps: int | None = Field(None, ge=1, description="Optimizer steps. Default: as many as the epochs need")
-    epochs: float = Field(1.0, gt=0, description="Passes over the data")
-    learning_rate: float | None = Field(None, gt=0, description="Default: 2e-5, with LoRA 2e-4")
+    global_batch_size: int | None = Field(None, ge=1, description="Samples per optimizer step. Default: about 32")
+    max_steps: int | None = Field(None, ge=1, description="Optimizer steps. Default: --epochs of the data")
+    epochs: float = Field(1.0, gt=0, description="Epochs (passes over the data)")
+    learning_rate: float | None = Field(None, gt=0, description="Peak learning rate. Default: 2e-5, with LoRA 2e-4")
     precision: Literal["auto", "bf16", "fp16", "fp32"] = Field(
-        "auto", description="Compute precision; auto: bf16, and fp32 without an accelerator"
+        "auto", description="Compute precision; auto: bf16, or fp32 without an accelerator"
     )
     method: Method = Field("full", description="Full training, LoRA, or QLoRA")
-    logging_steps: int = Field(10, ge=1, description="Optimizer steps between two lines of metrics.jsonl")
+    logging_steps: int = Field(10, ge=1, description="Optimizer steps between lines of metrics.jsonl")
     save_steps: int | None = Field(None, ge=1, description="Optimizer steps between checkpoints. Default: none")
 
     report_to: Names = Field(
         (),
-        description="Trackers that hear of every step, separated by commas: tensorboard, wandb, trackio, mlflow, ...",
+        description="Experiment trackers, separated by commas: tensorboard, wandb, trackio, mlflow, ...",
     )
 
     def base_learning_rate(self) -> float:
-        """Return the learning rate, by method where none is named."""
+        """Return the learning rate, or the default of the method."""
         return LEARNING_RATES[self.method] if self.learning_rate is None else self.learning_rate
 
 
+@dataclass(frozen=True, kw_only=True)
+class RunRequest:
+    """Options of a run that do not depend on the command."""
+
+    output_dir: Path
+    """For model, plan and report."""
+    resume: bool = False
+    """Resume from the last checkpoint; after the last step, write what is missing of model and report."""
+    force: bool = False
+    """Write into a directory that contains other files."""
+    dry_run: bool = False
+    """Only check and plan."""
+    place: NodePlace | None = None
+    """This machine's place among several; `None` for a single machine."""
+    check_nodes: bool = True
+    """Compare several machines first."""
+    command: str = ""
+    """Command line for the report."""
+
+
 class RankJob(BaseModel):
-    """Job of every rank of any launch, as it stands in a file that its command line names."""
+    """Job of every rank of a launch, stored in the file on its command line."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    training_arguments: dict[str, Any] = Field(description="keys of TrainingArguments")
+    task: str
+    """Its name in `rank_main.TASKS`."""
 
     @property
     def hang_seconds(self) -> float | None:
-        """Seconds that a rank may stand still; `None` for as long as it wants."""
+        """Seconds without progress after which a rank is ended; `None` for no limit."""
         return None
 
 
-class LaunchedJob(RankJob):
-    """Job of every rank of a training."""
+class RankTask(RankJob, ABC):
+    """A job that ranks can run."""
 
-    settings: LaunchedSettings = Field(description="what the user asked for")
-    output_dir: str = Field(description="where the model goes")
-    placement: TeacherPlacement = Field(description="where the teacher lives; unused without one")
-    world_size: int = Field(description="ranks that must come up")
+    @abstractmethod
+    def run(self, work: Path) -> None:
+        """Run on this rank; `work` is the directory of the job's file, for inputs and results."""
+
+
+class LaunchedJob(RankJob):
+    """Job of every rank of `train`, `distill` and `qat`."""
+
+    training_arguments: dict[str, Any] = Field(description="keys of TrainingArguments")
+    settings: LaunchedSettings = Field(description="settings of the user")
+    output_dir: str = Field(description="directory for the model")
+    placement: TeacherPlacement = Field(description="placement of the teacher; unused without one")
+    world_size: int = Field(description="ranks that must start")
     train_samples: int = Field(description="samples of one epoch")
     train_tokens: int = Field(description="tokens of one epoch")
-    resume: bool = Field(description="whether to go on from the last checkpoint")
-    digests: dict[str, str] = Field({}, description="of what every machine made for itself, where there are several")
+    resume: bool = Field(description="whether to resume from the last checkpoint")
+    digests: dict[str, str] = Field({}, description="of each machine's inputs, which must be equal on several machines")
 
     @property
     def hang_seconds(self) -> float | None:
-        """Seconds that a rank may stand still; `None` for as long as it wants."""
+        """Seconds without progress after which a rank is ended; `None` for no limit."""
         return self.settings.hang_seconds
 
 
-def launched_faults(settings: LaunchedSettings) -> list[Fault]:
-    """Return a fault where no dataset is named, or a tracker or the Hub is not ready for the run."""
-    faults = tracker_faults(settings.report_to) + push_faults(settings.push_to_hub)
+def launched_errors(settings: LaunchedSettings) -> list[ConfigError]:
+    """Return errors for a missing dataset, a tracker or the Hub."""
+    errors = tracker_errors(settings.report_to) + push_errors(settings.push_to_hub)
     if not settings.dataset:
-        faults.append(Fault(where="dataset", rule="is missing", fix="give --dataset, such as python-help"))
-    return faults
-
-
-def run_output_faults(directory: Path, how: Mapping[str, Any], sources: Mapping[str, str | None]) -> list[Fault]:
-    """Return what stands in the way of writing to a directory, on the machine that does.
-
-    Args:
-        directory: Where results go.
-        how: `dry_run`, `force` and `resume`, and this machine's `place` among several.
-        sources: What is read, by part.
-    """
-    force, resume, place = (how.get(name) for name in ("force", "resume", "place"))
-    if how.get("dry_run") or not (place is None or place.is_first):
-        return []
-    fix = "use --force to write into it, or --resume to go on from its last checkpoint"
-    faults = output_faults(directory, force=bool(force or resume), sources=sources, fix=fix)
-    if resume and not directory.is_file() and last_checkpoint(directory) is None:
-        rule, fix = "holds no checkpoint to resume from", "run with --save-steps first, or drop --resume"
-        faults.append(Fault(where="output_dir", value=str(directory), rule=rule, fix=fix))
-    return faults
-
-
-def is_without(directory: Path, names: Sequence[str]) -> bool:
-    """Tell whether a local model lacks all files of these names or patterns."""
-    if directory.is_file():
-        return True
-    return directory.is_dir() and not any(any(directory.glob(name)) for name in names)
+        errors.append(ConfigError(where="dataset", rule="is missing", fix="pass --dataset, such as python-help"))
+    return errors

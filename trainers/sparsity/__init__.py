@@ -1,1 +1,1 @@
-"""Zeros in weight matrices while a model trains: an L1 penalty, and magnitude pruning by a schedule."""
+"""Sparse training: an L1 penalty, and magnitude pruning with a schedule."""

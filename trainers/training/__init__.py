@@ -1,1 +1,1 @@
-"""`shardwright train`: enter by `run.py`; `inputs.py` prepares, `worker.py` runs on every rank."""
+"""`shardwright train` and `launch`: start with `task.py` and `script.py`; `rank.py`, `script_rank.py` run on ranks."""

@@ -1,32 +1,34 @@
-"""`launch`: a plan's own training, or a user's script under it. The ranks' side of a script is `script_rank.py`."""
+"""`launch`: run a plan's own training or a user's script on its ranks; see `script_rank.py` for the ranks' side."""
 
 from __future__ import annotations
 
+import contextlib
 import json
+import logging
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ...ds_configs.plan.deepspeed_copy import copy_faults
-from ...ds_configs.plan.fewer_nodes import on_fewer_nodes
-from ...ds_configs.plan.launch import TRAINING_MODULE, NodePlace
-from ...ds_configs.plan.plan import Plan
-from ...ds_configs.plan.training_arguments import planned_training_arguments
-from ...ds_configs.plan.write import write_files
-from ...ds_configs.specs.errors import Fault, UsageError, collecting
-from ...plugins.launching.launch import run_together
-from ...plugins.launching.notes import Notify
-from ..checkpoints.run_facts import stated_facts
-from ..runs.checkpoints import refuse_to_resume
-from ..runs.inputs import launch_faults
-from ..runs.launch import LONGEST_RUN_SECONDS, checking_launch, compile_operators, planned_launch
+from ...ds_configs.plan.output import write_files
+from ...ds_configs.plan.plan import Plan, on_fewer_nodes
+from ...ds_configs.plan.rendering import TRAINING_MODULE, NodePlace, copy_errors, planned_training_arguments
+from ...ds_configs.specs.errors import ConfigError, ShardwrightError, UsageError, collecting
+from ...plugins.launching.launch import LONGEST_RUN_SECONDS, launch_ranks
+from ...plugins.planning.from_names import installed_release_difference
+from ..checkpoints.record import NotWholeError, read_record, stated_facts
+from ..checkpoints.resume import checkpoints
+from ..runs.inputs import check_resumption, launch_errors
+from ..runs.launch import compare_nodes, compile_planned_operators, planned_launch, rank_words
+from .plan_flags import PlanTrainingJob, parse_flags
+from .settings import ScriptJob
 
 PLAN_FLAGS = "@plan"
-"""Argument of a script in whose place the plan's arguments stand, as flags."""
+"""Script argument that is replaced by the plan's arguments as flags."""
 _ARGUMENTS, _ACCUMULATION = "training_arguments.json", "gradient_accumulation_steps"
-_RANK = f"{__package__}.script_rank"
+
+logger = logging.getLogger(__name__)
 
 
 def launch_plan(
@@ -36,113 +38,145 @@ def launch_plan(
     *,
     place: NodePlace | None = None,
     check_nodes: bool = True,
+    timeout_seconds: float = LONGEST_RUN_SECONDS,
     on_line: Callable[[str], None],
-    notify: Notify,
 ) -> None:
-    """Run the ranks of a plan on this machine, wherever the plan's directory lies now, and wait for the end.
+    """Run the ranks of a plan on this machine and wait for them; the plan's directory may have moved.
 
     Args:
-        plan_directory: What `shardwright plan` wrote.
-        script: Python file; it runs as `__main__`, with its arguments. `None` for the plan's own training.
-        arguments: Of the script or the training; `@plan` stands for the plan's `TrainingArguments` as flags.
-        place: This machine's among the several of the plan, or among fewer; `None` for a plan of one.
-        check_nodes: Whether several machines are compared first.
+        plan_directory: Written by `shardwright plan`.
+        script: Python file that runs as `__main__`; `None` for the plan's own training.
+        arguments: Of the script or the training; `@plan` becomes the plan's `TrainingArguments` as flags.
+        place: This machine's place among several; `None` for a plan of one machine.
+        check_nodes: Whether to compare several machines first.
+        timeout_seconds: Hard limit of the run.
         on_line: Receives every line that ranks print.
-        notify: Receives remarks.
 
     Raises:
-        UsageError: there is no plan, no script, not the hardware that was planned for, another DeepSpeed
-            configuration in `accelerate.yaml` than in `ds_config.json`, or nothing left to go on with.
-        ShardwrightError: a rank failed; says which and why.
+        UsageError: plan, script or planned hardware is missing, `accelerate.yaml` embeds another DeepSpeed
+            configuration than `ds_config.json`, or no steps are left to resume.
+        ShardwrightError: a rank failed; names the rank and its error.
     """
-    faults: list[Fault] = []
-    with collecting(faults):
+    errors: list[ConfigError] = []
+    with collecting(errors):
         plan = Plan.load(plan_directory)
-        faults += launch_faults(plan.hardware, place) + copy_faults(plan_directory)
+        errors += launch_errors(plan.hardware, place) + copy_errors(plan_directory)
     if script is not None:
-        faults += script_faults(script)
-    if faults:
-        raise UsageError(faults)
+        errors += script_errors(script)
+    if errors:
+        raise UsageError(errors)
+    if (difference := installed_release_difference(plan)) is not None:
+        logger.info(difference)
     changed: dict[str, Any] = {}
     if place is not None and place.nodes is not None:
-        whole, plan = plan, on_fewer_nodes(plan, place.nodes)
-        changed = _changed_arguments(whole, plan, plan_directory, script, arguments)
-    strategy = plan.chosen.strategy
-    if strategy.engine == "deepspeed" and plan.hardware.gpu == "CPU":
-        compile_operators((strategy.offload_optimizer, strategy.offload_param), plan.job.optimizer, notify)
-    ran: dict[str, Any] = {"timeout_seconds": LONGEST_RUN_SECONDS, "on_line": on_line}
+        full_plan, plan = plan, on_fewer_nodes(plan, place.nodes)
+        changed = _changed_arguments(full_plan, plan, plan_directory, script, arguments)
+    compile_planned_operators(plan)
     if place is not None and check_nodes:
-        output = Path(stated_output(arguments) or plan_directory)
-        run_together([checking_launch(plan, plan_directory, place, output)], **ran)
+        compare_nodes(plan, plan_directory, place, Path(stated_output(arguments) or plan_directory))
     words = with_plan_flags(arguments, plan)
-    worker = None if script is None else [_RANK, str(plan_directory.absolute()), str(script), *words]
-    launched = planned_launch(worker, plan, plan_directory, place=place)
     with tempfile.TemporaryDirectory(prefix="shardwright-nodes-") as directory:
-        if worker is None:
+        work = Path(directory)
+        if script is None:
             if changed:
-                write_files({_ARGUMENTS: json.dumps(changed)}, Path(directory))
-                words = ["--training-arguments", f"{directory}/{_ARGUMENTS}", *words]
-            launched = replace(launched, arguments=(*launched.arguments, *words))
+                write_files({_ARGUMENTS: json.dumps(changed)}, work)
+                words = ["--training-arguments", str(work / _ARGUMENTS), *words]
+            launch = planned_launch(None, plan, plan_directory, place=place)
+            launch = replace(launch, arguments=(*launch.arguments, *words))
             if "--resume" in words:
-                _refuse_to_resume(launched.arguments[launched.arguments.index(TRAINING_MODULE) + 1 :])
-        run_together([launched], **ran)
-
-
-def _refuse_to_resume(words: Sequence[str]) -> None:
-    """Tell before a rank starts what forbids a plan's own training, which these words call, to go on.
-
-    Raises:
-        UsageError: all steps are done, or a setting is none, or not that of the run that saved.
-        SystemExit: a word is no flag of the training; argparse says which.
-        RefusedInputError: there are checkpoints, but none is whole.
-    """
-    from ..train_causal_lm import parse_flags, read_settings
-
-    flags = parse_flags(words)
-    settings = read_settings(flags)
-    refuse_to_resume(flags.output_dir, stated_facts(settings), steps=settings.get("max_steps", 0))
+                # Reject before ranks start what they would reject.
+                job = parse_flags(launch.arguments[launch.arguments.index(TRAINING_MODULE) + 1 :], PlanTrainingJob)
+                settings = job.read_settings()
+                check_resumption(job.output_dir, stated_facts(settings), steps=settings.get("max_steps", 0))
+        else:
+            script_job = ScriptJob(plan=str(plan_directory.absolute()), script=str(script), arguments=words)
+            launch = planned_launch(rank_words(script_job, work), plan, plan_directory, place=place)
+        launch_ranks(launch, timeout_seconds=timeout_seconds, on_line=on_line)
 
 
 def _changed_arguments(
-    whole: Plan, fewer: Plan, plan_directory: Path, script: Path | None, arguments: Sequence[str]
+    full_plan: Plan, reduced_plan: Plan, plan_directory: Path, script: Path | None, arguments: Sequence[str]
 ) -> dict[str, Any]:
-    """Return the plan's `TrainingArguments` as they lie in its directory, with those that fewer nodes change.
+    """Return `training_arguments.json` of a plan with the values that change on fewer nodes.
 
     Raises:
-        UsageError: a script does not get them, because it does not take the plan's; another accumulation lies there.
+        UsageError: the script does not receive the plan's arguments, or the file has another accumulation.
     """
     if script is not None and PLAN_FLAGS not in arguments:
-        rule, fix = "has a global batch of its own", f"take the plan's, with {PLAN_FLAGS} among its arguments"
-        raise UsageError(Fault(where="script", value=str(script), rule=rule, fix=fix))
+        rule, fix = "must take the plan's global batch", f"add {PLAN_FLAGS} to its arguments"
+        raise UsageError(ConfigError(where="script", value=str(script), rule=rule, fix=fix))
     own: dict[str, Any] = json.loads((plan_directory / _ARGUMENTS).read_text(encoding="utf-8"))
-    before, after, name = planned_training_arguments(whole), planned_training_arguments(fewer), _ACCUMULATION
+    before, after = planned_training_arguments(full_plan), planned_training_arguments(reduced_plan)
+    name = _ACCUMULATION
     if own.get(name, 1) != before[name]:
-        fix = "plan again with this global batch, or bring back all nodes"
-        raise UsageError(Fault(where=name, value=own.get(name), rule=f"is not the plan's {before[name]}", fix=fix))
+        fix = "plan again with this global batch, or use all nodes"
+        raise UsageError(
+            ConfigError(where=name, value=own.get(name), rule=f"differs from {before[name]} in the plan", fix=fix)
+        )
     return own | {name: value for name, value in after.items() if before.get(name) != value}
 
 
 def stated_output(arguments: Sequence[str]) -> str | None:
-    """Return where the arguments of a training say that its results go, as Trainers spell it.
+    """Return the output directory in the arguments of a training, in either spelling.
 
     >>> stated_output(["--max_steps", "3", "--output_dir=out"])
     'out'
     """
     words = [part for word in arguments for part in word.split("=", 1)]
-    named = [index for index, word in enumerate(words[:-1]) if word in ("--output-dir", "--output_dir")]
-    return words[named[-1] + 1] if named else None
+    flags = [index for index, word in enumerate(words[:-1]) if word in ("--output-dir", "--output_dir")]
+    return words[flags[-1] + 1] if flags else None
 
 
-def script_faults(script: Path) -> list[Fault]:
-    """Return a fault where there is no such script."""
+def script_errors(script: Path) -> list[ConfigError]:
+    """Return an error if the script does not exist."""
     if script.is_file():
         return []
-    return [Fault(where="script", value=str(script), rule="no such file", fix="name a Python file")]
+    return [ConfigError(where="script", value=str(script), rule="no such file", fix="pass a Python file")]
 
 
 def with_plan_flags(arguments: Sequence[str], plan: Plan) -> list[str]:
-    """Return a script's arguments with the plan's own in the place of `@plan`, as `HfArgumentParser` reads them."""
+    """Return a script's arguments with `@plan` replaced by the plan's flags for `HfArgumentParser`."""
     flags: list[str] = []
     for name, value in planned_training_arguments(plan).items():
         flags += [f"--{name}", json.dumps(value) if isinstance(value, dict) else str(value)]
     return [word for argument in arguments for word in (flags if argument == PLAN_FLAGS else [argument])]
+
+
+_FILE = "slurm-turns.json"
+_FRUITLESS_TURNS = 2
+"""Consecutive runs without progress that end a run; one slow turn may be due to a slow node."""
+
+
+def count_turn(plan_directory: Path, script: Path | None, arguments: Sequence[str], *, job: str) -> None:
+    """Count a SLURM turn that was stopped before its time limit, and check that it saved a new checkpoint.
+
+    Args:
+        plan_directory: Written by `shardwright plan`; stores the count.
+        script: The user's script, whose checkpoints need no record; `None` for the plan's own training.
+        arguments: Of the script or the training. Turns of a script without an output directory are not counted.
+        job: SLURM job id, the same in every turn.
+
+    Raises:
+        ShardwrightError: two turns in a row left no new complete checkpoint.
+    """
+    output = stated_output(arguments)
+    if script is not None and output is None:
+        return
+    newest, file = 0, plan_directory / _FILE
+    for step, path in checkpoints(Path(output or plan_directory / "model")).items():
+        with contextlib.suppress(NotWholeError):
+            if script is None:
+                read_record(path)
+            newest = max(newest, step)
+    before = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    if before.get("job") != job:
+        before = {"step": 0, "fruitless": 0}
+    fruitless = 0 if newest > before["step"] else before["fruitless"] + 1
+    record = {"job": job, "step": newest, "fruitless": fruitless}
+    write_files({_FILE: json.dumps(record) + "\n"}, plan_directory, force=True)
+    if fruitless >= _FRUITLESS_TURNS:
+        reached = f"is still at step {newest}" if newest else "has no complete checkpoint"
+        raise ShardwrightError(
+            f"job {job} {reached} after {fruitless} runs without progress and is not queued again: raise the time "
+            "limit beyond start and saving with --sbatch=--time=..."
+        )

@@ -1,41 +1,39 @@
-"""Runs on every rank of `shardwright launch`: makes the process ready for the plan's layout, then runs the script.
-
-accelerate launch --config_file plan/accelerate.yaml -m shardwright.trainers.training.script_rank PLAN SCRIPT ARGUMENTS
-"""
+"""The rank's side of `shardwright launch`: prepare the process for the plan's layout, then run the script."""
 
 from __future__ import annotations
 
 import os
 import runpy
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from ...ds_configs.plan.plan import Plan
-from ...ds_configs.specs.errors import Fault, UsageError
+from ...ds_configs.specs.errors import ConfigError, UsageError
+from ...plugins import patches
 from ...plugins.accelerate.cpu_ranks import serve_scripts_on_cpu_ranks
 from ...plugins.accelerate.repeated_samples import repeated_samples
-from ...plugins.bitsandbytes.checkpoint import quiet_optional_kernels
-from ...plugins.launching.elastic import recorded
-from ...plugins.launching.notes import note_on_first_rank
+from ...plugins.launching.messages import note_on_first_rank
+from ...plugins.transformers.training_arguments import deepspeed_configuration
 from ..parallel.trainer_for import PlannedParallelism, planned_parallelism
-from ..runs.differences import argument_differences
+from ..runs.plan_callback import argument_differences
+from ..runs.ranks import check_upstream
+from ..runs.settings import RankTask
+from .settings import ScriptJob
 
 _TRAINERS: list[Any] = []
-"""Arguments of the trainers that the script made, which speak for the engines below them."""
+"""Arguments of the trainers that the script made; their engines are not compared again."""
 _REPEATED = (
-    "Accelerate fills the last batch of each epoch with {} samples of its beginning, which count twice; "
-    "shardwright.trainer_for leaves them out of the loss"
+    "Accelerate fills the last batch of each epoch with {} samples from its start, which count twice; "
+    "shardwright.trainer_for excludes them from the loss"
 )
+_LOADS_ON_FIRST_RANK = ("ACCELERATE_USE_FSDP", "FSDP_CPU_RAM_EFFICIENT_LOADING")
+"""With these variables only the first rank loads weights."""
 _REFERENCE_WITHOUT_WEIGHTS = (
     "under FSDP2 TRL 1.16.0 shards the reference of a DPOTrainer without the weights that only the first rank loaded, "
-    "and the losses are wrong; begin the script with os.environ['FSDP_CPU_RAM_EFFICIENT_LOADING'] = 'false'"
+    "so that losses are wrong; start the script with os.environ['FSDP_CPU_RAM_EFFICIENT_LOADING'] = 'false'"
 )
-
-
-def _loads_on_first_rank() -> bool:
-    names = ("ACCELERATE_USE_FSDP", "FSDP_CPU_RAM_EFFICIENT_LOADING")
-    return all(os.environ.get(name, "").lower() in ("true", "1") for name in names)
 
 
 def run_script(script: str, arguments: list[str]) -> None:
@@ -46,81 +44,89 @@ def run_script(script: str, arguments: list[str]) -> None:
 
 
 def follow_trainers(plan: Plan) -> None:
-    """Let every Trainer that a script makes say where it leaves the plan."""
+    """Make every Trainer of a script report where it differs from the plan."""
     from transformers import TrainerCallback
-    from transformers import trainer as trainer_module
 
     class Comparison(TrainerCallback):
         def on_init_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             _TRAINERS.append(args)
+            if kwargs.get("optimizer") is not None and deepspeed_configuration(args) is not None:
+                rule = "is silently replaced by the optimizer of optim under DeepSpeed"
+                fix = "use shardwright.trainer_for(plan, Trainer, ..., optimizers=...), or set optim"
+                raise UsageError(
+                    ConfigError(where="optimizers", value=type(kwargs["optimizer"]).__name__, rule=rule, fix=fix)
+                )
 
         def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             for line in argument_differences(plan, args, kwargs.get("model"), ranks=args.world_size):
-                note_on_first_rank(f"{line}: the predicted memory and time are not this run's")
+                note_on_first_rank(f"{line}: predicted memory and time do not apply to this run")
             if repeated := repeated_samples(kwargs.get("train_dataloader")):
                 note_on_first_rank(_REPEATED.format(repeated))
-            if type(args).__name__ == "DPOConfig" and _loads_on_first_rank():
+            loads_on_first = all(os.environ.get(name, "").lower() in ("true", "1") for name in _LOADS_ON_FIRST_RANK)
+            if type(args).__name__ == "DPOConfig" and loads_on_first:
                 note_on_first_rank(_REFERENCE_WITHOUT_WEIGHTS)
 
-    trainer_module.DEFAULT_CALLBACKS.append(Comparison)
+    patches.apply("script-plan-comparison", lambda callbacks: [*callbacks, Comparison])
 
 
 def carry_axes(plan: Plan) -> None:
-    """Let every Trainer that a script makes carry the plan's axes, unless the script sees to that itself.
+    """Attach the plan's parallelism to every Trainer of a script, unless the script does so itself.
 
-    Sequence, expert and tensor parallelism are attached; what a stock Trainer cannot carry is refused when it is made.
+    Sequence, expert and tensor parallelism are attached; a pipeline or context parallelism is rejected.
     """
     if not plan.chosen.strategy.axes:
         return
-    from transformers import Trainer
-
     parallelism = planned_parallelism(plan)
-    own: list[str] = []
+    own_calls: list[str] = []
     for callback in parallelism.callbacks:
-        _remember_calls(type(callback), "prepare", own)
-    _remember_calls(PlannedParallelism, "make_trainer", own)
-    make: Any = Trainer.__init__
+        _record_calls(type(callback), "prepare", own_calls)
+    _record_calls(PlannedParallelism, "make_trainer", own_calls)
 
-    def made(trainer: Any, model: Any = None, args: Any = None, *rest: Any, **settings: Any) -> None:
-        if own:
+    def carrying(make: Callable[..., None]) -> Callable[..., None]:
+        def made(trainer: Any, model: Any = None, args: Any = None, *rest: Any, **settings: Any) -> None:
+            if own_calls:
+                make(trainer, model, args, *rest, **settings)
+                return
+            if parallelism.is_pipeline or parallelism.context_parallel_size > 1:
+                rule = "uses a stock Trainer, which supports no pipeline and no context parallelism"
+                fix = "use shardwright.trainer_for(plan, model=..., args=...), or plan without these axes"
+                raise UsageError(ConfigError(where="script", value=sys.argv[0], rule=rule, fix=fix))
+            for callback in parallelism.callbacks:
+                callback.prepare(args, model)
             make(trainer, model, args, *rest, **settings)
-            return
-        if parallelism.is_pipeline or parallelism.context_parallel_size > 1:
-            rule = "divides layers or contexts, which a stock Trainer does not"
-            fix = "make the trainer with shardwright.trainer_for(plan, model=..., args=...), or plan without this axis"
-            raise UsageError(Fault(where="script", value=sys.argv[0], rule=rule, fix=fix))
-        for callback in parallelism.callbacks:
-            callback.prepare(args, model)
-        make(trainer, model, args, *rest, **settings)
-        for callback in parallelism.callbacks:
-            callback.attach(trainer)
-        own.clear()
+            for callback in parallelism.callbacks:
+                callback.attach(trainer)
+            own_calls.clear()
 
-    Trainer.__init__ = made
+        return made
+
+    patches.apply("script-axes", carrying)
 
 
-def _remember_calls(kind: type, name: str, calls: list[str]) -> None:
-    """Note each call of a method before it runs."""
+def _record_calls(kind: type, name: str, calls: list[str]) -> None:
     method: Any = getattr(kind, name)
 
-    def noted(self: Any, *args: Any, **settings: Any) -> Any:
+    def recording(self: Any, *args: Any, **settings: Any) -> Any:
         calls.append(name)
         return method(self, *args, **settings)
 
-    setattr(kind, name, noted)
+    setattr(kind, name, recording)
 
 
 def _follow_engines(plan: Plan) -> None:
-    """Let `deepspeed.initialize` say where the engine of a loop of one's own leaves the plan."""
-    import deepspeed
+    """Make `deepspeed.initialize` report where the engine of a custom training loop differs from the plan."""
+    strategy = plan.chosen.strategy
 
-    strategy, initialize = plan.chosen.strategy, deepspeed.initialize
+    def comparing(initialize: Callable[..., Any]) -> Callable[..., Any]:
+        def initialized(*args: Any, **settings: Any) -> Any:
+            result = initialize(*args, **settings)
+            if not _TRAINERS:
+                compare(result[0])
+            return result
 
-    def initialized(*args: Any, **settings: Any) -> Any:
-        made = initialize(*args, **settings)
-        engine = made[0]
-        if _TRAINERS:
-            return made
+        return initialized
+
+    def compare(engine: Any) -> None:
         facts = {
             "train_micro_batch_size_per_gpu": (engine.train_micro_batch_size_per_gpu(), strategy.micro_batch_size),
             "gradient_accumulation_steps": (
@@ -131,23 +137,23 @@ def _follow_engines(plan: Plan) -> None:
         }
         for name, (ran, planned) in facts.items():
             if ran != planned:
-                note_on_first_rank(f"{name} is {ran}, the plan says {planned}: its memory and time are not this run's")
-        return made
+                note_on_first_rank(
+                    f"{name} is {ran}, the plan says {planned}: predicted memory and time do not apply to this run"
+                )
 
-    deepspeed.initialize = initialized
-
-
-def _run() -> None:
-    directory, script, *arguments = sys.argv[1:]
-    plan = Plan.load(directory)
-    quiet_optional_kernels()
-    serve_scripts_on_cpu_ranks()
-    follow_trainers(plan)
-    carry_axes(plan)
-    if plan.chosen.strategy.engine == "deepspeed" and "LOCAL_RANK" in os.environ:
-        _follow_engines(plan)
-    run_script(script, arguments)
+    patches.apply("script-engine-comparison", comparing)
 
 
-if __name__ == "__main__":
-    recorded(_run)()
+class ScriptTask(ScriptJob, RankTask):
+    """A user's script under the plan's layout."""
+
+    def run(self, work: Path) -> None:
+        """Prepare this process for the plan's layout, and run the script."""
+        plan = Plan.load(self.plan)
+        serve_scripts_on_cpu_ranks()
+        check_upstream(plan.chosen.strategy.engine)
+        follow_trainers(plan)
+        carry_axes(plan)
+        if plan.chosen.strategy.engine == "deepspeed" and "LOCAL_RANK" in os.environ:
+            _follow_engines(plan)
+        run_script(self.script, self.arguments)

@@ -1,1 +1,1 @@
-"""Proof of a written checkpoint by a fresh process: `checkpoint.py`."""
+"""Verification of a written checkpoint by a fresh process."""

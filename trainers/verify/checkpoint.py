@@ -1,4 +1,4 @@
-"""Proves a written checkpoint: a fresh process loads it, and it must answer as the model in memory did."""
+"""Verifies a written checkpoint: a fresh process loads it and must compute the logits of the model in memory."""
 
 from __future__ import annotations
 
@@ -6,78 +6,80 @@ import json
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from glob import escape
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ...ds_configs.quantization.layers import LinearLayer
 from ...ds_configs.quantization.scheme import QuantizationScheme
 from ...plugins.compressed_tensors.layout import layout_differences
 from ...plugins.launching.elastic import signal_name
 from ...plugins.launching.launch import interpreter
-from ...plugins.launching.notes import Notify
 from ...plugins.safetensors.reading import load_tensors
 from .reload_worker import FACTS, LOGITS
 
+if TYPE_CHECKING:
+    from torch import Tensor
+
 TOLERANCE = 1e-3
-"""Largest difference of a logit; both sides compute in the checkpoint's own type on the same device."""
+"""Largest allowed difference of a logit; both models compute in the checkpoint's dtype on the same device."""
 REASON_FILE = "FAILED.txt"
 PROBE_TOKENS, PROBE_ROWS = 128, 4
-"""Tokens of each row, and rows, that a checkpoint and the model in memory must answer alike."""
+"""Tokens per row and rows for comparing logits."""
 _SHOWN_KEYS = 5
-# Large models load slowly from network disks onto CPU hosts; only a process that hangs takes longer.
+# Loading a large model from a network disk onto a CPU host is slow; only a process that hangs takes longer.
 _LONGEST_SECONDS = 6 * 3600.0
 
 
 def arbitrary_rows(vocab_size: int, longest: int | None) -> list[list[int]]:
-    """Return rows of token ids for models without a text, of at most the `longest` tokens that they have places for."""
+    """Return rows of arbitrary token ids, with at most `longest` tokens, the positions of the model."""
     length = min(PROBE_TOKENS, longest or PROBE_TOKENS)
-    # A stride that shares no divisor with usual vocabularies visits tokens all over them, the same ones everywhere.
-    return [[(7919 * (row * length + place) + 31) % vocab_size for place in range(length)] for row in range(PROBE_ROWS)]
+    # The stride is a prime, so that rows are reproducible and cover the whole vocabulary.
+    return [[(7919 * (row * length + index) + 31) % vocab_size for index in range(length)] for row in range(PROBE_ROWS)]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Verification:
-    """Findings about a written checkpoint."""
+    """Result of verifying a written checkpoint."""
 
     faults: tuple[str, ...]
-    """Everything wrong with it; empty when it passed."""
+    """All errors; empty if it passed."""
     largest_logit_difference: float | None
-    """Against the model in memory; `None` when it did not load."""
+    """Compared with the model in memory; `None` if it did not load."""
     compared_tokens: int
-    """Tokens whose logits were compared."""
+    """Number of tokens whose logits were compared."""
     packed_layers: int
-    """Layers whose stored tensors are as the scheme says."""
+    """Number of layers whose stored tensors match the scheme."""
 
     @property
     def passed(self) -> bool:
-        """Whether nothing is wrong."""
+        """Whether there are no errors."""
         return not self.faults
 
     @property
     def reason(self) -> str:
-        """Everything wrong in one line."""
+        """All errors in one line."""
         return "; ".join(self.faults)
 
     def facts(self) -> list[tuple[str, str]]:
-        """Return what was checked, for tables."""
+        """Return rows of a table of the checks."""
         difference = self.largest_logit_difference
         if difference is None:
             return [("reloaded in a fresh process", "no: Transformers needs optimum or gptqmodel for this format")]
         return [
-            ("reloaded in a fresh process", "no key missing or left over"),
+            ("reloaded in a fresh process", "no missing or unexpected keys"),
             (
                 "largest difference of a logit",
                 f"{difference:g} on {self.compared_tokens:,} tokens (allowed {TOLERANCE:g})",
             ),
-            ("matrices stored as the scheme says", f"{self.packed_layers:,}" if self.packed_layers else "dense export"),
+            ("matrices stored as in the scheme", f"{self.packed_layers:,}" if self.packed_layers else "dense export"),
         ]
 
 
 UNPROVEN = Verification(faults=(), largest_logit_difference=None, compared_tokens=0, packed_layers=0)
-"""For formats that Transformers does not load without further packages."""
+"""For formats that Transformers cannot load without further packages."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,10 +88,10 @@ class ReferenceLogits:
 
     tokens: tuple[tuple[int, ...], ...]
     """Token ids of each row."""
-    logits: tuple[Any, ...]
+    logits: tuple[Tensor, ...]
     """fp32 [S, V] of each row."""
     device: str
-    """Where they were computed."""
+    """Device on which they were computed."""
 
     def verify(
         self,
@@ -105,30 +107,30 @@ class ReferenceLogits:
 
         Args:
             directory: The checkpoint.
-            layers: The layers that were quantized.
-            scheme: How they are stored; `None` for a dense checkpoint.
-            expected_bytes: Bytes of all tensors as computed before; `None` leaves the sum unchecked.
+            layers: The quantized layers.
+            scheme: Scheme of the checkpoint; `None`: dense.
+            expected_bytes: Predicted size of all tensors; `None`: not checked.
             tolerance: Largest allowed difference of a logit.
-            timeout_seconds: When the fresh process is given up.
+            timeout_seconds: Time limit of the fresh process.
         """
-        faults = layout_differences(directory, scheme, layers, expected_bytes=expected_bytes)
-        packed = 0 if scheme is None or faults else len(layers)
+        errors = layout_differences(directory, scheme, layers, expected_bytes=expected_bytes)
+        packed = 0 if scheme is None or errors else len(layers)
         difference = None
         with tempfile.TemporaryDirectory(prefix="shardwright-verify-") as work:
             failure = _reload(directory, Path(work), self, timeout_seconds)
             if failure:
-                faults.append(failure)
+                errors.append(failure)
             else:
-                found = json.loads((Path(work) / FACTS).read_text(encoding="utf-8"))
-                for key, names in found.items():
+                problems = json.loads((Path(work) / FACTS).read_text(encoding="utf-8"))
+                for key, names in problems.items():
                     if names:
                         shown = ", ".join(names[:_SHOWN_KEYS])
-                        faults.append(f"{len(names)} {key.replace('_', ' ')} when reloaded: {shown}")
+                        errors.append(f"{len(names)} {key.replace('_', ' ')} when reloaded: {shown}")
                 difference = _largest_difference(Path(work) / LOGITS, self)
                 if not difference <= tolerance:
-                    faults.append(f"reloaded logits differ by {difference:g}, more than {tolerance:g}")
+                    errors.append(f"reloaded logits differ by {difference:g}, more than {tolerance:g}")
         return Verification(
-            faults=tuple(faults),
+            faults=tuple(errors),
             largest_logit_difference=difference,
             compared_tokens=sum(map(len, self.tokens)),
             packed_layers=packed,
@@ -136,7 +138,7 @@ class ReferenceLogits:
 
 
 def reference_logits(model: Any, token_rows: Sequence[Sequence[int]]) -> ReferenceLogits:
-    """Let the model in memory answer."""
+    """Compute the logits of the model in memory for rows of token ids."""
     import torch
 
     device = next(model.parameters()).device
@@ -149,6 +151,7 @@ def reference_logits(model: Any, token_rows: Sequence[Sequence[int]]) -> Referen
 
 
 def _reload(directory: Path, work: Path, reference: ReferenceLogits, timeout_seconds: float) -> str | None:
+    """Load and run a checkpoint in a fresh process; return the error if it fails."""
     import torch
     from safetensors.torch import save_file
 
@@ -156,48 +159,48 @@ def _reload(directory: Path, work: Path, reference: ReferenceLogits, timeout_sec
     save_file(probe, str(work / "probe.safetensors"))
     command = [interpreter(), "-m", f"{__package__}.reload_worker", str(directory), str(work), reference.device]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_seconds, check=False)
+        process = subprocess.run(command, capture_output=True, text=True, timeout=timeout_seconds, check=False)
     except subprocess.TimeoutExpired:
         return f"it was not loaded and run within {timeout_seconds:.0f} s"
-    if done.returncode == 0:
+    if process.returncode == 0:
         return None
-    if done.returncode < 0:
-        return f"the process that loads it was ended by {signal_name(-done.returncode)}"
-    lines = [line for line in done.stderr.strip().splitlines() if line.strip()]
-    return f"it cannot be loaded and run: {lines[-1] if lines else f'exit code {done.returncode}'}"
+    if process.returncode < 0:
+        return f"the process that loads it was ended by {signal_name(-process.returncode)}"
+    lines = [line for line in process.stderr.strip().splitlines() if line.strip()]
+    return f"it cannot be loaded and run: {lines[-1] if lines else f'exit code {process.returncode}'}"
 
 
 def _largest_difference(file: Path, reference: ReferenceLogits) -> float:
     import torch
 
-    answers = load_tensors(file)
-    largest = [(answers[str(index)] - logits).abs().max() for index, logits in enumerate(reference.logits)]
-    # Not Python's max, which skips a NaN that is not the first.
+    reloaded = load_tensors(file)
+    largest = [(reloaded[str(index)] - logits).abs().max() for index, logits in enumerate(reference.logits)]
+    # Python's max would ignore a NaN that is not the first.
     return float(torch.stack(largest).max())
 
 
 def fail_output(staging: Path, output_dir: Path, verification: Verification) -> Path:
-    """Keep a checkpoint that did not pass under a name that says so, with the reason in it; return where."""
+    """Rename a checkpoint that did not pass to `*.failed`, write the reason into it, and return its path."""
     output = output_dir.resolve()
-    place = output.with_name(f"{output.name}.failed")
+    failed = output.with_name(f"{output.name}.failed")
     number = 2
-    while place.exists():
-        place = output.with_name(f"{output.name}.failed-{number}")
+    while failed.exists():
+        failed = output.with_name(f"{output.name}.failed-{number}")
         number += 1
     (staging / REASON_FILE).write_text("\n".join(verification.faults) + "\n", encoding="utf-8")
     try:
-        staging.rename(place)
+        staging.rename(failed)
     except OSError:
-        # The output is a mount of its own.
-        place = staging.rename(output / "failed")
-    place.chmod(0o755)
-    return place
+        # The output directory is a mount point.
+        failed = staging.rename(output / "failed")
+    failed.chmod(0o755)
+    return failed
 
 
-def discard_failed(output_dir: Path, notify: Notify) -> None:
-    """Remove what `fail_output` kept of earlier runs, once one has passed."""
+def discard_failed(output_dir: Path, notify: Callable[[str], None]) -> None:
+    """Remove the failed checkpoints of earlier runs, once one has passed."""
     output = output_dir.resolve()
-    for place in (*output.parent.glob(f"{escape(output.name)}.failed*"), output / "failed"):
-        if (place / REASON_FILE).is_file():
-            shutil.rmtree(place, ignore_errors=True)
-            notify(f"removed {place}, which an earlier run left")
+    for failed in (*output.parent.glob(f"{escape(output.name)}.failed*"), output / "failed"):
+        if (failed / REASON_FILE).is_file():
+            shutil.rmtree(failed, ignore_errors=True)
+            notify(f"removed {failed}, the failed checkpoint of an earlier run")

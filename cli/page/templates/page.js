@@ -29,7 +29,9 @@
   const marked = (event) => event.target instanceof Element ? event.target.closest("[data-tip]") : null;
   document.addEventListener("mouseover", (event) => { const mark = marked(event); mark ? show(mark) : hide(); });
   document.addEventListener("focusin", (event) => { const mark = marked(event); mark ? show(mark) : hide(); });
-  document.addEventListener("scroll", hide, { capture: true, passive: true });
+  // The browser scrolls to a mark that gets the focus: its note moves along.
+  const scrolled = () => shown && shown === document.activeElement ? show(shown) : hide();
+  document.addEventListener("scroll", scrolled, { capture: true, passive: true });
 
   document.addEventListener("keydown", (event) => {
     if (event.key === "Escape" && shown) return hide();

@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
 # meta-llama/Llama-3.1-70B on 8xB200: zero3, micro-batch 2 x 1, 171.4 of 191.5 GB
-# ZeRO-3 is the fastest layout that fits: 17,547 tokens/s, 3.73 s a step (2.87 to 4.86: matrix products 1.95, recomputation 0.84, memory-bound operations 0.52). It needs 171.4 GB (157.6 to 190.1) of 191.5 GB, at most in the loss phase: optimizer states 70.6, master weights 35.3, weights 17.6, gradients 17.6; micro-batch 2 with gradient checkpointing of the first 78 of 80 layers, with the chunked loss.
+# ZeRO-3 is the fastest layout that fits. It reaches 17,547 tokens/s (3.73 s per step) and needs 171.4 GB (157.6 to 190.1) of 191.5 GB per accelerator. Micro-batch 2, gradient checkpointing of the first 78 of 80 layers, chunked loss.
 # Run: accelerate launch --config_file ./accelerate.yaml -m shardwright.trainers.train_causal_lm --model meta-llama/Llama-3.1-70B --training-arguments ./training_arguments.json --seq-len 4096 --output-dir ./model --plan .
-# Assumes bf16, adamw_torch_fused, method full, sequences of 4096 tokens without padding, 191.5 GB usable on each accelerator.
-# Needs the package liger-kernel, whose fused head and loss the training arguments switch on.
-# Assumes a common server where you stated nothing: host_bytes_per_node = 2.199e+12.
+# Assumes bf16, adamw_torch_fused, method full, sequences of 4096 tokens without padding, 191.5 GB usable per accelerator.
+# Requires the package liger-kernel; the training arguments enable its fused head and loss.
+# Assumes the values of a common server: host_bytes_per_node = 2.199e+12.
 set -euo pipefail
 directory="$(cd "$(dirname "$0")" && pwd)"
 python="$(command -v python || command -v python3)"

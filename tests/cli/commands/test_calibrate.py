@@ -63,15 +63,15 @@ def test_a_stored_run_moves_later_plans_until_it_is_forgotten(shell: Shell, tmp_
     assert (before["calibrated_runs"], after["calibrated_runs"]) == (0, 1)
     assert before["low_bytes"] < after["low_bytes"] < after["high_bytes"] < before["high_bytes"]
     assert gpu_memory(shell, "--no-calibration") == gpu_memory(shell, "--no_calibration") == before
-    assert "interval from 1 measured run on H100-80GB" in json.loads(shell(*PLAN).out)["chosen"]["reason"]
+    assert "interval comes from 1 measured run on H100-80GB" in json.loads(shell(*PLAN).out)["chosen"]["reason"]
 
     listed = shell("calibrate", "--list")
     assert listed.code == 0 and identifier[:12] in listed.out and "1.021" in listed.out and "1.32" in listed.out
     assert listed.err == f"database: {tmp_path / 'data' / DATABASE}\n"
     forgotten = shell("calibrate", "--forget", identifier[:8])
-    assert (forgotten.code, forgotten.out) == (0, "Forgot 1 run\n")
+    assert (forgotten.code, forgotten.out) == (0, "Removed 1 run\n")
     assert gpu_memory(shell) == before
-    assert shell("calibrate", "--list").out.startswith("No runs stored yet")
+    assert shell("calibrate", "--list").out.startswith("No stored runs")
 
 
 def test_json_answers_are_one_object_each(shell: Shell, tmp_path: Path) -> None:
@@ -98,12 +98,12 @@ def test_bad_usage_and_refused_files_leave_the_store_alone(shell: Shell, tmp_pat
         for rank in measurement.measured
     )
     cases: list[tuple[list[str], int, str]] = [
-        ([], 2, "give one of RUN_DIR, --list and --forget"),
-        (["run", "--list"], 2, "give one of RUN_DIR, --list and --forget"),
+        ([], 2, "pass exactly one of RUN_DIR, --list and --forget"),
+        (["run", "--list"], 2, "pass exactly one of RUN_DIR, --list and --forget"),
         ([str(tmp_path / "nowhere")], 2, "has no plan_measurement.json that can be read"),
         ([str(tmp_path)], 2, "train with --plan"),
         (["x" * 5000], 2, "File name too long"),
-        (["--forget", "beef"], 2, "is no stored run; `shardwright calibrate --list`"),
+        (["--forget", "beef"], 2, "is not a stored run; `shardwright calibrate --list`"),
     ]
     for name, text, code, message in (
         ("cut", "{", 4, "is not valid JSON"),
@@ -114,9 +114,9 @@ def test_bad_usage_and_refused_files_leave_the_store_alone(shell: Shell, tmp_pat
         (tmp_path / name / FILE_NAME).write_text(text)
         cases.append(([str(tmp_path / name)], code, message))
     write_measurement(replace(measurement, measured=on_cpu), tmp_path / "cpu")
-    cases.append(([str(tmp_path / "cpu")], 2, "the ranks had no accelerator, so there is nothing to calibrate with"))
+    cases.append(([str(tmp_path / "cpu")], 2, "has no memory peaks, because the ranks had no accelerator"))
     write_measurement(replace(measurement, differences=("ranks was 4, the plan says 8",)), tmp_path / "other-run")
-    cases.append(([str(tmp_path / "other-run")], 2, "ranks was 4, the plan says 8; run the plan as written"))
+    cases.append(([str(tmp_path / "other-run")], 2, "ranks was 4, the plan says 8; run the plan unchanged"))
     for arguments, code, message in cases:
         result = shell("calibrate", *arguments)
         assert (result.code, result.out) == (code, ""), arguments

@@ -8,8 +8,13 @@ from pathlib import Path
 
 import pytest
 from shardwright.cli.main import run
-from shardwright.plugins.llm_compressor.ceilings import CEILINGS, SEEN_IN
-from shardwright.plugins.llm_compressor.own_environment import create_environment, planned_environment
+from shardwright.plugins import releases
+from shardwright.plugins.llm_compressor.environment import (
+    CEILINGS,
+    create_environment,
+    llm_compressor_release,
+    planned_environment,
+)
 
 PROGRAM = "import sys\n\n\ndef main():\n    print('0.1.0')\n"
 
@@ -35,14 +40,20 @@ def wheel(directory: Path, name: str, version: str, *requirements: str, program:
 
 @pytest.fixture
 def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Wheels of what is installed, newer ones of torch and transformers among them, as pip's only source."""
+    """Wheels of every tested release, of newer and of older ones, as pip's only source."""
     directory = tmp_path / "wheels"
     directory.mkdir()
-    for name, version in CEILINGS.items():
-        wheel(directory, name, version)
-        wheel(directory, name, "99.0")
-    wheel(directory, "llmcompressor", SEEN_IN, "torch", "transformers")
-    wheel(directory, "shardwright", "0.1.0", "llmcompressor; extra == 'quantize'", "torch", program=PROGRAM)
+    for name in ("torch", "transformers", "peft"):
+        for version in (
+            "0.1",
+            *{releases.tested_releases()[name].oldest, releases.tested_releases()[name].newest},
+            "99.0",
+        ):
+            wheel(directory, name, version)
+    limits = [f"{name}<={version}" for name, version in CEILINGS.items()]
+    wheel(directory, "llmcompressor", llm_compressor_release(), *limits)
+    wheel(directory, "llmcompressor", "99.0")
+    wheel(directory, "shardwright", "0.1.0", "llmcompressor; extra == 'quantize'", "torch", "peft", program=PROGRAM)
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("PIP_FIND_LINKS", str(directory))
     monkeypatch.chdir(tmp_path)
@@ -54,7 +65,14 @@ def test_it_is_made_said_and_not_made_twice(index: Path, capfd: pytest.CaptureFi
     assert run(asked) == 0
     printed = capfd.readouterr()
     found = json.loads(printed.out)
-    assert found["versions"] == {"shardwright": "0.1.0", "llmcompressor": SEEN_IN, **CEILINGS}
+    tested = releases.tested_releases()
+    assert found["versions"] == {
+        "shardwright": "0.1.0",
+        "llmcompressor": llm_compressor_release(),
+        "torch": tested["torch"].newest,
+        "transformers": CEILINGS["transformers"],
+    }
+    assert list(Path("own").glob(f"lib/python*/site-packages/peft-{tested['peft'].newest}.dist-info"))
     before, _, after = printed.err.partition("note: making an environment")
     assert "llmcompressor==" in before
     assert "GB are free" in before
@@ -67,7 +85,8 @@ def test_it_is_made_said_and_not_made_twice(index: Path, capfd: pytest.CaptureFi
     assert run(["env", "create", "--path", str(index), "--force"]) == 2
     assert (index / "keep").is_dir()
     capfd.readouterr()
-    next(index.glob("llmcompressor*")).unlink()
+    for llm_compressor in index.glob("llmcompressor*"):
+        llm_compressor.unlink()
     assert run(["env", "create", "--path", "other", "--source", "shardwright"]) == 1
     said = [line for line in capfd.readouterr().err.splitlines() if line.startswith("error: ")]
     assert len(said) == 1
@@ -76,17 +95,19 @@ def test_it_is_made_said_and_not_made_twice(index: Path, capfd: pytest.CaptureFi
 
 
 def test_a_source_tree_is_left_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from shardwright.plugins.llm_compressor import own_environment
+    from shardwright.plugins.llm_compressor import environment
 
     tree = tmp_path / "tree"
     (tree / "mine.egg-info").mkdir(parents=True)
 
     def build(arguments: list[str], advice: str) -> None:
-        if "pip" in arguments:
+        if "venv" in arguments:
+            Path(arguments[-1]).mkdir()
+        elif "pip" in arguments:
             (tree / "build" / "lib").mkdir(parents=True)
             (tree / "shardwright.egg-info").mkdir()
 
-    monkeypatch.setattr(own_environment, "_run", build)
+    monkeypatch.setattr(environment, "_run", build)
     planned = planned_environment(tmp_path / "own", source=str(tree))
     assert create_environment(planned, notify=print) == {}
     assert [path.name for path in tree.iterdir()] == ["mine.egg-info"]
@@ -107,12 +128,12 @@ def test_every_kind_of_source_gets_the_extra(
     (tmp_path / "tree").mkdir()
     planned = planned_environment(Path("own"), source=source)
     assert planned.requirements[0] == requirement.format(tmp_path)
-    assert planned.pip_arguments[1:4] == ["-I", "-m", "pip"]
+    assert planned.pip_arguments(Path("constraints.txt"))[1:4] == ["-I", "-m", "pip"]
 
 
 def test_a_missing_engine_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
     from shardwright.trainers.quantization import inputs
 
     monkeypatch.setattr(inputs, "find_spec", lambda name: None)
-    (fault,) = inputs.missing_engine_faults("gptq")
-    assert "shardwright env create quantize" in fault.fix
+    (error,) = inputs.missing_engine_errors("gptq")
+    assert "shardwright env create quantize" in error.fix

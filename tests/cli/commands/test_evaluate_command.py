@@ -13,7 +13,7 @@ import pytest
 import torch
 from harness_task import write_task
 from shardwright.plugins.transformers.training_arguments import byte_tokenizer
-from shardwright.trainers.evaluation.report import FILE_NAMES, verdict
+from shardwright.trainers.reports.runs import EVALUATION_FILES, verdict
 from transformers import LlamaForCausalLM
 
 pytestmark = pytest.mark.slow
@@ -83,7 +83,7 @@ def test_report_with_tasks(shell, tiny_llama, halved_llama, task_directory, tmp_
     )  # fmt: skip
     assert result.code == 0, result.err
     found = json.loads(result.out)
-    assert sorted(path.name for path in output.iterdir()) == sorted([*FILE_NAMES, "report.html"])
+    assert sorted(path.name for path in output.iterdir()) == sorted([*EVALUATION_FILES, "report.html"])
     written = json.loads((output / "evaluation.json").read_text())
     assert written.pop("command").startswith("shardwright evaluate ")
     assert written == {key: value for key, value in found.items() if key != "output_dir"}
@@ -113,7 +113,7 @@ def test_human_table(shell, tiny_llama, halved_llama):
     assert result.code == 0, result.err
     lines = {line.split("  ")[0]: line for line in result.out.splitlines()}
     assert lines["perplexity"].count("±") == 2 and lines["perplexity"].endswith("%")
-    assert "32.000" in lines["bits for each parameter"]
+    assert "32.000" in lines["bits per parameter"]
     assert "Perplexity" in result.out and "No files written" in result.out
     assert "reading by the baseline: done" in result.err
 
@@ -125,7 +125,7 @@ def test_flags_that_do_not_go_together(shell, tiny_llama, task_directory, tmp_pa
         "--include-path", task_directory, "--output-dir", tmp_path / "file", "--format", "json",
     )  # fmt: skip
     assert result.code == 2
-    wrong = [fault["where"] for fault in json.loads(result.out)["error"]["faults"]]
+    wrong = [error["where"] for error in json.loads(result.out)["error"]["faults"]]
     assert wrong == ["--dataset", "--limit", "--few-shot", "--include-path", "output_dir"]
 
 
@@ -133,10 +133,10 @@ def test_flags_that_do_not_go_together(shell, tiny_llama, task_directory, tmp_pa
     ("arguments", "code", "message"),
     [
         (("{empty}",), 2, "has no config.json"),
-        (("{model}", "--seq-len", "129"), 2, "has 128 positions; give at most 128"),
+        (("{model}", "--seq-len", "129"), 2, "has 128 positions; pass at most 128"),
         (("{model}", "--text", "{empty_text}"), 2, "has no text"),
         (("{model}", "--baseline", "{empty}/none"), 2, "baseline"),
-        (("{model}", "--tasks", " , "), 2, "names no task"),
+        (("{model}", "--tasks", " , "), 2, "--tasks: is empty"),
         (("{model}", "--revision", "main"), 2, "only a Hub model has revisions"),
         (("{model}", "--dataset", "python-help", "--stride", "0"), 2, "--stride = 0: must be from 1"),
         (("{pickled}",), 4, "weights are read from safetensors only"),
@@ -164,10 +164,10 @@ def test_exit_codes(shell, tiny_llama, tmp_path, arguments, code, message):
 
 def test_a_verdict_says_what_noise_allows(tiny_llama, halved_llama, tmp_path):
     from shardwright.trainers.evaluation.evaluate import evaluate_model
-    from shardwright.trainers.evaluation.text_windows import TextRequest
+    from shardwright.trainers.evaluation.measures import TextRequest
 
     options: dict[str, Any] = {"baseline": str(tiny_llama), "seq_len": 64, "measure_speeds": False}
     one = evaluate_model(str(halved_llama), text=TextRequest(num_samples=1), **options)
-    assert "a single window" in verdict(one)
+    assert "a single window" in verdict(one.to_dict())
     same = evaluate_model(str(tiny_llama), text=TextRequest(num_samples=3), **options)
-    assert "+0.00 %, which is within the noise" in verdict(same)
+    assert "+0.00 %, which is within the noise" in verdict(same.to_dict())

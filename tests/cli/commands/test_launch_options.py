@@ -1,4 +1,4 @@
-"""Options of machines that an engine would pass over, and names that it would read otherwise."""
+"""Options of machines without effect on an engine, and names that a scheduler does not accept."""
 
 from __future__ import annotations
 
@@ -7,11 +7,10 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from shardwright.cli.command_line import running
 from shardwright.cli.machines import SameCommand, slurm_script_of_command
 from shardwright.cli.main import build_app, run
-from shardwright.cli.settings import resolve
-from shardwright.ds_configs.plan.launch import MAIN_PORT, NodePlace
+from shardwright.cli.settings import resolve, running
+from shardwright.ds_configs.plan.rendering import MAIN_PORT, NodePlace
 from shardwright.ds_configs.specs.hardware import parse_hardware
 from shardwright.plugins.clusters.ssh import own_program
 
@@ -19,10 +18,10 @@ from shardwright.plugins.clusters.ssh import own_program
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--on", "slurm"], "hardware: must name the nodes of the job, not this machine"),
-        (["--on", "slurm", "--hardware", "local", "--dry-run"], "hardware = 'local': must name the nodes"),
+        (["--on", "slurm"], "hardware: must be the nodes of the job, not this machine"),
+        (["--on", "slurm", "--hardware", "local", "--dry-run"], "hardware = 'local': must be the nodes"),
         (["--on", "slurm", "--hardware", "2x1xCPU", "--hostfile", "h"], "is for --on ssh, not slurm"),
-        (["--on", "slurm", "--hardware", "2x1xCPU"], "on = 'slurm': there is no sbatch on the path"),
+        (["--on", "slurm", "--hardware", "2x1xCPU"], "on = 'slurm': sbatch is not on PATH"),
         (["--sbatch=--time=1"], "is for --on slurm, not local"),
         (["--on", "slurm", "--hardware", "2x1xCPU", "--name", "Two words"], "must be at most 40 lower-case letters"),
     ],
@@ -43,9 +42,9 @@ def test_a_training_command_that_no_job_can_run_is_refused(
         (["--on", "slurm", "--main-port", "1234"], "main_port = 1234: is for --on local or ssh, not slurm"),
         (["--dry-run"], "dry_run = True: is for --on ssh or slurm or"),
         (["--main-port", "1234"], "is for one of several machines"),
-        (["--node-rank", "1"], "node_rank = 1: needs --main-address beside it"),
+        (["--node-rank", "1"], "node_rank = 1: needs --main-address"),
         (["--on", "slurm", "--name", "a\n#SBATCH --wrap=x"], "must be at most 40 lower-case letters"),
-        (["--on", "slurm", "--dry-run", "--sbatch=--time=1\n#SBATCH --uid=0"], "must read --NAME=VALUE"),
+        (["--on", "slurm", "--dry-run", "--sbatch=--time=1\n#SBATCH --uid=0"], "must have the form --NAME=VALUE"),
         (["--on", "ssh", "--address", "a:6379"], "address = 'a:6379': is for --on ray, not ssh"),
         (["--on", "ray", "--main-port", "1234"], "main_port = 1234: is for --on local or ssh, not ray"),
         (["--on", "slurm", "--min-nodes", "1"], "min_nodes = 1: is for --on ssh or ray, not slurm"),
@@ -77,5 +76,5 @@ def test_machines_read_the_file_of_settings_that_names_them(tmp_path: Path) -> N
     node = shlex.split(script.splitlines()[-1].partition(" node ")[2])
     _, in_slurm = resolve(build_app(), [*node[own:-1], "20005", "--node-rank", "1"])
     for bound in (over_ssh, in_slurm):
-        assert bound.arguments["machines"].faults() == []
+        assert bound.arguments["machines"].errors() == []
         assert bound.arguments["settings"].max_steps == 3

@@ -1,4 +1,4 @@
-"""`shardwright serve` through its entry point: the line, its JSON, the start of an engine, and what is refused."""
+"""`shardwright serve`: command, JSON, start of an engine, and errors."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from paths import TESTS
 from shardwright.cli.main import run
-from shardwright.ds_configs.quantization.config_json import quantization_config
+from shardwright.ds_configs.quantization.layers import quantization_config
 from shardwright.ds_configs.quantization.scheme import scheme_named
 
 LLAMA = TESTS / "data" / "models" / "meta-llama--Llama-3.1-8B"
@@ -61,7 +61,7 @@ def test_dry_run_prints_the_line_and_says_that_no_engine_is_there(no_engine, cap
     line = shlex.split(shown.out.splitlines()[-1])
     assert line[:3] == ["vllm", "serve", str(LLAMA)]
     assert line[line.index("--max-model-len") + 1] == "131072"
-    assert "131,072 bytes of the bf16 cache" in shown.out
+    assert "131,072 bytes per token in the bf16 cache" in shown.out
     assert "pip install vllm" in shown.err
 
 
@@ -76,7 +76,7 @@ def test_json_is_what_its_schema_says(no_engine, capsys):
 
 def test_an_engine_that_is_not_installed_is_told_with_the_line_that_installs_it(no_engine, capsys):
     assert run(["serve", str(LLAMA), *ON_A_GPU]) == 2
-    assert "is not installed: no vLLM is found here; pip install vllm" in capsys.readouterr().err
+    assert "is not installed: vLLM was not found; pip install vllm" in capsys.readouterr().err
 
 
 def test_a_port_in_use_is_refused_before_anything_starts(engine, capsys):
@@ -90,12 +90,12 @@ def test_a_port_in_use_is_refused_before_anything_starts(engine, capsys):
 
 def test_too_little_memory_for_one_sequence(no_engine, capsys):
     assert run(["serve", str(LLAMA), "--hardware", "1xT4", "--dry-run"]) == 3
-    assert "not one token fits" in capsys.readouterr().err
+    assert "not even one token fits" in capsys.readouterr().err
 
 
 def test_a_scheme_without_kernels_names_the_generation_that_has_them(no_engine, tmp_path, capsys):
     assert run(["serve", str(quantized(tmp_path)), "--hardware", "1xV100-32GB", "--dry-run"]) == 2
-    assert "Turing and newer (7.5); --engine transformers" in capsys.readouterr().err
+    assert "Turing or newer (7.5), or use --engine transformers" in capsys.readouterr().err
 
 
 def test_settings_are_told_all_at_once(no_engine, capsys):

@@ -1,4 +1,4 @@
-"""State of the page in its address: there and back, and what is refused."""
+"""State of the page in its address, and invalid addresses."""
 
 from __future__ import annotations
 
@@ -45,14 +45,14 @@ CONFIG = (TESTS / "data/models/meta-llama--Llama-3.1-8B/config.json").read_bytes
         },
     ).filter(lambda stated: "null" not in stated.values())
 )
-def test_an_address_says_what_the_settings_say(stated):
+def test_settings_survive_the_address(stated):
     settings = PageSettings(**stated)
     again = settings_from_query(query_of(settings))
     assert again == settings
     assert query_of(again) == query_of(settings)
 
 
-def test_an_empty_address_is_the_example_and_names_of_gradio_and_spaces_are_passed_over():
+def test_an_empty_address_is_the_example_and_names_of_gradio_are_ignored():
     assert settings_from_query("") is EXAMPLE
     assert settings_from_query("__theme=dark&__sign=x") is EXAMPLE
     assert settings_from_query("model=a&seq-len=128&__theme=dark").seq_len == 128
@@ -62,24 +62,24 @@ def test_an_empty_address_is_the_example_and_names_of_gradio_and_spaces_are_pass
     ("query", "messages"),
     [
         ("metod=lora", ["metod", "did you mean method?"]),
-        ("model=a&model=b", ["model: stands twice in the address"]),
+        ("model=a&model=b", ["model: occurs twice in the address"]),
         ("precision=bf17&seq_len=many", ["did you mean bf16?", "seq_len = 'many'"]),
-        ("&".join(f"a{index}=1" for index in range(200)), ["states more than 100 settings"]),
+        ("&".join(f"a{index}=1" for index in range(200)), ["has more than 100 settings"]),
     ],
 )
-def test_faults_of_an_address_are_told_together(query, messages):
+def test_errors_of_an_address_are_reported_together(query, messages):
     with pytest.raises(UsageError) as caught:
         settings_from_query(query)
     assert all(message in str(caught.value) for message in messages)
 
 
-def test_empty_fields_and_defaults_state_nothing():
+def test_empty_fields_and_defaults_are_not_set():
     values = {"model": " org/name ", "hardware": "8xT4", "method": "full", "seq_len": "", "tokens": None}
     settings = settings_from_form(values | {"micro_batch_size": "auto", "zero_quantized_weights": False})
     assert settings.stated() == {"model": "org/name", "hardware": "8xT4"}
 
 
-def test_an_uploaded_configuration_travels_in_the_address():
+def test_an_uploaded_configuration_survives_the_address():
     settings = PageSettings(config=pack_config(CONFIG), hardware="8xA100-80GB")
     assert unpack_config(settings_from_query(query_of(settings)).config) == json.loads(CONFIG)
     assert is_shared_by(settings) and len(query_of(settings)) < 1_500
@@ -101,7 +101,7 @@ def test_an_uploaded_configuration_travels_in_the_address():
         base64.urlsafe_b64encode(zlib.compress(bytes(100 * 2**20))).decode(),
     ],
 )
-def test_texts_that_are_no_configuration_are_refused_before_they_swell(packed):
+def test_invalid_packed_configurations_are_rejected_before_decompression(packed):
     with pytest.raises(RefusedInputError) as caught:
         unpack_config(packed)
     assert len(str(caught.value)) < 300

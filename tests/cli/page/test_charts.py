@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from shardwright.cli.gallery import entry_names, load_entry
 from shardwright.cli.page.charts import (
     decade_numbers,
     layout_chart,
@@ -16,11 +17,10 @@ from shardwright.cli.page.charts import (
     shown_layout,
     time_rows,
 )
-from shardwright.cli.planning.gallery import entry_names, load_entry
 
 
 @pytest.mark.parametrize("name", entry_names())
-def test_stacks_add_up_to_what_the_plan_says(name):
+def test_stacks_add_up_to_the_memory_of_the_plan(name):
     plan = load_entry(name)
     chart, gpu = phases_chart(plan), plan.chosen.memory.gpu
     assert chart.total(chart.peak) == pytest.approx(gpu.peak_bytes, abs=1)
@@ -38,7 +38,7 @@ def test_stacks_add_up_to_what_the_plan_says(name):
 
 
 @pytest.mark.parametrize("name", entry_names())
-def test_every_candidate_lies_in_the_chart_at_its_place(name):
+def test_every_candidate_has_a_mark_at_its_memory_and_speed(name):
     plan = load_entry(name)
     layouts = [shown_layout(plan.chosen, chosen=True), *map(shown_layout, plan.rejected)]
     chart = layout_chart(layouts, plan.pareto, capacity_bytes=plan.hardware.gpu_bytes)
@@ -52,7 +52,7 @@ def test_every_candidate_lies_in_the_chart_at_its_place(name):
     assert len(chart.x_ticks) >= 2 and len(chart.y_ticks) >= 2
 
 
-def test_a_measured_allocator_that_stayed_below_zero_takes_no_place():
+def test_a_negative_allocator_term_has_no_width():
     plan = load_entry("llama-3.1-8b_8xA100-80GB")
     gpu = plan.chosen.memory.gpu
     moved = replace(gpu, terms=gpu.terms | {"allocator_fragmentation": -5 * 10**8})
@@ -63,14 +63,14 @@ def test_a_measured_allocator_that_stayed_below_zero_takes_no_place():
 
 
 @given(st.floats(1e-6, 1e12))
-def test_round_numbers_begin_at_nothing_and_stay_below_the_end(end):
+def test_round_numbers_begin_at_zero_and_stay_below_the_end(end):
     numbers = round_numbers(end)
     assert numbers[0] == 0 and 3 <= len(numbers) <= 6
     assert numbers[-1] <= end * (1 + 1e-9)
 
 
 @given(st.floats(1e-3, 1e6), st.floats(1.2, 1e6))
-def test_numbers_of_a_logarithmic_axis_lie_on_it(low, times):
+def test_decade_numbers_are_on_the_axis(low, times):
     high = low * times
     assert all(low * (1 - 1e-9) <= number <= high * (1 + 1e-9) for number in decade_numbers(low, high))
     assert len(decade_numbers(low, high)) <= 10

@@ -16,9 +16,8 @@ from shardwright.cli.options import CheckedFor
 from shardwright.cli.page.address import EXAMPLE, PageSettings, command_of, pack_config, settings_from_query
 from shardwright.cli.page.app import results
 from shardwright.cli.page.planned import archive, cluster, known_models, planned
-from shardwright.cli.page.views import faults_view, findings_view, misfit_view, plan_view
-from shardwright.ds_configs.plan.files import render_files
-from shardwright.ds_configs.plan.plan import PlanDoesNotFitError
+from shardwright.cli.page.views import errors_view, findings_view, misfit_view, plan_view
+from shardwright.ds_configs.plan.plan import PlanDoesNotFitError, render_files
 from shardwright.ds_configs.specs.errors import ShardwrightError, UsageError
 
 LLAMA = TESTS / "data/models/meta-llama--Llama-3.1-8B/config.json"
@@ -39,12 +38,12 @@ def test_a_known_model_is_planned_as_the_command_line_plans_it(found):
 def test_a_plan_is_shown_before_its_offers():
     settings = settings_from_query("model=Qwen/Qwen2.5-7B&hardware=8xL40S")
     first, last = results(settings)
-    assert "Changes the numbers:" not in first
-    assert last.count("Changes the numbers:") == 2
+    assert "Changes the results:" not in first
+    assert last.count("Changes the results:") == 2
     assert last == plan_view(planned(settings))
 
 
-def test_links_that_are_stated_are_those_that_the_file_of_hardware_states(tmp_path, monkeypatch, capsys):
+def test_links_equal_those_of_the_hardware_file(tmp_path, monkeypatch, capsys):
     packed = pack_config((TESTS / "data/models/openai-community--gpt2/config.json").read_bytes())
     query = f"config={packed}&hardware=2x2xA100-80GB&network_bytes_per_s=3GB/s&host_memory=2TB"
     settings = settings_from_query(query)
@@ -72,12 +71,12 @@ def test_no_path_of_this_machine_is_read(model, hardware, tmp_path, monkeypatch)
     (tmp_path / "cluster.yaml").write_text("gpu: A100-80GB\n")
     with pytest.raises(UsageError) as caught:
         planned(PageSettings(model=model, hardware=hardware))
-    assert {fault.where.partition(":")[0] for fault in caught.value.faults} >= {"model"}
-    assert len(caught.value.faults) >= 2
+    assert {error.where.partition(":")[0] for error in caught.value.errors} >= {"model"}
+    assert len(caught.value.errors) >= 2
     assert all(line.isprintable() for line in str(caught.value).splitlines())
 
 
-def test_a_teacher_is_no_path_either(tmp_path, monkeypatch):
+def test_a_teacher_is_not_read_from_a_path(tmp_path, monkeypatch):
     monkeypatch.chdir(LLAMA.parent)
     with pytest.raises(UsageError, match=r"'./config.json': is not a Hub id"):
         planned(PageSettings(model="Qwen/Qwen2.5-0.5B", hardware="8xA100-80GB", teacher="./config.json"))
@@ -85,7 +84,7 @@ def test_a_teacher_is_no_path_either(tmp_path, monkeypatch):
     assert planned(taught).plan.job.teacher.name == "Qwen/Qwen2.5-7B"
 
 
-def test_an_archive_holds_what_plan_writes_and_is_the_same_each_time(found):
+def test_archives_have_the_files_of_plan_and_are_deterministic(found):
     content = archive(found.files.items(), directory=found.name)
     assert content == archive(found.files.items(), directory=found.name)
     with zipfile.ZipFile(io.BytesIO(content)) as packed:
@@ -100,9 +99,9 @@ def test_questions_about_a_run_are_answered():
     assert "The run: 1,000,000,000 tokens take" in page and "a price of" in page
 
 
-def test_the_view_of_a_plan_has_all_its_parts_and_links_to_nothing_outside(found):
+def test_the_view_of_a_plan_has_all_parts_and_no_external_links(found):
     page = plan_view(found)
-    for text in ("ZeRO-3", "27,809", "Memory of one accelerator", "Time of a step", "All candidates", "Alternatives"):
+    for text in ("ZeRO-3", "27,809", "Memory per accelerator", "Time of a step", "All candidates", "Alternatives"):
         assert text in page
     assert page.count('<tr class="fits"') + page.count('<tr class="too-large"') == len(found.plan.rejected)
     assert all(
@@ -110,25 +109,25 @@ def test_the_view_of_a_plan_has_all_its_parts_and_links_to_nothing_outside(found
     )
 
 
-def test_what_does_not_fit_says_what_would():
+def test_a_model_that_does_not_fit_shows_changes_that_would():
     with pytest.raises(PlanDoesNotFitError) as caught:
         planned(PageSettings(model="meta-llama/Llama-3.1-70B", hardware="1xT4", precision="fp16"))
     page = misfit_view(caught.value)
-    assert "Nothing fits" in page and "What would fit" in page
+    assert "No layout fits" in page and "Changes that would fit" in page
     assert page.count("<tr class=") == len(caught.value.tried)
 
 
 HOSTILE = "<img src=x onerror=alert(1)>"
 
 
-def test_texts_of_strangers_are_escaped():
-    assert HOSTILE not in faults_view(ShardwrightError(HOSTILE))
+def test_hostile_texts_are_escaped():
+    assert HOSTILE not in errors_view(ShardwrightError(HOSTILE))
     text = json.dumps({HOSTILE: 1, "zero_optimization": {"stage": HOSTILE}})
     page = findings_view(text, CheckedFor())
     assert "<img" not in page and "&lt;img src=x onerror=alert(1)&gt;" in page
 
 
-def test_findings_stand_beside_their_lines():
+def test_findings_show_their_lines():
     text = '{\n  "zero_optimization": {\n    "stage": 3,\n    "overlap_com": true\n  }\n}'
     page = findings_view(text, CheckedFor(num_processes=8))
     assert "2 errors, 2 warnings" in page and "Read as DeepSpeed JSON" in page
@@ -141,6 +140,6 @@ def test_findings_stand_beside_their_lines():
 
 
 @pytest.mark.parametrize("text", ["", "[" * 100_000, "\0", "{" * 10, "x" * 10_000_000, "a: &a [*a]"])
-def test_whatever_is_pasted_is_answered_in_few_lines(text):
+def test_any_pasted_text_has_a_short_answer(text):
     page = findings_view(text, CheckedFor())
     assert "error" in page and len(page) < 20_000

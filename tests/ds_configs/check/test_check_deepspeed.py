@@ -35,7 +35,7 @@ def zero(**keys: Any) -> str:
 DEEPSPEED_ROWS: list[tuple[str, str, str, str]] = [
     # unknown, removed, misplaced and deprecated keys
     (deepspeed(zero_optimisation={}), E, "zero_optimisation", "did you mean 'zero_optimization'"),
-    (zero(stage=2, reduce_bucket=1), E, f"{ZERO}.reduce_bucket", "refuses it; did you mean 'reduce_bucket_size'"),
+    (zero(stage=2, reduce_bucket=1), E, f"{ZERO}.reduce_bucket", "rejects it; did you mean 'reduce_bucket_size'"),
     (deepspeed(aio={"blocksize": 1}), E, "aio.blocksize", "ignores it silently; did you mean 'block_size'"),
     (deepspeed(pipeline={"stage": 2}), E, "pipeline.stage", "did you mean 'stages'"),
     (deepspeed(data_types={"grad_dtype": "fp32"}), E, "data_types.grad_dtype", "'grad_accum_dtype'"),
@@ -80,7 +80,7 @@ DEEPSPEED_ROWS: list[tuple[str, str, str, str]] = [
     (zero(stage=2, offload_param={"device": "cpu"}), E, f"{ZERO}.offload_param.device", "only stage 3"),
     (zero(stage=1, offload_optimizer={"device": "nvme", "nvme_path": "/n"}), E, f"{OFFLOAD}.device", "host memory"),
     (zero(stage=0, offload_optimizer={"device": "cpu"}), E, f"{OFFLOAD}.device", "use stage 1, 2 or 3"),
-    (zero(stage=2, offload_optimizer={"device": "cpu", "ratio": 0.5}), E, f"{OFFLOAD}.ratio", "only at stage 3"),
+    (zero(stage=2, offload_optimizer={"device": "cpu", "ratio": 0.5}), E, f"{OFFLOAD}.ratio", "requires stage 3"),
     (zero(stage=3, offload_optimizer={"device": "nvme"}), E, f"{OFFLOAD}.device", "add nvme_path"),
     (zero(stage=3, offload_optimizer={"device": "cpu", "buffer_count": 9}), W, f"{OFFLOAD}.buffer_count", "'nvme'"),
     (zero(stage=3, offload_optimizer={"pin_memory": True}), W, OFFLOAD, "nothing is offloaded"),
@@ -124,9 +124,9 @@ DEEPSPEED_ROWS: list[tuple[str, str, str, str]] = [
      W, "scheduler.params.warmup_num_steps", "warm-up"),
     # the table of combinations
     (deepspeed(optimizer={"type": "Adagrad"}, zero_optimization={"stage": 1}, tensor_parallel={"autotp_size": 2}),
-     W, "optimizer.type", "Adagrad with ZeRO-1, tensor parallelism (AutoTP) makes its states"),
+     W, "optimizer.type", "Adagrad is not supported with ZeRO-1, tensor parallelism (AutoTP): the optimizer creates"),
     (deepspeed(compile={"deepcompile": True}, expert_parallel={"enabled": True, "autoep_size": 2}),
-     W, "compile.deepcompile", "torch.compile with expert parallelism (AutoEP) cannot trace the routing"),
+     W, "compile.deepcompile", "torch.compile is not supported with expert parallelism (AutoEP)"),
     (deepspeed(bf16=None, tensor_parallel={"autotp_size": 2}), W, "tensor_parallel.autotp_size", '"bf16": {"enabled"'),
     # auto
     (zero(stage=3, stage3_max_live_parameters="auto"), E, f"{ZERO}.stage3_max_live_parameters", "its default instead"),
@@ -134,9 +134,9 @@ DEEPSPEED_ROWS: list[tuple[str, str, str, str]] = [
     (deepspeed(optimizer__type="AdamW", optimizer__params__adam_w_mode="auto"),
      E, "optimizer.params.adam_w_mode", "does not fill"),
     (deepspeed(zero_optimization="auto"), E, ZERO, "does not fill"),
-    (deepspeed(zero_optimization=None), E, ZERO, "Accelerate refuses"),
+    (deepspeed(zero_optimization=None), E, ZERO, "Accelerate requires it"),
     # batch
-    (deepspeed(train_batch_size=None, train_micro_batch_size_per_gpu=None), E, "", "must be given"),
+    (deepspeed(train_batch_size=None, train_micro_batch_size_per_gpu=None), E, "", "is required"),
     (deepspeed(train_batch_size=30, train_micro_batch_size_per_gpu=2, gradient_accumulation_steps=4),
      E, "train_batch_size", "2 · 4 · 8 = 64; write 64"),
     (deepspeed(train_batch_size=30, train_micro_batch_size_per_gpu=2, gradient_accumulation_steps=None),
@@ -151,4 +151,11 @@ DEEPSPEED_ROWS: list[tuple[str, str, str, str]] = [
 @pytest.mark.parametrize(("text", "kind", "path", "fragment"), DEEPSPEED_ROWS, ids=range(len(DEEPSPEED_ROWS)))
 def test_each_deepspeed_rule(text: str, kind: str, path: str, fragment: str) -> None:
     findings = check_text(text, filename="ds_config.json", world_size=8)
-    assert found(findings, kind, path, fragment), [str(finding.fault) for finding in findings]
+    assert found(findings, kind, path, fragment), [str(finding.error) for finding in findings]
+
+
+@pytest.mark.parametrize("block", ["compression_training", "quantize_training"])
+def test_removed_compression_blocks_name_the_guide(block):
+    findings = check_text(json.dumps({"train_batch_size": 8, block: {"anything": [None]}}), filename="old.json")
+    (finding,) = [finding for finding in findings if block in finding.error.where]
+    assert finding.kind == "error" and "docs/guides/migrate_compression_training.md" in finding.error.fix

@@ -21,7 +21,7 @@ def planned(strategy: str) -> Plan:
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "zero2", "fsdp2"])
-def test_what_is_written_has_no_fault(strategy: str, tmp_path: Path) -> None:
+def test_written_plans_pass_check(strategy: str, tmp_path: Path) -> None:
     plan = planned(strategy)
     plan.write(tmp_path / "plan")
     assert check(tmp_path / "plan").findings == ()
@@ -29,7 +29,7 @@ def test_what_is_written_has_no_fault(strategy: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("edited", ["ds_config.json", "accelerate.yaml"])
-def test_two_deepspeed_configurations_that_differ_are_an_error(edited: str, tmp_path: Path) -> None:
+def test_edited_copy_of_the_deepspeed_config_is_an_error(edited: str, tmp_path: Path) -> None:
     planned("zero2").write(tmp_path / "written")
     directory = (tmp_path / "written").rename(tmp_path / "moved")
     assert check(directory).findings == ()
@@ -41,14 +41,14 @@ def test_two_deepspeed_configurations_that_differ_are_an_error(edited: str, tmp_
         (finding,) = check(named).findings
         assert (
             finding.kind == "error"
-            and "differs from" in str(finding.fault)
-            and "zero_optimization" in str(finding.fault)
+            and "differs from" in str(finding.error)
+            and "zero_optimization" in str(finding.error)
         )
     (directory / "accelerate.yaml").write_text(_naming(directory / "accelerate.yaml", directory / "ds_config.json"))
     assert check(directory).findings == ()
     (finding,) = check(directory.rename(tmp_path / "again")).findings
     assert finding.kind == "warning"
-    assert "the plan lies in" in str(finding.fault) and "shardwright launch" in str(finding.fault)
+    assert "the plan is now in" in str(finding.error) and "shardwright launch" in str(finding.error)
 
 
 def _naming(accelerate: Path, file: Path) -> str:
@@ -57,16 +57,16 @@ def _naming(accelerate: Path, file: Path) -> str:
     return yaml.safe_dump(config)
 
 
-def test_a_configuration_within_anyones_yaml_is_checked(tmp_path: Path) -> None:
+def test_checks_configs_embedded_in_yaml(tmp_path: Path) -> None:
     planned("zero2").write(tmp_path / "plan")
     text = (tmp_path / "plan" / "accelerate.yaml").read_text().replace('"stage": 2', '"stage": 7')
     (tmp_path / "theirs.yaml").write_text(text)
-    assert "zero_optimization.stage = 7" in str(check(tmp_path / "theirs.yaml").findings[0].fault)
+    assert "zero_optimization.stage = 7" in str(check(tmp_path / "theirs.yaml").findings[0].error)
     config = yaml.safe_load(text)["deepspeed_config"]["deepspeed_config_file"].encode()
     (tmp_path / "theirs.yaml").write_text(
         _naming(tmp_path / "theirs.yaml", Path(base64.urlsafe_b64encode(config).decode()))
     )
-    assert "zero_optimization.stage = 7" in str(check(tmp_path / "theirs.yaml").findings[0].fault)
+    assert "zero_optimization.stage = 7" in str(check(tmp_path / "theirs.yaml").findings[0].error)
 
 
 def test_missing_and_edited_files_are_named(tmp_path: Path) -> None:
@@ -76,11 +76,11 @@ def test_missing_and_edited_files_are_named(tmp_path: Path) -> None:
     (tmp_path / "training_arguments.json").write_text(json.dumps(arguments | {"per_device_train_batch_size": 999}))
     found = check(tmp_path)
     assert found.errors == 1
-    said = " ".join(str(finding.fault) for finding in found.findings)
+    said = " ".join(str(finding.error) for finding in found.findings)
     assert "launch.sh: is missing" in said and "per_device_train_batch_size = 999" in said
     (tmp_path / "plan.json").write_text("{")
-    assert "is not valid JSON" in str(check(tmp_path).findings[0].fault)
+    assert "is not valid JSON" in str(check(tmp_path).findings[0].error)
 
 
-def test_a_directory_without_a_plan_is_refused(tmp_path: Path) -> None:
-    assert "is a directory without plan.json" in str(check(tmp_path).findings[0].fault)
+def test_rejects_directories_without_a_plan(tmp_path: Path) -> None:
+    assert "is a directory without plan.json" in str(check(tmp_path).findings[0].error)

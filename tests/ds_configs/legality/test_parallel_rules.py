@@ -1,4 +1,4 @@
-"""Sizes of parallel axes that a plan refuses: each with the violated equation and the nearest legal values."""
+"""Illegal sizes of parallel axes: each error names the violated rule and the nearest legal values."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from parallel_rules import rule_errors
 from planning import llama, public_model
 from shardwright.ds_configs.check import check_text
-from shardwright.ds_configs.legality.context import context_parallel_faults
-from shardwright.ds_configs.legality.sequence import sequence_parallel_faults
+from shardwright.ds_configs.legality.axes import context_parallel_errors, sequence_parallel_errors
 from shardwright.ds_configs.plan.plan import make_plan
 from shardwright.ds_configs.specs.errors import UsageError
 from shardwright.ds_configs.specs.hardware import parse_hardware
@@ -43,11 +43,11 @@ def refused(model=LLAMA, hardware="8xA100-80GB", **job) -> str:
             {"model": MIXTRAL, "expert_parallel_size": 16, "hardware": "8xH100-80GB"},
             "ep = 16: must divide the data-parallel ranks (8 % 16 = 8); nearest legal values: 8",
         ),
-        ({"model": MIXTRAL, "expert_parallel_size": 2, "method": "qlora"}, "ep = 2: does not go with qlora"),
-        ({"model": MIXTRAL, "expert_parallel_size": 2, "strategy": "zero0"}, "trains experts in fp32 only"),
+        ({"model": MIXTRAL, "expert_parallel_size": 2, "method": "qlora"}, "ep = 2: is not supported with qlora"),
+        ({"model": MIXTRAL, "expert_parallel_size": 2, "strategy": "zero0"}, "with ep requires fp32"),
         ({"pipeline_parallel_size": 8}, "the model has 4; nearest legal value: 4"),
         ({"pipeline_parallel_size": 3}, "pp = 3: must divide the ranks (8 % 3 = 2); nearest legal values: 2, 4"),
-        ({"pipeline_parallel_size": 3, "tensor_parallel_size": 4}, "of pp, nearest legal value: 2"),
+        ({"pipeline_parallel_size": 3, "tensor_parallel_size": 4}, "for pp, nearest legal value: 2"),
         (
             {"tensor_parallel_size": 8, "hardware": "8xH100-80GB"},
             "tp = 8: must divide the attention heads (12 % 8 = 4); nearest legal values: 4",
@@ -59,47 +59,47 @@ def refused(model=LLAMA, hardware="8xA100-80GB", **job) -> str:
         ),
         (
             {"model": replace(LLAMA, attention="eager"), "sequence_parallel_size": 2},
-            "attn_implementation = 'eager': cannot compute causal attention without a mask",
+            "attn_implementation = 'eager': requires a mask for causal attention",
         ),
         (
             {"model": replace(LLAMA, model_type="qwen3_next"), "sequence_parallel_size": 2},
-            "layers of qwen3_next carry a state",
+            "qwen3_next layers carry a state",
         ),
         (
             {"model": replace(LLAMA, layer_types=("full_attention", "linear_attention")), "sequence_parallel_size": 2},
-            "layers linear_attention carry a state",
+            "linear_attention layers carry a state",
         ),
         (
             {"model": replace(LLAMA, layer_types=("full_attention", "linear_attention")), "context_parallel_size": 2},
-            "expresses full causal attention alone, and the model has linear_attention",
+            "requires full causal attention, but the model has linear_attention layers",
         ),
         ({"model": replace(LLAMA, rope_type="dynamic"), "sequence_parallel_size": 2}, "rope_type = 'dynamic'"),
-        ({"model": MIXTRAL, "tensor_parallel_size": 2}, "AutoTP refuses mixtures of experts"),
+        ({"model": MIXTRAL, "tensor_parallel_size": 2}, "AutoTP does not support mixtures of experts"),
         (
             {"pipeline_parallel_size": 2, "strategy": "zero2"},
-            "zero_optimization.stage = 2: pipelines run with ZeRO stage 0 or 1",
+            "zero_optimization.stage = 2: pipelines require ZeRO stage 0 or 1",
         ),
         ({"pipeline_parallel_size": 2, "strategy": "zero3"}, "nearest legal value: 1"),
-        ({"context_parallel_size": 2, "strategy": "zero1"}, "cp = 2: runs on FSDP2 and not on deepspeed"),
+        ({"context_parallel_size": 2, "strategy": "zero1"}, "cp = 2: requires FSDP2, not deepspeed"),
         ({"context_parallel_size": 2, "seq_len_tokens": 4098}, "must be a multiple of 2 * cp (4098 % 4 = 2)"),
         (
             {"tensor_parallel_size": 2, "strategy": "fsdp2"},
-            "cannot run with FSDP2: accelerate 1.15.0 imports a class that transformers 5.17.0 does not have",
+            "is not supported with FSDP2: accelerate 1.15.0 imports a class that transformers 5.17.0 does not have",
         ),
-        ({"pipeline_parallel_size": 2, "sequence_parallel_size": 2}, "sp = 2: excludes pp = 2"),
-        ({"context_parallel_size": 2, "sequence_parallel_size": 2}, "does not combine with cp = 2"),
-        ({"tensor_parallel_size": 2, "method": "lora"}, "does not go with lora"),
-        ({"sequence_parallel_size": 2, "strategy": "ddp"}, "runs on DeepSpeed"),
-        ({"pipeline_parallel_size": 2, "precision": "fp16"}, "pp = 2: does not run in fp16"),
-        ({"pipeline_parallel_size": 2, "loss": "chunked"}, "pp = 2: does not run with a chunked loss"),
+        ({"pipeline_parallel_size": 2, "sequence_parallel_size": 2}, "sp = 2: cannot be combined with pp = 2"),
+        ({"context_parallel_size": 2, "sequence_parallel_size": 2}, "cannot be combined with cp = 2"),
+        ({"tensor_parallel_size": 2, "method": "lora"}, "is not supported with lora"),
+        ({"sequence_parallel_size": 2, "strategy": "ddp"}, "requires DeepSpeed"),
+        ({"pipeline_parallel_size": 2, "precision": "fp16"}, "pp = 2: is not supported in fp16"),
+        ({"pipeline_parallel_size": 2, "loss": "chunked"}, "pp = 2: is not supported with a chunked loss"),
         ({"tensor_parallel_size": 0}, "tensor_parallel_size = 0: must be an integer from 1"),
-        ({"zero_quantized_gradients": True}, "has an effect only with ZeRO-3 on several nodes"),
-        ({"zero_quantized_weights": True, "strategy": "zero2"}, "has an effect only with ZeRO-3"),
-        ({"zero_quantized_weights": True, "tensor_parallel_size": 2}, "runs with ZeRO stages 0 to 2, not 3"),
-        ({"zero_quantized_weights": True, "context_parallel_size": 2}, "runs on FSDP2 and not on deepspeed"),
+        ({"zero_quantized_gradients": True}, "requires ZeRO-3 on several nodes"),
+        ({"zero_quantized_weights": True, "strategy": "zero2"}, "requires ZeRO-3"),
+        ({"zero_quantized_weights": True, "tensor_parallel_size": 2}, "requires ZeRO stage 0 to 2, not 3"),
+        ({"zero_quantized_weights": True, "context_parallel_size": 2}, "requires FSDP2, not deepspeed"),
     ],
 )
-def test_bad_sizes_are_refused_at_plan_time(settings_, expected):
+def test_planning_rejects_illegal_sizes(settings_, expected):
     assert expected in refused(**settings_)
 
 
@@ -110,7 +110,7 @@ def test_bad_sizes_are_refused_at_plan_time(settings_, expected):
     batch=st.one_of(st.none(), st.integers(1, 40)),
 )
 @settings(max_examples=60, deadline=None)
-def test_fixed_sizes_are_planned_or_refused_and_never_changed(tp, sp, pp, batch):
+def test_planning_never_changes_fixed_sizes(tp, sp, pp, batch):
     job = TrainingJob(
         tensor_parallel_size=tp,
         sequence_parallel_size=sp,
@@ -121,7 +121,7 @@ def test_fixed_sizes_are_planned_or_refused_and_never_changed(tp, sp, pp, batch)
     try:
         strategy = make_plan(LLAMA, parse_hardware("12xA100-80GB"), job).chosen.strategy
     except UsageError as error:
-        assert error.faults
+        assert error.errors
         return
     assert (strategy.tp, strategy.sp, strategy.pp) == (tp, sp, pp)
     assert strategy.world_size == 12
@@ -134,11 +134,11 @@ def test_fixed_sizes_are_planned_or_refused_and_never_changed(tp, sp, pp, batch)
         ({"tensor_parallel": {"autotp_size": 3}}, "must divide the 8 ranks"),
         (
             {"tensor_parallel": {"autotp_size": 2}, "zero_optimization": {"stage": 3}},
-            "runs with ZeRO stages 0 to 2; the stage is 3",
+            "requires ZeRO stage 0 to 2; the stage is 3",
         ),
         (
             {"tensor_parallel": {"autotp_size": 2}, "expert_parallel": {"enabled": True, "autoep_size": 2}},
-            "AutoTP refuses mixtures of experts",
+            "AutoTP does not support mixtures of experts",
         ),
         ({"expert_parallel": {"enabled": True, "autoep_size": 16}}, "must divide the 8 ranks"),
         ({"expert_parallel": {"autoep_size": 2}}, "AutoEP is not enabled"),
@@ -147,7 +147,7 @@ def test_fixed_sizes_are_planned_or_refused_and_never_changed(tp, sp, pp, batch)
                 "expert_parallel": {"enabled": True, "autoep_size": 2},
                 "zero_optimization": {"stage": 3, "zero_hpz_partition_size": 4},
             },
-            "AutoEP refuses it at stage 3",
+            "is not supported with AutoEP at stage 3",
         ),
     ],
 )
@@ -160,7 +160,7 @@ def test_check_knows_the_sections(sections, expected):
         **sections,
     }
     findings = check_text(json.dumps(config), filename="ds_config.json", world_size=8, uses_transformers=True)
-    assert any(expected in str(finding.fault) for finding in findings), [str(finding.fault) for finding in findings]
+    assert any(expected in str(finding.error) for finding in findings), [str(finding.error) for finding in findings]
 
 
 @pytest.mark.parametrize(
@@ -177,10 +177,10 @@ def test_check_knows_the_sections(sections, expected):
         ({"attention_window_tokens": 8}, "use cp = 1, or sp with DeepSpeed and flash_attention_2"),
     ],
 )
-def test_sequence_parallelism_is_named_only_where_it_runs(facts, instead):
-    (fault,) = context_parallel_faults(context_parallel_size=2, engine="fsdp2", world_size=4, **facts)
-    assert fault.fix == instead
+def test_suggests_sequence_parallelism_only_where_supported(facts, instead):
+    (error,) = rule_errors(context_parallel_errors, cp=2, engine="fsdp2", world_size=4, **facts)
+    assert error.fix == instead
     attention = "flash_attention_2" if instead.endswith("flash_attention_2") else "sdpa"
-    sharing = {"sequence_parallel_size": 2, "num_attention_heads": 4, "num_key_value_heads": 4, "attention": attention}
-    runs = not sequence_parallel_faults(engine="deepspeed", world_size=4, **sharing, **facts)
+    sharing = {"sp": 2, "num_attention_heads": 4, "num_key_value_heads": 4, "attention": attention}
+    runs = not rule_errors(sequence_parallel_errors, world_size=4, **sharing, **facts)
     assert runs == ("sp with DeepSpeed" in instead)

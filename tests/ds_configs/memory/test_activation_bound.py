@@ -1,4 +1,4 @@
-"""The upper bound from a model's structure: above every stored family, grows with what it depends on, and says so."""
+"""The upper bound from a model's structure exceeds every stored family, grows with its inputs, and is reported."""
 
 from __future__ import annotations
 
@@ -10,15 +10,19 @@ from typing import Any, get_args
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from shardwright.ds_configs.memory.activation_bound import bounded_activations
-from shardwright.ds_configs.memory.activation_source import activations_are_stored, cached_activations
-from shardwright.ds_configs.memory.activations import Attention, Mode, estimate_activations
+from shardwright.ds_configs.memory.activations import (
+    Attention,
+    Mode,
+    activations_are_stored,
+    bounded_activations,
+    cached_activations,
+    estimate_activations,
+)
 from shardwright.ds_configs.models.families import model_spec_from_config
 from shardwright.ds_configs.plan.plan import Plan
 from shardwright.ds_configs.specs.errors import UsageError
 from shardwright.ds_configs.specs.job import TrainingJob
 from shardwright.ds_configs.specs.model import ModelSpec
-from shardwright.plugins.activations import request
 from shardwright.plugins.planning.from_names import plan
 from shardwright.plugins.planning.models import load_model_spec
 
@@ -92,6 +96,7 @@ def test_no_stored_family_needs_more(
     bound = bounded_activations(windowed, job, micro_batch_size=batch, mode=mode)
     traced = estimate_activations(
         family=model.model_type,
+        release=model.release,
         dimensions=model.dimensions,
         micro_batch_size=batch,
         seq_len_tokens=length,
@@ -127,47 +132,35 @@ def written(directory: Path, config: dict[str, Any]) -> str:
     return str(path)
 
 
-def test_a_family_without_coefficients_plans_at_once_and_the_plan_says_so(tmp_path: Path) -> None:
+def test_plan_of_family_without_coefficients_reports_upper_bound(tmp_path: Path) -> None:
     notes: list[str] = []
     made = plan(written(tmp_path, SMALL_MT5), "8xA100-80GB", calibration=None, notify=notes.append)
     assert made.activations == "upper bound"
-    assert any("upper bound" in note and "--trace-activations" in note for note in notes)
+    assert any("upper bound" in note for note in notes)
     assert made.to_dict()["activations"] == "upper bound"
     made.write(tmp_path / "plan")
     assert Plan.load(tmp_path / "plan") == made
 
 
-def test_a_failed_trace_leaves_the_upper_bound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fails(*_: object, **__: object) -> None:
-        raise request.ActivationTraceError("model_type = 'mt5': its activations could not be traced (RuntimeError)")
-
-    monkeypatch.setattr(request, "trace_model", fails)
-    notes: list[str] = []
-    path = written(tmp_path, SMALL_MT5)
-    made = plan(path, "8xA100-80GB", calibration=None, trace_activations=True, notify=notes.append)
-    assert made.activations == "upper bound"
-    assert any("could not be traced" in note for note in notes)
-
-
-def test_what_has_no_bound_is_refused_with_its_reason(tmp_path: Path) -> None:
+def test_model_without_bound_is_rejected_with_reason(tmp_path: Path) -> None:
     config = {"model_type": "convnext", "architectures": ["ConvNextForImageClassification"]}
-    with pytest.raises(UsageError, match=r"gives no upper bound: convnext.* convolves"):
+    with pytest.raises(UsageError, match=r"no upper bound can be computed: convnext.* has convolutions"):
         plan(written(tmp_path, config), "8xA100-80GB", calibration=None)
 
 
-def test_sequences_end_where_the_model_does(tmp_path: Path) -> None:
+def test_default_sequence_length_is_the_model_maximum(tmp_path: Path) -> None:
     notes: list[str] = []
     config = {"model_type": "gpt2", "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 1024, "vocab_size": 500}
     made = plan(written(tmp_path, config), "8xA100-80GB", calibration=None, notify=notes.append)
     assert made.job.seq_len_tokens == 1024
-    assert any("1024 tokens" in note for note in notes)
+    assert any("sequence length 1024" in note for note in notes)
 
 
 @pytest.mark.parametrize(
     ("change", "heads"),
     [({}, 1), ({"multi_query": False}, 8), ({"new_decoder_architecture": True, "num_kv_heads": 2}, 2)],
 )
-def test_falcon_has_the_key_value_heads_that_it_computes(tmp_path: Path, change: dict[str, Any], heads: int) -> None:
+def test_falcon_counts_computed_key_value_heads(tmp_path: Path, change: dict[str, Any], heads: int) -> None:
     config = {"model_type": "falcon", "architectures": ["FalconForCausalLM"], "hidden_size": 64, "vocab_size": 128}
     config |= {"num_hidden_layers": 2, "num_attention_heads": 8}
     spec = load_model_spec(written(tmp_path, config | change)).spec

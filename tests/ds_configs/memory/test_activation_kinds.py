@@ -7,19 +7,27 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from shardwright.ds_configs.memory import activation_kinds
-from shardwright.ds_configs.memory.activation_bound import BOUND_SOURCE, bounded_activations
-from shardwright.ds_configs.memory.activation_kinds import estimate_kinds, layer_counts, load_kind_families
-from shardwright.ds_configs.memory.activation_source import activations_are_stored, cached_activations
-from shardwright.ds_configs.memory.activations import Adapter, Mode
+from planning import RELEASE
+from shardwright.ds_configs.memory import activations as activation_kinds
+from shardwright.ds_configs.memory.activations import (
+    BOUND_SOURCE,
+    Adapter,
+    Mode,
+    activations_are_stored,
+    bounded_activations,
+    cached_activations,
+    estimate_kinds,
+    layer_counts,
+    load_kind_families,
+)
 from shardwright.ds_configs.specs.job import TrainingJob
-from shardwright.ds_configs.specs.strategy import Strategy
-from shardwright.plugins.activations.kind_families import KIND_FAMILIES, taking_turns
-from shardwright.plugins.activations.kind_models import KindShape, config_at, drawn_shapes, run_shape
-from shardwright.plugins.activations.kinds import independent_features
+from shardwright.ds_configs.specs.layout import Layout
 from shardwright.plugins.transformers.meta_model import model_spec_from_meta
+from shardwright.tools.activations.kind_families import KIND_FAMILIES, taking_turns
+from shardwright.tools.activations.kind_models import KindShape, config_at, drawn_shapes, run_shape
+from shardwright.tools.activations.kinds import independent_features
 
-STORED = sorted(load_kind_families()["families"])
+STORED = sorted(load_kind_families(RELEASE)["families"])
 
 
 def fresh_shape(architecture: str, adapter: Adapter = "none") -> KindShape:
@@ -71,7 +79,7 @@ def assert_run_matches(architecture: str, mode: Mode, adapter: Adapter, *, check
 
 @pytest.mark.trace
 @pytest.mark.parametrize("architecture", STORED)
-def test_real_runs_of_new_shapes_and_depths_take_the_estimated_bytes(architecture: str) -> None:
+def test_measured_bytes_of_new_shapes_and_depths_match_estimate(architecture: str) -> None:
     assert_run_matches(architecture, "bf16", "none", checkpointing=False)
 
 
@@ -80,7 +88,7 @@ def test_real_runs_of_new_shapes_and_depths_take_the_estimated_bytes(architectur
     ("architecture", "mode", "adapter"),
     [("BertForMaskedLM", "bf16_autocast", "none"), ("GptOssForCausalLM", "bf16", "lora_all_linear")],
 )
-def test_checkpointed_runs_take_the_estimated_bytes(architecture: str, mode: Mode, adapter: Adapter) -> None:
+def test_measured_bytes_of_checkpointed_runs_match_estimate(architecture: str, mode: Mode, adapter: Adapter) -> None:
     assert_run_matches(architecture, mode, adapter, checkpointing=True)
 
 
@@ -88,7 +96,7 @@ def test_checkpointed_runs_take_the_estimated_bytes(architecture: str, mode: Mod
 def test_every_layer_is_of_one_kind_and_stays_below_the_bound(architecture: str) -> None:
     depths = deep(architecture)
     spec, job = asked(architecture, depths), TrainingJob(seq_len_tokens=48)
-    family = load_kind_families()["families"][architecture]
+    family = load_kind_families(RELEASE)["families"][architecture]
     assert layer_counts(spec, family["kinds"]) == depths
     stored = cached_activations(spec, job)(2, "bf16")
     assert not stored.source.startswith(BOUND_SOURCE)
@@ -96,7 +104,7 @@ def test_every_layer_is_of_one_kind_and_stays_below_the_bound(architecture: str)
     assert 0 < stored.checkpointed_bytes_per_layer < stored.saved_bytes_per_layer <= bound.saved_bytes_per_layer
 
 
-def test_tokens_of_llama_4_pass_through_all_experts_whatever_is_chosen() -> None:
+def test_llama_4_counts_all_experts_per_token() -> None:
     depths = {"dense": 1, "chunked": 3, "full": 1}
     spec = asked("Llama4ForCausalLM", depths, num_local_experts=16, num_experts_per_tok=1)
     stored = cached_activations(spec, TrainingJob(seq_len_tokens=48))(2, "bf16")
@@ -104,26 +112,26 @@ def test_tokens_of_llama_4_pass_through_all_experts_whatever_is_chosen() -> None
     assert stored.saved_bytes_per_layer <= bound.saved_bytes_per_layer < 2 * stored.saved_bytes_per_layer
 
 
-def test_other_operators_than_the_traced_ones_have_the_bound() -> None:
+def test_untraced_operators_use_the_upper_bound() -> None:
     spec = asked("BertForMaskedLM", {"layer": 2}, hidden_act="gelu_new")
     assert not activations_are_stored(spec, TrainingJob(seq_len_tokens=48))
     assert cached_activations(spec, TrainingJob(seq_len_tokens=48))(1, "bf16").source.startswith(BOUND_SOURCE)
 
 
-def test_a_layout_is_stored_where_its_own_precision_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    stored = copy.deepcopy(load_kind_families())
+def test_layout_is_stored_if_its_precision_mode_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    stored = copy.deepcopy(load_kind_families(RELEASE))
     del stored["families"]["DeepseekV2ForCausalLM"]["tables"]["bf16_autocast"]
-    monkeypatch.setattr(activation_kinds, "load_kind_families", lambda: stored)
+    monkeypatch.setattr(activation_kinds, "load_kind_families", lambda _: stored)
     spec, job = asked("DeepseekV2ForCausalLM", {"dense": 1, "routed": 2}), TrainingJob(seq_len_tokens=47)
-    assert activations_are_stored(spec, job, Strategy(engine="fsdp2", dp_shard=2))
-    assert not activations_are_stored(spec, job, Strategy(engine="ddp", dp_replicate=2))
+    assert activations_are_stored(spec, job, Layout(engine="fsdp2", dp_shard=2))
+    assert not activations_are_stored(spec, job, Layout(engine="ddp", dp_replicate=2))
     assert not activations_are_stored(spec, job)
 
 
-def test_features_that_others_make_up_are_left_out() -> None:
+def test_redundant_features_are_omitted() -> None:
     rows = [{"a": 1, "b": size, "c": size + 1, "d": 0, "e": size**2} for size in range(2, 9)]
     assert independent_features(["a", "b", "c", "d", "e"], rows) == ["a", "b", "e"]
 
 
-def test_kinds_take_turns_and_end_with_one_of_each() -> None:
+def test_layer_kinds_alternate_and_end_with_one_of_each() -> None:
     assert taking_turns({"linear": 3, "full": 2}) == ["linear", "linear", "full", "linear", "full"]

@@ -11,8 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from measuring import LLAMA_8B, measurement_of, plan_on, run_of
 from shardwright.cli.show import memory_bar
-from shardwright.ds_configs.memory.calibration import Calibration, moved_factors
-from shardwright.ds_configs.memory.estimate import RESERVED_OVER_PREDICTED
+from shardwright.ds_configs.memory.estimate import RESERVED_OVER_PREDICTED, Calibration, moved_factors
 from shardwright.ds_configs.plan.measurement import (
     log_values,
     measured_run,
@@ -20,8 +19,7 @@ from shardwright.ds_configs.plan.measurement import (
     measurement_text,
     report_lines,
 )
-from shardwright.ds_configs.plan.plan import PlanDoesNotFitError, make_plan
-from shardwright.ds_configs.plan.plan_json import plan_from_dict, plan_to_dict
+from shardwright.ds_configs.plan.plan import PlanDoesNotFitError, make_plan, plan_from_dict, plan_to_dict
 from shardwright.ds_configs.specs.errors import RefusedInputError, UsageError
 from shardwright.ds_configs.specs.hardware import parse_hardware
 from shardwright.ds_configs.specs.job import TrainingJob
@@ -37,11 +35,11 @@ def width(ratios: list[float]) -> float:
     return high - low
 
 
-def test_without_runs_the_published_interval_stays() -> None:
+def test_published_interval_is_unchanged_without_runs() -> None:
     assert moved_factors(PUBLISHED, []) == PUBLISHED
 
 
-def test_one_run_counts_as_much_as_the_publication() -> None:
+def test_one_run_counts_as_much_as_the_published_interval() -> None:
     # The mean of 1.05 and of 1.007 * 0.95, 1.038 and 1.093 * 1.05.
     assert moved_factors(PUBLISHED, [1.05]) == pytest.approx((1.003325, 1.044, 1.098825))
     # (0.95665 + 2·1.02) / 3, (1.038 + 2·1.03) / 3, (1.14765 + 2·1.04) / 3
@@ -49,25 +47,25 @@ def test_one_run_counts_as_much_as_the_publication() -> None:
 
 
 @given(ratios=RATIOS)
-def test_every_observed_ratio_is_inside_and_the_order_holds(ratios: list[float]) -> None:
+def test_interval_contains_every_observed_ratio(ratios: list[float]) -> None:
     low, middle, high = moved_factors(PUBLISHED, ratios)
     assert low <= min(ratios) and max(ratios) <= high
     assert low - CLOSE <= middle <= high + CLOSE
 
 
 @given(ratios=RATIOS, share=st.floats(0, 1))
-def test_a_run_within_those_seen_never_widens(ratios: list[float], share: float) -> None:
+def test_ratio_within_observed_range_never_widens_interval(ratios: list[float], share: float) -> None:
     another = min(max(min(ratios) + share * (max(ratios) - min(ratios)), min(ratios)), max(ratios))
     assert width([*ratios, another]) <= width(ratios) + CLOSE
 
 
 @given(ratios=RATIOS)
-def test_many_runs_leave_nothing_of_the_publication(ratios: list[float]) -> None:
+def test_many_runs_replace_the_published_interval(ratios: list[float]) -> None:
     low, middle, high = moved_factors(PUBLISHED, ratios * 20_000)
     assert (low, middle, high) == pytest.approx((min(ratios), sum(ratios) / len(ratios), max(ratios)), abs=1e-4)
 
 
-def test_plans_without_fitting_runs_are_the_same() -> None:
+def test_runs_on_other_hardware_do_not_change_plans() -> None:
     plain = plan_on()
     others = (run_of(plan_on("8xA100-80GB")), replace(run_of(plain), architecture="GPT2LMHeadModel"))
     for calibration in (None, Calibration(runs=()), Calibration(runs=others)):
@@ -76,7 +74,7 @@ def test_plans_without_fitting_runs_are_the_same() -> None:
         assert make_plan(plain.model, plain.hardware, asked, calibration=calibration) == plain
 
 
-def test_plans_count_the_runs_and_move_with_them() -> None:
+def test_plans_report_runs_and_adjust_interval() -> None:
     plain = plan_on()
     runs = tuple(replace(run_of(plain, ratio), identifier=f"{ratio:064f}") for ratio in (1.02, 1.03, 1.04))
     moved = make_plan(plain.model, plain.hardware, plain.job, calibration=Calibration(runs=runs))
@@ -87,13 +85,13 @@ def test_plans_count_the_runs_and_move_with_them() -> None:
     # high: (1.14765 + 3·1.04) / 4 = 1.0669125 of the tensors, where the publication says 1.093 * 1.05 = 1.14765
     assert before.high_bytes - after.high_bytes == pytest.approx(before.allocated_bytes * 0.0807375, rel=1e-3)
     assert sum(after.terms.values()) == after.peak_bytes
-    assert moved.chosen.reason.endswith("; interval from 3 measured runs on H100-80GB.")
-    assert "interval from" not in plain.chosen.reason
+    assert "The memory interval comes from 3 measured runs on H100-80GB." in moved.chosen.reason
+    assert "measured run" not in plain.chosen.reason
     one = make_plan(plain.model, plain.hardware, plain.job, calibration=Calibration(runs=runs[:1]))
-    assert one.chosen.reason.endswith("; interval from 1 measured run on H100-80GB.")
+    assert "The memory interval comes from 1 measured run on H100-80GB." in one.chosen.reason
 
 
-def test_runs_that_stayed_under_the_prediction_lower_the_peak_below_the_tensors() -> None:
+def test_runs_below_prediction_lower_peak_below_tensor_bytes() -> None:
     plain = plan_on()
     moved = make_plan(plain.model, plain.hardware, plain.job, calibration=Calibration(runs=(run_of(plain, 0.8),)))
     gpu = moved.chosen.memory.gpu
@@ -158,7 +156,7 @@ def test_a_measurement_survives_its_file() -> None:
     assert json.loads(text)["plan"]["job"]["teacher"] == "meta-llama/Llama-3.1-8B"
 
 
-def test_the_fullest_rank_and_the_slowest_step_count() -> None:
+def test_fullest_rank_and_slowest_step_are_used() -> None:
     plan = plan_on()
     measurement = measurement_of(plan, 1.03)
     run = measured_run(measurement)
@@ -185,7 +183,7 @@ def change_rank(**values: Any) -> Any:
         (lambda data: data.pop("schema_version"), ["is not a measurement"]),
         (lambda data: data.update(surprise=1), ["surprise = 1"]),
         (lambda data: data.update(measured=[]), ["measured"]),
-        (lambda data: data["measured"].pop(0), ["must hold each rank once, in order"]),
+        (lambda data: data["measured"].pop(0), ["must list each rank once, in order"]),
         (lambda data: data["predicted"].update(allocated_bytes=0), ["predicted.allocated_bytes = 0"]),
         (lambda data: data["predicted"].update(peak_bytes="much"), ["predicted.peak_bytes = 'much'"]),
         (lambda data: data["plan"].update(gpu=""), ["plan.gpu = ''"]),
@@ -196,22 +194,22 @@ def change_rank(**values: Any) -> Any:
         (change_rank(peak_reserved_bytes=True), ["measured.0.peak_reserved_bytes = True"]),
     ],
 )
-def test_damaged_measurements_are_refused_with_every_fault(change: Any, messages: list[str]) -> None:
+def test_damaged_measurements_are_rejected_with_all_errors(change: Any, messages: list[str]) -> None:
     data = json.loads(measurement_text(measurement_of(plan_on())))
     change(data)
     with pytest.raises(RefusedInputError) as refused:
         measurement_from_text(json.dumps(data).encode(), source="file")
-    assert len(refused.value.faults) == len(messages)
+    assert len(refused.value.errors) == len(messages)
     assert all(message in str(refused.value) for message in messages)
 
 
 @pytest.mark.parametrize("text", [b"", b"{", b"[]", b"null", b"\xff\xfe", b"[" * 100_000, b" " * (16 * 2**20 + 1)])
-def test_what_is_no_measurement_is_refused(text: bytes) -> None:
+def test_file_that_is_not_a_measurement_is_rejected(text: bytes) -> None:
     with pytest.raises(RefusedInputError):
         measurement_from_text(text, source="file")
 
 
-def test_runs_that_teach_nothing_are_refused() -> None:
+def test_runs_unusable_for_calibration_are_rejected() -> None:
     plan = plan_on()
     on_cpu = replace(
         measurement_of(plan).measured[0], device="cpu", peak_allocated_bytes=None, peak_reserved_bytes=None
@@ -221,7 +219,7 @@ def test_runs_that_teach_nothing_are_refused() -> None:
         measured_run(replace(measurement, measured=(on_cpu, *measurement.measured[1:])))
     with pytest.raises(UsageError, match="run: ranks was 4") as refused:
         measured_run(replace(measurement, differences=("ranks was 4, the plan says 8", "optim was sgd")))
-    assert len(refused.value.faults) == 2
+    assert len(refused.value.errors) == 2
     for ratio in (0.3, 2.5):
-        with pytest.raises(UsageError, match=r"must be within 0\.5 and 2\.0"):
+        with pytest.raises(UsageError, match=r"must be from 0\.5 to 2\.0"):
             run_of(plan, ratio)

@@ -9,18 +9,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from planning import llama, no_activations, public_model
-from shardwright.ds_configs.memory.buffers import buffer_terms, default_zero_options
-from shardwright.ds_configs.memory.estimate import estimate_memory
-from shardwright.ds_configs.memory.host_memory import estimate_host_memory, pinned_block_bytes
-from shardwright.ds_configs.memory.model_states import model_state_terms
-from shardwright.ds_configs.memory.moments import fullest_by_phase
-from shardwright.ds_configs.memory.partitions import whole_tensors_of_partitions
-from shardwright.ds_configs.memory.rank_parameters import engine_parameters, rank_parameters
+from shardwright.ds_configs.memory.estimate import estimate_host_memory, estimate_memory, pinned_block_bytes
+from shardwright.ds_configs.memory.model_states import (
+    buffer_terms,
+    default_zero_options,
+    model_state_terms,
+    whole_tensors_of_partitions,
+)
+from shardwright.ds_configs.memory.rank_parameters import engine_parameters, fullest_by_phase, rank_parameters
 from shardwright.ds_configs.memory.terms import TERM_MEANINGS
 from shardwright.ds_configs.specs.hardware import parse_hardware
 from shardwright.ds_configs.specs.job import TrainingJob
+from shardwright.ds_configs.specs.layout import Layout, ZeroOptions
 from shardwright.ds_configs.specs.model import lora_parameter_count
-from shardwright.ds_configs.specs.strategy import Strategy, ZeroOptions
 
 MODEL = llama(num_hidden_layers=8, hidden_size=512, intermediate_size=1536, vocab_size=4000)
 PARAMETERS = MODEL.parameter_count
@@ -46,11 +47,11 @@ FP32_ACCUMULATION = {
 }
 
 
-def strategy_of(name: str, ranks: int, **changes) -> Strategy:
+def strategy_of(name: str, ranks: int, **changes) -> Layout:
     if name.startswith("zero"):
         stage = int(name[4])
         sharded = stage > 0
-        return Strategy(
+        return Layout(
             engine="deepspeed",
             zero_stage=stage,
             dp_shard=ranks if sharded else 1,
@@ -58,11 +59,11 @@ def strategy_of(name: str, ranks: int, **changes) -> Strategy:
             **changes,
         )
     if name == "fsdp2":
-        return Strategy(engine="fsdp2", dp_shard=ranks, **changes)
-    return Strategy(engine=name, dp_replicate=ranks, **changes)
+        return Layout(engine="fsdp2", dp_shard=ranks, **changes)
+    return Layout(engine=name, dp_replicate=ranks, **changes)
 
 
-def state_bytes(strategy: Strategy, job: TrainingJob, model=MODEL) -> dict[str, float]:
+def state_bytes(strategy: Layout, job: TrainingJob, model=MODEL) -> dict[str, float]:
     """Bytes per trainable parameter by phase."""
     parameters = rank_parameters(model, job)
     phases = fullest_by_phase(model_state_terms(strategy, model, job, parameters))
@@ -126,8 +127,8 @@ def test_offloaded_states_on_the_host(stage, ranks):
     strategy = strategy_of(f"zero{stage}", ranks, offload_optimizer="cpu")
     parameters = rank_parameters(MODEL, job)
 
-    def offloaded(strategy: Strategy) -> float:
-        from shardwright.ds_configs.memory.host_memory import offload_terms
+    def offloaded(strategy: Layout) -> float:
+        from shardwright.ds_configs.memory.estimate import offload_terms
 
         terms = offload_terms(strategy, MODEL, job, parameters)
         staging = 2 * parameters.largest_trainable if stage == 2 else 0
@@ -173,7 +174,7 @@ def test_qlora_weights_take_about_half_a_byte():
 
 
 @pytest.mark.parametrize("layout", ["zero3", "fsdp2"])
-def test_codes_of_4_bit_weights_are_divided_and_scales_are_not(layout):
+def test_4_bit_weights_are_sharded_but_their_scales_are_not(layout):
     """A byte for 64 weights, an fp32 for each 256 of these and tables of each tensor stay on every rank."""
     model, job = public_model("meta-llama/Llama-3.1-70B"), TrainingJob(method="qlora")
     parameters = rank_parameters(model, job)
@@ -204,7 +205,7 @@ def test_4_bit_weights_are_gathered_packed_with_their_adapters(layout):
     assert gathered["gathered_parameters"] <= 2 * (live + zero.stage3_prefetch_bucket_size)
 
 
-def test_stage3_gathers_the_whole_expert_stack():
+def test_stage3_gathers_all_experts_of_a_layer():
     mixtral = public_model("mistralai/Mixtral-8x7B-v0.1")
     job = TrainingJob()
     strategy = strategy_of("zero3", 8, zero=default_zero_options(mixtral, job, stage=3))
@@ -214,7 +215,7 @@ def test_stage3_gathers_the_whole_expert_stack():
     assert terms["loss"] - states >= experts
 
 
-def test_stage3_leaves_experts_to_autograd_until_their_layer_is_done():
+def test_autograd_keeps_gathered_experts_until_backward_under_stage3():
     """Views of released weights keep their storage; a layer that runs again saved none, nor do other engines' views."""
     mixtral = public_model("mistralai/Mixtral-8x7B-v0.1")
     job, layers, experts = TrainingJob(), 32, 3 * 8 * 4096 * 14336
@@ -293,7 +294,7 @@ def test_memory_rises_with_sequence_and_micro_batch(sequence, micro_batch, check
     hardware = parse_hardware("8xA100-80GB")
     strategy = strategy_of(name, 8, micro_batch_size=micro_batch, gradient_checkpointing=checkpointing)
 
-    def peak(strategy: Strategy, sequence: int) -> int:
+    def peak(strategy: Layout, sequence: int) -> int:
         return estimate_memory(strategy, MODEL, hardware, TrainingJob(seq_len_tokens=sequence)).gpu.high_bytes
 
     here = peak(strategy, sequence)
@@ -303,19 +304,19 @@ def test_memory_rises_with_sequence_and_micro_batch(sequence, micro_batch, check
 
 @given(optimizer=st.sampled_from(["adamw_torch_fused", "adamw_torch", "adamw_8bit", "sgd", "adafactor"]))
 @settings(max_examples=10, deadline=None)
-def test_smaller_optimizer_states_never_need_more(optimizer):
+def test_smaller_optimizer_states_never_need_more_memory(optimizer):
     job = TrainingJob(optimizer=optimizer)
     largest = state_bytes(strategy_of("zero2", 8), TrainingJob(optimizer="adamw_torch"))["step"]
     assert state_bytes(strategy_of("zero2", 8), job)["step"] <= largest
 
 
-def test_eight_bit_optimizers_keep_embeddings_in_32_bit_on_whole_parameters():
+def test_8_bit_optimizers_keep_32_bit_embedding_states_without_zero():
     job = TrainingJob(optimizer="adamw_8bit")
     model = public_model("meta-llama/Llama-3.1-8B")
     embedding, blockwise = 128256 * 4096, 2 * (1 + 4 / 256)
     parameters = rank_parameters(model, job)
 
-    def states(strategy: Strategy) -> int:
+    def states(strategy: Layout) -> int:
         return model_state_terms(strategy, model, job, parameters)["step"]["optimizer_states"]
 
     whole = blockwise * (model.parameter_count - embedding) + 8 * embedding
@@ -327,7 +328,7 @@ def test_adafactor_factors_matrices_but_not_flat_partitions():
     job = TrainingJob(optimizer="adafactor")
     parameters = rank_parameters(MODEL, job)
 
-    def states(strategy: Strategy) -> int:
+    def states(strategy: Layout) -> int:
         return model_state_terms(strategy, MODEL, job, parameters)["step"]["optimizer_states"]
 
     assert states(strategy_of("ddp", 4)) < 0.02 * PARAMETERS
@@ -343,7 +344,7 @@ def test_offload_keeps_a_buffer_of_the_largest_tensor(stage):
 
 
 @pytest.mark.parametrize("stage", [2, 3])
-def test_buckets_never_exceed_what_there_is_to_reduce(stage):
+def test_buckets_never_exceed_all_gradients(stage):
     job = TrainingJob(method="lora", lora_rank=8)
     trainable = rank_parameters(MODEL, job).trainable
     assert default_zero_options(MODEL, job, stage=stage).reduce_bucket_size <= trainable + 1
@@ -351,7 +352,7 @@ def test_buckets_never_exceed_what_there_is_to_reduce(stage):
 
 @pytest.mark.parametrize("name", ["zero0", "zero1", "zero2", "zero3", "ddp", "fsdp2"])
 @pytest.mark.parametrize("checkpointing", [False, True])
-def test_one_layer_is_the_first_and_the_last(name, checkpointing):
+def test_single_layer_is_first_and_last(name, checkpointing):
     model, job = llama(num_hidden_layers=1), TrainingJob(seq_len_tokens=64)
     strategy = strategy_of(name, 2, gradient_checkpointing=checkpointing)
     gpu = estimate_memory(strategy, model, parse_hardware("2xA100-80GB"), job).gpu

@@ -17,7 +17,7 @@ def stored() -> list[Row]:
     return rows(json.loads(MEASURED.read_text(encoding="utf-8")))
 
 
-def test_predictions_meet_the_metered_peaks() -> None:
+def test_predictions_match_measured_peaks() -> None:
     passed, sentence = verdict(stored())
     assert passed, sentence
     document = DOCUMENT.read_text(encoding="utf-8")
@@ -38,7 +38,7 @@ def test_every_legal_pair_of_values_occurs_in_the_grid() -> None:
     assert len(set(cases)) == len(cases)
 
 
-def test_eager_attention_meets_its_metered_peaks() -> None:
+def test_eager_attention_matches_measured_peaks() -> None:
     text, errors = eager_attention_memory.table(json.loads(eager_attention_memory.MEASURED.read_text(encoding="utf-8")))
     assert len(errors) == len(eager_attention_memory.cases())
     assert max(map(abs, errors)) < 0.03, text

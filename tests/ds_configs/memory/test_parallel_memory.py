@@ -12,18 +12,24 @@ from hypothesis import strategies as st
 from parallel_memory import DOCUMENT, MEASURED, TARGET_MEAN, case_table, fullest_rows, group_table, rows, verdict
 from parallel_memory_cases import LAYOUTS, STAGES, grid
 from planning import llama, no_activations, public_model
-from shardwright.ds_configs.memory.estimate import GpuMemory, estimate_memory
-from shardwright.ds_configs.memory.partitions import whole_tensors_of_partitions
-from shardwright.ds_configs.memory.pipeline_stages import forward_flops_per_token, pipeline_stages
-from shardwright.ds_configs.memory.rank_parameters import RankParameters, rank_parameters, share_parameters
-from shardwright.ds_configs.memory.shares import micro_batches_in_flight, rank_shares, stage_share
-from shardwright.ds_configs.memory.tensor_terms import share_moment_terms
+from shardwright.ds_configs.memory.estimate import GpuMemory, estimate_memory, share_moment_terms
+from shardwright.ds_configs.memory.model_states import whole_tensors_of_partitions
+from shardwright.ds_configs.memory.rank_parameters import (
+    RankParameters,
+    forward_flops_per_token,
+    micro_batches_in_flight,
+    pipeline_stages,
+    rank_parameters,
+    rank_shares,
+    share_parameters,
+    stage_share,
+)
 from shardwright.ds_configs.memory.terms import TERM_MEANINGS, TERM_ROLES
 from shardwright.ds_configs.specs.errors import UsageError
 from shardwright.ds_configs.specs.hardware import parse_hardware
 from shardwright.ds_configs.specs.job import TrainingJob
+from shardwright.ds_configs.specs.layout import Layout
 from shardwright.ds_configs.specs.model import ModelSpec
-from shardwright.ds_configs.specs.strategy import Strategy
 
 MODEL = llama()
 MIXTRAL = public_model("mistralai/Mixtral-8x7B-v0.1")
@@ -35,13 +41,13 @@ HARDWARE = parse_hardware("8xH100-80GB")
 def gpu_memory(
     model: ModelSpec = MODEL, *, seq_len_tokens: int = 512, precision: str = "bf16", **axes: int
 ) -> GpuMemory:
-    strategy = Strategy(**{"engine": "deepspeed", "zero_stage": 1, "micro_batch_size": 2, **axes})  # type: ignore[arg-type]
+    strategy = Layout(**{"engine": "deepspeed", "zero_stage": 1, "micro_batch_size": 2, **axes})  # type: ignore[arg-type]
     job = TrainingJob(seq_len_tokens=seq_len_tokens, precision=precision)  # type: ignore[arg-type]
     return estimate_memory(strategy, model, HARDWARE, job).gpu
 
 
 def share_of(model: ModelSpec, **axes: int) -> RankParameters:
-    return rank_parameters(model, TrainingJob(), Strategy(engine="deepspeed", zero_stage=1, **axes))
+    return rank_parameters(model, TrainingJob(), Layout(engine="deepspeed", zero_stage=1, **axes))
 
 
 @settings(deadline=None, max_examples=15)
@@ -53,7 +59,9 @@ def share_of(model: ModelSpec, **axes: int) -> RankParameters:
     checkpointing=st.booleans(),
     accumulation=st.integers(1, 5),
 )
-def test_more_tensor_parallel_ranks_never_need_more(layers, key_value_heads, tied, stage, checkpointing, accumulation):
+def test_more_tensor_parallel_ranks_never_need_more_memory(
+    layers, key_value_heads, tied, stage, checkpointing, accumulation
+):
     model = llama(num_hidden_layers=layers, num_key_value_heads=key_value_heads, tie_word_embeddings=tied)
     peaks = [
         gpu_memory(
@@ -68,8 +76,8 @@ def test_more_tensor_parallel_ranks_never_need_more(layers, key_value_heads, tie
     assert peaks == sorted(peaks, reverse=True)
 
 
-def test_tensor_parallelism_divides_layers_and_an_output_head_of_its_own():
-    share = rank_shares(Strategy(engine="deepspeed", zero_stage=1, tp=4), LLAMA_8B, TrainingJob())[0].model
+def test_tensor_parallelism_splits_layers_and_untied_head():
+    share = rank_shares(Layout(engine="deepspeed", zero_stage=1, tp=4), LLAMA_8B, TrainingJob())[0].model
     by_name = {parameter.name: parameter.shape for parameter in share.parameters}
     assert by_name["model.embed_tokens.weight"] == (128256, 4096)
     assert by_name["lm_head.weight"] == (128256 // 4, 4096)
@@ -86,7 +94,7 @@ def test_tensor_parallelism_divides_layers_and_an_output_head_of_its_own():
 
 def test_biases_follow_their_matrices():
     model = public_model("openai-community/gpt2")
-    share = rank_shares(Strategy(engine="deepspeed", zero_stage=1, tp=2), model, TrainingJob())[0].model
+    share = rank_shares(Layout(engine="deepspeed", zero_stage=1, tp=2), model, TrainingJob())[0].model
     by_name = {parameter.name: parameter.shape for parameter in share.parameters}
     assert by_name["transformer.h.*.mlp.c_fc.weight"] == (768, 3072 // 2)
     assert by_name["transformer.h.*.mlp.c_fc.bias"] == (3072 // 2,)
@@ -101,7 +109,7 @@ def test_biases_follow_their_matrices():
     tied=st.booleans(),
     data=st.data(),
 )
-def test_stages_hold_the_model_once_and_a_tied_embedding_twice(layers, vocabulary, tied, data):
+def test_stages_contain_model_once_and_tied_embedding_twice(layers, vocabulary, tied, data):
     model = llama(num_hidden_layers=layers, vocab_size=vocabulary, tie_word_embeddings=tied)
     pp = data.draw(st.integers(1, layers))
     stages = pipeline_stages(model, TrainingJob(), pp)
@@ -114,7 +122,7 @@ def test_stages_hold_the_model_once_and_a_tied_embedding_twice(layers, vocabular
 
 @settings(deadline=None, max_examples=15)
 @given(layers=st.integers(1, 9), vocabulary=st.sampled_from([500, 20_000, 300_000]), data=st.data())
-def test_no_cut_has_a_faster_slowest_stage(layers, vocabulary, data):
+def test_no_other_split_has_a_faster_slowest_stage(layers, vocabulary, data):
     model, job = llama(num_hidden_layers=layers, vocab_size=vocabulary), TrainingJob()
     pp = data.draw(st.integers(1, layers))
     layer, head = forward_flops_per_token(model, job)
@@ -127,7 +135,7 @@ def test_no_cut_has_a_faster_slowest_stage(layers, vocabulary, data):
     assert found <= min(slowest(borders) for borders in combinations(range(1, layers), pp - 1)) * (1 + 1e-9)
 
 
-def test_of_equally_fast_cuts_the_first_stages_which_keep_most_are_the_shorter():
+def test_equally_fast_splits_shorten_the_first_stages():
     counts = [stage.num_layers for stage in pipeline_stages(LLAMA_8B, TrainingJob(), 4)]
     assert sum(counts) == 32
     assert counts[0] < counts[1]
@@ -136,11 +144,11 @@ def test_of_equally_fast_cuts_the_first_stages_which_keep_most_are_the_shorter()
         pipeline_stages(MODEL, TrainingJob(), 5)
 
 
-def test_context_parallelism_gathers_keys_and_values_of_the_whole_sequence():
+def test_context_parallelism_gathers_keys_and_values_of_complete_sequence():
     length, moments = 8192, {}
     job = TrainingJob(seq_len_tokens=length)
     for cp in (1, 2, 4):
-        layout = Strategy(engine="fsdp2", cp=cp, dp_shard=8 // cp, micro_batch_size=1, gradient_checkpointing=True)
+        layout = Layout(engine="fsdp2", cp=cp, dp_shard=8 // cp, micro_batch_size=1, gradient_checkpointing=True)
         (share,) = rank_shares(layout, LLAMA_8B, job)
         moments[cp] = share_moment_terms(layout, share, job)
     gathered = 2 * 1024 * length * 2
@@ -150,12 +158,12 @@ def test_context_parallelism_gathers_keys_and_values_of_the_whole_sequence():
             assert moments[cp][moment][name] == pytest.approx(whole / cp + gathered, abs=1)
 
 
-def test_1f1b_keeps_as_many_micro_batches_as_stages_follow():
+def test_1f1b_keeps_one_micro_batch_per_following_stage():
     assert [micro_batches_in_flight(4, stage, 8) for stage in range(4)] == [4, 3, 2, 1]
     assert [micro_batches_in_flight(4, stage, 2) for stage in range(4)] == [2, 2, 2, 1]
 
 
-def test_the_fullest_stage_is_told_and_its_activations_grow_with_micro_batches_up_to_the_stages():
+def test_fullest_stage_is_reported_and_activations_grow_with_micro_batches():
     peaks = {m: gpu_memory(LLAMA_8B, pp=4, gradient_accumulation_steps=m, seq_len_tokens=8192) for m in (2, 4, 8)}
     assert peaks[2].allocated_bytes < peaks[4].allocated_bytes == peaks[8].allocated_bytes
     assert peaks[8].stage == 0
@@ -163,7 +171,7 @@ def test_the_fullest_stage_is_told_and_its_activations_grow_with_micro_batches_u
     assert gpu_memory().stage is None
 
 
-def test_the_last_stage_is_the_fullest_where_logits_rule():
+def test_last_stage_is_fullest_if_logits_dominate():
     model = llama(vocab_size=200_000, num_hidden_layers=8)
     memory = gpu_memory(model, pp=2, gradient_accumulation_steps=2, seq_len_tokens=256)
     assert memory.stage == 1
@@ -171,15 +179,15 @@ def test_the_last_stage_is_the_fullest_where_logits_rule():
 
 
 def test_pipeline_parameters_are_those_of_the_fullest_stage():
-    shares = rank_shares(Strategy(engine="deepspeed", zero_stage=1, pp=2), MODEL, TrainingJob())
+    shares = rank_shares(Layout(engine="deepspeed", zero_stage=1, pp=2), MODEL, TrainingJob())
     assert share_of(MODEL, pp=2).trainable == max(share.model.parameter_count for share in shares)
     assert rank_parameters(MODEL, TrainingJob()).trainable == MODEL.parameter_count
-    assert rank_parameters(MODEL, TrainingJob(), Strategy(engine="ddp")) == rank_parameters(MODEL, TrainingJob())
+    assert rank_parameters(MODEL, TrainingJob(), Layout(engine="ddp")) == rank_parameters(MODEL, TrainingJob())
 
 
 @pytest.mark.parametrize(("dp_shard", "ep"), [(2, 2), (8, 2), (8, 4), (8, 8)])
-def test_expert_parallelism_divides_experts_and_leaves_their_shards_as_large(dp_shard, ep):
-    strategy = Strategy(engine="deepspeed", zero_stage=2, dp_shard=dp_shard, ep=ep)
+def test_expert_parallelism_splits_experts_but_not_their_state_shards(dp_shard, ep):
+    strategy = Layout(engine="deepspeed", zero_stage=2, dp_shard=dp_shard, ep=ep)
     experts = sum(parameter.total for parameter in MIXTRAL.parameters if parameter.kind == "experts")
     share = rank_parameters(MIXTRAL, TrainingJob(), strategy)
     assert share.trainable == MIXTRAL.parameter_count - experts + experts // ep
@@ -189,8 +197,8 @@ def test_expert_parallelism_divides_experts_and_leaves_their_shards_as_large(dp_
     assert share.state_shard(8 * share.trainable, strategy) == pytest.approx(8 * share.shard(strategy), abs=1)
 
 
-def test_expert_partitions_are_cut_for_the_ranks_that_hold_the_same_experts():
-    strategy = Strategy(engine="deepspeed", zero_stage=1, dp_shard=4, ep=2)
+def test_expert_partitions_cover_ranks_with_the_same_experts():
+    strategy = Layout(engine="deepspeed", zero_stage=1, dp_shard=4, ep=2)
     local = rank_shares(strategy, MIXTRAL, TrainingJob())[0].model
     held = whole_tensors_of_partitions(local, 4, 2)
     assert len(held) == 4
@@ -201,7 +209,7 @@ def test_expert_partitions_are_cut_for_the_ranks_that_hold_the_same_experts():
 
 @settings(deadline=None, max_examples=15)
 @given(stage=st.sampled_from([1, 2]), checkpointing=st.booleans(), accumulation=st.integers(1, 4))
-def test_more_expert_parallel_ranks_never_need_more(stage, checkpointing, accumulation):
+def test_more_expert_parallel_ranks_never_need_more_memory(stage, checkpointing, accumulation):
     peaks = [
         gpu_memory(
             MIXTRAL,
@@ -217,7 +225,7 @@ def test_more_expert_parallel_ranks_never_need_more(stage, checkpointing, accumu
 
 
 @pytest.mark.parametrize("axes", [{"sp": 2}, {"cp": 2, "engine": "fsdp2", "zero_stage": None}])
-def test_sequence_and_context_ranks_divide_activations_and_join_in_sharding(axes):
+def test_sequence_and_context_ranks_split_activations_and_shard_states(axes):
     alone = gpu_memory(LLAMA_8B, seq_len_tokens=32768, dp_shard=2, **(axes | dict.fromkeys(("sp", "cp"), 1)))
     divided = gpu_memory(LLAMA_8B, seq_len_tokens=32768, **axes)
     half = alone.terms["activations"] // 2
@@ -225,13 +233,13 @@ def test_sequence_and_context_ranks_divide_activations_and_join_in_sharding(axes
     assert divided.terms["weights"] == alone.terms["weights"]
 
 
-def test_each_axis_has_a_communicator_of_its_own():
+def test_each_axis_has_its_communicator():
     one = gpu_memory(dp_shard=2).terms["communicators"]
     assert gpu_memory(dp_shard=2, tp=2).terms["communicators"] == 2 * one
     assert gpu_memory(dp_shard=2, tp=2, pp=2).terms["communicators"] == 3 * one
 
 
-def test_3d_parallelism_divides_what_each_axis_divides():
+def test_3d_parallelism_combines_the_splits_of_its_axes():
     whole, divided = LLAMA_70B.parameter_count, share_of(LLAMA_70B, tp=8, pp=4).trainable
     assert whole / 32 < divided < whole / 32 + LLAMA_70B.embedding_parameters * 1.2
 
@@ -243,8 +251,8 @@ def test_every_term_of_a_stage_is_explained(pp):
     assert set(TERM_ROLES) <= set(TERM_MEANINGS)
 
 
-def test_quantized_weights_are_gathered_beside_their_copies():
-    strategy = Strategy(engine="deepspeed", zero_stage=3, dp_shard=8, gradient_checkpointing=True)
+def test_quantized_weights_are_gathered_with_dequantized_copies():
+    strategy = Layout(engine="deepspeed", zero_stage=3, dp_shard=8, gradient_checkpointing=True)
     quantized = replace(strategy, zero=replace(strategy.zero, quantized_weights=True))
     shares = (rank_shares(s, LLAMA_8B, TrainingJob())[0] for s in (strategy, quantized))
     before, after = (
@@ -258,7 +266,7 @@ def test_quantized_weights_are_gathered_beside_their_copies():
 def test_reductions_are_in_fp32_between_sequence_parallel_ranks():
     job = TrainingJob(seq_len_tokens=4096)
     for stage, term in ((1, "reduce_copy"), (2, "reduce_copy"), (3, "reduce_bucket")):
-        strategy = Strategy(engine="deepspeed", zero_stage=stage, dp_shard=4)
+        strategy = Layout(engine="deepspeed", zero_stage=stage, dp_shard=4)
         alone, shared = (
             share_moment_terms(s, rank_shares(s, LLAMA_8B, job)[0], job)["last_layer_backward"][term]
             for s in (strategy, replace(strategy, dp_shard=2, sp=2))
@@ -269,7 +277,7 @@ def test_reductions_are_in_fp32_between_sequence_parallel_ranks():
 @pytest.mark.parametrize("precision", ["bf16", "fp32"])
 def test_sequence_parallel_attention_keeps_its_output_before_and_after_the_exchange(precision):
     job = TrainingJob(seq_len_tokens=4096, precision=precision)
-    strategy = Strategy(engine="deepspeed", zero_stage=1, dp_shard=2)
+    strategy = Layout(engine="deepspeed", zero_stage=1, dp_shard=2)
     alone, shared = (
         share_moment_terms(s, rank_shares(s, LLAMA_8B, job)[0], job)["after_head"]["activations"]
         for s in (strategy, replace(strategy, dp_shard=1, sp=2))
@@ -278,8 +286,8 @@ def test_sequence_parallel_attention_keeps_its_output_before_and_after_the_excha
     assert shared - exchanged == pytest.approx(alone / 2, abs=2)
 
 
-def test_a_trace_of_the_whole_model_serves_where_no_coefficients_are_stored():
-    strategy = Strategy(engine="deepspeed", zero_stage=1, pp=2, gradient_accumulation_steps=2)
+def test_trace_of_complete_model_replaces_missing_coefficients():
+    strategy = Layout(engine="deepspeed", zero_stage=1, pp=2, gradient_accumulation_steps=2)
     model = replace(MODEL, model_type="unheard_of")
     memory = estimate_memory(strategy, model, HARDWARE, TrainingJob(), activations=no_activations).gpu
     stages = {share.stage.index: share.model for share in rank_shares(strategy, model, TrainingJob()) if share.stage}
@@ -291,7 +299,7 @@ def test_loading_a_pipeline_reads_each_stage_once():
     hardware = parse_hardware("8xH100-80GB")
     loading = {}
     for pp in (1, 4):
-        strategy = Strategy(engine="deepspeed", zero_stage=1, pp=pp, dp_shard=8 // pp)
+        strategy = Layout(engine="deepspeed", zero_stage=1, pp=pp, dp_shard=8 // pp)
         loading[pp] = estimate_memory(strategy, LLAMA_70B, hardware, TrainingJob()).host.terms["checkpoint_loading"]
     assert loading[1] == 8 * 2 * LLAMA_70B.parameter_count
     assert loading[1] / 4 < loading[4] < loading[1] / 3.5
@@ -304,7 +312,7 @@ def test_the_grid_holds_every_layout_and_stage():
     assert len({case.name for case in grid()}) == len(grid())
 
 
-def test_every_layout_was_metered_and_its_prediction_is_within_five_percent():
+def test_predictions_of_all_measured_layouts_are_within_five_percent():
     found = rows(json.loads(MEASURED.read_text(encoding="utf-8")))
     assert {row.case.name for row in found} == {case.name for case in grid()}
     passed, sentence = verdict(fullest_rows(found))

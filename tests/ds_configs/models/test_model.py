@@ -11,15 +11,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from paths import TESTS
+from planning import RELEASE
 from shardwright.ds_configs.models.families import FAST_FAMILIES, model_spec_from_config
-from shardwright.ds_configs.models.model_config import config_faults
+from shardwright.ds_configs.models.model_config import config_errors
 from shardwright.ds_configs.specs.errors import RefusedInputError
 from shardwright.ds_configs.specs.model import (
-    ADAPTED_MIXTURES,
     MAMBA_TYPES,
     NOT_ADAPTED_IN_MAMBA,
     ModelSpec,
     ParameterShape,
+    adapted_mixtures,
     lora_parameter_count,
 )
 from shardwright.plugins.planning.models import load_model_spec
@@ -51,6 +52,8 @@ SAME_FIELDS = (
     "learned_positions",
     "sliding_window",
     "weight_conversion",
+    "attention",
+    "release",
 )
 
 
@@ -114,7 +117,7 @@ def by_name(spec: ModelSpec) -> dict[str, ParameterShape]:
 
 
 def assert_same(config: dict[str, Any]) -> None:
-    fast = model_spec_from_config(config, name="m")
+    fast = model_spec_from_config(config, name="m", release=RELEASE)
     meta = model_spec_from_meta(config, name="m")
     assert fast is not None
     assert by_name(fast) == by_name(meta), config
@@ -143,21 +146,21 @@ def test_closed_form_equals_the_meta_device(model_type: str) -> None:
         if model_type == "gpt2" and {"head_dim", "sliding_window", "num_hidden_layers"} & variant.keys():
             continue  # GPT-2 ignores them or has its own name, and the meta device repeats what the config says.
         config = small(model_type) | variant
-        assert not config_faults(config, source="config.json")
+        assert not config_errors(config, source="config.json")
         assert_same(config)
 
 
 @pytest.mark.parametrize(("model_type", "change"), ONLY_TRANSFORMERS_KNOWS)
-def test_what_only_transformers_knows_is_left_to_it(model_type: str, change: dict[str, Any]) -> None:
+def test_closed_form_declines_configs_that_only_transformers_knows(model_type: str, change: dict[str, Any]) -> None:
     assert model_spec_from_config(small(model_type) | change, name="m") is None
 
 
 @pytest.mark.parametrize("model_type", FAST_FAMILIES)
-def test_a_missing_field_is_a_fault_a_known_default_or_left_to_transformers(model_type: str) -> None:
+def test_missing_field_is_an_error_or_has_a_known_default(model_type: str) -> None:
     for field in small(model_type).keys() - {"model_type", "pad_token_id"}:
         config = small(model_type)
         del config[field]
-        if config_faults(config, source="config.json"):
+        if config_errors(config, source="config.json"):
             continue
         if model_spec_from_config(config, name="m") is None:
             assert model_type not in MAY_BE_MISSING.get(field, ())
@@ -201,7 +204,7 @@ def configs(draw: st.DrawFn) -> dict[str, Any]:
 @settings(max_examples=50, deadline=None)
 @given(config=configs())
 def test_random_configs_equal_the_meta_device(config: dict[str, Any]) -> None:
-    assert not config_faults(config, source="config.json")
+    assert not config_errors(config, source="config.json")
     assert_same(config)
 
 
@@ -223,7 +226,7 @@ def test_other_architectures_have_their_public_counts(model_type: str, architect
     assert (spec.source, spec.architecture, spec.parameter_count) == ("meta", architecture, count)
 
 
-def test_a_multimodal_model_has_the_dimensions_of_its_text_part() -> None:
+def test_multimodal_model_has_the_dimensions_of_its_text_model() -> None:
     text = small("gemma3_text") | {"num_hidden_layers": 8}
     vision = {
         "model_type": "siglip_vision_model",
@@ -246,12 +249,12 @@ def test_a_multimodal_model_has_the_dimensions_of_its_text_part() -> None:
     assert (spec.dimensions.num_layers, spec.dimensions.hidden_size, spec.dimensions.head_dim) == (8, 64, 256)
     layers = {p.name.split(".*.")[0]: p.count for p in spec.parameters if p.in_layer}
     assert sorted(layers.values()) == [3, 8]
-    assert config_faults(config | {"text_config": text | {"num_hidden_layers": -1}}, source="c")[0].where.endswith(
+    assert config_errors(config | {"text_config": text | {"num_hidden_layers": -1}}, source="c")[0].where.endswith(
         "text_config: num_hidden_layers"
     )
 
 
-def test_zero3_gathers_all_experts_of_a_mixtral_layer_at_once() -> None:
+def test_zero3_gathers_all_experts_of_a_mixtral_layer_together() -> None:
     config = small("mixtral") | {"vocab_size": 8}
     spec = model_spec_from_config(config, name="m")
     assert spec is not None
@@ -268,7 +271,7 @@ def test_lora_counts_equal_peft(model_type: str, targets: tuple[str, ...]) -> No
     from peft import LoraConfig, get_peft_model
 
     config = small(model_type)
-    spec = model_spec_from_config(config, name="m")
+    spec = model_spec_from_config(config, name="m", release=RELEASE)
     assert spec is not None
     expected = lora_parameter_count(spec, rank=3, targets=targets)
     names = "all-linear" if targets == ("all-linear",) else list(targets)
@@ -281,20 +284,20 @@ def test_lora_counts_equal_peft(model_type: str, targets: tuple[str, ...]) -> No
     assert get_peft_model(model, lora).get_nb_trainable_parameters()[0] == expected
 
 
-def test_experts_that_peft_adapts_are_those_of_its_own_list() -> None:
+def test_adapted_mixtures_match_peft() -> None:
     from peft.utils import transformers_weight_conversion as peft_types
 
     patterns, mapped = peft_types._MODEL_TO_CONVERSION_PATTERN, peft_types._MOE_TARGET_MODULE_MAPPING
-    assert {name for name, pattern in patterns.items() if pattern in mapped} == ADAPTED_MIXTURES
+    assert {name for name, pattern in patterns.items() if pattern in mapped} == adapted_mixtures(RELEASE)
 
 
-def test_lora_leaves_the_experts_of_gpt_oss_frozen_as_peft_does() -> None:
+def test_lora_freezes_gpt_oss_experts_like_peft() -> None:
     sizes = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 64}
     more = {"num_hidden_layers": 2, "intermediate_size": 32, "num_local_experts": 4, "num_experts_per_tok": 2}
     assert_adapters_are_counted_as_peft_makes_them("gpt_oss", "GptOssForCausalLM", sizes | more)
 
 
-def test_lora_adapts_what_is_made_from_linear() -> None:
+def test_lora_adapts_subclasses_of_linear_like_peft() -> None:
     sizes = {"hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 2, "vocab_size": 64}
     assert_adapters_are_counted_as_peft_makes_them("falcon", "FalconForCausalLM", sizes)
 
@@ -317,13 +320,13 @@ LLAMA4 = {
 }
 
 
-def test_a_router_made_from_linear_is_told_by_what_it_returns() -> None:
+def test_router_is_recognized_by_its_return_value() -> None:
     kinds = {p.name: p.kind for p in model_spec_from_meta(LLAMA4, name="m").parameters}
     assert kinds["model.layers.*.feed_forward.router.weight"] == "router"
     assert kinds["model.layers.*.self_attn.q_proj.weight"] == "linear"
 
 
-def test_peft_still_adds_to_one_product_alone() -> None:
+def test_peft_still_fails_on_tuple_outputs() -> None:
     # Once `all-linear` trains Llama 4, `lora_targets_can_be_adapted` can go for routers.
     import torch
     from peft import LoraConfig, get_peft_model
@@ -341,7 +344,7 @@ def test_peft_still_adds_to_one_product_alone() -> None:
     assert loss(names).isfinite()
 
 
-def test_modules_that_peft_refuses_in_mamba_layers_are_those_of_its_own_list() -> None:
+def test_modules_not_adapted_in_mamba_match_peft() -> None:
     from inspect import getsource
 
     from peft.tuners.tuners_utils import _check_lora_target_modules_mamba
@@ -352,7 +355,7 @@ def test_modules_that_peft_refuses_in_mamba_layers_are_those_of_its_own_list() -
     assert stated == MAMBA_TYPES
 
 
-def test_building_leaves_the_config_alone_and_runs_no_foreign_code(tmp_path: Path) -> None:
+def test_building_keeps_the_config_and_runs_no_remote_code(tmp_path: Path) -> None:
     marker = tmp_path / "ran"
     (tmp_path / "modeling.py").write_text(f"open({str(marker)!r}, 'w')\n")
     foreign = {"auto_map": {"AutoModelForCausalLM": "modeling.Model", "AutoConfig": "modeling.Config"}}
@@ -378,7 +381,7 @@ def test_building_leaves_the_config_alone_and_runs_no_foreign_code(tmp_path: Pat
         ({"model_type": "bert", "hidden_size": 10, "num_attention_heads": 3}, "cannot build this bert config"),
     ],
 )
-def test_what_cannot_be_built_is_refused(config: dict[str, Any], message: str) -> None:
+def test_rejects_configs_that_transformers_cannot_build(config: dict[str, Any], message: str) -> None:
     with pytest.raises(RefusedInputError, match=message):
         build_meta_model(config, source="m")
 
@@ -389,19 +392,19 @@ LAYERED = {"model_type": "bamba", "hidden_size": 64, "num_attention_heads": 4, "
 @pytest.mark.parametrize(
     ("field", "value", "rule"),
     [
-        ("decoder_layers", -1, "cannot be negative"),
-        ("first_k_dense_replace", -7, "cannot be negative"),
+        ("decoder_layers", -1, "must not be negative"),
+        ("first_k_dense_replace", -7, "must not be negative"),
         ("attn_layer_indices", [0, -5], "from 0 to 3"),
         ("attn_layer_indices", [10**9], "from 0 to 3"),
         ("layer_types", [-1] * 4, "list of names"),
     ],
 )
-def test_layers_that_are_none_are_refused(field: str, value: Any, rule: str) -> None:
+def test_rejects_invalid_layer_fields(field: str, value: Any, rule: str) -> None:
     """Transformers builds a model from each of them, another one than was meant."""
     for config in (LAYERED | {field: value}, {"model_type": "x", "text_config": LAYERED | {field: value}}):
-        (fault,) = [fault for fault in config_faults(config, source="config.json") if fault.where.endswith(field)]
-        assert rule in fault.rule
+        (error,) = [error for error in config_errors(config, source="config.json") if error.where.endswith(field)]
+        assert rule in error.rule
 
 
-def test_layers_may_be_counted_from_the_end() -> None:
-    assert config_faults(LAYERED | {"vision_feature_layer": -2, "attn_layer_indices": [0, 3]}, source="c") == []
+def test_accepts_layers_counted_from_the_end() -> None:
+    assert config_errors(LAYERED | {"vision_feature_layer": -2, "attn_layer_indices": [0, 3]}, source="c") == []

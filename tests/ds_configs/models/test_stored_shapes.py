@@ -10,14 +10,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from shardwright.ds_configs.memory.activation_kinds import load_kind_families
-from shardwright.ds_configs.memory.activations import load_coefficients
+from planning import RELEASE
+from shardwright.ds_configs.memory.activations import load_coefficients, load_kind_families
 from shardwright.ds_configs.models.families import FAST_FAMILIES
 from shardwright.ds_configs.models.stored_shapes import evaluated, load_shapes, model_spec_from_shapes
+from shardwright.ds_configs.specs.model import FIRST_RELEASE
 from shardwright.plugins.transformers.meta_model import model_spec_from_meta
 from shardwright.tools.parameter_shapes import differences, drawn_sizes
 
-CLASSES = load_shapes()["classes"]
+CLASSES = load_shapes(RELEASE)["classes"]
 QWEN3_NEXT = {
     "model_type": "qwen3_next",
     "architectures": ["Qwen3NextForCausalLM"],
@@ -36,7 +37,7 @@ QWEN3_NEXT = {
 
 
 def drawn_config(architecture: str, seed: int) -> dict[str, Any]:
-    """Return a configuration of few layers: random sizes, some of them left out, and switches turned."""
+    """Return a configuration of few layers: random sizes, some of them absent, and random switches."""
     stored, choose = CLASSES[architecture], random.Random(seed)
     stated: dict[str, Any] = {}
     sizes = [name for name, kinds in stored["varied"].items() if "number" in kinds]
@@ -58,21 +59,22 @@ def drawn_config(architecture: str, seed: int) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("architecture", CLASSES)
-def test_stored_shapes_are_those_of_the_model_that_transformers_builds(architecture: str) -> None:
+def test_stored_shapes_match_the_meta_device(architecture: str) -> None:
     configs = (drawn_config(architecture, seed) for seed in range(40))
-    covered = ((config, model_spec_from_shapes(config, name="m")) for config in configs)
+    covered = ((config, model_spec_from_shapes(config, name="m", release=RELEASE)) for config in configs)
     config, found = next((config, found) for config, found in covered if found is not None)
     assert differences(found, model_spec_from_meta(config, name="m")) == [], config
 
 
 def test_every_family_with_activation_coefficients_has_its_shapes() -> None:
     types = {stored["model_type"] for stored in CLASSES.values()} | set(FAST_FAMILIES)
-    assert set(load_coefficients()["tables"]) <= types
-    assert set(load_kind_families()["families"]) <= set(CLASSES)
+    assert set(load_coefficients(RELEASE)["tables"]) <= types
+    # Other releases may leave a class to Transformers.
+    assert set(load_kind_families(RELEASE)["families"]) <= set(load_shapes(FIRST_RELEASE)["classes"])
 
 
-def test_a_published_configuration_is_counted_exactly() -> None:
-    found = model_spec_from_shapes(QWEN3_NEXT, name="m")
+def test_published_config_is_counted_exactly() -> None:
+    found = model_spec_from_shapes(QWEN3_NEXT, name="m", release=RELEASE)
     assert found is not None and found.parameter_count == 79_674_391_296
     assert differences(found, model_spec_from_meta(QWEN3_NEXT, name="m")) == []
 
@@ -92,7 +94,7 @@ def test_a_published_configuration_is_counted_exactly() -> None:
         {"vision_config": {"hidden_size": 8}},
     ],
 )
-def test_what_was_not_derived_is_left_to_transformers(change: dict[str, Any]) -> None:
+def test_stored_class_declines_configs_it_does_not_cover(change: dict[str, Any]) -> None:
     assert model_spec_from_shapes(QWEN3_NEXT | change, name="m") is None
 
 
@@ -102,7 +104,7 @@ def test_expressions_are_sums_of_products_and_quotients() -> None:
     assert [evaluated(f"{how}width//heads", sizes) for how in ("", "ceil ", "round ")] == [3, 4, 3]
 
 
-def test_planning_a_stored_class_loads_no_torch(tmp_path: Path) -> None:
+def test_planning_a_stored_class_does_not_import_torch(tmp_path: Path) -> None:
     program = (
         "import json, sys; from shardwright import plan; config = json.loads(sys.argv[1]);"
         "path = sys.argv[2] + '/config.json'; open(path, 'w').write(json.dumps(config));"

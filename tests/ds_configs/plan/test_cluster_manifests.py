@@ -9,10 +9,16 @@ from typing import Any
 
 import pytest
 import shardwright
-from shardwright.ds_configs.plan.cluster_jobs import ClusterJob, slurm_script
-from shardwright.ds_configs.plan.cluster_manifests import config_map, job_set, manifest_faults, sky_task, train_job
-from shardwright.ds_configs.plan.files import render_files
-from shardwright.ds_configs.plan.plan import Plan
+from shardwright.ds_configs.plan.clusters import (
+    ClusterJob,
+    config_map,
+    job_set,
+    manifest_errors,
+    sky_task,
+    slurm_script,
+    train_job,
+)
+from shardwright.ds_configs.plan.plan import Plan, render_files
 
 GALLERY = Path(shardwright.__file__).parent / "ds_configs" / "gallery"
 SEVERAL = sorted(
@@ -34,15 +40,15 @@ def read(model: Any, manifest: dict[str, Any]) -> Any:
     return found
 
 
-def test_there_are_plans_of_several_nodes() -> None:
+def test_gallery_has_plans_of_several_nodes() -> None:
     assert len(SEVERAL) >= 3
 
 
-def test_kubernetes_reads_them(job: ClusterJob) -> None:
+def test_manifests_are_valid_kubernetes(job: ClusterJob) -> None:
     from kubeflow_trainer_api import models
 
     files = render_files(job.plan)
-    assert manifest_faults(job, files, **WHERE) == []
+    assert manifest_errors(job, files, **WHERE) == []
     plan = Plan.load(Path(job.directory))
     read(models.IoK8sApiCoreV1ConfigMap, config_map(job, files))
     jobs = read(models.JobsetV1alpha2JobSet, job_set(job, restarts=3, **WHERE))
@@ -62,7 +68,7 @@ def test_kubernetes_reads_them(job: ClusterJob) -> None:
     ]
 
 
-def test_shells_read_what_is_a_script(job: ClusterJob) -> None:
+def test_cluster_scripts_are_valid_bash(job: ClusterJob) -> None:
     for text in (sky_task(job)["run"], slurm_script(job, settings=("--partition=gpu",))):
         subprocess.run(["bash", "-n"], input=text, text=True, check=True)
         assert "'1,000 $HOME'" in text
@@ -73,13 +79,13 @@ def test_shells_read_what_is_a_script(job: ClusterJob) -> None:
     [
         ("a" * 41, {}, "at most 40"),
         ("yes:\n- x", {}, "at most 40"),
-        ("fine", {"image": "two words"}, "must name an image"),
+        ("fine", {"image": "two words"}, "must be the name of an image"),
         ("fine", {"volume": "claim:relative"}, "CLAIM:/PATH"),
         ("fine", {"volume": "claim:/../etc"}, "CLAIM:/PATH"),
     ],
 )
-def test_names_that_a_cluster_would_read_otherwise(name: str, changes: dict[str, str], said: str) -> None:
+def test_unsafe_names_are_rejected(name: str, changes: dict[str, str], said: str) -> None:
     directory = GALLERY / SEVERAL[0]
     job = ClusterJob(plan=Plan.load(directory), directory=str(directory), name=name)
-    (fault,) = manifest_faults(job, {}, **(WHERE | changes))
-    assert said in fault.rule
+    (error,) = manifest_errors(job, {}, **(WHERE | changes))
+    assert said in error.rule

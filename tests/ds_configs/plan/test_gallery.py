@@ -10,10 +10,10 @@ import pytest
 from gallery import read_configs
 from paths import ROOT
 from planning import MODELS
-from shardwright.cli.planning.gallery import entry_names, load_entry
+from shardwright.cli.gallery import entry_names, load_entry
 from shardwright.ds_configs.check.files import run_check
-from shardwright.ds_configs.plan.files import render_files
 from shardwright.ds_configs.plan.gallery import GALLERY, gallery_plans
+from shardwright.ds_configs.plan.plan import render_files
 
 GALLERY_DIRECTORY = ROOT / "ds_configs" / "gallery"
 DEEPSPEED_FILES = sorted(GALLERY_DIRECTORY.glob("*/ds_config.json"))
@@ -49,7 +49,7 @@ def test_every_file_passes_our_own_check(directory, monkeypatch):
     files = [path for path in (Path("accelerate.yaml"), Path("ds_config.json")) if path.exists()]
     world_size = load_entry(directory.name).hardware.world_size
     findings = run_check(files, world_size=world_size, uses_transformers=True).findings
-    assert findings == (), [str(finding.fault) for finding in findings]
+    assert findings == (), [str(finding.error) for finding in findings]
 
 
 def resolved(config: dict, arguments: dict) -> dict:

@@ -12,31 +12,31 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from shardwright.ds_configs.plan.output import LOCK, STAGING, disk_faults, output_faults, reserved
+from shardwright.ds_configs.plan.output import LOCK, STAGING, disk_errors, output_errors, reserved
 from shardwright.ds_configs.specs.errors import ShardwrightError, UsageError
 
 
-def test_one_rule_on_what_may_be_replaced(tmp_path):
+def test_only_allowed_files_may_be_replaced(tmp_path):
     out = tmp_path / "out"
-    assert output_faults(out, force=False) == []
+    assert output_errors(out, force=False) == []
     out.mkdir()
     (out / "report-1.json").touch()
-    assert output_faults(out, force=False, own=("report-*.json",)) == output_faults(out, force=True) == []
-    (fault,) = output_faults(out, force=False)
-    assert "exists and is not empty; use --force" in str(fault)
+    assert output_errors(out, force=False, own=("report-*.json",)) == output_errors(out, force=True) == []
+    (error,) = output_errors(out, force=False)
+    assert "exists and is not empty; use --force" in str(error)
     (out / "notes.txt").touch()
-    (fault,) = output_faults(out, force=False, own=("report-*.json",))
-    assert "holds 'notes.txt'" in fault.rule
-    (fault,) = output_faults(out / "notes.txt", force=True)
-    assert fault.rule == "is a file"
+    (error,) = output_errors(out, force=False, own=("report-*.json",))
+    assert "contains 'notes.txt'" in error.rule
+    (error,) = output_errors(out / "notes.txt", force=True)
+    assert error.rule == "is a file"
 
 
-def test_no_source_is_written_over_or_into_by_whatever_path(tmp_path):
+def test_output_must_not_be_a_source_or_inside_one(tmp_path):
     model, link = tmp_path / "model", tmp_path / "link"
     model.mkdir()
     (model / "config.json").touch()
     link.symlink_to(model)
-    itself, inside = "is the model itself, whose files would be replaced", "lies inside the model"
+    itself, inside = "is the model itself, whose files would be replaced", "is inside the model"
     for output, rule in (
         (model, itself),
         (link, itself),
@@ -45,26 +45,26 @@ def test_no_source_is_written_over_or_into_by_whatever_path(tmp_path):
         (link / "new" / "out", inside),
     ):
         for source in (model, link, model / "config.json"):
-            (fault,) = output_faults(output, force=True, sources={"the model": str(source), "the teacher": None})
-            assert fault.rule == rule
+            (error,) = output_errors(output, force=True, sources={"the model": str(source), "the teacher": None})
+            assert error.rule == rule
     beside = {"the model": str(model), "the dataset": "org/data"}
-    assert output_faults(tmp_path / "out", force=True, sources=beside) == []
-    assert output_faults(tmp_path, force=True, sources=beside) == []
+    assert output_errors(tmp_path / "out", force=True, sources=beside) == []
+    assert output_errors(tmp_path, force=True, sources=beside) == []
 
 
-def test_a_disk_that_cannot_be_written_or_is_too_small_is_found_before_the_work(tmp_path, monkeypatch):
-    assert disk_faults(tmp_path / "a" / "b") == [] and not list(tmp_path.iterdir())
-    (fault,) = disk_faults(tmp_path / "a", needed_bytes=10**18)
-    assert fault.rule.startswith("takes 1000000000.0 GB, and ") and fault.rule.endswith(f" GB are free in {tmp_path}")
-    (fault,) = disk_faults(Path("/proc/nowhere/out"))
-    assert fault.rule.startswith("cannot be written (")
+def test_unwritable_or_full_disk_is_detected_before_work(tmp_path, monkeypatch):
+    assert disk_errors(tmp_path / "a" / "b") == [] and not list(tmp_path.iterdir())
+    (error,) = disk_errors(tmp_path / "a", needed_bytes=10**18)
+    assert error.rule.startswith(f"needs 1000000000.0 GB, but {tmp_path} has ") and error.rule.endswith(" GB free")
+    (error,) = disk_errors(Path("/proc/nowhere/out"))
+    assert error.rule.startswith("cannot be written (")
 
     def full(*_):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(os, "fsync", full)
-    (fault,) = output_faults(tmp_path / "out", force=False)
-    assert fault.rule == "cannot be written (No space left on device)" and not list(tmp_path.iterdir())
+    (error,) = output_errors(tmp_path / "out", force=False)
+    assert error.rule == "cannot be written (No space left on device)" and not list(tmp_path.iterdir())
 
 
 @contextmanager
@@ -82,7 +82,7 @@ def another_run(out: Path) -> Iterator[int]:
             process.send_signal(signal.SIGKILL)
 
 
-def test_a_second_run_is_refused_until_the_first_has_ended_in_whatever_way(tmp_path):
+def test_second_run_is_rejected_until_the_first_ends_or_is_killed(tmp_path):
     out, link = tmp_path / "runs" / "out", tmp_path / "link"
     with another_run(out) as process:
         link.symlink_to(out)
@@ -112,7 +112,7 @@ def test_a_forked_child_does_not_keep_the_lock(tmp_path):
         os.waitpid(child, 0)
 
 
-def test_what_another_run_left_meanwhile_is_not_replaced(tmp_path):
+def test_files_of_a_concurrent_run_are_not_replaced(tmp_path):
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "model.safetensors").touch()
     with pytest.raises(UsageError, match="exists and is not empty"), reserved(tmp_path / "out", force=False):
@@ -122,18 +122,18 @@ def test_what_another_run_left_meanwhile_is_not_replaced(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
-def test_staged_files_of_a_killed_run_go_and_count_for_nothing(tmp_path):
+def test_staged_files_of_a_killed_run_are_removed(tmp_path):
     out, other = tmp_path / "out", tmp_path / f".outer{STAGING}1"
     for place in (out / f".out{STAGING}abc", tmp_path / f".out{STAGING}abc", other):
         place.mkdir(parents=True)
         (place / "model.safetensors").touch()
-    assert output_faults(out, force=False) == []
+    assert output_errors(out, force=False) == []
     with reserved(out, force=False):
         assert not list(out.iterdir())
     assert {path.name for path in tmp_path.iterdir()} == {"out", other.name}
 
 
-def test_a_lock_lies_inside_where_the_place_beside_cannot_be_written(tmp_path, monkeypatch):
+def test_lock_is_inside_if_parent_is_not_writable(tmp_path, monkeypatch):
     out, real = tmp_path / "out", os.open
     out.mkdir()
 
@@ -145,7 +145,7 @@ def test_a_lock_lies_inside_where_the_place_beside_cannot_be_written(tmp_path, m
     monkeypatch.setattr(os, "open", only_inside)
     with reserved(out, force=False):
         assert [path.name for path in out.iterdir()] == [LOCK]
-        assert output_faults(out, force=False) == []
+        assert output_errors(out, force=False) == []
     assert not list(out.iterdir())
     with pytest.raises(ShardwrightError, match="cannot be written"), reserved(tmp_path / "new", force=False):
         pass

@@ -15,10 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from planning import llama, public_model
 from shardwright.ds_configs.check import check_text
-from shardwright.ds_configs.plan.deepspeed import deepspeed_config
-from shardwright.ds_configs.plan.files import edited_files, render_files
-from shardwright.ds_configs.plan.plan import Plan, make_plan
-from shardwright.ds_configs.plan.plan_json import plan_from_dict, plan_to_dict
+from shardwright.ds_configs.plan.plan import Plan, edited_files, make_plan, plan_from_dict, plan_to_dict, render_files
+from shardwright.ds_configs.plan.rendering import deepspeed_config
 from shardwright.ds_configs.specs.errors import RefusedInputError, UsageError
 from shardwright.ds_configs.specs.hardware import parse_hardware
 from shardwright.ds_configs.specs.job import TrainingJob
@@ -53,7 +51,7 @@ def test_trainer_owned_values_are_auto_and_integers_stay_integers():
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "zero3", "fsdp2"])
-def test_only_values_that_somebody_changed_are_edits(strategy, tmp_path):
+def test_only_changed_values_count_as_edits(strategy, tmp_path):
     plan = plan_of(strategy=strategy, method="lora")
     plan.write(tmp_path / "made")
     moved = (tmp_path / "made").rename(tmp_path / "moved")
@@ -99,14 +97,14 @@ def test_hybrid_fsdp_names_both_sizes_with_their_prefix():
     }
 
 
-def test_nothing_that_deepspeed_owns_stands_in_the_yaml():
+def test_accelerate_yaml_has_no_value_of_the_deepspeed_file():
     config = yaml.safe_load(render_files(plan_of(strategy="zero2"))["accelerate.yaml"])
     assert "mixed_precision" not in config
     assert set(config["deepspeed_config"]) == {"deepspeed_config_file", "zero3_init_flag"}
 
 
 @pytest.mark.slow
-def test_accelerate_reads_the_deepspeed_configuration_of_a_directory_that_moved(tmp_path, monkeypatch):
+def test_accelerate_reads_deepspeed_configuration_of_a_moved_directory(tmp_path, monkeypatch):
     """`accelerate launch` puts the value into this variable, and the ranks' plugin reads it there."""
     from accelerate import DeepSpeedPlugin
     from accelerate.commands.config import load_config_from_file
@@ -166,7 +164,7 @@ def test_launch_script_passes_awkward_words_through(tmp_path):
     assert shown[-1] == "two words"
 
 
-def test_headers_state_purpose_command_and_assumptions():
+def test_headers_have_purpose_command_and_assumptions():
     files = render_files(plan_of(strategy="zero2"))
     header = json.loads(files["ds_config.json"])["_shardwright"]
     assert any("accelerate launch" in line for line in header)
@@ -189,7 +187,7 @@ SMALL = llama()
 @pytest.mark.slow
 @given(job=JOBS, hardware=st.sampled_from([NODE, TWO_NODES]))
 @settings(max_examples=25, deadline=None)
-def test_plans_survive_their_files_and_pass_our_own_check(job, hardware):
+def test_plans_round_trip_and_pass_check(job, hardware):
     plan = make_plan(SMALL, hardware, TrainingJob(seq_len_tokens=512, **job))
     files = render_files(plan)
     assert files == render_files(plan)
@@ -198,7 +196,7 @@ def test_plans_survive_their_files_and_pass_our_own_check(job, hardware):
     for name in ("ds_config.json", "accelerate.yaml"):
         if name in files:
             findings = check_text(files[name], filename=name, world_size=hardware.world_size)
-            assert findings == (), [str(finding.fault) for finding in findings]
+            assert findings == (), [str(finding.error) for finding in findings]
 
 
 @pytest.mark.parametrize(
@@ -210,22 +208,22 @@ def test_plans_survive_their_files_and_pass_our_own_check(job, hardware):
         (lambda data: data["chosen"]["strategy"].update(dp_shard="many"), "is not a plan that this version wrote"),
     ],
 )
-def test_damaged_plans_are_refused(change, pattern):
+def test_damaged_plans_are_rejected(change, pattern):
     data = json.loads(json.dumps(plan_to_dict(plan_of())))
     change(data)
     with pytest.raises(RefusedInputError, match=pattern):
         plan_from_dict(data, source="plan.json")
 
 
-def test_load_says_what_is_missing(tmp_path):
-    with pytest.raises(UsageError, match=r"has no plan\.json; run `plan --output-dir` first"):
+def test_load_reports_missing_and_invalid_files(tmp_path):
+    with pytest.raises(UsageError, match=r"has no plan\.json; run `shardwright plan --output-dir` first"):
         Plan.load(tmp_path)
     (tmp_path / "plan.json").write_text("{")
     with pytest.raises(RefusedInputError, match="is not valid JSON"):
         Plan.load(tmp_path)
 
 
-def test_write_refuses_and_replaces(tmp_path):
+def test_write_replaces_only_with_force(tmp_path):
     plan = plan_of(strategy="zero2")
     written = plan.write(tmp_path / "plan")
     assert sorted(path.name for path in written) == sorted(plan.file_names)

@@ -39,24 +39,24 @@ def violations(value: Any, schema: dict[str, Any], root: dict[str, Any], place: 
     kinds = [schema["type"]] if isinstance(schema.get("type"), str) else schema.get("type", list(KINDS))
     if not any(isinstance(value, KINDS[kind]) and (kind == "boolean" or value is not True) for kind in kinds):
         return [f"{place}: {value!r} is not {kinds}"]
-    faults: list[str] = []
+    errors: list[str] = []
     if isinstance(value, dict):
         properties = schema.get("properties", {})
-        faults += [f"{place}: lacks {name}" for name in schema.get("required", []) if name not in value]
+        errors += [f"{place}: lacks {name}" for name in schema.get("required", []) if name not in value]
         for name, item in value.items():
             other = schema.get("additionalProperties", True)
             if name in properties:
-                faults += violations(item, properties[name], root, f"{place}.{name}")
+                errors += violations(item, properties[name], root, f"{place}.{name}")
             elif isinstance(other, dict):
-                faults += violations(item, other, root, f"{place}.{name}")
+                errors += violations(item, other, root, f"{place}.{name}")
             elif other is False or properties:
-                faults.append(f"{place}: does not know {name}")
+                errors.append(f"{place}: does not know {name}")
     if isinstance(value, list):
         prefix = schema.get("prefixItems", [])
         for index, item in enumerate(value):
             kind = prefix[index] if index < len(prefix) else schema.get("items", {})
-            faults += violations(item, kind, root, f"{place}[{index}]")
-    return faults
+            errors += violations(item, kind, root, f"{place}[{index}]")
+    return errors
 
 
 @pytest.fixture

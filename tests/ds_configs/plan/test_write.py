@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from shardwright.ds_configs.plan.write import replacing, write_files
+from shardwright.ds_configs.plan.output import replacing, write_files
 from shardwright.ds_configs.specs.errors import ShardwrightError, UsageError
 
 
@@ -20,14 +20,14 @@ def test_files_are_readable_and_scripts_run(tmp_path):
     assert sorted(path.name for path in (tmp_path / "new" / "out").iterdir()) == ["a.json", "b.sh", "c.png"]
 
 
-def test_a_directory_in_the_way_is_named_before_anything_is_written(tmp_path):
+def test_directory_in_place_of_a_file_is_reported_before_writing(tmp_path):
     (tmp_path / "b.json").mkdir()
     with pytest.raises(UsageError, match=r"output_dir/b\.json: is a directory"):
         write_files({"a.json": "{}", "b.json": "{}"}, tmp_path, force=True)
     assert [path.name for path in tmp_path.iterdir()] == ["b.json"]
 
 
-def test_a_disk_that_is_full_at_the_second_file_changes_nothing(tmp_path, monkeypatch):
+def test_full_disk_at_second_file_changes_nothing(tmp_path, monkeypatch):
     write_files({"a.json": "old", "b.json": "old"}, tmp_path)
     real, calls = Path.write_bytes, []
 
@@ -48,7 +48,7 @@ def test_a_writer_that_is_killed_leaves_the_old_file(tmp_path):
     (tmp_path / "a.json").write_text("old")
     script = (
         "import os, signal, sys; from pathlib import Path\n"
-        "from shardwright.ds_configs.plan.write import replacing\n"
+        "from shardwright.ds_configs.plan.output import replacing\n"
         "with replacing(Path(sys.argv[1])) as temporary:\n"
         "    temporary.write_text('new'); os.kill(os.getpid(), signal.SIGKILL)\n"
     )

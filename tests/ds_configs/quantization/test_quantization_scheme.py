@@ -4,30 +4,39 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from importlib.metadata import requires, version
 
 import pytest
 import torch
 from compressed_tensors.compressors import ModelCompressor
 from compressed_tensors.compressors.format import infer_module_format
-from compressed_tensors.quantization import QuantizationConfig
+from compressed_tensors.quantization import QuantizationArgs, QuantizationConfig
 from compressed_tensors.quantization import QuantizationScheme as UpstreamScheme
 from compressed_tensors.quantization.quant_scheme import PRESET_SCHEMES, preset_name_to_scheme
 from compressed_tensors.utils.match import match_named_modules
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from paths import ROOT
-from shardwright.ds_configs.quantization.combinations import changed, combination_faults
-from shardwright.ds_configs.quantization.config_json import config_group, quantization_config
 from shardwright.ds_configs.quantization.layers import (
     LinearLayer,
+    config_group,
     legal_group_sizes,
-    scheme_faults,
-    scheme_remarks,
+    mixture_quantization_config,
+    quantization_config,
+    scheme_errors,
+    scheme_warnings,
     selected_layers,
+    unloadable_expert_errors,
     with_named_heads,
 )
-from shardwright.ds_configs.quantization.mixtures import mixture_quantization_config, unloadable_expert_faults
-from shardwright.ds_configs.quantization.scheme import PRESETS, WEIGHT_STRATEGIES, scheme_named
+from shardwright.ds_configs.quantization.scheme import (
+    NEWER_PRESETS,
+    PRESETS,
+    WEIGHT_STRATEGIES,
+    changed,
+    combination_errors,
+    scheme_named,
+)
 from shardwright.ds_configs.quantization.sizes import bits_per_weight
 from shardwright.ds_configs.specs.errors import UsageError
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -61,15 +70,35 @@ def bits_in(row: str) -> float:
     return float(row.split("|")[4])
 
 
-def test_every_upstream_preset_is_here_and_only_ours_are_added():
-    assert set(PRESET_SCHEMES) - set(PRESETS) == {"UNQUANTIZED"}
+def test_every_upstream_preset_is_here_or_named_as_newer_and_only_ours_are_added():
+    newer = set(NEWER_PRESETS) if version("compressed-tensors") >= "0.20" else set()
+    assert set(PRESET_SCHEMES) - set(PRESETS) == {"UNQUANTIZED"} | newer
     assert set(PRESETS) - set(PRESET_SCHEMES) == OWN
 
 
-@pytest.mark.parametrize("name", [name for name in PRESET_SCHEMES if name != "UNQUANTIZED"])
+@pytest.mark.parametrize("name", [name for name in PRESET_SCHEMES if name not in ("UNQUANTIZED", *NEWER_PRESETS)])
 def test_presets_equal_upstreams_field_by_field(name):
-    ours = UpstreamScheme.model_validate(config_group(PRESETS[name])).model_dump(exclude={"format"})
-    assert ours == preset_name_to_scheme(name, ["Linear"]).model_dump(exclude={"format"})
+    def fields(part):
+        # Release 0.20.0 dumps fields by whether they were written down.
+        if isinstance(part, QuantizationArgs):
+            return dict(part) | ({"zp_dtype": None} if part.symmetric else {})
+        return {key: fields(inner) if isinstance(inner, QuantizationArgs) else inner for key, inner in part}
+
+    ours = UpstreamScheme.model_validate(config_group(PRESETS[name]) | {"format": None})
+    assert fields(ours) == fields(preset_name_to_scheme(name, ["Linear"]))
+
+
+@pytest.mark.parametrize("name", NEWER_PRESETS)
+def test_presets_of_newer_releases_are_rejected_with_both_versions(name):
+    with pytest.raises(UsageError, match=rf"compressed-tensors 0\.20\.0.* requires 0\.19\.0.*{NEWER_PRESETS[name]}"):
+        scheme_named(name.lower())
+
+
+@pytest.mark.needs("llmcompressor")
+def test_llm_compressor_still_needs_the_older_release():
+    """Fails when llm-compressor runs with compressed-tensors 0.20: the newer presets can be offered then."""
+    needed = next(one for one in requires("llmcompressor") or () if one.startswith("compressed-tensors"))
+    assert needed == "compressed-tensors==0.19.0"
 
 
 @pytest.mark.parametrize("name", COMPRESSED)
@@ -89,11 +118,25 @@ def test_quantization_config_is_what_upstream_writes(name, tmp_path):
     )
     ModelCompressor(quantization_config=config).update_config(str(tmp_path))
     written = json.loads((tmp_path / "config.json").read_text(encoding="utf-8"))["quantization_config"]
-    assert quantization_config(scheme) == written
+    ours = quantization_config(scheme)
+    assert ours.pop("dequantize", False) == (name == "W4A16_ASYM")
+    if version("compressed-tensors") >= "0.20":
+        ours = as_newer_releases_write_it(ours)
+    assert ours == written
+
+
+def as_newer_releases_write_it(config):
+    """Omit the keys that 0.20.0 omits, which are defaults of 0.19.0."""
+    omitted = ("actorder", "block_structure", "scale_dtype", "observer_kwargs", "observer", "zp_dtype")
+    group = config["config_groups"]["group_0"]
+    for part in ("weights", "input_activations"):
+        if group[part] is not None:
+            group[part] = {key: value for key, value in group[part].items() if key not in omitted or value}
+    return config | {"version": version("compressed-tensors"), "moe_sparsity_config": None}
 
 
 @pytest.mark.parametrize("name", ["w4a16", "W4a16-Asym", "fp8-dynamic"])
-def test_names_are_found_in_either_case_with_hyphens(name):
+def test_names_are_case_insensitive_and_allow_hyphens(name):
     assert scheme_named(name).name == name.upper().replace("-", "_")
 
 
@@ -144,10 +187,10 @@ def test_ranges_are_set_and_a_percentile_implies_its_method():
         ("W4A16", {"targets": [], "ignore": ["re:("]}, {"targets", "ignore"}),
     ],
 )
-def test_what_no_format_holds_is_refused_all_at_once(name, changes, fields):
+def test_illegal_schemes_are_rejected_with_all_errors(name, changes, fields):
     with pytest.raises(UsageError) as error:
         changed(PRESETS[name], **changes)
-    assert {fault.where for fault in error.value.faults} == fields
+    assert {config_error.where for config_error in error.value.errors} == fields
 
 
 @settings(max_examples=150, deadline=None)
@@ -158,7 +201,7 @@ def test_what_no_format_holds_is_refused_all_at_once(name, changes, fields):
     strategy=st.none() | st.sampled_from(WEIGHT_STRATEGIES),
     group_size=st.none() | st.sampled_from([-1, 0, 16, 32, 48, 128]),
 )
-def test_whatever_is_accepted_upstream_accepts_too(name, bits, symmetric, strategy, group_size):
+def test_accepted_schemes_are_accepted_upstream(name, bits, symmetric, strategy, group_size):
     try:
         scheme = changed(PRESETS[name], bits=bits, symmetric=symmetric, strategy=strategy, group_size=group_size)
     except UsageError:
@@ -186,26 +229,26 @@ def test_layers_are_selected_as_upstream_selects_modules(targets, ignore):
     assert [layer.name for layer in selected_layers(scheme, LAYERS)] == expected
 
 
-def layer_faults(scheme, layers):
-    return scheme_faults(scheme, layers, selected_layers(scheme, layers))
+def layer_errors(scheme, layers):
+    return scheme_errors(scheme, layers, selected_layers(scheme, layers))
 
 
 def test_a_group_size_that_does_not_divide_lists_layers_and_legal_sizes():
-    faults = layer_faults(PRESETS["W4A16"], LAYERS)
-    assert [fault.where for fault in faults] == ["group_size"]
-    assert "model.layers.0.self_attn.q_proj (192)" in faults[0].rule
-    assert "16, 32, 64" in faults[0].fix
+    errors = layer_errors(PRESETS["W4A16"], LAYERS)
+    assert [config_error.where for config_error in errors] == ["group_size"]
+    assert "model.layers.0.self_attn.q_proj (192)" in errors[0].rule
+    assert "16, 32, 64" in errors[0].fix
     assert legal_group_sizes(LAYERS) == (16, 32, 64)
-    assert layer_faults(changed(PRESETS["W4A16"], group_size=64), LAYERS) == []
-    assert layer_faults(changed(PRESETS["W4A16"], group_size=-1), LAYERS) == []
+    assert layer_errors(changed(PRESETS["W4A16"], group_size=64), LAYERS) == []
+    assert layer_errors(changed(PRESETS["W4A16"], group_size=-1), LAYERS) == []
 
 
 def test_float_formats_offer_no_other_group_size():
     odd = [LinearLayer(name="model.layers.0.up_proj", out_features=8, in_features=24)]
     for name in ("NVFP4", "MXFP4", "MXFP8"):
-        (fault,) = layer_faults(PRESETS[name], odd)
-        assert "FP8_DYNAMIC" in fault.fix
-    assert layer_faults(PRESETS["FP8_BLOCK"], odd) == []
+        (config_error,) = layer_errors(PRESETS[name], odd)
+        assert "FP8_DYNAMIC" in config_error.fix
+    assert layer_errors(PRESETS["FP8_BLOCK"], odd) == []
 
 
 def test_sizes_without_a_power_of_two_are_offered_too():
@@ -213,16 +256,16 @@ def test_sizes_without_a_power_of_two_are_offered_too():
     assert legal_group_sizes([LinearLayer(name="a", out_features=1, in_features=7)]) == ()
 
 
-def test_a_tied_head_is_refused_and_an_untied_one_remarked_upon():
+def test_tied_head_is_rejected_and_untied_head_warned_about():
     body = LinearLayer(name="model.layers.0.up_proj", out_features=128, in_features=128)
     head = LinearLayer(name="lm_head", out_features=128, in_features=128, is_head=True, is_tied=True)
     everything = changed(PRESETS["W4A16"], ignore=[])
-    (fault,) = layer_faults(everything, [body, head])
-    assert fault.value == "lm_head"
-    assert layer_faults(PRESETS["W4A16"], [body, head]) == []
+    (config_error,) = layer_errors(everything, [body, head])
+    assert config_error.value == "lm_head"
+    assert layer_errors(PRESETS["W4A16"], [body, head]) == []
     untied = LinearLayer(name="lm_head", out_features=128, in_features=128, is_head=True)
-    assert layer_faults(everything, [body, untied]) == []
-    assert any("lm_head" in remark for remark in scheme_remarks(everything, [body, untied]))
+    assert layer_errors(everything, [body, untied]) == []
+    assert any("lm_head" in remark for remark in scheme_warnings(everything, [body, untied]))
 
 
 @pytest.mark.parametrize(
@@ -235,25 +278,25 @@ def test_a_tied_head_is_refused_and_an_untied_one_remarked_upon():
         ({"targets": ["re:.*experts.*"]}, "targets", "model.layers.0.self_attn.q_proj"),
     ],
 )
-def test_patterns_that_match_nothing_say_what_would(changes, field, fix):
-    faults = layer_faults(changed(PRESETS["W4A16"], group_size=64, **changes), LAYERS)
-    assert [fault.where for fault in faults] == [field]
-    assert fix in faults[0].fix
+def test_unmatched_patterns_suggest_matching_ones(changes, field, fix):
+    errors = layer_errors(changed(PRESETS["W4A16"], group_size=64, **changes), LAYERS)
+    assert [config_error.where for config_error in errors] == [field]
+    assert fix in errors[0].fix
 
 
-def test_a_suggested_pattern_matches_what_it_promises():
+def test_suggested_patterns_match():
     scheme = changed(PRESETS["W4A16"], group_size=64, ignore=[r"re:model\.layers\.0\.", "lm_head"])
     assert {layer.name.split(".")[2] for layer in selected_layers(scheme, LAYERS)} == {"1"}
 
 
-def test_leaving_nothing_is_a_fault():
-    (fault,) = layer_faults(changed(PRESETS["W4A16"], ignore=["Linear"]), LAYERS)
-    assert "no layer" in fault.rule
+def test_ignoring_all_layers_is_an_error():
+    (config_error,) = layer_errors(changed(PRESETS["W4A16"], ignore=["Linear"]), LAYERS)
+    assert "excludes all" in config_error.rule
 
 
-def test_remarks_tell_of_wasted_bytes_and_missing_kernels():
+def test_warnings_cover_wasted_bytes_and_missing_kernels():
     def remarks(scheme):
-        return scheme_remarks(scheme, selected_layers(scheme, LAYERS))
+        return scheme_warnings(scheme, selected_layers(scheme, LAYERS))
 
     assert any("one byte" in remark for remark in remarks(PRESETS["W4A8"]))
     assert any("3 bits" in remark for remark in remarks(PRESETS["W3A16"]))
@@ -262,7 +305,7 @@ def test_remarks_tell_of_wasted_bytes_and_missing_kernels():
 
 
 def test_every_preset_is_sound():
-    assert {name: combination_faults(scheme) for name, scheme in PRESETS.items()} == {name: [] for name in PRESETS}
+    assert {name: combination_errors(scheme) for name, scheme in PRESETS.items()} == {name: [] for name in PRESETS}
 
 
 def test_document_names_every_preset_with_its_format():
@@ -278,7 +321,7 @@ def test_document_names_every_preset_with_its_format():
         assert bits_in(row) == pytest.approx(bits_per_weight(PRESETS[name], matrix), abs=5e-4)
 
 
-def test_heads_are_named_where_a_class_means_them():
+def test_heads_matched_by_class_are_also_named():
     head = LinearLayer(name="lm_head", out_features=64, in_features=64, is_head=True)
     body = LinearLayer(name="model.layers.0.up_proj", out_features=64, in_features=64)
     scheme = scheme_named("W4A16")
@@ -296,11 +339,13 @@ def test_heads_are_named_where_a_class_means_them():
 
 
 @pytest.mark.parametrize(("name", "refused"), [("W4A16", True), ("W8A8", True), ("FP8_DYNAMIC", False)])
-def test_experts_stay_dense_beside_fp8_alone(name, refused):
+def test_experts_may_stay_dense_only_with_fp8(name, refused):
     """What transformers 5.17.0 finds of dense experts beside each format, seen by `quantize` with its reload."""
     body = LinearLayer(name="model.layers.0.self_attn.q_proj", out_features=8, in_features=8)
     expert = LinearLayer(name="model.layers.0.mlp.experts.0.up_proj", out_features=8, in_features=8, is_expert=True)
     scheme = changed(PRESETS[name], ignore=["re:.*experts"])
-    faults = unloadable_expert_faults(scheme, [body], [body, expert])
-    assert [(fault.where, fault.value) for fault in faults] == [("ignore", "re:.*experts")] * refused
-    assert unloadable_expert_faults(scheme, [], [body, expert]) == []
+    errors = unloadable_expert_errors(scheme, [body], [body, expert])
+    assert [(config_error.where, config_error.value) for config_error in errors] == [
+        ("ignore", "re:.*experts")
+    ] * refused
+    assert unloadable_expert_errors(scheme, [], [body, expert]) == []

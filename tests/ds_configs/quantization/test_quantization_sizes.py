@@ -10,10 +10,14 @@ from compressed_tensors.quantization import QuantizationScheme as UpstreamScheme
 from compressed_tensors.quantization.lifecycle.initialize import initialize_module_for_quantization
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from shardwright.ds_configs.quantization.combinations import changed
-from shardwright.ds_configs.quantization.config_json import config_group, quantization_config
-from shardwright.ds_configs.quantization.layers import LinearLayer, scheme_faults, selected_layers
-from shardwright.ds_configs.quantization.scheme import PRESETS, QuantizationScheme
+from shardwright.ds_configs.quantization.layers import (
+    LinearLayer,
+    config_group,
+    quantization_config,
+    scheme_errors,
+    selected_layers,
+)
+from shardwright.ds_configs.quantization.scheme import PRESETS, QuantizationScheme, changed
 from shardwright.ds_configs.quantization.sizes import (
     DTYPE_BYTES,
     SAFETENSORS_DTYPES,
@@ -103,7 +107,7 @@ def test_eight_bit_rows_have_the_tensors_that_bitsandbytes_writes():
 
 @pytest.mark.parametrize("name", ["W4A16", "W4A16_ASYM", "W8A8_STATIC", "NVFP4", "FP8_BLOCK"])
 @pytest.mark.parametrize("tied", [False, True])
-def test_a_whole_checkpoint_has_the_computed_tensors_and_bytes(name, tied):
+def test_checkpoint_has_computed_tensors_and_bytes(name, tied):
     config = LlamaConfig(
         vocab_size=96,
         hidden_size=128,
@@ -124,7 +128,7 @@ def test_a_whole_checkpoint_has_the_computed_tensors_and_bytes(name, tied):
     source = {name: tensor for name, tensor in stored(model.state_dict()).items() if name not in leave_out}
     scheme = PRESETS[name]
     chosen = selected_layers(scheme, layers)
-    assert scheme_faults(scheme, layers, chosen) == []
+    assert scheme_errors(scheme, layers, chosen) == []
     apply_quantization_config(model, QuantizationConfig.model_validate(quantization_config(scheme)))
     for module in model.modules():
         compress_module(module)
@@ -133,7 +137,7 @@ def test_a_whole_checkpoint_has_the_computed_tensors_and_bytes(name, tied):
     assert checkpoint_bytes(scheme, chosen, source) == tensor_bytes(written.values())
 
 
-def test_dense_tensors_are_saved_in_the_type_that_is_loaded():
+def test_dense_tensors_are_saved_in_loaded_dtype():
     source = {"embed.weight": ((8, 4), "float32"), "up.weight": ((4, 128), "float32"), "steps": ((1,), "int64")}
     layers = [LinearLayer(name="up", out_features=4, in_features=128)]
     tensors = quantized_tensors(PRESETS["W4A16"], layers, source, dtype="bfloat16")
@@ -169,8 +173,8 @@ def test_types_have_the_sizes_of_torch_and_names_of_safetensors():
         assert _TYPES[header] is getattr(torch, name)
 
 
-def test_what_does_not_divide_is_refused_before_sizes_are_asked():
+def test_indivisible_groups_are_rejected_before_sizes():
     layer = LinearLayer(name="x", out_features=8, in_features=100)
-    assert scheme_faults(PRESETS["W4A16"], [layer], [layer])
+    assert scheme_errors(PRESETS["W4A16"], [layer], [layer])
     with pytest.raises(UsageError):
         changed(PRESETS["W4A16"], group_size=0)

@@ -13,20 +13,18 @@ from commands import Shell, shell_in
 from hypothesis import given
 from hypothesis import strategies as st
 from planning import MODELS, llama, public_model
-from shardwright.ds_configs.plan.files import render_files
-from shardwright.ds_configs.plan.plan import PlanDoesNotFitError, make_plan
-from shardwright.ds_configs.plan.plan_json import plan_from_dict, plan_to_dict
-from shardwright.ds_configs.search.axis_levels import axes_to_try
-from shardwright.ds_configs.search.choice import search
+from shardwright.ds_configs.plan.plan import PlanDoesNotFitError, make_plan, plan_from_dict, plan_to_dict, render_files
+from shardwright.ds_configs.search.candidates import SearchContext, axes_to_try
 from shardwright.ds_configs.search.reasons import display_name
+from shardwright.ds_configs.search.search import search
 from shardwright.ds_configs.specs.hardware import parse_hardware
 from shardwright.ds_configs.specs.job import TrainingJob
+from shardwright.ds_configs.specs.layout import Layout
 from shardwright.ds_configs.specs.model import ModelSpec
-from shardwright.ds_configs.specs.strategy import Strategy
-from shardwright.ds_configs.step_time import collectives
-from shardwright.ds_configs.step_time.constants import constants_of
-from shardwright.ds_configs.step_time.exchanges import exchanges
+from shardwright.ds_configs.step_time import rates as collectives
+from shardwright.ds_configs.step_time.estimate import exchanges
 from shardwright.ds_configs.step_time.model_work import model_work
+from shardwright.ds_configs.step_time.rates import constants_of
 
 LLAMA_8B = public_model("meta-llama/Llama-3.1-8B")
 LLAMA_70B = public_model("meta-llama/Llama-3.1-70B")
@@ -40,9 +38,9 @@ THIRTEEN_B = llama(
     num_key_value_heads=8,
     vocab_size=32000,
 )
-ZERO1 = Strategy(engine="deepspeed", zero_stage=1, dp_shard=8)
-ZERO3 = Strategy(engine="deepspeed", zero_stage=3, dp_shard=8)
-FSDP2 = Strategy(engine="fsdp2", dp_shard=8)
+ZERO1 = Layout(engine="deepspeed", zero_stage=1, dp_shard=8)
+ZERO3 = Layout(engine="deepspeed", zero_stage=3, dp_shard=8)
+FSDP2 = Layout(engine="fsdp2", dp_shard=8)
 
 
 def plan(model, hardware, **job):
@@ -68,7 +66,7 @@ def all_to_all_bytes(ranks: int, own: float) -> float:
     return sum(own / ranks for peer in range(ranks) if peer != 0)
 
 
-def moved_bytes(strategy: Strategy, model: ModelSpec, *, tokens: float, with_head: bool = False) -> float:
+def moved_bytes(strategy: Layout, model: ModelSpec, *, tokens: float, with_head: bool = False) -> float:
     """What a rank moves for one micro-batch of one layer: seconds on links of one byte per second, without latency."""
     hardware = replace(parse_hardware("32xH100-80GB"), link_bytes_per_s=1.0)
     ideal = replace(constants_of(hardware.gpu), link_efficiency=1.0, link_latency_seconds=0.0)
@@ -112,13 +110,13 @@ def test_expert_parallel_volume_is_that_of_four_all_to_alls_of_routed_tokens(ep)
 # --- the decision rules of practice, as results ---
 
 
-def test_an_accelerator_more_costs_less_than_recomputation():
+def test_another_accelerator_costs_less_than_recomputation():
     """ZeRO-2 without recomputation fits, and the batch leaves time to hide what it reduces."""
     strategy = plan(LLAMA_8B, "8xH100-80GB", global_batch_size=1024).chosen.strategy
     assert (strategy.label, strategy.gradient_checkpointing) == ("zero2", False)
 
 
-def test_a_small_model_on_many_accelerators_is_not_squeezed():
+def test_small_model_on_many_accelerators_is_sharded_without_recomputation():
     sizes = {"num_attention_heads": 24, "num_key_value_heads": 24, "vocab_size": 50304}
     model = llama(hidden_size=3072, intermediate_size=8192, num_hidden_layers=30, **sizes)
     chosen = plan(model, "32x8xH100-80GB", global_batch_size=256).chosen
@@ -127,10 +125,10 @@ def test_a_small_model_on_many_accelerators_is_not_squeezed():
     assert chosen.memory.gpu.high_bytes < 0.6 * chosen.memory.gpu.capacity_bytes
 
 
-def test_a_desktop_accelerator_takes_the_chunked_loss_before_the_host():
+def test_chunked_loss_is_preferred_to_offload_on_a_desktop_gpu():
     made = plan(public_model("meta-llama/Llama-3.2-1B"), "1xRTX4090")
     assert (made.chosen.strategy.offload_optimizer, made.chosen.loss, made.job.loss) == ("none", "chunked", "chunked")
-    assert "with the chunked loss" in made.chosen.reason
+    assert "chunked loss" in made.chosen.reason
 
 
 def test_sixteen_thousand_accelerators_are_not_one_ring():
@@ -138,18 +136,18 @@ def test_sixteen_thousand_accelerators_are_not_one_ring():
     assert {"tp", "pp"} <= made.chosen.strategy.axes.keys()
     zero3 = other(made, "ZeRO-3")
     assert zero3.time.tokens_per_second < made.chosen.time.tokens_per_second / 3
-    assert "gathers and reductions that computation does not hide" in zero3.reason
+    assert "gathers and reductions not hidden by computation" in zero3.reason
 
 
-def test_few_tokens_in_a_step_are_divided_beyond_data_parallelism():
+def test_small_steps_use_more_than_data_parallelism():
     made = plan(LLAMA_70B, "64x8xA100-80GB", global_batch_size=16)
     assert made.chosen.strategy.tp > 1
-    assert f"TP {made.chosen.strategy.tp} divides the matrices of each layer (64 heads)" in made.chosen.reason
+    assert f"TP {made.chosen.strategy.tp} splits the matrices of each layer (64 heads)" in made.chosen.reason
     many = plan(LLAMA_70B, "64x8xA100-80GB", global_batch_size=512)
     assert many.chosen.strategy.data_parallel_size > made.chosen.strategy.data_parallel_size
 
 
-def test_three_dimensions_that_nothing_runs_are_shown_and_not_taken():
+def test_unsupported_3d_layouts_are_listed_but_not_chosen():
     sizes = {"hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80, "vocab_size": 32000}
     heads = {"num_attention_heads": 64, "num_key_value_heads": 8}
     model = llama(model_type="phi3", architectures=["Phi3ForCausalLM"], **sizes, **heads)
@@ -158,22 +156,22 @@ def test_three_dimensions_that_nothing_runs_are_shown_and_not_taken():
     best = made.rejected[0]
     assert best.analysis_only
     assert {"tp", "pp"} <= best.strategy.axes.keys()
-    assert re.search(r"would be \d\.\d\d times as fast as the chosen layout and fit with", best.reason)
+    assert re.search(r"would be \d\.\d\d times as fast as the chosen layout and need up to", best.reason)
     assert "Analysis only, it cannot run with DeepSpeed 0.19.8: " in best.reason
     assert not any(candidate.analysis_only for candidate in made.rejected[1:])
 
 
 @pytest.mark.parametrize("gpu", ["L40S", "RTX4090"])
-def test_slow_links_between_nodes_take_pipelines(gpu):
+def test_slow_links_between_nodes_select_pipelines(gpu):
     made = plan(THIRTEEN_B, replace(parse_hardware(f"4x8x{gpu}"), network_bytes_per_s=0.3e9))
     assert made.chosen.strategy.pp > 1
     zero3 = other(made, "ZeRO-3")
     assert zero3.memory.fits
-    assert "gathers and reductions that computation does not hide" in zero3.reason
+    assert "gathers and reductions not hidden by computation" in zero3.reason
 
 
 @pytest.mark.slow
-def test_slow_links_beside_fast_ones_keep_what_is_gathered_inside_the_nodes():
+def test_slow_links_between_nodes_keep_gathers_inside_nodes():
     fast = plan(LLAMA_70B, "4x8xH100-80GB")
     slow = plan(LLAMA_70B, replace(parse_hardware("4x8xH100-80GB"), network_bytes_per_s=1.25e9))
     assert slow.chosen.time.tokens_per_second < fast.chosen.time.tokens_per_second
@@ -181,19 +179,19 @@ def test_slow_links_beside_fast_ones_keep_what_is_gathered_inside_the_nodes():
     assert zero3.time.tokens_per_second < slow.chosen.time.tokens_per_second
 
 
-def test_long_sequences_take_sequence_or_context_parallelism_and_say_why():
+def test_long_sequences_select_sequence_or_context_parallelism():
     made = plan(LLAMA_8B, "8xH100-80GB", seq_len_tokens=131_072)
     strategy = made.chosen.strategy
     assert strategy.sp * strategy.cp > 1
     assert made.chosen.memory.fits
     axis = "SP" if strategy.sp > 1 else "CP"
-    assert f"{axis} {strategy.sp * strategy.cp} divides sequences of 131,072 tokens" in made.chosen.reason
+    assert f"{axis} {strategy.sp * strategy.cp} splits sequences of 131,072 tokens" in made.chosen.reason
     assert "Too large: " in made.chosen.reason
     faster = made.chosen.time.tokens_per_second * 1.01
     assert not any(one.memory.fits and one.time.tokens_per_second > faster for one in made.rejected)
 
 
-def test_a_sequence_that_nothing_divides_is_suggested_shorter_by_a_few_tokens():
+def test_indivisible_sequence_length_gets_a_shorter_suggestion():
     with pytest.raises(PlanDoesNotFitError) as refused:
         plan(LLAMA_8B, "8xH100-80GB", seq_len_tokens=100_003, offload="none", loss="eager")
     found = {suggestion.change: suggestion.strategy for suggestion in refused.value.suggestions}
@@ -207,7 +205,7 @@ def test_adapters_of_a_mixture_are_never_suggested_or_planned_with_expert_parall
         assert all(layout.strategy.ep == 1 for layout in (made.chosen, *made.rejected))
 
 
-def test_a_mixture_of_experts_weighs_expert_parallelism():
+def test_mixture_of_experts_tries_expert_parallelism():
     made = plan(QWEN_MOE, "8xH200")
     assert any(candidate.strategy.ep > 1 for candidate in (made.chosen, *made.rejected))
     assert plan(QWEN_MOE, "8xH200", expert_parallel_size=2).chosen.strategy.ep == 2
@@ -218,14 +216,14 @@ def test_a_mixture_of_experts_weighs_expert_parallelism():
 
 def test_a_fixed_size_is_kept_and_one_forbids_an_axis():
     made = plan(LLAMA_8B, "8xA100-80GB", tensor_parallel_size=4)
-    assert "with the sizes you asked for" in made.chosen.reason
+    assert "with the requested sizes" in made.chosen.reason
     assert (made.chosen.strategy.tp, made.chosen.strategy.data_parallel_size) == (4, 2)
     made = plan(QWEN_MOE, "8xH200", expert_parallel_size=1)
     assert made.chosen.strategy.ep == 1
     assert not any(candidate.strategy.ep > 1 for candidate in made.rejected)
 
 
-def test_a_fixed_size_of_tensor_parallelism_leaves_pipelines_open_and_the_other_way_round():
+def test_fixed_tensor_parallelism_is_combined_with_pipelines_and_vice_versa():
     cluster = parse_hardware("16xA100-80GB")
     beside = list(axes_to_try(LLAMA_8B, cluster, TrainingJob(tensor_parallel_size=4), "none"))
     assert beside == [{"tp": 4}, {"tp": 4, "pp": 2}, {"tp": 4, "pp": 4}]
@@ -238,22 +236,22 @@ def test_a_fixed_size_of_tensor_parallelism_leaves_pipelines_open_and_the_other_
     assert plan(LLAMA_70B, slow, tensor_parallel_size=4).chosen.strategy.tp == 4
 
 
-def test_a_pipeline_of_open_batch_gets_enough_micro_batches():
+def test_pipeline_without_global_batch_gets_enough_micro_batches():
     made = plan(LLAMA_8B, "8xA100-80GB", pipeline_parallel_size=4, tensor_parallel_size=1)
     strategy = made.chosen.strategy
     assert strategy.gradient_accumulation_steps * strategy.micro_batch_size * 4096 * 2 == 16_384 * 8
 
 
-def test_a_batch_smaller_than_the_ranks_is_divided_by_further_axes():
+def test_batch_smaller_than_ranks_selects_other_axes():
     made = plan(LLAMA_8B, "8xH100-80GB", global_batch_size=2, seq_len_tokens=8192)
     assert made.chosen.strategy.global_batch_size == 2
-    assert "data parallelism alone cannot divide a global batch of 2 over 8 ranks" in made.chosen.reason
+    assert "Data parallelism alone cannot divide a global batch of 2 over 8 ranks" in made.chosen.reason
     assert made.chosen.strategy.axes
 
 
 def test_the_largest_model_needs_few_memory_estimates():
-    """Bounds leave out what cannot fit or cannot be the fastest before memory is estimated."""
-    found = search(LLAMA_405B, parse_hardware("4x8xH100-80GB"), TrainingJob())
+    """Bounds exclude layouts that cannot fit or be the fastest before memory is estimated."""
+    found = search(SearchContext(model=LLAMA_405B, hardware=parse_hardware("4x8xH100-80GB"), job=TrainingJob()))
     assert found.candidates > 500
     assert found.estimated < found.candidates / 4
 
@@ -275,7 +273,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("axis", CASES)
-def test_a_plan_with_axes_survives_its_json(axis):
+def test_plan_with_axes_round_trips_through_json(axis):
     made = made_with(**CASES[axis])
     read = plan_from_dict(json.loads(json.dumps(plan_to_dict(made))), source="test")
     assert (read.chosen, read.rejected, read.job) == (made.chosen, made.rejected, made.job)
@@ -301,7 +299,7 @@ def test_files_carry_the_axis_and_pass_our_check(axis, tmp_path):
     texts = render_files(made, directory=str(tmp_path / "plan"))
     names = [name for name in ("accelerate.yaml", "ds_config.json") if name in texts]
     findings = run_check([tmp_path / "plan" / name for name in names], world_size=8, uses_transformers=True).findings
-    assert findings == (), [str(finding.fault) for finding in findings]
+    assert findings == (), [str(finding.error) for finding in findings]
     launch = yaml.safe_load(texts["accelerate.yaml"])
     parallel = launch.get("parallelism_config", {})
     config = json.loads(texts.get("ds_config.json", "{}"))
@@ -363,7 +361,7 @@ def test_quantized_collectives_are_planned_with_zero_3_and_written():
     assert (config["zero_quantized_weights"], config["zero_quantized_gradients"]) == (True, True)
 
 
-def test_group_bandwidths_follow_where_members_lie():
+def test_group_bandwidth_depends_on_placement_of_members():
     cluster = parse_hardware("4x8xH100-80GB")
     link, network = cluster.link_bytes_per_s, cluster.network_bytes_per_s
     for (ranks, stride), expected in {
@@ -404,7 +402,7 @@ def test_the_command_takes_sizes_from_flags_files_and_the_environment(shell, tmp
     assert json.loads(result.out)["chosen"]["strategy"]["tp"] == 1
 
 
-def test_the_command_refuses_a_size_with_its_neighbours(shell):
+def test_illegal_size_error_names_nearest_legal_sizes(shell):
     result = shell(CONFIG, "--hardware", "8xH100-80GB", "--tensor-parallel-size", 3)
     assert result.code == 2
     assert any("tp = 3: must divide the attention heads (32 % 3 = 2)" in line for line in result.errors)
@@ -430,7 +428,7 @@ def test_tensor_parallelism_in_more_dimensions_is_explained_as_analysis_only(she
 
 
 @pytest.mark.slow
-def test_the_comparison_is_shown_where_nothing_fits_and_left_out_for_experts(shell):
+def test_comparison_is_shown_if_nothing_fits_but_not_for_experts(shell):
     flags = ("--hardware", "1xL40S", "--offload", "none", "--explain-tensor-parallel")
     result = shell(CONFIG, *flags)
     assert result.code == 3

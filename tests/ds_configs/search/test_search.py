@@ -10,18 +10,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from planning import llama, public_model
-from shardwright.ds_configs.legality.candidate import Candidate
-from shardwright.ds_configs.legality.rules import BATCH_RULES, LAYOUT_RULES, broken_rules, legality_faults
+from shardwright.ds_configs.legality.rules import BATCH_RULES, LAYOUT_RULES, broken_rules, legality_errors
 from shardwright.ds_configs.memory.estimate import estimate_memory
 from shardwright.ds_configs.plan.plan import PlanDoesNotFitError, make_plan
-from shardwright.ds_configs.search.choice import anything_fits, search
+from shardwright.ds_configs.search.candidates import STEP_TOKENS, SearchContext
 from shardwright.ds_configs.search.reasons import display_name
+from shardwright.ds_configs.search.search import anything_fits, search
 from shardwright.ds_configs.search.suggestions import _fitting
-from shardwright.ds_configs.search.variants import STEP_TOKENS
 from shardwright.ds_configs.specs.errors import UsageError
 from shardwright.ds_configs.specs.hardware import parse_hardware, with_gpus
 from shardwright.ds_configs.specs.job import TrainingJob
-from shardwright.ds_configs.specs.strategy import Strategy
+from shardwright.ds_configs.specs.layout import Layout
 
 LLAMA_1B = public_model("meta-llama/Llama-3.2-1B")
 LLAMA_8B = public_model("meta-llama/Llama-3.1-8B")
@@ -39,7 +38,7 @@ LLAMA_70B = public_model("meta-llama/Llama-3.1-70B")
         (LLAMA_70B, "2xA100-40GB", "zero3"),
     ],
 )
-def test_choices_that_practice_agrees_with(model, hardware, expected):
+def test_choices_match_common_practice(model, hardware, expected):
     """70 billion parameters on two smaller accelerators train with QLoRA."""
     small = hardware in ("2xRTX4090", "2xA100-40GB")
     plan = make_plan(model, parse_hardware(hardware), TrainingJob(method="qlora" if small else "full"))
@@ -48,15 +47,17 @@ def test_choices_that_practice_agrees_with(model, hardware, expected):
 
 
 @pytest.mark.parametrize("hardware", ["8xA100-40GB", "8xH100-80GB", "2x8xH100-80GB"])
-def test_nothing_that_fits_is_faster_by_more_than_a_hundredth(hardware):
-    outcome = search(LLAMA_8B, parse_hardware(hardware), TrainingJob(global_batch_size=64))
+def test_no_fitting_layout_is_more_than_one_percent_faster(hardware):
+    outcome = search(
+        SearchContext(model=LLAMA_8B, hardware=parse_hardware(hardware), job=TrainingJob(global_batch_size=64))
+    )
     assert outcome.chosen is not None
     best = outcome.chosen.time.tokens_per_second
     assert all(point.tokens_per_second * 0.99 <= best for point in outcome.pareto)
     assert all(one.time.tokens_per_second * 0.99 <= best for one in outcome.rejected if one.memory.fits)
 
 
-def test_among_equally_fast_layouts_the_simpler_one_is_taken():
+def test_simpler_of_equally_fast_layouts_is_chosen():
     """One rank of work in eight: every engine computes the same, and nothing is to be saved."""
     plan = make_plan(LLAMA_1B, parse_hardware("8xH200"), TrainingJob(global_batch_size=512, seq_len_tokens=1024))
     fastest = max([plan.chosen, *plan.rejected], key=lambda one: one.time.tokens_per_second)
@@ -73,9 +74,9 @@ def test_the_frontier_falls_in_both_speed_and_memory():
         assert faster.high_bytes > leaner.high_bytes
 
 
-def test_as_few_layers_are_recomputed_as_make_it_fit():
+def test_fewest_layers_that_fit_are_recomputed():
     job = TrainingJob(strategy="zero3", loss="eager", sequence_parallel_size=1)
-    outcome = search(LLAMA_8B, parse_hardware("8xA100-40GB"), job)
+    outcome = search(SearchContext(model=LLAMA_8B, hardware=parse_hardware("8xA100-40GB"), job=job))
     assert outcome.chosen is not None
     strategy = outcome.chosen.strategy
     assert strategy.gradient_checkpointing
@@ -86,28 +87,33 @@ def test_as_few_layers_are_recomputed_as_make_it_fit():
     assert f"the first {strategy.checkpointed_layers} of 32 layers" in outcome.chosen.reason
 
 
-def test_the_same_question_has_the_same_answer():
+def test_search_is_deterministic():
     job, cluster = TrainingJob(global_batch_size=64), parse_hardware("8xA100-40GB")
-    assert search(LLAMA_8B, cluster, job) == search(LLAMA_8B, cluster, job)
+    assert search(SearchContext(model=LLAMA_8B, hardware=cluster, job=job)) == search(
+        SearchContext(model=LLAMA_8B, hardware=cluster, job=job)
+    )
 
 
 def test_objectives_differ():
     job, cluster = TrainingJob(global_batch_size=64), parse_hardware("8xH100-80GB")
-    fast, lean = (search(LLAMA_8B, cluster, replace(job, objective=name)).chosen for name in ("throughput", "memory"))
+    fast, lean = (
+        search(SearchContext(model=LLAMA_8B, hardware=cluster, job=replace(job, objective=name))).chosen
+        for name in ("throughput", "memory")
+    )
     assert fast is not None
     assert lean is not None
     assert lean.memory.gpu.high_bytes < fast.memory.gpu.high_bytes
     assert lean.time.tokens_per_second < fast.time.tokens_per_second
 
 
-def test_every_reason_names_numbers_and_rejections_say_what_lacks():
+def test_reasons_contain_numbers_and_missing_memory():
     plan = make_plan(LLAMA_8B, parse_hardware("8xA100-80GB"), TrainingJob())
     assert re.search(r"\d+\.\d GB \(\d+\.\d to \d+\.\d\) of 85\.0 GB", plan.chosen.reason)
     for other in plan.rejected:
         assert other.reason.endswith(".")
         assert re.search(r"\d", other.reason)
         if not other.memory.gpu.fits:
-            assert re.search(r"needs up to \d+\.\d GB of 85\.0 GB: [a-z ]+\d", other.reason)
+            assert re.search(r"needs up to \d+\.\d of 85\.0 GB: [a-z ]+\d", other.reason)
 
 
 def test_ddp_rejection_of_8b_is_arithmetically_right():
@@ -123,12 +129,12 @@ def test_global_batch_is_met_exactly():
     assert strategy.micro_batch_size * strategy.gradient_accumulation_steps * 8 == 96
 
 
-def test_global_batch_that_ranks_do_not_divide_names_the_neighbours():
+def test_indivisible_global_batch_error_names_nearest_legal_sizes():
     with pytest.raises(UsageError, match=r"global_batch_size = 100: .*nearest legal values: 96, 104"):
         make_plan(LLAMA_8B, parse_hardware("8xH100-80GB"), TrainingJob(global_batch_size=100))
 
 
-def test_micro_batch_larger_than_the_share_of_a_rank_is_refused():
+def test_micro_batch_above_rank_share_is_rejected():
     job = TrainingJob(global_batch_size=16, micro_batch_size=3)
     with pytest.raises(UsageError, match="global_batch_size = 16"):
         make_plan(LLAMA_8B, parse_hardware("8xH100-80GB"), job)
@@ -139,7 +145,7 @@ def test_micro_batch_stays_useful():
     assert 2048 <= strategy.micro_batch_size * 1024 <= STEP_TOKENS
 
 
-def test_checkpointing_only_where_memory_asks_for_it():
+def test_checkpointing_is_used_only_if_memory_requires_it():
     roomy = make_plan(LLAMA_8B, parse_hardware("8xH200"), TrainingJob()).chosen.strategy
     assert not roomy.gradient_checkpointing
 
@@ -147,13 +153,13 @@ def test_checkpointing_only_where_memory_asks_for_it():
 @pytest.mark.parametrize(
     ("job", "pattern"),
     [
-        (TrainingJob(strategy="ddp", offload="cpu"), "offload_optimizer = 'cpu': needs ZeRO stage"),
-        (TrainingJob(strategy="zero2", offload="cpu-all"), "offload_param = 'cpu': needs ZeRO stage 3"),
-        (TrainingJob(strategy="zero2", offload="nvme"), "needs ZeRO stage 3"),
-        (TrainingJob(strategy="zero3", offload="nvme"), "needs NVMe on each node"),
+        (TrainingJob(strategy="ddp", offload="cpu"), "offload_optimizer = 'cpu': requires ZeRO stage"),
+        (TrainingJob(strategy="zero2", offload="cpu-all"), "offload_param = 'cpu': requires ZeRO-3"),
+        (TrainingJob(strategy="zero2", offload="nvme"), "requires ZeRO-3"),
+        (TrainingJob(strategy="zero3", offload="nvme"), "requires NVMe on every node"),
         (TrainingJob(strategy="zero2", offload="cpu", optimizer="lion_8bit"), "no DeepSpeed CPU kernel"),
         (TrainingJob(strategy="fsdp2", optimizer="adamw_8bit"), "DTensors"),
-        (TrainingJob(strategy="single"), "needs 1 rank, not 8"),
+        (TrainingJob(strategy="single"), "requires 1 rank, not 8"),
         (TrainingJob(method="lora", lora_targets=("q_prj",)), "match no Linear module"),
         (TrainingJob(optimizer="adamw_9bit"), "did you mean adamw_8bit"),
         (TrainingJob(seq_len_tokens=0), "must be an integer from 1"),
@@ -164,24 +170,24 @@ def test_illegal_combinations_name_the_rule(job, pattern):
         make_plan(LLAMA_8B, parse_hardware("8xH100-80GB"), job)
 
 
-def test_all_faults_of_a_job_come_together():
+def test_all_errors_of_a_job_come_together():
     with pytest.raises(UsageError) as caught:
         wrong = TrainingJob(
             seq_len_tokens=-1, lora_rank=0, optimizer="x", strategy="fsdp2", zero_quantized_weights=True
         )
         make_plan(LLAMA_8B, parse_hardware("8xH100-80GB"), wrong)
-    found = {fault.where for fault in caught.value.faults}
+    found = {error.where for error in caught.value.errors}
     assert found == {"seq_len", "lora_rank", "optimizer", "zero_quantized_weights"}
 
 
-def test_bf16_on_hardware_without_it():
-    with pytest.raises(UsageError, match="precision = 'bf16': is not computed by T4; use fp16 or fp32"):
+def test_bf16_is_rejected_on_hardware_without_it():
+    with pytest.raises(UsageError, match="precision = 'bf16': is not supported by T4; use fp16 or fp32"):
         make_plan(LLAMA_1B, parse_hardware("8xT4"), TrainingJob())
 
 
-def test_learned_positions_bound_the_sequence():
+def test_learned_positions_limit_sequence_length():
     gpt2 = public_model("openai-community/gpt2")
-    with pytest.raises(UsageError, match="cannot exceed the 1024 learned positions"):
+    with pytest.raises(UsageError, match="must be at most 1024, the learned positions"):
         make_plan(gpt2, parse_hardware("1xA100-80GB"), TrainingJob(seq_len_tokens=2048))
 
 
@@ -193,7 +199,7 @@ def test_learned_positions_bound_the_sequence():
         (LLAMA_8B, "2xRTX4090", TrainingJob(strategy="zero1", gradient_checkpointing="off")),
     ],
 )
-def test_when_nothing_fits_three_changes_are_named_and_each_really_fits(model, hardware, job):
+def test_suggested_changes_really_fit(model, hardware, job):
     with pytest.raises(PlanDoesNotFitError) as caught:
         make_plan(model, parse_hardware(hardware), job)
     error = caught.value
@@ -216,9 +222,9 @@ def test_when_nothing_fits_three_changes_are_named_and_each_really_fits(model, h
         assert plan.chosen.memory.gpu.high_bytes == suggestion.high_bytes
 
 
-def test_host_memory_decides_too():
+def test_host_memory_limits_layouts():
     starved = parse_hardware("8xH100-80GB", host_memory="200GB")
-    with pytest.raises(PlanDoesNotFitError, match="host memory on each node"):
+    with pytest.raises(PlanDoesNotFitError, match="host memory per node"):
         make_plan(LLAMA_70B, starved, TrainingJob(offload="cpu", strategy="zero3"))
 
 
@@ -238,8 +244,10 @@ def test_more_memory_never_makes_the_step_slower(layers, width, gpu_gib, more_gi
     model = llama(num_hidden_layers=layers, hidden_size=width, intermediate_size=3 * width, vocab_size=32000)
     job = TrainingJob(seq_len_tokens=sequence)
     base = parse_hardware(f"{nodes}x{gpus}xA100-80GB", host_memory="4TB", nvme="/nvme:20TB")
-    small = search(model, replace(base, gpu_bytes=gpu_gib * 2**30), job).chosen
-    large = search(model, replace(base, gpu_bytes=(gpu_gib + more_gib) * 2**30), job).chosen
+    small = search(SearchContext(model=model, hardware=replace(base, gpu_bytes=gpu_gib * 2**30), job=job)).chosen
+    large = search(
+        SearchContext(model=model, hardware=replace(base, gpu_bytes=(gpu_gib + more_gib) * 2**30), job=job)
+    ).chosen
     if small is not None:
         assert large is not None
         assert large.time.tokens_per_second >= 0.99 * small.time.tokens_per_second
@@ -255,7 +263,7 @@ def test_more_memory_never_makes_the_step_slower(layers, width, gpu_gib, more_gi
 @settings(max_examples=20, deadline=None)
 def test_a_chosen_plan_fits_and_is_legal(gpu, gpus, method, checkpointing):
     job = TrainingJob(method=method, gradient_checkpointing=checkpointing)
-    outcome = search(LLAMA_8B, parse_hardware(f"{gpus}x{gpu}"), job)
+    outcome = search(SearchContext(model=LLAMA_8B, hardware=parse_hardware(f"{gpus}x{gpu}"), job=job))
     if outcome.chosen is None:
         assert all(not other.memory.fits for other in outcome.rejected)
         return
@@ -274,38 +282,40 @@ def test_a_chosen_plan_fits_and_is_legal(gpu, gpus, method, checkpointing):
     wanted=st.sampled_from([None, 7, 64]),
     recomputes=st.booleans(),
 )
-def test_rules_of_layouts_say_the_same_of_every_batch(engine, axes, batch, accumulation, wanted, recomputes):
-    strategy = Strategy(engine=engine[0], zero_stage=engine[1], dp_shard=4, gradient_checkpointing=recomputes, **axes)
-    asked = {"model": LLAMA_8B, "hardware": parse_hardware("8xH100-80GB"), "job": TrainingJob(global_batch_size=wanted)}
+def test_layout_rules_do_not_depend_on_batch(engine, axes, batch, accumulation, wanted, recomputes):
+    strategy = Layout(engine=engine[0], zero_stage=engine[1], dp_shard=4, gradient_checkpointing=recomputes, **axes)
+    job, hardware = TrainingJob(global_batch_size=wanted), parse_hardware("8xH100-80GB")
     other = replace(strategy, micro_batch_size=batch, gradient_accumulation_steps=accumulation)
-    one, same = (Candidate(strategy=layout, **asked) for layout in (strategy, other))
-    of_layout = list(broken_rules(LAYOUT_RULES, one))
-    assert of_layout == list(broken_rules(LAYOUT_RULES, same))
-    assert {*of_layout, *broken_rules(BATCH_RULES, same)} == set(legality_faults(same))
+    of_layout = list(broken_rules(LAYOUT_RULES, LLAMA_8B, strategy, job, hardware))
+    assert of_layout == list(broken_rules(LAYOUT_RULES, LLAMA_8B, other, job, hardware))
+    of_batch = broken_rules(BATCH_RULES, LLAMA_8B, other, job, hardware)
+    assert {*of_layout, *of_batch} == set(legality_errors(LLAMA_8B, other, job, hardware))
 
 
 @pytest.mark.parametrize(
     ("hardware", "job"),
     [("2xRTX4090", TrainingJob(offload="none")), ("1xT4", TrainingJob(precision="fp16", seq_len_tokens=1024))],
 )
-def test_what_fits_is_told_without_the_choice(hardware, job):
+def test_anything_fits_agrees_with_search(hardware, job):
     """What suggestions ask of many clusters is what the search would find there."""
     for nodes in (1, 2, 8):
         cluster = with_gpus(parse_hardware(hardware), nodes=nodes, gpus_per_node=8)
-        assert anything_fits(LLAMA_8B, cluster, job) == (search(LLAMA_8B, cluster, job).chosen is not None)
+        assert anything_fits(SearchContext(model=LLAMA_8B, hardware=cluster, job=job)) == (
+            search(SearchContext(model=LLAMA_8B, hardware=cluster, job=job)).chosen is not None
+        )
 
 
 @pytest.mark.parametrize("host_bytes", [3 * 10**11, 5 * 10**11, 10**12])
-def test_what_host_memory_cannot_load_is_told_before_anything_is_made(host_bytes):
+def test_unloadable_model_is_detected_before_candidates_are_built(host_bytes):
     """Every rank holds the experts of a whole mixture while they are fused: 489 GB of bf16 weights on eight ranks."""
     model = public_model("Qwen/Qwen3-30B-A3B")
     cluster = replace(parse_hardware("2x8xA100-40GB"), host_bytes_per_node=host_bytes)
     fits = host_bytes == 10**12
-    assert anything_fits(model, cluster, TrainingJob()) == fits
-    assert (search(model, cluster, TrainingJob()).chosen is not None) == fits
+    assert anything_fits(SearchContext(model=model, hardware=cluster, job=TrainingJob())) == fits
+    assert (search(SearchContext(model=model, hardware=cluster, job=TrainingJob())).chosen is not None) == fits
 
 
-def test_clusters_are_not_tried_where_a_larger_one_is_too_small():
+def test_clusters_smaller_than_an_insufficient_one_are_skipped():
     job = TrainingJob()
     clusters = [parse_hardware(f"{nodes}x8xA100-40GB") for nodes in (1, 2, 4, 8, 16)]
     tried = []

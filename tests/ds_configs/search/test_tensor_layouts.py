@@ -104,7 +104,7 @@ def summa_weight_gradient(mesh, a, dc, d=0):
 
 
 @pytest.mark.parametrize(("side", "depth"), [(2, 1), (3, 1), (4, 1), (2, 2), (3, 2), (4, 3)])
-def test_summa_moves_what_its_messages_say(side: int, depth: int) -> None:
+def test_summa_traffic_equals_simulated_messages(side: int, depth: int) -> None:
     tokens, width, out = 12 * depth, 12, 24
     whole_a, b = RANDOM.normal(size=(tokens, width)), RANDOM.normal(size=(width, out))
     whole_dc = RANDOM.normal(size=(tokens, out))
@@ -127,7 +127,7 @@ def ring_all_reduce(elements: int, ranks: int) -> float:
 
 
 @pytest.mark.parametrize("side", [2, 3])
-def test_the_cube_moves_what_its_gathers_say(side: int) -> None:
+def test_cube_traffic_equals_simulated_gathers(side: int) -> None:
     """All-gather A along j and B along i, multiply, and reduce-scatter C along l: Agarwal's algorithm."""
     tokens, width, out = 2 * side**2, 3 * side**2, side**2
     a, b = RANDOM.normal(size=(tokens, width)), RANDOM.normal(size=(width, out))

@@ -1,4 +1,4 @@
-"""Arithmetic of serving: the cache of known models, what rules promise, and what is refused."""
+"""Memory arithmetic of serving, and the schemes that engines reject."""
 
 import json
 from dataclasses import replace
@@ -7,16 +7,22 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from shardwright.ds_configs.models.families import model_spec_from_config
-from shardwright.ds_configs.quantization.config_json import quantization_config
+from shardwright.ds_configs.quantization.layers import quantization_config
 from shardwright.ds_configs.quantization.scheme import scheme_named
-from shardwright.ds_configs.serving.engines import processor_faults, scheme_findings
-from shardwright.ds_configs.serving.kv_cache import CachedLayer, cached_layers, key_value_cache
-from shardwright.ds_configs.serving.memory import StoredWeight, weight_bytes
-from shardwright.ds_configs.serving.plan import plan_serving
-from shardwright.ds_configs.serving.request import ServedModel, ServingRequest
-from shardwright.ds_configs.specs.dimensions import Dimensions
+from shardwright.ds_configs.serving.engines import processor_errors, scheme_findings
+from shardwright.ds_configs.serving.plan import (
+    CachedLayer,
+    ServedModel,
+    ServingRequest,
+    StoredWeight,
+    cached_layers,
+    key_value_cache,
+    plan_serving,
+    weight_bytes,
+)
 from shardwright.ds_configs.specs.errors import DoesNotFitError, UsageError
 from shardwright.ds_configs.specs.hardware import parse_hardware
+from shardwright.ds_configs.specs.model import Dimensions
 
 LLAMA_8B = {
     "model_type": "llama",
@@ -52,7 +58,7 @@ def request(hardware="1xA100-80GB", **changes) -> ServingRequest:
     return ServingRequest(hardware=parse_hardware(hardware), **changes)
 
 
-def test_llama_3_takes_128_kib_for_a_token():
+def test_llama_3_caches_128_kib_per_token():
     """32 layers · 8 heads · (128 + 128) · 2 bytes, as the model's users count it."""
     plan = plan_serving(served(), request())
     assert plan.token_bytes == 131_072
@@ -71,7 +77,7 @@ def test_fp8_cache_holds_twice_as_much():
     assert plan_serving(served(quantization_config=stated), request()).kv_cache_dtype == "fp8"
 
 
-def test_latent_attention_keeps_one_vector_on_every_gpu():
+def test_latent_attention_is_replicated_on_every_gpu():
     config = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128}
     for size in (1, 2):
         layers = cached_layers(config, SIZES, tensor_parallel_size=size)
@@ -80,7 +86,7 @@ def test_latent_attention_keeps_one_vector_on_every_gpu():
     assert whole == CachedLayer(heads=2, numbers_per_head=128 + 64 + 128)
 
 
-def test_fewer_heads_than_gpus_are_kept_by_several():
+def test_heads_are_replicated_if_fewer_than_gpus():
     assert cached_layers({}, SIZES, tensor_parallel_size=4)[0].heads == 1
 
 
@@ -95,11 +101,11 @@ def test_fewer_heads_than_gpus_are_kept_by_several():
         ({"text_config": {"sliding_window": 8, "model_type": "gemma3_text"}}, ([8] * 5 + [None]) * 2),
     ],
 )
-def test_windows_are_those_of_the_family(config, windows):
+def test_windows_follow_the_family(config, windows):
     assert [layer.window for layer in cached_layers(config, SIZES)] == windows
 
 
-def test_recurrent_layers_are_refused_by_name():
+def test_rejects_recurrent_layers_by_name():
     with pytest.raises(UsageError, match="linear_attention"):
         cached_layers({"layer_types": ["linear_attention"] * 12}, SIZES)
 
@@ -120,7 +126,7 @@ def test_full_and_sliding_layers_share_a_pool():
     more=st.integers(0, 10**9),
     length=st.integers(1, 100_000),
 )
-def test_more_memory_never_holds_less(windows, memory, more, length):
+def test_more_memory_never_fits_less(windows, memory, more, length):
     layers = tuple(CachedLayer(heads=2, numbers_per_head=64, window=window) for window in windows)
     cache = key_value_cache(layers, number_bytes=2, block_tokens=16)
     longest = [
@@ -154,21 +160,21 @@ def test_more_memory_never_serves_fewer_sequences(gigabytes, prefix, sequences):
     assert asked.max_model_len <= 131_072
 
 
-def test_a_shared_beginning_is_kept_once():
+def test_shared_prefix_is_cached_once():
     apart = plan_serving(served(), request(max_model_len=4096))
     together = plan_serving(served(), request(max_model_len=4096, shared_prefix_tokens=2048))
     assert together.sequences == pytest.approx((apart.blocks - 128) / 128, abs=0.01)
     assert apart.sequences == pytest.approx(apart.blocks / 256, abs=0.01)
 
 
-def test_the_fewest_gpus_that_hold_the_longest_sequence():
+def test_selects_the_fewest_gpus_for_the_longest_sequence():
     large = served(num_hidden_layers=80, hidden_size=8192, intermediate_size=28672, num_attention_heads=64)
     plan = plan_serving(large, request("8xA100-80GB"))
     assert plan.tensor_parallel_size == 4
     assert any("--data-parallel-size 2" in note for note in plan.notes)
 
 
-def test_weights_are_divided_and_what_every_gpu_needs_is_not():
+def test_weights_are_sharded_except_replicated_ones():
     tensors = {
         "q_proj.weight": StoredWeight(stored_bytes=800, is_matrix=True, is_fp32=False),
         "model.layers.0.self_attn.k_proj.weight": StoredWeight(stored_bytes=200, is_matrix=True, is_fp32=False),
@@ -182,18 +188,21 @@ def test_weights_are_divided_and_what_every_gpu_needs_is_not():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"tensor_parallel_size": 3, "hardware": "4xA100-80GB"}, "must divide 32 heads; one of 1, 2, 4"),
-        ({"tensor_parallel_size": 2}, "more than the 1 GPUs"),
-        ({"max_model_len": 10**7}, "beyond the model's 131,072 positions"),
-        ({"engine": "transformers", "kv_cache_dtype": "fp8"}, "round their cache"),
+        (
+            {"tensor_parallel_size": 3, "hardware": "4xA100-80GB"},
+            "must divide the 32 attention heads; use one of 1, 2, 4",
+        ),
+        ({"tensor_parallel_size": 2}, "must be at most 1, the GPUs of a node"),
+        ({"max_model_len": 10**7}, "must be at most 131,072, the positions of the model"),
+        ({"engine": "transformers", "kv_cache_dtype": "fp8"}, "is not supported with --engine transformers"),
     ],
 )
-def test_settings_that_cannot_be_met(changes, message):
+def test_rejects_unsupported_settings(changes, message):
     with pytest.raises(UsageError, match=message):
         plan_serving(served(), request(**changes))
 
 
-def test_a_draft_needs_the_same_vocabulary():
+def test_draft_requires_the_same_vocabulary():
     with pytest.raises(UsageError, match="vocabulary"):
         plan_serving(served(), request(), draft=served(vocab_size=32000))
 
@@ -208,23 +217,23 @@ def test_speculative_decoding_shares_the_pool():
     assert stated == {"method": "draft_model", "model": "model", "num_speculative_tokens": 4}
 
 
-def test_what_does_not_fit_says_what_does():
-    with pytest.raises(DoesNotFitError, match="not one token fits"):
+def test_errors_suggest_a_length_that_fits():
+    with pytest.raises(DoesNotFitError, match="not even one token fits"):
         plan_serving(served(), request("1xT4"))
     with pytest.raises(DoesNotFitError, match=r"--max-model-len \d+ fits"):
         plan_serving(served(), request("1xL4", max_model_len=131_072))
     cut = plan_serving(served(), request("1xL4"))
     assert cut.max_model_len < 131_072
-    assert any("cut to" in note for note in cut.notes)
+    assert any("limited to" in note for note in cut.notes)
 
 
 @pytest.mark.parametrize(
     ("scheme", "gpu", "rule"),
     [
-        ("W4A16", "V100-32GB", "Turing and newer"),
-        ("W8A8", "V100-32GB", "Turing and newer"),
-        ("W4AFP8", "A100-80GB", "Hopper and newer"),
-        ("W4A8", "H100-80GB", "has no kernel in vLLM on any GPU"),
+        ("W4A16", "V100-32GB", "Turing or newer"),
+        ("W8A8", "V100-32GB", "Turing or newer"),
+        ("W4AFP8", "A100-80GB", "Hopper or newer"),
+        ("W4A8", "H100-80GB", "is not supported by vLLM on any GPU"),
         ("W8A16", "CPU", "on a CPU"),
         ("FP8", "CPU", "on a CPU"),
         ("FP8_DYNAMIC", "CPU", None),
@@ -235,7 +244,7 @@ def test_what_does_not_fit_says_what_does():
         ("W8A8", "CPU", None),
     ],
 )
-def test_schemes_that_a_generation_cannot_serve(scheme, gpu, rule):
+def test_rejects_schemes_without_kernels(scheme, gpu, rule):
     section = quantization_config(scheme_named(scheme))
     hardware = request(f"1x{gpu}")
     if rule is None:
@@ -244,15 +253,15 @@ def test_schemes_that_a_generation_cannot_serve(scheme, gpu, rule):
         return
     with pytest.raises(UsageError, match=rule):
         plan_serving(served(quantization_config=section), hardware)
-    faults, remarks = scheme_findings(section, engine="transformers", gpu=gpu, capability=70)
-    assert not faults
-    assert "decompresses" in remarks[0]
+    errors, remarks = scheme_findings(section, engine="transformers", gpu=gpu, capability=70)
+    assert not errors
+    assert "decompress" in remarks[0]
 
 
-def test_an_fp8_cache_on_a_cpu_says_that_it_is_cut_off():
+def test_warns_that_fp8_caches_are_truncated_on_cpus():
     for hardware, told in (("CPU", True), ("1xA100-80GB", False)):
         asked = request(hardware, kv_cache_dtype="fp8", kv_cache_bytes=10**9, max_model_len=64)
-        assert any("cuts FP8" in note for note in plan_serving(served(), asked).notes) is told
+        assert any("truncates FP8" in note for note in plan_serving(served(), asked).notes) is told
 
 
 def test_quantized_experts_on_a_cpu_need_amx():
@@ -267,18 +276,18 @@ def test_quantized_experts_on_a_cpu_need_amx():
     hardware = replace(request("CPU"), kv_cache_bytes=10**9, max_model_len=64)
     remarks = [any("AMX" in note for note in plan_serving(each, hardware).notes) for each in (mixture, dense_experts)]
     assert remarks == [True, False]
-    (fault,) = processor_faults({"avx512f"}, quantized_experts=True)
-    assert "has no AMX" in fault.rule and "serve on a GPU" in fault.fix
-    assert processor_faults({"amx_tile"}, quantized_experts=True) == []
-    assert processor_faults(set(), quantized_experts=False) == []
+    (error,) = processor_errors({"avx512f"}, quantized_experts=True)
+    assert "has no AMX" in error.rule and "serve on a GPU" in error.fix
+    assert processor_errors({"amx_tile"}, quantized_experts=True) == []
+    assert processor_errors(set(), quantized_experts=False) == []
 
 
-def test_a_generation_without_the_numbers_says_that_it_decompresses():
+def test_warns_if_a_gpu_decompresses_weights():
     plan = plan_serving(served(quantization_config=quantization_config(scheme_named("NVFP4"))), request("1xH100-80GB"))
-    assert any("Blackwell and newer compute in them" in note for note in plan.notes)
+    assert any("Blackwell and newer compute in this format" in note for note in plan.notes)
 
 
-def test_lines_of_other_engines():
+def test_commands_of_other_engines():
     sglang = plan_serving(served(), request(engine="sglang", max_model_len=4096), draft=served())
     assert sglang.line[:4] == ("python", "-m", "sglang.launch_server", "--model-path")
     assert "STANDALONE" in sglang.line

@@ -13,13 +13,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from paths import TESTS
-from shardwright.ds_configs.legality.candidate import Candidate
-from shardwright.ds_configs.legality.rules import RULES, legality_faults
-from shardwright.ds_configs.memory.buffers import default_zero_options
+from shardwright.ds_configs.legality.rules import RULES, legality_errors
+from shardwright.ds_configs.memory.model_states import default_zero_options
 from shardwright.ds_configs.models.families import FAST_FAMILIES, model_spec_from_config
-from shardwright.ds_configs.models.model_config import config_faults
-from shardwright.ds_configs.shrink.config import ShrunkenModel, rehearsed_sequence, shrink_model_config
-from shardwright.ds_configs.shrink.layers import kept_layers
+from shardwright.ds_configs.models.model_config import config_errors
+from shardwright.ds_configs.shrink.config import (
+    Change,
+    ShrunkenModel,
+    kept_layers,
+    rehearsed_sequence,
+    shrink_model_config,
+)
 from shardwright.ds_configs.shrink.layout import (
     shrink_accelerate_config,
     shrink_deepspeed_config,
@@ -27,16 +31,15 @@ from shardwright.ds_configs.shrink.layout import (
     shrink_training_arguments,
     shrink_zero_options,
 )
-from shardwright.ds_configs.specs.changes import Change
 from shardwright.ds_configs.specs.errors import RefusedInputError, ShardwrightError, UsageError
 from shardwright.ds_configs.specs.hardware import parse_hardware
 from shardwright.ds_configs.specs.job import TrainingJob
+from shardwright.ds_configs.specs.layout import Layout, ZeroOptions
 from shardwright.ds_configs.specs.model import ModelSpec
-from shardwright.ds_configs.specs.strategy import Strategy, ZeroOptions
 
 MODELS = sorted((TESTS / "data" / "models").iterdir())
 HARDWARE = parse_hardware("2x16xA100-80GB", nvme="/nvme:1TB")
-DDP = Strategy(engine="ddp", dp_replicate=8)
+DDP = Layout(engine="ddp", dp_replicate=8)
 LENGTH = 4096
 
 
@@ -46,25 +49,25 @@ def read(directory: Path) -> dict[str, Any]:
 
 
 def spec_of(config: Mapping[str, Any]) -> ModelSpec:
-    assert not config_faults(config, source="test")
+    assert not config_errors(config, source="test")
     spec = model_spec_from_config(config, name="test")
     assert spec is not None
     return spec
 
 
-def shrink(config: Mapping[str, Any], strategy: Strategy = DDP, length: int = LENGTH, **sizes: int) -> dict[str, Any]:
+def shrink(config: Mapping[str, Any], strategy: Layout = DDP, length: int = LENGTH, **sizes: int) -> dict[str, Any]:
     return shrink_model_config(config, strategy=strategy, seq_len_tokens=length, **sizes).config
 
 
-def parallel_strategies() -> Iterator[Strategy]:
+def parallel_strategies() -> Iterator[Layout]:
     """Every engine and stage with tp, sp, ep in 1, 2, 4 that 32 ranks hold."""
     for tp, sp, ep in product((1, 2, 4), repeat=3):
         for stage in (0, 1, 2, 3):
             data = HARDWARE.world_size // (tp * sp)
             sizes = {"dp_replicate": data} if stage == 0 else {"dp_shard": data}
-            yield Strategy(engine="deepspeed", zero_stage=stage, tp=tp, sp=sp, ep=ep, **sizes)
-    yield Strategy(engine="fsdp2", dp_shard=16, cp=2)
-    yield from (Strategy(engine="deepspeed", zero_stage=1, dp_shard=32 // pp, pp=pp) for pp in (2, 4))
+            yield Layout(engine="deepspeed", zero_stage=stage, tp=tp, sp=sp, ep=ep, **sizes)
+    yield Layout(engine="fsdp2", dp_shard=16, cp=2)
+    yield from (Layout(engine="deepspeed", zero_stage=1, dp_shard=32 // pp, pp=pp) for pp in (2, 4))
 
 
 PARALLEL = tuple(parallel_strategies())
@@ -93,7 +96,7 @@ def assert_never_grows(before: Mapping[str, Any], after: Mapping[str, Any]) -> N
         assert (value is None) == (before[key] is None), key
 
 
-def assert_faithful(config: dict[str, Any], strategy: Strategy, result: ShrunkenModel) -> None:
+def assert_faithful(config: dict[str, Any], strategy: Layout, result: ShrunkenModel) -> None:
     original, shrunken = spec_of(config), spec_of(result.config)
     assert [p.name for p in shrunken.parameters] == [p.name for p in original.parameters]
     assert [(p.group, p.kind) for p in shrunken.parameters] == [(p.group, p.kind) for p in original.parameters]
@@ -116,13 +119,13 @@ def assert_faithful(config: dict[str, Any], strategy: Strategy, result: Shrunken
     before = TrainingJob(seq_len_tokens=LENGTH)
     after = TrainingJob(seq_len_tokens=rehearsed_sequence(LENGTH, strategy))
     for rule in RULES:
-        if rule(Candidate(strategy=strategy, model=original, hardware=HARDWARE, job=before)) is None:
-            fault = rule(Candidate(strategy=strategy, model=shrunken, hardware=HARDWARE, job=after))
-            assert fault is None, f"{rule.__name__}: {fault}"
+        if rule(original, strategy, before, HARDWARE) is None:
+            error = rule(shrunken, strategy, after, HARDWARE)
+            assert error is None, f"{rule.__name__}: {error}"
 
 
 @pytest.mark.parametrize("directory", MODELS, ids=lambda path: path.name)
-def test_public_models_pass_every_rule_that_they_passed(directory):
+def test_shrunken_public_models_pass_the_same_rules(directory):
     config = read(directory)
     for strategy in PARALLEL:
         result = shrink_model_config(config, strategy=strategy, seq_len_tokens=LENGTH)
@@ -177,7 +180,7 @@ def model_configs(draw: st.DrawFn) -> dict[str, Any]:
 
 @settings(max_examples=300, deadline=None)
 @given(config=model_configs(), strategy=st.sampled_from(PARALLEL))
-def test_generated_models_pass_every_rule_that_they_passed(config, strategy):
+def test_shrunken_random_models_pass_the_same_rules(config, strategy):
     result = shrink_model_config(config, strategy=strategy, seq_len_tokens=LENGTH)
     assert_faithful(config, strategy, result)
     after = spec_of(result.config).dimensions
@@ -324,7 +327,7 @@ def parameter_patterns(model: Any) -> set[str]:
 @pytest.mark.parametrize("family", BUILT)
 def test_transformers_builds_the_shrunken_config_with_the_same_parameters(family):
     config = BUILT[family]
-    strategy = Strategy(engine="deepspeed", zero_stage=2, dp_shard=4, sp=2, ep=2)
+    strategy = Layout(engine="deepspeed", zero_stage=2, dp_shard=4, sp=2, ep=2)
     small = build(shrink(config, strategy), meta=True)
     large = build(config, meta=True)
     assert type(small) is type(large)
@@ -358,8 +361,8 @@ def test_llama_scales_as_expected():
     assert "hidden_size 4096 -> 128" in [str(change) for change in result.changes]
 
 
-def test_deepseek_keeps_groups_low_ranks_and_both_kinds_of_layers():
-    strategy = Strategy(engine="deepspeed", zero_stage=2, dp_shard=8, ep=4)
+def test_deepseek_keeps_groups_ranks_and_layer_types():
+    strategy = Layout(engine="deepspeed", zero_stage=2, dp_shard=8, ep=4)
     result = shrink_model_config(DEEPSEEK_V3, strategy=strategy, seq_len_tokens=LENGTH)
     config = result.config
     assert (config["num_hidden_layers"], config["first_k_dense_replace"]) == (4, 1)
@@ -372,18 +375,18 @@ def test_deepseek_keeps_groups_low_ranks_and_both_kinds_of_layers():
     assert "quantization_config" in [change.where for change in result.changes]
 
 
-def test_latent_heads_that_transformers_writes_down_twice_stay_consistent():
+def test_duplicated_latent_head_sizes_stay_consistent():
     config = shrink(DEEPSEEK_V3 | {"head_dim": 64, "qk_head_dim": 192})
     assert config["head_dim"] == config["qk_rope_head_dim"]
     assert config["qk_head_dim"] == config["qk_nope_head_dim"] + config["qk_rope_head_dim"]
 
 
-def test_patterns_of_layers_stay():
+def test_layer_patterns_are_kept():
     assert shrink(GEMMA3)["num_hidden_layers"] == 6
     listed = ["sliding_attention"] * 5 + ["full_attention"]
     config = GEMMA3 | {"layer_types": (listed * 5)[:26]}
     assert shrink(config)["layer_types"] == listed
-    pipelined = shrink(config, Strategy(engine="deepspeed", zero_stage=1, pp=4))
+    pipelined = shrink(config, Layout(engine="deepspeed", zero_stage=1, pp=4))
     assert pipelined["layer_types"] == listed * 2
     dense_first = ["dense"] * 3 + ["sparse"] * 89
     glm = shrink(GLM4_MOE | {"mlp_layer_types": dense_first})
@@ -391,7 +394,7 @@ def test_patterns_of_layers_stay():
     assert glm["first_k_dense_replace"] == 1
 
 
-def test_indices_and_steps_of_sparse_layers_follow():
+def test_indices_and_steps_of_sparse_layers_are_adapted():
     config = {"num_hidden_layers": 24, "decoder_sparse_step": 2, "mlp_only_layers": [1, 5]}
     kept = kept_layers(config, layers=4, pipeline_stages=1)
     assert kept == [0, 1, 22, 23]
@@ -402,7 +405,7 @@ def test_indices_and_steps_of_sparse_layers_follow():
     assert neo["attention_types"] == [[["global", "local", "global", "local"], 1]]
 
 
-def test_windows_stay_on_their_side_of_the_sequence():
+def test_windows_stay_above_or_below_the_sequence():
     for window, length in ((512, 4096), (4096, 4096), (4097, 4096), (4095, 4096), (1, 4096), (100, 64), (64, 64)):
         small = shrink(GEMMA2 | {"sliding_window": window}, length=length)
         assert (small["sliding_window"] < rehearsed_sequence(length, DDP)) == (window < length), (window, length)
@@ -431,13 +434,13 @@ def test_special_tokens_of_nested_configs_move_together():
     assert 512 <= shrink(absent)["pad_token_id"] < 1024
 
 
-def test_a_small_model_stays_as_it_is():
+def test_small_models_are_not_changed():
     small = shrink(LLAMA)
     again = shrink_model_config(small, strategy=DDP, seq_len_tokens=rehearsed_sequence(LENGTH, DDP))
     assert again.config == small and again.changes == ()
 
 
-def test_the_config_given_is_not_written_to():
+def test_original_config_is_not_modified():
     before = json.dumps(GEMMA3_IMAGES)
     shrink(GEMMA3_IMAGES)["text_config"]["eos_token_id"].append(0)
     assert json.dumps(GEMMA3_IMAGES) == before
@@ -447,21 +450,21 @@ def test_the_config_given_is_not_written_to():
     ("config", "fragment"),
     [
         ({}, "model_type"),
-        ({"model_type": "bert"}, "must state its layers"),
+        ({"model_type": "bert"}, "must set its layers"),
         ({"model_type": "llava", "text_config": {"model_type": "llama"}}, "text_config"),
         (LLAMA | {"hidden_size": [1, 2]}, "hidden_size"),
         (LLAMA | {"num_key_value_heads": 5}, "num_key_value_heads"),
     ],
 )
-def test_configs_that_cannot_be_made_small_are_refused(config, fragment):
+def test_rejects_configs_that_cannot_be_shrunk(config, fragment):
     with pytest.raises(RefusedInputError, match=fragment):
         shrink(config)
 
 
-def test_sizes_that_are_too_small_are_refused_together():
+def test_reports_all_too_small_sizes_together():
     with pytest.raises(UsageError) as caught:
         shrink(LLAMA, length=0, vocab_size=100, hidden_size=True)
-    assert [fault.where for fault in caught.value.faults] == ["seq_len_tokens", "hidden_size", "vocab_size"]
+    assert [error.where for error in caught.value.errors] == ["seq_len_tokens", "hidden_size", "vocab_size"]
 
 
 @given(length=st.integers(1, 200_000), sp=st.sampled_from((1, 2, 3, 4, 8)), cp=st.sampled_from((1, 2, 4, 16)))
@@ -473,49 +476,48 @@ def test_rehearsed_sequences_are_short_multiples(length, sp, cp):
     assert tokens > min(128, length) - unit
 
 
-def test_strategies_keep_every_axis_but_one():
-    zero3 = Strategy(engine="deepspeed", zero_stage=3, dp_shard=32, tp=2, micro_batch_size=8, offload_optimizer="cpu")
+def test_layouts_keep_all_axes_except_data_parallelism():
+    zero3 = Layout(engine="deepspeed", zero_stage=3, dp_shard=32, tp=2, micro_batch_size=8, offload_optimizer="cpu")
     small, changes = shrink_strategy(zero3, ranks=4)
     assert small == replace(zero3, dp_shard=2, micro_batch_size=2)
     assert [str(change) for change in changes] == ["dp_shard 32 -> 2", "micro_batch_size 8 -> 2"]
     ddp = replace(DDP, gradient_accumulation_steps=16)
     assert shrink_strategy(ddp, ranks=2)[0] == replace(ddp, dp_replicate=2, gradient_accumulation_steps=2)
-    hybrid = Strategy(engine="fsdp2", dp_replicate=4, dp_shard=8)
+    hybrid = Layout(engine="fsdp2", dp_replicate=4, dp_shard=8)
     assert shrink_strategy(hybrid, ranks=8, nodes=4)[0] == replace(hybrid, dp_shard=2)
-    assert shrink_strategy(Strategy(engine="single"), ranks=1) == (Strategy(engine="single"), ())
+    assert shrink_strategy(Layout(engine="single"), ranks=1) == (Layout(engine="single"), ())
 
 
 @pytest.mark.parametrize(
     ("strategy", "ranks", "nodes", "fragments"),
     [
-        (Strategy(engine="deepspeed", zero_stage=1, dp_shard=8, tp=2, pp=2), 6, 1, ("pp * sp * cp = 4", "4 or 8")),
-        (Strategy(engine="fsdp2", dp_replicate=4, dp_shard=8), 2, 1, ("dp_replicate = 4", "--ranks 8")),
-        (Strategy(engine="fsdp2", dp_replicate=4, dp_shard=8), 4, 1, ("2 shards", "--ranks 8")),
-        (Strategy(engine="deepspeed", zero_stage=2, dp_shard=8, ep=4), 2, 1, ("ep = 4", "--ranks 4")),
-        (Strategy(engine="deepspeed", zero_stage=3, zero=ZeroOptions(hpz_partition_size=8)), 2, 1, ("--ranks 8",)),
-        (Strategy(engine="deepspeed", zero_stage=3, zero=ZeroOptions(hpz_partition_size=2)), 3, 2, ("nodes = 2", "4")),
-        (Strategy(engine="deepspeed", zero_stage=3, zero=ZeroOptions(quantized_gradients=True)), 2, 1, ("nodes",)),
-        (Strategy(engine="single"), 2, 1, ("--ranks 1",)),
+        (Layout(engine="deepspeed", zero_stage=1, dp_shard=8, tp=2, pp=2), 6, 1, ("pp * sp * cp = 4", "4 or 8")),
+        (Layout(engine="fsdp2", dp_replicate=4, dp_shard=8), 2, 1, ("dp_replicate = 4", "--ranks 8")),
+        (Layout(engine="fsdp2", dp_replicate=4, dp_shard=8), 4, 1, ("2 shards", "--ranks 8")),
+        (Layout(engine="deepspeed", zero_stage=2, dp_shard=8, ep=4), 2, 1, ("ep = 4", "--ranks 4")),
+        (Layout(engine="deepspeed", zero_stage=3, zero=ZeroOptions(hpz_partition_size=8)), 2, 1, ("--ranks 8",)),
+        (Layout(engine="deepspeed", zero_stage=3, zero=ZeroOptions(hpz_partition_size=2)), 3, 2, ("nodes = 2", "4")),
+        (Layout(engine="deepspeed", zero_stage=3, zero=ZeroOptions(quantized_gradients=True)), 2, 1, ("nodes",)),
+        (Layout(engine="single"), 2, 1, ("--ranks 1",)),
         (DDP, 0, 1, ("ranks = 0", "at least 1")),
         (replace(DDP, tp=0), 2, 0, ("tp = 0", "nodes = 0")),
     ],
 )
-def test_ranks_that_do_not_divide_name_the_legal_ones(strategy, ranks, nodes, fragments):
+def test_illegal_ranks_suggest_legal_ones(strategy, ranks, nodes, fragments):
     with pytest.raises(UsageError) as caught:
         shrink_strategy(strategy, ranks=ranks, nodes=nodes)
     assert all(fragment in str(caught.value) for fragment in fragments), str(caught.value)
 
 
 @given(strategy=st.sampled_from(PARALLEL), ranks=st.integers(1, 64))
-def test_a_legal_layout_stays_legal_on_the_ranks_it_accepts(strategy, ranks):
+def test_legal_layout_stays_legal_on_fewer_ranks(strategy, ranks):
     model = spec_of(GEMMA2 if strategy.cp == 1 else LLAMA)
-    original = Candidate(strategy=strategy, model=model, hardware=HARDWARE, job=TrainingJob(seq_len_tokens=LENGTH))
-    if legality_faults(original):
+    if legality_errors(model, strategy, TrainingJob(seq_len_tokens=LENGTH), HARDWARE):
         return
     try:
         small, _ = shrink_strategy(strategy, ranks=ranks)
     except UsageError as error:
-        legal = [int(word) for word in error.faults[0].fix.split() if word.isdigit()]
+        legal = [int(word) for word in error.errors[0].fix.split() if word.isdigit()]
         assert legal
         for count in legal:
             shrink_strategy(strategy, ranks=count)
@@ -523,12 +525,12 @@ def test_a_legal_layout_stays_legal_on_the_ranks_it_accepts(strategy, ranks):
     hardware = parse_hardware(f"1x{ranks}xA100-80GB")
     config = shrink(GEMMA2 if strategy.cp == 1 else LLAMA, strategy)
     job = TrainingJob(seq_len_tokens=rehearsed_sequence(LENGTH, strategy))
-    assert legality_faults(Candidate(strategy=small, model=spec_of(config), hardware=hardware, job=job)) == ()
+    assert legality_errors(spec_of(config), small, job, hardware) == ()
 
 
 @pytest.mark.parametrize("directory", MODELS, ids=lambda path: path.name)
 @pytest.mark.parametrize("lean", [False, True])
-def test_zero_sizes_stand_to_the_small_model_as_they_did(directory, lean):
+def test_zero_sizes_scale_with_the_model(directory, lean):
     config = read(directory)
     original, shrunken = spec_of(config), spec_of(shrink(config))
     for stage in (2, 3):
@@ -567,7 +569,7 @@ def test_sub_groups_follow_the_shard_of_one_rank():
     assert several.sub_group_size < shrunken.parameter_count / 2
 
 
-def test_thresholds_of_zero_keep_nothing_and_huge_ones_everything():
+def test_zero_threshold_keeps_no_tensor_and_a_large_one_all():
     original, shrunken = spec_of(LLAMA), spec_of(shrink(LLAMA))
     for threshold, kept in ((0, 0), (10**12, shrunken.parameter_count)):
         zero = ZeroOptions(stage3_param_persistence_threshold=threshold)
@@ -595,7 +597,7 @@ def deepspeed(config: Mapping[str, Any], **arguments: Any) -> dict[str, Any]:
     return shrink_deepspeed_config(config, **(defaults | arguments))[0]
 
 
-def test_deepspeed_files_change_only_in_their_sizes():
+def test_deepspeed_files_change_only_sizes():
     small, changes = shrink_deepspeed_config(DEEPSPEED, zero=SMALL_ZERO, nvme_path="/new", world_size_before=8, ranks=2)
     section = DEEPSPEED["zero_optimization"]
     assert isinstance(section, dict)
@@ -614,8 +616,8 @@ def test_deepspeed_files_change_only_in_their_sizes():
     assert len(changes) == 7
 
 
-def test_batches_that_contradict_stay_contradictory():
-    plan = Strategy(engine="deepspeed", zero_stage=3, dp_shard=8, micro_batch_size=4, gradient_accumulation_steps=2)
+def test_inconsistent_batches_stay_inconsistent():
+    plan = Layout(engine="deepspeed", zero_stage=3, dp_shard=8, micro_batch_size=4, gradient_accumulation_steps=2)
     for wrong in (63, 32, 8, 128):
         assert deepspeed(DEEPSPEED | {"train_batch_size": wrong})["train_batch_size"] != 8
     for micro in (1, 2, 3, 8):
@@ -634,7 +636,7 @@ def test_batches_that_contradict_stay_contradictory():
     assert deepspeed(DEEPSPEED | {"train_batch_size": "auto"})["train_batch_size"] == "auto"
 
 
-def test_deepspeed_files_of_odd_shapes_pass_through():
+def test_unusual_deepspeed_files_are_not_changed():
     odd: dict[str, Any]
     for odd in ({}, {"zero_optimization": None}, {"zero_optimization": []}, {"train_batch_size": -1}):
         assert deepspeed(odd) == odd
@@ -642,7 +644,7 @@ def test_deepspeed_files_of_odd_shapes_pass_through():
     assert deepspeed(odd) == odd
 
 
-def test_accelerate_files_change_only_in_their_ranks():
+def test_accelerate_files_change_only_ranks():
     config = {
         "distributed_type": "DEEPSPEED", "num_processes": 32, "num_machines": 4, "main_process_ip": "head",
         "main_process_port": 29500, "machine_rank": 0,
@@ -665,9 +667,9 @@ def test_accelerate_files_change_only_in_their_ranks():
         assert small["parallelism_config"][key] == shards and small["num_processes"] == 8
 
 
-def test_training_arguments_change_only_in_their_batch():
+def test_training_arguments_change_only_the_batch():
     arguments = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 4, "bf16": True, "optim": "sgd"}
-    strategy = Strategy(engine="ddp", micro_batch_size=2, gradient_accumulation_steps=2)
+    strategy = Layout(engine="ddp", micro_batch_size=2, gradient_accumulation_steps=2)
     small, changes = shrink_training_arguments(arguments, strategy=strategy)
     assert small == arguments | {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2}
     assert [str(change) for change in changes] == [

@@ -1,4 +1,4 @@
-"""JSON and YAML that people write: what readers drop or invent without a word is refused."""
+"""Strict parsers of JSON and YAML: what they accept and reject."""
 
 from __future__ import annotations
 
@@ -10,10 +10,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import Field
-from shardwright.ds_configs.specs.errors import Fault, UsageError
-from shardwright.ds_configs.specs.json_text import strict_json
+from shardwright.ds_configs.specs.errors import ConfigError, UsageError
 from shardwright.ds_configs.specs.settings import NamedValues, Settings, settings_of
-from shardwright.ds_configs.specs.yaml_file import LARGEST_YAML_BYTES, read_small_file, yaml_mapping, yaml_value
+from shardwright.ds_configs.specs.texts import (
+    LARGEST_YAML_BYTES,
+    read_small_file,
+    strict_json,
+    yaml_mapping,
+    yaml_value,
+)
 
 VALUES = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
@@ -23,7 +28,7 @@ VALUES = st.recursive(
 
 
 @given(VALUES)
-def test_sound_json_is_what_python_reads(value: object) -> None:
+def test_valid_json_equals_json_loads(value: object) -> None:
     assert strict_json(json.dumps(value)) == value
 
 
@@ -33,13 +38,13 @@ def test_sound_json_is_what_python_reads(value: object) -> None:
         ('{"save_steps": NaN}', "NaN is not a finite number"),
         ('{"a": [-Infinity]}', "-Infinity is not a finite number"),
         ('{"a": 1e999}', "1e999 is not a finite number"),
-        ('{"a": {"b": 1, "b": 2}}', "the key 'b' stands twice"),
-        ("[" * 100_000, "nest too deeply"),
+        ('{"a": {"b": 1, "b": 2}}', "the key 'b' is duplicated"),
+        ("[" * 100_000, "nested too deeply"),
         (b'{"a": "\xe9"}', "utf-8"),
         ("{", "Expecting"),
     ],
 )
-def test_json_that_is_refused(text: str | bytes, reason: str) -> None:
+def test_rejects_invalid_json(text: str | bytes, reason: str) -> None:
     with pytest.raises(ValueError, match=reason):
         strict_json(text)
 
@@ -47,23 +52,23 @@ def test_json_that_is_refused(text: str | bytes, reason: str) -> None:
 @pytest.mark.parametrize(
     ("text", "reason"),
     [
-        ("a: 1\nb: 2\na: 3\n", "the key 'a' stands twice"),
-        ("a: {b: 1, b: 2}\n", "the key 'b' stands twice"),
-        ("- {x: [{y: 1, y: 1}]}\n", "the key 'y' stands twice"),
+        ("a: 1\nb: 2\na: 3\n", "the key 'a' is duplicated"),
+        ("a: {b: 1, b: 2}\n", "the key 'b' is duplicated"),
+        ("- {x: [{y: 1, y: 1}]}\n", "the key 'y' is duplicated"),
         ("a: .nan\n", r"\.nan is not a finite number"),
         ("a: [1.0, -.inf]\n", r"-\.inf is not a finite number"),
         ("a: 1.0e+999\n", r"1\.0e\+999 is not a finite number"),
         ("a: !!python/object/apply:os.getcwd []\n", "could not determine a constructor"),
     ],
 )
-def test_yaml_that_is_refused(text: str, reason: str) -> None:
+def test_rejects_invalid_yaml(text: str, reason: str) -> None:
     with pytest.raises(ValueError, match=reason):
         yaml_value(text)
     with pytest.raises(UsageError, match=r"config = 'file\.yaml': is not valid YAML"):
         yaml_mapping(text, name="file.yaml", what="config")
 
 
-def test_merge_keys_are_no_duplicates() -> None:
+def test_merge_keys_are_not_duplicates() -> None:
     text = "base: &b {x: 1}\na:\n  <<: *b\n  y: 2\n"
     assert yaml_value(text)["a"] == {"x": 1, "y": 2}
 
@@ -73,20 +78,20 @@ class _Mapping(Settings):
 
 
 @pytest.mark.parametrize("stated", ["weight_decay=.nan", "weight_decay=.inf", "x={a: 1, a: 2}"])
-def test_named_values_of_a_flag_are_read_alike(stated: str) -> None:
+def test_named_values_of_a_flag_are_parsed_the_same(stated: str) -> None:
     with pytest.raises(UsageError, match="arg"):
         settings_of(_Mapping, {"arg": [stated]})
 
 
-def test_a_file_that_takes_long_to_read_is_too_large(tmp_path: Path) -> None:
+def test_rejects_files_that_are_slow_to_parse(tmp_path: Path) -> None:
     file = tmp_path / "file.yaml"
     file.write_text("a: [" + "1," * LARGEST_YAML_BYTES)
-    with pytest.raises(UsageError, match=f"is over {LARGEST_YAML_BYTES} bytes"):
+    with pytest.raises(UsageError, match=f"at most {LARGEST_YAML_BYTES} bytes"):
         read_small_file(file, what="config")
 
 
-def test_a_number_that_python_does_not_write_is_shown_all_the_same() -> None:
-    assert str(Fault(where="x", value=10**5000, rule="is too large")) == (
+def test_errors_show_integers_with_too_many_digits() -> None:
+    assert str(ConfigError(where="x", value=10**5000, rule="is too large")) == (
         "x = a number of thousands of digits: is too large"
     )
     assert math.isfinite(strict_json("1e308"))

@@ -10,10 +10,10 @@ from shardwright.ds_configs.plan.plan import make_plan
 from shardwright.ds_configs.specs.errors import RefusedInputError
 from shardwright.ds_configs.specs.hardware import parse_hardware
 from shardwright.ds_configs.specs.job import TrainingJob
-from shardwright.ds_configs.step_time.constants import constants_of
-from shardwright.ds_configs.step_time.links import group_of
-from shardwright.ds_configs.step_time.measured_network import (
+from shardwright.ds_configs.step_time.rates import (
     MeasuredNetwork,
+    constants_of,
+    group_of,
     network_from_text,
     network_text,
     with_measured_network,
@@ -22,7 +22,7 @@ from shardwright.ds_configs.step_time.measured_network import (
 SLOW = MeasuredNetwork(gpu="A100-80GB", gpus_per_node=8, nodes=2, bytes_per_s=1.5e9)
 
 
-def test_a_collective_between_nodes_gets_what_was_measured() -> None:
+def test_collective_between_nodes_uses_measured_rate() -> None:
     hardware, remark = with_measured_network(parse_hardware("4x8xA100-80GB"), [replace(SLOW, bytes_per_s=9e9), SLOW])
     assert remark is not None and "measured on 2 such nodes: 1.50 GB/s" in remark
     assert "network_bytes_per_s" not in hardware.assumed
@@ -34,7 +34,7 @@ def test_a_collective_between_nodes_gets_what_was_measured() -> None:
     assert times[1] > 2 * times[0]
 
 
-def test_other_nodes_and_what_a_user_states_stay() -> None:
+def test_other_nodes_and_user_values_are_unchanged() -> None:
     for name in ("2x4xA100-80GB", "2x8xH100-80GB", "8xA100-80GB"):
         hardware = parse_hardware(name)
         assert with_measured_network(hardware, [SLOW]) == (hardware, None)
@@ -45,7 +45,7 @@ def test_other_nodes_and_what_a_user_states_stay() -> None:
 @pytest.mark.parametrize(
     "text", ["", "[]", "{}", network_text(replace(SLOW, bytes_per_s=-1.0)), network_text(replace(SLOW, nodes=1))]
 )
-def test_files_that_are_none(text: str) -> None:
+def test_invalid_network_files_are_rejected(text: str) -> None:
     assert network_from_text(network_text(SLOW), source="network.json") == SLOW
     with pytest.raises(RefusedInputError, match=r"network\.json: is no"):
         network_from_text(text, source="network.json")

@@ -13,20 +13,29 @@ from planning import llama, public_model
 from published_steps import READERS, TABLES, published_steps
 from shardwright.ds_configs.specs.hardware import parse_hardware
 from shardwright.ds_configs.specs.job import TrainingJob
-from shardwright.ds_configs.specs.strategy import Strategy, ZeroOptions
-from shardwright.ds_configs.step_time.constants import constants_of, hardware_constants
-from shardwright.ds_configs.step_time.data_parallel import Held, data_traffic
-from shardwright.ds_configs.step_time.estimate import estimate_step_time
-from shardwright.ds_configs.step_time.links import gather_seconds, group_of, reduction_seconds
-from shardwright.ds_configs.step_time.micro_batch import alignment_efficiency, device_of, product_seconds, with_host
-from shardwright.ds_configs.step_time.model_work import model_work
-from shardwright.ds_configs.step_time.software import TRANSFORMERS
+from shardwright.ds_configs.specs.layout import Layout, ZeroOptions
+from shardwright.ds_configs.step_time.estimate import Held, data_traffic, estimate_step_time
+from shardwright.ds_configs.step_time.model_work import (
+    alignment_efficiency,
+    device_of,
+    model_work,
+    product_seconds,
+    with_host,
+)
+from shardwright.ds_configs.step_time.rates import (
+    TRANSFORMERS,
+    constants_of,
+    gather_seconds,
+    group_of,
+    hardware_constants,
+    reduction_seconds,
+)
 
 LLAMA_8B = public_model("meta-llama/Llama-3.1-8B")
 QWEN_MOE = public_model("Qwen/Qwen3-30B-A3B")
 A100 = parse_hardware("8xA100-80GB")
-ZERO1 = Strategy(engine="deepspeed", zero_stage=1, dp_shard=8)
-ZERO3 = Strategy(engine="deepspeed", zero_stage=3, dp_shard=8)
+ZERO1 = Layout(engine="deepspeed", zero_stage=1, dp_shard=8)
+ZERO3 = Layout(engine="deepspeed", zero_stage=3, dp_shard=8)
 
 
 def seconds(strategy, model=LLAMA_8B, hardware=A100, **job):
@@ -60,9 +69,9 @@ def one_f_one_b_seconds(stages: int, micro_batches: int, forward: float, backwar
 
 
 @pytest.mark.parametrize(("stages", "micro_batches"), [(2, 2), (2, 8), (4, 4), (4, 16), (8, 8)])
-def test_a_pipeline_takes_what_a_replayed_schedule_takes(stages, micro_batches):
+def test_pipeline_time_equals_simulated_schedule(stages, micro_batches):
     model = llama(num_hidden_layers=16, vocab_size=16, hidden_size=2048, num_attention_heads=16)
-    layout = Strategy(engine="deepspeed", zero_stage=1, pp=stages, gradient_accumulation_steps=micro_batches)
+    layout = Layout(engine="deepspeed", zero_stage=1, pp=stages, gradient_accumulation_steps=micro_batches)
     time = seconds(layout, model, parse_hardware(f"{stages}xA100-80GB"), seq_len_tokens=4096)
     once = sum(time.terms.get(name, 0.0) for name in ("optimizer", "step_overhead"))
     each = (time.seconds - once - time.terms["pipeline_bubble"]) / micro_batches
@@ -83,7 +92,7 @@ def test_terms_add_up_and_the_interval_holds_the_middle():
     more=st.integers(0, 5000),
     axis=st.integers(0, 2),
 )
-def test_a_larger_product_takes_no_less_time_and_reaches_more_of_the_peak(sizes, more, axis):
+def test_larger_products_are_more_efficient(sizes, more, axis):
     device = device_of(A100, TrainingJob(), TRANSFORMERS, constants_of("A100-80GB"))
     # Aligned widths; what is not pays separately.
     small = [8 * size for size in sizes]
@@ -94,7 +103,7 @@ def test_a_larger_product_takes_no_less_time_and_reaches_more_of_the_peak(sizes,
     assert rate[0] <= rate[1] * (1 + 1e-9) <= A100.flops_per_s
 
 
-def test_products_are_slower_the_less_their_widths_are_aligned():
+def test_products_with_less_aligned_widths_are_slower():
     constants = constants_of("A100-80GB")
     efficiencies = [alignment_efficiency(rows, 768, constants) for rows in (50304, 50256, 50260, 50258, 50257)]
     assert efficiencies[0] == efficiencies[1] == 1.0
@@ -113,7 +122,7 @@ def test_tensor_parallelism_and_small_micro_batches_lower_efficiency():
     assert short[1] > 2 * short[0]
 
 
-def test_the_host_bounds_tiny_models():
+def test_host_limits_tiny_models():
     tiny = llama(num_hidden_layers=8, hidden_size=64, num_attention_heads=4, vocab_size=128)
     time = seconds(ZERO1, tiny, seq_len_tokens=64)
     constants = constants_of("A100-80GB")
@@ -124,7 +133,7 @@ def test_the_host_bounds_tiny_models():
 
 
 @given(ranks=st.sampled_from([2, 4, 8, 16, 64]), size=st.floats(1e3, 1e10))
-def test_collectives_move_what_a_ring_moves_and_wait_for_its_hops(ranks, size):
+def test_collectives_cost_ring_volume_and_hops(ranks, size):
     cluster = parse_hardware("8x8xA100-80GB")
     constants = hardware_constants(cluster)
     group = group_of(cluster, constants, ranks=ranks)
@@ -166,11 +175,11 @@ def traffic_of(strategy, **job):
     return data_traffic(strategy, held, A100, TrainingJob(**job), TRANSFORMERS, constants_of("A100-80GB"))
 
 
-def test_engines_move_what_their_papers_say():
+def test_engine_volumes_match_their_papers():
     """In bytes of a parameter and shares of 7/8: DDP under autocast all-reduces fp32, ZeRO-1 16 bit, and gathers 16."""
     rate = A100.link_bytes_per_s * constants_of("A100-80GB").link_efficiency
     unit = 7 / 8 * 8e9 / rate
-    ddp = traffic_of(Strategy(engine="ddp", dp_replicate=8))
+    ddp = traffic_of(Layout(engine="ddp", dp_replicate=8))
     # DDP's buckets of 25 MB each wait for a tree.
     assert 8 * unit < ddp.reductions_once < 11 * unit
     stage1, stage2, stage3 = (traffic_of(replace(ZERO1, zero_stage=stage)) for stage in (1, 2, 3))
@@ -198,8 +207,8 @@ def test_quantized_collectives_and_secondary_shards_move_less():
     assert time(ZeroOptions(quantized_weights=True)) < plain
     assert time(ZeroOptions(quantized_gradients=True)) < plain
     assert time(ZeroOptions(hpz_partition_size=8)) < plain
-    hybrid = Strategy(engine="fsdp2", dp_shard=8, dp_replicate=4)
-    flat = Strategy(engine="fsdp2", dp_shard=32)
+    hybrid = Layout(engine="fsdp2", dp_shard=8, dp_replicate=4)
+    flat = Layout(engine="fsdp2", dp_shard=32)
     assert (
         seconds(hybrid, LLAMA_8B, cluster, seq_len_tokens=256).seconds
         < seconds(flat, LLAMA_8B, cluster, seq_len_tokens=256).seconds
@@ -219,7 +228,7 @@ def test_states_that_a_few_ranks_share_need_gradients_summed_over_all():
     assert over_a_node.updates_once < over_all.updates_once / 2
 
 
-def test_updates_beside_the_first_forward_pass_cost_only_what_it_does_not_hide():
+def test_overlapped_updates_cost_only_exposed_time():
     alone, beside = (
         estimate_step_time(
             ZERO1, LLAMA_8B, A100, TrainingJob(), software=replace(TRANSFORMERS, overlaps_updates=overlaps)
@@ -241,7 +250,7 @@ def test_long_products_of_the_head_do_not_hide_launches_in_the_layers():
     assert 0 < hidden <= 1.1 * own < large.terms["head_and_loss"] - small.terms["head_and_loss"]
 
 
-def test_recomputation_costs_a_forward_pass_of_the_layers_that_have_it():
+def test_recomputation_costs_a_forward_pass_of_recomputed_layers():
     none, some, every = (
         seconds(replace(ZERO1, gradient_checkpointing=count != 0, checkpointed_layers=count)) for count in (0, 8, None)
     )
@@ -251,7 +260,7 @@ def test_recomputation_costs_a_forward_pass_of_the_layers_that_have_it():
     assert 1.15 < every.seconds / none.seconds < 1.4
 
 
-def test_offload_and_frozen_weights_cost_what_they_move():
+def test_offload_and_frozen_weights_cost_their_copies():
     plain, host, both = (
         seconds(replace(ZERO3, offload_optimizer=one, offload_param=two)).seconds
         for one, two in (("none", "none"), ("cpu", "none"), ("cpu", "cpu"))
@@ -287,7 +296,7 @@ def test_slower_links_never_help():
         assert seconds(layout, hardware=slow).seconds >= seconds(layout).seconds
 
 
-def test_every_constant_has_a_source_and_other_accelerators_say_that_they_borrow():
+def test_constants_have_sources_and_borrowed_ones_are_marked():
     for gpu in ("A100-80GB", "H100-80GB", "V100-32GB", "CPU"):
         assert constants_of(gpu).source
         assert not constants_of(gpu).assumed
@@ -296,8 +305,8 @@ def test_every_constant_has_a_source_and_other_accelerators_say_that_they_borrow
     assert borrowed.error > constants_of("A100-80GB").error
 
 
-def test_published_steps_are_met():
-    """What the scoreboard shows for constants fitted with all rows, with room for the next fit."""
+def test_published_step_times_are_matched():
+    """Errors on the scoreboard for constants fitted with all rows, with a margin for the next fit."""
     errors: dict[str, list[float]] = {}
     for case in published_steps():
         time = estimate_step_time(case.strategy, case.model, case.hardware, case.job, software=case.software)

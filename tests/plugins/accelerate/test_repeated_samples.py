@@ -9,7 +9,12 @@ import pytest
 import torch
 from accelerate.data_loader import prepare_data_loader
 from accelerate.state import GradientState
-from shardwright.plugins.accelerate.repeated_samples import repeated_samples, weigh_repeated_samples_zero
+from shardwright.plugins.accelerate.repeated_samples import (
+    SamplesOnce,
+    repeated_samples,
+    trained_rows,
+    weigh_repeated_samples_zero,
+)
 from torch.utils.data import DataLoader, IterableDataset
 
 RANKS = 2
@@ -31,8 +36,14 @@ def rank_loader(samples: int, rank: int, *, streams: bool, drop_last: bool = Fal
     return prepare_data_loader(loader, num_processes=RANKS, process_index=rank, **settings)
 
 
+class TrainerStub(SimpleNamespace):
+    """Has what is wrapped of a Trainer, and can be the key of a weak dictionary as one can."""
+
+    __hash__ = object.__hash__
+
+
 def labels_of_an_epoch(make: Any, epochs: int = 1) -> list[int]:
-    trainer = SimpleNamespace(
+    trainer = TrainerStub(
         get_train_dataloader=make,
         get_batch_samples=lambda batches, count, device: list(batches),
         accelerator=SimpleNamespace(gradient_state=GradientState()),
@@ -59,3 +70,60 @@ def test_without_weights_a_data_set_says_how_many_it_repeats() -> None:
     assert [repeated_samples(rank_loader(count, 1, streams=False)) for count in (7, 8, 9)] == [1, 0, 3]
     assert repeated_samples(rank_loader(7, 1, streams=False, drop_last=True)) == 0
     assert repeated_samples(rank_loader(7, 1, streams=True)) == 0
+
+
+def test_accelerate_repeats_samples_of_an_evaluation() -> None:
+    """Fails when Accelerate repeats none (seen in 1.15.0); `SamplesOnce` can go."""
+    loaders = [rank_loader(7, rank, streams=False) for rank in range(RANKS)]
+    assert sum(len(batch["labels"]) for loader in loaders for batch in loader) == 8
+
+
+@pytest.mark.parametrize("split", [False, True])
+@pytest.mark.parametrize("streams", [False, True])
+@pytest.mark.parametrize("samples", [1, 2, 3, 4, 6, 7, 8, 9])
+def test_an_evaluation_reads_every_sample_once_in_order(samples: int, streams: bool, split: bool) -> None:
+    ranks = [list(evaluated(samples, rank, streams=streams, split=split)) for rank in range(RANKS)]
+    assert len({len(steps) for steps in ranks}) == 1
+    order = []
+    for steps in zip(*ranks, strict=True):
+        # What Accelerate gathers has as many rows of every rank.
+        assert len({len(batch["labels"]) for batch, _, _ in steps}) == 1
+        gathered = [index for batch, _, _ in steps for index in batch["index"].tolist()]
+        remainder = steps[0][2]
+        order += gathered[:remainder] if remainder > 0 else gathered
+        counted = [label for batch, _, _ in steps for label in batch["labels"][:, 0].tolist() if label >= 0]
+        assert sum(
+            step.samples if step.samples is not None else len(batch["labels"]) for batch, step, _ in steps
+        ) == len(counted)
+    assert order == list(range(samples))
+
+
+def evaluated(samples: int, rank: int, *, streams: bool, split: bool) -> Any:
+    """Yield what a rank evaluates: the batch, what counts of it, and the remainder that Accelerate knows."""
+    state = GradientState()
+    loader = rank_loader(samples, rank, streams=streams, split=split)
+    once = SamplesOnce(loader, state)
+    for batch in loader:
+        step = once.step({**batch, "index": batch["labels"][:, 0]})
+        yield step.batch, step, loader.remainder if state.end_of_dataloader else -1
+
+
+def test_numbers_that_are_predicted_keep_their_values_and_count_nothing() -> None:
+    loader = rank_loader(3, 1, streams=False)
+    once = SamplesOnce(loader, GradientState())
+    steps = [once.step({**batch, "labels": batch["labels"].float()}) for batch in loader]
+    assert [step.samples for step in steps] == [None, 0]
+    assert steps[-1].batch["labels"].tolist() == [[2.0, 2.0]]
+
+
+def test_a_training_knows_the_rows_of_its_last_batch() -> None:
+    for rank, expected in enumerate([[None, None], [None, 1]]):
+        loader = rank_loader(7, rank, streams=False)
+        trainer = TrainerStub(
+            get_train_dataloader=lambda loader=loader: loader,
+            get_batch_samples=lambda batches, count, device: list(batches),
+            accelerator=SimpleNamespace(gradient_state=GradientState()),
+        )
+        weigh_repeated_samples_zero(trainer)
+        batches = trainer.get_batch_samples(iter(trainer.get_train_dataloader()), 0, None)
+        assert [trained_rows(batch) for batch in batches] in (expected, [None, 2])

@@ -9,14 +9,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from shardwright.cli.main import run
-from shardwright.ds_configs.quantization.combinations import changed
-from shardwright.ds_configs.quantization.scheme import scheme_named
+from shardwright.ds_configs.quantization.scheme import changed, scheme_named
 from shardwright.ds_configs.specs.errors import UsageError
-from shardwright.plugins.auto_round.engine import equal_rows, quantize_with_auto_round
+from shardwright.plugins.auto_round import equal_rows, quantize_with_auto_round
 from shardwright.plugins.compressed_tensors.codes import dequantize, unpack_tensors
 from shardwright.plugins.compressed_tensors.layout import layout_differences
-from shardwright.plugins.llm_compressor.loading import load_for_quantization
-from shardwright.plugins.transformers.quantization_source import open_source
+from shardwright.plugins.llm_compressor.engine import load_for_quantization
+from shardwright.plugins.transformers.quantized_model import open_source
 from shardwright.plugins.transformers.training_arguments import byte_tokenizer
 from small_models import llama
 
@@ -36,7 +35,7 @@ def source(tmp_path_factory):
 
 @pytest.fixture(autouse=True)
 def frozen_heap():
-    """AutoRound collects garbage a dozen times, and each time walks through every object of the test session."""
+    """AutoRound collects garbage a dozen times, and each time visits every object of the test session."""
     gc.freeze()
     yield
     gc.unfreeze()
@@ -64,6 +63,7 @@ def answers(model):
         return model(input_ids=torch.arange(96).reshape(2, 48)).logits.float()
 
 
+@pytest.mark.needs("auto_round")
 @pytest.mark.parametrize("name", ["W4A16", "W4A16_ASYM", "W8A16"])
 def test_the_checkpoint_is_the_model(source, tmp_path, name):
     from transformers import AutoModelForCausalLM
@@ -89,6 +89,7 @@ def test_the_checkpoint_is_the_model(source, tmp_path, name):
     assert (answers(after.eval()) - before).abs().max() <= 1e-3
 
 
+@pytest.mark.needs("auto_round")
 @pytest.mark.parametrize("name", ["W4A16", "W4A16_ASYM"])
 def test_gptq_files_hold_the_weights(source, tmp_path, name):
     """Unpacked by hand: 4-bit codes along input channels, zero points stored one too low (AutoGPTQ's first format)."""
@@ -108,6 +109,7 @@ def test_gptq_files_hold_the_weights(source, tmp_path, name):
     assert json.loads((tmp_path / "config.json").read_text())["quantization_config"]["quant_method"] == "gptq"
 
 
+@pytest.mark.needs("auto_round")
 def test_awq_files_have_every_layer(source, tmp_path):
     found = quantized(source, changed(scheme_named("W4A16_ASYM"), group_size=32), format="awq")
     assert not found.loads_in_transformers
@@ -117,6 +119,7 @@ def test_awq_files_have_every_layer(source, tmp_path):
     assert json.loads((tmp_path / "config.json").read_text())["quantization_config"]["quant_method"] == "awq"
 
 
+@pytest.mark.needs("auto_round")
 def test_the_process_is_left_as_it_was(source):
     state = torch.random.get_rng_state()
     quantized(source, changed(scheme_named("W4A16"), group_size=32))
@@ -124,7 +127,7 @@ def test_the_process_is_left_as_it_was(source):
     assert torch.equal(torch.random.get_rng_state(), state)
 
 
-def test_every_fault_at_once(source):
+def test_every_error_at_once(source):
     with pytest.raises(UsageError) as caught:
         quantized(source, changed(scheme_named("W8A16"), ignore=()), calibration=[], format="awq", rounds=3)
     text = str(caught.value)
@@ -136,6 +139,7 @@ def test_rows_of_one_length():
     assert equal_rows([[1, 2]]) == [[1, 2]]
 
 
+@pytest.mark.needs("auto_round")
 def test_the_command(source, tmp_path, capsys):
     flags = ["--scheme", "W4A16", "--method", "autoround", "--method-option", "iters=2", "--group-size", "32"]
     flags += ["--dataset", "python-help", "--num-samples", "4", "--seq-len", "16", "--no-evaluate", "--format", "json"]

@@ -7,12 +7,11 @@ import subprocess
 
 import pytest
 import torch
-from shardwright.ds_configs.quantization.combinations import changed
 from shardwright.ds_configs.quantization.layers import selected_layers
-from shardwright.ds_configs.quantization.scheme import scheme_named
+from shardwright.ds_configs.quantization.scheme import changed, scheme_named
 from shardwright.ds_configs.specs.errors import UsageError
-from shardwright.plugins.bitsandbytes.checkpoint import quantize_with_bitsandbytes
-from shardwright.plugins.transformers.quantization_source import open_source
+from shardwright.plugins.bitsandbytes import quantize_with_bitsandbytes
+from shardwright.plugins.transformers.quantized_model import open_source
 from small_models import llama
 
 pytestmark = pytest.mark.slow
@@ -101,7 +100,7 @@ logger.setLevel(logging.NOTSET)
 # Operators can be registered once.
 with patch("bitsandbytes._ops.register_kernel", lambda *names: lambda kernel: kernel):
     importlib.reload(told)
-from shardwright.plugins.bitsandbytes.checkpoint import quiet_optional_kernels
+from shardwright.plugins.bitsandbytes import quiet_optional_kernels
 quiet_optional_kernels()
 print(logger.level)
 """

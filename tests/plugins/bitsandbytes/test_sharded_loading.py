@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from bitsandbytes.nn import Linear4bit
-from shardwright.plugins.bitsandbytes.sharded_loading import read_weights_in_backward
+from shardwright.plugins.bitsandbytes import read_weights_in_backward
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""Machines compared: each difference is told by the machine that has it; a link is named in the plan's own unit."""
+"""Comparison of machines: each difference names its machine, and links have the unit of the plan."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from planning import public_model
 from shardwright.ds_configs.plan.plan import Plan, make_plan
 from shardwright.ds_configs.specs.hardware import parse_hardware
 from shardwright.ds_configs.specs.job import TrainingJob
-from shardwright.plugins.clusters.node_check import NodeFacts, node_faults, node_remarks
+from shardwright.plugins.clusters.node_check import NodeFacts, node_errors, node_warnings
 
 FACTS = NodeFacts(
     host="a",
@@ -31,8 +31,8 @@ def plan() -> Plan:
 
 def test_equal_machines_have_nothing_to_tell(plan: Plan) -> None:
     nodes = [FACTS, replace(FACTS, host="b", clock_seconds=0.01)]
-    assert node_faults(plan, nodes) == []
-    assert node_remarks(plan, nodes, plan.hardware.network_bytes_per_s) == []
+    assert node_errors(plan, nodes) == []
+    assert node_warnings(plan, nodes, plan.hardware.network_bytes_per_s) == []
 
 
 def test_every_difference_is_told_at_once(plan: Plan) -> None:
@@ -43,24 +43,24 @@ def test_every_difference_is_told_at_once(plan: Plan) -> None:
         gpus=FACTS.gpus[:7],
         files={"plan.json": "1", "ds_config.json": "3"},
     )
-    told = [fault.rule for fault in node_faults(plan, [FACTS, other])]
+    told = [error.rule for error in node_errors(plan, [FACTS, other])]
     assert told == [
         "b has peft 0.21, a has none",
         "b has torch 2.12.0, a has 2.13.0",
         "ds_config.json on b differs from a's",
-        "b has 7 where the plan needs 8 x A100-80GB",
+        "b has 7, but the plan needs 8 x A100-80GB",
         "b has 7 x NVIDIA A100-SXM4-80GB 79 GiB, a has 8 x NVIDIA A100-SXM4-80GB 79 GiB",
     ]
 
 
-def test_what_does_not_keep_a_run_from_starting_is_remarked(plan: Plan) -> None:
+def test_differences_that_do_not_prevent_a_run_are_warnings(plan: Plan) -> None:
     other = replace(
         FACTS, host="b", shares_directory=False, clock_seconds=-7.25, free_memory_bytes=0, free_disk_bytes=0
     )
-    remarks = node_remarks(plan, [FACTS, other], 1.5e9)
-    assert "b does not see what a writes" in remarks[0]
-    assert remarks[1] == "the clock of b is -7.2 s off a's"
-    assert remarks[2].startswith("b has 0.000 GB of free memory where the plan needs")
+    warnings = node_warnings(plan, [FACTS, other], 1.5e9)
+    assert "b does not see files of a" in warnings[0]
+    assert warnings[1] == "the clock of b is -7.2 s off a's"
+    assert warnings[2].startswith("b has 0.000 GB of free memory, but the plan needs")
     # 8.03 x 10^9 parameters: 2 bytes of weights, 12 of fp32 weights and two moments.
-    assert remarks[3] == "b has 0.000 GB of free disk; a checkpoint takes 112.4 GB"
-    assert "gave one accelerator of each node 1.50 GB/s" in remarks[4] and "network.json" in remarks[4]
+    assert warnings[3] == "b has 0.000 GB of free disk; a checkpoint takes 112.4 GB"
+    assert "reached 1.50 GB/s per accelerator" in warnings[4] and "network.json" in warnings[4]

@@ -1,4 +1,4 @@
-"""What Ray Train is told of a plan, what keeps a plan from a cluster, and a worker's launcher that ends with it."""
+"""Settings of Ray Train for a plan, plans that a cluster cannot run, and a launcher that ends with its worker."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ pathlib.Path(sys.argv[1]).write_text(told)
 """
 STARTER = """
 import sys
-from shardwright.plugins.launching.launch import Launch, run_together
+from shardwright.plugins.launching.launch import Launch, launch_ranks
 launch = Launch(program=(sys.executable,), arguments=("-c", *sys.argv[1:]), ends_with_starter=True)
-run_together([launch], timeout_seconds=60, on_line=lambda line: print(line, flush=True))
+launch_ranks(launch, timeout_seconds=60, on_line=lambda line: print(line, flush=True))
 """
 
 
@@ -67,10 +67,10 @@ def test_a_dry_run_prints_what_ray_train_gets(plan: Path, capsys: pytest.Capture
     ("nodes", "least", "said"),
     [
         ([8, 8], 2, None),
-        ([8, 16], 1, "min_nodes = 1: counts nodes by their room for 8 CPU and 8 GPU, and one has twice as much"),
+        ([8, 16], 1, "min_nodes = 1: requires nodes with 8 CPU and 8 GPU, but one has twice as much"),
         ([8, 16], 2, None),
         ([8, 12], 1, None),
-        ([8], 1, "the plan has 2 nodes with 8 CPU and 8 GPU each, the cluster 1"),
+        ([8], 1, "the plan has 2 nodes with 8 CPU and 8 GPU each, but the cluster has 1"),
     ],
 )
 def test_nodes_are_counted_before_anything_is_submitted(
@@ -80,15 +80,15 @@ def test_nodes_are_counted_before_anything_is_submitted(
 
     there = [{"Alive": True, "Resources": {"CPU": count, "GPU": count}} for count in nodes]
     monkeypatch.setattr(ray, "nodes", lambda: there)
-    found = ray_train.ray_node_faults(Plan.load(plan), least=least)
-    assert [str(said) in str(fault) for fault in found] == [True] * (said is not None)
+    found = ray_train.ray_node_errors(Plan.load(plan), least=least)
+    assert [str(said) in str(error) for error in found] == [True] * (said is not None)
 
 
 def test_an_address_that_is_none(plan: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         closed = f"127.0.0.1:{taken.getsockname()[1]}"
-    for address, said in ((closed, "no cluster answers there"), ("ray://head:10001", "must read HOST:PORT")):
+    for address, said in ((closed, "no cluster answers there"), ("ray://head:10001", "must have the form HOST:PORT")):
         assert run(["launch", str(plan), "--on", "ray", "--address", address]) == 2
         error = capsys.readouterr().err
         assert said in error
@@ -98,11 +98,11 @@ def test_an_address_that_is_none(plan: Path, capsys: pytest.CaptureFixture[str])
 def test_without_ray(plan: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
     assert run(["launch", str(plan), "--on", "ray"]) == 2
-    assert "needs the package ray; pip install 'shardwright[ray]'" in capsys.readouterr().err
+    assert "requires the package ray; pip install 'shardwright[ray]'" in capsys.readouterr().err
 
 
 def test_a_launch_that_was_refused_is_not_tried_again() -> None:
-    turns = ray_train._Turns()
+    turns = ray_train._Attempts()
     assert turns.begin() == 0
     turns.failed("node 1: rank 3 was killed", 1)
     assert turns.begin() == 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import shlex
 import sys
 import threading
@@ -10,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from planning import public_model
-from shardwright.ds_configs.plan.cluster_jobs import ClusterJob
+from shardwright.ds_configs.plan.clusters import ClusterJob
 from shardwright.ds_configs.plan.plan import Plan, make_plan
 from shardwright.ds_configs.specs.errors import ShardwrightError, UsageError
 from shardwright.ds_configs.specs.hardware import parse_hardware
@@ -74,32 +75,34 @@ def job_of(plan: Plan, tmp_path: Path) -> ClusterJob:
     return ClusterJob(plan=plan, directory="/plans/my plan", program=(sys.executable, str(tmp_path / "worker.py")))
 
 
-def test_a_host_that_dies_is_waited_for_and_the_run_goes_on(plan: Plan, hosts: Path, tmp_path: Path) -> None:
-    told: list[str] = []
+def test_a_host_that_dies_is_waited_for_and_the_run_goes_on(
+    plan: Plan, hosts: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
     lines: list[str] = []
 
     def lose_and_find() -> None:
         while not (hosts / "ran").exists() or len((hosts / "ran").read_text().splitlines()) < 2:
             time.sleep(0.02)
         (hosts / "host-1").unlink()
-        while not any("waiting" in line for line in told):
+        while not any("waiting" in line for line in caplog.messages):
             time.sleep(0.02)
         (hosts / "host-1").touch()
 
     thread = threading.Thread(target=lose_and_find)
     thread.start()
     names = Hosts(names=("host-0", "host-1"))
-    run_over_ssh(
-        job_of(plan, tmp_path), names, port=29500, restarts=1, wait_seconds=60, on_line=lines.append, notify=told.append
-    )
+    run_over_ssh(job_of(plan, tmp_path), names, port=29500, restarts=1, wait_seconds=60, on_line=lines.append)
     thread.join()
     assert sorted(lines) == ["went on 0", "went on 1"]
-    assert told[0] == "the run failed (host-1: exit code 255); it goes on from its newest whole checkpoint"
-    assert told[1] == "waiting 60 s for host-1, which the plan needs"
+    assert caplog.messages[0] == "the run failed (host-1: exit code 255); resuming from its newest valid checkpoint"
+    assert caplog.messages[1] == "waiting 60 s for host-1"
 
 
-def test_a_restart_goes_on_with_the_hosts_that_answer(plan: Plan, hosts: Path, tmp_path: Path) -> None:
-    told: list[str] = []
+def test_a_restart_goes_on_with_the_hosts_that_answer(
+    plan: Plan, hosts: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
     lines: list[str] = []
 
     def lose() -> None:
@@ -116,12 +119,11 @@ def test_a_restart_goes_on_with_the_hosts_that_answer(plan: Plan, hosts: Path, t
         restarts=1,
         wait_seconds=0,
         on_line=lines.append,
-        notify=told.append,
         most=lambda there: there,
     )
     thread.join()
     assert lines == ["went on 0"]
-    assert told[1] == "no answer from host-0: going on with 1 of 2 machines"
+    assert caplog.messages[1] == "no answer from host-0: continuing with 1 of 2 machines"
     (words,) = [shlex.split(line) for line in (hosts / "ran").read_text().splitlines()[2:]]
     assert words[words.index("--nodes") + 1] == "1"
     assert words[words.index("--main-address") + 1] == "host-1"
@@ -129,8 +131,8 @@ def test_a_restart_goes_on_with_the_hosts_that_answer(plan: Plan, hosts: Path, t
 
 def test_a_host_that_never_answers_is_named(plan: Plan, hosts: Path, tmp_path: Path) -> None:
     names = Hosts(names=("host-0", "host-2"))
-    with pytest.raises(ShardwrightError, match=r"host-2: ssh gets no answer \(no route to host-2\)"):
-        run_over_ssh(job_of(plan, tmp_path), names, port=29500, restarts=0, wait_seconds=0, on_line=print, notify=print)
+    with pytest.raises(ShardwrightError, match=r"host-2: no answer over ssh \(no route to host-2\)"):
+        run_over_ssh(job_of(plan, tmp_path), names, port=29500, restarts=0, wait_seconds=0, on_line=print)
     assert not (hosts / "ran").exists()
 
 
@@ -154,11 +156,11 @@ def test_what_a_host_is_told_is_one_quoted_text(plan: Plan, tmp_path: Path, monk
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("node-0 slots=8\nnode-1 slots=8\n", "stand for your machines"),
-        ("a slots=8\n", "names 1 machines where the plan has 2"),
-        ("a slots=8\na slots=8\n", "names a machine twice"),
-        ("a slots=8\nb slots=4\n", "has 4 slots where the plan has 8"),
-        ("a slots=8\n-oProxyCommand=x slots=8\n", "must read HOST slots=N"),
+        ("node-0 slots=8\nnode-1 slots=8\n", "contains placeholders"),
+        ("a slots=8\n", "lists 1 machines, but the plan has 2"),
+        ("a slots=8\na slots=8\n", "lists a machine twice"),
+        ("a slots=8\nb slots=4\n", "has 4 slots, but the plan has 8"),
+        ("a slots=8\n-oProxyCommand=x slots=8\n", "must have the form HOST slots=N"),
     ],
 )
 def test_hostfiles_that_do_not_fit_the_plan(plan: Plan, tmp_path: Path, text: str, said: str) -> None:

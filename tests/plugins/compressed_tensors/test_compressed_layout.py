@@ -7,10 +7,8 @@ import json
 import pytest
 import torch
 from safetensors.torch import save_file
-from shardwright.ds_configs.quantization.combinations import changed
-from shardwright.ds_configs.quantization.config_json import quantization_config
-from shardwright.ds_configs.quantization.layers import LinearLayer
-from shardwright.ds_configs.quantization.scheme import scheme_named
+from shardwright.ds_configs.quantization.layers import LinearLayer, quantization_config
+from shardwright.ds_configs.quantization.scheme import changed, scheme_named
 from shardwright.ds_configs.quantization.sizes import packed_tensors, tensor_bytes
 from shardwright.plugins.compressed_tensors.layout import layout_differences
 
@@ -41,13 +39,13 @@ def written(directory, scheme, tensors=None, **config):
 
 
 @pytest.mark.parametrize("scheme", SCHEMES.values(), ids=SCHEMES)
-def test_what_is_right_has_no_fault(tmp_path, scheme):
+def test_what_is_right_has_no_error(tmp_path, scheme):
     norm = (((64,), "bfloat16"),)
     parts = [part for layer in LAYERS for part in packed_tensors(scheme, layer, "bfloat16").values()]
     size = tensor_bytes([*norm, *parts])
     assert layout_differences(written(tmp_path, scheme), scheme, LAYERS, expected_bytes=size) == []
     found = layout_differences(tmp_path, scheme, LAYERS, expected_bytes=size + 1)
-    assert found == [f"tensors take {size} bytes, computed were {size + 1}"]
+    assert found == [f"tensors have {size} bytes, expected were {size + 1}"]
 
 
 @pytest.mark.parametrize("scheme", SCHEMES.values(), ids=SCHEMES)
@@ -117,8 +115,8 @@ def test_an_index_and_its_shards_must_agree(tmp_path):
     names = dict.fromkeys([*list(tensors)[1:], "model.lost.weight"], "model.safetensors")
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": names}))
     found = layout_differences(tmp_path, scheme, LAYERS)
-    assert any("'model.lost.weight': is listed in model.safetensors, which lacks it" in fault for fault in found)
-    assert any("'model.norm.weight': is in model.safetensors, and not listed" in fault for fault in found)
+    assert any("'model.lost.weight': is listed in model.safetensors, but is missing there" in error for error in found)
+    assert any("'model.norm.weight': is in model.safetensors, but is not listed" in error for error in found)
 
 
 def test_a_damaged_file_is_told(tmp_path):
@@ -127,4 +125,4 @@ def test_a_damaged_file_is_told(tmp_path):
     weights = tmp_path / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-8])
     (found,) = layout_differences(tmp_path, scheme, LAYERS)
-    assert "is not a whole safetensors file" in found
+    assert "is not a complete safetensors file" in found

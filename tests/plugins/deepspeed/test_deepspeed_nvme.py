@@ -8,7 +8,7 @@ import pytest
 
 
 def test_deepspeed_still_skips_the_optimizer_file_of_nvme_runs() -> None:
-    """When this fails, try the NVMe rehearsal without `plugins/deepspeed/nvme.py`: it may no longer be needed."""
+    """When this fails, try the NVMe rehearsal without `plugins/deepspeed/engine.py`: it may no longer be needed."""
     from deepspeed.runtime.engine import DeepSpeedEngine
 
     load = inspect.unwrap(DeepSpeedEngine.load_checkpoint)
@@ -27,12 +27,12 @@ def test_loads_that_ask_for_no_nvme_optimizer_are_as_before(
     monkeypatch: pytest.MonkeyPatch, nvme: bool, asked: dict[str, bool]
 ) -> None:
     from deepspeed.runtime.engine import DeepSpeedEngine
-    from shardwright.plugins.deepspeed.nvme import restore_optimizer_states_from_nvme
+    from shardwright.plugins.deepspeed.engine import restore_optimizer_states_from_nvme
 
     calls = []
 
     def load(
-        engine: object,
+        self: object,
         load_dir: str,
         tag: str | None = None,
         load_module_strict: bool = True,
@@ -47,10 +47,8 @@ def test_loads_that_ask_for_no_nvme_optimizer_are_as_before(
             return nvme
 
     monkeypatch.setattr(DeepSpeedEngine, "load_checkpoint", load)
-    restore_optimizer_states_from_nvme.cache_clear()
     restore_optimizer_states_from_nvme()
     found = DeepSpeedEngine.load_checkpoint(Engine(), "directory", "tag", **asked)
     assert found == ("path", {})
     expected = {"load_module_strict": True, "load_optimizer_states": True, "load_module_only": False} | asked
     assert calls == [("directory", "tag", *expected.values())]
-    restore_optimizer_states_from_nvme.cache_clear()

@@ -1,4 +1,4 @@
-"""ZeRO checkpoints on other ranks: what DeepSpeed's universal loader gets wrong, and what is refused."""
+"""ZeRO checkpoints on another number of ranks: defects of DeepSpeed's universal loader, and rejected cases."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
-from shardwright.plugins.deepspeed.other_ranks import _faults, _own_values
+from shardwright.plugins.deepspeed.engine import _conversion_errors, _own_values
 
 DECAY = 0.1
 
@@ -67,13 +67,14 @@ def test_each_group_keeps_its_own_values(tmp_path):
     assert [group["lr"] for group in zero.optimizer.param_groups] == [0.5, 0.5]
 
 
-def test_buffers_and_states_on_nvme_are_refused_together(tmp_path):
+def test_errors_name_nvme_states_and_buffers_together(tmp_path):
     (tmp_path / "checkpoint-4" / "global_step4").mkdir(parents=True)
     for rank in (0, 1):
         (tmp_path / "checkpoint-4" / "global_step4" / f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt").touch()
     engine = SimpleNamespace(
         module=torch.nn.BatchNorm1d(2), seq_dp_world_size=4, zero_nvme_offload_optimizer=lambda: True
     )
-    on_nvme, buffers = _faults(engine, tmp_path / "checkpoint-4" / "global_step4")
-    assert on_nvme.rule == "checkpoint-4 was saved by 2 ranks: optimizer states on NVMe lie in files of each rank"
-    assert "restores no buffers on other ranks, and the model saves running_mean" in buffers.rule
+    on_nvme, buffers = _conversion_errors(engine, tmp_path / "checkpoint-4" / "global_step4")
+    assert on_nvme.rule == "checkpoint-4 was saved by 2 ranks: optimizer states on NVMe are separate files of each rank"
+    assert "restores no buffers on another number of ranks, and the model saves running_mean" in buffers.rule
+    assert on_nvme.fix.startswith("launch 2 ranks, or")

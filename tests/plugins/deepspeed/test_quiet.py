@@ -1,4 +1,4 @@
-"""Remarks of DeepSpeed that are kept from users: it still makes them."""
+"""Suppressed warnings of DeepSpeed: it still emits them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import logging
 
 import pytest
 from deepspeed.accelerator import real_accelerator
-from shardwright.plugins.deepspeed.quiet import quiet_accelerator_choice
+from shardwright.plugins.deepspeed import quiet_accelerator_choice
 
 
 @pytest.mark.parametrize("quiet", [False, True])

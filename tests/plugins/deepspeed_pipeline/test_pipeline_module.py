@@ -1,4 +1,4 @@
-"""Stages of causal language models in one process: equal logits, gradients and checkpoints, and what is refused."""
+"""Pipeline stages in one process: equal logits, gradients and checkpoints, and rejected models."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ import torch
 import transformers
 from hypothesis import given
 from hypothesis import strategies as st
+from parallel_rules import rule_errors
 from safetensors import safe_open
-from shardwright.ds_configs.legality.pipeline import (
+from shardwright.ds_configs.legality.axes import (
     PIPELINE_MODEL_TYPES,
-    batch_faults,
-    pipeline_faults,
+    batch_errors,
+    pipeline_errors,
     pipeline_remarks,
-    stage_faults,
+    stage_errors,
 )
 from shardwright.ds_configs.specs.errors import RefusedInputError, ShardwrightError, UsageError
-from shardwright.ds_configs.specs.stages import PipelineStage, bubble_fraction, contiguous_stages
+from shardwright.ds_configs.specs.layout import PipelineStage, bubble_fraction, contiguous_stages
 from shardwright.plugins.deepspeed_pipeline import checkpoint as pipeline_checkpoint
 from shardwright.plugins.deepspeed_pipeline.checkpoint import pipeline_tensors, save_pipeline_checkpoint
-from shardwright.plugins.deepspeed_pipeline.loading import StageParts
-from shardwright.plugins.deepspeed_pipeline.stage import CausalLMStage, causal_lm_loss, stage_inputs
+from shardwright.plugins.deepspeed_pipeline.stage import CausalLMStage, StageParts, causal_lm_loss, stage_inputs
 from shardwright.plugins.transformers.checkpoint_tensors import CheckpointTensors
 from torch import distributed
 
@@ -337,7 +337,7 @@ def test_a_checkpoint_that_cannot_be_written_leaves_the_old_one(models, tmp_path
 
 
 @pytest.mark.usefixtures("one_rank")
-def test_an_interrupted_save_is_never_taken_for_a_whole_checkpoint(models, tmp_path, monkeypatch):
+def test_an_interrupted_save_cannot_be_loaded(models, tmp_path, monkeypatch):
     """Interrupted before each file in turn, while two files of an older model lie there."""
     monkeypatch.setattr(pipeline_checkpoint, "SHARD_BYTES", 30_000)
     module, output = on_one_rank(models["llama"][1]), tmp_path / "saved"
@@ -359,7 +359,7 @@ def test_an_interrupted_save_is_never_taken_for_a_whole_checkpoint(models, tmp_p
             with pytest.raises(ShardwrightError, match="killed"):
                 save_pipeline_checkpoint(module, output)
         assert len(moved) == last
-        with pytest.raises(UsageError, match="holds neither"):
+        with pytest.raises(UsageError, match="contains neither"):
             CheckpointTensors(str(output))
     save_pipeline_checkpoint(module, output)
     assert len(list(output.iterdir())) == files
@@ -405,7 +405,7 @@ def test_the_mode_of_cut_layers_ends_with_their_run():
     """DeepSpeed's layers ask one mode of the process in every forward pass (seen in 0.19.8)."""
     from deepspeed.module_inject import layers
     from fresh_process import forget_last_run
-    from shardwright.plugins.deepspeed_pipeline.tensor_parallel import divide_layer
+    from shardwright.plugins.deepspeed_pipeline.stage import divide_layer
 
     divide_layer(torch.nn.Module(), None)
     assert layers.is_autotp_training_mode()
@@ -413,13 +413,13 @@ def test_the_mode_of_cut_layers_ends_with_their_run():
     assert not layers.is_autotp_training_mode()
 
 
-def test_checkpoints_that_do_not_match_are_refused(models, tmp_path):
-    with pytest.raises(UsageError, match=r"holds neither model\.safetensors nor"):
+def test_checkpoints_that_do_not_match_are_rejected(models, tmp_path):
+    with pytest.raises(UsageError, match=r"contains neither model\.safetensors nor"):
         StageParts(empty_checkpoint(tmp_path / "none"))
     tensors = CheckpointTensors(str(models["qwen3"][1]))
-    with pytest.raises(UsageError, match="the checkpoint lacks this tensor"):
+    with pytest.raises(UsageError, match="is missing in the checkpoint"):
         tensors.read("model.layers.9.self_attn.q_proj.weight", shape=(32, 32))
-    with pytest.raises(UsageError, match=r"has shape \(64, 32\), the config needs \(32, 32\)"):
+    with pytest.raises(UsageError, match=r"has shape \(64, 32\), but the config requires \(32, 32\)"):
         tensors.read("model.layers.0.self_attn.q_proj.weight", shape=(32, 32))
 
 
@@ -429,10 +429,10 @@ def test_checkpoints_that_do_not_match_are_refused(models, tmp_path):
         ("model.safetensors.index.json", b"[" * 5_000, "is not a safetensors index"),
         ("model.safetensors.index.json", b'{"metadata": {}}', "is not a safetensors index"),
         ("model.safetensors.index.json", b'{"weight_map": {"a": "../a.safetensors"}}', "file of the same directory"),
-        ("model.safetensors", b"\x00" * 40, "is not a whole safetensors file"),
+        ("model.safetensors", b"\x00" * 40, "is not a complete safetensors file"),
     ],
 )
-def test_corrupt_checkpoints_are_refused(tmp_path, name, content, says):
+def test_corrupt_checkpoints_are_rejected(tmp_path, name, content, says):
     (empty_checkpoint(tmp_path) / name).write_bytes(content)
     with pytest.raises(RefusedInputError, match=says):
         StageParts(tmp_path)
@@ -443,10 +443,10 @@ def empty_checkpoint(directory):
     return directory
 
 
-def test_models_that_have_no_stages_are_refused(models):
+def test_unsupported_models_are_rejected(models):
     import peft
 
-    with pytest.raises(UsageError, match=r"model_type = 'opt': pipelines are made of gemma2, gpt2"):
+    with pytest.raises(UsageError, match=r"model_type = 'opt': pipelines support gemma2, gpt2"):
         StageParts(transformers.OPTForCausalLM(transformers.OPTConfig(**SIZES, ffn_dim=32, word_embed_proj_dim=32)))
     with pytest.raises(UsageError, match="language modelling head"):
         StageParts(transformers.LlamaForSequenceClassification(CONFIGS["llama"]()))
@@ -458,12 +458,12 @@ def test_models_that_have_no_stages_are_refused(models):
     with pytest.raises(UsageError, match=r"'model\.norm\.weight': pipelines train all weights"):
         StageParts(frozen)
     crossed = transformers.GPT2LMHeadModel(transformers.GPT2Config(**SIZES, add_cross_attention=True))
-    with pytest.raises(UsageError, match="has no encoder"):
+    with pytest.raises(UsageError, match="no encoder"):
         StageParts(crossed)
 
 
-def test_auto_tp_still_refuses_what_is_no_model_of_transformers(models):
-    """If this fails, stages may be cut by DeepSpeed itself: see plugins/deepspeed_pipeline/tensor_parallel.py."""
+def test_auto_tp_still_rejects_stages_of_a_model(models):
+    """If this fails, DeepSpeed can shard stages itself: see plugins/deepspeed_pipeline/stage.py."""
     from deepspeed.module_inject.auto_tp import AutoTP
 
     (stage,) = stages_of(models["llama"][0], 1)
@@ -471,71 +471,71 @@ def test_auto_tp_still_refuses_what_is_no_model_of_transformers(models):
         AutoTP.tp_parser(stage)
 
 
-LEGAL = {"stages": 2, "num_layers": 4, "model_type": "llama", "zero_stage": 1, "world_size": 4, "micro_batches": 4}
+LEGAL = {"pp": 2, "num_layers": 4, "model_type": "llama", "zero_stage": 1, "world_size": 4, "micro_batches": 4}
 
 
-def test_a_legal_pipeline_has_no_faults():
-    assert pipeline_faults(**LEGAL) == []
-    assert pipeline_faults(**LEGAL, dual_pipe=True) == []
-    assert pipeline_faults(**LEGAL, offload_optimizer="cpu") == []
-    assert pipeline_faults(**LEGAL, tensor_parallel_size=2) == []
+def test_a_legal_pipeline_has_no_errors():
+    assert rule_errors(pipeline_errors, **LEGAL) == []
+    assert rule_errors(pipeline_errors, **LEGAL, dual_pipe=True) == []
+    assert rule_errors(pipeline_errors, **LEGAL, offload_optimizer="cpu") == []
+    assert rule_errors(pipeline_errors, **LEGAL, tp=2) == []
     # One stage is no pipeline, whatever else is set.
-    assert pipeline_faults(**LEGAL | {"stages": 1, "zero_stage": 3, "model_type": "bert"}) == []
+    assert rule_errors(pipeline_errors, **LEGAL | {"pp": 1, "zero_stage": 3, "model_type": "bert"}) == []
 
 
 @pytest.mark.parametrize(
     ("change", "where", "says"),
     [
         ({"num_layers": 1}, "pp", "nearest legal value: 1"),
-        ({"stages": 0}, "pp", "must be at least 1"),
-        ({"stages": -1}, "pp", "must be at least 1"),
+        ({"pp": 0}, "pp", "must be at least 1"),
+        ({"pp": -1}, "pp", "must be at least 1"),
         ({"world_size": 3}, "pp", "3 % 2 = 1"),
         ({"zero_stage": 2}, "zero_optimization.stage", "nearest legal value: 1"),
         ({"zero_stage": 3}, "zero_optimization.stage", "nearest legal value: 1"),
-        ({"engine": "fsdp2", "zero_stage": None}, "pp", "runs on DeepSpeed"),
+        ({"engine": "fsdp2", "zero_stage": None}, "pp", "requires DeepSpeed"),
         ({"offload_optimizer": "nvme"}, "offload_optimizer", "use cpu with ZeRO-1"),
         ({"offload_optimizer": "cpu", "zero_stage": 0}, "offload_optimizer", "use cpu with ZeRO-1"),
         ({"offload_param": "cpu"}, "offload_param", "ZeRO-3"),
-        ({"sequence_parallel_size": 2}, "sp", "use sp = 1 or pp = 1"),
-        ({"context_parallel_size": 2}, "cp", "FSDP2"),
-        ({"expert_parallel_size": 2}, "ep", "has experts"),
-        ({"tensor_parallel_size": 4}, "pp * tp", "4 % 8 = 4"),
-        ({"tensor_parallel_size": 2, "model_type": "phi3"}, "tp", "not of phi3"),
-        ({"tensor_parallel_size": 2, "dual_pipe": True}, "tp", "1F1B"),
+        ({"sp": 2}, "sp", "use sp = 1 or pp = 1"),
+        ({"cp": 2}, "cp", "FSDP2"),
+        ({"ep": 2}, "ep", "have no experts"),
+        ({"tp": 4}, "pp * tp", "4 % 8 = 4"),
+        ({"tp": 2, "model_type": "phi3"}, "tp", "not phi3"),
+        ({"tp": 2, "dual_pipe": True}, "tp", "1F1B"),
         ({"model_type": "bloom"}, "model_type", "gemma2, gpt2"),
         ({"method": "lora"}, "method", "use full"),
         ({"dual_pipe": True, "micro_batches": 3}, "gradient_accumulation_steps", "2 * pp = 4"),
-        ({"dual_pipe": True, "num_layers": 3}, "pp", "2 * pp = 4 parts"),
-        ({"dual_pipe": True, "stages": 1}, "pp", "use 2 or more"),
+        ({"dual_pipe": True, "num_layers": 3}, "pp", "2 * pp (DualPipeV) must not exceed"),
+        ({"dual_pipe": True, "pp": 1}, "pp", "use 2 or more"),
     ],
 )
 def test_each_rule_names_value_and_way_out(change, where, says):
-    (fault,) = pipeline_faults(**LEGAL | change)
-    assert fault.where == where
-    assert says in str(fault)
+    (error,) = rule_errors(pipeline_errors, **LEGAL | change)
+    assert error.where == where
+    assert says in str(error)
 
 
-def test_all_faults_come_together():
-    broken = {"stages": 5, "zero_stage": 3, "model_type": "bert", "method": "qlora", "sequence_parallel_size": 2}
-    assert len(pipeline_faults(**LEGAL | broken)) == 6
+def test_all_errors_come_together():
+    broken = {"pp": 5, "zero_stage": 3, "model_type": "bert", "method": "qlora", "sp": 2}
+    assert len(rule_errors(pipeline_errors, **LEGAL | broken)) == 6
 
 
 @given(st.integers(1, 64), st.integers(1, 64), st.integers(1, 64), st.booleans())
 def test_stage_rules_agree_with_the_partition(stages, layers, world, dual_pipe):
-    faults = stage_faults(stages=stages, num_layers=layers, world_size=world, dual_pipe=dual_pipe)
+    errors = stage_errors(stages=stages, num_layers=layers, world_size=world, dual_pipe=dual_pipe)
     parts = 2 * stages if dual_pipe else stages
     legal = parts <= layers and world % stages == 0 and not (dual_pipe and stages == 1)
-    assert (not faults) == legal
+    assert (not errors) == legal
 
 
 @given(st.integers(1, 300), st.integers(1, 8), st.integers(1, 8))
 def test_batches_are_whole_micro_batches(size, micro, replicas):
-    faults = batch_faults(global_batch_size=size, micro_batch_size=micro, data_parallel_size=replicas)
-    assert bool(faults) == bool(size % (micro * replicas))
-    for fault in faults:
-        nearest = [int(number) for number in fault.fix.split(": ")[1].split(", ")]
+    errors = batch_errors(global_batch_size=size, micro_batch_size=micro, data_parallel_size=replicas)
+    assert bool(errors) == bool(size % (micro * replicas))
+    for error in errors:
+        nearest = [int(number) for number in error.fix.split(": ")[1].split(", ")]
         assert all(
-            not batch_faults(global_batch_size=each, micro_batch_size=micro, data_parallel_size=replicas)
+            not batch_errors(global_batch_size=each, micro_batch_size=micro, data_parallel_size=replicas)
             for each in nearest
         )
 

@@ -9,8 +9,8 @@ import pytest
 from huggingface_hub import ModelCard
 from hypothesis import example, given
 from hypothesis import strategies as st
-from shardwright.plugins.huggingface_hub import cards
-from shardwright.plugins.huggingface_hub.cards import license_of, model_card
+from shardwright.plugins.huggingface_hub import push
+from shardwright.plugins.huggingface_hub.push import license_of, model_card
 
 
 def data(tmp_path: Path, base: str, **changes: Any) -> dict[str, Any]:
@@ -80,4 +80,4 @@ def test_a_card_in_the_cache_of_the_hub_is_read(tmp_path: Path, monkeypatch: pyt
     base = local(tmp_path / "cached", "license: mit")
     monkeypatch.setattr("huggingface_hub.try_to_load_from_cache", lambda *_: str(Path(base) / "README.md"))
     assert license_of("org/base") == "mit" and data(tmp_path, "org/base")["license"] == "mit"
-    assert cards.shown_name("org/base") == "org/base" and cards.shown_name(base) == "cached"
+    assert push.shown_name("org/base") == "org/base" and push.shown_name(base) == "cached"

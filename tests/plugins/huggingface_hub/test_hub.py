@@ -7,7 +7,7 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -108,7 +108,7 @@ def test_a_branch_is_pinned_to_its_commit_and_headers_are_compared(hub: str, tmp
         model = json.loads(out)["model"]
         assert (model["revision"], model["parameters"]) == (COMMIT, PARAMETERS)
     notes = {name: result[2] for name, result in zip(models, results, strict=False)}
-    doubled = f"note: the checkpoint holds {2 * PARAMETERS:,} parameters, LlamaForCausalLM has {PARAMETERS:,}"
+    doubled = f"note: the checkpoint has {2 * PARAMETERS:,} parameters, but LlamaForCausalLM has {PARAMETERS:,}"
     assert doubled in notes["differs"]
     assert "note:" not in notes["plain"] + notes["agrees"] + notes["sharded"]
     assert f"--revision {COMMIT}" in (output / "launch.sh").read_text()
@@ -119,8 +119,8 @@ def test_every_refusal_of_the_hub_is_one_line_with_its_exit_code(hub: str, tmp_p
     expected = {
         ("org/gated",): (1, "the repository is gated; accept its terms on the Hub"),
         ("org/gated401",): (1, "the repository is gated"),
-        ("org/private",): (2, "the Hub knows no such repository"),
-        ("org/missing",): (2, "the Hub knows no such repository"),
+        ("org/private",): (2, "no such local path or Hub repository"),
+        ("org/missing",): (2, "no such local path or Hub repository"),
         ("org/plain", "--revision", "nowhere"): (2, "revision = 'nowhere': does not exist in org/plain"),
         ("org/adapter",): (2, "the repository has no config.json"),
         ("org/broken",): (1, "the Hub answered 500"),
@@ -149,7 +149,7 @@ def test_without_a_network_the_way_out_is_a_local_path(tmp_path: Path) -> None:
         endpoint = f"http://127.0.0.1:{held.getsockname()[1]}"
         ((code, out, err),) = drive(endpoint, tmp_path / "home", [plan("org/plain")])
     assert (code, out) == (1, "")
-    assert "the Hub cannot be reached" in err and "give a local directory or config.json" in err
+    assert "the Hub cannot be reached" in err and "pass a local directory or config.json" in err
 
 
 def test_offline_mode_uses_the_cache_alone(hub: str, tmp_path: Path) -> None:
@@ -181,31 +181,34 @@ def whole_repository(tiny_llama: Path, tmp_path: Path) -> Iterator[str]:
     del FILES["org/whole"], FILES["org/pickled"]
 
 
-def test_a_model_of_the_hub_is_quantized_and_trained_at_its_commit(
-    hub: str, tmp_path: Path, whole_repository: str, monkeypatch: pytest.MonkeyPatch
+@pytest.fixture
+def drive_warm(hub: str, monkeypatch: pytest.MonkeyPatch) -> Callable[[Path, list[str]], list[Any]]:
+    """Run a command of a user of this Hub alone, whose ranks and checks start from warm processes that know it too."""
+
+    def driven(home: Path, case: list[str]) -> list[Any]:
+        with monkeypatch.context() as before_imports:
+            user = of_the_hub(hub, home)
+            for name in os.environ.keys() - user.keys():
+                before_imports.delenv(name)
+            for name, value in user.items():
+                before_imports.setenv(name, value)
+            # The session's warm processes know the Hub of the process that they are forked from.
+            before_imports.setenv("HF_HUB_OFFLINE", "0")
+            with warm_ranks.server():
+                (result,) = drive(hub, home, [case], python=os.environ["PYTHON_EXEC"])
+        return result
+
+    return driven
+
+
+def test_a_model_of_the_hub_is_trained_at_its_commit(
+    tmp_path: Path, whole_repository: str, drive_warm: Callable[[Path, list[str]], list[Any]]
 ) -> None:
-    output, home, trained = tmp_path / "q", tmp_path / "home", tmp_path / "trained"
-    scheme = ("--scheme", "W8A16", "--group-size", "32")
-    flags = (*scheme, "--output-dir", str(output), "--no-evaluate", "--format", "json")
+    trained = tmp_path / "trained"
     data = ("--dataset", "python-help#20", "--seq-len", "64", "--max-steps", "1", "--evaluation-samples", "2")
     training = ("--hardware", "1xCPU", "--method", "lora", "--output-dir", str(trained))
-    cases = [
-        ["train", whole_repository, *data, *training],
-        ["quantize", whole_repository, *flags],
-        ["quantize", "org/pickled", *flags, "--force"],
-    ]
-    with monkeypatch.context() as before_imports:
-        user = of_the_hub(hub, home)
-        for name in os.environ.keys() - user.keys():
-            before_imports.delenv(name)
-        for name, value in user.items():
-            before_imports.setenv(name, value)
-        # The session's warm processes know the Hub of the process that they are forked from.
-        before_imports.setenv("HF_HUB_OFFLINE", "0")
-        with warm_ranks.server():
-            python = os.environ["PYTHON_EXEC"]
-            (trains, _, told), (code, out, err), (refused, _, why) = drive(hub, home, cases, python=python)
-    assert trains == 0, told
+    code, _, err = drive_warm(tmp_path / "home", ["train", whole_repository, *data, *training])
+    assert code == 0, err
     job = json.loads((trained / "plan" / "plan.json").read_text())
     assert job["model"]["revision"] == COMMIT
     # Weights were fetched once, before the launch; ranks read what lies here.
@@ -216,6 +219,17 @@ def test_a_model_of_the_hub_is_quantized_and_trained_at_its_commit(
     meanwhile = [path for when, path in Hub.asked if launched < when < ended]
     assert [path for path in meanwhile if path.startswith("GET") and "resolve" in path] == []
     assert json.loads((trained / "adapter_config.json").read_text())["base_model_name_or_path"] == whole_repository
+    assert not list((tmp_path / "home").rglob("pytorch_model.bin"))
+
+
+@pytest.mark.parametrize("scheme", [pytest.param("W8A16", marks=pytest.mark.needs("llmcompressor")), "NF4"])
+def test_a_model_of_the_hub_is_quantized_at_its_commit(
+    scheme: str, tmp_path: Path, whole_repository: str, drive_warm: Callable[[Path, list[str]], list[Any]]
+) -> None:
+    output, home = tmp_path / "q", tmp_path / "home"
+    group = ("--group-size", "32") if scheme == "W8A16" else ()
+    flags = ("--scheme", scheme, *group, "--output-dir", str(output), "--no-evaluate", "--format", "json")
+    code, out, err = drive_warm(home, ["quantize", whole_repository, *flags])
     assert code == 0, err
     found = json.loads(out)
     assert found["revision"] == COMMIT
@@ -223,4 +237,10 @@ def test_a_model_of_the_hub_is_quantized_and_trained_at_its_commit(
     card = (output / "README.md").read_text()
     assert "base_model: org/whole" in card and COMMIT in card
     assert not list(home.rglob("pytorch_model.bin"))
-    assert refused == 4 and "can run code" in why
+
+
+def test_a_model_of_the_hub_in_pickles_alone_is_refused(hub: str, tmp_path: Path, whole_repository: str) -> None:
+    flags = ("--scheme", "NF4", "--output-dir", str(tmp_path / "q"), "--no-evaluate")
+    ((code, _, err),) = drive(hub, tmp_path / "home", [["quantize", "org/pickled", *flags]])
+    assert code == 4 and "can run code" in err
+    assert not list((tmp_path / "home").rglob("pytorch_model.bin"))

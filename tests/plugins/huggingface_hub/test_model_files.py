@@ -50,7 +50,7 @@ def test_a_whole_checkpoint_agrees_and_another_is_noted(directory: Path) -> None
     assert loaded.spec.name == str(directory)
     (directory / "model.safetensors").write_bytes(safetensors(PARAMETERS // 2))
     (note,) = load_model_spec(str(directory)).notes
-    assert note == f"the checkpoint holds {PARAMETERS // 2:,} parameters, LlamaForCausalLM has {PARAMETERS:,}"
+    assert note == f"the checkpoint has {PARAMETERS // 2:,} parameters, but LlamaForCausalLM has {PARAMETERS:,}"
 
 
 def test_a_quantized_checkpoint_is_noted_and_not_counted(directory: Path) -> None:
@@ -88,7 +88,7 @@ def test_shards_may_be_links_as_in_the_cache_of_the_hub(directory: Path, tmp_pat
 )
 def test_a_corrupt_checkpoint_is_refused(directory: Path, content: bytes) -> None:
     (directory / "model.safetensors").write_bytes(content)
-    with pytest.raises(RefusedInputError, match="is not a whole safetensors file"):
+    with pytest.raises(RefusedInputError, match="is not a complete safetensors file"):
         load_model_spec(str(directory))
 
 
@@ -107,7 +107,7 @@ def test_arbitrary_bytes_are_a_checkpoint_or_refused(
 
 
 @pytest.mark.parametrize(
-    ("index", "fault"),
+    ("index", "error"),
     [
         ({"weight_map": {"x": "../outside"}}, "'../outside': must name a file of the same directory"),
         ({"weight_map": {"x": "/etc/hostname"}}, "'/etc/hostname': must name a file of the same directory"),
@@ -121,12 +121,12 @@ def test_arbitrary_bytes_are_a_checkpoint_or_refused(
         ({}, "is not a safetensors index"),
     ],
 )
-def test_an_index_that_points_elsewhere_is_refused(directory: Path, index: object, fault: str) -> None:
+def test_an_index_that_points_elsewhere_is_refused(directory: Path, index: object, error: str) -> None:
     (directory.parent / "outside").write_bytes(safetensors(PARAMETERS))
     (directory / INDEX).write_text(json.dumps(index))
     with pytest.raises(RefusedInputError) as caught:
         load_model_spec(str(directory))
-    assert fault in str(caught.value) and INDEX in str(caught.value)
+    assert error in str(caught.value) and INDEX in str(caught.value)
 
 
 def test_an_index_that_is_no_json_is_refused(directory: Path) -> None:
@@ -138,10 +138,10 @@ def test_an_index_that_is_no_json_is_refused(directory: Path) -> None:
 
 def test_what_is_no_model_says_what_it_is(directory: Path) -> None:
     (directory / "config.json").rename(directory / "adapter_config.json")
-    with pytest.raises(UsageError, match=r"has no config.json; it holds an adapter: give the base model"):
+    with pytest.raises(UsageError, match=r"has no config.json; it is an adapter: pass its base model"):
         load_model_spec(str(directory))
     (directory / "adapter_config.json").unlink()
-    with pytest.raises(UsageError, match=r"has no config.json; give a model directory"):
+    with pytest.raises(UsageError, match=r"has no config.json; pass a model directory"):
         load_model_spec(str(directory))
     (directory / "config.json").mkdir()
     with pytest.raises(UsageError, match=r"has no config.json"):
@@ -156,11 +156,11 @@ def test_what_is_no_model_says_what_it_is(directory: Path) -> None:
 def test_a_huge_config_is_refused_without_being_read_whole(directory: Path) -> None:
     with (directory / "config.json").open("ab") as file:
         file.write(b" " * 5 * 2**20)
-    with pytest.raises(RefusedInputError, match=r"a config.json has at most 4194304 bytes"):
+    with pytest.raises(RefusedInputError, match=r"must be at most 4194304 bytes"):
         load_model_spec(str(directory))
     with (directory / "config.json").open("r+b") as file:
         file.truncate(2**40)
-    with pytest.raises(RefusedInputError, match=r"a config.json has at most 4194304 bytes"):
+    with pytest.raises(RefusedInputError, match=r"must be at most 4194304 bytes"):
         load_model_spec(str(directory))
 
 

@@ -1,4 +1,4 @@
-"""Uploads to a Hub on loopback: what is refused before, what goes up, and what an interrupted upload sends again."""
+"""Uploads to a Hub on loopback: checks before the upload, uploaded files, and a second upload after an interruption."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from shardwright.ds_configs.specs.errors import ShardwrightError
-from shardwright.plugins.huggingface_hub.push import LEFT_OUT, claim_repository, push_directory, push_faults, pushed
+from shardwright.plugins.huggingface_hub.push import LEFT_OUT, claim_repository, push_directory, push_errors, pushed
 from writable_hub import READING, REFUSING, SCOPED, WRITING, WritableHub, writable_hub
 
 pytestmark = pytest.mark.slow
@@ -24,7 +24,7 @@ def result(tmp_path: Path) -> Path:
     for name, content in {
         "README.md": b"---\nlicense: mit\n---\n# A card\n",
         "model.safetensors": b"\0" * 100,
-        "checkpoints/checkpoint-2/optimizer.pt": b"left out",
+        "checkpoints/checkpoint-2/optimizer.pt": b"ignored",
         "plan/plan.json": b"{}",
         "plan/accelerate.yaml": b"deepspeed_config_file: /home/ada/plan/ds_config.json",
         "plan/launch.sh": b"cd /home/ada",
@@ -42,10 +42,10 @@ def result(tmp_path: Path) -> Path:
         (WRITING, "lab/tuned", None),
         (WRITING, "tuned", None),
         (WRITING, "else/tuned", "the token's owner is not a member of else; use ada/tuned"),
-        (WRITING, "a/b/c", "is no name of a Hub repository"),
-        (READING, "ada/tuned", "the token may only read"),
+        (WRITING, "a/b/c", "is not a name of a Hub repository"),
+        (READING, "ada/tuned", "the token has no write access"),
         (SCOPED, "lab/tuned", None),
-        (SCOPED, "ada/tuned", "the token may only read"),
+        (SCOPED, "ada/tuned", "the token has no write access"),
         (REFUSING, "ada/tuned", "the Hub does not accept the token"),
     ],
 )
@@ -53,9 +53,9 @@ def test_a_token_that_cannot_write_is_told_first(
     hub: WritableHub, monkeypatch: pytest.MonkeyPatch, token: str, repository: str, said: str | None
 ) -> None:
     monkeypatch.setenv("HF_TOKEN", token)
-    faults = [str(fault) for fault in push_faults(repository)]
-    assert len(faults) == (said is not None) and all(said in fault for fault in faults if said)
-    assert token not in "".join(faults) and not hub.repositories
+    errors = [str(error) for error in push_errors(repository)]
+    assert len(errors) == (said is not None) and all(said in error for error in errors if said)
+    assert token not in "".join(errors) and not hub.repositories
 
 
 def test_a_directory_goes_up_without_its_checkpoints_and_places(hub: WritableHub, result: Path) -> None:
@@ -71,7 +71,7 @@ def test_an_upload_that_failed_is_taken_up_again(hub: WritableHub, result: Path)
     (result / "second.safetensors").write_bytes(b"\1" * 100)
     hub.failing_uploads = 1
     claim_repository("ada/tuned", private=False)
-    with pytest.raises(ShardwrightError, match=r"the upload failed .*is whole: `hf upload ada/tuned"):
+    with pytest.raises(ShardwrightError, match=r"the upload failed .*is complete: `hf upload ada/tuned"):
         push_directory(result, "ada/tuned")
     push_directory(result, "ada/tuned")
     assert sorted(hub.objects.values()) == [b"\0" * 100, b"\1" * 100]
@@ -79,7 +79,7 @@ def test_an_upload_that_failed_is_taken_up_again(hub: WritableHub, result: Path)
 
 def test_a_repository_that_may_not_be_made_ends_before_the_work(hub: WritableHub, result: Path) -> None:
     with (
-        pytest.raises(ShardwrightError, match="push_to_hub = 'lab/closed': the Hub refuses it"),
+        pytest.raises(ShardwrightError, match="push_to_hub = 'lab/closed': the Hub rejected it"),
         pushed(result, "lab/closed", private=False, notify=print),
     ):
         pytest.fail("the work began")

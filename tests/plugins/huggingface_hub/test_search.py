@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import httpx
 import pytest
 from huggingface_hub import HfApi
 from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
 from shardwright.ds_configs.specs.errors import ShardwrightError
-from shardwright.plugins.huggingface_hub.hub import search_models
+from shardwright.plugins.huggingface_hub.hub import http_client, search_models
 
+httpx = http_client()
 BUSY = httpx.Response(503, request=httpx.Request("GET", "http://127.0.0.1/api/models"))
 
 
@@ -16,6 +16,7 @@ BUSY = httpx.Response(503, request=httpx.Request("GET", "http://127.0.0.1/api/mo
     ("error", "said"),
     [
         (httpx.ConnectError("refused"), "the Hub cannot be searched (ConnectError); write ORG/NAME"),
+        (httpx.InvalidURL("port"), "the Hub cannot be searched (InvalidURL); write ORG/NAME"),
         (OfflineModeIsEnabled("off"), "offline mode is on (HF_HUB_OFFLINE): the Hub cannot be searched"),
         (HfHubHTTPError("busy", response=BUSY), "the Hub answered 503 to the search; try again later"),
     ],

@@ -1,4 +1,4 @@
-"""A Hub that does not answer is told of and given up; one that answers slowly is waited for."""
+"""Requests to a Hub that does not answer end with an error; a slow one is waited for."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import threading
 import time
 
 import pytest
-from shardwright.plugins.huggingface_hub import time_limit
-from shardwright.plugins.huggingface_hub.time_limit import HubTimeoutError, within_limit
+from shardwright.plugins.huggingface_hub import hub
+from shardwright.plugins.huggingface_hub.hub import HubTimeoutError, within_limit
 
 
 def test_silence_is_told_of_and_given_up(monkeypatch, capsys):
-    monkeypatch.setattr(time_limit, "FIRST_WORD_SECONDS", 0.1)
+    monkeypatch.setattr(hub, "FIRST_WORD_SECONDS", 0.1)
     with pytest.raises(HubTimeoutError, match=r"model a/b: the Hub did not answer within 0\.4 s; try again later"):
         within_limit(lambda: threading.Event().wait(60), "model a/b", limit=0.4)
     assert "waiting for the Hub: model a/b, 0 s" in capsys.readouterr().err

@@ -11,7 +11,7 @@ PROGRAM = """
 import datetime, os, sys
 from pathlib import Path
 if sys.argv[1] == "loopback":
-    from shardwright.plugins.launching.loopback import stay_on_loopback
+    from shardwright.plugins.launching.network import stay_on_loopback
     stay_on_loopback()
 from importlib import import_module
 rendezvous = import_module("torch.distributed.rendezvous")

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from shardwright.plugins.launching import shared_memory
-from shardwright.plugins.launching.launch import LaunchFailedError, free_port, run_launch
+from shardwright.plugins.launching.launch import Launch, LaunchFailedError, free_port, launch_ranks
 from shardwright.plugins.launching.shared_memory import ABANDONED_SECONDS, remove_abandoned_buffers, remove_buffers
 from warm_ranks import run_ranks
 
@@ -94,6 +94,9 @@ def test_a_launch_removes_what_a_killed_rank_leaves(deepspeed_cpu_ops: None, tmp
     before, port = files(), free_port()
     launch = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", str(port)]
     with pytest.raises(LaunchFailedError) as caught:
-        run_launch([*launch, str(script), "unreleased"], timeout_seconds=60, environment={"LOCAL_SIZE": "2"}, port=port)
+        launch_ranks(
+            Launch(arguments=(*launch, str(script), "unreleased"), environment={"LOCAL_SIZE": "2"}, port=port),
+            timeout_seconds=60,
+        )
     assert "mapped 2 deleted 0" in caught.value.output
     assert files() == before

@@ -12,14 +12,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from shardwright.ds_configs.quantization.combinations import changed
-from shardwright.ds_configs.quantization.scheme import scheme_named
+from shardwright.ds_configs.quantization.scheme import changed, scheme_named
 from shardwright.ds_configs.specs.errors import UsageError
-from shardwright.plugins.llm_compressor.engine import EngineRequest, quantize_with_llm_compressor
-from shardwright.plugins.llm_compressor.fixes import attention_scores_are_not_kept, no_pinned_memory_without_cuda
+from shardwright.plugins.llm_compressor.engine import EngineRequest, build_modifiers, quantize_with_llm_compressor
 from shardwright.plugins.llm_compressor.journal import Journal
-from shardwright.plugins.llm_compressor.quiet import import_upstream, quiet_upstream
-from shardwright.plugins.llm_compressor.recipe_objects import build_modifiers
+from shardwright.plugins.llm_compressor.quiet import (
+    attention_scores_are_not_kept,
+    import_upstream,
+    no_pinned_memory_without_cuda,
+    quiet_upstream,
+)
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 pytestmark = pytest.mark.slow
@@ -83,6 +85,7 @@ def files(quantized, directory: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in directory.iterdir()}
 
 
+@pytest.mark.needs("llmcompressor")
 @pytest.mark.parametrize(("method", "scheme"), _RUNS, ids=[f"{method}-{scheme.name}" for method, scheme in _RUNS])
 def test_memory_computes_what_the_checkpoint_computes(source, tmp_path, method, scheme):
     seen = []
@@ -104,6 +107,7 @@ def test_memory_computes_what_the_checkpoint_computes(source, tmp_path, method, 
     assert seen[-1].stage == "done"
 
 
+@pytest.mark.needs("llmcompressor")
 def test_gptq_writes_no_order_of_columns(source, tmp_path):
     from safetensors import safe_open
 
@@ -113,13 +117,15 @@ def test_gptq_writes_no_order_of_columns(source, tmp_path):
         assert not [name for name in tensors.keys() if "g_idx" in name]  # noqa: SIM118
 
 
+@pytest.mark.needs("llmcompressor")
 def test_same_seed_gives_the_same_bytes(source, tmp_path):
     runs = [quantize_with_llm_compressor(request(source, "gptq"), lambda step: None) for _ in range(2)]
     first, second = (files(run, tmp_path / str(index)) for index, run in enumerate(runs))
     assert first == second
 
 
-def test_every_fault_of_the_options_is_reported(source):
+@pytest.mark.needs("llmcompressor")
+def test_every_error_of_the_options_is_reported(source):
     options = {"dampening_fraction": 0.1, "block_size": "many", "num_calibration_steps": 3}
     with pytest.raises(UsageError) as error:
         quantize_with_llm_compressor(request(source, "gptq", method_options=options), lambda step: None)
@@ -129,12 +135,14 @@ def test_every_fault_of_the_options_is_reported(source):
     assert "method_options.block_size = 'many'" in text
 
 
+@pytest.mark.needs("llmcompressor")
 @pytest.mark.parametrize("method", ["gptq", "awq", "smoothquant"])
 def test_methods_that_need_samples_say_so(source, method):
-    with pytest.raises(UsageError, match="needs text to calibrate on"):
+    with pytest.raises(UsageError, match="needs text for calibration"):
         quantize_with_llm_compressor(request(source, method, calibration=()), lambda step: None)
 
 
+@pytest.mark.needs("llmcompressor")
 def test_rounding_needs_no_samples(source):
     quantized = quantize_with_llm_compressor(request(source, "rtn", calibration=()), lambda step: None)
     assert len(quantized.quantized_layers) == 7 * LAYERS
@@ -154,6 +162,7 @@ def interrupt_after(part: int, stage: str = "propagating"):
     return report
 
 
+@pytest.mark.needs("llmcompressor")
 @pytest.mark.parametrize(
     ("method", "scheme", "part"),
     [
@@ -178,6 +187,7 @@ def test_interrupted_run_ends_as_if_it_had_not_been(source, tmp_path, method, sc
     assert files(resumed, tmp_path / "resumed") == whole
 
 
+@pytest.mark.needs("llmcompressor")
 def test_damaged_journal_is_done_again_from_there(source, tmp_path):
     journal = tmp_path / "journal"
     whole = files(quantize_with_llm_compressor(request(source, "gptq"), lambda step: None), tmp_path / "whole")
@@ -209,6 +219,7 @@ def test_manifest_cannot_name_files_elsewhere(source, tmp_path):
     assert Journal(tmp_path / "journal", {"method": "gptq"}).entries == ()
 
 
+@pytest.mark.needs("llmcompressor")
 def test_journal_of_another_run_is_refused(source, tmp_path):
     journal = tmp_path / "journal"
     with pytest.raises(Interrupted):
@@ -237,6 +248,7 @@ quantize_with_llm_compressor(request(Path(sys.argv[1]), "gptq", journal=Path(sys
 """
 
 
+@pytest.mark.needs("llmcompressor")
 def test_interrupt_from_the_keyboard(source, tmp_path):
     journal = tmp_path / "journal"
     command = [
@@ -263,6 +275,7 @@ def test_interrupt_from_the_keyboard(source, tmp_path):
     assert files(resumed, tmp_path / "resumed") == files(whole, tmp_path / "whole")
 
 
+@pytest.mark.needs("llmcompressor")
 def test_nothing_is_said_or_left_behind(source, tmp_path, capfd, monkeypatch, caplog):
     import requests
     from loguru import logger
@@ -276,7 +289,7 @@ def test_nothing_is_said_or_left_behind(source, tmp_path, capfd, monkeypatch, ca
     monkeypatch.setattr(
         "huggingface_hub.file_download._get_metadata_or_catch_error", lambda **named: asked.append(named)
     )
-    before = dict(os.environ), tqdm.__init__, dict(logger._core.handlers)
+    before = dict(os.environ), vars(tqdm)["__init__"], dict(logger._core.handlers)
     run = request(source, "awq")
     capfd.readouterr()
     run.model.config._name_or_path = run.model.name_or_path = "nobody/nothing"
@@ -289,12 +302,13 @@ def test_nothing_is_said_or_left_behind(source, tmp_path, capfd, monkeypatch, ca
     assert [record.message for record in caplog.records] == [
         "llmcompressor: 4 mappings were skipped due to incompatible shapes. Set logging to DEBUG to view full list."
     ]
-    assert (dict(os.environ), tqdm.__init__, dict(logger._core.handlers)) == before
+    assert (dict(os.environ), vars(tqdm)["__init__"], dict(logger._core.handlers)) == before
     assert not (tmp_path / "upstream.log").exists()
     assert run.model.name_or_path == "nobody/nothing"
     assert "save_pretrained" not in vars(run.model)
 
 
+@pytest.mark.needs("llmcompressor")
 def test_failed_run_leaves_no_session_and_no_hooks(source):
     from llmcompressor.core import active_session
 
@@ -306,6 +320,7 @@ def test_failed_run_leaves_no_session_and_no_hooks(source):
     assert run.model.name_or_path == str(source)
 
 
+@pytest.mark.needs("llmcompressor")
 def test_random_numbers_of_the_caller_go_on(source):
     torch.manual_seed(5)
     expected = torch.rand(1)
@@ -316,6 +331,7 @@ def test_random_numbers_of_the_caller_go_on(source):
     assert torch.equal(torch.rand(1), expected)
 
 
+@pytest.mark.needs("llmcompressor")
 def test_layers_that_are_ignored_stay_as_they_are(source, tmp_path):
     scheme = replace(W4, ignore=("lm_head", "re:.*down_proj"))
     quantized = quantize_with_llm_compressor(request(source, "gptq", scheme), lambda step: None)
@@ -336,6 +352,7 @@ def loaded_tensor(directory: Path, name: str) -> torch.Tensor:
 # Each of the following does what upstream does without a workaround. When one passes upstream, the workaround goes.
 
 
+@pytest.mark.needs("llmcompressor")
 def test_upstream_still_pins_memory_without_an_accelerator():
     from llmcompressor.pipelines.cache import IntermediatesCache
 
@@ -348,6 +365,7 @@ def test_upstream_still_pins_memory_without_an_accelerator():
         cache.pin_memory(0)
 
 
+@pytest.mark.needs("llmcompressor")
 def test_upstream_still_keeps_attention_scores_of_all_samples():
     from types import SimpleNamespace
 
@@ -375,6 +393,7 @@ def test_upstream_still_keeps_attention_scores_of_all_samples():
     assert Scores.most <= 2
 
 
+@pytest.mark.needs("llmcompressor")
 def test_upstream_still_demands_a_processor_for_tokens(source):
     from llmcompressor import oneshot
     from torch.utils.data import DataLoader
@@ -384,6 +403,7 @@ def test_upstream_still_demands_a_processor_for_tokens(source):
         oneshot(model=model, recipe=build_modifiers(W4, "gptq", {}), dataset=DataLoader([]))
 
 
+@pytest.mark.needs("llmcompressor")
 def test_upstream_still_reads_the_config_by_name(source):
     from llmcompressor import oneshot
 
@@ -393,6 +413,7 @@ def test_upstream_still_reads_the_config_by_name(source):
         oneshot(model=model, processor=object(), recipe=build_modifiers(W4, "rtn", {}))
 
 
+@pytest.mark.needs("llmcompressor")
 def test_upstream_still_looks_for_a_recipe_on_the_hub(source, tmp_path, monkeypatch):
     import requests
     from llmcompressor.transformers.compression.compressed_tensors_utils import update_and_save_recipe
@@ -409,6 +430,7 @@ def test_upstream_still_looks_for_a_recipe_on_the_hub(source, tmp_path, monkeypa
         update_and_save_recipe("nobody/nothing", str(tmp_path))
 
 
+@pytest.mark.needs("llmcompressor")
 def test_upstream_still_removes_the_handlers_of_others():
     from llmcompressor.logger import LoggerConfig, configure_logger
     from loguru import logger
@@ -419,6 +441,7 @@ def test_upstream_still_removes_the_handlers_of_others():
         assert own not in logger._core.handlers
 
 
+@pytest.mark.needs("llmcompressor")
 def test_upstream_still_gives_a_modifier_without_data_a_pass_of_its_own():
     from llmcompressor.pipelines.registry import CalibrationPipeline
 

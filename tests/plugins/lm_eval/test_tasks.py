@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from harness_task import write_task
 from shardwright.ds_configs.specs.errors import ShardwrightError
-from shardwright.plugins.lm_eval import tasks as harness
-from shardwright.plugins.lm_eval.tasks import TaskRequest, run_task, task_faults
+from shardwright.plugins import lm_eval as harness
+from shardwright.plugins.lm_eval import TaskRequest, run_task, task_errors
 from shardwright.plugins.transformers.training_arguments import byte_tokenizer
 from transformers import LlamaForCausalLM
 
@@ -26,19 +26,19 @@ def test_tasks_that_cannot_be_run(tmp_path, tiny_llama, monkeypatch):
     harness._indexed.cache_clear()
     with monkeypatch.context() as patch:
         patch.setattr("lm_eval.tasks.TaskManager", Manager)
-        limit, few_shot, near, far = task_faults(request)
+        limit, few_shot, near, far = task_errors(request)
     harness._indexed.cache_clear()
     assert (limit.where, few_shot.where) == ("--limit", "--few-shot")
     assert near.fix == "did you mean hellaswag?" and "ls tasks" in far.fix
-    (missing,) = task_faults(TaskRequest(names=("x",), include_path=tmp_path / "none"))
+    (missing,) = task_errors(TaskRequest(names=("x",), include_path=tmp_path / "none"))
     assert "is no directory" in missing.rule
     write_task(tmp_path / "tiny_lost.yaml", tmp_path / "none.jsonl")
     model = LlamaForCausalLM.from_pretrained(tiny_llama)
     lost = TaskRequest(names=("tiny_lost",), include_path=tmp_path)
-    assert task_faults(lost) == []
+    assert task_errors(lost) == []
     with pytest.raises(ShardwrightError, match=r"--tasks tiny_lost: .*none\.jsonl"):
         run_task(model, byte_tokenizer(512), lost, "tiny_lost", batch_size=2)
     find = importlib.util.find_spec
     monkeypatch.setattr(harness, "find_spec", lambda name: None if name == "lm_eval" else find(name))
-    (absent,) = task_faults(TaskRequest(names=("hellaswag",)))
+    (absent,) = task_errors(TaskRequest(names=("hellaswag",)))
     assert absent.fix == "pip install lm-eval"

@@ -12,8 +12,8 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from shardwright.plugins.metering import byte_meter
-from shardwright.plugins.metering.byte_meter import AcceleratorMeter, ByteMeter
+from shardwright.plugins import metering
+from shardwright.plugins.metering import AcceleratorMeter, ByteMeter
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._tools.mem_tracker import MemTracker
@@ -96,7 +96,7 @@ def live(meter: ByteMeter) -> int:
     return meter.reading().current_bytes
 
 
-def peak(meter: ByteMeter, phase: byte_meter.MeterPhase = "init") -> int:
+def peak(meter: ByteMeter, phase: metering.MeterPhase = "init") -> int:
     return meter.reading().peaks[phase]
 
 
@@ -478,7 +478,7 @@ def test_accelerator_meter_reads_the_allocator_by_phase(monkeypatch):
     monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda: statistics["max_reserved"])
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", reset)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    with byte_meter.start_meter() as meter:
+    with metering.start_meter() as meter:
         assert isinstance(meter, AcceleratorMeter)
         statistics.update(allocated=20, max_allocated=100)
         meter.enter("forward")
@@ -496,4 +496,4 @@ def test_accelerator_meter_reads_the_allocator_by_phase(monkeypatch):
 
 def test_start_meter_counts_tensors_without_an_accelerator(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert isinstance(byte_meter.start_meter(), ByteMeter)
+    assert isinstance(metering.start_meter(), ByteMeter)

@@ -7,9 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from shardwright.plugins.metering.byte_meter import ByteMeter, MeterPhase, MeterReading
-from shardwright.plugins.metering.trainer_phases import WARM_UP_STEPS, meter_trainer
-from shardwright.plugins.peft.lora import add_lora
+from shardwright.plugins.metering import WARM_UP_STEPS, ByteMeter, MeterPhase, MeterReading, meter_trainer
+from shardwright.plugins.peft import add_lora
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments, default_data_collator, set_seed
 
 pytestmark = pytest.mark.slow

@@ -1,4 +1,4 @@
-"""The database of measured runs: what it keeps, several writers at once, and files that are not it."""
+"""The store of measured runs: concurrent writers, locked and damaged files, and its use in plans."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from measuring import plan_on, run_of
 from paths import TESTS
 from planning import MODELS
 from shardwright.cli.main import run
-from shardwright.ds_configs.memory.calibration import Calibration, MeasuredRun
+from shardwright.ds_configs.memory.estimate import Calibration, MeasuredRun
 from shardwright.ds_configs.specs.errors import RefusedInputError, ShardwrightError, UsageError
-from shardwright.ds_configs.step_time.measured_network import MeasuredNetwork, network_text
+from shardwright.ds_configs.step_time.rates import MeasuredNetwork, network_text
 from shardwright.plugins.planning.calibration_store import FILE_NAME, CalibrationStore, data_directory
 from shardwright.plugins.planning.from_names import plan, stored_calibration
 
@@ -32,7 +32,7 @@ def store(tmp_path: Path) -> CalibrationStore:
     return CalibrationStore(tmp_path / "new" / FILE_NAME, wait_seconds=0.2)
 
 
-def test_what_is_stored_comes_back_once(store: CalibrationStore) -> None:
+def test_stored_run_is_returned_once(store: CalibrationStore) -> None:
     assert store.calibration() == Calibration(runs=()) and not store.path.parent.exists()
     assert store.add(RUN) and not store.add(RUN)
     bare = replace(numbered(1), outside_allocator_bytes=None, step_seconds=None, model="päth'; DROP TABLE runs; --")
@@ -41,7 +41,7 @@ def test_what_is_stored_comes_back_once(store: CalibrationStore) -> None:
     assert all(stored.stored_at.endswith("+00:00") for stored in store.stored())
 
 
-def test_the_last_measured_network_is_what_plans_of_such_nodes_count_on(
+def test_plans_use_the_last_measured_network(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """From the file of a comparison through the command to the next plan, and back by `--forget all`."""
@@ -54,28 +54,26 @@ def test_the_last_measured_network_is_what_plans_of_such_nodes_count_on(
     (tmp_path / "network.json").write_text(network_text(measured))
     for command in (["calibrate", str(tmp_path)], ["calibrate", "--list"]):
         assert run(command) == 0
-        assert (
-            "2.00 GB/s from each accelerator; plans for nodes of 8 x A100-80GB count on it" in capsys.readouterr().out
-        )
+        assert "2.00 GB/s from each accelerator; plans for nodes of 8 x A100-80GB use it" in capsys.readouterr().out
     assert store.networks() == (measured,) and store.calibration().runs == (RUN,)
     words = {"strategy": "zero3", "notify": told.append}
     found = plan(str(MODELS / "meta-llama--Llama-3.1-8B" / "config.json"), "2x8xA100-80GB", **words)
     assert found.hardware.network_bytes_per_s == pytest.approx(measured.nominal_bytes_per_s)
-    assert any("planned as measured on 2 such nodes: 2.00 GB/s" in line for line in told)
+    assert any("network rate measured on 2 such nodes: 2.00 GB/s" in line for line in told)
     rewrite(store.path, "UPDATE networks SET bytes_per_s = 'fast'")
     with pytest.raises(RefusedInputError, match="a network of 'A100-80GB'"):
         store.networks()
     assert store.forget("all") == 1 and store.networks() == ()
 
 
-def test_runs_are_forgotten_by_the_beginning_of_their_name(store: CalibrationStore) -> None:
+def test_runs_are_removed_by_prefix(store: CalibrationStore) -> None:
     assert store.forget("all") == 0
-    with pytest.raises(UsageError, match="is no stored run"):
+    with pytest.raises(UsageError, match="is not a stored run"):
         store.forget("0")
     for number in range(3):
         store.add(numbered(number))
     store.add(RUN)
-    for wrong, message in (("0", "begins the names of 3 runs"), ("", "is no stored run"), ("%", "is no stored run")):
+    for wrong, message in (("0", "matches 3 runs"), ("", "is not a stored run"), ("%", "is not a stored run")):
         with pytest.raises(UsageError, match=message):
             store.forget(wrong)
     assert store.forget(RUN.identifier[:12]) == 1
@@ -85,7 +83,7 @@ def test_runs_are_forgotten_by_the_beginning_of_their_name(store: CalibrationSto
     assert store.stored() == ()
 
 
-def test_many_writers_at_once_lose_nothing(tmp_path: Path) -> None:
+def test_concurrent_writers_lose_no_run(tmp_path: Path) -> None:
     path = tmp_path / "shared" / FILE_NAME
 
     def write(number: int) -> bool:
@@ -97,12 +95,12 @@ def test_many_writers_at_once_lose_nothing(tmp_path: Path) -> None:
     assert set(CalibrationStore(path).calibration().runs) == {numbered(number) for number in range(20)}
 
 
-def test_a_database_that_another_command_holds_is_said_to_be(store: CalibrationStore) -> None:
+def test_reports_a_locked_database(store: CalibrationStore) -> None:
     store.add(RUN)
     holder = sqlite3.connect(store.path, isolation_level=None)
     holder.execute("BEGIN EXCLUSIVE")
     for act in (store.calibration, lambda: store.add(numbered(1)), lambda: store.forget("all")):
-        with pytest.raises(ShardwrightError, match=r"is held by another command for over 0\.2 s") as caught:
+        with pytest.raises(ShardwrightError, match=r"is locked by another command for over 0\.2 s") as caught:
             act()
         assert caught.value.exit_code == 1
     holder.rollback()
@@ -111,7 +109,7 @@ def test_a_database_that_another_command_holds_is_said_to_be(store: CalibrationS
 
 
 @pytest.mark.slow
-def test_a_writer_that_is_killed_leaves_what_was_there(store: CalibrationStore) -> None:
+def test_killed_writer_keeps_stored_runs(store: CalibrationStore) -> None:
     store.add(RUN)
     program = (
         "import os, sqlite3, sys\n"
@@ -148,17 +146,17 @@ NOT_OURS = {
 
 
 @pytest.mark.parametrize("damage", NOT_OURS)
-def test_files_that_are_no_such_database_are_refused_and_left(store: CalibrationStore, damage: str) -> None:
+def test_rejects_other_files_without_changing_them(store: CalibrationStore, damage: str) -> None:
     store.add(RUN)
     NOT_OURS[damage](store.path)
     before = store.path.read_bytes()
     with pytest.raises(RefusedInputError, match="is not a database of measured runs") as caught:
         store.calibration()
-    assert str(store.path) in str(caught.value) and "move the file away" in str(caught.value)
+    assert str(store.path) in str(caught.value) and "move the file" in str(caught.value)
     assert store.path.read_bytes() == before
 
 
-def test_a_newer_database_is_refused(store: CalibrationStore) -> None:
+def test_rejects_a_newer_database(store: CalibrationStore) -> None:
     store.add(RUN)
     rewrite(store.path, "PRAGMA user_version = 2")
     for act in (store.calibration, lambda: store.add(numbered(1)), lambda: store.forget("all")):
@@ -166,7 +164,7 @@ def test_a_newer_database_is_refused(store: CalibrationStore) -> None:
             act()
 
 
-def test_an_empty_file_is_a_new_database(store: CalibrationStore) -> None:
+def test_empty_file_is_a_new_database(store: CalibrationStore) -> None:
     store.path.parent.mkdir()
     store.path.touch()
     assert store.calibration().runs == ()
@@ -174,7 +172,7 @@ def test_an_empty_file_is_a_new_database(store: CalibrationStore) -> None:
     assert store.calibration().runs == (RUN,)
 
 
-def test_a_place_that_cannot_hold_a_database_is_told(tmp_path: Path) -> None:
+def test_reports_a_path_without_write_access(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     for place in (tmp_path / "file" / FILE_NAME, tmp_path):
         with pytest.raises(ShardwrightError, match=r"cannot be used .*; set SHARDWRIGHT_DATA_DIR") as caught:
@@ -182,7 +180,7 @@ def test_a_place_that_cannot_hold_a_database_is_told(tmp_path: Path) -> None:
         assert caught.value.exit_code == 1
 
 
-def test_the_directory_is_the_users_unless_stated(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_data_directory_is_the_users_by_default(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("SHARDWRIGHT_DATA_DIR", str(tmp_path))
     assert data_directory() == tmp_path
     monkeypatch.setenv("SHARDWRIGHT_DATA_DIR", "")
@@ -190,7 +188,7 @@ def test_the_directory_is_the_users_unless_stated(monkeypatch: pytest.MonkeyPatc
     assert data_directory() == tmp_path / "xdg" / "shardwright"
 
 
-def test_planning_reads_the_users_runs_unless_told_otherwise(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_planning_uses_the_users_runs_by_default(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("SHARDWRIGHT_DATA_DIR", str(tmp_path))
     model = str(TESTS / "data" / "models" / "meta-llama--Llama-3.1-8B")
     CalibrationStore().add(RUN)

@@ -1,4 +1,4 @@
-"""The one reader of safetensors files: it takes what safetensors takes, refuses what it refuses, and more."""
+"""The reader of safetensors files: it accepts what safetensors accepts, and rejects what it rejects, and more."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def test_what_safetensors_refuses_is_refused(tmp_path_factory, at, bits, cut):
     try:
         safe_open(file, framework="pt")
     except SafetensorError:
-        with pytest.raises(RefusedInputError, match="is not a whole safetensors file"):
+        with pytest.raises(RefusedInputError, match="is not a complete safetensors file"):
             read_header(file)
 
 
@@ -121,17 +121,17 @@ def test_what_safetensors_refuses_is_refused(tmp_path_factory, at, bits, cut):
             b'{"a": {"dtype": "U8", "shape": [1], "data_offsets": [0, 1]},'
             b' "a": {"dtype": "U8", "shape": [1], "data_offsets": [0, 1]}}',
             b"x",
-            "'a' stands there twice",
+            "'a' occurs twice",
         ),
-        ({"a": entry("U8", [2], 0, 2)}, b"x", "header promises"),
+        ({"a": entry("U8", [2], 0, 2)}, b"x", "the header describes"),
         ({"a": entry("U8", [2], 4, 6)}, b"xxxxxx", "'a' begins at byte"),
         ({"a": entry("U8", [2], 0, 2), "b": entry("U8", [2], 1, 3)}, b"xxx", "'b' begins at byte"),
-        ({"a": entry("U8", [3], 0, 2)}, b"xx", "cannot lie at bytes 0 to 2"),
-        ({"a": entry("U9", [2], 0, 2)}, b"xx", "of a type 'U9'"),
+        ({"a": entry("U8", [3], 0, 2)}, b"xx", "does not fit bytes 0 to 2"),
+        ({"a": entry("U9", [2], 0, 2)}, b"xx", "has dtype 'U9'"),
         ({"a": entry("U8", [True], 0, 1)}, b"x", "has shape"),
     ],
 )
-def test_every_fault_names_the_file_and_the_reason(tmp_path, header, data, says):
+def test_every_error_names_the_file_and_the_reason(tmp_path, header, data, says):
     file = write(tmp_path / "model.safetensors", header, data)
     for read in (read_header, load_tensors):
         with pytest.raises(RefusedInputError) as caught:
@@ -172,13 +172,13 @@ def test_index_and_shards_must_agree(shards):
     changed(shards, a="2.safetensors", c="1.safetensors")
     with pytest.raises(RefusedInputError) as caught:
         read_checkpoint(shards)
-    assert [fault.value for fault in caught.value.faults] == ["a", "c"]
+    assert [error.value for error in caught.value.errors] == ["a", "c"]
     save_file({"a": torch.ones(2), "more": torch.ones(1)}, shards / "1.safetensors")
     changed(shards, a="1.safetensors", c="1.safetensors")
-    with pytest.raises(RefusedInputError, match=r"'more': is in 1\.safetensors, and not listed"):
+    with pytest.raises(RefusedInputError, match=r"'more': is in 1\.safetensors, but is not listed"):
         read_checkpoint(shards)
     save_file({"a": torch.ones(2), "b": torch.ones(1)}, shards / "1.safetensors")
-    with pytest.raises(RefusedInputError, match=r"2.safetensors = 'b': is stored in 1.safetensors too"):
+    with pytest.raises(RefusedInputError, match=r"2.safetensors = 'b': is also stored in 1.safetensors"):
         read_checkpoint(shards)
 
 

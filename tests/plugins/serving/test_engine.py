@@ -12,10 +12,10 @@ from shardwright.plugins.serving import engine
 from shardwright.plugins.serving.engine import (
     InstalledEngine,
     become_server,
-    port_faults,
+    port_errors,
     processor_flags,
     runnable_line,
-    server_faults,
+    server_errors,
 )
 
 READ_BY = InstalledEngine(python=Path(sys.executable), versions={"compressed-tensors": "0.17.0"})
@@ -23,27 +23,27 @@ SECTION = {"quant_method": "compressed-tensors", "version": "9.0"}
 
 
 def test_what_the_engines_own_library_says_of_a_checkpoint(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert server_faults("vllm", READ_BY, {"quant_method": "gptq"}) == []
+    assert server_errors("vllm", READ_BY, {"quant_method": "gptq"}) == []
     monkeypatch.setattr(engine, "_VALIDATE", "import sys; sys.exit('weights: unknown field')")
-    (fault,) = server_faults("vllm", READ_BY, SECTION)
-    assert "which 9.0 wrote (weights: unknown field)" in fault.rule and fault.value == "0.17.0"
-    assert server_faults("sglang", READ_BY, SECTION) == []
+    (error,) = server_errors("vllm", READ_BY, SECTION)
+    assert "which 9.0 wrote (weights: unknown field)" in error.rule and error.value == "0.17.0"
+    assert server_errors("sglang", READ_BY, SECTION) == []
 
 
 def test_an_interpreter_that_is_gone_is_told() -> None:
     lost = InstalledEngine(python=Path("/nowhere/python"), versions={})
-    (fault,) = server_faults("vllm", lost, SECTION)
-    assert "it did not answer: FileNotFoundError" in fault.rule
+    (error,) = server_errors("vllm", lost, SECTION)
+    assert "it did not answer: FileNotFoundError" in error.rule
 
 
 def test_a_port_in_use_and_a_host_of_another_machine() -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
-        (fault,) = port_faults("127.0.0.1", taken.getsockname()[1])
-    assert "cannot be listened on" in fault.rule
+        (error,) = port_errors("127.0.0.1", taken.getsockname()[1])
+    assert "cannot be listened on" in error.rule
     # RFC 5737 keeps this address for documentation: no machine has it.
-    assert [each.where for each in port_faults("192.0.2.1", 8000)] == ["port"]
+    assert [each.where for each in port_errors("192.0.2.1", 8000)] == ["port"]
 
 
 def test_a_vllm_whose_own_program_does_not_start_is_started_by_its_module() -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 from shardwright.ds_configs.specs.errors import RefusedInputError
-from shardwright.plugins.transformers import finite_weights
-from shardwright.plugins.transformers.finite_weights import is_finite, nonfinite_weights, refuse_nonfinite_weights
+from shardwright.plugins.transformers import sound_model
+from shardwright.plugins.transformers.sound_model import is_finite, nonfinite_weights, refuse_nonfinite_weights
 
 
 class Model(torch.nn.Module):
@@ -28,7 +28,7 @@ def test_one_bad_element_is_found(bad, dtype):
 
 
 def test_large_tensors_are_read_in_parts(monkeypatch):
-    monkeypatch.setattr(finite_weights, "_ELEMENTS_AT_ONCE", 4)
+    monkeypatch.setattr(sound_model, "_ELEMENTS_AT_ONCE", 4)
     tensor = torch.zeros(10)
     tensor[9] = float("nan")
     assert not is_finite(tensor)

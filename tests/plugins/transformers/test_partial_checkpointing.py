@@ -6,7 +6,7 @@ import pytest
 import torch
 from partial_checkpointing import MEASURED, cases, table
 from shardwright.ds_configs.specs.errors import UsageError
-from shardwright.plugins.transformers.partial_checkpointing import (
+from shardwright.plugins.transformers.gradient_checkpointing import (
     checkpoint_first_layers,
     decoder_layers,
     partial_checkpointing_callback,

@@ -7,8 +7,8 @@ from functools import partial
 import pytest
 import torch
 from shardwright.ds_configs.specs.errors import UsageError
-from shardwright.plugins.transformers.partial_checkpointing import checkpoint_first_layers
-from shardwright.plugins.transformers.selective_checkpointing import (
+from shardwright.plugins.transformers.gradient_checkpointing import (
+    checkpoint_first_layers,
     keep_products,
     kept_operators,
     product_keeping_contexts,

@@ -1,4 +1,4 @@
-"""Every broken model is refused by the one loader, with an error that names what is wrong; a sound one is not."""
+"""Broken models are rejected with an error that names the defect; a valid one loads."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 from faults.broken_models import BROKEN, broken_copy
-from shardwright.ds_configs.specs.errors import FaultsError
+from shardwright.ds_configs.specs.errors import InputError
 from shardwright.plugins.safetensors.reading import StoredTensor
-from shardwright.plugins.transformers.sound_model import load_causal_lm, stored_faults
+from shardwright.plugins.transformers.sound_model import load_causal_lm, stored_errors
 from small_models import llama
 
 
@@ -22,9 +22,9 @@ def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("name", BROKEN)
-def test_each_broken_model_is_refused_by_name(name: str, sound: Path, tmp_path: Path) -> None:
+def test_each_broken_model_is_rejected_by_name(name: str, sound: Path, tmp_path: Path) -> None:
     directory = broken_copy(sound, name, tmp_path)
-    with pytest.raises(FaultsError) as refused:
+    with pytest.raises(InputError) as refused:
         load_causal_lm(str(directory), dtype="float32")
     assert refused.value.exit_code == 4
     assert not (directory / "ran").exists()
@@ -40,9 +40,7 @@ def test_unused_tensors_are_named(sound: Path, tmp_path: Path, capsys: pytest.Ca
     directory = broken_copy(sound, "missing_head", tmp_path)
     _save({**_tensors(sound), "model.layers.0.extra.weight": torch.zeros(2)}, directory)
     load_causal_lm(str(directory), dtype="float32")
-    assert (
-        "1 tensors of the checkpoint have no place in the model: model.layers.0.extra.weight" in capsys.readouterr().err
-    )
+    assert "the model ignores 1 tensors of the checkpoint: model.layers.0.extra.weight" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -51,11 +49,11 @@ def test_missing_and_misshapen_tensors_are_told_from_headers_alone(tied: bool) -
         model = llama(hidden_size=32, vocab_size=260, tie_word_embeddings=tied)
     every = {name: StoredTensor(dtype="F32", shape=tuple(one.shape)) for name, one in model.named_parameters()}
     head = every.pop("lm_head.weight", None)
-    assert [fault.value for fault in stored_faults(every, model, "m")] == ([] if tied else [["lm_head.weight"]])
+    assert [error.value for error in stored_errors(every, model, "m")] == ([] if tied else [["lm_head.weight"]])
     whole = every if head is None else every | {"lm_head.weight": head}
     without_prefix = {name.removeprefix("model."): one for name, one in whole.items()}
-    assert stored_faults(without_prefix, model, "m", base_prefix="model.") == []
+    assert stored_errors(without_prefix, model, "m", base_prefix="model.") == []
     wrong = whole | {"model.norm.weight": replace(whole["model.norm.weight"], shape=(31,))}
     del wrong["model.embed_tokens.weight"]
-    missing, other_shape = stored_faults(wrong, model, "m")
+    missing, other_shape = stored_errors(wrong, model, "m")
     assert (missing.value, other_shape.value) == (["model.embed_tokens.weight"], ["model.norm.weight"])

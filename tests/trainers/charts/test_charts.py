@@ -6,29 +6,29 @@ import re
 from xml.etree import ElementTree
 
 import pytest
-from shardwright.trainers.charts import kinds
-from shardwright.trainers.charts.canvas import Draw, panels, png, svg
+from shardwright.trainers import charts
+from shardwright.trainers.charts import Draw, panels, png, svg
 
 LOSSES = [(step, 3.0 / step) for step in range(1, 12)]
 HOSTILE = '<script>alert("$x$")</script>'
 DRAWN: dict[str, Draw] = {
-    "curves": kinds.curves({"loss": LOSSES, "KL": LOSSES}, "nats", expected=kinds.Expected(value=1, low=0.5, high=2)),
-    "parts": kinds.parts({"weights": 3.0, "gradients": 1.0}, "GB"),
-    "columns": kinds.columns({"before": 20.0, "trained": 12.0}, "perplexity"),
-    "stacks": kinds.stacks(
+    "curves": charts.curves({"loss": LOSSES, "KL": LOSSES}, "nats", expected=charts.Expected(value=1, low=0.5, high=2)),
+    "parts": charts.parts({"weights": 3.0, "gradients": 1.0}, "GB"),
+    "columns": charts.columns({"before": 20.0, "trained": 12.0}, "perplexity"),
+    "stacks": charts.stacks(
         [("measured", {"a": 2.0, "b": 1.0}, False), ("predicted", {"a": 2.5}, True)],
         "GB",
         limit=("capacity", 4.0),
         ranges={1: (2.0, 3.0)},
     ),
-    "scatter": kinds.scatter({"chosen": [(1.0, 2.0)], "others": [(2.0, 1.0)]}, "GB", "tokens/s", limit=("most", 3.0)),
-    "distribution": kinds.distribution([0.1, 0.2, 0.15, 0.3], 0.19, 0.02, "nats", zero="none"),
-    "tail": kinds.tail({"0.5": 0.1, "0.9": 0.5, "1": 2.0}, 0.3, "nats"),
+    "scatter": charts.scatter({"chosen": [(1.0, 2.0)], "others": [(2.0, 1.0)]}, "GB", "tokens/s", limit=("most", 3.0)),
+    "distribution": charts.distribution([0.1, 0.2, 0.15, 0.3], 0.19, 0.02, "nats", zero="none"),
+    "tail": charts.tail({"0.5": 0.1, "0.9": 0.5, "1": 2.0}, 0.3, "nats"),
 }
 
 
 @pytest.mark.parametrize("name", DRAWN)
-def test_a_legend_lies_outside_of_what_it_explains(name: str) -> None:
+def test_legends_do_not_cover_the_chart(name: str) -> None:
     drawn = panels(DRAWN[name])
     drawn.canvas.draw()
     (axes,) = drawn.axes
@@ -43,7 +43,7 @@ def test_a_legend_lies_outside_of_what_it_explains(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", DRAWN)
-def test_svg_is_whole_the_same_each_time_and_coloured_by_the_page(name: str) -> None:
+def test_svg_is_deterministic_and_uses_colours_of_the_page(name: str) -> None:
     first = svg(DRAWN[name], "one", "Title")
     assert first == svg(DRAWN[name], "one", "Title")
     root = ElementTree.fromstring(first.replace("<svg ", '<svg xmlns="http://www.w3.org/2000/svg" ', 1))  # noqa: S314
@@ -62,14 +62,14 @@ def test_svg_is_whole_the_same_each_time_and_coloured_by_the_page(name: str) -> 
     assert "http" not in first.replace("http://www.w3.org/1999/xlink", "")
 
 
-def test_names_of_somebody_else_stay_text() -> None:
-    drawn = svg(kinds.curves({HOSTILE: LOSSES}, HOSTILE), "one", HOSTILE)
+def test_hostile_labels_stay_text() -> None:
+    drawn = svg(charts.curves({HOSTILE: LOSSES}, HOSTILE), "one", HOSTILE)
     root = ElementTree.fromstring(drawn.replace("<svg ", '<svg xmlns="http://www.w3.org/2000/svg" ', 1))  # noqa: S314
     assert root.get("aria-label") == HOSTILE
     assert [element.text for element in root.iter() if element.text and "script" in element.text] == [HOSTILE] * 2
-    assert png(panels(kinds.columns({r"$\frac{": 1.0, "$$": 2.0}, "$_"))).startswith(b"\x89PNG")
+    assert png(panels(charts.columns({r"$\frac{": 1.0, "$$": 2.0}, "$_"))).startswith(b"\x89PNG")
 
 
-def test_every_part_of_a_stack_has_a_colour_of_its_own() -> None:
-    found = kinds.largest_parts({str(place): float(place) for place in range(12)})
+def test_every_part_of_a_stack_has_its_own_colour() -> None:
+    found = charts.largest_parts({str(place): float(place) for place in range(12)})
     assert len(found) == 7 and sum(found.values()) == sum(range(12)) and list(found)[-1] == "other"

@@ -1,4 +1,4 @@
-"""The end of a save beside the training: steps go on before the record is there, and no failure of it is lost."""
+"""Saving while training continues: steps run before the record exists, and no failure is lost."""
 
 from __future__ import annotations
 
@@ -15,14 +15,13 @@ from shardwright.trainers.checkpoints.record import RECORD, read_whole
 
 
 class Run:
-    """One process that saves: the calls of a Trainer, without one."""
+    """One process that saves: makes the calls of a Trainer."""
 
     def __init__(self, output_dir: Path, train: Any = None) -> None:
-        self.told: list[str] = []
         self.args = SimpleNamespace(output_dir=str(output_dir), local_process_index=0, should_save=True, device="cpu")
         self.control = SimpleNamespace(should_save=False, should_training_stop=False)
         self.trainer = SimpleNamespace(args=self.args, train=train, add_callback=lambda callback: None)
-        self.callback = CheckpointCallback(notify=self.told.append)
+        self.callback = CheckpointCallback()
         self.callback.attach(self.trainer)
         self.callback._facts = {"engine": "ddp"}
 
@@ -41,7 +40,7 @@ class Run:
 
 @pytest.fixture
 def gate(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
-    """Holds what flushes files until it is set."""
+    """Blocks the flushing of files until it is set."""
     opened = threading.Event()
     flush = module.flushed_records
 
@@ -53,7 +52,7 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     return opened
 
 
-def test_steps_go_on_before_the_record_is_there(tmp_path, gate):
+def test_steps_continue_before_the_record_is_written(tmp_path, gate):
     run = Run(tmp_path)
     directory = run.save(2)
     run.state.global_step += 1
@@ -64,13 +63,13 @@ def test_steps_go_on_before_the_record_is_there(tmp_path, gate):
     assert read_whole(directory).step == 2
 
 
-def test_the_last_save_is_waited_for(tmp_path):
+def test_end_of_training_waits_for_the_last_save(tmp_path):
     run = Run(tmp_path)
     run.control.should_training_stop = True
     assert read_whole(run.save(2)).step == 2
 
 
-def test_a_failure_ends_the_run_at_the_next_step(tmp_path, monkeypatch):
+def test_failed_save_ends_the_run_at_the_next_step(tmp_path, monkeypatch):
     def fail(directory: Path) -> None:
         raise OSError(28, "No space left on device")
 
@@ -82,7 +81,7 @@ def test_a_failure_ends_the_run_at_the_next_step(tmp_path, monkeypatch):
     assert not (directory / RECORD).exists()
 
 
-def test_an_exception_in_the_training_waits_for_the_record(tmp_path, gate):
+def test_exception_in_training_waits_for_the_record(tmp_path, gate):
     def train() -> None:
         run.save(2)
         threading.Timer(0.05, gate.set).start()
@@ -94,7 +93,7 @@ def test_an_exception_in_the_training_waits_for_the_record(tmp_path, gate):
     assert read_whole(tmp_path / "checkpoint-2").step == 2
 
 
-def test_only_the_nodes_together_mark_a_checkpoint(tmp_path, monkeypatch):
+def test_checkpoint_is_marked_complete_after_all_nodes(tmp_path, monkeypatch):
     monkeypatch.setattr(module, "gathered", lambda mine: [True, False, True, False])
     run = Run(tmp_path)
     directory = run.save(2)

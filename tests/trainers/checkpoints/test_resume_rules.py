@@ -1,20 +1,20 @@
-"""Rules of resuming: what is refused says what to do, and what is converted goes on."""
+"""Rules of resuming: rejected differences name a fix, and converted ones continue."""
 
 from __future__ import annotations
 
 import pytest
-from shardwright.trainers.checkpoints.resume_rules import compared
+from shardwright.trainers.checkpoints.resume import compared
 
 
-def test_other_ranks_are_refused_where_states_fit_those_that_saved_them():
+def test_other_world_size_is_rejected_if_states_are_sharded_by_axes():
     saved = {"engine": "deepspeed", "axes": {"pipeline_stages": 2}, "world_size": 4}
-    (fault,), remarks = compared(saved, saved | {"world_size": 2})
-    assert (fault.where, fault.value, remarks) == ("resume: world_size", 2, [])
-    assert fault.fix.startswith("launch 4 ranks, or start anew")
+    (error,), warnings = compared(saved, saved | {"world_size": 2})
+    assert (error.where, error.value, warnings) == ("resume: world_size", 2, [])
+    assert error.fix.startswith("launch 4 ranks, or start a new run")
 
 
 @pytest.mark.parametrize("engine", ["ddp", "fsdp2", "deepspeed"])
-def test_other_ranks_go_on_where_states_are_whole_or_resharded(engine):
-    faults, (remark,) = compared({"engine": engine, "world_size": 4}, {"engine": engine, "world_size": 2})
-    assert not faults
-    assert remark.startswith("resume: world_size was 4 and is now 2: random states")
+def test_other_world_size_continues_if_states_are_complete_or_resharded(engine):
+    errors, (warning,) = compared({"engine": engine, "world_size": 4}, {"engine": engine, "world_size": 2})
+    assert not errors
+    assert warning.startswith("resume: world_size was 4 and is now 2: random states")

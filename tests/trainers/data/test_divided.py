@@ -8,14 +8,14 @@ import pytest
 from accelerate.data_loader import BatchSamplerShard
 from hypothesis import given
 from hypothesis import strategies as st
-from shardwright.trainers.data.divided import DividedSamples
+from shardwright.trainers.data.samples import DividedSamples
 from torch.utils.data import BatchSampler, SequentialSampler
 
 counts = st.integers(1, 4)
 
 
 @given(machines=counts, ranks=counts, batch_size=counts, turns=counts)
-def test_ranks_of_a_machine_are_given_its_samples_once(machines: int, ranks: int, batch_size: int, turns: int) -> None:
+def test_ranks_of_a_machine_read_its_samples_once(machines: int, ranks: int, batch_size: int, turns: int) -> None:
     """Under Accelerate's own division of batches, in their order."""
     count = machines * ranks * batch_size * turns
     for machine in range(machines):
@@ -40,7 +40,7 @@ def test_ranks_of_a_machine_are_given_its_samples_once(machines: int, ranks: int
         assert list(chain.from_iterable(read)) == own
 
 
-def test_too_few_come_again_and_those_of_others_are_refused() -> None:
+def test_too_few_samples_repeat_and_samples_of_other_machines_raise() -> None:
     divided = DividedSamples(
         own_samples=["a", "b", "c"], machine=1, machines=2, ranks_per_machine=1, batch_size=2, count=12
     )

@@ -1,4 +1,4 @@
-"""What one command refuses of a model, the others refuse too, before they load it, and name its place."""
+"""All commands reject the same models before loading them, and name the path."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 from faults.broken_models import broken_copy
 from shardwright.ds_configs.specs.errors import RefusedInputError
-from shardwright.plugins.transformers.quantization_source import open_source
+from shardwright.plugins.transformers.quantized_model import open_source
 from shardwright.trainers.data.models import StartingModel, load_config, load_model
 from shardwright.trainers.distillation.student.maker import make_student, plan_student
 from shardwright.trainers.distillation.student.request import StudentRequest
-from shardwright.trainers.evaluation.loading import read_subject
+from shardwright.trainers.evaluation.loading import read_eval_model
 from small_models import llama
 
 
@@ -30,8 +30,8 @@ LOADERS: dict[str, Callable[[str, Path], Any]] = {
     "train": trained,
     "student": cut,
     "quantize": lambda model, work: open_source(model),
-    "evaluate": lambda model, work: read_subject(model, "model", revision=None),
-    "evaluate's baseline": lambda model, work: read_subject(model, "baseline", revision=None),
+    "evaluate": lambda model, work: read_eval_model(model, "model", revision=None),
+    "evaluate's baseline": lambda model, work: read_eval_model(model, "baseline", revision=None),
 }
 
 
@@ -43,13 +43,13 @@ def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("loader", LOADERS)
-def test_a_sound_one_is_taken(loader: str, sound: Path, tmp_path: Path) -> None:
+def test_valid_model_is_accepted(loader: str, sound: Path, tmp_path: Path) -> None:
     assert LOADERS[loader](str(sound), tmp_path) is not None
 
 
 @pytest.mark.parametrize("name", ["integer_weights", "index_without_shard", "index_leads_up", "kernel_of_the_hub"])
 @pytest.mark.parametrize("loader", LOADERS)
-def test_each_loader_refuses_and_names_the_directory(loader: str, name: str, sound: Path, tmp_path: Path) -> None:
+def test_every_loader_rejects_a_broken_model_with_its_path(loader: str, name: str, sound: Path, tmp_path: Path) -> None:
     directory = broken_copy(sound, name, tmp_path / "of-models")
     with pytest.raises(RefusedInputError) as refused:
         LOADERS[loader](str(directory), tmp_path)

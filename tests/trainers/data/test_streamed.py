@@ -14,10 +14,8 @@ from dataset_hub import NAME, DatasetHub, dataset_hub
 from pyarrow import parquet
 from shardwright.ds_configs.specs.errors import UsageError
 from shardwright.plugins.transformers.training_arguments import byte_tokenizer
-from shardwright.trainers.data.samples import Samples, load_samples
-from shardwright.trainers.data.settings import DataSettings
-from shardwright.trainers.data.sources import Part, parse_source, read_rows
-from shardwright.trainers.data.streamed import streamed_samples
+from shardwright.trainers.data.samples import Samples, load_samples, streamed_samples
+from shardwright.trainers.data.sources import DataSettings, Part, parse_source, read_rows
 
 ROWS = {
     "text": [{"text": f"document {index} says hello"} for index in range(5000)],
@@ -32,7 +30,7 @@ def written(place: Path, rows: list[dict[str, Any]]) -> str:
 
 
 @pytest.mark.parametrize(("kind", "packing"), [("text", True), ("text", False), ("body", True), ("chat", True)])
-def test_they_are_those_of_the_rows_after_the_head(kind: str, packing: bool, tmp_path: Path) -> None:
+def test_streamed_samples_are_those_of_the_rows_after_the_head(kind: str, packing: bool, tmp_path: Path) -> None:
     tokenizer, words = byte_tokenizer(512), {"seq_len": 32, "packing": packing}
     column = "body" if kind == "body" else None
     settings = DataSettings(dataset=written(tmp_path / "all.jsonl", ROWS[kind]), text_column=column, **words)
@@ -52,7 +50,7 @@ def test_they_are_those_of_the_rows_after_the_head(kind: str, packing: bool, tmp
     assert list(found.train) == of_rows(ROWS[kind][whole:], "rest.jsonl")[:40]
 
 
-def test_rows_of_the_head_are_not_trained_on_when_they_come_again(tmp_path: Path) -> None:
+def test_repeated_rows_of_the_head_are_not_trained_on(tmp_path: Path) -> None:
     rows = [*ROWS["chat"][:4], *ROWS["chat"][:4], {"prompt": "", "completion": ""}, ROWS["chat"][9]]
     settings = DataSettings(dataset=written(tmp_path / "rows.jsonl", rows), seq_len=64)
     found = streamed_samples(settings, byte_tokenizer(512), train_samples=40, evaluation_samples=4)
@@ -64,7 +62,7 @@ def test_rows_of_the_head_are_not_trained_on_when_they_come_again(tmp_path: Path
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "parquet"])
-def test_rows_of_the_hub_are_fetched_as_far_as_they_are_read(
+def test_hub_rows_are_downloaded_only_as_far_as_they_are_read(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rows, words = ROWS["text"], {"seq_len": 32}
@@ -87,7 +85,7 @@ def test_rows_of_the_hub_are_fetched_as_far_as_they_are_read(
 
 
 @pytest.mark.parametrize(("shards", "of_files"), [(4, True), (3, True), (1, False)])
-def test_machines_read_parts_which_are_the_whole_together(
+def test_parts_of_all_machines_make_up_the_dataset(
     shards: int, of_files: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Files where there are enough, else rows; the head is held out everywhere, and no machine fetches another's."""
@@ -127,16 +125,17 @@ def test_machines_read_parts_which_are_the_whole_together(
     [
         (
             {"notes.py": b"import datasets\n"},
-            "is a script, which would run code of its repository; use its Parquet files",
+            "needs a script, which would run code of its repository; use the Parquet files",
         ),
         ({"train.jsonl": b'{"text": "a"}\n'}, "Unknown split"),
+        ({"README.md": b"# Notes\n"}, "has no data files on the Hub; pass another dataset"),
         (
             {"train.jsonl": b'{"text": "a"}\n', "validation.jsonl": b""},
-            "its split validation has no rows; name another",
+            "its split validation has no rows; pass another",
         ),
     ],
 )
-def test_a_split_without_rows_and_code_of_the_hub_are_refused(
+def test_empty_split_and_dataset_code_are_rejected(
     files: dict[str, bytes], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import datasets
@@ -170,10 +169,10 @@ def _shard(rows: list[dict[str, Any]], kind: str) -> bytes:
     return sink.getvalue()
 
 
-def test_what_is_wrong_names_the_way_out(tmp_path: Path) -> None:
+def test_errors_of_streams_have_a_fix(tmp_path: Path) -> None:
     settings = DataSettings(dataset=written(tmp_path / "rows.jsonl", ROWS["chat"][:5]), seq_len=64)
     counts = {"train_samples": 9, "evaluation_samples": 5}
-    with pytest.raises(UsageError, match="ends after 5 rows, before there is a sample"):
+    with pytest.raises(UsageError, match="ends after 5 rows, before the first training sample"):
         streamed_samples(settings, byte_tokenizer(512), **counts)
-    with pytest.raises(UsageError, match=r"text_column = .promt.: is no column of .* did you mean prompt"):
+    with pytest.raises(UsageError, match=r"text_column = .promt.: is not a column of .* did you mean prompt"):
         streamed_samples(settings.model_copy(update={"text_column": "promt"}), byte_tokenizer(512), **counts)

@@ -1,4 +1,4 @@
-"""Dual encoders: each loss against fp64 formulas, one gradient over ranks, and a student that learns and reloads."""
+"""Dual encoders: losses against fp64 formulas, gradients over ranks, training and reloading."""
 
 from __future__ import annotations
 
@@ -12,8 +12,14 @@ import torch
 from distilling import training_arguments
 from paths import TESTS
 from shardwright.ds_configs.specs.errors import ShardwrightError, UsageError
-from shardwright.trainers.distillation.clip_trainer import ClipDistillationConfig, CLIPDistillationTrainer
-from shardwright.trainers.losses.contrastive import feature_loss, interactive_loss, similarity_loss, task_loss
+from shardwright.trainers.distillation.clip_trainer import (
+    ClipDistillationConfig,
+    CLIPDistillationTrainer,
+    feature_loss,
+    interactive_loss,
+    similarity_loss,
+    task_loss,
+)
 
 pytestmark = pytest.mark.slow
 
@@ -39,7 +45,7 @@ def check(loss: torch.Tensor, leaves: Any, expected: torch.Tensor, exact_leaves:
         assert float((one.double() - other).norm()) < 1e-4 * float(other.norm()) + 1e-9
 
 
-def test_losses_against_fp64() -> None:
+def test_losses_match_fp64() -> None:
     images, texts = embeddings(16, 1)
     taught_images, taught_texts = (value.detach() for value in embeddings(24, 2))
     own_scale, taught_scale = torch.tensor(2.5, requires_grad=True), torch.tensor(3.5)
@@ -58,7 +64,7 @@ def test_losses_against_fp64() -> None:
     check(found, leaves, 0.5 * tau**2 * expected, exact)
 
 
-def test_losses_against_the_teachers_embeddings() -> None:
+def test_teacher_embedding_losses_match_formulas() -> None:
     images, texts = embeddings(16, 1)
     taught_images, taught_texts = (value.detach() for value in embeddings(16, 2))
     scale = torch.tensor(1.5, requires_grad=True)
@@ -94,7 +100,7 @@ def tiny_clip(width: int, seed: int) -> Any:
 
 
 def pairs(count: int) -> list[dict[str, torch.Tensor]]:
-    """Images of one colour with captions that name it."""
+    """Return images of one colour with captions that name the colour."""
     draw = torch.Generator().manual_seed(0)
     made = []
     for _ in range(count):
@@ -122,7 +128,7 @@ def trainer_of(directory: Path, student: Any, teacher: Any, **changes: Any) -> C
     )
 
 
-def test_a_student_nears_its_teacher_and_reloads(tmp_path: Path) -> None:
+def test_student_approaches_teacher_and_reloads(tmp_path: Path) -> None:
     from transformers import CLIPModel
 
     trainer = trainer_of(tmp_path, tiny_clip(16, 1), tiny_clip(24, 2))
@@ -142,7 +148,7 @@ def test_a_student_nears_its_teacher_and_reloads(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("autocast", [False, True])
-def test_a_student_in_bf16_learns_what_one_in_fp32_does(tmp_path: Path, autocast: bool) -> None:
+def test_bf16_student_learns_like_fp32(tmp_path: Path, autocast: bool) -> None:
     losses = []
     for dtype in (torch.float32, torch.bfloat16):
         trainer = trainer_of(tmp_path, tiny_clip(16, 1).to(dtype), tiny_clip(24, 2), max_steps=1, bf16=autocast)
@@ -150,7 +156,7 @@ def test_a_student_in_bf16_learns_what_one_in_fp32_does(tmp_path: Path, autocast
     assert losses[0] == pytest.approx(losses[1], rel=5e-3)
 
 
-def test_a_resumed_run_ends_where_an_unbroken_one_does(tmp_path: Path) -> None:
+def test_resumed_run_matches_uninterrupted_run(tmp_path: Path) -> None:
     saving = {"save_strategy": "steps", "save_steps": 2, "max_steps": 4}
     ends = []
     for checkpoint in (None, str(tmp_path / "checkpoint-2")):
@@ -165,22 +171,22 @@ def test_a_resumed_run_ends_where_an_unbroken_one_does(tmp_path: Path) -> None:
 def test_bad_input(tmp_path: Path) -> None:
     from distilling import tiny
 
-    with pytest.raises(UsageError, match=r"teacher = 'LlamaForCausalLM': is no dual encoder"):
+    with pytest.raises(UsageError, match=r"teacher = 'LlamaForCausalLM': must be a dual encoder"):
         trainer_of(tmp_path, tiny_clip(16, 1), tiny("llama"))
     with pytest.raises(UsageError) as caught:
         ClipDistillationConfig(task=-1.0, temperature=0.0)
-    assert [fault.where for fault in caught.value.faults] == ["task", "temperature"]
+    assert [error.where for error in caught.value.errors] == ["task", "temperature"]
     with pytest.raises(UsageError) as caught:
         CLIPDistillationTrainer(model=tiny_clip(16, 1), compute_loss_func=lambda *_: None)
-    assert [fault.where for fault in caught.value.faults] == ["compute_loss_func", "teacher"]
+    assert [error.where for error in caught.value.errors] == ["compute_loss_func", "teacher"]
     teacher = tiny_clip(16, 2)
     teacher.visual_projection.weight.data[0, 0] = float("nan")
-    with pytest.raises(ShardwrightError, match="is not a number"):
+    with pytest.raises(ShardwrightError, match="is NaN or infinite"):
         trainer_of(tmp_path, tiny_clip(16, 1), teacher).train()
 
 
 def one_step(directory: Path, ranks: int, **changes: Any) -> CLIPDistillationTrainer:
-    """Return a trainer whose only step takes all of the sixteen pairs, however many ranks share them."""
+    """Return a trainer whose only step has all sixteen pairs, on any number of ranks."""
     return CLIPDistillationTrainer(
         model=tiny_clip(16, 1),
         teacher=tiny_clip(24, 2),
@@ -193,7 +199,7 @@ def one_step(directory: Path, ranks: int, **changes: Any) -> CLIPDistillationTra
 
 
 @pytest.mark.distributed
-def test_two_ranks_give_the_gradient_of_the_whole_batch(tmp_path: Path) -> None:
+def test_two_ranks_give_the_gradient_of_the_full_batch(tmp_path: Path) -> None:
     from safetensors.torch import load_file
     from warm_ranks import run_ranks
 

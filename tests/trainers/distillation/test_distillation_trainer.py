@@ -1,4 +1,4 @@
-"""The trainer on one process: losses and gradients against fp64, tasks, heads, self-teachers, bad input."""
+"""`DistillationTrainer` in one process: losses and gradients against fp64, tasks, heads, self-teachers, errors."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 import torch
 from distilling import VOCAB, collate, reference_loss, rows, tiny, training_arguments
-from shardwright.ds_configs.quantization.combinations import changed
-from shardwright.ds_configs.quantization.scheme import scheme_named
+from shardwright.ds_configs.quantization.scheme import changed, scheme_named
 from shardwright.ds_configs.specs.errors import ShardwrightError, UsageError
 from shardwright.trainers.distillation import (
     DistillationConfig,
@@ -20,8 +19,8 @@ from shardwright.trainers.distillation import (
     Schedule,
     SelfTeacher,
 )
-from shardwright.trainers.distillation.batch import split_batch
 from shardwright.trainers.distillation.on_policy import completed_batch, is_generated, own_randomness, prompts_of
+from shardwright.trainers.distillation.teacher import split_batch
 from shardwright.trainers.qat.callback import QATCallback
 
 pytestmark = pytest.mark.slow
@@ -29,19 +28,33 @@ pytestmark = pytest.mark.slow
 ALPHA, TEMPERATURE = 0.6, 2.0
 
 
-def trained(
-    directory: Path, student: Any, teacher: Any, samples: Any, config: DistillationConfig, **changes: Any
+def trainer_of(
+    directory: Path, student: Any, teacher: Any, samples: Any, config: DistillationConfig | None, **settings: Any
 ) -> DistillationTrainer:
-    trainer = DistillationTrainer(
+    """Make a trainer; `settings` are its keywords, and those of `TrainingArguments`."""
+    own = {
+        name: settings.pop(name) for name in ("callbacks", "compute_metrics", "processing_class") if name in settings
+    }
+    return DistillationTrainer(
         model=student,
-        args=training_arguments(directory, **changes),
+        args=training_arguments(directory, **settings),
         teacher=teacher,
         distillation=config,
         train_dataset=samples,
+        eval_dataset=samples,
         data_collator=collate,
+        **own,
     )
+
+
+def trained(*arguments: Any, **settings: Any) -> DistillationTrainer:
+    trainer = trainer_of(*arguments, **settings)
     trainer.train()
     return trainer
+
+
+def losses_of(trainer: DistillationTrainer) -> list[float]:
+    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 
 
 def gradients(before: dict[str, torch.Tensor], model: Any) -> dict[str, torch.Tensor]:
@@ -54,7 +67,7 @@ CAUSAL = ("llama", "gemma2", "granite", "cohere", "gpt2")
 
 @pytest.mark.parametrize("kind", [*CAUSAL, "bert_mlm", "bert_sequences", "bert_tokens"])
 @pytest.mark.parametrize("implementation", ["fused", "plain"])
-def test_the_step_is_the_gradient_of_the_reference(kind: str, implementation: Any, tmp_path: Path) -> None:
+def test_step_equals_reference_gradient(kind: str, implementation: Any, tmp_path: Path) -> None:
     if implementation == "fused" and kind in ("bert_sequences", "bert_tokens"):
         implementation = "auto"
     # Dropout would draw other numbers for another order of the samples.
@@ -79,7 +92,7 @@ def test_the_step_is_the_gradient_of_the_reference(kind: str, implementation: An
             assert float((found[name] - value.grad).abs().max()) < 3e-6 * largest + 1e-7, name
 
 
-def test_an_encoder_decoder_learns_from_its_teacher(tmp_path: Path) -> None:
+def test_encoder_decoder_loss_equals_reference(tmp_path: Path) -> None:
     student, teacher = tiny("t5", dropout_rate=0.0), tiny("t5", hidden=48, seed=1, dropout_rate=0.0)
     samples = rows("t5", 8)
     labels = collate(samples)["labels"]
@@ -104,14 +117,14 @@ def test_an_encoder_decoder_learns_from_its_teacher(tmp_path: Path) -> None:
     ("kind", "taught_by"),
     [("llama", "recurrent_gemma"), ("recurrent_gemma", "llama"), ("llama", "falcon_h1"), ("falcon_h1", "falcon_h1")],
 )
-def test_logits_of_another_shape_are_taken_from_the_model(kind: str, taught_by: str, tmp_path: Path) -> None:
-    """Scales and soft-caps of unknown names are seen in the first step, the student's as well as the teacher's."""
+def test_unknown_logit_shapes_use_the_plain_loss(kind: str, taught_by: str, tmp_path: Path) -> None:
+    """Scales and soft-caps with unknown names are detected in the first step, in student and teacher."""
     losses = {}
     for implementation in ("auto", "plain"):
         config = DistillationConfig(alpha=ALPHA, temperature=TEMPERATURE, implementation=implementation)
         changes = {"max_steps": 2, "num_train_epochs": 2}
         trainer = trained(tmp_path, tiny(kind, seed=1), tiny(taught_by, seed=2), rows("llama", 4), config, **changes)
-        losses[implementation] = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+        losses[implementation] = losses_of(trainer)
     assert losses["auto"] == pytest.approx(losses["plain"], abs=1e-6)
     config = DistillationConfig(alpha=ALPHA, implementation="fused")
     with pytest.raises(UsageError, match=r"where .* was expected"):
@@ -119,7 +132,7 @@ def test_logits_of_another_shape_are_taken_from_the_model(kind: str, taught_by: 
 
 
 @pytest.mark.parametrize("kind", ["bart", "marian"])
-def test_a_bias_behind_the_head_is_part_of_the_fused_loss(kind: str, tmp_path: Path) -> None:
+def test_fused_loss_includes_bias_after_the_head(kind: str, tmp_path: Path) -> None:
     losses = {}
     for implementation in ("fused", "plain"):
         models = [tiny(kind, seed=seed) for seed in (1, 2)]
@@ -127,40 +140,31 @@ def test_a_bias_behind_the_head_is_part_of_the_fused_loss(kind: str, tmp_path: P
             model.final_logits_bias.normal_(generator=torch.Generator().manual_seed(7))
         config = DistillationConfig(alpha=ALPHA, temperature=TEMPERATURE, implementation=implementation)
         trainer = trained(tmp_path, *models, rows("llama", 8), config, max_steps=2)
-        losses[implementation] = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+        losses[implementation] = losses_of(trainer)
     assert losses["fused"] == pytest.approx(losses["plain"], abs=1e-6)
 
 
-def test_a_head_that_rounds_is_no_product_with_its_weight(tmp_path: Path) -> None:
-    """A loss in the place of a rounded head would leave it unrounded."""
+def test_quantized_head_uses_the_plain_loss(tmp_path: Path) -> None:
+    """The fused loss would replace the quantized head by an unquantized one."""
     losses = {}
     for implementation in ("auto", "plain"):
         student, teacher = tiny("llama", seed=1), tiny("llama", seed=2)
         rounding = QATCallback(changed(scheme_named("W4A16"), group_size=32, ignore=()))
         config = DistillationConfig(alpha=ALPHA, implementation=implementation)
-        trainer = DistillationTrainer(
-            model=student,
-            args=training_arguments(tmp_path, max_steps=2),
-            teacher=teacher,
-            distillation=config,
-            train_dataset=rows("llama", 8),
-            data_collator=collate,
-            callbacks=[rounding],
-        )
-        trainer.train()
+        trainer = trained(tmp_path, student, teacher, rows("llama", 8), config, max_steps=2, callbacks=[rounding])
         assert "lm_head" in rounding.attachment.modules
-        losses[implementation] = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+        losses[implementation] = losses_of(trainer)
     assert losses["auto"] == pytest.approx(losses["plain"], abs=1e-6)
 
 
-def test_a_teacher_that_is_the_student_is_refused(tmp_path: Path) -> None:
+def test_student_as_teacher_is_rejected(tmp_path: Path) -> None:
     student = tiny("llama")
     with pytest.raises(UsageError, match=r"shares .* tensors with the student"):
         trained(tmp_path, student, student, rows("llama", 4), DistillationConfig(alpha=0.5))
     assert all(parameter.requires_grad for parameter in student.parameters())
 
 
-def test_without_a_teacher_it_is_the_plain_trainer(tmp_path: Path) -> None:
+def test_alpha_zero_equals_the_stock_trainer(tmp_path: Path) -> None:
     from transformers import Trainer
 
     samples = rows("llama", 12)
@@ -177,7 +181,7 @@ def test_without_a_teacher_it_is_the_plain_trainer(tmp_path: Path) -> None:
         assert torch.equal(own, other)
 
 
-def test_a_small_alpha_goes_over_into_the_plain_loss(tmp_path: Path) -> None:
+def test_tiny_alpha_approaches_the_stock_loss(tmp_path: Path) -> None:
     from transformers import Trainer
 
     samples = rows("llama", 12)
@@ -189,7 +193,7 @@ def test_a_small_alpha_goes_over_into_the_plain_loss(tmp_path: Path) -> None:
     assert ours.state.log_history[0]["loss"] == pytest.approx(plain.state.log_history[0]["loss"], rel=1e-6)
 
 
-def test_token_weights_are_part_of_the_mean(tmp_path: Path) -> None:
+def test_token_weights_scale_losses_and_mean(tmp_path: Path) -> None:
     """Weight 2 on a token counts as the token twice; weight 0 as a mask."""
     samples = rows("llama", 4)
     weighted = [
@@ -208,17 +212,10 @@ def test_token_weights_are_part_of_the_mean(tmp_path: Path) -> None:
     assert trainer.state.log_history[0]["loss"] == pytest.approx(total / count, rel=1e-5)
 
 
-def test_telemetry_of_training_and_evaluation(tmp_path: Path) -> None:
+def test_telemetry_matches_reference(tmp_path: Path) -> None:
     student, teacher, samples = tiny("llama"), tiny("llama", hidden=48, seed=1), rows("llama", 8)
-    trainer = DistillationTrainer(
-        model=student,
-        args=training_arguments(tmp_path, per_device_eval_batch_size=3),
-        teacher=teacher,
-        distillation=DistillationConfig(alpha=0.5, temperature=3.0),
-        train_dataset=samples,
-        eval_dataset=samples,
-        data_collator=collate,
-    )
+    config = DistillationConfig(alpha=0.5, temperature=3.0)
+    trainer = trainer_of(tmp_path, student, teacher, samples, config, per_device_eval_batch_size=3)
     metrics = trainer.evaluate()
     found = []
     with torch.no_grad():
@@ -252,15 +249,8 @@ def test_evaluation_with_metrics_gets_logits(tmp_path: Path) -> None:
         return {"rows": float(len(prediction.predictions))}
 
     samples = [row | {"input_ids": [5] * 6, "labels": [5] * 6} for row in rows("llama", 4)]
-    trainer = DistillationTrainer(
-        model=tiny("llama"),
-        args=training_arguments(tmp_path),
-        teacher=tiny("llama", seed=1),
-        distillation=DistillationConfig(),
-        eval_dataset=samples,
-        data_collator=collate,
-        compute_metrics=compute_metrics,
-    )
+    models = tiny("llama"), tiny("llama", seed=1)
+    trainer = trainer_of(tmp_path, *models, samples, None, compute_metrics=compute_metrics)
     assert trainer.evaluate()["eval_rows"] == 4
     assert seen["shape"] == (4, 6, VOCAB)
 
@@ -283,8 +273,8 @@ def test_schedule_values() -> None:
     assert Schedule(start=0.0, end=1.0, kind="cosine").at(0.5) == pytest.approx(0.5)
 
 
-def test_a_mixture_keeps_its_load_balancing_loss(tmp_path: Path) -> None:
-    """α = 1 and a teacher that agrees leave the auxiliary loss alone, averaged over micro-batches."""
+def test_mixture_keeps_its_load_balancing_loss(tmp_path: Path) -> None:
+    """With α = 1 and an equal teacher only the auxiliary loss remains, averaged over micro-batches."""
     student = tiny("mixtral", output_router_logits=True, router_aux_loss_coef=0.5)
     teacher, samples = copy.deepcopy(student), rows("llama", 4)
     with torch.no_grad():
@@ -304,12 +294,12 @@ def test_a_mixture_keeps_its_load_balancing_loss(tmp_path: Path) -> None:
 
 
 class TestSelfTeachers:
-    def test_a_frozen_copy_agrees_at_first(self, tmp_path: Path) -> None:
+    def test_frozen_copy_agrees_in_the_first_step(self, tmp_path: Path) -> None:
         config = DistillationConfig(alpha=1.0, self_teacher=SelfTeacher(kind="frozen_copy"))
         trainer = trained(tmp_path, tiny("llama"), None, rows("llama", 4), config)
         assert trainer.state.log_history[0]["kl_per_token"] == pytest.approx(0.0, abs=1e-6)
 
-    def test_a_moving_average_follows(self, tmp_path: Path) -> None:
+    def test_moving_average_follows_the_student(self, tmp_path: Path) -> None:
         config = DistillationConfig(alpha=0.5, self_teacher=SelfTeacher(kind="ema", decay=0.75))
         student = tiny("llama")
         start = student.model.norm.weight.detach().clone()
@@ -318,17 +308,12 @@ class TestSelfTeachers:
         assert torch.allclose(trainer.teacher.model.model.norm.weight, expected, atol=1e-7)
         assert not torch.equal(expected, start)
 
-    def test_a_moving_average_goes_on_after_resuming(self, tmp_path: Path) -> None:
+    def test_moving_average_is_restored_on_resume(self, tmp_path: Path) -> None:
         config = DistillationConfig(alpha=0.5, self_teacher=SelfTeacher(kind="ema", decay=0.6))
         averages = []
+        saving = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2}
         for directory, resume in (("whole", None), ("resumed", str(tmp_path / "whole" / "checkpoint-2"))):
-            trainer = DistillationTrainer(
-                model=tiny("llama"),
-                args=training_arguments(tmp_path / directory, max_steps=4, save_strategy="steps", save_steps=2),
-                distillation=config,
-                train_dataset=rows("llama", 8),
-                data_collator=collate,
-            )
+            trainer = trainer_of(tmp_path / directory, tiny("llama"), None, rows("llama", 8), config, **saving)
             trainer.train(resume_from_checkpoint=resume)
             averages.append(trainer.teacher.model.state_dict())
         for name, value in averages[0].items():
@@ -337,7 +322,7 @@ class TestSelfTeachers:
         with pytest.raises(UsageError, match=r"has no ema_teacher\.safetensors"):
             trainer.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-2"))
 
-    def test_the_base_model_teaches_its_adapter(self, tmp_path: Path) -> None:
+    def test_adapter_off_loss_equals_reference(self, tmp_path: Path) -> None:
         from peft import LoraConfig, get_peft_model
 
         lora = LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM", init_lora_weights=False)
@@ -355,7 +340,7 @@ class TestSelfTeachers:
         assert trainer.state.log_history[0]["loss"] == pytest.approx(expected, rel=1e-5)
         assert expected > 1e-3
 
-    def test_the_output_teaches_an_earlier_exit(self, tmp_path: Path) -> None:
+    def test_deeper_exit_reduces_divergence(self, tmp_path: Path) -> None:
         config = DistillationConfig(alpha=0.5, self_teacher=SelfTeacher(kind="deeper_exit", exit_layer=1))
         trainer = trained(
             tmp_path, tiny("llama", layers=3), None, rows("llama", 4), config, max_steps=12, learning_rate=0.2
@@ -365,25 +350,25 @@ class TestSelfTeachers:
 
 
 class TestOnPolicy:
-    def test_prompts_end_where_labels_begin(self) -> None:
+    def test_prompts_end_before_the_first_label(self) -> None:
         batch = collate(rows("llama", 3))
         assert prompts_of(batch, None) == [row["input_ids"][: 1 + i % 4] for i, row in enumerate(rows("llama", 3))]
         assert [len(prompt) for prompt in prompts_of(batch, 4)] == [4, 4, 4]
 
-    def test_completions_alone_are_labelled(self) -> None:
+    def test_only_completions_are_labelled(self) -> None:
         batch = completed_batch([[5, 6], [7]], [[8], [9, 10, 2]], pad_token_id=0)
         assert batch["input_ids"].tolist() == [[5, 6, 8, 0], [7, 9, 10, 2]]
         assert batch["labels"].tolist() == [[-100, -100, 8, -100], [-100, 9, 10, 2]]
         assert batch["attention_mask"].tolist() == [[1, 1, 1, 0], [1, 1, 1, 1]]
 
-    def test_the_share_of_generated_batches(self) -> None:
+    def test_generated_share_follows_fraction(self) -> None:
         half = OnPolicy(fraction=0.5)
         share = sum(is_generated(half, 1, step, 0) for step in range(1000)) / 1000
         assert 0.45 < share < 0.55
         assert is_generated(OnPolicy(fraction=1.0), 1, 2, 3)
         assert not is_generated(OnPolicy(fraction=0.0), 1, 2, 3)
 
-    def test_every_rank_draws_its_own_numbers_again_after_resuming(self) -> None:
+    def test_random_numbers_differ_by_rank_and_repeat_on_resume(self) -> None:
         drawn = []
         for numbers in ((7, 3, 0, 0), (7, 3, 0, 1), (7, 3, 0, 0)):
             with own_randomness(*numbers):
@@ -391,48 +376,36 @@ class TestOnPolicy:
         assert torch.equal(drawn[0], drawn[2])
         assert not torch.equal(drawn[0], drawn[1])
 
-    def test_the_student_writes_and_the_tokens_are_counted_afterwards(self, tmp_path: Path) -> None:
+    def test_tokens_of_generated_completions_are_counted(self, tmp_path: Path) -> None:
         from shardwright.plugins.transformers.training_arguments import byte_tokenizer
 
         samples = [{"input_ids": [5, 6, 7], "labels": [-100, -100, -100]} for _ in range(4)]
-        trainer = DistillationTrainer(
-            model=tiny("llama", vocab_size=300),
-            args=training_arguments(tmp_path, max_steps=2, gradient_accumulation_steps=2),
-            teacher=tiny("llama", seed=1, vocab_size=300),
-            distillation=DistillationConfig(alpha=1.0, divergence="reverse_kl", on_policy=OnPolicy(max_new_tokens=5)),
-            train_dataset=samples,
-            data_collator=collate,
-            processing_class=byte_tokenizer(300),
-        )
-        trainer.train()
+        config = DistillationConfig(alpha=1.0, divergence="reverse_kl", on_policy=OnPolicy(max_new_tokens=5))
+        models = tiny("llama", vocab_size=300), tiny("llama", seed=1, vocab_size=300)
+        settings = {"max_steps": 2, "gradient_accumulation_steps": 2, "processing_class": byte_tokenizer(300)}
+        trainer = trained(tmp_path, *models, samples, config, **settings)
         logs = [entry for entry in trainer.state.log_history if "loss" in entry]
         assert logs[0]["loss"] == pytest.approx(logs[0]["divergence"], rel=1e-5)
         assert logs[0]["loss"] > 0
 
 
-def test_projectors_stay_out_of_the_student_and_come_back_on_resume(tmp_path: Path) -> None:
+def test_projectors_are_restored_but_not_exported(tmp_path: Path) -> None:
     from safetensors.torch import load_file
     from transformers import AutoModelForCausalLM
 
     config = DistillationConfig(alpha=0.5, hidden_states=HiddenStateTerm(weight=0.5))
 
-    def run(steps: int, resume: str | None, where: Path) -> DistillationTrainer:
-        trainer = DistillationTrainer(
-            model=tiny("llama"),
-            args=training_arguments(
-                where, max_steps=4, learning_rate=0.05, save_strategy="steps", save_steps=2, optim="adamw_torch"
-            ),
-            teacher=tiny("llama", hidden=48, layers=3, seed=1),
-            distillation=config,
-            train_dataset=rows("llama", 8),
-            data_collator=collate,
-        )
+    def run(resume: str | None, where: Path) -> DistillationTrainer:
+        saving = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2}
+        models = tiny("llama"), tiny("llama", hidden=48, layers=3, seed=1)
+        settings = saving | {"learning_rate": 0.05, "optim": "adamw_torch"}
+        trainer = trainer_of(where, *models, rows("llama", 8), config, **settings)
         trainer.train(resume_from_checkpoint=resume)
-        assert trainer.state.global_step == steps
+        assert trainer.state.global_step == 4
         return trainer
 
-    whole = run(4, None, tmp_path / "whole")
-    resumed = run(4, str(tmp_path / "whole" / "checkpoint-2"), tmp_path / "resumed")
+    whole = run(None, tmp_path / "whole")
+    resumed = run(str(tmp_path / "whole" / "checkpoint-2"), tmp_path / "resumed")
     for own, other in zip(whole.model.parameters(), resumed.model.parameters(), strict=True):
         assert torch.allclose(own, other, atol=1e-7)
     whole.save_model(str(tmp_path / "final"))
@@ -445,60 +418,46 @@ def test_projectors_stay_out_of_the_student_and_come_back_on_resume(tmp_path: Pa
 
 
 class TestBadInput:
-    def test_no_teacher(self, tmp_path: Path) -> None:
-        with pytest.raises(UsageError, match="need a teacher"):
-            trained(tmp_path, tiny("llama"), None, rows("llama", 4), DistillationConfig())
-
-    def test_all_faults_of_a_config_at_once(self) -> None:
+    def test_config_reports_all_errors(self) -> None:
         with pytest.raises(UsageError) as caught:
             DistillationConfig(alpha=1.5, temperature=0.0, divergence="kl", mixture=2.0)  # type: ignore[arg-type]
-        assert [fault.where for fault in caught.value.faults] == ["alpha", "temperature", "divergence", "mixture"]
+        assert [error.where for error in caught.value.errors] == ["alpha", "temperature", "divergence", "mixture"]
 
-    def test_label_smoothing(self, tmp_path: Path) -> None:
-        with pytest.raises(UsageError, match=r"label_smoothing_factor = 0\.1"):
-            trained(
-                tmp_path,
-                tiny("llama"),
-                tiny("llama"),
-                rows("llama", 4),
-                DistillationConfig(),
-                label_smoothing_factor=0.1,
-            )
-
-    def test_a_loss_function_that_nobody_would_call(self, tmp_path: Path) -> None:
-        with pytest.raises(UsageError, match="compute_loss_func: would not be called"):
+    def test_all_errors_of_arguments_are_reported_together(self, tmp_path: Path) -> None:
+        with pytest.raises(UsageError) as caught:
             DistillationTrainer(
                 model=tiny("llama"),
-                args=training_arguments(tmp_path),
-                teacher=tiny("llama"),
+                args=training_arguments(tmp_path, label_smoothing_factor=0.1),
                 compute_loss_func=lambda outputs, labels, **named: outputs.logits.sum(),
             )
+        errors = [str(error) for error in caught.value.errors]
+        assert len(errors) == 3 and errors[0].startswith("label_smoothing_factor = 0.1")
+        assert errors[1].startswith("compute_loss_func: would not be called") and "need a teacher" in errors[2]
 
-    def test_weights_beside_the_labels_of_a_shard(self) -> None:
+    def test_token_weights_with_sharded_labels_are_rejected(self) -> None:
         batch = {"input_ids": torch.ones(1, 4), "shift_labels": torch.ones(1, 4), "token_weights": torch.ones(1, 4)}
         with pytest.raises(UsageError, match="token_weights: cannot be shifted"):
             split_batch(batch, shifts=True)
 
-    def test_nan_from_the_teacher(self, tmp_path: Path) -> None:
+    def test_nan_teacher_logits_are_rejected(self, tmp_path: Path) -> None:
         teacher = tiny("llama", seed=1)
         teacher.lm_head.weight.data[3, 3] = float("nan")
         with pytest.raises(ShardwrightError, match="teacher: NaN or infinite logits at"):
-            trained(tmp_path, tiny("llama"), teacher, rows("llama", 4), DistillationConfig())
+            trained(tmp_path, tiny("llama"), teacher, rows("llama", 4), None)
 
-    def test_all_labels_masked(self, tmp_path: Path) -> None:
-        samples = [{**row, "labels": [-100] * len(row["labels"])} for row in rows("llama", 4)]
-        with pytest.raises(UsageError, match="every label of the first batch is masked"):
-            trained(tmp_path, tiny("llama"), tiny("llama", seed=1), samples, DistillationConfig())
+    def test_batches_without_labels_are_rejected(self, tmp_path: Path) -> None:
+        masked = [{**row, "labels": [-100] * len(row["labels"])} for row in rows("llama", 4)]
+        unlabelled = [{"input_ids": row["input_ids"]} for row in rows("llama", 4)]
+        for samples, rule in (
+            (masked, "every label of the first batch is masked"),
+            (unlabelled, "labels: batches need labels"),
+        ):
+            with pytest.raises(UsageError, match=rule):
+                trained(tmp_path, tiny("llama"), tiny("llama", seed=1), samples, None)
 
-    def test_no_labels(self, tmp_path: Path) -> None:
-        samples = [{"input_ids": row["input_ids"]} for row in rows("llama", 4)]
-        with pytest.raises(UsageError, match="labels: batches need labels"):
-            trained(tmp_path, tiny("llama"), tiny("llama", seed=1), samples, DistillationConfig())
-
-    def test_swapped_sizes_are_remarked_on(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-        trained(tmp_path, tiny("llama", hidden=64), tiny("llama"), rows("llama", 4), DistillationConfig())
-        assert "are they swapped?" in capsys.readouterr().err
-
-    def test_equal_sizes_are_not(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-        trained(tmp_path, tiny("llama"), tiny("llama", seed=1), rows("llama", 4), DistillationConfig())
-        assert "swapped" not in capsys.readouterr().err
+    @pytest.mark.parametrize("student_width", [32, 64])
+    def test_only_a_larger_student_is_warned_about(
+        self, student_width: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        trainer_of(tmp_path, tiny("llama", hidden=student_width), tiny("llama", seed=1), rows("llama", 4), None)
+        assert ("are they swapped?" in capsys.readouterr().err) == (student_width > 32)

@@ -1,4 +1,4 @@
-"""Where a teacher lives: planned with its memory and reason, and placed on one process."""
+"""Placement of teachers: planned memory and reasons, and placement in one process."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ from shardwright.ds_configs.memory.distillation_memory import (
     teacher_terms,
 )
 from shardwright.ds_configs.memory.estimate import estimate_memory
-from shardwright.ds_configs.memory.zero3_gathers import forward_gathered_elements
+from shardwright.ds_configs.memory.model_states import forward_gathered_elements
 from shardwright.ds_configs.plan.plan import Plan, PlanDoesNotFitError, make_plan
-from shardwright.ds_configs.search.teacher_choice import PLACEMENTS
+from shardwright.ds_configs.search.search import PLACEMENTS
 from shardwright.ds_configs.specs.errors import UsageError
 from shardwright.ds_configs.specs.hardware import parse_hardware
 from shardwright.ds_configs.specs.job import TrainingJob
-from shardwright.ds_configs.specs.strategy import Strategy
+from shardwright.ds_configs.specs.layout import Layout
 
 LLAMA_1B = public_model("meta-llama/Llama-3.2-1B")
 LLAMA_8B = public_model("meta-llama/Llama-3.1-8B")
 LLAMA_70B = public_model("meta-llama/Llama-3.1-70B")
 MODELS = TESTS / "data" / "models"
-ZERO2 = Strategy(engine="deepspeed", zero_stage=2, dp_shard=8)
+ZERO2 = Layout(engine="deepspeed", zero_stage=2, dp_shard=8)
 
 
 def placed(placement: str, **changes: Any) -> TrainingJob:
@@ -50,7 +50,7 @@ class TestChoice:
             (LLAMA_1B, LLAMA_70B, "1xH100-80GB", "offloaded"),
         ],
     )
-    def test_the_first_placement_that_fits_is_taken(self, student, teacher, hardware, expected):
+    def test_first_placement_that_fits_is_selected(self, student, teacher, hardware, expected):
         chosen = make_plan(student, parse_hardware(hardware), TrainingJob(teacher=teacher)).chosen
         assert chosen.teacher is not None
         assert chosen.teacher.placement == expected
@@ -59,7 +59,7 @@ class TestChoice:
         fits = {cost.placement: cost.fits for cost in chosen.teacher.alternatives}
         assert not any(fits.get(earlier, False) for earlier in order[: order.index(expected)])
 
-    def test_all_other_placements_are_listed_with_bytes_and_reasons(self):
+    def test_other_placements_are_listed_with_bytes_and_reasons(self):
         chosen = make_plan(LLAMA_8B, parse_hardware("8xH100-80GB"), TrainingJob(teacher=LLAMA_70B)).chosen
         assert chosen.teacher is not None
         costs = {cost.placement: cost for cost in chosen.teacher.alternatives}
@@ -72,18 +72,18 @@ class TestChoice:
         assert all(cost.reason for cost in costs.values())
 
     @pytest.mark.parametrize("placement", PLACEMENTS)
-    def test_a_placement_that_is_asked_for_is_the_only_one_tried(self, placement):
+    def test_requested_placement_is_the_only_candidate(self, placement):
         job = TrainingJob(teacher=LLAMA_8B, teacher_placement=placement)
         plan = make_plan(LLAMA_1B, parse_hardware("8xH100-80GB"), job)
         assert plan.chosen.teacher is not None
         assert plan.chosen.teacher.placement == placement
-        assert "you asked for" in plan.chosen.teacher.reason
+        assert "was requested" in plan.chosen.teacher.reason
 
-    def test_without_a_teacher_nothing_is_placed(self):
+    def test_no_placement_without_teacher(self):
         assert make_plan(LLAMA_1B, parse_hardware("8xH100-80GB"), TrainingJob()).chosen.teacher is None
 
-    def test_one_accelerator_has_nobody_to_share_with(self):
-        with pytest.raises(UsageError, match="teacher_placement = 'sharded': shards over ranks"):
+    def test_sharding_on_one_accelerator_is_rejected(self):
+        with pytest.raises(UsageError, match="teacher_placement = 'sharded': requires at least two ranks"):
             make_plan(LLAMA_1B, parse_hardware("1xH100-80GB"), placed("sharded"))
 
     def test_a_plan_that_does_not_fit_suggests_other_placements(self):
@@ -92,7 +92,7 @@ class TestChoice:
             make_plan(LLAMA_1B, parse_hardware("8xH100-80GB"), job)
         assert "--teacher-placement auto" in {suggestion.change for suggestion in caught.value.suggestions}
 
-    def test_the_command_line_prints_and_stores_it(self, tmp_path, capsys):
+    def test_command_prints_and_stores_the_placement(self, tmp_path, capsys):
         student, teacher = (str(MODELS / f"meta-llama--Llama-3.{name}") for name in ("2-1B", "1-8B"))
         line = ["plan", student, "--hardware", "8xH100-80GB", "--teacher", teacher, "--teacher-placement", "sharded"]
         assert run([*line, "--output-dir", str(tmp_path / "plan")]) == 0
@@ -104,14 +104,14 @@ class TestChoice:
         assert json.loads(json.dumps(Plan.load(tmp_path / "plan").to_dict())) == data
         assert "shardwright distill" in (tmp_path / "plan" / "launch.sh").read_text()
 
-    def test_a_placement_without_a_teacher_is_refused(self, capsys):
+    def test_placement_without_teacher_is_rejected(self, capsys):
         line = ["plan", str(MODELS / "meta-llama--Llama-3.2-1B"), "--hardware", "8xH100-80GB"]
         assert run([*line, "--teacher-placement", "sharded"]) == 2
-        assert "give --teacher too" in capsys.readouterr().err
+        assert "pass --teacher too" in capsys.readouterr().err
 
 
 class TestMemory:
-    def test_weights_on_one_accelerator(self):
+    def test_weight_bytes_of_each_placement(self):
         count = LLAMA_8B.parameter_count
         weights = {
             placement: teacher_terms(ZERO2, placed(placement))["step"].get("teacher_weights", 0)
@@ -129,13 +129,13 @@ class TestMemory:
         }
 
     def test_fsdp2_keeps_the_root_unit_and_two_layers(self):
-        fsdp2 = Strategy(engine="fsdp2", dp_shard=8)
+        fsdp2 = Layout(engine="fsdp2", dp_shard=8)
         gathered = teacher_terms(fsdp2, placed("sharded"))["teacher_forward"]["teacher_gathered"]
         layer = 2 * 4096 * 4096 + 2 * 1024 * 4096 + 3 * 4096 * 14336 + 2 * 4096
         assert gathered == 2 * (2 * 128256 * 4096 + 4096 + 2 * layer)
 
     def test_zero3_gathers_within_its_window(self):
-        """A forward pass alone: what prefetch ran ahead to, and one tensor that oversteps the limit."""
+        """Of a forward pass only: the prefetched parameters, and one tensor beyond the limit."""
         live = TEACHER_ZERO.stage3_max_live_parameters
         gathered = forward_gathered_elements(LLAMA_70B, TEACHER_ZERO)
         assert 8192 * 28672 < gathered < live + 128256 * 8192
@@ -161,7 +161,7 @@ class TestMemory:
         logits = 4 * 4096 * 128256
         assert with_teacher["loss"] - alone["loss"] < 2 * LLAMA_8B.parameter_count - 4 * logits
 
-    def test_a_frozen_head_has_no_gradient(self):
+    def test_frozen_head_has_no_gradient(self):
         for method, has in (("full", True), ("lora", False), ("qlora", False)):
             terms = distillation_loss_terms(ZERO2, LLAMA_8B, placed("replica", method=method))
             assert ("head_gradient" in terms["forward_end"]) is has
@@ -174,24 +174,22 @@ class TestMemory:
         seq_len=st.sampled_from([128, 1024, 8192]),
         engine=st.sampled_from(["deepspeed", "ddp", "fsdp2"]),
     )
-    def test_more_ranks_never_cost_more_and_more_tokens_never_less(
-        self, placement, ranks, micro_batch, seq_len, engine
-    ):
+    def test_memory_is_monotonic_in_ranks_and_tokens(self, placement, ranks, micro_batch, seq_len, engine):
         job = placed(placement, seq_len_tokens=seq_len)
         stage = 1 if engine == "deepspeed" else None
-        small = Strategy(engine=engine, zero_stage=stage, dp_shard=ranks, micro_batch_size=micro_batch)
+        small = Layout(engine=engine, zero_stage=stage, dp_shard=ranks, micro_batch_size=micro_batch)
         more = replace(small, dp_shard=2 * ranks)
         assert 0 < teacher_gpu_bytes(more, job) <= teacher_gpu_bytes(small, job)
         assert teacher_gpu_bytes(replace(small, micro_batch_size=micro_batch + 1), job) >= teacher_gpu_bytes(small, job)
 
 
 class TestFusedLoss:
-    """The plan's formula against the loss itself."""
+    """The plan's formula against the loss."""
 
     @pytest.mark.parametrize("precision", ["bf16", "fp32"])
     @pytest.mark.parametrize("method", ["full", "lora"])
     @pytest.mark.parametrize(("vocab", "hidden", "tokens"), [(128_256, 4096, 8192), (32_000, 512, 300), (1000, 64, 7)])
-    def test_the_formula_is_that_of_the_loss(self, precision, method, vocab, hidden, tokens):
+    def test_planned_bytes_equal_the_loss_formula(self, precision, method, vocab, hidden, tokens):
         from kd_memory import fused_peak_bytes
 
         student = llama(hidden_size=hidden, vocab_size=vocab)
@@ -212,9 +210,9 @@ class TestFusedLoss:
 
     @pytest.mark.parametrize("divergence", ["forward_kl", "reverse_kl", "jsd", "skewed_kl", "total_variation"])
     @pytest.mark.parametrize("precision", ["bf16", "fp32"])
-    def test_metered_bytes_are_those_of_the_plan(self, divergence: Any, precision: Any) -> None:
+    def test_metered_bytes_equal_planned_bytes(self, divergence: Any, precision: Any) -> None:
         import torch
-        from shardwright.plugins.metering.byte_meter import ByteMeter
+        from shardwright.plugins.metering import ByteMeter
         from shardwright.plugins.transformers.output_heads import OutputHead
         from shardwright.trainers.losses.fused_loss import BLOCK_BYTES as BLOCKS
         from shardwright.trainers.losses.fused_loss import fused_token_loss
@@ -253,7 +251,7 @@ class TestOnOneProcess:
         return str(tiny_llama)
 
     @pytest.mark.parametrize("placement", ["replica", "sharded", "offloaded", "quantized"])
-    def test_answers_are_those_of_the_model(self, directory: str, placement: Any) -> None:
+    def test_placed_teacher_answers_equal_the_model(self, directory: str, placement: Any) -> None:
         import torch
         from accelerate import Accelerator
         from shardwright.plugins.transformers.teacher_placement import load_teacher, place_teacher
@@ -275,11 +273,11 @@ class TestOnOneProcess:
         with placed.gathered_head() as head:
             assert torch.equal(head.weight_VH, whole.lm_head.weight)
 
-    def test_a_cached_teacher_is_no_model(self, directory: str) -> None:
+    def test_cached_placement_rejects_models(self, directory: str) -> None:
         from accelerate import Accelerator
         from shardwright.plugins.transformers.teacher_placement import load_teacher, place_teacher
 
-        with pytest.raises(UsageError, match="there is nothing to load"):
+        with pytest.raises(UsageError, match="loads no teacher"):
             load_teacher(directory, placement="cached")
-        with pytest.raises(UsageError, match="takes a TeacherCache"):
+        with pytest.raises(UsageError, match="needs a TeacherCache"):
             place_teacher(load_teacher(directory), "cached", accelerator=Accelerator(cpu=True))

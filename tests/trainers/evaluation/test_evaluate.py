@@ -1,8 +1,9 @@
-"""Evaluating models: windows and errors by hand, losses and KL against fp64, sizes, models that must be refused."""
+"""Evaluating models: windows and errors by hand, losses and KL against fp64, sizes, rejected models."""
 
 from __future__ import annotations
 
 import json
+import logging
 import math
 import shutil
 from dataclasses import replace
@@ -17,12 +18,11 @@ from hypothesis import strategies as st
 from shardwright.ds_configs.specs.errors import RefusedInputError, ShardwrightError, UsageError
 from shardwright.plugins.safetensors.reading import StoredTensor
 from shardwright.plugins.transformers.training_arguments import byte_tokenizer
-from shardwright.trainers.evaluation import token_measures
-from shardwright.trainers.evaluation.estimates import Estimate, exponential, token_mean
+from shardwright.trainers.counting.estimates import Estimate, exponential, token_mean
+from shardwright.trainers.evaluation import measures
 from shardwright.trainers.evaluation.evaluate import evaluate_model
-from shardwright.trainers.evaluation.loading import tokenizer_difference
-from shardwright.trainers.evaluation.stored_sizes import sizes_of, stored_sizes
-from shardwright.trainers.evaluation.text_windows import TextRequest, text_windows, windows_of
+from shardwright.trainers.evaluation.loading import sizes_of, stored_sizes, tokenizer_difference
+from shardwright.trainers.evaluation.measures import TextRequest, text_windows, windows_of
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 pytestmark = pytest.mark.slow
@@ -32,7 +32,7 @@ IGNORED = -100
 
 @pytest.fixture(scope="module")
 def noisy_llama(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The tiny Llama with a little noise on its matrices and a sharper head, so that both are told apart."""
+    """The tiny Llama with a little noise on its matrices and a sharper head, so that their results differ."""
     directory = tmp_path_factory.mktemp("noisy")
     model = LlamaForCausalLM.from_pretrained(tiny_llama)
     torch.manual_seed(1)
@@ -70,7 +70,7 @@ def test_overlapping_windows_judge_every_token_once(seq_len, count, data):
         for label in window["labels"][1:]
         if label != IGNORED
     ]
-    # The first token has no predictor; an incomplete window at the end is left out.
+    # The first token has no predictor; an incomplete window at the end is omitted.
     whole = 0 if count < seq_len else seq_len + (count - seq_len) // stride * stride
     assert judged == list(range(1, whole))
 
@@ -100,7 +100,7 @@ def logits64(directory: Path, ids: torch.Tensor) -> torch.Tensor:
 
 def test_against_fp64(tiny_llama, noisy_llama, book, monkeypatch):
     """Perplexity, KL and agreement with their errors, recomputed from whole logits in fp64; 32 tokens, 10 apart."""
-    monkeypatch.setattr(token_measures, "CHUNK_ELEMENTS", 512 * 7)
+    monkeypatch.setattr(measures, "CHUNK_ELEMENTS", 512 * 7)
     asked = TextRequest(files=(book,), stride=10, num_samples=9)
     options: dict[str, Any] = {"baseline": str(tiny_llama), "text": asked, "seq_len": 32, "measure_speeds": False}
     found = evaluate_model(str(noisy_llama), batch_size=4, **options)
@@ -167,7 +167,7 @@ def test_a_model_beside_itself(tiny_llama, book):
     assert json.loads(json.dumps(found.to_dict()))["schema_version"] == 1
 
 
-def test_whole_logits_give_the_same(tiny_llama, noisy_llama, book, monkeypatch):
+def test_whole_logits_give_the_same(tiny_llama, noisy_llama, book, monkeypatch, caplog):
     """A model whose head cannot run on its own stays in memory and answers with logits."""
     options: dict[str, Any] = {
         "baseline": str(tiny_llama),
@@ -175,13 +175,13 @@ def test_whole_logits_give_the_same(tiny_llama, noisy_llama, book, monkeypatch):
         "seq_len": 48,
         "measure_speeds": False,
     }
-    heard: list[str] = []
-    separate = evaluate_model(str(noisy_llama), notify=heard.append, **options)
-    assert heard == []
+    caplog.set_level(logging.INFO, "shardwright")
+    separate = evaluate_model(str(noisy_llama), **options)
+    assert "in memory" not in caplog.text
     # A head whose own logits are not the model's: what a family that rescales them without saying so looks like.
-    monkeypatch.setattr(token_measures, "_separate_head", lambda model: lambda rows: model.lm_head(rows) * 2)
-    whole = evaluate_model(str(noisy_llama), notify=heard.append, **options)
-    assert len(heard) == 1 and "both models stay in memory" in heard[0]
+    monkeypatch.setattr(measures, "_separate_head", lambda model: lambda rows: model.lm_head(rows) * 2)
+    whole = evaluate_model(str(noisy_llama), **options)
+    assert caplog.text.count("both models stay in memory") == 1
     assert whole.comparison.kl_nats_per_token.value == pytest.approx(
         separate.comparison.kl_nats_per_token.value, rel=1e-5
     )
@@ -309,8 +309,7 @@ def small_run(source: Path, book: Path, **options: Any) -> Any:
 
 
 def test_spqr_beside_what_it_was_made_from(tiny_llama, book, tmp_path):
-    from shardwright.trainers.formats.spqr_format import save_small_format
-    from shardwright.trainers.formats.spqr_matrix import SpQROptions, spqr_quantize
+    from shardwright.trainers.formats.spqr import SpQROptions, save_small_format, spqr_quantize
 
     model = LlamaForCausalLM.from_pretrained(tiny_llama)
     name = "model.layers.0.mlp.up_proj"
@@ -335,7 +334,7 @@ def test_requests_that_cannot_be_met_are_told_together(tiny_llama, book, tmp_pat
         )  # fmt: skip
     text = str(caught.value)
     for part in ("nowhere", "128 positions", "--batch-size = 0", "--device = 'gpu7'", "--stride = 1001",
-                 "dataset = 'rows.jsonl': stands beside a text",
+                 "dataset = 'rows.jsonl': cannot be combined with text",
                  "--num-samples = 0"):  # fmt: skip
         assert part in text
 
@@ -361,7 +360,7 @@ def test_models_that_cannot_be_judged(tiny_llama, book, tmp_path):
     from safetensors.torch import load_file, save_file
 
     bert = changed(tiny_llama, tmp_path / "bert", architectures=["BertForMaskedLM"], model_type="bert")
-    with pytest.raises(UsageError, match="BertForMaskedLM is no causal language model"):
+    with pytest.raises(UsageError, match="BertForMaskedLM is not a causal language model"):
         small_run(bert, book)
     bare = tmp_path / "bare"
     bare.mkdir()
@@ -387,11 +386,11 @@ def test_models_that_cannot_be_judged(tiny_llama, book, tmp_path):
     with pytest.raises(RefusedInputError, match=r"baseline .*broken: gives no number"):
         small_run(tiny_llama, book, baseline=str(broken))
     (broken / "model.safetensors").write_bytes((tiny_llama / "model.safetensors").read_bytes()[:-10])
-    with pytest.raises(RefusedInputError, match="is not a whole safetensors file"):
+    with pytest.raises(RefusedInputError, match="is not a complete safetensors file"):
         small_run(broken, book)
 
 
-def test_baselines_with_other_tokens(tiny_llama, book, tmp_path):
+def test_baselines_with_other_tokens(tiny_llama, book, tmp_path, caplog):
     model, baseline = changed(tiny_llama, tmp_path / "model"), changed(tiny_llama, tmp_path / "baseline")
     tokenizer = byte_tokenizer(512)
     tokenizer.save_pretrained(model)
@@ -399,9 +398,9 @@ def test_baselines_with_other_tokens(tiny_llama, book, tmp_path):
     tokenizer.save_pretrained(baseline)
     with pytest.raises(UsageError, match=r"token 257 is '<extra>' here and None in the model's"):
         small_run(model, book, baseline=str(baseline))
-    heard: list[str] = []
-    small_run(changed(tiny_llama, tmp_path / "none"), book, baseline=str(model), notify=heard.append)
-    assert "the baseline's is used" in heard[0]
+    caplog.set_level(logging.INFO, "shardwright")
+    small_run(changed(tiny_llama, tmp_path / "none"), book, baseline=str(model))
+    assert "using the baseline's" in caplog.text
 
 
 def test_tokenizers_that_split_otherwise():
@@ -415,13 +414,13 @@ def test_tokenizers_that_split_otherwise():
         def __call__(self, text: str) -> dict[str, list[int]]:
             return {"input_ids": self.ids}
 
-    fault = tokenizer_difference(Splitting([1, 2, 3, 4, 5]), Splitting([1, 2, 7, 8]), "text")
-    assert fault is not None and "from token 2 on [7, 8] here, [3, 4, 5] there" in fault.rule
+    error = tokenizer_difference(Splitting([1, 2, 3, 4, 5]), Splitting([1, 2, 7, 8]), "text")
+    assert error is not None and "from token 2 on [7, 8] here, [3, 4, 5] in the model's" in error.rule
     assert tokenizer_difference(Splitting([1]), Splitting([1]), "text") is None
 
 
 def test_a_model_that_its_library_cannot_load(tiny_llama, book, tmp_path):
-    """bitsandbytes finds no codes in plain weights; that is told, not what a broken model says."""
+    """bitsandbytes finds no codes in plain weights; the error names that."""
     stated = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
     unlike = changed(tiny_llama, tmp_path / "unlike", quantization_config=stated)
     with pytest.raises(ShardwrightError):
@@ -434,7 +433,7 @@ def test_a_head_that_fits_some_batches_alone_reads_none(
     """Which batch tells may depend on who reads it; the figures must not."""
     options: dict[str, Any] = {"text": TextRequest(files=(book,), num_samples=9), "seq_len": 32}
     options |= {"baseline": str(tiny_llama), "measure_speeds": False}
-    states, asked = token_measures.ModelReader._hidden_states, []
+    states, asked = measures.ModelReader._hidden_states, []
 
     def fits_at_first(reader: Any, batch: Any) -> Any:
         asked.append(reader.name)
@@ -442,7 +441,7 @@ def test_a_head_that_fits_some_batches_alone_reads_none(
 
     found = []
     for instead in (fits_at_first, lambda reader, batch: None):
-        monkeypatch.setattr(token_measures.ModelReader, "_hidden_states", instead)
+        monkeypatch.setattr(measures.ModelReader, "_hidden_states", instead)
         found.append(evaluate_model(str(noisy_llama), **options).to_dict())
     assert found[0] | {"seconds": 0} == found[1] | {"seconds": 0}
     assert len(asked) == 4, "each of the two heads was tried on two batches of three"

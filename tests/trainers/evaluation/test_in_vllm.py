@@ -1,4 +1,4 @@
-"""Evaluation in vLLM without vLLM: what it is asked, what becomes of its answers, and what is refused before it."""
+"""Evaluation in vLLM without vLLM: its requests, the use of its answers, and rejected inputs."""
 
 from __future__ import annotations
 
@@ -10,16 +10,15 @@ from typing import Any
 
 import pytest
 import torch
-from shardwright.ds_configs.quantization.config_json import quantization_config
+from shardwright.ds_configs.quantization.layers import quantization_config
 from shardwright.ds_configs.quantization.scheme import scheme_named
 from shardwright.ds_configs.specs.errors import RefusedInputError, ShardwrightError, UsageError
-from shardwright.plugins.lm_eval.tasks import TaskRequest
-from shardwright.plugins.serving import asking
-from shardwright.plugins.serving.asking import Asked, ask_vllm
-from shardwright.plugins.serving.engine import InstalledEngine
+from shardwright.plugins.lm_eval import TaskRequest
+from shardwright.plugins.serving import engine
+from shardwright.plugins.serving.engine import Asked, InstalledEngine, ask_vllm
 from shardwright.trainers.evaluation import in_vllm
 from shardwright.trainers.evaluation.evaluate import evaluate_model
-from shardwright.trainers.evaluation.text_windows import TextRequest
+from shardwright.trainers.evaluation.measures import TextRequest
 from transformers import LlamaForCausalLM
 
 pytestmark = pytest.mark.slow
@@ -94,7 +93,7 @@ def test_the_same_tokens_are_judged_as_in_transformers(tiny_llama, book, install
 @pytest.mark.parametrize(
     ("changes", "kind", "words"),
     [
-        ({"error": "ValueError: no kernel\n at all"}, ShardwrightError, r"does not read it \(ValueError: no kernel at"),
+        ({"error": "ValueError: no kernel\n at all"}, ShardwrightError, r"cannot load it \(ValueError: no kernel at"),
         ({"answers": {"log_probabilities": [[-1.0] * 30 + [float("nan")]]}}, RefusedInputError, "position 32 of"),
     ],
 )
@@ -117,19 +116,19 @@ def test_what_vllm_cannot_be_asked_is_told_at_once(tiny_llama, monkeypatch):
 
 
 def test_a_scheme_without_a_kernel_is_refused_before_anything_is_read(tiny_llama, installed, monkeypatch, tmp_path):
-    monkeypatch.setattr(in_vllm, "server_faults", lambda *_: [])
+    monkeypatch.setattr(in_vllm, "server_errors", lambda *_: [])
     shutil.copytree(tiny_llama, tmp_path / "packed")
     file = tmp_path / "packed" / "config.json"
     config = json.loads(file.read_text())
     config["quantization_config"] = quantization_config(scheme_named("W8A16"), ignore=("lm_head",))
     file.write_text(json.dumps(config))
-    with pytest.raises(UsageError, match="8-bit integer weights': has no kernel in vLLM on a CPU; vLLM serves it on"):
+    with pytest.raises(UsageError, match="8-bit integer weights': is not supported by vLLM on a CPU; use"):
         evaluate_model(str(tmp_path / "packed"), engine="vllm", seq_len=32)
 
 
 def test_the_engines_process(monkeypatch, tmp_path):
     worker = tmp_path / "worker.py"
-    monkeypatch.setattr(asking, "_WORKER", worker)
+    monkeypatch.setattr(engine, "_WORKER", worker)
     asked = [Asked(name=name, path="/nowhere") for name in ("one", "two")]
     worker.write_text(
         "import json, os, sys\n"

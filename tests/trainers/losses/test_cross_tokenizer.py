@@ -1,4 +1,4 @@
-"""Other tokenizers: alignment of text, each loss against fp64, and a student that learns from a stranger."""
+"""Distillation across tokenizers: alignment, losses against fp64, and training."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from distilling import collate, tiny, training_arguments
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from shardwright.ds_configs.specs.errors import UsageError
-from shardwright.trainers.data.text_alignment import (
+from shardwright.trainers.data.tokenizers import (
     aligned_spans,
     boundaries,
     shared_vocabulary,
@@ -63,7 +63,7 @@ def tokenizers() -> tuple[Any, Any]:
 
 
 def cuts_of(text: str, data: st.DataObject) -> list[tuple[int, int]]:
-    """Draw one way to cut a text."""
+    """Draw a tokenization of a text."""
     cuts = data.draw(st.sets(st.integers(1, len(text)), max_size=12))
     return list(pairwise(sorted({0, len(text)} | cuts)))
 
@@ -71,7 +71,7 @@ def cuts_of(text: str, data: st.DataObject) -> list[tuple[int, int]]:
 @settings(max_examples=200, deadline=None)
 @given(st.text("ab\u65e5 \n", min_size=1, max_size=30), st.data())
 def test_spans_cover_the_text_and_agree(text: str, data: st.DataObject) -> None:
-    """Both sides of a span hold the same text but for white space at its ends; spans leave no token out."""
+    """Both sides of a span have the same text except for whitespace at its ends; spans cover all tokens."""
     cuts = [cuts_of(text, data) for _ in range(2)]
     spans = aligned_spans(*(boundaries(offsets, text) for offsets in cuts), text)
     assert [span[0] for span in spans] == [0] + [span[1] for span in spans[:-1]]
@@ -86,13 +86,13 @@ def test_spans_cover_the_text_and_agree(text: str, data: st.DataObject) -> None:
 
 @settings(max_examples=50, deadline=None)
 @given(st.text("ab\u65e5 \n", min_size=1, max_size=30), st.data())
-def test_one_way_to_cut_aligns_token_by_token(text: str, data: st.DataObject) -> None:
+def test_equal_tokenization_aligns_token_by_token(text: str, data: st.DataObject) -> None:
     cuts = cuts_of(text, data)
     ends = boundaries(cuts, text)
     assert aligned_spans(ends, ends, text) == [(i, i + 1, i, i + 1) for i in range(len(cuts))]
 
 
-def test_white_space_on_either_side() -> None:
+def test_whitespace_on_either_side_aligns() -> None:
     text = "to  be"
     after, before, apart = [(0, 4), (4, 6)], [(0, 2), (2, 6)], [(0, 2), (2, 4), (4, 6)]
     spans = {
@@ -104,7 +104,7 @@ def test_white_space_on_either_side() -> None:
 
 
 def test_tokens_without_text_belong_to_no_span() -> None:
-    """Two begin the sequence, and one lies between documents: it is not what follows that the teacher is asked for."""
+    """Two special tokens begin the sequence, and one separates documents."""
     text = "abc"
     own = [(0, 0), (0, 0), (0, 1), (1, 1), (1, 2), (2, 3), (3, 3)]
     spans = aligned_spans(boundaries(own, text), boundaries([(0, 1), (1, 3)], text), text)
@@ -129,8 +129,8 @@ def test_real_tokenizers_align(tokenizers: tuple[Any, Any]) -> None:
         assert "\ufffd" not in decoded[0]
 
 
-def test_text_that_splits_otherwise_when_split_again(tokenizers: tuple[Any, Any]) -> None:
-    """A packed sample may begin inside a word; prefixes then tell the characters."""
+def test_text_that_retokenizes_differently_aligns(tokenizers: tuple[Any, Any]) -> None:
+    """A packed sample may begin inside a word; offsets are then derived from prefixes."""
     own, _ = tokenizers
     ids = [*own("ret")["input_ids"], *own("urn 日本")["input_ids"]]
     assert own("return 日本")["input_ids"] != ids
@@ -142,7 +142,7 @@ def test_text_that_splits_otherwise_when_split_again(tokenizers: tuple[Any, Any]
     assert set(boundaries(offsets, text)) <= set(range(len(text) + 1))
 
 
-def test_tokens_that_both_have(tokenizers: tuple[Any, Any]) -> None:
+def test_shared_vocabulary_has_common_tokens(tokenizers: tuple[Any, Any]) -> None:
     own, other = tokenizers
     pieces = token_bytes(own)
     assert pieces[b"A"] == own.get_vocab()["A"]
@@ -152,8 +152,8 @@ def test_tokens_that_both_have(tokenizers: tuple[Any, Any]) -> None:
     assert len(shared_vocabulary(own, other)[0]) >= 256
 
 
-def test_bytes_of_sentencepiece() -> None:
-    """A line break is a piece of its own in a byte-level tokenizer, and a byte without one in SentencePiece."""
+def test_sentencepiece_bytes_align() -> None:
+    """A line break is a token in a byte-level tokenizer, and a byte token in SentencePiece."""
     from tokenizers import Tokenizer, models
     from transformers import PreTrainedTokenizerFast
 
@@ -165,7 +165,7 @@ def test_bytes_of_sentencepiece() -> None:
     assert token_bytes(tokenizer) == {b"\n": 1, b"A": 4, b" of": 3}
 
 
-def test_sorted_distance_against_fp64() -> None:
+def test_sorted_distance_matches_fp64() -> None:
     draw = torch.Generator().manual_seed(0)
     own, taught = torch.randn(5, 11, generator=draw, requires_grad=True), torch.randn(5, 17, generator=draw)
     found = sorted_distance(own, taught, 2.0)
@@ -176,7 +176,7 @@ def test_sorted_distance_against_fp64() -> None:
     assert torch.isfinite(torch.autograd.grad(found.sum(), own)[0]).all()
 
 
-def test_a_merged_span_by_hand(tokenizers: tuple[Any, Any]) -> None:
+def test_merged_span_matches_hand_computation(tokenizers: tuple[Any, Any]) -> None:
     """The student has two tokens where the teacher has one; position t predicts token t + 1."""
     loss = CrossTokenizerLoss("aligned", *tokenizers)
     draw = torch.Generator().manual_seed(1)
@@ -193,7 +193,7 @@ def test_a_merged_span_by_hand(tokenizers: tuple[Any, Any]) -> None:
     assert float(loss(own, taught, inputs, ids, half_masked, 1.0)) == 0.0
 
 
-def test_single_tokens_compare_what_both_have(tokenizers: tuple[Any, Any]) -> None:
+def test_single_tokens_compare_common_tokens(tokenizers: tuple[Any, Any]) -> None:
     loss = CrossTokenizerLoss("aligned", *tokenizers)
     draw = torch.Generator().manual_seed(1)
     own, taught = torch.randn(1, 2, 600, generator=draw), torch.randn(1, 2, 400, generator=draw)
@@ -206,8 +206,8 @@ def test_single_tokens_compare_what_both_have(tokenizers: tuple[Any, Any]) -> No
     assert found == pytest.approx(expected, rel=1e-5)
 
 
-def test_a_vocabulary_within_the_other_is_compared_alone(tokenizers: tuple[Any, Any]) -> None:
-    """A model without other tokens has no probability to give them: a divergence must not be infinite."""
+def test_contained_vocabulary_has_no_rest_bin(tokenizers: tuple[Any, Any]) -> None:
+    """A model without other tokens gives them no probability; the divergence must stay finite."""
     loss = CrossTokenizerLoss("aligned", *tokenizers)
     mine, theirs = shared_vocabulary(*tokenizers)
     draw = torch.Generator().manual_seed(1)
@@ -220,8 +220,8 @@ def test_a_vocabulary_within_the_other_is_compared_alone(tokenizers: tuple[Any, 
     assert found == pytest.approx(float((p * (p / q).log()).sum()), rel=1e-5)
 
 
-def test_long_texts_keep_one_copy_of_their_logits(tokenizers: tuple[Any, Any]) -> None:
-    """In both ways to compare, what waits for the backward pass is no larger than the rows that are compared."""
+def test_long_texts_keep_one_copy_of_logits(tokenizers: tuple[Any, Any]) -> None:
+    """For both kinds, tensors saved for the backward pass are no larger than the compared rows."""
     loss = CrossTokenizerLoss("aligned", *tokenizers)
     count = 600
     logits = {side: torch.randn(1, count, width) for side, width in (("own", 600), ("taught", 400))}
@@ -243,7 +243,7 @@ def test_long_texts_keep_one_copy_of_their_logits(tokenizers: tuple[Any, Any]) -
 
 
 def equal_models(own: Any, texts: list[str]) -> tuple[dict[str, torch.Tensor], torch.Tensor, torch.Tensor]:
-    """Return a batch aligned with itself, the labels of its rows, and logits of a model."""
+    """Return a batch aligned with itself, the labels of its rows, and a model's logits."""
     samples = [{"input_ids": own(text)["input_ids"], "labels": own(text)["input_ids"]} for text in texts]
     batch = CrossTokenizerCollator(own, own, collate)(samples)
     shifted = torch.nn.functional.pad(batch["labels"][:, 1:], (0, 1), value=-100)
@@ -251,7 +251,7 @@ def equal_models(own: Any, texts: list[str]) -> tuple[dict[str, torch.Tensor], t
 
 
 @pytest.mark.parametrize("kind", ["uld", "aligned"])
-def test_equal_models_with_equal_tokenizers_are_at_no_distance(kind: Any, tokenizers: tuple[Any, Any]) -> None:
+def test_equal_models_and_tokenizers_have_zero_distance(kind: Any, tokenizers: tuple[Any, Any]) -> None:
     own, _ = tokenizers
     loss = CrossTokenizerLoss(kind, own, own)
     batch, shifted, logits = equal_models(own, [TEXT])
@@ -274,7 +274,7 @@ def test_equal_tokenizers_give_the_divergence_of_every_token(tokenizers: tuple[A
     assert found == pytest.approx(float((p * (p / q).log()).sum()), rel=1e-5)
 
 
-def test_padding_on_the_left_moves_the_spans(tokenizers: tuple[Any, Any]) -> None:
+def test_left_padding_shifts_spans(tokenizers: tuple[Any, Any]) -> None:
     own, other = tokenizers
     samples = [{"input_ids": own(text)["input_ids"]} for text in (TEXT, "return x")]
 
@@ -288,12 +288,12 @@ def test_padding_on_the_left_moves_the_spans(tokenizers: tuple[Any, Any]) -> Non
         assert spans
         decoded = [own.decode(batch["input_ids"][index, first:end]) for first, end, _, _ in spans]
         assert text.endswith("".join(decoded))
-    with pytest.raises(UsageError, match="data_collator: row 0 of its batch does not hold the tokens of sample 0"):
+    with pytest.raises(UsageError, match="data_collator: row 0 of its batch does not have the tokens of sample 0"):
         CrossTokenizerCollator(own, other, lambda rows: {"input_ids": torch.zeros(1, 9, dtype=torch.long)})(samples)
 
 
 @pytest.mark.parametrize("kind", ["uld", "aligned"])
-def test_a_student_learns_from_a_stranger(kind: Any, tokenizers: tuple[Any, Any], tmp_path: Path) -> None:
+def test_student_learns_across_tokenizers(kind: Any, tokenizers: tuple[Any, Any], tmp_path: Path) -> None:
     from pydoc_data.topics import topics
 
     own, other = tokenizers
@@ -333,14 +333,14 @@ def test_bad_input(tokenizers: tuple[Any, Any], tmp_path: Path) -> None:
             teacher=tiny("llama"),
             distillation=DistillationConfig(cross_tokenizer="uld"),
         )
-    assert [fault.where for fault in caught.value.faults] == ["processing_class", "teacher_tokenizer", "data_collator"]
+    assert [error.where for error in caught.value.errors] == ["processing_class", "teacher_tokenizer", "data_collator"]
     with pytest.raises(UsageError, match="cannot be combined with cross_tokenizer"):
         from shardwright.trainers.distillation import OnPolicy
 
         DistillationConfig(cross_tokenizer="uld", on_policy=OnPolicy())
 
 
-def test_weighed_tokens_are_refused(tokenizers: tuple[Any, Any], tmp_path: Path) -> None:
+def test_token_weights_are_rejected_across_tokenizers(tokenizers: tuple[Any, Any], tmp_path: Path) -> None:
     own, other = tokenizers
     ids = own(TEXT)["input_ids"]
     trainer = DistillationTrainer(

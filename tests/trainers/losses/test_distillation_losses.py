@@ -12,14 +12,22 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from kd_memory import fused_peak_bytes
 from shardwright.ds_configs.specs.errors import UsageError
-from shardwright.plugins.metering.byte_meter import ByteMeter
+from shardwright.plugins.metering import ByteMeter
 from shardwright.plugins.transformers.output_heads import OutputHead
 from shardwright.trainers.losses import fused_loss
-from shardwright.trainers.losses.divergences import divergence_and_gradient, divergence_rows
 from shardwright.trainers.losses.fused_loss import fused_token_loss
-from shardwright.trainers.losses.objective import HiddenTargets, LogitTargets, TokenObjective, TokenSums, TopKTargets
-from shardwright.trainers.losses.plain_loss import plain_token_loss
-from shardwright.trainers.losses.top_k import binned, top_k_divergence_rows
+from shardwright.trainers.losses.objective import (
+    HiddenTargets,
+    LogitTargets,
+    TokenObjective,
+    TokenSums,
+    TopKTargets,
+    binned,
+    divergence_and_gradient,
+    divergence_rows,
+    plain_token_loss,
+    top_k_divergence_rows,
+)
 
 pytestmark = pytest.mark.slow
 
@@ -131,7 +139,7 @@ class Case:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kind", KINDS)
-def test_plain_loss_of_logits_meets_the_reference(kind: str, dtype: torch.dtype) -> None:
+def test_plain_loss_matches_reference(kind: str, dtype: torch.dtype) -> None:
     torch.manual_seed(1)
     sizes = ((211, 211, None), (211, 307, None), (307, 211, None), (307, 307, 199))
     for tau, mask, (student, teacher, real) in product((1.0, 2.0, 4.0), MASKS, sizes):
@@ -161,7 +169,7 @@ HEADS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_fused_loss_meets_the_reference_and_the_plain_loss(kind: str) -> None:
+def test_fused_loss_matches_reference_and_plain_loss(kind: str) -> None:
     sizes = ((149, 149, None), (97, 149, None), (149, 97, None), (149, 120, 89))
     grid = [(tau, "partly", size, {}) for tau in (1.0, 2.0, 4.0) for size in sizes]
     grid += [(2.0, mask, sizes[0], {}) for mask in MASKS] + [(2.0, "partly", sizes[0], head) for head in HEADS.values()]
@@ -201,7 +209,7 @@ def sums_of(sums: TokenSums) -> dict[str, float]:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_fused_and_plain_agree_in_every_dtype_whatever_the_chunks(dtype: torch.dtype) -> None:
+def test_fused_and_plain_agree_in_every_dtype_and_chunk_size(dtype: torch.dtype) -> None:
     for tau, telemetry, head in product((1.0, 2.0), (True, False), ({}, HEADS["all"])):
         case = Case(student=131, teacher=149, rows=23, dtype=dtype, **head)
         objective = TokenObjective(temperature=tau, divergence="jsd")
@@ -218,7 +226,7 @@ def test_fused_and_plain_agree_in_every_dtype_whatever_the_chunks(dtype: torch.d
                 assert_near(mine, other, rounding, (tau, telemetry, head, chunk_rows))
 
 
-def test_bf16_gradients_are_not_off_by_a_rounded_factor() -> None:
+def test_bf16_gradients_use_an_unrounded_factor() -> None:
     case = Case(student=600, teacher=600, rows=64, dtype=torch.bfloat16)
     labels, objective = torch.randint(0, 600, (64,)), TokenObjective()
     factor = 1 / 761
@@ -229,7 +237,7 @@ def test_bf16_gradients_are_not_off_by_a_rounded_factor() -> None:
     assert float(slope) == pytest.approx(factor, rel=5e-4)
 
 
-def test_autocast_and_tied_embeddings() -> None:
+def test_fused_loss_supports_autocast_and_tied_embeddings() -> None:
     torch.manual_seed(0)
     embedding = torch.randn(61, WIDTH).requires_grad_()
     ids, labels = torch.randint(0, 61, (9,)), torch.randint(0, 61, (9,))
@@ -267,7 +275,7 @@ def test_divergences_of_bf16_logits_are_never_negative(seed: int, distance: floa
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_formulas_of_gradients_meet_autograd_in_fp64(kind: Any) -> None:
+def test_gradient_formulas_match_fp64_autograd(kind: Any) -> None:
     torch.manual_seed(2)
     z = torch.randn(5, 41, dtype=torch.float64, requires_grad=True)
     log_p = (torch.randn(5, 41, dtype=torch.float64) * 2).log_softmax(-1)
@@ -282,7 +290,7 @@ def test_formulas_of_gradients_meet_autograd_in_fp64(kind: Any) -> None:
         assert torch.autograd.gradcheck(lambda x: divergence_rows(kind, x.log_softmax(-1), log_p, MIXTURE), z)
 
 
-def test_columns_without_mass_cost_nothing() -> None:
+def test_columns_without_mass_add_nothing() -> None:
     logits = torch.randn(3, 50)
     logits[:, 40:] = float("-inf")
     for kind in KINDS:
@@ -294,7 +302,7 @@ def test_columns_without_mass_cost_nothing() -> None:
     assert float(one_sided) == pytest.approx(0.6931472)
 
 
-def test_jsd_goes_over_into_kl_only_when_divided_by_its_weight() -> None:
+def test_jsd_divided_by_its_weight_approaches_kl() -> None:
     torch.manual_seed(3)
     log_p, log_q = torch.randn(2, 1, 60).double().log_softmax(-1)
     forward = float(divergence_rows("forward_kl", log_q, log_p, 0.5))
@@ -318,7 +326,7 @@ def test_equal_models_with_padded_vocabularies_do_not_diverge() -> None:
         assert float(sums.overlap) == pytest.approx(8.0, rel=1e-5)
 
 
-def test_telemetry_is_what_it_says() -> None:
+def test_telemetry_sums_match_their_definitions() -> None:
     case = Case(student=149, teacher=120, rows=11)
     labels = labels_of("partly", 11, 149)
     labels[0] = 130  # known to the student alone
@@ -344,7 +352,7 @@ def test_telemetry_is_what_it_says() -> None:
         assert found == pytest.approx({name: float(value) for name, value in expected.items()}, rel=1e-5)
 
 
-def test_teacher_rows_that_are_not_numbers_are_counted() -> None:
+def test_nonfinite_teacher_rows_are_counted() -> None:
     case = Case(student=50, teacher=50, rows=6)
     labels = torch.randint(0, 50, (6,))
     labels[5] = -100
@@ -356,7 +364,7 @@ def test_teacher_rows_that_are_not_numbers_are_counted() -> None:
             assert float(sums.nonfinite_teacher_rows) == 2.0
 
 
-def test_without_teacher_or_divergence_it_is_cross_entropy() -> None:
+def test_loss_without_teacher_is_cross_entropy() -> None:
     case = Case(student=70, teacher=70)
     labels = labels_of("partly", 7, 70)
     logits = case.head.logits(case.hidden)
@@ -369,7 +377,7 @@ def test_without_teacher_or_divergence_it_is_cross_entropy() -> None:
     assert alone.divergence is None
 
 
-def test_no_gradient_is_computed_where_none_is_wanted() -> None:
+def test_unneeded_gradients_are_not_computed() -> None:
     case = Case(student=70, teacher=70)
     labels, objective = labels_of("none", 7, 70), TokenObjective()
     with torch.no_grad():
@@ -385,7 +393,7 @@ def test_no_gradient_is_computed_where_none_is_wanted() -> None:
     assert meter.reading().peak_bytes - before < 4 * 4000 * WIDTH, "a frozen head needs no gradient as large as it"
 
 
-def test_a_second_backward_pass_is_refused() -> None:
+def test_second_backward_pass_is_rejected() -> None:
     case = Case(student=70, teacher=70)
     sums = case.fused(labels_of("none", 7, 70), TokenObjective())
     sums.loss.backward(retain_graph=True)
@@ -394,7 +402,7 @@ def test_a_second_backward_pass_is_refused() -> None:
 
 
 @pytest.mark.parametrize("label", [70, -1])
-def test_labels_that_are_no_columns_are_refused(label: int) -> None:
+def test_labels_beyond_the_vocabulary_are_rejected(label: int) -> None:
     case = Case(student=70, teacher=90)
     labels = torch.tensor([0, 1, label, 3, -100, 5, 6])
     for call in (case.plain, case.fused):
@@ -403,7 +411,7 @@ def test_labels_that_are_no_columns_are_refused(label: int) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_top_k_is_the_divergence_over_bins(kind: Any) -> None:
+def test_top_k_divergence_is_over_bins(kind: Any) -> None:
     for k, tau in ((1, 1.0), (8, 2.0), (60, 1.0)):
         case = Case(student=73, teacher=60, rows=9)
         objective = TokenObjective(alpha=0.8, temperature=tau, divergence=kind, mixture=MIXTURE, vocab_size=60)
@@ -443,7 +451,7 @@ def test_top_k_is_a_lower_bound_and_zero_for_equal_models(seed: int, k: int) -> 
         assert (equal.abs() < 1e-6).all()
 
 
-def test_a_tail_far_below_one_keeps_its_digits() -> None:
+def test_tiny_tail_keeps_its_precision() -> None:
     logits = torch.tensor([[30.0, 29.0, -4.0, -5.0]])
     student, _ = binned(logits.log_softmax(-1), top_k_targets(logits, 2, 1.0))
     expected = logits.double().log_softmax(-1)[:, 2:].logsumexp(-1)
@@ -452,7 +460,7 @@ def test_a_tail_far_below_one_keeps_its_digits() -> None:
     assert student[:, -1].tolist() == [-torch.inf]
 
 
-def test_top_k_that_does_not_belong_is_refused() -> None:
+def test_unsuitable_top_k_is_rejected() -> None:
     case = Case(student=70, teacher=90)
     labels, logits = labels_of("none", 7, 70), torch.randn(7, 90)
     logits[3, 88] = 50.0
@@ -500,7 +508,7 @@ def test_peak_bytes_at_full_size() -> None:
     assert fused_peak_bytes(**full, trains_head=False) <= 1.2e9
 
 
-def test_the_benchmark_meters_both_losses_and_the_document_shows_what_it_stored() -> None:
+def test_benchmark_meters_both_losses_and_matches_the_document() -> None:
     case = kd_memory.KdCase(rows=64, columns=500, hidden_width=32, dtype="float32")
     plain, fused = kd_memory.measure(case, "cpu")
     assert (plain.loss, fused.loss) == ("plain", "fused")

@@ -7,8 +7,7 @@ what was found.
 from __future__ import annotations
 
 import json
-from dataclasses import replace
-from types import SimpleNamespace
+from dataclasses import asdict, replace
 from typing import Any
 
 import pytest
@@ -28,8 +27,8 @@ from qat_ways_result import Measurement
 from qat_ways_runs import Job, _qat_callback
 from shardwright.ds_configs.quantization.scheme import scheme_named
 from shardwright.ds_configs.specs.errors import UsageError
-from shardwright.plugins.huggingface_hub.cards import title_of
-from shardwright.trainers.qat.command.run_report import checkpoint_facts
+from shardwright.plugins.huggingface_hub.push import title_of
+from shardwright.trainers.reports.runs import checkpoint_facts
 from small_llama import shared_llama
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -64,6 +63,7 @@ def measured(llama) -> Comparison:
     )
 
 
+@pytest.mark.needs("llmcompressor")
 def test_learned_scales_recover_most_of_what_rounding_loses(measured):
     """Margin: half of the gap. How they compare with GPTQ takes more steps and seeds: benchmarks/qat_comparison.py."""
     learned = measured.recovered("qat-learned")
@@ -73,12 +73,14 @@ def test_learned_scales_recover_most_of_what_rounding_loses(measured):
     assert rounding.value > 5 * rounding.standard_error > 0
 
 
+@pytest.mark.needs("llmcompressor")
 def test_the_exported_model_is_the_trained_one(measured):
     """Embeddings and norms are rounded to bf16 beside the packed codes; that is all."""
     assert measured.export_difference("qat-learned") < 1e-3
     assert measured.export_difference("ft") is None
 
 
+@pytest.mark.needs("llmcompressor")
 def test_rounding_adds_the_work_on_one_matrix_and_no_copy_of_the_model(measured, llama):
     """3.4 of the largest matrices were found, and parameters of the scales with their two moments."""
     matrices = [4 * weight.numel() for weight in llama.model.model.layers.parameters() if weight.ndim == 2]
@@ -140,14 +142,14 @@ def test_shares_and_their_errors():
     assert (found.peak_bytes("qat"), found.peak_bytes("ft")) == (1040, 1000)
 
 
-def test_a_way_of_one_seed_is_compared_with_that_seed_alone():
+def test_a_configuration_is_compared_only_with_its_own_seed():
     other = measurement("ft", 2, 0, 0, 0), measurement("ft-rtn", 2, 100, 200, 100.8)
     found = replace(made(QAT[0], *other), seeds=(0, 1, 2))
     assert found.recovered("qat").value == pytest.approx(0.75)
     assert found.excess("qat").value == pytest.approx(4.2 / 40)
 
 
-def test_nothing_to_share_where_rounding_costs_nothing():
+def test_recovered_share_is_undefined_if_rounding_costs_nothing():
     alike = replace(made(), measurements=tuple(measurement(way, 0, 20, 40, 20) for way in ("ft", "ft-rtn", "qat")))
     assert alike.recovered("qat") is None
     assert alike.recovered_by_seed("qat") == ()
@@ -171,7 +173,7 @@ def test_table_words_and_picture(tmp_path):
     assert Comparison.from_json(json.loads(json.dumps(found.to_json()))) == found
 
 
-def test_all_that_is_wrong_is_told_at_once(llama):
+def test_all_errors_are_reported_together(llama):
     with pytest.raises(UsageError) as error:
         compare_qat(
             llama.model,
@@ -186,7 +188,7 @@ def test_all_that_is_wrong_is_told_at_once(llama):
             calibration_samples=0,
             training={"max_steps": 5},
         )
-    named = {fault.where for fault in error.value.faults}
+    named = {config_error.where for config_error in error.value.errors}
     assert named >= {"steps", "learning_rate", "seeds", "batch_size", "ways", "calibration_samples", "training"}
     assert named >= {"train_samples", "evaluation_samples", "model", "scheme"}
 
@@ -207,17 +209,22 @@ def untrained_llama() -> Any:
             ["fields are weight_rule, ranges", "did you mean kv_cache?", "is the same for every way"],
         ),
         ({"start_step": 2}, ["training ends at step 2, before anything is rounded"]),
-        ({"bit_schedule": ((0, 8), (2, 4))}, ["before it reaches the 4 bits", "which learned scales do not follow"]),
+        (
+            {"bit_schedule": ((0, 8), (2, 4))},
+            ["before it reaches the 4 bits", "bits of learned scales"],
+        ),
     ],
 )
-def test_what_stops_a_way_is_found_before_any_is_trained(qat, told, monkeypatch):
+def test_errors_of_a_configuration_are_found_before_training(qat, told, monkeypatch):
     monkeypatch.setattr("qat_ways.run_all", lambda _: pytest.fail("training began"))
     model = untrained_llama()
     how = {"train_samples": ROWS_OF_TOKENS, "evaluation_samples": ROWS_OF_TOKENS, "learning_rate": 1e-3}
     with pytest.raises(UsageError) as error:
         compare_qat(model, "W4A16", steps=2, qat=qat, **how)
-    faults = [str(fault) for fault in error.value.faults]
-    assert len(faults) == len(told) and all(part in fault for part, fault in zip(told, faults, strict=True))
+    errors = [str(config_error) for config_error in error.value.errors]
+    assert len(errors) == len(told) and all(
+        part in config_error for part, config_error in zip(told, errors, strict=True)
+    )
     assert type(model.model.layers[0].mlp.up_proj) is torch.nn.Linear, "the model stays as it is"
 
 
@@ -263,19 +270,20 @@ def test_ranges_that_are_not_observed_are_calibrated(scheme, qat, calibrates):
         ("students/half.json", "half"),
     ],
 )
-def test_titles_of_model_cards_keep_the_whole_name(model, title):
+def test_titles_of_model_cards_keep_the_full_name(model, title):
     assert title_of(model) == title
 
 
-def test_a_directory_without_a_name_of_its_own_has_that_of_its_place(tmp_path, monkeypatch):
+def test_a_relative_directory_is_titled_by_its_absolute_name(tmp_path, monkeypatch):
     (tmp_path / "model-1.5").mkdir()
     monkeypatch.chdir(tmp_path / "model-1.5")
     assert [title_of(name) for name in (".", "config.json")] == ["model-1.5"] * 2
 
 
-def test_what_was_not_compared_is_said():
-    result = SimpleNamespace(weight_difference=0.0, logit_difference=None)
-    facts = checkpoint_facts(SimpleNamespace(scheme=scheme_named("W4A16"), result=result, layers=14))
+def test_missing_comparisons_are_reported():
+    scheme = scheme_named("W4A16")
+    data = {"scheme": asdict(scheme) | {"format": scheme.format}, "quantized_layers": 14}
+    facts = checkpoint_facts(data | {"weight_difference": 0.0, "logit_difference": None})
     assert [value for _, value in facts[-2:]] == ["0", "not compared"]
 
 

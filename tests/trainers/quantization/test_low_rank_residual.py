@@ -8,10 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from shardwright.ds_configs.quantization.scheme import scheme_named
 from shardwright.ds_configs.specs.errors import RefusedInputError, UsageError
-from shardwright.trainers.formats.hessians import weighted_error
-from shardwright.trainers.formats.low_rank_residual import LowRankOptions, low_rank_residual
-from shardwright.trainers.formats.spqr_format import load_spqr
-from shardwright.trainers.quantization.spqr import quantize_with_low_rank
+from shardwright.trainers.formats.bit_packing import weighted_error
+from shardwright.trainers.formats.spqr import LowRankOptions, load_spqr, low_rank_residual
+from shardwright.trainers.quantization.spqr import quantize_to_small_format
 from small_spqr import LAYERS, correlated, load_registered, logits, samples, small_model
 
 pytestmark = pytest.mark.slow
@@ -45,7 +44,7 @@ def test_rank_zero_without_hessian_is_plain_rounding():
     assert matrix.left.numel() == matrix.right.numel() == matrix.sparse.count == 0
 
 
-def test_a_product_is_found_again():
+def test_an_exact_low_rank_product_is_recovered():
     """What rounding cannot hold, a rank-2 term of large numbers, goes into L·R as far as 16 bits hold it."""
     draw = torch.Generator().manual_seed(0)
     weight_OI = 30 * torch.randn(96, 2, generator=draw) @ torch.randn(2, 64, generator=draw)
@@ -86,7 +85,7 @@ def test_never_worse_than_codes_alone(rows, columns, group_size, symmetric, rank
     assert matrix.stored_bytes == sum(tensor.nbytes for tensor in stored.values())
 
 
-def test_a_large_matrix_takes_random_projections_and_repeats_itself():
+def test_large_matrices_use_reproducible_random_projections():
     weight_OI, _ = correlated(520, 530)
     options = LowRankOptions(bits=3, group_size=128, rank=8, iterations=1)
     state = torch.random.get_rng_state()
@@ -95,21 +94,23 @@ def test_a_large_matrix_takes_random_projections_and_repeats_itself():
     assert torch.equal(state, torch.random.get_rng_state())
 
 
-def test_unusable_input_is_named():
+def test_unusable_input_is_rejected():
     with pytest.raises(RefusedInputError, match="NaN"):
         low_rank_residual(torch.full((4, 8), float("nan")), None, PLAIN)
     with pytest.raises(UsageError) as caught:
         low_rank_residual(torch.ones(4, 8), None, LowRankOptions(bits=9, rank=-1, sparse_fraction=1.0))
-    assert len(caught.value.faults) == 3
+    assert len(caught.value.errors) == 3
 
 
-def test_checkpoints_hold_the_same_model(tmp_path):
+@pytest.mark.needs("llmcompressor")
+def test_dense_and_small_checkpoints_are_equal(tmp_path):
     from transformers import AutoModelForCausalLM
 
-    quantized = quantize_with_low_rank(
+    quantized = quantize_to_small_format(
         small_model(),
         None,
         scheme_named("W3A16_ASYM"),
+        method="low-rank",
         layers=LAYERS,
         calibration=samples(),
         batch_size=2,

@@ -13,9 +13,9 @@ from safetensors.torch import load_file, save_file
 from shardwright.cli.main import run
 from shardwright.ds_configs.quantization.layers import selected_layers
 from shardwright.ds_configs.quantization.scheme import scheme_named
-from shardwright.plugins.llm_compressor.experts import restore_expert_names
-from shardwright.plugins.llm_compressor.fixes import kept_conversion_mappings, torchvision_is_not_needed
-from shardwright.plugins.transformers.quantization_source import open_source
+from shardwright.plugins.llm_compressor.engine import restore_expert_names
+from shardwright.plugins.llm_compressor.quiet import kept_conversion_mappings, torchvision_is_not_needed
+from shardwright.plugins.transformers.quantized_model import open_source
 from shardwright.plugins.transformers.training_arguments import byte_tokenizer
 
 pytestmark = pytest.mark.slow
@@ -56,6 +56,7 @@ def names_in(directory) -> set[str]:
         return set(stored.keys())
 
 
+@pytest.mark.needs("llmcompressor")
 @pytest.mark.parametrize(
     ("name", "method", "expert"),
     [
@@ -78,7 +79,8 @@ def test_round_trip(mixtures, tmp_path, capsys, name, method, expert):
     assert routers == {entry for entry in names_in(mixtures[name]) if ".gate." in entry}, "a router was rounded"
 
 
-def test_biases_that_are_loaded_in_fp32_are_counted_so(tmp_path, capsys):
+@pytest.mark.needs("llmcompressor")
+def test_fp32_biases_are_counted_in_the_checkpoint_size(tmp_path, capsys):
     from transformers import AutoModelForCausalLM, DeepseekV3Config
 
     latent = {"q_lora_rank": 32, "kv_lora_rank": 32, "qk_rope_head_dim": 16, "qk_nope_head_dim": 16, "v_head_dim": 32}
@@ -117,10 +119,14 @@ def test_biases_that_are_loaded_in_fp32_are_counted_so(tmp_path, capsys):
         assert all(stored.get_slice(name).get_dtype() == "F32" for name in biases)
 
 
+@pytest.mark.needs("llmcompressor")
 def test_upstream_still_needs_the_names_restored(mixtures, tmp_path):
     """llmcompressor 0.14.0.1 writes gate_proj for w1; when it no longer does, `restore_expert_names` can go."""
-    from shardwright.plugins.llm_compressor.engine import EngineRequest, quantize_with_llm_compressor
-    from shardwright.plugins.llm_compressor.loading import load_for_quantization
+    from shardwright.plugins.llm_compressor.engine import (
+        EngineRequest,
+        load_for_quantization,
+        quantize_with_llm_compressor,
+    )
 
     source = open_source(str(mixtures["mixtral"]))
     model = load_for_quantization(source)
@@ -135,6 +141,7 @@ def test_upstream_still_needs_the_names_restored(mixtures, tmp_path):
     assert names_in(tmp_path) == parts | {name for name in dense if name.removesuffix(".weight") not in packed}
 
 
+@pytest.mark.needs("llmcompressor")
 def test_upstream_still_asks_modules_that_need_torchvision():
     """transformers 5.17.0 under llmcompressor 0.14.0.1; when nothing is hidden any more, the workaround can go."""
     from transformers import monkey_patching  # noqa: F401  (what asks every module of Transformers that is loaded)
@@ -157,9 +164,10 @@ def test_upstream_still_asks_modules_that_need_torchvision():
     assert set(before) <= set(sys.modules)
 
 
+@pytest.mark.needs("llmcompressor")
 @pytest.mark.parametrize("name", ["mixtral", "qwen3-moe"])
 def test_other_models_of_the_process_keep_their_experts(mixtures, name):
-    from shardwright.plugins.llm_compressor.loading import load_for_quantization
+    from shardwright.plugins.llm_compressor.engine import load_for_quantization
     from transformers import AutoModelForCausalLM
 
     def state():
@@ -173,6 +181,7 @@ def test_other_models_of_the_process_keep_their_experts(mixtures, name):
     assert all(torch.equal(tensor, after[key]) for key, tensor in before.items())
 
 
+@pytest.mark.needs("llmcompressor")
 def test_upstream_still_registers_how_one_model_is_written_for_all(mixtures):
     """llmcompressor 0.14.0.1; when later models find their experts, `kept_conversion_mappings` can go."""
     from llmcompressor.utils import load_context
@@ -212,7 +221,7 @@ def test_names_change_and_data_stays(tmp_path):
     assert restore_expert_names(tmp_path, source) == 0
 
 
-def test_zero_points_of_experts_are_refused(mixtures, tmp_path, capsys):
+def test_zero_points_of_experts_are_rejected(mixtures, tmp_path, capsys):
     assert (
         run(["quantize", str(mixtures["mixtral"]), "--scheme", "W4A16_ASYM", "--output-dir", str(tmp_path / "q")]) == 2
     )
@@ -221,7 +230,7 @@ def test_zero_points_of_experts_are_refused(mixtures, tmp_path, capsys):
     assert not list(tmp_path.iterdir())
 
 
-def test_integers_that_no_loader_unpacks_are_refused(mixtures, tmp_path, capsys):
+def test_integers_that_no_loader_unpacks_are_rejected(mixtures, tmp_path, capsys):
     """transformers 5.17.0 looks for `weight_packed` of experts; W8A8 would store a byte for each code."""
     output = str(tmp_path / "q")
     assert run(["quantize", str(mixtures["mixtral"]), "--scheme", "W8A8", "--output-dir", output]) == 2
@@ -237,9 +246,9 @@ def test_fused_experts_are_not_left_dense_silently(mixtures, tmp_path, capsys):
     assert not list(tmp_path.iterdir())
 
 
-def test_experts_have_no_place_in_a_format_of_plain_linear_layers(mixtures, tmp_path, capsys):
+def test_small_format_rejects_experts(mixtures, tmp_path, capsys):
     flags = ["--method", "spqr", "--scheme", "W3A16", "--dataset", "python-help", "--seq-len", "32"]
     assert run(["quantize", str(mixtures["mixtral"]), *flags, "--output-dir", str(tmp_path / "q")]) == 2
     message = capsys.readouterr().err
-    assert "24 are parts of experts" in message and "--method gptq" in message
+    assert "24 layers are parts of experts" in message and "--method gptq" in message
     assert not list(tmp_path.iterdir())

@@ -7,10 +7,11 @@ import json
 import pytest
 import torch
 from safetensors.torch import load_file
-from shardwright.ds_configs.quantization.combinations import changed
-from shardwright.ds_configs.quantization.scheme import scheme_named
+from shardwright.ds_configs.quantization.scheme import changed, scheme_named
 from shardwright.plugins.llm_compressor.engine import EngineRequest, quantize_with_llm_compressor
 from small_models import llama
+
+pytestmark = pytest.mark.needs("llmcompressor")
 
 LAYER = "model.layers.0.self_attn.q_proj"
 WIDTH, GROUP = 32, 16

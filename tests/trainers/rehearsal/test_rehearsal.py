@@ -1,4 +1,4 @@
-"""What a rehearsal refuses before it launches anything, what it scales, and how it judges what ranks left behind."""
+"""Inputs that a rehearsal rejects before the launch, what it scales, and its checks of the ranks' results."""
 
 from __future__ import annotations
 
@@ -17,8 +17,9 @@ from shardwright.cli.main import run
 from shardwright.ds_configs.plan.plan import Plan
 from shardwright.ds_configs.specs.errors import ShardwrightError, UsageError
 from shardwright.ds_configs.specs.job import TrainingJob
-from shardwright.ds_configs.specs.strategy import Strategy, ZeroOptions
+from shardwright.ds_configs.specs.layout import Layout, ZeroOptions
 from shardwright.plugins.planning.from_names import plan, read_hardware
+from shardwright.trainers.charts import panels
 from shardwright.trainers.rehearsal.checks import (
     CHECK_NAMES,
     check_export,
@@ -35,11 +36,12 @@ from shardwright.trainers.rehearsal.report import (
     PredictedPhase,
     Rehearsal,
     check_output_directory,
-    memory_figure,
     rehearsal_files,
     write_report,
 )
 from shardwright.trainers.rehearsal.worker import skewed_tokens
+from shardwright.trainers.reports.plans import rehearsal_report
+from shardwright.trainers.reports.report import pictured_charts
 
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],
@@ -113,7 +115,7 @@ def test_a_missing_file_of_the_plan_is_named(model: Path, tmp_path: Path, capsys
     (tmp_path / "plan" / "training_arguments.json").unlink()
     code, report, _ = rehearse(capsys, tmp_path / "plan")
     assert code == 2
-    assert "deepspeed_config_file: copies ds_config.json, which is missing" in failing(report)["files"]
+    assert "is a copy of ds_config.json, which is missing" in failing(report)["files"]
     assert "training_arguments.json: cannot be read" in failing(report)["files"]
 
 
@@ -217,7 +219,7 @@ def test_bad_values_are_reported_together(model: Path, tmp_path: Path, capsys: p
     flags = ["--steps", "2", "--time-limit", "0", "--ranks", "0"]
     code, report, _ = rehearse(capsys, tmp_path / "plan", *flags)
     assert code == 2
-    assert [fault["where"] for fault in report["error"]["faults"]] == ["steps", "time_limit", "ranks"]
+    assert [error["where"] for error in report["error"]["faults"]] == ["steps", "time_limit", "ranks"]
     for flag, value in (("--text", str(tmp_path / "none.txt")), ("--text", "/dev/null")):
         assert rehearse(capsys, tmp_path / "plan", flag, value)[0] == 2
     code, report, _ = rehearse(capsys, tmp_path / "plan", "--nodes-as-ranks")
@@ -232,7 +234,7 @@ def test_a_model_that_is_gone_is_named_with_the_way_out(
     model.rename(tmp_path / "moved")
     code, report, _ = rehearse(capsys, tmp_path / "plan")
     assert code == 2
-    assert "plan again from where it is now" in report["error"]["message"]
+    assert "plan again with its current location" in report["error"]["message"]
 
 
 def test_an_output_directory_with_other_files_needs_force(
@@ -261,7 +263,8 @@ PREDICTED = {"loss": PredictedPhase(terms={"weights": 5_000_000}, roles={"weight
 
 def test_bars_are_as_high_as_the_bytes(model: Path) -> None:
     made = plan(str(model), "2xCPU", TrainingJob(seq_len_tokens=64))
-    axes = memory_figure(rehearsal(made, measured=MEASURED, predicted=PREDICTED)).axes[0]
+    report = rehearsal_report(rehearsal(made, measured=MEASURED, predicted=PREDICTED).to_dict())
+    (axes,) = panels(pictured_charts(report)[1][0].draw).axes
     tops: dict[int, float] = {}
     for patch in axes.patches:
         place = round(patch.get_x() * 100)
@@ -312,7 +315,7 @@ def record(**values: Any) -> dict[str, Any]:
         ([record(losses=[6.0, math.nan, 4.0])] * 2, "loss_finite", "nan"),
         ([record(losses=[6.0, 6.5, 6.1])] * 2, "loss_falls", "6.000 to 6.100"),
         ([record(), record(probe_digest="b", probe_mean=4.5)], "ranks_agree", "rank 0: 4.0, rank 1: 4.5"),
-        ([record(world_size=1)] * 2, "world_size", "Trainers count 1"),
+        ([record(world_size=1)] * 2, "world_size", "with world size 1"),
         ([record()], "world_size", "launched 2 ranks, 1 trained"),
     ],
 )
@@ -351,10 +354,10 @@ def test_an_export_must_be_safetensors_with_the_trained_logits(tmp_path: Path) -
     logits_BTV = torch.arange(6.0).view(1, 2, 3)
     save_file({"logits_BTV": logits_BTV}, one)
     save_file({"logits_BTV": logits_BTV}, other)
-    assert verdict().passed and "bit for bit" in verdict().detail
+    assert verdict().passed and "bit-identically" in verdict().detail
     save_file({"logits_BTV": logits_BTV + 0.01}, other)
     assert "differ" in verdict().detail
-    assert "refuses it: KeyError" in verdict("KeyError: 'layer'").detail
+    assert "from_pretrained fails: KeyError" in verdict("KeyError: 'layer'").detail
     (export / "pytorch_model.bin").touch()
     assert "pytorch_model.bin" in verdict().detail
 
@@ -396,11 +399,11 @@ def test_other_training_arguments_stay(arguments: dict[str, int]) -> None:
 
 
 def test_ranks_default_to_two_or_the_fewest_that_the_layout_allows() -> None:
-    assert choose_ranks(Strategy(engine="ddp", dp_replicate=8), nodes=1, ranks=None) == 2
-    assert choose_ranks(Strategy(engine="single"), nodes=1, ranks=None) == 1
-    hybrid = Strategy(engine="fsdp2", dp_replicate=2, dp_shard=8)
+    assert choose_ranks(Layout(engine="ddp", dp_replicate=8), nodes=1, ranks=None) == 2
+    assert choose_ranks(Layout(engine="single"), nodes=1, ranks=None) == 1
+    hybrid = Layout(engine="fsdp2", dp_replicate=2, dp_shard=8)
     assert choose_ranks(hybrid, nodes=1, ranks=None) == 4
-    zeropp = Strategy(engine="deepspeed", zero_stage=3, dp_shard=16, zero=ZeroOptions(hpz_partition_size=4))
+    zeropp = Layout(engine="deepspeed", zero_stage=3, dp_shard=16, zero=ZeroOptions(hpz_partition_size=4))
     assert choose_ranks(zeropp, nodes=2, ranks=None) == 8
     with pytest.raises(UsageError, match="use --ranks"):
         choose_ranks(hybrid, nodes=1, ranks=3)

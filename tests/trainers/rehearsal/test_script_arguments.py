@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from shardwright.cli.planning.gallery import load_entry
+from shardwright.cli.gallery import load_entry
 from shardwright.trainers.rehearsal.script import exchanged_arguments
 
 

@@ -57,7 +57,7 @@ def test_writes_land_in_the_view_or_are_refused(here: Path, tmp_path: Path, monk
 
     opened("data/a.jsonl", os.O_RDONLY)
     assert Path("data/a.jsonl").is_symlink()
-    # Appending goes on from what the user has.
+    # Appending continues the user's file.
     opened("data/a.jsonl", os.O_WRONLY | os.O_APPEND)
     with Path("data/a.jsonl").open("a") as stream:
         stream.write(" more")
@@ -78,5 +78,5 @@ def test_writes_land_in_the_view_or_are_refused(here: Path, tmp_path: Path, monk
         "os.rename": ("new", str(here / "data" / "a.jsonl"), -1, -1),
         "os.remove": (str(here / "data" / "a.jsonl"), -1),
     }.items():
-        with pytest.raises(ShardwrightError, match="changes none of your files"):
+        with pytest.raises(ShardwrightError, match="must not change your files"):
             guard(event, arguments)

@@ -1,4 +1,4 @@
-"""Reports of real runs, whose files lie in tests/data/runs: figures are the files', nothing comes from elsewhere."""
+"""Reports of real runs (tests/data/runs): figures equal those of the files, and nothing is external."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ import pytest
 from commands import Shell, shell_in
 from shardwright.cli.main import run
 from shardwright.ds_configs.specs.errors import RefusedInputError, UsageError
-from shardwright.trainers.reports.make import check_report, report_html
+from shardwright.trainers.reports.make import report_html
+from shardwright.trainers.reports.plans import check_report
+from shardwright.trainers.reports.report import html
 
 ROOT = Path(__file__).parents[3]
 RUNS = ROOT / "tests" / "data" / "runs"
@@ -78,7 +80,7 @@ def data_of(name: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_a_page_says_what_made_it(name: str, pages: dict[str, Reader]) -> None:
+def test_a_page_shows_command_and_versions(name: str, pages: dict[str, Reader]) -> None:
     data, texts = data_of(name), pages[name].texts
     assert data["command"].startswith(f"shardwright {name} ") and data["command"] in texts
     versions = texts[texts.index(data["command"]) + 1]
@@ -87,7 +89,7 @@ def test_a_page_says_what_made_it(name: str, pages: dict[str, Reader]) -> None:
 
 
 @pytest.mark.parametrize("name", ["train", "distill", "qat"])
-def test_a_training_s_figures_are_those_of_its_files(name: str, pages: dict[str, Reader]) -> None:
+def test_figures_of_a_training_equal_its_files(name: str, pages: dict[str, Reader]) -> None:
     data, texts = data_of(name), pages[name].texts
     for row in data["measures"]["rows"]:
         for cell in filter(None, row):
@@ -102,7 +104,7 @@ def test_a_training_s_figures_are_those_of_its_files(name: str, pages: dict[str,
     assert any(f"{plan['tokens_per_second']:,.0f}" in text and f"{most:,.0f}" in text for text in texts)
 
 
-def test_an_evaluation_s_figures_are_those_of_its_file(pages: dict[str, Reader]) -> None:
+def test_figures_of_an_evaluation_equal_its_file(pages: dict[str, Reader]) -> None:
     data = data_of("evaluate")
     found = data["model"]["perplexity"]
     assert f"{found['value']:.5g} ± {found['standard_error']:.2g}" in pages["evaluate"].texts
@@ -112,7 +114,7 @@ def test_an_evaluation_s_figures_are_those_of_its_file(pages: dict[str, Reader])
     assert f"{inside['value']:.5g} ± {inside['standard_error']:.2g}" in pages["quantize"].texts
 
 
-def test_a_rehearsal_s_figures_are_those_of_its_file(pages: dict[str, Reader]) -> None:
+def test_figures_of_a_rehearsal_equal_its_file(pages: dict[str, Reader]) -> None:
     data, texts = data_of("rehearse"), pages["rehearse"].texts
     assert f"{len(data['checks'])} of {len(data['checks'])}" in texts
     for phase, roles in data["measured"].items():
@@ -120,7 +122,7 @@ def test_a_rehearsal_s_figures_are_those_of_its_file(pages: dict[str, Reader]) -
         assert f"{sum(roles.values()) / 1e6:.2f}" in texts and f"{predicted / 1e6:.2f}" in texts
 
 
-def test_a_plan_s_figures_are_those_of_its_file(pages: dict[str, Reader]) -> None:
+def test_figures_of_a_plan_equal_its_file(pages: dict[str, Reader]) -> None:
     plan, texts = json.loads((PLAN / "plan.json").read_text()), pages["plan"].texts
     gpu = plan["chosen"]["gpu_memory"]
     assert f"{gpu['peak_bytes'] / 1e9:.1f} GB" in texts and plan["chosen"]["reason"] in texts
@@ -146,7 +148,7 @@ def test_runs_are_compared_side_by_side() -> None:
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_names_of_somebody_else_are_text(name: str, tmp_path: Path) -> None:
+def test_hostile_names_are_escaped(name: str, tmp_path: Path) -> None:
     """Each text in the files is replaced; the page shows them, and none becomes a tag or an attribute."""
     run_directory = tmp_path / f"run {HOSTILE.replace('/', '_')}"
     shutil.copytree(RUNS / name, run_directory)
@@ -163,7 +165,7 @@ def test_names_of_somebody_else_are_text(name: str, tmp_path: Path) -> None:
     page = checked(report_html([run_directory]))
     assert any(HOSTILE in text for text in page.texts)
     assert "<script" not in report_html([run_directory, RUNS / name])
-    checked(check_report({"findings": [], "errors": 0, "files": [HOSTILE]}, command=HOSTILE))
+    checked(html(check_report({"findings": [], "errors": 0, "files": [HOSTILE]}, command=HOSTILE)))
 
 
 @pytest.mark.parametrize(
@@ -176,7 +178,7 @@ def test_names_of_somebody_else_are_text(name: str, tmp_path: Path) -> None:
         lambda data: data | {"kind": "unheard of"},
     ],
 )
-def test_a_damaged_file_is_refused_with_its_name(change: Any, tmp_path: Path) -> None:
+def test_a_damaged_file_is_rejected_with_its_name(change: Any, tmp_path: Path) -> None:
     shutil.copytree(RUNS / "train", tmp_path / "run")
     (tmp_path / "run" / "report.json").write_text(json.dumps(change(data_of("train"))))
     with pytest.raises(RefusedInputError, match=r"report\.json"):
@@ -186,8 +188,8 @@ def test_a_damaged_file_is_refused_with_its_name(change: Any, tmp_path: Path) ->
         report_html([tmp_path / "run"])
 
 
-def test_a_directory_without_a_run_is_named(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="holds none of"):
+def test_a_directory_without_a_run_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="contains none of"):
         report_html([tmp_path])
     with pytest.raises(UsageError, match="no such file"):
         report_html([tmp_path / "nowhere"])
@@ -198,7 +200,7 @@ def shell(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytes
     return shell_in(tmp_path, "report", capsys, monkeypatch)
 
 
-def test_the_command_writes_beside_the_run_and_replaces_nothing_unasked(shell: Shell, tmp_path: Path) -> None:
+def test_the_report_is_written_to_the_run_and_replaces_other_files_only_by_force(shell: Shell, tmp_path: Path) -> None:
     shutil.copytree(RUNS / "evaluate", tmp_path / "judged")
     assert shell("judged").code == 0
     first = (tmp_path / "judged" / "report.html").read_bytes()
@@ -221,7 +223,7 @@ def test_plan_and_check_write_their_reports(tmp_path: Path, capsys: pytest.Captu
     assert run(asked) == 0
     texts = checked((tmp_path / "plan" / "report.html").read_text()).texts
     shown = " ".join(("shardwright", *asked)).replace(str(config), f"{config.parent.name}/config.json")
-    assert shown in texts, "where files lie is left out"
+    assert shown in texts, "directories of files are omitted"
     (tmp_path / "bad.json").write_text('{"zero_optimization": {"stage": 7}}')
     assert run(("check", "plan", "bad.json", "--report", "found.html")) == 2
     texts = checked((tmp_path / "found.html").read_text()).texts

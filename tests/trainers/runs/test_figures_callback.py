@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import doctest
 import json
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
-from shardwright.trainers.runs import figures_callback, progress
+from shardwright.plugins.launching import messages
+from shardwright.trainers.runs import figures_callback
 from warm_ranks import run_ranks
 
 RANK = """
@@ -40,7 +42,7 @@ if int(os.environ["RANK"]) == 0:
 """
 
 
-@pytest.mark.parametrize("module", [figures_callback, progress])
+@pytest.mark.parametrize("module", [figures_callback, messages])
 def test_examples(module) -> None:
     assert doctest.testmod(module).failed == 0
 
@@ -60,6 +62,8 @@ def test_a_slow_rank_is_named_and_whole_steps_are_not_what_tells_it(tmp_path: Pa
 
 
 def test_figures_that_are_not_told_are_not_known() -> None:
-    found = progress.Figures.told({"step": 3, "loss": 2, "slowest_rank": 1.0, "other": 5})
-    assert found == progress.Figures(loss=2.0, slowest_rank=1)
-    assert str(progress.Figures()) == ""
+    step = messages.Progress(what="step", done=3, total=4, figures=messages.Figures(loss=2.0, slowest_rank=1))
+    line = json.dumps({"type": "shardwright.progress", **asdict(step)})
+    assert messages.read_message(line) == step and str(step) == "step 3 of 4, loss 2.000"
+    assert messages.read_message(line[:-9]) is None and messages.read_message("of a library") is None
+    assert str(messages.Figures()) == ""

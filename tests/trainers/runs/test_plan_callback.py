@@ -14,7 +14,7 @@ from shardwright.ds_configs.plan.plan import Plan
 from shardwright.ds_configs.specs.errors import UsageError
 from shardwright.ds_configs.specs.job import TrainingJob
 from shardwright.plugins.planning.from_names import plan
-from shardwright.trainers.runs.differences import unread_edits
+from shardwright.trainers.runs.plan_callback import unread_edits
 
 pytestmark = pytest.mark.slow
 
@@ -23,7 +23,7 @@ JOB = TrainingJob(seq_len_tokens=SEQ_LEN, micro_batch_size=2, global_batch_size=
 
 
 class Meter:
-    """Says that the run took what it is told."""
+    """Reports the given memory as that of the run."""
 
     def __init__(self, allocated: int, reserved: int) -> None:
         self._peaks = (allocated, reserved)
@@ -233,7 +233,7 @@ def test_naming_the_trainers_loads_no_heavy_library() -> None:
 
 
 def test_what_no_prediction_covers_is_named(planned: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from shardwright.trainers.runs.differences import argument_differences
+    from shardwright.trainers.runs.plan_callback import argument_differences
     from transformers import TrainingArguments
 
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp8")

@@ -1,4 +1,4 @@
-"""What is refused before a rank starts, and what is left to the ranks."""
+"""Resumed runs that are rejected before a rank starts, and those that the ranks check."""
 
 from __future__ import annotations
 
@@ -11,30 +11,38 @@ from shardwright.ds_configs.plan.plan import make_plan
 from shardwright.ds_configs.specs.errors import UsageError
 from shardwright.ds_configs.specs.hardware import parse_hardware
 from shardwright.ds_configs.specs.job import TrainingJob
-from shardwright.trainers.checkpoints.record import flushed_records, write_record
-from shardwright.trainers.checkpoints.run_facts import planned_facts
-from shardwright.trainers.runs.checkpoints import refuse_to_resume
+from shardwright.trainers.checkpoints.record import flushed_records, planned_facts, write_record
+from shardwright.trainers.runs.inputs import check_resumption
 
 FACTS = {"engine": "ddp", "max_steps": 6}
 
 
-def saved(directory: Path, step: int) -> Path:
-    """Return the state's file of a whole checkpoint of a run of six steps."""
+def saved(directory: Path, step: int, *, steps: int = 6) -> Path:
+    """Return the state's file of a complete checkpoint of a run of six steps, or of the given number."""
     file = directory / f"checkpoint-{step}" / "trainer_state.json"
     file.parent.mkdir(parents=True)
-    file.write_text(json.dumps({"max_steps": 6}))
-    write_record(file.parent, step=step, files=flushed_records(file.parent), facts=FACTS)
+    file.write_text(json.dumps({"max_steps": steps}))
+    write_record(file.parent, step=step, files=flushed_records(file.parent), facts=FACTS | {"max_steps": steps})
     return file
 
 
-def test_what_is_done_or_differs_is_refused(tmp_path: Path) -> None:
+def test_what_differs_is_rejected(tmp_path: Path) -> None:
     saved(tmp_path, 4)
-    refuse_to_resume(tmp_path, FACTS, steps=6)
+    assert check_resumption(tmp_path, FACTS, steps=6) is None
     with pytest.raises(UsageError, match=r"resume: engine = .*zero"):
-        refuse_to_resume(tmp_path, FACTS | {"engine": "zero"}, steps=6)
+        check_resumption(tmp_path, FACTS | {"engine": "zero"}, steps=6)
     saved(tmp_path, 6)
-    with pytest.raises(UsageError, match=r"checkpoint-6.*all of 6 steps are done"):
-        refuse_to_resume(tmp_path, FACTS, steps=6)
+    finished = check_resumption(tmp_path, FACTS, steps=6)
+    assert finished is not None and finished.path.name == "checkpoint-6"
+
+
+def test_a_run_shorter_than_what_was_trained_is_rejected(tmp_path: Path) -> None:
+    """The learning rates of a longer schedule are not those of the run that is asked for."""
+    saved(tmp_path, 6, steps=9)
+    for steps in (4, 6):
+        with pytest.raises(UsageError, match=rf"checkpoint-6.*all {steps} steps are done, in a run of 9"):
+            check_resumption(tmp_path, FACTS | {"max_steps": steps}, steps=steps)
+    assert check_resumption(tmp_path, FACTS | {"max_steps": 9}, steps=9) is None
 
 
 def test_a_damaged_checkpoint_is_no_reason(tmp_path: Path) -> None:
@@ -42,7 +50,7 @@ def test_a_damaged_checkpoint_is_no_reason(tmp_path: Path) -> None:
     saved(tmp_path, 4)
     file = saved(tmp_path, 6)
     file.write_bytes(bytes(file.stat().st_size))
-    refuse_to_resume(tmp_path, FACTS, steps=6)
+    check_resumption(tmp_path, FACTS, steps=6)
 
 
 @pytest.mark.parametrize(

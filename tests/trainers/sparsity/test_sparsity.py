@@ -14,20 +14,21 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from shardwright.ds_configs.specs.errors import RefusedInputError, UsageError
-from shardwright.plugins.deepspeed.parameter_edit import edit_faults
+from shardwright.plugins.deepspeed.parameters import edit_errors
 from shardwright.trainers.sparsity.l1_sparsity_callback import L1SparsityCallback
 from shardwright.trainers.sparsity.magnitude_pruning_callback import MagnitudePruningCallback
-from shardwright.trainers.sparsity.mask_file import FILE_NAME, save_masks
 from shardwright.trainers.sparsity.masks import (
+    FILE_NAME,
+    PruningSchedule,
     chosen,
     magnitudes,
     packed_mask,
+    save_masks,
     set_to_zero,
     smallest,
+    target_layers,
     unpacked_mask,
 )
-from shardwright.trainers.sparsity.schedule import PruningSchedule
-from shardwright.trainers.sparsity.targets import target_layers
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments, set_seed
 
 pytestmark = pytest.mark.slow
@@ -85,7 +86,7 @@ class Recorder(TrainerCallback):
 # the schedule
 
 
-def test_the_schedule_is_that_of_zhu_and_gupta() -> None:
+def test_schedule_equals_zhu_and_gupta() -> None:
     schedule = PruningSchedule(final_sparsity=0.8, initial_sparsity=0.2, start_step=10, end_step=110, every=20)
     assert [step for step in range(200) if schedule.is_update(step)] == [10, 30, 50, 70, 90, 110]
     for step in range(200):
@@ -97,9 +98,9 @@ def test_the_schedule_is_that_of_zhu_and_gupta() -> None:
 
 
 @given(final=st.floats(0, 0.99), start=st.integers(0, 50), length=st.integers(0, 80), every=st.integers(1, 100))
-def test_any_schedule_grows_and_ends_where_it_should(final: float, start: int, length: int, every: int) -> None:
+def test_schedules_increase_and_reach_the_final_sparsity(final: float, start: int, length: int, every: int) -> None:
     schedule = PruningSchedule(final_sparsity=final, start_step=start, end_step=start + length, every=every)
-    assert not schedule.faults()
+    assert not schedule.errors()
     shares = [schedule.sparsity_at(step) for step in range(start + length + 3)]
     assert shares == sorted(shares) and shares[-1] == final
     assert schedule.is_update(start + length)
@@ -107,13 +108,13 @@ def test_any_schedule_grows_and_ends_where_it_should(final: float, start: int, l
     assert all(schedule.is_update(step) for step in changed)
 
 
-def test_numbers_that_contradict_themselves_are_refused_together() -> None:
+def test_contradictory_values_are_rejected_together() -> None:
     with pytest.raises(UsageError) as caught:
         MagnitudePruningCallback(50, end_step=3, start_step=-1, every=0, initial_sparsity=-0.1, pattern="1:4")  # type: ignore[arg-type]
-    places = [fault.where for fault in caught.value.faults]
+    places = [error.where for error in caught.value.errors]
     assert places == ["final_sparsity", "initial_sparsity", "start_step", "every", "pattern"]
     assert "write 0.5 for 50 %" in str(caught.value)
-    with pytest.raises(UsageError, match="must not come before start_step = 5"):
+    with pytest.raises(UsageError, match="must not be before start_step = 5"):
         MagnitudePruningCallback(0.5, end_step=4, start_step=5)
     with pytest.raises(UsageError, match=r"two zeros among four; write 0\.5"):
         MagnitudePruningCallback(0.75, end_step=4, pattern="2:4")
@@ -130,7 +131,7 @@ def test_numbers_that_contradict_themselves_are_refused_together() -> None:
 
 @given(st.data())
 @settings(deadline=None)
-def test_exactly_the_smallest_are_chosen(data: st.DataObject) -> None:
+def test_exactly_the_smallest_weights_are_pruned(data: st.DataObject) -> None:
     rows, groups = data.draw(st.integers(1, 5)), data.draw(st.integers(1, 6))
     values = data.draw(
         st.lists(
@@ -181,7 +182,7 @@ def test_two_of_four_neighbours_in_a_row() -> None:
 
 
 @given(st.lists(st.booleans(), min_size=1, max_size=70))
-def test_masks_are_kept_as_bits(marked: list[bool]) -> None:
+def test_masks_are_packed_to_bits(marked: list[bool]) -> None:
     mask = torch.tensor(marked)
     packed = packed_mask(mask)
     assert packed.numel() == (len(marked) + 7) // 8
@@ -281,7 +282,7 @@ def test_l1_makes_zeros_where_its_gradient_would_not(tmp_path: Path) -> None:
     assert 0.2 < share < 1
 
 
-def test_a_resumed_run_goes_on_with_its_masks(tmp_path: Path) -> None:
+def test_resumed_run_restores_masks(tmp_path: Path) -> None:
     how: dict[str, Any] = {"end_step": 8, "every": 2, "initial_sparsity": 0.2}
     saving: dict[str, Any] = {"save_strategy": "steps", "save_steps": 5, "max_steps": 10}
     whole = tiny_llama()
@@ -298,10 +299,11 @@ def test_a_resumed_run_goes_on_with_its_masks(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("here", [True, False])
 @pytest.mark.parametrize("elsewhere", [True, False])
-def test_ranks_decide_alike_whether_there_are_masks(here: bool, elsewhere: bool, tmp_path: Path) -> None:
-    """The second rank is on a node with a disk of its own."""
-    remarks: list[str] = []
-    callback = MagnitudePruningCallback(0.5, end_step=4, notify=remarks.append)
+def test_masks_are_restored_only_if_every_rank_has_them(
+    here: bool, elsewhere: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The second rank is on a node with another disk."""
+    callback = MagnitudePruningCallback(0.5, end_step=4)
     (tmp_path / "checkpoint-2").mkdir()
     if here:
         save_masks(tmp_path / "checkpoint-2" / FILE_NAME, {}, {}, {})
@@ -320,14 +322,16 @@ def test_ranks_decide_alike_whether_there_are_masks(here: bool, elsewhere: bool,
         patch.setattr(torch.distributed, "all_reduce", least_of_both)
         if here and elsewhere:
             with pytest.raises(UsageError, match="has no mask in the checkpoint"):
-                callback._resume(arguments, SimpleNamespace(global_step=2))
+                callback._restore(arguments, SimpleNamespace(global_step=2))
         else:
-            assert callback._resume(arguments, SimpleNamespace(global_step=2)) is False
-            assert "or not on every node" in remarks[0]
+            assert callback._restore(arguments, SimpleNamespace(global_step=2)) is False
+            assert "or not on every node" in capsys.readouterr().err
     assert asked == [int(here)], "every rank joins in, whatever it sees"
 
 
-def test_resuming_with_other_settings_or_broken_masks_is_refused(tmp_path: Path) -> None:
+def test_resuming_with_other_settings_or_damaged_masks_is_rejected(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     saving: dict[str, Any] = {"save_strategy": "steps", "save_steps": 2, "max_steps": 4}
     how: dict[str, Any] = {"end_step": 4, "every": 1}
     mlp, rest = ["re:.*mlp"], ["re:.*self_attn"]
@@ -340,8 +344,8 @@ def test_resuming_with_other_settings_or_broken_masks_is_refused(tmp_path: Path)
     with pytest.raises(UsageError) as caught:
         other = MagnitudePruningCallback(0.7, targets=mlp, pattern="unstructured", scope="global", **how)
         trainer(tmp_path, tiny_llama(), other, **saving).train(resume_from_checkpoint=checkpoint)
-    assert "final_sparsity = 0.7: is not what the checkpoint has (0.6)" in str(caught.value)
-    assert [fault.where for fault in caught.value.faults] == ["final_sparsity", "scope"]
+    assert "final_sparsity = 0.7: differs from the checkpoint (0.6)" in str(caught.value)
+    assert [error.where for error in caught.value.errors] == ["final_sparsity", "scope"]
     path = tmp_path / "checkpoint-2" / FILE_NAME
     part = MagnitudePruningCallback(0.6, targets=mlp, **how)
     save_masks(path.with_name("part.safetensors"), {}, {}, {})
@@ -349,23 +353,22 @@ def test_resuming_with_other_settings_or_broken_masks_is_refused(tmp_path: Path)
     with pytest.raises(UsageError, match=r"mlp.*has no mask in the checkpoint"):
         trainer(tmp_path, tiny_llama(), part, **saving).train(resume_from_checkpoint=checkpoint)
     path.write_bytes(b"no masks")
-    with pytest.raises(RefusedInputError, match="is not a whole safetensors file"):
+    with pytest.raises(RefusedInputError, match="is not a complete safetensors file"):
         trainer(tmp_path, tiny_llama(), part, **saving).train(resume_from_checkpoint=checkpoint)
     path.unlink()
-    remarks: list[str] = []
-    anew = MagnitudePruningCallback(0.6, end_step=4, every=1, notify=remarks.append)
+    anew = MagnitudePruningCallback(0.6, end_step=4, every=1)
     trainer(tmp_path, tiny_llama(), anew, **saving).train(resume_from_checkpoint=checkpoint)
-    assert anew.sparsity == pytest.approx(0.6, abs=1e-3) and "zeros first" in remarks[0]
+    assert anew.sparsity == pytest.approx(0.6, abs=1e-3) and "existing zeros first" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
     ("arguments", "match"),
     [
-        ({"max_steps": 3}, "training ends at step 3, before the last zeros are chosen; end at 2"),
-        ({"load_best_model_at_end": True}, "may bring back a checkpoint from before step 4"),
+        ({"max_steps": 3}, "training ends at step 3, before the last update of zeros; use end_step 2"),
+        ({"load_best_model_at_end": True}, "may restore a checkpoint from before step 4"),
     ],
 )
-def test_runs_that_would_not_end_sparse_are_refused(arguments: dict[str, Any], match: str, tmp_path: Path) -> None:
+def test_runs_that_cannot_end_sparse_are_rejected(arguments: dict[str, Any], match: str, tmp_path: Path) -> None:
     callback = MagnitudePruningCallback(0.5, end_step=4, every=1)
     made = trainer(
         tmp_path, tiny_llama(), callback, **arguments | {"eval_strategy": "no", "load_best_model_at_end": False}
@@ -376,18 +379,18 @@ def test_runs_that_would_not_end_sparse_are_refused(arguments: dict[str, Any], m
         made.train()
 
 
-def test_layers_that_do_not_exist_cannot_shrink_or_cannot_hold_the_pattern_are_refused(tmp_path: Path) -> None:
+def test_unknown_or_unsuitable_layers_are_rejected(tmp_path: Path) -> None:
     model = tiny_llama()
     with pytest.raises(UsageError) as caught:
         trainer(tmp_path, model, L1SparsityCallback(1.0, targets=["q_prj"], ignore=["re:.*routr"]))
-    assert [fault.where for fault in caught.value.faults] == ["targets", "ignore"]
-    with pytest.raises(UsageError, match="leaves no linear layer"):
+    assert [error.where for error in caught.value.errors] == ["targets", "ignore"]
+    with pytest.raises(UsageError, match="selects no linear layer"):
         target_layers(model, ["Linear"], ["Linear"])
     tied = tiny_llama(tie_word_embeddings=True)
     assert len(target_layers(tied, ["Linear"], [])) == LINEAR
     with pytest.raises(UsageError, match=r"lm_head.*shares its weight with the token embedding"):
         target_layers(tied, ["lm_head"], [])
-    with pytest.raises(UsageError, match="needs inputs that 4 divides"):
+    with pytest.raises(UsageError, match="must be a multiple of 4"):
         callback = MagnitudePruningCallback(0.5, end_step=4, pattern="2:4")
         trainer(tmp_path, torch.nn.Sequential(torch.nn.Linear(6, 4)), callback)
     model.model.layers[0].self_attn.q_proj.weight.requires_grad_(False)
@@ -402,23 +405,23 @@ def test_layers_that_do_not_exist_cannot_shrink_or_cannot_hold_the_pattern_are_r
     [
         ({"offload_optimizer": {"device": "nvme"}}, r"offload_optimizer = 'nvme'.*offload to cpu"),
         ({"offload_param": {"device": "nvme"}}, r"offload_param = 'nvme'"),
-        ({"zenflow": {"topk_ratio": 0.1}}, "zenflow: steps the optimizer beside the next forward pass"),
+        ({"zenflow": {"topk_ratio": 0.1}}, "zenflow: runs the optimizer step during the next forward pass"),
         ({"offload_optimizer": {"device": "cpu", "super_offload": True}}, "super_offload"),
     ],
 )
-def test_engines_that_would_undo_changes_are_refused(zero: dict[str, Any], match: str) -> None:
+def test_engines_that_undo_changes_are_rejected(zero: dict[str, Any], match: str) -> None:
     weights = {"a": torch.nn.Parameter(torch.ones(4, 4))}
     arguments = SimpleNamespace(deepspeed_plugin=SimpleNamespace(deepspeed_config={"zero_optimization": zero}))
-    faults = edit_faults(weights, arguments, torch.optim.SGD(weights.values()))
-    assert len(faults) == 1 and re.search(match, str(faults[0]))
+    errors = edit_errors(weights, arguments, torch.optim.SGD(weights.values()))
+    assert len(errors) == 1 and re.search(match, str(errors[0]))
     hidden = type("FP16_Optimizer", (), {})()
-    (fault,) = edit_faults(weights, SimpleNamespace(), SimpleNamespace(optimizer=hidden))
-    assert "cannot be reached" in str(fault)
-    (fault,) = edit_faults({"flat": torch.nn.Parameter(torch.ones(16))}, SimpleNamespace(), None)
-    assert "FSDP version 1" in str(fault)
+    (error,) = edit_errors(weights, SimpleNamespace(), SimpleNamespace(optimizer=hidden))
+    assert "cannot be accessed" in str(error)
+    (error,) = edit_errors({"flat": torch.nn.Parameter(torch.ones(16))}, SimpleNamespace(), None)
+    assert "FSDP version 1" in str(error)
 
 
-def test_two_learning_rates_are_refused(tmp_path: Path) -> None:
+def test_two_learning_rates_are_rejected(tmp_path: Path) -> None:
     model = tiny_llama()
     layers = list(target_layers(model).values())
     groups = [{"params": [layers[0].weight], "lr": 1.0}, {"params": [layers[1].weight], "lr": 2.0}]
@@ -428,15 +431,14 @@ def test_two_learning_rates_are_refused(tmp_path: Path) -> None:
         made.train()
 
 
-def test_pruning_and_rounding_go_together(tmp_path: Path) -> None:
+def test_pruned_weights_are_rounded_to_zero(tmp_path: Path) -> None:
     """Zero is a code of every grid but the binary one."""
     from shardwright.trainers.qat.callback import QATCallback
     from shardwright.trainers.qat.rounding.rounding import round_weight
 
     for options in ({}, {"weight_rule": "ternary"}, {"scheme": "W4A16_ASYM"}):
         model = tiny_llama()
-        from shardwright.ds_configs.quantization.combinations import changed
-        from shardwright.ds_configs.quantization.scheme import scheme_named
+        from shardwright.ds_configs.quantization.scheme import changed, scheme_named
 
         name = options.pop("scheme", "W2A16")
         qat = QATCallback(changed(scheme_named(name), group_size=16), **options)
@@ -452,7 +454,7 @@ def test_pruning_and_rounding_go_together(tmp_path: Path) -> None:
         trainer(tmp_path, tiny_llama(), binary, MagnitudePruningCallback(0.5, end_step=3)).train()
 
 
-def test_masks_of_another_run_are_refused(tmp_path: Path) -> None:
+def test_masks_of_another_run_are_rejected(tmp_path: Path) -> None:
     """Runs of one directory have checkpoints of the same steps; weights tell whose masks these are."""
     saving: dict[str, Any] = {"save_strategy": "steps", "save_steps": 2, "max_steps": 4}
     for name, scale in (("one", 1.0), ("other", -3.0)):

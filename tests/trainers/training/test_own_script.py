@@ -27,7 +27,7 @@ def test_words_of_plan_are_fields_of_a_job() -> None:
     assert job_from_words({"tensor_parallel_size": "auto"}) == TrainingJob()
     with pytest.raises(UsageError, match="did you mean seq_len"):
         job_from_words({"seq_length": 5})
-    with pytest.raises(UsageError, match="stands beside a TrainingJob"):
+    with pytest.raises(UsageError, match="cannot be combined with a TrainingJob"):
         job_from_words({"seq_len": 5}, TrainingJob())
 
 
@@ -60,20 +60,20 @@ def test_a_trainer_for_a_plan_says_what_ran_otherwise(tmp_path: Path, capsys: py
 
 
 @pytest.mark.slow
-def test_a_plan_whose_training_is_done_starts_no_rank(
+def test_a_plan_whose_training_went_on_longer_starts_no_rank(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     planned("1xCPU", seq_len_tokens=32, micro_batch_size=4, precision="fp32").write(tmp_path / "plan")
     checkpoint = tmp_path / "plan" / "model" / "checkpoint-4"
     checkpoint.mkdir(parents=True)
-    (checkpoint / "trainer_state.json").write_text('{"max_steps": 4}')
-    write_record(checkpoint, step=4, files=file_records(checkpoint), facts={"max_steps": 4, "seed": 7})
+    (checkpoint / "trainer_state.json").write_text('{"max_steps": 6}')
+    write_record(checkpoint, step=4, files=file_records(checkpoint), facts={"max_steps": 6, "seed": 7})
     started: list[Any] = []
-    monkeypatch.setattr(script, "run_together", lambda launches, **how: started.append(launches))
+    monkeypatch.setattr(script, "launch_ranks", lambda *launches, **_: started.append(launches))
     words = ["launch", str(tmp_path / "plan"), "--", "--resume", "--max-steps"]
     assert run([*words, "4"]) == 2
     told = capsys.readouterr().err.splitlines()
     assert [line.partition(":")[2].partition(":")[0] for line in told] == [" resume", " resume = 'checkpoint-4'"], told
-    assert "all of 4 steps are done" in told[1] and "the checkpoint was saved with 7" in told[0]
+    assert "all 4 steps are done, in a run of 6" in told[1] and "the checkpoint was saved with 7" in told[0]
     (tmp_path / "plan" / "training_arguments.json").write_text('{"seed": 7}')
     assert run([*words, "5"]) == 0 and len(started) == 1

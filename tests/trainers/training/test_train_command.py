@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
 from collections.abc import Sequence
 from dataclasses import replace
@@ -18,11 +19,13 @@ from datasets import Dataset
 from distilling import tiny
 from runnable_blocks import prepare
 from shardwright.cli.main import run
-from shardwright.ds_configs.plan.launch import NodePlace
+from shardwright.ds_configs.plan.rendering import NodePlace
 from shardwright.ds_configs.specs.job import TrainingJob
-from shardwright.trainers.training.division import divided_training
-from shardwright.trainers.training.inputs import prepare_train
-from shardwright.trainers.training.settings import TrainJob, TrainSettings
+from shardwright.trainers.runs.settings import RunRequest
+from shardwright.trainers.training.rank import TrainTask, divided_training
+from shardwright.trainers.training.settings import TrainSettings
+from shardwright.trainers.training.task import prepare_train
+from training_runs import taken_away
 from writable_hub import writable_hub
 
 pytestmark = pytest.mark.slow
@@ -39,9 +42,7 @@ def train(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, t
 
 @pytest.fixture
 def one_rank(monkeypatch: pytest.MonkeyPatch) -> list[Sequence[str]]:
-    from shardwright.trainers.training.worker import train_on_rank
-
-    return run_rank_here(TrainJob, train_on_rank, monkeypatch)
+    return run_rank_here(monkeypatch)
 
 
 @pytest.fixture(scope="module")
@@ -58,11 +59,13 @@ def test_a_dry_run_plans_and_writes_nothing(train: Shell, model: Path, tmp_path:
     assert not list(tmp_path.iterdir())
     assert shown["plan"]["chosen"]["strategy"]["pp"] == 2 and shown["plan"]["hardware"]["name"] == "2xCPU"
     assert shown["dataset"]["rows"] == 8
+    text = train(model, *OUT, *DATA, "--dry-run").out
+    assert "pass --output-dir" not in text and "A run would write" in text
     unstated = train(model, *OUT, "--dataset", "python-help#8", "--dry-run", "--format", "json")
-    assert "samples of 64 tokens, the most that the model has positions for" in unstated.err
+    assert "--seq-len is set to 64, the largest length that the model supports" in unstated.err
     assert json.loads(unstated.out)["plan"]["job"]["seq_len"] == 64
     beyond = train(model, *OUT, "--dataset", "python-help#8", "--dry-run", "--seq-len", 65)
-    assert beyond.code == 0 and beyond.err.count("positions that the model was trained for") == 1
+    assert beyond.code == 0 and beyond.err.count("positions that the model was trained on") == 1
     found = train(model, *OUT, *DATA, "--dry-run", "--format", "json", "--streaming", "--max-steps", 2)
     read = json.loads(found.out)["dataset"]
     assert (read["rows"] < 8, read["train_samples"]) == (True, 2 * 32)
@@ -75,20 +78,20 @@ def test_a_dry_run_plans_and_writes_nothing(train: Shell, model: Path, tmp_path:
     [
         ({}, 2, "for 2 steps, of one of 2 machines"),
         ({"tensor_parallel_size": 2}, 1, "each machine reads all rows: ranks of zero1+tp2 share samples"),
-        ({"arg": {"train_sampling_strategy": "group_by_length"}}, 1, "group_by_length looks at all of them"),
+        ({"arg": {"train_sampling_strategy": "group_by_length"}}, 1, "group_by_length needs all samples"),
     ],
 )
 def test_machines_divide_a_stream_where_each_rank_has_samples_of_its_own(
-    model: Path, tmp_path: Path, more: dict[str, Any], machines: int, said: str
+    model: Path, tmp_path: Path, more: dict[str, Any], machines: int, said: str, caplog: pytest.LogCaptureFixture
 ) -> None:
+    caplog.set_level(logging.INFO)
     stated = {"dataset": "python-help", "seq_len": 32, "streaming": True, "max_steps": 2, "strategy": "zero1"}
     settings = TrainSettings(**(stated | {"hardware": "2x2xCPU"} | more))
-    told: list[str] = []
     place = NodePlace(rank=1, main_address="first")
-    found = prepare_train(settings, str(model), tmp_path / "out", notify=told.append, dry_run=True, place=place)
+    found = prepare_train(settings, str(model), RunRequest(output_dir=tmp_path / "out", dry_run=True, place=place))
     read = found.samples.statistics
     assert (read.machines, read.train_samples) == (machines, 2 * 32 // machines)
-    assert any(said in line for line in told), told
+    assert said in caplog.text
 
 
 def test_a_machine_draws_its_samples_in_an_order_of_the_seed() -> None:
@@ -98,7 +101,7 @@ def test_a_machine_draws_its_samples_in_an_order_of_the_seed() -> None:
     for seed, data_seed, stated in orders_of:
         arguments = SimpleNamespace(seed=seed, data_seed=data_seed, **common)
         settings = SimpleNamespace(seed=seed, arg=stated)
-        job = TrainJob.model_construct(machines=1, settings=settings, train_samples=40, train_tokens=80)
+        job = TrainTask.model_construct(machines=1, settings=settings, train_samples=40, train_tokens=80)
         counted, divided = divided_training(job, own, arguments)
         assert (len(divided), counted.train_samples, counted.train_tokens) == (40, 40, 80)
         orders.append([divided[index]["input_ids"][0] for index in range(40)])
@@ -111,24 +114,24 @@ def test_a_machine_draws_its_samples_in_an_order_of_the_seed() -> None:
     ("more", "said"),
     [
         (("--arg", "weight_decy=0.1"), "did you mean 'weight_decay'?"),
-        (("--arg", "learning_rate=0.1"), "arg learning_rate = 0.1: has an option of its own; use --learning-rate"),
+        (("--arg", "learning_rate=0.1"), "arg learning_rate = 0.1: has its own option; use --learning-rate"),
         (("--arg", "deepspeed=mine.json"), "would run another layout than the planned one"),
-        (("--arg", "bf16=true"), "arg bf16 = True: is what the plan decides"),
-        (("--arg", "dataloader_drop_last=true"), "leaves out samples that the report counts as trained on; drop it"),
-        (("--arg", "per_device_eval_batch_size=99"), "arg per_device_eval_batch_size = 99: must be from 1 to"),
-        (("--report-to", "wandbb"), "report_to = 'wandbb': is no tracker of Transformers; did you mean wandb?"),
-        (("--report-to", "flyte"), "report_to = 'flyte': is not installed; pip install flytekit, or leave it out"),
-        (("--push-to-hub", "org/name"), "push_to_hub = 'org/name': needs a token of the Hub, and there is none"),
-        (("--push-to-hub", "a/b/c"), "push_to_hub = 'a/b/c': is no name of a Hub repository; write ORG/NAME"),
-        (("--text-column", "body"), "text_column = 'body': is no column of python-help#8; it has text"),
+        (("--arg", "bf16=true"), "arg bf16 = True: is fixed by the plan"),
+        (("--arg", "dataloader_drop_last=true"), "skips samples that the report counts as trained on"),
+        (("--arg", "per_device_eval_batch_size=0"), "arg per_device_eval_batch_size = 0: must be at least 1"),
+        (("--report-to", "wandbb"), "report_to = 'wandbb': is not a tracker of Transformers; did you mean wandb?"),
+        (("--report-to", "flyte"), "report_to = 'flyte': is not installed; pip install flytekit"),
+        (("--push-to-hub", "org/name"), "push_to_hub = 'org/name': needs a Hub token, and there is none"),
+        (("--push-to-hub", "a/b/c"), "push_to_hub = 'a/b/c': is not a name of a Hub repository; write ORG/NAME"),
+        (("--text-column", "body"), "text_column = 'body': is not a column of python-help#8; it has text"),
         (("--evaluation-dataset", "none.csv"), "dataset = 'none.csv': no such file or directory"),
-        (("--evaluation-split", "test"), "evaluation_split = 'test': is a split, which only a Hub dataset has"),
-        (("--lora-rank", 4), "lora_rank = 4: needs adapters"),
+        (("--evaluation-split", "test"), "evaluation_split = 'test': requires a Hub dataset"),
+        (("--lora-rank", 4), "lora_rank = 4: requires --method lora"),
         (("--plan", "plan"), "plan = 'plan': no such file or directory"),
-        (("--plan", "plan"), "seq_len = 32: is what the plan decides"),
-        (("--streaming",), "streaming = True: reads no further than a training goes"),
-        (("--resume",), "output_dir = 'out': holds no checkpoint to resume from"),
-        (("--hardware", "8xA100-80GB"), "needs 8 x A100-80GB on 1 node(s)"),
+        (("--plan", "plan"), "seq_len = 32: is fixed by the plan"),
+        (("--streaming",), "streaming = True: requires --max-steps"),
+        (("--resume",), "output_dir = 'out': contains no checkpoint to resume from"),
+        (("--hardware", "8xA100-80GB"), "requires 8 x A100-80GB on 1 node(s)"),
         (("--dataset", "none.csv"), "dataset = 'none.csv': no such file or directory"),
     ],
 )
@@ -155,8 +158,8 @@ def test_an_edited_plan_is_refused_and_a_revision_is_an_option(train: Shell, mod
     shardwright.plan(str(model), "1xCPU", job).write(tmp_path / "plan")
     (tmp_path / "plan" / "accelerate.yaml").write_text("num_processes: 2\n")
     found = train(model, *OUT, "--dataset", "python-help#8", "--plan", "plan", "--revision", "main")
-    assert found.code == 2 and "plan/accelerate.yaml: was edited, and train runs the plan as it was" in found.err
-    assert "revision = 'main': is what the plan decides" not in found.err
+    assert found.code == 2 and "plan/accelerate.yaml: was edited, but train runs the original plan" in found.err
+    assert "revision = 'main': is fixed by the plan" not in found.err
 
 
 def test_a_plan_trains_the_commit_that_it_was_made_for(
@@ -202,7 +205,11 @@ def test_a_plan_is_run_on_chats_with_adapters(
 
 
 def test_training_from_python_and_resuming(
-    model: Path, tmp_path: Path, one_rank: list[Sequence[str]], capsys: pytest.CaptureFixture[str]
+    model: Path,
+    tmp_path: Path,
+    one_rank: list[Sequence[str]],
+    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     (tmp_path / "rows.csv").write_text("body,id\n" + "".join(f'"{word} {word * 3}",1\n' for word in "abcdefgh") * 20)
     how: dict[str, Any] = {
@@ -232,17 +239,38 @@ def test_training_from_python_and_resuming(
     assert capsys.readouterr().out == ""
     _refused_before_a_rank_starts(model, tmp_path, how, capsys)
     assert len(one_rank) == 2
+    _finished_once(model, tmp_path / "again", how, again, caplog)
+    assert len(one_rank) == 3
+
+
+def _finished_once(model: Path, out: Path, how: dict[str, Any], run: Any, caplog: pytest.LogCaptureFixture) -> None:
+    """A complete run starts no rank; one whose weights, card and report are missing gets the same, without a step."""
+    caplog.set_level(logging.INFO)
+    before = {path: path.stat().st_mtime_ns for path in out.rglob("*") if path.is_file()}
+    complete = shardwright.train(str(model), out, resume=True, **how)
+    assert f"{out}: the run is complete, all of 4 steps, model and report" in caplog.messages
+    assert complete.result == run.result and complete.metrics == run.metrics
+    assert {path: path.stat().st_mtime_ns for path in out.rglob("*") if path.is_file()} == before
+    weights = taken_away(out)
+    finished = shardwright.train(str(model), out, resume=True, **how)
+    assert (finished.result.before, finished.result.after) == (run.result.before, run.result.after)
+    assert finished.metrics == run.metrics and finished.result.tokens_per_second > 0
+    assert {file.name: file.read_bytes() for file in out.glob("*.safetensors")} == weights
+    assert {path.name for path in out.iterdir()} == {path.relative_to(out).parts[0] for path in before}
 
 
 def _refused_before_a_rank_starts(
     model: Path, tmp_path: Path, how: dict[str, Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A finished run, and ones that differ from it, each in one line; a damaged checkpoint is no reason to refuse."""
+    """Runs that differ from the one that saved, each in one line."""
     words = ["train", str(model), "--output-dir", str(tmp_path / "again"), "--resume"]
     before = sorted((tmp_path / "again").rglob("*"))
     for changed, said in (
-        ({}, "resume = 'checkpoint-4': all of 4 steps are done; raise the steps or epochs"),
-        ({"max_steps": None, "epochs": 0.01}, "resume = 'checkpoint-4': all of 1 steps are done"),
+        (
+            {"max_steps": 3},
+            "resume = 'checkpoint-4': all 3 steps are done, in a run of 4 steps; raise the steps or epochs",
+        ),
+        ({"max_steps": None, "epochs": 0.01}, "resume = 'checkpoint-4': all 1 steps are done, in a run of 4"),
         ({"max_steps": 9, "learning_rate": 2e-2}, "resume: learning_rate = 0.02: the checkpoint was saved with 0.01"),
         ({"max_steps": 9, "seq_len": 12}, "resume: data = "),
     ):

@@ -33,7 +33,7 @@ def test_two_turns_without_a_new_whole_checkpoint_end_the_job(turn, tmp_path: Pa
     checkpoint(tmp_path / "model", 20, whole=False)
     code, said = turn("--resume-or-anew")
     assert code == 1
-    assert "job 7 has no whole checkpoint after 2 turns without progress and is not queued again" in said
+    assert "job 7 has no complete checkpoint after 2 runs without progress and is not queued again" in said
     assert len(said.strip().splitlines()) == 1
 
 

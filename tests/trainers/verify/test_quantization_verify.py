@@ -1,4 +1,4 @@
-"""A written checkpoint is proven by a fresh process; whatever is wrong with it is found and named."""
+"""A fresh process verifies a written checkpoint; every defect is reported."""
 
 from __future__ import annotations
 
@@ -9,9 +9,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from shardwright.ds_configs.quantization.layers import selected_layers
 from shardwright.ds_configs.quantization.scheme import scheme_named
-from shardwright.plugins.llm_compressor.engine import EngineRequest, quantize_with_llm_compressor
-from shardwright.plugins.llm_compressor.loading import load_for_quantization
-from shardwright.plugins.transformers.quantization_source import open_source
+from shardwright.plugins.transformers.quantized_model import open_source
+from shardwright.trainers.qat.callback import QATCallback
 from shardwright.trainers.verify.checkpoint import (
     TOLERANCE,
     UNPROVEN,
@@ -20,6 +19,7 @@ from shardwright.trainers.verify.checkpoint import (
     reference_logits,
 )
 from small_models import llama
+from transformers import Trainer, TrainingArguments
 
 pytestmark = pytest.mark.slow
 
@@ -29,17 +29,21 @@ TOKENS = [[5, 9, 300, 7, 1], [1, 2, 3]]
 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory):
-    """Return a checkpoint of a two-layer Llama, its quantized layers, and what it answers in memory."""
+    """Return a checkpoint of a two-layer Llama, its quantized layers, and the logits of the model in memory."""
     place = tmp_path_factory.mktemp("written")
-    llama(hidden_size=128, vocab_size=384, max_position_embeddings=64).to(torch.bfloat16).save_pretrained(
-        place / "source"
-    )
+    model = llama(hidden_size=128, vocab_size=384, max_position_embeddings=64)
+    model.save_pretrained(place / "source")
     source = open_source(str(place / "source"))
-    model = load_for_quantization(source)
-    request = EngineRequest(model=model, tokenizer=None, scheme=SCHEME, method="rtn")
-    quantized = quantize_with_llm_compressor(request, lambda step: None)
-    reference = reference_logits(quantized.model, TOKENS)
-    quantized.save(place / "checkpoint")
+    # The export requires a training step; this one changes nothing.
+    arguments = TrainingArguments(
+        str(place / "run"), max_steps=1, learning_rate=0.0, report_to="none", save_strategy="no", use_cpu=True
+    )
+    rounding = QATCallback(SCHEME)
+    rows = [{"input_ids": tokens, "labels": tokens} for tokens in TOKENS[:1]]
+    trainer = Trainer(model, arguments, train_dataset=rows, callbacks=[rounding])
+    trainer.train()
+    rounding.export(trainer, place / "checkpoint", verify=False)
+    reference = reference_logits(model.eval(), TOKENS)
     return place / "checkpoint", selected_layers(SCHEME, source.layers), reference
 
 
@@ -58,11 +62,11 @@ def damaged(written, tmp_path, change):
     return copy
 
 
-def test_a_sound_checkpoint_passes_and_a_flipped_bit_does_not(written, tmp_path):
+def test_intact_checkpoint_passes_and_a_flipped_bit_fails(written, tmp_path):
     sound = verified(written, written[0])
     assert sound.passed and sound.packed_layers == 14 and sound.compared_tokens == 8
     assert sound.largest_logit_difference <= TOLERANCE
-    assert dict(sound.facts())["matrices stored as the scheme says"] == "14"
+    assert dict(sound.facts())["matrices stored as in the scheme"] == "14"
 
     def flip(tensors):
         tensors["model.layers.1.mlp.down_proj.weight_packed"][3, 2] ^= 1 << 7
@@ -72,18 +76,18 @@ def test_a_sound_checkpoint_passes_and_a_flipped_bit_does_not(written, tmp_path)
     assert "reloaded logits differ" in found.reason
 
 
-def test_a_lost_tensor_is_named(written, tmp_path):
-    """Transformers only warns of missing tensors and goes on with random ones."""
+def test_missing_tensor_is_reported(written, tmp_path):
+    """Transformers only warns about missing tensors, and initializes them randomly."""
     found = verified(
         written, damaged(written, tmp_path, lambda tensors: tensors.pop("model.layers.0.input_layernorm.weight"))
     )
     assert "1 missing keys when reloaded: model.layers.0.input_layernorm.weight" in found.reason
 
 
-def test_a_layer_that_was_left_dense_is_named(written, tmp_path, monkeypatch):
+def test_layer_that_was_not_packed_is_reported(written, tmp_path, monkeypatch):
     from shardwright.trainers.verify import checkpoint as verify
 
-    # The files alone tell it.
+    # The stored layout alone shows the error.
     monkeypatch.setattr(verify, "_reload", lambda *_: "not reloaded here")
 
     def left_dense(tensors):
@@ -96,7 +100,7 @@ def test_a_layer_that_was_left_dense_is_named(written, tmp_path, monkeypatch):
     assert "model.layers.0.self_attn.q_proj" in found.reason and found.packed_layers == 0
 
 
-def test_another_size_than_computed_is_told(written, tmp_path, monkeypatch):
+def test_wrong_checkpoint_size_is_reported(written, tmp_path, monkeypatch):
     from shardwright.trainers.verify import checkpoint as verify
 
     monkeypatch.setattr(verify, "_reload", lambda *_: None)
@@ -107,7 +111,7 @@ def test_another_size_than_computed_is_told(written, tmp_path, monkeypatch):
     assert verified(written, written[0], expected_bytes=17).reason == "not 17 bytes"
 
 
-def test_a_checkpoint_that_does_not_load_says_why(written, tmp_path):
+def test_loading_error_is_reported(written, tmp_path):
     copy = tmp_path / "copy"
     shutil.copytree(written[0], copy)
     (copy / "config.json").write_text("{}")
@@ -116,8 +120,8 @@ def test_a_checkpoint_that_does_not_load_says_why(written, tmp_path):
     assert found.largest_logit_difference is None
 
 
-def test_a_row_of_nan_is_no_small_difference(written, tmp_path):
-    """Python's `max` passes over NaN unless it comes first."""
+def test_nan_logits_fail(written, tmp_path):
+    """Python's `max` ignores NaN unless it comes first."""
     from shardwright.trainers.verify.checkpoint import _largest_difference
 
     _, _, reference = written
@@ -129,12 +133,12 @@ def test_a_row_of_nan_is_no_small_difference(written, tmp_path):
     assert not _largest_difference(tmp_path / "nan.safetensors", reference) <= TOLERANCE
 
 
-def test_a_process_that_hangs_is_given_up(written):
+def test_hanging_process_times_out(written):
     found = verified(written, written[0], timeout_seconds=0.05)
     assert "within 0 s" in found.reason
 
 
-def test_what_failed_is_kept_with_its_reason_and_nothing_is_overwritten(tmp_path):
+def test_failed_checkpoints_are_renamed_without_overwriting(tmp_path):
     output = tmp_path / "q"
     verification = Verification(
         faults=("first", "second"), largest_logit_difference=None, compared_tokens=0, packed_layers=0
@@ -149,7 +153,7 @@ def test_what_failed_is_kept_with_its_reason_and_nothing_is_overwritten(tmp_path
     assert not output.exists()
 
 
-def test_what_cannot_be_proven_says_so():
+def test_unverified_formats_are_reported():
     assert UNPROVEN.passed
     assert UNPROVEN.facts() == [
         ("reloaded in a fresh process", "no: Transformers needs optimum or gptqmodel for this format")

@@ -1,16 +1,16 @@
-"""One token's answer of a teacher in a fixed number of bytes: its K likeliest tokens, and the mass of all others.
+"""Record format: a teacher's answer to one token, its K likeliest tokens and the mass of all others, in fixed bytes.
 
-A record holds, for K ids out of V and each temperature:
+A record has, for K ids out of V and each temperature:
 
     ids         a sorted set, Elias-Fano coded (Elias 1974; Fano 1971): the low bits of each, and the high parts as a
                 bit vector with one bit for each id
-    depths      how far each log-probability lies below the largest, `value_bits` each: range · (code / codes)²
+    depths      the largest log-probability minus each, `value_bits` each: range · (code / codes)²
     range       fp16
     per τ       fp16 log of the mass r of all other tokens
 
 The log-sum-exp of (z - max z) / τ follows: it is ``log Σ_K exp(-depth / τ) - log(1 - r)``, so it is not stored.
-50 of 151,936 ids take 675 bits, depths 300, one temperature 4 bytes with the range: 126 bytes. Coding depths by squares
-spends the precision where the probabilities are.
+50 of 151,936 ids take 675 bits, depths 300, one temperature 4 bytes with the range: 126 bytes. The square gives the
+large probabilities the most precision.
 """
 
 from __future__ import annotations
@@ -20,10 +20,13 @@ from typing import Any
 
 import numpy as np
 
-from ....ds_configs.specs.errors import Fault, UsageError
+from ....ds_configs.specs.errors import ConfigError, UsageError
+
+Array = np.ndarray[Any, Any]
+Records = np.ndarray[Any, np.dtype[np.uint8]]
 
 LARGEST_RANGE = 60.0
-"""Depths beyond are stored as this: exp(-60) is 0 beside 1 in fp32."""
+"""Upper limit of depths: 1 + exp(-60) is 1 in fp32."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,34 +34,34 @@ class RecordFormat:
     """Layout of records; equal formats read each other's records.
 
     Raises:
-        UsageError: sizes that no record can have; all faults at once.
+        UsageError: invalid sizes; all errors together.
     """
 
     top_k: int
-    """Likeliest tokens kept, at most the vocabulary."""
+    """Likeliest tokens to store, at most the vocabulary."""
     vocab_size: int
-    """Tokens that the teacher's answers are about."""
+    """Tokens of the distributions."""
     temperatures: tuple[float, ...]
-    """Temperatures that can be asked for."""
+    """Temperatures at which the answers can be read."""
     value_bits: int = 6
     """Bits of each depth."""
 
     def __post_init__(self) -> None:
-        """Check all values together."""
-        faults = []
-
-        def check(where: str, value: object, holds: bool, rule: str) -> None:
-            if not holds:
-                faults.append(Fault(where=where, value=value, rule=rule))
-
-        check("vocab_size", self.vocab_size, 2 <= self.vocab_size < 2**31, "from 2 to 2^31 - 1")
-        check("top_k", self.top_k, 1 <= self.top_k <= self.vocab_size, "from 1 to the size of the vocabulary")
-        check("value_bits", self.value_bits, 2 <= self.value_bits <= 16, "from 2 to 16")
-        positive = bool(self.temperatures) and all(0 < one < float("inf") for one in self.temperatures)
+        positive = bool(self.temperatures) and all(0 < temperature < float("inf") for temperature in self.temperatures)
         distinct = len(set(self.temperatures)) == len(self.temperatures)
-        check("temperatures", self.temperatures, positive and distinct, "one or more, above 0, each once")
-        if faults:
-            raise UsageError(faults)
+        rules = {
+            "vocab_size": (2 <= self.vocab_size < 2**31, "must be from 2 to 2^31 - 1"),
+            "top_k": (1 <= self.top_k <= self.vocab_size, "must be from 1 to the size of the vocabulary"),
+            "value_bits": (2 <= self.value_bits <= 16, "must be from 2 to 16"),
+            "temperatures": (positive and distinct, "must be one or more values above 0, each once"),
+        }
+        errors = [
+            ConfigError(where=name, value=getattr(self, name), rule=rule)
+            for name, (holds, rule) in rules.items()
+            if not holds
+        ]
+        if errors:
+            raise UsageError(errors)
 
     @property
     def low_bits(self) -> int:
@@ -83,23 +86,23 @@ class RecordFormat:
 
 @dataclass(frozen=True, kw_only=True)
 class CachedAnswers:
-    """Answers of a teacher for N tokens, before or after coding."""
+    """Answers of a teacher to N tokens, before or after coding."""
 
-    ids_NK: Any
+    ids_NK: Array
     """int64, ascending in each row."""
-    depths_NK: Any
+    depths_NK: Array
     """fp32, the largest log-probability minus each."""
-    log_tail_NT: Any
-    """fp32 log of the mass outside the K ids, for each temperature; -inf where there is none."""
+    log_tail_NT: Array
+    """fp32 log of the mass outside the K ids, for each temperature; -inf without other tokens."""
 
 
-def encode(answers: CachedAnswers, layout: RecordFormat) -> np.ndarray[Any, np.dtype[np.uint8]]:
+def encode(answers: CachedAnswers, layout: RecordFormat) -> Records:
     """Return records, uint8 [N, record_bytes]."""
     ids, depths = np.asarray(answers.ids_NK, dtype=np.int64), np.asarray(answers.depths_NK, dtype=np.float32)
     rows = len(ids)
     depths = np.minimum(depths, LARGEST_RANGE)
     spread = depths.max(axis=1).astype(np.float16)
-    # fp16 may round down, which would put the deepest beyond the last code.
+    # fp16 may round down, and then the largest depth would have no code.
     spread = np.where(spread.astype(np.float32) < depths.max(axis=1), np.nextafter(spread, np.float16(np.inf)), spread)
     high = np.zeros((rows, layout.high_bits), dtype=np.uint8)
     positions = (ids >> layout.low_bits) + np.arange(layout.top_k)
@@ -114,14 +117,23 @@ def encode(answers: CachedAnswers, layout: RecordFormat) -> np.ndarray[Any, np.d
     return np.concatenate([packed, np.ascontiguousarray(numbers).view(np.uint8)], axis=1)
 
 
-def decode(records: np.ndarray[Any, np.dtype[np.uint8]], layout: RecordFormat) -> CachedAnswers:
-    """Return what records hold.
+def decode(records: Records, layout: RecordFormat) -> CachedAnswers:
+    """Return the contents of records.
 
     Raises:
-        UsageError: bytes that no teacher's answer gives.
+        UsageError: damaged records.
     """
     k, low_end = layout.top_k, layout.top_k * layout.low_bits
-    positions = _ones(records, low_end, layout.high_bits, k)
+    # Positions of the K ones of the bit vector in every record, int64 [N, K].
+    first_byte, skipped = divmod(low_end, 8)
+    covering = np.ascontiguousarray(records[:, first_byte : -(-(low_end + layout.high_bits) // 8)])
+    bits = np.ascontiguousarray(np.unpackbits(covering, axis=1)[:, skipped : skipped + layout.high_bits])
+    ones = np.flatnonzero(bits)
+    if len(ones) != len(records) * k:
+        raise _damaged()
+    positions = ones.reshape(len(records), k) - layout.high_bits * np.arange(len(records))[:, None]
+    if (positions[:, 0] < 0).any() or (positions[:, -1] >= layout.high_bits).any():
+        raise _damaged()
     ids = ((positions - np.arange(k)) << layout.low_bits) | _numbers(records, 0, k, layout.low_bits)
     if (ids[:, -1] >= layout.vocab_size).any():
         raise _damaged()
@@ -131,20 +143,18 @@ def decode(records: np.ndarray[Any, np.dtype[np.uint8]], layout: RecordFormat) -
     return CachedAnswers(ids_NK=ids, depths_NK=numbers[:, :1] * share**2, log_tail_NT=numbers[:, 1:])
 
 
-def log_probabilities(answers: CachedAnswers, layout: RecordFormat, temperature: float) -> tuple[Any, Any]:
+def log_probabilities(answers: CachedAnswers, layout: RecordFormat, temperature: float) -> tuple[Array, Array]:
     """Return log-probabilities [N, K] of the ids and of all others [N] at a stored temperature.
 
-    What rounding did to the K is spread over them, so that they and the others add up to one.
+    The K are normalised, so that they and the others add up to one in spite of rounding.
 
     Raises:
         UsageError: the temperature was not stored.
     """
     if temperature not in layout.temperatures:
-        stored = ", ".join(str(one) for one in layout.temperatures)
-        rule = f"the cache holds {stored}"
-        raise UsageError(
-            Fault(where="temperature", value=temperature, rule=rule, fix="use one of them, or write it again")
-        )
+        rule = f"the cache has {', '.join(map(str, layout.temperatures))}"
+        fix = "use one of them, or write the cache again"
+        raise UsageError(ConfigError(where="temperature", value=temperature, rule=rule, fix=fix))
     index = layout.temperatures.index(temperature)
     log_p = -answers.depths_NK / np.float32(temperature)
     log_tail = answers.log_tail_NT[:, index]
@@ -157,43 +167,25 @@ def log_probabilities(answers: CachedAnswers, layout: RecordFormat, temperature:
     return log_p.astype(np.float32), log_tail.astype(np.float32)
 
 
-def _bits(numbers: np.ndarray[Any, Any], width: int) -> np.ndarray[Any, Any]:
+def _bits(numbers: Array, width: int) -> Array:
     shifts = np.arange(width - 1, -1, -1)
     return ((numbers[:, :, None] >> shifts) & 1).astype(np.uint8).reshape(len(numbers), -1)
 
 
-def _numbers(records: np.ndarray[Any, Any], first_bit: int, count: int, width: int) -> np.ndarray[Any, Any]:
-    """Return `count` numbers of `width` bits each that begin at a bit of every record, int64 [N, count]."""
+def _numbers(records: Array, first_bit: int, count: int, width: int) -> Array:
+    """Return `count` numbers of `width` bits that start at a bit of every record, int64 [N, count]."""
     starts = first_bit + width * np.arange(count)
     read_bytes = -(-(7 + width) // 8)
-    # The last number's bytes may reach beyond the record; what they add is shifted out.
+    # The bytes of the last number may reach beyond the record; the extra bits are shifted out.
     last_byte = records.shape[1] - 1
-    found = np.zeros((len(records), count), dtype=np.int64)
+    numbers = np.zeros((len(records), count), dtype=np.int64)
     for offset in range(read_bytes):
-        found <<= 8
-        found |= records[:, np.minimum((starts >> 3) + offset, last_byte)]
-    found >>= 8 * read_bytes - width - (starts & 7)
-    found &= (1 << width) - 1
-    return found
-
-
-def _ones(records: np.ndarray[Any, Any], first_bit: int, bit_count: int, k: int) -> np.ndarray[Any, Any]:
-    """Return where the K ones of a bit vector are that begins at a bit of every record, int64 [N, K].
-
-    Raises:
-        UsageError: a record has more or fewer.
-    """
-    first_byte, skipped = divmod(first_bit, 8)
-    covering = np.ascontiguousarray(records[:, first_byte : -(-(first_bit + bit_count) // 8)])
-    bits = np.ascontiguousarray(np.unpackbits(covering, axis=1)[:, skipped : skipped + bit_count])
-    found = np.flatnonzero(bits)
-    if len(found) != len(records) * k:
-        raise _damaged()
-    positions = found.reshape(len(records), k) - bit_count * np.arange(len(records))[:, None]
-    if (positions[:, 0] < 0).any() or (positions[:, -1] >= bit_count).any():
-        raise _damaged()
-    return positions
+        numbers <<= 8
+        numbers |= records[:, np.minimum((starts >> 3) + offset, last_byte)]
+    numbers >>= 8 * read_bytes - width - (starts & 7)
+    numbers &= (1 << width) - 1
+    return numbers
 
 
 def _damaged() -> UsageError:
-    return UsageError(Fault(where="teacher cache", rule="holds records that are damaged", fix="write it again"))
+    return UsageError(ConfigError(where="teacher cache", rule="has damaged records", fix="write the cache again"))

@@ -1,29 +1,40 @@
-"""Writes a teacher's answers to a dataset, shard by shard, so that an interrupted run goes on where it was."""
+"""Write a teacher's outputs to a cache, shard by shard, on one or several ranks; an interrupted run resumes."""
 
 from __future__ import annotations
 
 import hashlib
 import json
+import tempfile
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
+from pydantic import Field, TypeAdapter
 
-from ....ds_configs.plan.write import write_files
-from ....ds_configs.specs.errors import Fault, RefusedInputError, ShardwrightError
-from ....plugins.launching.notes import OnProgress
-from ...losses.head_forward import UnknownLogitsError, accepted_inputs, captured_head_input
-from ...replicas.share import ALONE, Share
+from ....ds_configs.plan.output import disk_errors, output_errors, reserved, write_files
+from ....ds_configs.specs.errors import ConfigError, DoesNotFitError, RefusedInputError, ShardwrightError, UsageError
+from ....ds_configs.specs.settings import Decimals
+from ....plugins.huggingface_hub.hub import model_directory
+from ....plugins.launching.messages import log_progress
+from ....plugins.planning.from_names import installed_versions
+from ...data.models import StartingModel, load_config, load_tokenizer, with_positions
+from ...data.samples import stated_samples
+from ...data.sources import DataSettings, local_place
+from ...losses.fused_loss import UnknownLogitsError, accepted_inputs, captured_head_input
+from ...runs.launch import ONE_PROCESS, Replicas, run_replicas
+from ...runs.share import ALONE, Share, ShareTask
 from .cache_format import CachedAnswers, RecordFormat, encode
 from .teacher_cache import (
     MANIFEST,
+    OWN_FILES,
     CacheKey,
     CacheShard,
     TeacherCache,
     file_sha256,
-    key_faults,
+    key_errors,
     read_manifest,
     sample_hash,
     write_manifest,
@@ -31,17 +42,21 @@ from .teacher_cache import (
 
 if TYPE_CHECKING:
     import torch
+    from transformers import PreTrainedConfig, PreTrainedTokenizerBase
+
+    from ....plugins.transformers.teacher_placement import PlacedTeacher
 
 # About 34 MB at k = 50: an interrupted run loses little, and a large cache still has few files.
 SHARD_ROWS = 2**18
-# fp32 logits of so many rows over a vocabulary of 128 k take 263 MB.
+# fp32 logits of 512 rows over a vocabulary of 128 k take 263 MB.
 CHUNK_ROWS = 512
-# Ranks wait for the slowest before a file is written: with so many batches of similar length for each, not for long.
-_BATCHES_OF_A_RANK = 8
+# Ranks wait for the slowest one before files are written. With 8 batches of similar length per rank the wait is short.
+_BATCHES_PER_RANK = 8
+_TOKENS, _ENDS = "tokens.npy", "ends.npy"
 
 
 def cache_key(
-    teacher: str, weights: str, tokenizer: Any, layout: RecordFormat, *, rendered_by_template: bool
+    teacher: str, weights: str, tokenizer: PreTrainedTokenizerBase, layout: RecordFormat, *, rendered_by_template: bool
 ) -> CacheKey:
     """Return the key of a cache."""
     return CacheKey(
@@ -53,11 +68,11 @@ def cache_key(
     )
 
 
-def tokenizer_hash(tokenizer: Any) -> str:
-    """Return a hash of everything that decides how a tokenizer splits text.
+def tokenizer_hash(tokenizer: PreTrainedTokenizerBase) -> str:
+    """Return a hash of everything that determines how a tokenizer splits text.
 
-    Fast tokenizers keep how the last call padded and truncated (transformers 5.17.0, tokenization_utils_tokenizers.py
-    `set_truncation_and_padding`); both are left out.
+    Fast tokenizers store the padding and truncation of the last call (transformers 5.17.0,
+    tokenization_utils_tokenizers.py `set_truncation_and_padding`); both are omitted.
     """
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
@@ -67,13 +82,13 @@ def tokenizer_hash(tokenizer: Any) -> str:
     return hashlib.sha256(content.encode()).hexdigest()
 
 
-def template_hash(tokenizer: Any, *, used: bool) -> str:
-    """Return a hash of the chat template; that of an empty one where no conversation is rendered."""
+def template_hash(tokenizer: PreTrainedTokenizerBase, *, used: bool) -> str:
+    """Return a hash of the chat template; the hash of an empty one if it is not used."""
     template = str(getattr(tokenizer, "chat_template", None) or "") if used else ""
     return hashlib.sha256(template.encode()).hexdigest()
 
 
-def weights_identity(name: str, revision: str | None, config: Any) -> str:
+def weights_identity(name: str, revision: str | None, config: PreTrainedConfig) -> str:
     """Return the commit of a Hub model, or a hash of the files of a local one."""
     directory = Path(name)
     if not directory.is_dir():
@@ -87,131 +102,121 @@ def weights_identity(name: str, revision: str | None, config: Any) -> str:
 def write_cache(
     directory: Path,
     key: CacheKey,
-    teacher: Any,
+    teacher: PlacedTeacher,
     samples: Sequence[Sequence[int]],
     *,
     batch_size: int,
-    device: Any,
-    on_progress: OnProgress = lambda _what, _done, _total: None,
+    device: str | torch.device,
     share: Share = ALONE,
 ) -> None:
-    """Store the answers to samples that the directory does not hold yet, each sample once.
+    """Store the answers to samples that the directory does not have yet, each sample once.
 
-    Ranks of a share each answer whole batches, and the first writes what all answered: the bytes are those of one
-    process. Files that are written whole stay when a rank fails; what was answered since is answered again.
+    Ranks of a share each run whole batches, and the first writes all answers: the files equal those of one process. If
+    a rank fails, finished files stay, and later answers are computed again.
 
     Raises:
-        RefusedInputError: the directory holds another cache, or damaged files; every mismatch and file is named.
-        ShardwrightError: the teacher's logits are no numbers, or the system refuses to write.
+        RefusedInputError: the directory has another cache, or damaged files; names all differences and files.
+        ShardwrightError: the teacher's logits are NaN or infinite, or a file cannot be written.
         UsageError: the teacher has no output embeddings.
     """
-    # The directory may be of the first rank's machine alone.
-    shards, places = share.from_first(lambda: _missing(directory, key, samples))
-    missing = [samples[place] for place in places]
-    done = len(samples) - len(missing)
-    for groups in _rounds(list(_groups(missing)), batch_size, share.ranks):
-        batches = [batch for group in groups for batch in _batches(group, batch_size)]
-        mine = []
+    # Only the first rank's machine may have the directory.
+    shards, positions = share.from_first(lambda: _missing(directory, key, samples))
+    done = len(samples) - len(positions)
+    for groups in _rounds([samples[position] for position in positions], batch_size, share.ranks):
+        batches = [group[i : i + batch_size] for group in groups for i in range(0, len(group), batch_size)]
+        own = []
         for index in share.indices(len(batches)):
             answers = teacher_answers(teacher, batches[index], key.layout, device)
-            mine.append(np.concatenate([encode(answer, key.layout) for answer in answers]))
-            answered = sum(map(len, batches[: index + share.ranks]))
-            on_progress("sample", done + answered, len(samples))
+            own.append(np.concatenate([encode(answer, key.layout) for answer in answers]))
+            log_progress("sample", done + sum(map(len, batches[: index + share.ranks])), len(samples))
         done += sum(map(len, groups))
-        found = share.gathered(mine)
-        if found is None:
+        gathered = share.gathered(own)
+        if gathered is None:
             continue
-        records = iter(found)
+        records = iter(gathered)
         for group in groups:
-            own = list(islice(records, -(-len(group) // batch_size)))
-            shards.append(_write_shard(directory, len(shards), group, own))
+            group_records = np.concatenate(list(islice(records, -(-len(group) // batch_size))))
+            shards.append(_write_shard(directory, len(shards), group, group_records))
             write_manifest(directory, key, shards)
     if not shards and share.is_first:
         write_manifest(directory, key, shards)
 
 
-def _rounds(groups: list[list[Sequence[int]]], batch_size: int, ranks: int) -> Iterator[list[list[Sequence[int]]]]:
-    """Yield groups that are answered before any is written: one for one rank, else enough to keep all ranks busy."""
-    least = 1 if ranks == 1 else _BATCHES_OF_A_RANK * ranks
-    several: list[list[Sequence[int]]] = []
-    for group in groups:
-        several.append(group)
-        if sum(-(-len(each) // batch_size) for each in several) >= least:
-            yield several
-            several = []
-    if several:
-        yield several
+def _rounds(samples: list[Sequence[int]], batch_size: int, ranks: int) -> Iterator[list[list[Sequence[int]]]]:
+    """Yield rounds of groups, each for one file of about `SHARD_ROWS` rows, with samples of similar length.
+
+    The groups of a round are computed before any of them is written: one group on one rank, else enough to keep all
+    ranks busy.
+    """
+    needed_batches = 1 if ranks == 1 else _BATCHES_PER_RANK * ranks
+    groups: list[list[Sequence[int]]] = [[]]
+    rows = 0
+    for ids in sorted(samples, key=len):
+        if rows >= SHARD_ROWS:
+            if sum(-(-len(group) // batch_size) for group in groups) >= needed_batches:
+                yield groups
+                groups = []
+            groups.append([])
+            rows = 0
+        groups[-1].append(ids)
+        rows += len(ids)
+    if groups[-1]:
+        yield groups
 
 
 def finished_shards(directory: Path, key: CacheKey) -> list[CacheShard]:
-    """Return the files that a directory holds of a cache; none where it holds no cache.
+    """Return the finished files of a cache; none if the directory has no cache.
 
     Raises:
-        RefusedInputError: it holds another cache; every mismatch is named.
+        RefusedInputError: the directory has another cache; names all differences.
     """
     if not (directory / MANIFEST).exists():
         return []
-    found, shards = read_manifest(directory)
-    faults = key_faults(found, key, directory)
-    if found.layout != key.layout and not faults:
-        rule = f"holds other records ({found.layout}, asked for {key.layout})"
-        faults = [Fault(where=f"teacher cache {directory}", rule=rule, fix="write to another directory")]
-    if faults:
-        raise RefusedInputError(faults)
+    stored_key, shards = read_manifest(directory)
+    errors = key_errors(stored_key, key, directory)
+    if stored_key.layout != key.layout and not errors:
+        rule = f"has records of another format ({stored_key.layout}, expected {key.layout})"
+        errors = [ConfigError(where=f"teacher cache {directory}", rule=rule, fix="write to another directory")]
+    if errors:
+        raise RefusedInputError(errors)
     return shards
 
 
 def _missing(directory: Path, key: CacheKey, samples: Sequence[Sequence[int]]) -> tuple[list[CacheShard], list[int]]:
-    """Return the finished shards, whose content is checked, and the places of the samples that none of them holds."""
+    """Return the finished shards, verified, and the indices of the samples that none of them has."""
     shards = finished_shards(directory, key)
     seen: set[bytes] = set()
     if shards:
         cache = TeacherCache(directory, key, shards)
-        rule, fix = "is not what was written", "write the cache again, to an empty directory"
-        faults = [Fault(where=str(directory / file), rule=rule, fix=fix) for file in cache.damaged_files()]
-        if faults:
-            raise RefusedInputError(faults)
+        rule, fix = "was changed after it was written", "write the cache again, to an empty directory"
+        errors = [ConfigError(where=str(directory / file), rule=rule, fix=fix) for file in cache.damaged_files()]
+        if errors:
+            raise RefusedInputError(errors)
         seen = {sample_hash(ids) for ids in samples if ids in cache}
     missing = []
-    for place, ids in enumerate(samples):
+    for index, ids in enumerate(samples):
         digest = sample_hash(ids)
         if digest not in seen and len(ids):
             seen.add(digest)
-            missing.append(place)
+            missing.append(index)
     return shards, missing
 
 
-def _groups(samples: Sequence[Sequence[int]]) -> Iterator[list[Sequence[int]]]:
-    """Cut samples into groups of about `SHARD_ROWS` rows, similar lengths together."""
-    group: list[Sequence[int]] = []
-    rows = 0
-    for ids in sorted(samples, key=len):
-        group.append(ids)
-        rows += len(ids)
-        if rows >= SHARD_ROWS:
-            yield group
-            group, rows = [], 0
-    if group:
-        yield group
-
-
-def _batches(samples: list[Sequence[int]], batch_size: int) -> Iterator[list[Sequence[int]]]:
-    for first in range(0, len(samples), batch_size):
-        yield samples[first : first + batch_size]
-
-
-def _write_shard(directory: Path, number: int, samples: list[Sequence[int]], records: list[Any]) -> CacheShard:
+def _write_shard(
+    directory: Path, number: int, samples: list[Sequence[int]], records: np.ndarray[Any, Any]
+) -> CacheShard:
     from safetensors.numpy import save
 
     lengths = np.array([len(ids) for ids in samples], dtype=np.int64)
-    arrays = {
-        "records": np.concatenate(records),
-        "hashes": np.stack([np.frombuffer(sample_hash(ids), dtype=np.uint8) for ids in samples]),
-        "starts": np.concatenate([[0], np.cumsum(lengths)[:-1]]).astype(np.int64),
-        "lengths": lengths,
-    }
+    content = save(
+        {
+            "records": records,
+            "hashes": np.stack([np.frombuffer(sample_hash(ids), dtype=np.uint8) for ids in samples]),
+            "starts": np.concatenate([[0], np.cumsum(lengths)[:-1]]).astype(np.int64),
+            "lengths": lengths,
+        }
+    )
     name = f"answers-{number:05d}.safetensors"
-    content = save(arrays)
     write_files({name: content}, directory, force=True)
     return CacheShard(
         file=name,
@@ -223,12 +228,12 @@ def _write_shard(directory: Path, number: int, samples: list[Sequence[int]], rec
 
 
 def teacher_answers(
-    teacher: Any, samples: Sequence[Sequence[int]], layout: RecordFormat, device: Any
+    teacher: PlacedTeacher, samples: Sequence[Sequence[int]], layout: RecordFormat, device: str | torch.device
 ) -> Iterator[CachedAnswers]:
-    """Run a placed teacher on a batch of samples and return what it says of every token, some rows at a time.
+    """Run a placed teacher on a batch of samples and yield its answers to every token, some rows at a time.
 
     Raises:
-        ShardwrightError: its logits are no numbers.
+        ShardwrightError: its logits are NaN or infinite.
         UsageError: it has no output embeddings.
     """
     import torch
@@ -237,43 +242,35 @@ def teacher_answers(
     ids_BS = torch.tensor([[*ids, *([0] * (longest - len(ids)))] for ids in samples], device=device)
     lengths_B = torch.tensor([len(ids) for ids in samples], device=device)
     mask_BS = torch.arange(longest, device=device) < lengths_B[:, None]
-    with torch.no_grad(), captured_head_input(teacher.model) as kept:
-        outputs = teacher(**accepted_inputs(teacher.model, {"input_ids": ids_BS, "attention_mask": mask_BS.long()}))
+    inputs = accepted_inputs(teacher.model, {"input_ids": ids_BS, "attention_mask": mask_BS.long()})
+    with torch.no_grad(), captured_head_input(teacher.model) as head_input:
+        outputs = teacher(**inputs)
     try:
-        kept.check(f"teacher {type(teacher.model).__name__}", outputs.logits)
+        head_input.check(f"teacher {type(teacher.model).__name__}", outputs.logits)
     except UnknownLogitsError:
-        yield from _own_logits(teacher, ids_BS, mask_BS, layout)
+        # The logits are not just the output of a head, so they are computed for all positions.
+        with torch.no_grad():
+            logits_NV = teacher(**inputs).logits[mask_BS]
+        for chunk_nV in logits_NV.split(CHUNK_ROWS):
+            yield answers_of(chunk_nV, layout)
         return
-    hidden_NH = kept.inputs[0][mask_BS]
+    hidden_NH = head_input.inputs[0][mask_BS]
     with torch.no_grad(), teacher.gathered_head() as head:
         for chunk_nH in hidden_NH.split(CHUNK_ROWS):
             yield answers_of(head.logits(chunk_nH.to(head.weight_VH.dtype)), layout)
 
 
-def _own_logits(
-    teacher: Any, ids_BS: torch.Tensor, mask_BS: torch.Tensor, layout: RecordFormat
-) -> Iterator[CachedAnswers]:
-    """Return what a teacher says whose logits come of more than a head."""
-    import torch
-
-    with torch.no_grad():
-        outputs = teacher(**accepted_inputs(teacher.model, {"input_ids": ids_BS, "attention_mask": mask_BS.long()}))
-    for chunk_nV in outputs.logits[mask_BS].split(CHUNK_ROWS):
-        yield answers_of(chunk_nV, layout)
-
-
 def answers_of(logits_NV: torch.Tensor, layout: RecordFormat) -> CachedAnswers:
-    """Return the K likeliest of the first V tokens with everything that a record holds, computed in fp32.
+    """Return the contents of records for the first V tokens, computed in fp32.
 
     Raises:
-        ShardwrightError: the logits are no numbers.
+        ShardwrightError: the logits are NaN or infinite, or fewer than V.
     """
     import torch
 
     logits_NV = logits_NV[:, : layout.vocab_size].float()
     if logits_NV.shape[1] < layout.vocab_size:
-        rule = f"has {logits_NV.shape[1]} logits for {layout.vocab_size} tokens"
-        raise ShardwrightError(f"teacher: {rule}")
+        raise ShardwrightError(f"teacher: has {logits_NV.shape[1]} logits for {layout.vocab_size} tokens")
     largest_N1 = logits_NV.amax(dim=-1, keepdim=True)
     if not bool(torch.isfinite(largest_N1).all()) or bool(torch.isnan(logits_NV).any()):
         raise ShardwrightError("teacher: NaN or infinite logits; load it in bf16 or fp32, and check its weights")
@@ -289,3 +286,197 @@ def answers_of(logits_NV: torch.Tensor, layout: RecordFormat) -> CachedAnswers:
         depths_NK=-below_NV.gather(1, ids_NK).cpu().numpy(),
         log_tail_NT=torch.stack(tails, dim=1).cpu().numpy(),
     )
+
+
+class CacheSettings(DataSettings):
+    """Settings of `shardwright cache-teacher`; those of the data must equal those of `distill`."""
+
+    group = "Answers"
+
+    dataset: str = Field("python-help", description="As for distill")
+    top_k: int = Field(50, description="Likeliest tokens to store")
+    temperature: Decimals = Field((1.0,), description="Temperatures to distill at")
+    value_bits: int = Field(6, description="Bits of each probability, 2 to 16")
+    batch_size: int = Field(8, ge=1, description="Samples per forward pass")
+    dtype: Literal["float32", "bfloat16", "float16"] | None = Field(
+        None, description="Dtype of the teacher. Default: bfloat16 on an accelerator, float32 on the CPU"
+    )
+    revision: str | None = Field(None, description="Branch, tag or commit of a Hub teacher")
+
+
+@dataclass(frozen=True, kw_only=True)
+class CacheJob:
+    """A cache to be written."""
+
+    teacher: str
+    """Hub id or directory of the teacher."""
+    settings: CacheSettings
+    key: CacheKey
+    samples: list[list[int]]
+    """Token ids of training and held-out samples."""
+
+
+def prepare_cache(
+    teacher: str, settings: CacheSettings, output_dir: Path | None = None, *, replicas: Replicas = ONE_PROCESS
+) -> CacheJob:
+    """Read configuration, tokenizer and data; nothing is run or written.
+
+    Args:
+        teacher: Hub id or directory.
+        settings: Data and format of the cache.
+        output_dir: Directory for the cache; `None` if none is written.
+        replicas: Processes that divide the batches.
+
+    Raises:
+        UsageError: invalid settings, a dataset without text, a sequence beyond the model's positions.
+        RefusedInputError: the teacher has no safetensors weights.
+    """
+    sources = {"the teacher": teacher, "the dataset": local_place(settings.dataset)}
+    errors = replicas.errors()
+    if output_dir is not None and replicas.result_is_here:
+        fix = "use another directory"
+        errors += output_errors(output_dir, force=False, sources=sources, own=OWN_FILES, fix=fix)
+    if errors:
+        raise UsageError(errors)
+    path = Path(teacher)
+    if path.is_dir() and not any(path.glob("*.safetensors")):
+        rule = "has no safetensors weights"
+        raise RefusedInputError(ConfigError(where=f"teacher {teacher}", rule=rule))
+    if path.is_dir() and settings.revision is not None:
+        rule = "only a Hub model has revisions"
+        raise UsageError(ConfigError(where="--revision", value=settings.revision, rule=rule))
+    source = StartingModel(model=teacher, revision=settings.revision)
+    config = load_config(source)
+    settings = with_positions(settings, config)
+    tokenizer = load_tokenizer(source, config.get_text_config().vocab_size)
+    samples = stated_samples(settings, tokenizer)
+    vocab_size = max(tokenizer.get_vocab().values()) + 1
+    layout = RecordFormat(
+        top_k=min(settings.top_k, vocab_size),
+        vocab_size=vocab_size,
+        temperatures=settings.temperature,
+        value_bits=settings.value_bits,
+    )
+    key = cache_key(
+        teacher,
+        weights_identity(teacher, settings.revision, config),
+        tokenizer,
+        layout,
+        rendered_by_template=samples.statistics.kind == "messages",
+    )
+    ids = [list(sample["input_ids"]) for sample in (*samples.train, *samples.evaluation)]
+    return CacheJob(teacher=teacher, settings=settings, key=key, samples=ids)
+
+
+def run_cache_job(job: CacheJob, directory: Path, *, replicas: Replicas = ONE_PROCESS) -> None:
+    """Load the teacher and store its answers; progress is logged.
+
+    Args:
+        job: Samples, teacher and format.
+        directory: Directory for the cache.
+        replicas: Processes that divide the batches; the files equal those of one process.
+
+    Raises:
+        UsageError: the directory has other files, or another run writes to it.
+        DoesNotFitError: the answers do not fit on its disk.
+        RefusedInputError: the directory has another cache.
+        ShardwrightError: the teacher's logits are NaN or infinite, or a rank failed.
+    """
+    if not replicas.result_is_here:
+        _launch_ranks(job, directory, replicas)
+        return
+    rows = sum(len(ids) for ids in {tuple(ids) for ids in job.samples})
+    rows -= sum(shard.rows for shard in finished_shards(directory, job.key))
+    if errors := disk_errors(directory, needed_bytes=max(0, rows) * job.key.layout.record_bytes):
+        raise DoesNotFitError("\n".join(map(str, errors)))
+    with reserved(directory, force=False, own=OWN_FILES):
+        if replicas.are_launched:
+            _launch_ranks(job, directory, replicas)
+        else:
+            options = job.settings.model_dump(include={"dtype", "batch_size", "revision"})
+            _store_answers(job.teacher, job.key, job.samples, directory, **options)
+
+
+def _store_answers(
+    teacher: str,
+    key: CacheKey,
+    samples: Sequence[Sequence[int]],
+    directory: Path,
+    *,
+    dtype: str | None,
+    batch_size: int,
+    revision: str | None = None,
+    share: Share = ALONE,
+) -> None:
+    """Load the teacher and store its answers, or this rank's share of them; every rank of a share must call it."""
+    import torch
+
+    from ....plugins.transformers.teacher_placement import PlacedTeacher, load_teacher
+
+    accelerated = torch.accelerator.is_available()
+    device = torch.accelerator.current_accelerator() if accelerated else torch.device("cpu")
+    torch_dtype = getattr(torch, dtype or ("bfloat16" if accelerated else "float32"))
+    model = load_teacher(teacher, revision=revision, dtype=torch_dtype).to(device)
+    assert device is not None
+    placed = PlacedTeacher(model, model, "replica")
+    write_cache(directory, key, placed, samples, batch_size=batch_size, device=device, share=share)
+
+
+def _launch_ranks(job: CacheJob, directory: Path, replicas: Replicas) -> None:
+    """Let ranks each answer a share of the batches; the first writes.
+
+    Raises:
+        LaunchFailedError: a rank failed; names the rank and its error.
+    """
+    import torch
+
+    path = Path(job.teacher)
+    # A Hub model is downloaded here, once for all ranks of this machine.
+    teacher = path.absolute() if path.exists() else model_directory(job.teacher, revision=job.settings.revision)
+    content = {
+        "teacher": str(teacher),
+        "dtype": job.settings.dtype,
+        "batch_size": job.settings.batch_size,
+        "key": asdict(job.key),
+        "directory": str(directory.absolute()),
+    }
+    with tempfile.TemporaryDirectory(prefix="shardwright-cache-", ignore_cleanup_errors=True) as temporary:
+        work = Path(temporary)
+        # Ranks map the files, so that the samples are in memory once per machine.
+        np.save(work / _ENDS, np.cumsum([len(ids) for ids in job.samples], dtype=np.int64))
+        np.save(work / _TOKENS, np.concatenate([np.asarray(ids, dtype=np.int64) for ids in job.samples]))
+        run_replicas(replicas, AnswerTask(content=content), work, on_cpu=not torch.accelerator.is_available())
+
+
+class AnswerTask(ShareTask):
+    """Task of every rank."""
+
+    task: Literal["cache-teacher"] = "cache-teacher"
+
+    def do_share(self, share: Share, work: Path) -> None:
+        """Answer this rank's share of the samples."""
+        content = self.content
+        options = {name: content[name] for name in ("dtype", "batch_size")}
+        parts = {**options, "key": {**content["key"], "teacher": ""}, "versions": dict(installed_versions())}
+        if share.is_first_here:
+            parts["samples"] = [file_sha256(work / name) for name in (_TOKENS, _ENDS)]
+        share.check_same(parts)
+        key, directory = TypeAdapter(CacheKey).validate_python(content["key"]), Path(content["directory"])
+        _store_answers(content["teacher"], key, _MappedSamples(work), directory, share=share, **options)
+
+
+class _MappedSamples(Sequence[Any]):
+    """Token ids of samples, concatenated in a file."""
+
+    def __init__(self, work: Path) -> None:
+        self._ends = np.load(work / _ENDS, mmap_mode="r", allow_pickle=False)
+        self._tokens = np.load(work / _TOKENS, mmap_mode="r", allow_pickle=False)
+
+    def __len__(self) -> int:
+        return len(self._ends)
+
+    def __getitem__(self, index: Any) -> Any:
+        if index >= len(self):
+            raise IndexError(index)
+        first = int(self._ends[index - 1]) if index else 0
+        return self._tokens[first : int(self._ends[index])]

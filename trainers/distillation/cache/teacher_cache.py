@@ -1,10 +1,10 @@
-"""`TeacherCache`: a teacher's stored answers, read at random by row, whatever layout trains the student."""
+"""`TeacherCache`: a teacher's stored answers, with random access by row, for any layout of the student."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from pydantic import TypeAdapter
 
-from ....ds_configs.plan.write import write_files
-from ....ds_configs.specs.errors import Fault, RefusedInputError, UsageError
-from ....ds_configs.specs.json_text import strict_json
+from ....ds_configs.plan.output import write_files
+from ....ds_configs.specs.errors import ConfigError, RefusedInputError, UsageError
+from ....ds_configs.specs.texts import strict_json
 from ....plugins.safetensors.reading import check_names, read_header
 from ...losses.objective import TopKTargets
-from .cache_format import CachedAnswers, RecordFormat, decode, log_probabilities
+from .cache_format import Array, CachedAnswers, RecordFormat, decode, log_probabilities
 
 if TYPE_CHECKING:
     import torch
@@ -25,45 +25,43 @@ if TYPE_CHECKING:
 SCHEMA_VERSION = 1
 MANIFEST = "manifest.json"
 OWN_FILES = (MANIFEST, "answers-*.safetensors")
-"""Of a cache; `*` stands for the number of a shard."""
+"""Names of a cache's files; `*` is the number of a shard."""
 # 128 bits: the chance that two of 10^12 samples share a hash is about 10^-15.
 HASH_BYTES = 16
 
 
 @dataclass(frozen=True, kw_only=True)
 class CacheKey:
-    """Teacher and samples of a cache's answers; another key means other answers."""
+    """Identity of a cache's answers; another key means other answers."""
 
     teacher: str
-    """Hub id or directory, as it was given; for people, it is not compared."""
+    """Hub id or directory as passed by the user; not compared."""
     weights: str
     """Commit of the Hub model, or a hash of the local weights."""
     tokenizer: str
     """Hash of the tokenizer."""
     template: str
-    """Hash of the chat template; that of an empty one where text was not rendered by one."""
+    """Hash of the chat template; the hash of an empty one if none was used."""
     layout: RecordFormat
-    """What each record holds."""
 
 
 def sample_hash(token_ids: Sequence[int]) -> bytes:
-    """Return what a sample is found by: a hash of its token ids."""
+    """Return the hash of a sample's token ids, by which it is looked up."""
     return hashlib.sha256(np.asarray(token_ids, dtype=np.int64).tobytes()).digest()[:HASH_BYTES]
 
 
-def key_faults(found: CacheKey, expected: CacheKey, directory: Path) -> list[Fault]:
-    """Return each way in which a cache is not the expected one."""
-    faults = []
-    meanings = {"weights": "teacher", "tokenizer": "tokenizer", "template": "chat template"}
-    for name, meaning in meanings.items():
-        own, wanted = getattr(found, name), getattr(expected, name)
-        if own != wanted:
-            rule = f"was made with another {meaning} ({own[:12]}, expected {wanted[:12]})"
-            faults.append(Fault(where=f"teacher cache {directory}", rule=rule, fix="write a cache for this one"))
-    if found.layout.vocab_size != expected.layout.vocab_size:
-        rule = f"is about {found.layout.vocab_size} tokens, expected {expected.layout.vocab_size}"
-        faults.append(Fault(where=f"teacher cache {directory}", rule=rule))
-    return faults
+def key_errors(stored: CacheKey, expected: CacheKey, directory: Path) -> list[ConfigError]:
+    """Return the differences between a cache and the expected one."""
+    errors, where = [], f"teacher cache {directory}"
+    for name, meaning in {"weights": "teacher", "tokenizer": "tokenizer", "template": "chat template"}.items():
+        actual, wanted = getattr(stored, name), getattr(expected, name)
+        if actual != wanted:
+            rule = f"was made with another {meaning} ({actual[:12]}, expected {wanted[:12]})"
+            errors.append(ConfigError(where=where, rule=rule, fix="write a cache for this one"))
+    if stored.layout.vocab_size != expected.layout.vocab_size:
+        rule = f"has distributions over {stored.layout.vocab_size} tokens, expected {expected.layout.vocab_size}"
+        errors.append(ConfigError(where=where, rule=rule))
+    return errors
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,13 +71,9 @@ class CacheShard:
     file: str
     """Name inside the cache's directory."""
     rows: int
-    """Records in it."""
     samples: int
-    """Samples in it."""
     file_bytes: int
-    """Size of the whole file."""
     sha256: str
-    """Of the whole file."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,20 +86,20 @@ class _Manifest:
 
 
 def write_manifest(directory: Path, key: CacheKey, shards: Sequence[CacheShard]) -> None:
-    """Write what the cache holds, under a temporary name first.
+    """Write the list of a cache's files atomically.
 
     Raises:
-        ShardwrightError: the system refuses to write.
+        ShardwrightError: the file cannot be written.
     """
     content = {"schema_version": SCHEMA_VERSION, "key": asdict(key), "shards": [asdict(shard) for shard in shards]}
     write_files({MANIFEST: json.dumps(content, indent=1) + "\n"}, directory, force=True)
 
 
 def read_manifest(directory: Path) -> tuple[CacheKey, list[CacheShard]]:
-    """Return whose answers a directory holds, and its files.
+    """Return the key and the files of a cache.
 
     Raises:
-        RefusedInputError: no manifest, another version of it, or files that are not as it says.
+        RefusedInputError: no manifest, another version of it, or files of other sizes.
     """
     where = f"teacher cache {directory}"
     try:
@@ -113,47 +107,44 @@ def read_manifest(directory: Path) -> tuple[CacheKey, list[CacheShard]]:
         version = strict_json(content)["schema_version"]
         if version != SCHEMA_VERSION:
             rule = f"schema version {version}, this version reads {SCHEMA_VERSION}"
-            raise RefusedInputError(Fault(where=where, rule=rule, fix="write it again"))
+            raise RefusedInputError(ConfigError(where=where, rule=rule, fix="write the cache again"))
         manifest: _Manifest = TypeAdapter(_Manifest).validate_json(content, strict=True)
         key, shards = manifest.key, list(manifest.shards)
     except FileNotFoundError as error:
         rule = f"has no {MANIFEST}"
-        raise RefusedInputError(
-            Fault(where=where, rule=rule, fix="write one with shardwright cache-teacher")
-        ) from error
+        fix = "write a cache with shardwright cache-teacher"
+        raise RefusedInputError(ConfigError(where=where, rule=rule, fix=fix)) from error
+    except RefusedInputError:
+        raise
     except (ValueError, KeyError, TypeError) as error:
-        if isinstance(error, RefusedInputError):
-            raise
-        rule = f"cannot be read: {' '.join(str(error).split())[:300]}"
-        raise RefusedInputError(Fault(where=f"{where}/{MANIFEST}", rule=rule, fix="write the cache again")) from error
+        where, rule = f"{where}/{MANIFEST}", f"cannot be read: {' '.join(str(error).split())[:300]}"
+        raise RefusedInputError(ConfigError(where=where, rule=rule, fix="write the cache again")) from error
     check_names(str(directory / MANIFEST), [shard.file for shard in shards])
-    faults = []
+    errors = []
     for shard in shards:
         path = directory / shard.file
         size = path.stat().st_size if path.is_file() else None
         if size != shard.file_bytes:
             rule = f"must have {shard.file_bytes} bytes"
-            faults.append(Fault(where=str(path), value=size, rule=rule, fix="write the cache again"))
-    if faults:
-        raise RefusedInputError(faults)
+            errors.append(ConfigError(where=str(path), value=size, rule=rule, fix="write the cache again"))
+    if errors:
+        raise RefusedInputError(errors)
     return key, shards
 
 
 class TeacherCache:
-    """The stored answers of one teacher.
+    """Stored answers of a teacher.
 
-    Every position of every stored sample is a row; rows are numbered through all files. Files are mapped, not read.
+    Every position of every stored sample is a row, numbered over all files. Files are memory-mapped.
     """
 
     def __init__(self, directory: Path, key: CacheKey, shards: Sequence[CacheShard]) -> None:
         self.directory, self.key = directory, key
-        self._records: list[Any] = []
+        self._records: list[Array] = []
         self._first_rows = [0]
         self._samples: dict[bytes, tuple[int, int]] = {}
         for shard in shards:
-            arrays = _mapped(directory / shard.file)
-            if faults := _array_faults(arrays, shard, key.layout, str(directory / shard.file)):
-                raise RefusedInputError(faults)
+            arrays = _mapped(directory / shard.file, shard, key.layout)
             self._records.append(arrays["records"])
             for digest, start, length in zip(arrays["hashes"], arrays["starts"], arrays["lengths"], strict=True):
                 self._samples[digest.tobytes()] = (self._first_rows[-1] + int(start), int(length))
@@ -161,23 +152,23 @@ class TeacherCache:
 
     @classmethod
     def open(cls, directory: str | Path, expected: CacheKey | None = None) -> TeacherCache:
-        """Open a cache; with a key, refuse one that holds other answers.
+        """Open a cache; with a key, reject a cache of other answers.
 
         Raises:
-            RefusedInputError: it is damaged, or another teacher's; every mismatch is named.
+            RefusedInputError: it is damaged, or of another teacher; names all differences.
         """
         path = Path(directory)
         key, shards = read_manifest(path)
-        faults = key_faults(key, expected, path) if expected is not None else []
-        if faults:
-            raise RefusedInputError(faults)
+        errors = key_errors(key, expected, path) if expected is not None else []
+        if errors:
+            raise RefusedInputError(errors)
         return cls(path, key, shards)
 
     def __len__(self) -> int:
         return self._first_rows[-1]
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        """Processes that get a copy map the files themselves; mapped arrays would be sent whole."""
+    def __reduce__(self) -> tuple[object, ...]:
+        """Let other processes map the files themselves; pickled arrays would be sent in full."""
         return TeacherCache.open, (self.directory,)
 
     def __contains__(self, token_ids: Sequence[int]) -> bool:
@@ -189,37 +180,38 @@ class TeacherCache:
         Raises:
             UsageError: the sample was not stored.
         """
-        found = self._samples.get(sample_hash(token_ids))
-        if found is None:
-            rule = f"holds no sample that begins with {list(token_ids[:8])} and has {len(token_ids)} tokens"
+        rows = self._samples.get(sample_hash(token_ids))
+        if rows is None:
+            rule = f"has no sample of {len(token_ids)} tokens that starts with {list(token_ids[:8])}"
             fix = "cache the same data with the same --seq-len"
-            raise UsageError(Fault(where=f"teacher cache {self.directory}", rule=rule, fix=fix))
-        first, length = found
+            raise UsageError(ConfigError(where=f"teacher cache {self.directory}", rule=rule, fix=fix))
+        first, length = rows
         return list(range(first, first + length))
 
-    def answers(self, rows: Any) -> CachedAnswers:
-        """Return what rows hold, in their order.
+    def answers(self, rows: Sequence[int] | Array) -> CachedAnswers:
+        """Return the answers of rows, in their order.
 
         Raises:
-            UsageError: a row that is not there.
+            UsageError: a row that does not exist.
         """
         rows = np.asarray(rows, dtype=np.int64)
         if len(rows) and (rows.min() < 0 or rows.max() >= len(self)):
             bad = int(rows.min()) if rows.min() < 0 else int(rows.max())
             rule = f"a labelled position has row {bad}, the cache has 0 to {len(self) - 1}"
-            raise UsageError(Fault(where="teacher_rows", rule=rule, fix="wrap the dataset in CachedTeacherDataset"))
+            fix = "wrap the dataset in CachedTeacherDataset"
+            raise UsageError(ConfigError(where="teacher_rows", rule=rule, fix=fix))
         records = np.empty((len(rows), self.key.layout.record_bytes), dtype=np.uint8)
         owners = np.searchsorted(self._first_rows, rows, side="right") - 1
         for shard in np.unique(owners):
-            mine = owners == shard
-            records[mine] = self._records[shard][rows[mine] - self._first_rows[shard]]
+            in_shard = owners == shard
+            records[in_shard] = self._records[shard][rows[in_shard] - self._first_rows[shard]]
         return decode(records, self.key.layout)
 
     def read(self, rows_N: torch.Tensor, temperature: float) -> TopKTargets:
         """Return the teacher's answers at rows, on the device of `rows_N`.
 
         Raises:
-            UsageError: a row that is not there, or a temperature that was not stored.
+            UsageError: a row that does not exist, or a temperature that was not stored.
         """
         import torch
 
@@ -233,13 +225,13 @@ class TeacherCache:
         )
 
     def damaged_files(self) -> list[str]:
-        """Return the files whose content is not what was written; reads all of them."""
+        """Return the files that were changed after they were written; reads all of them."""
         _, shards = read_manifest(self.directory)
         return [shard.file for shard in shards if file_sha256(self.directory / shard.file) != shard.sha256]
 
 
 class CachedTeacherDataset:
-    """A dataset whose samples carry the rows of their teacher's answers, as `teacher_rows`."""
+    """Dataset that adds the rows of the teacher's answers to each sample, as `teacher_rows`."""
 
     def __init__(self, dataset: Any, cache: TeacherCache) -> None:
         self._dataset, self._cache = dataset, cache
@@ -259,35 +251,16 @@ def file_sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _array_faults(arrays: Mapping[str, Any], shard: CacheShard, layout: RecordFormat, where: str) -> list[Fault]:
-    """Return which arrays of a file are not as the manifest says, or name rows that it does not have."""
-    samples = (shard.samples,)
-    expected = {
-        "records": (np.uint8, (shard.rows, layout.record_bytes)),
-        "hashes": (np.uint8, (*samples, *arrays["hashes"].shape[1:])),
-        "starts": (np.int64, samples),
-        "lengths": (np.int64, samples),
-    }
-    faults = [
-        Fault(where=where, value=name, rule=f"is {array.dtype} of shape {list(array.shape)}", fix=f"expected {wanted}")
-        for name, (kind, shape) in expected.items()
-        if (array := arrays[name]).dtype != kind or array.shape != shape
-        for wanted in [f"{np.dtype(kind)} of shape {list(shape)}; write the cache again"]
-    ]
-    if not faults:
-        starts, lengths = arrays["starts"], arrays["lengths"]
-        outside = (starts < 0) | (lengths < 0) | (lengths > shard.rows) | (starts > shard.rows - lengths)
-        if outside.any():
-            rule = f"{int(outside.sum())} samples have rows that are not there"
-            faults = [Fault(where=where, rule=rule, fix="write the cache again")]
-    return faults
+def _mapped(path: Path, shard: CacheShard, layout: RecordFormat) -> dict[str, Array]:
+    """Return the arrays of a file, memory-mapped; safetensors' own reader would load full arrays.
 
-
-def _mapped(path: Path) -> dict[str, Any]:
-    """Return the arrays of a file, mapped into memory; safetensors' own reader loads a whole array at once."""
+    Raises:
+        RefusedInputError: arrays that differ from the manifest, or samples with rows that do not exist.
+    """
+    where, fix = str(path), "write the cache again"
     kinds = {"U8": np.uint8, "I64": np.int64}
     arrays = {
-        # An array without elements cannot be mapped.
+        # An empty array cannot be mapped.
         name: np.memmap(path, dtype=kinds[tensor.dtype], mode="r", offset=tensor.first_byte, shape=tensor.shape)
         if tensor.elements
         else np.empty(tensor.shape, dtype=kinds[tensor.dtype])
@@ -295,5 +268,26 @@ def _mapped(path: Path) -> dict[str, Any]:
         if tensor.dtype in kinds
     }
     if missing := sorted({"records", "hashes", "starts", "lengths"} - arrays.keys()):
-        raise RefusedInputError(Fault(where=str(path), value=missing, rule="holds none", fix="write the cache again"))
+        raise RefusedInputError(ConfigError(where=where, value=missing, rule="arrays are missing", fix=fix))
+    samples = (shard.samples,)
+    expected = {
+        "records": (np.uint8, (shard.rows, layout.record_bytes)),
+        "hashes": (np.uint8, (*samples, *arrays["hashes"].shape[1:])),
+        "starts": (np.int64, samples),
+        "lengths": (np.int64, samples),
+    }
+    errors = []
+    for name, (kind, shape) in expected.items():
+        array = arrays[name]
+        if array.dtype != kind or array.shape != shape:
+            rule = f"is {array.dtype} of shape {list(array.shape)}, expected {np.dtype(kind)} of shape {list(shape)}"
+            errors.append(ConfigError(where=where, value=name, rule=rule, fix=fix))
+    if not errors:
+        starts, lengths = arrays["starts"], arrays["lengths"]
+        outside = (starts < 0) | (lengths < 0) | (lengths > shard.rows) | (starts > shard.rows - lengths)
+        if outside.any():
+            rule = f"{int(outside.sum())} samples have rows that do not exist"
+            errors.append(ConfigError(where=where, rule=rule, fix=fix))
+    if errors:
+        raise RefusedInputError(errors)
     return arrays

@@ -1,1 +1,1 @@
-"""`shardwright distill`: enter by `run.py`; `run_inputs.py` prepares, `worker.py` runs on every rank."""
+"""`shardwright distill`: `task.py` checks, plans and runs; `rank.py` runs on every rank."""

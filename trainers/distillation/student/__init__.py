@@ -1,1 +1,1 @@
-"""A smaller student out of a teacher: enter by `maker.py`."""
+"""Smaller students made from a teacher; the entry point is `maker.py`."""

@@ -1,14 +1,19 @@
-"""Layers of a teacher that a student keeps, and the changes of config and tensor names that follow."""
+"""Layers of a teacher that a student keeps, and the axes of each family's tensors."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Literal
 
-from ....ds_configs.shrink.layers import LAYER_COUNTS
-from ....ds_configs.specs.errors import Fault, UsageError
+from ....ds_configs.shrink.config import LAYER_COUNTS
+from ....ds_configs.specs.errors import ConfigError, UsageError
+from .request import Widths
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedConfig, PreTrainedModel
 
 _LAYER_INDICES = ("mlp_only_layers", "moe_layers", "attn_layer_indices", "cross_attention_layers", "hybrid_layer_ids")
 _THRESHOLDS = ("first_k_dense_replace", "max_window_layers")
@@ -18,14 +23,14 @@ _POSITION = re.compile(r"layer_(idx|index|id|number)$")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LayerStack:
-    """The one list of layers of a model."""
+    """The list of layers of a model."""
 
     path: str
     """Name of the list, without the prefix of the base model."""
     count: int
     """Layers in it."""
     base_prefix: str
-    """Attribute that holds the base model in models with a head; checkpoints may leave it out."""
+    """Attribute of the base model in models with a head; checkpoints may omit it."""
 
     def canonical(self, name: str) -> str:
         """Return a tensor's or module's name without the prefix of the base model."""
@@ -37,7 +42,7 @@ class LayerStack:
         return int(match[1]) if match else None
 
     def renamed(self, name: str, kept: Sequence[int]) -> str | None:
-        """Return a tensor's name in the student, or `None` when its layer is left out."""
+        """Return a tensor's name in the student, or `None` if its layer is removed."""
         layer = self.layer_of(name)
         if layer is None:
             return name
@@ -61,7 +66,7 @@ def uniform_layers(total: int, kept: int) -> tuple[int, ...]:
     return tuple((2 * index * (total - 1) + kept - 1) // (2 * (kept - 1)) for index in range(kept))
 
 
-def layer_stack(model: Any) -> LayerStack:
+def layer_stack(model: PreTrainedModel) -> LayerStack:
     """Return the stack of layers of a Transformers model.
 
     Raises:
@@ -75,15 +80,15 @@ def layer_stack(model: Any) -> LayerStack:
     outer = [name for name in lists if not any(name.startswith(f"{other}.") for other in lists)]
     if len(outer) != 1 or getattr(config, "is_encoder_decoder", False) or config.get_text_config() is not config:
         rule = "layers and widths can only be cut from a model with one plain stack of layers"
-        raise UsageError(Fault(where="teacher", value=type(model).__name__, rule=rule))
+        raise UsageError(ConfigError(where="teacher", value=type(model).__name__, rule=rule))
     prefix = model.base_model_prefix
     path = outer[0].removeprefix(f"{prefix}.") if prefix else outer[0]
     return LayerStack(path=path, count=total, base_prefix=prefix)
 
 
-def layer_changes(config: Mapping[str, Any], kept: Sequence[int], total: int) -> dict[str, Any]:
-    """Return the fields of a config, given with all its defaults, that change when only layers `kept` stay."""
-    changes: dict[str, Any] = {}
+def layer_changes(config: Mapping[str, object], kept: Sequence[int], total: int) -> dict[str, object]:
+    """Return the fields of a config (with all defaults) that change when only layers `kept` stay."""
+    changes: dict[str, object] = {}
     for name, value in config.items():
         if name in _LAYER_INDICES and isinstance(value, list):
             changes[name] = [new for new, old in enumerate(kept) if old in value]
@@ -96,33 +101,182 @@ def layer_changes(config: Mapping[str, Any], kept: Sequence[int], total: int) ->
     return changes
 
 
-def unlike_layers(teacher: Any, student: Any, stack: LayerStack, kept: Sequence[int]) -> list[Fault]:
-    """Return a fault for each layer of a student of the same widths that is built otherwise than the teacher's."""
-    faults = []
+def unlike_layers(
+    teacher: PreTrainedModel, student: PreTrainedModel, stack: LayerStack, kept: Sequence[int]
+) -> list[ConfigError]:
+    """Return an error for each layer of a student of the same widths that is built differently from the teacher's."""
+    errors = []
+    teacher_modules, student_modules = (
+        {stack.canonical(name): module for name, module in model.named_modules()} for model in (teacher, student)
+    )
     for new, old in enumerate(kept):
-        before, after = (_fingerprint(_layer(model, stack, index)) for model, index in ((teacher, old), (student, new)))
+        before = _structure(teacher_modules[f"{stack.path}.{old}"])
+        after = _structure(student_modules[f"{stack.path}.{new}"])
         if before != after:
-            rule = f"would become layer {new}, which this family builds otherwise ({_difference(before, after)})"
-            fix = "keep layers in whole periods of the pattern with --keep-layers"
-            faults.append(Fault(where="layer", value=old, rule=rule, fix=fix))
-    return faults
+            name = min(name for name in before.keys() | after.keys() if before.get(name) != after.get(name))
+            difference = f"{name}: {before.get(name)} and {after.get(name)}"
+            rule = f"would become layer {new}, which this family builds differently ({difference})"
+            fix = "keep full periods of the layer pattern with --keep-layers"
+            errors.append(ConfigError(where="layer", value=old, rule=rule, fix=fix))
+    return errors
 
 
-def _layer(model: Any, stack: LayerStack, index: int) -> Any:
-    names = {stack.canonical(name): module for name, module in model.named_modules()}
-    return names[f"{stack.path}.{index}"]
-
-
-def _fingerprint(layer: Any) -> dict[str, Any]:
-    """Return the shapes of a layer and the plain values that its modules hold, but for its position."""
-    found: dict[str, Any] = {name: tuple(parameter.shape) for name, parameter in layer.named_parameters()}
+def _structure(layer: torch.nn.Module) -> dict[str, object]:
+    """Return the shapes of a layer and the plain attributes of its modules, except its position."""
+    values: dict[str, object] = {name: tuple(parameter.shape) for name, parameter in layer.named_parameters()}
     for name, module in layer.named_modules():
         for key, value in vars(module).items():
             if isinstance(value, bool | int | float | str) and not key.startswith("_") and not _POSITION.search(key):
-                found[f"{name}.{key}".lstrip(".")] = value
-    return found
+                values[f"{name}.{key}".lstrip(".")] = value
+    return values
 
 
-def _difference(before: Mapping[str, Any], after: Mapping[str, Any]) -> str:
-    name = min(name for name in before.keys() | after.keys() if before.get(name) != after.get(name))
-    return f"{name}: {before.get(name)} and {after.get(name)}"
+Axis = Literal["hidden", "intermediate", "query", "key", "value", "query_key_value", "other"]
+Side = Literal["writes", "reads", "norm", ""]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TensorRule:
+    """Axes of the tensors with a name."""
+
+    name: re.Pattern[str]
+    """Matches the end of a tensor's name."""
+    axes: tuple[Axis, ...]
+    """Meaning of each axis; other axes are not changed."""
+    side: Side = ""
+    """Whether the tensor writes to the residual stream, reads from it, or is the gain or bias of a norm on it."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WidthFamily:
+    """Names and axes of the tensors of a family whose widths can be cut."""
+
+    rules: tuple[TensorRule, ...]
+    """The first match applies; a tensor without a match does not belong to the family."""
+    mlp_output: str
+    """Module of a layer whose inputs are the intermediate channels."""
+    attention_output: str
+    """Module of a layer whose inputs are the heads."""
+    coupled: bool
+    """Whether heads · head_dim must be the hidden size."""
+    centred: bool
+    """Whether norms subtract the mean."""
+    fields: Mapping[str, str]
+    """Fields of the config for each size of `Widths`."""
+
+    def rule(self, name: str) -> TensorRule | None:
+        """Return the rule of a tensor, or `None`."""
+        return next((rule for rule in self.rules if rule.name.search(name)), None)
+
+
+def _rule(name: str, *axes: Axis, side: Side = "") -> TensorRule:
+    return TensorRule(name=re.compile(rf"(?:^|\.)(?:{name})$"), axes=axes, side=side)
+
+
+_SCALE, _SHIFT = "(?:weight|gamma)", "(?:bias|beta)"
+
+_LLAMA = (
+    _rule(r"embed_tokens\.weight", "other", "hidden", side="writes"),
+    _rule(r"(?:q|k)_norm\.weight", "other"),
+    _rule(r"(?:\w+_layernorm|norm)\.weight", "hidden", side="norm"),
+    _rule(r"self_attn\.q_proj\.weight", "query", "hidden", side="reads"),
+    _rule(r"self_attn\.k_proj\.weight", "key", "hidden", side="reads"),
+    _rule(r"self_attn\.v_proj\.weight", "value", "hidden", side="reads"),
+    _rule(r"self_attn\.o_proj\.weight", "hidden", "query", side="writes"),
+    _rule(r"self_attn\.q_proj\.bias", "query"),
+    _rule(r"self_attn\.k_proj\.bias", "key"),
+    _rule(r"self_attn\.v_proj\.bias", "value"),
+    _rule(r"mlp\.(?:gate|up)_proj\.weight", "intermediate", "hidden", side="reads"),
+    _rule(r"mlp\.(?:gate|up)_proj\.bias", "intermediate"),
+    _rule(r"mlp\.down_proj\.weight", "hidden", "intermediate", side="writes"),
+    _rule(r"(?:mlp\.down_proj|self_attn\.o_proj)\.bias", "hidden", side="writes"),
+    _rule(r"(?:lm_head|score|classifier|qa_outputs)\.weight", "other", "hidden", side="reads"),
+    _rule(r"(?:lm_head|score|classifier|qa_outputs)\.bias|rotary_emb\.inv_freq", "other"),
+)
+_GPT2 = (
+    _rule(r"w[tp]e\.weight", "other", "hidden", side="writes"),
+    _rule(rf"ln_(?:1|2|f)\.(?:{_SCALE}|{_SHIFT})", "hidden", side="norm"),
+    _rule(r"attn\.c_attn\.weight", "hidden", "query_key_value", side="reads"),
+    _rule(r"attn\.c_attn\.bias", "query_key_value"),
+    _rule(r"attn\.c_proj\.weight", "query", "hidden", side="writes"),
+    _rule(r"mlp\.c_fc\.weight", "hidden", "intermediate", side="reads"),
+    _rule(r"mlp\.c_fc\.bias", "intermediate"),
+    _rule(r"mlp\.c_proj\.weight", "intermediate", "hidden", side="writes"),
+    _rule(r"(?:attn|mlp)\.c_proj\.bias", "hidden", side="writes"),
+    _rule(r"(?:lm_head|score|classifier)\.weight", "other", "hidden", side="reads"),
+    _rule(r"classifier\.bias", "other"),
+    _rule(r"attn\.(?:masked_)?bias", "other"),
+)
+_BERT = (
+    _rule(r"embeddings\.\w+_embeddings\.weight", "other", "hidden", side="writes"),
+    _rule(rf"LayerNorm\.(?:{_SCALE}|{_SHIFT})", "hidden", side="norm"),
+    _rule(r"attention\.self\.query\.weight", "query", "hidden", side="reads"),
+    _rule(r"attention\.self\.key\.weight", "key", "hidden", side="reads"),
+    _rule(r"attention\.self\.value\.weight", "value", "hidden", side="reads"),
+    _rule(r"attention\.self\.query\.bias", "query"),
+    _rule(r"attention\.self\.key\.bias", "key"),
+    _rule(r"attention\.self\.value\.bias", "value"),
+    _rule(r"attention\.output\.dense\.weight", "hidden", "query", side="writes"),
+    _rule(r"intermediate\.dense\.weight", "intermediate", "hidden", side="reads"),
+    _rule(r"intermediate\.dense\.bias", "intermediate"),
+    _rule(r"layer\.\d+\.output\.dense\.weight", "hidden", "intermediate", side="writes"),
+    _rule(r"output\.dense\.bias", "hidden", side="writes"),
+    _rule(r"(?:pooler|transform)\.dense\.weight", "hidden", "hidden", side="reads"),
+    _rule(r"(?:pooler|transform)\.dense\.bias", "hidden"),
+    _rule(r"(?:decoder|seq_relationship|classifier|qa_outputs)\.weight", "other", "hidden", side="reads"),
+    _rule(r"(?:predictions|decoder|seq_relationship|classifier|qa_outputs)\.bias|position_ids", "other"),
+)
+_USUAL = {name: name for name in ("hidden_size", "intermediate_size")} | {"heads": "num_attention_heads"}
+_LLAMA_LIKE = WidthFamily(
+    rules=_LLAMA,
+    mlp_output="mlp.down_proj",
+    attention_output="self_attn.o_proj",
+    coupled=False,
+    centred=False,
+    fields=_USUAL | {"key_value_heads": "num_key_value_heads"},
+)
+
+WIDTH_FAMILIES: Mapping[str, WidthFamily] = {
+    "llama": _LLAMA_LIKE,
+    "mistral": _LLAMA_LIKE,
+    "qwen2": _LLAMA_LIKE,
+    "qwen3": _LLAMA_LIKE,
+    "gpt2": WidthFamily(
+        rules=_GPT2,
+        mlp_output="mlp.c_proj",
+        attention_output="attn.c_proj",
+        coupled=True,
+        centred=True,
+        fields={"hidden_size": "n_embd", "intermediate_size": "n_inner", "heads": "n_head"},
+    ),
+    "bert": WidthFamily(
+        rules=_BERT,
+        mlp_output="output.dense",
+        attention_output="attention.output.dense",
+        coupled=True,
+        centred=True,
+        fields=_USUAL,
+    ),
+}
+"""Families by `model_type`."""
+
+
+def teacher_widths(config: PreTrainedConfig) -> Widths:
+    """Return the widths of a Transformers config of one of the families, defaults included."""
+    hidden_size, heads = config.hidden_size, config.num_attention_heads
+    inner = getattr(config, "intermediate_size", None) or getattr(config, "n_inner", None)
+    return Widths(
+        hidden_size=hidden_size,
+        intermediate_size=inner or 4 * hidden_size,
+        heads=heads,
+        key_value_heads=getattr(config, "num_key_value_heads", None) or heads,
+        head_dim=getattr(config, "head_dim", None) or hidden_size // heads,
+    )
+
+
+def width_changes(family: WidthFamily, student: Widths) -> dict[str, int]:
+    """Return the fields of the config with the student's widths."""
+    changes = {field: getattr(student, name) for name, field in family.fields.items()}
+    if not family.coupled:
+        changes["head_dim"] = student.head_dim
+    return changes

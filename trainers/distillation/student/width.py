@@ -1,59 +1,244 @@
-"""Cuts channels and heads out of a teacher's tensors, the same ones wherever they occur.
-
-Norms see fewer channels: their mean square over what is left differs from that over all. Each gain is multiplied by
-√((Σ_kept e / H') / (Σ e / H)), e being a channel's mean square before the norm, so that what stays has the size it had.
-Channels that are zero everywhere can thus be cut without any change of the output.
-"""
+"""Channels and heads that a student keeps: their importance, and the slicing of a teacher's tensors."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from .families import Axis, WidthFamily
-from .importance import Scores
-from .layers import LayerStack
+from ....plugins.huggingface_hub.hub import ModelSource
+from ....plugins.transformers.sound_model import check_config, refused_by_name
+from ...data.models import StartingModel, load_tokenizer
+from ...data.sources import pack, read_documents
+from .layers import Axis, LayerStack, WidthFamily
 from .request import Widths
 
 if TYPE_CHECKING:
     import torch
+    from torch.utils.hooks import RemovableHandle
+    from transformers import PreTrainedModel
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scores:
+    """Importance of everything that a narrower width may remove; larger values stay."""
+
+    hidden_H: torch.Tensor
+    """Channels of the residual stream, fp64."""
+    intermediate: dict[int, torch.Tensor]
+    """Channels of each layer's MLP, by the layer's number."""
+    heads: dict[int, torch.Tensor]
+    """Query heads of each layer."""
+    energies: dict[str, torch.Tensor] = field(default_factory=dict)
+    """Mean square of each hidden channel before each norm, by the norm's name without the base model's prefix."""
+    residual_energy_H: torch.Tensor
+    """The same, for norms that were not measured."""
+
+
+def magnitude_scores(
+    tensors: Iterable[tuple[str, torch.Tensor]], family: WidthFamily, stack: LayerStack, widths: Widths, *, tied: bool
+) -> Scores:
+    """Return importance from the weights.
+
+    A channel of the MLP: the product of the norms of the weights that produce it and that read it. A head: the product
+    of the Frobenius norms of its value and output weights. A channel of the residual stream: the norm of all weights
+    that write to it times the norm of all that read it. A channel that is never written or never read scores zero.
+    """
+    import torch
+
+    zeros_H = torch.zeros(widths.hidden_size, dtype=torch.float64)
+    written_H, read_H = zeros_H.clone(), zeros_H.clone()
+    squares: dict[tuple[int, str, str], Any] = defaultdict(float)
+    for name, tensor in tensors:
+        rule, layer = family.rule(name), stack.layer_of(name)
+        if rule is None or not tensor.is_floating_point():
+            continue
+        for axis, meaning in enumerate(rule.axes[: tensor.dim()]):
+            if meaning == "other" or (meaning == "hidden" and rule.side not in ("writes", "reads")):
+                continue
+            energy = tensor.double().square()
+            if tensor.dim() > 1:
+                energy = energy.sum(dim=[other for other in range(tensor.dim()) if other != axis])
+            if meaning != "hidden":
+                assert layer is not None, "only layers have channels and heads"
+                squares[layer, name.rpartition(".")[0], meaning] += energy
+                continue
+            table = layer is None and tensor.dim() == 2
+            if rule.side == "writes":
+                written_H += energy / (tensor.shape[1 - axis] if table else 1)
+            if rule.side == "reads" or (tied and table):
+                read_H += energy / (tensor.shape[1 - axis] if table else 1)
+    return Scores(
+        hidden_H=(written_H * read_H).sqrt(),
+        intermediate={
+            number: torch.stack(
+                [value for (layer, _, axis), value in squares.items() if (layer, axis) == (number, "intermediate")]
+            )
+            .sqrt()
+            .prod(dim=0)
+            for number in range(stack.count)
+        },
+        heads=_head_scores(squares, family, stack.count, widths),
+        residual_energy_H=written_H,
+    )
+
+
+def _head_scores(
+    squares: dict[tuple[int, str, str], torch.Tensor], family: WidthFamily, layers: int, widths: Widths
+) -> dict[int, torch.Tensor]:
+    scores = {}
+    for (layer, _, axis), value in squares.items():
+        if axis == "value":
+            values_G = value.view(widths.key_value_heads, widths.head_dim).sum(1)
+        elif axis == "query_key_value":
+            values_G = value.view(3, widths.heads, widths.head_dim)[2].sum(1)
+        else:
+            continue
+        values_A = values_G.repeat_interleave(widths.heads // widths.key_value_heads)
+        path = next(m for at, m, a in squares if at == layer and a == "query" and m.endswith(family.attention_output))
+        outputs_A = squares[layer, path, "query"].view(widths.heads, widths.head_dim).sum(1)
+        scores[layer] = (values_A * outputs_A).sqrt()
+    assert len(scores) == layers
+    return scores
+
+
+def activation_scores(
+    model: PreTrainedModel,
+    batches: Sequence[dict[str, torch.Tensor]],
+    family: WidthFamily,
+    stack: LayerStack,
+    widths: Widths,
+) -> Scores:
+    """Return importance from a teacher's activations on token batches.
+
+    A channel of the MLP: mean over tokens of |a| ‖w‖₂, the norm of what it adds to the residual stream, where w are the
+    weights that read it. A head: mean of ‖W a‖₂, likewise. A channel of the residual stream: mean |x| after every norm,
+    each divided by its mean over channels, summed (Muralidharan et al. 2024, arXiv 2407.14679, §2.2).
+    """
+    import torch
+
+    meter = _Meter(family=family, widths=widths)
+    with ExitStack() as hooks, torch.no_grad():
+        for name, module in model.named_modules():
+            own = stack.canonical(name)
+            layer = stack.layer_of(own + ".")
+            for hook in meter.hooks_of(own, module, layer, stack):
+                hooks.callback(hook.remove)
+        model.eval()
+        for batch in batches:
+            model(**batch)
+    means = {name: total_H / meter.tokens[name] for name, total_H in meter.outputs.items()}
+    energies = {name: total_H / meter.tokens[name] for name, total_H in meter.energies.items()}
+    measured = torch.stack(list(energies.values()))
+    return Scores(
+        hidden_H=sum((mean_H / mean_H.mean() for mean_H in means.values()), torch.zeros(widths.hidden_size).double()),
+        intermediate=meter.channels,
+        heads=meter.heads,
+        energies=energies,
+        residual_energy_H=measured.mean(dim=0),
+    )
+
+
+@dataclass(kw_only=True)
+class _Meter:
+    """Sums of activations over tokens; dividing by their number would not change the order within a layer."""
+
+    family: WidthFamily
+    widths: Widths
+    channels: dict[int, Any] = field(default_factory=lambda: defaultdict(float))
+    heads: dict[int, Any] = field(default_factory=lambda: defaultdict(float))
+    outputs: dict[str, Any] = field(default_factory=lambda: defaultdict(float))
+    energies: dict[str, Any] = field(default_factory=lambda: defaultdict(float))
+    tokens: dict[str, int] = field(default_factory=lambda: defaultdict(int))
+
+    def hooks_of(
+        self, name: str, module: torch.nn.Module, layer: int | None, stack: LayerStack
+    ) -> list[RemovableHandle]:
+        """Attach the hooks that measure a module; most modules get none."""
+        if layer is not None:
+            inside = name.removeprefix(f"{stack.path}.{layer}.")
+            hook: Callable[..., None] | None = {
+                self.family.mlp_output: partial(self._channels, layer),
+                self.family.attention_output: partial(self._heads, layer),
+            }.get(inside)
+            if hook is not None:
+                return [module.register_forward_pre_hook(hook)]
+        rule = self.family.rule(f"{name}.weight")
+        if rule is not None and rule.side == "norm":
+            return [module.register_forward_hook(partial(self._norm, name))]
+        return []
+
+    def _channels(self, layer: int, module: torch.nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
+        activations_NI = inputs[0].flatten(0, -2)
+        norms_I = _input_rows(module).float().norm(dim=1)
+        self.channels[layer] += (activations_NI.float().abs().sum(dim=0) * norms_I).double().cpu()
+
+    def _heads(self, layer: int, module: torch.nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
+        import torch
+
+        activations_NAD = inputs[0].flatten(0, -2).float().unflatten(-1, (self.widths.heads, self.widths.head_dim))
+        weight_ADH = _input_rows(module).float().unflatten(0, (self.widths.heads, self.widths.head_dim))
+        added = [(activations_NAD[:, a] @ weight_ADH[a]).norm(dim=1).sum() for a in range(self.widths.heads)]
+        self.heads[layer] += torch.stack(added).double().cpu()
+
+    def _norm(
+        self, name: str, module: torch.nn.Module, inputs: tuple[torch.Tensor, ...], output_BSH: torch.Tensor
+    ) -> None:
+        stream_NH = inputs[0].flatten(0, -2).float()
+        if self.family.centred:
+            stream_NH = stream_NH - stream_NH.mean(dim=-1, keepdim=True)
+        self.energies[name] += stream_NH.square().sum(dim=0).double().cpu()
+        self.outputs[name] += output_BSH.flatten(0, -2).float().abs().sum(dim=0).double().cpu()
+        self.tokens[name] += len(stream_NH)
+
+
+def _input_rows(module: torch.nn.Module) -> torch.Tensor:
+    """Return a weight as [in, out]."""
+    from torch.nn import Linear
+
+    weight: torch.Tensor = module.weight
+    return weight.t() if isinstance(module, Linear) else weight
 
 
 @dataclass(frozen=True, kw_only=True)
 class KeptWidths:
-    """Kept channels and heads of every width, as ascending indices."""
+    """Ascending indices of the kept channels and heads."""
 
     hidden: torch.Tensor
     """Channels of the residual stream."""
     intermediate: dict[int, torch.Tensor]
     """Channels of each layer's MLP, by the teacher's number of the layer."""
     heads: dict[int, torch.Tensor]
-    """Query heads of each layer; those of one key/value head stand together."""
+    """Query heads of each layer, grouped by key/value head."""
     key_value_heads: dict[int, torch.Tensor]
     """Key/value heads of each layer."""
 
 
-def best(scores: torch.Tensor, count: int) -> torch.Tensor:
+def _best(scores: torch.Tensor, count: int) -> torch.Tensor:
     """Return the indices of the `count` largest scores, ascending; the lower index wins a tie."""
     return scores.argsort(descending=True, stable=True)[:count].sort().values
 
 
 def kept_widths(scores: Scores, teacher: Widths, student: Widths) -> KeptWidths:
-    """Choose what stays: in each layer the key/value heads with the best query heads, and of those the best ones."""
+    """Keep the key/value heads of each layer with the best query heads, and the best query heads of those."""
     import torch
 
     group, kept_group = (w.heads // w.key_value_heads for w in (teacher, student))
     heads, key_value_heads = {}, {}
     for layer, scores_A in scores.heads.items():
         grouped = scores_A.view(teacher.key_value_heads, group)
-        members = [best(row, kept_group) for row in grouped]
+        members = [_best(row, kept_group) for row in grouped]
         together = torch.stack([row[kept].sum() for row, kept in zip(grouped, members, strict=True)])
-        groups = best(together, student.key_value_heads)
+        groups = _best(together, student.key_value_heads)
         key_value_heads[layer] = groups
         heads[layer] = torch.cat([int(g) * group + members[int(g)] for g in groups])
     return KeptWidths(
-        hidden=best(scores.hidden_H, student.hidden_size),
-        intermediate={n: best(scores_I, student.intermediate_size) for n, scores_I in scores.intermediate.items()},
+        hidden=_best(scores.hidden_H, student.hidden_size),
+        intermediate={n: _best(scores_I, student.intermediate_size) for n, scores_I in scores.intermediate.items()},
         heads=heads,
         key_value_heads=key_value_heads,
     )
@@ -61,7 +246,7 @@ def kept_widths(scores: Scores, teacher: Widths, student: Widths) -> KeptWidths:
 
 @dataclass(frozen=True, kw_only=True)
 class WidthCutter:
-    """Cuts tensors by name."""
+    """Slices tensors by name."""
 
     family: WidthFamily
     stack: LayerStack
@@ -70,7 +255,7 @@ class WidthCutter:
     scores: Scores
 
     def cut(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a tensor of the teacher with the student's widths, and with its gain corrected if it is a norm's."""
+        """Return a tensor of the teacher with the student's widths; the gain of a norm is corrected."""
         rule = self.family.rule(name)
         assert rule is not None, "names are checked before anything is cut"
         layer = self.stack.layer_of(name)
@@ -79,7 +264,11 @@ class WidthCutter:
             if indices is not None:
                 tensor = tensor.index_select(axis, indices)
         if rule.side == "norm" and name.endswith((".weight", ".gamma")):
-            tensor = (tensor.double() * self._gain(name.rpartition(".")[0])).to(tensor.dtype)
+            # The mean square that the norm divides by changes with the channels.
+            norm = self.stack.canonical(name.rpartition(".")[0])
+            energy_H = self.scores.energies.get(norm, self.scores.residual_energy_H)
+            before, after = float(energy_H.mean()), float(energy_H[self.kept.hidden].mean())
+            tensor = (tensor.double() * ((after / before) ** 0.5 if before > 0 else 1.0)).to(tensor.dtype)
         return tensor
 
     def _indices(self, meaning: Axis, layer: int | None) -> torch.Tensor | None:
@@ -100,13 +289,41 @@ class WidthCutter:
         parts = [heads + part * self.teacher.heads for part in range(3)]
         return _channels_of(torch.cat(parts), self.teacher.head_dim)
 
-    def _gain(self, norm: str) -> float:
-        energy_H = self.scores.energies.get(self.stack.canonical(norm), self.scores.residual_energy_H)
-        whole = float(energy_H.mean())
-        return (float(energy_H[self.kept.hidden].mean()) / whole) ** 0.5 if whole > 0 else 1.0
-
 
 def _channels_of(heads: torch.Tensor, head_dim: int) -> torch.Tensor:
     import torch
 
     return (heads[:, None] * head_dim + torch.arange(head_dim)).flatten()
+
+
+MAX_SAMPLE_TOKENS = 512
+MAX_SAMPLES = 64
+_SAMPLES_PER_BATCH = 4
+
+
+def teacher_with_batches(
+    directory: Path, source: ModelSource, text: tuple[Path, ...]
+) -> tuple[PreTrainedModel, list[dict[str, torch.Tensor]]]:
+    """Return the teacher in evaluation mode, on a GPU if there is one, and up to 64 samples of up to 512 tokens.
+
+    The samples are spread over the text, which defaults to Python's help topics.
+
+    Raises:
+        UsageError: a text cannot be read, or is shorter than one sample.
+    """
+    import torch
+    import transformers
+
+    architecture = (source.config.get("architectures") or ["AutoModel"])[0]
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    loader = getattr(transformers, architecture)
+    check_config(str(directory))
+    with refused_by_name(str(directory)):
+        model = loader.from_pretrained(str(directory), trust_remote_code=False, use_safetensors=True, dtype="auto")
+    model = model.to(device).eval()
+    positions = getattr(model.config, "max_position_embeddings", None) or MAX_SAMPLE_TOKENS
+    tokenizer = load_tokenizer(StartingModel(model=str(directory)), model.config.vocab_size)
+    samples = pack(read_documents(text), tokenizer, min(MAX_SAMPLE_TOKENS, positions))
+    spread = samples[:: -(-len(samples) // MAX_SAMPLES)]
+    rows_NT = torch.stack([sample["input_ids"] for sample in spread]).to(device)
+    return model, [{"input_ids": part_BT} for part_BT in rows_NT.split(_SAMPLES_PER_BATCH)]

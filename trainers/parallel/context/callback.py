@@ -1,48 +1,60 @@
-"""Torch context parallelism under FSDP2 through the Trainer: checks, Accelerate's configuration, batches that fit."""
+"""Torch context parallelism under FSDP2 for the Trainer: checks, Accelerate's configuration and a padding collator."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from ....ds_configs.legality.context import context_parallel_faults
-from ....ds_configs.legality.sequence import equal_head_widths
-from ....ds_configs.specs.errors import Fault, UsageError
-from ....plugins.accelerate.cpu_ranks import engine_from_environment
-from ....plugins.accelerate.ring_attention_cpu import enable_cpu_ring_attention
-from ..sequence.checks import attention_window, base_model, parallelism_faults, reading_faults, rotation
+from ....ds_configs.legality.axes import context_parallel_errors
+from ....ds_configs.specs.errors import ConfigError, UsageError
+from ....ds_configs.specs.layout import Engine, Layout
+from ....ds_configs.specs.model import ModelTraits, equal_head_widths
+from ....plugins import patches
+from ....plugins.accelerate.cpu_ranks import enable_cpu_ring_attention, engine_from_environment
+from ...counting.counts import UNPADDED
+from ..sequence.checks import attention_window, base_model, parallelism_errors, reading_errors, rotation
 from ..sequence.shards import ATTENTION_MASK, POSITION_IDS, mask_dimensions, padding_and_packing
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, Trainer, TrainingArguments
+
 _EVALUATION = (
-    "is wrong under context parallelism: ranks of a sequence count as samples of their own (transformers 5.17.0)"
+    "is wrong under context parallelism: each rank of a sequence counts as its own sample (transformers 5.17.0)"
 )
 _EVALUATE_ELSEWHERE = "evaluate the saved model with cp = 1, or use sp with DeepSpeed"
+_OWN_LOSS = "computes a loss from shards of sequences, in which labels cannot be shifted"
+_ELSEWHERE = "use sp with DeepSpeed"
 _FILLS = {"labels": -100, "shift_labels": -100}
 
 
-def prepare_context_parallel(training_arguments: Any, model: Any, context_parallel_size: int) -> None:
-    """Check everything and tell Accelerate; call it before the Trainer is made.
+def prepare_context_parallel(
+    training_arguments: TrainingArguments, model: PreTrainedModel, context_parallel_size: int
+) -> None:
+    """Check the model and the layout, and configure Accelerate; call it before the Trainer is created.
 
     Raises:
-        UsageError: model or arguments forbid it; all faults at once.
+        UsageError: model or arguments do not support it; lists all errors.
     """
     from accelerate import ParallelismConfig
     from accelerate.utils import TorchContextParallelConfig
 
-    size, given = context_parallel_size, training_arguments.parallelism_config
-    replicas = _replicas(given)
-    faults = _model_faults(training_arguments, model, size, replicas)
-    faults += parallelism_faults(training_arguments, {"sp": 1, "cp": size, "tp": 1})
+    size, axes = context_parallel_size, training_arguments.parallelism_config
+    # Replicas of the sharded model, from the arguments or from the launcher's environment.
+    replicas = int(os.environ.get("PARALLELISM_CONFIG_DP_REPLICATE_SIZE", "1"))
+    if axes is not None:
+        replicas = int(getattr(axes, "dp_replicate_size", 1))
+    errors = _model_errors(training_arguments, model, size, replicas)
+    errors += parallelism_errors(training_arguments, {"sp": 1, "cp": size, "tp": 1})
     if size > 1:
-        faults += _argument_faults(training_arguments)
-    if faults:
-        raise UsageError(faults)
+        errors += _argument_errors(training_arguments)
+    if errors:
+        raise UsageError(errors)
     if size == 1:
         return
     if training_arguments.device.type == "cpu":
         enable_cpu_ring_attention()
-    # Accelerate would give every rank another batch of a stream.
+    # Accelerate would send every rank another batch of a stream.
     training_arguments.accelerator_config.dispatch_batches = False
     training_arguments.parallelism_config = ParallelismConfig(
         cp_size=size,
@@ -50,51 +62,73 @@ def prepare_context_parallel(training_arguments: Any, model: Any, context_parall
         tp_size=1,
         dp_replicate_size=replicas,
         dp_shard_size=training_arguments.world_size // (size * replicas),
-        cp_handler=getattr(given, "cp_handler", None) or TorchContextParallelConfig(),
+        cp_handler=getattr(axes, "cp_handler", None) or TorchContextParallelConfig(),
     )
 
 
-def check_context_parallel_trainer(trainer: Any) -> None:
-    """Make sure that a Trainer does nothing that is wrong on parts of sequences, and let it refuse to evaluate.
-
-    Call it right after the Trainer was made. The parts of ranks are no neighbouring tokens, so that only the model's
-    own loss, whose labels Transformers shifts before it cuts, is right.
+def check_context_parallel_class(trainer_class: type) -> None:
+    """Reject a Trainer class with its own loss, before it uses a collator that it does not know.
 
     Raises:
-        UsageError: the Trainer has a loss of its own or metrics; all faults at once.
+        UsageError: it overrides `compute_loss`.
     """
     from transformers import Trainer
 
-    name = type(trainer).__name__
-    rule = "computes a loss from parts of sequences, whose labels cannot be shifted there"
-    used = {
+    if trainer_class.compute_loss is not Trainer.compute_loss:  # type: ignore[attr-defined]
+        where = f"{trainer_class.__name__}.compute_loss"
+        raise UsageError(ConfigError(where=where, rule=_OWN_LOSS, fix=_ELSEWHERE))
+
+
+def check_context_parallel_trainer(trainer: Trainer) -> None:
+    """Check that a Trainer computes nothing that is wrong on shards of sequences, and make it reject evaluation.
+
+    Call it right after the Trainer is created. The shards of neighbouring ranks do not hold neighbouring tokens. Only
+    the model's own loss is therefore right, whose labels Transformers shifts before it splits the sequence.
+
+    Raises:
+        UsageError: the Trainer has its own loss or metrics; lists all errors.
+    """
+    from transformers import Trainer
+
+    own_losses = {
         "compute_loss_func": trainer.compute_loss_func is not None,
-        f"{name}.compute_loss": type(trainer).compute_loss is not Trainer.compute_loss,
+        f"{type(trainer).__name__}.compute_loss": type(trainer).compute_loss is not Trainer.compute_loss,
     }
-    faults = [Fault(where=where, rule=rule, fix="use sp with DeepSpeed") for where, found in used.items() if found]
+    errors = [
+        ConfigError(where=where, rule=_OWN_LOSS, fix=_ELSEWHERE) for where, is_set in own_losses.items() if is_set
+    ]
     if trainer.compute_metrics is not None:
-        faults.append(Fault(where="compute_metrics", rule=_EVALUATION, fix=_EVALUATE_ELSEWHERE))
-    if faults:
-        raise UsageError(faults)
-    trainer.evaluation_loop = _refuse_evaluation
+        errors.append(ConfigError(where="compute_metrics", rule=_EVALUATION, fix=_EVALUATE_ELSEWHERE))
+    if errors:
+        raise UsageError(errors)
 
+    def reject_evaluation(*_args: object, **_kwargs: object) -> None:
+        raise UsageError(ConfigError(where="evaluation", rule=_EVALUATION, fix=_EVALUATE_ELSEWHERE))
 
-def _refuse_evaluation(*_args: Any, **_kwargs: Any) -> None:
-    raise UsageError(Fault(where="evaluation", rule=_EVALUATION, fix=_EVALUATE_ELSEWHERE))
+    patches.apply("context-parallel-evaluation", lambda _: reject_evaluation, on=trainer)
 
 
 class ContextParallelCollator:
-    """A data collator whose batches are padded on the right to a multiple of twice the ranks of a sequence.
+    """Data collator that pads batches on the right to a multiple of twice the number of ranks of a sequence.
 
-    The mask is left out: attention is causal, and padding on the right is behind every token.
+    The mask is dropped: attention is causal, and padding on the right comes after every token. With `reports_tokens`
+    a batch also holds its number of tokens before padding (`counts.UNPADDED`), for a Trainer that counts them.
 
     Raises:
-        UsageError: a batch is padded on the left, packs documents into a row, has a mask of more dimensions, or has
-            positions that do not count its tokens from 0.
+        UsageError: a batch is padded on the left, packs documents into a row, has a mask with more than 2 dimensions,
+            or has positions that do not count its tokens from 0.
     """
 
-    def __init__(self, collator: Callable[[Any], Any], context_parallel_size: int, *, pad_token_id: int = 0) -> None:
+    def __init__(
+        self,
+        collator: Callable[[Any], Any],
+        context_parallel_size: int,
+        *,
+        pad_token_id: int = 0,
+        reports_tokens: bool = False,
+    ) -> None:
         self.collator = collator
+        self.reports_tokens = reports_tokens
         self.context_parallel_size = context_parallel_size
         self.pad_token_id = pad_token_id
 
@@ -104,21 +138,32 @@ class ContextParallelCollator:
 
         batch = dict(self.collator(rows))
         left_padded, packed = padding_and_packing([batch])
-        faults = context_parallel_faults(
-            context_parallel_size=self.context_parallel_size,
-            engine="fsdp2",
+        errors = context_parallel_errors(
+            ModelTraits(),
+            Layout(engine="fsdp2", cp=self.context_parallel_size),
             world_size=self.context_parallel_size,
             mask_dimensions=mask_dimensions([batch]),
             left_padded=left_padded,
             packed=packed,
         )
-        if faults:
-            raise UsageError(faults)
-        _check_positions(batch)
-        batch.pop(ATTENTION_MASK, None)
-        # The Trainer makes the same ones of the padded length.
-        batch.pop(POSITION_IDS, None)
+        if errors:
+            raise UsageError(errors)
         samples, tokens = batch["input_ids"].shape
+        mask = batch.pop(ATTENTION_MASK, None)
+        # The Trainer creates the same positions for the padded length.
+        positions = batch.pop(POSITION_IDS, None)
+        if positions is not None:
+            counts_tokens = positions.dim() == 2 and positions.shape[1] == tokens
+            if counts_tokens:
+                differs = positions != torch.arange(tokens, device=positions.device)
+                # Collators give padding any position.
+                counts_tokens = not bool((differs if mask is None else differs & mask.bool()).any())
+            if not counts_tokens:
+                rule = "must count the tokens of a row from 0: context parallelism does not pass on other positions"
+                shape = list(positions.shape)
+                raise UsageError(ConfigError(where=POSITION_IDS, value=shape, rule=rule, fix="omit them"))
+        if self.reports_tokens:
+            batch[UNPADDED] = (samples * tokens, samples * tokens if mask is None else int(mask.sum()))
         extra = -tokens % (2 * self.context_parallel_size)
         fills = {"input_ids": self.pad_token_id, **_FILLS}
         for name, value in batch.items():
@@ -127,67 +172,47 @@ class ContextParallelCollator:
         return batch
 
 
-def _check_positions(batch: dict[str, Any]) -> None:
-    import torch
-
-    positions, mask = batch.get(POSITION_IDS), batch.get(ATTENTION_MASK)
-    if positions is None:
-        return
-    counted = positions.dim() == 2 and positions.shape[1] == batch["input_ids"].shape[1]
-    if counted:
-        differs = positions != torch.arange(positions.shape[1], device=positions.device)
-        # Collators put any position beside padding.
-        counted = not bool((differs if mask is None else differs & mask.bool()).any())
-    if not counted:
-        rule = "must count the tokens of a row from 0: others are not handed on under context parallelism"
-        raise UsageError(Fault(where=POSITION_IDS, value=list(positions.shape), rule=rule, fix="leave them out"))
-
-
-def _replicas(given: Any) -> int:
-    """Return the replicas of the sharded model that a configuration or else the launcher's environment asks for."""
-    if given is not None:
-        return int(getattr(given, "dp_replicate_size", 1))
-    return int(os.environ.get("PARALLELISM_CONFIG_DP_REPLICATE_SIZE", "1"))
-
-
-def _argument_faults(arguments: Any) -> list[Fault]:
-    faults = reading_faults(arguments)
+def _argument_errors(arguments: TrainingArguments) -> list[ConfigError]:
+    errors = reading_errors(arguments)
     if arguments.average_tokens_across_devices is False:
-        rule, fix = "losses are means over the tokens of all ranks", "leave it out"
-        faults.append(Fault(where="average_tokens_across_devices", value=False, rule=rule, fix=fix))
+        rule, fix = "losses are means over the tokens of all ranks", "omit it"
+        errors.append(ConfigError(where="average_tokens_across_devices", value=False, rule=rule, fix=fix))
     if arguments.label_smoothing_factor > 0:
-        rule = "shifts labels within parts of sequences that are no neighbours"
+        rule = "shifts labels within shards that do not hold neighbouring tokens"
         smoothing, fix = arguments.label_smoothing_factor, "set it to 0, or use sp with DeepSpeed"
-        faults.append(Fault(where="label_smoothing_factor", value=smoothing, rule=rule, fix=fix))
+        errors.append(ConfigError(where="label_smoothing_factor", value=smoothing, rule=rule, fix=fix))
     chosen = getattr(arguments, "eval_strategy", "no")
     strategy = str(getattr(chosen, "value", chosen))
     if strategy != "no":
-        faults.append(Fault(where="eval_strategy", value=strategy, rule=_EVALUATION, fix=_EVALUATE_ELSEWHERE))
-    return faults
+        errors.append(ConfigError(where="eval_strategy", value=strategy, rule=_EVALUATION, fix=_EVALUATE_ELSEWHERE))
+    return errors
 
 
-def _model_faults(arguments: Any, model: Any, size: int, replicas: int) -> list[Fault]:
+def _model_errors(arguments: TrainingArguments, model: PreTrainedModel, size: int, replicas: int) -> list[ConfigError]:
     inner = base_model(model)
     text = inner.config.get_text_config()
+    engine: Engine = "fsdp2" if arguments.fsdp or engine_from_environment() == "fsdp2" else "ddp"
     if getattr(arguments, "deepspeed_plugin", None) is not None:
         engine = "deepspeed"
-    else:
-        engine = "fsdp2" if arguments.fsdp or engine_from_environment() == "fsdp2" else "DDP"
-    faults = context_parallel_faults(
-        context_parallel_size=size,
-        engine=engine,
+    errors = context_parallel_errors(
+        ModelTraits(
+            model_type=text.model_type,
+            attention=inner.config._attn_implementation,
+            layer_types=tuple(getattr(text, "layer_types", None) or ()),
+            attention_window_tokens=attention_window(text),
+            has_equal_head_widths=equal_head_widths(text.to_dict()),
+            rope_type=rotation(text),
+        ),
+        Layout(
+            engine=engine,
+            cp=size,
+            dp_replicate=replicas,
+            dp_shard=arguments.world_size // (size * replicas) if size > 0 else 1,
+        ),
         world_size=arguments.world_size,
-        attention=inner.config._attn_implementation,
-        model_type=text.model_type,
-        layer_types=tuple(getattr(text, "layer_types", None) or ()),
-        attention_window_tokens=attention_window(text),
-        has_equal_head_widths=equal_head_widths(text.to_dict()),
-        rope_type=rotation(text),
-        dp_replicate=replicas,
-        dp_shard=arguments.world_size // (size * replicas) if size > 0 else None,
         names_self_attention=any(name.endswith("self_attn") for name, _ in inner.named_modules()),
     )
     if size > 1 and arguments.world_size % size == 0 and arguments.world_size // size % replicas:
-        rule = f"must divide the {arguments.world_size // size} ranks beside cp = {size}"
-        faults.append(Fault(where="dp_replicate_size", value=replicas, rule=rule, fix="use 1"))
-    return faults
+        rule = f"must divide world_size / cp = {arguments.world_size // size}"
+        errors.append(ConfigError(where="dp_replicate_size", value=replicas, rule=rule, fix="use 1"))
+    return errors

@@ -1,135 +1,144 @@
-"""Refusals of `PipelineTrainer` before a process group is used: broken rules, and arguments it has no place for."""
+"""Checks of `PipelineTrainer` before a process group is used: legality rules, arguments and overridden methods."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from ....ds_configs.legality.pipeline import batch_faults, pipeline_faults
-from ....ds_configs.specs.errors import Fault, UsageError
+from ....ds_configs.legality.axes import batch_errors, pipeline_errors
+from ....ds_configs.specs.errors import ConfigError, UsageError
+from ....ds_configs.specs.layout import Layout, OffloadDevice
+from ....ds_configs.specs.model import ModelTraits
 from ....plugins.deepspeed_pipeline.engine import set_global_batch, written_global_batch
-from ....plugins.deepspeed_pipeline.tensor_parallel import ENGINE_SECTION
+from ....plugins.deepspeed_pipeline.stage import ENGINE_SECTION
 from ....plugins.transformers.training_arguments import deepspeed_configuration
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, Trainer, TrainingArguments
 
 
 def check_pipeline(
-    args: Any, model: Any, *, stages: int, tensor_parallel_size: int = 1, dual_pipe: bool, eval_dataset: Any
+    args: TrainingArguments,
+    model: PreTrainedModel,
+    *,
+    stages: int,
+    tensor_parallel_size: int = 1,
+    dual_pipe: bool,
+    eval_dataset: Any,
 ) -> None:
-    """Refuse what a pipeline of a model cannot train with, all faults together.
+    """Reject a model and arguments that a pipeline does not support.
 
     Args:
-        args: `TrainingArguments`.
-        model: The model; only its configuration and whether it has adapters count.
-        stages: Ranks of one pipeline, without those that share a stage.
-        tensor_parallel_size: Ranks that hold each stage together.
-        dual_pipe: Whether DualPipeV is asked for.
-        eval_dataset: What is evaluated: a data set, several by name, or `None`.
+        args: The training arguments.
+        model: The model; only its configuration and whether it has adapters are read.
+        stages: Number of ranks of one pipeline, without those that share a stage.
+        tensor_parallel_size: Number of ranks that share each stage.
+        dual_pipe: Whether DualPipeV is requested.
+        eval_dataset: An evaluation dataset, several by name, or `None`.
 
     Raises:
-        UsageError: a rule is broken; each fault names the nearest legal values.
+        UsageError: a rule is broken; lists all errors with the nearest legal values.
     """
     config = model.config
     deepspeed = deepspeed_configuration(args)
     text = config.get_text_config()
     zero = (deepspeed or {}).get("zero_optimization", {})
-    faults = pipeline_faults(
-        stages=stages,
-        num_layers=text.num_hidden_layers,
-        model_type=config.model_type,
-        zero_stage=zero.get("stage", 0) if deepspeed else None,
-        engine="deepspeed" if deepspeed else "fsdp2" if args.fsdp else "ddp",
-        offload_optimizer=_offload(zero, "offload_optimizer"),
-        offload_param=_offload(zero, "offload_param"),
-        method="lora" if hasattr(model, "peft_config") else "full",
+    axes = args.parallelism_config
+    errors = pipeline_errors(
+        ModelTraits(model_type=config.model_type, num_layers=text.num_hidden_layers),
+        Layout(
+            engine="deepspeed" if deepspeed else "fsdp2" if args.fsdp else "ddp",
+            zero_stage=zero.get("stage", 0) if deepspeed else None,
+            offload_optimizer=_offload(zero, "offload_optimizer"),
+            offload_param=_offload(zero, "offload_param"),
+            pp=stages,
+            tp=tensor_parallel_size,
+            sp=1 if axes is None else axes.sp_size,
+            cp=1 if axes is None else axes.cp_size,
+            ep=int((deepspeed or {}).get("expert_parallel", {}).get("autoep_size", 1)),
+        ),
         world_size=args.world_size,
         micro_batches=args.gradient_accumulation_steps,
+        method="lora" if hasattr(model, "peft_config") else "full",
         dual_pipe=dual_pipe,
-        tensor_parallel_size=tensor_parallel_size,
-        **_other_axes(args, deepspeed or {}),
     )
     if stages == 1:
-        faults.append(Fault(where="pp", value=1, rule="a pipeline has at least two stages", fix="use the Trainer"))
+        rule = "a pipeline needs at least two stages"
+        errors.append(ConfigError(where="pp", value=1, rule=rule, fix="use the Trainer"))
     replicas = args.world_size // max(1, stages * tensor_parallel_size)
-    faults += [*_argument_faults(args, replicas), *_section_faults(args, deepspeed or {}, zero)]
+    errors += [*_argument_errors(args, replicas), *_section_errors(args, deepspeed or {}, zero)]
     datasets = list(eval_dataset.values()) if isinstance(eval_dataset, dict) else [eval_dataset]
     if any(data is not None and not hasattr(data, "__len__") for data in datasets):
-        faults += length_faults(None, replicas)
-    if faults:
-        raise UsageError(faults)
+        errors += length_errors(None, replicas)
+    if errors:
+        raise UsageError(errors)
 
 
-def length_faults(samples: int | None, replicas: int) -> list[Fault]:
-    """Return the fault of evaluation data of unknown length (`samples` is `None`) that several replicas share."""
+def length_errors(samples: int | None, replicas: int) -> list[ConfigError]:
+    """Return the error of an evaluation dataset of unknown length (`samples` is `None`) that several replicas share."""
     if samples is not None or replicas <= 1:
         return []
-    rule = "needs a length, so that samples which fill the last batch of a replica are not counted twice"
-    return [Fault(where="eval_dataset", rule=rule, fix="use a map-style data set")]
+    rule = "needs a length, so that samples that fill the last batch of a replica are not counted twice"
+    return [ConfigError(where="eval_dataset", rule=rule, fix="use a map-style dataset")]
 
 
-def engine_faults(args: Any, *, replicas: int, tensor_parallel_size: int) -> list[Fault]:
-    """Complete a DeepSpeed configuration for a pipeline; return a fault for each written value that contradicts it.
+def engine_errors(args: TrainingArguments, *, replicas: int, tensor_parallel_size: int) -> list[ConfigError]:
+    """Complete a DeepSpeed configuration for a pipeline; return an error for each user value that contradicts it.
 
     Args:
-        args: `TrainingArguments` with a DeepSpeed configuration.
-        replicas: Copies of the pipeline.
-        tensor_parallel_size: Ranks that hold each stage together.
+        args: Training arguments with a DeepSpeed configuration.
+        replicas: Number of copies of the pipeline.
+        tensor_parallel_size: Number of ranks that share each stage.
     """
-    faults = []
+    errors = []
     configuration = configuration_in_use(args)
-    given = written_global_batch(args.deepspeed, configuration)
-    written = set_global_batch(configuration, written=given, replicas=replicas)
-    if written is not None:
-        faults += global_batch_faults(args, written, replicas)
+    contradiction = set_global_batch(
+        configuration, written=written_global_batch(args.deepspeed, configuration), replicas=replicas
+    )
+    if contradiction is not None:
+        errors += global_batch_errors(args, contradiction, replicas)
     if tensor_parallel_size > 1:
         section = configuration.config.setdefault("pipeline", {})
-        for key, needed in ENGINE_SECTION.items():
-            if section.setdefault(key, needed) != needed:
-                rule = f"stages that {tensor_parallel_size} ranks hold together need {str(needed).lower()}"
-                faults.append(Fault(where=f"pipeline.{key}", value=section[key], rule=rule, fix="leave it out"))
-    return faults
+        for key, required in ENGINE_SECTION.items():
+            if section.setdefault(key, required) != required:
+                rule = f"must be {str(required).lower()} for stages that {tensor_parallel_size} ranks share"
+                errors.append(ConfigError(where=f"pipeline.{key}", value=section[key], rule=rule, fix="omit it"))
+    return errors
 
 
-def configuration_in_use(args: Any) -> Any:
+def configuration_in_use(args: TrainingArguments) -> Any:
     """Return the holder of the DeepSpeed configuration in use."""
-    # Only what TrainingArguments were given is Transformers' own; `accelerate launch` leaves the plugin's.
+    # Transformers holds only a configuration passed to TrainingArguments; `accelerate launch` sets the plugin's.
     return getattr(args, "hf_deepspeed_config", None) or args.deepspeed_plugin.hf_ds_config
 
 
-def global_batch_faults(args: Any, written: int, replicas: int) -> list[Fault]:
-    """Return the faults of a `train_batch_size` in a DeepSpeed configuration that the training arguments contradict."""
+def global_batch_errors(args: TrainingArguments, train_batch_size: int, replicas: int) -> list[ConfigError]:
+    """Return the errors of a `train_batch_size` in a DeepSpeed configuration that the training arguments contradict."""
     micro, micro_batches = args.per_device_train_batch_size, args.gradient_accumulation_steps
-    faults = batch_faults(global_batch_size=written, micro_batch_size=micro, data_parallel_size=replicas)
-    if faults:
-        return faults
+    errors = batch_errors(global_batch_size=train_batch_size, micro_batch_size=micro, data_parallel_size=replicas)
+    if errors:
+        return errors
     rule = (
         "must be per_device_train_batch_size * gradient_accumulation_steps * replicas of the pipeline = "
         f"{micro} * {micro_batches} * {replicas}"
     )
     fix = f'write {micro * micro_batches * replicas} or "auto"'
-    return [Fault(where="train_batch_size", value=written, rule=rule, fix=fix)]
+    return [ConfigError(where="train_batch_size", value=train_batch_size, rule=rule, fix=fix)]
 
 
-def _offload(zero: Mapping[str, Any], name: str) -> str:
+def _offload(zero: Mapping[str, Any], name: str) -> OffloadDevice:
     device = (zero.get(name) or {}).get("device", "none")
-    return str(getattr(device, "value", device))
+    value: OffloadDevice = str(getattr(device, "value", device))  # type: ignore[assignment]
+    return value
 
 
-def _other_axes(args: Any, deepspeed: Mapping[str, Any]) -> dict[str, int]:
-    config = args.parallelism_config
-    return {
-        "sequence_parallel_size": 1 if config is None else config.sp_size,
-        "context_parallel_size": 1 if config is None else config.cp_size,
-        "expert_parallel_size": int(deepspeed.get("expert_parallel", {}).get("autoep_size", 1)),
-    }
-
-
-def _argument_faults(args: Any, replicas: int) -> list[Fault]:
-    exact = "the last stage computes the cross-entropy of tokens and nothing else"
+def _argument_errors(args: TrainingArguments, replicas: int) -> list[ConfigError]:
+    exact = "the last stage computes only the cross-entropy of tokens"
     schedule = "DeepSpeed's schedule runs all micro-batches of a step"
     optimizer = str(getattr(args.optim, "value", args.optim))
-    of_evaluation = "stages evaluate in the precision in which they train"
-    refused: list[tuple[str, Any, bool, str]] = [
-        ("fp16", True, bool(args.fp16), "the loss scale is not carried between stages; use bf16 or fp32"),
+    evaluation = "stages evaluate in the precision in which they train"
+    rejected: list[tuple[str, object, bool, str]] = [
+        ("fp16", True, bool(args.fp16), "stages do not exchange the loss scale; use bf16 or fp32"),
         ("label_smoothing_factor", args.label_smoothing_factor, args.label_smoothing_factor != 0, exact),
         ("use_liger_kernel", True, args.use_liger_kernel, exact),
         ("neftune_noise_alpha", args.neftune_noise_alpha, args.neftune_noise_alpha is not None, exact),
@@ -145,45 +154,138 @@ def _argument_faults(args: Any, replicas: int) -> list[Fault]:
             "optim",
             optimizer,
             optimizer in ("lomo", "adalomo") or optimizer.startswith("schedule_free"),
-            "steps inside backward or changes weights for evaluation, which a schedule of stages does not call",
+            "steps inside the backward pass or changes weights for evaluation, which a schedule does not call",
         ),
         ("torch_empty_cache_steps", args.torch_empty_cache_steps, args.torch_empty_cache_steps is not None, schedule),
-        ("bf16_full_eval", True, args.bf16_full_eval, of_evaluation),
-        ("fp16_full_eval", True, args.fp16_full_eval, of_evaluation),
+        ("bf16_full_eval", True, args.bf16_full_eval, evaluation),
+        ("fp16_full_eval", True, args.fp16_full_eval, evaluation),
         (
             "even_batches",
             False,
             replicas > 1 and not args.accelerator_config.even_batches,
-            f"the {replicas} replicas must take equally many steps",
+            f"the {replicas} replicas must take the same number of steps",
         ),
         ("split_batches", True, bool(args.accelerator_config.split_batches), schedule),
         ("dispatch_batches", True, bool(args.accelerator_config.dispatch_batches), schedule),
     ]
-    return [Fault(where=name, value=value, rule=rule) for name, value, is_set, rule in refused if is_set]
+    return [ConfigError(where=name, value=value, rule=rule) for name, value, is_set, rule in rejected if is_set]
 
 
-def _section_faults(args: Any, deepspeed: Mapping[str, Any], zero: Mapping[str, Any]) -> list[Fault]:
-    faults = []
-    if args.gradient_checkpointing and (args.gradient_checkpointing_kwargs or {}) not in ({}, {"use_reentrant": False}):
-        where, rule = (
-            "gradient_checkpointing_kwargs",
-            "stages recompute each decoder layer, without re-entering autograd",
-        )
-        faults.append(Fault(where=where, value=args.gradient_checkpointing_kwargs, rule=rule, fix="leave it out"))
-    fix = "leave it out and make PipelineTrainer(tensor_parallel_size=...)"
+def _section_errors(
+    args: TrainingArguments, deepspeed: Mapping[str, Any], zero: Mapping[str, Any]
+) -> list[ConfigError]:
+    errors = []
+    kwargs = args.gradient_checkpointing_kwargs or {}
+    if args.gradient_checkpointing and kwargs not in ({}, {"use_reentrant": False}):
+        rule = "stages recompute each decoder layer, without re-entering autograd"
+        errors.append(ConfigError(where="gradient_checkpointing_kwargs", value=kwargs, rule=rule, fix="omit it"))
+    fix = "omit it and make PipelineTrainer(tensor_parallel_size=...)"
     if args.parallelism_config is not None and args.parallelism_config.tp_size > 1:
-        rule, size = "divides whole models, not the stages of a pipeline", args.parallelism_config.tp_size
-        faults.append(Fault(where="parallelism_config.tp_size", value=size, rule=rule, fix=fix))
+        rule, size = "shards unpartitioned models, not the stages of a pipeline", args.parallelism_config.tp_size
+        errors.append(ConfigError(where="parallelism_config.tp_size", value=size, rule=rule, fix=fix))
     if deepspeed.get("tensor_parallel", {}).get("autotp_size", 1) > 1:
-        rule = "AutoTP divides whole models, not the stages of a pipeline"
-        faults.append(Fault(where="tensor_parallel.autotp_size", rule=rule, fix=fix))
-    kept_in = (deepspeed.get("data_types") or {}).get("grad_accum_dtype")
-    if kept_in is not None and _offload(zero, "offload_optimizer") != "none":
+        rule = "AutoTP shards unpartitioned models, not the stages of a pipeline"
+        errors.append(ConfigError(where="tensor_parallel.autotp_size", rule=rule, fix=fix))
+    gradient_dtype = (deepspeed.get("data_types") or {}).get("grad_accum_dtype")
+    if gradient_dtype is not None and _offload(zero, "offload_optimizer") != "none":
         where = "data_types.grad_accum_dtype"
         rule = "with offload_optimizer keeps gradients where those of tied weights are not summed"
-        faults.append(Fault(where=where, value=kept_in, rule=rule, fix="leave one of the two out"))
+        errors.append(ConfigError(where=where, value=gradient_dtype, rule=rule, fix="omit one of the two"))
     if deepspeed.get("pipeline", {}).get("activation_checkpoint_interval", 0):
-        rule = "decoder layers recompute by themselves"
-        where = "pipeline.activation_checkpoint_interval"
-        faults.append(Fault(where=where, rule=rule, fix="set gradient_checkpointing in TrainingArguments"))
-    return faults
+        where, rule = "pipeline.activation_checkpoint_interval", "decoder layers recompute themselves"
+        errors.append(ConfigError(where=where, rule=rule, fix="set gradient_checkpointing in TrainingArguments"))
+    return errors
+
+
+_NEVER_CALLED = "is never called: the last stage computes the loss inside DeepSpeed's schedule"
+_STEP = "runs the schedule of a complete step with its last micro-batch, which another method would skip"
+_COUNTS = "counts what the stages of one replica read once, which another method would count for every rank"
+_MODEL = "needs the complete model, and each rank has one stage"
+_CLIPPING = "is never called: the engine clips over all stages"
+_LOADING = "is never called: it is for models that Transformers shards while it loads them"
+_STAGES = "creates, saves and loads stages, which another method would not find"
+_READING = "lets the stages of one pipeline read the same samples"
+
+REJECTED_METHODS: Mapping[str, str] = {
+    "compute_loss": _NEVER_CALLED,
+    "compute_loss_context_manager": _NEVER_CALLED,
+    "autocast_smart_context_manager": _NEVER_CALLED,
+    "prediction_step": _NEVER_CALLED,
+    "training_step": _STEP,
+    "evaluation_loop": _STEP,
+    "get_batch_samples": _STEP,
+    "_get_num_items_in_batch": _COUNTS,
+    "get_total_train_batch_size": _COUNTS,
+    "set_initial_training_values": _COUNTS,
+    "_track_num_input_tokens": _COUNTS,
+    "floating_point_ops": _COUNTS,
+    "store_flos": _COUNTS,
+    "get_sp_size": _COUNTS,
+    "get_cp_size": _COUNTS,
+    "get_tp_size": _COUNTS,
+    "predict": "is not supported: stages of a pipeline keep no logits",
+    "call_model_init": _MODEL,
+    "hyperparameter_search": _MODEL,
+    "_hp_search_setup": _MODEL,
+    "_report_to_hp_search": _MODEL,
+    "_tune_save_checkpoint": _MODEL,
+    "_move_model_to_device": _MODEL,
+    "_update_auto_batch_size": _MODEL,
+    "_prepare_context_parallel_inputs": "is never called: stages do not share sequences",
+    "_clip_grad_norm": _CLIPPING,
+    "_get_grad_norm": _CLIPPING,
+    "_mixed_mesh_grad_norm": _CLIPPING,
+    "_has_mixed_mesh_grads": _CLIPPING,
+    "_defer_fsdp_gradient_reduction": _LOADING,
+    "_sync_replicated_trainable_parameters": _LOADING,
+    "_wrap_model": _STAGES,
+    "_prepare_for_training": _STAGES,
+    "_save": _STAGES,
+    "_load_from_checkpoint": _STAGES,
+    "_load_best_model": _STAGES,
+    "_save_optimizer_and_scheduler": _STAGES,
+    "_load_optimizer_and_scheduler": _STAGES,
+    "_save_scaler": _STAGES,
+    "_load_scaler": _STAGES,
+    "_issue_warnings_after_load": _STAGES,
+    "create_accelerator_and_postprocess": _READING,
+    "_build_accelerator_args": _READING,
+}
+"""Methods of a Trainer that a subclass of `PipelineTrainer` may not override, and why."""
+
+SUPPORTED_METHODS = frozenset(
+    """
+    __init__ _validate_args get_learning_rates get_num_trainable_parameters get_optimizer_group log_metrics
+    metrics_format save_metrics save_state get_train_dataloader get_eval_dataloader get_test_dataloader num_examples
+    _get_dataloader _get_train_sampler _get_eval_sampler _set_signature_columns_if_needed _remove_unused_columns
+    _get_collator_with_removed_columns create_optimizer_and_scheduler create_optimizer create_scheduler
+    get_optimizer_cls_and_kwargs get_decay_parameter_names _get_learning_rate train _inner_training_loop
+    _init_training_state _run_epoch _finalize_training _maybe_log_save_evaluate _prepare_input _prepare_inputs evaluate
+    _evaluate _get_output_dir _save_checkpoint _determine_best_metric _save_rng_state _load_rng_state
+    _load_callback_state save_model log init_hf_repo create_model_card push_to_hub _push_from_checkpoint
+    _finish_current_push add_callback pop_callback remove_callback is_local_process_zero is_world_process_zero end
+    """.split()  # noqa: SIM905
+)
+"""Methods that a subclass may override; they are called as in any Trainer."""
+
+
+def override_errors(trainer: Trainer, pipeline: type) -> list[ConfigError]:
+    """Return an error for each overridden method that a pipeline does not call or cannot replace.
+
+    A method that is in neither table is rejected. An attribute of the object that wraps a called method, for example to
+    measure it, is allowed.
+    """
+    from transformers import Trainer
+
+    own = {name for name in vars(trainer) if "is never called" in REJECTED_METHODS.get(name, "")}
+    errors = []
+    for name in dir(Trainer):
+        if name in SUPPORTED_METHODS or (name.startswith("__") and name.endswith("__")):
+            continue
+        if not callable(getattr(Trainer, name)):
+            continue
+        if name in own or getattr(type(trainer), name) is not getattr(pipeline, name):
+            rule = REJECTED_METHODS.get(name, "is not known to be called by a schedule of stages")
+            where, fix = f"{type(trainer).__name__}.{name}", "omit it, or use ZeRO with tp or sp and the Trainer"
+            errors.append(ConfigError(where=where, rule=rule, fix=fix))
+    return errors

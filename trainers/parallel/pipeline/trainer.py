@@ -1,20 +1,23 @@
-"""`PipelineTrainer`: the Trainer of Transformers, whose optimizer step is one schedule of DeepSpeed's pipeline engine.
+"""`PipelineTrainer`: a Trainer whose optimizer step runs one schedule of DeepSpeed's pipeline engine.
 
 Shapes: B samples of a micro-batch, S tokens.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import Trainer, TrainingArguments
+from transformers import AutoConfig, AutoModelForCausalLM, Trainer, TrainingArguments
 from transformers.trainer_utils import EvalLoopOutput, has_length
 
-from ....ds_configs.specs.errors import Fault, UsageError
-from ....ds_configs.specs.stages import PipelineStage, partition_faults
+from ....ds_configs.memory.rank_parameters import pipeline_stages
+from ....ds_configs.specs.errors import ConfigError, UsageError
+from ....ds_configs.specs.job import TrainingJob
+from ....ds_configs.specs.layout import PipelineStage, partition_errors
 from ....plugins.deepspeed_pipeline.checkpoint import check_cut, save_cut, save_pipeline_checkpoint
 from ....plugins.deepspeed_pipeline.engine import (
     ShapeWatch,
@@ -28,41 +31,52 @@ from ....plugins.deepspeed_pipeline.engine import (
     written_global_batch,
 )
 from ....plugins.deepspeed_pipeline.module import build_pipeline_module
-from ....plugins.launching.notes import note_on_first_rank
-from ....plugins.transformers.run_settings import run_faults
+from ....plugins.launching.messages import note_on_first_rank
+from ....plugins.transformers.meta_model import model_spec_from_meta
+from ....plugins.transformers.run_settings import run_errors
 from ....plugins.transformers.training_arguments import deepspeed_configuration, weights_dtype
-from .checks import check_pipeline, configuration_in_use, engine_faults, global_batch_faults, length_faults
-from .evaluation import own_samples
-from .hooks import override_faults
-from .micro_batches import for_stages, of_one_shape, predicted_tokens, without_labels
-from .source import balanced, source_of
+from ...counting.counts import count_as_one_process, evaluated_mean
+from .batches import for_stages, of_one_shape, own_samples, predicted_tokens, without_labels
+from .checks import (
+    check_pipeline,
+    configuration_in_use,
+    engine_errors,
+    global_batch_errors,
+    length_errors,
+    override_errors,
+)
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+LONGEST_SEQUENCE_TOKENS = 4096
+"""Sequence length for which stages are balanced, if the model supports it."""
 _SEED_STRIDE = 1000
-"""Between the seeds of neighbouring stages."""
+"""Distance between the seeds of neighbouring stages."""
 
 
 class PipelineTrainer(Trainer):
-    """Trains a causal language model in pipeline stages, with the arguments, callbacks and files of the Trainer.
+    """Train a causal language model in pipeline stages, with the arguments, callbacks and files of the Trainer.
 
     The loss of a step is the mean over all predicted tokens of the global batch,
-    `sum(cross-entropy) / num_items_in_batch`, as one process computes it. `gradient_accumulation_steps` are the
-    micro-batches of a step, of which 1F1B leaves `(p - 1) / (m + p - 1)` idle. Ranks are numbered stage by stage: rank
-    `(stage * replicas + replica) * tensor_parallel_size + tensor_rank`.
+    `sum(cross-entropy) / num_items_in_batch`, as in one process. `gradient_accumulation_steps` is the number m of
+    micro-batches per step; 1F1B with p stages idles for the fraction `(p - 1) / (m + p - 1)`. Ranks are numbered stage
+    by stage: `(stage * replicas + replica) * tensor_parallel_size + tensor_rank`.
 
     Args:
-        model: A causal language model; or the directory or Hub id of a checkpoint, of which every rank reads its own
-            stage alone, in bf16 where `args` ask for it and else in fp32.
+        model: A causal language model; or the directory or Hub id of a checkpoint, of which every rank reads only its
+            own stage, in bf16 if `args` select it and otherwise in fp32.
         args: `TrainingArguments` with a DeepSpeed configuration of ZeRO stage 0 or 1.
-        pipeline_stages: How many stages, balanced by the terms of the planner; or the stages themselves, with
-            `dual_pipe` two for each rank.
-        tensor_parallel_size: Ranks that hold each stage together.
-        dual_pipe: Whether DualPipeV runs the micro-batches; every rank then holds two stages.
+        pipeline_stages: Number of stages, balanced by the cost terms of the planner; or the stages themselves, two per
+            rank with `dual_pipe`.
+        tensor_parallel_size: Number of ranks that share each stage.
+        dual_pipe: Whether DualPipeV runs the micro-batches; every rank then has two stages.
         revision: Revision of a Hub id.
-        attn_implementation: Attention of a model from a checkpoint; `None` for Transformers' choice.
-        **kwargs: What the Trainer takes besides: `train_dataset`, `eval_dataset`, `data_collator`,
+        attn_implementation: Attention of a model from a checkpoint; `None` for Transformers' default.
+        **kwargs: Further arguments of the Trainer: `train_dataset`, `eval_dataset`, `data_collator`,
             `processing_class`, `callbacks`, `optimizer_cls_and_kwargs`.
 
-    Subclasses may override what `hooks.HONOURED` names; others would not be called, and are refused.
+    Subclasses may override the methods in `checks.SUPPORTED_METHODS`; an override of any other method is rejected.
 
     Raises:
         UsageError: the model, the arguments, the layout or an overridden method break a rule of pipelines.
@@ -82,13 +96,15 @@ class PipelineTrainer(Trainer):
         attn_implementation: str | None = None,
         **kwargs: Any,
     ) -> None:
-        if overridden := override_faults(self, PipelineTrainer):
+        if overridden := override_errors(self, PipelineTrainer):
             raise UsageError(overridden)
-        whole = source_of(model, revision=revision)
-        ranks = _ranks(pipeline_stages, dual_pipe=dual_pipe)
+        unpartitioned = source_of(model, revision=revision)
+        ranks = pipeline_stages if isinstance(pipeline_stages, int) else len(pipeline_stages)
+        if dual_pipe and not isinstance(pipeline_stages, int):
+            ranks = -(-ranks // 2)
         check_pipeline(
             args,
-            whole,
+            unpartitioned,
             stages=ranks,
             tensor_parallel_size=tensor_parallel_size,
             dual_pipe=dual_pipe,
@@ -98,26 +114,42 @@ class PipelineTrainer(Trainer):
         self._replicas = args.world_size // self._ranks_of_a_replica
         stages = pipeline_stages
         if isinstance(stages, int):
-            stages = balanced(whole, args, ranks, dual_pipe=dual_pipe, tensor_parallel_size=tensor_parallel_size)
-        layers = whole.config.get_text_config().num_hidden_layers
-        faults = run_faults(
+            stages = balanced(
+                unpartitioned, args, ranks, dual_pipe=dual_pipe, tensor_parallel_size=tensor_parallel_size
+            )
+        layers = unpartitioned.config.get_text_config().num_hidden_layers
+        errors = run_errors(
             args,
-            whole,
+            unpartitioned,
             callbacks=kwargs.get("callbacks") or (),
             pipeline=True,
             stage_tensor_ranks=tensor_parallel_size,
+            has_own_optimizer=kwargs.get("optimizer_cls_and_kwargs") is not None,
         )
-        faults += [*partition_faults(stages, layers, dual_pipe=dual_pipe), *_unsupported(kwargs)]
-        faults += engine_faults(args, replicas=self._replicas, tensor_parallel_size=tensor_parallel_size)
-        if faults:
-            raise UsageError(faults)
+        errors += partition_errors(stages, layers, dual_pipe=dual_pipe)
+        needs_logits = "needs logits, which only the last stage has"
+        unsupported = {
+            "compute_metrics": needs_logits,
+            "compute_loss_func": needs_logits,
+            "preprocess_logits_for_metrics": needs_logits,
+            "model_init": "is not supported: a pipeline is built from one model",
+            "optimizers": "holds parameters of the complete model; use optimizer_cls_and_kwargs",
+        }
+        errors += [
+            ConfigError(where=name, rule=rule, fix="omit it")
+            for name, rule in unsupported.items()
+            if kwargs.get(name) not in (None, (None, None))
+        ]
+        errors += engine_errors(args, replicas=self._replicas, tensor_parallel_size=tensor_parallel_size)
+        if errors:
+            raise UsageError(errors)
         self._cut = stages
-        # Before the Trainer fills in its own.
+        # Read before the Trainer fills in its own value.
         self._written_global_batch = written_global_batch(args.deepspeed, configuration_in_use(args))
         self._step_batches: list[Mapping[str, torch.Tensor]] = []
-        self._told_of_dropped_batches = False
+        self._warned_of_dropped_batches = False
         self._shapes = ShapeWatch()
-        super().__init__(model=whole, args=args, **kwargs)
+        super().__init__(model=unpartitioned, args=args, **kwargs)
         self._set_signature_columns_if_needed()
         module: Any = build_pipeline_module(
             model,
@@ -129,12 +161,15 @@ class PipelineTrainer(Trainer):
             attn_implementation=attn_implementation,
             revision=revision,
         )
-        module.config, module.gradient_checkpointing_enable = whole.config, _already_recomputed
+        module.config = unpartitioned.config
+        # The stages were built with recomputation. Transformers 5.23 calls the second name first.
+        module.gradient_checkpointing_enable = module.activation_checkpointing_enable = lambda **_: None
         self.model = self.model_wrapped = self.callback_handler.model = module
+        count_as_one_process(self, ranks_of_a_sample=self._ranks_of_a_replica, evaluates=False)
 
     @property
     def _ranks_of_a_replica(self) -> int:
-        """Ranks that read the same samples."""
+        """Number of ranks that read the same samples."""
         return self._stages * self._tensor_ranks
 
     @property
@@ -147,12 +182,12 @@ class PipelineTrainer(Trainer):
         return int(self.args.process_index // self._tensor_ranks % self._replicas)
 
     def create_accelerator_and_postprocess(self) -> None:
-        """Let all stages of one pipeline read the same samples, and count them so."""
+        """Make all stages of one pipeline read the same samples, and count them once."""
         super().create_accelerator_and_postprocess()
         configuration = self.accelerator.state.deepspeed_plugin.hf_ds_config
         written = set_global_batch(configuration, written=self._written_global_batch, replicas=self._replicas)
         if written is not None:
-            raise UsageError(global_batch_faults(self.args, written, self._replicas))
+            raise UsageError(global_batch_errors(self.args, written, self._replicas))
         read_own_replica(self.accelerator, replicas=self._replicas, replica=self._replica)
 
     def get_total_train_batch_size(self, args: TrainingArguments) -> int:
@@ -162,14 +197,14 @@ class PipelineTrainer(Trainer):
     def _prepare_for_training(
         self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: str | None = None
     ) -> Any:
-        if overridden := override_faults(self, PipelineTrainer):
+        if overridden := override_errors(self, PipelineTrainer):
             raise UsageError(overridden)
         if resume_from_checkpoint is not None:
             check_cut(Path(resume_from_checkpoint), self._cut, **self._ranks_of_a_stage)
         self.model_wrapped = self.model
         if torch.cuda.is_available():
-            # Dropout of one stage is not to repeat another's. Samplers and collators draw from the CPU's generator,
-            # which stages of one replica share; workers of a loader are seeded by `read_own_replica`.
+            # Each stage draws different dropout masks. Samplers and collators draw from the CPU's generator, which
+            # the stages of one replica share; `read_own_replica` seeds the workers of a loader.
             torch.cuda.manual_seed(self.args.seed + _SEED_STRIDE * self.model.stage_id)
         prepared = super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
         repair_clipping(self.model_wrapped)
@@ -177,28 +212,29 @@ class PipelineTrainer(Trainer):
         return prepared
 
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
-        """Give all micro-batches of a step one shape before any stage sees the first."""
-        if self._step_batches and not self._told_of_dropped_batches:
+        """Pad all micro-batches of a step to one shape before the first stage runs."""
+        if self._step_batches and not self._warned_of_dropped_batches:
             note_on_first_rank(
                 f"{len(self._step_batches)} micro-batches at the end of the data, fewer than "
-                f"gradient_accumulation_steps = {self.args.gradient_accumulation_steps}, are not trained on, as always "
-                "with data of unknown length"
+                f"gradient_accumulation_steps = {self.args.gradient_accumulation_steps}, are not trained on. This "
+                "always happens with data of unknown length"
             )
-            self._told_of_dropped_batches = True
+            self._warned_of_dropped_batches = True
         self._step_batches = []
         batches, tokens = super().get_batch_samples(*args, **kwargs)
         return (of_one_shape(batches) if batches else batches), tokens
 
     def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> torch.Tensor | int | None:
         tokens: torch.Tensor | int | None = super()._get_num_items_in_batch(batch_samples, device)
-        # The Trainer adds up all ranks, of which those of one replica counted the same samples.
-        added_up = tokens is not None and self.args.average_tokens_across_devices
-        return tokens // self._ranks_of_a_replica if added_up and tokens is not None else tokens
+        # The Trainer sums over all ranks; those of one replica counted the same samples.
+        if tokens is not None and self.args.average_tokens_across_devices:
+            tokens = tokens // self._ranks_of_a_replica
+        return tokens
 
     def training_step(
         self, model: Any, inputs: Mapping[str, torch.Tensor], num_items_in_batch: torch.Tensor | int | None = None
     ) -> torch.Tensor:
-        """Keep a micro-batch; with the last one of the step run the schedule and return the loss of the whole step."""
+        """Collect a micro-batch; with the last one of the step, run the schedule and return the loss of the step."""
         self._step_batches.append(self._prepare_inputs(dict(inputs)))
         if not self.accelerator.gradient_state.sync_gradients:
             return torch.zeros((), device=self.args.device)
@@ -210,7 +246,7 @@ class PipelineTrainer(Trainer):
         return optimizer_step(model, self._scheduled(model, batches, factor)).detach().to(self.args.device)
 
     def _scheduled(self, engine: Any, batches: list[Any], factor: torch.Tensor) -> list[Any]:
-        """Return micro-batches for the stages, as many as the schedule needs at least."""
+        """Return micro-batches for the stages, at least as many as the schedule needs."""
         if self._dual_pipe:
             missing = 2 * self._stages - len(batches)
             batches = [*batches, *(without_labels(batches[0]) for _ in range(missing))]
@@ -218,15 +254,8 @@ class PipelineTrainer(Trainer):
         self._shapes.expect(engine, micro_batches[0][0])
         return micro_batches
 
-    def _track_num_input_tokens(self, inputs: Any) -> None:
-        before = self.state.num_input_tokens_seen
-        super()._track_num_input_tokens(inputs)
-        # The Trainer adds up all ranks, of which those of one replica saw the same tokens.
-        added = (self.state.num_input_tokens_seen - before) // self._ranks_of_a_replica
-        self.state.num_input_tokens_seen = before + added
-
     def floating_point_ops(self, inputs: Mapping[str, torch.Tensor]) -> int:
-        """Return what this stage computes for a batch, 6 operations for each token and weight; ranks are added up."""
+        """Return the operations of this stage for a batch, 6 per token and weight; the Trainer sums over ranks."""
         multiplied = (module for module in self.model.modules() if not isinstance(module, torch.nn.Embedding))
         weights = sum(weight.numel() for module in multiplied for weight in module.parameters(recurse=False))
         return int(6 * inputs["input_ids"].numel() * weights)
@@ -242,40 +271,47 @@ class PipelineTrainer(Trainer):
         """Return the mean loss over all predicted tokens; stages keep no logits.
 
         Raises:
-            UsageError: replicas share data of unknown length, or a batch is not what stages take.
+            UsageError: replicas share data of unknown length, stages do not support a batch, or no batch has labels.
         """
         samples = len(dataloader.dataset) if has_length(dataloader.dataset) else None
-        if faults := length_faults(samples, self._replicas):
-            raise UsageError(faults)
-        engine = self._engine_for_evaluation()
+        if errors := length_errors(samples, self._replicas):
+            raise UsageError(errors)
+        # Before training there is no engine; evaluation needs no optimizer.
+        if self.model_wrapped is self.model:
+            configuration = deepspeed_configuration(self.args)
+            assert configuration is not None, "checked by the constructor"
+            self.model_wrapped = evaluation_engine(self.model, configuration)
+        engine = self.model_wrapped
         self.callback_handler.eval_dataloader = dataloader
-        at_once = max(self.args.gradient_accumulation_steps, 4 * self._stages)
+        per_schedule = max(self.args.gradient_accumulation_steps, 4 * self._stages)
         loss, tokens, group = 0.0, torch.zeros((), dtype=torch.long, device=self.args.device), []
-        one = torch.ones((), device=self.args.device)
+        unscaled = torch.ones((), device=self.args.device)
         batches = own_samples(dataloader, samples=samples, replicas=self._replicas, replica=self._replica)
         for batch, is_last in batches:
             group.append(self._prepare_inputs(batch))
             tokens += predicted_tokens(batch).to(tokens.device)
             self.control: Any = self.callback_handler.on_prediction_step(self.args, self.state, self.control)
-            if len(group) == at_once or is_last:
-                scheduled = self._scheduled(engine, of_one_shape(group), one)
+            if len(group) == per_schedule or is_last:
+                scheduled = self._scheduled(engine, of_one_shape(group), unscaled)
                 loss += summed_loss(engine, scheduled, replicas=self._replicas).item()
                 group = []
-        mean = loss / max(1, int(self._over_replicas(tokens)))
+        # Summed over replicas; the ranks of one agree.
+        counted = self.accelerator.gather(tokens).sum() // self._ranks_of_a_replica
+        mean = evaluated_mean([loss], [float(counted)])
         metrics = {f"{metric_key_prefix}_loss": mean}
         return EvalLoopOutput(predictions=None, label_ids=None, metrics=metrics, num_samples=samples or 0)
 
     def predict(self, *args: Any, **kwargs: Any) -> Any:
-        """Refuse: logits exist on the last stage alone.
+        """Raise an error: only the last stage has logits.
 
         Raises:
             UsageError: always.
         """
         fix = "save the model and load it with from_pretrained"
-        raise UsageError(Fault(where="predict", rule="stages of a pipeline keep no logits", fix=fix))
+        raise UsageError(ConfigError(where="predict", rule="stages of a pipeline keep no logits", fix=fix))
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Write a normal model directory; every rank must call it, and each pipeline's first replica writes."""
+        """Write a normal model directory; every rank must call it, and the first replica of each stage writes."""
         directory = Path(output_dir or self.args.output_dir)
         save_pipeline_checkpoint(self.model, directory, config=self.model.config)
         if self.args.should_save:
@@ -287,42 +323,52 @@ class PipelineTrainer(Trainer):
         if self.args.push_to_hub and not _internal_call:
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
 
-    def _over_replicas(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Add up a count of every replica, on which the ranks of one agree."""
-        return self.accelerator.gather(tokens).sum() // self._ranks_of_a_replica
 
-    def _engine_for_evaluation(self) -> Any:
-        """Return the engine that trains, or before training one without an optimizer."""
-        if self.model_wrapped is self.model:
-            configuration = deepspeed_configuration(self.args)
-            assert configuration is not None, "checked by the constructor"
-            self.model_wrapped = evaluation_engine(self.model, configuration)
-        return self.model_wrapped
+def source_of(model: Any, *, revision: str | None = None) -> Any:
+    """Return the model itself; for the directory or Hub id of a checkpoint, its model without weights.
 
-
-def _already_recomputed(**_: Any) -> None:
-    """Take the Trainer's request to recompute activations, with which the stages were made."""
-
-
-def _ranks(stages: int | tuple[PipelineStage, ...], *, dual_pipe: bool) -> int:
-    """Return the ranks of one pipeline."""
-    if isinstance(stages, int):
-        return stages
-    return -(-len(stages) // 2) if dual_pipe else len(stages)
+    Raises:
+        UsageError: there is no checkpoint, or it has no causal language model.
+    """
+    if not isinstance(model, str | Path):
+        return model
+    try:
+        config = AutoConfig.from_pretrained(model, revision=revision, trust_remote_code=False)
+    except (OSError, ValueError) as error:
+        rule = f"has no readable config ({str(error).partition(chr(10))[0]})"
+        fix = "pass the directory or Hub id of a checkpoint"
+        raise UsageError(ConfigError(where="model", value=str(model), rule=rule, fix=fix)) from None
+    if type(config) not in AutoModelForCausalLM._model_mapping:
+        rule = "has no causal language model in transformers"
+        raise UsageError(ConfigError(where="model_type", value=config.model_type, rule=rule))
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config, trust_remote_code=False)
 
 
-def _unsupported(kwargs: Mapping[str, Any]) -> list[Fault]:
-    """Return a fault for each argument of the Trainer that needs logits or a whole model."""
-    needs_logits = "needs logits, which exist on the last stage alone"
-    reasons = {
-        "compute_metrics": needs_logits,
-        "compute_loss_func": needs_logits,
-        "preprocess_logits_for_metrics": needs_logits,
-        "model_init": "a pipeline is made of one model",
-        "optimizers": "an optimizer is made for the parameters of each stage; use optimizer_cls_and_kwargs",
-    }
-    return [
-        Fault(where=name, rule=reason, fix="leave it out")
-        for name, reason in reasons.items()
-        if kwargs.get(name) not in (None, (None, None))
-    ]
+def balanced(
+    model: PreTrainedModel,
+    args: TrainingArguments,
+    ranks: int,
+    *,
+    dual_pipe: bool = False,
+    tensor_parallel_size: int = 1,
+) -> tuple[PipelineStage, ...]:
+    """Return the stages that the planner selects for a model; with DualPipeV two per rank.
+
+    Args:
+        model: A causal language model; only its configuration and class are read.
+        args: The training arguments.
+        ranks: Number of ranks of one pipeline.
+        dual_pipe: Whether each rank has two stages.
+        tensor_parallel_size: Number of ranks that share each stage.
+    """
+    config = {**json.loads(model.config.to_json_string(use_diff=False)), "architectures": [type(model).__name__]}
+    longest = getattr(model.config, "max_position_embeddings", LONGEST_SEQUENCE_TOKENS)
+    job = TrainingJob(
+        seq_len_tokens=min(longest, LONGEST_SEQUENCE_TOKENS),
+        micro_batch_size=args.per_device_train_batch_size,
+        precision="bf16" if args.bf16 else "fp32",
+        gradient_checkpointing="on" if args.gradient_checkpointing else "off",
+    )
+    spec, stages = model_spec_from_meta(config, name="model"), ranks * (2 if dual_pipe else 1)
+    return pipeline_stages(spec, job, stages, tensor_parallel_size=tensor_parallel_size)

@@ -1,44 +1,74 @@
-"""The callback that lets any Trainer of causal language models share sequences between ranks."""
+"""Trainer callback for Ulysses sequence parallelism: ranks share the sequences of a causal language model."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
 from weakref import WeakKeyDictionary
 
 from transformers import TrainerCallback
 
-from ....ds_configs.specs.errors import Fault, UsageError
+from ....ds_configs.legality.axes import attention_errors, sample_errors
+from ....ds_configs.specs.errors import ConfigError, UsageError
+from ....ds_configs.specs.layout import Engine
+from ....plugins import patches
 from ....plugins.deepspeed.engine import accept_train_batch_size
-from ....plugins.deepspeed.tiled_compute import share_tiled_mlps, tile_mlps, untile_mlps
-from ....plugins.deepspeed.ulysses import SharedSequence, forget_sequence_parallelism
-from ....plugins.transformers.run_settings import trainer_faults
-from .checks import argument_faults, base_model, model_faults
-from .tiling import TiledLoss, tile_count, tiling_faults
-from .trainer_methods import LossReduction, SequenceParallelMethods, SequenceParallelRun
+from ....plugins.deepspeed.tiled_compute import share_tiled_mlps, tile_mlps, tiled_cross_entropy, untile_mlps
+from ....plugins.deepspeed.ulysses import (
+    SharedSequence,
+    forget_sequence_parallelism,
+    gradients_are_added_over_a_sequence,
+)
+from ....plugins.transformers.run_settings import trainer_errors
+from ...counting.counts import count_as_one_process
+from ...losses.fused_loss import HeadReplacement
+from .checks import argument_errors, base_model, model_errors, tiling_errors
+from .shards import (
+    LABELS,
+    SHIFT_LABELS,
+    Shard,
+    cut,
+    example_of,
+    joined,
+    labelled_tokens,
+    mask_dimensions,
+    padding_and_packing,
+)
 
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedModel, TrainerControl, TrainerState, TrainingArguments
+    from transformers import Trainer as _TrainerMethods
+else:
+    _TrainerMethods = object
+
+LossReduction = Literal["mean", "sum"]
 _LOGIT_HOOKS: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
-"""The hook that `attach` put on each model."""
+"""The hook that `attach` registered on each model."""
 
 
 class SequenceParallelCallback(TrainerCallback):
-    """Trains and evaluates a causal language model whose sequences are shared by `sequence_parallel_size` ranks.
+    """Train and evaluate a causal language model whose sequences `sequence_parallel_size` ranks share.
 
-    Each rank holds a part of every sequence, and within attention a part of the heads instead (DeepSpeed Ulysses,
-    arXiv 2309.14509, in the form of arXiv 2506.13996). Loss, gradients, clipping and evaluation are those of one
-    process with the same global batch: the loss is the mean over the labelled tokens of the whole optimizer step. A
-    mixture's load-balancing loss (`output_router_logits`) is that of each shard, weighed by its labelled tokens, and
-    not that of whole sequences.
+    Each rank holds a shard of every sequence; within attention it holds a shard of the heads instead (DeepSpeed
+    Ulysses, arXiv 2309.14509, in the form of arXiv 2506.13996). Loss, gradients, clipping and evaluation are those of
+    one process with the same global batch: the loss is the mean over the labelled tokens of the optimizer step. The
+    load-balancing loss of a mixture of experts (`output_router_logits`) is computed per shard, not per sequence, and
+    weighted by the labelled tokens of the shard.
 
     Args:
-        sequence_parallel_size: Ranks that share a sequence; consecutive ranks do.
-        tiled_mlp: Compute MLPs in tiles of the sequence and recompute them in the backward pass; a number is how many
-            tiles, `True` chooses `ceil(tokens of a rank / hidden size)`.
-        tiled_loss: Compute logits and loss in tiles; a number is how many, `True` keeps a tile's logits under 1 GiB.
-        loss_reduction: What the loss of the Trainer (a `compute_loss` of a subclass, `compute_loss_func`) is for the
-            samples it is given: the mean over their labelled tokens, or the sum.
-        loss_shifts_labels: Whether that loss drops the first label and the last logit itself, as the losses of
-            Transformers do. It then gets a label and a logit more than the shard has tokens, so that none is lost
-            between shards; `False` gives labels that stand beside the logits that predict them.
+        sequence_parallel_size: Number of consecutive ranks that share a sequence.
+        tiled_mlp: Compute MLPs in tiles of the sequence and recompute them in the backward pass. A number sets how many
+            tiles; `True` selects `ceil(tokens of a rank / hidden size)`.
+        tiled_loss: Compute logits and loss in tiles. A number sets how many; `True` keeps the logits of a tile below
+            1 GiB.
+        loss_reduction: What the Trainer's own loss (`compute_loss` of a subclass, or `compute_loss_func`) returns for
+            its samples: the mean over their labelled tokens, or the sum.
+        loss_shifts_labels: Whether that loss itself drops the first label and the last logit, as the losses of
+            Transformers do. It then gets one more label and logit than the shard has tokens, so that no label is lost
+            between shards. With `False` it gets labels that are aligned with the logits.
 
     Example:
         >>> callback = SequenceParallelCallback(2)
@@ -59,50 +89,51 @@ class SequenceParallelCallback(TrainerCallback):
     ) -> None:
         if sequence_parallel_size < 1:
             rule = "must be a positive number of ranks"
-            raise UsageError(Fault(where="sequence_parallel_size", value=sequence_parallel_size, rule=rule))
+            raise UsageError(ConfigError(where="sequence_parallel_size", value=sequence_parallel_size, rule=rule))
         if loss_reduction not in ("mean", "sum"):
-            raise UsageError(Fault(where="loss_reduction", value=loss_reduction, rule="must be 'mean' or 'sum'"))
+            raise UsageError(ConfigError(where="loss_reduction", value=loss_reduction, rule="must be 'mean' or 'sum'"))
         self.sequence_parallel_size = sequence_parallel_size
         self.tiled_mlp, self.tiled_loss = tiled_mlp, tiled_loss
         self.loss_reduction: LossReduction = loss_reduction
         self.loss_shifts_labels = loss_shifts_labels
         self._attached = False
 
-    def prepare(self, training_arguments: Any, model: Any) -> None:
-        """Check everything and tell Accelerate; call it before the Trainer is made.
+    def prepare(self, training_arguments: TrainingArguments, model: PreTrainedModel) -> None:
+        """Check the model and the layout, and configure Accelerate; call it before the Trainer is created.
 
         Raises:
-            UsageError: model, arguments or DeepSpeed section forbid it; all faults at once.
+            UsageError: model, arguments or DeepSpeed section do not support it; lists all errors.
         """
         size, world_size = self.sequence_parallel_size, training_arguments.world_size
-        engine = "deepspeed" if training_arguments.deepspeed_plugin is not None else "without DeepSpeed"
-        faults = model_faults(model, size=size, world_size=world_size, engine=engine)
+        engine: Engine = "ddp" if training_arguments.deepspeed_plugin is None else "deepspeed"
+        errors = model_errors(model, size=size, world_size=world_size, engine=engine)
         if size > 1:
             attention = base_model(model).config._attn_implementation
-            faults += argument_faults(training_arguments, size=size, attention=attention)
-        faults += tiling_faults(
+            errors += argument_errors(training_arguments, size=size, attention=attention)
+        errors += tiling_errors(
             model, training_arguments, size=size, tiled_mlp=self.tiled_mlp, tiled_loss=self.tiled_loss
         )
-        if faults:
-            raise UsageError(faults)
+        if errors:
+            raise UsageError(errors)
         if size > 1:
             forget_sequence_parallelism()
             accept_train_batch_size(training_arguments, size=size)
             training_arguments.parallelism_config = parallelism_config(size, world_size, attention=attention)
 
     def attach(self, trainer: Any) -> None:
-        """Take over what only the Trainer's instance can change; call it right after the Trainer was made.
+        """Replace the Trainer's methods that read, compute and count; call it right after the Trainer is created.
 
         Raises:
-            UsageError: `prepare` was not called with this Trainer's arguments, or the Trainer shards by itself.
+            UsageError: `prepare` was not called with this Trainer's arguments, or the Trainer's class runs sequence
+                parallelism itself.
         """
         from transformers import Trainer
 
-        size = self.sequence_parallel_size
+        size, run = self.sequence_parallel_size, None
         if size > 1:
             _check_trainer(trainer, size)
-            if faults := trainer_faults(trainer):
-                raise UsageError(faults)
+            if errors := trainer_errors(trainer):
+                raise UsageError(errors)
             run = SequenceParallelRun(
                 shared=SharedSequence(size),
                 loss_reduction=self.loss_reduction,
@@ -111,37 +142,46 @@ class SequenceParallelCallback(TrainerCallback):
                 or trainer.compute_loss_func is not None
                 or trainer.label_smoother is not None,
             )
-            _take_over(trainer, run)
-        else:
-            run = None
-        self._tile(trainer, run)
+            _replace_methods(trainer, run)
+            if trainer.compute_loss_func is not None and self.loss_reduction == "mean":
+                trainer.compute_loss_func = _mean_over_shard(trainer.compute_loss_func, run)
+            count_as_one_process(trainer, ranks_of_a_sample=size)
+        model = base_model(trainer.model)
+        untile_mlps(model)
+        if self.tiled_mlp:
+            tile_mlps(model, _tile_count(self.tiled_mlp))
+        if self.tiled_loss and run is not None:
+            if run.has_own_loss:
+                rule = "computes only the model's own loss, but this Trainer computes another one from logits"
+                raise UsageError(ConfigError(where="tiled_loss", value=self.tiled_loss, rule=rule, fix="omit it"))
+            run.tiled_loss = TiledLoss(trainer.model, self.tiled_loss)
         self._attached = True
         if not any(callback is self for callback in trainer.callback_handler.callbacks):
             trainer.add_callback(self)
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
-        """Refuse to train when `attach` was forgotten."""
+    def on_train_begin(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        model: PreTrainedModel | None = None,
+        **kwargs: object,
+    ) -> None:
+        """Check that `attach` was called, and share tiled MLPs with the engine.
+
+        Raises:
+            UsageError: `attach` was not called.
+        """
         if not self._attached:
-            rule = "callback.attach(trainer) was not called, so that sequences would not be shared"
+            rule = "callback.attach(trainer) was not called, so the ranks would not share sequences"
             fix = "call it right after Trainer(...)"
-            raise UsageError(Fault(where="SequenceParallelCallback", rule=rule, fix=fix))
+            raise UsageError(ConfigError(where="SequenceParallelCallback", rule=rule, fix=fix))
         if self.tiled_mlp and model is not None:
             share_tiled_mlps(base_model(model))
 
-    def _tile(self, trainer: Any, run: SequenceParallelRun | None) -> None:
-        model = base_model(trainer.model)
-        untile_mlps(model)
-        if self.tiled_mlp:
-            tile_mlps(model, tile_count(self.tiled_mlp))
-        if self.tiled_loss and run is not None:
-            if run.has_own_loss:
-                rule = "computes the model's own loss, and the Trainer has another, which needs logits"
-                raise UsageError(Fault(where="tiled_loss", value=self.tiled_loss, rule=rule, fix="leave it out"))
-            run.tiled_loss = TiledLoss(trainer.model, self.tiled_loss)
-
 
 def parallelism_config(size: int, world_size: int, *, attention: str) -> Any:
-    """Return Accelerate's configuration of Ulysses; it takes the ranks that do not share a sequence from `dp_shard`."""
+    """Return Accelerate's configuration of Ulysses; the other ranks become `dp_shard`."""
     from accelerate import ParallelismConfig
     from accelerate.utils import DeepSpeedSequenceParallelConfig
 
@@ -151,61 +191,320 @@ def parallelism_config(size: int, world_size: int, *, attention: str) -> Any:
     )
 
 
+def _tile_count(tiles: bool | int) -> int | None:
+    """Return the requested number of tiles; `None` if the size decides."""
+    return None if isinstance(tiles, bool) else tiles
+
+
 def _check_trainer(trainer: Any, size: int) -> None:
-    given = trainer.accelerator.parallelism_config
-    if given is None or given.sp_size != size:
+    axes = trainer.accelerator.parallelism_config
+    if axes is None or axes.sp_size != size:
         rule = "callback.prepare(training_arguments, model) was not called before the Trainer was made"
-        raise UsageError(Fault(where="SequenceParallelCallback", rule=rule, fix="call it with the Trainer's arguments"))
+        fix = "call it with the Trainer's arguments"
+        raise UsageError(ConfigError(where="SequenceParallelCallback", rule=rule, fix=fix))
     if isinstance(trainer, SequenceParallelMethods):
         rule = "callback.attach(trainer) was called already"
-        raise UsageError(Fault(where="SequenceParallelCallback", rule=rule, fix="call it once"))
+        raise UsageError(ConfigError(where="SequenceParallelCallback", rule=rule, fix="call it once"))
     if getattr(trainer, "shares_sequences", False):
-        rule = "shares sequences by itself, with TrainingArguments.parallelism_config"
-        raise UsageError(Fault(where="trainer", value=type(trainer).__name__, rule=rule, fix="leave the callback out"))
+        rule = "runs sequence parallelism itself, with TrainingArguments.parallelism_config"
+        fix = "omit the callback, or plan without sp"
+        raise UsageError(ConfigError(where="trainer", value=type(trainer).__name__, rule=rule, fix=fix))
 
 
-def _take_over(trainer: Any, run: SequenceParallelRun) -> None:
+def _replace_methods(trainer: Any, run: SequenceParallelRun) -> None:
+    """Put `SequenceParallelMethods` before the Trainer's class, and let all ranks of a sequence read its batches."""
     import torch.distributed as dist
+    from accelerate import ParallelismConfig
     from torch.distributed.device_mesh import init_device_mesh
+    from torch.nn.functional import pad
+
+    class HiddenFromTheTrainer(ParallelismConfig):
+        """Reports no sequence parallelism to transformers 5.17.0 (trainer.py, `sp_enabled`).
+
+        A Trainer that sees it would wrap the data loader and replace the loss. Accelerate 1.15.0 reads `sp_size`.
+        """
+
+        sp_enabled = False
 
     shared, accelerator = run.shared, trainer.accelerator
-    own = type(trainer)
-    # Streams would be dispatched from the first rank, which Accelerate cannot do for ranks that share a batch.
+    # Accelerate cannot dispatch streams from the first rank to ranks that share a batch.
     accelerator.dataloader_config.dispatch_batches = False
-    # A Trainer with sequence parallelism of its own would wrap the data loader and replace the loss.
-    accelerator.state.parallelism_config = _hidden(accelerator.parallelism_config)
-    # Accelerate reads the same batches on all ranks of this dimension.
+    hidden = HiddenFromTheTrainer.__new__(HiddenFromTheTrainer)
+    hidden.__dict__.update(accelerator.parallelism_config.__dict__)
+    accelerator.state.parallelism_config = hidden
+    # Accelerate reads the same batches on all ranks of the dimension `tp`.
     shape = (dist.get_world_size() // shared.size, shared.size)
     accelerator.state.ds_device_mesh = init_device_mesh(accelerator.device.type, shape, mesh_dim_names=("dp", "tp"))
-    trainer.model_accepts_loss_kwargs = True
+    # `compute_loss` below divides by the tokens of the step, whatever the class does with those of a micro-batch.
+    trainer.model_accepts_loss_kwargs = trainer.loss_is_scaled_for_ga = True
     trainer.sequence_parallel = run
-    trainer.__class__ = type(own.__name__, (SequenceParallelMethods, own), {"__module__": own.__module__})
+    own = type(trainer)
+    kind = type(own.__name__, (SequenceParallelMethods, own), {"__module__": own.__module__})
+    patches.swap_class("sequence-parallel-trainer", trainer, kind)
     earlier = _LOGIT_HOOKS.pop(trainer.model, None)
     if earlier is not None:
         earlier.remove()
     if run.extends_logits:
-        _LOGIT_HOOKS[trainer.model] = trainer.model.register_forward_hook(_one_more_logit(shared))
+
+        def add_logit(_module: Any, _inputs: Any, outputs: Any) -> None:
+            if shared.active and getattr(outputs, "logits", None) is not None:
+                outputs["logits"] = pad(outputs.logits, (0, 0, 0, 1))
+
+        _LOGIT_HOOKS[trainer.model] = trainer.model.register_forward_hook(add_logit)
 
 
-def _hidden(config: Any) -> Any:
-    """Return a configuration by which Accelerate shares sequences and of which the Trainer sees nothing."""
-    from accelerate import ParallelismConfig
+def _mean_over_shard(compute: Callable[..., Any], run: SequenceParallelRun) -> Callable[..., Any]:
+    """Make a loss function that divides by `num_items_in_batch` return the mean over the labelled tokens of a shard."""
 
-    class HiddenFromTheTrainer(ParallelismConfig):
-        """Says no where transformers 5.17.0 asks (trainer.py, `sp_enabled`); Accelerate 1.15.0 reads `sp_size`."""
+    def compute_loss(outputs: Any, labels: Any, num_items_in_batch: Any = None) -> Any:
+        items = run.labelled.clamp(min=1) if run.shared.active and run.labelled is not None else num_items_in_batch
+        return compute(outputs, labels, num_items_in_batch=items)
 
-        sp_enabled = False
-
-    hidden = HiddenFromTheTrainer.__new__(HiddenFromTheTrainer)
-    hidden.__dict__.update(config.__dict__)
-    return hidden
+    return compute_loss
 
 
-def _one_more_logit(shared: SharedSequence) -> Any:
-    from torch.nn.functional import pad
+@dataclass(kw_only=True)
+class SequenceParallelRun:
+    """State that the methods of one Trainer share."""
 
-    def extend(_module: Any, _inputs: Any, outputs: Any) -> None:
-        if shared.active and getattr(outputs, "logits", None) is not None:
-            outputs["logits"] = pad(outputs.logits, (0, 0, 0, 1))
+    shared: SharedSequence
+    """The ranks of a sequence."""
+    loss_reduction: LossReduction
+    """Whether the loss of a shard is the mean over its labelled tokens or their sum."""
+    loss_shifts_labels: bool
+    """Whether the Trainer's own loss drops the first label and the last logit itself."""
+    has_own_loss: bool
+    """Whether the Trainer computes another loss than the model's, from its logits."""
+    tiled_loss: TiledLoss | None = None
+    """Computes the model's loss from the input of its head; `None` if the model computes it."""
+    is_connected: bool = False
+    """Whether a forward pass has shown that attention exchanges heads in every layer."""
+    keeps_logits: bool = False
+    """Whether the current evaluation returns logits."""
+    whole_tokens: int = 0
+    """Tokens of the batch that was sharded last."""
+    labelled: torch.Tensor | None = None
+    """Labelled tokens in this rank's shard of it."""
+    step_tokens: torch.Tensor | None = None
+    """Labelled tokens of all micro-batches of the optimizer step that was counted last."""
 
-    return extend
+    @property
+    def extends_logits(self) -> bool:
+        """Whether logits get one more position, for a loss that drops the last one."""
+        return self.has_own_loss and self.loss_shifts_labels
+
+
+class SequenceParallelMethods(_TrainerMethods):
+    """Overrides of a Trainer: all ranks of a sequence read the same batches, and each computes its own shard.
+
+    The class precedes the Trainer's own class, so that `super()` finds the `compute_loss` of a subclass.
+    """
+
+    sequence_parallel: SequenceParallelRun
+
+    def get_sp_size(self) -> int:
+        """Return 1: the Trainer would otherwise count the batches of a data loader that is not used here."""
+        return 1
+
+    def get_total_train_batch_size(self, args: TrainingArguments) -> int:
+        """Return the samples of an optimizer step; the ranks of one sequence count once."""
+        return int(super().get_total_train_batch_size(args) // self.sequence_parallel.shared.size)
+
+    def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: Any) -> Any:
+        """Check the micro-batches of an optimizer step, and copy those of the first rank to all ranks of a sequence."""
+        batches = _equal_batches(epoch_iterator, self.sequence_parallel.shared)
+        return super().get_batch_samples(batches, num_batches, device)
+
+    def _get_num_items_in_batch(self, batch_samples: list[Any], device: Any) -> Any:
+        run = self.sequence_parallel
+        _check_samples(batch_samples, self.model.config._attn_implementation)
+        count = labelled_tokens(batch_samples)
+        if count is not None:
+            count = self.accelerator.gather(count.to(device)).sum() // run.shared.size
+        run.step_tokens = count
+        return count
+
+    def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:
+        with self.sequence_parallel.shared.registering(self.model):
+            return super()._prepare_for_training(*args, **kwargs)
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Train with attention that exchanges heads, also in the recomputation of the backward pass."""
+        with self.sequence_parallel.shared.running():
+            return super().training_step(*args, **kwargs)
+
+    def compute_loss(
+        self, model: Any, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        """Return this rank's share of the mean over all labelled tokens of the optimizer step, over all ranks."""
+        run = self.sequence_parallel
+        if not run.shared.active:
+            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        shard = self._shard(inputs)
+        # A Trainer with its own loss may call this without the number.
+        tokens = run.step_tokens if num_items_in_batch is None else num_items_in_batch
+        if shard.labelled is None or tokens is None:
+            rule = "batches need labels, whose number weights the losses of shards"
+            fix = "copy input_ids and mask what is not trained, or use another layout than sp for this trainer"
+            raise UsageError(ConfigError(where="labels", rule=rule, fix=fix))
+        if run.tiled_loss is not None and not run.keeps_logits:
+            result: Any = run.tiled_loss(model, shard)
+        else:
+            own = {SHIFT_LABELS: shard.labels(shifts=False), LABELS: shard.labels(shifts=run.extends_logits)}
+            result = super().compute_loss(model, shard.inputs | own, return_outputs=return_outputs)
+        if not run.is_connected:
+            run.shared.check_exchanges(self.model)
+            run.is_connected = True
+        loss, outputs = result if isinstance(result, tuple) else (result, None)
+        loss = self._share(loss, shard.labelled, tokens)
+        return (loss, outputs) if return_outputs else loss
+
+    def _share(self, loss: torch.Tensor, labelled: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+        """Weight a shard's loss by its tokens, and undo the engine's reduction of gradients over ranks.
+
+        The mean over all ranks of the returned training losses is the mean over tokens, which the Trainer logs. The
+        gradients must be those of that mean too, so engines that add over the ranks of a sequence get a loss whose
+        gradient is `size` times smaller. Evaluation returns the mean over the sequences that the ranks share.
+        """
+        import torch
+        import torch.distributed as dist
+
+        run = self.sequence_parallel
+        weight = labelled if run.loss_reduction == "mean" else (labelled > 0)
+        total = loss.float() * weight
+        if not self.model.training:
+            sums = torch.stack([total.detach(), labelled.to(total)])
+            dist.all_reduce(sums, group=run.shared.group)
+            return sums[0] / sums[1].clamp(min=1)
+        tokens = tokens.to(loss.device).clamp(min=1)
+        value = total * dist.get_world_size() / tokens
+        zero = self.accelerator.state.deepspeed_plugin.deepspeed_config["zero_optimization"]
+        if not gradients_are_added_over_a_sequence(zero):
+            return value
+        graded = value / run.shared.size
+        return graded + (value - graded).detach()
+
+    def _shard(self, inputs: dict[str, Any]) -> Shard:
+        run = self.sequence_parallel
+        pad = getattr(self.processing_class, "pad_token_id", None)
+        shard = cut(inputs, ranks=run.shared.size, rank=run.shared.rank, pad_token_id=pad or 0)
+        run.shared.position_ids = shard.inputs["position_ids"]
+        run.whole_tokens = shard.whole_tokens
+        run.labelled = shard.labelled
+        return shard
+
+    def prediction_step(
+        self, model: Any, inputs: dict[str, Any], prediction_loss_only: bool, ignore_keys: list[str] | None = None
+    ) -> tuple[Any, Any, Any]:
+        """Evaluate on shards, and join the logits if they are returned."""
+        run = self.sequence_parallel
+        run.keeps_logits = not prediction_loss_only
+        with run.shared.running():
+            if any(inputs.get(name) is None for name in self.label_names):
+                _check_samples([inputs], self.model.config._attn_implementation)
+                inputs = self._shard(self._prepare_inputs(inputs)).inputs
+            loss, logits, labels = super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
+        run.keeps_logits = False
+        if logits is not None:
+            logits = joined(logits, run.shared, whole_tokens=run.whole_tokens)
+        return loss, logits, labels
+
+    def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
+        """Evaluate, and gather results from one rank of each sequence."""
+        shared = self.sequence_parallel.shared
+        is_unprepared = not self.accelerator._models
+        with (
+            shared.registering(self.model) if is_unprepared else nullcontext(),
+            _gathering_once(self.accelerator, shared),
+        ):
+            return super().evaluation_loop(*args, **kwargs)
+
+    def floating_point_ops(self, inputs: Any) -> int:
+        """Return this rank's operations on a batch that it shares."""
+        return int(super().floating_point_ops(inputs) // self.sequence_parallel.shared.size)
+
+
+def _check_samples(batches: list[Any], attention: str) -> None:
+    errors = attention_errors(attention=attention, mask_dimensions=mask_dimensions(batches))
+    if not errors:
+        left_padded, packed = padding_and_packing(batches)
+        samples = max((len(example_of(batch)) for batch in batches), default=1)
+        errors = sample_errors(left_padded=left_padded, packed=packed, attention=attention, samples=samples)
+    if errors:
+        raise UsageError(errors)
+
+
+def _equal_batches(batches: Iterator[Any], shared: SharedSequence) -> Iterator[Any]:
+    """Yield the batches of the first rank of a sequence on all of its ranks.
+
+    They already agree, unless a collator draws random numbers in a worker process of the data loader, which the Trainer
+    seeds by rank.
+    """
+    import torch
+    import torch.distributed as dist
+
+    source = dist.get_global_rank(shared.group, 0)
+    for batch in batches:
+        # Preference pairs, for example, have no sequence per row.
+        if not hasattr(batch, "get") or all(batch.get(name) is None for name in ("input_ids", "inputs_embeds")):
+            keys = ", ".join(map(str, batch)) if hasattr(batch, "get") else type(batch).__name__
+            rule, fix = "must have input_ids, which sequence parallelism shards", "use another layout than sp"
+            raise UsageError(ConfigError(where="batches", value=keys, rule=rule, fix=f"{fix} for this trainer"))
+        for name in sorted(batch):
+            value = batch[name]
+            if torch.is_tensor(value):
+                shape = torch.tensor(value.shape, device=value.device)
+                dist.broadcast(shape, source, group=shared.group)
+                if tuple(shape.tolist()) != tuple(value.shape):
+                    value = value.new_empty(shape.tolist())
+                batch[name] = value = value.contiguous()
+                dist.broadcast(value, source, group=shared.group)
+        yield batch
+
+
+@contextmanager
+def _gathering_once(accelerator: Any, shared: SharedSequence) -> Iterator[None]:
+    """Make `accelerator.gather` collect from the ranks that hold the same shard, inside the block."""
+    import torch
+    import torch.distributed as dist
+    from accelerate.utils import recursively_apply
+
+    def gather_tensor(tensor: torch.Tensor) -> torch.Tensor:
+        own = tensor[None].contiguous() if tensor.dim() == 0 else tensor.contiguous()
+        parts = [torch.empty_like(own) for _ in range(shared.data_ranks)]
+        dist.all_gather(parts, own, group=shared.data_group)
+        return torch.cat(parts)
+
+    def gather(data: Any) -> Any:
+        return recursively_apply(gather_tensor, data, error_on_other_type=True)
+
+    with patches.applied("sequence-parallel-gather", lambda _: gather, on=accelerator):
+        yield
+
+
+class TiledLoss:
+    """Mean cross-entropy of a shard's labels, computed in tiles from the input of the model's head."""
+
+    def __init__(self, model: PreTrainedModel, tiles: bool | int) -> None:
+        self._model = base_model(model)
+        self._tiles = _tile_count(tiles)
+        self._checked = False
+
+    def __call__(self, model: Any, shard: Shard) -> tuple[torch.Tensor, Any]:
+        """Run the model on a shard and return its loss, with outputs that have no logits."""
+        assert shard.labelled is not None
+        labels_BL = shard.labels(shifts=False)
+        inner = self._model
+        replacement = HeadReplacement(inner, lambda hidden: tiled_cross_entropy(inner, hidden, labels_BL, self._tiles))
+        with replacement():
+            outputs = model(**shard.inputs)
+        if not self._checked:
+            replacement.check_logits(outputs.logits)
+            self._checked = True
+        loss = replacement.result / shard.labelled.clamp(min=1)
+        outputs["logits"] = None
+        coefficient = getattr(inner.config.get_text_config(), "router_aux_loss_coef", 0.0)
+        auxiliary = getattr(outputs, "aux_loss", None)
+        if auxiliary is not None and coefficient:
+            loss = loss + coefficient * auxiliary.to(loss.device)
+        return loss, outputs

@@ -1,4 +1,4 @@
-"""Cuts batches into shards and joins what comes out: pure functions on tensors.
+"""Split batches into shards along the sequence and join the outputs: pure functions on tensors.
 
 Shapes: B samples, S tokens, P tokens padded to a multiple of the ranks, L = P / ranks, V vocabulary.
 """
@@ -9,36 +9,38 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ....ds_configs.specs.errors import Fault, UsageError
+from ....ds_configs.specs.errors import ConfigError, UsageError
 from ...data.chat import IGNORED_LABEL
 
 if TYPE_CHECKING:
     import torch
 
+    from ....plugins.deepspeed.ulysses import SharedSequence
+
 LABELS, SHIFT_LABELS, POSITION_IDS, ATTENTION_MASK = "labels", "shift_labels", "position_ids", "attention_mask"
 
 
 _FLASH_BOUNDARIES = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
-"""Borders of documents in a whole row, as flash kernels take them; they derive the same from positions."""
+"""Document borders of an unsharded row, as flash kernels take them; the kernels derive the same from positions."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Shard:
-    """One rank's part of a batch."""
+    """One rank's shard of a batch."""
 
     inputs: dict[str, Any]
-    """What the model reads; `position_ids` [B, L] count from the start of the whole sequence."""
+    """Inputs of the model; `position_ids` [B, L] count from the start of the unsharded sequence."""
     shift_labels_BL: torch.Tensor | None
-    """Label of the token that each position predicts, also across borders between shards; `None` without labels."""
+    """Label of the token that each position predicts, also across shard borders; `None` without labels."""
     labelled: torch.Tensor | None
-    """How many positions of the shard have a label, as a number in a tensor."""
+    """Number of positions of the shard that have a label, as a scalar tensor."""
     whole_tokens: int
     """S, before padding."""
 
     def labels(self, *, shifts: bool) -> torch.Tensor:
         """Return labels for a loss: [B, L], or [B, 1 + L] for one that drops the first label and the last logit itself.
 
-        A shard without labels gets one, so that its mean is a number; its weight is 0.
+        A shard without labels gets one label, so that its mean is finite; its weight is 0.
         """
         import torch
 
@@ -62,40 +64,41 @@ def shifted_labels(batch: Mapping[str, Any]) -> torch.Tensor | None:
 
 
 def labelled_tokens(batches: Sequence[Mapping[str, Any]]) -> torch.Tensor | None:
-    """Return how many tokens of whole batches have a label; `None` when a batch has no labels."""
+    """Return how many tokens of unsharded batches have a label; `None` if a batch has no labels."""
     import torch
 
-    found = [shifted_labels(batch) for batch in batches]
-    counts = [labels.ne(IGNORED_LABEL).sum() for labels in found if labels is not None]
-    return torch.stack(counts).sum() if counts and len(counts) == len(found) else None
+    shifted = [shifted_labels(batch) for batch in batches]
+    counts = [labels.ne(IGNORED_LABEL).sum() for labels in shifted if labels is not None]
+    return torch.stack(counts).sum() if counts and len(counts) == len(shifted) else None
 
 
 def example_of(batch: Mapping[str, Any]) -> torch.Tensor:
-    """Return the tensor that tells how many samples and tokens a batch has: [B, S] or [B, S, hidden]."""
+    """Return the input tensor of a batch, [B, S] or [B, S, hidden]."""
     example: torch.Tensor = batch["input_ids"] if batch.get("input_ids") is not None else batch["inputs_embeds"]
     return example
 
 
 def cut(batch: Mapping[str, Any], *, ranks: int, rank: int, pad_token_id: int = 0) -> Shard:
-    """Return the part of a batch that belongs to `rank`, padded on the right to a multiple of `ranks`.
+    """Return the shard of a batch that belongs to `rank`, padded on the right to a multiple of `ranks`.
 
-    Tensors [B, S, ...] are cut along the sequence; others stay whole. The mask is left out: attention is causal, and
-    padding on the right is behind every token. So are borders of documents for flash kernels: positions tell them.
+    Tensors [B, S, ...] are split along the sequence; others are copied. The mask is dropped: attention is causal, and
+    padding on the right comes after every token. Document borders are dropped too: flash kernels derive them from
+    positions.
 
     Raises:
-        UsageError: borders of documents come without positions.
+        UsageError: document borders are passed without positions.
     """
     import torch
 
     if any(name in batch for name in _FLASH_BOUNDARIES) and batch.get(POSITION_IDS) is None:
-        rule = "count tokens of whole rows, and shards find documents in position_ids alone"
-        raise UsageError(Fault(where="cu_seq_lens", rule=rule, fix="let the collator return position_ids"))
+        rule = "counts tokens of unsharded rows; shards find documents by position_ids only"
+        raise UsageError(ConfigError(where="cu_seq_lens", rule=rule, fix="let the collator return position_ids"))
     example = example_of(batch)
     samples, tokens = example.shape[:2]
     length = -(-tokens // ranks)
     extra = length * ranks - tokens
-    left_out = (LABELS, SHIFT_LABELS, ATTENTION_MASK, *_FLASH_BOUNDARIES)
-    whole = {name: value for name, value in batch.items() if name not in left_out}
+    dropped = (LABELS, SHIFT_LABELS, ATTENTION_MASK, *_FLASH_BOUNDARIES)
+    whole = {name: value for name, value in batch.items() if name not in dropped}
     if whole.get(POSITION_IDS) is None:
         whole[POSITION_IDS] = torch.arange(tokens, device=example.device).expand(samples, -1)
     labels_BS = shifted_labels(batch)
@@ -120,7 +123,7 @@ def cut(batch: Mapping[str, Any], *, ranks: int, rank: int, pad_token_id: int = 
 def padding_and_packing(batches: Sequence[Mapping[str, Any]]) -> tuple[bool, bool]:
     """Return whether any batch is padded on the left, and whether any packs documents into a row.
 
-    Positions of padding are not looked at: collators write what they like there.
+    Positions of padding are ignored: their values depend on the collator.
     """
     import torch
 
@@ -138,37 +141,37 @@ def padding_and_packing(batches: Sequence[Mapping[str, Any]]) -> tuple[bool, boo
         return False, False
     device = (left or packed)[0].device
     never = torch.zeros((), dtype=torch.bool, device=device)
-    found = torch.stack([torch.stack([never, *flags]).any() for flags in (left, packed)]).tolist()
-    return bool(found[0]), bool(found[1])
+    is_left_padded, is_packed = torch.stack([torch.stack([never, *flags]).any() for flags in (left, packed)]).tolist()
+    return is_left_padded, is_packed
 
 
 def mask_dimensions(batches: Sequence[Mapping[str, Any]]) -> int:
-    """Return the most dimensions of any attention mask; 2 without one."""
+    """Return the largest number of dimensions of an attention mask; 2 without a mask."""
     masks = [batch[ATTENTION_MASK] for batch in batches if batch.get(ATTENTION_MASK) is not None]
     return max([2, *(mask.dim() if hasattr(mask, "dim") else 4 for mask in masks)])
 
 
-def joined(value: Any, shared: Any, *, whole_tokens: int) -> Any:
-    """Return what every rank of a sequence holds, side by side along the sequence and without padding.
+def joined(value: Any, shared: SharedSequence, *, whole_tokens: int) -> Any:
+    """Return the shards of all ranks of a sequence, concatenated along the sequence and without padding.
 
     Raises:
-        UsageError: a tensor has no sequence as its second dimension.
+        UsageError: the second dimension of a tensor is not the sequence.
     """
     import torch
     import torch.distributed as dist
 
     if isinstance(value, Mapping):
         return type(value)(  # type: ignore[call-arg]
-            {name: joined(one, shared, whole_tokens=whole_tokens) for name, one in value.items()}
+            {name: joined(item, shared, whole_tokens=whole_tokens) for name, item in value.items()}
         )
     if isinstance(value, list | tuple):
-        return type(value)(joined(one, shared, whole_tokens=whole_tokens) for one in value)
+        return type(value)(joined(item, shared, whole_tokens=whole_tokens) for item in value)
     length = -(-whole_tokens // shared.size)
     if not torch.is_tensor(value) or value.dim() < 2 or value.shape[1] not in (length, length + 1):
         shape = list(value.shape) if torch.is_tensor(value) else type(value).__name__
-        rule = f"an output {shape} cannot be joined along a sequence of {length} tokens for each rank"
+        rule = f"an output of this shape cannot be joined along a sequence of {length} tokens per rank"
         fix = "evaluate with prediction_loss_only=True, or name it in ignore_keys"
-        raise UsageError(Fault(where="model outputs", value=shape, rule=rule, fix=fix))
+        raise UsageError(ConfigError(where="model outputs", value=shape, rule=rule, fix=fix))
     own = value[:, :length].contiguous()
     parts = [torch.empty_like(own) for _ in range(shared.size)]
     dist.all_gather(parts, own, group=shared.group)

@@ -1,1 +1,1 @@
-"""`shardwright qat`: enter by `run.py`; `inputs.py` prepares, `worker.py` runs on every rank."""
+"""`shardwright qat`: start with `task.py`; `rank.py` runs on every rank."""

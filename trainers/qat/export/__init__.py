@@ -1,1 +1,1 @@
-"""From trained weights to the checkpoint that holds their codes: enter by `checkpoint.py`."""
+"""Export of trained codes as a checkpoint: start with `checkpoint.py`."""

@@ -1,32 +1,51 @@
-"""Writes what quantization-aware training trained as a compressed-tensors checkpoint, bit for bit.
+"""Writes a quantization-aware trained model as a compressed-tensors checkpoint bit for bit, and verifies it.
 
-The codes that training computed with are packed as they are. Quantizing the trained weights once more would give other
-codes: whoever divides in another type, or takes scales before they are rounded to the stored type, rounds elsewhere.
+The codes that training computed with are packed unchanged. Quantizing the trained weights again could give other codes,
+because a division in another dtype, or scales that are not yet rounded to the stored dtype, round differently.
+
+Verification builds a reference from scratch in the checkpoint's dtype, as loaders do, with the trained weights in the
+training's dtype and the same rounding layers as in training. It shares only unquantized tensors with the checkpoint.
 """
 
 from __future__ import annotations
 
+import copy
 import importlib.metadata
+import json
+import shutil
 import time
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ....ds_configs.plan.output import output_faults
-from ....ds_configs.quantization.layers import LinearLayer
-from ....ds_configs.quantization.mixtures import mixture_remarks
-from ....ds_configs.specs.errors import Fault, ShardwrightError, UsageError
-from ....plugins.deepspeed.engine_layers import stages_of
-from ....plugins.deepspeed.gathering import first_rank, gathered_parameters, training_device
-from ....plugins.launching.notes import note_on_first_rank
-from ....plugins.safetensors.writing import appearing_directory, save_checkpoint
-from ....plugins.transformers.checkpoint_model import model_class
-from ...verify.checkpoint import Verification, discard_failed, fail_output
-from ..rounding.attachment import Attachment
-from ..rounding.kv_cache import PARTS, kv_cache_scheme
-from .files import write_adapter, write_companions, write_config, write_export_report
-from .stages import stage_tensors, whole_model
+from ....ds_configs.plan.output import output_errors, write_files
+from ....ds_configs.quantization.layers import (
+    DEQUANTIZE,
+    LinearLayer,
+    mixture_quantization_config,
+    mixture_warnings,
+    needs_dequantize,
+)
+from ....ds_configs.specs.errors import ConfigError, ShardwrightError, UsageError
+from ....plugins import patches
+from ....plugins.compressed_tensors.codes import StoredLayer, change_keys_and_values, dequantize, unpack_tensors
+from ....plugins.compressed_tensors.layout import layout_differences
+from ....plugins.deepspeed.engine import stages_of
+from ....plugins.deepspeed.parameters import first_rank, gathered_parameters, is_first_rank, training_device
+from ....plugins.deepspeed_pipeline.checkpoint import save_pipeline_checkpoint
+from ....plugins.huggingface_hub.hub import fetch_snapshot
+from ....plugins.launching.messages import note_on_first_rank
+from ....plugins.safetensors.reading import StoredTensor, each_tensor, read_checkpoint
+from ....plugins.safetensors.writing import appearing_directory, save_checkpoint, save_tensors
+from ....plugins.transformers.checkpoint_tensors import empty_model, model_class, plain_linear
+from ...formats.model_directory import COMPANIONS, copy_companions
+from ...verify.checkpoint import UNPROVEN, Verification, arbitrary_rows, discard_failed, fail_output, reference_logits
+from ..rounding.attach import attach
+from ..rounding.attachment import PARTS, Attachment, kv_cache_scheme
+from ..rounding.experts import fake_quantize_experts
+from ..rounding.layers import LEARNED, FakeQuantizedLinear, LayerQuantizer, QuantizationState
+from ..rounding.rounding import round_weight
 from .tensors import (
     Collected,
     Collector,
@@ -34,36 +53,44 @@ from .tensors import (
     checkpoint_contents,
     collect,
     dense_layers,
+    forward_weight,
+    module_names,
+    plain_name,
     quantized_layers,
+    quantizer_of,
 )
-from .verification import proven, reads_tokens
 
 if TYPE_CHECKING:
     import torch
+    from torch import Tensor
+    from transformers import PreTrainedModel
 
+REPORT = "qat_report.json"
+ADAPTER = "adapter"
 _PACKAGES = ("torch", "transformers", "compressed-tensors")
+_VERIFICATION_MEMORY = 2.5
+"""Free accelerator memory for the verification, in reference sizes: reference, reloaded model and activations."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExportResult:
-    """A checkpoint that was written, and how far it is from the trained model."""
+    """A written checkpoint, and its difference from the trained model."""
 
     output_dir: Path
-    """Where it lies."""
     quantized_layers: int
-    """Matrices that are packed."""
+    """Number of packed matrices."""
     stored_bytes: int
     """Bytes of all tensors."""
     largest_weight_difference: float | None
-    """max |ΔW| between the files and the trained model; `None` if it was not verified."""
+    """max |ΔW| between the files and the trained model; `None` without verification."""
     verification: Verification | None
-    """What a fresh process found; `None` if it was not verified."""
+    """Result of reloading in a fresh process; `None` without verification."""
     notes: tuple[str, ...]
-    """Remarks on what was left out or not covered."""
+    """Warnings about omitted parts and limits of the verification."""
 
     @property
     def largest_logit_difference(self) -> float | None:
-        """max |Δlogit| between the reloaded checkpoint and the trained model; `None` if it was not verified."""
+        """max |Δlogit| between the reloaded checkpoint and the trained model; `None` without verification."""
         return None if self.verification is None else self.verification.largest_logit_difference
 
 
@@ -85,77 +112,173 @@ def export(
     The first rank holds the checkpoint in memory, and with `verify` the trained weights too.
 
     Args:
-        model: As it was trained, in or without the wrapper of DDP or DeepSpeed.
-        attachment: What `attach` put into it.
-        output_dir: Where the checkpoint goes.
-        tokenizer: Goes with it; default: what lies in `source`.
-        source: Directory or Hub id of the model that training began with: tokenizer, generation settings.
-        dtype: Type of all that is not quantized; only the one that scales were rounded to while training.
-        verify: Prove that files and trained model are the same.
-        probe: Rows of token ids that both must answer alike; default: any tokens.
-        tolerance: Largest allowed difference of a logit; that of a weight is always zero.
+        model: Trained model, with or without the wrapper of DDP or DeepSpeed.
+        attachment: Its attachment.
+        output_dir: Directory of the checkpoint.
+        tokenizer: Tokenizer to write; default: the one in `source`.
+        source: Directory or Hub id of the starting model, for tokenizer and generation settings.
+        dtype: Dtype of unquantized tensors; must be the one that scales were rounded to in training.
+        verify: Whether to check that files and trained model are equal.
+        probe: Rows of token ids for comparing logits; default: arbitrary tokens.
+        tolerance: Largest allowed difference of a logit; weights must always be equal.
         force: Replace the model in a directory that is not empty.
 
     Raises:
-        UsageError: the model was not trained with these numbers, or the directory is in use; all faults at once.
-        RefusedInputError: numbers are NaN or infinite.
-        ShardwrightError: the checkpoint did not pass; it lies under a `.failed` name.
+        UsageError: the model was not trained with these number formats, or the directory is in use; all errors
+            together.
+        RefusedInputError: weights or scales are NaN or infinite.
+        ShardwrightError: verification failed; the checkpoint is renamed to `*.failed`.
     """
     from accelerate.utils import extract_model_from_parallel
 
-    place = Path(output_dir)
+    output = Path(output_dir)
     model = extract_model_from_parallel(model, keep_torch_compile=False)
     device, tensors = training_device(model), gathered_parameters(model)
     if stages_of(model) is not None:
-        tensors = stage_tensors(model, place)
-        model, attachment = whole_model(model, attachment)
+        tensors = stage_tensors(model, output)
+        model, attachment = full_model(model, attachment)
     root = _transformers_model(model)
-    with first_rank() as ranks:
-        ranks.does(lambda: _refuse(attachment, root, place, source=source, dtype=dtype, force=force))
-        collector = Collector(model, attachment, root=root, device=device, keep_trained=verify)
-        found, failure = collect(tensors, collector if ranks.is_here else None)
 
-        def work() -> dict[str, Any]:
+    def check() -> None:
+        errors = readiness_errors(attachment)
+        if dtype not in (None, attachment.stored_dtype):
+            rule = f"scales were rounded to {attachment.stored_dtype} in training"
+            fix = "train with QATCallback(stored_dtype=...)"
+            errors.append(ConfigError(where="dtype", value=str(dtype), rule=rule, fix=fix))
+        sources = {"the model that was trained": str(source or root.config._name_or_path or type(root).__name__)}
+        errors += output_errors(output, force=force, sources=sources, fix="use force=True to replace the model in it")
+        if errors:
+            raise UsageError(errors)
+
+    with first_rank() as ranks:
+        ranks.does(check)
+        collector = Collector(model, attachment, root=root, device=device, keep_trained=verify)
+        collected, failure = collect(tensors, collector if ranks.is_here else None)
+
+        def write() -> dict[str, Any]:
             if failure is not None:
                 raise failure
-            found.raise_faults()
-            writer = _Export(
-                model=model,
-                root=root,
-                attachment=attachment,
-                found=found,
-                device=device,
-                output=place,
-                tokenizer=tokenizer,
-                source=source,
-            )
-            return writer.write(verify=verify, probe=probe, tolerance=tolerance)
+            collected.raise_errors()
+            attempt = _Export(model=model, root=root, attachment=attachment, collected=collected, device=device)
+            started, layers = time.perf_counter(), quantized_layers(attachment, root)
+            contents = checkpoint_contents(collected, attachment, root)
+            with appearing_directory(output) as staging:
+                write_companions(root, staging, tokenizer=tokenizer, source=source)
+                attempt.write_config(staging, layers)
+                if collected.adapter:
+                    attempt.write_adapter(staging / ADAPTER, base=output)
+                save_checkpoint(contents, staging)
+                result: dict[str, Any] = {
+                    "quantized_layers": len(layers),
+                    "stored_bytes": sum(tensor.nbytes for tensor in contents.values()),
+                    "largest_weight_difference": None,
+                    "verification": None,
+                    "notes": [*mixture_warnings(attachment.scheme, layers), *attempt.notes(verify=verify)],
+                }
+                contents.clear()
+                if verify:
+                    difference, verification = attempt.verify(staging, layers, probe, tolerance)
+                    if not verification.passed:
+                        failed = fail_output(staging, output, verification)
+                        raise ShardwrightError(
+                            f"the checkpoint did not pass verification: {verification.reason}; it was moved to {failed}"
+                        )
+                    result |= {"largest_weight_difference": difference, "verification": asdict(verification)}
+                _write_json(staging / REPORT, _report(attachment, result, time.perf_counter() - started))
+            discard_failed(output, note_on_first_rank)
+            return result
 
-        return _result(ranks.does(work), place)
+        # All ranks build the result: what one rank sends to the others is JSON.
+        answer = ranks.does(write)
+    verification = answer["verification"]
+    if verification is not None:
+        verification = Verification(**(verification | {"faults": tuple(verification["faults"])}))
+    changes = {"output_dir": output, "verification": verification, "notes": tuple(answer["notes"])}
+    return ExportResult(**(answer | changes))
 
 
-def readiness_faults(attachment: Attachment) -> list[Fault]:
-    """Return why a model is not what was to be trained."""
-    state, faults = attachment.state, []
-    wanted = attachment.scheme.weights.bits
+def readiness_errors(attachment: Attachment) -> list[ConfigError]:
+    """Return why a model is not trained for export."""
+    state, scheme, errors = attachment.state, attachment.scheme, []
+    bits = scheme.weights.bits
     if not state.was_enabled:
-        rule = f"was never trained with the {wanted} bits of {attachment.scheme.name}"
+        rule = f"was never trained with the {bits} bits of {scheme.name}"
         fix = "train first, with a start_step (and the end of a bit_schedule) before the last step"
-        faults.append(Fault(where="model", value=f"{state.trained_steps} steps", rule=rule, fix=fix))
-    if state.bits not in (None, wanted):
-        rule = f"has not come to the {wanted} bits of {attachment.scheme.name}"
+        errors.append(ConfigError(where="model", value=f"{state.trained_steps} steps", rule=rule, fix=fix))
+    if state.bits not in (None, bits):
+        rule = f"has not reached the {bits} bits of {scheme.name}"
         fix = "train to the end of the schedule"
-        faults.append(Fault(where="bit_schedule", value=f"{state.bits} bits", rule=rule, fix=fix))
+        errors.append(ConfigError(where="bit_schedule", value=f"{state.bits} bits", rule=rule, fix=fix))
     # Learned ranges are parameters by now.
     learned = attachment.config.ranges == "learned"
     own = {quantizer.name for quantizer in attachment.quantizers() if quantizer.input_range is not None and not learned}
-    wanted_ranges = [name for name in attachment.ranges if name in own or name.rpartition(".")[2] in PARTS]
-    empty = [name for name in wanted_ranges if attachment.ranges[name].scale is None]
+    required = [name for name in attachment.ranges if name in own or name.rpartition(".")[2] in PARTS]
+    empty = [name for name in required if attachment.ranges[name].scale is None]
     if empty:
-        rule = f"{len(empty)} of {len(wanted_ranges)} have no value, such as {empty[0]}"
-        fix = "give QATCallback(calibration=batches), or let observers find them"
-        faults.append(Fault(where="ranges", rule=rule, fix=fix))
-    return faults
+        rule = f"{len(empty)} of {len(required)} have no value, such as {empty[0]}"
+        fix = "pass QATCallback(calibration=batches), or use observed ranges"
+        errors.append(ConfigError(where="ranges", rule=rule, fix=fix))
+    return errors
+
+
+def full_model(pipeline: Any, attachment: Attachment) -> tuple[Any, Attachment]:
+    """Return the model of pipeline stages, without weights, and an attachment in the state of the stages.
+
+    Args:
+        pipeline: Module of the stages.
+        attachment: Attachment of this rank's stages.
+    """
+    import torch
+    import transformers
+
+    dtype = next(pipeline.parameters()).dtype
+    with torch.device("meta"):
+        model = getattr(transformers, pipeline.source.model_class)._from_config(pipeline.config, dtype=dtype)
+    if pipeline.source.generation_config is not None:
+        model.generation_config = pipeline.source.generation_config
+    full = attach(model, attachment.config, stored_dtype=attachment.stored_dtype)
+    full.state.enabled, full.state.bits = attachment.state.enabled, attachment.state.bits
+    full.state.trained_steps = attachment.state.trained_steps
+    for quantizer in full.quantizers():
+        quantizer.forward_dtype = dtype
+    return model, full
+
+
+def stage_tensors(pipeline: Any, output: Path) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors of all stages on the first rank, by the model's names; every rank must exhaust the iterator.
+
+    Stages write them to a temporary directory next to the output, which all ranks must see.
+    """
+    directory = output.parent / f".{output.name}.stages"
+    save_pipeline_checkpoint(pipeline, directory)
+    if not is_first_rank():
+        return
+    try:
+        yield from each_tensor(read_checkpoint(directory))
+    finally:
+        shutil.rmtree(directory, ignore_errors=True)
+
+
+def write_companions(root: PreTrainedModel, directory: Path, *, tokenizer: Any, source: str | Path | None) -> None:
+    """Write tokenizer and generation settings, by default those of the starting model."""
+    name = root.config._name_or_path if source is None else str(source)
+    if name and Path(name).expanduser().is_dir():
+        copy_companions(Path(name).expanduser(), directory)
+    elif source is not None:
+        try:
+            copy_companions(fetch_snapshot(name, patterns=COMPANIONS), directory)
+        except Exception as error:
+            # Connection, cache and disk raise many types.
+            raise ShardwrightError(f"source = {name!r}: cannot be fetched ({type(error).__name__}: {error})") from None
+    if tokenizer is not None:
+        tokenizer.save_pretrained(directory)
+    if root.can_generate() and not (directory / "generation_config.json").is_file():
+        try:
+            root.generation_config.save_pretrained(directory)
+        except ValueError as error:
+            # Transformers rejects contradictory settings, which some models on the Hub have.
+            rule, fix = f"cannot be saved ({str(error).splitlines()[0]})", "correct model.generation_config"
+            raise UsageError(ConfigError(where="generation_config", rule=rule, fix=fix)) from None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -163,93 +286,188 @@ class _Export:
     """One export on the first rank."""
 
     model: Any
-    root: Any
+    root: PreTrainedModel
     attachment: Attachment
-    found: Collected
+    collected: Collected
     device: torch.device
-    output: Path
-    tokenizer: Any
-    source: str | Path | None
 
-    def write(self, *, verify: bool, probe: Sequence[Sequence[int]] | None, tolerance: float) -> dict[str, Any]:
-        """Write, prove and publish; return what `_result` reads."""
-        attachment, root, started = self.attachment, self.root, time.perf_counter()
-        layers = quantized_layers(attachment, root)
-        tensors = checkpoint_contents(self.found, attachment, root)
-        with appearing_directory(self.output) as staging:
-            self._write_small_files(staging, layers)
-            save_checkpoint(tensors, staging)
-            answer: dict[str, Any] = {
-                "quantized_layers": len(layers),
-                "stored_bytes": sum(tensor.nbytes for tensor in tensors.values()),
-                "largest_weight_difference": None,
-                "verification": None,
-                "notes": [*mixture_remarks(attachment.scheme, layers), *self._notes(verify=verify)],
-            }
-            del tensors
-            if verify:
-                difference, proof = proven(
-                    self.found,
-                    attachment,
-                    root,
-                    staging,
-                    layers=layers,
-                    device=self.device,
-                    probe=probe,
-                    tolerance=tolerance,
-                )
-                if not proof.passed:
-                    kept = fail_output(staging, self.output, proof)
-                    raise ShardwrightError(f"the checkpoint did not pass: {proof.reason}; it lies in {kept}")
-                answer |= {"largest_weight_difference": difference, "verification": asdict(proof)}
-            write_export_report(_report(attachment, answer, time.perf_counter() - started), staging)
-        discard_failed(self.output, note_on_first_rank)
-        return answer
+    def write_config(self, directory: Path, layers: Sequence[LinearLayer]) -> None:
+        """Write `config.json` with the same `quantization_config` as post-training quantization."""
+        config, dtype = copy.deepcopy(self.root.config), self.attachment.stored_dtype
+        for part in (config, *(getattr(config, name, None) for name in config.sub_configs)):
+            if part is not None:
+                part.dtype = dtype
+        config.architectures = [model_class(self.root).__name__]
+        config.save_pretrained(directory)
+        path = directory / "config.json"
+        content = json.loads(path.read_text(encoding="utf-8"))
+        ignore = dense_layers(self.attachment, self.root)
+        section = mixture_quantization_config(self.attachment.scheme, layers, ignore=ignore)
+        content["quantization_config"] = section
+        cache_scheme = kv_cache_scheme(self.attachment.config)
+        if cache_scheme is not None:
+            section["kv_cache_scheme"] = cache_scheme
+            if not needs_dequantize(section):
+                section.pop(DEQUANTIZE, None)
+        _write_json(path, content)
 
-    def _write_small_files(self, staging: Path, layers: Sequence[LinearLayer]) -> None:
-        write_companions(self.root, staging, tokenizer=self.tokenizer, source=self.source)
-        write_config(
-            self.root,
-            self.attachment,
-            staging,
-            architecture=model_class(self.root).__name__,
-            layers=layers,
-            ignore=dense_layers(self.attachment, self.root),
-            kv_cache_scheme=kv_cache_scheme(self.attachment.config),
+    def write_adapter(self, directory: Path, *, base: Path) -> None:
+        """Write an adapter that was trained on the quantized base, as PEFT loads it onto that base."""
+        from peft import get_peft_model_state_dict
+
+        name = active_adapters(self.model)[0]
+        self.model.peft_config[name].save_pretrained(str(directory))
+        tensors = get_peft_model_state_dict(
+            self.model, state_dict=dict(self.collected.adapter), adapter_name=name, save_embedding_layers=False
         )
-        if self.found.adapter:
-            name = active_adapters(self.model)[0]
-            write_adapter(self.model, self.found.adapter, staging, name=name, base=self.output)
+        prefix = "base_model.model."
+        named = {prefix + key.removeprefix(prefix): tensor for key, tensor in tensors.items()}
+        save_tensors(named, directory / "adapter_model.safetensors")
+        settings = directory / "adapter_config.json"
+        content = json.loads(settings.read_text(encoding="utf-8"))
+        _write_json(settings, content | {"base_model_name_or_path": str(base), "inference_mode": True})
 
-    def _notes(self, *, verify: bool) -> list[str]:
+    def notes(self, *, verify: bool) -> list[str]:
+        """Return warnings about omitted parts and limits of the verification."""
         notes = []
-        if self.found.dropped:
-            notes.append(f"adapters that are not active were left out: {', '.join(self.found.dropped[:3])}")
-        if self.found.adapter and verify:
-            notes.append("the base was verified, the adapter beside it was written as it is")
+        if self.collected.dropped:
+            notes.append(f"inactive adapters were omitted: {', '.join(self.collected.dropped[:3])}")
+        if self.collected.adapter and verify:
+            notes.append("only the base was verified, not its adapter")
         if verify and not reads_tokens(self.root):
-            notes.append("only weights were compared: this model answers to more than the tokens of one text")
+            notes.append("only weights were compared: this model needs other inputs than the tokens of one text")
         elif verify and self.root.get_output_embeddings() is None:
-            notes.append("compared were the outputs of the model's own head, on single rows without padding")
+            notes.append("the outputs of the model's own head were compared, on single rows without padding")
         return notes
 
+    def verify(
+        self, directory: Path, layers: Sequence[LinearLayer], probe: Sequence[Sequence[int]] | None, tolerance: float
+    ) -> tuple[float, Verification]:
+        """Return max |ΔW| of a written checkpoint, and the result of reloading it in a fresh process.
 
-def _refuse(
-    attachment: Attachment, root: Any, output: Path, *, source: Any, dtype: torch.dtype | None, force: bool
-) -> None:
-    faults = readiness_faults(attachment)
-    if dtype not in (None, attachment.stored_dtype):
-        rule = f"scales were rounded to {attachment.stored_dtype} while the model was trained"
-        fix = "train with QATCallback(stored_dtype=...)"
-        faults.append(Fault(where="dtype", value=str(dtype), rule=rule, fix=fix))
-    came_from = str(source or root.config._name_or_path or root.__class__.__name__)
-    sources = {"the model that was trained": came_from}
-    faults += output_faults(output, force=force, sources=sources, fix="use force=True to replace the model in it")
-    if faults:
-        raise UsageError(faults)
+        Args:
+            directory: The checkpoint.
+            layers: Its packed matrices.
+            probe: Rows of token ids; default: arbitrary ones.
+            tolerance: Largest allowed difference of a logit.
+        """
+        import torch
+        from accelerate.utils import patch_environment
+
+        scheme = self.attachment.scheme
+        difference = self._largest_weight_difference(directory)
+        if reads_tokens(self.root):
+            if probe is None:
+                config = self.root.config.get_text_config()
+                probe = arbitrary_rows(int(config.vocab_size), getattr(config, "max_position_embeddings", None))
+            reference = self._reference(directory)
+            device = self.device
+            if device.type == "cuda":
+                # Blocks cached by torch's allocator would count as used memory.
+                torch.cuda.empty_cache()
+                needed_bytes = _VERIFICATION_MEMORY * sum(parameter.nbytes for parameter in reference.parameters())
+                if torch.cuda.mem_get_info(device)[0] < needed_bytes:
+                    device = torch.device("cpu")
+            with plain_linear():
+                logits = reference_logits(reference.to(device), probe)
+            del reference
+            threads = torch.get_num_threads()
+            # The process that loads the checkpoint must split sums over as many threads, to round them equally.
+            with patch_environment(OMP_NUM_THREADS=threads, MKL_NUM_THREADS=threads):
+                result = logits.verify(directory, layers=layers, scheme=scheme, tolerance=tolerance)
+        else:
+            errors = tuple(layout_differences(directory, scheme, layers))
+            result = replace(UNPROVEN, faults=errors, packed_layers=0 if errors else len(layers))
+        if difference != 0.0:
+            error = f"written matrices differ from the trained ones by {difference:g}"
+            result = replace(result, faults=(error, *result.faults))
+        return difference, result
+
+    def _reference(self, directory: Path) -> Any:
+        """Return a model in evaluation mode that computes what training computed, from the collected tensors.
+
+        Args:
+            directory: Directory with the checkpoint's `config.json`.
+        """
+        import torch
+
+        collected, attachment, root = self.collected, self.attachment, self.root
+        config = type(root.config).from_pretrained(str(directory))
+        if hasattr(config, "quantization_config"):
+            del config.quantization_config
+        model = empty_model(model_class(root), config, attachment.stored_dtype)
+        state = QuantizationState(enabled=True)
+        for name, parameters in collected.trained.items():
+            module, target = attachment.modules[name], model.get_submodule(plain_name(name))
+            if hasattr(module, "quantizers"):
+                for relative, tensor in parameters.items():
+                    setattr(target, relative, torch.nn.Parameter(tensor))
+                copies = {quantizer.name: replace(quantizer, state=state) for quantizer in module.quantizers.values()}
+                fake_quantize_experts(target, name, copies)
+                continue
+            # Products with adapters differ in the last bit on another device than the training's.
+            placed = {relative: tensor.to(self.device) for relative, tensor in parameters.items()}
+            patches.swap_class("qat-linear", target, FakeQuantizedLinear)
+            target.quantizer = replace(module.quantizer, state=state)
+            target.weight = torch.nn.Parameter(forward_weight(module, placed).cpu())
+            for learned in LEARNED:
+                if learned in placed:
+                    target.register_parameter(learned, torch.nn.Parameter(placed[learned].cpu()))
+        # Missing tensors are reported by the fresh process.
+        model.load_state_dict(dict(collected.dense), strict=False, assign=True)
+        model.tie_weights()
+        for name, module in root.named_modules():
+            quantizer = getattr(module, "cache_quantizer", None)
+            if quantizer is not None:
+                target = model.get_submodule(plain_name(name))
+                target.cache_quantizer = replace(quantizer, module=target, state=state)
+                change_keys_and_values(target, target.cache_quantizer.change)
+        return model.eval().requires_grad_(False)
+
+    def _largest_weight_difference(self, directory: Path) -> float:
+        """Return max |ΔW| over all packed matrices, between the written files and a forward pass."""
+        import torch
+
+        names = module_names(self.attachment, self.root)
+        stored_tensors: dict[str, dict[str, StoredTensor]] = {}
+        for name, tensor in read_checkpoint(directory).items():
+            stored_tensors.setdefault(name.rpartition(".")[0], {})[name] = tensor
+        largest = []
+        for name, parameters in self.collected.trained.items():
+            module = self.attachment.modules[name]
+            placed = {relative: tensor.to(self.device) for relative, tensor in parameters.items()}
+            for quantizer, trained in _rounded_weights(module, placed):
+                layer = names[quantizer.name]
+                tensors = dict(each_tensor(stored_tensors.get(layer, {})))
+                written = _dequantized(unpack_tensors(layer, tensors, quantizer.scheme), quantizer)
+                assert written.dtype == trained.dtype, f"{written.dtype} of {quantizer.name} is not {trained.dtype}"
+                largest.append((written - trained.cpu()).abs().max().float())
+        # Python's max would ignore a NaN that is not the first.
+        return float(torch.stack(largest).max())
 
 
-def _report(attachment: Attachment, answer: dict[str, Any], seconds: float) -> dict[str, Any]:
+def _rounded_weights(module: Any, parameters: Mapping[str, Tensor]) -> list[tuple[LayerQuantizer, Tensor]]:
+    """Return every matrix of a module as its forward pass rounds it."""
+    if hasattr(module, "quantizers"):
+        stored = [(quantizer_of(module, key), layer) for key, layer in module.stored_layers(parameters).items()]
+        return [(quantizer, _dequantized(layer, quantizer).cpu()) for quantizer, layer in stored]
+    quantizer: LayerQuantizer = module.quantizer
+    rounding = quantizer.rounding().weight
+    weight = forward_weight(module, parameters)
+    rounded = round_weight(weight, rounding, *(parameters.get(name) for name in LEARNED[:2]))
+    return [(quantizer, rounded.value(rounding))]
+
+
+def _dequantized(stored: StoredLayer, quantizer: LayerQuantizer) -> Tensor:
+    return dequantize(stored.codes, stored.scale, stored.zero_point, quantizer.scheme.weights)
+
+
+def reads_tokens(root: PreTrainedModel) -> bool:
+    """Return whether the tokens of one text are a complete input of a model."""
+    return root.main_input_name == "input_ids" and not root.config.is_encoder_decoder
+
+
+def _report(attachment: Attachment, result: Mapping[str, Any], seconds: float) -> dict[str, Any]:
     config = attachment.config
     return {
         "schema_version": 1,
@@ -260,24 +478,21 @@ def _report(attachment: Attachment, answer: dict[str, Any], seconds: float) -> d
         "kv_cache": config.kv_cache,
         "stored_dtype": str(attachment.stored_dtype).removeprefix("torch."),
         "trained_steps": attachment.state.trained_steps,
-        **answer,
+        **result,
         "seconds": round(seconds, 3),
         "packages": {name: importlib.metadata.version(name) for name in _PACKAGES},
     }
 
 
-def _result(answer: dict[str, Any], output: Path) -> ExportResult:
-    proof = answer["verification"]
-    if proof is not None:
-        proof = Verification(**(proof | {"faults": tuple(proof["faults"])}))
-    return ExportResult(**(answer | {"output_dir": output, "verification": proof, "notes": tuple(answer["notes"])}))
-
-
 def _transformers_model(model: Any) -> Any:
     from transformers import PreTrainedModel
 
-    found = next((module for module in model.modules() if isinstance(module, PreTrainedModel)), None)
-    if found is None:
-        rule = "is no model of Transformers, so that its checkpoint has no configuration"
-        raise UsageError(Fault(where="model", value=type(model).__name__, rule=rule))
-    return found
+    root = next((module for module in model.modules() if isinstance(module, PreTrainedModel)), None)
+    if root is None:
+        rule = "contains no Transformers model, so that its checkpoint would have no configuration"
+        raise UsageError(ConfigError(where="model", value=type(model).__name__, rule=rule))
+    return root
+
+
+def _write_json(path: Path, content: Mapping[str, Any]) -> None:
+    write_files({path.name: json.dumps(content, indent=2) + "\n"}, path.parent, force=True)

@@ -1,1 +1,1 @@
-"""Rounding in the forward pass: enter by `attach.py`, which puts it into a model."""
+"""Fake quantization in the forward pass: start with `attach.py`, which adds it to a model."""

@@ -1,231 +1,280 @@
-"""Puts rounding into the linear layers of a model, by changing their class."""
+"""Adds fake quantization to a model: changes the class of its linear layers, experts and attention modules."""
 
 from __future__ import annotations
 
 import importlib.util
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
-from ....ds_configs.legality.model_classes import model_class_faults
-from ....ds_configs.quantization.layers import DEFAULT_IGNORE, LinearLayer, scheme_faults, selected_layers
-from ....ds_configs.quantization.mixtures import expert_scheme, unloadable_expert_faults
+from packaging.version import Version
+
+from ....ds_configs.legality.model_classes import model_class_errors
+from ....ds_configs.quantization.layers import (
+    DEFAULT_IGNORE,
+    LinearLayer,
+    expert_scheme,
+    scheme_errors,
+    selected_layers,
+    unloadable_expert_errors,
+)
 from ....ds_configs.quantization.scheme import QuantizationScheme
-from ....ds_configs.specs.errors import Fault, UsageError
-from ....plugins.transformers.expert_layers import router_modules, router_patterns
-from .attachment import ATTRIBUTE, Attachment, QuantizationState, checkpoint_name
+from ....ds_configs.specs.errors import ConfigError, UsageError
+from ....plugins import patches
+from ....plugins.compressed_tensors.codes import (
+    LARGEST_FLOAT8,
+    StoredLayer,
+    asks_for_attention,
+    cached_attention_modules,
+    change_keys_and_values,
+    code_range,
+    float8_values,
+    weight_scale_and_zero_point,
+)
+from ....plugins.deepspeed.engine import stages_of, whole_shape
+from ....plugins.releases import installed_version, tested_releases
+from ....plugins.transformers.quantized_model import router_modules, router_patterns
+from .attachment import ATTRIBUTE, PARTS, Attachment, cache_quantization, checkpoint_name, some_names
 from .config import QATConfig
-from .experts import expert_linear_layers, experts_faults, fake_quantize_experts, is_fused_experts
-from .input_ranges import InputRange
-from .kv_cache import attach_kv_cache, kv_cache_faults
-from .layers import LEARNED, FakeQuantizedLinear, LayerQuantizer
-from .learned_scales import add_learned_scales
-from .lora import is_lora_linear, lora_faults, make_fake_quantized
+from .experts import (
+    FakeQuantizedExperts,
+    expert_linear_layers,
+    experts_errors,
+    fake_quantize_experts,
+    is_fused_experts,
+)
+from .layers import (
+    INPUT_SCALE,
+    INPUT_ZERO_POINT,
+    LEARNED,
+    WEIGHT_SCALE,
+    WEIGHT_ZERO_POINT,
+    FakeQuantizedLinear,
+    GroupedRounding,
+    LayerQuantizer,
+    LinearTensors,
+    QuantizationState,
+    fake_quantized_linear,
+    grouped_fake_quantized_linear,
+    is_lora_linear,
+    lora_errors,
+    make_fake_quantized,
+)
+from .observers import InputRange
+from .rounding import round_inputs, sharing
 
 if TYPE_CHECKING:
     import torch
+    from torch import Tensor
 
 _PEFT_PARTS = (".lora_", ".original_module")
-"""Linear layers of adapters, and those that a trained copy has taken the place of."""
+"""Linear layers of adapters, and originals that a trained copy replaces."""
+_HALF_OF_LAST_STEP = 16.0
+"""E4M3 has steps of 32 below its largest number, 448."""
+_NEEDS_DEQUANTIZE = Version("5.23.0")
+"""First release of Transformers that loads zero points only with `dequantize`, which does not round the cache."""
 
 
 def attach(model: Any, config: QATConfig, *, stored_dtype: torch.dtype | None = None) -> Attachment:
-    """Change the class of the linear layers that a scheme targets; they round from `state.enabled` on.
+    """Change the class of the layers that a scheme targets; they round while `state.enabled` is true.
 
-    Parameters, hooks and keys of the state dict stay as they are, but for scales that are learned.
+    Parameters, hooks and state dict keys do not change, except that learned scales are added.
 
     Args:
-        model: Transformers model, with PEFT's adapters in it already if there are any.
-        config: What to round, and how.
-        stored_dtype: Type of scales in the checkpoint, if the configuration names none; `None`: the model's.
+        model: Transformers model, already with PEFT adapters if it is to have any.
+        config: Number formats.
+        stored_dtype: Dtype of scales in the checkpoint if the configuration sets none; `None`: the model's.
 
     Raises:
-        UsageError: the scheme does not fit the model; all faults at once.
+        UsageError: the scheme does not fit the model; all errors together.
     """
     if any(isinstance(module, FakeQuantizedLinear) for module in model.modules()):
-        rule, fix = "rounds already", "attach once, and to a model that has its adapters already"
-        raise UsageError(Fault(where="model", value=type(model).__name__, rule=rule, fix=fix))
-    found = dict(_roundable(model, config))
-    layers = tuple(layer for layers in found.values() for layer in layers)
-    if faults := config.faults() or missing_package_faults():
-        raise UsageError(faults)
-    scheme = _scheme_for(model, config, layers)
-    chosen = selected_layers(scheme, layers)
-    if faults := _model_faults(config, scheme, chosen, found, model):
-        raise UsageError(faults)
-    kept = _dtype(config.stored_dtype) or stored_dtype or model.dtype
+        rule, fix = "rounds already", "attach once, after adapters were added"
+        raise UsageError(ConfigError(where="model", value=type(model).__name__, rule=rule, fix=fix))
+    candidates = dict(_roundable(model, config))
+    layers = tuple(layer for layers in candidates.values() for layer in layers)
+    if errors := config.errors() or missing_package_errors():
+        raise UsageError(errors)
+    scheme = config.rounded_scheme
+    if scheme.ignore == DEFAULT_IGNORE:
+        # Without an explicit list of the user, the output head and routers stay dense under any name.
+        heads = [layer.name for layer in layers if layer.is_head and layer.name not in DEFAULT_IGNORE]
+        scheme = replace(scheme, ignore=(*DEFAULT_IGNORE, *heads, *map(checkpoint_name, router_patterns(model))))
+    selected = selected_layers(scheme, layers)
+    if errors := _model_errors(config, scheme, selected, candidates, model):
+        raise UsageError(errors)
+    if config.stored_dtype is not None:
+        import torch
+
+        stored_dtype = getattr(torch, config.stored_dtype)
     routers = tuple(map(checkpoint_name, router_modules(model)))
+    adapter = getattr(model, "active_adapter", None)
+    adapter_config = getattr(model, "peft_config", {}).get(adapter) if isinstance(adapter, str) else None
     attachment = Attachment(
         config=config,
         scheme=replace(scheme, ignore=(*scheme.ignore, *(name for name in routers if name not in scheme.ignore))),
-        stored_dtype=kept,
+        stored_dtype=stored_dtype or model.dtype,
         state=QuantizationState(),
         modules={},
-        layers=chosen,
-        lora_rank=_lora_rank(model),
+        layers=selected,
+        lora_rank=getattr(adapter_config, "r", None),
     )
-    _change_classes(model, attachment, found)
-    _note_dense_layers(model, attachment, routers)
+    _change_classes(model, attachment, candidates)
+    _list_dense_layers(model, attachment, routers)
     attach_kv_cache(model, attachment)
-    add_learned_scales(attachment)
-    model.register_load_state_dict_pre_hook(_refuse_foreign_scales)
+    if config.learns_scales:
+        _add_learned_scales(attachment)
+    model.register_load_state_dict_pre_hook(_check_learned_scales)
     setattr(model, ATTRIBUTE, attachment)
     return attachment
 
 
-def missing_package_faults() -> list[Fault]:
-    """Return the fault of an installation that could train, and not write what it trained."""
+def missing_package_errors() -> list[ConfigError]:
+    """Return an error if compressed-tensors, which writes the checkpoint, is not installed."""
     if importlib.util.find_spec("compressed_tensors") is not None:
         return []
-    rule = "is not installed, and packs the checkpoint"
-    return [Fault(where="compressed-tensors", rule=rule, fix="install the extra too: pip install '.[quantize]'")]
+    fix = f"pip install 'compressed-tensors{tested_releases()['compressed-tensors'].specifier}'"
+    return [ConfigError(where="compressed-tensors", rule="is not installed; the export requires it", fix=fix)]
 
 
 def _roundable(model: Any, config: QATConfig) -> Iterator[tuple[str, tuple[LinearLayer, ...]]]:
-    """Yield modules that can round, each with its matrices; a LoRA layer stands for the layer in it."""
+    """Yield modules that can round, each with its matrices; a LoRA layer represents the layer inside it."""
     import torch
 
     head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
     tied = bool(getattr(model.config.get_text_config(), "tie_word_embeddings", False))
-    inside: tuple[str, ...] = ()
+
+    def layer(name: str, linear: torch.nn.Linear) -> LinearLayer:
+        return LinearLayer(
+            name=checkpoint_name(name),
+            out_features=linear.out_features,
+            in_features=linear.in_features,
+            is_tied=linear is head and tied,
+            is_head=linear is head,
+            has_bias=linear.bias is not None,
+        )
+
+    lora_prefixes: tuple[str, ...] = ()
     for name, module in model.named_modules():
-        if name.startswith(inside) and inside:
+        if lora_prefixes and name.startswith(lora_prefixes):
             continue
         if is_fused_experts(module):
             yield name, expert_linear_layers(model, name)
         elif is_lora_linear(module) and config.lora == "merged":
-            inside = (*inside, f"{name}.")
-            yield name, (_layer(checkpoint_name(name), module.get_base_layer(), head, tied),)
+            lora_prefixes = (*lora_prefixes, f"{name}.")
+            yield name, (layer(name, module.get_base_layer()),)
         elif config.lora == "on_quantized_base" and ".modules_to_save." in name:
-            # Saved with the adapter, beside the packed base.
+            # Saved with the adapter, not in the packed base.
             continue
         elif type(module) is torch.nn.Linear and not any(part in name for part in _PEFT_PARTS):
-            yield name, (_layer(checkpoint_name(name), module, head, tied),)
+            yield name, (layer(name, module),)
 
 
-def _layer(name: str, linear: torch.nn.Linear, head: Any, tied: bool) -> LinearLayer:
-    is_head = linear is head
-    return LinearLayer(
-        name=name,
-        out_features=linear.out_features,
-        in_features=linear.in_features,
-        is_tied=is_head and tied,
-        is_head=is_head,
-        has_bias=linear.bias is not None,
-    )
-
-
-def _scheme_for(model: Any, config: QATConfig, layers: tuple[LinearLayer, ...]) -> QuantizationScheme:
-    """Leave out what a model cannot lose, unless the user listed what to leave out."""
-    scheme = config.rounded_scheme
-    if scheme.ignore != DEFAULT_IGNORE:
-        return scheme
-    heads = [layer.name for layer in layers if layer.is_head and layer.name not in DEFAULT_IGNORE]
-    return replace(scheme, ignore=(*DEFAULT_IGNORE, *heads, *map(checkpoint_name, router_patterns(model))))
-
-
-def _model_faults(
+def _model_errors(
     config: QATConfig,
     scheme: QuantizationScheme,
-    chosen: tuple[LinearLayer, ...],
-    found: Mapping[str, tuple[LinearLayer, ...]],
+    selected: tuple[LinearLayer, ...],
+    candidates: Mapping[str, tuple[LinearLayer, ...]],
     model: Any,
-) -> list[Fault]:
-    layers = [layer for layers in found.values() for layer in layers]
-    if transposed := _class_faults(scheme, model):
-        return transposed
-    if not layers:
-        rule = "has no linear layers (layers that are quantized already cannot be trained)"
-        return [Fault(where="model", value=type(model).__name__, rule=rule)]
-    faults = scheme_faults(scheme, layers, chosen)
-    faults += unloadable_expert_faults(expert_scheme(scheme), chosen, layers)
-    faults += kv_cache_faults(model, config)
-    if config.learns_scales and any(layer.is_expert for layer in chosen):
-        rule = "are not learned for fused experts"
-        faults.append(Fault(where="weight_rule", value="learned", rule=f"scales {rule}", fix="use minmax"))
-    picked = {layer.name for layer in chosen}
-    faults += _adapted_model_faults(config, model)
-    modules = dict(model.named_modules())
-    # What is said of one layer of a kind holds for all.
-    adapters = (name for name in found if is_lora_linear(modules[name]) and checkpoint_name(name) in picked)
-    faults += next(filter(None, (lora_faults(checkpoint_name(name), modules[name]) for name in adapters)), [])
-    return faults + experts_faults(model, scheme)
-
-
-def _class_faults(scheme: QuantizationScheme, model: Any) -> list[Fault]:
+) -> list[ConfigError]:
     from transformers.pytorch_utils import Conv1D
 
-    return model_class_faults(
+    modules = dict(model.named_modules())
+    class_errors = model_class_errors(
         type(model).__name__,
         work="qat",
         is_causal=True,
         is_encoder_decoder=False,
         model_type=model.config.get_text_config().model_type if hasattr(model, "config") else "",
-        transposed_layers=[name for name, module in model.named_modules() if isinstance(module, Conv1D)],
+        transposed_layers=[name for name, module in modules.items() if isinstance(module, Conv1D)],
         targets=scheme.targets,
     )
+    if class_errors:
+        return class_errors
+    layers = [layer for layers in candidates.values() for layer in layers]
+    if not layers:
+        rule = "has no linear layers (quantized layers cannot be trained)"
+        return [ConfigError(where="model", value=type(model).__name__, rule=rule)]
+    errors = scheme_errors(scheme, layers, selected)
+    errors += unloadable_expert_errors(expert_scheme(scheme), selected, layers)
+    errors += kv_cache_errors(model, config)
+    if config.learns_scales and any(layer.is_expert for layer in selected):
+        rule = "scales of fused experts cannot be learned"
+        errors.append(ConfigError(where="weight_rule", value="learned", rule=rule, fix="use minmax"))
+    errors += _adapted_model_errors(config, model)
+    names = {layer.name for layer in selected}
+    adapters = (name for name in candidates if is_lora_linear(modules[name]) and checkpoint_name(name) in names)
+    # All adapters have the same settings: report the first wrong one.
+    errors += next(filter(None, (lora_errors(checkpoint_name(name), modules[name]) for name in adapters)), [])
+    return errors + experts_errors(model, scheme)
 
 
-def _adapted_model_faults(config: QATConfig, model: Any) -> list[Fault]:
-    """Return what a model with adapters cannot keep or cannot merge."""
+def _adapted_model_errors(config: QATConfig, model: Any) -> list[ConfigError]:
+    """Return what a model with adapters cannot save or cannot merge."""
     import torch
 
     if not hasattr(model, "peft_config"):
         return []
-    faults = []
+    errors = []
     if config.learns_scales:
-        rule = "checkpoints of PEFT hold no parameters beside its own, so that a resumed run would lose learned scales"
-        faults.append(Fault(where="weight_rule", value="learned", rule=rule, fix="use minmax and calibrated ranges"))
-    if not getattr(model.config.get_text_config(), "tie_word_embeddings", False):
-        return faults
-    vocab_size = model.config.get_text_config().vocab_size
+        rule = "PEFT checkpoints do not contain learned scales, so a resumed run would lose them"
+        fix = "use minmax and calibrated ranges"
+        errors.append(ConfigError(where="weight_rule", value="learned", rule=rule, fix=fix))
+    text_config = model.config.get_text_config()
+    if not getattr(text_config, "tie_word_embeddings", False):
+        return errors
     for name, module in model.named_modules():
         inner = getattr(module, "base_layer", None) or getattr(module, "original_module", None)
-        is_head = isinstance(inner, torch.nn.Linear) and inner.out_features == vocab_size
+        is_head = isinstance(inner, torch.nn.Linear) and inner.out_features == text_config.vocab_size
         if is_head or isinstance(inner, torch.nn.Embedding):
-            rule = "is adapted, and the output head shares its weight with the token embedding: one would change both"
-            fix = "leave both out of the adapter, or untie them"
-            faults.append(Fault(where="LoRA", value=checkpoint_name(name), rule=rule, fix=fix))
-    return faults
+            rule = "is adapted, but output head and token embedding share one weight, so merging changes both"
+            fix = "adapt neither, or untie them"
+            errors.append(ConfigError(where="LoRA", value=checkpoint_name(name), rule=rule, fix=fix))
+    return errors
 
 
-def _change_classes(model: Any, attachment: Attachment, found: Mapping[str, tuple[LinearLayer, ...]]) -> None:
-    picked = {layer.name for layer in attachment.layers}
-
-    def quantizer(name: str) -> LayerQuantizer:
-        made = LayerQuantizer(
-            name=name,
-            scheme=attachment.scheme,
-            rule=attachment.config.weight_rule,
-            stored_dtype=attachment.stored_dtype,
-            state=attachment.state,
-        )
-        if attachment.scheme.activations_are_static:
-            made.input_range = attachment.ranges[name] = _input_range(attachment, name)
-        return made
-
+def _change_classes(model: Any, attachment: Attachment, candidates: Mapping[str, tuple[LinearLayer, ...]]) -> None:
+    scheme, stored_dtype = attachment.scheme, attachment.stored_dtype
+    selected = {layer.name for layer in attachment.layers}
     modules = dict(model.named_modules())
-    for name, layers in found.items():
-        names = [layer.name for layer in layers if layer.name in picked]
-        if not names:
+    for module_name, layers in candidates.items():
+        quantizers = {
+            layer.name: LayerQuantizer(
+                name=layer.name,
+                scheme=scheme,
+                rule=attachment.config.weight_rule,
+                stored_dtype=stored_dtype,
+                state=attachment.state,
+            )
+            for layer in layers
+            if layer.name in selected
+        }
+        if not quantizers:
             continue
-        module = modules[name]
+        module = modules[module_name]
+        attachment.modules[module_name] = module
         if is_fused_experts(module):
-            fake_quantize_experts(module, name, {each: quantizer(each) for each in names})
-            for each in names:
-                # Loaders round no inputs of experts by stored ranges.
-                attachment.ranges.pop(each, None)
-        elif is_lora_linear(module):
-            make_fake_quantized(module, quantizer(names[0]))
+            # Loaders round no inputs of experts by stored ranges.
+            fake_quantize_experts(module, module_name, quantizers)
+            continue
+        (quantizer,) = quantizers.values()
+        if scheme.activations_are_static:
+            assert scheme.activations is not None, "stored ranges belong to rounded activations"
+            quantizer.input_range = attachment.ranges[quantizer.name] = InputRange(
+                scheme.activations, method=attachment.config.ranges, stored_dtype=stored_dtype, name=quantizer.name
+            )
+        if is_lora_linear(module):
+            make_fake_quantized(module, quantizer)
         else:
-            module.__class__ = FakeQuantizedLinear
-            module.quantizer = quantizer(names[0])
-        attachment.modules[name] = module
+            patches.swap_class("qat-linear", module, FakeQuantizedLinear)
+            module.quantizer = quantizer
 
 
-def _note_dense_layers(model: Any, attachment: Attachment, routers: tuple[str, ...]) -> None:
-    """Keep what loaders must not quantize, by names that an engine may take away."""
+def _list_dense_layers(model: Any, attachment: Attachment, routers: tuple[str, ...]) -> None:
+    """Record now which layers loaders must not quantize: an engine may rename modules later."""
     import torch
 
     names, experts = [*routers], []
@@ -240,34 +289,295 @@ def _note_dense_layers(model: Any, attachment: Attachment, routers: tuple[str, .
     attachment.dense, attachment.dense_experts = tuple(names), tuple(experts)
 
 
-def _lora_rank(model: Any) -> int | None:
-    configs = getattr(model, "peft_config", {})
-    active = getattr(model, "active_adapter", None)
-    return getattr(configs.get(active), "r", None) if isinstance(active, str) else None
-
-
-def _refuse_foreign_scales(model: Any, state: Mapping[str, Any], *_: Any) -> None:
-    """Refuse learned scales that have no place in a model, or that it lacks: a resumed Trainer merely warns of keys."""
+def _check_learned_scales(model: Any, state: Mapping[str, object], *_: object) -> None:
+    """Reject missing and unexpected learned scales in a state dict: a resumed Trainer only warns about keys."""
     own = {name for name, _ in model.named_parameters() if name.rpartition(".")[2] in LEARNED}
     stored = {name for name in state if name.rpartition(".")[2] in LEARNED}
-    fix = "resume with the weight_rule and ranges that it was trained with"
-    foreign = sorted(stored - own)
-    if foreign:
-        rule = f"holds {len(foreign)} learned scales, such as {foreign[0]}, and the model learns none there"
-        raise UsageError(Fault(where="checkpoint", rule=rule, fix=fix))
+    fix = "resume with the weight_rule and ranges of the checkpoint"
+    unexpected = sorted(stored - own)
+    if unexpected:
+        rule = f"contains {len(unexpected)} learned scales that the model lacks, such as {unexpected[0]}"
+        raise UsageError(ConfigError(where="checkpoint", rule=rule, fix=fix))
     missing = sorted(name for name in own - stored if f"{name.rpartition('.')[0]}.weight" in state)
     if missing:
-        rule = f"holds no {len(missing)} scales that the model learns, such as {missing[0]}"
-        raise UsageError(Fault(where="checkpoint", rule=rule, fix=fix))
+        rule = f"lacks {len(missing)} learned scales of the model, such as {missing[0]}"
+        raise UsageError(ConfigError(where="checkpoint", rule=rule, fix=fix))
 
 
-def _input_range(attachment: Attachment, name: str) -> InputRange:
-    activations = attachment.scheme.activations
-    assert activations is not None, "stored ranges belong to rounded activations"
-    return InputRange(activations, method=attachment.config.ranges, stored_dtype=attachment.stored_dtype, name=name)
-
-
-def _dtype(name: str | None) -> torch.dtype | None:
+def _add_learned_scales(attachment: Attachment) -> None:
     import torch
 
-    return None if name is None else getattr(torch, name)
+    def register(module: Any, name: str, value: Tensor | None, like: Tensor) -> None:
+        if value is not None:
+            # FSDP2 shards parameters of the same dtype together.
+            module.register_parameter(name, torch.nn.Parameter(value.detach().clone().to(like.device, like.dtype)))
+
+    config = attachment.config
+    for module in attachment.modules.values():
+        weight = (module.get_base_layer() if is_lora_linear(module) else module).weight
+        quantizer: LayerQuantizer = module.quantizer
+        if config.weight_rule == "learned":
+            gathering: Any = nullcontext()
+            if hasattr(weight, "ds_id"):
+                import deepspeed
+
+                gathering = deepspeed.zero.GatheredParameters([weight])
+            with gathering:
+                full, quantization = weight.detach(), quantizer.scheme.weights
+                if quantization.symmetric:
+                    # LSQ's initial scale, 2 · mean |w| / √largest code.
+                    mean_S = sharing(full, quantization).abs().mean(-1)
+                    scale, zero_point = 2 * mean_S / code_range(quantization.bits)[1] ** 0.5, None
+                else:
+                    scale, zero_point = weight_scale_and_zero_point(full, quantization)
+            register(module, WEIGHT_SCALE, scale, weight)
+            register(module, WEIGHT_ZERO_POINT, zero_point, weight)
+        if config.ranges == "learned" and quantizer.scheme.activations_are_static:
+            activations = quantizer.scheme.activations
+            assert activations is not None, "learned ranges belong to rounded inputs"
+            scale = torch.ones(1, device=weight.device)
+            register(module, INPUT_SCALE, scale, weight)
+            register(module, INPUT_ZERO_POINT, None if activations.symmetric else scale * 0, weight)
+
+
+_SHARDED = ("LinearLayer", "VocabParallelLinear", "LinearAllreduce", "LinearAllreduceWithReplicatedInput")
+"""AutoTP's layers that hold some rows or some columns of one matrix."""
+
+
+def follow_engine(model: Any, attachment: Attachment) -> None:
+    """Add rounding to the modules with which an engine has replaced rounding modules.
+
+    Args:
+        model: The model to train, or this rank's pipeline stages of it.
+        attachment: Attachment of the full model; updated to the modules of this rank.
+
+    Raises:
+        UsageError: a shard of a matrix cannot be rounded like the full matrix; all errors together.
+    """
+    stages = stages_of(model)
+    roots = (model,) if stages is None else stages.stages
+    present = {name: module for root in roots for name, module in root.named_modules()}
+    if stages is not None:
+        for name in [name for name in attachment.modules if name not in present]:
+            del attachment.modules[name]
+    errors: dict[tuple[str, str], ConfigError] = {}
+    for name, old in attachment.modules.items():
+        new: Any = present.get(name, old)
+        if new is old:
+            continue
+        for error in _shard_errors(name, new, attachment):
+            errors.setdefault((error.where, error.rule), error)
+        if errors:
+            continue
+        attachment.modules[name] = new
+        if is_fused_experts(old):
+            patches.swap_class("qat-GroupedExperts", new, _fake_quantized_auto_ep())
+            new.quantizers = old.quantizers
+            continue
+        kind: Any = type(new)
+        if kind.__name__ == "Linear":
+            patches.swap_class("qat-linear", new, FakeQuantizedLinear)
+        else:
+            patches.swap_class(f"qat-{kind.__name__}", new, _fake_quantized_auto_tp(kind))
+        new.quantizer = old.quantizer
+    if errors:
+        raise UsageError(list(errors.values()))
+
+
+def _shard_errors(name: str, module: Any, attachment: Attachment) -> list[ConfigError]:
+    """Return why a shard of a layer cannot be rounded like the full layer."""
+    import torch
+
+    kind, scheme = type(module).__name__, attachment.scheme
+    if kind == "GroupedExperts" or type(module) is torch.nn.Linear:
+        return []
+    where = name.rpartition(".")[2]
+    if kind not in _SHARDED:
+        rule = f"was replaced by {kind}, which interleaves rows of several matrices"
+        return [ConfigError(where=where, rule=rule, fix="train without tensor parallelism")]
+    if attachment.config.weight_rule != "minmax":
+        rule = "sums over shards in another order than a loader of the full matrix"
+        value = attachment.config.weight_rule
+        return [ConfigError(where="weight_rule", value=value, rule=rule, fix="use minmax")]
+    if scheme.activations is not None:
+        rule = "rounds inputs per token, and a rank holds only a shard of their channels"
+        fix = "use W4A16 or another scheme that rounds only weights"
+        return [ConfigError(where="inputs", value=scheme.name, rule=rule, fix=fix)]
+    size, columns = scheme.weights.group_size, int(module.weight.shape[1])
+    if scheme.weights.strategy == "group" and size and columns % size:
+        inputs = whole_shape(module)[1]
+        rule = f"each rank has {columns} of the {inputs} inputs of {where}, not a multiple of the group size {size}"
+        fix = "use a group size that divides them, or less tensor parallelism"
+        return [ConfigError(where="tensor_parallel", value=module.tp_world_size, rule=rule, fix=fix)]
+    return []
+
+
+class _FakeQuantizedShard:
+    """AutoTP layer whose forward pass computes with the numbers of the checkpoint."""
+
+    quantizer: LayerQuantizer
+    consumed = ("weight",)
+    """Parameters that the packed form replaces."""
+
+    def forward(self: Any, input: Tensor) -> Tensor:
+        """Return the output of the layer, computed with a rounded weight."""
+        from deepspeed.module_inject import layers
+
+        quantizer = self.quantizer
+        if not quantizer.state.enabled:
+            plain: Tensor = super().forward(input)  # type: ignore[misc]
+            return plain
+        quantizer.forward_dtype = self.weight.dtype
+        by_input = isinstance(self, layers.LinearAllreduce)
+        strategy = quantizer.scheme.weights.strategy
+        shares_scales = strategy == "tensor" or (strategy == "channel" and by_input)
+        rounding = quantizer.rounding(ranks=self.mp_group if shares_scales else None)
+        if not by_input:
+            seen = layers.ColumnParallel.apply(self.mp_group, input)
+            output = fake_quantized_linear(seen, LinearTensors(weight=self.weight, bias=self.bias), rounding)
+            if not self.gather_output:
+                return output
+            full: Tensor = layers.GatherFromTensorParallelRegion.apply(self.mp_group, output, self._partition_sizes)
+            return full
+        if isinstance(self, layers.LinearAllreduceWithReplicatedInput):
+            input = layers.ScatterToTensorParallelRegion.apply(
+                self.mp_group, input, self._partition_sizes, self.tp_index
+            )
+        partial = fake_quantized_linear(input, LinearTensors(weight=self.weight), rounding)
+        output = layers.RowParallel.apply(self.mp_group, partial, not self.is_training_mode())
+        return output if self.bias is None else output + self.bias
+
+    def stored_layers(self: Any, parameters: Mapping[str, Tensor]) -> dict[str, StoredLayer]:
+        """Return the stored form of the full weight."""
+        return FakeQuantizedLinear.stored_layers(self, parameters)
+
+
+@cache
+def _fake_quantized_auto_tp(layer: type) -> type:
+    return type(f"FakeQuantized{layer.__name__}", (_FakeQuantizedShard, layer), {})
+
+
+@cache
+def _fake_quantized_auto_ep() -> type:
+    from deepspeed.moe.ep_experts import GroupedExperts, apply_expert_activation
+
+    class FakeQuantizedGroupedExperts(GroupedExperts):
+        """AutoEP's experts of one rank, whose forward pass computes with the numbers of the checkpoint."""
+
+        quantizers: dict[str, LayerQuantizer]
+        consumed = ("gate_up_proj", "down_proj")
+        """Parameters of the full model that the packed form replaces."""
+        has_gate = True
+
+        def forward(self, x: Tensor, num_tokens_per_expert: Tensor) -> Tensor:
+            """Return the outputs for the rows of all experts [T, H]; rows after the last expert's are padding."""
+            first = next(iter(self.quantizers.values()))
+            if not first.state.enabled:
+                plain: Tensor = super().forward(x, num_tokens_per_expert)
+                return plain
+            for quantizer in self.quantizers.values():
+                quantizer.forward_dtype = self.w1.dtype
+            ends = tuple(num_tokens_per_expert.cumsum(0).tolist())
+            rounding = GroupedRounding(weight=first.rounding().weight)
+            gate_TF = grouped_fake_quantized_linear(x, ends, self.w1, rounding)
+            up_TF = grouped_fake_quantized_linear(x, ends, self.w3, rounding)
+            activation = (self.activation, self.activation_alpha, self.activation_limit)
+            active_TF = apply_expert_activation(gate_TF, up_TF, *activation)
+            return grouped_fake_quantized_linear(active_TF, ends, self.w2, rounding)
+
+        def stored_layers(self, parameters: Mapping[str, Tensor]) -> dict[str, StoredLayer]:
+            """Return the stored form of the parameters of all ranks."""
+            return FakeQuantizedExperts.stored_layers(self, parameters)
+
+    return FakeQuantizedGroupedExperts
+
+
+@dataclass(kw_only=True)
+class CacheQuantizer:
+    """Rounding of the keys and values of one attention module, stored as a plain attribute of it."""
+
+    module: torch.nn.Module
+    key: InputRange
+    """Range of keys, after rotary embedding."""
+    value: InputRange
+    state: QuantizationState
+    """Shared by all layers of the model."""
+
+    def change(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Return keys and values [B, heads, S, head width] as a quantized cache returns them."""
+        if self.state.observing and (self.module.training or self.key.calibrating):
+            self.key.observe(key)
+            self.value.observe(value)
+        if not self.state.enabled:
+            return key, value
+        return rounded_cache(key, self.key), rounded_cache(value, self.value)
+
+
+def rounded_cache(values: Tensor, input_range: InputRange) -> Tensor:
+    """Round values to 8 bits, in their own dtype; autograd saves only one extra byte per value."""
+    import torch
+
+    scale, _ = input_range.on(values.device)
+    with torch.no_grad():
+        if input_range.quantization.number_type == "float":
+            rounded = float8_values(values, scale).to(values.dtype)
+            limits = (-LARGEST_FLOAT8 - _HALF_OF_LAST_STEP, LARGEST_FLOAT8 + _HALF_OF_LAST_STEP)
+        else:
+            rounded = round_inputs(values, input_range.quantization, scale, None)
+            least, largest = code_range(input_range.quantization.bits)
+            limits = (least - 0.5, largest + 0.5)
+        if not values.requires_grad:
+            return rounded
+        ratio = values / scale
+        inside = (ratio >= limits[0]) & (ratio <= limits[1])
+    passing = torch.where(inside, values, torch.zeros((), dtype=values.dtype, device=values.device))
+    # x - x.detach() is exactly zero: it adds a gradient without a rounding error.
+    return rounded + (passing - passing.detach())
+
+
+def attach_kv_cache(model: Any, attachment: Attachment) -> None:
+    """Make attention modules round keys and values, if the configuration sets `kv_cache`.
+
+    Their ranges join `attachment.ranges` under their checkpoint names.
+    """
+    config = attachment.config
+    if config.kv_cache is None:
+        return
+    quantization = cache_quantization(config.kv_cache)
+    for module_name, module in cached_attention_modules(model):
+        key, value = (
+            InputRange(
+                quantization,
+                method="calibrated" if config.ranges == "learned" else config.ranges,
+                stored_dtype=attachment.stored_dtype,
+                name=f"{checkpoint_name(module_name)}.{part}",
+            )
+            for part in PARTS
+        )
+        attachment.ranges |= {key.name: key, value.name: value}
+        module.cache_quantizer = CacheQuantizer(module=module, key=key, value=value, state=attachment.state)
+        change_keys_and_values(module, module.cache_quantizer.change)
+
+
+def kv_cache_errors(model: Any, config: QATConfig) -> Iterator[ConfigError]:
+    """Yield why the KV cache of a model cannot be rounded in training."""
+    if config.kv_cache is None:
+        return
+
+    def error(rule: str, fix: str = "omit it") -> ConfigError:
+        return ConfigError(where="kv_cache", value=config.kv_cache, rule=rule, fix=fix)
+
+    attention = dict(cached_attention_modules(model))
+    if not attention:
+        yield error(f"{type(model).__name__} has no attention with separate projections and a cache")
+    if getattr(model.config.get_text_config(), "kv_lora_rank", None):
+        yield error("multi-head latent attention caches latent vectors, not the keys that a scale is for")
+    release = Version(installed_version("transformers") or "0")
+    scheme = config.rounded_scheme
+    packs_zero_points = scheme.format == "pack-quantized" and not scheme.weights.symmetric
+    if packs_zero_points and release >= _NEEDS_DEQUANTIZE:
+        rule = f"Transformers {release} cannot load packed zero points together with a rounded cache"
+        yield error(rule, "use a symmetric scheme such as W4A16, or omit it")
+    unsupported = [name for name, module in attention.items() if not asks_for_attention(module)]
+    if unsupported:
+        yield error(f"{some_names(unsupported)} compute attention without AttentionInterface of Transformers")

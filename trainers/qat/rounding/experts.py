@@ -1,56 +1,54 @@
-"""Mixtures of experts under quantization-aware training: rounding in the fused experts of Transformers.
+"""Fake quantization of the fused experts of Transformers.
 
-Transformers 5.17 holds the experts of a layer in parameters of three dimensions and decorates their class with
-`use_experts_implementation` (`integrations/moe.py`). A checkpoint has one matrix for each expert and projection, under
-names that a family chooses; the library's own conversion tells which.
+Transformers 5.17 stores the experts of a layer in parameters of three dimensions and decorates their class with
+`use_experts_implementation` (`integrations/moe.py`). A checkpoint has one matrix per expert and projection, with names
+that depend on the model family; the conversion of Transformers maps them.
 
-Shapes: E experts, N tokens, K experts a token, S = N · K rows, H hidden channels, F channels inside an expert.
+Shapes: E experts, N tokens, K experts per token, S = N · K rows, H hidden channels, F channels inside an expert.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
-from ....ds_configs.quantization.layers import LinearLayer, selected_layers
-from ....ds_configs.quantization.mixtures import expert_scheme
+from ....ds_configs.quantization.layers import LinearLayer, expert_scheme, selected_layers
 from ....ds_configs.quantization.scheme import QuantizationScheme
-from ....ds_configs.specs.errors import Fault
+from ....ds_configs.specs.errors import ConfigError
+from ....plugins import patches
 from ....plugins.compressed_tensors.codes import StoredLayer
-from .grouped_linear import GroupedRounding, grouped_fake_quantized_linear
-from .layers import LayerQuantizer
+from .layers import GroupedRounding, LayerQuantizer, grouped_fake_quantized_linear
 
 if TYPE_CHECKING:
-    import torch
     from torch import Tensor
 
 _Matrices = Mapping[str, tuple[str, ...]]
 _GATED: _Matrices = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
 _PLAIN: _Matrices = {"up_proj": ("up_proj",), "down_proj": ("down_proj",)}
-"""Parameters of experts with and without a gate, and the matrices of a checkpoint that make up each, row below row."""
+"""Parameters of experts with and without a gate: the matrices of the checkpoint that each concatenates along O."""
 
 
 def is_fused_experts(module: Any) -> bool:
-    """Tell whether a module holds the experts of a layer in parameters of three dimensions."""
+    """Return whether a module stores the experts of a layer in parameters of three dimensions."""
     return all(hasattr(module, name) for name in ("is_transposed", "is_concatenated", "has_gate", "_apply_gate"))
 
 
 def expert_linear_layers(model: Any, name: str) -> tuple[LinearLayer, ...]:
-    """Return the matrices of a fused experts module, under the names that its checkpoint has.
+    """Return the matrices of a fused experts module by their names in the checkpoint.
 
-    Experts that cannot be rounded stand there by the names of their parameters, so that a scheme can leave them out.
+    Experts that cannot be rounded have the names of their parameters, so that a scheme can ignore them.
 
     Args:
-        model: Transformers model, with PEFT around it or not.
-        name: Of the module in the model.
+        model: Transformers model, possibly wrapped by PEFT.
+        name: Name of the module in the model.
     """
     module, names = model.get_submodule(name), _checkpoint_names(model, name)
     if _unfit(module, name, names):
-        shapes = {each: _shape(parameter) for each, parameter in module.named_parameters(recurse=False)}
+        shapes = {own: _shape(parameter) for own, parameter in module.named_parameters(recurse=False)}
         return tuple(
-            _layer(f"{name}.{each}", *(reversed(shape[1:]) if module.is_transposed else shape[1:]))
-            for each, shape in shapes.items()
+            _layer(f"{name}.{own}", *(reversed(shape[1:]) if module.is_transposed else shape[1:]))
+            for own, shape in shapes.items()
             if len(shape) == 3
         )
     layers = []
@@ -64,47 +62,54 @@ def expert_linear_layers(model: Any, name: str) -> tuple[LinearLayer, ...]:
     return tuple(layers)
 
 
-def experts_faults(model: Any, scheme: QuantizationScheme) -> list[Fault]:
-    """Return why the experts of a model cannot be trained with the numbers of a scheme, all together."""
+def experts_errors(model: Any, scheme: QuantizationScheme) -> list[ConfigError]:
+    """Return why the experts of a model cannot be rounded by a scheme, all errors together."""
     unfit: dict[tuple[str, str], list[str]] = {}
     partial = []
     for name, module in model.named_modules():
         if not is_fused_experts(module):
             continue
         names, layers = _checkpoint_names(model, name), expert_linear_layers(model, name)
-        chosen = selected_layers(scheme, layers)
+        selected = selected_layers(scheme, layers)
         reason = _unfit(module, name, names)
-        if reason and (chosen or names):
-            unfit.setdefault((f"{type(module).__name__} {reason}", _way_out(name, names)), []).append(name)
-        elif not reason and len(chosen) < len(layers):
+        if reason and (selected or names):
+            if _is_adapted(name):
+                fix = "adapt other layers, such as those of attention"
+            else:
+                fix = "" if names else "add re:.*experts to ignore: they stay dense"
+            unfit.setdefault((f"{type(module).__name__} {reason}", fix), []).append(name)
+        elif not reason and len(selected) < len(layers):
             partial.append(name)
-    faults = [Fault(where="experts", value=_shown(places), rule=rule, fix=fix) for (rule, fix), places in unfit.items()]
+    errors = [
+        ConfigError(where="experts", value=_first_of(modules), rule=rule, fix=fix)
+        for (rule, fix), modules in unfit.items()
+    ]
     if partial:
         rule = (
-            "are left out, wholly or in part: Transformers 5.17 finds no dense experts in a packed checkpoint, and "
-            "runs with random ones"
+            "excludes some or all matrices of these experts: Transformers 5.17 does not load dense experts from a "
+            "packed checkpoint, and initializes them randomly"
         )
-        fix = "leave no matrix of an expert out"
-        faults.append(Fault(where="ignore", value=_shown(partial), rule=rule, fix=fix))
-    return faults
+        fix = "quantize every matrix of the experts"
+        errors.append(ConfigError(where="ignore", value=_first_of(partial), rule=rule, fix=fix))
+    return errors
 
 
 def fake_quantize_experts(module: Any, name: str, quantizers: Mapping[str, LayerQuantizer]) -> None:
-    """Change the class of a fused experts module so that each of its matrices is rounded.
+    """Change the class of a fused experts module so that it rounds each of its matrices.
 
-    Their inputs are not, whatever the scheme says, because no loader rounds them (`expert_scheme`).
+    Inputs of experts are never rounded, because no loader rounds them (`expert_scheme`).
 
     Args:
-        module: As `is_fused_experts` knows it, without faults.
-        name: Of the module in the model.
-        quantizers: How each matrix is rounded, in the order of `expert_linear_layers`.
+        module: Fused experts module without errors.
+        name: Name of the module in the model.
+        quantizers: Quantizer of each matrix, in the order of `expert_linear_layers`.
     """
-    relative = list(_relative_names(module))
+    relative = _relative_names(module)
     assert len(quantizers) == len(relative), f"{len(quantizers)} of {len(relative)} matrices of {name} are targeted"
     for quantizer in quantizers.values():
         quantizer.scheme, quantizer.input_range = expert_scheme(quantizer.scheme), None
     original: Any = type(module)
-    module.__class__ = _fake_quantized_class(original)
+    patches.swap_class("qat-experts", module, _fake_quantized_class(original))
     module.quantizers = dict(zip(relative, quantizers.values(), strict=True))
 
 
@@ -119,20 +124,19 @@ class FakeQuantizedExperts:
 
     @property
     def consumed(self) -> tuple[str, ...]:
-        """Own parameters that the packed form takes the place of."""
+        """Parameters that the packed form replaces."""
         return tuple(_matrices(self))
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        """Return the weighted sum of every token's experts [N, H]; plain where rounding has not begun.
+        """Return the weighted sum of each token's experts [N, H]; without rounding before `start_step`.
 
-        The order of sums is that of `experts_implementation="eager"`, to the bit.
+        The order of summation is that of `experts_implementation="eager"`, so results are equal bit for bit.
 
         Args:
             hidden_states: [N, H].
             top_k_index: Experts of each token [N, K].
-            top_k_weights: Their weights [N, K].
+            top_k_weights: Weights of these experts [N, K].
         """
-
         import torch
 
         quantizer = next(iter(self.quantizers.values()))
@@ -141,49 +145,45 @@ class FakeQuantizedExperts:
             return plain
         (into, matrices), (out_of, _) = _matrices(self).items()
         into_weight, out_weight = getattr(self, into), getattr(self, out_of)
-        self._note_dtype(into_weight.dtype)
+        if quantizer.forward_dtype != into_weight.dtype:
+            for matrix_quantizer in self.quantizers.values():
+                matrix_quantizer.forward_dtype = into_weight.dtype
         weight = quantizer.rounding().weight
         tokens_S, weights_S, ends = _by_expert(top_k_index, top_k_weights, self.num_experts)
         sizes = [last - first for first, last in zip((0, *ends), ends, strict=False)]
         inner = GroupedRounding(weight=weight, matrices=len(matrices))
         inner_SF = grouped_fake_quantized_linear(hidden_states[tokens_S], ends, into_weight, inner)
         activate = self._apply_gate if self.has_gate else self.act_fn
-        # Tails of vectors are computed by other instructions: activating all rows at once would change last bits.
+        # Activating all rows together changes last bits: other instructions compute the tail of a vector.
         active_SF = torch.cat([activate(part) for part in inner_SF.split(sizes)])
-        answers_SH = grouped_fake_quantized_linear(active_SF, ends, out_weight, GroupedRounding(weight=weight))
-        # Nemotron-H alone has no gate, and sums in the type of the weights.
+        outputs_SH = grouped_fake_quantized_linear(active_SF, ends, out_weight, GroupedRounding(weight=weight))
+        # Only Nemotron-H has no gate, and it sums in the dtype of the weights.
         summed_NH = torch.zeros_like(hidden_states, dtype=None if self.has_gate else top_k_weights.dtype)
-        answers_SH = (answers_SH * weights_S[:, None]).to(summed_NH.dtype)
-        # One expert after another: a token has each expert once, so that sums have one order on every device.
-        for tokens, answers in zip(tokens_S.split(sizes), answers_SH.split(sizes), strict=True):
+        outputs_SH = (outputs_SH * weights_S[:, None]).to(summed_NH.dtype)
+        # One expert at a time: a token uses each expert once, so the order of sums is the same on every device.
+        for tokens, outputs in zip(tokens_S.split(sizes), outputs_SH.split(sizes), strict=True):
             if len(tokens):
-                summed_NH.index_add_(0, tokens, answers)
+                summed_NH.index_add_(0, tokens, outputs)
         return summed_NH.to(hidden_states.dtype)
 
     def stored_layers(self, parameters: Mapping[str, Tensor]) -> dict[str, StoredLayer]:
-        """Return what the checkpoint holds in place of the parameters, for each expert and matrix."""
-        found = {}
+        """Return the stored form of the parameters, per expert and matrix."""
+        stored = {}
         for parameter, matrices in _matrices(self).items():
-            for expert, whole in enumerate(parameters[parameter]):
-                for matrix, part in zip(matrices, whole.chunk(len(matrices)), strict=True):
+            for expert, full in enumerate(parameters[parameter]):
+                for matrix, part in zip(matrices, full.chunk(len(matrices)), strict=True):
                     name = f"{expert}.{matrix}"
                     quantizer = self.quantizers[name]
                     seen = part if quantizer.forward_dtype is None else part.to(quantizer.forward_dtype)
-                    found[name] = quantizer.stored_layer(seen)
-        return found
-
-    def _note_dtype(self, dtype: torch.dtype) -> None:
-        if next(iter(self.quantizers.values())).forward_dtype != dtype:
-            for quantizer in self.quantizers.values():
-                quantizer.forward_dtype = dtype
+                    stored[name] = quantizer.stored_layer(seen)
+        return stored
 
 
 def _by_expert(top_k_index: Tensor, top_k_weights: Tensor, experts: int) -> tuple[Tensor, Tensor, tuple[int, ...]]:
-    """Return tokens [S] and weights [S] sorted by expert, then choice, then token, and where each expert's rows end.
+    """Return tokens [S] and weights [S] sorted by expert, then choice, then token, and the end of each expert's rows.
 
-    Indices beyond the last expert stand for experts of other ranks, and are left out.
+    Indices after the last expert denote experts of other ranks, and are ignored.
     """
-
     import torch
 
     chosen_S = top_k_index.t().reshape(-1)
@@ -199,11 +199,13 @@ def _matrices(module: Any) -> _Matrices:
     return _GATED if module.has_gate else _PLAIN
 
 
-def _relative_names(module: Any) -> Iterator[str]:
-    for matrices in _matrices(module).values():
-        for expert in range(module.num_experts):
-            for matrix in matrices:
-                yield f"{expert}.{matrix}"
+def _relative_names(module: Any) -> list[str]:
+    return [
+        f"{expert}.{matrix}"
+        for matrices in _matrices(module).values()
+        for expert in range(module.num_experts)
+        for matrix in matrices
+    ]
 
 
 def _layer(name: str, out_features: int, in_features: int) -> LinearLayer:
@@ -211,11 +213,11 @@ def _layer(name: str, out_features: int, in_features: int) -> LinearLayer:
 
 
 def _shape(parameter: Any) -> tuple[int, ...]:
-    """Return [E, O, I] also of a parameter that `zero.Init` has divided."""
+    """Return [E, O, I], also for a parameter that `zero.Init` has partitioned."""
     return tuple(getattr(parameter, "ds_shape", parameter.shape))
 
 
-def _shown(names: Sequence[str]) -> str:
+def _first_of(names: Sequence[str]) -> str:
     return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
 
 
@@ -232,12 +234,6 @@ def _unfit(module: Any, name: str, names: Mapping[str, str]) -> str:
     return ", ".join(reason for reason, is_so in flags if is_so)
 
 
-def _way_out(name: str, names: Mapping[str, str]) -> str:
-    if _is_adapted(name):
-        return "adapt other layers, such as those of attention"
-    return "" if names else "add re:.*experts to ignore: they stay dense"
-
-
 def _is_adapted(name: str) -> bool:
     return ".base_layer" in name
 
@@ -248,35 +244,27 @@ def _fake_quantized_class(experts: type) -> type:
 
 
 def _checkpoint_names(model: Any, name: str) -> dict[str, str]:
-    """Return the names of single matrices in a checkpoint by their relative names; empty if it has none.
+    """Return the checkpoint names of single matrices by their relative names; empty if the checkpoint has none.
 
-    Numbers are sent through the conversion that saving does in place of weights; where they come out says which matrix
-    a name means.
+    The conversion that saving applies to weights is applied to numbers: its output shows which matrix has which name.
     """
-
     import torch
+    from transformers import PreTrainedModel
     from transformers.core_model_loading import revert_weight_conversion
 
-    root, prefix = _pretrained(model)
+    roots = ((path, root) for path, root in model.named_modules() if isinstance(root, PreTrainedModel))
+    root_name, root = next(roots, ("", None))
     if root is None:
         return {}
-    module, inside = model.get_submodule(name), name.removeprefix(prefix).replace(".base_layer", "")
-    relative, probes = list(_relative_names(module)), {}
+    module = model.get_submodule(name)
+    inside = name.removeprefix(f"{root_name}." if root_name else "").replace(".base_layer", "")
+    relative, probes = _relative_names(module), {}
     rest = torch.arange(len(relative))
     for parameter, matrices in _matrices(module).items():
         count = module.num_experts * len(matrices)
         probes[f"{inside}.{parameter}"] = rest[:count].reshape(module.num_experts, len(matrices), 1)
         rest = rest[count:]
-    found = revert_weight_conversion(root, probes)
-    if len(found) != len(relative) or any(probe.numel() != 1 for probe in found.values()):
+    converted = revert_weight_conversion(root, probes)
+    if len(converted) != len(relative) or any(probe.numel() != 1 for probe in converted.values()):
         return {}
-    return {relative[int(probe)]: full.removesuffix(".weight") for full, probe in found.items()}
-
-
-def _pretrained(model: Any) -> tuple[Any | None, str]:
-    from transformers import PreTrainedModel
-
-    for name, module in model.named_modules():
-        if isinstance(module, PreTrainedModel):
-            return module, f"{name}." if name else ""
-    return None, ""
+    return {relative[int(probe)]: full.removesuffix(".weight") for full, probe in converted.items()}

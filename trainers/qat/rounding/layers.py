@@ -1,51 +1,244 @@
-"""Linear layers that round, by a change of class: parameters, hooks and state-dict keys stay as they are."""
+"""Linear layers that compute with fake-quantized weights and inputs: plain, grouped (experts) and LoRA."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ....ds_configs.quantization.scheme import QuantizationScheme
+from ....ds_configs.quantization.scheme import ActivationQuantization, QuantizationScheme
+from ....ds_configs.specs.errors import ConfigError
+from ....plugins import patches
 from ....plugins.compressed_tensors.codes import StoredLayer
-from .fake_quantized_linear import LinearRounding, LinearTensors, fake_quantized_linear
-from .rounding import WeightRounding, WeightRule, round_weight, stored_scale, stored_zero_point
+from .rounding import (
+    WeightRounding,
+    WeightRule,
+    input_gradients,
+    round_inputs,
+    round_weight,
+    stored_scale,
+    stored_zero_point,
+    weight_gradients,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
+    from torch.distributed import ProcessGroup
 
-    from .attachment import QuantizationState
-    from .input_ranges import InputRange
+    from .observers import InputRange
+
+
+@dataclass(kw_only=True, slots=True)
+class QuantizationState:
+    """Progress of quantization-aware training, shared by all layers of a model."""
+
+    enabled: bool = False
+    """Whether forward passes round."""
+    bits: int | None = None
+    """Bits per weight at this step; `None`: the scheme's."""
+    observing: bool = False
+    """Whether forward passes in training update activation ranges."""
+    trained_steps: int = 0
+    """Optimizer steps with rounding at the scheme's own bits."""
+
+    @property
+    def was_enabled(self) -> bool:
+        """Whether the model was trained with the number formats of the export."""
+        return self.trained_steps > 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LinearRounding:
+    """How to round one linear layer at one step."""
+
+    weight: WeightRounding
+    inputs: ActivationQuantization | None = None
+    """Number format of the inputs; `None`: full precision."""
+    adapter_scaling: float = 0.0
+    """Factor of the LoRA product B·A, which is added to the weight before rounding."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LinearTensors:
+    """Tensors that a rounded linear layer computes with."""
+
+    weight: Tensor
+    """[O, I], before rounding."""
+    bias: Tensor | None = None
+    """[O]."""
+    weight_scale: Tensor | None = None
+    """Learned scale; `None` for other rules."""
+    weight_zero_point: Tensor | None = None
+    """Learned zero point; `None` if symmetric or for other rules."""
+    input_scale: Tensor | None = None
+    """[1], stored or learned scale of a static range; `None` if dynamic."""
+    input_zero_point: Tensor | None = None
+    """[1], stored or learned zero point; `None` if symmetric or dynamic."""
+    adapter_a: Tensor | None = None
+    """LoRA's A [rank, I]."""
+    adapter_b: Tensor | None = None
+    """LoRA's B [O, rank]."""
+
+
+def fake_quantized_linear(inputs: Tensor, tensors: LinearTensors, rounding: LinearRounding) -> Tensor:
+    """Return ``round(x) · round(W + scaling · B A)ᵀ + bias`` [..., O], with straight-through gradients.
+
+    Like a plain layer, it computes in the autocast dtype, or in the dtype of the inputs without autocast.
+
+    Args:
+        inputs: [..., I].
+        tensors: Weight, bias, scales and adapter.
+        rounding: How to round inputs and weight.
+    """
+    device = inputs.device.type
+    autocast = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+    if autocast:
+        inputs = inputs.to(torch.get_autocast_dtype(device))
+    with torch.autocast(device, enabled=False) if autocast else nullcontext():
+        output: Tensor = _FakeQuantizedLinear.apply(
+            inputs,
+            tensors.weight,
+            tensors.bias,
+            tensors.weight_scale,
+            tensors.weight_zero_point,
+            tensors.input_scale,
+            tensors.input_zero_point,
+            tensors.adapter_a,
+            tensors.adapter_b,
+            rounding,
+        )
+    return output
+
+
+def merged_weight(weight: Tensor, adapter_a: Tensor | None, adapter_b: Tensor | None, scaling: float) -> Tensor:
+    """Return ``W + scaling · B A`` [O, I] in the wider dtype of both."""
+    if adapter_a is None or adapter_b is None:
+        return weight
+    return weight + (adapter_b @ adapter_a) * scaling
+
+
+class _FakeQuantizedLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        inputs: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        weight_scale: Tensor | None,
+        weight_zero_point: Tensor | None,
+        input_scale: Tensor | None,
+        input_zero_point: Tensor | None,
+        adapter_a: Tensor | None,
+        adapter_b: Tensor | None,
+        rounding: LinearRounding,
+    ) -> Tensor:
+        ctx.rounding = rounding
+        ctx.bias_dtype = None if bias is None else bias.dtype
+        ctx.input_dtype = inputs.dtype
+        # Like a plain layer, a frozen layer does not need its inputs in the backward pass.
+        static = rounding.inputs is not None and not rounding.inputs.dynamic
+        saved_inputs = inputs if static or any(ctx.needs_input_grad[1:]) else None
+        ctx.save_for_backward(
+            saved_inputs, weight, weight_scale, weight_zero_point, input_scale, input_zero_point, adapter_a, adapter_b
+        )
+        merged = merged_weight(weight, adapter_a, adapter_b, rounding.adapter_scaling)
+        rounded = _rounded(merged, rounding, weight_scale, weight_zero_point).to(inputs.dtype)
+        seen = _seen(inputs, rounding, input_scale, input_zero_point)
+        # DeepSpeed's ZeRO-3 replaces `torch.nn.functional.linear` with a function that saves its weight.
+        output: Tensor = torch.ops.aten.linear.default(seen, rounded, None if bias is None else bias.to(inputs.dtype))
+        return output
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        inputs, weight, weight_scale, weight_zero_point, input_scale, input_zero_point, a, b = ctx.saved_tensors
+        rounding: LinearRounding = ctx.rounding
+        needs = ctx.needs_input_grad
+        merged = merged_weight(weight, a, b, rounding.adapter_scaling)
+        by_inputs = by_input_scale = by_input_zero = None
+        if needs[0] or needs[5] or needs[6]:
+            rounded = _rounded(merged, rounding, weight_scale, weight_zero_point).to(gradient.dtype)
+            by_inputs = gradient @ rounded
+            del rounded
+            if rounding.inputs is not None:
+                scale = None if input_scale is None else stored_scale(input_scale, rounding.weight.stored_dtype)
+                by_inputs, by_input_scale, by_input_zero = input_gradients(
+                    by_inputs, inputs, rounding.inputs, scale, input_zero_point, learned=needs[5] or needs[6]
+                )
+        by_weight = by_scale = by_zero = None
+        if any(needs[index] for index in (1, 3, 4, 7, 8)):
+            seen = _seen(inputs, rounding, input_scale, input_zero_point)
+            by_rounded = _rows(gradient).t() @ _rows(seen)
+            by_weight, by_scale, by_zero = weight_gradients(
+                by_rounded.to(merged.dtype), merged, rounding.weight, weight_scale, weight_zero_point
+            )
+        by_a = by_b = None
+        if by_weight is not None and a is not None and b is not None:
+            wide = by_weight.to(a.dtype)
+            by_a, by_b = b.t() @ wide * rounding.adapter_scaling, wide @ a.t() * rounding.adapter_scaling
+        by_bias = _rows(gradient).sum(0) if needs[2] else None
+        gradients = (by_inputs, by_weight, by_bias, by_scale, by_zero, by_input_scale, by_input_zero, by_a, by_b)
+        others = (weight_scale, weight_zero_point, input_scale, input_zero_point, a, b)
+        types = (
+            ctx.input_dtype,
+            weight.dtype,
+            ctx.bias_dtype,
+            *(None if like is None else like.dtype for like in others),
+        )
+        return (
+            *(
+                part.to(dtype) if part is not None and need else None
+                for part, dtype, need in zip(gradients, types, needs, strict=False)
+            ),
+            None,
+        )
+
+
+def _rows(matrix: Tensor) -> Tensor:
+    return matrix.reshape(-1, matrix.shape[-1])
+
+
+def _rounded(merged: Tensor, rounding: LinearRounding, scale: Tensor | None, zero_point: Tensor | None) -> Tensor:
+    return round_weight(merged, rounding.weight, scale, zero_point).value(rounding.weight)
+
+
+def _seen(inputs: Tensor, rounding: LinearRounding, scale: Tensor | None, zero_point: Tensor | None) -> Tensor:
+    if rounding.inputs is None:
+        return inputs
+    rounded_scale = None if scale is None else stored_scale(scale, rounding.weight.stored_dtype)
+    return round_inputs(inputs, rounding.inputs, rounded_scale, zero_point)
+
 
 WEIGHT_SCALE, WEIGHT_ZERO_POINT = "learned_weight_scale", "learned_weight_zero_point"
 INPUT_SCALE, INPUT_ZERO_POINT = "learned_input_scale", "learned_input_zero_point"
 LEARNED = (WEIGHT_SCALE, WEIGHT_ZERO_POINT, INPUT_SCALE, INPUT_ZERO_POINT)
-"""Names of the parameters that a layer gets where scales are learned."""
+"""Names of the parameters for learned scales and zero points of a layer."""
 
 
 @dataclass(kw_only=True)
 class LayerQuantizer:
-    """Rounding of one matrix; hangs on its module as a plain attribute, so that no key is added to a state dict."""
+    """Rounding of one matrix: a plain attribute of its module, which adds no key to the state dict."""
 
     name: str
-    """Of the layer in the checkpoint."""
+    """Name of the layer in the checkpoint."""
     scheme: QuantizationScheme
-    """The numbers of the checkpoint."""
+    """Quantization scheme of the checkpoint."""
     rule: WeightRule
-    """Where scales come from."""
     stored_dtype: torch.dtype
-    """Type of scales in the checkpoint."""
+    """Dtype of scales in the checkpoint."""
     state: QuantizationState
-    """Shared with all layers of the model."""
+    """Shared by all layers of the model."""
     input_range: InputRange | None = None
-    """Stored range of the inputs; `None` unless the scheme has one."""
+    """Stored range of the inputs; `None` if the scheme has none."""
     forward_dtype: torch.dtype | None = None
-    """Type of the weight in the last forward pass: FSDP2's policies show another one than they keep."""
+    """Dtype of the weight in the last forward pass, which an FSDP2 policy casts from the dtype of the parameter."""
 
-    def rounding(self, *, adapter_scaling: float = 0.0, ranks: Any = None) -> LinearRounding:
-        """Return what a forward pass does at this step.
+    def rounding(self, *, adapter_scaling: float = 0.0, ranks: ProcessGroup | None = None) -> LinearRounding:
+        """Return the rounding of a forward pass at this step.
 
         Args:
             adapter_scaling: As in `LinearRounding`.
@@ -66,12 +259,12 @@ class LayerQuantizer:
         input_scale: Tensor | None = None,
         input_zero_point: Tensor | None = None,
     ) -> StoredLayer:
-        """Return the trained codes of a matrix [O, I] in the type that forward passes saw, with all that is stored."""
+        """Return codes, scales and zero points of a matrix [O, I] in the dtype of the forward pass."""
         rounding = self.rounding()
         rounded = round_weight(weight, rounding.weight, scale, zero_point)
         activations = self.scheme.activations
         if self.scheme.activations_are_static and input_scale is None:
-            assert self.input_range is not None, "a scheme of stored ranges gives every layer one"
+            assert self.input_range is not None, "every layer of a scheme with stored ranges has one"
             input_scale, input_zero_point = self.input_range.on(weight.device)
         input_bits = 8 if activations is None else activations.bits
         return StoredLayer(
@@ -84,17 +277,17 @@ class LayerQuantizer:
 
 
 class FakeQuantizedLinear(torch.nn.Linear):
-    """A linear layer whose forward pass computes with the numbers of the checkpoint."""
+    """Linear layer whose forward pass computes with the numbers of the checkpoint."""
 
     quantizer: LayerQuantizer
 
     @property
     def consumed(self) -> tuple[str, ...]:
-        """Own parameters that the packed form takes the place of."""
+        """Parameters that the packed form replaces."""
         return ("weight", *(name for name in LEARNED if name in self._parameters))
 
     def forward(self, input: Tensor) -> Tensor:
-        """Return ``round(x) · round(W)ᵀ + bias`` [..., O]; plain where rounding has not begun."""
+        """Return ``round(x) · round(W)ᵀ + bias`` [..., O]; without rounding before `start_step`."""
         quantizer = self.quantizer
         observe_inputs(quantizer, input, training=self.training)
         if not quantizer.state.enabled:
@@ -104,38 +297,40 @@ class FakeQuantizedLinear(torch.nn.Linear):
         return fake_quantized_linear(input, tensors, quantizer.rounding())
 
     def stored_layers(self, parameters: Mapping[str, Tensor]) -> dict[str, StoredLayer]:
-        """Return what the checkpoint holds in place of the weight, from the whole parameters of this module."""
+        """Return the stored form of the weight, given the full parameters of this module."""
         seen = self.quantizer.forward_dtype
         weight = parameters["weight"] if seen is None else parameters["weight"].to(seen)
         return {"": stored_from(self.quantizer, weight, parameters)}
 
 
 def observe_inputs(quantizer: LayerQuantizer, inputs: Tensor, *, training: bool) -> None:
-    """Let the range of a layer see its inputs, if ranges are being observed."""
-    found = quantizer.input_range
-    if found is not None and quantizer.state.observing and (training or found.calibrating):
-        found.observe(inputs)
+    """Update the input range of a layer, if ranges are being observed."""
+    input_range = quantizer.input_range
+    if input_range is not None and quantizer.state.observing and (training or input_range.calibrating):
+        input_range.observe(inputs)
 
 
-def rounding_tensors(module: torch.nn.Module, quantizer: LayerQuantizer, device: torch.device) -> dict[str, Any]:
+def rounding_tensors(
+    module: torch.nn.Module, quantizer: LayerQuantizer, device: torch.device
+) -> dict[str, Tensor | None]:
     """Return scales and zero points for a forward pass: learned parameters, or the stored range of the inputs.
 
     Raises:
-        UsageError: the range is not known yet.
+        UsageError: the range has no values yet.
     """
-    found: dict[str, Any] = {
+    input_scale, input_zero_point = getattr(module, INPUT_SCALE, None), getattr(module, INPUT_ZERO_POINT, None)
+    if input_scale is None and quantizer.input_range is not None:
+        input_scale, input_zero_point = quantizer.input_range.on(device)
+    return {
         "weight_scale": getattr(module, WEIGHT_SCALE, None),
         "weight_zero_point": getattr(module, WEIGHT_ZERO_POINT, None),
-        "input_scale": getattr(module, INPUT_SCALE, None),
-        "input_zero_point": getattr(module, INPUT_ZERO_POINT, None),
+        "input_scale": input_scale,
+        "input_zero_point": input_zero_point,
     }
-    if found["input_scale"] is None and quantizer.input_range is not None:
-        found["input_scale"], found["input_zero_point"] = quantizer.input_range.on(device)
-    return found
 
 
 def stored_from(quantizer: LayerQuantizer, weight: Tensor, parameters: Mapping[str, Tensor]) -> StoredLayer:
-    """Return what the checkpoint holds of a weight [O, I] in the type of the forward pass, and of its parameters."""
+    """Return the stored form of a weight [O, I] in the dtype of the forward pass, with learned scales if any."""
     return quantizer.stored_layer(
         weight,
         scale=parameters.get(WEIGHT_SCALE),
@@ -143,3 +338,170 @@ def stored_from(quantizer: LayerQuantizer, weight: Tensor, parameters: Mapping[s
         input_scale=parameters.get(INPUT_SCALE),
         input_zero_point=parameters.get(INPUT_ZERO_POINT),
     )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GroupedRounding:
+    """How to round the matrices in one parameter [E, O, I]."""
+
+    weight: WeightRounding
+    matrices: int = 1
+    """Matrices of the checkpoint that are concatenated along O: two for gate and up."""
+
+
+def grouped_fake_quantized_linear(
+    rows: Tensor, ends: Sequence[int], weight: Tensor, rounding: GroupedRounding
+) -> Tensor:
+    """Return ``x_e · round(W_e)ᵀ`` [T, O] for the rows of every expert e, with straight-through gradients.
+
+    The gradient of the parameter is ``dL/dW_e = dL/dy_eᵀ · x_e``, and zero for experts without rows. Like a plain
+    layer, it computes in the autocast dtype, or in the dtype of the rows without autocast.
+
+    Args:
+        rows: [T, I], sorted by expert.
+        ends: Index after the last row of each expert.
+        weight: [E, O, I], before rounding.
+        rounding: How to round each matrix.
+    """
+    device = rows.device.type
+    if torch.is_autocast_enabled(device):
+        rows = rows.to(torch.get_autocast_dtype(device))
+    with torch.autocast(device, enabled=False):
+        output: Tensor = _GroupedLinear.apply(rows, weight, tuple(ends), rounding)
+    return output
+
+
+def rounded_matrices(expert: Tensor, rounding: GroupedRounding) -> Tensor:
+    """Round one expert's slice [O, I] of a parameter, each matrix of the checkpoint separately."""
+    parts = [round_weight(part, rounding.weight).value(rounding.weight) for part in expert.chunk(rounding.matrices)]
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+class _GroupedLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, weight: Tensor, ends: tuple[int, ...], rounding: GroupedRounding) -> Tensor:
+        ctx.ends, ctx.rounding = ends, rounding
+        # Like plain layers, frozen experts do not need their inputs in the backward pass.
+        ctx.save_for_backward(rows if ctx.needs_input_grad[1] else None, weight)
+        output = rows.new_zeros(len(rows), weight.shape[1])
+        for expert, first, last in _occupied(ends):
+            rounded = rounded_matrices(weight[expert], rounding).to(rows.dtype)
+            # DeepSpeed's ZeRO-3 replaces `torch.nn.functional.linear` with a function that saves its weight.
+            output[first:last] = torch.ops.aten.linear.default(rows[first:last], rounded)
+        return output
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        rows, weight = ctx.saved_tensors
+        by_rows = gradient.new_zeros(len(gradient), weight.shape[2]) if ctx.needs_input_grad[0] else None
+        by_weight = torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
+        for expert, first, last in _occupied(ctx.ends):
+            part = gradient[first:last]
+            if by_rows is not None:
+                by_rows[first:last] = part @ rounded_matrices(weight[expert], ctx.rounding).to(part.dtype)
+            if by_weight is not None:
+                by_weight[expert] = part.t() @ rows[first:last]
+        return by_rows, by_weight, None, None
+
+
+def _occupied(ends: Sequence[int]) -> Iterator[tuple[int, int, int]]:
+    """Yield (expert, first row, row after the last) for experts with rows."""
+    first = 0
+    for expert, last in enumerate(ends):
+        if last > first:
+            yield expert, first, last
+        first = last
+
+
+def is_lora_linear(module: Any) -> bool:
+    """Return whether a module is PEFT's LoRA around a plain linear layer."""
+    lora = _lora_class()
+    return lora is not None and isinstance(module, lora) and isinstance(module.get_base_layer(), torch.nn.Linear)
+
+
+def lora_errors(name: str, module: Any) -> list[ConfigError]:
+    """Return why a LoRA layer cannot be rounded together with its weight."""
+    where, errors = f"LoRA of {name}", []
+    if len(module.active_adapters) != 1:
+        value = ", ".join(module.active_adapters) or "none"
+        rule = "exactly one adapter must be active"
+        return [ConfigError(where=where, value=value, rule=rule, fix="activate one, and merge the others")]
+    adapter = module.active_adapters[0]
+    if adapter in module.lora_variant:
+        rule = "only plain and rank-stabilized LoRA add a product to the weight"
+        fix = "turn DoRA and other variants off, or use lora = on_quantized_base"
+        errors.append(ConfigError(where=where, value=type(module.lora_variant[adapter]).__name__, rule=rule, fix=fix))
+    dropout = getattr(module.lora_dropout[adapter], "p", 0.0)
+    if dropout:
+        rule = "a merged weight cannot drop inputs of the adapter"
+        fix = "use lora_dropout=0, or lora = on_quantized_base"
+        errors.append(ConfigError(where=where, value=f"lora_dropout={dropout}", rule=rule, fix=fix))
+    if module.lora_B[adapter].bias is not None:
+        rule = "a bias cannot be merged into the weight"
+        errors.append(ConfigError(where=where, value="lora_bias", rule=rule, fix="turn it off"))
+    if module.merged:
+        rule = "the adapter is already merged into the weight"
+        errors.append(ConfigError(where=where, value="merged", rule=rule, fix="unmerge it"))
+    return errors
+
+
+def make_fake_quantized(module: Any, quantizer: LayerQuantizer) -> None:
+    """Change the class of a LoRA layer so that it rounds the sum of weight and adapter."""
+    patches.swap_class("qat-lora", module, _fake_quantized_class())
+    module.quantizer = quantizer
+
+
+@cache
+def _lora_class() -> Any:
+    try:
+        from peft.tuners.lora import Linear
+    except ImportError:
+        return None
+    return Linear
+
+
+@cache
+def _fake_quantized_class() -> Any:
+    lora = _lora_class()
+
+    class FakeQuantizedLora(lora):  # type: ignore[misc,valid-type]
+        """PEFT's LoRA layer, computing with ``round(W + scaling · B A)``."""
+
+        quantizer: LayerQuantizer
+
+        @property
+        def consumed(self) -> tuple[str, ...]:
+            adapter = self.active_adapters[0]
+            own = ("base_layer.weight", f"lora_A.{adapter}.weight", f"lora_B.{adapter}.weight")
+            return (*own, *(name for name in LEARNED if name in self._parameters))
+
+        def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+            quantizer = self.quantizer
+            observe_inputs(quantizer, x, training=self.training)
+            if not quantizer.state.enabled or self.disable_adapters or self.merged:
+                plain: Tensor = super().forward(x, *args, **kwargs)
+                return plain
+            adapter = self.active_adapters[0]
+            base = self.get_base_layer()
+            quantizer.forward_dtype = base.weight.dtype
+            tensors = LinearTensors(
+                weight=base.weight,
+                bias=base.bias,
+                adapter_a=self.lora_A[adapter].weight,
+                adapter_b=self.lora_B[adapter].weight,
+                **rounding_tensors(self, quantizer, x.device),
+            )
+            return fake_quantized_linear(x, tensors, quantizer.rounding(adapter_scaling=self.scaling[adapter]))
+
+        def stored_layers(self, parameters: Mapping[str, Tensor]) -> dict[str, StoredLayer]:
+            """Return the stored form of the sum of weight and adapter."""
+            weight, a, b = (parameters[name] for name in self.consumed[:3])
+            seen = self.quantizer.forward_dtype
+            if seen is not None and seen != weight.dtype:
+                # A mixed-precision policy that casts the weight casts the adapter too.
+                weight, a, b = weight.to(seen), a.to(seen), b.to(seen)
+            merged = merged_weight(weight, a, b, self.scaling[self.active_adapters[0]])
+            return {"": stored_from(self.quantizer, merged, parameters)}
+
+    return FakeQuantizedLora

@@ -1,20 +1,19 @@
-"""Fake quantization of weights and inputs, and how gradients pass through it; pure functions of tensors.
+"""Fake quantization of weights and inputs with its gradients, as pure functions of tensors.
 
-The numbers are those of `plugins/compressed_tensors/codes.py`, which post-training quantization uses too: a scale in
-the type that the checkpoint stores, codes from it, and ``w' = (code - zero_point) · scale`` in that type. What a loader
-computes from the packed codes is therefore w' to the bit.
+The arithmetic is that of `plugins/compressed_tensors/codes.py`, which post-training quantization uses too: a scale in
+the dtype that the checkpoint stores, codes from it, and ``w' = (code - zero_point) · scale`` in that dtype. A loader
+therefore computes w' bit for bit from the packed codes.
 
 Gradients, with ``v = w / s + z`` and ``q = round(clamp(v))``:
 
-    straight-through (Bengio et al., arXiv 1308.3432)   dL/dw = dL/dw'   where w lies inside of the range, else 0
+    straight-through (Bengio et al., arXiv 1308.3432)   dL/dw = dL/dw'   where w is inside the range, else 0
     learned scales (LSQ, Esser et al., arXiv 1902.08153, eq. 3; LSQ+, Bhalgat et al., arXiv 2004.09576, for z)
                                                         dw'/ds = q - z - w / s   inside,  q - z   outside
                                                         dw'/dz = 0               inside,  -s      outside
-                                                        both times g = 1 / √(n · (2^(b-1) - 1)), n elements a scale
+                                                        both times g = 1 / √(n · (2^(b-1) - 1)), n elements per scale
 
-"Inside" ends half a step beyond the last codes, -2^(b-1) - ½ ≤ v ≤ 2^(b-1) - ½: up to there rounding is off by half a
-step at most. A range that is the tensor's own (its least and largest number) has nothing outside,
-and ternary and binary weights pass every gradient, as BitNet does.
+"Inside" means -2^(b-1) - ½ ≤ v ≤ 2^(b-1) - ½, where the rounding error is at most half a step. Nothing is outside a
+range that is the tensor's own minimum and maximum. Ternary and binary weights pass every gradient, as in BitNet.
 
 Shapes: O output channels, I input channels, G groups of a row.
 """
@@ -22,7 +21,7 @@ Shapes: O output channels, I input channels, G groups of a row.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from ....ds_configs.quantization.scheme import ActivationQuantization, WeightQuantization
 from ....plugins.compressed_tensors.codes import (
@@ -38,65 +37,74 @@ from ....plugins.compressed_tensors.codes import (
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
+    from torch.distributed import ProcessGroup
 
 WeightRule = Literal["minmax", "learned", "ternary", "binary"]
-"""Where scales come from: the weight's own range, training, or the mean magnitude with three or two values."""
+"""Source of the scales: the weight's own range, training, or the mean magnitude (three or two values)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WeightRounding:
-    """Rounding of a matrix."""
+    """How to round a matrix."""
 
     quantization: WeightQuantization
-    """Bits, symmetry and what shares a scale."""
     rule: WeightRule
-    """Where its scales come from."""
     stored_dtype: torch.dtype
-    """Type of the scales in the checkpoint, and of the weight that a loader makes."""
-    ranks: Any | None = None
-    """Process group whose ranks hold parts of what shares a scale; `None` where this rank holds all of it."""
+    """Dtype of the scales in the checkpoint, and of the weight that a loader computes."""
+    ranks: ProcessGroup | None = None
+    """Process group whose ranks hold shards of the elements that share a scale; `None` if this rank holds them all."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RoundedWeight:
-    """A rounded matrix in the parts that a checkpoint stores."""
+    """A rounded matrix as codes, scales and zero points."""
 
-    levels: Any
+    levels: Tensor
     """Codes [O, I] as floats."""
-    scale: Any
-    """[1], [O, 1] or [O, G], in the stored type."""
-    zero_point: Any | None
-    """int8, of the scale's shape; `None` if symmetric."""
+    scale: Tensor
+    """[1], [O, 1] or [O, G], in the stored dtype."""
+    zero_point: Tensor | None
+    """int8, with the scale's shape; `None` if symmetric."""
 
     def value(self, rounding: WeightRounding) -> Tensor:
-        """Return the weight [O, I] that a loader makes of the codes."""
+        """Return the weight [O, I] that a loader computes from the codes."""
         return dequantize(self.levels, self.scale, self.zero_point, rounding.quantization)
 
 
 def round_weight(
     weight: Tensor, rounding: WeightRounding, scale: Tensor | None = None, zero_point: Tensor | None = None
 ) -> RoundedWeight:
-    """Return the codes, the scales and the zero points of a matrix.
+    """Round a matrix to codes with scales and zero points.
 
     Ternary: ``s = mean |w|``, ``q = round(clamp(w / s, -1, 1))`` (BitNet b1.58, Ma et al., arXiv 2402.17764, eq. 1-3).
     Binary: the same scale and ``q = 1 where w ≥ 0, else -1`` (XNOR-Net, Rastegari et al., arXiv 1603.05279, eq. 6).
 
     Args:
         weight: [O, I].
-        rounding: How.
-        scale: Learned scale, any float type; of the stored scale's shape. `None` by every other rule.
-        zero_point: Learned zero point before rounding, likewise; `None` if symmetric.
+        rounding: Number format, rule and dtype of the scales.
+        scale: Learned scale, any float dtype, with the stored scale's shape; `None` for every other rule.
+        zero_point: Learned zero point before rounding, with the same shape; `None` if symmetric.
     """
+    import torch
+
     quantization = rounding.quantization
+    if rounding.rule in ("ternary", "binary"):
+        shared = sharing(weight, quantization)
+        mean_scale = stored_scale(shared.abs().mean(-1), rounding.stored_dtype)
+        if rounding.rule == "binary":
+            levels = torch.where(shared >= 0, 1.0, -1.0).to(weight.dtype)
+        else:
+            levels = torch.round(torch.clamp(shared / mean_scale.unsqueeze(-1), -1, 1))
+        return RoundedWeight(levels=levels.reshape(weight.shape), scale=mean_scale, zero_point=None)
     if rounding.rule == "learned":
         assert scale is not None, "a learned scale is a parameter"
-        return _by_learned_scale(weight, rounding, scale, zero_point)
-    if rounding.rule in ("ternary", "binary"):
-        return _by_mean_magnitude(weight, rounding)
-    seen = weight if rounding.ranks is None else _extremes_over_ranks(weight, rounding)
-    own_scale, own_zero_point = weight_scale_and_zero_point(seen, quantization, rounding.stored_dtype)
-    levels = weight_levels(weight, own_scale, own_zero_point, quantization)
-    return RoundedWeight(levels=levels, scale=own_scale, zero_point=own_zero_point)
+        rounded_scale = stored_scale(scale, rounding.stored_dtype)
+        rounded_zero = None if zero_point is None else stored_zero_point(zero_point, quantization.bits)
+    else:
+        extremes = weight if rounding.ranks is None else _extremes_over_ranks(weight, rounding)
+        rounded_scale, rounded_zero = weight_scale_and_zero_point(extremes, quantization, rounding.stored_dtype)
+    levels = weight_levels(weight, rounded_scale, rounded_zero, quantization)
+    return RoundedWeight(levels=levels, scale=rounded_scale, zero_point=rounded_zero)
 
 
 def weight_gradients(
@@ -107,9 +115,9 @@ def weight_gradients(
     Args:
         gradient: dL/dw' [O, I].
         weight: [O, I], before rounding.
-        rounding: How it was rounded.
-        scale: As for `round_weight`.
-        zero_point: Likewise.
+        rounding: As for `round_weight`, like `scale` and `zero_point`.
+        scale: Learned scale or `None`.
+        zero_point: Learned zero point or `None`.
     """
     import torch
 
@@ -136,13 +144,13 @@ def weight_gradients(
 def round_inputs(
     inputs: Tensor, quantization: ActivationQuantization, scale: Tensor | None, zero_point: Tensor | None
 ) -> Tensor:
-    """Return inputs [..., I] as a layer with rounded activations sees them, in their own type.
+    """Round the inputs [..., I] of a layer; the result keeps their dtype.
 
     Args:
-        inputs: What comes into the layer.
-        quantization: Bits, symmetry, and whether ranges are found on the fly.
-        scale: Of a static range, [1] in the stored type; `None` if dynamic.
-        zero_point: int8 or float [1], likewise; `None` if symmetric.
+        inputs: Inputs of the layer.
+        quantization: Bits, symmetry, and static or dynamic ranges.
+        scale: Scale of a static range, [1] in the stored dtype; `None` if dynamic.
+        zero_point: Zero point of a static range, int8 or float [1]; `None` if symmetric or dynamic.
     """
     if not inputs.numel():
         return inputs
@@ -163,9 +171,9 @@ def input_gradients(
     *,
     learned: bool = True,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Return dL/dx, dL/ds and dL/dz from dL/dx'; the last two are for ranges that are learned.
+    """Return dL/dx, dL/ds and dL/dz from dL/dx'; the last two are `None` unless the range is learned.
 
-    A dynamic range is the token's own, so that nothing lies outside.
+    A dynamic range covers its whole token, so nothing is outside.
     """
     import torch
 
@@ -190,10 +198,10 @@ def input_gradients(
 
 
 def stored_scale(scale: Tensor, stored_dtype: torch.dtype) -> Tensor:
-    """Return a scale as the checkpoint holds it: in the stored type, and at least the type's smallest normal number.
+    """Return a scale as the checkpoint stores it: in the stored dtype, at least the dtype's smallest normal number.
 
-    A learned scale that training has pushed to zero or below thus stays there, and its gradient can bring it back; NaN
-    stays NaN, so that an export can refuse it.
+    A learned scale that training pushed to zero or below can therefore recover by its gradient. NaN stays NaN, so
+    that the export rejects it.
     """
     import torch
 
@@ -201,51 +209,28 @@ def stored_scale(scale: Tensor, stored_dtype: torch.dtype) -> Tensor:
 
 
 def stored_zero_point(zero_point: Tensor, bits: int) -> Tensor:
-    """Return a zero point as the checkpoint holds it: an int8 code."""
+    """Return a zero point as the int8 code that the checkpoint stores."""
     import torch
 
     return torch.round(torch.clamp(zero_point.detach(), *code_range(bits))).to(torch.int8)
 
 
 def _extremes_over_ranks(weight: Tensor, rounding: WeightRounding) -> Tensor:
-    """Return the least and the largest number of what shares a scale, [O, 2] by channel and [1, 2] by tensor.
+    """Return minimum and maximum of the elements that share a scale, [O, 2] per channel or [1, 2] per tensor.
 
-    They have the scale of the whole matrix, to the bit.
+    Their scale equals that of the full matrix bit for bit.
     """
     import torch
 
-    assert rounding.rule == "minmax" and rounding.quantization.strategy != "group", "checked when layers were divided"
+    assert rounding.rule == "minmax" and rounding.quantization.strategy != "group", "checked when layers were sharded"
     shared = sharing(weight.detach(), rounding.quantization)
     ends = torch.stack([-shared.amin(-1), shared.amax(-1)])
     torch.distributed.all_reduce(ends, op=torch.distributed.ReduceOp.MAX, group=rounding.ranks)
     return torch.stack([-ends[0], ends[1]], dim=-1).reshape(-1, 2)
 
 
-def _by_learned_scale(
-    weight: Tensor, rounding: WeightRounding, scale: Tensor, zero_point: Tensor | None
-) -> RoundedWeight:
-    quantization = rounding.quantization
-    kept = stored_scale(scale, rounding.stored_dtype)
-    stored_zero = None if zero_point is None else stored_zero_point(zero_point, quantization.bits)
-    levels = weight_levels(weight, kept, stored_zero, quantization)
-    return RoundedWeight(levels=levels, scale=kept, zero_point=stored_zero)
-
-
-def _by_mean_magnitude(weight: Tensor, rounding: WeightRounding) -> RoundedWeight:
-    import torch
-
-    quantization = rounding.quantization
-    shared = sharing(weight, quantization)
-    kept = stored_scale(shared.abs().mean(-1), rounding.stored_dtype)
-    if rounding.rule == "binary":
-        levels = torch.where(shared >= 0, 1.0, -1.0).to(weight.dtype)
-    else:
-        levels = torch.round(torch.clamp(shared / kept.unsqueeze(-1), -1, 1))
-    return RoundedWeight(levels=levels.reshape(weight.shape), scale=kept, zero_point=None)
-
-
 def sharing(matrix: Tensor, quantization: WeightQuantization) -> Tensor:
-    """Return a view whose last dimension holds what shares one scale; before it, the scale's own shape."""
+    """Return a view [*scale shape, elements per scale] of a matrix."""
     if quantization.strategy == "tensor":
         return matrix.reshape(1, -1)
     size = matrix.shape[-1] if quantization.strategy == "channel" else quantization.group_size

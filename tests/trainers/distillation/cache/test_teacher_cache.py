@@ -1,4 +1,4 @@
-"""A cached teacher: its bytes, what reading gives back, and that it teaches like the live one."""
+"""Teacher caches: record format, reading and writing, and training against a live teacher."""
 
 from __future__ import annotations
 
@@ -29,8 +29,7 @@ from shardwright.trainers.distillation.cache.cache_writer import (
     write_cache,
 )
 from shardwright.trainers.distillation.cache.teacher_cache import CachedTeacherDataset, TeacherCache
-from shardwright.trainers.losses.objective import LogitTargets, TokenObjective, TopKTargets
-from shardwright.trainers.losses.plain_loss import plain_token_loss
+from shardwright.trainers.losses.objective import LogitTargets, TokenObjective, TopKTargets, plain_token_loss
 
 pytestmark = pytest.mark.slow
 
@@ -38,8 +37,8 @@ K = 50
 
 
 @pytest.mark.parametrize(("vocab_size", "expected"), [(32_000, 112), (128_256, 125), (151_936, 126), (262_144, 131)])
-def test_bytes_of_a_record(vocab_size: int, expected: int) -> None:
-    """By hand for 151,936: 50 · 11 low, 50 + 74 + 1 high and 50 · 6 depth bits are 975, 122 bytes, and 4 more."""
+def test_record_size_follows_the_format(vocab_size: int, expected: int) -> None:
+    """For 151,936 tokens: 50 · 11 low, 50 + 74 + 1 high and 50 · 6 depth bits are 975 bits or 122 bytes, plus 4."""
     layout = RecordFormat(top_k=K, vocab_size=vocab_size, temperatures=(1.0,))
     assert layout.record_bytes == expected
     assert RecordFormat(top_k=K, vocab_size=vocab_size, temperatures=(1.0, 2.0)).record_bytes == expected + 2
@@ -53,7 +52,7 @@ def test_bytes_of_a_record(vocab_size: int, expected: int) -> None:
     st.integers(0, 2**31),
     st.sampled_from([0.1, 3.0, 30.0]),
 )
-def test_what_is_written_is_read(vocab_size: int, k: int, value_bits: int, seed: int, spread: float) -> None:
+def test_decoding_restores_encoded_answers(vocab_size: int, k: int, value_bits: int, seed: int, spread: float) -> None:
     k = min(k, vocab_size)
     layout = RecordFormat(top_k=k, vocab_size=vocab_size, temperatures=(1.0, 2.5), value_bits=value_bits)
     logits = spread * torch.randn(5, vocab_size, generator=torch.Generator().manual_seed(seed))
@@ -74,7 +73,7 @@ def test_what_is_written_is_read(vocab_size: int, k: int, value_bits: int, seed:
         assert np.exp(log_p).sum(axis=1) + np.exp(log_tail) == pytest.approx(np.ones(5), abs=2e-6)
 
 
-def test_an_exact_format_gives_exact_probabilities() -> None:
+def test_exact_format_restores_exact_probabilities() -> None:
     """Sixteen bits leave the rounding of fp16 numbers."""
     layout = RecordFormat(top_k=8, vocab_size=300, temperatures=(1.0, 2.0, 4.0), value_bits=16)
     logits = 3 * torch.randn(64, 300, generator=torch.Generator().manual_seed(1))
@@ -88,7 +87,7 @@ def test_an_exact_format_gives_exact_probabilities() -> None:
         assert np.exp(log_tail) == pytest.approx(tail, rel=5e-3)
 
 
-def test_tokens_that_the_teacher_excludes_have_no_probability() -> None:
+def test_excluded_tokens_have_no_probability() -> None:
     logits = torch.full((1, 40), float("-inf"))
     logits[0, :3] = torch.tensor([1.0, 2.0, 3.0])
     layout = RecordFormat(top_k=6, vocab_size=40, temperatures=(1.0,))
@@ -104,9 +103,9 @@ VOCAB_SIZE = 384
 
 
 def trained_pair() -> tuple[Any, Any, list[dict[str, Any]]]:
-    """A teacher and a student that have read Python's help topics byte by byte, and 24 samples that they have not."""
+    """Train a teacher and a student on the bytes of Python's help topics, and return 24 unseen samples."""
     from shardwright.plugins.transformers.training_arguments import byte_tokenizer
-    from shardwright.trainers.data.text import pack, read_documents
+    from shardwright.trainers.data.sources import pack, read_documents
 
     samples = pack(read_documents(None)[:40], byte_tokenizer(VOCAB_SIZE), 64)
     models = []
@@ -129,7 +128,7 @@ def pair() -> tuple[Any, Any, list[dict[str, Any]]]:
 
 
 class Words:
-    """Stands for a tokenizer, of which only its vocabulary counts here."""
+    """Fake tokenizer with a vocabulary."""
 
     def __init__(self, count: int) -> None:
         self.count = count
@@ -162,8 +161,8 @@ def both_losses(
 
 
 @pytest.mark.parametrize("temperature", [1.0, 2.0])
-def test_what_a_cached_teacher_lacks_is_the_shape_of_its_tail(temperature: float, pair: Any, tmp_path: Path) -> None:
-    """Real text, a small teacher with a long tail: KL = KL over K + 1 bins + r KL(teacher's tail | student's tail)."""
+def test_cached_teacher_loses_only_the_shape_of_the_tail(temperature: float, pair: Any, tmp_path: Path) -> None:
+    """For real text and a long-tailed teacher: KL = KL over K + 1 bins + r KL(teacher's tail | student's tail)."""
     teacher, student, rows = pair
     cache = written(tmp_path / "cache", pair)
     ids = torch.tensor([row["input_ids"] for row in rows])
@@ -182,8 +181,8 @@ def test_what_a_cached_teacher_lacks_is_the_shape_of_its_tail(temperature: float
     assert cosine > 0.99
 
 
-def test_cached_and_live_teacher_teach_alike() -> None:
-    """A language in which each word has at most forty successors, as far as 99.9 % go."""
+def test_cached_and_live_teacher_give_similar_gradients() -> None:
+    """In this language 99.9 % of the probability is on at most forty successors of each word."""
     draw = torch.Generator().manual_seed(2)
     taught = 2.0 * torch.randn(2048, 1024, generator=draw)
     taught[:, 40:] -= 14.0
@@ -226,7 +225,7 @@ def test_training_from_the_cache(pair: Any, tmp_path: Path) -> None:
         assert live - 0.02 < cached < live, "what is lacking is the shape of the tail, which is never negative"
 
 
-def test_writing_goes_on_where_it_was(pair: Any, tmp_path: Path) -> None:
+def test_writing_resumes_and_keeps_finished_files(pair: Any, tmp_path: Path) -> None:
     teacher, student, rows = pair
     first = written(tmp_path / "cache", (teacher, student, rows[:10]))
     assert len(first) == 640
@@ -242,19 +241,19 @@ def test_writing_goes_on_where_it_was(pair: Any, tmp_path: Path) -> None:
     assert both.damaged_files() == []
 
 
-def test_progress_is_told_at_every_batch(pair: Any, tmp_path: Path) -> None:
+def test_every_batch_logs_progress(pair: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     teacher, _, rows = pair
-    told: list[tuple[str, int, int]] = []
     layout = RecordFormat(top_k=K, vocab_size=VOCAB_SIZE, temperatures=(1.0,))
     key = cache_key("teacher", "one", Words(VOCAB_SIZE), layout, rendered_by_template=False)
     samples = [row["input_ids"] for row in rows]
     placed = PlacedTeacher(teacher, teacher, "replica")
-    write_cache(tmp_path, key, placed, samples, batch_size=10, device="cpu", on_progress=lambda *one: told.append(one))
-    assert told == [("sample", 10, 24), ("sample", 20, 24), ("sample", 24, 24)]
+    with caplog.at_level("INFO"):
+        write_cache(tmp_path, key, placed, samples, batch_size=10, device="cpu")
+    assert caplog.messages == ["sample 10 of 24", "sample 20 of 24", "sample 24 of 24"]
 
 
-def test_a_copy_maps_the_files_itself(pair: Any, tmp_path: Path) -> None:
-    """Processes of a data loader that are not forked get their dataset by the protocol that copies use."""
+def test_pickled_cache_maps_files_again(pair: Any, tmp_path: Path) -> None:
+    """Data loader workers that are spawned get a pickled dataset."""
     cache = written(tmp_path / "cache", pair)
     ids = pair[2][0]["input_ids"]
     found = copy.deepcopy(CachedTeacherDataset(pair[2][:1], cache))
@@ -264,7 +263,7 @@ def test_a_copy_maps_the_files_itself(pair: Any, tmp_path: Path) -> None:
         copy.deepcopy(cache)
 
 
-def test_how_a_tokenizer_was_last_called_does_not_change_its_hash() -> None:
+def test_tokenizer_hash_ignores_padding_and_truncation() -> None:
     from shardwright.plugins.transformers.training_arguments import byte_tokenizer
 
     tokenizer = byte_tokenizer(VOCAB_SIZE)
@@ -276,8 +275,8 @@ def test_how_a_tokenizer_was_last_called_does_not_change_its_hash() -> None:
     assert tokenizer_hash(tokenizer) != before
 
 
-def test_reading_is_fast_enough_to_hide(pair: Any, tmp_path: Path) -> None:
-    """No target of time: a quarter of a second would be noticed at every step."""
+def test_reading_thousands_of_rows_is_fast(pair: Any, tmp_path: Path) -> None:
+    """Not a benchmark: a quarter of a second would slow down every step."""
     cache = written(tmp_path / "cache", pair)
     rows = torch.randint(0, len(cache), (8192,), generator=torch.Generator().manual_seed(0))
     started = time.perf_counter()
@@ -287,31 +286,31 @@ def test_reading_is_fast_enough_to_hide(pair: Any, tmp_path: Path) -> None:
 
 
 class TestBadInput:
-    def test_another_teacher_or_tokenizer(self, pair: Any, tmp_path: Path) -> None:
+    def test_another_teacher_or_tokenizer_is_rejected(self, pair: Any, tmp_path: Path) -> None:
         cache = written(tmp_path / "cache", pair)
         with pytest.raises(RefusedInputError, match="was made with another teacher"):
             written(tmp_path / "cache", pair, weights="other")
         other = cache_key("teacher", "two", Words(VOCAB_SIZE - 1), cache.key.layout, rendered_by_template=False)
         with pytest.raises(RefusedInputError) as caught:
             TeacherCache.open(tmp_path / "cache", other)
-        assert [fault.rule.split(" (")[0] for fault in caught.value.faults] == [
+        assert [error.rule.split(" (")[0] for error in caught.value.errors] == [
             "was made with another teacher",
             "was made with another tokenizer",
         ]
 
-    def test_a_temperature_that_was_not_stored(self, pair: Any, tmp_path: Path) -> None:
+    def test_missing_temperature_is_rejected(self, pair: Any, tmp_path: Path) -> None:
         cache = written(tmp_path / "cache", pair)
-        with pytest.raises(UsageError, match=r"temperature = 3\.0: the cache holds 1\.0, 2\.0"):
+        with pytest.raises(UsageError, match=r"temperature = 3\.0: the cache has 1\.0, 2\.0"):
             cache.read(torch.tensor([0]), 3.0)
 
-    def test_a_sample_that_was_not_stored(self, pair: Any, tmp_path: Path) -> None:
+    def test_missing_sample_is_rejected(self, pair: Any, tmp_path: Path) -> None:
         cache = written(tmp_path / "cache", pair)
-        with pytest.raises(UsageError, match=r"holds no sample that begins with \[1, 2, 3\] and has 3 tokens"):
+        with pytest.raises(UsageError, match=r"has no sample of 3 tokens that starts with \[1, 2, 3\]"):
             cache.rows_of([1, 2, 3])
         with pytest.raises(UsageError, match="a labelled position has row -1"):
             cache.read(torch.tensor([-1]), 1.0)
 
-    def test_damaged_files(self, pair: Any, tmp_path: Path) -> None:
+    def test_damaged_files_are_rejected(self, pair: Any, tmp_path: Path) -> None:
         written(tmp_path / "cache", pair)
         (file,) = (tmp_path / "cache").glob("*.safetensors")
         content = file.read_bytes()
@@ -320,7 +319,7 @@ class TestBadInput:
             TeacherCache.open(tmp_path / "cache")
         file.write_bytes(content[:-5] + bytes(5))
         assert TeacherCache.open(tmp_path / "cache").damaged_files() == [file.name]
-        with pytest.raises(RefusedInputError, match=rf"{file.name}: is not what was written"):
+        with pytest.raises(RefusedInputError, match=rf"{file.name}: was changed after it was written"):
             written(tmp_path / "cache", pair)
         (tmp_path / "cache" / "manifest.json").write_text("{")
         with pytest.raises(RefusedInputError, match="cannot be read"):
@@ -337,13 +336,13 @@ class TestBadInput:
             b"\xff",
         ],
     )
-    def test_a_manifest_that_is_none(self, changed: bytes, tmp_path: Path) -> None:
+    def test_damaged_manifest_is_rejected(self, changed: bytes, tmp_path: Path) -> None:
         (tmp_path / "manifest.json").write_bytes(changed)
         with pytest.raises(RefusedInputError, match=r"manifest\.json: cannot be read"):
             TeacherCache.open(tmp_path)
 
-    def test_a_file_whose_arrays_are_others(self, pair: Any, tmp_path: Path) -> None:
-        """Headers that are sound, of arrays that do not belong together."""
+    def test_inconsistent_arrays_are_rejected(self, pair: Any, tmp_path: Path) -> None:
+        """The headers are valid, but the arrays do not fit together."""
         written(tmp_path, pair)
         (file,) = tmp_path.glob("*.safetensors")
         manifest = json.loads((tmp_path / "manifest.json").read_text())
@@ -351,8 +350,8 @@ class TestBadInput:
         for name, array, told in (
             ("starts", sound["starts"][:-1], r"'starts': is int64 of shape \[\d+\]"),
             ("lengths", sound["lengths"].view(np.uint8), "'lengths': is uint8 of shape"),
-            ("starts", sound["starts"] + 10**6, "samples have rows that are not there"),
-            ("lengths", -sound["lengths"], "samples have rows that are not there"),
+            ("starts", sound["starts"] + 10**6, "samples have rows that do not exist"),
+            ("lengths", -sound["lengths"], "samples have rows that do not exist"),
             ("hashes", sound["hashes"][:0], r"'hashes': is uint8 of shape \[0, 16\]"),
         ):
             save_file({**sound, name: array}, file)
@@ -361,16 +360,16 @@ class TestBadInput:
             with pytest.raises(RefusedInputError, match=told):
                 TeacherCache.open(tmp_path)
 
-    def test_damaged_records(self) -> None:
+    def test_damaged_records_are_rejected(self) -> None:
         layout = RecordFormat(top_k=5, vocab_size=100, temperatures=(1.0,))
         records = encode(answers_of(torch.randn(3, 100), layout), layout)
         for byte in (0, 255):
             damaged = records.copy()
             damaged[1, : layout.packed_bytes] = byte
-            with pytest.raises(UsageError, match="holds records that are damaged"):
+            with pytest.raises(UsageError, match="has damaged records"):
                 decode(damaged, layout)
 
-    def test_records_of_another_size(self, pair: Any, tmp_path: Path) -> None:
+    def test_records_of_another_size_are_rejected(self, pair: Any, tmp_path: Path) -> None:
         written(tmp_path / "cache", pair)
         manifest = tmp_path / "cache" / "manifest.json"
         content = json.loads(manifest.read_text())
@@ -379,7 +378,7 @@ class TestBadInput:
         with pytest.raises(RefusedInputError, match=r"'records': is uint8 of shape \[1536, \d+\]"):
             TeacherCache.open(tmp_path / "cache")
 
-    def test_a_full_disk(self, pair: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_full_disk_leaves_no_files(self, pair: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         def full(descriptor: int) -> None:
             raise OSError(errno.ENOSPC, "No space left on device")
 
@@ -388,28 +387,28 @@ class TestBadInput:
             written(tmp_path / "cache", pair)
         assert list((tmp_path / "cache").iterdir()) == []
 
-    def test_another_version(self, pair: Any, tmp_path: Path) -> None:
+    def test_other_schema_version_is_rejected(self, pair: Any, tmp_path: Path) -> None:
         written(tmp_path / "cache", pair)
         manifest = tmp_path / "cache" / "manifest.json"
         manifest.write_text(json.dumps(json.loads(manifest.read_text()) | {"schema_version": 9}))
         with pytest.raises(RefusedInputError, match="schema version 9, this version reads 1"):
             TeacherCache.open(tmp_path / "cache")
 
-    def test_nan_from_the_teacher(self, tmp_path: Path) -> None:
+    def test_nan_teacher_logits_are_rejected(self, tmp_path: Path) -> None:
         teacher = tiny("llama", vocab_size=VOCAB_SIZE)
         teacher.lm_head.weight.data[7] = float("nan")
         with pytest.raises(ShardwrightError, match="teacher: NaN or infinite logits"):
             written(tmp_path / "cache", (teacher, None, [{"input_ids": [1, 2, 3]}]))
         assert not list((tmp_path / "cache").glob("*.safetensors"))
 
-    def test_all_faults_of_a_format(self) -> None:
+    def test_format_reports_all_errors(self) -> None:
         with pytest.raises(UsageError) as caught:
             RecordFormat(top_k=0, vocab_size=1, temperatures=(1.0, 1.0), value_bits=1)
-        assert [fault.where for fault in caught.value.faults] == ["vocab_size", "top_k", "value_bits", "temperatures"]
+        assert [error.where for error in caught.value.errors] == ["vocab_size", "top_k", "value_bits", "temperatures"]
 
 
 class TestCommand:
-    """The command itself, with a model and a text on disk."""
+    """The command with a model and a text on disk."""
 
     @pytest.fixture()
     def files(self, tmp_path: Path) -> tuple[str, str]:
@@ -424,7 +423,7 @@ class TestCommand:
         data = () if "--dataset" in more else ("--dataset", files[1])
         return ["cache-teacher", files[0], *data, "--seq-len", "32", *more]
 
-    def test_writes_what_distill_reads(
+    def test_command_writes_a_cache_that_distill_reads(
         self, files: tuple[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
         from shardwright.cli.main import run
@@ -446,7 +445,7 @@ class TestCommand:
         assert {path.name: path.stat().st_mtime_ns for path in output.glob("*.safetensors")} == before
         capsys.readouterr()
         assert run([*command, "--top-k", "5"]) == 4
-        assert "holds other records" in capsys.readouterr().err
+        assert "has records of another format" in capsys.readouterr().err
 
     def test_dry_run_writes_nothing(
         self, files: tuple[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -455,16 +454,16 @@ class TestCommand:
 
         before = sorted(tmp_path.rglob("*"))
         assert run(self.arguments(files, "--dry-run")) == 0
-        assert "Nothing was run or written." in capsys.readouterr().out
+        assert "nothing was run or written." in capsys.readouterr().out
         assert sorted(tmp_path.rglob("*")) == before
 
     @pytest.mark.parametrize(
         ("more", "code", "line"),
         [
             (("--batch-size", "0"), 2, "batch_size = 0"),
-            (("--batch-size", "0"), 2, "output_dir: is missing; give --output-dir, or --dry-run"),
-            (("--dry-run", "--top-k", "0"), 2, "top_k = 0: from 1"),
-            (("--dry-run", "--temperature", "-1"), 2, "temperatures = (-1.0,): one or more, above 0"),
+            (("--batch-size", "0"), 2, "output_dir: is missing; pass --output-dir, or --dry-run"),
+            (("--dry-run", "--top-k", "0"), 2, "top_k = 0: must be from 1"),
+            (("--dry-run", "--temperature", "-1"), 2, "temperatures = (-1.0,): must be one or more values above 0"),
             (("--dry-run", "--revision", "main"), 2, "only a Hub model has revisions"),
             (("--dry-run", "--dataset", "nowhere.txt"), 2, "nowhere.txt"),
         ],
@@ -482,16 +481,18 @@ class TestCommand:
         assert run(self.arguments(files, *more)) == code
         assert line in capsys.readouterr().err
 
-    def test_no_weights(self, files: tuple[str, str], capsys: pytest.CaptureFixture[str]) -> None:
+    def test_teacher_without_weights_is_rejected(
+        self, files: tuple[str, str], capsys: pytest.CaptureFixture[str]
+    ) -> None:
         from shardwright.cli.main import run
 
         (Path(files[0]) / "model.safetensors").unlink()
         assert run(self.arguments(files, "--dry-run")) == 4
-        assert "has no safetensors weights to answer with" in capsys.readouterr().err
+        assert "has no safetensors weights" in capsys.readouterr().err
 
 
-def test_a_cache_of_logits_behind_a_soft_cap_holds_the_capped_ones() -> None:
-    """What a head gives and what the model makes of it differ; the cache is of the model."""
+def test_cache_stores_soft_capped_logits() -> None:
+    """The model's logits differ from its head's output; the cache stores the model's."""
     teacher = tiny("recurrent_gemma")
     placed = PlacedTeacher(teacher, teacher, "replica")
     samples = [[3, 9, 4, 11, 5], [8, 6, 7]]

@@ -1,4 +1,4 @@
-"""`shardwright distill` in this process: bad input, what a dry run shows, and the report; nothing is launched."""
+"""`shardwright distill` without launching ranks: errors, dry runs, settings and the report."""
 
 from __future__ import annotations
 
@@ -19,16 +19,12 @@ from shardwright.ds_configs.plan.plan import Plan
 from shardwright.ds_configs.specs.errors import UsageError
 from shardwright.plugins.transformers.training_arguments import byte_tokenizer
 from shardwright.trainers.data.samples import SampleStatistics
-from shardwright.trainers.distillation.command.run_files import DistillSettings, WorkerJob
-from shardwright.trainers.distillation.command.run_report import (
+from shardwright.trainers.distillation.command.report import (
     DistillationOutcome,
     DistillationResult,
-    comparison,
-    distillation_card,
-    distillation_figure,
-    distillation_report,
     objective_sentence,
 )
+from shardwright.trainers.distillation.command.settings import DistillSettings
 from shardwright.trainers.runs.ranks import trained_tokens
 
 VOCAB = 300
@@ -36,13 +32,13 @@ VOCAB = 300
 
 @pytest.fixture
 def distill(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Shell:
-    """Run the command in an empty directory; Hub access fails at once."""
+    """Run the command in an empty directory; Hub access fails immediately."""
     return shell_in(tmp_path, "distill", capsys, monkeypatch)
 
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Return directories of a teacher, a smaller student, and models that do not go together with them."""
+    """Return directories of a teacher, a smaller student, and incompatible models."""
     root = tmp_path_factory.mktemp("models")
     made: dict[str, Path] = {}
     for name, changes in (("teacher", {"hidden": 48}), ("student", {}), ("stranger", {})):
@@ -74,7 +70,7 @@ def common(models: dict[str, Path], *more: object) -> tuple[object, ...]:
 DATA = ("--dataset", "python-help#8")
 
 
-def test_a_dry_run_plans_and_writes_nothing(distill: Shell, models: dict[str, Path], tmp_path: Path) -> None:
+def test_dry_run_plans_and_writes_nothing(distill: Shell, models: dict[str, Path], tmp_path: Path) -> None:
     found = distill(*common(models, *DATA, "--dry-run", "--format", "json"))
     assert found.code == 0, found.err
     shown = json.loads(found.out)
@@ -89,9 +85,7 @@ def test_a_dry_run_plans_and_writes_nothing(distill: Shell, models: dict[str, Pa
     assert not list(tmp_path.iterdir())
 
 
-def test_all_faults_are_told_at_once_and_nothing_is_written(
-    distill: Shell, models: dict[str, Path], tmp_path: Path
-) -> None:
+def test_all_errors_are_reported_together(distill: Shell, models: dict[str, Path], tmp_path: Path) -> None:
     found = distill(
         *(models["empty"], models["student"], "--output-dir", "out"),
         *("--alpha", 2, "--temperature", 0, "--teacher-cache", "none", "--hidden-states", 1, "--dataset", "none.txt"),
@@ -100,12 +94,12 @@ def test_all_faults_are_told_at_once_and_nothing_is_written(
     assert found.code == 2
     told = "\n".join(found.errors)
     for part in (
-        "alpha = 2.0: from 0 to 1",
-        "temperature = 0.0: above 0",
-        "teacher_cache = 'none': no such directory",
-        "hidden_states = 1.0: needs a live teacher",
-        "has no weights, so it has nothing to teach",
-        "needs 8 x A100-80GB on 1 node(s)",
+        "alpha = 2.0: must be from 0 to 1",
+        "temperature = 0.0: must be above 0",
+        "teacher_cache = 'none': must be an existing directory",
+        "hidden_states = 1.0: requires a live teacher",
+        "has no weights; pass a trained model",
+        "requires 8 x A100-80GB on 1 node(s)",
     ):
         assert part in told, part
     assert not list(tmp_path.iterdir())
@@ -114,17 +108,17 @@ def test_all_faults_are_told_at_once_and_nothing_is_written(
 @pytest.mark.parametrize(
     ("more", "code", "said"),
     [
-        ((), 2, "dataset: is missing; give --dataset"),
+        ((), 2, "dataset: is missing; pass --dataset"),
         (("--dataset", "none.jsonl"), 2, "dataset = 'none.jsonl': no such file or directory"),
         ((*DATA, "--seq-len", "1"), 2, "seq_len = 1: must be greater than or equal to 2"),
-        ((*DATA, "--evaluation-fraction", "0.0001", "--seq-len", "20000"), 2, "no whole sample"),
-        ((*DATA, "--teacher-placement", "cached"), 2, "teacher_placement = 'cached': needs a cache"),
-        ((*DATA, "--resume"), 2, "output_dir = 'out': holds no checkpoint to resume from"),
+        ((*DATA, "--evaluation-fraction", "0.0001", "--seq-len", "20000"), 2, "is empty: duplicate rows"),
+        ((*DATA, "--teacher-placement", "cached"), 2, "teacher_placement = 'cached': requires a cache"),
+        ((*DATA, "--resume"), 2, "output_dir = 'out': contains no checkpoint to resume from"),
         ((*DATA, "--micro-batch-size", "3", "--global-batch-size", "32"), 2, "global_batch_size"),
         ((*DATA, "--strategy", "fsdp3"), 2, "fsdp3"),
         ((*DATA, "--loss", "l2"), 2, "l2"),
-        ((*DATA, "--method", "lora", "--hidden-states", "1"), 2, "an adapter directory cannot hold"),
-        ((*DATA, "--cross-tokenizer", "--attention", "1"), 2, "tokens differ"),
+        ((*DATA, "--method", "lora", "--hidden-states", "1"), 2, "which LoRA adapters cannot store"),
+        ((*DATA, "--cross-tokenizer", "--attention", "1"), 2, "because the tokens differ"),
         ((*DATA, "--dataset-revision", "main"), 2, "only a Hub dataset has revisions"),
         ((*DATA, "--revision", "main"), 2, "only a Hub model has revisions"),
     ],
@@ -138,12 +132,12 @@ def test_bad_input_is_one_line_and_writes_nothing(
     assert not list(tmp_path.iterdir())
 
 
-def test_data_without_text_or_labels_is_refused(distill: Shell, models: dict[str, Path], tmp_path: Path) -> None:
+def test_data_without_text_or_labels_is_rejected(distill: Shell, models: dict[str, Path], tmp_path: Path) -> None:
     data = tmp_path / "rows.jsonl"
     for row, said in (
         ({"body": "x"}, "needs a column text"),
-        ({"text": " "}, "none of its 1 rows has any text"),
-        ({"prompt": "x" * 99, "completion": "y"}, "every label is masked: in none of 1 rows does the completion"),
+        ({"text": " "}, "none of its 1 rows has text"),
+        ({"prompt": "x" * 99, "completion": "y"}, "every label is masked: no row of 1 has text of the completion"),
         ({"messages": [{"role": "user", "content": "x"}]}, "conversations need a chat template"),
     ):
         data.write_text(json.dumps(row) + "\n")
@@ -152,7 +146,7 @@ def test_data_without_text_or_labels_is_refused(distill: Shell, models: dict[str
     assert list(tmp_path.iterdir()) == [data]
 
 
-def test_models_that_do_not_go_together(distill: Shell, models: dict[str, Path], tmp_path: Path) -> None:
+def test_incompatible_models_are_rejected(distill: Shell, models: dict[str, Path], tmp_path: Path) -> None:
     rest = ("--output-dir", "out", "--seq-len", 32, *DATA, "--dry-run")
     strangers = distill(models["stranger"], models["student"], *rest)
     assert strangers.code == 0, "a student without a tokenizer takes its teacher's"
@@ -165,22 +159,24 @@ def test_models_that_do_not_go_together(distill: Shell, models: dict[str, Path],
     assert not list(tmp_path.iterdir())
 
 
-def test_an_output_directory_is_not_overwritten_unasked(
-    distill: Shell, models: dict[str, Path], tmp_path: Path
-) -> None:
+def test_output_directory_is_kept_without_force(distill: Shell, models: dict[str, Path], tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "mine").write_text("precious")
     found = distill(*common(models, *DATA))
-    assert found.code == 2 and "exists and is not empty; use --force" in found.err
+    assert found.code == 2 and "exists and is not empty; pass --force" in found.err
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["mine"]
 
 
 @pytest.mark.parametrize("part", ["teacher", "student"])
-def test_the_models_are_not_replaced(distill: Shell, models: dict[str, Path], part: str) -> None:
+def test_model_directories_are_not_overwritten(distill: Shell, models: dict[str, Path], part: str) -> None:
     before = (models[part] / "model.safetensors").read_bytes()
     rest = ("--output-dir", models[part], "--force", "--lora-rank", 4, "--seq-len", 32)
     found = distill(models["teacher"], models["student"], *DATA, *rest)
-    assert found.code == 2 and f"is the {part} itself" in found.err and "lora_rank = 4: needs adapters" in found.err
+    assert (
+        found.code == 2
+        and f"is the {part} itself" in found.err
+        and "lora_rank = 4: requires --method lora" in found.err
+    )
     assert (models[part] / "model.safetensors").read_bytes() == before
 
 
@@ -196,9 +192,9 @@ def test_settings_come_from_a_file_the_environment_and_flags(
     assert (settings["alpha"], settings["seq_len"], settings["hardware"]) == (0.25, 32, "1xCPU")
     assert (settings["loss"], settings["temperature"]) == ("reverse_kl", 1.0)
     file.write_text("learning_rat: 1.0\nalpha: high\n")
-    faults = distill(*common(models, "--config", file)).errors
-    assert any("learning_rat (from file): is not a setting; did you mean learning_rate?" in fault for fault in faults)
-    assert any("alpha (from file) = 'high'" in fault for fault in faults)
+    errors = distill(*common(models, "--config", file)).errors
+    assert any("learning_rat (from file): is not a setting; did you mean learning_rate?" in error for error in errors)
+    assert any("alpha (from file) = 'high'" in error for error in errors)
 
 
 def outcome(models: dict[str, Path], tmp_path: Path, **changes: Any) -> DistillationOutcome:
@@ -235,32 +231,32 @@ def outcome(models: dict[str, Path], tmp_path: Path, **changes: Any) -> Distilla
     )
 
 
-def test_the_report_holds_what_was_measured(models: dict[str, Path], tmp_path: Path) -> None:
+def test_report_shows_measurements(models: dict[str, Path], tmp_path: Path) -> None:
     found = outcome(models, tmp_path, alpha=0.75, temperature=2.0)
-    rows = {row.name.partition(",")[0]: row for row in comparison(found.result)}
-    assert (rows["perplexity"].before, rows["perplexity"].teacher) == (f"{math.exp(3):.4g}", f"{math.e:.4g}")
-    assert rows["same most likely token as the teacher"].after == "60.0 ± 1.3 %"
-    text = distillation_report(found)
+    rows = {row[0].partition(",")[0]: row[1:] for row in found.measures()[1]}
+    before, _, teacher = rows["perplexity"]
+    assert (before, teacher) == (f"{math.exp(3):.4g}", f"{math.e:.4g}")
+    assert rows["same most likely token as the teacher"][1] == "60.0 ± 1.3 %"
+    files = found.files("distill")
+    text = files["REPORT.md"]
     for part in (
-        "800 tokens/s",
+        "| Tokens/s of all ranks | 800 |",
         "| 3.0000 | 1.5000 ± 0.02 | 1.0000 |",
         "± is one",
-        "3.0 GB of tensors",
-        "`learning_rate` | `2e-05`",
+        "| Tensors on the fullest accelerator | 3.0 GB |",
+        "| learning_rate | 2e-05 |",
     ):
         assert part in text, part
     (models["teacher"] / "README.md").write_text("---\nlicense: apache-2.0\n---\n")
-    card = distillation_card(found)
+    card = found.card()
     assert "Teacher: apache-2.0." in card and "see the card of `org/pupil`" in card
     assert (
         ModelCard(card).data.base_model == "org/pupil"
         and "0.25 · cross-entropy + 0.75 · 2² · KL(teacher | student) at τ = 2" in card
     )
     assert ModelCard(card).data.base_model_relation == "finetune" and str(models["teacher"]) not in card
-    labels = [
-        text.get_text() for axes in distillation_figure(found.metrics).axes for text in axes.get_legend().get_texts()
-    ]
-    assert labels == ["loss", "KL(teacher | trained model)", "same most likely token as the teacher"]
+    assert files["distillation.png"].startswith(b"\x89PNG")
+    assert "![Loss by step, nats per token; Agreement with the teacher, share of tokens](distillation.png)" in text
 
 
 @pytest.mark.parametrize(
@@ -271,13 +267,13 @@ def test_the_report_holds_what_was_measured(models: dict[str, Path], tmp_path: P
         {"seed": -1},
     ],
 )
-def test_numbers_that_no_rank_could_use_are_refused(settings: dict[str, Any]) -> None:
+def test_non_finite_settings_are_rejected(settings: dict[str, Any]) -> None:
     with pytest.raises(ValidationError, match=r"finite number|less than or equal to 4294967295|greater than or equal"):
         DistillSettings(**settings)
     assert DistillSettings(seed=2**32 - 1).seed == 4294967295
 
 
-def test_the_loss_in_words() -> None:
+def test_objective_sentence_names_all_terms() -> None:
     assert objective_sentence(DistillSettings(alpha=0.0)).startswith("1 · cross-entropy, the mean")
     every = DistillSettings(alpha=1.0, loss="reverse_kl", hidden_states=0.5, attention=0.1, on_policy=0.5)
     assert objective_sentence(every) == (
@@ -286,18 +282,16 @@ def test_the_loss_in_words() -> None:
     )
 
 
-def test_tokens_of_a_step_that_ends_an_epoch() -> None:
+def test_tokens_of_the_last_step_of_an_epoch() -> None:
     arguments = SimpleNamespace(per_device_train_batch_size=2, gradient_accumulation_steps=2, world_size=2)
     counts = [trained_tokens(arguments, steps, 20, 200) for steps in range(5)]
     assert counts == [0, 80, 160, 200, 280]
 
 
-def test_a_student_is_taught_from_python(
+def test_python_call_equals_the_command(
     models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from shardwright.trainers.distillation.command.worker import teach
-
-    launched = run_rank_here(WorkerJob, teach, monkeypatch)
+    launched = run_rank_here(monkeypatch)
     teacher, student = str(models["teacher"]), str(models["student"])
     data = {"dataset": "python-help#8", "seq_len": 32, "evaluation_samples": 8, "hardware": "1xCPU"}
     found = shardwright.distill(teacher, student, tmp_path / "out", max_steps=2, learning_rate=1e-2, **data)
@@ -308,4 +302,4 @@ def test_a_student_is_taught_from_python(
     assert capsys.readouterr().out == ""
     with pytest.raises(UsageError) as caught:
         shardwright.distill(teacher, student, tmp_path / "out", on_policy=0.5, cross_tokenizer=True, **data)
-    assert {fault.where for fault in caught.value.faults} == {"on_policy", "output_dir"}
+    assert {error.where for error in caught.value.errors} == {"on_policy", "output_dir"}

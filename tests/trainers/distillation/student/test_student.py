@@ -1,4 +1,4 @@
-"""Students cut out of teachers: what stays is what it was, what was idle goes, and everything loads again."""
+"""Students made from teachers: kept weights are equal, unused ones are removed, and everything loads again."""
 
 from __future__ import annotations
 
@@ -20,12 +20,10 @@ from safetensors.torch import load_file, save_file
 from shardwright.cli import main
 from shardwright.ds_configs.specs.errors import RefusedInputError, UsageError
 from shardwright.plugins.transformers.training_arguments import byte_tokenizer
-from shardwright.trainers.distillation.student import files as student_files
+from shardwright.trainers.distillation.student import maker
 from shardwright.trainers.distillation.student.layers import uniform_layers
-from shardwright.trainers.distillation.student.low_rank import low_rank
-from shardwright.trainers.distillation.student.maker import make_student, plan_student
+from shardwright.trainers.distillation.student.maker import low_rank, make_student, plan_student, sparse
 from shardwright.trainers.distillation.student.request import StudentRequest
-from shardwright.trainers.distillation.student.sparsity import sparse
 from writable_hub import writable_hub
 
 VOCAB = 300
@@ -107,7 +105,7 @@ def tokens() -> torch.Tensor:
 
 
 @given(st.integers(1, 200).flatmap(lambda total: st.tuples(st.just(total), st.integers(1, total))))
-def test_layers_are_spread_evenly(sizes):
+def test_kept_layers_are_spread_evenly(sizes):
     total, kept = sizes
     layers = uniform_layers(total, kept)
     assert len(layers) == kept
@@ -117,7 +115,7 @@ def test_layers_are_spread_evenly(sizes):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_kept_layers_are_the_teachers_bit_for_bit(kind, tmp_path):
+def test_kept_layers_equal_the_teachers(kind, tmp_path):
     model = teacher_of(kind)
     teacher = saved(model, tmp_path / "teacher")
     last = model.config.num_hidden_layers - 1
@@ -139,7 +137,7 @@ def test_kept_layers_are_the_teachers_bit_for_bit(kind, tmp_path):
 
 
 def idle_parts(model: Any, kind: str) -> None:
-    """Make half of everything idle: channels and heads that add nothing, residual channels that nothing writes."""
+    """Make half of all channels and heads add nothing, and half of the residual channels stay unwritten."""
     draw = torch.Generator().manual_seed(11)
     state = model.state_dict()
     dead_H = torch.randperm(32, generator=draw)[:16]
@@ -176,7 +174,7 @@ def idle_parts(model: Any, kind: str) -> None:
 
 @pytest.mark.parametrize("importance", ["magnitude", "activation"])
 @pytest.mark.parametrize("kind", [kind for kind in WIDE if kind != "bert mlm"])
-def test_what_is_idle_can_be_cut_without_any_change(kind, importance, tmp_path):
+def test_removing_unused_channels_and_heads_keeps_logits(kind, importance, tmp_path):
     model = teacher_of(kind)
     idle_parts(model, kind)
     teacher = saved(model, tmp_path / "teacher")
@@ -196,7 +194,7 @@ def test_what_is_idle_can_be_cut_without_any_change(kind, importance, tmp_path):
 
 
 @pytest.mark.parametrize("kind", WIDE)
-def test_students_of_every_family_load_whole(kind, tmp_path):
+def test_students_of_every_family_load_completely(kind, tmp_path):
     model = teacher_of(kind)
     sizes: dict[str, int] = {"layers": 2, "intermediate_size": 20}
     sizes |= {"hidden_size": 16} if kind in COUPLED else {"heads": 6, "key_value_heads": 3, "hidden_size": 18}
@@ -208,7 +206,7 @@ def test_students_of_every_family_load_whole(kind, tmp_path):
         assert (config.num_attention_heads, config.num_key_value_heads, config.head_dim) == (6, 3, 8)
 
 
-def test_width_of_one_kind_keeps_the_others(tmp_path):
+def test_cutting_one_width_keeps_the_others(tmp_path):
     teacher = saved(teacher_of("qwen3"), tmp_path / "teacher")
     student = made(teacher, tmp_path / "student", intermediate_size=16)
     state, before = student.state_dict(), load_file(tmp_path / "teacher" / "model.safetensors")
@@ -224,7 +222,7 @@ def test_width_of_one_kind_keeps_the_others(tmp_path):
         assert torch.equal(state[f"{mlp}.up_proj.weight"], before[f"{mlp}.up_proj.weight"][kept])
 
 
-def test_checkpoints_without_the_prefix_of_the_base_model(tmp_path):
+def test_checkpoints_without_base_model_prefix_are_read(tmp_path):
     model = teacher_of("gpt2")
     saved(model, tmp_path / "teacher")
     file = tmp_path / "teacher" / "model.safetensors"
@@ -240,7 +238,7 @@ def test_sharded_checkpoints_are_read_and_written(tmp_path, monkeypatch):
     model = teacher_of("llama")
     model.save_pretrained(tmp_path / "teacher", max_shard_size="40KB")
     assert len(list((tmp_path / "teacher").glob("model-*.safetensors"))) > 2
-    monkeypatch.setattr(student_files, "SHARD_BYTES", 30_000)
+    monkeypatch.setattr(maker, "SHARD_BYTES", 30_000)
     student = made(str(tmp_path / "teacher"), tmp_path / "student", layers=2)
     assert len(list((tmp_path / "student").glob("model-*.safetensors"))) > 2
     assert torch.equal(student.model.layers[1].mlp.up_proj.weight, model.model.layers[2].mlp.up_proj.weight)
@@ -248,7 +246,7 @@ def test_sharded_checkpoints_are_read_and_written(tmp_path, monkeypatch):
 
 @settings(max_examples=30, deadline=None)
 @given(st.integers(1, 12), st.integers(1, 12), st.integers(1, 12), st.floats(0.05, 1.0))
-def test_low_rank_is_what_the_singular_values_say(rows, columns, rank, energy):
+def test_low_rank_keeps_the_largest_singular_values(rows, columns, rank, energy):
     weight = torch.randn(rows, columns, generator=torch.Generator().manual_seed(rows * 13 + columns))
     values = np.linalg.svd(weight.double().numpy(), compute_uv=False)
     rank = min(rank, len(values))
@@ -290,7 +288,7 @@ def test_sparsity_is_exact(rows, columns, share, repeated):
             assert not count or dead.all() or norms[dead].max() <= norms[~dead].min() + 1e-6
 
 
-def test_l1_is_the_step_of_an_l1_penalty():
+def test_l1_pruning_equals_a_proximal_step():
     weight = torch.randn(20, 30, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
     pruned = sparse(weight, 0.5, prune="l1", granularity="unstructured")
     threshold = weight.abs().flatten().sort().values[299]
@@ -299,7 +297,7 @@ def test_l1_is_the_step_of_an_l1_penalty():
     assert int((pruned == 0).sum()) == 300
 
 
-def test_thinned_matrices_are_those_inside_the_layers(tmp_path):
+def test_only_matrices_inside_layers_are_thinned(tmp_path):
     model = teacher_of("gpt2")
     teacher = saved(model, tmp_path / "teacher")
     student = made(teacher, tmp_path / "student", low_rank=5, sparsity=0.25, granularity="row")
@@ -338,7 +336,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> str:
     return saved(teacher_of("llama"), tmp_path_factory.mktemp("student") / "teacher")
 
 
-def test_the_card_says_what_was_cut_and_its_snippet_runs(tmp_path):
+def test_card_lists_cuts_and_its_snippet_runs(tmp_path):
     teacher = saved(teacher_of("qwen3"), tmp_path / "teacher")
     byte_tokenizer(VOCAB).save_pretrained(teacher)
     (tmp_path / "teacher" / "README.md").write_text("---\nbase_model: org/large\nlicense: mit\n---\n")
@@ -353,7 +351,7 @@ def test_the_card_says_what_was_cut_and_its_snippet_runs(tmp_path):
     assert "```" not in (tmp_path / "small" / "README.md").read_text()
 
 
-def test_command_writes_a_model_and_says_how_much_is_left(shell, llama, tmp_path):
+def test_command_writes_a_model_and_reports_sizes(shell, llama, tmp_path):
     out = tmp_path / "made" / "student"
     sizes = ("--layers", "2", "--heads", "4", "--intermediate", "24", "--low-rank-energy", "0.9", "--sparsity", "0.5")
     dry = shell(llama, *sizes, "--output-dir", str(out), "--dry-run")
@@ -362,7 +360,7 @@ def test_command_writes_a_model_and_says_how_much_is_left(shell, llama, tmp_path
         result = shell(llama, *sizes, "--output-dir", str(out), "--push-to-hub", "ada/small")
     assert result.code == 0, result.err
     assert hub.repositories == {"ada/small": False} and set(hub.files) == {path.name for path in out.iterdir()}
-    assert "layers kept: 0, 2" in result.out and "the file is no smaller" in result.out
+    assert "layers kept: 0, 2" in result.out and "the file is not smaller" in result.out
     assert [path.name for path in out.parent.iterdir()] == ["student"]
     again = shell(llama, *sizes, "--output-dir", str(out))
     assert again.code == 2 and "exists and is not empty; use --force" in again.err
@@ -374,7 +372,7 @@ def test_command_writes_a_model_and_says_how_much_is_left(shell, llama, tmp_path
     assert transformers.LlamaForCausalLM.from_pretrained(out).num_parameters() == story["student_parameters"]
 
 
-def test_a_student_from_python_is_the_command_s(shell, llama, tmp_path, capsys):
+def test_python_student_equals_the_commands(shell, llama, tmp_path, capsys):
     made = shell(llama, "--layers", "2", "--kv-heads", "2", "--output-dir", str(tmp_path / "one"), "--format", "json")
     capsys.readouterr()
     found = shardwright.student(llama, tmp_path / "other", layers=2, kv_heads=2)
@@ -385,30 +383,30 @@ def test_a_student_from_python_is_the_command_s(shell, llama, tmp_path, capsys):
     assert shardwright.student(llama, layers=1).output_dir is None
     with pytest.raises(UsageError) as caught:
         shardwright.student(llama, tmp_path / "bad", layer=2, importance="size")
-    assert {fault.where for fault in caught.value.faults} == {"layer", "importance"} and not (tmp_path / "bad").exists()
+    assert {error.where for error in caught.value.errors} == {"layer", "importance"} and not (tmp_path / "bad").exists()
 
 
 @pytest.mark.parametrize(
     ("flags", "messages"),
     [
-        ((), ["nothing is asked for"]),
+        ((), ["no setting makes it smaller"]),
         (("--layers", "4"), ["the teacher has 3 layers"]),
         (("--keep-layers", "2,1"), ["ascending"]),
         (("--keep-layers", "0,3"), ["numbered from 0 to 2"]),
         (("--keep-layers", "a"), ["must be an integer"]),
-        (("--heads", "3"), ["2 query heads for each key/value head, which 3 is no multiple of"]),
+        (("--heads", "3"), ["must be a multiple of 2, the teacher's query heads per key/value head; use 2"]),
         (("--heads", "6", "--kv-heads", "4"), ["must divide --heads = 6"]),
-        (("--heads", "8", "--kv-heads", "2"), ["4 for each, the teacher has 2"]),
-        (("--hidden", "20"), ["--hidden = 20: must be a multiple of the 8 query heads; take 16"]),
-        (("--prune", "l1", "--layers", "2"), ["give --sparsity"]),
+        (("--heads", "8", "--kv-heads", "2"), ["4 per key/value head; the teacher has 2"]),
+        (("--hidden", "20"), ["--hidden = 20: must be a multiple of the 8 query heads; use 16"]),
+        (("--prune", "l1", "--layers", "2"), ["pass --sparsity"]),
         (("--text", "x", "--layers", "2"), ["--importance activation"]),
         (
             ("--hidden", "64", "--intermediate", "100", "--layers", "0", "--sparsity", "1.5", "--low-rank-energy", "2"),
-            ["--hidden = 64: the teacher has 32", "--intermediate = 100", "--layers = 0", "--sparsity", "at most at 1"],
+            ["--hidden = 64: the teacher has 32", "--intermediate = 100", "--layers = 0", "--sparsity", "at most 1"],
         ),
     ],
 )
-def test_bad_requests_are_told_at_once_and_write_nothing(shell, llama, tmp_path, flags, messages):
+def test_all_errors_of_a_request_are_reported_together(shell, llama, tmp_path, flags, messages):
     result = shell(llama, *flags, "--output-dir", str(tmp_path / "out"))
     assert result.code == 2, result
     assert len(result.err.splitlines()) == len(messages), result.err
@@ -416,12 +414,12 @@ def test_bad_requests_are_told_at_once_and_write_nothing(shell, llama, tmp_path,
     assert not list(tmp_path.iterdir())
 
 
-def test_what_cannot_be_cut_is_refused(tmp_path):
+def test_unsupported_cuts_are_rejected(tmp_path):
     mixtral = saved(teacher_of("mixtral"), tmp_path / "mixtral")
     with pytest.raises(UsageError, match="widths are cut in bert, gpt2, llama, mistral, qwen2, qwen3 only; --layers"):
         plan_student(mixtral, StudentRequest(hidden_size=16))
     bert = saved(teacher_of("bert"), tmp_path / "bert")
-    with pytest.raises(UsageError, match="4 · 8, in this family; give --hidden 24 alone"):
+    with pytest.raises(UsageError, match="4 · 8, in this family; pass only --hidden 24"):
         plan_student(bert, StudentRequest(hidden_size=28, heads=4))
     sizes = {"d_model": 32, "d_kv": 8, "num_heads": 4, "num_layers": 3, "d_ff": 64, "vocab_size": VOCAB}
     t5 = saved(transformers.T5ForConditionalGeneration(transformers.T5Config(**sizes)), tmp_path / "t5")
@@ -432,17 +430,17 @@ def test_what_cannot_be_cut_is_refused(tmp_path):
     assert len(zeros) == 3 * 6 + 3 * 10 and set(zeros.values()) == {0.5}
 
 
-def test_layers_that_would_become_another_kind_are_refused(tmp_path):
+def test_layers_that_would_change_their_kind_are_rejected(tmp_path):
     values = DECODER | {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "num_hidden_layers": 4}
     config = transformers.Qwen3MoeConfig(**values, decoder_sparse_step=2)
     teacher = saved(transformers.Qwen3MoeForCausalLM(config), tmp_path / "teacher")
-    with pytest.raises(UsageError, match="would become layer 1, which this family builds otherwise") as error:
+    with pytest.raises(UsageError, match="would become layer 1, which this family builds differently") as error:
         plan_student(teacher, StudentRequest(keep_layers=(0, 2)))
-    assert len(error.value.faults) == 1
+    assert len(error.value.errors) == 1
     made(teacher, tmp_path / "student", keep_layers=(0, 3))
 
 
-def test_damaged_or_missing_weights_leave_nothing_behind(tmp_path):
+def test_damaged_or_missing_weights_leave_no_files(tmp_path):
     teacher = saved(teacher_of("llama"), tmp_path / "teacher")
     file = tmp_path / "teacher" / "model.safetensors"
     whole = file.read_bytes()

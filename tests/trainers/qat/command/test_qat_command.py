@@ -6,7 +6,7 @@ import json
 import math
 import shutil
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,29 +17,25 @@ import torch
 from commands import Shell, run_rank_here, shell_in
 from distilling import tiny
 from huggingface_hub import ModelCard
-from shardwright.ds_configs.plan.output import output_faults
+from shardwright.ds_configs.plan.output import output_errors
 from shardwright.ds_configs.quantization.scheme import scheme_named
 from shardwright.ds_configs.specs.errors import UsageError
-from shardwright.ds_configs.specs.strategy import Strategy
-from shardwright.trainers.qat.command.calibration import calibration_batches
-from shardwright.trainers.qat.command.request import (
-    QATJob,
-    QATSettings,
-    calibration_faults,
-    is_own_teacher,
-    qat_config,
-    qat_settings_faults,
-    teacher_of,
-)
-from shardwright.trainers.qat.command.run_report import (
+from shardwright.ds_configs.specs.layout import Layout
+from shardwright.trainers.qat.command.report import (
     QATOutcome,
     QATResult,
-    qat_card,
-    qat_figure,
-    qat_report,
-    recovered,
-    weights_sentence,
 )
+from shardwright.trainers.qat.command.settings import (
+    QATJob,
+    QATSettings,
+    calibration_errors,
+    is_own_teacher,
+    qat_config,
+    qat_settings_errors,
+    teacher_of,
+)
+from shardwright.trainers.qat.command.task import calibration_batches
+from shardwright.trainers.reports.runs import scheme_text
 from shardwright.trainers.runs.inputs import optimizer_steps
 from shardwright.trainers.runs.ranks import placed_teacher
 
@@ -58,9 +54,7 @@ def qat(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp
 
 @pytest.fixture
 def one_rank(monkeypatch: pytest.MonkeyPatch) -> list[Sequence[str]]:
-    from shardwright.trainers.qat.command.worker import train_quantized
-
-    return run_rank_here(QATJob, train_quantized, monkeypatch)
+    return run_rank_here(monkeypatch)
 
 
 @pytest.fixture(scope="module")
@@ -102,7 +96,7 @@ def test_a_dry_run_plans_and_writes_nothing(qat: Shell, models: dict[str, Path],
     assert {"out/REPORT.md", "out/qat.png", "out/plan/plan.json", "out/qat_report.json"} <= set(shown["files"])
     human = qat(models["model"], *OUT, *DATA, "--dry-run", "--teacher", "self", "--method", "lora", "--asymmetric")
     assert human.code == 0, human.err
-    assert "layers: 14 are quantized" in human.out and "calibration: none needed" in human.out
+    assert "14 quantized" in human.out and "none needed" in human.out
     assert "LoRA" in human.out or "lora" in human.out
     assert not list(tmp_path.iterdir())
 
@@ -110,29 +104,29 @@ def test_a_dry_run_plans_and_writes_nothing(qat: Shell, models: dict[str, Path],
 @pytest.mark.parametrize(
     ("more", "said"),
     [
-        (("--scheme", "W9A16"), "scheme = 'W9A16': names no quantization scheme"),
+        (("--scheme", "W9A16"), "scheme = 'W9A16': is not a quantization scheme"),
         (("--scheme", "FP8_DYNAMIC"), "scheme = 'FP8_DYNAMIC': has floating-point codes"),
-        (("--scheme", "NF4"), "scheme = 'NF4': has floating-point codes or a format of its own"),
-        (("--group-size", 48), "group_size = 48: must divide the inputs of every layer"),
+        (("--scheme", "NF4"), "scheme = 'NF4': has floating-point codes or is not stored as compressed-tensors"),
+        (("--group-size", 48), "group_size = 48: must divide the input width of every layer"),
         (("--ignore", "model.layers.0.mlp"), "matches no linear layer"),
         (("--start-step", 5, "--max-steps", 5), "start_step = 5: training ends at step 5, before anything is rounded"),
         (("--start-step", 50, "--epochs", 0.1), "before anything is rounded"),
         (("--bit-schedule", "0:8,9:4", "--max-steps", 9), "bit_schedule = '9:4': training ends at step 9"),
-        (("--bit-schedule", "0:8,4"), "must be STEP:BITS pairs separated by commas, and '4' is none"),
+        (("--bit-schedule", "0:8,4"), "must be STEP:BITS pairs separated by commas, not '4'"),
         (("--bit-schedule", "0:8,4:3"), "must end at the 4 bits"),
         (("--weight-rule", "ternary"), "use scheme W2A16"),
-        (("--ranges", "learned"), "needs stored ranges of activations"),
-        (("--alpha", 0.5), "alpha = 0.5: belongs to a teacher; add --teacher self"),
-        (("--teacher", "self", "--alpha", 3), "alpha = 3.0: from 0 to 1"),
-        (("--teacher", "self", "--teacher-placement", "cached"), "answers of a cached teacher are for `distill`"),
-        (("--lora", "merged"), "lora = 'merged': needs adapters; add --method lora"),
+        (("--ranges", "learned"), "requires stored activation ranges"),
+        (("--alpha", 0.5), "alpha = 0.5: requires a teacher; add --teacher self"),
+        (("--teacher", "self", "--alpha", 3), "alpha = 3.0: must be from 0 to 1"),
+        (("--teacher", "self", "--teacher-placement", "cached"), "cached teacher outputs require `distill`"),
+        (("--lora", "merged"), "lora = 'merged': requires adapters; add --method lora"),
         (("--micro-batch-size", 3, "--global-batch-size", 32), "global_batch_size"),
-        (("--resume",), "output_dir = 'out': holds no checkpoint to resume from"),
-        (("--hardware", "8xA100-80GB"), "needs 8 x A100-80GB on 1 node(s)"),
+        (("--resume",), "output_dir = 'out': contains no checkpoint to resume from"),
+        (("--hardware", "8xA100-80GB"), "requires 8 x A100-80GB on 1 node(s)"),
         (("--strategy", "zero9"), "zero9"),
     ],
 )
-def test_bad_input_is_told_before_launch_and_writes_nothing(
+def test_bad_input_fails_before_launch_and_writes_nothing(
     qat: Shell, models: dict[str, Path], tmp_path: Path, more: Any, said: str
 ) -> None:
     found = qat(models["model"], *OUT, *DATA, *more)
@@ -146,12 +140,12 @@ def test_bad_input_is_told_before_launch_and_writes_nothing(
     [
         ("tied", ("--ignore", "re:.*q_proj"), 2, "targets = 'lm_head': shares its weight with the token embedding"),
         ("narrow", (), 2, "does not divide those of model.layers.0.self_attn.q_proj (48)"),
-        ("conv1d", (), 2, "keeps 8 matrices in Conv1D"),
+        ("conv1d", (), 2, "has 8 transposed matrices in Conv1D"),
         ("unsafe", (), 4, "such files can run code"),
-        ("quantized", (), 4, "is quantized already (compressed-tensors)"),
+        ("quantized", (), 4, "is already quantized (compressed-tensors)"),
     ],
 )
-def test_models_that_cannot_be_trained_so(
+def test_unsuitable_models_are_rejected(
     qat: Shell, models: dict[str, Path], tmp_path: Path, model: str, more: Any, code: int, said: str
 ) -> None:
     found = qat(models[model], *OUT, *DATA, *more)
@@ -160,13 +154,13 @@ def test_models_that_cannot_be_trained_so(
     assert not list(tmp_path.iterdir())
 
 
-def test_a_teacher_without_safetensors_is_refused(qat: Shell, models: dict[str, Path], tmp_path: Path) -> None:
+def test_teacher_without_safetensors_is_rejected(qat: Shell, models: dict[str, Path], tmp_path: Path) -> None:
     found = qat(models["model"], *OUT, *DATA, "--teacher", models["unsafe"])
     assert found.code == 4 and "weights are read from safetensors only" in found.err
     assert not list(tmp_path.iterdir())
 
 
-def test_all_faults_are_told_at_once(qat: Shell, models: dict[str, Path], tmp_path: Path) -> None:
+def test_all_errors_are_reported_together(qat: Shell, models: dict[str, Path], tmp_path: Path) -> None:
     found = qat(
         *(models["narrow"], "--output-dir", models["narrow"], "--force", "--scheme", "W4A16"),
         *("--teacher", models["narrow"], "--temperature", 0, "--dataset", "none.txt", "--hardware", "8xA100-80GB"),
@@ -176,9 +170,9 @@ def test_all_faults_are_told_at_once(qat: Shell, models: dict[str, Path], tmp_pa
     for part in (
         "is the model itself",
         "is the teacher itself",
-        "lora_rank = 4: needs adapters",
-        "temperature = 0.0: above 0",
-        "needs 8 x A100-80GB",
+        "lora_rank = 4: requires --method lora",
+        "temperature = 0.0: must be above 0",
+        "requires 8 x A100-80GB",
         "group_size = 128: must divide",
         "no such file or directory",
     ):
@@ -194,10 +188,10 @@ def test_settings_come_from_a_file_and_flags(qat: Shell, models: dict[str, Path]
     settings = json.loads(found.out)["settings"]
     assert (settings["scheme"], settings["weight_rule"], settings["seq_len"]) == ("W2A16", "ternary", 32)
     file.write_text("schem: W4A16\n")
-    assert any("did you mean scheme?" in fault for fault in qat(models["model"], *OUT, "--config", file).errors)
+    assert any("did you mean scheme?" in error for error in qat(models["model"], *OUT, "--config", file).errors)
 
 
-def test_an_old_compression_file_is_answered_with_the_command(
+def test_an_old_compression_file_is_rejected_with_the_guide(
     qat: Shell, models: dict[str, Path], tmp_path: Path
 ) -> None:
     groups = {"w": {"params": {"start_bits": 8, "target_bits": 4, "quantization_period": 50}, "modules": ["*"]}}
@@ -208,11 +202,11 @@ def test_an_old_compression_file_is_answered_with_the_command(
     }
     (tmp_path / "ds_config.json").write_text(json.dumps(old))
     found = qat(models["model"], *OUT, *DATA, "--config", "ds_config.json")
-    assert found.code == 2 and "shardwright qat" in found.err and "compression_training" in found.err
+    assert found.code == 2 and "shardwright qat" in found.err and "migrate_compression_training.md" in found.err
     assert not (tmp_path / "out").exists()
 
 
-def test_interrupted_resumed_and_exported_with_a_teacher_and_stored_ranges(
+def test_interrupted_run_with_teacher_and_stored_ranges_resumes_and_exports(
     qat: Shell,
     one_rank: list[Sequence[str]],
     models: dict[str, Path],
@@ -229,13 +223,13 @@ def test_interrupted_resumed_and_exported_with_a_teacher_and_stored_ranges(
     with monkeypatch.context() as interrupted:
         interrupted.setattr(QATCallback, "export", interrupt)
         assert qat(*arguments, "--scheme", "W8A8_STATIC", "--max-steps", 3).code == 130
-    assert list(one_rank[0][-3:-1]) == ["-m", "shardwright.trainers.qat.command.worker"]
+    assert list(one_rank[0][-3:-1]) == ["-m", "shardwright.trainers.rank_main"]
     out = tmp_path / "out"
     state = json.loads((out / "checkpoints" / "checkpoint-2" / "trainer_state.json").read_text())
     assert not (out / "config.json").exists()
 
     other = qat(*arguments, "--scheme", "W8A8", "--max-steps", 4, "--resume")
-    assert other.code == 2 and "is not what the checkpoint was trained with" in other.err, other.err
+    assert other.code == 2 and "differs from the checkpoint" in other.err, other.err
     assert len(one_rank) == 1
     found = qat(*arguments, "--scheme", "W8A8_STATIC", "--max-steps", 4, "--resume")
     assert found.code == 0, found.err
@@ -257,13 +251,10 @@ def test_interrupted_resumed_and_exported_with_a_teacher_and_stored_ranges(
 def test_two_runs_from_python_in_one_process(
     one_rank: list[Sequence[str]], models: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    steps: list[tuple[str, int, int]] = []
     settings = {"dataset": "python-help#8", "seq_len": 32, "hardware": "1xCPU", "evaluation_samples": 8, "max_steps": 1}
     both = [
-        shardwright.qat(
-            str(models["model"]), tmp_path / f"out{bits}", scheme=f"W{bits}A16", on_progress=told, **settings
-        )
-        for bits, told in ((8, lambda *_: None), (4, lambda *step: steps.append(step)))
+        shardwright.qat(str(models["model"]), tmp_path / f"out{bits}", scheme=f"W{bits}A16", **settings)
+        for bits in (8, 4)
     ]
     assert [found.scheme.name for found in both] == ["W8A16", "W4A16"] and len(one_rank) == 2
     eight, four = (found.result for found in both)
@@ -272,7 +263,7 @@ def test_two_runs_from_python_in_one_process(
     assert capsys.readouterr().out == ""
     with pytest.raises(UsageError) as caught:
         shardwright.qat(str(models["model"]), tmp_path / "bad", sceme="W4A16", max_steps=0)
-    assert {fault.where for fault in caught.value.faults} == {"sceme", "max_steps"}
+    assert {error.where for error in caught.value.errors} == {"sceme", "max_steps"}
     assert not (tmp_path / "bad").exists()
 
 
@@ -280,15 +271,15 @@ def interrupt(*_: Any, **__: Any) -> None:
     raise KeyboardInterrupt
 
 
-def test_numbers_that_are_asked_for() -> None:
+def test_settings_select_number_formats() -> None:
     settings = QATSettings(scheme="W4A16", bit_schedule="0:8, 100:4", symmetric=False, ignore="lm_head, re:.*q_proj")
     config = qat_config(settings, stored_dtype="bfloat16")
     assert config.bit_schedule == ((0, 8), (100, 4)) and config.stored_dtype == "bfloat16"
     assert config.scheme.ignore == ("lm_head", "re:.*q_proj") and not config.scheme.weights.symmetric
     with pytest.raises(UsageError) as caught:
         qat_config(QATSettings(bit_schedule="x", group_size=0))
-    assert {fault.where for fault in caught.value.faults} == {"bit_schedule", "group_size"}
-    assert not qat_settings_faults(QATSettings(dataset="x", teacher="self", alpha=0.5))
+    assert {error.where for error in caught.value.errors} == {"bit_schedule", "group_size"}
+    assert not qat_settings_errors(QATSettings(dataset="x", teacher="self", alpha=0.5))
 
 
 def job_of(settings: QATSettings) -> QATJob:
@@ -318,11 +309,12 @@ def test_ranks_load_the_revision_of_the_teacher_that_was_planned(
     assert teacher_of(job.settings, job.model) == teacher == (job.teacher, job.teacher_revision)
     loaded: list[Any] = []
     monkeypatch.setattr(teacher_placement, "load_teacher", lambda name, **how: loaded.append((name, how["revision"])))
-    placed_teacher(teacher[0], job.teacher_revision, job, SimpleNamespace(mixed_precision="no"), "ddp")
+    context = SimpleNamespace(arguments=SimpleNamespace(mixed_precision="no"), engine="ddp")
+    placed_teacher(teacher[0], job.teacher_revision, job, context)
     assert loaded == [teacher]
 
 
-def test_the_model_under_another_spelling_is_itself_at_the_same_revision_only() -> None:
+def test_same_path_is_own_teacher_only_at_the_same_revision() -> None:
     assert teacher_of(QATSettings(teacher="./m/"), "m") == ("m", None)
     other = QATSettings(teacher="./m/", teacher_revision="R")
     assert teacher_of(other, "m") == ("./m/", "R") and not is_own_teacher(other, "m")
@@ -338,28 +330,28 @@ def test_the_model_under_another_spelling_is_itself_at_the_same_revision_only() 
     ],
 )
 def test_settings_of_adapters_need_adapters(settings: dict[str, Any], where: list[str]) -> None:
-    assert [fault.where for fault in qat_settings_faults(QATSettings(dataset="x", **settings))] == where
+    assert [error.where for error in qat_settings_errors(QATSettings(dataset="x", **settings))] == where
 
 
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
         ({"scheme": "W4A16"}, "W4A16 stores no ranges"),
-        ({"scheme": "W8A8_STATIC", "ranges": "minmax"}, "ranges are observed in training"),
+        ({"scheme": "W8A8_STATIC", "ranges": "minmax"}, "ranges are observed during training"),
         ({"scheme": "W8A8_STATIC"}, ""),
         ({"scheme": "W8A8_STATIC", "ranges": "learned"}, ""),
         ({"scheme": "W4A16", "kv_cache": "fp8"}, ""),
     ],
 )
-def test_samples_of_a_calibration_need_one(settings: dict[str, Any], said: str) -> None:
+def test_calibration_samples_require_a_calibration(settings: dict[str, Any], said: str) -> None:
     stated = QATSettings(calibration_samples=128, **settings)
-    faults = calibration_faults(stated, qat_config(stated))
-    assert [said in fault.rule for fault in faults] == [True] * bool(said)
-    assert not calibration_faults(QATSettings(**settings), qat_config(stated))
+    errors = calibration_errors(stated, qat_config(stated))
+    assert [said in error.rule for error in errors] == [True] * bool(said)
+    assert not calibration_errors(QATSettings(**settings), qat_config(stated))
 
 
-def test_ranges_of_a_cache_are_not_learned() -> None:
-    with pytest.raises(UsageError, match="those of a cache are not trained; use W8A8_STATIC"):
+def test_kv_cache_ranges_cannot_be_learned() -> None:
+    with pytest.raises(UsageError, match="ranges of the KV cache cannot be learned; use W8A8_STATIC"):
         qat_config(QATSettings(kv_cache="fp8", ranges="learned"))
     assert qat_config(QATSettings(kv_cache="fp8", ranges="learned", scheme="W8A8_STATIC")).learns_scales
 
@@ -367,40 +359,40 @@ def test_ranges_of_a_cache_are_not_learned() -> None:
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({"scheme": "W2A16", "symmetric": False}, "W2A16 here has zero points; use scheme W2A16 without --asymmetric"),
-        ({"scheme": "W4A16"}, "W4A16 here has 4 bits; use scheme W2A16"),
+        ({"scheme": "W2A16", "symmetric": False}, "W2A16 has zero points; use scheme W2A16 without --asymmetric"),
+        ({"scheme": "W4A16"}, "W4A16 has 4 bits; use scheme W2A16"),
         ({"scheme": "W4A16", "symmetric": False}, "4 bits and zero points; use scheme W2A16 without"),
-        ({"scheme": "W2A16_ASYM"}, "W2A16_ASYM here has zero points; use scheme W2A16 without"),
+        ({"scheme": "W2A16_ASYM"}, "W2A16_ASYM has zero points; use scheme W2A16 without"),
     ],
 )
-def test_three_values_are_told_what_is_too_much(settings: dict[str, Any], said: str) -> None:
+def test_ternary_weights_reject_more_bits_and_zero_points(settings: dict[str, Any], said: str) -> None:
     with pytest.raises(UsageError) as caught:
         qat_config(QATSettings(weight_rule="ternary", **settings))
     assert said in str(caught.value)
 
 
-def test_results_replace_no_model_that_is_read(tmp_path: Path) -> None:
+def test_output_must_not_replace_input_models(tmp_path: Path) -> None:
     model, teacher = tmp_path / "model", tmp_path / "teacher"
     for directory in (model, teacher):
         directory.mkdir()
     (tmp_path / "link").symlink_to(teacher)
     sources = {"the model": str(model), "the teacher": str(teacher)}
     for chosen, part in ((model, "model"), (tmp_path / "link", "teacher")):
-        (fault,) = output_faults(chosen, force=True, sources=sources)
-        assert f"is the {part} itself" in fault.rule and fault.value == str(chosen)
-    assert not output_faults(tmp_path, force=True, sources=sources)
-    assert not output_faults(tmp_path / "new", force=False, sources={"the model": "new", "the teacher": None})
+        (error,) = output_errors(chosen, force=True, sources=sources)
+        assert f"is the {part} itself" in error.rule and error.value == str(chosen)
+    assert not output_errors(tmp_path, force=True, sources=sources)
+    assert not output_errors(tmp_path / "new", force=False, sources={"the model": "new", "the teacher": None})
 
 
 def test_steps_are_counted_as_the_trainer_counts_them() -> None:
-    layout = Strategy(engine="ddp", dp_replicate=2, micro_batch_size=3, gradient_accumulation_steps=2)
+    layout = Layout(engine="ddp", dp_replicate=2, micro_batch_size=3, gradient_accumulation_steps=2)
     counts = {(25, 1.0): 3, (24, 1.0): 2, (25, 2.5): 8, (1, 0.5): 1}
     for (samples, epochs), steps in counts.items():
         assert optimizer_steps(QATSettings(epochs=epochs), layout, samples) == steps, (samples, epochs)
     assert optimizer_steps(QATSettings(max_steps=7), layout, 25) == 7
 
 
-def test_ranges_are_found_without_padding() -> None:
+def test_calibration_batches_have_no_padding() -> None:
     samples = [{"input_ids": [1] * length, "labels": []} for length in (4, 4, 3, *[5] * 9)]
     shapes = [tuple(batch["input_ids"].shape) for batch in calibration_batches(samples, "cpu")]
     assert shapes == [(2, 4), (1, 3), (8, 5), (1, 5)]
@@ -440,49 +432,47 @@ def outcome(models: dict[str, Path]) -> QATOutcome:
 
 
 def test_the_report_holds_what_was_measured(outcome: QATOutcome) -> None:
-    text = qat_report(outcome)
+    files = outcome.files("qat")
+    text = files["REPORT.md"]
     for part in (
         f"| before, rounded to the nearest | 3.4000 ± 0.1 | {math.exp(3.4):.4g} ± 3 |",
         "| trained, as exported | 3.1000 | 22.2 |",
-        "Means over all labelled tokens; ± is one standard error, over samples.",
-        "costs 0.4000 nats a token; training has won back 75 % of it.",
-        "800 tokens/s",
-        "3.0 GB of tensors",
-        "`learning_rate` | `2e-05`",
+        "Means over all labelled tokens of 16 held-out samples; ± is one standard error, over samples.",
+        "costs 0.4000 nats per token; training recovered 75 % of it.",
+        "| Tokens/s of all ranks | 800 |",
+        "| Tensors on the fullest accelerator | 3.0 GB |",
+        "| learning_rate | 2e-05 |",
+        "![Perplexity on held-out samples; Loss by step, nats per token](qat.png)",
         "8 bit, symmetric, a scale for each output channel; inputs 8 bit, with stored ranges",
     ):
         assert part in text, part
-    assert "`alpha`" not in text, "without a teacher its settings mean nothing"
-    card = qat_card(outcome)
+    assert "| alpha |" not in text, "without a teacher its settings mean nothing"
+    card = files["README.md"]
     data = ModelCard(card).data
     assert (data.base_model, data.base_model_relation) == ("org/base", "quantized")
     assert "It learned from the data's own tokens." in card
     for revision, said in ((None, "`org/base` in full precision"), ("R2", "`org/base`, forward_kl")):
         own = replace(outcome, teacher="org/base", settings=QATSettings(teacher="org/base", teacher_revision=revision))
-        assert said in qat_card(own)
+        assert said in own.card()
     taught = replace(outcome, teacher="org/large", settings=QATSettings(teacher="org/large", alpha=0.75))
-    assert "forward_kl with weight 0.75, and from the data's own tokens with weight 0.25" in qat_card(taught)
-    bars, nats = qat_figure(outcome).axes
-    assert [bar.get_height() for bar in bars.patches] == pytest.approx([math.exp(x) for x in (3.0, 3.4, 3.1)])
-    assert [line.get_ydata().tolist() for line in nats.get_lines()] == [[2.0, 1.0]]
+    assert "forward_kl with weight 0.75, and from the data's own tokens with weight 0.25" in taught.card()
+    assert files["qat.png"].startswith(b"\x89PNG")
 
 
-def test_a_gap_that_is_not_there_is_not_divided_by(outcome: QATOutcome) -> None:
-    assert recovered(outcome.result) == pytest.approx(0.75)
-    assert recovered(replace(outcome.result, rounded=None)) is None
-    assert recovered(replace(outcome.result, rounded=2.9)) is None
+def test_the_recovered_share_is_reported_only_if_rounding_costs_something(outcome: QATOutcome) -> None:
+    cheaper = replace(outcome, result=replace(outcome.result, rounded=2.9))
+    assert "Rounding alone costs" not in cheaper.files("qat")["REPORT.md"]
     unmeasured = replace(outcome, result=replace(outcome.result, rounded=None))
-    assert "| before, rounded to the nearest | not measured | not measured |" in qat_report(unmeasured)
+    assert "| before, rounded to the nearest | not measured | not measured |" in unmeasured.files("qat")["REPORT.md"]
     better = replace(outcome, result=replace(outcome.result, trained=2.0))
-    assert "%" not in qat_report(better).split("![")[0].split("## On")[1], (
-        "what it learned of the data is no share of a gap"
-    )
+    text = better.files("qat")["REPORT.md"].split("## Results")[1].split("## Checkpoint")[0]
+    assert "is better than the model before" in text and "%" not in text
 
 
-def test_a_scheme_in_words() -> None:
+def test_scheme_text_describes_number_formats() -> None:
     words = {
         "W4A16": "4 bit, symmetric, a scale for 128 weights",
         "W2A16_ASYM": "2 bit, with zero points, a scale for 128 weights",
         "W8A8": "8 bit, symmetric, a scale for each output channel; inputs 8 bit, by token",
     }
-    assert {name: weights_sentence(scheme_named(name)) for name in words} == words
+    assert {name: scheme_text(asdict(scheme_named(name))) for name in words} == words

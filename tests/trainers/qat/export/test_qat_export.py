@@ -12,7 +12,7 @@ import torch
 from safetensors import safe_open
 from shardwright.ds_configs.specs.errors import RefusedInputError, ShardwrightError, UsageError
 from shardwright.plugins.compressed_tensors.codes import unpack_tensors, weight_codes, weight_scale_and_zero_point
-from shardwright.plugins.deepspeed.gathering import gathered_parameters
+from shardwright.plugins.deepspeed.parameters import gathered_parameters
 from shardwright.plugins.safetensors.writing import save_checkpoint
 from shardwright.plugins.transformers.training_arguments import byte_tokenizer
 from shardwright.trainers.qat.callback import QATCallback
@@ -151,7 +151,7 @@ def test_checkpoint_is_the_trained_model(case, tmp_path, reload_here):
 
 
 @pytest.mark.parametrize(("scheme", "ranges"), [("W4A16", "calibrated"), ("W8A8_STATIC", "minmax")])
-def test_fresh_process_proves_the_checkpoint(scheme, ranges, tmp_path):
+def test_fresh_process_verifies_the_checkpoint(scheme, ranges, tmp_path):
     """Weights of fp32 whose scales are rounded to bf16, as mixed precision trains them."""
     options = {"stored_dtype": "bfloat16", "ranges": ranges}
     trainer, callback = trained(small_model(), scheme, tmp_path, callback_options=options)
@@ -254,7 +254,7 @@ def test_mixture_of_experts(scheme, tmp_path, reload_here):
     assert {"lm_head", "model.layers.0.block_sparse_moe.gate"} <= set(config["ignore"])
 
 
-def test_classifier_is_proven_by_its_own_class(tmp_path, reload_here):
+def test_classifier_is_verified_by_its_own_class(tmp_path, reload_here):
     model = small_model(made_by=LlamaForSequenceClassification, num_labels=3, pad_token_id=0)
     trainer, callback = trained(model, "W4A16", tmp_path, labels=1)
     result = callback.export(trainer, tmp_path / "out")
@@ -263,7 +263,7 @@ def test_classifier_is_proven_by_its_own_class(tmp_path, reload_here):
     assert config["architectures"] == ["LlamaForSequenceClassification"]
 
 
-def test_model_of_more_than_one_text_is_compared_by_its_weights(tmp_path):
+def test_models_with_other_inputs_are_compared_by_weights(tmp_path):
     sizes = {"d_model": 128, "d_kv": 32, "d_ff": 256, "num_layers": 1, "num_heads": 4, "decoder_start_token_id": 0}
     set_seed(0)
     model = T5ForConditionalGeneration(T5Config(vocab_size=VOCAB_SIZE, pad_token_id=0, **sizes))
@@ -278,7 +278,7 @@ def test_model_of_more_than_one_text_is_compared_by_its_weights(tmp_path):
     assert not {"lm_head.weight", "encoder.embed_tokens.weight"} & set(tensors)
 
 
-def test_checkpoint_that_differs_is_kept_aside(tmp_path, reload_here, monkeypatch):
+def test_checkpoint_that_differs_is_renamed_to_failed(tmp_path, reload_here, monkeypatch):
     trainer, callback = trained(small_model(), "W4A16", tmp_path)
 
     def write(tensors, directory):
@@ -293,7 +293,7 @@ def test_checkpoint_that_differs_is_kept_aside(tmp_path, reload_here, monkeypatc
     assert "differ" in (tmp_path / "out.failed" / "FAILED.txt").read_text()
 
 
-def test_untrained_models_are_refused(tmp_path):
+def test_untrained_models_are_rejected(tmp_path):
     model = small_model()
     callback = QATCallback("W8A8_STATIC", bit_schedule=())
     attachment = callback.prepare(None, model)
@@ -309,20 +309,20 @@ def test_untrained_models_are_refused(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
-def test_delayed_or_annealed_rounding_that_was_not_reached_is_refused(tmp_path):
+def test_export_before_scheduled_rounding_is_rejected(tmp_path):
     options = {"bit_schedule": ((0, 8), (2, 4))}
     trainer, callback = trained(small_model(), "W4A16", tmp_path, callback_options=options)
     state = callback.attachment.state
     assert state.was_enabled
     state.bits = 8
-    with pytest.raises(UsageError, match=r"8 bits.*has not come to the 4 bits of W4A16"):
+    with pytest.raises(UsageError, match=r"8 bits.*has not reached the 4 bits of W4A16"):
         callback.export(trainer, tmp_path / "out")
     state.bits, state.trained_steps = 4, 0
     with pytest.raises(UsageError, match="was never trained"):
         callback.export(trainer, tmp_path / "out")
 
 
-def test_numbers_that_are_not_finite_are_named(tmp_path):
+def test_tensors_with_nan_or_infinity_are_rejected_by_name(tmp_path):
     trainer, callback = trained(small_model(), "W4A16", tmp_path, callback_options={"stored_dtype": "float16"})
     layers = trainer.model.model.layers
     with torch.no_grad():

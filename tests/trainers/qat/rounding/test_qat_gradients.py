@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rounding_reference import EXACT, GROUP, RELATIVE, assert_same, drawn, ours, reference, rounded_inputs, weights_of
 from shardwright.ds_configs.quantization.scheme import ActivationQuantization
-from shardwright.trainers.qat.rounding.fake_quantized_linear import LinearTensors, fake_quantized_linear
+from shardwright.trainers.qat.rounding.layers import LinearTensors, fake_quantized_linear
 from shardwright.trainers.qat.rounding.rounding import (
     WeightRounding,
     input_gradients,
@@ -92,7 +92,7 @@ def test_gradients_in_fp32_stay_within_millionths(rule, symmetric, strategy):
         assert_same(case.gradients(ours), case.gradients(reference), relative=relative)
 
 
-def test_what_lies_outside_of_a_learned_range_gets_no_gradient():
+def test_values_outside_a_learned_range_get_no_gradient():
     """Worked out by hand: s = 0.5, 4 bits, so that codes end at -8 and 7 and gradients at -4.25 and 3.75."""
     weight = torch.tensor([[3.5, 3.74, 3.76, 9.0, -4.24, -4.26, 0.3, -0.2]], dtype=EXACT)
     how = WeightRounding(quantization=weights_of(4, True, "group"), rule="learned", stored_dtype=EXACT)
@@ -155,7 +155,7 @@ def test_inputs_and_bias_agree_with_finite_differences(rule):
 
 @settings(max_examples=40, deadline=None)
 @given(seed=st.integers(0, 1000), bits=st.integers(2, 8), symmetric=st.booleans())
-def test_stored_ranges_of_inputs_have_gradients_of_their_own(seed, bits, symmetric):
+def test_stored_input_ranges_have_their_own_gradients(seed, bits, symmetric):
     asked = ActivationQuantization(bits=bits, symmetric=symmetric, dynamic=False)
     draw = torch.Generator().manual_seed(seed)
     inputs = torch.randn(2, 3, 5, generator=draw, dtype=EXACT)
@@ -178,7 +178,7 @@ def test_stored_ranges_of_inputs_have_gradients_of_their_own(seed, bits, symmetr
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_small_learned_scales_are_kept_as_they_are(dtype):
+def test_small_learned_scales_are_not_changed(dtype):
     """Never replaced by a type's epsilon: that of bf16, 0.0078, is more than most scales of 8 bits."""
     small = torch.tensor([3e-4, 1e-3, 0.5])
     assert torch.equal(stored_scale(small, dtype), small.to(dtype))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from importlib.metadata import version
 
 import pytest
 import torch
@@ -12,30 +13,25 @@ from compressed_tensors.quantization.lifecycle.forward import fake_quantize
 from compressed_tensors.quantization.utils import calculate_qparams
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from packaging.version import Version
 from safetensors.torch import save_file
 from saved_tensors import saved_storages
-from shardwright.ds_configs.quantization.config_json import quantization_config
+from shardwright.ds_configs.quantization.layers import quantization_config
 from shardwright.ds_configs.quantization.scheme import scheme_named
 from shardwright.ds_configs.specs.errors import UsageError
-from shardwright.plugins.compressed_tensors.codes import pack_tensors
-from shardwright.plugins.compressed_tensors.quantized_cache import cached_attention_modules
+from shardwright.plugins.compressed_tensors.codes import cached_attention_modules, pack_tensors
 from shardwright.plugins.transformers.attention_capture import captured_attention
-from shardwright.trainers.qat.rounding.attach import attach
-from shardwright.trainers.qat.rounding.config import QATConfig
-from shardwright.trainers.qat.rounding.input_ranges import (
-    InputRange,
-    calibrate_inputs,
-    load_ranges,
-    save_ranges,
-    synchronise,
-)
-from shardwright.trainers.qat.rounding.kv_cache import (
+from shardwright.trainers.qat.rounding.attach import attach, kv_cache_errors, rounded_cache
+from shardwright.trainers.qat.rounding.attachment import (
     cache_quantization,
-    kv_cache_faults,
+    calibrate_inputs,
     kv_cache_scheme,
     kv_cache_tensors,
-    rounded_cache,
+    load_ranges,
+    save_ranges,
 )
+from shardwright.trainers.qat.rounding.config import QATConfig
+from shardwright.trainers.qat.rounding.observers import InputRange, synchronise
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 
 NUMBERS = ("fp8", "int8")
@@ -84,7 +80,7 @@ def cached_model(numbers="fp8", scheme=W4A16, dtype=torch.bfloat16, model_change
     seed=st.integers(0, 999),
     spread=st.sampled_from([0.0, 1e-5, 1.0, 300.0]),
 )
-def test_values_are_rounded_as_upstream_rounds_them(numbers, dtype, seed, spread):
+def test_values_are_rounded_as_in_compressed_tensors(numbers, dtype, seed, spread):
     draw = torch.Generator().manual_seed(seed)
     values = (torch.randn(2, 2, 8, 16, generator=draw) * spread).to(dtype)
     found = cache_range(numbers, values, dtype)
@@ -112,7 +108,7 @@ def test_gradients_pass_inside_the_range_and_stop_outside(numbers):
     assert torch.equal(rounded.detach(), rounded_cache(values.detach(), found)), "the same numbers with and without"
 
 
-def test_one_byte_for_each_value_is_kept_for_the_backward_pass():
+def test_backward_saves_one_byte_per_value():
     values = torch.randn(2, 2, 8, 16, requires_grad=True)
     found = cache_range("fp8", values.detach(), torch.float32)
     with saved_storages([values, found.scale]) as saved:
@@ -160,7 +156,7 @@ def test_attention_computes_with_rounded_keys_after_rotary_embedding():
             assert bounds[1] >= float(plain[layer].tensor(name).max())
 
 
-def test_a_model_beside_it_is_left_alone():
+def test_other_models_are_not_changed():
     model, attachment = cached_model()
     calibrate_inputs(model, attachment, token_batches())
     attachment.state.enabled = True
@@ -171,7 +167,7 @@ def test_a_model_beside_it_is_left_alone():
         assert torch.equal(model.eval()(batch).logits, beside)
 
 
-def test_calibration_keeps_dropout_off_and_ends_as_it_began():
+def test_calibration_disables_dropout_and_restores_modes():
     ranges = []
     for dropout in (0.0, 0.5):
         model, attachment = cached_model(model_changes={"attention_dropout": dropout})
@@ -216,14 +212,14 @@ def test_keys_get_gradients_and_ranges_follow_training():
     assert all(one.bounds is not None for one in attachment.ranges.values())
 
 
-def test_an_unknown_range_is_told_by_the_name_of_the_tensor():
+def test_missing_range_is_reported_by_tensor_name():
     model, attachment = cached_model()
     attachment.state.enabled = True
-    with pytest.raises(UsageError, match=r"input range of model\.layers\.0\.self_attn\.k_scale: is not known"):
+    with pytest.raises(UsageError, match=r"input range of model\.layers\.0\.self_attn\.k_scale: has no values"):
         model.eval()(token_batches()[0])
 
 
-def test_ranges_of_the_cache_travel_in_the_file_of_ranges(tmp_path):
+def test_cache_ranges_are_saved_and_loaded(tmp_path):
     model, attachment = cached_model("int8")
     calibrate_inputs(model, attachment, token_batches())
     file = save_ranges(tmp_path / "ranges.safetensors", attachment)
@@ -322,20 +318,27 @@ def meta_model(family, **changes):
 @pytest.mark.parametrize(
     ("family", "rule"),
     [
-        ("gpt2", "has no attention with projections and a cache"),
+        ("gpt2", "has no attention with separate projections and a cache"),
         ("deepseek_v3", "latent vectors"),
-        ("falcon", "has no attention with projections and a cache"),
+        ("falcon", "has no attention with separate projections and a cache"),
         ("xglm", "attn compute attention without AttentionInterface"),
         ("mistral", None),
         ("qwen3", None),
         ("gemma3_text", None),
     ],
 )
-def test_families_that_cannot_are_told(family, rule):
+def test_unsupported_families_are_rejected(family, rule):
     model = meta_model(family)
-    told = [fault.rule for fault in kv_cache_faults(model, QATConfig(scheme=W4A16, kv_cache="fp8"))]
+    told = [error.rule for error in kv_cache_errors(model, QATConfig(scheme=W4A16, kv_cache="fp8"))]
     if rule is None:
         assert told == [] and dict(cached_attention_modules(model))
     else:
         assert any(rule in each for each in told), told
-    assert list(kv_cache_faults(model, QATConfig(scheme=W4A16))) == []
+    assert list(kv_cache_errors(model, QATConfig(scheme=W4A16))) == []
+
+
+def test_packed_zero_points_with_rounded_cache_are_rejected():
+    config = QATConfig(scheme=scheme_named("W4A16_ASYM"), kv_cache="fp8")
+    told = [error.rule for error in kv_cache_errors(meta_model("mistral"), config)]
+    assert len(told) == (Version(version("transformers")) >= Version("5.23.0"))
+    assert all("cannot load packed zero points together with a rounded cache" in each for each in told)

@@ -15,10 +15,15 @@ from saved_tensors import saved_storages
 from shardwright.ds_configs.quantization.scheme import QuantizationScheme, scheme_named
 from shardwright.plugins.compressed_tensors.codes import dequantize
 from shardwright.trainers.qat.rounding.attach import attach
-from shardwright.trainers.qat.rounding.attachment import QuantizationState
 from shardwright.trainers.qat.rounding.config import QATConfig
-from shardwright.trainers.qat.rounding.fake_quantized_linear import LinearRounding, LinearTensors, fake_quantized_linear
-from shardwright.trainers.qat.rounding.layers import FakeQuantizedLinear, LayerQuantizer
+from shardwright.trainers.qat.rounding.layers import (
+    FakeQuantizedLinear,
+    LayerQuantizer,
+    LinearRounding,
+    LinearTensors,
+    QuantizationState,
+    fake_quantized_linear,
+)
 from shardwright.trainers.qat.rounding.rounding import round_weight
 from small_models import llama
 
@@ -109,7 +114,7 @@ def test_every_parameter_of_a_llama_has_a_gradient(scheme):
 
 
 @pytest.mark.parametrize("scheme", ["W4A16", "W8A8", "W2A16_ASYM"])
-def test_no_dense_copy_is_kept(scheme):
+def test_no_dense_copy_is_saved(scheme):
     """What autograd saves beyond parameters and inputs is what it saves for the plain model."""
     model = small_model()
     known = [*model.parameters(), *model.buffers(), IDS]
@@ -131,7 +136,7 @@ def by_elements(sizes: Counter[tuple[tuple[int, ...], torch.dtype]]) -> Counter[
     return found
 
 
-def test_a_layer_saves_its_input_and_its_parameters_alone():
+def test_a_layer_saves_only_its_input_and_parameters():
     model = two_layers()
     rounded_layers(model, "W8A8")
     saved: list[torch.Tensor] = []
@@ -168,7 +173,7 @@ def test_a_frozen_layer_keeps_its_input_only_for_the_ends_of_a_stored_range(sche
 
 @pytest.mark.parametrize("shape", [(32,), (0, 32), (2, 0, 32)])
 @pytest.mark.parametrize("scheme", ["W8A8", "W4A16"])
-def test_single_and_no_rows_pass_as_through_a_plain_layer(scheme, shape):
+def test_one_and_zero_rows_equal_a_plain_layer(scheme, shape):
     model = two_layers()
     wanted = model(torch.ones(shape))
     rounded_layers(model, scheme)
@@ -255,7 +260,7 @@ def test_a_moved_model_and_a_copy_round_as_before():
     assert near > 0.99
 
 
-def test_keys_of_a_saved_model_stay_as_they_were(tmp_path):
+def test_state_dict_keys_do_not_change(tmp_path):
     from safetensors.torch import load_file
     from transformers import AutoModelForCausalLM
 
@@ -286,7 +291,7 @@ def adapted(*, base: torch.dtype = torch.float32, adapters: torch.dtype = torch.
     return model
 
 
-def test_adapters_are_trained_inside_of_the_rounded_sum():
+def test_adapters_are_trained_inside_the_rounded_sum():
     """Against the same model with merged weights: with dL/dW of it, dL/dA = s Bᵀ dL/dW and dL/dB = s dL/dW Aᵀ."""
     model = adapted()
     merged = copy.deepcopy(model).merge_and_unload().requires_grad_(True)
@@ -307,7 +312,7 @@ def test_adapters_are_trained_inside_of_the_rounded_sum():
         assert found[f"{layer}.base_layer.weight"].grad is None
 
 
-def test_adapters_keep_no_dense_sum():
+def test_adapters_save_no_dense_sum():
     model = adapted()
     known = [*model.parameters(), *model.buffers(), IDS]
     dense = {tuple(parameter.shape) for parameter in model.parameters() if parameter.ndim == 2}
@@ -330,7 +335,7 @@ LEARNED_RULES = [("W2A16", "learned"), ("W4A16_ASYM", "learned")]
     [(*rule, *types) for rule in GIVEN_RULES for types in PLAIN_TYPES + ADAPTED_TYPES]
     + [(*rule, *types) for rule in LEARNED_RULES for types in PLAIN_TYPES],
 )
-def test_what_is_stored_is_what_the_forward_pass_multiplied_with(scheme, rule, base, adapters, stored):
+def test_stored_weight_equals_weight_of_forward_pass(scheme, rule, base, adapters, stored):
     """Rows of the identity show a layer's matrix to the bit."""
     model = small_model(layers=1).to(base) if adapters is None else adapted(base=base, adapters=adapters)
     attachment = attach(model, QATConfig(scheme=of_groups(scheme), stored_dtype=stored, weight_rule=rule))

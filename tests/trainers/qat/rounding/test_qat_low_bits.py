@@ -9,8 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from shardwright.ds_configs.quantization.combinations import changed
-from shardwright.ds_configs.quantization.scheme import WeightQuantization, scheme_named
+from shardwright.ds_configs.quantization.scheme import WeightQuantization, changed, scheme_named
 from shardwright.plugins.compressed_tensors.codes import pack_tensors, unpack_tensors
 from shardwright.trainers.qat.callback import QATCallback
 from shardwright.trainers.qat.rounding.rounding import WeightRounding, round_weight, weight_gradients
@@ -36,7 +35,7 @@ def parts(weight: torch.Tensor, strategy: str) -> list[torch.Tensor]:
 
 @given(seed=st.integers(0, 10**6), strategy=st.sampled_from(list(STRATEGIES)), zeros=st.booleans())
 @settings(deadline=None)
-def test_three_values_as_in_bitnet(seed: int, strategy: str, zeros: bool) -> None:
+def test_ternary_weights_equal_bitnet(seed: int, strategy: str, zeros: bool) -> None:
     """γ = mean |W|, W' = max(-1, min(1, round(W / (γ + ε)))) (arXiv 2402.17764, eq. 1-3), in fp64."""
     weight = torch.randn(6, 48, generator=torch.Generator().manual_seed(seed))
     if zeros:
@@ -58,7 +57,7 @@ def test_three_values_as_in_bitnet(seed: int, strategy: str, zeros: bool) -> Non
 
 @given(seed=st.integers(0, 10**6), strategy=st.sampled_from(list(STRATEGIES)))
 @settings(deadline=None)
-def test_two_values_are_the_best_that_a_sign_and_a_scale_can_do(seed: int, strategy: str) -> None:
+def test_binary_weights_minimize_the_error(seed: int, strategy: str) -> None:
     """B = sign(W), α = ‖W‖₁ / n minimise ‖W - αB‖² (arXiv 1603.05279, eq. 2-6): no other scale is nearer, in fp64."""
     weight = torch.randn(6, 48, generator=torch.Generator().manual_seed(seed))
     found = round_weight(weight, rounding("binary", strategy))
@@ -99,7 +98,7 @@ def test_gradients_pass_every_weight(rule: str) -> None:
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_a_model_learns_with_them_and_is_stored_as_it_is(rule: Any, tmp_path: Path) -> None:
+def test_low_bit_model_learns_and_exports_bit_for_bit(rule: Any, tmp_path: Path) -> None:
     set_seed(0)
     sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "vocab_size": VOCAB_SIZE}
     heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "max_position_embeddings": 32, "bos_token_id": None}

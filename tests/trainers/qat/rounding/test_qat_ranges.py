@@ -14,19 +14,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from saved_tensors import saved_storages
-from shardwright.ds_configs.quantization.config_json import quantization_config
+from shardwright.ds_configs.quantization.layers import quantization_config
 from shardwright.ds_configs.quantization.scheme import ActivationQuantization, scheme_named
 from shardwright.ds_configs.specs.errors import RefusedInputError, UsageError
 from shardwright.trainers.qat.rounding.attach import attach
+from shardwright.trainers.qat.rounding.attachment import calibrate_inputs, load_ranges, save_ranges
 from shardwright.trainers.qat.rounding.config import QATConfig
-from shardwright.trainers.qat.rounding.input_ranges import (
-    InputRange,
-    calibrate_inputs,
-    load_ranges,
-    save_ranges,
-    synchronise,
-)
-from shardwright.trainers.qat.rounding.observers import METHODS
+from shardwright.trainers.qat.rounding.observers import METHODS, InputRange, synchronise
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM, LlamaConfig
 
@@ -81,13 +75,13 @@ def static_model(**settings):
 # --- what observers find ---------------------------------------------------------------------------------------------
 
 
-def test_minmax_covers_all_steps_and_holds_zero():
+def test_minmax_covers_all_steps_and_zero():
     found = stepped(range_of("minmax"), [[values_of(0) + 9, values_of(1) + 7], [values_of(2) + 8]])
     everything = torch.cat([values_of(0) + 9, values_of(1) + 7, values_of(2) + 8]).double()
     assert found.bounds == (min(float(everything.min()), 0.0), float(everything.max()))
 
 
-def test_a_moving_average_takes_a_hundredth_of_each_step():
+def test_moving_average_weighs_each_step_by_one_percent():
     steps = [[values_of(3 * step, spread=1 + step), values_of(3 * step + 1)] for step in range(5)]
     found = stepped(range_of("moving_average"), steps)
     low = high = None
@@ -99,7 +93,7 @@ def test_a_moving_average_takes_a_hundredth_of_each_step():
     assert found.bounds == pytest.approx((low, high), rel=1e-6)
 
 
-def test_one_batch_a_step_is_the_average_that_torch_computes():
+def test_moving_average_equals_torch_observer():
     from torch.ao.quantization.observer import MovingAverageMinMaxObserver
 
     reference = MovingAverageMinMaxObserver()
@@ -193,7 +187,7 @@ class FakeRanks:
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_two_ranks_find_what_one_finds_on_all_the_data(method):
+def test_ranges_of_two_ranks_equal_one_process(method):
     """Layer 0 sees text on both, layer 1 on one rank alone, layer 2 zeros on one rank, layer 3 nothing at all."""
     data = [[[values_of(9 * step + rank, 200, 10.0**rank)] for rank in range(2)] for step in range(4)]
     ranges = [[range_of(method) for _ in range(4)] for _ in range(2)]
@@ -221,7 +215,7 @@ def test_two_ranks_find_what_one_finds_on_all_the_data(method):
     assert ranks.calls == (1 if method in ("minmax", "moving_average") else 2) * len(data), "collectives, not per layer"
 
 
-def test_a_batch_that_overflowed_is_left_out_on_every_rank():
+def test_overflowed_batch_is_ignored_on_every_rank():
     ranges = [range_of("minmax") for _ in range(2)]
     ranks = FakeRanks(2)
 
@@ -240,15 +234,15 @@ def test_a_batch_that_overflowed_is_left_out_on_every_rank():
 # --- scales ----------------------------------------------------------------------------------------------------------
 
 
-def test_an_unknown_range_says_what_to_do():
+def test_missing_range_error_names_the_fix():
     for method in ("calibrated", "learned", "minmax", "l2"):
-        with pytest.raises(UsageError, match=r"input range of layer: is not known.*calibrate_inputs.*moving_average"):
+        with pytest.raises(UsageError, match=r"input range of layer: has no values.*calibrate_inputs.*moving_average"):
             range_of(method).on(torch.device("cpu"))
         assert range_of(method).scale is None
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_the_first_forward_pass_rounds_to_what_it_has_seen(method):
+def test_first_forward_pass_uses_its_own_range(method):
     found = range_of(method)
     found.observe(torch.tensor([[0.5, -1.5]]))
     scale, zero_point = found.on(torch.device("cpu"))
@@ -290,7 +284,7 @@ def test_learned_ranges_start_where_the_stored_ones_are(low, width, symmetric):
         assert torch.equal(zero_point.round().to(torch.int8), found.zero_point)
 
 
-def test_a_moved_range_leaves_saved_tensors_alone():
+def test_updated_range_does_not_change_saved_tensors():
     found = stepped(range_of("minmax"), [[torch.tensor([[1.0]])]])
     before = found.scale
     weight = torch.ones(1, requires_grad=True)
@@ -300,7 +294,7 @@ def test_a_moved_range_leaves_saved_tensors_alone():
     assert float(weight.grad) == pytest.approx(1 / 127.5) and float(found.scale) > 0.7
 
 
-def test_ranges_found_in_inference_mode_can_be_trained_with():
+def test_ranges_from_inference_mode_can_be_trained():
     found = range_of("minmax")
     with torch.inference_mode():
         found.observe(torch.tensor([[1.0]]))
@@ -331,21 +325,21 @@ def test_repeated_forward_passes_are_not_counted(reentrant):
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_a_resumed_run_goes_on_as_if_it_had_not_stopped(method):
+def test_resumed_ranges_equal_uninterrupted_run(method):
     steps = [[values_of(step, 200, 1.5**step) + 2] for step in range(6)]
     whole = stepped(range_of(method), steps)
     first = stepped(range_of(method), steps[:3])
     resumed = range_of(method)
-    resumed.take_up(json.loads(json.dumps(first.record())))
+    resumed.restore(json.loads(json.dumps(first.record())))
     assert resumed.bounds == first.bounds and torch.equal(resumed.scale, first.scale)
     assert stepped(resumed, steps[3:]).bounds == whole.bounds
 
 
-def test_a_record_of_another_method_gives_its_range_alone():
+def test_record_of_another_method_restores_only_its_range():
     first = stepped(range_of("l2"), [[values_of(0)]])
     for method in ("calibrated", "moving_average", "percentile"):
         other = range_of(method)
-        other.take_up(first.record())
+        other.restore(first.record())
         assert other.bounds == first.bounds
 
 
@@ -376,7 +370,7 @@ def inputs_by_layer(model, batches):
     return seen
 
 
-def test_calibration_sees_the_full_precision_model_and_puts_everything_back():
+def test_calibration_uses_full_precision_and_restores_state():
     wanted = inputs_by_layer(tiny_llama().eval(), token_batches())
     model, attachment = static_model(ranges="moving_average")
     model.train()
@@ -438,7 +432,7 @@ def test_observing_saves_nothing_for_the_backward_pass():
     assert sizes[0] == sizes[1]
 
 
-def test_what_keeps_a_model_from_being_calibrated_is_told():
+def test_models_that_cannot_be_calibrated_are_rejected():
     model, attachment = static_model()
     with pytest.raises(UsageError, match="calibration = 0: there must be at least one batch"):
         calibrate_inputs(model, attachment, [])
@@ -446,8 +440,8 @@ def test_what_keeps_a_model_from_being_calibrated_is_told():
         model.model.layers[0].mlp.up_proj.weight.fill_(float("inf"))
     with pytest.raises(UsageError) as caught:
         calibrate_inputs(model, attachment, token_batches(1))
-    assert len(caught.value.faults) == 8, "down_proj of the first layer, and all of the second"
-    assert "layers.0.mlp.down_proj hold infinities or NaN" in str(caught.value)
+    assert len(caught.value.errors) == 8, "down_proj of the first layer, and all of the second"
+    assert "layers.0.mlp.down_proj contain infinities or NaN" in str(caught.value)
     model.lm_head.weight.ds_id = 0
     with pytest.raises(UsageError, match=r"ZeRO-3 has partitioned.*save_ranges.*QATCallback\(calibration=file\)"):
         calibrate_inputs(model, attachment, token_batches(1))
@@ -456,7 +450,7 @@ def test_what_keeps_a_model_from_being_calibrated_is_told():
 # --- files -----------------------------------------------------------------------------------------------------------
 
 
-def test_ranges_travel_in_a_file(tmp_path):
+def test_ranges_are_saved_and_loaded(tmp_path):
     model, attachment = static_model()
     file = tmp_path / "ranges.safetensors"
     with pytest.raises(UsageError, match=r"no range is known of model\.layers\.0"):
@@ -471,7 +465,7 @@ def test_ranges_travel_in_a_file(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["ranges.safetensors"]
 
 
-def test_everything_that_keeps_a_file_from_fitting_is_told_at_once(tmp_path):
+def test_all_differences_of_a_range_file_are_reported(tmp_path):
     model, attachment = static_model()
     calibrate_inputs(model, attachment, token_batches(1))
     file = save_ranges(tmp_path / "ranges.safetensors", attachment)
@@ -482,24 +476,24 @@ def test_everything_that_keeps_a_file_from_fitting_is_told_at_once(tmp_path):
     other.ranges["extra"] = other.ranges.pop(gone)
     with pytest.raises(UsageError) as caught:
         load_ranges(file, other)
-    rules = [fault.rule for fault in caught.value.faults]
+    rules = [error.rule for error in caught.value.errors]
     assert len(rules) == 3
     assert "'symmetric': False" in rules[0]
-    assert rules[1] == "holds no range of extra"
+    assert rules[1] == "contains no range of extra"
     assert rules[2] == (
-        "holds ranges of what is not rounded here: model.layers.0.self_attn.q_proj, "
+        "contains ranges of layers that are not rounded: model.layers.0.self_attn.q_proj, "
         + ", ".join(sorted(f"model.layers.1.{part}" for part in PARTS))
     )
     assert all(one.bounds is None for one in other.ranges.values())
 
 
-def test_damaged_and_foreign_files_are_refused(tmp_path):
+def test_damaged_and_foreign_files_are_rejected(tmp_path):
     model, attachment = static_model()
     file = tmp_path / "ranges.safetensors"
     with pytest.raises(UsageError, match="there is no such file"):
         load_ranges(file, attachment)
     file.write_bytes(b"nothing of the kind")
-    with pytest.raises(RefusedInputError, match="is not a whole safetensors file"):
+    with pytest.raises(RefusedInputError, match="is not a complete safetensors file"):
         load_ranges(file, attachment)
     save_file({"model.norm.weight": torch.ones(2)}, file, metadata={"format": "pt"})
     with pytest.raises(RefusedInputError, match="was not written by save_ranges"):
@@ -516,4 +510,4 @@ def test_damaged_and_foreign_files_are_refused(tmp_path):
     save_file(broken, file, metadata=stated)
     with pytest.raises(RefusedInputError) as caught:
         load_ranges(file, attachment)
-    assert len(caught.value.faults) == 2
+    assert len(caught.value.errors) == 2

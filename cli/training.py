@@ -1,0 +1,290 @@
+"""What all commands that launch a training share: dry run, progress and results."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import redirect_stdout
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from rich.console import Console, RenderableType
+from rich.progress import Progress, ProgressColumn
+from rich.table import Table
+from rich.text import Text
+
+from ..ds_configs.plan.plan import Plan
+from ..ds_configs.specs.errors import ConfigError, UsageError, collecting
+from .machines import (
+    TrainingMachineOptions,
+    note_result_machine,
+    run_on_hosts,
+    slurm_script_of_command,
+    submit_to_slurm,
+)
+from .options import TrainingOptions
+from .progress import Bar, LinesAtTimes, note, progress_on_stderr
+from .settings import command_line
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from ..ds_configs.plan.plan import Plan
+    from ..ds_configs.specs.hardware import HardwareSpec
+    from ..plugins.launching.messages import Figures
+    from ..trainers.data.samples import Samples
+    from ..trainers.runs.report import LaunchedOutcome
+    from ..trainers.runs.run import PreparedTraining
+    from ..trainers.runs.settings import LaunchedSettings, RunRequest
+
+Outcome = TypeVar("Outcome", bound="LaunchedOutcome")
+
+
+def launched_command(
+    prepare: Callable[[RunRequest], PreparedTraining[Outcome]],
+    options: TrainingOptions,
+    machines: TrainingMachineOptions,
+    settings: LaunchedSettings,
+    show: Callable[[Outcome, Path], None],
+    describe: Callable[..., dict[str, Any]] = lambda prepared, as_json: {},
+) -> int:
+    """Prepare, launch and report a training, and return the exit code.
+
+    Args:
+        prepare: Checks everything and plans.
+        options: Output options.
+        machines: Machines of the run.
+        settings: Settings of the training.
+        show: Prints the outcome.
+        describe: Returns what a dry run prints in addition to settings, plan and data; receives the prepared
+            training and `as_json`.
+    """
+    from ..trainers.reports.make import REPORT_FILE as HTML_FILE
+    from ..trainers.runs.run import run_part, run_training
+    from ..trainers.runs.settings import RunRequest
+
+    output_dir, as_json, errors, script = options.output_dir, options.as_json, machines.errors(), ""
+    if machines.on == "ssh" and not options.dry_run and not errors:
+        return run_on_hosts(machines, nodes=_planned_hardware(settings).nodes)
+    if machines.on == "slurm":
+        with collecting(errors):
+            hardware = _hardware_of_job(settings)
+            script = slurm_script_of_command(machines, hardware)
+            if not options.dry_run and not errors:
+                return submit_to_slurm(script, hardware, machines, as_json=as_json)
+        if errors:
+            # Without the hardware of the job, everything else would be checked against this machine.
+            raise UsageError(errors)
+    request = RunRequest(
+        output_dir=output_dir,
+        resume=options.resume,
+        force=options.force,
+        dry_run=options.dry_run,
+        place=None if options.dry_run or errors else machines.place(),
+        check_nodes=machines.check_nodes,
+        command=command_line(),
+    )
+    prepared = None
+    # Some libraries log to stdout, which is for results only.
+    with collecting(errors), redirect_stdout(sys.stderr):
+        prepared = prepare(request)
+    if errors:
+        raise UsageError(errors)
+    assert prepared is not None, "a failed preparation left an error"
+    if options.dry_run:
+        files, more = [output_dir / name for name in prepared.file_names], describe(prepared, as_json=as_json)
+        more |= {"sbatch": script} if script and as_json else {}
+        show_dry_run(prepared.settings, prepared.plan, prepared.samples, files, as_json=as_json, **more)
+        if script and not as_json:
+            sys.stdout.write(f"Job script:\n{script}")
+        return 0
+    if request.place is not None and not request.place.is_first:
+        with redirect_stdout(sys.stderr):
+            run_part(prepared)
+        note_result_machine(request.place)
+        return 0
+    view = partial(TrainingView, plan=prepared.plan)
+    with redirect_stdout(sys.stderr), progress_on_stderr("starting the ranks", LinesAtTimes(), view):
+        outcome = run_training(prepared)
+    if as_json:
+        print(json.dumps(outcome.to_dict() | {"output_dir": str(output_dir)}))
+    else:
+        show(outcome, output_dir)
+        note(f"HTML report: {output_dir / HTML_FILE}")
+    return 0
+
+
+def show_outcome(
+    outcome: LaunchedOutcome,
+    output_dir: Path,
+    *,
+    name: str,
+    made: str,
+    chart: str,
+    noun: str,
+    rows: Sequence[Sequence[str | Text]] = (),
+    facts: Sequence[tuple[str, str]] = (),
+) -> None:
+    """Print the results on the held-out samples, and the files.
+
+    Args:
+        outcome: Outcome of the training.
+        output_dir: Directory of its files.
+        name: Name of the model.
+        made: How it was made; printed after the name.
+        chart: File of the chart.
+        noun: Noun for the result, such as Model.
+        rows: Rows of the table. Default: the measures of the outcome, with the second value highlighted.
+        facts: More lines.
+    """
+    from ..plugins.huggingface_hub.push import CARD_FILE
+    from ..trainers.runs.report import REPORT_FILE
+    from .show import console, print_rows
+
+    out = console()
+    label, hardware = outcome.plan.chosen.strategy.label, outcome.plan.hardware.name
+    out.print(Text.assemble((name, "bold"), f"  {made}, {label} on {hardware}"))
+    out.print()
+    headings, measured = outcome.measures()
+    rows = rows or [(row[0], row[1], Text(row[2], style="bold green"), *row[3:]) for row in measured]
+    on = f"{outcome.statistics.evaluation_samples} held-out samples"
+    print_rows(out, (on, *headings[1:]), rows, block_title=on, figures=headings[1:])
+    out.print()
+    for fact, value in facts:
+        out.print(f"  {fact}: {value}", markup=False)
+    out.print(outcome.speed_line())
+    files = ", ".join(str(output_dir / file) for file in (REPORT_FILE, CARD_FILE, chart))
+    out.print(f"{noun} in {output_dir}; see {files}", markup=False)
+
+
+def _planned_hardware(settings: LaunchedSettings) -> HardwareSpec:
+    from ..ds_configs.plan.plan import Plan
+    from ..trainers.runs.inputs import chosen_hardware
+
+    plan = getattr(settings, "plan", None)
+    return chosen_hardware(settings) if plan is None else Plan.load(plan).hardware
+
+
+def _hardware_of_job(settings: LaunchedSettings) -> HardwareSpec:
+    """Return the hardware of a SLURM job.
+
+    Raises:
+        UsageError: it is this machine, which only submits the job.
+    """
+    if getattr(settings, "plan", None) is None and settings.hardware in (None, "local"):
+        rule, fix = "must be the nodes of the job, not this machine", "such as --hardware 2x8xH100-80GB, or plan first"
+        raise UsageError(ConfigError(where="hardware", value=settings.hardware, rule=rule, fix=fix))
+    return _planned_hardware(settings)
+
+
+def show_dry_run(
+    settings: LaunchedSettings, plan: Plan, samples: Samples, files: list[Path], *, as_json: bool, **more: Any
+) -> None:
+    """Print settings, plan, data and files of a training that was not launched.
+
+    Args:
+        settings: Settings of the training.
+        plan: Its plan.
+        samples: Its data.
+        files: Files that it would write.
+        as_json: Print one JSON object instead of text.
+        more: More values of that object, or lines of the text.
+    """
+    from ..ds_configs.plan.plan import plan_to_dict
+    from .show import console, show_plan, show_settings
+
+    statistics, values = samples.statistics, settings.model_dump()
+    if as_json:
+        shown = {"schema_version": 1, "settings": values, "dataset": asdict(statistics), "plan": plan_to_dict(plan)}
+        print(json.dumps(shown | more | {"files": [str(file) for file in files]}))
+        return
+    show_settings(values, settings.origins())
+    show_plan(plan, None, output_dir_hint=False)
+    out = console()
+    out.print(
+        f"{statistics.train_samples:,} samples of {statistics.source} with {statistics.train_labels:,} labelled tokens "
+        f"to train on, {len(samples.evaluation):,} to evaluate on",
+        markup=False,
+    )
+    for name, value in more.items():
+        out.print(f"{name.replace('_', ' ')}: {value}", markup=False)
+    out.print("A run would write " + ", ".join(str(file) for file in files), markup=False)
+
+
+_SLOW_RANK_RATIO = 1.1
+"""A rank is reported as slow above this multiple of the median; less is noise."""
+_SLOW_SHARE = 0.8
+"""A speed below this share of the planned one is shown as a warning."""
+
+
+class TrainingView(Bar):
+    """Bar of optimizer steps, with loss, speed, memory and slowest rank below it."""
+
+    def __init__(self, begins: str, console: Console, plan: Plan) -> None:
+        self._plan = plan
+        self._latest: Figures | None = None
+        super().__init__(begins, console)
+
+    def tell_figures(self, figures: object) -> None:
+        """Set the figures to show."""
+        self._latest = figures  # type: ignore[assignment]
+
+    def _progress(self, *columns: ProgressColumn, **options: Any) -> Progress:
+        return _WithFigures(self, *columns, **options)
+
+    def rows(self) -> list[tuple[str, Text]]:
+        """Return the known figures by name."""
+        if self._latest is None:
+            return []
+        figures = self._latest
+        rows = [("loss", None if figures.loss is None else Text(f"{figures.loss:.4f}"))]
+        rows += [("tokens/s", self._speed(figures)), ("memory", self._memory(figures)), ("ranks", _slowest(figures))]
+        return [(name, text) for name, text in rows if text is not None]
+
+    def _speed(self, figures: Figures) -> Text | None:
+        speed, planned = figures.tokens_per_second, self._plan.chosen.time.tokens_per_second
+        if speed is None:
+            return None
+        share = speed / planned
+        comparison = f" of {planned:,.0f} planned ({100 * share:.0f} %)"
+        # For CPU ranks the plan predicts an order of magnitude only.
+        slow = share < _SLOW_SHARE and self._plan.hardware.gpu != "CPU"
+        return Text.assemble(f"{speed:,.0f}", (comparison, "yellow" if slow else "dim"))
+
+    def _memory(self, figures: Figures) -> Text | None:
+        if figures.peak_allocated_gb is None:
+            return None
+        gpu = self._plan.chosen.memory.gpu
+        planned = gpu.allocated_bytes / 1e9
+        over = figures.peak_allocated_gb > 1.05 * planned
+        comparison = f" GB of tensors, {planned:.1f} planned, {gpu.capacity_bytes / 1e9:.1f} available"
+        return Text.assemble(f"{figures.peak_allocated_gb:.1f}", (comparison, "yellow" if over else "dim"))
+
+
+def _slowest(figures: Figures) -> Text | None:
+    if figures.slowest_rank is None or figures.slowest_rank_ratio is None:
+        return None
+    ratio = f"{figures.slowest_rank_ratio:.2f} times the median"
+    if figures.slowest_rank_ratio < _SLOW_RANK_RATIO:
+        return Text(f"equally fast; the slowest takes {ratio}", style="dim")
+    return Text(f"rank {figures.slowest_rank} is slow: {ratio} to load data and for a forward pass", style="yellow")
+
+
+class _WithFigures(Progress):
+    """Progress with the rows of a view below its bar."""
+
+    def __init__(self, view: TrainingView, *columns: ProgressColumn, **options: Any) -> None:
+        self._view = view
+        super().__init__(*columns, **options)
+
+    def get_renderables(self) -> Iterable[RenderableType]:
+        """Yield the bar and the rows."""
+        yield from super().get_renderables()
+        if rows := self._view.rows():
+            table = Table.grid(padding=(0, 2))
+            for name, text in rows:
+                table.add_row(Text(name, style="bold"), text)
+            yield table

@@ -1,0 +1,147 @@
+"""The table of trainer parameters: each parameter of `Trainer.__init__`, and of TRL's trainers, under each layout.
+
+A parameter is *honored*, with the test that trains it and compares it with one process, or *rejected*, with a reason
+and a fix. `trainer_for` reads the table before training. It passes on parameters that the table does not have, with a
+warning.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from ..specs.errors import ConfigError
+from .combinations import COLUMNS
+
+SINGLE = "single"
+"""The layout of one process, which runs the unmodified Trainer."""
+LAYOUTS = (SINGLE, *COLUMNS)
+
+RUN = "tests/distributed/test_trainer_parameters.py"
+DRAWN = "tests/equivalence/test_combinations.py"
+
+_EVERY = " ".join(LAYOUTS)
+_WHOLE = "single ddp zero0 zero1 zero2 zero3 fsdp2 zero_offload fsdp2_offload"
+
+_HONORED: tuple[tuple[str, str, str], ...] = (
+    (DRAWN, "model args train_dataset data_collator callbacks", _EVERY),
+    (RUN, "processing_class eval_dataset", _EVERY),
+    (RUN, "optimizer_cls_and_kwargs", _EVERY),
+    (RUN, "optimizers", f"{_WHOLE} sp cp tp ep"),
+    (RUN, "compute_loss_func compute_metrics preprocess_logits_for_metrics", f"{_WHOLE} sp tp ep"),
+    (RUN, "model_init", _WHOLE),
+    (RUN, "peft_config formatting_func", f"{_WHOLE} sp"),
+    (RUN, "formatting_func", "tp ep"),
+    (RUN, "ref_model", f"{_WHOLE} tp ep"),
+    (RUN, "teacher_model", f"{_WHOLE} tp ep"),
+    (RUN, "quantization_config", SINGLE),
+)
+"""Tests, parameters and layouts."""
+
+_ONE_STAGE = "it needs logits, which only the last stage of a pipeline has"
+_PARTS = "it needs full sequences, but a rank of context parallelism has parts that are not adjacent"
+_STAGES = "it belongs to TRL's trainers, whose losses pipeline stages do not compute"
+_SECOND = "it is a second model, which the layout of the trained model does not shard"
+
+_REJECTED: tuple[tuple[str, str, str, str], ...] = (
+    (_ONE_STAGE, "omit it, or use ZeRO", "compute_loss_func", "pp"),
+    (_ONE_STAGE, "omit it, and evaluate the saved model", "compute_metrics preprocess_logits_for_metrics", "pp"),
+    (_PARTS, "use sp with DeepSpeed", "compute_loss_func", "cp"),
+    (_PARTS, "evaluate the saved model with cp = 1", "compute_metrics preprocess_logits_for_metrics", "cp"),
+    (
+        "it has the parameters of the full model, but each pipeline stage trains its own",
+        "pass optimizer_cls_and_kwargs=(optimizer class, keywords)",
+        "optimizers",
+        "pp",
+    ),
+    (
+        "it builds the model again when training starts, after the layout was applied to the first one",
+        "pass model=model_init()",
+        "model_init",
+        "sp cp tp pp ep",
+    ),
+    (
+        "the engine does not find the layers of its plan under the adapters' names",
+        "use sp, ZeRO or FSDP2",
+        "peft_config",
+        "tp ep",
+    ),
+    (_PARTS, "use sp with DeepSpeed", "peft_config formatting_func", "cp"),
+    (_STAGES, "use ZeRO or FSDP2", "peft_config formatting_func", "pp"),
+    (_SECOND, "use ZeRO, FSDP2, tp or ep", "ref_model", "sp cp pp"),
+    (_SECOND, "use ZeRO, FSDP2, tp or ep", "teacher_model", "sp cp pp"),
+    (
+        "the trainer would load the full model on every rank, before the engine can shard it",
+        "load the model with quantization_config and pass it as model",
+        "quantization_config",
+        "ddp zero0 zero1 zero2 zero3 fsdp2 zero_offload fsdp2_offload sp cp tp pp ep",
+    ),
+)
+"""Reasons, fixes, parameters and layouts."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Decision:
+    """One pair of the table."""
+
+    parameter: str
+    layout: str
+    """A key of `LAYOUTS`."""
+    proven_by: str = ""
+    """The test that proves the pair; empty if it is rejected."""
+    reason: str = ""
+    """Why the pair is rejected; empty if it is honored."""
+    fix: str = ""
+
+    @property
+    def is_honored(self) -> bool:
+        """Whether a test proves the pair."""
+        return bool(self.proven_by)
+
+
+def every_decision() -> list[Decision]:
+    """Return all entries of the table in order."""
+    honored = [
+        Decision(parameter=parameter, layout=layout, proven_by=test)
+        for test, parameters, layouts in _HONORED
+        for parameter in parameters.split()
+        for layout in layouts.split()
+    ]
+    rejected = [
+        Decision(parameter=parameter, layout=layout, reason=reason, fix=fix)
+        for reason, fix, parameters, layouts in _REJECTED
+        for parameter in parameters.split()
+        for layout in layouts.split()
+    ]
+    return honored + rejected
+
+
+_TABLE: Mapping[tuple[str, str], Decision] = {(entry.parameter, entry.layout): entry for entry in every_decision()}
+PARAMETERS = tuple(dict.fromkeys(parameter for parameter, _ in _TABLE))
+"""Every parameter in the table."""
+
+
+def decision(parameter: str, layout: str) -> Decision | None:
+    """Return the entry of a parameter under a layout; `None` for a parameter that is not in the table.
+
+    >>> decision("compute_metrics", "pp").reason
+    'it needs logits, which only the last stage of a pipeline has'
+    """
+    return _TABLE.get((parameter, layout))
+
+
+def parameter_errors(parameters: Iterable[str], layouts: Iterable[str]) -> list[ConfigError]:
+    """Return an error for each parameter that a layout rejects.
+
+    Args:
+        parameters: Parameters that the user passed with a value other than the default.
+        layouts: Columns of the run, as in `LAYOUTS`; empty for one process.
+    """
+    columns = tuple(layouts) or (SINGLE,)
+    errors = []
+    for parameter in parameters:
+        entries = [entry for column in columns if (entry := decision(parameter, column)) and not entry.is_honored]
+        if entries:
+            rule = f"is not supported with {COLUMNS[entries[0].layout]}: {entries[0].reason}"
+            errors.append(ConfigError(where=parameter, rule=rule, fix=entries[0].fix))
+    return errors

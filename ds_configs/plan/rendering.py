@@ -1,0 +1,463 @@
+"""Files that run a plan: DeepSpeed JSON, Accelerate YAML, training arguments and launch scripts."""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import yaml
+
+from ..search.search import Evaluated
+from ..specs.errors import ConfigError, UsageError
+from ..specs.hardware import HardwareSpec
+from ..specs.job import TrainingJob
+from ..specs.layout import Layout, OffloadDevice
+from ..specs.model import ModelSpec
+from ..specs.texts import read_small_file, strict_json, yaml_mapping
+
+TRAINING_MODULE = "shardwright.trainers.train_causal_lm"
+
+LAUNCHING_MODULE = "shardwright.plugins.launching.elastic"
+"""Runs a launcher on the network interface that reaches the other nodes, or on loopback with a single node."""
+
+MAIN_PORT = 29500
+"""Default rendezvous port of several nodes, as in torchrun and Accelerate."""
+
+_SCRIPT_DIRECTORY = "\0"
+"""Placeholder for the script's directory while words are quoted; no path contains a null byte."""
+_SCRIPT_WORDS = {"\0rank": '"$1"', "\0address": '"$2"', "\0port": f'"${{MAIN_PROCESS_PORT:-{MAIN_PORT}}}"'}
+"""Placeholders for arguments and variables of a script."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, repr=False)
+class LaunchSpec:
+    """Everything that a launch needs: model, cluster, job and chosen layout."""
+
+    model: ModelSpec
+    hardware: HardwareSpec
+    job: TrainingJob
+    chosen: Evaluated
+    """The layout, with its memory and reason."""
+
+    @property
+    def file_names(self) -> tuple[str, ...]:
+        """Names of the plan's files."""
+        names = ["accelerate.yaml", "launch.sh", "plan.json", "training_arguments.json"]
+        if self.chosen.strategy.engine == "deepspeed":
+            names.append("ds_config.json")
+        if self.hardware.nodes > 1:
+            names += ["hostfile", "launch.sbatch"]
+        return tuple(sorted(names))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NodePlace:
+    """Rank of a node and the rendezvous address of a launch."""
+
+    rank: int | str
+    """Node rank; node 0 is the rendezvous. A string for a placeholder in a script."""
+    main_address: str
+    """Name or address of node 0."""
+    main_port: int | str = MAIN_PORT
+    nodes: int | None = None
+    """Number of nodes, if fewer than in `accelerate.yaml`."""
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this node reports the results."""
+        return str(self.rank) == "0"
+
+
+def launch_arguments(plan: LaunchSpec, *, directory: str = ".", node: NodePlace | None = None) -> list[str]:
+    """Return the command that starts training on one node, from any working directory.
+
+    Plain data parallelism over CPU ranks uses torchrun, because Accelerate starts a single process for MULTI_CPU.
+    """
+    hardware = plan.hardware
+    training = [TRAINING_MODULE, "--model", plan.model.name]
+    training += ["--training-arguments", f"{directory}/training_arguments.json"]
+    training += ["--seq-len", str(plan.job.seq_len_tokens), "--output-dir", f"{directory}/model", "--plan", directory]
+    if plan.model.revision is not None:
+        training += ["--revision", plan.model.revision]
+    if plan.job.method != "full":
+        training += ["--method", plan.job.method, "--lora-rank", str(plan.job.lora_rank)]
+        training += ["--lora-targets", ",".join(plan.job.lora_targets)]
+    if hardware.gpu == "CPU" and plan.chosen.strategy.engine == "ddp":
+        rendezvous = ["--standalone"]
+        if node is not None:
+            rendezvous = [f"--nnodes={hardware.nodes}", "--node-rank", str(node.rank)]
+            rendezvous += ["--master-addr", node.main_address, "--master-port", str(node.main_port)]
+        return ["torchrun", *rendezvous, f"--nproc_per_node={hardware.gpus_per_node}", "-m", *training]
+    rendezvous = []
+    if node is not None:
+        rendezvous = ["--machine_rank", str(node.rank), "--main_process_ip", node.main_address]
+        rendezvous += ["--main_process_port", str(node.main_port)]
+        if node.nodes is not None:
+            rendezvous += ["--num_machines", str(node.nodes), "--num_processes", str(hardware.world_size)]
+    return ["accelerate", "launch", "--config_file", f"{directory}/accelerate.yaml", *rendezvous, "-m", *training]
+
+
+def with_own_files(words: Sequence[str], plan: LaunchSpec, *, directory: str) -> list[str]:
+    """Return a launch command that reads `ds_config.json` of a directory instead of the copy in `accelerate.yaml`."""
+    if plan.chosen.strategy.engine != "deepspeed":
+        return list(words)
+    index = words.index("-m")
+    return [*words[:index], "--deepspeed_config_file", f"{directory}/ds_config.json", *words[index:]]
+
+
+def train_arguments(plan: LaunchSpec, *, directory: str) -> list[str]:
+    """Return the command that trains on the user's data under a plan; `YOUR_DATA` and `OUTPUT` are placeholders.
+
+    With a teacher the command is `distill`, which makes its own plan.
+    """
+    revision = [] if plan.model.revision is None else ["--revision", plan.model.revision]
+    model, own = plan.model.name, ["--dataset", "YOUR_DATA", "--output-dir", "OUTPUT"]
+    if plan.job.teacher is not None:
+        return ["shardwright", "distill", plan.job.teacher.name, model, *revision, *own]
+    return ["shardwright", "train", model, "--plan", directory, *revision, *own]
+
+
+def run_line(plan: LaunchSpec, *, directory: str = ".") -> str:
+    """Return the shell command of a launch; for several nodes, that of the script on each."""
+    if plan.hardware.nodes == 1:
+        return shlex.join(launch_arguments(plan, directory=directory))
+    script = shlex.quote(f"{directory}/launch.sh")
+    batch = shlex.quote(f"{directory}/launch.sbatch")
+    return f"{script} MACHINE_RANK MAIN_PROCESS_IP on each node, or sbatch {batch}"
+
+
+def launch_script(plan: LaunchSpec, header: str) -> str:
+    """Return `launch.sh`: the launch line with the script's arguments appended. It reads the files next to it."""
+    several = plan.hardware.nodes > 1
+    node = NodePlace(rank="\0rank", main_address="\0address", main_port="\0port") if several else None
+    words = launch_arguments(plan, directory=_SCRIPT_DIRECTORY, node=node)
+    words = with_own_files(words, plan, directory=_SCRIPT_DIRECTORY)
+    # Placeholders become shell expressions; everything else is quoted.
+    quoted = [
+        _SCRIPT_WORDS.get(word)
+        or (
+            f'"$directory"{shlex.quote(word[1:]) if word[1:] else ""}'
+            if word.startswith(_SCRIPT_DIRECTORY)
+            else shlex.quote(word)
+        )
+        for word in words
+    ]
+    preamble = 'directory="$(cd "$(dirname "$0")" && pwd)"\npython="$(command -v python || command -v python3)"\n'
+    arguments = '"$@"'
+    if several:
+        usage = "usage: $0 MACHINE_RANK MAIN_PROCESS_IP [TRAINING ARGUMENTS]"
+        preamble = f'if [ $# -lt 2 ]; then echo "{usage}" >&2; exit 2; fi\n{preamble}'
+        arguments = '"${@:3}"'
+    line = f'"$python" -m {LAUNCHING_MODULE} {" ".join(quoted)} {arguments}'
+    return f"#!/usr/bin/env bash\n{header}set -euo pipefail\n{preamble}exec {line}\n"
+
+
+FUSED_LOSS_ONLY = {
+    "cross_entropy": False,
+    "fused_linear_cross_entropy": True,
+    "geglu": False,
+    "layer_norm": False,
+    "rms_norm": False,
+    "rope": False,
+    "swiglu": False,
+}
+"""Enables Liger's chunked head and loss, but not its other kernels, whose activations were not traced."""
+
+
+MAX_GRAD_NORM = 1.0
+"""Norm at which gradients are clipped, the default of Trainer and DeepSpeed."""
+
+
+def planned_training_arguments(plan: LaunchSpec) -> dict[str, object]:
+    """Return the keys of `TrainingArguments` that the plan decides.
+
+    With FSDP2 and accumulation, the Trainer would keep gradients unsharded between micro-batches
+    (`Accelerator.no_sync`, accelerate/accelerator.py:1167); `sync_each_batch` keeps them sharded, as planned.
+    """
+    strategy, job = plan.chosen.strategy, plan.job
+    arguments: dict[str, object] = {
+        "per_device_train_batch_size": strategy.micro_batch_size,
+        "gradient_accumulation_steps": strategy.gradient_accumulation_steps,
+        "gradient_checkpointing": strategy.gradient_checkpointing,
+        "bf16": job.precision == "bf16",
+        "fp16": job.precision == "fp16",
+        "optim": job.optimizer,
+        "max_grad_norm": MAX_GRAD_NORM,
+    }
+    if plan.hardware.gpu == "CPU":
+        arguments["use_cpu"] = True
+    if job.loss == "chunked":
+        arguments["use_liger_kernel"] = True
+        arguments["liger_kernel_config"] = FUSED_LOSS_ONLY
+    if strategy.engine == "fsdp2":
+        accelerator: dict[str, object] = {}
+        if strategy.gradient_accumulation_steps > 1:
+            accelerator["gradient_accumulation_kwargs"] = {"sync_each_batch": True}
+        if plan.hardware.gpu == "CPU":
+            # accelerate 1.15.0 silently trains plain DDP here. `shardwright launch` creates the state that this key
+            # requires; a script launched without it fails instead of running another layout.
+            accelerator["use_configured_state"] = True
+        if accelerator:
+            arguments["accelerator_config"] = accelerator
+    return arguments
+
+
+GATHER_ON_SAVE = "stage3_gather_16bit_weights_on_model_save"
+
+
+def deepspeed_config(plan: LaunchSpec) -> dict[str, object]:
+    """Return the DeepSpeed configuration of a plan, without keys that have no effect."""
+    strategy, job = plan.chosen.strategy, plan.job
+    config: dict[str, object] = {
+        "train_batch_size": "auto",
+        "train_micro_batch_size_per_gpu": "auto",
+        "gradient_accumulation_steps": "auto",
+        "gradient_clipping": "auto",
+        "bf16": {"enabled": "auto"},
+        "zero_optimization": _zero_section(strategy, plan),
+    }
+    if job.precision == "fp16":
+        config["fp16"] = {"enabled": "auto"}
+        del config["bf16"]
+    if strategy.offload_optimizer != "none":
+        # Accelerate does the same by default. It is safe, because only optimizers with an equivalent CPU kernel reach
+        # this point (rule offloaded_optimizer_has_cpu_kernel).
+        config["zero_force_ds_cpu_optimizer"] = True
+    if strategy.tp > 1 and strategy.pp > 1:
+        # The stages split their own layers; DeepSpeed must not also partition the tensors between stages.
+        config["pipeline"] = {"pipe_partitioned": False, "grad_partitioned": False}
+    elif strategy.tp > 1:
+        # The callback splits the layers by these values; without a vocabulary-parallel head the logits stay complete.
+        config["tensor_parallel"] = {"autotp_size": strategy.tp, "vocab_parallel_lm_head": False}
+    if strategy.ep > 1:
+        config["expert_parallel"] = {"enabled": True, "autoep_size": strategy.ep}
+    if strategy.zero.gradient_accumulation_fp32:
+        config["data_types"] = {"grad_accum_dtype": "fp32"}
+    if "nvme" in (strategy.offload_optimizer, strategy.offload_param):
+        config["aio"] = {"block_size": 1048576, "queue_depth": 32, "single_submit": False, "overlap_events": True}
+    return config
+
+
+def resolved_deepspeed_config(plan: LaunchSpec) -> dict[str, object]:
+    """Return the configuration with numbers instead of `"auto"`, for `deepspeed.initialize` without Accelerate.
+
+    Raises:
+        UsageError: the plan does not use DeepSpeed.
+    """
+    strategy, precision = plan.chosen.strategy, plan.job.precision
+    if strategy.engine != "deepspeed":
+        rule, fix = (
+            "does not use DeepSpeed",
+            "plan with a ZeRO stage, such as --strategy zero2, or launch with Accelerate",
+        )
+        raise UsageError(ConfigError(where="plan", value=strategy.label, rule=rule, fix=fix))
+    numbers = {
+        "train_batch_size": strategy.global_batch_size,
+        "train_micro_batch_size_per_gpu": strategy.micro_batch_size,
+        "gradient_accumulation_steps": strategy.gradient_accumulation_steps,
+        "gradient_clipping": MAX_GRAD_NORM,
+        "fp16" if precision == "fp16" else "bf16": {"enabled": precision != "fp32"},
+    }
+    return deepspeed_config(plan) | numbers
+
+
+def _zero_section(strategy: Layout, plan: LaunchSpec) -> dict[str, object]:
+    zero = strategy.zero
+    section: dict[str, object] = {"stage": strategy.zero_stage}
+    if strategy.tp > 1 and strategy.pp == 1:
+        # Accelerate asks for it before it saves a tensor-parallel model, at any stage (accelerator.py:4072).
+        section[GATHER_ON_SAVE] = True
+    if strategy.zero_stage == 0:
+        return section
+    section |= {
+        "overlap_comm": zero.overlap_comm,
+        "contiguous_gradients": True,
+        "reduce_bucket_size": zero.reduce_bucket_size,
+    }
+    if strategy.zero_stage == 3:
+        keys: dict[str, object] = {
+            "stage3_prefetch_bucket_size": zero.stage3_prefetch_bucket_size,
+            "stage3_param_persistence_threshold": zero.stage3_param_persistence_threshold,
+            "stage3_max_live_parameters": zero.stage3_max_live_parameters,
+            "stage3_max_reuse_distance": zero.stage3_max_reuse_distance,
+            GATHER_ON_SAVE: True,
+            "sub_group_size": zero.sub_group_size,
+        }
+        if zero.hpz_partition_size > 1:
+            keys["zero_hpz_partition_size"] = zero.hpz_partition_size
+        if zero.quantized_weights:
+            keys["zero_quantized_weights"] = True
+        if zero.quantized_gradients:
+            keys["zero_quantized_gradients"] = True
+        section |= keys
+    if strategy.offload_optimizer != "none":
+        section["offload_optimizer"] = _offload_section(
+            strategy.offload_optimizer, plan, buffer_count=zero.optimizer_buffer_count
+        )
+    if strategy.offload_param != "none":
+        section["offload_param"] = _offload_section(
+            strategy.offload_param,
+            plan,
+            buffer_count=zero.parameter_buffer_count,
+            buffer_size=zero.parameter_buffer_elements,
+        )
+    return section
+
+
+def _offload_section(device: OffloadDevice, plan: LaunchSpec, **nvme_buffers: int) -> dict[str, object]:
+    section: dict[str, object] = {"device": device, "pin_memory": True}
+    if device == "nvme":
+        section |= {"nvme_path": plan.hardware.nvme_path, **nvme_buffers}
+    return section
+
+
+def accelerate_config(plan: LaunchSpec) -> dict[str, object]:
+    """Return the Accelerate configuration of a plan.
+
+    It contains the DeepSpeed configuration as text, which accelerate 1.15.0 accepts instead of a path
+    (utils/deepspeed.py, `HfDeepSpeedConfig`). A path would be relative to the working directory of the launch, and
+    wrong after the directory was moved. `num_processes` counts the processes of all nodes. With a DeepSpeed file
+    neither `mixed_precision` nor a value of that file is allowed (accelerate/utils/dataclasses.py:1507).
+    """
+    strategy, hardware = plan.chosen.strategy, plan.hardware
+    # MULTI_GPU also for CPU ranks: accelerate 1.15.0 starts one plain process for MULTI_CPU.
+    types = {"single": "NO", "ddp": "MULTI_GPU", "deepspeed": "DEEPSPEED", "fsdp2": "FSDP"}
+    is_hpu = strategy.engine == "ddp" and hardware.gpu.startswith("Gaudi")
+    distributed_type = "MULTI_HPU" if is_hpu else types[strategy.engine]
+    config: dict[str, object] = {
+        "compute_environment": "LOCAL_MACHINE",
+        "distributed_type": distributed_type,
+        "num_machines": hardware.nodes,
+        "num_processes": hardware.world_size,
+        "machine_rank": 0,
+        "main_training_function": "main",
+        "debug": False,
+    }
+    if hardware.nodes > 1:
+        config["main_process_ip"] = "main-process-host"
+        config["main_process_port"] = 29500
+    if strategy.engine == "deepspeed":
+        launcher = {"deepspeed_multinode_launcher": "standard"} if hardware.nodes > 1 else {}
+        config["deepspeed_config"] = {
+            "deepspeed_config_file": json.dumps(deepspeed_config(plan), indent=2) + "\n",
+            "zero3_init_flag": strategy.zero_stage == 3,
+            **launcher,
+        }
+        if strategy.sp > 1:
+            # `dp_shard_size` counts the groups that share a sequence; Accelerate computes the batch from it. The
+            # attention is the model's own, which the callback replaces.
+            config["parallelism_config"] = {
+                "parallelism_config_dp_shard_size": hardware.world_size // strategy.sp,
+                "parallelism_config_sp_size": strategy.sp,
+                "parallelism_config_sp_backend": "deepspeed",
+                "parallelism_config_sp_seq_length_is_variable": True,
+                "parallelism_config_sp_attn_implementation": plan.model.attention or "sdpa",
+            }
+        return config
+    config["mixed_precision"] = "no" if plan.job.precision == "fp32" else plan.job.precision
+    if strategy.engine == "fsdp2":
+        config["fsdp_config"] = {
+            "fsdp_version": 2,
+            "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
+            "fsdp_transformer_layer_cls_to_wrap": ",".join(plan.model.layer_classes),
+            "fsdp_reshard_after_forward": True,
+            "fsdp_offload_params": strategy.offload_param == "cpu",
+            # Accelerate 1.15.0 cannot use it with 4-bit weights; every rank reads them itself (fsdp_utils.py:830).
+            "fsdp_cpu_ram_efficient_loading": plan.job.method != "qlora",
+            "fsdp_state_dict_type": "FULL_STATE_DICT",
+            # The Trainer enables checkpointing and rejects both switches together (trainer.py:847).
+            "fsdp_activation_checkpointing": False,
+        }
+        if strategy.dp_replicate > 1 or strategy.cp > 1:
+            parallelism: dict[str, object] = {
+                "parallelism_config_dp_replicate_size": strategy.dp_replicate,
+                "parallelism_config_dp_shard_size": strategy.dp_shard,
+            }
+            if strategy.cp > 1:
+                parallelism |= {
+                    "parallelism_config_cp_size": strategy.cp,
+                    "parallelism_config_cp_comm_strategy": "allgather",
+                }
+            config["parallelism_config"] = parallelism
+    return config
+
+
+def accelerate_text(config: Mapping[str, object]) -> str:
+    """Return the YAML of a configuration, with multi-line texts as indented blocks."""
+    return yaml.dump(dict(config), Dumper=_ReadableDumper, sort_keys=False)
+
+
+class _ReadableDumper(yaml.SafeDumper):
+    def represent_str(self, data: str) -> yaml.ScalarNode:
+        return self.represent_scalar("tag:yaml.org,2002:str", data, style="|" if "\n" in data else None)
+
+
+_ReadableDumper.add_representer(str, _ReadableDumper.represent_str)
+
+
+DEEPSPEED_FILE = "ds_config.json"
+HEADER = "_shardwright"
+"""Key of the header in `ds_config.json`, which DeepSpeed ignores."""
+
+
+def copied_configuration(value: str) -> str | None:
+    """Return the JSON of `deepspeed_config_file` if it is text or base64; `None` if it is a path.
+
+    Distinguishes them as `HfDeepSpeedConfig` of accelerate 1.15.0 does (utils/deepspeed.py).
+
+    >>> copied_configuration('{"bf16": {"enabled": true}}')
+    '{"bf16": {"enabled": true}}'
+    >>> copied_configuration("plan/ds_config.json")
+    """
+    # `Path.exists` raises for texts that are too long for a name; `os.path.exists` returns false.
+    if os.path.exists(value):  # noqa: PTH110
+        return None
+    if value.lstrip().startswith("{"):
+        return value
+    try:
+        decoded = base64.urlsafe_b64decode(value).decode("utf-8")
+        return decoded if isinstance(json.loads(decoded), dict) else None
+    except (ValueError, RecursionError):
+        return None
+
+
+def differing_keys(copy: str, directory: Path) -> list[str]:
+    """Return the top-level keys in which a copy differs from `ds_config.json` of a directory, apart from the header.
+
+    Empty if the file is missing, or if either is not JSON.
+    """
+    try:
+        copied, other = strict_json(copy), strict_json((directory / DEEPSPEED_FILE).read_bytes())
+    except (OSError, ValueError):
+        return []
+    if not isinstance(copied, dict) or not isinstance(other, dict):
+        return []
+    keys = [key for key in (*copied, *other) if key != HEADER and copied.get(key) != other.get(key)]
+    return list(dict.fromkeys(keys))
+
+
+def copy_errors(directory: Path) -> list[ConfigError]:
+    """Return an error if the two DeepSpeed configurations of a plan differ."""
+    try:
+        content = read_small_file(directory / "accelerate.yaml", what="plan")
+        section = yaml_mapping(content, name="accelerate.yaml", what="plan").get("deepspeed_config")
+    except ValueError:
+        return []
+    named = section.get("deepspeed_config_file") if isinstance(section, dict) else None
+    copy = copied_configuration(named) if isinstance(named, str) else None
+    keys = [] if copy is None else differing_keys(copy, directory)
+    return [copy_error(directory, keys)] if keys else []
+
+
+def copy_error(directory: Path, keys: Sequence[str]) -> ConfigError:
+    """Return the error of a DeepSpeed configuration that was edited in only one of the two files."""
+    return ConfigError(
+        where=f"{directory / 'accelerate.yaml'}: deepspeed_config.deepspeed_config_file",
+        rule=f"differs from {directory / DEEPSPEED_FILE} in {', '.join(keys)}; Accelerate reads only this copy",
+        fix="make the same change in both, or replace the copy by the path of ds_config.json",
+    )

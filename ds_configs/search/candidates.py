@@ -1,0 +1,452 @@
+"""Candidates of the search: every layout with each micro-batch, recomputation, buffer size and loss."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import product
+from typing import Any
+
+from ..legality.rules import (
+    AXIS_RULES,
+    BATCH_RULES,
+    LAYOUT_RULES,
+    SIZE_RULES,
+    AxisRule,
+    Rule,
+    broken_rules,
+    legality_errors,
+)
+from ..memory.estimate import Calibration, MemoryEstimate, estimate_memory
+from ..memory.model_states import default_zero_options
+from ..specs.errors import ConfigError
+from ..specs.hardware import HardwareSpec
+from ..specs.job import CHUNKED_LOSS_FAMILIES, LossImplementation, StrategyName, TrainingJob
+from ..specs.layout import Layout, OffloadDevice
+from ..specs.model import ModelSpec
+from ..step_time.estimate import StepTime, estimate_step_time
+
+ENGINES_OF_AXIS: Mapping[str, tuple[StrategyName, ...]] = {
+    "tp": ("zero1", "zero2"),
+    "pp": ("zero1",),
+    "sp": ("zero1", "zero2", "zero3"),
+    "cp": ("fsdp2",),
+    "ep": ("zero1", "zero2", "zero3"),
+}
+"""Engines that the planner may choose for each axis, by their `--strategy` name."""
+
+_OFFLOADING_AXES = ("sp", "ep")
+"""Axes that are tried together with offload without a request: long sequences and many experts need it."""
+
+
+def _requests_axes(job: TrainingJob) -> bool:
+    return any((size or 1) > 1 for size in job.axis_sizes.values())
+
+
+def axes_to_try(model: ModelSpec, hardware: HardwareSpec, job: TrainingJob, offload: str) -> Iterator[dict[str, int]]:
+    """Yield the axes of each layout to try.
+
+    Requested sizes are yielded unchecked, so that rules can reject them. If only tensor or only pipeline parallelism is
+    requested, it is also combined with every size of the other. Without a request, one axis at a time is tried at every
+    divisor of the ranks that can be legal, and tensor with pipeline parallelism.
+    """
+    fixed = {axis: size for axis, size in job.axis_sizes.items() if size is not None}
+    requested = {axis: size for axis, size in fixed.items() if size > 1}
+    world, sizes = hardware.world_size, model.dimensions
+    limits = {
+        "tp": hardware.gpus_per_node,
+        "pp": min(world, sizes.num_layers),
+        "sp": min(world, sizes.num_attention_heads),
+        "cp": world,
+        "ep": min(world, sizes.num_experts),
+    }
+    if requested:
+        yield requested
+    if job.teacher is not None:
+        # Training with a teacher supports no other axes than requested sequence parallelism.
+        return
+    if requested:
+        ((axis, size), *others) = requested.items()
+        other = {"tp": "pp", "pp": "tp"}.get(axis)
+        if others or offload != "none" or other is None or other in fixed:
+            return
+        for count in _divisors(world, limits[other]):
+            if world % (size * count) == 0:
+                yield {"tp": size, "pp": count} if axis == "tp" else {"tp": count, "pp": size}
+        return
+    for axis, limit in limits.items():
+        if axis not in fixed and (offload == "none" or axis in _OFFLOADING_AXES):
+            for size in _divisors(world, limit):
+                yield {axis: size}
+    if offload == "none" and not fixed.keys() & {"tp", "pp"}:
+        for tp, pp in _tensor_and_pipeline_sizes(model, hardware):
+            yield {"tp": tp, "pp": pp}
+
+
+def _tensor_and_pipeline_sizes(model: ModelSpec, hardware: HardwareSpec) -> Iterator[tuple[int, int]]:
+    """Yield sizes of tensor and pipeline parallelism whose product divides the ranks."""
+    world = hardware.world_size
+    stages = _divisors(world, min(world, model.dimensions.num_layers))
+    for tp, pp in product(_divisors(world, hardware.gpus_per_node), stages):
+        if world % (tp * pp) == 0:
+            yield tp, pp
+
+
+def _divisors(world: int, limit: int) -> list[int]:
+    return [size for size in range(2, min(world, limit, 1024) + 1) if world % size == 0]
+
+
+def _with_axes(strategy: Layout, axes: Mapping[str, int], hardware: HardwareSpec) -> Layout:
+    """Return a layout with these axes; the remaining ranks are data-parallel."""
+    others = 1
+    for axis, size in axes.items():
+        others *= size if axis != "ep" else 1
+    left = max(1, hardware.world_size // max(1, others))
+    changes: dict[str, Any] = dict(axes)
+    if strategy.dp_shard == 1:
+        changes["dp_replicate"] = left
+    else:
+        changes["dp_shard"] = max(1, left // strategy.dp_replicate)
+    return replace(strategy, **changes)
+
+
+def three_dimensional(
+    base: Layout, model: ModelSpec, hardware: HardwareSpec, job: TrainingJob
+) -> Iterator[tuple[Layout, str]]:
+    """Yield illegal layouts of tensor, pipeline and data parallelism together, with the reason why they cannot run.
+
+    Only those whose tensor and pipeline parallelism would each be legal without the other.
+    """
+    if job.strategy != "auto" or any(size is not None for size in job.axis_sizes.values()) or job.teacher is not None:
+        return
+    for tp, pp in _tensor_and_pipeline_sizes(model, hardware):
+        strategy, *alone = (_with_axes(base, axes, hardware) for axes in ({"tp": tp, "pp": pp}, {"tp": tp}, {"pp": pp}))
+        if any(any(broken_rules(AXIS_RULES, model, layout, job, hardware)) for layout in alone):
+            continue
+        if error := next(iter(broken_rules(AXIS_RULES, model, strategy, job, hardware)), None):
+            yield strategy, error.rule
+
+
+_OFFLOADS: dict[str, tuple[OffloadDevice, OffloadDevice]] = {
+    "none": ("none", "none"),
+    "cpu": ("cpu", "none"),
+    "cpu-all": ("cpu", "cpu"),
+    "nvme": ("nvme", "cpu"),
+    "nvme-all": ("nvme", "nvme"),
+}
+"""Devices of optimizer states and parameters."""
+_AUTO_NAMES = ("single", "ddp", "zero1", "zero2", "zero3", "zero3-hpz", "fsdp2", "fsdp2-hybrid")
+_QUANTIZING = ("zero3", "zero3-hpz")
+"""Engines with quantized collectives."""
+
+
+def layouts_to_search(model: ModelSpec, hardware: HardwareSpec, job: TrainingJob) -> list[Layout]:
+    """Return the layouts that the job allows, with one sequence per micro-batch.
+
+    The search then chooses micro-batch, recomputation, buffers and loss of each.
+    """
+    explicit = job.strategy != "auto"
+    quantized = job.zero_quantized_weights or job.zero_quantized_gradients
+    requests_axes = _requests_axes(job)
+    names: tuple[str, ...] = (job.strategy,) if explicit else _QUANTIZING if quantized else _AUTO_NAMES
+    offloads: tuple[str, ...] = ("none", "cpu", "cpu-all")
+    if job.offload == "nvme":
+        offloads = ("nvme", "nvme-all")
+    elif job.offload != "auto":
+        offloads = (job.offload,)
+    elif hardware.nvme_bytes_per_node:
+        offloads = (*offloads, "nvme", "nvme-all")
+    layouts: list[Layout | None] = []
+    for offload in offloads:
+        if not requests_axes:
+            layouts += [_build(name, offload, model, hardware, job) for name in names]
+        for axes in axes_to_try(model, hardware, job, offload):
+            for name in _engines_for_axes(job, axes, quantized=quantized):
+                base = _build(name, offload, model, hardware, replace(job, strategy=name))
+                layouts.append(base and _with_axes(base, axes, hardware))
+    legal = [layout for layout in layouts if layout is not None]
+    if not quantized:
+        return legal
+    flags = {"quantized_weights": job.zero_quantized_weights, "quantized_gradients": job.zero_quantized_gradients}
+    return [replace(layout, zero=replace(layout.zero, **flags)) for layout in legal]
+
+
+def _engines_for_axes(job: TrainingJob, axes: Mapping[str, int], *, quantized: bool) -> tuple[StrategyName, ...]:
+    """Return the engines to try for these axes.
+
+    That is a requested engine if the axes were requested too or run on it, else all that the axes run on. If
+    quantized collectives are requested and none of these engines has them, the result is empty, or for requested axes
+    one engine whose rules then report why.
+    """
+    names: tuple[StrategyName, ...]
+    if job.strategy != "auto":
+        allowed = _requests_axes(job) or all(job.strategy in ENGINES_OF_AXIS[axis] for axis in axes)
+        names = (job.strategy,) if allowed else ()
+    else:
+        engines: tuple[StrategyName, ...] = ("zero1", "zero2", "zero3", "fsdp2")
+        names = tuple(name for name in engines if all(name in ENGINES_OF_AXIS[axis] for axis in axes))
+        names = names or ENGINES_OF_AXIS[next(iter(axes))][:1]
+    if not quantized:
+        return names
+    able = tuple(name for name in names if name in _QUANTIZING)
+    if able or not _requests_axes(job):
+        return able
+    return ("zero3",) if job.strategy == "auto" else (job.strategy,)
+
+
+def _with_small_buffers(strategy: Layout, model: ModelSpec, job: TrainingJob) -> Layout | None:
+    """Return the same layout with small DeepSpeed buffers, or `None` where it has none."""
+    if strategy.engine != "deepspeed" or not strategy.zero_stage:
+        return None
+    lean = default_zero_options(model, job, stage=strategy.zero_stage, lean=True)
+    zero = strategy.zero
+    return replace(
+        strategy,
+        zero=replace(
+            lean,
+            hpz_partition_size=zero.hpz_partition_size,
+            quantized_weights=zero.quantized_weights,
+            quantized_gradients=zero.quantized_gradients,
+            parameter_buffer_elements=zero.parameter_buffer_elements,
+        ),
+    )
+
+
+def _build(name: str, offload: str, model: ModelSpec, hardware: HardwareSpec, job: TrainingJob) -> Layout | None:
+    """Return the layout of an engine with an offload tier; `None` if it is only tried on request."""
+    optimizer_device, parameter_device = _OFFLOADS[offload]
+    world, automatic, offloads = hardware.world_size, job.strategy == "auto", offload != "none"
+    if name in ("single", "ddp"):
+        if (offloads and (automatic or job.offload == "auto")) or (automatic and (name == "single") != (world == 1)):
+            return None
+        return Layout(
+            engine="single" if name == "single" else "ddp",
+            offload_optimizer=optimizer_device,
+            offload_param=parameter_device,
+            dp_replicate=world,
+        )
+    if name.startswith("fsdp2"):
+        hybrid = name == "fsdp2-hybrid"
+        if automatic and (world == 1 or (hybrid and hardware.nodes == 1)):
+            return None
+        if (automatic or job.offload == "auto") and offload not in ("none", "cpu-all"):
+            return None
+        return Layout(
+            engine="fsdp2",
+            offload_optimizer=optimizer_device,
+            offload_param=optimizer_device,
+            dp_replicate=hardware.nodes if hybrid else 1,
+            dp_shard=hardware.gpus_per_node if hybrid else world,
+        )
+    stage = 3 if name == "zero3-hpz" else int(name.removeprefix("zero"))
+    if automatic and world == 1 and (not offloads or stage == 1):
+        return None
+    # Stage 1 keeps full gradients, so offload starts at stage 2; parameters and NVMe need stage 3.
+    if (automatic or job.offload == "auto") and stage < {"none": 0, "cpu": 2}.get(offload, 3):
+        return None
+    if job.offload == "nvme" and stage < 3:
+        # One layout is enough to report that NVMe needs stage 3.
+        if offload == "nvme-all":
+            return None
+        parameter_device = "none"
+    zero = default_zero_options(model, job, stage=stage)
+    if name == "zero3-hpz":
+        if automatic and (hardware.nodes == 1 or offloads):
+            return None
+        zero = replace(zero, hpz_partition_size=hardware.gpus_per_node)
+    if parameter_device == "nvme":
+        # A swap buffer must hold the largest shard (partitioned_param_swapper.py:357).
+        zero = replace(zero, parameter_buffer_elements=-(-model.largest_parameter // world))
+    return Layout(
+        engine="deepspeed",
+        zero_stage=stage,
+        offload_optimizer=optimizer_device,
+        offload_param=parameter_device,
+        dp_replicate=world if stage == 0 else 1,
+        dp_shard=1 if stage == 0 else world,
+        zero=zero,
+    )
+
+
+def mechanisms(strategy: Layout, *, chunked_loss: bool = False) -> tuple[str, ...]:
+    """Return the names of what a layout adds to plain data parallelism.
+
+    >>> mechanisms(Layout(engine="deepspeed", zero_stage=2, dp_shard=8, gradient_checkpointing=True))
+    ('gradient checkpointing',)
+    """
+    names = [axis.upper() for axis in strategy.axes]
+    if strategy.offload_optimizer != "none":
+        names.append("optimizer offload")
+    if strategy.offload_param != "none":
+        names.append("parameter offload")
+    if "nvme" in (strategy.offload_optimizer, strategy.offload_param):
+        names.append("NVMe")
+    if strategy.gradient_checkpointing:
+        names.append("gradient checkpointing")
+    if strategy.zero.hpz_partition_size > 1:
+        names.append("hpZ")
+    if strategy.engine == "fsdp2" and strategy.dp_replicate > 1:
+        names.append("hybrid sharding")
+    if chunked_loss:
+        names.append("chunked loss")
+    return tuple(names)
+
+
+def complexity(strategy: Layout, *, chunked_loss: bool = False) -> tuple[int, int, bool]:
+    """Return a sort key: number of mechanisms, sharding stage, and whether the engine is FSDP2."""
+    stage = 3 if strategy.engine == "fsdp2" else strategy.zero_stage or 0
+    return len(mechanisms(strategy, chunked_loss=chunked_loss)), stage, strategy.engine == "fsdp2"
+
+
+STEP_TOKENS = 16_384
+"""Most tokens per accelerator and step when the user sets no global batch. A micro-batch of that size keeps every
+product large (Megatron-LM, arXiv 2104.04473); which batch trains well is the user's decision."""
+
+LARGEST_MICRO_BATCH_TOKENS = 65_536
+"""Tokens of one micro-batch above which speed no longer grows."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SearchContext:
+    """Everything that a search depends on."""
+
+    model: ModelSpec
+    hardware: HardwareSpec
+    job: TrainingJob
+    calibration: Calibration | None = None
+    """Measured runs that narrow the memory interval."""
+
+    def broken_rules(self, rules: Iterable[Rule | AxisRule], layout: Layout) -> Iterator[ConfigError]:
+        """Yield the errors of a layout by some rules."""
+        return broken_rules(rules, self.model, layout, self.job, self.hardware)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Candidate:
+    """A layout with micro-batch and recomputation, for a job whose loss and teacher placement are resolved."""
+
+    strategy: Layout
+    context: SearchContext
+    index: int
+    """Index of the layout among all that are searched."""
+    lean: bool = False
+    """Whether its buffers are smaller than DeepSpeed's defaults."""
+
+    @property
+    def job(self) -> TrainingJob:
+        """The job with loss and teacher placement resolved."""
+        return self.context.job
+
+    @cached_property
+    def time(self) -> StepTime:
+        """Predicted step time, estimated on first use."""
+        context = self.context
+        return estimate_step_time(self.strategy, context.model, context.hardware, context.job)
+
+    @cached_property
+    def memory(self) -> MemoryEstimate:
+        """Predicted memory, estimated on first use."""
+        context = self.context
+        return estimate_memory(
+            self.strategy, context.model, context.hardware, context.job, calibration=context.calibration
+        )
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Predicted speed, rounded to nine digits so that equal times summed in another order stay equal."""
+        return float(f"{self.time.tokens_per_second:.9g}")
+
+    @cached_property
+    def complexity(self) -> tuple[int, int, bool, bool]:
+        """Sort key of `complexity`, then whether buffers are below DeepSpeed's defaults."""
+        return *complexity(self.strategy, chunked_loss=self.job.loss == "chunked"), self.lean
+
+    def with_recomputed(self, layers: int | None) -> Candidate:
+        """Return the same layout with its first `layers` (of each stage) recomputed; `None` for all."""
+        strategy = replace(self.strategy, gradient_checkpointing=True, checkpointed_layers=layers)
+        return replace(self, strategy=strategy)
+
+
+def losses(context: SearchContext) -> list[SearchContext]:
+    """Return the context with each loss to try; the chunked one needs Triton and a family that Liger supports."""
+    job = context.job
+    if job.loss != "auto":
+        return [context]
+    chunked = job.teacher is None and context.hardware.gpu != "CPU"
+    names: list[LossImplementation] = ["eager"]
+    if chunked and context.model.model_type in CHUNKED_LOSS_FAMILIES:
+        names.append("chunked")
+    return [replace(context, job=replace(job, loss=loss)) for loss in names]
+
+
+def candidates(
+    layout: Layout,
+    contexts: list[SearchContext],
+    index: int,
+    errors: list[ConfigError] | None,
+    *,
+    sizes_only: bool = False,
+) -> Iterator[Candidate]:
+    """Yield every legal candidate of a layout, without partial recomputation.
+
+    Args:
+        layout: The layout.
+        contexts: The search context with each loss to try.
+        index: Index of the layout among all that are searched.
+        errors: Extended by what makes candidates of the first context illegal; `None` to skip that.
+        sizes_only: Whether to check only sizes, for layouts that no library runs.
+    """
+    job = contexts[0].job
+    switches = {"auto": (False, True), "off": (False,)}.get(job.gradient_checkpointing, (True,))
+    layout = replace(layout, keeps_products=job.gradient_checkpointing == "selective")
+    lean = _with_small_buffers(layout, contexts[0].model, job)
+    layouts = (layout,) if lean is None else (layout, lean)
+    layout_rules, batch_rules = ((), SIZE_RULES) if sizes_only else (LAYOUT_RULES, BATCH_RULES)
+    for context in contexts:
+        # Most rules do not depend on the batch, of which there are many.
+        legal = {
+            switch: not any(context.broken_rules(layout_rules, replace(layout, gradient_checkpointing=switch)))
+            for switch in switches
+        }
+        collects = errors is not None and context is contexts[0]
+        if not collects and not any(legal.values()):
+            continue
+        sizes = micro_batches(layout, job)
+        for (micro_batch, accumulation), variant, switch in product(sizes, layouts, switches):
+            if not collects and not legal[switch]:
+                continue
+            strategy = replace(
+                variant,
+                micro_batch_size=micro_batch,
+                gradient_accumulation_steps=accumulation,
+                gradient_checkpointing=switch,
+            )
+            if legal[switch] and not any(context.broken_rules(batch_rules, strategy)):
+                yield Candidate(strategy=strategy, context=context, index=index, lean=variant == lean)
+            elif collects and errors is not None:
+                errors += legality_errors(context.model, strategy, context.job, context.hardware)
+
+
+def micro_batches(layout: Layout, job: TrainingJob) -> list[tuple[int, int]]:
+    """Return the micro-batch sizes to try with their accumulation steps, smallest first.
+
+    With a global batch, their product gives exactly that batch. Without one, a step has at most `STEP_TOKENS` per
+    accelerator: one micro-batch, or in a pipeline as many as fit, at least one per stage.
+    """
+    ranks = layout.data_parallel_size
+    replica_ranks = layout.world_size // ranks
+    if job.global_batch_size is None:
+        most = max(1, STEP_TOKENS * layout.sp * layout.cp // job.seq_len_tokens)
+        sizes = [1 << power for power in range(most.bit_length())]
+        if job.micro_batch_size is not None:
+            sizes = [job.micro_batch_size]
+        if layout.pp == 1:
+            return [(size, 1) for size in sizes]
+        tokens = STEP_TOKENS * replica_ranks
+        return [(size, max(layout.pp, tokens // (size * job.seq_len_tokens))) for size in sizes]
+    per_rank = max(1, job.global_batch_size // ranks)
+    if job.micro_batch_size is not None:
+        return [(job.micro_batch_size, max(1, per_rank // job.micro_batch_size))]
+    most = max(1, min(per_rank, LARGEST_MICRO_BATCH_TOKENS * layout.sp * layout.cp // job.seq_len_tokens))
+    return [(size, per_rank // size) for size in range(1, most + 1) if per_rank % size == 0]

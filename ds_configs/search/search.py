@@ -1,0 +1,592 @@
+"""`search`: the fastest layout that fits, or the simplest of those within 1 % of it, with reasons."""
+
+from __future__ import annotations
+
+import heapq
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from math import ceil
+
+from ..memory.distillation_memory import teacher_gpu_bytes, teacher_host_bytes
+from ..memory.estimate import MemoryEstimate, loading_terms
+from ..memory.model_states import default_zero_options
+from ..memory.rank_parameters import rank_parameters
+from ..specs.errors import ConfigError, UsageError
+from ..specs.hardware import HardwareSpec
+from ..specs.job import (
+    AUTOMATIC_PLACEMENTS,
+    OPTIMIZERS,
+    TeacherChoice,
+    TeacherCost,
+    TeacherPlacement,
+    TrainingJob,
+    job_errors,
+)
+from ..specs.layout import Layout
+from ..specs.model import ModelSpec
+from ..specs.units import gigabytes
+from ..step_time.estimate import StepTime
+from .candidates import Candidate, SearchContext, candidates, layouts_to_search, losses, three_dimensional
+from .reasons import analysis_reason, chosen_reason, rejected_reason
+
+WITHIN = 0.99
+"""Share of the best speed at which a simpler layout is preferred."""
+
+_LAYOUTS_3D = 12
+"""Layouts of tensor, pipeline and data parallelism whose candidates are searched, fastest first."""
+
+_SIZES_SHOWN_PER_AXIS = 2
+"""Rejected sizes of one axis that a plan lists."""
+
+_ESTIMATED_FOR_COMPARISON = 4
+"""Candidates of a slower layout whose memory is estimated to find its best one."""
+
+
+@dataclass(kw_only=True)
+class Search:
+    """Layouts with their candidates; estimates memory and remembers which candidates fit."""
+
+    by_layout: dict[int, list[Candidate]]
+    """All candidates of each layout, by its index."""
+    partial: bool
+    """Whether recomputing some of the layers may be tried."""
+    fitting: list[Candidate] = field(default_factory=list)
+    """Candidates whose memory was estimated and suffices."""
+    leanest: dict[int, Candidate] = field(default_factory=dict)
+    """The candidate of each layout that needs the least memory."""
+    estimated: int = 0
+    """Candidates whose memory was estimated."""
+    _ordered: dict[int, list[Candidate]] = field(default_factory=dict)
+
+    def fastest_first(self, index: int) -> list[Candidate]:
+        """Return the candidates of a layout by speed, the simplest first among equally fast ones."""
+        if index not in self._ordered:
+            self._ordered[index] = sorted(self.by_layout[index], key=_order)
+        return self._ordered[index]
+
+    def fits(self, candidate: Candidate) -> bool:
+        """Return whether a candidate's memory suffices, and remember it if so."""
+        self.estimated += "memory" not in candidate.__dict__
+        if candidate.memory.fits and candidate not in self.fitting:
+            self.fitting.append(candidate)
+        return candidate.memory.fits
+
+    def possible(self, index: int) -> bool:
+        """Return whether the leanest candidate of a layout fits: smallest micro-batch, everything that saves memory."""
+        if index not in self.leanest:
+            legal = self.by_layout[index]
+            recomputing = [candidate for candidate in legal if candidate.strategy.gradient_checkpointing] or legal
+            chunked = [candidate for candidate in recomputing if candidate.job.loss == "chunked"] or recomputing
+            tightest = [candidate for candidate in chunked if candidate.lean] or chunked
+            size = min(candidate.strategy.micro_batch_size for candidate in tightest)
+            lean = [_fastest([candidate for candidate in tightest if candidate.strategy.micro_batch_size == size])]
+            # Some engines keep unsharded gradients while they accumulate, so a larger micro-batch may need less.
+            single = [candidate for candidate in tightest if candidate.strategy.gradient_accumulation_steps == 1]
+            if single and lean[0] not in single:
+                lean.append(_fastest(single))
+            self.estimated += len(lean)
+            self.leanest[index] = min(lean, key=_need)
+        return self.fits(self.leanest[index])
+
+
+def _fastest(legal: list[Candidate]) -> Candidate:
+    # A single candidate is not timed.
+    return legal[0] if len(legal) == 1 else min(legal, key=_order)
+
+
+def _order(candidate: Candidate) -> tuple[float, tuple[int, int, bool, bool]]:
+    return -candidate.tokens_per_second, candidate.complexity
+
+
+def _need(candidate: Candidate) -> tuple[int, int]:
+    """Return the host memory that a candidate lacks per node, then its memory on an accelerator."""
+    host = candidate.memory.host
+    return max(0, host.peak_bytes_per_node - host.capacity_bytes_per_node), candidate.memory.gpu.high_bytes
+
+
+def search_fastest(explored: Search, indices: Iterable[int]) -> Candidate | None:
+    """Return the simplest of the candidates within 1 % of the fastest that fits; `None` when none fits."""
+    heap: list[tuple[float, tuple[int, int, bool, bool], int, str, Candidate]] = []
+    order = 0
+
+    def push(candidate: Candidate, state: str, bound: float) -> None:
+        nonlocal order
+        order += 1
+        heapq.heappush(heap, (-bound, candidate.complexity, order, state, candidate))
+
+    for index in indices:
+        # No candidate of a layout needs to be timed if the leanest one does not fit.
+        for candidate in explored.fastest_first(index) if explored.possible(index) else ():
+            push(candidate, "unchecked", candidate.tokens_per_second)
+    best: float | None = None
+    near: list[Candidate] = []
+    while heap:
+        bound, _, _, state, candidate = heapq.heappop(heap)
+        if best is not None and -bound < WITHIN * best:
+            break
+        if state == "some layers":
+            fewest = _fewest_layers(explored, candidate)
+            if fewest is not None:
+                push(fewest, "fits", fewest.tokens_per_second)
+            continue
+        if state == "fits" or explored.fits(candidate):
+            best = best or candidate.tokens_per_second
+            near.append(candidate)
+        elif explored.partial and not candidate.strategy.gradient_checkpointing:
+            lightest = candidate.with_recomputed(1)
+            push(candidate, "some layers", lightest.tokens_per_second)
+    if best is None:
+        return None
+    return min(near, key=lambda candidate: (candidate.complexity, -candidate.tokens_per_second))
+
+
+def _fewest_layers(explored: Search, candidate: Candidate) -> Candidate | None:
+    """Return the candidate that recomputes as few layers as make it fit; `None` when recomputing all is needed.
+
+    Recomputing all layers is a candidate that the search tries anyway.
+    """
+    layers = candidate.context.model.dimensions.num_layers
+    low, high = 0, -(-layers // candidate.strategy.pp)
+    everything = candidate.with_recomputed(None)
+    if not explored.fits(everything):
+        return None
+    capacity = candidate.memory.gpu.capacity_bytes
+    most, least = candidate.memory.gpu.high_bytes, everything.memory.gpu.high_bytes
+    fitting: Candidate | None = None
+    while high - low > 1:
+        # Memory falls almost evenly with each layer, so interpolation lands near the limit.
+        share = (most - capacity) / (most - least) if most > capacity >= least else 0.5
+        middle = min(high - 1, max(low + 1, low + ceil(share * (high - low))))
+        partial = candidate.with_recomputed(middle)
+        if explored.fits(partial):
+            high, fitting, least = middle, partial, partial.memory.gpu.high_bytes
+        else:
+            low, most = middle, partial.memory.gpu.high_bytes
+    return fitting
+
+
+def _best_three_dimensional(context: SearchContext, *, faster_than: float) -> tuple[Candidate, str] | None:
+    """Return the fastest layout of tensor, pipeline and data parallelism that fits, and why it cannot run.
+
+    `None` when none is faster than `faster_than` tokens per second by more than 1 %.
+    """
+    model, hardware, job = context.model, context.hardware, context.job
+    zero = default_zero_options(model, job, stage=1)
+    base = Layout(engine="deepspeed", zero_stage=1, dp_shard=hardware.world_size, zero=zero)
+    contexts = losses(context)[:1]
+    reasons: dict[int, str] = {}
+    by_layout: dict[int, list[Candidate]] = {}
+    for index, (strategy, why_not) in enumerate(three_dimensional(base, model, hardware, job)):
+        faster = [
+            candidate
+            for candidate in candidates(strategy, contexts, index, None, sizes_only=True)
+            if WITHIN * candidate.tokens_per_second > faster_than
+        ]
+        if faster:
+            by_layout[index] = sorted(faster, key=_order)
+            reasons[index] = why_not
+    fastest = sorted(by_layout, key=lambda index: -by_layout[index][0].tokens_per_second)[:_LAYOUTS_3D]
+    if not fastest:
+        return None
+    best = search_fastest(Search(by_layout=by_layout, partial=job.gradient_checkpointing == "auto"), fastest)
+    if best is None or WITHIN * best.tokens_per_second <= faster_than:
+        return None
+    return best, reasons[best.index]
+
+
+def _for_comparison(explored: Search, best: Candidate) -> list[Candidate]:
+    """Return the best candidate of every other layout: the fastest that fits, else the one that needs the least."""
+    shown: list[Candidate] = []
+    best_of: dict[int, Candidate] = {}
+    for candidate in explored.fitting:
+        known = best_of.get(candidate.index)
+        if known is None or candidate.tokens_per_second > known.tokens_per_second:
+            best_of[candidate.index] = candidate
+    for index in explored.by_layout:
+        if index == best.index:
+            continue
+        if not explored.possible(index):
+            shown.append(explored.leanest[index])
+            continue
+        known, timed = best_of.get(index), explored.fastest_first(index)
+        for candidate in timed[:_ESTIMATED_FOR_COMPARISON] if not timed[0].strategy.axes else ():
+            if known is not None and candidate.tokens_per_second <= known.tokens_per_second:
+                break
+            if explored.fits(candidate):
+                known = candidate
+        shown.append(known or explored.leanest[index])
+    return sorted(shown, key=_speed_or_need)
+
+
+def _leanest_of_each(searches: list[Search]) -> list[Candidate]:
+    """Return the candidate of every layout that needs the least memory, for a job that does not fit."""
+    best: dict[int, Candidate] = {}
+    for explored in searches:
+        for index in explored.by_layout:
+            explored.possible(index)
+            candidate = explored.leanest[index]
+            known = best.get(index)
+            if known is None or _need(candidate) < _need(known):
+                best[index] = candidate
+    return sorted(best.values(), key=_speed_or_need)
+
+
+def _speed_or_need(candidate: Candidate) -> tuple[bool, float, int]:
+    fits = candidate.memory.fits
+    return not fits, -candidate.tokens_per_second if fits else float(candidate.memory.gpu.high_bytes), candidate.index
+
+
+def _fewer_of_each_axis(ranked: Iterable[Candidate]) -> list[Candidate]:
+    """Return all layouts without axes, and the best `_SIZES_SHOWN_PER_AXIS` of each set of axes."""
+    counts: Counter[frozenset[str]] = Counter()
+    sizes: set[frozenset[tuple[str, int]]] = set()
+    shown: list[Candidate] = []
+    for candidate in ranked:
+        axes = candidate.strategy.axes
+        key = frozenset(axes.items())
+        if axes:
+            if key in sizes or counts[frozenset(axes)] >= _SIZES_SHOWN_PER_AXIS:
+                continue
+            sizes.add(key)
+            counts[frozenset(axes)] += 1
+        shown.append(candidate)
+    return shown
+
+
+PLACEMENTS: tuple[TeacherPlacement, ...] = (*AUTOMATIC_PLACEMENTS, "quantized", "cached")
+
+_COSTS: dict[TeacherPlacement, str] = {
+    "replica": "no communication",
+    "sharded": "gathers its parameters in every micro-batch",
+    "offloaded": "copies its parameters over PCIe in every micro-batch",
+    "quantized": "4-bit weights change the targets",
+    "cached": "requires a cache of teacher outputs for exactly this data",
+}
+
+
+def _jobs_by_placement(job: TrainingJob, hardware: HardwareSpec) -> list[TrainingJob]:
+    """Return the job with each teacher placement to try, most preferred first; the job alone without a teacher."""
+    if job.teacher is None:
+        return [job]
+    if job.teacher_placement == "sharded" and hardware.world_size == 1:
+        rule = "requires at least two ranks to shard over"
+        raise UsageError(
+            ConfigError(where="teacher_placement", value="sharded", rule=rule, fix="use replica or offloaded")
+        )
+    if job.teacher_placement != "auto":
+        return [job]
+    return [
+        replace(job, teacher_placement=placement)
+        for placement in AUTOMATIC_PLACEMENTS
+        if placement != "sharded" or hardware.world_size > 1
+    ]
+
+
+def _teacher_choice(best: Candidate, *, requested: bool) -> TeacherChoice | None:
+    """Return the teacher placement of the chosen layout and what the others would cost; `None` without a teacher."""
+    strategy, hardware, job = best.strategy, best.context.hardware, best.job
+    placement = job.teacher_placement
+    if job.teacher is None or placement == "auto":
+        return None
+    costs, needs = [], {}
+    for other in PLACEMENTS:
+        if other == placement or (other == "sharded" and hardware.world_size == 1):
+            continue
+        moved = replace(job, teacher_placement=other)
+        memory = replace(best, context=replace(best.context, job=moved)).memory
+        gpu, host = memory.gpu, memory.host
+        if not gpu.fits:
+            needs[other] = f"needs up to {gigabytes(gpu.high_bytes)} of {gigabytes(gpu.capacity_bytes)} GB"
+        elif host.peak_bytes_per_node > host.capacity_bytes_per_node:
+            used, capacity = gigabytes(host.peak_bytes_per_node), gigabytes(host.capacity_bytes_per_node)
+            needs[other] = f"needs {used} of {capacity} GB host memory per node"
+        else:
+            needs[other] = f"fits in {gigabytes(gpu.high_bytes)} GB" if memory.fits else "needs more NVMe"
+        cost = TeacherCost(
+            placement=other,
+            gpu_bytes=teacher_gpu_bytes(strategy, moved),
+            host_bytes=teacher_host_bytes(strategy, moved, hardware.gpus_per_node),
+            fits=memory.fits,
+            reason=f"{needs[other]}; {_COSTS[other]}",
+        )
+        costs.append(cost)
+    gpu_bytes = teacher_gpu_bytes(strategy, job)
+    host_bytes = teacher_host_bytes(strategy, job, hardware.gpus_per_node)
+    size = f"up to {gigabytes(gpu_bytes)} GB per accelerator"
+    if placement == "offloaded":
+        size += f" and {gigabytes(host_bytes)} GB host memory per node"
+    preferred = AUTOMATIC_PLACEMENTS[: AUTOMATIC_PLACEMENTS.index(placement)] if not requested else ()
+    too_large = ", ".join(f"{other} {needs[other]}" for other in preferred if other in needs)
+    if requested:
+        why = "was requested"
+    else:
+        why = "is the first placement that fits" if too_large else "is the simplest placement, and it fits"
+    return TeacherChoice(
+        placement=placement,
+        reason=f"{placement} {why}: {size}; {_COSTS[placement]}." + (f" Rejected: {too_large}." if too_large else ""),
+        gpu_bytes=gpu_bytes,
+        host_bytes=host_bytes,
+        alternatives=tuple(costs),
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Evaluated:
+    """A layout with its predicted memory and step time, and the reason why it was chosen or rejected."""
+
+    strategy: Layout
+    """The layout with micro-batch and recomputation."""
+    memory: MemoryEstimate
+    """Predicted memory."""
+    time: StepTime
+    """Predicted step time."""
+    reason: str
+    """Short sentences with the numbers that decided."""
+    loss: str = "eager"
+    """How head and loss are computed: `eager` or `chunked`."""
+    teacher: TeacherChoice | None = None
+    """Teacher placement of the chosen layout; `None` without a teacher and for rejected layouts."""
+    analysis_only: bool = False
+    """Whether no library runs the layout today, so that it is only shown for comparison."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ParetoPoint:
+    """A layout that no other one beats in both speed and memory."""
+
+    label: str
+    """Layout, micro-batch, recomputation and loss in words."""
+    tokens_per_second: float
+    """Predicted speed of all ranks together."""
+    step_seconds: float
+    """Predicted step time."""
+    high_bytes: int
+    """Upper end of its memory on one accelerator."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Outcome:
+    """Result of the search."""
+
+    chosen: Evaluated | None
+    """The fastest layout that fits; `None` when none does."""
+    rejected: tuple[Evaluated, ...]
+    """The other layouts: those that fit first, fastest first."""
+    pareto: tuple[ParetoPoint, ...] = ()
+    """Layouts from the fastest to the leanest."""
+    job: TrainingJob
+    """The job with the loss that was chosen."""
+    candidates: int = 0
+    """Legal candidates of all layouts."""
+    estimated: int = 0
+    """Candidates whose memory was estimated."""
+
+
+def search(context: SearchContext) -> Outcome:
+    """Return the layout that the job's objective prefers among those that fit, and why the others were rejected.
+
+    A teacher is tried as a replica on every rank, then sharded, then in host memory. Each placement is tried under all
+    layouts without offload before the student's states leave the accelerator.
+
+    Raises:
+        UsageError: the job is invalid or every layout that it allows breaks a rule; all errors together.
+    """
+    job = context.job
+    errors: list[ConfigError] = []
+    if wrong := job_errors(job):
+        # Report broken layout rules together with the wrong values, as if those had their defaults.
+        names = {"seq_len_tokens" if error.where == "seq_len" else error.where for error in wrong}
+        defaults = replace(job, **{name: getattr(TrainingJob(), name) for name in names})
+        usual = replace(context, job=defaults)
+        layouts = layouts_to_search(usual.model, usual.hardware, usual.job)
+        legal = [_legal(layouts, indices, part, errors).by_layout for part, indices in _rounds(layouts, usual)]
+        raise UsageError(wrong + ([] if any(legal) else list(dict.fromkeys(errors))))
+    layouts = layouts_to_search(context.model, context.hardware, job)
+    best: Candidate | None = None
+    searches: list[Search] = []
+    for part, indices in _rounds(layouts, context):
+        explored = _legal(layouts, indices, part, errors)
+        searches.append(explored)
+        if job.objective == "memory":
+            leanest = [explored.leanest[index] for index in explored.by_layout if explored.possible(index)]
+            best = min(
+                leanest,
+                key=lambda candidate: (candidate.memory.gpu.high_bytes, -candidate.tokens_per_second),
+                default=None,
+            )
+        else:
+            best = search_fastest(explored, explored.by_layout)
+        if best is not None:
+            break
+    if not any(explored.by_layout for explored in searches):
+        raise UsageError(
+            list(dict.fromkeys(errors))
+            or ConfigError(
+                where="strategy",
+                value=job.strategy,
+                rule=f"has no layout with --offload {job.offload} on this hardware",
+                fix="use --offload auto or another strategy",
+            )
+        )
+    chosen, rejected, pareto = None, [], []
+    if best is None:
+        others = _leanest_of_each(searches)
+    else:
+        fitting = searches[-1].fitting
+        others = _for_comparison(searches[-1], best)
+        chosen = Evaluated(
+            strategy=best.strategy,
+            memory=best.memory,
+            time=best.time,
+            loss=best.job.loss,
+            reason=chosen_reason(
+                best, context, faster=max(fitting, key=lambda candidate: candidate.tokens_per_second), others=others
+            ),
+            teacher=_teacher_choice(best, requested=job.teacher_placement != "auto"),
+        )
+        if faster := _best_three_dimensional(context, faster_than=best.tokens_per_second):
+            candidate, why_not = faster
+            rejected.append(
+                Evaluated(
+                    strategy=candidate.strategy,
+                    memory=candidate.memory,
+                    time=candidate.time,
+                    reason=analysis_reason(candidate, best, why_not=why_not),
+                    analysis_only=True,
+                )
+            )
+        pareto = _frontier(fitting)
+    rejected += [
+        Evaluated(
+            strategy=candidate.strategy,
+            memory=candidate.memory,
+            time=candidate.time,
+            loss=candidate.job.loss,
+            reason=rejected_reason(candidate, best),
+        )
+        for candidate in _fewer_of_each_axis(others)
+    ]
+    return Outcome(
+        chosen=chosen,
+        rejected=tuple(rejected),
+        pareto=tuple(pareto),
+        job=job if best is None else replace(job, loss=best.job.loss),
+        candidates=sum(len(legal) for explored in searches for legal in explored.by_layout.values()),
+        estimated=sum(explored.estimated for explored in searches),
+    )
+
+
+def _frontier(fitting: Iterable[Candidate]) -> list[ParetoPoint]:
+    """Return the candidates that no other one beats in both speed and memory, fastest first."""
+    points: list[ParetoPoint] = []
+    for candidate in sorted(
+        fitting,
+        key=lambda candidate: (-candidate.tokens_per_second, candidate.memory.gpu.high_bytes, candidate.complexity),
+    ):
+        strategy, high_bytes = candidate.strategy, candidate.memory.gpu.high_bytes
+        if points and high_bytes >= points[-1].high_bytes:
+            continue
+        label = f"{strategy.label}, micro-batch {strategy.micro_batch_size} x {strategy.gradient_accumulation_steps}"
+        if strategy.gradient_checkpointing:
+            layers = candidate.context.model.dimensions.num_layers
+            label += f", {strategy.recomputed_layers(-(-layers // strategy.pp))} layers recomputed"
+            label += " but for products" if strategy.keeps_products else ""
+        if candidate.job.loss == "chunked":
+            label += ", chunked loss"
+        points.append(
+            ParetoPoint(
+                label=label,
+                tokens_per_second=candidate.time.tokens_per_second,
+                step_seconds=candidate.time.seconds,
+                high_bytes=high_bytes,
+            )
+        )
+    return points
+
+
+def anything_fits(context: SearchContext) -> bool:
+    """Return whether `search` would choose a layout, which takes far less time than finding out which one.
+
+    Raises:
+        UsageError: the job is invalid.
+    """
+    model, hardware, job = context.model, context.hardware, context.job
+    if wrong := job_errors(job):
+        raise UsageError(wrong)
+    total = hardware.world_size * hardware.gpu_bytes
+    total += hardware.nodes * (hardware.host_bytes_per_node + hardware.nvme_bytes_per_node)
+    if _least_bytes(model, job) > total:
+        return False
+    layouts = layouts_to_search(model, hardware, job)
+    for part, indices in _rounds(layouts, context):
+        for index in indices:
+            layout = layouts[index]
+            # What the ranks of a pipeline load depends on its stages, which only candidates have.
+            if layout.pp == 1:
+                parameters = rank_parameters(model, part.job, layout)
+                loading = loading_terms(layout, model, hardware, part.job, parameters)
+                if sum(loading.values()) > hardware.host_bytes_per_node:
+                    continue
+            explored = _legal(layouts, [index], part, [])
+            if explored.by_layout and explored.possible(index):
+                return True
+    return False
+
+
+def _least_bytes(model: ModelSpec, job: TrainingJob) -> float:
+    """Bytes that any layout keeps somewhere: master weights, optimizer states, 16-bit gradients, frozen weights."""
+    parameters = rank_parameters(model, job)
+    return parameters.trainable * (6 + OPTIMIZERS[job.optimizer].state_bytes_per_parameter) + parameters.frozen_bytes
+
+
+def _rounds(layouts: list[Layout], context: SearchContext) -> list[tuple[SearchContext, list[int]]]:
+    """Return the rounds of the search: all layouts without a teacher, else each placement without and with offload.
+
+    Layouts with axes that the user did not request are omitted where they cannot help: without offload, if the states
+    exceed the memory of all accelerators together; and if the global batch is illegal for every layout without them,
+    so that the error names the nearest legal batch sizes.
+    """
+    job, hardware = context.job, context.hardware
+
+    def requested(layout: Layout) -> bool:
+        return _has_requested_axes(layout, job)
+
+    too_large = _least_bytes(context.model, job) > hardware.gpu_bytes * hardware.world_size
+    ranks = [layout.data_parallel_size for layout in layouts if requested(layout)]
+    batch_is_illegal = (
+        job.global_batch_size is not None
+        and bool(ranks)
+        and job.global_batch_size >= min(ranks)
+        and all(job.global_batch_size % ((job.micro_batch_size or 1) * count) != 0 for count in ranks)
+    )
+    usable = [
+        index
+        for index, layout in enumerate(layouts)
+        if not layout.axes
+        or requested(layout)
+        or not (batch_is_illegal or (too_large and layout.offload_optimizer == "none"))
+    ]
+    parts = [replace(context, job=placed) for placed in _jobs_by_placement(job, hardware)]
+    if len(parts) == 1:
+        return [(parts[0], usable)]
+    inside = [index for index in usable if layouts[index].offload_optimizer == "none"]
+    outside = [index for index in usable if layouts[index].offload_optimizer != "none"]
+    return [(part, indices) for indices in (inside, outside) for part in parts if indices]
+
+
+def _has_requested_axes(layout: Layout, job: TrainingJob) -> bool:
+    return all((job.axis_sizes[axis] or 1) == size for axis, size in layout.axes.items())
+
+
+def _legal(layouts: list[Layout], indices: list[int], context: SearchContext, errors: list[ConfigError]) -> Search:
+    """Return a search of all legal candidates; adds the errors of layouts that the user's settings allow."""
+    contexts = losses(context)
+    by_layout: dict[int, list[Candidate]] = {}
+    for index in indices:
+        layout = layouts[index]
+        reported = errors if _has_requested_axes(layout, context.job) else None
+        legal = list(candidates(layout, contexts, index, reported))
+        if legal:
+            by_layout[index] = legal
+    return Search(by_layout=by_layout, partial=context.job.gradient_checkpointing == "auto")

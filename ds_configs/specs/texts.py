@@ -1,0 +1,166 @@
+"""Strict parsers of JSON and YAML: no duplicate keys, finite numbers only, small files."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from .errors import ConfigError, UsageError
+
+
+def strict_json(text: str | bytes) -> Any:
+    """Return the value of a JSON text.
+
+    Raises:
+        ValueError: The text is not valid JSON, or has a duplicate key or a number that is not finite.
+
+    >>> strict_json('{"save_steps": NaN}')
+    Traceback (most recent call last):
+    ValueError: NaN is not a finite number
+    """
+    try:
+        return json.loads(text, object_pairs_hook=_unique_keys, parse_constant=_number, parse_float=_number)
+    except RecursionError:
+        raise ValueError("values are nested too deeply") from None
+
+
+def _unique_keys(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    mapping = dict(pairs)
+    if len(mapping) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"the key {next(name for name in names if names.count(name) > 1)!r} is duplicated")
+    return mapping
+
+
+def _number(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError(f"{text} is not a finite number")
+    return value
+
+
+LARGEST_YAML_BYTES = 2**16
+"""PyYAML parses the slowest texts at about 30 kB/s in Python."""
+_MERGE = "tag:yaml.org,2002:merge"
+
+
+class _Strict(yaml.SafeLoader):
+    """Loader that rejects numbers that are not finite, and duplicate keys, of which PyYAML keeps the last."""
+
+    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
+        node = super().compose_mapping_node(anchor)
+        keys = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode) and key.tag != _MERGE]
+        if len(set(keys)) < len(keys):
+            twice = next(key for key in keys if keys.count(key) > 1)
+            raise yaml.YAMLError(f"the key {twice!r} is duplicated")
+        return node
+
+    def construct_yaml_float(self, node: Any) -> float:
+        value: float = super().construct_yaml_float(node)
+        if not math.isfinite(value):
+            raise yaml.YAMLError(f"{node.value} is not a finite number")
+        return value
+
+
+_Strict.add_constructor("tag:yaml.org,2002:float", _Strict.construct_yaml_float)
+
+
+class _PlainText(_Strict):
+    """Loader that keeps scalars as text, as flags do.
+
+    YAML 1.1 parses `on` as true, `0123` as 83 and `1e-5` as a string.
+    """
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        # Nested aliases of lists can expand beyond any memory.
+        if self.check_event(yaml.AliasEvent):
+            raise yaml.YAMLError("aliases are not allowed")
+        return super().compose_node(parent, index)
+
+
+for _kind in ("bool", "int", "float", "timestamp", "binary"):
+    _PlainText.add_constructor(f"tag:yaml.org,2002:{_kind}", lambda _, node: str(node.value))
+
+
+def read_small_file(path: Path, *, what: str) -> bytes:
+    """Return the content of a small file.
+
+    Raises:
+        UsageError: The file cannot be read or is too large; `what` names it in the error.
+    """
+    try:
+        with path.open("rb") as stream:
+            content = stream.read(LARGEST_YAML_BYTES + 1)
+    except (OSError, ValueError) as error:
+        detail = getattr(error, "strerror", None) or str(error)
+        raise UsageError(ConfigError(where=what, value=str(path), rule=f"cannot be read ({detail})")) from None
+    if len(content) > LARGEST_YAML_BYTES:
+        raise UsageError(ConfigError(where=what, value=str(path), rule=f"must be at most {LARGEST_YAML_BYTES} bytes"))
+    return content
+
+
+def yaml_value(content: bytes | str, *, as_text: bool = False) -> Any:
+    """Return the value of a YAML text.
+
+    Raises:
+        ValueError: The text is not valid YAML, or has a tag, a duplicate key or a number that is not finite.
+    """
+    loader = None
+    try:
+        loader = (_PlainText if as_text else _Strict)(content)
+        return loader.get_single_data()
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        raise ValueError(" ".join(str(error).split())) from error
+    finally:
+        if loader is not None:
+            loader.dispose()
+
+
+def yaml_mapping(content: bytes | str, *, name: str, what: str, as_text: bool = False) -> dict[str, Any]:
+    """Return a YAML mapping with its keys as text.
+
+    Args:
+        content: The YAML text.
+        name: Its path or name, for errors.
+        what: What it describes, for errors.
+        as_text: Whether to keep scalars as text and reject aliases.
+
+    Raises:
+        UsageError: The text is not valid YAML, or not a mapping.
+    """
+    try:
+        data = yaml_value(content, as_text=as_text)
+    except ValueError as error:
+        raise UsageError(ConfigError(where=what, value=name, rule=f"is not valid YAML ({error})")) from None
+    if not isinstance(data, dict):
+        raise UsageError(ConfigError(where=what, value=name, rule="must be a mapping of keys to values"))
+    return {str(key): value for key, value in data.items()}
+
+
+def settings_mapping(content: bytes | str, *, name: str) -> dict[str, Any]:
+    """Return the settings of a YAML text by name; keys may have hyphens.
+
+    Scalars stay text; mappings are parsed as YAML, as the value of a flag `NAME=VALUE` is.
+
+    Raises:
+        UsageError: The text is not valid YAML, not a mapping, or has a duplicate key.
+    """
+    values: dict[str, Any] = {}
+    errors = []
+    written = yaml_mapping(content, name=name, what="config", as_text=True)
+    has_mappings = any(isinstance(value, dict) for value in written.values())
+    read = yaml_mapping(content, name=name, what="config") if has_mappings else {}
+    for key, text in written.items():
+        value = read[key] if isinstance(text, dict) else text
+        plain = key.replace("-", "_")
+        if plain in values:
+            rule, fix = "is set twice, with a hyphen and with an underscore", "remove one of them"
+            errors.append(ConfigError(where=f"{plain} (from file)", rule=rule, fix=fix))
+        values[plain] = value
+    if errors:
+        raise UsageError(errors)
+    return values

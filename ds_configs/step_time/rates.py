@@ -1,0 +1,362 @@
+"""Rates of hardware and software: measured or published constants, links, collectives, kernels."""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from functools import lru_cache
+from importlib.resources import files
+from math import ceil, gcd, log2
+from typing import Any, Literal
+
+from ..specs.errors import ConfigError, RefusedInputError
+from ..specs.hardware import HardwareSpec
+from ..specs.texts import strict_json
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GpuConstants:
+    """Efficiency of an accelerator, its host and its links, relative to their datasheets."""
+
+    matrix_efficiency: float
+    """Share of the datasheet's matrix FLOP/s that large products reach at the clock that the power limit sustains."""
+    product_border: float
+    """Rows and columns that a product costs in addition: partly filled tiles and waves."""
+    product_depth: float
+    """Inner elements that a product costs in addition: filling and draining the pipeline of each tile."""
+    backward_slowdown: float
+    """Time of backward products divided by forward ones of equal FLOPs: operands are transposed, and the inner
+    dimension of weight gradients is the tokens."""
+    attention_efficiency: float
+    """Share of the datasheet's matrix FLOP/s that fused attention reaches."""
+    memory_efficiency: float
+    """Share of the datasheet's memory bandwidth that memory-bound operations reach."""
+    launch_seconds: float
+    """Host time of launching one kernel from PyTorch: Python, dispatcher, autograd and driver."""
+    kernel_seconds: float
+    """Device time of a kernel beyond its work: start, tail and the gap to the next one."""
+    link_efficiency: float
+    """Share of the link's bandwidth within a node that large collectives reach (bus bandwidth of nccl-tests)."""
+    network_efficiency: float
+    """Share of the network's bandwidth that large collectives reach."""
+    link_latency_seconds: float
+    """Latency of one hop within a node, protocol and kernel included."""
+    network_latency_seconds: float
+    """Latency of one hop between nodes."""
+    synchronization_seconds: float
+    """Time of a collective inside a layer beyond its transfer, because ranks reach it at different times."""
+    host_link_bytes_per_s: float
+    """Bandwidth between accelerator and host in one direction, for large pinned copies."""
+    unaligned_efficiency: float
+    """Speed of products with an odd width, relative to those whose widths are multiples of 8 elements."""
+    fp32_share: float
+    """FLOP/s of fp32 products divided by those of 16-bit ones, without TF32 (PyTorch's default)."""
+    host_exponent: float
+    """Exponent x in the time of a micro-batch, `(device^x + host^x)^(1/x)`: 1 if one always waits for the other,
+    infinite if the host always runs ahead."""
+    overlap_slowdown: float
+    """Computation lost per second of concurrent communication, which uses memory bandwidth and processors."""
+    scatter_share: float = 0.5
+    """Time of a large all-gather or reduce-scatter divided by that of an equal all-reduce: one half on rings."""
+    kept_products_seconds: float = 0.0
+    """Host time per layer of `selective` checkpointing, which inspects every operator, forward and recomputed."""
+    zero3_hook_seconds: float = 0.0
+    """Host time of ZeRO-3's hooks per pass through a layer (forward, recomputed, backward)."""
+    error: float
+    """Relative half width of the step time interval, which contains nine of ten published measurements."""
+    source: str
+    """Origin of the constants."""
+    assumed: bool = False
+    """Whether these are the constants of another generation."""
+
+
+@lru_cache(maxsize=1)
+def _tables() -> Mapping[str, Any]:
+    text = files(__package__.rpartition(".")[0]).joinpath("data/step_time.toml").read_text(encoding="utf-8")
+    return tomllib.loads(text)
+
+
+@lru_cache(maxsize=64)
+def constants_of(gpu: str) -> GpuConstants:
+    """Return the constants of an accelerator by its catalog name, or those of the nearest generation.
+
+    >>> constants_of("A100-80GB").assumed, constants_of("RTX4090").assumed
+    (False, True)
+    """
+    tables = _tables()
+    generation = tables["generations"].get(gpu)
+    known = {field.name for field in fields(GpuConstants)}
+    values = tables["constants"][generation or "default"]
+    if generation is None:
+        values = tables["constants"][values["like"]] | values | {"assumed": True}
+    elif "like" in values:
+        values = tables["constants"][values["like"]] | values
+    return GpuConstants(**{name: value for name, value in values.items() if name in known})
+
+
+def hardware_constants(hardware: HardwareSpec) -> GpuConstants:
+    """Return the constants of a cluster's accelerators."""
+    return constants_of(hardware.gpu)
+
+
+def group_bytes_per_s(hardware: HardwareSpec, *, ranks: int, stride: int = 1) -> float:
+    """Return the bandwidth of a group of `ranks` with distance `stride`.
+
+    All groups communicate concurrently, so each uses the network adapters of its members in a node. If groups cross
+    node boundaries unevenly, the slowest has as few members in a node as the greatest common divisor of the sizes.
+    """
+    span, node = ranks * stride, hardware.gpus_per_node
+    if span <= node and (hardware.nodes == 1 or node % span == 0):
+        return hardware.link_bytes_per_s
+    members_of_a_node = max(1, gcd(span, node) // stride)
+    return min(hardware.link_bytes_per_s, hardware.network_bytes_per_s * members_of_a_node)
+
+
+def others(ranks: int) -> float:
+    """Return the share of a tensor that comes from other ranks in an all-gather or reduce-scatter, `(n - 1) / n`."""
+    return (ranks - 1) / ranks
+
+
+def context_parallel_bytes(*, cp: int, tokens: int, key_value_size: int, layers: int, element_bytes: int) -> float:
+    """Return the bytes that a rank communicates for one micro-batch: keys, values and their gradients.
+
+    They are gathered in the forward pass, passed around again in the backward pass, and reduced: 3 times `(n - 1)`
+    shards (Ring Attention, arXiv 2310.01889; torch `experimental/_context_parallel`).
+    """
+    return 3 * (cp - 1) * (tokens / cp) * 2 * key_value_size * layers * element_bytes
+
+
+def pipeline_bytes(*, tokens: int, hidden_size: int, element_bytes: int) -> float:
+    """Return the bytes that a stage sends for one micro-batch: hidden states forward, their gradients backward."""
+    return 2 * tokens * hidden_size * element_bytes
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Group:
+    """Ranks of one collective with their links."""
+
+    ranks: int
+    bytes_per_s: float
+    """Bus bandwidth of each member."""
+    hop_seconds: float
+    """Latency of the slowest hop."""
+    ring_seconds: float
+    """Latency of one round on the ring, over hops within and between nodes."""
+    tree_seconds: float
+    """Latency of a tree to the root and back."""
+    waiting_seconds: float
+    """Time that members wait for the last one."""
+    scatter_share: float
+    """Time of a large all-gather or reduce-scatter over that of an all-reduce."""
+
+
+def group_of(hardware: HardwareSpec, constants: GpuConstants, *, ranks: int, stride: int = 1) -> Group:
+    """Return a group of `ranks` with distance `stride`."""
+    span, node = ranks * stride, hardware.gpus_per_node
+    within = span <= node and (hardware.nodes == 1 or node % span == 0)
+    raw = group_bytes_per_s(hardware, ranks=ranks, stride=stride)
+    if within:
+        rate, hop, nodes = raw * constants.link_efficiency, constants.link_latency_seconds, 1
+    else:
+        members = max(1, node // stride) if stride < node else 1
+        nodes = ceil(ranks / members)
+        rate = min(hardware.link_bytes_per_s * constants.link_efficiency, raw * constants.network_efficiency)
+        hop = constants.network_latency_seconds
+    inside = max(1.0, ranks / nodes)
+    tree = 2 * (log2(inside) * constants.link_latency_seconds + log2(nodes) * constants.network_latency_seconds)
+    return Group(
+        ranks=ranks,
+        bytes_per_s=rate,
+        hop_seconds=hop,
+        ring_seconds=(ranks - nodes) * constants.link_latency_seconds + (nodes - 1) * hop,
+        tree_seconds=tree,
+        waiting_seconds=constants.synchronization_seconds,
+        scatter_share=constants.scatter_share,
+    )
+
+
+def gather_seconds(group: Group, size_bytes: float, *, calls: float = 1.0) -> float:
+    """Return the seconds of all-gathers (or reduce-scatters) of `size_bytes` together, in `calls` collectives."""
+    if group.ranks == 1 or size_bytes <= 0:
+        return 0.0
+    return 2 * group.scatter_share * others(group.ranks) * size_bytes / group.bytes_per_s + calls * group.ring_seconds
+
+
+def reduction_seconds(group: Group, size_bytes: float, *, calls: float = 1.0) -> float:
+    """Return the seconds of all-reduces of `size_bytes` together, in `calls` collectives."""
+    if group.ranks == 1 or size_bytes <= 0:
+        return 0.0
+    latency = min(2 * group.ring_seconds, group.tree_seconds)
+    return 2 * others(group.ranks) * size_bytes / group.bytes_per_s + calls * latency
+
+
+def exchange_seconds(group: Group, size_bytes: float, *, calls: float = 1.0) -> float:
+    """Return the seconds of all-to-alls in which each rank sends `size_bytes`, its own part included."""
+    if group.ranks == 1 or size_bytes <= 0:
+        return 0.0
+    latency = group.hop_seconds * log2(group.ranks)
+    return others(group.ranks) * size_bytes / group.bytes_per_s + calls * latency
+
+
+FILE_NAME = "network.json"
+SCHEMA_VERSION = 1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MeasuredNetwork:
+    """Measured rate of a short all-reduce between nodes."""
+
+    gpu: str
+    """Catalog name of the accelerators."""
+    gpus_per_node: int
+    nodes: int
+    bytes_per_s: float
+    """Rate out of one accelerator of each node, in one direction."""
+
+    @property
+    def nominal_bytes_per_s(self) -> float:
+        """Nominal rate of the link; plans multiply it by `network_efficiency`."""
+        return self.bytes_per_s / constants_of(self.gpu).network_efficiency
+
+
+def network_text(network: MeasuredNetwork) -> str:
+    """Return the text of `network.json`."""
+    return json.dumps({"schema_version": SCHEMA_VERSION} | asdict(network), indent=1) + "\n"
+
+
+def network_from_text(text: str | bytes, *, source: str) -> MeasuredNetwork:
+    """Return the measurement in a `network.json`.
+
+    Raises:
+        RefusedInputError: the file is invalid or has another version.
+    """
+    kinds = {"gpu": str, "gpus_per_node": int, "nodes": int, "bytes_per_s": float}
+    try:
+        values = strict_json(text)
+    except ValueError as error:
+        raise RefusedInputError(ConfigError(where=source, rule=f"is not a JSON object ({error})")) from None
+    sound = isinstance(values, dict) and values.pop("schema_version", None) == SCHEMA_VERSION
+    sound = sound and values.keys() == kinds.keys() and all(type(values[name]) is kind for name, kind in kinds.items())
+    if not sound or min(values["gpus_per_node"], values["bytes_per_s"], values["nodes"] - 1) <= 0:
+        rule, fix = f"is not a network.json of version {SCHEMA_VERSION}", "run `shardwright launch` to measure again"
+        raise RefusedInputError(ConfigError(where=source, rule=rule, fix=fix))
+    return MeasuredNetwork(**values)
+
+
+def with_measured_network(
+    hardware: HardwareSpec, measured: Sequence[MeasuredNetwork]
+) -> tuple[HardwareSpec, str | None]:
+    """Return hardware with the last measured network of equal nodes, and a note about the change.
+
+    Only an assumed rate is replaced, never one that the user set.
+    """
+    if "network_bytes_per_s" not in hardware.assumed:
+        return hardware, None
+    like = (hardware.gpu, hardware.gpus_per_node)
+    network = next((item for item in reversed(measured) if (item.gpu, item.gpus_per_node) == like), None)
+    if network is None:
+        return hardware, None
+    default = hardware.network_bytes_per_s * constants_of(hardware.gpu).network_efficiency / 1e9
+    note = (
+        f"using the network rate measured on {network.nodes} such nodes: {network.bytes_per_s / 1e9:.2f} GB/s per "
+        f"accelerator, instead of the default of {default:.2f}"
+    )
+    assumed = tuple(name for name in hardware.assumed if name != "network_bytes_per_s")
+    return replace(hardware, network_bytes_per_s=network.nominal_bytes_per_s, assumed=assumed), note
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Software:
+    """Costs of a software stack; bytes are per element of a 16-bit activation."""
+
+    attention: Literal["fused", "eager"] = "fused"
+    """Fused kernels (FlashAttention, SDPA) keep scores on chip and skip the masked half; eager ones write scores."""
+    hidden_bytes_forward: float
+    """Memory traffic of norms, residuals and dropout in a layer's forward pass, per element of hidden size."""
+    hidden_bytes_backward: float
+    """The same in the backward pass."""
+    inner_bytes_forward: float
+    """Memory traffic of the activation function, per element of the MLP's inner width."""
+    inner_bytes_backward: float
+    """The same in the backward pass."""
+    projected_bytes: float = 0.0
+    """Memory traffic of rotary embeddings and transposes, per element of queries and keys, both passes."""
+    score_bytes_forward: float = 0.0
+    """Memory traffic of eager attention per score between its products: mask, softmax, dropout."""
+    score_bytes_backward: float = 0.0
+    """The same in the backward pass."""
+    loss_bytes: float
+    """Memory traffic of the loss per logit, both passes: casts, softmax, its gradient."""
+    kernels_forward: float
+    """Kernels that a layer's forward pass launches."""
+    kernels_backward: float
+    """Kernels that a layer's backward pass launches."""
+    kernels_outside: float = 60.0
+    """Kernels of embedding, final norm, head and loss, both passes."""
+    optimizer_bytes: float
+    """Memory traffic of the optimizer step per parameter: gradients, norm, states, weights."""
+    gradient_bytes: float | None = None
+    """Memory traffic of adding a micro-batch's gradient per parameter; `None` for two reads and a write."""
+    step_seconds: float = 0.0
+    """Host time per step: data loader, scheduler, logging."""
+    micro_batch_seconds: float = 0.0
+    """Host time per micro-batch beyond kernel launches: engine hooks, collation, copies to the device."""
+    overlaps_reduction: bool = True
+    """Whether gradients are reduced during the backward pass of the last micro-batch."""
+    overlaps_updates: bool = False
+    """Whether updated parameters are gathered during the forward pass of the first micro-batch (Megatron-Core's
+    `--overlap-param-gather`)."""
+    overlaps_gathers: bool = True
+    """Whether sharded parameters are gathered during the computation of the previous layers."""
+    overlaps_tensor_parallel: bool = False
+    """Whether collectives of tensor parallelism run in parts during the products (Megatron-Core, async TP)."""
+    scatters_transfers: bool = False
+    """Whether each tensor-parallel rank sends only its part between stages (arXiv 2104.04473, section 4.1)."""
+    overlaps_transfers: bool = False
+    """Whether stages send micro-batches during computation (Megatron-Core)."""
+    reduction_bytes: int | None = None
+    """Bytes of an element in a gradient reduction; `None` for the engine's default."""
+    reduces_to_owners: bool = False
+    """Whether ZeRO-1 and ZeRO-2 reduce each gradient to the rank that updates it, as in the paper. DeepSpeed
+    all-reduces complete buckets (`use_multi_rank_bucket_allreduce`, 0.19.8 stage_1_and_2.py:1695)."""
+    sequence_parallel_norms: bool = False
+    """Whether tensor parallelism also splits norms and residuals (Megatron's sequence parallelism)."""
+    even_stages: bool = False
+    """Whether pipeline stages have equally many layers (Megatron) instead of the fastest split."""
+    update_bucket: int = 200_000_000
+    """Elements per all-gather of updated parameters (`allgather_bucket_size`, by default 2e8)."""
+    virtual_stages: int = 1
+    """Stages per rank of an interleaved pipeline."""
+    padded_vocabulary: int | None = None
+    """Multiple to which the vocabulary is padded; `None` for no padding."""
+    vocabulary_parallel: bool = False
+    """Whether tensor parallelism splits embedding and head by vocabulary, including tied ones (Megatron)."""
+    optimizer_ranks: int | None = None
+    """Ranks that share the optimizer states, if not all of them (hierarchical ZeRO-1)."""
+    selective_recomputation: bool = False
+    """Whether only attention is recomputed (arXiv 2205.05198)."""
+    float8: bool = False
+    """Whether the products of the layers run in fp8, at twice the FLOP/s."""
+
+
+TRANSFORMERS = Software(
+    hidden_bytes_forward=84.0,
+    hidden_bytes_backward=130.0,
+    inner_bytes_forward=10.0,
+    inner_bytes_backward=18.0,
+    projected_bytes=60.0,
+    loss_bytes=32.0,
+    kernels_forward=45.0,
+    kernels_backward=85.0,
+    optimizer_bytes=44.0,
+    step_seconds=5e-3,
+    micro_batch_seconds=2e-3,
+)
+"""Transformers 5 with eager RMSNorm in fp32 (36 bytes for each of two), rotary embeddings, SDPA and SwiGLU, counted
+operation by operation in `modeling_llama.py`, reads and writes."""
+
+
+EAGER_ATTENTION = replace(TRANSFORMERS, attention="eager", score_bytes_forward=20.0, score_bytes_backward=28.0)
+"""The same with `eager_attention_forward`: scale, mask, fp32 softmax and its cast back are separate kernels."""

@@ -1,0 +1,448 @@
+"""Static ranges of activations from calibration data: MinMax, percentile, L2 and KL divergence; no gradients anywhere.
+
+A static activation range is one pair (low, high) for the tensor. A histogram is filled while calibration text runs
+through the model, and the methods here look at it; what turns a range into a scale and a zero point is
+compressed-tensors'.
+
+Shapes: K candidate ranges, B occupied bins.
+"""
+
+from __future__ import annotations
+
+import base64
+import math
+import zlib
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from ..ds_configs.quantization.scheme import ActivationQuantization
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+# 64 KB a layer in int64, which ranks add up.
+BINS = 8192
+# `bincount` makes int64 copies of what it counts: 4 M values take 32 MB instead of eight times the activation.
+_VALUES_AT_ONCE = 1 << 22
+
+
+class ActivationHistogram:
+    """Counts of activation values in a fixed number of bins, filled batch by batch.
+
+    Bin k covers [k·w, (k+1)·w) with `w` a power of two, for k from -bins/2 to bins/2 - 1. A value beyond the last bin
+    doubles `w` until it fits: neighbouring bins are added, so nothing is spread or lost. Because edges are multiples of
+    a power of two, the counts do not depend on how the data were divided into batches, nor on their order. The largest
+    magnitude uses more than half of its side, so at least bins/4 bins resolve it.
+    """
+
+    def __init__(self, *, bins: int = BINS) -> None:
+        """Create an empty histogram of `bins` bins, a multiple of 4."""
+        if bins <= 0 or bins % 4:
+            raise ValueError(f"bins = {bins} must be a positive multiple of 4")
+        self.bins = bins
+        self.tokens = 0
+        """Rows (vectors of one token) that were added."""
+        self.low = math.inf
+        """Smallest value seen."""
+        self.high = -math.inf
+        """Largest value seen."""
+        self._exponent: int | None = None
+        self._counts: Tensor | None = None
+
+    @property
+    def bin_width(self) -> float:
+        """Width of one bin; 0 before a value other than zero was seen."""
+        return 0.0 if self._exponent is None else math.ldexp(1.0, self._exponent)
+
+    @property
+    def count(self) -> int:
+        """Values that were added."""
+        return 0 if self._counts is None else int(self._counts.sum())
+
+    def add(self, values: Tensor) -> None:
+        """Count every element of `values`, whose last dimension holds the channels of one token.
+
+        Raises:
+            ValueError: a value is not finite.
+        """
+        import torch
+
+        if values.numel() == 0:
+            return
+        with torch.no_grad():
+            flat = values.detach().reshape(-1)
+            low, high = (float(bound) for bound in torch.aminmax(flat))
+            if not (math.isfinite(low) and math.isfinite(high)):
+                raise ValueError(f"activations between {low} and {high}: a range needs finite values")
+            self.low, self.high = min(self.low, low), max(self.high, high)
+            self.tokens += values.numel() // (values.shape[-1] if values.dim() else 1)
+            if self._counts is None:
+                self._counts = torch.zeros(self.bins, dtype=torch.int64, device=values.device)
+            self._grow(max(-low, high, 0.0))
+            for part in flat.split(_VALUES_AT_ONCE):
+                self._counts += torch.bincount(self._bins_of(part), minlength=self.bins).to(self._counts.device)
+
+    def occupied(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Return bin numbers k, centres, and counts of the bins that hold anything, on the CPU; fp64 centres, int64.
+
+        Raises:
+            ValueError: nothing was added.
+        """
+        import torch
+
+        if self._counts is None:
+            raise ValueError("no activations were observed: was the layer reached by the calibration data?")
+        counts = self._counts.cpu()
+        index_B = counts.nonzero().flatten()
+        number_B = index_B - self.bins // 2
+        centre_B = (number_B.to(torch.float64) + 0.5) * self.bin_width
+        return number_B, centre_B.clamp(self.low, self.high), counts[index_B]
+
+    @property
+    def exponent(self) -> int | None:
+        """Power of two of the bins' width; `None` before a value other than zero was seen."""
+        return self._exponent
+
+    def counts_at(self, exponent: int | None, device: torch.device) -> Tensor:
+        """Return the counts [bins], int64, as bins of the width `2^exponent` hold them, which must not be narrower."""
+        import torch
+
+        counts = torch.zeros(self.bins, dtype=torch.int64, device=device)
+        if self._counts is None:
+            return counts
+        counts += self._counts.to(device)
+        # Bins narrower than any value but zero hold zeros alone, which stay in the middle whatever the width.
+        if self._exponent is not None:
+            assert exponent is not None and exponent >= self._exponent, "bins only ever grow"
+            for _ in range(exponent - self._exponent):
+                counts = _merged_pairs(counts)
+        return counts
+
+    def add_counts(self, counts: Tensor, *, exponent: int | None, low: float, high: float, tokens: int) -> None:
+        """Add the counts of another histogram, in bins of the width `2^exponent`.
+
+        Args:
+            counts: int64 [bins].
+            exponent: Exponent of the bin width; `None` if the other histogram has only zeros.
+            low: Its smallest value; infinity if it is empty.
+            high: Its largest value; minus infinity if it is empty.
+            tokens: Its rows.
+        """
+        if not math.isfinite(low):
+            return
+        if self._counts is None:
+            self._exponent, self._counts = exponent, counts.clone()
+        else:
+            wider = max((each for each in (self._exponent, exponent) if each is not None), default=None)
+            own = self.counts_at(wider, counts.device)
+            others = ActivationHistogram(bins=self.bins)
+            others._exponent, others._counts = exponent, counts
+            self._exponent, self._counts = wider, own + others.counts_at(wider, counts.device)
+        self.low, self.high, self.tokens = min(self.low, low), max(self.high, high), self.tokens + tokens
+
+    def record(self) -> dict[str, Any]:
+        """Return the histogram as JSON values; counts are int64, compressed, as text."""
+        import torch
+
+        counts = torch.zeros(0, dtype=torch.int64) if self._counts is None else self._counts.cpu()
+        return {
+            "bins": self.bins,
+            "exponent": self._exponent,
+            "low": self.low if counts.numel() else None,
+            "high": self.high if counts.numel() else None,
+            "tokens": self.tokens,
+            "counts": base64.b64encode(zlib.compress(counts.numpy().astype("<i8").tobytes())).decode("ascii"),
+        }
+
+    @classmethod
+    def from_record(cls, record: Mapping[str, Any]) -> ActivationHistogram:
+        """Return the histogram of a record."""
+        import numpy
+        import torch
+
+        histogram = cls(bins=record["bins"])
+        packed = zlib.decompressobj().decompress(base64.b64decode(record["counts"]), histogram.bins * 8)
+        counts = torch.from_numpy(numpy.frombuffer(packed, dtype="<i8").astype("int64"))
+        if counts.numel() == histogram.bins:
+            histogram.add_counts(
+                counts,
+                exponent=record["exponent"],
+                low=record["low"],
+                high=record["high"],
+                tokens=record["tokens"],
+            )
+        return histogram
+
+    def _bins_of(self, values: Tensor) -> Tensor:
+        import torch
+
+        exponent = 0 if self._exponent is None else self._exponent
+        # Scaling by a power of two is exact in fp32 except near its smallest numbers; fp64 covers those as well.
+        wide = values.to(torch.float64 if exponent < -100 or values.dtype == torch.float64 else torch.float32)
+        numbers = torch.floor(wide * math.ldexp(1.0, -exponent)).to(torch.int64)
+        return numbers + self.bins // 2
+
+    def _grow(self, magnitude: float) -> None:
+        if magnitude == 0.0:
+            return
+        # Smallest exponent with magnitude < bins/2 · 2^exponent.
+        needed = math.frexp(magnitude / (self.bins // 2))[1]
+        if self._exponent is None:
+            self._exponent = needed
+        while self._exponent < needed:
+            self._halve_resolution()
+
+    def _halve_resolution(self) -> None:
+        assert self._counts is not None
+        assert self._exponent is not None
+        self._counts = _merged_pairs(self._counts)
+        self._exponent += 1
+
+
+def _merged_pairs(counts: Tensor) -> Tensor:
+    """Return the counts in bins of twice the width."""
+    import torch
+
+    merged = torch.zeros_like(counts)
+    quarter = len(counts) // 4
+    merged[quarter : len(counts) - quarter] = counts.view(-1, 2).sum(dim=1)
+    return merged
+
+
+# Candidates times bins per step in fp64: 16 MB for each temporary.
+_CELLS_AT_ONCE = 1 << 21
+# Neighbouring candidates differ by 4 %; a finer search between them follows.
+_STEPS_PER_OCTAVE = 16
+# The largest finite number of `float8_e4m3fn`.
+_LARGEST_FLOAT8 = 448.0
+
+
+class ActivationRange(NamedTuple):
+    """The values that codes cover; values outside are clipped."""
+
+    low: float
+    """Smallest value, at most 0."""
+    high: float
+    """Largest value, at least 0."""
+
+
+def minmax_range(histogram: ActivationHistogram) -> ActivationRange:
+    """Return the smallest and the largest value seen, with 0 between them."""
+    histogram.occupied()
+    return ActivationRange(min(histogram.low, 0.0), max(histogram.high, 0.0))
+
+
+def percentile_range(histogram: ActivationHistogram, *, percentile: float, symmetric: bool) -> ActivationRange:
+    """Return the range that leaves `100 - percentile` percent of the values outside.
+
+    Symmetric: (-t, t) with `t` the percentile of |x|. Asymmetric: the same share is cut from either end. Inside a bin
+    values count as spread evenly (as `numpy.percentile` with `method="linear"`, up to one bin).
+
+    Args:
+        histogram: What was observed.
+        percentile: Share inside, in percent, above 0 to 100.
+        symmetric: Whether the range is centred at zero.
+
+    Raises:
+        ValueError: the percentile is not in (0, 100].
+    """
+    import torch
+
+    if not 0.0 < percentile <= 100.0:
+        raise ValueError(f"percentile = {percentile} must be above 0 and at most 100")
+    number_B, _, count_B = histogram.occupied()
+    low, high = minmax_range(histogram)
+    width, share = histogram.bin_width, percentile / 100
+    if symmetric:
+        folded_B = torch.where(number_B < 0, -1 - number_B, number_B)
+        bound = min(_quantile(folded_B, count_B, share) * width, max(-low, high))
+        return ActivationRange(-bound, bound)
+    outside = (1 - share) / 2
+    lower, upper = (_quantile(number_B, count_B, part) * width for part in (outside, 1 - outside))
+    return ActivationRange(min(max(lower, low), 0.0), max(min(upper, high), 0.0))
+
+
+def _quantile(number_B: Tensor, count_B: Tensor, share: float) -> float:
+    """Return the place, in bins, below which `share` of the values lie."""
+    import torch
+
+    order = torch.argsort(number_B, stable=True)
+    number_B, below_B = number_B[order], count_B[order].cumsum(0)
+    wanted = share * float(below_B[-1])
+    index = int(
+        torch.searchsorted(below_B.double(), torch.tensor(wanted, dtype=torch.float64)).clamp(max=len(order) - 1)
+    )
+    before = float(below_B[index - 1]) if index else 0.0
+    return float(number_B[index]) + (wanted - before) / float(below_B[index] - before)
+
+
+def l2_range(histogram: ActivationHistogram, quantization: ActivationQuantization) -> ActivationRange:
+    """Return the range with the smallest mean squared error `E[(x - Q(x))²]` after rounding and clipping.
+
+    `Q` rounds as compressed-tensors 0.19.0 does (`quantization/utils/helpers.py` `calculate_qparams`); `x` are bin
+    centres. The search is that of "min MSE" clipping (Banner et al., arXiv 1810.05723, eq. 3, here on data instead of a
+    fitted distribution).
+    """
+
+    def error_K(low_K: Tensor, high_K: Tensor, centre_B: Tensor, weight_B: Tensor) -> Tensor:
+        rounded_KB = rounded_values(centre_B, low_K, high_K, quantization)
+        return ((rounded_KB - centre_B) ** 2 * weight_B).sum(dim=1)
+
+    return _search(histogram, quantization, error_K)
+
+
+def kl_range(histogram: ActivationHistogram, quantization: ActivationQuantization) -> ActivationRange:
+    """Return the range whose codes keep most of the histogram's information: smallest `KL(P ‖ Q)`.
+
+    After "8-bit Inference with TensorRT" (Migacz, GTC 2017, s7310, "Entropy Calibration"): `P` is the histogram with
+    what lies outside of the range moved into the outermost bins inside; `Q` shares the counts of all bins inside that
+    have one code evenly among the occupied ones, and ignores clipped values. There, only
+    magnitudes and 128 levels occur; here bins are grouped by their code, whatever the bits, with or without zero point.
+    Where `Q` is zero and `P` is not, `Q` counts as half a value.
+    """
+
+    def divergence_K(low_K: Tensor, high_K: Tensor, centre_B: Tensor, weight_B: Tensor) -> Tensor:
+        rounded_KB = rounded_values(centre_B, low_K, high_K, quantization)
+        covered = _covered(low_K, high_K, quantization)
+        return _divergences(*covered, centre_B, weight_B, rounded_KB)
+
+    return _search(histogram, quantization, divergence_K)
+
+
+def activation_range(histogram: ActivationHistogram, quantization: ActivationQuantization) -> ActivationRange:
+    """Return the range by the method that `quantization` names."""
+    if quantization.range_method == "minmax":
+        return minmax_range(histogram)
+    if quantization.range_method == "percentile":
+        return percentile_range(histogram, percentile=quantization.percentile, symmetric=quantization.symmetric)
+    return {"l2": l2_range, "kl": kl_range}[quantization.range_method](histogram, quantization)
+
+
+def rounded_values(values_B: Tensor, low_K: Tensor, high_K: Tensor, quantization: ActivationQuantization) -> Tensor:
+    """Return what each value becomes under each range, [K, B] in fp64.
+
+    Integers, symmetric: `s = max(-low, high) / ((2^b - 1) / 2)` and `Q(x) = s · clamp(round(x / s), -2^(b-1), 2^(b-1) -
+    1)`. Asymmetric: `s = (high - low) / (2^b - 1)`, `z = round(-2^(b-1) - low / s)`. FP8 (E4M3): `s = max(-low, high) /
+    448`.
+    """
+    import torch
+
+    low_K1, high_K1 = low_K[:, None].double(), high_K[:, None].double()
+    if quantization.number_type == "float":
+        scale_K1 = torch.maximum(-low_K1, high_K1) / _LARGEST_FLOAT8
+        scaled_KB = (values_B.double() / scale_K1).clamp(-_LARGEST_FLOAT8, _LARGEST_FLOAT8)
+        return scaled_KB.float().to(torch.float8_e4m3fn).double() * scale_K1
+    smallest, largest = -(2.0 ** (quantization.bits - 1)), 2.0 ** (quantization.bits - 1) - 1
+    if quantization.symmetric:
+        scale_K1 = torch.maximum(-low_K1, high_K1) / ((largest - smallest) / 2)
+        zero_K1 = torch.zeros_like(scale_K1)
+    else:
+        scale_K1 = (high_K1 - low_K1) / (largest - smallest)
+        zero_K1 = (smallest - low_K1 / scale_K1).clamp(smallest, largest).round()
+    code_KB = (values_B.double() / scale_K1 + zero_K1).round().clamp(smallest, largest)
+    return (code_KB - zero_K1) * scale_K1
+
+
+def _covered(low_K: Tensor, high_K: Tensor, quantization: ActivationQuantization) -> tuple[Tensor, Tensor]:
+    """Return the ranges that codes really cover: without symmetry, the zero point is rounded and moves both ends."""
+    if quantization.symmetric or quantization.number_type == "float":
+        return low_K, high_K
+    largest = 2.0**quantization.bits - 1
+    scale_K = (high_K - low_K) / largest
+    below_K = (-low_K / scale_K).clamp(0, largest).round()
+    return -below_K * scale_K, (largest - below_K) * scale_K
+
+
+def _divergences(low_K: Tensor, high_K: Tensor, centre_B: Tensor, weight_B: Tensor, rounded_KB: Tensor) -> Tensor:
+    import torch
+
+    inside_KB = (centre_B >= low_K[:, None]) & (centre_B <= high_K[:, None])
+    kept_KB = weight_B * inside_KB
+    total_K = kept_KB.sum(dim=1).clamp(min=1.0)
+    reference_KB = kept_KB.clone()
+    position_B = torch.arange(len(centre_B))
+    first_K = torch.where(inside_KB, position_B, len(centre_B)).amin(dim=1).clamp(max=len(centre_B) - 1)
+    last_K = torch.where(inside_KB, position_B, -1).amax(dim=1).clamp(min=0)
+    below_K = (weight_B * (centre_B < low_K[:, None])).sum(dim=1)
+    above_K = (weight_B * (centre_B > high_K[:, None])).sum(dim=1)
+    reference_KB.scatter_add_(1, first_K[:, None], below_K[:, None])
+    reference_KB.scatter_add_(1, last_K[:, None], above_K[:, None])
+    # Bins of one code are neighbours: their group is the running number of changes of the rounded value.
+    changes_KB = (rounded_KB[:, 1:] != rounded_KB[:, :-1]).long().cumsum(dim=1)
+    group_KB = torch.nn.functional.pad(changes_KB, (1, 0))
+    mass_KB = torch.zeros_like(kept_KB).scatter_add_(1, group_KB, kept_KB)
+    bins_KB = torch.zeros_like(kept_KB).scatter_add_(1, group_KB, inside_KB.double())
+    spread_KB = (mass_KB / bins_KB.clamp(min=1.0)).gather(1, group_KB) * inside_KB
+    expected_KB = spread_KB.clamp(min=0.5) / total_K[:, None]
+    reference_KB = reference_KB / weight_B.sum()
+    terms_KB = reference_KB * (reference_KB.clamp(min=1e-300) / expected_KB).log()
+    return terms_KB.sum(dim=1)
+
+
+_Objective = Callable[[Any, Any, Any, Any], Any]
+
+
+def _search(
+    histogram: ActivationHistogram, quantization: ActivationQuantization, objective: _Objective
+) -> ActivationRange:
+    """Minimise over ranges: first in steps of a sixteenth of an octave, then around the best in steps of a bin."""
+    import torch
+
+    _, centre_B, count_B = histogram.occupied()
+    whole = minmax_range(histogram)
+    if histogram.bin_width == 0.0:
+        return whole
+    weight_B = count_B.double()
+    levels = 256 if quantization.number_type == "float" else 2**quantization.bits
+    # Below one bin for each code a histogram cannot tell ranges apart.
+    narrowest = levels * histogram.bin_width / 2
+
+    def best(lows: Tensor, highs: Tensor) -> ActivationRange:
+        rows = max(1, _CELLS_AT_ONCE // len(centre_B))
+        pairs = zip(lows.split(rows), highs.split(rows), strict=True)
+        values_K = torch.cat([objective(low_K, high_K, centre_B, weight_B) for low_K, high_K in pairs])
+        chosen = int(values_K.argmin())
+        return ActivationRange(float(lows[chosen]), float(highs[chosen]))
+
+    if quantization.symmetric or quantization.number_type == "float":
+        bound = max(-whole.low, whole.high)
+        coarse = _octaves(narrowest, bound)
+        top = best(-coarse, coarse).high
+        fine = _neighbours(top, narrowest, bound, histogram.bin_width)
+        return best(-fine, fine)
+    lows, highs = -_octaves(narrowest, -whole.low), _octaves(narrowest, whole.high)
+    every_K2 = torch.cartesian_prod(lows[::8], highs[::8])
+    found = best(every_K2[:, 0], every_K2[:, 1])
+    for _ in range(3):
+        before = found
+        fine_high = torch.cat([highs, _neighbours(found.high, narrowest, whole.high, histogram.bin_width)])
+        found = best(torch.full_like(fine_high, found.low), fine_high)
+        fine_low = torch.cat([lows, -_neighbours(-found.low, narrowest, -whole.low, histogram.bin_width)])
+        found = best(fine_low, torch.full_like(fine_low, found.high))
+        if found == before:
+            break
+    low_1, high_1 = _covered(torch.tensor([found.low]).double(), torch.tensor([found.high]).double(), quantization)
+    return ActivationRange(float(low_1), float(high_1))
+
+
+def _octaves(narrowest: float, widest: float) -> Tensor:
+    """Return candidates for one bound, from the widest down."""
+    import torch
+
+    if widest <= narrowest:
+        return torch.tensor([max(widest, 0.0)], dtype=torch.float64)
+    steps = math.ceil(_STEPS_PER_OCTAVE * math.log2(widest / narrowest))
+    return widest * 2.0 ** (-torch.arange(steps, dtype=torch.float64) / _STEPS_PER_OCTAVE)
+
+
+def _neighbours(bound: float, narrowest: float, widest: float, bin_width: float) -> Tensor:
+    """Return bin edges around a bound, with the bound itself."""
+    import torch
+
+    ratio = 2.0 ** (1 / _STEPS_PER_OCTAVE)
+    low, high = max(bound / ratio, min(narrowest, bound)), min(bound * ratio, widest)
+    first, last = math.ceil(low / bin_width), math.floor(high / bin_width)
+    stride = max(1, (last - first) // 128)
+    edges = torch.arange(first, last + 1, stride, dtype=torch.float64) * bin_width
+    return torch.cat([torch.tensor([bound], dtype=torch.float64), edges])

@@ -1,1 +1,0 @@
-"""AutoRound behind one adapter: `engine.py`."""

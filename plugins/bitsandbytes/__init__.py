@@ -1,1 +1,0 @@
-"""bitsandbytes behind two adapters: `checkpoint.py` writes its format, `sharded_loading.py` loads for QLoRA."""

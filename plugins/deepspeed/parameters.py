@@ -1,0 +1,388 @@
+"""Parameters under every engine: gather them on the first rank, or read and change them between optimizer steps."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+from ...ds_configs.specs.errors import ConfigError, InputError, RefusedInputError, ShardwrightError, UsageError
+from ..transformers.training_arguments import deepspeed_configuration
+from .auto_ep import moe_layers, whole_state_dict
+from .engine import own_part, with_all_columns_and_rows
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+    from torch.distributed import ProcessGroup
+    from transformers import PreTrainedModel, TrainingArguments
+
+_LONGEST_WORK = timedelta(hours=12)
+"""How long ranks wait for the first rank; NCCL's default of ten minutes is shorter than a large model's export."""
+_KINDS: dict[str, type[InputError]] = {kind.__name__: kind for kind in (UsageError, RefusedInputError)}
+
+
+def gathered_parameters(model: PreTrainedModel) -> Iterator[tuple[str, Tensor | None]]:
+    """Yield names and unsharded tensors of parameters and persistent buffers, in the order of the state dict.
+
+    Every rank must exhaust the iterator: each step gathers on all of them. Only one tensor is gathered at a time. Tied
+    tensors are yielded once, under their first name. Tensors must not be written to.
+
+    Args:
+        model: A model or a part of one, without the wrapper of DDP or DeepSpeed.
+
+    Yields:
+        The name, and the tensor on the host on the first rank, `None` on the others.
+    """
+    first, seen = is_first_rank(), set[int]()
+    if moe_layers(model):
+        for name, tensor in whole_state_dict(model, None, keep=first).items():
+            if id(tensor) not in seen:
+                seen.add(id(tensor))
+                yield name, tensor
+        return
+    for prefix, module in model.named_modules():
+        saved = (item for item in module._buffers.items() if item[0] not in module._non_persistent_buffers_set)
+        for name, tensor in (*module._parameters.items(), *saved):
+            if tensor is not None and id(tensor) not in seen:
+                seen.add(id(tensor))
+                yield f"{prefix}.{name}" if prefix else name, _gathered(tensor, keep=first)
+
+
+def training_device(model: PreTrainedModel) -> Any:
+    """Return the device that a model computes on; offloaded and sharded parameters may be on another one."""
+    import torch
+
+    for parameter in model.parameters():
+        if parameter.device.type not in ("cpu", "meta"):
+            return parameter.device
+        if hasattr(parameter, "device_mesh"):
+            kind = parameter.device_mesh.device_type
+            return torch.device(kind) if kind == "cpu" else torch.device(kind, torch.accelerator.current_device_index())
+        if hasattr(parameter, "ds_id"):
+            device = torch.device(parameter.ds_tensor.device)
+            offloaded = device.type == "cpu" and torch.accelerator.is_available() and torch.distributed.is_initialized()
+            if offloaded and torch.distributed.get_backend() != "gloo":
+                return torch.device("cuda", torch.cuda.current_device())
+            return device
+    return torch.device("cpu")
+
+
+def is_first_rank() -> bool:
+    """Return whether this process is rank 0 or the only one."""
+    import torch
+
+    return not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0
+
+
+class FirstRank:
+    """Runs work on the first rank while the others wait for the result."""
+
+    def __init__(self, group: ProcessGroup) -> None:
+        self._group = group
+        self.is_here = is_first_rank()
+        """Whether this process is the first rank."""
+
+    def does(self, work: Callable[[], Any]) -> Any:
+        """Run `work` on the first rank and return its result, which must fit in JSON, on every rank.
+
+        Raises:
+            ShardwrightError: on all ranks if `work` raises; on the other ranks with the text of the error.
+        """
+        if self._group is None:
+            return work()
+        import torch
+
+        result, failure = None, None
+        if self.is_here:
+            try:
+                result = work()
+            except Exception as error:
+                # Otherwise the other ranks would wait for hours.
+                failure = error
+        # As bytes, because broadcast objects would be unpickled.
+        text = json.dumps({"answer": result, "error": _error_record(failure)})
+        data = torch.tensor(list(text.encode()), dtype=torch.uint8)
+        length = torch.tensor([data.numel()])
+        torch.distributed.broadcast(length, src=0, group=self._group)
+        if not self.is_here:
+            data = torch.empty(int(length), dtype=torch.uint8)
+        torch.distributed.broadcast(data, src=0, group=self._group)
+        if failure is not None:
+            raise failure
+        if self.is_here:
+            return result
+        received = json.loads(bytes(data.tolist()).decode())
+        if (record := received["error"]) is None:
+            return received["answer"]
+        if record["kind"] is not None:
+            raise _KINDS[record["kind"]]([ConfigError(**fields) for fields in record["errors"]])
+        raise ShardwrightError(f"the first rank failed: {record['text']}")
+
+
+@contextmanager
+def first_rank() -> Iterator[FirstRank]:
+    """Return a `FirstRank` with its own process group; every rank must enter the block."""
+    import torch
+
+    if not torch.distributed.is_initialized() or torch.distributed.get_world_size() == 1:
+        yield FirstRank(None)
+        return
+    group = torch.distributed.new_group(backend="gloo", timeout=_LONGEST_WORK)
+    try:
+        yield FirstRank(group)
+    finally:
+        torch.distributed.destroy_process_group(group)
+
+
+def _gathered(tensor: torch.Tensor, *, keep: bool) -> Tensor | None:
+    if hasattr(tensor, "ds_id"):
+        import deepspeed
+
+        with deepspeed.zero.GatheredParameters([tensor]):
+            # Copied, because the gathered tensor is freed when the block ends, also on the host.
+            return tensor.detach().to("cpu", copy=True) if keep else None
+    value = tensor.detach()
+    if hasattr(value, "full_tensor"):
+        value = value.to(value.device_mesh.device_type).full_tensor()
+    value = with_all_columns_and_rows(tensor, value)
+    return value.cpu() if keep else None
+
+
+def _error_record(error: Exception | None) -> dict[str, Any] | None:
+    """Return an error as JSON values; errors of the user's input keep their items."""
+    if error is None:
+        return None
+    if isinstance(error, InputError) and type(error).__name__ in _KINDS:
+        errors = [
+            asdict(config_error) | {"value": None if config_error.value is None else str(config_error.value)}
+            for config_error in error.errors
+        ]
+        return {"kind": type(error).__name__, "errors": errors}
+    return {"kind": None, "text": str(error) if isinstance(error, ShardwrightError) else repr(error)}
+
+
+if TYPE_CHECKING:
+    Change = Callable[[str, Tensor, int], None]
+    """Changes a flat piece of a weight in place. Arguments: the weight's name, the piece, and the index of its first
+    element in the flattened matrix, which is this rank's shard under tensor parallelism."""
+
+_HIDDEN_MASTERS = ("FP16_Optimizer", "FP16_UnfusedOptimizer")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Region:
+    """A piece that this rank changes of the flattened weight that `WeightEditor.part` returns."""
+
+    start: int
+    """First element."""
+    length: int
+    """Elements, without padding."""
+    device: Any
+    """Device of the elements."""
+
+
+class WeightEditor:
+    """Reads and changes weights under one process, DDP, ZeRO-1, 2 and 3, FSDP2 and AutoTP, between optimizer steps.
+
+    Args:
+        weights: Trained parameters by name; the same in the same order on every rank that holds a shard of them.
+        optimizer: The optimizer of the Trainer, wrapped or not.
+    """
+
+    def __init__(self, weights: Mapping[str, Any], optimizer: torch.optim.Optimizer) -> None:
+        self.weights = weights
+        self._optimizer = getattr(optimizer, "optimizer", optimizer)
+        self._stale = False
+
+    def whole(self, name: str) -> Tensor:
+        """Return an unsharded weight in fp32, from the optimizer's copy if it has one; every rank must call it."""
+        weight = self.weights[name]
+        if _has_masters(weight):
+            from deepspeed.utils import safe_get_full_fp32_param
+
+            return with_all_columns_and_rows(weight, safe_get_full_fp32_param(weight).detach().float())
+        value = weight.detach().float()
+        if not _is_dtensor(weight):
+            return with_all_columns_and_rows(weight, value)
+        if value.device.type != value.device_mesh.device_type:
+            value = value.to(value.device_mesh.device_type)
+        return value.full_tensor()
+
+    def part(self, name: str, whole: Tensor) -> Tensor:
+        """Return this rank's AutoTP shard of a matrix that is sharded like a weight; without AutoTP, the matrix."""
+        return own_part(self.weights[name], whole)
+
+    def regions(self, name: str) -> Iterator[Region]:
+        """Yield the pieces that `edit` may pass to its callback on this rank."""
+        weight = self.weights[name]
+        if hasattr(weight, "ds_id"):
+            start, length = _partition(weight)
+            yield Region(start=start, length=length, device=weight.ds_tensor.device)
+            if weight.ds_persist:
+                yield Region(start=0, length=weight.ds_numel, device=weight.ds_tensor.device)
+        elif _is_dtensor(weight):
+            local = weight.to_local()
+            yield Region(start=_first_element(weight), length=local.numel(), device=local.device)
+        else:
+            yield Region(start=0, length=weight.numel(), device=weight.device)
+            mapping = getattr(weight, "_hp_mapping", None)
+            if mapping is not None:
+                address = mapping.lp_fragment_address
+                yield Region(start=address.start, length=address.numel, device=mapping.hp_fragment.device)
+
+    def edit(self, name: str, change: Change, *, survives_rounding: bool) -> None:
+        """Change every piece of a weight that this rank holds; call `finish` after the last weight.
+
+        Args:
+            name: Name of the weight.
+            change: Elementwise change in place; called with each piece.
+            survives_rounding: Whether the change commutes with rounding to 16 bit, as setting to zero does.
+        """
+        import torch
+
+        weight = self.weights[name]
+        with torch.no_grad():
+            if hasattr(weight, "ds_id"):
+                self._edit_zero3(name, weight, change, survives_rounding=survives_rounding)
+            elif hasattr(weight, "_hp_mapping"):
+                self._edit_zero12(name, weight, change, survives_rounding=survives_rounding)
+            elif _is_dtensor(weight):
+                local = weight.to_local()
+                change(name, local.view(-1), _first_element(weight))
+            else:
+                change(name, weight.data.view(-1), 0)
+
+    def finish(self) -> None:
+        """Update parameters from changed fp32 copies that other ranks hold; every rank must call it."""
+        if self._stale:
+            self._optimizer.update_lp_params()
+        self._stale = False
+
+    def _edit_zero12(self, name: str, weight: torch.Tensor, change: Change, *, survives_rounding: bool) -> None:
+        mapping = weight._hp_mapping
+        if mapping is not None:
+            change(name, mapping.hp_fragment.data, mapping.lp_fragment_address.start)
+        if survives_rounding or weight.dtype == _master_dtype(weight, self._optimizer):
+            change(name, weight.data.view(-1), 0)
+        else:
+            self._stale = True
+
+    def _edit_zero3(self, name: str, weight: torch.Tensor, change: Change, *, survives_rounding: bool) -> None:
+        import torch
+        from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
+        from deepspeed.utils import safe_get_local_fp32_param, safe_set_local_fp32_param
+
+        start, length = _partition(weight)
+        master = safe_get_local_fp32_param(weight)
+        change(name, master[:length], start)
+        safe_set_local_fp32_param(weight, master)
+        weight.ds_tensor.data.view(-1)[:length].copy_(master[:length])
+        if not (weight.ds_persist and weight.ds_status == ZeroParamStatus.AVAILABLE):
+            return
+        if survives_rounding or weight.dtype == torch.float32:
+            change(name, weight.data.view(-1), 0)
+        else:
+            weight.data.copy_(self.whole(name))
+
+
+def edit_errors(
+    weights: Mapping[str, Any],
+    arguments: TrainingArguments,
+    optimizer: torch.optim.Optimizer,
+    *,
+    tiny_changes: bool = False,
+) -> list[ConfigError]:
+    """Return why changes of weights between steps would not last.
+
+    Args:
+        weights: Parameters by name.
+        arguments: `TrainingArguments`.
+        optimizer: The optimizer of the Trainer, wrapped or not.
+        tiny_changes: Whether changes are as small as those of an optimizer, which 16-bit numbers lose.
+    """
+    inner = getattr(optimizer, "optimizer", optimizer)
+    errors = []
+    zero = (deepspeed_configuration(arguments) or {}).get("zero_optimization", {})
+    for section in ("offload_optimizer", "offload_param"):
+        if (zero.get(section) or {}).get("device") == "nvme":
+            where, rule = f"zero_optimization.{section}", "every change would read and write weights on NVMe once more"
+            errors.append(ConfigError(where=where, value="nvme", rule=rule, fix="offload to cpu"))
+    asynchronous = {
+        "zero_optimization.zenflow": zero.get("zenflow"),
+        "zero_optimization.offload_optimizer.super_offload": (zero.get("offload_optimizer") or {}).get("super_offload"),
+    }
+    for where, value in asynchronous.items():
+        if value:
+            rule = "runs the optimizer step during the next forward pass, so no point in time is safe for changes"
+            errors.append(ConfigError(where=where, rule=rule, fix="remove it"))
+    if (kind := type(inner).__name__) in _HIDDEN_MASTERS:
+        rule = "keeps fp32 copies that cannot be accessed and would undo every change"
+        errors.append(ConfigError(where="optimizer", value=kind, rule=rule, fix="use ZeRO stage 1, 2 or 3"))
+    weight_errors = (_weight_error(name, weight) for name, weight in weights.items())
+    errors += [error for error in weight_errors if error is not None][:_SHOWN]
+    if tiny_changes and not errors:
+        small = [name for name, weight in weights.items() if _master_dtype(weight, inner).itemsize < 4]
+        if small:
+            rule = f"{small[0]} is trained in 16 bit without an fp32 copy, so changes of one step round to zero"
+            fix = "load the model in float32 and train with bf16=True"
+            errors.append(ConfigError(where="precision", value=str(weights[small[0]].dtype), rule=rule, fix=fix))
+    return errors
+
+
+_SHOWN = 8
+
+
+def _weight_error(name: str, weight: torch.Tensor) -> ConfigError | None:
+    if not weight.requires_grad:
+        rule = "is frozen, and merging an adapter would fill its zeros"
+        return ConfigError(where="targets", value=name, rule=rule, fix="train all weights, or exclude it")
+    shape = getattr(weight, "ds_shape", weight.shape)
+    if len(shape) != 2:
+        rule = f"has shape {tuple(shape)} on this rank, because FSDP version 1 flattens matrices"
+        return ConfigError(where="targets", value=name, rule=rule, fix="use FSDP version 2 or ZeRO")
+    if _is_dtensor(weight):
+        sharded = [placement for placement in weight.placements if not placement.is_replicate()]
+        if len(sharded) > 1 or any(type(shard).__name__ != "Shard" or shard.dim != 0 for shard in sharded):
+            rule = f"is sharded as {tuple(weight.placements)}; only weights sharded by rows can be changed"
+            return ConfigError(where="targets", value=name, rule=rule, fix="train without tensor parallelism")
+    return None
+
+
+def _has_masters(weight: torch.Tensor) -> bool:
+    return hasattr(weight, "ds_id") or hasattr(weight, "_hp_mapping")
+
+
+def _master_dtype(weight: torch.Tensor, optimizer: torch.optim.Optimizer) -> Any:
+    """Return the dtype in which the optimizer steps a weight; the same on all ranks, even without a piece of it."""
+    if not _has_masters(weight):
+        return weight.dtype
+    for name in ("fp32_partitioned_groups_flat", "single_partition_of_fp32_groups", "fp32_groups_flat_partition"):
+        if groups := getattr(optimizer, name, None):
+            return groups[0].dtype
+    raise AssertionError(f"{type(optimizer).__name__} is not one of DeepSpeed's optimizers with fp32 copies")
+
+
+def _partition(weight: torch.Tensor) -> tuple[int, int]:
+    """Return the first element of this rank's ZeRO-3 shard of a parameter, and its length without padding."""
+    import torch.distributed as distributed
+
+    size = weight.ds_tensor.numel()
+    start = size * distributed.get_rank(weight.ds_process_group)
+    return start, max(0, min(size, weight.ds_numel - start))
+
+
+def _is_dtensor(weight: torch.Tensor) -> bool:
+    from torch.distributed.tensor import DTensor
+
+    return isinstance(weight, DTensor)
+
+
+def _first_element(weight: torch.Tensor) -> int:
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    _, offset = compute_local_shape_and_global_offset(weight.shape, weight.device_mesh, weight.placements)
+    return int(offset[0]) * int(weight.shape[1:].numel())

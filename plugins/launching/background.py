@@ -1,0 +1,65 @@
+"""Background work of one rank, for which other ranks wait without exceeding the time limits of collectives."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from threading import Thread
+from typing import Any, Generic, TypeVar
+
+_WAIT_SECONDS = 20.0
+"""Interval at which a working rank answers the waiting ones."""
+
+Result = TypeVar("Result")
+
+
+class BackgroundTask(Generic[Result]):
+    """Work in a thread that stores its result or exception.
+
+    Args:
+        work: Function to run; `None` if this rank has no work.
+        name: Name of the work and its thread.
+    """
+
+    def __init__(self, work: Callable[[], Result] | None, name: str) -> None:
+        self.name = name
+        self._result: Result | None = None
+        self._failure: Exception | None = None
+
+        def run() -> None:
+            try:
+                self._result = work() if work is not None else None
+            except Exception as error:
+                self._failure = error
+
+        self._thread = Thread(target=run, name=name)
+        self._thread.start()
+
+    def ended_everywhere(self, device: Any, *, wait: bool) -> bool:
+        """Return whether the work of every rank has ended; with `wait`, wait for it. Every rank must call it."""
+        while not all_ranks(self.ended(_WAIT_SECONDS if wait else 0), device):
+            if not wait:
+                return False
+        return True
+
+    def ended(self, seconds: float | None = None) -> bool:
+        """Return whether the work has ended, waiting at most some seconds; `None` waits for it."""
+        self._thread.join(seconds)
+        return not self._thread.is_alive()
+
+    def result(self) -> Result | None:
+        """Return the result of the ended work, or raise its exception."""
+        if self._failure is not None:
+            raise self._failure
+        return self._result
+
+
+def all_ranks(mine: bool, device: Any) -> bool:
+    """Return whether `mine` is true on every rank, with one small all-reduce; every rank must call it."""
+    import torch
+    import torch.distributed as distributed
+
+    if not (distributed.is_available() and distributed.is_initialized()):
+        return mine
+    holds = torch.tensor(int(mine), device=device)
+    distributed.all_reduce(holds, op=distributed.ReduceOp.MIN)
+    return bool(holds.item())

@@ -1,0 +1,181 @@
+"""Tasks of lm-evaluation-harness on a loaded model.
+
+Observed with lm-eval 0.4.13:
+
+- `HFLM` accepts a loaded model, but reads its tokenizer from the Hub by the model's name unless one is passed.
+- `TaskManager` treats an unknown task name as a file path, and its message lists no similar names.
+- Indexing the built-in tasks parses about 13,000 files, which takes 10 to 20 s.
+- `simple_evaluate` returns nothing if `LOCAL_RANK` is not 0, even for an unsharded model.
+- Task files may name Python functions (`!function`), which run from the directory of the file.
+"""
+
+from __future__ import annotations
+
+import difflib
+import logging
+import os
+from collections.abc import Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import lru_cache
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..ds_configs.specs.errors import ConfigError, ShardwrightError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+_LONGEST_DETAIL = 300
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TaskRequest:
+    """Tasks to run, and how much of them."""
+
+    names: tuple[str, ...]
+    """Tasks, groups or tags, such as `hellaswag`."""
+    limit: int | None = None
+    """Documents of each task; `None`: all."""
+    few_shot: int | None = None
+    """Solved examples before each question; `None`: what the task states."""
+    include_path: Path | None = None
+    """Directory with task files of the user's own."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TaskScore:
+    """One metric of one task."""
+
+    task: str
+    """Its name."""
+    metric: str
+    """Such as `acc_norm`; with the filter behind a comma where it is not `none`."""
+    value: float
+    """The score, in the metric's own unit."""
+    standard_error: float | None
+    """As the harness states it, over documents; `None` where it states none."""
+    higher_is_better: bool | None
+    """Direction; `None` where the task does not say."""
+    documents: int
+    """Documents that were scored."""
+    few_shot: int | None
+    """Solved examples before each question."""
+
+
+def task_errors(request: TaskRequest) -> list[ConfigError]:
+    """Return the errors of a request, before any model is loaded."""
+    if find_spec("lm_eval") is None:
+        rule = "needs the package lm-eval, which is not installed"
+        return [ConfigError(where="--tasks", value=",".join(request.names), rule=rule, fix="pip install lm-eval")]
+    errors = []
+    if request.limit is not None and request.limit < 1:
+        errors.append(ConfigError(where="--limit", value=request.limit, rule="must be at least 1"))
+    if request.few_shot is not None and request.few_shot < 0:
+        errors.append(ConfigError(where="--few-shot", value=request.few_shot, rule="must be at least 0"))
+    where = request.include_path
+    if where is not None and not where.is_dir():
+        rule = "is not a directory"
+        return [*errors, ConfigError(where="--include-path", value=str(where), rule=rule)]
+    known = _manager(request).all_tasks
+    for name in request.names:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=4, cutoff=0.6)
+            fix = f"did you mean {', '.join(near)}?" if near else "`lm-eval ls tasks` lists them"
+            errors.append(
+                ConfigError(where="--tasks", value=name, rule="is not a task of lm-evaluation-harness", fix=fix)
+            )
+    return errors
+
+
+def _manager(request: TaskRequest) -> Any:
+    return _indexed(request.names, None if request.include_path is None else str(request.include_path))
+
+
+@lru_cache(maxsize=1)
+def _indexed(names: tuple[str, ...], include_path: str | None) -> Any:
+    """Return the index of tasks; only that of the include path if it contains all requested tasks."""
+    from lm_eval.tasks import TaskManager
+
+    if include_path is not None:
+        own = TaskManager(include_path=include_path, include_defaults=False)
+        if set(names) <= set(own.all_subtasks):
+            return own
+    return TaskManager(include_path=include_path)
+
+
+def run_task(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, request: TaskRequest, name: str, *, batch_size: int
+) -> tuple[TaskScore, ...]:
+    """Return the scores of a loaded Transformers model on one of the tasks.
+
+    Each task is a separate run: tasks that run together share batches, so the last bits of a score would depend on the
+    other requested tasks.
+
+    Raises:
+        ShardwrightError: the harness fails, for example because a data set cannot be downloaded; includes its reason.
+    """
+    from lm_eval import simple_evaluate
+    from lm_eval.models.huggingface import HFLM
+
+    try:
+        with _quiet_logging(), _as_first_local_rank():
+            found = simple_evaluate(
+                model=HFLM(pretrained=model, tokenizer=tokenizer, batch_size=batch_size, backend="causal"),
+                tasks=[name],
+                num_fewshot=request.few_shot,
+                limit=request.limit,
+                task_manager=_manager(request),
+                log_samples=False,
+                bootstrap_iters=1000,
+            )
+    except Exception as error:
+        # Task files, metrics and data sets raise any exception.
+        detail = " ".join(str(error).split())[:_LONGEST_DETAIL]
+        raise ShardwrightError(f"--tasks {name}: {type(error).__name__}: {detail}") from None
+    return tuple(_scores(found))
+
+
+def _scores(found: Mapping[str, Any]) -> Iterator[TaskScore]:
+    for task, values in found["results"].items():
+        for key, value in values.items():
+            metric, _, filtered = key.partition(",")
+            if not isinstance(value, int | float) or metric.endswith("_stderr") or not filtered:
+                continue
+            error = values.get(f"{metric}_stderr,{filtered}")
+            count = found.get("n-samples", {}).get(task, {})
+            yield TaskScore(
+                task=task,
+                metric=metric if filtered == "none" else key,
+                value=float(value),
+                standard_error=float(error) if isinstance(error, int | float) else None,
+                higher_is_better=found.get("higher_is_better", {}).get(task, {}).get(metric),
+                documents=int(count.get("effective", 0)),
+                few_shot=found.get("n-shot", {}).get(task),
+            )
+
+
+@contextmanager
+def _as_first_local_rank() -> Iterator[None]:
+    before = os.environ.get("LOCAL_RANK")
+    os.environ["LOCAL_RANK"] = "0"
+    try:
+        yield
+    finally:
+        os.environ.pop("LOCAL_RANK")
+        if before is not None:
+            os.environ["LOCAL_RANK"] = before
+
+
+@contextmanager
+def _quiet_logging() -> Iterator[None]:
+    logger = logging.getLogger("lm_eval")
+    before = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)

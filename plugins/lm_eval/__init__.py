@@ -1,1 +1,0 @@
-"""lm-evaluation-harness behind one adapter: `tasks.py`."""

@@ -1,0 +1,1133 @@
+"""Registry of every upstream attribute that Shardwright replaces.
+
+An entry of `PATCHES` names the attribute, the releases that need the replacement, how long it lasts, the reason, and
+the test that fails once upstream no longer needs it. Upstream attributes are replaced only through the functions of
+this module; `tests/plugins/test_patches.py` checks that in the syntax tree of the package.
+
+Several entries may replace the same attribute, such as a method of a `Trainer`. They wrap each other in the order of
+`PATCHES`: the first entry is the innermost. The order in which they are applied does not matter.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from functools import cache
+from importlib import import_module
+from threading import RLock
+from types import CodeType
+from typing import Any, Literal
+
+from packaging.specifiers import SpecifierSet
+from packaging.version import InvalidVersion
+
+from ..ds_configs.specs.errors import ConfigError, UsageError
+from .releases import installed_version, tested_releases
+
+Wrapper = Callable[[Any], Any]
+"""Takes the attribute's value, or `None` if it does not exist yet, and returns the replacement."""
+
+
+class _Missing:
+    """Marks an attribute that does not exist; as a class it keeps its identity when an object is copied."""
+
+
+_STACKS = "_shardwright_patches"
+_LOCK = RLock()
+_BUGS = "tests/plugins/test_patches.py::"
+_READ = f"{_BUGS}test_upstream_reads_the_attribute"
+"""Canary of extension points: upstream code reads the attribute where the entry needs it to."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Patch:
+    """One replaced attribute of an upstream package."""
+
+    name: str
+    target: str
+    """`module:Class.attribute`, `module:attribute`, or `module:Class` to replace the class of an object."""
+    versions: str = ""
+    """Releases that need the patch, as a version specifier; empty: all."""
+    scope: Literal["process", "context", "instance"] = "instance"
+    """`process`: until the process ends; `context`: inside a `with` block; `instance`: on one object."""
+    reason: str
+    canary: str = _READ
+    """Test that fails when upstream no longer needs the patch or no longer reaches it: `tests/FILE.py::FUNCTION`."""
+    parameters: tuple[str, ...] | None = None
+    """First parameters of the replaced function; `None`: the target is not a function."""
+    every_run: bool = False
+    """Whether any training may need it: ranks check it when they start. Others are checked when they are applied."""
+
+    @property
+    def package(self) -> str:
+        """The distribution that owns the target."""
+        return self.target.partition(":")[0].partition(".")[0].replace("_", "-")
+
+
+_TRAINER = "transformers.trainer:Trainer"
+_ACCELERATOR = "accelerate.accelerator:Accelerator"
+_ENGINE = "deepspeed.runtime.engine:DeepSpeedEngine"
+_PIPELINE_ENGINE = "deepspeed.runtime.pipe.engine:PipelineEngine"
+_BALANCE = "Transformers multiplies a rank's load-balancing loss by the number of ranks and adds it per micro-batch."
+_NO_EVENT_ON_ERROR = "No callback event reports that an exception ended the training."
+_REHEARSED_MODEL = "A rehearsal loads the shrunken model when a script loads the planned model by name."
+_TOO_SMALL_NORM = "tests/plugins/test_patches.py::test_deepspeed_clips_by_the_norm_of_one_stage_or_of_averaged_experts"
+_LOSSES = "tests/trainers/parallel/test_own_losses.py::"
+_MEANS = "tests/trainers/counting/test_mean_losses.py::"
+_GROUPS_STAY = "tests/distributed/test_sequence_parallel.py::test_stock_attention_and_groups_stay_for_the_process"
+_OWN_OPTIMIZER = (
+    "tests/plugins/transformers/test_own_optimizers.py::test_the_trainer_still_drops_optimizers_under_deepspeed"
+)
+_LENGTH_GROUPS = "tests/plugins/transformers/test_length_groups.py::test_stock_ranks_draw_orders_of_their_own"
+
+PATCHES: tuple[Patch, ...] = (
+    # Trainer: losses and steps.
+    Patch(
+        name="own-loss-count",
+        target=f"{_TRAINER}.compute_loss",
+        reason="TRL losses divide by the labels of all ranks, but only some of them multiply by the number of ranks.",
+        canary=f"{_LOSSES}test_a_loss_of_trl_still_divides_by_all_labels_without_multiplying_by_the_ranks",
+        parameters=("self", "model", "inputs", "return_outputs", "num_items_in_batch"),
+    ),
+    Patch(
+        name="mean-loss-weight",
+        target=f"{_TRAINER}.compute_loss",
+        reason="Models that ignore `num_items_in_batch` return means, which weight batches of any size equally.",
+        canary=f"{_MEANS}test_classifiers_still_ignore_the_number_of_labels",
+        parameters=("self", "model", "inputs", "return_outputs", "num_items_in_batch"),
+        every_run=True,
+    ),
+    Patch(
+        name="balance-loss-over-ranks",
+        target=f"{_TRAINER}.compute_loss",
+        reason=_BALANCE,
+        parameters=("self", "model", "inputs", "return_outputs", "num_items_in_batch"),
+    ),
+    Patch(
+        name="expert-parallel-loss",
+        target=f"{_TRAINER}.compute_loss",
+        reason=_BALANCE,
+        parameters=("self", "model", "inputs", "return_outputs", "num_items_in_batch"),
+    ),
+    Patch(
+        name="metered-loss",
+        target=f"{_TRAINER}.compute_loss",
+        reason="No callback event marks the beginning of a forward pass.",
+        parameters=("self",),
+    ),
+    Patch(
+        name="step-losses",
+        target=f"{_TRAINER}.training_step",
+        reason="The Trainer logs means over `logging_steps`; comparisons need the loss of every step.",
+        parameters=("self",),
+    ),
+    Patch(
+        name="metered-pipeline-step",
+        target=f"{_TRAINER}.training_step",
+        reason="The first step passes the pipeline engine, whose instructions are metered from then on.",
+        parameters=("self", "model"),
+    ),
+    Patch(
+        name="guarded-step",
+        target=f"{_TRAINER}.training_step",
+        reason="The log replaces a loss that is not finite by the mean of the others, and callbacks do not receive it.",
+        parameters=("self",),
+        every_run=True,
+    ),
+    Patch(
+        name="guarded-gradient-norm",
+        target=f"{_TRAINER}._get_grad_norm",
+        reason="No callback receives the gradient norm before the optimizer steps.",
+        parameters=("self",),
+        every_run=True,
+    ),
+    Patch(
+        name="guarded-train",
+        target=f"{_TRAINER}.train",
+        reason=_NO_EVENT_ON_ERROR,
+        canary=f"{_BUGS}test_no_callback_hears_of_an_exception",
+        parameters=("self",),
+        every_run=True,
+    ),
+    Patch(
+        name="checkpointed-train",
+        target=f"{_TRAINER}.train",
+        reason=_NO_EVENT_ON_ERROR,
+        canary=f"{_BUGS}test_no_callback_hears_of_an_exception",
+        parameters=("self",),
+        every_run=True,
+    ),
+    # Trainer: logs, data, evaluation.
+    Patch(
+        name="expert-parallel-log",
+        target=f"{_TRAINER}.log",
+        reason="`on_log` runs after the values are stored, so a callback cannot add values.",
+        parameters=("self", "logs"),
+    ),
+    Patch(
+        name="figures-in-log",
+        target=f"{_TRAINER}.log",
+        reason="`on_log` runs after the values are stored, so a callback cannot add values.",
+        parameters=("self", "logs"),
+        every_run=True,
+    ),
+    Patch(
+        name="repeated-samples-loader",
+        target=f"{_TRAINER}.get_train_dataloader",
+        reason="Accelerate repeats samples to fill the last batch of an epoch, and they count twice.",
+        parameters=("self",),
+        every_run=True,
+    ),
+    Patch(
+        name="tensor-parallel-loader",
+        target=f"{_TRAINER}.get_train_dataloader",
+        reason="The Trainer seeds data workers by rank, but ranks of a tensor-parallel group need the same samples.",
+        parameters=("self",),
+    ),
+    Patch(
+        name="length-groups-order",
+        target=f"{_TRAINER}._get_train_sampler",
+        reason="Each rank shuffles samples with its own random numbers, and a resumed run shuffles differently.",
+        canary=_LENGTH_GROUPS,
+        parameters=("self", "train_dataset"),
+    ),
+    Patch(
+        name="repeated-samples-batches",
+        target=f"{_TRAINER}.get_batch_samples",
+        reason="Accelerate repeats samples to fill the last batch of an epoch, and they count twice.",
+        parameters=("self", "epoch_iterator", "num_batches", "device"),
+        every_run=True,
+    ),
+    Patch(
+        name="timed-batches",
+        target=f"{_TRAINER}.get_batch_samples",
+        reason="No callback events surround data loading.",
+        parameters=("self", "epoch_iterator"),
+        every_run=True,
+    ),
+    Patch(
+        name="own-optimizer",
+        target=f"{_TRAINER}.create_optimizer",
+        reason="Under DeepSpeed the Trainer ignores an optimizer that is passed to it; under FSDP2 it rejects it.",
+        canary=_OWN_OPTIMIZER,
+        parameters=("self",),
+    ),
+    Patch(
+        name="own-scheduler",
+        target=f"{_TRAINER}.create_scheduler",
+        reason="Under DeepSpeed the Trainer ignores a scheduler that is passed to it; under FSDP2 it rejects it.",
+        canary=_OWN_OPTIMIZER,
+        parameters=("self", "num_training_steps"),
+    ),
+    Patch(
+        name="no-batches-after-the-last-step",
+        target=f"{_TRAINER}.get_batch_samples",
+        reason="The Trainer takes one extra step if a run resumes after its last step in the middle of an epoch.",
+        parameters=("self",),
+        every_run=True,
+    ),
+    Patch(
+        name="expert-parallel-optimizer",
+        target=f"{_TRAINER}.create_optimizer",
+        reason="DeepSpeed needs parameter groups that contain only experts; the Trainer groups by weight decay.",
+        parameters=("self",),
+    ),
+    Patch(
+        name="tensor-parallel-predictions",
+        target=f"{_TRAINER}.prediction_step",
+        reason="With a vocabulary-parallel head, each rank returns only the logits of its vocabulary shard.",
+        parameters=("self",),
+    ),
+    Patch(
+        name="context-parallel-evaluation",
+        target=f"{_TRAINER}.evaluation_loop",
+        reason="Under context parallelism the Trainer counts the ranks of one sequence as separate samples.",
+        parameters=("self",),
+    ),
+    Patch(
+        name="tensor-parallel-size",
+        target=f"{_TRAINER}.get_tp_size",
+        reason="Since 5.19, Transformers divides `num_items_in_batch` and the factor of the loss by it.",
+        canary="tests/trainers/parallel/test_loss_scale.py::test_transformers_divides_by_tensor_parallel_size",
+        parameters=("self",),
+    ),
+    Patch(
+        name="tensor-parallel-batch-size",
+        target=f"{_TRAINER}.get_total_train_batch_size",
+        reason="The samples of a tensor-parallel group must count once; the method reads its size from `get_tp_size`.",
+        canary="tests/trainers/parallel/test_loss_scale.py::test_transformers_divides_by_tensor_parallel_size",
+        parameters=("self", "args"),
+    ),
+    # Trainer: counts. They follow the layouts' entries, because they wrap the same methods.
+    Patch(
+        name="counted-labels",
+        target=f"{_TRAINER}._get_num_items_in_batch",
+        reason="The Trainer divides by zero if a step has no labels, and no event precedes the padding of a batch.",
+        parameters=("self", "batch_samples", "device"),
+        every_run=True,
+    ),
+    Patch(
+        name="counted-tokens",
+        target=f"{_TRAINER}._track_num_input_tokens",
+        reason="The Trainer counts tokens once per rank that reads them, including the padding that a layout adds.",
+        parameters=("self", "inputs"),
+        every_run=True,
+    ),
+    Patch(
+        name="loss-of-all-ranks",
+        target=f"{_TRAINER}._finalize_training",
+        reason="`train_loss` contains only the first rank's losses since the last log.",
+        parameters=("self",),
+        every_run=True,
+    ),
+    Patch(
+        name="trainer-without-zero",
+        target=f"{_TRAINER}._prepare_for_training",
+        reason="The engine is created in this method, and no callback receives it.",
+        parameters=("self",),
+        every_run=True,
+    ),
+    Patch(
+        name="evaluated-step",
+        target=f"{_TRAINER}.prediction_step",
+        reason="The Trainer averages batch means and counts repeated samples; Shardwright averages over tokens.",
+        parameters=("self", "model", "inputs", "prediction_loss_only", "ignore_keys"),
+        every_run=True,
+    ),
+    Patch(
+        name="evaluated-samples",
+        target=f"{_TRAINER}.evaluation_loop",
+        reason="The Trainer averages batch means and counts repeated samples; Shardwright averages over tokens.",
+        parameters=("self", "dataloader", "description", "prediction_loss_only", "ignore_keys", "metric_key_prefix"),
+        every_run=True,
+    ),
+    Patch(
+        name="tensor-parallel-gather-function",
+        target=f"{_TRAINER}.gather_function",
+        reason="The Trainer gathers from every rank, but ranks of a tensor-parallel group hold the same samples.",
+    ),
+    Patch(
+        name="evaluated-losses",
+        target=f"{_TRAINER}.gather_function",
+        reason="The Trainer repeats a batch loss for a full batch, even if fewer samples remain.",
+    ),
+    Patch(
+        name="sequence-parallel-trainer",
+        target=_TRAINER,
+        reason="A callback cannot shard batches or weight losses, so the Trainer's class is replaced by a subclass.",
+    ),
+    # Trainers that users' scripts create.
+    Patch(
+        name="script-axes",
+        target=f"{_TRAINER}.__init__",
+        scope="process",
+        reason="A plain script does not attach the plan's parallel axes, so the Trainer that it creates gets them.",
+        canary="tests/distributed/test_own_script.py::test_axes_are_carried_by_the_trainer_of_a_plain_script",
+        parameters=("self", "model", "args"),
+    ),
+    Patch(
+        name="script-plan-comparison",
+        target="transformers.trainer:DEFAULT_CALLBACKS",
+        scope="process",
+        reason="A script's Trainer gets a callback that reports where the run differs from the plan.",
+    ),
+    Patch(
+        name="rehearsal-recorder",
+        target="transformers.trainer:DEFAULT_CALLBACKS",
+        scope="process",
+        reason="A rehearsed script's Trainer gets callbacks that record its losses.",
+    ),
+    Patch(
+        name="rehearsal-arguments",
+        target="transformers.training_args:TrainingArguments.__post_init__",
+        scope="process",
+        reason="A rehearsal trains only a few steps, so the values of a script's `TrainingArguments` are scaled.",
+        canary="tests/distributed/test_own_script.py::test_a_script_is_rehearsed",
+        parameters=("self",),
+    ),
+    # The outermost wrapper, so it runs first: the rehearsal scales arguments that already fit CPU ranks.
+    Patch(
+        name="cpu-rank-arguments",
+        target="transformers.training_args:TrainingArguments.__post_init__",
+        scope="process",
+        reason="Without `use_cpu`, the arguments of a script look for an accelerator, which CPU ranks do not have.",
+        canary="tests/distributed/test_cpu_ranks.py::test_upstream_still_needs_the_deepspeed_recipe",
+        parameters=("self",),
+    ),
+    *(
+        Patch(
+            name=f"rehearsal-model-{kind}",
+            target=f"{module}:{kind}.from_pretrained",
+            scope="process",
+            reason=_REHEARSED_MODEL,
+            canary="tests/distributed/test_own_script.py::test_a_script_is_rehearsed",
+        )
+        for kind, module in (
+            ("AutoConfig", "transformers.models.auto.configuration_auto"),
+            ("AutoTokenizer", "transformers.models.auto.tokenization_auto"),
+            ("PreTrainedModel", "transformers.modeling_utils"),
+            ("PreTrainedTokenizerBase", "transformers.tokenization_utils_base"),
+            ("PreTrainedConfig", "transformers.configuration_utils"),
+            ("_BaseAutoModelClass", "transformers.models.auto.auto_factory"),
+        )
+    ),
+    Patch(
+        name="script-engine-comparison",
+        target="deepspeed:initialize",
+        scope="process",
+        reason="A script's own loop has no callbacks that could report where its engine differs from the plan.",
+    ),
+    # TRL trainers.
+    Patch(
+        name="pairs-of-a-micro-step",
+        target="trl.trainer.kto_trainer:KTOTrainer._prepare_dataset",
+        scope="context",
+        reason="KTO pairs each prompt with a completion of the same rank's batch, which one process draws from all.",
+        canary=f"{_LOSSES}test_kto_still_pairs_rows_within_the_batch_of_a_rank",
+        parameters=("self", "dataset", "processing_class", "args"),
+    ),
+    # Transformers models.
+    Patch(
+        name="counted-balance-loss",
+        target="transformers.models.mixtral.modeling_mixtral:load_balancing_loss_func",
+        scope="context",
+        reason=f"{_BALANCE} Mixtral's function is checked for all families; each model's module is patched.",
+        canary=f"{_LOSSES}test_models_still_look_their_balance_loss_up_in_their_module",
+        parameters=("gate_logits", "num_experts", "top_k", "attention_mask"),
+    ),
+    Patch(
+        name="rounded-keys-and-values",
+        target="transformers.modeling_utils:AttentionInterface.get_interface",
+        scope="process",
+        reason="Transformers has no event between rotary embedding and attention, where cached keys are rounded.",
+        parameters=("self",),
+    ),
+    Patch(
+        name="captured-attention",
+        target="transformers.modeling_utils:AttentionInterface.get_interface",
+        scope="context",
+        reason="Transformers returns attention scores only from the eager kernel, and never queries, keys and values.",
+        parameters=("self",),
+    ),
+    Patch(
+        name="ulysses-of-one-model",
+        target="transformers.modeling_utils:ALL_ATTENTION_FUNCTIONS",
+        scope="process",
+        reason="DeepSpeed registers its attention for every model of the process and never removes it.",
+        canary=_GROUPS_STAY,
+    ),
+    *(
+        Patch(
+            name=f"traced-masks-{function}",
+            target=f"transformers.masking_utils:{function}",
+            scope="process",
+            reason="On fake tensors, Transformers builds masks that training on unpadded batches does not need.",
+        )
+        for function in ("is_tracing", "fast_all", "find_packed_sequence_indices")
+    ),
+    Patch(
+        name="traced-layer-drop",
+        target="torch:rand",
+        scope="process",
+        reason="LayerDrop compares a random number with a rate, which fails for a fake tensor.",
+    ),
+    Patch(
+        name="pipeline-checkpointing",
+        target="transformers.modeling_layers:GradientCheckpointingLayer._gradient_checkpointing_func",
+        reason="A pipeline stage is not a Transformers model, whose method enables checkpointing of its layers.",
+    ),
+    Patch(
+        name="selective-checkpointing",
+        target="transformers.modeling_layers:GradientCheckpointingLayer._gradient_checkpointing_func",
+        reason="`gradient_checkpointing_kwargs` is stored as JSON, which cannot hold functions.",
+    ),
+    Patch(
+        name="zero3-while-loading",
+        target="transformers.integrations.deepspeed:_hf_deepspeed_config_weak_ref",
+        scope="context",
+        reason="One ZeRO-3 configuration decides for the whole process how every model is built and loaded.",
+        canary=f"{_BUGS}test_transformers_refuses_a_device_map_for_any_model_under_zero3",
+    ),
+    # Accelerate.
+    Patch(
+        name="fsdp2-on-cpu-ranks",
+        target="accelerate.state:PartialState._shared_state",
+        scope="process",
+        reason="Accelerate drops its FSDP plugin on CPU ranks and trains with plain DDP.",
+        canary="tests/distributed/test_cpu_ranks.py::test_upstream_still_trains_ddp_when_asked_for_fsdp2",
+    ),
+    Patch(
+        name="metered-backward",
+        target=f"{_ACCELERATOR}.backward",
+        reason="No callback event marks the end of a backward pass.",
+        parameters=("self",),
+    ),
+    Patch(
+        name="sequence-parallel-gather",
+        target=f"{_ACCELERATOR}.gather",
+        scope="context",
+        reason="Accelerate gathers from every rank, but the ranks of a sequence hold the same samples.",
+        parameters=("self", "tensor"),
+    ),
+    Patch(
+        name="evaluated-labels",
+        target=f"{_ACCELERATOR}.gather",
+        scope="context",
+        reason="The loss of an evaluated batch must be a mean over one rank's labels, because it is weighted by them.",
+        parameters=("self", "tensor"),
+    ),
+    Patch(
+        name="samples-once",
+        target="accelerate.data_loader:BatchSamplerShard",
+        reason="Accelerate repeats samples in the last batch of an evaluation, so the mean counts them twice.",
+        canary="tests/plugins/accelerate/test_repeated_samples.py::test_accelerate_repeats_samples_of_an_evaluation",
+    ),
+    Patch(
+        name="tensor-parallel-gather",
+        target=f"{_ACCELERATOR}.gather_for_metrics",
+        reason="Accelerate gathers from every rank, but ranks of a tensor-parallel group hold the same samples.",
+        parameters=("self", "input_data", "use_gather_object"),
+    ),
+    Patch(
+        name="expert-parallel-state-dict",
+        target=f"{_ACCELERATOR}.get_state_dict",
+        reason="AutoEP renames a rank's experts, but a checkpoint needs all experts under the model's names.",
+        parameters=("self", "model"),
+    ),
+    Patch(
+        name="pipeline-data-loader",
+        target=f"{_ACCELERATOR}.prepare_data_loader",
+        reason="Accelerate gives each rank different samples, but all stages of a pipeline need the same ones.",
+        parameters=("self", "data_loader", "device_placement", "slice_fn_for_dispatch"),
+    ),
+    # DeepSpeed.
+    Patch(
+        name="nvme-optimizer-states",
+        target=f"{_ENGINE}.load_checkpoint",
+        scope="process",
+        reason="With NVMe offload, a resumed DeepSpeed run loses optimizer states, step counts and small groups.",
+        canary="tests/plugins/deepspeed/test_deepspeed_nvme.py::"
+        "test_deepspeed_still_skips_the_optimizer_file_of_nvme_runs",
+        parameters=("self", "load_dir", "tag"),
+        every_run=True,
+    ),
+    Patch(
+        name="checkpoints-of-other-ranks",
+        target=f"{_ENGINE}.load_checkpoint",
+        scope="process",
+        reason="DeepSpeed rejects states saved on another number of ranks, or mixes up ZeRO-3's parameter groups.",
+        canary="tests/plugins/deepspeed/test_other_ranks.py::test_deepspeed_still_mixes_up_parameter_groups",
+        parameters=("self", "load_dir", "tag"),
+        every_run=True,
+    ),
+    Patch(
+        name="expert-parallel-clipping",
+        target=f"{_ENGINE}.clip_fp32_gradients",
+        reason="Without ZeRO, DeepSpeed averages the norms of ranks with different experts and clips too little.",
+        canary=_TOO_SMALL_NORM,
+        parameters=("self",),
+    ),
+    Patch(
+        name="gradient-norm-without-zero",
+        target=f"{_ENGINE}._take_model_step",
+        reason="Without ZeRO, DeepSpeed discards the norm by which it clips fp32 gradients.",
+        parameters=("self",),
+    ),
+    Patch(
+        name="pipeline-clipping",
+        target=f"{_PIPELINE_ENGINE}.clip_fp32_gradients",
+        reason="Without ZeRO, DeepSpeed counts only the first stage's gradients and clips too little.",
+        canary=_TOO_SMALL_NORM,
+        parameters=("self",),
+    ),
+    Patch(
+        name="freed-logits",
+        target=f"{_PIPELINE_ENGINE}._INSTRUCTION_MAP",
+        reason="The last stage keeps the logits of a micro-batch until the next micro-batch's logits exist.",
+        canary="tests/trainers/parallel/test_pipeline_trainer.py::"
+        "test_deepspeed_keeps_logits_after_the_last_stage_needs_them",
+    ),
+    Patch(
+        name="metered-instructions",
+        target=f"{_PIPELINE_ENGINE}._INSTRUCTION_MAP",
+        reason="A pipeline schedule has no events that a meter could use.",
+    ),
+    Patch(
+        name="metered-stage-loss",
+        target="deepspeed.runtime.pipe.module:PipelineModule.loss_fn",
+        reason="A pipeline schedule has no events that a meter could use.",
+    ),
+    Patch(
+        name="metered-engine-step",
+        target=f"{_ENGINE}.step",
+        reason="DeepSpeed steps inside `Accelerator.backward`, where no callback event occurs.",
+        parameters=("self",),
+    ),
+    Patch(
+        name="replicated-gradients-of-trained-parameters",
+        target="deepspeed.module_inject.auto_tp:AutoTP.register_replicated_grad_hooks",
+        scope="process",
+        reason="AutoTP adds hooks to query and key norms, which torch rejects for frozen parameters.",
+        canary="tests/plugins/deepspeed/test_frozen_norms.py::test_autotp_still_puts_hooks_on_frozen_norms",
+        parameters=("self", "model"),
+    ),
+    Patch(
+        name="tensor-parallel-head",
+        target=f"{_ENGINE}._apply_autotp_partitioning",
+        scope="process",
+        reason="No event reports that AutoTP has sharded a model, which may also be a Trainer's reference model.",
+        canary=f"{_LOSSES}test_deepspeed_divides_every_model_of_a_tensor_parallel_engine",
+        parameters=("self", "model", "tp_config"),
+    ),
+    Patch(
+        name="tensor-parallel-head-weight",
+        target="deepspeed.module_inject.layers:LinearLayer",
+        reason="Losses multiply by the output head's weight, of which each rank holds only its rows.",
+        canary=f"{_LOSSES}test_trl_still_multiplies_with_the_weight_of_the_head",
+    ),
+    Patch(
+        name="ulysses-shapes",
+        target="deepspeed.runtime.sequence_parallel.ulysses_sp:UlyssesSPAttentionHF",
+        scope="context",
+        reason="DeepSpeed fixes the shapes of attention at registration, so a smaller batch fails an assertion.",
+        canary=f"{_BUGS}test_deepspeed_fixes_the_shapes_of_attention",
+    ),
+    *(
+        Patch(
+            name=f"forgotten-{variable}",
+            target=f"{module}:{variable}",
+            scope="process",
+            reason="DeepSpeed keeps process groups and arguments until the process ends, so a second run fails.",
+            canary=_GROUPS_STAY if variable == "mpu" else _READ,
+        )
+        for variable, module in (
+            ("mpu", "deepspeed.utils.groups"),
+            ("_TENSOR_MODEL_PARALLEL_GROUP", "deepspeed.utils.groups"),
+            ("_MODEL_PARALLEL_GROUP", "deepspeed.utils.groups"),
+            ("_DATA_PARALLEL_GROUP", "deepspeed.utils.groups"),
+            ("_TP_MODEL_INIT_ARGS", "deepspeed.runtime.tensor_parallel.init_utils"),
+        )
+    ),
+    # torch.
+    *(
+        Patch(
+            name=f"loopback-store-{module}",
+            target=f"{module}:TCPStore",
+            scope="process",
+            reason="A torch store listens on every interface, even if its host is 127.0.0.1.",
+            canary="tests/plugins/launching/test_loopback.py::test_a_store_listens_on_loopback_alone",
+            every_run=True,
+        )
+        for module in (
+            "torch.distributed",
+            "torch.distributed.rendezvous",
+            "torch.distributed.elastic.rendezvous.c10d_rendezvous_backend",
+            "torch.distributed.elastic.rendezvous.static_tcp_rendezvous",
+        )
+    ),
+    Patch(
+        name="abandoned-locks",
+        target="torch.utils.file_baton:FileBaton.wait",
+        scope="process",
+        reason="torch waits forever for a lock that a killed compilation left behind.",
+        canary=f"{_BUGS}test_torch_waits_for_an_abandoned_lock",
+        parameters=("self",),
+        every_run=True,
+    ),
+    Patch(
+        name="ring-attention-on-cpu-ranks",
+        target="torch.distributed.tensor.experimental._context_parallel._attention:custom_ops",
+        scope="process",
+        reason="torch's ring attention calls only CUDA operators.",
+        canary=f"{_BUGS}test_ring_attention_names_no_operator_of_the_cpu",
+    ),
+    Patch(
+        name="metered-storages",
+        target="torch:UntypedStorage.resize_",
+        scope="context",
+        reason="FSDP2 frees and refills gathered parameters through their storage, without calling an operator.",
+        canary=f"{_BUGS}test_no_operator_sees_that_a_storage_is_resized",
+    ),
+    Patch(
+        name="plain-linear",
+        target="torch.nn.functional:linear",
+        scope="context",
+        reason="DeepSpeed replaces this function for the whole process by one that adds the bias after rounding.",
+        canary=f"{_BUGS}test_zero3_replaces_linear_for_the_process",
+    ),
+    Patch(
+        name="tiled-mlp",
+        target="torch.nn:Module.forward",
+        reason="DeepSpeed tiles every MLP of a class; Shardwright tiles only the MLPs of one model.",
+        parameters=("self",),
+    ),
+    Patch(
+        name="replaced-forward",
+        target="torch.nn:Module.forward",
+        scope="context",
+        reason="A loss must be computed inside the hooks that wrappers add to a module's forward pass.",
+        parameters=("self",),
+    ),
+    # QAT layers: their class is replaced by a subclass whose `forward` rounds the weights.
+    Patch(
+        name="qat-linear",
+        target="torch.nn:Linear.forward",
+        reason="The layer keeps its parameters, hooks and name in the model, but computes with rounded weights.",
+        parameters=("self", "input"),
+    ),
+    Patch(
+        name="qat-lora",
+        target="peft.tuners.lora:Linear.forward",
+        reason="PEFT adds the outputs of adapter and base layer; QAT rounds the sum of their weights, like merging.",
+        parameters=("self", "x"),
+    ),
+    # Mixtral's experts are checked for all families that `use_experts_implementation` decorates.
+    Patch(
+        name="qat-experts",
+        target="transformers.models.mixtral.modeling_mixtral:MixtralExperts.forward",
+        reason="Fused experts are one module, and each of their matrices must be rounded.",
+        parameters=("self", "hidden_states", "top_k_index", "top_k_weights"),
+    ),
+    *(
+        Patch(
+            name=f"qat-{kind}",
+            target=f"{module}:{kind}.forward",
+            reason="DeepSpeed builds its layers from the weights alone, so training would continue without rounding.",
+            parameters=parameters,
+        )
+        for kind, module, parameters in (
+            ("LinearLayer", "deepspeed.module_inject.layers", ("self", "input")),
+            ("VocabParallelLinear", "deepspeed.module_inject.layers", ("self", "input")),
+            ("LinearAllreduce", "deepspeed.module_inject.layers", ("self", "input")),
+            ("LinearAllreduceWithReplicatedInput", "deepspeed.module_inject.layers", ("self", "input")),
+            ("GroupedExperts", "deepspeed.moe.ep_experts", ("self", "x", "num_tokens_per_expert")),
+        )
+    ),
+    # Quantization libraries.
+    Patch(
+        name="unpacked-4-bit-layers",
+        target="bitsandbytes.nn:Linear4bit.support_avx512bf16_for_cpu",
+        reason="On CPUs with AVX512-BF16, evaluation rounds the scales in place, and saving then misplaces them.",
+        canary="tests/plugins/bitsandbytes/test_bitsandbytes_checkpoint.py::"
+        "test_upstream_still_loses_scales_when_it_turns_weights_back",
+    ),
+    Patch(
+        name="weight-read-in-backward",
+        target="bitsandbytes.autograd._functions:MatMul4Bit.tensors",
+        reason="The autograd graph keeps a view of every 4-bit weight that ZeRO-3 gathers until the backward pass.",
+        canary="tests/plugins/bitsandbytes/test_sharded_loading.py::test_the_product_keeps_the_weight_past_its_release",
+    ),
+    Patch(
+        name="pageable-memory",
+        target="llmcompressor.pipelines.cache:IntermediatesCache.pin_memory",
+        scope="context",
+        reason="AWQ pins memory on every host, but torch raises an error if there is no accelerator.",
+        canary="tests/plugins/llm_compressor/test_llm_compressor.py::"
+        "test_upstream_still_pins_memory_without_an_accelerator",
+        parameters=("self", "batch_index"),
+    ),
+    Patch(
+        name="dropped-attention-scores",
+        target="llmcompressor.modifiers.transform.awq:AWQModifier._run_samples",
+        scope="context",
+        reason="AWQ keeps the attention scores of all samples although it never reads them.",
+        canary="tests/plugins/llm_compressor/test_llm_compressor.py::"
+        "test_upstream_still_keeps_attention_scores_of_all_samples",
+        parameters=("self", "module"),
+    ),
+    Patch(
+        name="enabled-log",
+        target="llmcompressor.logger:LOGGER_CONFIG.disabled",
+        scope="process",
+        reason="llm-compressor removes the log handlers of other packages at import unless its log is disabled.",
+        canary="tests/plugins/llm_compressor/test_llm_compressor.py::test_upstream_still_removes_the_handlers_of_others",
+    ),
+    *(
+        Patch(
+            name=f"loguru-{attribute}",
+            target=f"loguru:logger._core.{attribute}",
+            scope="context",
+            reason="loguru cannot restore a handler that was removed.",
+            canary=f"{_BUGS}test_loguru_cannot_put_a_handler_back",
+        )
+        for attribute in ("handlers", "min_level")
+    ),
+    Patch(
+        name="no-bars",
+        target="tqdm.std:tqdm.__init__",
+        scope="context",
+        reason="llm-compressor and Transformers draw progress bars that no setting turns off.",
+        canary=f"{_BUGS}test_bars_are_drawn_by_default",
+        parameters=("self",),
+    ),
+    Patch(
+        name="autoround-progress",
+        target="auto_round.compressors.orchestrator:tqdm",
+        scope="context",
+        reason="AutoRound reports its progress only as a bar.",
+    ),
+    Patch(
+        name="autoround-log",
+        target="auto_round.logger:logger.handlers",
+        scope="context",
+        reason="AutoRound prints INFO messages in colour to stderr.",
+        canary="tests/plugins/auto_round/test_auto_round.py::test_the_process_is_left_as_it_was",
+    ),
+    Patch(
+        name="no-network",
+        target="huggingface_hub.constants:HF_HUB_OFFLINE",
+        scope="context",
+        reason="A config.json may name a backbone, which Transformers looks up on the Hub.",
+    ),
+    # Patches that only some releases need.
+    Patch(
+        name="output-recorders-get",
+        target="transformers.utils.output_capturing:_CanRecordRegistry.get",
+        versions=">=5.23.0",
+        scope="process",
+        reason="DeepSpeed 0.19.8 reads the registry like a dictionary: by class name and with a default.",
+        canary="tests/trainers/parallel/test_output_recorders.py::test_deepspeed_still_reads_recorders_by_name",
+        parameters=("self", "model"),
+    ),
+    Patch(
+        name="output-recorders-set",
+        target="transformers.utils.output_capturing:_CanRecordRegistry.__setitem__",
+        versions=">=5.23.0",
+        scope="process",
+        reason="DeepSpeed 0.19.8 restores an entry by class name, which the registry stores under `str`.",
+        canary="tests/trainers/parallel/test_output_recorders.py::test_deepspeed_restores_recorders_by_name",
+        parameters=("self", "model", "can_record_outputs"),
+    ),
+    Patch(
+        name="packed-zero-points",
+        target="compressed_tensors.compressors.pack_quantized.base:PackedQuantizationCompressor.compress",
+        scope="process",
+        reason="Zero points stay unpacked on the meta device, but Transformers 5.23 expects the packed shape.",
+        canary="tests/plugins/compressed_tensors/test_zero_points.py::test_upstream_expects_unpacked_zero_points",
+        parameters=("state_dict", "scheme"),
+    ),
+)
+
+
+def apply(name: str, wrapper: Wrapper, *, on: object = None, item: Any = _Missing) -> None:
+    """Replace the target of a registered patch by `wrapper(value)`, unless the installed release needs no patch.
+
+    Applying a patch to the same attribute again replaces its earlier wrapper.
+
+    Args:
+        name: Name of the entry in `PATCHES`.
+        wrapper: Called with the value below it, and again whenever an entry below it is applied or removed.
+        on: The object whose attribute is replaced, for entries of scope `instance`.
+        item: Key of a target that is a mapping: its value is replaced instead of the mapping.
+
+    Raises:
+        UsageError: the installed release has no such attribute, or one with other parameters.
+    """
+    order, patch = _entry(name)
+    if needed(patch):
+        with _LOCK:
+            owner, stack = _stack(patch, on, item)
+            stack.put(owner, _Layer(order=order, name=name, wrapper=wrapper), replaces=True)
+
+
+def remove(name: str, *, on: object = None, item: Any = _Missing) -> None:
+    """Undo `apply`; do nothing if the patch is not applied."""
+    _, patch = _entry(name)
+    if needed(patch):
+        with _LOCK:
+            owner, stack = _stack(patch, on, item)
+            for layer in [layer for layer in stack.layers if layer.name == name]:
+                stack.remove(owner, layer)
+            _forget_empty(stack, on)
+
+
+@contextmanager
+def applied(
+    name: str, wrapper: Wrapper, *, on: object = None, item: Any = _Missing, resets: bool = False
+) -> Iterator[None]:
+    """Apply a registered patch inside the block; see `apply`.
+
+    A value that other code assigns to the attribute inside the block remains after it, unless `resets` is true: use
+    that for state that upstream itself writes.
+    """
+    order, patch = _entry(name)
+    if not needed(patch):
+        yield
+        return
+    layer = _Layer(order=order, name=name, wrapper=wrapper)
+    with _LOCK:
+        owner, stack = _stack(patch, on, item)
+        before, value = replace(stack, layers=list(stack.layers)), stack.held(owner)
+        stack.put(owner, layer)
+    try:
+        yield
+    finally:
+        with _LOCK:
+            others = [other for other in stack.layers if other is not layer]
+            # Put the same object back if nothing else changed, instead of calling the remaining wrappers again.
+            is_unchanged = others == before.layers and (not others or stack.stored is before.stored)
+            if resets or (is_unchanged and stack.is_in_place(owner)):
+                vars(stack).update(vars(before))
+                stack.hold(owner, value)
+            else:
+                stack.remove(owner, layer)
+            _forget_empty(stack, on)
+
+
+def assign(name: str, value: object, *, on: object = None) -> None:
+    """Set the target of a registered patch permanently, without keeping its old value.
+
+    Raises:
+        UsageError: as `apply`.
+    """
+    _, patch = _entry(name)
+    if needed(patch):
+        owner, attribute = _checked(patch)
+        setattr(owner if on is None else on, attribute, value)
+
+
+def swap_class(name: str, instance: object, kind: type) -> None:
+    """Change the class of an object to `kind`, a subclass of the target class.
+
+    Raises:
+        UsageError: as `apply`.
+    """
+    _, patch = _entry(name)
+    if needed(patch):
+        _checked(patch)
+        instance.__class__ = kind
+
+
+def needed(patch: Patch) -> bool:
+    """Return whether the installed release needs the patch; a release of unknown version does."""
+    version = installed_version(patch.package)
+    if not patch.versions or version is None:
+        return True
+    try:
+        return SpecifierSet(patch.versions, prereleases=True).contains(version)
+    except InvalidVersion:
+        return True
+
+
+def patch_errors() -> list[ConfigError]:
+    """Return the patches whose target the installed packages lack or define with other parameters.
+
+    Imports the modules of all targets.
+    """
+    present = (patch for patch in PATCHES if installed_version(patch.package) is not None and needed(patch))
+    return [error for patch in present if (error := target_error(patch)) is not None]
+
+
+def check_patches(packages: frozenset[str]) -> None:
+    """Check the patches that any training may apply to `packages`, which a rank is about to use; imports them.
+
+    Other patches are checked when they are applied: an unused feature cannot stop a run.
+
+    Raises:
+        UsageError: one line for each patch that does not match the installed release.
+    """
+    checked = (patch for patch in PATCHES if patch.every_run and patch.package in packages and needed(patch))
+    if errors := [error for patch in checked if (error := target_error(patch)) is not None]:
+        raise UsageError(errors)
+
+
+def upstream_value(patch: Patch) -> Any:
+    """Return upstream's own value of a target of scope `process`, whatever replaces it now."""
+    owner, attribute = _owner(patch)
+    stack = _PROCESS_STACKS.get((id(owner), attribute), (owner, None))[1]
+    if stack is not None and stack.layers and stack.is_in_place(owner):
+        return stack.base
+    return getattr(owner, attribute)
+
+
+@dataclass(kw_only=True, eq=False)
+class _Layer:
+    order: int
+    name: str
+    wrapper: Wrapper
+
+
+@dataclass(eq=False)
+class _Stack:
+    """The wrappers of one attribute and the value below them.
+
+    It does not refer to the attribute's owner, because the owner may hold the stack.
+    """
+
+    key: Any
+    is_item: bool
+    layers: list[_Layer] = field(default_factory=list)
+    stored: Any = _Missing
+    """The owner's own value before the first wrapper; missing if the attribute was inherited."""
+    base: Any = _Missing
+    """The value that the first wrapper was called with."""
+    replacement: Any = _Missing
+
+    def put(self, owner: Any, layer: _Layer, *, replaces: bool = False) -> None:
+        if not self.is_in_place(owner):
+            # Other code has replaced the attribute since: its current value is the new base.
+            self.layers, self.stored = [], self.held(owner)
+        others = [other for other in self.layers if not (replaces and other.name == layer.name)]
+        self.layers = sorted([*others, layer], key=lambda layer: layer.order)
+        self._rebuild(owner)
+
+    def remove(self, owner: Any, layer: _Layer) -> None:
+        if layer in self.layers:
+            self.layers.remove(layer)
+            if self.is_in_place(owner):
+                self._rebuild(owner)
+
+    def is_in_place(self, owner: Any) -> bool:
+        return self.replacement is not _Missing and self.held(owner) is self.replacement
+
+    def held(self, owner: Any) -> Any:
+        return (owner if self.is_item else vars(owner)).get(self.key, _Missing)
+
+    def hold(self, owner: Any, value: Any) -> None:
+        """Store a value in the owner itself; delete it if it is missing."""
+        if value is _Missing:
+            if self.is_item:
+                owner.pop(self.key, None)
+            elif self.key in vars(owner):
+                delattr(owner, self.key)
+        elif self.is_item:
+            owner[self.key] = value
+        else:
+            setattr(owner, self.key, value)
+
+    def _rebuild(self, owner: Any) -> None:
+        self.hold(owner, self.stored)
+        if not self.layers:
+            self.replacement = _Missing
+            return
+        value = self.base = owner.get(self.key) if self.is_item else getattr(owner, self.key, None)
+        for layer in self.layers:
+            value = layer.wrapper(value)
+            if isinstance(value, classmethod | staticmethod) and layer is not self.layers[-1]:
+                value = value.__get__(None, owner)
+        self.hold(owner, value)
+        self.replacement = self.held(owner)
+
+
+_PROCESS_STACKS: dict[tuple[int, Any], tuple[Any, _Stack]] = {}
+"""Owners that are modules, classes or mappings, and their stacks, by identity and key."""
+
+
+def names(prefix: str) -> tuple[str, ...]:
+    """Return the names of the entries with a prefix, which replace the same thing in several modules or classes."""
+    return tuple(patch.name for patch in PATCHES if patch.name.startswith(prefix))
+
+
+def _entry(name: str) -> tuple[int, Patch]:
+    """Return an entry and its position in `PATCHES`."""
+    for order, patch in enumerate(PATCHES):
+        if patch.name == name:
+            return order, patch
+    raise KeyError(name)
+
+
+def _checked(patch: Patch) -> tuple[Any, str]:
+    if (error := target_error(patch)) is not None:
+        raise UsageError(error)
+    return _owner(patch)
+
+
+def _stack(patch: Patch, on: object, item: Any) -> tuple[Any, _Stack]:
+    """Return the owner of the replaced value and the stack of its wrappers."""
+    owner, attribute = _checked(patch)
+    if on is not None:
+        stacks: dict[str, _Stack] = vars(on).setdefault(_STACKS, {})
+        return on, stacks.setdefault(attribute, _Stack(attribute, False))
+    is_item = item is not _Missing
+    owner, key = (getattr(owner, attribute), item) if is_item else (owner, attribute)
+    return _PROCESS_STACKS.setdefault((id(owner), key), (owner, _Stack(key, is_item)))
+
+
+def _forget_empty(stack: _Stack, on: object) -> None:
+    """Remove the stack from an object that has no patches left."""
+    if on is not None and not stack.layers:
+        stacks = vars(on).get(_STACKS, {})
+        stacks.pop(stack.key, None)
+        if not stacks:
+            vars(on).pop(_STACKS, None)
+
+
+def _owner(patch: Patch) -> tuple[Any, str]:
+    """Return the module, class or object that holds the target, and the attribute's name."""
+    module, _, path = patch.target.partition(":")
+    owner = import_module(module)
+    *parents, attribute = path.split(".")
+    for parent in parents:
+        owner = getattr(owner, parent)
+    return owner, attribute
+
+
+def patch_state(patch: Patch) -> str:
+    """Return `applies`, or why the patch does not apply to the installed release."""
+    if installed_version(patch.package) is None:
+        return "package not installed"
+    if not needed(patch):
+        return "not needed by this release"
+    return "applies" if target_error(patch) is None else "target differs"
+
+
+@cache
+def target_error(patch: Patch) -> ConfigError | None:
+    """Return an error if the installed release lacks the target or defines it with other parameters; imports it."""
+    try:
+        problem = _mismatch(patch)
+    except (ImportError, AttributeError) as error:
+        problem = f"which this release does not have ({error})"
+    if problem is None:
+        return None
+    version, fix = installed_version(patch.package), f"report it, with the output of: pip show {patch.package}"
+    if (tested := tested_releases().get(patch.package)) is not None:
+        problem += f"; tested releases: {tested}"
+        fix = f"install a tested release: pip install '{patch.package}>={tested.oldest},<={tested.newest}'"
+    return ConfigError(
+        where=f"{patch.package} {version or 'of unknown version'}",
+        rule=f"patch {patch.name} replaces {patch.target.replace(':', '.')}, {problem}",
+        fix=fix,
+    )
+
+
+def _mismatch(patch: Patch) -> str | None:
+    """Return how the target differs from what the patch was written for.
+
+    Raises:
+        ImportError: its module does not exist.
+        AttributeError: the attribute does not exist.
+    """
+    owner, attribute = _owner(patch)
+    if patch.scope == "instance" and inspect.isclass(owner) and not hasattr(owner, attribute):
+        # Not an attribute of the class: its methods set it on each object.
+        if _mentions(owner, attribute):
+            return None
+        raise AttributeError(f"no method of {owner.__name__} reads or sets {attribute!r}")
+    value = upstream_value(patch)
+    package = patch.target.partition(":")[0].partition(".")[0]
+    # A replacement by another package may name its parameters differently.
+    if patch.parameters is None or (getattr(value, "__module__", None) or package).partition(".")[0] != package:
+        return None
+    try:
+        present = tuple(inspect.signature(value).parameters)
+    except (TypeError, ValueError):
+        return "which is not a Python function in this release"
+    if present[: len(patch.parameters)] == patch.parameters:
+        return None
+    return f"whose parameters are ({', '.join(present)}) here, not ({', '.join(patch.parameters)})"
+
+
+def _mentions(kind: type, attribute: str) -> bool:
+    """Return whether a method of a class reads or sets an attribute of that name."""
+
+    def occurs(code: CodeType) -> bool:
+        nested = (constant for constant in code.co_consts if isinstance(constant, CodeType))
+        return attribute in code.co_names or any(occurs(inner) for inner in nested)
+
+    members = (member for base in kind.__mro__ for member in vars(base).values())
+    functions = (inspect.unwrap(getattr(member, "__func__", member)) for member in members)
+    codes = (getattr(function, "__code__", None) for function in functions)
+    return any(occurs(code) for code in codes if code is not None)

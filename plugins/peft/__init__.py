@@ -1,1 +1,0 @@
-"""peft behind one adapter: `lora.py`."""

@@ -1,0 +1,171 @@
+"""Upstream releases that the test suite runs with, against those that are installed."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cache
+from importlib import metadata, resources
+from importlib.util import find_spec
+from pathlib import Path
+
+from packaging.version import InvalidVersion, Version
+
+from ..ds_configs.specs.errors import ConfigError, UsageError
+from ..ds_configs.specs.model import newest_tested_release
+
+REQUIRED = (
+    *("accelerate", "bitsandbytes", "compressed-tensors", "cyclopts", "datasets", "deepspeed", "huggingface-hub"),
+    *("peft", "torch", "transformers"),
+)
+"""Packages that Shardwright depends on. The others of the table belong to extras and to users' own trainers."""
+_MODULES = {"huggingface-hub": "huggingface_hub", "compressed-tensors": "compressed_tensors", "lm-eval": "lm_eval"}
+_MODULES |= {"auto-round": "auto_round"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class TestedRange:
+    """Oldest and newest release of a package that the test suite runs with."""
+
+    oldest: str
+    newest: str
+
+    def __str__(self) -> str:
+        return self.newest if self.oldest == self.newest else f"{self.oldest} to {self.newest}"
+
+    @property
+    def specifier(self) -> str:
+        """The range as pip reads it behind the name of a package."""
+        return f"=={self.newest}" if self.oldest == self.newest else f">={self.oldest},<={self.newest}"
+
+
+@cache
+def tested_releases() -> dict[str, TestedRange]:
+    """Return the support window of each upstream package, by distribution name (`ds_configs/data/releases.toml`)."""
+    table = resources.files(__package__.rpartition(".")[0]).joinpath("ds_configs", "data", "releases.toml")
+    window = tomllib.loads(table.read_text(encoding="utf-8"))
+    return {name: TestedRange(oldest=oldest, newest=newest) for name, (oldest, newest) in window.items()}
+
+
+@cache
+def installed_version(package: str) -> str | None:
+    """Return the version of an installed distribution, or `None` where its metadata is missing."""
+    try:
+        return _version(metadata.distribution(package))
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def transformers_release() -> str:
+    """Return the release of Transformers that planning assumes: the installed one, else the newest tested one."""
+    return installed_version("transformers") or newest_tested_release()
+
+
+def release_errors(packages: Iterable[str] | None = None) -> list[ConfigError]:
+    """Return what is wrong with the installed releases: missing, incomplete, ambiguous or older than the window.
+
+    Args:
+        packages: Distributions that must be there; by default `REQUIRED`. Others are checked where they are installed.
+    """
+    required = tuple(REQUIRED if packages is None else packages)
+    errors = []
+    for package, tested in tested_releases().items():
+        version, has_module = installed_version(package), _has_module(package)
+        copies = _copies(package)
+        if package not in required and not copies:
+            continue
+        bounds = f"'{package}{tested.specifier}'"
+        install, reinstall = f"pip install {bounds}", f"pip install --force-reinstall {bounds}"
+        where = f"{package} {version}" if version else package
+        in_one_directory = {folder for _, folder in copies if sum(other == folder for _, other in copies) > 1}
+        if not copies and not has_module:
+            errors.append(ConfigError(where=where, rule="is not installed", fix=install))
+        elif in_one_directory:
+            versions = " and ".join(sorted(each for each, folder in copies if folder in in_one_directory))
+            rule = f"is installed twice in {next(iter(in_one_directory))}: {versions}"
+            fix = f"pip uninstall {package} until none is left, then {install}"
+            errors.append(ConfigError(where=package, rule=rule, fix=fix))
+        elif version is None or not has_module:
+            missing = ("no version in its metadata",) * (version is None) + ("no module",) * (not has_module)
+            rule = f"is installed incompletely: {' and '.join(missing)}"
+            errors.append(ConfigError(where=where, rule=rule, fix=reinstall))
+        elif _is_older(version, tested.oldest):
+            rule = f"is older than {tested.oldest}, the oldest release that Shardwright supports"
+            errors.append(ConfigError(where=where, rule=rule, fix=install))
+    return errors
+
+
+def check_releases(packages: Iterable[str] | None = None) -> None:
+    """Raise `UsageError` with every error of `release_errors`."""
+    if errors := release_errors(packages):
+        raise UsageError(errors)
+
+
+def release_warnings() -> list[str]:
+    """Return at most two lines: installed releases above the tested window, and packages with several versions."""
+    newer, several = [], []
+    for package, tested in tested_releases().items():
+        version = installed_version(package)
+        if version is None:
+            continue
+        if _is_older(tested.newest, version):
+            newer.append(f"{package} {version} (tested: {tested})")
+        copies = [f"{each} in {folder}" for each, folder in _copies(package)]
+        if len({each for each, _ in _copies(package)}) > 1:
+            several.append(f"{package} {copies[0]} hides {', '.join(copies[1:])}")
+    lines = []
+    if newer:
+        lines.append(f"newer than the releases that Shardwright is tested with: {', '.join(newer)}")
+    if several:
+        lines.append(f"several versions on the Python path: {'; '.join(several)}")
+    return lines
+
+
+def check_torch() -> None:
+    """Check that torch can be imported and compute on the CPU, which loads and saves checkpoints everywhere.
+
+    Raises:
+        UsageError: it cannot; torch's own first line is in the message.
+    """
+    try:
+        import torch
+
+        torch.zeros(1).add_(1)
+    except Exception as error:
+        # An incomplete build raises ImportError, OSError, AttributeError or NotImplementedError.
+        where = f"torch {installed_version('torch') or ''}".strip()
+        first_line = (str(error).strip() or type(error).__name__).splitlines()[0]
+        fix = "pip install --force-reinstall torch, in a build for this machine (https://pytorch.org/get-started)"
+        raise UsageError(ConfigError(where=where, rule=f"cannot compute on the CPU: {first_line}", fix=fix)) from error
+
+
+def _has_module(package: str) -> bool:
+    spec = find_spec(_MODULES.get(package, package))
+    # A directory without `__init__.py`, which has no origin, is what an interrupted installation leaves.
+    return spec is not None and spec.origin is not None
+
+
+@cache
+def _copies(package: str) -> list[tuple[str, str]]:
+    """Return version and directory of each installed copy, in the order of the path."""
+    copies = []
+    for each in metadata.distributions(name=package):
+        copy = (_version(each) or "an unknown version", str(Path(str(each.locate_file(""))).resolve()))
+        if copy not in copies:
+            copies.append(copy)
+    return copies
+
+
+def _version(distribution: metadata.Distribution) -> str | None:
+    """Return the version of a distribution; a half-removed one has metadata without it."""
+    return next(iter(distribution.metadata.get_all("Version") or ()), None)
+
+
+def _is_older(version: str, than: str) -> bool:
+    """Compare releases: vendors build theirs from pre-releases, such as torch 2.13.0a0+nv26.10 in NVIDIA's images."""
+    try:
+        return Version(Version(version).base_version) < Version(Version(than).base_version)
+    except InvalidVersion:
+        # Builds of one's own have versions of their own; nothing is known of them.
+        return False

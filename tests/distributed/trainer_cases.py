@@ -1,0 +1,399 @@
+"""Trainers of Transformers, of TRL and our own on small data: what each trains on, and under which layouts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from equivalence.cases import FURTHER, LAYOUTS, MICRO_STEP_SAMPLES, OFFLOADED, Case, deepspeed_config
+from equivalence.combinations import ALL_LAYOUTS
+from shardwright.ds_configs.specs.layout import Layout
+
+STEPS = 2
+ADAM_EPSILON = 1e-4
+"""Adam would divide gradients that cancel, such as that of the last bias in a difference of rewards, by the size of
+their rounding errors."""
+VOCAB_SIZE = 288
+"""Bytes, end of text, and a number that two ranks divide."""
+ROWS = 2 * STEPS * MICRO_STEP_SAMPLES
+HELD_OUT = 7
+"""Samples of an evaluation, whose last batch is incomplete."""
+EVERY_LAYOUT: Mapping[str, Layout] = {
+    **{name: LAYOUTS[name] for name in ("ddp", "zero1", "zero2", "zero3", "fsdp2")},
+    "sp": LAYOUTS["sp2-zero1"],
+    "cp": FURTHER["cp2-fsdp2"],
+    "tp": LAYOUTS["tp2-zero1"],
+    "pp": LAYOUTS["pp2-zero0"],
+    "ep": LAYOUTS["ep2-zero2"],
+    "tp-dp": FURTHER["tp2-dp2-zero1"],
+    "zero0": FURTHER["zero0"],
+    "zero_offload": OFFLOADED["zero3-offload-param"],
+    "fsdp2_offload": ALL_LAYOUTS["fsdp2-offload"],
+    "sp-zero3": LAYOUTS["sp2-zero3"],
+    "ep-zero1": LAYOUTS["ep2-zero1"],
+    "single": Layout(engine="single"),
+}
+_WORDS = ("the", "quick", "brown", "fox", "jumps", "over", "a", "lazy", "dog", "and", "then", "sleeps", "in", "sun")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainerCase:
+    """One training run of a trainer under a layout."""
+
+    trainer: str
+    """A key of `TRAINERS`."""
+    layout: str
+    """A key of `EVERY_LAYOUT`."""
+    family: str = "llama"
+    """A key of `FAMILIES`."""
+    accumulation: int = 1
+    rows: int = ROWS
+    """Samples of the data set."""
+    parts: int = 1
+    """Micro-batches into which one process divides a micro-step of all ranks."""
+    options: tuple[str, ...] = ()
+    """Keys of `OPTIONS`, and of the trainer's own."""
+
+    @property
+    def name(self) -> str:
+        options = "".join(f"-{option}" for option in self.options)
+        return f"{self.trainer}-{self.layout}-{self.family}-x{self.accumulation}-{self.rows}-{self.parts}{options}"
+
+    @property
+    def strategy(self) -> Layout:
+        strategy = EVERY_LAYOUT[self.layout]
+        return replace(
+            strategy,
+            micro_batch_size=MICRO_STEP_SAMPLES // strategy.data_parallel_size // self.parts,
+            gradient_accumulation_steps=self.accumulation * self.parts,
+        )
+
+    def reference(self) -> TrainerCase:
+        """Return the run in one process that this must equal."""
+        # Of DPO's losses "sft" is a mean over the tokens of a micro-batch.
+        of_batches = "mixed" in self.options
+        parts = self.strategy.data_parallel_size if of_batches or TRAINERS[self.trainer].mean_of_batches else 1
+        return replace(self, layout="single", parts=parts)
+
+    def arguments(self, directory: Path) -> dict[str, Any]:
+        """Return keys of `TrainingArguments`, which TRL's configurations take too."""
+        case = Case(layout=self.layout, strategy=self.strategy, optimizer="sgd")
+        arguments = case.training_arguments(directory)
+        # Configurations of TRL train in bf16 otherwise, whose rounding hides differences.
+        arguments |= {"max_steps": STEPS, "max_grad_norm": 100.0, "learning_rate": 0.2, "bf16": False}
+        arguments["adam_epsilon"] = ADAM_EPSILON
+        if self.strategy.engine == "deepspeed":
+            arguments["deepspeed"] = deepspeed_config(self.strategy) | {"bf16": {"enabled": "auto"}}
+        if self.strategy.engine == "fsdp2":
+            layer = FAMILIES[self.family].layer
+            arguments["fsdp_config"] = {"version": 2, "transformer_layer_cls_to_wrap": [layer]}
+            if self.strategy.offload_param == "cpu":
+                arguments["fsdp_config"]["offload_params"] = True
+        for option in self.options:
+            arguments |= (OPTIONS | TRAINERS[self.trainer].options)[option]
+        if self.strategy.engine == "single" and "per_device_eval_batch_size" in arguments:
+            # A process that evaluates everything in one batch counts each token or sample once.
+            arguments["per_device_eval_batch_size"] = HELD_OUT
+        return arguments
+
+
+def _text(index: int, count: int) -> str:
+    return " ".join(_WORDS[(index * 5 + each * (1 + index % 3)) % len(_WORDS)] for each in range(count))
+
+
+def _pair(row: int) -> dict[str, Any]:
+    chosen, rejected = _text(row + 1, 1 + row % 4), _text(row + 2, 1 + (row + 1) % 3)
+    return {"prompt": _text(row, 2), "chosen": f" {chosen}", "rejected": f" {rejected}"}
+
+
+def _completion(row: int) -> dict[str, Any]:
+    return {"prompt": _text(row, 2), "completion": f" {_text(row + 1, 1 + row % 4)}"}
+
+
+def _labelled(row: int) -> dict[str, Any]:
+    return {**_completion(row), "label": bool(row % 3)}
+
+
+def _chat(row: int) -> dict[str, Any]:
+    asked, answered = _completion(row).values()
+    return {"messages": [{"role": "user", "content": asked}, {"role": "assistant", "content": answered}]}
+
+
+def _prompt(row: int) -> dict[str, Any]:
+    return {"prompt": _chat(row)["messages"][:1]}
+
+
+def _tokens(row: int) -> dict[str, Any]:
+    found = list(_text(row, 2 + row % 4).encode())
+    return {"input_ids": found, "labels": [-100, *found[1:]]}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Family:
+    """A small model."""
+
+    model_type: str
+    layer: str
+    """Class of its layers, which FSDP2 wraps."""
+    sizes: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def is_mixture(self) -> bool:
+        return any("experts" in name for name in self.sizes)
+
+    def config(self, common: Mapping[str, Any]) -> Any:
+        """Return the configuration of a model; `common` are keys that every family has."""
+        from transformers import AutoConfig
+
+        sizes = {
+            "hidden_size": 32,
+            "intermediate_size": 64,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "head_dim": 8,
+            "initializer_range": 0.1,
+            "use_cache": False,
+            "tie_word_embeddings": False,
+        }
+        if self.model_type == "deepseek_v3":
+            # Its heads have widths of their own.
+            del sizes["head_dim"]
+        return AutoConfig.for_model(self.model_type, **sizes | dict(common) | dict(self.sizes))
+
+
+FAMILIES: Mapping[str, Family] = {
+    "llama": Family(model_type="llama", layer="LlamaDecoderLayer"),
+    # Its head has the weight of the embedding.
+    "tied": Family(model_type="llama", layer="LlamaDecoderLayer", sizes={"tie_word_embeddings": True}),
+    "qwen2": Family(model_type="qwen2", layer="Qwen2DecoderLayer"),
+    "qwen3": Family(model_type="qwen3", layer="Qwen3DecoderLayer"),
+    "gemma3": Family(
+        model_type="gemma3_text",
+        layer="Gemma3DecoderLayer",
+        sizes={"tie_word_embeddings": True, "query_pre_attn_scalar": 8, "sliding_window": 64},
+    ),
+    "granite": Family(
+        model_type="granite", layer="GraniteDecoderLayer", sizes={"embedding_multiplier": 2.0, "logits_scaling": 2.0}
+    ),
+    "gpt2": Family(
+        model_type="gpt2",
+        layer="GPT2Block",
+        sizes={"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "tie_word_embeddings": True},
+    ),
+    "phi3": Family(model_type="phi3", layer="Phi3DecoderLayer"),
+    # A mixture with a balance loss.
+    "mixtral": Family(
+        model_type="mixtral",
+        layer="MixtralDecoderLayer",
+        sizes={
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "router_aux_loss_coef": 0.5,
+            "output_router_logits": True,
+        },
+    ),
+    "qwen3_moe": Family(
+        model_type="qwen3_moe",
+        layer="Qwen3MoeDecoderLayer",
+        sizes={"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": True},
+    ),
+    "deepseek_v3": Family(
+        model_type="deepseek_v3",
+        layer="DeepseekV3DecoderLayer",
+        sizes={
+            "num_key_value_heads": 4,
+            "n_routed_experts": 4,
+            "num_experts_per_tok": 2,
+            "n_shared_experts": 1,
+            "moe_intermediate_size": 32,
+            "first_k_dense_replace": 1,
+            "n_group": 1,
+            "topk_group": 1,
+            "q_lora_rank": 16,
+            "kv_lora_rank": 16,
+            "qk_rope_head_dim": 8,
+            "qk_nope_head_dim": 8,
+            "v_head_dim": 8,
+        },
+    ),
+}
+_EVALUATED = {"eval_strategy": "steps", "eval_steps": 1, "per_device_eval_batch_size": 2}
+EVALUATED = ("evaluated", "evaluated_in_order")
+OPTIONS: Mapping[str, dict[str, Any]] = {
+    "adamw": {"optim": "adamw_torch", "learning_rate": 1e-3},
+    "fused_adamw": {"optim": "adamw_torch_fused", "learning_rate": 1e-3},
+    "rmsprop": {"optim": "rmsprop", "learning_rate": 1e-3},
+    "own_adamw": {},
+    "own_sgd": {},
+    "optimizer_class": {},
+    "lora": {},
+    "frozen": {},
+    "embedding_frozen": {},
+    "evaluated": _EVALUATED,
+    "evaluated_in_order": _EVALUATED | {"eval_on_start": True, "per_device_eval_batch_size": 1},
+    "clipped": {"max_grad_norm": 0.1},
+    "unclipped": {"max_grad_norm": 0.0},
+    "smoothed": {"label_smoothing_factor": 0.1},
+    "recomputed": {"gradient_checkpointing": True},
+    "recomputed_reentrant": {
+        "gradient_checkpointing": True,
+        "gradient_checkpointing_kwargs": {"use_reentrant": True},
+    },
+    "length_groups": {"train_sampling_strategy": "group_by_length"},
+    "in_order": {"train_sampling_strategy": "sequential"},
+    "warmed_up": {"warmup_steps": 2, "lr_scheduler_type": "cosine"},
+    "restarts": {"warmup_steps": 1, "lr_scheduler_type": "cosine_with_restarts"},
+    "constant": {"lr_scheduler_type": "constant_with_warmup", "warmup_steps": 1},
+    "polynomial": {"lr_scheduler_type": "polynomial"},
+    "inverse_root": {"lr_scheduler_type": "inverse_sqrt", "warmup_steps": 1, "weight_decay": 0.0},
+    "noise": {"neftune_noise_alpha": 1e-4},
+    "other_data_seed": {"data_seed": 5},
+    "last_dropped": {"dataloader_drop_last": True},
+    "epochs": {"max_steps": -1, "num_train_epochs": 2},
+    "long": {"max_steps": 2 * STEPS},
+    "logged_seldom": {"logging_steps": 3, "max_steps": 2 * STEPS},
+    "first_logged": {"logging_first_step": True, "logging_steps": 2, "max_steps": 2 * STEPS},
+    "tokens_counted": {"include_num_input_tokens_seen": "non_padding"},
+}
+"""Keys of `TrainingArguments` by name; `trainer_worker` makes the other changes of an option."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainerKind:
+    """A trainer class with its configuration and data."""
+
+    module: str = "trl"
+    kind: str
+    """Name of the class without `Trainer`; the configuration of one of TRL is named alike."""
+    config: Mapping[str, Any] = field(default_factory=dict)
+    row: Callable[[int], dict[str, Any]] = _completion
+    teacher: str = ""
+    """Keyword of its frozen second model; empty if it makes one or needs none."""
+    rewards: bool = False
+    """Whether the model has one output for a sequence."""
+    mean_of_batches: bool = False
+    """Whether its loss is a mean over the tokens of each micro-batch, also in one process."""
+    distillation: Mapping[str, Any] | None = None
+    """Fields of `DistillationConfig`; `None` for other trainers."""
+    options: Mapping[str, dict[str, Any]] = field(default_factory=dict)
+    """Keys of its own configuration by names."""
+    row_name: str = ""
+    """Its row in the table of combinations; empty if it equals the class name."""
+
+    @property
+    def table_row(self) -> str:
+        return self.row_name or f"{self.kind}Trainer"
+
+
+_SFT_OPTIONS = {"short": {"max_length": 24}, "every_token": {"completion_only_loss": False}}
+_DPO_OPTIONS: dict[str, dict[str, Any]] = {
+    "ipo": {"loss_type": ["ipo"]},
+    "hinge": {"loss_type": ["hinge"], "beta": 0.5},
+    "robust": {"loss_type": ["robust"], "label_smoothing": 0.1},
+    "mixed": {"loss_type": ["sigmoid", "sft"], "loss_weights": [1.0, 0.5]},
+    "weighted": {"use_weighting": True},
+}
+
+
+def _sft(**config: Any) -> TrainerKind:
+    return TrainerKind(kind="SFT", config={"max_length": 64, **config}, options=_SFT_OPTIONS)
+
+
+_DISTILLED = TrainerKind(
+    module="shardwright.trainers.distillation", kind="Distillation", row=_tokens, teacher="teacher", distillation={}
+)
+TRAINERS: Mapping[str, TrainerKind] = {
+    "trainer": TrainerKind(module="transformers", kind="", row=_tokens),
+    "sft": _sft(),
+    "sft_chat": replace(_sft(assistant_only_loss=True), row=_chat),
+    "sft_dft": replace(_sft(loss_type="dft"), row_name="SFTTrainer.dft"),
+    "sft_packed": replace(_sft(packing=True), row_name="SFTTrainer.packing"),
+    "sft_wrapped": replace(_sft(packing=True, packing_strategy="wrapped"), row_name="SFTTrainer.packing"),
+    "sft_padding_free": replace(_sft(padding_free=True, max_length=None), row_name="SFTTrainer.packing", options={}),
+    "sft_smoothed": _sft(label_smoothing_factor=0.1),
+    "dpo": TrainerKind(kind="DPO", config={"max_length": 64}, row=_pair, options=_DPO_OPTIONS),
+    "dpo_precomputed": TrainerKind(
+        kind="DPO",
+        config={"precompute_ref_log_probs": True},
+        row=_pair,
+        options=_DPO_OPTIONS,
+        row_name="DPOTrainer.precomputed",
+    ),
+    "reward": TrainerKind(
+        kind="Reward",
+        config={"max_length": 64},
+        row=_pair,
+        rewards=True,
+        options={"centered": {"center_rewards_coefficient": 0.1}},
+    ),
+    "kto": TrainerKind(
+        kind="KTO",
+        config={"max_length": 64},
+        row=_labelled,
+        options={"unequal": {"desirable_weight": 1.5, "undesirable_weight": 0.5}, "sharp": {"beta": 0.5}},
+    ),
+    "kto_apo": TrainerKind(kind="KTO", config={"loss_type": "apo_zero_unpaired"}, row=_labelled),
+    "gkd": TrainerKind(
+        module="trl.experimental.gkd",
+        kind="GKD",
+        config={"max_length": 64, "lmbda": 0.0},
+        row=_chat,
+        teacher="teacher_model",
+        options={"reverse": {"beta": 1.0}, "warm": {"temperature": 2.0}},
+    ),
+    "orpo": TrainerKind(
+        module="trl.experimental.orpo",
+        kind="ORPO",
+        config={"max_length": 64},
+        row=_pair,
+        mean_of_batches=True,
+        options={"strong": {"beta": 0.5}},
+    ),
+    # Sampling from the most probable token alone is the same on all ranks.
+    "trl_distillation": TrainerKind(
+        kind="Distillation",
+        config={"max_completion_length": 6, "top_k": 1},
+        row=_prompt,
+        teacher="teacher_model",
+        row_name="trl.DistillationTrainer",
+    ),
+    "distillation": replace(_DISTILLED, distillation={"alpha": 0.5, "temperature": 2.0}),
+    "distillation_of_nothing": replace(_DISTILLED, distillation={"alpha": 0.0}, teacher=""),
+    "pipeline": TrainerKind(module="shardwright.trainers.parallel.pipeline.trainer", kind="Pipeline", row=_tokens),
+}
+
+
+def make_models_and_data(directory: Path, cases: list[TrainerCase]) -> None:
+    """Write models with random weights and a byte tokenizer, and the data sets of cases."""
+    from datasets import Dataset
+    from shardwright.plugins.transformers.training_arguments import byte_tokenizer
+    from transformers import AutoModelForCausalLM, set_seed
+
+    tokenizer = byte_tokenizer(VOCAB_SIZE)
+    tokenizer.pad_token = tokenizer.eos_token
+    tokenizer.chat_template = (
+        "{% for message in messages %}{{ message['role'] + ': ' }}"
+        "{% generation %}{{ message['content'] + eos_token }}{% endgeneration %}{% endfor %}"
+        "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
+    )
+    common = {"vocab_size": VOCAB_SIZE, "max_position_embeddings": 128, "pad_token_id": tokenizer.pad_token_id}
+    common |= {"eos_token_id": tokenizer.eos_token_id, "bos_token_id": None}
+    for family in dict.fromkeys(case.family for case in cases):
+        for role, seed in (("model", 0), ("teacher", 9)):
+            set_seed(seed)
+            model = AutoModelForCausalLM.from_config(FAMILIES[family].config(common))
+            model.save_pretrained(directory / family / role)
+            tokenizer.save_pretrained(directory / family / role)
+    for name, rows in {(case.trainer, case.rows) for case in cases}:
+        # Trainers of TRL share what they compute first through the files of a data set.
+        made = [TRAINERS[name].row(row) for row in range(rows + HELD_OUT)]
+        Dataset.from_list(made[:rows]).save_to_disk(data_of(directory, name, rows))
+        Dataset.from_list(made[rows:]).save_to_disk(data_of(directory, name, rows, held_out=True))
+
+
+def data_of(directory: Path, trainer: str, rows: int, *, held_out: bool = False) -> Path:
+    """Return the path of a trainer's data set."""
+    return directory / "data" / f"{trainer}-{rows}{'-held-out' if held_out else ''}"

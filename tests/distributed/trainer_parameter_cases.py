@@ -1,0 +1,293 @@
+"""Arguments of `trainer_for` besides model, arguments and data, and the layouts that support them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from equivalence.cases import IGNORED, MICRO_STEP_SAMPLES, Case
+from equivalence.combinations import ALL_LAYOUTS, make_model
+from shardwright.ds_configs.legality.combinations import columns_of
+from shardwright.ds_configs.specs.layout import Layout
+
+STEPS = 4
+LEARNING_RATE = 0.3
+"""Of the arguments: far from those of the optimizers below."""
+EVALUATED = 8
+WHOLE_MODELS = (
+    "ddp",
+    "zero0",
+    "zero1",
+    "zero2",
+    "zero3",
+    "fsdp2",
+    "zero1-offload",
+    "zero3-offload-param",
+    "fsdp2-offload",
+)
+EVERY = (*WHOLE_MODELS, "sp2-zero1", "sp2-zero3", "cp2-fsdp2", "tp2-zero1", "pp2-zero0", "ep2-zero2")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Given:
+    """One training run."""
+
+    layout: str
+    kind: str
+    """A function of `GIVEN`."""
+    family: str = "llama"
+
+    @property
+    def name(self) -> str:
+        return f"{self.kind}-{self.layout}"
+
+    @property
+    def strategy(self) -> Layout:
+        strategy = ALL_LAYOUTS[self.layout]
+        return replace(strategy, micro_batch_size=MICRO_STEP_SAMPLES // strategy.data_parallel_size)
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """Its entry in the table of parameters."""
+        return columns_of(self.strategy)
+
+    def reference(self) -> Given:
+        """Return the run in one process that this must equal."""
+        return replace(self, layout=f"single-{self.family}", kind=self.kind.removesuffix("_unforced"))
+
+    def arguments(self, directory: Any) -> dict[str, Any]:
+        """Return keywords of `TrainingArguments`."""
+        arguments = Case(layout=self.layout, strategy=self.strategy, optimizer="adamw_torch").training_arguments(
+            directory
+        )
+        arguments |= {"max_steps": STEPS, "learning_rate": LEARNING_RATE, "per_device_eval_batch_size": 2}
+        if self.layout == "fsdp2-offload":
+            arguments["fsdp_config"] |= {"offload_params": True}
+        if self.kind.endswith("unforced"):
+            arguments["deepspeed"]["zero_force_ds_cpu_optimizer"] = False
+        return arguments
+
+
+def _groups(model: Any) -> list[dict[str, Any]]:
+    """Return matrices and vectors as groups with settings of their own."""
+    matrices = [each for each in model.parameters() if each.dim() > 1]
+    vectors = [each for each in model.parameters() if each.dim() <= 1]
+    return [{"params": matrices, "lr": 2e-3, "weight_decay": 0.1}, {"params": vectors, "lr": 5e-3, "weight_decay": 0.0}]
+
+
+def _adamw(model: Any) -> dict[str, Any]:
+    import torch
+
+    optimizer = torch.optim.AdamW(_groups(model), betas=(0.8, 0.95), eps=1e-6)
+    rates = [lambda step: 1.0 / (1 + step), lambda step: 0.5**step]
+    return {"optimizers": (optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, rates))}
+
+
+def _sgd(model: Any) -> dict[str, Any]:
+    import torch
+
+    optimizer = torch.optim.SGD(_groups(model), momentum=0.9, nesterov=True)
+    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=[0.05, 0.1], total_steps=STEPS + 1)
+    return {"optimizers": (optimizer, scheduler)}
+
+
+def _nadam(model: Any) -> dict[str, Any]:
+    import torch
+
+    # The Trainer makes the scheduler.
+    return {"optimizers": (torch.optim.NAdam(_groups(model), eps=1e-6), None)}
+
+
+def _adamax(model: Any) -> dict[str, Any]:
+    import torch
+
+    optimizer = torch.optim.Adamax(model.parameters(), lr=2e-3, eps=1e-6)
+    return {"optimizers": (optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 2, gamma=0.1))}
+
+
+def _class(model: Any) -> dict[str, Any]:
+    import torch
+
+    return {"optimizer_cls_and_kwargs": (torch.optim.NAdam, {"lr": 2e-3, "eps": 1e-6})}
+
+
+def _adamw_class(model: Any) -> dict[str, Any]:
+    import torch
+
+    return {"optimizer_cls_and_kwargs": (torch.optim.AdamW, {"lr": 2e-3, "eps": 1e-6, "betas": (0.7, 0.95)})}
+
+
+def _functions(model: Any) -> dict[str, Any]:
+    return {
+        "compute_loss_func": cubed_loss,
+        "compute_metrics": right_tokens,
+        "preprocess_logits_for_metrics": lambda logits, labels: logits.argmax(-1),
+    }
+
+
+GIVEN: dict[str, Callable[[Any], dict[str, Any]]] = {
+    "adamw": _adamw,
+    "functions": lambda model: _adamw(model) | _functions(model),
+    "sgd": _sgd,
+    "sgd_unforced": _sgd,
+    "nadam": _nadam,
+    "adamax": _adamax,
+    "resumed": _adamax,
+    "class": _class,
+    "class_init": _class,
+    "class_init_adamw": _adamw_class,
+}
+"""Arguments of each kind; kinds with `init` also pass `model_init`."""
+
+
+VOCAB_SIZE = 288
+"""Bytes, end of text, and padding to a vocabulary that two ranks divide evenly."""
+CHAT_TEMPLATE = (
+    "{% for message in messages %}{{ message['role'] + ': ' }}"
+    "{% generation %}{{ message['content'] + eos_token }}{% endgeneration %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
+)
+_WORDS = ("the", "quick", "brown", "fox", "jumps", "over", "a", "lazy", "dog", "and", "then", "sleeps", "in")
+
+
+def _words(row: int, count: int) -> str:
+    return " ".join(_WORDS[(5 * row + each) % len(_WORDS)] for each in range(count))
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrlTrainer:
+    """A trainer of TRL with its additional arguments."""
+
+    name: str
+    given: Callable[[dict[str, Any]], dict[str, Any]]
+    """Called with the sizes of the model."""
+    row: Callable[[int], dict[str, Any]]
+    module: str = "trl"
+    config: dict[str, Any] = field(default_factory=dict)
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Return what is trained on."""
+        return [self.row(index) for index in range(STEPS * MICRO_STEP_SAMPLES)]
+
+
+def _adapters(sizes: dict[str, Any]) -> dict[str, Any]:
+    from peft import LoraConfig
+
+    def joined(row: dict[str, Any]) -> str:
+        return str(row["first"] + " " + row["second"])
+
+    return {"peft_config": LoraConfig(r=4, target_modules=["q_proj", "down_proj"]), "formatting_func": joined}
+
+
+def _second(name: str) -> Callable[[dict[str, Any]], dict[str, Any]]:
+    return lambda sizes: {name: make_model("llama", sizes, seed=9)}
+
+
+def _two_texts(row: int) -> dict[str, Any]:
+    return {"first": _words(row, 2), "second": _words(row + 1, 1 + row % 4)}
+
+
+def _pair(row: int) -> dict[str, Any]:
+    chosen, rejected = _words(row + 1, 1 + row % 4), _words(row + 2, 1 + row % 3)
+    return {"prompt": _words(row, 2), "chosen": " " + chosen, "rejected": " " + rejected}
+
+
+def _chat(row: int) -> dict[str, Any]:
+    # Of one length: GKD divides by tokens of its own rank here.
+    return {"messages": [{"role": "user", "content": f"{row:05d}"}, {"role": "assistant", "content": f"{7 * row:05d}"}]}
+
+
+TRL: dict[str, TrlTrainer] = {
+    "sft_adapters": TrlTrainer(name="SFT", given=_adapters, row=_two_texts),
+    "dpo_reference": TrlTrainer(name="DPO", given=_second("ref_model"), row=_pair),
+    "gkd_teacher": TrlTrainer(
+        name="GKD",
+        module="trl.experimental.gkd",
+        given=_second("teacher_model"),
+        row=_chat,
+        config={"lmbda": 0.0, "average_tokens_across_devices": False},
+    ),
+}
+
+
+def _bitsandbytes(model: Any, arguments: Any) -> dict[str, Any]:
+    import bitsandbytes
+
+    return {"optimizers": (bitsandbytes.optim.AdamW8bit(model.parameters()), None)}
+
+
+def _bitsandbytes_named(model: Any, arguments: Any) -> dict[str, Any]:
+    arguments.optim = "adamw_8bit"
+    return {}
+
+
+def _adafactor_class(model: Any, arguments: Any) -> dict[str, Any]:
+    from transformers.optimization import Adafactor
+
+    return {"optimizer_cls_and_kwargs": (Adafactor, {"lr": 1e-3, "relative_step": False})}
+
+
+def _adafactor(model: Any, arguments: Any) -> dict[str, Any]:
+    kind, keywords = _adafactor_class(model, arguments)["optimizer_cls_and_kwargs"]
+    return {"optimizers": (kind(model.parameters(), **keywords), None)}
+
+
+REJECTED: dict[str, Callable[[Any, Any], dict[str, Any]]] = {
+    "bitsandbytes": _bitsandbytes,
+    "bitsandbytes_named": _bitsandbytes_named,
+    "adafactor": _adafactor,
+    "adafactor_class": _adafactor_class,
+}
+
+
+def cubed_loss(outputs: Any, labels: Any, num_items_in_batch: Any = None) -> Any:
+    """Return a loss that no model has: cubes of cross-entropies over the number of labelled tokens."""
+    import torch
+
+    logits = outputs.logits[:, :-1].float().flatten(0, 1)
+    targets = labels[:, 1:].flatten()
+    losses = torch.nn.functional.cross_entropy(logits, targets, ignore_index=IGNORED, reduction="none")
+    items = (targets != IGNORED).sum() if num_items_in_batch is None else num_items_in_batch
+    return 0.1 * (losses**3).sum() / items
+
+
+def right_tokens(prediction: Any) -> dict[str, float]:
+    """Return the share of labelled tokens that are predicted, and how many tokens there are."""
+    labels, predicted = prediction.label_ids[:, 1:], prediction.predictions[:, :-1]
+    counted = labels != IGNORED
+    return {"right": float((labels == predicted)[counted].mean()), "tokens": float(counted.sum())}
+
+
+def _case(layout: str, kind: str) -> Given:
+    return Given(layout=layout, kind=kind, family="mixtral" if layout.startswith("ep") else "llama")
+
+
+def _layout_kinds() -> Iterator[tuple[str, str]]:
+    for layout in EVERY:
+        adamw = "_adamw" if "offload" in layout else ""
+        yield layout, f"class_init{adamw}" if layout in WHOLE_MODELS else f"class{adamw}"
+        if not layout.startswith("pp"):
+            yield layout, "adamw" if layout.startswith("cp") else "functions"
+    yield from ((layout, "sgd") for layout in ("ddp", "zero0", "zero1", "zero3", "fsdp2", "sp2-zero1", "tp2-zero1"))
+    yield from (("ep2-zero2", "sgd"), ("zero2-offload", "sgd_unforced"))
+    yield from ((layout, kind) for kind in ("nadam", "adamax") for layout in ("zero2", "fsdp2"))
+    yield from ((layout, "resumed") for layout in ("zero1", "zero3", "fsdp2", "tp2-zero1", "ep2-zero2"))
+    yield from ((layout, "sft_adapters") for layout in (*WHOLE_MODELS, "sp2-zero1", "sp2-zero3"))
+    yield from ((layout, "dpo_reference") for layout in (*WHOLE_MODELS, "tp2-zero1", "ep2-zero2"))
+    yield from ((layout, "gkd_teacher") for layout in (*WHOLE_MODELS, "tp2-zero1", "ep2-zero2"))
+
+
+def _given(layout: str, kind: str) -> Given:
+    return Given(layout=layout, kind=kind, family="mixtral" if layout.startswith("ep") else "llama")
+
+
+CASES = [_given(layout, kind) for layout, kind in _layout_kinds()]
+REJECTIONS: dict[Given, str] = {
+    **{_given(layout, "bitsandbytes"): "cannot step DTensors" for layout in ("fsdp2", "cp2-fsdp2")},
+    **{_given(layout, "bitsandbytes_named"): "do not support DTensors" for layout in ("fsdp2", "cp2-fsdp2")},
+    **{_given(layout, "adafactor"): "reads the shape of matrices" for layout in ("zero0", "zero2", "tp2-zero1")},
+    _given("zero3", "adafactor_class"): "reads the shape of matrices",
+    _given("fsdp2", "adafactor_class"): "DTensors",
+}
+"""Rejections of unsupported arguments, with a fragment of the reason."""

@@ -1,0 +1,361 @@
+"""Static activation ranges against answers that are known, and against plain fp64 references."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import numpy
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from shardwright.ds_configs.quantization.scheme import ActivationQuantization, scheme_named
+from shardwright.plugins.activation_ranges import (
+    ActivationHistogram,
+    activation_range,
+    kl_range,
+    l2_range,
+    minmax_range,
+    percentile_range,
+    rounded_values,
+)
+from shardwright.plugins.llm_compressor.engine import observer_name, quantization_of, register_range_observers
+from shardwright.plugins.transformers.training_arguments import byte_tokenizer
+
+
+def histogram_of(values, *, bins=8192) -> ActivationHistogram:
+    histogram = ActivationHistogram(bins=bins)
+    histogram.add(torch.as_tensor(values))
+    return histogram
+
+
+def static(bits: int, **changes) -> ActivationQuantization:
+    return ActivationQuantization(**({"bits": bits, "dynamic": False} | changes))
+
+
+def reference_rounding(values, low, high, bits, symmetric):
+    """compressed-tensors' rule, written again in numpy."""
+    smallest, largest = -(2 ** (bits - 1)), 2 ** (bits - 1) - 1
+    scale = max(-low, high) / ((2**bits - 1) / 2) if symmetric else (high - low) / (2**bits - 1)
+    zero = 0.0 if symmetric else numpy.round(numpy.clip(smallest - low / scale, smallest, largest))
+    return (numpy.clip(numpy.round(values / scale + zero), smallest, largest) - zero) * scale
+
+
+def reference_kl(counts, centres, low, high, bits, symmetric):
+    """The divergence of one range, with loops and in fp64."""
+    if not symmetric:
+        scale = (high - low) / (2**bits - 1)
+        low = -numpy.round(numpy.clip(-low / scale, 0, 2**bits - 1)) * scale
+        high = low + (2**bits - 1) * scale
+    inside = [low <= centre <= high for centre in centres]
+    first, last = inside.index(True), len(inside) - 1 - inside[::-1].index(True)
+    clipped = [float(count) if kept else 0.0 for count, kept in zip(counts, inside, strict=True)]
+    clipped[first] += sum(counts[:first])
+    clipped[last] += sum(counts[last + 1 :])
+    codes = reference_rounding(numpy.array(centres), low, high, bits, symmetric)
+    spread = [0.0] * len(counts)
+    for code in set(codes.tolist()):
+        members = [k for k in range(first, last + 1) if codes[k] == code and counts[k]]
+        for k in members:
+            spread[k] = sum(counts[m] for m in members) / len(members)
+    total, kept_total = sum(counts), sum(counts[first : last + 1])
+    return sum(
+        p / total * math.log((p / total) / (max(q, 0.5) / kept_total))
+        for p, q in zip(clipped, spread, strict=True)
+        if p > 0
+    )
+
+
+@pytest.fixture(scope="module")
+def heavy_tailed() -> torch.Tensor:
+    """Student's t with 3 degrees of freedom: most values small, few large."""
+    return torch.from_numpy(numpy.random.default_rng(0).standard_t(3, size=200_000)).float()
+
+
+@given(st.permutations(range(6)), st.integers(1, 5), st.sampled_from([8, 64, 8192]))
+@settings(max_examples=30, deadline=None)
+def test_counts_do_not_depend_on_batches_or_their_order(order, cut, bins):
+    draw = torch.Generator().manual_seed(1)
+    batches = [torch.randn(7, 5, generator=draw) * 10.0 ** (index - 3) for index in range(6)]
+    batches[2].zero_()
+    once, piecewise = ActivationHistogram(bins=bins), ActivationHistogram(bins=bins)
+    once.add(torch.cat(batches))
+    for index in order:
+        for part in batches[index].split(cut):
+            piecewise.add(part)
+    assert (
+        (once.tokens, once.low, once.high)
+        == (piecewise.tokens, piecewise.low, piecewise.high)
+        == (42, *bounds(batches))
+    )
+    assert once.bin_width == piecewise.bin_width
+    for left, right in zip(once.occupied(), piecewise.occupied(), strict=True):
+        assert torch.equal(left, right)
+    assert once.count == 42 * 5
+
+
+def bounds(batches):
+    together = torch.cat(batches)
+    return float(together.min()), float(together.max())
+
+
+@pytest.mark.parametrize("scale", [1e-38, 1e-6, 1.0, 3e4, 1e37])
+def test_counts_are_those_of_numpy(scale):
+    values = torch.randn(10_000, generator=torch.Generator().manual_seed(2)) * scale
+    histogram = histogram_of(values, bins=512)
+    numbers, _, counts = histogram.occupied()
+    edges = numpy.arange(-256, 257) * histogram.bin_width
+    expected, _ = numpy.histogram(values.double().numpy(), bins=edges)
+    found = numpy.zeros(512, dtype=int)
+    found[numbers.numpy() + 256] = counts.numpy()
+    assert found.tolist() == expected.tolist()
+    assert float(values.abs().max()) >= 128 * histogram.bin_width
+
+
+def test_memory_is_bounded_and_gradients_are_not_kept():
+    values = torch.randn(64, 32, requires_grad=True)
+    histogram = ActivationHistogram(bins=64)
+    for power in range(60):
+        histogram.add(values * 2.0**power)
+    numbers, centres, counts = histogram.occupied()
+    assert len(numbers) <= 64
+    assert not centres.requires_grad
+    assert int(counts.sum()) == 60 * 64 * 32
+    assert values.grad is None
+
+
+def test_what_cannot_be_a_range_is_refused():
+    with pytest.raises(ValueError, match="finite"):
+        ActivationHistogram().add(torch.tensor([1.0, float("nan")]))
+    with pytest.raises(ValueError, match="finite"):
+        ActivationHistogram().add(torch.tensor([1.0, float("inf")]))
+    with pytest.raises(ValueError, match="no activations"):
+        minmax_range(ActivationHistogram())
+    with pytest.raises(ValueError, match="percentile = 0"):
+        percentile_range(histogram_of([1.0]), percentile=0, symmetric=True)
+    with pytest.raises(ValueError, match="multiple of 4"):
+        ActivationHistogram(bins=6)
+
+
+@pytest.mark.parametrize("method", ["minmax", "percentile", "l2", "kl"])
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_zeros_and_one_sided_values_have_ranges(method, symmetric):
+    quantization = static(8, symmetric=symmetric, range_method=method, percentile=100.0)
+    assert activation_range(histogram_of(torch.zeros(8)), quantization) == (0.0, 0.0)
+    low, high = activation_range(histogram_of(torch.linspace(1.0, 3.0, 4001)), quantization)
+    assert high == pytest.approx(3.0, rel=1e-2)
+    assert low == (-high if symmetric and method != "minmax" else 0.0)
+    low, high = activation_range(histogram_of(torch.linspace(-3.0, -1.0, 4001)), quantization)
+    assert low == pytest.approx(-3.0, rel=1e-2)
+    assert high == (-low if symmetric and method != "minmax" else 0.0)
+
+
+@pytest.mark.parametrize("percentile", [90.0, 99.0, 99.9, 100.0])
+def test_percentiles_are_those_of_numpy(heavy_tailed, percentile):
+    histogram, values = histogram_of(heavy_tailed), heavy_tailed.double().numpy()
+    low, high = percentile_range(histogram, percentile=percentile, symmetric=True)
+    assert -low == high
+    assert abs(high - numpy.percentile(numpy.abs(values), percentile)) <= histogram.bin_width
+    low, high = percentile_range(histogram, percentile=percentile, symmetric=False)
+    outside = (100 - percentile) / 2
+    assert abs(low - numpy.percentile(values, outside)) <= histogram.bin_width
+    assert abs(high - numpy.percentile(values, 100 - outside)) <= histogram.bin_width
+
+
+@given(st.floats(-50, 0), st.floats(0, 50), st.integers(2, 8), st.booleans())
+@settings(max_examples=25, deadline=None)
+def test_rounding_is_that_of_compressed_tensors(low, high, bits, symmetric):
+    from compressed_tensors.quantization import QuantizationArgs
+    from compressed_tensors.quantization.lifecycle.forward import fake_quantize
+    from compressed_tensors.quantization.utils import calculate_qparams
+
+    if max(-low, high) < 1e-3:
+        return
+    values = torch.linspace(-60, 60, 257, dtype=torch.float64)
+    arguments = QuantizationArgs(num_bits=bits, symmetric=symmetric, strategy="tensor")
+    bound = [torch.tensor([edge], dtype=torch.float64) for edge in (low, high)]
+    scale, zero = calculate_qparams(*bound, arguments)
+    expected = fake_quantize(values, scale, zero, arguments)
+    found = rounded_values(values, *bound, static(bits, symmetric=symmetric))[0]
+    assert torch.allclose(found, expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4, 6, 8])
+def test_l2_finds_the_smallest_error_of_the_values_themselves(heavy_tailed, bits):
+    """Every threshold in steps of 0.5 % is tried on the values; the histogram's answer is as good within 0.5 %."""
+    values = heavy_tailed.double().numpy()
+
+    def error(bound):
+        return numpy.mean((reference_rounding(values, -bound, bound, bits, symmetric=True) - values) ** 2)
+
+    whole = numpy.abs(values).max()
+    best = min(error(whole * 0.995**step) for step in range(0, 900, 5))
+    low, high = l2_range(histogram_of(heavy_tailed), static(bits))
+    assert low == -high
+    assert error(high) <= best * 1.005
+
+
+def test_l2_without_symmetry_places_both_ends():
+    """Against every pair of a grid, on values that lean to one side."""
+    values = numpy.random.default_rng(3).gamma(2.0, size=20_000) - 1.0
+
+    def error(low, high):
+        return numpy.mean((reference_rounding(values, low, high, 4, symmetric=False) - values) ** 2)
+
+    lows, highs = numpy.linspace(values.min(), 0, 20), numpy.linspace(1, values.max(), 80)
+    best = min(error(low, high) for low in lows for high in highs)
+    found = l2_range(histogram_of(values), static(4, symmetric=False))
+    assert found.high < 0.9 * values.max()
+    assert error(*found) <= best * 1.01
+
+
+def staircase(steps, *, tail: float) -> torch.Tensor:
+    """Values with an even density around each whole number, another one for each neighbour, and a few far away."""
+    parts = []
+    for index, (low, high) in enumerate(steps):
+        count = round((high - low) * (640 if index % 2 else 1920))
+        parts.append(low + (torch.arange(count) + 0.5) / count * (high - low))
+    return torch.cat([*parts, torch.tensor([-tail, tail])])
+
+
+@pytest.mark.parametrize(
+    ("steps", "symmetric", "expected"),
+    [
+        ([(k - 0.5, k + 0.5) for k in range(-7, 8)], True, (-7.5, 7.5)),
+        ([(-5, -4.5), *((k - 0.5, k + 0.5) for k in range(-4, 10)), (9.5, 10)], False, (-5.0, 10.0)),
+    ],
+    ids=["symmetric", "asymmetric"],
+)
+def test_kl_finds_the_range_whose_codes_fit_the_density(steps, symmetric, expected):
+    """At 4 bits and a scale of 1 every code covers one even step, so only the far values are lost.
+
+    A wider range mixes unequal steps in one code; a narrower one clips more. Symmetric, a scale of 1 is ±7.5.
+    """
+    histogram = histogram_of(staircase(steps, tail=30.0))
+    found = kl_range(histogram, static(4, symmetric=symmetric))
+    assert found == pytest.approx(expected, abs=histogram.bin_width)
+
+
+@pytest.mark.parametrize("symmetric", [True, False])
+@pytest.mark.parametrize("bits", [4, 8])
+def test_kl_keeps_the_whole_of_an_even_density(bits, symmetric):
+    """Sharing out equal counts loses nothing, so any clipping is worse; a zero point at an end needs no rounding."""
+    values = (torch.arange(8192) + 0.5) / 4096 - 1 if symmetric else torch.arange(8192) / 8192
+    found = kl_range(histogram_of(values), static(bits, symmetric=symmetric))
+    assert found == pytest.approx((float(values.min()), float(values.max())), abs=1e-12)
+
+
+@pytest.mark.parametrize("symmetric", [True, False])
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_kl_is_the_best_of_all_ranges_by_brute_force(seed, symmetric):
+    """On 64 bins and 2 bits every pair of bin edges is tried with loops in fp64."""
+    draw = numpy.random.default_rng(seed)
+    values = numpy.concatenate([draw.normal(size=2000), draw.normal(scale=4, size=40)])
+    histogram = histogram_of(values, bins=64)
+    _, centres, counts = histogram.occupied()
+    width = histogram.bin_width
+    edges = [width * step for step in range(2, 33)]
+    pairs = [(-edge, edge) for edge in edges] if symmetric else [(-low, high) for low in edges for high in edges]
+    measured = {pair: reference_kl(counts.tolist(), centres.tolist(), *pair, 2, symmetric) for pair in pairs}
+    found = kl_range(histogram, static(2, symmetric=symmetric))
+    divergence = reference_kl(counts.tolist(), centres.tolist(), *found, 2, symmetric)
+    # Without symmetry both ends are searched in turn, which need not end at the best pair.
+    assert divergence <= min(measured.values()) * (1.0 + 1e-9 if symmetric else 1.05)
+
+
+@pytest.fixture(scope="module")
+def calibrated(tmp_path_factory):
+    """A random Llama with static 8-bit inputs by each method, saved; with the inputs that its first layer saw."""
+    from shardwright.plugins.llm_compressor.engine import EngineRequest, quantize_with_llm_compressor
+    from transformers import LlamaConfig, LlamaForCausalLM, set_seed
+
+    config = LlamaConfig(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+    )
+    set_seed(0)
+    dense = tmp_path_factory.mktemp("dense")
+    LlamaForCausalLM(config).save_pretrained(dense)
+    draw = torch.Generator().manual_seed(5)
+    rows_NS = torch.randint(64, (6, 16), generator=draw)
+    found = {}
+    for method in ("minmax", "percentile", "l2", "kl"):
+        model = LlamaForCausalLM.from_pretrained(dense).eval()
+        with torch.no_grad():
+            inputs = model.model.layers[0].input_layernorm(model.model.embed_tokens(rows_NS)).clone()
+        activations = static(8, range_method=method, percentile=95.0)
+        request = EngineRequest(
+            model=model,
+            tokenizer=byte_tokenizer(256),
+            scheme=replace(scheme_named("W8A8_STATIC"), activations=activations),
+            method="rtn",
+            calibration=[{"input_ids": row.tolist()} for row in rows_NS],
+            batch_size=2,
+        )
+        made = quantize_with_llm_compressor(request, lambda progress: None)
+        with torch.no_grad():
+            logits = made.model(input_ids=rows_NS).logits
+        directory = tmp_path_factory.mktemp(method)
+        made.save(directory)
+        found[method] = (inputs, activations, directory, logits, rows_NS)
+    return found
+
+
+@pytest.mark.needs("llmcompressor")
+@pytest.mark.parametrize("method", ["minmax", "percentile", "l2", "kl"])
+def test_the_engine_stores_the_range_of_what_the_layer_saw(calibrated, method):
+    from safetensors.torch import load_file
+
+    inputs, activations, directory, _, _ = calibrated[method]
+    _, high = activation_range(histogram_of(inputs), activations)
+    stored = load_file(directory / "model.safetensors")["model.layers.0.self_attn.q_proj.input_scale"]
+    bound = float(inputs.abs().max()) if method == "minmax" else high
+    assert float(stored) == pytest.approx(bound / 127.5, rel=1e-6)
+    if method == "percentile":
+        assert high == pytest.approx(numpy.percentile(inputs.abs().double().numpy(), 95.0), rel=5e-3)
+
+
+@pytest.mark.needs("llmcompressor")
+@pytest.mark.parametrize("method", ["percentile", "l2", "kl"])
+def test_saved_ranges_name_no_observer_that_others_lack(calibrated, method):
+    """A stock loader computes the same, and llm-compressor knows every name in the config."""
+    import json
+
+    from llmcompressor.observers import Observer
+    from transformers import AutoModelForCausalLM
+
+    _, _, directory, logits, rows_NS = calibrated[method]
+    saved = json.loads((directory / "config.json").read_text())["quantization_config"]
+    assert "shardwright" not in json.dumps(saved)
+    inputs = saved["config_groups"]["group_0"]["input_activations"]
+    assert Observer.get_value_from_registry(inputs["observer"]).__module__.startswith("llmcompressor.")
+    model = AutoModelForCausalLM.from_pretrained(directory).eval()
+    with torch.no_grad():
+        assert torch.allclose(model(input_ids=rows_NS).logits, logits, atol=1e-5)
+
+
+@pytest.mark.needs("llmcompressor")
+def test_registering_twice_is_harmless_and_names_are_as_documented():
+    assert register_range_observers() == register_range_observers()
+    assert observer_name(static(8)) == ("static_minmax", {})
+    assert observer_name(static(8, range_method="percentile", percentile=99.5)) == (
+        "shardwright_percentile",
+        {"percentile": 99.5},
+    )
+    assert observer_name(static(8, range_method="l2")) == ("shardwright_l2", {})
+    assert observer_name(static(8, range_method="kl")) == ("shardwright_kl", {})
+
+
+@pytest.mark.parametrize(("strategy", "dynamic"), [("token", True), ("group", False)])
+def test_only_one_static_range_for_the_tensor_is_searched(strategy, dynamic):
+    from compressed_tensors.quantization import QuantizationArgs
+
+    size = 16 if strategy == "group" else None
+    arguments = QuantizationArgs(strategy=strategy, dynamic=dynamic, group_size=size)
+    with pytest.raises(ValueError, match="one static range"):
+        quantization_of(arguments, "l2")

@@ -1,0 +1,273 @@
+"""Checks of installed releases, on distributions that are written into directories of the Python path."""
+
+from __future__ import annotations
+
+import importlib
+import shutil
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from shardwright.ds_configs.specs.errors import UsageError
+from shardwright.plugins import releases
+
+TESTED = releases.tested_releases()
+MODULES = {name: releases._MODULES.get(name, name) for name in TESTED}
+OLDEST = {name: tested.oldest for name, tested in TESTED.items()}
+NEWEST = {name: tested.newest for name, tested in TESTED.items()}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Installed:
+    """One fake installation of a package."""
+
+    metadata: Path
+    module: Path
+
+
+def install(directory: Path, name: str, version: str, code: str = "") -> Installed:
+    """Write the metadata and the module of a distribution, as pip does."""
+    module = directory / MODULES[name]
+    module.mkdir(parents=True, exist_ok=True)
+    (module / "__init__.py").write_text(code)
+    metadata = directory / f"{name.replace('-', '_')}-{version}.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+    return Installed(metadata=metadata, module=module)
+
+
+def forget() -> None:
+    """Drop what was read of the path so far."""
+    importlib.invalidate_caches()
+    releases.installed_version.cache_clear()
+    releases._copies.cache_clear()
+
+
+@pytest.fixture
+def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Return an empty directory, the only one of the Python path with third-party packages."""
+    directory = tmp_path / "site"
+    directory.mkdir()
+    standard = [entry for entry in sys.path if "site-packages" not in entry and "dist-packages" not in entry]
+    monkeypatch.setattr(sys, "path", [str(directory), *standard])
+    loaded = {name: module for name, module in sys.modules.items() if name.partition(".")[0] in MODULES.values()}
+    for name in loaded:
+        del sys.modules[name]
+    forget()
+    yield directory
+    for name in [name for name in sys.modules if name.partition(".")[0] in MODULES.values()]:
+        del sys.modules[name]
+    sys.modules.update(loaded)
+    forget()
+
+
+@pytest.fixture
+def complete(site: Path) -> dict[str, Installed]:
+    """Install the newest tested release of every required package."""
+    return {name: install(site, name, NEWEST[name]) for name in releases.REQUIRED}
+
+
+def errors() -> list[str]:
+    forget()
+    return [str(config_error) for config_error in releases.release_errors()]
+
+
+def test_tested_releases_pass(complete: dict[str, Installed]) -> None:
+    assert errors() == []
+    assert releases.release_warnings() == []
+    releases.check_releases()
+
+
+def test_a_missing_package_names_the_installation(complete: dict[str, Installed]) -> None:
+    shutil.rmtree(complete["transformers"].metadata)
+    shutil.rmtree(complete["transformers"].module)
+    assert errors() == [f"transformers: is not installed; pip install 'transformers{TESTED['transformers'].specifier}'"]
+
+
+def test_every_error_is_reported(site: Path) -> None:
+    assert len(errors()) == len(releases.REQUIRED)
+    with pytest.raises(UsageError) as error:
+        releases.check_releases(["torch", "peft"])
+    assert [config_error.where for config_error in error.value.errors] == ["peft", "torch"]
+
+
+def test_an_optional_package_may_be_missing_but_not_incomplete(complete: dict[str, Installed], site: Path) -> None:
+    assert errors() == []
+    shutil.rmtree(install(site, "lm-eval", NEWEST["lm-eval"]).module)
+    assert len(errors()) == 1
+    rule = "is installed incompletely: no module; pip install --force-reinstall"
+    assert errors()[0].startswith(f"lm-eval {NEWEST['lm-eval']}: {rule}")
+
+
+@pytest.mark.parametrize("keep_directory", [True, False])
+def test_metadata_without_its_module_is_incomplete(keep_directory: bool, complete: dict[str, Installed]) -> None:
+    peft = complete["peft"]
+    shutil.rmtree(peft.module)
+    if keep_directory:
+        (peft.module / "tuners").mkdir(parents=True)
+    (config_error,) = errors()
+    assert (
+        "peft" in config_error and "is installed incompletely: no module; pip install --force-reinstall" in config_error
+    )
+
+
+@pytest.mark.parametrize("text", [None, "", "Metadata-Version: 2.1\nName: datasets\n"])
+def test_metadata_without_a_version_is_incomplete(text: str | None, complete: dict[str, Installed]) -> None:
+    file = complete["datasets"].metadata / "METADATA"
+    file.unlink() if text is None else file.write_text(text)
+    (config_error,) = errors()
+    assert config_error.startswith("datasets: is installed incompletely: no version in its metadata; ")
+    assert releases.installed_version("datasets") is None
+
+
+def test_metadata_alone_without_a_version_is_incomplete(complete: dict[str, Installed]) -> None:
+    (complete["datasets"].metadata / "METADATA").unlink()
+    shutil.rmtree(complete["datasets"].module)
+    (config_error,) = errors()
+    assert "no version in its metadata and no module" in config_error
+
+
+def test_a_module_without_metadata_is_incomplete(complete: dict[str, Installed]) -> None:
+    shutil.rmtree(complete["accelerate"].metadata)
+    (config_error,) = errors()
+    assert config_error.startswith("accelerate: is installed incompletely: no version in its metadata; ")
+
+
+@pytest.mark.parametrize(
+    ("version", "is_error"),
+    [
+        ("4.57.0", True),
+        ("4.57.0+local", True),
+        (OLDEST["transformers"], False),
+        (f"{OLDEST['transformers']}+local", False),
+        # Images of NVIDIA have such a torch.
+        (f"{OLDEST['transformers']}a0+nv26.10", False),
+        ("own-build", False),
+    ],
+)
+def test_releases_below_the_window_are_rejected(
+    version: str, is_error: bool, complete: dict[str, Installed], site: Path
+) -> None:
+    shutil.rmtree(complete["transformers"].metadata)
+    install(site, "transformers", version)
+    rule = f"is older than {OLDEST['transformers']}, the oldest release that Shardwright supports"
+    fix = f"pip install 'transformers{TESTED['transformers'].specifier}'"
+    assert errors() == ([f"transformers {version}: {rule}; {fix}"] if is_error else [])
+    assert releases.release_warnings() == []
+
+
+@pytest.mark.parametrize(
+    ("suffix", "is_newer"),
+    [("+cpu", False), (".post1", False), (".1", True), (".1.dev20261101+cu130", True)],
+)
+def test_releases_above_the_window_are_a_warning(
+    suffix: str, is_newer: bool, complete: dict[str, Installed], site: Path
+) -> None:
+    version = NEWEST["torch"] + suffix
+    shutil.rmtree(complete["torch"].metadata)
+    install(site, "torch", version)
+    assert errors() == []
+    line = f"newer than the releases that Shardwright is tested with: torch {version} (tested: {TESTED['torch']})"
+    assert releases.release_warnings() == ([line] if is_newer else [])
+
+
+def test_two_versions_in_one_directory_are_rejected(complete: dict[str, Installed], site: Path) -> None:
+    install(site, "huggingface-hub", "1.0.0")
+    (config_error,) = errors()
+    versions = f"1.0.0 and {NEWEST['huggingface-hub']}"
+    assert config_error.startswith(f"huggingface-hub: is installed twice in {site.resolve()}: {versions}; ")
+    assert "pip uninstall huggingface-hub until none is left, then pip install 'huggingface-hub" in config_error
+
+
+def test_the_remains_of_another_version_are_rejected(complete: dict[str, Installed], site: Path) -> None:
+    """An interrupted upgrade leaves metadata without files, and either one can come first in the directory."""
+    (install(site, "peft", "0.20.0").metadata / "METADATA").unlink()
+    (config_error,) = errors()
+    versions = f"{NEWEST['peft']} and an unknown version"
+    assert config_error.startswith(f"peft: is installed twice in {site.resolve()}: {versions}; ")
+
+
+def test_two_directories_of_the_path_are_a_warning(
+    complete: dict[str, Installed], site: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    system = tmp_path / "system"
+    install(system, "transformers", "5.1.0")
+    monkeypatch.setattr(sys, "path", [*sys.path, str(system)])
+    assert errors() == []
+    newest = f"{NEWEST['transformers']} in {site.resolve()}"
+    older = f"5.1.0 in {system.resolve()}"
+    assert releases.release_warnings() == [f"several versions on the Python path: transformers {newest} hides {older}"]
+    # The first directory of the path decides.
+    monkeypatch.setattr(sys, "path", [str(system), *sys.path[:-1]])
+    (config_error,) = errors()
+    assert config_error.startswith(f"transformers 5.1.0: is older than {OLDEST['transformers']}")
+    assert releases.release_warnings()[0].endswith(f"transformers {older} hides {newest}")
+
+
+def test_one_directory_twice_on_the_path_is_one_copy(
+    complete: dict[str, Installed], site: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "link").symlink_to(site)
+    monkeypatch.setattr(sys, "path", [*sys.path, str(site), str(tmp_path / "link")])
+    assert errors() == []
+    assert releases.release_warnings() == []
+
+
+@pytest.mark.parametrize("with_egg_info", [True, False])
+def test_an_editable_installation_passes(
+    with_egg_info: bool,
+    complete: dict[str, Installed],
+    site: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Metadata is installed, the module is in a source tree that a `.pth` file adds to the path."""
+    tree = tmp_path / "tree" / "src"
+    tree.mkdir(parents=True)
+    shutil.move(complete["transformers"].module, tree / "transformers")
+    if with_egg_info:
+        # What `pip install --editable` builds in the tree.
+        (tree / "transformers.egg-info").mkdir()
+        (tree / "transformers.egg-info" / "PKG-INFO").write_text(
+            f"Metadata-Version: 2.1\nName: transformers\nVersion: {NEWEST['transformers']}\n"
+        )
+    monkeypatch.setattr(sys, "path", [*sys.path, str(tree)])
+    assert errors() == []
+    assert releases.release_warnings() == []
+
+
+def test_torch_that_computes_passes(site: Path) -> None:
+    code = "class zeros:\n    def __init__(self, size): ...\n    def add_(self, value): return self\n"
+    install(site, "torch", "2.13.0+cpu", code)
+    forget()
+    releases.check_torch()
+
+
+@pytest.mark.parametrize(
+    ("code", "reason"),
+    [
+        (
+            "raise ImportError('libcudart.so.13: cannot open shared object file: No such file or directory\\nmore')",
+            "libcudart.so.13: cannot open shared object file: No such file or directory",
+        ),
+        ("raise OSError('libtorch_cpu.so: file too short')", "libtorch_cpu.so: file too short"),
+        ("from torch._C import Tensor", "No module named 'torch._C'"),
+        ("", "module 'torch' has no attribute 'zeros'"),
+        (
+            "def zeros(size):\n    raise NotImplementedError(\"Could not run 'aten::empty' on the 'CPU' backend\")",
+            "Could not run 'aten::empty' on the 'CPU' backend",
+        ),
+        ("raise RuntimeError", "RuntimeError"),
+    ],
+)
+def test_torch_that_cannot_compute_is_one_line(code: str, reason: str, site: Path) -> None:
+    install(site, "torch", "2.13.0+cu130", code)
+    forget()
+    with pytest.raises(UsageError) as error:
+        releases.check_torch()
+    assert str(error.value) == (
+        f"torch 2.13.0+cu130: cannot compute on the CPU: {reason}; pip install --force-reinstall torch, "
+        "in a build for this machine (https://pytorch.org/get-started)"
+    )

@@ -1,0 +1,69 @@
+"""Models whose loss is a mean: detection, and weights of micro-batches."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from shardwright.trainers.counting.counts import mean_weights, returns_mean
+from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification, Trainer, TrainingArguments
+
+SIZES = {"vocab_size": 8, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
+
+
+def trainer_of(model: Any, kind: type = Trainer, **settings: Any) -> Any:
+    return kind(model=model, args=TrainingArguments(use_cpu=True, report_to="none"), **settings)
+
+
+def classifier(**config: Any) -> Any:
+    return LlamaForSequenceClassification(LlamaConfig(**SIZES, pad_token_id=0, **config))
+
+
+def test_classifiers_still_ignore_the_number_of_labels() -> None:
+    model = classifier(num_labels=3)
+    inputs = {"input_ids": torch.tensor([[1, 2], [3, 4]]), "labels": torch.tensor([0, 2])}
+    assert trainer_of(model).model_accepts_loss_kwargs
+    assert model(**inputs).loss == model(**inputs, num_items_in_batch=torch.tensor(8)).loss
+    assert returns_mean(trainer_of(model))
+
+
+def test_language_models_divide_by_the_number_of_labels() -> None:
+    assert not returns_mean(trainer_of(LlamaForCausalLM(LlamaConfig(**SIZES))))
+
+
+def test_own_losses_are_not_weighted() -> None:
+    class Own(Trainer):  # type: ignore[misc]
+        def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+            return model(**inputs).loss
+
+    class Adding(Trainer):  # type: ignore[misc]
+        def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+            return super().compute_loss(*args, **kwargs)
+
+    assert not returns_mean(trainer_of(classifier(), Own))
+    assert not returns_mean(trainer_of(classifier(), compute_loss_func=lambda *args, **kwargs: None))
+    assert returns_mean(trainer_of(classifier(), Adding))
+
+
+@pytest.mark.parametrize("hands_on", [True, False])
+def test_model_source_shows_whether_labels_are_counted(hands_on: bool) -> None:
+    class HandsOn(LlamaForCausalLM):  # type: ignore[misc]
+        def forward(self, input_ids: Any = None, labels: Any = None, **kwargs: Any) -> Any:
+            return self.loss_function(input_ids, labels, 8, **kwargs)
+
+    class Ignores(LlamaForCausalLM):  # type: ignore[misc]
+        def forward(self, input_ids: Any = None, labels: Any = None, **kwargs: Any) -> Any:
+            return self.loss_function(self.model(input_ids, **kwargs), labels, 8)
+
+    model = (HandsOn if hands_on else Ignores)(LlamaConfig(**SIZES))
+    assert returns_mean(trainer_of(model)) is not hands_on
+
+
+def test_weights_of_ranks_and_micro_batches_make_the_mean_over_all_labels() -> None:
+    labels, means = [[3, 1], [2, 2]], [[1.0, 5.0], [2.0, 4.0]]
+    weights = [mean_weights(own, 8, ranks=2) for own in labels]
+    # The engine averages over ranks, the Trainer over micro-batches.
+    averaged = sum(w * m for ws, ms in zip(weights, means, strict=True) for w, m in zip(ws, ms, strict=True)) / 4
+    assert averaged == pytest.approx((3 * 1.0 + 1 * 5.0 + 2 * 2.0 + 2 * 4.0) / 8)
+    assert mean_weights([0, 0], 0, ranks=2) == [0.0, 0.0]

@@ -1,0 +1,156 @@
+"""Context parallelism: rules, batches and arguments, without ranks."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from parallel_rules import rule_errors
+from shardwright.ds_configs.legality.axes import context_parallel_errors
+from shardwright.ds_configs.specs.errors import UsageError
+from shardwright.plugins.accelerate import cpu_ranks
+from shardwright.trainers.parallel.context.callback import (
+    ContextParallelCollator,
+    check_context_parallel_trainer,
+    prepare_context_parallel,
+)
+from shared_sequences import arguments, sizes_of, tiny
+
+pytestmark = pytest.mark.slow
+
+IGNORED = -100
+CONTEXT: dict[str, Any] = {"cp": 2, "engine": "fsdp2", "world_size": 4, "seq_len_tokens": 64}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"cp": 0}, "must be at least 1"),
+        ({"engine": "deepspeed"}, "requires FSDP2, not deepspeed"),
+        ({"world_size": 3}, "3 % 2 = 1"),
+        ({"seq_len_tokens": 66}, "must be a multiple of 2 * cp (66 % 4 = 2); nearest legal values: 64 or 68"),
+        ({"attention": "flash_attention_2"}, "attn_implementation='sdpa'"),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, "sliding_attention"),
+        ({"attention_window_tokens": 4096}, "has a window of 4096 tokens"),
+        ({"model_type": "rwkv"}, "rwkv layers"),
+        ({"model_type": "gpt2"}, "which gpt2 does not have"),
+        ({"names_self_attention": False}, "named self_attn"),
+        ({"mask_dimensions": 4}, "must have at most 2 dimensions"),
+        ({"packed": True}, "separate row"),
+        ({"left_padded": True}, "pad on the right"),
+        ({"rope_type": "dynamic"}, "last position of the full sequence"),
+        ({"sp": 2}, "sp = 2"),
+        ({"tp": 2}, "tp = 2"),
+        ({"dp_replicate": 2, "dp_shard": 1}, "dp_shard > 1"),
+    ],
+)
+def test_context_parallel_rules(change: dict[str, Any], message: str) -> None:
+    (error,) = rule_errors(context_parallel_errors, **CONTEXT | change)
+    assert message in str(error)
+
+
+def test_legal_layouts_have_no_errors() -> None:
+    assert rule_errors(context_parallel_errors, **CONTEXT) == []
+    assert (
+        rule_errors(
+            context_parallel_errors, **CONTEXT | {"layer_types": ["full_attention"], "attention_window_tokens": 8}
+        )
+        == []
+    )
+    assert rule_errors(context_parallel_errors, cp=1, engine="ddp", world_size=3, seq_len_tokens=5) == []
+
+
+def test_collator_pads_batches_to_a_multiple_of_twice_cp() -> None:
+    def collate(rows: list[list[int]]) -> dict[str, torch.Tensor]:
+        ids = torch.tensor(rows)
+        return {"input_ids": ids, "labels": ids, "attention_mask": torch.ones_like(ids), "scale": torch.ones(len(rows))}
+
+    batch = ContextParallelCollator(collate, 2, pad_token_id=9)([[1, 2, 3, 4, 5]])
+    assert batch["input_ids"].tolist() == [[1, 2, 3, 4, 5, 9, 9, 9]]
+    assert batch["labels"].tolist() == [[1, 2, 3, 4, 5, IGNORED, IGNORED, IGNORED]]
+    assert batch.keys() == {"input_ids", "labels", "scale"}
+    masked = ContextParallelCollator(lambda ids: {**collate(ids), "attention_mask": torch.tensor([[0, 1]])}, 2)
+    with pytest.raises(UsageError, match="left padding"):
+        masked([[1, 2]])
+
+
+def test_collator_rejects_positions_that_do_not_count_tokens() -> None:
+    def collated(positions: list[int], **more: Any) -> dict[str, Any]:
+        ids = torch.tensor([[1, 2, 3]])
+        batch = {"input_ids": ids, "position_ids": torch.tensor([positions]), **more}
+        return ContextParallelCollator(lambda _: batch, 2)([])
+
+    assert "position_ids" not in collated([0, 1, 2])
+    assert collated([0, 1, 1], attention_mask=torch.tensor([[1, 1, 0]])).keys() == {"input_ids"}
+    with pytest.raises(UsageError, match="count the tokens of a row from 0"):
+        collated([3, 4, 5])
+
+
+def test_context_parallelism_keeps_replicas_and_handler(monkeypatch: pytest.MonkeyPatch) -> None:
+    from accelerate.utils import TorchContextParallelConfig
+
+    handler = TorchContextParallelConfig(cp_comm_strategy="alltoall")
+
+    def prepared(**changes: Any) -> Any:
+        given = arguments(
+            fsdp=True,
+            deepspeed_plugin=None,
+            world_size=8,
+            device=torch.device("cpu"),
+            accelerator_config=SimpleNamespace(split_batches=False, dispatch_batches=None),
+            **changes,
+        )
+        prepare_context_parallel(given, tiny(), 2)
+        return given
+
+    given = prepared(parallelism_config=sizes_of(cp=2, dp_replicate_size=2, cp_handler=handler))
+    assert given.accelerator_config.dispatch_batches is False
+    config = given.parallelism_config
+    assert (config.cp_size, config.dp_replicate_size, config.dp_shard_size) == (2, 2, 2)
+    assert config.cp_handler is handler
+    monkeypatch.setenv("PARALLELISM_CONFIG_DP_REPLICATE_SIZE", "2")
+    assert prepared().parallelism_config.dp_shard_size == 2
+    monkeypatch.setenv("PARALLELISM_CONFIG_DP_REPLICATE_SIZE", "3")
+    with pytest.raises(UsageError, match="must divide world_size / cp = 4"):
+        prepared()
+    monkeypatch.delenv("PARALLELISM_CONFIG_DP_REPLICATE_SIZE")
+    wrong = {"label_smoothing_factor": 0.1, "eval_strategy": "steps", "average_tokens_across_devices": False}
+    with pytest.raises(UsageError) as caught:
+        prepared(**wrong, neftune_noise_alpha=5.0)
+    assert {error.where for error in caught.value.errors} == {*wrong, "neftune_noise_alpha"}
+
+
+def test_trainers_with_own_loss_metrics_or_evaluation_are_rejected(tmp_path: Any) -> None:
+    from transformers import Trainer, TrainingArguments
+
+    own = TrainingArguments(str(tmp_path), use_cpu=True, report_to="none")
+    check_context_parallel_trainer(plain := Trainer(model=tiny(), args=own))
+    with pytest.raises(UsageError, match="wrong under context parallelism"):
+        plain.evaluate(eval_dataset=[{"input_ids": [1, 2], "labels": [1, 2]}])
+    losing = Trainer(model=tiny(), args=own, compute_loss_func=print, compute_metrics=print)  # type: ignore[arg-type]
+    with pytest.raises(UsageError) as caught:
+        check_context_parallel_trainer(losing)
+    assert [error.where for error in caught.value.errors] == ["compute_loss_func", "compute_metrics"]
+
+
+def test_checks_run_before_the_trainer_is_created() -> None:
+    given = arguments(
+        fsdp=[], deepspeed_plugin=None, parallelism_config=SimpleNamespace(sp_size=2, cp_size=1, tp_size=1)
+    )
+    with pytest.raises(UsageError) as caught:
+        prepare_context_parallel(given, tiny(attn_implementation="eager"), 3)
+    assert [error.where for error in caught.value.errors] == [
+        *("cp", "cp", "attn_implementation"),
+        *("parallelism_config.sp_size", "parallelism_config.cp_size"),
+    ]
+
+
+def test_torch_ring_supports_only_cuda() -> None:
+    """Fails when torch (2.13.0) has a ring for the CPU's attention."""
+    from torch.distributed.tensor.experimental._context_parallel import _attention as ring
+
+    own = cpu_ranks.__name__
+    assert ring.custom_ops
+    assert not [name for name, work in ring.custom_ops.items() if "cpu" in str(name) and work.__module__ != own]

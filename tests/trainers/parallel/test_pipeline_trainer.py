@@ -1,0 +1,508 @@
+"""Parts of `PipelineTrainer` that need no second rank: shapes, counted samples, stages and checks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from fresh_process import forget_last_run
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pipeline_cases import LAYERS, Case, data_of, untrained_model
+from planning import MODELS
+from shardwright.ds_configs.specs.errors import RefusedInputError, UsageError
+from shardwright.ds_configs.specs.layout import PipelineStage, contiguous_stages, partition_errors
+from shardwright.plugins.accelerate.cpu_ranks import configure_cpu_ranks
+from shardwright.plugins.deepspeed_pipeline.checkpoint import check_cut, save_cut
+from shardwright.plugins.deepspeed_pipeline.engine import (
+    free_logits_early,
+    read_own_replica,
+    repair_clipping,
+    set_global_batch,
+    written_global_batch,
+)
+from shardwright.trainers.parallel.pipeline.batches import (
+    IGNORED,
+    for_stages,
+    of_one_shape,
+    own_samples,
+    predicted_tokens,
+)
+from shardwright.trainers.parallel.pipeline.checks import (
+    REJECTED_METHODS,
+    SUPPORTED_METHODS,
+    check_pipeline,
+    engine_errors,
+    global_batch_errors,
+    length_errors,
+    override_errors,
+)
+from shardwright.trainers.parallel.pipeline.trainer import PipelineTrainer, balanced, source_of
+from transformers import Trainer, TrainingArguments
+
+pytestmark = pytest.mark.slow
+
+
+def batch_of(samples: int, tokens: int, *, masked: bool) -> dict[str, torch.Tensor]:
+    ids_BS = torch.arange(1, samples * tokens + 1).view(samples, tokens)
+    mask = {"attention_mask": torch.ones_like(ids_BS)} if masked else {}
+    return {"input_ids": ids_BS, "labels": ids_BS.clone(), **mask}
+
+
+sizes = st.lists(st.tuples(st.integers(1, 4), st.integers(2, 7)), min_size=1, max_size=5)
+
+
+@settings(deadline=None)
+@given(sizes=sizes, masked=st.booleans())
+def test_padding_to_one_shape_keeps_the_predicted_tokens(sizes: list[tuple[int, int]], masked: bool) -> None:
+    batches = [batch_of(samples, tokens, masked=masked) for samples, tokens in sizes]
+    padded = of_one_shape(batches)
+    shape = (max(samples for samples, _ in sizes), max(tokens for _, tokens in sizes))
+    for before, after, (samples, tokens) in zip(batches, padded, sizes, strict=True):
+        assert after.keys() == before.keys()
+        assert all(tensor.shape == shape for tensor in after.values())
+        assert predicted_tokens(after) == predicted_tokens(before)
+        for name, tensor in before.items():
+            assert torch.equal(after[name][:samples, :tokens], tensor)
+        if masked:
+            assert not after["attention_mask"][:samples, tokens:].any()
+            assert after["attention_mask"].any(dim=1).all(), "every sample has a token to attend to"
+
+
+def test_mask_is_added_if_another_batch_of_the_step_has_one() -> None:
+    first, second = of_one_shape([batch_of(1, 3, masked=True), batch_of(1, 2, masked=False)])
+    assert first["attention_mask"].tolist() == [[1, 1, 1]]
+    assert second["attention_mask"].tolist() == [[1, 1, 0]]
+
+
+def test_packed_positions_get_no_mask() -> None:
+    packed = {**batch_of(1, 4, masked=False), "position_ids": torch.tensor([[0, 1, 0, 1]])}
+    (batch,) = of_one_shape([packed])
+    inputs, (labels_BS, factor) = for_stages(batch, torch.tensor(0.5))
+    assert [tensor.dtype for tensor in inputs] == [torch.int64, torch.int32]
+    assert torch.equal(labels_BS, packed["labels"])
+    assert factor == 0.5
+
+
+def test_unsupported_batch_entries_are_reported_together() -> None:
+    with pytest.raises(UsageError) as raised:
+        of_one_shape([{"input_ids": torch.zeros(2, 3, 3), "pixel_values": torch.zeros(1)}])
+    assert {config_error.where for config_error in raised.value.errors} == {"batch", "batch: input_ids"}
+    assert "pixel_values" in str(raised.value)
+    assert "labels" in str(raised.value)
+
+
+@settings(deadline=None)
+@given(samples=st.integers(1, 30), rows=st.integers(1, 4), replicas=st.integers(1, 4))
+def test_replicas_count_each_sample_once(samples: int, rows: int, replicas: int) -> None:
+    """The reference is Accelerate's own sharding of a sequential sampler."""
+    from accelerate.data_loader import BatchSamplerShard
+    from torch.utils.data import BatchSampler, SequentialSampler
+
+    counted: list[int] = []
+    turns = set()
+    for replica in range(replicas):
+        batches = BatchSampler(SequentialSampler(range(samples)), rows, drop_last=False)
+        shard = BatchSamplerShard(batches, replicas, replica) if replicas > 1 else batches
+        tensors = [dict.fromkeys(("input_ids", "labels"), torch.tensor(indices)[:, None]) for indices in shard]
+        kept = list(own_samples(tensors, samples=samples, replicas=replicas, replica=replica))
+        turns.add(len(kept))
+        assert [is_last for _, is_last in kept] == [False] * (len(kept) - 1) + [True]
+        counted += [label for batch, _ in kept for label in batch["labels"].flatten().tolist() if label != IGNORED]
+    assert sorted(counted) == list(range(samples))
+    assert len(turns) == 1, "replicas wait for each other"
+
+
+def deepspeed_arguments(output: Path, case: Case, **more: Any) -> Any:
+    from transformers import TrainingArguments
+
+    return TrainingArguments(**case.arguments(output, pipeline=True, **more), **configure_cpu_ranks("deepspeed"))
+
+
+class OnRanks:
+    """Training arguments that report another world size."""
+
+    def __init__(self, world_size: int, arguments: Any) -> None:
+        self.world_size = world_size
+        self.arguments = arguments
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.arguments, name)
+
+
+@pytest.fixture(autouse=True)
+def forgotten_runs() -> Iterator[None]:
+    """Leave no DeepSpeed configuration to the next test."""
+    yield
+    forget_last_run()
+
+
+def errors_of(arguments: Any, **more: Any) -> dict[str, str]:
+    """Return the refused fields with the sentences about each."""
+    model = untrained_model("llama")
+    layout = {"stages": 2, "dual_pipe": False, "eval_dataset": None, **more}
+    found: dict[str, str] = {}
+    try:
+        check_pipeline(arguments, model, **layout)
+    except UsageError as error:
+        for config_error in error.errors:
+            found[config_error.where] = f"{found.get(config_error.where, '')}{config_error}\n"
+    return found
+
+
+def test_legal_arguments_are_accepted(tmp_path: Path) -> None:
+    assert errors_of(OnRanks(2, deepspeed_arguments(tmp_path, Case()))) == {}
+
+
+def test_broken_rules_are_reported_together_with_the_nearest_legal_values(tmp_path: Path) -> None:
+    more = {"label_smoothing_factor": 0.1, "train_sampling_strategy": "group_by_length"}
+    arguments = deepspeed_arguments(tmp_path, Case(zero_stage=2), **more)
+    found = errors_of(OnRanks(8, arguments), stages=5)
+    assert found.keys() == {"pp", "zero_optimization.stage", *more}
+    assert "8 % 5 = 3); nearest legal value: 2" in found["pp"]
+    assert "nearest legal value: 1" in found["zero_optimization.stage"]
+
+
+def test_more_stages_than_layers_and_a_single_stage_are_rejected(tmp_path: Path) -> None:
+    arguments = deepspeed_arguments(tmp_path, Case())
+    assert f"the model has {LAYERS}" in errors_of(OnRanks(4, arguments), stages=4)["pp"]
+    assert "at least two stages" in errors_of(OnRanks(4, arguments), stages=1)["pp"]
+
+
+def test_training_without_deepspeed_is_rejected(tmp_path: Path) -> None:
+    from transformers import TrainingArguments
+
+    arguments = TrainingArguments(output_dir=str(tmp_path), use_cpu=True, report_to="none")
+    assert "requires DeepSpeed" in errors_of(OnRanks(2, arguments))["pp"]
+
+
+def test_dual_pipe_needs_micro_batches(tmp_path: Path) -> None:
+    found = errors_of(OnRanks(2, deepspeed_arguments(tmp_path, Case(accumulation=3))), dual_pipe=True)
+    assert "nearest legal value: 4" in found["gradient_accumulation_steps"]
+
+
+def test_other_axes_are_rejected(tmp_path: Path) -> None:
+    arguments = deepspeed_arguments(tmp_path, Case())
+    arguments.deepspeed_plugin.deepspeed_config["tensor_parallel"] = {"autotp_size": 2}
+    assert "tensor_parallel_size" in errors_of(OnRanks(4, arguments))["tensor_parallel.autotp_size"]
+    del arguments.deepspeed_plugin.deepspeed_config["tensor_parallel"]
+    assert errors_of(OnRanks(4, arguments), tensor_parallel_size=2) == {}
+    assert "pp * tp" in str(errors_of(OnRanks(6, arguments), tensor_parallel_size=2))
+    arguments.deepspeed_plugin.deepspeed_config["expert_parallel"] = {"autoep_size": 2}
+    assert "cannot be combined with pp = 2" in errors_of(OnRanks(4, arguments))["ep"]
+
+
+def test_tensor_parallel_stages_send_complete_activations(tmp_path: Path) -> None:
+    arguments = deepspeed_arguments(tmp_path, Case())
+    config = arguments.hf_deepspeed_config.config
+    assert engine_errors(arguments, replicas=1, tensor_parallel_size=1) == []
+    assert "pipeline" not in config
+    assert engine_errors(arguments, replicas=1, tensor_parallel_size=2) == []
+    assert config["pipeline"] == {"pipe_partitioned": False, "grad_partitioned": False}
+    config["pipeline"]["grad_partitioned"] = True
+    (config_error,) = engine_errors(arguments, replicas=1, tensor_parallel_size=2)
+    assert config_error.where == "pipeline.grad_partitioned"
+
+
+def test_iterable_evaluation_data_is_rejected_with_replicas(tmp_path: Path) -> None:
+    arguments = deepspeed_arguments(tmp_path, Case())
+    endless = {"held out": iter([])}
+    assert "needs a length" in errors_of(OnRanks(4, arguments), eval_dataset=endless)["eval_dataset"]
+    assert errors_of(OnRanks(2, arguments), eval_dataset=endless) == {}
+
+
+@pytest.mark.parametrize(
+    ("more", "where"),
+    [
+        ({"torch_empty_cache_steps": 3}, "torch_empty_cache_steps"),
+        ({"optim": "adalomo"}, "optim"),
+        ({"optim": "schedule_free_adamw"}, "optim"),
+        ({"bf16_full_eval": True}, "bf16_full_eval"),
+        ({"accelerator_config": {"even_batches": False}}, "even_batches"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_unsupported_arguments_are_rejected(tmp_path: Path, more: dict[str, Any], where: str) -> None:
+    from transformers import TrainingArguments
+
+    arguments = TrainingArguments(
+        **{**Case().arguments(tmp_path, pipeline=True), **configure_cpu_ranks("deepspeed"), **more}
+    )
+    assert errors_of(OnRanks(4, arguments)).keys() == {where}
+    assert (where in errors_of(OnRanks(2, arguments))) == (where != "even_batches")
+
+
+def test_tensor_parallelism_of_accelerate_is_rejected(tmp_path: Path) -> None:
+    arguments = deepspeed_arguments(tmp_path, Case())
+    arguments.parallelism_config = SimpleNamespace(sp_size=1, cp_size=1, tp_size=2)
+    assert "tensor_parallel_size=" in errors_of(OnRanks(4, arguments))["parallelism_config.tp_size"]
+
+
+def test_other_gradient_precision_with_offloaded_optimizer_is_rejected(tmp_path: Path) -> None:
+    arguments = deepspeed_arguments(tmp_path, Case())
+    config = arguments.deepspeed_plugin.deepspeed_config
+    config["data_types"] = {"grad_accum_dtype": "fp32"}
+    assert errors_of(OnRanks(2, arguments)) == {}
+    config["zero_optimization"]["offload_optimizer"] = {"device": "cpu"}
+    assert "not summed" in errors_of(OnRanks(2, arguments))["data_types.grad_accum_dtype"]
+    del config["data_types"]
+    assert errors_of(OnRanks(2, arguments)) == {}
+
+
+def test_loader_workers_are_seeded_per_replica() -> None:
+    from functools import partial
+
+    from torch.utils.data import DataLoader
+    from transformers.trainer_utils import seed_worker
+
+    accelerator = SimpleNamespace(
+        device=torch.device("cpu"),
+        device_placement=False,
+        rng_types=[],
+        even_batches=True,
+        use_seedable_sampler=False,
+        dataloader_config=SimpleNamespace(data_seed=None),
+        non_blocking=False,
+        use_stateful_dataloader=False,
+        _dataloaders=[],
+    )
+    seeds = {}
+    for rank, replica in enumerate([0, 1, 0, 1]):
+        read_own_replica(accelerator, replicas=2, replica=replica)
+        loader = DataLoader(range(8), worker_init_fn=partial(seed_worker, num_workers=2, rank=rank))
+        worker_init_fn = accelerator.prepare_data_loader(loader).worker_init_fn
+        seeds[rank] = {**worker_init_fn.keywords, "function": worker_init_fn.func}
+    assert seeds[0] == seeds[2] == {"num_workers": 2, "rank": 0, "function": seed_worker}
+    assert seeds[1] == seeds[3] == {"num_workers": 2, "rank": 1, "function": seed_worker}
+    unseeded = DataLoader(range(8), worker_init_fn=print)
+    assert accelerator.prepare_data_loader(unseeded).worker_init_fn is print
+
+
+def test_data_without_length_is_rejected_only_with_replicas() -> None:
+    assert length_errors(None, 1) == length_errors(3, 2) == []
+    (config_error,) = length_errors(None, 2)
+    assert config_error.where == "eval_dataset"
+
+
+def test_positions_in_only_some_batches_of_a_step_are_rejected() -> None:
+    plain = batch_of(1, 3, masked=False)
+    with pytest.raises(UsageError, match="every micro-batch of a step or in none"):
+        of_one_shape([plain, {**plain, "position_ids": torch.arange(3)[None]}])
+
+
+def test_evaluation_without_labels_is_rejected() -> None:
+    batches = [{"input_ids": torch.ones(1, 3, dtype=torch.long)}]
+    with pytest.raises(UsageError, match="needs labels"):
+        list(own_samples(batches, samples=1, replicas=1, replica=0))
+
+
+def test_unsupported_models_are_rejected_before_weights_are_read(tmp_path: Path) -> None:
+    from transformers import T5Config
+
+    T5Config().save_pretrained(tmp_path)
+    with pytest.raises(UsageError, match="'t5': has no causal language model"):
+        source_of(tmp_path)
+    with pytest.raises(UsageError, match="has no readable config"):
+        source_of(str(tmp_path / "missing"))
+
+
+def test_checkpoint_of_other_stages_is_rejected(tmp_path: Path) -> None:
+    even, late = contiguous_stages([2, 4]), contiguous_stages([3, 4])
+    layout: dict[str, Any] = {"tensor_parallel_size": 1, "dual_pipe": False}
+    check_cut(tmp_path, even, **layout)
+    save_cut(tmp_path, even, **layout)
+    check_cut(tmp_path, even, **layout)
+    with pytest.raises(UsageError, match="stages = '0-2, 2-4': must equal the value of this run, 0-3, 3-4"):
+        check_cut(tmp_path, late, **layout)
+    with pytest.raises(UsageError, match="tensor_parallel_size = 1: must equal the value of this run, 2"):
+        check_cut(tmp_path, even, **{**layout, "tensor_parallel_size": 2})
+    next(tmp_path.iterdir()).write_text("[")
+    with pytest.raises(RefusedInputError):
+        check_cut(tmp_path, even, **layout)
+
+
+def test_dropped_batches_are_reported_once(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    from shardwright.trainers.parallel.pipeline.trainer import PipelineTrainer
+    from transformers import Trainer
+
+    monkeypatch.setattr(Trainer, "get_batch_samples", lambda self, *args: ([], None))
+    trainer: Any = object.__new__(PipelineTrainer)
+    trainer.args = SimpleNamespace(gradient_accumulation_steps=3)
+    trainer._warned_of_dropped_batches = False
+    for left in ([], ["batch"], ["batch"]):
+        trainer._step_batches = left
+        trainer.get_batch_samples(None, 3, None)
+    assert capsys.readouterr().err.count("1 micro-batches at the end") == 1
+
+
+def test_trainer_checks_before_it_uses_a_process_group(tmp_path: Path) -> None:
+    from shardwright.trainers.parallel.pipeline.trainer import PipelineTrainer
+
+    case = Case(zero_stage=3)
+    arguments = deepspeed_arguments(tmp_path, case)
+    with pytest.raises(UsageError, match="must divide the ranks"):
+        PipelineTrainer(untrained_model("llama"), arguments, pipeline_stages=2, **data_of(case))
+    assert not torch.distributed.is_initialized()
+
+
+@pytest.mark.parametrize(("written", "kept"), [("auto", None), (None, None), (12, None), (24, 24), (18, 18)], ids=str)
+def test_global_batch_counts_replicas_and_reports_contradictions(written: Any, kept: int | None) -> None:
+    """24 are the samples of 4 ranks that each read their own: filled in by the Trainer, or wrong as written."""
+    filled = 24 if written == "auto" else written
+    config = {"train_batch_size": filled, "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 3}
+    holder = SimpleNamespace(config=config, mismatches=["- ds train_batch_size=12 vs hf ...", "- ds other"])
+    assert set_global_batch(holder, written=written, replicas=2) == kept
+    assert config["train_batch_size"] == (kept or 12)
+    assert holder.mismatches == ["- ds other"]
+
+
+@pytest.mark.parametrize("given", [None, {"train_batch_size": "auto"}], ids=["launch", "arguments"])
+def test_second_trainer_does_not_read_the_first_trainers_value_as_the_users(given: Any) -> None:
+    sizes = {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 3}
+    launched = SimpleNamespace(config={**sizes, "train_batch_size": "auto"})
+    written = written_global_batch(given, launched)
+    assert written == "auto"
+    # The Trainer makes its own out of what `accelerate launch` announced, and fills it in.
+    completed = SimpleNamespace(config={**sizes, "train_batch_size": 24})
+    assert set_global_batch(completed, written=written, replicas=2) is None
+    assert completed.config["train_batch_size"] == 12
+    assert written_global_batch(given, completed) == "auto"
+
+
+def test_global_batch_is_checked_before_the_trainer_fills_it_in(tmp_path: Path) -> None:
+    section = {**Case().arguments(tmp_path, pipeline=True)["deepspeed"], "train_batch_size": 4}
+    arguments = deepspeed_arguments(tmp_path, Case(), deepspeed=section)
+    (config_error,) = engine_errors(arguments, replicas=1, tensor_parallel_size=1)
+    assert (config_error.where, config_error.value) == ("train_batch_size", 4)
+    assert engine_errors(arguments, replicas=2, tensor_parallel_size=1) == []
+
+
+def test_contradicting_global_batch_is_reported_with_a_fix() -> None:
+    arguments = SimpleNamespace(per_device_train_batch_size=2, gradient_accumulation_steps=3)
+    (indivisible,) = global_batch_errors(arguments, 18, 4)
+    assert "nearest legal values: 16, 24" in str(indivisible)
+    (contradicting,) = global_batch_errors(arguments, 16, 4)
+    assert 'write 24 or "auto"' in str(contradicting)
+
+
+def test_stages_that_skip_a_layer_are_rejected() -> None:
+    first, second = contiguous_stages([2, 4])
+    late = PipelineStage(index=1, first_layer=3, end_layer=4, has_embedding=False, has_head=True)
+    assert partition_errors((first, second), 4) == []
+    for stages in ((first, late), (second, first), (first,)):
+        (config_error,) = partition_errors(stages, 4)
+        assert "4 decoder layers" in config_error.rule
+
+
+@pytest.mark.parametrize("dual_pipe", [False, True])
+def test_planner_balances_a_number_of_stages(dual_pipe: bool) -> None:
+    arguments = SimpleNamespace(per_device_train_batch_size=2, bf16=True, gradient_checkpointing=True)
+    stages = balanced(untrained_model("llama-4"), arguments, 2, dual_pipe=dual_pipe)
+    assert len(stages) == (4 if dual_pipe else 2)
+    assert partition_errors(stages, 4) == []
+
+
+def test_tensor_parallelism_gives_the_last_stage_fewer_layers() -> None:
+    """Ranks divide the matrices of layers, and the last one's head stays whole."""
+    arguments = SimpleNamespace(per_device_train_batch_size=1, bf16=True, gradient_checkpointing=True)
+    model = source_of(MODELS / "meta-llama--Llama-3.1-8B")
+    counts = [
+        [stage.num_layers for stage in balanced(model, arguments, 4, tensor_parallel_size=size)] for size in (1, 8)
+    ]
+    assert sum(counts[0]) == sum(counts[1]) == model.config.num_hidden_layers
+    assert counts[1][-1] < counts[0][-1]
+
+
+def test_model_of_a_checkpoint_is_built_without_reading_weights(tiny_llama: Path) -> None:
+    model = source_of(str(tiny_llama))
+    assert type(model).__name__ == "LlamaForCausalLM"
+    assert all(parameter.is_meta for parameter in model.parameters())
+    assert source_of(model) is model
+
+
+@pytest.mark.parametrize("first_of_its_group", [True, False])
+def test_clipping_counts_every_parameter_once(monkeypatch: pytest.MonkeyPatch, first_of_its_group: bool) -> None:
+    """The other ranks contribute 16 or 7; here gradients are 3 in a cut matrix, 3 in a whole one, 7 in a tied copy."""
+    cut, whole, tied, unused = (torch.nn.Parameter(torch.zeros(1)) for _ in range(4))
+    cut.grad, whole.grad, tied.grad = torch.tensor([3.0]), torch.tensor([3.0]), torch.tensor([7.0])
+    tied.ds_pipe_replicated = cut.tensor_model_parallel = True  # type: ignore[attr-defined]
+    others = 7.0 if first_of_its_group else 16.0
+    monkeypatch.setattr(torch.distributed, "all_reduce", lambda total, group: total.add_(others))
+    engine: Any = SimpleNamespace(
+        module=torch.nn.ParameterList([cut, whole, tied, unused]),
+        grid=SimpleNamespace(
+            get_model_parallel_group=lambda: None, get_slice_parallel_rank=lambda: 0 if first_of_its_group else 1
+        ),
+        gradient_clipping=lambda: 0.5,
+        device="cpu",
+    )
+    repair_clipping(engine)
+    engine.clip_fp32_gradients()
+    assert engine._global_grad_norm == pytest.approx(5.0)
+    assert [cut.grad.item(), whole.grad.item(), tied.grad.item()] == pytest.approx([0.3, 0.3, 0.7], rel=1e-5)
+
+
+def test_deepspeed_keeps_logits_after_the_last_stage_needs_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fails when DeepSpeed lets go of them by itself (seen in 0.19.8); `free_logits_early` can then go."""
+    from deepspeed.runtime.engine import DeepSpeedEngine
+    from deepspeed.runtime.pipe.engine import PipelineEngine
+    from deepspeed.runtime.pipe.schedule import BackwardPass, ForwardPass
+
+    monkeypatch.setattr(DeepSpeedEngine, "backward", lambda self, loss: None)
+    engine = object.__new__(PipelineEngine)
+    buffers = {"outputs": ["logits"], "labels": ["labels"]}
+    module = SimpleNamespace(training=False)
+    engine.__dict__.update(pipe_buffers=buffers, module=module, stage_id=1, num_stages=2, optimizer=1, loss=None)
+    engine._INSTRUCTION_MAP[BackwardPass](engine, 0)
+    assert buffers == {"outputs": ["logits"], "labels": ["labels"]}
+
+    engine._INSTRUCTION_MAP = {**engine._INSTRUCTION_MAP, ForwardPass: lambda self, buffer_id: None}
+    free_logits_early(engine)
+    engine._INSTRUCTION_MAP[ForwardPass](engine, 0)
+    assert buffers == {"outputs": [None], "labels": ["labels"]}
+    engine._INSTRUCTION_MAP[BackwardPass](engine, 0)
+    assert buffers == {"outputs": [None], "labels": [None]}
+
+
+def test_deepspeed_evaluates_dual_pipes_with_the_buffers_of_training() -> None:
+    """Fails when DeepSpeed takes the evaluation's own (seen in 0.19.8); `summed_loss` need set nothing then."""
+    from deepspeed.runtime.pipe.dualpipev import DualPipeVEngine
+    from deepspeed.runtime.pipe.schedule import DualPipeVSchedule, ForwardPass
+
+    schedule = DualPipeVSchedule(micro_batches=8, stages=2, stage_id=1, forward_only=True)
+    passes = [command for step in schedule.steps() for command in step if isinstance(command, ForwardPass)]
+    first_of_phase_1 = min(command.buffer_id for command in passes if command.phase == 1)
+    training = SimpleNamespace(micro_batches=4)
+    assert first_of_phase_1 == 8
+    assert DualPipeVEngine._phase1_buffer(training, 0) == 4
+
+
+class TestOverriddenHooks:
+    def test_every_method_of_the_trainer_is_classified(self) -> None:
+        """A Transformers release with new hooks has to be looked at."""
+        methods = {name for name, value in vars(Trainer).items() if callable(value) and name != "__init__"}
+        assert methods - SUPPORTED_METHODS == REJECTED_METHODS.keys() & methods
+        assert not SUPPORTED_METHODS & REJECTED_METHODS.keys()
+
+    @pytest.mark.parametrize("name", ["compute_loss", "training_step", "prediction_step", "_clip_grad_norm"])
+    def test_overrides_that_a_schedule_does_not_call_are_rejected(self, name: str, tmp_path: Path) -> None:
+        subclass: Any = type("OwnTrainer", (PipelineTrainer,), {name: lambda self, *args, **kwargs: None})
+        arguments = TrainingArguments(str(tmp_path), use_cpu=True, report_to="none")
+        with pytest.raises(UsageError, match=rf"OwnTrainer\.{name}"):
+            subclass(untrained_model("llama"), arguments, pipeline_stages=2)
+
+    def test_attributes_that_replace_uncalled_methods_are_rejected_when_training_begins(self) -> None:
+        trainer = PipelineTrainer.__new__(PipelineTrainer)
+        assert override_errors(trainer, PipelineTrainer) == []
+        trainer.compute_loss = lambda *args, **kwargs: None
+        assert [config_error.where for config_error in override_errors(trainer, PipelineTrainer)] == [
+            "PipelineTrainer.compute_loss"
+        ]
+
+    def test_called_methods_may_be_overridden(self) -> None:
+        subclass: Any = type("OwnTrainer", (PipelineTrainer,), {"log": lambda self, logs, *args: None})
+        assert override_errors(subclass.__new__(subclass), PipelineTrainer) == []

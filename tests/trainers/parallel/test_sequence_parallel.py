@@ -1,0 +1,427 @@
+"""Sequence parallelism: rules, shards and tiles, without ranks."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from parallel_rules import rule_errors
+from shardwright.ds_configs.legality.axes import sample_errors, sequence_parallel_errors
+from shardwright.ds_configs.specs.errors import UsageError
+from shardwright.plugins.deepspeed.engine import accept_train_batch_size, train_batch_size
+from shardwright.plugins.deepspeed.tiled_compute import mlps, tile_mlps, tiled_cross_entropy, untile_mlps
+from shardwright.trainers.parallel.sequence.callback import SequenceParallelCallback
+from shardwright.trainers.parallel.sequence.checks import argument_errors, model_errors, tiling_errors
+from shardwright.trainers.parallel.sequence.shards import cut, labelled_tokens, padding_and_packing, shifted_labels
+from shared_sequences import arguments, sizes_of, tiny
+
+pytestmark = pytest.mark.slow
+
+IGNORED = -100
+LEGAL: dict[str, Any] = {
+    "sp": 4,
+    "engine": "deepspeed",
+    "world_size": 8,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "seq_len_tokens": 64,
+}
+
+
+@pytest.mark.parametrize(
+    ("change", "where", "message"),
+    [
+        ({"sp": 0}, "sp", "must be at least 1"),
+        ({"engine": "fsdp2"}, "sp", "DeepSpeed"),
+        ({"world_size": 6}, "sp", "6 % 4 = 2"),
+        ({"num_attention_heads": 6}, "sp", "must divide the attention heads (6 % 4 = 2); nearest legal value: 2"),
+        ({"num_attention_heads": 24, "num_key_value_heads": 6}, "sp", "(6 % 4 = 2); nearest legal value: 2"),
+        ({"seq_len_tokens": 66}, "seq_len", "must be a multiple of sp (66 % 4 = 2); nearest legal values: 64 or 68"),
+        ({"attention": "eager"}, "attn_implementation", "attn_implementation='sdpa'"),
+        (
+            {"attention": "eager", "offered_attention": ["flash_attention_2"]},
+            "attn_implementation",
+            "='flash_attention_2'",
+        ),
+        ({"attention": "eager", "offered_attention": []}, "attn_implementation", "use another model"),
+        ({"attention": "flex_attention"}, "attn_implementation", "requires a mask"),
+        ({"mask_dimensions": 4}, "attention_mask", "must have at most 2 dimensions"),
+        ({"layer_types": ["full_attention", "linear_attention"]}, "sp", "linear_attention layers carry a state"),
+        ({"model_type": "mamba2"}, "sp", "mamba2 layers carry a state"),
+        ({"model_type": "doge"}, "sp", "doge does not use the attention registry"),
+        ({"model_type": "gpt2"}, "sp", "gpt2 has no loss with shift_labels"),
+        ({"model_type": "gpt_oss"}, "sp", "gpt_oss adds attention sinks"),
+        ({"attention_window_tokens": 32}, "attn_implementation", "use flash_attention_2, or sequences up to 32 tokens"),
+        ({"layer_types": ["chunked_attention"], "attention": "flash_attention_2"}, "attn_implementation", "use sp = 1"),
+        ({"has_equal_head_widths": False}, "sp", "requires equal key and value widths"),
+        ({"rope_type": "longrope"}, "rope_type", "last position of the full sequence"),
+        ({"cp": 2}, "sp", "cp = 2"),
+        ({"tp": 2, "pp": 2}, "sp", "tp = 2, pp = 2"),
+    ],
+)
+def test_sequence_parallel_rules(change: dict[str, Any], where: str, message: str) -> None:
+    (error,) = rule_errors(sequence_parallel_errors, **LEGAL | change)
+    assert error.where == where
+    assert message in str(error)
+
+
+def test_legal_layouts_have_no_errors() -> None:
+    assert rule_errors(sequence_parallel_errors, **LEGAL) == []
+    assert rule_errors(sequence_parallel_errors, **LEGAL | {"attention_window_tokens": 64}) == []
+    flash = {"attention": "flash_attention_2", "layer_types": ["sliding_attention", "full_attention"]}
+    assert rule_errors(sequence_parallel_errors, **LEGAL | flash | {"attention_window_tokens": 8}) == []
+    assert rule_errors(sequence_parallel_errors, **LEGAL | {"attention": "kernels-community/flash-attn2"}) == []
+    off = {"sp": 1, "engine": "ddp", "attention": "eager", "num_attention_heads": 7}
+    assert rule_errors(sequence_parallel_errors, **LEGAL | off) == []
+
+
+@given(
+    size=st.integers(1, 12),
+    world=st.integers(1, 24),
+    heads=st.integers(1, 24),
+    kv=st.integers(1, 12),
+    length=st.integers(1, 99),
+)
+def test_sizes_are_legal_exactly_when_deepspeed_accepts_them(
+    size: int, world: int, heads: int, kv: int, length: int
+) -> None:
+    """The conditions are those of `UlyssesSPAttentionHF`, its groups and its data loader."""
+    errors = rule_errors(
+        sequence_parallel_errors,
+        sp=size,
+        engine="deepspeed",
+        world_size=world,
+        num_attention_heads=heads,
+        num_key_value_heads=kv,
+        seq_len_tokens=length,
+    )
+    broken = [world % size, heads % size, kv % size and size % kv, length % size]
+    assert len(errors) == sum(1 for rest in broken if rest)
+
+
+def test_only_flash_kernels_support_packed_rows() -> None:
+    assert sample_errors(left_padded=False, packed=True, attention="flash_attention_2", samples=1) == []
+    assert sample_errors(left_padded=False, packed=True, attention="flash_attention_2", samples=2)
+    assert sample_errors(left_padded=False, packed=True, attention="sdpa", samples=1)
+
+
+def test_models_without_shareable_attention_are_rejected() -> None:
+    from transformers import (
+        BertConfig,
+        BertForMaskedLM,
+        MistralConfig,
+        MistralForCausalLM,
+        RobertaConfig,
+        RobertaForCausalLM,
+    )
+
+    assert model_errors(tiny(), size=2, world_size=2) == []
+    errors = model_errors(
+        tiny(attn_implementation="eager", num_key_value_heads=1, rope_parameters=_dynamic()), size=3, world_size=4
+    )
+    assert [error.where for error in errors] == ["sp", "sp", "attn_implementation", "rope_type"]
+    sizes = {
+        "hidden_size": 32,
+        "num_attention_heads": 4,
+        "num_hidden_layers": 1,
+        "intermediate_size": 32,
+        "vocab_size": 32,
+    }
+    windowed = MistralForCausalLM(MistralConfig(**sizes, num_key_value_heads=2, sliding_window=16))
+    assert [error.where for error in model_errors(windowed, size=2, world_size=2)] == ["attn_implementation"]
+    (error,) = model_errors(RobertaForCausalLM(RobertaConfig(**sizes)), size=2, world_size=2)
+    assert "both sides" in str(error)
+    (error,) = model_errors(BertForMaskedLM(BertConfig(**sizes, is_decoder=True)), size=2, world_size=2)
+    assert "causal language model" in str(error)
+
+
+def _dynamic() -> dict[str, Any]:
+    return {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
+
+
+def stage3_without_reduce_scatter() -> Any:
+    return SimpleNamespace(deepspeed_config={"zero_optimization": {"stage": 3, "reduce_scatter": False}})
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"average_tokens_across_devices": False}, "means over the tokens of all ranks"),
+        ({"train_sampling_strategy": "batch_rebalance"}, "assigns different samples"),
+        ({"eval_use_gather_object": True}, "gathers from every rank"),
+        ({"predict_with_generate": True}, "call model.generate"),
+        ({"accelerator_config": SimpleNamespace(split_batches=True)}, "splits a batch"),
+        ({"accelerator_config": SimpleNamespace(split_batches=False, dispatch_batches=True)}, "from the first"),
+        ({"neftune_noise_alpha": 5.0}, "scales noise by the length"),
+        (
+            {"deepspeed_plugin": stage3_without_reduce_scatter()},
+            "adds gradients of some parameters over a sequence and averages those of others",
+        ),
+        ({"parallelism_config": sizes_of(sp=2, dp_replicate_size=2)}, "dp_replicate_size = 2"),
+        (
+            {"parallelism_config": sizes_of(sp=2, sp_handler=SimpleNamespace(sp_seq_length_is_variable=False))},
+            "fixes the",
+        ),
+        ({"deepspeed_plugin": SimpleNamespace(deepspeed_config={"train_batch_size": 24})}, "write 12 or 'auto'"),
+        ({"deepspeed_plugin": SimpleNamespace(deepspeed_config={"sequence_parallel_size": 4})}, "contradicts"),
+        (
+            {"deepspeed_plugin": SimpleNamespace(deepspeed_config={"tensor_parallel": {"autotp_size": 2}})},
+            "cannot be combined",
+        ),
+        ({"parallelism_config": SimpleNamespace(sp_size=4, cp_size=1, tp_size=1)}, "requested size 2"),
+        ({"parallelism_config": SimpleNamespace(sp_size=2, cp_size=1, tp_size=2)}, "tp_size = 2"),
+    ],
+)
+def test_contradicting_arguments_are_rejected(change: dict[str, Any], message: str) -> None:
+    (error,) = argument_errors(arguments(**change), size=2)
+    assert message in str(error)
+
+
+def test_matching_arguments_are_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert argument_errors(arguments(), size=2) == []
+    assert argument_errors(arguments(parallelism_config=SimpleNamespace(sp_size=2, cp_size=1, tp_size=1)), size=2) == []
+    monkeypatch.setenv("ACCELERATE_USE_PARALLELISM_CONFIG", "true")
+    monkeypatch.setenv("PARALLELISM_CONFIG_SP_SIZE", "2")
+    assert argument_errors(arguments(), size=2) == []
+    monkeypatch.setenv("PARALLELISM_CONFIG_SP_SIZE", "4")
+    assert [error.where for error in argument_errors(arguments(), size=2)] == ["parallelism_config.sp_size"]
+
+
+def test_transformers_still_rejects_the_true_batch_size(tmp_path: Any) -> None:
+    """A failure means that transformers (5.17.0 seen) counts ranks that share a sequence once."""
+    from transformers import TrainingArguments
+    from transformers.integrations.deepspeed import HfTrainerDeepSpeedConfig
+
+    own = TrainingArguments(str(tmp_path), per_device_train_batch_size=2, gradient_accumulation_steps=3, use_cpu=True)
+    config = HfTrainerDeepSpeedConfig({"train_batch_size": 12, "zero_optimization": {"stage": 2}})
+    with patch.object(TrainingArguments, "world_size", 4):
+        config.trainer_config_process(own)
+        assert train_batch_size(own, size=2) == 12
+        assert config.mismatches
+        own.hf_deepspeed_config, own.deepspeed_plugin = config, SimpleNamespace(deepspeed_config=config.config)
+        accept_train_batch_size(own, size=2)
+    assert config.mismatches == []
+    started = arguments(deepspeed_plugin=SimpleNamespace(deepspeed_config={"train_batch_size": 12}))
+    accept_train_batch_size(started, size=2)
+    assert started.deepspeed_plugin.deepspeed_config["train_batch_size"] == "auto"
+
+
+def test_callback_checks_before_the_trainer_is_created() -> None:
+    for wrong in ({"sequence_parallel_size": 0}, {"sequence_parallel_size": 2, "loss_reduction": "max"}):
+        with pytest.raises(UsageError):
+            SequenceParallelCallback(**wrong)  # type: ignore[arg-type]
+    faulty = arguments(deepspeed_plugin=None, average_tokens_across_devices=False)
+    with pytest.raises(UsageError) as caught:
+        SequenceParallelCallback(3, tiled_loss=1).prepare(faulty, tiny())
+    assert [error.where for error in caught.value.errors] == [
+        *("sp", "sp", "sp", "sp"),
+        *("training arguments: average_tokens_across_devices", "tiled_loss"),
+    ]
+    with pytest.raises(UsageError, match="attach"):
+        SequenceParallelCallback(2).on_train_begin(None, None, None)
+
+
+@given(data=st.data(), samples=st.integers(1, 3), tokens=st.integers(2, 17), ranks=st.integers(1, 5))
+@settings(max_examples=60)
+def test_shards_hold_every_token_and_label_exactly_once(data: Any, samples: int, tokens: int, ranks: int) -> None:
+    draw = torch.Generator().manual_seed(data.draw(st.integers(0, 2**16)))
+    ids = torch.randint(1, 50, (samples, tokens), generator=draw)
+    labels = torch.where(torch.rand(samples, tokens, generator=draw) < 0.4, IGNORED, ids)
+    weights = torch.rand(samples, tokens, 3, generator=draw)
+    batch = {"input_ids": ids, "labels": labels, "weights": weights, "names": ["a"], "scale": torch.ones(samples)}
+    shards = [cut(batch, ranks=ranks, rank=rank, pad_token_id=7) for rank in range(ranks)]
+    whole = {name: torch.cat([shard.inputs[name] for shard in shards], dim=1) for name in ("input_ids", "position_ids")}
+    length = -(-tokens // ranks)
+    assert all(shard.inputs["input_ids"].shape == (samples, length) for shard in shards)
+    assert torch.equal(whole["input_ids"][:, :tokens], ids)
+    assert (whole["input_ids"][:, tokens:] == 7).all()
+    assert torch.equal(whole["position_ids"], torch.arange(length * ranks).expand(samples, -1))
+    assert torch.equal(torch.cat([shard.inputs["weights"] for shard in shards], dim=1)[:, :tokens], weights)
+    # What a single process would compare with the logits of each position.
+    expected = torch.full((samples, length * ranks), IGNORED)
+    expected[:, : tokens - 1] = labels[:, 1:]
+    found = [shard.shift_labels_BL for shard in shards]
+    assert torch.equal(torch.cat([one for one in found if one is not None], dim=1), expected)
+    counts = sum(int(shard.labelled) for shard in shards if shard.labelled is not None)
+    assert counts == int((labels[:, 1:] != IGNORED).sum()) == int(labelled_tokens([batch]))  # type: ignore[arg-type]
+    for shard in shards:
+        assert shard.inputs["names"] == ["a"]
+        assert torch.equal(shard.inputs["scale"], batch["scale"])  # type: ignore[arg-type]
+        shifting, aligned = shard.labels(shifts=True), shard.labels(shifts=False)
+        assert torch.equal(shifting[:, 1:], aligned)
+        assert (aligned != IGNORED).any()
+
+
+def test_shifted_labels_are_not_shifted_again() -> None:
+    shifted = torch.tensor([[5, 6, IGNORED, IGNORED]])
+    assert shifted_labels({"shift_labels": shifted, "labels": shifted + 1}) is shifted
+    assert shifted_labels({"input_ids": shifted}) is None
+    assert labelled_tokens([{"input_ids": shifted}]) is None
+
+
+def test_masks_and_positions_show_padding_and_packing() -> None:
+    right, left = torch.tensor([[1, 1, 0, 0], [1, 1, 1, 1]]), torch.tensor([[0, 1, 1, 1], [1, 1, 1, 1]])
+    restarts, counting = torch.tensor([[0, 1, 0, 1]]), torch.tensor([[3, 4, 5, 6]])
+    assert padding_and_packing([{"input_ids": right}]) == (False, False)
+    assert padding_and_packing([{"attention_mask": right}]) == (False, False)
+    assert padding_and_packing([{"attention_mask": right}, {"attention_mask": left}]) == (True, False)
+    assert padding_and_packing([{"position_ids": counting}]) == (False, False)
+    assert padding_and_packing([{"position_ids": restarts}]) == (False, True)
+    # Collators put any position beside padding.
+    assert padding_and_packing([{"position_ids": restarts, "attention_mask": right[:1]}]) == (False, False)
+    assert padding_and_packing([{"attention_mask": torch.tensor([[1, 1, 2, 2]])}]) == (False, True)
+
+
+def test_padding_on_the_right_is_not_attended_to() -> None:
+    model, ids = tiny().eval(), torch.randint(1, 96, (2, 11))
+    with torch.no_grad():
+        alone = model(input_ids=ids).logits
+        padded = model(input_ids=torch.nn.functional.pad(ids, (0, 5), value=0)).logits
+    assert torch.allclose(alone, padded[:, :11], atol=1e-5)
+
+
+def gradients(model: Any, loss: torch.Tensor) -> dict[str, torch.Tensor]:
+    model.zero_grad()
+    loss.backward()
+    return {name: one.grad.clone() for name, one in model.named_parameters() if one.grad is not None}
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("samples", [1, 3])
+@pytest.mark.parametrize("tiles", [None, 2, 5, 40])
+def test_tiles_leave_loss_and_gradients_unchanged(tiles: int | None, samples: int, tied: bool) -> None:
+    model = tiny(tie_word_embeddings=tied).double()
+    ids = torch.randint(1, 96, (samples, 37))
+    labels = torch.nn.functional.pad(torch.where(ids % 3 == 0, IGNORED, ids)[:, 1:], (0, 1), value=IGNORED)
+    plain = torch.nn.functional.cross_entropy(model(ids).logits.transpose(1, 2), labels, reduction="sum")
+    expected = gradients(model, plain * 0.25)
+    tile_mlps(model, tiles)
+    hidden = model.model(ids).last_hidden_state
+    tiled = tiled_cross_entropy(model, hidden, labels, tiles)
+    found = gradients(model, tiled * 0.25)
+    # The rounding of fp64, but for norms and losses, which compute in fp32 whatever comes in.
+    assert tiled.item() == pytest.approx(plain.item(), rel=1e-7)
+    assert found.keys() == expected.keys()
+    for name, gradient in expected.items():
+        assert torch.allclose(found[name], gradient, rtol=0, atol=1e-6 * float(gradient.abs().max())), name
+
+
+def test_tiles_need_less_memory() -> None:
+    from shardwright.plugins.metering import ByteMeter
+
+    model = tiny(vocab_size=4096, intermediate_size=512)
+    ids = torch.randint(1, 4096, (1, 512))
+
+    def peak(step: Any) -> int:
+        meter = ByteMeter()
+        with meter:
+            step().backward()
+        model.zero_grad()
+        return max(meter.reading().peaks.values())
+
+    labels = torch.nn.functional.pad(ids[:, 1:], (0, 1), value=IGNORED)
+    plain = peak(lambda: torch.nn.functional.cross_entropy(model(ids).logits[0], labels[0], reduction="sum"))
+    tile_mlps(model, None)
+    tiled = peak(lambda: tiled_cross_entropy(model, model.model(ids).last_hidden_state, labels, 16))
+    assert tiled < plain / 4
+
+
+def test_first_tiled_mlp_trains_after_a_frozen_embedding() -> None:
+    from deepspeed.runtime.sequence_parallel.ulysses_sp import TiledMLP
+
+    mlp = tiny().model.layers[0].mlp
+    x = torch.randn(1, 8, 32)
+    # Fails when deepspeed (0.19.8) lets parameters alone ask for a gradient.
+    assert not TiledMLP.apply(lambda _, tile: mlp(tile), mlp, x, 2, list(mlp.parameters())).requires_grad
+    holder = torch.nn.Module()
+    holder.mlp, holder.config = mlp, tiny().config
+    expected = gradients(mlp, mlp(x).square().sum())
+    tile_mlps(holder, 2)
+    found = gradients(mlp, mlp(x).square().sum())
+    assert all(torch.allclose(found[name], one, atol=1e-5) for name, one in expected.items())
+
+
+def test_fused_tiled_loss_misses_factors_of_its_head() -> None:
+    """A failure means that deepspeed (0.19.8 seen) scales the head's gradient with the loss: it can be used then."""
+    from deepspeed.runtime.sequence_parallel.ulysses_sp import TiledFusedLogitsLoss
+
+    head, x, y = torch.nn.Linear(8, 16, bias=False), torch.randn(1, 6, 8, requires_grad=True), torch.randint(16, (1, 6))
+
+    def loss_of(module: Any, hidden: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.cross_entropy(module(hidden), labels, reduction="sum")
+
+    expected = gradients(head, 0.25 * loss_of(head, x[0], y[0]))["weight"]
+    found = gradients(head, 0.25 * TiledFusedLogitsLoss.apply(loss_of, head, x, y, None, 2, [head.weight], "sum"))
+    assert found == {} or not torch.allclose(found["weight"], expected)
+
+
+def test_tiling_rejects_unsupported_models_and_arguments() -> None:
+    from transformers import GPT2Config, GPT2LMHeadModel, MixtralConfig, MixtralForCausalLM
+
+    sizes = {
+        "hidden_size": 32,
+        "num_attention_heads": 4,
+        "num_hidden_layers": 1,
+        "intermediate_size": 32,
+        "vocab_size": 32,
+    }
+    experts = MixtralForCausalLM(MixtralConfig(**sizes, num_local_experts=2, num_key_value_heads=2))
+    dropping = GPT2LMHeadModel(GPT2Config(n_embd=32, n_head=4, n_layer=1, vocab_size=32))
+
+    def message(model: Any, given: Any, **switches: Any) -> str:
+        settings: dict[str, Any] = {"size": 2, "tiled_mlp": False, "tiled_loss": False}
+        return " ".join(map(str, tiling_errors(model, given, **settings | switches)))
+
+    assert message(tiny(), arguments(), tiled_mlp=True, tiled_loss=8) == ""
+    assert "routes tokens to experts" in message(experts, arguments(), tiled_mlp=True)
+    assert "dropout would differ" in message(dropping, arguments(), tiled_mlp=True)
+    assert "number of tiles above 1" in message(tiny(), arguments(), tiled_mlp=1)
+    assert "needs sequences that ranks share" in message(tiny(), arguments(), tiled_loss=True, size=1)
+    assert "label smoothing" in message(tiny(), arguments(label_smoothing_factor=0.1), tiled_loss=True)
+    for switch in ("tiled_loss", "tiled_mlp"):
+        assert "use_liger_kernel" in message(tiny(), arguments(use_liger_kernel=True), **{switch: True})
+
+
+def test_document_borders_require_positions() -> None:
+    borders = {"cu_seq_lens_q": torch.tensor([0, 3, 5]), "max_length_q": 3}
+    batch = {"input_ids": torch.arange(5)[None], "position_ids": torch.tensor([[0, 1, 2, 0, 1]]), **borders}
+    assert cut(batch, ranks=2, rank=1).inputs.keys() == {"input_ids", "position_ids"}
+    with pytest.raises(UsageError, match="position_ids"):
+        cut({"input_ids": torch.arange(5)[None], **borders}, ranks=2, rank=0)
+
+
+def test_layers_without_exchanged_attention_are_rejected() -> None:
+    from shardwright.plugins.deepspeed.ulysses import SharedSequence
+    from transformers import DogeConfig, DogeForCausalLM
+
+    shared, model = SharedSequence(2), tiny()
+    shared.exchanges = 1
+    with pytest.raises(UsageError, match="in 1 of 2 layers"):
+        shared.check_exchanges(model)
+    shared.exchanges = 2
+    shared.check_exchanges(model)
+    own = DogeForCausalLM(
+        DogeConfig(hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=4, vocab_size=32)
+    )
+    own.config.model_type = "another"
+    assert any("registry of attention functions" in str(error) for error in model_errors(own, size=2, world_size=2))
+    model.model.layers[0].self_attn.sinks = torch.nn.Parameter(torch.zeros(4))
+    assert any("attention sink" in str(error) for error in model_errors(model, size=2, world_size=2))
+
+
+def test_tiles_of_an_earlier_run_are_replaced_and_removed() -> None:
+    model = tiny()
+    tile_mlps(model, 2)
+    tile_mlps(model, 3)
+    assert all(mlp.forward.args[1] == 3 for mlp in mlps(model))
+    assert not any(hasattr(mlp.forward.args[3], "args") for mlp in mlps(model))
+    untile_mlps(model)
+    assert not any("forward" in vars(mlp) for mlp in mlps(model))
+    mlps(model)[1].forward = print
+    with pytest.raises(UsageError, match="replaced forward"):
+        tile_mlps(model, 2)

@@ -1,0 +1,363 @@
+"""Legality rules of tensor parallelism, the DeepSpeed section it writes, and settings it rejects."""
+
+from __future__ import annotations
+
+import functools
+import random
+from types import SimpleNamespace
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from parallel_rules import rule_errors
+from shardwright.ds_configs.legality.axes import TENSOR_PARALLEL_FAMILIES, WITHOUT_TENSOR_PLAN, tensor_parallel_errors
+from shardwright.ds_configs.specs.errors import UsageError
+from shardwright.plugins.deepspeed.auto_tp import (
+    host_generators,
+    layers_without_rule,
+    partition_config,
+    seed_workers_by_group,
+    set_host_generators,
+    tensor_parallel_section,
+    tensor_plan,
+)
+from shardwright.trainers.parallel.tensor import TensorParallelCallback, section_errors, tensor_trainer_errors
+
+pytestmark = pytest.mark.slow
+
+LEGAL: dict[str, Any] = {
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "intermediate_size": 14336,
+    "vocab_size": 128256,
+    "model_type": "llama",
+    "zero_stage": 0,
+    "world_size": 16,
+    "ranks_per_node": 8,
+}
+
+
+def errors(size: int, **changes: Any) -> list[str]:
+    return [str(error) for error in rule_errors(tensor_parallel_errors, tp=size, **(LEGAL | changes))]
+
+
+@pytest.mark.parametrize("size", [1, 2, 4, 8])
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_sizes_that_divide_every_dimension_are_legal(size: int, stage: int) -> None:
+    assert errors(size, zero_stage=stage) == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_attention_heads": 30}, "must divide the attention heads (30 % 4 = 2); nearest legal values: 2"),
+        ({"num_key_value_heads": 2}, "must divide the key/value heads (2 % 4 = 2); nearest legal values: 2"),
+        ({"intermediate_size": 1001}, "must divide the width of the MLP (1001 % 4 = 1)"),
+        ({"ranks_per_node": 2}, "must divide the accelerators of a node (2 % 4 = 2)"),
+        ({"world_size": 6}, "must divide the ranks (6 % 4 = 2)"),
+        ({"vocab_size": 50257, "vocabulary_parallel_head": True}, "must divide the vocabulary"),
+        ({"zero_stage": 3}, "requires ZeRO stage 0 to 2, not 3"),
+        ({"engine": "fsdp2", "zero_stage": None}, "requires DeepSpeed (AutoTP)"),
+        (
+            {"num_experts": 8},
+            "AutoTP does not support mixtures of experts (8 experts per layer); use expert parallelism (ep) instead",
+        ),
+        ({"method": "lora"}, "is not supported with lora"),
+        ({"sp": 2}, "cannot be combined with sp = 2"),
+        ({"cp": 2}, "cannot be combined with cp = 2"),
+        ({"ep": 2}, "cannot be combined with ep = 2"),
+        ({"model_type": "gpt2"}, "model_type = 'gpt2': stores transposed Conv1D weights"),
+        ({"model_type": "mamba"}, "is not verified with AutoTP"),
+        ({"model_type": "gemma2", "vocabulary_parallel_head": True}, "which scales its token embedding"),
+    ],
+)
+def test_each_rule_reports_the_violated_value(changes: dict[str, Any], message: str) -> None:
+    (error,) = errors(4, **changes)
+    assert message in error
+    assert errors(1, **changes) == []
+
+
+def test_indivisible_vocabulary_is_legal_without_vocabulary_parallel_head() -> None:
+    assert errors(4, vocab_size=50257) == []
+
+
+def test_all_errors_are_reported_together() -> None:
+    messages = errors(5, zero_stage=3, method="qlora", sp=2)
+    assert len(messages) == 8
+    assert all(message.startswith("tp = 5: ") for message in messages)
+
+
+@given(
+    size=st.integers(1, 16),
+    heads=st.integers(1, 64),
+    groups=st.integers(1, 16),
+    width=st.integers(1, 512),
+    node=st.integers(1, 16),
+)
+def test_layout_is_legal_exactly_when_all_dimensions_are_divisible(
+    size: int, heads: int, groups: int, width: int, node: int
+) -> None:
+    found = rule_errors(
+        tensor_parallel_errors,
+        tp=size,
+        zero_stage=0,
+        num_attention_heads=heads * groups,
+        num_key_value_heads=groups,
+        intermediate_size=width,
+        vocab_size=7,
+        ranks_per_node=node,
+    )
+    # Heads are a multiple of the groups of key/value heads.
+    assert bool(found) == any(number % size for number in (groups, width, node))
+    for error in found:
+        assert error.value == size
+        legal = [int(number) for number in error.fix.removeprefix("nearest legal values: ").split(", ")]
+        assert legal
+        assert not any(number % other for number in (groups, width, node) for other in legal)
+
+
+def small(family: str, **changes: Any) -> Any:
+    """A model on the meta device."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+    names = {"vocab_size": 64, "num_key_value_heads": 2, "pad_token_id": 0, "bos_token_id": 0, "eos_token_id": 0}
+    config = AutoConfig.for_model(family, **(sizes | names | changes))
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config)
+
+
+@pytest.mark.parametrize("family", sorted(TENSOR_PARALLEL_FAMILIES))
+def test_every_matrix_of_a_supported_family_has_a_rule(family: str) -> None:
+    model = small(family)
+    assert layers_without_rule(model) == []
+    assert tensor_plan(model)
+
+
+@pytest.mark.parametrize("family", ["gpt2", "opt", "bloom", "stablelm"])
+def test_families_without_tensor_plan_are_rejected(family: str) -> None:
+    """A failure means that Transformers gained a plan for a family: verify it and remove it from the list."""
+    assert "layers.*.self_attn.o_proj" not in tensor_plan(small(family, tie_word_embeddings=False))
+    assert family in WITHOUT_TENSOR_PLAN
+    assert layers_without_rule(small(family))
+
+
+def test_layer_without_rule_is_reported_once() -> None:
+    model = small("llama")
+    for layer in model.model.layers:
+        layer.mlp.extra = torch.nn.Linear(2, 2, device="meta")
+    (error,) = layers_without_rule(model)
+    assert error.where == "model.layers.*.mlp.extra"
+
+
+def test_autotp_still_lacks_the_split_input_style() -> None:
+    """A failure means that DeepSpeed (0.19.8 seen) translates it: `partition_config` is then no longer needed."""
+    from deepspeed.module_inject.tp_plan_converter import SUPPORTED_STYLES
+
+    assert "rowwise_split_input" not in SUPPORTED_STYLES
+
+
+def test_fused_projections_are_translated() -> None:
+    written = tensor_parallel_section(small("phi3"), 2, vocabulary_parallel_head=False)
+    assert written["autotp_size"] == 2
+    specs = {spec["patterns"][0]: spec for spec in written["partition_config"]["layer_specs"]}
+    by_layer = {name.split(r"\.")[-2]: spec for name, spec in specs.items()}
+    assert by_layer["qkv_proj"]["gather_output"]
+    assert by_layer["gate_up_proj"]["shape"] == [2, -1]
+    assert by_layer["down_proj"]["partition_type"] == "row"
+    assert written["partition_config"]["lm_head_patterns"] == ["o_proj"]
+    assert partition_config({"layers.*.self_attn.o_proj": "rowwise"}) is None
+
+
+def test_deepspeed_accepts_the_written_section() -> None:
+    from deepspeed.runtime.tensor_parallel.config import TPTrainingConfig
+
+    config = TPTrainingConfig(**tensor_parallel_section(small("phi3"), 4, vocabulary_parallel_head=False))
+    assert config.autotp_size == 4
+    found = config.get_partition_config_object()
+    spec = found.find_matching_spec("model.layers.0.self_attn.qkv_proj.weight")
+    assert spec is not None
+    assert spec.gather_output
+
+
+WRITTEN = {"autotp_size": 2, "vocab_parallel_lm_head": False}
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {},
+        {"autotp_size": 2},
+        {"autotp_size": 2, "vocab_parallel_lm_head": None, "tp": {"tp_size": 2}},
+        WRITTEN,
+    ],
+)
+def test_equal_sections_are_accepted(given: dict[str, Any]) -> None:
+    assert section_errors(given, WRITTEN) == []
+
+
+@pytest.mark.parametrize(
+    ("given", "where"),
+    [
+        ({"autotp_size": 4}, "tensor_parallel.autotp_size"),
+        ({"vocab_parallel_lm_head": True}, "tensor_parallel.vocab_parallel_lm_head"),
+        ({"tp": {"tp_size": 4}}, "tensor_parallel.tp.tp_size"),
+        ({"preset_model": "llama"}, "tensor_parallel.preset_model"),
+        ({"tp_overlap_comm": True}, "tensor_parallel.tp_overlap_comm"),
+        ({"partition_config": {"layer_specs": []}}, "tensor_parallel.partition_config"),
+    ],
+)
+def test_contradicting_section_keys_are_reported(given: dict[str, Any], where: str) -> None:
+    (error,) = section_errors(given, WRITTEN)
+    assert error.where == where
+
+
+def arguments(configuration: dict[str, Any] | None = None, **changes: Any) -> Any:
+    """Return the `TrainingArguments` fields that the callback reads, for two ranks."""
+    values = {
+        "bf16": False,
+        "fp16": False,
+        "deepspeed_plugin": SimpleNamespace(deepspeed_config=configuration) if configuration is not None else None,
+        "world_size": 2,
+        "process_index": 1,
+        "parallelism_config": None,
+        "accelerator_config": SimpleNamespace(split_batches=False, dispatch_batches=None),
+    }
+    return SimpleNamespace(**(values | changes))
+
+
+def test_restored_host_generators_draw_the_same_numbers() -> None:
+    random.seed(3)
+    numpy.random.seed(4)
+    random.gauss(0, 1)
+    numpy.random.randn()
+    states = host_generators()
+
+    def drawn() -> list[float]:
+        return [random.gauss(0, 1), random.random(), float(numpy.random.randn()), float(numpy.random.rand())]
+
+    first = drawn()
+    random.seed(9)
+    numpy.random.seed(9)
+    set_host_generators(states)
+    assert drawn() == first
+
+
+def test_workers_are_seeded_by_group() -> None:
+    from transformers.trainer_utils import seed_worker
+
+    seed = functools.partial(seed_worker, num_workers=2, rank=3)
+    loader = torch.utils.data.DataLoader([1, 2], num_workers=2, worker_init_fn=seed)  # type: ignore[arg-type]
+    own = torch.utils.data.DataLoader([1, 2], worker_init_fn=print)  # type: ignore[arg-type]
+    for made, expected in ((SimpleNamespace(base_dataloader=loader), 1), (loader, 1), (own, None)):
+        trainer = SimpleNamespace(args=SimpleNamespace(process_index=3), get_train_dataloader=lambda made=made: made)
+        seed_workers_by_group(trainer, 2)
+        found = getattr(trainer.get_train_dataloader(), "base_dataloader", made).worker_init_fn
+        assert found is print if expected is None else found.keywords == {"num_workers": 2, "rank": expected}
+
+
+def test_train_batch_size_is_multiplied_for_deepspeed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    mismatches = ["- ds train_batch_size=12 vs hf train_batch_size (calculated)=24", "- another"]
+    configuration: dict[str, Any] = {"zero_optimization": {"stage": 1}, "train_batch_size": 12}
+    sizes = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 3}
+    given = arguments(configuration, **sizes, hf_deepspeed_config=SimpleNamespace(mismatches=mismatches))
+    TensorParallelCallback(2).prepare(given, small("llama"))
+    assert configuration["train_batch_size"] == 24
+    assert given.hf_deepspeed_config.mismatches == ["- another"]
+
+
+def test_prepare_writes_the_section(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    configuration: dict[str, Any] = {"zero_optimization": {"stage": 1}}
+    TensorParallelCallback(2).prepare(arguments(configuration), small("llama"))
+    assert configuration["tensor_parallel"] == WRITTEN
+    assert configuration["zero_optimization"]["stage3_gather_16bit_weights_on_model_save"] is True
+
+
+@pytest.mark.parametrize(
+    ("size", "configuration", "changes", "message"),
+    [
+        (2, None, {}, "requires DeepSpeed (AutoTP)"),
+        (2, {"zero_optimization": {"stage": 3}}, {}, "not 3"),
+        (4, {"zero_optimization": {"stage": 1}}, {}, "must divide the key/value heads (2 % 4 = 2)"),
+        (2, {"zero_optimization": {"stage": 1}, "tensor_parallel": {"autotp_size": 4}}, {}, "requires 2"),
+        (
+            2,
+            {"zero_optimization": {"stage": 1}, "expert_parallel": {"enabled": True, "autoep_size": 2}},
+            {},
+            "cannot be combined with ep = 2",
+        ),
+        (
+            2,
+            {"zero_optimization": {"stage": 1}},
+            {"parallelism_config": SimpleNamespace(tp_size=2, sp_size=2, cp_size=1)},
+            "cannot be combined with sp = 2",
+        ),
+        (
+            2,
+            {"zero_optimization": {"stage": 1}},
+            {"accelerator_config": SimpleNamespace(split_batches=True, dispatch_batches=True)},
+            "accelerator_config.split_batches = True",
+        ),
+    ],
+)
+def test_prepare_rejects_unsupported_settings(
+    size: int, configuration: dict[str, Any] | None, changes: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(UsageError) as error:
+        TensorParallelCallback(size).prepare(arguments(configuration, **changes), small("llama"))
+    assert message in str(error.value)
+
+
+def test_model_without_attention_is_rejected() -> None:
+    from transformers import MambaConfig, MambaForCausalLM
+
+    config = MambaConfig(hidden_size=16, num_hidden_layers=1, vocab_size=64, state_size=4)
+    with pytest.raises(UsageError, match="model_type = 'mamba'"):
+        TensorParallelCallback(2).prepare(arguments({"zero_optimization": {"stage": 1}}), MambaForCausalLM(config))
+
+
+def test_mixture_of_experts_is_rejected() -> None:
+    model = small("mixtral", num_local_experts=4, num_experts_per_tok=2)
+    with pytest.raises(UsageError, match="mixtures of experts"):
+        TensorParallelCallback(2).prepare(arguments({"zero_optimization": {"stage": 1}}), model)
+
+
+def test_size_below_one_and_missing_prepare_are_rejected() -> None:
+    with pytest.raises(UsageError, match="must be at least 1"):
+        TensorParallelCallback(0)
+    with pytest.raises(UsageError, match=r"callback\.prepare"):
+        TensorParallelCallback(2).attach(SimpleNamespace(args=arguments()))
+
+
+def test_size_of_one_changes_nothing() -> None:
+    settings, added = arguments(None), []
+    trainer = SimpleNamespace(
+        args=settings,
+        callback_handler=SimpleNamespace(callbacks=[]),
+        add_callback=lambda callback: added.append(callback),
+    )
+    callback = TensorParallelCallback(1)
+    callback.prepare(settings, small("gpt2"))
+    callback.attach(trainer)
+    callback.on_train_begin(None, None, None)
+    assert added == [callback]
+
+
+def test_vocabulary_parallel_head_rejects_custom_losses() -> None:
+    from transformers import Trainer
+
+    class OwnLoss(Trainer):  # type: ignore[misc]
+        def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+            raise AssertionError("must not be called")
+
+    for kind, expected in ((Trainer, []), (OwnLoss, ["OwnLoss.compute_loss"])):
+        trainer = object.__new__(kind)
+        trainer.args, trainer.compute_loss_func = SimpleNamespace(label_smoothing_factor=0.0), None
+        found = tensor_trainer_errors(trainer, vocabulary_parallel_head=True)
+        assert [error.where for error in found] == expected
+        assert tensor_trainer_errors(trainer, vocabulary_parallel_head=False) == []

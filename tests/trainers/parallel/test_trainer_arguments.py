@@ -1,0 +1,75 @@
+"""Arguments of `make_trainer` that are rejected before a Trainer is created."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from shardwright.ds_configs.specs.errors import UsageError
+from shardwright.ds_configs.specs.layout import Layout
+from shardwright.trainers.parallel.trainer_for import parallelism_of
+from transformers import Trainer, TrainingArguments
+
+SHARED = Layout(engine="deepspeed", zero_stage=1, sp=2)
+
+
+class Newer(Trainer):  # type: ignore[misc]
+    """A trainer class with a parameter that Shardwright does not know."""
+
+    def __init__(self, model: Any = None, args: Any = None, novel_weight: float = 1.0) -> None:
+        super().__init__(model=model, args=args)
+        self.novel_weight = novel_weight
+
+
+@pytest.fixture
+def arguments(tmp_path: Any) -> TrainingArguments:
+    return TrainingArguments(output_dir=str(tmp_path), use_cpu=True, report_to="none")
+
+
+def error_of(arguments: Any, strategy: Layout = SHARED, **settings: Any) -> str:
+    with pytest.raises(UsageError) as error:
+        parallelism_of(strategy).make_trainer(args=arguments, **settings)
+    return str(error.value)
+
+
+def test_unknown_parameter_of_a_class_is_passed_on_with_a_warning(
+    arguments: TrainingArguments, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from shardwright.trainers.parallel import trainer_for
+
+    notes: list[str] = []
+    monkeypatch.setattr(trainer_for, "note_on_first_rank", notes.append)
+    model = torch.nn.Linear(2, 2)
+    trainer = parallelism_of(Layout(engine="single")).make_trainer(
+        model=model, args=arguments, trainer_class=Newer, novel_weight=2.0
+    )
+    assert trainer.novel_weight == 2.0 and notes == []
+    monkeypatch.setattr(trainer_for, "columns_of", lambda strategy: ("ddp",))
+    trainer = parallelism_of(Layout(engine="single")).make_trainer(
+        model=model, args=arguments, trainer_class=Newer, novel_weight=3.0
+    )
+    assert trainer.novel_weight == 3.0
+    assert [note.split(":")[0] for note in notes] == [
+        "Shardwright has not verified the parameter novel_weight of Newer under this layout. It is passed on unchanged"
+    ]
+
+
+def test_misspelled_parameter_suggests_the_nearest_name(arguments: TrainingArguments) -> None:
+    model = torch.nn.Linear(2, 2)
+    assert "did you mean novel_weight?" in error_of(arguments, model=model, trainer_class=Newer, novel_wieght=2.0)
+    assert "did you mean compute_metrics?" in error_of(arguments, model=model, compute_metric=len)
+
+
+def test_every_layout_needs_a_loaded_model(arguments: TrainingArguments) -> None:
+    assert "pass model=..., or model_init=..." in error_of(arguments)
+    assert "load it with from_pretrained" in error_of(arguments, model="directory")
+    message = error_of(arguments, model_init=lambda: None)
+    assert "it builds the model again" in message and "pass model=model_init()" in message
+
+
+def test_pipeline_rejects_every_unsupported_argument(arguments: TrainingArguments) -> None:
+    stages = Layout(engine="deepspeed", zero_stage=0, pp=2)
+    optimizer = torch.optim.SGD(torch.nn.Linear(2, 2).parameters(), lr=0.1)
+    message = error_of(arguments, stages, model="directory", optimizers=(optimizer, None), compute_metrics=len)
+    assert "optimizers: " in message and "compute_metrics: " in message

@@ -1,0 +1,188 @@
+"""Batches divided among ranks: the bytes and figures of one process, ranks that differ, and one that dies."""
+
+from __future__ import annotations
+
+import doctest
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from commands import shell_in
+from distilling import tiny
+from harness_task import write_task
+from hypothesis import given
+from hypothesis import strategies as st
+from shardwright.cli import machines
+from shardwright.ds_configs.plan.rendering import NodePlace
+from shardwright.ds_configs.specs.errors import UsageError
+from shardwright.plugins.transformers.training_arguments import byte_tokenizer
+from shardwright.trainers.distillation.cache.teacher_cache import TeacherCache
+from shardwright.trainers.runs import share
+from shardwright.trainers.runs.launch import Replicas
+from shardwright.trainers.runs.share import Share, in_order_of_batches
+from warm_ranks import RanksFailedError, run_ranks
+
+pytestmark = pytest.mark.distributed
+
+VOCAB_SIZE = 384
+TIMES = ("prefill_tokens_per_second", "decode_tokens_per_second", "seconds", "output_dir")
+RANK = """
+import os, signal, sys
+import torch
+from pathlib import Path
+from torch import distributed
+from transformers import AutoModelForCausalLM
+from shardwright.ds_configs.specs.errors import UsageError
+from shardwright.plugins.transformers.teacher_placement import PlacedTeacher
+from shardwright.trainers.distillation.cache import cache_writer
+from shardwright.trainers.distillation.cache.cache_format import RecordFormat
+from shardwright.trainers.distillation.cache.teacher_cache import CacheKey
+from shardwright.trainers.runs.share import Share
+
+model, directory, last = Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3])
+cache_writer.SHARD_ROWS, cache_writer._BATCHES_PER_RANK = 150, 1
+share = Share()
+if int(os.environ["WORLD_SIZE"]) > 1:
+    distributed.init_process_group("gloo")
+    share = Share(rank=distributed.get_rank(), ranks=distributed.get_world_size())
+    try:
+        share.check_same({"key": "one", "text": share.rank})
+    except UsageError as error:
+        told = str(error)
+    assert "rank 1 on" in told and "has other text than rank 0" in told and "key" not in told, told
+
+def die_of_rank_2(what, done, total):
+    if share.rank == 2 and done >= last:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+cache_writer.log_progress = die_of_rank_2
+
+layout = RecordFormat(top_k=9, vocab_size=257, temperatures=(1.0,))
+key = CacheKey(teacher="teacher", weights="one", tokenizer="one", template="", layout=layout)
+samples = [[(7 * place + token) % 257 for token in range(5 + place % 23)] for place in range(90)]
+teacher = AutoModelForCausalLM.from_pretrained(model).eval()
+cache_writer.write_cache(directory, key, PlacedTeacher(teacher, teacher, "replica"), samples, batch_size=3,
+                         device="cpu", share=share)
+"""
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two models, a text and two tasks."""
+    directory = tmp_path_factory.mktemp("replicas")
+    for name, seed in (("model", 1), ("baseline", 2)):
+        tiny("llama", vocab_size=VOCAB_SIZE, seed=seed, max_position_embeddings=64).save_pretrained(directory / name)
+        byte_tokenizer(VOCAB_SIZE).save_pretrained(directory / name)
+    text = "\n\n".join(f"Line {index} of a text that says {index * index}." * (1 + index % 4) for index in range(60))
+    (directory / "text.txt").write_text(text)
+    questions = [{"question": f"{one} and one", "choices": ["is more", "less"], "label": one % 2} for one in range(5)]
+    (directory / "rows.jsonl").write_text("".join(json.dumps(question) + "\n" for question in questions))
+    for name in ("first", "second"):
+        write_task(directory / f"{name}.yaml", directory / "rows.jsonl", metrics=("acc", "acc_norm"))
+    (directory / "rank.py").write_text(RANK)
+    return directory
+
+
+def without_times(found: Any) -> Any:
+    if isinstance(found, dict):
+        return {name: without_times(value) for name, value in found.items() if name not in TIMES}
+    return found
+
+
+def test_four_ranks_evaluate_as_one_process(
+    files: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Perplexities, KL and scores of tasks to the last bit; the last batch is smaller, and one rank has no task."""
+    words = [files / "model", "--baseline", files / "baseline", "--text", files / "text.txt", "--seq-len", 48]
+    words += ["--num-samples", 26, "--device", "cpu", "--tasks", "first,second", "--include-path", files]
+    found = {}
+    with monkeypatch.context() as patch:
+        run = shell_in(tmp_path, "evaluate", capsys, patch)
+        for processes in (1, 4):
+            place = tmp_path / str(processes)
+            more = ["--num-processes", processes, "--output-dir", place, "--format", "json"]
+            result = run(*words, *more)
+            assert result.code == 0, result.err
+            shown = json.loads(result.out)
+            assert shown["model"]["speed"] is not None and len(shown["model"]["tasks"]) == 4
+            assert len(shown["window_losses_nats_per_token"]) == 26
+            found[processes] = without_times(shown)
+    assert found[4] == found[1]
+
+
+def test_four_ranks_cache_a_teacher_as_one_process(
+    files: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = shell_in(tmp_path, "cache-teacher", capsys, monkeypatch)
+    words = [files / "model", "--dataset", files / "text.txt", "--seq-len", 40, "--no-packing", "--batch-size", 3]
+    for name, processes in (("one", 1), ("four", 4)):
+        result = run(*words, "--output-dir", name, "--num-processes", processes)
+        assert result.code == 0, result.err
+    assert bytes_of(tmp_path / "four") == bytes_of(tmp_path / "one")
+
+
+def test_a_rank_that_dies_leaves_whole_files_and_other_ranks_go_on(files: Path, tmp_path: Path) -> None:
+    words = [files / "rank.py", files / "model"]
+    with pytest.raises(RanksFailedError, match="rank 2 of 4 was killed by SIGKILL"):
+        run_ranks([*words, tmp_path / "cache", 40], ranks=4)
+    left = TeacherCache.open(tmp_path / "cache")
+    assert 0 < len(left) < 1000 and left.damaged_files() == []
+    kept = bytes_of(tmp_path / "cache")
+    run_ranks([*words, tmp_path / "cache", 10**6], ranks=2)
+    run_ranks([*words, tmp_path / "whole", 10**6], ranks=1)
+    whole = bytes_of(tmp_path / "whole")
+    assert bytes_of(tmp_path / "cache") == whole
+    assert len(whole) > len(kept) > 1
+    assert {name: content for name, content in kept.items() if name != "manifest.json"}.items() <= whole.items()
+
+
+def bytes_of(directory: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in directory.iterdir()}
+
+
+@given(st.integers(1, 9), st.integers(0, 40))
+def test_every_batch_is_read_once_and_comes_back_in_order(ranks: int, count: int) -> None:
+    parts = [list(Share(rank=rank, ranks=ranks).indices(count)) for rank in range(ranks)]
+    assert in_order_of_batches(parts) == list(range(count))
+
+
+@pytest.mark.parametrize(
+    ("replicas", "device", "where"),
+    [
+        (Replicas(processes=3, nodes=2, place=NodePlace(rank=0, main_address="a")), "cpu", ["num_nodes"]),
+        (Replicas(processes=4, nodes=2), "cpu", ["num_nodes"]),
+        (Replicas(processes=4, nodes=2, place=NodePlace(rank=2, main_address="a")), "cpu", ["node_rank"]),
+        (Replicas(processes=2), "cuda:0", ["device"]),
+        (Replicas(processes=2, nodes=2, place=NodePlace(rank=1, main_address="a")), "cpu", []),
+        (Replicas(), "cuda:0", []),
+    ],
+)
+def test_counts_and_places_that_cannot_be(replicas: Replicas, device: str, where: list[str]) -> None:
+    assert [error.where for error in replicas.errors(device=device)] == where
+
+
+def test_ways_to_start_machines_that_do_not_go_together(tmp_path: Path) -> None:
+    hosts = tmp_path / "hosts"
+    for stated, where, told in (
+        ({"on": "ssh", "node_rank": 1}, ["node_rank", "hostfile"], "hostfile: is missing"),
+        ({"node_rank": 1}, ["node_rank"], "node_rank = 1: needs --main-address"),
+        (
+            {"hostfile": hosts, "ssh_config": hosts, "main_port": 5},
+            ["hostfile", "ssh_config", "main_port"],
+            "is for --on ssh",
+        ),
+    ):
+        with pytest.raises(UsageError, match=told) as refused:
+            machines.ReplicaOptions.model_validate(stated).place()
+        assert [error.where for error in refused.value.errors] == where
+    hosts.write_text("a slots=2\nb slots=1\n")
+    with pytest.raises(UsageError, match="has machines with different slots"):
+        machines.run_on_hosts(machines.ReplicaOptions(on="ssh", hostfile=hosts))
+    with pytest.raises(UsageError, match="must list 3 machines, not 2"):
+        machines.run_on_hosts(machines.TrainingMachineOptions(on="ssh", hostfile=hosts), nodes=3)
+
+
+@pytest.mark.parametrize("module", [share, machines])
+def test_examples_in_docstrings(module: Any) -> None:
+    assert doctest.testmod(module).failed == 0

@@ -1,0 +1,68 @@
+"""The first signal is recorded, signals right after it are the same request, and a later one ends the process."""
+
+from __future__ import annotations
+
+import copy
+import os
+import signal
+import time
+from collections.abc import Callable
+
+import pytest
+from shardwright.trainers import guards
+from shardwright.trainers.guards import StoppedBySignalError, StopRequest
+
+
+def in_a_child(work: Callable[[], object]) -> int:
+    """Run work in a forked process and return its exit code, or minus its signal."""
+    child = os.fork()
+    if child == 0:
+        work()
+        os._exit(0)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def test_signals_are_recorded_and_handlers_restored():
+    before = signal.getsignal(signal.SIGTERM)
+    request = StopRequest(0.3)
+    request.install()
+    try:
+        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), signal.SIGINT)
+        assert request.number == signal.SIGTERM
+        request.remove()
+        request.install()
+        assert request.number == 0, "another training got no signal"
+    finally:
+        request.remove()
+    assert signal.getsignal(signal.SIGTERM) == before
+    # `remove` has cancelled the time limit, so this process does not end.
+    time.sleep(0.4)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_second_signal_ends_the_process_immediately(number, monkeypatch):
+    monkeypatch.setattr(guards, "SAME_REQUEST_SECONDS", 0.0)
+
+    def work() -> None:
+        StopRequest(60.0).install()
+        os.kill(os.getpid(), number)
+        time.sleep(0.01)
+        os.kill(os.getpid(), number)
+        time.sleep(30)
+
+    assert in_a_child(work) == 128 + number
+
+
+def test_process_that_exceeds_the_time_limit_is_ended():
+    def work() -> None:
+        StopRequest(0.05).install()
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(30)
+
+    assert in_a_child(work) == 143
+
+
+def test_error_can_be_copied_to_another_process():
+    error = copy.copy(StoppedBySignalError("stopped", number=15))
+    assert (str(error), error.exit_code) == ("stopped", 143)

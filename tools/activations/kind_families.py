@@ -1,0 +1,351 @@
+"""Small models of families whose layers are of several kinds, or whose sizes have names of their own."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from shardwright.ds_configs.memory.activations import Adapter
+
+from .kind_sizes import (
+    Values,
+    draw_bert,
+    draw_bloom,
+    draw_clip,
+    draw_cohere,
+    draw_deepseek,
+    draw_deepseek_v3,
+    draw_distilbert,
+    draw_falcon,
+    draw_gemma3,
+    draw_gpt_neox,
+    draw_grouped_experts,
+    draw_llama4,
+    draw_opt,
+    draw_t5,
+    draw_vit,
+    draw_whisper,
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class KindFamily:
+    """A family as it is drawn in small sizes, and what its activation bytes may depend on."""
+
+    model_type: str
+    """Of its configuration."""
+    sizes: Callable[[random.Random], Values]
+    """Draws the configuration's sizes: widths are multiples of 8, so that no activation is shaped like a weight."""
+    widths: tuple[str, ...]
+    """What a token keeps a multiple of."""
+    more: tuple[str, ...] = ()
+    """Features that are not a token times a width."""
+    depth: Callable[[Values, Mapping[str, int]], Values]
+    """The configuration with a number of layers of each kind."""
+    kinds: Mapping[str, str] = field(default_factory=dict)
+    """For each kind of layer, in the order of execution, a parameter that every layer of it holds once; or
+    `layer_types=NAME` where `config.json` alone tells them apart; `ONE - OTHER` where another kind holds it too."""
+    interleaved: bool = False
+    """Whether kinds take turns."""
+    settings: tuple[str, ...] = ()
+    """Values of the configuration that change which operators run: others than the traced ones have the bound."""
+    inputs: str = "text"
+    """What the model reads: `text`, `text pair`, `image`, `image and text`, `image in text`, `sound`."""
+    attentions: tuple[str, ...] = ("fused", "eager")
+    adapters: tuple[Adapter, ...] = ("none", "lora_all_linear")
+    """PEFT 0.21 adapts routed experts too, and bytes then grow with the weights: mixtures have the first alone."""
+
+
+def _one_stack(name: str) -> Callable[[Values, Mapping[str, int]], Values]:
+    return lambda values, depths: values | {name: depths["layer"]}
+
+
+_BERT_WIDTHS = ("hidden_size", "intermediate_size", "attention_heads", "vocab_size")
+_TEXT = ("constant", "sequence", "position", "token", "position*position", "token*position")
+
+
+def _encoder(model_type: str, stack: str, **options: Any) -> KindFamily:
+    defaults: dict[str, Any] = {
+        "sizes": draw_bert,
+        "widths": _BERT_WIDTHS,
+        "more": (*_TEXT, "token*position*attention_heads"),
+        "depth": _one_stack("num_hidden_layers"),
+        "settings": ("hidden_act", "is_decoder"),
+    }
+    kinds = {"layer": f"{stack}.*.output.dense.weight"}
+    return KindFamily(model_type=model_type, **(defaults | {"kinds": kinds} | options))
+
+
+def _towers(values: Values, depths: Mapping[str, int]) -> Values:
+    return values | {
+        "text_config": values["text_config"] | {"num_hidden_layers": depths["text"]},
+        "vision_config": values["vision_config"] | {"num_hidden_layers": depths["vision"]},
+    }
+
+
+def _dense_then_routed(values: Values, depths: Mapping[str, int]) -> Values:
+    return values | {"first_k_dense_replace": depths["dense"], "num_hidden_layers": depths["dense"] + depths["routed"]}
+
+
+def _gpt_oss(values: Values, depths: Mapping[str, int]) -> Values:
+    kinds = ["sliding_attention", "full_attention"] * depths["layer"]
+    return values | {"num_hidden_layers": depths["layer"], "layer_types": kinds[: depths["layer"]]}
+
+
+def _llama4(values: Values, depths: Mapping[str, int]) -> Values:
+    kinds = taking_turns(depths)
+    return values | {
+        "num_hidden_layers": len(kinds),
+        "layer_types": ["full_attention" if kind == "full" else "chunked_attention" for kind in kinds],
+        "no_rope_layers": [int(kind != "full") for kind in kinds],
+        "moe_layers": [number for number, kind in enumerate(kinds) if kind != "dense"],
+    }
+
+
+def _gemma3(values: Values, depths: Mapping[str, int]) -> Values:
+    found = _towers(values, depths)
+    # Both stand in published models, and each has its own rotation.
+    kinds = (["sliding_attention", "full_attention"] * depths["text"])[: depths["text"]]
+    return found | {"text_config": found["text_config"] | {"layer_types": kinds}}
+
+
+def taking_turns(depths: Mapping[str, int]) -> list[str]:
+    """Return kinds of layers in turns, the last ones one of each in the order of the mapping.
+
+    >>> taking_turns({"linear": 3, "full": 2})
+    ['linear', 'linear', 'full', 'linear', 'full']
+    """
+    turns = min(depths.values())
+    more = [kind for kind, depth in depths.items() for _ in range(depth - turns)]
+    return more + list(depths) * turns
+
+
+_ROUTED = (
+    *(
+        "experts",
+        "experts*hidden_size",
+        "token*experts",
+        "token*experts_per_token",
+        "token*experts_per_token*hidden_size",
+    ),
+    *("token*experts_per_token*expert_intermediate_size", "token*experts_per_token*experts"),
+)
+_GROUPED_WIDTHS = ("hidden_size", "query_size", "key_value_size", "attention_heads", "key_value_heads", "vocab_size")
+_LATENT: dict[str, Any] = {
+    "widths": (
+        *("hidden_size", "intermediate_size", "attention_heads", "vocab_size", "kv_lora_rank", "q_lora_rank"),
+        *("qk_rope_head_dim", "attention_heads*qk_nope_head_dim", "attention_heads*qk_rope_head_dim"),
+        *("attention_heads*v_head_dim",),
+        "n_shared_experts*expert_intermediate_size",
+    ),
+    "more": (*_TEXT, "token*position*attention_heads", "position*qk_rope_head_dim", *_ROUTED),
+    "depth": _dense_then_routed,
+    "kinds": {
+        "dense": "model.layers.*.mlp.down_proj.weight",
+        "routed": "model.layers.*.mlp.shared_experts.down_proj.weight",
+    },
+    "attentions": ("fused",),
+}
+"""Latent attention, its first layers dense (DeepSeek)."""
+_VISION = "sequence*vision_config.patches"
+_VISION_WIDTHS = ("hidden_size", "intermediate_size", "num_attention_heads")
+_TOWER = (
+    *(f"sequence*vision_config.{width}" for width in _VISION_WIDTHS),
+    *(f"{_VISION}*vision_config.{width}" for width in _VISION_WIDTHS),
+    *(_VISION, f"{_VISION}*vision_config.patches*vision_config.num_attention_heads", "vision_config.patches"),
+    "sequence*vision_config.image_size*vision_config.image_size",
+)
+_POOLED = tuple(f"sequence*mm_tokens_per_image{width}" for width in ("", "*hidden_size", "*vision_config.hidden_size"))
+_FRAMES = "sequence*max_source_positions"
+
+KIND_FAMILIES: Mapping[str, KindFamily] = {
+    "BertForMaskedLM": _encoder("bert", "bert.encoder.layer"),
+    "RobertaForMaskedLM": _encoder("roberta", "roberta.encoder.layer"),
+    "DistilBertForMaskedLM": _encoder(
+        "distilbert",
+        "distilbert",
+        sizes=draw_distilbert,
+        widths=("hidden_size", "hidden_dim", "attention_heads", "vocab_size"),
+        depth=_one_stack("n_layers"),
+        kinds={"layer": "distilbert.transformer.layer.*.ffn.lin2.weight"},
+        settings=("activation",),
+    ),
+    "DebertaV2ForMaskedLM": _encoder("deberta-v2", "deberta.encoder.layer", attentions=("eager",)),
+    "OPTForCausalLM": _encoder(
+        "opt",
+        "opt",
+        sizes=draw_opt,
+        kinds={"layer": "model.decoder.layers.*.fc2.weight"},
+        settings=("activation_function", "do_layer_norm_before", "enable_bias", "_remove_final_layer_norm"),
+    ),
+    "GPTNeoXForCausalLM": _encoder(
+        "gpt_neox",
+        "gpt_neox",
+        sizes=draw_gpt_neox,
+        widths=(*_BERT_WIDTHS, "head_dim"),
+        more=(*_TEXT, "token*position*attention_heads", "position*head_dim"),
+        kinds={"layer": "gpt_neox.layers.*.mlp.dense_4h_to_h.weight"},
+        settings=("hidden_act", "use_parallel_residual"),
+    ),
+    "FalconForCausalLM": _encoder(
+        "falcon",
+        "falcon",
+        sizes=draw_falcon,
+        widths=("hidden_size", "ffn_hidden_size", "attention_heads", "vocab_size", "head_dim"),
+        more=(*_TEXT, "token*position*attention_heads", "position*head_dim"),
+        kinds={"layer": "transformer.h.*.mlp.dense_4h_to_h.weight"},
+        settings=("activation", "alibi", "new_decoder_architecture", "multi_query", "parallel_attn", "bias"),
+    ),
+    "BloomForCausalLM": _encoder(
+        "bloom",
+        "bloom",
+        sizes=draw_bloom,
+        widths=("hidden_size", "attention_heads", "vocab_size"),
+        depth=_one_stack("n_layer"),
+        kinds={"layer": "transformer.h.*.mlp.dense_4h_to_h.weight"},
+        settings=("apply_residual_connection_post_layernorm",),
+        attentions=("eager",),
+    ),
+    "CohereForCausalLM": _encoder(
+        "cohere",
+        "cohere",
+        sizes=draw_cohere,
+        widths=(*_BERT_WIDTHS, "key_value_heads", "key_value_size", "head_dim"),
+        more=(*_TEXT, "token*position*attention_heads", "position*head_dim"),
+        kinds={"layer": "model.layers.*.mlp.down_proj.weight"},
+        settings=("hidden_act", "use_qk_norm"),
+        attentions=("fused", "eager", "math"),
+    ),
+    "ViTForImageClassification": KindFamily(
+        model_type="vit",
+        sizes=draw_vit,
+        widths=(),
+        more=(
+            *("constant", "sequence", "sequence*hidden_size", "sequence*intermediate_size", "sequence*attention_heads"),
+            *("sequence*patches", "sequence*patches*hidden_size", "sequence*patches*intermediate_size"),
+            *("sequence*patches*attention_heads", "sequence*patches*patches*attention_heads", "patches"),
+            "sequence*image_size*image_size",
+        ),
+        depth=_one_stack("num_hidden_layers"),
+        kinds={"layer": "vit.layers.*.mlp.fc2.weight"},
+        settings=("hidden_act", "num_channels"),
+        inputs="image",
+    ),
+    "DeepseekV2ForCausalLM": KindFamily(
+        model_type="deepseek_v2",
+        sizes=draw_deepseek,
+        settings=("hidden_act", "topk_method", "norm_topk_prob", "output_router_logits"),
+        **_LATENT,
+    ),
+    "DeepseekV3ForCausalLM": KindFamily(
+        model_type="deepseek_v3",
+        sizes=draw_deepseek_v3,
+        settings=("hidden_act", "norm_topk_prob", "output_router_logits"),
+        **(_LATENT | {"more": (*_LATENT["more"], "token*n_group", "token*topk_group")}),
+    ),
+    "GptOssForCausalLM": KindFamily(
+        model_type="gpt_oss",
+        sizes=draw_grouped_experts,
+        widths=_GROUPED_WIDTHS,
+        more=(*_TEXT, "token*position*attention_heads", "position*head_dim", *_ROUTED),
+        depth=_gpt_oss,
+        kinds={"layer": "model.layers.*.mlp.router.weight"},
+        settings=("attention_bias", "output_router_logits"),
+        attentions=("eager",),
+    ),
+    "Llama4ForCausalLM": KindFamily(
+        model_type="llama4_text",
+        sizes=draw_llama4,
+        widths=(
+            *_GROUPED_WIDTHS,
+            *("intermediate_size_mlp", "expert_intermediate_size", "expert_intermediate_size*experts"),
+        ),
+        more=(*_TEXT, "token*position*attention_heads", "position*head_dim", "token*experts*hidden_size", *_ROUTED),
+        depth=_llama4,
+        kinds={
+            "dense": "model.layers.*.feed_forward.down_proj.weight",
+            "chunked": "layer_types=chunked_attention - model.layers.*.feed_forward.down_proj.weight",
+            "full": "layer_types=full_attention",
+        },
+        interleaved=True,
+        settings=("hidden_act", "use_qk_norm", "attn_temperature_tuning"),
+        attentions=("fused", "math"),
+        adapters=("none",),
+    ),
+    "T5ForConditionalGeneration": KindFamily(
+        model_type="t5",
+        sizes=draw_t5,
+        widths=("hidden_size", "query_size", "intermediate_size", "attention_heads", "vocab_size"),
+        more=(
+            *_TEXT,
+            *("token*position*attention_heads", "position*position*attention_heads"),
+            "relative_attention_num_buckets*attention_heads",
+        ),
+        depth=lambda values, depths: (
+            values | {"num_layers": depths["encoder"], "num_decoder_layers": depths["decoder"]}
+        ),
+        kinds={
+            "encoder": "encoder.block.*.layer.0.SelfAttention.q.weight",
+            "decoder": "decoder.block.*.layer.1.EncDecAttention.q.weight",
+        },
+        settings=("feed_forward_proj", "scale_decoder_outputs"),
+    ),
+    "WhisperForConditionalGeneration": KindFamily(
+        model_type="whisper",
+        sizes=draw_whisper,
+        widths=("hidden_size", "decoder_ffn_dim", "attention_heads", "vocab_size"),
+        more=(
+            *_TEXT,
+            *("token*position*attention_heads", _FRAMES, "max_source_positions", "max_source_positions*hidden_size"),
+            *(f"{_FRAMES}*{width}" for width in ("hidden_size", "encoder_ffn_dim", "attention_heads", "num_mel_bins")),
+            f"{_FRAMES}*max_source_positions*attention_heads",
+            "token*max_source_positions*attention_heads",
+        ),
+        depth=lambda values, depths: (
+            values | {"encoder_layers": depths["encoder"], "decoder_layers": depths["decoder"]}
+        ),
+        kinds={
+            "encoder": "model.encoder.layers.*.fc2.weight",
+            "decoder": "model.decoder.layers.*.encoder_attn.q_proj.weight",
+        },
+        settings=("activation_function", "apply_spec_augment"),
+        inputs="sound",
+    ),
+    "CLIPModel": KindFamily(
+        model_type="clip",
+        sizes=draw_clip,
+        widths=("hidden_size", "intermediate_size", "attention_heads"),
+        more=(
+            *_TEXT,
+            *("token*position*attention_heads", "sequence*hidden_size", "sequence*projection_dim", "sequence*sequence"),
+            *_TOWER,
+        ),
+        depth=_towers,
+        kinds={
+            "vision": "vision_model.encoder.layers.*.mlp.fc2.weight",
+            "text": "text_model.encoder.layers.*.mlp.fc2.weight",
+        },
+        settings=("text_config.hidden_act", "vision_config.hidden_act"),
+        inputs="image and text",
+    ),
+    "Gemma3ForConditionalGeneration": KindFamily(
+        model_type="gemma3",
+        sizes=draw_gemma3,
+        widths=(*_GROUPED_WIDTHS, "intermediate_size"),
+        more=(*_TEXT, "position*head_dim", *_TOWER, "vision_config.patches*vision_config.hidden_size", *_POOLED),
+        depth=_gemma3,
+        kinds={
+            "vision": "model.vision_tower.encoder.layers.*.mlp.fc2.weight",
+            "text": "model.language_model.layers.*.mlp.down_proj.weight",
+        },
+        settings=(
+            *("text_config.hidden_activation", "text_config.use_bidirectional_attention", "text_config.model_type"),
+            *("vision_config.hidden_act", "vision_config.num_channels", "vision_config.model_type"),
+        ),
+        inputs="image in text",
+        attentions=("masked",),
+    ),
+}
+"""By the class that is traced."""

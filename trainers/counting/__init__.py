@@ -1,0 +1,1 @@
+"""Counting of labels, samples and tokens, and standard errors of means."""

@@ -1,0 +1,59 @@
+"""Rank task of `distill`: builds the Trainer and returns its metrics."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ....plugins.transformers.training_arguments import prepare_model_directory_save, save_model_directory
+from ...parallel.trainer_for import PlannedParallelism
+from ...runs.ranks import RankContext, TrainingTask, placed_teacher, trained_model
+from .settings import TEACHER_TOKENIZER, DistillJob, distillation_config
+
+
+class DistillTask(DistillJob, TrainingTask):
+    """Train a student with a teacher.
+
+    With transformers 5.17.0, `Trainer.evaluate` before training starts an inference engine under DeepSpeed, which
+    requires ZeRO-3. The student is therefore evaluated inside `train`, when everything is wrapped.
+    """
+
+    evaluates_last = True
+
+    def build(self, context: RankContext) -> Any:
+        """Return the Trainer."""
+        from transformers import AutoTokenizer
+
+        from ..cache.teacher_cache import CachedTeacherDataset, TeacherCache
+        from ..trainer import DistillationTrainer
+
+        prepare_model_directory_save(context.arguments)
+        settings, teacher_tokenizer, common = self.settings, None, context.trainer_arguments()
+        student = trained_model(self.student, settings, context)
+        if settings.teacher_cache is None:
+            teacher: Any = placed_teacher(self.teacher, settings.teacher_revision, self, context)
+        else:
+            teacher = TeacherCache.open(settings.teacher_cache)
+            for name in ("train_dataset", "eval_dataset"):
+                common[name] = CachedTeacherDataset(common[name], teacher)
+        if settings.cross_tokenizer:
+            directory = str(context.work / TEACHER_TOKENIZER)
+            teacher_tokenizer = AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
+        return PlannedParallelism().make_trainer(
+            trainer_class=DistillationTrainer,
+            model=student,
+            teacher=teacher,
+            teacher_placement=self.placement,
+            distillation=distillation_config(settings, self.vocab_size),
+            teacher_tokenizer=teacher_tokenizer,
+            **common,
+        )
+
+    def metrics(self, trainer: Any, context: RankContext) -> dict[str, Any]:
+        """Save the student, and return the Trainer's first and last evaluation."""
+        save_model_directory(trainer, self.output_dir, allow_nonfinite=self.settings.allow_nonfinite)
+        evaluations = [
+            {name.removeprefix("eval_"): value for name, value in entry.items() if name.startswith("eval_")}
+            for entry in trainer.state.log_history
+            if any(name.startswith("eval_") for name in entry)
+        ]
+        return {"before": evaluations[0], "after": evaluations[-1]}

@@ -1,0 +1,104 @@
+"""Settings of `shardwright distill` and their checks, and the job of its ranks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from pydantic import Field
+
+from ....ds_configs.specs.errors import ConfigError
+from ....ds_configs.specs.settings import adapter_errors
+from ...runs.settings import LaunchedJob, LaunchedSettings, ObjectiveSettings, launched_errors
+
+if TYPE_CHECKING:
+    from ..config import DistillationConfig
+
+
+TEACHER_TOKENIZER = "teacher_tokenizer"
+
+
+class DistillSettings(ObjectiveSettings, LaunchedSettings):
+    """Every setting of `shardwright distill`."""
+
+    group = "Distillation"
+
+    method: Literal["full", "lora"] = Field("full", description="Full training or LoRA")
+    hidden_states: float = Field(0.0, ge=0, description="Weight of the hidden-state loss; 0: off")
+    attention: float = Field(0.0, ge=0, description="Weight of the attention-relation loss; 0: off")
+    on_policy: float = Field(0.0, description="Share of micro-batches with completions that the student generates")
+    max_new_tokens: int = Field(128, ge=1, description="Maximum tokens of a generated completion")
+    prompt_tokens: int | None = Field(
+        None,
+        ge=1,
+        description="Prompt length with --on-policy. Default: up to the first label; plain text: half",
+    )
+    cross_tokenizer: bool = Field(False, description="Distill between models with different tokenizers")
+    teacher_cache: str | None = Field(
+        None, description="Directory written by cache-teacher; no teacher runs during training"
+    )
+
+
+class DistillJob(LaunchedJob):
+    """Job of every rank."""
+
+    task: Literal["distill"] = "distill"
+    settings: DistillSettings = Field(description="the user's settings")
+    teacher: str = Field(description="Hub id or directory")
+    student: str = Field(description="Hub id, directory or config.json")
+    vocab_size: int | None = Field(description="tokens that both tokenizers have; None across tokenizers")
+
+
+def distillation_config(settings: DistillSettings, vocab_size: int | None) -> DistillationConfig:
+    """Return the terms of the loss.
+
+    Raises:
+        UsageError: values out of range, all together.
+    """
+    from ..config import DistillationConfig, OnPolicy
+    from ..feature_matching import AttentionTerm, HiddenStateTerm
+
+    fraction, max_new_tokens = settings.on_policy, settings.max_new_tokens
+    on_policy = OnPolicy(fraction=fraction, max_new_tokens=max_new_tokens, prompt_tokens=settings.prompt_tokens)
+    return DistillationConfig(
+        alpha=settings.alpha,
+        temperature=settings.temperature,
+        divergence=settings.loss,
+        mixture=settings.mixture,
+        vocab_size=vocab_size,
+        hidden_states=HiddenStateTerm(weight=settings.hidden_states) if settings.hidden_states else None,
+        attention=AttentionTerm(weight=settings.attention) if settings.attention else None,
+        on_policy=on_policy if settings.on_policy else None,
+        cross_tokenizer="aligned" if settings.cross_tokenizer else None,
+    )
+
+
+def distill_settings_errors(settings: DistillSettings) -> list[ConfigError]:
+    """Return the errors that are known before any file is read."""
+    errors: list[ConfigError] = []
+    cached = settings.teacher_placement == "cached"
+
+    def reject_set(names: tuple[str, ...], rule: str, fix: str) -> None:
+        values = {name: getattr(settings, name) for name in names if getattr(settings, name)}
+        errors.extend(ConfigError(where=name, value=value, rule=rule, fix=fix) for name, value in values.items())
+
+    live_terms = ("hidden_states", "attention", "on_policy")
+    if settings.cross_tokenizer:
+        rule = "cannot be combined with --cross-tokenizer, because positions differ between tokenizers"
+        reject_set(live_terms, rule, "remove one of them")
+    errors += launched_errors(settings) + adapter_errors(settings.stated(), settings.method)
+    if cached and settings.teacher_cache is None:
+        fix = "pass --teacher-cache with a directory written by cache-teacher"
+        errors.append(ConfigError(where="teacher_placement", value="cached", rule="requires a cache", fix=fix))
+    if settings.teacher_cache is not None:
+        if settings.teacher_placement not in ("auto", "cached"):
+            value, rule = settings.teacher_placement, "must be auto or cached with --teacher-cache"
+            errors.append(ConfigError(where="teacher_placement", value=value, rule=rule, fix="remove one of them"))
+        if not Path(settings.teacher_cache).is_dir():
+            rule = "must be an existing directory"
+            errors.append(ConfigError(where="teacher_cache", value=settings.teacher_cache, rule=rule))
+    if settings.method == "lora" and settings.hidden_states:
+        reject_set(("hidden_states",), "trains projectors, which LoRA adapters cannot store", "use --method full")
+    if cached or settings.teacher_cache is not None:
+        reject_set((*live_terms, "cross_tokenizer"), "requires a live teacher", "remove --teacher-cache")
+    return errors

@@ -1,0 +1,237 @@
+"""`distill`: check settings, models and data, plan, and run."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Mapping
+from contextlib import redirect_stdout
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from ....ds_configs.specs.errors import ConfigError, UsageError, collecting
+from ....ds_configs.specs.settings import settings_of
+from ....plugins.planning.from_names import plan as select_plan
+from ....plugins.planning.models import load_model_spec
+from ...data.models import TOKENIZER_FILES, StartingModel, load_config, load_tokenizer, with_positions
+from ...data.samples import Samples
+from ...data.sources import local_place
+from ...runs.inputs import (
+    chosen_hardware,
+    is_without,
+    launch_errors,
+    limited_held_out,
+    named_samples,
+    run_output_errors,
+    trained_teacher,
+    training_job,
+)
+from ...runs.run import PreparedTraining, run_training
+from ...runs.settings import RunRequest
+from .report import DistillationOutcome, DistillationResult, distillation_file_names
+from .settings import TEACHER_TOKENIZER, DistillJob, DistillSettings, distill_settings_errors, distillation_config
+
+logger = logging.getLogger(__name__)
+
+
+def distill(
+    teacher: str, student: str, output_dir: str | Path, *, resume: bool = False, force: bool = False, **settings: Any
+) -> DistillationOutcome:
+    """Distill a teacher into a student: plan, launch ranks, evaluate before and after, save with a model card.
+
+    Nothing is printed on stdout; messages and progress are logged. Example:
+    ``shardwright.distill("teacher", "student", "distilled", dataset="python-help", max_steps=100).result.after``
+
+    Args:
+        teacher: Hub id or directory; weights are read from safetensors.
+        student: Hub id or directory, or a `config.json` for random weights.
+        output_dir: Directory for the student, with plan and report.
+        resume: Resume from the last checkpoint in `output_dir`.
+        force: Write into a directory that is not empty.
+        settings: Fields of `DistillSettings`, which are the flags of `shardwright distill`.
+
+    Returns:
+        All measurements; `to_dict()` is what `--format json` prints.
+
+    Raises:
+        UsageError: all errors of the settings together.
+        RefusedInputError: files of a model are corrupt or unsafe.
+        DoesNotFitError: no layout fits.
+        ShardwrightError: a rank failed; names the rank and its error.
+    """
+    request = RunRequest(output_dir=Path(output_dir), resume=resume, force=force)
+    with redirect_stdout(sys.stderr):
+        return run_training(prepare_distillation(settings_of(DistillSettings, settings), teacher, student, request))
+
+
+@dataclass(frozen=True, kw_only=True)
+class PreparedDistillation(PreparedTraining[DistillationOutcome]):
+    """A checked distillation, ready to launch; nothing has been written."""
+
+    settings: DistillSettings
+    teacher: str
+    """Hub id or directory of the teacher."""
+    student: str
+    """Hub id, directory or `config.json` of the student."""
+    teacher_tokenizer: Any
+    """The teacher's tokenizer; `tokenizer` is the student's."""
+    vocab_size: int | None
+    """Tokens that both tokenizers have; `None` across tokenizers."""
+
+    kind = "distill"
+
+    @property
+    def models(self) -> dict[str, str]:
+        return {"revision": self.student} | ({} if self.settings.teacher_cache else {"teacher_revision": self.teacher})
+
+    @property
+    def own_file_names(self) -> tuple[str, ...]:
+        return distillation_file_names(self.settings)
+
+    @property
+    def own_arguments(self) -> dict[str, Any]:
+        """Keys of `TrainingArguments` that evaluate the student before its first step."""
+        return {"eval_on_start": True}
+
+    def job(self, common: Mapping[str, Any], work: Path) -> DistillJob:
+        """Save the teacher's tokenizer for the ranks, and return their job."""
+        self.teacher_tokenizer.save_pretrained(str(work / TEACHER_TOKENIZER))
+        cache = self.settings.teacher_cache
+        own: dict[str, Any] = {"teacher": self.teacher, "student": self.student, "vocab_size": self.vocab_size}
+        if cache:
+            own["settings"] = common["settings"].model_copy(update={"teacher_cache": str(Path(cache).absolute())})
+        return DistillJob(**{**common, **own})
+
+    def outcome(self, result: Mapping[str, Any], common: Mapping[str, Any]) -> DistillationOutcome:
+        measured = DistillationResult(**result)
+        return DistillationOutcome(teacher=self.teacher, student=self.student, result=measured, **common)
+
+
+def prepare_distillation(
+    settings: DistillSettings, teacher: str, student: str, request: RunRequest
+) -> PreparedDistillation:
+    """Check settings, models and data, report all errors together, and plan.
+
+    Args:
+        settings: Settings of the command.
+        teacher: Hub id or directory.
+        student: Hub id, directory, or `config.json` for random weights.
+        request: Output directory and options of the run.
+
+    Raises:
+        UsageError: all errors together.
+        RefusedInputError: files of a model are corrupt or unsafe.
+        PlanDoesNotFitError: no layout fits.
+    """
+    errors = distill_settings_errors(settings)
+    sources = {"the teacher": teacher, "the student": student, "the teacher cache": settings.teacher_cache}
+    errors += run_output_errors(request, sources | {"the dataset": local_place(settings.dataset)})
+    with collecting(errors):
+        distillation_config(settings, None)
+    hardware = loaded_student = loaded_teacher = tokenizers = samples = None
+    with collecting(errors):
+        hardware = chosen_hardware(settings)
+        errors += [] if request.dry_run else launch_errors(hardware, request.place)
+    with collecting(errors):
+        loaded_student = load_model_spec(student, revision=settings.revision)
+    with collecting(errors):
+        loaded_teacher = trained_teacher(teacher, settings.teacher_revision)
+    if loaded_student is not None and loaded_teacher is not None:
+        with collecting(errors):
+            settings, tokenizers = _with_tokenizers(settings, teacher, student)
+    if tokenizers is not None and settings.dataset:
+        with collecting(errors):
+            samples = named_samples(settings, tokenizers[0])
+            if settings.teacher_cache is not None and Path(settings.teacher_cache).is_dir():
+                samples = _stored(samples, settings, teacher, tokenizers)
+    if errors:
+        raise UsageError(errors)
+    assert hardware and loaded_student and loaded_teacher and tokenizers and samples, "what failed left an error"
+    own, other = loaded_student.spec.parameter_count, loaded_teacher.spec.parameter_count
+    if own > other:
+        logger.info(f"the student has {own:,} parameters and the teacher {other:,}: are they swapped?")
+    if settings.on_policy and settings.prompt_tokens is None and samples.statistics.kind == "text":
+        # Every token of plain text has a label, so the student completes the first half of a sample.
+        settings = settings.model_copy(update={"prompt_tokens": settings.seq_len // 2})
+    placement = "cached" if settings.teacher_cache else settings.teacher_placement
+    job = training_job(settings, hardware, teacher=loaded_teacher.spec, teacher_placement=placement)
+    plan = select_plan(loaded_student, hardware, job, notify=logger.info)
+    if errors := settings.engine_errors(plan.chosen.strategy.engine):
+        raise UsageError(errors)
+    return PreparedDistillation(
+        request=request,
+        settings=settings,
+        teacher=teacher,
+        student=student,
+        plan=plan,
+        samples=limited_held_out(samples, settings),
+        tokenizer=tokenizers[0],
+        teacher_tokenizer=tokenizers[1],
+        vocab_size=tokenizers[2],
+    )
+
+
+def _with_tokenizers(
+    settings: DistillSettings, teacher: str, student: str
+) -> tuple[DistillSettings, tuple[Any, Any, int | None]]:
+    """Return settings with a supported sequence length, the tokenizers of student and teacher, and their common size.
+
+    A student without a tokenizer gets the teacher's.
+    """
+    own = StartingModel(model=student, revision=settings.revision)
+    other = StartingModel(model=teacher, revision=settings.teacher_revision)
+    config, teacher_config = load_config(own), load_config(other)
+    # Across tokenizers the teacher reads the same text in its own tokens, which may be fewer or more.
+    fitting = with_positions(settings, config, *(() if settings.cross_tokenizer else (teacher_config,)))
+    width = config.get_text_config().vocab_size
+    taught = load_tokenizer(other, teacher_config.get_text_config().vocab_size)
+    if is_without(Path(student), TOKENIZER_FILES) and not is_without(Path(teacher), TOKENIZER_FILES):
+        largest = max(taught.get_vocab().values())
+        if largest >= width:
+            rule = f"the student has no tokenizer, and the teacher's has ids up to {largest}"
+            fix = "use a student with a larger vocabulary or its own tokenizer"
+            raise UsageError(ConfigError(where="student: vocab_size", value=width, rule=rule, fix=fix))
+        tokenizer = taught
+    else:
+        tokenizer = load_tokenizer(own, width)
+    if settings.cross_tokenizer:
+        return fitting, (tokenizer, taught, None)
+    from ...data.tokenizers import agreed_vocab_size
+
+    return fitting, (tokenizer, taught, agreed_vocab_size(tokenizer, taught))
+
+
+def _stored(samples: Samples, settings: DistillSettings, teacher: str, tokenizers: tuple[Any, Any, Any]) -> Samples:
+    """Check that a cache of this teacher has all training samples; keep the held-out samples that it has."""
+    from ..cache.cache_writer import template_hash, tokenizer_hash, weights_identity
+    from ..cache.teacher_cache import TeacherCache, read_manifest
+
+    directory = Path(settings.teacher_cache or "")
+    where = f"teacher_cache {directory}"
+    key, _ = read_manifest(directory)
+    config = load_config(StartingModel(model=teacher, revision=settings.teacher_revision))
+    expected = replace(
+        key,
+        weights=weights_identity(teacher, settings.teacher_revision, config),
+        tokenizer=tokenizer_hash(tokenizers[1]),
+        template=template_hash(tokenizers[0], used=samples.statistics.kind == "messages"),
+    )
+    cache = TeacherCache.open(directory, expected)
+    layout, errors = cache.key.layout, []
+    if settings.temperature not in layout.temperatures:
+        stored = ", ".join(f"{temperature:g}" for temperature in layout.temperatures)
+        rule = f"has temperatures {stored}, not {settings.temperature:g}"
+        errors.append(ConfigError(where=where, rule=rule, fix="use one of them, or cache again with --temperature"))
+    missing = sum(sample["input_ids"] not in cache for sample in samples.train)
+    if missing:
+        rule = f"lacks {missing} of {len(samples.train)} training samples"
+        fix = "cache the same dataset with the same --seq-len"
+        errors.append(ConfigError(where=where, rule=rule, fix=fix))
+    if errors:
+        raise UsageError(errors)
+    known = [sample for sample in samples.evaluation if sample["input_ids"] in cache]
+    if not known:
+        rule = "has none of the held-out samples, so the student could not be compared with its teacher"
+        raise UsageError(ConfigError(where=where, rule=rule, fix="cache the dataset again, with its held-out samples"))
+    return replace(samples, evaluation=known)

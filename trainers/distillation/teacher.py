@@ -1,0 +1,616 @@
+"""The teacher of a distillation: checks, placement, teachers made of the student, batches, and the forward pass."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from transformers import TrainerCallback
+
+from ...ds_configs.plan.output import replacing
+from ...ds_configs.specs.errors import ConfigError, UsageError
+from ...ds_configs.specs.job import TeacherPlacement
+from ...plugins.deepspeed.ulysses import own_shard, whole_sequences
+from ...plugins.launching.messages import note_on_first_rank
+from ...plugins.safetensors.reading import read_header
+from ...plugins.transformers.attention_capture import hidden_states_of
+from ...plugins.transformers.output_heads import OutputHead, head_module, head_tensors
+from ..data.chat import IGNORED_LABEL
+from ..losses.cross_tokenizer import TEACHER_IDS, TEACHER_MASK
+from ..losses.fused_loss import accepted_inputs, captured_head_input
+from .config import DistillationConfig, Schedule
+
+if TYPE_CHECKING:
+    import torch
+    from accelerate import Accelerator
+    from transformers import (
+        PreTrainedModel,
+        PreTrainedTokenizerBase,
+        Trainer,
+        TrainerControl,
+        TrainerState,
+        TrainingArguments,
+    )
+
+    from ..losses.cross_tokenizer import CrossTokenizerLoss
+    from .cache.teacher_cache import TeacherCache
+    from .feature_matching import Captured, FeatureMatching
+
+TOKEN_WEIGHTS, TEACHER_ROWS, SHIFT_LABELS = "token_weights", "teacher_rows", "shift_labels"
+AVERAGE_FILE = "ema_teacher.safetensors"
+
+
+# Checks, each once, before and after the Trainer is made.
+
+
+def check_arguments(
+    student: Any,
+    teacher: Any,
+    distillation: DistillationConfig,
+    arguments: TrainingArguments | None,
+    trainer_arguments: Mapping[str, Any],
+) -> None:
+    """Reject a teacher, terms and arguments that cannot be combined; warn if the teacher is the smaller model.
+
+    Raises:
+        UsageError: all errors together.
+    """
+    errors = []
+
+    def reject(where: str, rule: str, fix: str = "", value: object = None) -> None:
+        errors.append(ConfigError(where=where, value=value, rule=rule, fix=fix))
+
+    if student is None:
+        reject("model", "a student is required; model_init is not supported")
+    if arguments is not None and arguments.label_smoothing_factor:
+        rule = "must be 0: the teacher's distributions already smooth the labels"
+        reject("label_smoothing_factor", rule, "set it to 0", value=arguments.label_smoothing_factor)
+    if not distillation.is_plain_training:
+        if arguments is not None and arguments.n_gpu > 1:
+            rule = "one process drives several accelerators (DataParallel); no loss here is exact then"
+            reject("n_gpu", rule, "start with accelerate launch", value=arguments.n_gpu)
+        if trainer_arguments.get("compute_loss_func") is not None:
+            rule = "would not be called: the terms of `distillation` are the loss"
+            reject("compute_loss_func", rule, "use the Trainer, or set alpha to 0")
+        if teacher is None and distillation.self_teacher is None:
+            rule = f"alpha = {distillation.alpha} and the other terms need a teacher"
+            reject("teacher", rule, "pass a teacher, or set self_teacher")
+        if teacher is not None and distillation.self_teacher is not None:
+            reject("teacher", "self_teacher makes the student its own teacher", "pass only one of both")
+        if hasattr(teacher, "rows_of"):
+            if distillation.hidden_states is not None or distillation.attention is not None:
+                reject("teacher", "a cache has no hidden states", "use a live teacher")
+            if distillation.on_policy is not None:
+                reject("on_policy", "a cache has only the tokens of the dataset", "use a live teacher")
+            if distillation.cross_tokenizer is not None:
+                reject("cross_tokenizer", "a cache has distributions of one tokenizer")
+            if isinstance(distillation.temperature, Schedule):
+                reject("temperature", "a cache has fixed temperatures", "use one of them")
+        model = teacher.model if hasattr(teacher, "gathered_head") else teacher
+        if hasattr(model, "named_parameters") and hasattr(student, "parameters"):
+            own = {id(parameter) for parameter in student.parameters()}
+            shared = [name for name, parameter in model.named_parameters() if id(parameter) in own]
+            if shared:
+                # Freezing the teacher would freeze the student.
+                rule = f"shares {len(shared)} tensors with the student, such as {shared[0]}, which then could not train"
+                fix = "load the teacher separately, or set distillation.self_teacher"
+                reject("teacher", rule, fix, value=type(model).__name__)
+    if errors:
+        raise UsageError(errors)
+    if teacher is None or distillation.is_plain_training:
+        return
+    # A Transformers model has a `model` too: itself without its head.
+    models = [student, teacher.model if hasattr(teacher, "gathered_head") else teacher]
+    if all(hasattr(model, "num_parameters") for model in models):
+        own_size, teacher_size = (
+            sum(int(getattr(parameter, "ds_numel", parameter.numel())) for parameter in model.parameters())
+            for model in models
+        )
+        if own_size > teacher_size:
+            note_on_first_rank(
+                f"the student has {own_size:,} parameters and the teacher {teacher_size:,}: are they swapped?"
+            )
+
+
+def check_accelerator(accelerator: Accelerator, distillation: DistillationConfig) -> None:
+    """Reject layouts whose losses would not be exact.
+
+    Raises:
+        UsageError: context parallelism, FSDP1, or attention terms under sequence parallelism.
+    """
+    errors = []
+    parallelism = getattr(accelerator, "parallelism_config", None)
+    if parallelism is not None and parallelism.cp_enabled:
+        rule = "context parallelism reorders positions inside a step, which a teacher cannot follow"
+        errors.append(ConfigError(where="cp_size", value=parallelism.cp_size, rule=rule, fix="use sp_size"))
+    if parallelism is not None and parallelism.sp_enabled and distillation.attention is not None:
+        rule = "requires the attention of full sequences, which no rank has under sequence parallelism"
+        errors.append(ConfigError(where="attention", rule=rule, fix="use hidden_states instead, or set sp_size to 1"))
+    plugin = getattr(accelerator.state, "fsdp_plugin", None)
+    if plugin is not None and plugin.fsdp_version == 1:
+        errors.append(ConfigError(where="fsdp_version", value=1, rule="is not supported", fix="set fsdp_version: 2"))
+    if errors:
+        raise UsageError(errors)
+
+
+def cross_tokenizer_loss(
+    distillation: DistillationConfig,
+    trainer_arguments: dict[str, Any],
+    teacher_tokenizer: PreTrainedTokenizerBase | None,
+) -> CrossTokenizerLoss | None:
+    """Return the loss between different tokenizers, and replace the collator by one that adds its inputs.
+
+    Raises:
+        UsageError: a tokenizer is missing or cannot be aligned.
+    """
+    kind = distillation.cross_tokenizer
+    if kind is None:
+        return None
+    from ..losses.cross_tokenizer import CrossTokenizerCollator, CrossTokenizerLoss
+
+    own, collator = trainer_arguments.get("processing_class"), trainer_arguments.get("data_collator")
+    required = {"processing_class": own, "teacher_tokenizer": teacher_tokenizer, "data_collator": collator}
+    missing = [name for name, value in required.items() if value is None]
+    if missing:
+        raise UsageError([ConfigError(where=name, rule="is required with cross_tokenizer") for name in missing])
+    assert collator is not None
+    trainer_arguments["data_collator"] = CrossTokenizerCollator(own, teacher_tokenizer, collator)
+    return CrossTokenizerLoss(kind, own, teacher_tokenizer)
+
+
+# Models.
+
+
+def inner_model(trainer: Trainer) -> PreTrainedModel:
+    """Return the Transformers model inside PEFT and wrappers."""
+    model: PreTrainedModel = trainer.accelerator.unwrap_model(trainer.model)
+    inner: PreTrainedModel = model.get_base_model() if hasattr(model, "get_base_model") else model
+    return inner
+
+
+def predicts_next_token(model: PreTrainedModel) -> bool:
+    """Return whether position t of the logits predicts token t + 1.
+
+    The Trainer (transformers 5.17.0, trainer.py `_loss_shifts_labels`) derives it from the class name and misses
+    GPT-2, whose count then includes the first token of every sample.
+    """
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    return not model.config.is_encoder_decoder and type(model).__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
+
+
+def has_plain_head(model: PreTrainedModel) -> bool:
+    """Return whether the logits are a product with a weight that the fused loss can read."""
+    try:
+        head_tensors(head_module(model))
+    except UsageError:
+        return False
+    return True
+
+
+class Teacher(Protocol):
+    """A frozen model, however it is placed."""
+
+    model: PreTrainedModel
+    """The inner Transformers model."""
+
+    def __call__(self, **inputs: Any) -> Any:
+        """Run it without gradients."""
+
+    def gathered_head(self) -> AbstractContextManager[OutputHead]:
+        """Return a context manager that gives its `OutputHead` with gathered weights."""
+
+
+def place(trainer: Trainer, teacher: Any, placement: TeacherPlacement) -> tuple[Any, TeacherCache | None]:
+    """Return the placed teacher and the cache; one or both are `None`.
+
+    Args:
+        trainer: Its `moving_average` is set for an EMA teacher.
+        teacher: Model, placed teacher, cache, or `None` for a teacher made of the student.
+        placement: How to place a model.
+
+    Raises:
+        UsageError: the student cannot be its own teacher in the requested way.
+    """
+    own = trainer.distillation.self_teacher
+    if own is not None:
+        if own.kind == "deeper_exit":
+            return None, None
+        if own.kind == "adapter_off":
+            return AdapterOff(trainer), None
+        copied = frozen_copy(inner_model(trainer))
+        if own.kind == "ema":
+            copied = copied.float()
+            trainer.moving_average = MovingAverage(copied, lambda: inner_model(trainer), own.decay)
+            trainer.add_callback(trainer.moving_average)
+        return _placed(trainer, copied, "replica"), None
+    if hasattr(teacher, "rows_of"):
+        return None, teacher
+    placed = teacher if hasattr(teacher, "gathered_head") else _placed(trainer, teacher, placement)
+    parallelism = getattr(trainer.accelerator, "parallelism_config", None)
+    if parallelism is not None and parallelism.sp_enabled:
+        from ...plugins.deepspeed.ulysses import keep_own_attention
+
+        keep_own_attention(placed.model)
+    return placed, None
+
+
+def _placed(trainer: Trainer, teacher: Any, placement: TeacherPlacement) -> Teacher:
+    """Place a Transformers model; weights that ZeRO-3 partitioned while loading stay partitioned."""
+    from ...plugins.transformers.teacher_placement import place_teacher
+
+    partitioned = any(hasattr(parameter, "ds_id") for parameter in teacher.parameters())
+    return place_teacher(
+        teacher,
+        "sharded" if partitioned and placement == "replica" else placement,
+        accelerator=trainer.accelerator,
+        micro_batch_size=trainer.args.per_device_train_batch_size,
+    )
+
+
+# Teachers made of the student.
+
+
+def frozen_copy(model: PreTrainedModel) -> PreTrainedModel:
+    """Return a copy of a model that is not wrapped yet, in evaluation mode and without gradients.
+
+    Weights that ZeRO-3 partitioned while loading are gathered one at a time; every rank must call.
+
+    Raises:
+        UsageError: weights are partitioned, and the model differs from what its class builds.
+    """
+    import torch
+
+    if not any(hasattr(parameter, "ds_id") for parameter in model.parameters()):
+        return copy.deepcopy(model).requires_grad_(False).eval()
+    from ...plugins.transformers.checkpoint_tensors import without_zero3
+
+    with without_zero3():
+        teacher = type(model)(copy.deepcopy(model.config)).to(model.dtype)
+    source, target = (dict(each.named_parameters()) | dict(each.named_buffers()) for each in (model, teacher))
+    if source.keys() != target.keys():
+        name = min(source.keys() ^ target.keys())
+        rule = f"ZeRO-3 has partitioned the student's weights, and {name} is not a weight that its class builds"
+        fix = "load the teacher from the same checkpoint, or use a lower ZeRO stage"
+        raise UsageError(ConfigError(where="self_teacher", rule=rule, fix=fix))
+    with torch.no_grad():
+        for name, tensor in target.items():
+            with _gathered(source[name]) as weight:
+                tensor.copy_(weight)
+    return teacher.requires_grad_(False).eval()
+
+
+@contextmanager
+def _gathered(parameter: torch.Tensor) -> Iterator[torch.Tensor]:
+    if hasattr(parameter, "ds_id"):
+        import deepspeed
+
+        with deepspeed.zero.GatheredParameters([parameter]):
+            yield parameter
+        return
+    full_tensor = getattr(parameter, "full_tensor", None)
+    yield parameter if full_tensor is None else full_tensor()
+
+
+class MovingAverage(TrainerCallback):
+    """Keep a teacher at the exponential moving average of the student: ``θ' ← d θ' + (1 - d) θ`` (arXiv 1703.01780).
+
+    Buffers are copied. Under ZeRO-3 and FSDP2 weights are gathered one at a time.
+    """
+
+    def __init__(self, teacher: PreTrainedModel, student: Callable[[], PreTrainedModel], decay: float) -> None:
+        self._teacher, self._student, self._decay = teacher, student, decay
+
+    def on_optimizer_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Update the average after the optimizer step."""
+        import torch
+
+        with torch.no_grad():
+            averages = dict(self._teacher.named_parameters())
+            student = self._student()
+            for name, parameter in student.named_parameters():
+                if name in averages:
+                    average = averages[name]
+                    with _gathered(parameter) as weight:
+                        average.lerp_(weight.to(device=average.device, dtype=average.dtype), 1.0 - self._decay)
+            buffers = dict(self._teacher.named_buffers())
+            for name, buffer in student.named_buffers():
+                if name in buffers:
+                    buffers[name].copy_(buffer)
+
+    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Write the average into the checkpoint."""
+        from safetensors.torch import save_model
+
+        if args.process_index == 0:
+            checkpoint = Path(args.output_dir) / f"checkpoint-{state.global_step}"
+            with replacing(checkpoint / AVERAGE_FILE) as unfinished:
+                save_model(self._teacher, str(unfinished))
+
+    def load(self, checkpoint: str) -> None:
+        """Restore the average of a checkpoint.
+
+        Raises:
+            UsageError: the checkpoint has none.
+        """
+        from safetensors.torch import load_model
+
+        path = Path(checkpoint) / AVERAGE_FILE
+        if not path.is_file():
+            rule = f"has no {AVERAGE_FILE}, and the average cannot be derived from the weights"
+            fix = "resume from a run with the same self_teacher"
+            raise UsageError(ConfigError(where=str(checkpoint), rule=rule, fix=fix))
+        read_header(path)
+        load_model(self._teacher, str(path), device=str(next(self._teacher.parameters()).device))
+
+
+class AdapterOff:
+    """Use the student's base model as the teacher, run through the student's own wrapper."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._trainer = trainer
+        self._wrapped: torch.nn.Module | None = None
+        if not hasattr(trainer.model, "disable_adapter"):
+            rule = "the student has no PEFT adapter to switch off"
+            raise UsageError(ConfigError(where="self_teacher", value="adapter_off", rule=rule, fix="use frozen_copy"))
+
+    @property
+    def model(self) -> PreTrainedModel:
+        """The inner Transformers model, which is the student's."""
+        return inner_model(self._trainer)
+
+    def running(self, wrapped: torch.nn.Module) -> AdapterOff:
+        """Return this teacher, run through a wrapper of the student."""
+        self._wrapped = wrapped
+        return self
+
+    def __call__(self, **inputs: Any) -> Any:
+        """Run the base model in evaluation mode, without gradients."""
+        import torch
+
+        student = self._trainer.model
+        training = student.training
+        student.eval()
+        try:
+            with torch.no_grad(), student.disable_adapter():
+                assert self._wrapped is not None, "`running` sets it"
+                return self._wrapped(**inputs)
+        finally:
+            student.train(training)
+
+    def gathered_head(self) -> AbstractContextManager[OutputHead]:
+        """Give the head without its adapter."""
+        from ...plugins.transformers.teacher_placement import gathered_head
+
+        return gathered_head(self.model)
+
+
+class EarlyExit:
+    """Hidden states of an earlier layer, normalised like the last layer's, so that the same head reads them.
+
+    Raises:
+        UsageError: the model has no list of layers or no final norm.
+    """
+
+    def __init__(self, model: PreTrainedModel, exit_layer: int | None) -> None:
+        decoder = model.get_decoder() if hasattr(model, "get_decoder") else model.base_model
+        layers = next((getattr(decoder, name) for name in ("layers", "h") if hasattr(decoder, name)), None)
+        norms = ("norm", "ln_f", "final_layernorm")
+        norm = next((getattr(decoder, name) for name in norms if hasattr(decoder, name)), None)
+        if layers is None or norm is None:
+            rule = "has no list of layers with a final norm, which an earlier exit requires"
+            raise UsageError(ConfigError(where=type(model).__name__, rule=rule))
+        number = len(layers) // 2 if exit_layer is None else exit_layer
+        if not 0 < number < len(layers):
+            rule = f"must be from 1 to {len(layers) - 1}; the model has {len(layers)} layers"
+            raise UsageError(ConfigError(where="self_teacher.exit_layer", value=number, rule=rule))
+        self._layer, self._norm = layers[number - 1], norm
+        self._output: torch.Tensor | None = None
+
+    @contextmanager
+    def __call__(self) -> Iterator[EarlyExit]:
+        """Keep the layer's output inside the block."""
+        self._output = None
+
+        def keep(_module: object, _inputs: object, output: Any) -> None:
+            # Gradient checkpointing runs the layer again in the backward pass.
+            if self._output is None:
+                self._output = output[0] if isinstance(output, tuple) else output
+
+        handle = self._layer.register_forward_hook(keep)
+        try:
+            yield self
+        finally:
+            handle.remove()
+
+    @property
+    def hidden(self) -> torch.Tensor:
+        """The normalised hidden states at the exit, [B, S, H]."""
+        hidden: torch.Tensor = self._norm(self._output)
+        return hidden
+
+
+# Batches.
+
+
+@dataclass(frozen=True, kw_only=True)
+class DistillationBatch:
+    """One micro-batch, split into what models read and what losses read."""
+
+    model_inputs: dict[str, Any]
+    """Inputs of the models, without labels."""
+    labels: torch.Tensor
+    """[B, S], row t holding the token that position t predicts; [B] for the classification of sequences."""
+    weights: torch.Tensor
+    """fp32, shaped as the labels; 0 where there is no label."""
+    rows_N: torch.Tensor
+    """Flat indices of the rows with a label and a weight above 0."""
+    teacher_rows_N: torch.Tensor | None = None
+    """Row numbers in a teacher's cache, of the rows with a label."""
+    has_token_weights: bool = False
+    """Whether the user weighted tokens."""
+    other_inputs: dict[str, Any] = field(default_factory=dict)
+    """Inputs of other terms: a teacher's own tokens and their alignment."""
+
+    @property
+    def labels_N(self) -> torch.Tensor:
+        """Labels of the rows that count."""
+        return self.labels.reshape(-1)[self.rows_N]
+
+    @property
+    def weights_N(self) -> torch.Tensor:
+        """Weights of the rows that count."""
+        return self.weights.reshape(-1)[self.rows_N]
+
+    def rows_of(self, values: torch.Tensor) -> torch.Tensor:
+        """Return the rows that count of [B, S, ...], as [N, ...]; of [B, ...] where sequences are classified."""
+        return values.reshape(-1, values.shape[-1]).index_select(0, self.rows_N)
+
+    def by_sample(self, rows: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Return fp64 sums [B] over the rows of each sample."""
+        samples_N = self.rows_N // self.labels[0].numel()
+        return {
+            name: values_N.new_zeros(len(self.labels)).double().index_add_(0, samples_N, values_N.double())
+            for name, values_N in rows.items()
+        }
+
+    def position_weights(self) -> torch.Tensor:
+        """Return the weight of every position [B, S]; a classified sequence spreads its weight over its tokens."""
+        import torch
+
+        if self.labels.dim() > 1:
+            return self.weights
+        mask_BS = self.model_inputs.get("attention_mask")
+        mask_BS = torch.ones_like(self.model_inputs["input_ids"]).float() if mask_BS is None else mask_BS.float()
+        return self.weights[:, None] * mask_BS / mask_BS.sum(dim=1, keepdim=True).clamp(min=1)
+
+
+def split_batch(inputs: dict[str, Any], *, shifts: bool) -> DistillationBatch:
+    """Split a batch; labels and weights move one to the left if the model predicts the next token.
+
+    Raises:
+        UsageError: no labels, labels that are not classes, or token weights with labels that are sharded already.
+    """
+    import torch
+
+    inputs = dict(inputs)
+    labels, shifted = inputs.pop("labels", None), inputs.pop(SHIFT_LABELS, None)
+    if labels is None and shifted is None:
+        rule = "batches need labels, which select the positions to distill"
+        fix = "copy input_ids and mask what is not to be learned"
+        raise UsageError(ConfigError(where="labels", rule=rule, fix=fix))
+    weights, teacher_rows = inputs.pop(TOKEN_WEIGHTS, None), inputs.pop(TEACHER_ROWS, None)
+    if weights is not None and labels is None:
+        rule = "cannot be shifted like the labels across the shards of a sequence"
+        raise UsageError(ConfigError(where=TOKEN_WEIGHTS, rule=rule, fix="set sp_size to 1, or mask labels"))
+    labels, is_shifted = (labels, False) if shifted is None else (shifted, True)
+    if labels.is_floating_point():
+        rule = "must be classes: regression and multi-label classification have no distribution to distill"
+        raise UsageError(ConfigError(where="labels", value=str(labels.dtype), rule=rule))
+    if shifts and not is_shifted:
+        labels = torch.nn.functional.pad(labels[..., 1:], (0, 1), value=IGNORED_LABEL)
+    has_token_weights, counted = weights is not None, labels.ne(IGNORED_LABEL)
+    if has_token_weights and shifts:
+        weights = torch.nn.functional.pad(weights[..., 1:], (0, 1), value=0.0)
+    weights = weights.float() * counted if has_token_weights else counted.float()
+    rows_N = weights.reshape(-1).nonzero().squeeze(1)
+    other = {name: value for name, value in inputs.items() if name.startswith(("teacher_", "alignment"))}
+    return DistillationBatch(
+        model_inputs={name: value for name, value in inputs.items() if name not in other},
+        labels=labels,
+        weights=weights,
+        rows_N=rows_N,
+        has_token_weights=has_token_weights,
+        teacher_rows_N=None if teacher_rows is None else teacher_rows.reshape(-1)[rows_N],
+        other_inputs=other,
+    )
+
+
+def with_decoder_inputs(model: PreTrainedModel, inputs: dict[str, Any]) -> dict[str, Any]:
+    """Add the decoder's input, which encoder-decoder models would make from labels that they do not get here.
+
+    Some make it only inside their forward (Blenderbot, SeamlessM4T): labels move one to the right, after the start
+    token.
+    """
+    if not model.config.is_encoder_decoder or "decoder_input_ids" in inputs:
+        return inputs
+    labels = inputs["labels"]
+    if hasattr(model, "prepare_decoder_input_ids_from_labels"):
+        return {**inputs, "decoder_input_ids": model.prepare_decoder_input_ids_from_labels(labels=labels)}
+    shifted = labels.roll(1, dims=-1)
+    shifted[..., 0] = model.config.decoder_start_token_id
+    return {**inputs, "decoder_input_ids": shifted.masked_fill(shifted == IGNORED_LABEL, model.config.pad_token_id)}
+
+
+# The forward pass.
+
+
+@dataclass(frozen=True, kw_only=True)
+class TeacherOutput:
+    """Results of one forward pass of the teacher."""
+
+    hidden_NH: torch.Tensor | None = None
+    """Input of the head at the rows that count."""
+    logits: torch.Tensor | None = None
+    """Logits of all positions."""
+    own_token_logits: torch.Tensor | None = None
+    """Logits of all positions of the teacher's own tokens, with another tokenizer."""
+    hidden_states: tuple[torch.Tensor, ...] | None = None
+    """Hidden states of all layers."""
+    attention: Captured | None = None
+    """Captured attention, as the feature terms read it."""
+
+
+def run_teacher(
+    teacher: Teacher,
+    batch: DistillationBatch,
+    *,
+    fused: bool,
+    features: FeatureMatching | None,
+    sequence_sharded: bool,
+    check_head: bool,
+) -> TeacherOutput:
+    """Run the teacher on a batch; with sharded sequences it reads full sequences and keeps this rank's shard.
+
+    Raises:
+        UnknownLogitsError: with `fused` and `check_head`, if its logits are not those of its head.
+    """
+    inputs = whole_sequences(batch.model_inputs) if sequence_sharded else batch.model_inputs
+    wants_hidden_states = features is not None and features.hidden_term is not None
+    if wants_hidden_states:
+        inputs = {**inputs, "output_hidden_states": True}
+    own: Callable[[torch.Tensor], torch.Tensor] = own_shard if sequence_sharded else lambda tensor: tensor
+    with ExitStack() as stack:
+        head = stack.enter_context(captured_head_input(teacher.model)) if fused else None
+        attention = None if features is None else stack.enter_context(features.capture_teacher(teacher.model))
+        outputs = teacher(**accepted_inputs(teacher.model, inputs))
+    if head is not None and check_head:
+        head.check(f"teacher {type(teacher.model).__name__}", outputs.logits)
+    return TeacherOutput(
+        hidden_NH=None if head is None else batch.rows_of(own(head.inputs[0])),
+        logits=None if fused else own(outputs.logits),
+        hidden_states=tuple(own(states) for states in hidden_states_of(outputs)) if wants_hidden_states else None,
+        attention=attention,
+    )
+
+
+def run_teacher_on_own_tokens(teacher: Teacher, batch: DistillationBatch) -> TeacherOutput:
+    """Run the teacher on its own tokens of the same texts.
+
+    Raises:
+        UsageError: the batch has token weights, or no tokens of the teacher.
+    """
+    if batch.has_token_weights:
+        rule = "spans of several tokens have no weight"
+        raise UsageError(ConfigError(where=TOKEN_WEIGHTS, rule=rule, fix="mask labels, or use one tokenizer"))
+    if TEACHER_IDS not in batch.other_inputs:
+        rule = "batches lack the teacher's own tokens"
+        raise UsageError(ConfigError(where="cross_tokenizer", rule=rule, fix="collate with CrossTokenizerCollator"))
+    inputs = {"input_ids": batch.other_inputs[TEACHER_IDS], "attention_mask": batch.other_inputs[TEACHER_MASK]}
+    return TeacherOutput(own_token_logits=teacher(**accepted_inputs(teacher.model, inputs)).logits)

@@ -1,0 +1,436 @@
+"""Measures of a model at each evaluated token, windows of tokens, and means with their standard errors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from ...ds_configs.specs.errors import ConfigError, RefusedInputError, UsageError
+from ...plugins.launching.messages import log_progress
+from ...plugins.transformers.output_heads import output_head
+from ..data.chat import IGNORED_LABEL, special_prefix, special_suffix
+from ..data.samples import collate, load_samples
+from ..data.sources import PYTHON_HELP, read_utf8
+from ..losses.fused_loss import captured_head_input
+from ..losses.objective import dense_rows
+from ..runs.share import ALONE, Share
+
+if TYPE_CHECKING:
+    import torch
+
+Window = dict[str, list[int]]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TextRequest:
+    """Text that a model is judged on, and the way it is cut."""
+
+    files: tuple[Path, ...] = ()
+    """Plain text files; empty to read `dataset`."""
+    dataset: str = PYTHON_HELP
+    """`ID[:config][#N]` of the Hub, a file or directory of rows, or `python-help`."""
+    split: str = "test"
+    """Split of a Hub dataset."""
+    dataset_revision: str | None = None
+    """Branch, tag or commit of a Hub dataset."""
+    stride: int | None = None
+    """Tokens from one window's start to the next; `None`: `seq_len`, so that none is read twice."""
+    num_samples: int | None = None
+    """Windows to use, from the start of the text; `None`: all."""
+
+    @property
+    def source(self) -> str:
+        """Name that the user gave."""
+        return ", ".join(map(str, self.files)) or self.dataset
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TextWindows:
+    """Windows of tokens with labels; a label of -100 is read, but not judged."""
+
+    windows: tuple[Window, ...]
+    """`input_ids` and `labels` of each, in the order of the text."""
+    source: str
+    """What the text came from."""
+    seq_len_tokens: int
+    """Longest window."""
+    stride_tokens: int
+    """From one window's start to the next."""
+    available_windows: int
+    """Windows that the whole text has."""
+
+    @property
+    def predicted_tokens(self) -> int:
+        """Tokens that are judged; the first one of a window never is, as nothing predicts it."""
+        return sum(label != IGNORED_LABEL for window in self.windows for label in window["labels"][1:])
+
+
+def text_windows(request: TextRequest, tokenizer: Any, *, seq_len: int) -> TextWindows:
+    """Read a text and cut it into windows of `seq_len` tokens.
+
+    Documents of plain text are joined, each with the tokenizer's special tokens around it, and cut where a window is
+    full; what is left at the end is not used. Conversations make one window each, judged where the assistant speaks.
+
+    Raises:
+        UsageError: the text is missing, empty or shorter than one window, or a number is out of range.
+    """
+    stride = seq_len if request.stride is None else request.stride
+    errors = number_errors(request, seq_len)
+    if errors:
+        raise UsageError(errors)
+    if request.files:
+        found = list(windows_of(_file_tokens(request.files, tokenizer, seq_len), seq_len, stride))
+    else:
+        found = _dataset_windows(request, tokenizer, seq_len, stride)
+    return TextWindows(
+        windows=tuple(found[: request.num_samples]),
+        source=request.source,
+        seq_len_tokens=seq_len,
+        stride_tokens=stride,
+        available_windows=len(found),
+    )
+
+
+def number_errors(request: TextRequest, seq_len: int | None) -> list[ConfigError]:
+    """Return which lengths and counts are out of range; `None` stands for a length that is not chosen yet."""
+    errors = []
+    if seq_len is not None and seq_len < 2:
+        errors.append(
+            ConfigError(where="--seq-len", value=seq_len, rule="must be at least 2: the first token is not evaluated")
+        )
+    longest = "the sequence length" if seq_len is None else f"seq_len = {seq_len}"
+    if request.stride is not None and (request.stride < 1 or (seq_len is not None and request.stride > seq_len)):
+        errors.append(ConfigError(where="--stride", value=request.stride, rule=f"must be from 1 to {longest}"))
+    if request.num_samples is not None and request.num_samples < 1:
+        errors.append(ConfigError(where="--num-samples", value=request.num_samples, rule="must be at least 1"))
+    return errors
+
+
+def windows_of(tokens: Sequence[int], seq_len: int, stride: int) -> Iterator[Window]:
+    """Yield whole windows, `stride` tokens apart; a token that an earlier window judged is read, but not judged again.
+
+    >>> [window["labels"] for window in windows_of(range(7), 4, 2)]
+    [[0, 1, 2, 3], [-100, -100, 4, 5]]
+    """
+    for start in range(0, len(tokens) - seq_len + 1, stride):
+        read = list(tokens[start : start + seq_len])
+        judged_before = 0 if start == 0 else seq_len - stride
+        yield {"input_ids": read, "labels": [IGNORED_LABEL] * judged_before + read[judged_before:]}
+
+
+def _file_tokens(files: Sequence[Path], tokenizer: Any, seq_len: int) -> list[int]:
+    texts = [read_utf8(path, where="--text") for path in files]
+    if not any(text.strip() for text in texts):
+        raise UsageError(ConfigError(where="--text", value=", ".join(map(str, files)), rule="has no text"))
+    before, after = special_prefix(tokenizer), special_suffix(tokenizer)
+    tokens: list[int] = []
+    for text in texts:
+        tokens += [*before, *tokenizer(text, add_special_tokens=False)["input_ids"], *after]
+    if len(tokens) < seq_len:
+        rule = f"has {len(tokens)} tokens, fewer than one window of seq_len = {seq_len}"
+        fix = "lower --seq-len or give more text"
+        raise UsageError(ConfigError(where="--text", value=", ".join(map(str, files)), rule=rule, fix=fix))
+    return tokens
+
+
+def _dataset_windows(request: TextRequest, tokenizer: Any, seq_len: int, stride: int) -> list[Window]:
+    samples = load_samples(
+        request.dataset,
+        tokenizer,
+        seq_len=seq_len,
+        split=request.split,
+        revision=request.dataset_revision,
+        evaluation_fraction=0.0,
+    )
+    if samples.statistics.kind == "text":
+        tokens = list(chain.from_iterable(sample["input_ids"] for sample in samples.train))
+        return list(windows_of(tokens, seq_len, stride))
+    if stride != seq_len:
+        rule = f"joins documents of plain text, and {request.dataset} has {samples.statistics.kind}"
+        raise UsageError(ConfigError(where="--stride", value=stride, rule=rule, fix="omit it"))
+    return list(samples.train)
+
+
+CHUNK_ELEMENTS = 2**23
+"""Log-probabilities per model in one chunk: 32 MiB in fp32."""
+
+Head = Callable[["torch.Tensor"], "torch.Tensor"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answers:
+    """Answers of a model at every judged token of a batch."""
+
+    rows_ND: torch.Tensor
+    """Inputs of the head, or logits."""
+    head: Head
+    """Turns some of these rows into logits [n, V]."""
+
+
+class AnswerSource(Protocol):
+    """A model that reads batches, or what one answered before."""
+
+    @property
+    def name(self) -> str:
+        """Name in messages."""
+
+    def answers(self, index: int) -> Answers:
+        """Return the answers to one batch."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Batches:
+    """The windows in batches; a label belongs to the token before it."""
+
+    windows: Sequence[Window]
+    """In the order of the text."""
+    size: int
+    """Windows of a batch."""
+
+    def __len__(self) -> int:
+        return -(-len(self.windows) // self.size)
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        if index >= len(self):
+            raise IndexError(index)
+        batch: dict[str, torch.Tensor] = collate(self.windows[index * self.size : (index + 1) * self.size])
+        return batch
+
+
+def judged_rows(batch: dict[str, torch.Tensor], states_BSD: torch.Tensor) -> torch.Tensor:
+    """Return the states [N, D] that predict a judged token."""
+    judged_BS = (batch["labels"][:, 1:] != IGNORED_LABEL).to(states_BSD.device)
+    return states_BSD[:, :-1][judged_BS]
+
+
+def judged_counts(batch: dict[str, torch.Tensor]) -> list[int]:
+    """Return the judged tokens of each window."""
+    return [int(count) for count in (batch["labels"][:, 1:] != IGNORED_LABEL).sum(dim=1)]
+
+
+def judged_labels(batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    """Return the judged tokens [N]."""
+    labels_BS = batch["labels"][:, 1:]
+    return labels_BS[labels_BS != IGNORED_LABEL]
+
+
+class ModelReader:
+    """A causal LM that reads batches.
+
+    The input of its output head is kept, and the head runs on a chunk of tokens at a time, so that [S, V] logits never
+    exist. Where a head cannot be taken out, or does not give the model's own logits, the model's logits are used.
+    """
+
+    def __init__(self, model: Any, batches: Batches, *, name: str) -> None:
+        self.name = name
+        self._model = model
+        self._batches = batches
+        self.head: Head | None = _separate_head(model)
+        """The head as a function; `None` where it cannot be taken out of the model."""
+        self.ways: set[str] = set()
+        """How batches were read: by the `head`, by the model's own `logits`, or some each way."""
+
+    def answers(self, index: int) -> Answers:
+        """Run the model on one batch."""
+        import torch
+
+        batch = self._batches[index]
+        with torch.inference_mode():
+            if self.head is not None:
+                kept = self._hidden_states(batch)
+                if kept is not None:
+                    self.ways.add("head")
+                    return Answers(rows_ND=judged_rows(batch, kept), head=self.head)
+                self.head = None
+            logits = self._run(batch).logits
+            self.ways.add("logits")
+            return Answers(rows_ND=judged_rows(batch, logits), head=_unchanged)
+
+    def _run(self, batch: dict[str, torch.Tensor]) -> Any:
+        device = self._model.device
+        read = {name: batch[name].to(device) for name in ("input_ids", "attention_mask")}
+        return self._model(**read, use_cache=False)
+
+    def _hidden_states(self, batch: dict[str, torch.Tensor]) -> torch.Tensor | None:
+        """Return the input of the head; `None` where the head on its own gives other logits than the model does."""
+        import torch
+
+        assert self.head is not None
+        with captured_head_input(self._model) as kept:
+            outputs = self._run(batch)
+        if len(kept.inputs) != 1 or kept.inputs[0].shape[:2] != batch["input_ids"].shape:
+            return None
+        try:
+            kept.check(self.name, outputs.logits)
+        except UsageError:
+            return None
+        states = kept.inputs[0]
+        own, expected = self.head(states.reshape(-1, states.shape[-1])[:1]), outputs.logits[0, :1]
+        agree = own.shape == expected.shape and torch.allclose(
+            own.float(), expected.float(), rtol=1e-3, atol=1e-3, equal_nan=True
+        )
+        return states if agree else None
+
+
+def _separate_head(model: Any) -> Head | None:
+    try:
+        return output_head(model).logits
+    except UsageError:
+        return None
+
+
+def _unchanged(rows: torch.Tensor) -> torch.Tensor:
+    return rows
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoredAnswers:
+    """Earlier answers of a model, kept on the host; the model itself is no longer needed."""
+
+    name: str
+    """Name in messages."""
+    rows: Mapping[int, torch.Tensor]
+    """Inputs of the head by the number of the batch."""
+    head: Head
+    """Its head."""
+    device: Any
+    """Where the head is."""
+
+    def answers(self, index: int) -> Answers:
+        """Return the answers to one batch."""
+        return Answers(rows_ND=self.rows[index].to(self.device), head=self.head)
+
+
+@dataclass(kw_only=True)
+class TokenMeasures:
+    """One number for each judged token, in the order of the text."""
+
+    loss_N: torch.Tensor
+    """The model's cross-entropy in nats."""
+    counts: tuple[int, ...]
+    """Judged tokens of each window that has any."""
+    baseline_loss_N: torch.Tensor | None = None
+    """The baseline's cross-entropy in nats."""
+    kl_N: torch.Tensor | None = None
+    """KL(baseline | model) in nats."""
+    agreement_N: torch.Tensor | None = None
+    """1 where both find the same token most likely."""
+    compared_vocabulary: int | None = None
+    """Tokens that KL and agreement range over."""
+
+    def window_sums(self, values_N: torch.Tensor) -> tuple[float, ...]:
+        """Return the sums over each window, in fp64."""
+        return tuple(float(part.double().sum()) for part in values_N.split(self.counts))
+
+
+def measure_tokens(
+    model: ModelReader, baseline: AnswerSource | None, batches: Batches, *, share: Share = ALONE
+) -> TokenMeasures:
+    """Return loss, KL and agreement of every judged token; log-probabilities are fp32.
+
+    Ranks of a share each read their batches, and all of them get what all found, in the order of the text.
+
+    Raises:
+        RefusedInputError: a model's answers are not numbers; names the window and the token.
+    """
+    import torch
+
+    found = _measured_batches(model, baseline, batches, share)
+    readers = [reader for reader in (model, baseline) if isinstance(reader, ModelReader)]
+    ways = share.by_rank([reader.ways for reader in readers])
+    if any(len(set().union(*of_ranks)) > 1 for of_ranks in zip(*ways, strict=True)):
+        # A head that fits some batches alone gives other last bits than the whole model, which reads all of them then.
+        for reader in readers:
+            reader.head = None
+        found = _measured_batches(model, baseline, batches, share)
+    every = share.all_gathered(found)
+    joined = {name: torch.cat([values[name] for values, _ in every]) for name in every[0][0]}
+    counts = [count for index in range(len(batches)) for count in judged_counts(batches[index]) if count]
+    return TokenMeasures(
+        loss_N=joined["loss"],
+        counts=tuple(counts),
+        baseline_loss_N=joined.get("baseline_loss"),
+        kl_N=joined.get("kl"),
+        agreement_N=joined.get("agreement"),
+        compared_vocabulary=every[0][1],
+    )
+
+
+def _measured_batches(
+    model: AnswerSource, baseline: AnswerSource | None, batches: Batches, share: Share
+) -> list[tuple[dict[str, torch.Tensor], int | None]]:
+    """Return the measures of each batch of a share, with the tokens that KL ranges over."""
+    import torch
+
+    found: list[tuple[dict[str, torch.Tensor], int | None]] = []
+    for index in share.indices(len(batches)):
+        batch, vocabulary = batches[index], None
+        own = model.answers(index)
+        other = None if baseline is None else baseline.answers(index)
+        parts: dict[str, list[torch.Tensor]] = {}
+        with torch.inference_mode():
+            for labels_n, own_nV, other_nV in _chunks(judged_labels(batch), own, other):
+                values, vocabulary = _measure(labels_n, own_nV, other_nV)
+                for name, values_n in values.items():
+                    parts.setdefault(name, []).append(values_n.float().cpu())
+        joined = {name: torch.cat(chunks) for name, chunks in parts.items()}
+        for key, source in (("loss", model), ("baseline_loss", baseline)):
+            if source is not None and key in joined:
+                check_finite(source.name, joined[key], batch, first_window=index * batches.size)
+        found.append((joined, vocabulary))
+        log_progress("reading by the model", min(len(batches), index + share.ranks), len(batches))
+    return found
+
+
+def _chunks(
+    labels_N: torch.Tensor, own: Answers, other: Answers | None
+) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]]:
+    """Yield labels and fp32 logits of some tokens at a time."""
+    start, count = 0, 1
+    while start < len(labels_N):
+        part = slice(start, start + count)
+        own_nV = own.head(own.rows_ND[part]).float()
+        other_nV = None if other is None else other.head(other.rows_ND[part]).float()
+        yield labels_N[part].to(own_nV.device), own_nV, other_nV
+        start, count = start + count, max(1, CHUNK_ELEMENTS // own_nV.shape[1])
+
+
+def _measure(
+    labels_n: torch.Tensor, own_nV: torch.Tensor, other_nV: torch.Tensor | None
+) -> tuple[dict[str, torch.Tensor], int | None]:
+    log_q_nV = own_nV.log_softmax(dim=-1)
+    values = {"loss": -log_q_nV.gather(1, labels_n[:, None]).squeeze(1)}
+    if other_nV is None:
+        return values, None
+    other_nV = other_nV.to(own_nV.device)
+    log_p_nV = other_nV.log_softmax(dim=-1)
+    values["baseline_loss"] = -log_p_nV.gather(1, labels_n[:, None]).squeeze(1)
+    shared = min(own_nV.shape[1], other_nV.shape[1])
+    if own_nV.shape[1] != other_nV.shape[1]:
+        # One head is padded further than the other; the rows beyond belong to no token.
+        log_q_nV, log_p_nV = (logits[:, :shared].log_softmax(dim=-1) for logits in (own_nV, other_nV))
+    rows = dense_rows(log_q_nV, log_p_nV)
+    return values | {"kl": rows["forward_kl"], "agreement": rows["agreement"]}, shared
+
+
+def check_finite(name: str, losses_N: torch.Tensor, batch: dict[str, torch.Tensor], *, first_window: int) -> None:
+    """Check the losses [N] of a batch's judged tokens.
+
+    Raises:
+        RefusedInputError: one is no number; names its window and token.
+    """
+    bad = (~losses_N.isfinite()).nonzero()
+    if len(bad) == 0:
+        return
+    judged = (batch["labels"][:, 1:] != IGNORED_LABEL).nonzero()
+    row, position = judged[int(bad[0])].tolist()
+    rule = (
+        f"gives no number for the token at position {position + 2} of window {first_window + row + 1} "
+        f"({len(bad):,} of {len(losses_N):,} tokens of its batch)"
+    )
+    raise RefusedInputError(
+        ConfigError(where=name, rule=rule, fix="look for NaN in its weights, or try --dtype float32")
+    )

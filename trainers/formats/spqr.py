@@ -1,0 +1,830 @@
+"""SpQR and low-rank correction: matrices in low-bit codes, and the small safetensors format that stores them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ...ds_configs.plan.output import write_files
+from ...ds_configs.specs.errors import ConfigError, RefusedInputError, UsageError
+from ...plugins.safetensors.reading import each_tensor, read_checkpoint
+from ...plugins.safetensors.writing import SHARD_BYTES, appearing_directory, save_checkpoint
+from .bit_packing import (
+    ErrorFeedback,
+    SparseRows,
+    check_matrix,
+    inverse_factor,
+    pack_bits,
+    packed_size,
+    sparse_rows,
+    unpack_bits,
+    weighted_error,
+)
+
+if TYPE_CHECKING:
+    import torch
+
+# A group of equal weights has no range: a scale above zero avoids codes that are NaN.
+_SMALLEST_RANGE = 1e-30
+_Level = tuple["torch.Tensor", "torch.Tensor", "torch.Tensor", "torch.Tensor"]
+"""Stored values, their codes, and lowest value and step of each block."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SpQRMatrix:
+    """A matrix [O, I] in the form that SpQR stores."""
+
+    shape: tuple[int, int]
+    """Output and input channels."""
+    bits: int
+    """Bits of a weight's code."""
+    group_size: int
+    """Consecutive input channels that share scale and zero; the last group may have fewer."""
+    scale_bits: int
+    """Bits of the code of a scale or a zero."""
+    scale_group_size: int
+    """Consecutive output channels whose scales share the second level; the last block may have fewer."""
+    dtype: torch.dtype
+    """Dtype of the dense matrix."""
+    codes: torch.Tensor
+    """Codes of the weights, packed, row by row."""
+    scale_codes: torch.Tensor
+    """Codes of the scales, packed, [O, G] row by row."""
+    zero_codes: torch.Tensor
+    """Codes of the zeros, packed, [O, G] row by row."""
+    levels: torch.Tensor
+    """Lowest scale, step of scales, lowest zero, step of zeros: [4, B, G] in bf16."""
+    outliers: SparseRows
+    """Weights in 16 bit, which replace the values of their codes."""
+
+    @property
+    def stored_bytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(tensor.nbytes for tensor in self.tensors().values())
+
+    @property
+    def bits_per_weight(self) -> float:
+        """Stored bits divided by the number of weights."""
+        return 8 * self.stored_bytes / (self.shape[0] * self.shape[1])
+
+    @property
+    def outlier_fraction(self) -> float:
+        """Fraction of weights stored in 16 bit."""
+        return self.outliers.count / (self.shape[0] * self.shape[1])
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Return the stored tensors by name."""
+        return {
+            "spqr_codes": self.codes,
+            "spqr_scale_codes": self.scale_codes,
+            "spqr_zero_codes": self.zero_codes,
+            "spqr_levels": self.levels,
+            "spqr_outlier_offsets": self.outliers.offsets,
+            "spqr_outlier_columns": self.outliers.columns,
+            "spqr_outlier_values": self.outliers.values,
+        }
+
+    def expected_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Return the shapes that follow from the settings, without those that depend on the number of outliers."""
+        rows, columns = self.shape
+        groups, blocks = -(-columns // self.group_size), -(-rows // self.scale_group_size)
+        return {
+            "spqr_codes": (packed_size(rows * columns, self.bits),),
+            "spqr_scale_codes": (packed_size(rows * groups, self.scale_bits),),
+            "spqr_zero_codes": (packed_size(rows * groups, self.scale_bits),),
+            "spqr_levels": (4, blocks, groups),
+            "spqr_outlier_offsets": (rows + 1,),
+        }
+
+    def weight_codes(self) -> torch.Tensor:
+        """Return the codes of the weights, uint8 [O, I]."""
+        return unpack_bits(self.codes, self.bits, self.shape[0] * self.shape[1]).view(self.shape)
+
+    def scales_and_zeros(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return scale and zero of every group, fp32 [O, G]."""
+        rows, groups = self.shape[0], self.levels.shape[2]
+
+        def values(packed: torch.Tensor, low_BG: torch.Tensor, step_BG: torch.Tensor) -> torch.Tensor:
+            codes_OG = unpack_bits(packed, self.scale_bits, rows * groups).view(rows, groups)
+            return _from_level(codes_OG, low_BG, step_BG, self.scale_group_size)
+
+        return values(self.scale_codes, *self.levels[:2]), values(self.zero_codes, *self.levels[2:])
+
+    def dequantize(self) -> torch.Tensor:
+        """Return the dense matrix: `scale·(code - zero)` in fp32, then the outliers, converted to `dtype`."""
+        import torch
+
+        scale_OG, zero_OG = self.scales_and_zeros()
+        group_I = torch.arange(self.shape[1], device=self.codes.device) // self.group_size
+        codes_OI = self.weight_codes().float()
+        dense_OI = (scale_OG[:, group_I] * (codes_OI - zero_OG[:, group_I])).to(self.dtype)
+        rows, columns = self.outliers.positions()
+        dense_OI[rows, columns] = self.outliers.values.to(self.dtype)
+        return dense_OI
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SpQROptions:
+    """Settings of SpQR; defaults are those of the paper."""
+
+    bits: int = 3
+    """Bits of a weight's code, 2 to 8."""
+    group_size: int = 16
+    """Input channels that share scale and zero."""
+    scale_bits: int = 3
+    """Bits of the code of a scale, 2 to 8."""
+    scale_group_size: int = 16
+    """Output channels whose scales share the second level."""
+    outlier_threshold: float | None = 0.2
+    """A weight is an outlier if its rounding error costs more than this fraction of the cost of removing an average
+    weight; `None`: no outliers."""
+    outlier_fraction: float | None = None
+    """Approximate fraction of outliers, which replaces the threshold; `None`: use the threshold."""
+    dampening: float = 0.01
+    """Fraction of the mean diagonal that is added to the diagonal of the Hessian."""
+
+    def errors(self) -> list[ConfigError]:
+        """Return the errors of all settings out of range."""
+        errors = []
+
+        def check(name: str, is_valid: bool, rule: str, fix: str = "") -> None:
+            if not is_valid:
+                errors.append(ConfigError(where=name, value=getattr(self, name), rule=rule, fix=fix))
+
+        check("bits", 2 <= self.bits <= 8, "must be 2 to 8")
+        check("scale_bits", 2 <= self.scale_bits <= 8, "must be 2 to 8")
+        check("group_size", self.group_size >= 1, "must be 1 or more")
+        check("scale_group_size", self.scale_group_size >= 1, "must be 1 or more")
+        threshold, fraction = self.outlier_threshold, self.outlier_fraction
+        check("outlier_threshold", threshold is None or threshold > 0, "must be above 0", "use null for no outliers")
+        check("outlier_fraction", fraction is None or 0 <= fraction < 1, "must be 0 or more, and below 1")
+        check("dampening", 0 <= self.dampening <= 1, "must be 0 to 1")
+        return errors
+
+
+def spqr_quantize(
+    weight_OI: torch.Tensor, hessian_II: torch.Tensor | None, options: SpQROptions | None = None
+) -> SpQRMatrix:
+    """Quantize a matrix by SpQR.
+
+    For each group: fit scale and zero without the weights whose removal reduces the group's error most, and store scale
+    and zero as codes. Then round column by column, store weights whose error exceeds the threshold in 16 bit, and
+    distribute each column's error over the columns after it.
+
+    Args:
+        weight_OI: Weights, of any floating dtype.
+        hessian_II: Mean of `x xᵀ` over the layer's inputs; `None`: the identity.
+        options: Settings; default: those of the paper.
+
+    Raises:
+        UsageError: options out of range.
+        RefusedInputError: NaN or infinity, or a Hessian of another shape.
+    """
+    import torch
+
+    options = options or SpQROptions()
+    if errors := options.errors():
+        raise UsageError(errors)
+    check_matrix(weight_OI, hessian_II)
+    weight_OI = weight_OI.detach()
+    size = weight_OI.shape[1]
+    if hessian_II is None:
+        upper_II = torch.eye(size, device=weight_OI.device)
+    else:
+        hessian_II = hessian_II.to(weight_OI.device)
+        weight_OI = weight_OI.masked_fill(hessian_II.diagonal() <= 0, 0)
+        upper_II = inverse_factor(hessian_II, options.dampening)
+    return _Quantization(weight_OI, upper_II, options).run()
+
+
+class _Quantization:
+    """State of one matrix during SpQR."""
+
+    def __init__(self, weight_OI: torch.Tensor, upper_II: torch.Tensor, options: SpQROptions) -> None:
+        import torch
+
+        self.options, self.dtype, self.shape = options, weight_OI.dtype, (weight_OI.shape[0], weight_OI.shape[1])
+        self.stored_dtype = torch.float16 if weight_OI.dtype == torch.float16 else torch.bfloat16
+        self.feedback = ErrorFeedback(weight_OI, upper_II)
+        self.cost_I = upper_II.diagonal().square().reciprocal()
+        self.threshold: float | None = None
+        """Cost of a rounding error from which a weight is an outlier."""
+        if options.outlier_fraction is not None:
+            # The cost that this fraction of weights exceeds if each is rounded in its own group, uncorrected.
+            count = int(options.outlier_fraction * weight_OI.numel())
+            weight_IO, size, costs = weight_OI.t().float(), self.shape[1], []
+            for start in range(0, size, options.group_size) if count else ():
+                columns = range(start, min(start + options.group_size, size))
+                costs.append(self._removal_gain(weight_IO[start : columns.stop], columns).flatten())
+            if count:
+                self.threshold = float(torch.cat(costs).kthvalue(weight_OI.numel() - count).values)
+        elif options.outlier_threshold is not None:
+            variance_I = weight_OI.float().var(dim=0, correction=0)
+            self.threshold = options.outlier_threshold * float((variance_I * self.cost_I).mean())
+
+    def run(self) -> SpQRMatrix:
+        import torch
+
+        options, (rows, size) = self.options, self.shape
+        codes_IO = torch.empty(size, rows, dtype=torch.uint8, device=self.cost_I.device)
+        mask_IO = torch.zeros_like(codes_IO, dtype=torch.bool)
+        scale_codes, zero_codes, levels = [], [], []
+        scale_O = zero_O = self.cost_I
+        for column in self.feedback.columns():
+            if column % options.group_size == 0:
+                columns = range(column, min(column + options.group_size, size))
+                scale, zero = self._fit(self.feedback.look_ahead(columns), columns)
+                scale_O, zero_O = scale[0], zero[0]
+                scale_codes.append(scale[1])
+                zero_codes.append(zero[1])
+                levels.append(torch.stack([scale[2], scale[3], zero[2], zero[3]]))
+            weight_O = self.feedback.weight_IO[column]
+            codes_O = _round(weight_O, scale_O, zero_O, options.bits)
+            stored_O = (scale_O * (codes_O - zero_O)).to(self.dtype).float()
+            if self.threshold is not None:
+                mask_O = (weight_O - stored_O).square() * self.cost_I[column] > self.threshold
+                mask_IO[column] = mask_O
+                stored_O = torch.where(mask_O, weight_O.to(self.stored_dtype).float(), stored_O)
+            codes_IO[column] = codes_O.to(torch.uint8)
+            self.feedback.settle(column, stored_O)
+        return SpQRMatrix(
+            shape=self.shape,
+            bits=options.bits,
+            group_size=options.group_size,
+            scale_bits=options.scale_bits,
+            scale_group_size=options.scale_group_size,
+            dtype=self.dtype,
+            codes=pack_bits(codes_IO.t(), options.bits),
+            scale_codes=pack_bits(torch.stack(scale_codes, dim=1), options.scale_bits),
+            zero_codes=pack_bits(torch.stack(zero_codes, dim=1), options.scale_bits),
+            levels=torch.stack(levels, dim=2),
+            outliers=sparse_rows(self.feedback.weight_IO.t(), mask_IO.t(), self.stored_dtype),
+        )
+
+    def _fit(self, weight_CO: torch.Tensor, columns: range) -> tuple[_Level, _Level]:
+        """Return `_to_level` of the scales and of the zeros of a group."""
+        low_O, high_O = _range(weight_CO, None)
+        if self.threshold is not None:
+            likely_CO = self._removal_gain(weight_CO, columns) > self.threshold
+            low_O, high_O = _range(weight_CO, likely_CO)
+        options = self.options
+        scale_O, zero_O = _scale_and_zero(low_O, high_O, options.bits)
+        scale = _to_level(scale_O, options.scale_bits, options.scale_group_size)
+        # Zeros are multiples of the scale, so they depend on its stored value.
+        zero_O = (-low_O / scale[0]).clamp(0, 2**options.bits - 1)
+        return scale, _to_level(zero_O, options.scale_bits, options.scale_group_size)
+
+    def _removal_gain(self, weight_CO: torch.Tensor, columns: range) -> torch.Tensor:
+        """Return by how much the group's cost decreases if a weight is removed from it, [C, O]."""
+        import torch
+
+        cost_C = self.cost_I[columns.start : columns.stop].unsqueeze(1)
+        bits = self.options.bits
+        error_CO = _rounding_error(weight_CO, *_range(weight_CO, None), bits) * cost_C
+        gain_CO = torch.empty_like(weight_CO)
+        all_O = error_CO.sum(dim=0)
+        removed_CO = torch.zeros_like(weight_CO, dtype=torch.bool)
+        for index in range(len(weight_CO)):
+            removed_CO[index] = True
+            without_CO = _rounding_error(weight_CO, *_range(weight_CO, removed_CO), bits) * cost_C
+            gain_CO[index] = all_O - (without_CO.sum(dim=0) - without_CO[index])
+            removed_CO[index] = False
+        return gain_CO
+
+
+def _range(weight_CO: torch.Tensor, removed_CO: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return minimum and maximum of each output channel, extended to contain 0."""
+    if removed_CO is not None:
+        weight_CO = weight_CO.masked_fill(removed_CO, 0)
+    low_O, high_O = weight_CO.aminmax(dim=0)
+    return low_O.clamp(max=0), high_O.clamp(min=0)
+
+
+def _scale_and_zero(low_O: torch.Tensor, high_O: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.Tensor]:
+    scale_O = (high_O - low_O).clamp(min=_SMALLEST_RANGE) / (2**bits - 1)
+    return scale_O, -low_O / scale_O
+
+
+def _round(weight: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor, bits: int) -> torch.Tensor:
+    return (weight / scale + zero).round().clamp(0, 2**bits - 1)
+
+
+def _rounding_error(weight_CO: torch.Tensor, low_O: torch.Tensor, high_O: torch.Tensor, bits: int) -> torch.Tensor:
+    scale_O, zero_O = _scale_and_zero(low_O, high_O, bits)
+    return (scale_O * (_round(weight_CO, scale_O, zero_O, bits) - zero_O) - weight_CO).square()
+
+
+def _to_level(value_O: torch.Tensor, bits: int, block: int) -> _Level:
+    """Quantize the scales or zeros of a group in blocks of output channels."""
+    import torch
+
+    rows = value_O.numel()
+    padded = torch.cat([value_O, value_O[-1:].expand(-rows % block)]).view(-1, block)
+    low_B, high_B = padded.aminmax(dim=1)
+    step_B = ((high_B - low_B) / (2**bits - 1)).to(torch.bfloat16)
+    low_B = low_B.to(torch.bfloat16)
+    steps = step_B.float().clamp(min=torch.finfo(torch.float32).tiny).unsqueeze(1)
+    codes = ((padded - low_B.float().unsqueeze(1)) / steps).round().clamp(0, 2**bits - 1)
+    codes_O = codes.flatten()[:rows].to(torch.uint8)
+    stored_O = _from_level(codes_O.unsqueeze(1), low_B.unsqueeze(1), step_B.unsqueeze(1), block).squeeze(1)
+    return stored_O, codes_O, low_B, step_B
+
+
+def _from_level(codes_OG: torch.Tensor, low_BG: torch.Tensor, step_BG: torch.Tensor, block: int) -> torch.Tensor:
+    import torch
+
+    block_O = torch.arange(codes_OG.shape[0], device=codes_OG.device) // block
+    return low_BG.float()[block_O] + step_BG.float()[block_O] * codes_OG.float()
+
+
+_EXACT_SVD_SIZE = 512
+"""Smaller side up to which all singular values are computed; above, the largest by random projections."""
+# Columns in addition to the rank; Halko, Martinsson and Tropp (arXiv:0909.4061) advise at least 5 to 10.
+_OVERSAMPLING = 16
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LowRankMatrix:
+    """A matrix [O, I] as a sum of codes, a low-rank product and a sparse matrix."""
+
+    shape: tuple[int, int]
+    """Output and input channels."""
+    bits: int
+    """Bits of a code."""
+    group_size: int
+    """Consecutive input channels that share a scale; the last group may have fewer."""
+    symmetric: bool
+    """Without zero points: the code `2^(bits-1)` means 0."""
+    dtype: torch.dtype
+    """Dtype of the dense matrix."""
+    codes: torch.Tensor
+    """Codes of Q, packed, row by row."""
+    scales: torch.Tensor
+    """Scales of Q, 16 bit [O, G]."""
+    zeros: torch.Tensor
+    """Codes that mean 0, packed, [O, G] row by row; empty when symmetric."""
+    left: torch.Tensor
+    """L, 16 bit [O, K]."""
+    right: torch.Tensor
+    """R, 16 bit [K, I]."""
+    sparse: SparseRows
+    """S, which is added."""
+
+    @property
+    def rank(self) -> int:
+        """K."""
+        return int(self.left.shape[1])
+
+    @property
+    def stored_bytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(tensor.nbytes for tensor in self.tensors().values())
+
+    @property
+    def bits_per_weight(self) -> float:
+        """Stored bits divided by the number of weights."""
+        return 8 * self.stored_bytes / (self.shape[0] * self.shape[1])
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Return the stored tensors by name."""
+        return {
+            "low_rank_codes": self.codes,
+            "low_rank_scales": self.scales,
+            "low_rank_zeros": self.zeros,
+            "low_rank_left": self.left,
+            "low_rank_right": self.right,
+            "low_rank_sparse_offsets": self.sparse.offsets,
+            "low_rank_sparse_columns": self.sparse.columns,
+            "low_rank_sparse_values": self.sparse.values,
+        }
+
+    def expected_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Return the shapes that follow from the settings, without those that depend on the number of elements of S."""
+        rows, columns = self.shape
+        groups = -(-columns // self.group_size)
+        return {
+            "low_rank_codes": (packed_size(rows * columns, self.bits),),
+            "low_rank_scales": (rows, groups),
+            "low_rank_zeros": (0 if self.symmetric else packed_size(rows * groups, self.bits),),
+            "low_rank_left": (rows, self.rank),
+            "low_rank_right": (self.rank, columns),
+            "low_rank_sparse_offsets": (rows + 1,),
+        }
+
+    def quantized(self) -> torch.Tensor:
+        """Return Q, fp32 [O, I]."""
+        import torch
+
+        rows, columns = self.shape
+        codes_OI = unpack_bits(self.codes, self.bits, rows * columns).view(rows, columns).float()
+        if self.symmetric:
+            zeros_OG = torch.full(self.scales.shape, 2.0 ** (self.bits - 1), device=codes_OI.device)
+        else:
+            zeros_OG = unpack_bits(self.zeros, self.bits, self.scales.numel()).view(self.scales.shape).float()
+        group_I = torch.arange(columns, device=codes_OI.device) // self.group_size
+        return self.scales.float()[:, group_I] * (codes_OI - zeros_OG[:, group_I])
+
+    def dequantize(self) -> torch.Tensor:
+        """Return the dense matrix: `Q + L·R + S` in fp32, converted to `dtype`."""
+        dense_OI = self.quantized()
+        if self.rank:
+            dense_OI += self.left.float() @ self.right.float()
+        rows, columns = self.sparse.positions()
+        dense_OI[rows, columns] += self.sparse.values.float()
+        return dense_OI.to(self.dtype)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LowRankOptions:
+    """Settings of the low-rank correction."""
+
+    bits: int = 4
+    """Bits of a code, 2 to 8."""
+    group_size: int = 128
+    """Input channels that share a scale; -1 for all."""
+    symmetric: bool = True
+    """Without zero points."""
+    rank: int = 16
+    """Columns of L, limited by the size of the matrix."""
+    sparse_fraction: float = 0.0
+    """Fraction of weights that S corrects."""
+    iterations: int = 3
+    """Number of times that Q, L·R and S are fitted in turn; the best sum is used."""
+    dampening: float = 0.01
+    """Fraction of the mean diagonal that is added to the diagonal of the Hessian."""
+
+    def errors(self) -> list[ConfigError]:
+        """Return the errors of all settings out of range."""
+        errors = []
+
+        def check(name: str, is_valid: bool, rule: str) -> None:
+            if not is_valid:
+                errors.append(ConfigError(where=name, value=getattr(self, name), rule=rule))
+
+        check("bits", 2 <= self.bits <= 8, "must be 2 to 8")
+        check("group_size", self.group_size >= 1 or self.group_size == -1, "must be 1 or more, or -1 for all")
+        check("rank", self.rank >= 0, "must be 0 or more")
+        check("iterations", self.iterations >= 1, "must be 1 or more")
+        check("sparse_fraction", 0 <= self.sparse_fraction < 1, "must be 0 or more, and below 1")
+        check("dampening", 0 <= self.dampening <= 1, "must be 0 to 1")
+        return errors
+
+
+def low_rank_residual(
+    weight_OI: torch.Tensor, hessian_II: torch.Tensor | None, options: LowRankOptions | None = None
+) -> LowRankMatrix:
+    """Approximate a weight by a sum of codes, a low-rank product and a sparse matrix.
+
+    Q is rounded to nearest, or with error feedback if there is a Hessian. L·R is the best product of its rank for the
+    remaining difference, and S corrects the weights that then cost most. They are fitted in turn, and the sum with the
+    least `trace(D H Dᵀ)` is returned. Q without corrections is a candidate, so corrections never increase the error.
+
+    Args:
+        weight_OI: Weights, of any floating dtype.
+        hessian_II: Mean of `x xᵀ` over the layer's inputs; `None`: the identity.
+        options: Settings.
+
+    Raises:
+        UsageError: options out of range.
+        RefusedInputError: NaN or infinity, or a Hessian of another shape.
+    """
+    import torch
+
+    options = options or LowRankOptions()
+    if errors := options.errors():
+        raise UsageError(errors)
+    check_matrix(weight_OI, hessian_II)
+    fit = _Fit(weight_OI.detach(), hessian_II, options)
+    rows, columns = fit.weight_OI.shape
+    best = fit.assemble(torch.zeros(rows, 0), torch.zeros(0, columns), None)
+    least, starts = fit.error(best), [best]
+    if options.rank:
+        # If the weight has large terms of low rank, remove them before rounding: codes would lose precision to them.
+        starts.append(fit.assemble(*fit.product(fit.weight_OI), None))
+    for start in starts:
+        latest = start
+        for _ in range(options.iterations):
+            sparse_OI = fit.sparse_part(latest)
+            left_OK, right_KI = fit.product(fit.weight_OI - latest.quantized() - sparse_OI)
+            corrected = fit.corrected(latest, left_OK, right_KI)
+            latest = fit.assemble(left_OK, right_KI, sparse_OI)
+            for candidate in (corrected, latest):
+                error = fit.error(candidate)
+                if error < least:
+                    best, least = candidate, error
+    return best
+
+
+class _Fit:
+    """One matrix with the constants of fitting Q, L·R and S."""
+
+    def __init__(self, weight_OI: torch.Tensor, hessian_II: torch.Tensor | None, options: LowRankOptions) -> None:
+        import torch
+
+        self.options, self.dtype = options, weight_OI.dtype
+        self.stored_dtype = torch.float16 if weight_OI.dtype == torch.float16 else torch.bfloat16
+        self.weight_OI = weight_OI.float()
+        self.hessian_II = self.root_II = self.upper_II = None
+        self.sparse_count = int(options.sparse_fraction * weight_OI.numel())
+        self.group_size = (
+            weight_OI.shape[1] if options.group_size == -1 else min(options.group_size, weight_OI.shape[1])
+        )
+        if hessian_II is not None:
+            self.hessian_II = hessian_II.to(weight_OI.device).float()
+            self.upper_II = inverse_factor(self.hessian_II, options.dampening)
+            # (UᵀU)⁻¹ = U⁻¹U⁻ᵀ, so U⁻¹ is a root of the damped Hessian.
+            eye_II = torch.eye(len(self.upper_II), device=weight_OI.device)
+            self.root_II = torch.linalg.solve_triangular(self.upper_II, eye_II, upper=True)
+
+    def error(self, matrix: LowRankMatrix) -> float:
+        """Return the error of a candidate after storing and reading it."""
+        return weighted_error(matrix.dequantize().float() - self.weight_OI, self.hessian_II)
+
+    def product(self, rest_OI: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the L and R that minimize `‖(rest - L·R)·root‖`."""
+        import torch
+
+        rank = min(self.options.rank, *rest_OI.shape)
+        weighted_OI = rest_OI if self.root_II is None else rest_OI @ self.root_II
+        if min(rest_OI.shape) <= _EXACT_SVD_SIZE:
+            left_OK, values_K, right_KI = torch.linalg.svd(weighted_OI, full_matrices=False)
+        else:
+            with torch.random.fork_rng(devices=[]):
+                torch.manual_seed(0)
+                columns = min(rank + _OVERSAMPLING, *rest_OI.shape)
+                left_OK, values_K, right_IK = torch.svd_lowrank(weighted_OI, q=columns, niter=4)
+            right_KI = right_IK.t()
+        share_K = values_K[:rank].sqrt()
+        left_OK, right_KI = left_OK[:, :rank] * share_K, right_KI[:rank] * share_K.unsqueeze(1)
+        if self.upper_II is not None:
+            right_KI = right_KI @ self.upper_II
+        return left_OK.to(self.stored_dtype), right_KI.to(self.stored_dtype)
+
+    def sparse_part(self, matrix: LowRankMatrix) -> torch.Tensor:
+        """Return, as a dense matrix, the most valuable corrections S of a candidate's Q and L·R."""
+        rest_OI = self.weight_OI - matrix.quantized() - matrix.left.float() @ matrix.right.float()
+        return rest_OI * self._costliest(rest_OI)
+
+    def corrected(self, matrix: LowRankMatrix, left_OK: torch.Tensor, right_KI: torch.Tensor) -> LowRankMatrix:
+        """Return a candidate with the same codes, another product and the matching sparse matrix."""
+        rest_OI = self.weight_OI - matrix.quantized() - left_OK.float() @ right_KI.float()
+        sparse = sparse_rows(rest_OI, self._costliest(rest_OI), self.stored_dtype)
+        return replace(matrix, left=left_OK, right=right_KI, sparse=sparse)
+
+    def assemble(self, left_OK: torch.Tensor, right_KI: torch.Tensor, sparse_OI: torch.Tensor | None) -> LowRankMatrix:
+        """Return a candidate: the given product and sparse matrix, and codes of the remaining difference."""
+        import torch
+
+        device = self.weight_OI.device
+        left_OK, right_KI = left_OK.to(device, self.stored_dtype), right_KI.to(device, self.stored_dtype)
+        target_OI = self.weight_OI - left_OK.float() @ right_KI.float()
+        if sparse_OI is not None:
+            target_OI = target_OI - sparse_OI
+        codes_OI, scales_OG, zeros_OG = self._round(target_OI)
+        options, rows = self.options, len(codes_OI)
+        symmetric = options.symmetric
+        nothing = torch.zeros_like(codes_OI, dtype=torch.bool)
+        matrix = LowRankMatrix(
+            shape=(rows, codes_OI.shape[1]),
+            bits=options.bits,
+            group_size=self.group_size,
+            symmetric=symmetric,
+            dtype=self.dtype,
+            codes=pack_bits(codes_OI, options.bits),
+            scales=scales_OG,
+            zeros=pack_bits(zeros_OG[:, :0] if symmetric else zeros_OG, options.bits),
+            left=left_OK,
+            right=right_KI,
+            sparse=sparse_rows(target_OI, nothing, self.stored_dtype),
+        )
+        return matrix if sparse_OI is None else self.corrected(matrix, left_OK, right_KI)
+
+    def _costliest(self, rest_OI: torch.Tensor) -> torch.Tensor:
+        import torch
+
+        mask_OI = torch.zeros_like(rest_OI, dtype=torch.bool)
+        if self.sparse_count:
+            cost_OI = rest_OI.square()
+            if self.hessian_II is not None:
+                cost_OI = cost_OI * self.hessian_II.diagonal()
+            mask_OI.view(-1)[cost_OI.flatten().topk(self.sparse_count).indices] = True
+        return mask_OI
+
+    def _round(self, target_OI: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return codes, scales and zeros; scales are those of the range before error feedback."""
+        import torch
+
+        most = 2**self.options.bits - 1
+        groups = target_OI.split(self.group_size, dim=1)
+        low_OG = torch.stack([group.amin(dim=1) for group in groups], dim=1).clamp(max=0)
+        high_OG = torch.stack([group.amax(dim=1) for group in groups], dim=1).clamp(min=0)
+        if self.options.symmetric:
+            high_OG = torch.maximum(-low_OG, high_OG)
+            low_OG = -high_OG
+        scales_OG = ((high_OG - low_OG).clamp(min=_SMALLEST_RANGE) / most).to(torch.bfloat16)
+        middle = 2 ** (self.options.bits - 1)
+        zeros_OG = torch.full_like(low_OG, middle)
+        if not self.options.symmetric:
+            zeros_OG = (-low_OG / scales_OG.float()).round().clamp(0, most)
+        group_I = torch.arange(target_OI.shape[1], device=target_OI.device) // self.group_size
+        scale_OI, zero_OI = scales_OG.float()[:, group_I], zeros_OG[:, group_I]
+        if self.upper_II is None:
+            return (target_OI / scale_OI + zero_OI).round().clamp(0, most), scales_OG, zeros_OG
+        codes_IO = torch.empty_like(target_OI.t())
+        feedback = ErrorFeedback(target_OI, self.upper_II)
+        scale_IO, zero_IO = scale_OI.t(), zero_OI.t()
+        for column in feedback.columns():
+            codes_O = (feedback.weight_IO[column] / scale_IO[column] + zero_IO[column]).round().clamp(0, most)
+            codes_IO[column] = codes_O
+            feedback.settle(column, scale_IO[column] * (codes_O - zero_IO[column]))
+        return codes_IO.t(), scales_OG, zeros_OG
+
+
+QUANT_METHOD = "shardwright_small"
+"""Name of the format in `quantization_config` of `config.json`."""
+SMALL_DIRECTORY = "small"
+"""Directory of the small format in a checkpoint."""
+INDEX, SINGLE = "small.safetensors.index.json", "small.safetensors"
+"""Index and single file of its weights."""
+_CONFIG = "config.json"
+_SCHEMA_VERSION = 2
+"""Version 1 stored the settings of matrices in a separate file."""
+_FLOATS = ("bfloat16", "float16", "float32")
+_CSR = ("offsets", "columns", "values")
+PARTS = {
+    "spqr": tuple(f"spqr_{name}" for name in ("codes", "scale_codes", "zero_codes", "levels"))
+    + tuple(f"spqr_outlier_{name}" for name in _CSR),
+    "low-rank": tuple(f"low_rank_{name}" for name in ("codes", "scales", "zeros", "left", "right"))
+    + tuple(f"low_rank_sparse_{name}" for name in _CSR),
+}
+"""Names of the stored tensors by kind of matrix."""
+
+SmallMatrix = SpQRMatrix | LowRankMatrix
+"""A quantized matrix of either method."""
+
+
+def save_small_format(
+    model: Any, matrices: Mapping[str, SmallMatrix], directory: Path, *, shard_bytes: int = SHARD_BYTES
+) -> None:
+    """Write config, packed matrices and all other tensors of a model; the directory appears only when complete.
+
+    Args:
+        model: Transformers model; tensors other than `matrices` are stored unchanged.
+        matrices: Quantized matrices by module name.
+        directory: Directory to create.
+        shard_bytes: Largest size of a file, unless a single tensor is larger.
+    """
+    tensors = {
+        f"{layer}.{name}": tensor for layer, matrix in matrices.items() for name, tensor in matrix.tensors().items()
+    }
+    dense = {f"{layer}.weight" for layer in matrices}
+    tied: set[tuple[int, tuple[int, ...]]] = set()
+    for name, tensor in model.state_dict().items():
+        key = (tensor.data_ptr(), tuple(tensor.shape))
+        if name in dense or (tensor.numel() and key in tied):
+            continue
+        tied.add(key)
+        # safetensors does not write views of a larger storage.
+        is_view = tensor.untyped_storage().nbytes() != tensor.nbytes
+        tensors[name] = tensor.clone() if is_view else tensor
+    with appearing_directory(directory) as staging:
+        save_checkpoint(tensors, staging, stem="small", shard_bytes=shard_bytes)
+        section = {
+            "quant_method": QUANT_METHOD,
+            "schema_version": _SCHEMA_VERSION,
+            "weights": INDEX if (staging / INDEX).exists() else SINGLE,
+            "layers": {name: matrix_settings(matrix) for name, matrix in matrices.items()},
+        }
+        config = {**model.config.to_diff_dict(), "quantization_config": section}
+        write_files({_CONFIG: json.dumps(config, indent=1) + "\n"}, staging, force=True)
+
+
+def load_small_format(directory: Path) -> Any:
+    """Load a model in the small format, with dense weights.
+
+    Raises:
+        RefusedInputError: files are missing, damaged or inconsistent.
+    """
+    import transformers
+
+    layers = small_layers(directory)
+    if layers is None:
+        rule = f"has no quantization_config of {QUANT_METHOD}"
+        raise RefusedInputError(ConfigError(where=str(directory / _CONFIG), rule=rule))
+    config = transformers.AutoConfig.from_pretrained(str(directory), trust_remote_code=False)
+    # With it, Transformers would expect packed tensors.
+    del config.quantization_config
+    tensors = dict(each_tensor(read_checkpoint(directory, index=INDEX, single=SINGLE)))
+    for layer, settings in layers.items():
+        tensors[f"{layer}.weight"] = read_matrix(layer, settings, tensors, where=str(directory)).dequantize()
+    # AutoModel requires a directory (transformers 5.17.0); the class of the model accepts tensors in memory.
+    model, loading = transformers.AutoModelForCausalLM._model_mapping[type(config)].from_pretrained(
+        None, config=config, state_dict=tensors, dtype=config.dtype, output_loading_info=True
+    )
+    errors = [
+        ConfigError(where=str(directory), value=sorted(map(str, loading[key]))[:3], rule=f"has {key.replace('_', ' ')}")
+        for key in ("missing_keys", "unexpected_keys", "mismatched_keys")
+        if loading.get(key)
+    ]
+    if errors:
+        raise RefusedInputError(errors)
+    return model.eval()
+
+
+def load_spqr(directory: Path) -> Any:
+    """Load a checkpoint in the small format, from its directory or the one above.
+
+    Raises:
+        RefusedInputError: files are missing, damaged or inconsistent.
+    """
+    small = Path(directory) / SMALL_DIRECTORY
+    return load_small_format(small if small.is_dir() else Path(directory))
+
+
+def matrix_settings(matrix: SmallMatrix) -> dict[str, Any]:
+    """Return the JSON settings that `read_matrix` needs."""
+    common = {"shape": list(matrix.shape), "bits": matrix.bits, "group_size": matrix.group_size}
+    common["dtype"] = str(matrix.dtype).removeprefix("torch.")
+    if isinstance(matrix, SpQRMatrix):
+        own = {"scale_bits": matrix.scale_bits, "scale_group_size": matrix.scale_group_size}
+        return {"kind": "spqr", **common, **own}
+    return {"kind": "low-rank", **common, "symmetric": matrix.symmetric}
+
+
+def read_matrix(
+    layer: str, settings: Mapping[str, Any], tensors: dict[str, torch.Tensor], *, where: str
+) -> SmallMatrix:
+    """Remove a layer's tensors from `tensors`, and return its matrix.
+
+    Raises:
+        RefusedInputError: settings or tensors are missing or inconsistent.
+    """
+    import torch
+
+    where = f"{where}: {layer}"
+    prefix = "spqr_" if settings.get("kind") == "spqr" else "low_rank_"
+    parts = {
+        name.removeprefix(f"{layer}.{prefix}"): tensors.pop(name)
+        for name in list(tensors)
+        if name.startswith(f"{layer}.{prefix}")
+    }
+    sparse_name = "outlier" if prefix == "spqr_" else "sparse"
+    try:
+        common: dict[str, Any] = {name: int(settings[name]) for name in ("bits", "group_size")}
+        common["shape"] = (int(settings["shape"][0]), int(settings["shape"][1]))
+        common["dtype"] = getattr(torch, _FLOATS[_FLOATS.index(settings["dtype"])])
+        sparse = SparseRows(**{name: parts.pop(f"{sparse_name}_{name}") for name in _CSR})
+        if prefix == "spqr_":
+            own: dict[str, Any] = {name: int(settings[name]) for name in ("scale_bits", "scale_group_size")}
+            matrix: SmallMatrix = SpQRMatrix(**common, **own, **parts, outliers=sparse)
+        else:
+            matrix = LowRankMatrix(**common, symmetric=bool(settings["symmetric"]), **parts, sparse=sparse)
+        sizes = [*matrix.shape, matrix.group_size, *(own.values() if prefix == "spqr_" else ())]
+        is_valid = all(size > 0 for size in sizes) and 2 <= matrix.bits <= 8
+        is_valid = is_valid and (not isinstance(matrix, SpQRMatrix) or matrix.levels.dtype == torch.bfloat16)
+        expected = matrix.expected_shapes() if is_valid else {}
+    except (KeyError, TypeError, ValueError, IndexError) as error:
+        rule = f"has incomplete settings or tensors ({type(error).__name__}: {error})"
+        raise RefusedInputError(ConfigError(where=where, rule=rule, fix="quantize the model again")) from None
+    stored = matrix.tensors()
+    wrong = [name for name, shape in expected.items() if tuple(stored[name].shape) != shape]
+    if wrong or not is_valid:
+        rule = f"shapes of tensors do not match its settings: {', '.join(wrong) or settings}"
+        raise RefusedInputError(ConfigError(where=where, rule=rule, fix="quantize the model again"))
+    sparse.check(matrix.shape, where)
+    return matrix
+
+
+def small_layers(directory: Path) -> dict[str, Any] | None:
+    """Return the settings of every matrix by module name; `None` for another format.
+
+    Raises:
+        RefusedInputError: `config.json` is damaged, or this version cannot read the format.
+    """
+    path = directory / _CONFIG
+    if not path.exists():
+        return None
+    try:
+        section = json.loads(path.read_bytes()).get("quantization_config") or {}
+        is_small = section.get("quant_method") == QUANT_METHOD
+    except OSError as error:
+        raise RefusedInputError(ConfigError(where=str(path), rule=f"cannot be read ({error.strerror})")) from None
+    except (ValueError, AttributeError, RecursionError) as error:
+        raise RefusedInputError(ConfigError(where=str(path), rule=f"is not a JSON object ({error!r})")) from None
+    if not is_small:
+        return None
+    return checked_layers(section.get("schema_version"), section.get("layers"), where=str(path))
+
+
+def checked_layers(schema_version: object, layers: object, *, where: str) -> dict[str, Any]:
+    """Return the settings of all matrices after checking the version of the format."""
+    if schema_version != _SCHEMA_VERSION:
+        rule = f"has schema_version {schema_version}; this version reads {_SCHEMA_VERSION}"
+        raise RefusedInputError(ConfigError(where=where, rule=rule, fix="quantize the model again"))
+    if not isinstance(layers, dict) or not all(isinstance(settings, dict) for settings in layers.values()):
+        rule = "contains no settings of layers"
+        raise RefusedInputError(ConfigError(where=where, rule=rule, fix="quantize the model again"))
+    return layers

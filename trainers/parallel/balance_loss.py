@@ -1,0 +1,325 @@
+"""Balance loss of a mixture of experts over the tokens of all ranks, for any trainer that adds it.
+
+Seen with transformers 5.17.0 and 5.23.0, trl 1.16.0: models compute the balance loss of a rank's own tokens with
+`load_balancing_loss_func` of their module, and return it as `aux_loss`.
+
+- With labels, a model adds `router_aux_loss_coef` times that loss to its own loss. `Trainer.compute_loss` then scales
+  the sum like a sum over tokens: it multiplies by the number of ranks and adds one balance loss per micro-batch.
+- Trainers of TRL, and `DistillationTrainer`, add `aux_loss` themselves, as a mean over micro-batches and ranks.
+- Label smoothing removes the labels, and with them the balance loss. So do user losses that are computed from logits.
+
+Here the function returns this rank's part of the balance loss of all ranks' tokens, multiplied by the number of ranks
+and without samples that Accelerate repeats. Its mean over the ranks, which engines take, is the balance loss. A scaled
+coefficient undoes what the Trainer does to the model's loss. What a trainer adds itself needs no correction, and a
+balance loss that no one adds is added.
+
+Shape suffixes: T tokens of this rank, E experts of a layer, K experts per token, L layers.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from itertools import takewhile
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+from ...ds_configs.specs.errors import ConfigError, UsageError
+from ...plugins import patches
+from ...plugins.accelerate.repeated_samples import KeptPart, kept_part
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from transformers import PreTrainedModel, Trainer
+
+_SAME = 1e-4
+"""Largest relative difference from the model's own loss of the same tokens; bf16 routers cause it."""
+_FUNCTION = "load_balancing_loss_func"
+_SHARED = "transformers.models.mixtral.modeling_mixtral"
+"""Module in which trainers that compute the balance loss of any family look up the function."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RoutedTokens:
+    """Choices of one layer's router for the tokens of this rank."""
+
+    logits_TE: Tensor
+    """Before softmax or sigmoid, with their graph."""
+    selected_TK: Tensor
+    """The experts of each token."""
+    sent: Tensor
+    """Number of assignments that were sent to experts, including those of padding."""
+
+
+def assigned_to(routed: RoutedTokens, mask_T: Tensor | None) -> Tensor:
+    """Return the number of assignments of each expert [E] in fp32, without those of padding."""
+    import torch
+
+    count_E = torch.zeros(routed.logits_TE.shape[1], dtype=torch.float32, device=routed.logits_TE.device)
+    weight = torch.ones_like(routed.selected_TK, dtype=torch.float32)
+    if mask_T is not None:
+        weight = weight * mask_T[:, None]
+    return count_E.scatter_add_(0, routed.selected_TK.reshape(-1), weight.reshape(-1))
+
+
+def balance_loss_share(
+    layers: Sequence[RoutedTokens], mask_T: Tensor | None, sum_over_ranks: Callable[[Tensor], None]
+) -> Tensor:
+    """Return this rank's part of the balance loss of a micro-batch; the sum over all ranks is the loss.
+
+    `E * sum_e f_e * P_e`, where `f_e` is the number of assignments of expert e per token and `P_e` the mean of its
+    probability, both over the tokens of all layers and all ranks (Switch Transformer, arXiv 2101.03961, eq. 4-6, as in
+    transformers/models/mixtral/modeling_mixtral.py `load_balancing_loss_func`; over ranks as in arXiv 2501.11873).
+    `f` has no gradient, so the backward pass needs no communication.
+
+    Args:
+        layers: All layers with experts.
+        mask_T: 1 for tokens and 0 for padding; `None` without padding.
+        sum_over_ranks: Sums a tensor over the data-parallel ranks, in place.
+    """
+    import torch
+
+    first = layers[0].logits_TE
+    probability_E = first.new_zeros(first.shape[1], dtype=torch.float32)
+    tokens_and_assigned = first.new_zeros(1 + first.shape[1], dtype=torch.float32)
+    for routed in layers:
+        layer_TE = torch.softmax(routed.logits_TE.float(), dim=-1)
+        tokens = layer_TE.shape[0] if mask_T is None else mask_T.sum()
+        probability_E = probability_E + (layer_TE if mask_T is None else layer_TE * mask_T[:, None]).sum(0)
+        with torch.no_grad():
+            tokens_and_assigned[0] += tokens
+            tokens_and_assigned[1:] += assigned_to(routed, mask_T)
+    sum_over_ranks(tokens_and_assigned)
+    tokens, assigned_E = tokens_and_assigned[0], tokens_and_assigned[1:]
+    return first.shape[1] * (assigned_E / tokens * probability_E / tokens).sum()
+
+
+def entropy_sum(routed: RoutedTokens, mask_T: Tensor | None, *, sigmoid: bool) -> Tensor:
+    """Return the router's entropy in nats, summed over its tokens; sigmoid scores are normalized to a sum of 1."""
+    import torch
+
+    logits_TE = routed.logits_TE.detach().float()
+    log_TE = torch.nn.functional.logsigmoid(logits_TE) if sigmoid else logits_TE
+    log_TE = torch.log_softmax(log_TE, dim=-1)
+    entropy_T = -(log_TE.exp() * log_TE).sum(-1)
+    return (entropy_T if mask_T is None else entropy_T * mask_T).sum()
+
+
+def loads(assigned_LE: Tensor) -> tuple[float, float]:
+    """Return the load of a layer's fullest expert divided by the mean load: the mean over layers, and the maximum.
+
+    >>> import torch
+    >>> loads(torch.tensor([[2.0, 2.0], [3.0, 1.0]]))
+    (1.25, 1.5)
+    """
+    load_L = assigned_LE.max(-1).values / assigned_LE.mean(-1).clamp_min(1e-9)
+    return load_L.mean().item(), load_L.max().item()
+
+
+class BalanceOverRanks:
+    """Computes the balance loss of one Trainer over all ranks."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._trainer = trainer
+        self._is_checked = False
+        self._adds_itself = getattr(type(trainer), "adds_balance_loss", False) or _reads_aux_loss(type(trainer))
+        self._latest: Any = None
+        self._kept: KeptPart | None = None
+
+    def compute_loss(
+        self,
+        compute: Callable[..., Any],
+        model: Any,
+        inputs: Any,
+        return_outputs: bool = False,
+        num_items_in_batch: Any = None,
+        *,
+        records: Callable[[], Sequence[RoutedTokens]] | None = None,
+        **keywords: Any,
+    ) -> Any:
+        """Return the loss of a micro-batch, with the balance loss of all ranks in place of this rank's.
+
+        Args:
+            compute: `compute_loss` of the Trainer.
+            model: The wrapped model.
+            inputs: A batch.
+            return_outputs: Whether to return the outputs too.
+            num_items_in_batch: Number that the Trainer divides the loss by.
+            records: Returns the routing of the latest forward pass, if routers do not return it to the model.
+            keywords: Further arguments of `compute`.
+        """
+        trainer = self._trainer
+        inner = _inner(trainer.model)
+        self._latest, self._kept = None, kept_part(trainer) if model.training else None
+        factor = balance_factor(trainer, num_items_in_batch, training=model.training) / trainer.args.world_size
+        trainer_multiplies = (
+            trainer.args.average_tokens_across_devices
+            and (trainer.model_accepts_loss_kwargs or trainer.compute_loss_func)
+            and num_items_in_batch is not None
+        )
+        in_model = factor / (trainer.accelerator.num_processes if trainer_multiplies else 1)
+        with ExitStack() as stack:
+            for module in _modules(inner):
+                replaced = patches.applied("counted-balance-loss", lambda own: self._replacing(own, records), on=module)
+                stack.enter_context(replaced)
+            stack.enter_context(_scaled_coefficient(inner, in_model))
+            if self._adds_itself:
+                return compute(model, inputs, return_outputs, num_items_in_batch=num_items_in_batch, **keywords)
+            loss, outputs = compute(model, inputs, True, num_items_in_batch=num_items_in_batch, **keywords)
+        # A model that gets labels returns a loss, which includes the balance loss.
+        got_labels = (outputs.get("loss") if hasattr(outputs, "get") else None) is not None
+        if self._latest is not None and not got_labels:
+            loss = loss + float(inner.router_aux_loss_coef) * factor * self._latest
+        return (loss, outputs) if return_outputs else loss
+
+    def _replacing(
+        self, own: Callable[..., Any], records: Callable[[], Sequence[RoutedTokens]] | None
+    ) -> Callable[..., Any]:
+        import torch
+
+        def load_balancing_loss_func(
+            gate_logits: Any, num_experts: Any = None, top_k: int = 2, attention_mask: Any = None, **further: Any
+        ) -> Any:
+            recorded = list(records()) if records is not None else []
+            layers = recorded or _routed(gate_logits, top_k)
+            if not layers:
+                return own(gate_logits, num_experts, top_k, attention_mask, **further)
+            mask_T = None if attention_mask is None else attention_mask.reshape(-1).float()
+            if not self._is_checked and not recorded:
+                expected = float(own(gate_logits, num_experts, top_k, attention_mask, **further))
+                with torch.no_grad():
+                    switch = float(balance_loss_share(layers, mask_T, lambda tensor: None))
+                if not abs(switch - expected) <= _SAME * abs(expected):
+                    raise _unknown_formula(self._trainer.model)
+            self._is_checked = True
+            if self._kept is not None:
+                kept_T = self._kept.mask(len(layers[0].logits_TE), like=layers[0].logits_TE.detach().float())
+                mask_T = kept_T if mask_T is None else mask_T.to(kept_T.device) * kept_T
+            balance = balance_loss_share(layers, mask_T, sum_over_ranks) * float(self._trainer.args.world_size)
+            # A teacher or a reference model has no gradient in training.
+            if balance.requires_grad or not self._trainer.model.training:
+                self._latest = balance
+            return balance
+
+        return load_balancing_loss_func
+
+
+def balance_over_ranks(trainer: Trainer) -> None:
+    """Make a Trainer compute the balance loss over all ranks' tokens, as the mean over the micro-batches of a step.
+
+    Evaluation keeps the model's own balance loss of each batch. A Trainer that already corrects it is not changed.
+    """
+    if getattr(trainer, "corrects_balance_loss", False):
+        return
+    trainer.corrects_balance_loss = True
+    balance = BalanceOverRanks(trainer)
+
+    def balancing(compute: Callable[..., Any]) -> Callable[..., Any]:
+        def compute_loss(model: Any, *arguments: Any, **keywords: Any) -> Any:
+            if not model.training:
+                return compute(model, *arguments, **keywords)
+            return balance.compute_loss(compute, model, *arguments, **keywords)
+
+        return compute_loss
+
+    patches.apply("balance-loss-over-ranks", balancing, on=trainer)
+
+
+def check_balance_loss(model: PreTrainedModel) -> None:
+    """Reject a mixture of experts whose balance loss cannot be computed over all ranks.
+
+    Raises:
+        UsageError: the module of the model's class has no function that computes it.
+    """
+    if not _modules(_inner(model)):
+        raise _unknown_formula(model)
+
+
+def has_balance_loss(model: PreTrainedModel) -> bool:
+    """Return whether a model can compute a balance loss, which some trainers switch on themselves."""
+    inner = _inner(model)
+    return getattr(inner, "router_aux_loss_coef", None) is not None and bool(_modules(inner))
+
+
+def balance_factor(trainer: Trainer, num_items_in_batch: Any, *, training: bool = True) -> float:
+    """Return the factor of this rank's part of the balance loss that makes a step add the mean over its micro-batches.
+
+    Engines average over the ranks, whose parts must be summed. The Trainer divides by the micro-batches of a step
+    itself, except for losses that are divided by the tokens of the step.
+    """
+    from transformers import Trainer
+
+    # As `Trainer.training_step` decides, which reads the attribute from Transformers 5.19 on.
+    scaled = trainer.loss_is_scaled_for_ga if hasattr(Trainer, "loss_is_scaled_for_ga") else None
+    if scaled is None:
+        scaled = trainer.compute_loss_func is not None or (
+            num_items_in_batch is not None and trainer.model_accepts_loss_kwargs
+        )
+    ranks = float(trainer.args.world_size)
+    return ranks / trainer.current_gradient_accumulation_steps if scaled and training else ranks
+
+
+def sum_over_ranks(tensor: Tensor) -> None:
+    """Sum a tensor over all ranks, in place."""
+    import torch.distributed as dist
+
+    if dist.is_available() and dist.is_initialized():
+        dist.all_reduce(tensor)
+
+
+def _inner(model: Any) -> Any:
+    """Return the Transformers model inside a PEFT model."""
+    return model.get_base_model() if hasattr(model, "peft_config") and hasattr(model, "get_base_model") else model
+
+
+def _modules(model: PreTrainedModel) -> list[ModuleType]:
+    """Return the modules in which models and trainers look the function up; FSDP2 makes the class a subclass."""
+    present = (sys.modules.get(kind.__module__) for kind in type(model).__mro__)
+    own = [module for module in present if module is not None and hasattr(module, _FUNCTION)]
+    shared = [sys.modules[_SHARED]] if own and _SHARED in sys.modules else []
+    return list(dict.fromkeys([*own, *shared]))
+
+
+@contextmanager
+def _scaled_coefficient(model: PreTrainedModel, factor: float) -> Iterator[None]:
+    """Multiply the coefficient with which a model adds its balance loss, inside the block."""
+    coefficient = getattr(model, "router_aux_loss_coef", None)
+    if coefficient is None:
+        yield
+        return
+    model.router_aux_loss_coef = coefficient * factor
+    try:
+        yield
+    finally:
+        model.router_aux_loss_coef = coefficient
+
+
+def _routed(gate_logits: Any, top_k: int) -> list[RoutedTokens]:
+    import torch
+
+    layers = []
+    for logits_TE in gate_logits if isinstance(gate_logits, tuple) else ():
+        with torch.no_grad():
+            selected_TK = torch.topk(torch.softmax(logits_TE, dim=-1), top_k, dim=-1).indices
+        layers.append(RoutedTokens(logits_TE=logits_TE, selected_TK=selected_TK, sent=logits_TE.new_zeros(())))
+    return layers
+
+
+def _reads_aux_loss(kind: type) -> bool:
+    """Return whether a method that a subclass of Trainer defines reads `aux_loss`."""
+    from transformers import Trainer
+
+    own = takewhile(lambda base: base is not Trainer, kind.__mro__)
+    methods = [method for base in own for method in vars(base).values() if inspect.isfunction(method)]
+    codes = [inspect.unwrap(method).__code__ for method in methods]
+    return any("aux_loss" in (*code.co_names, *code.co_consts) for code in codes)
+
+
+def _unknown_formula(model: Any) -> UsageError:
+    rule = "adds a balance loss with an unknown formula, which would count once per rank"
+    return UsageError(
+        ConfigError(where="output_router_logits", value=type(model).__name__, rule=rule, fix="set it to false")
+    )

@@ -1,0 +1,266 @@
+"""Trainer callback for DeepSpeed AutoEP: experts are sharded over ranks, with the results of one process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from transformers import TrainerCallback
+
+from ...ds_configs.specs.errors import ConfigError, UsageError
+from ...plugins import patches
+from ...plugins.deepspeed import auto_ep
+from ...plugins.transformers.run_settings import trainer_errors
+from ...plugins.transformers.training_arguments import deepspeed_configuration
+from ..counting.counts import count_as_one_process
+from .balance_loss import BalanceOverRanks, RoutedTokens, assigned_to, entropy_sum, loads, sum_over_ranks
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from transformers import PreTrainedModel, Trainer, TrainerControl, TrainerState, TrainingArguments
+
+Method = Callable[..., Any]
+"""A method of a Trainer or of its accelerator, before or after it is wrapped."""
+
+
+class ExpertParallelCallback(TrainerCallback):
+    """Shard the experts of every layer over ranks that train on different samples.
+
+    Works with ZeRO-0, 1, 2 and 3 on Mixtral, Qwen2-MoE, Qwen3-MoE, DeepSeek-V2 and V3. No token is dropped. Checkpoints
+    and `save_model` contain all experts under the model's own parameter names.
+
+    >>> callback = ExpertParallelCallback(2)  # doctest: +SKIP
+    >>> callback.prepare(arguments, model)  # doctest: +SKIP
+    >>> trainer = Trainer(model, arguments, train_dataset=samples)  # doctest: +SKIP
+    >>> callback.attach(trainer)  # doctest: +SKIP
+
+    Args:
+        expert_parallel_size: Number of ranks that share the experts of a layer; it must divide the number of experts
+            and of ranks.
+        log_routing: Whether to log `expert_load` (tokens of the fullest expert divided by the mean per expert, averaged
+            over layers), `expert_load_max` (the same of the worst layer), `router_entropy` (nats) and `dropped_tokens`.
+
+    Raises:
+        UsageError: the size is below 2.
+    """
+
+    def __init__(self, expert_parallel_size: int, *, log_routing: bool = True) -> None:
+        if expert_parallel_size < 2:
+            rule, fix = "must be at least 2", "omit the callback to train without expert parallelism"
+            raise UsageError(ConfigError(where="expert_parallel_size", value=expert_parallel_size, rule=rule, fix=fix))
+        self.expert_parallel_size = expert_parallel_size
+        self._log_routing = log_routing
+        self._shapes: auto_ep.Shapes | None = None
+        self._trainer: Trainer | None = None
+        self._watch: RouterWatch | None = None
+
+    def prepare(self, training_arguments: TrainingArguments, model: PreTrainedModel) -> None:
+        """Check the model and the layout, and write the DeepSpeed section; call it before the Trainer is created.
+
+        Raises:
+            UsageError: the experts cannot be sharded, or the configuration contradicts the callback; lists all errors.
+        """
+        size = self.expert_parallel_size
+        configuration = deepspeed_configuration(training_arguments)
+        errors = auto_ep.expert_parallelism_errors(training_arguments, model.config, size)
+        errors += auto_ep.configuration_errors(configuration or {}, model.config, size)
+        errors += auto_ep.expert_model_errors(model)
+        reentrant = (training_arguments.gradient_checkpointing_kwargs or {}).get("use_reentrant")
+        if (
+            training_arguments.gradient_checkpointing
+            and reentrant
+            and getattr(model.config, "output_router_logits", False)
+        ):
+            where = "gradient_checkpointing_kwargs.use_reentrant"
+            rule = "runs the routers without a graph, so the balance loss would have no gradient"
+            errors.append(ConfigError(where=where, value=True, rule=rule, fix="set it to false"))
+        if errors:
+            raise UsageError(errors)
+        assert configuration is not None, "the rules reject other engines"
+        auto_ep.write_section(configuration, model.config, size)
+        auto_ep.accept_class_names_of_recorders()
+        self._shapes = auto_ep.whole_shapes(model)
+
+    def attach(self, trainer: Trainer) -> None:
+        """Wrap the Trainer's methods that compute, log and save; call it once, right after the Trainer is created.
+
+        Raises:
+            UsageError: `prepare` was not called with the Trainer's arguments, or the callback has a Trainer already.
+        """
+        configuration = deepspeed_configuration(trainer.args) or {}
+        if self._shapes is None or auto_ep.SECTION not in configuration:
+            rule, fix = "was not prepared", "call prepare(training_arguments, model) before the Trainer is made"
+            raise UsageError(ConfigError(where="ExpertParallelCallback", rule=rule, fix=fix))
+        if self._trainer is not None:
+            fix = "make one callback for each Trainer"
+            raise UsageError(
+                ConfigError(where="ExpertParallelCallback", rule="is already attached to a Trainer", fix=fix)
+            )
+        trainer.corrects_balance_loss = True
+        if errors := trainer_errors(trainer):
+            raise UsageError(errors)
+        self._trainer = trainer
+        if self not in trainer.callback_handler.callbacks:
+            trainer.add_callback(self)
+        count_as_one_process(trainer)
+        balance = BalanceOverRanks(trainer)
+
+        def with_expert_groups(create: Method) -> Method:
+            def create_optimizer(*arguments: object, **keywords: object) -> Any:
+                optimizer = create(*arguments, **keywords)
+                auto_ep.mark_expert_groups(optimizer, trainer.model, self.expert_parallel_size)
+                return optimizer
+
+            return create_optimizer
+
+        def with_balance_loss(compute: Method) -> Method:
+            def compute_loss(model: Any, inputs: Any, *arguments: Any, **keywords: Any) -> Any:
+                watch = self._watch
+                if watch is None:
+                    return compute(model, inputs, *arguments, **keywords)
+                mask = inputs.get("attention_mask") if hasattr(inputs, "get") else None
+                mask_T = mask.reshape(-1).float() if mask is not None and mask.dim() == 2 else None
+                with watch.recording():
+                    result = balance.compute_loss(compute, model, inputs, *arguments, records=watch.new, **keywords)
+                    if self._log_routing and model.training:
+                        watch.add(watch.latest(), mask_T)
+                return result
+
+            return compute_loss
+
+        def with_routing(log: Method) -> Method:
+            def log_with_routing(logs: dict[str, float], *arguments: object, **keywords: object) -> None:
+                if "loss" in logs and self._watch is not None and self._log_routing:
+                    logs = logs | self._watch.report(sum_over_ranks)
+                log(logs, *arguments, **keywords)
+
+            return log_with_routing
+
+        def with_all_experts(state_dict: Method) -> Method:
+            def get_state_dict(model: Any, *arguments: object, **keywords: object) -> Any:
+                module = getattr(model, "module", model)
+                if not auto_ep.moe_layers(module):
+                    return state_dict(model, *arguments, **keywords)
+                assert self._shapes is not None, "attached after prepare"
+                return auto_ep.whole_state_dict(module, self._shapes, keep=trainer.args.should_save)
+
+            return get_state_dict
+
+        patches.apply("expert-parallel-optimizer", with_expert_groups, on=trainer)
+        # The model cannot balance the routing of experts on other ranks.
+        patches.remove("balance-loss-over-ranks", on=trainer)
+        patches.apply("expert-parallel-loss", with_balance_loss, on=trainer)
+        patches.apply("expert-parallel-log", with_routing, on=trainer)
+        patches.apply("expert-parallel-state-dict", with_all_experts, on=trainer.accelerator)
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
+    ) -> None:
+        """Watch the routers of the engine, which exists now.
+
+        Raises:
+            UsageError: `attach` was not called, or the Trainer's settings do not combine with expert parallelism.
+        """
+        if self._trainer is None:
+            rule, fix = "was not attached", "call attach(trainer) before trainer.train()"
+            raise UsageError(ConfigError(where="ExpertParallelCallback", rule=rule, fix=fix))
+        if errors := trainer_errors(self._trainer):
+            raise UsageError(errors)
+        engine = self._trainer.deepspeed
+        if not engine.zero_optimization():
+            auto_ep.clip_by_the_whole_norm(engine)
+        if self._watch is not None:
+            self._watch.remove()
+        self._watch = RouterWatch(auto_ep.moe_layers(engine.module))
+
+
+class RouterWatch:
+    """Hooks that record the routing of AutoEP's layers and sum it for the log.
+
+    They record only inside `recording`, so that a forward pass that the backward pass repeats is not counted twice.
+
+    Args:
+        layers: AutoEP's layers by name, in order.
+    """
+
+    def __init__(self, layers: Mapping[str, Any]) -> None:
+        self._records: list[RoutedTokens] | None = None
+        self._logits: Tensor | None = None
+        self._sigmoid = any(layer.router.score_func == "sigmoid" for layer in layers.values())
+        self._sums: Tensor | None = None
+        self._returned = 0
+        self._handles = []
+
+        def keep_logits(_module: Any, _arguments: Any, output: Any) -> None:
+            self._logits = output if self._records is not None else None
+
+        def keep_routing(_module: Any, _arguments: Any, output: Any) -> None:
+            if self._records is None:
+                return
+            assert self._logits is not None, "the gate runs inside the router"
+            _, selected_TK, sent_E = output
+            self._records.append(RoutedTokens(logits_TE=self._logits, selected_TK=selected_TK, sent=sent_E.sum()))
+
+        for layer in layers.values():
+            self._handles.append(layer.router.gate.register_forward_hook(keep_logits))
+            self._handles.append(layer.router.register_forward_hook(keep_routing))
+
+    def remove(self) -> None:
+        """Remove the hooks."""
+        for handle in self._handles:
+            handle.remove()
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """Record the routing of each layer that runs in the block."""
+        self._records, self._returned = [], 0
+        try:
+            yield
+        finally:
+            self._records, self._logits = None, None
+
+    def latest(self) -> list[RoutedTokens]:
+        """Return the records of the latest forward pass of the block; a loss may run several."""
+        return (self._records or [])[-(len(self._handles) // 2) :]
+
+    def new(self) -> list[RoutedTokens]:
+        """Return the records of the latest forward pass once; an empty list if only unwatched models ran since."""
+        seen, self._returned = self._returned, len(self._records or ())
+        return self.latest() if self._returned > seen else []
+
+    def add(self, records: list[RoutedTokens], mask_T: Tensor | None) -> None:
+        """Add the records of one micro-batch to the sums since the last log, without waiting for the device.
+
+        A mask of another length is ignored; a loss may have rearranged the batch.
+        """
+        import torch
+
+        if not records:
+            return
+        if mask_T is not None and len(mask_T) != records[0].logits_TE.shape[0]:
+            mask_T = None
+        with torch.no_grad():
+            assigned = [assigned_to(routed, mask_T) for routed in records]
+            entropy = sum(entropy_sum(routed, mask_T, sigmoid=self._sigmoid) for routed in records)
+            tokens = sum(routed.logits_TE.shape[0] if mask_T is None else mask_T.sum() for routed in records)
+            dropped = sum(routed.selected_TK.numel() - routed.sent for routed in records)
+            scalars = [torch.as_tensor(value, device=assigned[0].device) for value in (entropy, tokens, dropped)]
+            # fp64 keeps the counts between two distant logs exact.
+            sums = torch.cat([torch.stack([value.double() for value in scalars]), *(own.double() for own in assigned)])
+            self._sums = sums if self._sums is None else self._sums + sums
+
+    def report(self, sum_over_ranks: Callable[[Tensor], None]) -> dict[str, float]:
+        """Return the figures to log since the last call; every rank must call it."""
+        if self._sums is None:
+            return {}
+        sums, self._sums = self._sums, None
+        sum_over_ranks(sums)
+        entropy, tokens, dropped = sums[:3].tolist()
+        mean_load, worst_load = loads(sums[3:].view(len(self._handles) // 2, -1))
+        return {
+            "expert_load": mean_load,
+            "expert_load_max": worst_load,
+            "router_entropy": entropy / max(tokens, 1.0),
+            "dropped_tokens": dropped,
+        }

@@ -1,1 +1,0 @@
-"""Expert parallelism of DeepSpeed for the Trainer: `callback.py`."""

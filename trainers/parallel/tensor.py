@@ -1,0 +1,315 @@
+"""Trainer callback for tensor parallelism: DeepSpeed AutoTP shards every layer over a group of ranks."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from transformers import TrainerCallback
+
+from ...ds_configs.legality.axes import tensor_parallel_errors
+from ...ds_configs.specs.errors import ConfigError, UsageError
+from ...ds_configs.specs.layout import Layout
+from ...ds_configs.specs.model import ModelTraits
+from ...plugins import patches
+from ...plugins.deepspeed.auto_tp import (
+    GroupsOnce,
+    align_random_state,
+    allow_frozen_norms,
+    forget_tensor_parallel,
+    gather_heads_for_losses,
+    gather_vocabulary,
+    keep_whole_attention,
+    layers_without_rule,
+    seed_workers_by_group,
+    tensor_parallel_section,
+    unpartitioned_layers,
+)
+from ...plugins.deepspeed.engine import accept_train_batch_size, train_batch_size
+from ...plugins.launching.messages import note_on_first_rank
+from ...plugins.transformers import run_settings
+from ...plugins.transformers.training_arguments import deepspeed_configuration
+from ..counting.counts import count_as_one_process
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, Trainer, TrainerControl, TrainerState, TrainingArguments
+
+_WHERE = "tensor_parallel_size"
+_SECTION_KEYS = frozenset({"autotp_size", "vocab_parallel_lm_head", "partition_config", "dtype", "keep_module_on_host"})
+
+
+def layout_errors(model: PreTrainedModel, arguments: TrainingArguments) -> list[ConfigError]:
+    """Return why AutoTP cannot shard a loaded model under these training arguments."""
+    errors: list[ConfigError] = []
+
+    def reject(where: str, value: object, rule: str, fix: str) -> None:
+        errors.append(ConfigError(where=where, value=value, rule=rule, fix=fix))
+
+    kind, reading = type(model).__name__, arguments.accelerator_config
+    if (tp := getattr(arguments.parallelism_config, "tp_size", 1)) > 1:
+        rule = "selects Transformers' own tensor parallelism, which cannot be combined with AutoTP"
+        reject("parallelism_config.tp_size", tp, rule, "omit it")
+    if (getattr(model, "_tp_size", None) or 1) > 1:
+        rule = "was sharded by Transformers when it was loaded"
+        reject("model", kind, rule, "load it without distributed_config")
+    if getattr(model, "hf_quantizer", None) is not None:
+        reject("model", kind, "is quantized, and AutoTP cannot shard packed weights", "load it in its own precision")
+    if getattr(model, "ds_autotp_parsed", False):
+        rule = "was sharded in an earlier run, possibly with another tensor_parallel_size"
+        reject("model", kind, rule, "load the model again")
+    if reading.split_batches:
+        rule = "splits a batch over all ranks, but the ranks of a group need the same batch"
+        reject("accelerator_config.split_batches", reading.split_batches, rule, "set it to false")
+    if reading.dispatch_batches:
+        rule = "sends the batches of the first rank to every group"
+        reject("accelerator_config.dispatch_batches", True, rule, "omit it: each group then reads its own batches")
+    if getattr(arguments, "precompute_ref_log_probs", False):
+        rule = "reads different samples on the ranks of a group, because it runs before the groups exist"
+        reject("precompute_ref_log_probs", True, rule, "omit it")
+    configuration = deepspeed_configuration(arguments) or {}
+    for section in ("bf16", "fp16"):
+        if getattr(arguments, section) and section not in configuration:
+            rule = "is missing from the DeepSpeed configuration, so AutoTP would shard the model in another precision"
+            reject(section, None, rule, f'write "{section}": {{"enabled": "auto"}}')
+    return errors
+
+
+def section_errors(section: Mapping[str, Any], required: Mapping[str, object]) -> list[ConfigError]:
+    """Return where the user's `tensor_parallel` section contradicts the required one."""
+    errors = []
+    for key, value in section.items():
+        where = f"tensor_parallel.{key}"
+        if key in ("tp", "tensor_parallel"):
+            size = value.get("tp_size", required["autotp_size"]) if isinstance(value, Mapping) else value
+            if size not in (1, required["autotp_size"]):
+                rule = f"contradicts TensorParallelCallback({required['autotp_size']})"
+                errors.append(ConfigError(where=f"{where}.tp_size", value=size, rule=rule, fix="use the same size"))
+        elif key not in _SECTION_KEYS:
+            rule = "changes how AutoTP shards layers; equal losses are not verified with it"
+            errors.append(ConfigError(where=where, value=value, rule=rule, fix="omit it"))
+        # AutoTP treats a missing key and null as its own choice.
+        elif (key in required or key == "partition_config") and value not in (required.get(key), None):
+            rule = f"contradicts the callback, which requires {required.get(key)!r}"
+            errors.append(ConfigError(where=where, value=value, rule=rule, fix="change one of them, or omit the key"))
+    return errors
+
+
+def tensor_trainer_errors(trainer: Trainer, *, vocabulary_parallel_head: bool) -> list[ConfigError]:
+    """Return what a Trainer does that tensor parallelism does not support.
+
+    Seen with deepspeed 0.19.8 and trl 1.16.0: DeepSpeed compares the arguments of the first forward pass between ranks,
+    and fails where TRL's `DistillationTrainer` passes a function to it.
+    """
+    from transformers import Trainer
+
+    name = type(trainer).__name__
+    if hasattr(trainer, "_forward_redirection"):
+        rule = "passes functions to the forward pass of the model, which DeepSpeed cannot compare between ranks"
+        fix = "use ZeRO or FSDP2, or shardwright.trainers.DistillationTrainer"
+        return [ConfigError(where="trainer", value=name, rule=rule, fix=fix)]
+    if not vocabulary_parallel_head:
+        return []
+    uses_logits = {
+        "compute_loss_func": trainer.compute_loss_func is not None,
+        "label_smoothing_factor": trainer.args.label_smoothing_factor > 0,
+        f"{name}.compute_loss": type(trainer).compute_loss is not Trainer.compute_loss,
+    }
+    rule = "computes a loss from logits, of which each rank has only a shard of the vocabulary"
+    fix = "use vocabulary_parallel_head=False"
+    return [ConfigError(where=where, rule=rule, fix=fix) for where, is_used in uses_logits.items() if is_used]
+
+
+class TensorParallelCallback(TrainerCallback):
+    """Shard attention heads, MLPs and the output head over the ranks of a group, with ZeRO 0 to 2 between groups.
+
+    Ranks `k * size ... (k + 1) * size - 1` form a group and read the same samples; `per_device_train_batch_size` is the
+    batch size of a group. The loss counts every token of the global batch once. Checkpoints are normal Hugging Face
+    checkpoints.
+
+    >>> callback = TensorParallelCallback(2)  # doctest: +SKIP
+    >>> callback.prepare(arguments, model)  # doctest: +SKIP
+    >>> trainer = Trainer(model, arguments, train_dataset=samples)  # doctest: +SKIP
+    >>> callback.attach(trainer)  # doctest: +SKIP
+
+    Args:
+        tensor_parallel_size: Number of ranks that share each layer; keep a group within a node.
+        vocabulary_parallel_head: Whether each rank keeps only the logits of its shard of the vocabulary, which the
+            model's own loss supports. A tied token embedding is sharded in the same way.
+
+    Raises:
+        UsageError: the size is below 1.
+    """
+
+    def __init__(self, tensor_parallel_size: int, *, vocabulary_parallel_head: bool = False) -> None:
+        if tensor_parallel_size < 1:
+            raise UsageError(
+                ConfigError(where=_WHERE, value=tensor_parallel_size, rule="must be at least 1", fix="use 2")
+            )
+        self.tensor_parallel_size = tensor_parallel_size
+        self.vocabulary_parallel_head = vocabulary_parallel_head
+        self._prepared: TrainingArguments | None = None
+        self._trainer: Trainer | None = None
+
+    def prepare(self, training_arguments: TrainingArguments, model: PreTrainedModel) -> None:
+        """Check the model and the layout, and write the `tensor_parallel` section.
+
+        Call it before the Trainer is created.
+
+        Raises:
+            UsageError: a rule is broken, or the DeepSpeed configuration contradicts the callback; lists all errors.
+        """
+        size = self.tensor_parallel_size
+        if size == 1:
+            self._prepared = training_arguments
+            return
+        configuration = deepspeed_configuration(training_arguments)
+        text = model.config.get_text_config()
+        zero = (configuration or {}).get("zero_optimization", {})
+        experts = (configuration or {}).get("expert_parallel") or {}
+        axes = training_arguments.parallelism_config
+        # The model family's rule covers configurations that lack a size.
+        heads = getattr(text, "num_attention_heads", None) or size
+        errors = tensor_parallel_errors(
+            ModelTraits(
+                model_type=model.config.model_type,
+                num_attention_heads=heads,
+                num_key_value_heads=getattr(text, "num_key_value_heads", None) or heads,
+                intermediate_size=getattr(text, "intermediate_size", None) or size,
+                vocab_size=text.vocab_size,
+                num_experts=getattr(text, "num_local_experts", None) or getattr(text, "num_experts", None) or 0,
+            ),
+            Layout(
+                engine="ddp" if configuration is None else "deepspeed",
+                zero_stage=None if configuration is None else zero.get("stage", 0),
+                tp=size,
+                sp=getattr(axes, "sp_size", 1),
+                cp=getattr(axes, "cp_size", 1),
+                ep=int(experts.get("autoep_size", 1)) if experts.get("enabled") else 1,
+            ),
+            world_size=training_arguments.world_size,
+            ranks_per_node=int(os.environ.get("LOCAL_WORLD_SIZE", training_arguments.world_size)),
+            method="lora" if hasattr(model, "peft_config") else "full",
+            vocabulary_parallel_head=self.vocabulary_parallel_head,
+            where=_WHERE,
+        )
+        errors += layout_errors(model, training_arguments)
+        if errors := errors or layers_without_rule(model):
+            raise UsageError(errors)
+        assert configuration is not None, "a missing configuration is an error"
+        section = configuration.get("tensor_parallel") or {}
+        required = tensor_parallel_section(model, size, vocabulary_parallel_head=self.vocabulary_parallel_head)
+        if errors := section_errors(section, required):
+            raise UsageError(errors)
+        configuration["tensor_parallel"] = {**section, **required}
+        key = "stage3_gather_16bit_weights_on_model_save"
+        if zero.get(key) is False:
+            note_on_first_rank(f"zero_optimization.{key} is set to true, which saving sharded layers requires")
+        configuration["zero_optimization"][key] = True
+        forget_tensor_parallel()
+        allow_frozen_norms()
+        gather_heads_for_losses()
+        keep_whole_attention(model)
+        # Users write the true `train_batch_size`. DeepSpeed's engine multiplies by all ranks (deepspeed 0.19.8,
+        # runtime/config.py), and so does Transformers.
+        if isinstance(configuration.get("train_batch_size"), int):
+            true_size = train_batch_size(training_arguments, size=size)
+            accept_train_batch_size(training_arguments, size=size)
+            if configuration["train_batch_size"] == true_size:
+                configuration["train_batch_size"] = true_size * size
+        self._prepared = training_arguments
+
+    def attach(self, trainer: Trainer) -> None:
+        """Make a Trainer read data, count tokens and gather predictions by group.
+
+        Call it right after the Trainer is created.
+
+        Raises:
+            UsageError: `prepare` was not called with the Trainer's arguments, or the Trainer's settings would give the
+                ranks of a group different batches; lists all errors.
+        """
+        if self._prepared is not trainer.args:
+            rule = "was not called with the arguments of this Trainer"
+            fix = "call callback.prepare(training_arguments, model) before the Trainer is made"
+            raise UsageError(ConfigError(where="TensorParallelCallback.prepare", rule=rule, fix=fix))
+        self._trainer = trainer
+        if self not in trainer.callback_handler.callbacks:
+            trainer.add_callback(self)
+        size = self.tensor_parallel_size
+        if size == 1:
+            return
+        errors = tensor_trainer_errors(trainer, vocabulary_parallel_head=self.vocabulary_parallel_head)
+        errors += run_settings.trainer_errors(trainer)
+        if errors:
+            raise UsageError(errors)
+        # Dispatching from the first rank would give every group the same batch.
+        trainer.accelerator.dataloader_config.dispatch_batches = False
+        seed_workers_by_group(trainer, size)
+        once = GroupsOnce(trainer.accelerator)
+        patches.apply("tensor-parallel-gather", lambda _: once, on=trainer.accelerator)
+        patches.apply("tensor-parallel-gather-function", lambda _: once, on=trainer)
+        count_every_rank(trainer, size)
+        count_as_one_process(trainer, ranks_of_a_sample=size)
+        if self.vocabulary_parallel_head:
+            patches.apply("tensor-parallel-predictions", _gathering_vocabulary, on=trainer)
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
+    ) -> None:
+        """Check before the first step that every layer was sharded as planned.
+
+        Raises:
+            UsageError: `attach` was not called, or AutoTP did not shard some layers.
+        """
+        if self._trainer is None:
+            rule, fix = "was not called", "call callback.attach(trainer) right after the Trainer is made"
+            raise UsageError(ConfigError(where="TensorParallelCallback.attach", rule=rule, fix=fix))
+        if self.tensor_parallel_size == 1:
+            return
+        errors = run_settings.trainer_errors(self._trainer)
+        errors += unpartitioned_layers(self._trainer.model, self.tensor_parallel_size)
+        if errors:
+            raise UsageError(errors)
+        align_random_state(args.device)
+
+    def on_epoch_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
+    ) -> None:
+        """Align the random states of a group, so that its ranks shuffle alike."""
+        if self.tensor_parallel_size > 1:
+            align_random_state(args.device)
+
+    def on_step_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
+    ) -> None:
+        """Align the random states of a group, so that its ranks draw the same dropout masks.
+
+        Saving and evaluating can advance the random state of one rank alone.
+        """
+        if self.tensor_parallel_size > 1:
+            align_random_state(args.device)
+
+
+def count_every_rank(trainer: Trainer, size: int) -> None:
+    """Make `num_items_in_batch` and the factor of a loss count every rank; `size` ranks share a sample.
+
+    Transformers does so up to 5.18, but `SFTTrainer` divides the factor by `get_tp_size()`. From 5.19 on Transformers
+    divides both by it, which breaks user losses that multiply by `accelerator.num_processes`. With the size 1 all ways
+    to scale a loss are right.
+    """
+    patches.apply("tensor-parallel-size", lambda _: lambda: 1, on=trainer)
+    patches.apply("tensor-parallel-batch-size", lambda total: lambda args: total(args) // size, on=trainer)
+
+
+def _gathering_vocabulary(step: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap `prediction_step` so that it returns the logits of the complete vocabulary."""
+
+    def prediction_step(*args: object, **kwargs: object) -> tuple[object, object, object]:
+        loss, logits, labels = step(*args, **kwargs)
+        if isinstance(logits, tuple):
+            logits = (gather_vocabulary(logits[0]), *logits[1:])
+        elif logits is not None:
+            logits = gather_vocabulary(logits)
+        return loss, logits, labels
+
+    return prediction_step

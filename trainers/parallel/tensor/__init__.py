@@ -1,1 +1,0 @@
-"""Layers divided over ranks by DeepSpeed AutoTP: `callback.py`."""

@@ -1,0 +1,198 @@
+"""Settings of `shardwright qat` with their checks, and the job of its ranks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from pydantic import Field
+
+from ....ds_configs.quantization.recipe import SchemeSettings
+from ....ds_configs.quantization.scheme import changed, scheme_named
+from ....ds_configs.specs.errors import ConfigError, UsageError
+from ....ds_configs.specs.settings import JoinedNames, adapter_errors
+from ...runs.settings import LaunchedJob, LaunchedSettings, ObjectiveSettings, launched_errors
+from ..rounding.config import InputRanges, KvCacheNumbers, LoraMode, QATConfig
+from ..rounding.rounding import WeightRule
+
+if TYPE_CHECKING:
+    from ...distillation.config import DistillationConfig
+
+SELF = "self"
+"""Value of `teacher` for the model itself in full precision."""
+TEACHERS_OWN = ("teacher_revision", "alpha", "temperature", "loss", "mixture")
+"""Settings that require a teacher."""
+RANGES_FILE = "input_ranges.safetensors"
+
+
+class QATSettings(SchemeSettings, ObjectiveSettings, LaunchedSettings):
+    """Every setting of `shardwright qat`."""
+
+    group = "Quantization"
+
+    method: Literal["full", "lora"] = Field("full", description="Full training or LoRA")
+    weight_rule: WeightRule = Field(
+        "minmax",
+        description="Weight scales from the weight range (minmax), training (learned, LSQ), or mean magnitudes "
+        "(ternary, binary)",
+    )
+    ranges: InputRanges = Field(
+        "calibrated",
+        description="Source of stored activation ranges: calibration, observers during training, or learning",
+    )
+    calibration_samples: int = Field(128, ge=1, description="Training samples for the calibration of ranges")
+    start_step: int = Field(0, ge=0, description="Optimizer steps in full precision before rounding starts")
+    freeze_step: int | None = Field(
+        None, ge=1, description="Optimizer step from which observed ranges are fixed. Default: never"
+    )
+    bit_schedule: JoinedNames | None = Field(
+        None,
+        description="STEP:BITS pairs such as 0:8,100:4, ending at the scheme's bits. Default: always the scheme's",
+    )
+    lora: LoraMode = Field(
+        "merged",
+        description="With --method lora: round and merge weight plus adapter, or round only the frozen weight",
+    )
+    kv_cache: KvCacheNumbers | None = Field(
+        None, description="Also round cached keys and values, and store their ranges"
+    )
+    teacher: str | None = Field(
+        None,
+        description="Hub id or directory of a teacher, or self for the model in full precision. Default: none",
+    )
+    alpha: float = Field(1.0, description="Weight of the distillation loss, 0 to 1; the loss on labels has the rest")
+
+
+class QATJob(LaunchedJob):
+    """Job of every rank."""
+
+    task: Literal["qat"] = "qat"
+    settings: QATSettings = Field(description="settings of the user")
+    model: str = Field(description="Hub id or directory")
+    source_directory: str = Field(description="local directory of the model's files")
+    stored_dtype: str = Field(description="dtype of the checkpoint")
+    teacher: str | None = Field(description="Hub id or directory; None without one")
+    vocab_size: int | None = Field(description="tokens shared with the teacher")
+    calibrated: bool = Field(description="whether calibrated ranges are next to this file")
+
+    @property
+    def teacher_revision(self) -> str | None:
+        """Branch, tag or commit of the teacher; for `self` that of the model."""
+        named = teacher_of(self.settings, self.model)
+        return None if named is None else named[1]
+
+
+def qat_config(settings: QATSettings, *, stored_dtype: str | None = None) -> QATConfig:
+    """Return the number formats of the settings.
+
+    Args:
+        settings: All settings.
+        stored_dtype: Dtype of the checkpoint.
+
+    Raises:
+        UsageError: settings contradict one another; all errors together.
+    """
+    errors: list[ConfigError] = []
+    schedule: list[tuple[int, int]] = []
+    for part in settings.bit_schedule.split(",") if settings.bit_schedule is not None else ():
+        step, colon, bits = part.partition(":")
+        if not (colon and step.strip().isdecimal() and bits.strip().isdecimal()):
+            rule = f"must be STEP:BITS pairs separated by commas, not {part.strip()!r}"
+            errors.append(
+                ConfigError(where="bit_schedule", value=settings.bit_schedule, rule=rule, fix="such as 0:8,100:4")
+            )
+            schedule = []
+            break
+        schedule.append((int(step), int(bits)))
+    try:
+        scheme = changed(
+            scheme_named(settings.scheme),
+            group_size=settings.group_size,
+            symmetric=settings.symmetric,
+            ignore=settings.ignore,
+            targets=settings.targets,
+        )
+    except UsageError as error:
+        raise UsageError([*errors, *error.errors]) from None
+    config = QATConfig(
+        scheme=scheme,
+        weight_rule=settings.weight_rule,
+        ranges=settings.ranges,
+        start_step=settings.start_step,
+        freeze_step=settings.freeze_step,
+        bit_schedule=tuple(schedule),
+        lora=settings.lora,
+        kv_cache=settings.kv_cache,
+        stored_dtype=stored_dtype,
+    )
+    errors += config.errors()
+    if errors:
+        raise UsageError(errors)
+    return config
+
+
+def teacher_distance_config(settings: QATSettings, vocab_size: int | None) -> DistillationConfig:
+    """Return the settings of the distillation loss.
+
+    Raises:
+        UsageError: values out of range, all together.
+    """
+    from ...distillation.config import DistillationConfig
+
+    return DistillationConfig(
+        alpha=settings.alpha,
+        temperature=settings.temperature,
+        divergence=settings.loss,
+        mixture=settings.mixture,
+        vocab_size=vocab_size,
+    )
+
+
+def qat_settings_errors(settings: QATSettings) -> list[ConfigError]:
+    """Return contradictions that can be found without reading files."""
+    errors = launched_errors(settings) + adapter_errors(settings.stated(), settings.method)
+    explicit = settings.model_fields_set
+    if settings.teacher is None:
+        fix = "add --teacher self, or omit it"
+        errors += [
+            ConfigError(where=name, value=getattr(settings, name), rule="requires a teacher", fix=fix)
+            for name in (*TEACHERS_OWN, "teacher_placement")
+            if name in explicit and getattr(settings, name) != "auto"
+        ]
+    elif settings.teacher == SELF and settings.teacher_revision is not None:
+        rule, fix = "must not be set with --teacher self", "use --revision"
+        errors.append(ConfigError(where="teacher_revision", value=settings.teacher_revision, rule=rule, fix=fix))
+    if settings.teacher_placement == "cached":
+        rule, fix = "cached teacher outputs require `distill`", "use replica, sharded, offloaded or quantized"
+        errors.append(ConfigError(where="teacher_placement", value="cached", rule=rule, fix=fix))
+    if "lora" in explicit and settings.method != "lora":
+        rule, fix = "requires adapters", "add --method lora, or omit it"
+        errors.append(ConfigError(where="lora", value=settings.lora, rule=rule, fix=fix))
+    return errors
+
+
+def calibration_errors(settings: QATSettings, config: QATConfig) -> list[ConfigError]:
+    """Return an error if `calibration_samples` is set and nothing is calibrated."""
+    if "calibration_samples" not in settings.model_fields_set or (config.stores_ranges and not config.observes):
+        return []
+    rule = (
+        f"{config.scheme.name} stores no ranges" if not config.stores_ranges else "ranges are observed during training"
+    )
+    fix = "use a scheme with stored ranges such as W8A8_STATIC, and ranges calibrated or learned, or omit it"
+    value = settings.calibration_samples
+    return [ConfigError(where="calibration_samples", value=value, rule=f"has no effect: {rule}", fix=fix)]
+
+
+def teacher_of(settings: QATSettings, model: str) -> tuple[str, str | None] | None:
+    """Return the teacher and its revision; `None` without one."""
+    if settings.teacher is None:
+        return None
+    if settings.teacher == SELF:
+        return model, settings.revision
+    is_model = Path(settings.teacher) == Path(model) and settings.teacher_revision == settings.revision
+    return model if is_model else settings.teacher, settings.teacher_revision
+
+
+def is_own_teacher(settings: QATSettings, model: str) -> bool:
+    """Return whether the teacher is the model itself, at the same revision."""
+    return teacher_of(settings, model) == (model, settings.revision)

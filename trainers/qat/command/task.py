@@ -1,0 +1,283 @@
+"""`qat`: checks its settings, plans and calibrates, and defines its job and report."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import redirect_stdout
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+from ....ds_configs.quantization.layers import LinearLayer, mixture_warnings, scheme_warnings
+from ....ds_configs.specs.errors import UsageError, collecting
+from ....ds_configs.specs.settings import settings_of
+from ....plugins.peft import add_lora
+from ....plugins.planning.from_names import plan as select_plan
+from ....plugins.planning.models import load_model_spec
+from ....plugins.transformers.meta_model import build_meta_model
+from ....plugins.transformers.quantized_model import QuantizationSource, open_source
+from ...data.models import StartingModel, load_config, load_tokenizer, with_positions
+from ...data.samples import Sample
+from ...data.sources import local_place
+from ...runs.inputs import (
+    chosen_hardware,
+    last_checkpoint,
+    launch_errors,
+    limited_held_out,
+    named_samples,
+    optimizer_steps,
+    run_output_errors,
+    trained_teacher,
+    training_job,
+)
+from ...runs.run import PreparedTraining, run_training
+from ...runs.settings import RunRequest
+from ..rounding.config import QATConfig
+from .report import QATOutcome, QATResult, qat_file_names
+from .settings import (
+    RANGES_FILE,
+    SELF,
+    QATJob,
+    QATSettings,
+    calibration_errors,
+    qat_config,
+    qat_settings_errors,
+    teacher_distance_config,
+    teacher_of,
+)
+
+logger = logging.getLogger(__name__)
+
+_CALIBRATION_BATCH_SIZE = 8
+
+
+def qat(
+    model: str, output_dir: str | Path, *, resume: bool = False, force: bool = False, **settings: Any
+) -> QATOutcome:
+    """Train a model with the numbers of its quantized checkpoint, and write exactly these numbers.
+
+    Nothing is printed on stdout; warnings and progress are logged. Example:
+    ``shardwright.qat("model", "trained-w4", scheme="W4A16", dataset="python-help").result.trained``
+
+    Args:
+        model: Hub id or directory; weights are read from safetensors.
+        output_dir: Directory of the checkpoint, with plan and report.
+        resume: Continue from the last checkpoint in `output_dir`.
+        force: Write into a directory that contains other files.
+        settings: Fields of `QATSettings`, which are the flags of `shardwright qat`.
+
+    Returns:
+        All measurements; `to_dict()` is the output of `--format json`.
+
+    Raises:
+        UsageError: all errors in the settings.
+        RefusedInputError: files of a model are corrupt, unsafe or already quantized.
+        DoesNotFitError: no layout fits.
+        ShardwrightError: a rank failed; the message names it and the cause.
+    """
+    request = RunRequest(output_dir=Path(output_dir), resume=resume, force=force)
+    with redirect_stdout(sys.stderr):
+        return run_training(prepare_qat(settings_of(QATSettings, settings), model, request))
+
+
+@dataclass(frozen=True, kw_only=True)
+class PreparedQAT(PreparedTraining[QATOutcome]):
+    """A quantization-aware training that is ready to launch; nothing has been written for it."""
+
+    settings: QATSettings
+    source: QuantizationSource
+    """Files of the model."""
+    config: QATConfig
+    layers: tuple[LinearLayer, ...]
+    """Rounded matrices."""
+    teacher: str | None
+    """Hub id or directory of the teacher; `None` without one."""
+    vocab_size: int | None
+    """Tokens that model and teacher share; `None` without a teacher."""
+    needs_calibration: bool
+    """Whether ranges must be calibrated before training."""
+
+    kind = "qat"
+
+    @property
+    def models(self) -> dict[str, str]:
+        return {"revision": self.source.name} | (
+            {} if self.teacher is None or self.settings.teacher == SELF else {"teacher_revision": self.teacher}
+        )
+
+    @property
+    def least_bytes(self) -> int:
+        """Lower bound of the checkpoint's size: four bits per weight."""
+        return super().least_bytes // 4
+
+    @property
+    def own_file_names(self) -> tuple[str, ...]:
+        return qat_file_names(self.settings)
+
+    def job(self, common: Mapping[str, Any], work: Path) -> QATJob:
+        """Calibrate the initial ranges if needed, and return the job of the ranks."""
+        # A resumed run restores the ranges from its checkpoint.
+        calibrates = self.needs_calibration and not self.request.resume
+        if calibrates:
+            calibrate(self, work / RANGES_FILE)
+        return QATJob(
+            model=self.source.name,
+            source_directory=str(self.source.directory.absolute()),
+            stored_dtype=self.source.dtype,
+            teacher=self.teacher,
+            vocab_size=self.vocab_size,
+            calibrated=calibrates,
+            **common,
+        )
+
+    def outcome(self, result: Mapping[str, Any], common: Mapping[str, Any]) -> QATOutcome:
+        return QATOutcome(
+            model=self.source.name,
+            teacher=self.teacher,
+            scheme=self.config.rounded_scheme,
+            layers=len(self.layers),
+            result=QATResult(**result),
+            **common,
+        )
+
+
+def prepare_qat(settings: QATSettings, model: str, request: RunRequest) -> PreparedQAT:
+    """Check settings, model and dataset, report all errors together, and plan.
+
+    Args:
+        settings: All settings.
+        model: Hub id or directory.
+        request: Output directory, resumption and machines.
+
+    Raises:
+        UsageError: all errors together.
+        RefusedInputError: files of a model are corrupt, unsafe or already quantized.
+        PlanDoesNotFitError: no layout fits.
+    """
+    from ..callback import resume_errors, step_errors
+    from ..rounding.attach import attach
+
+    errors = qat_settings_errors(settings)
+    sources = {"the model": model, "the teacher": None if settings.teacher == SELF else settings.teacher}
+    sources["the dataset"] = local_place(settings.dataset)
+    errors += run_output_errors(request, sources)
+    hardware = source = config = attachment = tokenizer = vocab_size = samples = teacher = None
+    with collecting(errors):
+        config = qat_config(settings)
+        errors += calibration_errors(settings, config)
+    with collecting(errors):
+        teacher_distance_config(settings, None)
+    with collecting(errors):
+        hardware = chosen_hardware(settings)
+        errors += [] if request.dry_run else launch_errors(hardware, request.place)
+    with collecting(errors):
+        if (named := teacher_of(settings, model)) is not None:
+            teacher = {"teacher": trained_teacher(*named).spec, "teacher_placement": settings.teacher_placement}
+    with collecting(errors):
+        source = open_source(model, revision=settings.revision)
+    if source is not None and config is not None:
+        with collecting(errors):
+            config = qat_config(settings, stored_dtype=source.dtype)
+            # Attach to the model without its weights: the ranks would fail where this fails.
+            meta = build_meta_model(source.config, source=source.name)
+            if settings.method == "lora":
+                meta = add_lora(meta, rank=settings.lora_rank, targets=settings.lora_targets, fp32_adapters=True)
+            attachment = attach(meta, config)
+            last = last_checkpoint(request.output_dir) if request.resume else None
+            errors += [] if last is None else resume_errors(attachment, last, demands_record=True)
+    if source is not None:
+        with collecting(errors):
+            settings, tokenizer, vocab_size = _with_tokenizer(settings, model)
+    if tokenizer is not None and settings.dataset:
+        with collecting(errors):
+            samples = named_samples(settings, tokenizer)
+    if errors:
+        raise UsageError(errors)
+    assert hardware and source and config and attachment and tokenizer is not None and samples, "failures raise errors"
+    quantized = attachment.scheme, attachment.layers
+    for warning in (*scheme_warnings(*quantized), *mixture_warnings(*quantized)):
+        logger.info(warning)
+    job = training_job(settings, hardware, **(teacher or {}))
+    plan = select_plan(load_model_spec(model, revision=settings.revision), hardware, job, notify=logger.info)
+    # Some errors depend on the layout and the number of steps.
+    strategy = plan.chosen.strategy
+    errors = step_errors(attachment, optimizer_steps(settings, strategy, len(samples.train)))
+    errors += settings.engine_errors(strategy.engine)
+    if errors:
+        raise UsageError(errors)
+    return PreparedQAT(
+        request=request,
+        settings=settings,
+        source=source,
+        config=config,
+        layers=attachment.layers,
+        teacher=None if named is None else named[0],
+        plan=plan,
+        samples=limited_held_out(samples, settings),
+        tokenizer=tokenizer,
+        vocab_size=vocab_size,
+        needs_calibration=bool(attachment.ranges) and not config.observes,
+    )
+
+
+def _with_tokenizer(settings: QATSettings, model: str) -> tuple[QATSettings, Any, int | None]:
+    """Return settings with a sequence length that fits, the tokenizer, and the vocabulary shared with the teacher."""
+    from ...data.tokenizers import agreed_vocab_size
+
+    student = StartingModel(model=model, revision=settings.revision)
+    configs = [load_config(student)]
+    named = teacher_of(settings, model)
+    teacher = None if named is None else StartingModel(model=named[0], revision=named[1])
+    if teacher is not None:
+        configs.append(load_config(teacher))
+    settings = with_positions(settings, *configs)
+    tokenizer = load_tokenizer(student, configs[0].get_text_config().vocab_size)
+    if teacher is None:
+        return settings, tokenizer, None
+    other = load_tokenizer(teacher, configs[1].get_text_config().vocab_size)
+    return settings, tokenizer, agreed_vocab_size(tokenizer, other)
+
+
+def calibrate(prepared: PreparedQAT, file: Path) -> None:
+    """Calibrate the stored ranges on the unsharded model in its stored dtype, and write them for the ranks.
+
+    Ranks of ZeRO-3 hold shards of weights, and cannot calibrate.
+    """
+    import torch
+
+    from ...data.models import load_model
+    from ..rounding.attach import attach
+    from ..rounding.attachment import calibrate_inputs, save_ranges
+
+    settings = prepared.settings
+    source = StartingModel(model=prepared.source.name, revision=settings.revision)
+    dtype = getattr(torch, prepared.source.dtype)
+    model = load_model(source, load_config(source), dtype, settings.seed)
+    weight_bytes = sum(parameter.nbytes for parameter in model.parameters())
+    # An accelerator needs memory for the model and its activations.
+    has_memory = torch.cuda.is_available() and torch.cuda.mem_get_info(0)[0] > 1.5 * weight_bytes
+    device = "cuda:0" if has_memory else "cpu"
+    if settings.method == "lora":
+        model = add_lora(model, rank=settings.lora_rank, targets=settings.lora_targets, fp32_adapters=False)
+    model.to(device)
+    attachment = attach(model, prepared.config)
+    samples = prepared.samples.train[: settings.calibration_samples]
+    logger.info(f"calibrating {len(attachment.ranges)} input ranges on {len(samples)} samples, on {device}")
+    calibrate_inputs(model, attachment, calibration_batches(samples, device))
+    save_ranges(file, attachment)
+    del model, attachment
+    if device != "cpu":
+        torch.cuda.empty_cache()
+
+
+def calibration_batches(samples: Sequence[Sample], device: str) -> Iterator[dict[str, Any]]:
+    """Yield batches of samples with equal lengths, because padding must not affect ranges."""
+    import torch
+
+    for _, group in groupby(samples, key=lambda sample: len(sample["input_ids"])):
+        rows = [sample["input_ids"] for sample in group]
+        for first in range(0, len(rows), _CALIBRATION_BATCH_SIZE):
+            yield {"input_ids": torch.tensor(rows[first : first + _CALIBRATION_BATCH_SIZE], device=device)}

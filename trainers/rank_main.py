@@ -1,0 +1,79 @@
+"""Entry point of every rank: runs a job from a file, or the training of a plan from flags.
+
+    accelerate launch --config_file plan/accelerate.yaml -m shardwright.trainers.rank_main job.json
+    accelerate launch --config_file plan/accelerate.yaml -m shardwright.trainers.train_causal_lm --plan plan ...
+
+`launch.sh` runs the second command.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+from pathlib import Path
+
+from ..ds_configs.specs.errors import ShardwrightError
+from ..plugins.bitsandbytes import quiet_optional_kernels
+from ..plugins.launching.elastic import recorded
+from ..plugins.launching.messages import LAUNCH_TOKEN, forwarded_logs
+from .guards import watched
+from .runs.settings import RankTask
+
+TASKS = {
+    "train": ".training.rank:TrainTask",
+    "distill": ".distillation.command.rank:DistillTask",
+    "qat": ".qat.command.rank:QATTask",
+    "evaluate": ".evaluation.evaluate:EvaluationTask",
+    "cache-teacher": ".distillation.cache.cache_writer:AnswerTask",
+    "rehearse": ".rehearsal.worker:RehearsalTask",
+    "rehearse-script": ".rehearsal.script_worker:RehearsedScriptTask",
+    "script": ".training.script_rank:ScriptTask",
+}
+"""Module and class of each task."""
+
+
+def read_task(file: Path) -> RankTask:
+    """Return the task of a job file."""
+    text = file.read_text(encoding="utf-8")
+    module, _, name = TASKS[json.loads(text)["task"]].partition(":")
+    kind: type[RankTask] = getattr(import_module(module, __package__), name)
+    return kind.model_validate_json(text)
+
+
+def _run(words: Sequence[str]) -> None:
+    task: RankTask
+    if words and not words[0].startswith("-"):
+        file = Path(words[0])
+        task, work = read_task(file), file.parent
+    else:
+        from .training.plan_flags import parse_flags
+        from .training.plan_training import PlanTrainingTask
+
+        task, work = parse_flags(words, PlanTrainingTask), Path.cwd()
+    quiet_optional_kernels()
+    with forwarded_logs(), watched(task.hang_seconds):
+        task.run(work)
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """Run one rank, record a failure for its launcher, and return the exit code."""
+    try:
+        recorded(lambda: _run(sys.argv[1:] if words is None else words))()
+    except ShardwrightError as error:
+        if os.environ.get("SHARDWRIGHT_DEBUG") == "1":
+            raise
+        print(f"rank {os.environ.get('RANK', '0')}: {error}", file=sys.stderr)
+        return error.exit_code
+    except Exception:
+        if LAUNCH_TOKEN not in os.environ or os.environ.get("SHARDWRIGHT_DEBUG") == "1":
+            raise
+        # It is recorded: the launcher shows the traceback of the rank that failed first.
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,586 @@
+"""Reports of trainings (`train`, `distill`, `qat`), evaluations and quantizations, from their JSON files."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from ...ds_configs.plan.plan import Plan
+from ...ds_configs.quantization.scheme import METHODS
+from ...ds_configs.specs.units import human_count
+from ..charts import (
+    GREEN,
+    GREY,
+    LOSSES,
+    RED,
+    SHARES,
+    Expected,
+    Metrics,
+    columns,
+    curves,
+    distribution,
+    largest_parts,
+    loss_chart,
+    parts,
+    points,
+    rate_chart,
+    share_chart,
+    stacks,
+    tail,
+)
+from .markdown import markdown
+from .plans import speed_interval
+from .report import (
+    Chart,
+    Fact,
+    Report,
+    Section,
+    Table,
+    gb,
+    gb_range,
+    key_value_table,
+    mean_with_error,
+    perplexity,
+    picture,
+    plain,
+    short_name,
+    significant,
+    with_error,
+)
+
+Data = Mapping[str, Any]
+"""Content of a JSON file."""
+
+_KINDS = {"train": "Training", "distill": "Distillation", "qat": "Quantization-aware training"}
+_STAGES = {"dense": "before", "rounded": "rounded", "trained": "trained", "before": "before", "after": "trained"}
+_TEACHER_SETTINGS = ("teacher_revision", "alpha", "temperature", "loss", "mixture", "teacher_placement")
+"""Settings of `qat` that have no effect without a teacher."""
+
+
+def training_report(data: Data, metrics: Metrics, plan: Plan) -> Report:
+    """Return the report of `report.json`, `metrics.jsonl` and the plan that ran."""
+    kind, dataset, peak = data["kind"], data["dataset"], data["result"]["peak_bytes"]
+    if kind == "distill":
+        title = f"{short_name(data['teacher'])} to {short_name(data['student'])}"
+        losses = {
+            _STAGES[stage]: data[stage].get("student_cross_entropy", data[stage].get("loss"))
+            for stage in ("before", "after")
+        }
+    else:
+        title = short_name(data["model"])
+        losses = {_STAGES[stage]: loss for stage, loss in data["cross_entropy"].items()}
+    gpu, time = plan.chosen.memory.gpu, plan.chosen.time
+    low, high = speed_interval(plan)
+    speed = significant(time.tokens_per_second), f"{significant(low)} to {significant(high)}"
+    # The first logged interval includes compilation and allocation.
+    _, error = mean_with_error([value for _, value in points(metrics, "tokens_per_second")][1:] or [0.0])
+    tokens_per_second = with_error(data["tokens_per_second"], error)
+    memory = f"predicted {gb(gpu.allocated_bytes)} of tensors, {gb_range(gpu.low_bytes, gpu.high_bytes)} in total"
+    measures = {"tokens/s": data["tokens_per_second"], "seconds total": data["seconds"]}
+    if losses["trained"] is not None:
+        measures = {"held-out cross-entropy, nats per token": losses["trained"]} | measures
+    if peak is not None:
+        measures["tensors on the fullest accelerator, GB"] = peak / 1e9
+    return Report(
+        kind=_KINDS[kind],
+        title=title,
+        subtitle=f"on {dataset['source']}; {data['strategy']}, {data['hardware']}",
+        facts=(
+            *_quality_facts(data, losses),
+            Fact(label="Tokens/s of all ranks", value=tokens_per_second, detail=f"predicted {speed[0]} ({speed[1]})"),
+            Fact(
+                label="Tensors on the fullest accelerator",
+                value="not measured on CPU ranks" if peak is None else gb(peak),
+                detail=memory,
+            ),
+            Fact(
+                label="Steps",
+                value=f"{data['steps']:,}",
+                detail=f"{data['tokens']:,} tokens in {data['result']['step_seconds']:.1f} s of training steps; "
+                f"{data['seconds']:,.0f} s total",
+            ),
+        ),
+        sections=(
+            _results(data, metrics, losses),
+            *(
+                [Section(heading="Checkpoint", tables=(key_value_table(checkpoint_facts(data)),))]
+                if kind == "qat"
+                else []
+            ),
+            _speed(data, metrics, plan, tokens_per_second),
+            _memory(plan, peak),
+            _training_settings(data, plan),
+        ),
+        command=data.get("command", ""),
+        versions=data["versions"],
+        files=("report.json", "metrics.jsonl", "plan/plan.json"),
+        series={
+            "training loss, nats per token": points(metrics, "loss"),
+            "tokens/s": points(metrics, "tokens_per_second"),
+        },
+        measures=measures,
+    )
+
+
+def _quality_facts(data: Data, losses: Mapping[str, float | None]) -> list[Fact]:
+    trained = losses["trained"]
+    if trained is None:
+        return [Fact(label="Held-out cross-entropy", value="not measured")]
+    earlier = {name: loss for name, loss in losses.items() if name != "trained" and loss is not None}
+    before = ", ".join(f"{name} {loss:.4f}" for name, loss in earlier.items())
+    samples = f"mean over {data['dataset']['evaluation_samples']} held-out samples"
+    facts = [
+        Fact(label="Held-out cross-entropy, nats per token", value=f"{trained:.4f}", detail=f"{before}; {samples}"),
+        Fact(
+            label="Held-out perplexity",
+            value=perplexity(trained),
+            detail=", ".join(f"{name} {perplexity(loss)}" for name, loss in earlier.items()),
+        ),
+    ]
+    if "kl_per_token" in data.get("after", {}):
+        before, after = (f"{data[stage]['kl_per_token']:.4f}" for stage in ("before", "after"))
+        facts.append(Fact(label="KL(teacher | student), nats per token", value=after, detail=f"before {before}"))
+    if data.get("logit_difference") is not None:
+        label = "Largest difference of a logit, exported and reloaded"
+        facts.append(Fact(label=label, value=f"{data['logit_difference']:g}"))
+    return facts
+
+
+def _results(data: Data, metrics: Metrics, losses: Mapping[str, float | None]) -> Section:
+    caption = f"Means over all labelled tokens of {data['dataset']['evaluation_samples']} held-out samples"
+    if any("±" in cell for row in data["measures"]["rows"] for cell in row):
+        caption += "; ± is one standard error, over samples."
+    else:
+        caption += ". They have no standard error; `shardwright evaluate` measures one."
+    logged = {label: points(metrics, key)[-1][1] for key, (label, _) in LOSSES.items() if points(metrics, key)}
+    end = ", ".join(f"{label} {value:.4f}" for label, value in logged.items())
+    note = f"Means over {data['settings'].get('logging_steps')} steps. At the end: {end}." if end else ""
+    charts = [Chart(title="Loss by step, nats per token", draw=loss_chart(metrics), note=note)]
+    if any(points(metrics, key) for key in SHARES):
+        charts.append(Chart(title="Agreement with the teacher, share of tokens", draw=share_chart(metrics)))
+    if points(metrics, "learning_rate"):
+        charts.append(Chart(title="Learning rate", draw=rate_chart(metrics)))
+    measured = {name: loss for name, loss in losses.items() if loss is not None}
+    if measured:
+        colours = {"before": GREY, "rounded": RED, "trained": GREEN}
+        values = {name: math.exp(min(loss, 700)) for name, loss in measured.items()}
+        draw = columns(values, "perplexity", colours=[colours[name] for name in measured])
+        bars = Chart(title="Perplexity on held-out samples", draw=draw)
+        charts.insert(0 if data["kind"] == "qat" else len(charts), bars)
+    texts = []
+    rounded, dense, trained = losses.get("rounded"), losses["before"], losses["trained"]
+    if rounded is not None and dense is not None and trained is not None and rounded > dense:
+        share, cost = (rounded - trained) / (rounded - dense), f"{rounded - dense:.4f} nats per token"
+        texts.append(
+            f"Rounding alone costs {cost}; training recovered {100 * share:.0f} % of it."
+            if share <= 1
+            else f"Rounding alone costs {cost}. The trained model is better than the model before, because it also "
+            "learned this data. For a fair comparison, fine-tune in full precision for as many steps, then round."
+        )
+    table = Table(headings=data["measures"]["headings"], rows=data["measures"]["rows"], caption=caption)
+    return Section(heading="Results on held-out samples", texts=texts, charts=charts, tables=(table,))
+
+
+def checkpoint_facts(data: Data) -> list[tuple[str, str]]:
+    """Return format and verification of a checkpoint that `qat` exported, from its JSON values."""
+    differences = {
+        "largest difference of a weight, trained and exported": data["weight_difference"],
+        "largest difference of a logit, trained and reloaded": data["logit_difference"],
+    }
+    return [
+        ("format", f"compressed-tensors, {data['scheme']['format']}"),
+        ("weights", scheme_text(data["scheme"])),
+        ("quantized matrices", f"{data['quantized_layers']:,}"),
+        *((name, "not compared" if value is None else f"{value:g}") for name, value in differences.items()),
+    ]
+
+
+def scheme_text(scheme: Data) -> str:
+    """Return bits, zero points and scales of the weights of a scheme, and the rounding of inputs, in words."""
+    weights, inputs = scheme["weights"], scheme["activations"]
+    shared = {"tensor": "a scale for each matrix", "channel": "a scale for each output channel"}
+    scales = shared.get(weights["strategy"], f"a scale for {weights['group_size']} weights")
+    text = f"{weights['bits']} bit, {'symmetric' if weights['symmetric'] else 'with zero points'}, {scales}"
+    if inputs is None:
+        return text
+    return f"{text}; inputs {inputs['bits']} bit, {'by token' if inputs['dynamic'] else 'with stored ranges'}"
+
+
+def _speed(data: Data, metrics: Metrics, plan: Plan, tokens_per_second: str) -> Section:
+    time, (low, high) = plan.chosen.time, speed_interval(plan)
+    steps = [value for _, value in points(metrics, "step_seconds")]
+    whole = data["result"]["step_seconds"] / data["steps"] if data["steps"] else 0.0
+    seconds = with_error(*(mean_with_error(steps[1:]) if len(steps) > 1 else (whole, None)))
+    rows = [
+        (name, f"{significant(predicted)} ({significant(least)} to {significant(most)})", measured)
+        for name, predicted, least, most, measured in (
+            ("tokens/s of all ranks", time.tokens_per_second, low, high, tokens_per_second),
+            ("seconds per step", time.seconds, time.low_seconds, time.high_seconds, seconds),
+        )
+    ]
+    caption = (
+        "± is the standard error over the intervals between two lines of metrics.jsonl, without the first interval, "
+        "which includes compilation and allocation. The measured tokens/s count every step."
+    )
+    charts = []
+    if speeds := points(metrics, "tokens_per_second"):
+        expected = Expected(value=time.tokens_per_second, low=low, high=high)
+        draw = curves({"measured": speeds}, "tokens/s", expected=expected)
+        charts.append(Chart(title="Tokens/s of all ranks", draw=draw, note="Dashed: predicted by the plan."))
+    if ratios := points(metrics, "slowest_rank_ratio"):
+        expected = Expected(value=1, label="equally fast")
+        draw = curves({"slowest rank": ratios}, "times the median rank", expected=expected)
+        note = "Time to load samples and run the first forward pass of a step, as a multiple of the median rank's."
+        charts.append(Chart(title="Slowest rank", draw=draw, note=note))
+    source = plan.hardware.source
+    return Section(
+        heading="Speed",
+        texts=[f"The prediction uses the figures of {plan.hardware.gpu}: {source}."] if source else [],
+        charts=charts,
+        tables=(Table(headings=("", "predicted, with interval", "measured"), rows=rows, caption=caption),),
+    )
+
+
+def _memory(plan: Plan, peak: int | None) -> Section:
+    gpu = plan.chosen.memory.gpu
+    measured = "not measured on CPU ranks" if peak is None else gb(peak)
+    rows = [
+        ("tensors on the fullest accelerator", gb(gpu.allocated_bytes), measured),
+        ("with runtime and fragmentation", f"{gb(gpu.peak_bytes)} ({gb_range(gpu.low_bytes, gpu.high_bytes)})", "–"),
+        ("capacity", gb(gpu.capacity_bytes), ""),
+    ]
+    not_tensors = ("runtime_context", "communicators", "allocator_fragmentation")
+    unit, size = ("GB", 1e9) if gpu.allocated_bytes >= 10**8 else ("MB", 1e6)
+    terms = sorted(gpu.terms.items(), key=lambda item: -item[1])
+    tensors = {name.replace("_", " "): count / size for name, count in terms if name not in not_tensors}
+    bars: list[tuple[str, Mapping[str, float], bool]] = [("predicted", largest_parts(tensors), True)]
+    if peak is not None:
+        bars.append(("measured", {"tensors, measured": peak / size}, False))
+    title = f"Tensors on the fullest accelerator, {unit}"
+    return Section(
+        heading="Memory",
+        charts=(Chart(title=title, draw=stacks(bars, unit), note=f"Measured: {measured}."),),
+        tables=(Table(headings=("", "predicted, with interval", "measured"), rows=rows),),
+    )
+
+
+def _training_settings(data: Data, plan: Plan) -> Section:
+    reasons = [plan.chosen.reason]
+    if plan.chosen.teacher is not None:
+        reasons.append(f"Teacher: {plan.chosen.teacher.reason}")
+    has_teacher = data["kind"] != "qat" or data["teacher"]
+    settings = [(n, v) for n, v in data["settings"].items() if has_teacher or n not in _TEACHER_SETTINGS]
+    dataset = [(n.replace("_", " "), f"{v:,}" if isinstance(v, int) else v) for n, v in data["dataset"].items()]
+    if data["dataset"].get("machines", 1) > 1:
+        reasons.append("Each machine reads its own part of the data. The counts are those of the first machine.")
+    tables = [
+        key_value_table([(n, data[n]) for n in ("model", "teacher", "student") if data.get(n)], "Models"),
+        key_value_table(settings, "Settings"),
+        key_value_table(dataset, "Data"),
+    ]
+    return Section(heading="Settings and data", texts=reasons, tables=tables, folded=True)
+
+
+def evaluation_report(data: Data) -> Report:
+    """Return the report of `evaluation.json`."""
+    text, baseline = data["text"], data["baseline"]
+    against = "" if baseline is None else f"against {short_name(baseline['name'])}, "
+    return Report(
+        kind="Evaluation",
+        title=short_name(data["model"]["name"]),
+        subtitle=f"{against}{text['predicted_tokens']:,} tokens of {text['source']}: {text['windows']:,} of "
+        f"{text['available_windows']:,} windows of {text['seq_len_tokens']:,} tokens",
+        facts=_evaluation_facts(data),
+        sections=_evaluation_sections(data),
+        command=data.get("command", ""),
+        versions=data["versions"],
+        files=("evaluation.json",),
+        measures=_evaluation_measures(data),
+    )
+
+
+EVALUATION_FILES = ("REPORT.md", "evaluation.json", "evaluation.png")
+"""Files of an evaluation, in addition to `report.html`."""
+
+
+def evaluation_files(data: Data) -> dict[str, str | bytes]:
+    """Return `REPORT.md`, `evaluation.json` and the chart of an evaluation by name."""
+    report = evaluation_report(data)
+    numbers = json.dumps(data, indent=2, allow_nan=False) + "\n"
+    contents = (markdown(report, "evaluation.png"), numbers, picture(report))
+    return dict(zip(EVALUATION_FILES, contents, strict=True))
+
+
+def _estimate(estimate: Data) -> str:
+    return with_error(estimate["value"], estimate["standard_error"])
+
+
+def _percentage(estimate: Data) -> str:
+    error = estimate["standard_error"]
+    return f"{100 * estimate['value']:.2f}{'' if error is None else f' ± {100 * error:.2g}'} %"
+
+
+def _evaluation_facts(data: Data) -> list[Fact]:
+    model, baseline, comparison = data["model"], data["baseline"], data["comparison"]
+    before = ("", "") if baseline is None else (_estimate(baseline["perplexity"]), gb(baseline["sizes"]["file_bytes"]))
+    perplexity_before, bytes_before = (f"baseline {value}" if value else "" for value in before)
+    facts = [
+        Fact(label="Perplexity", value=_estimate(model["perplexity"]), detail=perplexity_before),
+        Fact(label="Cross-entropy, nats per token", value=_estimate(model["loss_nats_per_token"])),
+    ]
+    if comparison is not None:
+        kl, agreement = _estimate(comparison["kl_nats_per_token"]), _percentage(comparison["top1_agreement"])
+        facts.append(Fact(label="KL(baseline | model), nats per token", value=kl))
+        facts.append(Fact(label="Same most likely token", value=agreement))
+    facts.append(Fact(label="Safetensors on disk", value=gb(model["sizes"]["file_bytes"]), detail=bytes_before))
+    speed = model["speed"]
+    if speed is not None and speed["decode_tokens_per_second"] is not None:
+        decode = significant(speed["decode_tokens_per_second"])
+        facts.append(Fact(label="Decode, tokens/s", value=decode, detail=speed["machine"]))
+    return facts
+
+
+def _evaluation_measures(data: Data) -> dict[str, float]:
+    model, comparison = data["model"], data["comparison"]
+    measures = {
+        "perplexity": model["perplexity"]["value"],
+        "safetensors on disk, GB": model["sizes"]["file_bytes"] / 1e9,
+    }
+    if comparison is not None:
+        measures["KL(baseline | model), nats per token"] = comparison["kl_nats_per_token"]["value"]
+    if model["speed"] is not None and model["speed"]["decode_tokens_per_second"] is not None:
+        measures["decode, tokens/s"] = model["speed"]["decode_tokens_per_second"]
+    return measures
+
+
+def evaluation_table(data: Data) -> Table:
+    """Return every measure of the model; with a baseline also the baseline's, and how they differ."""
+    model, baseline, comparison = data["model"], data["baseline"], data["comparison"]
+    rows = [
+        [name, _estimate(model[key]), "" if baseline is None else _estimate(baseline[key]), ""]
+        for name, key in (("perplexity", "perplexity"), ("cross-entropy, nats per token", "loss_nats_per_token"))
+    ]
+    if baseline is not None and comparison is not None:
+        rows[0][3] = _change(model["perplexity"]["value"] / baseline["perplexity"]["value"] - 1)
+        loss, is_significant = (
+            comparison["loss_difference_nats_per_token"],
+            comparison["loss_difference_is_significant"],
+        )
+        error = "" if loss["standard_error"] is None else f" ± {loss['standard_error']:.2g}"
+        rows[1][3] = f"{loss['value']:+.4g}{error}{', within noise' if is_significant is False else ''}"
+        rows += [
+            ["KL(baseline | model), nats per token", _estimate(comparison["kl_nats_per_token"]), "", ""],
+            ["KL of 99 % of the tokens is below", f"{comparison['kl_nats_at_share']['0.99']:.4g}", "", ""],
+            ["same most likely token", _percentage(comparison["top1_agreement"]), "", ""],
+        ]
+    for name, part, key, shape in _COSTS:
+        own, other = ((side or {}).get(part) and side[part][key] for side in (model, baseline))
+        if own is not None or other is not None:
+            ratio = f"× {own / other:.3g}" if own and other and not name.startswith("parameters") else ""
+            shown = ["–" if value is None else shape(value) for value in (own, other)]
+            rows.append([name, shown[0], "" if baseline is None else shown[1], ratio])
+    others = {(score["task"], score["metric"]): score for score in (baseline or {}).get("tasks", ())}
+    for score in model["tasks"]:
+        name = f"{score['task']}, {score['metric']} ({score['documents']:,} documents)"
+        other = others.get((score["task"], score["metric"]))
+        compared = ("", "") if other is None else (_estimate(other), f"{score['value'] - other['value']:+.4f}")
+        rows.append([name, _estimate(score), *compared])
+    headings = ("", "model", "baseline", "difference") if comparison is not None else ("", "model")
+    caption = "± is one standard error over windows of text. " + (
+        "Differences compare the same windows of both models; more than two standard errors are beyond noise. "
+        if comparison is not None
+        else ""
+    )
+    caption += "The first token of a window is not counted. Bits include scales, zero points and tables."
+    return Table(headings=headings, rows=[row[: len(headings)] for row in rows], caption=caption)
+
+
+def _change(share: float) -> str:
+    return f"{100 * share:+.2f} %"
+
+
+def _short(value: float) -> str:
+    return f"{value:.3f}" if value < 100 else f"{value:,.0f}"
+
+
+_COSTS: tuple[tuple[str, str, str, Callable[[Any], str]], ...] = (
+    ("safetensors on disk", "sizes", "file_bytes", gb),
+    ("bits per parameter", "sizes", "bits_per_parameter", _short),
+    ("bits in quantized matrices", "sizes", "bits_per_quantized_parameter", _short),
+    ("parameters", "sizes", "parameters", human_count),
+    ("parameters in quantized matrices", "sizes", "quantized_parameters", human_count),
+    ("prefill, tokens/s", "speed", "prefill_tokens_per_second", "{:,.0f}".format),
+    ("decode, tokens/s", "speed", "decode_tokens_per_second", _short),
+    ("weights in memory", "speed", "weight_bytes", gb),
+    ("peak memory of tensors", "speed", "peak_bytes", gb),
+)
+"""Name, part and key of a model's sizes and speed, and how a value is shown."""
+
+
+def verdict(data: Data) -> str:
+    """Return the result of an evaluation's comparison in one sentence; empty without a baseline."""
+    comparison = data["comparison"]
+    if comparison is None:
+        return ""
+    difference = comparison["loss_difference_nats_per_token"]["value"]
+    change = _change(math.exp(min(difference, 700.0)) - 1)
+    agreement = f"Both models agree on the most likely token {_percentage(comparison['top1_agreement'])} of the time."
+    if comparison["loss_difference_is_significant"] is None:
+        return f"Perplexity changes by {change} on a single window, which gives no estimate of the noise. {agreement}"
+    if not comparison["loss_difference_is_significant"]:
+        return f"Perplexity changes by {change}, which is within the noise of this text. {agreement}"
+    direction = "higher" if difference > 0 else "lower"
+    return f"Perplexity is {change[1:]} {direction} than the baseline's, beyond the noise of this text. {agreement}"
+
+
+def _evaluation_sections(data: Data) -> tuple[Section, ...]:
+    model, baseline, comparison, text = data["model"], data["baseline"], data["comparison"], data["text"]
+    models = [
+        (m["name"], m["architecture"], plain(m["quantization"]), m["dtype"], plain(m["revision"]))
+        for m in (model, baseline)
+        if m is not None
+    ]
+    headings = ("model", "class", "quantization", "computes in", "commit")
+    texts = []
+    if (speed := model["speed"]) is not None:
+        engine = ", through Transformers" if data["settings"].get("engine") == "transformers" else ""
+        texts.append(
+            f"Speed and memory: {speed['machine']}{engine}, batch size 1, {speed['prompt_tokens']:,} prompt tokens, "
+            "medians. Other engines run the same checkpoint at another speed."
+        )
+    settings = [
+        ("stride, tokens", f"{text['stride_tokens']:,}"),
+        ("seconds total", f"{data['seconds']:.0f}"),
+        *((name.replace("_", " "), value) for name, value in data["settings"].items()),
+    ]
+    return (
+        Section(
+            heading="Measures",
+            texts=(verdict(data),) if comparison is not None else (),
+            charts=_evaluation_charts(data),
+            tables=(evaluation_table(data),),
+        ),
+        Section(
+            heading="How it was measured",
+            texts=texts,
+            tables=(Table(headings=headings, rows=models, numeric=False), key_value_table(settings)),
+            folded=True,
+        ),
+    )
+
+
+def _evaluation_charts(data: Data) -> tuple[Chart, ...]:
+    """Return the distribution of the losses, or of their differences, and the tail of the KL divergence."""
+    comparison = data["comparison"]
+    if comparison is None:
+        mean, axis = data["model"]["loss_nats_per_token"], "cross-entropy, nats per token"
+        windows = data["window_losses_nats_per_token"]
+        draw = distribution(windows, mean["value"], mean["standard_error"], axis)
+        return (Chart(title="Cross-entropy of each window, nats per token", draw=draw),)
+    mean, windows = (
+        comparison["loss_difference_nats_per_token"],
+        comparison["window_loss_differences_nats_per_token"],
+    )
+    axis = "model's loss minus the baseline's, nats per token"
+    return (
+        Chart(
+            title="Loss difference of each window, nats per token",
+            draw=distribution(windows, mean["value"], mean["standard_error"], axis, zero="no difference"),
+            note="If the band does not include zero, the difference is beyond the noise of this text.",
+        ),
+        Chart(
+            title="Tokens with a large KL(baseline | model), nats",
+            draw=tail(
+                comparison["kl_nats_at_share"], comparison["kl_nats_per_token"]["value"], "KL(baseline | model), nats"
+            ),
+            note="A small mean can hide a few tokens that changed a lot.",
+        ),
+    )
+
+
+def serving_text(method: str, storage: str) -> str:
+    """Return which libraries load and serve a quantized checkpoint."""
+    if method in ("spqr", "low-rank"):
+        return (
+            "The checkpoint stores the weights twice: in a compact format of Shardwright, and dense for Transformers, "
+            "vLLM and SGLang. No engine computes with the compact format."
+        )
+    engines = (
+        "vLLM and Transformers read the format through bitsandbytes."
+        if storage == "bitsandbytes"
+        else "vLLM, SGLang and Transformers read the format."
+    )
+    return f"Serve it with `vllm serve DIRECTORY`. {engines} This run loaded it with Transformers only."
+
+
+def quantization_report(data: Data) -> Report:
+    """Return the report of `quantization.json`."""
+    evaluation, scheme, verification = data["evaluation"], data["scheme"], data["verification"]
+    difference = verification["largest_logit_difference"]
+    method = METHODS.get(data["method"])
+    name = plain(scheme.get("name"))
+    passed = not verification["faults"]
+    reason = "" if data["method_reason"] == "named" else f": {data['method_reason']}"
+    return Report(
+        kind="Quantization",
+        title=short_name(data["model"]),
+        subtitle=f"{name} by {data['method']}{reason}",
+        facts=(
+            Fact(
+                label="Checkpoint verified",
+                value="yes" if passed else "no",
+                detail="not reloaded"
+                if difference is None
+                else f"largest difference of a logit {significant(difference)}",
+                state="good" if passed else "bad",
+            ),
+            Fact(label="Scheme", value=name, detail=f"by {data['method']}"),
+            Fact(label="Quantized matrices", value=f"{len(data['quantized_layers']):,}"),
+            *([] if evaluation is None else _evaluation_facts(evaluation)),
+        ),
+        sections=(
+            *(() if evaluation is None else _evaluation_sections(evaluation)),
+            _quantized_checkpoint(data),
+            Section(
+                heading="Settings",
+                texts=() if method is None else (f"{method.name} {method.summary} ({method.source}).",),
+                tables=(key_value_table(data["settings"].items()),),
+                folded=True,
+            ),
+            Section(
+                heading="Quantized matrices",
+                tables=(Table(headings=("name",), rows=[(str(layer),) for layer in data["quantized_layers"]]),),
+                folded=True,
+            ),
+        ),
+        command=data.get("command", ""),
+        versions=data["versions"],
+        files=("quantization.json",),
+        measures={"checkpoint, GB": data["checkpoint_bytes"] / 1e9}
+        | ({} if evaluation is None else _evaluation_measures(evaluation)),
+    )
+
+
+def _quantized_checkpoint(data: Data) -> Section:
+    memory, evaluation, calibration = data["memory_estimate"], data["evaluation"], data["calibration"]
+    charts = [Chart(title="Wall-clock time by stage, seconds", draw=parts(data["seconds"], "seconds"))]
+    facts = [("model", data["model"]), ("checkpoint, predicted", gb(data["checkpoint_bytes"]))]
+    if evaluation is not None:
+        sizes = evaluation["model"]["sizes"]
+        facts += [("checkpoint, written", gb(sizes["file_bytes"])), ("parameters", human_count(sizes["parameters"]))]
+        if evaluation["baseline"] is not None:
+            before, after = evaluation["baseline"]["sizes"]["file_bytes"], sizes["file_bytes"]
+            unit, size = ("GB", 1e9) if max(before, after) >= 10**8 else ("MB", 1e6)
+            draw = columns({"before": before / size, "quantized": after / size}, unit, colours=(GREY, GREEN))
+            charts.insert(0, Chart(title=f"Safetensors on disk, {unit}", draw=draw))
+    facts += [(f"calibration {name.replace('_', ' ')}", plain(value)) for name, value in (calibration or {}).items()]
+    facts += [(f"verification: {n.replace('_', ' ')}", plain(value)) for n, value in data["verification"].items()]
+    for device in ("host", "device"):
+        facts += [(f"predicted memory, {device}: {n}", gb(size)) for n, size in memory[f"{device}_terms"].items()]
+    facts += [(f"seconds, {stage}", f"{seconds:.1f}") for stage, seconds in data["seconds"].items()]
+    texts = [serving_text(data["method"], data["scheme"]["storage"])]
+    if calibration is None:
+        texts.append("The method needs no calibration data.")
+    return Section(heading="Checkpoint", texts=texts, charts=charts, tables=(key_value_table(facts),))

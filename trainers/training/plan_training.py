@@ -1,0 +1,115 @@
+"""The training of a plan that `launch.sh` starts: a causal language model on packed text, by the Trainer.
+
+The launcher selects DDP, DeepSpeed or FSDP2; `torchrun` works too. Ranks without an accelerator train on the CPU.
+`--plan` selects sequence, expert, tensor and pipeline parallelism.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from ...ds_configs.plan.output import output_errors, reserved, write_files
+from ...ds_configs.plan.plan import Plan
+from ...ds_configs.specs.errors import ConfigError, ShardwrightError, UsageError
+from ...plugins.peft import add_lora
+from ...plugins.transformers.training_arguments import (
+    check_liger_kernel,
+    prepare_model_directory_save,
+    save_model_directory,
+    weights_dtype,
+)
+from ..data.models import StartingModel, check_seq_len, load_config, load_model, load_tokenizer
+from ..data.sources import pack, read_documents
+from ..parallel.trainer_for import PlannedParallelism, planned_parallelism
+from ..runs.ranks import StepLosses, rank_arguments, train_guarded
+from ..runs.settings import RankTask
+from .plan_flags import PlanTrainingJob
+
+_RESULTS = ("config.json", "*.safetensors", "checkpoint-*")
+"""Files of a trained model, and checkpoints."""
+
+
+class PlanTrainingTask(PlanTrainingJob, RankTask):
+    """Training of a causal language model on packed text."""
+
+    def run(self, work: Path) -> None:
+        """Reserve the output directory on the first rank, then train and save."""
+        settings = self.read_settings()
+        with self._reserved():
+            self._train(settings)
+
+    def _reserved(self) -> AbstractContextManager[None]:
+        if os.environ.get("RANK", "0") != "0":
+            return nullcontext()
+        directory, force = self.output_dir, self.force or self.resume or self.resume_or_anew
+        errors = output_errors(directory, force=True, sources={"the model": self.model})
+        results = sorted(path.name for pattern in _RESULTS for path in directory.glob(pattern))
+        if results and not force:
+            rule, fix = (
+                f"contains {results[0]} of an earlier run",
+                "continue with --resume, or overwrite with --force",
+            )
+            errors.append(ConfigError(where="--output-dir", value=str(directory), rule=rule, fix=fix))
+        if errors:
+            raise UsageError(errors)
+        return reserved(directory, force=True)
+
+    def _train(self, settings: dict[str, Any]) -> None:
+        # ZeRO-3 needs the arguments before weights are made.
+        arguments, engine = rank_arguments(settings, method=self.method)
+        launched = int(os.environ.get("WORLD_SIZE", "1"))
+        if arguments.world_size != launched:
+            raise ShardwrightError(f"the Trainer has {arguments.world_size} ranks, but the launcher started {launched}")
+        check_liger_kernel(arguments)
+        planned, parallelism = None, PlannedParallelism()
+        if self.plan is not None:
+            from ..runs.plan_callback import PlanCallback
+
+            planned = PlanCallback(self.plan, seq_len_tokens=self.seq_len, method=self.method)
+            parallelism = planned_parallelism(Plan.load(self.plan))
+        if self.save:
+            prepare_model_directory_save(arguments)
+
+        source = StartingModel(**{field.name: getattr(self, field.name) for field in fields(StartingModel)})
+        config = load_config(source)
+        check_seq_len(self.seq_len, config)
+        tokenizer = load_tokenizer(source, config.get_text_config().vocab_size)
+        samples = pack(read_documents(list(self.text)), tokenizer, self.seq_len)
+        dtype = weights_dtype(arguments, method=self.method)
+        model = load_model(source, config, dtype, arguments.seed, engine=engine, for_stages=parallelism.is_pipeline)
+        if self.method != "full":
+            adapters_in_fp32 = engine != "deepspeed"
+            model = add_lora(model, rank=self.lora_rank, targets=self.lora_targets, fp32_adapters=adapters_in_fp32)
+
+        from transformers import default_data_collator
+
+        from ..checkpoints.callback import OR_ANEW
+
+        trainer = parallelism.make_trainer(
+            model=model,
+            args=arguments,
+            revision=self.revision,
+            train_dataset=samples,
+            data_collator=default_data_collator,
+            processing_class=tokenizer,
+        )
+        recorder = StepLosses(trainer)
+        if planned is not None:
+            planned.attach(trainer)
+        started = time.monotonic()
+        resume = self.resume or (OR_ANEW if self.resume_or_anew else arguments.resume_from_checkpoint)
+        train_guarded(trainer, resume=resume, **self.guards())
+        seconds = time.monotonic() - started
+        losses = recorder.mean_over_ranks()
+        if self.losses_json is not None and arguments.process_index == 0:
+            record = {"engine": engine, "world_size": arguments.world_size, "seconds": seconds, "losses": losses}
+            text = json.dumps(record, indent=1) + "\n"
+            write_files({self.losses_json.name: text}, self.losses_json.parent, force=True)
+        if self.save:
+            save_model_directory(trainer, str(self.output_dir), allow_nonfinite=self.allow_nonfinite)

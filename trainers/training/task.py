@@ -1,0 +1,285 @@
+"""`train`: checks the settings, plans, and prepares the run that `runs/run.py` launches."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Mapping
+from contextlib import redirect_stdout
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from ...ds_configs.plan.plan import Plan, edited_files
+from ...ds_configs.plan.rendering import NodePlace
+from ...ds_configs.specs.errors import ConfigError, UsageError, collecting
+from ...ds_configs.specs.hardware import HardwareSpec
+from ...ds_configs.specs.settings import not_covered, settings_of
+from ...plugins.planning.from_names import installed_release_difference
+from ...plugins.planning.from_names import plan as select_plan
+from ...plugins.planning.models import LoadedModel, load_model_spec
+from ..data.models import StartingModel, load_config, load_tokenizer, with_positions
+from ..data.samples import Samples, SampleStatistics
+from ..data.sources import WHOLE, Part, local_place
+from ..runs.inputs import (
+    chosen_hardware,
+    launch_errors,
+    limited_held_out,
+    named_samples,
+    run_output_errors,
+    training_job,
+)
+from ..runs.run import PreparedTraining, run_training
+from ..runs.settings import RunRequest
+from .report import TrainOutcome, TrainResult, train_file_names
+from .settings import TrainJob, TrainSettings, planned_argument_errors, train_settings_errors
+
+_ORDERS = ("random", "sequential")
+"""Values of `train_sampling_strategy` that do not need the samples of other machines."""
+
+logger = logging.getLogger(__name__)
+
+
+def train(
+    model: str, output_dir: str | Path, *, resume: bool = False, force: bool = False, **settings: Any
+) -> TrainOutcome:
+    """Train a model on a dataset: plan, launch ranks, evaluate before and after, save with a model card.
+
+    Prints nothing on stdout; notes and progress are logged. Example:
+    ``shardwright.train("model", "tuned", dataset="chats.jsonl", method="lora", max_steps=100).result.after``
+
+    Args:
+        model: Hub id or directory, or a `config.json` for random weights.
+        output_dir: Directory for the model, plan and report.
+        resume: Resume from the last checkpoint in `output_dir`.
+        force: Write into a directory that contains other files.
+        settings: Fields of `TrainSettings`, which are the flags of `shardwright train`.
+
+    Returns:
+        Everything measured; `to_dict()` is what `--format json` prints.
+
+    Raises:
+        UsageError: all errors of the settings.
+        RefusedInputError: files of a model are corrupt or unsafe.
+        DoesNotFitError: no layout fits.
+        ShardwrightError: a rank failed; names the rank and its error.
+    """
+    request = RunRequest(output_dir=Path(output_dir), resume=resume, force=force)
+    with redirect_stdout(sys.stderr):
+        return run_training(prepare_train(settings_of(TrainSettings, settings), model, request))
+
+
+@dataclass(frozen=True, kw_only=True)
+class PreparedTrain(PreparedTraining[TrainOutcome]):
+    """A training that can be launched; nothing is written yet."""
+
+    settings: TrainSettings
+    """Settings of the user; with `--plan`, those of the plan."""
+    model: str
+    """Hub id, directory or `config.json`."""
+
+    kind = "train"
+
+    @property
+    def models(self) -> dict[str, str]:
+        return {"revision": self.model}
+
+    @property
+    def own_file_names(self) -> tuple[str, ...]:
+        return train_file_names(self.settings)
+
+    @property
+    def own_arguments(self) -> dict[str, Any]:
+        # Machines that share the samples draw their order themselves.
+        return self.settings.arg | ({"train_sampling_strategy": "sequential"} if self._is_divided else {})
+
+    @property
+    def _is_divided(self) -> bool:
+        return self.samples.statistics.machines > 1
+
+    def job(self, common: Mapping[str, Any], work: Path) -> TrainJob:
+        model = str(Path(self.model).absolute()) if Path(self.model).exists() else self.model
+        divided: dict[str, Any] = {}
+        if self._is_divided:
+            divided = divided_job_fields(self.samples.statistics, self.settings, self.plan)
+        return TrainJob(**{**common, "model": model, **divided})
+
+    def outcome(self, result: Mapping[str, Any], common: Mapping[str, Any]) -> TrainOutcome:
+        return TrainOutcome(model=self.model, result=TrainResult(**result), **common)
+
+
+def prepare_train(settings: TrainSettings, model: str, request: RunRequest) -> PreparedTrain:
+    """Read and check everything, report all errors together, and plan.
+
+    Args:
+        settings: Of the user.
+        model: Hub id, directory, or `config.json` for random weights.
+        request: Of the run.
+
+    Raises:
+        UsageError: all errors together.
+        RefusedInputError: files of a model are corrupt or unsafe.
+        PlanDoesNotFitError: no layout fits.
+    """
+    errors = train_settings_errors(settings)
+    sources = {"the model": model, "the plan": settings.plan, "the dataset": local_place(settings.dataset)}
+    errors += run_output_errors(request, sources)
+    written_plan = loaded = hardware = tokenizer = samples = None
+    if settings.plan is not None:
+        with collecting(errors):
+            written_plan = Plan.load(settings.plan)
+            directory = Path(settings.plan) if Path(settings.plan).is_dir() else Path(settings.plan).parent
+            rule = "was edited, but train runs the original plan"
+            fix = "plan again with other options, or run your file with accelerate launch and a script"
+            errors += [
+                ConfigError(where=str(directory / name), rule=rule, fix=fix)
+                for name in edited_files(written_plan, directory)
+            ]
+            settings = _as_planned(settings, written_plan, model)
+    if written_plan is not None or settings.plan is None:
+        with collecting(errors):
+            hardware = chosen_hardware(settings) if written_plan is None else written_plan.hardware
+            errors += [] if request.dry_run else launch_errors(hardware, request.place)
+    with collecting(errors):
+        loaded = load_model_spec(model, revision=settings.revision)
+        errors += [] if written_plan is None else _other_model_errors(written_plan, loaded)
+    if loaded is not None:
+        with collecting(errors):
+            source = StartingModel(model=model, revision=settings.revision)
+            config = load_config(source)
+            settings = with_positions(settings, config)
+            tokenizer = load_tokenizer(source, config.get_text_config().vocab_size)
+    plan, divides = written_plan, settings.streaming and request.place is not None
+    if plan is None and divides and not errors:
+        # The part that a machine reads depends on the layout.
+        with collecting(errors):
+            plan = _planned(settings, loaded, hardware)
+    if tokenizer is not None and hardware is not None and settings.dataset and not (divides and plan is None):
+        with collecting(errors):
+            part, count = part_of(settings, plan, request.place), streamed_count(settings, plan, hardware)
+            samples = named_samples(settings, tokenizer, train_samples=count and count // part.count, part=part)
+    if errors:
+        raise UsageError(errors)
+    assert tokenizer and samples, "each failure added an error"
+    if written_plan is not None and (difference := installed_release_difference(written_plan)) is not None:
+        logger.info(difference)
+    plan = plan or _planned(settings, loaded, hardware)
+    errors = planned_argument_errors(settings, plan) + settings.engine_errors(plan.chosen.strategy.engine)
+    batch_size = settings.arg.get("per_device_eval_batch_size")
+    if batch_size is not None and (not isinstance(batch_size, int) or batch_size < 1):
+        where, rule = "arg per_device_eval_batch_size", "must be at least 1"
+        errors.append(ConfigError(where=where, value=batch_size, rule=rule, fix="omit it"))
+    if errors:
+        raise UsageError(errors)
+    if settings.arg.get("torch_compile"):
+        logger.info(f"torch_compile is {not_covered('torch_compile')}")
+    samples = limited_held_out(samples, settings)
+    if settings.streaming:
+        logger.info(read_line(samples, settings, plan))
+    if truncated := samples.statistics.cut_rows:
+        logger.info(
+            f"{truncated} of {samples.statistics.rows} rows are longer than {settings.seq_len} tokens and are truncated"
+        )
+    return PreparedTrain(
+        model=model, settings=settings, plan=plan, samples=samples, tokenizer=tokenizer, request=request
+    )
+
+
+def _planned(settings: TrainSettings, loaded: LoadedModel | None, hardware: HardwareSpec | None) -> Plan:
+    assert loaded and hardware, "each failure added an error"
+    return select_plan(loaded, hardware, training_job(settings, hardware, **settings.layout()), notify=logger.info)
+
+
+def _as_planned(settings: TrainSettings, plan: Plan, model: str) -> TrainSettings:
+    """Return the settings with the plan's values, which reports show, and the planned commit of the model.
+
+    Raises:
+        UsageError: the plan is for another command.
+    """
+    job, strategy = plan.job, plan.chosen.strategy
+    if job.teacher is not None:
+        rule, fix = f"has the teacher {job.teacher.name}, but train uses none", "use distill, or plan without a teacher"
+        raise UsageError(ConfigError(where="plan", value=settings.plan, rule=rule, fix=fix))
+    return settings.model_copy(
+        update={
+            "revision": settings.revision or (plan.model.revision if model == plan.model.name else None),
+            "hardware": plan.hardware.name,
+            "seq_len": job.seq_len_tokens,
+            "precision": job.precision,
+            "optimizer": job.optimizer,
+            "method": job.method,
+            "lora_rank": job.lora_rank,
+            "lora_targets": ",".join(job.lora_targets),
+            "micro_batch_size": strategy.micro_batch_size,
+            "global_batch_size": job.global_batch_size,
+            "gradient_checkpointing": job.gradient_checkpointing,
+            "strategy": job.strategy,
+            "offload": job.offload,
+        }
+    )
+
+
+def _other_model_errors(plan: Plan, loaded: LoadedModel) -> list[ConfigError]:
+    """Return an error if a plan was made for a model of another shape; its location does not matter."""
+    spec = loaded.spec
+    same: dict[str, Any] = {"name": spec.name, "revision": spec.revision}
+    if plan.model.release != spec.release:
+        # These depend on the release of Transformers rather than on the model.
+        changing = ("release", "attention", "settings", "layer_classes", "buffer_bytes", "source")
+        same |= {field: getattr(spec, field) for field in changing}
+    if replace(plan.model, **same) == spec:
+        return []
+    rule, fix = f"is not the model of the plan, {plan.model.name}", "plan for this model, or omit --plan"
+    return [ConfigError(where="model", value=loaded.spec.name, rule=rule, fix=fix)]
+
+
+def streamed_count(settings: TrainSettings, plan: Plan | None, hardware: HardwareSpec) -> int | None:
+    """Return the samples of all optimizer steps of a streamed dataset; `None` if all rows are read."""
+    if not settings.streaming or settings.max_steps is None:
+        return None
+    batch = (
+        training_job(settings, hardware).global_batch_size if plan is None else plan.chosen.strategy.global_batch_size
+    )
+    assert batch is not None, "training_job sets it"
+    return settings.max_steps * batch
+
+
+def part_of(settings: TrainSettings, plan: Plan | None, place: NodePlace | None) -> Part:
+    """Return the part of the rows that this machine reads, which is all of them unless machines can share the rows.
+
+    Ranks with the same samples (tensor, pipeline, sequence and context parallelism) may be on other machines, and a
+    sampler that compares lengths needs all samples.
+    """
+    if not settings.streaming or place is None or plan is None or plan.hardware.nodes == 1:
+        return WHOLE
+    strategy, order = plan.chosen.strategy, settings.arg.get("train_sampling_strategy", "random")
+    if strategy.data_parallel_size != strategy.world_size:
+        reason = f"ranks of {strategy.label} share samples"
+    elif order not in _ORDERS:
+        reason = f"train_sampling_strategy {order} needs all samples"
+    else:
+        return Part(index=int(place.rank), count=plan.hardware.nodes)
+    logger.info(f"each machine reads all rows: {reason}")
+    return WHOLE
+
+
+def read_line(samples: Samples, settings: TrainSettings, plan: Plan) -> str:
+    """Describe how much of the dataset was read, and whether it is too short."""
+    statistics = samples.statistics
+    wanted = (streamed_count(settings, plan, plan.hardware) or 0) // statistics.machines
+    one_of = f", of one of {statistics.machines} machines" if statistics.machines > 1 else ""
+    line = f"read {statistics.rows:,} rows for {settings.max_steps:,} steps{one_of}"
+    if statistics.train_samples >= wanted:
+        return line
+    part = "the machine's part of the dataset" if one_of else "the dataset"
+    return f"{line}: {part} has {statistics.train_samples:,} of {wanted:,} samples, which are repeated"
+
+
+def divided_job_fields(statistics: SampleStatistics, settings: TrainSettings, plan: Plan) -> dict[str, Any]:
+    """Return fields of this machine's `TrainJob`: its samples, which may be repeated, and their tokens."""
+    wanted = (streamed_count(settings, plan, plan.hardware) or 0) // statistics.machines
+    return {
+        "machines": statistics.machines,
+        "train_samples": wanted,
+        "train_tokens": round(statistics.train_tokens * wanted / statistics.train_samples),
+    }
