@@ -143,5 +143,5 @@ def test_zero3_is_refused_before_training_when_its_weights_cannot_be_saved(
     configuration = deepspeed_configuration(3)
     configuration["zero_optimization"]["stage3_gather_16bit_weights_on_model_save"] = False
     (tmp_path / "ds_config.json").write_text(json.dumps(configuration))
-    with pytest.raises(LaunchFailedError, match="can be saved under ZeRO-3 only when the weights are gathered"):
+    with pytest.raises(LaunchFailedError, match="must be true to save a model directory under ZeRO-3"):
         accelerate_launch(config_file, MODULE, flags(tiny_llama, arguments_file, tmp_path))

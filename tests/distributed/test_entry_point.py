@@ -84,7 +84,7 @@ def test_a_sequence_beyond_learned_positions_is_refused_and_beyond_rotary_ones_n
     assert main(["--model", str(learned), "--output-dir", str(tmp_path / "out"), "--seq-len", "129"]) == 2
     assert "the model has 128 learned positions" in capsys.readouterr().err
     check_seq_len(129, LlamaConfig(max_position_embeddings=128))
-    assert "beyond the 128 positions that the model was trained for" in capsys.readouterr().err
+    assert "exceeds the 128 positions that the model was trained on" in capsys.readouterr().err
 
 
 def test_weights_that_are_not_safetensors_are_refused(

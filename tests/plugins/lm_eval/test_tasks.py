@@ -31,7 +31,7 @@ def test_tasks_that_cannot_be_run(tmp_path, tiny_llama, monkeypatch):
     assert (limit.where, few_shot.where) == ("--limit", "--few-shot")
     assert near.fix == "did you mean hellaswag?" and "ls tasks" in far.fix
     (missing,) = task_errors(TaskRequest(names=("x",), include_path=tmp_path / "none"))
-    assert "is no directory" in missing.rule
+    assert "is not a directory" in missing.rule
     write_task(tmp_path / "tiny_lost.yaml", tmp_path / "none.jsonl")
     model = LlamaForCausalLM.from_pretrained(tiny_llama)
     lost = TaskRequest(names=("tiny_lost",), include_path=tmp_path)
