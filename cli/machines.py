@@ -112,7 +112,6 @@ class PlannedMachineOptions(MachineOptions):
     name: str = Field("shardwright", description="Name of the job")
 
     def errors(self) -> list[ConfigError]:
-        """Return the errors of all options, including names that a scheduler does not accept."""
         from ..ds_configs.plan.clusters import name_errors, setting_errors
 
         return name_errors(self.name) + setting_errors(self.sbatch) + super().errors()
@@ -122,7 +121,6 @@ class SameCommandOptions(MachineOptions):
     """Machines that all run the same command."""
 
     def errors(self) -> list[ConfigError]:
-        """Return the errors of all options."""
         errors = super().errors()
         if self.on == "ssh" and self.hostfile is None:
             fix = "list the machines in a file, one line HOST slots=N each"

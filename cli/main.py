@@ -163,7 +163,6 @@ def _terminate(number: int, frame: FrameType | None) -> None:
 
 
 def main() -> None:
-    """Console script."""
     signal.signal(signal.SIGTERM, _terminate)
     for stream in (sys.stdout, sys.stderr):
         # Characters that the terminal's encoding lacks are escaped.

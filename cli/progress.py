@@ -70,7 +70,6 @@ def notes_on_stderr() -> AbstractContextManager[None]:
 
 
 def note(text: str) -> None:
-    """Print a note on stderr."""
     print(f"{NOTE}{text}", file=sys.stderr)
 
 

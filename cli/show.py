@@ -212,7 +212,6 @@ def _encodable(text: str) -> bool:
 
 
 def terms_table(terms: Mapping[str, int], title: str) -> Table:
-    """Return named bytes, largest first, in the bar's colours."""
     table = Table(box=None, pad_edge=False)
     table.add_column(title)
     table.add_column("GB", justify="right")
@@ -223,7 +222,6 @@ def terms_table(terms: Mapping[str, int], title: str) -> Table:
 
 
 def time_table(time: StepTime) -> Table:
-    """Return the named parts of a step's time, largest first, with its interval."""
     table = Table(box=None, pad_edge=False)
     table.add_column(f"Time per step, {time.tokens_per_second:,.0f} tokens/s")
     table.add_column("seconds", justify="right")

@@ -25,8 +25,6 @@ _SHOWN_DIGITS = 12
 
 @grouped
 class CalibrateOptions(FormatOptions):
-    """Management of stored runs."""
-
     group = "Stored runs"
 
     list_runs: bool = Field(False, alias="list", description="List the stored runs")

@@ -57,8 +57,6 @@ def list_command(subject: str = "", *, options: Annotated[FormatOptions, Options
 
 @grouped
 class CopyOptions(ConfigOption):
-    """Options of `configs cp`."""
-
     force: bool = Field(False, description="Replace the files of an earlier copy")
 
 

@@ -25,8 +25,6 @@ if TYPE_CHECKING:
 
 @grouped
 class EnvOptions(FormatOptions):
-    """Options of `env`."""
-
     patches: bool = Field(False, description="List the patches of upstream libraries, and which are needed here")
 
 
@@ -98,8 +96,6 @@ def patch_facts() -> list[dict[str, Any]]:
 
 @grouped
 class CreateOptions(FormatOptions):
-    """Options of `env create`."""
-
     path: Path = Field(Path("quantize-env"), description="Directory of the environment")
     source: str | None = Field(
         None, description="Directory, URL or requirement of Shardwright. Default: as installed here"

@@ -23,8 +23,6 @@ if TYPE_CHECKING:
 
 @grouped
 class EvaluateOptions(ReportOptions):
-    """Options of `evaluate`."""
-
     group = "Evaluation"
 
     baseline: str | None = Field(None, description="Model to compare with on the same tokens, usually the original")
@@ -155,13 +153,11 @@ def _conflicts(options: EvaluateOptions) -> list[ConfigError]:
 
 
 def stages_on_stderr(stage: str, done: int, total: int) -> None:
-    """Print a line for each completed stage."""
     if done == total:
         note(f"{stage}: done")
 
 
 def show_evaluation(evaluation: Evaluation, output_dir: Path | None) -> None:
-    """Print the measures of the model and its baseline."""
     from rich.text import Text
 
     from ...ds_configs.plan.measurement import printable

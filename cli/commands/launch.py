@@ -24,8 +24,6 @@ if TYPE_CHECKING:
 
 @grouped
 class LaunchOptions(PlannedMachineOptions, ConfigOption):
-    """Options of `launch`."""
-
     engines: ClassVar[Mapping[str, tuple[str, ...]]] = {
         **PlannedMachineOptions.engines,
         "dry_run": ("ssh", "slurm", "ray", "kubernetes", "jobset", "skypilot"),
@@ -57,14 +55,12 @@ class LaunchOptions(PlannedMachineOptions, ConfigOption):
     turn_ended: bool = Field(False, description="Exit code tells SLURM whether to requeue the job")
 
     def errors(self) -> list[ConfigError]:
-        """Return the errors of all options, including names that a scheduler does not accept."""
         errors = super().errors()
         if self.on == "local" and self.node_rank is None and self.main_address is None and self.nodes is not None:
             errors.append(ConfigError(where="nodes", value=self.nodes, rule="needs --node-rank and --main-address"))
         return errors
 
     def place(self) -> NodePlace | None:
-        """Return this machine's rank and address, among `nodes` machines."""
         place = super().place()
         return None if place is None else replace(place, nodes=self.nodes)
 

@@ -26,8 +26,6 @@ if TYPE_CHECKING:
 
 @grouped
 class PlanOptions(WriteOptions):
-    """Options of `plan`."""
-
     explain_tensor_parallel: bool = Field(
         False,
         description="Compare 1D, 2D, 2.5D and 3D tensor parallelism (analysis only)",

@@ -27,8 +27,6 @@ grouped(QuantizeSettings)
 
 @grouped
 class QuantizeOptions(RunOptions, HubSettings):
-    """Options of `quantize`."""
-
     config: str | None = Field(None, description="Recipe (configs ls quantize), or YAML file with settings")
     revision: str | None = Field(None, description="Branch, tag or commit of a Hub model")
     device: str | None = Field(None, description="Such as cuda:0 or cpu. Default: an accelerator if available")
@@ -165,7 +163,6 @@ def _largest(terms: Mapping[str, int]) -> str:
 
 
 def show_quantization(outcome: QuantizationOutcome, output_dir: Path) -> None:
-    """Print the verification and the comparison with the model."""
     from rich.text import Text
 
     from ...ds_configs.plan.measurement import printable

@@ -22,8 +22,6 @@ if TYPE_CHECKING:
 
 @grouped
 class RehearseOptions(ReportOptions):
-    """Options of `rehearse`."""
-
     group = "Rehearsal"
 
     ranks: int | None = Field(None, description="CPU ranks. Default: 2, or the fewest that the layout allows")
@@ -83,7 +81,6 @@ def rehearse_command(plan_dir: Path, *arguments: str, options: Annotated[Rehears
 
 
 def show_rehearsal(rehearsal: Rehearsal) -> None:
-    """Print the checks, the scaled values, and measured and predicted memory."""
     from rich.table import Table
     from rich.text import Text
 

@@ -36,7 +36,6 @@ def schema_command(
 
 
 def _hardware_schema() -> dict[str, Any]:
-    """Return the schema of the YAML: sizes may have a unit, and a catalog name sets what is missing."""
     schema = _schema_of("HardwareSpec")
     fields = schema["properties"]
     del fields["assumed"]
@@ -100,7 +99,6 @@ def _plan_schema() -> dict[str, Any]:
 
 
 def _serving_schema() -> dict[str, Any]:
-    """Return the schema of the output of `serve --format json`."""
     versions = {"type": "object", "additionalProperties": {"type": "string"}}
     added = {"schema_version": {"const": 1}, "engine_versions": versions}
     return _object(added | _schema_of("ServingPlan")["properties"])

@@ -20,8 +20,6 @@ grouped(StudentRequest)
 
 @grouped
 class StudentOptions(WriteOptions, HubSettings):
-    """Options of `student`."""
-
     revision: str | None = Field(None, description="Branch, tag or commit of a Hub teacher")
 
 
@@ -57,7 +55,6 @@ def student_command(
 
 
 def show_student(report: StudentReport) -> None:
-    """Print the sizes of teacher and student, the files and the next command."""
     from rich.table import Table
     from rich.text import Text
 

@@ -78,7 +78,6 @@ def setting_field(name: str, kind: type[Settings] = PageSettings) -> gr.componen
 
 
 def hardware_fields() -> dict[str, gr.components.Component]:
-    """Return the fields of `hardware`."""
     named = parse_hardware(EXAMPLE.hardware or "")
     gpu = gr.Dropdown(list(gpu_catalog()), value=named.gpu, label="Accelerator", elem_id="gpu")
     with gr.Row():
@@ -88,7 +87,6 @@ def hardware_fields() -> dict[str, gr.components.Component]:
 
 
 def model_choices() -> list[str]:
-    """Return the models of the gallery, which need no request to the Hub."""
     return sorted(known_models(), key=str.lower)
 
 
@@ -169,7 +167,6 @@ def head() -> str:
 
 
 def build_page() -> gr.Blocks:
-    """Return the page; its state is in the fields of the visitor's browser only."""
     with gr.Blocks(title=_TITLE, analytics_enabled=False, fill_width=True, delete_cache=(600, 600)) as page:
         gr.HTML(_HEADING, apply_default_css=False)
         with gr.Tabs():

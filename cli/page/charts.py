@@ -63,9 +63,7 @@ class MemoryChart:
     phases: dict[str, str]
     """Title of each phase."""
     peak: str
-    """The phase of the peak."""
     scale_bytes: float
-    """Right end of the axis."""
     ticks: tuple[Tick, ...]
     """Its lines, in GB."""
     gpu: GpuMemory
@@ -76,7 +74,6 @@ class MemoryChart:
         return 100 * max(0.0, count) / self.scale_bytes
 
     def total(self, phase: str) -> int:
-        """Return the bytes of a phase."""
         return sum(term.bytes_of[phase] for term in self.terms)
 
 

@@ -59,7 +59,6 @@ def shown_seconds(seconds: float) -> str:
 
 
 def plan_view(result: Planned) -> str:
-    """Return a plan with charts, alternatives, and its files in a download link."""
     plan = result.plan
     chosen = shown_layout(plan.chosen, chosen=True)
     layouts = [chosen, *map(shown_layout, plan.rejected)]
@@ -107,7 +106,6 @@ def misfit_view(error: PlanDoesNotFitError) -> str:
 
 
 def errors_view(error: ShardwrightError) -> str:
-    """Return the errors as the command line prints them."""
     return _render("errors", lines=str(error).splitlines())
 
 
@@ -128,7 +126,6 @@ class ShownFinding:
 
 
 def findings_view(text: str, facts: CheckedFor) -> str:
-    """Return the findings of `check` about a pasted configuration."""
     world_size, uses_transformers = facts.num_processes, facts.transformers
     findings = check_text(text, filename=_PASTED, world_size=world_size, uses_transformers=uses_transformers)
     lines = text.splitlines() if findings else []

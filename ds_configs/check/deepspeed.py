@@ -55,7 +55,6 @@ _NVME_ONLY = {
 
 
 def check_zero(report: Report, *, uses_transformers: bool) -> None:
-    """Apply every rule about the section `zero_optimization`."""
     node = report.node(_ZERO)
     if node is None:
         return
@@ -94,7 +93,6 @@ def check_zero(report: Report, *, uses_transformers: bool) -> None:
 
 
 def _check_stage(report: Report, stage: int, section: Node) -> None:
-    """Check that the stage reads each key, and that it supports the offload."""
     for entry in section.entries:
         stages = STAGES.get(entry.key) or ({3} if entry.key.startswith("stage3_") else None)
         if stages is None or stage in stages or entry.node.scalar is False or entry.key.startswith("offload"):
@@ -234,7 +232,6 @@ _EXPERT = "expert_parallel.autoep_size"
 
 
 def check_axes(report: Report, *, world_size: int | None) -> None:
-    """Check the sizes of AutoTP and AutoEP, and what they can be combined with."""
     tensor, expert = (report.integer(path) or 1 for path in (_TENSOR, _EXPERT))
     stage = report.integer("zero_optimization.stage") or 0
     enabled = report.true("expert_parallel.enabled")
@@ -294,7 +291,6 @@ _NO_EFFECT = {
 
 
 def check_deepspeed(report: Report, *, world_size: int | None, uses_transformers: bool) -> None:
-    """Apply every rule about a DeepSpeed configuration."""
     schema = load_keys("deepspeed")
     _check_keys(report, schema, uses_transformers)
     _check_precision(report)

@@ -76,7 +76,6 @@ def parse_report(text: str | bytes, filename: str) -> tuple[Node | None, list[Fi
 def check_pair(
     accelerate: tuple[Node, str], deepspeed: tuple[Node, str], *, world_size: int | None, uses_transformers: bool
 ) -> tuple[Finding, ...]:
-    """Check a DeepSpeed JSON and the Accelerate YAML that uses it."""
     launch, config = Report(*accelerate), Report(*deepspeed)
     processes = launch.integer("num_processes") or world_size
     # The data-parallel processes: sequence-parallel ranks share one batch.
@@ -164,7 +163,6 @@ def _error(config_error: ConfigError) -> Finding:
 
 
 SCHEMA_VERSION = 1
-"""Schema version of `check --format json`."""
 _NAMED_FILE = "deepspeed_config.deepspeed_config_file"
 
 
@@ -173,7 +171,6 @@ class CheckedFiles:
     """Findings about configuration files."""
 
     findings: tuple[Finding, ...]
-    """Errors and warnings, by file."""
     files: tuple[str, ...] = ()
     """Checked paths: the given files, and those that a directory or an Accelerate YAML refers to."""
 
@@ -288,7 +285,6 @@ def read_config(path: Path) -> bytes | Finding:
 def _check_deepspeed_file_of(
     path: Path, content: bytes, world_size: int | None, uses_transformers: bool
 ) -> tuple[list[Finding], Path | None]:
-    """Check an Accelerate YAML and the DeepSpeed JSON that it uses; return the findings and the path of the JSON."""
     root, _ = parse_report(content, str(path))
     if root is None or detect_kind(root, str(path)) != "accelerate":
         return [], None

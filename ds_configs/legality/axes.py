@@ -49,15 +49,6 @@ def tensor_parallel_errors(
     """Return the errors of a tensor-parallel layout; none for a size of 1.
 
     `pipeline_errors` has further rules for tensor parallelism inside pipeline stages.
-
-    Args:
-        model: The model that trains.
-        layout: Engine, ZeRO stage and parallel axes.
-        world_size: Number of ranks; `None` if unknown.
-        ranks_per_node: Accelerators per node; `None` if unknown.
-        method: `full`, `lora` or `qlora`.
-        vocabulary_parallel_head: Whether each rank keeps only the logits of its vocabulary shard.
-        where: Name of the size in the user's input.
     """
     size = layout.tp
     if size == 1:
@@ -268,12 +259,6 @@ def expert_errors(
     model: ModelTraits, layout: Layout, *, method: str = "full", precision: str = "fp32"
 ) -> list[ConfigError]:
     """Return the errors of expert parallelism over `layout.ep` ranks; none for a size of 1.
-
-    Args:
-        model: The model that trains; for a multimodal model, its text model.
-        layout: Engine, ZeRO stage and options, offload and parallel axes.
-        method: `full`, `lora` or `qlora`.
-        precision: Compute precision.
 
     >>> mixtral = ModelTraits(model_type="mixtral", num_experts=8)
     >>> [str(error) for error in expert_errors(mixtral, Layout(engine="deepspeed", dp_shard=6, ep=3))]

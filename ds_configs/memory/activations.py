@@ -575,7 +575,6 @@ def _tokens(stack: str, model: ModelSpec, job: TrainingJob) -> int:
 
 
 def _stack_bytes(stack: _Stack, model: ModelSpec, element: int) -> int:
-    """Bytes that all layers of a stack keep per sequence, without scores."""
     size = model.dimensions
     width = _width(stack, model)
     total: float = stack.layers * (4 * size.num_attention_heads + 16)
@@ -677,7 +676,6 @@ def cached_activations(model: ModelSpec, job: TrainingJob, *, unmasked: Attentio
 
 
 def attention_of(model: ModelSpec, seq_len_tokens: int, *, unmasked: Attention = "auto") -> Attention:
-    """Return the attention kernel used in training on sequences of this length."""
     if model.attention == "eager":
         return "eager"
     window = model.sliding_window

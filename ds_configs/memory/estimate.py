@@ -248,14 +248,6 @@ def _stage_terms(
 
     Follows `runtime/pipe/engine.py` of DeepSpeed 0.19.8. A stage keeps a received tensor until its gradient is sent,
     clones it for the forward pass, keeps a sent tensor until its backward pass, and has one persistent receive buffer.
-
-    Args:
-        moments: Terms of one micro-batch, as if the stage were a complete model.
-        share: The stage.
-        strategy: The layout.
-        job: The training job.
-        traced: Activation bytes of one micro-batch.
-        layer_bytes: Bytes that the stage's layers keep for one micro-batch.
     """
     stage = share.stage
     assert stage is not None, "only a pipeline has stages"
@@ -288,11 +280,8 @@ class MeasuredRun:
     identifier: str
     """SHA-256 of the measurement, in hexadecimal."""
     gpu: str
-    """Catalog name of the accelerator, as the plan had it."""
     architecture: str
-    """Model class, such as `LlamaForCausalLM`."""
     model: str
-    """Hub id or directory."""
     layout: str
     """The strategy's label, such as `zero2`."""
     ranks: int
@@ -318,10 +307,8 @@ class Calibration:
     """Measured runs that adjust the memory interval of plans."""
 
     runs: tuple[MeasuredRun, ...]
-    """Runs on any accelerator, of any architecture."""
 
     def ratios(self, *, gpu: str, architecture: str) -> tuple[float, ...]:
-        """Return the ratios of the runs on this accelerator with this architecture."""
         return tuple(run.ratio for run in self.runs if (run.gpu, run.architecture) == (gpu, architecture))
 
 
@@ -376,7 +363,6 @@ class HostMemory:
     """Largest host memory of one node during loading and training."""
     capacity_bytes_per_node: int
     terms: Terms
-    """Named parts of the peak."""
     nvme_bytes_per_node: int
     """Bytes written to the NVMe of one node."""
 
@@ -493,9 +479,7 @@ class Interval:
     """Range of a quantity that differs between machines."""
 
     low: float
-    """Smallest published value."""
     middle: float
-    """Typical value."""
     high: float
     """Largest published value, used to decide whether a plan fits."""
 
@@ -530,7 +514,6 @@ class GpuMemory:
     peak_bytes: int
     """Expected peak with runtime and allocator overhead."""
     low_bytes: int
-    """Lower end of the interval."""
     high_bytes: int
     """Upper end of the interval, used to decide whether the layout fits."""
     allocated_bytes: int
@@ -538,9 +521,7 @@ class GpuMemory:
     capacity_bytes: int
     """Memory that a process can allocate on the accelerator."""
     phase: Phase
-    """Phase of the peak."""
     terms: Terms
-    """Named parts of `peak_bytes`."""
     phases: dict[str, int]
     """Tensor bytes of every phase."""
     calibrated_runs: int = 0
@@ -550,7 +531,6 @@ class GpuMemory:
 
     @property
     def fits(self) -> bool:
-        """Whether the upper end of the interval is within the accelerator's memory."""
         return self.high_bytes <= self.capacity_bytes
 
 
@@ -564,7 +544,6 @@ class MemoryEstimate:
 
     @property
     def fits(self) -> bool:
-        """Whether accelerator, host and NVMe all suffice."""
         return (
             self.gpu.fits
             and self.host.peak_bytes_per_node <= self.host.capacity_bytes_per_node
@@ -582,14 +561,6 @@ def estimate_memory(
     calibration: Calibration | None = None,
 ) -> MemoryEstimate:
     """Return the memory of a layout: `max over phases of (states + buffers + activations)` plus overheads.
-
-    Args:
-        strategy: The layout.
-        model: The model.
-        hardware: The cluster.
-        job: The training job.
-        activations: Traced activation bytes, for models without stored coefficients.
-        calibration: Measured runs; those with this accelerator and architecture move the allocator's interval.
 
     Raises:
         UsageError: there are fewer layers than pipeline stages.

@@ -284,13 +284,6 @@ def _pipeline_stage0(
     In 16 bit the engine uses `BF16_Optimizer` (`runtime/engine.py:2320`). It shards master weights and optimizer states
     over the data-parallel ranks as ZeRO-1 does, and adds the gradients of each micro-batch to separate flat ones. The
     reduction after the last backward pass makes a copy.
-
-    Args:
-        strategy: The layout.
-        job: The training job.
-        parameters: Parameters of the stage.
-        states: Bytes of its optimizer states, before sharding.
-        transient: Temporary bytes of its optimizer update, before sharding.
     """
     width, trainable = job.compute_bytes, parameters.trainable
     full, copy = width * trainable, width * min(trainable, _REDUCED_AT_ONCE)
@@ -468,7 +461,6 @@ def _replay(units: Sequence[_Unit], zero: ZeroOptions) -> list[int]:
 def buffer_terms(
     strategy: Layout, model: ModelSpec, job: TrainingJob, parameters: RankParameters
 ) -> dict[Moment, Terms]:
-    """Return the named bytes of buffers and gathered parameters at each moment."""
     if strategy.engine == "fsdp2":
         return _fsdp2_units(strategy, model, job, parameters)
     if strategy.zero_stage == 3:

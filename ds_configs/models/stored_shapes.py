@@ -36,24 +36,7 @@ def described_spec(
     release: str,
     source: Literal["config", "meta"],
 ) -> ModelSpec:
-    """Return the specification of a model.
-
-    Args:
-        config: The configuration, with its fields as attributes under each name that Transformers has for them.
-        text: The configuration of the text model; `config` itself if the model has no parts.
-        values: The configuration as nested mappings.
-        name: Hub id, directory or file of the model.
-        revision: Commit of a Hub repository.
-        model_type: As in `config.json`.
-        architecture: Model class.
-        parameters: All parameters; tied ones once.
-        buffer_bytes: Bytes of tensors that are not parameters.
-        layer_classes: Classes that FSDP wraps.
-        tied_embeddings: Whether the head shares the token embedding.
-        attention: Attention implementation; `None` for the default of Transformers.
-        release: Release of Transformers.
-        source: Source of the tensors.
-    """
+    """Return the specification of a model."""
     # Rows of the text model's position table; some tables have a few more rows than positions (OPT).
     rows = [
         parameter.shape[0]

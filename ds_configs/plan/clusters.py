@@ -42,11 +42,9 @@ class ClusterJob:
     script: str | None = None
     """The user's script; `None` for the built-in training."""
     arguments: tuple[str, ...] = ()
-    """Arguments of the script or the training."""
     options: tuple[str, ...] = ()
     """Further options of `shardwright launch`, such as `--no-check-nodes`."""
     name: str = "shardwright"
-    """Job name in the scheduler."""
 
     def node_words(self, place: NodePlace, *options: str) -> list[str]:
         """Return the command of one node, with further options of `shardwright launch`."""
@@ -58,7 +56,6 @@ class ClusterJob:
 
     @property
     def words_behind(self) -> tuple[str, ...]:
-        """The script, if any, and the arguments."""
         return self.arguments if self.script is None else (self.script, *self.arguments)
 
     def resumed(self) -> ClusterJob:
@@ -197,7 +194,6 @@ def manifest_errors(job: ClusterJob, files: Mapping[str, str], *, image: str, vo
 
 
 def config_map(job: ClusterJob, files: Mapping[str, str]) -> dict[str, object]:
-    """Return the ConfigMap of the plan's files and the script, if any."""
     return {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": f"{job.name}-plan"}, "data": dict(files)}
 
 

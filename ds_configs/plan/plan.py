@@ -168,14 +168,6 @@ def make_plan(
 ) -> Plan:
     """Choose a layout for a model, hardware and job.
 
-    Args:
-        model: The model.
-        hardware: The cluster.
-        job: The training job.
-        calibration: Measured runs that narrow the memory interval.
-        versions: Library versions to record.
-        offers: Whether to search for `Plan.offers`, which takes several searches; `with_offers` adds them later.
-
     Raises:
         UsageError: the job is invalid, or every layout that it allows breaks a rule.
         PlanDoesNotFitError: no layout fits.
@@ -202,7 +194,6 @@ def make_plan(
 
 
 def with_offers(plan: Plan) -> Plan:
-    """Return the plan with `offers` filled in."""
     return replace(plan, offers=faster_changes(plan.chosen, plan.model, plan.hardware, plan.job))
 
 
@@ -279,13 +270,11 @@ def model_summary(model: ModelSpec, job: TrainingJob) -> dict[str, Any]:
 
 
 def job_dict(job: TrainingJob) -> dict[str, Any]:
-    """Return a job as JSON values, with the names of the command line."""
     values = asdict(job)
     return {"seq_len": values.pop("seq_len_tokens"), **values}
 
 
 def strategy_dict(strategy: Layout) -> dict[str, Any]:
-    """Return a layout as JSON values."""
     return asdict(strategy) | {"label": strategy.label}
 
 
@@ -296,7 +285,6 @@ def _host_dict(memory: MemoryEstimate) -> dict[str, Any]:
 
 
 def rejected_dict(candidate: Evaluated) -> dict[str, Any]:
-    """Return a rejected layout as JSON values."""
     return {
         "strategy": strategy_dict(candidate.strategy),
         "reason": candidate.reason,

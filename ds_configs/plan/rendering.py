@@ -42,7 +42,6 @@ class LaunchSpec:
     hardware: HardwareSpec
     job: TrainingJob
     chosen: Evaluated
-    """The layout, with its memory and reason."""
 
     @property
     def file_names(self) -> tuple[str, ...]:

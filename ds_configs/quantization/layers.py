@@ -37,7 +37,6 @@ class LinearLayer:
 
     @property
     def numel(self) -> int:
-        """Elements of the weight."""
         return self.out_features * self.in_features
 
 
@@ -79,13 +78,7 @@ def with_named_heads(scheme: QuantizationScheme, chosen: Iterable[LinearLayer]) 
 def scheme_errors(
     scheme: QuantizationScheme, layers: Sequence[LinearLayer], chosen: Sequence[LinearLayer]
 ) -> list[ConfigError]:
-    """Return all errors of applying a scheme to a model.
-
-    Args:
-        scheme: A scheme without errors of its own (`combination_errors`).
-        layers: Every linear layer of the model.
-        chosen: The layers that the scheme selects.
-    """
+    """Return all errors of applying a scheme to a model."""
     names = [layer.name for layer in layers]
     errors = [
         ConfigError(
@@ -293,7 +286,6 @@ def expert_scheme(scheme: QuantizationScheme) -> QuantizationScheme:
 
 
 def layer_scheme(scheme: QuantizationScheme, layer: LinearLayer) -> QuantizationScheme:
-    """Return the scheme of one matrix."""
     return expert_scheme(scheme) if layer.is_expert else scheme
 
 
@@ -339,11 +331,6 @@ def unloadable_expert_errors(
     transformers 5.17.0, `integrations/compressed_tensors.py`, decompresses experts from `weight_packed` without
     `weight_zero_point`. Loading zero points or integers fails with a RuntimeError, and no key finds dense experts. With
     FP8 schemes, it reads `weight` itself.
-
-    Args:
-        scheme: The scheme.
-        chosen: The quantized layers.
-        layers: All linear layers of the model.
     """
     if scheme.storage != "compressed-tensors":
         return []

@@ -31,7 +31,6 @@ DTYPE_BYTES: Mapping[str, int] = {
     "float8_e4m3fn": 1,
     "float8_e5m2": 1,
 }
-"""Bytes per element."""
 
 SAFETENSORS_DTYPES: Mapping[str, str] = {
     "float64": "F64",
@@ -51,7 +50,6 @@ SAFETENSORS_DTYPES: Mapping[str, str] = {
 
 
 def tensor_bytes(tensors: Iterable[TensorShape]) -> int:
-    """Return the bytes of some tensors."""
     return sum(prod(shape) * DTYPE_BYTES[dtype] for shape, dtype in tensors)
 
 
@@ -208,7 +206,6 @@ class QuantizationMemory:
 
     @property
     def peak_host_bytes(self) -> int:
-        """Peak of host memory."""
         return sum(self.host_terms.values())
 
     @property

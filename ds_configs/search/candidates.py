@@ -315,10 +315,8 @@ class SearchContext:
     hardware: HardwareSpec
     job: TrainingJob
     calibration: Calibration | None = None
-    """Measured runs that narrow the memory interval."""
 
     def broken_rules(self, rules: Iterable[Rule | AxisRule], layout: Layout) -> Iterator[ConfigError]:
-        """Yield the errors of a layout by some rules."""
         return broken_rules(rules, self.model, layout, self.job, self.hardware)
 
 
@@ -335,18 +333,15 @@ class Candidate:
 
     @property
     def job(self) -> TrainingJob:
-        """The job with loss and teacher placement resolved."""
         return self.context.job
 
     @cached_property
     def time(self) -> StepTime:
-        """Predicted step time, estimated on first use."""
         context = self.context
         return estimate_step_time(self.strategy, context.model, context.hardware, context.job)
 
     @cached_property
     def memory(self) -> MemoryEstimate:
-        """Predicted memory, estimated on first use."""
         context = self.context
         return estimate_memory(
             self.strategy, context.model, context.hardware, context.job, calibration=context.calibration

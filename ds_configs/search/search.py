@@ -336,11 +336,8 @@ class Evaluated:
     """A layout with its predicted memory and step time, and the reason why it was chosen or rejected."""
 
     strategy: Layout
-    """The layout with micro-batch and recomputation."""
     memory: MemoryEstimate
-    """Predicted memory."""
     time: StepTime
-    """Predicted step time."""
     reason: str
     """Short sentences with the numbers that decided."""
     loss: str = "eager"
@@ -358,9 +355,7 @@ class ParetoPoint:
     label: str
     """Layout, micro-batch, recomputation and loss in words."""
     tokens_per_second: float
-    """Predicted speed of all ranks together."""
     step_seconds: float
-    """Predicted step time."""
     high_bytes: int
     """Upper end of its memory on one accelerator."""
 
@@ -374,7 +369,6 @@ class Outcome:
     rejected: tuple[Evaluated, ...]
     """The other layouts: those that fit first, fastest first."""
     pareto: tuple[ParetoPoint, ...] = ()
-    """Layouts from the fastest to the leanest."""
     job: TrainingJob
     """The job with the loss that was chosen."""
     candidates: int = 0

@@ -37,7 +37,6 @@ class Suggestion:
     change: str
     """The flag to pass."""
     strategy: str
-    """Display name of the layout that would then be chosen."""
     high_bytes: int
     """Upper end of its memory on one accelerator."""
     capacity_bytes: int
@@ -130,7 +129,6 @@ class Offer:
     times_faster: float
     """Tokens per second divided by those of the plan."""
     strategy: str
-    """Display name of the layout that would then be chosen."""
 
     def __str__(self) -> str:
         return f"{self.times_faster:.2f} times faster with {self.change} ({self.strategy})"

@@ -54,11 +54,9 @@ class TensorLayout:
     communication_seconds: float
     """Time to receive them without overlap, with separate links for every group of ranks."""
     reason: str
-    """All figures in one line."""
 
     @property
     def analysis_only(self) -> bool:
-        """Whether no library runs this layout."""
         return self.name != RUNNABLE
 
 

@@ -19,7 +19,6 @@ INSTALL: Mapping[EngineName, str] = {
     "sglang": "pip install 'sglang[all]', in a separate environment",
     "transformers": "pip install 'transformers[serving]'",
 }
-"""How to install each engine."""
 TITLES: Mapping[EngineName, str] = {"vllm": "vLLM", "sglang": "SGLang", "transformers": "Transformers"}
 _GENERATIONS = {70: "Volta", 75: "Turing", 80: "Ampere", 89: "Ada", 90: "Hopper", 100: "Blackwell"}
 _ANYWHERE = "use --engine transformers, which decompresses it on any device"

@@ -28,7 +28,6 @@ class StoredWeight:
     """One tensor of a checkpoint."""
 
     stored_bytes: int
-    """Bytes in the file."""
     is_matrix: bool
     """Whether it has at least two dimensions."""
     is_fp32: bool
@@ -108,7 +107,6 @@ class BlockGroup:
     """Layers that share a block table."""
 
     block_tokens: int
-    """Tokens of one block."""
     window: int | None
     """Attention window of its layers in tokens; `None` for full attention."""
 
@@ -135,11 +133,9 @@ class KeyValueCache:
     """Block tables of each sequence."""
 
     def blocks(self, capacity_bytes: int) -> int:
-        """Return the number of blocks that fit; the engine keeps one of them empty."""
         return max(0, capacity_bytes) // self.block_bytes
 
     def sequence_blocks(self, length: int, *, tokens_in_flight: int) -> int:
-        """Return the most blocks that a sequence of this length needs."""
         return sum(group.sequence_blocks(length, tokens_in_flight=tokens_in_flight) for group in self.groups)
 
     def longest_sequence(self, blocks: int, *, limit: int, tokens_in_flight: int) -> int:
@@ -281,7 +277,6 @@ class ServingRequest:
     """Settings of a server; `None` values are computed."""
 
     engine: EngineName = "vllm"
-    """The engine."""
     hardware: HardwareSpec
     """GPUs of one node, or `CPU`."""
     tensor_parallel_size: int | None = None
@@ -305,9 +300,7 @@ class ServingRequest:
     draft_tokens: int = 4
     """Tokens that a draft model proposes in each step."""
     host: str = "127.0.0.1"
-    """Address to listen on."""
     port: int = 8000
-    """Port to listen on."""
 
     @property
     def on_cpu(self) -> bool:
@@ -415,13 +408,10 @@ class ServingPlan:
     """A server of one checkpoint; bytes are per GPU."""
 
     engine: EngineName
-    """The engine."""
     model: str
-    """The model."""
     hardware: str
     """The hardware, as in `--hardware`."""
     tensor_parallel_size: int
-    """GPUs that share the model."""
     memory: dict[str, int]
     """Bytes by term: weights, draft weights, workspace, runtime, cache."""
     token_bytes: int

@@ -57,7 +57,6 @@ class HardwareSpec:
 
     @property
     def world_size(self) -> int:
-        """Number of accelerators."""
         return self.nodes * self.gpus_per_node
 
 

@@ -34,7 +34,6 @@ class Dimensions:
     num_key_value_heads: int
     """Key/value heads; equals `num_attention_heads` without grouped-query attention."""
     head_dim: int
-    """Width of one head."""
     vocab_size: int
     """Rows of the token embedding; 0 for a stack without tokens (a vision tower)."""
     num_experts: int = 0
@@ -203,27 +202,17 @@ class ModelTraits:
     model_type: str = ""
     """`model_type` of `config.json`; if empty, rules about families do not apply."""
     num_layers: int = 0
-    """Decoder layers."""
     num_attention_heads: int = 1
-    """Query heads."""
     num_key_value_heads: int = 1
-    """Key/value heads."""
     intermediate_size: int = 0
-    """Width of the dense MLP."""
     vocab_size: int = 0
-    """Rows of the output head."""
     num_experts: int = 0
-    """Routed experts per layer; 0 for a dense model."""
     attention: str = "sdpa"
-    """Attention implementation."""
     layer_types: tuple[str, ...] = ()
-    """Layer types, as in `config.json`; empty if all layers have the default type."""
     attention_window_tokens: int | None = None
-    """Attention window in tokens; `None` for full attention."""
     has_equal_head_widths: bool = True
     """Whether keys are as wide as values (they are not in multi-head latent attention)."""
     rope_type: str = ""
-    """Scaling of rotary angles, as in `config.json`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -299,7 +288,6 @@ class ModelSpec:
 
     @property
     def parameter_count(self) -> int:
-        """Number of parameters; tied ones once."""
         return sum(parameter.total for parameter in self.parameters)
 
     def group_counts(self) -> dict[str, int]:

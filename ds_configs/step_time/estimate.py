@@ -145,19 +145,7 @@ def exchanges(
     with_head: bool,
     element_bytes: int,
 ) -> tuple[dict[str, float], float]:
-    """Return the seconds of the collectives of each axis, by term, and the seconds that ranks wait for each other.
-
-    Args:
-        strategy: The layout.
-        work: The rank's part of the model.
-        hardware: The cluster.
-        constants: Efficiency of its links.
-        tokens: Tokens of the micro-batch on a rank.
-        layers: Decoder layers of the rank.
-        recomputed: Layers whose forward pass runs again, with its collectives.
-        with_head: Whether the rank has the output head.
-        element_bytes: Bytes of an activation.
-    """
+    """Return the seconds of the collectives of each axis, by term, and the seconds that ranks wait for each other."""
     terms: dict[str, float] = {}
     waiting = 0.0
     hidden = tokens * work.hidden_size * element_bytes
@@ -298,7 +286,6 @@ def setting_of(
     software: Software,
     constants: GpuConstants,
 ) -> Setting:
-    """Return the setting of a step."""
     ranks = strategy.sp * strategy.cp
     return Setting(
         strategy=strategy,
@@ -398,7 +385,6 @@ class _Computation:
 
 
 def _computation(setting: Setting, stage: PipelineStage) -> _Computation:
-    """Return the device and host time of one micro-batch."""
     job, layers, software = setting.job, stage.num_layers, setting.software
     full = job.method == "full"
     forward, backward = layer_passes(
@@ -453,7 +439,6 @@ def _teacher_seconds(setting: Setting, teacher: ModelSpec) -> float:
 
 
 def overlaps_reductions(setting: Setting) -> bool:
-    """Return whether gradients are reduced during the backward pass."""
     strategy = setting.strategy
     return setting.software.overlaps_reduction and (strategy.engine != "deepspeed" or strategy.zero.overlap_comm)
 
@@ -492,7 +477,6 @@ def _adapters(model: ModelSpec, job: TrainingJob) -> int:
 
 
 def stage_traffic(setting: Setting, stage: PipelineStage) -> DataTraffic:
-    """Return the data-parallel collectives of a rank's stage."""
     strategy, layers = setting.strategy, float(stage.num_layers)
     dense, experts, frozen = _held(setting, stage)
     ranks = strategy.data_parallel_size * strategy.sp * strategy.cp
