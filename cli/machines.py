@@ -174,9 +174,7 @@ class SameCommand:
 def run_on_hosts(machines: SameCommandOptions, *, nodes: int | None = None) -> int:
     """Run this command on the machines of a hostfile, and return the exit code.
 
-    Args:
-        machines: The options.
-        nodes: Required number of machines; `None` if the hostfile decides, also about the processes.
+    `nodes` is the required number of machines; with `None` the hostfile decides, also about the processes.
 
     Raises:
         UsageError: the hostfile cannot be read or has the wrong number of machines.
@@ -205,7 +203,7 @@ def run_on_hosts(machines: SameCommandOptions, *, nodes: int | None = None) -> i
         port=machines.main_port,
         restarts=0,
         wait_seconds=0.0,
-        on_line=_print_line,
+        on_line=lambda line: print(line, file=sys.stderr if line.startswith(NOTE) else sys.stdout, flush=True),
     )
     return 0
 
@@ -261,7 +259,3 @@ def note_result_machine(place: NodePlace | None) -> None:
     """Print which machine has the results."""
     assert place is not None, "with one machine the results are here"
     note(f"machine {place.rank} is done; the results are on {place.main_address}")
-
-
-def _print_line(line: str) -> None:
-    print(line, file=sys.stderr if line.startswith(NOTE) else sys.stdout, flush=True)

@@ -55,8 +55,8 @@ def demo_command(output_dir: Path = Path("demo-output"), *, options: Annotated[D
         # stdout is for the JSON object only.
         with redirect_stdout(sys.stderr):
             small, losses = _demo(output_dir, options)
-        found = {"strategy": small.chosen.strategy.label, "hardware": small.hardware.name, "losses": losses}
-        print(json.dumps({"schema_version": 1, **found, "output_dir": str(output_dir / "plan" / "model")}))
+        result = {"strategy": small.chosen.strategy.label, "hardware": small.hardware.name, "losses": losses}
+        print(json.dumps({"schema_version": 1, **result, "output_dir": str(output_dir / "plan" / "model")}))
     else:
         _demo(output_dir, options)
     return 0

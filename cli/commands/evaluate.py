@@ -81,7 +81,18 @@ def evaluate_command(
 
     if machines.on == "ssh":
         return run_on_hosts(machines)
-    errors, replicas, force = _conflicts(options), None, options.force
+    errors: list[ConfigError] = []
+    if options.text and options.dataset is not None:
+        fix = "pass one of them"
+        errors.append(ConfigError(where="--dataset", value=options.dataset, rule="excludes --text", fix=fix))
+    if options.tasks == ():
+        errors.append(ConfigError(where="--tasks", rule="is empty", fix="pass task names, such as hellaswag,arc_easy"))
+    for name in ("limit", "few_shot", "include_path"):
+        value = getattr(options, name)
+        if options.tasks is None and value is not None:
+            flag, fix = f"--{name.replace('_', '-')}", "pass --tasks, or omit it"
+            errors.append(ConfigError(where=flag, value=str(value), rule="needs --tasks", fix=fix))
+    replicas, force = None, options.force
     with collecting(errors):
         replicas = machines.replicas()
     output_dir = options.output_dir if replicas is None or replicas.result_is_here else None
@@ -135,21 +146,6 @@ def evaluate_command(
     else:
         show_evaluation(evaluation, output_dir)
     return 0
-
-
-def _conflicts(options: EvaluateOptions) -> list[ConfigError]:
-    errors = []
-    if options.text and options.dataset is not None:
-        fix = "pass one of them"
-        errors.append(ConfigError(where="--dataset", value=options.dataset, rule="excludes --text", fix=fix))
-    if options.tasks == ():
-        errors.append(ConfigError(where="--tasks", rule="is empty", fix="pass task names, such as hellaswag,arc_easy"))
-    for name in ("limit", "few_shot", "include_path"):
-        value = getattr(options, name)
-        if options.tasks is None and value is not None:
-            flag, fix = f"--{name.replace('_', '-')}", "pass --tasks, or omit it"
-            errors.append(ConfigError(where=flag, value=str(value), rule="needs --tasks", fix=fix))
-    return errors
 
 
 def stages_on_stderr(stage: str, done: int, total: int) -> None:

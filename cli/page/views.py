@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -70,7 +69,13 @@ def plan_view(result: Planned) -> str:
         gpu=plan.chosen.memory.gpu,
         host=plan.chosen.memory.host,
         time=plan.chosen.time,
-        notes=list(_notes(result)),
+        notes=[
+            *(("Run:", answer) for answer in result.answers),
+            *(("Teacher:", teacher.reason) for teacher in (plan.chosen.teacher,) if teacher is not None),
+            *(("Changes the results:", str(offer)) for offer in plan.offers),
+            *(("Note:", text) for text in result.notes),
+            *(("Less certain:", doubt) for doubt in doubts(plan.chosen.strategy, plan.model, plan.hardware, plan.job)),
+        ],
         memory=phases_chart(plan),
         times=time_rows(plan.chosen.time),
         layouts=layouts,
@@ -81,20 +86,6 @@ def plan_view(result: Planned) -> str:
         command=command_of(result.settings),
         files=texts,
     )
-
-
-def _notes(result: Planned) -> Iterator[tuple[str, str]]:
-    plan = result.plan
-    for answer in result.answers:
-        yield "Run:", answer
-    if plan.chosen.teacher is not None:
-        yield "Teacher:", plan.chosen.teacher.reason
-    for offer in plan.offers:
-        yield "Changes the results:", str(offer)
-    for text in result.notes:
-        yield "Note:", text
-    for doubt in doubts(plan.chosen.strategy, plan.model, plan.hardware, plan.job):
-        yield "Less certain:", doubt
 
 
 def misfit_view(error: PlanDoesNotFitError) -> str:
@@ -122,7 +113,6 @@ class ShownFinding:
     rule: str
     fix: str
     text: str
-    """Text of the line, if any."""
 
 
 def findings_view(text: str, facts: CheckedFor) -> str:

@@ -37,15 +37,7 @@ from .report import (
 def check_text(
     text: str | bytes, *, filename: str, world_size: int | None = None, uses_transformers: bool = True
 ) -> tuple[Finding, ...]:
-    """Return the findings about one configuration file; does not raise errors for any content.
-
-    Args:
-        text: Content of the file.
-        filename: Its name, for findings and to decide the format.
-        world_size: Number of processes of the run; `None` if unknown.
-        uses_transformers: Whether a Transformers Trainer reads the file; it fills some `auto` values and compares
-            others.
-    """
+    """Return the findings about one configuration file; does not raise errors for any content."""
     root, findings = parse_report(text, filename)
     if root is not None:
         report = Report(root, filename)

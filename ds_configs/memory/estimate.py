@@ -58,7 +58,6 @@ def share_moment_terms(
     source = activations or cached_activations(share.model, job, unmasked=unmasked)
     model, mode = share.model, activation_mode(strategy, job)
     parameters = share_parameters(model, job, ep=strategy.ep)
-    constant: Terms = {"model_buffers": model.buffer_bytes}
     traced = source(strategy.micro_batch_size, mode)
     if not share.has_head:
         traced = outside_without_norm(traced, model, job, strategy.micro_batch_size, mode)
@@ -75,7 +74,7 @@ def share_moment_terms(
     )
     combined: dict[Moment, Terms] = {}
     for moment in parts[0]:
-        terms = dict(constant)
+        terms: Terms = {"model_buffers": model.buffer_bytes}
         for part in parts:
             for name, count in part[moment].items():
                 terms[name] = terms.get(name, 0) + count
@@ -364,7 +363,6 @@ class HostMemory:
     capacity_bytes_per_node: int
     terms: Terms
     nvme_bytes_per_node: int
-    """Bytes written to the NVMe of one node."""
 
 
 def estimate_host_memory(
@@ -433,7 +431,29 @@ def offload_terms(strategy: Layout, model: ModelSpec, job: TrainingJob, paramete
             "offloaded_optimizer_states": states,
         }
     if strategy.zero_stage == 3:
-        return _stage3_offload_terms(strategy, job, shard, states, frozen)
+        zero = strategy.zero
+        accumulation = 4 if zero.gradient_accumulation_fp32 else width
+        pinned = [accumulation * shard]
+        terms: Terms = {"offloaded_gradients": accumulation * shard}
+        if strategy.offload_optimizer == "cpu":
+            # fp32 gradients are pinned per sub-group (stage3.py:1338).
+            sub_group = min(shard, zero.sub_group_size)
+            pinned += [4 * sub_group] * (shard // sub_group) + [4 * (shard % sub_group)]
+            terms["offloaded_gradients"] += 4 * shard
+            terms |= {"offloaded_master_weights": 4 * shard, "offloaded_optimizer_states": states}
+        else:
+            swap = zero.optimizer_buffer_count * 4 * min(shard, zero.sub_group_size)
+            pinned.append(swap)
+            terms["nvme_optimizer_buffers"] = swap
+        if strategy.offload_param == "cpu":
+            pinned.append(width * shard)
+            terms["offloaded_parameters"] = width * shard + frozen
+        elif strategy.offload_param == "nvme":
+            swap = zero.parameter_buffer_count * zero.parameter_buffer_elements * width
+            pinned.append(swap)
+            terms["nvme_parameter_buffers"] = swap
+        terms["pinned_rounding"] = sum(pinned_block_bytes(block) - block for block in pinned)
+        return terms
     pinned = [4 * shard, 4 * shard, width * shard]
     if strategy.gradient_accumulation_steps > 1 and strategy.zero_stage == 2:
         pinned.append(width * shard)
@@ -443,32 +463,6 @@ def offload_terms(strategy: Layout, model: ModelSpec, job: TrainingJob, paramete
         "offloaded_gradients": sum(pinned) - 4 * shard + width * parameters.largest_trainable,
         "pinned_rounding": sum(pinned_block_bytes(block) - block for block in pinned),
     }
-
-
-def _stage3_offload_terms(strategy: Layout, job: TrainingJob, shard: int, states: int, frozen: int) -> Terms:
-    width, zero = job.compute_bytes, strategy.zero
-    accumulation = 4 if zero.gradient_accumulation_fp32 else width
-    pinned = [accumulation * shard]
-    terms: Terms = {"offloaded_gradients": accumulation * shard}
-    if strategy.offload_optimizer == "cpu":
-        # fp32 gradients are pinned per sub-group (stage3.py:1338).
-        sub_group = min(shard, zero.sub_group_size)
-        pinned += [4 * sub_group] * (shard // sub_group) + [4 * (shard % sub_group)]
-        terms["offloaded_gradients"] += 4 * shard
-        terms |= {"offloaded_master_weights": 4 * shard, "offloaded_optimizer_states": states}
-    else:
-        swap = zero.optimizer_buffer_count * 4 * min(shard, zero.sub_group_size)
-        pinned.append(swap)
-        terms["nvme_optimizer_buffers"] = swap
-    if strategy.offload_param == "cpu":
-        pinned.append(width * shard)
-        terms["offloaded_parameters"] = width * shard + frozen
-    elif strategy.offload_param == "nvme":
-        swap = zero.parameter_buffer_count * zero.parameter_buffer_elements * width
-        pinned.append(swap)
-        terms["nvme_parameter_buffers"] = swap
-    terms["pinned_rounding"] = sum(pinned_block_bytes(block) - block for block in pinned)
-    return terms
 
 
 _MB = 10**6

@@ -105,7 +105,15 @@ def model_state_terms(
         step = {"gradients": 4 * trainable, "optimizer_transient": _foreach_transient(job, trainable)}
         return at_moments(rest, **growing_gradients(strategy, parameters, 4 * trainable), step=step)
     if strategy.engine == "fsdp2":
-        return _fsdp2(strategy, model, job, parameters, states)
+        # fp32 shards: Accelerate upcasts trainable parameters under mixed precision (utils/fsdp_utils.py:813).
+        ranks = strategy.shard_size
+        shard = -(-parameters.trainable // ranks)
+        init = _loaded_unit(model, job)
+        if strategy.offload_param != "none":
+            return at_moments({"weights": parameters.scale_bytes}, init=init)
+        rest = {"weights": 4 * shard + parameters.frozen_shard_bytes(strategy), "optimizer_states": -(-states // ranks)}
+        step = {"gradients": 4 * shard, "optimizer_transient": _foreach_transient(job, shard)}
+        return at_moments(rest, init=init, **growing_gradients(strategy, parameters, 4 * shard), step=step)
     if strategy.zero_stage == 0 and strategy.pp > 1:
         return _pipeline_stage0(strategy, job, parameters, states, _foreach_transient(job, parameters.trainable))
     if strategy.zero_stage == 0:
@@ -243,20 +251,6 @@ def _stage3(
         transient = max(transient, width * sub_group)
     step = {"fp32_gradients": 4 * sub_group, "optimizer_transient": transient}
     return at_moments(rest, init=init, step=step)
-
-
-def _fsdp2(
-    strategy: Layout, model: ModelSpec, job: TrainingJob, parameters: RankParameters, states: int
-) -> dict[Moment, Terms]:
-    """fp32 shards: Accelerate upcasts trainable parameters under mixed precision (utils/fsdp_utils.py:813)."""
-    ranks = strategy.shard_size
-    shard = -(-parameters.trainable // ranks)
-    init = _loaded_unit(model, job)
-    if strategy.offload_param != "none":
-        return at_moments({"weights": parameters.scale_bytes}, init=init)
-    rest = {"weights": 4 * shard + parameters.frozen_shard_bytes(strategy), "optimizer_states": -(-states // ranks)}
-    step = {"gradients": 4 * shard, "optimizer_transient": _foreach_transient(job, shard)}
-    return at_moments(rest, init=init, **growing_gradients(strategy, parameters, 4 * shard), step=step)
 
 
 def _loaded_unit(model: ModelSpec, job: TrainingJob) -> Terms:

@@ -90,7 +90,6 @@ class RankMeasurement:
     later_peak_allocated_bytes: Bytes | None
     """Largest tensor bytes after the first step; `None` also after one step or if the meter cannot reset its peak."""
     reserved_at_end_bytes: Bytes | None
-    """Bytes that the caching allocator held at the end."""
     device_used_bytes: Bytes | None
     """Device memory in use at the end, by all processes."""
     device_bytes: Bytes | None

@@ -83,12 +83,7 @@ def occupied_errors(
 
 
 def disk_errors(directory: Path, *, needed_bytes: int = 0) -> list[ConfigError]:
-    """Return why nothing can be written to a directory, which may not exist yet; writes an unnamed temporary file.
-
-    Args:
-        directory: Output directory.
-        needed_bytes: Smallest size of the results.
-    """
+    """Return why nothing can be written to a directory, which may not exist yet; writes an unnamed temporary file."""
     where, value = "output_dir", str(directory)
     target = directory.resolve()
     existing = next(path for path in (target, *target.parents) if path.exists())
@@ -110,11 +105,6 @@ def disk_errors(directory: Path, *, needed_bytes: int = 0) -> list[ConfigError]:
 @contextmanager
 def reserved(directory: Path, *, force: bool, own: Collection[str] = ()) -> Iterator[None]:
     """Lock an output directory during the block and remove what killed runs staged there.
-
-    Args:
-        directory: Output directory, which need not exist.
-        force: Whether existing files may be replaced; checked again, since another run may have ended meanwhile.
-        own: As for `output_errors`.
 
     Raises:
         UsageError: another run writes to the directory, or has left files there.

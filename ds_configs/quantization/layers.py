@@ -183,13 +183,7 @@ Without it, Transformers 5.23 compares the shapes of stored and expected zero po
 def quantization_config(
     scheme: QuantizationScheme, *, ignore: Sequence[str] | None = None, version: str = WRITTEN_FOR
 ) -> dict[str, Any]:
-    """Return `quantization_config` of `config.json`.
-
-    Args:
-        scheme: A scheme stored as compressed-tensors.
-        ignore: Names in the checkpoint of linear layers that stay dense; by default the patterns of the scheme.
-        version: Version of compressed-tensors to write.
-    """
+    """Return `quantization_config` of `config.json`."""
     config = {
         "quant_method": "compressed-tensors",
         "version": version,
@@ -292,13 +286,7 @@ def layer_scheme(scheme: QuantizationScheme, layer: LinearLayer) -> Quantization
 def mixture_quantization_config(
     scheme: QuantizationScheme, layers: Iterable[LinearLayer], *, ignore: Sequence[str] | None = None
 ) -> dict[str, Any]:
-    """Return `quantization_config` of `config.json` for a model with or without experts.
-
-    Args:
-        scheme: The scheme.
-        layers: The quantized matrices.
-        ignore: As for `quantization_config`.
-    """
+    """Return `quantization_config` of `config.json` for a model with or without experts."""
     chosen = tuple(layers)
     scheme = with_named_heads(scheme, chosen)
     config = quantization_config(scheme, ignore=ignore)

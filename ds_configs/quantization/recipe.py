@@ -50,12 +50,7 @@ class ResolvedQuantization:
     def of_layers(
         self, layers: Sequence[LinearLayer], *, default_ignore: Sequence[str] | None = None
     ) -> SelectedQuantization:
-        """Select the layers to quantize.
-
-        Args:
-            layers: Every linear layer of a model.
-            default_ignore: Layers that this model needs dense; `None` if the user set `ignore`.
-        """
+        """Select the layers to quantize."""
         scheme = self.scheme
         if default_ignore is not None:
             scheme = replace(scheme, ignore=tuple(dict.fromkeys((*DEFAULT_IGNORE, *default_ignore))))
@@ -73,7 +68,6 @@ class SelectedQuantization:
     scheme: QuantizationScheme
     """The scheme with the model's ignored layers, and output heads by name."""
     layers: tuple[LinearLayer, ...]
-    """Layers to quantize."""
     candidates: tuple[LinearLayer, ...]
     """Every linear layer of the model."""
 

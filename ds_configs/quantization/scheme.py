@@ -202,7 +202,6 @@ class Method:
     """Whether it always reads calibration text; static activations need it with every method."""
     summary: str
     source: str
-    """Paper, or else the library."""
 
 
 METHODS: Mapping[MethodName, Method] = {

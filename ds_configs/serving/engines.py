@@ -85,15 +85,7 @@ def numbers_kind(group: Mapping[str, Any], *, stated_format: str) -> str | None:
 def scheme_findings(
     section: Mapping[str, Any], *, engine: EngineName, gpu: str, capability: int | None, quantized_experts: bool = False
 ) -> tuple[list[ConfigError], list[str]]:
-    """Return the errors of serving a quantized checkpoint on a GPU, and warnings about how it is served.
-
-    Args:
-        section: `quantization_config` of the checkpoint; empty if it is dense.
-        engine: Name of the engine.
-        gpu: Name of the GPU, or `CPU`.
-        capability: Its compute capability times ten; `None` if it is not an NVIDIA GPU.
-        quantized_experts: Whether experts are quantized.
-    """
+    """Return the errors of serving a quantized checkpoint on a GPU, and warnings about how it is served."""
     method = section.get("quant_method")
     if not section or method is None:
         return [], []

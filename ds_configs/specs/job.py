@@ -127,7 +127,6 @@ class TrainingJob:
     precision: Precision = "bf16"
     """Compute precision; with bf16 and fp16, master weights are fp32."""
     optimizer: str = "adamw_torch_fused"
-    """Name of the optimizer, as in the Trainer's `optim`."""
     method: Method = "full"
     """`lora` freezes the base model; `qlora` also loads its Linear weights in 4 bit."""
     lora_rank: int = 16

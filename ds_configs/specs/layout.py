@@ -143,7 +143,6 @@ class PipelineStage:
 
     index: int
     first_layer: int
-    """Its first decoder layer."""
     end_layer: int
     """Its last decoder layer + 1."""
     has_embedding: bool
