@@ -414,13 +414,9 @@ def rotation_errors(rope_type: str) -> list[ConfigError]:
 
 
 def sample_errors(*, left_padded: bool, packed: bool, attention: str, samples: int) -> list[ConfigError]:
-    """Return the errors of a batch, whose attention is causal and has no mask.
+    """Return the errors of a batch of `samples` rows, whose attention is causal and has no mask.
 
-    Args:
-        left_padded: Whether a mask has a 0 before a 1; later tokens would attend to padding.
-        packed: Whether positions restart within a row; documents would attend to earlier documents.
-        attention: The model's attention implementation; flash kernels read document borders from the positions.
-        samples: Rows of the batch; flash kernels separate documents in batches of one row only.
+    Flash kernels read the borders of packed documents from the positions, in batches of one row only.
     """
     errors = []
     if left_padded:

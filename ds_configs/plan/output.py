@@ -35,12 +35,8 @@ def output_errors(
 ) -> list[ConfigError]:
     """Return why a command must not write to a directory, checked before its work. All commands use this check.
 
-    Args:
-        directory: Output directory.
-        force: Whether existing files may be replaced.
-        sources: Inputs of the command by role; the output must not be one of them, or inside one.
-        own: Names or patterns of files that may be replaced without `force`.
-        fix: Fix to suggest if the directory is not empty.
+    The output must not be one of `sources`, the inputs by role, or inside one. Files whose names match a pattern of
+    `own` may be replaced without `force`. `fix` is what to suggest if the directory is not empty.
     """
     errors = occupied_errors(directory, force=force, own=own, fix=fix)
     if directory.exists() and not directory.is_dir():

@@ -132,9 +132,7 @@ def processor_errors(flags: Collection[str], *, quantized_experts: bool) -> list
     Kernels for quantized experts require AMX (0.32.0, `fused_moe/experts/cpu_moe.py`, `_supports_current_device` of
     `CPUExpertsInt4` and others). vLLM fails with 'No WNA16 MoE backend supports the deployment configuration'.
 
-    Args:
-        flags: Features of the processor, by their Linux names.
-        quantized_experts: Whether experts are quantized.
+    `flags` are features of the processor, by their Linux names.
     """
     if not quantized_experts or "amx_tile" in flags:
         return []
