@@ -112,7 +112,6 @@ class PlannedMachineOptions(MachineOptions):
     name: str = Field("shardwright", description="Name of the job")
 
     def errors(self) -> list[ConfigError]:
-        """Return the errors of all options, including names that a scheduler does not accept."""
         from ..ds_configs.plan.clusters import name_errors, setting_errors
 
         return name_errors(self.name) + setting_errors(self.sbatch) + super().errors()
@@ -122,7 +121,6 @@ class SameCommandOptions(MachineOptions):
     """Machines that all run the same command."""
 
     def errors(self) -> list[ConfigError]:
-        """Return the errors of all options."""
         errors = super().errors()
         if self.on == "ssh" and self.hostfile is None:
             fix = "list the machines in a file, one line HOST slots=N each"
@@ -176,9 +174,7 @@ class SameCommand:
 def run_on_hosts(machines: SameCommandOptions, *, nodes: int | None = None) -> int:
     """Run this command on the machines of a hostfile, and return the exit code.
 
-    Args:
-        machines: The options.
-        nodes: Required number of machines; `None` if the hostfile decides, also about the processes.
+    `nodes` is the required number of machines; with `None` the hostfile decides, also about the processes.
 
     Raises:
         UsageError: the hostfile cannot be read or has the wrong number of machines.
@@ -207,7 +203,7 @@ def run_on_hosts(machines: SameCommandOptions, *, nodes: int | None = None) -> i
         port=machines.main_port,
         restarts=0,
         wait_seconds=0.0,
-        on_line=_print_line,
+        on_line=lambda line: print(line, file=sys.stderr if line.startswith(NOTE) else sys.stdout, flush=True),
     )
     return 0
 
@@ -263,7 +259,3 @@ def note_result_machine(place: NodePlace | None) -> None:
     """Print which machine has the results."""
     assert place is not None, "with one machine the results are here"
     note(f"machine {place.rank} is done; the results are on {place.main_address}")
-
-
-def _print_line(line: str) -> None:
-    print(line, file=sys.stderr if line.startswith(NOTE) else sys.stdout, flush=True)

@@ -8,7 +8,6 @@ import signal
 import sys
 from collections.abc import Sequence
 from io import TextIOWrapper
-from types import FrameType
 
 from cyclopts import App, CycloptsError, Parameter
 
@@ -98,7 +97,17 @@ def run(arguments: Sequence[str]) -> int:
 
     try:
         command, bound = resolve(app, arguments)
-        _check_installation(arguments[0] if arguments else "")
+        name = arguments[0] if arguments else ""
+        if name in _COMMANDS and name not in _RELEASES_UNCHECKED:
+            from ..plugins.huggingface_hub.hub import check_endpoint
+            from ..plugins.releases import check_releases, check_torch, release_warnings
+
+            check_endpoint()
+            check_releases()
+            if name in _COMPUTING:
+                check_torch()
+            for line in release_warnings():
+                print(f"warning: {line}", file=sys.stderr)
         with running(arguments), notes_on_stderr():
             result = command(*bound.args, **bound.kwargs)
         sys.stdout.flush()
@@ -138,33 +147,13 @@ def run(arguments: Sequence[str]) -> int:
         return code
 
 
-def _check_installation(name: str) -> None:
-    """Reject library releases that cannot work, and warn about untested ones."""
-    if name not in _COMMANDS or name in _RELEASES_UNCHECKED:
-        return
-    from ..plugins.huggingface_hub.hub import check_endpoint
-    from ..plugins.releases import check_releases, check_torch, release_warnings
-
-    check_endpoint()
-    check_releases()
-    if name in _COMPUTING:
-        check_torch()
-    for line in release_warnings():
-        print(f"warning: {line}", file=sys.stderr)
-
-
 def _discard_stdout() -> None:
     # Otherwise the flush at exit fails again, and Python 3.11.2 exits with 120.
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def _terminate(number: int, frame: FrameType | None) -> None:
-    raise SystemExit(128 + number)
-
-
 def main() -> None:
-    """Console script."""
-    signal.signal(signal.SIGTERM, _terminate)
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     for stream in (sys.stdout, sys.stderr):
         # Characters that the terminal's encoding lacks are escaped.
         if isinstance(stream, TextIOWrapper):

@@ -30,8 +30,6 @@ class ConfigOption(Settings):
 
 
 class FormatOptions(ConfigOption):
-    """Options of a command that prints results."""
-
     format: Literal["human", "json"] = Field("human", description="Output format; json prints one object on stdout")
 
     @property
@@ -50,15 +48,11 @@ class CheckedFor(Settings):
 
 
 class ReportOptions(FormatOptions):
-    """Options of a command that writes to --output-dir."""
-
     output_dir: Path | None = Field(None, description="Directory for the files")
     force: bool = Field(False, description="Write into a directory that is not empty")
 
 
 class WriteOptions(ReportOptions):
-    """Options of a command that writes files."""
-
     dry_run: bool = Field(False, description="Check and print everything; write nothing")
 
 

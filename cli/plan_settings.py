@@ -10,7 +10,6 @@ from pydantic import Field
 from ..ds_configs.plan.plan import Plan
 from ..ds_configs.search.candidates import SearchContext
 from ..ds_configs.search.run_estimates import (
-    DeadlineAnswer,
     checkpoint_interval_seconds,
     lost_to_failures,
     parse_duration,
@@ -76,18 +75,35 @@ def answers(plan: Plan, questions: RunQuestions) -> dict[str, Any]:
         ShardwrightError: no cluster meets the deadline.
     """
     values: dict[str, Any] = {}
-    batch = _plain_batches(plan)
-    if batch:
-        values["plain_batch_sizes"] = list(batch)
+    batch, job = plan.job.global_batch_size, plan.job
+    has_requested_axes = any((size or 1) > 1 for size in job.axis_sizes.values())
+    if batch is not None and plan.chosen.strategy.axes and not has_requested_axes:
+        # The requested batch may be impossible with plain data parallelism.
+        micro = job.micro_batch_size or 1
+        sizes = plain_batch_sizes(global_batch_size=batch, ranks=plan.hardware.world_size, micro_batch_size=micro)
+        if sizes and batch not in sizes:
+            values["plain_batch_sizes"] = list(sizes)
     if questions.tokens is not None:
         cost = run_cost(
             plan.chosen.time, plan.hardware, tokens=questions.tokens, gpu_hour_price=questions.gpu_hour_price
         )
         values["run"] = asdict(cost) | {"text": str(cost)}
         if questions.deadline is not None:
-            answer = _deadline(plan, questions, questions.tokens)
+
+            def solve(cluster: HardwareSpec) -> StepTime | None:
+                try:
+                    chosen = search(SearchContext(model=plan.model, hardware=cluster, job=plan.job)).chosen
+                except UsageError:
+                    # These ranks do not divide the batch.
+                    return None
+                return None if chosen is None else chosen.time
+
+            seconds, price = parse_duration(questions.deadline), questions.gpu_hour_price
+            answer = smallest_for_deadline(
+                plan.hardware, solve, tokens=questions.tokens, deadline_seconds=seconds, gpu_hour_price=price
+            )
             values["deadline"] = {
-                "seconds": parse_duration(questions.deadline),
+                "seconds": seconds,
                 "hardware": answer.hardware.name,
                 "gpus": answer.hardware.world_size,
                 "run": asdict(answer.cost) | {"text": str(answer.cost)},
@@ -102,36 +118,6 @@ def answers(plan: Plan, questions: RunQuestions) -> dict[str, Any]:
             "lost_share": lost_to_failures(**times),  # type: ignore[arg-type]
         }
     return values
-
-
-def _deadline(plan: Plan, questions: RunQuestions, tokens: float) -> DeadlineAnswer:
-    assert questions.deadline is not None
-
-    def solve(cluster: HardwareSpec) -> StepTime | None:
-        try:
-            chosen = search(SearchContext(model=plan.model, hardware=cluster, job=plan.job)).chosen
-        except UsageError:
-            # These ranks do not divide the batch.
-            return None
-        return None if chosen is None else chosen.time
-
-    return smallest_for_deadline(
-        plan.hardware,
-        solve,
-        tokens=tokens,
-        deadline_seconds=parse_duration(questions.deadline),
-        gpu_hour_price=questions.gpu_hour_price,
-    )
-
-
-def _plain_batches(plan: Plan) -> tuple[int, ...]:
-    """Return the nearest global batches for plain data parallelism, if the requested one is not possible."""
-    batch, job = plan.job.global_batch_size, plan.job
-    if batch is None or not plan.chosen.strategy.axes or any((size or 1) > 1 for size in job.axis_sizes.values()):
-        return ()
-    micro = job.micro_batch_size or 1
-    sizes = plain_batch_sizes(global_batch_size=batch, ranks=plan.hardware.world_size, micro_batch_size=micro)
-    return () if batch in sizes else sizes
 
 
 def shown_answers(values: dict[str, Any]) -> list[str]:

@@ -70,7 +70,6 @@ def notes_on_stderr() -> AbstractContextManager[None]:
 
 
 def note(text: str) -> None:
-    """Print a note on stderr."""
     print(f"{NOTE}{text}", file=sys.stderr)
 
 
@@ -108,7 +107,17 @@ class Bar:
         # A narrow terminal shows the stage in place of the figures, until there are any.
         self._narrow = console.width < _NARROW
         self._figures = ""
-        self.shown = self._progress(*_columns(console.width), console=console, transient=True)
+        from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+        what, figures = (TextColumn(f"{{task.{name}}}", markup=False) for name in ("description", "fields[figures]"))
+        count, left, unit = MofNCompleteColumn(), TimeRemainingColumn(compact=True), TextColumn("left")
+        columns: tuple[ProgressColumn, ...]
+        columns = what, BarColumn(), count, figures, TimeElapsedColumn(), unit, left
+        if self._narrow:
+            columns = count, figures, left
+        elif console.width < _WIDE:
+            columns = what, BarColumn(bar_width=16), count, figures, left, unit
+        self.shown = self._progress(*columns, console=console, transient=True)
         self._task = self.shown.add_task(begins, total=None, figures=begins if self._narrow else "")
 
     def _progress(self, *columns: ProgressColumn, **options: Any) -> RichProgress:
@@ -126,30 +135,11 @@ class Bar:
         self.shown.update(self._task, description=what, completed=done, total=total, figures=figures)
 
 
-def _columns(width: int) -> tuple[ProgressColumn, ...]:
-    """Return the columns of a bar; on a narrow terminal only numbers, figures and remaining time."""
-    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-
-    what, figures = TextColumn("{task.description}", markup=False), TextColumn("{task.fields[figures]}", markup=False)
-    count, left = MofNCompleteColumn(), TimeRemainingColumn(compact=True)
-    if width < _NARROW:
-        return count, figures, left
-    if width < _WIDE:
-        return what, BarColumn(bar_width=16), count, figures, left, TextColumn("left")
-    return what, BarColumn(), count, figures, TimeElapsedColumn(), TextColumn("left"), left
-
-
 @contextmanager
 def progress_on_stderr(
     begins: str, elsewhere: Shown, shown: Callable[[str, Console], Bar] = Bar
 ) -> Iterator[Bar | Shown]:
-    """Show the progress that is logged during the block, and yield the object that shows it.
-
-    Args:
-        begins: Text of the bar until there is progress.
-        elsewhere: Shows progress if stderr is not a terminal.
-        shown: Creates the bar for a terminal.
-    """
+    """Show the progress that is logged during the block, and yield the object that shows it."""
     if not sys.stderr.isatty():
         with _handled(_Drawing(elsewhere)):
             yield elsewhere

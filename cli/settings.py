@@ -52,7 +52,7 @@ def running(arguments: Sequence[str]) -> Iterator[None]:
 
 def command_line() -> str:
     """Return the command line without directories of absolute paths; empty when a Python program calls."""
-    stated = _arguments.get()
+    stated = arguments()
     return shlex.join(["shardwright", *map(_without_directory, stated)]) if stated else ""
 
 
@@ -102,7 +102,14 @@ class Sources(Env):
         self.arguments = arguments
         for name, variable, text in self._environment(self._prefix(commands), options):
             _append(options[name], text, variable)
-        for name, value in self._file(options["config"]).items():
+        config, values = options["config"], {}
+        if config.tokens:
+            owner = next(root for root in arguments if config in root.children)
+            try:
+                values = dict(owner.resolved_hint.read_config(config.tokens[0].value))
+            except InputError as error:
+                self.errors += error.errors
+        for name, value in values.items():
             if name not in options:
                 self.errors.append(_unknown(name, options, f"{name} (from file)"))
             elif name == "config":
@@ -135,16 +142,6 @@ class Sources(Env):
             ):
                 rule, fix = "names no command, so it has no effect", f"use {own}{names[near[0]].upper()}"
                 self.errors.append(ConfigError(where=variable, value=text, rule=rule, fix=fix))
-
-    def _file(self, config: Argument) -> dict[str, Any]:
-        if not config.tokens:
-            return {}
-        owner = next(root for root in self.arguments if config in root.children)
-        try:
-            return dict(owner.resolved_hint.read_config(config.tokens[0].value))
-        except InputError as error:
-            self.errors += error.errors
-            return {}
 
     def _read_mappings(self, name: str, argument: Argument) -> None:
         """Convert mappings from YAML, which users write, to JSON, which Cyclopts reads."""
@@ -205,10 +202,15 @@ def resolve(app: App, tokens: Sequence[str]) -> tuple[Callable[..., Any], BoundA
     except CycloptsError as error:
         error.verbose = False
         if not sources.arguments:
-            corrected = _plain_switch(error, tokens)
-            if corrected is None:
+            # Cyclopts 5.4.0 accepts neither `on` nor `off` for `--switch=WORD`.
+            token, argument = getattr(error, "token", None), error.argument
+            if token is None or argument is None or argument.resolved_hint is not bool:
                 raise
-            return resolve(app, corrected)
+            word = {"on": "true", "off": "false"}.get(token.value.lower())
+            if word is None:
+                raise
+            stated, accepted = (f"{token.keyword}={text}" for text in (token.value, word))
+            return resolve(app, [accepted if item == stated else item for item in tokens])
         errors = sources.errors + _conversion_errors(sources.arguments)
         raise UsageError(errors + _unused_errors(error.unused_tokens, sources)) from error
     errors = sources.errors + _unused_errors(unused, sources)
@@ -233,17 +235,6 @@ def asks_for_json(app: App, tokens: Sequence[str]) -> bool:
     if option is not None and option.tokens:
         return option.tokens[0].value == "json"
     return "--format=json" in tokens or ("--format", "json") in pairwise(tokens)
-
-
-def _plain_switch(error: CycloptsError, tokens: Sequence[str]) -> list[str] | None:
-    """Return the tokens with `on` or `off` as the words that Cyclopts 5.4.0 accepts for `--switch=WORD`."""
-    token, argument = getattr(error, "token", None), error.argument
-    if token is None or argument is None or argument.resolved_hint is not bool:
-        return None
-    word = {"on": "true", "off": "false"}.get(token.value.lower())
-    if word is None:
-        return None
-    return [f"{token.keyword}={word}" if item == f"{token.keyword}={token.value}" else item for item in tokens]
 
 
 def _conversion_errors(arguments: ArgumentCollection) -> list[ConfigError]:
@@ -283,10 +274,10 @@ def _errors_of(argument: Argument, error: CycloptsError) -> list[ConfigError]:
         return [ConfigError(where=argument.names[0], rule=" ".join(str(error).split()))]
     options = _options(argument.children)
     errors = []
-    for found in errors_of(error.__cause__, argument.resolved_hint):
-        tokens = options[found.where].tokens if found.where in options else []
+    for rejection in errors_of(error.__cause__, argument.resolved_hint):
+        tokens = options[rejection.where].tokens if rejection.where in options else []
         source = tokens[0].source if tokens else "cli"
-        errors.append(found if source == "cli" else replace(found, where=f"{found.where} (from {source})"))
+        errors.append(rejection if source == "cli" else replace(rejection, where=f"{rejection.where} (from {source})"))
     return errors
 
 

@@ -83,14 +83,7 @@ def print_rows(
 ) -> None:
     """Print rows as a table if it fits, else as blocks: the first value, and the others below it by heading.
 
-    Args:
-        out: The console.
-        headings: Headings of all columns.
-        rows: Cells; blocks omit empty ones.
-        title: Title of the table.
-        block_title: Title of the blocks, if not `title`.
-        figures: Headings of the columns that are aligned right.
-        folded: Columns of text that may be folded, with their smallest width.
+    Columns in `figures` are aligned right. Columns in `folded` may be folded, down to the given width.
     """
     rows = list(rows)
     widths = [max(map(len, column)) for column in zip(headings, *rows, strict=True)]
@@ -115,10 +108,7 @@ def print_rows(
 def show_plan(plan: Plan, directory: Path | None, *, output_dir_hint: bool = True) -> None:
     """Print a plan: model, selected layout, memory, time, alternatives, files and launch command.
 
-    Args:
-        plan: The plan.
-        directory: Where its files are; `None` if they were not written.
-        output_dir_hint: Whether to print how to write the files of a plan without a directory.
+    `directory` is `None` if its files were not written; `output_dir_hint` then prints how to write them.
     """
     out = console()
     model, hardware, chosen = plan.model, plan.hardware, plan.chosen
@@ -135,7 +125,14 @@ def show_plan(plan: Plan, directory: Path | None, *, output_dir_hint: bool = Tru
     out.print(terms_table(chosen.memory.gpu.terms, f"Memory per accelerator, {chosen.memory.gpu.phase} phase"))
     if plan.activations == "upper bound":
         out.print("Activations and loss are an upper bound from the model's structure. The run may need less.")
-    out.print(_host_line(plan))
+    host = chosen.memory.host
+    used, capacity = gigabytes(host.peak_bytes_per_node), gigabytes(host.capacity_bytes_per_node)
+    host_line = f"Host memory {used} of {capacity} GB per node"
+    if host.nvme_bytes_per_node:
+        host_line += f", NVMe {gigabytes(host.nvme_bytes_per_node)} GB"
+    if "host_bytes_per_node" in plan.hardware.assumed:
+        host_line += " (assumed; set yours with --host-memory)"
+    out.print(host_line)
     out.print()
     out.print(time_table(chosen.time))
     for offer in plan.offers:
@@ -165,17 +162,6 @@ def show_plan(plan: Plan, directory: Path | None, *, output_dir_hint: bool = Tru
     else:
         line = train_arguments(plan, directory=str(directory))
     Console(soft_wrap=True, highlight=False).print("  " + shlex.join(line), markup=False)
-
-
-def _host_line(plan: Plan) -> str:
-    host = plan.chosen.memory.host
-    used, capacity = gigabytes(host.peak_bytes_per_node), gigabytes(host.capacity_bytes_per_node)
-    line = f"Host memory {used} of {capacity} GB per node"
-    if host.nvme_bytes_per_node:
-        line += f", NVMe {gigabytes(host.nvme_bytes_per_node)} GB"
-    if "host_bytes_per_node" in plan.hardware.assumed:
-        line += " (assumed; set yours with --host-memory)"
-    return line
 
 
 def memory_bar(gpu: GpuMemory, *, columns: int = 120) -> Text:
@@ -212,7 +198,6 @@ def _encodable(text: str) -> bool:
 
 
 def terms_table(terms: Mapping[str, int], title: str) -> Table:
-    """Return named bytes, largest first, in the bar's colours."""
     table = Table(box=None, pad_edge=False)
     table.add_column(title)
     table.add_column("GB", justify="right")
@@ -223,7 +208,6 @@ def terms_table(terms: Mapping[str, int], title: str) -> Table:
 
 
 def time_table(time: StepTime) -> Table:
-    """Return the named parts of a step's time, largest first, with its interval."""
     table = Table(box=None, pad_edge=False)
     table.add_column(f"Time per step, {time.tokens_per_second:,.0f} tokens/s")
     table.add_column("seconds", justify="right")

@@ -17,7 +17,6 @@ class LastingStream(TextIOWrapper):
     """Text stream that switches to the null device when its pipe is closed."""
 
     def write(self, text: str) -> int:
-        """Write, or discard the text if the pipe is closed."""
         try:
             return super().write(text)
         except BrokenPipeError:
@@ -25,7 +24,6 @@ class LastingStream(TextIOWrapper):
             return len(text)
 
     def flush(self) -> None:
-        """Flush, or discard the buffer if the pipe is closed."""
         try:
             super().flush()
         except BrokenPipeError:

@@ -11,7 +11,6 @@ from ..ds_configs.search.tensor_layouts import (
     compare_tensor_layouts,
     where_one_dimension_stops_paying,
 )
-from ..ds_configs.specs.errors import ConfigError
 from ..ds_configs.specs.hardware import HardwareSpec
 from ..ds_configs.specs.job import TrainingJob
 from ..ds_configs.specs.layout import Layout
@@ -86,18 +85,18 @@ def compared_layouts(model: ModelSpec, hardware: HardwareSpec, job: TrainingJob)
     """Return the layouts of tensor parallelism at 4, 8, 16 and 64 ranks, on these links."""
     layouts = tuple(layout for ranks in _RANKS for layout in compare_tensor_layouts(model, hardware, job, ranks))
     first, reason = where_one_dimension_stops_paying(model, hardware, job)
-    legal = [ranks for ranks in range(2, hardware.gpus_per_node + 1) if not _errors(model, hardware, job, ranks)]
+    legal = [
+        ranks
+        for ranks in range(2, hardware.gpus_per_node + 1)
+        if not tensor_parallel_errors(
+            model.traits,
+            Layout(engine="deepspeed", zero_stage=0, tp=ranks),
+            world_size=hardware.world_size,
+            ranks_per_node=hardware.gpus_per_node,
+            method=job.method,
+        )
+    ]
     shown = f"AutoTP divides it over up to {legal[-1]} ranks here" if legal else "AutoTP does not divide it here"
     return ComparedLayouts(
         layouts=layouts, first_ranks=first, reason=f"{reason}; {shown}", legal_ranks=frozenset(legal)
-    )
-
-
-def _errors(model: ModelSpec, hardware: HardwareSpec, job: TrainingJob, ranks: int) -> list[ConfigError]:
-    return tensor_parallel_errors(
-        model.traits,
-        Layout(engine="deepspeed", zero_stage=0, tp=ranks),
-        world_size=hardware.world_size,
-        ranks_per_node=hardware.gpus_per_node,
-        method=job.method,
     )

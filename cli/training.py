@@ -53,14 +53,7 @@ def launched_command(
 ) -> int:
     """Prepare, launch and report a training, and return the exit code.
 
-    Args:
-        prepare: Checks everything and plans.
-        options: Output options.
-        machines: Machines of the run.
-        settings: Settings of the training.
-        show: Prints the outcome.
-        describe: Returns what a dry run prints in addition to settings, plan and data; receives the prepared
-            training and `as_json`.
+    `describe` returns what a dry run prints in addition to settings, plan and data.
     """
     from ..trainers.reports.make import REPORT_FILE as HTML_FILE
     from ..trainers.runs.run import run_part, run_training
@@ -71,7 +64,11 @@ def launched_command(
         return run_on_hosts(machines, nodes=_planned_hardware(settings).nodes)
     if machines.on == "slurm":
         with collecting(errors):
-            hardware = _hardware_of_job(settings)
+            if getattr(settings, "plan", None) is None and settings.hardware in (None, "local"):
+                rule = "must be the nodes of the job, not this machine"
+                fix = "such as --hardware 2x8xH100-80GB, or plan first"
+                raise UsageError(ConfigError(where="hardware", value=settings.hardware, rule=rule, fix=fix))
+            hardware = _planned_hardware(settings)
             script = slurm_script_of_command(machines, hardware)
             if not options.dry_run and not errors:
                 return submit_to_slurm(script, hardware, machines, as_json=as_json)
@@ -130,15 +127,7 @@ def show_outcome(
 ) -> None:
     """Print the results on the held-out samples, and the files.
 
-    Args:
-        outcome: Outcome of the training.
-        output_dir: Directory of its files.
-        name: Name of the model.
-        made: How it was made; printed after the name.
-        chart: File of the chart.
-        noun: Noun for the result, such as Model.
-        rows: Rows of the table. Default: the measures of the outcome, with the second value highlighted.
-        facts: More lines.
+    By default, `rows` are the measures of the outcome, with the second value highlighted.
     """
     from ..plugins.huggingface_hub.push import CARD_FILE
     from ..trainers.runs.report import REPORT_FILE
@@ -168,31 +157,10 @@ def _planned_hardware(settings: LaunchedSettings) -> HardwareSpec:
     return chosen_hardware(settings) if plan is None else Plan.load(plan).hardware
 
 
-def _hardware_of_job(settings: LaunchedSettings) -> HardwareSpec:
-    """Return the hardware of a SLURM job.
-
-    Raises:
-        UsageError: it is this machine, which only submits the job.
-    """
-    if getattr(settings, "plan", None) is None and settings.hardware in (None, "local"):
-        rule, fix = "must be the nodes of the job, not this machine", "such as --hardware 2x8xH100-80GB, or plan first"
-        raise UsageError(ConfigError(where="hardware", value=settings.hardware, rule=rule, fix=fix))
-    return _planned_hardware(settings)
-
-
 def show_dry_run(
     settings: LaunchedSettings, plan: Plan, samples: Samples, files: list[Path], *, as_json: bool, **more: Any
 ) -> None:
-    """Print settings, plan, data and files of a training that was not launched.
-
-    Args:
-        settings: Settings of the training.
-        plan: Its plan.
-        samples: Its data.
-        files: Files that it would write.
-        as_json: Print one JSON object instead of text.
-        more: More values of that object, or lines of the text.
-    """
+    """Print settings, plan, data and files of a training that was not launched, as text or one JSON object."""
     from ..ds_configs.plan.plan import plan_to_dict
     from .show import console, show_plan, show_settings
 
@@ -240,37 +208,27 @@ class TrainingView(Bar):
         if self._latest is None:
             return []
         figures = self._latest
-        rows = [("loss", None if figures.loss is None else Text(f"{figures.loss:.4f}"))]
-        rows += [("tokens/s", self._speed(figures)), ("memory", self._memory(figures)), ("ranks", _slowest(figures))]
-        return [(name, text) for name, text in rows if text is not None]
-
-    def _speed(self, figures: Figures) -> Text | None:
-        speed, planned = figures.tokens_per_second, self._plan.chosen.time.tokens_per_second
-        if speed is None:
-            return None
-        share = speed / planned
-        comparison = f" of {planned:,.0f} planned ({100 * share:.0f} %)"
-        # For CPU ranks the plan predicts an order of magnitude only.
-        slow = share < _SLOW_SHARE and self._plan.hardware.gpu != "CPU"
-        return Text.assemble(f"{speed:,.0f}", (comparison, "yellow" if slow else "dim"))
-
-    def _memory(self, figures: Figures) -> Text | None:
-        if figures.peak_allocated_gb is None:
-            return None
-        gpu = self._plan.chosen.memory.gpu
-        planned = gpu.allocated_bytes / 1e9
-        over = figures.peak_allocated_gb > 1.05 * planned
-        comparison = f" GB of tensors, {planned:.1f} planned, {gpu.capacity_bytes / 1e9:.1f} available"
-        return Text.assemble(f"{figures.peak_allocated_gb:.1f}", (comparison, "yellow" if over else "dim"))
-
-
-def _slowest(figures: Figures) -> Text | None:
-    if figures.slowest_rank is None or figures.slowest_rank_ratio is None:
-        return None
-    ratio = f"{figures.slowest_rank_ratio:.2f} times the median"
-    if figures.slowest_rank_ratio < _SLOW_RANK_RATIO:
-        return Text(f"equally fast; the slowest takes {ratio}", style="dim")
-    return Text(f"rank {figures.slowest_rank} is slow: {ratio} to load data and for a forward pass", style="yellow")
+        rows = [] if figures.loss is None else [("loss", Text(f"{figures.loss:.4f}"))]
+        gpu, planned = self._plan.chosen.memory.gpu, self._plan.chosen.time.tokens_per_second
+        if (speed := figures.tokens_per_second) is not None:
+            share = speed / planned
+            # For CPU ranks the plan predicts an order of magnitude only.
+            slow = share < _SLOW_SHARE and self._plan.hardware.gpu != "CPU"
+            comparison = f" of {planned:,.0f} planned ({100 * share:.0f} %)"
+            rows.append(("tokens/s", Text.assemble(f"{speed:,.0f}", (comparison, "yellow" if slow else "dim"))))
+        if (peak := figures.peak_allocated_gb) is not None:
+            planned_gb = gpu.allocated_bytes / 1e9
+            comparison = f" GB of tensors, {planned_gb:.1f} planned, {gpu.capacity_bytes / 1e9:.1f} available"
+            style = "yellow" if peak > 1.05 * planned_gb else "dim"
+            rows.append(("memory", Text.assemble(f"{peak:.1f}", (comparison, style))))
+        if figures.slowest_rank is not None and figures.slowest_rank_ratio is not None:
+            ratio = f"{figures.slowest_rank_ratio:.2f} times the median"
+            text = Text(f"equally fast; the slowest takes {ratio}", style="dim")
+            if figures.slowest_rank_ratio >= _SLOW_RANK_RATIO:
+                slow_rank = f"rank {figures.slowest_rank} is slow: {ratio} to load data and for a forward pass"
+                text = Text(slow_rank, style="yellow")
+            rows.append(("ranks", text))
+        return rows
 
 
 class _WithFigures(Progress):

@@ -18,15 +18,13 @@ if TYPE_CHECKING:
     from ...ds_configs.memory.estimate import Calibration, MeasuredRun
     from ...ds_configs.plan.measurement import RunMeasurement
     from ...ds_configs.step_time.rates import MeasuredNetwork
-    from ...plugins.planning.calibration_store import CalibrationStore, StoredRun
+    from ...plugins.planning.calibration_store import CalibrationStore
 
 _SHOWN_DIGITS = 12
 
 
 @grouped
 class CalibrateOptions(FormatOptions):
-    """Management of stored runs."""
-
     group = "Stored runs"
 
     list_runs: bool = Field(False, alias="list", description="List the stored runs")
@@ -156,30 +154,26 @@ def _list(store: CalibrationStore, *, as_json: bool) -> int:
     if not runs:
         print("No stored runs. Store one with `shardwright calibrate RUN_DIR`.")
     else:
-        _show_runs(runs)
+        from ...ds_configs.plan.measurement import printable
+        from ...ds_configs.specs.units import gigabytes
+        from ..show import console, print_rows
+
+        names = ("run", "GPU", "model", "layout")
+        numbers = ("ranks", "predicted", "allocated", "reserved", "ratio", "outside", "step s")
+        rows = []
+        for stored in runs:
+            run = stored.run
+            outside = "-" if run.outside_allocator_bytes is None else gigabytes(run.outside_allocator_bytes)
+            seconds = "-" if run.step_seconds is None else f"{run.step_seconds:.3g}"
+            sizes = (run.predicted_allocated_bytes, run.allocated_peak_bytes, run.reserved_peak_bytes)
+            words = (run.identifier[:_SHOWN_DIGITS], run.gpu, run.model.rpartition("/")[2] or run.model, run.layout)
+            memory = (*map(gigabytes, sizes), f"{run.ratio:.3f}", outside)
+            rows.append([printable(word) for word in (*words, str(run.ranks), *memory, seconds, stored.stored_at[:10])])
+        print_rows(console(), (*names, *numbers, "stored"), rows, title="Stored runs, memory in GB", figures=numbers)
     for network in networks:
         print(f"Network of {network.nodes} nodes: {_network_line(network)}")
     print(f"database: {store.path}", file=sys.stderr)
     return 0
-
-
-def _show_runs(runs: tuple[StoredRun, ...]) -> None:
-    from ...ds_configs.plan.measurement import printable
-    from ...ds_configs.specs.units import gigabytes
-    from ..show import console, print_rows
-
-    names = ("run", "GPU", "model", "layout")
-    numbers = ("ranks", "predicted", "allocated", "reserved", "ratio", "outside", "step s")
-    rows = []
-    for stored in runs:
-        run = stored.run
-        outside = "-" if run.outside_allocator_bytes is None else gigabytes(run.outside_allocator_bytes)
-        seconds = "-" if run.step_seconds is None else f"{run.step_seconds:.3g}"
-        sizes = (run.predicted_allocated_bytes, run.allocated_peak_bytes, run.reserved_peak_bytes)
-        words = (run.identifier[:_SHOWN_DIGITS], run.gpu, run.model.rpartition("/")[2] or run.model, run.layout)
-        figures = (str(run.ranks), *map(gigabytes, sizes), f"{run.ratio:.3f}", outside, seconds, stored.stored_at[:10])
-        rows.append([printable(word) for word in words + figures])
-    print_rows(console(), (*names, *numbers, "stored"), rows, title="Stored runs, memory in GB", figures=numbers)
 
 
 def _run_dict(run: MeasuredRun) -> dict[str, Any]:

@@ -17,8 +17,6 @@ from .report import check_output_file, write_output_file
 
 @grouped
 class CheckOptions(CheckedFor, FormatOptions):
-    """Options of `check`."""
-
     report: Path | None = Field(None, description="Also write the findings to this HTML file")
     force: bool = Field(False, description="Replace the file of --report")
 

@@ -29,9 +29,27 @@ def list_command(subject: str = "", *, options: Annotated[FormatOptions, Options
         Part of a name, or quantize.
     """
     if subject.lower() in ("quantize", "quantization"):
-        return _list_recipes(as_json=options.as_json)
+        from ...ds_configs.quantization.recipe import quantize_settings, read_recipe, recipe_names
+
+        recipes = [read_recipe(name) for name in recipe_names()]
+        resolved = [quantize_settings({}, recipe=recipe).resolved() for recipe in recipes]
+        if options.as_json:
+            rows = [
+                {"name": recipe.name, "scheme": run.scheme.name, "method": run.method, "purpose": recipe.purpose}
+                for recipe, run in zip(recipes, resolved, strict=True)
+            ]
+            print(json.dumps({"schema_version": 1, "configs": rows}, indent=2))
+            return 0
+        from ..show import console, print_rows
+
+        shown = [
+            (recipe.name, run.scheme.name, run.method, recipe.purpose)
+            for recipe, run in zip(recipes, resolved, strict=True)
+        ]
+        print_rows(console(), ("name", "scheme", "method", "purpose"), shown, folded={"purpose": 40})
+        return 0
     plans = {name: load_entry(name) for name in entry_names() if subject.lower() in name.lower()}
-    rows = [
+    entries = [
         {
             "name": name,
             "model": plan.model.name,
@@ -42,23 +60,21 @@ def list_command(subject: str = "", *, options: Annotated[FormatOptions, Options
         for name, plan in plans.items()
     ]
     if options.as_json:
-        print(json.dumps({"schema_version": 1, "configs": rows}, indent=2))
+        print(json.dumps({"schema_version": 1, "configs": entries}, indent=2))
         return 0
     from ..show import console, print_rows
 
-    shown = []
+    table = []
     for name, plan in plans.items():
         strategy, gpu = plan.chosen.strategy, plan.chosen.memory.gpu
-        shown.append((name, display_name(strategy), str(strategy.micro_batch_size), gigabytes(gpu.peak_bytes)))
+        table.append((name, display_name(strategy), str(strategy.micro_batch_size), gigabytes(gpu.peak_bytes)))
     figures = ("micro-batch", "GB")
-    print_rows(console(), ("name", "strategy", *figures), shown, figures=figures, folded={"strategy": 20})
+    print_rows(console(), ("name", "strategy", *figures), table, figures=figures, folded={"strategy": 20})
     return 0
 
 
 @grouped
 class CopyOptions(ConfigOption):
-    """Options of `configs cp`."""
-
     force: bool = Field(False, description="Replace the files of an earlier copy")
 
 
@@ -84,26 +100,4 @@ def copy_command(name: str, output_dir: Path, *, options: Annotated[CopyOptions,
         paths = load_entry(name).write(output_dir, force=options.force)
     for path in paths:
         print(path)
-    return 0
-
-
-def _list_recipes(*, as_json: bool) -> int:
-    from ...ds_configs.quantization.recipe import quantize_settings, read_recipe, recipe_names
-
-    recipes = [read_recipe(name) for name in recipe_names()]
-    resolved = [quantize_settings({}, recipe=recipe).resolved() for recipe in recipes]
-    if as_json:
-        rows = [
-            {"name": recipe.name, "scheme": run.scheme.name, "method": run.method, "purpose": recipe.purpose}
-            for recipe, run in zip(recipes, resolved, strict=True)
-        ]
-        print(json.dumps({"schema_version": 1, "configs": rows}, indent=2))
-        return 0
-    from ..show import console, print_rows
-
-    shown = [
-        (recipe.name, run.scheme.name, run.method, recipe.purpose)
-        for recipe, run in zip(recipes, resolved, strict=True)
-    ]
-    print_rows(console(), ("name", "scheme", "method", "purpose"), shown, folded={"purpose": 40})
     return 0

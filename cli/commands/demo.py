@@ -37,8 +37,6 @@ SMALL_LLAMA: dict[str, Any] = {
 
 @grouped
 class DemoOptions(FormatOptions):
-    """Options of `demo`."""
-
     steps: int = Field(30, ge=1, description="Optimizer steps")
     force: bool = Field(False, description="Replace the files of an earlier demo")
 
@@ -57,15 +55,14 @@ def demo_command(output_dir: Path = Path("demo-output"), *, options: Annotated[D
         # stdout is for the JSON object only.
         with redirect_stdout(sys.stderr):
             small, losses = _demo(output_dir, options)
-        found = {"strategy": small.chosen.strategy.label, "hardware": small.hardware.name, "losses": losses}
-        print(json.dumps({"schema_version": 1, **found, "output_dir": str(output_dir / "plan" / "model")}))
+        result = {"strategy": small.chosen.strategy.label, "hardware": small.hardware.name, "losses": losses}
+        print(json.dumps({"schema_version": 1, **result, "output_dir": str(output_dir / "plan" / "model")}))
     else:
         _demo(output_dir, options)
     return 0
 
 
 def _demo(output_dir: Path, options: DemoOptions) -> tuple[Plan, list[float]]:
-    """Run the demo; return the plan of the small model and the loss of each step."""
     from ...plugins.planning.from_names import plan
     from ..gallery import load_entry
     from ..show import show_plan
@@ -92,7 +89,6 @@ def _demo(output_dir: Path, options: DemoOptions) -> tuple[Plan, list[float]]:
 
 
 def plan_again(entry: Plan) -> Plan:
-    """Return a new plan for the model, hardware and job of a plan."""
     from ...ds_configs.plan.plan import make_plan
 
     return make_plan(entry.model, entry.hardware, entry.job)

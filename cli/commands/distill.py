@@ -48,7 +48,6 @@ def distill_command(
 
 
 def show_distillation(outcome: DistillationOutcome, output_dir: Path) -> None:
-    """Print the results of student and teacher, the files and the next command."""
     from ...trainers.distillation.command.report import CHART_FILE
     from ..show import show_next
 

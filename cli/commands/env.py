@@ -8,7 +8,7 @@ import platform
 import shutil
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 from cyclopts import App
 from pydantic import Field
@@ -19,14 +19,9 @@ from ..options import FormatOptions
 from ..progress import note
 from ..settings import FILLED, Options, grouped
 
-if TYPE_CHECKING:
-    from ...plugins.llm_compressor.environment import OwnEnvironment
-
 
 @grouped
 class EnvOptions(FormatOptions):
-    """Options of `env`."""
-
     patches: bool = Field(False, description="List the patches of upstream libraries, and which are needed here")
 
 
@@ -37,7 +32,18 @@ app = App(name="env", help="Print versions and hardware for a bug report.", help
 def env_command(*, options: Annotated[EnvOptions, Options] = FILLED) -> int:
     """Print versions, hardware and build tools, without secrets."""
     if options.patches:
-        return _show_patches(as_json=options.as_json)
+        patches = patch_facts()
+        if options.as_json:
+            print(json.dumps({"schema_version": 1, "patches": patches}, indent=2))
+            return 0
+        for patch in patches:
+            package = f"{patch['package']} {patch['installed']}" if patch["installed"] else patch["package"]
+            print(f"{patch['name']}: {patch['state']}")
+            print(f"  {package}: {patch['target']} ({patch['scope']}, releases: {patch['releases'] or 'all'})")
+            print(f"  {patch['reason']}")
+            if patch["error"]:
+                print(f"  {patch['error']}")
+        return 0
     facts = environment_facts()
     if options.as_json:
         print(json.dumps({"schema_version": 1} | facts, indent=2))
@@ -51,21 +57,6 @@ def env_command(*, options: Annotated[EnvOptions, Options] = FILLED) -> int:
         print(f"  {name:{width}}  {version:14}  tested {tested[name]}")
     for problem in problems:
         print(f"- release problem: {problem}")
-    return 0
-
-
-def _show_patches(*, as_json: bool) -> int:
-    facts = patch_facts()
-    if as_json:
-        print(json.dumps({"schema_version": 1, "patches": facts}, indent=2))
-        return 0
-    for patch in facts:
-        package = f"{patch['package']} {patch['installed']}" if patch["installed"] else patch["package"]
-        print(f"{patch['name']}: {patch['state']}")
-        print(f"  {package}: {patch['target']} ({patch['scope']}, releases: {patch['releases'] or 'all'})")
-        print(f"  {patch['reason']}")
-        if patch["error"]:
-            print(f"  {patch['error']}")
     return 0
 
 
@@ -98,8 +89,6 @@ def patch_facts() -> list[dict[str, Any]]:
 
 @grouped
 class CreateOptions(FormatOptions):
-    """Options of `env create`."""
-
     path: Path = Field(Path("quantize-env"), description="Directory of the environment")
     source: str | None = Field(
         None, description="Directory, URL or requirement of Shardwright. Default: as installed here"
@@ -121,14 +110,20 @@ def create_command(
     extra
         Purpose of the environment: quantize.
     """
-    from ...plugins.llm_compressor.environment import create_environment, planned_environment
+    from ...ds_configs.specs.units import gigabytes
+    from ...plugins.llm_compressor.environment import INSTALLED_BYTES, create_environment, planned_environment
 
     planned = planned_environment(options.path, source=options.source, force=options.force)
-    _tell_planned(planned)
+
+    note(f"{planned.directory} would hold " + " and ".join(planned.requirements))
+    note("their dependencies are installed in the releases that Shardwright is tested with")
+    nearest = next(place for place in (planned.directory.absolute(), *planned.directory.absolute().parents)
+                   if place.exists())  # fmt: skip
+    free = shutil.disk_usage(nearest).free
+    warning = ": too little for the CUDA build of torch" if free < INSTALLED_BYTES else ""
+    note(f"it takes about {gigabytes(INSTALLED_BYTES)} GB; {gigabytes(free)} GB are free{warning}")
     versions = {} if options.dry_run else create_environment(planned, notify=note)
     if options.as_json:
-        from ...plugins.llm_compressor.environment import INSTALLED_BYTES
-
         made = {"path": str(options.path), "requirements": planned.requirements, "constraints": planned.constraints}
         sizes = {"expected_bytes": INSTALLED_BYTES, "versions": versions}
         print(json.dumps({"schema_version": 1, **made, **sizes}, indent=2))
@@ -141,19 +136,6 @@ def create_command(
         words = ("--scheme", "W4A16", "--dataset", "python-help", "--output-dir", "OUT")
         show_next(planned.command, extra, "MODEL", *words)
     return 0
-
-
-def _tell_planned(planned: OwnEnvironment) -> None:
-    from ...ds_configs.specs.units import gigabytes
-    from ...plugins.llm_compressor.environment import INSTALLED_BYTES
-
-    note(f"{planned.directory} would hold " + " and ".join(planned.requirements))
-    note("their dependencies are installed in the releases that Shardwright is tested with")
-    nearest = next(place for place in (planned.directory.absolute(), *planned.directory.absolute().parents)
-                   if place.exists())  # fmt: skip
-    free = shutil.disk_usage(nearest).free
-    warning = ": too little for the CUDA build of torch" if free < INSTALLED_BYTES else ""
-    note(f"it takes about {gigabytes(INSTALLED_BYTES)} GB; {gigabytes(free)} GB are free{warning}")
 
 
 def environment_facts() -> dict[str, Any]:

@@ -23,8 +23,6 @@ if TYPE_CHECKING:
 
 @grouped
 class EvaluateOptions(ReportOptions):
-    """Options of `evaluate`."""
-
     group = "Evaluation"
 
     baseline: str | None = Field(None, description="Model to compare with on the same tokens, usually the original")
@@ -83,7 +81,18 @@ def evaluate_command(
 
     if machines.on == "ssh":
         return run_on_hosts(machines)
-    errors, replicas, force = _conflicts(options), None, options.force
+    errors: list[ConfigError] = []
+    if options.text and options.dataset is not None:
+        fix = "pass one of them"
+        errors.append(ConfigError(where="--dataset", value=options.dataset, rule="excludes --text", fix=fix))
+    if options.tasks == ():
+        errors.append(ConfigError(where="--tasks", rule="is empty", fix="pass task names, such as hellaswag,arc_easy"))
+    for name in ("limit", "few_shot", "include_path"):
+        value = getattr(options, name)
+        if options.tasks is None and value is not None:
+            flag, fix = f"--{name.replace('_', '-')}", "pass --tasks, or omit it"
+            errors.append(ConfigError(where=flag, value=str(value), rule="needs --tasks", fix=fix))
+    replicas, force = None, options.force
     with collecting(errors):
         replicas = machines.replicas()
     output_dir = options.output_dir if replicas is None or replicas.result_is_here else None
@@ -139,29 +148,12 @@ def evaluate_command(
     return 0
 
 
-def _conflicts(options: EvaluateOptions) -> list[ConfigError]:
-    errors = []
-    if options.text and options.dataset is not None:
-        fix = "pass one of them"
-        errors.append(ConfigError(where="--dataset", value=options.dataset, rule="excludes --text", fix=fix))
-    if options.tasks == ():
-        errors.append(ConfigError(where="--tasks", rule="is empty", fix="pass task names, such as hellaswag,arc_easy"))
-    for name in ("limit", "few_shot", "include_path"):
-        value = getattr(options, name)
-        if options.tasks is None and value is not None:
-            flag, fix = f"--{name.replace('_', '-')}", "pass --tasks, or omit it"
-            errors.append(ConfigError(where=flag, value=str(value), rule="needs --tasks", fix=fix))
-    return errors
-
-
 def stages_on_stderr(stage: str, done: int, total: int) -> None:
-    """Print a line for each completed stage."""
     if done == total:
         note(f"{stage}: done")
 
 
 def show_evaluation(evaluation: Evaluation, output_dir: Path | None) -> None:
-    """Print the measures of the model and its baseline."""
     from rich.text import Text
 
     from ...ds_configs.plan.measurement import printable

@@ -55,38 +55,22 @@ def explain_command(subject: str, *, options: Annotated[FormatOptions, Options] 
         raise UsageError(ConfigError(where="subject", value=subject, rule=rule, fix=fix))
     plan = Plan.load(subject)
     if options.as_json:
-        print(json.dumps(_plan_explained(plan), indent=2))
-    else:
-        _show(plan)
-    return 0
-
-
-def _is_written_as_path(subject: str) -> bool:
-    return "/" in subject or subject.endswith(".json")
-
-
-def _meaning(term: str) -> str:
-    return TERM_MEANINGS.get(term, "unknown to this version")
-
-
-def _plan_explained(plan: Plan) -> dict[str, object]:
-    gpu = plan.chosen.memory.gpu
-    return {
-        "schema_version": 1,
-        "model": plan.model.name,
-        "strategy": plan.chosen.strategy.label,
-        "reason": plan.chosen.reason,
-        "phases": gpu.phases,
-        "terms": {name: {"bytes": count, "meaning": _meaning(name)} for name, count in gpu.terms.items()},
-        "step_time": {
-            name: {"seconds": seconds, "meaning": TIME_TERM_MEANINGS.get(name, "")}
-            for name, seconds in plan.chosen.time.terms.items()
-        },
-        "rejected": [{"strategy": other.strategy.label, "reason": other.reason} for other in plan.rejected],
-    }
-
-
-def _show(plan: Plan) -> None:
+        gpu = plan.chosen.memory.gpu
+        explained = {
+            "schema_version": 1,
+            "model": plan.model.name,
+            "strategy": plan.chosen.strategy.label,
+            "reason": plan.chosen.reason,
+            "phases": gpu.phases,
+            "terms": {name: {"bytes": count, "meaning": _meaning(name)} for name, count in gpu.terms.items()},
+            "step_time": {
+                name: {"seconds": seconds, "meaning": TIME_TERM_MEANINGS.get(name, "")}
+                for name, seconds in plan.chosen.time.terms.items()
+            },
+            "rejected": [{"strategy": other.strategy.label, "reason": other.reason} for other in plan.rejected],
+        }
+        print(json.dumps(explained, indent=2))
+        return 0
     from rich.text import Text
 
     from ...ds_configs.specs.units import gigabytes
@@ -111,3 +95,12 @@ def _show(plan: Plan) -> None:
     out.print("[bold]Why not another layout[/bold]")
     for other in plan.rejected:
         out.print(f"- {other.reason}", markup=False)
+    return 0
+
+
+def _is_written_as_path(subject: str) -> bool:
+    return "/" in subject or subject.endswith(".json")
+
+
+def _meaning(term: str) -> str:
+    return TERM_MEANINGS.get(term, "unknown to this version")

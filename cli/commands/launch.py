@@ -24,8 +24,6 @@ if TYPE_CHECKING:
 
 @grouped
 class LaunchOptions(PlannedMachineOptions, ConfigOption):
-    """Options of `launch`."""
-
     engines: ClassVar[Mapping[str, tuple[str, ...]]] = {
         **PlannedMachineOptions.engines,
         "dry_run": ("ssh", "slurm", "ray", "kubernetes", "jobset", "skypilot"),
@@ -57,14 +55,12 @@ class LaunchOptions(PlannedMachineOptions, ConfigOption):
     turn_ended: bool = Field(False, description="Exit code tells SLURM whether to requeue the job")
 
     def errors(self) -> list[ConfigError]:
-        """Return the errors of all options, including names that a scheduler does not accept."""
         errors = super().errors()
         if self.on == "local" and self.node_rank is None and self.main_address is None and self.nodes is not None:
             errors.append(ConfigError(where="nodes", value=self.nodes, rule="needs --node-rank and --main-address"))
         return errors
 
     def place(self) -> NodePlace | None:
-        """Return this machine's rank and address, among `nodes` machines."""
         place = super().place()
         return None if place is None else replace(place, nodes=self.nodes)
 
@@ -139,10 +135,47 @@ def _launch_on_cluster(
         options=() if options.check_nodes else ("--no-check-nodes",),
     )
     if options.on == "ssh":
-        return _over_ssh(job, plan_directory, options)
+        from ...ds_configs.plan.plan import most_nodes
+        from ...plugins.clusters.ssh import Hosts, node_launches, read_hostfile, run_over_ssh
+
+        names = read_hostfile(options.hostfile or plan_directory / "hostfile", job.plan)
+        hosts = Hosts(names=names, ssh_config=options.ssh_config)
+        least = _least_nodes(job, options)
+        if options.dry_run:
+            for launch in node_launches(job, hosts, port=options.main_port, directory=Path.cwd()):
+                print(" ".join([*(launch.program or ()), *launch.arguments]))
+            return 0
+        run_over_ssh(
+            job,
+            hosts,
+            port=options.main_port,
+            restarts=options.restarts,
+            wait_seconds=options.wait_for_nodes,
+            on_line=_print_line,
+            most=lambda available: most_nodes(plan, available, least=least),
+        )
+        return 0
     if options.on == "ray":
-        return _on_ray(job, options)
-    return _in_slurm(job, options) if options.on == "slurm" else _by_manifest(job, options)
+        from ...plugins.clusters.ray_train import ray_run, run_on_ray
+
+        settings: dict[str, Any] = {"restarts": options.restarts, "wait_seconds": options.wait_for_nodes}
+        settings["least"] = _least_nodes(job, options)
+        if options.dry_run:
+            import yaml
+
+            sys.stdout.write(yaml.safe_dump(ray_run(job, **settings), sort_keys=False))
+            return 0
+        run_on_ray(job, address=options.address, **settings)
+        return 0
+    if options.on == "slurm":
+        from ...ds_configs.plan.clusters import slurm_script
+
+        batch_script = slurm_script(job, settings=options.sbatch)
+        if options.dry_run:
+            sys.stdout.write(batch_script)
+            return 0
+        return submit_to_slurm(batch_script, job.plan.hardware, options)
+    return _by_manifest(job, options)
 
 
 def _least_nodes(job: ClusterJob, options: LaunchOptions) -> int:
@@ -164,85 +197,26 @@ def _least_nodes(job: ClusterJob, options: LaunchOptions) -> int:
     return least
 
 
-def _over_ssh(job: ClusterJob, plan_directory: Path, options: LaunchOptions) -> int:
-    from ...ds_configs.plan.plan import most_nodes
-    from ...plugins.clusters.ssh import Hosts, node_launches, read_hostfile, run_over_ssh
-
-    names = read_hostfile(options.hostfile or plan_directory / "hostfile", job.plan)
-    hosts = Hosts(names=names, ssh_config=options.ssh_config)
-    least, plan = _least_nodes(job, options), job.plan
-    if options.dry_run:
-        for launch in node_launches(job, hosts, port=options.main_port, directory=Path.cwd()):
-            print(" ".join([*(launch.program or ()), *launch.arguments]))
-        return 0
-    run_over_ssh(
-        job,
-        hosts,
-        port=options.main_port,
-        restarts=options.restarts,
-        wait_seconds=options.wait_for_nodes,
-        on_line=_print_line,
-        most=lambda available: most_nodes(plan, available, least=least),
-    )
-    return 0
-
-
-def _on_ray(job: ClusterJob, options: LaunchOptions) -> int:
-    from ...plugins.clusters.ray_train import ray_run, run_on_ray
-
-    settings: dict[str, Any] = {"restarts": options.restarts, "wait_seconds": options.wait_for_nodes}
-    settings["least"] = _least_nodes(job, options)
-    if options.dry_run:
-        import yaml
-
-        sys.stdout.write(yaml.safe_dump(ray_run(job, **settings), sort_keys=False))
-        return 0
-    run_on_ray(job, address=options.address, **settings)
-    return 0
-
-
-def _in_slurm(job: ClusterJob, options: LaunchOptions) -> int:
-    from ...ds_configs.plan.clusters import slurm_script
-
-    script = slurm_script(job, settings=options.sbatch)
-    if options.dry_run:
-        sys.stdout.write(script)
-        return 0
-    return submit_to_slurm(script, job.plan.hardware, options)
-
-
 def _by_manifest(job: ClusterJob, options: LaunchOptions) -> int:
     import yaml
 
-    from ...plugins.clusters.submission import apply, launch_task, program_errors
+    from ...ds_configs.plan.clusters import config_map, job_set, manifest_errors, sky_task, train_job
+    from ...plugins.clusters.submission import apply, launch_task, plan_files, program_errors
 
     program, submit = ("sky", launch_task) if options.on == "skypilot" else ("kubectl", apply)
     errors = [] if options.dry_run else program_errors(options.on, program)
-    manifests: list[dict[str, Any]] = []
-    with collecting(errors):
-        manifests = _manifests(job, options)
+    manifests = [sky_task(job)]
+    if options.on != "skypilot":
+        with collecting(errors):
+            files, image, volume = plan_files(job), options.image or "", options.volume or ""
+            errors += manifest_errors(job, files, image=image, volume=volume)
+            manifests = [config_map(job, files)]
+            if options.on == "jobset":
+                manifests.append(job_set(job, image=image, volume=volume, restarts=options.restarts))
+            else:
+                manifests.append(train_job(job, image=image, volume=volume))
     if errors:
         raise UsageError(errors)
     text = yaml.safe_dump_all(manifests, sort_keys=False)
     sys.stdout.write(text if options.dry_run else submit(text))
     return 0
-
-
-def _manifests(job: ClusterJob, options: LaunchOptions) -> list[dict[str, Any]]:
-    """Return the manifests for the scheduler.
-
-    Raises:
-        UsageError: a name, image or volume is invalid, or the files are too large.
-    """
-    from ...ds_configs.plan.clusters import config_map, job_set, manifest_errors, sky_task, train_job
-    from ...plugins.clusters.submission import plan_files
-
-    if options.on == "skypilot":
-        return [sky_task(job)]
-    files, image, volume = plan_files(job), options.image or "", options.volume or ""
-    errors = manifest_errors(job, files, image=image, volume=volume)
-    if errors:
-        raise UsageError(errors)
-    if options.on == "jobset":
-        return [config_map(job, files), job_set(job, image=image, volume=volume, restarts=options.restarts)]
-    return [config_map(job, files), train_job(job, image=image, volume=volume)]

@@ -26,8 +26,6 @@ if TYPE_CHECKING:
 
 @grouped
 class PlanOptions(WriteOptions):
-    """Options of `plan`."""
-
     explain_tensor_parallel: bool = Field(
         False,
         description="Compare 1D, 2D, 2.5D and 3D tensor parallelism (analysis only)",
@@ -70,8 +68,17 @@ def plan_command(
     except PlanDoesNotFitError as error:
         layouts = _layouts(error.model, error.hardware, error.job) if options.explain_tensor_parallel else None
         if as_json:
-            found = _does_not_fit(error) | ({} if layouts is None else {"tensor_layouts": layouts.to_dict()})
-            print(json.dumps(found, indent=2))
+            misfit = {
+                "schema_version": 1,
+                "model": model_summary(error.model, error.job),
+                "hardware": asdict(error.hardware),
+                "job": job_dict(error.job),
+                "error": {"exit_code": error.exit_code, "message": str(error).splitlines()[0], "faults": []},
+                "chosen": None,
+                "rejected": [rejected_dict(candidate) for candidate in error.tried],
+                "would_fit": [asdict(suggestion) for suggestion in error.suggestions],
+            }
+            print(json.dumps(misfit | ({} if layouts is None else {"tensor_layouts": layouts.to_dict()}), indent=2))
             for line in str(error).splitlines():
                 print(f"error: {line}", file=sys.stderr)
             return error.exit_code
@@ -114,24 +121,3 @@ def _layouts(model: ModelSpec, hardware: HardwareSpec, job: TrainingJob) -> Comp
         note(f"--explain-tensor-parallel is for dense layers, but {model.architecture} has experts")
         return None
     return compared_layouts(model, hardware, job)
-
-
-def _does_not_fit(error: PlanDoesNotFitError) -> dict[str, object]:
-    return {
-        "schema_version": 1,
-        "model": model_summary(error.model, error.job),
-        "hardware": asdict(error.hardware),
-        "job": job_dict(error.job),
-        "error": {"exit_code": error.exit_code, "message": str(error).splitlines()[0], "faults": []},
-        "chosen": None,
-        "rejected": [rejected_dict(candidate) for candidate in error.tried],
-        "would_fit": [
-            {
-                "change": suggestion.change,
-                "strategy": suggestion.strategy,
-                "high_bytes": suggestion.high_bytes,
-                "capacity_bytes": suggestion.capacity_bytes,
-            }
-            for suggestion in error.suggestions
-        ],
-    }

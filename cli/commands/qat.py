@@ -27,8 +27,6 @@ grouped(TrainingMachineOptions)
 
 @grouped
 class QATOptions(TrainingOptions):
-    """Launch of a quantization-aware training."""
-
     @classmethod
     def read_config(cls, name: str) -> dict[str, Any]:
         """Return the settings in a file.
@@ -66,7 +64,6 @@ def qat_command(
 
 
 def _described(prepared: PreparedQAT, *, as_json: bool) -> dict[str, Any]:
-    """Return what a dry run prints about the quantization."""
     scheme, calibrates = prepared.config.rounded_scheme, prepared.needs_calibration
     if as_json:
         layers = [layer.name for layer in prepared.layers]
@@ -79,7 +76,6 @@ def _described(prepared: PreparedQAT, *, as_json: bool) -> dict[str, Any]:
 
 
 def show_qat(outcome: QATOutcome, output_dir: Path) -> None:
-    """Print the results before, rounded and trained, and the verification of the checkpoint."""
     from rich.text import Text
 
     from ...trainers.qat.command.report import CHART_FILE

@@ -27,8 +27,6 @@ grouped(QuantizeSettings)
 
 @grouped
 class QuantizeOptions(RunOptions, HubSettings):
-    """Options of `quantize`."""
-
     config: str | None = Field(None, description="Recipe (configs ls quantize), or YAML file with settings")
     revision: str | None = Field(None, description="Branch, tag or commit of a Hub model")
     device: str | None = Field(None, description="Such as cuda:0 or cpu. Default: an accelerator if available")
@@ -56,7 +54,7 @@ def quantize_command(
         Hub id or directory; weights are read from safetensors.
     """
     from ...plugins.huggingface_hub.push import check_push, pushed
-    from ...trainers.quantization.inputs import prepare
+    from ...trainers.quantization.inputs import journal_directory, prepare
 
     check_push(options.push_to_hub)
     output_dir = options.output_dir
@@ -77,34 +75,29 @@ def quantize_command(
     if not options.as_json:
         with redirect_stdout(sys.stderr):
             _show_prepared(prepared, as_json=False)
+    from ...trainers.quantization.run import run_prepared
+
     with pushed(output_dir, options.push_to_hub, private=options.private, notify=note):
-        outcome = _run(prepared, output_dir, options)
+        try:
+            with redirect_stdout(sys.stderr), progress_on_stderr("reading the model", LinesAtTimes()):
+                outcome = run_prepared(
+                    prepared,
+                    output_dir,
+                    device=options.device,
+                    evaluate=options.evaluate,
+                    resume=options.resume,
+                    force=options.force,
+                    command=command_line(),
+                )
+        except (KeyboardInterrupt, SystemExit):
+            if journal_directory(output_dir).is_dir():
+                note(f"finished layers are in {journal_directory(output_dir)}; resume with --resume")
+            raise
     if options.as_json:
         print(json.dumps(outcome.to_dict() | {"output_dir": str(output_dir)}, default=str))
     else:
         show_quantization(outcome, output_dir)
     return 0
-
-
-def _run(prepared: Prepared, output_dir: Path, options: QuantizeOptions) -> QuantizationOutcome:
-    from ...trainers.quantization.inputs import journal_directory
-    from ...trainers.quantization.run import run_prepared
-
-    try:
-        with redirect_stdout(sys.stderr), progress_on_stderr("reading the model", LinesAtTimes()):
-            return run_prepared(
-                prepared,
-                output_dir,
-                device=options.device,
-                evaluate=options.evaluate,
-                resume=options.resume,
-                force=options.force,
-                command=command_line(),
-            )
-    except (KeyboardInterrupt, SystemExit):
-        if journal_directory(output_dir).is_dir():
-            note(f"finished layers are in {journal_directory(output_dir)}; resume with --resume")
-        raise
 
 
 def _show_prepared(prepared: Prepared, *, as_json: bool) -> None:
@@ -121,7 +114,7 @@ def _show_prepared(prepared: Prepared, *, as_json: bool) -> None:
         else bits_per_weight(scheme, prepared.layers, dtype=prepared.source.dtype)
     )
     if as_json:
-        found = {
+        described = {
             "schema_version": 1,
             "model": prepared.source.name,
             "scheme": asdict(scheme) | {"format": scheme.format},
@@ -136,7 +129,7 @@ def _show_prepared(prepared: Prepared, *, as_json: bool) -> None:
             "checkpoint_bytes": prepared.checkpoint_bytes,
             "bits_per_weight": bits,
         }  # fmt: skip
-        print(json.dumps(found, default=str))
+        print(json.dumps(described, default=str))
         return
     out = console()
     reason = prepared.resolved.method_reason
@@ -165,7 +158,6 @@ def _largest(terms: Mapping[str, int]) -> str:
 
 
 def show_quantization(outcome: QuantizationOutcome, output_dir: Path) -> None:
-    """Print the verification and the comparison with the model."""
     from rich.text import Text
 
     from ...ds_configs.plan.measurement import printable

@@ -22,8 +22,6 @@ if TYPE_CHECKING:
 
 @grouped
 class RehearseOptions(ReportOptions):
-    """Options of `rehearse`."""
-
     group = "Rehearsal"
 
     ranks: int | None = Field(None, description="CPU ranks. Default: 2, or the fewest that the layout allows")
@@ -83,11 +81,10 @@ def rehearse_command(plan_dir: Path, *arguments: str, options: Annotated[Rehears
 
 
 def show_rehearsal(rehearsal: Rehearsal) -> None:
-    """Print the checks, the scaled values, and measured and predicted memory."""
     from rich.table import Table
     from rich.text import Text
 
-    from ..show import console
+    from ..show import console, print_rows
 
     out = console()
     strategy, hardware = rehearsal.plan.chosen.strategy.label, rehearsal.plan.hardware.name
@@ -103,47 +100,37 @@ def show_rehearsal(rehearsal: Rehearsal) -> None:
     out.print(checks)
     if rehearsal.measured:
         out.print()
-        _show_memory(rehearsal)
+
+        predicted, measured = rehearsal.predicted or {}, rehearsal.measured or {}
+        phases = [phase for phase in measured if phase in predicted]
+
+        def cell(own: int, planned: int) -> str:
+            return f"{own / 1e6:.2f} / {planned / 1e6:.2f}" if own or planned else ""
+
+        rows = [
+            (role, *(cell(measured[phase][role], predicted[phase].roles[role]) for phase in phases))
+            for role in next(iter(measured.values()), {})
+        ]
+        totals = [(sum(measured[phase].values()), sum(predicted[phase].roles.values())) for phase in phases]
+        rows.append(("total", *(cell(own, planned) for own, planned in totals)))
+        title = "MB on the fullest rank, measured / predicted"
+        print_rows(out, ("", *phases), rows, title=title, figures=phases)
     if rehearsal.changes:
         out.print()
-        _show_changes(rehearsal)
+
+        rows = []
+        for change in rehearsal.changes:
+            values = ("-" if value is None else str(value) for value in (change.before, change.after))
+            # The name of a file is enough.
+            before, after = (Path(value).name if value.startswith("/") else value for value in values)
+            if before != after:
+                rows.append((change.where, _short(before), _short(after)))
+        print_rows(out, ("value", "plan", "rehearsal"), rows, title="Scaled for the rehearsal")
     out.print()
     verdict = "Passed" if rehearsal.passed else "Failed"
     style = "bold green" if rehearsal.passed else "bold red"
     files = f"; see {', '.join(rehearsal.files)}" if rehearsal.files else ""
     out.print(Text.assemble((verdict, style), f" in {rehearsal.seconds:.0f} s{files}"))
-
-
-def _show_memory(rehearsal: Rehearsal) -> None:
-    from ..show import console, print_rows
-
-    predicted, measured = rehearsal.predicted or {}, rehearsal.measured or {}
-    phases = [phase for phase in measured if phase in predicted]
-
-    def cell(one: int, other: int) -> str:
-        return f"{one / 1e6:.2f} / {other / 1e6:.2f}" if one or other else ""
-
-    rows = [
-        (role, *(cell(measured[phase][role], predicted[phase].roles[role]) for phase in phases))
-        for role in next(iter(measured.values()), {})
-    ]
-    totals = [(sum(measured[phase].values()), sum(predicted[phase].roles.values())) for phase in phases]
-    rows.append(("total", *(cell(one, other) for one, other in totals)))
-    title = "MB on the fullest rank, measured / predicted"
-    print_rows(console(), ("", *phases), rows, title=title, figures=phases)
-
-
-def _show_changes(rehearsal: Rehearsal) -> None:
-    from ..show import console, print_rows
-
-    rows = []
-    for change in rehearsal.changes:
-        values = ("-" if value is None else str(value) for value in (change.before, change.after))
-        # The name of a file is enough.
-        before, after = (Path(value).name if value.startswith("/") else value for value in values)
-        if before != after:
-            rows.append((change.where, _short(before), _short(after)))
-    print_rows(console(), ("value", "plan", "rehearsal"), rows, title="Scaled for the rehearsal")
 
 
 def _short(text: str, longest: int = 30) -> str:

@@ -16,8 +16,6 @@ from ..settings import FILLED, Options, grouped
 
 @grouped
 class ReportFileOptions(FormatOptions):
-    """Options of `report`."""
-
     output: Path | None = Field(
         None, description="File to write. Default: report.html in the run's directory, or comparison.html"
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from typing import Annotated, Any, Literal
 
 from ..options import FormatOptions
@@ -25,18 +26,19 @@ def schema_command(
     """
     from ..plan_settings import PlanSettings
 
-    schemas = {
+    versions = {"type": "object", "additionalProperties": {"type": "string"}}
+    added: dict[str, Any] = {"schema_version": {"const": 1}, "engine_versions": versions}
+    schemas: dict[str, Callable[[], dict[str, Any]]] = {
         "settings": PlanSettings.model_json_schema,
         "hardware": _hardware_schema,
         "plan": _plan_schema,
-        "serving": _serving_schema,
+        "serving": lambda: _object(added | _schema_of("ServingPlan")["properties"]),
     }
     print(json.dumps(schemas[subject](), indent=None if options.as_json else 2))
     return 0
 
 
 def _hardware_schema() -> dict[str, Any]:
-    """Return the schema of the YAML: sizes may have a unit, and a catalog name sets what is missing."""
     schema = _schema_of("HardwareSpec")
     fields = schema["properties"]
     del fields["assumed"]
@@ -97,13 +99,6 @@ def _plan_schema() -> dict[str, Any]:
         "versions": {"type": "object", "additionalProperties": text},
     }
     return _object(properties, activations={"enum": ["traced", "upper bound"]}, command=text) | {"$defs": parts}
-
-
-def _serving_schema() -> dict[str, Any]:
-    """Return the schema of the output of `serve --format json`."""
-    versions = {"type": "object", "additionalProperties": {"type": "string"}}
-    added = {"schema_version": {"const": 1}, "engine_versions": versions}
-    return _object(added | _schema_of("ServingPlan")["properties"])
 
 
 def _object(properties: dict[str, Any], **optional: Any) -> dict[str, Any]:

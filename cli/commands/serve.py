@@ -26,8 +26,6 @@ grouped(HardwareSettings)
 
 @grouped
 class ServeSettings(Settings):
-    """Settings of a server; the others are chosen by memory."""
-
     group = "Serving"
 
     engine: EngineName = Field("vllm", description="Serving engine")
@@ -55,8 +53,6 @@ class ServeSettings(Settings):
 
 @grouped
 class ServeOptions(FormatOptions):
-    """Options of `serve`."""
-
     dry_run: bool = Field(False, description="Print the command and its memory; start nothing")
 
 
@@ -137,7 +133,6 @@ def _request(hardware: HardwareSettings, settings: ServeSettings) -> ServingRequ
 
 
 def show_serving(plan: ServingPlan) -> None:
-    """Print a plan: memory per GPU, cache, notes and command."""
     from rich.text import Text
 
     from ...ds_configs.plan.measurement import printable

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 from pydantic import Field
 
@@ -20,8 +20,6 @@ grouped(StudentRequest)
 
 @grouped
 class StudentOptions(WriteOptions, HubSettings):
-    """Options of `student`."""
-
     revision: str | None = Field(None, description="Branch, tag or commit of a Hub teacher")
 
 
@@ -40,11 +38,11 @@ def student_command(
     """
     from ...trainers.distillation.student.maker import student
 
-    how = {
+    output = {
         name: getattr(options, name)
         for name in ("output_dir", "revision", "dry_run", "force", "push_to_hub", "private")
     }
-    report = student(teacher, **how, **request.model_dump())
+    report = student(teacher, **output, **request.model_dump())
     if options.as_json:
         print(
             json.dumps(
@@ -57,7 +55,6 @@ def student_command(
 
 
 def show_student(report: StudentReport) -> None:
-    """Print the sizes of teacher and student, the files and the next command."""
     from rich.table import Table
     from rich.text import Text
 
@@ -69,8 +66,18 @@ def show_student(report: StudentReport) -> None:
     table = Table(box=None, pad_edge=False)
     for name, justify in (("", "left"), ("teacher", "right"), ("student", "right")):
         table.add_column(name, justify=justify)  # type: ignore[arg-type]
-    for words in _size_rows(report):
-        table.add_row(*words)
+    if plan.stack is not None:
+        table.add_row("layers", f"{plan.stack.count:,}", f"{len(plan.kept_layers):,}")
+    teacher, student = plan.teacher_widths, plan.student_widths
+    if teacher is not None and student is not None:
+        names = {
+            "hidden size": "hidden_size",
+            "MLP channels": "intermediate_size",
+            "query heads": "heads",
+            "key/value heads": "key_value_heads",
+        }
+        for word, name in names.items():
+            table.add_row(word, f"{getattr(teacher, name):,}", f"{getattr(student, name):,}")
     share = plan.student_parameters / plan.teacher_parameters
     counts = [f"{human_count(count)}" for count in (plan.teacher_parameters, plan.student_parameters)]
     table.add_row("parameters", *counts, f"{share:.1%}")
@@ -78,40 +85,18 @@ def show_student(report: StudentReport) -> None:
     out.print(table)
     if plan.stack is not None and len(plan.kept_layers) < plan.stack.count:
         out.print("layers kept:", ", ".join(map(str, plan.kept_layers)))
-    for line in _thinned_lines(report):
+    if low_rank := list(report.low_rank.values()):
+        ranks, energies = [entry["rank"] for entry in low_rank], [entry["energy"] for entry in low_rank]
+        kept = f"{min(energies):.1%} to {max(energies):.1%}"
+        line = f"rank {min(ranks)} to {max(ranks)} in {len(low_rank)} matrices, {kept} of the energy kept"
         out.print(line, markup=False)
+        out.print("the products are stored dense, so the file is not smaller", markup=False)
+    if report.zeros:
+        mean = sum(report.zeros.values()) / len(report.zeros)
+        out.print(f"zeros in {len(report.zeros)} matrices: {mean:.1%} on average", markup=False)
     if report.output_dir is None:
         out.print("No files written; pass --output-dir without --dry-run")
     else:
         out.print(Text(f"Student in {printable(str(report.output_dir))}"))
         after = ("--dataset", "YOUR_DATA", "--output-dir", "OUTPUT")
         show_next("shardwright", "distill", plan.source.name, report.output_dir, *after)
-
-
-def _size_rows(report: StudentReport) -> list[tuple[str, str, str]]:
-    plan = report.plan
-    rows = [] if plan.stack is None else [("layers", f"{plan.stack.count:,}", f"{len(plan.kept_layers):,}")]
-    before, after = plan.teacher_widths, plan.student_widths
-    if before is not None and after is not None:
-        names = {
-            "hidden size": "hidden_size",
-            "MLP channels": "intermediate_size",
-            "query heads": "heads",
-            "key/value heads": "key_value_heads",
-        }
-        rows += [(word, f"{getattr(before, name):,}", f"{getattr(after, name):,}") for word, name in names.items()]
-    return rows
-
-
-def _thinned_lines(report: StudentReport) -> list[str]:
-    lines = []
-    found: list[dict[str, Any]] = list(report.low_rank.values())
-    if found:
-        ranks, energies = [entry["rank"] for entry in found], [entry["energy"] for entry in found]
-        kept = f"{min(energies):.1%} to {max(energies):.1%}"
-        lines.append(f"rank {min(ranks)} to {max(ranks)} in {len(found)} matrices, {kept} of the energy kept")
-        lines.append("the products are stored dense, so the file is not smaller")
-    if report.zeros:
-        mean = sum(report.zeros.values()) / len(report.zeros)
-        lines.append(f"zeros in {len(report.zeros)} matrices: {mean:.1%} on average")
-    return lines

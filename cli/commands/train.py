@@ -45,7 +45,6 @@ def train_command(
 
 
 def show_training(outcome: TrainOutcome, output_dir: Path) -> None:
-    """Print the results before and after, the files and the next command."""
     from ...trainers.training.report import CHART_FILE
     from ..show import show_next
 

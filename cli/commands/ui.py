@@ -12,8 +12,6 @@ from ..settings import FILLED, Options, grouped
 
 @grouped
 class PageOptions(ConfigOption):
-    """Address of the page."""
-
     group = "Run"
 
     host: str = Field("127.0.0.1", description="Address to listen on; 0.0.0.0 for other machines too")

@@ -78,7 +78,6 @@ def setting_field(name: str, kind: type[Settings] = PageSettings) -> gr.componen
 
 
 def hardware_fields() -> dict[str, gr.components.Component]:
-    """Return the fields of `hardware`."""
     named = parse_hardware(EXAMPLE.hardware or "")
     gpu = gr.Dropdown(list(gpu_catalog()), value=named.gpu, label="Accelerator", elem_id="gpu")
     with gr.Row():
@@ -88,7 +87,6 @@ def hardware_fields() -> dict[str, gr.components.Component]:
 
 
 def model_choices() -> list[str]:
-    """Return the models of the gallery, which need no request to the Hub."""
     return sorted(known_models(), key=str.lower)
 
 
@@ -169,7 +167,6 @@ def head() -> str:
 
 
 def build_page() -> gr.Blocks:
-    """Return the page; its state is in the fields of the visitor's browser only."""
     with gr.Blocks(title=_TITLE, analytics_enabled=False, fill_width=True, delete_cache=(600, 600)) as page:
         gr.HTML(_HEADING, apply_default_css=False)
         with gr.Tabs():
@@ -207,17 +204,35 @@ def _plan_tab(page: gr.Blocks) -> None:
         yield from _planned_form(dict(zip(fields, values, strict=True)))
 
     def plan_upload(content: bytes, *values: Any) -> Iterator[tuple[Any, Any, Any, str]]:
-        yield from _planned_upload(content, dict(zip(fields, values, strict=True)))
+        # An invalid file changes no field.
+        try:
+            packed = pack_config(content)
+        except ShardwrightError as error:
+            yield gr.skip(), gr.skip(), errors_view(error), ""
+            return
+        changed: tuple[Any, Any] = UPLOADED, packed
+        uploaded = dict(zip(fields, values, strict=True)) | {"model": UPLOADED, "config": packed}
+        for text, query in _planned_form(uploaded):
+            yield *changed, text, query
+            changed = gr.skip(), gr.skip()
 
     def open_address(request: gr.Request) -> Iterator[list[Any]]:
-        yield from _planned_address(str(request.query_params), list(fields))
+        try:
+            settings = settings_from_query(str(request.query_params))
+        except ShardwrightError as error:
+            yield [*(gr.skip() for _ in fields), errors_view(error)]
+            return
+        values: dict[str, Any] = shown_values(settings)
+        for text in results(settings):
+            yield [*(values.get(name, gr.skip()) for name in fields), text]
+            values = {}
 
     shown: dict[str, Any] = {"show_progress": "minimal", "show_progress_on": result, "api_visibility": "private"}
     from_form = gr.on(
         [button.click, *picked, *typed], plan_form, every, [result, address], trigger_mode="always_last", **shown
     )
-    changed = [fields["model"], fields["config"], result, address]
-    from_upload = upload.upload(plan_upload, [upload, *every], changed, **shown)
+    outputs = [fields["model"], fields["config"], result, address]
+    from_upload = upload.upload(plan_upload, [upload, *every], outputs, **shown)
     for event in (from_form, from_upload):
         event.then(None, [address], js=_WRITE_ADDRESS)
     page.load(open_address, None, [*every, result], **shown)
@@ -232,32 +247,6 @@ def _planned_form(values: dict[str, Any]) -> Iterator[tuple[Any, str]]:
         return
     for result in results(settings):
         yield result, query_of(settings)
-
-
-def _planned_upload(content: bytes, values: dict[str, Any]) -> Iterator[tuple[Any, Any, Any, str]]:
-    """Yield the new values of model and configuration, results and address; an invalid file changes no field."""
-    try:
-        packed = pack_config(content)
-    except ShardwrightError as error:
-        yield gr.skip(), gr.skip(), errors_view(error), ""
-        return
-    changed: tuple[Any, Any] = UPLOADED, packed
-    for result, address in _planned_form(values | {"model": UPLOADED, "config": packed}):
-        yield *changed, result, address
-        changed = gr.skip(), gr.skip()
-
-
-def _planned_address(query: str, names: list[str]) -> Iterator[list[Any]]:
-    """Yield the values of the named fields, and the results; an invalid address changes no field."""
-    try:
-        settings = settings_from_query(query)
-    except ShardwrightError as error:
-        yield [*(gr.skip() for _ in names), errors_view(error)]
-        return
-    shown: dict[str, Any] = shown_values(settings)
-    for result in results(settings):
-        yield [*(shown.get(name, gr.skip()) for name in names), result]
-        shown = {}
 
 
 def _model_fields() -> tuple[dict[str, gr.components.Component], gr.UploadButton]:

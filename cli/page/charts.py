@@ -7,7 +7,7 @@ and screen readers.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -61,11 +61,8 @@ class MemoryChart:
     terms: tuple[Term, ...]
     """From the bottom of the stack: by role, then by size."""
     phases: dict[str, str]
-    """Title of each phase."""
     peak: str
-    """The phase of the peak."""
     scale_bytes: float
-    """Right end of the axis."""
     ticks: tuple[Tick, ...]
     """Its lines, in GB."""
     gpu: GpuMemory
@@ -76,7 +73,6 @@ class MemoryChart:
         return 100 * max(0.0, count) / self.scale_bytes
 
     def total(self, phase: str) -> int:
-        """Return the bytes of a phase."""
         return sum(term.bytes_of[phase] for term in self.terms)
 
 
@@ -99,29 +95,27 @@ def phases_chart(plan: Plan) -> MemoryChart:
     phases = {name: text for name, text in _PHASES.items() if name in by_phase}
     names = dict.fromkeys(name for terms in by_phase.values() for name, count in terms.items() if count)
     bytes_of = {name: {phase: by_phase[phase].get(name, 0) for phase in phases} for name in names}
+    by_size = sorted(bytes_of, key=lambda name: -max(bytes_of[name].values()))
     largest = max(gpu.capacity_bytes, gpu.high_bytes, *(sum(terms.values()) for terms in by_phase.values()))
     scale = largest * _MARGIN
     return MemoryChart(
-        terms=tuple(_terms(bytes_of)),
-        phases=phases,
-        peak=gpu.phase,
-        scale_bytes=scale,
-        ticks=tuple(Tick(place=100 * at * 1e9 / scale, text=f"{at:g}") for at in round_numbers(scale / 1e9)),
-        gpu=gpu,
-    )
-
-
-def _terms(bytes_of: dict[str, dict[str, int]]) -> Iterable[Term]:
-    for role in _ROLES:
-        names = [name for name in bytes_of if TERM_ROLES.get(name, "other") == role]
-        for shade, name in enumerate(sorted(names, key=lambda term: -max(bytes_of[term].values()))):
-            yield Term(
+        terms=tuple(
+            Term(
                 name=name.replace("_", " "),
                 meaning=TERM_MEANINGS.get(name, ""),
                 role=role,
                 shade=shade,
                 bytes_of=bytes_of[name],
             )
+            for role in _ROLES
+            for shade, name in enumerate(name for name in by_size if TERM_ROLES.get(name, "other") == role)
+        ),
+        phases=phases,
+        peak=gpu.phase,
+        scale_bytes=scale,
+        ticks=tuple(Tick(place=100 * at * 1e9 / scale, text=f"{at:g}") for at in round_numbers(scale / 1e9)),
+        gpu=gpu,
+    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -162,14 +156,12 @@ class ShownLayout:
     micro_batch: str
     """Sequences per pass × passes per step."""
     recomputes: str
-    """What the backward pass recomputes."""
     high_bytes: int
     """Upper end of the memory per accelerator."""
     step_seconds: float
     tokens_per_second: float
     """Of all ranks."""
     reason: str
-    """Why it was selected or rejected."""
 
 
 def shown_layout(candidate: Evaluated, *, chosen: bool = False) -> ShownLayout:
@@ -207,7 +199,6 @@ class Mark:
     figures: str
     """Memory, speed and time."""
     reason: str
-    """Why it was selected or rejected."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -248,8 +239,13 @@ def layout_chart(layouts: Sequence[ShownLayout], pareto: Sequence[ParetoPoint], 
     candidates = sorted(layouts, key=lambda layout: layout.kind == "chosen")
     frontier = sorted(pareto, key=lambda point: point.high_bytes)
     best = "No other layout is both smaller and faster."
+
+    def title(layout: ShownLayout) -> str:
+        recomputed = "" if layout.recomputes == "nothing" else f", recomputes {layout.recomputes}"
+        return f"{layout.name}, micro-batch {layout.micro_batch}{recomputed}"
+
     return LayoutChart(
-        marks=tuple(mark(layout, layout.kind, _title(layout), layout.reason) for layout in candidates),
+        marks=tuple(mark(layout, layout.kind, title(layout), layout.reason) for layout in candidates),
         frontier=tuple(mark(point, "frontier", point.label, best) for point in frontier),
         x_ticks=tuple(
             Tick(place=x(at * 1e9), text=f"{at:,g}") for at in decade_numbers(math.exp(low) / 1e9, math.exp(high) / 1e9)
@@ -257,11 +253,6 @@ def layout_chart(layouts: Sequence[ShownLayout], pareto: Sequence[ParetoPoint], 
         y_ticks=tuple(Tick(place=y(at), text=f"{at:,g}") for at in round_numbers(top)),
         capacity=x(capacity_bytes),
     )
-
-
-def _title(layout: ShownLayout) -> str:
-    recomputed = "" if layout.recomputes == "nothing" else f", recomputes {layout.recomputes}"
-    return f"{layout.name}, micro-batch {layout.micro_batch}{recomputed}"
 
 
 def round_numbers(end: float) -> list[float]:

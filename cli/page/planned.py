@@ -85,7 +85,6 @@ def planned(settings: PageSettings, *, offers: bool = True) -> Planned:
 
 
 def offered(result: Planned) -> Planned:
-    """Return the plan with its offers."""
     plan = with_offers(result.plan)
     return replace(result, plan=plan, files=_files(plan, result.settings)) if plan.offers else result
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -59,7 +58,6 @@ def shown_seconds(seconds: float) -> str:
 
 
 def plan_view(result: Planned) -> str:
-    """Return a plan with charts, alternatives, and its files in a download link."""
     plan = result.plan
     chosen = shown_layout(plan.chosen, chosen=True)
     layouts = [chosen, *map(shown_layout, plan.rejected)]
@@ -71,7 +69,13 @@ def plan_view(result: Planned) -> str:
         gpu=plan.chosen.memory.gpu,
         host=plan.chosen.memory.host,
         time=plan.chosen.time,
-        notes=list(_notes(result)),
+        notes=[
+            *(("Run:", answer) for answer in result.answers),
+            *(("Teacher:", teacher.reason) for teacher in (plan.chosen.teacher,) if teacher is not None),
+            *(("Changes the results:", str(offer)) for offer in plan.offers),
+            *(("Note:", text) for text in result.notes),
+            *(("Less certain:", doubt) for doubt in doubts(plan.chosen.strategy, plan.model, plan.hardware, plan.job)),
+        ],
         memory=phases_chart(plan),
         times=time_rows(plan.chosen.time),
         layouts=layouts,
@@ -84,20 +88,6 @@ def plan_view(result: Planned) -> str:
     )
 
 
-def _notes(result: Planned) -> Iterator[tuple[str, str]]:
-    plan = result.plan
-    for answer in result.answers:
-        yield "Run:", answer
-    if plan.chosen.teacher is not None:
-        yield "Teacher:", plan.chosen.teacher.reason
-    for offer in plan.offers:
-        yield "Changes the results:", str(offer)
-    for text in result.notes:
-        yield "Note:", text
-    for doubt in doubts(plan.chosen.strategy, plan.model, plan.hardware, plan.job):
-        yield "Less certain:", doubt
-
-
 def misfit_view(error: PlanDoesNotFitError) -> str:
     """Return the layouts that do not fit, and changes that would."""
     layouts = [shown_layout(candidate) for candidate in error.tried]
@@ -107,7 +97,6 @@ def misfit_view(error: PlanDoesNotFitError) -> str:
 
 
 def errors_view(error: ShardwrightError) -> str:
-    """Return the errors as the command line prints them."""
     return _render("errors", lines=str(error).splitlines())
 
 
@@ -124,11 +113,9 @@ class ShownFinding:
     rule: str
     fix: str
     text: str
-    """Text of the line, if any."""
 
 
 def findings_view(text: str, facts: CheckedFor) -> str:
-    """Return the findings of `check` about a pasted configuration."""
     world_size, uses_transformers = facts.num_processes, facts.transformers
     findings = check_text(text, filename=_PASTED, world_size=world_size, uses_transformers=uses_transformers)
     lines = text.splitlines() if findings else []

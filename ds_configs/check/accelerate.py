@@ -28,7 +28,6 @@ _FALSE = {"false", "no", "n", "f", "off", "0"}
 
 
 def check_fsdp(report: Report) -> None:
-    """Apply every rule about FSDP; keys may have the prefix `fsdp_` or not."""
     if report.text("distributed_type") != "FSDP":
         return
     node = report.node(_BASE)
@@ -191,7 +190,6 @@ _OPTIONS = {"rdzv_backend": "--rdzv_backend", "same_network": "--same_network"}
 
 
 def check_accelerate(report: Report, *, world_size: int | None) -> None:
-    """Apply every rule about an Accelerate launch configuration."""
     schema = load_keys("accelerate")
     if report.text("compute_environment") == "AMAZON_SAGEMAKER":
         for entry in report.root.entries:

@@ -55,7 +55,6 @@ _NVME_ONLY = {
 
 
 def check_zero(report: Report, *, uses_transformers: bool) -> None:
-    """Apply every rule about the section `zero_optimization`."""
     node = report.node(_ZERO)
     if node is None:
         return
@@ -69,7 +68,6 @@ def check_zero(report: Report, *, uses_transformers: bool) -> None:
         report.warning(_ZERO, "without a stage, DeepSpeed uses stage 0, which shards nothing", "add the stage")
     if stage in (0, 1, 2, 3):
         _check_stage(report, stage, node)
-        _check_stage_combinations(report, stage)
     path = f"{_ZERO}.allgather_bucket_size"
     size = report.integer(path)
     if size is not None and size % 2:
@@ -80,8 +78,20 @@ def check_zero(report: Report, *, uses_transformers: bool) -> None:
     if report.has(f"{_ZERO}.allgather_partitions"):
         rule = "has no effect: DeepSpeed reads this key but never uses it"
         report.warning(f"{_ZERO}.allgather_partitions", rule, "remove the key")
-    for section in _NVME_ONLY:
-        _check_offload(report, f"{_ZERO}.{section}", _NVME_ONLY[section])
+    for section, nvme_only in _NVME_ONLY.items():
+        path = f"{_ZERO}.{section}"
+        node, device = report.node(path), report.text(f"{path}.device")
+        if node is None or node.kind != "mapping":
+            continue
+        if device == "nvme" and report.value(f"{path}.nvme_path") in (None, False, 0, "", "none", "None"):
+            report.error(f"{path}.device", "requires nvme_path, the directory of a local NVMe drive", "add nvme_path")
+        if device is None and node.get("device") is None and node.entries:
+            report.warning(path, "without a device, nothing is offloaded", "add the device, 'cpu' or 'nvme'")
+        for key in nvme_only if device in ("cpu", "none") else ():
+            value = node.get(key)
+            if value is not None and value.scalar not in (None, False):
+                rule = f"has no effect with device {device!r}: only 'nvme' reads it"
+                report.warning(f"{path}.{key}", rule, "remove the key")
     path = f"{_ZERO}.offload_optimizer.device"
     keeps_optimizer = report.has("optimizer") or report.has("zero_force_ds_cpu_optimizer")
     if uses_transformers and report.text(path) in ("cpu", "nvme") and not keeps_optimizer:
@@ -94,7 +104,6 @@ def check_zero(report: Report, *, uses_transformers: bool) -> None:
 
 
 def _check_stage(report: Report, stage: int, section: Node) -> None:
-    """Check that the stage reads each key, and that it supports the offload."""
     for entry in section.entries:
         stages = STAGES.get(entry.key) or ({3} if entry.key.startswith("stage3_") else None)
         if stages is None or stage in stages or entry.node.scalar is False or entry.key.startswith("offload"):
@@ -119,9 +128,6 @@ def _check_stage(report: Report, stage: int, section: Node) -> None:
         report.error(f"{path}.ratio", f"partial offload requires stage 3; the stage is {stage}", "write 1.0")
     if report.true(f"{path}.super_offload") and stage != 3:
         report.error(f"{path}.super_offload", f"requires stage 3; the stage is {stage}", "use stage 3")
-
-
-def _check_stage_combinations(report: Report, stage: int) -> None:
     if report.true(f"{_ZERO}.legacy_stage1"):
         report.error(f"{_ZERO}.legacy_stage1", "DeepSpeed no longer has this implementation", "remove the key")
     if report.true(f"{_ZERO}.elastic_checkpoint") and stage == 3:
@@ -153,21 +159,6 @@ def _check_stage_combinations(report: Report, stage: int) -> None:
     if report.has(f"{_ZERO}.zenflow") and report.text(f"{_ZERO}.offload_optimizer.device") != "cpu":
         rule = "requires offload_optimizer with device 'cpu'"
         report.error(f"{_ZERO}.zenflow", rule, "add the offload, or remove zenflow")
-
-
-def _check_offload(report: Report, path: str, nvme_only: tuple[str, ...]) -> None:
-    node, device = report.node(path), report.text(f"{path}.device")
-    if node is None or node.kind != "mapping":
-        return
-    if device == "nvme" and report.value(f"{path}.nvme_path") in (None, False, 0, "", "none", "None"):
-        report.error(f"{path}.device", "requires nvme_path, the directory of a local NVMe drive", "add nvme_path")
-    if device is None and node.get("device") is None and node.entries:
-        report.warning(path, "without a device, nothing is offloaded", "add the device, 'cpu' or 'nvme'")
-    for key in nvme_only if device in ("cpu", "none") else ():
-        value = node.get(key)
-        if value is not None and value.scalar not in (None, False):
-            rule = f"has no effect with device {device!r}: only 'nvme' reads it"
-            report.warning(f"{path}.{key}", rule, "remove the key")
 
 
 _TRAIN = "train_batch_size"
@@ -234,7 +225,6 @@ _EXPERT = "expert_parallel.autoep_size"
 
 
 def check_axes(report: Report, *, world_size: int | None) -> None:
-    """Check the sizes of AutoTP and AutoEP, and what they can be combined with."""
     tensor, expert = (report.integer(path) or 1 for path in (_TENSOR, _EXPERT))
     stage = report.integer("zero_optimization.stage") or 0
     enabled = report.true("expert_parallel.enabled")
@@ -294,12 +284,18 @@ _NO_EFFECT = {
 
 
 def check_deepspeed(report: Report, *, world_size: int | None, uses_transformers: bool) -> None:
-    """Apply every rule about a DeepSpeed configuration."""
     schema = load_keys("deepspeed")
     _check_keys(report, schema, uses_transformers)
     _check_precision(report)
     _check_optimizer(report, schema)
-    _check_scheduler(report, schema)
+    if report.has("scheduler") and not report.has("scheduler.type"):
+        report.error("scheduler", "without a type, DeepSpeed ignores the section", "add scheduler.type")
+    name = report.text("scheduler.type")
+    if name is not None and name in schema["schedulers"]:
+        _check_arguments(report, "scheduler.params", schema["schedulers"][name], name)
+    elif name is not None:
+        choices = list(schema["schedulers"])
+        report.error("scheduler.type", f"must be one of {', '.join(choices)}", nearest_key(name, choices))
     path = "scheduler.params.warmup_num_steps"
     if uses_transformers and report.value(path) == "auto":
         rule = "becomes 0 unless TrainingArguments set a warm-up, but DeepSpeed rejects 0"
@@ -316,7 +312,18 @@ def check_deepspeed(report: Report, *, world_size: int | None, uses_transformers
     check_axes(report, world_size=world_size)
     check_batch(report, world_size=world_size, uses_transformers=uses_transformers)
     if uses_transformers:
-        _check_trainer_keys(report)
+        if not report.has("gradient_clipping"):
+            rule = "is missing: DeepSpeed clips at 1.0 and ignores max_grad_norm"
+            report.warning("gradient_clipping", rule, 'add "gradient_clipping": "auto"')
+        if not report.has("gradient_accumulation_steps"):
+            rule = "is missing: Accelerate writes 1, which must equal the value of TrainingArguments"
+            report.warning("gradient_accumulation_steps", rule, 'add "gradient_accumulation_steps": "auto"')
+        node = report.node("activation_checkpointing")
+        if node is not None and any(entry.node.scalar not in (None, False) for entry in node.entries):
+            rule = "has no effect: Transformers does not use deepspeed.checkpointing"
+            report.warning("activation_checkpointing", rule, "set gradient_checkpointing in TrainingArguments")
+        if not report.has("zero_optimization"):
+            report.error("zero_optimization", "is missing, but Accelerate requires it", "add the section")
         check_deepspeed_combinations(report)
 
 
@@ -459,19 +466,6 @@ def _check_optimizer(report: Report, schema: Schema) -> None:
     _check_arguments(report, "optimizer.params", arguments, name)
 
 
-def _check_scheduler(report: Report, schema: Schema) -> None:
-    if report.has("scheduler") and not report.has("scheduler.type"):
-        report.error("scheduler", "without a type, DeepSpeed ignores the section", "add scheduler.type")
-    name = report.text("scheduler.type")
-    if name is None:
-        return
-    if name not in schema["schedulers"]:
-        choices = list(schema["schedulers"])
-        report.error("scheduler.type", f"must be one of {', '.join(choices)}", nearest_key(name, choices))
-        return
-    _check_arguments(report, "scheduler.params", schema["schedulers"][name], name)
-
-
 def _check_arguments(report: Report, path: str, arguments: list[str] | None, name: str) -> None:
     node = report.node(path)
     if node is None or arguments is None:
@@ -483,18 +477,3 @@ def _check_arguments(report: Report, path: str, arguments: list[str] | None, nam
             report.error(child, f"{name} has no such argument", nearest_key(entry.key, arguments))
         elif entry.node.scalar == "auto" and child not in filled:
             report.error(child, "Transformers does not fill this 'auto'", "write a value")
-
-
-def _check_trainer_keys(report: Report) -> None:
-    if not report.has("gradient_clipping"):
-        rule = "is missing: DeepSpeed clips at 1.0 and ignores max_grad_norm"
-        report.warning("gradient_clipping", rule, 'add "gradient_clipping": "auto"')
-    if not report.has("gradient_accumulation_steps"):
-        rule = "is missing: Accelerate writes 1, which must equal the value of TrainingArguments"
-        report.warning("gradient_accumulation_steps", rule, 'add "gradient_accumulation_steps": "auto"')
-    node = report.node("activation_checkpointing")
-    if node is not None and any(entry.node.scalar not in (None, False) for entry in node.entries):
-        rule = "has no effect: Transformers does not use deepspeed.checkpointing"
-        report.warning("activation_checkpointing", rule, "set gradient_checkpointing in TrainingArguments")
-    if not report.has("zero_optimization"):
-        report.error("zero_optimization", "is missing, but Accelerate requires it", "add the section")

@@ -37,15 +37,7 @@ from .report import (
 def check_text(
     text: str | bytes, *, filename: str, world_size: int | None = None, uses_transformers: bool = True
 ) -> tuple[Finding, ...]:
-    """Return the findings about one configuration file; does not raise errors for any content.
-
-    Args:
-        text: Content of the file.
-        filename: Its name, for findings and to decide the format.
-        world_size: Number of processes of the run; `None` if unknown.
-        uses_transformers: Whether a Transformers Trainer reads the file; it fills some `auto` values and compares
-            others.
-    """
+    """Return the findings about one configuration file; does not raise errors for any content."""
     root, findings = parse_report(text, filename)
     if root is not None:
         report = Report(root, filename)
@@ -76,7 +68,6 @@ def parse_report(text: str | bytes, filename: str) -> tuple[Node | None, list[Fi
 def check_pair(
     accelerate: tuple[Node, str], deepspeed: tuple[Node, str], *, world_size: int | None, uses_transformers: bool
 ) -> tuple[Finding, ...]:
-    """Check a DeepSpeed JSON and the Accelerate YAML that uses it."""
     launch, config = Report(*accelerate), Report(*deepspeed)
     processes = launch.integer("num_processes") or world_size
     # The data-parallel processes: sequence-parallel ranks share one batch.
@@ -164,7 +155,6 @@ def _error(config_error: ConfigError) -> Finding:
 
 
 SCHEMA_VERSION = 1
-"""Schema version of `check --format json`."""
 _NAMED_FILE = "deepspeed_config.deepspeed_config_file"
 
 
@@ -173,7 +163,6 @@ class CheckedFiles:
     """Findings about configuration files."""
 
     findings: tuple[Finding, ...]
-    """Errors and warnings, by file."""
     files: tuple[str, ...] = ()
     """Checked paths: the given files, and those that a directory or an Accelerate YAML refers to."""
 
@@ -288,7 +277,6 @@ def read_config(path: Path) -> bytes | Finding:
 def _check_deepspeed_file_of(
     path: Path, content: bytes, world_size: int | None, uses_transformers: bool
 ) -> tuple[list[Finding], Path | None]:
-    """Check an Accelerate YAML and the DeepSpeed JSON that it uses; return the findings and the path of the JSON."""
     root, _ = parse_report(content, str(path))
     if root is None or detect_kind(root, str(path)) != "accelerate":
         return [], None

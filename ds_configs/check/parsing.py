@@ -26,16 +26,12 @@ class Node:
     kind: Literal["mapping", "sequence", "scalar"]
     """Which of `entries`, `items` and `scalar` has the content."""
     scalar: object = None
-    """Python value of a scalar."""
     entries: tuple[Entry, ...] = ()
-    """Members of a mapping in file order; only the last of duplicate keys."""
     items: tuple[Node, ...] = ()
-    """Members of a sequence."""
     size: int = 1
     """Values in this subtree, with aliases expanded."""
 
     def get(self, key: str) -> Node | None:
-        """Return the value under `key`, or `None`."""
         return next((entry.node for entry in self.entries if entry.key == key), None)
 
     def plain(self) -> object:
@@ -50,11 +46,8 @@ class Entry:
     """One key of a mapping with its value."""
 
     key: str
-    """The key."""
     line: int
-    """Line of the key, counted from 1."""
     node: Node
-    """The value."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -62,15 +55,12 @@ class Problem:
     """One error or warning about the syntax."""
 
     line: int
-    """Line of the problem, counted from 1."""
     rule: str
-    """The rule that is violated."""
     fix: str = ""
     """What to write instead."""
     key: str = ""
     """The key; empty if the problem is not about a key."""
     value: object = None
-    """The offending value, if any."""
     warning: bool = False
     """Whether the file can still be used."""
 
@@ -82,7 +72,6 @@ class Parsed:
     root: Node | None
     """The tree; `None` if the text cannot be parsed."""
     problems: tuple[Problem, ...]
-    """Everything wrong with the syntax."""
 
 
 class UnreadableError(ValueError):
@@ -113,7 +102,6 @@ def mapping(entries: list[Entry], line: int, problems: list[Problem]) -> Node:
 
 
 def check_limits(size: int, depth: int, line: int) -> None:
-    """Raise an error if a tree is larger than any configuration."""
     if depth > MAXIMUM_DEPTH:
         raise UnreadableError(Problem(line=line, rule=f"values must not nest deeper than {MAXIMUM_DEPTH} levels"))
     if size > MAXIMUM_NODES:

@@ -28,10 +28,8 @@ class Finding:
     kind: Literal["error", "warning"]
     """`error`: the run fails or ignores a setting; `warning`: a key has no effect or an unexpected one."""
     error: ConfigError
-    """Location, value, rule and fix."""
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the finding as JSON values."""
         error = self.error
         return {
             "kind": self.kind,
@@ -69,11 +67,9 @@ class Report:
         return node
 
     def has(self, path: str) -> bool:
-        """Return whether the key is present, with any value."""
         return self.node(path) is not None
 
     def value(self, path: str) -> object:
-        """Return the scalar at the path; `None` if it is absent or not a scalar."""
         node = self.node(path)
         return node.scalar if node is not None else None
 
@@ -87,7 +83,6 @@ class Report:
         return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
 
     def text(self, path: str) -> str | None:
-        """Return a string at the path; `None` for anything else."""
         value = self.value(path)
         return value if isinstance(value, str) else None
 
@@ -106,11 +101,9 @@ class Report:
         return line
 
     def error(self, path: str, rule: str, fix: str = "", *, value: object = None, line: int = 0) -> None:
-        """Record an error."""
         self._add("error", path, rule, fix, value, line)
 
     def warning(self, path: str, rule: str, fix: str = "", *, value: object = None, line: int = 0) -> None:
-        """Record a warning."""
         self._add("warning", path, rule, fix, value, line)
 
     def _add(self, kind: Literal["error", "warning"], path: str, rule: str, fix: str, value: object, line: int) -> None:
@@ -133,7 +126,6 @@ def as_integer(value: object) -> int | None:
 
 
 def from_problem(problem: Problem, filename: str) -> Finding:
-    """Return the finding of a syntax problem."""
     where = f"{filename}:{problem.line} {printable_key(problem.key)}".rstrip()
     error = ConfigError(where=where, value=problem.value, rule=problem.rule, fix=problem.fix)
     return Finding(kind="warning" if problem.warning else "error", error=error)
@@ -149,7 +141,6 @@ def in_order(findings: list[Finding], filename: str) -> tuple[Finding, ...]:
 
 
 def line_of(finding: Finding) -> int:
-    """Return the line of a finding, for sorting."""
     line = finding.error.where.rsplit(" ", 1)[0].rsplit(":", 1)[-1]
     return int(line) if line.isdigit() else 0
 
@@ -175,7 +166,6 @@ _TYPE_NAMES = {
 
 @functools.cache
 def load_keys(name: str) -> Schema:
-    """Return the description of `deepspeed` or `accelerate` keys."""
     schema: Schema = json.loads((_DATA / f"{name}_keys.json").read_text(encoding="utf-8"))
     return schema
 
@@ -301,7 +291,6 @@ def has_type(node: Node, kind: str) -> bool:
 
 
 def advice(value: object, kinds: list[str]) -> str:
-    """Return the fix for a value of the wrong type."""
     numeric = {"integer", "count", "number"} & set(kinds)
     if isinstance(value, str) and numeric:
         try:
@@ -339,9 +328,7 @@ class Stated:
     name: str
     """A key of `SETTINGS` or `COLUMNS`."""
     report: Report
-    """The report of the file."""
     path: str
-    """Path of the key."""
 
 
 def check_combinations(settings: Iterable[Stated], columns: Iterable[Stated]) -> None:
@@ -368,7 +355,6 @@ def check_deepspeed_combinations(report: Report) -> None:
 
 
 def settings_of_deepspeed(report: Report) -> Iterator[Stated]:
-    """Yield the settings of a DeepSpeed JSON."""
     optimizer = _OPTIMIZERS.get((report.text("optimizer.type") or "").lower())
     if optimizer is not None:
         yield Stated(name=optimizer, report=report, path="optimizer.type")
@@ -378,7 +364,6 @@ def settings_of_deepspeed(report: Report) -> Iterator[Stated]:
 
 
 def columns_of_deepspeed(report: Report) -> Iterator[Stated]:
-    """Yield the columns of a DeepSpeed JSON."""
     stage = report.integer("zero_optimization.stage") if report.has("zero_optimization.stage") else 0
     if stage in (0, 1, 2, 3):
         yield Stated(name=f"zero{stage}", report=report, path="zero_optimization.stage")

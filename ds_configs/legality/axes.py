@@ -49,15 +49,6 @@ def tensor_parallel_errors(
     """Return the errors of a tensor-parallel layout; none for a size of 1.
 
     `pipeline_errors` has further rules for tensor parallelism inside pipeline stages.
-
-    Args:
-        model: The model that trains.
-        layout: Engine, ZeRO stage and parallel axes.
-        world_size: Number of ranks; `None` if unknown.
-        ranks_per_node: Accelerators per node; `None` if unknown.
-        method: `full`, `lora` or `qlora`.
-        vocabulary_parallel_head: Whether each rank keeps only the logits of its vocabulary shard.
-        where: Name of the size in the user's input.
     """
     size = layout.tp
     if size == 1:
@@ -121,16 +112,7 @@ def pipeline_errors(
     method: str = "full",
     dual_pipe: bool = False,
 ) -> list[ConfigError]:
-    """Return the errors of a pipeline; none for one stage.
-
-    Args:
-        model: The model that trains.
-        layout: Engine, ZeRO stage, offload and parallel axes. With p stages, DualPipeV splits the model into 2p parts.
-        world_size: Number of ranks; `None` if the sizes of the layout are known to multiply to it.
-        micro_batches: Micro-batches per optimizer step and data-parallel rank; `None` if unknown.
-        method: `full`, `lora` or `qlora`.
-        dual_pipe: Whether the schedule is DualPipeV.
-    """
+    """Return the errors of a pipeline; none for one stage."""
     stages = layout.pp
     if stages == 1 and not dual_pipe:
         return []
@@ -269,12 +251,6 @@ def expert_errors(
 ) -> list[ConfigError]:
     """Return the errors of expert parallelism over `layout.ep` ranks; none for a size of 1.
 
-    Args:
-        model: The model that trains; for a multimodal model, its text model.
-        layout: Engine, ZeRO stage and options, offload and parallel axes.
-        method: `full`, `lora` or `qlora`.
-        precision: Compute precision.
-
     >>> mixtral = ModelTraits(model_type="mixtral", num_experts=8)
     >>> [str(error) for error in expert_errors(mixtral, Layout(engine="deepspeed", dp_shard=6, ep=3))]
     ['ep = 3: must divide the experts (8 % 3 = 2); nearest legal values: 2']
@@ -368,16 +344,7 @@ def sequence_parallel_errors(
     mask_dimensions: int = 2,
     offered_attention: Sequence[str] = WITHOUT_MASK,
 ) -> list[ConfigError]:
-    """Return the errors of sequence parallelism over `layout.sp` ranks; none for a size of 1.
-
-    Args:
-        model: The model that trains.
-        layout: Engine and parallel axes.
-        world_size: Number of ranks.
-        seq_len_tokens: Length of every batch; `None` if batches are padded to a multiple.
-        mask_dimensions: Dimensions of the attention mask in a batch.
-        offered_attention: Implementations in `WITHOUT_MASK` that the model supports.
-    """
+    """Return the errors of sequence parallelism over `layout.sp` ranks; none for a size of 1."""
     size = layout.sp
     if size == 1:
         return []
@@ -447,13 +414,9 @@ def rotation_errors(rope_type: str) -> list[ConfigError]:
 
 
 def sample_errors(*, left_padded: bool, packed: bool, attention: str, samples: int) -> list[ConfigError]:
-    """Return the errors of a batch, whose attention is causal and has no mask.
+    """Return the errors of a batch of `samples` rows, whose attention is causal and has no mask.
 
-    Args:
-        left_padded: Whether a mask has a 0 before a 1; later tokens would attend to padding.
-        packed: Whether positions restart within a row; documents would attend to earlier documents.
-        attention: The model's attention implementation; flash kernels read document borders from the positions.
-        samples: Rows of the batch; flash kernels separate documents in batches of one row only.
+    Flash kernels read the borders of packed documents from the positions, in batches of one row only.
     """
     errors = []
     if left_padded:
@@ -529,18 +492,7 @@ def context_parallel_errors(
     left_padded: bool = False,
     names_self_attention: bool | None = None,
 ) -> list[ConfigError]:
-    """Return the errors of ring attention over `layout.cp` ranks; none for a size of 1.
-
-    Args:
-        model: The model that trains.
-        layout: Engine and parallel axes.
-        world_size: Number of ranks.
-        seq_len_tokens: Length of every batch; `None` if unknown.
-        mask_dimensions: Dimensions of the attention mask in a batch.
-        packed: Whether documents share a row.
-        left_padded: Whether padding precedes the tokens.
-        names_self_attention: Whether attention modules are called `self_attn`; `None` to decide by the family.
-    """
+    """Return the errors of ring attention over `layout.cp` ranks; none for a size of 1."""
     size = layout.cp
     if size == 1:
         return []
@@ -586,10 +538,8 @@ def context_parallel_errors(
         rule = "padding must follow the tokens: without a mask, tokens would attend to padding on their left"
         errors.append(ConfigError(where="attention_mask", value="left padding", rule=rule, fix="pad on the right"))
     if packed:
-        rule, fix = (
-            "packed documents would attend to earlier documents",
-            "put each document in a separate row",
-        )
+        rule = "packed documents would attend to earlier documents"
+        fix = "put each document in a separate row"
         errors.append(ConfigError(where="position_ids", value="packed", rule=rule, fix=fix))
     others = [f"{name} = {layout.axes[name]}" for name in ("sp", "tp", "pp") if name in layout.axes]
     if others:

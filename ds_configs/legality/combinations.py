@@ -228,9 +228,7 @@ class Cell:
     """One pair of the table."""
 
     setting: str
-    """A key of `SETTINGS` or `TRAINERS`."""
     column: str
-    """A key of `COLUMNS`."""
     proven_by: str = ""
     """The test that proves the pair; empty if it is rejected."""
     reason: str = ""
@@ -297,12 +295,7 @@ def rejection(setting: str, columns: Iterable[str], reason: str) -> tuple[str, s
 
 
 def incompatibility_errors(settings: Iterable[str], columns: Iterable[str]) -> list[ConfigError]:
-    """Return an error for each pair of a setting and a column that no test proves.
-
-    Args:
-        settings: Keys of `SETTINGS` and `TRAINERS`; unknown names are rejected in every column.
-        columns: Keys of `COLUMNS`.
-    """
+    """Return an error for each pair of a setting and a column that no test proves."""
     columns = tuple(columns)
     errors = []
     for setting in dict.fromkeys(settings):

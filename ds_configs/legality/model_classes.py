@@ -60,15 +60,6 @@ def model_class_errors(
 ) -> list[ConfigError]:
     """Return the errors of quantizing a model class; empty if it is supported.
 
-    Args:
-        architecture: Name of the class, as in `config.json`.
-        work: `quantize` for methods after training, `qat` for quantization-aware training.
-        is_causal: Whether the class is a causal language model of Transformers.
-        is_encoder_decoder: As in `config.json`.
-        model_type: As in `config.json`; for a multimodal model, that of its text model.
-        transposed_layers: Names of Transformers `Conv1D` layers, which store [in, out] matrices.
-        targets: Targets of the scheme; a list of single layers excludes the others on purpose.
-
     >>> [str(error) for error in model_class_errors("T5Model", work="quantize", is_causal=False,
     ...                                             is_encoder_decoder=True)]
     ["architecture = 'T5Model': must be a causal language model, not an encoder-decoder: calibration and verification \

@@ -86,7 +86,6 @@ class Decision:
 
     parameter: str
     layout: str
-    """A key of `LAYOUTS`."""
     proven_by: str = ""
     """The test that proves the pair; empty if it is rejected."""
     reason: str = ""

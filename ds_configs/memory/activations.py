@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import ceil, prod
@@ -137,9 +137,10 @@ def load_selective(release: str) -> Mapping[str, Any]:
 
 def evaluate_table(table: Mapping[str, Any], features: Mapping[str, int], source: str) -> ActivationEstimate:
     """Return the bytes of a coefficient table: for each quantity the largest row of `sum(coefficient * feature)`."""
+    point = [features[feature] for feature in table["features"]]
 
     def largest(name: str) -> int:
-        return _largest(table, name, features)
+        return _largest(table[name], point)
 
     return ActivationEstimate(
         saved_bytes_per_layer=largest("saved_per_layer"),
@@ -156,9 +157,7 @@ def evaluate_table(table: Mapping[str, Any], features: Mapping[str, int], source
     )
 
 
-def _largest(table: Mapping[str, Any], name: str, features: Mapping[str, int]) -> int:
-    point = [features[feature] for feature in table["features"]]
-    rows: list[list[float]] = table[name]
+def _largest(rows: list[list[float]], point: Sequence[int]) -> int:
     return max(ceil(sum(c * x for c, x in zip(row, point, strict=True))) for row in rows)
 
 
@@ -193,18 +192,8 @@ def estimate_activations(
 
     `bytes = sum(coefficient * feature)` with `feature_values`; `docs/explain/memory.md` describes the measurement.
 
-    Args:
-        family: `model_type` of `config.json`.
-        release: Release of Transformers.
-        dimensions: Sizes of the model.
-        micro_batch_size: Sequences.
-        seq_len_tokens: Tokens per sequence.
-        mode: "bf16" also means fp16.
-        adapter: Modules with LoRA.
-        lora_rank: Rank of LoRA.
-        chunked_loss: Whether head and loss process `chunked_loss_tokens` tokens at a time.
-        attention: "fused" without a mask; "masked" with padding, packed sequences marked by position ids, or a sliding
-            window shorter than the sequence; "eager" if transformers writes every score.
+    Mode "bf16" also means fp16. Attention is "fused" without a mask; "masked" with padding, packed sequences marked by
+    position ids, or a sliding window shorter than the sequence; "eager" if transformers writes every score.
 
     Raises:
         UnknownFamilyError: nothing is stored for this family, mode, adapter or attention.
@@ -226,10 +215,11 @@ def estimate_activations(
     estimate = evaluate_table(table, features, source)
     selective_table = load_selective(release).get(family, {}).get(mode, {}).get(path)
     if selective_table is not None and adapter == "none":
+        point = [features[feature] for feature in selective_table["features"]]
         selective = SelectiveBytes(
-            kept_bytes_per_layer=_largest(selective_table, "kept_per_layer", features),
-            forward_transient_bytes=max(0, _largest(selective_table, "forward_transient", features)),
-            backward_transient_bytes=max(0, _largest(selective_table, "backward_transient", features)),
+            kept_bytes_per_layer=_largest(selective_table["kept_per_layer"], point),
+            forward_transient_bytes=max(0, _largest(selective_table["forward_transient"], point)),
+            backward_transient_bytes=max(0, _largest(selective_table["backward_transient"], point)),
         )
         estimate = replace(estimate, selective=selective)
     tokens = micro_batch_size * seq_len_tokens
@@ -372,20 +362,16 @@ def estimate_kinds(
         model, micro_batch_size=micro_batch_size, seq_len_tokens=seq_len_tokens, lora_rank=lora_rank
     )
     point = [feature(name, factors) for name in table["features"]]
-
-    def largest(candidates: list[list[float]]) -> int:
-        return max(ceil(sum(c * x for c, x in zip(row, point, strict=True))) for row in candidates)
-
     counts = layer_counts(model, family["kinds"])
-    saved = {kind: largest(table["saved_per_layer"][kind]) for kind in counts}
-    checkpointed = {kind: largest(table["checkpointed_per_layer"][kind]) for kind in counts}
+    saved = {kind: _largest(table["saved_per_layer"][kind], point) for kind in counts}
+    checkpointed = {kind: _largest(table["checkpointed_per_layer"][kind], point) for kind in counts}
 
     def transient(name: str, layer_bytes: Mapping[str, int]) -> int:
         # When the last layer of a kind runs, the tensors of layers after it are freed, or not allocated yet.
         peaks, later = [0], 0
         for kind in reversed(counts):
             if counts[kind]:
-                peaks.append(largest(table[name][kind]) - later)
+                peaks.append(_largest(table[name][kind], point) - later)
                 later += (1 if family["interleaved"] else counts[kind]) * layer_bytes[kind]
         return max(peaks)
 
@@ -393,13 +379,13 @@ def estimate_kinds(
     return ActivationEstimate(
         saved_bytes_per_layer=-(-sum(counts[kind] * saved[kind] for kind in counts) // layers),
         checkpointed_bytes_per_layer=-(-sum(counts[kind] * checkpointed[kind] for kind in counts) // layers),
-        outside_layer_bytes=largest(table["outside_layers"]),
+        outside_layer_bytes=_largest(table["outside_layers"], point),
         backward_transient_bytes=transient("backward_transient", saved),
         recompute_backward_transient_bytes=transient("recompute_backward_transient", checkpointed),
         forward_transient_bytes=transient("forward_transient", checkpointed),
-        loss_forward_peak_bytes=largest(table["loss_forward_peak"]),
-        loss_kept_bytes=largest(table["loss_kept"]),
-        loss_backward_peak_bytes=largest(table["loss_backward_peak"]),
+        loss_forward_peak_bytes=_largest(table["loss_forward_peak"], point),
+        loss_kept_bytes=_largest(table["loss_kept"], point),
+        loss_backward_peak_bytes=_largest(table["loss_backward_peak"], point),
         autocast_weight_copy_bytes_per_parameter=int(table["weight_copy_bytes_per_parameter"]),
         source=f"traced coefficients, {model.architecture}, {mode}, {adapter}, {attention} attention; "
         + ", ".join(f"{name} {version}" for name, version in load_kind_families(model.release)["versions"].items()),
@@ -533,7 +519,7 @@ def _stacks(model: ModelSpec, job: TrainingJob) -> list[_Stack]:
         return stacks
     # Cross attention of the decoder reads all tokens of the encoder.
     most = max(stack.tokens for stack in stacks)
-    return [_Stack(name=stack.name, layers=stack.layers, tokens=most, parameters=stack.parameters) for stack in stacks]
+    return [replace(stack, tokens=most) for stack in stacks]
 
 
 def _unbounded(model: ModelSpec, why: str) -> ConfigError:
@@ -575,7 +561,6 @@ def _tokens(stack: str, model: ModelSpec, job: TrainingJob) -> int:
 
 
 def _stack_bytes(stack: _Stack, model: ModelSpec, element: int) -> int:
-    """Bytes that all layers of a stack keep per sequence, without scores."""
     size = model.dimensions
     width = _width(stack, model)
     total: float = stack.layers * (4 * size.num_attention_heads + 16)
@@ -590,21 +575,16 @@ def _stack_bytes(stack: _Stack, model: ModelSpec, element: int) -> int:
             inner = shape[1] if shape[2] == width else shape[2]
             total += parameter.count * routed * (element * (_INSIDE_MLP * inner + 2 * width) + 8)
         elif len(shape) == 2 and parameter.kind in ("linear", "router", "other"):
-            total += parameter.count * element * _copies(parameter, width, size.num_experts, size.experts_per_token)
+            rows, columns = shape
+            copies = _AROUND_ATTENTION * (rows + columns)
+            if parameter.group == "mlp":
+                inner = rows if columns == width else columns if rows == width else max(rows, columns)
+                copies = _INSIDE_MLP * inner + width
+                if ".experts." in parameter.name and size.num_experts:
+                    # Each expert is a separate module, and a token passes through few of them.
+                    copies = copies * max(1, size.experts_per_token) / size.num_experts
+            total += parameter.count * element * copies
     return ceil(stack.tokens * total)
-
-
-def _copies(parameter: ParameterShape, width: int, experts: int, experts_per_token: int) -> float:
-    """Elements per token that are kept for a matrix and the operations after it."""
-    rows, columns = parameter.shape
-    if parameter.group != "mlp":
-        return _AROUND_ATTENTION * (rows + columns)
-    inner = rows if columns == width else columns if rows == width else max(rows, columns)
-    elements = _INSIDE_MLP * inner + width
-    if ".experts." in parameter.name and experts:
-        # Each expert is a separate module, and a token passes through few of them.
-        return elements * max(1, experts_per_token) / experts
-    return elements
 
 
 def _width(stack: _Stack, model: ModelSpec) -> int:
@@ -677,7 +657,6 @@ def cached_activations(model: ModelSpec, job: TrainingJob, *, unmasked: Attentio
 
 
 def attention_of(model: ModelSpec, seq_len_tokens: int, *, unmasked: Attention = "auto") -> Attention:
-    """Return the attention kernel used in training on sequences of this length."""
     if model.attention == "eager":
         return "eager"
     window = model.sliding_window

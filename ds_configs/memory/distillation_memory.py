@@ -81,7 +81,6 @@ def teacher_terms(strategy: Layout, job: TrainingJob) -> dict[Moment, Terms]:
 
 
 def teacher_gpu_bytes(strategy: Layout, job: TrainingJob) -> int:
-    """Return the most that the teacher holds on one accelerator at any moment."""
     return max(sum(terms.values()) for terms in teacher_terms(strategy, job).values())
 
 
@@ -166,7 +165,6 @@ def even_chunk_rows(rows: int, most: int) -> int:
 
 
 def block_rows(columns: int, block_bytes: int) -> int:
-    """Return the number of rows of fp32 logits that fit in a block."""
     return max(1, block_bytes // (4 * columns))
 
 
@@ -226,6 +224,5 @@ def teacher_host_terms(strategy: Layout, job: TrainingJob, ranks: int) -> Terms:
 
 
 def teacher_host_bytes(strategy: Layout, job: TrainingJob, ranks: int) -> int:
-    """Return the most that the teacher holds in the host memory of one node."""
     resident = sum(teacher_host_terms(strategy, job, ranks).values())
     return max(resident, teacher_loading_bytes(strategy, job, ranks))

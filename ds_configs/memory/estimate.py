@@ -58,7 +58,6 @@ def share_moment_terms(
     source = activations or cached_activations(share.model, job, unmasked=unmasked)
     model, mode = share.model, activation_mode(strategy, job)
     parameters = share_parameters(model, job, ep=strategy.ep)
-    constant: Terms = {"model_buffers": model.buffer_bytes}
     traced = source(strategy.micro_batch_size, mode)
     if not share.has_head:
         traced = outside_without_norm(traced, model, job, strategy.micro_batch_size, mode)
@@ -75,7 +74,7 @@ def share_moment_terms(
     )
     combined: dict[Moment, Terms] = {}
     for moment in parts[0]:
-        terms = dict(constant)
+        terms: Terms = {"model_buffers": model.buffer_bytes}
         for part in parts:
             for name, count in part[moment].items():
                 terms[name] = terms.get(name, 0) + count
@@ -248,14 +247,6 @@ def _stage_terms(
 
     Follows `runtime/pipe/engine.py` of DeepSpeed 0.19.8. A stage keeps a received tensor until its gradient is sent,
     clones it for the forward pass, keeps a sent tensor until its backward pass, and has one persistent receive buffer.
-
-    Args:
-        moments: Terms of one micro-batch, as if the stage were a complete model.
-        share: The stage.
-        strategy: The layout.
-        job: The training job.
-        traced: Activation bytes of one micro-batch.
-        layer_bytes: Bytes that the stage's layers keep for one micro-batch.
     """
     stage = share.stage
     assert stage is not None, "only a pipeline has stages"
@@ -288,11 +279,8 @@ class MeasuredRun:
     identifier: str
     """SHA-256 of the measurement, in hexadecimal."""
     gpu: str
-    """Catalog name of the accelerator, as the plan had it."""
     architecture: str
-    """Model class, such as `LlamaForCausalLM`."""
     model: str
-    """Hub id or directory."""
     layout: str
     """The strategy's label, such as `zero2`."""
     ranks: int
@@ -318,10 +306,8 @@ class Calibration:
     """Measured runs that adjust the memory interval of plans."""
 
     runs: tuple[MeasuredRun, ...]
-    """Runs on any accelerator, of any architecture."""
 
     def ratios(self, *, gpu: str, architecture: str) -> tuple[float, ...]:
-        """Return the ratios of the runs on this accelerator with this architecture."""
         return tuple(run.ratio for run in self.runs if (run.gpu, run.architecture) == (gpu, architecture))
 
 
@@ -376,9 +362,7 @@ class HostMemory:
     """Largest host memory of one node during loading and training."""
     capacity_bytes_per_node: int
     terms: Terms
-    """Named parts of the peak."""
     nvme_bytes_per_node: int
-    """Bytes written to the NVMe of one node."""
 
 
 def estimate_host_memory(
@@ -447,7 +431,29 @@ def offload_terms(strategy: Layout, model: ModelSpec, job: TrainingJob, paramete
             "offloaded_optimizer_states": states,
         }
     if strategy.zero_stage == 3:
-        return _stage3_offload_terms(strategy, job, shard, states, frozen)
+        zero = strategy.zero
+        accumulation = 4 if zero.gradient_accumulation_fp32 else width
+        pinned = [accumulation * shard]
+        terms: Terms = {"offloaded_gradients": accumulation * shard}
+        if strategy.offload_optimizer == "cpu":
+            # fp32 gradients are pinned per sub-group (stage3.py:1338).
+            sub_group = min(shard, zero.sub_group_size)
+            pinned += [4 * sub_group] * (shard // sub_group) + [4 * (shard % sub_group)]
+            terms["offloaded_gradients"] += 4 * shard
+            terms |= {"offloaded_master_weights": 4 * shard, "offloaded_optimizer_states": states}
+        else:
+            swap = zero.optimizer_buffer_count * 4 * min(shard, zero.sub_group_size)
+            pinned.append(swap)
+            terms["nvme_optimizer_buffers"] = swap
+        if strategy.offload_param == "cpu":
+            pinned.append(width * shard)
+            terms["offloaded_parameters"] = width * shard + frozen
+        elif strategy.offload_param == "nvme":
+            swap = zero.parameter_buffer_count * zero.parameter_buffer_elements * width
+            pinned.append(swap)
+            terms["nvme_parameter_buffers"] = swap
+        terms["pinned_rounding"] = sum(pinned_block_bytes(block) - block for block in pinned)
+        return terms
     pinned = [4 * shard, 4 * shard, width * shard]
     if strategy.gradient_accumulation_steps > 1 and strategy.zero_stage == 2:
         pinned.append(width * shard)
@@ -459,32 +465,6 @@ def offload_terms(strategy: Layout, model: ModelSpec, job: TrainingJob, paramete
     }
 
 
-def _stage3_offload_terms(strategy: Layout, job: TrainingJob, shard: int, states: int, frozen: int) -> Terms:
-    width, zero = job.compute_bytes, strategy.zero
-    accumulation = 4 if zero.gradient_accumulation_fp32 else width
-    pinned = [accumulation * shard]
-    terms: Terms = {"offloaded_gradients": accumulation * shard}
-    if strategy.offload_optimizer == "cpu":
-        # fp32 gradients are pinned per sub-group (stage3.py:1338).
-        sub_group = min(shard, zero.sub_group_size)
-        pinned += [4 * sub_group] * (shard // sub_group) + [4 * (shard % sub_group)]
-        terms["offloaded_gradients"] += 4 * shard
-        terms |= {"offloaded_master_weights": 4 * shard, "offloaded_optimizer_states": states}
-    else:
-        swap = zero.optimizer_buffer_count * 4 * min(shard, zero.sub_group_size)
-        pinned.append(swap)
-        terms["nvme_optimizer_buffers"] = swap
-    if strategy.offload_param == "cpu":
-        pinned.append(width * shard)
-        terms["offloaded_parameters"] = width * shard + frozen
-    elif strategy.offload_param == "nvme":
-        swap = zero.parameter_buffer_count * zero.parameter_buffer_elements * width
-        pinned.append(swap)
-        terms["nvme_parameter_buffers"] = swap
-    terms["pinned_rounding"] = sum(pinned_block_bytes(block) - block for block in pinned)
-    return terms
-
-
 _MB = 10**6
 
 
@@ -493,9 +473,7 @@ class Interval:
     """Range of a quantity that differs between machines."""
 
     low: float
-    """Smallest published value."""
     middle: float
-    """Typical value."""
     high: float
     """Largest published value, used to decide whether a plan fits."""
 
@@ -530,7 +508,6 @@ class GpuMemory:
     peak_bytes: int
     """Expected peak with runtime and allocator overhead."""
     low_bytes: int
-    """Lower end of the interval."""
     high_bytes: int
     """Upper end of the interval, used to decide whether the layout fits."""
     allocated_bytes: int
@@ -538,9 +515,7 @@ class GpuMemory:
     capacity_bytes: int
     """Memory that a process can allocate on the accelerator."""
     phase: Phase
-    """Phase of the peak."""
     terms: Terms
-    """Named parts of `peak_bytes`."""
     phases: dict[str, int]
     """Tensor bytes of every phase."""
     calibrated_runs: int = 0
@@ -550,7 +525,6 @@ class GpuMemory:
 
     @property
     def fits(self) -> bool:
-        """Whether the upper end of the interval is within the accelerator's memory."""
         return self.high_bytes <= self.capacity_bytes
 
 
@@ -564,7 +538,6 @@ class MemoryEstimate:
 
     @property
     def fits(self) -> bool:
-        """Whether accelerator, host and NVMe all suffice."""
         return (
             self.gpu.fits
             and self.host.peak_bytes_per_node <= self.host.capacity_bytes_per_node
@@ -582,14 +555,6 @@ def estimate_memory(
     calibration: Calibration | None = None,
 ) -> MemoryEstimate:
     """Return the memory of a layout: `max over phases of (states + buffers + activations)` plus overheads.
-
-    Args:
-        strategy: The layout.
-        model: The model.
-        hardware: The cluster.
-        job: The training job.
-        activations: Traced activation bytes, for models without stored coefficients.
-        calibration: Measured runs; those with this accelerator and architecture move the allocator's interval.
 
     Raises:
         UsageError: there are fewer layers than pipeline stages.

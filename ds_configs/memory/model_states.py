@@ -105,7 +105,15 @@ def model_state_terms(
         step = {"gradients": 4 * trainable, "optimizer_transient": _foreach_transient(job, trainable)}
         return at_moments(rest, **growing_gradients(strategy, parameters, 4 * trainable), step=step)
     if strategy.engine == "fsdp2":
-        return _fsdp2(strategy, model, job, parameters, states)
+        # fp32 shards: Accelerate upcasts trainable parameters under mixed precision (utils/fsdp_utils.py:813).
+        ranks = strategy.shard_size
+        shard = -(-parameters.trainable // ranks)
+        init = _loaded_unit(model, job)
+        if strategy.offload_param != "none":
+            return at_moments({"weights": parameters.scale_bytes}, init=init)
+        rest = {"weights": 4 * shard + parameters.frozen_shard_bytes(strategy), "optimizer_states": -(-states // ranks)}
+        step = {"gradients": 4 * shard, "optimizer_transient": _foreach_transient(job, shard)}
+        return at_moments(rest, init=init, **growing_gradients(strategy, parameters, 4 * shard), step=step)
     if strategy.zero_stage == 0 and strategy.pp > 1:
         return _pipeline_stage0(strategy, job, parameters, states, _foreach_transient(job, parameters.trainable))
     if strategy.zero_stage == 0:
@@ -245,20 +253,6 @@ def _stage3(
     return at_moments(rest, init=init, step=step)
 
 
-def _fsdp2(
-    strategy: Layout, model: ModelSpec, job: TrainingJob, parameters: RankParameters, states: int
-) -> dict[Moment, Terms]:
-    """fp32 shards: Accelerate upcasts trainable parameters under mixed precision (utils/fsdp_utils.py:813)."""
-    ranks = strategy.shard_size
-    shard = -(-parameters.trainable // ranks)
-    init = _loaded_unit(model, job)
-    if strategy.offload_param != "none":
-        return at_moments({"weights": parameters.scale_bytes}, init=init)
-    rest = {"weights": 4 * shard + parameters.frozen_shard_bytes(strategy), "optimizer_states": -(-states // ranks)}
-    step = {"gradients": 4 * shard, "optimizer_transient": _foreach_transient(job, shard)}
-    return at_moments(rest, init=init, **growing_gradients(strategy, parameters, 4 * shard), step=step)
-
-
 def _loaded_unit(model: ModelSpec, job: TrainingJob) -> Terms:
     """Return the largest unit that a rank holds while it copies 4-bit weights from host memory.
 
@@ -284,13 +278,6 @@ def _pipeline_stage0(
     In 16 bit the engine uses `BF16_Optimizer` (`runtime/engine.py:2320`). It shards master weights and optimizer states
     over the data-parallel ranks as ZeRO-1 does, and adds the gradients of each micro-batch to separate flat ones. The
     reduction after the last backward pass makes a copy.
-
-    Args:
-        strategy: The layout.
-        job: The training job.
-        parameters: Parameters of the stage.
-        states: Bytes of its optimizer states, before sharding.
-        transient: Temporary bytes of its optimizer update, before sharding.
     """
     width, trainable = job.compute_bytes, parameters.trainable
     full, copy = width * trainable, width * min(trainable, _REDUCED_AT_ONCE)
@@ -468,7 +455,6 @@ def _replay(units: Sequence[_Unit], zero: ZeroOptions) -> list[int]:
 def buffer_terms(
     strategy: Layout, model: ModelSpec, job: TrainingJob, parameters: RankParameters
 ) -> dict[Moment, Terms]:
-    """Return the named bytes of buffers and gathered parameters at each moment."""
     if strategy.engine == "fsdp2":
         return _fsdp2_units(strategy, model, job, parameters)
     if strategy.zero_stage == 3:

@@ -383,9 +383,7 @@ class RankParameters:
     trainable: int
     """Elements with gradients and optimizer states."""
     frozen: int
-    """Elements without gradients."""
     frozen_bytes: int
-    """Stored bytes of the frozen elements."""
     largest_trainable: int
     """Elements of the largest single trainable tensor."""
     trainable_tail: int

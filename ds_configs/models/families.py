@@ -236,48 +236,34 @@ def _decoder_parameters(
 ) -> Iterator[ParameterShape]:
     hidden, layers = dimensions.hidden_size, dimensions.num_layers
     yield _outside("model.embed_tokens.weight", (dimensions.vocab_size, hidden), "embedding", "embedding")
-    yield from _attention(config, family, dimensions)
-    yield from _mlp(config, family, dimensions)
+    query, key_value = dimensions.query_size, dimensions.key_value_size
+    attention_bias = bool(config.get("attention_bias", False))
+    input_bias = attention_bias if family.query_key_value_bias is None else family.query_key_value_bias
+    output_bias = attention_bias and family.query_key_value_bias is None
+    widths = {"q_proj": query, "k_proj": key_value, "v_proj": key_value}
+    if family.fused_projections:
+        widths = {"qkv_proj": query + 2 * key_value}
+    for projection, width in widths.items():
+        yield from _linear(f"self_attn.{projection}", width, hidden, layers, "attention", input_bias)
+    yield from _linear("self_attn.o_proj", hidden, query, layers, "attention", output_bias)
+    for norm in ("q_norm", "k_norm") if family.head_norm else ():
+        yield _layer(f"self_attn.{norm}.weight", (dimensions.head_dim,), layers, "norm", "norm")
+    if experts := dimensions.num_experts:
+        width = dimensions.expert_intermediate_size
+        yield _layer("mlp.gate.weight", (experts, hidden), layers, "mlp", "other")
+        yield _layer("mlp.experts.gate_up_proj", (experts, 2 * width, hidden), layers, "experts", "experts")
+        yield _layer("mlp.experts.down_proj", (experts, hidden, width), layers, "experts", "experts")
+    else:
+        bias, width = family.mlp_bias and bool(config.get("mlp_bias")), dimensions.intermediate_size
+        widths = {"gate_up_proj": 2 * width} if family.fused_projections else {"gate_proj": width, "up_proj": width}
+        for projection, rows in widths.items():
+            yield from _linear(f"mlp.{projection}", rows, hidden, layers, "mlp", bias)
+        yield from _linear("mlp.down_proj", hidden, width, layers, "mlp", bias)
     for norm in family.norms_per_layer:
         yield _layer(f"{norm}.weight", (hidden,), layers, "norm", "norm")
     yield _outside("model.norm.weight", (hidden,), "norm", "norm")
     if not tied:
         yield _outside("lm_head.weight", (dimensions.vocab_size, hidden), "head", "linear")
-
-
-def _attention(config: ModelConfig, family: _Family, dimensions: Dimensions) -> Iterator[ParameterShape]:
-    hidden, query, key_value = dimensions.hidden_size, dimensions.query_size, dimensions.key_value_size
-    attention_bias = bool(config.get("attention_bias", False))
-    input_bias = attention_bias if family.query_key_value_bias is None else family.query_key_value_bias
-    output_bias = attention_bias and family.query_key_value_bias is None
-    widths = (
-        {"qkv_proj": query + 2 * key_value}
-        if family.fused_projections
-        else {"q_proj": query, "k_proj": key_value, "v_proj": key_value}
-    )
-    for projection, width in widths.items():
-        yield from _linear(f"self_attn.{projection}", width, hidden, dimensions.num_layers, "attention", input_bias)
-    yield from _linear("self_attn.o_proj", hidden, query, dimensions.num_layers, "attention", output_bias)
-    if family.head_norm:
-        for norm in ("q_norm", "k_norm"):
-            yield _layer(f"self_attn.{norm}.weight", (dimensions.head_dim,), dimensions.num_layers, "norm", "norm")
-
-
-def _mlp(config: ModelConfig, family: _Family, dimensions: Dimensions) -> Iterator[ParameterShape]:
-    hidden, layers = dimensions.hidden_size, dimensions.num_layers
-    if dimensions.num_experts:
-        experts, width = dimensions.num_experts, dimensions.expert_intermediate_size
-        yield _layer("mlp.gate.weight", (experts, hidden), layers, "mlp", "other")
-        yield _layer("mlp.experts.gate_up_proj", (experts, 2 * width, hidden), layers, "experts", "experts")
-        yield _layer("mlp.experts.down_proj", (experts, hidden, width), layers, "experts", "experts")
-        return
-    bias, width = family.mlp_bias and bool(config.get("mlp_bias")), dimensions.intermediate_size
-    if family.fused_projections:
-        yield from _linear("mlp.gate_up_proj", 2 * width, hidden, layers, "mlp", bias)
-    else:
-        yield from _linear("mlp.gate_proj", width, hidden, layers, "mlp", bias)
-        yield from _linear("mlp.up_proj", width, hidden, layers, "mlp", bias)
-    yield from _linear("mlp.down_proj", hidden, width, layers, "mlp", bias)
 
 
 def _linear(

@@ -272,13 +272,6 @@ def model_spec_from_structure(
 ) -> ModelSpec | None:
     """Return the `ModelSpec` of a causal decoder from its files; `None` if they do not name a causal decoder.
 
-    Args:
-        config: A validated `config.json`.
-        name: Hub id, directory or file of the model.
-        revision: Commit of a Hub repository.
-        shapes: Tensor shapes of the checkpoint by name; without them, parameters are counted as Llama's.
-        release: Release of Transformers, by default the newest tested one.
-
     Raises:
         RefusedInputError: A size is missing or absurd.
     """

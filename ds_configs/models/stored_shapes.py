@@ -36,24 +36,7 @@ def described_spec(
     release: str,
     source: Literal["config", "meta"],
 ) -> ModelSpec:
-    """Return the specification of a model.
-
-    Args:
-        config: The configuration, with its fields as attributes under each name that Transformers has for them.
-        text: The configuration of the text model; `config` itself if the model has no parts.
-        values: The configuration as nested mappings.
-        name: Hub id, directory or file of the model.
-        revision: Commit of a Hub repository.
-        model_type: As in `config.json`.
-        architecture: Model class.
-        parameters: All parameters; tied ones once.
-        buffer_bytes: Bytes of tensors that are not parameters.
-        layer_classes: Classes that FSDP wraps.
-        tied_embeddings: Whether the head shares the token embedding.
-        attention: Attention implementation; `None` for the default of Transformers.
-        release: Release of Transformers.
-        source: Source of the tensors.
-    """
+    """Return the specification of a model."""
     # Rows of the text model's position table; some tables have a few more rows than positions (OPT).
     rows = [
         parameter.shape[0]
@@ -125,12 +108,17 @@ def _dimensions(text: Any, parameters: tuple[ParameterShape, ...]) -> Dimensions
     experts = _size(text, "num_local_experts", "num_experts", "n_routed_experts") or held
     intermediate = _size(text, "intermediate_size", "d_ff", "ffn_dim", "n_inner", "encoder_ffn_dim") or 4 * hidden
     has_dense_mlp = not experts or any(p.group == "mlp" and p.kind == "linear" for p in parameters)
+    # With `multi_query`, Falcon and GPT-BigCode have one head and ignore other fields. Falcon's newer decoder reads
+    # `num_kv_heads` instead (transformers/models/falcon/modeling_falcon.py).
+    key_value_heads = _size(text, "num_key_value_heads", "num_kv_heads")
+    if getattr(text, "multi_query", False) and not getattr(text, "new_decoder_architecture", False):
+        key_value_heads = 1
     return Dimensions(
         num_layers=_size(text, "num_hidden_layers") or max((p.count for p in parameters if p.in_layer), default=0),
         hidden_size=hidden,
         intermediate_size=intermediate if has_dense_mlp else 0,
         num_attention_heads=heads,
-        num_key_value_heads=_key_value_heads(text) or heads,
+        num_key_value_heads=key_value_heads or heads,
         head_dim=_size(text, "head_dim", "d_kv") or hidden // heads,
         vocab_size=_size(text, "vocab_size"),
         num_experts=experts,
@@ -138,17 +126,6 @@ def _dimensions(text: Any, parameters: tuple[ParameterShape, ...]) -> Dimensions
         experts_per_token=(_size(text, "num_experts_per_tok", "moe_topk") or experts) if experts else 0,
         expert_intermediate_size=_size(text, "moe_intermediate_size") or intermediate if experts else 0,
     )
-
-
-def _key_value_heads(text: Any) -> int:
-    """Return the number of key/value heads.
-
-    With `multi_query`, Falcon and GPT-BigCode have one head and ignore other fields. Falcon's newer decoder reads
-    `num_kv_heads` instead (transformers/models/falcon/modeling_falcon.py).
-    """
-    if getattr(text, "multi_query", False) and not getattr(text, "new_decoder_architecture", False):
-        return 1
-    return _size(text, "num_key_value_heads", "num_kv_heads")
 
 
 def _size(config: Any, *fields: str) -> int:
@@ -239,13 +216,13 @@ def spec_of(
     if sum(kinds[field] != value_kind(stored["values"][field]) for field in stored["apart"]) > 1:
         return None
     sizes = countable_sizes(values)
-    found = {
+    derived = {
         field: evaluated(rule, sizes) if isinstance(rule, str) else rule["literal"]
         for field, rule, when in stored["derived"]
         if _holds(when, kinds) and ("=" not in field or field.partition("=")[0] not in stated)
     }
-    sizes |= {field: value for field, value in found.items() if type(value) is int}
-    values |= {field: size for field, size in found.items() if "=" not in field}
+    sizes |= {field: value for field, value in derived.items() if type(value) is int}
+    values |= {field: size for field, size in derived.items() if "=" not in field}
     for field in stored["layer_types"]:
         values[field] = [kind for kind in stored["layer_types"][field] for _ in range(sizes.get(f"{field}={kind}", 0))]
         if len(set(values[field])) < len(stored["layer_types"][field]):
@@ -269,11 +246,17 @@ def spec_of(
     top, text = (_Fields(values, stored, part) for part in ("", stored["text"]))
     if not getattr(text, "head_dim", 0) and getattr(text, "hidden_size", 0) % getattr(text, "num_attention_heads", 1):
         return None
-
+    nested: Values = {}
+    for field, value in values.items():
+        *parents, leaf = field.split(".")
+        level = nested
+        for parent in parents:
+            level = level.setdefault(parent, {})
+        level[leaf] = value
     return described_spec(
         config=top,
         text=text,
-        values=_nested(values),
+        values=nested,
         name=name,
         revision=revision,
         model_type=stored["model_type"],
@@ -315,19 +298,18 @@ def evaluated(expression: str, sizes: Mapping[str, int]) -> int:
 
     A quotient is rounded down, with `ceil` up, and with `round` to the nearest integer.
     """
-    return sum(_product(term, sizes) for term in expression.split(" + "))
-
-
-def _product(term: str, sizes: Mapping[str, int]) -> int:
-    value = 1
-    for factor in term.split("*"):
-        if quotient := _FACTOR.fullmatch(factor):
-            number, divisor = _stored_size(quotient["number"], sizes), _stored_size(quotient["divisor"], sizes)
-            up = {"ceil ": divisor - 1, "round ": divisor // 2}.get(quotient["rounding"], 0)
-            value *= (number + up) // divisor
-        else:
-            value *= _stored_size(factor, sizes)
-    return value
+    total = 0
+    for term in expression.split(" + "):
+        value = 1
+        for factor in term.split("*"):
+            if quotient := _FACTOR.fullmatch(factor):
+                number, divisor = _stored_size(quotient["number"], sizes), _stored_size(quotient["divisor"], sizes)
+                up = {"ceil ": divisor - 1, "round ": divisor // 2}.get(quotient["rounding"], 0)
+                value *= (number + up) // divisor
+            else:
+                value *= _stored_size(factor, sizes)
+        total += value
+    return total
 
 
 def _stored_size(name: str, sizes: Mapping[str, int]) -> int:
@@ -382,17 +364,6 @@ def _is_covered(field: str, value: Any, config: ModelConfig, stored: Class) -> b
 
 def _holds(when: Mapping[str, str], kinds: Mapping[str, str]) -> bool:
     return all(kinds.get(field) == kind for field, kind in when.items())
-
-
-def _nested(values: Values) -> Values:
-    nested: Values = {}
-    for field, value in values.items():
-        *parts, name = field.split(".")
-        level = nested
-        for part in parts:
-            level = level.setdefault(part, {})
-        level[name] = value
-    return nested
 
 
 class _Fields:

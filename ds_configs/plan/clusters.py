@@ -42,11 +42,9 @@ class ClusterJob:
     script: str | None = None
     """The user's script; `None` for the built-in training."""
     arguments: tuple[str, ...] = ()
-    """Arguments of the script or the training."""
     options: tuple[str, ...] = ()
     """Further options of `shardwright launch`, such as `--no-check-nodes`."""
     name: str = "shardwright"
-    """Job name in the scheduler."""
 
     def node_words(self, place: NodePlace, *options: str) -> list[str]:
         """Return the command of one node, with further options of `shardwright launch`."""
@@ -58,7 +56,6 @@ class ClusterJob:
 
     @property
     def words_behind(self) -> tuple[str, ...]:
-        """The script, if any, and the arguments."""
         return self.arguments if self.script is None else (self.script, *self.arguments)
 
     def resumed(self) -> ClusterJob:
@@ -103,16 +100,7 @@ def hostfile(plan: LaunchSpec) -> str:
 def slurm_script(
     job: ClusterJob, header: str = "", *, settings: tuple[str, ...] = (), saving_seconds: int = SAVING_SECONDS
 ) -> str:
-    """Return an `sbatch` script: one launcher per node, stopped in time to save, then requeued to resume.
-
-    Args:
-        job: The job. SLURM runs a copy of the script, so the script contains the plan's directory; `.` means the
-            directory in which `sbatch` is called. Arguments after the script on the `sbatch` line are a user's script
-            with its arguments, or arguments of the built-in training.
-        header: Comment lines.
-        settings: Further options of `sbatch`, such as `--partition=gpu`.
-        saving_seconds: Time between SIGTERM and the time limit.
-    """
+    """Return an `sbatch` script: one launcher per node, stopped in time to save, then requeued to resume."""
     further = ("--requeue", "--open-mode=append", f"--signal=TERM@{saving_seconds}", *settings)
     directory = '"$SLURM_SUBMIT_DIR"' if job.directory == "." else shlex.quote(job.directory)
     behind, options = shlex.join(job.words_behind), "".join(f"{shlex.quote(word)} " for word in job.options)
@@ -188,16 +176,13 @@ def manifest_errors(job: ClusterJob, files: Mapping[str, str], *, image: str, vo
         errors.append(ConfigError(where="volume", value=volume, rule=rule, fix=fix))
     size = sum(len(text.encode()) for text in files.values())
     if size > _LARGEST_CONFIG_MAP_BYTES:
-        rule, fix = (
-            f"must be at most {_LARGEST_CONFIG_MAP_BYTES} bytes for a ConfigMap",
-            "put the script into the image",
-        )
+        rule = f"must be at most {_LARGEST_CONFIG_MAP_BYTES} bytes for a ConfigMap"
+        fix = "put the script into the image"
         errors.append(ConfigError(where="files", value=size, rule=rule, fix=fix))
     return errors
 
 
 def config_map(job: ClusterJob, files: Mapping[str, str]) -> dict[str, object]:
-    """Return the ConfigMap of the plan's files and the script, if any."""
     return {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": f"{job.name}-plan"}, "data": dict(files)}
 
 

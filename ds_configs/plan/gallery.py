@@ -21,7 +21,6 @@ class GalleryEntry:
     """One plan of the gallery."""
 
     model: str
-    """Hub id."""
     hardware: str
     suffix: str = ""
     """Ending of the directory name, such as `lora`."""
@@ -32,7 +31,6 @@ class GalleryEntry:
 
     @property
     def name(self) -> str:
-        """Directory name."""
         model = self.model.rpartition("/")[2].lower()
         return "_".join(part for part in (model, self.hardware, self.suffix) if part)
 

@@ -42,14 +42,10 @@ class PlannedRun:
     __pydantic_config__: ClassVar[ConfigDict] = _STRICT
 
     model: Text
-    """Hub id or directory."""
     model_type: Text
-    """Family, such as `llama`."""
     architecture: Text
-    """Model class, such as `LlamaForCausalLM`."""
     parameters: Count
     gpu: Text
-    """Catalog name of the accelerator."""
     gpu_bytes: Bytes
     world_size: Count
     layout: Text
@@ -71,11 +67,9 @@ class PredictedMemory:
     low_bytes: Bytes
     high_bytes: Bytes
     allocated_bytes: Annotated[int, Field(ge=1, le=10**18)]
-    """Tensors alone."""
     reserved_bytes: Bytes
     """Tensors with the allocator's fragmentation."""
     phase: Text
-    """Phase of the peak."""
     terms: dict[str, int]
     """Named parts of `peak_bytes`."""
 
@@ -87,7 +81,6 @@ class RankMeasurement:
     __pydantic_config__: ClassVar[ConfigDict] = _STRICT
 
     rank: Annotated[int, Field(ge=0, le=10**6)]
-    """Rank in the whole job."""
     device: Text
     """The driver's name of the accelerator, or `cpu`."""
     peak_allocated_bytes: Bytes | None
@@ -97,7 +90,6 @@ class RankMeasurement:
     later_peak_allocated_bytes: Bytes | None
     """Largest tensor bytes after the first step; `None` also after one step or if the meter cannot reset its peak."""
     reserved_at_end_bytes: Bytes | None
-    """Bytes that the caching allocator held at the end."""
     device_used_bytes: Bytes | None
     """Device memory in use at the end, by all processes."""
     device_bytes: Bytes | None
@@ -126,11 +118,9 @@ class RunMeasurement:
     plan: PlannedRun
     predicted: PredictedMemory
     measured: Annotated[tuple[RankMeasurement, ...], Field(min_length=1)]
-    """Measurements ordered by rank."""
     differences: tuple[Text, ...] = ()
     """Settings in which the run differed from its plan, so that the two can hardly be compared."""
     versions: dict[str, str]
-    """Library versions of the run."""
 
     def _repr_html_(self) -> str:
         return f"<pre>{escape(chr(10).join(report_lines(self)))}</pre>"
@@ -148,7 +138,6 @@ class RunMeasurement:
 
 
 def planned_run(plan: Plan) -> PlannedRun:
-    """Return the facts of a plan that are stored with its measurement."""
     strategy = strategy_dict(plan.chosen.strategy)
     layout = strategy.pop("label")
     job = job_dict(plan.job)
@@ -170,7 +159,6 @@ def planned_run(plan: Plan) -> PlannedRun:
 
 
 def predicted_memory(plan: Plan) -> PredictedMemory:
-    """Return the predicted memory of a plan's fullest accelerator."""
     gpu = plan.chosen.memory.gpu
     return PredictedMemory(
         peak_bytes=gpu.peak_bytes,
@@ -184,7 +172,6 @@ def predicted_memory(plan: Plan) -> PredictedMemory:
 
 
 def measurement_text(measurement: RunMeasurement) -> str:
-    """Return the text of `plan_measurement.json`."""
     return json.dumps(asdict(measurement), indent=2, ensure_ascii=False) + "\n"
 
 

@@ -35,12 +35,8 @@ def output_errors(
 ) -> list[ConfigError]:
     """Return why a command must not write to a directory, checked before its work. All commands use this check.
 
-    Args:
-        directory: Output directory.
-        force: Whether existing files may be replaced.
-        sources: Inputs of the command by role; the output must not be one of them, or inside one.
-        own: Names or patterns of files that may be replaced without `force`.
-        fix: Fix to suggest if the directory is not empty.
+    The output must not be one of `sources`, the inputs by role, or inside one. Files whose names match a pattern of
+    `own` may be replaced without `force`. `fix` is what to suggest if the directory is not empty.
     """
     errors = occupied_errors(directory, force=force, own=own, fix=fix)
     if directory.exists() and not directory.is_dir():
@@ -83,12 +79,7 @@ def occupied_errors(
 
 
 def disk_errors(directory: Path, *, needed_bytes: int = 0) -> list[ConfigError]:
-    """Return why nothing can be written to a directory, which may not exist yet; writes an unnamed temporary file.
-
-    Args:
-        directory: Output directory.
-        needed_bytes: Smallest size of the results.
-    """
+    """Return why nothing can be written to a directory, which may not exist yet; writes an unnamed temporary file."""
     where, value = "output_dir", str(directory)
     target = directory.resolve()
     existing = next(path for path in (target, *target.parents) if path.exists())
@@ -110,11 +101,6 @@ def disk_errors(directory: Path, *, needed_bytes: int = 0) -> list[ConfigError]:
 @contextmanager
 def reserved(directory: Path, *, force: bool, own: Collection[str] = ()) -> Iterator[None]:
     """Lock an output directory during the block and remove what killed runs staged there.
-
-    Args:
-        directory: Output directory, which need not exist.
-        force: Whether existing files may be replaced; checked again, since another run may have ended meanwhile.
-        own: As for `output_errors`.
 
     Raises:
         UsageError: another run writes to the directory, or has left files there.

@@ -10,7 +10,7 @@ from typing import Any, Literal, TypeVar
 
 from ..legality.axes import pipeline_remarks
 from ..memory.activations import activation_mode, activations_are_stored, cached_activations
-from ..memory.estimate import Calibration, MemoryEstimate, estimate_memory
+from ..memory.estimate import Calibration, estimate_memory
 from ..memory.rank_parameters import rank_parameters
 from ..models.families import FAST_FAMILIES, family_attention
 from ..models.stored_shapes import load_shapes
@@ -52,7 +52,6 @@ class Plan(LaunchSpec):
     rejected: tuple[Evaluated, ...]
     """The other layouts: those that fit first, fastest first."""
     pareto: tuple[ParetoPoint, ...] = ()
-    """Layouts from the fastest to the leanest; no other layout beats one of them in both speed and memory."""
     offers: tuple[Offer, ...] = ()
     """Changes that would make training faster, but change its numbers."""
     versions: tuple[tuple[str, str], ...] = ()
@@ -168,14 +167,6 @@ def make_plan(
 ) -> Plan:
     """Choose a layout for a model, hardware and job.
 
-    Args:
-        model: The model.
-        hardware: The cluster.
-        job: The training job.
-        calibration: Measured runs that narrow the memory interval.
-        versions: Library versions to record.
-        offers: Whether to search for `Plan.offers`, which takes several searches; `with_offers` adds them later.
-
     Raises:
         UsageError: the job is invalid, or every layout that it allows breaks a rule.
         PlanDoesNotFitError: no layout fits.
@@ -202,7 +193,6 @@ def make_plan(
 
 
 def with_offers(plan: Plan) -> Plan:
-    """Return the plan with `offers` filled in."""
     return replace(plan, offers=faster_changes(plan.chosen, plan.model, plan.hardware, plan.job))
 
 
@@ -230,22 +220,13 @@ SCHEMA_VERSION = 1
 
 def plan_to_dict(plan: Plan) -> dict[str, Any]:
     """Return the plan as JSON values, the inverse of `plan_from_dict`."""
-    strategy = plan.chosen.strategy
     return {
         "schema_version": SCHEMA_VERSION,
         "model": model_summary(plan.model, plan.job),
         "hardware": asdict(plan.hardware),
         "job": job_dict(plan.job),
-        "chosen": {
-            "strategy": strategy_dict(strategy),
-            "gpu_memory": asdict(plan.chosen.memory.gpu),
-            "host_memory": _host_dict(plan.chosen.memory),
-            "nvme_bytes_per_node": plan.chosen.memory.host.nvme_bytes_per_node,
-            "step_time": asdict(plan.chosen.time),
-            "loss": plan.chosen.loss,
-            "reason": plan.chosen.reason,
-            "teacher": None if plan.chosen.teacher is None else asdict(plan.chosen.teacher),
-        },
+        "chosen": _evaluated_dict(plan.chosen)
+        | {"reason": plan.chosen.reason, "teacher": plan.chosen.teacher and asdict(plan.chosen.teacher)},
         "rejected": [rejected_dict(candidate) for candidate in plan.rejected],
         "pareto": [asdict(point) for point in plan.pareto],
         "offers": [asdict(offer) for offer in plan.offers],
@@ -279,33 +260,30 @@ def model_summary(model: ModelSpec, job: TrainingJob) -> dict[str, Any]:
 
 
 def job_dict(job: TrainingJob) -> dict[str, Any]:
-    """Return a job as JSON values, with the names of the command line."""
     values = asdict(job)
     return {"seq_len": values.pop("seq_len_tokens"), **values}
 
 
 def strategy_dict(strategy: Layout) -> dict[str, Any]:
-    """Return a layout as JSON values."""
     return asdict(strategy) | {"label": strategy.label}
 
 
-def _host_dict(memory: MemoryEstimate) -> dict[str, Any]:
-    host = asdict(memory.host)
-    del host["nvme_bytes_per_node"]
-    return host | {"nvme_capacity_bytes_per_node": memory.nvme_capacity_bytes_per_node}
-
-
 def rejected_dict(candidate: Evaluated) -> dict[str, Any]:
-    """Return a rejected layout as JSON values."""
+    return _evaluated_dict(candidate, reason=candidate.reason, analysis_only=candidate.analysis_only)
+
+
+def _evaluated_dict(evaluated: Evaluated, **described: object) -> dict[str, Any]:
+    memory = evaluated.memory
+    host = asdict(memory.host)
+    nvme_bytes = host.pop("nvme_bytes_per_node")
     return {
-        "strategy": strategy_dict(candidate.strategy),
-        "reason": candidate.reason,
-        "analysis_only": candidate.analysis_only,
-        "gpu_memory": asdict(candidate.memory.gpu),
-        "host_memory": _host_dict(candidate.memory),
-        "nvme_bytes_per_node": candidate.memory.host.nvme_bytes_per_node,
-        "step_time": asdict(candidate.time),
-        "loss": candidate.loss,
+        "strategy": strategy_dict(evaluated.strategy),
+        **described,
+        "gpu_memory": asdict(memory.gpu),
+        "host_memory": host | {"nvme_capacity_bytes_per_node": memory.nvme_capacity_bytes_per_node},
+        "nvme_bytes_per_node": nvme_bytes,
+        "step_time": asdict(evaluated.time),
+        "loss": evaluated.loss,
     }
 
 

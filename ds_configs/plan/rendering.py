@@ -42,7 +42,6 @@ class LaunchSpec:
     hardware: HardwareSpec
     job: TrainingJob
     chosen: Evaluated
-    """The layout, with its memory and reason."""
 
     @property
     def file_names(self) -> tuple[str, ...]:
@@ -251,10 +250,8 @@ def resolved_deepspeed_config(plan: LaunchSpec) -> dict[str, object]:
     """
     strategy, precision = plan.chosen.strategy, plan.job.precision
     if strategy.engine != "deepspeed":
-        rule, fix = (
-            "does not use DeepSpeed",
-            "plan with a ZeRO stage, such as --strategy zero2, or launch with Accelerate",
-        )
+        rule = "does not use DeepSpeed"
+        fix = "plan with a ZeRO stage, such as --strategy zero2, or launch with Accelerate"
         raise UsageError(ConfigError(where="plan", value=strategy.label, rule=rule, fix=fix))
     numbers = {
         "train_batch_size": strategy.global_batch_size,

@@ -37,7 +37,6 @@ class LinearLayer:
 
     @property
     def numel(self) -> int:
-        """Elements of the weight."""
         return self.out_features * self.in_features
 
 
@@ -79,13 +78,7 @@ def with_named_heads(scheme: QuantizationScheme, chosen: Iterable[LinearLayer]) 
 def scheme_errors(
     scheme: QuantizationScheme, layers: Sequence[LinearLayer], chosen: Sequence[LinearLayer]
 ) -> list[ConfigError]:
-    """Return all errors of applying a scheme to a model.
-
-    Args:
-        scheme: A scheme without errors of its own (`combination_errors`).
-        layers: Every linear layer of the model.
-        chosen: The layers that the scheme selects.
-    """
+    """Return all errors of applying a scheme to a model."""
     names = [layer.name for layer in layers]
     errors = [
         ConfigError(
@@ -190,13 +183,7 @@ Without it, Transformers 5.23 compares the shapes of stored and expected zero po
 def quantization_config(
     scheme: QuantizationScheme, *, ignore: Sequence[str] | None = None, version: str = WRITTEN_FOR
 ) -> dict[str, Any]:
-    """Return `quantization_config` of `config.json`.
-
-    Args:
-        scheme: A scheme stored as compressed-tensors.
-        ignore: Names in the checkpoint of linear layers that stay dense; by default the patterns of the scheme.
-        version: Version of compressed-tensors to write.
-    """
+    """Return `quantization_config` of `config.json`."""
     config = {
         "quant_method": "compressed-tensors",
         "version": version,
@@ -293,20 +280,13 @@ def expert_scheme(scheme: QuantizationScheme) -> QuantizationScheme:
 
 
 def layer_scheme(scheme: QuantizationScheme, layer: LinearLayer) -> QuantizationScheme:
-    """Return the scheme of one matrix."""
     return expert_scheme(scheme) if layer.is_expert else scheme
 
 
 def mixture_quantization_config(
     scheme: QuantizationScheme, layers: Iterable[LinearLayer], *, ignore: Sequence[str] | None = None
 ) -> dict[str, Any]:
-    """Return `quantization_config` of `config.json` for a model with or without experts.
-
-    Args:
-        scheme: The scheme.
-        layers: The quantized matrices.
-        ignore: As for `quantization_config`.
-    """
+    """Return `quantization_config` of `config.json` for a model with or without experts."""
     chosen = tuple(layers)
     scheme = with_named_heads(scheme, chosen)
     config = quantization_config(scheme, ignore=ignore)
@@ -339,11 +319,6 @@ def unloadable_expert_errors(
     transformers 5.17.0, `integrations/compressed_tensors.py`, decompresses experts from `weight_packed` without
     `weight_zero_point`. Loading zero points or integers fails with a RuntimeError, and no key finds dense experts. With
     FP8 schemes, it reads `weight` itself.
-
-    Args:
-        scheme: The scheme.
-        chosen: The quantized layers.
-        layers: All linear layers of the model.
     """
     if scheme.storage != "compressed-tensors":
         return []

@@ -43,7 +43,6 @@ class ResolvedQuantization:
     """A scheme and a method that support each other."""
 
     scheme: QuantizationScheme
-    """The named scheme, changed by the settings."""
     method: MethodName
     method_reason: str
     """Why the method was chosen; `named` if the user requested it."""
@@ -51,12 +50,7 @@ class ResolvedQuantization:
     def of_layers(
         self, layers: Sequence[LinearLayer], *, default_ignore: Sequence[str] | None = None
     ) -> SelectedQuantization:
-        """Select the layers to quantize.
-
-        Args:
-            layers: Every linear layer of a model.
-            default_ignore: Layers that this model needs dense; `None` if the user set `ignore`.
-        """
+        """Select the layers to quantize."""
         scheme = self.scheme
         if default_ignore is not None:
             scheme = replace(scheme, ignore=tuple(dict.fromkeys((*DEFAULT_IGNORE, *default_ignore))))
@@ -74,7 +68,6 @@ class SelectedQuantization:
     scheme: QuantizationScheme
     """The scheme with the model's ignored layers, and output heads by name."""
     layers: tuple[LinearLayer, ...]
-    """Layers to quantize."""
     candidates: tuple[LinearLayer, ...]
     """Every linear layer of the model."""
 
@@ -84,7 +77,6 @@ class SelectedQuantization:
         return METHODS[self.method].engine == "shardwright"
 
     def errors(self) -> list[ConfigError]:
-        """Return all errors of applying scheme and method to these layers."""
         errors = scheme_errors(self.scheme, self.candidates, self.layers)
         experts = [layer.name for layer in self.layers if layer.is_expert]
         if experts and self.has_own_format:
@@ -196,11 +188,9 @@ class Recipe:
     """A YAML file of settings."""
 
     name: str
-    """Name in the gallery, or path of a file."""
     purpose: str
     """First line of the header."""
     text: str
-    """Content of the file."""
     values: Mapping[str, Any]
     """Settings by name, not validated."""
 
@@ -215,7 +205,6 @@ def quantize_settings(values: Mapping[str, Any], *, recipe: Recipe | None = None
 
 
 def method_errors(settings: QuantizeSettings, *, scheme: QuantizationScheme, method: MethodName) -> list[ConfigError]:
-    """Return the errors of a method with these settings."""
     errors = combination_with_method_errors(method, scheme, settings.method_options)
     if settings.dataset is None and not errors and needs_calibration(method, scheme):
         needed = method if METHODS[method].needs_calibration else f"{scheme.name}, which stores static ranges,"
@@ -225,7 +214,6 @@ def method_errors(settings: QuantizeSettings, *, scheme: QuantizationScheme, met
 
 
 def recipe_names() -> list[str]:
-    """Return the names of all recipes of the gallery."""
     return sorted(entry.name.removesuffix(".yaml") for entry in _gallery().iterdir() if entry.name.endswith(".yaml"))
 
 

@@ -162,7 +162,6 @@ def _presets() -> dict[str, QuantizationScheme]:
 
 
 PRESETS = _presets()
-"""Every named scheme."""
 
 
 NEWER_PRESETS = {"MXFP4XFP8": "MXFP4", "MXFP6A16": "MXFP8A16", "MXFP6A8": "MXFP8"}
@@ -203,7 +202,6 @@ class Method:
     """Whether it always reads calibration text; static activations need it with every method."""
     summary: str
     source: str
-    """Paper, or else the library."""
 
 
 METHODS: Mapping[MethodName, Method] = {
@@ -274,7 +272,6 @@ METHODS: Mapping[MethodName, Method] = {
         ),
     )
 }
-"""Every method by its name."""
 
 METHOD_NAMES: tuple[MethodName, ...] = get_args(MethodName)
 
@@ -299,13 +296,7 @@ def default_method(scheme: QuantizationScheme, *, has_dataset: bool) -> tuple[Me
 def combination_with_method_errors(
     method: MethodName, scheme: QuantizationScheme, options: Mapping[str, object] | None = None
 ) -> list[ConfigError]:
-    """Return the errors of a method with a scheme.
-
-    Args:
-        method: A key of `METHODS`.
-        scheme: The scheme.
-        options: Options of the method.
-    """
+    """Return the errors of a method with a scheme."""
 
     def error(rule: str, fix: str) -> list[ConfigError]:
         return [ConfigError(where="method", value=method, rule=rule, fix=fix)]

@@ -31,7 +31,6 @@ DTYPE_BYTES: Mapping[str, int] = {
     "float8_e4m3fn": 1,
     "float8_e5m2": 1,
 }
-"""Bytes per element."""
 
 SAFETENSORS_DTYPES: Mapping[str, str] = {
     "float64": "F64",
@@ -51,7 +50,6 @@ SAFETENSORS_DTYPES: Mapping[str, str] = {
 
 
 def tensor_bytes(tensors: Iterable[TensorShape]) -> int:
-    """Return the bytes of some tensors."""
     return sum(prod(shape) * DTYPE_BYTES[dtype] for shape, dtype in tensors)
 
 
@@ -62,11 +60,6 @@ def packed_tensors(scheme: QuantizationScheme, layer: LinearLayer, dtype: str = 
 
     >>> packed_tensors(scheme_named("W4A16"), LinearLayer(name="q_proj", out_features=256, in_features=256))
     {'weight_packed': ((256, 32), 'int32'), 'weight_scale': ((256, 2), 'bfloat16'), 'weight_shape': ((2,), 'int64')}
-
-    Args:
-        scheme: The scheme of the layer.
-        layer: Its name and shape.
-        dtype: Dtype of the model's weights and of scales.
     """
     weights, rows, columns = scheme.weights, layer.out_features, layer.in_features
     if scheme.storage == "bitsandbytes":
@@ -137,15 +130,7 @@ def quantized_tensors(
     dtype: str = "bfloat16",
     kept_in_fp32: Collection[str] = (),
 ) -> dict[str, TensorShape]:
-    """Return every tensor of the quantized checkpoint.
-
-    Args:
-        scheme: The scheme.
-        layers: The quantized layers, by their names in the checkpoint.
-        source: Tensors of the dense checkpoint, from its headers.
-        dtype: Dtype that the model is loaded in, and in which dense floating-point tensors are saved.
-        kept_in_fp32: Tensors that the model's class always loads and saves in fp32.
-    """
+    """Return every tensor of the quantized checkpoint."""
     floating = ("float64", "float32", "bfloat16", "float16")
     tensors = {}
     for name, (shape, stored) in source.items():
@@ -208,7 +193,6 @@ class QuantizationMemory:
 
     @property
     def peak_host_bytes(self) -> int:
-        """Peak of host memory."""
         return sum(self.host_terms.values())
 
     @property
@@ -278,20 +262,7 @@ def estimate_quantization_memory(
     device: Device = "cpu",
     dtype: str = "bfloat16",
 ) -> QuantizationMemory:
-    """Return the peak memory of a quantization and its named parts.
-
-    Args:
-        layers: Quantized matrices, with experts one by one.
-        scheme: The scheme.
-        method: A key of `METHODS`.
-        dimensions: Sizes of the decoder.
-        weight_bytes: All parameters in the dtype they are loaded in, tied ones once.
-        num_samples: Calibration samples.
-        seq_len: Maximum tokens per sample.
-        batch_size: Samples per forward pass.
-        device: `cuda` copies one layer at a time to an accelerator.
-        dtype: Dtype of the model's weights.
-    """
+    """Return the peak memory of a quantization and its named parts."""
     run = _Run(
         chosen=tuple(layers),
         scheme=scheme,
@@ -364,7 +335,25 @@ def _calibrating(run: _Run) -> Terms:
 
 def _quantizing(run: _Run) -> Terms:
     if run.method == "awq":
-        return _awq_search(run)
+        # The larger of two moments: attention outputs of all samples, and the MLP's weights while they are rounded. The
+        # search compares the outputs of all samples before and after. Inputs of attention are freed before the MLP.
+        sizes, tokens, block = run.dimensions, run.tokens, run.block
+        batches = ceil(run.num_samples / run.batch_size)
+        outputs, inputs = batches * tokens * sizes.hidden_size * run.width, _awq_input_bytes(run)
+        attention: Terms = {
+            "awq_inputs": inputs,
+            "awq_outputs": 2 * outputs - tokens * sizes.hidden_size * run.width,
+            "attention": run.softmax_bytes,
+            "awq_weights": sum(layer.numel for layer in block if layer.name.endswith(_ATTENTION_INPUTS)) * run.width,
+        }
+        scaled = [layer for layer in block if layer.name.endswith(_MLP_INPUTS)]
+        mlp: Terms = {
+            "awq_inputs": inputs - batches * tokens * sizes.hidden_size * run.width,
+            "awq_outputs": outputs,
+            "awq_weights": sum(layer.numel for layer in scaled) * run.width,
+            "rounding": _AWQ_ROUNDING_BYTES * max((layer.numel for layer in scaled), default=0),
+        }
+        return max(attention, mlp, key=lambda terms: sum(terms.values()))
     if run.method == "autoround":
         # Rounding, its gradient and the best so far in fp32, and the layer's outputs: an estimate, not measured.
         outputs = run.num_samples * run.seq_len * run.dimensions.hidden_size * run.width
@@ -397,28 +386,3 @@ def _awq_input_bytes(run: _Run) -> int:
     if sizes.num_key_value_heads == sizes.num_attention_heads:
         columns += sizes.query_size
     return run.num_samples * run.seq_len * columns * run.width
-
-
-def _awq_search(run: _Run) -> Terms:
-    """The larger of two moments: attention outputs of all samples, and the MLP's weights while they are rounded.
-
-    The search compares the outputs of all samples before and after rounding. Inputs of attention are freed before the
-    MLP.
-    """
-    sizes, tokens, block = run.dimensions, run.tokens, run.block
-    batches = ceil(run.num_samples / run.batch_size)
-    outputs, inputs = batches * tokens * sizes.hidden_size * run.width, _awq_input_bytes(run)
-    attention: Terms = {
-        "awq_inputs": inputs,
-        "awq_outputs": 2 * outputs - tokens * sizes.hidden_size * run.width,
-        "attention": run.softmax_bytes,
-        "awq_weights": sum(layer.numel for layer in block if layer.name.endswith(_ATTENTION_INPUTS)) * run.width,
-    }
-    scaled = [layer for layer in block if layer.name.endswith(_MLP_INPUTS)]
-    mlp: Terms = {
-        "awq_inputs": inputs - batches * tokens * sizes.hidden_size * run.width,
-        "awq_outputs": outputs,
-        "awq_weights": sum(layer.numel for layer in scaled) * run.width,
-        "rounding": _AWQ_ROUNDING_BYTES * max((layer.numel for layer in scaled), default=0),
-    }
-    return max(attention, mlp, key=lambda terms: sum(terms.values()))

@@ -195,24 +195,6 @@ def _engines_for_axes(job: TrainingJob, axes: Mapping[str, int], *, quantized: b
     return ("zero3",) if job.strategy == "auto" else (job.strategy,)
 
 
-def _with_small_buffers(strategy: Layout, model: ModelSpec, job: TrainingJob) -> Layout | None:
-    """Return the same layout with small DeepSpeed buffers, or `None` where it has none."""
-    if strategy.engine != "deepspeed" or not strategy.zero_stage:
-        return None
-    lean = default_zero_options(model, job, stage=strategy.zero_stage, lean=True)
-    zero = strategy.zero
-    return replace(
-        strategy,
-        zero=replace(
-            lean,
-            hpz_partition_size=zero.hpz_partition_size,
-            quantized_weights=zero.quantized_weights,
-            quantized_gradients=zero.quantized_gradients,
-            parameter_buffer_elements=zero.parameter_buffer_elements,
-        ),
-    )
-
-
 def _build(name: str, offload: str, model: ModelSpec, hardware: HardwareSpec, job: TrainingJob) -> Layout | None:
     """Return the layout of an engine with an offload tier; `None` if it is only tried on request."""
     optimizer_device, parameter_device = _OFFLOADS[offload]
@@ -315,10 +297,8 @@ class SearchContext:
     hardware: HardwareSpec
     job: TrainingJob
     calibration: Calibration | None = None
-    """Measured runs that narrow the memory interval."""
 
     def broken_rules(self, rules: Iterable[Rule | AxisRule], layout: Layout) -> Iterator[ConfigError]:
-        """Yield the errors of a layout by some rules."""
         return broken_rules(rules, self.model, layout, self.job, self.hardware)
 
 
@@ -329,24 +309,20 @@ class Candidate:
     strategy: Layout
     context: SearchContext
     index: int
-    """Index of the layout among all that are searched."""
     lean: bool = False
     """Whether its buffers are smaller than DeepSpeed's defaults."""
 
     @property
     def job(self) -> TrainingJob:
-        """The job with loss and teacher placement resolved."""
         return self.context.job
 
     @cached_property
     def time(self) -> StepTime:
-        """Predicted step time, estimated on first use."""
         context = self.context
         return estimate_step_time(self.strategy, context.model, context.hardware, context.job)
 
     @cached_property
     def memory(self) -> MemoryEstimate:
-        """Predicted memory, estimated on first use."""
         context = self.context
         return estimate_memory(
             self.strategy, context.model, context.hardware, context.job, calibration=context.calibration
@@ -390,18 +366,22 @@ def candidates(
 ) -> Iterator[Candidate]:
     """Yield every legal candidate of a layout, without partial recomputation.
 
-    Args:
-        layout: The layout.
-        contexts: The search context with each loss to try.
-        index: Index of the layout among all that are searched.
-        errors: Extended by what makes candidates of the first context illegal; `None` to skip that.
-        sizes_only: Whether to check only sizes, for layouts that no library runs.
+    There is one context for each loss to try. `errors` gets what makes candidates of the first one illegal.
+    `sizes_only` is for layouts that no library runs.
     """
     job = contexts[0].job
     switches = {"auto": (False, True), "off": (False,)}.get(job.gradient_checkpointing, (True,))
     layout = replace(layout, keeps_products=job.gradient_checkpointing == "selective")
-    lean = _with_small_buffers(layout, contexts[0].model, job)
-    layouts = (layout,) if lean is None else (layout, lean)
+    layouts = [layout]
+    if layout.engine == "deepspeed" and layout.zero_stage:
+        small = replace(
+            default_zero_options(contexts[0].model, job, stage=layout.zero_stage, lean=True),
+            hpz_partition_size=layout.zero.hpz_partition_size,
+            quantized_weights=layout.zero.quantized_weights,
+            quantized_gradients=layout.zero.quantized_gradients,
+            parameter_buffer_elements=layout.zero.parameter_buffer_elements,
+        )
+        layouts.append(replace(layout, zero=small))
     layout_rules, batch_rules = ((), SIZE_RULES) if sizes_only else (LAYOUT_RULES, BATCH_RULES)
     for context in contexts:
         # Most rules do not depend on the batch, of which there are many.
@@ -423,7 +403,8 @@ def candidates(
                 gradient_checkpointing=switch,
             )
             if legal[switch] and not any(context.broken_rules(batch_rules, strategy)):
-                yield Candidate(strategy=strategy, context=context, index=index, lean=variant == lean)
+                lean = variant in layouts[1:]
+                yield Candidate(strategy=strategy, context=context, index=index, lean=lean)
             elif collects and errors is not None:
                 errors += legality_errors(context.model, strategy, context.job, context.hardware)
 

@@ -37,14 +37,7 @@ def display_name(strategy: Layout) -> str:
 
 
 def chosen_reason(best: Candidate, context: SearchContext, *, faster: Candidate, others: Sequence[Candidate]) -> str:
-    """Return why a layout was chosen.
-
-    Args:
-        best: The chosen layout.
-        context: What the plan was made for, before loss and teacher placement were resolved.
-        faster: The fastest candidate that fits.
-        others: The best candidate of each other layout.
-    """
+    """Return why a layout was chosen."""
     strategy, gpu, time, job = best.strategy, best.memory.gpu, best.time, context.job
     sizes = context.model.dimensions
     sequences = f"sequences of {job.seq_len_tokens:,} tokens"

@@ -119,10 +119,7 @@ def checkpoint_interval_seconds(*, save_seconds: float, world_size: int, mtbf_ho
     Young (1974): `sqrt(2 d M)`. With Daly's first-order correction (2006):
     `sqrt(2 d M) * (1 + sqrt(d / 2M) / 3 + d / 18M) - d`, and `M` if `d >= 2M`.
 
-    Args:
-        save_seconds: Time of one save.
-        world_size: Accelerators of the run.
-        mtbf_hours: Mean time between failures of the whole run; by default that of one GPU divided by `world_size`.
+    `mtbf_hours` is that of the whole run, by default that of one GPU divided by `world_size`.
 
     Raises:
         UsageError: a time is not positive.

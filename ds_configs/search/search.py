@@ -13,7 +13,6 @@ from ..memory.estimate import MemoryEstimate, loading_terms
 from ..memory.model_states import default_zero_options
 from ..memory.rank_parameters import rank_parameters
 from ..specs.errors import ConfigError, UsageError
-from ..specs.hardware import HardwareSpec
 from ..specs.job import (
     AUTOMATIC_PLACEMENTS,
     OPTIMIZERS,
@@ -219,19 +218,6 @@ def _for_comparison(explored: Search, best: Candidate) -> list[Candidate]:
     return sorted(shown, key=_speed_or_need)
 
 
-def _leanest_of_each(searches: list[Search]) -> list[Candidate]:
-    """Return the candidate of every layout that needs the least memory, for a job that does not fit."""
-    best: dict[int, Candidate] = {}
-    for explored in searches:
-        for index in explored.by_layout:
-            explored.possible(index)
-            candidate = explored.leanest[index]
-            known = best.get(index)
-            if known is None or _need(candidate) < _need(known):
-                best[index] = candidate
-    return sorted(best.values(), key=_speed_or_need)
-
-
 def _speed_or_need(candidate: Candidate) -> tuple[bool, float, int]:
     fits = candidate.memory.fits
     return not fits, -candidate.tokens_per_second if fits else float(candidate.memory.gpu.high_bytes), candidate.index
@@ -263,24 +249,6 @@ _COSTS: dict[TeacherPlacement, str] = {
     "quantized": "4-bit weights change the targets",
     "cached": "requires a cache of teacher outputs for exactly this data",
 }
-
-
-def _jobs_by_placement(job: TrainingJob, hardware: HardwareSpec) -> list[TrainingJob]:
-    """Return the job with each teacher placement to try, most preferred first; the job alone without a teacher."""
-    if job.teacher is None:
-        return [job]
-    if job.teacher_placement == "sharded" and hardware.world_size == 1:
-        rule = "requires at least two ranks to shard over"
-        raise UsageError(
-            ConfigError(where="teacher_placement", value="sharded", rule=rule, fix="use replica or offloaded")
-        )
-    if job.teacher_placement != "auto":
-        return [job]
-    return [
-        replace(job, teacher_placement=placement)
-        for placement in AUTOMATIC_PLACEMENTS
-        if placement != "sharded" or hardware.world_size > 1
-    ]
 
 
 def _teacher_choice(best: Candidate, *, requested: bool) -> TeacherChoice | None:
@@ -336,11 +304,8 @@ class Evaluated:
     """A layout with its predicted memory and step time, and the reason why it was chosen or rejected."""
 
     strategy: Layout
-    """The layout with micro-batch and recomputation."""
     memory: MemoryEstimate
-    """Predicted memory."""
     time: StepTime
-    """Predicted step time."""
     reason: str
     """Short sentences with the numbers that decided."""
     loss: str = "eager"
@@ -348,7 +313,6 @@ class Evaluated:
     teacher: TeacherChoice | None = None
     """Teacher placement of the chosen layout; `None` without a teacher and for rejected layouts."""
     analysis_only: bool = False
-    """Whether no library runs the layout today, so that it is only shown for comparison."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -358,9 +322,7 @@ class ParetoPoint:
     label: str
     """Layout, micro-batch, recomputation and loss in words."""
     tokens_per_second: float
-    """Predicted speed of all ranks together."""
     step_seconds: float
-    """Predicted step time."""
     high_bytes: int
     """Upper end of its memory on one accelerator."""
 
@@ -374,13 +336,11 @@ class Outcome:
     rejected: tuple[Evaluated, ...]
     """The other layouts: those that fit first, fastest first."""
     pareto: tuple[ParetoPoint, ...] = ()
-    """Layouts from the fastest to the leanest."""
     job: TrainingJob
     """The job with the loss that was chosen."""
     candidates: int = 0
     """Legal candidates of all layouts."""
     estimated: int = 0
-    """Candidates whose memory was estimated."""
 
 
 def search(context: SearchContext) -> Outcome:
@@ -409,9 +369,8 @@ def search(context: SearchContext) -> Outcome:
         explored = _legal(layouts, indices, part, errors)
         searches.append(explored)
         if job.objective == "memory":
-            leanest = [explored.leanest[index] for index in explored.by_layout if explored.possible(index)]
             best = min(
-                leanest,
+                (explored.leanest[index] for index in explored.by_layout if explored.possible(index)),
                 key=lambda candidate: (candidate.memory.gpu.high_bytes, -candidate.tokens_per_second),
                 default=None,
             )
@@ -420,18 +379,19 @@ def search(context: SearchContext) -> Outcome:
         if best is not None:
             break
     if not any(explored.by_layout for explored in searches):
-        raise UsageError(
-            list(dict.fromkeys(errors))
-            or ConfigError(
-                where="strategy",
-                value=job.strategy,
-                rule=f"has no layout with --offload {job.offload} on this hardware",
-                fix="use --offload auto or another strategy",
-            )
-        )
+        rule = f"has no layout with --offload {job.offload} on this hardware"
+        fix = "use --offload auto or another strategy"
+        nothing = ConfigError(where="strategy", value=job.strategy, rule=rule, fix=fix)
+        raise UsageError(list(dict.fromkeys(errors)) or nothing)
     chosen, rejected, pareto = None, [], []
     if best is None:
-        others = _leanest_of_each(searches)
+        leanest_of: dict[int, Candidate] = {}
+        for explored in searches:
+            for index in explored.by_layout:
+                explored.possible(index)
+                leanest = explored.leanest[index]
+                leanest_of[index] = min(leanest_of.get(index, leanest), leanest, key=_need)
+        others = sorted(leanest_of.values(), key=_speed_or_need)
     else:
         fitting = searches[-1].fitting
         others = _for_comparison(searches[-1], best)
@@ -548,12 +508,8 @@ def _rounds(layouts: list[Layout], context: SearchContext) -> list[tuple[SearchC
     so that the error names the nearest legal batch sizes.
     """
     job, hardware = context.job, context.hardware
-
-    def requested(layout: Layout) -> bool:
-        return _has_requested_axes(layout, job)
-
     too_large = _least_bytes(context.model, job) > hardware.gpu_bytes * hardware.world_size
-    ranks = [layout.data_parallel_size for layout in layouts if requested(layout)]
+    ranks = [layout.data_parallel_size for layout in layouts if _has_requested_axes(layout, job)]
     batch_is_illegal = (
         job.global_batch_size is not None
         and bool(ranks)
@@ -564,10 +520,16 @@ def _rounds(layouts: list[Layout], context: SearchContext) -> list[tuple[SearchC
         index
         for index, layout in enumerate(layouts)
         if not layout.axes
-        or requested(layout)
+        or _has_requested_axes(layout, job)
         or not (batch_is_illegal or (too_large and layout.offload_optimizer == "none"))
     ]
-    parts = [replace(context, job=placed) for placed in _jobs_by_placement(job, hardware)]
+    placements = [job.teacher_placement]
+    if job.teacher is not None and job.teacher_placement == "auto":
+        placements = [name for name in AUTOMATIC_PLACEMENTS if name != "sharded" or hardware.world_size > 1]
+    elif job.teacher is not None and job.teacher_placement == "sharded" and hardware.world_size == 1:
+        rule, fix = "requires at least two ranks to shard over", "use replica or offloaded"
+        raise UsageError(ConfigError(where="teacher_placement", value="sharded", rule=rule, fix=fix))
+    parts = [replace(context, job=replace(job, teacher_placement=placement)) for placement in placements]
     if len(parts) == 1:
         return [(parts[0], usable)]
     inside = [index for index in usable if layouts[index].offload_optimizer == "none"]

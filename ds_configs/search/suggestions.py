@@ -37,7 +37,6 @@ class Suggestion:
     change: str
     """The flag to pass."""
     strategy: str
-    """Display name of the layout that would then be chosen."""
     high_bytes: int
     """Upper end of its memory on one accelerator."""
     capacity_bytes: int
@@ -62,7 +61,11 @@ def cheapest_changes(context: SearchContext) -> tuple[Suggestion, ...]:
             return False
 
     hardware, job = context.hardware, context.job
-    kinds = [
+    more_memory = [
+        (f"--host-memory {size // 2**30}GiB", replace(hardware, host_bytes_per_node=size), job)
+        for size in (hardware.host_bytes_per_node * 2**power for power in range(1, 5))
+    ]
+    kinds: list[tuple[Iterable[Change], int]] = [
         (_automatic_settings(hardware, job), 1),
         (_chunked_loss_or_smaller_teacher(hardware, job), 1),
         (_shorter_sequences(hardware, job), 1),
@@ -70,7 +73,7 @@ def cheapest_changes(context: SearchContext) -> tuple[Suggestion, ...]:
         (_adapters(hardware, job), 1),
         (_more_accelerators(hardware, job), 1),
         (_larger_accelerators(hardware, job), 1),
-        (_more_host_memory(hardware, job), 1),
+        (more_memory, 1),
         (_smallest_adapters(hardware, job), 1),
         (_other_clusters(job), _MOST),
     ]
@@ -130,7 +133,6 @@ class Offer:
     times_faster: float
     """Tokens per second divided by those of the plan."""
     strategy: str
-    """Display name of the layout that would then be chosen."""
 
     def __str__(self) -> str:
         return f"{self.times_faster:.2f} times faster with {self.change} ({self.strategy})"
@@ -282,10 +284,3 @@ def _other_clusters(job: TrainingJob) -> Iterator[Change]:
     for _, name in sorted(clusters):
         short = name.removeprefix("1x")
         yield f"--hardware {short}", parse_hardware(short), job
-
-
-def _more_host_memory(hardware: HardwareSpec, job: TrainingJob) -> Iterator[Change]:
-    size = hardware.host_bytes_per_node
-    for _ in range(4):
-        size *= 2
-        yield f"--host-memory {size // 2**30}GiB", replace(hardware, host_bytes_per_node=size), job

@@ -54,11 +54,9 @@ class TensorLayout:
     communication_seconds: float
     """Time to receive them without overlap, with separate links for every group of ranks."""
     reason: str
-    """All figures in one line."""
 
     @property
     def analysis_only(self) -> bool:
-        """Whether no library runs this layout."""
         return self.name != RUNNABLE
 
 
@@ -89,11 +87,7 @@ def summa_traffic(products: tuple[Product, ...], tokens: int, side: int, depth: 
     columns: `B` is broadcast for `C` and `dA`, and `dB` reduced, `3 (q - 1) / q^2` of `[K, N]`. Over the depths `dB`
     is all-reduced, `2 (d - 1) / d` of a block (Tesseract, section 3.2).
 
-    Args:
-        products: The products of a layer.
-        tokens: Tokens `T` of the micro-batch.
-        side: Ranks `q` along a row and a column.
-        depth: Ranks `d` that hold the same weights.
+    A micro-batch has `T` tokens, a row and a column `q` ranks (`side`), and `d` ranks (`depth`) hold the same weights.
     """
     share = 3 * (side - 1) / side**2
     inputs = sum(product.in_features for product in products) * tokens / depth

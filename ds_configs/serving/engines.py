@@ -19,7 +19,6 @@ INSTALL: Mapping[EngineName, str] = {
     "sglang": "pip install 'sglang[all]', in a separate environment",
     "transformers": "pip install 'transformers[serving]'",
 }
-"""How to install each engine."""
 TITLES: Mapping[EngineName, str] = {"vllm": "vLLM", "sglang": "SGLang", "transformers": "Transformers"}
 _GENERATIONS = {70: "Volta", 75: "Turing", 80: "Ampere", 89: "Ada", 90: "Hopper", 100: "Blackwell"}
 _ANYWHERE = "use --engine transformers, which decompresses it on any device"
@@ -86,15 +85,7 @@ def numbers_kind(group: Mapping[str, Any], *, stated_format: str) -> str | None:
 def scheme_findings(
     section: Mapping[str, Any], *, engine: EngineName, gpu: str, capability: int | None, quantized_experts: bool = False
 ) -> tuple[list[ConfigError], list[str]]:
-    """Return the errors of serving a quantized checkpoint on a GPU, and warnings about how it is served.
-
-    Args:
-        section: `quantization_config` of the checkpoint; empty if it is dense.
-        engine: Name of the engine.
-        gpu: Name of the GPU, or `CPU`.
-        capability: Its compute capability times ten; `None` if it is not an NVIDIA GPU.
-        quantized_experts: Whether experts are quantized.
-    """
+    """Return the errors of serving a quantized checkpoint on a GPU, and warnings about how it is served."""
     method = section.get("quant_method")
     if not section or method is None:
         return [], []
@@ -141,9 +132,7 @@ def processor_errors(flags: Collection[str], *, quantized_experts: bool) -> list
     Kernels for quantized experts require AMX (0.32.0, `fused_moe/experts/cpu_moe.py`, `_supports_current_device` of
     `CPUExpertsInt4` and others). vLLM fails with 'No WNA16 MoE backend supports the deployment configuration'.
 
-    Args:
-        flags: Features of the processor, by their Linux names.
-        quantized_experts: Whether experts are quantized.
+    `flags` are features of the processor, by their Linux names.
     """
     if not quantized_experts or "amx_tile" in flags:
         return []

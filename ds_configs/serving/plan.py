@@ -28,7 +28,6 @@ class StoredWeight:
     """One tensor of a checkpoint."""
 
     stored_bytes: int
-    """Bytes in the file."""
     is_matrix: bool
     """Whether it has at least two dimensions."""
     is_fp32: bool
@@ -38,14 +37,7 @@ class StoredWeight:
 def weight_bytes(
     tensors: Mapping[str, StoredWeight], *, tensor_parallel_size: int, num_key_value_heads: int, halve_fp32: bool
 ) -> int:
-    """Return the bytes of a checkpoint's weights on one GPU.
-
-    Args:
-        tensors: All tensors by name.
-        tensor_parallel_size: GPUs that share each matrix.
-        num_key_value_heads: Key/value heads; if there are fewer than GPUs, each one is on several GPUs.
-        halve_fp32: Whether fp32 weights are converted to 16 bits, as in vLLM with `dtype` auto.
-    """
+    """Return the bytes of a checkpoint's weights on one GPU."""
     total = 0
     for name, tensor in tensors.items():
         size = tensor.stored_bytes // 2 if halve_fp32 and tensor.is_fp32 else tensor.stored_bytes
@@ -65,12 +57,6 @@ def workspace_bytes(
 
     A step has three tensors of the residual stream (itself, its norm, the layer's output) and the widest product of a
     layer, in 16 bits. Sampling has the logits in 16 bits and twice in fp32 (log-probabilities, and sorted).
-
-    Args:
-        dimensions: Sizes of the decoder.
-        tensor_parallel_size: GPUs that share heads and MLPs.
-        batched_tokens: Maximum tokens per step.
-        sequences: Maximum sequences per step.
     """
     streams = 3 * batched_tokens * dimensions.hidden_size
     attention = batched_tokens * (2 * dimensions.query_size + 2 * dimensions.key_value_size)
@@ -108,7 +94,6 @@ class BlockGroup:
     """Layers that share a block table."""
 
     block_tokens: int
-    """Tokens of one block."""
     window: int | None
     """Attention window of its layers in tokens; `None` for full attention."""
 
@@ -130,16 +115,13 @@ class KeyValueCache:
     token_bytes: int
     """Bytes of one token if all layers cache it."""
     block_bytes: int
-    """Bytes of one block of the pool."""
     groups: tuple[BlockGroup, ...]
     """Block tables of each sequence."""
 
     def blocks(self, capacity_bytes: int) -> int:
-        """Return the number of blocks that fit; the engine keeps one of them empty."""
         return max(0, capacity_bytes) // self.block_bytes
 
     def sequence_blocks(self, length: int, *, tokens_in_flight: int) -> int:
-        """Return the most blocks that a sequence of this length needs."""
         return sum(group.sequence_blocks(length, tokens_in_flight=tokens_in_flight) for group in self.groups)
 
     def longest_sequence(self, blocks: int, *, limit: int, tokens_in_flight: int) -> int:
@@ -161,11 +143,8 @@ def cached_layers(
 ) -> tuple[CachedLayer, ...]:
     """Return the cached layers on one GPU.
 
-    Args:
-        config: Contents of `config.json`.
-        dimensions: Sizes of the decoder.
-        tensor_parallel_size: GPUs; if there are fewer heads, each one is on several GPUs.
-        latent: Whether the engine caches the latent vector of latent attention; Transformers caches keys and values.
+    With fewer heads than GPUs, each head is on several. `latent` means that the engine caches the latent vector of
+    latent attention; Transformers caches keys and values.
 
     Raises:
         UsageError: A layer has another state, such as that of a recurrence.
@@ -207,13 +186,7 @@ def _windows(text: Mapping[str, Any], layers: int) -> list[int | None]:
 
 
 def key_value_cache(layers: tuple[CachedLayer, ...], *, number_bytes: int, block_tokens: int) -> KeyValueCache:
-    """Return the cache of some layers.
-
-    Args:
-        layers: Layers of the model, and of a draft model if there is one.
-        number_bytes: Bytes per number: 2, or 1 for an FP8 cache.
-        block_tokens: Tokens of one block.
-    """
+    """Return the cache of the layers of a model and of its draft model, with 2 bytes per number, or 1 for FP8."""
     sizes = [layer.heads * layer.numbers_per_head * number_bytes for layer in layers]
     token_bytes = sum(sizes)
     windows = {layer.window for layer in layers}
@@ -247,9 +220,7 @@ class ServedModel:
     """A checkpoint, described by its configuration and headers."""
 
     spec: ModelSpec
-    """Structure of the model."""
     config: Mapping[str, Any]
-    """Contents of `config.json`."""
     weights: Mapping[str, StoredWeight]
     """All tensors by name; empty without a checkpoint."""
 
@@ -281,23 +252,19 @@ class ServingRequest:
     """Settings of a server; `None` values are computed."""
 
     engine: EngineName = "vllm"
-    """The engine."""
     hardware: HardwareSpec
     """GPUs of one node, or `CPU`."""
     tensor_parallel_size: int | None = None
-    """GPUs that share the model."""
     max_model_len: int | None = None
     """Longest sequence (prompt and completion) in tokens."""
     max_num_seqs: int | None = None
     """Concurrent sequences; the cache must have space for this many of the longest ones."""
     max_num_batched_tokens: int | None = None
-    """Maximum tokens per step."""
     kv_cache_dtype: CacheType = "auto"
     """Data type of the cache; `auto` for that of the checkpoint."""
     kv_cache_bytes: int | None = None
     """Bytes of the cache on each GPU, instead of the remaining memory."""
     block_tokens: int | None = None
-    """Tokens of one block."""
     memory_share: float = DEFAULT_SHARE
     """Share of each GPU's memory that the engine uses."""
     shared_prefix_tokens: int = 0
@@ -305,9 +272,7 @@ class ServingRequest:
     draft_tokens: int = 4
     """Tokens that a draft model proposes in each step."""
     host: str = "127.0.0.1"
-    """Address to listen on."""
     port: int = 8000
-    """Port to listen on."""
 
     @property
     def on_cpu(self) -> bool:
@@ -342,66 +307,49 @@ class ServingRequest:
 def serving_line(
     model: str, chosen: ServingRequest, *, draft: str | None, blocks: int, revision: str | None = None
 ) -> tuple[str, ...]:
-    """Return the command that serves a model.
-
-    Args:
-        model: Directory or Hub id.
-        chosen: Request with all values set.
-        draft: Draft model.
-        blocks: Blocks of the cache, a required argument of Transformers.
-        revision: Commit of a Hub id.
-    """
-    make = {"vllm": _vllm, "sglang": _sglang, "transformers": _transformers}[chosen.engine]
-    return tuple(str(word) for word in make(model, chosen, draft, blocks, revision))
-
-
-def _vllm(model: str, chosen: ServingRequest, draft: str | None, blocks: int, revision: str | None) -> list[object]:
-    words: list[object] = ["vllm", "serve", model, "--host", chosen.host, "--port", chosen.port]
-    words += ["--revision", revision] if revision else []
-    words += ["--tensor-parallel-size", chosen.tensor_parallel_size, "--max-model-len", chosen.max_model_len]
-    words += ["--max-num-seqs", chosen.max_num_seqs, "--max-num-batched-tokens", chosen.max_num_batched_tokens]
-    words += ["--enable-prefix-caching"]
-    words += ["--block-size", chosen.block_tokens] if chosen.block_tokens else []
-    words += ["--kv-cache-dtype", "fp8"] if chosen.kv_cache_dtype == "fp8" else []
-    words += ["--kv-cache-dtype", "bfloat16"] if chosen.kv_cache_dtype == "bf16" else []
-    if chosen.kv_cache_bytes is not None:
-        words += ["--kv-cache-memory-bytes", chosen.kv_cache_bytes]
-    else:
-        words += ["--gpu-memory-utilization", chosen.memory_share]
-    # Compiling for a CPU takes minutes, without a benefit for a small model.
-    words += ["--enforce-eager"] if chosen.on_cpu else []
-    if draft is not None:
-        speculation = {"method": "draft_model", "model": draft, "num_speculative_tokens": chosen.draft_tokens}
-        words += ["--speculative-config", json.dumps(speculation)]
-    return words
-
-
-def _sglang(model: str, chosen: ServingRequest, draft: str | None, blocks: int, revision: str | None) -> list[object]:
-    words: list[object] = ["python", "-m", "sglang.launch_server", "--model-path", model]
-    words += ["--host", chosen.host, "--port", chosen.port, "--tp-size", chosen.tensor_parallel_size]
-    words += ["--revision", revision] if revision else []
-    words += ["--context-length", chosen.max_model_len, "--max-running-requests", chosen.max_num_seqs]
-    words += ["--chunked-prefill-size", chosen.max_num_batched_tokens]
-    words += ["--page-size", chosen.block_tokens] if chosen.block_tokens else []
-    words += ["--kv-cache-dtype", "fp8_e4m3"] if chosen.kv_cache_dtype == "fp8" else []
-    words += ["--mem-fraction-static", chosen.memory_share]
-    words += ["--device", "cpu"] if chosen.on_cpu else []
-    if draft is not None:
-        words += ["--speculative-algorithm", "STANDALONE", "--speculative-draft-model-path", draft]
-        words += ["--speculative-num-steps", chosen.draft_tokens, "--speculative-eagle-topk", 1]
-        words += ["--speculative-num-draft-tokens", chosen.draft_tokens + 1]
-    return words
-
-
-def _transformers(
-    model: str, chosen: ServingRequest, draft: str | None, blocks: int, revision: str | None
-) -> list[object]:
-    model = f"{model}@{revision}" if revision else model
-    words: list[object] = ["transformers", "serve", model, "--host", chosen.host, "--port", chosen.port]
-    words += ["--continuous-batching", "--cb-num-blocks", blocks]
-    words += ["--cb-max-batch-tokens", chosen.max_num_batched_tokens]
-    words += ["--cb-block-size", chosen.block_tokens] if chosen.block_tokens else []
-    return words + (["--device", "cpu"] if chosen.on_cpu else [])
+    """Return the command that serves a model, from a request with all values set."""
+    words: list[object]
+    match chosen.engine:
+        case "vllm":
+            words = ["vllm", "serve", model, "--host", chosen.host, "--port", chosen.port]
+            words += ["--revision", revision] if revision else []
+            words += ["--tensor-parallel-size", chosen.tensor_parallel_size, "--max-model-len", chosen.max_model_len]
+            words += ["--max-num-seqs", chosen.max_num_seqs, "--max-num-batched-tokens", chosen.max_num_batched_tokens]
+            words += ["--enable-prefix-caching"]
+            words += ["--block-size", chosen.block_tokens] if chosen.block_tokens else []
+            words += ["--kv-cache-dtype", "fp8"] if chosen.kv_cache_dtype == "fp8" else []
+            words += ["--kv-cache-dtype", "bfloat16"] if chosen.kv_cache_dtype == "bf16" else []
+            if chosen.kv_cache_bytes is not None:
+                words += ["--kv-cache-memory-bytes", chosen.kv_cache_bytes]
+            else:
+                words += ["--gpu-memory-utilization", chosen.memory_share]
+            # Compiling for a CPU takes minutes, without a benefit for a small model.
+            words += ["--enforce-eager"] if chosen.on_cpu else []
+            if draft is not None:
+                speculation = {"method": "draft_model", "model": draft, "num_speculative_tokens": chosen.draft_tokens}
+                words += ["--speculative-config", json.dumps(speculation)]
+        case "sglang":
+            words = ["python", "-m", "sglang.launch_server", "--model-path", model]
+            words += ["--host", chosen.host, "--port", chosen.port, "--tp-size", chosen.tensor_parallel_size]
+            words += ["--revision", revision] if revision else []
+            words += ["--context-length", chosen.max_model_len, "--max-running-requests", chosen.max_num_seqs]
+            words += ["--chunked-prefill-size", chosen.max_num_batched_tokens]
+            words += ["--page-size", chosen.block_tokens] if chosen.block_tokens else []
+            words += ["--kv-cache-dtype", "fp8_e4m3"] if chosen.kv_cache_dtype == "fp8" else []
+            words += ["--mem-fraction-static", chosen.memory_share]
+            words += ["--device", "cpu"] if chosen.on_cpu else []
+            if draft is not None:
+                words += ["--speculative-algorithm", "STANDALONE", "--speculative-draft-model-path", draft]
+                words += ["--speculative-num-steps", chosen.draft_tokens, "--speculative-eagle-topk", 1]
+                words += ["--speculative-num-draft-tokens", chosen.draft_tokens + 1]
+        case "transformers":
+            words = ["transformers", "serve", f"{model}@{revision}" if revision else model]
+            words += ["--host", chosen.host, "--port", chosen.port]
+            words += ["--continuous-batching", "--cb-num-blocks", blocks]
+            words += ["--cb-max-batch-tokens", chosen.max_num_batched_tokens]
+            words += ["--cb-block-size", chosen.block_tokens] if chosen.block_tokens else []
+            words += ["--device", "cpu"] if chosen.on_cpu else []
+    return tuple(str(word) for word in words)
 
 
 _CONCURRENT_STEPS = 2
@@ -415,13 +363,9 @@ class ServingPlan:
     """A server of one checkpoint; bytes are per GPU."""
 
     engine: EngineName
-    """The engine."""
     model: str
-    """The model."""
     hardware: str
-    """The hardware, as in `--hardware`."""
     tensor_parallel_size: int
-    """GPUs that share the model."""
     memory: dict[str, int]
     """Bytes by term: weights, draft weights, workspace, runtime, cache."""
     token_bytes: int
@@ -445,13 +389,9 @@ class ServingPlan:
     max_num_seqs: int
     """Maximum concurrent sequences; more of them fit if they are shorter."""
     max_num_batched_tokens: int
-    """Maximum tokens per step."""
     draft: str | None
-    """Draft model, if any."""
     line: tuple[str, ...]
-    """Command that starts the server."""
     notes: tuple[str, ...]
-    """Warnings about the plan."""
 
     def to_dict(self) -> dict[str, Any]:
         """Return the plan as `--format json` prints it."""
@@ -459,12 +399,7 @@ class ServingPlan:
 
 
 def plan_serving(model: ServedModel, request: ServingRequest, *, draft: ServedModel | None = None) -> ServingPlan:
-    """Return the server of a checkpoint.
-
-    Args:
-        model: The checkpoint.
-        request: Settings of the server.
-        draft: Draft model that proposes tokens, which the model then verifies.
+    """Return the server of a checkpoint, for which a `draft` model may propose tokens.
 
     Raises:
         UsageError: The engine does not support the scheme on this device, or a setting is invalid; all errors together.
@@ -509,10 +444,7 @@ def _setting_errors(model: ServedModel, request: ServingRequest, draft: ServedMo
         division = _division_error(model, size)
         errors += [division] if division else []
         if size > gpus:
-            rule, fix = (
-                f"must be at most {gpus}, the GPUs of a node",
-                "use a smaller size or more GPUs per node",
-            )
+            rule, fix = f"must be at most {gpus}, the GPUs of a node", "use a smaller size or more GPUs per node"
             errors.append(ConfigError(where="tensor_parallel_size", value=size, rule=rule, fix=fix))
         if size > 1 and request.engine == "transformers":
             rule = "must be 1 with --engine transformers"
@@ -568,7 +500,10 @@ class _Fit:
         number_bytes = (
             1 if cache_dtype == "fp8" or (cache_dtype == "auto" and stored and request.engine != "transformers") else 2
         )
-        tokens = request.block_tokens or _block_tokens(request, latent=any(served.latent for served in models))
+        # vLLM: `platforms/cpu.py`, `config/cache.py`, `backends/mla/flashmla.py`.
+        on_cpu, on_gpu = (16, 64) if any(served.latent for served in models) else (128, 16)
+        defaults = {"sglang": 1, "transformers": 256, "vllm": on_cpu if request.on_cpu else on_gpu}
+        tokens = request.block_tokens or defaults[request.engine]
         cache = key_value_cache(tuple(layers), number_bytes=number_bytes, block_tokens=tokens)
         memory = _memory(models, request, size)
         left = request.kv_cache_bytes
@@ -662,18 +597,6 @@ class _Fit:
             ),
             notes=(*notes, *plans),
         )
-
-
-def _block_tokens(request: ServingRequest, *, latent: bool) -> int:
-    """Return the default block size (vLLM: `platforms/cpu.py`, `config/cache.py`, `backends/mla/flashmla.py`)."""
-    match request.engine:
-        case "sglang":
-            return 1
-        case "transformers":
-            return 256
-    if request.on_cpu:
-        return 16 if latent else 128
-    return 64 if latent else 16
 
 
 def _memory(models: list[ServedModel], request: ServingRequest, size: int) -> dict[str, int]:

@@ -131,13 +131,9 @@ class Attention:
     """Width of the residual stream, and its attention heads."""
 
     hidden_size: int
-    """Width of the residual stream."""
     heads: int
-    """Query heads."""
     key_value_heads: int
-    """Key/value heads."""
     head_dim: int
-    """Width of one head."""
 
 
 def narrow(config: Rewriting, *, hidden_size: int, strategy: Layout) -> tuple[Attention, Attention] | None:
@@ -145,9 +141,15 @@ def narrow(config: Rewriting, *, hidden_size: int, strategy: Layout) -> tuple[At
 
     `None` means that the config has no hidden size, or that the number of heads differs by layer.
     """
-    before = _attention(config.values)
-    if before is None:
+    values = config.values
+    hidden = next((values[name] for name in HIDDEN_SIZES if is_count(values.get(name))), None)
+    heads = next((values[name] for name in _HEADS if values.get(name) is not None), None)
+    shared = next((values[name] for name in _KEY_VALUE_HEADS if values.get(name) is not None), heads)
+    if hidden is None or not is_count(heads) or not is_count(shared):
         return None
+    stated = [values[name] for name in ("v_head_dim", *_HEAD_DIMS) if is_count(values.get(name))]
+    head_dim = stated[0] if stated else max(1, hidden // heads)
+    before = Attention(hidden_size=hidden, heads=heads, key_value_heads=shared, head_dim=head_dim)
     if before.hidden_size <= hidden_size:
         return before, before
     rotary = _rotary_fraction(config.values, before)
@@ -155,7 +157,14 @@ def narrow(config: Rewriting, *, hidden_size: int, strategy: Layout) -> tuple[At
     ratio = after.hidden_size / before.hidden_size
     _put_heads(config, before, after)
     _put_widths(config, before, ratio, strategy)
-    _put_mamba_heads(config, after.hidden_size)
+    # The heads of a state-space layer fill its inner width, `mamba_expand` times the hidden size.
+    heads, head_dim, expand = (config.get(f"mamba_{name}") for name in ("n_heads", "d_head", "expand"))
+    if is_count(heads) and is_count(head_dim) and is_count(expand):
+        inner = expand * after.hidden_size
+        legal = [n for n in range(1, min(heads, _USUAL_HEADS) + 1) if inner % n == 0 and inner // n <= head_dim]
+        if legal and inner < heads * head_dim:
+            config.put("mamba_n_heads", legal[-1])
+            config.put("mamba_d_head", inner // legal[-1])
     overrides = config.inside("per_layer_config")
     for index in list(overrides.values) if overrides is not None else ():
         layer = overrides.inside(index) if overrides is not None else None
@@ -175,18 +184,6 @@ def _put_widths(config: Rewriting, before: Attention, ratio: float, strategy: La
             config.put(name, [_in_proportion(v, before, ratio, strategy) if is_count(v) else v for v in value])
         elif is_count(value):
             config.put(name, _in_proportion(value, before, ratio, strategy))
-
-
-def _put_mamba_heads(config: Rewriting, hidden_size: int) -> None:
-    """Let the heads of a state-space layer fill its inner width, `mamba_expand` times the hidden size."""
-    heads, head_dim, expand = (config.get(f"mamba_{name}") for name in ("n_heads", "d_head", "expand"))
-    if not (is_count(heads) and is_count(head_dim) and is_count(expand)):
-        return
-    inner = expand * hidden_size
-    legal = [n for n in range(1, min(heads, _USUAL_HEADS) + 1) if inner % n == 0 and inner // n <= head_dim]
-    if legal and inner < heads * head_dim:
-        config.put("mamba_n_heads", legal[-1])
-        config.put("mamba_d_head", inner // legal[-1])
 
 
 def smaller_attention(before: Attention, *, hidden_size: int, rotary_fraction: float, strategy: Layout) -> Attention:
@@ -247,17 +244,6 @@ def _fewer_heads(before: Attention, strategy: Layout) -> tuple[int, int]:
     return min(pairs, key=cost, default=(before.heads, before.key_value_heads))
 
 
-def _attention(config: ModelConfig) -> Attention | None:
-    hidden = next((config[name] for name in HIDDEN_SIZES if is_count(config.get(name))), None)
-    heads = next((config[name] for name in _HEADS if config.get(name) is not None), None)
-    shared = next((config[name] for name in _KEY_VALUE_HEADS if config.get(name) is not None), heads)
-    if hidden is None or not is_count(heads) or not is_count(shared):
-        return None
-    stated = [config[name] for name in ("v_head_dim", *_HEAD_DIMS) if is_count(config.get(name))]
-    head_dim = stated[0] if stated else max(1, hidden // heads)
-    return Attention(hidden_size=hidden, heads=heads, key_value_heads=shared, head_dim=head_dim)
-
-
 def _rotary_fraction(config: ModelConfig, attention: Attention) -> float:
     if is_count(config.get("rotary_dim")):
         return float(config["rotary_dim"] / attention.head_dim)
@@ -300,11 +286,7 @@ def _put_heads(config: Rewriting, before: Attention, after: Attention) -> None:
         for name in names:
             if is_count(config.get(name)):
                 config.put(name, min(config.get(name), count))
-    _put_other_heads(config)
-
-
-def _put_other_heads(config: Rewriting) -> None:
-    """Divide the heads of indexers and linear attention by one number, so that their ratios stay."""
+    # Heads of indexers and linear attention are divided by one number, so that their ratios stay.
     counts = [config.get(name) for name in _OTHER_HEADS if is_count(config.get(name))]
     if counts:
         divisor = max(d for d in range(1, max(1, min(counts) // 2) + 1) if all(count % d == 0 for count in counts))
@@ -446,8 +428,27 @@ def kept_layers(config: ModelConfig, *, layers: int, pipeline_stages: int) -> li
     """
     total = layer_count(config)
     assert total is not None, "a stack has a number of layers"
-    kinds = _kinds(config, total)
-    computed = _computed_period(config)
+    # Everything that distinguishes a layer, as text.
+    columns: list[list[object]] = [values for _, values in _per_layer_lists(config, total)]
+    columns += [
+        [index in config[name] for index in range(total)]
+        for name in LAYER_INDICES
+        if isinstance(config.get(name), list)
+    ]
+    thresholds = [*_DENSE_PREFIXES, *(["max_window_layers"] if config.get("use_sliding_window") else [])]
+    columns += [[index < config[name] for index in range(total)] for name in thresholds if is_count(config.get(name))]
+    overrides = _overrides(config)
+    columns.append([overrides.get(index) for index in range(total)])
+    patterns = _expanded(config.get("attention_types"))
+    if len(patterns) == total:
+        columns.append(patterns)
+    kinds = [json.dumps([column[index] for column in columns], default=str) for index in range(total)]
+    # Period of everything that Transformers computes from the layer index.
+    periods = [config[name] for name in _PERIODS if is_count(config.get(name))]
+    if not any(isinstance(config.get(name), list) for name in _PERIODIC_LISTS):
+        stated = [config[name] for name in _ATTENTION_PERIODS if is_count(config.get(name))]
+        periods += stated or [_IMPLIED_PERIODS.get(str(config.get("model_type")), 1)]
+    computed = lcm(*periods)
     listed = lcm(computed, *(_period(config[name]) for name in _PERIODIC_LISTS if isinstance(config.get(name), list)))
     sizes = [size for size in (listed, computed, 1) if lcm(size, pipeline_stages) <= total]
     if not sizes:
@@ -469,24 +470,6 @@ def kept_layers(config: ModelConfig, *, layers: int, pipeline_stages: int) -> li
     return [layer for index in chosen for layer in blocks[index]]
 
 
-def _kinds(config: ModelConfig, total: int) -> list[str]:
-    """Return the type of each layer: everything that distinguishes it, as text."""
-    columns: list[list[object]] = [values for _, values in _per_layer_lists(config, total)]
-    columns += [
-        [index in config[name] for index in range(total)]
-        for name in LAYER_INDICES
-        if isinstance(config.get(name), list)
-    ]
-    thresholds = [*_DENSE_PREFIXES, *(["max_window_layers"] if config.get("use_sliding_window") else [])]
-    columns += [[index < config[name] for index in range(total)] for name in thresholds if is_count(config.get(name))]
-    overrides = _overrides(config)
-    columns.append([overrides.get(index) for index in range(total)])
-    patterns = _expanded(config.get("attention_types"))
-    if len(patterns) == total:
-        columns.append(patterns)
-    return [json.dumps([column[index] for column in columns], default=str) for index in range(total)]
-
-
 def _per_layer_lists(config: ModelConfig, total: int) -> Iterator[tuple[str, list[object]]]:
     """Yield every list with one entry per layer (`no_rope_layers` can have more)."""
     for name, value in config.items():
@@ -494,15 +477,6 @@ def _per_layer_lists(config: ModelConfig, total: int) -> Iterator[tuple[str, lis
             continue
         if len(value) == total or (name == "no_rope_layers" and len(value) > total):
             yield name, value[:total]
-
-
-def _computed_period(config: ModelConfig) -> int:
-    """Return the period, in layers, of everything that Transformers computes from the layer index."""
-    periods = [config[name] for name in _PERIODS if is_count(config.get(name))]
-    if not any(isinstance(config.get(name), list) for name in _PERIODIC_LISTS):
-        stated = [config[name] for name in _ATTENTION_PERIODS if is_count(config.get(name))]
-        periods += stated or [_IMPLIED_PERIODS.get(str(config.get("model_type")), 1)]
-    return lcm(*periods)
 
 
 def _period(values: list[object]) -> int:
@@ -551,7 +525,6 @@ class ShrunkenModel:
     """The model of a rehearsal."""
 
     config: dict[str, Any]
-    """Its `config.json`."""
     changes: tuple[Change, ...]
     """All values that differ from the original."""
 

@@ -27,9 +27,7 @@ class HardwareSpec:
     name: str
     """Name as the user wrote it, such as `8xA100-80GB`."""
     nodes: int
-    """Machines."""
     gpus_per_node: int
-    """Accelerators in each machine."""
     gpu: str
     """Catalog name of the accelerator."""
     gpu_bytes: int
@@ -37,27 +35,22 @@ class HardwareSpec:
     flops_per_s: float
     """Dense bf16 (else fp16) matrix FLOP/s of one accelerator."""
     memory_bytes_per_s: float
-    """Bandwidth of the accelerator's memory."""
     link_bytes_per_s: float
     """Bandwidth of one accelerator to its peers within the node, one direction."""
     network_bytes_per_s: float
     """Bandwidth per accelerator between nodes, one direction."""
     host_bytes_per_node: int
-    """Host memory of one node."""
     nvme_bytes_per_node: int = 0
     """Local NVMe of one node; 0 without NVMe."""
     nvme_path: str | None = None
     """Directory on the NVMe, the same on every node."""
     supports_bf16: bool = True
-    """Whether the accelerator supports bf16 in hardware."""
     source: str = ""
-    """Source of the numbers."""
     assumed: tuple[str, ...] = ()
     """Fields that the user did not set; their values are those of a common server."""
 
     @property
     def world_size(self) -> int:
-        """Number of accelerators."""
         return self.nodes * self.gpus_per_node
 
 

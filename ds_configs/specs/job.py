@@ -26,7 +26,6 @@ class TeacherCost:
     """Cost of one placement of the teacher under the selected layout."""
 
     placement: TeacherPlacement
-    """The placement."""
     gpu_bytes: int
     """Peak memory of the teacher on one accelerator: its weights, and gathered weights or activations."""
     host_bytes: int
@@ -42,9 +41,7 @@ class TeacherChoice:
     """Selected placement of the teacher, its reason, and the costs of the other placements."""
 
     placement: TeacherPlacement
-    """The selected placement."""
     reason: str
-    """One sentence with numbers."""
     gpu_bytes: int
     """Peak memory of the teacher on one accelerator: its weights, and gathered weights or activations."""
     host_bytes: int
@@ -130,7 +127,6 @@ class TrainingJob:
     precision: Precision = "bf16"
     """Compute precision; with bf16 and fp16, master weights are fp32."""
     optimizer: str = "adamw_torch_fused"
-    """Name of the optimizer, as in the Trainer's `optim`."""
     method: Method = "full"
     """`lora` freezes the base model; `qlora` also loads its Linear weights in 4 bit."""
     lora_rank: int = 16

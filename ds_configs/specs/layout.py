@@ -142,9 +142,7 @@ class PipelineStage:
     """One pipeline stage: a contiguous range of layers."""
 
     index: int
-    """Index of the stage, from 0."""
     first_layer: int
-    """Its first decoder layer."""
     end_layer: int
     """Its last decoder layer + 1."""
     has_embedding: bool
@@ -154,7 +152,6 @@ class PipelineStage:
 
     @property
     def num_layers(self) -> int:
-        """Number of decoder layers."""
         return self.end_layer - self.first_layer
 
 

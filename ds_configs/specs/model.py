@@ -24,17 +24,13 @@ class Dimensions:
     """Sizes of one transformer stack, from its `config.json`."""
 
     num_layers: int
-    """Transformer layers in the stack."""
     hidden_size: int
-    """Width of the residual stream."""
     intermediate_size: int
     """Width of the dense MLP; 0 when every layer is a mixture of experts."""
     num_attention_heads: int
-    """Query heads."""
     num_key_value_heads: int
     """Key/value heads; equals `num_attention_heads` without grouped-query attention."""
     head_dim: int
-    """Width of one head."""
     vocab_size: int
     """Rows of the token embedding; 0 for a stack without tokens (a vision tower)."""
     num_experts: int = 0
@@ -167,11 +163,9 @@ class ParameterShape:
     name: str
     """Qualified name with layer indices replaced, such as `model.layers.*.mlp.up_proj.weight`."""
     shape: tuple[int, ...]
-    """Shape of one such tensor."""
     count: int
     """Number of layers with this parameter; 1 outside the layers."""
     group: Group
-    """Part of the model."""
     kind: ParameterKind
     """Kind of the owning module; decides what LoRA targets and what 4-bit loading replaces."""
 
@@ -203,27 +197,17 @@ class ModelTraits:
     model_type: str = ""
     """`model_type` of `config.json`; if empty, rules about families do not apply."""
     num_layers: int = 0
-    """Decoder layers."""
     num_attention_heads: int = 1
-    """Query heads."""
     num_key_value_heads: int = 1
-    """Key/value heads."""
     intermediate_size: int = 0
-    """Width of the dense MLP."""
     vocab_size: int = 0
-    """Rows of the output head."""
     num_experts: int = 0
-    """Routed experts per layer; 0 for a dense model."""
     attention: str = "sdpa"
-    """Attention implementation."""
     layer_types: tuple[str, ...] = ()
-    """Layer types, as in `config.json`; empty if all layers have the default type."""
     attention_window_tokens: int | None = None
-    """Attention window in tokens; `None` for full attention."""
     has_equal_head_widths: bool = True
     """Whether keys are as wide as values (they are not in multi-head latent attention)."""
     rope_type: str = ""
-    """Scaling of rotary angles, as in `config.json`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -235,7 +219,6 @@ class ModelSpec:
     revision: str | None = None
     """Commit hash of a Hub id; `None` for local files."""
     model_type: str
-    """`model_type` of `config.json`, such as `llama`."""
     architecture: str
     """Model class in Transformers, such as `LlamaForCausalLM`."""
     task: Literal["causal_lm", "masked_lm", "seq2seq", "contrastive", "encoder", "other"] = "causal_lm"
@@ -249,7 +232,6 @@ class ModelSpec:
     layer_classes: tuple[str, ...]
     """Module classes that FSDP wraps and gradient checkpointing recomputes (`_no_split_modules`)."""
     tied_embeddings: bool
-    """Whether the head shares the token embedding."""
     learned_positions: int | None = None
     """Rows of a learned position table, which limit the sequence; `None` with rotary or relative positions."""
     sliding_window: int | None = None
@@ -263,7 +245,6 @@ class ModelSpec:
     attention: str | None = None
     """Attention implementation set in `config.json`; `None` for the default of Transformers (sdpa)."""
     release: str = FIRST_RELEASE
-    """Release of Transformers that the description is for."""
     settings: tuple[tuple[str, bool | int | float | str], ...] = ()
     """Scalar values of the configuration by (dotted) name; empty if a closed form counts the model."""
     rope_type: str = ""
@@ -299,7 +280,6 @@ class ModelSpec:
 
     @property
     def parameter_count(self) -> int:
-        """Number of parameters; tied ones once."""
         return sum(parameter.total for parameter in self.parameters)
 
     def group_counts(self) -> dict[str, int]:

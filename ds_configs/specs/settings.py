@@ -294,7 +294,7 @@ def errors_of(error: ValidationError, kind: type[BaseModel]) -> list[ConfigError
     details: dict[str, list[Any]] = {}
     for detail in error.errors(include_url=False):
         details.setdefault(str(detail["loc"][0]) if detail["loc"] else "", []).append(detail)
-    return [_option_error(name, found, kind) for name, found in details.items()]
+    return [_option_error(name, rejections, kind) for name, rejections in details.items()]
 
 
 def _option_error(name: str, details: list[Any], kind: type[BaseModel]) -> ConfigError:

@@ -123,12 +123,6 @@ def yaml_value(content: bytes | str, *, as_text: bool = False) -> Any:
 def yaml_mapping(content: bytes | str, *, name: str, what: str, as_text: bool = False) -> dict[str, Any]:
     """Return a YAML mapping with its keys as text.
 
-    Args:
-        content: The YAML text.
-        name: Its path or name, for errors.
-        what: What it describes, for errors.
-        as_text: Whether to keep scalars as text and reject aliases.
-
     Raises:
         UsageError: The text is not valid YAML, or not a mapping.
     """

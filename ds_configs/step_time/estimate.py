@@ -35,9 +35,7 @@ class DataTraffic:
     """Seconds of data-parallel collectives of a rank, without overlap."""
 
     gathers_forward: float = 0.0
-    """All-gathers of parameters in each forward pass."""
     gathers_backward: float = 0.0
-    """All-gathers of parameters in each backward pass."""
     reductions_each: float = 0.0
     """Reductions of gradients in each micro-batch."""
     reductions_once: float = 0.0
@@ -73,7 +71,30 @@ def data_traffic(
     group = group_of(hardware, constants, ranks=held.ranks, stride=held.stride)
     gradients = held.trainable * reduced_width
     if strategy.engine == "fsdp2" or strategy.zero_stage == 3:
-        return _sharded(strategy, held, hardware, job, constants, gradients)
+        shard = max(1, held.ranks // strategy.dp_replicate) if strategy.engine == "fsdp2" else held.ranks
+        group = group_of(hardware, constants, ranks=shard, stride=held.stride)
+        weights = held.trainable * (1 if zero.quantized_weights else width) + held.frozen_bytes
+        calls = held.layers + 1
+        if strategy.zero_stage == 3:
+            # Modules are gathered in buckets of the prefetch size, at least one per layer.
+            calls = max(calls, (held.trainable + held.frozen_bytes / width) / max(1, zero.stage3_prefetch_bucket_size))
+        forward = gather_seconds(group, weights, calls=calls)
+        backward = forward
+        if zero.hpz_partition_size > 1:
+            inside = group_of(hardware, constants, ranks=zero.hpz_partition_size, stride=held.stride)
+            backward = gather_seconds(inside, weights, calls=calls)
+        if zero.quantized_gradients:
+            gradients = held.trainable * 0.5
+        reduction_calls = (
+            min(calls, held.layers + 1)
+            if strategy.engine == "fsdp2"
+            else max(1.0, held.trainable / max(1, zero.reduce_bucket_size))
+        )
+        reduction = gather_seconds(group, gradients, calls=reduction_calls if held.trainable else 0)
+        if strategy.engine == "fsdp2" and strategy.dp_replicate > 1:
+            replicas = group_of(hardware, constants, ranks=strategy.dp_replicate, stride=shard * held.stride)
+            reduction += reduction_seconds(replicas, gradients / shard, calls=reduction_calls)
+        return DataTraffic(gathers_forward=forward, gathers_backward=backward, reductions_each=reduction)
     if strategy.engine in ("ddp", "single"):
         calls = ceil(gradients / _DDP_BUCKET_BYTES)
         return DataTraffic(reductions_once=reduction_seconds(group, gradients, calls=calls))
@@ -90,36 +111,6 @@ def data_traffic(
     if strategy.zero_stage == 2:
         return DataTraffic(reductions_each=reduction, updates_once=update)
     return DataTraffic(reductions_once=reduction, updates_once=update)
-
-
-def _sharded(
-    strategy: Layout, held: Held, hardware: HardwareSpec, job: TrainingJob, constants: GpuConstants, gradients: float
-) -> DataTraffic:
-    zero, width = strategy.zero, job.compute_bytes
-    shard = max(1, held.ranks // strategy.dp_replicate) if strategy.engine == "fsdp2" else held.ranks
-    group = group_of(hardware, constants, ranks=shard, stride=held.stride)
-    weights = held.trainable * (1 if zero.quantized_weights else width) + held.frozen_bytes
-    calls = held.layers + 1
-    if strategy.zero_stage == 3:
-        # Modules are gathered in buckets of the prefetch size, at least one per layer.
-        calls = max(calls, (held.trainable + held.frozen_bytes / width) / max(1, zero.stage3_prefetch_bucket_size))
-    forward = gather_seconds(group, weights, calls=calls)
-    backward = forward
-    if zero.hpz_partition_size > 1:
-        inside = group_of(hardware, constants, ranks=zero.hpz_partition_size, stride=held.stride)
-        backward = gather_seconds(inside, weights, calls=calls)
-    if zero.quantized_gradients:
-        gradients = held.trainable * 0.5
-    reduction_calls = (
-        min(calls, held.layers + 1)
-        if strategy.engine == "fsdp2"
-        else max(1.0, held.trainable / max(1, zero.reduce_bucket_size))
-    )
-    reduction = gather_seconds(group, gradients, calls=reduction_calls if held.trainable else 0)
-    if strategy.engine == "fsdp2" and strategy.dp_replicate > 1:
-        replicas = group_of(hardware, constants, ranks=strategy.dp_replicate, stride=shard * held.stride)
-        reduction += reduction_seconds(replicas, gradients / shard, calls=reduction_calls)
-    return DataTraffic(gathers_forward=forward, gathers_backward=backward, reductions_each=reduction)
 
 
 def summed_traffic(parts: list[DataTraffic]) -> DataTraffic:
@@ -145,19 +136,7 @@ def exchanges(
     with_head: bool,
     element_bytes: int,
 ) -> tuple[dict[str, float], float]:
-    """Return the seconds of the collectives of each axis, by term, and the seconds that ranks wait for each other.
-
-    Args:
-        strategy: The layout.
-        work: The rank's part of the model.
-        hardware: The cluster.
-        constants: Efficiency of its links.
-        tokens: Tokens of the micro-batch on a rank.
-        layers: Decoder layers of the rank.
-        recomputed: Layers whose forward pass runs again, with its collectives.
-        with_head: Whether the rank has the output head.
-        element_bytes: Bytes of an activation.
-    """
+    """Return the seconds of the collectives of each axis, by term, and the seconds that ranks wait for each other."""
     terms: dict[str, float] = {}
     waiting = 0.0
     hidden = tokens * work.hidden_size * element_bytes
@@ -298,7 +277,6 @@ def setting_of(
     software: Software,
     constants: GpuConstants,
 ) -> Setting:
-    """Return the setting of a step."""
     ranks = strategy.sp * strategy.cp
     return Setting(
         strategy=strategy,
@@ -398,7 +376,6 @@ class _Computation:
 
 
 def _computation(setting: Setting, stage: PipelineStage) -> _Computation:
-    """Return the device and host time of one micro-batch."""
     job, layers, software = setting.job, stage.num_layers, setting.software
     full = job.method == "full"
     forward, backward = layer_passes(
@@ -427,7 +404,15 @@ def _computation(setting: Setting, stage: PipelineStage) -> _Computation:
         host += recomputed * setting.constants.kept_products_seconds
     ahead = layers * forward.device + head.device
     if job.teacher is not None and job.teacher_placement != "cached" and stage.has_head:
-        terms["teacher_forward"] = _teacher_seconds(setting, job.teacher)
+        teacher = model_work(job.teacher)
+        quantized = job.teacher_placement == "quantized"
+        device, element = setting.device, job.compute_bytes
+        teacher_layer, _ = layer_passes(teacher, setting.batch, device, setting.software, element, False, quantized)
+        teacher_head, _ = head_passes(teacher, setting.batch.tokens, device, setting.software, False, False)
+        terms["teacher_forward"] = teacher.num_layers * teacher_layer.device + teacher_head.device
+        if job.teacher_placement == "offloaded":
+            copied = job.teacher.parameter_count * job.compute_bytes
+            terms["teacher_forward"] += copied / setting.constants.host_link_bytes_per_s
         ahead += terms["teacher_forward"]
     return _Computation(
         terms=terms,
@@ -438,22 +423,7 @@ def _computation(setting: Setting, stage: PipelineStage) -> _Computation:
     )
 
 
-def _teacher_seconds(setting: Setting, teacher: ModelSpec) -> float:
-    """Return the seconds of a teacher's forward pass, with copies of its weights if they are in host memory."""
-    job, software = setting.job, setting.software
-    work = model_work(teacher)
-    quantized = job.teacher_placement == "quantized"
-    batch = setting.batch
-    forward, _ = layer_passes(work, batch, setting.device, software, job.compute_bytes, False, quantized)
-    head, _ = head_passes(work, batch.tokens, setting.device, software, False, False)
-    seconds = work.num_layers * forward.device + head.device
-    if job.teacher_placement == "offloaded":
-        seconds += teacher.parameter_count * job.compute_bytes / setting.constants.host_link_bytes_per_s
-    return seconds
-
-
 def overlaps_reductions(setting: Setting) -> bool:
-    """Return whether gradients are reduced during the backward pass."""
     strategy = setting.strategy
     return setting.software.overlaps_reduction and (strategy.engine != "deepspeed" or strategy.zero.overlap_comm)
 
@@ -492,7 +462,6 @@ def _adapters(model: ModelSpec, job: TrainingJob) -> int:
 
 
 def stage_traffic(setting: Setting, stage: PipelineStage) -> DataTraffic:
-    """Return the data-parallel collectives of a rank's stage."""
     strategy, layers = setting.strategy, float(stage.num_layers)
     dense, experts, frozen = _held(setting, stage)
     ranks = strategy.data_parallel_size * strategy.sp * strategy.cp
@@ -547,11 +516,9 @@ class StepTime:
     """Predicted time of one optimizer step."""
 
     seconds: float
-    """Expected time."""
     low_seconds: float
     high_seconds: float
     tokens_per_second: float
-    """Tokens of the global batch divided by `seconds`."""
     terms: dict[str, float]
     """Named parts of `seconds`."""
 

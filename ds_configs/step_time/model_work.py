@@ -41,7 +41,6 @@ class ModelWork:
     local_experts: int
     """Routed experts of a layer on the rank."""
     experts_per_token: int
-    """Routed experts that a token visits."""
     num_layers: int
     """Decoder layers of the whole model."""
     hidden_size: int
@@ -53,13 +52,10 @@ class ModelWork:
     key_value_size: int
     """Width of the rank's key heads."""
     query_heads: int
-    """Query heads on the rank."""
     key_value_heads: int
     """Key and value heads of the whole model."""
     whole_query_size: int
-    """Width of all query heads."""
     whole_key_value_size: int
-    """Width of all key heads."""
     head_rows: int
     """Columns of the output head on the rank; 0 without one."""
     gathered_vocabulary: int
@@ -67,7 +63,6 @@ class ModelWork:
     window: int
     """Sliding window of attention in tokens; 0 without one."""
     causal: bool
-    """Whether attention is causal."""
     layer_parameters: float
     """Parameters of an average layer on the rank."""
     outside_parameters: int
@@ -166,11 +161,9 @@ class Pass:
 
     products: float = 0.0
     attention: float = 0.0
-    """Scores, softmax and their product with the values."""
     memory: float = 0.0
     """Memory-bound operations, and the device time to start kernels."""
     kernels: float = 0.0
-    """Kernels that the host launches."""
 
     @property
     def device(self) -> float:
@@ -216,17 +209,7 @@ def alignment_efficiency(out_features: int, in_features: int, constants: GpuCons
 def layer_passes(
     work: ModelWork, batch: Batch, device: Device, software: Software, element_bytes: int, full: bool, quantized: bool
 ) -> tuple[Pass, Pass]:
-    """Return the forward and backward pass of one decoder layer.
-
-    Args:
-        work: The rank's part of the model.
-        batch: The micro-batch.
-        device: The rates.
-        software: The stack.
-        element_bytes: Bytes of an activation.
-        full: Whether all weights are trained; frozen weights have no gradients.
-        quantized: Whether frozen weights are dequantized from 4 bit for each product.
-    """
+    """Return the forward and backward pass of one decoder layer."""
     forward = backward = 0.0
     for product in work.products:
         ahead, back = _both_passes(product, batch.tokens, device, full=full)

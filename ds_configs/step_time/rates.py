@@ -97,7 +97,6 @@ def constants_of(gpu: str) -> GpuConstants:
 
 
 def hardware_constants(hardware: HardwareSpec) -> GpuConstants:
-    """Return the constants of a cluster's accelerators."""
     return constants_of(hardware.gpu)
 
 
@@ -209,7 +208,6 @@ class MeasuredNetwork:
     """Measured rate of a short all-reduce between nodes."""
 
     gpu: str
-    """Catalog name of the accelerators."""
     gpus_per_node: int
     nodes: int
     bytes_per_s: float
@@ -222,7 +220,6 @@ class MeasuredNetwork:
 
 
 def network_text(network: MeasuredNetwork) -> str:
-    """Return the text of `network.json`."""
     return json.dumps({"schema_version": SCHEMA_VERSION} | asdict(network), indent=1) + "\n"
 
 
