@@ -109,9 +109,7 @@ class Part:
     """Part of a dataset for one of several readers, which together read each row once."""
 
     index: int = 0
-    """Index of the part, from 0."""
     count: int = 1
-    """Number of parts."""
 
 
 WHOLE = Part()
@@ -266,7 +264,6 @@ def _parquet_rows(path: Path) -> Iterator[Row]:
 
 
 def _hub_rows(source: Source, *, split: str, revision: str | None, streaming: bool, part: Part) -> Iterator[Row]:
-    """Yield the rows of a Hub dataset."""
     from datasets import IterableDataset, load_dataset
     from datasets.data_files import EmptyDatasetError
     from datasets.exceptions import DatasetNotFoundError, DatasetsError
@@ -279,7 +276,7 @@ def _hub_rows(source: Source, *, split: str, revision: str | None, streaming: bo
         yield from _every(dataset, part)
     except DatasetNotFoundError as error:
         fix = f"check the id, log in for a gated dataset, or pass a file, a directory or {PYTHON_HELP}"
-        raise UsageError(ConfigError(where="dataset", value=source.name, rule=_one_line(error), fix=fix)) from None
+        raise UsageError(ConfigError(where="dataset", value=source.name, rule=one_line(error), fix=fix)) from None
     except EmptyDatasetError:
         rule, fix = "has no data files on the Hub", f"pass another dataset, a file, a directory or {PYTHON_HELP}"
         raise UsageError(ConfigError(where="dataset", value=source.name, rule=rule, fix=fix)) from None
@@ -288,17 +285,18 @@ def _hub_rows(source: Source, *, split: str, revision: str | None, streaming: bo
         if "corresponds to no data" in str(error):
             rule, fix = f"its split {split} has no rows", "pass another split, or a file"
             raise UsageError(ConfigError(where="dataset", value=source.name, rule=rule, fix=fix)) from None
-        raise UsageError(ConfigError(where="dataset", value=source.name, rule=_one_line(error))) from None
+        raise UsageError(ConfigError(where="dataset", value=source.name, rule=one_line(error))) from None
     except unreachable as error:
         if "scripts are no longer supported" in str(error):
             rule = "needs a script, which would run code of its repository"
             fix = "use the Parquet files of the Hub, if it has converted them: --dataset-revision refs/convert/parquet"
             raise UsageError(ConfigError(where="dataset", value=source.name, rule=rule, fix=fix)) from None
         fix = "; HF_HUB_OFFLINE is set: unset it, or pass a file" if "OfflineMode" in str(error) else ""
-        raise ShardwrightError(f"dataset {source.name}: the Hub cannot be reached ({_one_line(error)}){fix}") from None
+        raise ShardwrightError(f"dataset {source.name}: the Hub cannot be reached ({one_line(error)}){fix}") from None
 
 
-def _one_line(error: Exception) -> str:
+def one_line(error: Exception) -> str:
+    """Return the text of an error, or its type, as one line of at most 300 characters."""
     text = " ".join(str(error).split()) or type(error).__name__
     return text if len(text) <= 300 else f"{text[:297]}..."
 
