@@ -48,7 +48,6 @@ def count_as_one_process(trainer: Trainer, *, ranks_of_a_sample: int = 1, evalua
     A second call replaces the first.
 
     Args:
-        trainer: A Trainer.
         ranks_of_a_sample: Ranks that read the same samples.
         evaluates: Whether the Trainer evaluates with `prediction_step`, as the stock one does.
     """
@@ -115,8 +114,9 @@ def returns_mean(trainer: Trainer) -> bool:
     config, loss = getattr(model, "config", None), LOSS_MAPPING.get(getattr(model, "loss_type", None))
     if config is not None and loss is LOSS_MAPPING["ForSequenceClassification"]:
         # The losses of regression and of several labels per sample are not divided by a number of labels.
-        is_undivided = config.num_labels == 1 or config.problem_type in ("regression", "multi_label_classification")
-        return is_undivided or not _divides_by_count(type(model).forward)
+        undivided = ("regression", "multi_label_classification")
+        if config.num_labels == 1 or config.problem_type in undivided:
+            return True
     return not _divides_by_count(type(model).forward)
 
 

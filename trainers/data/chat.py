@@ -62,7 +62,6 @@ def encode_chat(
     special tokens.
 
     Args:
-        tokenizer: One with a chat template.
         messages: Each with `role` and `content`, or `from` and `value`.
         first_labelled: Messages before this index are the prompt, whatever their role.
         where: Name of the conversation in errors.

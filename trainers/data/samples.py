@@ -7,7 +7,7 @@ import json
 import tempfile
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import partial
 from itertools import chain, islice
@@ -94,7 +94,6 @@ def load_samples(
     seq_len: int,
     packing: bool = True,
     split: str = "train",
-    limit: int | None = None,
     revision: str | None = None,
     seed: int = 0,
     evaluation_fraction: float = 0.05,
@@ -116,9 +115,6 @@ def load_samples(
         tokenizer: Its template renders conversations.
         seq_len: Largest sample length in tokens.
         packing: Whether plain text is joined.
-        split: Split of a Hub dataset.
-        limit: Largest number of rows to read; `#N` of the source applies too.
-        revision: Branch, tag or commit of a Hub dataset.
         seed: Selects the evaluation rows.
         evaluation_fraction: Share of evaluation rows, 0 to below 1; 0 for none.
         text_column: Column that is read as `text`; other columns are ignored.
@@ -126,10 +122,7 @@ def load_samples(
     Raises:
         UsageError: the dataset does not exist, has no text, is shorter than one sample, or all labels are masked.
     """
-    parsed = parse_source(source)
-    if limit is not None:
-        parsed = replace(parsed, limit=limit if parsed.limit is None else min(limit, parsed.limit))
-    rows: list[Row] = list(read_rows(parsed, split=split, revision=revision))
+    rows: list[Row] = list(read_rows(parse_source(source), split=split, revision=revision))
     if text_column is not None:
         check_text_column(source, rows, text_column)
         rows = [{"text": row.get(text_column)} for row in rows]

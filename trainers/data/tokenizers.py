@@ -95,14 +95,14 @@ def token_offsets(tokenizer: Any, token_ids: Sequence[int]) -> tuple[str, list[t
                 start, reached = next(own)
                 offsets.append((start, reached))
         return text, offsets
-    ends = []
+    offsets, reached = [], 0
     for count in range(1, len(token_ids) + 1):
         prefix = tokenizer.decode(list(token_ids[:count]), skip_special_tokens=True, clean_up_tokenization_spaces=False)
-        ends.append(len(prefix) if text.startswith(prefix) else -1)
-    offsets, reached = [], 0
-    for end in ends:
-        offsets.append((reached, max(reached + 1, end) if end < 0 else max(reached, end)))
-        reached = reached if end < 0 else max(reached, end)
+        if text.startswith(prefix):
+            start, reached = reached, max(reached, len(prefix))
+            offsets.append((start, reached))
+        else:
+            offsets.append((reached, reached + 1))
     return text, offsets
 
 

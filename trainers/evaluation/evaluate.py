@@ -19,6 +19,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from pydantic import TypeAdapter
+
 from ...ds_configs.plan.notebook import result_html
 from ...ds_configs.specs.errors import ConfigError, UsageError
 from ...ds_configs.specs.units import gigabytes
@@ -80,14 +82,12 @@ class TextFacts:
 
     source: str
     seq_len_tokens: int
-    """Longest window."""
     stride_tokens: int
     """From one window's start to the next."""
     windows: int
     available_windows: int
     """Windows of the complete text."""
     predicted_tokens: int
-    """Evaluated tokens."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -178,7 +178,6 @@ class EvalResult:
 
     model: EvalModel
     dtype: str
-    """Type that it computes in."""
     sizes: StoredSizes
     speed: Speed | None = None
     tasks: tuple[TaskScore, ...] = ()
@@ -376,7 +375,7 @@ def _read_baseline(
     if reader.head is None:
         logger.info(f"{baseline.name}: its output head cannot run separately, so both models stay in memory")
         return reader, result
-    stored_bytes = sum(states.numel() * states.element_size() for states in rows.values())
+    stored_bytes = sum(states.nbytes for states in rows.values())
     if stored_bytes >= _LARGE_BYTES:
         logger.info(
             f"{baseline.name}: {gigabytes(stored_bytes)} GB of hidden states are kept on the host; lower --num-samples "
@@ -421,6 +420,7 @@ def _measure_speed_and_tasks(
 
 
 _MEASURES, _RESULTS = "measures.safetensors", "results.json"
+_TASKS: TypeAdapter[TaskRequest | None] = TypeAdapter(TaskRequest | None)
 
 
 def _read_in_ranks(
@@ -431,10 +431,9 @@ def _read_in_ranks(
 
     # Download once for all ranks of this machine.
     directories = [local_directory(model) for model in models]
-    tasks = None
-    if run.tasks is not None:
-        include = run.tasks.include_path
-        tasks = asdict(run.tasks) | {"include_path": None if include is None else str(include.absolute())}
+    tasks = run.tasks
+    if tasks is not None and tasks.include_path is not None:
+        tasks = replace(tasks, include_path=tasks.include_path.absolute())
     job = {
         "models": [[model.local_name, model.role, model.source.revision] for model in models],
         "windows": list(run.batches.windows),
@@ -443,7 +442,7 @@ def _read_in_ranks(
         # Each rank has its own accelerator.
         "device": run.device.partition(":")[0],
         "measure_speeds": run.measure_speeds,
-        "tasks": tasks,
+        "tasks": _TASKS.dump_python(tasks, mode="json"),
     }
     with tempfile.TemporaryDirectory(prefix="shardwright-evaluate-", ignore_cleanup_errors=True) as directory:
         work = Path(directory)
@@ -472,17 +471,11 @@ class EvaluationTask(ShareTask):
     task: Literal["evaluate"] = "evaluate"
 
     def do_share(self, share: Share, work: Path) -> None:
-        """Read this rank's share of the batches."""
         import torch
         from safetensors.torch import save_file
 
         job = self.content
         models = [read_eval_model(name, role, revision=revision) for name, role, revision in job["models"]]
-        tasks = job["tasks"]
-        if tasks is not None:
-            include = tasks["include_path"]
-            paths = {"names": tuple(tasks["names"]), "include_path": None if include is None else Path(include)}
-            tasks = TaskRequest(**{**tasks, **paths})
         parts = {name: job[name] for name in ("batch_size", "dtype", "measure_speeds", "tasks")}
         parts["versions"] = dict(installed_versions())
         if share.is_first_here:
@@ -495,7 +488,7 @@ class EvaluationTask(ShareTask):
             dtype=job["dtype"],
             device=job["device"],
             measure_speeds=job["measure_speeds"],
-            tasks=tasks,
+            tasks=_TASKS.validate_python(job["tasks"]),
             share=share,
         )
         measures, *results = _read_models(models, run, lambda: shared_tokenizer(models))

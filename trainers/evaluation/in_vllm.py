@@ -40,7 +40,6 @@ class EngineResult:
 
     measures: TokenMeasures
     dtype: str
-    """Type that it computes in."""
     device: str
     """`cpu` or `cuda`."""
     speed: Speed | None
@@ -67,8 +66,7 @@ def engine_conflicts(
         fix = "evaluate the baseline in a separate run; pair the window losses in evaluation.json of both runs"
         errors.append(ConfigError(where="--baseline", value=baseline, rule=rule, fix=fix))
     if tasks is not None:
-        rule = "are supported by Transformers only"
-        errors.append(ConfigError(where="--tasks", rule=rule, fix="omit --engine"))
+        errors.append(ConfigError(where="--tasks", rule="are supported by Transformers only", fix="omit --engine"))
     if device is not None:
         rule = "is fixed by the installed vLLM"
         errors.append(ConfigError(where="--device", value=device, rule=rule, fix="omit it"))
@@ -115,7 +113,6 @@ def read_in_vllm(
     measure_speeds: bool,
 ) -> EngineResult:
     """Read every window in vLLM.
-
 
 
     Raises:

@@ -200,8 +200,8 @@ def judged_counts(batch: dict[str, torch.Tensor]) -> list[int]:
 class ModelReader:
     """A causal LM that reads batches.
 
-    The input of its output head is kept, and the head runs on a chunk of tokens at a time, so that [S, V] logits never
-    exist. Where a head cannot be taken out, or does not give the model's own logits, the model's logits are used.
+    The head runs on a chunk of its kept inputs at a time, so [S, V] logits never exist. If the head cannot be
+    separated, or gives other logits than the model, the model's logits are used.
     """
 
     def __init__(self, model: Any, batches: Batches, *, name: str) -> None:
@@ -216,7 +216,6 @@ class ModelReader:
         """How batches were read: by the `head`, by the model's own `logits`, or some each way."""
 
     def answers(self, index: int) -> Answers:
-        """Run the model on one batch."""
         import torch
 
         batch = self._batches[index]
@@ -296,12 +295,12 @@ class TokenMeasures:
 def measure_tokens(
     model: ModelReader, baseline: AnswerSource | None, batches: Batches, *, share: Share = ALONE
 ) -> TokenMeasures:
-    """Return loss, KL and agreement of every judged token; log-probabilities are fp32.
+    """Return loss, KL and agreement of every evaluated token, from fp32 log-probabilities.
 
-    Ranks of a share each read their batches, and all of them get the results of all, in the order of the text.
+    Each rank of a share reads its own batches; all ranks get all results, in the order of the text.
 
     Raises:
-        RefusedInputError: a model's answers are not numbers; names the window and the token.
+        RefusedInputError: a model's outputs are not numbers; names the window and the token.
     """
     import torch
 
