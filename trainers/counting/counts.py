@@ -48,7 +48,6 @@ def count_as_one_process(trainer: Trainer, *, ranks_of_a_sample: int = 1, evalua
     A second call replaces the first.
 
     Args:
-        trainer: A Trainer.
         ranks_of_a_sample: Ranks that read the same samples.
         evaluates: Whether the Trainer evaluates with `prediction_step`, as the stock one does.
     """
@@ -115,8 +114,9 @@ def returns_mean(trainer: Trainer) -> bool:
     config, loss = getattr(model, "config", None), LOSS_MAPPING.get(getattr(model, "loss_type", None))
     if config is not None and loss is LOSS_MAPPING["ForSequenceClassification"]:
         # The losses of regression and of several labels per sample are not divided by a number of labels.
-        is_undivided = config.num_labels == 1 or config.problem_type in ("regression", "multi_label_classification")
-        return is_undivided or not _divides_by_count(type(model).forward)
+        undivided = ("regression", "multi_label_classification")
+        if config.num_labels == 1 or config.problem_type in undivided:
+            return True
     return not _divides_by_count(type(model).forward)
 
 
@@ -189,14 +189,31 @@ class _Counts:
 
     def counting_labels(self, count: Method) -> Method:
         def get_num_items_in_batch(batch_samples: list[Any], device: torch.device) -> Any:
+            import torch
+
             if self._evaluates_a_step:
-                self._items = self._items_of_this_rank(count, batch_samples, device)
+                trainer = self._trainer
+
+                def gather(value: torch.Tensor) -> torch.Tensor:
+                    # As if every rank had the labels of this one, so that losses are means over this rank's labels.
+                    return value.reshape(-1).repeat(trainer.args.world_size)
+
+                with (
+                    patches.applied("evaluated-labels", lambda _: gather, on=trainer.accelerator),
+                    _set(trainer, model_accepts_loss_kwargs=self._counts_labels),
+                ):
+                    self._items = count(batch_samples, device)
                 return _at_least_one(self._items)
             check_streams_of_ranks(self._trainer, len(batch_samples))
             self._tokens = self._count_tokens(batch_samples)
             items = count(batch_samples, device)
-            if self.weighs_means:
-                self._weights = self._mean_weights(batch_samples)
+            if self.weighs_means and all("labels" in batch for batch in batch_samples):
+                own = [self._labels_in(batch) for batch in batch_samples]
+                args = self._trainer.args
+                total = self._trainer.accelerator.gather(torch.tensor(sum(own), device=args.device)).sum()
+                self._weights = mean_weights(own, float(total), ranks=args.world_size)
+            elif self.weighs_means:
+                self._weights = []
             elif items is None:
                 self._check_labels_of_every_rank(batch_samples)
             return _at_least_one(items)
@@ -259,29 +276,23 @@ class _Counts:
         name = getattr(trainer.model, "main_input_name", "input_ids")
         if mode == "no" or not batches or any(name not in batch for batch in batches):
             return []
-        pad_token_id = getattr(trainer.processing_class, "pad_token_id", None)
+        pad = getattr(trainer.processing_class, "pad_token_id", None)
         # All ranks gather the same number of micro-batches, also if the data of one ends before the others'.
         own = torch.zeros((1, max(len(batches), trainer.args.gradient_accumulation_steps), 3), dtype=torch.int64)
         for index, (batch, before) in enumerate(zip(batches, unpadded, strict=True)):
+            inputs, rows, mask = batch[name], trained_rows(batch), batch.get("attention_mask")
             if mode == "all":
                 counts = _padded_tokens(batch, name, before)
+            elif before is not None:
+                counts = (0, 0, before[1])
+            elif mask is not None:
+                counts = (0, 0, int(mask[:rows].sum()))
             else:
-                counts = (0, 0, _real_tokens(batch, name, pad_token_id) if before is None else before[1])
+                counts = (0, 0, int(inputs[:rows].numel() if pad is None else (inputs[:rows] != pad).sum()))
             own[0, index] = torch.tensor(counts)
         gathered = trainer.accelerator.gather(own.to(trainer.args.device)).cpu()
         tokens = gathered[..., 0].sum(0) * gathered[..., 1].amax(0) + gathered[..., 2].sum(0)
         return [int(count) // self._ranks_of_a_sample for count in tokens[: len(batches)]]
-
-    def _mean_weights(self, batches: list[Any]) -> list[float]:
-        """Return `mean_weights` of this rank; nothing if the loss is not a mean over labels."""
-        import torch
-
-        trainer = self._trainer
-        if any("labels" not in batch for batch in batches):
-            return []
-        own = [self._labels_in(batch) for batch in batches]
-        total = trainer.accelerator.gather(torch.tensor(sum(own), device=trainer.args.device)).sum()
-        return mean_weights(own, float(total), ranks=trainer.args.world_size)
 
     def _labels_in(self, batch: Any) -> int:
         """Return the number of labels that a model's loss is the mean over: of tokens, classes, or else samples."""
@@ -388,19 +399,6 @@ class _Counts:
 
         return prediction_step
 
-    def _items_of_this_rank(self, count: Method, batches: list[Any], device: torch.device) -> Any:
-        """Count as if every rank had the labels of this one, so that losses are means over this rank's labels."""
-        ranks = self._trainer.args.world_size
-
-        def gather(value: torch.Tensor) -> torch.Tensor:
-            return value.reshape(-1).repeat(ranks)
-
-        with (
-            patches.applied("evaluated-labels", lambda _: gather, on=self._trainer.accelerator),
-            _set(self._trainer, model_accepts_loss_kwargs=self._counts_labels),
-        ):
-            return count(batches, device)
-
     def _weight(self, step: EvaluationStep) -> Any:
         """Return the number of labels that the loss of a batch is the mean over: tokens, classes, or else samples."""
         from accelerate.utils import find_batch_size
@@ -471,14 +469,6 @@ def _padded_tokens(batch: Any, name: str, unpadded: tuple[int, int] | None) -> t
     # One process pads the rows that count to the longest of them.
     longest = int(mask[:trained].sum(1).max()) if trained and mask is not None and mask.dim() == 2 else tokens // rows
     return trained, longest if trained else 0, 0
-
-
-def _real_tokens(batch: Any, name: str, pad_token_id: int | None) -> int:
-    """Return the number of tokens that are not padding."""
-    inputs, rows = batch[name], trained_rows(batch)
-    if (mask := batch.get("attention_mask")) is not None:
-        return int(mask[:rows].sum())
-    return int(inputs[:rows].numel() if pad_token_id is None else (inputs[:rows] != pad_token_id).sum())
 
 
 @contextmanager

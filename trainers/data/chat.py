@@ -27,8 +27,8 @@ def special_prefix(tokenizer: Any) -> list[int]:
     """Return the tokens that the tokenizer adds before a text, such as its beginning-of-sequence token."""
     with_special = tokenizer("a")["input_ids"]
     plain = tokenizer("a", add_special_tokens=False)["input_ids"]
-    for start, length in ((start, len(plain)) for start in range(len(with_special))):
-        if with_special[start : start + length] == plain:
+    for start in range(len(with_special)):
+        if with_special[start : start + len(plain)] == plain:
             return list(with_special[:start])
     return []
 
@@ -62,7 +62,6 @@ def encode_chat(
     special tokens.
 
     Args:
-        tokenizer: A tokenizer with a chat template.
         messages: Each with `role` and `content`, or `from` and `value`.
         first_labelled: Messages before this index are the prompt, whatever their role.
         where: Name of the conversation in errors.
@@ -83,10 +82,17 @@ def encode_chat(
     template = tokenizer.chat_template
     if not template:
         rule = "conversations need a chat template, which the tokenizer does not have"
-        raise UsageError(
-            ConfigError(where=where, rule=rule, fix="use the tokenizer of a chat model, or a column `text`")
-        )
-    turns = [_normalised(message, where) for message in messages]
+        fix = "use the tokenizer of a chat model, or a column `text`"
+        raise UsageError(ConfigError(where=where, rule=rule, fix=fix))
+    turns: list[dict[str, Any]] = []
+    for message in messages:
+        role = next((message[key] for key in _ROLE_KEYS if message.get(key)), None)
+        content = next((message[key] for key in _CONTENT_KEYS if message.get(key) is not None), None)
+        if role is None or content is None:
+            rule, fix = "each message needs a role and a content", 'for example {"role": "user", "content": …}'
+            raise UsageError(ConfigError(where=where, value=dict(message), rule=rule, fix=fix))
+        further = {key: value for key, value in message.items() if key not in (*_ROLE_KEYS, *_CONTENT_KEYS) and value}
+        turns.append({"role": _ROLES.get(str(role), str(role)), "content": content, **further})
     text = template if isinstance(template, str) else tokenizer.get_chat_template()
     if _MARKS_ASSISTANT.search(text):
         encoded = render(turns, tokenize=True, return_dict=True, return_assistant_tokens_mask=True)
@@ -126,13 +132,3 @@ def encode_chat(
         inside = stop > start and any(left <= start and stop <= right for left, right in spans)
         labels.append(token if inside else IGNORED_LABEL)
     return ids, labels
-
-
-def _normalised(message: Message, where: str) -> dict[str, Any]:
-    role = next((message[key] for key in _ROLE_KEYS if message.get(key)), None)
-    content = next((message[key] for key in _CONTENT_KEYS if message.get(key) is not None), None)
-    if role is None or content is None:
-        rule, fix = "each message needs a role and a content", 'for example {"role": "user", "content": …}'
-        raise UsageError(ConfigError(where=where, value=dict(message), rule=rule, fix=fix))
-    further = {key: value for key, value in message.items() if key not in (*_ROLE_KEYS, *_CONTENT_KEYS) and value}
-    return {"role": _ROLES.get(str(role), str(role)), "content": content, **further}

@@ -41,7 +41,6 @@ class StartingModel:
     tokenizer: str | None = None
     """Hub id or directory of another tokenizer; `None` for that of the model."""
     random_weights: bool = False
-    """Whether weights are initialised randomly instead of loaded."""
     method: str = "full"
     """`full`, `lora` or `qlora`, which loads weights in 4 bits."""
 

@@ -7,7 +7,7 @@ import json
 import tempfile
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import partial
 from itertools import chain, islice
@@ -33,9 +33,7 @@ class SampleStatistics:
     source: str
     """The dataset as the user wrote it."""
     kind: Kind
-    """Columns of the rows."""
     rows: int
-    """Number of rows that were read."""
     empty_rows: int
     """Rows without text, which were skipped."""
     unlabelled_rows: int
@@ -43,9 +41,7 @@ class SampleStatistics:
     cut_rows: int
     """Rows longer than `seq_len`, which were truncated."""
     train_samples: int
-    """Training samples."""
     evaluation_samples: int
-    """Evaluation samples."""
     train_tokens: int
     """Training tokens, without padding."""
     train_labels: int
@@ -68,7 +64,6 @@ class Samples:
     evaluation: list[Sample]
     """Evaluation samples, from rows that are not trained on."""
     statistics: SampleStatistics
-    """Counts of the rows that were read."""
     kept: object = None
     """Owner of the file of `train`, if it is on disk; the file is deleted with it."""
 
@@ -99,7 +94,6 @@ def load_samples(
     seq_len: int,
     packing: bool = True,
     split: str = "train",
-    limit: int | None = None,
     revision: str | None = None,
     seed: int = 0,
     evaluation_fraction: float = 0.05,
@@ -118,12 +112,9 @@ def load_samples(
     Args:
         source: `ID[:config][#N]` of the Hub, a `.jsonl`, `.json`, `.csv`, `.parquet` or `.txt` file, a directory of
             such files, or `python-help`.
-        tokenizer: Tokenizer, whose template renders conversations.
+        tokenizer: Its template renders conversations.
         seq_len: Largest sample length in tokens.
         packing: Whether plain text is joined.
-        split: Split of a Hub dataset.
-        limit: Largest number of rows to read; `#N` of the source applies too.
-        revision: Branch, tag or commit of a Hub dataset.
         seed: Selects the evaluation rows.
         evaluation_fraction: Share of evaluation rows, 0 to below 1; 0 for none.
         text_column: Column that is read as `text`; other columns are ignored.
@@ -131,10 +122,7 @@ def load_samples(
     Raises:
         UsageError: the dataset does not exist, has no text, is shorter than one sample, or all labels are masked.
     """
-    parsed = parse_source(source)
-    if limit is not None:
-        parsed = replace(parsed, limit=limit if parsed.limit is None else min(limit, parsed.limit))
-    rows: list[Row] = list(read_rows(parsed, split=split, revision=revision))
+    rows: list[Row] = list(read_rows(parse_source(source), split=split, revision=revision))
     if text_column is not None:
         check_text_column(source, rows, text_column)
         rows = [{"text": row.get(text_column)} for row in rows]
@@ -151,12 +139,12 @@ def load_samples(
     if not train:
         if kind == "text":
             rule = f"its text is shorter than one sample of seq_len = {seq_len} tokens"
-            raise UsageError(
-                ConfigError(where="dataset", value=source, rule=rule, fix="lower --seq-len, or add more text")
-            )
-        speaker = "the assistant" if kind == "messages" else "the completion"
-        rule = f"every label is masked: no row of {len(filled)} has text of {speaker} within seq_len = {seq_len} tokens"
-        fix = "raise --seq-len, or check the roles in the rows"
+            fix = "lower --seq-len, or add more text"
+        else:
+            speaker = "the assistant" if kind == "messages" else "the completion"
+            rule = f"every label is masked: no row of {len(filled)} has text of {speaker} within seq_len = {seq_len} "
+            rule += "tokens"
+            fix = "raise --seq-len, or check the roles in the rows"
         raise UsageError(ConfigError(where="dataset", value=source, rule=rule, fix=fix))
     statistics = SampleStatistics(
         source=source,
@@ -270,42 +258,37 @@ class SampleMaker:
 
     def __call__(self, rows: Iterable[Row]) -> Iterator[Sample]:
         """Yield samples of at most `seq_len` tokens; rows are read as samples are requested."""
+        tokenizer, seq_len = self._tokenizer, self._seq_len
         if self._kind == "text":
-            tokenizer = self._tokenizer
             before, after = special_prefix(tokenizer), special_suffix(tokenizer)
             documents = (
                 [*before, *tokenizer(row["text"], add_special_tokens=False)["input_ids"], *after] for row in rows
             )
-            for tokens in (joined_pieces if self._packing else _pieces)(documents, self._seq_len):
+            pieces = (
+                document[start : start + seq_len]
+                for document in documents
+                for start in range(0, len(document), seq_len)
+                if min(seq_len, len(document) - start) > 1
+            )
+            for tokens in joined_pieces(documents, seq_len) if self._packing else pieces:
                 # Labels are a copy, so that masking a label does not change the tokens.
                 yield {"input_ids": tokens, "labels": list(tokens)}
             return
         for index, row in enumerate(rows):
-            ids, labels = self._encoded(row, index)
-            self.cut += len(ids) > self._seq_len
-            ids, labels = ids[: self._seq_len], labels[: self._seq_len]
+            where, prompt, completion = f"{self._source}[{index}]", row.get("prompt"), row.get("completion")
+            if self._kind == "messages":
+                ids, labels = encode_chat(tokenizer, _messages(row), where=where)
+            elif isinstance(prompt, list) and isinstance(completion, list):
+                ids, labels = encode_chat(tokenizer, [*prompt, *completion], first_labelled=len(prompt), where=where)
+            else:
+                ids, labels = encode_completion(tokenizer, str(prompt), str(completion))
+            self.cut += len(ids) > seq_len
+            ids, labels = ids[:seq_len], labels[:seq_len]
             # The first token is never predicted.
             if any(label != IGNORED_LABEL for label in labels[1:]):
                 yield {"input_ids": ids, "labels": labels}
             else:
                 self.unlabelled += 1
-
-    def _encoded(self, row: Row, index: int) -> tuple[list[int], list[int]]:
-        where = f"{self._source}[{index}]"
-        if self._kind == "messages":
-            return encode_chat(self._tokenizer, _messages(row), where=where)
-        prompt, completion = row["prompt"], row["completion"]
-        if isinstance(prompt, list) and isinstance(completion, list):
-            return encode_chat(self._tokenizer, [*prompt, *completion], first_labelled=len(prompt), where=where)
-        return encode_completion(self._tokenizer, str(prompt), str(completion))
-
-
-def _pieces(documents: Iterable[list[int]], seq_len: int) -> Iterator[list[int]]:
-    for document in documents:
-        for start in range(0, len(document), seq_len):
-            tokens = document[start : start + seq_len]
-            if len(tokens) > 1:
-                yield tokens
 
 
 def streamed_samples(
@@ -319,7 +302,7 @@ def streamed_samples(
 
     Args:
         settings: Dataset, sequence length and packing; `evaluation_fraction` is ignored.
-        tokenizer: Tokenizer, whose template renders conversations.
+        tokenizer: Its template renders conversations.
         train_samples: Largest number of training samples.
         evaluation_samples: Number of evaluation samples; 0 for none.
         part: Part of the training rows to read. All readers have the same head, that of the complete dataset.
@@ -327,6 +310,9 @@ def streamed_samples(
     Raises:
         UsageError: as `load_samples`, or the dataset ends before the first training sample.
     """
+    from datasets import Dataset, Features, List, Value
+    from datasets.arrow_writer import ArrowWriter
+
     source = settings.dataset
     read = partial(
         read_rows,
@@ -347,8 +333,16 @@ def streamed_samples(
     if part != WHOLE:
         rows.stream = read(part=part)
     directory = tempfile.TemporaryDirectory(prefix="shardwright-stream-", ignore_cleanup_errors=True)
-    train, tokens, labels = _on_disk(islice(make(rows.rest()), train_samples), Path(directory.name))
-    if not len(train):
+    tokens = labels = 0
+    file = str(Path(directory.name) / "train.arrow")
+    features = Features({name: List(Value("int64")) for name in ("input_ids", "labels")})
+    with ArrowWriter(path=file, features=features) as writer:
+        for sample in islice(make(rows.rest()), train_samples):
+            tokens += len(sample["input_ids"])
+            labels += sum(label != IGNORED_LABEL for label in sample["labels"])
+            writer.write(sample)
+        count, _ = writer.finalize()
+    if not count:
         rule = f"ends after {rows.read} rows, before the first training sample of seq_len = {settings.seq_len}"
         fix = "lower --seq-len or --evaluation-samples, or omit --streaming"
         raise UsageError(ConfigError(where="dataset", value=source, rule=rule, fix=fix))
@@ -359,13 +353,13 @@ def streamed_samples(
         empty_rows=rows.empty,
         unlabelled_rows=make.unlabelled,
         cut_rows=make.cut,
-        train_samples=len(train),
+        train_samples=count,
         evaluation_samples=len(evaluation),
         train_tokens=tokens,
         train_labels=labels,
         machines=part.count,
     )
-    return replace(Samples(train=train, evaluation=evaluation, statistics=statistics), kept=directory)
+    return Samples(train=Dataset.from_file(file), evaluation=evaluation, statistics=statistics, kept=directory)
 
 
 class _Rows:
@@ -385,13 +379,11 @@ class _Rows:
         return ({"text": row.get(column)} if column is not None else row for row in rows)
 
     def head(self) -> Iterator[Row]:
-        """Yield evaluation rows."""
         for row in self._filled():
             self._head.add(digest_of(row, self._settings.seed))
             yield row
 
     def rest(self) -> Iterator[Row]:
-        """Yield the rows after the head."""
         return (row for row in self._filled() if digest_of(row, self._settings.seed) not in self._head)
 
     def _filled(self) -> Iterator[Row]:
@@ -401,23 +393,6 @@ class _Rows:
                 yield row
             else:
                 self.empty += 1
-
-
-def _on_disk(samples: Iterator[Sample], directory: Path) -> tuple[Any, int, int]:
-    """Write samples to a file; return them mapped from it, and the number of their tokens and labels."""
-    from datasets import Dataset, Features, List, Value
-    from datasets.arrow_writer import ArrowWriter
-
-    tokens = labels = 0
-    features = Features({name: List(Value("int64")) for name in ("input_ids", "labels")})
-    file = str(directory / "train.arrow")
-    with ArrowWriter(path=file, features=features) as writer:
-        for sample in samples:
-            tokens += len(sample["input_ids"])
-            labels += sum(label != IGNORED_LABEL for label in sample["labels"])
-            writer.write(sample)
-        count, _ = writer.finalize()
-    return (Dataset.from_file(file) if count else []), tokens, labels
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -435,13 +410,10 @@ class DividedSamples:
     """
 
     own_samples: Sequence[Sample]
-    """Samples on this machine."""
     machine: int
     """Index of this machine, from 0."""
     machines: int
-    """Number of machines."""
     ranks_per_machine: int
-    """Ranks on each machine."""
     batch_size: int
     """Samples per batch of a rank."""
     count: int

@@ -109,9 +109,7 @@ class Part:
     """Part of a dataset for one of several readers, which together read each row once."""
 
     index: int = 0
-    """Index of the part, from 0."""
     count: int = 1
-    """Number of parts."""
 
 
 WHOLE = Part()
@@ -205,7 +203,16 @@ def _file_rows(path: Path) -> Iterator[Row]:
         elif path.suffix == ".csv":
             yield from _csv_rows(path)
         elif path.suffix == ".parquet":
-            yield from _parquet_rows(path)
+            import pyarrow  # type: ignore[import-untyped]
+            from pyarrow import parquet
+
+            try:
+                with parquet.ParquetFile(path) as file:
+                    for batch in file.iter_batches(batch_size=1024):
+                        yield from batch.to_pylist()
+            except (pyarrow.ArrowException, OSError) as error:
+                rule = f"is not readable Parquet ({' '.join(str(error).split())})"
+                raise UsageError(ConfigError(where="dataset", value=str(path), rule=rule)) from None
         elif path.suffix == ".jsonl":
             with path.open(encoding="utf-8") as lines:
                 for number, line in enumerate(lines, start=1):
@@ -251,22 +258,7 @@ def _row(value: object, where: str) -> Row:
     return value
 
 
-def _parquet_rows(path: Path) -> Iterator[Row]:
-    import pyarrow  # type: ignore[import-untyped]
-    from pyarrow import parquet
-
-    try:
-        with parquet.ParquetFile(path) as file:
-            for batch in file.iter_batches(batch_size=1024):
-                yield from batch.to_pylist()
-    except (pyarrow.ArrowException, OSError) as error:
-        detail = " ".join(str(error).split())
-        rule = f"is not readable Parquet ({detail})"
-        raise UsageError(ConfigError(where="dataset", value=str(path), rule=rule)) from None
-
-
 def _hub_rows(source: Source, *, split: str, revision: str | None, streaming: bool, part: Part) -> Iterator[Row]:
-    """Yield the rows of a Hub dataset."""
     from datasets import IterableDataset, load_dataset
     from datasets.data_files import EmptyDatasetError
     from datasets.exceptions import DatasetNotFoundError, DatasetsError
@@ -277,28 +269,29 @@ def _hub_rows(source: Source, *, split: str, revision: str | None, streaming: bo
         if isinstance(dataset, IterableDataset) and dataset.num_shards >= part.count:
             dataset, part = dataset.shard(part.count, part.index, contiguous=False), WHOLE
         yield from _every(dataset, part)
+        return
     except DatasetNotFoundError as error:
+        rule = one_line(error)
         fix = f"check the id, log in for a gated dataset, or pass a file, a directory or {PYTHON_HELP}"
-        raise UsageError(ConfigError(where="dataset", value=source.name, rule=_one_line(error), fix=fix)) from None
     except EmptyDatasetError:
         rule, fix = "has no data files on the Hub", f"pass another dataset, a file, a directory or {PYTHON_HELP}"
-        raise UsageError(ConfigError(where="dataset", value=source.name, rule=rule, fix=fix)) from None
     except (ValueError, DatasetsError) as error:
+        rule, fix = one_line(error), ""
         # datasets 5.2.0 reports 'Instruction "NAME" corresponds to no data!' for an empty split.
         if "corresponds to no data" in str(error):
             rule, fix = f"its split {split} has no rows", "pass another split, or a file"
-            raise UsageError(ConfigError(where="dataset", value=source.name, rule=rule, fix=fix)) from None
-        raise UsageError(ConfigError(where="dataset", value=source.name, rule=_one_line(error))) from None
     except unreachable as error:
-        if "scripts are no longer supported" in str(error):
-            rule = "needs a script, which would run code of its repository"
-            fix = "use the Parquet files of the Hub, if it has converted them: --dataset-revision refs/convert/parquet"
-            raise UsageError(ConfigError(where="dataset", value=source.name, rule=rule, fix=fix)) from None
-        fix = "; HF_HUB_OFFLINE is set: unset it, or pass a file" if "OfflineMode" in str(error) else ""
-        raise ShardwrightError(f"dataset {source.name}: the Hub cannot be reached ({_one_line(error)}){fix}") from None
+        if "scripts are no longer supported" not in str(error):
+            fix = "; HF_HUB_OFFLINE is set: unset it, or pass a file" if "OfflineMode" in str(error) else ""
+            rule = f"the Hub cannot be reached ({one_line(error)})"
+            raise ShardwrightError(f"dataset {source.name}: {rule}{fix}") from None
+        rule = "needs a script, which would run code of its repository"
+        fix = "use the Parquet files of the Hub, if it has converted them: --dataset-revision refs/convert/parquet"
+    raise UsageError(ConfigError(where="dataset", value=source.name, rule=rule, fix=fix))
 
 
-def _one_line(error: Exception) -> str:
+def one_line(error: Exception) -> str:
+    """Return the text of an error, or its type, as one line of at most 300 characters."""
     text = " ".join(str(error).split()) or type(error).__name__
     return text if len(text) <= 300 else f"{text[:297]}..."
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from bisect import bisect
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from functools import cache
 from itertools import pairwise
 from typing import Any
@@ -28,31 +28,23 @@ def aligned_spans(student: Boundaries, teacher: Boundaries, text: str) -> list[S
     Tokenizers assign white space to different sides of a boundary. Boundaries that differ only by white space count as
     common too, where a span would otherwise be longer.
     """
+    exact = sorted(student.keys() & teacher.keys())
+    # The last position of each end of visible text, between the common ones.
+    own, taught = (
+        {_visible_end(position, text): position for position in sorted(sides.keys() - exact)}
+        for sides in (student, teacher)
+    )
+    exact_ends = {_visible_end(position, text) for position in exact}
+    common = [(position, position) for position in exact]
+    for end in own.keys() & taught.keys() - exact_ends:
+        if bisect(exact, own[end]) == bisect(exact, taught[end]):
+            common.append((own[end], taught[end]))
     spans = []
-    for (own_start, taught_start), (own_end, taught_end) in pairwise(_common(student, teacher, text)):
+    for (own_start, taught_start), (own_end, taught_end) in pairwise(sorted(common)):
         span = (student[own_start][1], student[own_end][0], teacher[taught_start][1], teacher[taught_end][0])
         if span[0] < span[1] and span[2] < span[3]:
             spans.append(span)
     return spans
-
-
-def _common(student: Boundaries, teacher: Boundaries, text: str) -> list[tuple[int, int]]:
-    """Return pairs of positions: equal ones, and between them those that differ only by white space."""
-    exact = sorted(student.keys() & teacher.keys())
-    own, taught = (_by_visible_end(boundaries.keys() - exact, text) for boundaries in (student, teacher))
-    between = [(own[end], taught[end]) for end in sorted(own.keys() & taught.keys())]
-    ends = {_visible_end(position, text) for position in exact}
-    found = [(position, position) for position in exact]
-    for pair in between:
-        follows = [bisect(exact, position) for position in pair]
-        if follows[0] == follows[1] and _visible_end(pair[0], text) not in ends:
-            found.append(pair)
-    return sorted(found)
-
-
-def _by_visible_end(positions: Iterable[int], text: str) -> dict[int, int]:
-    """Return the last position for each end of visible text."""
-    return {_visible_end(position, text): position for position in sorted(positions)}
 
 
 def _visible_end(position: int, text: str) -> int:
@@ -71,16 +63,16 @@ def boundaries(offsets: Sequence[tuple[int, int]], text: str) -> Boundaries:
     for index in range(len(offsets) - 1, -1, -1):
         start, end = offsets[index]
         latest[index] = latest[index + 1] if start == end else min(start, latest[index + 1])
-    found: Boundaries = {0: (0, 0)}
+    by_position: Boundaries = {0: (0, 0)}
     reached = 0
     for index, (start, end) in enumerate(offsets):
         empty = start == end
         reached = reached if empty else max(reached, end)
         if latest[index + 1] < reached:
             continue
-        before = found[reached][0] if empty and reached in found else index + 1
-        found[reached] = (before, index + 1)
-    return found
+        before = by_position[reached][0] if empty and reached in by_position else index + 1
+        by_position[reached] = (before, index + 1)
+    return by_position
 
 
 def token_offsets(tokenizer: Any, token_ids: Sequence[int]) -> tuple[str, list[tuple[int, int]]]:
@@ -103,14 +95,14 @@ def token_offsets(tokenizer: Any, token_ids: Sequence[int]) -> tuple[str, list[t
                 start, reached = next(own)
                 offsets.append((start, reached))
         return text, offsets
-    ends = []
+    offsets, reached = [], 0
     for count in range(1, len(token_ids) + 1):
         prefix = tokenizer.decode(list(token_ids[:count]), skip_special_tokens=True, clean_up_tokenization_spaces=False)
-        ends.append(len(prefix) if text.startswith(prefix) else -1)
-    offsets, reached = [], 0
-    for end in ends:
-        offsets.append((reached, max(reached + 1, end) if end < 0 else max(reached, end)))
-        reached = reached if end < 0 else max(reached, end)
+        if text.startswith(prefix):
+            start, reached = reached, max(reached, len(prefix))
+            offsets.append((start, reached))
+        else:
+            offsets.append((reached, reached + 1))
     return text, offsets
 
 
@@ -135,20 +127,20 @@ def token_bytes(tokenizer: Any) -> dict[bytes, int]:
     backend = getattr(tokenizer, "backend_tokenizer", None)
     byte_level = backend is not None and "ByteLevel" in backend.to_str()
     characters = _byte_characters()
-    found: dict[bytes, int] = {}
+    ids_by_bytes: dict[bytes, int] = {}
     bytes_without_a_piece: dict[bytes, int] = {}
     for token, index in tokenizer.get_vocab().items():
         if index in special:
             continue
         if byte_level and all(character in characters for character in token):
-            found[bytes(characters[character] for character in token)] = index
+            ids_by_bytes[bytes(characters[character] for character in token)] = index
         elif not byte_level:
             fallback = _BYTE_PIECE.fullmatch(token)
             if fallback is None:
-                found[token.replace("\u2581", " ").encode()] = index
+                ids_by_bytes[token.replace("\u2581", " ").encode()] = index
             else:
                 bytes_without_a_piece[bytes.fromhex(fallback[1])] = index
-    return bytes_without_a_piece | found
+    return bytes_without_a_piece | ids_by_bytes
 
 
 def shared_vocabulary(student_tokenizer: Any, teacher_tokenizer: Any) -> tuple[list[int], list[int]]:
@@ -169,27 +161,14 @@ def agreed_vocab_size(student_tokenizer: Any, teacher_tokenizer: Any) -> int:
     Raises:
         UsageError: the tokenizers differ; reports the first difference.
     """
-    error = tokenizer_error(student_tokenizer, teacher_tokenizer)
-    if error is not None:
-        raise UsageError(error)
-    largest: int = max(student_tokenizer.get_vocab().values())
-    return largest + 1
-
-
-def tokenizer_error(student_tokenizer: Any, teacher_tokenizer: Any) -> ConfigError | None:
-    """Return the first difference of two tokenizers; `None` if they are equal."""
-    fix = "use models of one family, or --cross-tokenizer"
-    own = {index: token for token, index in student_tokenizer.get_vocab().items()}
-    other = {index: token for token, index in teacher_tokenizer.get_vocab().items()}
+    tokenizers = (student_tokenizer, teacher_tokenizer)
+    own, other = ({index: token for token, index in tokenizer.get_vocab().items()} for tokenizer in tokenizers)
     first = next((index for index in sorted(own.keys() | other.keys()) if own.get(index) != other.get(index)), None)
+    split = [tokenizer(PROBE_TEXT, add_special_tokens=False)["input_ids"] for tokenizer in tokenizers]
     if first is not None:
         rule = f"token {first} is {own.get(first)!r} for the student and {other.get(first)!r} for the teacher"
-        return ConfigError(where="tokenizer", rule=rule, fix=fix)
-    split = [
-        tokenizer(PROBE_TEXT, add_special_tokens=False)["input_ids"]
-        for tokenizer in (student_tokenizer, teacher_tokenizer)
-    ]
-    if split[0] != split[1]:
+    elif split[0] != split[1]:
         rule = f"the student's splits a text into {len(split[0])} tokens, and the teacher's otherwise, {len(split[1])}"
-        return ConfigError(where="tokenizer", rule=rule, fix=fix)
-    return None
+    else:
+        return int(max(own)) + 1
+    raise UsageError(ConfigError(where="tokenizer", rule=rule, fix="use models of one family, or --cross-tokenizer"))

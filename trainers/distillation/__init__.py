@@ -26,22 +26,17 @@ __all__ = [
     "TeacherCache",
 ]
 
-_HOMES = {
-    "AttentionTerm": ".feature_matching",
-    "CLIPDistillationTrainer": ".clip_trainer",
-    "CachedTeacherDataset": ".cache.teacher_cache",
-    "ClipDistillationConfig": ".clip_trainer",
-    "DistillationConfig": ".config",
-    "DistillationTrainer": ".trainer",
-    "HiddenStateTerm": ".feature_matching",
-    "OnPolicy": ".config",
-    "Schedule": ".config",
-    "SelfTeacher": ".config",
-    "TeacherCache": ".cache.teacher_cache",
+_MODULES = {
+    ".cache.teacher_cache": ("CachedTeacherDataset", "TeacherCache"),
+    ".clip_trainer": ("CLIPDistillationTrainer", "ClipDistillationConfig"),
+    ".config": ("DistillationConfig", "OnPolicy", "Schedule", "SelfTeacher"),
+    ".feature_matching": ("AttentionTerm", "HiddenStateTerm"),
+    ".trainer": ("DistillationTrainer",),
 }
 
 
 def __getattr__(name: str) -> Any:
-    if name in _HOMES:
-        return getattr(import_module(_HOMES[name], __name__), name)
+    for module, names in _MODULES.items():
+        if name in names:
+            return getattr(import_module(module, __name__), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -12,6 +12,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as functional
 from torch.autograd.function import FunctionCtx
 from transformers import PreTrainedModel, Trainer, TrainingArguments
@@ -76,8 +77,6 @@ def gather_rows(local_bD: torch.Tensor) -> torch.Tensor:
     The backward pass adds the gradients of all ranks' losses for this rank's rows. Every rank computes the loss of the
     full batch, so an engine that then averages the ranks' gradients gives exactly the gradient of one process.
     """
-    import torch.distributed as dist
-
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return local_bD
     gathered: torch.Tensor = _GatherRows.apply(local_bD)
@@ -87,8 +86,6 @@ def gather_rows(local_bD: torch.Tensor) -> torch.Tensor:
 class _GatherRows(torch.autograd.Function):
     @staticmethod
     def forward(ctx: FunctionCtx, local_bD: torch.Tensor) -> torch.Tensor:
-        import torch.distributed as dist
-
         parts = [torch.empty_like(local_bD.contiguous()) for _ in range(dist.get_world_size())]
         dist.all_gather(parts, local_bD.contiguous())
         ctx.rows = len(local_bD)
@@ -96,8 +93,6 @@ class _GatherRows(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: FunctionCtx, gradient_BD: torch.Tensor) -> torch.Tensor:
-        import torch.distributed as dist
-
         # A copy, because autograd may pass the same gradient to other functions.
         summed = gradient_BD.clone(memory_format=torch.contiguous_format)
         dist.all_reduce(summed)
@@ -131,11 +126,7 @@ class ClipDistillationConfig:
     """τ of `similarity_loss`."""
 
     def __post_init__(self) -> None:
-        """Check all values.
-
-        Raises:
-            UsageError: all errors together.
-        """
+        """Raise a `UsageError` with all errors."""
         errors = [
             ConfigError(where=field.name, value=getattr(self, field.name), rule="must be at least 0")
             for field in fields(self)
@@ -162,8 +153,8 @@ class Alignment(torch.nn.Module):
 
     def forward(self, images_bD: torch.Tensor, texts_bD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return both embeddings with the teacher's width, normalised, in fp32."""
-        normalise = torch.nn.functional.normalize
-        return normalise(self.image(images_bD).float(), dim=-1), normalise(self.text(texts_bD).float(), dim=-1)
+        images, texts = self.image(images_bD).float(), self.text(texts_bD).float()
+        return functional.normalize(images, dim=-1), functional.normalize(texts, dim=-1)
 
 
 class CLIPDistillationTrainer(Trainer):

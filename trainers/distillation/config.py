@@ -98,11 +98,7 @@ class DistillationConfig:
     """Log KL, agreement, overlap and both cross-entropies."""
 
     def __post_init__(self) -> None:
-        """Check all values.
-
-        Raises:
-            UsageError: all errors together.
-        """
+        """Raise a `UsageError` with all errors."""
         errors = []
 
         def check(where: str, value: object, holds: bool, rule: str, fix: str = "") -> None:

@@ -53,11 +53,7 @@ class HiddenStateTerm:
     """Learning rate of the projectors; `None`: the student's."""
 
     def __post_init__(self) -> None:
-        """Check all values together.
-
-        Raises:
-            UsageError: all errors.
-        """
+        """Raise a `UsageError` with all errors."""
         name, rate = "hidden_states", self.projector_learning_rate
         errors = _term_errors(name, self, {"kind": HiddenStateKind}, get_args(LayerMapKind))
         if rate is not None and not 0 < rate < math.inf:
@@ -86,11 +82,7 @@ class AttentionTerm:
     (student layer, teacher layer), counted from 1."""
 
     def __post_init__(self) -> None:
-        """Check all values together.
-
-        Raises:
-            UsageError: all errors.
-        """
+        """Raise a `UsageError` with all errors."""
         choices = {"kind": Literal["relations", "scores"], "heads": HeadMatching}
         errors = _term_errors("attention", self, choices, ("last", "uniform"))
         tensors, relations = get_args(AttentionTensor), self.relations
@@ -106,7 +98,6 @@ class AttentionTerm:
 
     @property
     def tensors(self) -> tuple[AttentionTensor, ...]:
-        """Tensors to capture."""
         return self.relations if self.kind == "relations" else ("query", "key")
 
 
@@ -287,7 +278,6 @@ def save_projectors(state_dict: dict[str, torch.Tensor], prefix: str, directory:
 
 
 def load_projectors(projectors: torch.nn.Module, directory: str) -> None:
-    """Read the projectors of a checkpoint."""
     file = Path(directory) / FILE_NAME
     if file.is_file():
         projectors.load_state_dict(load_tensors(file))

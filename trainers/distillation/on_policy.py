@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from ...ds_configs.specs.errors import ConfigError, UsageError
 from ..data.chat import IGNORED_LABEL
+from ..data.samples import collate
 from .config import OnPolicy
 
 if TYPE_CHECKING:
@@ -57,18 +58,11 @@ def prompts_of(batch: dict[str, Any], prompt_tokens: int | None) -> list[list[in
 
 def completed_batch(prompts: list[list[int]], completions: list[list[int]], pad_token_id: int) -> dict[str, Any]:
     """Return right-padded `input_ids`, `attention_mask` and `labels` with the prompts masked, each [B, S]."""
-    import torch
-
-    longest = max(len(prompt) + len(completion) for prompt, completion in zip(prompts, completions, strict=True))
-    ids_BS = torch.full((len(prompts), longest), pad_token_id)
-    labels_BS = torch.full((len(prompts), longest), IGNORED_LABEL)
-    mask_BS = torch.zeros(len(prompts), longest, dtype=torch.long)
-    for row, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
-        tokens = [*prompt, *completion]
-        ids_BS[row, : len(tokens)] = torch.tensor(tokens)
-        labels_BS[row, len(prompt) : len(tokens)] = torch.tensor(completion, dtype=torch.long)
-        mask_BS[row, : len(tokens)] = 1
-    return {"input_ids": ids_BS, "attention_mask": mask_BS, "labels": labels_BS}
+    samples = [
+        {"input_ids": [*prompt, *completion], "labels": [IGNORED_LABEL] * len(prompt) + completion}
+        for prompt, completion in zip(prompts, completions, strict=True)
+    ]
+    return collate(samples, pad_token_id=pad_token_id)
 
 
 def generate(
@@ -89,7 +83,6 @@ def generate(
     import torch
 
     sampling = {name: getattr(config, name) for name in ("max_new_tokens", "temperature", "top_p", "top_k")}
-
     pad = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
     longest = max(len(prompt) for prompt in prompts)
     ids_BS = torch.tensor([[pad] * (longest - len(prompt)) + prompt for prompt in prompts], device=device)

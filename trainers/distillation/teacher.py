@@ -60,6 +60,8 @@ def check_arguments(
         UsageError: all errors together.
     """
     errors = []
+    # A Transformers model has a `model` too: itself without its head.
+    model = teacher.model if hasattr(teacher, "gathered_head") else teacher
 
     def reject(where: str, rule: str, fix: str = "", value: object = None) -> None:
         errors.append(ConfigError(where=where, value=value, rule=rule, fix=fix))
@@ -90,10 +92,9 @@ def check_arguments(
                 reject("cross_tokenizer", "a cache has distributions of one tokenizer")
             if isinstance(distillation.temperature, Schedule):
                 reject("temperature", "a cache has fixed temperatures", "use one of them")
-        model = teacher.model if hasattr(teacher, "gathered_head") else teacher
         if hasattr(model, "named_parameters") and hasattr(student, "parameters"):
-            own = {id(parameter) for parameter in student.parameters()}
-            shared = [name for name, parameter in model.named_parameters() if id(parameter) in own]
+            student_ids = {id(parameter) for parameter in student.parameters()}
+            shared = [name for name, parameter in model.named_parameters() if id(parameter) in student_ids]
             if shared:
                 # Freezing the teacher would freeze the student.
                 rule = f"shares {len(shared)} tensors with the student, such as {shared[0]}, which then could not train"
@@ -103,17 +104,13 @@ def check_arguments(
         raise UsageError(errors)
     if teacher is None or distillation.is_plain_training:
         return
-    # A Transformers model has a `model` too: itself without its head.
-    models = [student, teacher.model if hasattr(teacher, "gathered_head") else teacher]
-    if all(hasattr(model, "num_parameters") for model in models):
-        own_size, teacher_size = (
-            sum(int(getattr(parameter, "ds_numel", parameter.numel())) for parameter in model.parameters())
-            for model in models
+    if hasattr(student, "num_parameters") and hasattr(model, "num_parameters"):
+        own, other = (
+            sum(int(getattr(parameter, "ds_numel", parameter.numel())) for parameter in each.parameters())
+            for each in (student, model)
         )
-        if own_size > teacher_size:
-            note_on_first_rank(
-                f"the student has {own_size:,} parameters and the teacher {teacher_size:,}: are they swapped?"
-            )
+        if own > other:
+            note_on_first_rank(f"the student has {own:,} parameters and the teacher {other:,}: are they swapped?")
 
 
 def check_accelerator(accelerator: Accelerator, distillation: DistillationConfig) -> None:
@@ -206,12 +203,7 @@ class Teacher(Protocol):
 
 
 def place(trainer: Trainer, teacher: Any, placement: TeacherPlacement) -> tuple[Any, TeacherCache | None]:
-    """Return the placed teacher and the cache; one or both are `None`.
-
-    Args:
-        trainer: Its `moving_average` is set for an EMA teacher.
-        teacher: Model, placed teacher, cache, or `None` for a teacher made of the student.
-        placement: How to place a model.
+    """Return the placed teacher and the cache; one or both are `None`. Sets the trainer's `moving_average` for an EMA.
 
     Raises:
         UsageError: the student cannot be its own teacher in the requested way.
@@ -308,15 +300,13 @@ class MovingAverage(TrainerCallback):
     def on_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Update the average after the optimizer step."""
         import torch
 
         with torch.no_grad():
             averages = dict(self._teacher.named_parameters())
             student = self._student()
             for name, parameter in student.named_parameters():
-                if name in averages:
-                    average = averages[name]
+                if (average := averages.get(name)) is not None:
                     with _gathered(parameter) as weight:
                         average.lerp_(weight.to(device=average.device, dtype=average.dtype), 1.0 - self._decay)
             buffers = dict(self._teacher.named_buffers())
@@ -325,7 +315,6 @@ class MovingAverage(TrainerCallback):
                     buffers[name].copy_(buffer)
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Write the average into the checkpoint."""
         from safetensors.torch import save_model
 
         if args.process_index == 0:
@@ -362,7 +351,6 @@ class AdapterOff:
 
     @property
     def model(self) -> PreTrainedModel:
-        """The inner Transformers model, which is the student's."""
         return inner_model(self._trainer)
 
     def running(self, wrapped: torch.nn.Module) -> AdapterOff:
@@ -454,18 +442,15 @@ class DistillationBatch:
     teacher_rows_N: torch.Tensor | None = None
     """Row numbers in a teacher's cache, of the rows with a label."""
     has_token_weights: bool = False
-    """Whether the user weighted tokens."""
     other_inputs: dict[str, Any] = field(default_factory=dict)
     """Inputs of other terms: a teacher's own tokens and their alignment."""
 
     @property
     def labels_N(self) -> torch.Tensor:
-        """Labels of the rows that count."""
         return self.labels.reshape(-1)[self.rows_N]
 
     @property
     def weights_N(self) -> torch.Tensor:
-        """Weights of the rows that count."""
         return self.weights.reshape(-1)[self.rows_N]
 
     def rows_of(self, values: torch.Tensor) -> torch.Tensor:
@@ -558,13 +543,10 @@ class TeacherOutput:
     hidden_NH: torch.Tensor | None = None
     """Input of the head at the rows that count."""
     logits: torch.Tensor | None = None
-    """Logits of all positions."""
     own_token_logits: torch.Tensor | None = None
     """Logits of all positions of the teacher's own tokens, with another tokenizer."""
     hidden_states: tuple[torch.Tensor, ...] | None = None
-    """Hidden states of all layers."""
     attention: Captured | None = None
-    """Captured attention, as the feature terms read it."""
 
 
 def run_teacher(

@@ -158,7 +158,18 @@ class DistillationTrainer(Trainer):
         """Return the share of this micro-batch and rank in the mean over all labelled tokens."""
         if self.distillation.is_plain_training:
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
-        fused = self._uses_fused(return_outputs)
+        keeps_logits = return_outputs and self._keeps_logits
+        if self._exits_early and keeps_logits:
+            rule = "replaces the output head, so an evaluation cannot return logits"
+            fix = "evaluate without compute_metrics, or with prediction_loss_only=True"
+            raise UsageError(ConfigError(where="self_teacher", value="deeper_exit", rule=rule, fix=fix))
+        if self._exits_early or self._other_logits or keeps_logits:
+            fused = self._exits_early
+        elif self.distillation.implementation != "auto":
+            fused = self.distillation.implementation == "fused"
+        else:
+            models = [inner_model(self)] + ([] if self.teacher is None else [self.teacher.model])
+            fused = self.distillation.cross_tokenizer is None and all(has_plain_head(each) for each in models)
         try:
             return self._distilled(model, inputs, return_outputs, num_items_in_batch, fused=fused)
         except UnknownLogitsError as error:
@@ -168,21 +179,6 @@ class DistillationTrainer(Trainer):
             self._other_logits = True
             note_on_first_rank(f"{error.errors[0].where} {error.errors[0].rule}: computing the loss from full logits")
         return self._distilled(model, inputs, return_outputs, num_items_in_batch, fused=False)
-
-    def _uses_fused(self, return_outputs: bool) -> bool:
-        keeps_logits = return_outputs and self._keeps_logits
-        if self._exits_early:
-            if keeps_logits:
-                rule = "replaces the output head, so an evaluation cannot return logits"
-                fix = "evaluate without compute_metrics, or with prediction_loss_only=True"
-                raise UsageError(ConfigError(where="self_teacher", value="deeper_exit", rule=rule, fix=fix))
-            return True
-        if self._other_logits or keeps_logits:
-            return False
-        if self.distillation.implementation != "auto":
-            return self.distillation.implementation == "fused"
-        models = [inner_model(self)] + ([] if self.teacher is None else [self.teacher.model])
-        return self.distillation.cross_tokenizer is None and all(has_plain_head(each) for each in models)
 
     def _distilled(
         self,
@@ -287,8 +283,27 @@ class DistillationTrainer(Trainer):
                 stack.enter_context(step.early_exit())
             outputs = original(*args, **kwargs)
         if head is None:
-            step.logits = outputs.logits
-            sums = self._loss_of_logits(step, outputs.logits)
+            assert not isinstance(step.targets, HiddenTargets)
+            step.logits, objective = outputs.logits, step.objective
+            sums = plain_token_loss(
+                batch.rows_of(outputs.logits),
+                batch.labels_N,
+                step.targets,
+                objective,
+                weights_N=batch.weights_N,
+                telemetry=self.distillation.telemetry,
+            )
+            if self._cross_tokenizer is not None:
+                divergence = self._cross_tokenizer(
+                    outputs.logits,
+                    step.teacher_output.own_token_logits,
+                    batch.other_inputs,
+                    batch.model_inputs["input_ids"],
+                    batch.labels,
+                    objective.temperature,
+                )
+                loss = sums.loss + objective.alpha * objective.temperature**2 * divergence
+                sums = replace(sums, loss=loss, divergence=divergence.detach())
             loss = sums.loss
         else:
             try:
@@ -322,30 +337,6 @@ class DistillationTrainer(Trainer):
             inner, loss, sums.weight, getattr(outputs, "aux_loss", None), step.num_items_in_batch
         )
         return {"loss": step.loss}
-
-    def _loss_of_logits(self, step: _StudentStep, logits: torch.Tensor) -> TokenSums:
-        batch, objective = step.batch, step.objective
-        assert not isinstance(step.targets, HiddenTargets)
-        sums = plain_token_loss(
-            batch.rows_of(logits),
-            batch.labels_N,
-            step.targets,
-            objective,
-            weights_N=batch.weights_N,
-            telemetry=self.distillation.telemetry,
-        )
-        if self._cross_tokenizer is None:
-            return sums
-        divergence = self._cross_tokenizer(
-            logits,
-            step.teacher_output.own_token_logits,
-            batch.other_inputs,
-            batch.model_inputs["input_ids"],
-            batch.labels,
-            objective.temperature,
-        )
-        loss = sums.loss + objective.alpha * objective.temperature**2 * divergence
-        return replace(sums, loss=loss, divergence=divergence.detach())
 
     def _loss_at_head(self, inner: PreTrainedModel, step: _StudentStep, hidden_BSH: torch.Tensor) -> torch.Tensor:
         """Compute the loss in place of the output head, from the head's input."""
@@ -524,9 +515,7 @@ class _StudentStep:
     fused: bool
     num_items_in_batch: torch.Tensor | int | None
     token_sums: TokenSums | None = None
-    """Sums of the fused loss."""
     sums: dict[str, torch.Tensor] = field(default_factory=dict)
-    """Detached sums by name."""
     sample_sums: dict[str, torch.Tensor] = field(default_factory=dict)
     """[B] shares of the samples in the sums over tokens, in an evaluation."""
     logits: torch.Tensor | None = None
@@ -534,7 +523,6 @@ class _StudentStep:
     unknown_logits: UnknownLogitsError | None = None
     """Why the fused loss does not fit this model; the returned loss is then meaningless."""
     loss: torch.Tensor | None = None
-    """Normalised loss in fp32."""
 
 
 class Telemetry:

@@ -13,10 +13,13 @@ import math
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
+
+from pydantic import TypeAdapter
 
 from ...ds_configs.plan.notebook import result_html
 from ...ds_configs.specs.errors import ConfigError, UsageError
@@ -29,7 +32,7 @@ from ..data.sources import PYTHON_HELP
 from ..reports.runs import evaluation_table, verdict
 from ..runs.launch import ONE_PROCESS, Replicas, run_replicas
 from ..runs.share import ALONE, Share, ShareTask
-from .in_vllm import Engine, engine_conflicts, engine_for, read_in_vllm
+from .in_vllm import engine_conflicts, engine_for, read_in_vllm
 from .loading import (
     EvalModel,
     StoredSizes,
@@ -78,17 +81,13 @@ class TextFacts:
     """Text of an evaluation."""
 
     source: str
-    """Name that the user passed."""
     seq_len_tokens: int
-    """Longest window."""
     stride_tokens: int
     """From one window's start to the next."""
     windows: int
-    """Windows that were read."""
     available_windows: int
     """Windows of the complete text."""
     predicted_tokens: int
-    """Evaluated tokens."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -100,7 +99,6 @@ class ModelResult:
     revision: str | None
     """Commit of a Hub model."""
     architecture: str
-    """Class of the model."""
     quantization: str | None
     """Library and format of quantized weights; `None` for plain weights."""
     dtype: str
@@ -108,13 +106,10 @@ class ModelResult:
     loss_nats_per_token: Estimate
     """Mean cross-entropy."""
     perplexity: Estimate
-    """Exponential of the mean cross-entropy."""
     sizes: StoredSizes
-    """Of the checkpoint."""
     speed: Speed | None
     """On this machine; `None` if it was not measured."""
     tasks: tuple[TaskScore, ...]
-    """Scores of lm-evaluation-harness."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -126,15 +121,12 @@ class Comparison:
     loss_difference_is_significant: bool | None
     """Whether the difference exceeds two standard errors; `None` with a single window."""
     kl_nats_per_token: Estimate
-    """Mean KL(baseline | model)."""
     kl_nats_at_share: Mapping[str, float]
     """Quantiles of the tokens' KL by share of tokens; `1.0` is the maximum."""
     top1_agreement: Estimate
-    """Share of tokens for which both models predict the same next token."""
     compared_vocabulary: int
     """Vocabulary size of KL and agreement."""
     window_loss_differences_nats_per_token: tuple[float, ...]
-    """Loss difference of each window."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, repr=False)
@@ -146,29 +138,23 @@ class Evaluation:
     baseline: ModelResult | None
     """`None` without a baseline."""
     comparison: Comparison | None
-    """`None` without a baseline."""
     window_losses_nats_per_token: tuple[float, ...]
     """Mean cross-entropy of each window."""
     settings: Mapping[str, Any]
     """Batch size, device and so on."""
     versions: Mapping[str, str]
-    """Versions of the packages that ran."""
     seconds: float
-    """Total wall-clock time."""
 
     def __repr__(self) -> str:
-        """Return the model and its perplexity, in one line."""
         baseline = "" if self.baseline is None else f", baseline {self.baseline.name}"
         return f"<Evaluation of {self.model.name}{baseline}: perplexity {self.model.perplexity.value:.4g}>"
 
     def _repr_html_(self) -> str:
-        """Return the evaluation as HTML for notebooks."""
         data = self.to_dict()
         table = evaluation_table(data)
         return result_html(self.model.name, table.headings, table.rows, *filter(None, [verdict(data)]))
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the evaluation as JSON values."""
         return {"schema_version": SCHEMA_VERSION} | asdict(self)
 
 
@@ -183,9 +169,7 @@ class EvalRun:
     measure_speeds: bool
     """Whether the first rank measures tokens/s and memory while the others wait."""
     tasks: TaskRequest | None
-    """Tasks of lm-evaluation-harness."""
     share: Share = ALONE
-    """Batches and tasks of this process."""
 
 
 @dataclass(kw_only=True)
@@ -194,16 +178,13 @@ class EvalResult:
 
     model: EvalModel
     dtype: str
-    """Type that it computes in."""
     sizes: StoredSizes
-    """Of the checkpoint."""
     speed: Speed | None = None
     tasks: tuple[TaskScore, ...] = ()
     """Complete on the first rank."""
 
 
 def default_device() -> str:
-    """Return the first accelerator if there is one, else `cpu`."""
     import torch
 
     return "cuda:0" if torch.cuda.is_available() else "cpu"
@@ -254,6 +235,8 @@ def evaluate_model(
         RefusedInputError: files of a model are corrupt or unsafe, or its outputs are not numbers.
         ShardwrightError: a model cannot be downloaded or loaded, or the engine rejects it.
     """
+    import torch
+
     start = time.perf_counter()
     request = text or TextRequest(dataset=dataset or PYTHON_HELP, num_samples=DEFAULT_WINDOWS)
     window_tokens = request.seq_len_tokens if isinstance(request, TextWindows) else seq_len
@@ -263,7 +246,14 @@ def evaluate_model(
         errors.append(ConfigError(where="dataset", value=dataset, rule=rule, fix=fix))
     if batch_size < 1:
         errors.append(ConfigError(where="--batch-size", value=batch_size, rule="must be at least 1"))
-    errors += _device_errors(device) + replicas.errors(device=device)
+    if device is not None:
+        try:
+            torch.empty(0, device=device)
+        except (RuntimeError, AssertionError) as error:
+            rule = f"torch cannot use this device ({' '.join(str(error).split())[:200]})"
+            fix = "pass a device such as cpu or cuda:0"
+            errors.append(ConfigError(where="--device", value=device, rule=rule, fix=fix))
+    errors += replicas.errors(device=device)
     if engine == "vllm":
         errors += engine_conflicts(baseline=baseline, tasks=tasks, device=device, replicas=replicas)
     models = []
@@ -317,32 +307,40 @@ def evaluate_model(
         measures, result, baseline_result = _read_in_ranks(replicas, models, run)
     else:
         measures, result, baseline_result = _read_models(models, run, lambda: tokenizer)
-    return _evaluation(
-        measures, result, baseline_result, windows, run, seconds=time.perf_counter() - start, engine=serving
+    sums = measures.window_sums(measures.loss_N)
+    evaluated_baseline, comparison = None, None
+    if baseline_result is not None:
+        assert measures.baseline_loss_N is not None, "a baseline was read"
+        baseline_sums = measures.window_sums(measures.baseline_loss_N)
+        evaluated_baseline = _model_result(baseline_result, baseline_sums, measures.counts)
+        comparison = _comparison(measures)
+    versions = {}
+    for package in _PACKAGES:
+        with suppress(PackageNotFoundError):
+            versions[package] = version(package)
+    return Evaluation(
+        text=TextFacts(
+            source=windows.source,
+            seq_len_tokens=windows.seq_len_tokens,
+            stride_tokens=windows.stride_tokens,
+            windows=len(windows.windows),
+            available_windows=windows.available_windows,
+            predicted_tokens=windows.predicted_tokens,
+        ),
+        model=_model_result(result, sums, measures.counts),
+        baseline=evaluated_baseline,
+        comparison=comparison,
+        window_losses_nats_per_token=_means(sums, measures.counts),
+        settings={"engine": engine, "batch_size": run.batches.size, "device": run.device, "dtype": run.dtype},
+        versions=versions | ({} if serving is None else dict(serving.installed.versions)),
+        seconds=round(time.perf_counter() - start, 3),
     )
-
-
-def _device_errors(device: str | None) -> list[ConfigError]:
-    import torch
-
-    if device is None:
-        return []
-    try:
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError) as error:
-        rule = f"torch cannot use this device ({' '.join(str(error).split())[:200]})"
-        return [ConfigError(where="--device", value=device, rule=rule, fix="pass a device such as cpu or cuda:0")]
-    return []
 
 
 def _read_models(
     models: Sequence[EvalModel], run: EvalRun, tokenizer: Callable[[], PreTrainedTokenizerBase]
 ) -> tuple[TokenMeasures, EvalResult, EvalResult | None]:
-    """Read with the baseline first, if there is one, then with the model; every rank of a share must call it.
-
-    Returns:
-        Measures of all tokens, and the results of the model and the baseline; complete on the first rank.
-    """
+    """Read with the baseline first, if there is one; every rank of a share must call it. The first has all results."""
     answers, baseline_result = None, None
     if len(models) > 1:
         answers, baseline_result = _read_baseline(models[1], run, tokenizer)
@@ -377,7 +375,7 @@ def _read_baseline(
     if reader.head is None:
         logger.info(f"{baseline.name}: its output head cannot run separately, so both models stay in memory")
         return reader, result
-    stored_bytes = sum(states.numel() * states.element_size() for states in rows.values())
+    stored_bytes = sum(states.nbytes for states in rows.values())
     if stored_bytes >= _LARGE_BYTES:
         logger.info(
             f"{baseline.name}: {gigabytes(stored_bytes)} GB of hidden states are kept on the host; lower --num-samples "
@@ -422,6 +420,7 @@ def _measure_speed_and_tasks(
 
 
 _MEASURES, _RESULTS = "measures.safetensors", "results.json"
+_TASKS: TypeAdapter[TaskRequest | None] = TypeAdapter(TaskRequest | None)
 
 
 def _read_in_ranks(
@@ -432,10 +431,9 @@ def _read_in_ranks(
 
     # Download once for all ranks of this machine.
     directories = [local_directory(model) for model in models]
-    tasks = None
-    if run.tasks is not None:
-        include = run.tasks.include_path
-        tasks = asdict(run.tasks) | {"include_path": None if include is None else str(include.absolute())}
+    tasks = run.tasks
+    if tasks is not None and tasks.include_path is not None:
+        tasks = replace(tasks, include_path=tasks.include_path.absolute())
     job = {
         "models": [[model.local_name, model.role, model.source.revision] for model in models],
         "windows": list(run.batches.windows),
@@ -444,7 +442,7 @@ def _read_in_ranks(
         # Each rank has its own accelerator.
         "device": run.device.partition(":")[0],
         "measure_speeds": run.measure_speeds,
-        "tasks": tasks,
+        "tasks": _TASKS.dump_python(tasks, mode="json"),
     }
     with tempfile.TemporaryDirectory(prefix="shardwright-evaluate-", ignore_cleanup_errors=True) as directory:
         work = Path(directory)
@@ -473,17 +471,11 @@ class EvaluationTask(ShareTask):
     task: Literal["evaluate"] = "evaluate"
 
     def do_share(self, share: Share, work: Path) -> None:
-        """Read this rank's share of the batches."""
         import torch
         from safetensors.torch import save_file
 
         job = self.content
         models = [read_eval_model(name, role, revision=revision) for name, role, revision in job["models"]]
-        tasks = job["tasks"]
-        if tasks is not None:
-            include = tasks["include_path"]
-            paths = {"names": tuple(tasks["names"]), "include_path": None if include is None else Path(include)}
-            tasks = TaskRequest(**{**tasks, **paths})
         parts = {name: job[name] for name in ("batch_size", "dtype", "measure_speeds", "tasks")}
         parts["versions"] = dict(installed_versions())
         if share.is_first_here:
@@ -496,7 +488,7 @@ class EvaluationTask(ShareTask):
             dtype=job["dtype"],
             device=job["device"],
             measure_speeds=job["measure_speeds"],
-            tasks=tasks,
+            tasks=_TASKS.validate_python(job["tasks"]),
             share=share,
         )
         measures, *results = _read_models(models, run, lambda: shared_tokenizer(models))
@@ -521,52 +513,6 @@ class EvaluationTask(ShareTask):
             tensors["compared_vocabulary"] = torch.tensor(measures.compared_vocabulary)
         save_file(tensors, str(work / _MEASURES))
         (work / _RESULTS).write_text(json.dumps(records), encoding="utf-8")
-
-
-def _evaluation(
-    measures: TokenMeasures,
-    result: EvalResult,
-    baseline_result: EvalResult | None,
-    windows: TextWindows,
-    run: EvalRun,
-    *,
-    seconds: float,
-    engine: Engine | None,
-) -> Evaluation:
-    sums = measures.window_sums(measures.loss_N)
-    comparison, baseline = None, None
-    if baseline_result is not None:
-        assert measures.baseline_loss_N is not None, "a baseline was read"
-        baseline = _model_result(baseline_result, measures.window_sums(measures.baseline_loss_N), measures.counts)
-        comparison = _comparison(measures)
-    versions = {}
-    for name in _PACKAGES:
-        try:
-            versions[name] = version(name)
-        except PackageNotFoundError:
-            continue
-    return Evaluation(
-        text=TextFacts(
-            source=windows.source,
-            seq_len_tokens=windows.seq_len_tokens,
-            stride_tokens=windows.stride_tokens,
-            windows=len(windows.windows),
-            available_windows=windows.available_windows,
-            predicted_tokens=windows.predicted_tokens,
-        ),
-        model=_model_result(result, sums, measures.counts),
-        baseline=baseline,
-        comparison=comparison,
-        window_losses_nats_per_token=_means(sums, measures.counts),
-        settings={
-            "engine": "vllm" if engine else "transformers",
-            "batch_size": run.batches.size,
-            "device": run.device,
-            "dtype": run.dtype,
-        },
-        versions=versions | (dict(engine.versions) if engine else {}),
-        seconds=round(seconds, 3),
-    )
 
 
 def _means(sums: Sequence[float], counts: Sequence[int]) -> tuple[float, ...]:

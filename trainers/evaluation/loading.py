@@ -22,12 +22,12 @@ from ...plugins.transformers.sound_model import (
     refused_by_name,
 )
 from ..data.models import TOKENIZER_FILES, StartingModel, load_tokenizer
+from ..data.sources import one_line
+from ..data.tokenizers import PROBE_TEXT
 from ..formats.spqr import INDEX, QUANT_METHOD, SINGLE, small_layers
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
-
-_PROBE_TEXT = "Ünïcode, 日本語 and 🤗: x = {'a': 1};\n\tif x != 0:  return [3.14, -2]\n"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,13 +37,11 @@ class EvalModel:
     role: str
     """`model` or `baseline`."""
     source: ModelSource
-    """Its checked configuration."""
     config: PretrainedConfig
     """The configuration as Transformers reads it."""
 
     @property
     def name(self) -> str:
-        """Name in messages."""
         return f"{self.role} {self.source.name}"
 
     @property
@@ -54,7 +52,6 @@ class EvalModel:
 
     @property
     def vocab_size(self) -> int:
-        """Number of token embeddings."""
         return int(self.config.get_text_config().vocab_size)
 
     @property
@@ -126,7 +123,7 @@ def read_eval_model(name: str, role: str, *, revision: str | None) -> EvalModel:
         configuration = model_directory(source.name, revision=source.revision, weights=False)
         config = AutoConfig.from_pretrained(str(configuration), trust_remote_code=False)
     except (ValueError, OSError, KeyError) as error:
-        raise RefusedInputError(ConfigError(where=role, value=name, rule=_one_line(error))) from None
+        raise RefusedInputError(ConfigError(where=role, value=name, rule=one_line(error))) from None
     architectures = tuple(getattr(config, "architectures", None) or ())
     classes = {cls for names in CAUSAL_MODELS.values() for cls in ((names,) if isinstance(names, str) else names)}
     is_causal = bool(classes & set(architectures)) if architectures else config.model_type in CAUSAL_MODELS
@@ -170,7 +167,7 @@ def shared_tokenizer(models: Sequence[EvalModel]) -> PreTrainedTokenizerBase:
     tokenizer = owner.tokenizer()
     for model in models:
         if model is not owner and model.has_tokenizer and owner.has_tokenizer:
-            error = tokenizer_difference(tokenizer, model.tokenizer(), _PROBE_TEXT)
+            error = tokenizer_difference(tokenizer, model.tokenizer(), PROBE_TEXT)
             if error is not None:
                 raise UsageError(error)
     largest = max(tokenizer.get_vocab().values())
@@ -244,14 +241,9 @@ def load_eval_model(model: EvalModel, directory: Path, *, dtype: str, device: st
         raise
     except Exception as error:
         # The library of a format may raise anything.
-        rule = f"cannot be loaded ({type(error).__name__}: {_one_line(error)})"
+        rule = f"cannot be loaded ({type(error).__name__}: {one_line(error)})"
         raise ShardwrightError(f"{model.role} = {model.source.name!r}: {rule}") from None
     return loaded
-
-
-def _one_line(error: Exception) -> str:
-    text = " ".join(str(error).split()) or type(error).__name__
-    return text if len(text) <= 300 else f"{text[:297]}..."
 
 
 _PARTS = (
@@ -305,11 +297,20 @@ def sizes_of(tensors: Mapping[str, StoredTensor], stated: Mapping[str, int], *, 
     matrices: dict[str, dict[str, StoredTensor]] = {}
     plain = 0
     for name, tensor in tensors.items():
-        matrix, part = _matrix_and_part(name, tensors)
-        if part is None:
-            plain += tensor.elements
-        else:
+        matrix, _, part = name.rpartition(".")
+        described = (f"{matrix}.weight_scale", f"{matrix}.SCB", f"{matrix}.weight.absmax")
+        if ".weight." in name:
+            # bitsandbytes puts the description of the codes below the weight's name.
+            matrix, _, last = name.partition(".weight.")
+            part = f"weight.{last}"
+        elif part == "weight":
+            part = part if any(other in tensors for other in described) else ""
+        elif part not in _PARTS and not part.startswith(("spqr_", "low_rank_")):
+            part = ""
+        if part:
             matrices.setdefault(matrix, {})[part] = tensor
+        else:
+            plain += tensor.elements
     elements = {matrix: _elements(parts, stated.get(matrix)) for matrix, parts in matrices.items()}
     quantized = sum(elements.values())
     bits = sum(tensor.bits for parts in matrices.values() for tensor in parts.values())
@@ -321,21 +322,6 @@ def sizes_of(tensors: Mapping[str, StoredTensor], stated: Mapping[str, int], *, 
         quantized_parameters=quantized,
         bits_per_quantized_parameter=bits / quantized if quantized else None,
     )
-
-
-def _matrix_and_part(name: str, tensors: Mapping[str, StoredTensor]) -> tuple[str, str | None]:
-    """Return the module of a tensor and its part of a quantized matrix; `None` for a plain tensor."""
-    module, _, last = name.rpartition(".")
-    if ".weight." in name:
-        # bitsandbytes puts the description of the codes below the weight's name.
-        module, _, last = name.partition(".weight.")
-        return module, f"weight.{last}"
-    if last in _PARTS or last.startswith(("spqr_", "low_rank_")):
-        return module, last
-    described = (f"{module}.weight_scale", f"{module}.SCB", f"{module}.weight.absmax")
-    if last == "weight" and any(other in tensors for other in described):
-        return module, last
-    return module, None
 
 
 def _elements(parts: Mapping[str, StoredTensor], stated: int | None) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -26,16 +27,14 @@ Window = dict[str, list[int]]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TextRequest:
-    """Text that a model is judged on, and the way it is cut."""
+    """Text that a model is evaluated on, and how it is split."""
 
     files: tuple[Path, ...] = ()
     """Plain text files; empty to read `dataset`."""
     dataset: str = PYTHON_HELP
     """`ID[:config][#N]` of the Hub, a file or directory of rows, or `python-help`."""
     split: str = "test"
-    """Split of a Hub dataset."""
     dataset_revision: str | None = None
-    """Branch, tag or commit of a Hub dataset."""
     stride: int | None = None
     """Tokens from one window's start to the next; `None`: `seq_len`, so that none is read twice."""
     num_samples: int | None = None
@@ -43,7 +42,6 @@ class TextRequest:
 
     @property
     def source(self) -> str:
-        """Name that the user gave."""
         return ", ".join(map(str, self.files)) or self.dataset
 
 
@@ -54,9 +52,7 @@ class TextWindows:
     windows: tuple[Window, ...]
     """`input_ids` and `labels` of each, in the order of the text."""
     source: str
-    """What the text came from."""
     seq_len_tokens: int
-    """Longest window."""
     stride_tokens: int
     """From one window's start to the next."""
     available_windows: int
@@ -69,10 +65,10 @@ class TextWindows:
 
 
 def text_windows(request: TextRequest, tokenizer: Any, *, seq_len: int) -> TextWindows:
-    """Read a text and cut it into windows of `seq_len` tokens.
+    """Read a text and split it into windows of `seq_len` tokens.
 
-    Documents of plain text are joined, each with the tokenizer's special tokens around it, and cut where a window is
-    full; what is left at the end is not used. Conversations make one window each, judged where the assistant speaks.
+    Documents of plain text are joined, each with the tokenizer's special tokens around it; an incomplete last window is
+    dropped. Conversations make one window each, with labels on what the assistant says.
 
     Raises:
         UsageError: the text is missing, empty or shorter than one window, or a number is out of range.
@@ -82,15 +78,41 @@ def text_windows(request: TextRequest, tokenizer: Any, *, seq_len: int) -> TextW
     if errors:
         raise UsageError(errors)
     if request.files:
-        found = list(windows_of(_file_tokens(request.files, tokenizer, seq_len), seq_len, stride))
+        texts = [read_utf8(path, where="--text") for path in request.files]
+        if not any(text.strip() for text in texts):
+            raise UsageError(ConfigError(where="--text", value=request.source, rule="has no text"))
+        before, after = special_prefix(tokenizer), special_suffix(tokenizer)
+        tokens: list[int] = []
+        for text in texts:
+            tokens += [*before, *tokenizer(text, add_special_tokens=False)["input_ids"], *after]
+        if len(tokens) < seq_len:
+            rule = f"has {len(tokens)} tokens, fewer than one window of seq_len = {seq_len}"
+            fix = "lower --seq-len or give more text"
+            raise UsageError(ConfigError(where="--text", value=request.source, rule=rule, fix=fix))
+        windows = list(windows_of(tokens, seq_len, stride))
     else:
-        found = _dataset_windows(request, tokenizer, seq_len, stride)
+        samples = load_samples(
+            request.dataset,
+            tokenizer,
+            seq_len=seq_len,
+            split=request.split,
+            revision=request.dataset_revision,
+            evaluation_fraction=0.0,
+        )
+        if samples.statistics.kind == "text":
+            tokens = list(chain.from_iterable(sample["input_ids"] for sample in samples.train))
+            windows = list(windows_of(tokens, seq_len, stride))
+        elif stride == seq_len:
+            windows = list(samples.train)
+        else:
+            rule = f"joins documents of plain text, and {request.dataset} has {samples.statistics.kind}"
+            raise UsageError(ConfigError(where="--stride", value=stride, rule=rule, fix="omit it"))
     return TextWindows(
-        windows=tuple(found[: request.num_samples]),
+        windows=tuple(windows[: request.num_samples]),
         source=request.source,
         seq_len_tokens=seq_len,
         stride_tokens=stride,
-        available_windows=len(found),
+        available_windows=len(windows),
     )
 
 
@@ -119,39 +141,6 @@ def windows_of(tokens: Sequence[int], seq_len: int, stride: int) -> Iterator[Win
         read = list(tokens[start : start + seq_len])
         judged_before = 0 if start == 0 else seq_len - stride
         yield {"input_ids": read, "labels": [IGNORED_LABEL] * judged_before + read[judged_before:]}
-
-
-def _file_tokens(files: Sequence[Path], tokenizer: Any, seq_len: int) -> list[int]:
-    texts = [read_utf8(path, where="--text") for path in files]
-    if not any(text.strip() for text in texts):
-        raise UsageError(ConfigError(where="--text", value=", ".join(map(str, files)), rule="has no text"))
-    before, after = special_prefix(tokenizer), special_suffix(tokenizer)
-    tokens: list[int] = []
-    for text in texts:
-        tokens += [*before, *tokenizer(text, add_special_tokens=False)["input_ids"], *after]
-    if len(tokens) < seq_len:
-        rule = f"has {len(tokens)} tokens, fewer than one window of seq_len = {seq_len}"
-        fix = "lower --seq-len or give more text"
-        raise UsageError(ConfigError(where="--text", value=", ".join(map(str, files)), rule=rule, fix=fix))
-    return tokens
-
-
-def _dataset_windows(request: TextRequest, tokenizer: Any, seq_len: int, stride: int) -> list[Window]:
-    samples = load_samples(
-        request.dataset,
-        tokenizer,
-        seq_len=seq_len,
-        split=request.split,
-        revision=request.dataset_revision,
-        evaluation_fraction=0.0,
-    )
-    if samples.statistics.kind == "text":
-        tokens = list(chain.from_iterable(sample["input_ids"] for sample in samples.train))
-        return list(windows_of(tokens, seq_len, stride))
-    if stride != seq_len:
-        rule = f"joins documents of plain text, and {request.dataset} has {samples.statistics.kind}"
-        raise UsageError(ConfigError(where="--stride", value=stride, rule=rule, fix="omit it"))
-    return list(samples.train)
 
 
 CHUNK_ELEMENTS = 2**23
@@ -186,9 +175,7 @@ class Batches:
     """The windows in batches; a label belongs to the token before it."""
 
     windows: Sequence[Window]
-    """In the order of the text."""
     size: int
-    """Windows of a batch."""
 
     def __len__(self) -> int:
         return -(-len(self.windows) // self.size)
@@ -207,34 +194,28 @@ def judged_rows(batch: dict[str, torch.Tensor], states_BSD: torch.Tensor) -> tor
 
 
 def judged_counts(batch: dict[str, torch.Tensor]) -> list[int]:
-    """Return the judged tokens of each window."""
     return [int(count) for count in (batch["labels"][:, 1:] != IGNORED_LABEL).sum(dim=1)]
-
-
-def judged_labels(batch: dict[str, torch.Tensor]) -> torch.Tensor:
-    """Return the judged tokens [N]."""
-    labels_BS = batch["labels"][:, 1:]
-    return labels_BS[labels_BS != IGNORED_LABEL]
 
 
 class ModelReader:
     """A causal LM that reads batches.
 
-    The input of its output head is kept, and the head runs on a chunk of tokens at a time, so that [S, V] logits never
-    exist. Where a head cannot be taken out, or does not give the model's own logits, the model's logits are used.
+    The head runs on a chunk of its kept inputs at a time, so [S, V] logits never exist. If the head cannot be
+    separated, or gives other logits than the model, the model's logits are used.
     """
 
     def __init__(self, model: Any, batches: Batches, *, name: str) -> None:
         self.name = name
         self._model = model
         self._batches = batches
-        self.head: Head | None = _separate_head(model)
+        self.head: Head | None = None
         """The head as a function; `None` where it cannot be taken out of the model."""
+        with suppress(UsageError):
+            self.head = output_head(model).logits
         self.ways: set[str] = set()
         """How batches were read: by the `head`, by the model's own `logits`, or some each way."""
 
     def answers(self, index: int) -> Answers:
-        """Run the model on one batch."""
         import torch
 
         batch = self._batches[index]
@@ -247,7 +228,7 @@ class ModelReader:
                 self.head = None
             logits = self._run(batch).logits
             self.ways.add("logits")
-            return Answers(rows_ND=judged_rows(batch, logits), head=_unchanged)
+            return Answers(rows_ND=judged_rows(batch, logits), head=lambda rows: rows)
 
     def _run(self, batch: dict[str, torch.Tensor]) -> Any:
         device = self._model.device
@@ -275,32 +256,17 @@ class ModelReader:
         return states if agree else None
 
 
-def _separate_head(model: Any) -> Head | None:
-    try:
-        return output_head(model).logits
-    except UsageError:
-        return None
-
-
-def _unchanged(rows: torch.Tensor) -> torch.Tensor:
-    return rows
-
-
 @dataclass(frozen=True, kw_only=True)
 class StoredAnswers:
     """Earlier answers of a model, kept on the host; the model itself is no longer needed."""
 
     name: str
-    """Name in messages."""
     rows: Mapping[int, torch.Tensor]
     """Inputs of the head by the number of the batch."""
     head: Head
-    """Its head."""
     device: Any
-    """Where the head is."""
 
     def answers(self, index: int) -> Answers:
-        """Return the answers to one batch."""
         return Answers(rows_ND=self.rows[index].to(self.device), head=self.head)
 
 
@@ -329,24 +295,24 @@ class TokenMeasures:
 def measure_tokens(
     model: ModelReader, baseline: AnswerSource | None, batches: Batches, *, share: Share = ALONE
 ) -> TokenMeasures:
-    """Return loss, KL and agreement of every judged token; log-probabilities are fp32.
+    """Return loss, KL and agreement of every evaluated token, from fp32 log-probabilities.
 
-    Ranks of a share each read their batches, and all of them get what all found, in the order of the text.
+    Each rank of a share reads its own batches; all ranks get all results, in the order of the text.
 
     Raises:
-        RefusedInputError: a model's answers are not numbers; names the window and the token.
+        RefusedInputError: a model's outputs are not numbers; names the window and the token.
     """
     import torch
 
-    found = _measured_batches(model, baseline, batches, share)
+    measured = _measured_batches(model, baseline, batches, share)
     readers = [reader for reader in (model, baseline) if isinstance(reader, ModelReader)]
     ways = share.by_rank([reader.ways for reader in readers])
     if any(len(set().union(*of_ranks)) > 1 for of_ranks in zip(*ways, strict=True)):
         # A head that fits some batches alone gives other last bits than the whole model, which reads all of them then.
         for reader in readers:
             reader.head = None
-        found = _measured_batches(model, baseline, batches, share)
-    every = share.all_gathered(found)
+        measured = _measured_batches(model, baseline, batches, share)
+    every = share.all_gathered(measured)
     joined = {name: torch.cat([values[name] for values, _ in every]) for name in every[0][0]}
     counts = [count for index in range(len(batches)) for count in judged_counts(batches[index]) if count]
     return TokenMeasures(
@@ -365,37 +331,30 @@ def _measured_batches(
     """Return the measures of each batch of a share, with the tokens that KL ranges over."""
     import torch
 
-    found: list[tuple[dict[str, torch.Tensor], int | None]] = []
+    measured: list[tuple[dict[str, torch.Tensor], int | None]] = []
     for index in share.indices(len(batches)):
         batch, vocabulary = batches[index], None
         own = model.answers(index)
         other = None if baseline is None else baseline.answers(index)
+        labels_N = batch["labels"][:, 1:][batch["labels"][:, 1:] != IGNORED_LABEL]
         parts: dict[str, list[torch.Tensor]] = {}
-        with torch.inference_mode():
-            for labels_n, own_nV, other_nV in _chunks(judged_labels(batch), own, other):
-                values, vocabulary = _measure(labels_n, own_nV, other_nV)
-                for name, values_n in values.items():
-                    parts.setdefault(name, []).append(values_n.float().cpu())
+        start, count = 0, 1
+        while start < len(labels_N):
+            chunk = slice(start, start + count)
+            with torch.inference_mode():
+                own_nV = own.head(own.rows_ND[chunk]).float()
+                other_nV = None if other is None else other.head(other.rows_ND[chunk]).float()
+                values, vocabulary = _measure(labels_N[chunk].to(own_nV.device), own_nV, other_nV)
+            for name, values_n in values.items():
+                parts.setdefault(name, []).append(values_n.float().cpu())
+            start, count = start + count, max(1, CHUNK_ELEMENTS // own_nV.shape[1])
         joined = {name: torch.cat(chunks) for name, chunks in parts.items()}
         for key, source in (("loss", model), ("baseline_loss", baseline)):
             if source is not None and key in joined:
                 check_finite(source.name, joined[key], batch, first_window=index * batches.size)
-        found.append((joined, vocabulary))
+        measured.append((joined, vocabulary))
         log_progress("reading by the model", min(len(batches), index + share.ranks), len(batches))
-    return found
-
-
-def _chunks(
-    labels_N: torch.Tensor, own: Answers, other: Answers | None
-) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]]:
-    """Yield labels and fp32 logits of some tokens at a time."""
-    start, count = 0, 1
-    while start < len(labels_N):
-        part = slice(start, start + count)
-        own_nV = own.head(own.rows_ND[part]).float()
-        other_nV = None if other is None else other.head(other.rows_ND[part]).float()
-        yield labels_N[part].to(own_nV.device), own_nV, other_nV
-        start, count = start + count, max(1, CHUNK_ELEMENTS // own_nV.shape[1])
+    return measured
 
 
 def _measure(

@@ -8,7 +8,9 @@ import platform
 import statistics
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -32,7 +34,6 @@ class Speed:
     machine: str
     """Processor or accelerator, with the threads that torch used."""
     prompt_tokens: int
-    """Tokens of the prompt."""
     prefill_tokens_per_second: float
     """Tokens read in a second."""
     decode_tokens_per_second: float | None
@@ -49,8 +50,17 @@ def measure_speed(model: Any, window: Window) -> Speed:
 
     prompt_1S = torch.tensor([window["input_ids"][:LONGEST_PROMPT]], device=model.device)
 
+    # Only the last token's logits, as `generate` computes them.
+    parameters = inspect.signature(type(model).forward).parameters
+    options = {"logits_to_keep": 1} if "logits_to_keep" in parameters else {}
+
     def read() -> Any:
-        return model(input_ids=prompt_1S, use_cache=True, **_last_logits_only(model))
+        return model(input_ids=prompt_1S, use_cache=True, **options)
+
+    def write(last: Any) -> None:
+        for _ in range(DECODED_TOKENS):
+            token_11 = last.logits[:, -1:].argmax(dim=-1)
+            last = model(input_ids=token_11, past_key_values=last.past_key_values, use_cache=True)
 
     with torch.inference_mode():
         peak, weights = _peak_bytes(model, read)
@@ -58,27 +68,18 @@ def measure_speed(model: Any, window: Window) -> Speed:
         for _ in range(REPEATS + 1):
             seconds, outputs = _timed(read, model.device)
             prefill.append(seconds)
-            cache = getattr(outputs, "past_key_values", None)
-            if cache is not None:
-                decode.append(_decode_seconds(model, outputs))
+            if getattr(outputs, "past_key_values", None) is not None:
+                decode.append(_timed(partial(write, outputs), model.device)[0])
     return Speed(
-        machine=machine_name(model.device),
+        machine=str(torch.cuda.get_device_name(model.device))
+        if model.device.type == "cuda"
+        else processor_name(torch.get_num_threads()),
         prompt_tokens=prompt_1S.shape[1],
         prefill_tokens_per_second=prompt_1S.shape[1] / statistics.median(prefill[1:]),
         decode_tokens_per_second=DECODED_TOKENS / statistics.median(decode[1:]) if decode else None,
         weight_bytes=weights,
         peak_bytes=peak,
     )
-
-
-def _decode_seconds(model: Any, outputs: Any) -> float:
-    def write() -> None:
-        last = outputs
-        for _ in range(DECODED_TOKENS):
-            token_11 = last.logits[:, -1:].argmax(dim=-1)
-            last = model(input_ids=token_11, past_key_values=last.past_key_values, use_cache=True)
-
-    return _timed(write, model.device)[0]
 
 
 def _timed(work: Callable[[], Any], device: torch.device) -> tuple[float, Any]:
@@ -94,11 +95,6 @@ def _wait(device: torch.device) -> None:
 
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-
-
-def _last_logits_only(model: Any) -> dict[str, int]:
-    """Return what makes a model compute the last token's logits alone, as `generate` does; nothing where it cannot."""
-    return {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(type(model).forward).parameters else {}
 
 
 def _peak_bytes(model: Any, read: Callable[[], Any]) -> tuple[int, int]:
@@ -123,24 +119,11 @@ def _peak_bytes(model: Any, read: Callable[[], Any]) -> tuple[int, int]:
     return meter.reading().peak_bytes, weights
 
 
-def machine_name(device: torch.device) -> str:
-    """Return the accelerator's name, or the processor's with the threads that torch uses."""
-    import torch
-
-    if device.type == "cuda":
-        return str(torch.cuda.get_device_name(device))
-    return processor_name(torch.get_num_threads())
-
-
 def processor_name(threads: int) -> str:
     """Return the processor's name, with the threads that compute."""
-    return f"{_processor()}, {threads} thread{'s' if threads > 1 else ''} of {os.cpu_count()}"
-
-
-def _processor() -> str:
-    try:
+    lines: list[str] = []
+    with suppress(OSError):
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        lines = []
     named = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return next(named, "") or platform.processor() or platform.machine()
+    processor = next(named, "") or platform.processor() or platform.machine()
+    return f"{processor}, {threads} thread{'s' if threads > 1 else ''} of {os.cpu_count()}"

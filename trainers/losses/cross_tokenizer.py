@@ -54,7 +54,14 @@ class CrossTokenizerCollator:
             taught = self._teacher(text, return_offsets_mapping=True)
             taught_offsets = [tuple(pair) for pair in taught["offset_mapping"]]
             aligned = aligned_spans(boundaries(offsets, text), boundaries(taught_offsets, text), text)
-            skipped = _left_padding(own_ids, batch["input_ids"], index)
+            row = batch["input_ids"][index].tolist() if index < len(batch["input_ids"]) else []
+            # The positions that the collator added before the sample's tokens.
+            starts = (0, len(row) - len(own_ids))
+            skipped = next((n for n in starts if n >= 0 and own_ids == row[n : n + len(own_ids)]), None)
+            if skipped is None:
+                rule = f"row {index} of its batch does not have the tokens of sample {index}, so they cannot be aligned"
+                fix = "use a collator that only pads, without packing, truncating or masking tokens"
+                raise UsageError(ConfigError(where="data_collator", rule=rule, fix=fix))
             ids.append(list(taught["input_ids"]))
             # The first token of a sequence has no position that predicts it.
             predicted = [span for span in aligned if span[0] > 0 and span[2] > 0]
@@ -65,17 +72,6 @@ class CrossTokenizerCollator:
         nothing = (-1, -1, -1, -1)
         batch[SPANS] = torch.tensor([[*row, *([nothing] * (most - len(row)))] for row in spans])
         return batch
-
-
-def _left_padding(ids: list[int], batch_BS: torch.Tensor, index: int) -> int:
-    """Return the number of positions that a collator added before a sample's tokens."""
-    row = batch_BS[index].tolist() if index < len(batch_BS) else []
-    for skipped in (0, len(row) - len(ids)):
-        if ids == row[skipped : skipped + len(ids)] and skipped >= 0:
-            return skipped
-    rule = f"row {index} of its batch does not have the tokens of sample {index}, so they cannot be aligned"
-    fix = "use a collator that only pads, without packing, truncating or masking tokens"
-    raise UsageError(ConfigError(where="data_collator", rule=rule, fix=fix))
 
 
 class CrossTokenizerLoss:
@@ -95,9 +91,9 @@ class CrossTokenizerLoss:
         student_tokenizer: PreTrainedTokenizerBase,
         teacher_tokenizer: PreTrainedTokenizerBase,
     ) -> None:
-        self._kind = kind
         import torch
 
+        self._kind = kind
         shared = shared_vocabulary(student_tokenizer, teacher_tokenizer) if kind == "aligned" else ([], [])
         self._shared = tuple(torch.tensor(ids, dtype=torch.long) for ids in shared)
         if kind == "aligned" and not len(self._shared[0]):

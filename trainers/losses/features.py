@@ -30,11 +30,9 @@ def hidden_state_sum(
 ) -> torch.Tensor:
     """Return ``Σ_t w_t · |h_s - h_t|² / D``, or ``Σ_t w_t · (1 - cos(h_s, h_t))``, as an fp32 scalar.
 
-    ``normalize`` divides each token's term by the mean square of that token's teacher vector, so that the few huge
-    activations that models have on some tokens do not outweigh all others. With the mean over a batch instead, sums
-    over parts of the batch would not add up to the sum over the batch.
-    The squared error is that of FitNets (arXiv 1412.6550) and TinyBERT (arXiv 1909.10351), the cosine DistilBERT's
-    (arXiv 1910.01108).
+    ``normalize`` divides each token's term by the mean square of that token's teacher vector, so that the huge
+    activations of some tokens do not outweigh all others, and sums over parts of a batch still add up. Squared error:
+    FitNets (arXiv 1412.6550), TinyBERT (arXiv 1909.10351); cosine: DistilBERT (arXiv 1910.01108).
     """
     import torch
 
@@ -89,7 +87,6 @@ class LayerMatch:
     """A student layer and the weighted mean of teacher layers that it is compared with."""
 
     student: int
-    """Number of the student's layer."""
     teacher: tuple[tuple[int, float], ...]
     """One or two teacher layers with their weights, which add up to 1."""
 
@@ -174,7 +171,6 @@ class Visibility:
     """Positions that a position attends to, computed for some rows at a time."""
 
     size: int
-    """Number of positions S."""
     causal: bool
     window: int | None = None
     """Positions that a position attends to, itself included; `None`: all."""
@@ -335,7 +331,8 @@ def score_sum(
             seen_BRS = visible.rows(rows_R)
             learned = _scores(query, key, rows_R, student.scaling)
             taught = _scores(taught_query, taught_key, rows_R, teacher.scaling)
-            difference = _mixed(own_mixture, learned) - _mixed(taught_mixture, taught)
+            learned = torch.einsum("mh,bhrs->bmrs", own_mixture, learned)
+            difference = learned - torch.einsum("mh,bhrs->bmrs", taught_mixture, taught)
             squares = difference.masked_fill(~seen_BRS[:, None], 0.0).square().sum(dim=-1).mean(dim=1)
             return squares / seen_BRS.sum(dim=-1).clamp(min=1)
 
@@ -369,9 +366,3 @@ def _scores(query_BHSD: torch.Tensor, key_BKSD: torch.Tensor, rows_R: torch.Tens
     """Return scores [B, H, R, S]; consecutive query heads share a key head."""
     grouped = query_BHSD.index_select(2, rows_R).unflatten(1, (key_BKSD.shape[1], -1))
     return (grouped @ key_BKSD[:, :, None].transpose(-1, -2) * scaling).flatten(1, 2)
-
-
-def _mixed(mixture_MH: torch.Tensor, scores_BHRS: torch.Tensor) -> torch.Tensor:
-    import torch
-
-    return torch.einsum("mh,bhrs->bmrs", mixture_MH, scores_BHRS)

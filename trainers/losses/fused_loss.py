@@ -124,42 +124,60 @@ def _autograd_function() -> Any:
     import torch
     from torch.autograd.function import once_differentiable
 
-    members = {"forward": staticmethod(_forward), "backward": staticmethod(once_differentiable(_backward))}
-    return type("FusedTokenLoss", (torch.autograd.Function,), members)
+    class FusedTokenLoss(torch.autograd.Function):
+        @staticmethod
+        def forward(
+            ctx: FunctionCtx, hidden_NH: torch.Tensor, weight_VH: torch.Tensor, bias_V: torch.Tensor | None, work: _Work
+        ) -> torch.Tensor:
+            needs = [work.differentiates and needed for needed in ctx.needs_input_grad[:3]]
+            gradients = [
+                torch.empty(hidden_NH.shape, dtype=work.dtype, device=hidden_NH.device) if needs[0] else None,
+                torch.zeros_like(weight_VH, dtype=torch.float32) if needs[1] else None,
+                torch.zeros_like(bias_V, dtype=torch.float32) if needs[2] else None,
+            ]
+            ctx.gradients, ctx.scale = gradients, 1.0 / work.gradient_scale
+            ctx.dtypes = [None if tensor is None else tensor.dtype for tensor in (hidden_NH, weight_VH, bias_V)]
+            values: list[dict[str, torch.Tensor]] = []
+            count = len(work.labels_N)
+            size = even_chunk_rows(count, work.chunk_rows)
+            with torch.autocast(hidden_NH.device.type, enabled=False):
+                cast_VH = weight_VH.to(work.dtype)
+                cast_V = None if bias_V is None else bias_V.to(work.dtype)
+                for first in range(0, count, size):
+                    chunk = slice(first, first + size)
+                    hidden = hidden_NH[chunk].to(work.dtype)
+                    product = torch.nn.functional.linear(hidden, cast_VH, cast_V)
+                    values += _chunk_values(product, chunk, work, gradient=any(needs))
+                    _add_gradients(gradients, product, hidden, cast_VH, chunk)
+                    del product
+            rows_N = {name: torch.cat([block[name] for block in values]) for name in (values[0] if values else ())}
+            work.rows.update(weighted_rows(rows_N, work.weights_N))
+            if not values:
+                return hidden_NH.new_zeros((), dtype=torch.float32)
+            loss_N = row_losses(rows_N["student_cross_entropy"], rows_N.get("divergence"), work.objective)
+            return (work.weights_N * loss_N).sum()
 
+        @staticmethod
+        @once_differentiable  # type: ignore[untyped-decorator]
+        def backward(ctx: FunctionCtx, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+            if ctx.gradients is None:
+                rule = "the fused loss frees its gradients in the first backward pass; a second one is impossible"
+                raise RuntimeError(rule)
+            gradients, ctx.gradients = ctx.gradients, None
+            factor = gradient.float() * ctx.scale
+            scaled: list[torch.Tensor | None] = []
+            for index, dtype in enumerate(ctx.dtypes):
+                own, gradients[index] = gradients[index], None
+                # In place and in fp32: a factor such as 1 / tokens, rounded to 16 bit, would change every gradient.
+                if own is not None and own.dtype == torch.float32:
+                    own.mul_(factor)
+                elif own is not None:
+                    for rows in own.split(SCALED_ROWS):
+                        rows.copy_(rows.float().mul_(factor))
+                scaled.append(None if own is None else own.to(dtype))
+            return (*scaled, None)
 
-def _forward(
-    ctx: FunctionCtx, hidden_NH: torch.Tensor, weight_VH: torch.Tensor, bias_V: torch.Tensor | None, work: _Work
-) -> torch.Tensor:
-    import torch
-
-    needs = [work.differentiates and needed for needed in ctx.needs_input_grad[:3]]
-    gradients = [
-        torch.empty(hidden_NH.shape, dtype=work.dtype, device=hidden_NH.device) if needs[0] else None,
-        torch.zeros_like(weight_VH, dtype=torch.float32) if needs[1] else None,
-        torch.zeros_like(bias_V, dtype=torch.float32) if needs[2] else None,
-    ]
-    ctx.gradients, ctx.dtypes = gradients, [None if t is None else t.dtype for t in (hidden_NH, weight_VH, bias_V)]
-    ctx.scale = 1.0 / work.gradient_scale
-    values: list[dict[str, torch.Tensor]] = []
-    count = len(work.labels_N)
-    size = even_chunk_rows(count, work.chunk_rows)
-    with torch.autocast(hidden_NH.device.type, enabled=False):
-        cast_VH = weight_VH.to(work.dtype)
-        cast_V = None if bias_V is None else bias_V.to(work.dtype)
-        for first in range(0, count, size):
-            chunk = slice(first, first + size)
-            hidden = hidden_NH[chunk].to(work.dtype)
-            product = torch.nn.functional.linear(hidden, cast_VH, cast_V)
-            values += _chunk_values(product, chunk, work, gradient=any(needs))
-            _add_gradients(gradients, product, hidden, cast_VH, chunk)
-            del product
-    rows_N = {name: torch.cat([block[name] for block in values]) for name in (values[0] if values else ())}
-    work.rows.update(weighted_rows(rows_N, work.weights_N))
-    if not values:
-        return hidden_NH.new_zeros((), dtype=torch.float32)
-    loss_N = row_losses(rows_N["student_cross_entropy"], rows_N.get("divergence"), work.objective)
-    return (work.weights_N * loss_N).sum()
+    return FusedTokenLoss
 
 
 def _chunk_values(
@@ -268,29 +286,6 @@ def _add_gradients(
             weight_gradient[rows] += dz_nV[:, rows].T @ hidden_nH
 
 
-def _backward(ctx: FunctionCtx, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-    import torch
-
-    if ctx.gradients is None:
-        raise RuntimeError("the fused loss frees its gradients in the first backward pass; a second one is impossible")
-    gradients, ctx.gradients = ctx.gradients, None
-    factor = gradient.float() * ctx.scale
-    scaled: list[torch.Tensor | None] = []
-    for index, dtype in enumerate(ctx.dtypes):
-        own, gradients[index] = gradients[index], None
-        if own is None:
-            scaled.append(None)
-            continue
-        # In place and in fp32: a factor such as 1 / tokens, rounded to 16 bit, would change every gradient.
-        if own.dtype == torch.float32:
-            own.mul_(factor)
-        else:
-            for rows in own.split(SCALED_ROWS):
-                rows.copy_(rows.float().mul_(factor))
-        scaled.append(own.to(dtype))
-    return (*scaled, None)
-
-
 HeadWork = Callable[["torch.Tensor"], "torch.Tensor"]
 """Takes the head's input [B, S, H] and returns a loss."""
 _PROBES = (1.0, -3.0, 40.0)
@@ -319,15 +314,11 @@ class HeadReplacement:
     """
 
     def __init__(self, model: PreTrainedModel, work: HeadWork) -> None:
-        self._model = model
-        self._head = head_module(model)
-        self._work = work
+        self._model, self._head, self._work = model, head_module(model), work
         self._finished: torch.Tensor | None = None
 
     @contextmanager
     def __call__(self) -> Iterator[HeadReplacement]:
-        """Replace the head inside the block."""
-
         def keep(_module: object, _inputs: object, output: torch.Tensor) -> torch.Tensor:
             self._finished = output
             # Some models change their logits in place.
@@ -378,11 +369,7 @@ class CapturedHead:
         """One per call of the head, [B, S, H]."""
 
     def check(self, name: str, logits: torch.Tensor) -> None:
-        """Compare the model's logits with those of an `OutputHead`; call it after the model has run.
-
-        Args:
-            name: Name of the model in messages.
-            logits: [1, 2, V] that the model returned: for its first token, and for known outputs of the head.
+        """Compare logits [1, 2, V] of a model, for its first token and for known head outputs, with an `OutputHead`.
 
         Raises:
             UnknownLogitsError: the head was not called as a module, or the model changes its outputs differently.

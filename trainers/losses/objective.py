@@ -39,7 +39,6 @@ class LogitTargets:
     logits_NV: torch.Tensor
 
     def select(self, rows: slice | torch.Tensor) -> LogitTargets:
-        """Return some of the rows."""
         return LogitTargets(logits_NV=self.logits_NV[rows])
 
 
@@ -51,7 +50,6 @@ class HiddenTargets:
     head: OutputHead
 
     def select(self, rows: slice | torch.Tensor) -> HiddenTargets:
-        """Return some of the rows."""
         return HiddenTargets(hidden_NH=self.hidden_NH[rows], head=self.head)
 
 
@@ -66,10 +64,8 @@ class TopKTargets:
     tail_log_probability_N: torch.Tensor
     """fp32 log of the mass of all other tokens at τ; -inf without others."""
     temperature: float
-    """τ of these probabilities."""
 
     def select(self, rows: slice | torch.Tensor) -> TopKTargets:
-        """Return some of the rows."""
         return TopKTargets(
             ids_NK=self.ids_NK[rows],
             log_probabilities_NK=self.log_probabilities_NK[rows],
@@ -110,7 +106,6 @@ class TokenSums:
     """[N] detached contributions of the valid rows to the sums, by name."""
 
 
-_MIXED = ("jsd", "skewed_kl", "skewed_reverse_kl")
 LOWEST = -1e4
 """Replaces log 0: its exponential is 0 in fp32, and its differences are finite."""
 _VANISHING = -80.0
@@ -213,12 +208,6 @@ def check_targets(targets: TopKTargets, objective: TokenObjective, columns: int)
         rule = f"the teacher's top-k has a token beyond the {columns} that are compared"
         fix = f"compute the top-k with vocab_size={columns} or less"
         raise UsageError(ConfigError(where="ids_NK", value=int(targets.ids_NK.max()), rule=rule, fix=fix))
-
-
-def nonfinite_top_k_rows(targets: TopKTargets) -> torch.Tensor:
-    """Return 1 for rows with NaN or +infinite log-probabilities; -infinity is a mass of 0."""
-    largest_N = targets.log_probabilities_NK.amax(dim=-1)
-    return (~((largest_N < math.inf) & (targets.tail_log_probability_N < math.inf))).float()
 
 
 def binned(log_q_NV: torch.Tensor, targets: TopKTargets) -> tuple[torch.Tensor, torch.Tensor]:
@@ -400,14 +389,8 @@ def compared_rows(
 ) -> tuple[torch.Tensor, torch.Tensor | None, dict[str, torch.Tensor]]:
     """Return the divergence of each row, its gradient, and detached values of each row by name.
 
-    Args:
-        logits_NV: fp32 logits of the student.
-        targets: The teacher's logits, or its top K.
-        labels_N: Labels of the rows.
-        objective: Divergence and temperature.
-        telemetry: Whether to add the values that the loss does not need.
-        log_q_at_one_NV: The student's log-probabilities at τ = 1, if they are known.
-        gradient: Whether to return the gradient with respect to logits / τ on the shared columns.
+    `telemetry` adds the values that the loss does not need. `log_q_at_one_NV` are the student's log-probabilities at
+    τ = 1, if they are known. With `gradient`, the gradient is by logits / τ on the shared columns.
     """
     import torch
 
@@ -425,7 +408,10 @@ def compared_rows(
             divergence_N, slope = top_k_divergence_and_gradient(kind, log_q, targets, mixture)
         else:
             divergence_N = top_k_divergence_rows(kind, log_q, targets, mixture)
-        rows = {"divergence": divergence_N.detach(), "nonfinite_teacher_rows": nonfinite_top_k_rows(targets)}
+        # NaN or +infinite log-probabilities; -infinity is a mass of 0.
+        largest_N = targets.log_probabilities_NK.amax(dim=-1)
+        nonfinite_N = ~((largest_N < math.inf) & (targets.tail_log_probability_N < math.inf))
+        rows = {"divergence": divergence_N.detach(), "nonfinite_teacher_rows": nonfinite_N.float()}
         with torch.no_grad():
             return divergence_N, slope, rows | (top_k_rows(log_q, targets) if telemetry else {})
     taught = targets[:, :columns].float()

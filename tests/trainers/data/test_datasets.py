@@ -184,7 +184,6 @@ def test_every_file_format_gives_the_same_samples(tmp_path: Path) -> None:
     ]
     assert all(other.train == found[0].train and other.evaluation == found[0].evaluation for other in found)
     assert load_samples(f"{tmp_path / 'a.jsonl'}#3", made, seq_len=8).statistics.rows == 3
-    assert load_samples(str(tmp_path / "a.jsonl"), made, seq_len=8, limit=2).statistics.rows == 2
 
 
 def load_turns(tmp_path: Path, rows: list[dict[str, Any]], seq_len: int = 256, **how: Any) -> Samples:

@@ -8,6 +8,7 @@ import math
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -179,7 +180,9 @@ def test_whole_logits_give_the_same(tiny_llama, noisy_llama, book, monkeypatch, 
     separate = evaluate_model(str(noisy_llama), **options)
     assert "in memory" not in caplog.text
     # A head whose own logits are not the model's: what a family that rescales them without saying so looks like.
-    monkeypatch.setattr(measures, "_separate_head", lambda model: lambda rows: model.lm_head(rows) * 2)
+    monkeypatch.setattr(
+        measures, "output_head", lambda model: SimpleNamespace(logits=lambda rows: model.lm_head(rows) * 2)
+    )
     whole = evaluate_model(str(noisy_llama), **options)
     assert caplog.text.count("both models stay in memory") == 1
     assert whole.comparison.kl_nats_per_token.value == pytest.approx(

@@ -38,13 +38,10 @@ class RecordFormat:
     """
 
     top_k: int
-    """Likeliest tokens to store, at most the vocabulary."""
     vocab_size: int
-    """Tokens of the distributions."""
     temperatures: tuple[float, ...]
     """Temperatures at which the answers can be read."""
     value_bits: int = 6
-    """Bits of each depth."""
 
     def __post_init__(self) -> None:
         positive = bool(self.temperatures) and all(0 < temperature < float("inf") for temperature in self.temperatures)
@@ -75,12 +72,10 @@ class RecordFormat:
 
     @property
     def packed_bytes(self) -> int:
-        """Bytes of ids and depths."""
         return -(-(self.top_k * (self.low_bits + self.value_bits) + self.high_bits) // 8)
 
     @property
     def record_bytes(self) -> int:
-        """Bytes of one token's record."""
         return self.packed_bytes + 2 + 2 * len(self.temperatures)
 
 

@@ -21,7 +21,7 @@ from ....plugins.huggingface_hub.hub import model_directory
 from ....plugins.launching.messages import log_progress
 from ....plugins.planning.from_names import installed_versions
 from ...data.models import StartingModel, load_config, load_tokenizer, with_positions
-from ...data.samples import stated_samples
+from ...data.samples import collate, stated_samples
 from ...data.sources import DataSettings, local_place
 from ...losses.fused_loss import UnknownLogitsError, accepted_inputs, captured_head_input
 from ...runs.launch import ONE_PROCESS, Replicas, run_replicas
@@ -58,7 +58,6 @@ _TOKENS, _ENDS = "tokens.npy", "ends.npy"
 def cache_key(
     teacher: str, weights: str, tokenizer: PreTrainedTokenizerBase, layout: RecordFormat, *, rendered_by_template: bool
 ) -> CacheKey:
-    """Return the key of a cache."""
     return CacheKey(
         teacher=teacher,
         weights=weights,
@@ -238,11 +237,8 @@ def teacher_answers(
     """
     import torch
 
-    longest = max(len(ids) for ids in samples)
-    ids_BS = torch.tensor([[*ids, *([0] * (longest - len(ids)))] for ids in samples], device=device)
-    lengths_B = torch.tensor([len(ids) for ids in samples], device=device)
-    mask_BS = torch.arange(longest, device=device) < lengths_B[:, None]
-    inputs = accepted_inputs(teacher.model, {"input_ids": ids_BS, "attention_mask": mask_BS.long()})
+    batch = {name: tensor.to(device) for name, tensor in collate([{"input_ids": ids} for ids in samples]).items()}
+    mask_BS, inputs = batch["attention_mask"].bool(), accepted_inputs(teacher.model, batch)
     with torch.no_grad(), captured_head_input(teacher.model) as head_input:
         outputs = teacher(**inputs)
     try:
@@ -309,7 +305,6 @@ class CacheJob:
     """A cache to be written."""
 
     teacher: str
-    """Hub id or directory of the teacher."""
     settings: CacheSettings
     key: CacheKey
     samples: list[list[int]]
@@ -319,13 +314,7 @@ class CacheJob:
 def prepare_cache(
     teacher: str, settings: CacheSettings, output_dir: Path | None = None, *, replicas: Replicas = ONE_PROCESS
 ) -> CacheJob:
-    """Read configuration, tokenizer and data; nothing is run or written.
-
-    Args:
-        teacher: Hub id or directory.
-        settings: Data and format of the cache.
-        output_dir: Directory for the cache; `None` if none is written.
-        replicas: Processes that divide the batches.
+    """Read configuration, tokenizer and data; nothing is run or written. `replicas` share the batches.
 
     Raises:
         UsageError: invalid settings, a dataset without text, a sequence beyond the model's positions.
@@ -369,12 +358,7 @@ def prepare_cache(
 
 
 def run_cache_job(job: CacheJob, directory: Path, *, replicas: Replicas = ONE_PROCESS) -> None:
-    """Load the teacher and store its answers; progress is logged.
-
-    Args:
-        job: Samples, teacher and format.
-        directory: Directory for the cache.
-        replicas: Processes that divide the batches; the files equal those of one process.
+    """Load the teacher and store its outputs; the files of several replicas equal those of one process.
 
     Raises:
         UsageError: the directory has other files, or another run writes to it.
@@ -413,21 +397,16 @@ def _store_answers(
 
     from ....plugins.transformers.teacher_placement import PlacedTeacher, load_teacher
 
-    accelerated = torch.accelerator.is_available()
-    device = torch.accelerator.current_accelerator() if accelerated else torch.device("cpu")
-    torch_dtype = getattr(torch, dtype or ("bfloat16" if accelerated else "float32"))
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    device = accelerator or torch.device("cpu")
+    torch_dtype = getattr(torch, dtype or ("bfloat16" if accelerator else "float32"))
     model = load_teacher(teacher, revision=revision, dtype=torch_dtype).to(device)
-    assert device is not None
     placed = PlacedTeacher(model, model, "replica")
     write_cache(directory, key, placed, samples, batch_size=batch_size, device=device, share=share)
 
 
 def _launch_ranks(job: CacheJob, directory: Path, replicas: Replicas) -> None:
-    """Let ranks each answer a share of the batches; the first writes.
-
-    Raises:
-        LaunchFailedError: a rank failed; names the rank and its error.
-    """
+    """Run the teacher on shares of the batches; the first rank writes."""
     import torch
 
     path = Path(job.teacher)

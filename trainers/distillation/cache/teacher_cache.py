@@ -69,7 +69,6 @@ class CacheShard:
     """One file of records."""
 
     file: str
-    """Name inside the cache's directory."""
     rows: int
     samples: int
     file_bytes: int
@@ -78,8 +77,6 @@ class CacheShard:
 
 @dataclass(frozen=True, kw_only=True)
 class _Manifest:
-    """Contents of `manifest.json`."""
-
     schema_version: int
     key: CacheKey
     shards: tuple[CacheShard, ...]
@@ -109,7 +106,6 @@ def read_manifest(directory: Path) -> tuple[CacheKey, list[CacheShard]]:
             rule = f"schema version {version}, this version reads {SCHEMA_VERSION}"
             raise RefusedInputError(ConfigError(where=where, rule=rule, fix="write the cache again"))
         manifest: _Manifest = TypeAdapter(_Manifest).validate_json(content, strict=True)
-        key, shards = manifest.key, list(manifest.shards)
     except FileNotFoundError as error:
         rule = f"has no {MANIFEST}"
         fix = "write a cache with shardwright cache-teacher"
@@ -119,6 +115,7 @@ def read_manifest(directory: Path) -> tuple[CacheKey, list[CacheShard]]:
     except (ValueError, KeyError, TypeError) as error:
         where, rule = f"{where}/{MANIFEST}", f"cannot be read: {' '.join(str(error).split())[:300]}"
         raise RefusedInputError(ConfigError(where=where, rule=rule, fix="write the cache again")) from error
+    shards = list(manifest.shards)
     check_names(str(directory / MANIFEST), [shard.file for shard in shards])
     errors = []
     for shard in shards:
@@ -129,7 +126,7 @@ def read_manifest(directory: Path) -> tuple[CacheKey, list[CacheShard]]:
             errors.append(ConfigError(where=str(path), value=size, rule=rule, fix="write the cache again"))
     if errors:
         raise RefusedInputError(errors)
-    return key, shards
+    return manifest.key, shards
 
 
 class TeacherCache:
@@ -159,8 +156,7 @@ class TeacherCache:
         """
         path = Path(directory)
         key, shards = read_manifest(path)
-        errors = key_errors(key, expected, path) if expected is not None else []
-        if errors:
+        if expected is not None and (errors := key_errors(key, expected, path)):
             raise RefusedInputError(errors)
         return cls(path, key, shards)
 
@@ -246,17 +242,12 @@ class CachedTeacherDataset:
 
 
 def file_sha256(path: Path) -> str:
-    """Return the SHA-256 of a file."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _mapped(path: Path, shard: CacheShard, layout: RecordFormat) -> dict[str, Array]:
-    """Return the arrays of a file, memory-mapped; safetensors' own reader would load full arrays.
-
-    Raises:
-        RefusedInputError: arrays that differ from the manifest, or samples with rows that do not exist.
-    """
+    """Return the arrays of a file, memory-mapped and checked; safetensors' own reader would load full arrays."""
     where, fix = str(path), "write the cache again"
     kinds = {"U8": np.uint8, "I64": np.int64}
     arrays = {

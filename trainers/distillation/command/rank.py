@@ -20,7 +20,6 @@ class DistillTask(DistillJob, TrainingTask):
     evaluates_last = True
 
     def build(self, context: RankContext) -> Any:
-        """Return the Trainer."""
         from transformers import AutoTokenizer
 
         from ..cache.teacher_cache import CachedTeacherDataset, TeacherCache

@@ -46,9 +46,7 @@ class DistillationOutcome(LaunchedOutcome):
 
     settings: DistillSettings
     teacher: str
-    """Hub id or directory of the teacher."""
     student: str
-    """Hub id, directory or `config.json` that the student started from."""
     result: DistillationResult
 
     @property

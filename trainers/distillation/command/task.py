@@ -71,9 +71,7 @@ class PreparedDistillation(PreparedTraining[DistillationOutcome]):
 
     settings: DistillSettings
     teacher: str
-    """Hub id or directory of the teacher."""
     student: str
-    """Hub id, directory or `config.json` of the student."""
     teacher_tokenizer: Any
     """The teacher's tokenizer; `tokenizer` is the student's."""
     vocab_size: int | None
@@ -112,12 +110,6 @@ def prepare_distillation(
     settings: DistillSettings, teacher: str, student: str, request: RunRequest
 ) -> PreparedDistillation:
     """Check settings, models and data, report all errors together, and plan.
-
-    Args:
-        settings: Settings of the command.
-        teacher: Hub id or directory.
-        student: Hub id, directory, or `config.json` for random weights.
-        request: Output directory and options of the run.
 
     Raises:
         UsageError: all errors together.
@@ -175,10 +167,7 @@ def prepare_distillation(
 def _with_tokenizers(
     settings: DistillSettings, teacher: str, student: str
 ) -> tuple[DistillSettings, tuple[Any, Any, int | None]]:
-    """Return settings with a supported sequence length, the tokenizers of student and teacher, and their common size.
-
-    A student without a tokenizer gets the teacher's.
-    """
+    """Return settings with a supported sequence length, both tokenizers and their common size."""
     own = StartingModel(model=student, revision=settings.revision)
     other = StartingModel(model=teacher, revision=settings.teacher_revision)
     config, teacher_config = load_config(own), load_config(other)
@@ -192,6 +181,7 @@ def _with_tokenizers(
             rule = f"the student has no tokenizer, and the teacher's has ids up to {largest}"
             fix = "use a student with a larger vocabulary or its own tokenizer"
             raise UsageError(ConfigError(where="student: vocab_size", value=width, rule=rule, fix=fix))
+        # A student without a tokenizer gets the teacher's.
         tokenizer = taught
     else:
         tokenizer = load_tokenizer(own, width)

@@ -28,7 +28,6 @@ class LayerStack:
     path: str
     """Name of the list, without the prefix of the base model."""
     count: int
-    """Layers in it."""
     base_prefix: str
     """Attribute of the base model in models with a head; checkpoints may omit it."""
 
@@ -37,7 +36,6 @@ class LayerStack:
         return name.removeprefix(f"{self.base_prefix}.") if self.base_prefix else name
 
     def layer_of(self, name: str) -> int | None:
-        """Return the number of the layer that a tensor belongs to."""
         match = re.match(rf"{re.escape(self.path)}\.(\d+)\.", self.canonical(name))
         return int(match[1]) if match else None
 
@@ -165,7 +163,6 @@ class WidthFamily:
     """Fields of the config for each size of `Widths`."""
 
     def rule(self, name: str) -> TensorRule | None:
-        """Return the rule of a tensor, or `None`."""
         return next((rule for rule in self.rules if rule.name.search(name)), None)
 
 

@@ -96,7 +96,6 @@ class StudentPlan:
     """Student to be made, before any weight is read."""
 
     source: ModelSource
-    """The teacher's config and its origin."""
     request: StudentRequest
     config: dict[str, Any]
     """The student's `config.json`."""
@@ -109,7 +108,6 @@ class StudentPlan:
     teacher_widths: Widths | None
     """`None` if no width is reduced."""
     student_widths: Widths | None
-    """`None` if no width is reduced."""
     matrices: dict[str, int]
     """Output axis of each linear weight inside the layers, by the student's names without the base model's prefix."""
     base_prefix: str
@@ -117,7 +115,6 @@ class StudentPlan:
     teacher_parameters: int
     """Parameters of the teacher, tied ones once."""
     student_parameters: int
-    """Parameters of the student, tied ones once."""
 
     @property
     def least_bytes(self) -> int:
@@ -131,7 +128,6 @@ class StudentReport:
 
     plan: StudentPlan
     output_dir: Path | None
-    """Directory of the files; `None` if none were written."""
     low_rank: dict[str, dict[str, Any]] = field(default_factory=dict)
     """`LowRank` of each low-rank matrix."""
     zeros: dict[str, float] = field(default_factory=dict)
@@ -263,8 +259,16 @@ def make_student(
         model = build_meta_model(plan.source.config, source=plan.source.name)
         if errors := stored_errors(tensors, model, f"teacher {directory}", base_prefix=plan.base_prefix):
             raise RefusedInputError(errors)
-        cutter = None if plan.family is None else _width_cutter(plan, directory, tensors, scores)
-        report = StudentReport(plan=plan, output_dir=output_dir)
+        cutter, family, stack, before, after = None, plan.family, plan.stack, plan.teacher_widths, plan.student_widths
+        if family is not None:
+            assert stack is not None and before is not None and after is not None
+            if unknown := sorted(name for name in tensors if family.rule(name) is None):
+                rule = "is a tensor that this family does not have, so widths cannot be cut"
+                raise UsageError([ConfigError(where="teacher", value=name, rule=rule) for name in unknown[:5]])
+            scores = scores or student_scores(plan, directory, tensors)
+            kept = kept_widths(scores, before, after)
+            cutter = WidthCutter(family=family, stack=stack, teacher=before, kept=kept, scores=scores)
+        report, request = StudentReport(plan=plan, output_dir=output_dir), plan.request
         with appearing_directory(output_dir) as unfinished:
             writer = _ShardWriter(directory=unfinished)
             for name, tensor in each_tensor(tensors):
@@ -278,8 +282,15 @@ def make_student(
                 if cutter is not None:
                     tensor = cutter.cut(name, tensor)
                 output_axis = plan.matrices.get(new_name.removeprefix(plan.base_prefix))
-                if output_axis is not None:
-                    tensor = _thinned(plan.request, new_name, tensor, output_axis, report)
+                if output_axis is not None and (request.low_rank is not None or request.low_rank_energy is not None):
+                    tensor, approximation = low_rank(tensor, rank=request.low_rank, energy=request.low_rank_energy)
+                    report.low_rank[new_name] = asdict(approximation)
+                if output_axis is not None and request.sparsity is not None:
+                    prune, granularity = request.prune, request.granularity
+                    tensor = sparse(
+                        tensor, request.sparsity, prune=prune, granularity=granularity, output_axis=output_axis
+                    )
+                    report.zeros[new_name] = float((tensor == 0).double().mean())
                 writer.add(new_name, tensor, plan.request.dtype)
             writer.finish()
             copy_companions(directory, unfinished)
@@ -288,21 +299,6 @@ def make_student(
             write_files(texts, unfinished, force=True)
             write_files({CARD_FILE: _card(report, teacher, unfinished)}, unfinished, force=True)
     return report
-
-
-def _width_cutter(
-    plan: StudentPlan, directory: Path, tensors: Mapping[str, StoredTensor], scores: Scores | None
-) -> WidthCutter:
-    family, stack, before, after = plan.family, plan.stack, plan.teacher_widths, plan.student_widths
-    assert family is not None and stack is not None and before is not None and after is not None
-    unknown = sorted(name for name in tensors if family.rule(name) is None)
-    if unknown:
-        rule = "is a tensor that this family does not have, so widths cannot be cut"
-        raise UsageError([ConfigError(where="teacher", value=name, rule=rule) for name in unknown[:5]])
-    scores = scores or student_scores(plan, directory, tensors)
-    return WidthCutter(
-        family=family, stack=stack, teacher=before, kept=kept_widths(scores, before, after), scores=scores
-    )
 
 
 def student_scores(plan: StudentPlan, directory: Path, tensors: Mapping[str, StoredTensor]) -> Scores:
@@ -316,19 +312,6 @@ def student_scores(plan: StudentPlan, directory: Path, tensors: Mapping[str, Sto
     return activation_scores(model, batches, family, stack, widths)
 
 
-def _thinned(
-    request: StudentRequest, name: str, tensor: torch.Tensor, output_axis: int, report: StudentReport
-) -> torch.Tensor:
-    if request.low_rank is not None or request.low_rank_energy is not None:
-        tensor, approximation = low_rank(tensor, rank=request.low_rank, energy=request.low_rank_energy)
-        report.low_rank[name] = asdict(approximation)
-    if request.sparsity is not None:
-        prune, granularity = request.prune, request.granularity
-        tensor = sparse(tensor, request.sparsity, prune=prune, granularity=granularity, output_axis=output_axis)
-        report.zeros[name] = float((tensor == 0).double().mean())
-    return tensor
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LowRank:
     """Approximation of a matrix."""
@@ -336,7 +319,6 @@ class LowRank:
     rank: int
     """Singular values kept."""
     full_rank: int
-    """Smaller side of the matrix."""
     energy: float
     """Σ σ² of the kept singular values over Σ σ² of all; 1 for a matrix of zeros."""
 
@@ -395,8 +377,6 @@ def sparse(
 
 @dataclass(kw_only=True)
 class _ShardWriter:
-    """Writes tensors into shards of a directory."""
-
     directory: Path
     pending: dict[str, torch.Tensor] = field(default_factory=dict)
     """Tensors of the shard that is being filled."""

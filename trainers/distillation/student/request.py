@@ -52,13 +52,11 @@ class StudentRequest(Settings):
 
     @property
     def cuts_width(self) -> bool:
-        """Whether any width is set."""
         sizes = (self.hidden_size, self.intermediate_size, self.heads, self.key_value_heads)
         return any(size is not None for size in sizes)
 
     @property
     def cuts_layers(self) -> bool:
-        """Whether layers are set."""
         return self.layers is not None or self.keep_layers is not None
 
 
@@ -71,9 +69,7 @@ class Widths:
     intermediate_size: int
     """Channels inside the MLP."""
     heads: int
-    """Query heads."""
     key_value_heads: int
-    """Key/value heads."""
     head_dim: int
     """Width of one head; never changed."""
 
@@ -117,7 +113,6 @@ def request_errors(request: StudentRequest) -> list[ConfigError]:
 
 
 def layer_errors(request: StudentRequest, teacher_layers: int) -> list[ConfigError]:
-    """Return the errors of the requested layers."""
     limit = f"the teacher has {teacher_layers} layers"
     if request.layers is not None and request.layers > teacher_layers:
         return [ConfigError(where="--layers", value=request.layers, rule=limit, fix="request fewer layers")]

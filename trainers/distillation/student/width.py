@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
@@ -14,12 +14,11 @@ from ....plugins.huggingface_hub.hub import ModelSource
 from ....plugins.transformers.sound_model import check_config, refused_by_name
 from ...data.models import StartingModel, load_tokenizer
 from ...data.sources import pack, read_documents
-from .layers import Axis, LayerStack, WidthFamily
+from .layers import LayerStack, WidthFamily
 from .request import Widths
 
 if TYPE_CHECKING:
     import torch
-    from torch.utils.hooks import RemovableHandle
     from transformers import PreTrainedModel
 
 
@@ -72,6 +71,19 @@ def magnitude_scores(
                 written_H += energy / (tensor.shape[1 - axis] if table else 1)
             if rule.side == "reads" or (tied and table):
                 read_H += energy / (tensor.shape[1 - axis] if table else 1)
+    heads: dict[int, torch.Tensor] = {}
+    for (layer, _, kind), value in squares.items():
+        if kind == "value":
+            values_G = value.view(widths.key_value_heads, widths.head_dim).sum(1)
+        elif kind == "query_key_value":
+            values_G = value.view(3, widths.heads, widths.head_dim)[2].sum(1)
+        else:
+            continue
+        values_A = values_G.repeat_interleave(widths.heads // widths.key_value_heads)
+        path = next(m for at, m, a in squares if at == layer and a == "query" and m.endswith(family.attention_output))
+        outputs_A = squares[layer, path, "query"].view(widths.heads, widths.head_dim).sum(1)
+        heads[layer] = (values_A * outputs_A).sqrt()
+    assert len(heads) == stack.count
     return Scores(
         hidden_H=(written_H * read_H).sqrt(),
         intermediate={
@@ -82,28 +94,9 @@ def magnitude_scores(
             .prod(dim=0)
             for number in range(stack.count)
         },
-        heads=_head_scores(squares, family, stack.count, widths),
+        heads=heads,
         residual_energy_H=written_H,
     )
-
-
-def _head_scores(
-    squares: dict[tuple[int, str, str], torch.Tensor], family: WidthFamily, layers: int, widths: Widths
-) -> dict[int, torch.Tensor]:
-    scores = {}
-    for (layer, _, axis), value in squares.items():
-        if axis == "value":
-            values_G = value.view(widths.key_value_heads, widths.head_dim).sum(1)
-        elif axis == "query_key_value":
-            values_G = value.view(3, widths.heads, widths.head_dim)[2].sum(1)
-        else:
-            continue
-        values_A = values_G.repeat_interleave(widths.heads // widths.key_value_heads)
-        path = next(m for at, m, a in squares if at == layer and a == "query" and m.endswith(family.attention_output))
-        outputs_A = squares[layer, path, "query"].view(widths.heads, widths.head_dim).sum(1)
-        scores[layer] = (values_A * outputs_A).sqrt()
-    assert len(scores) == layers
-    return scores
 
 
 def activation_scores(
@@ -121,79 +114,61 @@ def activation_scores(
     """
     import torch
 
-    meter = _Meter(family=family, widths=widths)
+    # Sums over tokens; dividing by their number would not change the order within a layer.
+    channels: dict[int, Any] = defaultdict(float)
+    heads: dict[int, Any] = defaultdict(float)
+    outputs: dict[str, Any] = defaultdict(float)
+    squares: dict[str, Any] = defaultdict(float)
+    tokens: dict[str, int] = defaultdict(int)
+
+    def add_channels(layer: int, module: torch.nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
+        activations_NI = inputs[0].flatten(0, -2)
+        norms_I = _input_rows(module).float().norm(dim=1)
+        channels[layer] += (activations_NI.float().abs().sum(dim=0) * norms_I).double().cpu()
+
+    def add_heads(layer: int, module: torch.nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
+        activations_NAD = inputs[0].flatten(0, -2).float().unflatten(-1, (widths.heads, widths.head_dim))
+        weight_ADH = _input_rows(module).float().unflatten(0, (widths.heads, widths.head_dim))
+        added = [(activations_NAD[:, a] @ weight_ADH[a]).norm(dim=1).sum() for a in range(widths.heads)]
+        heads[layer] += torch.stack(added).double().cpu()
+
+    def add_norm(
+        name: str, module: torch.nn.Module, inputs: tuple[torch.Tensor, ...], output_BSH: torch.Tensor
+    ) -> None:
+        stream_NH = inputs[0].flatten(0, -2).float()
+        if family.centred:
+            stream_NH = stream_NH - stream_NH.mean(dim=-1, keepdim=True)
+        squares[name] += stream_NH.square().sum(dim=0).double().cpu()
+        outputs[name] += output_BSH.flatten(0, -2).float().abs().sum(dim=0).double().cpu()
+        tokens[name] += len(stream_NH)
+
     with ExitStack() as hooks, torch.no_grad():
         for name, module in model.named_modules():
             own = stack.canonical(name)
-            layer = stack.layer_of(own + ".")
-            for hook in meter.hooks_of(own, module, layer, stack):
-                hooks.callback(hook.remove)
+            layer, rule = stack.layer_of(own + "."), family.rule(f"{own}.weight")
+            inside = own.removeprefix(f"{stack.path}.{layer}.")
+            if layer is not None and inside == family.mlp_output:
+                handle = module.register_forward_pre_hook(partial(add_channels, layer))
+            elif layer is not None and inside == family.attention_output:
+                handle = module.register_forward_pre_hook(partial(add_heads, layer))
+            elif rule is not None and rule.side == "norm":
+                handle = module.register_forward_hook(partial(add_norm, own))
+            else:
+                continue
+            hooks.callback(handle.remove)
         model.eval()
         for batch in batches:
             model(**batch)
-    means = {name: total_H / meter.tokens[name] for name, total_H in meter.outputs.items()}
-    energies = {name: total_H / meter.tokens[name] for name, total_H in meter.energies.items()}
+    means = {name: total_H / tokens[name] for name, total_H in outputs.items()}
+    energies = {name: total_H / tokens[name] for name, total_H in squares.items()}
     measured = torch.stack(list(energies.values()))
     return Scores(
         hidden_H=sum((mean_H / mean_H.mean() for mean_H in means.values()), torch.zeros(widths.hidden_size).double()),
-        intermediate=meter.channels,
-        heads=meter.heads,
+        intermediate=channels,
+        heads=heads,
         energies=energies,
         residual_energy_H=measured.mean(dim=0),
     )
-
-
-@dataclass(kw_only=True)
-class _Meter:
-    """Sums of activations over tokens; dividing by their number would not change the order within a layer."""
-
-    family: WidthFamily
-    widths: Widths
-    channels: dict[int, Any] = field(default_factory=lambda: defaultdict(float))
-    heads: dict[int, Any] = field(default_factory=lambda: defaultdict(float))
-    outputs: dict[str, Any] = field(default_factory=lambda: defaultdict(float))
-    energies: dict[str, Any] = field(default_factory=lambda: defaultdict(float))
-    tokens: dict[str, int] = field(default_factory=lambda: defaultdict(int))
-
-    def hooks_of(
-        self, name: str, module: torch.nn.Module, layer: int | None, stack: LayerStack
-    ) -> list[RemovableHandle]:
-        """Attach the hooks that measure a module; most modules get none."""
-        if layer is not None:
-            inside = name.removeprefix(f"{stack.path}.{layer}.")
-            hook: Callable[..., None] | None = {
-                self.family.mlp_output: partial(self._channels, layer),
-                self.family.attention_output: partial(self._heads, layer),
-            }.get(inside)
-            if hook is not None:
-                return [module.register_forward_pre_hook(hook)]
-        rule = self.family.rule(f"{name}.weight")
-        if rule is not None and rule.side == "norm":
-            return [module.register_forward_hook(partial(self._norm, name))]
-        return []
-
-    def _channels(self, layer: int, module: torch.nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
-        activations_NI = inputs[0].flatten(0, -2)
-        norms_I = _input_rows(module).float().norm(dim=1)
-        self.channels[layer] += (activations_NI.float().abs().sum(dim=0) * norms_I).double().cpu()
-
-    def _heads(self, layer: int, module: torch.nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
-        import torch
-
-        activations_NAD = inputs[0].flatten(0, -2).float().unflatten(-1, (self.widths.heads, self.widths.head_dim))
-        weight_ADH = _input_rows(module).float().unflatten(0, (self.widths.heads, self.widths.head_dim))
-        added = [(activations_NAD[:, a] @ weight_ADH[a]).norm(dim=1).sum() for a in range(self.widths.heads)]
-        self.heads[layer] += torch.stack(added).double().cpu()
-
-    def _norm(
-        self, name: str, module: torch.nn.Module, inputs: tuple[torch.Tensor, ...], output_BSH: torch.Tensor
-    ) -> None:
-        stream_NH = inputs[0].flatten(0, -2).float()
-        if self.family.centred:
-            stream_NH = stream_NH - stream_NH.mean(dim=-1, keepdim=True)
-        self.energies[name] += stream_NH.square().sum(dim=0).double().cpu()
-        self.outputs[name] += output_BSH.flatten(0, -2).float().abs().sum(dim=0).double().cpu()
-        self.tokens[name] += len(stream_NH)
 
 
 def _input_rows(module: torch.nn.Module) -> torch.Tensor:
@@ -209,13 +184,10 @@ class KeptWidths:
     """Ascending indices of the kept channels and heads."""
 
     hidden: torch.Tensor
-    """Channels of the residual stream."""
     intermediate: dict[int, torch.Tensor]
-    """Channels of each layer's MLP, by the teacher's number of the layer."""
     heads: dict[int, torch.Tensor]
     """Query heads of each layer, grouped by key/value head."""
     key_value_heads: dict[int, torch.Tensor]
-    """Key/value heads of each layer."""
 
 
 def _best(scores: torch.Tensor, count: int) -> torch.Tensor:
@@ -246,8 +218,6 @@ def kept_widths(scores: Scores, teacher: Widths, student: Widths) -> KeptWidths:
 
 @dataclass(frozen=True, kw_only=True)
 class WidthCutter:
-    """Slices tensors by name."""
-
     family: WidthFamily
     stack: LayerStack
     teacher: Widths
@@ -256,13 +226,26 @@ class WidthCutter:
 
     def cut(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         """Return a tensor of the teacher with the student's widths; the gain of a norm is corrected."""
+        import torch
+
         rule = self.family.rule(name)
         assert rule is not None, "names are checked before anything is cut"
-        layer = self.stack.layer_of(name)
+        layer, head_dim = self.stack.layer_of(name), self.teacher.head_dim
         for axis, meaning in enumerate(rule.axes[: tensor.dim()]):
-            indices = self._indices(meaning, layer)
-            if indices is not None:
-                tensor = tensor.index_select(axis, indices)
+            if meaning == "other":
+                continue
+            if meaning == "hidden":
+                indices = self.kept.hidden
+            else:
+                assert layer is not None, "only layers have channels and heads"
+                heads, key_value_heads = self.kept.heads[layer], self.kept.key_value_heads[layer]
+                joined = torch.cat([heads + part * self.teacher.heads for part in range(3)])
+                kept = {"query": heads, "key": key_value_heads, "value": key_value_heads, "query_key_value": joined}
+                if meaning == "intermediate":
+                    indices = self.kept.intermediate[layer]
+                else:
+                    indices = (kept[meaning][:, None] * head_dim + torch.arange(head_dim)).flatten()
+            tensor = tensor.index_select(axis, indices)
         if rule.side == "norm" and name.endswith((".weight", ".gamma")):
             # The mean square that the norm divides by changes with the channels.
             norm = self.stack.canonical(name.rpartition(".")[0])
@@ -270,30 +253,6 @@ class WidthCutter:
             before, after = float(energy_H.mean()), float(energy_H[self.kept.hidden].mean())
             tensor = (tensor.double() * ((after / before) ** 0.5 if before > 0 else 1.0)).to(tensor.dtype)
         return tensor
-
-    def _indices(self, meaning: Axis, layer: int | None) -> torch.Tensor | None:
-        import torch
-
-        if meaning == "hidden":
-            return self.kept.hidden
-        if meaning == "other":
-            return None
-        assert layer is not None, "only layers have channels and heads"
-        if meaning == "intermediate":
-            return self.kept.intermediate[layer]
-        if meaning == "query":
-            return _channels_of(self.kept.heads[layer], self.teacher.head_dim)
-        if meaning in ("key", "value"):
-            return _channels_of(self.kept.key_value_heads[layer], self.teacher.head_dim)
-        heads = self.kept.heads[layer]
-        parts = [heads + part * self.teacher.heads for part in range(3)]
-        return _channels_of(torch.cat(parts), self.teacher.head_dim)
-
-
-def _channels_of(heads: torch.Tensor, head_dim: int) -> torch.Tensor:
-    import torch
-
-    return (heads[:, None] * head_dim + torch.arange(head_dim)).flatten()
 
 
 MAX_SAMPLE_TOKENS = 512
