@@ -62,7 +62,6 @@ def rows(kind: str, count: int, *, seed: int = 3) -> list[dict[str, Any]]:
 
 
 def collate(samples: list[dict[str, Any]]) -> dict[str, Any]:
-    """Pad on the right."""
     longest = max(len(sample["input_ids"]) for sample in samples)
     batch: dict[str, Any] = {}
     for name, fill in (("input_ids", 0), ("labels", -100), ("token_weights", 0.0), ("teacher_rows", -1)):
@@ -78,7 +77,6 @@ def collate(samples: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def training_arguments(directory: Any, **changes: Any) -> Any:
-    """Return arguments of plain SGD on the CPU without logging to anything."""
     from transformers import TrainingArguments
 
     settings: dict[str, Any] = {

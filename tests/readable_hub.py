@@ -21,7 +21,6 @@ PARAMETERS = 128 * 64 * 2 + 64 + 2 * 64 + 64 * 64 * 2 + 64 * 32 * 2 + 3 * 64 * 9
 
 
 def header_of(elements: int, dtype: str = "BF16") -> bytes:
-    """Return the length and header of a safetensors file with one tensor."""
     text = json.dumps({"x": {"dtype": dtype, "shape": [elements], "data_offsets": [0, 2 * elements]}}).encode()
     return len(text).to_bytes(8, "little") + text
 
@@ -126,7 +125,6 @@ class Hub(BaseHTTPRequestHandler):
 
 @contextmanager
 def readable_hub() -> Iterator[str]:
-    """Yield the address of the Hub."""
     server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     try:

@@ -16,7 +16,6 @@ SIZES: dict[str, Any] = {
 
 
 def llama(*, seed: int = 0, **changes: Any) -> Any:
-    """Return a Llama of `SIZES`, with keys of its configuration changed."""
     from transformers import LlamaConfig, LlamaForCausalLM, set_seed
 
     set_seed(seed)
@@ -24,7 +23,6 @@ def llama(*, seed: int = 0, **changes: Any) -> Any:
 
 
 def mixtral(*, seed: int = 0, **changes: Any) -> Any:
-    """Return a mixture of four experts of `SIZES`, with keys of its configuration changed."""
     from transformers import MixtralConfig, MixtralForCausalLM, set_seed
 
     set_seed(seed)

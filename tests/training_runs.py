@@ -51,7 +51,6 @@ def model_of(layout: str) -> str:
 
 
 def make_inputs(root: Path) -> None:
-    """Write `llama`, `mixtral` and `rows.jsonl`, prompts and completions of several lengths."""
     from distilling import tiny
 
     sizes: dict[str, Any] = {"vocab_size": 300, "max_position_embeddings": 64}
@@ -71,11 +70,6 @@ def command(root: Path, model: str, directory: Path, flags: str, **settings: Any
 
 
 def trained(root: Path, model: str, directory: Path, flags: str, **settings: Any) -> tuple[Losses, dict[str, Any]]:
-    """Return the loss of each step, and what the command printed.
-
-    Raises:
-        RuntimeError: it failed.
-    """
     arguments = command(root, model, directory, flags, **settings)
     done = subprocess.run(arguments, capture_output=True, text=True, cwd=directory, timeout=600)
     if done.returncode:

@@ -24,8 +24,6 @@ WRITING = "hf_" + "NeverShowThisToken" * 2
 
 @dataclass
 class WritableHub:
-    """What was uploaded so far."""
-
     address: str = ""
     repositories: dict[str, bool] = field(default_factory=dict)
     """Whether each is private."""

@@ -42,7 +42,6 @@ def shardwright(*arguments: str, cwd: Path | None = None, **changes: str) -> sub
 
 
 def imported_by(*arguments: str) -> set[str]:
-    """Return the top-level modules that a command loads."""
     program = (
         "import sys, contextlib, io\n"
         "from shardwright.cli.main import run\n"

@@ -18,8 +18,6 @@ RANKS = 2
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """One training run."""
-
     engine: str
     zero_stage: int = 0
     offload_optimizer: bool = False
@@ -41,7 +39,6 @@ class Case:
         return f"{engine}{offload}{extra}-{'bf16' if self.bf16 else 'fp32'}-x{self.accumulation}"
 
     def training_arguments(self) -> dict[str, Any]:
-        """Return the content of the --training-arguments file."""
         arguments: dict[str, Any] = {
             "per_device_train_batch_size": 2,
             "gradient_accumulation_steps": self.accumulation,
@@ -70,7 +67,6 @@ class Case:
 def deepspeed_configuration(
     zero_stage: int, *, offload_optimizer: bool = False, offload_param: bool = False
 ) -> dict[str, Any]:
-    """Return the configuration that the planner renders for a small Llama on two CPU ranks."""
     offload = "cpu-all" if offload_param else "cpu" if offload_optimizer else "none"
     job = TrainingJob(seq_len_tokens=SEQ_LEN, optimizer="adamw_torch", strategy=f"zero{zero_stage}", offload=offload)
     plan = make_plan(llama(hidden_size=64, intermediate_size=128), parse_hardware(f"{RANKS}xCPU"), job)
@@ -101,7 +97,6 @@ KEPT_PRODUCTS_CASES = [
 
 
 def reference_of(case: Case) -> Case:
-    """Return the plain DDP run that `case` is compared with."""
     return Case(
         engine="ddp",
         bf16=case.bf16,
@@ -112,5 +107,4 @@ def reference_of(case: Case) -> Case:
 
 
 def all_cases() -> list[Case]:
-    """Return every run, references included."""
     return list(dict.fromkeys([*(reference_of(case) for case in BF16_CASES), *BF16_CASES, *KEPT_PRODUCTS_CASES]))

@@ -22,7 +22,6 @@ STRATEGIES: dict[str, Layout] = {"single": Layout(engine="single"), **LAYOUTS, *
 
 
 def rows(count: int = EVALUATED) -> list[dict[str, Any]]:
-    """Return samples to evaluate."""
     return samples()[-count:]
 
 
@@ -31,7 +30,6 @@ def unlabelled(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def plain(found: list[dict[str, Any]]) -> list[dict[str, list[int]]]:
-    """Return samples as lists, as data sets store them."""
     return [{name: value.tolist() for name, value in row.items()} for row in found]
 
 
@@ -45,7 +43,6 @@ def of_one_length(found: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def make_trainer(layout: str, directory: Path, *, trainer_class: Any = None, **changes: Any) -> Any:
-    """Return a trainer of a layout; `arguments` are keys of `TrainingArguments`."""
     strategy = STRATEGIES[layout]
     strategy = replace(strategy, micro_batch_size=MICRO_STEP_SAMPLES // strategy.data_parallel_size)
     case = Case(layout=layout, strategy=strategy, optimizer="adamw_torch")
@@ -69,7 +66,6 @@ def make_trainer(layout: str, directory: Path, *, trainer_class: Any = None, **c
 
 
 def counted(layout: str, directory: Path) -> dict[str, Any]:
-    """Train, and return losses, norms and counts."""
     trainer = make_trainer(layout, directory, arguments={"gradient_accumulation_steps": 2})
     output = trainer.train()
     logs = [entry for entry in trainer.state.log_history if "loss" in entry]
@@ -82,7 +78,6 @@ def counted(layout: str, directory: Path) -> dict[str, Any]:
 
 
 def measures(predictions: Any) -> dict[str, float]:
-    """Return the numbers of samples and labels, the sum of labels, and the correct tokens."""
     logits, labels = predictions.predictions, predictions.label_ids
     found = labels != IGNORED
     right = (logits[:, :-1].argmax(-1) == labels[:, 1:])[found[:, 1:]]
@@ -95,7 +90,6 @@ def measures(predictions: Any) -> dict[str, float]:
 
 
 def evaluated(layout: str, directory: Path) -> dict[str, Any]:
-    """Evaluate sets of every kind with the model of `make_model`, and return their losses and metrics."""
     from datasets import Dataset
     from shardwright.trainers.training.rank import held_out
 
@@ -222,7 +216,6 @@ def head_model(kind: str) -> Any:
 
 
 def head_rows(found: list[dict[str, Any]], kind: str) -> list[dict[str, Any]]:
-    """Return samples with the labels of a head."""
     import torch
 
     def label(index: int, row: dict[str, Any]) -> Any:
@@ -236,7 +229,6 @@ def head_rows(found: list[dict[str, Any]], kind: str) -> list[dict[str, Any]]:
 
 
 def collated(found: list[dict[str, Any]]) -> dict[str, Any]:
-    """Collate samples whose labels are those of tokens, or of sequences."""
     import torch
 
     if found[0]["labels"].shape == found[0]["input_ids"].shape:
@@ -275,14 +267,12 @@ def heads(layout: str, directory: Path) -> dict[str, Any]:
 
 
 def sequences(layout: str, directory: Path, kind: str) -> float:
-    """Return the loss of sequences with a class or a number each."""
     data = head_rows(rows(), kind)
     settings = {"model": head_model(kind), "train_dataset": data, "eval_dataset": data, "data_collator": collated}
     return losses_of(layout, directory, **settings)["eval_loss"]
 
 
 def losses_of(layout: str, directory: Path, **changes: Any) -> dict[str, float]:
-    """Return the metrics of the evaluation set after a step with learning rate 0."""
     arguments = {"max_steps": 1, "learning_rate": 0.0} | changes.pop("arguments", {})
     trainer = make_trainer(layout, directory, arguments=arguments, **changes)
     trainer.train()

@@ -12,7 +12,6 @@ from fresh_process import forget_last_run
 
 
 def main(directory: Path, names: list[str]) -> None:
-    """Do work by names such as `counted-zero1`."""
     for name in names:
         work, _, layout = name.partition("-")
         record = WORK[work](layout, directory / name)

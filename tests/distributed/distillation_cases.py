@@ -133,7 +133,6 @@ EVERY = (*LAYOUTS, *ON_POLICY, *FEATURES, *LORA, *IDLE_RANK)
 
 
 def models(directory: Path) -> tuple[Path, Path]:
-    """Return the directories of the student and of the teacher, made by `save_models`."""
     return directory / "student", directory / "teacher"
 
 
@@ -152,7 +151,6 @@ def save_models(directory: Path) -> None:
 
 
 def distillation(layout: Layout) -> DistillationConfig:
-    """Return the terms of the step."""
     return DistillationConfig(
         alpha=ALPHA,
         temperature=TEMPERATURE,
@@ -179,7 +177,6 @@ def samples(*, idle_half: bool = False) -> list[dict[str, Any]]:
 
 
 def collate(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """Pad on the right."""
     return padded(rows, max(len(row["input_ids"]) for row in rows))
 
 
@@ -189,7 +186,6 @@ def collate_to_longest(rows: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def padded(rows: list[dict[str, Any]], longest: int) -> dict[str, Any]:
-    """Return tensors of right-padded samples."""
     import torch
 
     padding = {"input_ids": 0, "labels": -100}
@@ -220,7 +216,6 @@ def packed(world_size: int, accumulation: int) -> list[dict[str, Any]]:
 
 
 def collate_packed(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """Make tensors of the one row of a micro-batch."""
     import torch
 
     assert len(rows) == 1

@@ -25,7 +25,6 @@ from shardwright.plugins.accelerate.cpu_ranks import configure_cpu_ranks
 
 
 def step(layout: Layout, directory: Path, output: Path, world_size: int) -> None:
-    """Train one step and let rank 0 write weights and logs."""
     import torch
     from safetensors.torch import save_file
     from shardwright.plugins.peft import add_lora

@@ -16,8 +16,6 @@ BALANCE = 0.1
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """One training run."""
-
     family: str
     zero_stage: int = 2
     accumulation: int = 1
@@ -47,7 +45,6 @@ class Case:
         )
 
     def arguments(self, world_size: int) -> dict[str, Any]:
-        """Return keywords of TrainingArguments; without DeepSpeed for one process."""
         arguments: dict[str, Any] = {
             "per_device_train_batch_size": ROWS // world_size,
             "per_device_eval_batch_size": ROWS // world_size,
@@ -94,7 +91,6 @@ CASES = [
 
 
 def model(case: Case) -> Any:
-    """Return a small model, the same on every call."""
     import transformers
 
     transformers.set_seed(1)
@@ -144,7 +140,6 @@ def _sizes(family: str) -> dict[str, Any]:
 
 
 def samples(count: int = ROWS * 3 * STEPS) -> list[dict[str, Any]]:
-    """Return rows of different lengths."""
     import random
 
     draw = random.Random(5)
@@ -153,7 +148,6 @@ def samples(count: int = ROWS * 3 * STEPS) -> list[dict[str, Any]]:
 
 
 def collate(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """Pad on the right, without labels there."""
     import torch
 
     width = max(len(row["input_ids"]) for row in rows)
@@ -170,7 +164,6 @@ def collate(rows: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def own_loss_trainer() -> Any:
-    """Return a Trainer class that computes its loss from logits, without a balance loss."""
     from torch.nn.functional import cross_entropy
     from transformers import Trainer
 
@@ -207,7 +200,6 @@ def reference_trainer() -> Any:
 
 
 def reference(case: Case, directory: Path) -> Any:
-    """Train a case in one process and return the trainer."""
     from shardwright.trainers.counting.counts import count_as_one_process
     from transformers import TrainingArguments
 

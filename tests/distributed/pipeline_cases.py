@@ -17,8 +17,6 @@ LAYERS = 3
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """One training run."""
-
     family: str = "llama"
     zero_stage: int = 1
     accumulation: int = 1
@@ -44,11 +42,9 @@ class Case:
         return "-".join([self.family, sizes, self.optimizer, *flags])
 
     def single_process(self) -> Case:
-        """Return the run in one process that this one must equal."""
         return replace(self, zero_stage=0, checkpointing=False, dual_pipe=False)
 
     def arguments(self, output: Path, *, pipeline: bool, **more: Any) -> dict[str, Any]:
-        """Return the training arguments, of the pipeline's ranks or of one process with the same global batch."""
         zero = {"stage": self.zero_stage, "reduce_bucket_size": 4096}
         deepspeed = {
             "zero_optimization": zero,
@@ -83,7 +79,6 @@ class Case:
 
 
 def untrained_model(family: str) -> Any:
-    """Return a small model with the same weights in every process."""
     from transformers import GPT2Config, GPT2LMHeadModel, set_seed
 
     set_seed(3)
@@ -103,14 +98,12 @@ def untrained_model(family: str) -> Any:
 
 
 def samples(count: int, *, ragged: bool, seed: int = 0) -> list[dict[str, list[int]]]:
-    """Return token ids, of 4 to 20 tokens where they are ragged, else of 12."""
     draw = torch.Generator().manual_seed(seed)
     lengths = torch.randint(4, 21, (count,), generator=draw).tolist() if ragged else [12] * count
     return [{"input_ids": torch.randint(0, VOCAB_SIZE, (length,), generator=draw).tolist()} for length in lengths]
 
 
 def collate(rows: list[dict[str, list[int]]]) -> dict[str, torch.Tensor]:
-    """Pad on the right; padded tokens are masked and have no label."""
     longest = max(len(row["input_ids"]) for row in rows)
     batch: dict[str, list[list[int]]] = {"input_ids": [], "attention_mask": [], "labels": []}
     for row in rows:
@@ -122,7 +115,6 @@ def collate(rows: list[dict[str, list[int]]]) -> dict[str, torch.Tensor]:
 
 
 def data_of(case: Case) -> dict[str, Any]:
-    """Return the data sets of a case and their collator."""
     per_step = MICRO_BATCH_SIZE * case.accumulation * case.replicas
     count = per_step + MICRO_BATCH_SIZE * case.replicas if case.epochs else per_step * STEPS
     return {

@@ -60,19 +60,15 @@ class Events(TrainerCallback):
             self.complete &= kwargs["model"].config.vocab_size > 0
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Count."""
         self._count("step_begin", kwargs)
 
     def on_substep_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Count."""
         self._count("substep_end", kwargs)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Count."""
         self._count("step_end", kwargs)
 
     def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Count."""
         self._count("evaluate", kwargs)
 
 

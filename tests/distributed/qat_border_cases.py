@@ -31,8 +31,6 @@ LAYOUTS: dict[str, Layout] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """One run."""
-
     family: str
     layout: str = ""
     """A name of `LAYOUTS`; empty for one process."""
@@ -49,7 +47,6 @@ class Case:
 
     @property
     def reference(self) -> Case:
-        """The run of one process."""
         return replace(self, layout="")
 
     @property
@@ -58,7 +55,6 @@ class Case:
         return replace(strategy, micro_batch_size=SAMPLES // strategy.data_parallel_size)
 
     def arguments(self, directory: Path) -> dict[str, Any]:
-        """Return keys of TrainingArguments."""
         from equivalence.cases import deepspeed_config
 
         strategy = self.strategy

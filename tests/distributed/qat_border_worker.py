@@ -19,7 +19,6 @@ _SMALLER = 1 - 4e-6
 
 
 def train(case: Case, output: Path) -> None:
-    """Train a case; the first rank writes."""
     from family_sweep.checks import samples
     from family_sweep.tiny_configs import tiny_model
     from shardwright.plugins.transformers.training_arguments import training_arguments
@@ -62,7 +61,6 @@ def rounding_off_borders() -> Iterator[None]:
 
 
 def weights_of_steps(output: Path) -> Any:
-    """Return a callback that writes all weights before every step."""
     from safetensors.torch import save_file
     from shardwright.plugins.deepspeed.parameters import gathered_parameters
     from transformers import TrainerCallback

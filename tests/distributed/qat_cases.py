@@ -33,8 +33,6 @@ FP32_SCHEMES = ("w4", "w8a8", "w2-learned", "w8a8-static")
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """One run."""
-
     engine: Literal["single", "ddp", "deepspeed", "fsdp2"] = "single"
     zero_stage: int = 0
     zero_init: bool = False
@@ -61,7 +59,6 @@ class Case:
 
     @property
     def reference(self) -> Case:
-        """The run of one process that this one must agree with."""
         return Case(scheme=self.scheme, lora=self.lora, mixture=self.mixture, offload=self.offload)
 
     @property
@@ -138,12 +135,10 @@ REFERENCES = list(dict.fromkeys(case.reference for case in (*CASES, *OFFLOADED))
 
 
 def model_directory(directory: Path, case: Case) -> Path:
-    """Return where `save_models` put the model that a case starts from."""
     return directory / ("mixture" if case.mixture else "llama")
 
 
 def save_models(directory: Path) -> None:
-    """Make a Llama and a mixture of experts."""
     from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM, set_seed
 
     sizes: dict[str, Any] = {

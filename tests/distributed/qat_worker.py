@@ -25,7 +25,6 @@ from shardwright.plugins.accelerate.cpu_ranks import configure_cpu_ranks
 
 
 def trained(case: Case, directory: Path, output: Path) -> None:
-    """Train, write the whole weights from rank 0, and export."""
     from shardwright.plugins.transformers.training_arguments import byte_tokenizer
 
     where = output / case.name
@@ -58,7 +57,6 @@ def resumed(directory: Path, output: Path) -> None:
 
 
 def trainer_of(case: Case, directory: Path, run: Path, **changes: Any) -> tuple[Any, Any]:
-    """Return the Trainer of a case, the stock one without stages, and its callback."""
     from shardwright.trainers.parallel.trainer_for import parallelism_of
     from shardwright.trainers.qat.callback import QATCallback
     from transformers import AutoModelForCausalLM, TrainingArguments
@@ -94,7 +92,6 @@ def between_codes(callback: Any) -> None:
 
 
 def save(trainer: Any, path: Path) -> None:
-    """Write whole parameters from rank 0."""
     from safetensors.torch import load_file, save_file
     from shardwright.plugins.deepspeed.engine import stages_of
 

@@ -21,8 +21,6 @@ EVALUATED = {2: 7, 4: 8}
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """One training run."""
-
     name: str
     zero_stage: int = 2
     ranks: int = 2
@@ -65,7 +63,6 @@ class Case:
 
     @property
     def alone(self) -> Case:
-        """The run in one process that this one must equal."""
         return Case(
             name=f"{self.name}-alone",
             ranks=self.ranks,
@@ -108,7 +105,6 @@ FOUR_RANKS = [
 
 
 def model(case: Case) -> Any:
-    """Return the model that is trained."""
     from shardwright.plugins.peft import add_lora
     from transformers import (
         GPTNeoXConfig,
@@ -166,7 +162,6 @@ class Stream(torch.utils.data.IterableDataset[dict[str, list[int]]]):
 
 
 def padded(rows: list[dict[str, list[int]]]) -> dict[str, Any]:
-    """Pad on the right to the longest row."""
     longest = max(len(row["input_ids"]) for row in rows)
     fills = {"input_ids": 0, "labels": IGNORED, "attention_mask": 0}
     rows = [{**row, "attention_mask": [1] * len(row["input_ids"])} for row in rows]
@@ -188,7 +183,6 @@ def shifting_loss(outputs: Any, labels: Any, num_items_in_batch: Any = None, *, 
 
 
 def trainer_class(case: Case) -> type:
-    """Return the Trainer whose loss the case asks for."""
     from transformers import Trainer
 
     class Summing(Trainer):
@@ -221,7 +215,6 @@ def trainer_class(case: Case) -> type:
 
 
 def arguments(case: Case, directory: Path, overrides: dict[str, Any]) -> Any:
-    """Return the `TrainingArguments` of a case."""
     from transformers import TrainingArguments
 
     data_ranks = case.ranks // case.sequence_parallel_size if case.parallel else 1
@@ -268,7 +261,6 @@ def accuracy(prediction: Any) -> dict[str, float]:
 
 
 def make_trainer(case: Case, directory: Path, overrides: dict[str, Any]) -> Any:
-    """Return a Trainer, with sequence parallelism if the case has it."""
     from shardwright.trainers.counting.counts import count_as_one_process
     from shardwright.trainers.parallel.context.callback import (
         ContextParallelCollator,
@@ -307,7 +299,6 @@ def make_trainer(case: Case, directory: Path, overrides: dict[str, Any]) -> Any:
 
 
 def run(case: Case, directory: Path, overrides: dict[str, Any]) -> tuple[Any, list[dict[str, float]]]:
-    """Train and return the trainer and what it logged."""
     trainer = make_trainer(case, directory, overrides)
     trainer.train()
     return trainer, [dict(entry) for entry in trainer.state.log_history]

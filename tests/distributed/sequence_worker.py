@@ -14,7 +14,6 @@ from shardwright.plugins.accelerate.cpu_ranks import configure_cpu_ranks
 
 
 def train(case: Case, output: Path) -> None:
-    """Train one case; rank 0 writes weights and logs."""
     from safetensors.torch import save_file
 
     trainer, logs = run(case, output, configure_cpu_ranks(case.engine))

@@ -19,8 +19,6 @@ SHRINK = 0.05
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """One training run."""
-
     method: str
     """`matrix`: 2:4 with AdamW, whose momentum moves zeros; `global`: one threshold for all; `l1`."""
     engine: str = "ddp"
@@ -40,7 +38,6 @@ class Case:
         return f"{self.method}-{engine}{extra}"
 
     def arguments(self, world_size: int) -> dict[str, Any]:
-        """Return keywords of TrainingArguments."""
         arguments: dict[str, Any] = {
             "per_device_train_batch_size": ROWS // (1 if self.axis else world_size),
             "optim": "adamw_torch" if self.method == "matrix" else "sgd",
@@ -69,7 +66,6 @@ class Case:
         return arguments
 
     def callback(self) -> Any:
-        """Return what makes the zeros."""
         from shardwright.trainers.sparsity.l1_sparsity_callback import L1SparsityCallback
         from shardwright.trainers.sparsity.magnitude_pruning_callback import MagnitudePruningCallback
 
@@ -108,7 +104,6 @@ def model(case: Case) -> Any:
 
 
 def samples() -> list[dict[str, Any]]:
-    """Return the samples of all steps."""
     import random
 
     draw = random.Random(5)
@@ -119,7 +114,6 @@ def samples() -> list[dict[str, Any]]:
 def train(
     case: Case, directory: Path, world_size: int, overrides: dict[str, Any], *, resume_from: str | None = None
 ) -> Any:
-    """Train a case to its end, from its beginning or from a checkpoint, and return the trainer."""
     from shardwright.trainers.parallel.trainer_for import parallelism_of
     from transformers import TrainingArguments
 

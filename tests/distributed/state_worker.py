@@ -24,7 +24,6 @@ def arguments(output: Path, **settings: Any) -> Any:
 
 
 def trained(model_directory: Path, training_arguments: Any) -> Any:
-    """Train one step with the stock Trainer and return it."""
     from transformers import AutoModelForCausalLM, Trainer, default_data_collator
 
     model = AutoModelForCausalLM.from_pretrained(model_directory, use_safetensors=True, trust_remote_code=False)

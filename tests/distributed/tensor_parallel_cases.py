@@ -36,8 +36,6 @@ SIZES: dict[str, Any] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """One training run."""
-
     name: str
     family: str = "llama"
     config: dict[str, Any] = field(default_factory=dict)
@@ -109,7 +107,6 @@ class Case:
         return dict.fromkeys(auto, "auto") | self.deepspeed | {"zero_optimization": zero}
 
     def trainer(self, model: Any, arguments: Any) -> Any:
-        """Return the stock Trainer, or one with a loss of its own."""
         from transformers import Trainer
 
         kind = _OwnLoss(self.own_loss) if self.own_loss else Trainer
@@ -147,7 +144,6 @@ def _OwnLoss(scaled_by: str) -> Any:
 
 
 def samples(count: int = 64) -> list[dict[str, Any]]:
-    """Return ragged sequences, padded on the right."""
     draw = torch.Generator().manual_seed(1)
     found = []
     for _ in range(count):
@@ -165,7 +161,6 @@ def samples(count: int = 64) -> list[dict[str, Any]]:
 
 
 def drawing(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """Collate rows whose first tokens are random ones."""
     from transformers import default_data_collator
 
     batch: dict[str, Any] = default_data_collator(rows)
@@ -196,7 +191,6 @@ def counts(predictions: Any) -> dict[str, float]:
 
 
 def probe() -> torch.Tensor:
-    """Return tokens to compare logits on."""
     return torch.tensor([sample["input_ids"] for sample in samples(2)])
 
 

@@ -21,7 +21,6 @@ from tensor_parallel_cases import FOUR_RANKS, GLOBAL_BATCH_SIZE, RESUMED, RESUME
 
 
 def prepared(case: Case, output: Path, **more: Any) -> tuple[Any, Any]:
-    """Return a Trainer with the callback attached, and its model."""
     overrides = configure_cpu_ranks("deepspeed")
     groups = int(os.environ["WORLD_SIZE"]) // TP
     arguments = case.training_arguments(
@@ -40,7 +39,6 @@ def prepared(case: Case, output: Path, **more: Any) -> tuple[Any, Any]:
 
 
 def train(case: Case, output: Path) -> None:
-    """Train, evaluate, save, and record what every rank saw and holds."""
     trainer, model = prepared(case, output)
     seen: list[int] = []
     step = trainer.training_step
@@ -89,7 +87,6 @@ def differing_parameters(model: Any) -> list[str]:
 
 
 def resume(output: Path) -> None:
-    """Train with checkpoints, then again from one of them in a fresh model."""
     whole, _ = prepared(RESUMED, output / "whole", save_strategy="steps", save_steps=RESUMED_AT)
     whole.train()
     forget_last_run()
@@ -129,7 +126,6 @@ def refuse(output: Path) -> None:
 
 
 def main(output: Path, name: str) -> None:
-    """Train a case of this world size, or do what else has the name."""
     directory = output / name
     directory.mkdir(exist_ok=True)
     others = {"resumed": resume, "refused": refuse}

@@ -23,7 +23,6 @@ MODULE = "shardwright.trainers.train_causal_lm"
 
 
 def write_plan(directory: Path, case: Case) -> tuple[Path, Path]:
-    """Write accelerate.yaml, ds_config.json and the training arguments, and return the first and the last."""
     settings = case.training_arguments()
     accelerate: dict[str, Any] = {
         "compute_environment": "LOCAL_MACHINE",

@@ -35,7 +35,6 @@ PREFERENCES = ("zero1", "zero3", "sp2-zero1")
 
 @pytest.fixture(scope="module")
 def records(deepspeed_cpu_ops: None, tmp_path_factory: pytest.TempPathFactory) -> OnDemand[tuple[str, ...], Any]:
-    """Counts under a layout, by the name of the run."""
     directory = tmp_path_factory.mktemp("counting")
 
     def run(key: tuple[str, ...]) -> dict[str, Any]:
@@ -49,7 +48,6 @@ def records(deepspeed_cpu_ops: None, tmp_path_factory: pytest.TempPathFactory) -
 
 @pytest.fixture(scope="module")
 def expected(tmp_path_factory: pytest.TempPathFactory) -> OnDemand[str, Any]:
-    """Counts of one process."""
     directory = tmp_path_factory.mktemp("single")
     return OnDemand(lambda work: WORK[work]("single", directory / work))
 

@@ -43,8 +43,6 @@ SINGLE = [
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """Results of one optimizer step."""
-
     gradient: dict[str, torch.Tensor]
     loss: float
     kl_per_token: float

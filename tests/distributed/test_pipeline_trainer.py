@@ -23,8 +23,6 @@ BF16_TOLERANCE = 2e-2
 
 @dataclass(frozen=True, kw_only=True)
 class Launch:
-    """What groups of ranks wrote, each when a test asks for it."""
-
     directory: Path
     record: dict[str, Any]
 
@@ -39,18 +37,15 @@ def launch(ranks: int, output: Path) -> Launch:
 
 @pytest.fixture(scope="module")
 def two_ranks(deepspeed_cpu_ops: None, tmp_path_factory: pytest.TempPathFactory) -> Launch:
-    """Train in two stages."""
     return launch(2, tmp_path_factory.mktemp("two"))
 
 
 @pytest.fixture(scope="module")
 def four_ranks(deepspeed_cpu_ops: None, tmp_path_factory: pytest.TempPathFactory) -> Launch:
-    """Train in two replicas of two stages, two stages of two ranks, and four stages."""
     return launch(4, tmp_path_factory.mktemp("four"))
 
 
 def in_one_process(case: Case, output: Path, **more: Any) -> Any:
-    """Return a stock Trainer that has trained the case's global batches."""
     from transformers import Trainer, TrainingArguments
 
     arguments = TrainingArguments(**case.single_process().arguments(output, pipeline=False, **more), use_cpu=True)

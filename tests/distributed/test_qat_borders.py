@@ -46,7 +46,6 @@ class Crossing:
 
 @pytest.fixture(scope="module")
 def output(deepspeed_cpu_ops: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where all runs left their weights and losses."""
     from qat_border_worker import train
 
     directory = tmp_path_factory.mktemp("borders")

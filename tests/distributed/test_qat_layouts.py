@@ -39,8 +39,6 @@ weight of a group, if negative, lies at -7.5 steps."""
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """What a run gave."""
-
     trained: dict[str, torch.Tensor]
     """Weights after the last step."""
     exported: dict[str, torch.Tensor]
@@ -72,7 +70,6 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def launched(models: Path, deepspeed_cpu_ops: None, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Where two ranks left what they did, by its name, done when a test asks for it."""
     output = tmp_path_factory.mktemp("two-ranks")
 
     def run(name: str) -> Path:
@@ -89,7 +86,6 @@ def on_two_ranks(launched: dict[str, Path]) -> dict[Case, Outcome]:
 
 @pytest.fixture(scope="module")
 def alone(models: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The runs of one process, in this one."""
     from qat_worker import trained
 
     output = tmp_path_factory.mktemp("one-process")
@@ -122,7 +118,6 @@ def gradients(found: Outcome, start: dict[str, torch.Tensor]) -> dict[str, torch
 
 
 def matrices(case: Case, trained: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return all matrices that are rounded, by their names in the checkpoint, from the weights after training."""
     found = {}
     for name, value in trained.items():
         name = name.removeprefix("base_model.model.")

@@ -30,7 +30,6 @@ MARK = "REHEARSAL_UNDER_TEST"
 
 
 def written(directory: Path, hardware: str = "8xA100-80GB", nvme: str | None = None, **job: Any) -> Path:
-    """Write a plan for Llama-3.1-8B on real accelerators and return its directory."""
     from shardwright.plugins.planning.from_names import read_hardware
 
     plan(LLAMA, read_hardware(hardware, nvme=nvme), TrainingJob(**job)).write(directory)

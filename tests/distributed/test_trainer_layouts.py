@@ -67,7 +67,6 @@ ROWS_OF_THE_TABLE = {
 
 
 def _cell_case(row: str, column: str) -> TrainerCase:
-    """Return the smallest case of a cell of the table of combinations."""
     mixture = "qwen3_moe" if row == "ORPOTrainer" else "mixtral"
     return TrainerCase(
         trainer=ROWS_OF_THE_TABLE[row],
@@ -102,7 +101,6 @@ REJECTED = {
 
 @pytest.fixture(scope="module")
 def records(deepspeed_cpu_ops: None, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
-    """Train all cases and their references."""
     directory = tmp_path_factory.mktemp("trainers")
     cases = [*EQUAL, *REJECTED]
     make_models_and_data(directory / "models", cases)

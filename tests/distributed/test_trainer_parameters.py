@@ -22,7 +22,6 @@ NORM_TOLERANCE = 1e-4
 def records(
     deepspeed_cpu_ops: None, request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, dict[str, Any]]:
-    """Records of the runs of the selected tests, by name."""
     directory = tmp_path_factory.mktemp("parameters")
     parameters = [item.callspec.params for item in request.session.items if hasattr(item, "callspec")]
     selected = [each["case"] for each in parameters if isinstance(each.get("case"), Given)]

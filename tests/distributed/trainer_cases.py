@@ -40,8 +40,6 @@ _WORDS = ("the", "quick", "brown", "fox", "jumps", "over", "a", "lazy", "dog", "
 
 @dataclass(frozen=True, kw_only=True)
 class TrainerCase:
-    """One training run of a trainer under a layout."""
-
     trainer: str
     """A key of `TRAINERS`."""
     layout: str
@@ -71,7 +69,6 @@ class TrainerCase:
         )
 
     def reference(self) -> TrainerCase:
-        """Return the run in one process that this must equal."""
         # Of DPO's losses "sft" is a mean over the tokens of a micro-batch.
         of_batches = "mixed" in self.options
         parts = self.strategy.data_parallel_size if of_batches or TRAINERS[self.trainer].mean_of_batches else 1
@@ -132,8 +129,6 @@ def _tokens(row: int) -> dict[str, Any]:
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """A small model."""
-
     model_type: str
     layer: str
     """Class of its layers, which FSDP2 wraps."""
@@ -144,7 +139,6 @@ class Family:
         return any("experts" in name for name in self.sizes)
 
     def config(self, common: Mapping[str, Any]) -> Any:
-        """Return the configuration of a model; `common` are keys that every family has."""
         from transformers import AutoConfig
 
         sizes = {
@@ -263,8 +257,6 @@ OPTIONS: Mapping[str, dict[str, Any]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class TrainerKind:
-    """A trainer class with its configuration and data."""
-
     module: str = "trl"
     kind: str
     """Name of the class without `Trainer`; the configuration of one of TRL is named alike."""
@@ -367,7 +359,6 @@ TRAINERS: Mapping[str, TrainerKind] = {
 
 
 def make_models_and_data(directory: Path, cases: list[TrainerCase]) -> None:
-    """Write models with random weights and a byte tokenizer, and the data sets of cases."""
     from datasets import Dataset
     from shardwright.plugins.transformers.training_arguments import byte_tokenizer
     from transformers import AutoModelForCausalLM, set_seed
@@ -395,5 +386,4 @@ def make_models_and_data(directory: Path, cases: list[TrainerCase]) -> None:
 
 
 def data_of(directory: Path, trainer: str, rows: int, *, held_out: bool = False) -> Path:
-    """Return the path of a trainer's data set."""
     return directory / "data" / f"{trainer}-{rows}{'-held-out' if held_out else ''}"

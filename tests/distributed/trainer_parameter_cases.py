@@ -31,8 +31,6 @@ EVERY = (*WHOLE_MODELS, "sp2-zero1", "sp2-zero3", "cp2-fsdp2", "tp2-zero1", "pp2
 
 @dataclass(frozen=True, kw_only=True)
 class Given:
-    """One training run."""
-
     layout: str
     kind: str
     """A function of `GIVEN`."""
@@ -49,15 +47,12 @@ class Given:
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """Its entry in the table of parameters."""
         return columns_of(self.strategy)
 
     def reference(self) -> Given:
-        """Return the run in one process that this must equal."""
         return replace(self, layout=f"single-{self.family}", kind=self.kind.removesuffix("_unforced"))
 
     def arguments(self, directory: Any) -> dict[str, Any]:
-        """Return keywords of `TrainingArguments`."""
         arguments = Case(layout=self.layout, strategy=self.strategy, optimizer="adamw_torch").training_arguments(
             directory
         )
@@ -70,7 +65,6 @@ class Given:
 
 
 def _groups(model: Any) -> list[dict[str, Any]]:
-    """Return matrices and vectors as groups with settings of their own."""
     matrices = [each for each in model.parameters() if each.dim() > 1]
     vectors = [each for each in model.parameters() if each.dim() <= 1]
     return [{"params": matrices, "lr": 2e-3, "weight_decay": 0.1}, {"params": vectors, "lr": 5e-3, "weight_decay": 0.0}]
@@ -157,8 +151,6 @@ def _words(row: int, count: int) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class TrlTrainer:
-    """A trainer of TRL with its additional arguments."""
-
     name: str
     given: Callable[[dict[str, Any]], dict[str, Any]]
     """Called with the sizes of the model."""
@@ -167,7 +159,6 @@ class TrlTrainer:
     config: dict[str, Any] = field(default_factory=dict)
 
     def rows(self) -> list[dict[str, Any]]:
-        """Return what is trained on."""
         return [self.row(index) for index in range(STEPS * MICRO_STEP_SAMPLES)]
 
 

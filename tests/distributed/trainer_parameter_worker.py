@@ -33,18 +33,14 @@ from transformers import TrainerCallback
 
 
 class Counts(TrainerCallback):
-    """Counts steps."""
-
     def __init__(self) -> None:
         self.steps = 0
 
     def on_step_end(self, *args: Any, **kwargs: Any) -> None:
-        """Count one."""
         self.steps += 1
 
 
 def train(case: Given, directory: Path, *, resume_from: str | None = None, **more: Any) -> dict[str, Any]:
-    """Train and evaluate, and return losses, gradient norms, learning rates and metrics."""
     engine = case.strategy.engine
     overrides = {"use_cpu": True} if engine == "single" else configure_cpu_ranks(engine)
     arguments = training_arguments(case.arguments(directory) | more, overrides)
@@ -80,7 +76,6 @@ def train(case: Given, directory: Path, *, resume_from: str | None = None, **mor
 
 
 def train_trl(case: Given, directory: Path) -> dict[str, Any]:
-    """Train with the additional arguments of a trainer of TRL, and return losses and gradient norms."""
     import importlib
 
     from datasets import Dataset
@@ -113,14 +108,12 @@ def train_trl(case: Given, directory: Path) -> dict[str, Any]:
 
 
 def resume(case: Given, directory: Path) -> dict[str, Any]:
-    """Train with checkpoints, then again from one in the middle, and return what the second run logged."""
     train(case, directory, save_strategy="steps", save_steps=STEPS // 2)
     forget_last_run()
     return train(case, directory, resume_from=str(directory / f"checkpoint-{STEPS // 2}"))
 
 
 def reject(case: Given, directory: Path) -> dict[str, Any]:
-    """Return the rejection of an argument that the layout does not support."""
     arguments = training_arguments(case.arguments(directory), configure_cpu_ranks(case.strategy.engine))
     model = make_model(case.family, {})
     made = REJECTED[case.kind](model, arguments)
@@ -141,7 +134,6 @@ def _run(case: Given, directory: Path) -> dict[str, Any]:
 
 
 def main(output: Path, names: list[str]) -> None:
-    """Train all cases; every rank writes a file for each."""
     chosen = {case.name: case for case in [*CASES, *REJECTIONS, *(case.reference() for case in CASES)]}
     for name in names:
         try:

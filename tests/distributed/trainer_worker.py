@@ -21,7 +21,6 @@ from trainer_cases import ADAM_EPSILON, EVALUATED, FAMILIES, TRAINERS, TrainerCa
 
 
 def train(case: TrainerCase, models: Path, directory: Path) -> dict[str, Any]:
-    """Train, and return losses and gradient norms, or a rejection with the steps before it."""
     trainer = None
     try:
         trainer = make_trainer(case, models, directory)
@@ -44,7 +43,6 @@ def train(case: TrainerCase, models: Path, directory: Path) -> dict[str, Any]:
 
 
 def make_trainer(case: TrainerCase, models: Path, directory: Path) -> Any:
-    """Return the trainer of a case; in one process the stock class, as a user makes it."""
     from datasets import Dataset
     from transformers import (
         AutoModelForCausalLM,
@@ -98,7 +96,6 @@ def make_trainer(case: TrainerCase, models: Path, directory: Path) -> Any:
 
 
 def _further_settings(case: TrainerCase, model: Any) -> dict[str, Any]:
-    """Return the trainer's additional arguments for the options; some options change the model."""
     import torch
 
     layers = next(one for one in model.modules() if isinstance(one, torch.nn.ModuleList))
@@ -136,7 +133,6 @@ def _groups(model: Any) -> list[dict[str, Any]]:
 
 
 def write_records(cases: list[TrainerCase], output: Path) -> None:
-    """Train all, and write one file per case and rank as it comes."""
     for case in cases:
         record = train(case, output / "models", output / case.name)
         (output / f"{case.name}.{os.environ.get('RANK', '0')}.json").write_text(json.dumps(record))

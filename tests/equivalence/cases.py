@@ -33,8 +33,6 @@ IGNORED = -100
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """One training run."""
-
     layout: str
     """Name of the layout, or `reference` for the single process."""
     strategy: Layout
@@ -53,7 +51,6 @@ class Case:
         return self.strategy.world_size
 
     def training_arguments(self, directory: Path) -> dict[str, Any]:
-        """Return keys of ``TrainingArguments``."""
         arguments: dict[str, Any] = {
             "output_dir": str(directory),
             "per_device_train_batch_size": self.strategy.micro_batch_size,
@@ -155,7 +152,6 @@ def case_of(layout: str, optimizer: str, accumulation: int) -> Case:
 
 
 def reference_of(case: Case) -> Case:
-    """Return the run in one process that `case` must equal."""
     strategy = Layout(
         engine="single",
         micro_batch_size=MICRO_STEP_SAMPLES,
@@ -193,7 +189,6 @@ def samples() -> list[dict[str, Any]]:
 
 
 def padded(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Collate samples to the longest of them: padding stands on the right, masked, and has no labels."""
     import torch
 
     longest = max(len(row["input_ids"]) for row in rows)
@@ -220,7 +215,6 @@ def probe_batch() -> dict[str, Any]:
 
 
 def make_models(directory: Path) -> None:
-    """Write the models of random weights that every run starts from, one directory for each family."""
     from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM, set_seed
 
     sizes = {

@@ -228,8 +228,6 @@ FIRST_STEP_ON_ZEROS = 0.2
 
 @dataclass(frozen=True, kw_only=True)
 class Combination:
-    """A layout with settings."""
-
     layout: str
     settings: tuple[str, ...]
     accumulation: int = 1
@@ -255,12 +253,10 @@ class Combination:
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """Where it stands in the table of combinations."""
         return columns_of(self.strategy)
 
     @property
     def is_proven(self) -> bool:
-        """Whether the table says that every one of its pairs is."""
         used = self.settings if set(self.settings) & set(OPTIMIZERS) else (*self.settings, "adamw_torch")
         return not incompatibility_errors(used, self.columns)
 
@@ -272,7 +268,6 @@ class Combination:
         return max((TOLERANCES.get(name, LOSS_TOLERANCE) for name in self.settings), default=LOSS_TOLERANCE)
 
     def reference(self) -> Combination:
-        """Return the run in one process that this must equal; it is named by its family alone."""
         return replace(self, layout=f"single-{self.family}")
 
 
@@ -280,7 +275,6 @@ ALL_LAYOUTS |= {f"single-{family}": Layout(engine="single") for family in ("llam
 
 
 def prepared_run(combination: Combination, directory: Path) -> Run:
-    """Return what the settings of a combination ask for."""
     strategy = combination.strategy
     case = Case(layout=combination.layout, strategy=strategy, optimizer="adamw_torch")
     arguments = case.training_arguments(directory) | {"max_steps": STEPS, "adam_epsilon": ADAM_EPSILON}
@@ -316,7 +310,6 @@ def collated(rows: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def make_model(family: str, sizes: Mapping[str, Any], *, seed: int = 0, layers: int = 2) -> Any:
-    """Return a model with random weights, the same in every process."""
     from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM, set_seed
 
     common = {

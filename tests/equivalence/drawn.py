@@ -69,7 +69,6 @@ def outcome(combination: Combination, record: dict[str, Any], reference: dict[st
 
 
 def drawn(count: int, seed: int) -> list[Combination]:
-    """Return combinations of a layout with up to one method, one switch and one optimizer, the same for a seed."""
     draw = random.Random(seed)
     layouts = [name for name in ALL_LAYOUTS if not name.startswith("single-")]
     found: dict[str, Combination] = {}

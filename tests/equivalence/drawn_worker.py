@@ -19,7 +19,6 @@ from shardwright.trainers.parallel.trainer_for import parallelism_of
 
 
 def train(combination: Combination, directory: Path) -> dict[str, Any]:
-    """Train, and return losses and steps; a rejection comes with the number of steps before it."""
     trainer = None
     try:
         trainer = make_trainer(combination, directory)
@@ -33,7 +32,6 @@ def train(combination: Combination, directory: Path) -> dict[str, Any]:
 
 
 def make_trainer(combination: Combination, directory: Path) -> Any:
-    """Return the trainer of a combination."""
     from datasets import Dataset
 
     run = prepared_run(combination, directory)
@@ -88,7 +86,6 @@ def one_length(rows: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def write_records(combinations: list[Combination], output: Path) -> None:
-    """Train all and let rank 0 write one file for each, as it comes."""
     import os
 
     for combination in combinations:

@@ -46,15 +46,12 @@ MISTAKES = {"mean-of-means": mean_of_means, "clipping": clip_one_percent_later}
 
 
 class Runs:
-    """Trains cases when they are asked for."""
-
     def __init__(self, directory: Path, models: Path) -> None:
         self.models = models
         self._directory = directory
         self._directories = OnDemand(self._run)
 
     def directory(self, case: Case) -> Path:
-        """Return where a case left its files."""
         return self._directories[case]
 
     def _run(self, case: Case) -> Path:
@@ -67,17 +64,14 @@ class Runs:
         return directory
 
     def record(self, case: Case) -> dict[str, Any]:
-        """Return losses and gradient norms."""
         record: dict[str, Any] = json.loads((self.directory(case) / "record.json").read_text())
         return record
 
     def weights(self, case: Case) -> dict[str, Any]:
-        """Return the saved tensors by their names in the model directory."""
         files = sorted((self.directory(case) / "model").glob("*.safetensors"))
         return {name: tensor for file in files for name, tensor in load_file(file).items()}
 
     def reloaded_logits(self, case: Case) -> Any:
-        """Return the logits that plain Transformers computes from the model directory."""
         import torch
         from transformers import AutoModelForCausalLM
 
@@ -99,7 +93,6 @@ def by_name(case: Case) -> str:
 
 
 def largest_difference(one: Any, other: Any) -> float:
-    """Return the largest absolute difference over the largest absolute element of `other`."""
     assert one.shape == other.shape
     return float((one - other).abs().max() / other.abs().max())
 

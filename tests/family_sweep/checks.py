@@ -18,15 +18,12 @@ State = Literal["passes", "refused", "broken"]
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
-    """One cell of the table."""
-
     state: State
     said: str = ""
     """The difference, the reason or the error, in a line."""
 
 
 def samples() -> list[dict[str, Any]]:
-    """Return samples of few tokens with prompts."""
     import torch
 
     draw = torch.Generator().manual_seed(3)
@@ -35,7 +32,6 @@ def samples() -> list[dict[str, Any]]:
 
 
 def arguments_in(directory: str, **changes: Any) -> Any:
-    """Return arguments of SGD on the CPU."""
     from transformers import TrainingArguments
 
     settings: dict[str, Any] = {
@@ -54,7 +50,6 @@ def arguments_in(directory: str, **changes: Any) -> Any:
 
 
 def losses_of(trainer: Any) -> list[float]:
-    """Train, and return the loss of each step."""
     trainer.train()
     return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 
@@ -117,7 +112,6 @@ CHECKS: dict[str, Callable[[str, str], Finding]] = {
 
 
 def finding(check: str, class_name: str) -> dict[str, Any]:
-    """Return what a check found of a class, whatever it raised."""
     with tempfile.TemporaryDirectory(prefix="family-") as directory:
         try:
             return asdict(CHECKS[check](class_name, directory))

@@ -55,8 +55,6 @@ _IMAGE_LENGTH = 4
 
 @dataclass(frozen=True, kw_only=True)
 class SweptLayout:
-    """One column of the table."""
-
     strategy: Layout
     training: Training = "full"
 
@@ -109,7 +107,6 @@ def hybrid_config(class_name: str) -> Any:
 
 
 def write_model(class_name: str, directory: Path) -> None:
-    """Write a model of random weights, as users have theirs."""
     import transformers
     from transformers import set_seed
 
@@ -143,7 +140,6 @@ def verdict(class_name: str, layout: str) -> tuple[str, ...]:
 
 
 def make_trainer(class_name: str, layout: SweptLayout, models: Path, directory: str, *, alone: bool) -> Any:
-    """Return the trainer of a layout, or the one in a single process that it is compared with."""
     import transformers
     from equivalence.cases import deepspeed_config
     from shardwright.plugins.accelerate.cpu_ranks import configure_cpu_ranks
@@ -242,7 +238,6 @@ def record(class_name: str, layout: str, models: Path, directory: str, *, alone:
 
 
 def findings(asked: Sequence[tuple[str, str]], directory: Path) -> Iterator[tuple[str, str, Finding]]:
-    """Yield classes, layouts and what their training did, beside one process."""
     from family_sweep.layouts import attempt
 
     references: dict[tuple[str, str], dict[str, Any]] = {}
@@ -270,14 +265,12 @@ def _compared(own: dict[str, Any], reference: dict[str, Any]) -> Finding:
 
 
 def _last_error(text: str) -> str:
-    """Return the line of a traceback that names the error."""
     lines = [line.strip() for line in text.strip().splitlines() if line.strip()]
     named = [line for line in lines if "Error" in line.split(":")[0] or "Exception" in line.split(":")[0]]
     return (named or lines)[-1][:300]
 
 
 def main(directory: Path, asked: Sequence[tuple[str, str]]) -> None:
-    """Train one after the other on this rank, and write what came of each."""
     from fresh_process import forget_last_run
 
     for class_name, layout in asked:

@@ -26,7 +26,6 @@ _SECONDS_OF_A_FAMILY = 30.0
 
 
 def train(class_name: str, strategy: Layout, directory: str) -> list[float]:
-    """Return the losses of a family under a layout."""
     from equivalence.cases import deepspeed_config
     from shardwright.plugins.accelerate.cpu_ranks import configure_cpu_ranks
     from shardwright.trainers.parallel.trainer_for import parallelism_of
@@ -40,7 +39,6 @@ def train(class_name: str, strategy: Layout, directory: str) -> list[float]:
 
 
 def record(class_name: str, strategy: Layout, directory: str) -> dict[str, Any]:
-    """Return losses, a refusal or an error."""
     try:
         return {"losses": train(class_name, strategy, directory)}
     except ShardwrightError as error:
@@ -50,7 +48,6 @@ def record(class_name: str, strategy: Layout, directory: str) -> dict[str, Any]:
 
 
 def findings(asked: Sequence[tuple[str, str]], directory: Path) -> Iterator[tuple[str, str, dict[str, str]]]:
-    """Yield classes, axes and what was found, as dictionaries of `Finding`."""
     references: dict[str, dict[str, Any]] = {}
     waiting = list(asked)
     while waiting:
@@ -97,7 +94,6 @@ def attempt(
 
 
 def main(directory: Path, asked: Sequence[tuple[str, str]]) -> None:
-    """Train families one after the other on this rank, and write what came of each."""
     from fresh_process import forget_last_run
 
     for class_name, axis in asked:

@@ -77,7 +77,6 @@ def upstream(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
 
 def adding(word: str) -> Callable[[Any], Any]:
-    """Return a wrapper that puts a word behind what a function returns."""
     return lambda original: lambda *given: [*original(*given), word]
 
 

@@ -21,8 +21,6 @@ NEWEST = {name: tested.newest for name, tested in TESTED.items()}
 
 @dataclass(frozen=True, kw_only=True)
 class Installed:
-    """One fake installation of a package."""
-
     metadata: Path
     module: Path
 
@@ -47,7 +45,6 @@ def forget() -> None:
 
 @pytest.fixture
 def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Return an empty directory, the only one of the Python path with third-party packages."""
     directory = tmp_path / "site"
     directory.mkdir()
     standard = [entry for entry in sys.path if "site-packages" not in entry and "dist-packages" not in entry]
@@ -65,7 +62,6 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 @pytest.fixture
 def complete(site: Path) -> dict[str, Installed]:
-    """Install the newest tested release of every required package."""
     return {name: install(site, name, NEWEST[name]) for name in releases.REQUIRED}
 
 

@@ -28,7 +28,6 @@ ENGINES = pytest.mark.parametrize(
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory) -> Path:
-    """Return a Llama with 3 layers in bf16, random weights and a byte tokenizer."""
     import torch
     from shardwright.plugins.transformers.training_arguments import byte_tokenizer
 
@@ -42,7 +41,6 @@ def model(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def changed_model(model, tmp_path):
-    """Return a copy of the model that a test may damage."""
     copy = tmp_path / "copied"
     shutil.copytree(model, copy)
     return copy

@@ -36,8 +36,6 @@ class RecordingMeter(ByteMeter):
 
 @dataclass
 class Run:
-    """What one training left behind."""
-
     reading: MeterReading
     entered: list[MeterPhase]
     resets: list[int]
@@ -46,7 +44,6 @@ class Run:
 
 
 def train(directory: Any, *, lora: bool = False, **settings: Any) -> Run:
-    """Train a Llama with 2 layers of width 32 for three steps."""
     arguments = TrainingArguments(
         output_dir=str(directory),
         max_steps=STEPS,

@@ -164,7 +164,6 @@ CASES: dict[str, tuple[dict[str, Any], bool, int | None]] = {
 
 
 def seen(inputs: dict[str, Any], causal: bool, window: int | None, sample: int, row: int) -> list[int]:
-    """Return the visible positions of a row, by counting documents position by position."""
     documents, ids = [0], inputs.get("position_ids")
     for position in range(1, POSITIONS):
         begins = ids is not None and int(ids[sample, position]) == 0
@@ -462,7 +461,6 @@ TERMS: dict[str, tuple[HiddenStateTerm | None, AttentionTerm | None]] = {
 
 
 def pair(kind: str = "llama") -> tuple[Any, Any]:
-    """Return a student and a teacher with different depth, width, heads and grouping."""
     return tiny(kind), tiny(kind, hidden=48, layers=3, seed=1, num_attention_heads=6, num_key_value_heads=3)
 
 

@@ -31,7 +31,6 @@ ALPHA, TEMPERATURE = 0.6, 2.0
 def trainer_of(
     directory: Path, student: Any, teacher: Any, samples: Any, config: DistillationConfig | None, **settings: Any
 ) -> DistillationTrainer:
-    """Make a trainer; `settings` are its keywords, and those of `TrainingArguments`."""
     own = {
         name: settings.pop(name) for name in ("callbacks", "compute_metrics", "processing_class") if name in settings
     }

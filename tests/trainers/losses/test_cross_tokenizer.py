@@ -37,7 +37,6 @@ TEXT = "Ünïcode and 日本 🤗 are  split in two\n\tways: x = {'a': 1}; retur
 
 
 def byte_pairs(vocab_size: int, *, begin: bool = False) -> Any:
-    """Return a byte-level tokenizer trained on Python's help topics."""
     from pydoc_data.topics import topics
 
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers

@@ -120,7 +120,6 @@ def test_layout_is_legal_exactly_when_all_dimensions_are_divisible(
 
 
 def small(family: str, **changes: Any) -> Any:
-    """A model on the meta device."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}

@@ -33,7 +33,6 @@ SIZES = {
 
 @pytest.fixture(scope="module")
 def mixtures(tmp_path_factory):
-    """Return the directories of a Mixtral and a Qwen3-MoE with random weights."""
     from transformers import AutoModelForCausalLM, MixtralConfig, Qwen3MoeConfig, set_seed
 
     configs = {

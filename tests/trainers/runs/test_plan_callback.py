@@ -34,7 +34,6 @@ class Meter:
 
 @pytest.fixture(scope="module")
 def planned(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The directory of a plan for one CPU rank."""
     directory = tmp_path_factory.mktemp("planned") / "plan"
     plan(str(tiny_llama), "1xCPU", JOB, calibration=None).write(directory)
     return directory

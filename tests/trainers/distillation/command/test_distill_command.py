@@ -32,13 +32,11 @@ VOCAB = 300
 
 @pytest.fixture
 def distill(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Shell:
-    """Run the command in an empty directory; Hub access fails immediately."""
     return shell_in(tmp_path, "distill", capsys, monkeypatch)
 
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Return directories of a teacher, a smaller student, and incompatible models."""
     root = tmp_path_factory.mktemp("models")
     made: dict[str, Path] = {}
     for name, changes in (("teacher", {"hidden": 48}), ("student", {}), ("stranger", {})):

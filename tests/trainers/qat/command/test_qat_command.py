@@ -48,7 +48,6 @@ OUT = ("--output-dir", "out")
 
 @pytest.fixture
 def qat(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Shell:
-    """Run the command in an empty directory."""
     return shell_in(tmp_path, "qat", capsys, monkeypatch)
 
 

@@ -55,7 +55,6 @@ def small_model(dtype=torch.float32, *, made_by=LlamaForCausalLM, **changes):
 
 
 def trained(model, scheme, directory, *, labels=None, callback_options=None, **changes):
-    """Three steps with the stock Trainer."""
     arguments = TrainingArguments(
         output_dir=str(directory / "training"),
         max_steps=3,

@@ -103,7 +103,6 @@ def rounded(module, quantization, *, rule="minmax", stored_dtype=torch.float32, 
 
 
 def routing(dtype=torch.float64):
-    """Return hidden states, chosen experts and their weights; nobody chooses the third expert."""
     torch.manual_seed(1)
     choices = torch.tensor([0, 1, 3, 4])
     index = torch.stack([choices[torch.randperm(4)[:CHOICES]] for _ in range(TOKENS)])
@@ -276,7 +275,6 @@ def test_a_copied_model_rounds_independently():
 
 
 def family(name, dtype=torch.float32, **changes):
-    """Return a small model of a family with random weights."""
     config = getattr(transformers, f"{name}Config")(**{**SIZES, **changes})
     set_seed(0)
     return AutoModelForCausalLM.from_config(config, dtype=dtype)
@@ -404,7 +402,6 @@ def test_schemes_with_rounded_inputs_pack_experts_separately():
 
 
 def trained(model, scheme, directory, **options):
-    """Train three steps with the stock Trainer and return it with its callback."""
     samples = [{"input_ids": row, "labels": row} for row in torch.arange(12 * 32).reshape(12, 32) % 384]
     arguments = TrainingArguments(
         str(directory),

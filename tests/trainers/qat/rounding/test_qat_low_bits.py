@@ -26,7 +26,6 @@ def rounding(rule: str, strategy: str, dtype: torch.dtype = torch.float32) -> We
 
 
 def parts(weight: torch.Tensor, strategy: str) -> list[torch.Tensor]:
-    """Return what shares a scale, one vector after the other, in the order of the scales."""
     if strategy == "tensor":
         return [weight.flatten()]
     rows = list(weight)
