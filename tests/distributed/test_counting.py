@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 from counting_cases import EVALUATED, WORK, make_trainer, plain, rows
-from equivalence.cases import LONGEST, VOCAB_SIZE
-from equivalence.combinations import make_model
+from equivalence.cases import LONGEST, VOCAB_SIZE, make_model
 from warm_ranks import OnDemand, run_ranks
 
 pytestmark = pytest.mark.distributed

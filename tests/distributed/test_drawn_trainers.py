@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from drawn_trainers import drawn_trainers, outcome
-from equivalence.drawn import records_of
+from equivalence.records import records_of
 from trainer_cases import TrainerCase, make_models_and_data
 
 pytestmark = [pytest.mark.distributed, pytest.mark.needs("trl")]

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from equivalence.cases import LOSS_TOLERANCE
-from equivalence.drawn import records_of
+from equivalence.records import records_of
 from shardwright.ds_configs.legality import combinations as table
 from shardwright.ds_configs.legality.combinations import columns_of
 from trainer_cases import TRAINERS, TrainerCase, make_models_and_data

@@ -6,10 +6,13 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from equivalence.cases import IGNORED, MICRO_STEP_SAMPLES, Case
-from equivalence.combinations import ALL_LAYOUTS, make_model
+import torch
+from equivalence.cases import IGNORED, MICRO_STEP_SAMPLES, Case, make_model
+from equivalence.combinations import ALL_LAYOUTS
 from shardwright.ds_configs.legality.combinations import columns_of
 from shardwright.ds_configs.specs.layout import Layout
+from torch.optim.lr_scheduler import LambdaLR, OneCycleLR, StepLR
+from transformers.optimization import Adafactor
 
 STEPS = 4
 LEARNING_RATE = 0.3
@@ -71,66 +74,42 @@ def _groups(model: Any) -> list[dict[str, Any]]:
 
 
 def _adamw(model: Any) -> dict[str, Any]:
-    import torch
-
     optimizer = torch.optim.AdamW(_groups(model), betas=(0.8, 0.95), eps=1e-6)
     rates = [lambda step: 1.0 / (1 + step), lambda step: 0.5**step]
-    return {"optimizers": (optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, rates))}
+    return {"optimizers": (optimizer, LambdaLR(optimizer, rates))}
 
 
 def _sgd(model: Any) -> dict[str, Any]:
-    import torch
-
     optimizer = torch.optim.SGD(_groups(model), momentum=0.9, nesterov=True)
-    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=[0.05, 0.1], total_steps=STEPS + 1)
-    return {"optimizers": (optimizer, scheduler)}
-
-
-def _nadam(model: Any) -> dict[str, Any]:
-    import torch
-
-    # The Trainer makes the scheduler.
-    return {"optimizers": (torch.optim.NAdam(_groups(model), eps=1e-6), None)}
+    return {"optimizers": (optimizer, OneCycleLR(optimizer, max_lr=[0.05, 0.1], total_steps=STEPS + 1))}
 
 
 def _adamax(model: Any) -> dict[str, Any]:
-    import torch
-
     optimizer = torch.optim.Adamax(model.parameters(), lr=2e-3, eps=1e-6)
-    return {"optimizers": (optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 2, gamma=0.1))}
+    return {"optimizers": (optimizer, StepLR(optimizer, 2, gamma=0.1))}
 
 
-def _class(model: Any) -> dict[str, Any]:
-    import torch
-
-    return {"optimizer_cls_and_kwargs": (torch.optim.NAdam, {"lr": 2e-3, "eps": 1e-6})}
-
-
-def _adamw_class(model: Any) -> dict[str, Any]:
-    import torch
-
-    return {"optimizer_cls_and_kwargs": (torch.optim.AdamW, {"lr": 2e-3, "eps": 1e-6, "betas": (0.7, 0.95)})}
-
-
-def _functions(model: Any) -> dict[str, Any]:
-    return {
-        "compute_loss_func": cubed_loss,
-        "compute_metrics": right_tokens,
-        "preprocess_logits_for_metrics": lambda logits, labels: logits.argmax(-1),
-    }
+def _class(kind: type, **options: Any) -> Callable[[Any], dict[str, Any]]:
+    return lambda model: {"optimizer_cls_and_kwargs": (kind, {"lr": 2e-3, "eps": 1e-6, **options})}
 
 
 GIVEN: dict[str, Callable[[Any], dict[str, Any]]] = {
     "adamw": _adamw,
-    "functions": lambda model: _adamw(model) | _functions(model),
+    "functions": lambda model: {
+        **_adamw(model),
+        "compute_loss_func": cubed_loss,
+        "compute_metrics": right_tokens,
+        "preprocess_logits_for_metrics": lambda logits, labels: logits.argmax(-1),
+    },
     "sgd": _sgd,
     "sgd_unforced": _sgd,
-    "nadam": _nadam,
+    # The Trainer makes the scheduler.
+    "nadam": lambda model: {"optimizers": (torch.optim.NAdam(_groups(model), eps=1e-6), None)},
     "adamax": _adamax,
     "resumed": _adamax,
-    "class": _class,
-    "class_init": _class,
-    "class_init_adamw": _adamw_class,
+    "class": _class(torch.optim.NAdam),
+    "class_init": _class(torch.optim.NAdam),
+    "class_init_adamw": _class(torch.optim.AdamW, betas=(0.7, 0.95)),
 }
 """Arguments of each kind; kinds with `init` also pass `model_init`."""
 
@@ -165,18 +144,12 @@ class TrlTrainer:
 def _adapters(sizes: dict[str, Any]) -> dict[str, Any]:
     from peft import LoraConfig
 
-    def joined(row: dict[str, Any]) -> str:
-        return str(row["first"] + " " + row["second"])
-
-    return {"peft_config": LoraConfig(r=4, target_modules=["q_proj", "down_proj"]), "formatting_func": joined}
+    adapters = LoraConfig(r=4, target_modules=["q_proj", "down_proj"])
+    return {"peft_config": adapters, "formatting_func": lambda row: row["first"] + " " + row["second"]}
 
 
 def _second(name: str) -> Callable[[dict[str, Any]], dict[str, Any]]:
     return lambda sizes: {name: make_model("llama", sizes, seed=9)}
-
-
-def _two_texts(row: int) -> dict[str, Any]:
-    return {"first": _words(row, 2), "second": _words(row + 1, 1 + row % 4)}
 
 
 def _pair(row: int) -> dict[str, Any]:
@@ -190,7 +163,9 @@ def _chat(row: int) -> dict[str, Any]:
 
 
 TRL: dict[str, TrlTrainer] = {
-    "sft_adapters": TrlTrainer(name="SFT", given=_adapters, row=_two_texts),
+    "sft_adapters": TrlTrainer(
+        name="SFT", given=_adapters, row=lambda row: {"first": _words(row, 2), "second": _words(row + 1, 1 + row % 4)}
+    ),
     "dpo_reference": TrlTrainer(name="DPO", given=_second("ref_model"), row=_pair),
     "gkd_teacher": TrlTrainer(
         name="GKD",
@@ -213,29 +188,17 @@ def _bitsandbytes_named(model: Any, arguments: Any) -> dict[str, Any]:
     return {}
 
 
-def _adafactor_class(model: Any, arguments: Any) -> dict[str, Any]:
-    from transformers.optimization import Adafactor
-
-    return {"optimizer_cls_and_kwargs": (Adafactor, {"lr": 1e-3, "relative_step": False})}
-
-
-def _adafactor(model: Any, arguments: Any) -> dict[str, Any]:
-    kind, keywords = _adafactor_class(model, arguments)["optimizer_cls_and_kwargs"]
-    return {"optimizers": (kind(model.parameters(), **keywords), None)}
-
-
+_ADAFACTOR: dict[str, Any] = {"lr": 1e-3, "relative_step": False}
 REJECTED: dict[str, Callable[[Any, Any], dict[str, Any]]] = {
     "bitsandbytes": _bitsandbytes,
     "bitsandbytes_named": _bitsandbytes_named,
-    "adafactor": _adafactor,
-    "adafactor_class": _adafactor_class,
+    "adafactor": lambda model, _: {"optimizers": (Adafactor(model.parameters(), **_ADAFACTOR), None)},
+    "adafactor_class": lambda model, _: {"optimizer_cls_and_kwargs": (Adafactor, _ADAFACTOR)},
 }
 
 
 def cubed_loss(outputs: Any, labels: Any, num_items_in_batch: Any = None) -> Any:
     """Return a loss that no model has: cubes of cross-entropies over the number of labelled tokens."""
-    import torch
-
     logits = outputs.logits[:, :-1].float().flatten(0, 1)
     targets = labels[:, 1:].flatten()
     losses = torch.nn.functional.cross_entropy(logits, targets, ignore_index=IGNORED, reduction="none")
@@ -248,10 +211,6 @@ def right_tokens(prediction: Any) -> dict[str, float]:
     labels, predicted = prediction.label_ids[:, 1:], prediction.predictions[:, :-1]
     counted = labels != IGNORED
     return {"right": float((labels == predicted)[counted].mean()), "tokens": float(counted.sum())}
-
-
-def _case(layout: str, kind: str) -> Given:
-    return Given(layout=layout, kind=kind, family="mixtral" if layout.startswith("ep") else "llama")
 
 
 def _layout_kinds() -> Iterator[tuple[str, str]]:

@@ -2,33 +2,20 @@
 
 from __future__ import annotations
 
-import json
-import os
-import sys
 import traceback
 from pathlib import Path
 from typing import Any
 
-from equivalence.cases import samples
-from equivalence.combinations import collated, make_model
+from equivalence.cases import make_model, samples
+from equivalence.combinations import collated
 from equivalence.drawn_worker import one_length
+from equivalence.records import write_records
 from fresh_process import forget_last_run
 from shardwright.ds_configs.specs.errors import ShardwrightError
 from shardwright.plugins.accelerate.cpu_ranks import configure_cpu_ranks
 from shardwright.plugins.transformers.training_arguments import byte_tokenizer, training_arguments
 from shardwright.trainers.parallel.trainer_for import parallelism_of
-from trainer_parameter_cases import (
-    CASES,
-    CHAT_TEMPLATE,
-    EVALUATED,
-    GIVEN,
-    REJECTED,
-    REJECTIONS,
-    STEPS,
-    TRL,
-    VOCAB_SIZE,
-    Given,
-)
+from trainer_parameter_cases import CHAT_TEMPLATE, EVALUATED, GIVEN, REJECTED, STEPS, TRL, VOCAB_SIZE, Given
 from transformers import TrainerCallback
 
 
@@ -124,30 +111,21 @@ def reject(case: Given, directory: Path) -> dict[str, Any]:
     return {"trained": trainer.state.global_step}
 
 
-def _run(case: Given, directory: Path) -> dict[str, Any]:
+def record(case: Given, output: Path) -> dict[str, Any]:
+    directory = output / case.name
     if case.kind in TRL:
-        return train_trl(case, directory)
-    if case.kind in REJECTED:
-        return reject(case, directory)
-    is_resumed = case.kind == "resumed" and case.strategy.engine != "single"
-    return resume(case, directory) if is_resumed else train(case, directory)
-
-
-def main(output: Path, names: list[str]) -> None:
-    chosen = {case.name: case for case in [*CASES, *REJECTIONS, *(case.reference() for case in CASES)]}
-    for name in names:
-        try:
-            record = _run(chosen[name], output / name)
-        except ShardwrightError as error:
-            record = {"rejected": str(error)}
-        except Exception:
-            record = {"error": traceback.format_exc()}
-        (output / f"{name}.{os.environ.get('RANK', '0')}.json").write_text(json.dumps(record))
-        if "error" in record:
-            raise SystemExit(1)
-        if not name.split("-", 1)[1].startswith("single"):
-            forget_last_run()
+        work = train_trl
+    elif case.kind in REJECTED:
+        work = reject
+    else:
+        work = resume if case.kind == "resumed" and case.strategy.engine != "single" else train
+    try:
+        return work(case, directory)
+    except ShardwrightError as error:
+        return {"rejected": str(error)}
+    except Exception:
+        return {"error": traceback.format_exc()}
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2:])
+    write_records(Given, record)

@@ -3,16 +3,11 @@
 from __future__ import annotations
 
 import importlib
-import json
-import os
-import sys
-import traceback
 from pathlib import Path
 from typing import Any
 
 from equivalence.cases import padded
-from fresh_process import forget_last_run
-from shardwright.ds_configs.specs.errors import ShardwrightError
+from equivalence.records import logged, training_record, write_records
 from shardwright.plugins.accelerate.cpu_ranks import configure_cpu_ranks
 from shardwright.plugins.transformers.training_arguments import prepare_model_directory_save, save_model_directory
 from shardwright.trainers.counting.counts import count_as_one_process
@@ -20,26 +15,21 @@ from shardwright.trainers.parallel.trainer_for import parallelism_of
 from trainer_cases import ADAM_EPSILON, EVALUATED, FAMILIES, TRAINERS, TrainerCase, data_of
 
 
-def train(case: TrainerCase, models: Path, directory: Path) -> dict[str, Any]:
-    trainer = None
-    try:
-        trainer = make_trainer(case, models, directory)
-        trainer.train()
+def record(case: TrainerCase, output: Path) -> dict[str, Any]:
+    directory = output / case.name
+
+    def result(trainer: Any) -> dict[str, Any]:
         if case.options:
             save_model_directory(trainer, str(directory / "trained"))
-    except ShardwrightError as error:
-        return {"refused": str(error), "steps": 0 if trainer is None else trainer.state.global_step}
-    except Exception:
-        return {"error": traceback.format_exc()}
-    history = trainer.state.log_history
-    logged = [entry for entry in history if "loss" in entry]
-    return {
-        "losses": [entry["loss"] for entry in logged],
-        "grad_norms": [float(entry["grad_norm"]) for entry in logged],
-        "eval_losses": [entry["eval_loss"] for entry in history if "eval_loss" in entry],
-        "tokens": trainer.state.num_input_tokens_seen if "tokens_counted" in case.options else 0,
-        "train_loss": history[-1].get("train_loss"),
-    }
+        return {
+            "losses": logged(trainer),
+            "grad_norms": list(map(float, logged(trainer, "grad_norm"))),
+            "eval_losses": logged(trainer, "eval_loss"),
+            "tokens": trainer.state.num_input_tokens_seen if "tokens_counted" in case.options else 0,
+            "train_loss": trainer.state.log_history[-1].get("train_loss"),
+        }
+
+    return training_record(lambda: make_trainer(case, output / "models", directory), result)
 
 
 def make_trainer(case: TrainerCase, models: Path, directory: Path) -> Any:
@@ -132,16 +122,5 @@ def _groups(model: Any) -> list[dict[str, Any]]:
     return groups + ([{"params": vectors, "lr": 5e-3, "weight_decay": 0.0}] if vectors else [])
 
 
-def write_records(cases: list[TrainerCase], output: Path) -> None:
-    for case in cases:
-        record = train(case, output / "models", output / case.name)
-        (output / f"{case.name}.{os.environ.get('RANK', '0')}.json").write_text(json.dumps(record))
-        if "error" in record:
-            raise SystemExit(1)
-        if case.strategy.engine != "single":
-            forget_last_run()
-
-
 if __name__ == "__main__":
-    asked = [TrainerCase(**{**one, "options": tuple(one["options"])}) for one in json.loads(sys.argv[2])]
-    write_records(asked, Path(sys.argv[1]))
+    write_records(TrainerCase, record)
