@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from engine_settings import engine_settings
 from planning import llama
 from shardwright.ds_configs.plan.plan import make_plan
 from shardwright.ds_configs.plan.rendering import deepspeed_config
@@ -39,29 +40,24 @@ class Case:
         return f"{engine}{offload}{extra}-{'bf16' if self.bf16 else 'fp32'}-x{self.accumulation}"
 
     def training_arguments(self) -> dict[str, Any]:
-        arguments: dict[str, Any] = {
-            "per_device_train_batch_size": 2,
-            "gradient_accumulation_steps": self.accumulation,
-            "bf16": self.bf16,
-            "optim": self.optimizer,
-            "gradient_checkpointing": self.kept_products,
-            "learning_rate": 0.5 if self.optimizer == "sgd" else 5e-3,
-            "weight_decay": 0.1,
-            "max_grad_norm": 0.7,
-            "max_steps": STEPS,
-            "seed": 11,
-            "disable_tqdm": True,
-        }
+        deepspeed = None
         if self.engine == "deepspeed":
-            arguments["deepspeed"] = deepspeed_configuration(
+            deepspeed = deepspeed_configuration(
                 self.zero_stage, offload_optimizer=self.offload_optimizer, offload_param=self.offload_param
             )
-        if self.engine == "fsdp2":
-            arguments |= {
-                "fsdp": True,
-                "fsdp_config": {"version": 2, "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"]},
-            }
-        return arguments
+        return engine_settings(
+            self.engine,
+            2,
+            deepspeed,
+            gradient_accumulation_steps=self.accumulation,
+            bf16=self.bf16,
+            optim=self.optimizer,
+            gradient_checkpointing=self.kept_products,
+            learning_rate=0.5 if self.optimizer == "sgd" else 5e-3,
+            weight_decay=0.1,
+            max_grad_norm=0.7,
+            max_steps=STEPS,
+        )
 
 
 def deepspeed_configuration(

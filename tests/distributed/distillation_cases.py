@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from cases import deepspeed_configuration
+from engine_settings import engine_settings
 from shardwright.trainers.distillation.config import DistillationConfig, OnPolicy
 from shardwright.trainers.distillation.feature_matching import AttentionTerm, HiddenStateTerm
 from small_models import llama
@@ -49,28 +50,20 @@ class Layout:
         """Return keywords of TrainingArguments with plain SGD, so that a step shows the gradient."""
         data_ranks = world_size // self.sequence_parallel
         rows = 1 if self.packed else SAMPLES // (data_ranks * self.accumulation)
-        arguments: dict[str, Any] = {
-            "per_device_train_batch_size": rows,
-            "gradient_accumulation_steps": self.accumulation,
-            "gradient_checkpointing": self.checkpointing,
-            "optim": "sgd",
-            "learning_rate": LEARNING_RATE,
-            "lr_scheduler_type": "constant",
-            "weight_decay": 0.0,
-            "max_grad_norm": 0.0,
-            "max_steps": 1,
-            "train_sampling_strategy": "sequential" if self.idle_rank else "random",
-            "logging_steps": 1,
-            "save_strategy": "no",
-            "report_to": "none",
-            "disable_tqdm": True,
-            "seed": 11,
-        }
-        if self.engine == "deepspeed":
-            arguments["deepspeed"] = deepspeed_configuration(self.zero_stage)
-        if self.engine == "fsdp2":
-            layers = ["LlamaDecoderLayer"]
-            arguments |= {"fsdp": True, "fsdp_config": {"version": 2, "transformer_layer_cls_to_wrap": layers}}
+        arguments = engine_settings(
+            self.engine,
+            rows,
+            deepspeed_configuration(self.zero_stage) if self.engine == "deepspeed" else None,
+            gradient_accumulation_steps=self.accumulation,
+            gradient_checkpointing=self.checkpointing,
+            optim="sgd",
+            learning_rate=LEARNING_RATE,
+            lr_scheduler_type="constant",
+            weight_decay=0.0,
+            max_grad_norm=0.0,
+            max_steps=1,
+            train_sampling_strategy="sequential" if self.idle_rank else "random",
+        )
         if self.sequence_parallel > 1:
             arguments["parallelism_config"] = sequence_parallelism(self.sequence_parallel, data_ranks)
         return arguments

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from engine_settings import engine_settings
+
 VOCAB = 128
 STEPS = 5
 SAVED_AT = 3
@@ -34,49 +36,30 @@ class Case:
     def name(self) -> str:
         options = ("balanced", "checkpointing", "resumed", "from_pretrained", "own_loss", "evaluated")
         chosen = [option for option in options if getattr(self, option)]
-        return "-".join(
-            [
-                self.family,
-                f"zero{self.zero_stage}",
-                f"x{self.accumulation}",
-                self.optimizer,
-                *chosen,
-            ]
-        )
+        return "-".join([self.family, f"zero{self.zero_stage}", f"x{self.accumulation}", self.optimizer, *chosen])
 
     def arguments(self, world_size: int) -> dict[str, Any]:
-        arguments: dict[str, Any] = {
-            "per_device_train_batch_size": ROWS // world_size,
-            "per_device_eval_batch_size": ROWS // world_size,
-            "gradient_accumulation_steps": self.accumulation,
-            "gradient_checkpointing": self.checkpointing,
-            "optim": self.optimizer,
-            "learning_rate": 0.3 if self.optimizer == "sgd" else 5e-3,
-            "lr_scheduler_type": "linear",
-            "weight_decay": 0.1,
-            "max_grad_norm": 0.5,
-            "max_steps": STEPS,
-            "logging_steps": 1,
-            "eval_strategy": "steps" if self.evaluated else "no",
-            "eval_steps": 2,
-            "save_strategy": "steps" if self.resumed and world_size > 1 else "no",
-            "save_steps": SAVED_AT,
-            "report_to": "none",
-            "disable_tqdm": True,
-            "seed": 11,
-        }
-        if world_size > 1:
-            zero: dict[str, Any] = {"stage": self.zero_stage}
-            if self.zero_stage == 3:
-                zero["stage3_param_persistence_threshold"] = 100
-            arguments["deepspeed"] = {
-                "train_micro_batch_size_per_gpu": "auto",
-                "gradient_accumulation_steps": "auto",
-                "gradient_clipping": "auto",
-                "zero_allow_untested_optimizer": True,
-                "zero_optimization": zero,
-            }
-        return arguments
+        auto = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping")
+        zero = {"stage": self.zero_stage} | (
+            {"stage3_param_persistence_threshold": 100} if self.zero_stage == 3 else {}
+        )
+        return engine_settings(
+            "deepspeed" if world_size > 1 else "single",
+            ROWS // world_size,
+            {**dict.fromkeys(auto, "auto"), "zero_allow_untested_optimizer": True, "zero_optimization": zero},
+            per_device_eval_batch_size=ROWS // world_size,
+            gradient_accumulation_steps=self.accumulation,
+            gradient_checkpointing=self.checkpointing,
+            optim=self.optimizer,
+            learning_rate=0.3 if self.optimizer == "sgd" else 5e-3,
+            weight_decay=0.1,
+            max_grad_norm=0.5,
+            max_steps=STEPS,
+            eval_strategy="steps" if self.evaluated else "no",
+            eval_steps=2,
+            save_strategy="steps" if self.resumed and world_size > 1 else "no",
+            save_steps=SAVED_AT,
+        )
 
 
 CASES = [

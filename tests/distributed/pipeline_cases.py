@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from engine_settings import engine_settings
 from small_models import llama
 
 STEPS = 5
@@ -45,37 +46,30 @@ class Case:
         return replace(self, zero_stage=0, checkpointing=False, dual_pipe=False)
 
     def arguments(self, output: Path, *, pipeline: bool, **more: Any) -> dict[str, Any]:
-        zero = {"stage": self.zero_stage, "reduce_bucket_size": 4096}
+        batch = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
         deepspeed = {
-            "zero_optimization": zero,
-            "train_batch_size": "auto",
-            "train_micro_batch_size_per_gpu": "auto",
-            "gradient_accumulation_steps": "auto",
-            "gradient_clipping": "auto",
+            "zero_optimization": {"stage": self.zero_stage, "reduce_bucket_size": 4096},
+            **dict.fromkeys((*batch, "gradient_clipping"), "auto"),
             "bf16": {"enabled": "auto"},
         }
-        return {
-            "output_dir": str(output),
-            "per_device_train_batch_size": MICRO_BATCH_SIZE * (1 if pipeline else self.replicas),
-            "per_device_eval_batch_size": 3,
-            "gradient_accumulation_steps": self.accumulation,
-            "optim": self.optimizer,
-            "learning_rate": 0.5 if self.optimizer == "sgd" else 5e-3,
-            "weight_decay": 0.1,
-            "warmup_steps": 1,
-            "max_grad_norm": 0.5,
-            "num_train_epochs": 2,
-            "max_steps": -1 if self.epochs else self.max_steps,
-            "logging_steps": 1,
-            "save_strategy": "no",
-            "seed": 11,
-            "bf16": self.bf16,
-            "report_to": "none",
-            "disable_tqdm": True,
-            "gradient_checkpointing": self.checkpointing,
-            **({"deepspeed": deepspeed} if pipeline else {}),
-            **more,
-        }
+        settings = engine_settings(
+            "deepspeed" if pipeline else "single",
+            MICRO_BATCH_SIZE * (1 if pipeline else self.replicas),
+            deepspeed,
+            output_dir=str(output),
+            per_device_eval_batch_size=3,
+            gradient_accumulation_steps=self.accumulation,
+            optim=self.optimizer,
+            learning_rate=0.5 if self.optimizer == "sgd" else 5e-3,
+            weight_decay=0.1,
+            warmup_steps=1,
+            max_grad_norm=0.5,
+            num_train_epochs=2,
+            max_steps=-1 if self.epochs else self.max_steps,
+            bf16=self.bf16,
+            gradient_checkpointing=self.checkpointing,
+        )
+        return settings | more
 
 
 def untrained_model(family: str) -> Any:

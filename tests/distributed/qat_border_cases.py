@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from cases import RANKS
+from engine_settings import engine_settings
+from equivalence.cases import deepspeed_config
 from shardwright.ds_configs.quantization.scheme import changed, scheme_named
 from shardwright.ds_configs.specs.layout import Layout
 
@@ -55,29 +57,19 @@ class Case:
         return replace(strategy, micro_batch_size=SAMPLES // strategy.data_parallel_size)
 
     def arguments(self, directory: Path) -> dict[str, Any]:
-        from equivalence.cases import deepspeed_config
-
         strategy = self.strategy
-        arguments: dict[str, Any] = {
-            "output_dir": str(directory),
-            "per_device_train_batch_size": strategy.micro_batch_size,
-            "optim": "adamw_torch",
-            "adam_epsilon": 1e-6,
-            "learning_rate": 1e-3,
-            "weight_decay": 0.0,
-            "max_steps": STEPS,
-            "logging_steps": 1,
-            "save_strategy": "no",
-            "report_to": "none",
-            "disable_tqdm": True,
-            "seed": 11,
-        }
-        if strategy.engine == "deepspeed":
-            arguments["deepspeed"] = deepspeed_config(strategy)
-        if strategy.engine == "fsdp2":
-            layer = CLASSES[self.family].replace("ForCausalLM", "DecoderLayer")
-            arguments |= {"fsdp": True, "fsdp_config": {"version": 2, "transformer_layer_cls_to_wrap": [layer]}}
-        return arguments
+        return engine_settings(
+            strategy.engine,
+            strategy.micro_batch_size,
+            deepspeed_config(strategy),
+            layer=CLASSES[self.family].removesuffix("ForCausalLM"),
+            output_dir=str(directory),
+            optim="adamw_torch",
+            adam_epsilon=1e-6,
+            learning_rate=1e-3,
+            weight_decay=0.0,
+            max_steps=STEPS,
+        )
 
 
 ON_BORDERS = [

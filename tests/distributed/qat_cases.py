@@ -12,7 +12,9 @@ from typing import Any, Literal
 
 from cases import RANKS, deepspeed_configuration
 from distillation_cases import SAMPLES, VOCAB
+from engine_settings import engine_settings
 from shardwright.ds_configs.specs.layout import Layout
+from small_models import llama, mixtral
 
 LEARNING_RATE, ADAM_LEARNING_RATE = 1.0, 1e-3
 GROUP = 32
@@ -75,31 +77,24 @@ class Case:
     def arguments(self) -> dict[str, Any]:
         """Return keywords of TrainingArguments with plain SGD, so that a step shows the gradient."""
         read_together = self.engine == "single" or self.axis in ("tp", "pp")
-        arguments: dict[str, Any] = {
-            "per_device_train_batch_size": SAMPLES // RANKS,
-            "gradient_accumulation_steps": RANKS if read_together else 1,
-            "gradient_checkpointing": self.checkpointing,
-            "bf16": self.bf16,
-            "optim": "adamw_torch" if self.offload else "sgd",
-            "learning_rate": ADAM_LEARNING_RATE if self.offload or self.bf16 else LEARNING_RATE,
-            "lr_scheduler_type": "constant_with_warmup",
-            "warmup_steps": self.steps - 1,
-            "weight_decay": 0.0,
-            "max_grad_norm": 0.0,
-            "max_steps": self.steps,
-            "train_sampling_strategy": "sequential",
-            "logging_steps": 1,
-            "save_strategy": "no",
-            "report_to": "none",
-            "disable_tqdm": True,
-            "seed": 11,
-        }
-        if self.engine == "deepspeed":
-            arguments["deepspeed"] = deepspeed_configuration(self.zero_stage, offload_optimizer=self.offload)
-        if self.engine == "fsdp2":
-            layer = "MixtralDecoderLayer" if self.mixture else "LlamaDecoderLayer"
-            arguments |= {"fsdp": True, "fsdp_config": {"version": 2, "transformer_layer_cls_to_wrap": [layer]}}
-        return arguments
+        is_deepspeed = self.engine == "deepspeed"
+        return engine_settings(
+            self.engine,
+            SAMPLES // RANKS,
+            deepspeed_configuration(self.zero_stage, offload_optimizer=self.offload) if is_deepspeed else None,
+            layer="Mixtral" if self.mixture else "Llama",
+            gradient_accumulation_steps=RANKS if read_together else 1,
+            gradient_checkpointing=self.checkpointing,
+            bf16=self.bf16,
+            optim="adamw_torch" if self.offload else "sgd",
+            learning_rate=ADAM_LEARNING_RATE if self.offload or self.bf16 else LEARNING_RATE,
+            lr_scheduler_type="constant_with_warmup",
+            warmup_steps=self.steps - 1,
+            weight_decay=0.0,
+            max_grad_norm=0.0,
+            max_steps=self.steps,
+            train_sampling_strategy="sequential",
+        )
 
 
 DDP: dict[str, Any] = {"engine": "ddp"}
@@ -139,22 +134,9 @@ def model_directory(directory: Path, case: Case) -> Path:
 
 
 def save_models(directory: Path) -> None:
-    from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM, set_seed
-
-    sizes: dict[str, Any] = {
-        "hidden_size": 64,
-        "intermediate_size": 128,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "vocab_size": VOCAB,
-        "max_position_embeddings": 64,
-        "initializer_range": 0.1,
-    }
-    set_seed(1)
-    LlamaForCausalLM(LlamaConfig(**sizes)).save_pretrained(directory / "llama")
-    experts = {"num_local_experts": 4, "num_experts_per_tok": 2}
-    MixtralForCausalLM(MixtralConfig(**sizes, **experts)).save_pretrained(directory / "mixture")
+    sizes: dict[str, Any] = {"vocab_size": VOCAB, "max_position_embeddings": 64, "initializer_range": 0.1}
+    llama(seed=1, **sizes).save_pretrained(directory / "llama")
+    mixtral(seed=1, **sizes).save_pretrained(directory / "mixture")
 
 
 def callback_settings(case: Case) -> tuple[Any, dict[str, Any]]:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from cases import deepspeed_configuration
+from engine_settings import engine_settings
+from small_models import llama
 
 VOCAB = 128
 IGNORED = -100
@@ -63,24 +65,8 @@ class Case:
 
     @property
     def alone(self) -> Case:
-        return Case(
-            name=f"{self.name}-alone",
-            ranks=self.ranks,
-            accumulation=self.accumulation,
-            optimizer=self.optimizer,
-            kv_heads=self.kv_heads,
-            tied=self.tied,
-            label_smoothing=self.label_smoothing,
-            loss=self.loss,
-            lora=self.lora,
-            evaluates=self.evaluates,
-            evaluated=self.evaluated,
-            family=self.family,
-            steps=self.steps,
-            samples=self.samples,
-            streams=self.streams,
-            parallel=False,
-        )
+        plain = {"checkpointing": False, "tiled_mlp": 0, "tiled_loss": 0, "interrupted": False, "context": False}
+        return replace(self, name=f"{self.name}-alone", parallel=False, **plain)
 
 
 TWO_RANKS = [
@@ -109,8 +95,6 @@ def model(case: Case) -> Any:
     from transformers import (
         GPTNeoXConfig,
         GPTNeoXForCausalLM,
-        LlamaConfig,
-        LlamaForCausalLM,
         MixtralConfig,
         MixtralForCausalLM,
         set_seed,
@@ -123,18 +107,8 @@ def model(case: Case) -> Any:
     if case.family == "mixtral":
         experts = {"num_local_experts": 4, "num_key_value_heads": 2, "head_dim": None}
         return MixtralForCausalLM(MixtralConfig(vocab_size=VOCAB, initializer_range=0.2, **sizes, **experts))
-    made = LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=VOCAB,
-            hidden_size=32,
-            intermediate_size=64,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=case.kv_heads,
-            initializer_range=0.2,
-            tie_word_embeddings=case.tied,
-        )
-    )
+    heads = {"num_key_value_heads": case.kv_heads, "tie_word_embeddings": case.tied}
+    made = llama(seed=1, vocab_size=VOCAB, hidden_size=32, initializer_range=0.2, **heads)
     if not case.lora:
         return made
     # On MLPs alone: nothing before the first of them needs a gradient.
@@ -218,18 +192,14 @@ def arguments(case: Case, directory: Path, overrides: dict[str, Any]) -> Any:
     from transformers import TrainingArguments
 
     data_ranks = case.ranks // case.sequence_parallel_size if case.parallel else 1
-    wrapped = {"version": 2, "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"]}
-    engine: dict[str, Any] = {"fsdp": True, "fsdp_config": wrapped} if case.context else {}
-    if not case.context:
-        engine = {"deepspeed": deepspeed_configuration(case.zero_stage)}
-    return TrainingArguments(
-        str(directory / case.name),
-        per_device_train_batch_size=case.micro_step_samples // data_ranks,
+    settings = engine_settings(
+        case.engine if case.parallel else "single",
+        case.micro_step_samples // data_ranks,
+        deepspeed_configuration(case.zero_stage),
         per_device_eval_batch_size=case.micro_step_samples // data_ranks,
         gradient_accumulation_steps=case.accumulation,
         max_steps=case.steps,
         dataloader_num_workers=case.workers if case.parallel else 0,
-        logging_steps=1,
         save_strategy="steps" if case.interrupted else "no",
         save_steps=2,
         eval_strategy="steps" if case.evaluates else "no",
@@ -242,12 +212,8 @@ def arguments(case: Case, directory: Path, overrides: dict[str, Any]) -> Any:
         max_grad_norm=0.5,
         label_smoothing_factor=case.label_smoothing,
         gradient_checkpointing=case.checkpointing,
-        report_to="none",
-        disable_tqdm=True,
-        seed=11,
-        **(engine if case.parallel else {}),
-        **overrides,
     )
+    return TrainingArguments(str(directory / case.name), **settings, **overrides)
 
 
 def accuracy(prediction: Any) -> dict[str, float]:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from cases import deepspeed_configuration
+from engine_settings import engine_settings
 from shardwright.ds_configs.specs.layout import Layout
 from small_models import llama
 
@@ -38,32 +39,25 @@ class Case:
         return f"{self.method}-{engine}{extra}"
 
     def arguments(self, world_size: int) -> dict[str, Any]:
-        arguments: dict[str, Any] = {
-            "per_device_train_batch_size": ROWS // (1 if self.axis else world_size),
-            "optim": "adamw_torch" if self.method == "matrix" else "sgd",
-            "learning_rate": 1e-2 if self.method == "matrix" else 0.5,
-            "lr_scheduler_type": "linear",
-            "weight_decay": 0.0,
-            "max_grad_norm": 0.0,
-            "max_steps": STEPS,
-            "bf16": self.bf16,
-            "save_strategy": "steps" if self.resumed else "no",
-            "save_steps": SAVED_AT,
-            "logging_steps": 1,
-            "report_to": "none",
-            "disable_tqdm": True,
-            "seed": 11,
-        }
+        deepspeed = None
         if self.engine == "deepspeed":
-            configuration = deepspeed_configuration(self.zero_stage, offload_optimizer=self.offload)
+            deepspeed = deepspeed_configuration(self.zero_stage, offload_optimizer=self.offload)
             if self.zero_stage == 3:
                 # Between the sizes of the matrices: some stay gathered, some do not.
-                configuration["zero_optimization"]["stage3_param_persistence_threshold"] = 4200
-            arguments["deepspeed"] = configuration
-        if self.engine == "fsdp2":
-            layers = ["LlamaDecoderLayer"]
-            arguments |= {"fsdp": True, "fsdp_config": {"version": 2, "transformer_layer_cls_to_wrap": layers}}
-        return arguments
+                deepspeed["zero_optimization"]["stage3_param_persistence_threshold"] = 4200
+        return engine_settings(
+            self.engine,
+            ROWS // (1 if self.axis else world_size),
+            deepspeed,
+            optim="adamw_torch" if self.method == "matrix" else "sgd",
+            learning_rate=1e-2 if self.method == "matrix" else 0.5,
+            weight_decay=0.0,
+            max_grad_norm=0.0,
+            max_steps=STEPS,
+            bf16=self.bf16,
+            save_strategy="steps" if self.resumed else "no",
+            save_steps=SAVED_AT,
+        )
 
     def callback(self) -> Any:
         from shardwright.trainers.sparsity.l1_sparsity_callback import L1SparsityCallback

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy
 import torch
+from engine_settings import engine_settings
 from torch.utils.data import IterableDataset
 
 VOCAB_SIZE = 320
@@ -75,24 +76,20 @@ class Case:
         """Return the arguments; `batch_size` is that of a tensor-parallel group."""
         from transformers import TrainingArguments
 
-        settings: dict[str, Any] = {
-            "output_dir": output,
-            "per_device_train_batch_size": batch_size,
-            "per_device_eval_batch_size": batch_size,
-            "gradient_accumulation_steps": self.accumulation,
-            "max_steps": self.steps,
-            "learning_rate": 0.5 if self.optimizer == "sgd" else 5e-3,
-            "optim": self.optimizer,
+        settings = engine_settings(
+            "single",
+            batch_size,
+            output_dir=output,
+            per_device_eval_batch_size=batch_size,
+            gradient_accumulation_steps=self.accumulation,
+            max_steps=self.steps,
+            learning_rate=0.5 if self.optimizer == "sgd" else 5e-3,
+            optim=self.optimizer,
             # Above the rounding of gradients near zero, of which Adam with a smaller one makes whole steps.
-            "adam_epsilon": 1e-6,
-            "lr_scheduler_type": "constant",
-            "max_grad_norm": 0.5,
-            "logging_steps": 1,
-            "save_strategy": "no",
-            "report_to": [],
-            "disable_tqdm": True,
-            "seed": 11,
-        }
+            adam_epsilon=1e-6,
+            lr_scheduler_type="constant",
+            max_grad_norm=0.5,
+        )
         return TrainingArguments(**(settings | self.arguments | more))
 
     def deepspeed_configuration(self) -> dict[str, Any]:

@@ -27,7 +27,6 @@ AXES: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(scope="module")
 def tiny_mixtral(tmp_path_factory: pytest.TempPathFactory) -> Path:
-
     directory = tmp_path_factory.mktemp("tiny-mixtral")
     mixtral(intermediate_size=64).save_pretrained(directory)
     return directory

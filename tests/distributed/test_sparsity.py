@@ -66,9 +66,7 @@ def test_two_ranks_give_the_weights_of_one(
     assert sum(zeros.values()) > 0.2 * sum(expected[name].numel() for name in weights())
 
 
-@pytest.mark.parametrize(
-    "case", [case for case in EVERY if case.engine == "deepspeed" and not case.axis], ids=lambda case: case.name
-)
+@pytest.mark.parametrize("case", WITH_MASTERS, ids=lambda case: case.name)
 def test_parameters_are_the_fp32_copies(case: Case, on_two_ranks: dict[Case, dict[str, torch.Tensor]]) -> None:
     found = on_two_ranks[case]
     for name in weights():

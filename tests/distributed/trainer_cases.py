@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from engine_settings import fsdp2_settings
 from equivalence.cases import FURTHER, LAYOUTS, MICRO_STEP_SAMPLES, OFFLOADED, Case, deepspeed_config
 from equivalence.combinations import ALL_LAYOUTS
 from shardwright.ds_configs.specs.layout import Layout
@@ -84,10 +85,8 @@ class TrainerCase:
         if self.strategy.engine == "deepspeed":
             arguments["deepspeed"] = deepspeed_config(self.strategy) | {"bf16": {"enabled": "auto"}}
         if self.strategy.engine == "fsdp2":
-            layer = FAMILIES[self.family].layer
-            arguments["fsdp_config"] = {"version": 2, "transformer_layer_cls_to_wrap": [layer]}
-            if self.strategy.offload_param == "cpu":
-                arguments["fsdp_config"]["offload_params"] = True
+            offload = {"offload_params": True} if self.strategy.offload_param == "cpu" else {}
+            arguments |= fsdp2_settings(FAMILIES[self.family].layer, **offload)
         for option in self.options:
             arguments |= (OPTIONS | TRAINERS[self.trainer].options)[option]
         if self.strategy.engine == "single" and "per_device_eval_batch_size" in arguments:

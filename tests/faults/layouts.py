@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from engine_settings import fsdp2_settings
 from shardwright.ds_configs.specs.job import TrainingJob
 from warm_ranks import run_ranks
 
@@ -81,8 +82,7 @@ class Workshop:
             "disable_tqdm": True,
         }
         if engine == "fsdp2":
-            wrapped = {"version": 2, "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"]}
-            return arguments | {"fsdp": True, "fsdp_config": wrapped}
+            return arguments | fsdp2_settings()
         if engine == "ddp":
             return arguments
         plan = self._plan(engine)

@@ -58,16 +58,8 @@ def refused(model=LLAMA, hardware="8xA100-80GB", **job) -> str:
             "global_batch_size = 6: must be a multiple of the 4 data-parallel ranks; nearest legal values: 4, 8",
         ),
         (
-            {"model": replace(LLAMA, attention="eager"), "sequence_parallel_size": 2},
-            "attn_implementation = 'eager': requires a mask for causal attention",
-        ),
-        (
             {"model": replace(LLAMA, model_type="qwen3_next"), "sequence_parallel_size": 2},
             "qwen3_next layers carry a state",
-        ),
-        (
-            {"model": replace(LLAMA, layer_types=("full_attention", "linear_attention")), "sequence_parallel_size": 2},
-            "linear_attention layers carry a state",
         ),
         (
             {"model": replace(LLAMA, layer_types=("full_attention", "linear_attention")), "context_parallel_size": 2},
