@@ -48,10 +48,7 @@ class Visitor:
     """Errors on the console, exceptions of scripts, and requests to other machines."""
 
     def open(
-        self,
-        address: str | Path,
-        size: tuple[int, int] = DESKTOP,
-        scheme: Literal["light", "dark"] = "light",
+        self, address: str | Path, size: tuple[int, int] = DESKTOP, scheme: Literal["light", "dark"] = "light"
     ) -> Page:
         width, height = size
         context = self.browser.new_context(

@@ -80,10 +80,7 @@ def model_directory(tmp_path: Path, text: str | None = None, **changes: Any) -> 
         ({"architectures": 5, "quantization_config": [1]}, ["architectures = 5", "quantization_config = [1]"]),
         ({"sliding_window": "x", "partial_rotary_factor": 1e9}, ["sliding_window = 'x'", "partial_rotary_factor"]),
         ({"tie_word_embeddings": "false"}, ["tie_word_embeddings = 'false': must be true or false"]),
-        (
-            {"model_type": "bart", "encoder_layers": 10**9},
-            ["encoder_layers = 1000000000: must be at most 1,000"],
-        ),
+        ({"model_type": "bart", "encoder_layers": 10**9}, ["encoder_layers = 1000000000: must be at most 1,000"]),
         ({"model_type": "swin", "depths": [2, 10**9]}, ["depths"]),
         ({"model_type": "../../x"}, ["model_type = '../../x'"]),
         ({"model_type": "MISSING", "peft_type": "LORA"}, ["this is an adapter"]),

@@ -32,12 +32,7 @@ def environment(**changes: str) -> dict[str, str]:
 
 def shardwright(*arguments: str, cwd: Path | None = None, **changes: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [COMMAND, *arguments],
-        capture_output=True,
-        text=True,
-        env=environment(**changes),
-        cwd=cwd,
-        timeout=120,
+        [COMMAND, *arguments], capture_output=True, text=True, env=environment(**changes), cwd=cwd, timeout=120
     )
 
 

@@ -206,10 +206,7 @@ FILES = [
         ["seq_len (from file): is set twice, with a hyphen and with an underscore; remove one"],
     ),
     ("seq-lem: 64", ["seq_lem (from file): is not a setting; did you mean seq_len?"]),
-    (
-        "seq_len: x\nnothing_like_it: 1\nformat: html",
-        ["seq_len (from file) = 'x'", "nothing_like_it", "or 'json'"],
-    ),
+    ("seq_len: x\nnothing_like_it: 1\nformat: html", ["seq_len (from file) = 'x'", "nothing_like_it", "or 'json'"]),
     (
         "config: other.yaml",
         ["config (from file) = 'other.yaml': a settings file cannot name another one; use --config"],

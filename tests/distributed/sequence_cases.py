@@ -92,13 +92,7 @@ FOUR_RANKS = [
 
 def model(case: Case) -> Any:
     from shardwright.plugins.peft import add_lora
-    from transformers import (
-        GPTNeoXConfig,
-        GPTNeoXForCausalLM,
-        MixtralConfig,
-        MixtralForCausalLM,
-        set_seed,
-    )
+    from transformers import GPTNeoXConfig, GPTNeoXForCausalLM, MixtralConfig, MixtralForCausalLM, set_seed
 
     set_seed(1)
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -228,10 +222,7 @@ def accuracy(prediction: Any) -> dict[str, float]:
 
 def make_trainer(case: Case, directory: Path, overrides: dict[str, Any]) -> Any:
     from shardwright.trainers.counting.counts import count_as_one_process
-    from shardwright.trainers.parallel.context.callback import (
-        ContextParallelCollator,
-        prepare_context_parallel,
-    )
+    from shardwright.trainers.parallel.context.callback import ContextParallelCollator, prepare_context_parallel
     from shardwright.trainers.parallel.sequence.callback import SequenceParallelCallback
 
     built, made = arguments(case, directory, overrides), model(case)

@@ -105,8 +105,5 @@ def with_adapter(model_directory: Path, output: Path) -> dict[str, Any]:
 
 if __name__ == "__main__":
     model_path, output_path = Path(sys.argv[1]), Path(sys.argv[2])
-    found = {
-        "without": without_adapter(model_path, output_path),
-        "with": with_adapter(model_path, output_path),
-    }
+    found = {"without": without_adapter(model_path, output_path), "with": with_adapter(model_path, output_path)}
     (output_path / f"rank{os.environ['RANK']}.json").write_text(json.dumps(found, indent=1))

@@ -193,10 +193,7 @@ def probe() -> torch.Tensor:
 
 PROVEN = ("gemma", "gemma2", "gemma3_text", "granite", "mistral", "olmo2", "phi3", "qwen2", "qwen3", "starcoder2")
 _BIASES = {"attention_bias": True, "mlp_bias": True}
-_CPU_OFFLOAD = {
-    "zero_force_ds_cpu_optimizer": False,
-    "zero_optimization": {"offload_optimizer": {"device": "cpu"}},
-}
+_CPU_OFFLOAD = {"zero_force_ds_cpu_optimizer": False, "zero_optimization": {"offload_optimizer": {"device": "cpu"}}}
 FROZEN = {
     "frozen-layer": "layers.1|lm_head|norm.weight$",
     "frozen-norms": "proj|lm_head|layernorm",
@@ -233,9 +230,6 @@ TWO_RANKS = [
     Case(name="drawn", draws=True, deepspeed={"train_batch_size": GLOBAL_BATCH_SIZE}, has_reference=False),
     Case(name="bf16", arguments={"bf16": True}, deepspeed={"bf16": {"enabled": "auto"}}, has_reference=False),
 ]
-FOUR_RANKS = [
-    Case(name="dp-zero1-sgd-x3", accumulation=3),
-    Case(name="dp-zero0-stream", zero_stage=0, iterable=True),
-]
+FOUR_RANKS = [Case(name="dp-zero1-sgd-x3", accumulation=3), Case(name="dp-zero0-stream", zero_stage=0, iterable=True)]
 RESUMED = Case(name="resumed", zero_stage=2, optimizer="adamw_torch", steps=4)
 RESUMED_AT = 2

@@ -54,9 +54,7 @@ def weights(ignore: list[str] | None = None) -> list[str]:
 
 @pytest.mark.parametrize("case", EXACT, ids=lambda case: case.name)
 def test_two_ranks_give_the_weights_of_one(
-    case: Case,
-    on_two_ranks: dict[Case, dict[str, torch.Tensor]],
-    on_one_rank: dict[Case, dict[str, torch.Tensor]],
+    case: Case, on_two_ranks: dict[Case, dict[str, torch.Tensor]], on_one_rank: dict[Case, dict[str, torch.Tensor]]
 ) -> None:
     found, expected = on_two_ranks[case], on_one_rank[alone(case)]
     for name, value in expected.items():
@@ -83,9 +81,7 @@ def test_momentum_fills_no_zeros(case: Case, on_two_ranks: dict[Case, dict[str, 
 
 @pytest.mark.parametrize("case", HALF, ids=lambda case: case.name)
 def test_small_steps_of_l1_reach_bf16_weights(
-    case: Case,
-    on_two_ranks: dict[Case, dict[str, torch.Tensor]],
-    on_one_rank: dict[Case, dict[str, torch.Tensor]],
+    case: Case, on_two_ranks: dict[Case, dict[str, torch.Tensor]], on_one_rank: dict[Case, dict[str, torch.Tensor]]
 ) -> None:
     found = sum(int((on_two_ranks[case][name] == 0).sum()) for name in weights())
     expected = sum(int((on_one_rank[alone(case)][name] == 0).sum()) for name in weights())

@@ -231,10 +231,7 @@ OPTIONS: Mapping[str, dict[str, Any]] = {
     "unclipped": {"max_grad_norm": 0.0},
     "smoothed": {"label_smoothing_factor": 0.1},
     "recomputed": {"gradient_checkpointing": True},
-    "recomputed_reentrant": {
-        "gradient_checkpointing": True,
-        "gradient_checkpointing_kwargs": {"use_reentrant": True},
-    },
+    "recomputed_reentrant": {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}},
     "length_groups": {"train_sampling_strategy": "group_by_length"},
     "in_order": {"train_sampling_strategy": "sequential"},
     "warmed_up": {"warmup_steps": 2, "lr_scheduler_type": "cosine"},

@@ -155,8 +155,7 @@ def test_releases_below_the_window_are_rejected(
 
 
 @pytest.mark.parametrize(
-    ("suffix", "is_newer"),
-    [("+cpu", False), (".post1", False), (".1", True), (".1.dev20261101+cu130", True)],
+    ("suffix", "is_newer"), [("+cpu", False), (".post1", False), (".1", True), (".1.dev20261101+cu130", True)]
 )
 def test_releases_above_the_window_are_a_warning(
     suffix: str, is_newer: bool, complete: dict[str, Installed], site: Path
@@ -213,11 +212,7 @@ def test_one_directory_twice_on_the_path_is_one_copy(
 
 @pytest.mark.parametrize("with_egg_info", [True, False])
 def test_an_editable_installation_passes(
-    with_egg_info: bool,
-    complete: dict[str, Installed],
-    site: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    with_egg_info: bool, complete: dict[str, Installed], site: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Metadata is installed, the module is in a source tree that a `.pth` file adds to the path."""
     tree = tmp_path / "tree" / "src"

@@ -30,10 +30,7 @@ def refused(model=LLAMA, hardware="8xA100-80GB", **job) -> str:
 @pytest.mark.parametrize(
     ("settings_", "expected"),
     [
-        (
-            {"sequence_parallel_size": 8},
-            "sp = 8: must divide the attention heads (12 % 8 = 4); nearest legal value: 4",
-        ),
+        ({"sequence_parallel_size": 8}, "sp = 8: must divide the attention heads (12 % 8 = 4); nearest legal value: 4"),
         ({"sequence_parallel_size": 2, "seq_len_tokens": 4097}, "4097 % 2 = 1); nearest legal values: 4096 or 4098"),
         (
             {"model": MIXTRAL, "expert_parallel_size": 16, "hardware": "2x8xH200"},
@@ -96,10 +93,7 @@ def test_planning_rejects_illegal_sizes(settings_, expected):
 
 
 @given(
-    tp=st.integers(1, 12),
-    sp=st.integers(1, 12),
-    pp=st.integers(1, 6),
-    batch=st.one_of(st.none(), st.integers(1, 40)),
+    tp=st.integers(1, 12), sp=st.integers(1, 12), pp=st.integers(1, 6), batch=st.one_of(st.none(), st.integers(1, 40))
 )
 @settings(max_examples=60, deadline=None)
 def test_planning_never_changes_fixed_sizes(tp, sp, pp, batch):

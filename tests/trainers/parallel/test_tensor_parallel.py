@@ -186,13 +186,7 @@ WRITTEN = {"autotp_size": 2, "vocab_parallel_lm_head": False}
 
 
 @pytest.mark.parametrize(
-    "given",
-    [
-        {},
-        {"autotp_size": 2},
-        {"autotp_size": 2, "vocab_parallel_lm_head": None, "tp": {"tp_size": 2}},
-        WRITTEN,
-    ],
+    "given", [{}, {"autotp_size": 2}, {"autotp_size": 2, "vocab_parallel_lm_head": None, "tp": {"tp_size": 2}}, WRITTEN]
 )
 def test_equal_sections_are_accepted(given: dict[str, Any]) -> None:
     assert section_errors(given, WRITTEN) == []

@@ -11,13 +11,7 @@ from shardwright.ds_configs.quantization.layers import selected_layers
 from shardwright.ds_configs.quantization.scheme import scheme_named
 from shardwright.plugins.transformers.quantized_model import open_source
 from shardwright.trainers.qat.callback import QATCallback
-from shardwright.trainers.verify.checkpoint import (
-    TOLERANCE,
-    UNPROVEN,
-    Verification,
-    fail_output,
-    reference_logits,
-)
+from shardwright.trainers.verify.checkpoint import TOLERANCE, UNPROVEN, Verification, fail_output, reference_logits
 from small_models import llama
 from transformers import Trainer, TrainingArguments
 

@@ -469,12 +469,7 @@ class TestCommand:
         ],
     )
     def test_bad_input(
-        self,
-        files: tuple[str, str],
-        more: tuple[str, ...],
-        code: int,
-        line: str,
-        capsys: pytest.CaptureFixture[str],
+        self, files: tuple[str, str], more: tuple[str, ...], code: int, line: str, capsys: pytest.CaptureFixture[str]
     ) -> None:
         from shardwright.cli.main import run
 

@@ -19,11 +19,7 @@ from shardwright.ds_configs.plan.plan import Plan
 from shardwright.ds_configs.specs.errors import UsageError
 from shardwright.plugins.transformers.training_arguments import byte_tokenizer
 from shardwright.trainers.data.samples import SampleStatistics
-from shardwright.trainers.distillation.command.report import (
-    DistillationOutcome,
-    DistillationResult,
-    objective_sentence,
-)
+from shardwright.trainers.distillation.command.report import DistillationOutcome, DistillationResult, objective_sentence
 from shardwright.trainers.distillation.command.settings import DistillSettings
 from shardwright.trainers.runs.ranks import trained_tokens
 

@@ -21,10 +21,7 @@ from shardwright.ds_configs.plan.output import output_errors
 from shardwright.ds_configs.quantization.scheme import scheme_named
 from shardwright.ds_configs.specs.errors import UsageError
 from shardwright.ds_configs.specs.layout import Layout
-from shardwright.trainers.qat.command.report import (
-    QATOutcome,
-    QATResult,
-)
+from shardwright.trainers.qat.command.report import QATOutcome, QATResult
 from shardwright.trainers.qat.command.settings import (
     QATJob,
     QATSettings,
@@ -206,11 +203,7 @@ def test_an_old_compression_file_is_rejected_with_the_guide(
 
 
 def test_interrupted_run_with_teacher_and_stored_ranges_resumes_and_exports(
-    qat: Shell,
-    one_rank: list[Sequence[str]],
-    models: dict[str, Path],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    qat: Shell, one_rank: list[Sequence[str]], models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from shardwright.trainers.qat.callback import QATCallback
 

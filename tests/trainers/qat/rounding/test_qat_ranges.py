@@ -27,10 +27,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 VOCAB_SIZE = 64
 SYMMETRIC = ActivationQuantization(dynamic=False, percentile=99.0)
 ASYMMETRIC = replace(SYMMETRIC, symmetric=False)
-PARTS = (
-    *(f"self_attn.{part}_proj" for part in "qkvo"),
-    *(f"mlp.{part}_proj" for part in ("gate", "up", "down")),
-)
+PARTS = (*(f"self_attn.{part}_proj" for part in "qkvo"), *(f"mlp.{part}_proj" for part in ("gate", "up", "down")))
 STATIC = scheme_named("W8A8_STATIC")
 
 
