@@ -97,3 +97,19 @@ def losses_of(directory: Path) -> Losses:
     """Return the loss of each step that a run has written so far."""
     metrics = directory / "out" / "metrics.jsonl"
     return [json.loads(step)["loss"] for step in metrics.read_text().splitlines()] if metrics.exists() else []
+
+
+def cross_entropy(directory: Path, samples: list[dict[str, Any]]) -> tuple[float, float]:
+    """Return the mean over all predicted tokens of what Transformers loads, as a user would compute it, and its error.
+
+    All samples are equally long, so that the error is that of the mean over samples.
+    """
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(directory)
+    ids_NS = torch.tensor([sample["input_ids"] for sample in samples])
+    with torch.no_grad():
+        log_probabilities = torch.log_softmax(model(ids_NS).logits[:, :-1].double(), -1)
+    means_N = -log_probabilities.gather(2, ids_NS[:, 1:, None]).mean((1, 2))
+    return float(means_N.mean()), float(means_N.std() / len(means_N) ** 0.5)

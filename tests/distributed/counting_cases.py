@@ -111,7 +111,8 @@ def evaluated(layout: str, directory: Path) -> dict[str, Any]:
             return str(error)
 
     whole = trainer.evaluate()
-    found |= {name: whole[f"eval_{name}"] for name in ("loss", *(measures_of(whole) if has_logits else ()))}
+    names = ("loss", "samples", "labels", "sum", "right") if has_logits else ("loss",)
+    found |= {name: whole[f"eval_{name}"] for name in names if f"eval_{name}" in whole}
     found["one row"] = loss(rows(1))
     found["rows without labels"] = loss([unlabelled(row) for row in rows(3)] + rows(2))
     found["no labels"] = loss([unlabelled(row) for row in rows(3)])
@@ -125,10 +126,6 @@ def evaluated(layout: str, directory: Path) -> dict[str, Any]:
         found["stream"] = loss(Dataset.from_list(plain(rows())).to_iterable_dataset())
         found["predicted"] = trainer.predict(rows(5)).label_ids.flatten().tolist()
     return found
-
-
-def measures_of(metrics: Mapping[str, float]) -> list[str]:
-    return [name for name in ("samples", "labels", "sum", "right") if f"eval_{name}" in metrics]
 
 
 def without_labels(layout: str, directory: Path) -> dict[str, Any]:

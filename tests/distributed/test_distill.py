@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import re
-import statistics
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ from session import warm_command
 from shardwright.plugins.transformers.training_arguments import byte_tokenizer
 from shardwright.trainers.data.sources import pack, read_documents
 from shardwright.trainers.reports.make import report_html
-from training_runs import taken_away
+from training_runs import cross_entropy, taken_away
 
 pytestmark = pytest.mark.distributed
 
@@ -38,23 +37,6 @@ def trained_teacher(directory: Path) -> None:
         optimizer.step()
         optimizer.zero_grad()
     model.save_pretrained(directory)
-
-
-def cross_entropy(directory: Path, samples: list[dict[str, Any]]) -> tuple[float, float]:
-    """Return the mean over all predicted tokens, as a user would compute it from the saved model, and its error.
-
-    All samples are equally long, so that the error is that of the mean over samples.
-    """
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(directory)
-    means = []
-    for sample in samples:
-        ids = torch.tensor([sample["input_ids"]])
-        with torch.no_grad():
-            log_probabilities = torch.log_softmax(model(ids).logits[0, :-1].double(), -1)
-        means.append(-float(log_probabilities.gather(1, ids[0, 1:, None]).mean()))
-    return statistics.mean(means), statistics.stdev(means) / math.sqrt(len(means))
 
 
 def test_distill_trains_saves_and_reports(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ import pytest
 import torch
 from cards import read_card
 from session import warm_command
-from training_runs import taken_away
+from training_runs import cross_entropy, taken_away
 
 pytestmark = pytest.mark.distributed
 
@@ -59,21 +59,6 @@ def interrupt_after(command: list[str], directory: Path, *, steps: int) -> int:
         finally:
             process.kill()
     raise AssertionError((directory / "first.log").read_text())
-
-
-def cross_entropy(directory: Path, samples: list[dict[str, Any]]) -> tuple[float, float]:
-    """Return the mean over all predicted tokens of what Transformers loads, as a user would compute it, and its error.
-
-    All samples are equally long, so that the error is that of the mean over samples.
-    """
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(directory)
-    ids_NS = torch.tensor([sample["input_ids"] for sample in samples])
-    with torch.no_grad():
-        log_probabilities = torch.log_softmax(model(ids_NS).logits[:, :-1].double(), -1)
-    means_N = -log_probabilities.gather(2, ids_NS[:, 1:, None]).mean((1, 2))
-    return float(means_N.mean()), float(means_N.std() / len(means_N) ** 0.5)
 
 
 def check_finishing(command: list[str], directory: Path, found: dict[str, Any]) -> None:

@@ -153,14 +153,6 @@ def test_incompatible_models_are_rejected(distill: Shell, models: dict[str, Path
     assert not list(tmp_path.iterdir())
 
 
-def test_output_directory_is_kept_without_force(distill: Shell, models: dict[str, Path], tmp_path: Path) -> None:
-    (tmp_path / "out").mkdir()
-    (tmp_path / "out" / "mine").write_text("precious")
-    found = distill(*common(models, *DATA))
-    assert found.code == 2 and "exists and is not empty; pass --force" in found.err
-    assert [path.name for path in (tmp_path / "out").iterdir()] == ["mine"]
-
-
 @pytest.mark.parametrize("part", ["teacher", "student"])
 def test_model_directories_are_not_overwritten(distill: Shell, models: dict[str, Path], part: str) -> None:
     before = (models[part] / "model.safetensors").read_bytes()
@@ -172,23 +164,6 @@ def test_model_directories_are_not_overwritten(distill: Shell, models: dict[str,
         and "lora_rank = 4: requires --method lora" in found.err
     )
     assert (models[part] / "model.safetensors").read_bytes() == before
-
-
-def test_settings_come_from_a_file_the_environment_and_flags(
-    distill: Shell, models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    file = tmp_path / "distill.yaml"
-    file.write_text("dataset: python-help#8\nalpha: 0.25\nseq-len: 16\nhardware: 4xCPU\nloss: jsd\n")
-    monkeypatch.setenv("SHARDWRIGHT_DISTILL_HARDWARE", "1xCPU")
-    found = distill(*common(models, "--config", file, "--loss", "reverse_kl", "--dry-run", "--format", "json"))
-    assert found.code == 0, found.err
-    settings = json.loads(found.out)["settings"]
-    assert (settings["alpha"], settings["seq_len"], settings["hardware"]) == (0.25, 32, "1xCPU")
-    assert (settings["loss"], settings["temperature"]) == ("reverse_kl", 1.0)
-    file.write_text("learning_rat: 1.0\nalpha: high\n")
-    errors = distill(*common(models, "--config", file)).errors
-    assert any("learning_rat (from file): is not a setting; did you mean learning_rate?" in error for error in errors)
-    assert any("alpha (from file) = 'high'" in error for error in errors)
 
 
 def outcome(models: dict[str, Path], tmp_path: Path, **changes: Any) -> DistillationOutcome:

@@ -179,10 +179,6 @@ def test_gradients_are_straight_through(quantization, rule):
     assert found_gradients[2][2].abs().max() == 0, "nobody chose the third expert"
 
 
-def experts_class(family, name):
-    return getattr(importlib.import_module(f"transformers.models.{family}.modeling_{family}"), name)
-
-
 @pytest.mark.parametrize(
     ("family", "kind", "autocast"),
     [
@@ -195,7 +191,8 @@ def experts_class(family, name):
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_forward_equals_eager_with_rounded_weights(family, kind, dtype, autocast):
-    module, (hidden, index, shares) = experts_module(dtype, experts_class(family, kind)), routing(dtype)
+    experts = getattr(importlib.import_module(f"transformers.models.{family}.modeling_{family}"), kind)
+    module, (hidden, index, shares) = experts_module(dtype, experts), routing(dtype)
     plain = copy.deepcopy(module)
     state = rounded(module, weights(4), stored_dtype=torch.bfloat16)
     stored = module.stored_layers(dict(module.named_parameters()))
