@@ -9,11 +9,14 @@ from pathlib import Path
 from typing import Any
 
 from equivalence.cases import FURTHER, IGNORED, LAYOUTS, LONGEST, MICRO_STEP_SAMPLES, Case, make_model, padded, samples
+from equivalence.records import logged
+from fresh_process import forget_last_run
 from shardwright.ds_configs.specs.errors import UsageError
 from shardwright.ds_configs.specs.layout import Layout
 from shardwright.plugins.accelerate.cpu_ranks import configure_cpu_ranks
 from shardwright.plugins.transformers.training_arguments import training_arguments
 from shardwright.trainers.parallel.trainer_for import parallelism_of
+from transformers import Trainer
 
 STEPS, LOGGED_EVERY = 4, 3
 EVALUATED = 7
@@ -139,14 +142,12 @@ def without_labels(layout: str, directory: Path) -> dict[str, Any]:
     arguments = {"max_steps": 3, "logging_steps": 1, "train_sampling_strategy": "sequential", "weight_decay": 0.0}
     trainer = make_trainer(layout, directory, train_dataset=found, arguments=arguments)
     trainer.train()
-    logs = [entry for entry in trainer.state.log_history if "loss" in entry]
-    return {"losses": [entry["loss"] for entry in logs], "norms": [entry["grad_norm"] for entry in logs]}
+    return {"losses": logged(trainer), "norms": logged(trainer, "grad_norm")}
 
 
 def own_loss(scales: bool) -> Any:
     """Return a Trainer whose loss is the mean over a rank's tokens, or its share of the mean over all ranks."""
     from torch.nn.functional import cross_entropy
-    from transformers import Trainer
 
     class OwnLoss(Trainer):  # type: ignore[misc]
         def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None):
@@ -172,7 +173,6 @@ def stream_of(found: list[dict[str, Any]]) -> Any:
 
 def streams(layout: str, directory: Path) -> dict[str, Any]:
     """Train on a stream with an incomplete last batch, and on streams that differ between ranks."""
-    from fresh_process import forget_last_run
 
     whole = samples()[: 2 * MICRO_STEP_SAMPLES + 1]
     rank = int(os.environ.get("RANK", "0"))
@@ -187,8 +187,7 @@ def streams(layout: str, directory: Path) -> dict[str, Any]:
         trainer = make_trainer(layout, directory, train_dataset=stream_of(rows_of_rank), arguments=arguments)
         try:
             trainer.train()
-            logs = [entry for entry in trainer.state.log_history if "loss" in entry]
-            found[name] = [entry["loss"] for entry in logs] + [entry["grad_norm"] for entry in logs]
+            found[name] = logged(trainer) + logged(trainer, "grad_norm")
         except UsageError as error:
             found[name] = str(error)
         if layout == "single":
@@ -235,8 +234,6 @@ def collated(found: list[dict[str, Any]]) -> dict[str, Any]:
 
 def heads(layout: str, directory: Path) -> dict[str, Any]:
     """Train classification and regression heads; the reference is the stock Trainer with one batch per step."""
-    from fresh_process import forget_last_run
-    from transformers import Trainer
 
     found: dict[str, Any] = {}
     for kind in KINDS:
@@ -255,8 +252,7 @@ def heads(layout: str, directory: Path) -> dict[str, Any]:
             arguments["gradient_accumulation_steps"] = 2
             trainer = make_trainer(layout, directory, arguments=arguments, **settings)
         trainer.train()
-        logs = [entry for entry in trainer.state.log_history if "loss" in entry]
-        found[kind] = [entry["loss"] for entry in logs] + [entry["grad_norm"] for entry in logs]
+        found[kind] = logged(trainer) + logged(trainer, "grad_norm")
         if layout != "single" and kind != KINDS[-1]:
             forget_last_run()
     return found
@@ -322,7 +318,6 @@ def preferences(layout: str, directory: Path) -> dict[str, Any]:
     """Return the losses of TRL's trainers on sets whose size is not a multiple of the ranks."""
     from accelerate.state import PartialState
     from datasets import Dataset
-    from fresh_process import forget_last_run
     from shardwright.plugins.transformers.training_arguments import byte_tokenizer
     from transformers import LlamaForCausalLM
     from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
@@ -373,13 +368,8 @@ def stopped_early(layout: str, directory: Path) -> dict[str, Any]:
     trainer = make_trainer(layout, directory, arguments=arguments, callbacks=[EarlyStoppingCallback(1)])
     trainer.train()
     state = trainer.state
-    losses = [entry["eval_loss"] for entry in state.log_history if "eval_loss" in entry]
-    return {
-        "steps": state.global_step,
-        "best": state.best_metric,
-        "best step": state.best_global_step,
-        "losses": losses,
-    }
+    best = {"best": state.best_metric, "best step": state.best_global_step}
+    return {"steps": state.global_step, **best, "losses": logged(trainer, "eval_loss")}
 
 
 WORK: dict[str, Callable[[str, Path], dict[str, Any]]] = {

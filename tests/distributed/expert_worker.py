@@ -10,6 +10,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+from equivalence.records import logged
 from expert_cases import CASES, ROWS, SAVED_AT, Case, collate, model, own_loss_trainer, samples
 from fresh_process import forget_last_run
 from shardwright.plugins.accelerate.cpu_ranks import configure_cpu_ranks
@@ -40,12 +41,12 @@ def run(case: Case, output: Path) -> None:
     trainer = made_trainer(case, output)
     trainer.train()
     if case.resumed:
-        before = trainer.state.log_history
+        before = logged(trainer)
         del trainer
         forget_last_run()
         trainer = made_trainer(case, output)
         trainer.train(resume_from_checkpoint=str(output / case.name / f"checkpoint-{SAVED_AT}"))
-        assert losses(trainer.state.log_history) == losses(before)
+        assert logged(trainer) == before
     if case.zero_stage == 3:
         layers = auto_ep.moe_layers(trainer.model)
         assert all(layer._z3_leaf for layer in layers.values())
@@ -57,10 +58,6 @@ def run(case: Case, output: Path) -> None:
         torch.save(outputs.logits, output / f"{case.name}.logits.pt")
         torch.save(getattr(outputs, "router_logits", None), output / f"{case.name}.router_logits.pt")
         (output / f"{case.name}.json").write_text(json.dumps(trainer.state.log_history))
-
-
-def losses(history: list[dict[str, Any]]) -> list[float]:
-    return [each["loss"] for each in history if "loss" in each]
 
 
 def without_workarounds(case: Case, output: Path) -> None:
@@ -75,10 +72,11 @@ def without_workarounds(case: Case, output: Path) -> None:
                 trainer.train()
             except AssertionError as error:
                 told = str(error)
-            norms = [each["grad_norm"] for each in trainer.state.log_history if "grad_norm" in each]
             weight = trainer.model.get_input_embeddings().weight.detach()
         if os.environ["RANK"] == "0":
-            (output / f"without_{name}.json").write_text(json.dumps({"told": told, "norms": norms}))
+            (output / f"without_{name}.json").write_text(
+                json.dumps({"told": told, "norms": logged(trainer, "grad_norm")})
+            )
             torch.save(weight, output / f"without_{name}.pt")
         del trainer
         forget_last_run()

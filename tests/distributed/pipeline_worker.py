@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from equivalence.records import logged
 from fresh_process import forget_last_run
 from pipeline_cases import FOUR_RANKS, RESUMED, TWO_RANKS, Case, collate, data_of, samples, untrained_model
 from shardwright.plugins.accelerate.cpu_ranks import configure_cpu_ranks
@@ -32,10 +33,6 @@ def trainer_of(case: Case, output: Path, *, model: Any = None, callbacks: Any = 
         callbacks=callbacks,
         **data_of(case),
     )
-
-
-def logged(trainer: PipelineTrainer, name: str) -> list[float]:
-    return [entry[name] for entry in trainer.state.log_history if name in entry]
 
 
 def run(case: Case, output: Path) -> dict[str, Any]:

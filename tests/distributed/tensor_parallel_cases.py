@@ -12,6 +12,7 @@ import numpy
 import torch
 from engine_settings import engine_settings
 from torch.utils.data import IterableDataset
+from transformers import Trainer
 
 VOCAB_SIZE = 320
 SEQ_LEN = 32
@@ -104,8 +105,6 @@ class Case:
         return dict.fromkeys(auto, "auto") | self.deepspeed | {"zero_optimization": zero}
 
     def trainer(self, model: Any, arguments: Any) -> Any:
-        from transformers import Trainer
-
         kind = _OwnLoss(self.own_loss) if self.own_loss else Trainer
         data = Stream() if self.iterable else samples()
         return kind(
@@ -120,7 +119,6 @@ class Case:
 
 def _OwnLoss(scaled_by: str) -> Any:
     from torch.nn.functional import cross_entropy
-    from transformers import Trainer
 
     class OwnLoss(Trainer):  # type: ignore[misc]
         """Computes the loss from the logits of the whole vocabulary, as a subclass of a user's does."""

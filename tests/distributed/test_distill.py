@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from cards import read_card
+from distilling import tiny
 from session import warm_command
 from shardwright.plugins.transformers.training_arguments import byte_tokenizer
 from shardwright.trainers.data.sources import pack, read_documents
@@ -25,7 +26,6 @@ VOCAB, SEQ_LEN, STEPS = 300, 48, 24
 
 def trained_teacher(directory: Path) -> None:
     """Train a small Llama on the same text for some steps of AdamW, and save it."""
-    from distilling import tiny
 
     model = tiny("llama", hidden=64, vocab_size=VOCAB, max_position_embeddings=64).train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=4e-3)
@@ -40,7 +40,6 @@ def trained_teacher(directory: Path) -> None:
 
 
 def test_distill_trains_saves_and_reports(tmp_path: Path) -> None:
-    from distilling import tiny
     from shardwright.trainers.data.samples import load_samples
     from transformers import AutoTokenizer
 

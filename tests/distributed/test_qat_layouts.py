@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from cases import RANKS
 from qat_cases import (
     ADAM_LEARNING_RATE,
     CASES,
@@ -24,8 +23,9 @@ from qat_cases import (
     callback_settings,
     save_models,
 )
+from safetensors.torch import load_file
 from shardwright.plugins.compressed_tensors.codes import unpack_tensors, weight_codes, weight_scale_and_zero_point
-from warm_ranks import OnDemand, run_ranks
+from warm_ranks import OnDemand, on_ranks
 
 pytestmark = pytest.mark.distributed
 
@@ -50,8 +50,6 @@ class Outcome:
 
 
 def outcome(where: Path) -> Outcome:
-    from safetensors.torch import load_file
-
     export = where / "export"
     return Outcome(
         trained=load_file(where / "trained.safetensors"),
@@ -70,13 +68,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def launched(models: Path, deepspeed_cpu_ops: None, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    output = tmp_path_factory.mktemp("two-ranks")
-
-    def run(name: str) -> Path:
-        run_ranks([Path(__file__).with_name("qat_worker.py"), models, output, name], ranks=RANKS)
-        return output
-
-    return OnDemand(run)
+    return on_ranks(Path(__file__).with_name("qat_worker.py"), tmp_path_factory.mktemp("two-ranks"), models)
 
 
 @pytest.fixture(scope="module")
@@ -107,7 +99,6 @@ def on_one_process(alone: Path) -> dict[Case, Outcome]:
 @pytest.fixture(scope="module")
 def start(alone: Path) -> dict[Case, dict[str, torch.Tensor]]:
     """All parameters before training, with learned scales and adapters."""
-    from safetensors.torch import load_file
 
     return {case: load_file(alone / case.name / "start.safetensors") for case in REFERENCES}
 

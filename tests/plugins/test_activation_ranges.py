@@ -86,7 +86,9 @@ def test_counts_do_not_depend_on_batches_or_their_order(order, cut, bins):
             piecewise.add(part)
     together = torch.cat(batches)
     found = (once.tokens, once.low, once.high)
-    assert found == (piecewise.tokens, piecewise.low, piecewise.high) == (42, together.min().item(), together.max().item())
+    assert (
+        found == (piecewise.tokens, piecewise.low, piecewise.high) == (42, together.min().item(), together.max().item())
+    )
     assert once.bin_width == piecewise.bin_width
     for left, right in zip(once.occupied(), piecewise.occupied(), strict=True):
         assert torch.equal(left, right)

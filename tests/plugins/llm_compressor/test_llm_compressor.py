@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors import safe_open
 from shardwright.ds_configs.quantization.scheme import changed, scheme_named
 from shardwright.ds_configs.specs.errors import UsageError
 from shardwright.plugins.llm_compressor.engine import EngineRequest, build_modifiers, quantize_with_llm_compressor
@@ -105,8 +106,6 @@ def test_memory_computes_what_the_checkpoint_computes(source, tmp_path, method, 
 
 @pytest.mark.needs("llmcompressor")
 def test_gptq_writes_no_order_of_columns(source, tmp_path):
-    from safetensors import safe_open
-
     run = request(source, "gptq", method_options={"actorder": "weight"})
     quantize_with_llm_compressor(run, lambda step: None).save(tmp_path)
     with safe_open(tmp_path / "model.safetensors", framework="pt") as tensors:
@@ -338,8 +337,6 @@ def test_layers_that_are_ignored_stay_as_they_are(source, tmp_path):
 
 
 def loaded_tensor(directory: Path, name: str) -> torch.Tensor:
-    from safetensors import safe_open
-
     with safe_open(directory / "model.safetensors", framework="pt") as tensors:
         return tensors.get_tensor(name)
 

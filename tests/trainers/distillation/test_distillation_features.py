@@ -26,6 +26,7 @@ from shardwright.trainers.losses.features import (
     visibility,
 )
 from torch.utils._python_dispatch import TorchDispatchMode
+from transformers.modeling_utils import AttentionInterface
 
 DEPTHS = st.integers(1, 40)
 SAMPLES, POSITIONS = 2, 7
@@ -370,7 +371,6 @@ def model(kind: str, **changes: Any) -> Any:
 @pytest.mark.parametrize("kind", ["llama", "qwen3", "gpt2", "bert_mlm", "gemma2"])
 def test_capture_changes_neither_logits_nor_kernel(kind: str) -> None:
     """Attention computed from the captured tensors equals the attention that eager returns."""
-    from transformers.modeling_utils import AttentionInterface
 
     changes = {"sliding_window": 4} if kind == "gemma2" else {}
     captured_model, original = model(kind, **changes), AttentionInterface.get_interface
@@ -403,7 +403,6 @@ def test_capture_changes_neither_logits_nor_kernel(kind: str) -> None:
 
 def test_capture_is_undone_after_errors() -> None:
     from transformers import MambaConfig, MambaForCausalLM
-    from transformers.modeling_utils import AttentionInterface
 
     original, student = AttentionInterface.get_interface, tiny("llama")
     with pytest.raises(RuntimeError, match="broken"), captured_attention(student, [1]):
