@@ -70,11 +70,16 @@ def command(root: Path, model: str, directory: Path, flags: str, **settings: Any
 
 
 def trained(root: Path, model: str, directory: Path, flags: str, **settings: Any) -> tuple[Losses, dict[str, Any]]:
-    arguments = command(root, model, directory, flags, **settings)
+    done = completed(command(root, model, directory, flags, **settings), directory)
+    return losses_of(directory), json.loads(done.stdout)
+
+
+def completed(arguments: list[str], directory: Path) -> subprocess.CompletedProcess[str]:
+    """Run a command to its end in a directory. Raises: RuntimeError: it failed."""
     done = subprocess.run(arguments, capture_output=True, text=True, cwd=directory, timeout=600)
     if done.returncode:
-        raise RuntimeError(f"{flags}: {done.stderr}")
-    return losses_of(directory), json.loads(done.stdout)
+        raise RuntimeError(f"{' '.join(arguments)}: {done.stderr}")
+    return done
 
 
 def resumed(root: Path, model: str, directory: Path, flags: str, **settings: Any) -> tuple[Losses, dict[str, Any]]:

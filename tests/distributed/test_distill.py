@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import re
-import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ from session import warm_command
 from shardwright.plugins.transformers.training_arguments import byte_tokenizer
 from shardwright.trainers.data.sources import pack, read_documents
 from shardwright.trainers.reports.make import report_html
-from training_runs import cross_entropy, taken_away
+from training_runs import completed, cross_entropy, taken_away
 
 pytestmark = pytest.mark.distributed
 
@@ -61,14 +60,7 @@ def test_distill_trains_saves_and_reports(tmp_path: Path) -> None:
     }
     (tmp_path / "settings.json").write_text(json.dumps(settings))
     arguments = ("--output-dir", "taught", "--config", "settings.json", "--format", "json")
-    done = subprocess.run(
-        [*warm_command("shardwright"), "distill", "teacher", "student", *arguments],
-        capture_output=True,
-        text=True,
-        cwd=tmp_path,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stderr
+    done = completed([*warm_command("shardwright"), "distill", "teacher", "student", *arguments], tmp_path)
     assert re.search(r"^note: step 24 of 24, loss [\d.]+, [\d,]+ tokens/s, 0 s left$", done.stderr, flags=re.MULTILINE)
     found, taught = json.loads(done.stdout), tmp_path / "taught"
     before, after = found["before"], found["after"]
@@ -84,19 +76,9 @@ def test_distill_trains_saves_and_reports(tmp_path: Path) -> None:
 def check_files(taught: Path, found: dict[str, Any]) -> None:
     """The directory has a model and a report, and no file that runs code when it is loaded."""
     names = {path.name for path in taught.iterdir()}
-    report = {
-        "README.md",
-        "REPORT.md",
-        "distillation.png",
-        "metrics.jsonl",
-        "plan",
-        "report.json",
-        "report.html",
-        "checkpoints",
-    }
-    assert names == report | {
-        *("config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json")
-    }
+    report = "README.md REPORT.md distillation.png metrics.jsonl plan report.json report.html checkpoints"
+    model = "config.json generation_config.json model.safetensors tokenizer.json tokenizer_config.json"
+    assert names == {*report.split(), *model.split()}
     assert read_card(taught).library_name == "transformers"
     text = (taught / "REPORT.md").read_text()
     for values in (found["before"], found["after"]):
@@ -116,9 +98,7 @@ def check_files(taught: Path, found: dict[str, Any]) -> None:
 def check_finishing(directory: Path, arguments: tuple[str, ...], found: dict[str, Any]) -> None:
     """A run that was killed after its last checkpoint ends with the same weights and measurements."""
     weights = taken_away(directory / "taught")
-    command = [*warm_command("shardwright"), "distill", "teacher", "student", *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=directory, timeout=300)
-    assert done.returncode == 0, done.stderr
+    done = completed([*warm_command("shardwright"), "distill", "teacher", "student", *arguments], directory)
     again = json.loads(done.stdout)
     times = {"runtime", "samples_per_second", "steps_per_second"}
     for when in ("before", "after"):

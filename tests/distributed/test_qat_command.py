@@ -14,7 +14,7 @@ import pytest
 import torch
 from cards import read_card
 from session import warm_command
-from training_runs import cross_entropy, taken_away
+from training_runs import completed, cross_entropy, taken_away
 
 pytestmark = pytest.mark.distributed
 
@@ -66,8 +66,7 @@ def check_finishing(command: list[str], directory: Path, found: dict[str, Any]) 
     out = directory / "out"
     weights = taken_away(out)
     for told in ("nothing is trained", "the run is complete"):
-        done = subprocess.run(command, capture_output=True, text=True, cwd=directory, timeout=600)
-        assert done.returncode == 0, done.stderr
+        done = completed(command, directory)
         assert told in done.stderr
         again = json.loads(done.stdout)
         for name in ("cross_entropy", "cross_entropy_standard_error", "weight_difference", "logit_difference"):
@@ -83,16 +82,8 @@ def test_interrupted_run_resumes_and_exports(tmp_path: Path, deepspeed_cpu_ops: 
     model = tiny("llama", hidden=64, vocab_size=VOCAB, max_position_embeddings=64)
     model.to(torch.bfloat16).save_pretrained(tmp_path / "model")
     (tmp_path / "settings.yaml").write_text(json.dumps(SETTINGS))
-    command = [
-        *warm_command("shardwright"),
-        "qat",
-        "model",
-        "--output-dir",
-        "out",
-        "--config",
-        "settings.yaml",
-        "--max-steps",
-    ]
+    words = "qat model --output-dir out --config settings.yaml --max-steps"
+    command = [*warm_command("shardwright"), *words.split()]
     code = interrupt_after([*command, "400"], tmp_path, steps=SAVED + 2)
     assert code == 130
     out = tmp_path / "out"
@@ -100,16 +91,9 @@ def test_interrupted_run_resumes_and_exports(tmp_path: Path, deepspeed_cpu_ops: 
 
     # Ctrl-C leaves a checkpoint too, as many steps later as ranks need to hear of it.
     steps = 4 + max(int(path.name.removeprefix("checkpoint-")) for path in (out / "checkpoints").glob("checkpoint-*"))
-    done = subprocess.run(
-        [*command, str(steps), "--resume", "--format", "json"],
-        capture_output=True,
-        text=True,
-        cwd=tmp_path,
-        timeout=600,
-    )
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
-    check_finishing([*command, str(steps), "--resume", "--format", "json"], tmp_path, found)
+    command = [*command, str(steps), "--resume", "--format", "json"]
+    found = json.loads(completed(command, tmp_path).stdout)
+    check_finishing(command, tmp_path, found)
     assert found["strategy"] == "zero3" and found["steps"] == steps
     assert (found["weight_difference"], found["logit_difference"]) == (0.0, 0.0)
     nats = found["cross_entropy"]
