@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from transformers import TrainingArguments
 
 
 def engine_settings(
@@ -27,3 +31,11 @@ def engine_settings(
 
 def fsdp2_settings(layer: str = "LlamaDecoderLayer", **more: Any) -> dict[str, Any]:
     return {"fsdp": True, "fsdp_config": {"version": 2, "transformer_layer_cls_to_wrap": [layer], **more}}
+
+
+def cpu_arguments(directory: Path, batch_size: int, **settings: Any) -> TrainingArguments:
+    """Return the arguments of a short training on the CPU that saves and reports nothing."""
+    from transformers import TrainingArguments
+
+    quiet = {"save_strategy": "no", "report_to": "none", "disable_tqdm": True, "use_cpu": True}
+    return TrainingArguments(str(directory), **({"per_device_train_batch_size": batch_size} | quiet | settings))

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import transformers
+from engine_settings import cpu_arguments
 from packaging.version import Version
 from safetensors.torch import load_file, save_file
 from saved_tensors import saved_storages
@@ -36,7 +37,7 @@ from shardwright.trainers.qat.rounding.experts import (
     is_fused_experts,
 )
 from shardwright.trainers.qat.rounding.layers import LayerQuantizer, QuantizationState
-from transformers import AutoModelForCausalLM, Trainer, TrainingArguments, set_seed
+from transformers import AutoModelForCausalLM, Trainer, set_seed
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 
@@ -400,16 +401,7 @@ def test_schemes_with_rounded_inputs_pack_experts_separately():
 
 def trained(model, scheme, directory, **options):
     samples = [{"input_ids": row, "labels": row} for row in torch.arange(12 * 32).reshape(12, 32) % 384]
-    arguments = TrainingArguments(
-        str(directory),
-        max_steps=3,
-        per_device_train_batch_size=4,
-        learning_rate=1e-2,
-        report_to=[],
-        save_strategy="no",
-        disable_tqdm=True,
-        use_cpu=True,
-    )
+    arguments = cpu_arguments(directory, 4, max_steps=3, learning_rate=1e-2)
     callback = QATCallback(scheme, **options)
     trainer = Trainer(model, arguments, train_dataset=samples, callbacks=[callback])
     trainer.train()
