@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from engine_settings import engine_settings
+from shardwright.trainers.data.samples import collate
 
 VOCAB = 128
 STEPS = 5
@@ -128,22 +129,6 @@ def samples(count: int = ROWS * 3 * STEPS) -> list[dict[str, Any]]:
     draw = random.Random(5)
     rows = [[draw.randrange(1, VOCAB) for _ in range(draw.randrange(6, 17))] for _ in range(count)]
     return [{"input_ids": row, "labels": row} for row in rows]
-
-
-def collate(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    import torch
-
-    width = max(len(row["input_ids"]) for row in rows)
-
-    def padded(values: list[list[int]], fill: int) -> torch.Tensor:
-        return torch.tensor([value + [fill] * (width - len(value)) for value in values])
-
-    ids = [row["input_ids"] for row in rows]
-    return {
-        "input_ids": padded(ids, 0),
-        "labels": padded([row["labels"] for row in rows], -100),
-        "attention_mask": padded([[1] * len(each) for each in ids], 0),
-    }
 
 
 def own_loss_trainer() -> Any:

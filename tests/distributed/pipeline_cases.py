@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from engine_settings import engine_settings
+from shardwright.trainers.data.samples import collate
 from small_models import llama
 
 STEPS = 5
@@ -94,18 +95,8 @@ def untrained_model(family: str) -> Any:
 def samples(count: int, *, ragged: bool, seed: int = 0) -> list[dict[str, list[int]]]:
     draw = torch.Generator().manual_seed(seed)
     lengths = torch.randint(4, 21, (count,), generator=draw).tolist() if ragged else [12] * count
-    return [{"input_ids": torch.randint(0, VOCAB_SIZE, (length,), generator=draw).tolist()} for length in lengths]
-
-
-def collate(rows: list[dict[str, list[int]]]) -> dict[str, torch.Tensor]:
-    longest = max(len(row["input_ids"]) for row in rows)
-    batch: dict[str, list[list[int]]] = {"input_ids": [], "attention_mask": [], "labels": []}
-    for row in rows:
-        ids, missing = row["input_ids"], longest - len(row["input_ids"])
-        batch["input_ids"].append(ids + [0] * missing)
-        batch["attention_mask"].append([1] * len(ids) + [0] * missing)
-        batch["labels"].append(ids + [-100] * missing)
-    return {name: torch.tensor(values) for name, values in batch.items()}
+    rows = [torch.randint(0, VOCAB_SIZE, (length,), generator=draw).tolist() for length in lengths]
+    return [{"input_ids": row, "labels": row} for row in rows]
 
 
 def data_of(case: Case) -> dict[str, Any]:

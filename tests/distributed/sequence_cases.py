@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from cases import deepspeed_configuration
 from engine_settings import engine_settings
+from shardwright.trainers.data.samples import collate
 from small_models import llama
 
 VOCAB = 128
@@ -129,16 +130,6 @@ class Stream(torch.utils.data.IterableDataset[dict[str, list[int]]]):
         return iter(self.samples)
 
 
-def padded(rows: list[dict[str, list[int]]]) -> dict[str, Any]:
-    longest = max(len(row["input_ids"]) for row in rows)
-    fills = {"input_ids": 0, "labels": IGNORED, "attention_mask": 0}
-    rows = [{**row, "attention_mask": [1] * len(row["input_ids"])} for row in rows]
-    return {
-        name: torch.tensor([row[name] + [fill] * (longest - len(row[name])) for row in rows])
-        for name, fill in fills.items()
-    }
-
-
 def shifting_loss(outputs: Any, labels: Any, num_items_in_batch: Any = None, *, reduction: str = "mean") -> Any:
     """Return a loss that shifts labels itself, is no cross-entropy, and is 0 on average where nothing is labelled."""
     logits, labels = outputs.logits[:, :-1], labels[:, 1:]
@@ -233,10 +224,10 @@ def make_trainer(case: Case, directory: Path, overrides: dict[str, Any]) -> Any:
         loss_reduction="sum" if case.loss == "sum" else "mean",
         loss_shifts_labels=case.loss != "aligned",
     )
-    collate: Any = padded
+    collator: Any = collate
     if case.context:
         prepare_context_parallel(built, made, 2)
-        collate = ContextParallelCollator(padded, 2)
+        collator = ContextParallelCollator(collate, 2)
     elif case.parallel:
         callback.prepare(built, made)
     trainer = trainer_class(case)(
@@ -244,7 +235,7 @@ def make_trainer(case: Case, directory: Path, overrides: dict[str, Any]) -> Any:
         args=built,
         train_dataset=Stream(case.samples) if case.streams else samples(case.samples, 3),
         eval_dataset=samples(case.evaluated or EVALUATED[case.ranks], 4),
-        data_collator=collate,
+        data_collator=collator,
         compute_loss_func=shifting_loss if case.loss == "mean" else None,
         compute_metrics=accuracy if case.evaluates else None,
     )

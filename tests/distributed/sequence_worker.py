@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from fresh_process import forget_last_run
-from sequence_cases import FOUR_RANKS, TWO_RANKS, Case, arguments, make_trainer, model, padded, run, samples
+from sequence_cases import FOUR_RANKS, TWO_RANKS, Case, arguments, make_trainer, model, run, samples
 from shardwright.plugins.accelerate.cpu_ranks import configure_cpu_ranks
+from shardwright.trainers.data.samples import collate
 
 
 def train(case: Case, output: Path) -> None:
@@ -37,8 +38,8 @@ def stock(case: Case, output: Path) -> dict[str, str]:
     from transformers import Trainer
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-    def collate(rows: Any) -> dict[str, Any]:
-        batch = padded([{name: (values * 12)[:12] for name, values in row.items()} for row in rows])
+    def of_twelve(rows: Any) -> dict[str, Any]:
+        batch = collate([{name: (values * 12)[:12] for name, values in row.items()} for row in rows])
         positions = torch.arange(12).expand(len(rows), -1).contiguous()
         return {"input_ids": batch["input_ids"], "labels": batch["labels"], "position_ids": positions}
 
@@ -46,7 +47,7 @@ def stock(case: Case, output: Path) -> dict[str, str]:
     built.parallelism_config = parallelism_config(2, built.world_size, attention="sdpa")
     found = {"failure": "", "second run": ""}
     try:
-        Trainer(model=model(case), args=built, train_dataset=samples(36, 3), data_collator=collate).train()
+        Trainer(model=model(case), args=built, train_dataset=samples(36, 3), data_collator=of_twelve).train()
     except Exception as error:
         found["failure"] = f"{type(error).__name__}: {error}"
     found["attention"] = ALL_ATTENTION_FUNCTIONS["sdpa"].__module__
