@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -382,3 +384,13 @@ WORK: dict[str, Callable[[str, Path], dict[str, Any]]] = {
     "stopped_early": stopped_early,
     "streams": streams,
 }
+
+
+if __name__ == "__main__":
+    output = Path(sys.argv[1])
+    for name in sys.argv[2:]:
+        work, _, layout = name.partition("-")
+        record = WORK[work](layout, output / name)
+        if os.environ["RANK"] == "0":
+            (output / f"{name}.json").write_text(json.dumps(record))
+        forget_last_run()

@@ -39,7 +39,7 @@ def records(deepspeed_cpu_ops: None, tmp_path_factory: pytest.TempPathFactory) -
     def run(key: tuple[str, ...]) -> dict[str, Any]:
         layout, *works = key
         names = [f"{work}-{layout}" for work in works]
-        run_ranks([Path(__file__).with_name("counting_worker.py"), directory, *names], timeout_seconds=300)
+        run_ranks([Path(__file__).with_name("counting_cases.py"), directory, *names], timeout_seconds=300)
         return {work: json.loads((directory / f"{work}-{layout}.json").read_text()) for work in works}
 
     return OnDemand(run)

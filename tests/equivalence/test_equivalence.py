@@ -52,7 +52,7 @@ class Runs:
         if case.strategy.engine == "single":
             train_case(case, self.models, directory)
         else:
-            run_ranks([Path(__file__).with_name("worker.py"), self.models, directory, case.name], ranks=case.ranks)
+            run_ranks([Path(__file__).with_name("training.py"), self.models, directory, case.name], ranks=case.ranks)
         return directory
 
     def record(self, case: Case) -> dict[str, Any]:

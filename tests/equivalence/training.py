@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from equivalence.cases import Case, padded, probe_batch, samples
+from equivalence.cases import CASES, Case, padded, probe_batch, samples
 from equivalence.records import logged
 from shardwright.plugins.accelerate.cpu_ranks import configure_cpu_ranks
 from shardwright.plugins.transformers.training_arguments import (
@@ -48,3 +49,8 @@ def train_case(case: Case, models: Path, output: Path, *, change: Callable[[Any]
             "grad_norms": list(map(float, logged(trainer, "grad_norm"))),
         }
         (output / "record.json").write_text(json.dumps(record))
+
+
+if __name__ == "__main__":
+    chosen = next(case for case in CASES if case.name == sys.argv[3])
+    train_case(chosen, Path(sys.argv[1]), Path(sys.argv[2]))
