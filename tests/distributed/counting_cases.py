@@ -1,4 +1,7 @@
-"""Training and evaluation runs that show how labels, samples and tokens are counted, under any layout."""
+"""Training and evaluation runs that show how labels, samples and tokens are counted, under any layout.
+
+Ranks run this file.
+"""
 
 from __future__ import annotations
 

@@ -83,7 +83,7 @@ def on_ranks(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Callable[[int], dict[Layout, Outcome]]:
     """Results of each layout, computed when a test needs them."""
-    worker = Path(__file__).with_name("distillation_worker.py")
+    worker = Path(__file__).with_name("distillation_cases.py")
 
     def outcomes(ranks: int) -> dict[Layout, Outcome]:
         output = tmp_path_factory.mktemp(f"ranks-{ranks}-")

@@ -15,7 +15,7 @@ from warm_ranks import on_ranks
 
 pytestmark = pytest.mark.distributed
 
-WORKER = Path(__file__).with_name("pipeline_worker.py")
+WORKER = Path(__file__).with_name("pipeline_cases.py")
 
 LOSS_TOLERANCE = 1e-5
 WEIGHT_TOLERANCE = 1e-4

@@ -68,7 +68,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def launched(models: Path, deepspeed_cpu_ops: None, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    return on_ranks(Path(__file__).with_name("qat_worker.py"), tmp_path_factory.mktemp("two-ranks"), models)
+    return on_ranks(Path(__file__).with_name("qat_cases.py"), tmp_path_factory.mktemp("two-ranks"), models)
 
 
 @pytest.fixture(scope="module")
@@ -78,7 +78,7 @@ def on_two_ranks(launched: dict[str, Path]) -> dict[Case, Outcome]:
 
 @pytest.fixture(scope="module")
 def alone(models: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from qat_worker import trained
+    from qat_cases import trained
 
     output = tmp_path_factory.mktemp("one-process")
     threads = torch.get_num_threads()

@@ -12,7 +12,7 @@ from warm_ranks import on_ranks
 
 pytestmark = pytest.mark.distributed
 
-WORKER = Path(__file__).with_name("sequence_worker.py")
+WORKER = Path(__file__).with_name("sequence_cases.py")
 
 LOSS_TOLERANCE = 1e-5
 """Sums in another order. Seen: 1e-6; 9e-6 of a norm."""

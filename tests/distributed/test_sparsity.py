@@ -29,7 +29,7 @@ def on_two_ranks(
     output = tmp_path_factory.mktemp("sparsity")
 
     def run(case: Case) -> dict[str, torch.Tensor]:
-        run_ranks([Path(__file__).with_name("sparsity_worker.py"), output, case.name], ranks=RANKS)
+        run_ranks([Path(__file__).with_name("sparsity_cases.py"), output, case.name], ranks=RANKS)
         assert case not in MOMENTUM or json.loads((output / f"{case.name}.json").read_text()) == [0.5]
         return dict(load_file(output / f"{case.name}.safetensors"))
 

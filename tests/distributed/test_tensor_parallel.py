@@ -36,7 +36,7 @@ def runs(deepspeed_cpu_ops: None, tmp_path_factory: pytest.TempPathFactory) -> R
 
     def run(key: tuple[int, str]) -> Path:
         ranks, name = key
-        run_ranks([Path(__file__).with_name("tensor_parallel_worker.py"), outputs[ranks], name], ranks=ranks)
+        run_ranks([Path(__file__).with_name("tensor_parallel_cases.py"), outputs[ranks], name], ranks=ranks)
         return outputs[ranks] / name
 
     return OnDemand(run)
