@@ -46,7 +46,7 @@ class Crossing:
 
 @pytest.fixture(scope="module")
 def output(deepspeed_cpu_ops: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from qat_border_worker import train
+    from qat_border_cases import train
 
     directory = tmp_path_factory.mktemp("borders")
     threads = torch.get_num_threads()
@@ -56,7 +56,7 @@ def output(deepspeed_cpu_ops: None, tmp_path_factory: pytest.TempPathFactory) ->
             train(case, directory / case.name)
     finally:
         torch.set_num_threads(threads)
-    worker = Path(__file__).with_name("qat_border_worker.py")
+    worker = Path(__file__).with_name("qat_border_cases.py")
     run_ranks([worker, directory, *EVERY], ranks=RANKS, timeout_seconds=600)
     return directory
 

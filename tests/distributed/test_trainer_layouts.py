@@ -19,7 +19,7 @@ pytestmark = [pytest.mark.distributed, pytest.mark.needs("trl")]
 
 NORM_TOLERANCE = 1e-5
 """Largest difference of a gradient norm from the one in one process, over that."""
-_WORKER = Path(__file__).with_name("trainer_worker.py")
+_WORKER = Path(__file__).with_name("trainer_cases.py")
 
 
 def _cases(trainers: str, layouts: str, **fields: Any) -> list[TrainerCase]:

@@ -11,7 +11,7 @@ from trainer_parameter_cases import CASES, REJECTIONS, Given
 
 pytestmark = pytest.mark.distributed
 
-WORKER = Path(__file__).with_name("trainer_parameter_worker.py")
+WORKER = Path(__file__).with_name("trainer_parameter_cases.py")
 TOLERANCE = 1e-5
 NORM_TOLERANCE = 1e-4
 """Relative, as in the other tests of gradient norms."""
