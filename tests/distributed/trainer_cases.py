@@ -254,7 +254,7 @@ OPTIONS: Mapping[str, dict[str, Any]] = {
     "first_logged": {"logging_first_step": True, "logging_steps": 2, "max_steps": 2 * STEPS},
     "tokens_counted": {"include_num_input_tokens_seen": "non_padding"},
 }
-"""Keys of `TrainingArguments` by name; `trainer_worker` makes the other changes of an option."""
+"""Keys of `TrainingArguments` by name; `_further_settings` makes the other changes of an option."""
 
 
 @dataclass(frozen=True, kw_only=True)
