@@ -71,11 +71,11 @@ def swept(classes: Iterable[str], done: set[tuple[str, str]]) -> Iterator[Row]:
             for check in CHECKS:
                 if (name, check) not in done:
                     found = finding(check, name)
-                    yield name, check, found["state"], found["said"]
+                    yield name, check, found.state, found.said
         asked = [(name, axis) for name in built for axis in AXES if (name, axis) not in done]
         with tempfile.TemporaryDirectory(prefix="families-") as directory:
             for name, axis, found in findings(asked, Path(directory)):
-                yield name, axis, found["state"], found["said"]
+                yield name, axis, found.state, found.said
     finally:
         opened.close()
 

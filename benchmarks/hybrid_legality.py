@@ -86,7 +86,8 @@ def refused_in_vain(rows: Iterable[Row]) -> list[Row]:
 
 def page(rows: Iterable[Row]) -> str:
     """Return docs/measurements/hybrids.md."""
-    from family_sweep.hybrids import HYBRIDS, LAYOUTS, LOSS_TOLERANCE, verdict
+    from family_sweep.checks import LOSS_TOLERANCE
+    from family_sweep.hybrids import HYBRIDS, LAYOUTS, verdict
 
     found: dict[tuple[str, str], Any] = {(row["class"], row["layout"]): row for row in rows}
     reasons: dict[str, int] = {}

@@ -48,12 +48,8 @@ class Visitor:
     """Errors on the console, exceptions of scripts, and requests to other machines."""
 
     def open(
-        self,
-        address: str | Path,
-        size: tuple[int, int] = DESKTOP,
-        scheme: Literal["light", "dark"] = "light",
+        self, address: str | Path, size: tuple[int, int] = DESKTOP, scheme: Literal["light", "dark"] = "light"
     ) -> Page:
-        """Open a file or an address as a new visitor does, and return the page once it has loaded."""
         width, height = size
         context = self.browser.new_context(
             viewport={"width": width, "height": height}, color_scheme=scheme, accept_downloads=True
@@ -71,7 +67,6 @@ class Visitor:
             page.screenshot(path=self.pictures / f"{name}.png", full_page=True)
 
     def close(self) -> None:
-        """Close all that was opened."""
         for context in self.browser.contexts:
             context.close()
 

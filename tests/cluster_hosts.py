@@ -26,8 +26,6 @@ _WITH_SERVER = Path(__file__).parent / "warm_ranks" / "with_server.py"
 
 
 class Hosts:
-    """Running hosts."""
-
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         self.addresses = {name: f"{_NETWORK}{index}" for index, name in enumerate(NAMES, start=1)}
@@ -66,12 +64,10 @@ class Hosts:
             )
 
     def kill(self, name: str) -> None:
-        """End a host as a loss of power does."""
         self._inits[name].kill()
         self._inits[name].wait()
 
     def remove(self) -> None:
-        """End the hosts and take the network away."""
         for name, init in self._inits.items():
             if init.poll() is None:
                 self.kill(name)
@@ -109,5 +105,4 @@ def _ip(*words: str, check: bool = True) -> None:
 
 
 def logs(directory: Path, names: Sequence[str] = NAMES) -> str:
-    """Return what the hosts printed."""
     return "".join((directory / f"{name}.log").read_text(errors="replace") for name in names)

@@ -15,8 +15,6 @@ from shardwright.trainers.runs import run as run_module
 
 
 class Result(NamedTuple):
-    """What a command returned and printed."""
-
     code: int
     out: str
     err: str

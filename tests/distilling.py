@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from engine_settings import cpu_arguments
 
 VOCAB = 128
 
@@ -62,7 +63,6 @@ def rows(kind: str, count: int, *, seed: int = 3) -> list[dict[str, Any]]:
 
 
 def collate(samples: list[dict[str, Any]]) -> dict[str, Any]:
-    """Pad on the right."""
     longest = max(len(sample["input_ids"]) for sample in samples)
     batch: dict[str, Any] = {}
     for name, fill in (("input_ids", 0), ("labels", -100), ("token_weights", 0.0), ("teacher_rows", -1)):
@@ -78,24 +78,16 @@ def collate(samples: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def training_arguments(directory: Any, **changes: Any) -> Any:
-    """Return arguments of plain SGD on the CPU without logging to anything."""
-    from transformers import TrainingArguments
-
     settings: dict[str, Any] = {
-        "per_device_train_batch_size": 4,
         "optim": "sgd",
         "learning_rate": 1.0,
         "lr_scheduler_type": "constant",
         "max_grad_norm": 0.0,
         "max_steps": 1,
         "logging_steps": 1,
-        "save_strategy": "no",
-        "report_to": "none",
-        "disable_tqdm": True,
-        "use_cpu": True,
         "seed": 7,
     }
-    return TrainingArguments(str(directory), **(settings | changes))
+    return cpu_arguments(directory, 4, **(settings | changes))
 
 
 def reference_loss(

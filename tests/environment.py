@@ -14,12 +14,10 @@ ALWAYS = {"pip", "shardwright"}
 
 
 def normalized(name: str) -> str:
-    """The name under which an index knows a package."""
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
 def constrained(file: str) -> dict[str, str]:
-    """Versions by name, from a file of constraints."""
     lines = (Path(__file__).parent.parent / file).read_text().splitlines()
     pairs = (line.split("==") for line in lines if "==" in line and not line.startswith("#"))
     return {normalized(name): version for name, version in pairs}

@@ -15,7 +15,6 @@ def torchrun(
     timeout_seconds: float = 240.0,
     environment: Mapping[str, str] | None = None,
 ) -> str:
-    """Run a script or ``-m module`` and return what it printed."""
     port = free_port()
     command = ["torchrun", "--nproc-per-node", str(ranks), "--master-port", str(port), *arguments]
     return launch_ranks(
@@ -26,7 +25,6 @@ def torchrun(
 def accelerate_launch(
     config_file: Path, module: str, arguments: Sequence[str], *, timeout_seconds: float = 240.0
 ) -> str:
-    """Run ``accelerate launch --config_file config_file -m module`` and return what it printed."""
     port = free_port()
     launcher = ["accelerate", "launch", "--config_file", str(config_file), "--main_process_port", str(port)]
     return launch_ranks(

@@ -78,7 +78,6 @@ def run_of(plan: Plan, ratio: float = 1.02) -> MeasuredRun:
 
 
 def write_measurement(measurement: RunMeasurement, directory: Path) -> Path:
-    """Write a measurement as the callback does, and return the directory."""
     directory.mkdir(parents=True, exist_ok=True)
     (directory / FILE_NAME).write_text(measurement_text(measurement), encoding="utf-8")
     return directory

@@ -25,7 +25,6 @@ def public_model(name: str) -> ModelSpec:
 
 
 def llama(**changes: Any) -> ModelSpec:
-    """A small Llama; keyword arguments replace fields of its config."""
     config = {
         "model_type": "llama",
         "architectures": ["LlamaForCausalLM"],

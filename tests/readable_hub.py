@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import json
-import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from contextlib import AbstractContextManager
 from typing import ClassVar
 from urllib.parse import parse_qs
 
+from hub_server import COMMIT, HubHandler, serving
 from paths import TESTS
 
-COMMIT = "0123456789abcdef0123456789abcdef01234567"
 CONFIG = json.loads((TESTS / "data/models/meta-llama--Llama-3.1-8B/config.json").read_text())
 CONFIG |= {"num_hidden_layers": 1, "hidden_size": 64, "intermediate_size": 96, "vocab_size": 128}
 CONFIG |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
@@ -21,7 +18,6 @@ PARAMETERS = 128 * 64 * 2 + 64 + 2 * 64 + 64 * 64 * 2 + 64 * 32 * 2 + 3 * 64 * 9
 
 
 def header_of(elements: int, dtype: str = "BF16") -> bytes:
-    """Return the length and header of a safetensors file with one tensor."""
     text = json.dumps({"x": {"dtype": dtype, "shape": [elements], "data_offsets": [0, 2 * elements]}}).encode()
     return len(text).to_bytes(8, "little") + text
 
@@ -53,17 +49,11 @@ ERRORS = {
 }
 
 
-class Hub(BaseHTTPRequestHandler):
+class Hub(HubHandler):
     """As much of the Hub as planning asks for: `/api/models`, its search, and `/resolve` with ranges."""
 
-    protocol_version = "HTTP/1.1"
     asked: ClassVar[list[tuple[float, str]]] = []
     """When, and for what."""
-
-    def log_message(self, format: str, *args: object) -> None: ...
-
-    def do_HEAD(self) -> None:
-        self.do_GET()
 
     def do_GET(self) -> None:
         part = " in part" if "Range" in self.headers else ""
@@ -74,7 +64,7 @@ class Hub(BaseHTTPRequestHandler):
         repository = "/".join(parts[2:4] if api else parts[:2])
         if parts == ["api", "models"]:
             words = parse_qs(query)["search"][0]
-            self.answer(json.dumps([{"id": name} for name in FILES if words in name]).encode())
+            self.send(json.dumps([{"id": name} for name in FILES if words in name]).encode())
         elif repository in ERRORS:
             self.fail(*ERRORS[repository])
         elif repository not in FILES:
@@ -84,11 +74,11 @@ class Hub(BaseHTTPRequestHandler):
                 {"type": "file", "path": name, "size": len(content), "oid": format(len(content), "040x")}
                 for name, content in FILES[repository].items()
             ]
-            self.answer(json.dumps(listed).encode())
+            self.send(json.dumps(listed).encode())
         elif api:
             revision = parts[5] if parts[4:5] == ["revision"] else "main"
             if revision in ("main", COMMIT):
-                self.answer(json.dumps({"id": repository, "sha": COMMIT, "siblings": []}).encode())
+                self.send(json.dumps({"id": repository, "sha": COMMIT, "siblings": []}).encode())
             else:
                 self.fail(404, "RevisionNotFound")
         elif parts[2] != "resolve" or parts[3] not in ("main", COMMIT):
@@ -96,41 +86,14 @@ class Hub(BaseHTTPRequestHandler):
         elif "/".join(parts[4:]) not in FILES[repository]:
             self.fail(404, "EntryNotFound")
         else:
-            self.answer(FILES[repository]["/".join(parts[4:])])
+            self.send(FILES[repository]["/".join(parts[4:])])
 
     def fail(self, status: int, code: str) -> None:
-        self.send_response(status)
-        if code:
-            self.send_header("X-Error-Code", code)
-        self.send_header("Content-Length", "0")
-        self.end_headers()
+        self.answer(status, b"", {"X-Error-Code": code} if code else {})
 
-    def answer(self, content: bytes) -> None:
-        wanted = self.headers.get("Range")
-        first, last = 0, len(content) - 1
-        if wanted:
-            first, last = (int(number) for number in wanted.removeprefix("bytes=").split("-"))
-            last = min(last, len(content) - 1)
-        body = content[first : last + 1]
-        self.send_response(206 if wanted else 200)
-        self.send_header("ETag", '"' + format(hash(content) % 2**64, "016x") + '"')
-        self.send_header("X-Repo-Commit", COMMIT)
-        self.send_header("Content-Length", str(len(body)))
-        self.send_header("Accept-Ranges", "bytes")
-        if wanted:
-            self.send_header("Content-Range", f"bytes {first}-{last}/{len(content)}")
-        self.end_headers()
-        if self.command != "HEAD":
-            self.wfile.write(body)
+    def send(self, content: bytes) -> None:
+        self.answer_file(content, format(hash(content) % 2**64, "016x"))
 
 
-@contextmanager
-def readable_hub() -> Iterator[str]:
-    """Yield the address of the Hub."""
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    try:
-        yield f"http://127.0.0.1:{server.server_port}"
-    finally:
-        server.shutdown()
-        server.server_close()
+def readable_hub() -> AbstractContextManager[str]:
+    return serving(Hub)

@@ -129,8 +129,6 @@ def reference(tensors: dict[str, Any], rounding: LinearRounding) -> torch.Tensor
 
 @dataclass(frozen=True, kw_only=True)
 class Drawn:
-    """One layer with everything that it computes with."""
-
     tensors: dict[str, Any]
     rounding: LinearRounding
     weigh: torch.Tensor

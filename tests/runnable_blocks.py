@@ -32,8 +32,6 @@ _LEFT_OUT = "…"
 
 
 class Block(NamedTuple):
-    """A marked code block."""
-
     language: str
     mark: str
     """`run`, `save` or `output`."""

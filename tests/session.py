@@ -28,8 +28,6 @@ COMMANDS = {
 
 
 class Session:
-    """An open session; its environment variables apply to this process and its children."""
-
     def __init__(self, directory: Path, lock: IO[str], server: ExitStack, environment: dict[str, str | None]) -> None:
         self._directory = directory
         self._lock = lock
@@ -37,7 +35,6 @@ class Session:
         self._environment = environment
 
     def close(self) -> None:
-        """End every process of the session and remove its files."""
         name = os.environ[warm_ranks.SERVER_NAME]
         self._server.close()
         _end_processes_with(warm_ranks.SERVER_NAME, name)
@@ -101,10 +98,8 @@ def _end_processes_with(variable: str, value: str) -> None:
 
 
 def warm_command(name: str) -> list[str]:
-    """Return the command line of one of `COMMANDS` as a warm process."""
     return [os.environ["PYTHON_EXEC"], *COMMANDS[name].split()]
 
 
 def warm_path() -> str:
-    """Return a search path on which `COMMANDS` are warm."""
     return os.pathsep.join([str(Path(os.environ["PYTHON_EXEC"]).parent), os.environ["PATH"]])

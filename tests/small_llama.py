@@ -31,8 +31,6 @@ ROWS_FILE = "rows.safetensors"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainedLlama:
-    """A trained model with the text it learned and the text it did not see."""
-
     directory: Path
     """Checkpoint with tokenizer, of the same numbers as `model`."""
     model: Any
@@ -45,7 +43,6 @@ class TrainedLlama:
     """Token ids that were held out."""
 
     def copy(self) -> Any:
-        """Return a model that may be changed, loaded from `directory`."""
         from transformers import LlamaForCausalLM
 
         return LlamaForCausalLM.from_pretrained(self.directory, dtype=torch.float32).eval().requires_grad_(False)
@@ -178,7 +175,6 @@ def row_divergences(model: Any, dense: Any, rows_NS: torch.Tensor, *, batch_size
 
 
 def perplexity(model: Any, rows_NS: torch.Tensor) -> float:
-    """Return exp of the mean cross-entropy per token."""
     return float(row_losses(model, rows_NS).mean().exp())
 
 

@@ -16,7 +16,6 @@ SIZES: dict[str, Any] = {
 
 
 def llama(*, seed: int = 0, **changes: Any) -> Any:
-    """Return a Llama of `SIZES`, with keys of its configuration changed."""
     from transformers import LlamaConfig, LlamaForCausalLM, set_seed
 
     set_seed(seed)
@@ -24,7 +23,6 @@ def llama(*, seed: int = 0, **changes: Any) -> Any:
 
 
 def mixtral(*, seed: int = 0, **changes: Any) -> Any:
-    """Return a mixture of four experts of `SIZES`, with keys of its configuration changed."""
     from transformers import MixtralConfig, MixtralForCausalLM, set_seed
 
     set_seed(seed)
@@ -34,3 +32,26 @@ def mixtral(*, seed: int = 0, **changes: Any) -> Any:
 def _sizes(changes: dict[str, Any]) -> dict[str, Any]:
     sizes = SIZES | changes
     return {"intermediate_size": 2 * sizes["hidden_size"]} | sizes
+
+
+def scaled_llama(factor: float, dtype: Any = None, **changes: Any) -> Any:
+    """Return a bf16 Llama with a vocabulary of 64, whose weights are multiplied so that rounding shows."""
+    import torch
+    from transformers import AutoModelForCausalLM, LlamaConfig
+
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2}
+    config = LlamaConfig(**({"vocab_size": 64, "num_hidden_layers": 2} | sizes | changes))
+    model = AutoModelForCausalLM.from_config(config, dtype=dtype or torch.bfloat16)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(factor)
+    return model
+
+
+def token_ids(count: int) -> list[Any]:
+    """Return batches for it."""
+    import torch
+
+    draw = torch.Generator().manual_seed(1)
+    return [torch.randint(0, 64, (2, 16), generator=draw) for _ in range(count)]

@@ -129,20 +129,6 @@ def flags_of(command: str) -> set[str]:
     return {name for one in apps for argument in one.assemble_argument_collection() for name in argument.names}
 
 
-def test_first_steps_are_counted():
-    """Lines that are neither empty nor a comment, by what a block says it is."""
-    page = (ROOT / "docs" / "measurements" / "first-steps.md").read_text(encoding="utf-8")
-    stated = re.findall(r"^\| (?!with)(.+?) \| (\d+) \| (\d+) \| (\d+) \|$", page, re.MULTILINE)
-    counted = []
-    for section in page.split("\n## ")[1:]:
-        count = dict.fromkeys(("code", "configuration", "command"), 0)
-        for kind, body in re.findall(r"```\w+ (code|configuration|command)\n(.*?)```", section, re.DOTALL):
-            lines = body.replace("\\\n", " ").splitlines()
-            count[kind] += sum(bool(line.strip()) and not line.strip().startswith("#") for line in lines)
-        counted.append(tuple(map(str, count.values())))
-    assert [tuple(numbers) for _, *numbers in stated] == counted
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("page", [page for page in READ if marked_blocks(page)], ids=name_of)
 def test_blocks_that_run_print_what_they_show(page, tmp_path, monkeypatch):

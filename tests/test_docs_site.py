@@ -14,6 +14,7 @@ import shardwright
 import shardwright.trainers
 from docs_site import DOCS, gather, links
 from gallery_pages import gallery_pages, page
+from page_parts import with_part
 from paths import ROOT
 from runnable_blocks import prepare
 from shardwright.cli.main import build_app, run
@@ -100,3 +101,10 @@ def test_commands_of_the_gallery_ask_for_its_plans(tmp_path, monkeypatch):
         run(shlex.split(line)[1:])
         job = TrainingJob(**entry.job)
         assert asked.pop() == (entry.model, parse_hardware(entry.hardware, nvme=entry.nvme), job)
+
+
+def test_a_part_of_a_page_is_replaced_and_a_missing_one_is_no_silence():
+    text = "before\n<!-- cases -->\nold\n<!-- end of cases -->\nafter\n"
+    assert with_part(text, "cases", "new") == text.replace("old", "new")
+    with pytest.raises(ValueError, match="no part between <!-- groups -->"):
+        with_part(text, "groups", "new")

@@ -51,7 +51,6 @@ def model_of(layout: str) -> str:
 
 
 def make_inputs(root: Path) -> None:
-    """Write `llama`, `mixtral` and `rows.jsonl`, prompts and completions of several lengths."""
     from distilling import tiny
 
     sizes: dict[str, Any] = {"vocab_size": 300, "max_position_embeddings": 64}
@@ -71,16 +70,16 @@ def command(root: Path, model: str, directory: Path, flags: str, **settings: Any
 
 
 def trained(root: Path, model: str, directory: Path, flags: str, **settings: Any) -> tuple[Losses, dict[str, Any]]:
-    """Return the loss of each step, and what the command printed.
+    done = completed(command(root, model, directory, flags, **settings), directory)
+    return losses_of(directory), json.loads(done.stdout)
 
-    Raises:
-        RuntimeError: it failed.
-    """
-    arguments = command(root, model, directory, flags, **settings)
+
+def completed(arguments: list[str], directory: Path) -> subprocess.CompletedProcess[str]:
+    """Run a command to its end in a directory. Raises: RuntimeError: it failed."""
     done = subprocess.run(arguments, capture_output=True, text=True, cwd=directory, timeout=600)
     if done.returncode:
-        raise RuntimeError(f"{flags}: {done.stderr}")
-    return losses_of(directory), json.loads(done.stdout)
+        raise RuntimeError(f"{' '.join(arguments)}: {done.stderr}")
+    return done
 
 
 def resumed(root: Path, model: str, directory: Path, flags: str, **settings: Any) -> tuple[Losses, dict[str, Any]]:
@@ -103,3 +102,19 @@ def losses_of(directory: Path) -> Losses:
     """Return the loss of each step that a run has written so far."""
     metrics = directory / "out" / "metrics.jsonl"
     return [json.loads(step)["loss"] for step in metrics.read_text().splitlines()] if metrics.exists() else []
+
+
+def cross_entropy(directory: Path, samples: list[dict[str, Any]]) -> tuple[float, float]:
+    """Return the mean over all predicted tokens of what Transformers loads, as a user would compute it, and its error.
+
+    All samples are equally long, so that the error is that of the mean over samples.
+    """
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(directory)
+    ids_NS = torch.tensor([sample["input_ids"] for sample in samples])
+    with torch.no_grad():
+        log_probabilities = torch.log_softmax(model(ids_NS).logits[:, :-1].double(), -1)
+    means_N = -log_probabilities.gather(2, ids_NS[:, 1:, None]).mean((1, 2))
+    return float(means_N.mean()), float(means_N.std() / len(means_N) ** 0.5)

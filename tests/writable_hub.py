@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import base64
 import json
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import pytest
+from hub_server import COMMIT, HubHandler, serving
 from huggingface_hub import constants
 
-COMMIT = "0123456789abcdef0123456789abcdef01234567"
 REFUSING = "hf_unknown"
 READING = "hf_reads"
 SCOPED = "hf_scoped"
@@ -24,8 +22,6 @@ WRITING = "hf_" + "NeverShowThisToken" * 2
 
 @dataclass
 class WritableHub:
-    """What was uploaded so far."""
-
     address: str = ""
     repositories: dict[str, bool] = field(default_factory=dict)
     """Whether each is private."""
@@ -37,11 +33,8 @@ class WritableHub:
     """LFS uploads to answer with an error."""
 
 
-class _Handler(BaseHTTPRequestHandler):
+class _Handler(HubHandler):
     hub: WritableHub
-    protocol_version = "HTTP/1.1"
-
-    def log_message(self, format: str, *args: Any) -> None: ...
 
     def do_GET(self) -> None:
         token = self.headers.get("Authorization", "").removeprefix("Bearer ")
@@ -61,7 +54,7 @@ class _Handler(BaseHTTPRequestHandler):
             self.answer(200, {"name": "ada", "orgs": [{"name": "lab"}], "auth": {"accessToken": access}})
 
     def do_POST(self) -> None:
-        body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        body = self.read_body()
         if self.path == "/api/repos/create":
             asked = json.loads(body)
             name = f"{asked.get('organization') or 'ada'}/{asked['name']}"
@@ -73,14 +66,8 @@ class _Handler(BaseHTTPRequestHandler):
             self.answer(status, {"url": f"{self.hub.address}/{name}", "name": name})
         elif "/preupload/" in self.path:
             asked = json.loads(body)["files"]
-            modes = [
-                {
-                    "path": file["path"],
-                    "uploadMode": "lfs" if file["path"].endswith(".safetensors") else "regular",
-                    "shouldIgnore": False,
-                }
-                for file in asked
-            ]
+            ways = {file["path"]: "lfs" if file["path"].endswith(".safetensors") else "regular" for file in asked}
+            modes = [{"path": path, "uploadMode": way, "shouldIgnore": False} for path, way in ways.items()]
             self.answer(200, {"files": modes})
         elif self.path.endswith("/info/lfs/objects/batch"):
             objects = [self._lfs_answer(asked) for asked in json.loads(body)["objects"]]
@@ -103,7 +90,7 @@ class _Handler(BaseHTTPRequestHandler):
         return found | {"actions": {"upload": {"href": f"{self.hub.address}/lfs/{asked['oid']}"}}}
 
     def do_PUT(self) -> None:
-        body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        body = self.read_body()
         if self.hub.failing_uploads:
             self.hub.failing_uploads -= 1
             self.answer(400, {})
@@ -111,30 +98,14 @@ class _Handler(BaseHTTPRequestHandler):
         self.hub.objects[self.path.rpartition("/")[2]] = body
         self.answer(200, {})
 
-    def answer(self, status: int, content: dict[str, Any]) -> None:
-        body = json.dumps(content).encode()
-        self.send_response(status)
-        self.send_header("Content-Type", "application/json")
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
-
 
 @contextmanager
 def writable_hub() -> Iterator[WritableHub]:
     """Yield the Hub of this process, whose token may write, as long as the block runs."""
     hub = WritableHub()
-    server = ThreadingHTTPServer(("127.0.0.1", 0), type("Handler", (_Handler,), {"hub": hub}))
-    server.daemon_threads = True
-    hub.address = f"http://127.0.0.1:{server.server_address[1]}"
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    try:
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(constants, "ENDPOINT", hub.address)
-            patch.setattr(constants, "HF_HUB_OFFLINE", False)
-            patch.setattr(constants, "HF_HUB_DISABLE_XET", True)
-            patch.setenv("HF_TOKEN", WRITING)
-            yield hub
-    finally:
-        server.shutdown()
-        server.server_close()
+    with serving(_Handler, hub=hub) as hub.address, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(constants, "ENDPOINT", hub.address)
+        patch.setattr(constants, "HF_HUB_OFFLINE", False)
+        patch.setattr(constants, "HF_HUB_DISABLE_XET", True)
+        patch.setenv("HF_TOKEN", WRITING)
+        yield hub

@@ -80,10 +80,7 @@ def model_directory(tmp_path: Path, text: str | None = None, **changes: Any) -> 
         ({"architectures": 5, "quantization_config": [1]}, ["architectures = 5", "quantization_config = [1]"]),
         ({"sliding_window": "x", "partial_rotary_factor": 1e9}, ["sliding_window = 'x'", "partial_rotary_factor"]),
         ({"tie_word_embeddings": "false"}, ["tie_word_embeddings = 'false': must be true or false"]),
-        (
-            {"model_type": "bart", "encoder_layers": 10**9},
-            ["encoder_layers = 1000000000: must be at most 1,000"],
-        ),
+        ({"model_type": "bart", "encoder_layers": 10**9}, ["encoder_layers = 1000000000: must be at most 1,000"]),
         ({"model_type": "swin", "depths": [2, 10**9]}, ["depths"]),
         ({"model_type": "../../x"}, ["model_type = '../../x'"]),
         ({"model_type": "MISSING", "peft_type": "LORA"}, ["this is an adapter"]),
@@ -159,9 +156,6 @@ def test_bad_usage_is_one_line_with_a_fix(shell: Shell, arguments: list[str], co
         ("micro_batch_size: [1]", ["micro_batch_size (from file) = '[\"1\"]': must be an integer or 'auto'"]),
         ("micro_batch_size: some", ["micro_batch_size (from file) = 'some'"]),
         ("seq_len: true", ["seq_len (from file) = 'true': must be an integer"]),
-        ("seq-len: 1\nseq_len: 2", ["seq_len (from file): is set twice"]),
-        ("- seq_len", ["must be a mapping"]),
-        ("a: [", ["is not valid YAML"]),
         ("seq_len: 0x" + "f" * 5000, ["seq_len"]),
     ],
 )

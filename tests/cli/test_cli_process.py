@@ -32,17 +32,11 @@ def environment(**changes: str) -> dict[str, str]:
 
 def shardwright(*arguments: str, cwd: Path | None = None, **changes: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [COMMAND, *arguments],
-        capture_output=True,
-        text=True,
-        env=environment(**changes),
-        cwd=cwd,
-        timeout=120,
+        [COMMAND, *arguments], capture_output=True, text=True, env=environment(**changes), cwd=cwd, timeout=120
     )
 
 
 def imported_by(*arguments: str) -> set[str]:
-    """Return the top-level modules that a command loads."""
     program = (
         "import sys, contextlib, io\n"
         "from shardwright.cli.main import run\n"

@@ -66,7 +66,6 @@ def members(annotation: Any) -> list[Any]:
 
 
 def texts(argument: Argument) -> st.SearchStrategy[str]:
-    """Return texts that an option takes."""
     choices: list[st.SearchStrategy[str]] = []
     for kind in members(argument.hint):
         origin, inner = get_origin(kind), get_args(kind)
@@ -127,7 +126,6 @@ def values_of(found: dict[str, Any]) -> dict[str, Any]:
 
 @st.composite
 def statements(draw: st.DrawFn, command: tuple[str, ...]) -> dict[str, str]:
-    """Draw a text for every option of a command."""
     return {name: draw(texts(argument)) for name, argument in OPTIONS[command].items()}
 
 
@@ -180,7 +178,6 @@ def no_variables(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def errors(capsys: pytest.CaptureFixture[str], *words: str) -> list[str]:
-    """Return the error lines of a command with invalid settings."""
     capsys.readouterr()
     assert run(words) == 2
     shown = capsys.readouterr()
@@ -209,10 +206,7 @@ FILES = [
         ["seq_len (from file): is set twice, with a hyphen and with an underscore; remove one"],
     ),
     ("seq-lem: 64", ["seq_lem (from file): is not a setting; did you mean seq_len?"]),
-    (
-        "seq_len: x\nnothing_like_it: 1\nformat: html",
-        ["seq_len (from file) = 'x'", "nothing_like_it", "or 'json'"],
-    ),
+    ("seq_len: x\nnothing_like_it: 1\nformat: html", ["seq_len (from file) = 'x'", "nothing_like_it", "or 'json'"]),
     (
         "config: other.yaml",
         ["config (from file) = 'other.yaml': a settings file cannot name another one; use --config"],

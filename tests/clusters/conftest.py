@@ -32,7 +32,6 @@ def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestR
 
 @pytest.fixture(scope="session")
 def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Directory that all hosts see."""
     return tmp_path_factory.mktemp("clusters")
 
 
@@ -45,7 +44,6 @@ def model(work: Path) -> Path:
 
 
 def planned(model: Path, directory: Path, hardware: str, *, global_batch_size: int = 4) -> Path:
-    """Write the plan of the small model under ZeRO-2 in fp32."""
     words = [
         "--strategy",
         "zero2",
@@ -71,7 +69,6 @@ def local_losses(model: Path, work: Path) -> list[float]:
 
 @pytest.fixture
 def plan(model: Path, tmp_path: Path) -> Path:
-    """Plan for two machines with one CPU rank each."""
     return planned(model, tmp_path / "plan", "2x1xCPU")
 
 
@@ -84,17 +81,14 @@ def saving(plan: Path) -> Path:
 
 
 def saved(plan: Path, step: int) -> Path:
-    """Return the file that a checkpoint has when it is whole."""
     return plan / "model" / f"checkpoint-{step}" / "checkpoint_complete.json"
 
 
 def training(losses: Path, *, steps: int = STEPS) -> list[str]:
-    """Return arguments of the plan's own training."""
     return ["--max-steps", str(steps), "--losses-json", str(losses)]
 
 
 def trained(words: list[str], losses: Path) -> list[float]:
-    """Run the command to its end, and return the losses that it wrote."""
     done = shardwright(words)
     assert done.returncode == 0, done.stdout + done.stderr
     return read_losses(losses)
@@ -111,12 +105,10 @@ def command(*words: str) -> list[str]:
 
 
 def shardwright(words: list[str], **changes: str) -> subprocess.CompletedProcess[str]:
-    """Run the command to its end."""
     return subprocess.run(command(*words), capture_output=True, text=True, timeout=400, env=environment(**changes))
 
 
 def started(words: list[str], output: Path) -> subprocess.Popen[str]:
-    """Start the command, with what it prints in a file."""
     with output.open("w") as written:
         return subprocess.Popen(command(*words), stdout=written, stderr=subprocess.STDOUT, text=True, env=environment())
 
@@ -171,7 +163,6 @@ def start(hosts: Hosts, name: str) -> None:
 
 
 def write_sshd_settings(work: Path, addresses: Mapping[str, str]) -> None:
-    """Write what sshd reads on each host, and what ssh reads to find them."""
     # One line: of several, sshd takes the first.
     variables = "SetEnv " + " ".join(f'"{each}={os.environ[each]}"' for each in ("PYTHON_EXEC", SERVER_NAME))
     for name, address in addresses.items():
@@ -188,7 +179,6 @@ def write_sshd_settings(work: Path, addresses: Mapping[str, str]) -> None:
 
 
 def write_slurm_settings(directory: Path, addresses: Mapping[str, str], spool: str) -> None:
-    """Write what SLURM reads on both hosts."""
     (directory / "state").mkdir(parents=True)
     first = NAMES[0]
     lines = [
@@ -222,19 +212,16 @@ def write_slurm_settings(directory: Path, addresses: Mapping[str, str], spool: s
 
 @pytest.fixture(scope="session")
 def over_ssh(hosts: Hosts, work: Path) -> list[str]:
-    """Options by which ssh finds both hosts."""
     return ["--on", "ssh", "--hostfile", str(work / "hostfile"), "--ssh-config", str(work / "ssh_config")]
 
 
 @pytest.fixture(scope="session")
 def slurm(hosts: Hosts, work: Path) -> str:
-    """The file of SLURM's settings."""
     config = str(work / "slurm" / "slurm.conf")
     until(lambda: "2 idle" in asked("sinfo", "--noheader", "--format=%D %T", config=config), 60, "two idle nodes")
     return config
 
 
 def asked(*command: str, config: str) -> str:
-    """Return what a command of SLURM prints."""
     found = subprocess.run(command, capture_output=True, text=True, env=environment(SLURM_CONF=config), timeout=60)
     return found.stdout.strip()

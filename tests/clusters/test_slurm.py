@@ -15,14 +15,12 @@ pytestmark = pytest.mark.clusters
 
 
 def ended(number: str, config: str) -> str:
-    """Return the state of a job that has ended, empty while it has not."""
     told = asked("scontrol", "--oneliner", "show", "job", number, config=config)
     state = next(word.removeprefix("JobState=") for word in told.split() if word.startswith("JobState="))
     return "" if state in ("PENDING", "RUNNING", "COMPLETING", "CONFIGURING", "SUSPENDED") else state
 
 
 def printed(output: Path, text: str, times: int = 1) -> bool:
-    """Return whether a job has printed a text so often."""
     return output.exists() and output.read_text().count(text) >= times
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from engine_settings import engine_settings
 from planning import llama
 from shardwright.ds_configs.plan.plan import make_plan
 from shardwright.ds_configs.plan.rendering import deepspeed_config
@@ -18,8 +19,6 @@ RANKS = 2
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """One training run."""
-
     engine: str
     zero_stage: int = 0
     offload_optimizer: bool = False
@@ -41,36 +40,29 @@ class Case:
         return f"{engine}{offload}{extra}-{'bf16' if self.bf16 else 'fp32'}-x{self.accumulation}"
 
     def training_arguments(self) -> dict[str, Any]:
-        """Return the content of the --training-arguments file."""
-        arguments: dict[str, Any] = {
-            "per_device_train_batch_size": 2,
-            "gradient_accumulation_steps": self.accumulation,
-            "bf16": self.bf16,
-            "optim": self.optimizer,
-            "gradient_checkpointing": self.kept_products,
-            "learning_rate": 0.5 if self.optimizer == "sgd" else 5e-3,
-            "weight_decay": 0.1,
-            "max_grad_norm": 0.7,
-            "max_steps": STEPS,
-            "seed": 11,
-            "disable_tqdm": True,
-        }
+        deepspeed = None
         if self.engine == "deepspeed":
-            arguments["deepspeed"] = deepspeed_configuration(
+            deepspeed = deepspeed_configuration(
                 self.zero_stage, offload_optimizer=self.offload_optimizer, offload_param=self.offload_param
             )
-        if self.engine == "fsdp2":
-            arguments |= {
-                "fsdp": True,
-                "fsdp_config": {"version": 2, "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"]},
-            }
-        return arguments
+        return engine_settings(
+            self.engine,
+            2,
+            deepspeed,
+            gradient_accumulation_steps=self.accumulation,
+            bf16=self.bf16,
+            optim=self.optimizer,
+            gradient_checkpointing=self.kept_products,
+            learning_rate=0.5 if self.optimizer == "sgd" else 5e-3,
+            weight_decay=0.1,
+            max_grad_norm=0.7,
+            max_steps=STEPS,
+        )
 
 
 def deepspeed_configuration(
     zero_stage: int, *, offload_optimizer: bool = False, offload_param: bool = False
 ) -> dict[str, Any]:
-    """Return the configuration that the planner renders for a small Llama on two CPU ranks."""
     offload = "cpu-all" if offload_param else "cpu" if offload_optimizer else "none"
     job = TrainingJob(seq_len_tokens=SEQ_LEN, optimizer="adamw_torch", strategy=f"zero{zero_stage}", offload=offload)
     plan = make_plan(llama(hidden_size=64, intermediate_size=128), parse_hardware(f"{RANKS}xCPU"), job)
@@ -101,7 +93,6 @@ KEPT_PRODUCTS_CASES = [
 
 
 def reference_of(case: Case) -> Case:
-    """Return the plain DDP run that `case` is compared with."""
     return Case(
         engine="ddp",
         bf16=case.bf16,
@@ -112,5 +103,4 @@ def reference_of(case: Case) -> Case:
 
 
 def all_cases() -> list[Case]:
-    """Return every run, references included."""
     return list(dict.fromkeys([*(reference_of(case) for case in BF16_CASES), *BF16_CASES, *KEPT_PRODUCTS_CASES]))

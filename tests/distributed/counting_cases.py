@@ -1,20 +1,27 @@
-"""Training and evaluation runs that show how labels, samples and tokens are counted, under any layout."""
+"""Training and evaluation runs that show how labels, samples and tokens are counted, under any layout.
+
+Ranks run this file.
+"""
 
 from __future__ import annotations
 
+import json
 import os
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from equivalence.cases import FURTHER, IGNORED, LAYOUTS, LONGEST, MICRO_STEP_SAMPLES, Case, padded, samples
-from equivalence.combinations import make_model
+from equivalence.cases import FURTHER, IGNORED, LAYOUTS, LONGEST, MICRO_STEP_SAMPLES, Case, make_model, padded, samples
+from equivalence.records import logged
+from fresh_process import forget_last_run
 from shardwright.ds_configs.specs.errors import UsageError
 from shardwright.ds_configs.specs.layout import Layout
 from shardwright.plugins.accelerate.cpu_ranks import configure_cpu_ranks
 from shardwright.plugins.transformers.training_arguments import training_arguments
 from shardwright.trainers.parallel.trainer_for import parallelism_of
+from transformers import Trainer
 
 STEPS, LOGGED_EVERY = 4, 3
 EVALUATED = 7
@@ -22,7 +29,6 @@ STRATEGIES: dict[str, Layout] = {"single": Layout(engine="single"), **LAYOUTS, *
 
 
 def rows(count: int = EVALUATED) -> list[dict[str, Any]]:
-    """Return samples to evaluate."""
     return samples()[-count:]
 
 
@@ -31,7 +37,6 @@ def unlabelled(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def plain(found: list[dict[str, Any]]) -> list[dict[str, list[int]]]:
-    """Return samples as lists, as data sets store them."""
     return [{name: value.tolist() for name, value in row.items()} for row in found]
 
 
@@ -45,7 +50,6 @@ def of_one_length(found: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def make_trainer(layout: str, directory: Path, *, trainer_class: Any = None, **changes: Any) -> Any:
-    """Return a trainer of a layout; `arguments` are keys of `TrainingArguments`."""
     strategy = STRATEGIES[layout]
     strategy = replace(strategy, micro_batch_size=MICRO_STEP_SAMPLES // strategy.data_parallel_size)
     case = Case(layout=layout, strategy=strategy, optimizer="adamw_torch")
@@ -69,7 +73,6 @@ def make_trainer(layout: str, directory: Path, *, trainer_class: Any = None, **c
 
 
 def counted(layout: str, directory: Path) -> dict[str, Any]:
-    """Train, and return losses, norms and counts."""
     trainer = make_trainer(layout, directory, arguments={"gradient_accumulation_steps": 2})
     output = trainer.train()
     logs = [entry for entry in trainer.state.log_history if "loss" in entry]
@@ -82,7 +85,6 @@ def counted(layout: str, directory: Path) -> dict[str, Any]:
 
 
 def measures(predictions: Any) -> dict[str, float]:
-    """Return the numbers of samples and labels, the sum of labels, and the correct tokens."""
     logits, labels = predictions.predictions, predictions.label_ids
     found = labels != IGNORED
     right = (logits[:, :-1].argmax(-1) == labels[:, 1:])[found[:, 1:]]
@@ -95,7 +97,6 @@ def measures(predictions: Any) -> dict[str, float]:
 
 
 def evaluated(layout: str, directory: Path) -> dict[str, Any]:
-    """Evaluate sets of every kind with the model of `make_model`, and return their losses and metrics."""
     from datasets import Dataset
     from shardwright.trainers.training.rank import held_out
 
@@ -118,7 +119,8 @@ def evaluated(layout: str, directory: Path) -> dict[str, Any]:
             return str(error)
 
     whole = trainer.evaluate()
-    found |= {name: whole[f"eval_{name}"] for name in ("loss", *(measures_of(whole) if has_logits else ()))}
+    names = ("loss", "samples", "labels", "sum", "right") if has_logits else ("loss",)
+    found |= {name: whole[f"eval_{name}"] for name in names if f"eval_{name}" in whole}
     found["one row"] = loss(rows(1))
     found["rows without labels"] = loss([unlabelled(row) for row in rows(3)] + rows(2))
     found["no labels"] = loss([unlabelled(row) for row in rows(3)])
@@ -134,10 +136,6 @@ def evaluated(layout: str, directory: Path) -> dict[str, Any]:
     return found
 
 
-def measures_of(metrics: Mapping[str, float]) -> list[str]:
-    return [name for name in ("samples", "labels", "sum", "right") if f"eval_{name}" in metrics]
-
-
 def without_labels(layout: str, directory: Path) -> dict[str, Any]:
     """Train on steps in which one rank, or none at all, has labels."""
     found = samples()[: 3 * MICRO_STEP_SAMPLES]
@@ -149,14 +147,12 @@ def without_labels(layout: str, directory: Path) -> dict[str, Any]:
     arguments = {"max_steps": 3, "logging_steps": 1, "train_sampling_strategy": "sequential", "weight_decay": 0.0}
     trainer = make_trainer(layout, directory, train_dataset=found, arguments=arguments)
     trainer.train()
-    logs = [entry for entry in trainer.state.log_history if "loss" in entry]
-    return {"losses": [entry["loss"] for entry in logs], "norms": [entry["grad_norm"] for entry in logs]}
+    return {"losses": logged(trainer), "norms": logged(trainer, "grad_norm")}
 
 
 def own_loss(scales: bool) -> Any:
     """Return a Trainer whose loss is the mean over a rank's tokens, or its share of the mean over all ranks."""
     from torch.nn.functional import cross_entropy
-    from transformers import Trainer
 
     class OwnLoss(Trainer):  # type: ignore[misc]
         def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None):
@@ -182,7 +178,6 @@ def stream_of(found: list[dict[str, Any]]) -> Any:
 
 def streams(layout: str, directory: Path) -> dict[str, Any]:
     """Train on a stream with an incomplete last batch, and on streams that differ between ranks."""
-    from fresh_process import forget_last_run
 
     whole = samples()[: 2 * MICRO_STEP_SAMPLES + 1]
     rank = int(os.environ.get("RANK", "0"))
@@ -197,8 +192,7 @@ def streams(layout: str, directory: Path) -> dict[str, Any]:
         trainer = make_trainer(layout, directory, train_dataset=stream_of(rows_of_rank), arguments=arguments)
         try:
             trainer.train()
-            logs = [entry for entry in trainer.state.log_history if "loss" in entry]
-            found[name] = [entry["loss"] for entry in logs] + [entry["grad_norm"] for entry in logs]
+            found[name] = logged(trainer) + logged(trainer, "grad_norm")
         except UsageError as error:
             found[name] = str(error)
         if layout == "single":
@@ -222,7 +216,6 @@ def head_model(kind: str) -> Any:
 
 
 def head_rows(found: list[dict[str, Any]], kind: str) -> list[dict[str, Any]]:
-    """Return samples with the labels of a head."""
     import torch
 
     def label(index: int, row: dict[str, Any]) -> Any:
@@ -236,7 +229,6 @@ def head_rows(found: list[dict[str, Any]], kind: str) -> list[dict[str, Any]]:
 
 
 def collated(found: list[dict[str, Any]]) -> dict[str, Any]:
-    """Collate samples whose labels are those of tokens, or of sequences."""
     import torch
 
     if found[0]["labels"].shape == found[0]["input_ids"].shape:
@@ -247,8 +239,6 @@ def collated(found: list[dict[str, Any]]) -> dict[str, Any]:
 
 def heads(layout: str, directory: Path) -> dict[str, Any]:
     """Train classification and regression heads; the reference is the stock Trainer with one batch per step."""
-    from fresh_process import forget_last_run
-    from transformers import Trainer
 
     found: dict[str, Any] = {}
     for kind in KINDS:
@@ -267,22 +257,19 @@ def heads(layout: str, directory: Path) -> dict[str, Any]:
             arguments["gradient_accumulation_steps"] = 2
             trainer = make_trainer(layout, directory, arguments=arguments, **settings)
         trainer.train()
-        logs = [entry for entry in trainer.state.log_history if "loss" in entry]
-        found[kind] = [entry["loss"] for entry in logs] + [entry["grad_norm"] for entry in logs]
+        found[kind] = logged(trainer) + logged(trainer, "grad_norm")
         if layout != "single" and kind != KINDS[-1]:
             forget_last_run()
     return found
 
 
 def sequences(layout: str, directory: Path, kind: str) -> float:
-    """Return the loss of sequences with a class or a number each."""
     data = head_rows(rows(), kind)
     settings = {"model": head_model(kind), "train_dataset": data, "eval_dataset": data, "data_collator": collated}
     return losses_of(layout, directory, **settings)["eval_loss"]
 
 
 def losses_of(layout: str, directory: Path, **changes: Any) -> dict[str, float]:
-    """Return the metrics of the evaluation set after a step with learning rate 0."""
     arguments = {"max_steps": 1, "learning_rate": 0.0} | changes.pop("arguments", {})
     trainer = make_trainer(layout, directory, arguments=arguments, **changes)
     trainer.train()
@@ -336,7 +323,6 @@ def preferences(layout: str, directory: Path) -> dict[str, Any]:
     """Return the losses of TRL's trainers on sets whose size is not a multiple of the ranks."""
     from accelerate.state import PartialState
     from datasets import Dataset
-    from fresh_process import forget_last_run
     from shardwright.plugins.transformers.training_arguments import byte_tokenizer
     from transformers import LlamaForCausalLM
     from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
@@ -387,13 +373,8 @@ def stopped_early(layout: str, directory: Path) -> dict[str, Any]:
     trainer = make_trainer(layout, directory, arguments=arguments, callbacks=[EarlyStoppingCallback(1)])
     trainer.train()
     state = trainer.state
-    losses = [entry["eval_loss"] for entry in state.log_history if "eval_loss" in entry]
-    return {
-        "steps": state.global_step,
-        "best": state.best_metric,
-        "best step": state.best_global_step,
-        "losses": losses,
-    }
+    best = {"best": state.best_metric, "best step": state.best_global_step}
+    return {"steps": state.global_step, **best, "losses": logged(trainer, "eval_loss")}
 
 
 WORK: dict[str, Callable[[str, Path], dict[str, Any]]] = {
@@ -406,3 +387,13 @@ WORK: dict[str, Callable[[str, Path], dict[str, Any]]] = {
     "stopped_early": stopped_early,
     "streams": streams,
 }
+
+
+if __name__ == "__main__":
+    output = Path(sys.argv[1])
+    for name in sys.argv[2:]:
+        work, _, layout = name.partition("-")
+        record = WORK[work](layout, output / name)
+        if os.environ["RANK"] == "0":
+            (output / f"{name}.json").write_text(json.dumps(record))
+        forget_last_run()

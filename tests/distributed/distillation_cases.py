@@ -1,12 +1,21 @@
-"""Models, samples and layouts for one optimizer step of distillation, which must be equal under all layouts."""
+"""Models, samples and layouts for one optimizer step of distillation, which must be equal under all layouts.
+
+Ranks run this file.
+"""
 
 from __future__ import annotations
 
+import json
+import os
+import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from cases import deepspeed_configuration
+from engine_settings import engine_settings
+from shardwright.plugins.accelerate.cpu_ranks import configure_cpu_ranks
 from shardwright.trainers.distillation.config import DistillationConfig, OnPolicy
 from shardwright.trainers.distillation.feature_matching import AttentionTerm, HiddenStateTerm
 from small_models import llama
@@ -49,28 +58,20 @@ class Layout:
         """Return keywords of TrainingArguments with plain SGD, so that a step shows the gradient."""
         data_ranks = world_size // self.sequence_parallel
         rows = 1 if self.packed else SAMPLES // (data_ranks * self.accumulation)
-        arguments: dict[str, Any] = {
-            "per_device_train_batch_size": rows,
-            "gradient_accumulation_steps": self.accumulation,
-            "gradient_checkpointing": self.checkpointing,
-            "optim": "sgd",
-            "learning_rate": LEARNING_RATE,
-            "lr_scheduler_type": "constant",
-            "weight_decay": 0.0,
-            "max_grad_norm": 0.0,
-            "max_steps": 1,
-            "train_sampling_strategy": "sequential" if self.idle_rank else "random",
-            "logging_steps": 1,
-            "save_strategy": "no",
-            "report_to": "none",
-            "disable_tqdm": True,
-            "seed": 11,
-        }
-        if self.engine == "deepspeed":
-            arguments["deepspeed"] = deepspeed_configuration(self.zero_stage)
-        if self.engine == "fsdp2":
-            layers = ["LlamaDecoderLayer"]
-            arguments |= {"fsdp": True, "fsdp_config": {"version": 2, "transformer_layer_cls_to_wrap": layers}}
+        arguments = engine_settings(
+            self.engine,
+            rows,
+            deepspeed_configuration(self.zero_stage) if self.engine == "deepspeed" else None,
+            gradient_accumulation_steps=self.accumulation,
+            gradient_checkpointing=self.checkpointing,
+            optim="sgd",
+            learning_rate=LEARNING_RATE,
+            lr_scheduler_type="constant",
+            weight_decay=0.0,
+            max_grad_norm=0.0,
+            max_steps=1,
+            train_sampling_strategy="sequential" if self.idle_rank else "random",
+        )
         if self.sequence_parallel > 1:
             arguments["parallelism_config"] = sequence_parallelism(self.sequence_parallel, data_ranks)
         return arguments
@@ -133,7 +134,6 @@ EVERY = (*LAYOUTS, *ON_POLICY, *FEATURES, *LORA, *IDLE_RANK)
 
 
 def models(directory: Path) -> tuple[Path, Path]:
-    """Return the directories of the student and of the teacher, made by `save_models`."""
     return directory / "student", directory / "teacher"
 
 
@@ -152,7 +152,6 @@ def save_models(directory: Path) -> None:
 
 
 def distillation(layout: Layout) -> DistillationConfig:
-    """Return the terms of the step."""
     return DistillationConfig(
         alpha=ALPHA,
         temperature=TEMPERATURE,
@@ -179,7 +178,6 @@ def samples(*, idle_half: bool = False) -> list[dict[str, Any]]:
 
 
 def collate(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """Pad on the right."""
     return padded(rows, max(len(row["input_ids"]) for row in rows))
 
 
@@ -189,7 +187,6 @@ def collate_to_longest(rows: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def padded(rows: list[dict[str, Any]], longest: int) -> dict[str, Any]:
-    """Return tensors of right-padded samples."""
     import torch
 
     padding = {"input_ids": 0, "labels": -100}
@@ -220,8 +217,56 @@ def packed(world_size: int, accumulation: int) -> list[dict[str, Any]]:
 
 
 def collate_packed(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """Make tensors of the one row of a micro-batch."""
     import torch
 
     assert len(rows) == 1
     return {name: torch.tensor([values]) for name, values in rows[0].items()}
+
+
+def step(layout: Layout, directory: Path, output: Path, world_size: int) -> None:
+    import torch
+    from safetensors.torch import save_file
+    from shardwright.plugins.peft import add_lora
+    from shardwright.plugins.transformers.teacher_placement import load_teacher
+    from shardwright.plugins.transformers.training_arguments import byte_tokenizer
+    from shardwright.trainers.distillation.trainer import DistillationTrainer
+    from transformers import AutoModelForCausalLM, TrainingArguments
+
+    overrides: dict[str, Any] = configure_cpu_ranks(layout.engine)  # type: ignore[arg-type]
+    settings = layout.arguments(world_size)
+    arguments = TrainingArguments(str(output / layout.name), **settings, **overrides)
+    student_path, teacher_path = models(directory)
+    student = AutoModelForCausalLM.from_pretrained(student_path, attn_implementation="sdpa")
+    if layout.lora:
+        student = add_lora(student, rank=4, targets=None, fp32_adapters=True)
+    teacher = load_teacher(
+        str(teacher_path), revision=None, placement=layout.teacher, dtype=torch.float32, engine=layout.engine
+    )
+    trainer = DistillationTrainer(
+        model=student,
+        args=arguments,
+        teacher=teacher,
+        teacher_placement=layout.teacher,  # type: ignore[arg-type]
+        distillation=distillation(layout),
+        train_dataset=packed(world_size, layout.accumulation) if layout.packed else samples(idle_half=layout.idle_rank),
+        data_collator=collator(layout),
+        processing_class=byte_tokenizer(VOCAB) if layout.on_policy else None,
+    )
+    trainer.train()
+    state = trainer.accelerator.get_state_dict(trainer.model_wrapped)
+    if arguments.process_index == 0:
+        save_file(
+            {name: value.float().contiguous() for name, value in state.items()}, output / f"{layout.name}.safetensors"
+        )
+        (output / f"{layout.name}.json").write_text(json.dumps(trainer.state.log_history))
+
+
+def collator(layout: Layout) -> Callable[[list[dict[str, Any]]], dict[str, Any]]:
+    if layout.packed:
+        return collate_packed
+    return collate_to_longest if layout.sequence_parallel > 1 else collate
+
+
+if __name__ == "__main__":
+    chosen = next(layout for layout in EVERY if layout.name == sys.argv[3])
+    step(chosen, Path(sys.argv[1]), Path(sys.argv[2]), int(os.environ["WORLD_SIZE"]))

@@ -75,14 +75,11 @@ def drawn_trainers(count: int, seed: int) -> list[TrainerCase]:
 
 
 def is_trained(case: TrainerCase) -> bool:
-    """Return whether the table allows the trainer under the layout."""
     return not incompatibility_errors([TRAINERS[case.trainer].table_row], columns_of(case.strategy))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """Result of a case."""
-
     verdict: str
     """`equal`, `rejected` or `wrong`."""
     said: str
@@ -91,7 +88,6 @@ class Outcome:
 
 
 def outcome(case: TrainerCase, record: Mapping[str, Any], reference: Mapping[str, Any], directory: Path) -> Outcome:
-    """Compare a case with its run in one process, and return the verdict."""
     if "refused" in record:
         return Outcome(verdict="wrong" if record["steps"] else "rejected", said=record["refused"])
     if "error" in record:

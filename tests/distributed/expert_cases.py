@@ -1,10 +1,24 @@
-"""Trainings with divided experts that must agree with a single process, and that process."""
+"""Trainings with divided experts that must agree with a single process, and that process. Ranks run this file."""
 
 from __future__ import annotations
 
+import json
+import os
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
+
+import torch
+from engine_settings import engine_settings
+from equivalence.records import logged
+from fresh_process import forget_last_run
+from shardwright.plugins.accelerate.cpu_ranks import configure_cpu_ranks
+from shardwright.plugins.deepspeed import auto_ep
+from shardwright.plugins.transformers.training_arguments import save_model_directory
+from shardwright.trainers.data.samples import collate
+from shardwright.trainers.parallel.expert import ExpertParallelCallback
 
 VOCAB = 128
 STEPS = 5
@@ -16,8 +30,6 @@ BALANCE = 0.1
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """One training run."""
-
     family: str
     zero_stage: int = 2
     accumulation: int = 1
@@ -36,50 +48,30 @@ class Case:
     def name(self) -> str:
         options = ("balanced", "checkpointing", "resumed", "from_pretrained", "own_loss", "evaluated")
         chosen = [option for option in options if getattr(self, option)]
-        return "-".join(
-            [
-                self.family,
-                f"zero{self.zero_stage}",
-                f"x{self.accumulation}",
-                self.optimizer,
-                *chosen,
-            ]
-        )
+        return "-".join([self.family, f"zero{self.zero_stage}", f"x{self.accumulation}", self.optimizer, *chosen])
 
     def arguments(self, world_size: int) -> dict[str, Any]:
-        """Return keywords of TrainingArguments; without DeepSpeed for one process."""
-        arguments: dict[str, Any] = {
-            "per_device_train_batch_size": ROWS // world_size,
-            "per_device_eval_batch_size": ROWS // world_size,
-            "gradient_accumulation_steps": self.accumulation,
-            "gradient_checkpointing": self.checkpointing,
-            "optim": self.optimizer,
-            "learning_rate": 0.3 if self.optimizer == "sgd" else 5e-3,
-            "lr_scheduler_type": "linear",
-            "weight_decay": 0.1,
-            "max_grad_norm": 0.5,
-            "max_steps": STEPS,
-            "logging_steps": 1,
-            "eval_strategy": "steps" if self.evaluated else "no",
-            "eval_steps": 2,
-            "save_strategy": "steps" if self.resumed and world_size > 1 else "no",
-            "save_steps": SAVED_AT,
-            "report_to": "none",
-            "disable_tqdm": True,
-            "seed": 11,
-        }
-        if world_size > 1:
-            zero: dict[str, Any] = {"stage": self.zero_stage}
-            if self.zero_stage == 3:
-                zero["stage3_param_persistence_threshold"] = 100
-            arguments["deepspeed"] = {
-                "train_micro_batch_size_per_gpu": "auto",
-                "gradient_accumulation_steps": "auto",
-                "gradient_clipping": "auto",
-                "zero_allow_untested_optimizer": True,
-                "zero_optimization": zero,
-            }
-        return arguments
+        auto = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping")
+        zero = {"stage": self.zero_stage} | (
+            {"stage3_param_persistence_threshold": 100} if self.zero_stage == 3 else {}
+        )
+        return engine_settings(
+            "deepspeed" if world_size > 1 else "single",
+            ROWS // world_size,
+            {**dict.fromkeys(auto, "auto"), "zero_allow_untested_optimizer": True, "zero_optimization": zero},
+            per_device_eval_batch_size=ROWS // world_size,
+            gradient_accumulation_steps=self.accumulation,
+            gradient_checkpointing=self.checkpointing,
+            optim=self.optimizer,
+            learning_rate=0.3 if self.optimizer == "sgd" else 5e-3,
+            weight_decay=0.1,
+            max_grad_norm=0.5,
+            max_steps=STEPS,
+            eval_strategy="steps" if self.evaluated else "no",
+            eval_steps=2,
+            save_strategy="steps" if self.resumed and world_size > 1 else "no",
+            save_steps=SAVED_AT,
+        )
 
 
 CASES = [
@@ -94,7 +86,6 @@ CASES = [
 
 
 def model(case: Case) -> Any:
-    """Return a small model, the same on every call."""
     import transformers
 
     transformers.set_seed(1)
@@ -144,7 +135,6 @@ def _sizes(family: str) -> dict[str, Any]:
 
 
 def samples(count: int = ROWS * 3 * STEPS) -> list[dict[str, Any]]:
-    """Return rows of different lengths."""
     import random
 
     draw = random.Random(5)
@@ -152,25 +142,7 @@ def samples(count: int = ROWS * 3 * STEPS) -> list[dict[str, Any]]:
     return [{"input_ids": row, "labels": row} for row in rows]
 
 
-def collate(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """Pad on the right, without labels there."""
-    import torch
-
-    width = max(len(row["input_ids"]) for row in rows)
-
-    def padded(values: list[list[int]], fill: int) -> torch.Tensor:
-        return torch.tensor([value + [fill] * (width - len(value)) for value in values])
-
-    ids = [row["input_ids"] for row in rows]
-    return {
-        "input_ids": padded(ids, 0),
-        "labels": padded([row["labels"] for row in rows], -100),
-        "attention_mask": padded([[1] * len(each) for each in ids], 0),
-    }
-
-
 def own_loss_trainer() -> Any:
-    """Return a Trainer class that computes its loss from logits, without a balance loss."""
     from torch.nn.functional import cross_entropy
     from transformers import Trainer
 
@@ -207,7 +179,6 @@ def reference_trainer() -> Any:
 
 
 def reference(case: Case, directory: Path) -> Any:
-    """Train a case in one process and return the trainer."""
     from shardwright.trainers.counting.counts import count_as_one_process
     from transformers import TrainingArguments
 
@@ -218,3 +189,74 @@ def reference(case: Case, directory: Path) -> Any:
     count_as_one_process(trainer)
     trainer.train()
     return trainer
+
+
+def made_trainer(case: Case, output: Path) -> Any:
+    from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
+
+    overrides = configure_cpu_ranks("deepspeed")
+    arguments = TrainingArguments(str(output / case.name), **case.arguments(int(os.environ["WORLD_SIZE"])), **overrides)
+    if case.from_pretrained:
+        made = AutoModelForCausalLM.from_pretrained(output / f"{case.name}-start")
+        assert all(hasattr(parameter, "ds_id") for parameter in made.parameters())
+    else:
+        made = model(case)
+    callback = ExpertParallelCallback(2)
+    callback.prepare(arguments, made)
+    kind = own_loss_trainer() if case.own_loss else Trainer
+    trainer = kind(made, arguments, train_dataset=samples(), eval_dataset=samples(2 * ROWS), data_collator=collate)
+    callback.attach(trainer)
+    return trainer
+
+
+def run(case: Case, output: Path) -> None:
+    trainer = made_trainer(case, output)
+    trainer.train()
+    if case.resumed:
+        before = logged(trainer)
+        del trainer
+        forget_last_run()
+        trainer = made_trainer(case, output)
+        trainer.train(resume_from_checkpoint=str(output / case.name / f"checkpoint-{SAVED_AT}"))
+        assert logged(trainer) == before
+    if case.zero_stage == 3:
+        layers = auto_ep.moe_layers(trainer.model)
+        assert all(layer._z3_leaf for layer in layers.values())
+    save_model_directory(trainer, str(output / f"{case.name}-saved"))
+    trainer.model_wrapped.eval()
+    with torch.no_grad():
+        outputs = trainer.model_wrapped(input_ids=torch.arange(24)[None])
+    if trainer.args.process_index == 0:
+        torch.save(outputs.logits, output / f"{case.name}.logits.pt")
+        torch.save(getattr(outputs, "router_logits", None), output / f"{case.name}.router_logits.pt")
+        (output / f"{case.name}.json").write_text(json.dumps(trainer.state.log_history))
+
+
+def without_workarounds(case: Case, output: Path) -> None:
+    """Train without the marks of expert groups, and without ZeRO with the engine's own clipping."""
+    wanted = {"mark_expert_groups": 2, "clip_by_the_whole_norm": 0}
+    for name, stage in wanted.items():
+        changed = Case(family=case.family, zero_stage=stage)
+        told = ""
+        with patch.object(auto_ep, name):
+            trainer = made_trainer(changed, output)
+            try:
+                trainer.train()
+            except AssertionError as error:
+                told = str(error)
+            weight = trainer.model.get_input_embeddings().weight.detach()
+        if os.environ["RANK"] == "0":
+            (output / f"without_{name}.json").write_text(
+                json.dumps({"told": told, "norms": logged(trainer, "grad_norm")})
+            )
+            torch.save(weight, output / f"without_{name}.pt")
+        del trainer
+        forget_last_run()
+
+
+if __name__ == "__main__":
+    results, name = Path(sys.argv[1]), sys.argv[2]
+    if name == "without-workarounds":
+        without_workarounds(CASES[0], results)
+    else:
+        run(next(case for case in CASES if case.name == name), results)

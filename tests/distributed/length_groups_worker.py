@@ -9,8 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from equivalence.cases import LAYOUTS, MICRO_STEP_SAMPLES, Case, padded, samples
-from equivalence.combinations import make_model
+from equivalence.cases import LAYOUTS, MICRO_STEP_SAMPLES, Case, make_model, padded, samples
 from fresh_process import forget_last_run
 from shardwright.ds_configs.specs.layout import Layout
 from shardwright.plugins.accelerate.cpu_ranks import configure_cpu_ranks

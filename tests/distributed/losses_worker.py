@@ -17,7 +17,6 @@ from shardwright.trainers.train_causal_lm import main
 
 @contextmanager
 def zero_gradient_step() -> Iterator[None]:
-    """Run one optimizer step on zero gradients when the optimizer is created."""
     from transformers import Trainer
 
     create = Trainer.create_optimizer
@@ -37,7 +36,6 @@ def zero_gradient_step() -> Iterator[None]:
 
 @contextmanager
 def kept_products() -> Iterator[None]:
-    """Enable selective recomputation in every layer of the Trainer's model."""
     from shardwright.plugins.transformers.gradient_checkpointing import selective_checkpointing_callback
     from transformers import Trainer
 

@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+import json
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from cases import RANKS
+from engine_settings import engine_settings
+from equivalence.cases import deepspeed_config
+from fresh_process import forget_last_run
 from shardwright.ds_configs.quantization.scheme import changed, scheme_named
 from shardwright.ds_configs.specs.layout import Layout
+from shardwright.plugins.accelerate.cpu_ranks import configure_cpu_ranks
 
 STEPS = 5
 SAMPLES = 4
@@ -31,8 +41,6 @@ LAYOUTS: dict[str, Layout] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """One run."""
-
     family: str
     layout: str = ""
     """A name of `LAYOUTS`; empty for one process."""
@@ -49,7 +57,6 @@ class Case:
 
     @property
     def reference(self) -> Case:
-        """The run of one process."""
         return replace(self, layout="")
 
     @property
@@ -58,30 +65,19 @@ class Case:
         return replace(strategy, micro_batch_size=SAMPLES // strategy.data_parallel_size)
 
     def arguments(self, directory: Path) -> dict[str, Any]:
-        """Return keys of TrainingArguments."""
-        from equivalence.cases import deepspeed_config
-
         strategy = self.strategy
-        arguments: dict[str, Any] = {
-            "output_dir": str(directory),
-            "per_device_train_batch_size": strategy.micro_batch_size,
-            "optim": "adamw_torch",
-            "adam_epsilon": 1e-6,
-            "learning_rate": 1e-3,
-            "weight_decay": 0.0,
-            "max_steps": STEPS,
-            "logging_steps": 1,
-            "save_strategy": "no",
-            "report_to": "none",
-            "disable_tqdm": True,
-            "seed": 11,
-        }
-        if strategy.engine == "deepspeed":
-            arguments["deepspeed"] = deepspeed_config(strategy)
-        if strategy.engine == "fsdp2":
-            layer = CLASSES[self.family].replace("ForCausalLM", "DecoderLayer")
-            arguments |= {"fsdp": True, "fsdp_config": {"version": 2, "transformer_layer_cls_to_wrap": [layer]}}
-        return arguments
+        return engine_settings(
+            strategy.engine,
+            strategy.micro_batch_size,
+            deepspeed_config(strategy),
+            layer=CLASSES[self.family].removesuffix("ForCausalLM"),
+            output_dir=str(directory),
+            optim="adamw_torch",
+            adam_epsilon=1e-6,
+            learning_rate=1e-3,
+            weight_decay=0.0,
+            max_steps=STEPS,
+        )
 
 
 ON_BORDERS = [
@@ -96,3 +92,69 @@ ON_BORDERS = [
 ]
 OFF_BORDERS = [replace(case, off_borders=True) for case in ON_BORDERS]
 EVERY = {case.name: case for case in (*ON_BORDERS, *OFF_BORDERS)}
+
+
+_SMALLER = 1 - 4e-6
+
+
+def train(case: Case, output: Path) -> None:
+    from family_sweep.checks import samples
+    from family_sweep.tiny_configs import tiny_model
+    from shardwright.plugins.transformers.training_arguments import training_arguments
+    from shardwright.trainers.distillation import DistillationConfig, DistillationTrainer
+    from shardwright.trainers.parallel.trainer_for import parallelism_of
+    from shardwright.trainers.qat.callback import QATCallback
+
+    output.mkdir(exist_ok=True)
+    strategy = case.strategy
+    overrides = {"use_cpu": True} if strategy.engine == "single" else configure_cpu_ranks(strategy.engine)
+    arguments = training_arguments(case.arguments(output), overrides)
+    settings: dict[str, Any] = {
+        "model": tiny_model(CLASSES[case.family]),
+        "args": arguments,
+        "train_dataset": samples(),
+        "callbacks": [QATCallback(SCHEME), weights_of_steps(output)],
+    }
+    if case.distilled:
+        settings |= {"trainer_class": DistillationTrainer, "teacher": tiny_model(CLASSES[case.family], seed=9)}
+        settings["distillation"] = DistillationConfig(alpha=0.5, temperature=2.0)
+    trainer = parallelism_of(strategy).make_trainer(**settings)
+    with rounding_off_borders() if case.off_borders else nullcontext():
+        trainer.train()
+    if arguments.process_index == 0:
+        losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+        (output / "losses.json").write_text(json.dumps(losses))
+
+
+@contextmanager
+def rounding_off_borders() -> Iterator[None]:
+    """Round numbers of weights that are a few millionths smaller: -7.5 becomes -7.49997."""
+    from shardwright.trainers.qat.rounding import rounding
+
+    before = rounding.weight_levels
+    rounding.weight_levels = partial(before, rounding=lambda values: torch.round(values * _SMALLER))
+    try:
+        yield
+    finally:
+        rounding.weight_levels = before
+
+
+def weights_of_steps(output: Path) -> Any:
+    from safetensors.torch import save_file
+    from shardwright.plugins.deepspeed.parameters import gathered_parameters
+    from transformers import TrainerCallback
+
+    class Weights(TrainerCallback):
+        def on_step_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+            found = dict(gathered_parameters(model))
+            if args.process_index == 0:
+                weights = {name: one.detach().clone().contiguous() for name, one in found.items() if one is not None}
+                save_file(weights, output / f"{state.global_step}.safetensors")
+
+    return Weights()
+
+
+if __name__ == "__main__":
+    for name in sys.argv[2:]:
+        train(EVERY[name], Path(sys.argv[1]) / name)
+        forget_last_run()

@@ -1,18 +1,24 @@
 """Quantization-aware training under every layout: models, and the layouts that must agree.
 
 One process sees the micro-batches of both ranks one after the other. Forward passes are therefore equal bit for bit,
-so that no code is rounded to the other side.
+so that no code is rounded to the other side. Ranks run this file.
 """
 
 from __future__ import annotations
 
+import json
+import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from cases import RANKS, deepspeed_configuration
-from distillation_cases import SAMPLES, VOCAB
+from distillation_cases import SAMPLES, VOCAB, collate, samples
+from engine_settings import engine_settings
+from fresh_process import forget_last_run
 from shardwright.ds_configs.specs.layout import Layout
+from shardwright.plugins.accelerate.cpu_ranks import configure_cpu_ranks
+from small_models import llama, mixtral
 
 LEARNING_RATE, ADAM_LEARNING_RATE = 1.0, 1e-3
 GROUP = 32
@@ -33,8 +39,6 @@ FP32_SCHEMES = ("w4", "w8a8", "w2-learned", "w8a8-static")
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """One run."""
-
     engine: Literal["single", "ddp", "deepspeed", "fsdp2"] = "single"
     zero_stage: int = 0
     zero_init: bool = False
@@ -61,7 +65,6 @@ class Case:
 
     @property
     def reference(self) -> Case:
-        """The run of one process that this one must agree with."""
         return Case(scheme=self.scheme, lora=self.lora, mixture=self.mixture, offload=self.offload)
 
     @property
@@ -78,31 +81,24 @@ class Case:
     def arguments(self) -> dict[str, Any]:
         """Return keywords of TrainingArguments with plain SGD, so that a step shows the gradient."""
         read_together = self.engine == "single" or self.axis in ("tp", "pp")
-        arguments: dict[str, Any] = {
-            "per_device_train_batch_size": SAMPLES // RANKS,
-            "gradient_accumulation_steps": RANKS if read_together else 1,
-            "gradient_checkpointing": self.checkpointing,
-            "bf16": self.bf16,
-            "optim": "adamw_torch" if self.offload else "sgd",
-            "learning_rate": ADAM_LEARNING_RATE if self.offload or self.bf16 else LEARNING_RATE,
-            "lr_scheduler_type": "constant_with_warmup",
-            "warmup_steps": self.steps - 1,
-            "weight_decay": 0.0,
-            "max_grad_norm": 0.0,
-            "max_steps": self.steps,
-            "train_sampling_strategy": "sequential",
-            "logging_steps": 1,
-            "save_strategy": "no",
-            "report_to": "none",
-            "disable_tqdm": True,
-            "seed": 11,
-        }
-        if self.engine == "deepspeed":
-            arguments["deepspeed"] = deepspeed_configuration(self.zero_stage, offload_optimizer=self.offload)
-        if self.engine == "fsdp2":
-            layer = "MixtralDecoderLayer" if self.mixture else "LlamaDecoderLayer"
-            arguments |= {"fsdp": True, "fsdp_config": {"version": 2, "transformer_layer_cls_to_wrap": [layer]}}
-        return arguments
+        is_deepspeed = self.engine == "deepspeed"
+        return engine_settings(
+            self.engine,
+            SAMPLES // RANKS,
+            deepspeed_configuration(self.zero_stage, offload_optimizer=self.offload) if is_deepspeed else None,
+            layer="Mixtral" if self.mixture else "Llama",
+            gradient_accumulation_steps=RANKS if read_together else 1,
+            gradient_checkpointing=self.checkpointing,
+            bf16=self.bf16,
+            optim="adamw_torch" if self.offload else "sgd",
+            learning_rate=ADAM_LEARNING_RATE if self.offload or self.bf16 else LEARNING_RATE,
+            lr_scheduler_type="constant_with_warmup",
+            warmup_steps=self.steps - 1,
+            weight_decay=0.0,
+            max_grad_norm=0.0,
+            max_steps=self.steps,
+            train_sampling_strategy="sequential",
+        )
 
 
 DDP: dict[str, Any] = {"engine": "ddp"}
@@ -138,28 +134,13 @@ REFERENCES = list(dict.fromkeys(case.reference for case in (*CASES, *OFFLOADED))
 
 
 def model_directory(directory: Path, case: Case) -> Path:
-    """Return where `save_models` put the model that a case starts from."""
     return directory / ("mixture" if case.mixture else "llama")
 
 
 def save_models(directory: Path) -> None:
-    """Make a Llama and a mixture of experts."""
-    from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM, set_seed
-
-    sizes: dict[str, Any] = {
-        "hidden_size": 64,
-        "intermediate_size": 128,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "vocab_size": VOCAB,
-        "max_position_embeddings": 64,
-        "initializer_range": 0.1,
-    }
-    set_seed(1)
-    LlamaForCausalLM(LlamaConfig(**sizes)).save_pretrained(directory / "llama")
-    experts = {"num_local_experts": 4, "num_experts_per_tok": 2}
-    MixtralForCausalLM(MixtralConfig(**sizes, **experts)).save_pretrained(directory / "mixture")
+    sizes: dict[str, Any] = {"vocab_size": VOCAB, "max_position_embeddings": 64, "initializer_range": 0.1}
+    llama(seed=1, **sizes).save_pretrained(directory / "llama")
+    mixtral(seed=1, **sizes).save_pretrained(directory / "mixture")
 
 
 def callback_settings(case: Case) -> tuple[Any, dict[str, Any]]:
@@ -173,3 +154,106 @@ def callback_settings(case: Case) -> tuple[Any, dict[str, Any]]:
     elif scheme.weights.strategy == "group":
         scheme = replace(scheme, weights=replace(scheme.weights, group_size=GROUP))
     return scheme, options
+
+
+def trained(case: Case, directory: Path, output: Path) -> None:
+    from shardwright.plugins.transformers.training_arguments import byte_tokenizer
+
+    where = output / case.name
+    trainer, callback = trainer_of(case, directory, where / "run")
+    if case.engine == "single":
+        save(trainer, where / "start.safetensors")
+    trainer.train()
+    save(trainer, where / "trained.safetensors")
+    source = str(model_directory(directory, case))
+    callback.export(trainer, where / "export", tokenizer=byte_tokenizer(VOCAB), source=source, verify=case.verify)
+
+
+def resumed(directory: Path, output: Path) -> None:
+    """Train to the end, once in one go and once from a checkpoint of that run in the middle; export both."""
+    from shardwright.plugins.transformers.training_arguments import byte_tokenizer
+
+    training = {"max_steps": RESUMED_STEPS, "save_strategy": "steps", "save_steps": SAVED_STEP, "optim": "adamw_torch"}
+    training |= {"learning_rate": ADAM_LEARNING_RATE, "warmup_steps": 0}
+    checkpoint = str(output / "whole" / "run" / f"checkpoint-{SAVED_STEP}")
+    for name, resume in (("whole", None), ("resumed", checkpoint)):
+        where = output / name
+        trainer, callback = trainer_of(RESUMED, directory, where / "run", **training)
+        trainer.train(resume_from_checkpoint=resume)
+        save(trainer, where / "trained.safetensors")
+        source = str(model_directory(directory, RESUMED))
+        callback.export(trainer, where / "export", tokenizer=byte_tokenizer(VOCAB), source=source, verify=False)
+        if trainer.args.process_index == 0:
+            (where / "history.json").write_text(json.dumps(trainer.state.log_history))
+        forget_last_run()
+
+
+def trainer_of(case: Case, directory: Path, run: Path, **changes: Any) -> tuple[Any, Any]:
+    from shardwright.trainers.parallel.trainer_for import parallelism_of
+    from shardwright.trainers.qat.callback import QATCallback
+    from transformers import AutoModelForCausalLM, TrainingArguments
+
+    overrides: dict[str, Any] = configure_cpu_ranks("ddp" if case.engine == "single" else case.engine)
+    settings = case.arguments() | changes | overrides
+    path = model_directory(directory, case)
+    if case.zero_init:
+        arguments = TrainingArguments(str(run), **settings)
+        model = AutoModelForCausalLM.from_pretrained(path)
+        assert all(parameter.numel() == 0 for parameter in model.parameters())
+    else:
+        model = AutoModelForCausalLM.from_pretrained(path)
+        arguments = TrainingArguments(str(run), **settings)
+    if case.lora:
+        model = adapted(model)
+    scheme, options = callback_settings(case)
+    calibration = [collate(samples())] if options.get("ranges") == "learned" else None
+    callback = QATCallback(scheme, calibration=calibration, **options)
+    trainer = parallelism_of(case.strategy).make_trainer(
+        model=model, args=arguments, train_dataset=samples(), data_collator=collate, callbacks=[callback]
+    )
+    if case.bf16:
+        between_codes(callback)
+    return trainer, callback
+
+
+def between_codes(callback: Any) -> None:
+    """Move learned zero points close below halves: in bf16 they are halves."""
+    for parameter in callback.attachment.parameters:
+        if parameter.detach().min() < 0:
+            parameter.data += 0.4999
+
+
+def save(trainer: Any, path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+    from shardwright.plugins.deepspeed.engine import stages_of
+
+    if stages_of(trainer.model) is None:
+        state = trainer.accelerator.get_state_dict(trainer.model_wrapped)
+    else:
+        trainer.save_model(str(path.parent / "stages"))
+        files = sorted((path.parent / "stages").glob("*.safetensors"))
+        state = {name: value for file in files for name, value in load_file(file).items()}
+    if trainer.args.process_index == 0:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        save_file({name: value.float().contiguous() for name, value in state.items()}, path)
+
+
+def adapted(model: Any) -> Any:
+    """Return the model with adapters whose product is not zero, so that both matrices have a gradient."""
+    import torch
+    from shardwright.plugins.peft import add_lora
+
+    model = add_lora(model, rank=4, targets=None, fp32_adapters=True)
+    draw = torch.Generator().manual_seed(3)
+    for name, parameter in model.named_parameters():
+        if "lora_" in name:
+            parameter.data.copy_(torch.randn(parameter.shape, generator=draw) * 0.1)
+    return model
+
+
+if __name__ == "__main__":
+    models, results, name = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3]
+    if name == "resumed":
+        resumed(models, results)
+    else:
+        trained(next(case for case in (*CASES, *IN_BF16, *OFFLOADED) if case.name == name), models, results)

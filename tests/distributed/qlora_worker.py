@@ -10,6 +10,7 @@ from typing import Any
 
 import bitsandbytes
 import torch
+from engine_settings import fsdp2_settings
 from shardwright.plugins.accelerate.cpu_ranks import configure_cpu_ranks
 from shardwright.plugins.peft import add_lora
 from shardwright.plugins.transformers.training_arguments import training_arguments
@@ -27,7 +28,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
             "gradient_clipping": "auto",
         }
     },
-    "fsdp2": {"fsdp": True, "fsdp_config": {"version": 2, "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"]}},
+    "fsdp2": fsdp2_settings(),
 }
 
 

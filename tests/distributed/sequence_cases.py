@@ -1,15 +1,26 @@
-"""The training runs under sequence parallelism that must equal one process, and how either of them is run."""
+"""The training runs under sequence parallelism that must equal one process, and how either of them is run.
+
+Ranks run this file.
+"""
 
 from __future__ import annotations
 
+import json
+import os
 import random
+import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from cases import deepspeed_configuration
+from engine_settings import engine_settings
+from fresh_process import forget_last_run
+from shardwright.plugins.accelerate.cpu_ranks import configure_cpu_ranks
+from shardwright.trainers.data.samples import collate
+from small_models import llama
 
 VOCAB = 128
 IGNORED = -100
@@ -21,8 +32,6 @@ EVALUATED = {2: 7, 4: 8}
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """One training run."""
-
     name: str
     zero_stage: int = 2
     ranks: int = 2
@@ -65,25 +74,8 @@ class Case:
 
     @property
     def alone(self) -> Case:
-        """The run in one process that this one must equal."""
-        return Case(
-            name=f"{self.name}-alone",
-            ranks=self.ranks,
-            accumulation=self.accumulation,
-            optimizer=self.optimizer,
-            kv_heads=self.kv_heads,
-            tied=self.tied,
-            label_smoothing=self.label_smoothing,
-            loss=self.loss,
-            lora=self.lora,
-            evaluates=self.evaluates,
-            evaluated=self.evaluated,
-            family=self.family,
-            steps=self.steps,
-            samples=self.samples,
-            streams=self.streams,
-            parallel=False,
-        )
+        plain = {"checkpointing": False, "tiled_mlp": 0, "tiled_loss": 0, "interrupted": False, "context": False}
+        return replace(self, name=f"{self.name}-alone", parallel=False, **plain)
 
 
 TWO_RANKS = [
@@ -108,17 +100,8 @@ FOUR_RANKS = [
 
 
 def model(case: Case) -> Any:
-    """Return the model that is trained."""
     from shardwright.plugins.peft import add_lora
-    from transformers import (
-        GPTNeoXConfig,
-        GPTNeoXForCausalLM,
-        LlamaConfig,
-        LlamaForCausalLM,
-        MixtralConfig,
-        MixtralForCausalLM,
-        set_seed,
-    )
+    from transformers import GPTNeoXConfig, GPTNeoXForCausalLM, MixtralConfig, MixtralForCausalLM, set_seed
 
     set_seed(1)
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -127,18 +110,8 @@ def model(case: Case) -> Any:
     if case.family == "mixtral":
         experts = {"num_local_experts": 4, "num_key_value_heads": 2, "head_dim": None}
         return MixtralForCausalLM(MixtralConfig(vocab_size=VOCAB, initializer_range=0.2, **sizes, **experts))
-    made = LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=VOCAB,
-            hidden_size=32,
-            intermediate_size=64,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=case.kv_heads,
-            initializer_range=0.2,
-            tie_word_embeddings=case.tied,
-        )
-    )
+    heads = {"num_key_value_heads": case.kv_heads, "tie_word_embeddings": case.tied}
+    made = llama(seed=1, vocab_size=VOCAB, hidden_size=32, initializer_range=0.2, **heads)
     if not case.lora:
         return made
     # On MLPs alone: nothing before the first of them needs a gradient.
@@ -165,17 +138,6 @@ class Stream(torch.utils.data.IterableDataset[dict[str, list[int]]]):
         return iter(self.samples)
 
 
-def padded(rows: list[dict[str, list[int]]]) -> dict[str, Any]:
-    """Pad on the right to the longest row."""
-    longest = max(len(row["input_ids"]) for row in rows)
-    fills = {"input_ids": 0, "labels": IGNORED, "attention_mask": 0}
-    rows = [{**row, "attention_mask": [1] * len(row["input_ids"])} for row in rows]
-    return {
-        name: torch.tensor([row[name] + [fill] * (longest - len(row[name])) for row in rows])
-        for name, fill in fills.items()
-    }
-
-
 def shifting_loss(outputs: Any, labels: Any, num_items_in_batch: Any = None, *, reduction: str = "mean") -> Any:
     """Return a loss that shifts labels itself, is no cross-entropy, and is 0 on average where nothing is labelled."""
     logits, labels = outputs.logits[:, :-1], labels[:, 1:]
@@ -188,7 +150,6 @@ def shifting_loss(outputs: Any, labels: Any, num_items_in_batch: Any = None, *, 
 
 
 def trainer_class(case: Case) -> type:
-    """Return the Trainer whose loss the case asks for."""
     from transformers import Trainer
 
     class Summing(Trainer):
@@ -221,22 +182,17 @@ def trainer_class(case: Case) -> type:
 
 
 def arguments(case: Case, directory: Path, overrides: dict[str, Any]) -> Any:
-    """Return the `TrainingArguments` of a case."""
     from transformers import TrainingArguments
 
     data_ranks = case.ranks // case.sequence_parallel_size if case.parallel else 1
-    wrapped = {"version": 2, "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"]}
-    engine: dict[str, Any] = {"fsdp": True, "fsdp_config": wrapped} if case.context else {}
-    if not case.context:
-        engine = {"deepspeed": deepspeed_configuration(case.zero_stage)}
-    return TrainingArguments(
-        str(directory / case.name),
-        per_device_train_batch_size=case.micro_step_samples // data_ranks,
+    settings = engine_settings(
+        case.engine if case.parallel else "single",
+        case.micro_step_samples // data_ranks,
+        deepspeed_configuration(case.zero_stage),
         per_device_eval_batch_size=case.micro_step_samples // data_ranks,
         gradient_accumulation_steps=case.accumulation,
         max_steps=case.steps,
         dataloader_num_workers=case.workers if case.parallel else 0,
-        logging_steps=1,
         save_strategy="steps" if case.interrupted else "no",
         save_steps=2,
         eval_strategy="steps" if case.evaluates else "no",
@@ -249,12 +205,8 @@ def arguments(case: Case, directory: Path, overrides: dict[str, Any]) -> Any:
         max_grad_norm=0.5,
         label_smoothing_factor=case.label_smoothing,
         gradient_checkpointing=case.checkpointing,
-        report_to="none",
-        disable_tqdm=True,
-        seed=11,
-        **(engine if case.parallel else {}),
-        **overrides,
     )
+    return TrainingArguments(str(directory / case.name), **settings, **overrides)
 
 
 def accuracy(prediction: Any) -> dict[str, float]:
@@ -268,12 +220,8 @@ def accuracy(prediction: Any) -> dict[str, float]:
 
 
 def make_trainer(case: Case, directory: Path, overrides: dict[str, Any]) -> Any:
-    """Return a Trainer, with sequence parallelism if the case has it."""
     from shardwright.trainers.counting.counts import count_as_one_process
-    from shardwright.trainers.parallel.context.callback import (
-        ContextParallelCollator,
-        prepare_context_parallel,
-    )
+    from shardwright.trainers.parallel.context.callback import ContextParallelCollator, prepare_context_parallel
     from shardwright.trainers.parallel.sequence.callback import SequenceParallelCallback
 
     built, made = arguments(case, directory, overrides), model(case)
@@ -284,10 +232,10 @@ def make_trainer(case: Case, directory: Path, overrides: dict[str, Any]) -> Any:
         loss_reduction="sum" if case.loss == "sum" else "mean",
         loss_shifts_labels=case.loss != "aligned",
     )
-    collate: Any = padded
+    collator: Any = collate
     if case.context:
         prepare_context_parallel(built, made, 2)
-        collate = ContextParallelCollator(padded, 2)
+        collator = ContextParallelCollator(collate, 2)
     elif case.parallel:
         callback.prepare(built, made)
     trainer = trainer_class(case)(
@@ -295,7 +243,7 @@ def make_trainer(case: Case, directory: Path, overrides: dict[str, Any]) -> Any:
         args=built,
         train_dataset=Stream(case.samples) if case.streams else samples(case.samples, 3),
         eval_dataset=samples(case.evaluated or EVALUATED[case.ranks], 4),
-        data_collator=collate,
+        data_collator=collator,
         compute_loss_func=shifting_loss if case.loss == "mean" else None,
         compute_metrics=accuracy if case.evaluates else None,
     )
@@ -307,7 +255,65 @@ def make_trainer(case: Case, directory: Path, overrides: dict[str, Any]) -> Any:
 
 
 def run(case: Case, directory: Path, overrides: dict[str, Any]) -> tuple[Any, list[dict[str, float]]]:
-    """Train and return the trainer and what it logged."""
     trainer = make_trainer(case, directory, overrides)
     trainer.train()
     return trainer, [dict(entry) for entry in trainer.state.log_history]
+
+
+def train(case: Case, output: Path) -> None:
+    from safetensors.torch import save_file
+
+    trainer, logs = run(case, output, configure_cpu_ranks(case.engine))
+    if case.interrupted:
+        forget_last_run()
+        trainer = make_trainer(case, output, configure_cpu_ranks("deepspeed"))
+        trainer.train(resume_from_checkpoint=str(output / case.name / "checkpoint-2"))
+        logs = trainer.state.log_history
+    state = trainer.accelerator.get_state_dict(trainer.model_wrapped)
+    if trainer.args.process_index == 0:
+        weights = {name: value.float().clone().contiguous() for name, value in state.items()}
+        save_file(weights, output / f"{case.name}.safetensors")
+        (output / f"{case.name}.json").write_text(json.dumps(logs))
+
+
+def stock(case: Case, output: Path) -> dict[str, str]:
+    """Return how the Trainer's own sequence parallelism fails on these ranks, and what it leaves behind."""
+    import torch
+    from deepspeed.runtime.sequence_parallel import parallel_state_sp
+    from shardwright.trainers.parallel.sequence.callback import parallelism_config
+    from transformers import Trainer
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    def of_twelve(rows: Any) -> dict[str, Any]:
+        batch = collate([{name: (values * 12)[:12] for name, values in row.items()} for row in rows])
+        positions = torch.arange(12).expand(len(rows), -1).contiguous()
+        return {"input_ids": batch["input_ids"], "labels": batch["labels"], "position_ids": positions}
+
+    built = arguments(case, output, configure_cpu_ranks("deepspeed"))
+    built.parallelism_config = parallelism_config(2, built.world_size, attention="sdpa")
+    found = {"failure": "", "second run": ""}
+    try:
+        Trainer(model=model(case), args=built, train_dataset=samples(36, 3), data_collator=of_twelve).train()
+    except Exception as error:
+        found["failure"] = f"{type(error).__name__}: {error}"
+    found["attention"] = ALL_ATTENTION_FUNCTIONS["sdpa"].__module__
+    try:
+        parallel_state_sp.initialize_sequence_parallel(2)
+    except AssertionError as error:
+        found["second run"] = str(error)
+    forget_last_run()
+    found["attention afterwards"] = ALL_ATTENTION_FUNCTIONS["sdpa"].__module__
+    return found
+
+
+def main(output: Path, name: str) -> None:
+    ranks = int(os.environ["WORLD_SIZE"])
+    if name != "stock":
+        train(next(case for case in (TWO_RANKS if ranks == 2 else FOUR_RANKS) if case.name == name), output)
+        return
+    found = stock(Case(name="stock", ranks=ranks, micro_step_samples=2), output)
+    (output / f"stock-{os.environ['RANK']}.json").write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2])

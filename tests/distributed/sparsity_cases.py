@@ -1,13 +1,22 @@
-"""Trainings with zeros in their weights, under every engine, that must agree with a single process."""
+"""Trainings with zeros in their weights, under every engine, that must agree with a single process.
+
+Ranks run this file.
+"""
 
 from __future__ import annotations
 
+import json
+import os
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from cases import deepspeed_configuration
+from engine_settings import engine_settings
+from fresh_process import forget_last_run
 from shardwright.ds_configs.specs.layout import Layout
+from shardwright.plugins.accelerate.cpu_ranks import configure_cpu_ranks
 from small_models import llama
 
 STEPS = 6
@@ -19,8 +28,6 @@ SHRINK = 0.05
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """One training run."""
-
     method: str
     """`matrix`: 2:4 with AdamW, whose momentum moves zeros; `global`: one threshold for all; `l1`."""
     engine: str = "ddp"
@@ -40,36 +47,27 @@ class Case:
         return f"{self.method}-{engine}{extra}"
 
     def arguments(self, world_size: int) -> dict[str, Any]:
-        """Return keywords of TrainingArguments."""
-        arguments: dict[str, Any] = {
-            "per_device_train_batch_size": ROWS // (1 if self.axis else world_size),
-            "optim": "adamw_torch" if self.method == "matrix" else "sgd",
-            "learning_rate": 1e-2 if self.method == "matrix" else 0.5,
-            "lr_scheduler_type": "linear",
-            "weight_decay": 0.0,
-            "max_grad_norm": 0.0,
-            "max_steps": STEPS,
-            "bf16": self.bf16,
-            "save_strategy": "steps" if self.resumed else "no",
-            "save_steps": SAVED_AT,
-            "logging_steps": 1,
-            "report_to": "none",
-            "disable_tqdm": True,
-            "seed": 11,
-        }
+        deepspeed = None
         if self.engine == "deepspeed":
-            configuration = deepspeed_configuration(self.zero_stage, offload_optimizer=self.offload)
+            deepspeed = deepspeed_configuration(self.zero_stage, offload_optimizer=self.offload)
             if self.zero_stage == 3:
                 # Between the sizes of the matrices: some stay gathered, some do not.
-                configuration["zero_optimization"]["stage3_param_persistence_threshold"] = 4200
-            arguments["deepspeed"] = configuration
-        if self.engine == "fsdp2":
-            layers = ["LlamaDecoderLayer"]
-            arguments |= {"fsdp": True, "fsdp_config": {"version": 2, "transformer_layer_cls_to_wrap": layers}}
-        return arguments
+                deepspeed["zero_optimization"]["stage3_param_persistence_threshold"] = 4200
+        return engine_settings(
+            self.engine,
+            ROWS // (1 if self.axis else world_size),
+            deepspeed,
+            optim="adamw_torch" if self.method == "matrix" else "sgd",
+            learning_rate=1e-2 if self.method == "matrix" else 0.5,
+            weight_decay=0.0,
+            max_grad_norm=0.0,
+            max_steps=STEPS,
+            bf16=self.bf16,
+            save_strategy="steps" if self.resumed else "no",
+            save_steps=SAVED_AT,
+        )
 
     def callback(self) -> Any:
-        """Return what makes the zeros."""
         from shardwright.trainers.sparsity.l1_sparsity_callback import L1SparsityCallback
         from shardwright.trainers.sparsity.magnitude_pruning_callback import MagnitudePruningCallback
 
@@ -108,7 +106,6 @@ def model(case: Case) -> Any:
 
 
 def samples() -> list[dict[str, Any]]:
-    """Return the samples of all steps."""
     import random
 
     draw = random.Random(5)
@@ -119,7 +116,6 @@ def samples() -> list[dict[str, Any]]:
 def train(
     case: Case, directory: Path, world_size: int, overrides: dict[str, Any], *, resume_from: str | None = None
 ) -> Any:
-    """Train a case to its end, from its beginning or from a checkpoint, and return the trainer."""
     from shardwright.trainers.parallel.trainer_for import parallelism_of
     from transformers import TrainingArguments
 
@@ -131,3 +127,40 @@ def train(
     )
     trainer.train(resume_from_checkpoint=resume_from)
     return trainer
+
+
+def run(case: Case, output: Path, world_size: int) -> None:
+    from safetensors.torch import load_file, save_file
+
+    trainer = train(case, output, world_size, configure_cpu_ranks(case.engine))  # type: ignore[arg-type]
+    if case.resumed:
+        checkpoint = Path(trainer.args.output_dir) / f"checkpoint-{SAVED_AT}"
+        del trainer
+        forget_last_run()
+        overrides = configure_cpu_ranks(case.engine)  # type: ignore[arg-type]
+        trainer = train(case, output, world_size, overrides, resume_from=str(checkpoint))
+    if case.axis == "pp":
+        trainer.save_model(str(output / f"{case.name}-stages"))
+        files = sorted((output / f"{case.name}-stages").glob("*.safetensors"))
+        state = {name: value for file in files for name, value in load_file(file).items()}
+    else:
+        # Under ZeRO-3 rank 0 alone gets it.
+        state = trainer.accelerator.get_state_dict(trainer.model_wrapped) or {}
+    found = {name: value.float().contiguous() for name, value in state.items()}
+    if case.engine == "deepspeed" and not case.axis:
+        found |= {f"master.{name}": value for name, value in masters(trainer).items()}
+    if trainer.args.process_index == 0:
+        save_file(found, output / f"{case.name}.safetensors")
+        sparsity = [each.sparsity for each in trainer.callback_handler.callbacks if hasattr(each, "sparsity")]
+        (output / f"{case.name}.json").write_text(json.dumps(sparsity))
+
+
+def masters(trainer: Any) -> dict[str, Any]:
+    from deepspeed.utils import safe_get_full_fp32_param
+
+    return {name: safe_get_full_fp32_param(value).float().clone() for name, value in trainer.model.named_parameters()}
+
+
+if __name__ == "__main__":
+    chosen = next(case for case in EVERY if case.name == sys.argv[2])
+    run(chosen, Path(sys.argv[1]), int(os.environ["WORLD_SIZE"]))

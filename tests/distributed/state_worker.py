@@ -24,7 +24,6 @@ def arguments(output: Path, **settings: Any) -> Any:
 
 
 def trained(model_directory: Path, training_arguments: Any) -> Any:
-    """Train one step with the stock Trainer and return it."""
     from transformers import AutoModelForCausalLM, Trainer, default_data_collator
 
     model = AutoModelForCausalLM.from_pretrained(model_directory, use_safetensors=True, trust_remote_code=False)
@@ -106,8 +105,5 @@ def with_adapter(model_directory: Path, output: Path) -> dict[str, Any]:
 
 if __name__ == "__main__":
     model_path, output_path = Path(sys.argv[1]), Path(sys.argv[2])
-    found = {
-        "without": without_adapter(model_path, output_path),
-        "with": with_adapter(model_path, output_path),
-    }
+    found = {"without": without_adapter(model_path, output_path), "with": with_adapter(model_path, output_path)}
     (output_path / f"rank{os.environ['RANK']}.json").write_text(json.dumps(found, indent=1))

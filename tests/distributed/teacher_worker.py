@@ -30,7 +30,6 @@ class TeacherCase:
 
     @property
     def alone(self) -> TeacherCase:
-        """The same student without a teacher."""
         return TeacherCase(engine=self.engine, zero_stage=self.zero_stage)
 
 
@@ -48,7 +47,6 @@ CASES = [
 
 
 def probe(rank: int) -> Any:
-    """Return token ids that differ between ranks."""
     import torch
 
     return torch.randint(0, 512, (PROBE_ROWS, PROBE_TOKENS), generator=torch.Generator().manual_seed(rank))
@@ -68,7 +66,6 @@ def local_bytes(model: Any) -> int:
 
 
 def observe(teacher: Any, expected: Any, rank: int) -> dict[str, Any]:
-    """Return the differences of the teacher's outputs and head from a replica's, and its state."""
     logits = teacher(input_ids=probe(rank)).logits
     with teacher.gathered_head() as head:
         head_difference = float((head.weight_VH.detach() - expected["head"]).abs().max())
@@ -83,7 +80,6 @@ def observe(teacher: Any, expected: Any, rank: int) -> dict[str, Any]:
 
 
 def train(case: TeacherCase, directory: Path, output: Path, expected: Any) -> dict[str, Any]:
-    """Train some steps, running the teacher before each, and return losses and observations."""
     import torch
     from shardwright.plugins.transformers.teacher_placement import load_teacher, place_teacher
     from transformers import AutoModelForCausalLM, Trainer, TrainingArguments

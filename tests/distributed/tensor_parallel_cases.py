@@ -1,16 +1,31 @@
-"""What is trained with tensor parallelism, and by one process, from the same weights on the same samples."""
+"""What is trained with tensor parallelism, and by one process, from the same weights on the same samples.
+
+Ranks run this file.
+"""
 
 from __future__ import annotations
 
+import json
+import os
 import random
 import re
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy
 import torch
+from engine_settings import engine_settings
+from fresh_process import forget_last_run
+from safetensors.torch import save_file
+from shardwright.ds_configs.specs.errors import UsageError
+from shardwright.plugins.accelerate.cpu_ranks import configure_cpu_ranks
+from shardwright.plugins.transformers.training_arguments import save_model_directory
+from shardwright.trainers.parallel.tensor import TensorParallelCallback
 from torch.utils.data import IterableDataset
+from transformers import Trainer
 
 VOCAB_SIZE = 320
 SEQ_LEN = 32
@@ -36,8 +51,6 @@ SIZES: dict[str, Any] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """One training run."""
-
     name: str
     family: str = "llama"
     config: dict[str, Any] = field(default_factory=dict)
@@ -77,24 +90,20 @@ class Case:
         """Return the arguments; `batch_size` is that of a tensor-parallel group."""
         from transformers import TrainingArguments
 
-        settings: dict[str, Any] = {
-            "output_dir": output,
-            "per_device_train_batch_size": batch_size,
-            "per_device_eval_batch_size": batch_size,
-            "gradient_accumulation_steps": self.accumulation,
-            "max_steps": self.steps,
-            "learning_rate": 0.5 if self.optimizer == "sgd" else 5e-3,
-            "optim": self.optimizer,
+        settings = engine_settings(
+            "single",
+            batch_size,
+            output_dir=output,
+            per_device_eval_batch_size=batch_size,
+            gradient_accumulation_steps=self.accumulation,
+            max_steps=self.steps,
+            learning_rate=0.5 if self.optimizer == "sgd" else 5e-3,
+            optim=self.optimizer,
             # Above the rounding of gradients near zero, of which Adam with a smaller one makes whole steps.
-            "adam_epsilon": 1e-6,
-            "lr_scheduler_type": "constant",
-            "max_grad_norm": 0.5,
-            "logging_steps": 1,
-            "save_strategy": "no",
-            "report_to": [],
-            "disable_tqdm": True,
-            "seed": 11,
-        }
+            adam_epsilon=1e-6,
+            lr_scheduler_type="constant",
+            max_grad_norm=0.5,
+        )
         return TrainingArguments(**(settings | self.arguments | more))
 
     def deepspeed_configuration(self) -> dict[str, Any]:
@@ -109,9 +118,6 @@ class Case:
         return dict.fromkeys(auto, "auto") | self.deepspeed | {"zero_optimization": zero}
 
     def trainer(self, model: Any, arguments: Any) -> Any:
-        """Return the stock Trainer, or one with a loss of its own."""
-        from transformers import Trainer
-
         kind = _OwnLoss(self.own_loss) if self.own_loss else Trainer
         data = Stream() if self.iterable else samples()
         return kind(
@@ -126,7 +132,6 @@ class Case:
 
 def _OwnLoss(scaled_by: str) -> Any:
     from torch.nn.functional import cross_entropy
-    from transformers import Trainer
 
     class OwnLoss(Trainer):  # type: ignore[misc]
         """Computes the loss from the logits of the whole vocabulary, as a subclass of a user's does."""
@@ -147,7 +152,6 @@ def _OwnLoss(scaled_by: str) -> Any:
 
 
 def samples(count: int = 64) -> list[dict[str, Any]]:
-    """Return ragged sequences, padded on the right."""
     draw = torch.Generator().manual_seed(1)
     found = []
     for _ in range(count):
@@ -165,7 +169,6 @@ def samples(count: int = 64) -> list[dict[str, Any]]:
 
 
 def drawing(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """Collate rows whose first tokens are random ones."""
     from transformers import default_data_collator
 
     batch: dict[str, Any] = default_data_collator(rows)
@@ -196,16 +199,12 @@ def counts(predictions: Any) -> dict[str, float]:
 
 
 def probe() -> torch.Tensor:
-    """Return tokens to compare logits on."""
     return torch.tensor([sample["input_ids"] for sample in samples(2)])
 
 
 PROVEN = ("gemma", "gemma2", "gemma3_text", "granite", "mistral", "olmo2", "phi3", "qwen2", "qwen3", "starcoder2")
 _BIASES = {"attention_bias": True, "mlp_bias": True}
-_CPU_OFFLOAD = {
-    "zero_force_ds_cpu_optimizer": False,
-    "zero_optimization": {"offload_optimizer": {"device": "cpu"}},
-}
+_CPU_OFFLOAD = {"zero_force_ds_cpu_optimizer": False, "zero_optimization": {"offload_optimizer": {"device": "cpu"}}}
 FROZEN = {
     "frozen-layer": "layers.1|lm_head|norm.weight$",
     "frozen-norms": "proj|lm_head|layernorm",
@@ -242,9 +241,126 @@ TWO_RANKS = [
     Case(name="drawn", draws=True, deepspeed={"train_batch_size": GLOBAL_BATCH_SIZE}, has_reference=False),
     Case(name="bf16", arguments={"bf16": True}, deepspeed={"bf16": {"enabled": "auto"}}, has_reference=False),
 ]
-FOUR_RANKS = [
-    Case(name="dp-zero1-sgd-x3", accumulation=3),
-    Case(name="dp-zero0-stream", zero_stage=0, iterable=True),
-]
+FOUR_RANKS = [Case(name="dp-zero1-sgd-x3", accumulation=3), Case(name="dp-zero0-stream", zero_stage=0, iterable=True)]
 RESUMED = Case(name="resumed", zero_stage=2, optimizer="adamw_torch", steps=4)
 RESUMED_AT = 2
+
+
+def prepared(case: Case, output: Path, **more: Any) -> tuple[Any, Any]:
+    overrides = configure_cpu_ranks("deepspeed")
+    groups = int(os.environ["WORLD_SIZE"]) // TP
+    arguments = case.training_arguments(
+        str(output),
+        batch_size=GLOBAL_BATCH_SIZE // groups,
+        deepspeed=case.deepspeed_configuration(),
+        **overrides,
+        **more,
+    )
+    model = case.model()
+    callback = TensorParallelCallback(TP, vocabulary_parallel_head=case.vocabulary_parallel_head)
+    callback.prepare(arguments, model)
+    trainer = case.trainer(model, arguments)
+    callback.attach(trainer)
+    return trainer, model
+
+
+def train(case: Case, output: Path) -> None:
+    trainer, model = prepared(case, output)
+    seen: list[int] = []
+    step = trainer.training_step
+
+    def training_step(model: Any, inputs: Any, *rest: Any) -> Any:
+        seen.append(int((inputs["input_ids"] * torch.arange(1, inputs["input_ids"].shape[1] + 1)).sum()))
+        return step(model, inputs, *rest)
+
+    trainer.training_step = training_step
+    # What one rank draws besides must not give it other dropout masks.
+    torch.rand(1 + int(os.environ["RANK"]))
+    random.seed(int(os.environ["RANK"]))
+    numpy.random.seed(int(os.environ["RANK"]))
+    trainer.train()
+    record = {
+        "losses": [entry["loss"] for entry in trainer.state.log_history if "loss" in entry],
+        "grad_norms": [entry.get("grad_norm") for entry in trainer.state.log_history if "loss" in entry],
+        "seen": seen,
+        "whole_parameters_that_differ": differing_parameters(model),
+        "local_elements": sum(parameter.numel() for parameter in model.parameters()),
+        "evaluation": trainer.evaluate(),
+    }
+    model.eval()
+    with torch.no_grad():
+        logits = trainer.model_wrapped(input_ids=probe()).logits
+    save_model_directory(trainer, str(output / "model"))
+    rank = int(os.environ["RANK"])
+    save_file({"logits": logits.contiguous()}, output / f"logits-{rank}.safetensors")
+    (output / f"record-{rank}.json").write_text(json.dumps(record))
+
+
+def differing_parameters(model: Any) -> list[str]:
+    """Return the parameters that every rank holds whole and that are not the same on all ranks of the group."""
+    from deepspeed.utils import groups
+
+    found = []
+    for name, parameter in model.named_parameters():
+        if getattr(parameter, "tensor_model_parallel", False):
+            continue
+        first = parameter.detach().clone()
+        source = groups.get_tensor_model_parallel_src_rank()
+        torch.distributed.broadcast(first, src=source, group=groups.get_tensor_model_parallel_group())
+        if not torch.equal(first, parameter):
+            found.append(name)
+    return found
+
+
+def resume(output: Path) -> None:
+    whole, _ = prepared(RESUMED, output / "whole", save_strategy="steps", save_steps=RESUMED_AT)
+    whole.train()
+    forget_last_run()
+    rest, _ = prepared(RESUMED, output / "rest")
+    rest.train(resume_from_checkpoint=str(output / "whole" / f"checkpoint-{RESUMED_AT}"))
+    if os.environ["RANK"] == "0":
+        runs = [
+            [entry["loss"] for entry in trainer.state.log_history if "loss" in entry and entry["step"] > RESUMED_AT]
+            for trainer in (whole, rest)
+        ]
+        (output / "losses.json").write_text(json.dumps(runs))
+
+
+def refuse(output: Path) -> None:
+    """Write what a model with a layer that no rule divides, and a forgotten `attach`, are answered with."""
+    answers = []
+    case = Case(name="refused", steps=1)
+    overrides = configure_cpu_ranks("deepspeed")
+    settings = case.training_arguments(str(output), batch_size=2, deepspeed=case.deepspeed_configuration(), **overrides)
+    model = case.model()
+    model.model.layers[1].mlp.extra = torch.nn.Linear(4, 4)
+    callback = TensorParallelCallback(TP)
+    try:
+        callback.prepare(settings, model)
+    except UsageError as error:
+        answers.append(str(error))
+    model = case.model()
+    callback.prepare(settings, model)
+    trainer = case.trainer(model, settings)
+    trainer.add_callback(callback)
+    try:
+        trainer.train()
+    except UsageError as error:
+        answers.append(str(error))
+    if os.environ["RANK"] == "0":
+        (output / "answers.json").write_text(json.dumps(answers))
+
+
+def main(output: Path, name: str) -> None:
+    directory = output / name
+    directory.mkdir(exist_ok=True)
+    others = {"resumed": resume, "refused": refuse}
+    if name in others:
+        others[name](directory)
+    else:
+        cases = TWO_RANKS if os.environ["WORLD_SIZE"] == "2" else FOUR_RANKS
+        train(next(case for case in cases if case.name == name), directory)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2])

@@ -23,7 +23,6 @@ MODULE = "shardwright.trainers.train_causal_lm"
 
 
 def write_plan(directory: Path, case: Case) -> tuple[Path, Path]:
-    """Write accelerate.yaml, ds_config.json and the training arguments, and return the first and the last."""
     settings = case.training_arguments()
     accelerate: dict[str, Any] = {
         "compute_environment": "LOCAL_MACHINE",
@@ -118,10 +117,7 @@ def test_fsdp2_lora_saves_whole_adapters(tiny_llama: Path, tmp_path: Path) -> No
     assert all(math.isfinite(loss) for loss in read_losses(tmp_path, "fsdp2"))
 
     adapters = load_file(tmp_path / "trained" / "adapter_model.safetensors")
-    assert sorted({tuple(tensor.shape) for name, tensor in adapters.items() if "lora_A" in name}) == [
-        (4, 64),
-        (4, 128),
-    ]
+    assert sorted({tuple(tensor.shape) for name, tensor in adapters.items() if "lora_A" in name}) == [(4, 64), (4, 128)]
     assert len(adapters) == 2 * 2 * 2
     assert all(tensor.abs().max() > 0 for name, tensor in adapters.items() if "lora_B" in name)
 

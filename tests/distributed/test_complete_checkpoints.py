@@ -42,10 +42,7 @@ def test_resume_or_anew_starts_again_if_no_checkpoint_is_complete(workshop, tmp_
     assert losses_of(tmp_path / "run") == pytest.approx(losses_of(workshop.whole("ddp")), abs=1e-6)
 
 
-@pytest.mark.parametrize(
-    ("engine", "damage"),
-    [("ddp", "drop_scheduler"), ("zero2", "flip_optimizer")],
-)
+@pytest.mark.parametrize(("engine", "damage"), [("ddp", "drop_scheduler"), ("zero2", "flip_optimizer")])
 def test_damaged_checkpoint_is_skipped(engine, damage, workshop, tmp_path):
     shutil.copytree(workshop.whole(engine), tmp_path / "run")
     DAMAGES[damage](tmp_path / "run" / f"checkpoint-{STEPS}")
@@ -67,8 +64,7 @@ def test_all_differences_that_prevent_resuming_are_reported(workshop, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("engine", "before", "after"),
-    [("ddp", 2, 1), ("fsdp2", 2, 1), ("zero1", 2, 1), ("zero2", 1, 2), ("zero3", 2, 4)],
+    ("engine", "before", "after"), [("ddp", 2, 1), ("fsdp2", 2, 1), ("zero1", 2, 1), ("zero2", 1, 2), ("zero3", 2, 4)]
 )
 def test_other_world_size_resumes_with_the_same_losses(engine, before, after, workshop, tmp_path):
     """ZeRO-3 has two parameter groups; DeepSpeed gives the second the weight decay of the first."""

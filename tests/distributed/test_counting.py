@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 from counting_cases import EVALUATED, WORK, make_trainer, plain, rows
-from equivalence.cases import LONGEST, VOCAB_SIZE
-from equivalence.combinations import make_model
+from equivalence.cases import LONGEST, VOCAB_SIZE, make_model
 from warm_ranks import OnDemand, run_ranks
 
 pytestmark = pytest.mark.distributed
@@ -35,13 +34,12 @@ PREFERENCES = ("zero1", "zero3", "sp2-zero1")
 
 @pytest.fixture(scope="module")
 def records(deepspeed_cpu_ops: None, tmp_path_factory: pytest.TempPathFactory) -> OnDemand[tuple[str, ...], Any]:
-    """Counts under a layout, by the name of the run."""
     directory = tmp_path_factory.mktemp("counting")
 
     def run(key: tuple[str, ...]) -> dict[str, Any]:
         layout, *works = key
         names = [f"{work}-{layout}" for work in works]
-        run_ranks([Path(__file__).with_name("counting_worker.py"), directory, *names], timeout_seconds=300)
+        run_ranks([Path(__file__).with_name("counting_cases.py"), directory, *names], timeout_seconds=300)
         return {work: json.loads((directory / f"{work}-{layout}.json").read_text()) for work in works}
 
     return OnDemand(run)
@@ -49,7 +47,6 @@ def records(deepspeed_cpu_ops: None, tmp_path_factory: pytest.TempPathFactory) -
 
 @pytest.fixture(scope="module")
 def expected(tmp_path_factory: pytest.TempPathFactory) -> OnDemand[str, Any]:
-    """Counts of one process."""
     directory = tmp_path_factory.mktemp("single")
     return OnDemand(lambda work: WORK[work]("single", directory / work))
 

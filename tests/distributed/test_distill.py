@@ -5,19 +5,18 @@ from __future__ import annotations
 import json
 import math
 import re
-import statistics
-import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from cards import read_card
+from distilling import tiny
 from session import warm_command
 from shardwright.plugins.transformers.training_arguments import byte_tokenizer
 from shardwright.trainers.data.sources import pack, read_documents
 from shardwright.trainers.reports.make import report_html
-from training_runs import taken_away
+from training_runs import completed, cross_entropy, taken_away
 
 pytestmark = pytest.mark.distributed
 
@@ -26,7 +25,6 @@ VOCAB, SEQ_LEN, STEPS = 300, 48, 24
 
 def trained_teacher(directory: Path) -> None:
     """Train a small Llama on the same text for some steps of AdamW, and save it."""
-    from distilling import tiny
 
     model = tiny("llama", hidden=64, vocab_size=VOCAB, max_position_embeddings=64).train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=4e-3)
@@ -40,25 +38,7 @@ def trained_teacher(directory: Path) -> None:
     model.save_pretrained(directory)
 
 
-def cross_entropy(directory: Path, samples: list[dict[str, Any]]) -> tuple[float, float]:
-    """Return the mean over all predicted tokens, as a user would compute it from the saved model, and its error.
-
-    All samples are equally long, so that the error is that of the mean over samples.
-    """
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(directory)
-    means = []
-    for sample in samples:
-        ids = torch.tensor([sample["input_ids"]])
-        with torch.no_grad():
-            log_probabilities = torch.log_softmax(model(ids).logits[0, :-1].double(), -1)
-        means.append(-float(log_probabilities.gather(1, ids[0, 1:, None]).mean()))
-    return statistics.mean(means), statistics.stdev(means) / math.sqrt(len(means))
-
-
 def test_distill_trains_saves_and_reports(tmp_path: Path) -> None:
-    from distilling import tiny
     from shardwright.trainers.data.samples import load_samples
     from transformers import AutoTokenizer
 
@@ -80,14 +60,7 @@ def test_distill_trains_saves_and_reports(tmp_path: Path) -> None:
     }
     (tmp_path / "settings.json").write_text(json.dumps(settings))
     arguments = ("--output-dir", "taught", "--config", "settings.json", "--format", "json")
-    done = subprocess.run(
-        [*warm_command("shardwright"), "distill", "teacher", "student", *arguments],
-        capture_output=True,
-        text=True,
-        cwd=tmp_path,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stderr
+    done = completed([*warm_command("shardwright"), "distill", "teacher", "student", *arguments], tmp_path)
     assert re.search(r"^note: step 24 of 24, loss [\d.]+, [\d,]+ tokens/s, 0 s left$", done.stderr, flags=re.MULTILINE)
     found, taught = json.loads(done.stdout), tmp_path / "taught"
     before, after = found["before"], found["after"]
@@ -103,19 +76,9 @@ def test_distill_trains_saves_and_reports(tmp_path: Path) -> None:
 def check_files(taught: Path, found: dict[str, Any]) -> None:
     """The directory has a model and a report, and no file that runs code when it is loaded."""
     names = {path.name for path in taught.iterdir()}
-    report = {
-        "README.md",
-        "REPORT.md",
-        "distillation.png",
-        "metrics.jsonl",
-        "plan",
-        "report.json",
-        "report.html",
-        "checkpoints",
-    }
-    assert names == report | {
-        *("config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json")
-    }
+    report = "README.md REPORT.md distillation.png metrics.jsonl plan report.json report.html checkpoints"
+    model = "config.json generation_config.json model.safetensors tokenizer.json tokenizer_config.json"
+    assert names == {*report.split(), *model.split()}
     assert read_card(taught).library_name == "transformers"
     text = (taught / "REPORT.md").read_text()
     for values in (found["before"], found["after"]):
@@ -135,9 +98,7 @@ def check_files(taught: Path, found: dict[str, Any]) -> None:
 def check_finishing(directory: Path, arguments: tuple[str, ...], found: dict[str, Any]) -> None:
     """A run that was killed after its last checkpoint ends with the same weights and measurements."""
     weights = taken_away(directory / "taught")
-    command = [*warm_command("shardwright"), "distill", "teacher", "student", *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=directory, timeout=300)
-    assert done.returncode == 0, done.stderr
+    done = completed([*warm_command("shardwright"), "distill", "teacher", "student", *arguments], directory)
     again = json.loads(done.stdout)
     times = {"runtime", "samples_per_second", "steps_per_second"}
     for when in ("before", "after"):

@@ -25,6 +25,7 @@ from distillation_cases import (
     samples,
     save_models,
 )
+from transformers import AutoModelForCausalLM
 from warm_ranks import OnDemand, run_ranks
 
 pytestmark = pytest.mark.distributed
@@ -43,8 +44,6 @@ SINGLE = [
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """Results of one optimizer step."""
-
     gradient: dict[str, torch.Tensor]
     loss: float
     kl_per_token: float
@@ -72,8 +71,6 @@ def model_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def start(model_directory: Path) -> dict[str, torch.Tensor]:
-    from transformers import AutoModelForCausalLM
-
     student = AutoModelForCausalLM.from_pretrained(models(model_directory)[0])
     return {name: value.detach().double() for name, value in student.named_parameters()}
 
@@ -86,7 +83,7 @@ def on_ranks(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Callable[[int], dict[Layout, Outcome]]:
     """Results of each layout, computed when a test needs them."""
-    worker = Path(__file__).with_name("distillation_worker.py")
+    worker = Path(__file__).with_name("distillation_cases.py")
 
     def outcomes(ranks: int) -> dict[Layout, Outcome]:
         output = tmp_path_factory.mktemp(f"ranks-{ranks}-")
@@ -113,7 +110,6 @@ def on_one_rank(on_ranks: Callable[[int], dict[Layout, Outcome]]) -> dict[Layout
 @pytest.fixture(scope="module")
 def reference(model_directory: Path) -> Outcome:
     """Compute the step in fp64, sample by sample, from the formulas."""
-    from transformers import AutoModelForCausalLM
 
     student, teacher = (AutoModelForCausalLM.from_pretrained(path).double() for path in models(model_directory))
     total, kl, count = torch.zeros((), dtype=torch.float64), 0.0, 0

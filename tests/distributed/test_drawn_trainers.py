@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 from drawn_trainers import drawn_trainers, outcome
-from equivalence.drawn import records_of
+from equivalence.records import records_of
 from trainer_cases import TrainerCase, make_models_and_data
 
 pytestmark = [pytest.mark.distributed, pytest.mark.needs("trl")]
 
-WORKER = Path(__file__).with_name("trainer_worker.py")
+WORKER = Path(__file__).with_name("trainer_cases.py")
 FOUND: dict[TrainerCase, str] = {
     TrainerCase(trainer="sft", layout="zero1", options=("polynomial",)): "rejected",
     TrainerCase(trainer="trainer", layout="zero0", options=("polynomial", "embedding_frozen")): "equal",

@@ -145,10 +145,7 @@ def test_qlora_trains_adapters_on_4_bit_weights(tiny_llama: Path, tmp_path: Path
         "--output-dir",
         str(tmp_path / "out"),
     ]
-    launch_ranks(
-        Launch(arguments=(*command, *method, *files)),
-        timeout_seconds=120,
-    )
+    launch_ranks(Launch(arguments=(*command, *method, *files)), timeout_seconds=120)
     values = json.loads(losses.read_text())["losses"]
     assert values[-1] < values[0] - 0.05
     adapters = load_file(tmp_path / "out" / "adapter_model.safetensors")

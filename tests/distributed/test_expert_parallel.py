@@ -34,7 +34,7 @@ def outputs(deepspeed_cpu_ops: None, tmp_path_factory: pytest.TempPathFactory) -
         case = next((case for case in CASES if case.name == name), None)
         if case is not None and case.from_pretrained:
             model(case).save_pretrained(directory / f"{name}-start")
-        run_ranks([Path(__file__).with_name("expert_worker.py"), directory, name], ranks=RANKS)
+        run_ranks([Path(__file__).with_name("expert_cases.py"), directory, name], ranks=RANKS)
         return directory
 
     return OnDemand(run)

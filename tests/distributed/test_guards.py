@@ -25,8 +25,6 @@ def workshop(deepspeed_cpu_ops: None, tmp_path_factory: pytest.TempPathFactory) 
 
 @pytest.fixture(scope="module")
 def whole(workshop: Workshop) -> dict[str, list[float]]:
-    """The losses of an undisturbed run, by engine."""
-
     def run(engine: str) -> list[float]:
         workshop.run(engine, workshop.directory / engine)
         return losses_of(workshop.directory / engine)

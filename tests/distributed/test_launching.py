@@ -22,12 +22,7 @@ from shardwright.plugins.deepspeed.compiled_operators import (
     stale_locks,
 )
 from shardwright.plugins.launching.elastic import RankFailure, first_cause, read_failures
-from shardwright.plugins.launching.launch import (
-    Launch,
-    LaunchFailedError,
-    cpu_rank_environment,
-    launch_ranks,
-)
+from shardwright.plugins.launching.launch import Launch, LaunchFailedError, cpu_rank_environment, launch_ranks
 from shardwright.plugins.launching.messages import (
     LAUNCH_TOKEN,
     Figures,

@@ -15,7 +15,6 @@ pytestmark = pytest.mark.distributed
 
 
 def trained(layout: str, output: Path, *, dropout: float) -> list[dict[str, Any]]:
-    """Return what each rank recorded."""
     run_ranks([Path(__file__).with_name("length_groups_worker.py"), output, layout, str(dropout)], ranks=RANKS)
     return [json.loads((output / f"{rank}.json").read_text()) for rank in range(RANKS)]
 

@@ -30,7 +30,6 @@ BETWEEN_STAGES_TOLERANCE = 2e-3
 def losses(
     tiny_llama: Path, deepspeed_cpu_ops: None, tmp_path_factory: pytest.TempPathFactory
 ) -> dict[Case, list[float]]:
-    """Losses of each case on two ranks, computed when a test needs them."""
     output = tmp_path_factory.mktemp("losses")
 
     def train(case: Case) -> list[float]:

@@ -33,7 +33,6 @@ NEEDING_TRL = ("own_sft", "own_dpo")
 
 @pytest.fixture(scope="module")
 def model(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model with a tokenizer of bytes, beside a text."""
     directory = tmp_path_factory.mktemp("scripts") / "model"
     shutil.copytree(tiny_llama, directory)
     byte_tokenizer(512).save_pretrained(directory)

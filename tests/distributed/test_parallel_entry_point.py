@@ -27,7 +27,6 @@ AXES: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(scope="module")
 def tiny_mixtral(tmp_path_factory: pytest.TempPathFactory) -> Path:
-
     directory = tmp_path_factory.mktemp("tiny-mixtral")
     mixtral(intermediate_size=64).save_pretrained(directory)
     return directory
@@ -37,7 +36,6 @@ def tiny_mixtral(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def plans(
     tiny_llama: Path, tiny_mixtral: Path, deepspeed_cpu_ops: None, tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, Path]:
-    """The directory of a layout's plan, under which the entry point ran on two ranks when a test asks for it."""
     directory = tmp_path_factory.mktemp("plans")
 
     def run(name: str) -> Path:

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from equivalence.records import logged
 from pipeline_cases import FOUR_RANKS, RESUMED, TWO_RANKS, Case, collate, data_of, samples, untrained_model
-from warm_ranks import OnDemand, run_ranks
+from transformers import AutoModelForCausalLM
+from warm_ranks import on_ranks
 
 pytestmark = pytest.mark.distributed
+
+WORKER = Path(__file__).with_name("pipeline_cases.py")
 
 LOSS_TOLERANCE = 1e-5
 WEIGHT_TOLERANCE = 1e-4
@@ -21,46 +24,31 @@ BF16_TOLERANCE = 2e-2
 """DeepSpeed computes with bf16 weights, the reference with fp32 ones under autocast."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Launch:
-    """What groups of ranks wrote, each when a test asks for it."""
-
-    directory: Path
-    record: dict[str, Any]
+Launch = dict[str, Path]
+"""Where ranks left what they did, by the name of the run, done when a test asks for it."""
 
 
-def launch(ranks: int, output: Path) -> Launch:
-    def run(name: str) -> Any:
-        run_ranks([Path(__file__).with_name("pipeline_worker.py"), output, name], ranks=ranks)
-        return json.loads((output / f"{name}.json").read_text())
-
-    return Launch(directory=output, record=OnDemand(run))
+def record_of(ran: Launch, name: str) -> Any:
+    return json.loads((ran[name] / f"{name}.json").read_text())
 
 
 @pytest.fixture(scope="module")
 def two_ranks(deepspeed_cpu_ops: None, tmp_path_factory: pytest.TempPathFactory) -> Launch:
-    """Train in two stages."""
-    return launch(2, tmp_path_factory.mktemp("two"))
+    return on_ranks(WORKER, tmp_path_factory.mktemp("two"))
 
 
 @pytest.fixture(scope="module")
 def four_ranks(deepspeed_cpu_ops: None, tmp_path_factory: pytest.TempPathFactory) -> Launch:
-    """Train in two replicas of two stages, two stages of two ranks, and four stages."""
-    return launch(4, tmp_path_factory.mktemp("four"))
+    return on_ranks(WORKER, tmp_path_factory.mktemp("four"), ranks=4)
 
 
 def in_one_process(case: Case, output: Path, **more: Any) -> Any:
-    """Return a stock Trainer that has trained the case's global batches."""
     from transformers import Trainer, TrainingArguments
 
     arguments = TrainingArguments(**case.single_process().arguments(output, pipeline=False, **more), use_cpu=True)
     trainer = Trainer(untrained_model(case.family), arguments, **data_of(case))
     trainer.train()
     return trainer
-
-
-def logged(trainer: Any, name: str) -> list[float]:
-    return [entry[name] for entry in trainer.state.log_history if name in entry]
 
 
 def token_mean_loss(model: Any, case: Case) -> float:
@@ -75,16 +63,14 @@ def token_mean_loss(model: Any, case: Case) -> float:
 
 
 def check(case: Case, ran: Launch, output: Path) -> None:
-    from transformers import AutoModelForCausalLM
-
-    found, expected = ran.record[case.name], in_one_process(case, output)
+    found, expected = record_of(ran, case.name), in_one_process(case, output)
     loss_tolerance = BF16_TOLERANCE if case.bf16 else LOSS_TOLERANCE
     assert found["losses"] == pytest.approx(logged(expected, "loss"), abs=loss_tolerance)
     norms = logged(expected, "grad_norm")
     assert norms[0] > case.arguments(output, pipeline=True)["max_grad_norm"], "clipping must be active"
     assert found["norms"] == pytest.approx(norms, rel=0.1 if case.bf16 else 1e-5)
     assert found["evaluation"] == pytest.approx(token_mean_loss(expected.model, case), abs=loss_tolerance)
-    loaded = AutoModelForCausalLM.from_pretrained(ran.directory / case.name / "model").state_dict()
+    loaded = AutoModelForCausalLM.from_pretrained(ran[case.name] / case.name / "model").state_dict()
     trained = expected.model.state_dict()
     assert loaded.keys() == trained.keys()
     for name, tensor in {} if case.bf16 else trained.items():
@@ -103,15 +89,15 @@ def test_four_ranks_train_as_one_process(case: Case, four_ranks: Launch, tmp_pat
 
 
 def test_resumed_training_has_the_losses_of_an_uninterrupted_one(two_ranks: Launch) -> None:
-    found = two_ranks.record["interrupted"]
+    found = record_of(two_ranks, "interrupted")
     assert found["resumed from"] == len(found["whole"]) == 4
     assert found["resumed"] == found["whole"]
-    cut = json.loads((two_ranks.directory / "interrupted" / "checkpoint-2" / "pipeline_cut.json").read_text())
+    cut = json.loads((two_ranks["interrupted"] / "interrupted" / "checkpoint-2" / "pipeline_cut.json").read_text())
     assert cut == {"stages": "0-2, 2-3", "tensor_parallel_size": 1, "dual_pipe": False}
 
 
 def test_evaluation_and_token_counts_equal_those_of_one_process(two_ranks: Launch, tmp_path: Path) -> None:
-    found = two_ranks.record["interrupted"]
+    found = record_of(two_ranks, "interrupted")
     more = {"include_num_input_tokens_seen": "non_padding", "max_steps": 4, "lr_scheduler_type": "cosine"}
     expected = in_one_process(RESUMED, tmp_path, **more)
     assert found["whole"] == pytest.approx(logged(expected, "loss"), abs=LOSS_TOLERANCE)
@@ -122,16 +108,14 @@ def test_evaluation_and_token_counts_equal_those_of_one_process(two_ranks: Launc
 
 
 def test_callbacks_receive_every_event(two_ranks: Launch) -> None:
-    found = two_ranks.record["interrupted"]
+    found = record_of(two_ranks, "interrupted")
     assert found["events"] == {"step_begin": 4, "substep_end": 8, "step_end": 4, "evaluate": 3}
     assert found["complete"]
 
 
 def test_saved_model_has_the_logits_of_the_stages(two_ranks: Launch) -> None:
-    from transformers import AutoModelForCausalLM
-
-    assert two_ranks.record["interrupted"]["complete"]
-    directory = two_ranks.directory / "interrupted"
+    assert record_of(two_ranks, "interrupted")["complete"]
+    directory = two_ranks["interrupted"] / "interrupted"
     probe = collate(samples(2, ragged=True, seed=5))
     model = AutoModelForCausalLM.from_pretrained(directory / "model").eval()
     with torch.no_grad():
@@ -143,4 +127,4 @@ def test_saved_model_has_the_logits_of_the_stages(two_ranks: Launch) -> None:
 
 def test_deepspeed_still_counts_only_gradients_of_the_first_stage(two_ranks: Launch) -> None:
     """Fails when DeepSpeed counts 3 on one stage and 4 on the other as 5 (seen in 0.19.8); `repair_clipping` can go."""
-    assert two_ranks.record["upstream-norm"] == 3.0
+    assert record_of(two_ranks, "upstream-norm") == 3.0

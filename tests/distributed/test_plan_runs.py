@@ -26,7 +26,6 @@ LAYOUTS = [
 
 
 def launch(made: Plan, directory: Path, environment: dict[str, str]) -> list[float]:
-    """Write the plan, move its directory, run its `launch.sh`, and return the losses of its steps."""
     made.write(directory.with_name("written"))
     directory.with_name("written").rename(directory)
     line = (directory / "launch.sh").read_text().splitlines()[-1]

@@ -46,8 +46,7 @@ class Crossing:
 
 @pytest.fixture(scope="module")
 def output(deepspeed_cpu_ops: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where all runs left their weights and losses."""
-    from qat_border_worker import train
+    from qat_border_cases import train
 
     directory = tmp_path_factory.mktemp("borders")
     threads = torch.get_num_threads()
@@ -57,7 +56,7 @@ def output(deepspeed_cpu_ops: None, tmp_path_factory: pytest.TempPathFactory) ->
             train(case, directory / case.name)
     finally:
         torch.set_num_threads(threads)
-    worker = Path(__file__).with_name("qat_border_worker.py")
+    worker = Path(__file__).with_name("qat_border_cases.py")
     run_ranks([worker, directory, *EVERY], ranks=RANKS, timeout_seconds=600)
     return directory
 
@@ -73,15 +72,13 @@ def crossings(output: Path, case: Case, step: int) -> Iterator[Crossing]:
 
     alone, ranks = (load_file(output / one.name / f"{step}.safetensors") for one in (case.reference, case))
     assert alone.keys() == ranks.keys()
-    for name in filter(is_rounded, alone):
+    for name in alone:
+        if "proj" not in name or not name.startswith("model.layers.") or name.endswith("bias"):
+            continue
         (codes, steps), (ranks_codes, ranks_steps) = rounded(alone[name]), rounded(ranks[name])
         for index in (codes != ranks_codes).nonzero().tolist():
             value, ranks_value = (float(one[tuple(index)]) for one in (steps, ranks_steps))
             yield Crossing(name=f"{name}{index}", value=value, ranks_value=ranks_value)
-
-
-def is_rounded(name: str) -> bool:
-    return "proj" in name and name.startswith("model.layers.") and not name.endswith("bias")
 
 
 def rounded(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -14,7 +14,7 @@ import pytest
 import torch
 from cards import read_card
 from session import warm_command
-from training_runs import taken_away
+from training_runs import completed, cross_entropy, taken_away
 
 pytestmark = pytest.mark.distributed
 
@@ -61,28 +61,12 @@ def interrupt_after(command: list[str], directory: Path, *, steps: int) -> int:
     raise AssertionError((directory / "first.log").read_text())
 
 
-def cross_entropy(directory: Path, samples: list[dict[str, Any]]) -> tuple[float, float]:
-    """Return the mean over all predicted tokens of what Transformers loads, as a user would compute it, and its error.
-
-    All samples are equally long, so that the error is that of the mean over samples.
-    """
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(directory)
-    ids_NS = torch.tensor([sample["input_ids"] for sample in samples])
-    with torch.no_grad():
-        log_probabilities = torch.log_softmax(model(ids_NS).logits[:, :-1].double(), -1)
-    means_N = -log_probabilities.gather(2, ids_NS[:, 1:, None]).mean((1, 2))
-    return float(means_N.mean()), float(means_N.std() / len(means_N) ** 0.5)
-
-
 def check_finishing(command: list[str], directory: Path, found: dict[str, Any]) -> None:
     """A run killed after its last checkpoint exports the same codes; a complete run is not repeated."""
     out = directory / "out"
     weights = taken_away(out)
     for told in ("nothing is trained", "the run is complete"):
-        done = subprocess.run(command, capture_output=True, text=True, cwd=directory, timeout=600)
-        assert done.returncode == 0, done.stderr
+        done = completed(command, directory)
         assert told in done.stderr
         again = json.loads(done.stdout)
         for name in ("cross_entropy", "cross_entropy_standard_error", "weight_difference", "logit_difference"):
@@ -98,16 +82,8 @@ def test_interrupted_run_resumes_and_exports(tmp_path: Path, deepspeed_cpu_ops: 
     model = tiny("llama", hidden=64, vocab_size=VOCAB, max_position_embeddings=64)
     model.to(torch.bfloat16).save_pretrained(tmp_path / "model")
     (tmp_path / "settings.yaml").write_text(json.dumps(SETTINGS))
-    command = [
-        *warm_command("shardwright"),
-        "qat",
-        "model",
-        "--output-dir",
-        "out",
-        "--config",
-        "settings.yaml",
-        "--max-steps",
-    ]
+    words = "qat model --output-dir out --config settings.yaml --max-steps"
+    command = [*warm_command("shardwright"), *words.split()]
     code = interrupt_after([*command, "400"], tmp_path, steps=SAVED + 2)
     assert code == 130
     out = tmp_path / "out"
@@ -115,16 +91,9 @@ def test_interrupted_run_resumes_and_exports(tmp_path: Path, deepspeed_cpu_ops: 
 
     # Ctrl-C leaves a checkpoint too, as many steps later as ranks need to hear of it.
     steps = 4 + max(int(path.name.removeprefix("checkpoint-")) for path in (out / "checkpoints").glob("checkpoint-*"))
-    done = subprocess.run(
-        [*command, str(steps), "--resume", "--format", "json"],
-        capture_output=True,
-        text=True,
-        cwd=tmp_path,
-        timeout=600,
-    )
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
-    check_finishing([*command, str(steps), "--resume", "--format", "json"], tmp_path, found)
+    command = [*command, str(steps), "--resume", "--format", "json"]
+    found = json.loads(completed(command, tmp_path).stdout)
+    check_finishing(command, tmp_path, found)
     assert found["strategy"] == "zero3" and found["steps"] == steps
     assert (found["weight_difference"], found["logit_difference"]) == (0.0, 0.0)
     nats = found["cross_entropy"]

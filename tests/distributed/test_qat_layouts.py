@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from cases import RANKS
 from qat_cases import (
     ADAM_LEARNING_RATE,
     CASES,
@@ -24,8 +23,9 @@ from qat_cases import (
     callback_settings,
     save_models,
 )
+from safetensors.torch import load_file
 from shardwright.plugins.compressed_tensors.codes import unpack_tensors, weight_codes, weight_scale_and_zero_point
-from warm_ranks import OnDemand, run_ranks
+from warm_ranks import OnDemand, on_ranks
 
 pytestmark = pytest.mark.distributed
 
@@ -39,8 +39,6 @@ weight of a group, if negative, lies at -7.5 steps."""
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """What a run gave."""
-
     trained: dict[str, torch.Tensor]
     """Weights after the last step."""
     exported: dict[str, torch.Tensor]
@@ -52,8 +50,6 @@ class Outcome:
 
 
 def outcome(where: Path) -> Outcome:
-    from safetensors.torch import load_file
-
     export = where / "export"
     return Outcome(
         trained=load_file(where / "trained.safetensors"),
@@ -72,14 +68,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def launched(models: Path, deepspeed_cpu_ops: None, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Where two ranks left what they did, by its name, done when a test asks for it."""
-    output = tmp_path_factory.mktemp("two-ranks")
-
-    def run(name: str) -> Path:
-        run_ranks([Path(__file__).with_name("qat_worker.py"), models, output, name], ranks=RANKS)
-        return output
-
-    return OnDemand(run)
+    return on_ranks(Path(__file__).with_name("qat_cases.py"), tmp_path_factory.mktemp("two-ranks"), models)
 
 
 @pytest.fixture(scope="module")
@@ -89,8 +78,7 @@ def on_two_ranks(launched: dict[str, Path]) -> dict[Case, Outcome]:
 
 @pytest.fixture(scope="module")
 def alone(models: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The runs of one process, in this one."""
-    from qat_worker import trained
+    from qat_cases import trained
 
     output = tmp_path_factory.mktemp("one-process")
     threads = torch.get_num_threads()
@@ -111,7 +99,6 @@ def on_one_process(alone: Path) -> dict[Case, Outcome]:
 @pytest.fixture(scope="module")
 def start(alone: Path) -> dict[Case, dict[str, torch.Tensor]]:
     """All parameters before training, with learned scales and adapters."""
-    from safetensors.torch import load_file
 
     return {case: load_file(alone / case.name / "start.safetensors") for case in REFERENCES}
 
@@ -122,7 +109,6 @@ def gradients(found: Outcome, start: dict[str, torch.Tensor]) -> dict[str, torch
 
 
 def matrices(case: Case, trained: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return all matrices that are rounded, by their names in the checkpoint, from the weights after training."""
     found = {}
     for name, value in trained.items():
         name = name.removeprefix("base_model.model.")

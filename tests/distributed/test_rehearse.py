@@ -20,6 +20,7 @@ from session import warm_command
 from shardwright.ds_configs.specs.job import TrainingJob
 from shardwright.plugins.planning.from_names import plan
 from shardwright.trainers.rehearsal.rehearse import Rehearsal, rehearse
+from training_runs import completed
 
 pytestmark = pytest.mark.distributed
 
@@ -30,7 +31,6 @@ MARK = "REHEARSAL_UNDER_TEST"
 
 
 def written(directory: Path, hardware: str = "8xA100-80GB", nvme: str | None = None, **job: Any) -> Path:
-    """Write a plan for Llama-3.1-8B on real accelerators and return its directory."""
     from shardwright.plugins.planning.from_names import read_hardware
 
     plan(LLAMA, read_hardware(hardware, nvme=nvme), TrainingJob(**job)).write(directory)
@@ -48,13 +48,8 @@ def test_zero2_passes_through_the_command_and_writes_its_report(deepspeed_cpu_op
     directory = written(tmp_path / "plan", strategy="zero2", global_batch_size=64)
     text = tmp_path / "text.txt"
     text.write_text("the quick brown fox jumps over the lazy dog\n" * 20)
-    done = subprocess.run(
-        [*warm_command("shardwright"), "rehearse", str(directory), "--text", str(text), "--format", "json"],
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
-    assert done.returncode == 0, done.stderr + done.stdout
+    rehearsal = [*warm_command("shardwright"), "rehearse", str(directory), "--text", str(text), "--format", "json"]
+    done = completed(rehearsal, tmp_path)
     assert done.stderr == ""
     report = json.loads(done.stdout)
     assert report["passed"] and all(check["passed"] for check in report["checks"])

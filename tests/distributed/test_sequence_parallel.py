@@ -8,9 +8,11 @@ from typing import Any
 
 import pytest
 from sequence_cases import FOUR_RANKS, TWO_RANKS, Case, run
-from warm_ranks import OnDemand, run_ranks
+from warm_ranks import on_ranks
 
 pytestmark = pytest.mark.distributed
+
+WORKER = Path(__file__).with_name("sequence_cases.py")
 
 LOSS_TOLERANCE = 1e-5
 """Sums in another order. Seen: 1e-6; 9e-6 of a norm."""
@@ -23,22 +25,14 @@ Outputs = dict[str, Path]
 """Where ranks left what they did, by the case's name, done when a test asks for it."""
 
 
-def launched(ranks: int, output: Path) -> Outputs:
-    def run(name: str) -> Path:
-        run_ranks([Path(__file__).with_name("sequence_worker.py"), output, name], ranks=ranks)
-        return output
-
-    return OnDemand(run)
-
-
 @pytest.fixture(scope="module")
 def two_ranks(deepspeed_cpu_ops: None, tmp_path_factory: pytest.TempPathFactory) -> Outputs:
-    return launched(2, tmp_path_factory.mktemp("sequence-2"))
+    return on_ranks(WORKER, tmp_path_factory.mktemp("sequence-2"))
 
 
 @pytest.fixture(scope="module")
 def four_ranks(deepspeed_cpu_ops: None, tmp_path_factory: pytest.TempPathFactory) -> Outputs:
-    return launched(4, tmp_path_factory.mktemp("sequence-4"))
+    return on_ranks(WORKER, tmp_path_factory.mktemp("sequence-4"), ranks=4)
 
 
 def of_stock(outputs: Outputs, name: str) -> list[str]:

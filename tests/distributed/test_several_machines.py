@@ -27,7 +27,6 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def on_two_machines(arguments: list[str], directory: Path) -> tuple[subprocess.CompletedProcess[str], ...]:
-    """Run a command twice on this machine, as its two."""
     place = ["--main-address", "127.0.0.1", "--main-port", str(free_ports()), "--node-rank"]
     running = [
         subprocess.Popen(

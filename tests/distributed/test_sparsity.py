@@ -29,7 +29,7 @@ def on_two_ranks(
     output = tmp_path_factory.mktemp("sparsity")
 
     def run(case: Case) -> dict[str, torch.Tensor]:
-        run_ranks([Path(__file__).with_name("sparsity_worker.py"), output, case.name], ranks=RANKS)
+        run_ranks([Path(__file__).with_name("sparsity_cases.py"), output, case.name], ranks=RANKS)
         assert case not in MOMENTUM or json.loads((output / f"{case.name}.json").read_text()) == [0.5]
         return dict(load_file(output / f"{case.name}.safetensors"))
 
@@ -54,9 +54,7 @@ def weights(ignore: list[str] | None = None) -> list[str]:
 
 @pytest.mark.parametrize("case", EXACT, ids=lambda case: case.name)
 def test_two_ranks_give_the_weights_of_one(
-    case: Case,
-    on_two_ranks: dict[Case, dict[str, torch.Tensor]],
-    on_one_rank: dict[Case, dict[str, torch.Tensor]],
+    case: Case, on_two_ranks: dict[Case, dict[str, torch.Tensor]], on_one_rank: dict[Case, dict[str, torch.Tensor]]
 ) -> None:
     found, expected = on_two_ranks[case], on_one_rank[alone(case)]
     for name, value in expected.items():
@@ -66,9 +64,7 @@ def test_two_ranks_give_the_weights_of_one(
     assert sum(zeros.values()) > 0.2 * sum(expected[name].numel() for name in weights())
 
 
-@pytest.mark.parametrize(
-    "case", [case for case in EVERY if case.engine == "deepspeed" and not case.axis], ids=lambda case: case.name
-)
+@pytest.mark.parametrize("case", WITH_MASTERS, ids=lambda case: case.name)
 def test_parameters_are_the_fp32_copies(case: Case, on_two_ranks: dict[Case, dict[str, torch.Tensor]]) -> None:
     found = on_two_ranks[case]
     for name in weights():
@@ -85,9 +81,7 @@ def test_momentum_fills_no_zeros(case: Case, on_two_ranks: dict[Case, dict[str, 
 
 @pytest.mark.parametrize("case", HALF, ids=lambda case: case.name)
 def test_small_steps_of_l1_reach_bf16_weights(
-    case: Case,
-    on_two_ranks: dict[Case, dict[str, torch.Tensor]],
-    on_one_rank: dict[Case, dict[str, torch.Tensor]],
+    case: Case, on_two_ranks: dict[Case, dict[str, torch.Tensor]], on_one_rank: dict[Case, dict[str, torch.Tensor]]
 ) -> None:
     found = sum(int((on_two_ranks[case][name] == 0).sum()) for name in weights())
     expected = sum(int((on_one_rank[alone(case)][name] == 0).sum()) for name in weights())

@@ -34,7 +34,6 @@ def teacher_bytes(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, int]:
 def records(
     teacher_bytes: tuple[Path, int], deepspeed_cpu_ops: None, tmp_path_factory: pytest.TempPathFactory
 ) -> Records:
-    """Records of each rank by case, computed when a test needs them."""
     output = tmp_path_factory.mktemp("placement")
 
     def run(case: TeacherCase) -> list[dict[str, Any]]:

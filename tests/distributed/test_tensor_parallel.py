@@ -11,15 +11,7 @@ import torch
 from fresh_process import forget_last_run
 from safetensors.torch import load_file
 from shardwright.trainers.counting.counts import count_as_one_process
-from tensor_parallel_cases import (
-    EVALUATION_SAMPLES,
-    FOUR_RANKS,
-    GLOBAL_BATCH_SIZE,
-    RESUMED_AT,
-    TWO_RANKS,
-    Case,
-    probe,
-)
+from tensor_parallel_cases import EVALUATION_SAMPLES, FOUR_RANKS, GLOBAL_BATCH_SIZE, RESUMED_AT, TWO_RANKS, Case, probe
 from transformers import AutoModelForCausalLM
 from warm_ranks import OnDemand, run_ranks
 
@@ -44,7 +36,7 @@ def runs(deepspeed_cpu_ops: None, tmp_path_factory: pytest.TempPathFactory) -> R
 
     def run(key: tuple[int, str]) -> Path:
         ranks, name = key
-        run_ranks([Path(__file__).with_name("tensor_parallel_worker.py"), outputs[ranks], name], ranks=ranks)
+        run_ranks([Path(__file__).with_name("tensor_parallel_cases.py"), outputs[ranks], name], ranks=ranks)
         return outputs[ranks] / name
 
     return OnDemand(run)

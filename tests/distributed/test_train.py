@@ -22,7 +22,6 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def one_process(inputs: Path) -> Any:
-    """Return the losses of one process by model; each is trained when a test first asks for it."""
     found: dict[str, Any] = {}
 
     def of(layout: str) -> Any:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from equivalence.cases import LOSS_TOLERANCE
-from equivalence.drawn import records_of
+from equivalence.records import records_of
 from shardwright.ds_configs.legality import combinations as table
 from shardwright.ds_configs.legality.combinations import columns_of
 from trainer_cases import TRAINERS, TrainerCase, make_models_and_data
@@ -19,7 +19,7 @@ pytestmark = [pytest.mark.distributed, pytest.mark.needs("trl")]
 
 NORM_TOLERANCE = 1e-5
 """Largest difference of a gradient norm from the one in one process, over that."""
-_WORKER = Path(__file__).with_name("trainer_worker.py")
+_WORKER = Path(__file__).with_name("trainer_cases.py")
 
 
 def _cases(trainers: str, layouts: str, **fields: Any) -> list[TrainerCase]:
@@ -67,7 +67,6 @@ ROWS_OF_THE_TABLE = {
 
 
 def _cell_case(row: str, column: str) -> TrainerCase:
-    """Return the smallest case of a cell of the table of combinations."""
     mixture = "qwen3_moe" if row == "ORPOTrainer" else "mixtral"
     return TrainerCase(
         trainer=ROWS_OF_THE_TABLE[row],
@@ -102,7 +101,6 @@ REJECTED = {
 
 @pytest.fixture(scope="module")
 def records(deepspeed_cpu_ops: None, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
-    """Train all cases and their references."""
     directory = tmp_path_factory.mktemp("trainers")
     cases = [*EQUAL, *REJECTED]
     make_models_and_data(directory / "models", cases)

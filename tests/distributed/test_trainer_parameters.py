@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
+from equivalence.records import records_of
 from trainer_parameter_cases import CASES, REJECTIONS, Given
-from warm_ranks import RanksFailedError, run_ranks
 
 pytestmark = pytest.mark.distributed
 
-WORKER = Path(__file__).with_name("trainer_parameter_worker.py")
+WORKER = Path(__file__).with_name("trainer_parameter_cases.py")
 TOLERANCE = 1e-5
 NORM_TOLERANCE = 1e-4
 """Relative, as in the other tests of gradient norms."""
@@ -22,28 +21,11 @@ NORM_TOLERANCE = 1e-4
 def records(
     deepspeed_cpu_ops: None, request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, dict[str, Any]]:
-    """Records of the runs of the selected tests, by name."""
     directory = tmp_path_factory.mktemp("parameters")
     parameters = [item.callspec.params for item in request.session.items if hasattr(item, "callspec")]
     selected = [each["case"] for each in parameters if isinstance(each.get("case"), Given)]
-    references = {case.reference().name for case in selected if case in CASES}
-    shared = _run_all(directory, [case.name for case in selected], ranks=2)
-    return shared | _run_all(directory, sorted(references), ranks=1)
-
-
-def _run_all(directory: Path, names: list[str], *, ranks: int) -> dict[str, dict[str, Any]]:
-    found: dict[str, dict[str, Any]] = {}
-    while waiting := [name for name in names if name not in found]:
-        try:
-            run_ranks([WORKER, directory, *waiting], ranks=ranks, timeout_seconds=60.0 + 20 * len(waiting))
-        except RanksFailedError as error:
-            print(error)
-        for name in waiting:
-            if (file := directory / f"{name}.0.json").is_file():
-                found[name] = json.loads(file.read_text())
-        if not any(name in found for name in waiting):
-            found[waiting[0]] = {"error": "no record"}
-    return found
+    references = [case.reference() for case in selected if case in CASES]
+    return records_of([*selected, *references], directory, WORKER)
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)

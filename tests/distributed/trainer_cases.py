@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from equivalence.cases import FURTHER, LAYOUTS, MICRO_STEP_SAMPLES, OFFLOADED, Case, deepspeed_config
+from engine_settings import fsdp2_settings
+from equivalence.cases import FURTHER, LAYOUTS, MICRO_STEP_SAMPLES, OFFLOADED, Case, deepspeed_config, padded
 from equivalence.combinations import ALL_LAYOUTS
+from equivalence.records import logged, training_record, write_records
 from shardwright.ds_configs.specs.layout import Layout
+from shardwright.plugins.accelerate.cpu_ranks import configure_cpu_ranks
+from shardwright.plugins.transformers.training_arguments import prepare_model_directory_save, save_model_directory
+from shardwright.trainers.counting.counts import count_as_one_process
+from shardwright.trainers.parallel.trainer_for import parallelism_of
 
 STEPS = 2
 ADAM_EPSILON = 1e-4
@@ -40,8 +47,6 @@ _WORDS = ("the", "quick", "brown", "fox", "jumps", "over", "a", "lazy", "dog", "
 
 @dataclass(frozen=True, kw_only=True)
 class TrainerCase:
-    """One training run of a trainer under a layout."""
-
     trainer: str
     """A key of `TRAINERS`."""
     layout: str
@@ -71,7 +76,6 @@ class TrainerCase:
         )
 
     def reference(self) -> TrainerCase:
-        """Return the run in one process that this must equal."""
         # Of DPO's losses "sft" is a mean over the tokens of a micro-batch.
         of_batches = "mixed" in self.options
         parts = self.strategy.data_parallel_size if of_batches or TRAINERS[self.trainer].mean_of_batches else 1
@@ -87,10 +91,8 @@ class TrainerCase:
         if self.strategy.engine == "deepspeed":
             arguments["deepspeed"] = deepspeed_config(self.strategy) | {"bf16": {"enabled": "auto"}}
         if self.strategy.engine == "fsdp2":
-            layer = FAMILIES[self.family].layer
-            arguments["fsdp_config"] = {"version": 2, "transformer_layer_cls_to_wrap": [layer]}
-            if self.strategy.offload_param == "cpu":
-                arguments["fsdp_config"]["offload_params"] = True
+            offload = {"offload_params": True} if self.strategy.offload_param == "cpu" else {}
+            arguments |= fsdp2_settings(FAMILIES[self.family].layer, **offload)
         for option in self.options:
             arguments |= (OPTIONS | TRAINERS[self.trainer].options)[option]
         if self.strategy.engine == "single" and "per_device_eval_batch_size" in arguments:
@@ -132,8 +134,6 @@ def _tokens(row: int) -> dict[str, Any]:
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """A small model."""
-
     model_type: str
     layer: str
     """Class of its layers, which FSDP2 wraps."""
@@ -144,7 +144,6 @@ class Family:
         return any("experts" in name for name in self.sizes)
 
     def config(self, common: Mapping[str, Any]) -> Any:
-        """Return the configuration of a model; `common` are keys that every family has."""
         from transformers import AutoConfig
 
         sizes = {
@@ -238,10 +237,7 @@ OPTIONS: Mapping[str, dict[str, Any]] = {
     "unclipped": {"max_grad_norm": 0.0},
     "smoothed": {"label_smoothing_factor": 0.1},
     "recomputed": {"gradient_checkpointing": True},
-    "recomputed_reentrant": {
-        "gradient_checkpointing": True,
-        "gradient_checkpointing_kwargs": {"use_reentrant": True},
-    },
+    "recomputed_reentrant": {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}},
     "length_groups": {"train_sampling_strategy": "group_by_length"},
     "in_order": {"train_sampling_strategy": "sequential"},
     "warmed_up": {"warmup_steps": 2, "lr_scheduler_type": "cosine"},
@@ -258,13 +254,11 @@ OPTIONS: Mapping[str, dict[str, Any]] = {
     "first_logged": {"logging_first_step": True, "logging_steps": 2, "max_steps": 2 * STEPS},
     "tokens_counted": {"include_num_input_tokens_seen": "non_padding"},
 }
-"""Keys of `TrainingArguments` by name; `trainer_worker` makes the other changes of an option."""
+"""Keys of `TrainingArguments` by name; `_further_settings` makes the other changes of an option."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainerKind:
-    """A trainer class with its configuration and data."""
-
     module: str = "trl"
     kind: str
     """Name of the class without `Trainer`; the configuration of one of TRL is named alike."""
@@ -367,7 +361,6 @@ TRAINERS: Mapping[str, TrainerKind] = {
 
 
 def make_models_and_data(directory: Path, cases: list[TrainerCase]) -> None:
-    """Write models with random weights and a byte tokenizer, and the data sets of cases."""
     from datasets import Dataset
     from shardwright.plugins.transformers.training_arguments import byte_tokenizer
     from transformers import AutoModelForCausalLM, set_seed
@@ -395,5 +388,115 @@ def make_models_and_data(directory: Path, cases: list[TrainerCase]) -> None:
 
 
 def data_of(directory: Path, trainer: str, rows: int, *, held_out: bool = False) -> Path:
-    """Return the path of a trainer's data set."""
     return directory / "data" / f"{trainer}-{rows}{'-held-out' if held_out else ''}"
+
+
+def record(case: TrainerCase, output: Path) -> dict[str, Any]:
+    directory = output / case.name
+
+    def result(trainer: Any) -> dict[str, Any]:
+        if case.options:
+            save_model_directory(trainer, str(directory / "trained"))
+        return {
+            "losses": logged(trainer),
+            "grad_norms": list(map(float, logged(trainer, "grad_norm"))),
+            "eval_losses": logged(trainer, "eval_loss"),
+            "tokens": trainer.state.num_input_tokens_seen if "tokens_counted" in case.options else 0,
+            "train_loss": trainer.state.log_history[-1].get("train_loss"),
+        }
+
+    return training_record(lambda: make_trainer(case, output / "models", directory), result)
+
+
+def make_trainer(case: TrainerCase, models: Path, directory: Path) -> Any:
+    from datasets import Dataset
+    from transformers import (
+        AutoModelForCausalLM,
+        AutoModelForSequenceClassification,
+        AutoTokenizer,
+        Trainer,
+        TrainingArguments,
+        set_seed,
+    )
+
+    described = TRAINERS[case.trainer]
+    module = importlib.import_module(described.module)
+    engine = case.strategy.engine
+    overrides = {"use_cpu": True} if engine == "single" else configure_cpu_ranks(engine)
+    configuration = (
+        getattr(module, f"{described.kind}Config") if described.module.startswith("trl") else TrainingArguments
+    )
+    arguments = configuration(**case.arguments(directory) | {**described.config, **overrides})
+    set_seed(0)
+    place = models / case.family
+    if described.rewards:
+        model = AutoModelForSequenceClassification.from_pretrained(place / "model", dtype="float32", num_labels=1)
+    else:
+        model = AutoModelForCausalLM.from_pretrained(place / "model", dtype="float32")
+    settings: dict[str, Any] = {"model": model, "args": arguments}
+    settings["train_dataset"] = Dataset.load_from_disk(str(data_of(models, case.trainer, case.rows)))
+    if described.module.startswith("trl"):
+        settings["processing_class"] = AutoTokenizer.from_pretrained(place / "model")
+    else:
+        settings["train_dataset"].set_format("torch")
+        settings["data_collator"] = padded
+    if described.teacher:
+        settings[described.teacher] = AutoModelForCausalLM.from_pretrained(place / "teacher", dtype="float32")
+    if described.distillation is not None:
+        settings["distillation"] = module.DistillationConfig(**described.distillation)
+    if set(case.options) & set(EVALUATED):
+        settings["eval_dataset"] = Dataset.load_from_disk(str(data_of(models, case.trainer, case.rows, held_out=True)))
+        if not described.module.startswith("trl"):
+            settings["eval_dataset"].set_format("torch")
+    settings |= _further_settings(case, model)
+    prepare_model_directory_save(arguments)
+    kind = getattr(module, f"{described.kind}Trainer")
+    if engine == "single":
+        trainer = (Trainer if case.trainer == "pipeline" else kind)(**settings)
+        if set(case.options) & set(EVALUATED) and FAMILIES[case.family].is_mixture:
+            # An evaluation leaves the balance loss out.
+            count_as_one_process(trainer)
+        return trainer
+    stock = described.module == "transformers"
+    return parallelism_of(case.strategy).make_trainer(trainer_class=None if stock else kind, **settings)
+
+
+def _further_settings(case: TrainerCase, model: Any) -> dict[str, Any]:
+    import torch
+
+    layers = next(one for one in model.modules() if isinstance(one, torch.nn.ModuleList))
+    for option in case.options:
+        match option:
+            case "frozen":
+                layers[0].requires_grad_(False)
+            case "embedding_frozen":
+                model.get_input_embeddings().requires_grad_(False)
+            case "lora":
+                from shardwright.plugins.peft import add_lora
+                from transformers import set_seed
+
+                set_seed(4)
+                return {"model": add_lora(model, rank=4, targets=None, fp32_adapters=True)}
+            case "own_adamw":
+                optimizer: Any = torch.optim.AdamW(_groups(model), betas=(0.8, 0.95), eps=ADAM_EPSILON)
+                rates = [lambda step: 1.0 / (1 + step), lambda step: 0.5**step]
+                return {"optimizers": (optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, rates))}
+            case "own_sgd":
+                return {"optimizers": (torch.optim.SGD(_groups(model), momentum=0.9, nesterov=True), None)}
+            case "optimizer_class":
+                return {"optimizer_cls_and_kwargs": (torch.optim.NAdam, {"lr": 2e-3, "eps": ADAM_EPSILON})}
+    return {}
+
+
+def _groups(model: Any) -> list[dict[str, Any]]:
+    trained = [each for each in model.parameters() if each.requires_grad]
+    # Parameters of ZeRO-3 hold nothing, and know the shape that they have elsewhere.
+    sizes = {id(each): len(getattr(each, "ds_shape", each.shape)) for each in trained}
+    matrices = [each for each in trained if sizes[id(each)] > 1]
+    vectors = [each for each in trained if sizes[id(each)] <= 1]
+    groups = [{"params": matrices, "lr": 2e-3, "weight_decay": 0.1}]
+    return groups + ([{"params": vectors, "lr": 5e-3, "weight_decay": 0.0}] if vectors else [])
+
+
+if __name__ == "__main__":
+    write_records(TrainerCase, record)

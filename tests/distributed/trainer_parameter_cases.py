@@ -2,14 +2,27 @@
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
-from equivalence.cases import IGNORED, MICRO_STEP_SAMPLES, Case
-from equivalence.combinations import ALL_LAYOUTS, make_model
+import torch
+from equivalence.cases import IGNORED, MICRO_STEP_SAMPLES, Case, make_model, samples
+from equivalence.combinations import ALL_LAYOUTS, collated
+from equivalence.drawn_worker import one_length
+from equivalence.records import write_records
+from fresh_process import forget_last_run
 from shardwright.ds_configs.legality.combinations import columns_of
+from shardwright.ds_configs.specs.errors import ShardwrightError
 from shardwright.ds_configs.specs.layout import Layout
+from shardwright.plugins.accelerate.cpu_ranks import configure_cpu_ranks
+from shardwright.plugins.transformers.training_arguments import byte_tokenizer, training_arguments
+from shardwright.trainers.parallel.trainer_for import parallelism_of
+from torch.optim.lr_scheduler import LambdaLR, OneCycleLR, StepLR
+from transformers import TrainerCallback
+from transformers.optimization import Adafactor
 
 STEPS = 4
 LEARNING_RATE = 0.3
@@ -31,8 +44,6 @@ EVERY = (*WHOLE_MODELS, "sp2-zero1", "sp2-zero3", "cp2-fsdp2", "tp2-zero1", "pp2
 
 @dataclass(frozen=True, kw_only=True)
 class Given:
-    """One training run."""
-
     layout: str
     kind: str
     """A function of `GIVEN`."""
@@ -49,15 +60,12 @@ class Given:
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """Its entry in the table of parameters."""
         return columns_of(self.strategy)
 
     def reference(self) -> Given:
-        """Return the run in one process that this must equal."""
         return replace(self, layout=f"single-{self.family}", kind=self.kind.removesuffix("_unforced"))
 
     def arguments(self, directory: Any) -> dict[str, Any]:
-        """Return keywords of `TrainingArguments`."""
         arguments = Case(layout=self.layout, strategy=self.strategy, optimizer="adamw_torch").training_arguments(
             directory
         )
@@ -70,73 +78,48 @@ class Given:
 
 
 def _groups(model: Any) -> list[dict[str, Any]]:
-    """Return matrices and vectors as groups with settings of their own."""
     matrices = [each for each in model.parameters() if each.dim() > 1]
     vectors = [each for each in model.parameters() if each.dim() <= 1]
     return [{"params": matrices, "lr": 2e-3, "weight_decay": 0.1}, {"params": vectors, "lr": 5e-3, "weight_decay": 0.0}]
 
 
 def _adamw(model: Any) -> dict[str, Any]:
-    import torch
-
     optimizer = torch.optim.AdamW(_groups(model), betas=(0.8, 0.95), eps=1e-6)
     rates = [lambda step: 1.0 / (1 + step), lambda step: 0.5**step]
-    return {"optimizers": (optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, rates))}
+    return {"optimizers": (optimizer, LambdaLR(optimizer, rates))}
 
 
 def _sgd(model: Any) -> dict[str, Any]:
-    import torch
-
     optimizer = torch.optim.SGD(_groups(model), momentum=0.9, nesterov=True)
-    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=[0.05, 0.1], total_steps=STEPS + 1)
-    return {"optimizers": (optimizer, scheduler)}
-
-
-def _nadam(model: Any) -> dict[str, Any]:
-    import torch
-
-    # The Trainer makes the scheduler.
-    return {"optimizers": (torch.optim.NAdam(_groups(model), eps=1e-6), None)}
+    return {"optimizers": (optimizer, OneCycleLR(optimizer, max_lr=[0.05, 0.1], total_steps=STEPS + 1))}
 
 
 def _adamax(model: Any) -> dict[str, Any]:
-    import torch
-
     optimizer = torch.optim.Adamax(model.parameters(), lr=2e-3, eps=1e-6)
-    return {"optimizers": (optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 2, gamma=0.1))}
+    return {"optimizers": (optimizer, StepLR(optimizer, 2, gamma=0.1))}
 
 
-def _class(model: Any) -> dict[str, Any]:
-    import torch
-
-    return {"optimizer_cls_and_kwargs": (torch.optim.NAdam, {"lr": 2e-3, "eps": 1e-6})}
-
-
-def _adamw_class(model: Any) -> dict[str, Any]:
-    import torch
-
-    return {"optimizer_cls_and_kwargs": (torch.optim.AdamW, {"lr": 2e-3, "eps": 1e-6, "betas": (0.7, 0.95)})}
-
-
-def _functions(model: Any) -> dict[str, Any]:
-    return {
-        "compute_loss_func": cubed_loss,
-        "compute_metrics": right_tokens,
-        "preprocess_logits_for_metrics": lambda logits, labels: logits.argmax(-1),
-    }
+def _class(kind: type, **options: Any) -> Callable[[Any], dict[str, Any]]:
+    return lambda model: {"optimizer_cls_and_kwargs": (kind, {"lr": 2e-3, "eps": 1e-6, **options})}
 
 
 GIVEN: dict[str, Callable[[Any], dict[str, Any]]] = {
     "adamw": _adamw,
-    "functions": lambda model: _adamw(model) | _functions(model),
+    "functions": lambda model: {
+        **_adamw(model),
+        "compute_loss_func": cubed_loss,
+        "compute_metrics": right_tokens,
+        "preprocess_logits_for_metrics": lambda logits, labels: logits.argmax(-1),
+    },
     "sgd": _sgd,
     "sgd_unforced": _sgd,
-    "nadam": _nadam,
+    # The Trainer makes the scheduler.
+    "nadam": lambda model: {"optimizers": (torch.optim.NAdam(_groups(model), eps=1e-6), None)},
     "adamax": _adamax,
     "resumed": _adamax,
-    "class": _class,
-    "class_init": _class,
-    "class_init_adamw": _adamw_class,
+    "class": _class(torch.optim.NAdam),
+    "class_init": _class(torch.optim.NAdam),
+    "class_init_adamw": _class(torch.optim.AdamW, betas=(0.7, 0.95)),
 }
 """Arguments of each kind; kinds with `init` also pass `model_init`."""
 
@@ -157,8 +140,6 @@ def _words(row: int, count: int) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class TrlTrainer:
-    """A trainer of TRL with its additional arguments."""
-
     name: str
     given: Callable[[dict[str, Any]], dict[str, Any]]
     """Called with the sizes of the model."""
@@ -167,25 +148,18 @@ class TrlTrainer:
     config: dict[str, Any] = field(default_factory=dict)
 
     def rows(self) -> list[dict[str, Any]]:
-        """Return what is trained on."""
         return [self.row(index) for index in range(STEPS * MICRO_STEP_SAMPLES)]
 
 
 def _adapters(sizes: dict[str, Any]) -> dict[str, Any]:
     from peft import LoraConfig
 
-    def joined(row: dict[str, Any]) -> str:
-        return str(row["first"] + " " + row["second"])
-
-    return {"peft_config": LoraConfig(r=4, target_modules=["q_proj", "down_proj"]), "formatting_func": joined}
+    adapters = LoraConfig(r=4, target_modules=["q_proj", "down_proj"])
+    return {"peft_config": adapters, "formatting_func": lambda row: row["first"] + " " + row["second"]}
 
 
 def _second(name: str) -> Callable[[dict[str, Any]], dict[str, Any]]:
     return lambda sizes: {name: make_model("llama", sizes, seed=9)}
-
-
-def _two_texts(row: int) -> dict[str, Any]:
-    return {"first": _words(row, 2), "second": _words(row + 1, 1 + row % 4)}
 
 
 def _pair(row: int) -> dict[str, Any]:
@@ -199,7 +173,9 @@ def _chat(row: int) -> dict[str, Any]:
 
 
 TRL: dict[str, TrlTrainer] = {
-    "sft_adapters": TrlTrainer(name="SFT", given=_adapters, row=_two_texts),
+    "sft_adapters": TrlTrainer(
+        name="SFT", given=_adapters, row=lambda row: {"first": _words(row, 2), "second": _words(row + 1, 1 + row % 4)}
+    ),
     "dpo_reference": TrlTrainer(name="DPO", given=_second("ref_model"), row=_pair),
     "gkd_teacher": TrlTrainer(
         name="GKD",
@@ -222,29 +198,17 @@ def _bitsandbytes_named(model: Any, arguments: Any) -> dict[str, Any]:
     return {}
 
 
-def _adafactor_class(model: Any, arguments: Any) -> dict[str, Any]:
-    from transformers.optimization import Adafactor
-
-    return {"optimizer_cls_and_kwargs": (Adafactor, {"lr": 1e-3, "relative_step": False})}
-
-
-def _adafactor(model: Any, arguments: Any) -> dict[str, Any]:
-    kind, keywords = _adafactor_class(model, arguments)["optimizer_cls_and_kwargs"]
-    return {"optimizers": (kind(model.parameters(), **keywords), None)}
-
-
+_ADAFACTOR: dict[str, Any] = {"lr": 1e-3, "relative_step": False}
 REJECTED: dict[str, Callable[[Any, Any], dict[str, Any]]] = {
     "bitsandbytes": _bitsandbytes,
     "bitsandbytes_named": _bitsandbytes_named,
-    "adafactor": _adafactor,
-    "adafactor_class": _adafactor_class,
+    "adafactor": lambda model, _: {"optimizers": (Adafactor(model.parameters(), **_ADAFACTOR), None)},
+    "adafactor_class": lambda model, _: {"optimizer_cls_and_kwargs": (Adafactor, _ADAFACTOR)},
 }
 
 
 def cubed_loss(outputs: Any, labels: Any, num_items_in_batch: Any = None) -> Any:
     """Return a loss that no model has: cubes of cross-entropies over the number of labelled tokens."""
-    import torch
-
     logits = outputs.logits[:, :-1].float().flatten(0, 1)
     targets = labels[:, 1:].flatten()
     losses = torch.nn.functional.cross_entropy(logits, targets, ignore_index=IGNORED, reduction="none")
@@ -257,10 +221,6 @@ def right_tokens(prediction: Any) -> dict[str, float]:
     labels, predicted = prediction.label_ids[:, 1:], prediction.predictions[:, :-1]
     counted = labels != IGNORED
     return {"right": float((labels == predicted)[counted].mean()), "tokens": float(counted.sum())}
-
-
-def _case(layout: str, kind: str) -> Given:
-    return Given(layout=layout, kind=kind, family="mixtral" if layout.startswith("ep") else "llama")
 
 
 def _layout_kinds() -> Iterator[tuple[str, str]]:
@@ -291,3 +251,115 @@ REJECTIONS: dict[Given, str] = {
     _given("fsdp2", "adafactor_class"): "DTensors",
 }
 """Rejections of unsupported arguments, with a fragment of the reason."""
+
+
+class Counts(TrainerCallback):
+    def __init__(self) -> None:
+        self.steps = 0
+
+    def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+        self.steps += 1
+
+
+def train(case: Given, directory: Path, *, resume_from: str | None = None, **more: Any) -> dict[str, Any]:
+    engine = case.strategy.engine
+    overrides = {"use_cpu": True} if engine == "single" else configure_cpu_ranks(engine)
+    arguments = training_arguments(case.arguments(directory) | more, overrides)
+    counts = Counts()
+    made: dict[str, Any] = {}
+    if "init" in case.kind:
+        made["model_init"] = lambda: make_model(case.family, {})
+        settings = GIVEN[case.kind](None)
+    else:
+        made["model"] = make_model(case.family, {})
+        settings = GIVEN[case.kind](made["model"])
+    rows = samples()
+    trainer = parallelism_of(case.strategy).make_trainer(
+        **made,
+        args=arguments,
+        train_dataset=rows[: -2 * EVALUATED],
+        eval_dataset={"seen": rows[:EVALUATED], "new": rows[-EVALUATED:]},
+        data_collator=one_length if case.kind == "functions" else collated,
+        callbacks=[counts],
+        processing_class=byte_tokenizer(VOCAB_SIZE),
+        **settings,
+    )
+    trainer.train(resume_from_checkpoint=resume_from)
+    logged = [entry for entry in trainer.state.log_history if "loss" in entry]
+    record: dict[str, Any] = {
+        name: [float(one.get(name, 0)) for one in logged] for name in ("loss", "grad_norm", "learning_rate")
+    }
+    record["steps"] = counts.steps
+    if "compute_metrics" in settings:
+        found = trainer.evaluate()
+        record["metrics"] = [found[f"eval_{part}_{name}"] for part in ("seen", "new") for name in ("right", "tokens")]
+    return record
+
+
+def train_trl(case: Given, directory: Path) -> dict[str, Any]:
+    import importlib
+
+    from datasets import Dataset
+    from transformers import set_seed
+
+    described = TRL[case.kind]
+    module = importlib.import_module(described.module)
+    engine = case.strategy.engine
+    overrides = {"use_cpu": True} if engine == "single" else configure_cpu_ranks(engine)
+    arguments = case.arguments(directory) | described.config | {"bf16": False, "max_length": 64, "learning_rate": 5e-3}
+    if engine == "deepspeed":
+        arguments["deepspeed"]["bf16"] = {"enabled": "auto"}
+    config = getattr(module, f"{described.name}Config")(**arguments, **overrides)
+    tokenizer = byte_tokenizer(VOCAB_SIZE)
+    tokenizer.pad_token, tokenizer.chat_template = tokenizer.eos_token, CHAT_TEMPLATE
+    sizes = {"vocab_size": VOCAB_SIZE, "pad_token_id": tokenizer.pad_token_id, "eos_token_id": tokenizer.eos_token_id}
+    settings = described.given(sizes)
+    set_seed(0)
+    trainer = parallelism_of(case.strategy).make_trainer(
+        model=make_model(case.family, sizes),
+        args=config,
+        trainer_class=getattr(module, f"{described.name}Trainer"),
+        train_dataset=Dataset.from_list(described.rows()),
+        processing_class=tokenizer,
+        **settings,
+    )
+    trainer.train()
+    logged = [entry for entry in trainer.state.log_history if "loss" in entry]
+    return {name: [float(one.get(name, 0)) for one in logged] for name in ("loss", "grad_norm")}
+
+
+def resume(case: Given, directory: Path) -> dict[str, Any]:
+    train(case, directory, save_strategy="steps", save_steps=STEPS // 2)
+    forget_last_run()
+    return train(case, directory, resume_from=str(directory / f"checkpoint-{STEPS // 2}"))
+
+
+def reject(case: Given, directory: Path) -> dict[str, Any]:
+    arguments = training_arguments(case.arguments(directory), configure_cpu_ranks(case.strategy.engine))
+    model = make_model(case.family, {})
+    made = REJECTED[case.kind](model, arguments)
+    trainer = parallelism_of(case.strategy).make_trainer(
+        model=model, args=arguments, train_dataset=samples(), data_collator=collated, **made
+    )
+    trainer.train()
+    return {"trained": trainer.state.global_step}
+
+
+def record(case: Given, output: Path) -> dict[str, Any]:
+    directory = output / case.name
+    if case.kind in TRL:
+        work = train_trl
+    elif case.kind in REJECTED:
+        work = reject
+    else:
+        work = resume if case.kind == "resumed" and case.strategy.engine != "single" else train
+    try:
+        return work(case, directory)
+    except ShardwrightError as error:
+        return {"rejected": str(error)}
+    except Exception:
+        return {"error": traceback.format_exc()}
+
+
+if __name__ == "__main__":
+    write_records(Given, record)

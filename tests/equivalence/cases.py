@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from engine_settings import engine_settings
 from shardwright.ds_configs.specs.layout import Layout
 
 STEPS = 5
@@ -33,8 +34,6 @@ IGNORED = -100
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """One training run."""
-
     layout: str
     """Name of the layout, or `reference` for the single process."""
     strategy: Layout
@@ -53,31 +52,19 @@ class Case:
         return self.strategy.world_size
 
     def training_arguments(self, directory: Path) -> dict[str, Any]:
-        """Return keys of ``TrainingArguments``."""
-        arguments: dict[str, Any] = {
-            "output_dir": str(directory),
-            "per_device_train_batch_size": self.strategy.micro_batch_size,
-            "gradient_accumulation_steps": self.strategy.gradient_accumulation_steps,
-            "optim": self.optimizer,
-            "adam_epsilon": ADAM_EPSILON,
-            "learning_rate": LEARNING_RATES[self.optimizer],
-            "weight_decay": 0.1,
-            "max_grad_norm": MAX_GRAD_NORM,
-            "max_steps": STEPS,
-            "logging_steps": 1,
-            "seed": 11,
-            "save_strategy": "no",
-            "report_to": "none",
-            "disable_tqdm": True,
-        }
-        if self.strategy.engine == "deepspeed":
-            arguments["deepspeed"] = deepspeed_config(self.strategy)
-        if self.strategy.engine == "fsdp2":
-            arguments |= {
-                "fsdp": True,
-                "fsdp_config": {"version": 2, "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"]},
-            }
-        return arguments
+        return engine_settings(
+            self.strategy.engine,
+            self.strategy.micro_batch_size,
+            deepspeed_config(self.strategy),
+            output_dir=str(directory),
+            gradient_accumulation_steps=self.strategy.gradient_accumulation_steps,
+            optim=self.optimizer,
+            adam_epsilon=ADAM_EPSILON,
+            learning_rate=LEARNING_RATES[self.optimizer],
+            weight_decay=0.1,
+            max_grad_norm=MAX_GRAD_NORM,
+            max_steps=STEPS,
+        )
 
 
 def deepspeed_config(strategy: Layout) -> dict[str, Any]:
@@ -155,7 +142,6 @@ def case_of(layout: str, optimizer: str, accumulation: int) -> Case:
 
 
 def reference_of(case: Case) -> Case:
-    """Return the run in one process that `case` must equal."""
     strategy = Layout(
         engine="single",
         micro_batch_size=MICRO_STEP_SAMPLES,
@@ -193,7 +179,6 @@ def samples() -> list[dict[str, Any]]:
 
 
 def padded(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Collate samples to the longest of them: padding stands on the right, masked, and has no labels."""
     import torch
 
     longest = max(len(row["input_ids"]) for row in rows)
@@ -219,23 +204,23 @@ def probe_batch() -> dict[str, Any]:
     return {"input_ids": torch.randint(1, VOCAB_SIZE, (2, 16), generator=draw)}
 
 
-def make_models(directory: Path) -> None:
-    """Write the models of random weights that every run starts from, one directory for each family."""
+def make_model(family: str, sizes: Mapping[str, Any], *, seed: int = 0, layers: int = 2) -> Any:
     from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM, set_seed
 
-    sizes = {
+    common = {
         "vocab_size": VOCAB_SIZE,
         "hidden_size": 32,
         "intermediate_size": 64,
-        "num_hidden_layers": 2,
+        "num_hidden_layers": layers,
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
+        "head_dim": 8,
         "max_position_embeddings": 64,
         "initializer_range": 0.1,
         "use_cache": False,
     }
-    set_seed(0)
-    LlamaForCausalLM(LlamaConfig(**sizes)).save_pretrained(directory / "llama")
+    set_seed(seed)
+    if family == "llama":
+        return LlamaForCausalLM(LlamaConfig(**common | sizes))
     experts = {"num_local_experts": 4, "num_experts_per_tok": 2, "output_router_logits": False}
-    set_seed(0)
-    MixtralForCausalLM(MixtralConfig(**sizes, **experts)).save_pretrained(directory / "mixtral")
+    return MixtralForCausalLM(MixtralConfig(**common | experts | sizes))

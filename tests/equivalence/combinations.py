@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from engine_settings import fsdp2_settings
 from equivalence.cases import (
     ADAM_EPSILON,
     FURTHER,
@@ -14,7 +15,6 @@ from equivalence.cases import (
     LOSS_TOLERANCE,
     MICRO_STEP_SAMPLES,
     OFFLOADED,
-    VOCAB_SIZE,
     Case,
     padded,
     samples,
@@ -85,52 +85,50 @@ def _pruned(**options: Any) -> Callable[[Run], None]:
     return change
 
 
-def _l1(run: Run) -> None:
-    def make() -> Any:
-        from shardwright.trainers.sparsity.l1_sparsity_callback import L1SparsityCallback
+def _l1() -> Any:
+    from shardwright.trainers.sparsity.l1_sparsity_callback import L1SparsityCallback
 
-        return L1SparsityCallback(0.05)
-
-    run.callbacks.append(make)
+    return L1SparsityCallback(0.05)
 
 
-def _lora(run: Run) -> None:
-    def change(model: Any) -> Any:
-        from shardwright.plugins.peft import add_lora
-        from transformers import set_seed
+def _lora(model: Any) -> Any:
+    from shardwright.plugins.peft import add_lora
+    from transformers import set_seed
 
-        set_seed(4)
-        return add_lora(model, rank=4, targets=None, fp32_adapters=True)
-
-    run.change_model.append(change)
+    set_seed(4)
+    return add_lora(model, rank=4, targets=None, fp32_adapters=True)
 
 
-def _frozen(run: Run) -> None:
-    def change(model: Any) -> Any:
-        model.get_input_embeddings().requires_grad_(False)
-        model.model.layers[0].requires_grad_(False)
-        return model
-
-    run.change_model.append(change)
+def _frozen(model: Any) -> Any:
+    model.get_input_embeddings().requires_grad_(False)
+    model.model.layers[0].requires_grad_(False)
+    return model
 
 
-def _distilled(**options: Any) -> Callable[[Run], None]:
+def _distilled(term: str = "", **options: Any) -> Callable[[Run], None]:
+    """Distill with the options of a term of `DistillationConfig`, or without a term with its own."""
+
     def change(run: Run) -> None:
-        run.distillation = {"alpha": 0.5, "temperature": 2.0, **options}
+        from shardwright.trainers import distillation
+
+        kinds = {"hidden_states": "HiddenStateTerm", "self_teacher": "SelfTeacher"}
+        own = {term: getattr(distillation, kinds[term])(**options)} if term else options
+        run.distillation = {"alpha": 0.5, **own}
 
     return change
 
 
-def _features(run: Run) -> None:
-    from shardwright.trainers.distillation import HiddenStateTerm
+def _set(**fields: Any) -> Callable[[Run], None]:
+    """Replace fields of a run; add to those that are collections."""
 
-    run.distillation = {"alpha": 0.5, "hidden_states": HiddenStateTerm(weight=0.5)}
+    def change(run: Run) -> None:
+        for name, value in fields.items():
+            known = getattr(run, name)
+            if isinstance(known, dict):
+                value = known | value
+            setattr(run, name, [*known, value] if name in ("callbacks", "change_model") else value)
 
-
-def _own_teacher(run: Run) -> None:
-    from shardwright.trainers.distillation import SelfTeacher
-
-    run.distillation = {"alpha": 0.5, "self_teacher": SelfTeacher(kind="ema", decay=0.5)}
+    return change
 
 
 def _arguments(**changes: Any) -> Callable[[Run], None]:
@@ -139,15 +137,6 @@ def _arguments(**changes: Any) -> Callable[[Run], None]:
 
 def _optimizer(name: str) -> Callable[[Run], None]:
     return _arguments(optim=name, learning_rate=LEARNING_RATES.get(name, 1e-3))
-
-
-def _dropped(run: Run) -> None:
-    run.sizes["attention_dropout"] = 0.1
-
-
-def _balanced(run: Run) -> None:
-    run.family = "mixtral"
-    run.sizes |= {"output_router_logits": True, "router_aux_loss_coef": 0.5}
 
 
 def _packed(run: Run) -> None:
@@ -171,17 +160,6 @@ def _uneven(run: Run) -> None:
     run.data = samples()[: 2 * MICRO_STEP_SAMPLES + 1]
 
 
-def _streamed(run: Run) -> None:
-    run.streams = True
-
-
-def _split(run: Run) -> None:
-    run.arguments |= {
-        "accelerator_config": {"split_batches": True},
-        "per_device_train_batch_size": MICRO_STEP_SAMPLES,
-    }
-
-
 SETTINGS: dict[str, Callable[[Run], None]] = {
     "qat": _quantized("W4A16"),
     "qat_inputs": _quantized("W8A8"),
@@ -189,21 +167,23 @@ SETTINGS: dict[str, Callable[[Run], None]] = {
     "learned_scales": _quantized("W4A16", weight_rule="learned"),
     "pruning": _pruned(),
     "global_pruning": _pruned(scope="global"),
-    "l1": _l1,
-    "lora": _lora,
-    "frozen": _frozen,
-    "distillation": _distilled(),
-    "distilled_features": _features,
-    "moving_average_teacher": _own_teacher,
-    "balance_loss": _balanced,
+    "l1": _set(callbacks=_l1),
+    "lora": _set(change_model=_lora),
+    "frozen": _set(change_model=_frozen),
+    "distillation": _distilled(temperature=2.0),
+    "distilled_features": _distilled("hidden_states", weight=0.5),
+    "moving_average_teacher": _distilled("self_teacher", kind="ema", decay=0.5),
+    "balance_loss": _set(family="mixtral", sizes={"output_router_logits": True, "router_aux_loss_coef": 0.5}),
     "gradient_checkpointing": _arguments(gradient_checkpointing=True),
     "label_smoothing": _arguments(label_smoothing_factor=0.1),
     "packing": _packed,
-    "streams": _streamed,
+    "streams": _set(streams=True),
     "compile": _arguments(torch_compile=True, torch_compile_backend="eager"),
     "bf16": _arguments(bf16=True),
-    "dropout": _dropped,
-    "split_batches": _split,
+    "dropout": _set(sizes={"attention_dropout": 0.1}),
+    "split_batches": _arguments(
+        accelerator_config={"split_batches": True}, per_device_train_batch_size=MICRO_STEP_SAMPLES
+    ),
     "last_batch": _uneven,
     "adamw_torch": _optimizer("adamw_torch"),
     "adamw_torch_fused": _optimizer("adamw_torch_fused"),
@@ -228,8 +208,6 @@ FIRST_STEP_ON_ZEROS = 0.2
 
 @dataclass(frozen=True, kw_only=True)
 class Combination:
-    """A layout with settings."""
-
     layout: str
     settings: tuple[str, ...]
     accumulation: int = 1
@@ -255,12 +233,10 @@ class Combination:
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """Where it stands in the table of combinations."""
         return columns_of(self.strategy)
 
     @property
     def is_proven(self) -> bool:
-        """Whether the table says that every one of its pairs is."""
         used = self.settings if set(self.settings) & set(OPTIMIZERS) else (*self.settings, "adamw_torch")
         return not incompatibility_errors(used, self.columns)
 
@@ -272,7 +248,6 @@ class Combination:
         return max((TOLERANCES.get(name, LOSS_TOLERANCE) for name in self.settings), default=LOSS_TOLERANCE)
 
     def reference(self) -> Combination:
-        """Return the run in one process that this must equal; it is named by its family alone."""
         return replace(self, layout=f"single-{self.family}")
 
 
@@ -280,16 +255,13 @@ ALL_LAYOUTS |= {f"single-{family}": Layout(engine="single") for family in ("llam
 
 
 def prepared_run(combination: Combination, directory: Path) -> Run:
-    """Return what the settings of a combination ask for."""
     strategy = combination.strategy
     case = Case(layout=combination.layout, strategy=strategy, optimizer="adamw_torch")
     arguments = case.training_arguments(directory) | {"max_steps": STEPS, "adam_epsilon": ADAM_EPSILON}
     if strategy.engine == "fsdp2":
         family = "Mixtral" if combination.family == "mixtral" else "Llama"
-        config = {"version": 2, "transformer_layer_cls_to_wrap": [f"{family}DecoderLayer"]}
-        if strategy.offload_param == "cpu":
-            config["offload_params"] = True
-        arguments["fsdp_config"] = config
+        offload = {"offload_params": True} if strategy.offload_param == "cpu" else {}
+        arguments |= fsdp2_settings(f"{family}DecoderLayer", **offload)
     run = Run(arguments=arguments, family=combination.family)
     for name in combination.settings:
         SETTINGS[name](run)
@@ -313,26 +285,3 @@ def collated(rows: list[dict[str, Any]]) -> dict[str, Any]:
         positions[index, length:] = torch.arange(positions.shape[1] - length)
     del batch["attention_mask"]
     return batch | {"position_ids": positions}
-
-
-def make_model(family: str, sizes: Mapping[str, Any], *, seed: int = 0, layers: int = 2) -> Any:
-    """Return a model with random weights, the same in every process."""
-    from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM, set_seed
-
-    common = {
-        "vocab_size": VOCAB_SIZE,
-        "hidden_size": 32,
-        "intermediate_size": 64,
-        "num_hidden_layers": layers,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 8,
-        "max_position_embeddings": 64,
-        "initializer_range": 0.1,
-        "use_cache": False,
-    }
-    set_seed(seed)
-    if family == "llama":
-        return LlamaForCausalLM(LlamaConfig(**common | sizes))
-    experts = {"num_local_experts": 4, "num_experts_per_tok": 2, "output_router_logits": False}
-    return MixtralForCausalLM(MixtralConfig(**common | experts | sizes))

@@ -2,38 +2,20 @@
 
 from __future__ import annotations
 
-import json
 import sys
-import traceback
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from equivalence.cases import IGNORED, LONGEST, samples
-from equivalence.combinations import Combination, collated, make_model, prepared_run
-from fresh_process import forget_last_run
-from shardwright.ds_configs.specs.errors import ShardwrightError
+from equivalence.cases import IGNORED, LONGEST, make_model, samples
+from equivalence.combinations import Combination, collated, prepared_run
+from equivalence.records import training_record, write_records
 from shardwright.plugins.accelerate.cpu_ranks import configure_cpu_ranks
 from shardwright.plugins.transformers.training_arguments import training_arguments
 from shardwright.trainers.parallel.trainer_for import parallelism_of
 
 
-def train(combination: Combination, directory: Path) -> dict[str, Any]:
-    """Train, and return losses and steps; a rejection comes with the number of steps before it."""
-    trainer = None
-    try:
-        trainer = make_trainer(combination, directory)
-        trainer.train()
-    except ShardwrightError as error:
-        steps = 0 if trainer is None else trainer.state.global_step
-        return {"refused": str(error), "steps": steps}
-    except Exception:
-        return {"error": traceback.format_exc()}
-    return {"losses": [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]}
-
-
 def make_trainer(combination: Combination, directory: Path) -> Any:
-    """Return the trainer of a combination."""
     from datasets import Dataset
 
     run = prepared_run(combination, directory)
@@ -87,21 +69,6 @@ def one_length(rows: list[dict[str, Any]]) -> dict[str, Any]:
     return {"position_ids": positions.contiguous(), **batch}
 
 
-def write_records(combinations: list[Combination], output: Path) -> None:
-    """Train all and let rank 0 write one file for each, as it comes."""
-    import os
-
-    for combination in combinations:
-        record = train(combination, output / combination.name)
-        rank = int(os.environ.get("RANK", "0"))
-        (output / f"{combination.name}.{rank}.json").write_text(json.dumps(record))
-        if "error" in record:
-            raise SystemExit(1)
-        if combination.strategy.engine != "single":
-            forget_last_run()
-
-
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).parents[1] / "distributed"))
-    asked = [Combination(**{**one, "settings": tuple(one["settings"])}) for one in json.loads(sys.argv[2])]
-    write_records(asked, Path(sys.argv[1]))
+    write_records(Combination, lambda case, output: training_record(lambda: make_trainer(case, output / case.name)))

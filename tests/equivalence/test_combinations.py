@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 from equivalence.combinations import ALL_LAYOUTS, METHODS, OPTIMIZERS, SETTINGS, SWITCHES, Combination
-from equivalence.drawn import drawn, outcome, records_of, verdict
+from equivalence.drawn import drawn, outcome, verdict
+from equivalence.records import records_of
 from shardwright.ds_configs.legality import combinations as table
 from shardwright.ds_configs.specs.job import OPTIMIZERS as PLANNED
 from shardwright.ds_configs.specs.layout import Layout
@@ -90,7 +91,7 @@ def test_drawn_combinations_match_one_process_or_are_rejected(
     chosen = list(dict.fromkeys([*FIXED, *STILL_REJECTED, *drawn_now]))
     assert all(one.is_proven for one in FIXED) and not any(one.is_proven for one in STILL_REJECTED)
     references = [one.reference() for one in chosen if one.is_proven]
-    records = records_of([*references, *chosen], tmp_path)
+    records = records_of([*references, *chosen], tmp_path, Path(__file__).with_name("drawn_worker.py"))
     wrong: dict[str, Any] = {}
     for one in chosen:
         reference = records.get(one.reference().name, {})

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from equivalence.cases import Case, padded, probe_batch, samples
+from equivalence.cases import CASES, Case, padded, probe_batch, samples
+from equivalence.records import logged
 from shardwright.plugins.accelerate.cpu_ranks import configure_cpu_ranks
 from shardwright.plugins.transformers.training_arguments import (
     prepare_model_directory_save,
@@ -39,12 +41,16 @@ def train_case(case: Case, models: Path, output: Path, *, change: Callable[[Any]
     trainer.train()
     logits = engine_logits(trainer, probe_batch()["input_ids"])
     save_model_directory(trainer, str(output / "model"))
-    logged = [entry for entry in trainer.state.log_history if "loss" in entry]
     if arguments.process_index == 0:
         save_file({"logits_BTV": logits}, output / "live_logits.safetensors")
         record = {
             "world_size": arguments.world_size,
-            "losses": [entry["loss"] for entry in logged],
-            "grad_norms": [float(entry["grad_norm"]) for entry in logged if "grad_norm" in entry],
+            "losses": logged(trainer),
+            "grad_norms": list(map(float, logged(trainer, "grad_norm"))),
         }
         (output / "record.json").write_text(json.dumps(record))
+
+
+if __name__ == "__main__":
+    chosen = next(case for case in CASES if case.name == sys.argv[3])
+    train_case(chosen, Path(sys.argv[1]), Path(sys.argv[2]))

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from engine_settings import engine_settings
+from equivalence.records import Record, logged
 from family_sweep.tiny_configs import VOCAB_SIZE, tiny_model
 from shardwright.ds_configs.specs.errors import ShardwrightError
 
@@ -18,15 +20,12 @@ State = Literal["passes", "refused", "broken"]
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
-    """One cell of the table."""
-
     state: State
     said: str = ""
     """The difference, the reason or the error, in a line."""
 
 
 def samples() -> list[dict[str, Any]]:
-    """Return samples of few tokens with prompts."""
     import torch
 
     draw = torch.Generator().manual_seed(3)
@@ -35,28 +34,10 @@ def samples() -> list[dict[str, Any]]:
 
 
 def arguments_in(directory: str, **changes: Any) -> Any:
-    """Return arguments of SGD on the CPU."""
     from transformers import TrainingArguments
 
-    settings: dict[str, Any] = {
-        "per_device_train_batch_size": 4,
-        "max_steps": STEPS,
-        "optim": "sgd",
-        "learning_rate": 0.05,
-        "logging_steps": 1,
-        "save_strategy": "no",
-        "report_to": "none",
-        "disable_tqdm": True,
-        "use_cpu": True,
-        "seed": 5,
-    }
-    return TrainingArguments(directory, **(settings | changes))
-
-
-def losses_of(trainer: Any) -> list[float]:
-    """Train, and return the loss of each step."""
-    trainer.train()
-    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    settings: dict[str, Any] = {"max_steps": STEPS, "optim": "sgd", "learning_rate": 0.05, "use_cpu": True, "seed": 5}
+    return TrainingArguments(directory, **engine_settings("single", 4) | settings | changes)
 
 
 def distillation(class_name: str, directory: str) -> Finding:
@@ -72,7 +53,8 @@ def distillation(class_name: str, directory: str) -> Finding:
             distillation=DistillationConfig(alpha=0.5, temperature=2.0, implementation=implementation),  # type: ignore[arg-type]
             train_dataset=samples(),
         )
-        found[implementation] = losses_of(trainer)
+        trainer.train()
+        found[implementation] = logged(trainer)
         if implementation == "auto":
             fused = trainer._checked_head
     difference = max(abs(own - other) for own, other in zip(found["auto"], found["plain"], strict=True))
@@ -89,7 +71,7 @@ def rounded_training(class_name: str, directory: str) -> Finding:
     callback = QATCallback(changed(scheme_named("W4A16"), group_size=16))
     model = tiny_model(class_name)
     trainer = Trainer(model, arguments_in(directory, max_steps=1), train_dataset=samples(), callbacks=[callback])
-    losses_of(trainer)
+    trainer.train()
     result = callback.export(trainer, Path(directory) / "export", verify=True)
     assert result.verification is None or result.verification.passed, result.verification.reason
     return Finding(state="passes", said=f"{len(callback.attachment.layers)} matrices")  # type: ignore[union-attr]
@@ -116,13 +98,25 @@ CHECKS: dict[str, Callable[[str, str], Finding]] = {
 }
 
 
-def finding(check: str, class_name: str) -> dict[str, Any]:
-    """Return what a check found of a class, whatever it raised."""
+def finding(check: str, class_name: str) -> Finding:
     with tempfile.TemporaryDirectory(prefix="family-") as directory:
         try:
-            return asdict(CHECKS[check](class_name, directory))
+            return CHECKS[check](class_name, directory)
         except ShardwrightError as error:
-            return asdict(Finding(state="refused", said=str(error).splitlines()[0]))
+            return Finding(state="refused", said=str(error).splitlines()[0])
         except Exception as error:
             lines = str(error).strip().splitlines() or [""]
-            return asdict(Finding(state="broken", said=f"{type(error).__name__}: {lines[-1]}"))
+            return Finding(state="broken", said=f"{type(error).__name__}: {lines[-1]}")
+
+
+def compared(own: Record, reference: Record) -> Finding:
+    """Return what a training came to, beside one process."""
+    if "refused" in own:
+        return Finding(state="refused", said=own["refused"].splitlines()[0])
+    if "error" in own or "losses" not in reference:
+        text = own.get("error") or reference.get("error") or str(reference)
+        lines = [line.strip() for line in text.strip().splitlines() if line.strip()]
+        named = [line for line in lines if "Error" in line.split(":")[0] or "Exception" in line.split(":")[0]]
+        return Finding(state="broken", said=(named or lines)[-1][:300])
+    difference = max(abs(one - other) for one, other in zip(own["losses"], reference["losses"], strict=True))
+    return Finding(state="passes" if difference <= LOSS_TOLERANCE else "broken", said=f"{difference:.1e}")

@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import json
-import os
-import sys
-import traceback
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
 from pathlib import Path
 from typing import Any, Literal
 
-from family_sweep.checks import LOSS_TOLERANCE, Finding, arguments_in, losses_of, samples
+from equivalence.records import Record, each_record, training_record, write_records
+from family_sweep.checks import Finding, arguments_in, compared, samples
 from family_sweep.tiny_configs import VOCAB_SIZE, small_config, small_values
-from shardwright.ds_configs.specs.errors import ShardwrightError
 from shardwright.ds_configs.specs.layout import Layout
 
 RANKS, SAMPLES_OF_A_STEP, SEQ_LEN = 2, 4, 16
@@ -55,8 +52,6 @@ _IMAGE_LENGTH = 4
 
 @dataclass(frozen=True, kw_only=True)
 class SweptLayout:
-    """One column of the table."""
-
     strategy: Layout
     training: Training = "full"
 
@@ -108,15 +103,6 @@ def hybrid_config(class_name: str) -> Any:
     return config_class(**parts, **tokens, mm_tokens_per_image=_IMAGE_LENGTH)
 
 
-def write_model(class_name: str, directory: Path) -> None:
-    """Write a model of random weights, as users have theirs."""
-    import transformers
-    from transformers import set_seed
-
-    set_seed(0)
-    getattr(transformers, class_name)(hybrid_config(class_name)).float().save_pretrained(directory / class_name)
-
-
 @cache
 def verdict(class_name: str, layout: str) -> tuple[str, ...]:
     """Return what the planner has against a layout of a class; nothing where it is offered."""
@@ -143,7 +129,6 @@ def verdict(class_name: str, layout: str) -> tuple[str, ...]:
 
 
 def make_trainer(class_name: str, layout: SweptLayout, models: Path, directory: str, *, alone: bool) -> Any:
-    """Return the trainer of a layout, or the one in a single process that it is compared with."""
     import transformers
     from equivalence.cases import deepspeed_config
     from shardwright.plugins.accelerate.cpu_ranks import configure_cpu_ranks
@@ -226,67 +211,45 @@ def without_judge(axis: str) -> Iterator[None]:
         setattr(module, name, judge)
 
 
-def record(class_name: str, layout: str, models: Path, directory: str, *, alone: bool = False) -> dict[str, Any]:
+@dataclass(frozen=True, kw_only=True)
+class Cell:
+    class_name: str
+    layout: str
+
+    @property
+    def name(self) -> str:
+        return f"{self.class_name}.{self.layout}"
+
+    @property
+    def strategy(self) -> Layout:
+        return LAYOUTS[self.layout].strategy
+
+
+def record(cell: Cell, models: Path, *, alone: bool = False) -> Record:
     """Return the losses of a training, a rejection or an error; an axis that is rejected is tried too."""
-    try:
-        if not alone and layout in _JUDGES and verdict(class_name, layout):
-            with without_judge(layout):
-                trainer = make_trainer(class_name, LAYOUTS[layout], models, directory, alone=alone)
-                return {"losses": losses_of(trainer)}
-        trainer = make_trainer(class_name, LAYOUTS[layout], models, directory, alone=alone)
-        return {"losses": losses_of(trainer)}
-    except ShardwrightError as error:
-        return {"refused": str(error).splitlines()[0]}
-    except Exception:
-        return {"error": traceback.format_exc()}
+    directory = str(models / ("alone" if alone else f"{cell.class_name}-{cell.layout}"))
+    forced = not alone and cell.layout in _JUDGES and verdict(cell.class_name, cell.layout)
+    with without_judge(cell.layout) if forced else nullcontext():
+        return training_record(
+            lambda: make_trainer(cell.class_name, LAYOUTS[cell.layout], models, directory, alone=alone)
+        )
 
 
 def findings(asked: Sequence[tuple[str, str]], directory: Path) -> Iterator[tuple[str, str, Finding]]:
-    """Yield classes, layouts and what their training did, beside one process."""
-    from family_sweep.layouts import attempt
+    import transformers
 
-    references: dict[tuple[str, str], dict[str, Any]] = {}
+    references: dict[tuple[str, str], Record] = {}
     for class_name in dict.fromkeys(class_name for class_name, _ in asked):
-        write_model(class_name, directory)
-    waiting = [(class_name, layout) for class_name, layout in asked if layout != WITHOUT_STAGES]
-    while waiting:
-        done = attempt(waiting, directory, Path(__file__))
-        for (class_name, layout), own in done:
-            key = (class_name, LAYOUTS[layout].training)
-            if "losses" in own and key not in references:
-                references[key] = record(class_name, layout, directory, str(directory / "alone"), alone=True)
-            yield class_name, layout, _compared(own, references.get(key, {}))
-        waiting = waiting[len(done) :]
-
-
-def _compared(own: dict[str, Any], reference: dict[str, Any]) -> Finding:
-    if "refused" in own:
-        return Finding(state="refused", said=own["refused"])
-    if "error" in own or "losses" not in reference:
-        text = own.get("error") or reference.get("error") or str(reference)
-        return Finding(state="broken", said=_last_error(text))
-    difference = max(abs(one - other) for one, other in zip(own["losses"], reference["losses"], strict=True))
-    return Finding(state="passes" if difference <= LOSS_TOLERANCE else "broken", said=f"{difference:.1e}")
-
-
-def _last_error(text: str) -> str:
-    """Return the line of a traceback that names the error."""
-    lines = [line.strip() for line in text.strip().splitlines() if line.strip()]
-    named = [line for line in lines if "Error" in line.split(":")[0] or "Exception" in line.split(":")[0]]
-    return (named or lines)[-1][:300]
-
-
-def main(directory: Path, asked: Sequence[tuple[str, str]]) -> None:
-    """Train one after the other on this rank, and write what came of each."""
-    from fresh_process import forget_last_run
-
-    for class_name, layout in asked:
-        found = record(class_name, layout, directory, str(directory / f"{class_name}-{layout}"))
-        (directory / f"{class_name}.{layout}.{os.environ['RANK']}.json").write_text(json.dumps(found))
-        if "error" in found:
-            raise SystemExit(1)
-        forget_last_run()
+        transformers.set_seed(0)
+        model = getattr(transformers, class_name)(hybrid_config(class_name))
+        model.float().save_pretrained(directory / class_name)
+    cells = [Cell(class_name=class_name, layout=layout) for class_name, layout in asked if layout != WITHOUT_STAGES]
+    for cell, own in each_record(cells, directory, Path(__file__)):
+        key = (cell.class_name, LAYOUTS[cell.layout].training)
+        if "losses" in own and key not in references:
+            references[key] = record(cell, directory, alone=True)
+        yield cell.class_name, cell.layout, compared(own, references.get(key, {}))
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), [(one, layout) for one, layout in json.loads(sys.argv[2])])
+    write_records(Cell, record)

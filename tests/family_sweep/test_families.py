@@ -28,24 +28,24 @@ OTHER_LOGITS = ("FalconH1ForCausalLM", "RecurrentGemmaForCausalLM")
 @pytest.mark.parametrize("class_name", [*FUSED, *BIAS_BEHIND_THE_HEAD])
 def test_chunked_loss_equals_the_loss_of_full_logits(class_name: str) -> None:
     found = finding("distillation", class_name)
-    assert found["state"] == "passes", found
-    assert found["said"].startswith("fused")
+    assert found.state == "passes", found
+    assert found.said.startswith("fused")
 
 
 @pytest.mark.parametrize("class_name", OTHER_LOGITS)
 def test_families_without_a_kernel_use_full_logits(class_name: str) -> None:
     found = finding("distillation", class_name)
-    assert found["state"] == "passes", found
+    assert found.state == "passes", found
 
 
 @pytest.mark.parametrize("class_name", ["Qwen3ForCausalLM", "T5ForConditionalGeneration"])
 def test_qat_export_matches_training(class_name: str) -> None:
-    assert finding("QAT export", class_name)["state"] == "passes"
+    assert finding("QAT export", class_name).state == "passes"
 
 
 @pytest.mark.needs("llmcompressor")
 def test_families_quantize_after_training() -> None:
-    assert finding("quantize", "OPTForCausalLM")["state"] == "passes"
+    assert finding("quantize", "OPTForCausalLM").state == "passes"
 
 
 @pytest.mark.parametrize("class_name", ["MambaForCausalLM", "GPTBigCodeForCausalLM"])

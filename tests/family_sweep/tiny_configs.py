@@ -35,10 +35,7 @@ _VALUES: tuple[tuple[int | bool | float | str | None, str], ...] = (
     (0, "pad_token_id"),
     (0.1, "initializer_range init_std initializer_factor_unused"),
     (False, "use_cache"),
-    (
-        0.0,
-        "residual_dropout embedding_dropout dropout attention_dropout activation_dropout attn_pdrop resid_pdrop",
-    ),
+    (0.0, "residual_dropout embedding_dropout dropout attention_dropout activation_dropout attn_pdrop resid_pdrop"),
     (0.0, "embd_pdrop hidden_dropout"),
     (
         0.0,

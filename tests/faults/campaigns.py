@@ -55,19 +55,15 @@ def _session(directory: Path) -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """Selection of the faults of a part."""
-
     engines: Sequence[str]
     pattern: str = ""
     """Regular expression for location and name of a fault; an empty one matches all."""
 
     def has(self, where: str, fault: str) -> bool:
-        """Return whether a fault is selected."""
         return re.search(self.pattern, f"{where} {fault}") is not None
 
 
 def run(part: str, directory: Path, choice: Choice) -> Iterator[Row]:
-    """Inject the faults of a part; progress goes to stderr."""
     with _session(directory):
         workshop = Workshop(directory / "workshop")
         for number, row in enumerate(PARTS[part](workshop, choice), start=1):
@@ -151,7 +147,6 @@ def _broken_save(workshop: Workshop, engine: str, fault: Fault, name: str, expec
 
 
 def signals(workshop: Workshop, choice: Choice) -> Iterator[Row]:
-    """SIGTERM and SIGINT to one of the ranks."""
     for engine in choice.engines:
         for kind, code in (("sigterm", 143), ("sigint", 130)):
             for rank in (0, 1):

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import json
 import socket
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Any
 
-COMMIT = "0123456789abcdef0123456789abcdef01234567"
+from hub_server import COMMIT, HubHandler, serving
+
 CONFIG = json.dumps({
     "model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 32, "intermediate_size": 64,
     "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 260,
@@ -21,15 +19,8 @@ FAULTS = ("401", "403-gated", "404", "429", "500", "503", "redirect-loop", "sile
 _STATUS = {"401": 401, "403-gated": 403, "404": 404, "429": 429, "500": 500, "503": 503}
 
 
-class _Handler(BaseHTTPRequestHandler):
+class _Handler(HubHandler):
     fault: str
-    protocol_version = "HTTP/1.1"
-
-    def log_message(self, format: str, *args: Any) -> None:
-        return
-
-    def do_HEAD(self) -> None:
-        self.do_GET()
 
     def do_GET(self) -> None:
         fault = self.fault
@@ -62,23 +53,12 @@ class _Handler(BaseHTTPRequestHandler):
             self._answer(200, b"[" * 20_000_000 if fault == "huge-config" else CONFIG)
 
     def _answer(self, status: int, body: bytes, headers: dict[str, str] | None = None) -> None:
-        length = {"Content-Length": str(len(body)), "ETag": '"abc"', "X-Repo-Commit": COMMIT}
-        self.send_response(status)
-        for name, value in (length | (headers or {})).items():
-            self.send_header(name, value)
-        self.end_headers()
-        if self.command != "HEAD":
-            self.wfile.write(body)
+        self.answer(status, body, {"ETag": '"abc"', "X-Repo-Commit": COMMIT, **(headers or {})})
 
 
 @contextmanager
 def hostile_hub(fault: str) -> Iterator[str]:
     """Yield the address of a Hub that answers every question in this way."""
     assert fault in FAULTS, fault
-    server = ThreadingHTTPServer(("127.0.0.1", 0), type("Handler", (_Handler,), {"fault": fault}))
-    server.daemon_threads = True
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    try:
-        yield f"http://127.0.0.1:{server.server_port}"
-    finally:
-        server.shutdown()
+    with serving(_Handler, fault=fault) as address:
+        yield address

@@ -26,8 +26,6 @@ PHASES = ("step", "save", "mark", "evaluate", "load")
 
 @dataclass(frozen=True, kw_only=True)
 class Fault:
-    """What breaks, where and when."""
-
     kind: str
     phase: str
     step: int = 1
@@ -36,7 +34,6 @@ class Fault:
 
     @property
     def text(self) -> str:
-        """Value of the variable for this fault."""
         return f"{self.kind}@{self.phase}:step={self.step},rank={self.rank},at={self.at}"
 
     @property
@@ -46,7 +43,6 @@ class Fault:
 
 
 def parse(text: str) -> Fault:
-    """Parse a fault; unknown words are errors."""
     kind, _, rest = text.partition("@")
     phase, _, numbers = rest.partition(":")
     fields = dict(pair.split("=") for pair in numbers.split(",") if pair)
@@ -75,7 +71,6 @@ def install() -> None:
 
 
 def happen(fault: Fault) -> None:
-    """Inject the fault into this process."""
     print(f"fault: {fault.text} in process {os.getpid()}", flush=True)
     if fault.kind in SIGNALS:
         os.kill(os.getpid(), SIGNALS[fault.kind])

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from engine_settings import fsdp2_settings
 from shardwright.ds_configs.specs.job import TrainingJob
 from warm_ranks import run_ranks
 
@@ -58,7 +59,6 @@ class Workshop:
         return run_ranks(arguments, ranks=ranks, timeout_seconds=timeout_seconds, environment=environment)
 
     def whole(self, engine: str, *, ranks: int = 2) -> Path:
-        """Return the output of an undisturbed run, which is made on first use."""
         output = self.directory / "whole" / f"{engine}-{ranks}"
         if not (output / "losses.json").exists():
             self.run(engine, output, ranks=ranks, **({} if engine == "pipeline" else self.batch(ranks)))
@@ -82,8 +82,7 @@ class Workshop:
             "disable_tqdm": True,
         }
         if engine == "fsdp2":
-            wrapped = {"version": 2, "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"]}
-            return arguments | {"fsdp": True, "fsdp_config": wrapped}
+            return arguments | fsdp2_settings()
         if engine == "ddp":
             return arguments
         plan = self._plan(engine)
@@ -100,7 +99,6 @@ class Workshop:
         return directory
 
     def _plan(self, engine: str) -> Path:
-        """Write the plan of a DeepSpeed layout, once."""
         from shardwright.plugins.planning.from_names import plan
 
         directory = self.directory / "plans" / engine
@@ -120,6 +118,5 @@ class Workshop:
 
 
 def losses_of(output: Path) -> list[float]:
-    """Return the losses that a run wrote, one for each optimizer step."""
     losses: list[float] = json.loads((output / "losses.json").read_text())["losses"]
     return losses

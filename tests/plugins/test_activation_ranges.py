@@ -84,20 +84,15 @@ def test_counts_do_not_depend_on_batches_or_their_order(order, cut, bins):
     for index in order:
         for part in batches[index].split(cut):
             piecewise.add(part)
+    together = torch.cat(batches)
+    found = (once.tokens, once.low, once.high)
     assert (
-        (once.tokens, once.low, once.high)
-        == (piecewise.tokens, piecewise.low, piecewise.high)
-        == (42, *bounds(batches))
+        found == (piecewise.tokens, piecewise.low, piecewise.high) == (42, together.min().item(), together.max().item())
     )
     assert once.bin_width == piecewise.bin_width
     for left, right in zip(once.occupied(), piecewise.occupied(), strict=True):
         assert torch.equal(left, right)
     assert once.count == 42 * 5
-
-
-def bounds(batches):
-    together = torch.cat(batches)
-    return float(together.min()), float(together.max())
 
 
 @pytest.mark.parametrize("scale", [1e-38, 1e-6, 1.0, 3e4, 1e37])

@@ -77,7 +77,6 @@ def upstream(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
 
 def adding(word: str) -> Callable[[Any], Any]:
-    """Return a wrapper that puts a word behind what a function returns."""
     return lambda original: lambda *given: [*original(*given), word]
 
 
@@ -299,12 +298,12 @@ def functions_of(file: str) -> frozenset[str]:
 
 @pytest.mark.parametrize("patch", PATCHES, ids=lambda patch: patch.name)
 def test_every_entry_is_applied_as_its_scope_says(patch: Patch) -> None:
-    scopes = {scope for name, is_prefix, scope in applications() if _names(name, is_prefix, patch)}
+    scopes = {
+        scope
+        for name, is_prefix, scope in applications()
+        if patch.name == name or (is_prefix and patch.name.startswith(name))
+    }
     assert scopes == {patch.scope}
-
-
-def _names(name: str, is_prefix: bool, patch: Patch) -> bool:
-    return patch.name.startswith(name) if is_prefix else patch.name == name
 
 
 @cache

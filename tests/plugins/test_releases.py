@@ -21,8 +21,6 @@ NEWEST = {name: tested.newest for name, tested in TESTED.items()}
 
 @dataclass(frozen=True, kw_only=True)
 class Installed:
-    """One fake installation of a package."""
-
     metadata: Path
     module: Path
 
@@ -47,7 +45,6 @@ def forget() -> None:
 
 @pytest.fixture
 def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Return an empty directory, the only one of the Python path with third-party packages."""
     directory = tmp_path / "site"
     directory.mkdir()
     standard = [entry for entry in sys.path if "site-packages" not in entry and "dist-packages" not in entry]
@@ -65,7 +62,6 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 @pytest.fixture
 def complete(site: Path) -> dict[str, Installed]:
-    """Install the newest tested release of every required package."""
     return {name: install(site, name, NEWEST[name]) for name in releases.REQUIRED}
 
 
@@ -159,8 +155,7 @@ def test_releases_below_the_window_are_rejected(
 
 
 @pytest.mark.parametrize(
-    ("suffix", "is_newer"),
-    [("+cpu", False), (".post1", False), (".1", True), (".1.dev20261101+cu130", True)],
+    ("suffix", "is_newer"), [("+cpu", False), (".post1", False), (".1", True), (".1.dev20261101+cu130", True)]
 )
 def test_releases_above_the_window_are_a_warning(
     suffix: str, is_newer: bool, complete: dict[str, Installed], site: Path
@@ -217,11 +212,7 @@ def test_one_directory_twice_on_the_path_is_one_copy(
 
 @pytest.mark.parametrize("with_egg_info", [True, False])
 def test_an_editable_installation_passes(
-    with_egg_info: bool,
-    complete: dict[str, Installed],
-    site: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    with_egg_info: bool, complete: dict[str, Installed], site: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Metadata is installed, the module is in a source tree that a `.pth` file adds to the path."""
     tree = tmp_path / "tree" / "src"

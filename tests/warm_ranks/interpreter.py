@@ -15,7 +15,6 @@ from protocol import HANDLED_SIGNALS, exit_with, receive_number, request_process
 
 
 def main() -> None:
-    """Run the arguments of this process in a warm process."""
     process = 0
     waiting = []
 

@@ -34,10 +34,6 @@ def address(name: str) -> str:
 def request_process(
     arguments: Sequence[str], environment: Mapping[str, str], directory: str, streams: Sequence[int]
 ) -> Any:
-    """Request a process and return the connection; closing it kills the process.
-
-    `arguments` are those of the interpreter; `streams` are descriptors of standard input, output and error.
-    """
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     connection.connect(address(environment[SERVER_NAME]))
     request = {

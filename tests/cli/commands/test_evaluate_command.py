@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import math
 import shutil
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
+from commands import Shell, shell_in
 from harness_task import write_task
 from shardwright.plugins.transformers.training_arguments import byte_tokenizer
 from shardwright.trainers.reports.runs import EVALUATION_FILES, verdict
@@ -44,22 +44,9 @@ def task_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-class Result(NamedTuple):
-    code: int
-    out: str
-    err: str
-
-
 @pytest.fixture
-def shell(capsys: pytest.CaptureFixture[str]) -> Callable[..., Result]:
-    def call(*arguments: object) -> Result:
-        from shardwright.cli.main import run
-
-        capsys.readouterr()
-        code = run(["evaluate", *map(str, arguments)])
-        return Result(code, *capsys.readouterr())
-
-    return call
+def shell(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Shell:
+    return shell_in(tmp_path, "evaluate", capsys, monkeypatch)
 
 
 def likeliest(directory: Path, prompt: str) -> int:

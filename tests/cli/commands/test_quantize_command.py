@@ -9,10 +9,12 @@ import shutil
 import signal
 import subprocess
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
 from cards import read_card
+from faults.broken_models import broken_copy
 from session import warm_command
 from shardwright.cli.main import run
 from small_models import llama
@@ -20,6 +22,7 @@ from small_models import llama
 pytestmark = pytest.mark.slow
 
 BRIEF = ("--dataset", "python-help", "--seq-len", "32", "--num-samples", "8", "--no-evaluate")
+UP = "model.layers.0.mlp.up_proj.weight"
 ENGINES = pytest.mark.parametrize(
     "scheme", [pytest.param("W8A16", marks=pytest.mark.needs("llmcompressor")), pytest.param("NF4")]
 )
@@ -28,7 +31,6 @@ ENGINES = pytest.mark.parametrize(
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory) -> Path:
-    """Return a Llama with 3 layers in bf16, random weights and a byte tokenizer."""
     import torch
     from shardwright.plugins.transformers.training_arguments import byte_tokenizer
 
@@ -42,7 +44,6 @@ def model(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def changed_model(model, tmp_path):
-    """Return a copy of the model that a test may damage."""
     copy = tmp_path / "copied"
     shutil.copytree(model, copy)
     return copy
@@ -181,39 +182,22 @@ def test_what_is_quantized_already(changed_model, tmp_path, capsys):
     assert "already quantized (gptq)" in refused(changed_model, tmp_path, capsys, 4, *BRIEF)
 
 
-def test_code_of_its_own(changed_model, tmp_path, capsys):
-    edit_config(changed_model, auto_map={"AutoModelForCausalLM": "modeling.Own"})
-    assert "code from its repository" in refused(changed_model, tmp_path, capsys, 4, *BRIEF)
-
-
-def test_pickled_weights_alone(changed_model, tmp_path, capsys):
-    (changed_model / "model.safetensors").rename(changed_model / "pytorch_model.bin")
-    assert "can run code" in refused(changed_model, tmp_path, capsys, 4, *BRIEF)
-
-
-@ENGINES
-def test_nan_weights(changed_model, tmp_path, capsys, scheme):
-    from safetensors.torch import load_file, save_file
-
-    tensors = load_file(changed_model / "model.safetensors")
-    tensors["model.layers.1.mlp.up_proj.weight"][3, 5] = float("nan")
-    save_file(tensors, changed_model / "model.safetensors", metadata={"format": "pt"})
-    message = refused(changed_model, tmp_path, capsys, 4, *BRIEF, "--scheme", scheme)
-    assert "model.layers.1.mlp.up_proj.weight" in message and "NaN" in message
-
-
-def test_a_truncated_file(changed_model, tmp_path, capsys):
-    weights = changed_model / "model.safetensors"
-    weights.write_bytes(weights.read_bytes()[:-64])
-    assert "model.safetensors" in refused(changed_model, tmp_path, capsys, 4, *BRIEF)
-
-
-@pytest.mark.parametrize("shard", ["../outside.safetensors", "/outside.safetensors", "missing.safetensors"])
-def test_an_index_that_points_elsewhere(changed_model, tmp_path, capsys, shard):
-    index = {"metadata": {}, "weight_map": {"lm_head.weight": shard}}
-    (changed_model / "model.safetensors.index.json").write_text(json.dumps(index))
-    (tmp_path / "outside.safetensors").write_bytes((changed_model / "model.safetensors").read_bytes())
-    assert "same directory" in refused(changed_model, tmp_path, capsys, 4, *BRIEF)
+@pytest.mark.parametrize(
+    ("damage", "scheme", "words"),
+    [
+        ("remote_code", "W4A16", ("code from its repository",)),
+        ("pickle_only", "W4A16", ("can run code",)),
+        pytest.param("nan_weight", "W8A16", (UP, "NaN"), marks=pytest.mark.needs("llmcompressor")),
+        ("nan_weight", "NF4", (UP, "NaN")),
+        ("truncated", "W4A16", ("model.safetensors",)),
+        ("index_leads_up", "W4A16", ("same directory",)),
+        ("index_is_absolute", "W4A16", ("same directory",)),
+        ("index_without_shard", "W4A16", ("same directory",)),
+    ],
+)
+def test_broken_models_are_rejected(model, tmp_path, capsys, damage, scheme, words):
+    message = refused(broken_copy(model, damage, tmp_path), tmp_path, capsys, 4, *BRIEF, "--scheme", scheme)
+    assert all(word in message for word in words), message
 
 
 @ENGINES
@@ -275,17 +259,14 @@ def test_a_checkpoint_that_does_not_pass_is_kept_apart(model, tmp_path, capsys, 
     assert "reloaded logits differ" in (tmp_path / "q.failed" / "FAILED.txt").read_text()
 
 
-def heed_interrupts() -> None:
-    """What a shell starts in the background ignores Ctrl-C, and so does all that it starts."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-
-
 @pytest.mark.needs("llmcompressor")
 def test_an_interrupted_run_goes_on_where_it_was(model, tmp_path):
     """Ctrl-C in the middle: exit code 130, a journal, no output; `--resume` gives what an undisturbed run gives."""
     flags = ("--scheme", "W4A16", "--dataset", "python-help", "--seq-len", "32", "--num-samples", "64", "--no-evaluate")
     output, journal = tmp_path / "q", tmp_path / "q.journal"
     command = [*warm_command("shardwright"), "quantize", str(model), *flags, "--output-dir", str(output)]
+    # What a shell starts in the background ignores Ctrl-C, and so does all that it starts.
+    heed_interrupts = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, preexec_fn=heed_interrupts)
     deadline = time.monotonic() + 120
     while not list(journal.glob("layer-*.safetensors")) and process.poll() is None and time.monotonic() < deadline:

@@ -22,7 +22,6 @@ ON_A_GPU = ("--hardware", "1xA100-80GB")
 
 @pytest.fixture
 def no_engine(monkeypatch, tmp_path):
-    """A PATH without any engine."""
     monkeypatch.setenv("PATH", str(tmp_path))
 
 
@@ -46,7 +45,6 @@ def engine(monkeypatch, tmp_path):
 
 
 def quantized(tmp_path: Path, **changes) -> Path:
-    """A directory with the configuration of a W4A16 Llama and no weights."""
     stated = json.loads((LLAMA / "config.json").read_text())
     section = quantization_config(scheme_named("W4A16")) | changes
     directory = tmp_path / "quantized"

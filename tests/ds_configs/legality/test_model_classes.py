@@ -14,11 +14,7 @@ from shardwright.trainers.qat.callback import QATCallback
 
 pytestmark = pytest.mark.slow
 
-REFUSED = {
-    "gpt2": "such as transformer.h.0",
-    "t5": "an encoder-decoder",
-    "bert_mlm": "must be a causal",
-}
+REFUSED = {"gpt2": "such as transformer.h.0", "t5": "an encoder-decoder", "bert_mlm": "must be a causal"}
 
 
 def test_model_classes_are_checked_by_work_and_targets() -> None:

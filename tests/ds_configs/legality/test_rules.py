@@ -55,11 +55,7 @@ def test_plain_layouts_are_legal(strategy):
 CASES = {
     "sizes": (replace(ZERO1, micro_batch_size=0), {}, "micro_batch_size = 0: must be at least 1"),
     "world": (replace(ZERO1, dp_shard=6), {}, "must equal the 8 accelerators; use dp_replicate * dp_shard = 8"),
-    "world with tp": (
-        replace(ZERO1, tp=3, dp_shard=2),
-        {},
-        "choose tp * pp * sp * cp = 3 to divide them",
-    ),
+    "world with tp": (replace(ZERO1, tp=3, dp_shard=2), {}, "choose tp * pp * sp * cp = 3 to divide them"),
     "batch": (ZERO1, {"global_batch_size": 12}, "nearest legal values: 8, 16"),
     "kept products": (
         replace(ZERO1, tp=2, dp_shard=4, gradient_checkpointing=True, keeps_products=True),

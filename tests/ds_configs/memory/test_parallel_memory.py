@@ -104,10 +104,7 @@ def test_biases_follow_their_matrices():
 
 @settings(deadline=None, max_examples=15)
 @given(
-    layers=st.integers(1, 40),
-    vocabulary=st.sampled_from([1000, 60_000, 500_000]),
-    tied=st.booleans(),
-    data=st.data(),
+    layers=st.integers(1, 40), vocabulary=st.sampled_from([1000, 60_000, 500_000]), tied=st.booleans(), data=st.data()
 )
 def test_stages_contain_model_once_and_tied_embedding_twice(layers, vocabulary, tied, data):
     model = llama(num_hidden_layers=layers, vocab_size=vocabulary, tie_word_embeddings=tied)

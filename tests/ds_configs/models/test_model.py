@@ -58,7 +58,6 @@ SAME_FIELDS = (
 
 
 def small(model_type: str) -> dict[str, Any]:
-    """Return a small config of a family, with only the fields that the closed form needs."""
     if model_type == "gpt2":
         return {"model_type": "gpt2", "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 32, "vocab_size": 100}
     config: dict[str, Any] = {

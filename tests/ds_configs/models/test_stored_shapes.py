@@ -37,7 +37,6 @@ QWEN3_NEXT = {
 
 
 def drawn_config(architecture: str, seed: int) -> dict[str, Any]:
-    """Return a configuration of few layers: random sizes, some of them absent, and random switches."""
     stored, choose = CLASSES[architecture], random.Random(seed)
     stated: dict[str, Any] = {}
     sizes = [name for name, kinds in stored["varied"].items() if "number" in kinds]

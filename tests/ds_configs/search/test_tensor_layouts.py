@@ -53,7 +53,6 @@ class Mesh:
         return [(i, j, d) for i in range(self.side)]
 
     def each(self, along: str) -> float:
-        """What one rank receives; all receive the same."""
         counts = set(self.received[along].values())
         assert len(counts) == 1, counts
         return counts.pop()

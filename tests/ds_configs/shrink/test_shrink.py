@@ -136,7 +136,6 @@ def test_shrunken_public_models_pass_the_same_rules(directory):
 
 @st.composite
 def model_configs(draw: st.DrawFn) -> dict[str, Any]:
-    """A valid config of a family that the closed form knows."""
     family = draw(st.sampled_from(FAST_FAMILIES))
     key_value_heads = draw(st.integers(1, 16))
     heads = key_value_heads * draw(st.integers(1, 16))

@@ -87,11 +87,7 @@ def test_terms_add_up_and_the_interval_holds_the_middle():
         assert time.tokens_per_second == pytest.approx(layout.global_batch_size * 4096 / time.seconds)
 
 
-@given(
-    sizes=st.tuples(*[st.integers(1, 20_000)] * 3),
-    more=st.integers(0, 5000),
-    axis=st.integers(0, 2),
-)
+@given(sizes=st.tuples(*[st.integers(1, 20_000)] * 3), more=st.integers(0, 5000), axis=st.integers(0, 2))
 def test_larger_products_are_more_efficient(sizes, more, axis):
     device = device_of(A100, TrainingJob(), TRANSFORMERS, constants_of("A100-80GB"))
     # Aligned widths; what is not pays separately.
@@ -279,10 +275,7 @@ def test_a_chunked_loss_moves_less_per_logit_and_more_per_chunk():
 
 
 @settings(max_examples=20, deadline=None)
-@given(
-    ep=st.sampled_from([1, 2, 8]),
-    tokens=st.sampled_from([512, 4096]),
-)
+@given(ep=st.sampled_from([1, 2, 8]), tokens=st.sampled_from([512, 4096]))
 def test_experts_are_loaded_evenly(ep, tokens):
     layout = replace(ZERO1, ep=ep)
     time = seconds(layout, QWEN_MOE, seq_len_tokens=tokens)

@@ -26,7 +26,6 @@ QUICK = {"iters": 2}
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory):
-
     directory = tmp_path_factory.mktemp("models") / "small"
     llama(vocab_size=384, max_position_embeddings=64).to(torch.bfloat16).save_pretrained(directory)
     byte_tokenizer(384).save_pretrained(directory)

@@ -19,7 +19,6 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory):
-
     directory = tmp_path_factory.mktemp("models") / "small"
     llama(hidden_size=128, vocab_size=384, max_position_embeddings=64).to(torch.bfloat16).save_pretrained(directory)
     return open_source(str(directory))

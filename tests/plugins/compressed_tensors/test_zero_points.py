@@ -31,7 +31,6 @@ SCHEMES = {
 
 
 def written(directory: Path, scheme: QuantizationScheme, stated: dict[str, Any]) -> dict[str, torch.Tensor]:
-    """Write a checkpoint, and return the weights that it stands for."""
     torch.manual_seed(0)
     sizes = {"vocab_size": 64, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 1}
     model = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=2, num_key_value_heads=1)).bfloat16()

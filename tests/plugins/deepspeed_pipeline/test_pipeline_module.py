@@ -74,7 +74,6 @@ def made(name: str) -> transformers.PreTrainedModel:
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
-    """Model and checkpoint of every family."""
     found = {}
     for name in CONFIGS:
         model = made(name)

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors import safe_open
 from shardwright.ds_configs.quantization.scheme import changed, scheme_named
 from shardwright.ds_configs.specs.errors import UsageError
 from shardwright.plugins.llm_compressor.engine import EngineRequest, build_modifiers, quantize_with_llm_compressor
@@ -46,14 +47,12 @@ _RUNS = [
 
 
 def samples(seed: int = 1) -> list[dict[str, list[int]]]:
-    """Return token samples of two lengths."""
     draw = torch.Generator().manual_seed(seed)
     return [{"input_ids": torch.randint(VOCAB_SIZE, (length,), generator=draw).tolist()} for length in (24, 16, 24)]
 
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a bf16 checkpoint of four layers."""
     torch.manual_seed(0)
     config = LlamaConfig(
         hidden_size=64,
@@ -74,13 +73,11 @@ def loaded(directory: Path) -> LlamaForCausalLM:
 
 
 def request(source: Path, method: str, scheme=W4, **more) -> EngineRequest:
-    """Return a run on the small model."""
     values = {"calibration": samples(), "batch_size": 2} | more
     return EngineRequest(model=loaded(source), tokenizer=None, scheme=scheme, method=method, **values)
 
 
 def files(quantized, directory: Path) -> dict[str, bytes]:
-    """Save and return the contents of every file."""
     quantized.save(directory)
     return {path.name: path.read_bytes() for path in directory.iterdir()}
 
@@ -109,8 +106,6 @@ def test_memory_computes_what_the_checkpoint_computes(source, tmp_path, method, 
 
 @pytest.mark.needs("llmcompressor")
 def test_gptq_writes_no_order_of_columns(source, tmp_path):
-    from safetensors import safe_open
-
     run = request(source, "gptq", method_options={"actorder": "weight"})
     quantize_with_llm_compressor(run, lambda step: None).save(tmp_path)
     with safe_open(tmp_path / "model.safetensors", framework="pt") as tensors:
@@ -342,9 +337,6 @@ def test_layers_that_are_ignored_stay_as_they_are(source, tmp_path):
 
 
 def loaded_tensor(directory: Path, name: str) -> torch.Tensor:
-    """Return one tensor of a checkpoint."""
-    from safetensors import safe_open
-
     with safe_open(directory / "model.safetensors", framework="pt") as tensors:
         return tensors.get_tensor(name)
 

@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 import torch
+from engine_settings import cpu_arguments
 from shardwright.plugins.metering import WARM_UP_STEPS, ByteMeter, MeterPhase, MeterReading, meter_trainer
 from shardwright.plugins.peft import add_lora
-from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments, default_data_collator, set_seed
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, default_data_collator, set_seed
 
 pytestmark = pytest.mark.slow
 
@@ -36,8 +37,6 @@ class RecordingMeter(ByteMeter):
 
 @dataclass
 class Run:
-    """What one training left behind."""
-
     reading: MeterReading
     entered: list[MeterPhase]
     resets: list[int]
@@ -46,18 +45,8 @@ class Run:
 
 
 def train(directory: Any, *, lora: bool = False, **settings: Any) -> Run:
-    """Train a Llama with 2 layers of width 32 for three steps."""
-    arguments = TrainingArguments(
-        output_dir=str(directory),
-        max_steps=STEPS,
-        per_device_train_batch_size=2,
-        report_to="none",
-        save_strategy="no",
-        logging_strategy="no",
-        disable_tqdm=True,
-        use_cpu=True,
-        **({"optim": "adamw_torch_fused"} | settings),
-    )
+    settings = {"optim": "adamw_torch_fused", "max_steps": STEPS, "logging_strategy": "no"} | settings
+    arguments = cpu_arguments(directory, 2, **settings)
     set_seed(0)
     config = LlamaConfig(
         hidden_size=32,

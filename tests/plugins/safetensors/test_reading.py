@@ -141,7 +141,6 @@ def test_every_error_names_the_file_and_the_reason(tmp_path, header, data, says)
 
 @pytest.fixture
 def shards(tmp_path):
-    """Two shards and their index."""
     names = {"a": "1.safetensors", "b": "2.safetensors"}
     for name, file in names.items():
         save_file({name: torch.ones(2)}, tmp_path / file)

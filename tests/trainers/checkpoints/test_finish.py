@@ -15,8 +15,6 @@ from shardwright.trainers.checkpoints.record import RECORD, read_whole
 
 
 class Run:
-    """One process that saves: makes the calls of a Trainer."""
-
     def __init__(self, output_dir: Path, train: Any = None) -> None:
         self.args = SimpleNamespace(output_dir=str(output_dir), local_process_index=0, should_save=True, device="cpu")
         self.control = SimpleNamespace(should_save=False, should_training_stop=False)

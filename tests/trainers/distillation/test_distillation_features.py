@@ -26,6 +26,7 @@ from shardwright.trainers.losses.features import (
     visibility,
 )
 from torch.utils._python_dispatch import TorchDispatchMode
+from transformers.modeling_utils import AttentionInterface
 
 DEPTHS = st.integers(1, 40)
 SAMPLES, POSITIONS = 2, 7
@@ -164,7 +165,6 @@ CASES: dict[str, tuple[dict[str, Any], bool, int | None]] = {
 
 
 def seen(inputs: dict[str, Any], causal: bool, window: int | None, sample: int, row: int) -> list[int]:
-    """Return the visible positions of a row, by counting documents position by position."""
     documents, ids = [0], inputs.get("position_ids")
     for position in range(1, POSITIONS):
         begins = ids is not None and int(ids[sample, position]) == 0
@@ -371,7 +371,6 @@ def model(kind: str, **changes: Any) -> Any:
 @pytest.mark.parametrize("kind", ["llama", "qwen3", "gpt2", "bert_mlm", "gemma2"])
 def test_capture_changes_neither_logits_nor_kernel(kind: str) -> None:
     """Attention computed from the captured tensors equals the attention that eager returns."""
-    from transformers.modeling_utils import AttentionInterface
 
     changes = {"sliding_window": 4} if kind == "gemma2" else {}
     captured_model, original = model(kind, **changes), AttentionInterface.get_interface
@@ -404,7 +403,6 @@ def test_capture_changes_neither_logits_nor_kernel(kind: str) -> None:
 
 def test_capture_is_undone_after_errors() -> None:
     from transformers import MambaConfig, MambaForCausalLM
-    from transformers.modeling_utils import AttentionInterface
 
     original, student = AttentionInterface.get_interface, tiny("llama")
     with pytest.raises(RuntimeError, match="broken"), captured_attention(student, [1]):
@@ -462,7 +460,6 @@ TERMS: dict[str, tuple[HiddenStateTerm | None, AttentionTerm | None]] = {
 
 
 def pair(kind: str = "llama") -> tuple[Any, Any]:
-    """Return a student and a teacher with different depth, width, heads and grouping."""
     return tiny(kind), tiny(kind, hidden=48, layers=3, seed=1, num_attention_heads=6, num_key_value_heads=3)
 
 

@@ -22,6 +22,7 @@ from shardwright.trainers.distillation import (
 from shardwright.trainers.distillation.on_policy import completed_batch, is_generated, own_randomness, prompts_of
 from shardwright.trainers.distillation.teacher import split_batch
 from shardwright.trainers.qat.callback import QATCallback
+from transformers import Trainer
 
 pytestmark = pytest.mark.slow
 
@@ -31,7 +32,6 @@ ALPHA, TEMPERATURE = 0.6, 2.0
 def trainer_of(
     directory: Path, student: Any, teacher: Any, samples: Any, config: DistillationConfig | None, **settings: Any
 ) -> DistillationTrainer:
-    """Make a trainer; `settings` are its keywords, and those of `TrainingArguments`."""
     own = {
         name: settings.pop(name) for name in ("callbacks", "compute_metrics", "processing_class") if name in settings
     }
@@ -165,8 +165,6 @@ def test_student_as_teacher_is_rejected(tmp_path: Path) -> None:
 
 
 def test_alpha_zero_equals_the_stock_trainer(tmp_path: Path) -> None:
-    from transformers import Trainer
-
     samples = rows("llama", 12)
     arguments = training_arguments(tmp_path, max_steps=3, learning_rate=0.1, gradient_accumulation_steps=2)
     plain = Trainer(model=tiny("llama"), args=arguments, train_dataset=samples, data_collator=collate)
@@ -182,8 +180,6 @@ def test_alpha_zero_equals_the_stock_trainer(tmp_path: Path) -> None:
 
 
 def test_tiny_alpha_approaches_the_stock_loss(tmp_path: Path) -> None:
-    from transformers import Trainer
-
     samples = rows("llama", 12)
     arguments = training_arguments(tmp_path, gradient_accumulation_steps=3)
     plain = Trainer(model=tiny("llama"), args=arguments, train_dataset=samples, data_collator=collate)

@@ -33,7 +33,6 @@ IGNORED = -100
 
 @pytest.fixture(scope="module")
 def noisy_llama(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The tiny Llama with a little noise on its matrices and a sharper head, so that their results differ."""
     directory = tmp_path_factory.mktemp("noisy")
     model = LlamaForCausalLM.from_pretrained(tiny_llama)
     torch.manual_seed(1)

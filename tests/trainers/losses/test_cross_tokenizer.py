@@ -30,6 +30,7 @@ from shardwright.trainers.losses.cross_tokenizer import (
     labelled_spans,
     sorted_distance,
 )
+from transformers import PreTrainedTokenizerFast
 
 pytestmark = pytest.mark.slow
 
@@ -37,11 +38,9 @@ TEXT = "Ünïcode and 日本 🤗 are  split in two\n\tways: x = {'a': 1}; retur
 
 
 def byte_pairs(vocab_size: int, *, begin: bool = False) -> Any:
-    """Return a byte-level tokenizer trained on Python's help topics."""
     from pydoc_data.topics import topics
 
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
-    from transformers import PreTrainedTokenizerFast
 
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -155,7 +154,6 @@ def test_shared_vocabulary_has_common_tokens(tokenizers: tuple[Any, Any]) -> Non
 def test_sentencepiece_bytes_align() -> None:
     """A line break is a token in a byte-level tokenizer, and a byte token in SentencePiece."""
     from tokenizers import Tokenizer, models
-    from transformers import PreTrainedTokenizerFast
 
     pieces = ["<unk>", "<0x0A>", "<0x41>", "\u2581of", "A"]
     vocabulary = {piece: index for index, piece in enumerate(pieces)}

@@ -105,8 +105,6 @@ def assert_near(found: torch.Tensor, expected: torch.Tensor, relative: float, wh
 
 
 class Case:
-    """Hidden states and heads of two models in one dtype."""
-
     def __init__(self, *, student: int, teacher: int, rows: int = 7, dtype: torch.dtype = torch.float32, **head: Any):
         torch.manual_seed(student + teacher)
         self.hidden = torch.randn(rows, WIDTH).to(dtype).requires_grad_()

@@ -24,6 +24,7 @@ from shardwright.trainers.parallel.balance_loss import (
     loads,
 )
 from shardwright.trainers.parallel.expert import ExpertParallelCallback
+from transformers import TrainingArguments
 
 pytestmark = pytest.mark.slow
 
@@ -210,7 +211,6 @@ def test_models_that_would_train_differently_are_rejected(model: Any, named: str
 def arguments(tmp_path: Path) -> Iterator[Callable[..., Any]]:
     """Return a factory of TrainingArguments with DeepSpeed; reset the state of the process afterwards."""
     from fresh_process import forget_last_run
-    from transformers import TrainingArguments
 
     def make(section: dict[str, Any] | None = None, stage: int = 2, **settings: Any) -> Any:
         configuration: dict[str, Any] = {"zero_optimization": {"stage": stage}, "train_batch_size": "auto"}
@@ -256,8 +256,6 @@ def test_matching_section_is_accepted_twice(arguments: Callable[..., Any], monke
 
 
 def test_dense_models_and_other_engines_are_rejected(tmp_path: Path) -> None:
-    from transformers import TrainingArguments
-
     made = TrainingArguments(str(tmp_path), use_cpu=True, report_to="none")
     messages = errors_of(ExpertParallelCallback(2), made, llama())
     assert any("the model is dense" in text for text in messages)

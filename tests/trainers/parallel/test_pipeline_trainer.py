@@ -118,8 +118,6 @@ def test_replicas_count_each_sample_once(samples: int, rows: int, replicas: int)
 
 
 def deepspeed_arguments(output: Path, case: Case, **more: Any) -> Any:
-    from transformers import TrainingArguments
-
     return TrainingArguments(**case.arguments(output, pipeline=True, **more), **configure_cpu_ranks("deepspeed"))
 
 
@@ -174,8 +172,6 @@ def test_more_stages_than_layers_and_a_single_stage_are_rejected(tmp_path: Path)
 
 
 def test_training_without_deepspeed_is_rejected(tmp_path: Path) -> None:
-    from transformers import TrainingArguments
-
     arguments = TrainingArguments(output_dir=str(tmp_path), use_cpu=True, report_to="none")
     assert "requires DeepSpeed" in errors_of(OnRanks(2, arguments))["pp"]
 
@@ -227,8 +223,6 @@ def test_iterable_evaluation_data_is_rejected_with_replicas(tmp_path: Path) -> N
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_unsupported_arguments_are_rejected(tmp_path: Path, more: dict[str, Any], where: str) -> None:
-    from transformers import TrainingArguments
-
     arguments = TrainingArguments(
         **{**Case().arguments(tmp_path, pipeline=True), **configure_cpu_ranks("deepspeed"), **more}
     )
@@ -326,7 +320,6 @@ def test_checkpoint_of_other_stages_is_rejected(tmp_path: Path) -> None:
 
 
 def test_dropped_batches_are_reported_once(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
-    from shardwright.trainers.parallel.pipeline.trainer import PipelineTrainer
     from transformers import Trainer
 
     monkeypatch.setattr(Trainer, "get_batch_samples", lambda self, *args: ([], None))
@@ -340,8 +333,6 @@ def test_dropped_batches_are_reported_once(monkeypatch: pytest.MonkeyPatch, caps
 
 
 def test_trainer_checks_before_it_uses_a_process_group(tmp_path: Path) -> None:
-    from shardwright.trainers.parallel.pipeline.trainer import PipelineTrainer
-
     case = Case(zero_stage=3)
     arguments = deepspeed_arguments(tmp_path, case)
     with pytest.raises(UsageError, match="must divide the ranks"):

@@ -23,6 +23,7 @@ from shared_sequences import arguments, sizes_of, tiny
 pytestmark = pytest.mark.slow
 
 IGNORED = -100
+SIZES = {"hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 1, "intermediate_size": 32, "vocab_size": 32}
 LEGAL: dict[str, Any] = {
     "sp": 4,
     "engine": "deepspeed",
@@ -121,31 +122,19 @@ def test_models_without_shareable_attention_are_rejected() -> None:
     )
 
     assert model_errors(tiny(), size=2, world_size=2) == []
-    errors = model_errors(
-        tiny(attn_implementation="eager", num_key_value_heads=1, rope_parameters=_dynamic()), size=3, world_size=4
-    )
+    dynamic = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
+    odd = tiny(attn_implementation="eager", num_key_value_heads=1, rope_parameters=dynamic)
+    errors = model_errors(odd, size=3, world_size=4)
     assert [error.where for error in errors] == ["sp", "sp", "attn_implementation", "rope_type"]
-    sizes = {
-        "hidden_size": 32,
-        "num_attention_heads": 4,
-        "num_hidden_layers": 1,
-        "intermediate_size": 32,
-        "vocab_size": 32,
-    }
-    windowed = MistralForCausalLM(MistralConfig(**sizes, num_key_value_heads=2, sliding_window=16))
+    windowed = MistralForCausalLM(MistralConfig(**SIZES, num_key_value_heads=2, sliding_window=16))
     assert [error.where for error in model_errors(windowed, size=2, world_size=2)] == ["attn_implementation"]
-    (error,) = model_errors(RobertaForCausalLM(RobertaConfig(**sizes)), size=2, world_size=2)
+    (error,) = model_errors(RobertaForCausalLM(RobertaConfig(**SIZES)), size=2, world_size=2)
     assert "both sides" in str(error)
-    (error,) = model_errors(BertForMaskedLM(BertConfig(**sizes, is_decoder=True)), size=2, world_size=2)
+    (error,) = model_errors(BertForMaskedLM(BertConfig(**SIZES, is_decoder=True)), size=2, world_size=2)
     assert "causal language model" in str(error)
 
 
-def _dynamic() -> dict[str, Any]:
-    return {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
-
-
-def stage3_without_reduce_scatter() -> Any:
-    return SimpleNamespace(deepspeed_config={"zero_optimization": {"stage": 3, "reduce_scatter": False}})
+STAGE3_WITHOUT_REDUCE_SCATTER = {"zero_optimization": {"stage": 3, "reduce_scatter": False}}
 
 
 @pytest.mark.parametrize(
@@ -159,7 +148,7 @@ def stage3_without_reduce_scatter() -> Any:
         ({"accelerator_config": SimpleNamespace(split_batches=False, dispatch_batches=True)}, "from the first"),
         ({"neftune_noise_alpha": 5.0}, "scales noise by the length"),
         (
-            {"deepspeed_plugin": stage3_without_reduce_scatter()},
+            {"deepspeed_plugin": SimpleNamespace(deepspeed_config=STAGE3_WITHOUT_REDUCE_SCATTER)},
             "adds gradients of some parameters over a sequence and averages those of others",
         ),
         ({"parallelism_config": sizes_of(sp=2, dp_replicate_size=2)}, "dp_replicate_size = 2"),
@@ -363,14 +352,7 @@ def test_fused_tiled_loss_misses_factors_of_its_head() -> None:
 def test_tiling_rejects_unsupported_models_and_arguments() -> None:
     from transformers import GPT2Config, GPT2LMHeadModel, MixtralConfig, MixtralForCausalLM
 
-    sizes = {
-        "hidden_size": 32,
-        "num_attention_heads": 4,
-        "num_hidden_layers": 1,
-        "intermediate_size": 32,
-        "vocab_size": 32,
-    }
-    experts = MixtralForCausalLM(MixtralConfig(**sizes, num_local_experts=2, num_key_value_heads=2))
+    experts = MixtralForCausalLM(MixtralConfig(**SIZES, num_local_experts=2, num_key_value_heads=2))
     dropping = GPT2LMHeadModel(GPT2Config(n_embd=32, n_head=4, n_layer=1, vocab_size=32))
 
     def message(model: Any, given: Any, **switches: Any) -> str:

@@ -120,7 +120,6 @@ def test_layout_is_legal_exactly_when_all_dimensions_are_divisible(
 
 
 def small(family: str, **changes: Any) -> Any:
-    """A model on the meta device."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -187,13 +186,7 @@ WRITTEN = {"autotp_size": 2, "vocab_parallel_lm_head": False}
 
 
 @pytest.mark.parametrize(
-    "given",
-    [
-        {},
-        {"autotp_size": 2},
-        {"autotp_size": 2, "vocab_parallel_lm_head": None, "tp": {"tp_size": 2}},
-        WRITTEN,
-    ],
+    "given", [{}, {"autotp_size": 2}, {"autotp_size": 2, "vocab_parallel_lm_head": None, "tp": {"tp_size": 2}}, WRITTEN]
 )
 def test_equal_sections_are_accepted(given: dict[str, Any]) -> None:
     assert section_errors(given, WRITTEN) == []

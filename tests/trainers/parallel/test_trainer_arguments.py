@@ -15,8 +15,6 @@ SHARED = Layout(engine="deepspeed", zero_stage=1, sp=2)
 
 
 class Newer(Trainer):  # type: ignore[misc]
-    """A trainer class with a parameter that Shardwright does not know."""
-
     def __init__(self, model: Any = None, args: Any = None, novel_weight: float = 1.0) -> None:
         super().__init__(model=model, args=args)
         self.novel_weight = novel_weight

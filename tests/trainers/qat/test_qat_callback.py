@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from engine_settings import cpu_arguments
 from peft import LoraConfig, get_peft_model
 from shardwright.ds_configs.quantization.scheme import changed, scheme_named
 from shardwright.ds_configs.specs.errors import RefusedInputError, UsageError
@@ -37,15 +38,7 @@ def rows() -> list[dict[str, Any]]:
 
 
 def arguments(directory: Path, **changes: Any) -> TrainingArguments:
-    settings = {
-        "max_steps": 4,
-        "per_device_train_batch_size": 2,
-        "save_strategy": "no",
-        "report_to": "none",
-        "disable_tqdm": True,
-        "use_cpu": True,
-    }
-    return TrainingArguments(str(directory), **(settings | changes))
+    return cpu_arguments(directory, 2, **({"max_steps": 4} | changes))
 
 
 def trainer(model: Any, directory: Path, *callbacks: Any, **changes: Any) -> Trainer:

@@ -16,13 +16,7 @@ import qat_overhead
 import torch
 from qat_overhead import Run
 from qat_ways import WAYS, Comparison, compare_qat
-from qat_ways_report import (
-    LABELS,
-    comparison_page,
-    comparison_table,
-    draw_comparison,
-    verdicts,
-)
+from qat_ways_report import LABELS, comparison_page, comparison_table, draw_comparison, verdicts
 from qat_ways_result import Measurement
 from qat_ways_runs import Job, _qat_callback
 from shardwright.ds_configs.quantization.scheme import scheme_named
@@ -209,10 +203,7 @@ def untrained_llama() -> Any:
             ["fields are weight_rule, ranges", "did you mean kv_cache?", "is the same for every way"],
         ),
         ({"start_step": 2}, ["training ends at step 2, before anything is rounded"]),
-        (
-            {"bit_schedule": ((0, 8), (2, 4))},
-            ["before it reaches the 4 bits", "bits of learned scales"],
-        ),
+        ({"bit_schedule": ((0, 8), (2, 4))}, ["before it reaches the 4 bits", "bits of learned scales"]),
     ],
 )
 def test_errors_of_a_configuration_are_found_before_training(qat, told, monkeypatch):

@@ -17,6 +17,7 @@ from shardwright.plugins.llm_compressor.engine import restore_expert_names
 from shardwright.plugins.llm_compressor.quiet import kept_conversion_mappings, torchvision_is_not_needed
 from shardwright.plugins.transformers.quantized_model import open_source
 from shardwright.plugins.transformers.training_arguments import byte_tokenizer
+from transformers import AutoModelForCausalLM
 
 pytestmark = pytest.mark.slow
 
@@ -33,7 +34,6 @@ SIZES = {
 
 @pytest.fixture(scope="module")
 def mixtures(tmp_path_factory):
-    """Return the directories of a Mixtral and a Qwen3-MoE with random weights."""
     from transformers import AutoModelForCausalLM, MixtralConfig, Qwen3MoeConfig, set_seed
 
     configs = {
@@ -168,7 +168,6 @@ def test_upstream_still_asks_modules_that_need_torchvision():
 @pytest.mark.parametrize("name", ["mixtral", "qwen3-moe"])
 def test_other_models_of_the_process_keep_their_experts(mixtures, name):
     from shardwright.plugins.llm_compressor.engine import load_for_quantization
-    from transformers import AutoModelForCausalLM
 
     def state():
         model, found = AutoModelForCausalLM.from_pretrained(mixtures[name], dtype="auto", output_loading_info=True)
@@ -185,7 +184,6 @@ def test_other_models_of_the_process_keep_their_experts(mixtures, name):
 def test_upstream_still_registers_how_one_model_is_written_for_all(mixtures):
     """llmcompressor 0.14.0.1; when later models find their experts, `kept_conversion_mappings` can go."""
     from llmcompressor.utils import load_context
-    from transformers import AutoModelForCausalLM
 
     with kept_conversion_mappings():
         with torchvision_is_not_needed(), load_context(AutoModelForCausalLM):

@@ -86,7 +86,6 @@ def static_inputs(bits: int, method: str) -> QuantizationScheme:
 
 
 def excess(losses_N: torch.Tensor, reference_N: torch.Tensor) -> tuple[float, float]:
-    """Return the mean difference in nats per token, and its standard error over rows."""
     difference_N = losses_N - reference_N
     return float(difference_N.mean()), float(difference_N.std() / len(difference_N) ** 0.5)
 

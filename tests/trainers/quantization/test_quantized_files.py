@@ -21,7 +21,6 @@ LOW_WORD, HIGH_WORD = 0x76543210, 0xFEDCBA98 - (1 << 32)
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory):
-    """Return the directory of a Llama with one layer of width 32."""
     directory = tmp_path_factory.mktemp("source")
     llama(hidden_size=WIDTH, num_hidden_layers=1, num_attention_heads=2, vocab_size=64, max_position_embeddings=32).to(
         torch.bfloat16

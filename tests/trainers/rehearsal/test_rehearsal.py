@@ -66,7 +66,6 @@ def model(tmp_path: Path) -> Path:
 
 
 def written(model: Path, directory: Path, hardware: str = "2xCPU", **job: Any) -> Plan:
-    """Write a plan for the small model and return it."""
     made = plan(str(model), hardware, TrainingJob(**{"seq_len_tokens": 64, "micro_batch_size": 2, **job}))
     made.write(directory)
     return made
@@ -83,7 +82,6 @@ def edit_yaml(file: Path, change: Any) -> None:
 
 
 def rehearse(capsys: pytest.CaptureFixture[str], directory: Path, *flags: str) -> tuple[int, dict[str, Any], str]:
-    """Run the command and return its exit code, its JSON and what it said on stderr."""
     code = run(["rehearse", str(directory), "--format", "json", *flags])
     captured = capsys.readouterr()
     return code, json.loads(captured.out), captured.err

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from engine_settings import cpu_arguments
 from shardwright.ds_configs.plan.measurement import FILE_NAME, RunMeasurement, measured_run, measurement_from_text
 from shardwright.ds_configs.plan.plan import Plan
 from shardwright.ds_configs.specs.errors import UsageError
@@ -34,7 +35,6 @@ class Meter:
 
 @pytest.fixture(scope="module")
 def planned(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The directory of a plan for one CPU rank."""
     directory = tmp_path_factory.mktemp("planned") / "plan"
     plan(str(tiny_llama), "1xCPU", JOB, calibration=None).write(directory)
     return directory
@@ -61,23 +61,13 @@ def reporter() -> Any:
 
 def trainer_of(model: Path, output: Path, callbacks: list[Any], steps: int = 4, **changes: Any) -> Any:
     import torch
-    from transformers import AutoModelForCausalLM, Trainer, TrainingArguments, default_data_collator
+    from transformers import AutoModelForCausalLM, Trainer, default_data_collator
 
     ids = torch.arange(SEQ_LEN)
-    settings = {
-        "per_device_train_batch_size": 2,
-        "gradient_accumulation_steps": 2,
-        "optim": "adamw_torch_fused",
-        "use_cpu": True,
-        "max_steps": steps,
-        "report_to": "none",
-        "save_strategy": "no",
-        "disable_tqdm": True,
-        "output_dir": str(output),
-    }
+    settings = {"gradient_accumulation_steps": 2, "optim": "adamw_torch_fused", "max_steps": steps}
     return Trainer(
         model=AutoModelForCausalLM.from_pretrained(model, trust_remote_code=False),
-        args=TrainingArguments(**(settings | changes)),
+        args=cpu_arguments(output, 2, **(settings | changes)),
         train_dataset=[{"input_ids": ids, "labels": ids}] * 64,
         data_collator=default_data_collator,
         callbacks=callbacks,

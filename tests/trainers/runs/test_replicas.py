@@ -69,7 +69,6 @@ cache_writer.write_cache(directory, key, PlacedTeacher(teacher, teacher, "replic
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two models, a text and two tasks."""
     directory = tmp_path_factory.mktemp("replicas")
     for name, seed in (("model", 1), ("baseline", 2)):
         tiny("llama", vocab_size=VOCAB_SIZE, seed=seed, max_position_embeddings=64).save_pretrained(directory / name)

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from engine_settings import cpu_arguments
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from shardwright.ds_configs.specs.errors import RefusedInputError, UsageError
@@ -29,7 +30,7 @@ from shardwright.trainers.sparsity.masks import (
     target_layers,
     unpacked_mask,
 )
-from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments, set_seed
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, set_seed
 
 pytestmark = pytest.mark.slow
 
@@ -51,19 +52,14 @@ def samples(count: int = 64) -> list[dict[str, Any]]:
 
 
 def trainer(directory: Path, model: Any, *callbacks: Any, **arguments: Any) -> Trainer:
-    wanted: dict[str, Any] = {
-        "per_device_train_batch_size": 4,
+    wanted = {
         "max_steps": 12,
         "learning_rate": 1e-2,
         "optim": "adamw_torch",
         "lr_scheduler_type": "constant",
-        "save_strategy": "no",
-        "report_to": "none",
-        "disable_tqdm": True,
-        "use_cpu": True,
         "seed": 5,
     }
-    made = TrainingArguments(str(directory), **wanted | arguments)
+    made = cpu_arguments(directory, 4, **wanted | arguments)
     return Trainer(model, made, train_dataset=samples(), callbacks=list(callbacks))
 
 

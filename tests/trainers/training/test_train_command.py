@@ -36,7 +36,6 @@ OUT = ("--output-dir", "out")
 
 @pytest.fixture
 def train(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Shell:
-    """Run the command in an empty directory."""
     return shell_in(tmp_path, "train", capsys, monkeypatch)
 
 
@@ -231,8 +230,8 @@ def test_training_from_python_and_resuming(
     assert whole._repr_html_().count("<tr>") == 3 and "perplexity" in whole._repr_html_()
     # A run that ends behind its second step leaves that checkpoint.
     checkpoints = tmp_path / "whole" / "checkpoints"
-    (tmp_path / "again").mkdir()
-    (checkpoints / "checkpoint-2").rename(_parent(tmp_path / "again" / "checkpoints") / "checkpoint-2")
+    (tmp_path / "again" / "checkpoints").mkdir(parents=True)
+    (checkpoints / "checkpoint-2").rename(tmp_path / "again" / "checkpoints" / "checkpoint-2")
     again = shardwright.train(str(model), tmp_path / "again", resume=True, **how)
     assert [entry["loss"] for entry in again.metrics] == [entry["loss"] for entry in whole.metrics]
     assert (again.result.before, again.result.after) == (whole.result.before, whole.result.after)
@@ -279,8 +278,3 @@ def _refused_before_a_rank_starts(
         told = [line for line in capsys.readouterr().err.splitlines() if not line.startswith("note: ")]
         assert len(told) == 1 and told[0].startswith(f"error: {said}"), told
     assert sorted((tmp_path / "again").rglob("*")) == before
-
-
-def _parent(directory: Path) -> Path:
-    directory.mkdir(parents=True)
-    return directory

@@ -11,13 +11,8 @@ from shardwright.ds_configs.quantization.layers import selected_layers
 from shardwright.ds_configs.quantization.scheme import scheme_named
 from shardwright.plugins.transformers.quantized_model import open_source
 from shardwright.trainers.qat.callback import QATCallback
-from shardwright.trainers.verify.checkpoint import (
-    TOLERANCE,
-    UNPROVEN,
-    Verification,
-    fail_output,
-    reference_logits,
-)
+from shardwright.trainers.verify import checkpoint as verify
+from shardwright.trainers.verify.checkpoint import TOLERANCE, UNPROVEN, Verification, fail_output, reference_logits
 from small_models import llama
 from transformers import Trainer, TrainingArguments
 
@@ -85,8 +80,6 @@ def test_missing_tensor_is_reported(written, tmp_path):
 
 
 def test_layer_that_was_not_packed_is_reported(written, tmp_path, monkeypatch):
-    from shardwright.trainers.verify import checkpoint as verify
-
     # The stored layout alone shows the error.
     monkeypatch.setattr(verify, "_reload", lambda *_: "not reloaded here")
 
@@ -101,8 +94,6 @@ def test_layer_that_was_not_packed_is_reported(written, tmp_path, monkeypatch):
 
 
 def test_wrong_checkpoint_size_is_reported(written, tmp_path, monkeypatch):
-    from shardwright.trainers.verify import checkpoint as verify
-
     monkeypatch.setattr(verify, "_reload", lambda *_: None)
     monkeypatch.setattr(verify.json, "loads", lambda _: {})
     monkeypatch.setattr(verify.Path, "read_text", lambda *_, **__: "")

@@ -17,8 +17,10 @@ from distilling import collate, tiny, training_arguments
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import load_file, save_file
+from shardwright.cli.main import run
 from shardwright.ds_configs.specs.errors import RefusedInputError, ShardwrightError, UsageError
 from shardwright.plugins.transformers.teacher_placement import PlacedTeacher
+from shardwright.plugins.transformers.training_arguments import byte_tokenizer
 from shardwright.trainers.distillation import DistillationConfig, DistillationTrainer
 from shardwright.trainers.distillation.cache.cache_format import RecordFormat, decode, encode, log_probabilities
 from shardwright.trainers.distillation.cache.cache_writer import (
@@ -104,7 +106,6 @@ VOCAB_SIZE = 384
 
 def trained_pair() -> tuple[Any, Any, list[dict[str, Any]]]:
     """Train a teacher and a student on the bytes of Python's help topics, and return 24 unseen samples."""
-    from shardwright.plugins.transformers.training_arguments import byte_tokenizer
     from shardwright.trainers.data.sources import pack, read_documents
 
     samples = pack(read_documents(None)[:40], byte_tokenizer(VOCAB_SIZE), 64)
@@ -264,8 +265,6 @@ def test_pickled_cache_maps_files_again(pair: Any, tmp_path: Path) -> None:
 
 
 def test_tokenizer_hash_ignores_padding_and_truncation() -> None:
-    from shardwright.plugins.transformers.training_arguments import byte_tokenizer
-
     tokenizer = byte_tokenizer(VOCAB_SIZE)
     tokenizer.pad_token = tokenizer.eos_token
     before = tokenizer_hash(tokenizer)
@@ -412,8 +411,6 @@ class TestCommand:
 
     @pytest.fixture()
     def files(self, tmp_path: Path) -> tuple[str, str]:
-        from shardwright.plugins.transformers.training_arguments import byte_tokenizer
-
         tiny("llama", vocab_size=VOCAB_SIZE).save_pretrained(tmp_path / "teacher")
         byte_tokenizer(VOCAB_SIZE).save_pretrained(tmp_path / "teacher")
         (tmp_path / "text.txt").write_text("\n\n".join(f"Line {index} of a text." * 4 for index in range(40)))
@@ -426,7 +423,6 @@ class TestCommand:
     def test_command_writes_a_cache_that_distill_reads(
         self, files: tuple[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
-        from shardwright.cli.main import run
         from shardwright.trainers.data.samples import load_samples
         from transformers import AutoTokenizer
 
@@ -450,8 +446,6 @@ class TestCommand:
     def test_dry_run_writes_nothing(
         self, files: tuple[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
-        from shardwright.cli.main import run
-
         before = sorted(tmp_path.rglob("*"))
         assert run(self.arguments(files, "--dry-run")) == 0
         assert "nothing was run or written." in capsys.readouterr().out
@@ -469,23 +463,14 @@ class TestCommand:
         ],
     )
     def test_bad_input(
-        self,
-        files: tuple[str, str],
-        more: tuple[str, ...],
-        code: int,
-        line: str,
-        capsys: pytest.CaptureFixture[str],
+        self, files: tuple[str, str], more: tuple[str, ...], code: int, line: str, capsys: pytest.CaptureFixture[str]
     ) -> None:
-        from shardwright.cli.main import run
-
         assert run(self.arguments(files, *more)) == code
         assert line in capsys.readouterr().err
 
     def test_teacher_without_weights_is_rejected(
         self, files: tuple[str, str], capsys: pytest.CaptureFixture[str]
     ) -> None:
-        from shardwright.cli.main import run
-
         (Path(files[0]) / "model.safetensors").unlink()
         assert run(self.arguments(files, "--dry-run")) == 4
         assert "has no safetensors weights" in capsys.readouterr().err

@@ -19,11 +19,7 @@ from shardwright.ds_configs.plan.plan import Plan
 from shardwright.ds_configs.specs.errors import UsageError
 from shardwright.plugins.transformers.training_arguments import byte_tokenizer
 from shardwright.trainers.data.samples import SampleStatistics
-from shardwright.trainers.distillation.command.report import (
-    DistillationOutcome,
-    DistillationResult,
-    objective_sentence,
-)
+from shardwright.trainers.distillation.command.report import DistillationOutcome, DistillationResult, objective_sentence
 from shardwright.trainers.distillation.command.settings import DistillSettings
 from shardwright.trainers.runs.ranks import trained_tokens
 
@@ -32,13 +28,11 @@ VOCAB = 300
 
 @pytest.fixture
 def distill(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Shell:
-    """Run the command in an empty directory; Hub access fails immediately."""
     return shell_in(tmp_path, "distill", capsys, monkeypatch)
 
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Return directories of a teacher, a smaller student, and incompatible models."""
     root = tmp_path_factory.mktemp("models")
     made: dict[str, Path] = {}
     for name, changes in (("teacher", {"hidden": 48}), ("student", {}), ("stranger", {})):
@@ -159,14 +153,6 @@ def test_incompatible_models_are_rejected(distill: Shell, models: dict[str, Path
     assert not list(tmp_path.iterdir())
 
 
-def test_output_directory_is_kept_without_force(distill: Shell, models: dict[str, Path], tmp_path: Path) -> None:
-    (tmp_path / "out").mkdir()
-    (tmp_path / "out" / "mine").write_text("precious")
-    found = distill(*common(models, *DATA))
-    assert found.code == 2 and "exists and is not empty; pass --force" in found.err
-    assert [path.name for path in (tmp_path / "out").iterdir()] == ["mine"]
-
-
 @pytest.mark.parametrize("part", ["teacher", "student"])
 def test_model_directories_are_not_overwritten(distill: Shell, models: dict[str, Path], part: str) -> None:
     before = (models[part] / "model.safetensors").read_bytes()
@@ -178,23 +164,6 @@ def test_model_directories_are_not_overwritten(distill: Shell, models: dict[str,
         and "lora_rank = 4: requires --method lora" in found.err
     )
     assert (models[part] / "model.safetensors").read_bytes() == before
-
-
-def test_settings_come_from_a_file_the_environment_and_flags(
-    distill: Shell, models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    file = tmp_path / "distill.yaml"
-    file.write_text("dataset: python-help#8\nalpha: 0.25\nseq-len: 16\nhardware: 4xCPU\nloss: jsd\n")
-    monkeypatch.setenv("SHARDWRIGHT_DISTILL_HARDWARE", "1xCPU")
-    found = distill(*common(models, "--config", file, "--loss", "reverse_kl", "--dry-run", "--format", "json"))
-    assert found.code == 0, found.err
-    settings = json.loads(found.out)["settings"]
-    assert (settings["alpha"], settings["seq_len"], settings["hardware"]) == (0.25, 32, "1xCPU")
-    assert (settings["loss"], settings["temperature"]) == ("reverse_kl", 1.0)
-    file.write_text("learning_rat: 1.0\nalpha: high\n")
-    errors = distill(*common(models, "--config", file)).errors
-    assert any("learning_rat (from file): is not a setting; did you mean learning_rate?" in error for error in errors)
-    assert any("alpha (from file) = 'high'" in error for error in errors)
 
 
 def outcome(models: dict[str, Path], tmp_path: Path, **changes: Any) -> DistillationOutcome:

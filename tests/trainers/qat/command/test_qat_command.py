@@ -10,6 +10,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import shardwright
@@ -17,14 +18,10 @@ import torch
 from commands import Shell, run_rank_here, shell_in
 from distilling import tiny
 from huggingface_hub import ModelCard
-from shardwright.ds_configs.plan.output import output_errors
 from shardwright.ds_configs.quantization.scheme import scheme_named
 from shardwright.ds_configs.specs.errors import UsageError
 from shardwright.ds_configs.specs.layout import Layout
-from shardwright.trainers.qat.command.report import (
-    QATOutcome,
-    QATResult,
-)
+from shardwright.trainers.qat.command.report import QATOutcome, QATResult
 from shardwright.trainers.qat.command.settings import (
     QATJob,
     QATSettings,
@@ -48,7 +45,6 @@ OUT = ("--output-dir", "out")
 
 @pytest.fixture
 def qat(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Shell:
-    """Run the command in an empty directory."""
     return shell_in(tmp_path, "qat", capsys, monkeypatch)
 
 
@@ -180,17 +176,6 @@ def test_all_errors_are_reported_together(qat: Shell, models: dict[str, Path], t
     assert found.code == 2 and not list(tmp_path.iterdir())
 
 
-def test_settings_come_from_a_file_and_flags(qat: Shell, models: dict[str, Path], tmp_path: Path) -> None:
-    file = tmp_path / "qat.yaml"
-    file.write_text("dataset: python-help#8\nscheme: W2A16\nseq-len: 16\nweight_rule: ternary\n")
-    found = qat(models["model"], *OUT, "--config", file, "--seq-len", 32, "--dry-run", "--format", "json")
-    assert found.code == 0, found.err
-    settings = json.loads(found.out)["settings"]
-    assert (settings["scheme"], settings["weight_rule"], settings["seq_len"]) == ("W2A16", "ternary", 32)
-    file.write_text("schem: W4A16\n")
-    assert any("did you mean scheme?" in error for error in qat(models["model"], *OUT, "--config", file).errors)
-
-
 def test_an_old_compression_file_is_rejected_with_the_guide(
     qat: Shell, models: dict[str, Path], tmp_path: Path
 ) -> None:
@@ -207,11 +192,7 @@ def test_an_old_compression_file_is_rejected_with_the_guide(
 
 
 def test_interrupted_run_with_teacher_and_stored_ranges_resumes_and_exports(
-    qat: Shell,
-    one_rank: list[Sequence[str]],
-    models: dict[str, Path],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    qat: Shell, one_rank: list[Sequence[str]], models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from shardwright.trainers.qat.callback import QATCallback
 
@@ -221,7 +202,7 @@ def test_interrupted_run_with_teacher_and_stored_ranges_resumes_and_exports(
         *("--save-steps", 2, "--learning-rate", 1e-3, "--format", "json"),
     )
     with monkeypatch.context() as interrupted:
-        interrupted.setattr(QATCallback, "export", interrupt)
+        interrupted.setattr(QATCallback, "export", Mock(side_effect=KeyboardInterrupt))
         assert qat(*arguments, "--scheme", "W8A8_STATIC", "--max-steps", 3).code == 130
     assert list(one_rank[0][-3:-1]) == ["-m", "shardwright.trainers.rank_main"]
     out = tmp_path / "out"
@@ -265,10 +246,6 @@ def test_two_runs_from_python_in_one_process(
         shardwright.qat(str(models["model"]), tmp_path / "bad", sceme="W4A16", max_steps=0)
     assert {error.where for error in caught.value.errors} == {"sceme", "max_steps"}
     assert not (tmp_path / "bad").exists()
-
-
-def interrupt(*_: Any, **__: Any) -> None:
-    raise KeyboardInterrupt
 
 
 def test_settings_select_number_formats() -> None:
@@ -369,19 +346,6 @@ def test_ternary_weights_reject_more_bits_and_zero_points(settings: dict[str, An
     with pytest.raises(UsageError) as caught:
         qat_config(QATSettings(weight_rule="ternary", **settings))
     assert said in str(caught.value)
-
-
-def test_output_must_not_replace_input_models(tmp_path: Path) -> None:
-    model, teacher = tmp_path / "model", tmp_path / "teacher"
-    for directory in (model, teacher):
-        directory.mkdir()
-    (tmp_path / "link").symlink_to(teacher)
-    sources = {"the model": str(model), "the teacher": str(teacher)}
-    for chosen, part in ((model, "model"), (tmp_path / "link", "teacher")):
-        (error,) = output_errors(chosen, force=True, sources=sources)
-        assert f"is the {part} itself" in error.rule and error.value == str(chosen)
-    assert not output_errors(tmp_path, force=True, sources=sources)
-    assert not output_errors(tmp_path / "new", force=False, sources={"the model": "new", "the teacher": None})
 
 
 def test_steps_are_counted_as_the_trainer_counts_them() -> None:

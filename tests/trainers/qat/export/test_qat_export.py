@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from engine_settings import cpu_arguments
 from safetensors import safe_open
 from shardwright.ds_configs.specs.errors import RefusedInputError, ShardwrightError, UsageError
 from shardwright.plugins.compressed_tensors.codes import unpack_tensors, weight_codes, weight_scale_and_zero_point
@@ -31,7 +32,6 @@ from transformers import (
     T5Config,
     T5ForConditionalGeneration,
     Trainer,
-    TrainingArguments,
     set_seed,
 )
 
@@ -55,19 +55,8 @@ def small_model(dtype=torch.float32, *, made_by=LlamaForCausalLM, **changes):
 
 
 def trained(model, scheme, directory, *, labels=None, callback_options=None, **changes):
-    """Three steps with the stock Trainer."""
-    arguments = TrainingArguments(
-        output_dir=str(directory / "training"),
-        max_steps=3,
-        per_device_train_batch_size=2,
-        learning_rate=1e-2,
-        report_to=[],
-        save_strategy="no",
-        logging_strategy="no",
-        use_cpu=True,
-        disable_tqdm=True,
-        **changes,
-    )
+    settings = {"max_steps": 3, "learning_rate": 1e-2, "logging_strategy": "no"}
+    arguments = cpu_arguments(directory / "training", 2, **settings, **changes)
     samples = [{"input_ids": row, "labels": row if labels is None else labels} for row in ROWS]
     callback = QATCallback(scheme, **(callback_options or {}))
     trainer = Trainer(model, arguments, train_dataset=samples, callbacks=[callback])

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import transformers
+from engine_settings import cpu_arguments
 from packaging.version import Version
 from safetensors.torch import load_file, save_file
 from saved_tensors import saved_storages
@@ -36,7 +37,7 @@ from shardwright.trainers.qat.rounding.experts import (
     is_fused_experts,
 )
 from shardwright.trainers.qat.rounding.layers import LayerQuantizer, QuantizationState
-from transformers import AutoModelForCausalLM, Trainer, TrainingArguments, set_seed
+from transformers import AutoModelForCausalLM, Trainer, set_seed
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 
@@ -103,7 +104,6 @@ def rounded(module, quantization, *, rule="minmax", stored_dtype=torch.float32, 
 
 
 def routing(dtype=torch.float64):
-    """Return hidden states, chosen experts and their weights; nobody chooses the third expert."""
     torch.manual_seed(1)
     choices = torch.tensor([0, 1, 3, 4])
     index = torch.stack([choices[torch.randperm(4)[:CHOICES]] for _ in range(TOKENS)])
@@ -180,10 +180,6 @@ def test_gradients_are_straight_through(quantization, rule):
     assert found_gradients[2][2].abs().max() == 0, "nobody chose the third expert"
 
 
-def experts_class(family, name):
-    return getattr(importlib.import_module(f"transformers.models.{family}.modeling_{family}"), name)
-
-
 @pytest.mark.parametrize(
     ("family", "kind", "autocast"),
     [
@@ -196,7 +192,8 @@ def experts_class(family, name):
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_forward_equals_eager_with_rounded_weights(family, kind, dtype, autocast):
-    module, (hidden, index, shares) = experts_module(dtype, experts_class(family, kind)), routing(dtype)
+    experts = getattr(importlib.import_module(f"transformers.models.{family}.modeling_{family}"), kind)
+    module, (hidden, index, shares) = experts_module(dtype, experts), routing(dtype)
     plain = copy.deepcopy(module)
     state = rounded(module, weights(4), stored_dtype=torch.bfloat16)
     stored = module.stored_layers(dict(module.named_parameters()))
@@ -276,7 +273,6 @@ def test_a_copied_model_rounds_independently():
 
 
 def family(name, dtype=torch.float32, **changes):
-    """Return a small model of a family with random weights."""
     config = getattr(transformers, f"{name}Config")(**{**SIZES, **changes})
     set_seed(0)
     return AutoModelForCausalLM.from_config(config, dtype=dtype)
@@ -404,18 +400,8 @@ def test_schemes_with_rounded_inputs_pack_experts_separately():
 
 
 def trained(model, scheme, directory, **options):
-    """Train three steps with the stock Trainer and return it with its callback."""
     samples = [{"input_ids": row, "labels": row} for row in torch.arange(12 * 32).reshape(12, 32) % 384]
-    arguments = TrainingArguments(
-        str(directory),
-        max_steps=3,
-        per_device_train_batch_size=4,
-        learning_rate=1e-2,
-        report_to=[],
-        save_strategy="no",
-        disable_tqdm=True,
-        use_cpu=True,
-    )
+    arguments = cpu_arguments(directory, 4, max_steps=3, learning_rate=1e-2)
     callback = QATCallback(scheme, **options)
     trainer = Trainer(model, arguments, train_dataset=samples, callbacks=[callback])
     trainer.train()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from functools import partial
 from importlib.metadata import version
 
 import pytest
@@ -32,10 +33,10 @@ from shardwright.trainers.qat.rounding.attachment import (
 )
 from shardwright.trainers.qat.rounding.config import QATConfig
 from shardwright.trainers.qat.rounding.observers import InputRange, synchronise
-from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
+from small_models import scaled_llama, token_ids
+from transformers import AutoConfig, AutoModelForCausalLM
 
 NUMBERS = ("fp8", "int8")
-VOCAB_SIZE = 64
 W4A16 = replace(scheme_named("W4A16"), weights=replace(scheme_named("W4A16").weights, group_size=32))
 
 
@@ -49,20 +50,8 @@ def cache_range(numbers, values, stored_dtype):
     return found
 
 
-def tiny_llama(dtype=torch.bfloat16, **changes):
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2}
-    config = LlamaConfig(vocab_size=VOCAB_SIZE, num_hidden_layers=2, **sizes, **changes)
-    model = AutoModelForCausalLM.from_config(config, dtype=dtype)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.mul_(6)
-    return model
-
-
-def token_batches(count=2):
-    draw = torch.Generator().manual_seed(1)
-    return [torch.randint(0, VOCAB_SIZE, (2, 16), generator=draw) for _ in range(count)]
+tiny_llama = partial(scaled_llama, 6)
+token_batches = partial(token_ids, 2)
 
 
 def cached_model(numbers="fp8", scheme=W4A16, dtype=torch.bfloat16, model_changes=None, **settings):

@@ -58,7 +58,6 @@ def two_layers(**where: Any) -> torch.nn.Sequential:
 
 
 def small_model(*, layers: int = 2) -> Any:
-
     return llama(num_hidden_layers=layers, vocab_size=128, max_position_embeddings=64, attn_implementation="sdpa")
 
 

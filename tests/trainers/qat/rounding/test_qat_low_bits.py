@@ -7,13 +7,14 @@ from typing import Any
 
 import pytest
 import torch
+from engine_settings import cpu_arguments
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from shardwright.ds_configs.quantization.scheme import WeightQuantization, changed, scheme_named
 from shardwright.plugins.compressed_tensors.codes import pack_tensors, unpack_tensors
 from shardwright.trainers.qat.callback import QATCallback
 from shardwright.trainers.qat.rounding.rounding import WeightRounding, round_weight, weight_gradients
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments, set_seed
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Trainer, set_seed
 
 STRATEGIES = {"tensor": None, "channel": None, "group": 16}
 RULES = ("ternary", "binary")
@@ -26,7 +27,6 @@ def rounding(rule: str, strategy: str, dtype: torch.dtype = torch.float32) -> We
 
 
 def parts(weight: torch.Tensor, strategy: str) -> list[torch.Tensor]:
-    """Return what shares a scale, one vector after the other, in the order of the scales."""
     if strategy == "tensor":
         return [weight.flatten()]
     rows = list(weight)
@@ -104,17 +104,7 @@ def test_low_bit_model_learns_and_exports_bit_for_bit(rule: Any, tmp_path: Path)
     heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "max_position_embeddings": 32, "bos_token_id": None}
     model = LlamaForCausalLM(LlamaConfig(**sizes, **heads))
     rows = [[(7 * row + 5 * place) % VOCAB_SIZE for place in range(SEQ_LEN)] for row in range(32)]
-    arguments = TrainingArguments(
-        str(tmp_path / "training"),
-        max_steps=40,
-        per_device_train_batch_size=8,
-        learning_rate=1e-2,
-        logging_steps=1,
-        save_strategy="no",
-        report_to="none",
-        use_cpu=True,
-        disable_tqdm=True,
-    )
+    arguments = cpu_arguments(tmp_path / "training", 8, max_steps=40, learning_rate=1e-2, logging_steps=1)
     callback = QATCallback(changed(scheme_named("W2A16"), group_size=32), weight_rule=rule)
     samples = [{"input_ids": row, "labels": row} for row in rows]
     trainer = Trainer(model, arguments, train_dataset=samples, callbacks=[callback])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import threading
 from dataclasses import replace
+from functools import partial
 
 import numpy
 import pytest
@@ -21,16 +22,12 @@ from shardwright.trainers.qat.rounding.attach import attach
 from shardwright.trainers.qat.rounding.attachment import calibrate_inputs, load_ranges, save_ranges
 from shardwright.trainers.qat.rounding.config import QATConfig
 from shardwright.trainers.qat.rounding.observers import METHODS, InputRange, synchronise
+from small_models import scaled_llama, token_ids
 from torch.utils.checkpoint import checkpoint
-from transformers import AutoModelForCausalLM, LlamaConfig
 
-VOCAB_SIZE = 64
 SYMMETRIC = ActivationQuantization(dynamic=False, percentile=99.0)
 ASYMMETRIC = replace(SYMMETRIC, symmetric=False)
-PARTS = (
-    *(f"self_attn.{part}_proj" for part in "qkvo"),
-    *(f"mlp.{part}_proj" for part in ("gate", "up", "down")),
-)
+PARTS = (*(f"self_attn.{part}_proj" for part in "qkvo"), *(f"mlp.{part}_proj" for part in ("gate", "up", "down")))
 STATIC = scheme_named("W8A8_STATIC")
 
 
@@ -51,20 +48,11 @@ def stepped(found, steps):
     return found
 
 
-def tiny_llama(dtype=torch.bfloat16, **changes):
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2}
-    config = LlamaConfig(**({"vocab_size": VOCAB_SIZE, "num_hidden_layers": 2} | sizes | changes))
-    model = AutoModelForCausalLM.from_config(config, dtype=dtype)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.mul_(4)
-    return model
+tiny_llama = partial(scaled_llama, 4)
 
 
 def token_batches(count=3):
-    draw = torch.Generator().manual_seed(1)
-    return [torch.randint(0, VOCAB_SIZE, (2, 16), generator=draw) for _ in range(count)]
+    return token_ids(count)
 
 
 def static_model(**settings):
