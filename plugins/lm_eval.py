@@ -12,10 +12,6 @@ Observed with lm-eval 0.4.13:
 from __future__ import annotations
 
 import difflib
-import logging
-import os
-from collections.abc import Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from importlib.util import find_spec
@@ -23,10 +19,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..ds_configs.specs.errors import ConfigError, ShardwrightError
+from .launching.messages import only_errors_logged
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 _LONGEST_DETAIL = 300
@@ -51,17 +46,14 @@ class TaskScore:
     """One metric of one task."""
 
     task: str
-    """Its name."""
     metric: str
     """Such as `acc_norm`; with the filter behind a comma where it is not `none`."""
     value: float
-    """The score, in the metric's own unit."""
     standard_error: float | None
     """As the harness states it, over documents; `None` where it states none."""
     higher_is_better: bool | None
     """Direction; `None` where the task does not say."""
     documents: int
-    """Documents that were scored."""
     few_shot: int | None
     """Solved examples before each question."""
 
@@ -118,12 +110,13 @@ def run_task(
     Raises:
         ShardwrightError: the harness fails, for example because a data set cannot be downloaded; includes its reason.
     """
+    from accelerate.utils import patch_environment
     from lm_eval import simple_evaluate
     from lm_eval.models.huggingface import HFLM
 
     try:
-        with _quiet_logging(), _as_first_local_rank():
-            found = simple_evaluate(
+        with only_errors_logged("lm_eval"), patch_environment(LOCAL_RANK="0"):
+            results = simple_evaluate(
                 model=HFLM(pretrained=model, tokenizer=tokenizer, batch_size=batch_size, backend="causal"),
                 tasks=[name],
                 num_fewshot=request.few_shot,
@@ -136,46 +129,21 @@ def run_task(
         # Task files, metrics and data sets raise any exception.
         detail = " ".join(str(error).split())[:_LONGEST_DETAIL]
         raise ShardwrightError(f"--tasks {name}: {type(error).__name__}: {detail}") from None
-    return tuple(_scores(found))
-
-
-def _scores(found: Mapping[str, Any]) -> Iterator[TaskScore]:
-    for task, values in found["results"].items():
+    scores = []
+    for task, values in results["results"].items():
         for key, value in values.items():
             metric, _, filtered = key.partition(",")
             if not isinstance(value, int | float) or metric.endswith("_stderr") or not filtered:
                 continue
-            error = values.get(f"{metric}_stderr,{filtered}")
-            count = found.get("n-samples", {}).get(task, {})
-            yield TaskScore(
+            deviation = values.get(f"{metric}_stderr,{filtered}")
+            score = TaskScore(
                 task=task,
                 metric=metric if filtered == "none" else key,
                 value=float(value),
-                standard_error=float(error) if isinstance(error, int | float) else None,
-                higher_is_better=found.get("higher_is_better", {}).get(task, {}).get(metric),
-                documents=int(count.get("effective", 0)),
-                few_shot=found.get("n-shot", {}).get(task),
+                standard_error=float(deviation) if isinstance(deviation, int | float) else None,
+                higher_is_better=results.get("higher_is_better", {}).get(task, {}).get(metric),
+                documents=int(results.get("n-samples", {}).get(task, {}).get("effective", 0)),
+                few_shot=results.get("n-shot", {}).get(task),
             )
-
-
-@contextmanager
-def _as_first_local_rank() -> Iterator[None]:
-    before = os.environ.get("LOCAL_RANK")
-    os.environ["LOCAL_RANK"] = "0"
-    try:
-        yield
-    finally:
-        os.environ.pop("LOCAL_RANK")
-        if before is not None:
-            os.environ["LOCAL_RANK"] = before
-
-
-@contextmanager
-def _quiet_logging() -> Iterator[None]:
-    logger = logging.getLogger("lm_eval")
-    before = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        logger.setLevel(before)
+            scores.append(score)
+    return tuple(scores)

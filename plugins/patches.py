@@ -71,8 +71,7 @@ _ACCELERATOR = "accelerate.accelerator:Accelerator"
 _ENGINE = "deepspeed.runtime.engine:DeepSpeedEngine"
 _PIPELINE_ENGINE = "deepspeed.runtime.pipe.engine:PipelineEngine"
 _BALANCE = "Transformers multiplies a rank's load-balancing loss by the number of ranks and adds it per micro-batch."
-_NO_EVENT_ON_ERROR = "No callback event reports that an exception ended the training."
-_REHEARSED_MODEL = "A rehearsal loads the shrunken model when a script loads the planned model by name."
+
 _TOO_SMALL_NORM = "tests/plugins/test_patches.py::test_deepspeed_clips_by_the_norm_of_one_stage_or_of_averaged_experts"
 _LOSSES = "tests/trainers/parallel/test_own_losses.py::"
 _MEANS = "tests/trainers/counting/test_mean_losses.py::"
@@ -99,17 +98,14 @@ PATCHES: tuple[Patch, ...] = (
         parameters=("self", "model", "inputs", "return_outputs", "num_items_in_batch"),
         every_run=True,
     ),
-    Patch(
-        name="balance-loss-over-ranks",
-        target=f"{_TRAINER}.compute_loss",
-        reason=_BALANCE,
-        parameters=("self", "model", "inputs", "return_outputs", "num_items_in_batch"),
-    ),
-    Patch(
-        name="expert-parallel-loss",
-        target=f"{_TRAINER}.compute_loss",
-        reason=_BALANCE,
-        parameters=("self", "model", "inputs", "return_outputs", "num_items_in_batch"),
+    *(
+        Patch(
+            name=name,
+            target=f"{_TRAINER}.compute_loss",
+            reason=_BALANCE,
+            parameters=("self", "model", "inputs", "return_outputs", "num_items_in_batch"),
+        )
+        for name in ("balance-loss-over-ranks", "expert-parallel-loss")
     ),
     Patch(
         name="metered-loss",
@@ -143,21 +139,16 @@ PATCHES: tuple[Patch, ...] = (
         parameters=("self",),
         every_run=True,
     ),
-    Patch(
-        name="guarded-train",
-        target=f"{_TRAINER}.train",
-        reason=_NO_EVENT_ON_ERROR,
-        canary=f"{_BUGS}test_no_callback_hears_of_an_exception",
-        parameters=("self",),
-        every_run=True,
-    ),
-    Patch(
-        name="checkpointed-train",
-        target=f"{_TRAINER}.train",
-        reason=_NO_EVENT_ON_ERROR,
-        canary=f"{_BUGS}test_no_callback_hears_of_an_exception",
-        parameters=("self",),
-        every_run=True,
+    *(
+        Patch(
+            name=name,
+            target=f"{_TRAINER}.train",
+            reason="No callback event reports that an exception ended the training.",
+            canary=f"{_BUGS}test_no_callback_hears_of_an_exception",
+            parameters=("self",),
+            every_run=True,
+        )
+        for name in ("guarded-train", "checkpointed-train")
     ),
     # Trainer: logs, data, evaluation.
     Patch(
@@ -361,7 +352,7 @@ PATCHES: tuple[Patch, ...] = (
             name=f"rehearsal-model-{kind}",
             target=f"{module}:{kind}.from_pretrained",
             scope="process",
-            reason=_REHEARSED_MODEL,
+            reason="A rehearsal loads the shrunken model when a script loads the planned model by name.",
             canary="tests/distributed/test_own_script.py::test_a_script_is_rehearsed",
         )
         for kind, module in (
@@ -912,10 +903,7 @@ def needed(patch: Patch) -> bool:
 
 
 def patch_errors() -> list[ConfigError]:
-    """Return the patches whose target the installed packages lack or define with other parameters.
-
-    Imports the modules of all targets.
-    """
+    """Return which patches have a target that the installed packages lack or define otherwise; imports all targets."""
     present = (patch for patch in PATCHES if installed_version(patch.package) is not None and needed(patch))
     return [error for patch in present if (error := target_error(patch)) is not None]
 

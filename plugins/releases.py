@@ -71,10 +71,12 @@ def release_errors(packages: Iterable[str] | None = None) -> list[ConfigError]:
     required = tuple(REQUIRED if packages is None else packages)
     errors = []
     for package, tested in tested_releases().items():
-        version, has_module = installed_version(package), _has_module(package)
-        copies = _copies(package)
+        version, copies = installed_version(package), _copies(package)
         if package not in required and not copies:
             continue
+        spec = find_spec(_MODULES.get(package, package))
+        # A directory without `__init__.py`, which has no origin, is what an interrupted installation leaves.
+        has_module = spec is not None and spec.origin is not None
         bounds = f"'{package}{tested.specifier}'"
         install, reinstall = f"pip install {bounds}", f"pip install --force-reinstall {bounds}"
         where = f"{package} {version}" if version else package
@@ -138,12 +140,6 @@ def check_torch() -> None:
         first_line = (str(error).strip() or type(error).__name__).splitlines()[0]
         fix = "pip install --force-reinstall torch, in a build for this machine (https://pytorch.org/get-started)"
         raise UsageError(ConfigError(where=where, rule=f"cannot compute on the CPU: {first_line}", fix=fix)) from error
-
-
-def _has_module(package: str) -> bool:
-    spec = find_spec(_MODULES.get(package, package))
-    # A directory without `__init__.py`, which has no origin, is what an interrupted installation leaves.
-    return spec is not None and spec.origin is not None
 
 
 @cache

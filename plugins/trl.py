@@ -28,12 +28,12 @@ def pairs_of_a_micro_step(trainer_class: Any, data_ranks: int) -> Iterator[None]
         return
 
     def pairing(prepare: Callable[..., Any]) -> Callable[..., Any]:
-        def _prepare_dataset(trainer: Trainer, dataset: Any, processing_class: Any, args: Any, *rest: object) -> Any:
+        def prepare_merged(trainer: Trainer, dataset: Any, processing_class: Any, args: Any, *rest: object) -> Any:
             whole = copy.copy(args)
             whole.per_device_train_batch_size *= data_ranks
             return prepare(trainer, dataset, processing_class, whole, *rest)
 
-        return _prepare_dataset
+        return prepare_merged
 
     with patches.applied("pairs-of-a-micro-step", pairing):
         yield

@@ -42,8 +42,8 @@ _ENGINE_VARIABLES: dict[str, Engine] = {"ACCELERATE_USE_DEEPSPEED": "deepspeed",
 def configure_cpu_ranks(engine: Engine | None = None) -> dict[str, Any]:
     """Prepare Accelerate for CPU ranks and return the ``TrainingArguments`` keywords that go with it.
 
-    Call it before ``TrainingArguments`` is built. It changes nothing and returns ``{}`` on a host with an
-    accelerator; hide the accelerators (``CUDA_VISIBLE_DEVICES=""``) to train on CPU ranks there.
+    Call it before ``TrainingArguments`` is built. It changes nothing and returns ``{}`` on a host with an accelerator;
+    hide the accelerators (``CUDA_VISIBLE_DEVICES=""``) to train on CPU ranks there.
 
     Args:
         engine: Training engine; ``None`` reads it from the environment that ``accelerate launch`` sets. Pass it if
@@ -52,11 +52,6 @@ def configure_cpu_ranks(engine: Engine | None = None) -> dict[str, Any]:
     Raises:
         UsageError: FSDP version 1 is requested, which cannot run on CPU ranks.
         ShardwrightError: Accelerate still reports another world size than the launcher's ``WORLD_SIZE``.
-
-    Example:
-        >>> overrides = configure_cpu_ranks("deepspeed")  # under torchrun with 2 CPU ranks
-        >>> TrainingArguments(output_dir, deepspeed="ds_config.json", bf16=True, **overrides).world_size
-        2
     """
     import torch
 
@@ -156,59 +151,44 @@ _SEQUENCE_DIMENSION = 2
 def enable_cpu_ring_attention() -> None:
     """Make `torch.distributed.tensor.experimental.context_parallel` run on the CPU, to rehearse and test it there."""
     import torch
+    from torch.distributed.tensor import DTensor, Shard
+    from torch.distributed.tensor.experimental._context_parallel import _attention as ring
+
+    def local(*tensors: object) -> list[Any]:
+        return [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors]
+
+    def whole(mesh: DeviceMesh, results: tuple[Any, ...]) -> tuple[Any, ...]:
+        shards = [Shard(_SEQUENCE_DIMENSION)]
+        return tuple(DTensor.from_local(tensor, mesh, shards, run_check=False) for tensor in results)
+
+    def forward(operator: Any, arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
+        query, key, value, *rest = arguments
+        named = dict(zip(("dropout_p", "is_causal"), rest, strict=False)) | named
+        mesh = query.device_mesh
+        tensors = local(query, key, value)
+        return whole(
+            mesh, ring._templated_ring_attention(mesh.get_group(), _SEQUENCE_DIMENSION, operator, *tensors, **named)
+        )
+
+    def backward(operator: Any, arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
+        names = ("grad_out", "query", "key", "value", "out", "logsumexp")
+        named = dict(zip(names, local(*arguments[:6]), strict=True)) | named
+        dropout, is_causal = arguments[6:8]
+        mesh = arguments[1].device_mesh
+        results = ring._templated_ring_attention_backward(
+            mesh.get_group(),
+            _SEQUENCE_DIMENSION,
+            operator,
+            grad_out_name="grad_out",
+            is_causal=is_causal,
+            dropout_p=dropout,
+            **named,
+        )
+        return whole(mesh, results)
 
     aten = torch.ops.aten
-    forward, backward = (
-        aten._scaled_dot_product_flash_attention_for_cpu.default,
-        aten._scaled_dot_product_flash_attention_for_cpu_backward.default,
-    )
-    patches.apply("ring-attention-on-cpu-ranks", lambda _: _forward, item=forward)
-    patches.apply("ring-attention-on-cpu-ranks", lambda _: _backward, item=backward)
-
-
-def _forward(operator: Any, given: tuple[Any, ...], named: dict[str, Any]) -> Any:
-    from torch.distributed.tensor.experimental._context_parallel import _attention as ring
-
-    query, key, value, *rest = given
-    named = dict(zip(("dropout_p", "is_causal"), rest, strict=False)) | named
-    mesh = query.device_mesh
-    results = ring._templated_ring_attention(
-        mesh.get_group(), _SEQUENCE_DIMENSION, operator, *_local(query, key, value), **named
-    )
-    return _whole(mesh, results)
-
-
-def _backward(operator: Any, given: tuple[Any, ...], named: dict[str, Any]) -> Any:
-    from torch.distributed.tensor.experimental._context_parallel import _attention as ring
-
-    gradient, query, key, value, out, logsumexp = _local(*given[:6])
-    dropout, is_causal = given[6:8]
-    mesh = given[1].device_mesh
-    results = ring._templated_ring_attention_backward(
-        mesh.get_group(),
-        _SEQUENCE_DIMENSION,
-        operator,
-        grad_out=gradient,
-        grad_out_name="grad_out",
-        query=query,
-        key=key,
-        value=value,
-        out=out,
-        logsumexp=logsumexp,
-        is_causal=is_causal,
-        dropout_p=dropout,
-        **named,
-    )
-    return _whole(mesh, results)
-
-
-def _local(*tensors: object) -> list[Any]:
-    from torch.distributed.tensor import DTensor
-
-    return [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors]
-
-
-def _whole(mesh: DeviceMesh, results: tuple[Any, ...]) -> tuple[Any, ...]:
-    from torch.distributed.tensor import DTensor, Shard
-
-    return tuple(DTensor.from_local(one, mesh, [Shard(_SEQUENCE_DIMENSION)], run_check=False) for one in results)
+    for operator, function in (
+        (aten._scaled_dot_product_flash_attention_for_cpu.default, forward),
+        (aten._scaled_dot_product_flash_attention_for_cpu_backward.default, backward),
+    ):
+        patches.apply("ring-attention-on-cpu-ranks", lambda _, function=function: function, item=operator)

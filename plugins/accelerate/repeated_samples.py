@@ -1,10 +1,9 @@
 """Samples that Accelerate repeats so that every rank gets the same number: they get weight zero.
 
-Observed with accelerate 1.15.0 (data_loader.py): with `even_batches`, the default, the last batches of an epoch are
-filled with its first samples, which the mean over tokens then counts twice: seven samples on two ranks train as eight.
-`BatchSamplerShard` repeats samples of a data set, `DataLoaderDispatcher` those of a stream that the first rank reads
-for all, `IterableDatasetShard` those of a stream that each rank reads. `gather_for_metrics` omits them from the
-predictions of an evaluation, but not from a loss.
+With `even_batches`, the default, accelerate 1.15.0 (data_loader.py) fills the last batches of an epoch with its first
+samples, which the mean over tokens counts twice. `BatchSamplerShard` repeats samples of a data set,
+`DataLoaderDispatcher` those of a stream that the first rank reads for all, `IterableDatasetShard` those of a stream
+that each rank reads. `gather_for_metrics` omits them from an evaluation's predictions, but not from a loss.
 
 During training they lose their labels (`weigh_repeated_samples_zero`). An evaluation reads each sample once
 (`SamplesOnce`), because losses without labels, such as preference losses, are means over the samples of a batch.
@@ -59,9 +58,8 @@ class KeptPart:
 def weigh_repeated_samples_zero(trainer: Trainer) -> None:
     """Remove the labels of repeated samples from a Trainer's training batches; call it once for each Trainer.
 
-    For samples that a collator has joined to one row, the kept samples are joined again to find their tokens. A loss
-    without labels is a mean over samples, in which a repeated one counts twice: it is rejected before the first step,
-    unless the training ends before a batch repeats samples.
+    A loss without labels is a mean over samples, in which a repeated one counts twice: it is rejected before the first
+    step, unless the training ends before a batch repeats samples.
     """
     loaders: list[Any] = []
     collected = _COLLECTED[trainer] = deque()
@@ -110,11 +108,7 @@ def let_ranks_read_streams(trainer: Trainer) -> None:
 
 
 def check_streams_of_ranks(trainer: Trainer, batches: int) -> None:
-    """Check that all ranks have read the same rows of a stream; every rank calls it, once for each step.
-
-    Args:
-        trainer: A Trainer.
-        batches: Micro-batches that this rank has collected for the step.
+    """Check that all ranks have read the same rows of a stream; every rank calls it once for each step.
 
     Raises:
         UsageError: ranks have read other rows, or those of one have run out before those of others.
@@ -160,10 +154,9 @@ def trained_rows(batch: Any) -> int | None:
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluationStep:
-    """One batch of an evaluation."""
+    """One batch of an evaluation; samples that do not count have no token or class labels."""
 
     batch: Any
-    """The batch; samples that do not count have no token or class labels."""
     rows: int | None
     """Samples of the batch; `None` if unknown."""
     samples: int | None
@@ -175,11 +168,8 @@ class SamplesOnce:
 
     Samples after the last full batches are distributed in equal shares, and the rest singly. A rank without a sample
     then reads one that does not count. Gathered results are in the order of the data set, and
-    `Accelerator.gather_for_metrics` omits samples that do not count.
-
-    Args:
-        loader: A loader that Accelerate prepared; it is not iterated here.
-        gradient_state: Accelerate's state, which identifies the last batch.
+    `Accelerator.gather_for_metrics` omits samples that do not count. `gradient_state` is Accelerate's, which identifies
+    the last batch.
     """
 
     def __init__(self, loader: DataLoader, gradient_state: Any) -> None:
@@ -195,7 +185,16 @@ class SamplesOnce:
         """Return which samples of the next batch count; call it once for each batch of the loader."""
         index, self._steps = self._steps, self._steps + 1
         if self._shard is not None:
-            return self._dealt(batch, index)
+            deal = _deal(self._shard)
+            if index < deal.full:
+                return EvaluationStep(batch=batch, rows=deal.rows, samples=None)
+            if index == deal.steps - 1:
+                # Accelerate expects the number of samples after the last full batches.
+                self._loader.remainder = deal.rest
+            if deal.share and index == deal.full:
+                return EvaluationStep(batch=batch, rows=deal.share, samples=None)
+            counts = self._shard.process_index < deal.rest
+            return EvaluationStep(batch=batch if counts else _unlabelled(batch), rows=1, samples=int(counts))
         last = _last_samples(self._loader, self._state) if self._state.end_of_dataloader else None
         if last is None:
             return EvaluationStep(batch=batch, rows=None, samples=None)
@@ -204,18 +203,6 @@ class SamplesOnce:
         samples, rank, rows = last
         kept = kept_rows(samples=samples, rank=rank, rows=rows)
         return EvaluationStep(batch=_masked(batch, self._loader, *last)[0], rows=rows, samples=kept)
-
-    def _dealt(self, batch: Any, index: int) -> EvaluationStep:
-        deal = _deal(self._shard)
-        if index < deal.full:
-            return EvaluationStep(batch=batch, rows=deal.rows, samples=None)
-        if index == deal.steps - 1:
-            # Accelerate expects the number of samples after the last full batches.
-            self._loader.remainder = deal.rest
-        if deal.share and index == deal.full:
-            return EvaluationStep(batch=batch, rows=deal.share, samples=None)
-        counts = self._shard.process_index < deal.rest
-        return EvaluationStep(batch=batch if counts else _unlabelled(batch), rows=1, samples=int(counts))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -269,10 +256,7 @@ def _each_sample_once() -> Any:
 def kept_rows(*, samples: int, rank: int, rows: int) -> int:
     """Return how many rows of a rank's last batch are not repeated; repeated rows are at the end.
 
-    Args:
-        samples: Samples of all ranks in that batch.
-        rank: Index of the rank among the ranks with different samples.
-        rows: Rows of this rank's batch.
+    `samples` counts all ranks, and `rank` is the index among the ranks with different samples.
 
     >>> [kept_rows(samples=3, rank=rank, rows=2) for rank in range(3)]
     [2, 1, 0]
@@ -281,10 +265,7 @@ def kept_rows(*, samples: int, rank: int, rows: int) -> int:
 
 
 def kept_part(trainer: Trainer) -> KeptPart | None:
-    """Return the part to keep of the micro-batch that a Trainer is about to train on; `None` for all of it.
-
-    Call it once for each micro-batch.
-    """
+    """Return the part to keep of the next micro-batch; `None` for all of it. Call it once for each."""
     collected = _COLLECTED.get(trainer)
     return collected.popleft() if collected else None
 
@@ -296,8 +277,8 @@ def _without_repeated(
     for batch in batches:
         if not collected:
             _check_labels(batch, loader, trainer)
-        found = _last_samples(loader, state) if state.end_of_dataloader else None
-        batch, kept = (batch, None) if found is None else _without_last(batch, loader, *found)
+        last = _last_samples(loader, state) if state.end_of_dataloader else None
+        batch, kept = (batch, None) if last is None else _without_last(batch, loader, *last)
         collected.append(kept)
         if kept is not None:
             _WEIGHED[loader] = [(batch, kept.kept_rows)]
@@ -339,8 +320,8 @@ def _last_samples(loader: DataLoader, state: Any) -> tuple[int, int, int] | None
         seen = count % (rows * stream.num_processes)
         return (seen, stream.process_index, rows) if seen else None
     shard = _batch_shard(loader)
-    found = _last_of_shard(shard) if shard is not None else (0, 0, 0)
-    return found if found[0] else None
+    last = (0, 0, 0) if shard is None else _last_of_shard(shard)
+    return last if last[0] else None
 
 
 def _batch_shard(loader: DataLoader, *, even: bool = True) -> Any:
@@ -351,7 +332,7 @@ def _batch_shard(loader: DataLoader, *, even: bool = True) -> Any:
     from accelerate.data_loader import BatchSamplerShard
 
     samplers = (getattr(loader, name, None) for name in ("batch_sampler", "sampler"))
-    shard = next((one for one in samplers if isinstance(one, BatchSamplerShard)), None)
+    shard = next((sampler for sampler in samplers if isinstance(sampler, BatchSamplerShard)), None)
     if shard is None or shard.drop_last or not shard.batch_size or (even and not shard.even_batches):
         return None
     return shard if hasattr(shard.batch_sampler, "sampler") else None
@@ -451,7 +432,7 @@ def _without_last(batch: Any, loader: DataLoader, samples: int, rank: int, rows:
     """
     kept = kept_rows(samples=samples, rank=rank, rows=rows)
     labels = _labels_of(batch)
-    if kept == rows or not any(len(one) == rows and one.is_floating_point() for one in labels.values()):
+    if kept == rows or not any(len(values) == rows and values.is_floating_point() for values in labels.values()):
         return _masked(batch, loader, samples, rank, rows)
     left = max(kept, 1)
     cut = {name: value[:left] if len(value) == rows else value for name, value in batch.items()}
@@ -463,22 +444,22 @@ def _masked(batch: Any, loader: DataLoader, samples: int, rank: int, rows: int) 
     kept = kept_rows(samples=samples, rank=rank, rows=rows)
     if kept == rows:
         return batch, None
-    part, found = KeptPart(rows=rows, kept_rows=kept), _labels_of(batch)
-    if found and all(len(one) == 1 != rows for one in found.values()):
+    labels, tokens = _labels_of(batch), None
+    if labels and all(len(values) == 1 != rows for values in labels.values()):
         tokens = _joined_tokens(batch, loader, kept, rank * rows)
-        part, found = KeptPart(rows=rows, kept_rows=kept, kept_tokens=tokens), found if tokens is not None else {}
-    elif any(len(one) != rows or one.is_floating_point() for one in found.values()):
-        found = {}
-    if not found:
+        labels = labels if tokens is not None else {}
+    elif any(len(values) != rows or values.is_floating_point() for values in labels.values()):
+        labels = {}
+    if not labels:
         note_on_first_rank("the last batch of an epoch repeats samples, which count twice: its labels are unknown")
         return batch, None
-    changed = {name: one.clone() for name, one in found.items()}
-    for one in changed.values():
-        if part.kept_tokens is None:
-            one[kept:] = _IGNORED
+    changed = {name: values.clone() for name, values in labels.items()}
+    for values in changed.values():
+        if tokens is None:
+            values[kept:] = _IGNORED
         else:
-            one[:, part.kept_tokens :] = _IGNORED
-    return {**batch, **changed}, part
+            values[:, tokens:] = _IGNORED
+    return {**batch, **changed}, KeptPart(rows=rows, kept_rows=kept, kept_tokens=tokens)
 
 
 def _joined_tokens(batch: Any, loader: DataLoader, kept: int, first: int) -> int | None:
@@ -500,7 +481,7 @@ def _joined_tokens(batch: Any, loader: DataLoader, kept: int, first: int) -> int
 
 def _unlabelled(batch: Any) -> Any:
     """Return a batch without token or class labels; a batch with other labels is returned unchanged."""
-    found = _labels_of(batch)
-    if any(one.is_floating_point() for one in found.values()):
+    labels = _labels_of(batch)
+    if not labels or any(values.is_floating_point() for values in labels.values()):
         return batch
-    return {**batch, **{name: one.new_full(one.shape, _IGNORED) for name, one in found.items()}} if found else batch
+    return {**batch, **{name: values.new_full(values.shape, _IGNORED) for name, values in labels.items()}}

@@ -6,11 +6,7 @@ import logging
 
 
 def quiet_accelerator_choice() -> None:
-    """Suppress DeepSpeed's import warning that a host has no accelerator.
-
-    Accelerate and PEFT import DeepSpeed even in runs that do not use it (deepspeed 0.19.8,
-    `accelerator/real_accelerator.py`).
-    """
+    """Suppress DeepSpeed's import warning about hosts without accelerator: Accelerate and PEFT import it in any run."""
     logging.getLogger("DeepSpeed").addFilter(
         lambda record: not str(record.msg).startswith("Setting accelerator to CPU.")
     )

@@ -21,7 +21,7 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 from ...ds_configs.legality.axes import expert_errors
@@ -72,10 +72,7 @@ def configuration_errors(
 def expert_parallelism_errors(
     arguments: TrainingArguments, model_config: PreTrainedConfig, ep: int
 ) -> list[ConfigError]:
-    """Return the errors of :func:`..ds_configs.legality.axes.expert_errors` for a run that is about to start.
-
-    `arguments` are `TrainingArguments`.
-    """
+    """Return the errors of `expert_errors` for a run that is about to start."""
     configuration = deepspeed_configuration(arguments) or {}
     zero = configuration.get("zero_optimization", {})
     axes = arguments.parallelism_config
@@ -160,9 +157,7 @@ def accept_class_names_of_recorders() -> None:
 
 
 def mark_expert_groups(optimizer: torch.optim.Optimizer, model: PreTrainedModel, ep: int) -> None:
-    """Move experts to separate groups of a torch optimizer, with the same settings, as DeepSpeed requires.
-
-    DeepSpeed makes these groups itself for an optimizer of its configuration.
+    """Move experts to separate groups of a torch optimizer; DeepSpeed does this only for its own optimizers.
 
     Raises:
         UsageError: AutoEP cannot shard the model; see `expert_model_errors`.
@@ -240,7 +235,6 @@ def _expert_parameters(model: PreTrainedModel) -> dict[str, Any]:
 
 
 def _routing(model_config: PreTrainedConfig) -> dict[str, int]:
-    """Return the keys that AutoEP needs to route like the model."""
     greedy = getattr(model_config, "topk_method", None) == "greedy"
     return {"num_expert_groups": 1, "num_limited_groups": 1} if greedy else {}
 
@@ -275,23 +269,21 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 def whole_shapes(model: PreTrainedModel) -> dict[str, tuple[int, ...]]:
     """Return the names and unsharded shapes of a model's state dict."""
-    return {name: tuple(getattr(value, "ds_shape", value.shape)) for name, value in _state(model)}
+    return {name: tuple(getattr(value, "ds_shape", value.shape)) for name, value in saved_tensors(model)}
 
 
 def whole_state_dict(model: PreTrainedModel, shapes: Shapes | None, *, keep: bool) -> dict[str, Tensor]:
     """Gather the state dict of a model that AutoEP has sharded; every rank must call it.
 
-    Args:
-        model: The module of an engine.
-        shapes: Result of `whole_shapes` before the engine existed, to compare with; `None` skips the comparison.
-        keep: Whether this rank gets the tensors, on the host; the others get an empty dictionary.
+    `shapes` is `whole_shapes` before the engine existed, to compare with. Only ranks with `keep` get tensors, on the
+    host.
     """
     import torch
 
     layers = moe_layers(model)
     tensors: dict[str, Tensor] = {}
     seen: dict[int, str] = {}
-    for name, value in _state(model):
+    for name, value in saved_tensors(model):
         owner = next((prefix for prefix in layers if name.startswith(f"{prefix}.")), None)
         if owner is not None and name.startswith(f"{owner}.experts."):
             continue
@@ -306,9 +298,8 @@ def whole_state_dict(model: PreTrainedModel, shapes: Shapes | None, *, keep: boo
             if keep:
                 tensors[original] = value.detach().to("cpu", copy=True)
     for prefix, layer in layers.items():
-        gate, down, up = (
-            _all_experts(getattr(layer.experts, name), layer.ep_group, keep) for name in ("w1", "w2", "w3")
-        )
+        experts, group = layer.experts, layer.ep_group
+        gate, down, up = (_all_experts(weight, group, keep) for weight in (experts.w1, experts.w2, experts.w3))
         if keep:
             tensors[f"{prefix}.experts.gate_up_proj"] = torch.cat([gate, up], dim=1)
             tensors[f"{prefix}.experts.down_proj"] = down
@@ -318,7 +309,7 @@ def whole_state_dict(model: PreTrainedModel, shapes: Shapes | None, *, keep: boo
 
 
 def _all_experts(parameter: torch.Tensor, group: ProcessGroup, keep: bool) -> Tensor:
-    """Gather the experts of all ranks of a group, in rank order, on the host of ranks that keep them."""
+    """Gather the experts of a group, in rank order, on the host of ranks that keep them."""
     import torch
     import torch.distributed as dist
 
@@ -347,7 +338,7 @@ def original_name(layer: torch.nn.Module, name: str) -> str:
     return name
 
 
-def _state(model: PreTrainedModel) -> Iterator[tuple[str, Any]]:
+def saved_tensors(model: PreTrainedModel) -> Iterator[tuple[str, Any]]:
     """Yield parameters and persistent buffers, tied ones under each of their names."""
     for prefix, module in model.named_modules():
         saved = (item for item in module._buffers.items() if item[0] not in module._non_persistent_buffers_set)
@@ -356,12 +347,10 @@ def _state(model: PreTrainedModel) -> Iterator[tuple[str, Any]]:
                 yield f"{prefix}.{name}" if prefix else name, value
 
 
-@contextmanager
-def _gathered(value: Any) -> Iterator[None]:
+def _gathered(value: torch.Tensor) -> AbstractContextManager[None]:
     if not hasattr(value, "ds_id"):
-        yield
-        return
+        return nullcontext()
     import deepspeed
 
-    with deepspeed.zero.GatheredParameters([value]):
-        yield
+    context: AbstractContextManager[None] = deepspeed.zero.GatheredParameters([value])
+    return context

@@ -42,8 +42,8 @@ FUSED_MLP_UP = "gate_up_proj"
 FUSED_MLP_DOWN = "down_proj"
 _GATHERED = ("colwise_gather_output", "colwise_rep")
 _SPLIT_INPUT = "rowwise_split_input"
+# Words in the state of Python's Mersenne twister, with its position.
 _PYTHON_WORDS = 625
-"""Words in the state of Python's Mersenne twister, with its position."""
 
 
 def tensor_plan(model: PreTrainedModel) -> dict[str, str]:
@@ -56,9 +56,8 @@ def tensor_plan(model: PreTrainedModel) -> dict[str, str]:
 def partition_config(plan: Mapping[str, str]) -> dict[str, Any] | None:
     """Return DeepSpeed's `partition_config` for a plan that AutoTP cannot translate; `None` if AutoTP can.
 
-    Attention whose query, key and value are one matrix runs unsharded on every rank, with sharded weights: its
-    projection is gathered, and the output projection reads a part of its input. A fused MLP is sharded completely, each
-    half of `gate_up_proj` separately.
+    Attention with one matrix for query, key and value runs unsharded, with sharded weights: its projection is gathered,
+    and the output projection reads a part of its input. A fused MLP is sharded completely, each half separately.
     """
     if _SPLIT_INPUT not in plan.values():
         return None

@@ -1,8 +1,4 @@
-"""DeepSpeed engines: NVMe offload, batch sizes, gradient norms, sharded linear layers, and resuming on other ranks.
-
-Observed with deepspeed 0.19.8: NVMe offload compiles `async_io` at first use, which fails minutes into a run when the
-header of libaio is missing.
-"""
+"""DeepSpeed engines: NVMe offload, batch sizes, gradient norms, sharded linear layers, and resuming on other ranks."""
 
 from __future__ import annotations
 
@@ -123,10 +119,7 @@ def has_libaio() -> bool:
 def prepare_nvme_offload(arguments: TrainingArguments) -> None:
     """Check that this host can build `async_io` if NVMe offload needs it, and let such a run resume with its states.
 
-    Under any DeepSpeed configuration, ranks also remove operator locks left by killed ranks.
-
-    Args:
-        arguments: `TrainingArguments`.
+    DeepSpeed compiles it at first use, minutes into a run. Ranks also remove operator locks left by killed ranks.
 
     Raises:
         UsageError: NVMe offload is requested, and libaio's header is missing.
@@ -175,9 +168,7 @@ def accept_train_batch_size(arguments: TrainingArguments, *, size: int) -> None:
 def share_with_zero3(modules: Iterable[Any]) -> None:
     """Make ZeRO-3 also gather the children's parameters of modules that use them without calling the children.
 
-    DeepSpeed gathers the parameters of the module whose forward runs; parameters of children whose own forward is not
-    called must be registered (`deepspeed/runtime/zero/partition_parameters.py`, `register_external_parameter`). Modules
-    without partitioned parameters are skipped.
+    DeepSpeed gathers only the parameters of modules whose forward runs (`register_external_parameter`).
     """
     for module in modules:
         own = {id(parameter) for parameter in module.parameters(recurse=False)}
@@ -191,10 +182,9 @@ def share_with_zero3(modules: Iterable[Any]) -> None:
 
 
 def keep_gradient_norm(engine: DeepSpeedEngine) -> None:
-    """Keep the gradient norm of each step in an fp32 engine without ZeRO.
+    """Keep the gradient norm of each step in an fp32 engine without ZeRO, where deepspeed 0.19.8 discards it.
 
-    deepspeed 0.19.8 (runtime/engine.py, `clip_fp32_gradients`) computes the norm and discards it; without clipping it
-    computes none. Engines of pipelines and of expert parallelism compute their own norms.
+    Engines of pipelines and of expert parallelism compute their own norms.
     """
     if engine.zero_optimization() or engine.fp16_enabled() or engine.bfloat16_enabled() or hasattr(engine, "grid"):
         return
@@ -213,11 +203,7 @@ def keep_gradient_norm(engine: DeepSpeedEngine) -> None:
 
 
 def named_linear_layers(model: PreTrainedModel) -> dict[str, Any]:
-    """Return linear layers, sharded or not, by the names of their modules in the model's checkpoint.
-
-    Args:
-        model: A Transformers model, also inside an engine; of a pipeline the layers of this rank's stages are returned.
-    """
+    """Return linear layers, sharded or not, by their names in the model's checkpoint; of a pipeline, this rank's."""
     import torch
 
     kinds: tuple[type, ...] = (torch.nn.Linear,)
@@ -237,9 +223,7 @@ def whole_shape(layer: torch.nn.Module) -> tuple[int, int]:
 def with_all_columns_and_rows(parameter: torch.Tensor, own: Tensor) -> Tensor:
     """Gather a matrix from all ranks of a tensor-parallel group; each of them must call it.
 
-    Args:
-        parameter: The parameter, which knows its sharding; `own` is returned if it is not sharded.
-        own: This rank's shard, with the parameter's shape.
+    `own` is this rank's shard; it is returned if the parameter, which knows its sharding, is not sharded.
     """
     gather = getattr(parameter, "gather_params", None)
     if gather is None:
@@ -286,8 +270,8 @@ def _named_modules(model: PreTrainedModel) -> Iterator[tuple[str, Any]]:
 def load_from_other_ranks() -> None:
     """Make every ZeRO engine of this process load checkpoints that another number of ranks saved.
 
-    All ranks must see the directory above the checkpoint, which holds the converted checkpoint during loading: about 12
-    bytes for each trained parameter, which the first rank writes and every rank reads.
+    All ranks must see the directory above the checkpoint, which takes 12 bytes per trained parameter for the
+    conversion.
     """
 
     def converting(load_checkpoint: Callable[..., Any]) -> Callable[..., Any]:
@@ -308,8 +292,7 @@ def load_from_other_ranks() -> None:
                 or _saving_ranks(source) in (0, engine.seq_dp_world_size)
             ):
                 return load_checkpoint(engine, load_dir, tag, *args, **kwargs)
-            if errors := _conversion_errors(engine, source):
-                raise UsageError(errors)
+            _check_conversion(engine, source)
             with _universal(engine, source) as converted, _own_values(engine.optimizer.optimizer):
                 return load_checkpoint(engine, str(converted.parent), converted.name, *args, **kwargs)
 
@@ -322,7 +305,7 @@ def _saving_ranks(source: Path) -> int:
     return len(list(source.glob("*zero_pp_rank_*_mp_rank_00_optim_states.pt")))
 
 
-def _conversion_errors(engine: DeepSpeedEngine, source: Path) -> list[ConfigError]:
+def _check_conversion(engine: DeepSpeedEngine, source: Path) -> None:
     buffers = [
         f"{path}.{name}" if path else name
         for path, module in engine.module.named_modules()

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from ...ds_configs.specs.errors import ConfigError, InputError, RefusedInputError, ShardwrightError, UsageError
 from ..transformers.training_arguments import deepspeed_configuration
-from .auto_ep import moe_layers, whole_state_dict
+from .auto_ep import moe_layers, saved_tensors, whole_state_dict
 from .engine import own_part, with_all_columns_and_rows
 
 if TYPE_CHECKING:
@@ -28,14 +28,8 @@ _KINDS: dict[str, type[InputError]] = {kind.__name__: kind for kind in (UsageErr
 def gathered_parameters(model: PreTrainedModel) -> Iterator[tuple[str, Tensor | None]]:
     """Yield names and unsharded tensors of parameters and persistent buffers, in the order of the state dict.
 
-    Every rank must exhaust the iterator: each step gathers on all of them. Only one tensor is gathered at a time. Tied
-    tensors are yielded once, under their first name. Tensors must not be written to.
-
-    Args:
-        model: A model or a part of one, without the wrapper of DDP or DeepSpeed.
-
-    Yields:
-        The name, and the tensor on the host on the first rank, `None` on the others.
+    Every rank must exhaust the iterator: each step gathers one tensor. Tied tensors are yielded once, under their first
+    name. The first rank gets a tensor on the host, which must not be written to; the others get `None`.
     """
     first, seen = is_first_rank(), set[int]()
     if moe_layers(model):
@@ -44,12 +38,10 @@ def gathered_parameters(model: PreTrainedModel) -> Iterator[tuple[str, Tensor | 
                 seen.add(id(tensor))
                 yield name, tensor
         return
-    for prefix, module in model.named_modules():
-        saved = (item for item in module._buffers.items() if item[0] not in module._non_persistent_buffers_set)
-        for name, tensor in (*module._parameters.items(), *saved):
-            if tensor is not None and id(tensor) not in seen:
-                seen.add(id(tensor))
-                yield f"{prefix}.{name}" if prefix else name, _gathered(tensor, keep=first)
+    for name, tensor in saved_tensors(model):
+        if id(tensor) not in seen:
+            seen.add(id(tensor))
+            yield name, _gathered(tensor, keep=first)
 
 
 def training_device(model: PreTrainedModel) -> Any:
@@ -84,7 +76,6 @@ class FirstRank:
     def __init__(self, group: ProcessGroup) -> None:
         self._group = group
         self.is_here = is_first_rank()
-        """Whether this process is the first rank."""
 
     def does(self, work: Callable[[], Any]) -> Any:
         """Run `work` on the first rank and return its result, which must fit in JSON, on every rank.
@@ -175,21 +166,18 @@ _HIDDEN_MASTERS = ("FP16_Optimizer", "FP16_UnfusedOptimizer")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Region:
-    """A piece that this rank changes of the flattened weight that `WeightEditor.part` returns."""
+    """A piece that this rank changes of the flattened weight that `WeightEditor.part` returns, without padding."""
 
     start: int
-    """First element."""
     length: int
-    """Elements, without padding."""
-    device: Any
-    """Device of the elements."""
+    device: torch.device
 
 
 class WeightEditor:
     """Reads and changes weights under one process, DDP, ZeRO-1, 2 and 3, FSDP2 and AutoTP, between optimizer steps.
 
     Args:
-        weights: Trained parameters by name; the same in the same order on every rank that holds a shard of them.
+        weights: Trained parameters by name, in the same order on every rank that holds a shard of them.
         optimizer: The optimizer of the Trainer, wrapped or not.
     """
 
@@ -235,12 +223,9 @@ class WeightEditor:
                 yield Region(start=address.start, length=address.numel, device=mapping.hp_fragment.device)
 
     def edit(self, name: str, change: Change, *, survives_rounding: bool) -> None:
-        """Change every piece of a weight that this rank holds; call `finish` after the last weight.
+        """Change every piece of a weight that this rank holds, elementwise in place; afterwards call `finish` once.
 
-        Args:
-            name: Name of the weight.
-            change: Elementwise change in place; called with each piece.
-            survives_rounding: Whether the change commutes with rounding to 16 bit, as setting to zero does.
+        `survives_rounding`: whether the change commutes with rounding to 16 bit, as setting to zero does.
         """
         import torch
 
@@ -249,7 +234,12 @@ class WeightEditor:
             if hasattr(weight, "ds_id"):
                 self._edit_zero3(name, weight, change, survives_rounding=survives_rounding)
             elif hasattr(weight, "_hp_mapping"):
-                self._edit_zero12(name, weight, change, survives_rounding=survives_rounding)
+                if (mapping := weight._hp_mapping) is not None:
+                    change(name, mapping.hp_fragment.data, mapping.lp_fragment_address.start)
+                if survives_rounding or weight.dtype == _master_dtype(weight, self._optimizer):
+                    change(name, weight.data.view(-1), 0)
+                else:
+                    self._stale = True
             elif _is_dtensor(weight):
                 local = weight.to_local()
                 change(name, local.view(-1), _first_element(weight))
@@ -261,15 +251,6 @@ class WeightEditor:
         if self._stale:
             self._optimizer.update_lp_params()
         self._stale = False
-
-    def _edit_zero12(self, name: str, weight: torch.Tensor, change: Change, *, survives_rounding: bool) -> None:
-        mapping = weight._hp_mapping
-        if mapping is not None:
-            change(name, mapping.hp_fragment.data, mapping.lp_fragment_address.start)
-        if survives_rounding or weight.dtype == _master_dtype(weight, self._optimizer):
-            change(name, weight.data.view(-1), 0)
-        else:
-            self._stale = True
 
     def _edit_zero3(self, name: str, weight: torch.Tensor, change: Change, *, survives_rounding: bool) -> None:
         import torch
@@ -296,14 +277,7 @@ def edit_errors(
     *,
     tiny_changes: bool = False,
 ) -> list[ConfigError]:
-    """Return why changes of weights between steps would not last.
-
-    Args:
-        weights: Parameters by name.
-        arguments: `TrainingArguments`.
-        optimizer: The optimizer of the Trainer, wrapped or not.
-        tiny_changes: Whether changes are as small as those of an optimizer, which 16-bit numbers lose.
-    """
+    """Return why changes of weights between steps would not last; `tiny_changes` are as small as an optimizer's."""
     inner = getattr(optimizer, "optimizer", optimizer)
     errors = []
     zero = (deepspeed_configuration(arguments) or {}).get("zero_optimization", {})
@@ -323,7 +297,7 @@ def edit_errors(
         rule = "keeps fp32 copies that cannot be accessed and would undo every change"
         errors.append(ConfigError(where="optimizer", value=kind, rule=rule, fix="use ZeRO stage 1, 2 or 3"))
     weight_errors = (_weight_error(name, weight) for name, weight in weights.items())
-    errors += [error for error in weight_errors if error is not None][:_SHOWN]
+    errors += [error for error in weight_errors if error is not None][:8]
     if tiny_changes and not errors:
         small = [name for name, weight in weights.items() if _master_dtype(weight, inner).itemsize < 4]
         if small:
@@ -331,9 +305,6 @@ def edit_errors(
             fix = "load the model in float32 and train with bf16=True"
             errors.append(ConfigError(where="precision", value=str(weights[small[0]].dtype), rule=rule, fix=fix))
     return errors
-
-
-_SHOWN = 8
 
 
 def _weight_error(name: str, weight: torch.Tensor) -> ConfigError | None:

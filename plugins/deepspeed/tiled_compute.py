@@ -106,8 +106,7 @@ def tiled_cross_entropy(
 ) -> torch.Tensor:
     """Return the sum of the cross-entropies of all labelled positions, from logits of one tile at a time.
 
-    `None` makes tiles whose fp32 logits need up to 1 GiB. Labels are shifted: each has the index of the position that
-    predicts it.
+    Without `tiles`, a tile's fp32 logits need up to 1 GiB. Labels are shifted to the position that predicts them.
     """
     import torch
     from deepspeed.runtime.sequence_parallel.ulysses_sp import sequence_tiled_compute

@@ -37,11 +37,10 @@ _DATA_GROUPS: dict[tuple[int, int], Any] = {}
 
 
 class SharedSequence:
-    """The ranks that share the sequences of one model, and its attention while `active`."""
+    """The `size` ranks that share the sequences of one model, and its attention while `active`."""
 
     def __init__(self, size: int) -> None:
         self.size = size
-        """Ranks that share a sequence."""
         self.active = False
         """Whether the model's inputs are currently shards; other forward passes are not changed."""
         self.position_ids: torch.Tensor | None = None
@@ -49,7 +48,6 @@ class SharedSequence:
         self.attention: Any = None
         """DeepSpeed's module, once Accelerate has registered it."""
         self.exchanges = 0
-        """Number of times that attention has exchanged heads."""
 
     @property
     def group(self) -> Any:
@@ -282,9 +280,8 @@ def own_shard(whole: torch.Tensor) -> torch.Tensor:
 def gradients_are_added_over_a_sequence(zero_optimization: Mapping[str, Any]) -> bool:
     """Return whether DeepSpeed sums gradients over the ranks that share a sequence instead of averaging them.
 
-    In deepspeed 0.19.8, ZeRO-1 and 2 sum (stage_1_and_2.py, `sequence_parallel_size`). ZeRO-3 with `reduce_scatter`,
-    its default, averages over all ranks (coalesced_collectives.py, "pre-divide"). ZeRO-3 without it sums for buckets up
-    to `reduce_bucket_size` and averages for larger ones (stage3.py, `__reduce_and_partition_ipg_grads`), so no result
-    is correct for all parameters of a model.
+    In deepspeed 0.19.8, ZeRO-1 and 2 sum; ZeRO-3 averages with `reduce_scatter`, its default. Without it ZeRO-3 sums
+    small buckets and averages larger ones (`__reduce_and_partition_ipg_grads`), so no result is correct for all
+    parameters.
     """
     return zero_optimization.get("stage", 0) < 3 or not zero_optimization.get("reduce_scatter", True)

@@ -1,10 +1,7 @@
 """A pipeline's weights as a normal Hugging Face checkpoint, written by all stages together.
 
-Every stage's first data-parallel rank writes its own tensors to a directory next to the checkpoint. The first rank then
-names the files, writes the index and moves everything to the checkpoint. No rank gathers another stage's tensors. All
-of these ranks must see the directory.
-
-An interrupted save cannot be loaded as a mixture of old and new weights: see `plugins/safetensors/writing.py`.
+Each stage's first data-parallel rank writes its tensors next to the checkpoint, in a directory that all of these ranks
+must see. The first rank then names the files, writes the index and publishes everything (`safetensors/writing.py`).
 """
 
 from __future__ import annotations
@@ -35,9 +32,6 @@ def pipeline_tensors(module: torch.nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Yield the tensors of this rank's stages under the names of the model's checkpoint, tied ones once.
 
     With tensor parallelism each tensor is gathered, and every rank of a group must exhaust the iterator.
-
-    Args:
-        module: Result of `build_pipeline_module`, without the engine.
     """
     for stage in module.stages:
         for path, tensor in stage.state_dict().items():
@@ -51,7 +45,7 @@ def save_pipeline_checkpoint(module: torch.nn.Module, directory: str | Path, *, 
 
     Args:
         module: Result of `build_pipeline_module`, or the DeepSpeed engine around it.
-        directory: Output directory; existing weights are replaced, other files are kept.
+        directory: Existing weights in it are replaced, other files are kept.
         config: Config to write; `None` for the model's own.
 
     Raises:

@@ -38,13 +38,7 @@ _REMEMBERED = "_written_global_batch"
 
 
 def read_own_replica(accelerator: Accelerator, *, replicas: int, replica: int) -> None:
-    """Make an accelerator shard data loaders over the replicas of a pipeline instead of over all ranks.
-
-    Args:
-        accelerator: Accelerate's `Accelerator`.
-        replicas: Replicas of the pipeline.
-        replica: Index of this rank's replica.
-    """
+    """Make an accelerator shard data loaders over the replicas of a pipeline instead of over all ranks."""
     from accelerate.data_loader import prepare_data_loader
 
     def prepare(data_loader: Any, device_placement: bool | None = None, slice_fn_for_dispatch: Any = None) -> Any:
@@ -77,10 +71,11 @@ def read_own_replica(accelerator: Accelerator, *, replicas: int, replica: int) -
 def written_global_batch(given: Any, hf_deepspeed_config: Any) -> Any:
     """Return the `train_batch_size` that a user wrote; `auto` or `None` if it must be computed.
 
+    The configuration keeps the result of the first call, so that a second trainer does not read a computed value.
+
     Args:
-        given: Value of `TrainingArguments(deepspeed=...)`; `None` with a configuration from `accelerate launch`.
-        hf_deepspeed_config: The configuration in use, which the Trainer may have completed. It keeps the result of the
-            first call, so that a second trainer does not read a computed value of the first as the user's.
+        written: Value of `TrainingArguments(deepspeed=...)`; `None` with a configuration from `accelerate launch`.
+        hf_deepspeed_config: The configuration in use, which the Trainer may have completed.
     """
     if not hasattr(hf_deepspeed_config, _REMEMBERED):
         config = hf_deepspeed_config.config
@@ -96,12 +91,7 @@ def set_global_batch(hf_deepspeed_config: Any, *, written: Any, replicas: int) -
     """Set the samples per optimizer step in a DeepSpeed configuration; return a user's value that contradicts it.
 
     Does nothing while sizes are still `auto`: the Trainer completes a configuration from `accelerate launch` when it
-    creates its accelerator.
-
-    Args:
-        hf_deepspeed_config: `HfTrainerDeepSpeedConfig`, or Accelerate's own before the Trainer exists.
-        written: Result of `written_global_batch` for this configuration.
-        replicas: Replicas of the pipeline.
+    creates its accelerator. `written` is the result of `written_global_batch` for this configuration.
     """
     # Transformers may have replaced the configuration since `written_global_batch` was called.
     setattr(hf_deepspeed_config, _REMEMBERED, written)
@@ -141,9 +131,7 @@ def repair_clipping(engine: DeepSpeedEngine) -> None:
 def counts_in_norm(parameter: torch.Tensor, *, counts_replicated: bool) -> bool:
     """Return whether this rank counts a parameter in the norm of all stages, so that exactly one rank does.
 
-    Args:
-        parameter: A parameter of this rank's stage.
-        counts_replicated: Whether this rank counts parameters that are replicated in its tensor-parallel group.
+    `counts_replicated`: whether it counts parameters that are replicated in its tensor-parallel group.
     """
     from deepspeed.runtime.utils import is_model_parallel_parameter
 
@@ -208,10 +196,7 @@ def summed_loss(engine: DeepSpeedEngine, micro_batches: Sequence[Any], *, replic
 def whole_logits(engine: DeepSpeedEngine, inputs: tuple[torch.Tensor, ...], labels_BS: torch.Tensor) -> torch.Tensor:
     """Return the logits [B, S, V] of one batch on every rank of the pipeline, in evaluation mode.
 
-    Args:
-        engine: The pipeline engine.
-        inputs: Inputs of the first stage: token ids, and a mask and positions if there are any.
-        labels_BS: Labels; their loss is computed and discarded.
+    `inputs` are those of the first stage: token ids, and a mask and positions if there are any.
     """
     import torch
     import torch.distributed as dist
@@ -254,12 +239,7 @@ class ShapeWatch:
 
 
 def evaluation_engine(module: torch.nn.Module, config: dict[str, Any]) -> Any:
-    """Return an engine without an optimizer for a pipeline module that is only evaluated.
-
-    Args:
-        module: DeepSpeed's `PipelineModule`.
-        config: The training configuration; its ZeRO section, optimizer and scheduler are ignored.
-    """
+    """Return an engine for a pipeline that is only evaluated; ZeRO, optimizer and scheduler are ignored."""
     import deepspeed
 
     ignored = ("optimizer", "scheduler", "zero_optimization")

@@ -116,10 +116,8 @@ def build_pipeline_module(
 ) -> CausalLMPipeline | CausalLMDualPipe:
     """Return the module that `deepspeed.initialize` trains; every rank calls it after `init_process_group`.
 
-    The micro-batches of a step must have one shape.
-
-    DeepSpeed numbers ranks as `rank = (stage * replicas + replica) * tensor_parallel_size + tensor_rank`, so neighbours
-    share the layers of a stage, and the most distant ranks only exchange activations.
+    The micro-batches of a step must have one shape. DeepSpeed numbers ranks as `rank = (stage * replicas + replica) *
+    tensor_parallel_size + tensor_rank`, so the most distant ranks only exchange activations.
 
     Args:
         model: A model with weights, whose own modules the stage uses; a model on the meta device; or the directory or
@@ -127,8 +125,8 @@ def build_pipeline_module(
         stages: p contiguous stages that cover the model, 2p for DualPipeV.
         activation_checkpointing: Whether each decoder layer is recomputed in the backward pass.
         dual_pipe: Whether to use the DualPipeV schedule.
-        tensor_parallel_size: Ranks that shard the layers of a stage. The DeepSpeed configuration then needs
-            `stage.ENGINE_SECTION`; the matrices of a model with weights are sharded in place.
+        tensor_parallel_size: Ranks that shard the layers of a stage, in place for a model with weights. The DeepSpeed
+            configuration then needs `stage.ENGINE_SECTION`.
         dtype: Dtype that a checkpoint's weights are cast to; `None` keeps the dtype of its config.
         attn_implementation: Attention of a model from a checkpoint.
         revision: Revision of a Hub id.
@@ -141,16 +139,16 @@ def build_pipeline_module(
         if isinstance(model, StageParts)
         else StageParts(model, dtype=dtype, attn_implementation=attn_implementation, revision=revision)
     )
+    config = parts.config
     pipeline_ranks = len(stages) // 2 if dual_pipe else len(stages)
-    errors = partition_errors(stages, parts.config.num_hidden_layers, dual_pipe=dual_pipe)
+    errors = partition_errors(stages, config.num_hidden_layers, dual_pipe=dual_pipe)
     errors += stage_errors(
         stages=max(1, pipeline_ranks),
-        num_layers=parts.config.num_hidden_layers,
+        num_layers=config.num_hidden_layers,
         world_size=comm.get_world_size(),
         tensor_parallel_size=tensor_parallel_size,
         dual_pipe=dual_pipe,
     )
-    config = parts.config
     if tensor_parallel_size > 1:
         axis_errors = tensor_errors(
             model_type=config.model_type, tensor_parallel_size=tensor_parallel_size, dual_pipe=dual_pipe
@@ -178,11 +176,7 @@ def build_pipeline_module(
         topology = PipeModelDataParallelTopology(num_pp=pipeline_ranks, num_mp=tensor_parallel_size, num_dp=replicas)
     with redirect_stdout(sys.stderr):
         module: CausalLMPipeline | CausalLMDualPipe = module_class(
-            parts,
-            layers=specs,
-            topology=topology,
-            loss_fn=causal_lm_loss,
-            partition_method="uniform",
+            parts, layers=specs, topology=topology, loss_fn=causal_lm_loss, partition_method="uniform"
         )
     parts.release()
     return module

@@ -33,7 +33,6 @@ class PipelineFamily:
     """Names of a causal language model's parts, as in its checkpoint."""
 
     embedding: str = "model.embed_tokens"
-    """Token embedding."""
     position_embedding: str = ""
     """Learned position embedding that is added to the token embedding; empty for rotary positions."""
     dropout: str = ""
@@ -41,11 +40,8 @@ class PipelineFamily:
     rotary: str = "model.rotary_emb"
     """Module that turns position ids into cosines and sines; empty for learned positions."""
     layers: str = "model.layers"
-    """List of decoder layers."""
     norm: str = "model.norm"
-    """Norm after the last layer."""
     head: str = "lm_head"
-    """Projection onto the vocabulary."""
     windows: Literal["never", "everywhere", "by_layer"] = "never"
     """Layers with sliding-window attention, if the config has a window."""
 
@@ -113,8 +109,6 @@ def attention_masks(
     """Return each layer's attention mask, made by Transformers for the model's attention implementation.
 
     Args:
-        family: Family of the model.
-        config: Config of the model.
         hidden_BSD: Input of the first layer; only shape, dtype and device are used.
         attention_mask_BS: 1 for tokens and 0 for padding; `None` without padding.
         position_ids_BS: Positions, [1 or B, S]; without a padding mask they distinguish packed sequences.
@@ -142,7 +136,20 @@ def attention_masks(
 
 
 class StageParts:
-    """Source of the modules of stages."""
+    """Source of the modules of stages: a model, which may be on the meta device, or the directory or Hub id of a
+    checkpoint.
+
+    Parts on the meta device get random weights, which depend on the process's seed and the part's name, not on the
+    stages.
+
+    Args:
+        dtype: Dtype that a checkpoint's weights are cast to; `None` keeps the dtype of its config.
+        attn_implementation: Attention of a model from a checkpoint; `None` for Transformers' default.
+        revision: Revision of a Hub id.
+
+    Raises:
+        UsageError: The model does not support pipelines, or the checkpoint has no safetensors.
+    """
 
     def __init__(
         self,
@@ -152,18 +159,6 @@ class StageParts:
         attn_implementation: str | None = None,
         revision: str | None = None,
     ) -> None:
-        """Accept a model with weights, a model on the meta device, or the directory or Hub id of a checkpoint.
-
-        Args:
-            model: A model with weights provides its own modules. Parts of a model on the meta device get random
-                weights, which depend on the process's seed and the part's name, not on the stages.
-            dtype: Dtype that a checkpoint's weights are cast to; `None` keeps the dtype of its config.
-            attn_implementation: Attention of a model from a checkpoint; `None` for Transformers' default.
-            revision: Revision of a Hub id.
-
-        Raises:
-            UsageError: The model does not support pipelines, or the checkpoint has no safetensors.
-        """
         self._tensors: CheckpointTensors | None = None
         if isinstance(model, str | Path):
             from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
@@ -274,14 +269,7 @@ _OF_HEADS = ("q_norm", "k_norm")
 
 
 def divide_layer(layer: nn.Module, group: ProcessGroup) -> None:
-    """Replace the matrices of a decoder layer by this rank's shards, in place.
-
-    Query, key, value, gate and up projections are sharded by output features, the others by input features.
-
-    Args:
-        layer: Decoder layer of Llama, Mistral, Qwen2, Qwen3 or Gemma-2.
-        group: Tensor-parallel process group.
-    """
+    """Replace the matrices of a decoder layer (not of GPT-2) by this rank's shards, in place."""
     from deepspeed.module_inject.layers import LinearAllreduce, LinearLayer, set_autotp_mode
 
     def summed(gradient: Tensor) -> Tensor:
@@ -302,13 +290,7 @@ def divide_layer(layer: nn.Module, group: ProcessGroup) -> None:
 
 
 def whole_tensor(owner: nn.Module, name: str, tensor: Tensor) -> Tensor:
-    """Gather a parameter from all ranks; every rank of the group must call it.
-
-    Args:
-        owner: Module that holds the parameter.
-        name: `weight` or `bias`.
-        tensor: This rank's shard.
-    """
+    """Gather the `weight` or `bias` of a module from all ranks; every rank of the group must call it."""
     kind = type(owner).__name__
     if kind == "LinearLayer":
         dimension = 0
@@ -327,15 +309,10 @@ def whole_tensor(owner: nn.Module, name: str, tensor: Tensor) -> Tensor:
 def stage_inputs(
     first: Tensor, attention_mask_BS: Tensor | None = None, position_ids_BS: Tensor | None = None
 ) -> tuple[Tensor, ...]:
-    """Return the inputs of a stage: ids or hidden states, then padding mask and positions if there are any.
+    """Return the inputs of a stage: ids [B, S] or hidden states [B, S, D], then padding mask and positions, if any.
 
-    Positions without a mask distinguish packed sequences, as in Transformers. Masks are uint8 and positions int32,
-    so that a stage recognizes them by dtype.
-
-    Args:
-        first: Token ids [B, S], or hidden states [B, S, D].
-        attention_mask_BS: 1 for tokens and 0 for padding.
-        position_ids_BS: Position of each token in its sequence.
+    Positions without a mask distinguish packed sequences. Masks (1 for tokens, 0 for padding) are uint8 and positions
+    int32, so that a stage recognizes them by dtype.
     """
     mask = () if attention_mask_BS is None else (attention_mask_BS.to(torch.uint8),)
     positions = () if position_ids_BS is None else (position_ids_BS.to(torch.int32),)
@@ -351,10 +328,12 @@ def _mask_and_positions(others: Sequence[Tensor]) -> tuple[Tensor | None, Tensor
 class CausalLMStage(nn.Module):
     """Contiguous layers of a model, with the embedding on the first stage and the head on the last.
 
-    The first stage reads `stage_inputs(...)`. Every stage but the last returns hidden states followed by the same
-    padding mask and positions, because making rotary tables and causal masks on each stage is cheaper than sending
-    them: mask and positions take one and four bytes per token, hidden states in 16 bit `2 * D`. The last stage returns
-    logits.
+    The first stage reads `stage_inputs(...)`, the last returns logits. The others return hidden states with the same
+    mask and positions, because making rotary tables and causal masks on each stage is cheaper than sending them.
+
+    Args:
+        activation_checkpointing: Whether each decoder layer is recomputed in the backward pass.
+        tensor_group: Tensor-parallel group that shards the layers; `None` without tensor parallelism.
     """
 
     def __init__(
@@ -365,14 +344,6 @@ class CausalLMStage(nn.Module):
         activation_checkpointing: bool = False,
         tensor_group: ProcessGroup | None = None,
     ) -> None:
-        """Create a stage.
-
-        Args:
-            parts: Source of the modules.
-            stage: Layers of the stage.
-            activation_checkpointing: Whether each decoder layer is recomputed in the backward pass.
-            tensor_group: Tensor-parallel group that shards the layers; `None` without tensor parallelism.
-        """
         super().__init__()
         self.config, self.stage, self._family = parts.config, stage, parts.family
         for name in parts.names(stage):
@@ -435,11 +406,7 @@ def causal_lm_loss(logits_BSV: Tensor, labels: tuple[Tensor, Tensor]) -> Tensor:
 
     DeepSpeed averages a step's loss over micro-batches and data-parallel ranks. With `scale = micro_batches *
     data_parallel_size / tokens`, where `tokens` counts the whole global batch, this is the mean over tokens that the
-    Trainer computes from `num_items_in_batch` (transformers/loss/loss_utils.py).
-
-    Args:
-        logits_BSV: Logits of the last stage.
-        labels: Labels [B, S], not shifted, -100 for tokens without a loss; and the scale, a scalar.
+    Trainer computes from `num_items_in_batch`. `labels` are labels [B, S], not shifted, -100 for none, and the scale.
     """
     labels_BS, scale = labels
     # Shift the labels instead of the logits, which would be copied.
@@ -451,12 +418,7 @@ def causal_lm_loss(logits_BSV: Tensor, labels: tuple[Tensor, Tensor]) -> Tensor:
 
 
 class StageGroup:
-    """The ranks that hold the stages of a model; a group of one rank without a pipeline.
-
-    Args:
-        model: The trained model, a pipeline module or not.
-        should_save: Whether this rank writes files if there is no pipeline.
-    """
+    """The ranks that hold the stages of a model; without a pipeline, one rank that writes if `should_save`."""
 
     def __init__(self, model: nn.Module, *, should_save: bool = True) -> None:
         self._pipeline: Any = stages_of(model)

@@ -13,12 +13,7 @@ Result = TypeVar("Result")
 
 
 class BackgroundTask(Generic[Result]):
-    """Work in a thread that stores its result or exception.
-
-    Args:
-        work: Function to run; `None` if this rank has no work.
-        name: Name of the work and its thread.
-    """
+    """Work in a thread that stores its result or exception; `None` if this rank has no work."""
 
     def __init__(self, work: Callable[[], Result] | None, name: str) -> None:
         self.name = name

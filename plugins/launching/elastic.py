@@ -44,7 +44,6 @@ class RankFailure:
     seconds: float = 0.0
     """Time of the exception, since the epoch."""
     signal: str | None = None
-    """Name of the signal that killed it."""
 
 
 def recorded(main: Callable[[], None]) -> Callable[[], None]:

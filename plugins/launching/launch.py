@@ -20,7 +20,6 @@ import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import psutil
 
@@ -64,7 +63,6 @@ class LaunchFailedError(ShardwrightError):
         message, self.exit_code = first_cause(failures) or (f"{ending}\n{output[-TAIL_CHARACTERS:]}", 1)
         super().__init__(message)
         self.output = output
-        """Output of all launchers and ranks."""
         self.launcher_exit_code = launcher_exit_code
         """Exit code of the launcher that failed first; `None` after the time limit."""
 
@@ -123,13 +121,8 @@ def launch_ranks(
 ) -> str:
     """Run one launcher, or several as the nodes of a job, and return their output; no process is left running.
 
-    If one launcher fails, all are ended.
-
-    Args:
-        launches: What to start.
-        timeout_seconds: After which all are stopped.
-        on_message: Receives the messages of ranks.
-        on_line: Receives every other line as it is printed, without known harmless messages of libraries.
+    If one launcher fails or `timeout_seconds` pass, all are ended. `on_message` receives the messages of ranks,
+    `on_line` every other line as it is printed, without known harmless messages of libraries.
 
     Raises:
         LaunchFailedError: a launcher failed or ran out of time; contains the error of the rank that failed first, else
@@ -154,8 +147,15 @@ def launch_ranks(
                 running.append(_Running(launch, Path(directory) / f"{index}.log", token))
             failed, code = _wait(running, timeout_seconds, on_output)
         except (KeyboardInterrupt, SystemExit):
-            # Ctrl-C, and SIGTERM to the command.
-            _stop_launchers([started.process for started in running])
+            # Ctrl-C, and SIGTERM to the command: ranks save a checkpoint, unless a second signal ends the wait.
+            for started in running:
+                if started.process.stdin is None:
+                    started.process.terminate()
+                else:
+                    started.process.stdin.close()
+            deadline = time.monotonic() + STOP_SECONDS
+            while any(started.process.poll() is None for started in running) and time.monotonic() < deadline:
+                time.sleep(_POLL_SECONDS)
             raise
         finally:
             _end_processes([started.process for started in running], token)
@@ -259,28 +259,18 @@ def free_port() -> int:
     return port
 
 
-def _stop_launchers(launchers: Sequence[subprocess.Popen[bytes]]) -> None:
-    """Let ranks save a checkpoint, until `STOP_SECONDS` pass or this process gets a second signal."""
-    for launcher in launchers:
-        if launcher.stdin is None:
-            launcher.terminate()
-        else:
-            launcher.stdin.close()
-    deadline = time.monotonic() + STOP_SECONDS
-    while any(launcher.poll() is None for launcher in launchers) and time.monotonic() < deadline:
-        time.sleep(_POLL_SECONDS)
-
-
 def _end_processes(launchers: Sequence[subprocess.Popen[bytes]], token: str) -> None:
     """Kill the remaining processes of a launch; repeat until none is found, since ranks may still be starting."""
     for launcher in launchers:
         if launcher.stdin is not None and launcher.poll() is None:
             tell_to_end(launcher)
     for _ in range(20):
-        left = _processes_with(token)
-        for process in left:
+        left = []
+        for process in psutil.process_iter():
             with contextlib.suppress(psutil.Error):
-                process.kill()
+                if process.environ().get(LAUNCH_TOKEN) == token:
+                    left.append(process)
+                    process.kill()
         for launcher in launchers:
             if launcher.poll() is None:
                 launcher.kill()
@@ -289,14 +279,3 @@ def _end_processes(launchers: Sequence[subprocess.Popen[bytes]], token: str) -> 
         psutil.wait_procs(left, timeout=1.0)
     for launcher in launchers:
         launcher.wait()
-
-
-def _processes_with(token: str) -> list[Any]:
-    processes = []
-    for process in psutil.process_iter():
-        try:
-            if process.environ().get(LAUNCH_TOKEN) == token:
-                processes.append(process)
-        except psutil.Error:
-            continue
-    return processes

@@ -133,10 +133,7 @@ def log_progress(what: str, done: int, total: int) -> None:
 class _Forwarding(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         progress: Progress | None = getattr(record, "progress", None)
-        if progress is not None:
-            send(progress)
-        else:
-            send(Note(text=" ".join(record.getMessage().splitlines())))
+        send(progress or Note(text=" ".join(record.getMessage().splitlines())))
 
 
 @contextmanager
@@ -152,3 +149,15 @@ def forwarded_logs() -> Iterator[None]:
     finally:
         package.removeHandler(handler)
         package.setLevel(level)
+
+
+@contextmanager
+def only_errors_logged(name: str) -> Iterator[None]:
+    """Make a logger drop warnings inside the block."""
+    library = logging.getLogger(name)
+    level = library.level
+    library.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        library.setLevel(level)

@@ -8,9 +8,9 @@ mapped every file.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
-from collections.abc import Iterable
 from pathlib import Path
 
 DIRECTORY = Path("/dev/shm")  # noqa: S108
@@ -35,13 +35,17 @@ def release_buffer() -> None:
 
 def remove_buffers(port: int) -> None:
     """Remove what the ranks that met at `port` left, after they have ended, however they did."""
-    _remove(_unused(_files(f"*_{port}_*")))
+    for file in _unused(_files(f"*_{port}_*")):
+        file.unlink(missing_ok=True)
 
 
 def remove_abandoned_buffers() -> None:
     """Remove this user's files that no process has open or mapped and that are older than `ABANDONED_SECONDS`."""
     now = time.time()
-    _remove(file for file in _unused(_files("*")) if now - _changed(file, now) > ABANDONED_SECONDS)
+    for file in _unused(_files("*")):
+        with contextlib.suppress(OSError):
+            if now - file.stat().st_mtime > ABANDONED_SECONDS:
+                file.unlink()
 
 
 def _files(pattern: str) -> list[Path]:
@@ -55,26 +59,10 @@ def _unused(files: list[Path]) -> list[Path]:
     used: set[str] = set()
     for process in Path("/proc").glob("[0-9]*"):
         try:
-            used.update(line.split(maxsplit=5)[5] for line in _mapped(process))
+            maps = (process / "maps").read_text(encoding="utf-8", errors="replace").splitlines()
+            used.update(line.split(maxsplit=5)[5] for line in maps if _PREFIX in line)
             used.update(str(link.readlink()) for link in (process / "fd").iterdir())
         except OSError:
             # It ended meanwhile, or is another user's.
             continue
     return [file for file in files if str(file) not in used]
-
-
-def _mapped(process: Path) -> Iterable[str]:
-    text = (process / "maps").read_text(encoding="utf-8", errors="replace")
-    return (line for line in text.splitlines() if _PREFIX in line)
-
-
-def _changed(file: Path, missing: float) -> float:
-    try:
-        return file.stat().st_mtime
-    except OSError:
-        return missing
-
-
-def _remove(files: Iterable[Path]) -> None:
-    for file in files:
-        file.unlink(missing_ok=True)

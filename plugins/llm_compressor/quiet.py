@@ -16,6 +16,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from .. import patches
+from ..launching.messages import only_errors_logged
 
 if TYPE_CHECKING:
     import torch
@@ -66,7 +67,8 @@ def quiet_upstream() -> Iterator[None]:
         stack.enter_context(_environment())
         stack.enter_context(_warnings_to_logging())
         stack.enter_context(without_bars())
-        stack.enter_context(_without_tracing_warning())
+        # torch 2.13 warns about `is_fx_tracing`, which Transformers calls, when a model is traced.
+        stack.enter_context(only_errors_logged("torch.fx._symbolic_trace"))
         stack.enter_context(warnings.catch_warnings())
         # compressed-tensors counts modules in host memory as offloaded, about which Transformers warns at saving.
         warnings.filterwarnings("ignore", message="Attempting to save a model with offloaded modules")
@@ -158,18 +160,6 @@ def without_bars() -> Iterator[None]:
 
     with patches.applied("no-bars", disabled):
         yield
-
-
-@contextmanager
-def _without_tracing_warning() -> Iterator[None]:
-    """Suppress torch 2.13's warning about `is_fx_tracing`, which Transformers calls, when a model is traced."""
-    tracing = logging.getLogger("torch.fx._symbolic_trace")
-    level = tracing.level
-    tracing.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        tracing.setLevel(level)
 
 
 @contextmanager

@@ -43,7 +43,7 @@ class LayerAttention:
     """Number of positions that a position attends to, including itself; `None`: all."""
 
     def tensor(self, name: AttentionTensor) -> torch.Tensor:
-        """Return one of the tensors."""
+        """Return one of the tensors, which must have been captured."""
         tensor: torch.Tensor | None = getattr(self, f"{name}_BHSD")
         assert tensor is not None, f"{name} was not captured"
         return tensor
@@ -59,12 +59,8 @@ def captured_attention(
 ) -> Iterator[dict[int, LayerAttention]]:
     """Record selected layers, counted from 1, of the last forward pass inside the block.
 
-    Args:
-        model: A Transformers model.
-        layers: Layers to record.
-        tensors: Tensors to record.
-        with_graph: Whether gradients must flow back through the recorded tensors, such as a student's. Gradient
-            checkpointing runs layers again in the backward pass, outside the block.
+    `with_graph`: whether gradients must flow back through the recorded tensors, such as a student's. Gradient
+    checkpointing runs layers again in the backward pass, outside the block.
 
     Raises:
         UsageError: at the end, if a layer computed no attention that can be captured; or reentrant checkpointing.

@@ -19,19 +19,18 @@ if TYPE_CHECKING:
 
 
 class CheckpointTensors:
-    """Tensors of a checkpoint by name; a file is opened, or downloaded, when one of its tensors is read."""
+    """Tensors of a checkpoint by name; a file is opened, or downloaded, when one of its tensors is read.
+
+    Args:
+        source: Directory or Hub id.
+        revision: Revision of a Hub id.
+
+    Raises:
+        UsageError: There are no safetensors.
+        RefusedInputError: The index or the file is corrupt, or names files of other directories.
+    """
 
     def __init__(self, source: str, *, revision: str | None = None) -> None:
-        """Read which file holds which tensor.
-
-        Args:
-            source: Directory or Hub id.
-            revision: Revision of a Hub id.
-
-        Raises:
-            UsageError: There are no safetensors.
-            RefusedInputError: The index or the file is corrupt, or names files of other directories.
-        """
         from transformers.utils.hub import extract_commit_hash
 
         self._source, self._revision = source, revision
@@ -64,11 +63,8 @@ class CheckpointTensors:
         return path
 
     def read(self, name: str, *, shape: Sequence[int]) -> Tensor:
-        """Return a tensor; the names in a base model's checkpoint lack the first part.
-
-        Args:
-            name: Name in the state dict of the model with its head.
-            shape: Required shape.
+        """Return a tensor by its name in the model with its head; names in a base model's checkpoint lack the first
+        part.
 
         Raises:
             UsageError: The checkpoint lacks it, or has it in another shape.
@@ -89,12 +85,7 @@ class CheckpointTensors:
 
 
 def checkpoint_tensors(model: PreTrainedModel, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return tensors of a model with the names and splits of its checkpoint.
-
-    Args:
-        model: Transformers model.
-        tensors: Some or all of its state dict, tied ones once.
-    """
+    """Return some tensors of a model, tied ones once, with the names and splits of its checkpoint."""
     from transformers.core_model_loading import revert_weight_conversion
 
     ignored = set(model._keys_to_ignore_on_save or ())
@@ -149,8 +140,8 @@ def empty_model(made_by: type[Any], config: PreTrainedConfig, dtype: torch.dtype
 def plain_linear() -> Iterator[None]:
     """Make linear layers compute as in a new process.
 
-    deepspeed 0.19.8 replaces ``torch.nn.functional.linear`` for the whole process under `zero.Init`, by a function that
-    adds the bias after rounding the product; `TrainingArguments(tf32=True)` rounds the factors of fp32 products.
+    Under `zero.Init`, deepspeed 0.19.8 replaces ``torch.nn.functional.linear`` by a function that adds the bias after
+    rounding the product; `TrainingArguments(tf32=True)` rounds the factors of fp32 products.
     """
     import torch
 

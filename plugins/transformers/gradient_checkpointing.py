@@ -150,8 +150,7 @@ def selective_checkpointing_callback() -> TrainerCallback:
 def in_backward_pass() -> bool:
     """Return whether autograd is computing gradients on this thread, which includes the recomputation of checkpoints.
 
-    Reentrant and non-reentrant checkpointing both repeat the forward inside a graph task, whose number torch 2.13
-    exposes to Python only under a private name.
+    torch 2.13 exposes the number of the graph task, inside which layers are recomputed, only under a private name.
     """
     import torch
 

@@ -57,7 +57,7 @@ def optimizer_errors(
     Args:
         optimizer: `None` if the script only creates a scheduler.
         scheduler: `None` for the Trainer's own.
-        arguments: `TrainingArguments`.
+        arguments: The Trainer's.
         columns: Columns of the run's layout in the table of combinations.
     """
     where = "optimizers"

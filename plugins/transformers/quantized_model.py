@@ -24,12 +24,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LayerProgress:
-    """One step of a method that processes a model layer by layer."""
+    """Step `index`, from 0, of `count` of a method that processes a model layer by layer."""
 
     index: int
-    """Index of the step, from 0."""
     count: int
-    """Total steps."""
     stage: str
     """`calibrating`, `quantizing`, `propagating`, `restored` from a journal, or `done`."""
     names: tuple[str, ...] = ()
@@ -107,9 +105,7 @@ class QuantizationSource:
     revision: str | None
     """Commit of a Hub model."""
     directory: Path
-    """Directory of its files."""
     config: Mapping[str, Any]
-    """Contents of `config.json`."""
     layers: tuple[LinearLayer, ...]
     """Every linear layer by its name in the checkpoint."""
     tensors: Mapping[str, TensorShape]
@@ -119,7 +115,6 @@ class QuantizationSource:
     kept_in_fp32: frozenset[str]
     """Tensors that the model's class always loads in fp32, such as the routing bias of DeepSeek-V3."""
     dimensions: Dimensions
-    """Sizes of the decoder."""
     longest: int | None
     """Maximum sequence length in tokens."""
     default_ignore: tuple[str, ...]
@@ -136,12 +131,10 @@ def open_source(model: str, *, revision: str | None = None) -> QuantizationSourc
     """
     source = read_model_source(model, revision=revision)
     refuse_code(source.config, source.name)
-    errors = unquantizable_errors(source)
-    if errors:
+    if errors := unquantizable_errors(source):
         raise RefusedInputError(errors)
     directory = model_directory(source.name, revision=source.revision)
-    errors = weight_errors(directory)
-    if errors:
+    if errors := weight_errors(directory):
         raise RefusedInputError(errors)
     check_weights(directory)
     meta = build_meta_model(source.config, source=model)

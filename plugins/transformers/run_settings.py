@@ -29,14 +29,13 @@ def run_errors(
     """Return an error for each combination of the run's settings and its layout that is not supported.
 
     Args:
-        arguments: `TrainingArguments`.
+        arguments: The Trainer's.
         model: The trained model, wrapped or not.
         callbacks: Callbacks of the Trainer; ours name their rows of the table in `combined_settings`.
         settings: Further settings of the run, by the table's names.
         pipeline: Whether the model is trained in pipeline stages.
         stage_tensor_ranks: Tensor-parallel ranks of each stage, which no argument of the Trainer contains.
-        has_own_optimizer: Whether the Trainer received an optimizer, which `plugins/transformers/own_optimizers.py`
-            checks.
+        has_own_optimizer: Whether the Trainer received an optimizer, which `own_optimizers.py` checks.
     """
     named = [name for callback in callbacks for name in getattr(callback, "combined_settings", ())]
     rows = [*named, *settings, *stated_settings(arguments, model, has_own_optimizer=has_own_optimizer)]

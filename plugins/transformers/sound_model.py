@@ -180,23 +180,16 @@ def refuse_other_formats(directory: Path, *, where: str, fix: str = "convert the
 def check_weights(directory: Path, *, quantized: bool = False) -> None:
     """Check that weight files are complete, inside the directory, and of a dtype that weights can have.
 
-    Args:
-        directory: A local checkpoint.
-        quantized: Whether its configuration has a `quantization_config`, which allows integer weights.
+    A `quantized` model, whose configuration has a `quantization_config`, may have integer weights.
 
     Raises:
         RefusedInputError: names file and tensor.
     """
-    errors = [
-        ConfigError(
-            where=str(tensor.file),
-            value=name,
-            rule=f"is stored as {tensor.dtype}, without a quantization_config",
-            fix=_DOWNLOAD,
-        )
-        for name, tensor in read_checkpoint(directory).items()
-        if not quantized and name.endswith((".weight", ".bias")) and tensor.dtype not in _NUMBERS
-    ]
+    errors = []
+    for name, tensor in read_checkpoint(directory).items():
+        if not quantized and name.endswith((".weight", ".bias")) and tensor.dtype not in _NUMBERS:
+            rule = f"is stored as {tensor.dtype}, without a quantization_config"
+            errors.append(ConfigError(where=str(tensor.file), value=name, rule=rule, fix=_DOWNLOAD))
     if errors:
         raise RefusedInputError(errors[:3])
 
@@ -277,11 +270,7 @@ def load_causal_lm(
 ) -> PreTrainedModel:
     """Load a causal language model from a directory or the Hub; every weight must be in the checkpoint.
 
-    Args:
-        name: Directory or Hub id.
-        revision: Revision of a Hub id.
-        allow_nonfinite: Whether weights may be NaN or infinite.
-        **options: Further arguments of `from_pretrained`.
+    `options` are further arguments of `from_pretrained`.
 
     Raises:
         RefusedInputError: files are damaged or outside the directory, tensors are missing or of another shape or dtype,

@@ -27,7 +27,6 @@ class PlacedTeacher:
 
     def __init__(self, model: PreTrainedModel, wrapped: Any, placement: TeacherPlacement) -> None:
         self.model = model
-        """The inner Transformers model."""
         self.placement = placement
         self._wrapped = wrapped
 
@@ -101,9 +100,8 @@ def load_teacher(
         RefusedInputError: the teacher's files are invalid; see `load_causal_lm`.
     """
     if placement == "cached":
-        raise UsageError(
-            ConfigError(where="teacher_placement", value="cached", rule="reads a cache and loads no teacher")
-        )
+        rule = "reads a cache and loads no teacher"
+        raise UsageError(ConfigError(where="teacher_placement", value=placement, rule=rule))
     offloaded, quantized = placement == "offloaded", placement == "quantized"
     partitioned = (
         (offloaded or placement == "sharded") and engine != "fsdp2" and int(os.environ.get("WORLD_SIZE", "1")) > 1
@@ -144,11 +142,7 @@ def _zero3_configuration(dtype: torch.dtype | None, *, micro_batch_size: int, of
     name = str(dtype or torch.float32).removeprefix("torch.")
     configuration: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": micro_batch_size,
-        "zero_optimization": {
-            "stage": 3,
-            "stage3_param_persistence_threshold": 0,
-            "memory_efficient_linear": False,
-        },
+        "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0, "memory_efficient_linear": False},
     }
     if offloaded:
         pinned = torch.accelerator.is_available()
@@ -164,10 +158,9 @@ def place_teacher(
 ) -> PlacedTeacher:
     """Place a loaded teacher on devices or host memory, next to the student that the accelerator prepares.
 
-    A sharded teacher gets a separate DeepSpeed engine, or per-layer FSDP2 units if the student uses FSDP2; it never
-    passes through ``accelerator.prepare``, which supports one model. An offloaded teacher is sharded in the same way
-    with its shards in host memory: the ranks of a node hold one copy together, and each copies its shard over PCIe
-    before the ranks gather it. A single process streams from its own copy.
+    A sharded teacher gets its own DeepSpeed engine, or per-layer FSDP2 units if the student uses FSDP2, because
+    ``accelerator.prepare`` supports one model. An offloaded teacher is sharded with its shards in host memory: each
+    rank copies its shard over PCIe before the ranks gather it. A single process streams from its own copy.
 
     Raises:
         UsageError: the placement needs a cache instead of a model.
@@ -175,9 +168,8 @@ def place_teacher(
     teacher.requires_grad_(False)
     teacher.eval()
     if placement == "cached":
-        raise UsageError(
-            ConfigError(where="teacher_placement", value="cached", rule="needs a TeacherCache, not a model")
-        )
+        rule = "needs a TeacherCache, not a model"
+        raise UsageError(ConfigError(where="teacher_placement", value=placement, rule=rule))
     if placement == "quantized":
         return PlacedTeacher(teacher, teacher, placement)
     if placement == "replica":

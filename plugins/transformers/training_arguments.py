@@ -37,11 +37,7 @@ SURVIVES_OPTIMIZER_OFFLOAD = frozenset(name for name, spec in OPTIMIZERS.items()
 
 
 def training_arguments(settings: Mapping[str, Any], overrides: Mapping[str, Any]) -> Any:
-    """Build ``TrainingArguments`` from ``settings`` and the values that the host requires.
-
-    Args:
-        settings: Keys of ``TrainingArguments``, from a plan or a user.
-        overrides: Keys that the host requires, from :func:`..plugins.accelerate.configure_cpu_ranks`.
+    """Build ``TrainingArguments`` from ``settings`` and the values that the host requires (`configure_cpu_ranks`).
 
     Raises:
         UsageError: A key is unknown, or a setting contradicts an override.
@@ -56,23 +52,10 @@ def training_arguments(settings: Mapping[str, Any], overrides: Mapping[str, Any]
         elif settings.get(key, required) in (required, None):
             merged[key] = required
         else:
-            errors.append(
-                ConfigError(
-                    where=f"training arguments: {key}",
-                    value=settings[key],
-                    rule=f"ranks without an accelerator need {key} = {required!r}",
-                    fix="remove the key",
-                )
-            )
+            rule = f"ranks without an accelerator need {key} = {required!r}"
+            errors.append(_argument_error(key, settings[key], rule, "remove the key"))
     if overrides.get("use_cpu") and settings.get("fp16"):
-        errors.append(
-            ConfigError(
-                where="training arguments: fp16",
-                value=True,
-                rule="fp16 needs an accelerator",
-                fix="set bf16: true, or train in fp32",
-            )
-        )
+        errors.append(_argument_error("fp16", True, "fp16 needs an accelerator", "set bf16: true, or train in fp32"))
     if errors:
         raise UsageError(errors)
     return TrainingArguments(**merged)
@@ -88,9 +71,12 @@ def unknown_argument_errors(settings: Mapping[str, Any]) -> list[ConfigError]:
         if key not in names:
             nearest = get_close_matches(key, names, n=1)
             fix = f"did you mean {nearest[0]!r}?" if nearest else "remove it"
-            where, rule = f"training arguments: {key}", "is not a key of TrainingArguments"
-            errors.append(ConfigError(where=where, rule=rule, fix=fix))
+            errors.append(_argument_error(key, None, "is not a key of TrainingArguments", fix))
     return errors
+
+
+def _argument_error(key: str, value: object, rule: str, fix: str) -> ConfigError:
+    return ConfigError(where=f"training arguments: {key}", value=value, rule=rule, fix=fix)
 
 
 def deepspeed_configuration(arguments: TrainingArguments) -> dict[str, Any] | None:
@@ -106,14 +92,9 @@ def check_liger_kernel(arguments: TrainingArguments) -> None:
         UsageError: the package is not installed.
     """
     if arguments.use_liger_kernel and find_spec("liger_kernel") is None:
-        raise UsageError(
-            ConfigError(
-                where="training arguments: use_liger_kernel",
-                value=True,
-                rule="needs the package liger-kernel, which is not installed",
-                fix="pip install liger-kernel (it needs a GPU), or plan with --loss eager",
-            )
-        )
+        fix = "pip install liger-kernel (it needs a GPU), or plan with --loss eager"
+        rule = "needs the package liger-kernel, which is not installed"
+        raise UsageError(_argument_error("use_liger_kernel", True, rule, fix))
 
 
 def refuse_replaced_optimizer(arguments: TrainingArguments) -> None:
@@ -130,22 +111,16 @@ def refuse_replaced_optimizer(arguments: TrainingArguments) -> None:
     if offload.get("device", "none") == "none" or not configuration.get("zero_force_ds_cpu_optimizer", True):
         return
     if optimizer not in SURVIVES_OPTIMIZER_OFFLOAD:
-        raise UsageError(
-            ConfigError(
-                where="training arguments: optim",
-                value=optimizer,
-                rule="optimizer offload would replace it with DeepSpeedCPUAdam and L2 weight decay",
-                fix="use adamw_torch, or set zero_force_ds_cpu_optimizer: false in ds_config.json",
-            )
-        )
+        rule = "optimizer offload would replace it with DeepSpeedCPUAdam and L2 weight decay"
+        fix = "use adamw_torch, or set zero_force_ds_cpu_optimizer: false in ds_config.json"
+        raise UsageError(_argument_error("optim", optimizer, rule, fix))
 
 
 def warn_of_zero0_in_16_bit(arguments: TrainingArguments) -> None:
     """Warn that DeepSpeed 0.19.8 takes one optimizer step with zero gradients before training at stage 0 in 16 bit.
 
-    ``initialize_optimizer_states`` in deepspeed/runtime/fp16/unfused_optimizer.py and fused_optimizer.py steps to
-    allocate Adam's moments; the bias correction then starts at step 2. Two steps later the loss of a small Llama was
-    0.09 above that of DDP and of ZeRO-1.
+    ``initialize_optimizer_states`` steps to allocate Adam's moments, so the bias correction starts at step 2: two steps
+    later the loss of a small Llama was 0.09 above that of DDP and of ZeRO-1.
     """
     configuration = deepspeed_configuration(arguments)
     if configuration is None or arguments.mixed_precision == "no":
@@ -172,14 +147,8 @@ def prepare_model_directory_save(arguments: TrainingArguments) -> None:
         return
     # Accelerate has already replaced "auto" by false.
     if key in section:
-        raise UsageError(
-            ConfigError(
-                where=f"zero_optimization.{key}",
-                value=section[key],
-                rule="must be true to save a model directory under ZeRO-3",
-                fix="set it to true, or train with --no-save",
-            )
-        )
+        rule, fix = "must be true to save a model directory under ZeRO-3", "set it to true, or train with --no-save"
+        raise UsageError(ConfigError(where=f"zero_optimization.{key}", value=section[key], rule=rule, fix=fix))
     section[key] = True
     note_on_first_rank(f"zero_optimization.{key} was missing: set to true, so that the model can be saved")
 
@@ -204,8 +173,8 @@ def save_model_directory(trainer: Trainer, directory: str, *, allow_nonfinite: b
 def weights_dtype(arguments: TrainingArguments, *, method: str) -> Any:
     """Return the dtype in which weights must be loaded so that mixed precision has fp32 master weights.
 
-    DDP and FSDP2 compute in 16 bit from fp32 weights (autocast, or a mixed-precision policy), so weights that
-    they train must be fp32. DeepSpeed keeps an fp32 copy of 16-bit weights, and frozen weights need none.
+    DDP and FSDP2 compute in 16 bit from fp32 weights. DeepSpeed keeps an fp32 copy of 16-bit weights, and frozen
+    weights need none.
     """
     import torch
 
@@ -224,14 +193,8 @@ def byte_tokenizer(vocab_size: int) -> Any:
     from transformers import PreTrainedTokenizerFast
 
     if vocab_size < BYTE_COUNT:
-        raise UsageError(
-            ConfigError(
-                where="vocab_size",
-                value=vocab_size,
-                rule=f"splitting text into bytes needs at least {BYTE_COUNT} ids",
-                fix="pass --tokenizer",
-            )
-        )
+        rule = f"splitting text into bytes needs at least {BYTE_COUNT} ids"
+        raise UsageError(ConfigError(where="vocab_size", value=vocab_size, rule=rule, fix="pass --tokenizer"))
     vocabulary = {symbol: index for index, symbol in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
