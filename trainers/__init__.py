@@ -6,39 +6,21 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .checkpoints.callback import CheckpointCallback
-    from .distillation.clip_trainer import CLIPDistillationTrainer
-    from .distillation.config import DistillationConfig
-    from .distillation.trainer import DistillationTrainer
-    from .formats.transformers_quantizer import register_small_format
-    from .guards import GuardCallback
-    from .parallel.expert import ExpertParallelCallback
-    from .parallel.pipeline.trainer import PipelineTrainer
-    from .parallel.sequence.callback import SequenceParallelCallback
-    from .parallel.tensor import TensorParallelCallback
-    from .qat.callback import QATCallback
-    from .qat.rounding.config import QATConfig
-    from .runs.plan_callback import PlanCallback
-    from .sparsity.l1_sparsity_callback import L1SparsityCallback
-    from .sparsity.magnitude_pruning_callback import MagnitudePruningCallback
-
-__all__ = [
-    "CLIPDistillationTrainer",
-    "CheckpointCallback",
-    "DistillationConfig",
-    "DistillationTrainer",
-    "ExpertParallelCallback",
-    "GuardCallback",
-    "L1SparsityCallback",
-    "MagnitudePruningCallback",
-    "PipelineTrainer",
-    "PlanCallback",
-    "QATCallback",
-    "QATConfig",
-    "SequenceParallelCallback",
-    "TensorParallelCallback",
-    "register_small_format",
-]
+    from .checkpoints.callback import CheckpointCallback as CheckpointCallback
+    from .distillation.clip_trainer import CLIPDistillationTrainer as CLIPDistillationTrainer
+    from .distillation.config import DistillationConfig as DistillationConfig
+    from .distillation.trainer import DistillationTrainer as DistillationTrainer
+    from .formats.transformers_quantizer import register_small_format as register_small_format
+    from .guards import GuardCallback as GuardCallback
+    from .parallel.expert import ExpertParallelCallback as ExpertParallelCallback
+    from .parallel.pipeline.trainer import PipelineTrainer as PipelineTrainer
+    from .parallel.sequence.callback import SequenceParallelCallback as SequenceParallelCallback
+    from .parallel.tensor import TensorParallelCallback as TensorParallelCallback
+    from .qat.callback import QATCallback as QATCallback
+    from .qat.rounding.config import QATConfig as QATConfig
+    from .runs.plan_callback import PlanCallback as PlanCallback
+    from .sparsity.l1_sparsity_callback import L1SparsityCallback as L1SparsityCallback
+    from .sparsity.magnitude_pruning_callback import MagnitudePruningCallback as MagnitudePruningCallback
 
 _HOMES = {
     "CLIPDistillationTrainer": ".distillation.clip_trainer",
@@ -57,6 +39,7 @@ _HOMES = {
     "TensorParallelCallback": ".parallel.tensor",
     "register_small_format": ".formats.transformers_quantizer",
 }
+__all__ = list(_HOMES)
 
 
 def __getattr__(name: str) -> Any:

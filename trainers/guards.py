@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
@@ -133,11 +134,7 @@ class StoppedBySignalError(ShardwrightError):
         self.exit_code = 128 + number
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _stopped, (str(self), self.number)
-
-
-def _stopped(message: str, number: int) -> StoppedBySignalError:
-    return StoppedBySignalError(message, number=number)
+        return partial(StoppedBySignalError, number=self.number), (str(self),)
 
 
 class StopRequest:
@@ -325,7 +322,16 @@ class GuardCallback(TrainerCallback):
             self._in_a_row = 0
             return
         self._in_a_row += 1
-        seen = self._seen(model, bool(own_loss_is_bad), state.global_step + 1)
+        names = nonfinite_gradients(model) or nonfinite_weights(model)
+        by_rank = gathered((bool(own_loss_is_bad), names))
+        losses = [str(rank) for rank, (loss_is_bad, _) in enumerate(by_rank) if loss_is_bad]
+        ranks = [str(rank) for rank, (_, held) in enumerate(by_rank) if held]
+        parts = [f"the loss on rank {', '.join(losses)}"] if losses else []
+        if ranks:
+            everywhere = sorted({name for _, held in by_rank for name in held})
+            parts.append(f"gradients or weights of {shortened(everywhere)} on rank {', '.join(ranks)}")
+        step = state.global_step + 1
+        seen = f"step {step}: not finite: {'; '.join(parts) or 'the norm of the gradients'}"
         self._first_seen = seen if self._in_a_row == 1 else self._first_seen
         if self._in_a_row >= self._limit:
             what = f"{self._limit} consecutive steps were not finite; the first: {self._first_seen}"
@@ -334,18 +340,6 @@ class GuardCallback(TrainerCallback):
             note_on_first_rank(seen + ("; its update is skipped" if self._action == "skip" else ""))
         if self._action == "skip":
             optimizer.zero_grad()
-
-    def _seen(self, model: Any, loss_is_bad: bool, step: int) -> str:
-        """Return which values are not finite, and on which ranks; every rank must call it."""
-        names = nonfinite_gradients(model) or nonfinite_weights(model)
-        by_rank = gathered((loss_is_bad, names))
-        losses = [str(rank) for rank, (bad, _) in enumerate(by_rank) if bad]
-        ranks = [str(rank) for rank, (_, held) in enumerate(by_rank) if held]
-        parts = [f"the loss on rank {', '.join(losses)}"] if losses else []
-        if ranks:
-            everywhere = sorted({name for _, held in by_rank for name in held})
-            parts.append(f"gradients or weights of {shortened(everywhere)} on rank {', '.join(ranks)}")
-        return f"step {step}: not finite: {'; '.join(parts) or 'the norm of the gradients'}"
 
     def on_step_end(
         self,
@@ -371,16 +365,12 @@ class GuardCallback(TrainerCallback):
         if control.should_save:
             refuse_nonfinite_weights(model, what=f"checkpoint-{state.global_step}", allowed=self._allow)
 
-    def on_epoch_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
-    ) -> None:
+    def on_epoch_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object) -> None:
         """Save no checkpoint of an epoch whose last step was not finite."""
         if self._in_a_row and self._action == "stop":
             control.should_save = False
 
-    def on_train_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
-    ) -> None:
+    def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object) -> None:
         """Restore the signal handlers.
 
         Raises:
@@ -405,26 +395,20 @@ class GuardCallback(TrainerCallback):
         if self._watch is not None:
             self._watch.beat(where)
 
-    def on_step_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
-    ) -> None:
-        """Record progress."""
+    def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object) -> None:
         self._beat(f"the beginning of step {state.global_step + 1}")
 
     def on_substep_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
     ) -> None:
-        """Record progress."""
         self._beat(f"a micro-batch of step {state.global_step + 1}")
 
     def on_prediction_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
     ) -> None:
-        """Record progress."""
         self._beat("a batch of an evaluation")
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object) -> None:
-        """Record progress."""
         self._beat(f"the checkpoint of step {state.global_step}")
 
 

@@ -43,25 +43,27 @@ def read_task(file: Path) -> RankTask:
     return kind.model_validate_json(text)
 
 
-def _run(words: Sequence[str]) -> None:
-    task: RankTask
-    if words and not words[0].startswith("-"):
-        file = Path(words[0])
-        task, work = read_task(file), file.parent
-    else:
-        from .training.plan_flags import parse_flags
-        from .training.plan_training import PlanTrainingTask
-
-        task, work = parse_flags(words, PlanTrainingTask), Path.cwd()
-    quiet_optional_kernels()
-    with forwarded_logs(), watched(task.hang_seconds):
-        task.run(work)
-
-
 def main(words: Sequence[str] | None = None) -> int:
     """Run one rank, record a failure for its launcher, and return the exit code."""
+    words = sys.argv[1:] if words is None else words
+
+    @recorded
+    def run() -> None:
+        task: RankTask
+        if words and not words[0].startswith("-"):
+            file = Path(words[0])
+            task, work = read_task(file), file.parent
+        else:
+            from .training.plan_flags import parse_flags
+            from .training.plan_training import PlanTrainingTask
+
+            task, work = parse_flags(words, PlanTrainingTask), Path.cwd()
+        quiet_optional_kernels()
+        with forwarded_logs(), watched(task.hang_seconds):
+            task.run(work)
+
     try:
-        recorded(lambda: _run(sys.argv[1:] if words is None else words))()
+        run()
     except ShardwrightError as error:
         if os.environ.get("SHARDWRIGHT_DEBUG") == "1":
             raise

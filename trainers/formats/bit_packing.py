@@ -91,8 +91,12 @@ class SparseRows:
             columns = self.positions()[1]
             is_valid = int(columns.min()) >= 0 and int(columns.max()) < shape[1]
         if not is_valid:
-            rule = f"offsets or columns are invalid for a matrix {list(shape)}"
-            raise RefusedInputError(ConfigError(where=where, rule=rule, fix="quantize the model again"))
+            raise damaged(where, f"offsets or columns are invalid for a matrix {list(shape)}")
+
+
+def damaged(where: str, rule: str) -> RefusedInputError:
+    """Return the error of a file that does not contain what quantization wrote."""
+    return RefusedInputError(ConfigError(where=where, rule=rule, fix="quantize the model again"))
 
 
 def sparse_rows(values_OI: torch.Tensor, mask_OI: torch.Tensor, dtype: torch.dtype) -> SparseRows:

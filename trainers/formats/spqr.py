@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from operator import attrgetter
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from ...ds_configs.plan.output import write_files
 from ...ds_configs.specs.errors import ConfigError, RefusedInputError, UsageError
@@ -16,6 +17,7 @@ from .bit_packing import (
     ErrorFeedback,
     SparseRows,
     check_matrix,
+    damaged,
     inverse_factor,
     pack_bits,
     packed_size,
@@ -29,36 +31,32 @@ if TYPE_CHECKING:
 
 # A group of equal weights has no range: a scale above zero avoids codes that are NaN.
 _SMALLEST_RANGE = 1e-30
-_Level = tuple["torch.Tensor", "torch.Tensor", "torch.Tensor", "torch.Tensor"]
-"""Stored values, their codes, and lowest value and step of each block."""
+_CSR = ("offsets", "columns", "values")
+PARTS = {
+    "spqr": {f"spqr_{name}": name for name in ("codes", "scale_codes", "zero_codes", "levels")}
+    | {f"spqr_outlier_{name}": f"outliers.{name}" for name in _CSR},
+    "low-rank": {f"low_rank_{name}": name for name in ("codes", "scales", "zeros", "left", "right")}
+    | {f"low_rank_sparse_{name}": f"sparse.{name}" for name in _CSR},
+}
+"""Stored tensors by kind of matrix: names in the file, and attributes of the matrix."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class SpQRMatrix:
-    """A matrix [O, I] in the form that SpQR stores."""
+class _PackedMatrix:
+    """What the matrices of both methods have in common."""
 
+    kind: ClassVar[str]
+    """Key of `PARTS`."""
     shape: tuple[int, int]
     """Output and input channels."""
     bits: int
     """Bits of a weight's code."""
     group_size: int
-    """Consecutive input channels that share scale and zero; the last group may have fewer."""
-    scale_bits: int
-    """Bits of the code of a scale or a zero."""
-    scale_group_size: int
-    """Consecutive output channels whose scales share the second level; the last block may have fewer."""
+    """Consecutive input channels that share a scale; the last group may have fewer."""
     dtype: torch.dtype
     """Dtype of the dense matrix."""
     codes: torch.Tensor
     """Codes of the weights, packed, row by row."""
-    scale_codes: torch.Tensor
-    """Codes of the scales, packed, [O, G] row by row."""
-    zero_codes: torch.Tensor
-    """Codes of the zeros, packed, [O, G] row by row."""
-    levels: torch.Tensor
-    """Lowest scale, step of scales, lowest zero, step of zeros: [4, B, G] in bf16."""
-    outliers: SparseRows
-    """Weights in 16 bit, which replace the values of their codes."""
 
     @property
     def stored_bytes(self) -> int:
@@ -70,22 +68,37 @@ class SpQRMatrix:
         """Stored bits divided by the number of weights."""
         return 8 * self.stored_bytes / (self.shape[0] * self.shape[1])
 
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Return the stored tensors by name."""
+        return {name: attrgetter(attribute)(self) for name, attribute in PARTS[self.kind].items()}
+
+    def weight_codes(self) -> torch.Tensor:
+        """Return the codes of the weights, uint8 [O, I]."""
+        return unpack_bits(self.codes, self.bits, self.shape[0] * self.shape[1]).view(self.shape)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SpQRMatrix(_PackedMatrix):
+    """A matrix [O, I] in the form that SpQR stores."""
+
+    kind: ClassVar[str] = "spqr"
+    scale_bits: int
+    """Bits of the code of a scale or a zero."""
+    scale_group_size: int
+    """Consecutive output channels whose scales share the second level; the last block may have fewer."""
+    scale_codes: torch.Tensor
+    """Codes of the scales, packed, [O, G] row by row."""
+    zero_codes: torch.Tensor
+    """Codes of the zeros, packed, [O, G] row by row."""
+    levels: torch.Tensor
+    """Lowest scale, step of scales, lowest zero, step of zeros: [4, B, G] in bf16."""
+    outliers: SparseRows
+    """Weights in 16 bit, which replace the values of their codes."""
+
     @property
     def outlier_fraction(self) -> float:
         """Fraction of weights stored in 16 bit."""
         return self.outliers.count / (self.shape[0] * self.shape[1])
-
-    def tensors(self) -> dict[str, torch.Tensor]:
-        """Return the stored tensors by name."""
-        return {
-            "spqr_codes": self.codes,
-            "spqr_scale_codes": self.scale_codes,
-            "spqr_zero_codes": self.zero_codes,
-            "spqr_levels": self.levels,
-            "spqr_outlier_offsets": self.outliers.offsets,
-            "spqr_outlier_columns": self.outliers.columns,
-            "spqr_outlier_values": self.outliers.values,
-        }
 
     def expected_shapes(self) -> dict[str, tuple[int, ...]]:
         """Return the shapes that follow from the settings, without those that depend on the number of outliers."""
@@ -98,10 +111,6 @@ class SpQRMatrix:
             "spqr_levels": (4, blocks, groups),
             "spqr_outlier_offsets": (rows + 1,),
         }
-
-    def weight_codes(self) -> torch.Tensor:
-        """Return the codes of the weights, uint8 [O, I]."""
-        return unpack_bits(self.codes, self.bits, self.shape[0] * self.shape[1]).view(self.shape)
 
     def scales_and_zeros(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Return scale and zero of every group, fp32 [O, G]."""
@@ -148,21 +157,25 @@ class SpQROptions:
 
     def errors(self) -> list[ConfigError]:
         """Return the errors of all settings out of range."""
-        errors = []
-
-        def check(name: str, is_valid: bool, rule: str, fix: str = "") -> None:
-            if not is_valid:
-                errors.append(ConfigError(where=name, value=getattr(self, name), rule=rule, fix=fix))
-
-        check("bits", 2 <= self.bits <= 8, "must be 2 to 8")
-        check("scale_bits", 2 <= self.scale_bits <= 8, "must be 2 to 8")
-        check("group_size", self.group_size >= 1, "must be 1 or more")
-        check("scale_group_size", self.scale_group_size >= 1, "must be 1 or more")
         threshold, fraction = self.outlier_threshold, self.outlier_fraction
-        check("outlier_threshold", threshold is None or threshold > 0, "must be above 0", "use null for no outliers")
-        check("outlier_fraction", fraction is None or 0 <= fraction < 1, "must be 0 or more, and below 1")
-        check("dampening", 0 <= self.dampening <= 1, "must be 0 to 1")
-        return errors
+        return _option_errors(
+            self,
+            ("bits", 2 <= self.bits <= 8, "must be 2 to 8", ""),
+            ("scale_bits", 2 <= self.scale_bits <= 8, "must be 2 to 8", ""),
+            ("group_size", self.group_size >= 1, "must be 1 or more", ""),
+            ("scale_group_size", self.scale_group_size >= 1, "must be 1 or more", ""),
+            ("outlier_threshold", threshold is None or threshold > 0, "must be above 0", "use null for no outliers"),
+            ("outlier_fraction", fraction is None or 0 <= fraction < 1, "must be 0 or more, and below 1", ""),
+            ("dampening", 0 <= self.dampening <= 1, "must be 0 to 1", ""),
+        )
+
+
+def _option_errors(options: object, *checks: tuple[str, bool, str, str]) -> list[ConfigError]:
+    return [
+        ConfigError(where=name, value=getattr(options, name), rule=rule, fix=fix)
+        for name, is_valid, rule, fix in checks
+        if not is_valid
+    ]
 
 
 def spqr_quantize(
@@ -236,11 +249,18 @@ class _Quantization:
         for column in self.feedback.columns():
             if column % options.group_size == 0:
                 columns = range(column, min(column + options.group_size, size))
-                scale, zero = self._fit(self.feedback.look_ahead(columns), columns)
-                scale_O, zero_O = scale[0], zero[0]
-                scale_codes.append(scale[1])
-                zero_codes.append(zero[1])
-                levels.append(torch.stack([scale[2], scale[3], zero[2], zero[3]]))
+                weight_CO, likely_CO = self.feedback.look_ahead(columns), None
+                if self.threshold is not None:
+                    likely_CO = self._removal_gain(weight_CO, columns) > self.threshold
+                low_O, high_O = _range(weight_CO, likely_CO)
+                scale_O, _ = _scale_and_zero(low_O, high_O, options.bits)
+                scale_O, *scale = _to_level(scale_O, options.scale_bits, options.scale_group_size)
+                # Zeros are multiples of the scale, so they depend on its stored value.
+                zero_O = (-low_O / scale_O).clamp(0, 2**options.bits - 1)
+                zero_O, *zero = _to_level(zero_O, options.scale_bits, options.scale_group_size)
+                scale_codes.append(scale[0])
+                zero_codes.append(zero[0])
+                levels.append(torch.stack([*scale[1:], *zero[1:]]))
             weight_O = self.feedback.weight_IO[column]
             codes_O = _round(weight_O, scale_O, zero_O, options.bits)
             stored_O = (scale_O * (codes_O - zero_O)).to(self.dtype).float()
@@ -263,19 +283,6 @@ class _Quantization:
             levels=torch.stack(levels, dim=2),
             outliers=sparse_rows(self.feedback.weight_IO.t(), mask_IO.t(), self.stored_dtype),
         )
-
-    def _fit(self, weight_CO: torch.Tensor, columns: range) -> tuple[_Level, _Level]:
-        """Return `_to_level` of the scales and of the zeros of a group."""
-        low_O, high_O = _range(weight_CO, None)
-        if self.threshold is not None:
-            likely_CO = self._removal_gain(weight_CO, columns) > self.threshold
-            low_O, high_O = _range(weight_CO, likely_CO)
-        options = self.options
-        scale_O, zero_O = _scale_and_zero(low_O, high_O, options.bits)
-        scale = _to_level(scale_O, options.scale_bits, options.scale_group_size)
-        # Zeros are multiples of the scale, so they depend on its stored value.
-        zero_O = (-low_O / scale[0]).clamp(0, 2**options.bits - 1)
-        return scale, _to_level(zero_O, options.scale_bits, options.scale_group_size)
 
     def _removal_gain(self, weight_CO: torch.Tensor, columns: range) -> torch.Tensor:
         """Return by how much the group's cost decreases if a weight is removed from it, [C, O]."""
@@ -317,8 +324,8 @@ def _rounding_error(weight_CO: torch.Tensor, low_O: torch.Tensor, high_O: torch.
     return (scale_O * (_round(weight_CO, scale_O, zero_O, bits) - zero_O) - weight_CO).square()
 
 
-def _to_level(value_O: torch.Tensor, bits: int, block: int) -> _Level:
-    """Quantize the scales or zeros of a group in blocks of output channels."""
+def _to_level(value_O: torch.Tensor, bits: int, block: int) -> tuple[torch.Tensor, ...]:
+    """Quantize scales or zeros of a group; return stored values, codes, and lowest value and step of each block."""
     import torch
 
     rows = value_O.numel()
@@ -347,21 +354,12 @@ _OVERSAMPLING = 16
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class LowRankMatrix:
-    """A matrix [O, I] as a sum of codes, a low-rank product and a sparse matrix."""
+class LowRankMatrix(_PackedMatrix):
+    """A matrix [O, I] as a sum of codes Q, a low-rank product L·R and a sparse matrix S."""
 
-    shape: tuple[int, int]
-    """Output and input channels."""
-    bits: int
-    """Bits of a code."""
-    group_size: int
-    """Consecutive input channels that share a scale; the last group may have fewer."""
+    kind: ClassVar[str] = "low-rank"
     symmetric: bool
     """Without zero points: the code `2^(bits-1)` means 0."""
-    dtype: torch.dtype
-    """Dtype of the dense matrix."""
-    codes: torch.Tensor
-    """Codes of Q, packed, row by row."""
     scales: torch.Tensor
     """Scales of Q, 16 bit [O, G]."""
     zeros: torch.Tensor
@@ -377,29 +375,6 @@ class LowRankMatrix:
     def rank(self) -> int:
         """K."""
         return int(self.left.shape[1])
-
-    @property
-    def stored_bytes(self) -> int:
-        """Bytes of all tensors."""
-        return sum(tensor.nbytes for tensor in self.tensors().values())
-
-    @property
-    def bits_per_weight(self) -> float:
-        """Stored bits divided by the number of weights."""
-        return 8 * self.stored_bytes / (self.shape[0] * self.shape[1])
-
-    def tensors(self) -> dict[str, torch.Tensor]:
-        """Return the stored tensors by name."""
-        return {
-            "low_rank_codes": self.codes,
-            "low_rank_scales": self.scales,
-            "low_rank_zeros": self.zeros,
-            "low_rank_left": self.left,
-            "low_rank_right": self.right,
-            "low_rank_sparse_offsets": self.sparse.offsets,
-            "low_rank_sparse_columns": self.sparse.columns,
-            "low_rank_sparse_values": self.sparse.values,
-        }
 
     def expected_shapes(self) -> dict[str, tuple[int, ...]]:
         """Return the shapes that follow from the settings, without those that depend on the number of elements of S."""
@@ -418,13 +393,12 @@ class LowRankMatrix:
         """Return Q, fp32 [O, I]."""
         import torch
 
-        rows, columns = self.shape
-        codes_OI = unpack_bits(self.codes, self.bits, rows * columns).view(rows, columns).float()
+        codes_OI = self.weight_codes().float()
         if self.symmetric:
             zeros_OG = torch.full(self.scales.shape, 2.0 ** (self.bits - 1), device=codes_OI.device)
         else:
             zeros_OG = unpack_bits(self.zeros, self.bits, self.scales.numel()).view(self.scales.shape).float()
-        group_I = torch.arange(columns, device=codes_OI.device) // self.group_size
+        group_I = torch.arange(self.shape[1], device=codes_OI.device) // self.group_size
         return self.scales.float()[:, group_I] * (codes_OI - zeros_OG[:, group_I])
 
     def dequantize(self) -> torch.Tensor:
@@ -458,19 +432,15 @@ class LowRankOptions:
 
     def errors(self) -> list[ConfigError]:
         """Return the errors of all settings out of range."""
-        errors = []
-
-        def check(name: str, is_valid: bool, rule: str) -> None:
-            if not is_valid:
-                errors.append(ConfigError(where=name, value=getattr(self, name), rule=rule))
-
-        check("bits", 2 <= self.bits <= 8, "must be 2 to 8")
-        check("group_size", self.group_size >= 1 or self.group_size == -1, "must be 1 or more, or -1 for all")
-        check("rank", self.rank >= 0, "must be 0 or more")
-        check("iterations", self.iterations >= 1, "must be 1 or more")
-        check("sparse_fraction", 0 <= self.sparse_fraction < 1, "must be 0 or more, and below 1")
-        check("dampening", 0 <= self.dampening <= 1, "must be 0 to 1")
-        return errors
+        return _option_errors(
+            self,
+            ("bits", 2 <= self.bits <= 8, "must be 2 to 8", ""),
+            ("group_size", self.group_size >= 1 or self.group_size == -1, "must be 1 or more, or -1 for all", ""),
+            ("rank", self.rank >= 0, "must be 0 or more", ""),
+            ("iterations", self.iterations >= 1, "must be 1 or more", ""),
+            ("sparse_fraction", 0 <= self.sparse_fraction < 1, "must be 0 or more, and below 1", ""),
+            ("dampening", 0 <= self.dampening <= 1, "must be 0 to 1", ""),
+        )
 
 
 def low_rank_residual(
@@ -653,14 +623,6 @@ _CONFIG = "config.json"
 _SCHEMA_VERSION = 2
 """Version 1 stored the settings of matrices in a separate file."""
 _FLOATS = ("bfloat16", "float16", "float32")
-_CSR = ("offsets", "columns", "values")
-PARTS = {
-    "spqr": tuple(f"spqr_{name}" for name in ("codes", "scale_codes", "zero_codes", "levels"))
-    + tuple(f"spqr_outlier_{name}" for name in _CSR),
-    "low-rank": tuple(f"low_rank_{name}" for name in ("codes", "scales", "zeros", "left", "right"))
-    + tuple(f"low_rank_sparse_{name}" for name in _CSR),
-}
-"""Names of the stored tensors by kind of matrix."""
 
 SmallMatrix = SpQRMatrix | LowRankMatrix
 """A quantized matrix of either method."""
@@ -746,12 +708,15 @@ def load_spqr(directory: Path) -> Any:
 
 def matrix_settings(matrix: SmallMatrix) -> dict[str, Any]:
     """Return the JSON settings that `read_matrix` needs."""
-    common = {"shape": list(matrix.shape), "bits": matrix.bits, "group_size": matrix.group_size}
-    common["dtype"] = str(matrix.dtype).removeprefix("torch.")
-    if isinstance(matrix, SpQRMatrix):
-        own = {"scale_bits": matrix.scale_bits, "scale_group_size": matrix.scale_group_size}
-        return {"kind": "spqr", **common, **own}
-    return {"kind": "low-rank", **common, "symmetric": matrix.symmetric}
+    own = ("scale_bits", "scale_group_size") if isinstance(matrix, SpQRMatrix) else ("symmetric",)
+    return {
+        "kind": matrix.kind,
+        "shape": list(matrix.shape),
+        "bits": matrix.bits,
+        "group_size": matrix.group_size,
+        "dtype": str(matrix.dtype).removeprefix("torch."),
+        **{name: getattr(matrix, name) for name in own},
+    }
 
 
 def read_matrix(
@@ -787,13 +752,11 @@ def read_matrix(
         is_valid = is_valid and (not isinstance(matrix, SpQRMatrix) or matrix.levels.dtype == torch.bfloat16)
         expected = matrix.expected_shapes() if is_valid else {}
     except (KeyError, TypeError, ValueError, IndexError) as error:
-        rule = f"has incomplete settings or tensors ({type(error).__name__}: {error})"
-        raise RefusedInputError(ConfigError(where=where, rule=rule, fix="quantize the model again")) from None
+        raise damaged(where, f"has incomplete settings or tensors ({type(error).__name__}: {error})") from None
     stored = matrix.tensors()
     wrong = [name for name, shape in expected.items() if tuple(stored[name].shape) != shape]
     if wrong or not is_valid:
-        rule = f"shapes of tensors do not match its settings: {', '.join(wrong) or settings}"
-        raise RefusedInputError(ConfigError(where=where, rule=rule, fix="quantize the model again"))
+        raise damaged(where, f"shapes of tensors do not match its settings: {', '.join(wrong) or settings}")
     sparse.check(matrix.shape, where)
     return matrix
 
@@ -822,9 +785,7 @@ def small_layers(directory: Path) -> dict[str, Any] | None:
 def checked_layers(schema_version: object, layers: object, *, where: str) -> dict[str, Any]:
     """Return the settings of all matrices after checking the version of the format."""
     if schema_version != _SCHEMA_VERSION:
-        rule = f"has schema_version {schema_version}; this version reads {_SCHEMA_VERSION}"
-        raise RefusedInputError(ConfigError(where=where, rule=rule, fix="quantize the model again"))
+        raise damaged(where, f"has schema_version {schema_version}; this version reads {_SCHEMA_VERSION}")
     if not isinstance(layers, dict) or not all(isinstance(settings, dict) for settings in layers.values()):
-        rule = "contains no settings of layers"
-        raise RefusedInputError(ConfigError(where=where, rule=rule, fix="quantize the model again"))
+        raise damaged(where, "contains no settings of layers")
     return layers

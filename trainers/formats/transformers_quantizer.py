@@ -70,12 +70,10 @@ class SmallFormatQuantizer(HfQuantizer):
         return model
 
     def is_serializable(self) -> bool:
-        """Return `True`: the saved model is dense."""
         return True
 
     @property
     def is_trainable(self) -> bool:
-        """`True`: weights are dense."""
         return True
 
 

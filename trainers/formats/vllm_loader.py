@@ -32,12 +32,10 @@ class SmallFormatInVLLM(QuantizationConfig):
 
     @classmethod
     def get_name(cls) -> str:
-        """Return the value of `quant_method` in `config.json`."""
         return QUANT_METHOD
 
     @classmethod
     def get_supported_act_dtypes(cls) -> list[torch.dtype]:
-        """Return the dtypes of dense layers."""
         return [torch.bfloat16, torch.float16, torch.float32]
 
     @classmethod
@@ -47,7 +45,6 @@ class SmallFormatInVLLM(QuantizationConfig):
 
     @staticmethod
     def get_config_filenames() -> list[str]:
-        """Return no files in addition to `config.json`."""
         return []
 
     @classmethod

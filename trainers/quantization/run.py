@@ -70,7 +70,13 @@ class QuantizationOutcome:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the outcome as JSON values."""
-        prepared = self.prepared
+        prepared, samples = self.prepared, self.prepared.calibration
+        calibration = {
+            "source": prepared.settings.dataset,
+            "samples": len(samples),
+            "tokens": sum(len(sample["input_ids"]) for sample in samples),
+            "seq_len": prepared.seq_len,
+        }
         return {
             "schema_version": SCHEMA_VERSION,
             "model": prepared.source.name,
@@ -79,7 +85,7 @@ class QuantizationOutcome:
             "method": prepared.resolved.method,
             "method_reason": prepared.resolved.method_reason,
             "settings": prepared.settings.model_dump(),
-            "calibration": self._calibration(),
+            "calibration": calibration if samples else None,
             "quantized_layers": list(self.quantized_layers),
             "memory_estimate": asdict(prepared.memory),
             "checkpoint_bytes": prepared.checkpoint_bytes,
@@ -88,17 +94,6 @@ class QuantizationOutcome:
             "seconds": {name: round(value, 2) for name, value in self.seconds.items()},
             "versions": dict(installed_versions()),
             "command": self.command,
-        }
-
-    def _calibration(self) -> dict[str, Any] | None:
-        samples = self.prepared.calibration
-        if not samples:
-            return None
-        return {
-            "source": self.prepared.settings.dataset,
-            "samples": len(samples),
-            "tokens": sum(len(sample["input_ids"]) for sample in samples),
-            "seq_len": self.prepared.seq_len,
         }
 
 

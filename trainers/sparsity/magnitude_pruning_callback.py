@@ -2,43 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
-
-from transformers import TrainerCallback
 
 from ...ds_configs.quantization.layers import DEFAULT_IGNORE
 from ...ds_configs.specs.errors import ConfigError, UsageError
 from ...plugins.deepspeed.engine import whole_shape
-from ...plugins.deepspeed.parameters import WeightEditor, edit_errors
 from ...plugins.deepspeed_pipeline.stage import StageGroup
 from ...plugins.launching.messages import note_on_first_rank
-from ...plugins.transformers.run_settings import run_errors
+from ...plugins.transformers.sound_model import gathered
+from ..formats.bit_packing import pack_bits
+from .callback import SparsityCallback
 from .masks import (
     FILE_NAME,
     Pattern,
     PruningSchedule,
     chosen,
-    fused_experts_warning,
-    layers_to_train,
     load_masks,
     magnitudes,
-    packed_mask,
     save_masks,
-    set_to_zero,
     smallest,
-    target_layers,
     unpacked_mask,
 )
 
 if TYPE_CHECKING:
-    import torch
     from torch import Tensor
     from transformers import TrainerControl, TrainerState, TrainingArguments
 
 
-class MagnitudePruningCallback(TrainerCallback):
+class MagnitudePruningCallback(SparsityCallback):
     """Sets the weights of least magnitude to zero by the schedule of Zhu & Gupta (arXiv 1710.01878), in any Trainer.
 
     Works on one process, DDP, ZeRO-1, 2 and 3, FSDP2, with tensor, expert and pipeline parallelism, and together with
@@ -80,6 +73,7 @@ class MagnitudePruningCallback(TrainerCallback):
         targets: Sequence[str] = ("Linear",),
         ignore: Sequence[str] = DEFAULT_IGNORE,
     ) -> None:
+        super().__init__(targets, ignore)
         self.schedule = PruningSchedule(
             final_sparsity=final_sparsity,
             end_step=end_step,
@@ -88,7 +82,7 @@ class MagnitudePruningCallback(TrainerCallback):
             initial_sparsity=initial_sparsity,
         )
         self._pattern, self._scope = pattern, scope
-        self._targets, self._ignore = tuple(targets), tuple(ignore)
+        self.combined_settings = ("pruning",) if scope == "matrix" else ("global_pruning",)
         errors = self.schedule.errors()
         if pattern not in ("unstructured", "2:4"):
             errors.append(ConfigError(where="pattern", value=pattern, rule="must be unstructured or 2:4"))
@@ -97,30 +91,12 @@ class MagnitudePruningCallback(TrainerCallback):
             errors.append(ConfigError(where="final_sparsity", value=final_sparsity, rule=rule, fix="write 0.5"))
         if errors:
             raise UsageError(errors)
-        self._names: tuple[str, ...] | None = None
-        self._editor: WeightEditor | None = None
         self._stages = StageGroup(None)
         self._masks: dict[tuple[str, int, int], Tensor] = {}
         self._full_masks: dict[str, Tensor] = {}
         self._shapes: dict[str, tuple[int, int]] = {}
         self.sparsity = 0.0
         """Current fraction of zeros in the target layers."""
-
-    @property
-    def combined_settings(self) -> tuple[str, ...]:
-        """Rows of this callback in the table of combinations."""
-        return ("pruning",) if self._scope == "matrix" else ("global_pruning",)
-
-    def on_init_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: Any = None, **kwargs: object
-    ) -> None:
-        """Find the layers early, so that a wrong name fails immediately."""
-        if model is not None:
-            if errors := run_errors(args, model, callbacks=(self,)):
-                raise UsageError(errors)
-            layers = target_layers(model, self._targets, self._ignore)
-            self._check_widths(layers)
-            self._names = tuple(layers)
 
     def on_train_begin(
         self,
@@ -132,17 +108,8 @@ class MagnitudePruningCallback(TrainerCallback):
         **kwargs: object,
     ) -> None:
         """Check that the engine keeps zeros, and restore the masks of a resumed run or set the first zeros."""
-        if errors := run_errors(args, model, callbacks=(self,)):
-            raise UsageError(errors)
-        layers = layers_to_train(model, self._names, self._targets, self._ignore)
-        self._check_widths(layers)
-        weights = {name: module.weight for name, module in layers.items()}
-        if errors := [*edit_errors(weights, args, optimizer), *self._run_errors(args, state, model)]:
-            raise UsageError(errors)
-        if warning := fused_experts_warning(model):
-            note_on_first_rank(warning)
-        self._shapes = {name: whole_shape(module) for name, module in layers.items()}
-        self._editor = WeightEditor(weights, optimizer)
+        super().on_train_begin(args, state, control, model=model, optimizer=optimizer)
+        self._shapes = {name: whole_shape(module) for name, module in self._layers.items()}
         self._stages = StageGroup(model, should_save=args.should_save)
         self._masks, self._full_masks, self.sparsity = {}, {}, 0.0
         if state.global_step and self._restore(args, state):
@@ -150,9 +117,7 @@ class MagnitudePruningCallback(TrainerCallback):
         if state.global_step >= self.schedule.start_step:
             self._update(state.global_step)
 
-    def on_step_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
-    ) -> None:
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object) -> None:
         """Set weights to zero again that the optimizer changed, and update the zeros if scheduled."""
         if self._masks:
             self._apply()
@@ -169,7 +134,8 @@ class MagnitudePruningCallback(TrainerCallback):
 
         self._stages.in_turn(write)
 
-    def _check_widths(self, layers: dict[str, Any]) -> None:
+    def check_layers(self, layers: dict[str, Any]) -> None:
+        """Check that 2:4 fits the number of inputs of every layer."""
         widths = {name: whole_shape(module)[1] for name, module in layers.items()}
         unfit = [name for name, width in widths.items() if self._pattern == "2:4" and width % 4]
         if unfit:
@@ -177,7 +143,8 @@ class MagnitudePruningCallback(TrainerCallback):
             fix = f"add to ignore: {', '.join(unfit[:8])}"
             raise UsageError(ConfigError(where="pattern", value=self._pattern, rule=rule, fix=fix))
 
-    def _run_errors(self, args: TrainingArguments, state: TrainerState, model: Any) -> list[ConfigError]:
+    def setting_errors(self, args: TrainingArguments, state: TrainerState, model: Any) -> list[ConfigError]:
+        """Return why the run would end with other zeros than those of the last update."""
         from ..qat.rounding.attachment import attachment_of
 
         end, errors = self.schedule.end_step, []
@@ -201,7 +168,8 @@ class MagnitudePruningCallback(TrainerCallback):
         zeros = 0
         for name, (rows, columns) in self._shapes.items():
             numbers = self._magnitudes(name)
-            last, equal = limits[name] if limits else smallest(_always(numbers), round(share * rows * columns))
+            count = round(share * rows * columns)
+            last, equal = limits[name] if limits else smallest(lambda numbers=numbers: [numbers], count)
             mask = chosen(numbers, last, equal)
             zeros += int(mask.sum())
             self._store(name, mask)
@@ -232,41 +200,33 @@ class MagnitudePruningCallback(TrainerCallback):
         return int(self._stages.add_up(torch.tensor(count)))
 
     def _magnitudes(self, name: str) -> Tensor:
-        assert self._editor is not None, "training has begun"
-        return magnitudes(self._editor.whole(name), self._pattern)
+        return magnitudes(self.editor.whole(name), self._pattern)
 
     def _store(self, name: str, mask: Tensor) -> None:
-        assert self._editor is not None, "training has begun"
-        own = self._editor.part(name, mask.reshape(self._shapes[name])).reshape(-1)
-        for region in self._editor.regions(name):
-            piece = packed_mask(own[region.start : region.start + region.length])
+        own = self.editor.part(name, mask.reshape(self._shapes[name])).reshape(-1)
+        for region in self.editor.regions(name):
+            piece = pack_bits(own[region.start : region.start + region.length], 1)
             self._masks[name, region.start, region.length] = piece.to(region.device)
         if self._stages.writes:
-            self._full_masks[name] = packed_mask(mask).cpu()
+            self._full_masks[name] = pack_bits(mask, 1).cpu()
 
     def _apply(self, zeros: int | None = None) -> None:
         """Set the weights of all masks to zero; with their number also update `sparsity`."""
-        assert self._editor is not None, "training has begun"
         if zeros is not None:
             self.sparsity = self._sum_over_stages(zeros) / self._sum_over_stages(self._weights())
-        for name in self._shapes:
-            self._editor.edit(name, self._set_to_zero, survives_rounding=True)
-        self._editor.finish()
 
-    def _set_to_zero(self, name: str, flat: Tensor, start: int) -> None:
-        set_to_zero(flat, self._masks[name, start, flat.numel()].to(flat.device))
+        def set_to_zero(name: str, flat: Tensor, start: int) -> None:
+            packed = self._masks[name, start, flat.numel()].to(flat.device)
+            flat.masked_fill_(unpacked_mask(packed, flat.numel()), 0)
+
+        for name in self._shapes:
+            self.editor.edit(name, set_to_zero, survives_rounding=True)
+        self.editor.finish()
 
     def _settings(self) -> dict[str, object]:
-        schedule = self.schedule
-        return {
-            "final_sparsity": schedule.final_sparsity,
-            "initial_sparsity": schedule.initial_sparsity,
-            "start_step": schedule.start_step,
-            "end_step": schedule.end_step,
-            "every": schedule.every,
-            "pattern": self._pattern,
-            "scope": self._scope,
-        }
+        names = ("final_sparsity", "initial_sparsity", "start_step", "end_step", "every")
+        schedule = {name: getattr(self.schedule, name) for name in names}
+        return schedule | {"pattern": self._pattern, "scope": self._scope}
 
     def _restore(self, args: TrainingArguments, state: TrainerState) -> bool:
         """Restore the masks of a checkpoint; return `False` if it has none."""
@@ -275,16 +235,16 @@ class MagnitudePruningCallback(TrainerCallback):
         path = (Path(checkpoint) if isinstance(checkpoint, str | Path) else own) / FILE_NAME
         if state.global_step < self.schedule.start_step:
             return True
-        if not _on_every_rank(path.is_file(), args.device):
+        # Nodes may not share a disk.
+        if not all(gathered(path.is_file())):
             missing = f"{path.parent} contains no masks, or not on every node"
             note_on_first_rank(f"{missing}: the smallest weights are set to zero again, existing zeros first")
             return False
         packed = load_masks(path, self._settings(), self._shapes)
-        assert self._editor is not None, "training has begun"
         lengths = {name: rows * columns for name, (rows, columns) in self._shapes.items()}
         # One matrix at a time: all unpacked masks would take a byte per weight.
         for name, length in lengths.items():
-            weight = self._editor.whole(name).reshape(-1)
+            weight = self.editor.whole(name).reshape(-1)
             others = int(weight[unpacked_mask(packed[name], length).to(weight.device)].count_nonzero())
             if others:
                 rule = f"marks {others} weights of {name} as zero that are not: it belongs to another run"
@@ -297,19 +257,3 @@ class MagnitudePruningCallback(TrainerCallback):
             self._store(name, mask)
         self._apply(zeros)
         return True
-
-
-def _always(numbers: Tensor) -> Callable[[], list[Tensor]]:
-    return lambda: [numbers]
-
-
-def _on_every_rank(condition: bool, device: torch.device) -> bool:
-    """Return on all ranks whether a condition holds on every rank: nodes may not share a disk."""
-    import torch
-    import torch.distributed as dist
-
-    if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
-        return condition
-    flag = torch.tensor(int(condition), device=device)
-    dist.all_reduce(flag, op=dist.ReduceOp.MIN)
-    return bool(flag)

@@ -12,10 +12,9 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from ...ds_configs.quantization.layers import DEFAULT_IGNORE, is_match
 from ...ds_configs.specs.errors import ConfigError, RefusedInputError, UsageError
-from ...plugins.deepspeed.engine import named_linear_layers, stages_of
+from ...plugins.deepspeed.engine import named_linear_layers
 from ...plugins.safetensors.reading import opened, read_header
 from ...plugins.safetensors.writing import save_tensors
-from ..formats.bit_packing import pack_bits
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -83,16 +82,6 @@ def chosen(numbers: Tensor, last: int, equal: int) -> Tensor:
     same = numbers == last
     first_equal = same if int(same.sum()) <= equal else same & (same.cumsum(0, dtype=torch.int32) <= equal)
     return ((numbers >= 0) & (numbers < last)) | first_equal
-
-
-def packed_mask(mask: Tensor) -> Tensor:
-    """Return a mask as bits, uint8, lowest bit first."""
-    return pack_bits(mask, 1)
-
-
-def set_to_zero(flat: Tensor, packed: Tensor) -> None:
-    """Set the elements of a packed mask of the same length to zero, in place."""
-    flat.masked_fill_(unpacked_mask(packed, flat.numel()), 0)
 
 
 def unpacked_mask(packed: Tensor, length: int) -> Tensor:
@@ -226,30 +215,6 @@ class PruningSchedule:
         return errors
 
 
-def layers_to_train(
-    model: Any, names: Sequence[str] | None, targets: Sequence[str], ignore: Sequence[str]
-) -> dict[str, Any]:
-    """Return the target layers of a model that an engine may have wrapped, by their names in the checkpoint.
-
-    Args:
-        model: The model to train, or this rank's pipeline stages.
-        names: Result of `target_layers` for the full model before the engine; `None` if unknown.
-        targets: As for `target_layers`, like `ignore`.
-        ignore: Layers to exclude.
-
-    Raises:
-        UsageError: as in `target_layers`, or the names of a model in stages are unknown.
-    """
-    if stages_of(model) is None:
-        return target_layers(model, targets, ignore)
-    if names is None:
-        rule = "received pipeline stages without the full model, which names must match"
-        fix = "pass it to PipelineTrainer(callbacks=[...])"
-        raise UsageError(ConfigError(where="callback", rule=rule, fix=fix))
-    layers = named_linear_layers(model)
-    return {name: layers[name] for name in names if name in layers}
-
-
 def target_layers(
     model: Any, targets: Sequence[str] = ("Linear",), ignore: Sequence[str] = DEFAULT_IGNORE
 ) -> dict[str, Any]:
@@ -266,12 +231,15 @@ def target_layers(
     import torch
 
     layers = {name: module for name, module in named_linear_layers(model).items() if ".lora_" not in name}
-    errors = [
-        ConfigError(where=where, value=pattern, rule="matches no linear layer of the model", fix=_near(pattern, layers))
-        for where, patterns in (("targets", targets), ("ignore", ignore))
-        for pattern in patterns
-        if pattern not in DEFAULT_IGNORE and not any(is_match(name, pattern) for name in layers)
-    ]
+    errors = []
+    for where, pattern in [*(("targets", target) for target in targets), *(("ignore", pattern) for pattern in ignore)]:
+        if pattern in DEFAULT_IGNORE or any(is_match(name, pattern) for name in layers):
+            continue
+        fix = "the model has none (Conv1D of GPT-2 and quantized layers do not count)"
+        if layers:
+            near = difflib.get_close_matches(pattern, [*layers, "Linear"], n=3, cutoff=0.5)
+            fix = f"did you mean {', '.join(near)}?" if near else f"layers have names such as {next(iter(layers))}"
+        errors.append(ConfigError(where=where, value=pattern, rule="matches no linear layer of the model", fix=fix))
     embeddings = ("VocabParallelEmbedding", "HiddenParallelEmbedding")
     embedded = {
         id(module.weight)
@@ -298,18 +266,3 @@ def target_layers(
     if errors:
         raise UsageError(errors)
     return selected
-
-
-def fused_experts_warning(model: Any) -> str | None:
-    """Return a warning if a model has fused experts (parameters of three dimensions), which stay dense."""
-    fused = [name for name, value in model.named_parameters() if len(getattr(value, "ds_shape", value.shape)) == 3]
-    if not fused:
-        return None
-    return f"{len(fused)} fused weights of experts stay dense, such as {fused[0]}: only linear layers become sparse"
-
-
-def _near(pattern: str, layers: Mapping[str, object]) -> str:
-    if not layers:
-        return "the model has none (Conv1D of GPT-2 and quantized layers do not count)"
-    near = difflib.get_close_matches(pattern, [*layers, "Linear"], n=3, cutoff=0.5)
-    return f"did you mean {', '.join(near)}?" if near else f"layers have names such as {next(iter(layers))}"

@@ -113,6 +113,8 @@ class ReferenceLogits:
             tolerance: Largest allowed difference of a logit.
             timeout_seconds: Time limit of the fresh process.
         """
+        import torch
+
         errors = layout_differences(directory, scheme, layers, expected_bytes=expected_bytes)
         packed = 0 if scheme is None or errors else len(layers)
         difference = None
@@ -126,7 +128,10 @@ class ReferenceLogits:
                     if names:
                         shown = ", ".join(names[:_SHOWN_KEYS])
                         errors.append(f"{len(names)} {key.replace('_', ' ')} when reloaded: {shown}")
-                difference = _largest_difference(Path(work) / LOGITS, self)
+                reloaded = load_tensors(Path(work) / LOGITS)
+                largest = [(reloaded[str(row)] - logits).abs().max() for row, logits in enumerate(self.logits)]
+                # Python's max would ignore a NaN that is not the first.
+                difference = float(torch.stack(largest).max())
                 if not difference <= tolerance:
                     errors.append(f"reloaded logits differ by {difference:g}, more than {tolerance:g}")
         return Verification(
@@ -168,15 +173,6 @@ def _reload(directory: Path, work: Path, reference: ReferenceLogits, timeout_sec
         return f"the process that loads it was ended by {signal_name(-process.returncode)}"
     lines = [line for line in process.stderr.strip().splitlines() if line.strip()]
     return f"it cannot be loaded and run: {lines[-1] if lines else f'exit code {process.returncode}'}"
-
-
-def _largest_difference(file: Path, reference: ReferenceLogits) -> float:
-    import torch
-
-    reloaded = load_tensors(file)
-    largest = [(reloaded[str(index)] - logits).abs().max() for index, logits in enumerate(reference.logits)]
-    # Python's max would ignore a NaN that is not the first.
-    return float(torch.stack(largest).max())
 
 
 def fail_output(staging: Path, output_dir: Path, verification: Verification) -> Path:

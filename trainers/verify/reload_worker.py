@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
-from typing import Any
 
 LOGITS, FACTS = "reloaded.safetensors", "reloaded.json"
 
@@ -13,10 +12,18 @@ LOGITS, FACTS = "reloaded.safetensors", "reloaded.json"
 def main(directory: str, work: str, device: str) -> None:
     """Load the checkpoint, run the probe, and write logits and keys that do not match."""
     import torch
+    import transformers
     from safetensors.torch import load_file, save_file
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CAUSAL
 
     probe = load_file(str(Path(work) / "probe.safetensors"))
-    model, loading = _model_class(directory).from_pretrained(
+    config = transformers.AutoConfig.from_pretrained(directory, trust_remote_code=False)
+    architecture = (config.architectures or [""])[0]
+    causal = {name for names in CAUSAL.values() for name in ((names,) if isinstance(names, str) else names)}
+    # Other models, such as classifiers, have no automatic class that fits.
+    automatic = transformers.AutoModelForCausalLM
+    model_class = automatic if architecture in causal else getattr(transformers, architecture, automatic)
+    model, loading = model_class.from_pretrained(
         directory,
         dtype="auto",
         device_map={"": device},
@@ -36,19 +43,6 @@ def main(directory: str, work: str, device: str) -> None:
         key: sorted(map(str, loading.get(key) or ())) for key in ("missing_keys", "unexpected_keys", "mismatched_keys")
     }
     (Path(work) / FACTS).write_text(json.dumps(facts), encoding="utf-8")
-
-
-def _model_class(directory: str) -> Any:
-    """Return the automatic class for a causal LM; for others, such as classifiers, the class in `config.json`."""
-    import transformers
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CAUSAL
-
-    config = transformers.AutoConfig.from_pretrained(directory, trust_remote_code=False)
-    architecture = (config.architectures or [""])[0]
-    causal = {name for names in CAUSAL.values() for name in ((names,) if isinstance(names, str) else names)}
-    if architecture in causal:
-        return transformers.AutoModelForCausalLM
-    return getattr(transformers, architecture, transformers.AutoModelForCausalLM)
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from shardwright.ds_configs.specs.errors import RefusedInputError, UsageError
 from shardwright.plugins.deepspeed.parameters import edit_errors
+from shardwright.trainers.formats.bit_packing import pack_bits
 from shardwright.trainers.sparsity.l1_sparsity_callback import L1SparsityCallback
 from shardwright.trainers.sparsity.magnitude_pruning_callback import MagnitudePruningCallback
 from shardwright.trainers.sparsity.masks import (
@@ -23,9 +24,7 @@ from shardwright.trainers.sparsity.masks import (
     PruningSchedule,
     chosen,
     magnitudes,
-    packed_mask,
     save_masks,
-    set_to_zero,
     smallest,
     target_layers,
     unpacked_mask,
@@ -180,12 +179,9 @@ def test_two_of_four_neighbours_in_a_row() -> None:
 @given(st.lists(st.booleans(), min_size=1, max_size=70))
 def test_masks_are_packed_to_bits(marked: list[bool]) -> None:
     mask = torch.tensor(marked)
-    packed = packed_mask(mask)
+    packed = pack_bits(mask, 1)
     assert packed.numel() == (len(marked) + 7) // 8
     assert torch.equal(unpacked_mask(packed, len(marked)), mask)
-    flat = torch.ones(len(marked))
-    set_to_zero(flat, packed)
-    assert torch.equal(flat == 0, mask)
 
 
 # training
@@ -307,15 +303,14 @@ def test_masks_are_restored_only_if_every_rank_has_them(
     callback._shapes = {"layer": (2, 2)}
     asked: list[int] = []
 
-    def least_of_both(flag: torch.Tensor, op: Any) -> None:
-        assert op is torch.distributed.ReduceOp.MIN
-        asked.append(int(flag))
-        flag.clamp_(max=int(elsewhere))
+    def from_both(everyone: list[bool], mine: bool) -> None:
+        asked.append(int(mine))
+        everyone[:] = [mine, elsewhere]
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.distributed, "is_initialized", lambda: True)
         patch.setattr(torch.distributed, "get_world_size", lambda: 2)
-        patch.setattr(torch.distributed, "all_reduce", least_of_both)
+        patch.setattr(torch.distributed, "all_gather_object", from_both)
         if here and elsewhere:
             with pytest.raises(UsageError, match="has no mask in the checkpoint"):
                 callback._restore(arguments, SimpleNamespace(global_step=2))

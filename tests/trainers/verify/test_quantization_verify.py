@@ -12,6 +12,7 @@ from shardwright.ds_configs.quantization.scheme import scheme_named
 from shardwright.plugins.transformers.quantized_model import open_source
 from shardwright.trainers.qat.callback import QATCallback
 from shardwright.trainers.verify import checkpoint as verify
+from shardwright.trainers.verify import reload_worker
 from shardwright.trainers.verify.checkpoint import TOLERANCE, UNPROVEN, Verification, fail_output, reference_logits
 from small_models import llama
 from transformers import Trainer, TrainingArguments
@@ -97,7 +98,8 @@ def test_wrong_checkpoint_size_is_reported(written, tmp_path, monkeypatch):
     monkeypatch.setattr(verify, "_reload", lambda *_: None)
     monkeypatch.setattr(verify.json, "loads", lambda _: {})
     monkeypatch.setattr(verify.Path, "read_text", lambda *_, **__: "")
-    monkeypatch.setattr(verify, "_largest_difference", lambda *_: 0.0)
+    same = {str(row): logits for row, logits in enumerate(written[2].logits)}
+    monkeypatch.setattr(verify, "load_tensors", lambda _: same)
     monkeypatch.setattr(verify, "layout_differences", lambda *_, expected_bytes: [f"not {expected_bytes} bytes"])
     assert verified(written, written[0], expected_bytes=17).reason == "not 17 bytes"
 
@@ -111,17 +113,21 @@ def test_loading_error_is_reported(written, tmp_path):
     assert found.largest_logit_difference is None
 
 
-def test_nan_logits_fail(written, tmp_path):
+def test_nan_logits_fail(written, monkeypatch):
     """Python's `max` ignores NaN unless it comes first."""
-    from shardwright.trainers.verify.checkpoint import _largest_difference
+    from shardwright.trainers.verify import checkpoint as verify
 
-    _, _, reference = written
-    answers = {str(index): logits.clone() for index, logits in enumerate(reference.logits)}
-    save_file(answers, tmp_path / "same.safetensors")
-    assert _largest_difference(tmp_path / "same.safetensors", reference) == 0
+    directory, _, reference = written
+    answers = {str(row): logits.clone() for row, logits in enumerate(reference.logits)}
+
+    def reload(_, work, *__):
+        (work / reload_worker.FACTS).write_text("{}")
+        save_file(answers, work / reload_worker.LOGITS)
+
+    monkeypatch.setattr(verify, "_reload", reload)
+    assert verified(written, directory).largest_logit_difference == 0
     answers["1"][2, 5] = float("nan")
-    save_file(answers, tmp_path / "nan.safetensors")
-    assert not _largest_difference(tmp_path / "nan.safetensors", reference) <= TOLERANCE
+    assert not verified(written, directory).passed
 
 
 def test_hanging_process_times_out(written):

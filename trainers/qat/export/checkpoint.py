@@ -44,7 +44,7 @@ from ...verify.checkpoint import UNPROVEN, Verification, arbitrary_rows, discard
 from ..rounding.attach import attach
 from ..rounding.attachment import PARTS, Attachment, kv_cache_scheme
 from ..rounding.experts import fake_quantize_experts
-from ..rounding.layers import LEARNED, FakeQuantizedLinear, LayerQuantizer, QuantizationState
+from ..rounding.layers import LEARNED, FakeQuantizedLinear, LayerQuantizer, QuantizationState, forward_weight
 from ..rounding.rounding import round_weight
 from .tensors import (
     Collected,
@@ -53,7 +53,6 @@ from .tensors import (
     checkpoint_contents,
     collect,
     dense_layers,
-    forward_weight,
     module_names,
     plain_name,
     quantized_layers,

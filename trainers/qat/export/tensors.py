@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +12,7 @@ from ....ds_configs.specs.errors import ConfigError, RefusedInputError, UsageErr
 from ....plugins.compressed_tensors.codes import pack_tensors
 from ....plugins.transformers.checkpoint_tensors import checkpoint_module_names, checkpoint_tensors, stays_in_fp32
 from ..rounding.attachment import Attachment, checkpoint_name, kv_cache_tensors, some_names
-from ..rounding.layers import LEARNED, is_lora_linear, merged_weight
+from ..rounding.layers import LEARNED, forward_weight, is_lora_linear, lora_matrices
 
 if TYPE_CHECKING:
     import torch
@@ -87,7 +87,8 @@ class Collector:
         for name, module in model.named_modules():
             is_mergeable = merged and is_lora_linear(module) and len(module.active_adapters) == 1
             if id(module) in self._rounded or (is_mergeable and not module.lora_variant):
-                own = consumed(module)
+                # A plain LoRA layer is merged, a rounding module lists what its packed form replaces.
+                own = getattr(module, "consumed", None) or lora_matrices(module)
                 self._modules[name] = module
                 self._waiting[name], self._arrived[name] = set(own), {}
                 self._owners |= {f"{name}.{relative}": (name, relative) for relative in own}
@@ -238,28 +239,6 @@ def quantizer_of(module: Any, key: str) -> LayerQuantizer:
     """Return the quantizer of a module's matrix by its relative name."""
     quantizer: LayerQuantizer = module.quantizers[key] if key else module.quantizer
     return quantizer
-
-
-def consumed(module: Any) -> tuple[str, ...]:
-    """Return the relative names of parameters that become one matrix, such as a weight and its adapter."""
-    names = getattr(module, "consumed", None)
-    if names is not None:
-        return tuple(names)
-    adapter = module.active_adapters[0]
-    return ("base_layer.weight", f"lora_A.{adapter}.weight", f"lora_B.{adapter}.weight")
-
-
-def forward_weight(module: Any, parameters: Mapping[str, Tensor]) -> Tensor:
-    """Return the matrix [O, I] of a linear layer in a forward pass before rounding, adapter included."""
-    dtype = getattr(getattr(module, "quantizer", None), "forward_dtype", None)
-    names = ("weight",) if "weight" in parameters else consumed(module)[:3]
-    parts = [parameters[name] for name in names]
-    if dtype is not None and parts[0].dtype != dtype:
-        parts = [part.to(dtype) for part in parts]
-    if len(parts) == 1:
-        return parts[0]
-    weight, a, b = parts
-    return merged_weight(weight, a, b, module.scaling[module.active_adapters[0]])
 
 
 def active_adapters(model: Any) -> list[str]:

@@ -58,10 +58,10 @@ from .layers import (
     LinearTensors,
     QuantizationState,
     fake_quantized_linear,
+    fake_quantized_lora,
     grouped_fake_quantized_linear,
     is_lora_linear,
     lora_errors,
-    make_fake_quantized,
 )
 from .observers import InputRange
 from .rounding import round_inputs, sharing
@@ -91,6 +91,8 @@ def attach(model: Any, config: QATConfig, *, stored_dtype: torch.dtype | None = 
     Raises:
         UsageError: the scheme does not fit the model; all errors together.
     """
+    import torch
+
     if any(isinstance(module, FakeQuantizedLinear) for module in model.modules()):
         rule, fix = "rounds already", "attach once, after adapters were added"
         raise UsageError(ConfigError(where="model", value=type(model).__name__, rule=rule, fix=fix))
@@ -107,8 +109,6 @@ def attach(model: Any, config: QATConfig, *, stored_dtype: torch.dtype | None = 
     if errors := _model_errors(config, scheme, selected, candidates, model):
         raise UsageError(errors)
     if config.stored_dtype is not None:
-        import torch
-
         stored_dtype = getattr(torch, config.stored_dtype)
     routers = tuple(map(checkpoint_name, router_modules(model)))
     adapter = getattr(model, "active_adapter", None)
@@ -123,7 +123,17 @@ def attach(model: Any, config: QATConfig, *, stored_dtype: torch.dtype | None = 
         lora_rank=getattr(adapter_config, "r", None),
     )
     _change_classes(model, attachment, candidates)
-    _list_dense_layers(model, attachment, routers)
+    # Listed now, because an engine may rename modules later.
+    dense, dense_experts = [*routers], []
+    for name, module in model.named_modules():
+        parts = name.split(".")
+        if name in attachment.modules or "original_module" in parts or any(part.startswith("lora_") for part in parts):
+            continue
+        if is_fused_experts(module):
+            dense_experts.append(re.split(r"\.\d+\.", expert_linear_layers(model, name)[0].name)[0])
+        elif isinstance(module, torch.nn.Linear) and name.removesuffix(".base_layer") not in attachment.modules:
+            dense.append(checkpoint_name(name))
+    attachment.dense, attachment.dense_experts = tuple(dense), tuple(dense_experts)
     attach_kv_cache(model, attachment)
     if config.learns_scales:
         _add_learned_scales(attachment)
@@ -180,6 +190,7 @@ def _model_errors(
     candidates: Mapping[str, tuple[LinearLayer, ...]],
     model: Any,
 ) -> list[ConfigError]:
+    import torch
     from transformers.pytorch_utils import Conv1D
 
     modules = dict(model.named_modules())
@@ -204,36 +215,24 @@ def _model_errors(
     if config.learns_scales and any(layer.is_expert for layer in selected):
         rule = "scales of fused experts cannot be learned"
         errors.append(ConfigError(where="weight_rule", value="learned", rule=rule, fix="use minmax"))
-    errors += _adapted_model_errors(config, model)
+    if hasattr(model, "peft_config"):
+        if config.learns_scales:
+            rule = "PEFT checkpoints do not contain learned scales, so a resumed run would lose them"
+            fix = "use minmax and calibrated ranges"
+            errors.append(ConfigError(where="weight_rule", value="learned", rule=rule, fix=fix))
+        text_config = model.config.get_text_config()
+        for name, module in modules.items() if getattr(text_config, "tie_word_embeddings", False) else ():
+            inner = getattr(module, "base_layer", None) or getattr(module, "original_module", None)
+            is_head = isinstance(inner, torch.nn.Linear) and inner.out_features == text_config.vocab_size
+            if is_head or isinstance(inner, torch.nn.Embedding):
+                rule = "is adapted, but output head and token embedding share one weight, so merging changes both"
+                fix = "adapt neither, or untie them"
+                errors.append(ConfigError(where="LoRA", value=checkpoint_name(name), rule=rule, fix=fix))
     names = {layer.name for layer in selected}
     adapters = (name for name in candidates if is_lora_linear(modules[name]) and checkpoint_name(name) in names)
     # All adapters have the same settings: report the first wrong one.
     errors += next(filter(None, (lora_errors(checkpoint_name(name), modules[name]) for name in adapters)), [])
     return errors + experts_errors(model, scheme)
-
-
-def _adapted_model_errors(config: QATConfig, model: Any) -> list[ConfigError]:
-    """Return what a model with adapters cannot save or cannot merge."""
-    import torch
-
-    if not hasattr(model, "peft_config"):
-        return []
-    errors = []
-    if config.learns_scales:
-        rule = "PEFT checkpoints do not contain learned scales, so a resumed run would lose them"
-        fix = "use minmax and calibrated ranges"
-        errors.append(ConfigError(where="weight_rule", value="learned", rule=rule, fix=fix))
-    text_config = model.config.get_text_config()
-    if not getattr(text_config, "tie_word_embeddings", False):
-        return errors
-    for name, module in model.named_modules():
-        inner = getattr(module, "base_layer", None) or getattr(module, "original_module", None)
-        is_head = isinstance(inner, torch.nn.Linear) and inner.out_features == text_config.vocab_size
-        if is_head or isinstance(inner, torch.nn.Embedding):
-            rule = "is adapted, but output head and token embedding share one weight, so merging changes both"
-            fix = "adapt neither, or untie them"
-            errors.append(ConfigError(where="LoRA", value=checkpoint_name(name), rule=rule, fix=fix))
-    return errors
 
 
 def _change_classes(model: Any, attachment: Attachment, candidates: Mapping[str, tuple[LinearLayer, ...]]) -> None:
@@ -267,26 +266,10 @@ def _change_classes(model: Any, attachment: Attachment, candidates: Mapping[str,
                 scheme.activations, method=attachment.config.ranges, stored_dtype=stored_dtype, name=quantizer.name
             )
         if is_lora_linear(module):
-            make_fake_quantized(module, quantizer)
+            patches.swap_class("qat-lora", module, fake_quantized_lora())
         else:
             patches.swap_class("qat-linear", module, FakeQuantizedLinear)
-            module.quantizer = quantizer
-
-
-def _list_dense_layers(model: Any, attachment: Attachment, routers: tuple[str, ...]) -> None:
-    """Record now which layers loaders must not quantize: an engine may rename modules later."""
-    import torch
-
-    names, experts = [*routers], []
-    for name, module in model.named_modules():
-        parts = name.split(".")
-        if name in attachment.modules or "original_module" in parts or any(part.startswith("lora_") for part in parts):
-            continue
-        if is_fused_experts(module):
-            experts.append(re.split(r"\.\d+\.", expert_linear_layers(model, name)[0].name)[0])
-        elif isinstance(module, torch.nn.Linear) and name.removesuffix(".base_layer") not in attachment.modules:
-            names.append(checkpoint_name(name))
-    attachment.dense, attachment.dense_experts = tuple(names), tuple(experts)
+        module.quantizer = quantizer
 
 
 def _check_learned_scales(model: Any, state: Mapping[str, object], *_: object) -> None:

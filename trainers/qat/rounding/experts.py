@@ -73,7 +73,7 @@ def experts_errors(model: Any, scheme: QuantizationScheme) -> list[ConfigError]:
         selected = selected_layers(scheme, layers)
         reason = _unfit(module, name, names)
         if reason and (selected or names):
-            if _is_adapted(name):
+            if ".base_layer" in name:
                 fix = "adapt other layers, such as those of attention"
             else:
                 fix = "" if names else "add re:.*experts to ignore: they stay dense"
@@ -95,21 +95,15 @@ def experts_errors(model: Any, scheme: QuantizationScheme) -> list[ConfigError]:
 
 
 def fake_quantize_experts(module: Any, name: str, quantizers: Mapping[str, LayerQuantizer]) -> None:
-    """Change the class of a fused experts module so that it rounds each of its matrices.
+    """Change the class of a fused experts module so that it rounds each of its matrices, in their order.
 
     Inputs of experts are never rounded, because no loader rounds them (`expert_scheme`).
-
-    Args:
-        module: Fused experts module without errors.
-        name: Name of the module in the model.
-        quantizers: Quantizer of each matrix, in the order of `expert_linear_layers`.
     """
     relative = _relative_names(module)
     assert len(quantizers) == len(relative), f"{len(quantizers)} of {len(relative)} matrices of {name} are targeted"
     for quantizer in quantizers.values():
         quantizer.scheme, quantizer.input_range = expert_scheme(quantizer.scheme), None
-    original: Any = type(module)
-    patches.swap_class("qat-experts", module, _fake_quantized_class(original))
+    patches.swap_class("qat-experts", module, _fake_quantized_class(type(module)))
     module.quantizers = dict(zip(relative, quantizers.values(), strict=True))
 
 
@@ -134,8 +128,8 @@ class FakeQuantizedExperts:
 
         Args:
             hidden_states: [N, H].
-            top_k_index: Experts of each token [N, K].
-            top_k_weights: Weights of these experts [N, K].
+            top_k_index: [N, K].
+            top_k_weights: [N, K].
         """
         import torch
 
@@ -149,7 +143,12 @@ class FakeQuantizedExperts:
             for matrix_quantizer in self.quantizers.values():
                 matrix_quantizer.forward_dtype = into_weight.dtype
         weight = quantizer.rounding().weight
-        tokens_S, weights_S, ends = _by_expert(top_k_index, top_k_weights, self.num_experts)
+        # Rows sorted by expert, then choice, then token; indices after the last expert denote those of other ranks.
+        chosen_S = top_k_index.t().reshape(-1)
+        ends = tuple(torch.bincount(chosen_S, minlength=self.num_experts)[: self.num_experts].cumsum(0).tolist())
+        order_S = torch.argsort(chosen_S, stable=True)[: ends[-1]]
+        tokens_S, choices_S = order_S % len(top_k_index), order_S // len(top_k_index)
+        weights_S = top_k_weights[tokens_S, choices_S]
         sizes = [last - first for first, last in zip((0, *ends), ends, strict=False)]
         inner = GroupedRounding(weight=weight, matrices=len(matrices))
         inner_SF = grouped_fake_quantized_linear(hidden_states[tokens_S], ends, into_weight, inner)
@@ -175,24 +174,8 @@ class FakeQuantizedExperts:
                     name = f"{expert}.{matrix}"
                     quantizer = self.quantizers[name]
                     seen = part if quantizer.forward_dtype is None else part.to(quantizer.forward_dtype)
-                    stored[name] = quantizer.stored_layer(seen)
+                    stored[name] = quantizer.stored_layer(seen, parameters)
         return stored
-
-
-def _by_expert(top_k_index: Tensor, top_k_weights: Tensor, experts: int) -> tuple[Tensor, Tensor, tuple[int, ...]]:
-    """Return tokens [S] and weights [S] sorted by expert, then choice, then token, and the end of each expert's rows.
-
-    Indices after the last expert denote experts of other ranks, and are ignored.
-    """
-    import torch
-
-    chosen_S = top_k_index.t().reshape(-1)
-    order_S = torch.argsort(chosen_S, stable=True)
-    counts = torch.bincount(chosen_S, minlength=experts)[:experts]
-    ends = tuple(counts.cumsum(0).tolist())
-    order_S = order_S[: ends[-1]]
-    tokens_S = order_S % len(top_k_index)
-    return tokens_S, top_k_weights[tokens_S, order_S // len(top_k_index)], ends
 
 
 def _matrices(module: Any) -> _Matrices:
@@ -223,7 +206,7 @@ def _first_of(names: Sequence[str]) -> str:
 
 def _unfit(module: Any, name: str, names: Mapping[str, str]) -> str:
     """Return why the experts of a layer cannot be rounded; empty if they can."""
-    if _is_adapted(name):
+    if ".base_layer" in name:
         return "carries PEFT's adapters, which are not merged before rounding"
     flags = (
         ("has biases", module.has_bias),
@@ -232,10 +215,6 @@ def _unfit(module: Any, name: str, names: Mapping[str, str]) -> str:
         ("has no single matrices in the checkpoints of its family", not names),
     )
     return ", ".join(reason for reason, is_so in flags if is_so)
-
-
-def _is_adapted(name: str) -> bool:
-    return ".base_layer" in name
 
 
 @cache

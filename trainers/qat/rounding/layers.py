@@ -6,13 +6,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from ....ds_configs.quantization.scheme import ActivationQuantization, QuantizationScheme
 from ....ds_configs.specs.errors import ConfigError
-from ....plugins import patches
 from ....plugins.compressed_tensors.codes import StoredLayer
 from .rounding import (
     WeightRounding,
@@ -62,8 +61,7 @@ class LinearRounding:
     """Factor of the LoRA product B·A, which is added to the weight before rounding."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class LinearTensors:
+class LinearTensors(NamedTuple):
     """Tensors that a rounded linear layer computes with."""
 
     weight: Tensor
@@ -87,30 +85,14 @@ class LinearTensors:
 def fake_quantized_linear(inputs: Tensor, tensors: LinearTensors, rounding: LinearRounding) -> Tensor:
     """Return ``round(x) · round(W + scaling · B A)ᵀ + bias`` [..., O], with straight-through gradients.
 
-    Like a plain layer, it computes in the autocast dtype, or in the dtype of the inputs without autocast.
-
-    Args:
-        inputs: [..., I].
-        tensors: Weight, bias, scales and adapter.
-        rounding: How to round inputs and weight.
+    Like a plain layer, it computes in the autocast dtype, or in the dtype of the inputs [..., I] without autocast.
     """
     device = inputs.device.type
     autocast = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
     if autocast:
         inputs = inputs.to(torch.get_autocast_dtype(device))
     with torch.autocast(device, enabled=False) if autocast else nullcontext():
-        output: Tensor = _FakeQuantizedLinear.apply(
-            inputs,
-            tensors.weight,
-            tensors.bias,
-            tensors.weight_scale,
-            tensors.weight_zero_point,
-            tensors.input_scale,
-            tensors.input_zero_point,
-            tensors.adapter_a,
-            tensors.adapter_b,
-            rounding,
-        )
+        output: Tensor = _FakeQuantizedLinear.apply(inputs, *tensors, rounding)
     return output
 
 
@@ -123,31 +105,16 @@ def merged_weight(weight: Tensor, adapter_a: Tensor | None, adapter_b: Tensor | 
 
 class _FakeQuantizedLinear(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any,
-        inputs: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        weight_scale: Tensor | None,
-        weight_zero_point: Tensor | None,
-        input_scale: Tensor | None,
-        input_zero_point: Tensor | None,
-        adapter_a: Tensor | None,
-        adapter_b: Tensor | None,
-        rounding: LinearRounding,
-    ) -> Tensor:
+    def forward(ctx: Any, inputs: Tensor, *operands: Any) -> Tensor:
+        tensors, rounding = LinearTensors(*operands[:-1]), operands[-1]
         ctx.rounding = rounding
-        ctx.bias_dtype = None if bias is None else bias.dtype
-        ctx.input_dtype = inputs.dtype
+        ctx.dtypes = [None if operand is None else operand.dtype for operand in (inputs, *tensors)]
         # Like a plain layer, a frozen layer does not need its inputs in the backward pass.
         static = rounding.inputs is not None and not rounding.inputs.dynamic
         saved_inputs = inputs if static or any(ctx.needs_input_grad[1:]) else None
-        ctx.save_for_backward(
-            saved_inputs, weight, weight_scale, weight_zero_point, input_scale, input_zero_point, adapter_a, adapter_b
-        )
-        merged = merged_weight(weight, adapter_a, adapter_b, rounding.adapter_scaling)
-        rounded = _rounded(merged, rounding, weight_scale, weight_zero_point).to(inputs.dtype)
-        seen = _seen(inputs, rounding, input_scale, input_zero_point)
+        ctx.save_for_backward(saved_inputs, *tensors._replace(bias=None))
+        rounded = _rounded(_merged(tensors, rounding), tensors, rounding).to(inputs.dtype)
+        seen, bias = _seen(inputs, tensors, rounding), tensors.bias
         # DeepSpeed's ZeRO-3 replaces `torch.nn.functional.linear` with a function that saves its weight.
         output: Tensor = torch.ops.aten.linear.default(seen, rounded, None if bias is None else bias.to(inputs.dtype))
         return output
@@ -155,26 +122,30 @@ class _FakeQuantizedLinear(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        inputs, weight, weight_scale, weight_zero_point, input_scale, input_zero_point, a, b = ctx.saved_tensors
-        rounding: LinearRounding = ctx.rounding
-        needs = ctx.needs_input_grad
-        merged = merged_weight(weight, a, b, rounding.adapter_scaling)
+        inputs, *saved = ctx.saved_tensors
+        tensors, rounding = LinearTensors(*saved), ctx.rounding
+        needs, a, b = ctx.needs_input_grad, tensors.adapter_a, tensors.adapter_b
+        merged = _merged(tensors, rounding)
         by_inputs = by_input_scale = by_input_zero = None
         if needs[0] or needs[5] or needs[6]:
-            rounded = _rounded(merged, rounding, weight_scale, weight_zero_point).to(gradient.dtype)
+            rounded = _rounded(merged, tensors, rounding).to(gradient.dtype)
             by_inputs = gradient @ rounded
             del rounded
             if rounding.inputs is not None:
-                scale = None if input_scale is None else stored_scale(input_scale, rounding.weight.stored_dtype)
+                scale = tensors.input_scale
                 by_inputs, by_input_scale, by_input_zero = input_gradients(
-                    by_inputs, inputs, rounding.inputs, scale, input_zero_point, learned=needs[5] or needs[6]
+                    by_inputs,
+                    inputs,
+                    rounding.inputs,
+                    None if scale is None else stored_scale(scale, rounding.weight.stored_dtype),
+                    tensors.input_zero_point,
+                    learned=needs[5] or needs[6],
                 )
         by_weight = by_scale = by_zero = None
         if any(needs[index] for index in (1, 3, 4, 7, 8)):
-            seen = _seen(inputs, rounding, input_scale, input_zero_point)
-            by_rounded = _rows(gradient).t() @ _rows(seen)
+            by_rounded = _rows(gradient).t() @ _rows(_seen(inputs, tensors, rounding))
             by_weight, by_scale, by_zero = weight_gradients(
-                by_rounded.to(merged.dtype), merged, rounding.weight, weight_scale, weight_zero_point
+                by_rounded.to(merged.dtype), merged, rounding.weight, tensors.weight_scale, tensors.weight_zero_point
             )
         by_a = by_b = None
         if by_weight is not None and a is not None and b is not None:
@@ -182,17 +153,10 @@ class _FakeQuantizedLinear(torch.autograd.Function):
             by_a, by_b = b.t() @ wide * rounding.adapter_scaling, wide @ a.t() * rounding.adapter_scaling
         by_bias = _rows(gradient).sum(0) if needs[2] else None
         gradients = (by_inputs, by_weight, by_bias, by_scale, by_zero, by_input_scale, by_input_zero, by_a, by_b)
-        others = (weight_scale, weight_zero_point, input_scale, input_zero_point, a, b)
-        types = (
-            ctx.input_dtype,
-            weight.dtype,
-            ctx.bias_dtype,
-            *(None if like is None else like.dtype for like in others),
-        )
         return (
             *(
                 part.to(dtype) if part is not None and need else None
-                for part, dtype, need in zip(gradients, types, needs, strict=False)
+                for part, dtype, need in zip(gradients, ctx.dtypes, needs, strict=False)
             ),
             None,
         )
@@ -202,15 +166,21 @@ def _rows(matrix: Tensor) -> Tensor:
     return matrix.reshape(-1, matrix.shape[-1])
 
 
-def _rounded(merged: Tensor, rounding: LinearRounding, scale: Tensor | None, zero_point: Tensor | None) -> Tensor:
-    return round_weight(merged, rounding.weight, scale, zero_point).value(rounding.weight)
+def _merged(tensors: LinearTensors, rounding: LinearRounding) -> Tensor:
+    return merged_weight(tensors.weight, tensors.adapter_a, tensors.adapter_b, rounding.adapter_scaling)
 
 
-def _seen(inputs: Tensor, rounding: LinearRounding, scale: Tensor | None, zero_point: Tensor | None) -> Tensor:
+def _rounded(merged: Tensor, tensors: LinearTensors, rounding: LinearRounding) -> Tensor:
+    rounded = round_weight(merged, rounding.weight, tensors.weight_scale, tensors.weight_zero_point)
+    return rounded.value(rounding.weight)
+
+
+def _seen(inputs: Tensor, tensors: LinearTensors, rounding: LinearRounding) -> Tensor:
     if rounding.inputs is None:
         return inputs
+    scale = tensors.input_scale
     rounded_scale = None if scale is None else stored_scale(scale, rounding.weight.stored_dtype)
-    return round_inputs(inputs, rounding.inputs, rounded_scale, zero_point)
+    return round_inputs(inputs, rounding.inputs, rounded_scale, tensors.input_zero_point)
 
 
 WEIGHT_SCALE, WEIGHT_ZERO_POINT = "learned_weight_scale", "learned_weight_zero_point"
@@ -238,31 +208,19 @@ class LayerQuantizer:
     """Dtype of the weight in the last forward pass, which an FSDP2 policy casts from the dtype of the parameter."""
 
     def rounding(self, *, adapter_scaling: float = 0.0, ranks: ProcessGroup | None = None) -> LinearRounding:
-        """Return the rounding of a forward pass at this step.
-
-        Args:
-            adapter_scaling: As in `LinearRounding`.
-            ranks: As in `WeightRounding`.
-        """
+        """Return the rounding of a forward pass at this step."""
         weights = self.scheme.weights
         if self.state.bits is not None and self.state.bits != weights.bits:
             weights = replace(weights, bits=self.state.bits)
         weight = WeightRounding(quantization=weights, rule=self.rule, stored_dtype=self.stored_dtype, ranks=ranks)
         return LinearRounding(weight=weight, inputs=self.scheme.activations, adapter_scaling=adapter_scaling)
 
-    def stored_layer(
-        self,
-        weight: Tensor,
-        *,
-        scale: Tensor | None = None,
-        zero_point: Tensor | None = None,
-        input_scale: Tensor | None = None,
-        input_zero_point: Tensor | None = None,
-    ) -> StoredLayer:
-        """Return codes, scales and zero points of a matrix [O, I] in the dtype of the forward pass."""
+    def stored_layer(self, weight: Tensor, parameters: Mapping[str, Tensor]) -> StoredLayer:
+        """Return the stored form of a matrix [O, I] in the dtype of the forward pass, with learned scales if any."""
         rounding = self.rounding()
-        rounded = round_weight(weight, rounding.weight, scale, zero_point)
+        rounded = round_weight(weight, rounding.weight, parameters.get(WEIGHT_SCALE), parameters.get(WEIGHT_ZERO_POINT))
         activations = self.scheme.activations
+        input_scale, input_zero_point = parameters.get(INPUT_SCALE), parameters.get(INPUT_ZERO_POINT)
         if self.scheme.activations_are_static and input_scale is None:
             assert self.input_range is not None, "every layer of a scheme with stored ranges has one"
             input_scale, input_zero_point = self.input_range.on(weight.device)
@@ -297,10 +255,8 @@ class FakeQuantizedLinear(torch.nn.Linear):
         return fake_quantized_linear(input, tensors, quantizer.rounding())
 
     def stored_layers(self, parameters: Mapping[str, Tensor]) -> dict[str, StoredLayer]:
-        """Return the stored form of the weight, given the full parameters of this module."""
-        seen = self.quantizer.forward_dtype
-        weight = parameters["weight"] if seen is None else parameters["weight"].to(seen)
-        return {"": stored_from(self.quantizer, weight, parameters)}
+        """Return the stored form of the matrix, given the full parameters of this module."""
+        return {"": self.quantizer.stored_layer(forward_weight(self, parameters), parameters)}
 
 
 def observe_inputs(quantizer: LayerQuantizer, inputs: Tensor, *, training: bool) -> None:
@@ -329,15 +285,16 @@ def rounding_tensors(
     }
 
 
-def stored_from(quantizer: LayerQuantizer, weight: Tensor, parameters: Mapping[str, Tensor]) -> StoredLayer:
-    """Return the stored form of a weight [O, I] in the dtype of the forward pass, with learned scales if any."""
-    return quantizer.stored_layer(
-        weight,
-        scale=parameters.get(WEIGHT_SCALE),
-        zero_point=parameters.get(WEIGHT_ZERO_POINT),
-        input_scale=parameters.get(INPUT_SCALE),
-        input_zero_point=parameters.get(INPUT_ZERO_POINT),
-    )
+def forward_weight(module: Any, parameters: Mapping[str, Tensor]) -> Tensor:
+    """Return the matrix [O, I] of a linear layer in a forward pass before rounding, adapter included."""
+    dtype = getattr(getattr(module, "quantizer", None), "forward_dtype", None)
+    parts = [parameters[name] for name in (("weight",) if "weight" in parameters else lora_matrices(module))]
+    if dtype is not None and parts[0].dtype != dtype:
+        # A mixed-precision policy that casts the weight casts the adapter too.
+        parts = [part.to(dtype) for part in parts]
+    if len(parts) == 1:
+        return parts[0]
+    return merged_weight(*parts, module.scaling[module.active_adapters[0]])
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -446,10 +403,10 @@ def lora_errors(name: str, module: Any) -> list[ConfigError]:
     return errors
 
 
-def make_fake_quantized(module: Any, quantizer: LayerQuantizer) -> None:
-    """Change the class of a LoRA layer so that it rounds the sum of weight and adapter."""
-    patches.swap_class("qat-lora", module, _fake_quantized_class())
-    module.quantizer = quantizer
+def lora_matrices(module: Any) -> tuple[str, str, str]:
+    """Return the relative names of a LoRA layer's weight, A and B."""
+    adapter = module.active_adapters[0]
+    return "base_layer.weight", f"lora_A.{adapter}.weight", f"lora_B.{adapter}.weight"
 
 
 @cache
@@ -462,7 +419,8 @@ def _lora_class() -> Any:
 
 
 @cache
-def _fake_quantized_class() -> Any:
+def fake_quantized_lora() -> Any:
+    """Return the class of LoRA layers that round the sum of weight and adapter."""
     lora = _lora_class()
 
     class FakeQuantizedLora(lora):  # type: ignore[misc,valid-type]
@@ -472,9 +430,7 @@ def _fake_quantized_class() -> Any:
 
         @property
         def consumed(self) -> tuple[str, ...]:
-            adapter = self.active_adapters[0]
-            own = ("base_layer.weight", f"lora_A.{adapter}.weight", f"lora_B.{adapter}.weight")
-            return (*own, *(name for name in LEARNED if name in self._parameters))
+            return (*lora_matrices(self), *(name for name in LEARNED if name in self._parameters))
 
         def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
             quantizer = self.quantizer
@@ -496,12 +452,6 @@ def _fake_quantized_class() -> Any:
 
         def stored_layers(self, parameters: Mapping[str, Tensor]) -> dict[str, StoredLayer]:
             """Return the stored form of the sum of weight and adapter."""
-            weight, a, b = (parameters[name] for name in self.consumed[:3])
-            seen = self.quantizer.forward_dtype
-            if seen is not None and seen != weight.dtype:
-                # A mixed-precision policy that casts the weight casts the adapter too.
-                weight, a, b = weight.to(seen), a.to(seen), b.to(seen)
-            merged = merged_weight(weight, a, b, self.scaling[self.active_adapters[0]])
-            return {"": stored_from(self.quantizer, merged, parameters)}
+            return FakeQuantizedLinear.stored_layers(self, parameters)
 
     return FakeQuantizedLora

@@ -101,7 +101,14 @@ def round_weight(
         rounded_scale = stored_scale(scale, rounding.stored_dtype)
         rounded_zero = None if zero_point is None else stored_zero_point(zero_point, quantization.bits)
     else:
-        extremes = weight if rounding.ranks is None else _extremes_over_ranks(weight, rounding)
+        extremes = weight
+        if rounding.ranks is not None:
+            # Minimum and maximum of the elements that share a scale give the scale of the full matrix bit for bit.
+            assert quantization.strategy != "group", "checked when layers were sharded"
+            shared = sharing(weight.detach(), quantization)
+            ends = torch.stack([-shared.amin(-1), shared.amax(-1)])
+            torch.distributed.all_reduce(ends, op=torch.distributed.ReduceOp.MAX, group=rounding.ranks)
+            extremes = torch.stack([-ends[0], ends[1]], dim=-1).reshape(-1, 2)
         rounded_scale, rounded_zero = weight_scale_and_zero_point(extremes, quantization, rounding.stored_dtype)
     levels = weight_levels(weight, rounded_scale, rounded_zero, quantization)
     return RoundedWeight(levels=levels, scale=rounded_scale, zero_point=rounded_zero)
@@ -110,29 +117,20 @@ def round_weight(
 def weight_gradients(
     gradient: Tensor, weight: Tensor, rounding: WeightRounding, scale: Tensor | None, zero_point: Tensor | None
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Return dL/dw, dL/ds and dL/dz from dL/dw'; the last two are `None` unless they are learned.
-
-    Args:
-        gradient: dL/dw' [O, I].
-        weight: [O, I], before rounding.
-        rounding: As for `round_weight`, like `scale` and `zero_point`.
-        scale: Learned scale or `None`.
-        zero_point: Learned zero point or `None`.
-    """
+    """Return dL/dw, dL/ds and dL/dz from dL/dw' [O, I]; the last two are `None` unless they are learned."""
     import torch
 
     if rounding.rule != "learned":
         return gradient, None, None
     rounded = round_weight(weight, rounding, scale, zero_point)
     quantization = rounding.quantization
-    by_scale_shape = sharing(gradient, quantization)
     gradient_S, levels_S, weight_S = (sharing(part, quantization) for part in (gradient, rounded.levels, weight))
     scale_S1 = rounded.scale.unsqueeze(-1).to(weight_S.dtype)
     zero_S1 = None if rounded.zero_point is None else rounded.zero_point.unsqueeze(-1).to(weight_S.dtype)
     ratio_S = weight_S / scale_S1
     inside_S = _inside(ratio_S if zero_S1 is None else ratio_S + zero_S1, quantization.bits)
     centred_S = levels_S if zero_S1 is None else levels_S - zero_S1
-    shrink = _lsq_shrink(by_scale_shape.shape[-1], quantization.bits)
+    shrink = _lsq_shrink(gradient_S.shape[-1], quantization.bits)
     by_scale = (gradient_S * torch.where(inside_S, centred_S - ratio_S, centred_S)).sum(-1) * shrink
     by_zero = None
     if zero_S1 is not None:
@@ -147,8 +145,8 @@ def round_inputs(
     """Round the inputs [..., I] of a layer; the result keeps their dtype.
 
     Args:
-        inputs: Inputs of the layer.
-        quantization: Bits, symmetry, and static or dynamic ranges.
+        inputs: [..., I].
+        quantization: Number format.
         scale: Scale of a static range, [1] in the stored dtype; `None` if dynamic.
         zero_point: Zero point of a static range, int8 or float [1]; `None` if symmetric or dynamic.
     """
@@ -213,20 +211,6 @@ def stored_zero_point(zero_point: Tensor, bits: int) -> Tensor:
     import torch
 
     return torch.round(torch.clamp(zero_point.detach(), *code_range(bits))).to(torch.int8)
-
-
-def _extremes_over_ranks(weight: Tensor, rounding: WeightRounding) -> Tensor:
-    """Return minimum and maximum of the elements that share a scale, [O, 2] per channel or [1, 2] per tensor.
-
-    Their scale equals that of the full matrix bit for bit.
-    """
-    import torch
-
-    assert rounding.rule == "minmax" and rounding.quantization.strategy != "group", "checked when layers were sharded"
-    shared = sharing(weight.detach(), rounding.quantization)
-    ends = torch.stack([-shared.amin(-1), shared.amax(-1)])
-    torch.distributed.all_reduce(ends, op=torch.distributed.ReduceOp.MAX, group=rounding.ranks)
-    return torch.stack([-ends[0], ends[1]], dim=-1).reshape(-1, 2)
 
 
 def sharing(matrix: Tensor, quantization: WeightQuantization) -> Tensor:
