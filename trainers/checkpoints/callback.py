@@ -22,7 +22,6 @@ from ...plugins.launching.messages import note_on_first_rank
 from ...plugins.transformers.sound_model import gathered
 from ...plugins.transformers.training_arguments import check_first_of_its_kind
 from .record import (
-    FileRecord,
     flush_tree,
     flushed_records,
     on_first_rank,
@@ -105,10 +104,7 @@ class CheckpointCallback(TrainerCallback):
             return train_and_finish
 
         def none_when_done(collect: Callable[..., Any]) -> Callable[..., Any]:
-            def get_batch_samples(*args: Any, **kwargs: Any) -> Any:
-                return ([], None) if self._is_done else collect(*args, **kwargs)
-
-            return get_batch_samples
+            return lambda *args, **kwargs: ([], None) if self._is_done else collect(*args, **kwargs)
 
         patches.apply("checkpointed-train", ending, on=trainer)
         patches.apply("no-batches-after-the-last-step", none_when_done, on=trainer)
@@ -220,18 +216,19 @@ class CheckpointCallback(TrainerCallback):
         self._nodes = nodes = sum(gathered(args.local_process_index == 0))
         facts = self._run_facts()
 
-        def mark(files: Mapping[str, FileRecord]) -> None:
-            write_record(directory, step=step, files=files, facts=facts)
-            rotate(output_dir, limit=self._limit, best=state.best_model_checkpoint)
-
         def finish() -> Callable[[], None] | None:
             if not args.should_save:
                 flush_tree(directory)
                 return None
             files = flushed_records(directory)
+
+            def mark() -> None:
+                write_record(directory, step=step, files=files, facts=facts)
+                rotate(output_dir, limit=self._limit, best=state.best_model_checkpoint)
+
             if nodes > 1:
-                return lambda: mark(files)
-            mark(files)
+                return mark
+            mark()
             return None
 
         has_part = args.should_save or args.local_process_index == 0
@@ -258,11 +255,7 @@ class CheckpointCallback(TrainerCallback):
     def on_epoch_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
     ) -> None:
-        """Wait for the last checkpoint before the one of this epoch.
-
-        Raises:
-            ShardwrightError: as `on_step_end`.
-        """
+        """Wait for the last checkpoint before the one of this epoch; raises as `on_step_end`."""
         if self._is_done:
             # The run that took the last step has done all three.
             control.should_log = control.should_evaluate = control.should_save = False
@@ -271,11 +264,7 @@ class CheckpointCallback(TrainerCallback):
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
     ) -> None:
-        """Wait for the last checkpoint, and restore the Trainer's rotation.
-
-        Raises:
-            ShardwrightError: as `on_step_end`.
-        """
+        """Wait for the last checkpoint, and restore the Trainer's rotation; raises as `on_step_end`."""
         self._settle(args, wait=True)
         args.save_total_limit = self._limit
 

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import hashlib
 import json
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
-from importlib.metadata import PackageNotFoundError, version
 from mmap import mmap
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,6 +17,7 @@ from ...ds_configs.plan.output import flush, write_files
 from ...ds_configs.plan.plan import Plan
 from ...ds_configs.specs.errors import ShardwrightError
 from ...plugins.accelerate.cpu_ranks import engine_from_environment
+from ...plugins.releases import installed_version
 from ...plugins.transformers.sound_model import gathered
 from ...plugins.transformers.training_arguments import deepspeed_configuration
 
@@ -207,19 +206,13 @@ def run_facts(trainer: Trainer) -> dict[str, object]:
         "model": None if config is None else f"{model_type} {_digest(stable)}",
         "trained": trained_tensors(trainer.model),
         "data": _data(trainer.train_dataset),
-        "versions": _versions(),
+        "versions": {package: release for package in _PACKAGES if (release := installed_version(package))},
     }
     return _as_recorded(facts)
 
 
 def planned_facts(plan: Plan, arguments: Mapping[str, object], samples: Any) -> dict[str, object]:
-    """Return the facts that are known before a rank starts.
-
-    Args:
-        plan: The plan that is launched.
-        arguments: Keys of `TrainingArguments`, as the ranks get them.
-        samples: The training samples; `None` if only the ranks know their order.
-    """
+    """Return the facts that are known before a rank starts; `samples` is `None` if only the ranks know their order."""
     strategy = plan.chosen.strategy
     facts = {
         "engine": "ddp" if strategy.engine == "single" else strategy.engine,
@@ -318,14 +311,6 @@ def _content(sample: Any) -> Any:
 def _digest(content: Any) -> str:
     text = json.dumps(content, sort_keys=True, default=str)
     return hashlib.sha256(text.encode("utf-8")).hexdigest()[:16]
-
-
-def _versions() -> dict[str, str]:
-    versions = {}
-    for package in _PACKAGES:
-        with contextlib.suppress(PackageNotFoundError):
-            versions[package] = version(package)
-    return versions
 
 
 Result = TypeVar("Result")

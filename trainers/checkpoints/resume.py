@@ -189,7 +189,7 @@ def compared(saved: Mapping[str, object], now: Mapping[str, object]) -> tuple[li
 def is_finished(selection: Selection, facts: Mapping[str, object], max_steps: int) -> bool:
     """Return whether a checkpoint was saved after the last step of its run, and the run that resumes has as many steps.
 
-    Only the final evaluation, the saved model and the report remain. The arguments are those of `finished_errors`.
+    The arguments are those of `finished_errors`.
     """
     saved, steps = _saved_and_wanted_steps(selection, facts, max_steps)
     return saved == steps == selection.record.step
@@ -212,6 +212,5 @@ def finished_errors(selection: Selection, facts: Mapping[str, object], max_steps
 
 
 def _saved_and_wanted_steps(selection: Selection, facts: Mapping[str, object], max_steps: int) -> tuple[int, int]:
-    """Return the optimizer steps of the run that saved a checkpoint, and of the run that resumes."""
     saved = json.loads((selection.path / "trainer_state.json").read_text(encoding="utf-8"))["max_steps"]
     return saved, saved if selection.record.facts.get("max_steps") == facts.get("max_steps") else max_steps

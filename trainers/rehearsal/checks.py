@@ -8,7 +8,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Literal, get_args
 
-from ...ds_configs.check import Finding
 from ...ds_configs.check.files import run_check
 from ...ds_configs.plan.plan import Plan
 from ...ds_configs.specs.errors import UsageError
@@ -38,10 +37,7 @@ CONFIG_ERROR, FAILED_AT_RUN_TIME = 2, 1
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Check:
-    """Result of one check."""
-
     name: CheckName
-    """Stable name."""
     passed: bool | None
     """`None` if an earlier failure ended the rehearsal."""
     detail: str
@@ -50,18 +46,19 @@ class Check:
     """Of a failure: 2 for an error in the files, 1 at run time; 0 otherwise."""
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the check as JSON values."""
         return {"name": self.name, "passed": self.passed, "detail": self.detail}
 
 
 def passed(name: CheckName, detail: str) -> Check:
-    """Return a check that passed."""
     return Check(name=name, passed=True, detail=detail)
 
 
 def failed(name: CheckName, detail: str, *, exit_code: int = FAILED_AT_RUN_TIME) -> Check:
-    """Return a check that failed."""
     return Check(name=name, passed=False, detail=detail, exit_code=exit_code)
+
+
+def _result(name: CheckName, is_passed: bool, observation: str, error: str) -> Check:
+    return passed(name, observation) if is_passed else failed(name, error)
 
 
 def with_unreached(checks: Sequence[Check]) -> tuple[Check, ...]:
@@ -76,20 +73,18 @@ def with_unreached(checks: Sequence[Check]) -> tuple[Check, ...]:
 def check_files(directory: Path, plan: Plan) -> list[Check]:
     """Check the plan's files on disk; errors of batch and number of processes are reported as `world_size`."""
     accelerate, arguments = directory / "accelerate.yaml", directory / "training_arguments.json"
-    findings = run_check([accelerate], world_size=None, uses_transformers=True).findings
-    errors = [finding for finding in findings if finding.kind == "error"]
-    world_size = [str(finding.error) for finding in errors if _is_about_world_size(finding)]
-    files = [str(finding.error) for finding in errors if not _is_about_world_size(finding)]
+    world_size: list[str] = []
+    files: list[str] = []
+    for finding in run_check([accelerate], world_size=None, uses_transformers=True).findings:
+        if finding.kind == "error":
+            is_about_ranks = finding.error.where.rpartition(" ")[2] in _WORLD_SIZE_KEYS
+            (world_size if is_about_ranks else files).append(str(finding.error))
     files += rehearsal_argument_errors(arguments)
     checks = [_verdict("files", files, f"{accelerate.name}, what it names, and {arguments.name}")]
     if not files and not world_size:
         world_size = world_size_errors(PlanFiles.read(directory), plan)
     checks.append(_verdict("world_size", world_size, f"the files are for {plan.hardware.world_size} ranks"))
     return checks
-
-
-def _is_about_world_size(finding: Finding) -> bool:
-    return finding.error.where.rpartition(" ")[2] in _WORLD_SIZE_KEYS
 
 
 def _verdict(name: CheckName, errors: Sequence[str], detail: str) -> Check:
@@ -182,32 +177,29 @@ def check_training(records: Sequence[Mapping[str, Any]], *, ranks: int, steps: i
     losses = list(records[0]["losses"])
     shown = f"{losses[0]:.3f} to {losses[-1]:.3f} in {steps} steps"
     finite = all(math.isfinite(loss) for loss in losses)
-    checks = [_world_size_seen(records, ranks)]
-    if finite:
-        checks.append(passed("loss_finite", f"{len(losses)} losses"))
-    else:
-        checks.append(failed("loss_finite", f"losses: {', '.join(f'{loss:.3f}' for loss in losses)}"))
-    if finite and min(losses[1:]) < losses[0] and losses[-1] < losses[0]:
-        checks.append(
-            passed("loss_falls", f"{shown} (random weights lose ln {vocab_size} = {math.log(vocab_size):.3f})")
-        )
-    else:
-        checks.append(failed("loss_falls", f"{shown}: the optimizer does not reduce the loss"))
-    digests = {record["probe_digest"] for record in records}
-    if len(digests) == 1:
-        checks.append(passed("ranks_agree", f"all {ranks} ranks compute bit-identical logits for the same batch"))
-    else:
-        values = ", ".join(f"rank {index}: {record['probe_mean']!r}" for index, record in enumerate(records))
-        checks.append(failed("ranks_agree", f"ranks compute different mean logits for the same batch: {values}"))
-    return checks
-
-
-def _world_size_seen(records: Sequence[Mapping[str, Any]], ranks: int) -> Check:
-    seen = sorted({record["world_size"] for record in records})
-    if seen == [ranks] and len(records) == ranks:
-        return passed("world_size", f"the Trainers of all {ranks} ranks have world size {ranks}")
-    detail = f"launched {ranks} ranks, {len(records)} trained, with world size {', '.join(map(str, seen))}"
-    return failed("world_size", detail)
+    sizes = sorted({record["world_size"] for record in records})
+    means = ", ".join(f"rank {index}: {record['probe_mean']!r}" for index, record in enumerate(records))
+    return [
+        _result(
+            "world_size",
+            sizes == [ranks] and len(records) == ranks,
+            f"the Trainers of all {ranks} ranks have world size {ranks}",
+            f"launched {ranks} ranks, {len(records)} trained, with world size {', '.join(map(str, sizes))}",
+        ),
+        _result("loss_finite", finite, f"{len(losses)} losses", f"losses: {', '.join(f'{n:.3f}' for n in losses)}"),
+        _result(
+            "loss_falls",
+            finite and min(losses[1:]) < losses[0] and losses[-1] < losses[0],
+            f"{shown} (random weights lose ln {vocab_size} = {math.log(vocab_size):.3f})",
+            f"{shown}: the optimizer does not reduce the loss",
+        ),
+        _result(
+            "ranks_agree",
+            len({record["probe_digest"] for record in records}) == 1,
+            f"all {ranks} ranks compute bit-identical logits for the same batch",
+            f"ranks compute different mean logits for the same batch: {means}",
+        ),
+    ]
 
 
 def check_checkpoint(directory: Path) -> Check:
@@ -227,10 +219,7 @@ Observed: 3e-4."""
 def check_resumed(
     losses: Sequence[float], resumed: Sequence[float], *, save_step: int, cpu_optimizer: bool = False
 ) -> Check:
-    """Check that steps after the checkpoint have bit-identical losses in both launches.
-
-    `cpu_optimizer` is for DeepSpeed's CPU Adam, which does not resume bit-identically.
-    """
+    """Check that steps after the checkpoint have bit-identical losses in both launches, but for `cpu_optimizer`."""
     expected = list(losses[save_step:])
     steps = f"steps {save_step + 1} to {len(losses)}"
     if expected == list(resumed):
@@ -258,10 +247,11 @@ def check_export(directory: Path, trained_file: Path, export_file: Path, error: 
     difference, largest = float((trained - exported).abs().max()), float(trained.abs().max())
     allowed = LOGIT_TOLERANCE[precision] * largest
     seen = "bit-identically" if difference == 0 else f"within {difference:.1e} of {largest:.1e}"
-    if difference <= allowed:
-        return passed("export", f"from_pretrained reproduces the trained engine's logits {seen}")
-    return failed(
-        "export", f"logits of the export differ from the trained engine's by {difference:.3g} of {largest:.3g}"
+    return _result(
+        "export",
+        difference <= allowed,
+        f"from_pretrained reproduces the trained engine's logits {seen}",
+        f"logits of the export differ from the trained engine's by {difference:.3g} of {largest:.3g}",
     )
 
 

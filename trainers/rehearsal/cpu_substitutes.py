@@ -51,29 +51,29 @@ def cpu_arguments(
 ) -> tuple[dict[str, Any], tuple[Change, ...]]:
     """Return training arguments for a few steps on CPU ranks, with a checkpoint after `save_step`."""
     where = "training_arguments.json"
-    found, changes = dict(arguments), []
+    scaled, changes = dict(arguments), []
 
     def replace(key: str, value: Any) -> None:
-        before = found.pop(key, None)
+        before = scaled.pop(key, None)
         if value is not None:
-            found[key] = value
+            scaled[key] = value
         changes.append(Change(where=f"{where}: {key}", before=before, after=value))
 
     for key, neutral in _NEUTRAL.items():
-        if key in found and found[key] not in (neutral, None):
+        if key in scaled and scaled[key] not in (neutral, None):
             replace(key, neutral)
-    found.pop("liger_kernel_config", None)
-    if found.get("fp16"):
+    scaled.pop("liger_kernel_config", None)
+    if scaled.get("fp16"):
         replace("fp16", False)
         replace("bf16", True)
-    optimizer = str(found.get("optim", "adamw_torch_fused"))
+    optimizer = str(scaled.get("optim", "adamw_torch_fused"))
     if any(part in optimizer for part in _GPU_OPTIMIZERS):
         optimizer = "adamw_torch"
         replace("optim", optimizer)
     rates = (rate for name, rate in LEARNING_RATES.items() if optimizer.startswith(name))
     replace("learning_rate", next(rates, ADAM_LEARNING_RATE))
     replace("max_steps", steps)
-    found |= {
+    scaled |= {
         "save_strategy": "steps",
         "save_steps": save_step,
         "logging_strategy": "steps",
@@ -81,7 +81,7 @@ def cpu_arguments(
         "report_to": "none",
         "disable_tqdm": True,
     }
-    return found, tuple(changes)
+    return scaled, tuple(changes)
 
 
 def cpu_model(config: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[Change, ...]]:
@@ -89,23 +89,23 @@ def cpu_model(config: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[Change, 
 
     There attention with dropout leaves its fused kernel and keeps every score.
     """
-    found, changes = dict(config), []
+    scaled, changes = dict(config), []
     for key, value in config.items():
         if "drop" in key and isinstance(value, float) and value > 0:
-            found[key] = 0.0
+            scaled[key] = 0.0
             changes.append(Change(where=key, before=value, after=0.0))
-    return found, tuple(changes)
+    return scaled, tuple(changes)
 
 
 def cpu_deepspeed(config: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[Change, ...]]:
     """Return a DeepSpeed configuration without fp16, which CPU ranks do not train."""
-    found = {key: value for key, value in config.items() if key != "_shardwright"}
-    section = found.get("fp16")
+    scaled = {key: value for key, value in config.items() if key != "_shardwright"}
+    section = scaled.get("fp16")
     if not isinstance(section, dict) or section.get("enabled") is False:
-        return found, ()
-    del found["fp16"]
-    found["bf16"] = {"enabled": section.get("enabled", True)}
-    return found, (Change(where="ds_config.json: fp16", before=section, after={"bf16": found["bf16"]}),)
+        return scaled, ()
+    del scaled["fp16"]
+    scaled["bf16"] = {"enabled": section.get("enabled", True)}
+    return scaled, (Change(where="ds_config.json: fp16", before=section, after={"bf16": scaled["bf16"]}),)
 
 
 def cpu_accelerate(config: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[Change, ...]]:
@@ -114,16 +114,16 @@ def cpu_accelerate(config: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[Cha
     FSDP2 offloads into pinned memory, which torch 2.13.0 has only beside an accelerator; on CPU ranks its shards are
     on the host already.
     """
-    found, changes = dict(config), []
-    fsdp = found.get("fsdp_config")
+    scaled, changes = dict(config), []
+    fsdp = scaled.get("fsdp_config")
     if isinstance(fsdp, dict) and fsdp.get("fsdp_offload_params"):
-        found["fsdp_config"] = {**fsdp, "fsdp_offload_params": False}
+        scaled["fsdp_config"] = {**fsdp, "fsdp_offload_params": False}
         changes.append(Change(where="accelerate.yaml: fsdp_offload_params", before=True, after=False))
-    precision = found.get("mixed_precision")
+    precision = scaled.get("mixed_precision")
     if precision in ("fp16", "fp8"):
-        found["mixed_precision"] = "bf16"
+        scaled["mixed_precision"] = "bf16"
         changes.append(Change(where="accelerate.yaml: mixed_precision", before=precision, after="bf16"))
     for key in ("gpu_ids", "fp8_config", "dynamo_config", "enable_cpu_affinity"):
-        if found.get(key):
-            changes.append(Change(where=f"accelerate.yaml: {key}", before=found.pop(key), after=None))
-    return found, tuple(changes)
+        if scaled.get(key):
+            changes.append(Change(where=f"accelerate.yaml: {key}", before=scaled.pop(key), after=None))
+    return scaled, tuple(changes)

@@ -24,7 +24,7 @@ from ...ds_configs.shrink.layout import (
 )
 from ...ds_configs.specs.errors import UsageError
 from ...ds_configs.specs.job import TrainingJob
-from ...ds_configs.specs.layout import Layout, PipelineStage
+from ...ds_configs.specs.layout import Layout
 from ...ds_configs.specs.model import ModelSpec
 from ...ds_configs.specs.texts import strict_json
 from ..runs.settings import RankJob
@@ -101,10 +101,8 @@ class PlanFiles:
 class Rehearsed:
     """A plan with the sizes of its rehearsal."""
 
-    config: dict[str, Any]
-    """`config.json` of the shrunken model."""
     model: ModelSpec
-    """Its specification."""
+    """Of the shrunken model."""
     strategy: Layout
     """The layout on the rehearsal's ranks."""
     job: TrainingJob
@@ -145,29 +143,25 @@ def choose_ranks(strategy: Layout, *, nodes: int, ranks: int | None) -> int:
     raise AssertionError("the last call raises")
 
 
-def rehearsed_model(
-    plan: Plan, config: Mapping[str, Any], strategy: Layout, work: Path
-) -> tuple[dict[str, Any], ModelSpec, tuple[Change, ...]]:
-    """Shrink the model, write its `config.json` to the work directory, and return it with its specification."""
-    from ...plugins.planning.models import load_model_spec
-
-    shrunken = shrink_model_config(config, strategy=strategy, seq_len_tokens=plan.job.seq_len_tokens)
-    small, cpu_changes = cpu_model(shrunken.config)
-    (work / "model").mkdir()
-    (work / "model" / "config.json").write_text(json.dumps(small, indent=1), encoding="utf-8")
-    return small, load_model_spec(str(work / "model")).spec, (*shrunken.changes, *cpu_changes)
-
-
 def scale_plan(
     plan: Plan, files: PlanFiles, config: Mapping[str, Any], *, ranks: int, nodes: int, steps: int, work: Path
 ) -> Rehearsed:
     """Return the plan's own files with scaled values, for `ranks` CPU ranks on `nodes` launchers.
 
+    It writes `config.json` of the shrunken model to the work directory.
+
     Raises:
         UsageError: the number of ranks does not fit the layout.
     """
+    from ...plugins.planning.models import load_model_spec
+
     strategy, layout_changes = shrink_strategy(plan.chosen.strategy, ranks=ranks, nodes=nodes)
-    config, model, model_changes = rehearsed_model(plan, config, strategy, work)
+    shrunken = shrink_model_config(config, strategy=strategy, seq_len_tokens=plan.job.seq_len_tokens)
+    small, cpu_changes = cpu_model(shrunken.config)
+    changes = [*layout_changes, *shrunken.changes, *cpu_changes]
+    (work / "model").mkdir()
+    (work / "model" / "config.json").write_text(json.dumps(small, indent=1), encoding="utf-8")
+    model = load_model_spec(str(work / "model")).spec
     zero, _ = shrink_zero_options(
         strategy.zero,
         original=plan.model,
@@ -176,65 +170,45 @@ def scale_plan(
         shards=strategy.shard_size,
     )
     strategy = replace(strategy, zero=zero)
-    job, job_changes = _job(plan, strategy)
-    deepspeed, deepspeed_changes = _scale_deepspeed(plan, files, strategy, work)
-    named = str(work / "ds_config.json") if deepspeed is not None else None
+    precision = "bf16" if plan.job.precision == "fp16" else plan.job.precision
+    seq_len = rehearsed_sequence(plan.job.seq_len_tokens, strategy)
+    job = replace(plan.job, seq_len_tokens=seq_len, precision=precision, loss="eager", teacher=None)
+    for name in ("seq_len_tokens", "precision", "loss"):
+        before, after = getattr(plan.job, name), getattr(job, name)
+        if before != after:
+            changes.append(Change(where=f"job: {name}", before=before, after=after))
+    if plan.job.teacher is not None:
+        changes.append(Change(where="job: teacher", before=plan.job.teacher.name, after=None))
+    deepspeed, deepspeed_file = None, None
+    if files.deepspeed is not None:
+        deepspeed_file = str(work / "ds_config.json")
+        deepspeed, deepspeed_changes = shrink_deepspeed_config(
+            files.deepspeed,
+            zero=strategy.zero,
+            nvme_path=str(work / "nvme"),
+            world_size_before=plan.chosen.strategy.data_parallel_size,
+            ranks=strategy.data_parallel_size,
+            strategy=plan.chosen.strategy,
+        )
+        deepspeed, cpu_changes = cpu_deepspeed(deepspeed)
+        changes += [*deepspeed_changes, *cpu_changes]
     accelerate, accelerate_changes = shrink_accelerate_config(
-        files.accelerate, ranks=ranks, nodes=nodes, deepspeed_config_file=named
+        files.accelerate, ranks=ranks, nodes=nodes, deepspeed_config_file=deepspeed_file
     )
     accelerate, cpu_changes = cpu_accelerate(accelerate)
+    changes += [*accelerate_changes, *cpu_changes]
     if strategy.engine == "fsdp2":
         strategy = replace(strategy, offload_optimizer="none", offload_param="none")
     stages = pipeline_stages(model, job, strategy.pp, tensor_parallel_size=strategy.tp) if strategy.pp > 1 else ()
-    worker, argument_changes = _worker_job(files, strategy, job, stages, ranks=ranks, steps=steps)
-    groups = (layout_changes, model_changes, job_changes, deepspeed_changes, accelerate_changes, cpu_changes)
-    return Rehearsed(
-        config=config,
-        model=model,
-        strategy=strategy,
-        job=job,
-        accelerate=accelerate,
-        deepspeed=deepspeed,
-        worker=worker,
-        changes=tuple(change for group in (*groups, argument_changes) for change in group),
-    )
-
-
-def _scale_deepspeed(
-    plan: Plan, files: PlanFiles, strategy: Layout, work: Path
-) -> tuple[dict[str, Any] | None, tuple[Change, ...]]:
-    if files.deepspeed is None:
-        return None, ()
-    scaled, changes = shrink_deepspeed_config(
-        files.deepspeed,
-        zero=strategy.zero,
-        nvme_path=str(work / "nvme"),
-        world_size_before=plan.chosen.strategy.data_parallel_size,
-        ranks=strategy.data_parallel_size,
-        strategy=plan.chosen.strategy,
-    )
-    scaled, cpu_changes = cpu_deepspeed(scaled)
-    return scaled, (*changes, *cpu_changes)
-
-
-def _worker_job(
-    files: PlanFiles,
-    strategy: Layout,
-    job: TrainingJob,
-    stages: tuple[PipelineStage, ...],
-    *,
-    ranks: int,
-    steps: int,
-) -> tuple[RehearsalJob, tuple[Change, ...]]:
-    scaled, changes = shrink_training_arguments(files.arguments, strategy=strategy)
-    save_step = steps // 2
-    arguments, cpu_changes = cpu_arguments(scaled, steps=steps, save_step=save_step)
+    arguments, argument_changes = shrink_training_arguments(files.arguments, strategy=strategy)
+    arguments, cpu_changes = cpu_arguments(arguments, steps=steps, save_step=steps // 2)
+    changes += [*argument_changes, *cpu_changes]
     worker = RehearsalJob(
         training_arguments=arguments,
         seq_len=job.seq_len_tokens,
         samples=strategy.micro_batch_size * strategy.gradient_accumulation_steps * ranks * steps,
         steps=steps,
-        save_step=save_step,
+        save_step=steps // 2,
         precision=job.precision,
         method=job.method,
         lora_rank=job.lora_rank,
@@ -244,28 +218,15 @@ def _worker_job(
         axes={axis: getattr(strategy, axis) for axis in ("tp", "pp", "sp", "cp", "ep")},
         stages=tuple(asdict(stage) for stage in stages),
     )
-    return worker, (*changes, *cpu_changes)
-
-
-def _job(plan: Plan, strategy: Layout) -> tuple[TrainingJob, tuple[Change, ...]]:
-    """Return the job in the rehearsed sequence, and in a precision that CPU ranks train."""
-    job = plan.job
-    seq_len = rehearsed_sequence(job.seq_len_tokens, strategy)
-    found = replace(
-        job,
-        seq_len_tokens=seq_len,
-        precision="bf16" if job.precision == "fp16" else job.precision,
-        loss="eager",
-        teacher=None,
+    return Rehearsed(
+        model=model,
+        strategy=strategy,
+        job=job,
+        accelerate=accelerate,
+        deepspeed=deepspeed,
+        worker=worker,
+        changes=tuple(changes),
     )
-    changes = []
-    for name in ("seq_len_tokens", "precision", "loss"):
-        before, after = getattr(job, name), getattr(found, name)
-        if before != after:
-            changes.append(Change(where=f"job: {name}", before=before, after=after))
-    if job.teacher is not None:
-        changes.append(Change(where="job: teacher", before=job.teacher.name, after=None))
-    return found, tuple(changes)
 
 
 def write_rehearsal(rehearsed: Rehearsed, work: Path, text: bytes | None) -> None:

@@ -54,11 +54,7 @@ def prepare_launch(rehearsed: Rehearsed) -> None:
 
 
 def launch_stage(stage: str, rehearsed: Rehearsed, settings: LaunchSettings) -> None:
-    """Start one launcher for each node and wait for all.
-
-    Raises:
-        ShardwrightError: a rank failed or was killed, or the time limit passed.
-    """
+    """Launch one of the two stages; raises as `launch_job`."""
     what = {"train": "training", "resume": "resuming from the checkpoint"}[stage]
     job = rehearsed.worker.model_copy(update={"stage": stage, "text_tokens": settings.text is not None})
     try:
@@ -72,12 +68,7 @@ def launch_job(
 ) -> None:
     """Start one launcher for each node, whose ranks run a job, and wait for all.
 
-    Args:
-        job: Of the ranks.
-        rehearsed: The shrunken plan.
-        settings: Of the launch.
-        what: Description of the job for progress.
-        steps_before: Optimizer steps of earlier launches.
+    `what` describes the job in the log, and `steps_before` counts the optimizer steps of earlier launches.
 
     Raises:
         ShardwrightError: a rank failed or was killed, or the time limit passed.

@@ -12,6 +12,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from ...ds_configs.memory.estimate import cpu_rank_terms
+from ...ds_configs.memory.terms import TERM_ROLES
 from ...ds_configs.plan.output import reserved
 from ...ds_configs.plan.plan import Plan
 from ...ds_configs.specs.errors import ConfigError, ShardwrightError, UsageError
@@ -84,26 +86,55 @@ def rehearse(
     True
     """
     started = time.monotonic()
-    _check_values(steps=steps, time_limit_seconds=time_limit_seconds, ranks=ranks, script=script)
+    errors = [] if script is None else script_errors(Path(script))
+    if steps < FEWEST_STEPS:
+        rule = f"must be at least {FEWEST_STEPS}: two steps warm up, and a checkpoint is saved in the middle"
+        errors.append(ConfigError(where="steps", value=steps, rule=rule))
+    if not time_limit_seconds > 0:
+        errors.append(ConfigError(where="time_limit", value=time_limit_seconds, rule="must be more than 0 seconds"))
+    if ranks is not None and ranks < 1:
+        errors.append(ConfigError(where="ranks", value=ranks, rule="must be at least 1"))
+    if errors:
+        raise UsageError(errors)
     with (
         tempfile.TemporaryDirectory(prefix="shardwright-rehearsal-", ignore_cleanup_errors=True) as temporary,
         contextlib.ExitStack() as held,
     ):
-        loaded, directory = _plan_directory(plan, Path(temporary))
+        if isinstance(plan, Plan):
+            loaded, directory = plan, Path(temporary) / "plan"
+            plan.write(directory)
+        else:
+            loaded, directory = Plan.load(plan), Path(plan)
+            directory = directory if directory.is_dir() else directory.parent
         if (difference := installed_release_difference(loaded)) is not None:
             logger.info(difference)
         target = Path(output_dir) if output_dir is not None else directory / "rehearsal"
         kept = output_dir is not None or not isinstance(plan, Plan)
         if kept:
             check_output_directory(target, force=force, model=loaded.model.name if output_dir is not None else None)
-        nodes = _launchers(loaded, nodes_as_ranks)
+        if loaded.model.task != "causal_lm":
+            rule = f"is a {loaded.model.task} model; rehearse supports only causal language models"
+            raise UsageError(ConfigError(where="model", value=loaded.model.architecture, rule=rule))
+        nodes = loaded.hardware.nodes if nodes_as_ranks else 1
+        if nodes_as_ranks and nodes == 1:
+            rule = "the plan has one node"
+            raise UsageError(ConfigError(where="nodes_as_ranks", value=True, rule=rule, fix="omit it"))
+        ranks = choose_ranks(loaded.chosen.strategy, nodes=nodes, ranks=ranks)
+        texts = [Path(path) for path in text]
+        errors = [
+            ConfigError(where="text", value=str(path), rule="no such file") for path in texts if not path.is_file()
+        ]
+        if not errors and texts and not any(path.stat().st_size for path in texts):
+            errors = [ConfigError(where="text", value=str(texts[0]), rule="is empty")]
+        if errors:
+            raise UsageError(errors)
         settings = LaunchSettings(
             directory=directory,
             work=Path(temporary) / "work",
-            ranks=choose_ranks(loaded.chosen.strategy, nodes=nodes, ranks=ranks),
+            ranks=ranks,
             nodes=nodes,
             steps=steps,
-            text=_read_text(text),
+            text=b"".join(path.read_bytes() for path in texts) if texts else None,
             time_limit_seconds=time_limit_seconds,
         )
         settings.work.mkdir()
@@ -121,54 +152,11 @@ def rehearse(
     return rehearsal
 
 
-def _check_values(*, steps: int, time_limit_seconds: float, ranks: int | None, script: str | Path | None) -> None:
-    errors = [] if script is None else script_errors(Path(script))
-    if steps < FEWEST_STEPS:
-        rule = f"must be at least {FEWEST_STEPS}: two steps warm up, and a checkpoint is saved in the middle"
-        errors.append(ConfigError(where="steps", value=steps, rule=rule))
-    if not time_limit_seconds > 0:
-        errors.append(ConfigError(where="time_limit", value=time_limit_seconds, rule="must be more than 0 seconds"))
-    if ranks is not None and ranks < 1:
-        errors.append(ConfigError(where="ranks", value=ranks, rule="must be at least 1"))
-    if errors:
-        raise UsageError(errors)
-
-
-def _plan_directory(plan: str | Path | Plan, temporary: Path) -> tuple[Plan, Path]:
-    if not isinstance(plan, Plan):
-        loaded, directory = Plan.load(plan), Path(plan)
-        return loaded, directory if directory.is_dir() else directory.parent
-    plan.write(temporary / "plan")
-    return plan, temporary / "plan"
-
-
-def _launchers(plan: Plan, nodes_as_ranks: bool) -> int:
-    if plan.model.task != "causal_lm":
-        rule = f"is a {plan.model.task} model; rehearse supports only causal language models"
-        raise UsageError(ConfigError(where="model", value=plan.model.architecture, rule=rule))
-    if not nodes_as_ranks:
-        return 1
-    if plan.hardware.nodes == 1:
-        raise UsageError(ConfigError(where="nodes_as_ranks", value=True, rule="the plan has one node", fix="omit it"))
-    return plan.hardware.nodes
-
-
-def _read_text(files: Sequence[str | Path]) -> bytes | None:
-    if not files:
-        return None
-    errors = [
-        ConfigError(where="text", value=str(path), rule="no such file") for path in files if not Path(path).is_file()
-    ]
-    if errors:
-        raise UsageError(errors)
-    text = b"".join(Path(path).read_bytes() for path in files)
-    if not text:
-        raise UsageError(ConfigError(where="text", value=str(files[0]), rule="is empty"))
-    return text
-
-
 def _rehearse(plan: Plan, settings: LaunchSettings, script: tuple[Path, Sequence[str]] | None) -> Rehearsal:
     """Check the files, then launch; the first failed check ends the rehearsal."""
+    from ...plugins.planning.models import load_model_spec
+    from ...plugins.transformers.sound_model import refuse_code
+
     rehearsal = Rehearsal(
         plan=plan, source=None, ranks=settings.ranks, nodes=settings.nodes, steps=settings.steps, checks=()
     )
@@ -177,7 +165,12 @@ def _rehearse(plan: Plan, settings: LaunchSettings, script: tuple[Path, Sequence
         return replace(rehearsal, checks=with_unreached(checks))
     files = PlanFiles.read(settings.directory)
     settings.log_progress("reading the model's configuration")
-    config = _model_config(plan)
+    try:
+        config = load_model_spec(plan.model.name, revision=plan.model.revision).config
+    except UsageError as error:
+        rule, fix = f"the plan's model {plan.model.name!r} must still exist", "plan again with its current location"
+        raise UsageError([*error.errors, ConfigError(where="plan.json: model", rule=rule, fix=fix)]) from None
+    refuse_code(config, plan.model.name)
     rehearsed = scale_plan(
         plan, files, config, ranks=settings.ranks, nodes=settings.nodes, steps=settings.steps, work=settings.work
     )
@@ -191,19 +184,6 @@ def _rehearse(plan: Plan, settings: LaunchSettings, script: tuple[Path, Sequence
         rehearsal, more = _launch_all(rehearsal, rehearsed, settings)
         checks += more
     return replace(rehearsal, checks=with_unreached(checks), changes=rehearsed.changes)
-
-
-def _model_config(plan: Plan) -> Mapping[str, Any]:
-    from ...plugins.planning.models import load_model_spec
-    from ...plugins.transformers.sound_model import refuse_code
-
-    try:
-        config = load_model_spec(plan.model.name, revision=plan.model.revision).config
-    except UsageError as error:
-        rule, fix = f"the plan's model {plan.model.name!r} must still exist", "plan again with its current location"
-        raise UsageError([*error.errors, ConfigError(where="plan.json: model", rule=rule, fix=fix)]) from None
-    refuse_code(config, plan.model.name)
-    return config
 
 
 def _make_model(rehearsed: Rehearsed, work: Path) -> set[str]:
@@ -232,22 +212,17 @@ def _launch_all(rehearsal: Rehearsal, rehearsed: Rehearsed, settings: LaunchSett
         return rehearsal, [failed("launch", str(error))]
     records = rank_records(work, "train", settings.ranks)
     losses = list(records[0]["losses"])
-    rehearsal = replace(
-        rehearsal, losses=tuple(losses), measured=_measured(records), predicted=_predicted(rehearsed, settings.work)
-    )
+    rehearsal = replace(rehearsal, losses=tuple(losses), measured=_measured(records), predicted=_predicted(rehearsed))
     vocab_size = rehearsed.model.dimensions.vocab_size
     checks = check_training(records, ranks=settings.ranks, steps=settings.steps, vocab_size=vocab_size)
     checks.append(check_checkpoint(work / "checkpoints" / f"checkpoint-{worker.save_step}"))
+    launch = passed("launch", f"{settings.ranks} ranks trained and ended")
     if not all(check.passed for check in checks):
-        return rehearsal, [passed("launch", f"{settings.ranks} ranks trained and ended"), *checks]
+        return rehearsal, [launch, *checks]
     try:
         launch_stage("resume", rehearsed, settings)
     except ShardwrightError as error:
-        return rehearsal, [
-            passed("launch", f"{settings.ranks} ranks trained and ended"),
-            *checks,
-            failed("resume", str(error)),
-        ]
+        return rehearsal, [launch, *checks, failed("resume", str(error))]
     launch = passed("launch", f"{settings.ranks} ranks trained, ended, and resumed in a second launch")
     resumed = rank_records(work, "resume", settings.ranks)
     checks.append(
@@ -277,17 +252,12 @@ def _measured(records: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, int]]
     return bytes_by_phase
 
 
-def _predicted(rehearsed: Rehearsed, work: Path) -> dict[str, PredictedPhase]:
-    from ...ds_configs.memory.estimate import cpu_rank_terms
-    from ...ds_configs.memory.terms import TERM_ROLES
-
-    phases = cpu_rank_terms(rehearsed.strategy, rehearsed.model, rehearsed.job)
+def _predicted(rehearsed: Rehearsed) -> dict[str, PredictedPhase]:
     predictions = {}
-    for phase, terms in phases.items():
-        if phase not in PHASES:
-            continue
-        roles = dict.fromkeys(ROLES, 0)
-        for term, count in terms.items():
-            roles[TERM_ROLES.get(term, "other")] += count
-        predictions[str(phase)] = PredictedPhase(terms=terms, roles=roles)
+    for phase, terms in cpu_rank_terms(rehearsed.strategy, rehearsed.model, rehearsed.job).items():
+        if phase in PHASES:
+            roles = dict.fromkeys(ROLES, 0)
+            for term, count in terms.items():
+                roles[TERM_ROLES.get(term, "other")] += count
+            predictions[str(phase)] = PredictedPhase(terms=terms, roles=roles)
     return predictions

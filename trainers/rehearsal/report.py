@@ -47,11 +47,9 @@ class Rehearsal:
     source: str | None
     """Directory of the plan; `None` for a plan without files."""
     ranks: int
-    """Number of CPU ranks."""
     nodes: int
     """Number of launchers."""
     steps: int
-    """Number of optimizer steps."""
     checks: tuple[Check, ...]
     changes: tuple[Change, ...] = ()
     """Values that differ from the plan's."""
@@ -62,7 +60,6 @@ class Rehearsal:
     predicted: Mapping[str, PredictedPhase] | None = None
     """Prediction of the plan's formulas for the same sizes; `None` when training was not reached."""
     seconds: float = 0.0
-    """Wall-clock seconds."""
     files: tuple[str, ...] = ()
     """Paths of the written files."""
     versions: Mapping[str, str] = field(default_factory=dict)
@@ -71,7 +68,6 @@ class Rehearsal:
     """Command line of the rehearsal; empty when a Python program started it."""
 
     def __repr__(self) -> str:
-        """Return model, layout, ranks and verdict, in one line."""
         verdict = "passed" if self.failure is None else f"failed at {self.failure.name}"
         return (
             f"<Rehearsal of {self.plan.model.name}, {self.plan.chosen.strategy.label}, {self.ranks} ranks: {verdict}>"
@@ -85,12 +81,10 @@ class Rehearsal:
 
     @property
     def passed(self) -> bool:
-        """Whether every check passed."""
         return all(check.passed for check in self.checks)
 
     @property
     def failure(self) -> Check | None:
-        """The first check that failed."""
         return next((check for check in self.checks if check.passed is False), None)
 
     @property
@@ -130,10 +124,7 @@ class Rehearsal:
 def check_output_directory(directory: Path, *, force: bool, model: str | None) -> None:
     """Check that a directory is empty or has only the files of an earlier rehearsal, unless `force` is set.
 
-    Args:
-        directory: Directory of the report.
-        force: Whether it may have other files.
-        model: Model of the plan, if the user chose the directory; otherwise the plan may be in its model's directory.
+    `model` is that of the plan if the user chose the directory; otherwise the plan may be in its model's directory.
 
     Raises:
         UsageError: it is a file, has other files, or cannot be written.

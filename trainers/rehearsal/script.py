@@ -7,10 +7,10 @@ import io
 import json
 import logging
 import math
-from collections.abc import Mapping, Sequence
+import os
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from ...ds_configs.plan.plan import Plan
 from ...ds_configs.specs.errors import ShardwrightError
@@ -36,19 +36,15 @@ _NOT_SHOWN = (
 def rehearse_script(
     plan: Plan, files: PlanFiles, rehearsed: Rehearsed, settings: LaunchSettings, script: Path, arguments: Sequence[str]
 ) -> tuple[list[Check], tuple[float, ...]]:
-    """Run a script on every rank of a rehearsal, and return the checks and the loss of each step.
-
-    Args:
-        plan: The plan in its own size.
-        files: Its files.
-        rehearsed: The same in the rehearsal's size.
-        settings: Of the launch.
-        script: Python file.
-        arguments: Its arguments.
-    """
+    """Run a script on every rank of a rehearsal, and return the checks and the loss of each step."""
     work = settings.work
     _write_small(plan, files, rehearsed, settings)
-    if not make_view(Path.cwd(), work / VIEW, _exchanged_files(plan, settings), apart=work.parent):
+    # The script sees the rehearsal's files and model in place of the plan's.
+    exchanged = {file: work / file.name for file in settings.directory.absolute().iterdir()}
+    exchanged = {file: small for file, small in exchanged.items() if small.is_file()}
+    if (model := Path(plan.model.name)).is_dir():
+        exchanged[model.absolute()] = work / "model"
+    if not make_view(Path.cwd(), work / VIEW, exchanged, apart=work.parent):
         logger.info(f"the working directory has over {MOST_FILES:,} files: the script does not see all of them")
     scaled = rehearsed.worker.training_arguments
     job = RehearsedScriptJob(
@@ -67,33 +63,38 @@ def rehearse_script(
     except ShardwrightError as error:
         hint = _NOT_SHOWN if "FileNotFoundError" in str(error) else ""
         return [failed("launch", f"{error}{hint}")], ()
-    records = rank_records(work, SCRIPT_STAGE, settings.ranks)
-    return _found(records, script.name, settings.ranks), tuple(records[0]["losses"])
-
-
-def _exchanged_files(plan: Plan, settings: LaunchSettings) -> dict[Path, Path]:
-    """Return what stands in the place of the plan's files and of its model, where these lie on this machine."""
-    directory, work = settings.directory.absolute(), settings.work
-    exchanged = {place: work / place.name for place in directory.iterdir() if (work / place.name).is_file()}
-    model = Path(plan.model.name)
-    return exchanged | ({model.absolute(): work / "model"} if model.is_dir() else {})
+    record = rank_records(work, SCRIPT_STAGE, settings.ranks)[0]
+    losses, checks = record["losses"], [passed("launch", f"{settings.ranks} ranks ran {script.name} to its end")]
+    if not record["trainers"]:
+        return [*checks, passed("script", "makes no Trainer: its batch and losses are not checked")], tuple(losses)
+    if record["differences"]:
+        lines = "; ".join(record["differences"])
+        checks.append(failed("script", f"{lines}: pass the plan's training_arguments.json to TrainingArguments"))
+    else:
+        checks.append(passed("script", "its TrainingArguments are the plan's"))
+    if losses and all(math.isfinite(loss) for loss in losses):
+        checks.append(passed("loss_finite", f"{losses[0]:.3f} to {losses[-1]:.3f} in {len(losses)} steps"))
+    else:
+        checks.append(failed("loss_finite", f"losses: {', '.join(f'{loss:.3f}' for loss in losses) or 'none'}"))
+    return checks, tuple(losses)
 
 
 def exchanged_arguments(arguments: Sequence[str], plan: Plan, plan_directory: Path, work: Path) -> list[str]:
-    """Return the arguments of a script, which runs in a view of this directory, so that they name what they name here.
+    """Return the arguments of a script, with the rehearsal's model and directory in place of the plan's.
 
-    The plan's model and directory are exchanged for the rehearsal's. Other paths that exist become absolute, but for
-    the values of flags that name an output: what a script saves there must not replace what a training left.
+    Other paths that exist become absolute, because the script runs in a view of this directory. Values of flags that
+    name an output do not: a script must not replace the results of a training.
     """
     directory = plan_directory.absolute()
 
     def exchanged(value: str, flag: str) -> str:
-        place = Path(value).absolute()
-        if plan.model.name in (value, str(place)):
+        path = Path(value).absolute()
+        if plan.model.name in (value, str(path)):
             return str(work / "model")
-        if place.is_relative_to(directory):
-            return str(work / place.relative_to(directory))
-        return str(place) if value and "output" not in flag and _exists(place) else value
+        if path.is_relative_to(directory):
+            return str(work / path.relative_to(directory))
+        # `os.path.exists` is false for text that is longer than a path can be.
+        return str(path) if value and "output" not in flag and os.path.exists(path) else value  # noqa: PTH110
 
     words = []
     for before, argument in zip(("", *arguments), arguments, strict=False):
@@ -102,19 +103,8 @@ def exchanged_arguments(arguments: Sequence[str], plan: Plan, plan_directory: Pa
     return words
 
 
-def _exists(place: Path) -> bool:
-    try:
-        return place.exists()
-    except OSError:
-        # Longer than a path can be.
-        return False
-
-
 def _write_small(plan: Plan, files: PlanFiles, rehearsed: Rehearsed, settings: LaunchSettings) -> None:
-    """Write what a script reads of a plan and a model: weights, a tokenizer of bytes, the plan in small.
-
-    The arguments stay those of the plan, which the ranks scale where the script takes them.
-    """
+    """Write the shrunken weights, a tokenizer of bytes, and the shrunken plan with the arguments that ranks scale."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, set_seed
 
@@ -135,22 +125,3 @@ def _write_small(plan: Plan, files: PlanFiles, rehearsed: Rehearsed, settings: L
     texts = {"plan.json": small.to_dict(), "training_arguments.json": files.arguments}
     for name, value in texts.items():
         (work / name).write_text(json.dumps(value), encoding="utf-8")
-
-
-def _found(records: Sequence[Mapping[str, Any]], name: str, ranks: int) -> list[Check]:
-    """Return what the ranks' records say of a script that ran to its end."""
-    checks = [passed("launch", f"{ranks} ranks ran {name} to its end")]
-    first = records[0]
-    if not first["trainers"]:
-        return [*checks, passed("script", "makes no Trainer: its batch and losses are not checked")]
-    if first["differences"]:
-        lines = "; ".join(first["differences"])
-        checks.append(failed("script", f"{lines}: pass the plan's training_arguments.json to TrainingArguments"))
-    else:
-        checks.append(passed("script", "its TrainingArguments are the plan's"))
-    losses = first["losses"]
-    if losses and all(math.isfinite(loss) for loss in losses):
-        checks.append(passed("loss_finite", f"{losses[0]:.3f} to {losses[-1]:.3f} in {len(losses)} steps"))
-    else:
-        checks.append(failed("loss_finite", f"losses: {', '.join(f'{loss:.3f}' for loss in losses) or 'none'}"))
-    return checks

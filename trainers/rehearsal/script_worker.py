@@ -31,7 +31,8 @@ class RehearsedScriptTask(RehearsedScriptJob, RankTask):
         _exchange_model(self.model_name, self.model_directory)
         _scale_arguments(self, work, record)
         serve_scripts_on_cpu_ranks()
-        _record_trainers(record)
+        own = [_recorder(record), type(progress_callback())]
+        patches.apply("rehearsal-recorder", lambda callbacks: [*callbacks, *own])
         carry_axes(Plan.load(work))
         os.chdir(work / VIEW)
         # Caches would be written to the directories of the user's modules.
@@ -98,7 +99,7 @@ def _scale_arguments(job: RehearsedScriptJob, work: Path, record: dict[str, Any]
     patches.apply("rehearsal-arguments", scaling)
 
 
-def _record_trainers(record: dict[str, Any]) -> None:
+def _recorder(record: dict[str, Any]) -> type:
     from transformers import TrainerCallback
 
     class Recorder(TrainerCallback):
@@ -109,5 +110,4 @@ def _record_trainers(record: dict[str, Any]) -> None:
             if "loss" in (logs or {}):
                 record["losses"].append(float(logs["loss"]))
 
-    own = [Recorder, type(progress_callback())]
-    patches.apply("rehearsal-recorder", lambda callbacks: [*callbacks, *own])
+    return Recorder

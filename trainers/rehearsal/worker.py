@@ -41,12 +41,11 @@ class RehearsalTask(RehearsalJob, RankTask):
     """One of the two launches of a rehearsal."""
 
     def run(self, work: Path) -> None:
-        """Run one of the two launches on this rank."""
         {"train": train_shrunken, "resume": resume}[self.stage](self, work)
 
 
 def train_shrunken(job: RehearsalJob, work: Path) -> None:
-    """Train, let every rank compute the same batch, export the model, and write what was seen."""
+    """Train, let every rank compute the same batch, export the model, and write a record."""
     from ...plugins.deepspeed_pipeline.engine import meter_pipeline_trainer
     from ...plugins.metering import meter_trainer, start_meter
 
@@ -99,6 +98,7 @@ def _arguments(job: RehearsalJob, work: Path, **changes: Any) -> Any:
 
 
 def _trainer(job: RehearsalJob, work: Path, arguments: Any) -> tuple[Any, StepLosses]:
+    import torch
     from transformers import AutoConfig, AutoModelForCausalLM, default_data_collator, set_seed
 
     set_seed(arguments.seed)
@@ -109,9 +109,15 @@ def _trainer(job: RehearsalJob, work: Path, arguments: Any) -> tuple[Any, StepLo
     else:
         engine = chosen_engine(job.training_arguments)
         base = _load_base(job, work, dtype, engine=engine)
-        fp32_adapters = engine != "deepspeed"
-        model = add_lora(base, rank=job.lora_rank, targets=job.lora_targets, fp32_adapters=fp32_adapters)
-    samples = _samples(job, work, _vocab_size(work))
+        fp32 = engine != "deepspeed"
+        model = add_lora(base, rank=job.lora_rank, targets=job.lora_targets, fp32_adapters=fp32)
+    tokens = job.samples * job.seq_len
+    if job.text_tokens:
+        text = torch.frombuffer(bytearray((work / "tokens.bin").read_bytes()), dtype=torch.uint8).long()
+        stream = text.repeat(-(-tokens // len(text)))[:tokens]
+    else:
+        stream = skewed_tokens(tokens, _vocab_size(work), seed=0)
+    samples = [{"input_ids": block_T, "labels": block_T} for block_T in stream.view(job.samples, job.seq_len)]
     stages = tuple(PipelineStage(**stage) for stage in job.stages)
     parallelism = parallelism_of(Layout(engine="deepspeed", **job.axes), stages=stages)
     trainer = parallelism.make_trainer(
@@ -144,19 +150,6 @@ def _vocab_size(work: Path) -> int:
     config = json.loads((work / "model" / "config.json").read_text(encoding="utf-8"))
     size: int = (config.get("text_config") or config)["vocab_size"]
     return size
-
-
-def _samples(job: RehearsalJob, work: Path, vocab_size: int) -> list[dict[str, Any]]:
-    """Return as many samples as the steps need: the user's bytes over and over, or draws that a few steps can learn."""
-    import torch
-
-    wanted = job.samples * job.seq_len
-    if job.text_tokens:
-        text = torch.frombuffer(bytearray((work / "tokens.bin").read_bytes()), dtype=torch.uint8).long()
-        tokens = text.repeat(-(-wanted // len(text)))[:wanted]
-    else:
-        tokens = skewed_tokens(wanted, vocab_size, seed=0)
-    return [{"input_ids": block_T, "labels": block_T} for block_T in tokens.view(job.samples, job.seq_len)]
 
 
 def skewed_tokens(count: int, vocab_size: int, *, seed: int) -> Any:

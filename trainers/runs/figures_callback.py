@@ -43,12 +43,10 @@ class StepFiguresCallback(TrainerCallback):
         self._trainer = trainer
 
         def with_figures(log: Callable[..., None]) -> Callable[..., None]:
-            def log_with_figures(logs: dict[str, float], *arguments: Any, **keywords: Any) -> None:
-                # Logs of the summary or an evaluation belong to no step.
-                step_figures = self.figures if "loss" in logs else {}
-                log({**logs, **step_figures}, *arguments, **keywords)
-
-            return log_with_figures
+            # Logs of the summary or an evaluation belong to no step.
+            return lambda logs, *arguments, **keywords: log(
+                logs | (self.figures if "loss" in logs else {}), *arguments, **keywords
+            )
 
         def timed(batches: Iterator[Any]) -> Iterator[Any]:
             while True:
@@ -62,24 +60,18 @@ class StepFiguresCallback(TrainerCallback):
                 yield batch
 
         def with_timing(fetch: Callable[..., Any]) -> Callable[..., Any]:
-            def timed_fetch(batches: Iterator[Any], *arguments: Any, **keywords: Any) -> Any:
-                return fetch(timed(batches), *arguments, **keywords)
-
-            return timed_fetch
+            return lambda batches, *arguments, **keywords: fetch(timed(batches), *arguments, **keywords)
 
         patches.apply("figures-in-log", with_figures, on=trainer)
         patches.apply("timed-batches", with_timing, on=trainer)
 
     def _begin(self) -> None:
         self._began = self._resumed = time.monotonic()
-        self._paused, self._steps, self._since = 0.0, 0, 0
-        self._loading = 0.0
+        self._paused, self._loading, self._steps, self._since = 0.0, 0.0, 0, 0
         self._clocks: list[Callable[[], float]] = []
         self._stop: Callable[[], Callable[[], float]] | None = None
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Hook the model's forward pass, and begin to count."""
-
         def end_first_forward(*_: object) -> None:
             if self._stop is not None:
                 self._clocks.append(self._stop())
@@ -93,14 +85,32 @@ class StepFiguresCallback(TrainerCallback):
         self._is_first = True
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Remove the hook."""
         if self._hook is not None:
             self._hook.remove()
             self._hook = None
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Start the clock of this rank's own work."""
-        self._stop = _clock()
+        """Start the clock of this rank's own work; its time is read later, without synchronizing."""
+        import torch
+
+        if not torch.cuda.is_available():
+            began = time.monotonic()
+
+            def stop() -> Callable[[], float]:
+                seconds = time.monotonic() - began
+                return lambda: seconds
+
+            self._stop = stop
+            return
+        first = torch.cuda.Event(enable_timing=True)
+        first.record()
+
+        def stop_on_device() -> Callable[[], float]:
+            last = torch.cuda.Event(enable_timing=True)
+            last.record()
+            return lambda: float(first.elapsed_time(last)) / 1e3
+
+        self._stop = stop_on_device
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Count a step; if it is logged, gather the figures of all ranks."""
@@ -117,20 +127,11 @@ class StepFiguresCallback(TrainerCallback):
 
     def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Exclude the time outside of training steps."""
-        self._pause()
-
-    def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Exclude the time outside of training steps."""
-        self._pause()
-
-    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Exclude the time outside of training steps."""
-        self._pause()
-
-    def _pause(self) -> None:
         now = time.monotonic()
         self._paused += now - self._resumed
         self._resumed = now
+
+    on_evaluate = on_save = on_log
 
     def _gather(self, step: int) -> dict[str, float]:
         import torch
@@ -171,29 +172,6 @@ def lag(own_seconds: Iterable[float]) -> dict[str, float]:
         return {}
     slowest, middle = max(range(len(seconds)), key=seconds.__getitem__), statistics.median(seconds)
     return {"slowest_rank": slowest, "slowest_rank_ratio": round(seconds[slowest] / middle, 4)} if middle > 0 else {}
-
-
-def _clock() -> Callable[[], Callable[[], float]]:
-    """Start a clock and return its stop function, which returns a function to read it later without synchronizing."""
-    import torch
-
-    if not torch.cuda.is_available():
-        began = time.monotonic()
-
-        def stop() -> Callable[[], float]:
-            seconds = time.monotonic() - began
-            return lambda: seconds
-
-        return stop
-    first = torch.cuda.Event(enable_timing=True)
-    first.record()
-
-    def stop_on_device() -> Callable[[], float]:
-        last = torch.cuda.Event(enable_timing=True)
-        last.record()
-        return lambda: float(first.elapsed_time(last)) / 1e3
-
-    return stop_on_device
 
 
 def await_device() -> None:

@@ -118,14 +118,8 @@ def _read_samples(
 
 
 def limited_held_out(samples: Samples, settings: LaunchedSettings) -> Samples:
-    """Return the samples with at most `evaluation_samples` held-out ones."""
     kept = samples.evaluation[: settings.evaluation_samples]
     return replace(samples, evaluation=kept, statistics=replace(samples.statistics, evaluation_samples=len(kept)))
-
-
-def evaluation_batch_size(plan: Plan, samples: int) -> int:
-    """Return the held-out samples per forward pass and rank: a micro-batch, or fewer if there are few."""
-    return max(1, min(plan.chosen.strategy.micro_batch_size, samples // plan.hardware.world_size))
 
 
 def common_arguments(settings: LaunchedSettings, plan: Plan, output_dir: Path, held_out: int) -> dict[str, Any]:
@@ -136,7 +130,10 @@ def common_arguments(settings: LaunchedSettings, plan: Plan, output_dir: Path, h
         "lr_scheduler_type": "cosine",
         "warmup_steps": 0.03,
         "num_train_epochs": settings.epochs,
-        "per_device_eval_batch_size": evaluation_batch_size(plan, held_out),
+        # A micro-batch, or fewer samples if there are few.
+        "per_device_eval_batch_size": max(
+            1, min(plan.chosen.strategy.micro_batch_size, held_out // plan.hardware.world_size)
+        ),
         "logging_steps": settings.logging_steps,
         "save_strategy": "no" if settings.save_steps is None else "steps",
         "seed": settings.seed,
@@ -190,21 +187,19 @@ CHECKPOINTS = "checkpoints"
 """Directory of the checkpoints inside an output directory."""
 
 
-def last_checkpoint(output_dir: Path) -> Path | None:
-    """Return the newest checkpoint whose files exist; `None` if there are no checkpoints.
-
-    The launching process compares only names and sizes; ranks read every byte once, in `valid_checkpoint`.
+def newest_checkpoint(directory: Path, read: Reader) -> Selection | None:
+    """Return the newest checkpoint that `read` accepts; `None` if there are no checkpoints.
 
     Raises:
         RefusedInputError: no checkpoint is complete; gives the reason for each.
     """
-    newest = _newest(output_dir / CHECKPOINTS, read_complete)
+    return newest_whole(directory, read) if checkpoints(directory) else None
+
+
+def last_checkpoint(output_dir: Path) -> Path | None:
+    """Return the newest checkpoint by names and sizes, as ranks read every byte; raises as `newest_checkpoint`."""
+    newest = newest_checkpoint(output_dir / CHECKPOINTS, read_complete)
     return None if newest is None else newest.path
-
-
-def valid_checkpoint(output_dir: Path) -> Selection | None:
-    """Return the newest valid checkpoint; raises and returns as `last_checkpoint`."""
-    return _newest(output_dir / CHECKPOINTS, read_whole)
 
 
 def check_resumption(directory: Path, facts: Mapping[str, Any], *, steps: int) -> Selection | None:
@@ -221,12 +216,12 @@ def check_resumption(directory: Path, facts: Mapping[str, Any], *, steps: int) -
     """
     # Read every byte only before rejecting the run: ranks would skip a corrupt checkpoint.
     try:
-        newest = _newest(directory, read_complete)
+        newest = newest_checkpoint(directory, read_complete)
         is_rejected = bool(_errors(newest, facts, steps))
     except (OSError, ValueError):
         is_rejected = True
     if is_rejected:
-        newest = _newest(directory, read_whole)
+        newest = newest_checkpoint(directory, read_whole)
         if errors := _errors(newest, facts, steps):
             raise UsageError(errors)
     return newest if newest is not None and is_finished(newest, facts, steps) else None
@@ -234,10 +229,6 @@ def check_resumption(directory: Path, facts: Mapping[str, Any], *, steps: int) -
 
 def _errors(newest: Selection | None, facts: Mapping[str, Any], steps: int) -> list[ConfigError]:
     return [] if newest is None else compared(newest.record.facts, facts)[0] + finished_errors(newest, facts, steps)
-
-
-def _newest(directory: Path, read: Reader) -> Selection | None:
-    return newest_whole(directory, read) if checkpoints(directory) else None
 
 
 def run_output_errors(request: RunRequest, sources: Mapping[str, str | None]) -> list[ConfigError]:

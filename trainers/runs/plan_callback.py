@@ -1,9 +1,7 @@
 """`PlanCallback`: what a training run used, beside what its plan predicted.
 
-In transformers 5.17.0 `Trainer._finalize_training` logs the summary with `train_runtime`, and only later calls
-`on_train_end`, in which TensorBoard's writer and Trackio's run are closed; what is logged later reaches no reporter.
-The figures must therefore leave while the summary is being logged. A callback cannot log by itself, since events carry
-no trainer; `attach` keeps the trainer's `log`. Every rank logs the summary, so ranks can meet there to gather.
+In transformers 5.17.0 `Trainer._finalize_training` logs the summary on every rank before `on_train_end`, in which
+TensorBoard's writer and Trackio's run are closed. The figures must therefore be gathered and logged with the summary.
 """
 
 from __future__ import annotations
@@ -38,6 +36,7 @@ from ...plugins.accelerate.cpu_ranks import engine_from_environment
 from ...plugins.bitsandbytes import read_weights_in_backward
 from ...plugins.planning.from_names import installed_release_difference, installed_versions
 from ...plugins.transformers.gradient_checkpointing import checkpoint_first_layers, keep_products
+from ...plugins.transformers.sound_model import gathered
 from ...plugins.transformers.training_arguments import deepspeed_configuration
 from .figures_callback import StepFiguresCallback, await_device
 
@@ -46,8 +45,6 @@ _SUMMARY_KEYS = frozenset({"train_runtime", "train_loss"})
 
 
 class PeakMeter(Protocol):
-    """Counts memory on one rank."""
-
     def peaks(self) -> tuple[int | None, int | None]:
         """Return the largest allocated and reserved bytes so far; `None` for what is not counted."""
 
@@ -68,7 +65,6 @@ class AcceleratorPeaks:
             torch.cuda.reset_peak_memory_stats()
 
     def peaks(self) -> tuple[int | None, int | None]:
-        """Return the largest allocated and reserved bytes so far."""
         if not self._present:
             return None, None
         allocated, reserved = self._since_reset()
@@ -163,12 +159,10 @@ class PlanCallback(TrainerCallback):
             read_weights_in_backward(model)
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Start the clock, once the device is idle."""
         await_device()
         self._step_started = time.monotonic()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Stop the clock, once the device is idle."""
         await_device()
         if self._step_started is None:
             return
@@ -183,14 +177,13 @@ class PlanCallback(TrainerCallback):
             self._log(log_values(self._finish(args, kwargs.get("model"))))
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Finish where no trainer is attached."""
         if not self._finished:
             self._finish(args, kwargs.get("model"))
 
     def _finish(self, args: Any, model: Any) -> RunMeasurement:
         """Gather all ranks' figures; rank 0 writes and prints them. Every rank must call it."""
         self._finished = True
-        ranks = _gathered(self._measure_rank(args.process_index))
+        ranks = gathered(self._measure_rank(args.process_index))
         measurement = RunMeasurement(
             plan=planned_run(self._plan),
             predicted=predicted_memory(self._plan),
@@ -201,16 +194,13 @@ class PlanCallback(TrainerCallback):
         if args.process_index == 0:
             # The first line break leaves the progress bar's line.
             print("", *report_lines(measurement), sep="\n", file=sys.stderr)
-            self._write(measurement, Path(args.output_dir))
+            try:
+                (path,) = write_files({FILE_NAME: measurement_text(measurement)}, Path(args.output_dir), force=True)
+                print(f"written to {path}", file=sys.stderr)
+            except ShardwrightError as error:
+                # The trained model is still to be saved, and the other ranks wait for this one.
+                print(f"the measurement was not written: {error}", file=sys.stderr)
         return measurement
-
-    def _write(self, measurement: RunMeasurement, directory: Path) -> None:
-        try:
-            (path,) = write_files({FILE_NAME: measurement_text(measurement)}, directory, force=True)
-            print(f"written to {path}", file=sys.stderr)
-        except ShardwrightError as error:
-            # The trained model is still to be saved, and the other ranks wait for this one.
-            print(f"the measurement was not written: {error}", file=sys.stderr)
 
     def _measure_rank(self, rank: int) -> RankMeasurement:
         import torch
@@ -235,7 +225,6 @@ class PlanCallback(TrainerCallback):
         )
 
     def _differences(self, args: Any, model: Any, ranks: list[RankMeasurement]) -> list[str]:
-        """Name what ran otherwise than planned; a prediction for something else calibrates nothing."""
         differences = argument_differences(self._plan, args, model, ranks=len(ranks), stated=self._stated)
         sizes = [rank.device_bytes for rank in ranks if rank.device_bytes is not None]
         planned_bytes = self._plan.hardware.gpu_bytes
@@ -248,34 +237,23 @@ class PlanCallback(TrainerCallback):
         return differences
 
 
-def _gathered(mine: RankMeasurement) -> list[RankMeasurement]:
-    """Return the figures of all ranks; gloo and NCCL both carry objects."""
-    import torch.distributed as distributed
-
-    if not (distributed.is_available() and distributed.is_initialized()):
-        return [mine]
-    everyone: list[RankMeasurement | None] = [None] * distributed.get_world_size()
-    distributed.all_gather_object(everyone, mine)
-    return [rank for rank in everyone if rank is not None]
-
-
 def argument_differences(
     plan: Plan, args: Any, model: Any, *, ranks: int, stated: Mapping[str, Any] | None = None
 ) -> list[str]:
-    """Return a line for each value of a Trainer's run that is not the plan's.
+    """Return a line for each value of a Trainer's run that differs from the plan's.
 
-    Args:
-        plan: What was planned.
-        args: The Trainer's arguments.
-        model: What is trained; `None` where it is not known.
-        ranks: How many run.
-        stated: `seq_len` and `method`, where the script says them.
+    `stated` has the script's `seq_len` and `method`, if known.
     """
     strategy, stated = plan.chosen.strategy, stated or {}
     optimizer = getattr(args.optim, "value", args.optim)
     deepspeed = deepspeed_configuration(args)
     engine = "deepspeed" if deepspeed else "fsdp2" if args.fsdp else engine_from_environment()
     stage = deepspeed.get("zero_optimization", {}).get("stage", 0) if deepspeed else None
+    config, model_type = getattr(model, "config", None), None
+    if config is not None:
+        # The planned family may be that of the language model inside another one.
+        families = [part.model_type for part in (config, config.get_text_config()) if hasattr(part, "model_type")]
+        model_type = plan.model.model_type if plan.model.model_type in families else next(iter(families), None)
     facts: dict[str, tuple[Any, Any]] = {
         "ranks": (ranks, plan.hardware.world_size),
         "engine": (engine, "ddp" if strategy.engine == "single" else strategy.engine),
@@ -289,7 +267,7 @@ def argument_differences(
         "optim": (optimizer, plan.job.optimizer),
         "sequence length": (stated.get("seq_len"), plan.job.seq_len_tokens),
         "method": (stated.get("method"), plan.job.method),
-        "model_type": (_model_type(model, plan.model.model_type), plan.model.model_type),
+        "model_type": (model_type, plan.model.model_type),
     }
     differences = [
         f"{name} was {ran}, the plan says {planned}"
@@ -315,12 +293,3 @@ def _offload(deepspeed: dict[str, Any] | None, what: str) -> str | None:
         return None
     section = deepspeed.get("zero_optimization", {}).get(f"offload_{what}") or {}
     return str(getattr(section.get("device", "none"), "value", section.get("device", "none")))
-
-
-def _model_type(model: Any, planned: str) -> str | None:
-    """Return the family of a model or, where that is the planned one, of the language model inside it."""
-    config = getattr(model, "config", None)
-    if config is None:
-        return None
-    model_types = [part.model_type for part in (config, config.get_text_config()) if hasattr(part, "model_type")]
-    return planned if planned in model_types else next(iter(model_types), None)

@@ -32,14 +32,14 @@ from ...plugins.transformers.training_arguments import (
     warn_of_zero0_in_16_bit,
     weights_dtype,
 )
-from ..checkpoints.record import on_first_rank
+from ..checkpoints.record import on_first_rank, read_whole
 from ..checkpoints.resume import Selection
 from ..counting.counts import check_labelled
 from ..counting.estimates import STANDARD_ERROR, Estimate, token_mean
 from ..data.chat import IGNORED_LABEL
 from ..data.models import StartingModel, load_config, load_model
 from ..data.samples import collate
-from .inputs import valid_checkpoint
+from .inputs import CHECKPOINTS, newest_checkpoint
 from .settings import (
     EVALUATION_SAMPLES,
     METRICS_FILE,
@@ -71,7 +71,6 @@ class RankContext:
     """Training samples and held-out samples."""
 
     def trainer_arguments(self) -> dict[str, Any]:
-        """Return the Trainer's arguments of every training."""
         padding = self.tokenizer.eos_token_id if self.tokenizer.pad_token_id is None else self.tokenizer.pad_token_id
         return {
             "args": self.arguments,
@@ -112,7 +111,9 @@ def open_rank(job: LaunchedJob, work: Path) -> RankContext:
         raise ShardwrightError(f"{arguments.world_size} ranks started, but the plan has {job.world_size}")
     if job.digests:
         Share(rank=arguments.process_index, ranks=arguments.world_size).check_same(job.digests)
-    resumed = on_first_rank(lambda: valid_checkpoint(Path(job.output_dir))) if job.resume else None
+    resumed = None
+    if job.resume:
+        resumed = on_first_rank(lambda: newest_checkpoint(Path(job.output_dir) / CHECKPOINTS, read_whole))
     arguments.resume_from_checkpoint = None if resumed is None else str(resumed.path)
     return RankContext(
         work=work,
@@ -139,11 +140,12 @@ class TrainingTask(LaunchedJob, RankTask):
         """Evaluate and save the model, and return the measurements; every rank calls it."""
 
     def run(self, work: Path) -> None:
-        """Train, evaluate, save, and write the result."""
         self.train(open_rank(self, work))
 
     def train(self, context: RankContext) -> None:
         """Build the Trainer, train from the checkpoint or from step 0, evaluate, save, and write the result."""
+        import torch
+
         from .figures_callback import StepFiguresCallback
 
         trainer = self.build(context)
@@ -158,7 +160,13 @@ class TrainingTask(LaunchedJob, RankTask):
         figures.attach(trainer)
         trainer.add_callback(progress_callback(tokens_of, lambda: figures.figures))
         train_guarded(trainer, resume=context.resumed, **self.settings.guards())
-        result = self.metrics(trainer, context) | {"peak_bytes": _peak_bytes(trainer)}
+        result = self.metrics(trainer, context)
+        peak_bytes = None
+        if trainer.args.device.type == "cuda":
+            own = torch.tensor([torch.cuda.max_memory_allocated()], device=trainer.args.device)
+            # The log also has the steps before resuming.
+            peaks_gb = [entry.get("peak_allocated_gb", 0.0) for entry in trainer.state.log_history]
+            peak_bytes = int(max(trainer.accelerator.gather(own).max(), *(peak * 1e9 for peak in peaks_gb), 0))
         steps, seconds, timed_from = trainer.state.global_step, recorder.seconds, recorder.first_step
         if steps == recorder.first_step:
             # A run that resumed after its last step has only the logged times of the earlier run.
@@ -168,6 +176,7 @@ class TrainingTask(LaunchedJob, RankTask):
                     seconds += entry["step_seconds"] * (entry["step"] - logged_step)
                     logged_step = entry["step"]
         result |= {
+            "peak_bytes": peak_bytes,
             "steps": steps,
             "step_seconds": seconds,
             "tokens": tokens_of(steps),
@@ -212,9 +221,7 @@ def progress_callback(
 ) -> Any:
     """Return a callback that sends the progress of every optimizer step to the launching process.
 
-    Args:
-        tokens_of: Returns the tokens of a number of steps; without it no speed is sent.
-        figures_of: Returns the figures of the last logged step by name.
+    Without `tokens_of`, which counts the tokens of steps, no speed is sent. `figures_of` returns the last logged ones.
     """
     from transformers import TrainerCallback
 
@@ -283,18 +290,6 @@ def step_recorder(output_dir: Path, *, evaluates_last: bool) -> Any:
     return Recorder()
 
 
-def _peak_bytes(trainer: Any) -> int | None:
-    """Return the peak allocation on any accelerator; `None` on CPU ranks. Every rank must call it."""
-    import torch
-
-    if trainer.args.device.type != "cuda":
-        return None
-    own = torch.tensor([torch.cuda.max_memory_allocated()], device=trainer.args.device)
-    # The log also has the steps before resuming.
-    logged = [entry["peak_allocated_gb"] * 1e9 for entry in trainer.state.log_history if "peak_allocated_gb" in entry]
-    return int(max(trainer.accelerator.gather(own).max(), *logged, 0))
-
-
 def trained_tokens(arguments: Any, steps: int, samples: int, tokens: int) -> int:
     """Return the tokens of a number of optimizer steps; the last step of an epoch has the remaining samples."""
     step_samples: int = (
@@ -310,12 +305,9 @@ def write_json(record: Mapping[str, Any], path: Path) -> None:
 
 
 def train_guarded(trainer: Any, *, resume: str | bool | Selection | None, **guards: Any) -> None:
-    """Train with `GuardCallback` and `CheckpointCallback` after all other callbacks; every rank must call it.
+    """Train with `GuardCallback(**guards)` and `CheckpointCallback` after all other callbacks; every rank must call it.
 
-    Args:
-        trainer: Any Trainer, with all of its other callbacks.
-        resume: A checkpoint, true for the newest valid one, or a selected one; `None` starts at step 0.
-        **guards: Arguments of `GuardCallback`.
+    `resume` is a checkpoint, true for the newest valid one, or a selected one; `None` starts at step 0.
 
     Raises:
         UsageError: settings of the run are incompatible with the checkpoint.
@@ -420,7 +412,6 @@ def logged(name: str, mean: Estimate) -> dict[str, float]:
 
 
 def read_logged(state: Any, name: str) -> Estimate | None:
-    """Return a logged mean, also after resuming."""
     entry: dict[str, float] = next((values for values in state.log_history if name in values), {})
     return Estimate(value=entry[name], standard_error=entry.get(f"{name}_{STANDARD_ERROR}")) if entry else None
 

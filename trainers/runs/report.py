@@ -87,7 +87,6 @@ class LaunchedOutcome(ABC):
         return result_html(line, headings, rows, f"{self.seconds:.0f} s total")
 
     def where_and_what(self) -> dict[str, Any]:
-        """Return layout, settings and data as JSON values."""
         return {
             "strategy": self.plan.chosen.strategy.label,
             "hardware": self.plan.hardware.name,
@@ -96,7 +95,6 @@ class LaunchedOutcome(ABC):
         }
 
     def speed(self) -> dict[str, Any]:
-        """Return steps, tokens and seconds as JSON values."""
         return {
             "steps": self.result.steps,
             "tokens": self.result.tokens,
@@ -105,19 +103,13 @@ class LaunchedOutcome(ABC):
         }
 
     def speed_line(self) -> str:
-        """Return steps, tokens and seconds for a terminal."""
         return (
             f"{self.result.steps} steps, {self.result.tokens:,} tokens, {self.result.tokens_per_second:,.0f} tokens/s, "
             f"{self.seconds:.0f} s total"
         )
 
     def files(self, kind: str, command: str = "") -> dict[str, str | bytes]:
-        """Return report, figures, model card and chart by name.
-
-        Args:
-            kind: Name of the command, as in `report.json`.
-            command: Its command line.
-        """
+        """Return report, figures, model card and chart by name; `command` is the command line."""
         data = self.to_dict()
         # The default learning rate depends on the method; the report shows the one that ran.
         data["settings"] = data["settings"] | {"learning_rate": self.settings.base_learning_rate()}
@@ -163,5 +155,4 @@ def with_spreads(loss: Estimate | None) -> tuple[str, str]:
 
 
 def read_metrics(directory: Path) -> list[dict[str, float]]:
-    """Return the logged steps of a run."""
     return [json.loads(line) for line in (directory / METRICS_FILE).read_text(encoding="utf-8").splitlines()]

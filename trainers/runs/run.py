@@ -77,21 +77,11 @@ class PreparedTraining(ABC, Generic[Outcome]):
 
     @abstractmethod
     def job(self, common: Mapping[str, Any], work: Path) -> LaunchedJob:
-        """Return the job of the ranks.
-
-        Args:
-            common: The fields of `LaunchedJob`.
-            work: Directory for further files that the ranks read.
-        """
+        """Return the job of the ranks, with the `common` fields; `work` is for further files that the ranks read."""
 
     @abstractmethod
     def outcome(self, result: Mapping[str, Any], common: Mapping[str, Any]) -> Outcome:
-        """Build the outcome.
-
-        Args:
-            result: Measurements of the ranks.
-            common: The fields of `LaunchedOutcome`.
-        """
+        """Return the outcome, from the measurements of the ranks and the `common` fields."""
 
     @property
     def own_arguments(self) -> Mapping[str, Any]:
@@ -105,7 +95,6 @@ class PreparedTraining(ABC, Generic[Outcome]):
 
     @property
     def training_arguments(self) -> dict[str, Any]:
-        """Keys of `TrainingArguments` of the run."""
         evaluated = len(self.samples.evaluation)
         common = common_arguments(self.settings, self.plan, self.request.output_dir, evaluated)
         return {**common, **self.own_arguments}
@@ -233,10 +222,7 @@ def _run_ranks(prepared: PreparedTraining[Any]) -> dict[str, Any]:
 
 
 def _digests(prepared: PreparedTraining[Any], work: Path) -> dict[str, str]:
-    """Return digests of this machine's plan, settings, files and samples, which other machines must match.
-
-    A subset of the samples suffices to detect another dataset or order. Samples that are divided among machines differ.
-    """
+    """Return digests of this machine's inputs, which other machines must match; divided samples differ."""
     contents = {"plan": (work / PLAN_DIRECTORY / "plan.json").read_bytes()}
     contents["settings"] = prepared.settings.model_dump_json().encode()
     for file in sorted(path for path in work.iterdir() if path.is_file()):
@@ -263,17 +249,16 @@ def is_complete(prepared: PreparedTraining[Any], finished: Selection) -> bool:
         is_own = (content["kind"], content["result"]["steps"]) == (prepared.kind, finished.record.step)
     except (OSError, ValueError, KeyError, TypeError):
         return False
-    needed = (name for name in prepared.file_names if name != HTML_FILE)
-    return is_newer and is_own and all(_is_written(output_dir / name) for name in needed)
-
-
-def _is_written(file: Path) -> bool:
-    """Return whether a file exists, complete or as the shards of its index."""
-    index = file.with_name(f"{file.name}.index.json")
-    if file.is_file() or not index.is_file():
-        return file.is_file()
-    shards = json.loads(index.read_bytes())["weight_map"].values()
-    return all((file.parent / shard).is_file() for shard in shards)
+    if not (is_newer and is_own):
+        return False
+    files = {output_dir / name for name in prepared.file_names if name != HTML_FILE}
+    for file in tuple(files):
+        # Large weights are shards, which an index lists.
+        index = file.with_name(f"{file.name}.index.json")
+        if not file.is_file() and index.is_file():
+            files |= {file.parent / shard for shard in json.loads(index.read_bytes())["weight_map"].values()}
+            files.remove(file)
+    return all(file.is_file() for file in files)
 
 
 def _outcome_facts(prepared: PreparedTraining[Any], *, seconds: float) -> dict[str, Any]:

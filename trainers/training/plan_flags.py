@@ -49,7 +49,6 @@ class PlanTrainingJob(GuardSettings, RankJob):
     save: bool = Field(True, description="write the trained model; --no-save skips it")
 
     def errors(self) -> list[ConfigError]:
-        """Return errors for invalid values."""
         errors = []
         if self.seq_len < 2:
             errors.append(ConfigError(where="--seq-len", value=self.seq_len, rule="must be at least 2 tokens"))

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 import time
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -41,24 +40,19 @@ class PlanTrainingTask(PlanTrainingJob, RankTask):
     def run(self, work: Path) -> None:
         """Reserve the output directory on the first rank, then train and save."""
         settings = self.read_settings()
-        with self._reserved():
-            self._train(settings)
-
-    def _reserved(self) -> AbstractContextManager[None]:
         if os.environ.get("RANK", "0") != "0":
-            return nullcontext()
+            self._train(settings)
+            return
         directory, force = self.output_dir, self.force or self.resume or self.resume_or_anew
         errors = output_errors(directory, force=True, sources={"the model": self.model})
         results = sorted(path.name for pattern in _RESULTS for path in directory.glob(pattern))
         if results and not force:
-            rule, fix = (
-                f"contains {results[0]} of an earlier run",
-                "continue with --resume, or overwrite with --force",
-            )
+            rule, fix = f"contains {results[0]} of an earlier run", "continue with --resume, or overwrite with --force"
             errors.append(ConfigError(where="--output-dir", value=str(directory), rule=rule, fix=fix))
         if errors:
             raise UsageError(errors)
-        return reserved(directory, force=True)
+        with reserved(directory, force=True):
+            self._train(settings)
 
     def _train(self, settings: dict[str, Any]) -> None:
         # ZeRO-3 needs the arguments before weights are made.
@@ -84,8 +78,8 @@ class PlanTrainingTask(PlanTrainingJob, RankTask):
         dtype = weights_dtype(arguments, method=self.method)
         model = load_model(source, config, dtype, arguments.seed, engine=engine, for_stages=parallelism.is_pipeline)
         if self.method != "full":
-            adapters_in_fp32 = engine != "deepspeed"
-            model = add_lora(model, rank=self.lora_rank, targets=self.lora_targets, fp32_adapters=adapters_in_fp32)
+            fp32 = engine != "deepspeed"
+            model = add_lora(model, rank=self.lora_rank, targets=self.lora_targets, fp32_adapters=fp32)
 
         from transformers import default_data_collator
 

@@ -37,7 +37,7 @@ class TrainTask(TrainJob, TrainingTask):
     """Training under the plan's layout."""
 
     def run(self, work: Path) -> None:
-        """Train, evaluate, save, and write the result; first combine the samples of several machines."""
+        """Train as every task; first combine the samples of several machines."""
         task, context = self, open_rank(self, work)
         if self.machines > 1:
             task, train_samples = divided_training(self, context.samples[0], context.arguments)

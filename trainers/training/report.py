@@ -44,7 +44,6 @@ class TrainOutcome(LaunchedOutcome):
     result: TrainResult
 
     def measures(self) -> tuple[Sequence[str], Sequence[Sequence[str]]]:
-        """Return the results on the held-out samples, before and after."""
         result = self.result
         if result.before is None or result.after is None:
             return ("", "before", "after"), [("cross-entropy, nats per token", "not measured", "not measured")]

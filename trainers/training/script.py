@@ -26,7 +26,7 @@ from .settings import ScriptJob
 
 PLAN_FLAGS = "@plan"
 """Script argument that is replaced by the plan's arguments as flags."""
-_ARGUMENTS, _ACCUMULATION = "training_arguments.json", "gradient_accumulation_steps"
+_ARGUMENTS = "training_arguments.json"
 
 logger = logging.getLogger(__name__)
 
@@ -107,12 +107,10 @@ def _changed_arguments(
         raise UsageError(ConfigError(where="script", value=str(script), rule=rule, fix=fix))
     own: dict[str, Any] = json.loads((plan_directory / _ARGUMENTS).read_text(encoding="utf-8"))
     before, after = planned_training_arguments(full_plan), planned_training_arguments(reduced_plan)
-    name = _ACCUMULATION
+    name = "gradient_accumulation_steps"
     if own.get(name, 1) != before[name]:
-        fix = "plan again with this global batch, or use all nodes"
-        raise UsageError(
-            ConfigError(where=name, value=own.get(name), rule=f"differs from {before[name]} in the plan", fix=fix)
-        )
+        rule, fix = f"differs from {before[name]} in the plan", "plan again with this global batch, or use all nodes"
+        raise UsageError(ConfigError(where=name, value=own.get(name), rule=rule, fix=fix))
     return own | {name: value for name, value in after.items() if before.get(name) != value}
 
 

@@ -24,6 +24,7 @@ from .settings import ScriptJob
 
 _TRAINERS: list[Any] = []
 """Arguments of the trainers that the script made; their engines are not compared again."""
+_NOT_PREDICTED = "predicted memory and time do not apply to this run"
 _REPEATED = (
     "Accelerate fills the last batch of each epoch with {} samples from its start, which count twice; "
     "shardwright.trainer_for excludes them from the loss"
@@ -59,7 +60,7 @@ def follow_trainers(plan: Plan) -> None:
 
         def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             for line in argument_differences(plan, args, kwargs.get("model"), ranks=args.world_size):
-                note_on_first_rank(f"{line}: predicted memory and time do not apply to this run")
+                note_on_first_rank(f"{line}: {_NOT_PREDICTED}")
             if repeated := repeated_samples(kwargs.get("train_dataloader")):
                 note_on_first_rank(_REPEATED.format(repeated))
             loads_on_first = all(os.environ.get(name, "").lower() in ("true", "1") for name in _LOADS_ON_FIRST_RANK)
@@ -78,9 +79,19 @@ def carry_axes(plan: Plan) -> None:
         return
     parallelism = planned_parallelism(plan)
     own_calls: list[str] = []
+
+    def record_calls(kind: type, name: str) -> None:
+        method: Any = getattr(kind, name)
+
+        def recording(self: Any, *args: Any, **settings: Any) -> Any:
+            own_calls.append(name)
+            return method(self, *args, **settings)
+
+        setattr(kind, name, recording)
+
     for callback in parallelism.callbacks:
-        _record_calls(type(callback), "prepare", own_calls)
-    _record_calls(PlannedParallelism, "make_trainer", own_calls)
+        record_calls(type(callback), "prepare")
+    record_calls(PlannedParallelism, "make_trainer")
 
     def carrying(make: Callable[..., None]) -> Callable[..., None]:
         def made(trainer: Any, model: Any = None, args: Any = None, *rest: Any, **settings: Any) -> None:
@@ -103,43 +114,27 @@ def carry_axes(plan: Plan) -> None:
     patches.apply("script-axes", carrying)
 
 
-def _record_calls(kind: type, name: str, calls: list[str]) -> None:
-    method: Any = getattr(kind, name)
-
-    def recording(self: Any, *args: Any, **settings: Any) -> Any:
-        calls.append(name)
-        return method(self, *args, **settings)
-
-    setattr(kind, name, recording)
-
-
 def _follow_engines(plan: Plan) -> None:
     """Make `deepspeed.initialize` report where the engine of a custom training loop differs from the plan."""
     strategy = plan.chosen.strategy
 
+    planned = {
+        "train_micro_batch_size_per_gpu": strategy.micro_batch_size,
+        "gradient_accumulation_steps": strategy.gradient_accumulation_steps,
+        "zero_optimization.stage": strategy.zero_stage,
+    }
+
     def comparing(initialize: Callable[..., Any]) -> Callable[..., Any]:
         def initialized(*args: Any, **settings: Any) -> Any:
             result = initialize(*args, **settings)
-            if not _TRAINERS:
-                compare(result[0])
+            for name, value in () if _TRAINERS else planned.items():
+                # The engine has a method for each key, such as `zero_optimization_stage`.
+                ran = getattr(result[0], name.replace(".", "_"))()
+                if ran != value:
+                    note_on_first_rank(f"{name} is {ran}, the plan says {value}: {_NOT_PREDICTED}")
             return result
 
         return initialized
-
-    def compare(engine: Any) -> None:
-        facts = {
-            "train_micro_batch_size_per_gpu": (engine.train_micro_batch_size_per_gpu(), strategy.micro_batch_size),
-            "gradient_accumulation_steps": (
-                engine.gradient_accumulation_steps(),
-                strategy.gradient_accumulation_steps,
-            ),
-            "zero_optimization.stage": (engine.zero_optimization_stage(), strategy.zero_stage),
-        }
-        for name, (ran, planned) in facts.items():
-            if ran != planned:
-                note_on_first_rank(
-                    f"{name} is {ran}, the plan says {planned}: predicted memory and time do not apply to this run"
-                )
 
     patches.apply("script-engine-comparison", comparing)
 

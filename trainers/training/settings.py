@@ -72,8 +72,6 @@ class TrainSettings(LayoutSettings, StreamingSettings, LaunchedSettings):
 
 
 class TrainJob(LaunchedJob):
-    """Job of every rank."""
-
     task: Literal["train"] = "train"
     settings: TrainSettings = Field(description="settings of the user")
     model: str = Field(description="Hub id, directory or config.json")

@@ -111,11 +111,6 @@ class PreparedTrain(PreparedTraining[TrainOutcome]):
 def prepare_train(settings: TrainSettings, model: str, request: RunRequest) -> PreparedTrain:
     """Read and check everything, report all errors together, and plan.
 
-    Args:
-        settings: Of the user.
-        model: Hub id, directory, or `config.json` for random weights.
-        request: Of the run.
-
     Raises:
         UsageError: all errors together.
         RefusedInputError: files of a model are corrupt or unsafe.
@@ -191,11 +186,7 @@ def _planned(settings: TrainSettings, loaded: LoadedModel | None, hardware: Hard
 
 
 def _as_planned(settings: TrainSettings, plan: Plan, model: str) -> TrainSettings:
-    """Return the settings with the plan's values, which reports show, and the planned commit of the model.
-
-    Raises:
-        UsageError: the plan is for another command.
-    """
+    """Return the settings with the plan's values, which reports show, and the planned commit of the model."""
     job, strategy = plan.job, plan.chosen.strategy
     if job.teacher is not None:
         rule, fix = f"has the teacher {job.teacher.name}, but train uses none", "use distill, or plan without a teacher"
