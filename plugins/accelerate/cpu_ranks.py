@@ -187,8 +187,7 @@ def enable_cpu_ring_attention() -> None:
         return whole(mesh, results)
 
     aten = torch.ops.aten
-    for operator, function in (
-        (aten._scaled_dot_product_flash_attention_for_cpu.default, forward),
-        (aten._scaled_dot_product_flash_attention_for_cpu_backward.default, backward),
-    ):
-        patches.apply("ring-attention-on-cpu-ranks", lambda _, function=function: function, item=operator)
+    attention = aten._scaled_dot_product_flash_attention_for_cpu.default
+    patches.apply("ring-attention-on-cpu-ranks", lambda _: forward, item=attention)
+    attention = aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+    patches.apply("ring-attention-on-cpu-ranks", lambda _: backward, item=attention)

@@ -320,10 +320,11 @@ def _check_conversion(engine: DeepSpeedEngine, source: Path) -> None:
     saving_ranks = _saving_ranks(source)
     saved = f"{source.parent.name} was saved by {saving_ranks} ranks: "
     fix = f"launch {saving_ranks} ranks, or start a new training from the checkpoint's weights by passing it as model"
-    return [
-        ConfigError(where="resume: world_size", value=engine.seq_dp_world_size, rule=saved + rule, fix=fix)
-        for rule in rules
-    ]
+    if rules:
+        ranks = engine.seq_dp_world_size
+        raise UsageError(
+            [ConfigError(where="resume: world_size", value=ranks, rule=saved + rule, fix=fix) for rule in rules]
+        )
 
 
 @contextlib.contextmanager

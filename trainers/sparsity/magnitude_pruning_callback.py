@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -169,7 +170,7 @@ class MagnitudePruningCallback(SparsityCallback):
         for name, (rows, columns) in self._shapes.items():
             numbers = self._magnitudes(name)
             count = round(share * rows * columns)
-            last, equal = limits[name] if limits else smallest(lambda numbers=numbers: [numbers], count)
+            last, equal = limits[name] if limits else smallest(partial(list, [numbers]), count)
             mask = chosen(numbers, last, equal)
             zeros += int(mask.sum())
             self._store(name, mask)

@@ -103,7 +103,8 @@ def fake_quantize_experts(module: Any, name: str, quantizers: Mapping[str, Layer
     assert len(quantizers) == len(relative), f"{len(quantizers)} of {len(relative)} matrices of {name} are targeted"
     for quantizer in quantizers.values():
         quantizer.scheme, quantizer.input_range = expert_scheme(quantizer.scheme), None
-    patches.swap_class("qat-experts", module, _fake_quantized_class(type(module)))
+    experts: type = type(module)
+    patches.swap_class("qat-experts", module, _fake_quantized_class(experts))
     module.quantizers = dict(zip(relative, quantizers.values(), strict=True))
 
 

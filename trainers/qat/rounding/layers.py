@@ -294,7 +294,8 @@ def forward_weight(module: Any, parameters: Mapping[str, Tensor]) -> Tensor:
         parts = [part.to(dtype) for part in parts]
     if len(parts) == 1:
         return parts[0]
-    return merged_weight(*parts, module.scaling[module.active_adapters[0]])
+    weight, adapter_a, adapter_b = parts
+    return merged_weight(weight, adapter_a, adapter_b, module.scaling[module.active_adapters[0]])
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
