@@ -123,13 +123,8 @@ def attention_masks(
         windowed = family.windows == "everywhere" and config.sliding_window is not None
         kinds = dict.fromkeys(layers, "sliding_attention" if windowed else "full_attention")
     masks = {
-        kind: makers[kind](
-            config=config,
-            inputs_embeds=hidden_BSD,
-            attention_mask=attention_mask_BS,
-            past_key_values=None,
-            position_ids=position_ids_BS,
-        )
+        # No cache: Transformers 5.24 renamed the fourth parameter.
+        kind: makers[kind](config, hidden_BSD, attention_mask_BS, None, position_ids=position_ids_BS)
         for kind in sorted(set(kinds.values()))
     }
     return {layer: masks[kind] for layer, kind in kinds.items()}

@@ -53,6 +53,8 @@ def measure_speed(model: Any, window: Window) -> Speed:
     # Only the last token's logits, as `generate` computes them.
     parameters = inspect.signature(type(model).forward).parameters
     options = {"logits_to_keep": 1} if "logits_to_keep" in parameters else {}
+    # Transformers 5.24 renamed the argument and the field.
+    cache = "cache" if "cache" in parameters else "past_key_values"
 
     def read() -> Any:
         return model(input_ids=prompt_1S, use_cache=True, **options)
@@ -60,7 +62,7 @@ def measure_speed(model: Any, window: Window) -> Speed:
     def write(last: Any) -> None:
         for _ in range(DECODED_TOKENS):
             token_11 = last.logits[:, -1:].argmax(dim=-1)
-            last = model(input_ids=token_11, past_key_values=last.past_key_values, use_cache=True)
+            last = model(input_ids=token_11, use_cache=True, **{cache: last[cache]})
 
     with torch.inference_mode():
         peak, weights = _peak_bytes(model, read)
@@ -68,7 +70,7 @@ def measure_speed(model: Any, window: Window) -> Speed:
         for _ in range(REPEATS + 1):
             seconds, outputs = _timed(read, model.device)
             prefill.append(seconds)
-            if getattr(outputs, "past_key_values", None) is not None:
+            if getattr(outputs, cache, None) is not None:
                 decode.append(_timed(partial(write, outputs), model.device)[0])
     return Speed(
         machine=str(torch.cuda.get_device_name(model.device))
