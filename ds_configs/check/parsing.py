@@ -13,6 +13,7 @@ import yaml
 
 MAXIMUM_DEPTH = 64
 """Deeper nesting is rejected; real configurations stay below 8."""
+_TOO_DEEP = f"values must not nest deeper than {MAXIMUM_DEPTH} levels"
 MAXIMUM_NODES = 20_000
 """More values, with aliases expanded, are rejected; real configurations stay below 500."""
 
@@ -103,7 +104,7 @@ def mapping(entries: list[Entry], line: int, problems: list[Problem]) -> Node:
 
 def check_limits(size: int, depth: int, line: int) -> None:
     if depth > MAXIMUM_DEPTH:
-        raise UnreadableError(Problem(line=line, rule=f"values must not nest deeper than {MAXIMUM_DEPTH} levels"))
+        raise UnreadableError(Problem(line=line, rule=_TOO_DEEP))
     if size > MAXIMUM_NODES:
         raise UnreadableError(
             Problem(line=line, rule=f"the file has more than {MAXIMUM_NODES} values (aliases expanded)")
@@ -266,6 +267,9 @@ def parse_yaml(text: str) -> Parsed:
         return Parsed(root=None, problems=(*problems, error.problem))
     except yaml.MarkedYAMLError as error:
         line = error.problem_mark.line + 1 if error.problem_mark is not None else 1
+        # PyYAML 6.0.4 has a limit of its own, above ours.
+        if "nesting depth" in str(error.problem):
+            return Parsed(root=None, problems=(*problems, Problem(line=line, rule=_TOO_DEEP)))
         return Parsed(root=None, problems=(*problems, Problem(line=line, rule=f"not valid YAML: {error.problem}")))
     except yaml.YAMLError as error:
         reason = str(error).splitlines()[0]

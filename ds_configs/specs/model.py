@@ -147,6 +147,7 @@ ADAPTED_SINCE = {
     "UnlimitedOcrTextModel": "5.20",
     **dict.fromkeys(("beam", "qwen3_omni_moe_text"), "5.21"),
     "Dots3NoteTextModel": "5.23",
+    "sarvam_mla": "5.24",
 }
 """Further model types, with the first release of Transformers that converts their weights."""
 

@@ -43,7 +43,7 @@ def remove_abandoned_buffers() -> None:
     """Remove this user's files that no process has open or mapped and that are older than `ABANDONED_SECONDS`."""
     now = time.time()
     for file in _unused(_files("*")):
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(FileNotFoundError):
             if now - file.stat().st_mtime > ABANDONED_SECONDS:
                 file.unlink()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import sys
 from collections.abc import Iterator, Mapping
@@ -55,8 +56,7 @@ class Tracer:
 
     def inputs(self, model: Any, seq_len_tokens: int) -> dict[str, Any]:
         """Fake inputs and labels for what the model's forward accepts."""
-        wanted = model.forward.__wrapped__ if hasattr(model.forward, "__wrapped__") else model.forward
-        accepted = wanted.__code__.co_varnames[: wanted.__code__.co_argcount]
+        accepted = inspect.signature(model.forward).parameters
         config, batch = model.config, self.micro_batch_size
         values: dict[str, Any] = {}
         with self.fake:

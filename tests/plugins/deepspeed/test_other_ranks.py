@@ -6,9 +6,11 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
-from shardwright.plugins.deepspeed.engine import _conversion_errors, _own_values
+from shardwright.ds_configs.specs.errors import UsageError
+from shardwright.plugins.deepspeed.engine import _check_conversion, _own_values
 
 DECAY = 0.1
 
@@ -74,7 +76,9 @@ def test_errors_name_nvme_states_and_buffers_together(tmp_path):
     engine = SimpleNamespace(
         module=torch.nn.BatchNorm1d(2), seq_dp_world_size=4, zero_nvme_offload_optimizer=lambda: True
     )
-    on_nvme, buffers = _conversion_errors(engine, tmp_path / "checkpoint-4" / "global_step4")
+    with pytest.raises(UsageError) as rejected:
+        _check_conversion(engine, tmp_path / "checkpoint-4" / "global_step4")
+    on_nvme, buffers = rejected.value.errors
     assert on_nvme.rule == "checkpoint-4 was saved by 2 ranks: optimizer states on NVMe are separate files of each rank"
     assert "restores no buffers on another number of ranks, and the model saves running_mean" in buffers.rule
     assert on_nvme.fix.startswith("launch 2 ranks, or")

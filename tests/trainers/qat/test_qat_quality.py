@@ -27,6 +27,7 @@ from small_llama import shared_llama
 from transformers import LlamaConfig, LlamaForCausalLM
 
 pytestmark = pytest.mark.slow
+CACHE = pytest.mark.needs("rounded-cache")
 
 STEPS, BATCH_SIZE, LEARNING_RATE, ROWS = 60, 2, 4e-4, 32
 """Sixty steps brought back 0.69 of what rounding loses, 17.9 standard errors ahead of it; half, and five, are asked."""
@@ -222,8 +223,8 @@ def test_errors_of_a_configuration_are_found_before_training(qat, told, monkeypa
 @pytest.mark.parametrize(
     ("scheme", "qat", "calibrates"),
     [
-        ("W4A16", {"kv_cache": "fp8"}, True),
-        ("W4A16", {"kv_cache": "int8", "ranges": "moving_average"}, False),
+        pytest.param("W4A16", {"kv_cache": "fp8"}, True, marks=CACHE),
+        pytest.param("W4A16", {"kv_cache": "int8", "ranges": "moving_average"}, False, marks=CACHE),
         ("W8A8_STATIC", {"ranges": "learned"}, True),
         ("W8A8_STATIC", {"ranges": "minmax"}, False),
         ("W4A16", {}, False),

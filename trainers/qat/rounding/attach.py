@@ -76,6 +76,8 @@ _HALF_OF_LAST_STEP = 16.0
 """E4M3 has steps of 32 below its largest number, 448."""
 _NEEDS_DEQUANTIZE = Version("5.23.0")
 """First release of Transformers that loads zero points only with `dequantize`, which does not round the cache."""
+_RENAMES_CACHE = Version("5.24.0")
+"""First release of Transformers whose attention compressed-tensors 0.20.0 does not recognize (`past_key_values`)."""
 
 
 def attach(model: Any, config: QATConfig, *, stored_dtype: torch.dtype | None = None) -> Attachment:
@@ -551,11 +553,15 @@ def kv_cache_errors(model: Any, config: QATConfig) -> Iterator[ConfigError]:
         return ConfigError(where="kv_cache", value=config.kv_cache, rule=rule, fix=fix)
 
     attention = dict(cached_attention_modules(model))
-    if not attention:
+    release = Version(installed_version("transformers") or "0")
+    if not attention and release >= _RENAMES_CACHE:
+        loader = f"compressed-tensors {installed_version('compressed-tensors')}"
+        rule = f"{loader} loads no rounded cache with Transformers {release}, which renamed the argument of the cache"
+        yield error(rule, f"install 'transformers<{_RENAMES_CACHE}', or omit it")
+    elif not attention:
         yield error(f"{type(model).__name__} has no attention with separate projections and a cache")
     if getattr(model.config.get_text_config(), "kv_lora_rank", None):
         yield error("multi-head latent attention caches latent vectors, not the keys that a scale is for")
-    release = Version(installed_version("transformers") or "0")
     scheme = config.rounded_scheme
     packs_zero_points = scheme.format == "pack-quantized" and not scheme.weights.symmetric
     if packs_zero_points and release >= _NEEDS_DEQUANTIZE:

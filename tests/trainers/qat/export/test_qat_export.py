@@ -113,7 +113,10 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(case, marks=pytest.mark.needs("rounded-cache")) if case == "cache" else case for case in CASES],
+)
 def test_checkpoint_is_the_trained_model(case, tmp_path, reload_here):
     scheme, dtype, options = CASES[case]
     if "calibration" in options:
