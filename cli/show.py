@@ -156,7 +156,8 @@ def show_plan(plan: Plan, directory: Path | None, *, output_dir_hint: bool = Tru
 
         packages = missing_packages(planned_training_arguments(plan))
         for argument, package in packages.items():
-            out.print(f"Not installed: {package}, for {argument} of this plan; pip install {package}", markup=False)
+            out.print(f"Not installed, but required by {argument} of this plan: {package}", markup=False)
+            out.print(f"  pip install {package}", markup=False)
         out.print(trainer_line(plan), markup=False)
     if directory is None:
         if output_dir_hint:

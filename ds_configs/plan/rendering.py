@@ -106,7 +106,9 @@ def train_arguments(plan: LaunchSpec, *, directory: str) -> list[str]:
 
     With a teacher the command is `distill`, which makes its own plan.
     """
-    words = [*_dataset_words(plan), *([] if plan.job.teacher is not None else ["--plan", directory])]
+    words = _dataset_words(plan)
+    if plan.job.teacher is None:
+        words[2:2] = ["--plan", directory]
     return ["shardwright", *words, "--dataset", "YOUR_DATA", "--output-dir", "OUTPUT"]
 
 

@@ -86,7 +86,7 @@ def deepspeed_configuration(arguments: TrainingArguments) -> dict[str, Any] | No
 
 
 PACKAGES = {"use_liger_kernel": ("liger-kernel", "liger_kernel", "it needs a GPU; or plan with --loss eager")}
-"""Package, its module and a remark, by the key of `TrainingArguments` that a plan may set and that needs it."""
+"""Package, its module and what it needs, by the key of `TrainingArguments` that a plan may set and that needs it."""
 
 
 def missing_packages(settings: Mapping[str, Any]) -> dict[str, str]:
