@@ -18,7 +18,7 @@ from rich.text import Text
 from ..ds_configs.check import Finding
 from ..ds_configs.memory.estimate import GpuMemory
 from ..ds_configs.plan.plan import Plan
-from ..ds_configs.plan.rendering import train_arguments
+from ..ds_configs.plan.rendering import planned_training_arguments, train_arguments, trainer_line
 from ..ds_configs.search.reasons import display_name
 from ..ds_configs.search.run_estimates import doubts
 from ..ds_configs.search.search import ParetoPoint
@@ -151,6 +151,14 @@ def show_plan(plan: Plan, directory: Path | None, *, output_dir_hint: bool = Tru
     if len(plan.pareto) > 1:
         out.print(pareto_table(plan.pareto, columns=out.width))
         out.print()
+    if directory is not None or output_dir_hint:
+        from ..plugins.transformers.training_arguments import missing_packages
+
+        packages = missing_packages(planned_training_arguments(plan))
+        for argument, package in packages.items():
+            out.print(f"Not installed, but required by {argument} of this plan: {package}", markup=False)
+            out.print(f"  pip install {package}", markup=False)
+        out.print(trainer_line(plan), markup=False)
     if directory is None:
         if output_dir_hint:
             out.print("No files written; pass --output-dir to write", ", ".join(plan.file_names))
@@ -159,6 +167,7 @@ def show_plan(plan: Plan, directory: Path | None, *, output_dir_hint: bool = Tru
     out.print("Run on each node:" if hardware.nodes > 1 else "Run:", style="bold")
     if hardware.nodes > 1:
         line = [f"{directory}/launch.sh", "MACHINE_RANK", "MAIN_PROCESS_IP"]
+        line += ["--dataset", "YOUR_DATA", "--output-dir", "OUTPUT"]
     else:
         line = train_arguments(plan, directory=str(directory))
     Console(soft_wrap=True, highlight=False).print("  " + shlex.join(line), markup=False)

@@ -3,7 +3,7 @@
     accelerate launch --config_file plan/accelerate.yaml -m shardwright.trainers.rank_main job.json
     accelerate launch --config_file plan/accelerate.yaml -m shardwright.trainers.train_causal_lm --plan plan ...
 
-`launch.sh` runs the second command.
+`shardwright launch` without a script runs the second command.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The entry point of ranks under the name that `launch.sh` runs; the training is `training/plan_training.py`."""
+"""The entry point of ranks under the name that plans contain; the training is `training/plan_training.py`."""
 
 import sys
 

@@ -78,7 +78,7 @@ def _demo(output_dir: Path, options: DemoOptions) -> tuple[Plan, list[float]]:
     small = plan(str(output_dir / "small-llama"), "2xCPU", job)
     small.write(output_dir / "plan", force=options.force)
     show_plan(small, output_dir / "plan")
-    print("\n3. Training with plan/launch.sh\n", flush=True)
+    print("\n3. Training under this plan\n", flush=True)
     losses = train_demo(small, output_dir, options.steps, force=options.force)
     if not losses[-1] < losses[0]:
         raise ShardwrightError(f"the loss did not decrease: {losses[0]:.3f} to {losses[-1]:.3f}")
@@ -100,11 +100,20 @@ def train_demo(plan: Plan, output_dir: Path, steps: int, *, force: bool = False)
     Raises:
         ShardwrightError: the launch fails or exceeds its time limit.
     """
+    from ...trainers.data.sources import PYTHON_HELP
     from ...trainers.training.script import launch_plan
 
     losses = output_dir / "losses.json"
     losses.unlink(missing_ok=True)
-    words = ["--random-weights", "--max-steps", str(steps), "--losses-json", str(losses.absolute())]
+    words = [
+        "--text",
+        PYTHON_HELP,
+        "--random-weights",
+        "--max-steps",
+        str(steps),
+        "--losses-json",
+        str(losses.absolute()),
+    ]
     launch_plan(
         output_dir / "plan",
         None,

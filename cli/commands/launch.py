@@ -80,7 +80,7 @@ def launch_command(
     plan
         Directory that `plan` wrote.
     script
-        Python file with a Trainer, an Accelerator or `deepspeed.initialize`. Default: the plan's own training.
+        Python file with a Trainer, an Accelerator or `deepspeed.initialize`. Default: train on `--text FILE`.
     arguments
         Arguments of the script or training; `@plan` becomes the plan's TrainingArguments. Put `--` before flags that
         this command has too.
@@ -120,10 +120,10 @@ def _launch_on_cluster(
     from ...ds_configs.plan.clusters import ClusterJob
     from ...ds_configs.plan.plan import Plan
     from ...plugins.clusters.ssh import own_program
-    from ...trainers.training.script import script_errors
+    from ...trainers.training.script import work_errors
 
     plan = Plan.load(plan_directory)
-    if script is not None and (errors := script_errors(Path(script))):
+    if errors := work_errors(plan, plan_directory, None if script is None else Path(script), arguments):
         raise UsageError(errors)
     job = ClusterJob(
         plan=plan,

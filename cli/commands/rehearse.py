@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from pydantic import Field
 
+from ...ds_configs.plan.rendering import planned_training_arguments
 from ...ds_configs.specs.errors import ConfigError, UsageError
 from ...ds_configs.specs.settings import Paths
 from ..options import ReportOptions
@@ -126,6 +127,15 @@ def show_rehearsal(rehearsal: Rehearsal) -> None:
             if before != after:
                 rows.append((change.where, _short(before), _short(after)))
         print_rows(out, ("value", "plan", "rehearsal"), rows, title="Scaled for the rehearsal")
+    from ...plugins.transformers.training_arguments import PACKAGES, missing_packages
+
+    planned = planned_training_arguments(rehearsal.plan)
+    missing = missing_packages(planned)
+    for argument in (name for name in PACKAGES if planned.get(name)):
+        package, note = PACKAGES[argument][0], ""
+        if argument in missing:
+            note = f"; it is not installed here: pip install {package}"
+        out.print(f"Not rehearsed: {package}, which {argument} needs on GPUs{note}", markup=False)
     out.print()
     verdict = "Passed" if rehearsal.passed else "Failed"
     style = "bold green" if rehearsal.passed else "bold red"

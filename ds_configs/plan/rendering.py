@@ -22,16 +22,8 @@ from ..specs.texts import read_small_file, strict_json, yaml_mapping
 
 TRAINING_MODULE = "shardwright.trainers.train_causal_lm"
 
-LAUNCHING_MODULE = "shardwright.plugins.launching.elastic"
-"""Runs a launcher on the network interface that reaches the other nodes, or on loopback with a single node."""
-
 MAIN_PORT = 29500
 """Default rendezvous port of several nodes, as in torchrun and Accelerate."""
-
-_SCRIPT_DIRECTORY = "\0"
-"""Placeholder for the script's directory while words are quoted; no path contains a null byte."""
-_SCRIPT_WORDS = {"\0rank": '"$1"', "\0address": '"$2"', "\0port": f'"${{MAIN_PROCESS_PORT:-{MAIN_PORT}}}"'}
-"""Placeholders for arguments and variables of a script."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, repr=False)
@@ -114,11 +106,18 @@ def train_arguments(plan: LaunchSpec, *, directory: str) -> list[str]:
 
     With a teacher the command is `distill`, which makes its own plan.
     """
+    words = _dataset_words(plan)
+    if plan.job.teacher is None:
+        words[2:2] = ["--plan", directory]
+    return ["shardwright", *words, "--dataset", "YOUR_DATA", "--output-dir", "OUTPUT"]
+
+
+def _dataset_words(plan: LaunchSpec) -> list[str]:
+    """Return the command with its models that trains on a dataset."""
     revision = [] if plan.model.revision is None else ["--revision", plan.model.revision]
-    model, own = plan.model.name, ["--dataset", "YOUR_DATA", "--output-dir", "OUTPUT"]
     if plan.job.teacher is not None:
-        return ["shardwright", "distill", plan.job.teacher.name, model, *revision, *own]
-    return ["shardwright", "train", model, "--plan", directory, *revision, *own]
+        return ["distill", plan.job.teacher.name, plan.model.name, *revision]
+    return ["train", plan.model.name, *revision]
 
 
 def run_line(plan: LaunchSpec, *, directory: str = ".") -> str:
@@ -131,29 +130,56 @@ def run_line(plan: LaunchSpec, *, directory: str = ".") -> str:
 
 
 def launch_script(plan: LaunchSpec, header: str) -> str:
-    """Return `launch.sh`: the launch line with the script's arguments appended. It reads the files next to it."""
-    several = plan.hardware.nodes > 1
-    node = NodePlace(rank="\0rank", main_address="\0address", main_port="\0port") if several else None
-    words = launch_arguments(plan, directory=_SCRIPT_DIRECTORY, node=node)
-    words = with_own_files(words, plan, directory=_SCRIPT_DIRECTORY)
-    # Placeholders become shell expressions; everything else is quoted.
-    quoted = [
-        _SCRIPT_WORDS.get(word)
-        or (
-            f'"$directory"{shlex.quote(word[1:]) if word[1:] else ""}'
-            if word.startswith(_SCRIPT_DIRECTORY)
-            else shlex.quote(word)
-        )
-        for word in words
-    ]
-    preamble = 'directory="$(cd "$(dirname "$0")" && pwd)"\npython="$(command -v python || command -v python3)"\n'
-    arguments = '"$@"'
-    if several:
-        usage = "usage: $0 MACHINE_RANK MAIN_PROCESS_IP [TRAINING ARGUMENTS]"
-        preamble = f'if [ $# -lt 2 ]; then echo "{usage}" >&2; exit 2; fi\n{preamble}'
-        arguments = '"${@:3}"'
-    line = f'"$python" -m {LAUNCHING_MODULE} {" ".join(quoted)} {arguments}'
-    return f"#!/usr/bin/env bash\n{header}set -euo pipefail\n{preamble}exec {line}\n"
+    """Return `launch.sh`: runs the user's script, or trains on the user's data, with the files next to it.
+
+    It runs `shardwright launch`, `train` or `distill`, which check data, accelerators and packages before ranks start.
+    """
+    command = _dataset_words(plan)
+    own_plan = "" if plan.job.teacher is not None else ' --plan "$directory"'
+    needed, places, take_places, passed_places = 1, "", "", ""
+    if plan.hardware.nodes > 1:
+        needed, places, passed_places = 3, "MACHINE_RANK MAIN_PROCESS_IP ", ' "${places[@]}"'
+        port = f"${{MAIN_PROCESS_PORT:-{MAIN_PORT}}}"
+        take_places = f'places=(--node-rank "$1" --main-address "$2" --main-port "{port}")\nshift 2\n'
+    usage = f"usage: $0 {places}SCRIPT [ARGUMENTS], or $0 {places}--dataset FILE --output-dir DIRECTORY [OPTIONS]"
+    return (
+        f"#!/usr/bin/env bash\n{header}set -euo pipefail\n"
+        f'if [ $# -lt {needed} ]; then echo "{usage}" >&2; exit 2; fi\n'
+        'directory="$(cd "$(dirname "$0")" && pwd)"\n'
+        'python="$(command -v python || command -v python3)"\n'
+        f"{take_places}"
+        "# After a script, --dataset is an argument of the script.\n"
+        'case "$1 $* " in\n'
+        "  -*' --dataset '* | -*' --dataset='*)\n"
+        f'    set -- {shlex.join(command)}{own_plan}{passed_places} "$@" ;;\n'
+        f'  *) set -- launch "$directory"{passed_places} -- "$@" ;;\n'
+        "esac\n"
+        "printf 'Running: shardwright%s\\n' \"$(printf ' %q' \"$@\")\" >&2\n"
+        'exec "$python" -m shardwright "$@"\n'
+    )
+
+
+def trainer_line(plan: LaunchSpec) -> str:
+    """Return whether a stock Trainer can run a plan, and what it needs for that."""
+    strategy, job = plan.chosen.strategy, plan.job
+    if job.teacher is not None:
+        return "Trainer: use `shardwright distill`, or DistillationTrainer in your script"
+    if strategy.pp > 1 or strategy.cp > 1:
+        axis = "pipeline" if strategy.pp > 1 else "context parallelism"
+        return f"Trainer: a stock Trainer cannot run the {axis}; use `shardwright train`, or trainer_for in your script"
+    needs = []
+    if strategy.axes:
+        axes = ", ".join(f"{axis.upper()} {size}" for axis, size in strategy.axes.items())
+        needs.append(f"`shardwright launch` or trainer_for for {axes}")
+    elif plan.hardware.gpu == "CPU" and strategy.engine != "single":
+        needs.append("`shardwright launch` for CPU ranks")
+    if strategy.gradient_checkpointing and (strategy.checkpointed_layers is not None or strategy.keeps_products):
+        needs.append("PlanCallback or trainer_for, or it recomputes all layers completely")
+    elif strategy.zero_stage == 3 and job.method == "qlora":
+        needs.append("PlanCallback or trainer_for, which keep gathered weights out of the backward pass")
+    if needs:
+        return f"Trainer: a stock Trainer needs {'; and '.join(needs)}"
+    return "Trainer: a stock Trainer runs this plan, with `accelerate launch` or `shardwright launch`"
 
 
 FUSED_LOSS_ONLY = {

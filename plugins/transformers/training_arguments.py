@@ -85,16 +85,27 @@ def deepspeed_configuration(arguments: TrainingArguments) -> dict[str, Any] | No
     return None if plugin is None else plugin.deepspeed_config
 
 
-def check_liger_kernel(arguments: TrainingArguments) -> None:
-    """Check, before weights are loaded, that the package for `use_liger_kernel` is installed.
+PACKAGES = {"use_liger_kernel": ("liger-kernel", "liger_kernel", "it needs a GPU; or plan with --loss eager")}
+"""Package, its module and what it needs, by the key of `TrainingArguments` that a plan may set and that needs it."""
 
-    Raises:
-        UsageError: the package is not installed.
-    """
-    if arguments.use_liger_kernel and find_spec("liger_kernel") is None:
-        fix = "pip install liger-kernel (it needs a GPU), or plan with --loss eager"
-        rule = "needs the package liger-kernel, which is not installed"
-        raise UsageError(_argument_error("use_liger_kernel", True, rule, fix))
+
+def missing_packages(settings: Mapping[str, Any]) -> dict[str, str]:
+    """Return the packages that are needed and not installed, by the key of `TrainingArguments` that needs each."""
+    needed = {key: package for key, (package, module, _) in PACKAGES.items() if find_spec(module) is None}
+    return {key: package for key, package in needed.items() if settings.get(key)}
+
+
+def package_errors(settings: Mapping[str, Any]) -> list[ConfigError]:
+    """Return an error for each package that the keys of `TrainingArguments` need and that is not installed."""
+    return [
+        _argument_error(
+            key,
+            settings[key],
+            f"needs the package {package}, which is not installed",
+            f"pip install {package} ({PACKAGES[key][2]})",
+        )
+        for key, package in missing_packages(settings).items()
+    ]
 
 
 def refuse_replaced_optimizer(arguments: TrainingArguments) -> None:

@@ -158,11 +158,9 @@ def test_paths_cannot_put_commands_into_the_launch_script(tmp_path: Path, hardwa
     shutil.copy(LLAMA / "config.json", model)
     tools = tmp_path / "bin"
     tools.mkdir()
-    # On one node a module starts accelerate.
-    for name in ("accelerate", "python"):
-        fake = tools / name
-        fake.write_text(f"#!{sys.executable}\nimport json, sys\nprint(json.dumps(sys.argv[1:]))\n")
-        fake.chmod(0o755)
+    fake = tools / "python"
+    fake.write_text(f"#!{sys.executable}\nimport json, sys\nprint(json.dumps(sys.argv[1:]))\n")
+    fake.chmod(0o755)
     output = tmp_path / "out $(touch pwned)\ntouch pwned"
     planned = shardwright("plan", str(model), "--hardware", hardware, "--output-dir", str(output), cwd=tmp_path)
     assert planned.returncode == 0, planned.stderr
@@ -171,7 +169,7 @@ def test_paths_cannot_put_commands_into_the_launch_script(tmp_path: Path, hardwa
     ranks = ["0", "host"] if hardware.startswith("2x8") else []
     path = f"{tools}{os.pathsep}{os.environ['PATH']}"
     launched = subprocess.run(
-        [str(output / "launch.sh"), *ranks, "--max-steps", "1 2"],
+        [str(output / "launch.sh"), *ranks, "--dataset", "1 2"],
         capture_output=True,
         text=True,
         env=environment(PATH=path),
@@ -180,7 +178,7 @@ def test_paths_cannot_put_commands_into_the_launch_script(tmp_path: Path, hardwa
     )
     assert launched.returncode == 0, launched.stderr
     arguments: list[Any] = json.loads(launched.stdout)
-    assert arguments[arguments.index("--model") + 1] == str(model)
-    assert arguments[arguments.index("--config_file") + 1] == str(output / "accelerate.yaml")
-    assert arguments[-2:] == ["--max-steps", "1 2"]
+    assert arguments[:4] == ["-m", "shardwright", "train", str(model)]
+    assert arguments[arguments.index("--plan") + 1] == str(output)
+    assert arguments[-2:] == ["--dataset", "1 2"]
     assert not list(tmp_path.rglob("pwned"))

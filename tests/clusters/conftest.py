@@ -85,7 +85,7 @@ def saved(plan: Path, step: int) -> Path:
 
 
 def training(losses: Path, *, steps: int = STEPS) -> list[str]:
-    return ["--max-steps", str(steps), "--losses-json", str(losses)]
+    return ["--text", "python-help", "--max-steps", str(steps), "--losses-json", str(losses)]
 
 
 def trained(words: list[str], losses: Path) -> list[float]:

@@ -73,7 +73,7 @@ def test_a_cluster_that_is_too_small_is_told_before_anything_is_submitted(
     model: Path, cluster: Any, tmp_path: Path
 ) -> None:
     plan = planned(model, tmp_path / "plan", "3x1xCPU", global_batch_size=6)
-    done = shardwright(["launch", str(plan), "--on", "ray"], RAY_ADDRESS=cluster.address)
+    done = shardwright(["launch", str(plan), "--on", "ray", "--", "--text", "python-help"], RAY_ADDRESS=cluster.address)
     assert done.returncode == 2
     assert "the plan has 3 nodes with 1 CPU each, but the cluster has 2" in done.stderr
     assert len(done.stderr.strip().splitlines()) == 1

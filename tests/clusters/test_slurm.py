@@ -104,7 +104,7 @@ def test_a_cluster_that_is_too_small_is_told_before_anything_is_submitted(
     model: Path, slurm: str, stopped: Stopped, tmp_path: Path
 ) -> None:
     plan = planned(model, tmp_path / "plan", "3x1xCPU", global_batch_size=6)
-    done = shardwright(["launch", str(plan), "--on", "slurm"], SLURM_CONF=slurm)
+    done = shardwright(["launch", str(plan), "--on", "slurm", "--", "--text", "python-help"], SLURM_CONF=slurm)
     assert done.returncode == 2
     assert "the plan has 3 nodes, but the cluster has 2" in done.stderr
     assert asked("squeue", "--noheader", "--format=%i", config=slurm) in ("", stopped.number)

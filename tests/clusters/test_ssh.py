@@ -71,7 +71,7 @@ def test_a_host_without_a_way_to_it_is_told_before_anything_starts(
 ) -> None:
     (tmp_path / "hostfile").write_text(f"{NAMES[0]} slots=1\n10.83.7.77 slots=1\n")
     options = [*over_ssh[:3], str(tmp_path / "hostfile"), *over_ssh[4:]]
-    done = shardwright(["launch", str(plan), *options])
+    done = shardwright(["launch", str(plan), *options, "--", "--text", "python-help"])
     assert done.returncode == 1
     assert "10.83.7.77: no answer over ssh" in done.stderr
     assert len(done.stderr.strip().splitlines()) == 1

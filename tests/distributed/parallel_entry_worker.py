@@ -19,6 +19,7 @@ def train(plan: Path, steps: int) -> None:
     model = json.loads((plan / "plan.json").read_text())["model"]["name"]
     arguments = [
         *("--model", model, "--training-arguments", str(settings), "--seq-len", "64", "--max-steps", str(steps)),
+        *("--text", "python-help"),
         *("--plan", str(plan), "--output-dir", str(plan / "model"), "--losses-json", str(plan / "losses.json")),
     ]
     assert main(arguments) == 0, plan.name

@@ -16,7 +16,8 @@ from shardwright.trainers.data.sources import pack
 from shardwright.trainers.train_causal_lm import main
 from shardwright.trainers.training.plan_flags import PlanTrainingJob, parse_flags
 
-REQUIRED = ["--model", "model", "--output-dir", "out"]
+TEXT = ["--text", "python-help"]
+REQUIRED = ["--model", "model", "--output-dir", "out", *TEXT]
 
 
 @pytest.mark.parametrize(
@@ -66,7 +67,7 @@ def test_an_unknown_training_argument_names_the_nearest(
 ) -> None:
     path = tmp_path / "arguments.json"
     path.write_text(json.dumps({"lerning_rate": 1e-4, "fp16": True, "use_cpu": False}))
-    arguments = ["--model", str(tiny_llama), "--output-dir", str(tmp_path), "--training-arguments", str(path)]
+    arguments = ["--model", str(tiny_llama), "--output-dir", str(tmp_path), *TEXT, "--training-arguments", str(path)]
     assert main(arguments) == 2
     printed = capsys.readouterr().err
     assert "did you mean 'learning_rate'?" in printed
@@ -81,7 +82,7 @@ def test_a_sequence_beyond_learned_positions_is_refused_and_beyond_rotary_ones_n
 
     learned = tmp_path / "learned"
     GPT2Config(n_embd=16, n_layer=1, n_head=2, n_positions=128, vocab_size=512).save_pretrained(learned)
-    assert main(["--model", str(learned), "--output-dir", str(tmp_path / "out"), "--seq-len", "129"]) == 2
+    assert main(["--model", str(learned), "--output-dir", str(tmp_path / "out"), *TEXT, "--seq-len", "129"]) == 2
     assert "the model has 128 learned positions" in capsys.readouterr().err
     check_seq_len(129, LlamaConfig(max_position_embeddings=128))
     assert "exceeds the 128 positions that the model was trained on" in capsys.readouterr().err
@@ -94,7 +95,7 @@ def test_weights_that_are_not_safetensors_are_refused(
     model.mkdir()
     (model / "config.json").write_text((tiny_llama / "config.json").read_text())
     (model / "pytorch_model.bin").touch()
-    assert main(["--model", str(model), "--output-dir", str(tmp_path / "out"), "--seq-len", "64"]) == 4
+    assert main(["--model", str(model), "--output-dir", str(tmp_path / "out"), *TEXT, "--seq-len", "64"]) == 4
     assert "safetensors only" in capsys.readouterr().err
 
 
@@ -102,7 +103,7 @@ def test_a_configuration_alone_trains_from_random_weights(tiny_llama: Path, tmp_
     """One process, no launcher: one optimizer step on Python's help topics."""
     losses, output = tmp_path / "losses.json", tmp_path / "trained"
     arguments = ["--model", str(tiny_llama / "config.json"), "--output-dir", str(output), "--seq-len", "64"]
-    assert main([*arguments, "--max-steps", "1", "--losses-json", str(losses)]) == 0
+    assert main([*arguments, *TEXT, "--max-steps", "1", "--losses-json", str(losses)]) == 0
     record = json.loads(losses.read_text())
     assert record["world_size"] == 1
     # Weights near zero predict all 512 tokens alike, which costs ln 512 = 6.24 nats.
@@ -154,5 +155,5 @@ def test_qlora_trains_adapters_on_4_bit_weights(tiny_llama: Path, tmp_path: Path
 
 def test_qlora_needs_weights(tiny_llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     flags = ["--model", str(tiny_llama / "config.json"), "--output-dir", str(tmp_path), "--seq-len", "64"]
-    assert main([*flags, "--method", "qlora"]) == 2
+    assert main([*flags, *TEXT, "--method", "qlora"]) == 2
     assert "quantizes loaded weights" in capsys.readouterr().err

@@ -212,7 +212,7 @@ def test_accelerate_launches_a_plan_of_cpu_ranks_that_moved_with_a_plain_script(
 def test_a_script_is_rehearsed(model: Path, deepspeed_cpu_ops: None, tmp_path: Path, strategy: str) -> None:
     plan, script = tmp_path / "plan", EXAMPLES / "own_trainer.py"
     # Planned for GPUs that are not here, in a precision and for a loss that CPU ranks do without.
-    words: dict[str, Any] = {"seq_len": 64, "strategy": strategy, "micro_batch_size": 4}
+    words: dict[str, Any] = {"seq_len": 64, "strategy": strategy, "micro_batch_size": 4, "loss": "chunked"}
     shardwright.plan(str(model), "4xA100-80GB", **words).write(plan)
     rehearse = [*warm_command("shardwright"), "rehearse", plan, "--steps", 4, "--script", script, "--format", "json"]
     found = json.loads(ran(*rehearse, model, plan / "training_arguments.json", cwd=tmp_path).splitlines()[0])
@@ -222,3 +222,11 @@ def test_a_script_is_rehearsed(model: Path, deepspeed_cpu_ops: None, tmp_path: P
     (tmp_path / "other.json").write_text('{"per_device_train_batch_size": 3, "bf16": true}')
     shown = ran(*rehearse[:-2], "--force", model, tmp_path / "other.json", cwd=tmp_path, code=1)
     assert "error: script: per_device_train_batch_size is 3, the plan says 4" in shown
+    assert "Not rehearsed: liger-kernel, which use_liger_kernel needs on GPUs" in shown
+
+
+def test_a_script_of_a_plan_for_cpu_ranks_is_rehearsed_in_bf16(model: Path, tmp_path: Path) -> None:
+    plan = planned(model, tmp_path / "plan", "ddp", precision="bf16")
+    rehearse = [*warm_command("shardwright"), "rehearse", plan, "--steps", 4, "--script", EXAMPLES / "own_trainer.py"]
+    shown = ran(*rehearse, model, plan / "training_arguments.json", cwd=tmp_path)
+    assert "2 ranks ran own_trainer.py to its end" in " ".join(shown.split())

@@ -31,7 +31,7 @@ def launch(made: Plan, directory: Path, environment: dict[str, str]) -> list[flo
     line = (directory / "launch.sh").read_text().splitlines()[-1]
     assert line.startswith("exec ")
     losses = directory / "losses.json"
-    arguments = ["--max-steps", str(STEPS), "--losses-json", str(losses), "--no-save"]
+    arguments = ["--text", "python-help", "--max-steps", str(STEPS), "--losses-json", str(losses), "--no-save"]
     script = ["-c", "import subprocess, sys; sys.exit(subprocess.run(sys.argv[1:]).returncode)"]
     launch_ranks(
         Launch(arguments=(*script, "bash", str(directory / "launch.sh"), *arguments), environment=environment),

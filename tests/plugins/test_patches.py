@@ -264,6 +264,7 @@ def test_a_training_ends_before_it_loads_a_model(
 
     monkeypatch.setattr(patches, "PATCHES", (entry("absent", "torch.fake_upstream:gone", every_run=True),))
     words = ["--model", str(tmp_path / "no-such-model"), "--output-dir", str(tmp_path / "out")]
+    words += ["--text", "python-help"]
     with pytest.raises(
         UsageError, match=r"patch absent replaces torch\.fake_upstream\.gone, which this release does not have"
     ):

@@ -27,7 +27,7 @@ _NEUTRAL: Mapping[str, Any] = {
     "torch_compile": False,
     "use_liger_kernel": False,
     "ddp_backend": "gloo",
-    "use_cpu": None,
+    "use_cpu": True,
     "no_cuda": None,
     "warmup_steps": 0,
     "warmup_ratio": None,

@@ -37,8 +37,20 @@ def chosen_hardware(settings: LaunchedSettings) -> HardwareSpec:
     return read_hardware(name, host_memory=settings.host_memory, nvme=settings.nvme)
 
 
-def launch_errors(hardware: HardwareSpec, place: NodePlace | None = None) -> list[ConfigError]:
-    """Return why this machine cannot run its part of a plan for some hardware."""
+_DEVICE_FIX = "plan only with --dry-run, or omit --hardware to use this machine"
+PLANNED_DEVICE_FIX = (
+    "plan for this machine (--hardware local), or test the plan on CPU ranks with `shardwright rehearse`"
+)
+"""Fix for a plan that was written for other accelerators."""
+
+
+def launch_errors(
+    hardware: HardwareSpec, place: NodePlace | None = None, *, device_fix: str = _DEVICE_FIX
+) -> list[ConfigError]:
+    """Return why this machine cannot run its part of a plan for some hardware.
+
+    `device_fix` is the fix if the machine lacks accelerators.
+    """
     import torch
 
     if place is not None and not 0 <= int(place.rank) < hardware.nodes:
@@ -51,7 +63,7 @@ def launch_errors(hardware: HardwareSpec, place: NodePlace | None = None) -> lis
     where = "on each machine" if place is not None else f"on {hardware.nodes} node(s)"
     count = hardware.gpus_per_node if place is not None else hardware.world_size
     rule = f"requires {count} x {hardware.gpu} {where}; this machine has {here} GPUs"
-    fix = "plan only with --dry-run, or omit --hardware to use this machine"
+    fix = device_fix
     if hardware.nodes > 1 and place is None:
         fix = "start all machines with --on ssh --hostfile, or each one with --node-rank and --main-address"
     return [ConfigError(where="hardware", value=hardware.name, rule=rule, fix=fix)]

@@ -1,4 +1,4 @@
-"""Flags of a plan's own training, started by `launch.sh`.
+"""Flags of a plan's own training, which `shardwright launch` starts if it gets no script.
 
     accelerate launch --config_file accelerate.yaml -m shardwright.trainers.train_causal_lm \\
         --model Qwen/Qwen3-0.6B --text corpus.txt --training-arguments arguments.json --output-dir tuned
@@ -18,6 +18,7 @@ from ...ds_configs.specs.errors import ConfigError, UsageError
 from ...ds_configs.specs.job import Method
 from ...ds_configs.specs.settings import GuardSettings, Paths, settings_of
 from ...ds_configs.specs.texts import strict_json
+from ..data.sources import PYTHON_HELP
 from ..runs.settings import RankJob
 
 DEFAULT_SETTINGS: dict[str, Any] = {"report_to": "none", "save_strategy": "no", "logging_steps": 1}
@@ -33,7 +34,7 @@ class PlanTrainingJob(GuardSettings, RankJob):
     tokenizer: str | None = Field(
         None, description="Hub id or directory; default: the model's, or bytes if a local model has none"
     )
-    text: Paths = Field((), description="text file to train on, repeatable; default: Python's help topics")
+    text: Paths = Field((), description=f"text file to train on, repeatable; or {PYTHON_HELP}, Python's help topics")
     training_arguments: Path | None = Field(None, description="JSON file with keys of TrainingArguments")
     seq_len: int = Field(512, description="tokens per training sample (default 512)")
     max_steps: int | None = Field(None, description="optimizer steps; default: the file's, or one epoch")
@@ -64,10 +65,19 @@ class PlanTrainingJob(GuardSettings, RankJob):
             ]
         if self.revision and Path(self.model).exists():
             errors.append(ConfigError(where="--revision", value=self.revision, rule="only a Hub model has revisions"))
-        for path in (*self.text, *([self.training_arguments] if self.training_arguments else [])):
+        if not self.text:
+            fix = f"pass --text FILE, or --text {PYTHON_HELP} for a test run on Python's help topics"
+            errors.append(ConfigError(where="--text", rule="is missing", fix=fix))
+        text = () if self.is_python_help else self.text
+        for path in (*text, *([self.training_arguments] if self.training_arguments else [])):
             if not path.is_file():
                 errors.append(ConfigError(where="file", value=str(path), rule="no such file"))
         return errors
+
+    @property
+    def is_python_help(self) -> bool:
+        """Whether to train on Python's help topics instead of files."""
+        return self.text == (Path(PYTHON_HELP),)
 
     def read_settings(self) -> dict[str, Any]:
         """Merge defaults, the `--training-arguments` file and the flags into keys of ``TrainingArguments``.

@@ -1,4 +1,4 @@
-"""The training of a plan that `launch.sh` starts: a causal language model on packed text, by the Trainer.
+"""The training of a plan without a script: a causal language model on packed text, by the Trainer.
 
 The launcher selects DDP, DeepSpeed or FSDP2; `torchrun` works too. Ranks without an accelerator train on the CPU.
 `--plan` selects sequence, expert, tensor and pipeline parallelism.
@@ -18,7 +18,7 @@ from ...ds_configs.plan.plan import Plan
 from ...ds_configs.specs.errors import ConfigError, ShardwrightError, UsageError
 from ...plugins.peft import add_lora
 from ...plugins.transformers.training_arguments import (
-    check_liger_kernel,
+    package_errors,
     prepare_model_directory_save,
     save_model_directory,
     weights_dtype,
@@ -26,6 +26,7 @@ from ...plugins.transformers.training_arguments import (
 from ..data.models import StartingModel, check_seq_len, load_config, load_model, load_tokenizer
 from ..data.sources import pack, read_documents
 from ..parallel.trainer_for import PlannedParallelism, planned_parallelism
+from ..runs.inputs import PLANNED_DEVICE_FIX
 from ..runs.ranks import StepLosses, rank_arguments, train_guarded
 from ..runs.settings import RankTask
 from .plan_flags import PlanTrainingJob
@@ -60,13 +61,18 @@ class PlanTrainingTask(PlanTrainingJob, RankTask):
         launched = int(os.environ.get("WORLD_SIZE", "1"))
         if arguments.world_size != launched:
             raise ShardwrightError(f"the Trainer has {arguments.world_size} ranks, but the launcher started {launched}")
-        check_liger_kernel(arguments)
+        if errors := package_errors(vars(arguments)):
+            raise UsageError(errors)
         planned, parallelism = None, PlannedParallelism()
         if self.plan is not None:
             from ..runs.plan_callback import PlanCallback
 
+            plan = Plan.load(self.plan)
+            if plan.hardware.gpu != "CPU" and arguments.device.type == "cpu" and not settings.get("use_cpu"):
+                rule, fix = "is planned, but this machine has no accelerator", PLANNED_DEVICE_FIX
+                raise UsageError(ConfigError(where="hardware", value=plan.hardware.name, rule=rule, fix=fix))
             planned = PlanCallback(self.plan, seq_len_tokens=self.seq_len, method=self.method)
-            parallelism = planned_parallelism(Plan.load(self.plan))
+            parallelism = planned_parallelism(plan)
         if self.save:
             prepare_model_directory_save(arguments)
 
@@ -74,7 +80,7 @@ class PlanTrainingTask(PlanTrainingJob, RankTask):
         config = load_config(source)
         check_seq_len(self.seq_len, config)
         tokenizer = load_tokenizer(source, config.get_text_config().vocab_size)
-        samples = pack(read_documents(list(self.text)), tokenizer, self.seq_len)
+        samples = pack(read_documents(None if self.is_python_help else list(self.text)), tokenizer, self.seq_len)
         dtype = weights_dtype(arguments, method=self.method)
         model = load_model(source, config, dtype, arguments.seed, engine=engine, for_stages=parallelism.is_pipeline)
         if self.method != "full":

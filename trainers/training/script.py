@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import shlex
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -13,13 +14,21 @@ from typing import Any
 
 from ...ds_configs.plan.output import write_files
 from ...ds_configs.plan.plan import Plan, on_fewer_nodes
-from ...ds_configs.plan.rendering import TRAINING_MODULE, NodePlace, copy_errors, planned_training_arguments
+from ...ds_configs.plan.rendering import (
+    TRAINING_MODULE,
+    NodePlace,
+    copy_errors,
+    planned_training_arguments,
+    train_arguments,
+)
 from ...ds_configs.specs.errors import ConfigError, ShardwrightError, UsageError, collecting
+from ...ds_configs.specs.texts import strict_json
 from ...plugins.launching.launch import LONGEST_RUN_SECONDS, launch_ranks
 from ...plugins.planning.from_names import installed_release_difference
+from ...plugins.transformers.training_arguments import package_errors
 from ..checkpoints.record import NotWholeError, read_record, stated_facts
 from ..checkpoints.resume import checkpoints
-from ..runs.inputs import check_resumption, launch_errors
+from ..runs.inputs import PLANNED_DEVICE_FIX, check_resumption, launch_errors
 from ..runs.launch import compare_nodes, compile_planned_operators, planned_launch, rank_words
 from .plan_flags import PlanTrainingJob, parse_flags
 from .settings import ScriptJob
@@ -60,9 +69,10 @@ def launch_plan(
     errors: list[ConfigError] = []
     with collecting(errors):
         plan = Plan.load(plan_directory)
-        errors += launch_errors(plan.hardware, place) + copy_errors(plan_directory)
-    if script is not None:
-        errors += script_errors(script)
+        errors += launch_errors(plan.hardware, place, device_fix=PLANNED_DEVICE_FIX) + copy_errors(plan_directory)
+        with contextlib.suppress(OSError, ValueError):
+            errors += package_errors(strict_json((plan_directory / _ARGUMENTS).read_bytes()))
+        errors += work_errors(plan, plan_directory, script, arguments)
     if errors:
         raise UsageError(errors)
     if (difference := installed_release_difference(plan)) is not None:
@@ -83,9 +93,9 @@ def launch_plan(
                 words = ["--training-arguments", str(work / _ARGUMENTS), *words]
             launch = planned_launch(None, plan, plan_directory, place=place)
             launch = replace(launch, arguments=(*launch.arguments, *words))
-            if "--resume" in words:
-                # Reject before ranks start what they would reject.
-                job = parse_flags(launch.arguments[launch.arguments.index(TRAINING_MODULE) + 1 :], PlanTrainingJob)
+            # Reject before ranks start what they would reject.
+            job = parse_flags(launch.arguments[launch.arguments.index(TRAINING_MODULE) + 1 :], PlanTrainingJob)
+            if job.resume:
                 settings = job.read_settings()
                 check_resumption(job.output_dir, stated_facts(settings), steps=settings.get("max_steps", 0))
         else:
@@ -123,6 +133,17 @@ def stated_output(arguments: Sequence[str]) -> str | None:
     words = [part for word in arguments for part in word.split("=", 1)]
     flags = [index for index, word in enumerate(words[:-1]) if word in ("--output-dir", "--output_dir")]
     return words[flags[-1] + 1] if flags else None
+
+
+def work_errors(plan: Plan, plan_directory: Path, script: Path | None, arguments: Sequence[str]) -> list[ConfigError]:
+    """Return an error if the script does not exist, or if there is neither a script nor text to train on."""
+    if script is not None:
+        return script_errors(script)
+    if any(word.partition("=")[0] == "--text" for word in arguments):
+        return []
+    dataset = shlex.join(train_arguments(plan, directory=str(plan_directory)))
+    fix = f"pass your script and its arguments, or --text FILE after `--`; to train on a dataset: {dataset}"
+    return [ConfigError(where="script", rule="is missing, and there is no data", fix=fix)]
 
 
 def script_errors(script: Path) -> list[ConfigError]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from importlib.util import find_spec
 from typing import Literal
 
 from pydantic import Field
@@ -18,7 +17,7 @@ from ...ds_configs.specs.settings import (
     TrainingSettings,
     adapter_errors,
 )
-from ...plugins.transformers.training_arguments import unknown_argument_errors
+from ...plugins.transformers.training_arguments import package_errors, unknown_argument_errors
 from ..runs.settings import LaunchedJob, LaunchedSettings, RankJob, launched_errors
 
 _OPTIONS_OF_ARGUMENTS = {
@@ -120,7 +119,4 @@ def planned_argument_errors(settings: TrainSettings, plan: Plan) -> list[ConfigE
         for name, value in settings.arg.items()
         if name in planned and name != "max_grad_norm"
     ]
-    if planned.get("use_liger_kernel") and find_spec("liger_kernel") is None:
-        rule, fix = "requires the package liger-kernel, which is not installed", "pip install liger-kernel (on GPUs)"
-        errors.append(ConfigError(where="plan: loss", value=plan.job.loss, rule=rule, fix=fix))
-    return errors
+    return errors + package_errors(planned)

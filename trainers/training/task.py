@@ -22,6 +22,7 @@ from ..data.models import StartingModel, load_config, load_tokenizer, with_posit
 from ..data.samples import Samples, SampleStatistics
 from ..data.sources import WHOLE, Part, local_place
 from ..runs.inputs import (
+    PLANNED_DEVICE_FIX,
     chosen_hardware,
     launch_errors,
     limited_held_out,
@@ -134,7 +135,8 @@ def prepare_train(settings: TrainSettings, model: str, request: RunRequest) -> P
     if written_plan is not None or settings.plan is None:
         with collecting(errors):
             hardware = chosen_hardware(settings) if written_plan is None else written_plan.hardware
-            errors += [] if request.dry_run else launch_errors(hardware, request.place)
+            device_fix = {} if written_plan is None else {"device_fix": PLANNED_DEVICE_FIX}
+            errors += [] if request.dry_run else launch_errors(hardware, request.place, **device_fix)
     with collecting(errors):
         loaded = load_model_spec(model, revision=settings.revision)
         errors += [] if written_plan is None else _other_model_errors(written_plan, loaded)

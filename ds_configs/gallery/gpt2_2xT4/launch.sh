@@ -5,6 +5,14 @@
 # Assumes fp16, adamw_torch_fused, method full, sequences of 1024 tokens without padding, 15.6 GB usable per accelerator.
 # Assumes the values of a common server: host_bytes_per_node = 1.031e+11.
 set -euo pipefail
+if [ $# -lt 1 ]; then echo "usage: $0 SCRIPT [ARGUMENTS], or $0 --dataset FILE --output-dir DIRECTORY [OPTIONS]" >&2; exit 2; fi
 directory="$(cd "$(dirname "$0")" && pwd)"
 python="$(command -v python || command -v python3)"
-exec "$python" -m shardwright.plugins.launching.elastic accelerate launch --config_file "$directory"/accelerate.yaml --deepspeed_config_file "$directory"/ds_config.json -m shardwright.trainers.train_causal_lm --model openai-community/gpt2 --training-arguments "$directory"/training_arguments.json --seq-len 1024 --output-dir "$directory"/model --plan "$directory" "$@"
+# After a script, --dataset is an argument of the script.
+case "$1 $* " in
+  -*' --dataset '* | -*' --dataset='*)
+    set -- train openai-community/gpt2 --plan "$directory" "$@" ;;
+  *) set -- launch "$directory" -- "$@" ;;
+esac
+printf 'Running: shardwright%s\n' "$(printf ' %q' "$@")" >&2
+exec "$python" -m shardwright "$@"

@@ -6,7 +6,16 @@
 # Requires the package liger-kernel; the training arguments enable its fused head and loss.
 # Assumes the values of a common server: host_bytes_per_node = 2.199e+12, network_bytes_per_s = 5e+10.
 set -euo pipefail
-if [ $# -lt 2 ]; then echo "usage: $0 MACHINE_RANK MAIN_PROCESS_IP [TRAINING ARGUMENTS]" >&2; exit 2; fi
+if [ $# -lt 3 ]; then echo "usage: $0 MACHINE_RANK MAIN_PROCESS_IP SCRIPT [ARGUMENTS], or $0 MACHINE_RANK MAIN_PROCESS_IP --dataset FILE --output-dir DIRECTORY [OPTIONS]" >&2; exit 2; fi
 directory="$(cd "$(dirname "$0")" && pwd)"
 python="$(command -v python || command -v python3)"
-exec "$python" -m shardwright.plugins.launching.elastic accelerate launch --config_file "$directory"/accelerate.yaml --machine_rank "$1" --main_process_ip "$2" --main_process_port "${MAIN_PROCESS_PORT:-29500}" --deepspeed_config_file "$directory"/ds_config.json -m shardwright.trainers.train_causal_lm --model meta-llama/Llama-3.1-70B --training-arguments "$directory"/training_arguments.json --seq-len 4096 --output-dir "$directory"/model --plan "$directory" "${@:3}"
+places=(--node-rank "$1" --main-address "$2" --main-port "${MAIN_PROCESS_PORT:-29500}")
+shift 2
+# After a script, --dataset is an argument of the script.
+case "$1 $* " in
+  -*' --dataset '* | -*' --dataset='*)
+    set -- train meta-llama/Llama-3.1-70B --plan "$directory" "${places[@]}" "$@" ;;
+  *) set -- launch "$directory" "${places[@]}" -- "$@" ;;
+esac
+printf 'Running: shardwright%s\n' "$(printf ' %q' "$@")" >&2
+exec "$python" -m shardwright "$@"

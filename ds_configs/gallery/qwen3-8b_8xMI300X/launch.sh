@@ -5,6 +5,14 @@
 # Assumes bf16, adamw_torch_fused, method full, sequences of 4096 tokens without padding, 205.6 GB usable per accelerator.
 # Assumes the values of a common server: host_bytes_per_node = 2.199e+12.
 set -euo pipefail
+if [ $# -lt 1 ]; then echo "usage: $0 SCRIPT [ARGUMENTS], or $0 --dataset FILE --output-dir DIRECTORY [OPTIONS]" >&2; exit 2; fi
 directory="$(cd "$(dirname "$0")" && pwd)"
 python="$(command -v python || command -v python3)"
-exec "$python" -m shardwright.plugins.launching.elastic accelerate launch --config_file "$directory"/accelerate.yaml --deepspeed_config_file "$directory"/ds_config.json -m shardwright.trainers.train_causal_lm --model Qwen/Qwen3-8B --training-arguments "$directory"/training_arguments.json --seq-len 4096 --output-dir "$directory"/model --plan "$directory" "$@"
+# After a script, --dataset is an argument of the script.
+case "$1 $* " in
+  -*' --dataset '* | -*' --dataset='*)
+    set -- train Qwen/Qwen3-8B --plan "$directory" "$@" ;;
+  *) set -- launch "$directory" -- "$@" ;;
+esac
+printf 'Running: shardwright%s\n' "$(printf ' %q' "$@")" >&2
+exec "$python" -m shardwright "$@"

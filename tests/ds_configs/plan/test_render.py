@@ -136,7 +136,7 @@ def test_multi_node_files_and_launch():
     assert set(files) == set(plan.file_names)
     assert files["hostfile"].splitlines()[-1] == "node-1 slots=8"
     assert "#SBATCH --nodes=2" in files["launch.sbatch"]
-    assert '--machine_rank "$1" --main_process_ip "$2"' in files["launch.sh"]
+    assert '--node-rank "$1" --main-address "$2"' in files["launch.sh"]
     for name in ("launch.sh", "launch.sbatch"):
         subprocess.run(["bash", "-n"], input=files[name], text=True, check=True)
 
@@ -152,16 +152,27 @@ def test_launch_script_passes_awkward_words_through(tmp_path):
     fake.write_text('#!/usr/bin/env bash\nprintf "%s\\n" "$@"\n')
     fake.chmod(0o755)
     environment = os.environ | {"PATH": f"{fake.parent}:{os.environ['PATH']}"}
-    shown = subprocess.run(
-        [str(target / "launch.sh"), "--max-steps", "two words"],
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=True,
-    ).stdout.splitlines()
-    assert str(target / "accelerate.yaml") in shown
-    assert "/models/with space/and 'quote'" in shown
-    assert shown[-1] == "two words"
+
+    def started(*words: str) -> list[str]:
+        command = [str(target / "launch.sh"), *words]
+        return subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout.splitlines()
+
+    program, model = ["-m", "shardwright"], "/models/with space/and 'quote'"
+    text = ["--text", "two words"]
+    assert started(*text) == [*program, "launch", str(target), "--", *text]
+    data = ["--max-steps", "3", "--dataset", "two words"]
+    assert started(*data) == [*program, "train", model, "--plan", str(target), *data]
+    assert started("--dataset=my data") == [*program, "train", model, "--plan", str(target), "--dataset=my data"]
+    script = ["my script.py", "--dataset", "two words"]
+    assert started(*script) == [*program, "launch", str(target), "--", *script]
+
+
+@pytest.mark.parametrize(("hardware", "places"), [(NODE, []), (TWO_NODES, ["0", "main-host"])])
+def test_launch_script_requires_a_script_or_data(tmp_path, hardware, places):
+    plan_of(hardware, strategy="zero2").write(tmp_path / "plan")
+    done = subprocess.run([str(tmp_path / "plan" / "launch.sh"), *places], capture_output=True, text=True)
+    assert done.returncode == 2
+    assert "SCRIPT [ARGUMENTS], or" in done.stderr and "--dataset FILE --output-dir DIRECTORY" in done.stderr
 
 
 def test_headers_have_purpose_command_and_assumptions():

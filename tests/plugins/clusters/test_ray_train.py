@@ -40,7 +40,8 @@ def plan(tmp_path: Path) -> Path:
 
 
 def test_a_dry_run_prints_what_ray_train_gets(plan: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["launch", str(plan), "--on", "ray", "--dry-run", "--restarts", "3", "--", "--max-steps", "7"]) == 0
+    data = ["--", "--text", "python-help", "--max-steps", "7"]
+    assert run(["launch", str(plan), "--on", "ray", "--dry-run", "--restarts", "3", *data]) == 0
     told = yaml.safe_load(capsys.readouterr().out)
     assert told["scaling_config"] == {
         "num_workers": 2,
@@ -53,8 +54,8 @@ def test_a_dry_run_prints_what_ray_train_gets(plan: Path, capsys: pytest.Capture
 
     assert train.ScalingConfig(**told["scaling_config"]).total_resources == {"CPU": 16.0, "GPU": 16.0}
     assert train.FailureConfig(**told["failure_config"]).max_failures == 3
-    assert told["worker"][-3:] == ["--", "--max-steps", "7"]
-    assert run(["launch", str(plan), "--on", "ray", "--dry-run", "--restarts", "3", "--min-nodes", "1"]) == 0
+    assert told["worker"][-5:] == data
+    assert run(["launch", str(plan), "--on", "ray", "--dry-run", "--restarts", "3", "--min-nodes", "1", *data]) == 0
     told = yaml.safe_load(capsys.readouterr().out)
     scaling = train.ScalingConfig(
         **told["scaling_config"] | {"num_workers": tuple(told["scaling_config"]["num_workers"])}
@@ -89,7 +90,7 @@ def test_an_address_that_is_none(plan: Path, capsys: pytest.CaptureFixture[str])
         taken.bind(("127.0.0.1", 0))
         closed = f"127.0.0.1:{taken.getsockname()[1]}"
     for address, said in ((closed, "no cluster answers there"), ("ray://head:10001", "must have the form HOST:PORT")):
-        assert run(["launch", str(plan), "--on", "ray", "--address", address]) == 2
+        assert run(["launch", str(plan), "--on", "ray", "--address", address, "--", "--text", "python-help"]) == 2
         error = capsys.readouterr().err
         assert said in error
         assert len(error.strip().splitlines()) == 1
@@ -97,7 +98,7 @@ def test_an_address_that_is_none(plan: Path, capsys: pytest.CaptureFixture[str])
 
 def test_without_ray(plan: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
-    assert run(["launch", str(plan), "--on", "ray"]) == 2
+    assert run(["launch", str(plan), "--on", "ray", "--", "--text", "python-help"]) == 2
     assert "requires the package ray; pip install 'shardwright[ray]'" in capsys.readouterr().err
 
 

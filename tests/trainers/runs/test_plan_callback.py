@@ -190,6 +190,7 @@ def test_a_missing_plan_is_told_before_training(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"has no plan\.json"):
         PlanCallback(tmp_path)
     flags = ["--model", str(tmp_path / "none"), "--output-dir", str(tmp_path / "out"), "--plan", str(tmp_path)]
+    flags += ["--text", "python-help"]
     assert main(flags) == 2
 
 

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import shardwright
 from distilling import collate, rows, tiny
+from paths import ROOT
 from planning import llama
 from shardwright.cli.main import run
 from shardwright.ds_configs.plan.plan import Plan, make_plan
+from shardwright.ds_configs.plan.rendering import trainer_line
 from shardwright.ds_configs.specs.errors import UsageError
 from shardwright.ds_configs.specs.hardware import parse_hardware
 from shardwright.ds_configs.specs.job import TrainingJob
 from shardwright.plugins.planning.from_names import job_from_words
+from shardwright.plugins.transformers import training_arguments
 from shardwright.trainers.checkpoints.record import file_records, write_record
+from shardwright.trainers.train_causal_lm import main as train_causal_lm
 from shardwright.trainers.training import script
 
 
@@ -70,10 +75,101 @@ def test_a_plan_whose_training_went_on_longer_starts_no_rank(
     write_record(checkpoint, step=4, files=file_records(checkpoint), facts={"max_steps": 6, "seed": 7})
     started: list[Any] = []
     monkeypatch.setattr(script, "launch_ranks", lambda *launches, **_: started.append(launches))
-    words = ["launch", str(tmp_path / "plan"), "--", "--resume", "--max-steps"]
+    words = ["launch", str(tmp_path / "plan"), "--", "--text", "python-help", "--resume", "--max-steps"]
     assert run([*words, "4"]) == 2
     told = capsys.readouterr().err.splitlines()
     assert [line.partition(":")[2].partition(":")[0] for line in told] == [" resume", " resume = 'checkpoint-4'"], told
     assert "all 4 steps are done, in a run of 6" in told[1] and "the checkpoint was saved with 7" in told[0]
     (tmp_path / "plan" / "training_arguments.json").write_text('{"seed": 7}')
     assert run([*words, "5"]) == 0 and len(started) == 1
+
+
+@pytest.fixture
+def launches(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Launches that would have started ranks."""
+    started: list[Any] = []
+    monkeypatch.setattr(script, "launch_ranks", lambda *launches, **_: started.append(launches))
+    return started
+
+
+@pytest.mark.parametrize("where", [[], ["--on", "slurm", "--dry-run"], ["--on", "skypilot", "--dry-run"]])
+def test_launch_requires_a_script_or_text(
+    where: list[str], tmp_path: Path, launches: list[Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    plan = planned("1xCPU", seq_len_tokens=32)
+    plan.write(tmp_path)
+    assert run(["launch", str(tmp_path), *where, "--", "--max-steps", "3"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "is missing, and there is no data; pass your script and its arguments, or --text FILE" in line
+    assert f"shardwright train {plan.model.name} --plan {tmp_path} --dataset YOUR_DATA" in line
+    assert not launches
+    assert run(["launch", str(tmp_path), *where, "--", "--text", "python-help", "--max-steps", "3"]) == 0
+
+
+def test_a_plans_training_never_chooses_its_own_data(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert train_causal_lm(["--model", "model", "--output-dir", str(tmp_path)]) == 2
+    assert "--text: is missing; pass --text FILE" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("words", [["own.py"], ["--", "--text", "python-help"]])
+def test_a_plan_for_gpus_does_not_start_on_cpu_ranks(
+    words: list[str], tmp_path: Path, launches: list[Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    planned("8xA100-80GB", seq_len_tokens=32, loss="eager").write(tmp_path / "plan")
+    (tmp_path / "own.py").touch()
+    assert (
+        run(["launch", str(tmp_path / "plan"), *(str(tmp_path / "own.py") if w == "own.py" else w for w in words)]) == 2
+    )
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "requires 8 x A100-80GB on 1 node(s); this machine has 0 GPUs" in line
+    assert "test the plan on CPU ranks with `shardwright rehearse`" in line
+    assert not launches
+
+
+def test_ranks_reject_a_plan_for_other_devices(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """`accelerate launch` with the plan's own training, without `shardwright launch`."""
+    planned("1xA100-80GB", seq_len_tokens=32, loss="eager").write(tmp_path / "plan")
+    words = ["--model", "model", "--text", "python-help", "--output-dir", str(tmp_path / "out")]
+    assert train_causal_lm([*words, "--plan", str(tmp_path / "plan")]) == 2
+    assert "hardware = '1xA100-80GB': is planned, but this machine has no accelerator" in capsys.readouterr().err
+
+
+def test_a_missing_package_of_a_plan_is_reported_before_ranks_start(
+    tmp_path: Path, launches: list[Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(training_arguments, "find_spec", lambda name: None)
+    planned("1xCPU", seq_len_tokens=32).write(tmp_path / "plan")
+    (tmp_path / "own.py").touch()
+    file = tmp_path / "plan" / "training_arguments.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"use_liger_kernel": True}))
+    assert run(["launch", str(tmp_path / "plan"), str(tmp_path / "own.py")]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "needs the package liger-kernel, which is not installed; pip install liger-kernel" in line
+    assert not launches
+
+
+LAYOUTS: list[tuple[str, dict[str, Any], str]] = [
+    ("8xA100-80GB", {"strategy": "zero2"}, "a stock Trainer runs this plan"),
+    ("8xA100-80GB", {"strategy": "zero2", "tensor_parallel_size": 2}, "`shardwright launch` or trainer_for for TP 2"),
+    ("8xA100-80GB", {"strategy": "zero1", "pipeline_parallel_size": 2}, "cannot run the pipeline"),
+    ("8xA100-80GB", {"strategy": "fsdp2", "context_parallel_size": 2}, "cannot run the context parallelism"),
+    ("8xA100-80GB", {"gradient_checkpointing": "selective"}, "PlanCallback or trainer_for, or it recomputes all"),
+    ("2xCPU", {"strategy": "fsdp2"}, "`shardwright launch` for CPU ranks"),
+]
+
+
+@pytest.mark.parametrize(("hardware", "job", "line"), LAYOUTS)
+def test_a_plan_states_whether_a_stock_trainer_runs_it(hardware: str, job: dict[str, Any], line: str) -> None:
+    assert line in trainer_line(planned(hardware, seq_len_tokens=64, **job))
+
+
+@pytest.mark.parametrize("is_installed", [False, True])
+def test_the_end_of_a_plan_names_packages_to_install(
+    is_installed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(training_arguments, "find_spec", lambda name: name if is_installed else None)
+    config = ROOT / "tests" / "data" / "models" / "meta-llama--Llama-3.1-8B" / "config.json"
+    assert run(["plan", str(config), "--hardware", "8xA100-80GB", "--loss", "chunked"]) == 0
+    end = capsys.readouterr().out.splitlines()[-5:]
+    assert ("  pip install liger-kernel" in end) is (not is_installed)
+    assert any(text.startswith("Trainer: ") for text in end)
