@@ -34,6 +34,8 @@ _NARROW = 70
 """Columns below which four columns of figures would be cut into pieces."""
 _NARROW_FOR_SPEED = 50
 """Columns below which the alternatives of a plan are listed without their speed."""
+_BRIEF_ROWS = 5
+"""Alternatives in a brief plan."""
 
 
 def console() -> Console:
@@ -105,10 +107,11 @@ def print_rows(
     out.print(table)
 
 
-def show_plan(plan: Plan, directory: Path | None, *, output_dir_hint: bool = True) -> None:
+def show_plan(plan: Plan, directory: Path | None, *, output_dir_hint: bool = True, brief: bool = False) -> None:
     """Print a plan: model, selected layout, memory, time, alternatives, files and launch command.
 
-    `directory` is `None` if its files were not written; `output_dir_hint` then prints how to write them.
+    `directory` is `None` if its files were not written; `output_dir_hint` then prints how to write them. `brief` ends
+    after the reason, the memory and the fastest alternatives.
     """
     out = console()
     model, hardware, chosen = plan.model, plan.hardware, plan.chosen
@@ -122,6 +125,10 @@ def show_plan(plan: Plan, directory: Path | None, *, output_dir_hint: bool = Tru
     out.print(chosen.reason, markup=False)
     out.print()
     out.print(memory_bar(chosen.memory.gpu, columns=out.width))
+    if brief:
+        out.print()
+        out.print(_alternatives_table(plan, columns=out.width, rows=_BRIEF_ROWS))
+        return
     out.print(terms_table(chosen.memory.gpu.terms, f"Memory per accelerator, {chosen.memory.gpu.phase} phase"))
     if plan.activations == "upper bound":
         out.print("Activations and loss are an upper bound from the model's structure. The run may need less.")
@@ -257,7 +264,7 @@ def teacher_table(teacher: TeacherChoice) -> Table:
     return table
 
 
-def _alternatives_table(plan: Plan, *, columns: int) -> Table:
+def _alternatives_table(plan: Plan, *, columns: int, rows: int | None = None) -> Table:
     """Return the rejected layouts in at most 80 columns; their reasons are printed by `explain`."""
     table = Table(title="Alternatives", title_justify="left", box=None, pad_edge=False)
     table.add_column("layout", overflow="fold")
@@ -269,7 +276,7 @@ def _alternatives_table(plan: Plan, *, columns: int) -> Table:
     if medium:
         table.add_column("tokens/s", justify="right", no_wrap=True)
     table.add_column("vs.\nchosen", justify="right", no_wrap=True)
-    for candidate in plan.rejected:
+    for candidate in plan.rejected[:rows]:
         strategy, memory = candidate.strategy, candidate.memory
         layers = -(-plan.model.dimensions.num_layers // strategy.pp)
         recomputed = strategy.recomputed_layers(layers)

@@ -5,20 +5,20 @@ from __future__ import annotations
 import json
 import sys
 from contextlib import redirect_stdout
+from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import Field
 
 from ...ds_configs.plan.output import write_files
-from ...ds_configs.plan.plan import Plan
 from ...ds_configs.specs.errors import ShardwrightError
 from ...ds_configs.specs.job import TrainingJob
 from ..options import FormatOptions
 from ..settings import FILLED, Options, grouped
 
-TIME_LIMIT_SECONDS = 900
-"""Of the training; DeepSpeed's operators are compiled before."""
+if TYPE_CHECKING:
+    from ...trainers.training.report import TrainOutcome
 
 SMALL_LLAMA: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -42,86 +42,60 @@ class DemoOptions(FormatOptions):
 
 
 def demo_command(output_dir: Path = Path("demo-output"), *, options: Annotated[DemoOptions, Options] = FILLED) -> int:
-    """Plan a model for 8 GPUs, then plan, launch and train a small Llama on two CPU ranks.
+    """Plan a model for 8 GPUs, then plan and train a small Llama on two CPU ranks.
 
-    The text is Python's help topics. The launch uses the files of the plan.
+    The text is Python's help topics.
 
     Parameters
     ----------
     output_dir
         Directory for the small model, its plan and the trained checkpoint.
     """
-    if options.as_json:
-        # stdout is for the JSON object only.
-        with redirect_stdout(sys.stderr):
-            small, losses = _demo(output_dir, options)
-        result = {"strategy": small.chosen.strategy.label, "hardware": small.hardware.name, "losses": losses}
-        print(json.dumps({"schema_version": 1, **result, "output_dir": str(output_dir / "plan" / "model")}))
-    else:
+    if not options.as_json:
         _demo(output_dir, options)
+        return 0
+    # stdout is for the JSON object only.
+    with redirect_stdout(sys.stderr):
+        outcome = _demo(output_dir, options)
+    plan, result = outcome.plan, outcome.result
+    shown = {"strategy": plan.chosen.strategy.label, "hardware": plan.hardware.name, "steps": result.steps}
+    shown |= {"before": result.before, "after": result.after, "output_dir": str(output_dir / "trained")}
+    print(json.dumps({"schema_version": 1} | shown))
     return 0
 
 
-def _demo(output_dir: Path, options: DemoOptions) -> tuple[Plan, list[float]]:
+def _demo(output_dir: Path, options: DemoOptions) -> TrainOutcome:
+    from ...ds_configs.plan.plan import make_plan
     from ...plugins.planning.from_names import plan
+    from ...trainers.runs.run import run_training
+    from ...trainers.runs.settings import RunRequest
+    from ...trainers.training.settings import TrainSettings
+    from ...trainers.training.task import prepare_train
     from ..gallery import load_entry
+    from ..progress import LinesAtTimes, progress_on_stderr
     from ..show import show_plan
+    from ..training import TrainingView
+    from .train import show_training
 
     entry = load_entry("llama-3.1-8b_8xA100-80GB")
     print("1. Llama-3.1-8B on 8 x A100-80GB, planned from its config.json\n")
-    show_plan(plan_again(entry), None, output_dir_hint=False)
-    print("\n2. A small Llama on two CPU ranks, planned the same way\n")
-    write_files(
-        {"config.json": json.dumps(SMALL_LLAMA, indent=2) + "\n"}, output_dir / "small-llama", force=options.force
-    )
+    show_plan(make_plan(entry.model, entry.hardware, entry.job), None, brief=True)
+    print("\n2. A small Llama on two CPU ranks\n")
+    model, trained = output_dir / "small-llama" / "config.json", output_dir / "trained"
+    write_files({model.name: json.dumps(SMALL_LLAMA, indent=2) + "\n"}, model.parent, force=options.force)
     job = TrainingJob(seq_len_tokens=128, micro_batch_size=4, global_batch_size=16, strategy="zero2")
-    small = plan(str(output_dir / "small-llama"), "2xCPU", job)
+    small = plan(str(model), "2xCPU", job)
     small.write(output_dir / "plan", force=options.force)
-    show_plan(small, output_dir / "plan")
-    print("\n3. Training under this plan\n", flush=True)
-    losses = train_demo(small, output_dir, options.steps, force=options.force)
-    if not losses[-1] < losses[0]:
-        raise ShardwrightError(f"the loss did not decrease: {losses[0]:.3f} to {losses[-1]:.3f}")
-    print(f"\nloss {losses[0]:.3f} -> {losses[-1]:.3f} in {len(losses)} steps of ZeRO-2 on two ranks")
-    print(f"trained model in {output_dir / 'plan' / 'model'}")
-    print(f"Next: shardwright evaluate {output_dir / 'plan' / 'model'} --text YOUR_TEXT, or plan your own model")
-    return small, losses
-
-
-def plan_again(entry: Plan) -> Plan:
-    from ...ds_configs.plan.plan import make_plan
-
-    return make_plan(entry.model, entry.hardware, entry.job)
-
-
-def train_demo(plan: Plan, output_dir: Path, steps: int, *, force: bool = False) -> list[float]:
-    """Run the training of the plan for some steps and return the losses.
-
-    Raises:
-        ShardwrightError: the launch fails or exceeds its time limit.
-    """
-    from ...trainers.data.sources import PYTHON_HELP
-    from ...trainers.training.script import launch_plan
-
-    losses = output_dir / "losses.json"
-    losses.unlink(missing_ok=True)
-    words = [
-        "--text",
-        PYTHON_HELP,
-        "--random-weights",
-        "--max-steps",
-        str(steps),
-        "--losses-json",
-        str(losses.absolute()),
-    ]
-    launch_plan(
-        output_dir / "plan",
-        None,
-        [*words, *(["--force"] if force else [])],
-        timeout_seconds=TIME_LIMIT_SECONDS,
-        on_line=lambda line: print(line, flush=True),
-    )
-    record: dict[str, Any] = json.loads(losses.read_text(encoding="utf-8"))
-    if record["world_size"] != plan.hardware.world_size:
-        raise ShardwrightError(f"{record['world_size']} ranks trained, but the plan has {plan.hardware.world_size}")
-    return list(record["losses"])
+    show_plan(small, None, brief=True)
+    print(f"\n3. shardwright train with {output_dir / 'plan'}\n", flush=True)
+    settings = TrainSettings(plan=str(output_dir / "plan"), dataset="python-help", max_steps=options.steps)
+    with redirect_stdout(sys.stderr):
+        prepared = prepare_train(settings, str(model), RunRequest(output_dir=trained, force=options.force))
+        view = partial(TrainingView, plan=prepared.plan)
+        with progress_on_stderr("starting the ranks", LinesAtTimes(), view):
+            outcome = run_training(prepared)
+    before, after = outcome.result.before, outcome.result.after
+    if before is None or after is None or not after < before:
+        raise ShardwrightError(f"the loss on held-out text did not decrease: {before} to {after}")
+    show_training(outcome, trained)
+    return outcome
