@@ -503,5 +503,5 @@ def test_loss_only_evaluation_keeps_no_logits(tmp_path: Path, monkeypatch: pytes
 def test_early_exit_rejects_a_request_for_logits(tmp_path: Path) -> None:
     config = DistillationConfig(alpha=0.5, self_teacher=SelfTeacher(kind="deeper_exit", exit_layer=1))
     trainer = trainer_of(tmp_path, tiny("llama"), None, rows("llama", 4), config)
-    with pytest.raises(UsageError, match="compute_loss cannot return logits.*omit return_outputs=True"):
+    with pytest.raises(UsageError, match=r"compute_loss cannot return logits.*omit return_outputs=True"):
         trainer.compute_loss(trainer.model, collate(rows("llama", 2)), return_outputs=True)
