@@ -27,7 +27,9 @@ from cyclopts.exceptions import MissingArgumentError
 from ..ds_configs.specs.errors import ConfigError, InputError, UsageError
 
 PREFIX = "SHARDWRIGHT_"
-NOT_SETTINGS = frozenset({"SHARDWRIGHT_DEBUG", "SHARDWRIGHT_DATA_DIR", "SHARDWRIGHT_LAUNCH_TOKEN"})
+NOT_SETTINGS = frozenset(
+    {"SHARDWRIGHT_DEBUG", "SHARDWRIGHT_DATA_DIR", "SHARDWRIGHT_LAUNCH_TOKEN", "SHARDWRIGHT_CPU_TENSOR_BYTES"}
+)
 """Environment variables that are no setting of a command."""
 
 _HEADINGS = ("Data", "Hardware", "Training", "Parallel layout", "Objective", "Guards")

@@ -130,7 +130,7 @@ def show_outcome(
     By default, `rows` are the measures of the outcome, with the second value highlighted.
     """
     from ..plugins.huggingface_hub.push import CARD_FILE
-    from ..trainers.runs.report import REPORT_FILE
+    from ..trainers.runs.settings import REPORT_FILE
     from .show import console, print_rows
 
     out = console()

@@ -92,10 +92,15 @@ class ByteMeter(TorchDispatchMode):
 
     An operator costs about 10 microseconds more, 8 of them for having any dispatch mode, and a new storage 3 to 10 on
     top (an x86 server core).
+
+    Args:
+        limit_bytes: Live bytes above which an operator raises `torch.OutOfMemoryError` once, as an accelerator's
+            allocator does.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, limit_bytes: int | None = None) -> None:
         super().__init__()
+        self._limit = limit_bytes
         self._phase: MeterPhase = "init"
         self._sizes: dict[int, int] = {}
         self._storage_roles: dict[int, Role] = {}
@@ -167,6 +172,9 @@ class ByteMeter(TorchDispatchMode):
                     for inner in result:
                         if isinstance(inner, torch.Tensor):
                             self._watch_result(inner)
+        if self._limit is not None and self._current > self._limit:
+            limit, self._limit = self._limit, None
+            raise torch.OutOfMemoryError(f"tensors need {self._current:,} bytes, the limit of this rank is {limit:,}")
         return results
 
     def _watch_result(self, tensor: torch.Tensor) -> None:

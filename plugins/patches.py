@@ -148,7 +148,7 @@ PATCHES: tuple[Patch, ...] = (
             parameters=("self",),
             every_run=True,
         )
-        for name in ("guarded-train", "checkpointed-train")
+        for name in ("guarded-train", "checkpointed-train", "explained-train")
     ),
     # Trainer: logs, data, evaluation.
     Patch(

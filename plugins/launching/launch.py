@@ -63,6 +63,7 @@ class LaunchFailedError(ShardwrightError):
         message, self.exit_code = first_cause(failures) or (f"{ending}\n{output[-TAIL_CHARACTERS:]}", 1)
         super().__init__(message)
         self.output = output
+        self.failures = tuple(failures)
         self.launcher_exit_code = launcher_exit_code
         """Exit code of the launcher that failed first; `None` after the time limit."""
 

@@ -24,6 +24,7 @@ SAMPLES = 12
 VOCAB = 512
 LONGEST = 24
 ALPHA, TEMPERATURE = 0.7, 2.0
+Z_WEIGHT = 0.01
 LEARNING_RATE = 1024.0
 """Large, so that the rounding of the weights after the step is small beside the gradient."""
 
@@ -45,6 +46,8 @@ class Layout:
     lora: bool = False
     idle_rank: bool = False
     """Whether the second rank's samples have no label at all."""
+    own_term: bool = False
+    """Whether a subclass adds a term of the logits to the loss."""
 
     @property
     def name(self) -> str:
@@ -52,6 +55,7 @@ class Layout:
         extra = "-packed" * self.packed + "-checkpointed" * self.checkpointing
         extra += f"-sp{self.sequence_parallel}" * (self.sequence_parallel > 1) + "-on-policy" * self.on_policy
         extra += "-features" * self.features + "-lora" * self.lora + "-idle-rank" * self.idle_rank
+        extra += "-own-term" * self.own_term
         return f"{engine}-x{self.accumulation}-{self.implementation}-{self.teacher}{extra}"
 
     def arguments(self, world_size: int) -> dict[str, Any]:
@@ -130,7 +134,15 @@ IDLE_RANK = [
     Layout(engine="deepspeed", zero_stage=3, teacher="sharded", idle_rank=True),
     Layout(engine="fsdp2", teacher="sharded", idle_rank=True),
 ]
-EVERY = (*LAYOUTS, *ON_POLICY, *FEATURES, *LORA, *IDLE_RANK)
+OWN_TERM = [
+    Layout(own_term=True, accumulation=3),
+    Layout(own_term=True, implementation="auto", checkpointing=True),
+    Layout(engine="deepspeed", zero_stage=2, own_term=True),
+    Layout(engine="deepspeed", zero_stage=3, teacher="sharded", own_term=True, accumulation=3),
+    Layout(engine="fsdp2", teacher="sharded", own_term=True, accumulation=3),
+    Layout(engine="deepspeed", zero_stage=3, accumulation=12, sequence_parallel=2, own_term=True),
+]
+EVERY = (*LAYOUTS, *ON_POLICY, *FEATURES, *LORA, *IDLE_RANK, *OWN_TERM)
 
 
 def models(directory: Path) -> tuple[Path, Path]:
@@ -223,6 +235,27 @@ def collate_packed(rows: list[dict[str, Any]]) -> dict[str, Any]:
     return {name: torch.tensor([values]) for name, values in rows[0].items()}
 
 
+def with_z_term() -> type:
+    """Return a subclass that adds ``Z_WEIGHT`` times the squared log-normalizer of each labelled token."""
+    import torch
+    from shardwright.trainers.distillation.trainer import DistillationTrainer
+
+    class WithZTerm(DistillationTrainer):
+        def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):  # type: ignore[no-untyped-def]
+            loss, outputs = super().compute_loss(model, inputs, True, num_items_in_batch)
+            if "shift_labels" in inputs:
+                is_labelled = inputs["shift_labels"] != -100
+                logits = outputs.logits
+            else:
+                is_labelled = inputs["labels"][:, 1:] != -100
+                logits = outputs.logits[:, :-1]
+            z_sum = (torch.logsumexp(logits.float(), -1)[is_labelled] ** 2).sum()
+            loss = loss + self.mean_over_step(Z_WEIGHT * z_sum, is_labelled.sum(), num_items_in_batch)
+            return (loss, outputs) if return_outputs else loss
+
+    return WithZTerm
+
+
 def step(layout: Layout, directory: Path, output: Path, world_size: int) -> None:
     import torch
     from safetensors.torch import save_file
@@ -242,7 +275,7 @@ def step(layout: Layout, directory: Path, output: Path, world_size: int) -> None
     teacher = load_teacher(
         str(teacher_path), revision=None, placement=layout.teacher, dtype=torch.float32, engine=layout.engine
     )
-    trainer = DistillationTrainer(
+    trainer = (with_z_term() if layout.own_term else DistillationTrainer)(
         model=student,
         args=arguments,
         teacher=teacher,

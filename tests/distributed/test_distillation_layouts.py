@@ -18,8 +18,10 @@ from distillation_cases import (
     LEARNING_RATE,
     LORA,
     ON_POLICY,
+    OWN_TERM,
     TEMPERATURE,
     VOCAB,
+    Z_WEIGHT,
     Layout,
     models,
     samples,
@@ -109,8 +111,11 @@ def on_one_rank(on_ranks: Callable[[int], dict[Layout, Outcome]]) -> dict[Layout
 
 @pytest.fixture(scope="module")
 def reference(model_directory: Path) -> Outcome:
-    """Compute the step in fp64, sample by sample, from the formulas."""
+    return reference_outcome(model_directory)
 
+
+def reference_outcome(model_directory: Path, z_weight: float = 0.0) -> Outcome:
+    """Compute the step in fp64, sample by sample, from the formulas."""
     student, teacher = (AutoModelForCausalLM.from_pretrained(path).double() for path in models(model_directory))
     total, kl, count = torch.zeros((), dtype=torch.float64), 0.0, 0
     for sample in samples():
@@ -122,6 +127,7 @@ def reference(model_directory: Path) -> Outcome:
         q, p = torch.softmax(z / TEMPERATURE, -1), torch.softmax(taught / TEMPERATURE, -1)
         hard = -torch.log_softmax(z, -1).gather(1, labels[kept][:, None]).sum()
         total = total + (1 - ALPHA) * hard + ALPHA * TEMPERATURE**2 * (q * (q / p).log()).sum()
+        total = total + z_weight * (torch.logsumexp(z, -1) ** 2).sum()
         at_one = torch.softmax(taught, -1)
         kl += float((at_one * (at_one / torch.softmax(z, -1)).log()).sum().detach())
         count += int(kept.sum())
@@ -145,6 +151,17 @@ def test_two_ranks_give_the_gradient_of_one(
     assert difference(found, reference) < FROM_FP64
     assert found.loss == pytest.approx(reference.loss, rel=1e-6)
     assert found.kl_per_token == pytest.approx(reference.kl_per_token, rel=1e-6)
+
+
+@pytest.mark.parametrize("layout", OWN_TERM, ids=lambda layout: layout.name)
+def test_a_term_of_a_subclass_has_the_gradient_of_fp64_under_every_layout(
+    layout: Layout, on_two_ranks: dict[Layout, Outcome], model_directory: Path, reference: Outcome
+) -> None:
+    with_term = reference_outcome(model_directory, Z_WEIGHT)
+    assert difference(with_term, reference) > 100 * FROM_FP64, "the term must matter"
+    found = on_two_ranks[layout]
+    assert difference(found, with_term) < FROM_FP64
+    assert found.loss == pytest.approx(with_term.loss, rel=1e-6)
 
 
 @pytest.mark.parametrize("layout", SINGLE, ids=lambda layout: layout.name)

@@ -11,6 +11,7 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from transformers import Trainer
+from transformers.utils import ModelOutput
 
 from ...ds_configs.specs.errors import ConfigError, ShardwrightError, UsageError
 from ...ds_configs.specs.job import TeacherPlacement
@@ -116,7 +117,7 @@ class DistillationTrainer(Trainer):
         if has_balance_loss(self.model) and getattr(self.accelerator, "parallelism_config", None) is None:
             balance_over_ranks(self)
         self._train_telemetry, self._eval_telemetry = Telemetry(), Telemetry()
-        self._checked_first_step = self._checked_head = self._other_logits = self._keeps_logits = False
+        self._checked_first_step = self._checked_head = self._other_logits = self._omits_logits = False
         self._step_weight: torch.Tensor | None = None
         self.teacher: Teacher | None = None
         self.teacher_cache: TeacherCache | None = None
@@ -155,13 +156,20 @@ class DistillationTrainer(Trainer):
         return_outputs: bool = False,
         num_items_in_batch: torch.Tensor | int | None = None,
     ) -> Any:
-        """Return the share of this micro-batch and rank in the mean over all labelled tokens."""
+        """Return the share of this micro-batch and rank in the mean over all labelled tokens.
+
+        With `return_outputs`, also a `ModelOutput` with `loss` and `logits`. The loss is then computed from full
+        logits, which need more memory than the fused loss. `mean_over_step` normalizes own terms in the same way.
+
+        Raises:
+            UsageError: outputs are requested with the self-teacher `deeper_exit`, which computes no logits.
+        """
         if self.distillation.is_plain_training:
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
-        keeps_logits = return_outputs and self._keeps_logits
+        keeps_logits = return_outputs and not self._omits_logits
         if self._exits_early and keeps_logits:
-            rule = "replaces the output head, so an evaluation cannot return logits"
-            fix = "evaluate without compute_metrics, or with prediction_loss_only=True"
+            rule = "replaces the output head, so compute_loss cannot return logits"
+            fix = "omit return_outputs=True; evaluate without compute_metrics, or with prediction_loss_only=True"
             raise UsageError(ConfigError(where="self_teacher", value="deeper_exit", rule=rule, fix=fix))
         if self._exits_early or self._other_logits or keeps_logits:
             fused = self._exits_early
@@ -220,6 +228,7 @@ class DistillationTrainer(Trainer):
                 early_exit=early_exit,
                 fused=fused,
                 num_items_in_batch=num_items_in_batch,
+                returns_logits=return_outputs and not fused,
             )
             with replaced_forward(inner, partial(self._student_forward, inner, step)):
                 outputs = model(**accepted_inputs(inner, batch.model_inputs))
@@ -241,7 +250,20 @@ class DistillationTrainer(Trainer):
         loss = returned + (step.loss.detach() * self._ranks_with_added_gradients() - returned.detach())
         if not return_outputs:
             return loss
-        return loss, {"loss": loss} | ({} if step.logits is None else {"logits": step.logits})
+        return loss, ModelOutput(loss=loss, **({} if fused else {"logits": outputs["logits"]}))
+
+    def mean_over_step(
+        self, loss_sum: torch.Tensor, labelled_tokens: torch.Tensor | int, num_items_in_batch: torch.Tensor | int | None
+    ) -> torch.Tensor:
+        """Return an own loss term as `compute_loss` returns its loss, for a subclass that adds the term to it.
+
+        Args:
+            loss_sum: Sum of the term over the labelled tokens of this micro-batch on this rank.
+            labelled_tokens: Their number, which divides the sum in an evaluation.
+            num_items_in_batch: What `compute_loss` received.
+        """
+        share = self._normalised(loss_sum.float(), labelled_tokens, num_items_in_batch)
+        return share + share.detach() * (self._ranks_with_added_gradients() - 1)
 
     @contextmanager
     def _targets(
@@ -266,7 +288,9 @@ class DistillationTrainer(Trainer):
     def _student_forward(
         self, inner: PreTrainedModel, step: _StudentStep, original: Callable[..., Any], *args: Any, **kwargs: Any
     ) -> dict[str, torch.Tensor]:
-        """Run the inner student and return ``{"loss": loss}``; the wrappers around it work as usual.
+        """Run the inner student and return its loss, and its logits if outputs are requested.
+
+        They pass the wrappers around it, whose hooks gather the weights for the gradient of each.
 
         The loss is normalised here, because FSDP2 casts what a model returns, and its gradient, to 16 bit.
         """
@@ -284,7 +308,7 @@ class DistillationTrainer(Trainer):
             outputs = original(*args, **kwargs)
         if head is None:
             assert not isinstance(step.targets, HiddenTargets)
-            step.logits, objective = outputs.logits, step.objective
+            objective = step.objective
             sums = plain_token_loss(
                 batch.rows_of(outputs.logits),
                 batch.labels_N,
@@ -333,10 +357,15 @@ class DistillationTrainer(Trainer):
             distance = features.attention_sum(attention, teacher_attention, weights_BS, batch.model_inputs)
             step.sums["attention"] = distance.detach()
             loss = loss + features.attention_term.weight * distance
-        step.loss = self._normalised(
-            inner, loss, sums.weight, getattr(outputs, "aux_loss", None), step.num_items_in_batch
-        )
-        return {"loss": step.loss}
+        step.loss = self._normalised(loss, sums.weight, step.num_items_in_batch)
+        aux_loss = getattr(outputs, "aux_loss", None)
+        coefficient = getattr(inner.config.get_text_config(), "router_aux_loss_coef", 0.0)
+        if aux_loss is not None and coefficient:
+            # Averaged over micro-batches and ranks: `balance_over_ranks` counts it so.
+            counted = step.num_items_in_batch is not None
+            micro_batches = self.current_gradient_accumulation_steps if counted and self.model.training else 1
+            step.loss = step.loss + coefficient * aux_loss.to(loss.device) / micro_batches
+        return {"loss": step.loss} | ({"logits": outputs.logits} if step.returns_logits else {})
 
     def _loss_at_head(self, inner: PreTrainedModel, step: _StudentStep, hidden_BSH: torch.Tensor) -> torch.Tensor:
         """Compute the loss in place of the output head, from the head's input."""
@@ -360,17 +389,11 @@ class DistillationTrainer(Trainer):
         return step.token_sums.loss
 
     def _normalised(
-        self,
-        inner: PreTrainedModel,
-        loss: torch.Tensor,
-        weight: torch.Tensor,
-        aux_loss: torch.Tensor | None,
-        num_items_in_batch: torch.Tensor | int | None,
+        self, loss: torch.Tensor, weight: torch.Tensor | int, num_items_in_batch: torch.Tensor | int | None
     ) -> torch.Tensor:
         """Divide by the global count and undo the averaging over ranks that every engine does to gradients.
 
         Over the ranks that share a sequence some engines add instead (`gradients_are_added_over_a_sequence`).
-        A mixture's load-balancing loss is averaged over micro-batches and ranks: `balance_over_ranks` counts it so.
         """
         import torch
 
@@ -380,12 +403,7 @@ class DistillationTrainer(Trainer):
         if ranks > 1 and parallelism is not None:
             ranks //= parallelism.tp_size * self._ranks_with_added_gradients()
         count = torch.as_tensor(num_items_in_batch if counted else weight, device=loss.device).float()
-        loss = loss * ranks / torch.where(count > 0, count, torch.ones_like(count))
-        coefficient = getattr(inner.config.get_text_config(), "router_aux_loss_coef", 0.0)
-        if aux_loss is None or not coefficient:
-            return loss
-        micro_batches = self.current_gradient_accumulation_steps if counted and self.model.training else 1
-        return loss + coefficient * aux_loss.to(loss.device) / micro_batches
+        return loss * ranks / torch.where(count > 0, count, torch.ones_like(count))
 
     def _progress(self) -> float:
         return float(self.state.global_step / max(1, self.state.max_steps))
@@ -437,12 +455,13 @@ class DistillationTrainer(Trainer):
         prediction_loss_only: bool,
         ignore_keys: list[str] | None = None,
     ) -> tuple[Any, Any, Any]:
-        """Keep the logits of all tokens only if the caller reads them."""
-        self._keeps_logits = not prediction_loss_only
+        """Omit the logits of all tokens if neither the caller nor a subclass's `compute_loss` reads them."""
+        has_own_loss = type(self).compute_loss is not DistillationTrainer.compute_loss
+        self._omits_logits = prediction_loss_only and not has_own_loss
         try:
             return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)  # type: ignore[no-any-return]
         finally:
-            self._keeps_logits = False
+            self._omits_logits = False
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
         """Add KL, agreement, overlap and both cross-entropies, over all tokens of the evaluation, to the metrics.
@@ -514,12 +533,11 @@ class _StudentStep:
     early_exit: EarlyExit | None
     fused: bool
     num_items_in_batch: torch.Tensor | int | None
+    returns_logits: bool
     token_sums: TokenSums | None = None
     sums: dict[str, torch.Tensor] = field(default_factory=dict)
     sample_sums: dict[str, torch.Tensor] = field(default_factory=dict)
     """[B] shares of the samples in the sums over tokens, in an evaluation."""
-    logits: torch.Tensor | None = None
-    """Logits of all positions, if the plain loss was computed."""
     unknown_logits: UnknownLogitsError | None = None
     """Why the fused loss does not fit this model; the returned loss is then meaningless."""
     loss: torch.Tensor | None = None

@@ -32,7 +32,7 @@ from ..reports.make import write_html
 from ..reports.markdown import card_text, code, license_line, markdown, usage
 from ..reports.report import picture
 from ..reports.runs import quantization_report, serving_text
-from ..runs.report import REPORT_FILE
+from ..runs.settings import REPORT_FILE
 from ..verify.checkpoint import (
     PROBE_ROWS,
     PROBE_TOKENS,

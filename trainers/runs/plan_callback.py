@@ -39,6 +39,7 @@ from ...plugins.transformers.gradient_checkpointing import checkpoint_first_laye
 from ...plugins.transformers.sound_model import gathered
 from ...plugins.transformers.training_arguments import deepspeed_configuration
 from .figures_callback import StepFiguresCallback, await_device
+from .out_of_memory import explain_memory_errors
 
 _SUMMARY_KEYS = frozenset({"train_runtime", "train_loss"})
 """With `include_num_input_tokens_seen` the log of every step holds `train_runtime`; only the summary holds both."""
@@ -138,6 +139,7 @@ class PlanCallback(TrainerCallback):
         trainer.add_callback(self)
         StepFiguresCallback(self._plan).attach(trainer)
         self._log = trainer.log
+        explain_memory_errors(trainer, self._plan)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Forget the steps of an earlier training, and keep in memory what the plan says.

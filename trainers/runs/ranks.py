@@ -40,6 +40,7 @@ from ..data.chat import IGNORED_LABEL
 from ..data.models import StartingModel, load_config, load_model
 from ..data.samples import collate
 from .inputs import CHECKPOINTS, newest_checkpoint
+from .out_of_memory import memory_errors
 from .settings import (
     EVALUATION_SAMPLES,
     METRICS_FILE,
@@ -143,7 +144,16 @@ class TrainingTask(LaunchedJob, RankTask):
         self.train(open_rank(self, work))
 
     def train(self, context: RankContext) -> None:
-        """Build the Trainer, train from the checkpoint or from step 0, evaluate, save, and write the result."""
+        """Build the Trainer, train from the checkpoint or from step 0, evaluate, save, and write the result.
+
+        Raises:
+            RunOutOfMemoryError: an allocation failed; has the planned memory and plans that need less.
+        """
+        plan = Plan.load(context.work / PLAN_DIRECTORY)
+        with memory_errors(plan, command=self.command):
+            self._train(context)
+
+    def _train(self, context: RankContext) -> None:
         import torch
 
         from .figures_callback import StepFiguresCallback

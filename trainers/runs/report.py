@@ -18,9 +18,7 @@ from ..reports.make import TRAINING_FILE
 from ..reports.markdown import markdown, table
 from ..reports.report import perplexity, picture
 from ..reports.runs import training_report
-from .settings import METRICS_FILE, LaunchedSettings
-
-REPORT_FILE = "REPORT.md"
+from .settings import METRICS_FILE, REPORT_FILE, LaunchedSettings
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

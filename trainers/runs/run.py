@@ -18,12 +18,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Generic, TypeVar
 
+from ...ds_configs.plan.out_of_memory import FIRST_WORDS, OutOfMemory, out_of_memory_text
 from ...ds_configs.plan.output import disk_errors, reserved, write_files
 from ...ds_configs.plan.plan import Plan
 from ...ds_configs.specs.errors import DoesNotFitError, RefusedInputError, ShardwrightError
 from ...plugins.huggingface_hub.hub import model_directory
 from ...plugins.huggingface_hub.push import pushed
-from ...plugins.launching.launch import launch_ranks
+from ...plugins.launching.launch import LaunchFailedError, launch_ranks
+from ...plugins.launching.messages import Message, Progress, log_message
 from ..checkpoints.record import RECORD, planned_facts
 from ..checkpoints.resume import Selection
 from ..data.samples import Samples
@@ -31,10 +33,12 @@ from ..reports.make import REPORT_FILE as HTML_FILE
 from ..reports.make import TRAINING_FILE, write_html
 from .inputs import CHECKPOINTS, check_resumption, common_arguments, last_checkpoint, optimizer_steps
 from .launch import compare_nodes, compile_planned_operators, planned_launch, rank_words
+from .out_of_memory import RunOutOfMemoryError, write_report
 from .report import LaunchedOutcome, read_metrics
 from .settings import (
     EVALUATION_SAMPLES,
     PLAN_DIRECTORY,
+    REPORT_FILE,
     RESULT_FILE,
     TOKENIZER,
     TRAIN_SAMPLES,
@@ -197,6 +201,7 @@ def _run_ranks(prepared: PreparedTraining[Any]) -> dict[str, Any]:
             "train_samples": statistics.train_samples,
             "train_tokens": statistics.train_tokens,
             "resume": request.resume,
+            "command": request.command,
         }
         job = prepared.job(fields, work)
         # Machines may share the output directory, where only the first one writes.
@@ -214,7 +219,26 @@ def _run_ranks(prepared: PreparedTraining[Any]) -> dict[str, Any]:
             if request.check_nodes:
                 compare_nodes(plan, work / PLAN_DIRECTORY, place, request.output_dir)
             job = job.model_copy(update={"digests": _digests(prepared, work)})
-        launch_ranks(planned_launch(rank_words(job, work), plan, work / PLAN_DIRECTORY, place=place))
+        in_steps = False
+
+        def on_message(message: Message) -> None:
+            nonlocal in_steps
+            in_steps = in_steps or isinstance(message, Progress)
+            log_message(message)
+
+        launch = planned_launch(rank_words(job, work), plan, work / PLAN_DIRECTORY, place=place)
+        try:
+            launch_ranks(launch, on_message=on_message)
+        except LaunchFailedError as error:
+            report = request.output_dir / REPORT_FILE
+            if not in_steps and any(failure.signal == "SIGKILL" for failure in error.failures):
+                failure = OutOfMemory(phase="loading", error=str(error), on_host=True)
+                text = out_of_memory_text(plan, failure, request.command)
+                write_report(text, report)
+                raise RunOutOfMemoryError(text) from error
+            if error.exit_code == RunOutOfMemoryError.exit_code and FIRST_WORDS in str(error):
+                write_report(str(error), report)
+            raise
         if place is not None and not place.is_first:
             return {}
         result: dict[str, Any] = json.loads((work / RESULT_FILE).read_text(encoding="utf-8"))

@@ -29,7 +29,7 @@ from ..losses.objective import Divergence
 LEARNING_RATES = {"full": 2e-5, "lora": 2e-4, "qlora": 2e-4}
 """Default learning rates after warm-up, by method."""
 
-PLAN_DIRECTORY, METRICS_FILE = "plan", "metrics.jsonl"
+PLAN_DIRECTORY, METRICS_FILE, REPORT_FILE = "plan", "metrics.jsonl", "REPORT.md"
 JOB_FILE, RESULT_FILE, TOKENIZER = "job.json", "result.json", "tokenizer"
 TRAIN_SAMPLES, EVALUATION_SAMPLES = "train", "evaluation"
 
@@ -142,6 +142,7 @@ class LaunchedJob(RankJob):
     train_samples: int = Field(description="samples of one epoch")
     train_tokens: int = Field(description="tokens of one epoch")
     resume: bool = Field(description="whether to resume from the last checkpoint")
+    command: str = Field("", description="command line of the run, for the message of an out-of-memory error")
     digests: dict[str, str] = Field({}, description="of each machine's inputs, which must be equal on several machines")
 
     @property

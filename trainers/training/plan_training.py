@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import time
+from contextlib import nullcontext
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ from ..data.models import StartingModel, check_seq_len, load_config, load_model,
 from ..data.sources import pack, read_documents
 from ..parallel.trainer_for import PlannedParallelism, planned_parallelism
 from ..runs.inputs import PLANNED_DEVICE_FIX
+from ..runs.out_of_memory import FILE_NAME, memory_errors
 from ..runs.ranks import StepLosses, rank_arguments, train_guarded
 from ..runs.settings import RankTask
 from .plan_flags import PlanTrainingJob
@@ -40,6 +42,11 @@ class PlanTrainingTask(PlanTrainingJob, RankTask):
 
     def run(self, work: Path) -> None:
         """Reserve the output directory on the first rank, then train and save."""
+        plan = None if self.plan is None else Plan.load(self.plan)
+        with nullcontext() if plan is None else memory_errors(plan, report=self.output_dir / FILE_NAME):
+            self._run_reserved()
+
+    def _run_reserved(self) -> None:
         settings = self.read_settings()
         if os.environ.get("RANK", "0") != "0":
             self._train(settings)

@@ -9,8 +9,8 @@ from typing import Any, ClassVar
 from ...plugins.huggingface_hub.push import CARD_FILE, shown_name, title_of
 from ..counting.estimates import Estimate
 from ..reports.markdown import card_text, code, license_line, usage
-from ..runs.report import REPORT_FILE, LaunchedOutcome, StepResult, with_spreads
-from ..runs.settings import METRICS_FILE
+from ..runs.report import LaunchedOutcome, StepResult, with_spreads
+from ..runs.settings import METRICS_FILE, REPORT_FILE
 from .settings import TrainSettings
 
 SCHEMA_VERSION = 1

@@ -17,6 +17,7 @@ from ...plugins.accelerate.repeated_samples import repeated_samples
 from ...plugins.launching.messages import note_on_first_rank
 from ...plugins.transformers.training_arguments import deepspeed_configuration
 from ..parallel.trainer_for import PlannedParallelism, planned_parallelism
+from ..runs.out_of_memory import memory_errors
 from ..runs.plan_callback import argument_differences
 from ..runs.ranks import check_upstream
 from ..runs.settings import RankTask
@@ -151,4 +152,5 @@ class ScriptTask(ScriptJob, RankTask):
         carry_axes(plan)
         if plan.chosen.strategy.engine == "deepspeed" and "LOCAL_RANK" in os.environ:
             _follow_engines(plan)
-        run_script(self.script, self.arguments)
+        with memory_errors(plan):
+            run_script(self.script, self.arguments)

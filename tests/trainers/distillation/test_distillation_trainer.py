@@ -23,6 +23,7 @@ from shardwright.trainers.distillation.on_policy import completed_batch, is_gene
 from shardwright.trainers.distillation.teacher import split_batch
 from shardwright.trainers.qat.callback import QATCallback
 from transformers import Trainer
+from transformers.utils import ModelOutput
 
 pytestmark = pytest.mark.slow
 
@@ -457,3 +458,50 @@ class TestBadInput:
     ) -> None:
         trainer_of(tmp_path, tiny("llama", hidden=student_width), tiny("llama", seed=1), rows("llama", 4), None)
         assert ("are they swapped?" in capsys.readouterr().err) == (student_width > 32)
+
+
+@pytest.mark.parametrize("implementation", ["auto", "fused", "plain"])
+@pytest.mark.parametrize("loss_only", [False, True])
+def test_subclass_reads_logits_in_training_and_evaluation(implementation: Any, loss_only: bool, tmp_path: Path) -> None:
+    shapes = []
+
+    class OwnTerm(DistillationTrainer):
+        def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **kwargs: Any) -> Any:
+            loss, outputs = super().compute_loss(model, inputs, return_outputs=True, **kwargs)
+            assert isinstance(outputs, ModelOutput)
+            shapes.append((model.training, outputs.logits.shape == (*inputs["labels"].shape, VOCAB)))
+            return (loss, outputs) if return_outputs else loss
+
+    trainer = OwnTerm(
+        model=tiny("llama"),
+        args=training_arguments(tmp_path, prediction_loss_only=loss_only),
+        teacher=tiny("llama", seed=1),
+        distillation=DistillationConfig(alpha=ALPHA, implementation=implementation),
+        train_dataset=rows("llama", 4),
+        eval_dataset=rows("llama", 4),
+        data_collator=collate,
+    )
+    trainer.train()
+    trainer.evaluate()
+    assert set(shapes) == {(True, True), (False, True)}
+
+
+def test_loss_only_evaluation_keeps_no_logits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = DistillationConfig(alpha=ALPHA)
+    trainer = trainer_of(tmp_path, tiny("llama"), tiny("llama", seed=1), rows("llama", 4), config)
+    distilled, fused = DistillationTrainer._distilled, []
+
+    def recording(self: Any, *args: Any, **kwargs: Any) -> Any:
+        fused.append(kwargs["fused"])
+        return distilled(self, *args, **kwargs)
+
+    monkeypatch.setattr(DistillationTrainer, "_distilled", recording)
+    trainer.evaluate()
+    assert fused and all(fused)
+
+
+def test_early_exit_rejects_a_request_for_logits(tmp_path: Path) -> None:
+    config = DistillationConfig(alpha=0.5, self_teacher=SelfTeacher(kind="deeper_exit", exit_layer=1))
+    trainer = trainer_of(tmp_path, tiny("llama"), None, rows("llama", 4), config)
+    with pytest.raises(UsageError, match=r"compute_loss cannot return logits.*omit return_outputs=True"):
+        trainer.compute_loss(trainer.model, collate(rows("llama", 2)), return_outputs=True)

@@ -11,8 +11,8 @@ from ....plugins.huggingface_hub.push import CARD_FILE, shown_name, title_of
 from ...counting.estimates import Estimate
 from ...reports.markdown import card_text, code, license_line, usage
 from ...reports.runs import scheme_text
-from ...runs.report import REPORT_FILE, LaunchedOutcome, StepResult, with_spreads
-from ...runs.settings import METRICS_FILE
+from ...runs.report import LaunchedOutcome, StepResult, with_spreads
+from ...runs.settings import METRICS_FILE, REPORT_FILE
 from ..export.checkpoint import ADAPTER
 from .settings import QATSettings, is_own_teacher
 

@@ -1,0 +1,207 @@
+"""What a run that ran out of memory needed, what its plan predicted, and the plans that need less."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ..search.candidates import SearchContext
+from ..search.reasons import display_name
+from ..search.search import Evaluated, search
+from ..specs.errors import ShardwrightError
+from ..specs.job import AXIS_FIELDS, TrainingJob
+from ..specs.layout import Layout
+from ..specs.units import gigabytes
+from .plan import Plan
+
+FIRST_WORDS = "out of memory in phase"
+"""Start of the message."""
+_MOST_TERMS = 6
+_OVERHEADS = ("allocator_fragmentation", "runtime_context", "communicators")
+"""Terms of device memory that are no tensors."""
+_LAYOUT_OPTIONS = ("--micro-batch-size", "--gradient-checkpointing", "--strategy", "--offload", "--global-batch-size")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OutOfMemory:
+    """Measurements at the moment when an allocation failed."""
+
+    phase: str
+    """`loading`, `forward`, `backward`, `optimizer step` or `evaluation`."""
+    error: str
+    """First line of the allocator's error."""
+    peak_bytes: int | None = None
+    """Largest bytes of tensors on this rank; `None` if unknown."""
+    limit_bytes: int | None = None
+    """Memory that this rank could allocate; `None` if unknown."""
+    on_host: bool = False
+    """Whether the memory of the host ran out instead of that of an accelerator."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NextPlan:
+    """A layout with the same global batch that needs less memory than the plan."""
+
+    evaluated: Evaluated
+    job: TrainingJob
+
+    @property
+    def flags(self) -> str:
+        """The options of `shardwright plan` and `train` that select it."""
+        values: dict[str, Any] = {
+            "strategy": self.job.strategy,
+            "micro_batch_size": self.job.micro_batch_size,
+            "global_batch_size": self.job.global_batch_size,
+            "gradient_checkpointing": self.job.gradient_checkpointing,
+            "offload": self.job.offload,
+        } | {field: getattr(self.job, field) for field in AXIS_FIELDS if (getattr(self.job, field) or 1) > 1}
+        return " ".join(f"--{name.replace('_', '-')} {value}" for name, value in values.items())
+
+
+def next_plans(plan: Plan, failure: OutOfMemory) -> list[NextPlan]:
+    """Return a smaller micro-batch, recomputation, sharding and offload, each if it fits; the fastest first.
+
+    The planner gets a lower limit: the run has shown that the tensors of its layout need more than there is. A layout
+    must need fewer bytes of tensors than the layout that failed, and than the rank could allocate; where the host ran
+    out of memory, less host memory.
+    """
+    gpu, host = plan.chosen.memory.gpu, plan.chosen.memory.host
+    allowed = gpu.capacity_bytes
+    if failure.on_host:
+        hardware = replace(plan.hardware, host_bytes_per_node=host.peak_bytes_per_node - 1)
+    else:
+        allowed = min(gpu.allocated_bytes - 1, failure.limit_bytes or gpu.allocated_bytes)
+        lower = max(1, gpu.high_bytes - (gpu.allocated_bytes - allowed))
+        hardware = replace(plan.hardware, gpu_bytes=min(plan.hardware.gpu_bytes, lower))
+    plans: list[NextPlan] = []
+    for alternatives in _changed_jobs(plan):
+        for job in alternatives:
+            try:
+                evaluated = search(SearchContext(model=plan.model, hardware=hardware, job=job)).chosen
+            except ShardwrightError:
+                continue
+            if evaluated is not None and evaluated.memory.gpu.allocated_bytes <= allowed:
+                plans.append(NextPlan(evaluated=evaluated, job=job))
+                break
+    return sorted(plans, key=lambda found: -found.evaluated.time.tokens_per_second)
+
+
+def _changed_jobs(plan: Plan) -> Iterator[list[TrainingJob]]:
+    """Yield alternatives of each kind of change, the smallest change first; every setting is explicit."""
+    layout = plan.chosen.strategy
+    data_ranks = plan.hardware.world_size
+    for axis in ("tp", "pp", "sp", "cp"):
+        data_ranks //= layout.axes.get(axis, 1)
+    axes: dict[str, Any] = {field: layout.axes.get(axis, 1) for field, axis in AXIS_FIELDS.items()}
+    without_axes: dict[str, Any] = dict.fromkeys(AXIS_FIELDS, 1)
+    name: Any = layout.label.partition("+")[0]
+    offload: Any = "none"
+    if layout.offload_optimizer != "none":
+        offload = "cpu-all" if layout.offload_param == "cpu" else layout.offload_optimizer
+    same = replace(
+        plan.job,
+        strategy=name,
+        micro_batch_size=layout.micro_batch_size,
+        global_batch_size=layout.micro_batch_size * layout.gradient_accumulation_steps * data_ranks,
+        gradient_checkpointing="on" if layout.gradient_checkpointing else "off",
+        offload=offload,
+        objective="throughput",
+        **axes,
+    )
+    smaller = [size for size in range(layout.micro_batch_size - 1, 0, -1) if layout.micro_batch_size % size == 0]
+    yield [replace(same, micro_batch_size=size) for size in smaller]
+    recomputing = replace(same, gradient_checkpointing="on")
+    # `first k of n layers` counts as recomputation, so that recomputing all layers is a change too.
+    yield [recomputing, *(replace(recomputing, micro_batch_size=size) for size in smaller[-1:])]
+    sizes = (layout.micro_batch_size, *smaller[-1:])
+    placements = (("zero3", "none"), ("fsdp2", "none"), ("zero2", "cpu"), ("zero3", "cpu"), ("zero3", "cpu-all"))
+    for strategy, kept_offload in placements:
+        changed: Any = {"strategy": strategy, "offload": kept_offload} | without_axes
+        base = replace(same, **changed)
+        yield [
+            replace(base, micro_batch_size=size, gradient_checkpointing=recompute)
+            for size in sizes
+            for recompute in dict.fromkeys((same.gradient_checkpointing, "on"))
+        ]
+
+
+def out_of_memory_text(plan: Plan, failure: OutOfMemory, command: str = "") -> str:
+    """Return the message of a run that ran out of memory.
+
+    Args:
+        plan: The plan of the run.
+        failure: What was measured.
+        command: Command line of the run, to which the options of other plans are added; empty to print the command
+            that makes each plan.
+    """
+    gpu, layout = plan.chosen.memory.gpu, plan.chosen.strategy
+    lines = [f"{FIRST_WORDS} {failure.phase}: {failure.error}"]
+    lines.append(f"layout: {_settings(layout)}")
+    if failure.on_host:
+        host = plan.chosen.memory.host
+        lines.append(
+            f"planned host memory: {_size(host.peak_bytes_per_node)} of {_size(host.capacity_bytes_per_node)} per node"
+        )
+        terms = host.terms
+    else:
+        limit = "" if failure.limit_bytes is None else f" of {_size(failure.limit_bytes)} that this rank can allocate"
+        if failure.peak_bytes is not None:
+            lines.append(f"measured peak of tensors: {_size(failure.peak_bytes)}{limit}")
+        lines.append(
+            f"planned peak of tensors: {_size(gpu.allocated_bytes)} (phase {gpu.phase}); with runtime and "
+            f"fragmentation {_size(gpu.peak_bytes)}, up to {_size(gpu.high_bytes)}"
+        )
+        terms = {name: count for name, count in gpu.terms.items() if name not in _OVERHEADS}
+    largest = sorted(terms.items(), key=lambda term: -term[1])[:_MOST_TERMS]
+    lines += [
+        f"  {name:<24}{_size(count):>12}{'  largest term' if index == 0 else ''}"
+        for index, (name, count) in enumerate(largest)
+        if count > 0.001 * largest[0][1]
+    ]
+    plans = next_plans(plan, failure)
+    if not plans:
+        lines.append("no layout with the same global batch needs less memory on this hardware")
+        lines.append("use more accelerators, a shorter --seq-len, or --method lora")
+    for index, found in enumerate(plans):
+        if index == 0:
+            lines.append("plans with the same global batch that need less:")
+        memory = found.evaluated.memory
+        needed = f"{_size(memory.gpu.allocated_bytes)} of tensors"
+        if failure.on_host:
+            needed = f"{_size(memory.host.peak_bytes_per_node)} of host memory"
+        speed = f"{found.evaluated.time.tokens_per_second:,.0f} tokens/s"
+        lines.append(f"  {_settings(found.evaluated.strategy)}: {needed}, {speed}")
+        lines.append(f"    {_command(plan, found, command)}")
+    return "\n".join(lines)
+
+
+def _command(plan: Plan, found: NextPlan, command: str) -> str:
+    if not command:
+        job = found.job
+        words = [plan.model.name, "--hardware", plan.hardware.name, "--seq-len", str(job.seq_len_tokens)]
+        words += ["--precision", job.precision, "--optimizer", job.optimizer, "--method", job.method]
+        if job.method != "full":
+            words += ["--lora-rank", str(job.lora_rank), "--lora-targets", ",".join(job.lora_targets)]
+        return f"shardwright plan {shlex.join(words)} {found.flags} --output-dir plan --force"
+    options = {*_LAYOUT_OPTIONS, *(f"--{field.replace('_', '-')}" for field in AXIS_FIELDS)}
+    kept: list[str] = []
+    skip = False
+    for word in shlex.split(command):
+        if not skip and word.partition("=")[0] not in options:
+            kept.append(word)
+        skip = word in options
+    if "--resume" not in kept and "--force" not in kept:
+        kept.append("--force")
+    return f"{shlex.join(kept)} {found.flags}"
+
+
+def _settings(layout: Layout) -> str:
+    recomputes = "with" if layout.gradient_checkpointing else "no"
+    micro_batches = f"micro-batch {layout.micro_batch_size} x {layout.gradient_accumulation_steps}"
+    return f"{display_name(layout)}, {micro_batches}, {recomputes} gradient checkpointing"
+
+
+def _size(count: int) -> str:
+    return f"{gigabytes(count)} GB" if count >= 10**9 else f"{count / 1e6:.3g} MB"
