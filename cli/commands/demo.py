@@ -14,6 +14,7 @@ from pydantic import Field
 from ...ds_configs.plan.output import write_files
 from ...ds_configs.specs.errors import ShardwrightError
 from ...ds_configs.specs.job import TrainingJob
+from ...ds_configs.specs.settings import settings_of
 from ..options import FormatOptions
 from ..settings import FILLED, Options, grouped
 
@@ -88,7 +89,8 @@ def _demo(output_dir: Path, options: DemoOptions) -> TrainOutcome:
     small.write(output_dir / "plan", force=options.force)
     show_plan(small, None, brief=True)
     print(f"\n3. shardwright train with {output_dir / 'plan'}\n", flush=True)
-    settings = TrainSettings(plan=str(output_dir / "plan"), dataset="python-help", max_steps=options.steps)
+    chosen = {"plan": str(output_dir / "plan"), "dataset": "python-help", "max_steps": options.steps}
+    settings = settings_of(TrainSettings, chosen)
     with redirect_stdout(sys.stderr):
         prepared = prepare_train(settings, str(model), RunRequest(output_dir=trained, force=options.force))
         view = partial(TrainingView, plan=prepared.plan)
