@@ -22,6 +22,13 @@ Kind = Literal["text", "messages", "prompt and completion"]
 Sample = dict[str, list[int]]
 
 MESSAGE_COLUMNS = ("messages", "conversations")
+PROMPT_COLUMNS = (("prompt", "completion"), ("instruction", "output"))
+"""Columns of a prompt and its completion; the second pair is Alpaca's, with an optional `input`."""
+_ALPACA_PROMPT = (
+    "Below is an instruction that describes a task{with_input}. Write a response that appropriately completes the "
+    "request.\n\n### Instruction:\n{instruction}\n\n{input}### Response:\n"
+)
+"""The prompt of tatsu-lab/stanford_alpaca, for a tokenizer without a chat template."""
 _FILL = {"input_ids": None, "labels": IGNORED_LABEL, "token_weights": 0.0, "teacher_rows": -1, "position_ids": 0}
 """Padding value of each column; `None` for the padding token."""
 
@@ -101,7 +108,8 @@ def load_samples(
 ) -> Samples:
     """Read a dataset and turn it into samples.
 
-    Rows have `text`; `messages` or `conversations`; or `prompt` and `completion`. Plain text is joined, with the
+    Rows have `text`; `messages` or `conversations`, with or without `tools`; `prompt` and `completion`; or, as Alpaca,
+    `instruction`, `input` and `output`. Plain text is joined, with the
     end-of-sequence token after each document, and split into samples of exactly `seq_len` tokens; with `packing=False`
     each document is split separately and its last piece is shorter. Any other row makes one sample, truncated to
     `seq_len`, with labels on what the assistant or the completion says.
@@ -128,6 +136,7 @@ def load_samples(
         rows = [{"text": row.get(text_column)} for row in rows]
     kind = kind_of(source, rows)
     filled = [row for row in rows if has_text(row, kind)]
+    check_one_format(source, rows, kind)
     if not filled:
         rule = f"none of its {len(rows)} rows has text"
         raise UsageError(ConfigError(where="dataset", value=source, rule=rule))
@@ -200,12 +209,13 @@ def kind_of(source: str, rows: Sequence[Row]) -> Kind:
     columns = list(rows[0])
     if any(name in columns for name in MESSAGE_COLUMNS):
         return "messages"
-    if "prompt" in columns and "completion" in columns:
+    if any(name in columns and other in columns for name, other in PROMPT_COLUMNS):
         return "prompt and completion"
     if "text" in columns:
         return "text"
     rule = (
-        f"needs a column text, {' or '.join(MESSAGE_COLUMNS)}, or prompt and completion, but has {', '.join(columns)}"
+        f"needs a column text, {' or '.join(MESSAGE_COLUMNS)}, prompt and completion, or instruction and output, "
+        f"but has {', '.join(columns)}"
     )
     raise UsageError(ConfigError(where="dataset", value=source, rule=rule, fix="select one with --text-column"))
 
@@ -219,9 +229,59 @@ def has_text(row: Row, kind: Kind) -> bool:
     if kind == "messages":
         return isinstance(_messages(row), list)
     if kind == "prompt and completion":
-        return bool(row.get("prompt")) and bool(row.get("completion"))
+        return any(bool(row.get(name)) and bool(row.get(other)) for name, other in PROMPT_COLUMNS)
     text = row.get("text")
     return isinstance(text, str) and bool(text.strip())
+
+
+def check_one_format(source: str, rows: Iterable[Row], kind: Kind) -> None:
+    """Raise a `UsageError` if rows have text in the columns of another kind, which would be skipped."""
+    kinds: tuple[Kind, ...] = ("messages", "prompt and completion", "text")
+    for index, row in enumerate(rows):
+        if not has_text(row, kind) and (other := next((name for name in kinds if has_text(row, name)), None)):
+            rule = f"has {other}, but earlier rows have {kind}: all rows of a dataset must have one format"
+            fix = "convert the rows, or train on one file per format"
+            raise UsageError(ConfigError(where=f"{source}[{index}]", rule=rule, fix=fix))
+
+
+def prompt_and_completion(row: Row, *, with_template: bool, where: str) -> tuple[Any, Any]:
+    """Return the prompt and the completion of a row, both texts or both lists of messages.
+
+    An Alpaca row is a question and an answer for a chat template, or else text with Alpaca's own prompt.
+
+    Raises:
+        UsageError: one is a text and the other a list.
+    """
+    prompt, completion = row.get("prompt"), row.get("completion")
+    if not (prompt and completion):
+        instruction, further, completion = str(row["instruction"]), row.get("input"), str(row["output"])
+        if with_template:
+            question = f"{instruction}\n\n{further}" if further else instruction
+            return [{"role": "user", "content": question}], [{"role": "assistant", "content": completion}]
+        prompt = _ALPACA_PROMPT.format(
+            with_input=", paired with an input that provides further context" if further else "",
+            instruction=instruction,
+            input=f"### Input:\n{further}\n\n" if further else "",
+        )
+    if not any(isinstance(prompt, kind) and isinstance(completion, kind) for kind in (str, list)):
+        rule = f"prompt is a {type(prompt).__name__} and completion a {type(completion).__name__}"
+        fix = "write both as text, or both as lists of messages"
+        raise UsageError(ConfigError(where=where, rule=rule, fix=fix))
+    return prompt, completion
+
+
+def tools_of(row: Row, where: str) -> list[Any] | None:
+    """Return the functions that a row offers to the assistant; datasets store them as a list or as JSON text."""
+    tools = row.get("tools")
+    if isinstance(tools, str) and tools.strip():
+        try:
+            tools = json.loads(tools)
+        except ValueError as error:
+            raise UsageError(ConfigError(where=where, rule=f"its tools are not valid JSON ({error})")) from None
+    if tools and not isinstance(tools, list):
+        rule = f"its tools must be a list, not {type(tools).__name__}"
+        raise UsageError(ConfigError(where=where, rule=rule))
+    return tools or None
 
 
 def digest_of(row: Row, seed: int) -> bytes:
@@ -275,13 +335,18 @@ class SampleMaker:
                 yield {"input_ids": tokens, "labels": list(tokens)}
             return
         for index, row in enumerate(rows):
-            where, prompt, completion = f"{self._source}[{index}]", row.get("prompt"), row.get("completion")
+            where = f"{self._source}[{index}]"
             if self._kind == "messages":
-                ids, labels = encode_chat(tokenizer, _messages(row), where=where)
-            elif isinstance(prompt, list) and isinstance(completion, list):
-                ids, labels = encode_chat(tokenizer, [*prompt, *completion], first_labelled=len(prompt), where=where)
+                ids, labels = encode_chat(tokenizer, _messages(row), tools=tools_of(row, where), where=where)
             else:
-                ids, labels = encode_completion(tokenizer, str(prompt), str(completion))
+                prompt, completion = prompt_and_completion(
+                    row, with_template=bool(tokenizer.chat_template), where=where
+                )
+                if isinstance(prompt, list):
+                    turns, tools = [*prompt, *completion], tools_of(row, where)
+                    ids, labels = encode_chat(tokenizer, turns, first_labelled=len(prompt), tools=tools, where=where)
+                else:
+                    ids, labels = encode_completion(tokenizer, prompt, completion)
             self.cut += len(ids) > seq_len
             ids, labels = ids[:seq_len], labels[:seq_len]
             # The first token is never predicted.
@@ -392,6 +457,7 @@ class _Rows:
             if has_text(row, self.kind):
                 yield row
             else:
+                check_one_format(self._settings.dataset, [row], self.kind)
                 self.empty += 1
 
 

@@ -304,9 +304,13 @@ class DataSettings(Settings):
     dataset: str = Field(
         "",
         description="ID[:config][#N] of the Hub, a .jsonl, .json, .csv, .parquet or .txt file, a directory of them, "
-        "or python-help. Columns: text; messages or conversations; or prompt and completion",
+        "or python-help. Columns: text; messages or conversations; prompt and completion; or instruction and output",
     )
     text_column: str | None = Field(None, description="Column with plain text; default: text")
+    chat_template: str | None = Field(
+        None,
+        description="Jinja file, or alpaca, chatml, llama3, zephyr; saved with the model. Default: the tokenizer's",
+    )
     dataset_split: str = Field("train", description="Split of a Hub dataset")
     dataset_revision: str | None = Field(None, description="Branch, tag or commit of a Hub dataset")
     seq_len: int = Field(

@@ -21,6 +21,7 @@ from ...plugins.planning.models import LoadedModel, load_model_spec
 from ..data.models import StartingModel, load_config, load_tokenizer, with_positions
 from ..data.samples import Samples, SampleStatistics
 from ..data.sources import WHOLE, Part, local_place
+from ..data.templates import set_chat_template
 from ..runs.inputs import (
     chosen_hardware,
     launch_errors,
@@ -144,6 +145,7 @@ def prepare_train(settings: TrainSettings, model: str, request: RunRequest) -> P
             config = load_config(source)
             settings = with_positions(settings, config)
             tokenizer = load_tokenizer(source, config.get_text_config().vocab_size)
+            set_chat_template(tokenizer, settings.chat_template)
     plan, divides = written_plan, settings.streaming and request.place is not None
     if plan is None and divides and not errors:
         # The part that a machine reads depends on the layout.

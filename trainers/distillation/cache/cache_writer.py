@@ -23,6 +23,7 @@ from ....plugins.planning.from_names import installed_versions
 from ...data.models import StartingModel, load_config, load_tokenizer, with_positions
 from ...data.samples import collate, stated_samples
 from ...data.sources import DataSettings, local_place
+from ...data.templates import set_chat_template
 from ...losses.fused_loss import UnknownLogitsError, accepted_inputs, captured_head_input
 from ...runs.launch import ONE_PROCESS, Replicas, run_replicas
 from ...runs.share import ALONE, Share, ShareTask
@@ -338,6 +339,7 @@ def prepare_cache(
     config = load_config(source)
     settings = with_positions(settings, config)
     tokenizer = load_tokenizer(source, config.get_text_config().vocab_size)
+    set_chat_template(tokenizer, settings.chat_template)
     samples = stated_samples(settings, tokenizer)
     vocab_size = max(tokenizer.get_vocab().values()) + 1
     layout = RecordFormat(

@@ -17,6 +17,7 @@ from ....plugins.planning.models import load_model_spec
 from ...data.models import TOKENIZER_FILES, StartingModel, load_config, load_tokenizer, with_positions
 from ...data.samples import Samples
 from ...data.sources import local_place
+from ...data.templates import set_chat_template
 from ...runs.inputs import (
     chosen_hardware,
     is_without,
@@ -185,6 +186,7 @@ def _with_tokenizers(
         tokenizer = taught
     else:
         tokenizer = load_tokenizer(own, width)
+    set_chat_template(tokenizer, settings.chat_template)
     if settings.cross_tokenizer:
         return fitting, (tokenizer, taught, None)
     from ...data.tokenizers import agreed_vocab_size

@@ -21,6 +21,7 @@ from ....plugins.transformers.meta_model import build_meta_model
 from ....plugins.transformers.quantized_model import QuantizationSource, open_source
 from ...data.models import StartingModel, load_config, load_tokenizer, with_positions
 from ...data.samples import Sample
+from ...data.templates import set_chat_template
 from ...data.sources import local_place
 from ...runs.inputs import (
     chosen_hardware,
@@ -235,6 +236,7 @@ def _with_tokenizer(settings: QATSettings, model: str) -> tuple[QATSettings, Any
         configs.append(load_config(teacher))
     settings = with_positions(settings, *configs)
     tokenizer = load_tokenizer(student, configs[0].get_text_config().vocab_size)
+    set_chat_template(tokenizer, settings.chat_template)
     if teacher is None:
         return settings, tokenizer, None
     other = load_tokenizer(teacher, configs[1].get_text_config().vocab_size)
