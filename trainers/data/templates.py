@@ -1,8 +1,8 @@
 """Chat templates of `--chat-template`: named ones, and files.
 
 Transformers renders all of them in Jinja's immutable sandbox, where a template can neither read private attributes nor
-change objects (`transformers.utils.chat_template_utils`). Named templates mark the assistant's turns, with the text that
-ends them, with ``{% generation %}``, which decides the labels.
+change objects (`transformers.utils.chat_template_utils`). Named templates mark the assistant's turns and the text that
+ends them with ``{% generation %}``, which decides the labels.
 """
 
 from __future__ import annotations

@@ -21,8 +21,8 @@ from ....plugins.transformers.meta_model import build_meta_model
 from ....plugins.transformers.quantized_model import QuantizationSource, open_source
 from ...data.models import StartingModel, load_config, load_tokenizer, with_positions
 from ...data.samples import Sample
-from ...data.templates import set_chat_template
 from ...data.sources import local_place
+from ...data.templates import set_chat_template
 from ...runs.inputs import (
     chosen_hardware,
     last_checkpoint,
