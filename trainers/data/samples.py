@@ -53,6 +53,8 @@ class SampleStatistics:
     """Training tokens, without padding."""
     train_labels: int
     """Training tokens with a label."""
+    packed_documents: int = 0
+    """Training documents in the `train_samples` rows; 0 if each row is one document, or plain text that is joined."""
     machines: int = 1
     """Machines that share the training rows; the counts are those of one machine."""
 
@@ -85,7 +87,7 @@ def stated_samples(settings: DataSettings, tokenizer: Any) -> Samples:
         settings.dataset,
         tokenizer,
         seq_len=settings.seq_len,
-        packing=settings.packing,
+        packing=settings.packing != "off",
         split=settings.dataset_split,
         revision=settings.dataset_revision,
         seed=settings.seed,
@@ -171,7 +173,7 @@ def load_samples(
 
 
 def collate(samples: Sequence[dict[str, Any]], *, pad_token_id: int = 0) -> dict[str, Any]:
-    """Pad samples on the right to the longest and return tensors [B, S], with an `attention_mask`.
+    """Pad samples on the right to the longest and return tensors [B, S]; unless packed, with an `attention_mask`.
 
     The mask depends on positions, not on tokens: an end-of-sequence token that is also the padding token keeps its
     label. `token_weights`, `teacher_rows` and `position_ids` are padded if samples have them.
@@ -188,6 +190,9 @@ def collate(samples: Sequence[dict[str, Any]], *, pad_token_id: int = 0) -> dict
                 for sample, length in zip(samples, lengths, strict=True)
             ]
             batch[name] = torch.tensor(padded)
+    if "position_ids" in batch:
+        # The positions of packed documents make the mask; each token of padding, with position 0, is a document.
+        return batch
     positions_S = torch.arange(max(lengths))
     batch["attention_mask"] = (positions_S[None] < torch.tensor(lengths)[:, None]).long()
     return batch
@@ -242,6 +247,16 @@ def check_one_format(source: str, rows: Iterable[Row], kind: Kind) -> None:
             rule = f"has {other}, but earlier rows have {kind}: all rows of a dataset must have one format"
             fix = "convert the rows, or train on one file per format"
             raise UsageError(ConfigError(where=f"{source}[{index}]", rule=rule, fix=fix))
+
+
+def reject_packed_conversations(settings: DataSettings, kind: Kind) -> None:
+    """Raise a `UsageError` for `--packing on` with conversations, in commands other than `train`."""
+    if settings.packing == "on" and kind != "text":
+        rule, fix = (
+            f"joins plain text only, and {settings.dataset} has {kind}",
+            "omit it: only train packs conversations",
+        )
+        raise UsageError(ConfigError(where="packing", value="on", rule=rule, fix=fix))
 
 
 def prompt_and_completion(row: Row, *, with_template: bool, where: str) -> tuple[Any, Any]:
@@ -392,7 +407,7 @@ def streamed_samples(
         check_text_column(source, first, settings.text_column)
     rows = _Rows(chain(first, stream), settings)
     rows.kind = kind_of(source, list(rows.as_read(first)))
-    make = SampleMaker(tokenizer, settings.seq_len, kind=rows.kind, packing=settings.packing, source=source)
+    make = SampleMaker(tokenizer, settings.seq_len, kind=rows.kind, packing=settings.packing != "off", source=source)
     evaluation = list(islice(make(rows.head()), evaluation_samples))
     make.unlabelled = make.cut = 0
     if part != WHOLE:

@@ -15,7 +15,7 @@ from ....ds_configs.specs.settings import settings_of
 from ....plugins.planning.from_names import plan as select_plan
 from ....plugins.planning.models import load_model_spec
 from ...data.models import TOKENIZER_FILES, StartingModel, load_config, load_tokenizer, with_positions
-from ...data.samples import Samples
+from ...data.samples import Samples, reject_packed_conversations
 from ...data.sources import local_place
 from ...data.templates import set_chat_template
 from ...runs.inputs import (
@@ -136,6 +136,7 @@ def prepare_distillation(
     if tokenizers is not None and settings.dataset:
         with collecting(errors):
             samples = named_samples(settings, tokenizers[0])
+            reject_packed_conversations(settings, samples.statistics.kind)
             if settings.teacher_cache is not None and Path(settings.teacher_cache).is_dir():
                 samples = _stored(samples, settings, teacher, tokenizers)
     if errors:
