@@ -145,8 +145,9 @@ def prepare_train(settings: TrainSettings, model: str, request: RunRequest) -> P
             source = StartingModel(model=model, revision=settings.revision)
             config = load_config(source)
             settings = with_positions(settings, config)
-            tokenizer = load_tokenizer(source, config.get_text_config().vocab_size)
-            set_chat_template(tokenizer, settings.chat_template)
+            own_tokenizer = load_tokenizer(source, config.get_text_config().vocab_size)
+            set_chat_template(own_tokenizer, settings.chat_template)
+            tokenizer = own_tokenizer
     plan, divides = written_plan, settings.streaming and request.place is not None
     if plan is None and divides and not errors:
         # The part that a machine reads depends on the layout.
