@@ -78,8 +78,11 @@ class StepFiguresCallback(TrainerCallback):
         self._labelled: list[Any] = []
 
     def _count(self, batch: Any) -> None:
-        ids, labels = (batch.get(name) for name in ("input_ids", "labels")) if hasattr(batch, "get") else (None, None)
-        if hasattr(ids, "numel") and hasattr(labels, "numel"):
+        import torch
+
+        # Collators of some trainers return a list of samples.
+        ids, labels = (batch.get("input_ids"), batch.get("labels")) if hasattr(batch, "get") else (None, None)
+        if torch.is_tensor(ids) and torch.is_tensor(labels):
             self._positions += ids.numel()
             # Read later, without synchronizing. The first token of a row is never predicted.
             self._labelled.append((labels[..., 1:] != IGNORED_LABEL).sum())
