@@ -80,8 +80,11 @@ class StepFiguresCallback(TrainerCallback):
     def _count(self, batch: Any) -> None:
         import torch
 
+        ids: Any = None
+        labels: Any = None
         # Collators of some trainers return a list of samples.
-        ids, labels = (batch.get("input_ids"), batch.get("labels")) if hasattr(batch, "get") else (None, None)
+        if hasattr(batch, "get"):
+            ids, labels = batch.get("input_ids"), batch.get("labels")
         if torch.is_tensor(ids) and torch.is_tensor(labels):
             self._positions += ids.numel()
             # Read later, without synchronizing. The first token of a row is never predicted.
