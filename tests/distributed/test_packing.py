@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from training_runs import LAYOUTS, make_inputs, method_of, trained
+from training_runs import LAYOUTS, make_inputs, method_of, model_of, resumed, trained
 
 pytestmark = pytest.mark.distributed
 
@@ -38,23 +38,22 @@ def padded(inputs: Path) -> Any:
     found: dict[str, Any] = {}
 
     def of(layout: str) -> Any:
-        flags = f"--hardware 1xCPU {method_of(layout)}"
-        if flags not in found:
-            found[flags] = trained(inputs, "llama", inputs / f"padded{len(found)}", flags, **PADDED)
-        return found[flags]
+        key = model_of(layout), f"--hardware 1xCPU {method_of(layout)}"
+        if key not in found:
+            found[key] = trained(inputs, key[0], inputs / f"padded{len(found)}", key[1], **PADDED)
+        return found[key]
 
     return of
 
 
-@pytest.mark.parametrize("layout", ["ddp", "zero1", "zero2", "zero3", "fsdp2", "tp", "lora"])
+@pytest.mark.parametrize("layout", ["ddp", "zero1", "zero2", "zero3", "fsdp2", "tp", "ep", "lora"])
 def test_losses_are_those_of_padded_conversations(
     inputs: Path, padded: Any, layout: str, deepspeed_cpu_ops: None
 ) -> None:
     expected, alone = padded(layout)
     batch = {"packing": "on", "global_batch_size": 10}
-    losses, shown = trained(
-        inputs, "llama", inputs / layout, f"--hardware 2xCPU {LAYOUTS[layout]}", **(SEPARATE | batch)
-    )
+    flags = f"--hardware 2xCPU {LAYOUTS[layout]}"
+    losses, shown = trained(inputs, model_of(layout), inputs / layout, flags, **(SEPARATE | batch))
     dataset = shown["dataset"]
     assert (dataset["train_samples"], dataset["packed_documents"]) == (10, CHATS)
     assert dataset["train_tokens"] == alone["dataset"]["train_tokens"]
@@ -62,3 +61,12 @@ def test_losses_are_those_of_padded_conversations(
     assert losses[1] == pytest.approx(expected[1], abs=1e-5)
     for when in ("before", "after"):
         assert shown["cross_entropy"][when] == pytest.approx(alone["cross_entropy"][when], abs=1e-5)
+
+
+def test_a_packed_run_resumes_with_the_same_losses(inputs: Path, tmp_path: Path) -> None:
+    settings = SEPARATE | {"packing": "on", "global_batch_size": 4, "max_steps": 5, "save_steps": 2}
+    settings |= {"evaluation_dataset": str(inputs / "others.jsonl")}
+    run = inputs, "llama", tmp_path, "--hardware 2xCPU --strategy zero2"
+    losses, shown = trained(*run, **settings)
+    again, found = resumed(*run, **settings)
+    assert again == losses and found["cross_entropy"] == shown["cross_entropy"]
