@@ -211,11 +211,17 @@ class TrainingView(Bar):
         rows = [] if figures.loss is None else [("loss", Text(f"{figures.loss:.4f}"))]
         gpu, planned = self._plan.chosen.memory.gpu, self._plan.chosen.time.tokens_per_second
         if (speed := figures.tokens_per_second) is not None:
-            share = speed / planned
+            # A plan counts every position, also those that padding fills.
+            positions = figures.positions_per_second
+            share = (speed if positions is None else positions) / planned
             # For CPU ranks the plan predicts an order of magnitude only.
             slow = share < _SLOW_SHARE and self._plan.hardware.gpu != "CPU"
+            counts = f"{speed:,.0f}"
+            if positions is not None and figures.labelled_tokens_per_second is not None and positions > 1.01 * speed:
+                counts += f", {figures.labelled_tokens_per_second:,.0f} with a label; {positions:,.0f} with padding"
             comparison = f" of {planned:,.0f} planned ({100 * share:.0f} %)"
-            rows.append(("tokens/s", Text.assemble(f"{speed:,.0f}", (comparison, "yellow" if slow else "dim"))))
+            style = "yellow" if slow else "dim"
+            rows.append(("tokens/s", Text.assemble(counts, (comparison, style))))
         if (peak := figures.peak_allocated_gb) is not None:
             planned_gb = gpu.allocated_bytes / 1e9
             comparison = f" GB of tensors, {planned_gb:.1f} planned, {gpu.capacity_bytes / 1e9:.1f} available"

@@ -19,6 +19,7 @@ SETTINGS = {
     "max_steps": 3,
     "gradient_checkpointing": "off",
     "optimizer": "adamw_torch",
+    "packing": "off",
 }
 LAYOUTS = {
     "ddp": "--strategy ddp",

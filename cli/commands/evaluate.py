@@ -32,6 +32,9 @@ class EvaluateOptions(ReportOptions):
     )
     text: Paths = Field((), description="Plain text files, instead of a dataset")
     split: str = Field("test", description="Split of a Hub dataset")
+    chat_template: str | None = Field(
+        None, description="Jinja file, or alpaca, chatml, llama3, zephyr. Default: the tokenizer's"
+    )
     seq_len: int | None = Field(None, description="Window length in tokens. Default: 2048, or the model's maximum")
     stride: int | None = Field(None, description="Tokens between the starts of two windows. Default: --seq-len")
     num_samples: int = Field(64, description="Windows to read, from the start of the text")
@@ -85,6 +88,9 @@ def evaluate_command(
     if options.text and options.dataset is not None:
         fix = "pass one of them"
         errors.append(ConfigError(where="--dataset", value=options.dataset, rule="excludes --text", fix=fix))
+    if options.chat_template is not None and options.dataset is None:
+        rule, fix = "requires --dataset: only conversations are rendered", "pass --dataset with chats, or omit it"
+        errors.append(ConfigError(where="--chat-template", value=options.chat_template, rule=rule, fix=fix))
     if options.tasks == ():
         errors.append(ConfigError(where="--tasks", rule="is empty", fix="pass task names, such as hellaswag,arc_easy"))
     for name in ("limit", "few_shot", "include_path"):
@@ -112,6 +118,7 @@ def evaluate_command(
         dataset=options.dataset or PYTHON_HELP,
         split=options.split,
         dataset_revision=options.dataset_revision,
+        chat_template=options.chat_template,
         stride=options.stride,
         num_samples=options.num_samples,
     )

@@ -149,6 +149,9 @@ class QuantizeSettings(SchemeSettings):
         None,
         description="Calibration text: Hub ID[:config][#N], a .jsonl, .json, .parquet or .txt file, or python-help",
     )
+    chat_template: str | None = Field(
+        None, description="Jinja file, or alpaca, chatml, llama3, zephyr. Default: the tokenizer's"
+    )
     num_samples: int = Field(512, ge=1, description="Calibration samples")
     seq_len: int = Field(2048, ge=2, description="Maximum tokens per sample")
     batch_size: int = Field(1, ge=1, description="Samples per forward pass")

@@ -46,6 +46,10 @@ class Figures:
     """The last one logged."""
     tokens_per_second: float | None = None
     """Of all ranks, since the second step."""
+    positions_per_second: float | None = None
+    """The same with padding, which a plan's tokens/s count."""
+    labelled_tokens_per_second: float | None = None
+    """The same for tokens with a label."""
     peak_allocated_gb: float | None = None
     """Peak memory of tensors on the accelerator that uses most."""
     slowest_rank: int | None = None

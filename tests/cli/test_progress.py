@@ -75,5 +75,12 @@ def test_the_live_view_compares_figures_with_the_plan(columns: int) -> None:
     assert max(map(len, lines)) <= columns
     shown = " ".join(" ".join(lines).split())
     assert "12/100" in shown and "2.3126" in shown and "(50 %)" in shown
+    counts = {"positions_per_second": speed, "labelled_tokens_per_second": speed / 4}
+    view.tell_figures(Figures(tokens_per_second=speed / 2, **counts))
+    ((_, padded),) = view.rows()
+    assert padded.plain == (
+        f"{speed / 2:,.0f}, {speed / 4:,.0f} with a label; {speed:,.0f} with padding of {speed:,.0f} planned (100 %)"
+    )
+    assert padded.spans[-1].style == "dim", "padding is not a slow run"
     view.tell_figures(Figures(slowest_rank=0, slowest_rank_ratio=1.02))
     assert [text.plain for _, text in view.rows()] == ["equally fast; the slowest takes 1.02 times the median"]

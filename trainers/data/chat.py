@@ -6,8 +6,10 @@ without ``{% generation %}``, with only a warning.
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from itertools import pairwise
 from typing import Any
 
@@ -53,7 +55,12 @@ def encode_completion(tokenizer: Any, prompt: str, completion: str) -> tuple[lis
 
 
 def encode_chat(
-    tokenizer: Any, messages: Sequence[Message], *, first_labelled: int = 0, where: str = "messages"
+    tokenizer: Any,
+    messages: Sequence[Message],
+    *,
+    first_labelled: int = 0,
+    tools: Sequence[Any] | None = None,
+    where: str = "messages",
 ) -> tuple[list[int], list[int]]:
     """Return tokens and labels of a conversation as the tokenizer's chat template renders it.
 
@@ -62,8 +69,9 @@ def encode_chat(
     special tokens.
 
     Args:
-        messages: Each with `role` and `content`, or `from` and `value`.
+        messages: Each with `role` and `content`, or `from` and `value`; the assistant's may have `tool_calls` instead.
         first_labelled: Messages before this index are the prompt, whatever their role.
+        tools: Functions that the assistant can call, as the template expects them.
         where: Name of the conversation in errors.
 
     Raises:
@@ -74,7 +82,7 @@ def encode_chat(
 
     def render(messages: list[dict[str, Any]], **settings: Any) -> Any:
         try:
-            return tokenizer.apply_chat_template(messages, **({"tokenize": False} | settings))
+            return tokenizer.apply_chat_template(messages, tools=tools, **({"tokenize": False} | settings))
         except Exception as error:
             rule = f"the chat template of {name} rejects it: {' '.join(str(error).split())}"
             raise UsageError(ConfigError(where=where, rule=rule)) from None
@@ -82,17 +90,19 @@ def encode_chat(
     template = tokenizer.chat_template
     if not template:
         rule = "conversations need a chat template, which the tokenizer does not have"
-        fix = "use the tokenizer of a chat model, or a column `text`"
+        fix = "pass --chat-template, such as chatml, or use the tokenizer of a chat model"
         raise UsageError(ConfigError(where=where, rule=rule, fix=fix))
     turns: list[dict[str, Any]] = []
     for message in messages:
         role = next((message[key] for key in _ROLE_KEYS if message.get(key)), None)
         content = next((message[key] for key in _CONTENT_KEYS if message.get(key) is not None), None)
-        if role is None or content is None:
+        further = {key: value for key, value in message.items() if key not in (*_ROLE_KEYS, *_CONTENT_KEYS) and value}
+        if role is None or (content is None and not further.get("tool_calls")):
             rule, fix = "each message needs a role and a content", 'for example {"role": "user", "content": …}'
             raise UsageError(ConfigError(where=where, value=dict(message), rule=rule, fix=fix))
-        further = {key: value for key, value in message.items() if key not in (*_ROLE_KEYS, *_CONTENT_KEYS) and value}
-        turns.append({"role": _ROLES.get(str(role), str(role)), "content": content, **further})
+        if calls := further.get("tool_calls"):
+            further["tool_calls"] = [_with_arguments(call) for call in calls]
+        turns.append({"role": _ROLES.get(str(role), str(role)), "content": content or "", **further})
     text = template if isinstance(template, str) else tokenizer.get_chat_template()
     if _MARKS_ASSISTANT.search(text):
         encoded = render(turns, tokenize=True, return_dict=True, return_assistant_tokens_mask=True)
@@ -132,3 +142,15 @@ def encode_chat(
         inside = stop > start and any(left <= start and stop <= right for left, right in spans)
         labels.append(token if inside else IGNORED_LABEL)
     return ids, labels
+
+
+def _with_arguments(call: Any) -> Any:
+    """Return a tool call with its arguments as an object, as templates expect; the OpenAI API writes JSON text."""
+    if not isinstance(call, Mapping):
+        return call
+    if isinstance(call.get("function"), Mapping):
+        return {**call, "function": _with_arguments(call["function"])}
+    with suppress(ValueError):
+        if isinstance(call.get("arguments"), str):
+            return {**call, "arguments": json.loads(call["arguments"])}
+    return call

@@ -22,6 +22,13 @@ Kind = Literal["text", "messages", "prompt and completion"]
 Sample = dict[str, list[int]]
 
 MESSAGE_COLUMNS = ("messages", "conversations")
+PROMPT_COLUMNS = (("prompt", "completion"), ("instruction", "output"))
+"""Columns of a prompt and its completion; the second pair is Alpaca's, with an optional `input`."""
+_ALPACA_PROMPT = (
+    "Below is an instruction that describes a task{with_input}. Write a response that appropriately completes the "
+    "request.\n\n### Instruction:\n{instruction}\n\n{input}### Response:\n"
+)
+"""The prompt of tatsu-lab/stanford_alpaca, for a tokenizer without a chat template."""
 _FILL = {"input_ids": None, "labels": IGNORED_LABEL, "token_weights": 0.0, "teacher_rows": -1, "position_ids": 0}
 """Padding value of each column; `None` for the padding token."""
 
@@ -46,6 +53,8 @@ class SampleStatistics:
     """Training tokens, without padding."""
     train_labels: int
     """Training tokens with a label."""
+    packed_documents: int = 0
+    """Training documents in the `train_samples` rows; 0 if each row is one document, or plain text that is joined."""
     machines: int = 1
     """Machines that share the training rows; the counts are those of one machine."""
 
@@ -78,7 +87,7 @@ def stated_samples(settings: DataSettings, tokenizer: Any) -> Samples:
         settings.dataset,
         tokenizer,
         seq_len=settings.seq_len,
-        packing=settings.packing,
+        packing=settings.packing != "off",
         split=settings.dataset_split,
         revision=settings.dataset_revision,
         seed=settings.seed,
@@ -101,7 +110,8 @@ def load_samples(
 ) -> Samples:
     """Read a dataset and turn it into samples.
 
-    Rows have `text`; `messages` or `conversations`; or `prompt` and `completion`. Plain text is joined, with the
+    Rows have `text`; `messages` or `conversations`, with or without `tools`; `prompt` and `completion`; or, as Alpaca,
+    `instruction`, `input` and `output`. Plain text is joined, with the
     end-of-sequence token after each document, and split into samples of exactly `seq_len` tokens; with `packing=False`
     each document is split separately and its last piece is shorter. Any other row makes one sample, truncated to
     `seq_len`, with labels on what the assistant or the completion says.
@@ -128,6 +138,7 @@ def load_samples(
         rows = [{"text": row.get(text_column)} for row in rows]
     kind = kind_of(source, rows)
     filled = [row for row in rows if has_text(row, kind)]
+    check_one_format(source, rows, kind)
     if not filled:
         rule = f"none of its {len(rows)} rows has text"
         raise UsageError(ConfigError(where="dataset", value=source, rule=rule))
@@ -162,7 +173,7 @@ def load_samples(
 
 
 def collate(samples: Sequence[dict[str, Any]], *, pad_token_id: int = 0) -> dict[str, Any]:
-    """Pad samples on the right to the longest and return tensors [B, S], with an `attention_mask`.
+    """Pad samples on the right to the longest and return tensors [B, S]; unless packed, with an `attention_mask`.
 
     The mask depends on positions, not on tokens: an end-of-sequence token that is also the padding token keeps its
     label. `token_weights`, `teacher_rows` and `position_ids` are padded if samples have them.
@@ -179,6 +190,9 @@ def collate(samples: Sequence[dict[str, Any]], *, pad_token_id: int = 0) -> dict
                 for sample, length in zip(samples, lengths, strict=True)
             ]
             batch[name] = torch.tensor(padded)
+    if "position_ids" in batch:
+        # The positions of packed documents make the mask; each token of padding, with position 0, is a document.
+        return batch
     positions_S = torch.arange(max(lengths))
     batch["attention_mask"] = (positions_S[None] < torch.tensor(lengths)[:, None]).long()
     return batch
@@ -200,12 +214,13 @@ def kind_of(source: str, rows: Sequence[Row]) -> Kind:
     columns = list(rows[0])
     if any(name in columns for name in MESSAGE_COLUMNS):
         return "messages"
-    if "prompt" in columns and "completion" in columns:
+    if any(name in columns and other in columns for name, other in PROMPT_COLUMNS):
         return "prompt and completion"
     if "text" in columns:
         return "text"
     rule = (
-        f"needs a column text, {' or '.join(MESSAGE_COLUMNS)}, or prompt and completion, but has {', '.join(columns)}"
+        f"needs a column text, {' or '.join(MESSAGE_COLUMNS)}, prompt and completion, or instruction and output, "
+        f"but has {', '.join(columns)}"
     )
     raise UsageError(ConfigError(where="dataset", value=source, rule=rule, fix="select one with --text-column"))
 
@@ -219,9 +234,69 @@ def has_text(row: Row, kind: Kind) -> bool:
     if kind == "messages":
         return isinstance(_messages(row), list)
     if kind == "prompt and completion":
-        return bool(row.get("prompt")) and bool(row.get("completion"))
+        return any(bool(row.get(name)) and bool(row.get(other)) for name, other in PROMPT_COLUMNS)
     text = row.get("text")
     return isinstance(text, str) and bool(text.strip())
+
+
+def check_one_format(source: str, rows: Iterable[Row], kind: Kind) -> None:
+    """Raise a `UsageError` if rows have text in the columns of another kind, which would be skipped."""
+    kinds: tuple[Kind, ...] = ("messages", "prompt and completion", "text")
+    for index, row in enumerate(rows):
+        if not has_text(row, kind) and (other := next((name for name in kinds if has_text(row, name)), None)):
+            rule = f"has {other}, but earlier rows have {kind}: all rows of a dataset must have one format"
+            fix = "convert the rows, or train on one file per format"
+            raise UsageError(ConfigError(where=f"{source}[{index}]", rule=rule, fix=fix))
+
+
+def reject_packed_conversations(settings: DataSettings, kind: Kind) -> None:
+    """Raise a `UsageError` for `--packing on` with conversations, in commands other than `train`."""
+    if settings.packing == "on" and kind != "text":
+        rule, fix = (
+            f"joins plain text only, and {settings.dataset} has {kind}",
+            "omit it: only train packs conversations",
+        )
+        raise UsageError(ConfigError(where="packing", value="on", rule=rule, fix=fix))
+
+
+def prompt_and_completion(row: Row, *, with_template: bool, where: str) -> tuple[Any, Any]:
+    """Return the prompt and the completion of a row, both texts or both lists of messages.
+
+    An Alpaca row is a question and an answer for a chat template, or else text with Alpaca's own prompt.
+
+    Raises:
+        UsageError: one is a text and the other a list.
+    """
+    prompt, completion = row.get("prompt"), row.get("completion")
+    if not (prompt and completion):
+        instruction, further, completion = str(row["instruction"]), row.get("input"), str(row["output"])
+        if with_template:
+            question = f"{instruction}\n\n{further}" if further else instruction
+            return [{"role": "user", "content": question}], [{"role": "assistant", "content": completion}]
+        prompt = _ALPACA_PROMPT.format(
+            with_input=", paired with an input that provides further context" if further else "",
+            instruction=instruction,
+            input=f"### Input:\n{further}\n\n" if further else "",
+        )
+    if not any(isinstance(prompt, kind) and isinstance(completion, kind) for kind in (str, list)):
+        rule = f"prompt is a {type(prompt).__name__} and completion a {type(completion).__name__}"
+        fix = "write both as text, or both as lists of messages"
+        raise UsageError(ConfigError(where=where, rule=rule, fix=fix))
+    return prompt, completion
+
+
+def tools_of(row: Row, where: str) -> list[Any] | None:
+    """Return the functions that a row offers to the assistant; datasets store them as a list or as JSON text."""
+    tools = row.get("tools")
+    if isinstance(tools, str) and tools.strip():
+        try:
+            tools = json.loads(tools)
+        except ValueError as error:
+            raise UsageError(ConfigError(where=where, rule=f"its tools are not valid JSON ({error})")) from None
+    if tools and not isinstance(tools, list):
+        rule = f"its tools must be a list, not {type(tools).__name__}"
+        raise UsageError(ConfigError(where=where, rule=rule))
+    return tools or None
 
 
 def digest_of(row: Row, seed: int) -> bytes:
@@ -275,13 +350,18 @@ class SampleMaker:
                 yield {"input_ids": tokens, "labels": list(tokens)}
             return
         for index, row in enumerate(rows):
-            where, prompt, completion = f"{self._source}[{index}]", row.get("prompt"), row.get("completion")
+            where = f"{self._source}[{index}]"
             if self._kind == "messages":
-                ids, labels = encode_chat(tokenizer, _messages(row), where=where)
-            elif isinstance(prompt, list) and isinstance(completion, list):
-                ids, labels = encode_chat(tokenizer, [*prompt, *completion], first_labelled=len(prompt), where=where)
+                ids, labels = encode_chat(tokenizer, _messages(row), tools=tools_of(row, where), where=where)
             else:
-                ids, labels = encode_completion(tokenizer, str(prompt), str(completion))
+                prompt, completion = prompt_and_completion(
+                    row, with_template=bool(tokenizer.chat_template), where=where
+                )
+                if isinstance(prompt, list):
+                    turns, tools = [*prompt, *completion], tools_of(row, where)
+                    ids, labels = encode_chat(tokenizer, turns, first_labelled=len(prompt), tools=tools, where=where)
+                else:
+                    ids, labels = encode_completion(tokenizer, prompt, completion)
             self.cut += len(ids) > seq_len
             ids, labels = ids[:seq_len], labels[:seq_len]
             # The first token is never predicted.
@@ -327,7 +407,7 @@ def streamed_samples(
         check_text_column(source, first, settings.text_column)
     rows = _Rows(chain(first, stream), settings)
     rows.kind = kind_of(source, list(rows.as_read(first)))
-    make = SampleMaker(tokenizer, settings.seq_len, kind=rows.kind, packing=settings.packing, source=source)
+    make = SampleMaker(tokenizer, settings.seq_len, kind=rows.kind, packing=settings.packing != "off", source=source)
     evaluation = list(islice(make(rows.head()), evaluation_samples))
     make.unlabelled = make.cut = 0
     if part != WHOLE:
@@ -392,6 +472,7 @@ class _Rows:
             if has_text(row, self.kind):
                 yield row
             else:
+                check_one_format(self._settings.dataset, [row], self.kind)
                 self.empty += 1
 
 

@@ -8,9 +8,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
 from ...ds_configs.specs.errors import ConfigError, ShardwrightError, UsageError, collecting
 from ...ds_configs.specs.settings import Settings
@@ -296,6 +296,14 @@ def one_line(error: Exception) -> str:
     return text if len(text) <= 300 else f"{text[:297]}..."
 
 
+Packing = Annotated[
+    Literal["auto", "on", "off"],
+    # YAML reads on and off as booleans.
+    BeforeValidator(lambda value: ("on" if value else "off") if isinstance(value, bool) else value),
+]
+"""Whether several documents share a sample."""
+
+
 class DataSettings(Settings):
     """Training and evaluation samples."""
 
@@ -304,14 +312,20 @@ class DataSettings(Settings):
     dataset: str = Field(
         "",
         description="ID[:config][#N] of the Hub, a .jsonl, .json, .csv, .parquet or .txt file, a directory of them, "
-        "or python-help. Columns: text; messages or conversations; or prompt and completion",
+        "or python-help. Columns: text; messages or conversations; prompt and completion; or instruction and output",
     )
     text_column: str | None = Field(None, description="Column with plain text; default: text")
+    chat_template: str | None = Field(
+        None,
+        description="Jinja file, or alpaca, chatml, llama3, zephyr; saved with the model. Default: the tokenizer's",
+    )
     dataset_split: str = Field("train", description="Split of a Hub dataset")
     dataset_revision: str | None = Field(None, description="Branch, tag or commit of a Hub dataset")
     seq_len: int = Field(
         512, ge=2, description="Tokens per sample; the default is lowered for models with fewer positions"
     )
-    packing: bool = Field(True, description="Join plain text into samples of equal length")
+    packing: Packing = Field(
+        "auto", description="on: join short documents into one sample; auto: where layout and model allow it; off"
+    )
     evaluation_fraction: float = Field(0.05, gt=0, lt=1, description="Share of the rows in the evaluation set")
     seed: int = Field(0, ge=0, le=2**32 - 1, description="Seed of data order, evaluation rows and sampling")

@@ -15,6 +15,7 @@ from ...plugins.transformers.output_heads import output_head
 from ..data.chat import IGNORED_LABEL, special_prefix, special_suffix
 from ..data.samples import collate, load_samples
 from ..data.sources import PYTHON_HELP, read_utf8
+from ..data.templates import set_chat_template
 from ..losses.fused_loss import captured_head_input
 from ..losses.objective import dense_rows
 from ..runs.share import ALONE, Share
@@ -35,6 +36,8 @@ class TextRequest:
     """`ID[:config][#N]` of the Hub, a file or directory of rows, or `python-help`."""
     split: str = "test"
     dataset_revision: str | None = None
+    chat_template: str | None = None
+    """Template that renders conversations, by name or file; `None`: the tokenizer's."""
     stride: int | None = None
     """Tokens from one window's start to the next; `None`: `seq_len`, so that none is read twice."""
     num_samples: int | None = None
@@ -77,6 +80,7 @@ def text_windows(request: TextRequest, tokenizer: Any, *, seq_len: int) -> TextW
     errors = number_errors(request, seq_len)
     if errors:
         raise UsageError(errors)
+    set_chat_template(tokenizer, request.chat_template)
     if request.files:
         texts = [read_utf8(path, where="--text") for path in request.files]
         if not any(text.strip() for text in texts):
@@ -100,6 +104,9 @@ def text_windows(request: TextRequest, tokenizer: Any, *, seq_len: int) -> TextW
             evaluation_fraction=0.0,
         )
         if samples.statistics.kind == "text":
+            if request.chat_template is not None:
+                rule, fix = f"{request.dataset} has plain text, which no template renders", "omit it"
+                raise UsageError(ConfigError(where="chat_template", value=request.chat_template, rule=rule, fix=fix))
             tokens = list(chain.from_iterable(sample["input_ids"] for sample in samples.train))
             windows = list(windows_of(tokens, seq_len, stride))
         elif stride == seq_len:

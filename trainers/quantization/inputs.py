@@ -22,6 +22,7 @@ from ...plugins.transformers.quantized_model import QuantizationSource, open_sou
 from ..data.models import StartingModel, load_tokenizer
 from ..data.samples import Samples, load_samples
 from ..data.sources import local_place
+from ..data.templates import set_chat_template
 from ..evaluation.evaluate import default_device
 
 logger = logging.getLogger(__name__)
@@ -142,6 +143,7 @@ def prepare(
     seq_len = min(settings.seq_len, source.longest or settings.seq_len)
     with collecting(errors):
         tokenizer = load_tokenizer(StartingModel(model=str(source.directory)), source.dimensions.vocab_size)
+        set_chat_template(tokenizer, settings.chat_template)
         if settings.dataset is not None:
             samples = load_samples(
                 settings.dataset, tokenizer, seq_len=seq_len, seed=settings.seed, evaluation_fraction=_HELD_OUT

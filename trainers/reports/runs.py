@@ -77,6 +77,8 @@ def training_report(data: Data, metrics: Metrics, plan: Plan) -> Report:
     # The first logged interval includes compilation and allocation.
     _, error = mean_with_error([value for _, value in points(metrics, "tokens_per_second")][1:] or [0.0])
     tokens_per_second = with_error(data["tokens_per_second"], error)
+    apart = _speeds_apart(data, metrics)
+    with_padding = f"with padding {significant(apart[0])}, " if apart else ""
     memory = f"predicted {gb(gpu.allocated_bytes)} of tensors, {gb_range(gpu.low_bytes, gpu.high_bytes)} in total"
     measures = {"tokens/s": data["tokens_per_second"], "seconds total": data["seconds"]}
     if losses["trained"] is not None:
@@ -89,7 +91,11 @@ def training_report(data: Data, metrics: Metrics, plan: Plan) -> Report:
         subtitle=f"on {dataset['source']}; {data['strategy']}, {data['hardware']}",
         facts=(
             *_quality_facts(data, losses),
-            Fact(label="Tokens/s of all ranks", value=tokens_per_second, detail=f"predicted {speed[0]} ({speed[1]})"),
+            Fact(
+                label="Tokens/s of all ranks",
+                value=tokens_per_second,
+                detail=f"{with_padding}predicted {speed[0]} ({speed[1]})",
+            ),
             Fact(
                 label="Tensors on the fullest accelerator",
                 value="not measured on CPU ranks" if peak is None else gb(peak),
@@ -208,27 +214,48 @@ def scheme_text(scheme: Data) -> str:
     return f"{text}; inputs {inputs['bits']} bit, {'by token' if inputs['dynamic'] else 'with stored ranges'}"
 
 
+def _speeds_apart(data: Data, metrics: Metrics) -> tuple[float, float] | None:
+    """Return the speeds of tokens with padding and of labelled tokens; `None` if unknown, or without either.
+
+    Each is the speed of tokens times the ratio of the logged speeds.
+    """
+    names = ("positions_per_second", "labelled_tokens_per_second", "tokens_per_second")
+    logged = [[step[name] for name in names] for step in metrics if all(name in step for name in names)]
+    positions, labelled, tokens = (sum(values) for values in zip(*logged, strict=True)) if logged else (0, 0, 0)
+    # Tokens of a step are those of an average sample, so small differences mean nothing.
+    if not tokens or (positions < 1.02 * tokens and labelled > 0.9 * tokens):
+        return None
+    return data["tokens_per_second"] * positions / tokens, data["tokens_per_second"] * labelled / tokens
+
+
 def _speed(data: Data, metrics: Metrics, plan: Plan, tokens_per_second: str) -> Section:
     time, (low, high) = plan.chosen.time, speed_interval(plan)
     steps = [value for _, value in points(metrics, "step_seconds")]
     whole = data["result"]["step_seconds"] / data["steps"] if data["steps"] else 0.0
     seconds = with_error(*(mean_with_error(steps[1:]) if len(steps) > 1 else (whole, None)))
+    apart = _speeds_apart(data, metrics)
+    # A plan counts every position of a row.
+    counted = "tokens/s of all ranks" if apart is None else "tokens/s of all ranks, with padding"
+    compared = tokens_per_second if apart is None else significant(apart[0])
     rows = [
         (name, f"{significant(predicted)} ({significant(least)} to {significant(most)})", measured)
         for name, predicted, least, most, measured in (
-            ("tokens/s of all ranks", time.tokens_per_second, low, high, tokens_per_second),
+            (counted, time.tokens_per_second, low, high, compared),
             ("seconds per step", time.seconds, time.low_seconds, time.high_seconds, seconds),
         )
     ]
+    if apart is not None:
+        own_rows = (("tokens/s without padding", tokens_per_second), ("tokens/s with a label", significant(apart[1])))
+        rows[1:1] = [(name, "", measured) for name, measured in own_rows]
     caption = (
         "± is the standard error over the intervals between two lines of metrics.jsonl, without the first interval, "
         "which includes compilation and allocation. The measured tokens/s count every step."
     )
     charts = []
-    if speeds := points(metrics, "tokens_per_second"):
+    if speeds := points(metrics, "tokens_per_second" if apart is None else "positions_per_second"):
         expected = Expected(value=time.tokens_per_second, low=low, high=high)
         draw = curves({"measured": speeds}, "tokens/s", expected=expected)
-        charts.append(Chart(title="Tokens/s of all ranks", draw=draw, note="Dashed: predicted by the plan."))
+        charts.append(Chart(title=counted.capitalize(), draw=draw, note="Dashed: predicted by the plan."))
     if ratios := points(metrics, "slowest_rank_ratio"):
         expected = Expected(value=1, label="equally fast")
         draw = curves({"slowest rank": ratios}, "times the median rank", expected=expected)

@@ -12,6 +12,7 @@ from transformers import TrainerCallback
 
 from ...ds_configs.plan.plan import Plan
 from ...plugins import patches
+from ..data.chat import IGNORED_LABEL
 
 
 class StepFiguresCallback(TrainerCallback):
@@ -22,7 +23,9 @@ class StepFiguresCallback(TrainerCallback):
     count the labels of all ranks (transformers 5.17, `get_batch_samples`). A slow rank therefore shows only in its own
     work: loading samples and the first forward pass of a step (`slowest_rank`, and `slowest_rank_ratio` to the median
     rank), without the first step of a training.
-    Memory is the peak that torch allocated for tensors. Ranks gather three numbers once per logged step.
+    Memory is the peak that torch allocated for tensors. Ranks gather five numbers once per logged step.
+    `positions_per_second` counts what the model reads, padding included, as plans do, and `labelled_tokens_per_second`
+    the tokens with a label; both are omitted where ranks share sequences.
 
     Args:
         plan: Adds its predictions to the figures.
@@ -57,6 +60,7 @@ class StepFiguresCallback(TrainerCallback):
                     return
                 finally:
                     self._loading += time.monotonic() - began
+                self._count(batch)
                 yield batch
 
         def with_timing(fetch: Callable[..., Any]) -> Callable[..., Any]:
@@ -70,6 +74,21 @@ class StepFiguresCallback(TrainerCallback):
         self._paused, self._loading, self._steps, self._since = 0.0, 0.0, 0, 0
         self._clocks: list[Callable[[], float]] = []
         self._stop: Callable[[], Callable[[], float]] | None = None
+        self._positions = 0
+        self._labelled: list[Any] = []
+
+    def _count(self, batch: Any) -> None:
+        import torch
+
+        ids: Any = None
+        labels: Any = None
+        # Collators of some trainers return a list of samples.
+        if hasattr(batch, "get"):
+            ids, labels = batch.get("input_ids"), batch.get("labels")
+        if torch.is_tensor(ids) and torch.is_tensor(labels):
+            self._positions += ids.numel()
+            # Read later, without synchronizing. The first token of a row is never predicted.
+            self._labelled.append((labels[..., 1:] != IGNORED_LABEL).sum())
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         def end_first_forward(*_: object) -> None:
@@ -141,14 +160,22 @@ class StepFiguresCallback(TrainerCallback):
         present = torch.cuda.is_available()
         peak = torch.cuda.max_memory_allocated() / 1e9 if present else math.nan
         alone = statistics.fmean(own) + self._loading / len(own) if own else math.nan
-        mine = torch.tensor([[seconds, alone, peak]], dtype=torch.float32)
+        labelled = sum(int(count) for count in self._labelled)
+        mine = torch.tensor([[seconds, alone, peak, self._positions, labelled]], dtype=torch.float32)
         ranks = self._trainer.accelerator.gather(mine.to(self._trainer.args.device)).tolist()
-        slowest = max(seconds for seconds, _, _ in ranks)
-        figures = {"step_seconds": slowest} | lag(own for _, own, _ in ranks)
+        slowest = max(seconds for seconds, *_ in ranks)
+        figures = {"step_seconds": slowest} | lag(own for _, own, *_ in ranks)
         if self._tokens_of is not None and slowest > 0:
             tokens = self._tokens_of(step) - self._tokens_of(self._since)
             figures["tokens_per_second"] = tokens / (slowest * self._steps)
-        peaks = [peak for _, _, peak in ranks if not math.isnan(peak)]
+            positions, labels = (sum(rank[index] for rank in ranks) for index in (3, 4))
+            strategy = None if self._plan is None else self._plan.chosen.strategy
+            if positions and strategy is not None and strategy.sp == strategy.cp == strategy.pp == 1:
+                # The ranks of a tensor-parallel group read the same samples.
+                seconds_of_one = slowest * self._steps * strategy.tp
+                figures["positions_per_second"] = positions / seconds_of_one
+                figures["labelled_tokens_per_second"] = labels / seconds_of_one
+        peaks = [peak for _, _, peak, *_ in ranks if not math.isnan(peak)]
         if peaks:
             figures["peak_allocated_gb"] = max(peaks)
         if self._plan is not None:

@@ -256,6 +256,7 @@ def progress_callback(
             figures = Figures(
                 loss=logged[-1] if logged else None,
                 tokens_per_second=speed,
+                **_other_speeds(speed, last),
                 peak_allocated_gb=last.get("peak_allocated_gb"),
                 slowest_rank=None if "slowest_rank" not in last else int(last["slowest_rank"]),
                 slowest_rank_ratio=last.get("slowest_rank_ratio"),
@@ -263,6 +264,14 @@ def progress_callback(
             send(Progress(what="step", done=state.global_step, total=state.max_steps, figures=figures))
 
     return ProgressSender()
+
+
+def _other_speeds(speed: float | None, last: Mapping[str, float]) -> dict[str, float]:
+    """Return the speeds of positions and labelled tokens that belong to a speed of tokens, by their last ratios."""
+    if speed is None or not last.get("tokens_per_second"):
+        return {}
+    names = ("positions_per_second", "labelled_tokens_per_second")
+    return {name: speed * last[name] / last["tokens_per_second"] for name in names if name in last}
 
 
 def step_recorder(output_dir: Path, *, evaluates_last: bool) -> Any:

@@ -19,8 +19,10 @@ from ...plugins.planning.from_names import installed_release_difference
 from ...plugins.planning.from_names import plan as select_plan
 from ...plugins.planning.models import LoadedModel, load_model_spec
 from ..data.models import StartingModel, load_config, load_tokenizer, with_positions
+from ..data.packing import packed_samples, packing_obstacle
 from ..data.samples import Samples, SampleStatistics
 from ..data.sources import WHOLE, Part, local_place
+from ..data.templates import set_chat_template
 from ..runs.inputs import (
     PLANNED_DEVICE_FIX,
     chosen_hardware,
@@ -145,7 +147,9 @@ def prepare_train(settings: TrainSettings, model: str, request: RunRequest) -> P
             source = StartingModel(model=model, revision=settings.revision)
             config = load_config(source)
             settings = with_positions(settings, config)
-            tokenizer = load_tokenizer(source, config.get_text_config().vocab_size)
+            own_tokenizer = load_tokenizer(source, config.get_text_config().vocab_size)
+            set_chat_template(own_tokenizer, settings.chat_template)
+            tokenizer = own_tokenizer
     plan, divides = written_plan, settings.streaming and request.place is not None
     if plan is None and divides and not errors:
         # The part that a machine reads depends on the layout.
@@ -170,7 +174,7 @@ def prepare_train(settings: TrainSettings, model: str, request: RunRequest) -> P
         raise UsageError(errors)
     if settings.arg.get("torch_compile"):
         logger.info(f"torch_compile is {not_covered('torch_compile')}")
-    samples = limited_held_out(samples, settings)
+    samples = _packed(limited_held_out(samples, settings), settings, plan, loaded)
     if settings.streaming:
         logger.info(read_line(samples, settings, plan))
     if truncated := samples.statistics.cut_rows:
@@ -180,6 +184,47 @@ def prepare_train(settings: TrainSettings, model: str, request: RunRequest) -> P
     return PreparedTrain(
         model=model, settings=settings, plan=plan, samples=samples, tokenizer=tokenizer, request=request
     )
+
+
+def _packed(samples: Samples, settings: TrainSettings, plan: Plan, loaded: LoadedModel | None) -> Samples:
+    """Return the samples with several conversations in a row, where layout, model and data allow it, and log which.
+
+    Raises:
+        UsageError: `--packing on`, but conversations cannot be packed.
+    """
+    assert loaded, "each failure added an error"
+    statistics, strategy = samples.statistics, plan.chosen.strategy
+    if settings.packing == "off" or statistics.kind == "text":
+        return samples
+    obstacle: str | None = "with a cache (--arg use_cache), Transformers does not separate documents"
+    packed, rows = samples, 0
+    if not settings.arg.get("use_cache"):
+        obstacle = packing_obstacle(
+            strategy,
+            loaded.config,
+            attention=plan.model.attention,
+            seq_len=settings.seq_len,
+            streaming=settings.streaming,
+        )
+    if obstacle is None:
+        packed = packed_samples(samples, settings.seq_len)
+        rows = packed.statistics.train_samples
+        if settings.packing == "auto" and rows < strategy.global_batch_size:
+            obstacle = f"they fill {rows} rows, fewer than the global batch of {strategy.global_batch_size}"
+    if obstacle is None:
+        filled = statistics.train_tokens / (rows * settings.seq_len)
+        per_step = strategy.global_batch_size * statistics.train_samples / rows
+        logger.info(
+            f"packed {statistics.train_samples:,} conversations into {rows:,} rows of {settings.seq_len} tokens, "
+            f"{100 * filled:.0f} % filled: a step trains on about {per_step:,.0f} conversations, with --packing off on "
+            f"{strategy.global_batch_size}"
+        )
+        return packed
+    if settings.packing == "on":
+        rule, fix = f"is not supported here: {obstacle}", "use --packing auto, which pads conversations"
+        raise UsageError(ConfigError(where="packing", value="on", rule=rule, fix=fix))
+    logger.info(f"conversations are padded, not packed: {obstacle}")
+    return samples
 
 
 def _planned(settings: TrainSettings, loaded: LoadedModel | None, hardware: HardwareSpec | None) -> Plan:

@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from shardwright.ds_configs.specs.errors import ShardwrightError, UsageError
 from shardwright.plugins.transformers.training_arguments import byte_tokenizer
 from shardwright.trainers.data.chat import IGNORED_LABEL, encode_chat, encode_completion, special_prefix
-from shardwright.trainers.data.samples import Samples, collate, load_samples
-from shardwright.trainers.data.sources import Source, parse_source
+from shardwright.trainers.data.samples import Samples, collate, load_samples, streamed_samples
+from shardwright.trainers.data.sources import DataSettings, Source, parse_source
+from shardwright.trainers.data.templates import CHAT_TEMPLATES, set_chat_template
 
 END = "<|endoftext|>"
 PLAIN = (
@@ -341,3 +342,135 @@ def test_text_begins_with_the_tokenizers_prefix() -> None:
     assert special_prefix(tokenizer()) == []
     made = tokenizer(bos=True)
     assert special_prefix(made) == [made.bos_token_id]
+
+
+CALL = {"name": "add", "arguments": {"a": 1}}
+TOOL_CHAT = [
+    {"role": "user", "content": "1 + 1?"},
+    {"role": "assistant", "content": None, "tool_calls": [{"type": "function", "function": CALL}]},
+    {"role": "tool", "content": "2"},
+    {"role": "assistant", "content": "Two."},
+]
+TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
+
+
+@pytest.mark.parametrize("name", CHAT_TEMPLATES)
+def test_named_templates_label_the_answers_and_what_ends_them(name: str) -> None:
+    made = tokenizer(bos=True)
+    set_chat_template(made, name)
+    ids, labels = encode_chat(made, CHAT)
+    end = {"chatml": "<|im_end|>", "llama3": "<|eot_id|>"}.get(name, END)
+    assert labelled_text(made, ids, labels) == [f"Hello.{end}", f"Ü 42{end}"]
+    rendered = made.apply_chat_template(CHAT, tokenize=False)
+    assert made.decode(ids) == rendered and "Be brief." in rendered
+    prompt = made.apply_chat_template(CHAT[:4], tokenize=False, add_generation_prompt=True)
+    assert rendered.startswith(f"{prompt}Ü 42{end}")
+
+
+def test_tool_calls_have_labels_and_json_arguments_are_objects() -> None:
+    made = tokenizer()
+    set_chat_template(made, "chatml")
+    ids, labels = encode_chat(made, TOOL_CHAT, tools=TOOLS)
+    call = f"<tool_call>{json.dumps(CALL)}</tool_call><|im_end|>"
+    assert labelled_text(made, ids, labels) == [call, "Two.<|im_end|>"]
+    assert json.dumps(TOOLS[0]) in made.decode(ids) and "<tool_response>2</tool_response>" in made.decode(ids)
+    texts = {"type": "function", "function": CALL | {"arguments": json.dumps(CALL["arguments"])}}
+    as_text = [*TOOL_CHAT[:1], TOOL_CHAT[1] | {"tool_calls": [texts]}, *TOOL_CHAT[2:]]
+    assert encode_chat(made, as_text, tools=TOOLS) == (ids, labels)
+    set_chat_template(made, "alpaca")
+    with pytest.raises(UsageError, match="renders no tool calls; use chatml"):
+        encode_chat(made, TOOL_CHAT)
+
+
+def test_tools_of_a_row_are_rendered(tmp_path: Path) -> None:
+    made = tokenizer()
+    set_chat_template(made, "chatml")
+    source = write_rows(
+        tmp_path / "tools.jsonl",
+        [{"messages": TOOL_CHAT, "tools": TOOLS}, {"messages": TOOL_CHAT, "tools": json.dumps(TOOLS)}],
+    )
+    first, second = load_samples(source, made, seq_len=1000, evaluation_fraction=0).train
+    assert first == second and json.dumps(TOOLS[0]) in made.decode(first["input_ids"])
+    broken = write_rows(tmp_path / "broken.jsonl", [{"messages": TOOL_CHAT, "tools": "[{"}])
+    with pytest.raises(UsageError, match=r"broken.jsonl\[0\]: its tools are not valid JSON"):
+        load_samples(broken, made, seq_len=1000, evaluation_fraction=0)
+
+
+@pytest.mark.parametrize(
+    ("template", "said"),
+    [
+        ("{% for m in messages %}", "cannot render a question and its answer: Unexpected end of template"),
+        ("{{ messages[0].missing.further }}", "cannot render a question and its answer: .* has no attribute"),
+        ("{{ ''.__class__.__mro__[1].__subclasses__() }}", "cannot render .* '__class__' .* is unsafe"),
+        ("{{ messages.append(1) }}", "cannot render .* 'append' .* is unsafe"),
+        ("{% for i in range(10**9) %}{% endfor %}", "cannot render .* Range too big"),
+        ("{{ raise_exception('no') }}", "cannot render a question and its answer: no;"),
+        ("", "renders nothing"),
+    ],
+    ids=["syntax", "undefined", "reads private attributes", "changes messages", "endless", "raises", "empty"],
+)
+def test_template_files_that_cannot_render_are_rejected(template: str, said: str, tmp_path: Path) -> None:
+    made, file = tokenizer(PLAIN), tmp_path / "own.jinja"
+    file.write_text(template)
+    with pytest.raises(UsageError, match=said) as caught:
+        set_chat_template(made, str(file))
+    assert str(caught.value).startswith("chat_template = ") and made.chat_template == PLAIN
+
+
+def test_unknown_template_names_what_is_allowed(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="is neither a file nor one of alpaca, chatml, llama3, zephyr"):
+        set_chat_template(tokenizer(), "chatlm")
+    (tmp_path / "own.jinja").write_bytes(b"\xff\xfe")
+    with pytest.raises(UsageError, match="is not UTF-8"):
+        set_chat_template(tokenizer(), str(tmp_path / "own.jinja"))
+
+
+ALPACA = [
+    {"instruction": "Add.", "input": "1 and 1", "output": "2"},
+    {"instruction": "Say hello.", "input": "", "output": "Hello"},
+]
+
+
+def test_alpaca_rows_are_prompts_and_completions(tmp_path: Path) -> None:
+    source, made = write_rows(tmp_path / "alpaca.jsonl", ALPACA), tokenizer()
+    found = load_samples(source, made, seq_len=1000, evaluation_fraction=0)
+    assert found.statistics.kind == "prompt and completion"
+    with_input, without = found.train
+    assert labelled_text(made, **of_sample(with_input)) == [f"2{END}"]
+    assert "further context" in texts(made, [with_input])
+    assert "### Instruction:\nAdd.\n\n### Input:\n1 and 1\n\n### Response:\n2" in texts(made, [with_input])
+    assert "### Instruction:\nSay hello.\n\n### Response:\nHello" in texts(made, [without])
+    assert "Input" not in texts(made, [without])
+
+
+def test_alpaca_rows_are_rendered_by_a_chat_template(tmp_path: Path) -> None:
+    source, made = write_rows(tmp_path / "alpaca.jsonl", ALPACA), tokenizer(PLAIN)
+    first, _ = load_samples(source, made, seq_len=1000, evaluation_fraction=0).train
+    assert texts(made, [first]) == f"<user>\nAdd.\n\n1 and 1<assistant>\n2{END}"
+    assert labelled_text(made, **of_sample(first)) == [f"2{END}"]
+
+
+def of_sample(sample: dict[str, list[int]]) -> dict[str, list[int]]:
+    return {"ids": sample["input_ids"], "labels": sample["labels"]}
+
+
+@pytest.mark.parametrize(
+    ("rows", "said"),
+    [
+        (
+            [{"messages": CHAT}, ALPACA[0]],
+            r"rows.jsonl\[1\]: has prompt and completion, but earlier rows have messages",
+        ),
+        ([ALPACA[0], {"text": "plain"}], r"rows.jsonl\[1\]: has text, but earlier rows have prompt and completion"),
+        ([{"text": "plain"}, {"messages": CHAT}], r"rows.jsonl\[1\]: has messages, but earlier rows have text"),
+        ([{"prompt": CHAT[:1], "completion": "text"}], "prompt is a list and completion a str"),
+    ],
+)
+def test_mixed_formats_are_rejected(rows: list[dict[str, Any]], said: str, tmp_path: Path) -> None:
+    source = write_rows(tmp_path / "rows.jsonl", rows)
+    with pytest.raises(UsageError, match=said):
+        load_samples(source, tokenizer(PLAIN), seq_len=100, evaluation_fraction=0)
+    if len(rows) > 1:
+        settings = DataSettings(dataset=source, seq_len=8)
+        with pytest.raises(UsageError, match="all rows of a dataset must have one format"):
+            streamed_samples(settings, tokenizer(PLAIN), train_samples=4, evaluation_samples=0)

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import shardwright
 import torch
+from commands import shell_in
 from hypothesis import given
 from hypothesis import strategies as st
 from shardwright.ds_configs.specs.errors import RefusedInputError, ShardwrightError, UsageError
@@ -202,6 +203,26 @@ def test_chat_is_judged_where_the_assistant_speaks(tiny_llama, tmp_path):
     assert together.text == apart.text
     assert together.text.predicted_tokens == windows.predicted_tokens
     assert together.model.perplexity.value == pytest.approx(apart.model.perplexity.value, rel=1e-5)
+
+
+def test_a_chat_template_renders_chats_for_a_base_model(tiny_llama, tmp_path, capsys, monkeypatch):
+    evaluate = shell_in(tmp_path, "evaluate", capsys, monkeypatch)
+    turns = [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "four"}]
+    (tmp_path / "chats.jsonl").write_text(json.dumps({"messages": turns}))
+    (tmp_path / "plain.jsonl").write_text(json.dumps({"text": "plain " * 20}))
+    words = (tiny_llama, "--seq-len", 64, "--no-speed", "--format", "json", "--dataset")
+    found = evaluate(*words, "chats.jsonl", "--chat-template", "alpaca")
+    assert found.code == 0, found.err
+    assert json.loads(found.out)["text"]["predicted_tokens"] == len("four") + 1
+    for dataset, template, said in (
+        ("chats.jsonl", (), "need a chat template, which the tokenizer does not have; pass --chat-template"),
+        ("chats.jsonl", ("--chat-template", "alpacca"), "is neither a file nor one of alpaca"),
+        ("plain.jsonl", ("--chat-template", "alpaca"), "has plain text, which no template renders"),
+    ):
+        found = evaluate(*words, dataset, *template)
+        assert found.code == 2 and said in found.err, found.err
+    found = evaluate(tiny_llama, "--chat-template", "alpaca")
+    assert found.code == 2 and "requires --dataset" in found.err
 
 
 def tensor(dtype: str, *shape: int) -> StoredTensor:

@@ -114,7 +114,7 @@ def test_four_ranks_cache_a_teacher_as_one_process(
     files: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = shell_in(tmp_path, "cache-teacher", capsys, monkeypatch)
-    words = [files / "model", "--dataset", files / "text.txt", "--seq-len", 40, "--no-packing", "--batch-size", 3]
+    words = [files / "model", "--dataset", files / "text.txt", "--seq-len", 40, "--packing", "off", "--batch-size", 3]
     for name, processes in (("one", 1), ("four", 4)):
         result = run(*words, "--output-dir", name, "--num-processes", processes)
         assert result.code == 0, result.err

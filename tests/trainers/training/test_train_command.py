@@ -278,3 +278,121 @@ def _refused_before_a_rank_starts(
         told = [line for line in capsys.readouterr().err.splitlines() if not line.startswith("note: ")]
         assert len(told) == 1 and told[0].startswith(f"error: {said}"), told
     assert sorted((tmp_path / "again").rglob("*")) == before
+
+
+CHATS = [
+    {"messages": [{"role": "user", "content": f"{n}?"}, {"role": "assistant", "content": "ja" * (1 + n % 4)}]}
+    for n in range(40)
+]
+
+
+def write_chats(directory: Path, rows: Sequence[Any] = CHATS) -> None:
+    (directory / "chats.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+
+
+@pytest.fixture(scope="module")
+def longer_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("models") / "longer"
+    tiny("llama", vocab_size=300, max_position_embeddings=256).save_pretrained(directory)
+    return directory
+
+
+ON_CHATS = ("--dataset", "chats.jsonl", "--chat-template", "alpaca", "--seq-len", 256)
+
+
+def test_chats_are_packed_and_the_template_is_saved(
+    train: Shell, longer_model: Path, tmp_path: Path, one_rank: list[Sequence[str]]
+) -> None:
+    write_chats(tmp_path)
+    layout = ("--hardware", "1xCPU", "--global-batch-size", 2, "--logging-steps", 1, "--method", "lora")
+    found = train(longer_model, *OUT, *ON_CHATS, *layout, "--max-steps", 3, "--format", "json")
+    assert found.code == 0, found.err
+    dataset = json.loads(found.out)["dataset"]
+    assert dataset["packed_documents"] == 38 > 3 * dataset["train_samples"]
+    assert f"packed 38 conversations into {dataset['train_samples']} rows of 256 tokens" in found.err
+    saved = (tmp_path / "out" / "chat_template.jinja").read_text()
+    assert "### Response:" in saved
+    steps = [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
+    for step in steps:
+        assert step["labelled_tokens_per_second"] < step["tokens_per_second"]
+        assert step["positions_per_second"] > step["labelled_tokens_per_second"]
+    report = (tmp_path / "out" / "REPORT.md").read_text()
+    assert "tokens/s of all ranks, with padding" in report and "tokens/s with a label" in report
+    assert "| packed documents | 38 |" in report
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        (("--pipeline-parallel-size", 2), "pipeline parallelism passes no document masks"),
+        (("--sequence-parallel-size", 2), "sequence parallelism passes no document masks"),
+        (("--context-parallel-size", 2), "context parallelism passes no document masks"),
+        (("--streaming", "--max-steps", 1, "--evaluation-samples", 4), "a stream is read for a number of samples"),
+        (("--arg", "use_cache=true"), "with a cache"),
+    ],
+)
+def test_chats_are_padded_where_they_cannot_be_packed(
+    train: Shell, longer_model: Path, tmp_path: Path, more: Sequence[Any], said: str
+) -> None:
+    write_chats(tmp_path)
+    words = (longer_model, *OUT, *ON_CHATS, "--dry-run", "--global-batch-size", 2, *more)
+    padded = train(*words, "--format", "json")
+    assert padded.code == 0, padded.err
+    assert f"conversations are padded, not packed: {said}" in padded.err
+    assert json.loads(padded.out)["dataset"]["packed_documents"] == 0
+    demanded = train(*words, "--packing", "on")
+    assert demanded.code == 2 and f"packing = 'on': is not supported here: {said}" in demanded.err
+    assert not list(tmp_path.glob("out*"))
+
+
+def test_few_chats_are_packed_only_on_request(train: Shell, longer_model: Path, tmp_path: Path) -> None:
+    write_chats(tmp_path)
+    words = (longer_model, *OUT, *ON_CHATS, "--dry-run", "--format", "json")
+    found = train(*words)
+    assert "fewer than the global batch of 32" in found.err
+    assert json.loads(found.out)["dataset"]["train_samples"] == 38
+    # YAML reads these as booleans.
+    for value, documents in (("on", 38), ("off", 0)):
+        (tmp_path / "settings.yaml").write_text(f"packing: {value}\n")
+        found = train(*words, "--config", "settings.yaml")
+        assert found.code == 0, found.err
+        assert json.loads(found.out)["dataset"]["packed_documents"] == documents
+
+
+@pytest.mark.parametrize(
+    ("rows", "template", "said"),
+    [
+        (CHATS, (), "need a chat template, which the tokenizer does not have; pass --chat-template"),
+        (CHATS, ("--chat-template", "chatlm"), "is neither a file nor one of alpaca, chatml, llama3, zephyr"),
+        (CHATS, ("--chat-template", "own.jinja"), "'__class__' of 'str' object is unsafe"),
+        ([CHATS[0], {"text": "plain"}], ("--chat-template", "alpaca"), "all rows of a dataset must have one format"),
+    ],
+)
+def test_bad_templates_and_mixed_rows_end_before_anything_is_written(
+    train: Shell, longer_model: Path, tmp_path: Path, rows: Sequence[Any], template: Sequence[str], said: str
+) -> None:
+    write_chats(tmp_path, rows)
+    (tmp_path / "own.jinja").write_text("{{ messages[0].content.__class__.__mro__ }}")
+    found = train(longer_model, *OUT, "--dataset", "chats.jsonl", *template)
+    assert found.code == 2 and said in found.err, found.err
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("command", "further"),
+    [("distill", ("MODEL", *OUT)), ("qat", (*OUT, "--scheme", "W4A16", "--group-size", 32)), ("cache-teacher", OUT)],
+)
+def test_other_commands_read_templates_and_do_not_pack_chats(
+    command: str,
+    further: Sequence[Any],
+    longer_model: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    write_chats(tmp_path)
+    call = shell_in(tmp_path, command, capsys, monkeypatch)
+    words = (longer_model, *(longer_model if word == "MODEL" else word for word in further), *ON_CHATS)
+    found = call(*words, "--packing", "on")
+    assert found.code == 2 and "packing = 'on': joins plain text only, and chats.jsonl has messages" in found.err
+    assert found.err.count("error:") == 1, found.err

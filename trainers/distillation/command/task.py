@@ -15,8 +15,9 @@ from ....ds_configs.specs.settings import settings_of
 from ....plugins.planning.from_names import plan as select_plan
 from ....plugins.planning.models import load_model_spec
 from ...data.models import TOKENIZER_FILES, StartingModel, load_config, load_tokenizer, with_positions
-from ...data.samples import Samples
+from ...data.samples import Samples, reject_packed_conversations
 from ...data.sources import local_place
+from ...data.templates import set_chat_template
 from ...runs.inputs import (
     chosen_hardware,
     is_without,
@@ -135,6 +136,7 @@ def prepare_distillation(
     if tokenizers is not None and settings.dataset:
         with collecting(errors):
             samples = named_samples(settings, tokenizers[0])
+            reject_packed_conversations(settings, samples.statistics.kind)
             if settings.teacher_cache is not None and Path(settings.teacher_cache).is_dir():
                 samples = _stored(samples, settings, teacher, tokenizers)
     if errors:
@@ -185,6 +187,7 @@ def _with_tokenizers(
         tokenizer = taught
     else:
         tokenizer = load_tokenizer(own, width)
+    set_chat_template(tokenizer, settings.chat_template)
     if settings.cross_tokenizer:
         return fitting, (tokenizer, taught, None)
     from ...data.tokenizers import agreed_vocab_size

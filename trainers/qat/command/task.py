@@ -20,8 +20,9 @@ from ....plugins.planning.models import load_model_spec
 from ....plugins.transformers.meta_model import build_meta_model
 from ....plugins.transformers.quantized_model import QuantizationSource, open_source
 from ...data.models import StartingModel, load_config, load_tokenizer, with_positions
-from ...data.samples import Sample
+from ...data.samples import Sample, reject_packed_conversations
 from ...data.sources import local_place
+from ...data.templates import set_chat_template
 from ...runs.inputs import (
     chosen_hardware,
     last_checkpoint,
@@ -194,6 +195,7 @@ def prepare_qat(settings: QATSettings, model: str, request: RunRequest) -> Prepa
     if tokenizer is not None and settings.dataset:
         with collecting(errors):
             samples = named_samples(settings, tokenizer)
+            reject_packed_conversations(settings, samples.statistics.kind)
     if errors:
         raise UsageError(errors)
     assert hardware and source and config and attachment and tokenizer is not None and samples, "failures raise errors"
@@ -235,6 +237,7 @@ def _with_tokenizer(settings: QATSettings, model: str) -> tuple[QATSettings, Any
         configs.append(load_config(teacher))
     settings = with_positions(settings, *configs)
     tokenizer = load_tokenizer(student, configs[0].get_text_config().vocab_size)
+    set_chat_template(tokenizer, settings.chat_template)
     if teacher is None:
         return settings, tokenizer, None
     other = load_tokenizer(teacher, configs[1].get_text_config().vocab_size)

@@ -1,0 +1,72 @@
+"""`shardwright train` on packed conversations: the losses of padded ones, under every layout that packs."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from training_runs import LAYOUTS, make_inputs, method_of, model_of, resumed, trained
+
+pytestmark = pytest.mark.distributed
+
+CHATS = 24
+SEPARATE = {"evaluation_dataset": "../others.jsonl", "chat_template": "alpaca", "seq-len": 128, "max_steps": 2}
+"""Every chat is trained on, in every step; two steps show that the gradients of the first are equal."""
+PADDED = SEPARATE | {"packing": "off", "global_batch_size": CHATS}
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("packed")
+    make_inputs(root)
+    from distilling import tiny
+
+    tiny("llama", hidden=64, vocab_size=300, max_position_embeddings=128).save_pretrained(root / "llama")
+    rows = []
+    for number in range(CHATS + 4):
+        turns = [{"role": "user", "content": f"{number}?"}, {"role": "assistant", "content": "ja" * (number % 7)}]
+        rows.append({"messages": turns})
+    for name, part in (("rows.jsonl", rows[:CHATS]), ("others.jsonl", rows[CHATS:])):
+        (root / name).write_text("".join(f"{json.dumps(row)}\n" for row in part))
+    return root
+
+
+@pytest.fixture(scope="module")
+def padded(inputs: Path) -> Any:
+    found: dict[str, Any] = {}
+
+    def of(layout: str) -> Any:
+        key = model_of(layout), f"--hardware 1xCPU {method_of(layout)}"
+        if key not in found:
+            found[key] = trained(inputs, key[0], inputs / f"padded{len(found)}", key[1], **PADDED)
+        return found[key]
+
+    return of
+
+
+@pytest.mark.parametrize("layout", ["ddp", "zero1", "zero2", "zero3", "fsdp2", "tp", "ep", "lora"])
+def test_losses_are_those_of_padded_conversations(
+    inputs: Path, padded: Any, layout: str, deepspeed_cpu_ops: None
+) -> None:
+    expected, alone = padded(layout)
+    batch = {"packing": "on", "global_batch_size": 10}
+    flags = f"--hardware 2xCPU {LAYOUTS[layout]}"
+    losses, shown = trained(inputs, model_of(layout), inputs / layout, flags, **(SEPARATE | batch))
+    dataset = shown["dataset"]
+    assert (dataset["train_samples"], dataset["packed_documents"]) == (10, CHATS)
+    assert dataset["train_tokens"] == alone["dataset"]["train_tokens"]
+    assert losses[0] == pytest.approx(expected[0], abs=1e-6)
+    assert losses[1] == pytest.approx(expected[1], abs=1e-5)
+    for when in ("before", "after"):
+        assert shown["cross_entropy"][when] == pytest.approx(alone["cross_entropy"][when], abs=1e-5)
+
+
+def test_a_packed_run_resumes_with_the_same_losses(inputs: Path, tmp_path: Path) -> None:
+    settings = SEPARATE | {"packing": "on", "global_batch_size": 4, "max_steps": 5, "save_steps": 2}
+    settings |= {"evaluation_dataset": str(inputs / "others.jsonl")}
+    run = inputs, "llama", tmp_path, "--hardware 2xCPU --strategy zero2"
+    losses, shown = trained(*run, **settings)
+    again, found = resumed(*run, **settings)
+    assert again == losses and found["cross_entropy"] == shown["cross_entropy"]

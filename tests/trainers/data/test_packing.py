@@ -1,0 +1,142 @@
+"""Packed conversations: rows, documents that do not read each other, and the losses of single documents."""
+
+from __future__ import annotations
+
+import doctest
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from shardwright.ds_configs.specs.layout import Layout
+from shardwright.trainers.data import packing
+from shardwright.trainers.data.chat import IGNORED_LABEL
+from shardwright.trainers.data.packing import fitting_rows, packed_row, packing_obstacle
+from shardwright.trainers.data.samples import collate
+from small_models import SIZES, llama, mixtral
+from transformers import AutoConfig, GPT2Config, GPT2LMHeadModel, set_seed
+
+SEQ_LEN = 32
+DDP = Layout(engine="ddp", dp_replicate=2)
+
+
+def test_examples() -> None:
+    assert doctest.testmod(packing).failed == 0
+
+
+@given(st.lists(st.integers(min_value=2, max_value=SEQ_LEN), max_size=60))
+def test_rows_have_each_document_once_and_are_never_longer(lengths: list[int]) -> None:
+    rows = fitting_rows(lengths, SEQ_LEN)
+    assert sorted(index for row in rows for index in row) == list(range(len(lengths)))
+    sizes = [sum(lengths[index] for index in row) for row in rows]
+    assert all(0 < size <= SEQ_LEN for size in sizes)
+    assert sum(size <= SEQ_LEN // 2 for size in sizes) <= 1, "two of them would fit in one row"
+
+
+def gpt2() -> Any:
+    set_seed(0)
+    return GPT2LMHeadModel(GPT2Config(n_embd=64, n_layer=2, n_head=4, vocab_size=512, n_positions=64))
+
+
+def documents() -> list[dict[str, list[int]]]:
+    draw = torch.Generator().manual_seed(0)
+    made = []
+    for length in (9, 5, 14, 7, 3, 11):
+        ids = torch.randint(0, 512, (length,), generator=draw).tolist()
+        # The first token has a label too, as if a template marked it: nothing predicts it.
+        made.append({"input_ids": ids, "labels": [ids[0], *[IGNORED_LABEL] * (length // 3), *ids[1 + length // 3 :]]})
+    return made
+
+
+def loss_of_single_documents(model: Any) -> torch.Tensor:
+    """Return the mean over all labelled tokens, of documents that are read one by one, without this project's code."""
+    nats, count = torch.zeros((), dtype=torch.float64), 0
+    for document in documents():
+        logits_TV = model(input_ids=torch.tensor([document["input_ids"]]), use_cache=False).logits[0]
+        log_probabilities_TV = torch.log_softmax(logits_TV, -1)
+        for position, label in enumerate(document["labels"][1:]):
+            if label != IGNORED_LABEL:
+                nats, count = nats - log_probabilities_TV[position, label], count + 1
+    return nats / count
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("build", [llama, mixtral, gpt2])
+def test_loss_and_gradients_are_those_of_single_documents(build: Any, attention: str) -> None:
+    packed, alone = build().double().eval(), build().double().eval()
+    for model in (packed, alone):
+        model.set_attn_implementation(attention)
+        # Fused experts have no fp64.
+        model.config._experts_implementation = "eager"
+    made = documents()
+    indices = fitting_rows([len(document["input_ids"]) for document in made], 28)
+    rows = [packed_row([made[index] for index in row]) for row in indices]
+    batch = collate(rows)
+    assert len(rows) == 2 and "attention_mask" not in batch
+    labelled = int((batch["labels"][:, 1:] != IGNORED_LABEL).sum())
+    loss = packed(**batch, use_cache=False, num_items_in_batch=labelled).loss
+    expected = loss_of_single_documents(alone)
+    assert float(loss.detach()) == pytest.approx(float(expected.detach()), abs=1e-6)
+    loss.backward()
+    expected.backward()
+    for (name, parameter), other in zip(packed.named_parameters(), alone.parameters(), strict=True):
+        if other.grad is None:
+            assert parameter.grad is None or not parameter.grad.any(), name
+        else:
+            assert (parameter.grad - other.grad).abs().max() < 1e-6, name
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_no_gradient_reaches_another_document(attention: str) -> None:
+    model = llama().eval()
+    model.set_attn_implementation(attention)
+    made = documents()
+    batch = collate([packed_row(made[:3]), packed_row(made[3:5])])
+    embedded = model.get_input_embeddings()(batch["input_ids"]).detach().requires_grad_()
+    logits = model(inputs_embeds=embedded, position_ids=batch["position_ids"], use_cache=False).logits
+    (gradient,) = torch.autograd.grad(logits[0, 9:14].square().sum(), embedded)
+    assert gradient[0, 9:14].any()
+    gradient[0, 9:14] = 0
+    assert not gradient.any(), "exactly zero, padding and other rows included"
+
+
+@pytest.mark.parametrize(
+    ("layout", "further", "said"),
+    [
+        (Layout(engine="deepspeed", zero_stage=0, pp=2), {}, "pipeline parallelism passes no document masks"),
+        (Layout(engine="deepspeed", zero_stage=1, sp=2), {}, "sequence parallelism"),
+        (Layout(engine="fsdp2", cp=2), {}, "context parallelism"),
+        (DDP, {"streaming": True}, "a stream is read"),
+        (
+            Layout(engine="ddp", dp_replicate=2, micro_batch_size=2),
+            {"attention": "flash_attention_2"},
+            "only with --micro-batch-size 1",
+        ),
+    ],
+)
+def test_obstacles_of_layouts_are_named(layout: Layout, further: dict[str, Any], said: str) -> None:
+    stated: dict[str, Any] = {"attention": "sdpa", "seq_len": SEQ_LEN, "streaming": False} | further
+    assert said in str(packing_obstacle(layout, llama().config.to_dict(), **stated))
+
+
+@pytest.mark.parametrize(
+    ("kind", "further", "said"),
+    [
+        ("llama", {}, None),
+        ("qwen3", {}, None),
+        ("mistral", {"sliding_window": 16}, None),
+        ("mixtral", {"num_local_experts": 4}, None),
+        ("mixtral", {"output_router_logits": True}, "balance loss"),
+        ("qwen3_next", {}, "Qwen3NextForCausalLM reads other documents of a row"),
+        ("mamba", {}, "MambaForCausalLM reads other documents of a row"),
+        ("bloom", {"n_head": 4}, "BloomForCausalLM reads other documents of a row"),
+    ],
+)
+def test_models_that_mix_documents_are_found(kind: str, further: dict[str, Any], said: str | None) -> None:
+    sizes = {name: value for name, value in SIZES.items() if kind != "bloom" or name != "num_attention_heads"}
+    config = AutoConfig.for_model(kind, **(sizes | {"intermediate_size": 128} | further)).to_dict()
+    before = torch.random.get_rng_state()
+    found = packing_obstacle(DDP, config, attention="sdpa", seq_len=SEQ_LEN, streaming=False)
+    assert (found is None) if said is None else said in str(found)
+    assert torch.equal(before, torch.random.get_rng_state())

@@ -1,0 +1,145 @@
+"""Packing of conversations: several documents in one row, which attention and positions keep apart.
+
+A packed row has `position_ids` that restart with each document, and a batch of such rows has no `attention_mask`:
+without a cache, Transformers then derives a mask for each document from the positions
+(`masking_utils.find_packed_sequence_indices`), and FlashAttention reads the documents of a batch of one row as
+sequences of different lengths (`modeling_flash_attention_utils._is_packed_sequence`). The first token of a document has
+no label, as nothing of its own document predicts it.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from ...ds_configs.shrink.config import shrink_model_config
+from ...ds_configs.specs.layout import Layout
+from .chat import IGNORED_LABEL
+from .samples import Sample, Samples
+
+_FLASH = "flash"
+_PROBED_TOKENS = (5, 7)
+
+
+def fitting_rows(lengths: Sequence[int], seq_len: int) -> list[list[int]]:
+    """Return the documents of each row by their index: each, from the longest, goes where it leaves least space.
+
+    >>> fitting_rows([3, 6, 2, 4], 8)
+    [[1, 2], [3, 0]]
+    """
+    rows: list[list[int]] = []
+    by_space: dict[int, list[int]] = defaultdict(list)
+    spaces: list[int] = []
+    for index in sorted(range(len(lengths)), key=lambda index: (-lengths[index], index)):
+        length = lengths[index]
+        nearest = bisect_left(spaces, length)
+        if nearest < len(spaces):
+            space = spaces[nearest]
+            row = by_space[space].pop()
+            if not by_space[space]:
+                del spaces[nearest]
+        else:
+            space, row = seq_len, len(rows)
+            rows.append([])
+        rows[row].append(index)
+        left = space - length
+        if not by_space[left]:
+            insort(spaces, left)
+        by_space[left].append(row)
+    return rows
+
+
+def packed_row(documents: Sequence[Sample]) -> Sample:
+    """Return one sample of several documents, with `position_ids`."""
+    row: Sample = {"input_ids": [], "labels": [], "position_ids": []}
+    for document in documents:
+        row["input_ids"] += document["input_ids"]
+        row["labels"] += [IGNORED_LABEL, *document["labels"][1:]]
+        row["position_ids"] += range(len(document["input_ids"]))
+    return row
+
+
+def packed_samples(samples: Samples, seq_len: int) -> Samples:
+    """Return the samples with the training documents in rows of at most `seq_len` tokens."""
+    train = samples.train
+    indices = fitting_rows([len(sample["input_ids"]) for sample in train], seq_len)
+    rows = [packed_row([train[index] for index in row]) for row in indices]
+    assert all(len(row["input_ids"]) <= seq_len for row in rows), "documents are truncated to seq_len"
+    statistics = replace(samples.statistics, train_samples=len(rows), packed_documents=len(train))
+    return replace(samples, train=rows, statistics=statistics)
+
+
+def packing_obstacle(
+    strategy: Layout, config: Mapping[str, Any], *, attention: str | None, seq_len: int, streaming: bool
+) -> str | None:
+    """Return why conversations cannot be packed; `None` if they can.
+
+    A small model of the same classes is run on the CPU to see that its documents do not read each other.
+
+    Args:
+        strategy: The layout that trains.
+        config: The model's `config.json`.
+        attention: Its attention implementation.
+        seq_len: Length of a row.
+        streaming: Whether samples are made while rows are read.
+    """
+    for size, name in ((strategy.pp, "pipeline"), (strategy.sp, "sequence"), (strategy.cp, "context")):
+        if size > 1:
+            return f"{name} parallelism passes no document masks"
+    if streaming:
+        return "a stream is read for a number of samples that is known before"
+    if attention is not None and _FLASH in attention and strategy.micro_batch_size > 1:
+        return f"{attention} separates documents only with --micro-batch-size 1"
+    if config.get("output_router_logits"):
+        return "the balance loss of the router (output_router_logits) would count padding"
+    return _reads_other_documents(config, strategy=strategy, attention=attention, seq_len=seq_len)
+
+
+def _reads_other_documents(
+    config: Mapping[str, Any], *, strategy: Layout, attention: str | None, seq_len: int
+) -> str | None:
+    """Return how a small model of these classes mixes documents of a packed row; `None` if it does not.
+
+    The gradient of one document's logits is exactly zero for the embeddings of another, in both directions, because
+    masked attention weights are exactly zero; and its logits are those of the document alone.
+    """
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    small = shrink_model_config(dict(config), strategy=strategy, seq_len_tokens=max(seq_len, 64), hidden_size=64)
+    first, second = _PROBED_TOKENS
+    try:
+        # The seed of the process is not changed.
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            values = dict(small.config)
+            if attention is not None and _FLASH in attention:
+                # Its kernels need a GPU; they read documents from the same positions as SDPA does.
+                values = {name: value for name, value in values.items() if "attn_implementation" not in name}
+            made = AutoConfig.for_model(values.pop("model_type"), **values)
+            model = AutoModelForCausalLM.from_config(made, dtype=torch.float32, trust_remote_code=False).eval()
+            ids_BS = torch.randint(3, made.get_text_config().vocab_size, (1, first + second + 2))
+        # Two tokens of padding, each with position 0.
+        positions_BS = torch.tensor([[*range(first), *range(second), 0, 0]])
+        documents = slice(0, first), slice(first, first + second)
+        embedded: list[torch.Tensor] = []
+
+        def with_gradient(module: Any, inputs: Any, output: torch.Tensor) -> torch.Tensor:
+            embedded.append(output.detach().requires_grad_())
+            return embedded[-1]
+
+        model.get_input_embeddings().register_forward_hook(with_gradient)
+        logits_BSV = model(input_ids=ids_BS, position_ids=positions_BS, use_cache=False).logits
+        for own, other in (documents, documents[::-1]):
+            (gradient_BSD,) = torch.autograd.grad(logits_BSV[:, own].square().sum(), embedded[0], retain_graph=True)
+            if gradient_BSD[:, other].any():
+                return f"{type(model).__name__} reads other documents of a row"
+            alone_BSV = model(input_ids=ids_BS[:, own], use_cache=False).logits
+            if not torch.allclose(logits_BSV[:, own], alone_BSV, rtol=1e-4, atol=1e-5):
+                return f"{type(model).__name__} does not restart with each document of a row"
+    except Exception as error:
+        return f"a small model of its classes cannot read packed rows ({type(error).__name__}: {error})"
+    return None

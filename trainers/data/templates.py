@@ -1,0 +1,127 @@
+"""Chat templates of `--chat-template`: named ones, and files.
+
+Transformers renders all of them in Jinja's immutable sandbox, where a template can neither read private attributes nor
+change objects (`transformers.utils.chat_template_utils`). Named templates mark the assistant's turns and the text that
+ends them with ``{% generation %}``, which decides the labels.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from pathlib import Path
+from typing import Any
+
+from ...ds_configs.specs.errors import ConfigError, UsageError
+from .sources import one_line, read_utf8
+
+_CHATML = """\
+{%- if tools %}
+{{- '<|im_start|>system\\n' }}
+{%- if messages[0].role == 'system' %}{{- messages[0].content + '\\n\\n' }}{% endif %}
+{{- 'Call a function by writing <tool_call>{"name": ..., "arguments": ...}</tool_call>. Functions:\\n' }}
+{%- for tool in tools %}{{- tool | tojson + '\\n' }}{% endfor %}
+{{- '<|im_end|>\\n' }}
+{%- endif %}
+{%- for message in messages %}
+{%- if message.role == 'assistant' %}
+{{- '<|im_start|>assistant\\n' }}
+{%- generation %}
+{{- message.content or '' }}
+{%- for call in message.tool_calls or [] %}
+{%- if message.content or not loop.first %}{{- '\\n' }}{% endif %}
+{{- '<tool_call>' + ((call.function or call) | tojson) + '</tool_call>' }}
+{%- endfor %}
+{{- '<|im_end|>' }}
+{%- endgeneration %}
+{{- '\\n' }}
+{%- elif message.role == 'tool' %}
+{{- '<|im_start|>user\\n<tool_response>' + message.content + '</tool_response><|im_end|>\\n' }}
+{%- elif not (tools and loop.first and message.role == 'system') %}
+{{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}
+{%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{% endif %}
+"""
+_NO_TOOLS = """\
+{%- if tools %}{{- raise_exception('this template renders no tools; use chatml') }}{% endif %}
+{%- for message in messages if message.tool_calls or message.role == 'tool' %}
+{{- raise_exception('this template renders no tool calls; use chatml') }}
+{%- endfor %}
+"""
+_LLAMA3 = f"""\
+{_NO_TOOLS}{{{{- bos_token }}}}
+{{%- for message in messages %}}
+{{{{- '<|start_header_id|>' + message.role + '<|end_header_id|>\\n\\n' }}}}
+{{%- if message.role == 'assistant' %}}
+{{%- generation %}}{{{{- message.content | trim + '<|eot_id|>' }}}}{{% endgeneration %}}
+{{%- else %}}{{{{- message.content | trim + '<|eot_id|>' }}}}{{% endif %}}
+{{%- endfor %}}
+{{%- if add_generation_prompt %}}{{{{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}}}{{% endif %}}
+"""
+_ZEPHYR = f"""\
+{_NO_TOOLS}{{%- for message in messages %}}
+{{{{- '<|' + message.role + '|>\\n' }}}}
+{{%- if message.role == 'assistant' %}}
+{{%- generation %}}{{{{- message.content + eos_token }}}}{{% endgeneration %}}
+{{%- else %}}{{{{- message.content + eos_token }}}}{{% endif %}}
+{{{{- '\\n' }}}}
+{{%- endfor %}}
+{{%- if add_generation_prompt %}}{{{{- '<|assistant|>\\n' }}}}{{% endif %}}
+"""
+_ALPACA = f"""\
+{_NO_TOOLS}{{{{- bos_token }}}}
+{{%- for message in messages %}}
+{{%- if message.role == 'assistant' %}}
+{{{{- '### Response:\\n' }}}}
+{{%- generation %}}{{{{- message.content + eos_token }}}}{{% endgeneration %}}
+{{{{- '\\n\\n' }}}}
+{{%- elif message.role == 'user' %}}{{{{- '### Instruction:\\n' + message.content + '\\n\\n' }}}}
+{{%- else %}}{{{{- message.content + '\\n\\n' }}}}{{% endif %}}
+{{%- endfor %}}
+{{%- if add_generation_prompt %}}{{{{- '### Response:\\n' }}}}{{% endif %}}
+"""
+CHAT_TEMPLATES = {"alpaca": _ALPACA, "chatml": _CHATML, "llama3": _LLAMA3, "zephyr": _ZEPHYR}
+"""Templates by name. `alpaca` and `zephyr` end a turn with the tokenizer's end-of-sequence token."""
+
+_MARKER = re.compile(r"<\|\w+\|>")
+_PROBE = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+
+logger = logging.getLogger(__name__)
+
+
+def set_chat_template(tokenizer: Any, name: str | None) -> None:
+    """Make a tokenizer use a named template, or that of a file; it is saved with the tokenizer. `None` changes nothing.
+
+    Warns of markers, such as `<|im_end|>`, that the tokenizer splits into several tokens.
+
+    Raises:
+        UsageError: there is no such name or file, or the template cannot render a question and its answer.
+    """
+    if name is None:
+        return
+    where = "chat_template"
+    template = CHAT_TEMPLATES.get(name)
+    if template is None:
+        if not Path(name).is_file():
+            rule = f"is neither a file nor one of {', '.join(CHAT_TEMPLATES)}"
+            raise UsageError(ConfigError(where=where, value=name, rule=rule, fix="pass a Jinja file or one of these"))
+        template = read_utf8(Path(name), where=where)
+    before, tokenizer.chat_template = tokenizer.chat_template, template
+    try:
+        rendered = str(tokenizer.apply_chat_template(_PROBE, tokenize=False))
+    except Exception as error:
+        tokenizer.chat_template = before
+        rule = f"cannot render a question and its answer: {one_line(error)}"
+        fix = "correct the file; templates are Jinja in the sandbox of Transformers"
+        raise UsageError(ConfigError(where=where, value=name, rule=rule, fix=fix)) from None
+    if not rendered.strip():
+        tokenizer.chat_template = before
+        rule, fix = "renders nothing for a question and its answer", "pass a template that reads `messages`"
+        raise UsageError(ConfigError(where=where, value=name, rule=rule, fix=fix))
+    split = sorted({marker for marker in _MARKER.findall(rendered) if marker not in tokenizer.get_vocab()})
+    if split:
+        logger.info(
+            f"--chat-template {name}: {', '.join(split)} {'is no token' if len(split) == 1 else 'are no tokens'} of "
+            "the tokenizer, and are split into several; alpaca uses only its end-of-sequence token"
+        )
