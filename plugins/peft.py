@@ -29,11 +29,20 @@ DEFAULT_RANK = 16
 ALL_LINEAR = "all-linear"
 
 
-def add_lora(model: PreTrainedModel, *, rank: int | None, targets: str | None, fp32_adapters: bool) -> Any:
-    """Freeze the model and add trainable low-rank adapters (Hu et al. 2021, arXiv:2106.09685), scale 2.
+def add_lora(
+    model: PreTrainedModel,
+    *,
+    rank: int | None,
+    targets: str | None,
+    fp32_adapters: bool,
+    alpha: float | None = None,
+    dropout: float = 0.0,
+) -> Any:
+    """Freeze the model and add trainable low-rank adapters (Hu et al. 2021, arXiv:2106.09685).
 
-    `targets` names modules separated by commas, or `all-linear`. `fp32_adapters` is for engines that keep no other
-    fp32 copy of them; DeepSpeed keeps one in its optimizer.
+    The scale is `alpha` / `rank`; `alpha` is twice the rank by default. `targets` names modules separated by commas, or
+    `all-linear`. `fp32_adapters` is for engines that keep no other fp32 copy of them; DeepSpeed keeps one in its
+    optimizer.
 
     Raises:
         UsageError: no module has one of the names.
@@ -44,7 +53,13 @@ def add_lora(model: PreTrainedModel, *, rank: int | None, targets: str | None, f
     modules = chosen_targets if chosen_targets == ALL_LINEAR else [name.strip() for name in chosen_targets.split(",")]
     # PEFT's class for causal language models asks for `prepare_inputs_for_generation`, which encoders lack.
     task = "CAUSAL_LM" if model.can_generate() and not model.config.is_encoder_decoder else None
-    lora = LoraConfig(r=chosen_rank, lora_alpha=2 * chosen_rank, target_modules=modules, task_type=task)
+    lora = LoraConfig(
+        r=chosen_rank,
+        lora_alpha=2 * chosen_rank if alpha is None else alpha,
+        lora_dropout=dropout,
+        target_modules=modules,
+        task_type=task,
+    )
     try:
         return get_peft_model(model, lora, autocast_adapter_dtype=fp32_adapters)
     except ValueError as error:
