@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from .trainers.distillation.command.task import distill
     from .trainers.distillation.student.maker import student
     from .trainers.evaluation.evaluate import evaluate_model as evaluate
+    from .trainers.formats.merge import merge
     from .trainers.qat.command.task import qat
     from .trainers.quantization.run import quantize
     from .trainers.rehearsal.rehearse import rehearse
@@ -33,6 +34,7 @@ __all__ = [
     "check",
     "distill",
     "evaluate",
+    "merge",
     "plan",
     "qat",
     "quantize",
@@ -48,6 +50,7 @@ _HOMES = {
     "check": ".ds_configs.check.files",
     "distill": ".trainers.distillation.command.task",
     "evaluate": ".trainers.evaluation.evaluate:evaluate_model",
+    "merge": ".trainers.formats.merge",
     "plan": ".plugins.planning.from_names",
     "qat": ".trainers.qat.command.task",
     "quantize": ".trainers.quantization.run",

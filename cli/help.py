@@ -76,6 +76,11 @@ EXAMPLES: dict[str, tuple[str, str, str]] = {
         "TEACHER --dataset chats.jsonl --temperature 2 --output-dir answers",
         "TEACHER --dataset chats.jsonl --seq-len 1024 --output-dir answers",
     ),
+    "merge": (
+        "tuned --output-dir merged",
+        "tuned --base MODEL --output-dir merged",
+        "tuned --output-dir merged --format json",
+    ),
     "student": (
         "TEACHER --layers 16 --output-dir student",
         "TEACHER --layers 16 --intermediate 8192 --output-dir student",

@@ -36,6 +36,7 @@ _COMMANDS = {
         "cache_teacher:cache_teacher_command",
         "Store the outputs of a teacher, to distill without running it.",
     ),
+    "merge": ("merge:merge_command", "Merge a LoRA adapter into its base model."),
     "student": ("student:student_command", "Prune a teacher to a smaller student for distillation."),
     "qat": ("qat:qat_command", "Train with quantized weights, and export that checkpoint."),
     "quantize": ("quantize:quantize_command", "Quantize a model, verify the checkpoint and evaluate it."),
@@ -52,7 +53,7 @@ _COMMANDS = {
 _RELEASES_UNCHECKED = frozenset({"configs", "env", "schema"})
 """Commands that need no upstream library, or that report on the installed ones."""
 _COMPUTING = frozenset(
-    {"cache-teacher", "demo", "distill", "evaluate", "qat", "quantize", "rehearse", "student", "train"}
+    {"cache-teacher", "demo", "distill", "evaluate", "merge", "qat", "quantize", "rehearse", "student", "train"}
 )
 """Commands that run torch on this machine."""
 

@@ -8,24 +8,41 @@ and each adapted layer then keeps an fp32 copy of its input (seen on two CPU ran
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..ds_configs.specs.errors import ConfigError, UsageError
+from ..ds_configs.specs.errors import ConfigError, RefusedInputError, UsageError
+from ..ds_configs.specs.texts import strict_json
+from .safetensors.reading import StoredTensor, read_header
 
 if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel
+
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+"""Files of an adapter."""
 
 # What `TrainingJob.lora_rank` plans with.
 DEFAULT_RANK = 16
 ALL_LINEAR = "all-linear"
 
 
-def add_lora(model: PreTrainedModel, *, rank: int | None, targets: str | None, fp32_adapters: bool) -> Any:
-    """Freeze the model and add trainable low-rank adapters (Hu et al. 2021, arXiv:2106.09685), scale 2.
+def add_lora(
+    model: PreTrainedModel,
+    *,
+    rank: int | None,
+    targets: str | None,
+    fp32_adapters: bool,
+    alpha: float | None = None,
+    dropout: float = 0.0,
+) -> Any:
+    """Freeze the model and add trainable low-rank adapters (Hu et al. 2021, arXiv:2106.09685).
 
-    `targets` names modules separated by commas, or `all-linear`. `fp32_adapters` is for engines that keep no other
-    fp32 copy of them; DeepSpeed keeps one in its optimizer.
+    The scale is `alpha` / `rank`; `alpha` is twice the rank by default. `targets` names modules separated by commas, or
+    `all-linear`. `fp32_adapters` is for engines that keep no other fp32 copy of them; DeepSpeed keeps one in its
+    optimizer.
 
     Raises:
         UsageError: no module has one of the names.
@@ -36,7 +53,13 @@ def add_lora(model: PreTrainedModel, *, rank: int | None, targets: str | None, f
     modules = chosen_targets if chosen_targets == ALL_LINEAR else [name.strip() for name in chosen_targets.split(",")]
     # PEFT's class for causal language models asks for `prepare_inputs_for_generation`, which encoders lack.
     task = "CAUSAL_LM" if model.can_generate() and not model.config.is_encoder_decoder else None
-    lora = LoraConfig(r=chosen_rank, lora_alpha=2 * chosen_rank, target_modules=modules, task_type=task)
+    lora = LoraConfig(
+        r=chosen_rank,
+        lora_alpha=2 * chosen_rank if alpha is None else alpha,
+        lora_dropout=dropout,
+        target_modules=modules,
+        task_type=task,
+    )
     try:
         return get_peft_model(model, lora, autocast_adapter_dtype=fp32_adapters)
     except ValueError as error:
@@ -61,3 +84,118 @@ def four_bit_loading(dtype: torch.dtype) -> Any:
         bnb_4bit_compute_dtype=dtype,
         bnb_4bit_quant_storage=dtype,
     )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LoraAdapter:
+    """A LoRA adapter in a directory, from its configuration and the header of its weights."""
+
+    directory: Path
+    base: str | None
+    """Hub id or path of the base model, as the adapter records it."""
+    base_revision: str | None
+    """Commit, branch or tag of a base model on the Hub."""
+    tensors: Mapping[str, StoredTensor]
+
+
+def is_adapter(directory: Path) -> bool:
+    """Return whether a directory is a PEFT adapter without a model of its own."""
+    return (directory / CONFIG).is_file() and not (directory / "config.json").is_file()
+
+
+def read_adapter(directory: Path) -> LoraAdapter:
+    """Read the configuration of a LoRA adapter, and the header of its weights.
+
+    Raises:
+        UsageError: the directory is not an adapter, or one of another type.
+        RefusedInputError: its files are missing, truncated or damaged.
+    """
+    where, again = str(directory), "download or save the adapter again"
+    if not (directory / CONFIG).is_file():
+        rule, fix = f"has no {CONFIG}", "pass the directory of a LoRA adapter"
+        raise UsageError(ConfigError(where="adapter", value=where, rule=rule, fix=fix))
+    try:
+        config = strict_json((directory / CONFIG).read_bytes())
+    except ValueError as error:
+        rule = f"is not valid JSON ({error})"
+        raise RefusedInputError(ConfigError(where=str(directory / CONFIG), rule=rule, fix=again)) from None
+    if not isinstance(config, dict):
+        raise RefusedInputError(ConfigError(where=str(directory / CONFIG), rule="must be a JSON object", fix=again))
+    if (kind := config.get("peft_type")) != "LORA":
+        rule, fix = f"has the PEFT type {kind}, but only LORA is supported", "merge it with PEFT itself"
+        raise UsageError(ConfigError(where="adapter", value=where, rule=rule, fix=fix))
+    tensors = read_header(directory / WEIGHTS).tensors
+    base, revision = config.get("base_model_name_or_path"), config.get("revision")
+    return LoraAdapter(
+        directory=directory,
+        base=base if isinstance(base, str) and base else None,
+        base_revision=revision if isinstance(revision, str) else None,
+        tensors=tensors,
+    )
+
+
+def check_adapter_fits(adapter: LoraAdapter, meta: PreTrainedModel, base: str) -> None:
+    """Check that an adapter has exactly the tensors that its base needs, by name and shape.
+
+    `meta` is the base model on the meta device; adapters are added to it.
+
+    Raises:
+        RefusedInputError: the adapter is of another base, or lacks tensors.
+    """
+    from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
+
+    where = f"adapter {adapter.directory}"
+    fix = "pass the model that it was trained on with --base"
+    own_shapes = {f"base_model.model.{name}": tuple(weight.shape) for name, weight in meta.named_parameters()}
+    try:
+        config = LoraConfig.from_pretrained(str(adapter.directory))
+        # Initial values can be singular vectors of the base, which has none on the meta device.
+        config.init_lora_weights = False
+        adapted = get_peft_model(meta, config, autocast_adapter_dtype=False)
+    except (ValueError, TypeError, KeyError) as error:
+        rule = f"cannot be added to {base} ({' '.join(str(error).split())[:200]})"
+        raise RefusedInputError(ConfigError(where=where, rule=rule, fix=fix)) from None
+    needed = {
+        name: tuple(tensor.shape)
+        for name, tensor in get_peft_model_state_dict(adapted, save_embedding_layers=False).items()
+    }
+    stored = {name: tensor.shape for name, tensor in adapter.tensors.items()}
+    # PEFT also stores whole embeddings, such as of a vocabulary with new tokens.
+    other = [name for name, shape in stored.items() if needed.get(name, own_shapes.get(name)) != shape]
+    if other:
+        rule = f"is of another base than {base}: {len(other)} tensors have another name or shape, such as {min(other)}"
+        raise RefusedInputError(ConfigError(where=where, rule=rule, fix=fix))
+    if missing := needed.keys() - stored.keys():
+        rule, fix = f"lacks {len(missing)} tensors, such as {min(missing)}", "download or save the adapter again"
+        raise RefusedInputError(ConfigError(where=where, rule=rule, fix=fix))
+
+
+def merge_adapter(model: PreTrainedModel, adapter: LoraAdapter) -> tuple[Any, float]:
+    """Add an adapter to the weights of its base, in place.
+
+    Returns:
+        The model without adapters, and the relative rounding error of the merged matrices: the Frobenius norm, over all
+        of them, of the change from fp32 to the stored dtype, divided by their norm in fp32.
+    """
+    import torch
+    from peft import PeftModel
+    from peft.tuners.lora import LoraLayer
+
+    adapted = PeftModel.from_pretrained(model, str(adapter.directory))
+    squared_error = squared_norm = 0.0
+    for module in adapted.modules():
+        if not isinstance(module, LoraLayer):
+            continue
+        weight = getattr(module.get_base_layer(), "weight", None)
+        if not isinstance(weight, torch.nn.Parameter):
+            module.merge(safe_merge=True)
+            continue
+        # PEFT 0.21.2 rounds the product to the dtype of the weight before it adds both (`lora/layer.py`, `merge`).
+        dtype = weight.dtype
+        weight.data = weight.data.float()
+        module.merge(safe_merge=True)
+        exact = weight.data
+        weight.data = exact.to(dtype)
+        squared_error += float((weight.data.float() - exact).double().square().sum())
+        squared_norm += float(exact.double().square().sum())
+    return adapted.unload(), (squared_error / squared_norm) ** 0.5 if squared_norm else 0.0

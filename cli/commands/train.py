@@ -53,4 +53,5 @@ def show_training(outcome: TrainOutcome, output_dir: Path) -> None:
     if outcome.settings.method == "full":
         show_next("shardwright", "quantize", output_dir, "--scheme", "W4A16", "--output-dir", f"{output_dir}-w4")
     else:
+        show_next("shardwright", "merge", output_dir, "--output-dir", f"{output_dir}-merged")
         show_next("vllm", "serve", outcome.model, "--enable-lora", "--lora-modules", f"tuned={output_dir}")

@@ -272,7 +272,7 @@ def adapter_errors(stated: Mapping[str, Any], method: str) -> list[ConfigError]:
     rule, fix = "requires --method lora or qlora", "add --method lora, or omit it"
     return [
         ConfigError(where=name, value=stated[name], rule=rule, fix=fix)
-        for name in ("lora_rank", "lora_targets")
+        for name in ("lora_rank", "lora_targets", "lora_alpha", "lora_dropout")
         if name in stated and method == "full"
     ]
 

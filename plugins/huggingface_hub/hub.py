@@ -208,7 +208,11 @@ def _read_local(path: Path) -> ModelSource:
     file = path / "config.json" if path.is_dir() else path
     if not file.is_file():
         adapter = path.is_dir() and (path / "adapter_config.json").is_file()
-        fix = "it is an adapter: pass its base model" if adapter else "pass a model directory or a config.json"
+        fix = (
+            "it is an adapter: merge it with shardwright merge, or pass its base model"
+            if adapter
+            else "pass a model directory or a config.json"
+        )
         raise UsageError(ConfigError(where="model", value=str(path), rule="has no config.json", fix=fix))
     try:
         config = parse_config_json(_read_config(file), source=str(path))

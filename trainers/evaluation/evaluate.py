@@ -13,7 +13,7 @@ import math
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -29,6 +29,7 @@ from ...plugins.lm_eval import TaskRequest, TaskScore, run_task, task_errors
 from ...plugins.planning.from_names import installed_versions
 from ..counting.estimates import Estimate, exponential, token_mean
 from ..data.sources import PYTHON_HELP
+from ..formats.merge import complete_model
 from ..reports.runs import evaluation_table, verdict
 from ..runs.launch import ONE_PROCESS, Replicas, run_replicas
 from ..runs.share import ALONE, Share, ShareTask
@@ -213,7 +214,7 @@ def evaluate_model(
     head itself, so that both models are never in memory together. Notes and progress are logged.
 
     Args:
-        source: Hub id or directory of the model.
+        source: Hub id or directory of the model, or directory of a LoRA adapter, which is merged into its base.
         baseline: Hub id or directory of the model to compare with, usually the original of `source`.
         dataset: Dataset as for `--dataset`: `ID[:config][#N]` of the Hub (split `test`), a file or directory of rows,
             or `python-help`. The first 64 windows are read. Default: `python-help`.
@@ -238,103 +239,106 @@ def evaluate_model(
     import torch
 
     start = time.perf_counter()
-    request = text or TextRequest(dataset=dataset or PYTHON_HELP, num_samples=DEFAULT_WINDOWS)
-    window_tokens = request.seq_len_tokens if isinstance(request, TextWindows) else seq_len
-    errors = number_errors(request, seq_len) if isinstance(request, TextRequest) else []
-    if text is not None and dataset is not None:
-        rule, fix = "cannot be combined with text", "pass TextRequest(dataset=...), or omit text"
-        errors.append(ConfigError(where="dataset", value=dataset, rule=rule, fix=fix))
-    if batch_size < 1:
-        errors.append(ConfigError(where="--batch-size", value=batch_size, rule="must be at least 1"))
-    if device is not None:
-        try:
-            torch.empty(0, device=device)
-        except (RuntimeError, AssertionError) as error:
-            rule = f"torch cannot use this device ({' '.join(str(error).split())[:200]})"
-            fix = "pass a device such as cpu or cuda:0"
-            errors.append(ConfigError(where="--device", value=device, rule=rule, fix=fix))
-    errors += replicas.errors(device=device)
-    if engine == "vllm":
-        errors += engine_conflicts(baseline=baseline, tasks=tasks, device=device, replicas=replicas)
-    models = []
-    for name, role, commit in ((source, "model", revision), (baseline, "baseline", baseline_revision)):
-        if name is None:
-            continue
-        try:
-            models.append(read_eval_model(name, role, revision=commit))
-        except UsageError as error:
-            errors += error.errors
-    for model in models:
-        if window_tokens is not None and model.longest is not None and window_tokens > model.longest:
-            rule, fix = f"{model.name} has {model.longest} positions", f"pass at most {model.longest}"
-            errors.append(ConfigError(where="--seq-len", value=window_tokens, rule=rule, fix=fix))
-    # vLLM runs no tasks, which is an error above; checking their names takes ten seconds.
-    if tasks is not None and engine != "vllm":
-        errors += task_errors(tasks)
-    if errors:
-        raise UsageError(errors)
+    with ExitStack() as merged:
+        request = text or TextRequest(dataset=dataset or PYTHON_HELP, num_samples=DEFAULT_WINDOWS)
+        window_tokens = request.seq_len_tokens if isinstance(request, TextWindows) else seq_len
+        errors = number_errors(request, seq_len) if isinstance(request, TextRequest) else []
+        if text is not None and dataset is not None:
+            rule, fix = "cannot be combined with text", "pass TextRequest(dataset=...), or omit text"
+            errors.append(ConfigError(where="dataset", value=dataset, rule=rule, fix=fix))
+        if batch_size < 1:
+            errors.append(ConfigError(where="--batch-size", value=batch_size, rule="must be at least 1"))
+        if device is not None:
+            try:
+                torch.empty(0, device=device)
+            except (RuntimeError, AssertionError) as error:
+                rule = f"torch cannot use this device ({' '.join(str(error).split())[:200]})"
+                fix = "pass a device such as cpu or cuda:0"
+                errors.append(ConfigError(where="--device", value=device, rule=rule, fix=fix))
+        errors += replicas.errors(device=device)
+        if engine == "vllm":
+            errors += engine_conflicts(baseline=baseline, tasks=tasks, device=device, replicas=replicas)
+        models = []
+        for name, role, commit in ((source, "model", revision), (baseline, "baseline", baseline_revision)):
+            if name is None:
+                continue
+            try:
+                directory = merged.enter_context(complete_model(name))
+                model = read_eval_model(directory, role, revision=commit)
+                models.append(model if directory == name else replace(model, adapter=name))
+            except UsageError as error:
+                errors += error.errors
+        for model in models:
+            if window_tokens is not None and model.longest is not None and window_tokens > model.longest:
+                rule, fix = f"{model.name} has {model.longest} positions", f"pass at most {model.longest}"
+                errors.append(ConfigError(where="--seq-len", value=window_tokens, rule=rule, fix=fix))
+        # vLLM runs no tasks, which is an error above; checking their names takes ten seconds.
+        if tasks is not None and engine != "vllm":
+            errors += task_errors(tasks)
+        if errors:
+            raise UsageError(errors)
 
-    serving = engine_for(models[0]) if engine == "vllm" else None
-    tokenizer = shared_tokenizer(models)
-    if len(models) > 1 and models[1].has_tokenizer and not models[0].has_tokenizer:
-        logger.info(f"{models[0].name} has no tokenizer: using the baseline's")
-    if isinstance(request, TextWindows):
-        windows = request
-    else:
-        limits = [model.longest for model in models if model.longest is not None]
-        windows = text_windows(request, tokenizer, seq_len=seq_len or min([DEFAULT_SEQ_LEN, *limits]))
-    run = EvalRun(
-        batches=Batches(windows=windows.windows, size=batch_size),
-        dtype=dtype,
-        device=device or ("cpu" if serving else default_device()),
-        measure_speeds=measure_speeds,
-        tasks=tasks,
-    )
-    baseline_result: EvalResult | None = None
-    if serving is not None:
-        # The process of vLLM chooses device and type.
-        directory = local_directory(models[0])
-        log_progress("reading by vLLM", 0, 1)
-        served = read_in_vllm(
-            serving, models[0], directory, windows,
-            batch_size=batch_size, dtype=dtype, measure_speeds=measure_speeds,
-        )  # fmt: skip
-        log_progress("reading by vLLM", 1, 1)
-        sizes = stored_sizes(directory)
-        measures, run = served.measures, replace(run, device=served.device)
-        result = EvalResult(model=models[0], dtype=served.dtype, sizes=sizes, speed=served.speed)
-    elif replicas.are_launched:
-        measures, result, baseline_result = _read_in_ranks(replicas, models, run)
-    else:
-        measures, result, baseline_result = _read_models(models, run, lambda: tokenizer)
-    sums = measures.window_sums(measures.loss_N)
-    evaluated_baseline, comparison = None, None
-    if baseline_result is not None:
-        assert measures.baseline_loss_N is not None, "a baseline was read"
-        baseline_sums = measures.window_sums(measures.baseline_loss_N)
-        evaluated_baseline = _model_result(baseline_result, baseline_sums, measures.counts)
-        comparison = _comparison(measures)
-    versions = {}
-    for package in _PACKAGES:
-        with suppress(PackageNotFoundError):
-            versions[package] = version(package)
-    return Evaluation(
-        text=TextFacts(
-            source=windows.source,
-            seq_len_tokens=windows.seq_len_tokens,
-            stride_tokens=windows.stride_tokens,
-            windows=len(windows.windows),
-            available_windows=windows.available_windows,
-            predicted_tokens=windows.predicted_tokens,
-        ),
-        model=_model_result(result, sums, measures.counts),
-        baseline=evaluated_baseline,
-        comparison=comparison,
-        window_losses_nats_per_token=_means(sums, measures.counts),
-        settings={"engine": engine, "batch_size": run.batches.size, "device": run.device, "dtype": run.dtype},
-        versions=versions | ({} if serving is None else dict(serving.installed.versions)),
-        seconds=round(time.perf_counter() - start, 3),
-    )
+        serving = engine_for(models[0]) if engine == "vllm" else None
+        tokenizer = shared_tokenizer(models)
+        if len(models) > 1 and models[1].has_tokenizer and not models[0].has_tokenizer:
+            logger.info(f"{models[0].name} has no tokenizer: using the baseline's")
+        if isinstance(request, TextWindows):
+            windows = request
+        else:
+            limits = [model.longest for model in models if model.longest is not None]
+            windows = text_windows(request, tokenizer, seq_len=seq_len or min([DEFAULT_SEQ_LEN, *limits]))
+        run = EvalRun(
+            batches=Batches(windows=windows.windows, size=batch_size),
+            dtype=dtype,
+            device=device or ("cpu" if serving else default_device()),
+            measure_speeds=measure_speeds,
+            tasks=tasks,
+        )
+        baseline_result: EvalResult | None = None
+        if serving is not None:
+            # The process of vLLM chooses device and type.
+            weights = local_directory(models[0])
+            log_progress("reading by vLLM", 0, 1)
+            served = read_in_vllm(
+                serving, models[0], weights, windows,
+                batch_size=batch_size, dtype=dtype, measure_speeds=measure_speeds,
+            )  # fmt: skip
+            log_progress("reading by vLLM", 1, 1)
+            sizes = stored_sizes(weights)
+            measures, run = served.measures, replace(run, device=served.device)
+            result = EvalResult(model=models[0], dtype=served.dtype, sizes=sizes, speed=served.speed)
+        elif replicas.are_launched:
+            measures, result, baseline_result = _read_in_ranks(replicas, models, run)
+        else:
+            measures, result, baseline_result = _read_models(models, run, lambda: tokenizer)
+        sums = measures.window_sums(measures.loss_N)
+        evaluated_baseline, comparison = None, None
+        if baseline_result is not None:
+            assert measures.baseline_loss_N is not None, "a baseline was read"
+            baseline_sums = measures.window_sums(measures.baseline_loss_N)
+            evaluated_baseline = _model_result(baseline_result, baseline_sums, measures.counts)
+            comparison = _comparison(measures)
+        versions = {}
+        for package in _PACKAGES:
+            with suppress(PackageNotFoundError):
+                versions[package] = version(package)
+        return Evaluation(
+            text=TextFacts(
+                source=windows.source,
+                seq_len_tokens=windows.seq_len_tokens,
+                stride_tokens=windows.stride_tokens,
+                windows=len(windows.windows),
+                available_windows=windows.available_windows,
+                predicted_tokens=windows.predicted_tokens,
+            ),
+            model=_model_result(result, sums, measures.counts),
+            baseline=evaluated_baseline,
+            comparison=comparison,
+            window_losses_nats_per_token=_means(sums, measures.counts),
+            settings={"engine": engine, "batch_size": run.batches.size, "device": run.device, "dtype": run.dtype},
+            versions=versions | ({} if serving is None else dict(serving.installed.versions)),
+            seconds=round(time.perf_counter() - start, 3),
+        )
 
 
 def _read_models(
@@ -522,7 +526,7 @@ def _means(sums: Sequence[float], counts: Sequence[int]) -> tuple[float, ...]:
 def _model_result(result: EvalResult, sums: Sequence[float], counts: Sequence[int]) -> ModelResult:
     model, loss = result.model, token_mean(sums, counts)
     return ModelResult(
-        name=model.source.name,
+        name=model.adapter or model.source.name,
         revision=model.source.revision,
         architecture=(getattr(model.config, "architectures", None) or [model.config.model_type])[0],
         quantization=model.quantization,

@@ -39,6 +39,8 @@ class EvalModel:
     source: ModelSource
     config: PretrainedConfig
     """The configuration as Transformers reads it."""
+    adapter: str | None = None
+    """Directory of the adapter from which `source` was merged; `None` for a complete model."""
 
     @property
     def name(self) -> str:

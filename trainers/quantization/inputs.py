@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import shutil
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -109,12 +109,15 @@ def prepare(
     settings: QuantizeSettings,
     output_dir: Path | None,
     *,
+    directory: str | None = None,
     revision: str | None = None,
     device: str | None = None,
     force: bool = False,
     resume: bool = False,
 ) -> Prepared:
     """Check settings, model and dataset, and estimate memory; warnings are logged.
+
+    `directory` is what `complete_model` yields for `model`; it must exist until the quantization ends.
 
     Raises:
         UsageError: invalid or contradictory settings, unsuitable shapes or text; all errors together.
@@ -131,7 +134,7 @@ def prepare(
     with collecting(errors):
         resolved = settings.resolved()
     with collecting(errors):
-        source = open_source(model, revision=revision)
+        source = replace(open_source(directory or model, revision=revision), name=model)
     errors += [] if resolved is None else missing_engine_errors(resolved.method)
     if source is None or resolved is None:
         raise UsageError(errors)

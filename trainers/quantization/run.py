@@ -8,7 +8,7 @@ import logging
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +20,13 @@ from ...plugins.huggingface_hub.push import CARD_FILE, check_push, pushed, shown
 from ...plugins.launching.messages import Progress, log_message
 from ...plugins.llm_compressor.engine import load_for_quantization
 from ...plugins.llm_compressor.quiet import without_bars
+from ...plugins.peft import is_adapter
 from ...plugins.planning.from_names import installed_versions
 from ...plugins.safetensors.writing import appearing_directory
 from ...plugins.transformers.quantized_model import LayerProgress, QuantizedModel, ReportProgress
 from ..evaluation.evaluate import DEFAULT_WINDOWS, Evaluation, default_device, evaluate_model
 from ..evaluation.measures import TextRequest, TextWindows
+from ..formats.merge import complete_model
 from ..formats.model_directory import copy_companions
 from ..formats.spqr import SMALL_DIRECTORY
 from ..reports.make import REPORT_FILE as HTML_FILE
@@ -140,11 +142,13 @@ def run_key(prepared: Prepared) -> str:
     source = prepared.source
     if source.revision is not None:
         return f"{source.name}@{source.revision}"
+    # An adapter is merged into another temporary directory each time, with the same result.
+    named = Path(source.name).expanduser()
+    directory = named if is_adapter(named) else source.directory
     facts = [
-        (file.name, file.stat().st_size, file.stat().st_mtime_ns)
-        for file in sorted(source.directory.glob("*.safetensors"))
+        (file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in sorted(directory.glob("*.safetensors"))
     ]
-    return f"{source.directory.resolve()}#{hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]}"
+    return f"{directory.resolve()}#{hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]}"
 
 
 def quantize_in_memory(
@@ -240,7 +244,7 @@ def quantize(
     ``shardwright.quantize("taught", "taught-w4", scheme="W4A16", dataset="python-help")``
 
     Args:
-        model: Hub id or directory.
+        model: Hub id or directory, or directory of a LoRA adapter, which is merged into its base.
         output_dir: Directory of the checkpoint.
         recipe: Name of a recipe, or a YAML file.
         revision: Branch, tag or commit of a Hub model.
@@ -261,8 +265,10 @@ def quantize(
     check_push(push_to_hub)
     merged = quantize_settings(settings, recipe=None if recipe is None else read_recipe(recipe))
     output = Path(output_dir)
-    prepared = prepare(model, merged, output, revision=revision, device=device, force=force, resume=resume)
-    with pushed(output, push_to_hub, private=private, notify=logger.info):
+    with complete_model(model) as directory, pushed(output, push_to_hub, private=private, notify=logger.info):
+        prepared = prepare(
+            model, merged, output, directory=directory, revision=revision, device=device, force=force, resume=resume
+        )
         return run_prepared(prepared, output, resume=resume, force=force, device=device, evaluate=evaluate)
 
 
@@ -367,12 +373,16 @@ def _evaluation(prepared: Prepared, output_dir: Path, device: str | None) -> Eva
         )
     packed = output_dir / SMALL_DIRECTORY
     try:
-        return evaluate_model(
+        evaluation = evaluate_model(
             str(packed if packed.is_dir() else output_dir),
             baseline=str(prepared.source.directory),
             text=text,
             device=device,
         )
+        if evaluation.baseline is None or not is_adapter(Path(prepared.source.name).expanduser()):
+            return evaluation
+        # The merged model is in a temporary directory.
+        return replace(evaluation, baseline=replace(evaluation.baseline, name=prepared.source.name))
     except ShardwrightError as error:
         logger.info(f"the checkpoint is written and verified, but could not be evaluated: {error}")
         return None

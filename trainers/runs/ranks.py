@@ -211,7 +211,7 @@ def trained_model(name: str, settings: LaunchedSettings, context: RankContext, *
     model = load_model(source, load_config(source), dtype, seed, engine=context.engine, for_stages=for_stages)
     if settings.method != "full":
         fp32 = context.engine != "deepspeed"
-        model = add_lora(model, rank=settings.lora_rank, targets=settings.lora_targets, fp32_adapters=fp32)
+        model = add_lora(model, **settings.lora_options(), fp32_adapters=fp32)
     return model
 
 

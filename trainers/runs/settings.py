@@ -76,6 +76,10 @@ class LaunchedSettings(
         "auto", description="Compute precision; auto: bf16, or fp32 without an accelerator"
     )
     method: Method = Field("full", description="Full training, LoRA, or QLoRA")
+    lora_alpha: float | None = Field(
+        None, gt=0, description="Scale of LoRA products, times the rank. Default: twice --lora-rank"
+    )
+    lora_dropout: float = Field(0.0, ge=0, lt=1, description="Dropout probability of the inputs of LoRA matrices")
     logging_steps: int = Field(10, ge=1, description="Optimizer steps between lines of metrics.jsonl")
     save_steps: int | None = Field(None, ge=1, description="Optimizer steps between checkpoints. Default: none")
 
@@ -83,6 +87,10 @@ class LaunchedSettings(
         (),
         description="Experiment trackers, separated by commas: tensorboard, wandb, trackio, mlflow, ...",
     )
+
+    def lora_options(self) -> dict[str, Any]:
+        """Return the settings of adapters as keywords of `add_lora`."""
+        return {name: getattr(self, f"lora_{name}") for name in ("rank", "targets", "alpha", "dropout")}
 
     def base_learning_rate(self) -> float:
         """Return the learning rate, or the default of the method."""

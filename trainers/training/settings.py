@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Literal
 
 from pydantic import Field
@@ -88,8 +89,10 @@ class ScriptJob(RankJob):
 
 def train_settings_errors(settings: TrainSettings) -> list[ConfigError]:
     """Return the settings that cannot be combined, before anything is read."""
-    errors = launched_errors(settings) + adapter_errors(settings.stated(), settings.method)
-    if settings.plan is not None:
+    errors = launched_errors(settings)
+    if settings.plan is None:
+        errors += adapter_errors(settings.stated(), settings.method)
+    else:
         rule, fix = "is fixed by the plan", "omit it, or omit --plan to plan now"
         errors += [
             ConfigError(where=name, value=getattr(settings, name), rule=rule, fix=fix)
@@ -113,10 +116,13 @@ def train_settings_errors(settings: TrainSettings) -> list[ConfigError]:
 def planned_argument_errors(settings: TrainSettings, plan: Plan) -> list[ConfigError]:
     """Return errors for arguments that the plan fixes, and for a missing package that the plan needs."""
     planned = planned_training_arguments(plan)
+    scale = settings.stated().keys() & {"lora_alpha", "lora_dropout"}
+    not_adapted = adapter_errors({name: getattr(settings, name) for name in scale}, plan.job.method)
     rule, fix = "is fixed by the plan", "change the plan with its options, such as --micro-batch-size"
     errors = [
         ConfigError(where=f"arg {name}", value=value, rule=rule, fix=fix)
         for name, value in settings.arg.items()
         if name in planned and name != "max_grad_norm"
     ]
+    errors += [replace(error, fix="plan with --method lora, or omit it") for error in not_adapted]
     return errors + package_errors(planned)

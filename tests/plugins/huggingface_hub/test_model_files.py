@@ -138,7 +138,10 @@ def test_an_index_that_is_no_json_is_refused(directory: Path) -> None:
 
 def test_what_is_no_model_says_what_it_is(directory: Path) -> None:
     (directory / "config.json").rename(directory / "adapter_config.json")
-    with pytest.raises(UsageError, match=r"has no config.json; it is an adapter: pass its base model"):
+    with pytest.raises(
+        UsageError,
+        match=r"has no config.json; it is an adapter: merge it with shardwright merge, or pass its base model",
+    ):
         load_model_spec(str(directory))
     (directory / "adapter_config.json").unlink()
     with pytest.raises(UsageError, match=r"has no config.json; pass a model directory"):

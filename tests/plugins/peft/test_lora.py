@@ -35,3 +35,21 @@ def test_four_bit_weights_are_stored_as_what_fsdp_divides() -> None:
     asked = four_bit_loading(torch.bfloat16)
     assert (asked.bnb_4bit_quant_storage, asked.bnb_4bit_compute_dtype) == (torch.bfloat16, torch.bfloat16)
     assert asked.bnb_4bit_quant_type == "nf4" and asked.bnb_4bit_use_double_quant
+
+
+def test_alpha_over_rank_scales_the_adapters() -> None:
+    ids = torch.arange(6)[None]
+    outputs = {}
+    for alpha in (None, 4, 8.0):
+        torch.manual_seed(0)
+        model = add_lora(tiny(), rank=2, targets="q_proj", fp32_adapters=True, alpha=alpha, dropout=0.5).eval()
+        for name, weight in model.named_parameters():
+            if "lora_B" in name:
+                weight.data.fill_(0.1)
+        layer = model.base_model.model.model.layers[0].self_attn.q_proj
+        assert layer.lora_dropout["default"].p == 0.5
+        rows = torch.ones(1, layer.in_features)
+        outputs[alpha] = (layer(rows) - layer.base_layer(rows)).detach()
+        assert torch.isfinite(model(ids).logits).all()
+    assert torch.equal(outputs[None], outputs[4])
+    torch.testing.assert_close(outputs[8.0], 2 * outputs[4])

@@ -126,6 +126,8 @@ def test_a_machine_draws_its_samples_in_an_order_of_the_seed() -> None:
         (("--evaluation-dataset", "none.csv"), "dataset = 'none.csv': no such file or directory"),
         (("--evaluation-split", "test"), "evaluation_split = 'test': requires a Hub dataset"),
         (("--lora-rank", 4), "lora_rank = 4: requires --method lora"),
+        (("--lora-alpha", 4), "lora_alpha = 4.0: requires --method lora"),
+        (("--lora-dropout", 1.5), "lora_dropout = 1.5"),
         (("--plan", "plan"), "plan = 'plan': no such file or directory"),
         (("--plan", "plan"), "seq_len = 32: is fixed by the plan"),
         (("--streaming",), "streaming = True: requires --max-steps"),
@@ -184,7 +186,7 @@ def test_a_plan_is_run_on_chats_with_adapters(
     with writable_hub() as hub:
         found = train(
             model, *OUT, "--plan", "plan", "--dataset", "rows.jsonl", "--evaluation-dataset", "others.jsonl",
-            "--max-steps", 2,
+            "--max-steps", 2, "--lora-alpha", 6, "--lora-dropout", 0.25,
             "--arg", "weight_decay=0.5", "--arg", "lr_scheduler_type=constant", "--logging-steps", 1,
             "--push-to-hub", "ada/tuned", "--private", "--format", "json",
         )  # fmt: skip
@@ -199,6 +201,8 @@ def test_a_plan_is_run_on_chats_with_adapters(
     steps = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     # A constant schedule is the user's; the command's own would fall.
     assert [step["learning_rate"] for step in steps] == [2e-4, 2e-4]
+    adapter = json.loads((out / "adapter_config.json").read_text())
+    assert [adapter[name] for name in ("r", "lora_alpha", "lora_dropout")] == [2, 6, 0.25]
     assert read_card(out).library_name == "peft" and (out / "adapter_model.safetensors").is_file()
     assert "weight_decay" in (out / "REPORT.md").read_text()
 

@@ -185,7 +185,7 @@ def prepare_qat(settings: QATSettings, model: str, request: RunRequest) -> Prepa
             # Attach to the model without its weights: the ranks would fail where this fails.
             meta = build_meta_model(source.config, source=source.name)
             if settings.method == "lora":
-                meta = add_lora(meta, rank=settings.lora_rank, targets=settings.lora_targets, fp32_adapters=True)
+                meta = add_lora(meta, **settings.lora_options(), fp32_adapters=True)
             attachment = attach(meta, config)
             last = last_checkpoint(request.output_dir) if request.resume else None
             errors += [] if last is None else resume_errors(attachment, last, demands_record=True)
@@ -264,7 +264,7 @@ def calibrate(prepared: PreparedQAT, file: Path) -> None:
     has_memory = torch.cuda.is_available() and torch.cuda.mem_get_info(0)[0] > 1.5 * weight_bytes
     device = "cuda:0" if has_memory else "cpu"
     if settings.method == "lora":
-        model = add_lora(model, rank=settings.lora_rank, targets=settings.lora_targets, fp32_adapters=False)
+        model = add_lora(model, **settings.lora_options(), fp32_adapters=False)
     model.to(device)
     attachment = attach(model, prepared.config)
     samples = prepared.samples.train[: settings.calibration_samples]

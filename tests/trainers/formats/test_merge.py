@@ -1,0 +1,217 @@
+"""`merge`: logits of the merged model, the refused adapters, and the commands that accept an adapter."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from commands import Shell, shell_in
+from safetensors.torch import load_file, save_file
+from small_models import llama
+
+pytestmark = pytest.mark.slow
+WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
+
+
+def save_adapter(root: Path, *, dtype: torch.dtype = torch.float32, **settings: Any) -> None:
+    """Write `model` and an adapter `tuned` of it with random values in both factors."""
+    from peft import LoraConfig, get_peft_model
+    from shardwright.plugins.transformers.training_arguments import byte_tokenizer
+    from transformers import AutoModelForCausalLM
+
+    llama().to(dtype).save_pretrained(root / "model")
+    base = AutoModelForCausalLM.from_pretrained(root / "model")
+    adapted = get_peft_model(base, LoraConfig(r=4, lora_alpha=12, target_modules="all-linear", **settings))
+    draw = torch.Generator().manual_seed(3)
+    for name, weight in adapted.named_parameters():
+        if "lora_" in name:
+            weight.data = torch.randn(weight.shape, generator=draw) * 0.1
+    adapted.save_pretrained(root / "tuned")
+    byte_tokenizer(512).save_pretrained(root / "tuned")
+
+
+@pytest.fixture
+def run(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Shell:
+    return shell_in(tmp_path, "merge", capsys, monkeypatch)
+
+
+def expected_weight(root: Path, name: str, weight: torch.Tensor) -> torch.Tensor:
+    """Return W + (alpha / r) · B · A in fp64, from the stored files."""
+    adapter = load_file(root / "tuned" / WEIGHTS)
+    path = f"base_model.model.{name.removesuffix('.weight')}"
+    if f"{path}.lora_A.weight" not in adapter:
+        return weight.double()
+    a_RN, b_MR = adapter[f"{path}.lora_A.weight"].double(), adapter[f"{path}.lora_B.weight"].double()
+    return weight.double() + 12 / 4 * b_MR @ a_RN
+
+
+def logits(model: Any) -> torch.Tensor:
+    ids = torch.arange(40).reshape(2, 20)
+    with torch.no_grad():
+        return model.eval()(ids).logits.float()
+
+
+@pytest.mark.parametrize(("dtype", "relative"), [(torch.float32, 2**-22), (torch.bfloat16, 2**-8)])
+def test_merged_weights_and_logits_equal_base_plus_adapter(
+    dtype: torch.dtype, relative: float, run: Shell, tmp_path: Path
+) -> None:
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    save_adapter(tmp_path, dtype=dtype)
+    done = run("tuned", "--output-dir", "merged", "--format", "json")
+    assert done.code == 0, done.err
+    report = json.loads(done.out)
+    base, merged = load_file(tmp_path / "model/model.safetensors"), load_file(tmp_path / "merged/model.safetensors")
+    assert base.keys() == merged.keys()
+    squares, total = 0.0, 0.0
+    for name, weight in base.items():
+        expected = expected_weight(tmp_path, name, weight)
+        assert merged[name].dtype == dtype
+        # Half of a unit in the last place, and the rounding of fp32 sums.
+        torch.testing.assert_close(merged[name].double(), expected, rtol=relative, atol=1e-6)
+        if not torch.equal(weight.double(), expected):
+            squares += float((merged[name].double() - expected).square().sum())
+            total += float(expected.square().sum())
+    assert report["rounding_error"] == pytest.approx((squares / total) ** 0.5, rel=0.05, abs=1e-7)
+    if dtype == torch.float32:
+        adapted = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained("model"), "tuned")
+        written = AutoModelForCausalLM.from_pretrained("merged")
+        torch.testing.assert_close(logits(written), logits(adapted), rtol=1e-5, atol=1e-5)
+        assert not torch.allclose(logits(written), logits(AutoModelForCausalLM.from_pretrained("model")), atol=1e-2)
+    assert AutoTokenizer.from_pretrained("merged").get_vocab() == AutoTokenizer.from_pretrained("tuned").get_vocab()
+    assert "LoRA adapter, merged into its base model" in (tmp_path / "merged/README.md").read_text()
+
+
+def test_qlora_merges_into_dequantized_weights(run: Shell, tmp_path: Path) -> None:
+    from bitsandbytes.functional import dequantize_4bit, quantize_4bit
+
+    save_adapter(tmp_path, dtype=torch.bfloat16)
+    done = run("tuned", "--qlora", "--output-dir", "merged", "--format", "json")
+    assert done.code == 0, done.err
+    assert json.loads(done.out)["qlora"] and json.loads(done.out)["rounding_error"] < 2**-8
+    name = "model.layers.0.mlp.up_proj.weight"
+    merged = load_file(tmp_path / "merged/model.safetensors")
+    weight = load_file(tmp_path / "model/model.safetensors")[name]
+    codes, state = quantize_4bit(weight, quant_type="nf4", compress_statistics=True)
+    expected = expected_weight(tmp_path, name, dequantize_4bit(codes, state))
+    torch.testing.assert_close(merged[name].double(), expected, rtol=2**-8, atol=1e-6)
+    assert "quantization_config" not in json.loads((tmp_path / "merged/config.json").read_text())
+
+
+def damaged(root: Path, kind: str) -> None:
+    directory = root / "tuned"
+    tensors = load_file(directory / WEIGHTS)
+    config = json.loads((directory / CONFIG).read_text())
+    if kind == "no weights":
+        (directory / WEIGHTS).unlink()
+    elif kind == "truncated":
+        content = (directory / WEIGHTS).read_bytes()
+        (directory / WEIGHTS).write_bytes(content[: len(content) // 2])
+    elif kind == "tensor missing":
+        save_file(
+            {name: tensor for name, tensor in tensors.items() if "layers.1.mlp.up" not in name}, directory / WEIGHTS
+        )
+    elif kind == "other names":
+        config["target_modules"] = ["query", "value"]
+    elif kind == "other shapes":
+        shutil.rmtree(root / "model")
+        llama(hidden_size=32).save_pretrained(root / "model")
+    elif kind == "fewer layers":
+        shutil.rmtree(root / "model")
+        llama(num_hidden_layers=1).save_pretrained(root / "model")
+    elif kind == "other type":
+        config["peft_type"] = "IA3"
+    elif kind == "no base":
+        config["base_model_name_or_path"] = None
+    elif kind == "base gone":
+        shutil.rmtree(root / "model")
+    elif kind == "not an adapter":
+        (directory / CONFIG).unlink()
+        return
+    (directory / CONFIG).write_text("{" if kind == "not json" else json.dumps(config))
+
+
+@pytest.mark.parametrize(
+    ("kind", "code", "message"),
+    [
+        ("no weights", 4, "adapter_model.safetensors: is missing"),
+        ("truncated", 4, "is not a complete safetensors file"),
+        ("tensor missing", 4, "lacks 2 tensors, such as base_model.model.model.layers.1.mlp.up_proj.lora_A.weight"),
+        ("other names", 4, "cannot be added to"),
+        ("other shapes", 4, "is of another base than"),
+        ("fewer layers", 4, "is of another base than"),
+        ("other type", 2, "has the PEFT type IA3, but only LORA is supported"),
+        ("no base", 2, "does not name its base model; pass --base MODEL"),
+        ("base gone", 2, "which does not exist here"),
+        ("not an adapter", 2, "has no adapter_config.json"),
+        ("not json", 4, "is not valid JSON"),
+    ],
+)
+def test_a_damaged_adapter_is_one_error_and_leaves_no_files(
+    kind: str, code: int, message: str, run: Shell, tmp_path: Path
+) -> None:
+    save_adapter(tmp_path)
+    damaged(tmp_path, kind)
+    before = sorted(tmp_path.iterdir())
+    done = run("tuned", "--output-dir", "merged")
+    assert done.code == code and "Traceback" not in done.err
+    (error,) = done.errors
+    assert message in error and not done.out
+    assert sorted(tmp_path.iterdir()) == before
+
+
+def test_files_are_replaced_only_with_force_and_never_in_the_sources(run: Shell, tmp_path: Path) -> None:
+    save_adapter(tmp_path)
+    (tmp_path / "merged").mkdir()
+    (tmp_path / "merged/notes.txt").write_text("mine")
+    done = run("tuned", "--output-dir", "merged")
+    assert done.code == 2 and "exists and is not empty" in done.errors[0]
+    assert [path.name for path in (tmp_path / "merged").iterdir()] == ["notes.txt"]
+    for output, role in (("tuned", "the adapter"), ("model", "the base model")):
+        done = run("tuned", "--output-dir", output, "--force")
+        assert done.code == 2 and f"is {role} itself" in done.errors[0]
+    assert run("tuned", "--output-dir", "merged", "--force").code == 0
+    assert (tmp_path / "merged/model.safetensors").is_file()
+
+
+def test_evaluate_reads_an_adapter_as_its_merged_model(
+    run: Shell, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from shardwright import evaluate
+
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "temporary"))
+    (tmp_path / "temporary").mkdir()
+    save_adapter(tmp_path)
+    assert run("tuned", "--output-dir", "merged").code == 0
+    (tmp_path / "text.txt").write_text(" ".join(str(number) for number in range(400)))
+    request = {"text": text_request(tmp_path / "text.txt"), "seq_len": 32, "measure_speeds": False}
+    direct = evaluate("tuned", baseline="model", **request)
+    complete = evaluate("merged", baseline="model", **request)
+    assert direct.window_losses_nats_per_token == complete.window_losses_nats_per_token
+    assert direct.comparison == complete.comparison and direct.comparison.kl_nats_per_token.value > 1e-3
+    assert direct.model.name == "tuned"
+    assert not list((tmp_path / "temporary").iterdir())
+
+
+def text_request(file: Path) -> Any:
+    from shardwright.trainers.evaluation.measures import TextRequest
+
+    return TextRequest(files=(file,), num_samples=4)
+
+
+def test_quantize_reads_an_adapter_as_its_merged_model(run: Shell, tmp_path: Path) -> None:
+    from shardwright import quantize
+
+    save_adapter(tmp_path)
+    assert run("tuned", "--output-dir", "merged").code == 0
+    for model in ("tuned", "merged"):
+        outcome = quantize(model, f"{model}-nf4", scheme="NF4", evaluate=False, device="cpu")
+        assert outcome.prepared.source.name == model
+    direct, complete = (load_file(tmp_path / f"{model}-nf4/model.safetensors") for model in ("tuned", "merged"))
+    assert direct.keys() == complete.keys()
+    assert all(torch.equal(direct[name], complete[name]) for name in direct)

@@ -1,0 +1,194 @@
+"""Merge a LoRA adapter into its base: a complete model directory for every tool that reads no adapters."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stdout
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from ...ds_configs.plan.output import output_errors, reserved, write_files
+from ...ds_configs.plan.plan import Plan
+from ...ds_configs.specs.errors import ConfigError, UsageError, collecting
+from ...plugins.huggingface_hub.hub import model_directory, read_model_source
+from ...plugins.huggingface_hub.push import CARD_FILE, check_push, pushed, shown_name, title_of
+from ...plugins.peft import LoraAdapter, check_adapter_fits, is_adapter, merge_adapter, read_adapter
+from ...plugins.safetensors.writing import appearing_directory
+from ...plugins.transformers.meta_model import build_meta_model
+from ...plugins.transformers.sound_model import refuse_code, refuse_nonfinite_weights
+from ..data.models import StartingModel, load_config, load_model
+from ..reports.markdown import card_text, code, license_line, usage
+from ..runs.settings import PLAN_DIRECTORY
+from .model_directory import copy_companions
+
+SCHEMA_VERSION = 1
+"""Version of `merge --format json`."""
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MergeReport:
+    """A merged model that was written."""
+
+    adapter: str
+    """Directory or Hub id, as the user wrote it."""
+    base: str
+    """Hub id or path of the base model."""
+    base_revision: str | None
+    qlora: bool
+    """Whether the adapter was merged into dequantized NF4 weights."""
+    dtype: str
+    """Dtype of the weights, which is that of the base."""
+    rounding_error: float
+    """Relative error of the merged matrices from rounding to `dtype`."""
+    output_dir: str
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"schema_version": SCHEMA_VERSION} | asdict(self)
+
+
+def merge(
+    adapter: str | Path,
+    output_dir: str | Path,
+    *,
+    base: str | None = None,
+    base_revision: str | None = None,
+    qlora: bool | None = None,
+    force: bool = False,
+    push_to_hub: str | None = None,
+    private: bool = False,
+) -> MergeReport:
+    """Merge a LoRA adapter into its base and write a complete model: safetensors, tokenizer and model card.
+
+    Prints nothing on stdout. A failure leaves no files. Example: ``shardwright.merge("tuned", "merged")``
+
+    Args:
+        adapter: Directory or Hub id of the adapter.
+        output_dir: Directory for the model.
+        base: Hub id or directory of the base model. Default: as the adapter records it.
+        base_revision: Branch, tag or commit of a base model on the Hub.
+        qlora: Merge into the NF4 weights that QLoRA trains on, dequantized. Default: whether a plan of `train` in the
+            adapter's directory has the method `qlora`.
+        force: Replace the model in a directory that is not empty.
+        push_to_hub: Hub repository to upload the model to.
+        private: Make the repository private if it is new.
+
+    Raises:
+        UsageError: the adapter is not a LoRA adapter, its base is unknown, or the directory cannot be used.
+        RefusedInputError: files are missing or damaged, or the adapter is of another base.
+        ShardwrightError: the Hub cannot be reached.
+    """
+    output, sources = Path(output_dir), {"the adapter": str(adapter), "the base model": base}
+    with redirect_stdout(sys.stderr):
+        check_push(push_to_hub)
+        errors = output_errors(output, force=force, sources=sources)
+        read = None
+        with collecting(errors):
+            read = read_adapter(model_directory(str(adapter)))
+            sources["the base model"] = base or read.base
+        if base is None and read is not None:
+            errors += [error for error in output_errors(output, force=True, sources=sources) if error not in errors]
+        if errors or read is None:
+            raise UsageError(errors)
+        with reserved(output, force=force), pushed(output, push_to_hub, private=private, notify=logger.info):
+            return _merged(
+                read, output, name=str(adapter), base=base, base_revision=base_revision, qlora=_is_qlora(read, qlora)
+            )
+
+
+@contextmanager
+def complete_model(model: str) -> Iterator[str]:
+    """Yield a model unchanged, or for the directory of an adapter a temporary directory with the merged model."""
+    directory = Path(model).expanduser()
+    if not is_adapter(directory):
+        yield model
+        return
+    adapter = read_adapter(directory)
+    with tempfile.TemporaryDirectory(prefix="shardwright-merged-") as temporary:
+        report = _merged(
+            adapter,
+            Path(temporary) / "model",
+            name=model,
+            base=None,
+            base_revision=None,
+            qlora=_is_qlora(adapter, None),
+        )
+        logger.info(f"{model} is an adapter: merged into {report.base} in a temporary directory")
+        yield report.output_dir
+
+
+def _is_qlora(adapter: LoraAdapter, requested: bool | None) -> bool:
+    plan = adapter.directory / PLAN_DIRECTORY
+    if requested is not None or not (plan / "plan.json").is_file():
+        return bool(requested)
+    return Plan.load(plan).job.method == "qlora"
+
+
+def _merged(
+    adapter: LoraAdapter, output: Path, *, name: str, base: str | None, base_revision: str | None, qlora: bool
+) -> MergeReport:
+    import torch
+
+    if base is None and adapter.base is None:
+        rule, fix = "does not name its base model", "pass --base MODEL"
+        raise UsageError(ConfigError(where="adapter", value=name, rule=rule, fix=fix))
+    base_name = base or adapter.base or ""
+    is_local = Path(base_name).expanduser().exists()
+    if base is None and not is_local:
+        base_revision = base_revision or adapter.base_revision
+    try:
+        source = read_model_source(base_name, revision=base_revision)
+    except UsageError as error:
+        if base is not None:
+            raise
+        rule, fix = f"names the base model {base_name!r}, which does not exist here ({error})", "pass --base MODEL"
+        raise UsageError(ConfigError(where="adapter", value=name, rule=rule, fix=fix)) from None
+    refuse_code(source.config, source.name)
+    if source.config.get("quantization_config"):
+        rule, fix = "has quantized weights", "pass the 16-bit model with --base, and --qlora to merge as QLoRA trained"
+        raise UsageError(ConfigError(where="base", value=base_name, rule=rule, fix=fix))
+    check_adapter_fits(adapter, build_meta_model(source.config, source=source.name), base_name)
+    directory = model_directory(source.name, revision=source.revision)
+    if not any(directory.glob("*.safetensors")):
+        rule, fix = "has no safetensors weights", "pass a trained model with --base"
+        raise UsageError(ConfigError(where="base", value=base_name, rule=rule, fix=fix))
+    origin = StartingModel(model=source.name, revision=source.revision, method="qlora" if qlora else "lora")
+    config = load_config(origin)
+    dtype = config.dtype if isinstance(config.dtype, torch.dtype) else torch.float32
+    model = load_model(origin, config, dtype, seed=0)
+    model, rounding_error = merge_adapter(model.dequantize() if qlora else model, adapter)
+    refuse_nonfinite_weights(model, what="the merged model")
+    report = MergeReport(
+        adapter=name,
+        base=base_name,
+        base_revision=source.revision,
+        qlora=qlora,
+        dtype=str(dtype).removeprefix("torch."),
+        rounding_error=rounding_error,
+        output_dir=str(output),
+    )
+    with appearing_directory(output) as unfinished:
+        model.save_pretrained(unfinished)
+        # The tokenizer of the adapter has the chat template that it was trained with.
+        copy_companions(directory, unfinished)
+        copy_companions(adapter.directory, unfinished)
+        write_files({CARD_FILE: _card(report)}, unfinished, force=True)
+    return report
+
+
+def _card(report: MergeReport) -> str:
+    into = "its base model, dequantized from the NF4 weights of QLoRA" if report.qlora else "its base model"
+    rounding = f"Rounding to {report.dtype} changed the merged matrices by {report.rounding_error:.1e} (relative)."
+    return card_text(
+        f"{title_of(report.base)} with {title_of(report.adapter)}",
+        [f"{code(shown_name(report.adapter))}, a LoRA adapter, merged into {into}. {rounding}", usage()],
+        f"{license_line(report.base)} The terms of the adapter and its data may also apply.",
+        base=report.base,
+        relation="finetune",
+        tags=("merged",),
+    )
