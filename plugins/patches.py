@@ -439,7 +439,7 @@ PATCHES: tuple[Patch, ...] = (
         target="transformers.integrations.deepspeed:_hf_deepspeed_config_weak_ref",
         scope="context",
         reason="One ZeRO-3 configuration decides for the whole process how every model is built and loaded.",
-        canary=f"{_BUGS}test_transformers_refuses_a_device_map_for_any_model_under_zero3",
+        canary=f"{_BUGS}test_transformers_rejects_a_device_map_for_any_model_under_zero3",
     ),
     # Accelerate.
     Patch(

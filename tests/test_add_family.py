@@ -95,7 +95,7 @@ def test_tables_of_kinds_are_written_as_they_are_solved(tmp_path: Path, monkeypa
         ({"num_hidden_layers": -1}, "must be an integer from 1"),
     ],
 )
-def test_what_cannot_be_added_is_refused(
+def test_what_cannot_be_added_is_rejected(
     values: dict[str, Any], rule: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert add_family.main([config(tmp_path, **values)]) in (2, 4)

@@ -124,7 +124,7 @@ def test_table():
     assert "Trained although the plan said that it does not fit: 1." in lines
 
 
-def test_it_refuses_without_a_gpu(monkeypatch, capsys, tmp_path):
+def test_it_rejects_without_a_gpu(monkeypatch, capsys, tmp_path):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert gpu_memory.main(["--limit", "1", "--json", str(tmp_path / "out.json")]) == 2
     captured = capsys.readouterr()
@@ -135,7 +135,7 @@ def test_it_refuses_without_a_gpu(monkeypatch, capsys, tmp_path):
 
 
 @pytest.mark.parametrize("arguments", [["--only", "no such case"], ["--only", "("], ["--limit", "0"]])
-def test_it_refuses_what_chooses_nothing(arguments):
+def test_it_rejects_what_chooses_nothing(arguments):
     with pytest.raises(SystemExit) as error:
         gpu_memory.main(arguments)
     assert error.value.code == 2

@@ -48,7 +48,7 @@ def test_figures_of_a_checkpoint():
     assert (row.difference, row.greedy, row.passed) == (0.25, 0.0, False)
 
 
-def test_tables_tell_what_missed_and_what_was_refused():
+def test_tables_tell_what_missed_and_what_was_rejected():
     entries = [listed("llama W4A16 rtn", -1.0), listed("llama W8A16 rtn", -1.0), listed("llama FP8 rtn", error="no")]
     answered = {"llama W4A16 rtn": served(-1.5), "llama W8A16 rtn": served(error="ValueError: no | kernel\nat all")}
     text, passed = tables(entries, answered)

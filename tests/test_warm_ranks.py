@@ -83,7 +83,7 @@ def test_the_interpreter_is_what_python_is(tmp_path: Path) -> None:
     (tmp_path / "module.py").write_text("import sys; print(__name__, sys.argv[1:], sys.stdin.read())")
     done = run("-u", "-m", "module", "x", cwd=tmp_path, input="in")
     assert (done.returncode, done.stdout, done.stderr) == (0, "__main__ ['x'] in\n", "")
-    assert run("-c", "import sys; print('told', file=sys.stderr); sys.exit(7)").stderr == "told\n"
+    assert run("-c", "import sys; print('reported', file=sys.stderr); sys.exit(7)").stderr == "reported\n"
     assert run("-c", "raise SystemExit('bad')").returncode == 1
     assert run("-c", "import os; os.kill(os.getpid(), 15)").returncode == -signal.SIGTERM
     assert "ZeroDivisionError" in run("-c", "1 / 0").stderr

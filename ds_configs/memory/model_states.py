@@ -429,9 +429,9 @@ def _replay(units: Sequence[_Unit], zero: ZeroOptions) -> list[int]:
             key, _, used_at = queue.popleft()
             fetched_for[key] = used_at
             missing.discard(key)
-        room = min(zero.stage3_max_live_parameters - count, zero.stage3_prefetch_bucket_size)
+        prefetch_limit = min(zero.stage3_max_live_parameters - count, zero.stage3_prefetch_bucket_size)
         prefetched = 0
-        while queue and prefetched < room:
+        while queue and prefetched < prefetch_limit:
             key, tensor, used_at = queue.popleft()
             fetched_for[key] = max(fetched_for.get(key, -1), used_at)
             if not tensor.persistent and key not in available:

@@ -276,16 +276,16 @@ def test_an_existing_directory_is_replaced_only_by_force(shell: Shell, tmp_path:
 
 
 def test_the_slowest_of_unequal_nodes_limits_the_plan(shell: Shell) -> None:
-    told = shell("plan", LLAMA, "--hardware", "4xA100-40GB+2x4xH100-80GB", "--format", "json")
-    hardware = json.loads(told.out)["hardware"]
+    reported = shell("plan", LLAMA, "--hardware", "4xA100-40GB+2x4xH100-80GB", "--format", "json")
+    hardware = json.loads(reported.out)["hardware"]
     assert (hardware["gpu"], hardware["nodes"], hardware["gpus_per_node"]) == ("A100-40GB", 3, 4)
-    assert "note: flops_per_s: limited to 3.12e+14 by A100-40GB" in told.err
+    assert "note: flops_per_s: limited to 3.12e+14 by A100-40GB" in reported.err
 
 
 @pytest.mark.parametrize("name", ["torch.compile", "fp8", "torchtitan"])
 def test_unsupported_features_are_explained(shell: Shell, name: str) -> None:
-    told = shell("explain", name)
-    assert told.code == 0 and ": not covered: " in told.out
+    reported = shell("explain", name)
+    assert reported.code == 0 and ": not covered: " in reported.out
 
 
 def test_existing_files_are_reported_and_kept(shell: Shell, tmp_path: Path) -> None:

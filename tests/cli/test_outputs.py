@@ -65,19 +65,19 @@ def run(directory: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest
 @pytest.mark.parametrize("name", COMMANDS)
 @pytest.mark.parametrize("output", ["model", "link", "link/inside", "/proc/nowhere/out"])
 def test_an_unwritable_directory_is_rejected_before_the_work(name: str, output: str, run: Shell) -> None:
-    code, told = run(name, output)
-    assert code == 2 and "Traceback" not in told
+    code, reported = run(name, output)
+    assert code == 2 and "Traceback" not in reported
     part = "the teacher" if name in ("distill", "cache-teacher", "student") else "the model"
     rules = {"link/inside": f"is inside {part}", "/proc/nowhere/out": "cannot be written ("}
-    assert rules.get(output, f"is {part} itself") in told
+    assert rules.get(output, f"is {part} itself") in reported
 
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_a_second_run_into_a_directory_is_rejected(name: str, directory: Path, run: Shell) -> None:
     with reserved(directory / "out", force=False):
-        code, told = run(name, "out")
+        code, reported = run(name, "out")
     assert code == 2
-    assert f"process {os.getpid()} is writing to it; wait until it ends" in told
+    assert f"process {os.getpid()} is writing to it; wait until it ends" in reported
     assert not (directory / "out").exists()
 
 
@@ -96,6 +96,6 @@ def test_a_full_disk_is_one_line_and_leaves_no_files(
     command = COMMANDS[name]
     done = shell_in(directory, name, capsys, monkeypatch)(*command[1:], "--output-dir", "full")
     assert done.code == 1 and "Traceback" not in done.err
-    (told,) = done.errors
-    assert "full" in told and "cannot be written (" in told and "No space left on device" in told
+    (reported,) = done.errors
+    assert "full" in reported and "cannot be written (" in reported and "No space left on device" in reported
     assert sorted(directory.iterdir()) == before

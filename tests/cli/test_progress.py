@@ -36,11 +36,11 @@ def test_lines_show_figures_and_remaining_time(
 ) -> None:
     now = iter([100.0, 120.0, 121.0, 140.0])
     monkeypatch.setattr(progress.time, "monotonic", lambda: next(now))
-    told = LinesAtTimes()
-    told("step", 1, 10)
-    told.tell_figures(FIGURES)
+    reported = LinesAtTimes()
+    reported("step", 1, 10)
+    reported.tell_figures(FIGURES)
     for step in (3, 4, 5):
-        told("step", step, 10)
+        reported("step", step, 10)
     assert capsys.readouterr().err.splitlines() == [
         "note: step 1 of 10",
         f"note: step 3 of 10, {FIGURES}, 70 s left",

@@ -117,8 +117,8 @@ def until(true: Callable[[], object], seconds: float, what: str, output: Path | 
     """Wait until a function returns something true; a failure shows what the output holds by then."""
     deadline = time.monotonic() + seconds
     while not true():
-        told = output.read_text() if output is not None and output.exists() else ""
-        assert time.monotonic() < deadline, f"{what}: not within {seconds:.0f} s\n{told}"
+        reported = output.read_text() if output is not None and output.exists() else ""
+        assert time.monotonic() < deadline, f"{what}: not within {seconds:.0f} s\n{reported}"
         time.sleep(0.05)
 
 

@@ -35,7 +35,7 @@ def test_two_nodes_train_as_one_machine(plan: Path, cluster: Any, local_losses: 
     assert "same versions and files" in done.stdout + done.stderr
 
 
-def test_a_node_that_dies_is_replaced_and_the_run_goes_on(
+def test_a_node_that_dies_is_replaced_and_the_run_resumes(
     saving: Path, cluster: Any, local_losses: list[float], tmp_path: Path
 ) -> None:
     losses, output = tmp_path / "losses.json", tmp_path / "output"
@@ -50,7 +50,7 @@ def test_a_node_that_dies_is_replaced_and_the_run_goes_on(
     assert read_losses(losses)[-1] == pytest.approx(local_losses[-1], abs=1e-6)
 
 
-def test_a_run_goes_on_with_the_node_that_is_left(
+def test_a_run_resumes_with_the_node_that_is_left(
     saving: Path, cluster: Any, local_losses: list[float], tmp_path: Path
 ) -> None:
     """Immediately, or after the wait: Ray's count of nodes may still hold the dead one."""
@@ -69,7 +69,7 @@ def test_a_run_goes_on_with_the_node_that_is_left(
     assert found == pytest.approx(local_losses[-len(found) :], abs=1e-5)
 
 
-def test_a_cluster_that_is_too_small_is_told_before_anything_is_submitted(
+def test_a_cluster_that_is_too_small_is_reported_before_anything_is_submitted(
     model: Path, cluster: Any, tmp_path: Path
 ) -> None:
     plan = planned(model, tmp_path / "plan", "3x1xCPU", global_batch_size=6)

@@ -15,8 +15,8 @@ pytestmark = pytest.mark.clusters
 
 
 def ended(number: str, config: str) -> str:
-    told = asked("scontrol", "--oneliner", "show", "job", number, config=config)
-    state = next(word.removeprefix("JobState=") for word in told.split() if word.startswith("JobState="))
+    reported = asked("scontrol", "--oneliner", "show", "job", number, config=config)
+    state = next(word.removeprefix("JobState=") for word in reported.split() if word.startswith("JobState="))
     return "" if state in ("PENDING", "RUNNING", "COMPLETING", "CONFIGURING", "SUSPENDED") else state
 
 
@@ -84,7 +84,7 @@ def test_a_job_that_its_user_ends_is_not_queued_again(plan: Path, slurm: str, tm
     assert ended(number, slurm) == "CANCELLED"
 
 
-def test_a_training_command_that_is_stopped_saves_and_says_how_it_goes_on(
+def test_a_training_command_that_is_stopped_saves_and_says_how_it_resumes(
     model: Path, slurm: str, tmp_path: Path
 ) -> None:
     (tmp_path / "text.txt").write_text("\n\n".join(f"Line {index} says {index * index}." for index in range(300)))
@@ -100,7 +100,7 @@ def test_a_training_command_that_is_stopped_saves_and_says_how_it_goes_on(
     assert f"{saved.parent.name} is complete; resume with the same command and --resume" in output.read_text()
 
 
-def test_a_cluster_that_is_too_small_is_told_before_anything_is_submitted(
+def test_a_cluster_that_is_too_small_is_reported_before_anything_is_submitted(
     model: Path, slurm: str, stopped: Stopped, tmp_path: Path
 ) -> None:
     plan = planned(model, tmp_path / "plan", "3x1xCPU", global_batch_size=6)
@@ -116,15 +116,15 @@ def test_a_job_that_gets_no_further_is_not_queued_again(plan: Path, slurm: str, 
     script.write_text("import time\nprint('it stands still', flush=True)\ntime.sleep(600)\n")
     words = ["launch", str(plan), str(script), "--on", "slurm", f"--sbatch=--output={output}", "--no-check-nodes"]
     number = submitted([*words, "--output_dir", str(tmp_path / "checkpoints")], slurm)
-    for told in (2, 4):
-        until(partial(printed, output, "it stands still", told), 200, "both ranks", output)
+    for reported in (2, 4):
+        until(partial(printed, output, "it stands still", reported), 200, "both ranks", output)
         asked("scancel", "--signal=TERM", number, config=slurm)
     until(lambda: ended(number, slurm), 120, "end of the job", output)
     assert f"job {number} has no complete checkpoint after 2 runs without progress" in output.read_text()
     assert "Restarts=1 " in asked("scontrol", "show", "job", number, config=slurm)
 
 
-def test_the_next_turn_of_a_stopped_job_goes_on_from_its_checkpoint(stopped: Stopped, slurm: str) -> None:
+def test_the_next_turn_of_a_stopped_job_resumes_from_its_checkpoint(stopped: Stopped, slurm: str) -> None:
     """It runs when SLURM's wait is over and no test above has the nodes."""
     until(lambda: ended(stopped.number, slurm), 360, "end of the job", stopped.output)
     assert ended(stopped.number, slurm) == "COMPLETED", stopped.output.read_text()

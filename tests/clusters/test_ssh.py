@@ -66,7 +66,7 @@ def test_a_run_that_is_asked_to_stop_saves_on_both(plan: Path, over_ssh: list[st
     assert done.returncode == 0, done.stderr
 
 
-def test_a_host_without_a_way_to_it_is_told_before_anything_starts(
+def test_a_host_without_a_way_to_it_is_reported_before_anything_starts(
     plan: Path, over_ssh: list[str], tmp_path: Path
 ) -> None:
     (tmp_path / "hostfile").write_text(f"{NAMES[0]} slots=1\n10.83.7.77 slots=1\n")
@@ -77,7 +77,7 @@ def test_a_host_without_a_way_to_it_is_told_before_anything_starts(
     assert len(done.stderr.strip().splitlines()) == 1
 
 
-def test_a_host_that_dies_is_waited_for_and_the_run_goes_on(
+def test_a_host_that_dies_is_waited_for_and_the_run_resumes(
     saving: Path, over_ssh: list[str], hosts: Hosts, local_losses: list[float], tmp_path: Path
 ) -> None:
     """The second host loses its power behind the first checkpoint and comes back."""
@@ -93,7 +93,7 @@ def test_a_host_that_dies_is_waited_for_and_the_run_goes_on(
     assert read_losses(losses)[-1] == pytest.approx(local_losses[-1], abs=1e-6)
 
 
-def test_a_run_goes_on_with_the_host_that_is_left(
+def test_a_run_resumes_with_the_host_that_is_left(
     saving: Path, over_ssh: list[str], hosts: Hosts, local_losses: list[float], tmp_path: Path
 ) -> None:
     """The first host dies, where ranks met; the second alone takes twice the micro-batches, from a checkpoint."""

@@ -237,17 +237,17 @@ def without_workarounds(case: Case, output: Path) -> None:
     wanted = {"mark_expert_groups": 2, "clip_by_the_whole_norm": 0}
     for name, stage in wanted.items():
         changed = Case(family=case.family, zero_stage=stage)
-        told = ""
+        reported = ""
         with patch.object(auto_ep, name):
             trainer = made_trainer(changed, output)
             try:
                 trainer.train()
             except AssertionError as error:
-                told = str(error)
+                reported = str(error)
             weight = trainer.model.get_input_embeddings().weight.detach()
         if os.environ["RANK"] == "0":
             (output / f"without_{name}.json").write_text(
-                json.dumps({"told": told, "norms": logged(trainer, "grad_norm")})
+                json.dumps({"reported": reported, "norms": logged(trainer, "grad_norm")})
             )
             torch.save(weight, output / f"without_{name}.pt")
         del trainer

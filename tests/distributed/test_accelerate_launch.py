@@ -132,7 +132,7 @@ def test_lora_adapters_are_16_bit_under_zero3(tiny_llama: Path, deepspeed_cpu_op
     assert all(tensor.abs().max() > 0 for name, tensor in adapters.items() if "lora_B" in name)
 
 
-def test_zero3_is_refused_before_training_when_its_weights_cannot_be_saved(
+def test_zero3_is_rejected_before_training_when_its_weights_cannot_be_saved(
     tiny_llama: Path, deepspeed_cpu_ops: None, tmp_path: Path
 ) -> None:
     config_file, arguments_file = write_plan(tmp_path, Case(engine="deepspeed", zero_stage=3))

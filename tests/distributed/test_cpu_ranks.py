@@ -40,7 +40,7 @@ def test_upstream_still_trains_ddp_when_asked_for_fsdp2(facts: list[dict[str, An
         assert rank["without"]["fsdp2"]["dtensors"] == 0
 
 
-def test_upstream_still_refuses_bf16_without_use_cpu(facts: list[dict[str, Any]]) -> None:
+def test_upstream_still_rejects_bf16_without_use_cpu(facts: list[dict[str, Any]]) -> None:
     assert all("use_cpu" in rank["without"]["bf16_error"] for rank in facts)
 
 

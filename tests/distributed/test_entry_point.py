@@ -75,7 +75,7 @@ def test_an_unknown_training_argument_names_the_nearest(
     assert "need use_cpu = True" in printed
 
 
-def test_a_sequence_beyond_learned_positions_is_refused_and_beyond_rotary_ones_noted(
+def test_a_sequence_beyond_learned_positions_is_rejected_and_beyond_rotary_ones_noted(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from transformers import GPT2Config, LlamaConfig
@@ -88,7 +88,7 @@ def test_a_sequence_beyond_learned_positions_is_refused_and_beyond_rotary_ones_n
     assert "exceeds the 128 positions that the model was trained on" in capsys.readouterr().err
 
 
-def test_weights_that_are_not_safetensors_are_refused(
+def test_weights_that_are_not_safetensors_are_rejected(
     tiny_llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     model = tmp_path / "model"

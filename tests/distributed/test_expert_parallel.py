@@ -131,8 +131,8 @@ def routing_of(micro_batches: Any) -> tuple[float, float, float]:
 
 def test_deepspeed_still_requires_marked_expert_groups(outputs: Outputs) -> None:
     """Fails when ZeRO-2 takes the Trainer's groups as they are: `mark_expert_groups` can go then."""
-    told = json.loads((outputs["without-workarounds"] / "without_mark_expert_groups.json").read_text())["told"]
-    assert "None of the param groups are marked as MoE" in told
+    reported = json.loads((outputs["without-workarounds"] / "without_mark_expert_groups.json").read_text())["reported"]
+    assert "None of the param groups are marked as MoE" in reported
 
 
 def test_deepspeed_still_clips_experts_by_the_wrong_norm(outputs: Outputs, alone: Any) -> None:

@@ -129,7 +129,7 @@ def test_a_loop_with_accelerate(model: Path, tmp_path: Path) -> None:
     assert last < first
 
 
-def test_a_script_that_leaves_the_plan_is_told_by_its_ranks(
+def test_a_script_that_leaves_the_plan_is_reported_by_its_ranks(
     model: Path, deepspeed_cpu_ops: None, tmp_path: Path
 ) -> None:
     plan = planned(model, tmp_path / "plan", "zero2")

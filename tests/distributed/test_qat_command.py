@@ -65,9 +65,9 @@ def check_finishing(command: list[str], directory: Path, found: dict[str, Any]) 
     """A run killed after its last checkpoint exports the same codes; a complete run is not repeated."""
     out = directory / "out"
     weights = taken_away(out)
-    for told in ("nothing is trained", "the run is complete"):
+    for reported in ("nothing is trained", "the run is complete"):
         done = completed(command, directory)
-        assert told in done.stderr
+        assert reported in done.stderr
         again = json.loads(done.stdout)
         for name in ("cross_entropy", "cross_entropy_standard_error", "weight_difference", "logit_difference"):
             assert again[name] == found[name]

@@ -34,8 +34,8 @@ def on_two_machines(arguments: list[str], directory: Path) -> tuple[subprocess.C
         )
         for rank in (1, 0)
     ]
-    told = [(process, *process.communicate(timeout=300)) for process in running]
-    return tuple(subprocess.CompletedProcess([], process.returncode, *texts) for process, *texts in told)
+    reported = [(process, *process.communicate(timeout=300)) for process in running]
+    return tuple(subprocess.CompletedProcess([], process.returncode, *texts) for process, *texts in reported)
 
 
 PROGRAMS = {
@@ -97,8 +97,8 @@ def test_two_machines_train_as_one(
     assert losses_of(both) == pytest.approx(expected, abs=1e-6)
     assert json.loads(job.stdout)["cross_entropy"] == pytest.approx(shown["cross_entropy"], abs=1e-6)
     assert "same versions and files" in job.stderr
-    told = (both / "other.err").read_text()
-    assert (both / "other.out").read_text() == "" and "machine 1 is done; the results are on 127" in told
+    reported = (both / "other.err").read_text()
+    assert (both / "other.out").read_text() == "" and "machine 1 is done; the results are on 127" in reported
 
 
 @pytest.mark.parametrize("kind", ["distill", "qat"])
@@ -148,7 +148,7 @@ def test_machines_train_on_parts_of_a_stream_and_resume_at_the_sample(inputs: Pa
     assert losses_of(both) == whole
 
 
-def test_machines_with_other_data_are_told_apart(inputs: Path, tmp_path: Path) -> None:
+def test_machines_with_other_data_are_reported_apart(inputs: Path, tmp_path: Path) -> None:
     """Each has a file of its own under the same name."""
     arguments = command(inputs, "llama", tmp_path, "--hardware 2x1xCPU --strategy ddp")
     place = ["--no-check-nodes", "--main-address", "127.0.0.1", "--main-port", str(free_ports()), "--node-rank"]
@@ -158,7 +158,7 @@ def test_machines_with_other_data_are_told_apart(inputs: Path, tmp_path: Path) -
         (tmp_path / str(rank) / "rows.jsonl").write_text(rows.replace("3 and", f"{rank} and"))
         own = [*arguments, "--dataset", str(tmp_path / str(rank) / "rows.jsonl"), *place, str(rank)]
         running.append(subprocess.Popen(own, cwd=tmp_path, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True))
-    told = [process.communicate(timeout=120)[1] for process in running]
-    assert [process.returncode for process in running] == [2, 2], told
-    assert any("rank 1 on" in text and "has other settings, samples" in text for text in told), told
+    reported = [process.communicate(timeout=120)[1] for process in running]
+    assert [process.returncode for process in running] == [2, 2], reported
+    assert any("rank 1 on" in text and "has other settings, samples" in text for text in reported), reported
     assert not list(tmp_path.glob("out/*.safetensors"))

@@ -81,12 +81,12 @@ def test_a_run_that_is_asked_to_stop_loses_nothing(inputs: Path, tmp_path: Path)
         while not losses_of(stopped) and run.poll() is None and time.monotonic() < deadline:
             time.sleep(0.05)
         run.terminate()
-        _, told = run.communicate(timeout=60)
-    assert run.returncode == 143, told
+        _, reported = run.communicate(timeout=60)
+    assert run.returncode == 143, reported
     (record,) = stopped.glob("out/checkpoints/*/checkpoint_complete.json")
     done = int(record.parent.name.removeprefix("checkpoint-"))
     assert done < settings["save_steps"]
-    assert f"note: stopped: checkpoint-{done} is complete; resume with the same command and --resume" in told
+    assert f"note: stopped: checkpoint-{done} is complete; resume with the same command and --resume" in reported
     again, found = trained(inputs, "llama", stopped, f"{flags} --resume", **settings)
     assert again == expected
     assert found["cross_entropy"] == shown["cross_entropy"]

@@ -76,14 +76,14 @@ def _resumed(workshop: Workshop, engine: str, output: Path) -> tuple[bool, str]:
     """Resume after a fault, and compare every loss with the undisturbed run."""
     whole = losses_of(workshop.whole(engine))
     try:
-        told = workshop.run(engine, output, flags=("--resume",))
+        reported = workshop.run(engine, output, flags=("--resume",))
     except RanksFailedError as error:
         # What follows is the command, with places of this machine.
         how = str(error).splitlines()[0].partition(": ")[0]
         return False, f"resume failed: {how}: {_last_line(error.output)}"
     losses = losses_of(output)
     difference = max((abs(a - b) for a, b in zip(losses, whole[len(whole) - len(losses) :], strict=True)), default=0.0)
-    start = "step 0" if "training begins at step 0" in told else f"checkpoint-{STEPS - len(losses)}"
+    start = "step 0" if "training begins at step 0" in reported else f"checkpoint-{STEPS - len(losses)}"
     return difference <= TOLERANCE, f"resumed from {start}, largest difference {difference:.1e}"
 
 
@@ -220,11 +220,11 @@ def models(workshop: Workshop, choice: Choice) -> Iterator[Row]:
                 continue
             shutil.rmtree(output, ignore_errors=True)
             done = _shardwright(arguments)
-            told = _told(done.stderr)
-            refused = done.returncode in (2, 4) and "Traceback" not in done.stderr and str(directory) in told
+            reported = _told(done.stderr)
+            refused = done.returncode in (2, 4) and "Traceback" not in done.stderr and str(directory) in reported
             unseen = command in READS_NO_WEIGHTS and name in SEEN_IN_DATA
             unseen = unseen or (command == "plan" and name in (*NAMES_KERNEL, "remote_code"))
-            happened = f"exit {done.returncode}" + (f": {told}" if done.returncode else "")
+            happened = f"exit {done.returncode}" + (f": {reported}" if done.returncode else "")
             left = [*output.rglob("*.safetensors"), *directory.glob("ran")] if output.exists() or refused else []
             right = (refused or (unseen and done.returncode == 0)) and not left
             happened = happened.replace(str(workshop.directory), "")[:200]
@@ -307,11 +307,11 @@ def _signalled(
     layout = ("--hardware", "2xCPU", "--strategy", "ddp", "--global-batch-size", "2", "--micro-batch-size", "1")
     log = output.with_name("log")
     cold = {name: value for name, value in os.environ.items() if name != "PYTHON_EXEC"}
-    with log.open("w") as told:
+    with log.open("w") as reported:
         process = subprocess.Popen(
             [sys.executable, "-m", "shardwright", command, *models, *data, *steps, *layout],
-            stdout=told,
-            stderr=told,
+            stdout=reported,
+            stderr=reported,
             env=cold,
             start_new_session=True,
             # A shell's background jobs ignore it, and so would all that is started here.
@@ -342,8 +342,8 @@ def _signalled(
     # A second signal may come after the save; ranks of a killed command are asked to stop, and save too.
     saved = bool(whole) or code not in (143, 130) or len(numbers) > 1
     right = ended == code and not orphans and saved and "Traceback" not in "".join(lines)
-    told = (lines or [""])[0].replace(sys.executable, "python").replace(str(workshop.directory), "")
-    return {"happened": f"{happened}; {told[:160]}", "expected": right}
+    reported = (lines or [""])[0].replace(sys.executable, "python").replace(str(workshop.directory), "")
+    return {"happened": f"{happened}; {reported[:160]}", "expected": right}
 
 
 def _running(process: subprocess.Popen[bytes], output: Path, log: Path) -> dict[str, list[psutil.Process]]:
@@ -381,8 +381,8 @@ def hub(workshop: Workshop, choice: Choice) -> Iterator[Row]:
         waited = any(line.startswith("waiting for the Hub") for line in lines)
         silent = fault in ("silence", "drip")
         right = done.returncode in (1, 2, 4) and "Traceback" not in done.stderr and (waited or not silent)
-        told = f"exit {done.returncode}: {lines[-1][:150]}" + (" (told of waiting)" if waited else "")
-        yield {"where": "plan", "fault": fault, "happened": told, "expected": right}
+        reported = f"exit {done.returncode}: {lines[-1][:150]}" + (" (reported of waiting)" if waited else "")
+        yield {"where": "plan", "fault": fault, "happened": reported, "expected": right}
 
 
 PARTS: dict[str, Callable[[Workshop, Choice], Iterator[Row]]] = {

@@ -120,7 +120,7 @@ def test_memory_is_bounded_and_gradients_are_not_kept():
     assert values.grad is None
 
 
-def test_what_cannot_be_a_range_is_refused():
+def test_what_cannot_be_a_range_is_rejected():
     with pytest.raises(ValueError, match="finite"):
         ActivationHistogram().add(torch.tensor([1.0, float("nan")]))
     with pytest.raises(ValueError, match="finite"):

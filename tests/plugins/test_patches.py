@@ -549,7 +549,7 @@ def test_no_callback_hears_of_an_exception(tmp_path: Path) -> None:
     assert heard == ["begin"]
 
 
-def test_transformers_refuses_a_device_map_for_any_model_under_zero3(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_transformers_rejects_a_device_map_for_any_model_under_zero3(monkeypatch: pytest.MonkeyPatch) -> None:
     from accelerate.utils.deepspeed import HfDeepSpeedConfig
     from transformers.integrations import deepspeed
     from transformers.integrations.accelerate import check_and_set_device_map

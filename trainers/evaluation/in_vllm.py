@@ -124,8 +124,8 @@ def read_in_vllm(
     rows = [window["input_ids"] for window in windows.windows]
     timed = None
     if measure_speeds:
-        room = LONGEST_PROMPT if model.longest is None else min(LONGEST_PROMPT, model.longest - DECODED_TOKENS)
-        if prompt := rows[0][: max(0, room)]:
+        limit = LONGEST_PROMPT if model.longest is None else min(LONGEST_PROMPT, model.longest - DECODED_TOKENS)
+        if prompt := rows[0][: max(0, limit)]:
             timed = Timed(prompt=prompt, decoded_tokens=DECODED_TOKENS, repeats=REPEATS)
     tokens = max(*map(len, rows), 0 if timed is None else len(timed.prompt) + DECODED_TOKENS)
     # vLLM's own `auto` halves weights that are stored in fp32.

@@ -91,7 +91,7 @@ def test_json_answers_are_one_object_each(shell: Shell, tmp_path: Path) -> None:
     assert json.loads(shell("calibrate", "--forget", "all", "--format", "json").out)["forgotten"] == 1
 
 
-def test_bad_usage_and_refused_files_leave_the_store_alone(shell: Shell, tmp_path: Path) -> None:
+def test_bad_usage_and_rejected_files_leave_the_store_alone(shell: Shell, tmp_path: Path) -> None:
     measurement = measurement_of(plan_on())
     on_cpu = tuple(
         replace(rank, device="cpu", peak_allocated_bytes=None, peak_reserved_bytes=None)

@@ -26,7 +26,7 @@ from shardwright.plugins.clusters.ssh import own_program
         (["--on", "slurm", "--hardware", "2x1xCPU", "--name", "Two words"], "must be at most 40 lower-case letters"),
     ],
 )
-def test_a_training_command_that_no_job_can_run_is_refused(
+def test_a_training_command_that_no_job_can_run_is_rejected(
     words: list[str], said: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
@@ -52,7 +52,7 @@ def test_a_training_command_that_no_job_can_run_is_refused(
         (["--on", "jobset", "--sbatch=--time=1"], "is for --on slurm, not jobset"),
     ],
 )
-def test_an_option_that_would_be_passed_over_is_refused(
+def test_an_option_that_would_be_passed_over_is_rejected(
     words: list[str], said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run(["launch", "plan", *words]) == 2

@@ -157,7 +157,7 @@ def test_flags_that_cannot_work(model, tmp_path, capsys, flags, words):
         assert word in message
 
 
-def test_all_errors_are_told_at_once(model, tmp_path, capsys):
+def test_all_errors_are_reported_together(model, tmp_path, capsys):
     message = refused(
         model, tmp_path, capsys, 2, "--group-size", "96", "--ignore", "nothing", "--dataset", "nowhere.txt"
     )
@@ -260,7 +260,7 @@ def test_a_checkpoint_that_does_not_pass_is_kept_apart(model, tmp_path, capsys, 
 
 
 @pytest.mark.needs("llmcompressor")
-def test_an_interrupted_run_goes_on_where_it_was(model, tmp_path):
+def test_an_interrupted_run_resumes_where_it_was(model, tmp_path):
     """Ctrl-C in the middle: exit code 130, a journal, no output; `--resume` gives what an undisturbed run gives."""
     flags = ("--scheme", "W4A16", "--dataset", "python-help", "--seq-len", "32", "--num-samples", "64", "--no-evaluate")
     output, journal = tmp_path / "q", tmp_path / "q.journal"

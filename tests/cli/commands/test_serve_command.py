@@ -72,12 +72,12 @@ def test_json_is_what_its_schema_says(no_engine, capsys):
     assert printed["blocks"] * printed["block_bytes"] <= printed["memory"]["cache"]
 
 
-def test_an_engine_that_is_not_installed_is_told_with_the_line_that_installs_it(no_engine, capsys):
+def test_an_engine_that_is_not_installed_is_reported_with_the_line_that_installs_it(no_engine, capsys):
     assert run(["serve", str(LLAMA), *ON_A_GPU]) == 2
     assert "is not installed: vLLM was not found; pip install vllm" in capsys.readouterr().err
 
 
-def test_a_port_in_use_is_refused_before_anything_starts(engine, capsys):
+def test_a_port_in_use_is_rejected_before_anything_starts(engine, capsys):
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -96,10 +96,10 @@ def test_a_scheme_without_kernels_names_the_generation_that_has_them(no_engine, 
     assert "Turing or newer (7.5), or use --engine transformers" in capsys.readouterr().err
 
 
-def test_settings_are_told_all_at_once(no_engine, capsys):
+def test_settings_are_reported_together(no_engine, capsys):
     assert run(["serve", str(LLAMA), *ON_A_GPU, "--port", "0", "--draft-tokens", "x", "--kv-cache-dtype", "fp9"]) == 2
-    told = capsys.readouterr().err
-    assert all(name in told for name in ("port = 0", "draft_tokens", "kv_cache_dtype = 'fp9'"))
+    reported = capsys.readouterr().err
+    assert all(name in reported for name in ("port = 0", "draft_tokens", "kv_cache_dtype = 'fp9'"))
 
 
 @pytest.mark.slow
@@ -123,6 +123,6 @@ def test_the_engine_reads_the_checkpoint_with_its_own_library(engine, tmp_path, 
     stated["quantization_config"]["version"] = "9.0"
     config.write_text(json.dumps(stated))
     assert run(asked) == 2
-    told = capsys.readouterr().err
-    assert "compressed-tensors = '0.17.0': of this vLLM does not read the checkpoint, which 9.0 wrote" in told
-    assert "a_field_of_tomorrow" in told
+    reported = capsys.readouterr().err
+    assert "compressed-tensors = '0.17.0': of this vLLM does not read the checkpoint, which 9.0 wrote" in reported
+    assert "a_field_of_tomorrow" in reported

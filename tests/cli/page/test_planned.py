@@ -56,9 +56,9 @@ def test_links_equal_those_of_the_hardware_file(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     words = command_of(settings).split()
     assert run([*words[1:], "--dry-run", "--format", "json"]) == 0
-    told = json.loads(capsys.readouterr().out)
-    assert told["chosen"]["strategy"] == slow.plan.to_dict()["chosen"]["strategy"]
-    assert told["chosen"]["step_time"]["seconds"] == pytest.approx(slow.plan.chosen.time.seconds)
+    reported = json.loads(capsys.readouterr().out)
+    assert reported["chosen"]["strategy"] == slow.plan.to_dict()["chosen"]["strategy"]
+    assert reported["chosen"]["step_time"]["seconds"] == pytest.approx(slow.plan.chosen.time.seconds)
 
 
 MODELS = ["/etc/passwd", "../model", "~", "a/b/c", "x.json ", "<b>", "a\nb", "", "é/x"]

@@ -50,16 +50,16 @@ def assert_run_matches(architecture: str, mode: Mode, adapter: Adapter, *, check
     how: dict[str, Any] = {"mode": mode, "adapter": adapter, "attention": attention}
     run = run_shape(architecture, shape, depths, checkpointing=checkpointing, **how).phases()
     spec = model_spec_from_meta(config_at(architecture, shape.values, depths), name=architecture)
-    told = estimate_kinds(
+    estimated = estimate_kinds(
         spec,
         micro_batch_size=shape.micro_batch_size,
         seq_len_tokens=shape.seq_len_tokens,
         lora_rank=shape.lora_rank,
         **how,
     )
-    per_layer = told.checkpointed_bytes_per_layer if checkpointing else told.saved_bytes_per_layer
-    transient = told.recompute_backward_transient_bytes if checkpointing else told.backward_transient_bytes
-    base = spec.dimensions.num_layers * per_layer + told.outside_layer_bytes
+    per_layer = estimated.checkpointed_bytes_per_layer if checkpointing else estimated.saved_bytes_per_layer
+    transient = estimated.recompute_backward_transient_bytes if checkpointing else estimated.backward_transient_bytes
+    base = spec.dimensions.num_layers * per_layer + estimated.outside_layer_bytes
     # Layers of several kinds are spread evenly and rounded up; positions and masks that only checkpointing keeps count.
     slack = spec.dimensions.num_layers + 8 * shape.seq_len_tokens + 8 * shape.micro_batch_size * shape.seq_len_tokens**2
     if KIND_FAMILIES[architecture].inputs == "image in text" and not checkpointing:
@@ -69,9 +69,9 @@ def assert_run_matches(architecture: str, mode: Mode, adapter: Adapter, *, check
         slack += 4 * tokens * spec.dimensions.key_value_size * more
     for measured, expected in (
         (run.head_start, base),
-        (run.kept, base + told.loss_kept_bytes),
-        (max(run.loss_forward), base + told.loss_forward_peak_bytes),
-        (max(run.loss_backward), base + told.loss_backward_peak_bytes),
+        (run.kept, base + estimated.loss_kept_bytes),
+        (max(run.loss_forward), base + estimated.loss_forward_peak_bytes),
+        (max(run.loss_backward), base + estimated.loss_backward_peak_bytes),
     ):
         assert 0 <= expected - measured <= slack
     assert base + transient >= max(run.backward)

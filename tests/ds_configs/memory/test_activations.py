@@ -220,10 +220,10 @@ def assert_run_matches(family: str, mode: Mode, adapter: Adapter, attention: str
     )
     inputs = build_inputs(shape, attention=attention)
     run = run_training_step(subject.model, inputs, mode=mode, layers=subject.layers, head=subject.head)
-    told = estimate(family, shape, mode, adapter, attention=attention)
-    per_layer = told.checkpointed_bytes_per_layer if checkpointing else told.saved_bytes_per_layer
-    transient = told.recompute_backward_transient_bytes if checkpointing else told.backward_transient_bytes
-    base = size.num_layers * per_layer + told.outside_layer_bytes
+    estimated = estimate(family, shape, mode, adapter, attention=attention)
+    per_layer = estimated.checkpointed_bytes_per_layer if checkpointing else estimated.saved_bytes_per_layer
+    transient = estimated.recompute_backward_transient_bytes if checkpointing else estimated.backward_transient_bytes
+    base = size.num_layers * per_layer + estimated.outside_layer_bytes
     # The estimate always counts what only checkpointing keeps: position numbers and masks: truth values, or numbers of
     # the weights' type for each of at most two kinds of layers.
     length = shape.seq_len_tokens
@@ -231,9 +231,9 @@ def assert_run_matches(family: str, mode: Mode, adapter: Adapter, attention: str
     slack = 8 * length + mask_bytes * shape.micro_batch_size * length * length
     for measured, expected in (
         (run.head_start, base),
-        (run.kept, base + told.loss_kept_bytes),
-        (max(run.loss_forward), base + told.loss_forward_peak_bytes),
-        (max(run.loss_backward), base + told.loss_backward_peak_bytes),
+        (run.kept, base + estimated.loss_kept_bytes),
+        (max(run.loss_forward), base + estimated.loss_forward_peak_bytes),
+        (max(run.loss_backward), base + estimated.loss_backward_peak_bytes),
     ):
         assert 0 <= expected - measured <= slack
     # A backward that never exceeds the forward's end has a transient of zero.
@@ -288,9 +288,11 @@ def test_public_hooks_count_the_same_saved_storages(family: str) -> None:
     with saved_storages([*subject.model.parameters(), *subject.model.buffers(), *inputs.values()]) as sizes:
         loss = subject.model(**inputs).loss
     assert loss.requires_grad
-    told = estimate(family, shape, "bf16")
-    layers = shape.dimensions.num_layers * told.saved_bytes_per_layer
-    assert sum(sizes.values()) == pytest.approx(layers + told.outside_layer_bytes + told.loss_kept_bytes, rel=2e-3)
+    estimated = estimate(family, shape, "bf16")
+    layers = shape.dimensions.num_layers * estimated.saved_bytes_per_layer
+    assert sum(sizes.values()) == pytest.approx(
+        layers + estimated.outside_layer_bytes + estimated.loss_kept_bytes, rel=2e-3
+    )
 
 
 @pytest.mark.trace

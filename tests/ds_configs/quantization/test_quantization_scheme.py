@@ -265,7 +265,7 @@ def test_tied_head_is_rejected_and_untied_head_warned_about():
     assert layer_errors(PRESETS["W4A16"], [body, head]) == []
     untied = LinearLayer(name="lm_head", out_features=128, in_features=128, is_head=True)
     assert layer_errors(everything, [body, untied]) == []
-    assert any("lm_head" in remark for remark in scheme_warnings(everything, [body, untied]))
+    assert any("lm_head" in warning for warning in scheme_warnings(everything, [body, untied]))
 
 
 @pytest.mark.parametrize(
@@ -295,13 +295,13 @@ def test_ignoring_all_layers_is_an_error():
 
 
 def test_warnings_cover_wasted_bytes_and_missing_kernels():
-    def remarks(scheme):
+    def warnings(scheme):
         return scheme_warnings(scheme, selected_layers(scheme, LAYERS))
 
-    assert any("one byte" in remark for remark in remarks(PRESETS["W4A8"]))
-    assert any("3 bits" in remark for remark in remarks(PRESETS["W3A16"]))
-    assert any("Machete" in remark for remark in remarks(changed(PRESETS["W4A16"], group_size=64)))
-    assert remarks(PRESETS["W4A16"]) == []
+    assert any("one byte" in warning for warning in warnings(PRESETS["W4A8"]))
+    assert any("3 bits" in warning for warning in warnings(PRESETS["W3A16"]))
+    assert any("Machete" in warning for warning in warnings(changed(PRESETS["W4A16"], group_size=64)))
+    assert warnings(PRESETS["W4A16"]) == []
 
 
 def test_every_preset_is_sound():

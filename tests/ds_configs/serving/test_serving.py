@@ -253,15 +253,15 @@ def test_rejects_schemes_without_kernels(scheme, gpu, rule):
         return
     with pytest.raises(UsageError, match=rule):
         plan_serving(served(quantization_config=section), hardware)
-    errors, remarks = scheme_findings(section, engine="transformers", gpu=gpu, capability=70)
+    errors, warnings = scheme_findings(section, engine="transformers", gpu=gpu, capability=70)
     assert not errors
-    assert "decompress" in remarks[0]
+    assert "decompress" in warnings[0]
 
 
 def test_warns_that_fp8_caches_are_truncated_on_cpus():
-    for hardware, told in (("CPU", True), ("1xA100-80GB", False)):
+    for hardware, reported in (("CPU", True), ("1xA100-80GB", False)):
         asked = request(hardware, kv_cache_dtype="fp8", kv_cache_bytes=10**9, max_model_len=64)
-        assert any("truncates FP8" in note for note in plan_serving(served(), asked).notes) is told
+        assert any("truncates FP8" in note for note in plan_serving(served(), asked).notes) is reported
 
 
 def test_quantized_experts_on_a_cpu_need_amx():
@@ -274,8 +274,8 @@ def test_quantized_experts_on_a_cpu_need_amx():
     dense_experts = replace(mixture, weights=dict(list(packed.items())[1:]))
     assert (mixture.quantized_experts, dense_experts.quantized_experts) == (True, False)
     hardware = replace(request("CPU"), kv_cache_bytes=10**9, max_model_len=64)
-    remarks = [any("AMX" in note for note in plan_serving(each, hardware).notes) for each in (mixture, dense_experts)]
-    assert remarks == [True, False]
+    warnings = [any("AMX" in note for note in plan_serving(each, hardware).notes) for each in (mixture, dense_experts)]
+    assert warnings == [True, False]
     (error,) = processor_errors({"avx512f"}, quantized_experts=True)
     assert "has no AMX" in error.rule and "serve on a GPU" in error.fix
     assert processor_errors({"amx_tile"}, quantized_experts=True) == []

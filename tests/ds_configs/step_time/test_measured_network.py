@@ -23,8 +23,8 @@ SLOW = MeasuredNetwork(gpu="A100-80GB", gpus_per_node=8, nodes=2, bytes_per_s=1.
 
 
 def test_collective_between_nodes_uses_measured_rate() -> None:
-    hardware, remark = with_measured_network(parse_hardware("4x8xA100-80GB"), [replace(SLOW, bytes_per_s=9e9), SLOW])
-    assert remark is not None and "measured on 2 such nodes: 1.50 GB/s" in remark
+    hardware, warning = with_measured_network(parse_hardware("4x8xA100-80GB"), [replace(SLOW, bytes_per_s=9e9), SLOW])
+    assert warning is not None and "measured on 2 such nodes: 1.50 GB/s" in warning
     assert "network_bytes_per_s" not in hardware.assumed
     # One rank of each node, as the comparison measures.
     found = group_of(hardware, constants_of(hardware.gpu), ranks=4, stride=8)

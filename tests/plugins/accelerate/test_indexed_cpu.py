@@ -20,7 +20,7 @@ def outcome(script: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([os.environ["PYTHON_EXEC"], "-c", script], capture_output=True, text=True, check=False)
 
 
-def test_torch_still_refuses_the_location_that_the_trainer_gives_it() -> None:
+def test_torch_still_rejects_the_location_that_the_trainer_gives_it() -> None:
     """When this fails, `_accept_indexed_cpu` is no longer needed."""
     refused = outcome(LOAD)
     assert refused.returncode != 0

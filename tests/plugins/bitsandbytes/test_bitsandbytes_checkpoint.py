@@ -85,7 +85,7 @@ def test_what_is_ignored_stays_dense(source, tmp_path):
     assert stored["model.layers.0.mlp.up_proj.weight"].dtype == torch.uint8
 
 
-def test_options_are_refused(source):
+def test_options_are_rejected(source):
     with pytest.raises(UsageError, match="quant_type"):
         quantized(source, "NF4", quant_type="fp4")
 
@@ -93,12 +93,12 @@ def test_options_are_refused(source):
 IMPORTED_AGAIN = """
 import importlib, logging
 from unittest.mock import patch
-import bitsandbytes.backends.cpu.ops as told
-logger = logging.getLogger(told.__name__)
+import bitsandbytes.backends.cpu.ops as reported
+logger = logging.getLogger(reported.__name__)
 logger.setLevel(logging.NOTSET)
 # Operators can be registered once.
 with patch("bitsandbytes._ops.register_kernel", lambda *names: lambda kernel: kernel):
-    importlib.reload(told)
+    importlib.reload(reported)
 from shardwright.plugins.bitsandbytes import quiet_optional_kernels
 quiet_optional_kernels()
 print(logger.level)
@@ -108,6 +108,8 @@ print(logger.level)
 @pytest.mark.needs("avx512_bf16", "no-kernels")
 def test_bitsandbytes_still_tells_at_import_what_it_lacks():
     """Fails when bitsandbytes (0.50.2) keeps quiet by itself: `quiet_optional_kernels` can go then."""
-    told = subprocess.run([os.environ["PYTHON_EXEC"], "-c", IMPORTED_AGAIN], capture_output=True, text=True, check=True)
-    assert "No module named 'kernels'" in told.stderr
-    assert told.stdout == "40\n", "what keeps it quiet is the level of the logger that told"
+    reported = subprocess.run(
+        [os.environ["PYTHON_EXEC"], "-c", IMPORTED_AGAIN], capture_output=True, text=True, check=True
+    )
+    assert "No module named 'kernels'" in reported.stderr
+    assert reported.stdout == "40\n", "what keeps it quiet is the level of the logger that reported"

@@ -35,7 +35,7 @@ def test_equal_machines_have_nothing_to_tell(plan: Plan) -> None:
     assert node_warnings(plan, nodes, plan.hardware.network_bytes_per_s) == []
 
 
-def test_every_difference_is_told_at_once(plan: Plan) -> None:
+def test_every_difference_is_reported_together(plan: Plan) -> None:
     other = replace(
         FACTS,
         host="b",
@@ -43,8 +43,8 @@ def test_every_difference_is_told_at_once(plan: Plan) -> None:
         gpus=FACTS.gpus[:7],
         files={"plan.json": "1", "ds_config.json": "3"},
     )
-    told = [error.rule for error in node_errors(plan, [FACTS, other])]
-    assert told == [
+    reported = [error.rule for error in node_errors(plan, [FACTS, other])]
+    assert reported == [
         "b has peft 0.21, a has none",
         "b has torch 2.12.0, a has 2.13.0",
         "ds_config.json on b differs from a's",

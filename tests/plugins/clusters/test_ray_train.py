@@ -21,8 +21,8 @@ NODE = """
 import pathlib, signal, sys
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
 print("READY", flush=True)
-told = sys.stdin.read()
-pathlib.Path(sys.argv[1]).write_text(told)
+reported = sys.stdin.read()
+pathlib.Path(sys.argv[1]).write_text(reported)
 """
 STARTER = """
 import sys
@@ -42,26 +42,26 @@ def plan(tmp_path: Path) -> Path:
 def test_a_dry_run_prints_what_ray_train_gets(plan: Path, capsys: pytest.CaptureFixture[str]) -> None:
     data = ["--", "--text", "python-help", "--max-steps", "7"]
     assert run(["launch", str(plan), "--on", "ray", "--dry-run", "--restarts", "3", *data]) == 0
-    told = yaml.safe_load(capsys.readouterr().out)
-    assert told["scaling_config"] == {
+    reported = yaml.safe_load(capsys.readouterr().out)
+    assert reported["scaling_config"] == {
         "num_workers": 2,
         "use_gpu": True,
         "resources_per_worker": {"CPU": 8.0, "GPU": 8.0},
         "placement_strategy": "STRICT_SPREAD",
     }
-    assert told["failure_config"] == {"max_failures": 3, "controller_failure_limit": 3}
+    assert reported["failure_config"] == {"max_failures": 3, "controller_failure_limit": 3}
     from ray import train
 
-    assert train.ScalingConfig(**told["scaling_config"]).total_resources == {"CPU": 16.0, "GPU": 16.0}
-    assert train.FailureConfig(**told["failure_config"]).max_failures == 3
-    assert told["worker"][-5:] == data
+    assert train.ScalingConfig(**reported["scaling_config"]).total_resources == {"CPU": 16.0, "GPU": 16.0}
+    assert train.FailureConfig(**reported["failure_config"]).max_failures == 3
+    assert reported["worker"][-5:] == data
     assert run(["launch", str(plan), "--on", "ray", "--dry-run", "--restarts", "3", "--min-nodes", "1", *data]) == 0
-    told = yaml.safe_load(capsys.readouterr().out)
+    reported = yaml.safe_load(capsys.readouterr().out)
     scaling = train.ScalingConfig(
-        **told["scaling_config"] | {"num_workers": tuple(told["scaling_config"]["num_workers"])}
+        **reported["scaling_config"] | {"num_workers": tuple(reported["scaling_config"]["num_workers"])}
     )
     assert (scaling.min_workers, scaling.max_workers) == (1, 2)
-    assert told["failure_config"] == {"max_failures": 3, "controller_failure_limit": 6}
+    assert reported["failure_config"] == {"max_failures": 3, "controller_failure_limit": 6}
 
 
 @pytest.mark.parametrize(
@@ -102,7 +102,7 @@ def test_without_ray(plan: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest
     assert "requires the package ray; pip install 'shardwright[ray]'" in capsys.readouterr().err
 
 
-def test_a_launch_that_was_refused_is_not_tried_again() -> None:
+def test_a_launch_that_was_rejected_is_not_tried_again() -> None:
     turns = ray_train._Attempts()
     assert turns.begin() == 0
     turns.failed("node 1: rank 3 was killed", 1)
@@ -113,8 +113,8 @@ def test_a_launch_that_was_refused_is_not_tried_again() -> None:
     assert turns.failure() == ("node 0: no such flag", 2)
 
 
-def test_a_launcher_is_told_to_end_with_the_worker_that_started_it(tmp_path: Path) -> None:
-    command = [sys.executable, "-c", STARTER, NODE, str(tmp_path / "told")]
+def test_a_launcher_is_reported_to_end_with_the_worker_that_started_it(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", STARTER, NODE, str(tmp_path / "reported")]
     starter = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     assert starter.stdout is not None
     assert starter.stdout.readline() == "READY\n"
@@ -122,4 +122,4 @@ def test_a_launcher_is_told_to_end_with_the_worker_that_started_it(tmp_path: Pat
     starter.kill()
     starter.wait()
     psutil.wait_procs([node], timeout=20)
-    assert (tmp_path / "told").read_text() == "end\n"
+    assert (tmp_path / "reported").read_text() == "end\n"

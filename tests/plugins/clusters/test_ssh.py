@@ -75,7 +75,7 @@ def job_of(plan: Plan, tmp_path: Path) -> ClusterJob:
     return ClusterJob(plan=plan, directory="/plans/my plan", program=(sys.executable, str(tmp_path / "worker.py")))
 
 
-def test_a_host_that_dies_is_waited_for_and_the_run_goes_on(
+def test_a_host_that_dies_is_waited_for_and_the_run_resumes(
     plan: Plan, hosts: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
@@ -99,7 +99,7 @@ def test_a_host_that_dies_is_waited_for_and_the_run_goes_on(
     assert caplog.messages[1] == "waiting 60 s for host-1"
 
 
-def test_a_restart_goes_on_with_the_hosts_that_answer(
+def test_a_restart_resumes_with_the_hosts_that_answer(
     plan: Plan, hosts: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
@@ -136,7 +136,7 @@ def test_a_host_that_never_answers_is_named(plan: Plan, hosts: Path, tmp_path: P
     assert not (hosts / "ran").exists()
 
 
-def test_what_a_host_is_told_is_one_quoted_text(plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_command_for_a_host_is_one_quoted_text(plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_TOKEN", "hf_secret")
     monkeypatch.setenv("NCCL_DEBUG", "IN FO")
     job = ClusterJob(

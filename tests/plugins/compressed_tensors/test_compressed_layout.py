@@ -97,7 +97,7 @@ def test_a_dense_checkpoint_may_hold_nothing_packed(tmp_path):
     assert layout_differences(tmp_path, None, LAYERS) == []
 
 
-def test_a_configuration_that_says_something_else_is_told(tmp_path):
+def test_a_configuration_that_says_something_else_is_reported(tmp_path):
     scheme = SCHEMES["W4A16"]
     other = quantization_config(changed(scheme, group_size=16, symmetric=False))
     found = " ".join(layout_differences(written(tmp_path, scheme, quantization_config=other), scheme, LAYERS))
@@ -119,7 +119,7 @@ def test_an_index_and_its_shards_must_agree(tmp_path):
     assert any("'model.norm.weight': is in model.safetensors, but is not listed" in error for error in found)
 
 
-def test_a_damaged_file_is_told(tmp_path):
+def test_a_damaged_file_is_reported(tmp_path):
     scheme = SCHEMES["W4A16"]
     written(tmp_path, scheme)
     weights = tmp_path / "model.safetensors"

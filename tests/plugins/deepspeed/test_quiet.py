@@ -12,9 +12,9 @@ from shardwright.plugins.deepspeed import quiet_accelerator_choice
 @pytest.mark.parametrize("quiet", [False, True])
 def test_deepspeed_still_warns_of_a_host_without_accelerators(monkeypatch: pytest.MonkeyPatch, quiet: bool) -> None:
     """Fails when DeepSpeed (0.19.8) keeps quiet by itself: `quiet_accelerator_choice` can go then."""
-    logger, told = logging.getLogger("DeepSpeed"), list[str]()
+    logger, reported = logging.getLogger("DeepSpeed"), list[str]()
     own = logging.Handler()
-    own.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
+    own.emit = lambda record: reported.append(record.getMessage())  # type: ignore[method-assign]
     monkeypatch.setattr(logger, "handlers", [own])
     monkeypatch.setattr(logger, "filters", [])
     monkeypatch.setattr(real_accelerator, "ds_accelerator", None)
@@ -23,4 +23,4 @@ def test_deepspeed_still_warns_of_a_host_without_accelerators(monkeypatch: pytes
     if quiet:
         quiet_accelerator_choice()
     real_accelerator.get_accelerator()
-    assert any(line.startswith("Setting accelerator to CPU.") for line in told) != quiet
+    assert any(line.startswith("Setting accelerator to CPU.") for line in reported) != quiet

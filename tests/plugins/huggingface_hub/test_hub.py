@@ -239,7 +239,7 @@ def test_a_model_of_the_hub_is_quantized_at_its_commit(
     assert not list(home.rglob("pytorch_model.bin"))
 
 
-def test_a_model_of_the_hub_in_pickles_alone_is_refused(hub: str, tmp_path: Path, whole_repository: str) -> None:
+def test_a_model_of_the_hub_in_pickles_alone_is_rejected(hub: str, tmp_path: Path, whole_repository: str) -> None:
     flags = ("--scheme", "NF4", "--output-dir", str(tmp_path / "q"), "--no-evaluate")
     ((code, _, err),) = drive(hub, tmp_path / "home", [["quantize", "org/pickled", *flags]])
     assert code == 4 and "can run code" in err

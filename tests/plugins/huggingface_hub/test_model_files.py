@@ -43,7 +43,7 @@ def directory(tmp_path: Path) -> Path:
     return place
 
 
-def test_a_whole_checkpoint_agrees_and_another_is_noted(directory: Path) -> None:
+def test_a_complete_checkpoint_agrees_and_another_is_noted(directory: Path) -> None:
     (directory / "model.safetensors").write_bytes(safetensors(PARAMETERS))
     loaded = load_model_spec(str(directory))
     assert (loaded.spec.parameter_count, loaded.notes) == (PARAMETERS, ())
@@ -86,7 +86,7 @@ def test_shards_may_be_links_as_in_the_cache_of_the_hub(directory: Path, tmp_pat
         safetensors(0, header=b"\xff\xfe"),
     ],
 )
-def test_a_corrupt_checkpoint_is_refused(directory: Path, content: bytes) -> None:
+def test_a_corrupt_checkpoint_is_rejected(directory: Path, content: bytes) -> None:
     (directory / "model.safetensors").write_bytes(content)
     with pytest.raises(RefusedInputError, match="is not a complete safetensors file"):
         load_model_spec(str(directory))
@@ -94,7 +94,7 @@ def test_a_corrupt_checkpoint_is_refused(directory: Path, content: bytes) -> Non
 
 @settings(max_examples=200, deadline=None)
 @given(content=st.binary(max_size=200), framed=st.booleans())
-def test_arbitrary_bytes_are_a_checkpoint_or_refused(
+def test_arbitrary_bytes_are_a_checkpoint_or_rejected(
     tmp_path_factory: pytest.TempPathFactory, content: bytes, framed: bool
 ) -> None:
     place = tmp_path_factory.mktemp("model")
@@ -121,7 +121,7 @@ def test_arbitrary_bytes_are_a_checkpoint_or_refused(
         ({}, "is not a safetensors index"),
     ],
 )
-def test_an_index_that_points_elsewhere_is_refused(directory: Path, index: object, error: str) -> None:
+def test_an_index_that_points_elsewhere_is_rejected(directory: Path, index: object, error: str) -> None:
     (directory.parent / "outside").write_bytes(safetensors(PARAMETERS))
     (directory / INDEX).write_text(json.dumps(index))
     with pytest.raises(RefusedInputError) as caught:
@@ -129,7 +129,7 @@ def test_an_index_that_points_elsewhere_is_refused(directory: Path, index: objec
     assert error in str(caught.value) and INDEX in str(caught.value)
 
 
-def test_an_index_that_is_no_json_is_refused(directory: Path) -> None:
+def test_an_index_that_is_no_json_is_rejected(directory: Path) -> None:
     for text in ("", "[" * 100_000, "{"):
         (directory / INDEX).write_text(text)
         with pytest.raises(RefusedInputError, match="is not a safetensors index"):
@@ -156,7 +156,7 @@ def test_what_is_no_model_says_what_it_is(directory: Path) -> None:
         load_model_spec(str(directory / "pipe.json"))
 
 
-def test_a_huge_config_is_refused_without_being_read_whole(directory: Path) -> None:
+def test_a_huge_config_is_rejected_without_being_read_whole(directory: Path) -> None:
     with (directory / "config.json").open("ab") as file:
         file.write(b" " * 5 * 2**20)
     with pytest.raises(RefusedInputError, match=r"must be at most 4194304 bytes"):
@@ -184,7 +184,7 @@ def test_an_unreadable_file_is_named(directory: Path, monkeypatch: pytest.Monkey
     assert str(caught.value) == f"{directory / name}: cannot be read (Permission denied)"
 
 
-def test_a_directory_that_may_not_be_searched_is_told(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_directory_that_may_not_be_searched_is_reported(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(path: Path, **_: object) -> bool:
         raise PermissionError(13, "Permission denied", str(path))
 

@@ -49,7 +49,7 @@ def result(tmp_path: Path) -> Path:
         (REFUSING, "ada/tuned", "the Hub does not accept the token"),
     ],
 )
-def test_a_token_that_cannot_write_is_told_first(
+def test_a_token_that_cannot_write_is_reported_first(
     hub: WritableHub, monkeypatch: pytest.MonkeyPatch, token: str, repository: str, said: str | None
 ) -> None:
     monkeypatch.setenv("HF_TOKEN", token)
@@ -59,15 +59,15 @@ def test_a_token_that_cannot_write_is_told_first(
 
 
 def test_a_directory_goes_up_without_its_checkpoints_and_places(hub: WritableHub, result: Path) -> None:
-    told: list[str] = []
-    with pushed(result, "ada/tuned", private=True, notify=told.append):
+    reported: list[str] = []
+    with pushed(result, "ada/tuned", private=True, notify=reported.append):
         assert hub.repositories == {"ada/tuned": True} and not hub.files
     assert sorted(hub.files) == ["README.md", "model.safetensors", "plan/plan.json"]
     assert hub.objects[hub.files["model.safetensors"].decode()] == b"\0" * 100
-    assert told == [f"uploaded to {hub.address}/ada/tuned"] and "checkpoints/**" in LEFT_OUT
+    assert reported == [f"uploaded to {hub.address}/ada/tuned"] and "checkpoints/**" in LEFT_OUT
 
 
-def test_an_upload_that_failed_is_taken_up_again(hub: WritableHub, result: Path) -> None:
+def test_an_upload_that_failed_is_resumed(hub: WritableHub, result: Path) -> None:
     (result / "second.safetensors").write_bytes(b"\1" * 100)
     hub.failing_uploads = 1
     claim_repository("ada/tuned", private=False)

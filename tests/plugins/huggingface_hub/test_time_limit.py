@@ -10,7 +10,7 @@ from shardwright.plugins.huggingface_hub import hub
 from shardwright.plugins.huggingface_hub.hub import HubTimeoutError, within_limit
 
 
-def test_silence_is_told_of_and_given_up(monkeypatch, capsys):
+def test_silence_is_reported_of_and_given_up(monkeypatch, capsys):
     monkeypatch.setattr(hub, "FIRST_WORD_SECONDS", 0.1)
     with pytest.raises(HubTimeoutError, match=r"model a/b: the Hub did not answer within 0\.4 s; try again later"):
         within_limit(lambda: threading.Event().wait(60), "model a/b", limit=0.4)
@@ -24,7 +24,7 @@ def test_answers_and_errors_come_through():
 
 
 @pytest.mark.slow
-def test_a_download_that_moves_goes_on_and_a_drip_does_not():
+def test_a_download_that_moves_resumes_and_a_drip_does_not():
     began = time.monotonic()
 
     def arrived() -> int:

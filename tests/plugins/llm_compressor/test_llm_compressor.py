@@ -215,7 +215,7 @@ def test_manifest_cannot_name_files_elsewhere(source, tmp_path):
 
 
 @pytest.mark.needs("llmcompressor")
-def test_journal_of_another_run_is_refused(source, tmp_path):
+def test_journal_of_another_run_is_rejected(source, tmp_path):
     journal = tmp_path / "journal"
     with pytest.raises(Interrupted):
         quantize_with_llm_compressor(request(source, "gptq", journal=journal, run_key="a"), interrupt_after(0))

@@ -25,7 +25,7 @@ def test_adapters_are_fp32_where_no_engine_keeps_such_a_copy(fp32: bool, dtype: 
     assert {each.dtype for each in model.parameters() if each.requires_grad} == {dtype}
 
 
-def test_a_name_that_no_layer_has_is_told_with_those_that_are_there() -> None:
+def test_a_name_that_no_layer_has_is_reported_with_those_that_are_there() -> None:
     with pytest.raises(UsageError, match="is not a module of the model") as refused:
         add_lora(tiny(), rank=2, targets="query", fp32_adapters=True)
     assert "q_proj" in str(refused.value) and "all-linear" in str(refused.value)

@@ -46,7 +46,7 @@ def test_plans_use_the_last_measured_network(
 ) -> None:
     """From the file of a comparison through the command to the next plan, and back by `--forget all`."""
     monkeypatch.setenv("SHARDWRIGHT_DATA_DIR", str(tmp_path / "data"))
-    store, told = CalibrationStore(), list[str]()
+    store, reported = CalibrationStore(), list[str]()
     assert store.networks() == ()
     store.add(RUN)
     assert store.networks() == ()
@@ -56,10 +56,10 @@ def test_plans_use_the_last_measured_network(
         assert run(command) == 0
         assert "2.00 GB/s from each accelerator; plans for nodes of 8 x A100-80GB use it" in capsys.readouterr().out
     assert store.networks() == (measured,) and store.calibration().runs == (RUN,)
-    words = {"strategy": "zero3", "notify": told.append}
+    words = {"strategy": "zero3", "notify": reported.append}
     found = plan(str(MODELS / "meta-llama--Llama-3.1-8B" / "config.json"), "2x8xA100-80GB", **words)
     assert found.hardware.network_bytes_per_s == pytest.approx(measured.nominal_bytes_per_s)
-    assert any("network rate measured on 2 such nodes: 2.00 GB/s" in line for line in told)
+    assert any("network rate measured on 2 such nodes: 2.00 GB/s" in line for line in reported)
     rewrite(store.path, "UPDATE networks SET bytes_per_s = 'fast'")
     with pytest.raises(RefusedInputError, match="a network of 'A100-80GB'"):
         store.networks()
@@ -198,7 +198,7 @@ def test_planning_uses_the_users_runs_by_default(monkeypatch: pytest.MonkeyPatch
     runs = Calibration(runs=(RUN, numbered(1)))
     assert plan(model, "8xH100-80GB", calibration=runs).chosen.memory.gpu.calibrated_runs == 2
     (tmp_path / FILE_NAME).write_text("not a database, " * 100)
-    told: list[str] = []
-    assert stored_calibration(told.append) is None
-    assert told and told[0].startswith("planning without measured runs: calibration database ")
+    reported: list[str] = []
+    assert stored_calibration(reported.append) is None
+    assert reported and reported[0].startswith("planning without measured runs: calibration database ")
     assert plan(model, "8xH100-80GB").chosen.memory.gpu.calibrated_runs == 0

@@ -135,8 +135,8 @@ def test_remote_code_is_planned_from_its_sizes_and_marked(tmp_path: Path) -> Non
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(RefusedInputError, match="which Shardwright does not run"):
         load_model_spec(str(tmp_path))
-    told: list[str] = []
-    made = plan(str(tmp_path), "4xA100-80GB", seq_len=64, calibration=None, notify=told.append)
+    reported: list[str] = []
+    made = plan(str(tmp_path), "4xA100-80GB", seq_len=64, calibration=None, notify=reported.append)
     (tmp_path / "config.json").write_text(json.dumps(SIZES | {"model_type": "llama"}))
     assert made.model.parameter_count == load_model_spec(str(tmp_path)).spec.parameter_count
     assert (made.model.source, made.activations, made.model.architecture) == (
@@ -144,7 +144,7 @@ def test_remote_code_is_planned_from_its_sizes_and_marked(tmp_path: Path) -> Non
         "upper bound",
         "OwnForCausalLM",
     )
-    assert any("which is not run" in line for line in told)
+    assert any("which is not run" in line for line in reported)
     assert any("has custom code" in doubt for doubt in made.to_dict()["doubts"])
     assert {layout.strategy.engine for layout in (made.chosen, *made.rejected)} <= {"ddp", "deepspeed"}
     assert not any(layout.strategy.axes for layout in (made.chosen, *made.rejected))

@@ -98,7 +98,7 @@ def test_mutated_headers_are_taken_only_if_safetensors_takes_them(tmp_path_facto
 
 @settings(max_examples=200, deadline=None)
 @given(at=st.integers(0, 400), bits=st.integers(1, 255), cut=st.integers(0, 40))
-def test_what_safetensors_refuses_is_refused(tmp_path_factory, at, bits, cut):
+def test_what_safetensors_rejects_is_rejected(tmp_path_factory, at, bits, cut):
     """One byte of a sound file changed, or its end cut off."""
     file = tmp_path_factory.mktemp("x") / "x.safetensors"
     save_file(TENSORS, file)

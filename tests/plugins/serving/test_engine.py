@@ -30,7 +30,7 @@ def test_what_the_engines_own_library_says_of_a_checkpoint(monkeypatch: pytest.M
     assert server_errors("sglang", READ_BY, SECTION) == []
 
 
-def test_an_interpreter_that_is_gone_is_told() -> None:
+def test_an_interpreter_that_is_gone_is_reported() -> None:
     lost = InstalledEngine(python=Path("/nowhere/python"), versions={})
     (error,) = server_errors("vllm", lost, SECTION)
     assert "it did not answer: FileNotFoundError" in error.rule

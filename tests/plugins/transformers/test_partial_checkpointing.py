@@ -76,7 +76,7 @@ def test_the_decoder_of_two_stacks_counts() -> None:
     assert [block.gradient_checkpointing for block in model.get_encoder().block] == [True, True]
 
 
-def test_what_cannot_be_recomputed_is_refused() -> None:
+def test_what_cannot_be_recomputed_is_rejected() -> None:
     with pytest.raises(UsageError, match="finds no layers"):
         checkpoint_first_layers(torch.nn.Linear(2, 2), 1)
     with pytest.raises(UsageError, match="needs gradient checkpointing, which is off"):

@@ -44,7 +44,7 @@ def test_unused_tensors_are_named(sound: Path, tmp_path: Path, capsys: pytest.Ca
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_missing_and_misshapen_tensors_are_told_from_headers_alone(tied: bool) -> None:
+def test_missing_and_misshapen_tensors_are_reported_from_headers_alone(tied: bool) -> None:
     with torch.device("meta"):
         model = llama(hidden_size=32, vocab_size=260, tie_word_embeddings=tied)
     every = {name: StoredTensor(dtype="F32", shape=tuple(one.shape)) for name, one in model.named_parameters()}

@@ -349,7 +349,7 @@ def test_spqr_beside_what_it_was_made_from(tiny_llama, book, tmp_path):
     assert 0 < found.comparison.kl_nats_per_token.value < 0.01
 
 
-def test_requests_that_cannot_be_met_are_told_together(tiny_llama, book, tmp_path):
+def test_requests_that_cannot_be_met_are_reported_together(tiny_llama, book, tmp_path):
     with pytest.raises(UsageError) as caught:
         small_run(
             tmp_path / "nowhere", book, baseline=str(tiny_llama), seq_len=1000, batch_size=0, device="gpu7",

@@ -97,25 +97,25 @@ def test_the_same_tokens_are_judged_as_in_transformers(tiny_llama, book, install
         ({"answers": {"log_probabilities": [[-1.0] * 30 + [float("nan")]]}}, RefusedInputError, "position 32 of"),
     ],
 )
-def test_what_the_engine_refuses(tiny_llama, book, installed, monkeypatch, changes, kind, words):
+def test_what_the_engine_rejects(tiny_llama, book, installed, monkeypatch, changes, kind, words):
     monkeypatch.setattr(in_vllm, "ask_vllm", Engine(**changes))
     text = TextRequest(files=(book,), num_samples=1)
     with pytest.raises(kind, match=words):
         evaluate_model(str(tiny_llama), engine="vllm", text=text, seq_len=32, measure_speeds=False)
 
 
-def test_what_vllm_cannot_be_asked_is_told_at_once(tiny_llama, monkeypatch):
+def test_what_vllm_cannot_be_asked_is_reported_together(tiny_llama, monkeypatch):
     monkeypatch.setattr(in_vllm, "installed_engine", lambda _: None)
     with pytest.raises(UsageError) as caught:
         evaluate_model(
             str(tiny_llama), engine="vllm", baseline=str(tiny_llama), device="cpu", tasks=TaskRequest(names=("arc",))
         )
-    told = str(caught.value)
-    assert all(flag in told for flag in ("--baseline", "--tasks", "--device"))
-    assert "--engine = 'vllm': is not on PATH; pip install vllm" in told
+    reported = str(caught.value)
+    assert all(flag in reported for flag in ("--baseline", "--tasks", "--device"))
+    assert "--engine = 'vllm': is not on PATH; pip install vllm" in reported
 
 
-def test_a_scheme_without_a_kernel_is_refused_before_anything_is_read(tiny_llama, installed, monkeypatch, tmp_path):
+def test_a_scheme_without_a_kernel_is_rejected_before_anything_is_read(tiny_llama, installed, monkeypatch, tmp_path):
     monkeypatch.setattr(in_vllm, "server_errors", lambda *_: [])
     shutil.copytree(tiny_llama, tmp_path / "packed")
     file = tmp_path / "packed" / "config.json"

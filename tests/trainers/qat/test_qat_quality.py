@@ -197,7 +197,7 @@ def untrained_llama() -> Any:
 
 
 @pytest.mark.parametrize(
-    ("qat", "told"),
+    ("qat", "reported"),
     [
         (
             {"nonsense": 5, "kv_cach": "fp8", "scheme": "W8A16"},
@@ -207,15 +207,15 @@ def untrained_llama() -> Any:
         ({"bit_schedule": ((0, 8), (2, 4))}, ["before it reaches the 4 bits", "bits of learned scales"]),
     ],
 )
-def test_errors_of_a_configuration_are_found_before_training(qat, told, monkeypatch):
+def test_errors_of_a_configuration_are_found_before_training(qat, reported, monkeypatch):
     monkeypatch.setattr("qat_ways.run_all", lambda _: pytest.fail("training began"))
     model = untrained_llama()
     how = {"train_samples": ROWS_OF_TOKENS, "evaluation_samples": ROWS_OF_TOKENS, "learning_rate": 1e-3}
     with pytest.raises(UsageError) as error:
         compare_qat(model, "W4A16", steps=2, qat=qat, **how)
     errors = [str(config_error) for config_error in error.value.errors]
-    assert len(errors) == len(told) and all(
-        part in config_error for part, config_error in zip(told, errors, strict=True)
+    assert len(errors) == len(reported) and all(
+        part in config_error for part, config_error in zip(reported, errors, strict=True)
     )
     assert type(model.model.layers[0].mlp.up_proj) is torch.nn.Linear, "the model stays as it is"
 

@@ -202,7 +202,7 @@ def test_nvme_without_libaio_says_what_to_install(
     assert any(change["where"].endswith("nvme_path") for change in report["changes"])
 
 
-def test_a_plan_of_another_schema_version_is_refused(
+def test_a_plan_of_another_schema_version_is_rejected(
     model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     written(model, tmp_path / "plan")

@@ -45,7 +45,7 @@ def test_files_are_shown_and_some_exchanged(here: Path, tmp_path: Path, monkeypa
     assert not (tmp_path / "less" / "out" / "model.safetensors").exists()
 
 
-def test_writes_land_in_the_view_or_are_refused(here: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_writes_land_in_the_view_or_are_rejected(here: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     view = tmp_path / "view"
     make_view(here, view, {}, apart=tmp_path / "work")
     monkeypatch.chdir(view)

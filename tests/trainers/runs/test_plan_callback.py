@@ -183,7 +183,7 @@ def test_a_directory_that_cannot_be_written_does_not_lose_the_training(
     assert "the measurement was not written" in capsys.readouterr().err
 
 
-def test_a_missing_plan_is_told_before_training(tmp_path: Path) -> None:
+def test_a_missing_plan_is_reported_before_training(tmp_path: Path) -> None:
     from shardwright.trainers import PlanCallback
     from shardwright.trainers.train_causal_lm import main
 

@@ -49,8 +49,8 @@ if int(os.environ["WORLD_SIZE"]) > 1:
     try:
         share.check_same({"key": "one", "text": share.rank})
     except UsageError as error:
-        told = str(error)
-    assert "rank 1 on" in told and "has other text than rank 0" in told and "key" not in told, told
+        reported = str(error)
+    assert "rank 1 on" in reported and "has other text than rank 0" in reported and "key" not in reported, reported
 
 def die_of_rank_2(what, done, total):
     if share.rank == 2 and done >= last:
@@ -163,7 +163,7 @@ def test_counts_and_places_that_cannot_be(replicas: Replicas, device: str, where
 
 def test_ways_to_start_machines_that_do_not_go_together(tmp_path: Path) -> None:
     hosts = tmp_path / "hosts"
-    for stated, where, told in (
+    for stated, where, reported in (
         ({"on": "ssh", "node_rank": 1}, ["node_rank", "hostfile"], "hostfile: is missing"),
         ({"node_rank": 1}, ["node_rank"], "node_rank = 1: needs --main-address"),
         (
@@ -172,7 +172,7 @@ def test_ways_to_start_machines_that_do_not_go_together(tmp_path: Path) -> None:
             "is for --on ssh",
         ),
     ):
-        with pytest.raises(UsageError, match=told) as refused:
+        with pytest.raises(UsageError, match=reported) as refused:
             machines.ReplicaOptions.model_validate(stated).place()
         assert [error.where for error in refused.value.errors] == where
     hosts.write_text("a slots=2\nb slots=1\n")

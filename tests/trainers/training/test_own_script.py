@@ -77,9 +77,11 @@ def test_a_plan_whose_training_went_on_longer_starts_no_rank(
     monkeypatch.setattr(script, "launch_ranks", lambda *launches, **_: started.append(launches))
     words = ["launch", str(tmp_path / "plan"), "--", "--text", "python-help", "--resume", "--max-steps"]
     assert run([*words, "4"]) == 2
-    told = capsys.readouterr().err.splitlines()
-    assert [line.partition(":")[2].partition(":")[0] for line in told] == [" resume", " resume = 'checkpoint-4'"], told
-    assert "all 4 steps are done, in a run of 6" in told[1] and "the checkpoint was saved with 7" in told[0]
+    reported = capsys.readouterr().err.splitlines()
+    assert [line.partition(":")[2].partition(":")[0] for line in reported] == [" resume", " resume = 'checkpoint-4'"], (
+        reported
+    )
+    assert "all 4 steps are done, in a run of 6" in reported[1] and "the checkpoint was saved with 7" in reported[0]
     (tmp_path / "plan" / "training_arguments.json").write_text('{"seed": 7}')
     assert run([*words, "5"]) == 0 and len(started) == 1
 

@@ -136,7 +136,7 @@ def test_a_machine_draws_its_samples_in_an_order_of_the_seed() -> None:
         (("--dataset", "none.csv"), "dataset = 'none.csv': no such file or directory"),
     ],
 )
-def test_bad_input_is_told_before_launch_and_writes_nothing(
+def test_bad_input_is_reported_before_launch_and_writes_nothing(
     train: Shell, model: Path, tmp_path: Path, more: Any, said: str
 ) -> None:
     found = train(model, *OUT, *(DATA if "--dataset" not in more else ()), *more)
@@ -145,7 +145,7 @@ def test_bad_input_is_told_before_launch_and_writes_nothing(
     assert not list(tmp_path.iterdir())
 
 
-def test_a_plan_of_another_model_or_with_a_teacher_is_refused(train: Shell, model: Path, tmp_path: Path) -> None:
+def test_a_plan_of_another_model_or_with_a_teacher_is_rejected(train: Shell, model: Path, tmp_path: Path) -> None:
     other = tmp_path / "other"
     tiny("llama", vocab_size=300, layers=3, max_position_embeddings=64).save_pretrained(other)
     job = TrainingJob(seq_len_tokens=32, precision="fp32")
@@ -154,7 +154,7 @@ def test_a_plan_of_another_model_or_with_a_teacher_is_refused(train: Shell, mode
     assert found.code == 2 and "is not the model of the plan" in found.err
 
 
-def test_an_edited_plan_is_refused_and_a_revision_is_an_option(train: Shell, model: Path, tmp_path: Path) -> None:
+def test_an_edited_plan_is_rejected_and_a_revision_is_an_option(train: Shell, model: Path, tmp_path: Path) -> None:
     job = TrainingJob(seq_len_tokens=32, precision="fp32")
     shardwright.plan(str(model), "1xCPU", job).write(tmp_path / "plan")
     (tmp_path / "plan" / "accelerate.yaml").write_text("num_processes: 2\n")
@@ -279,8 +279,8 @@ def _refused_before_a_rank_starts(
     ):
         (tmp_path / "settings.yaml").write_text(json.dumps(how | changed))
         assert run([*words, "--config", str(tmp_path / "settings.yaml")]) == 2
-        told = [line for line in capsys.readouterr().err.splitlines() if not line.startswith("note: ")]
-        assert len(told) == 1 and told[0].startswith(f"error: {said}"), told
+        reported = [line for line in capsys.readouterr().err.splitlines() if not line.startswith("note: ")]
+        assert len(reported) == 1 and reported[0].startswith(f"error: {said}"), reported
     assert sorted((tmp_path / "again").rglob("*")) == before
 
 

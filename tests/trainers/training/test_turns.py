@@ -28,7 +28,7 @@ def turn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capture
     return ended
 
 
-def test_two_turns_without_a_new_whole_checkpoint_end_the_job(turn, tmp_path: Path) -> None:
+def test_two_turns_without_a_new_complete_checkpoint_end_the_job(turn, tmp_path: Path) -> None:
     assert turn() == (0, "")
     checkpoint(tmp_path / "model", 20, whole=False)
     code, said = turn("--resume-or-anew")

@@ -346,7 +346,7 @@ class TestBadInput:
         (file,) = tmp_path.glob("*.safetensors")
         manifest = json.loads((tmp_path / "manifest.json").read_text())
         sound = load_file(file)
-        for name, array, told in (
+        for name, array, reported in (
             ("starts", sound["starts"][:-1], r"'starts': is int64 of shape \[\d+\]"),
             ("lengths", sound["lengths"].view(np.uint8), "'lengths': is uint8 of shape"),
             ("starts", sound["starts"] + 10**6, "samples have rows that do not exist"),
@@ -356,7 +356,7 @@ class TestBadInput:
             save_file({**sound, name: array}, file)
             manifest["shards"][0]["file_bytes"] = file.stat().st_size
             (tmp_path / "manifest.json").write_text(json.dumps(manifest))
-            with pytest.raises(RefusedInputError, match=told):
+            with pytest.raises(RefusedInputError, match=reported):
                 TeacherCache.open(tmp_path)
 
     def test_damaged_records_are_rejected(self) -> None:

@@ -86,7 +86,7 @@ def test_all_errors_are_reported_together(distill: Shell, models: dict[str, Path
         *("--hardware", "8xA100-80GB"),
     )
     assert found.code == 2
-    told = "\n".join(found.errors)
+    reported = "\n".join(found.errors)
     for part in (
         "alpha = 2.0: must be from 0 to 1",
         "temperature = 0.0: must be above 0",
@@ -95,7 +95,7 @@ def test_all_errors_are_reported_together(distill: Shell, models: dict[str, Path
         "has no weights; pass a trained model",
         "requires 8 x A100-80GB on 1 node(s)",
     ):
-        assert part in told, part
+        assert part in reported, part
     assert not list(tmp_path.iterdir())
 
 

@@ -162,7 +162,7 @@ def test_all_errors_are_reported_together(qat: Shell, models: dict[str, Path], t
         *("--teacher", models["narrow"], "--temperature", 0, "--dataset", "none.txt", "--hardware", "8xA100-80GB"),
         *("--lora-rank", 4),
     )
-    told = "\n".join(found.errors)
+    reported = "\n".join(found.errors)
     for part in (
         "is the model itself",
         "is the teacher itself",
@@ -172,7 +172,7 @@ def test_all_errors_are_reported_together(qat: Shell, models: dict[str, Path], t
         "group_size = 128: must divide",
         "no such file or directory",
     ):
-        assert part in told, part
+        assert part in reported, part
     assert found.code == 2 and not list(tmp_path.iterdir())
 
 

@@ -293,11 +293,11 @@ def test_untrained_models_are_rejected(tmp_path):
     (tmp_path / "out" / "notes.txt").write_text("mine")
     with pytest.raises(UsageError) as caught:
         export(model, attachment, tmp_path / "out", dtype=torch.float16)
-    told = str(caught.value)
-    assert "was never trained with the 8 bits of W8A8_STATIC" in told
-    assert "14 of 14 have no value" in told
-    assert "scales were rounded to torch.float32" in told
-    assert "exists and is not empty" in told
+    reported = str(caught.value)
+    assert "was never trained with the 8 bits of W8A8_STATIC" in reported
+    assert "14 of 14 have no value" in reported
+    assert "scales were rounded to torch.float32" in reported
+    assert "exists and is not empty" in reported
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
@@ -324,11 +324,11 @@ def test_tensors_with_nan_or_infinity_are_rejected_by_name(tmp_path):
         layers[1].input_layernorm.weight[0] = 1e6
     with pytest.raises(RefusedInputError) as caught:
         callback.export(trainer, tmp_path / "out")
-    told = str(caught.value)
-    assert "3 tensors with NaN or infinite numbers" in told
-    assert f"{Q_PROJ}.weight" in told
-    assert "model.layers.1.mlp.up_proj.weight_scale" in told
-    assert "model.layers.1.input_layernorm.weight" in told
+    reported = str(caught.value)
+    assert "3 tensors with NaN or infinite numbers" in reported
+    assert f"{Q_PROJ}.weight" in reported
+    assert "model.layers.1.mlp.up_proj.weight_scale" in reported
+    assert "model.layers.1.input_layernorm.weight" in reported
     assert not (tmp_path / "out").exists()
 
 

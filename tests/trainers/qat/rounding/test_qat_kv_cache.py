@@ -256,10 +256,10 @@ def write_checkpoint(model, attachment, directory, *, leave_out=()):
 
 
 def reloaded(directory):
-    model, told = AutoModelForCausalLM.from_pretrained(
+    model, reported = AutoModelForCausalLM.from_pretrained(
         directory, dtype=torch.bfloat16, output_loading_info=True, trust_remote_code=False
     )
-    return model.eval(), told
+    return model.eval(), reported
 
 
 @pytest.mark.needs("rounded-cache")
@@ -270,8 +270,8 @@ def test_the_reloaded_checkpoint_computes_what_was_trained(numbers, scheme, tmp_
     attachment.state.enabled = True
     model.eval()
     write_checkpoint(model, attachment, tmp_path)
-    loaded, told = reloaded(tmp_path)
-    assert not told["missing_keys"] and not told["unexpected_keys"] and not told["mismatched_keys"]
+    loaded, reported = reloaded(tmp_path)
+    assert not reported["missing_keys"] and not reported["unexpected_keys"] and not reported["mismatched_keys"]
     batch = token_batches()[0]
     with torch.no_grad():
         trained = model(batch).logits
@@ -328,20 +328,20 @@ def meta_model(family, **changes):
 )
 def test_unsupported_families_are_rejected(family, rule):
     model = meta_model(family)
-    told = [error.rule for error in kv_cache_errors(model, QATConfig(scheme=W4A16, kv_cache="fp8"))]
+    reported = [error.rule for error in kv_cache_errors(model, QATConfig(scheme=W4A16, kv_cache="fp8"))]
     if rule is None:
-        assert told == [] and dict(cached_attention_modules(model))
+        assert reported == [] and dict(cached_attention_modules(model))
     else:
-        assert any(rule in each for each in told), told
+        assert any(rule in each for each in reported), reported
     assert list(kv_cache_errors(model, QATConfig(scheme=W4A16))) == []
 
 
 @pytest.mark.needs("rounded-cache")
 def test_packed_zero_points_with_rounded_cache_are_rejected():
     config = QATConfig(scheme=scheme_named("W4A16_ASYM"), kv_cache="fp8")
-    told = [error.rule for error in kv_cache_errors(meta_model("mistral"), config)]
-    assert len(told) == (Version(version("transformers")) >= Version("5.23.0"))
-    assert all("cannot load packed zero points together with a rounded cache" in each for each in told)
+    reported = [error.rule for error in kv_cache_errors(meta_model("mistral"), config)]
+    assert len(reported) == (Version(version("transformers")) >= Version("5.23.0"))
+    assert all("cannot load packed zero points together with a rounded cache" in each for each in reported)
 
 
 @pytest.mark.skipif(
