@@ -121,12 +121,12 @@ def _dataset_words(plan: LaunchSpec) -> list[str]:
 
 
 def run_line(plan: LaunchSpec, *, directory: str = ".") -> str:
-    """Return the shell command of a launch; for several nodes, that of the script on each."""
+    """Return how to start a training with `launch.sh`; for several nodes, on each, or with SLURM."""
+    script, data = shlex.quote(f"{directory}/launch.sh"), "--dataset FILE --output-dir DIRECTORY"
     if plan.hardware.nodes == 1:
-        return shlex.join(launch_arguments(plan, directory=directory))
-    script = shlex.quote(f"{directory}/launch.sh")
+        return f"{script} SCRIPT [ARGUMENTS], or {script} {data}"
     batch = shlex.quote(f"{directory}/launch.sbatch")
-    return f"{script} MACHINE_RANK MAIN_PROCESS_IP on each node, or sbatch {batch}"
+    return f"{script} MACHINE_RANK MAIN_PROCESS_IP SCRIPT [ARGUMENTS] on each node, or sbatch {batch} SCRIPT [ARGUMENTS]"
 
 
 def launch_script(plan: LaunchSpec, header: str) -> str:

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # meta-llama/Llama-2-7b-hf on 4xA100-80GB: fsdp2, micro-batch 2 x 1, 74.4 of 85.0 GB
 # FSDP2 is the fastest layout that fits. It reaches 15,197 tokens/s (2.16 s per step) and needs 74.4 GB (68.2 to 82.9) of 85.0 GB per accelerator. Micro-batch 2, no gradient checkpointing, chunked loss.
-# Run: accelerate launch --config_file ./accelerate.yaml -m shardwright.trainers.train_causal_lm --model meta-llama/Llama-2-7b-hf --training-arguments ./training_arguments.json --seq-len 4096 --output-dir ./model --plan .
+# Run: ./launch.sh SCRIPT [ARGUMENTS], or ./launch.sh --dataset FILE --output-dir DIRECTORY
 # Assumes bf16, adamw_torch_fused, method full, sequences of 4096 tokens without padding, 85.0 GB usable per accelerator.
 # Requires the package liger-kernel; the training arguments enable its fused head and loss.
 # Assumes the values of a common server: host_bytes_per_node = 6.185e+11.

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # meta-llama/Llama-3.1-70B on 8xB200: zero3, micro-batch 2 x 1, 171.4 of 191.5 GB
 # ZeRO-3 is the fastest layout that fits. It reaches 17,547 tokens/s (3.73 s per step) and needs 171.4 GB (157.6 to 190.1) of 191.5 GB per accelerator. Micro-batch 2, gradient checkpointing of the first 78 of 80 layers, chunked loss.
-# Run: accelerate launch --config_file ./accelerate.yaml -m shardwright.trainers.train_causal_lm --model meta-llama/Llama-3.1-70B --training-arguments ./training_arguments.json --seq-len 4096 --output-dir ./model --plan .
+# Run: ./launch.sh SCRIPT [ARGUMENTS], or ./launch.sh --dataset FILE --output-dir DIRECTORY
 # Assumes bf16, adamw_torch_fused, method full, sequences of 4096 tokens without padding, 191.5 GB usable per accelerator.
 # Requires the package liger-kernel; the training arguments enable its fused head and loss.
 # Assumes the values of a common server: host_bytes_per_node = 2.199e+12.

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # meta-llama/Llama-3.1-8B on 1xRTX4090: zero2+cpu-offload of optimizer, micro-batch 1 x 1, 22.6 of 25.4 GB
 # ZeRO-2 + CPU offload of optimizer is the fastest layout that fits. It reaches 1,992 tokens/s (2.06 s per step) and needs 22.6 GB (20.7 to 25.4) of 25.4 GB per accelerator. Micro-batch 1, gradient checkpointing of the first 13 of 32 layers, chunked loss.
-# Run: accelerate launch --config_file ./accelerate.yaml -m shardwright.trainers.train_causal_lm --model meta-llama/Llama-3.1-8B --training-arguments ./training_arguments.json --seq-len 4096 --output-dir ./model --plan . --method qlora --lora-rank 16 --lora-targets all-linear
+# Run: ./launch.sh SCRIPT [ARGUMENTS], or ./launch.sh --dataset FILE --output-dir DIRECTORY
 # Assumes bf16, adamw_torch_fused, method qlora, sequences of 4096 tokens without padding, 25.4 GB usable per accelerator.
 # Requires the package liger-kernel; the training arguments enable its fused head and loss.
 # Assumes the values of a common server: host_bytes_per_node = 6.872e+10.

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # meta-llama/Llama-3.2-1B on 8xA100-40GB: zero1, micro-batch 4 x 1, 36.9 of 42.3 GB
 # ZeRO-1 is within 1.0 % of the fastest layout (FSDP2) and is simpler. It reaches 128,294 tokens/s (1.02 s per step) and needs 36.9 GB (33.5 to 41.3) of 42.3 GB per accelerator. Micro-batch 4, no gradient checkpointing, chunked loss.
-# Run: accelerate launch --config_file ./accelerate.yaml -m shardwright.trainers.train_causal_lm --model meta-llama/Llama-3.2-1B --training-arguments ./training_arguments.json --seq-len 4096 --output-dir ./model --plan .
+# Run: ./launch.sh SCRIPT [ARGUMENTS], or ./launch.sh --dataset FILE --output-dir DIRECTORY
 # Assumes bf16, adamw_torch_fused, method full, sequences of 4096 tokens without padding, 42.3 GB usable per accelerator.
 # Requires the package liger-kernel; the training arguments enable its fused head and loss.
 # Assumes the values of a common server: host_bytes_per_node = 1.1e+12.

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # mistralai/Mistral-7B-v0.3 on 8xA100-40GB: fsdp2, micro-batch 1 x 1, 37.6 of 42.3 GB
 # FSDP2 is the fastest layout that fits. It reaches 25,506 tokens/s (1.28 s per step) and needs 37.6 GB (34.2 to 42.2) of 42.3 GB per accelerator. Micro-batch 1, gradient checkpointing of the first 5 of 32 layers.
-# Run: accelerate launch --config_file ./accelerate.yaml -m shardwright.trainers.train_causal_lm --model mistralai/Mistral-7B-v0.3 --training-arguments ./training_arguments.json --seq-len 4096 --output-dir ./model --plan .
+# Run: ./launch.sh SCRIPT [ARGUMENTS], or ./launch.sh --dataset FILE --output-dir DIRECTORY
 # Assumes bf16, adamw_torch_fused, method full, sequences of 4096 tokens without padding, 42.3 GB usable per accelerator.
 # Assumes the values of a common server: host_bytes_per_node = 1.1e+12.
 set -euo pipefail

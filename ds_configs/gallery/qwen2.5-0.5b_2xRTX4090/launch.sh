@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Qwen/Qwen2.5-0.5B on 2xRTX4090: zero3, micro-batch 1 x 1, 19.0 of 25.4 GB
 # ZeRO-3 is within 0.5 % of the fastest layout (FSDP2) and is simpler. It reaches 28,090 tokens/s (0.29 s per step) and needs 19.0 GB (17.1 to 21.6) of 25.4 GB per accelerator. Micro-batch 1, no gradient checkpointing.
-# Run: accelerate launch --config_file ./accelerate.yaml -m shardwright.trainers.train_causal_lm --model Qwen/Qwen2.5-0.5B --training-arguments ./training_arguments.json --seq-len 4096 --output-dir ./model --plan .
+# Run: ./launch.sh SCRIPT [ARGUMENTS], or ./launch.sh --dataset FILE --output-dir DIRECTORY
 # Assumes bf16, adamw_torch_fused, method full, sequences of 4096 tokens without padding, 25.4 GB usable per accelerator.
 # Assumes the values of a common server: host_bytes_per_node = 1.374e+11.
 set -euo pipefail

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Qwen/Qwen3-8B on 8xMI300X: zero3, micro-batch 4 x 1, 182.7 of 205.6 GB
 # ZeRO-3 is within 0.7 % of the fastest layout (FSDP2) and is simpler. It reaches 101,971 tokens/s (1.29 s per step) and needs 182.7 GB (168.0 to 202.6) of 205.6 GB per accelerator. Micro-batch 4, no gradient checkpointing.
-# Run: accelerate launch --config_file ./accelerate.yaml -m shardwright.trainers.train_causal_lm --model Qwen/Qwen3-8B --training-arguments ./training_arguments.json --seq-len 4096 --output-dir ./model --plan .
+# Run: ./launch.sh SCRIPT [ARGUMENTS], or ./launch.sh --dataset FILE --output-dir DIRECTORY
 # Assumes bf16, adamw_torch_fused, method full, sequences of 4096 tokens without padding, 205.6 GB usable per accelerator.
 # Assumes the values of a common server: host_bytes_per_node = 2.199e+12.
 set -euo pipefail

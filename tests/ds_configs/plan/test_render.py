@@ -178,7 +178,7 @@ def test_launch_script_requires_a_script_or_data(tmp_path, hardware, places):
 def test_headers_have_purpose_command_and_assumptions():
     files = render_files(plan_of(strategy="zero2"))
     header = json.loads(files["ds_config.json"])["_shardwright"]
-    assert any("accelerate launch" in line for line in header)
+    assert any("launch.sh SCRIPT" in line for line in header)
     assert any("Assumes" in line for line in header)
     assert files["accelerate.yaml"].startswith("# ")
 
