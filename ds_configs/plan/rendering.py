@@ -126,7 +126,9 @@ def run_line(plan: LaunchSpec, *, directory: str = ".") -> str:
     if plan.hardware.nodes == 1:
         return f"{script} SCRIPT [ARGUMENTS], or {script} {data}"
     batch = shlex.quote(f"{directory}/launch.sbatch")
-    return f"{script} MACHINE_RANK MAIN_PROCESS_IP SCRIPT [ARGUMENTS] on each node, or sbatch {batch} SCRIPT [ARGUMENTS]"
+    return (
+        f"{script} MACHINE_RANK MAIN_PROCESS_IP SCRIPT [ARGUMENTS] on each node, or sbatch {batch} SCRIPT [ARGUMENTS]"
+    )
 
 
 def launch_script(plan: LaunchSpec, header: str) -> str:
