@@ -85,7 +85,7 @@ def next_plans(plan: Plan, failure: OutOfMemory) -> list[NextPlan]:
             if evaluated is not None and evaluated.memory.gpu.allocated_bytes <= allowed:
                 plans.append(NextPlan(evaluated=evaluated, job=job))
                 break
-    return sorted(plans, key=lambda found: -found.evaluated.time.tokens_per_second)
+    return sorted(plans, key=lambda next_plan: -next_plan.evaluated.time.tokens_per_second)
 
 
 def _changed_jobs(plan: Plan) -> Iterator[list[TrainingJob]]:
@@ -164,27 +164,27 @@ def out_of_memory_text(plan: Plan, failure: OutOfMemory, command: str = "") -> s
     if not plans:
         lines.append("no layout with the same global batch needs less memory on this hardware")
         lines.append("use more accelerators, a shorter --seq-len, or --method lora")
-    for index, found in enumerate(plans):
+    for index, alternative in enumerate(plans):
         if index == 0:
             lines.append("plans with the same global batch that need less:")
-        memory = found.evaluated.memory
+        memory = alternative.evaluated.memory
         needed = f"{_size(memory.gpu.allocated_bytes)} of tensors"
         if failure.on_host:
             needed = f"{_size(memory.host.peak_bytes_per_node)} of host memory"
-        speed = f"{found.evaluated.time.tokens_per_second:,.0f} tokens/s"
-        lines.append(f"  {_settings(found.evaluated.strategy)}: {needed}, {speed}")
-        lines.append(f"    {_command(plan, found, command)}")
+        speed = f"{alternative.evaluated.time.tokens_per_second:,.0f} tokens/s"
+        lines.append(f"  {_settings(alternative.evaluated.strategy)}: {needed}, {speed}")
+        lines.append(f"    {_command(plan, alternative, command)}")
     return "\n".join(lines)
 
 
-def _command(plan: Plan, found: NextPlan, command: str) -> str:
+def _command(plan: Plan, next_plan: NextPlan, command: str) -> str:
     if not command:
-        job = found.job
+        job = next_plan.job
         words = [plan.model.name, "--hardware", plan.hardware.name, "--seq-len", str(job.seq_len_tokens)]
         words += ["--precision", job.precision, "--optimizer", job.optimizer, "--method", job.method]
         if job.method != "full":
             words += ["--lora-rank", str(job.lora_rank), "--lora-targets", ",".join(job.lora_targets)]
-        return f"shardwright plan {shlex.join(words)} {found.flags} --output-dir plan --force"
+        return f"shardwright plan {shlex.join(words)} {next_plan.flags} --output-dir plan --force"
     options = {*_LAYOUT_OPTIONS, *(f"--{field.replace('_', '-')}" for field in AXIS_FIELDS)}
     kept: list[str] = []
     skip = False
@@ -194,7 +194,7 @@ def _command(plan: Plan, found: NextPlan, command: str) -> str:
         skip = word in options
     if "--resume" not in kept and "--force" not in kept:
         kept.append("--force")
-    return f"{shlex.join(kept)} {found.flags}"
+    return f"{shlex.join(kept)} {next_plan.flags}"
 
 
 def _settings(layout: Layout) -> str:
