@@ -285,6 +285,25 @@ STEP_TOKENS = 16_384
 """Most tokens per accelerator and step when the user sets no global batch. A micro-batch of that size keeps every
 product large (Megatron-LM, arXiv 2104.04473); which batch trains well is the user's decision."""
 
+
+def planned_global_batch(job: TrainingJob, accelerators: int) -> tuple[int, str]:
+    """Return the sequences of one optimizer step, the same for every layout that is compared, and why so many.
+
+    >>> planned_global_batch(TrainingJob(seq_len_tokens=4096), 8)[0]
+    32
+    """
+    if job.global_batch_size is not None:
+        return job.global_batch_size, "requested"
+    if job.micro_batch_size is not None:
+        return job.micro_batch_size * accelerators, "one requested micro-batch per accelerator"
+    most = max(1, STEP_TOKENS // job.seq_len_tokens)
+    sequences = 1 << (most.bit_length() - 1)
+    if job.seq_len_tokens > STEP_TOKENS:
+        return accelerators, "one sequence per accelerator"
+    tokens = f"{sequences * job.seq_len_tokens:,} tokens per accelerator"
+    return sequences * accelerators, f"{tokens}, so that a single micro-batch can keep every product large"
+
+
 LARGEST_MICRO_BATCH_TOKENS = 65_536
 """Tokens of one micro-batch above which speed no longer grows."""
 
@@ -412,21 +431,10 @@ def candidates(
 def micro_batches(layout: Layout, job: TrainingJob) -> list[tuple[int, int]]:
     """Return the micro-batch sizes to try with their accumulation steps, smallest first.
 
-    With a global batch, their product gives exactly that batch. Without one, a step has at most `STEP_TOKENS` per
-    accelerator: one micro-batch, or in a pipeline as many as fit, at least one per stage.
+    Their product gives exactly the global batch, which is the same for every layout.
     """
-    ranks = layout.data_parallel_size
-    replica_ranks = layout.world_size // ranks
-    if job.global_batch_size is None:
-        most = max(1, STEP_TOKENS * layout.sp * layout.cp // job.seq_len_tokens)
-        sizes = [1 << power for power in range(most.bit_length())]
-        if job.micro_batch_size is not None:
-            sizes = [job.micro_batch_size]
-        if layout.pp == 1:
-            return [(size, 1) for size in sizes]
-        tokens = STEP_TOKENS * replica_ranks
-        return [(size, max(layout.pp, tokens // (size * job.seq_len_tokens))) for size in sizes]
-    per_rank = max(1, job.global_batch_size // ranks)
+    batch, _ = planned_global_batch(job, layout.world_size)
+    per_rank = max(1, batch // layout.data_parallel_size)
     if job.micro_batch_size is not None:
         return [(job.micro_batch_size, max(1, per_rank // job.micro_batch_size))]
     most = max(1, min(per_rank, LARGEST_MICRO_BATCH_TOKENS * layout.sp * layout.cp // job.seq_len_tokens))

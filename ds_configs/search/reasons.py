@@ -5,10 +5,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ..memory.rank_parameters import Terms
+from ..specs.job import AXIS_FIELDS, TrainingJob
 from ..specs.layout import Layout
 from ..specs.units import gigabytes
 from ..step_time.estimate import time_term_name
-from .candidates import Candidate, SearchContext, mechanisms
+from .candidates import Candidate, SearchContext, mechanisms, planned_global_batch
+
+AS_FAST = 0.95
+"""Share of the best predicted speed at which a layout is as fast, so that the simpler one is preferred.
+
+Predicted step times have mean errors of 4 to 8 % on most published tables (docs/measurements/step_time.md). Part of an
+error is common to all layouts of a job, so about 5 % remains between two of them. A smaller predicted gain may be a
+loss, and does not justify ZeRO-3, gradient checkpointing, or any other mechanism."""
 
 _NAMES = {
     "single": "One process",
@@ -57,6 +65,7 @@ def chosen_reason(best: Candidate, context: SearchContext, *, faster: Candidate,
         f"{gigabytes(gpu.peak_bytes)} GB ({gigabytes(gpu.low_bytes)} to {gigabytes(gpu.high_bytes)}) of "
         f"{gigabytes(gpu.capacity_bytes)} GB per accelerator.",
         f"Micro-batch {micro_batch}, {_recomputation(best)}.",
+        _global_batch(job, context.hardware.world_size),
     ]
     if gpu.calibrated_runs:
         runs = f"{gpu.calibrated_runs} measured run{'s' if gpu.calibrated_runs > 1 else ''}"
@@ -92,6 +101,14 @@ def _preference(best: Candidate, context: SearchContext, faster: Candidate) -> s
     )
     simpler = "needs fewer mechanisms" if fewer else "is simpler"
     return f"within {gain:.1f} % of the fastest layout{sizes} ({name}) and {simpler}"
+
+
+def _global_batch(job: TrainingJob, accelerators: int) -> str:
+    sequences, why = planned_global_batch(job, accelerators)
+    size = f"{sequences:,} sequence{'s' if sequences > 1 else ''} ({sequences * job.seq_len_tokens:,} tokens)"
+    if job.global_batch_size is not None:
+        return f"Global batch {size}, {why}."
+    return f"Global batch {size}, the same for every layout: {why}. Set yours with --global-batch-size."
 
 
 def _recomputation(candidate: Candidate) -> str:
@@ -159,9 +176,17 @@ def rejected_reason(candidate: Candidate, best: Candidate | None) -> str:
     if best.job.objective == "memory":
         return f"{name} needs more memory: up to {size}, at {speed}."
     ratio = best.tokens_per_second / candidate.tokens_per_second
-    if ratio <= 1 / 0.99:
+    if ratio < AS_FAST:
+        axes = candidate.strategy.axes
+        assert "pp" in axes, "only pipelines that were not requested can be faster than the chosen layout"
+        flags = [f"--{field.replace('_', '-')} {axes[axis]}" for field, axis in AXIS_FIELDS.items() if axis in axes]
+        return (
+            f"{name} would be {1 / ratio:.2f} times as fast ({speed}, up to {size}), but a stock Trainer cannot run a "
+            f"pipeline: PipelineTrainer does. Request it with {' '.join(flags)}."
+        )
+    if ratio <= 1 / AS_FAST:
         simpler = " and is less simple" if candidate.complexity > best.complexity else ""
-        return f"{name} is as fast within 1 % ({speed}, up to {size}){simpler}."
+        return f"{name} is as fast within 5 % ({speed}, up to {size}){simpler}."
     # Extra seconds of each term for as many tokens as the chosen layout trains in one step.
     scale = (
         best.time.seconds * best.time.tokens_per_second / (candidate.time.seconds * candidate.time.tokens_per_second)

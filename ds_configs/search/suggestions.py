@@ -83,7 +83,7 @@ def cheapest_changes(context: SearchContext) -> tuple[Suggestion, ...]:
             continue
         for change, changed_hardware, changed_job in _fitting(changes, fits):
             try:
-                outcome = search(replace(context, hardware=changed_hardware, job=changed_job))
+                outcome = search(replace(context, hardware=changed_hardware, job=changed_job), compare=False)
             except ShardwrightError:
                 continue
             if outcome.chosen is not None:
@@ -154,7 +154,9 @@ def faster_changes(chosen: Evaluated, model: ModelSpec, hardware: HardwareSpec, 
     for change, _, changed in (*_smaller_states(hardware, job), *_adapters(hardware, job)):
         # With another method, another loss may be the fastest.
         try:
-            other = search(SearchContext(model=model, hardware=hardware, job=replace(changed, loss="auto"))).chosen
+            other = search(
+                SearchContext(model=model, hardware=hardware, job=replace(changed, loss="auto")), compare=False
+            ).chosen
         except ShardwrightError:
             continue
         if other is None:
