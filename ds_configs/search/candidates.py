@@ -275,10 +275,14 @@ def mechanisms(strategy: Layout, *, chunked_loss: bool = False) -> tuple[str, ..
     return tuple(names)
 
 
-def complexity(strategy: Layout, *, chunked_loss: bool = False) -> tuple[int, int, bool]:
-    """Return a sort key: number of mechanisms, sharding stage, and whether the engine is FSDP2."""
+def complexity(strategy: Layout, *, chunked_loss: bool = False) -> tuple[bool, int, int, bool]:
+    """Return a sort key: whether states are offloaded, number of mechanisms, sharding stage, whether FSDP2 runs it.
+
+    Offload comes first: its speed depends on the host, about which a plan knows least.
+    """
     stage = 3 if strategy.engine == "fsdp2" else strategy.zero_stage or 0
-    return len(mechanisms(strategy, chunked_loss=chunked_loss)), stage, strategy.engine == "fsdp2"
+    offloads = strategy.offload_optimizer != "none" or strategy.offload_param != "none"
+    return offloads, len(mechanisms(strategy, chunked_loss=chunked_loss)), stage, strategy.engine == "fsdp2"
 
 
 STEP_TOKENS = 16_384
@@ -353,7 +357,7 @@ class Candidate:
         return float(f"{self.time.tokens_per_second:.9g}")
 
     @cached_property
-    def complexity(self) -> tuple[int, int, bool, bool]:
+    def complexity(self) -> tuple[bool, int, int, bool, bool]:
         """Sort key of `complexity`, then whether buffers are below DeepSpeed's defaults."""
         return *complexity(self.strategy, chunked_loss=self.job.loss == "chunked"), self.lean
 
