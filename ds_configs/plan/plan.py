@@ -14,7 +14,7 @@ from ..memory.estimate import Calibration, estimate_memory
 from ..memory.rank_parameters import rank_parameters
 from ..models.families import FAST_FAMILIES, family_attention
 from ..models.stored_shapes import load_shapes
-from ..search.candidates import SearchContext, planned_global_batch
+from ..search.candidates import SearchContext, global_batch_reason
 from ..search.run_estimates import clusters, doubts
 from ..search.search import Evaluated, ParetoPoint, search
 from ..search.suggestions import Offer, Suggestion, cheapest_changes, faster_changes
@@ -241,9 +241,7 @@ def plan_to_dict(plan: Plan) -> dict[str, Any]:
 
 def _global_batch_dict(plan: Plan) -> dict[str, Any]:
     sequences = plan.chosen.strategy.global_batch_size
-    planned, reason = planned_global_batch(plan.job, plan.hardware.world_size)
-    if planned != sequences:
-        reason = "that of the plan for more nodes"
+    reason = global_batch_reason(plan.job, plan.hardware.world_size, sequences)
     return {"sequences": sequences, "tokens": sequences * plan.job.seq_len_tokens, "reason": reason}
 
 

@@ -290,22 +290,37 @@ STEP_TOKENS = 16_384
 product large (Megatron-LM, arXiv 2104.04473); which batch trains well is the user's decision."""
 
 
-def planned_global_batch(job: TrainingJob, accelerators: int) -> tuple[int, str]:
-    """Return the sequences of one optimizer step, the same for every layout that is compared, and why so many.
+def planned_global_batch(job: TrainingJob, accelerators: int, *, smallest: bool = False) -> int:
+    """Return the sequences of one optimizer step, the same for every layout that is compared.
 
-    >>> planned_global_batch(TrainingJob(seq_len_tokens=4096), 8)[0]
+    `smallest` is for jobs that only fit with one sequence per accelerator.
+
+    >>> planned_global_batch(TrainingJob(seq_len_tokens=4096), 8)
     32
     """
     if job.global_batch_size is not None:
-        return job.global_batch_size, "requested"
+        return job.global_batch_size
     if job.micro_batch_size is not None:
-        return job.micro_batch_size * accelerators, "one requested micro-batch per accelerator"
-    most = max(1, STEP_TOKENS // job.seq_len_tokens)
-    sequences = 1 << (most.bit_length() - 1)
-    if job.seq_len_tokens > STEP_TOKENS:
-        return accelerators, "one sequence per accelerator"
-    tokens = f"{sequences * job.seq_len_tokens:,} tokens per accelerator"
-    return sequences * accelerators, f"{tokens}, so that a single micro-batch can keep every product large"
+        return job.micro_batch_size * accelerators
+    most = 1 if smallest else max(1, STEP_TOKENS // job.seq_len_tokens)
+    return accelerators << (most.bit_length() - 1)
+
+
+def global_batch_reason(job: TrainingJob, accelerators: int, sequences: int) -> str:
+    """Return why a plan has this many sequences per optimizer step."""
+    planned = planned_global_batch(job, accelerators)
+    if job.global_batch_size is not None:
+        return "requested"
+    if job.micro_batch_size is not None and sequences == planned:
+        return "one requested micro-batch per accelerator"
+    if sequences == planned and planned > accelerators:
+        tokens = planned // accelerators * job.seq_len_tokens
+        return f"{tokens:,} tokens per accelerator, so that a single micro-batch can keep every product large"
+    if sequences == planned:
+        return "one sequence per accelerator"
+    if sequences == accelerators:
+        return f"one sequence per accelerator, because {planned // accelerators} do not fit without offload"
+    return "that of the plan for more nodes"
 
 
 LARGEST_MICRO_BATCH_TOKENS = 65_536
@@ -320,6 +335,8 @@ class SearchContext:
     hardware: HardwareSpec
     job: TrainingJob
     calibration: Calibration | None = None
+    smallest_batch: bool = False
+    """Whether an open global batch has one sequence per accelerator."""
 
     def broken_rules(self, rules: Iterable[Rule | AxisRule], layout: Layout) -> Iterator[ConfigError]:
         return broken_rules(rules, self.model, layout, self.job, self.hardware)
@@ -415,7 +432,7 @@ def candidates(
         collects = errors is not None and context is contexts[0]
         if not collects and not any(legal.values()):
             continue
-        sizes = micro_batches(layout, job)
+        sizes = micro_batches(layout, job, smallest=context.smallest_batch)
         for (micro_batch, accumulation), variant, switch in product(sizes, layouts, switches):
             if not collects and not legal[switch]:
                 continue
@@ -432,12 +449,12 @@ def candidates(
                 errors += legality_errors(context.model, strategy, context.job, context.hardware)
 
 
-def micro_batches(layout: Layout, job: TrainingJob) -> list[tuple[int, int]]:
+def micro_batches(layout: Layout, job: TrainingJob, *, smallest: bool = False) -> list[tuple[int, int]]:
     """Return the micro-batch sizes to try with their accumulation steps, smallest first.
 
     Their product gives exactly the global batch, which is the same for every layout.
     """
-    batch, _ = planned_global_batch(job, layout.world_size)
+    batch = planned_global_batch(job, layout.world_size, smallest=smallest)
     per_rank = max(1, batch // layout.data_parallel_size)
     if job.micro_batch_size is not None:
         return [(job.micro_batch_size, max(1, per_rank // job.micro_batch_size))]

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ..memory.rank_parameters import Terms
-from ..specs.job import AXIS_FIELDS, TrainingJob
+from ..specs.job import AXIS_FIELDS
 from ..specs.layout import Layout
 from ..specs.units import gigabytes
 from ..step_time.estimate import time_term_name
-from .candidates import Candidate, SearchContext, mechanisms, planned_global_batch
+from .candidates import Candidate, SearchContext, global_batch_reason, mechanisms
 
 AS_FAST = 0.95
 """Share of the best predicted speed at which a layout is as fast, so that the simpler one is preferred.
@@ -65,11 +65,13 @@ def chosen_reason(best: Candidate, context: SearchContext, *, faster: Candidate,
         f"{gigabytes(gpu.peak_bytes)} GB ({gigabytes(gpu.low_bytes)} to {gigabytes(gpu.high_bytes)}) of "
         f"{gigabytes(gpu.capacity_bytes)} GB per accelerator.",
         f"Micro-batch {micro_batch}, {_recomputation(best)}.",
-        _global_batch(job, context.hardware.world_size),
+        _global_batch(best),
     ]
     if gpu.calibrated_runs:
         runs = f"{gpu.calibrated_runs} measured run{'s' if gpu.calibrated_runs > 1 else ''}"
         sentences.append(f"The memory interval comes from {runs} on {context.hardware.gpu}.")
+    if strategy.pp > 1 and job.pipeline_parallel_size is None:
+        sentences.append("Only pipelines fit. A stock Trainer cannot run one: PipelineTrainer does.")
     batch, ranks = job.global_batch_size, strategy.world_size
     requested = any((size or 1) > 1 for size in job.axis_sizes.values())
     if batch is not None and strategy.axes and not requested and batch % ((job.micro_batch_size or 1) * ranks):
@@ -103,8 +105,9 @@ def _preference(best: Candidate, context: SearchContext, faster: Candidate) -> s
     return f"within {gain:.1f} % of the fastest layout{sizes} ({name}) and {simpler}"
 
 
-def _global_batch(job: TrainingJob, accelerators: int) -> str:
-    sequences, why = planned_global_batch(job, accelerators)
+def _global_batch(best: Candidate) -> str:
+    job, sequences = best.job, best.strategy.global_batch_size
+    why = global_batch_reason(job, best.context.hardware.world_size, sequences)
     size = f"{sequences:,} sequence{'s' if sequences > 1 else ''} ({sequences * job.seq_len_tokens:,} tokens)"
     if job.global_batch_size is not None:
         return f"Global batch {size}, {why}."

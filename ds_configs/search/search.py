@@ -26,7 +26,15 @@ from ..specs.layout import Layout
 from ..specs.model import ModelSpec
 from ..specs.units import gigabytes
 from ..step_time.estimate import StepTime
-from .candidates import Candidate, SearchContext, candidates, layouts_to_search, losses, three_dimensional
+from .candidates import (
+    Candidate,
+    SearchContext,
+    candidates,
+    layouts_to_search,
+    losses,
+    planned_global_batch,
+    three_dimensional,
+)
 from .reasons import AS_FAST, analysis_reason, chosen_reason, rejected_reason
 
 _LAYOUTS_3D = 12
@@ -361,6 +369,36 @@ class Outcome:
 
 
 def search(context: SearchContext, *, compare: bool = True) -> Outcome:
+    """Return the result of `search_one_batch` at the global batch that the plan states.
+
+    Without a requested batch that is `planned_global_batch`. If it fits only with offload or not at all, but one
+    sequence per accelerator does fit, the batch is that.
+
+    Raises:
+        UsageError: the job is invalid or every layout that it allows breaks a rule; all errors together.
+    """
+    outcome, smallest, job = search_one_batch(context, compare=compare), _with_smallest_batch(context), context.job
+    if smallest is None:
+        return outcome
+    offloads = outcome.chosen is not None and outcome.chosen.strategy.offload_optimizer != "none"
+    if offloads and job.offload == "auto":
+        inside = replace(job, offload="none", pipeline_parallel_size=job.pipeline_parallel_size or 1)
+        smaller_fits = _anything_fits(replace(smallest, job=inside))
+    else:
+        smaller_fits = outcome.chosen is None and _anything_fits(smallest)
+    return search_one_batch(smallest, compare=compare) if smaller_fits else outcome
+
+
+def _with_smallest_batch(context: SearchContext) -> SearchContext | None:
+    """Return the context with one sequence per accelerator; `None` if its batch is fixed or already as small."""
+    accelerators = context.hardware.world_size
+    smaller = planned_global_batch(context.job, accelerators, smallest=True)
+    if smaller == planned_global_batch(context.job, accelerators):
+        return None
+    return replace(context, smallest_batch=True)
+
+
+def search_one_batch(context: SearchContext, *, compare: bool = True) -> Outcome:
     """Return the layout that the job's objective prefers among those that fit, and why the others were rejected.
 
     A teacher is tried as a replica on every rank, then sharded, then in host memory. Each placement is tried under all
@@ -489,9 +527,17 @@ def anything_fits(context: SearchContext) -> bool:
     Raises:
         UsageError: the job is invalid.
     """
-    model, hardware, job = context.model, context.hardware, context.job
+    job = context.job
     if wrong := job_errors(job):
         raise UsageError(wrong)
+    if _anything_fits(context):
+        return True
+    smallest = _with_smallest_batch(context)
+    return smallest is not None and _anything_fits(smallest)
+
+
+def _anything_fits(context: SearchContext) -> bool:
+    model, hardware, job = context.model, context.hardware, context.job
     total = hardware.world_size * hardware.gpu_bytes
     total += hardware.nodes * (hardware.host_bytes_per_node + hardware.nvme_bytes_per_node)
     if _least_bytes(model, job) > total:

@@ -14,7 +14,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from planning import MODELS, llama, public_model
 from shardwright.ds_configs.plan.plan import PlanDoesNotFitError, make_plan, plan_from_dict, plan_to_dict, render_files
-from shardwright.ds_configs.search.candidates import SearchContext, axes_to_try, planned_global_batch
+from shardwright.ds_configs.search.candidates import (
+    SearchContext,
+    axes_to_try,
+    global_batch_reason,
+    planned_global_batch,
+)
 from shardwright.ds_configs.search.reasons import AS_FAST, display_name
 from shardwright.ds_configs.search.search import search
 from shardwright.ds_configs.specs.hardware import parse_hardware
@@ -129,6 +134,7 @@ def test_small_model_on_many_accelerators_is_sharded_without_recomputation():
 def test_chunked_loss_is_preferred_to_offload_on_a_desktop_gpu():
     made = plan(public_model("meta-llama/Llama-3.2-1B"), "1xRTX4090")
     assert (made.chosen.strategy.offload_optimizer, made.chosen.loss, made.job.loss) == ("none", "chunked", "chunked")
+    assert "one sequence per accelerator, because 4 do not fit without offload" in made.chosen.reason
     assert "chunked loss" in made.chosen.reason
 
 
@@ -175,7 +181,8 @@ def test_a_faster_pipeline_is_listed_with_the_flags_that_request_it(gpu):
     assert fastest.reason.endswith(
         f"a stock Trainer cannot run a pipeline: PipelineTrainer does. Request it with {shown}."
     )
-    requested = plan(THIRTEEN_B, hardware, **flags).chosen
+    batch = made.chosen.strategy.global_batch_size
+    requested = plan(THIRTEEN_B, hardware, **flags, global_batch_size=batch).chosen
     assert requested.time == fastest.time
     assert requested.memory == fastest.memory
 
@@ -294,6 +301,7 @@ def exactly(layout: Layout) -> dict[str, object]:
 def test_listed_layouts_have_the_numbers_of_a_plan_for_exactly_them(model, hardware, job):
     spec, cluster = public_model(model), parse_hardware(hardware)
     made = make_plan(spec, cluster, TrainingJob(**job), offers=False)
+    job = job | {"global_batch_size": made.chosen.strategy.global_batch_size}
     listed = [candidate for candidate in made.rejected if not candidate.analysis_only]
     assert listed
     for candidate in listed:
@@ -313,9 +321,9 @@ def test_all_layouts_are_compared_at_one_global_batch(hardware, job):
     layouts = [made.chosen, *made.rejected]
     (sequences,) = {layout.strategy.global_batch_size for layout in layouts}
     values = plan_to_dict(made)["global_batch"]
-    planned, reason = planned_global_batch(made.job, made.hardware.world_size)
+    reason = global_batch_reason(made.job, made.hardware.world_size, sequences)
     assert values == {"sequences": sequences, "tokens": sequences * made.job.seq_len_tokens, "reason": reason}
-    assert planned == sequences == job.get("global_batch_size", sequences)
+    assert sequences == planned_global_batch(made.job, made.hardware.world_size)
     assert f"Global batch {sequences:,} sequence" in made.chosen.reason
     assert reason in made.chosen.reason
     assert ("--global-batch-size" in made.chosen.reason) == ("global_batch_size" not in job)
@@ -334,9 +342,10 @@ def test_no_sharding_of_parameters_for_a_gain_within_the_error_of_the_prediction
 def test_a_pipeline_is_chosen_if_nothing_else_fits_or_if_it_was_requested():
     assert plan(LLAMA_8B, "4x8xH100-80GB", pipeline_parallel_size=4).chosen.strategy.pp == 4
     assert plan(LLAMA_8B, "4x8xH100-80GB").chosen.strategy.pp == 1
-    # Three sequences of a prime length on two nodes: neither data nor sequence parallelism divides them.
-    odd = plan(public_model("meta-llama/Llama-3.2-1B"), "2x1xH100-80GB", global_batch_size=3, seq_len_tokens=8191)
-    assert odd.chosen.strategy.pp == 2
+    # Three sequences of a prime length on four nodes: neither data nor sequence parallelism divides them.
+    odd = plan(public_model("meta-llama/Llama-3.2-1B"), "4x1xH100-80GB", global_batch_size=3, seq_len_tokens=8191)
+    assert odd.chosen.strategy.pp == 4
+    assert "Only pipelines fit. A stock Trainer cannot run one: PipelineTrainer does." in odd.chosen.reason
 
 
 # --- what is written ---
