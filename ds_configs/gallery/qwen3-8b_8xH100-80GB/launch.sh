@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
-# Qwen/Qwen3-8B on 8xH100-80GB: fsdp2, micro-batch 1 x 1, 55.9 of 84.9 GB
-# FSDP2 is the fastest layout that fits. It reaches 56,823 tokens/s (0.58 s per step) and needs 55.9 GB (51.1 to 62.4) of 84.9 GB per accelerator. Micro-batch 1, no gradient checkpointing.
+# Qwen/Qwen3-8B on 8xH100-80GB: zero2, micro-batch 1 x 4, 73.8 of 84.9 GB
+# ZeRO-2 is within 1.0 % of the fastest layout (FSDP2) and is simpler. It reaches 58,332 tokens/s (2.25 s per step) and needs 73.8 GB (67.6 to 82.2) of 84.9 GB per accelerator. Micro-batch 1 x 4, no gradient checkpointing. Global batch 32 sequences (131,072 tokens), the same for every layout: 16,384 tokens per accelerator, so that a single micro-batch can keep every product large. Set yours with --global-batch-size.
 # Run: accelerate launch --config_file ./accelerate.yaml -m shardwright.trainers.train_causal_lm --model Qwen/Qwen3-8B --training-arguments ./training_arguments.json --seq-len 4096 --output-dir ./model --plan .
 # Assumes bf16, adamw_torch_fused, method full, sequences of 4096 tokens without padding, 84.9 GB usable per accelerator.
 # Assumes the values of a common server: host_bytes_per_node = 2.199e+12.
 set -euo pipefail
 directory="$(cd "$(dirname "$0")" && pwd)"
 python="$(command -v python || command -v python3)"
-exec "$python" -m shardwright.plugins.launching.elastic accelerate launch --config_file "$directory"/accelerate.yaml -m shardwright.trainers.train_causal_lm --model Qwen/Qwen3-8B --training-arguments "$directory"/training_arguments.json --seq-len 4096 --output-dir "$directory"/model --plan "$directory" "$@"
+exec "$python" -m shardwright.plugins.launching.elastic accelerate launch --config_file "$directory"/accelerate.yaml --deepspeed_config_file "$directory"/ds_config.json -m shardwright.trainers.train_causal_lm --model Qwen/Qwen3-8B --training-arguments "$directory"/training_arguments.json --seq-len 4096 --output-dir "$directory"/model --plan "$directory" "$@"
