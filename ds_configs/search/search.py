@@ -217,7 +217,7 @@ def _best_three_dimensional(context: SearchContext, *, faster_than: float) -> tu
 def _for_comparison(explored: Search, best: Candidate) -> list[Candidate]:
     """Return what a plan of each other layout would choose: the best candidate if it fits, else the leanest one.
 
-    Of each set of axes, layouts that fit are left out once their fastest candidate is slower than the sizes that a plan
+    Of each set of axes, layouts that fit are omitted once their fastest candidate is slower than the sizes that a plan
     lists.
     """
     shown: list[Candidate] = []
