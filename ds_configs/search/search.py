@@ -539,7 +539,8 @@ def anything_fits(context: SearchContext) -> bool:
 def _anything_fits(context: SearchContext) -> bool:
     model, hardware, job = context.model, context.hardware, context.job
     total = hardware.world_size * hardware.gpu_bytes
-    total += hardware.nodes * (hardware.host_bytes_per_node + hardware.nvme_bytes_per_node)
+    if job.offload != "none":
+        total += hardware.nodes * (hardware.host_bytes_per_node + hardware.nvme_bytes_per_node)
     if _least_bytes(model, job) > total:
         return False
     layouts = layouts_to_search(model, hardware, job)
