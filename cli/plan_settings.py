@@ -92,7 +92,9 @@ def answers(plan: Plan, questions: RunQuestions) -> dict[str, Any]:
 
             def solve(cluster: HardwareSpec) -> StepTime | None:
                 try:
-                    chosen = search(SearchContext(model=plan.model, hardware=cluster, job=plan.job)).chosen
+                    chosen = search(
+                        SearchContext(model=plan.model, hardware=cluster, job=plan.job), compare=False
+                    ).chosen
                 except UsageError:
                     # These ranks do not divide the batch.
                     return None

@@ -14,7 +14,7 @@ from ..memory.estimate import Calibration, estimate_memory
 from ..memory.rank_parameters import rank_parameters
 from ..models.families import FAST_FAMILIES, family_attention
 from ..models.stored_shapes import load_shapes
-from ..search.candidates import SearchContext
+from ..search.candidates import SearchContext, global_batch_reason
 from ..search.run_estimates import clusters, doubts
 from ..search.search import Evaluated, ParetoPoint, search
 from ..search.suggestions import Offer, Suggestion, cheapest_changes, faster_changes
@@ -205,7 +205,7 @@ def _cheapest(context: SearchContext) -> HardwareSpec:
     speeds: list[tuple[float, HardwareSpec]] = []
     for part in (*clusters(hardware, most=hardware.world_size - 1), hardware):
         try:
-            chosen = search(replace(context, hardware=part)).chosen
+            chosen = search(replace(context, hardware=part), compare=False).chosen
         except UsageError:
             continue
         if chosen is not None:
@@ -227,6 +227,7 @@ def plan_to_dict(plan: Plan) -> dict[str, Any]:
         "job": job_dict(plan.job),
         "chosen": _evaluated_dict(plan.chosen)
         | {"reason": plan.chosen.reason, "teacher": plan.chosen.teacher and asdict(plan.chosen.teacher)},
+        "global_batch": _global_batch_dict(plan),
         "rejected": [rejected_dict(candidate) for candidate in plan.rejected],
         "pareto": [asdict(point) for point in plan.pareto],
         "offers": [asdict(offer) for offer in plan.offers],
@@ -236,6 +237,12 @@ def plan_to_dict(plan: Plan) -> dict[str, Any]:
         **({} if plan.activations == "stored" else {"activations": plan.activations}),
         **({"command": plan.command} if plan.command else {}),
     }
+
+
+def _global_batch_dict(plan: Plan) -> dict[str, Any]:
+    sequences = plan.chosen.strategy.global_batch_size
+    reason = global_batch_reason(plan.job, plan.hardware.world_size, sequences)
+    return {"sequences": sequences, "tokens": sequences * plan.job.seq_len_tokens, "reason": reason}
 
 
 def model_summary(model: ModelSpec, job: TrainingJob) -> dict[str, Any]:

@@ -275,15 +275,53 @@ def mechanisms(strategy: Layout, *, chunked_loss: bool = False) -> tuple[str, ..
     return tuple(names)
 
 
-def complexity(strategy: Layout, *, chunked_loss: bool = False) -> tuple[int, int, bool]:
-    """Return a sort key: number of mechanisms, sharding stage, and whether the engine is FSDP2."""
+def complexity(strategy: Layout, *, chunked_loss: bool = False) -> tuple[bool, int, int, bool]:
+    """Return a sort key: whether states are offloaded, number of mechanisms, sharding stage, whether FSDP2 runs it.
+
+    Offload comes first: its speed depends on the host, about which a plan knows least.
+    """
     stage = 3 if strategy.engine == "fsdp2" else strategy.zero_stage or 0
-    return len(mechanisms(strategy, chunked_loss=chunked_loss)), stage, strategy.engine == "fsdp2"
+    offloads = strategy.offload_optimizer != "none" or strategy.offload_param != "none"
+    return offloads, len(mechanisms(strategy, chunked_loss=chunked_loss)), stage, strategy.engine == "fsdp2"
 
 
 STEP_TOKENS = 16_384
 """Most tokens per accelerator and step when the user sets no global batch. A micro-batch of that size keeps every
 product large (Megatron-LM, arXiv 2104.04473); which batch trains well is the user's decision."""
+
+
+def planned_global_batch(job: TrainingJob, accelerators: int, *, smallest: bool = False) -> int:
+    """Return the sequences of one optimizer step, the same for every layout that is compared.
+
+    `smallest` is for jobs that only fit with one sequence per accelerator.
+
+    >>> planned_global_batch(TrainingJob(seq_len_tokens=4096), 8)
+    32
+    """
+    if job.global_batch_size is not None:
+        return job.global_batch_size
+    if job.micro_batch_size is not None:
+        return job.micro_batch_size * accelerators
+    most = 1 if smallest else max(1, STEP_TOKENS // job.seq_len_tokens)
+    return accelerators << (most.bit_length() - 1)
+
+
+def global_batch_reason(job: TrainingJob, accelerators: int, sequences: int) -> str:
+    """Return why a plan has this many sequences per optimizer step."""
+    planned = planned_global_batch(job, accelerators)
+    if job.global_batch_size is not None:
+        return "requested"
+    if job.micro_batch_size is not None and sequences == planned:
+        return "one requested micro-batch per accelerator"
+    if sequences == planned and planned > accelerators:
+        tokens = planned // accelerators * job.seq_len_tokens
+        return f"{tokens:,} tokens per accelerator, so that a single micro-batch can keep every product large"
+    if sequences == planned:
+        return "one sequence per accelerator"
+    if sequences == accelerators:
+        return f"one sequence per accelerator, because {planned // accelerators} do not fit without offload"
+    return "that of the plan for more nodes"
+
 
 LARGEST_MICRO_BATCH_TOKENS = 65_536
 """Tokens of one micro-batch above which speed no longer grows."""
@@ -297,6 +335,8 @@ class SearchContext:
     hardware: HardwareSpec
     job: TrainingJob
     calibration: Calibration | None = None
+    smallest_batch: bool = False
+    """Whether an open global batch has one sequence per accelerator."""
 
     def broken_rules(self, rules: Iterable[Rule | AxisRule], layout: Layout) -> Iterator[ConfigError]:
         return broken_rules(rules, self.model, layout, self.job, self.hardware)
@@ -334,7 +374,7 @@ class Candidate:
         return float(f"{self.time.tokens_per_second:.9g}")
 
     @cached_property
-    def complexity(self) -> tuple[int, int, bool, bool]:
+    def complexity(self) -> tuple[bool, int, int, bool, bool]:
         """Sort key of `complexity`, then whether buffers are below DeepSpeed's defaults."""
         return *complexity(self.strategy, chunked_loss=self.job.loss == "chunked"), self.lean
 
@@ -392,7 +432,7 @@ def candidates(
         collects = errors is not None and context is contexts[0]
         if not collects and not any(legal.values()):
             continue
-        sizes = micro_batches(layout, job)
+        sizes = micro_batches(layout, job, smallest=context.smallest_batch)
         for (micro_batch, accumulation), variant, switch in product(sizes, layouts, switches):
             if not collects and not legal[switch]:
                 continue
@@ -409,24 +449,13 @@ def candidates(
                 errors += legality_errors(context.model, strategy, context.job, context.hardware)
 
 
-def micro_batches(layout: Layout, job: TrainingJob) -> list[tuple[int, int]]:
+def micro_batches(layout: Layout, job: TrainingJob, *, smallest: bool = False) -> list[tuple[int, int]]:
     """Return the micro-batch sizes to try with their accumulation steps, smallest first.
 
-    With a global batch, their product gives exactly that batch. Without one, a step has at most `STEP_TOKENS` per
-    accelerator: one micro-batch, or in a pipeline as many as fit, at least one per stage.
+    Their product gives exactly the global batch, which is the same for every layout.
     """
-    ranks = layout.data_parallel_size
-    replica_ranks = layout.world_size // ranks
-    if job.global_batch_size is None:
-        most = max(1, STEP_TOKENS * layout.sp * layout.cp // job.seq_len_tokens)
-        sizes = [1 << power for power in range(most.bit_length())]
-        if job.micro_batch_size is not None:
-            sizes = [job.micro_batch_size]
-        if layout.pp == 1:
-            return [(size, 1) for size in sizes]
-        tokens = STEP_TOKENS * replica_ranks
-        return [(size, max(layout.pp, tokens // (size * job.seq_len_tokens))) for size in sizes]
-    per_rank = max(1, job.global_batch_size // ranks)
+    batch = planned_global_batch(job, layout.world_size, smallest=smallest)
+    per_rank = max(1, batch // layout.data_parallel_size)
     if job.micro_batch_size is not None:
         return [(job.micro_batch_size, max(1, per_rank // job.micro_batch_size))]
     most = max(1, min(per_rank, LARGEST_MICRO_BATCH_TOKENS * layout.sp * layout.cp // job.seq_len_tokens))

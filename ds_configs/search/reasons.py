@@ -5,10 +5,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ..memory.rank_parameters import Terms
+from ..specs.job import AXIS_FIELDS
 from ..specs.layout import Layout
 from ..specs.units import gigabytes
 from ..step_time.estimate import time_term_name
-from .candidates import Candidate, SearchContext, mechanisms
+from .candidates import Candidate, SearchContext, global_batch_reason, mechanisms
+
+AS_FAST = 0.95
+"""Share of the best predicted speed at which a layout is as fast, so that the simpler one is preferred.
+
+Predicted step times have mean errors of 4 to 8 % on most published tables (docs/measurements/step_time.md). Part of an
+error is common to all layouts of a job, so about 5 % remains between two of them. A smaller predicted gain may be a
+loss, and does not justify ZeRO-3, gradient checkpointing, or any other mechanism."""
 
 _NAMES = {
     "single": "One process",
@@ -57,10 +65,13 @@ def chosen_reason(best: Candidate, context: SearchContext, *, faster: Candidate,
         f"{gigabytes(gpu.peak_bytes)} GB ({gigabytes(gpu.low_bytes)} to {gigabytes(gpu.high_bytes)}) of "
         f"{gigabytes(gpu.capacity_bytes)} GB per accelerator.",
         f"Micro-batch {micro_batch}, {_recomputation(best)}.",
+        _global_batch(best),
     ]
     if gpu.calibrated_runs:
         runs = f"{gpu.calibrated_runs} measured run{'s' if gpu.calibrated_runs > 1 else ''}"
         sentences.append(f"The memory interval comes from {runs} on {context.hardware.gpu}.")
+    if strategy.pp > 1 and job.pipeline_parallel_size is None:
+        sentences.append("Only pipelines fit. A stock Trainer cannot run one: PipelineTrainer does.")
     batch, ranks = job.global_batch_size, strategy.world_size
     requested = any((size or 1) > 1 for size in job.axis_sizes.values())
     if batch is not None and strategy.axes and not requested and batch % ((job.micro_batch_size or 1) * ranks):
@@ -92,6 +103,15 @@ def _preference(best: Candidate, context: SearchContext, faster: Candidate) -> s
     )
     simpler = "needs fewer mechanisms" if fewer else "is simpler"
     return f"within {gain:.1f} % of the fastest layout{sizes} ({name}) and {simpler}"
+
+
+def _global_batch(best: Candidate) -> str:
+    job, sequences = best.job, best.strategy.global_batch_size
+    why = global_batch_reason(job, best.context.hardware.world_size, sequences)
+    size = f"{sequences:,} sequence{'s' if sequences > 1 else ''} ({sequences * job.seq_len_tokens:,} tokens)"
+    if job.global_batch_size is not None:
+        return f"Global batch {size}, {why}."
+    return f"Global batch {size}, the same for every layout: {why}. Set yours with --global-batch-size."
 
 
 def _recomputation(candidate: Candidate) -> str:
@@ -159,9 +179,17 @@ def rejected_reason(candidate: Candidate, best: Candidate | None) -> str:
     if best.job.objective == "memory":
         return f"{name} needs more memory: up to {size}, at {speed}."
     ratio = best.tokens_per_second / candidate.tokens_per_second
-    if ratio <= 1 / 0.99:
+    if ratio < AS_FAST:
+        axes = candidate.strategy.axes
+        assert "pp" in axes, "only pipelines that were not requested can be faster than the chosen layout"
+        flags = [f"--{field.replace('_', '-')} {axes[axis]}" for field, axis in AXIS_FIELDS.items() if axis in axes]
+        return (
+            f"{name} would be {1 / ratio:.2f} times as fast ({speed}, up to {size}), but a stock Trainer cannot run a "
+            f"pipeline: PipelineTrainer does. Request it with {' '.join(flags)}."
+        )
+    if ratio <= 1 / AS_FAST:
         simpler = " and is less simple" if candidate.complexity > best.complexity else ""
-        return f"{name} is as fast within 1 % ({speed}, up to {size}){simpler}."
+        return f"{name} is as fast within 5 % ({speed}, up to {size}){simpler}."
     # Extra seconds of each term for as many tokens as the chosen layout trains in one step.
     scale = (
         best.time.seconds * best.time.tokens_per_second / (candidate.time.seconds * candidate.time.tokens_per_second)

@@ -1,4 +1,4 @@
-"""`search`: the fastest layout that fits, or the simplest of those within 1 % of it, with reasons."""
+"""`search`: the fastest layout that fits, or the simplest of those that are as fast within 5 %, with reasons."""
 
 from __future__ import annotations
 
@@ -26,20 +26,22 @@ from ..specs.layout import Layout
 from ..specs.model import ModelSpec
 from ..specs.units import gigabytes
 from ..step_time.estimate import StepTime
-from .candidates import Candidate, SearchContext, candidates, layouts_to_search, losses, three_dimensional
-from .reasons import analysis_reason, chosen_reason, rejected_reason
-
-WITHIN = 0.99
-"""Share of the best speed at which a simpler layout is preferred."""
+from .candidates import (
+    Candidate,
+    SearchContext,
+    candidates,
+    layouts_to_search,
+    losses,
+    planned_global_batch,
+    three_dimensional,
+)
+from .reasons import AS_FAST, analysis_reason, chosen_reason, rejected_reason
 
 _LAYOUTS_3D = 12
 """Layouts of tensor, pipeline and data parallelism whose candidates are searched, fastest first."""
 
 _SIZES_SHOWN_PER_AXIS = 2
 """Rejected sizes of one axis that a plan lists."""
-
-_ESTIMATED_FOR_COMPARISON = 4
-"""Candidates of a slower layout whose memory is estimated to find its best one."""
 
 
 @dataclass(kw_only=True)
@@ -50,13 +52,14 @@ class Search:
     """All candidates of each layout, by its index."""
     partial: bool
     """Whether recomputing some of the layers may be tried."""
-    fitting: list[Candidate] = field(default_factory=list)
-    """Candidates whose memory was estimated and suffices."""
+    fitting: dict[Candidate, None] = field(default_factory=dict)
+    """Candidates whose memory was estimated and suffices, in the order of estimation."""
     leanest: dict[int, Candidate] = field(default_factory=dict)
     """The candidate of each layout that needs the least memory."""
     estimated: int = 0
     """Candidates whose memory was estimated."""
     _ordered: dict[int, list[Candidate]] = field(default_factory=dict)
+    _partially_recomputed: dict[Candidate, Candidate | None] = field(default_factory=dict)
 
     def fastest_first(self, index: int) -> list[Candidate]:
         """Return the candidates of a layout by speed, the simplest first among equally fast ones."""
@@ -67,8 +70,8 @@ class Search:
     def fits(self, candidate: Candidate) -> bool:
         """Return whether a candidate's memory suffices, and remember it if so."""
         self.estimated += "memory" not in candidate.__dict__
-        if candidate.memory.fits and candidate not in self.fitting:
-            self.fitting.append(candidate)
+        if candidate.memory.fits:
+            self.fitting[candidate] = None
         return candidate.memory.fits
 
     def possible(self, index: int) -> bool:
@@ -88,13 +91,41 @@ class Search:
             self.leanest[index] = min(lean, key=_need)
         return self.fits(self.leanest[index])
 
+    def fewest_layers(self, candidate: Candidate) -> Candidate | None:
+        """Return the candidate that recomputes as few layers as make it fit; `None` when recomputing all is needed.
+
+        Recomputing all layers is a candidate that the search tries anyway.
+        """
+        if candidate in self._partially_recomputed:
+            return self._partially_recomputed[candidate]
+        self._partially_recomputed[candidate] = None
+        layers = candidate.context.model.dimensions.num_layers
+        low, high = 0, -(-layers // candidate.strategy.pp)
+        everything = candidate.with_recomputed(None)
+        if not self.fits(everything):
+            return None
+        capacity = candidate.memory.gpu.capacity_bytes
+        most, least = candidate.memory.gpu.high_bytes, everything.memory.gpu.high_bytes
+        fitting: Candidate | None = None
+        while high - low > 1:
+            # Memory falls almost evenly with each layer, so interpolation lands near the limit.
+            share = (most - capacity) / (most - least) if most > capacity >= least else 0.5
+            middle = min(high - 1, max(low + 1, low + ceil(share * (high - low))))
+            partial = candidate.with_recomputed(middle)
+            if self.fits(partial):
+                high, fitting, least = middle, partial, partial.memory.gpu.high_bytes
+            else:
+                low, most = middle, partial.memory.gpu.high_bytes
+        self._partially_recomputed[candidate] = fitting
+        return fitting
+
 
 def _fastest(legal: list[Candidate]) -> Candidate:
     # A single candidate is not timed.
     return legal[0] if len(legal) == 1 else min(legal, key=_order)
 
 
-def _order(candidate: Candidate) -> tuple[float, tuple[int, int, bool, bool]]:
+def _order(candidate: Candidate) -> tuple[float, tuple[bool, int, int, bool, bool]]:
     return -candidate.tokens_per_second, candidate.complexity
 
 
@@ -105,8 +136,8 @@ def _need(candidate: Candidate) -> tuple[int, int]:
 
 
 def search_fastest(explored: Search, indices: Iterable[int]) -> Candidate | None:
-    """Return the simplest of the candidates within 1 % of the fastest that fits; `None` when none fits."""
-    heap: list[tuple[float, tuple[int, int, bool, bool], int, str, Candidate]] = []
+    """Return the simplest of the candidates as fast as the fastest that fits, within 5 %; `None` when none fits."""
+    heap: list[tuple[float, tuple[bool, int, int, bool, bool], int, str, Candidate]] = []
     order = 0
 
     def push(candidate: Candidate, state: str, bound: float) -> None:
@@ -122,10 +153,13 @@ def search_fastest(explored: Search, indices: Iterable[int]) -> Candidate | None
     near: list[Candidate] = []
     while heap:
         bound, _, _, state, candidate = heapq.heappop(heap)
-        if best is not None and -bound < WITHIN * best:
+        if best is not None and -bound < AS_FAST * best:
             break
+        if near and candidate.complexity >= min(other.complexity for other in near):
+            # Neither faster nor simpler than one that fits.
+            continue
         if state == "some layers":
-            fewest = _fewest_layers(explored, candidate)
+            fewest = explored.fewest_layers(candidate)
             if fewest is not None:
                 push(fewest, "fits", fewest.tokens_per_second)
             continue
@@ -140,35 +174,21 @@ def search_fastest(explored: Search, indices: Iterable[int]) -> Candidate | None
     return min(near, key=lambda candidate: (candidate.complexity, -candidate.tokens_per_second))
 
 
-def _fewest_layers(explored: Search, candidate: Candidate) -> Candidate | None:
-    """Return the candidate that recomputes as few layers as make it fit; `None` when recomputing all is needed.
-
-    Recomputing all layers is a candidate that the search tries anyway.
-    """
-    layers = candidate.context.model.dimensions.num_layers
-    low, high = 0, -(-layers // candidate.strategy.pp)
-    everything = candidate.with_recomputed(None)
-    if not explored.fits(everything):
-        return None
-    capacity = candidate.memory.gpu.capacity_bytes
-    most, least = candidate.memory.gpu.high_bytes, everything.memory.gpu.high_bytes
-    fitting: Candidate | None = None
-    while high - low > 1:
-        # Memory falls almost evenly with each layer, so interpolation lands near the limit.
-        share = (most - capacity) / (most - least) if most > capacity >= least else 0.5
-        middle = min(high - 1, max(low + 1, low + ceil(share * (high - low))))
-        partial = candidate.with_recomputed(middle)
-        if explored.fits(partial):
-            high, fitting, least = middle, partial, partial.memory.gpu.high_bytes
-        else:
-            low, most = middle, partial.memory.gpu.high_bytes
-    return fitting
+def _preferred(explored: Search, indices: list[int], job: TrainingJob) -> Candidate | None:
+    """Return the candidate of these layouts that the objective prefers; `None` when none fits."""
+    if job.objective != "memory":
+        return search_fastest(explored, indices)
+    return min(
+        (explored.leanest[index] for index in indices if explored.possible(index)),
+        key=lambda candidate: (candidate.memory.gpu.high_bytes, -candidate.tokens_per_second),
+        default=None,
+    )
 
 
 def _best_three_dimensional(context: SearchContext, *, faster_than: float) -> tuple[Candidate, str] | None:
     """Return the fastest layout of tensor, pipeline and data parallelism that fits, and why it cannot run.
 
-    `None` when none is faster than `faster_than` tokens per second by more than 1 %.
+    `None` when none is faster than `faster_than` tokens per second by more than 5 %.
     """
     model, hardware, job = context.model, context.hardware, context.job
     zero = default_zero_options(model, job, stage=1)
@@ -180,7 +200,7 @@ def _best_three_dimensional(context: SearchContext, *, faster_than: float) -> tu
         faster = [
             candidate
             for candidate in candidates(strategy, contexts, index, None, sizes_only=True)
-            if WITHIN * candidate.tokens_per_second > faster_than
+            if AS_FAST * candidate.tokens_per_second > faster_than
         ]
         if faster:
             by_layout[index] = sorted(faster, key=_order)
@@ -189,32 +209,37 @@ def _best_three_dimensional(context: SearchContext, *, faster_than: float) -> tu
     if not fastest:
         return None
     best = search_fastest(Search(by_layout=by_layout, partial=job.gradient_checkpointing == "auto"), fastest)
-    if best is None or WITHIN * best.tokens_per_second <= faster_than:
+    if best is None or AS_FAST * best.tokens_per_second <= faster_than:
         return None
     return best, reasons[best.index]
 
 
 def _for_comparison(explored: Search, best: Candidate) -> list[Candidate]:
-    """Return the best candidate of every other layout: the fastest that fits, else the one that needs the least."""
+    """Return what a plan of each other layout would choose: the best candidate if it fits, else the leanest one.
+
+    Of each set of axes, layouts that fit are omitted once their fastest candidate is slower than the sizes that a plan
+    lists.
+    """
     shown: list[Candidate] = []
-    best_of: dict[int, Candidate] = {}
-    for candidate in explored.fitting:
-        known = best_of.get(candidate.index)
-        if known is None or candidate.tokens_per_second > known.tokens_per_second:
-            best_of[candidate.index] = candidate
+    listed: dict[frozenset[str], dict[frozenset[tuple[str, int]], float]] = {}
+    fitting: list[int] = []
     for index in explored.by_layout:
-        if index == best.index:
-            continue
-        if not explored.possible(index):
+        if index != best.index and not explored.possible(index):
             shown.append(explored.leanest[index])
+        elif index != best.index:
+            fitting.append(index)
+    for index in sorted(fitting, key=lambda index: _order(explored.fastest_first(index)[0])):
+        fastest = explored.fastest_first(index)[0]
+        axes, sizes = frozenset(fastest.strategy.axes), frozenset(fastest.strategy.axes.items())
+        speeds = listed.setdefault(axes, {})
+        others = sorted((speed for other, speed in speeds.items() if other != sizes), reverse=True)
+        slower_than = speeds.get(sizes, others[_SIZES_SHOWN_PER_AXIS - 1] if others[_SIZES_SHOWN_PER_AXIS - 1 :] else 0)
+        if axes and fastest.tokens_per_second <= slower_than:
             continue
-        known, timed = best_of.get(index), explored.fastest_first(index)
-        for candidate in timed[:_ESTIMATED_FOR_COMPARISON] if not timed[0].strategy.axes else ():
-            if known is not None and candidate.tokens_per_second <= known.tokens_per_second:
-                break
-            if explored.fits(candidate):
-                known = candidate
-        shown.append(known or explored.leanest[index])
+        choice = _preferred(explored, [index], best.job)
+        assert choice is not None, "the leanest candidate fits"
+        speeds[sizes] = max(speeds.get(sizes, 0), choice.tokens_per_second)
+        shown.append(choice)
     return sorted(shown, key=_speed_or_need)
 
 
@@ -343,11 +368,42 @@ class Outcome:
     estimated: int = 0
 
 
-def search(context: SearchContext) -> Outcome:
+def search(context: SearchContext, *, compare: bool = True) -> Outcome:
+    """Return the result of `search_one_batch` at the global batch that the plan states.
+
+    Without a requested batch that is `planned_global_batch`. If it fits only with offload or not at all, but one
+    sequence per accelerator does fit, the batch is that.
+
+    Raises:
+        UsageError: the job is invalid or every layout that it allows breaks a rule; all errors together.
+    """
+    outcome, smallest, job = search_one_batch(context, compare=compare), _with_smallest_batch(context), context.job
+    if smallest is None:
+        return outcome
+    offloads = outcome.chosen is not None and outcome.chosen.strategy.offload_optimizer != "none"
+    if offloads and job.offload == "auto":
+        inside = replace(job, offload="none", pipeline_parallel_size=job.pipeline_parallel_size or 1)
+        smaller_fits = _anything_fits(replace(smallest, job=inside))
+    else:
+        smaller_fits = outcome.chosen is None and _anything_fits(smallest)
+    return search_one_batch(smallest, compare=compare) if smaller_fits else outcome
+
+
+def _with_smallest_batch(context: SearchContext) -> SearchContext | None:
+    """Return the context with one sequence per accelerator; `None` if its batch is fixed or already as small."""
+    accelerators = context.hardware.world_size
+    smaller = planned_global_batch(context.job, accelerators, smallest=True)
+    if smaller == planned_global_batch(context.job, accelerators):
+        return None
+    return replace(context, smallest_batch=True)
+
+
+def search_one_batch(context: SearchContext, *, compare: bool = True) -> Outcome:
     """Return the layout that the job's objective prefers among those that fit, and why the others were rejected.
 
     A teacher is tried as a replica on every rank, then sharded, then in host memory. Each placement is tried under all
-    layouts without offload before the student's states leave the accelerator.
+    layouts without offload before the student's states leave the accelerator. Without `compare`, the result has no
+    rejected layouts and no frontier, in half of the time.
 
     Raises:
         UsageError: the job is invalid or every layout that it allows breaks a rule; all errors together.
@@ -365,17 +421,17 @@ def search(context: SearchContext) -> Outcome:
     layouts = layouts_to_search(context.model, context.hardware, job)
     best: Candidate | None = None
     searches: list[Search] = []
+    proposed: list[int] = []
     for part, indices in _rounds(layouts, context):
         explored = _legal(layouts, indices, part, errors)
         searches.append(explored)
-        if job.objective == "memory":
-            best = min(
-                (explored.leanest[index] for index in explored.by_layout if explored.possible(index)),
-                key=lambda candidate: (candidate.memory.gpu.high_bytes, -candidate.tokens_per_second),
-                default=None,
-            )
-        else:
-            best = search_fastest(explored, explored.by_layout)
+        requested = job.pipeline_parallel_size is not None
+        trainer_runs = [index for index in explored.by_layout if layouts[index].pp == 1 or requested]
+        # A stock Trainer cannot run a pipeline, so one that was not requested is only proposed if nothing else fits.
+        for proposed in (trainer_runs, list(explored.by_layout)):
+            best = _preferred(explored, proposed, job)
+            if best is not None:
+                break
         if best is not None:
             break
     if not any(explored.by_layout for explored in searches):
@@ -393,8 +449,8 @@ def search(context: SearchContext) -> Outcome:
                 leanest_of[index] = min(leanest_of.get(index, leanest), leanest, key=_need)
         others = sorted(leanest_of.values(), key=_speed_or_need)
     else:
-        fitting = searches[-1].fitting
-        others = _for_comparison(searches[-1], best)
+        others = _for_comparison(searches[-1], best) if compare else []
+        fitting = [candidate for candidate in searches[-1].fitting if candidate.index in proposed]
         chosen = Evaluated(
             strategy=best.strategy,
             memory=best.memory,
@@ -405,7 +461,7 @@ def search(context: SearchContext) -> Outcome:
             ),
             teacher=_teacher_choice(best, requested=job.teacher_placement != "auto"),
         )
-        if faster := _best_three_dimensional(context, faster_than=best.tokens_per_second):
+        if compare and (faster := _best_three_dimensional(context, faster_than=best.tokens_per_second)):
             candidate, why_not = faster
             rejected.append(
                 Evaluated(
@@ -416,7 +472,7 @@ def search(context: SearchContext) -> Outcome:
                     analysis_only=True,
                 )
             )
-        pareto = _frontier(fitting)
+        pareto = _frontier(fitting) if compare else []
     rejected += [
         Evaluated(
             strategy=candidate.strategy,
@@ -471,11 +527,20 @@ def anything_fits(context: SearchContext) -> bool:
     Raises:
         UsageError: the job is invalid.
     """
-    model, hardware, job = context.model, context.hardware, context.job
+    job = context.job
     if wrong := job_errors(job):
         raise UsageError(wrong)
+    if _anything_fits(context):
+        return True
+    smallest = _with_smallest_batch(context)
+    return smallest is not None and _anything_fits(smallest)
+
+
+def _anything_fits(context: SearchContext) -> bool:
+    model, hardware, job = context.model, context.hardware, context.job
     total = hardware.world_size * hardware.gpu_bytes
-    total += hardware.nodes * (hardware.host_bytes_per_node + hardware.nvme_bytes_per_node)
+    if job.offload != "none":
+        total += hardware.nodes * (hardware.host_bytes_per_node + hardware.nvme_bytes_per_node)
     if _least_bytes(model, job) > total:
         return False
     layouts = layouts_to_search(model, hardware, job)

@@ -83,7 +83,7 @@ def cheapest_changes(context: SearchContext) -> tuple[Suggestion, ...]:
             continue
         for change, changed_hardware, changed_job in _fitting(changes, fits):
             try:
-                outcome = search(replace(context, hardware=changed_hardware, job=changed_job))
+                outcome = search(replace(context, hardware=changed_hardware, job=changed_job), compare=False)
             except ShardwrightError:
                 continue
             if outcome.chosen is not None:
@@ -151,10 +151,12 @@ def faster_changes(chosen: Evaluated, model: ModelSpec, hardware: HardwareSpec, 
         return tuple(offers)
     if not chosen.strategy.gradient_checkpointing and chosen.strategy.offload_optimizer == "none":
         return tuple(offers)
+    batch = chosen.strategy.global_batch_size
     for change, _, changed in (*_smaller_states(hardware, job), *_adapters(hardware, job)):
-        # With another method, another loss may be the fastest.
+        # With another method, another loss may be the fastest; the batch stays the same.
+        same_batch = replace(changed, loss="auto", global_batch_size=batch)
         try:
-            other = search(SearchContext(model=model, hardware=hardware, job=replace(changed, loss="auto"))).chosen
+            other = search(SearchContext(model=model, hardware=hardware, job=same_batch), compare=False).chosen
         except ShardwrightError:
             continue
         if other is None:

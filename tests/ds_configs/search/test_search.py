@@ -14,7 +14,7 @@ from shardwright.ds_configs.legality.rules import BATCH_RULES, LAYOUT_RULES, bro
 from shardwright.ds_configs.memory.estimate import estimate_memory
 from shardwright.ds_configs.plan.plan import PlanDoesNotFitError, make_plan
 from shardwright.ds_configs.search.candidates import STEP_TOKENS, SearchContext
-from shardwright.ds_configs.search.reasons import display_name
+from shardwright.ds_configs.search.reasons import AS_FAST, display_name
 from shardwright.ds_configs.search.search import anything_fits, search
 from shardwright.ds_configs.search.suggestions import _fitting
 from shardwright.ds_configs.specs.errors import UsageError
@@ -47,21 +47,22 @@ def test_choices_match_common_practice(model, hardware, expected):
 
 
 @pytest.mark.parametrize("hardware", ["8xA100-40GB", "8xH100-80GB", "2x8xH100-80GB"])
-def test_no_fitting_layout_is_more_than_one_percent_faster(hardware):
+def test_no_fitting_layout_that_a_trainer_runs_is_more_than_five_percent_faster(hardware):
     outcome = search(
         SearchContext(model=LLAMA_8B, hardware=parse_hardware(hardware), job=TrainingJob(global_batch_size=64))
     )
     assert outcome.chosen is not None
     best = outcome.chosen.time.tokens_per_second
-    assert all(point.tokens_per_second * 0.99 <= best for point in outcome.pareto)
-    assert all(one.time.tokens_per_second * 0.99 <= best for one in outcome.rejected if one.memory.fits)
+    assert all(point.tokens_per_second * AS_FAST <= best for point in outcome.pareto)
+    others = [one for one in outcome.rejected if one.memory.fits and one.strategy.pp == 1]
+    assert all(one.time.tokens_per_second * AS_FAST <= best for one in others)
 
 
 def test_simpler_of_equally_fast_layouts_is_chosen():
     """One rank of work in eight: every engine computes the same, and nothing is to be saved."""
     plan = make_plan(LLAMA_1B, parse_hardware("8xH200"), TrainingJob(global_batch_size=512, seq_len_tokens=1024))
     fastest = max([plan.chosen, *plan.rejected], key=lambda one: one.time.tokens_per_second)
-    assert plan.chosen.time.tokens_per_second >= 0.99 * fastest.time.tokens_per_second
+    assert plan.chosen.time.tokens_per_second >= AS_FAST * fastest.time.tokens_per_second
     assert not plan.chosen.strategy.gradient_checkpointing
     assert not plan.chosen.strategy.axes
 
