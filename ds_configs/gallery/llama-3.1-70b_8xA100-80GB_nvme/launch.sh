@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # meta-llama/Llama-3.1-70B on 8xA100-80GB: zero3+nvme-offload of optimizer, cpu-offload of parameters, micro-batch 4 x 1, 72.4 of 85.0 GB
-# ZeRO-3 + NVMe offload of optimizer, CPU offload of parameters is within 0.1 % of the fastest layout (the same layout with micro-batch 4, gradient checkpointing of the first 74 of 80 layers, chunked loss) and needs fewer mechanisms. It reaches 298 tokens/s (439.41 s per step) and needs 72.4 GB (66.3 to 80.6) of 85.0 GB per accelerator. Micro-batch 4, gradient checkpointing of the first 77 of 80 layers.
+# ZeRO-3 + NVMe offload of optimizer, CPU offload of parameters is within 0.1 % of the fastest layout (the same layout with micro-batch 4, gradient checkpointing of the first 74 of 80 layers, chunked loss) and needs fewer mechanisms. It reaches 298 tokens/s (439.41 s per step) and needs 72.4 GB (66.3 to 80.6) of 85.0 GB per accelerator. Micro-batch 4, gradient checkpointing of the first 77 of 80 layers. Global batch 32 sequences (131,072 tokens), the same for every layout: 16,384 tokens per accelerator, so that a single micro-batch can keep every product large. Set yours with --global-batch-size.
 # Run: ./launch.sh SCRIPT [ARGUMENTS], or ./launch.sh --dataset FILE --output-dir DIRECTORY
 # Assumes bf16, adamw_torch_fused, method full, sequences of 4096 tokens without padding, 85.0 GB usable per accelerator.
 # Assumes the values of a common server: host_bytes_per_node = 1.237e+12.

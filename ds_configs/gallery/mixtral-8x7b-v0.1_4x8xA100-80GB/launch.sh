@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# mistralai/Mixtral-8x7B-v0.1 on 4x8xA100-80GB: zero3+ep8, micro-batch 2 x 1, 75.5 of 85.0 GB
-# ZeRO-3 + EP 8 is within 0.1 % of the fastest layout (the same layout with micro-batch 2, gradient checkpointing of the first 19 of 32 layers, chunked loss) and needs fewer mechanisms. It reaches 58,946 tokens/s (4.45 s per step) and needs 75.5 GB (69.0 to 84.4) of 85.0 GB per accelerator. Micro-batch 2, gradient checkpointing of the first 19 of 32 layers. EP 8 splits the 8 experts of each layer. Too large: ZeRO-2 + EP 2 (up to 91.2 GB), FSDP2 + CPU offload of optimizer and parameters (up to 13.0 GB).
+# mistralai/Mixtral-8x7B-v0.1 on 4x8xA100-80GB: zero1+ep8, micro-batch 1 x 4, 75.4 of 85.0 GB
+# ZeRO-1 + EP 8 is within 4.9 % of the fastest layout (ZeRO-3 + EP 8) and needs fewer mechanisms. It reaches 56,563 tokens/s (9.27 s per step) and needs 75.4 GB (68.9 to 84.2) of 85.0 GB per accelerator. Micro-batch 1 x 4, gradient checkpointing of the first 18 of 32 layers. Global batch 128 sequences (524,288 tokens), the same for every layout: 16,384 tokens per accelerator, so that a single micro-batch can keep every product large. Set yours with --global-batch-size. EP 8 splits the 8 experts of each layer. Too large: ZeRO-1 + EP 4 (up to 88.7 GB), FSDP2 + CPU offload of optimizer and parameters (up to 13.0 GB).
 # Run: ./launch.sh MACHINE_RANK MAIN_PROCESS_IP SCRIPT [ARGUMENTS] on each node, or sbatch ./launch.sbatch SCRIPT [ARGUMENTS]
 # Assumes bf16, adamw_torch_fused, method full, sequences of 4096 tokens without padding, 85.0 GB usable per accelerator.
 # EP 8: DeepSpeed AutoEP. launch.sh attaches ExpertParallelCallback; your own script must attach it too.
