@@ -81,7 +81,7 @@ def test_a_file_and_the_environment_accept_them_once(shell: Shell, monkeypatch: 
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ("plan m --hardware 1xT4 --zero-stage 3", ["--zero-stage: is not an option; use --strategy zero1, zero2 or zero3"]),
+        ("plan m --zero-stage 3", ["--zero-stage: is not an option; use --strategy zero1, zero2 or zero3"]),
         ("plan --zero-stage 3 m", ["--zero-stage: is not an option; use --strategy zero1, zero2 or zero3"]),
         ("plan m --hardware 1xT4 --bf16 false", ["--bf16: is not an option; use --precision bf16, fp16 or fp32"]),
         ("plan m --hardware 1xT4 --bf16 --fp16", ["Parameter --precision specified multiple times."]),
