@@ -140,12 +140,24 @@ def run(arguments: Sequence[str]) -> int:
         if os.environ.get("SHARDWRIGHT_DEBUG") == "1":
             raise
         file = f"{error.filename}: " if error.filename else ""
-        code = report(1, f"{file}{error.strerror or error}")
+        code = report(1, _uncaught_hub_failure(error) or f"{file}{error.strerror or error}")
         try:
             sys.stdout.flush()
         except OSError:
             _discard_stdout()
         return code
+    except Exception as error:
+        failure = _uncaught_hub_failure(error)
+        if failure is None or os.environ.get("SHARDWRIGHT_DEBUG") == "1":
+            raise
+        return report(1, failure)
+
+
+def _uncaught_hub_failure(error: Exception) -> str | None:
+    # A library may request a file of the Hub where no caller expects it.
+    from ..plugins.huggingface_hub.hub import uncaught_hub_failure
+
+    return uncaught_hub_failure(error)
 
 
 def _discard_stdout() -> None:

@@ -22,7 +22,7 @@ from typing import Any, TypeVar, get_origin
 from cyclopts import App, CycloptsError, Group, Parameter, Token
 from cyclopts.argument import Argument, ArgumentCollection
 from cyclopts.config import Env
-from cyclopts.exceptions import MissingArgumentError
+from cyclopts.exceptions import MissingArgumentError, UnknownOptionError
 
 from ..ds_configs.specs.errors import ConfigError, InputError, UsageError
 
@@ -32,6 +32,17 @@ NOT_SETTINGS = frozenset(
 )
 """Environment variables that are no setting of a command."""
 
+HUGGING_FACE_NAMES: Mapping[str, tuple[str, ...]] = {
+    "micro_batch_size": ("per-device-train-batch-size",),
+    "epochs": ("num-train-epochs",),
+    "seq_len": ("max-length", "max-seq-length"),
+    "lora_rank": ("lora-r",),
+    "lora_targets": ("lora-target-modules",),
+    "optimizer": ("optim",),
+}
+"""Names of options in `TrainingArguments`, TRL and PEFT that are accepted too, where the meaning is the same."""
+_PRECISION_SWITCHES = ("--bf16", "--fp16")
+"""Switches of `TrainingArguments` for two values of --precision."""
 _HEADINGS = ("Data", "Hardware", "Training", "Parallel layout", "Objective", "Guards")
 Kind = TypeVar("Kind", bound=type)
 Options = Parameter(name="*")
@@ -88,9 +99,13 @@ class Sources(Env):
 
     def __init__(self, commands: Iterable[str]) -> None:
         super().__init__(PREFIX, source="environment")
+        self.reset()
+        self._commands = [name.upper().replace("-", "_") for name in commands]
+
+    def reset(self) -> None:
+        """Forget the command and the errors of an earlier call."""
         self.errors: list[ConfigError] = []
         self.arguments = ArgumentCollection()  # type: ignore[no-untyped-call]
-        self._commands = [name.upper().replace("-", "_") for name in commands]
 
     def _prefix(self, commands: tuple[str, ...]) -> str:
         return str(super()._prefix(commands)).replace("-", "_")
@@ -117,6 +132,9 @@ class Sources(Env):
             elif name == "config":
                 rule = "a settings file cannot name another one"
                 self.errors.append(ConfigError(where="config (from file)", value=value, rule=rule, fix="use --config"))
+            elif any(options[other] is options[name] for other in values if other in options and other < name):
+                fix = "keep one of them"
+                self.errors.append(ConfigError(where=f"{name} (from file)", rule="is set by another name too", fix=fix))
             else:
                 _append(options[name], value, "file")
         for name, argument in options.items():
@@ -199,10 +217,17 @@ def resolve(app: App, tokens: Sequence[str]) -> tuple[Callable[..., Any], BoundA
         CycloptsError: a command or flag is unknown.
     """
     (sources,) = (source for source in app.config if isinstance(source, Sources))
+    sources.reset()
     try:
         command, bound, unused, _ = app.parse_known_args(list(tokens))
     except CycloptsError as error:
         error.verbose = False
+        if isinstance(error, UnknownOptionError) and error.argument_collection and error.token is not None:
+            # Raised before `sources` is called, for an unknown flag in front of a positional argument.
+            options, flag = _options(error.argument_collection), error.token.value
+            if (with_precision := _with_precision(tokens, [flag], options)) is not None:
+                return resolve(app, with_precision)
+            raise UsageError(_unused_errors([flag], options)) from error
         if not sources.arguments:
             # Cyclopts 5.4.0 accepts neither `on` nor `off` for `--switch=WORD`.
             token, argument = getattr(error, "token", None), error.argument
@@ -213,9 +238,13 @@ def resolve(app: App, tokens: Sequence[str]) -> tuple[Callable[..., Any], BoundA
                 raise
             stated, accepted = (f"{token.keyword}={text}" for text in (token.value, word))
             return resolve(app, [accepted if item == stated else item for item in tokens])
+        if (with_precision := _with_precision(tokens, error.unused_tokens, _options(sources.arguments))) is not None:
+            return resolve(app, with_precision)
         errors = sources.errors + _conversion_errors(sources.arguments)
-        raise UsageError(errors + _unused_errors(error.unused_tokens, sources)) from error
-    errors = sources.errors + _unused_errors(unused, sources)
+        raise UsageError(errors + _unused_errors(error.unused_tokens, _options(sources.arguments))) from error
+    if (with_precision := _with_precision(tokens, unused, _options(sources.arguments))) is not None:
+        return resolve(app, with_precision)
+    errors = sources.errors + _unused_errors(unused, _options(sources.arguments))
     if errors:
         raise UsageError(errors)
     names = {"cli": "flag", "file": "file"}
@@ -228,6 +257,24 @@ def resolve(app: App, tokens: Sequence[str]) -> tuple[Callable[..., Any], BoundA
         if hasattr(value, "stated_by"):
             value.stated_by(origins)
     return command, bound
+
+
+def _with_precision(
+    tokens: Sequence[str], unused: Sequence[str] | None, options: Mapping[str, Argument]
+) -> list[str] | None:
+    """Return the tokens with `--bf16`, `--bf16 true` or `--bf16=true` as --precision; `None` if they have none."""
+    if "precision" not in options:
+        return None
+    for index, token in enumerate(tokens):
+        switch, sign, value = token.partition("=")
+        if switch not in _PRECISION_SWITCHES or token not in (unused or ()):
+            continue
+        words = 1
+        if not sign and index + 1 < len(tokens) and tokens[index + 1].lower() in ("true", "false"):
+            value, words = tokens[index + 1], 2
+        if value.lower() in ("", "true"):
+            return [*tokens[:index], f"--precision={switch[2:]}", *tokens[index + words :]]
+    return None
 
 
 def asks_for_json(app: App, tokens: Sequence[str]) -> bool:
@@ -283,20 +330,22 @@ def _errors_of(argument: Argument, error: CycloptsError) -> list[ConfigError]:
     return errors
 
 
-def _unused_errors(tokens: Sequence[str] | None, sources: Sources) -> list[ConfigError]:
+def _unused_errors(tokens: Sequence[str] | None, known: Mapping[str, Argument]) -> list[ConfigError]:
     """Return errors for unknown flags, or for a word that no parameter accepts."""
     flags = [token.partition("=")[0] for token in tokens or () if token.startswith("--") and len(token) > 2]
     if not flags:
         return [ConfigError(where=token, rule="is an unexpected argument") for token in (tokens or ())[:1]]
     from ..ds_configs.specs.settings import not_covered
+    from ..ds_configs.specs.synonyms import suggested
 
-    known = {f"--{name.replace('_', '-')}": name for name in _options(sources.arguments)}
-    errors = []
-    for flag in flags:
-        near = get_close_matches(flag.replace("_", "-"), known, n=1, cutoff=0.5)
-        fix = not_covered(flag) or (f"did you mean {near[0]}?" if near else "see --help")
-        errors.append(ConfigError(where=flag, rule="is not an option", fix=fix))
-    return errors
+    return [
+        ConfigError(
+            where=flag,
+            rule="is not an option",
+            fix=not_covered(flag) or suggested(flag, known, flag=True) or "see --help",
+        )
+        for flag in flags
+    ]
 
 
 def grouped(kind: Kind) -> Kind:
@@ -307,7 +356,10 @@ def grouped(kind: Kind) -> Kind:
         tokens = -1 if get_origin(field.annotation) is dict else None
         option, opposite = name.replace("_", "-"), (field.json_schema_extra or {}).get("negative")
         negative = [f"--{opposite}", f"--no-{option}"] if opposite else None
-        field.metadata.append(Parameter(group=_heading(groups[name]), n_tokens=tokens, negative=negative))
+        alias = [f"--{other}" for other in HUGGING_FACE_NAMES.get(name, ())]
+        field.metadata.append(
+            Parameter(group=_heading(groups[name]), n_tokens=tokens, negative=negative, alias=alias or None)
+        )
     return kind
 
 

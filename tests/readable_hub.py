@@ -40,10 +40,12 @@ FILES: dict[str, dict[str, bytes]] = {
     "org/adapter": {"adapter_config.json": b"{}"},
     "org/junk-config": {"config.json": b'{"model_type": "llama", "num_hidden_layers": -1}'},
 }
-ERRORS = {
+ERRORS: dict[str, tuple[int, str] | tuple[int, str, str]] = {
     "org/gated": (403, "GatedRepo"),
     "org/gated401": (401, "GatedRepo"),
     "org/private": (401, "RepoNotFound"),
+    "org/denied": (403, ""),
+    "org/bad-token": (401, "", "Invalid credentials in Authorization header"),
     "org/broken": (500, ""),
     "org/busy": (429, ""),
 }
@@ -88,8 +90,9 @@ class Hub(HubHandler):
         else:
             self.send(FILES[repository]["/".join(parts[4:])])
 
-    def fail(self, status: int, code: str) -> None:
-        self.answer(status, b"", {"X-Error-Code": code} if code else {})
+    def fail(self, status: int, code: str, message: str = "") -> None:
+        headers = {"X-Error-Code": code, "X-Error-Message": message}
+        self.answer(status, b"", {name: text for name, text in headers.items() if text})
 
     def send(self, content: bytes) -> None:
         self.answer_file(content, format(hash(content) % 2**64, "016x"))

@@ -124,7 +124,14 @@ def parse_overrides(*, host_memory: str | None = None, nvme: str | None = None) 
         UsageError: One of them is invalid; both errors together.
     """
     values: dict[str, Any] = {}
-    errors: list[ConfigError] = []
+    texts = {"host_memory": (host_memory, "1TB"), "nvme": (nvme, "/local_nvme:3.5TB")}
+    errors = [
+        ConfigError(where=name, value=value, rule="must be text", fix=f"for example {example}")
+        for name, (value, example) in texts.items()
+        if not isinstance(value, str | None)
+    ]
+    if errors:
+        raise UsageError(errors)
     if host_memory is not None:
         values["host_bytes_per_node"] = _positive_bytes(host_memory, "host_memory", errors)
     if nvme is not None:

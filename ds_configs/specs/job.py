@@ -210,8 +210,14 @@ def job_errors(job: TrainingJob) -> list[ConfigError]:
             near = get_close_matches(str(value), allowed, n=1, cutoff=0.4)
             fix = f"did you mean {near[0]}?" if near else ""
             errors.append(ConfigError(where=field, value=value, rule=f"must be one of {', '.join(allowed)}", fix=fix))
-    if job.method != "full" and not job.lora_targets:
+    if not isinstance(job.lora_targets, tuple) or not all(isinstance(name, str) for name in job.lora_targets):
+        rule, fix = "must be names of modules", 'use "all-linear", or a list such as ["q_proj", "v_proj"]'
+        errors.append(ConfigError(where="lora_targets", value=job.lora_targets, rule=rule, fix=fix))
+    elif job.method != "full" and not job.lora_targets:
         errors.append(
             ConfigError(where="lora_targets", rule="must contain at least one module name", fix="use all-linear")
         )
+    if not isinstance(job.teacher, ModelSpec | None):
+        rule, fix = "must be a model", "pass a Hub id, a local directory or a ModelSpec"
+        errors.append(ConfigError(where="teacher", value=job.teacher, rule=rule, fix=fix))
     return errors

@@ -16,6 +16,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr,
 
 from .errors import ConfigError, UsageError
 from .job import OffloadName, Recomputation, StrategyName, TeacherPlacementChoice
+from .synonyms import suggested
 from .texts import yaml_value
 
 Kind = TypeVar("Kind", bound="Settings")
@@ -328,8 +329,7 @@ def _choices(annotation: Any) -> list[str]:
 
 
 def unknown_error(name: str, known: Iterable[str], *, where: str | None = None) -> ConfigError:
-    """Return the error of an unknown option, with the nearest known one."""
+    """Return the error of an unknown option, with the known one of its meaning or name."""
     names = list(known)
-    near = get_close_matches(name.replace("-", "_"), names, n=1, cutoff=0.5)
-    fix = not_covered(name) or (f"did you mean {near[0]}?" if near else f"known: {', '.join(names)}")
+    fix = not_covered(name) or suggested(name, names) or f"known: {', '.join(names)}"
     return ConfigError(where=where or name, rule="is not a setting", fix=fix)

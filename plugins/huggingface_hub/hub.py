@@ -190,9 +190,7 @@ def search_models(words: str, *, most: int = 20) -> tuple[str, ...]:
     except OfflineModeIsEnabled:
         raise ShardwrightError("offline mode is on (HF_HUB_OFFLINE): the Hub cannot be searched") from None
     except HfHubHTTPError as error:
-        raise ShardwrightError(
-            f"the Hub answered {error.response.status_code} to the search; try again later"
-        ) from None
+        raise ShardwrightError(f"search for models: {hub_failure(error)}") from None
     except hub_errors() as error:
         raise ShardwrightError(f"the Hub cannot be searched ({type(error).__name__}); write ORG/NAME") from None
 
@@ -323,8 +321,9 @@ def hub_errors() -> tuple[type[Exception], ...]:
 
     Its own errors are `OSError` or `ValueError`; it also raises those of its HTTP client.
     """
-    client = http_client()
-    return (client.HTTPError, client.InvalidURL, OSError, ValueError)
+    # `datasets` uses httpx itself, whichever client huggingface_hub has.
+    clients = {http_client(), *(module for name in ("httpx", "httpx2") if (module := sys.modules.get(name)))}
+    return (*(kind for client in clients for kind in (client.HTTPError, client.InvalidURL)), OSError, ValueError)
 
 
 def http_client() -> ModuleType:
@@ -335,12 +334,60 @@ def http_client() -> ModuleType:
     return sys.modules[HfHubHTTPError.__bases__[0].__module__]
 
 
+_DENIED = (401, 403)
+
+
+def hub_status(error: Exception) -> int | None:
+    """Return the HTTP status of a failed request, or 401 or 403 of the request that caused it; else `None`.
+
+    Seen with huggingface_hub 1.33 and datasets 5.2: a download that is denied ends as a file that is not cached.
+    """
+    from huggingface_hub.errors import HfHubHTTPError
+
+    cause: BaseException | None = error
+    while cause is not None:
+        response = getattr(cause, "response", None) if isinstance(cause, HfHubHTTPError) else None
+        if response is not None and (cause is error or response.status_code in _DENIED):
+            return int(response.status_code)
+        cause = cause.__cause__ or cause.__context__
+    return None
+
+
+def hub_failure(error: Exception) -> str:
+    """Return what a failed request means and how to fix it, as one line."""
+    from huggingface_hub import get_token
+
+    status = hub_status(error)
+    if status is None:
+        return f"the Hub cannot be reached ({type(error).__name__})"
+    if status == 401:
+        if get_token() is None:
+            return "the Hub requires a token (401); `hf auth login`, or set HF_TOKEN"
+        return "the Hub does not accept the token (401); `hf auth login` with a valid one, or unset HF_TOKEN"
+    if status == 403:
+        return (
+            "the Hub denies access (403); accept the terms of a gated repository on its page, "
+            "or `hf auth login` with a token that has access to it"
+        )
+    return f"the Hub answered {status}; try again later"
+
+
+def uncaught_hub_failure(error: Exception) -> str | None:
+    """Return `hub_failure` for an error of the Hub or its HTTP client; `None` for every other error."""
+    if "huggingface_hub.errors" not in sys.modules:
+        return None
+    from huggingface_hub.errors import HfHubHTTPError
+
+    others = (OSError, ValueError)
+    kinds = (HfHubHTTPError, *(kind for kind in hub_errors() if kind not in others))
+    return hub_failure(error) if isinstance(error, kinds) else None
+
+
 def explain_hub_error(model: str, revision: str | None, error: Exception) -> ShardwrightError:
     """Convert an error of the Hub to one for the user who passed a model."""
     from huggingface_hub.errors import (
         EntryNotFoundError,
         GatedRepoError,
-        HfHubHTTPError,
         LocalEntryNotFoundError,
         RepositoryNotFoundError,
         RevisionNotFoundError,
@@ -349,6 +396,8 @@ def explain_hub_error(model: str, revision: str | None, error: Exception) -> Sha
     where = f"model = {model!r}"
     if isinstance(error, GatedRepoError):
         return ShardwrightError(f"{where}: the repository is gated; accept its terms on the Hub, then `hf auth login`")
+    if isinstance(error, LocalEntryNotFoundError) and hub_status(error) in _DENIED:
+        return ShardwrightError(f"{where}: {hub_failure(error)}")
     if isinstance(error, LocalEntryNotFoundError) or "offline" in type(error).__name__.lower():
         mode = "offline mode is on (HF_HUB_OFFLINE)" if os.environ.get("HF_HUB_OFFLINE") else "no connection to the Hub"
         return ShardwrightError(
@@ -361,11 +410,10 @@ def explain_hub_error(model: str, revision: str | None, error: Exception) -> Sha
     if isinstance(error, RepositoryNotFoundError):
         rule, fix = "no such local path or Hub repository", "check the spelling; `hf auth login` for a private one"
         return UsageError(ConfigError(where="model", value=model, rule=rule, fix=fix))
-    if isinstance(error, HfHubHTTPError) and error.response is not None:
-        return ShardwrightError(f"{where}: the Hub answered {error.response.status_code}; try again later")
+    if hub_status(error) is not None:
+        return ShardwrightError(f"{where}: {hub_failure(error)}")
     return ShardwrightError(
-        f"{where}: no such local path, and the Hub cannot be reached ({type(error).__name__}); "
-        "pass a local directory or config.json"
+        f"{where}: no such local path, and {hub_failure(error)}; pass a local directory or config.json"
     )
 
 

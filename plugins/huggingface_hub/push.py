@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from ...ds_configs.specs.errors import ConfigError, ShardwrightError, UsageError
 from ..launching.messages import Notify
-from .hub import within_limit
+from .hub import hub_failure, hub_status, within_limit
 
 _REPOSITORY = re.compile(r"(?:[A-Za-z0-9][\w.-]*/)?[A-Za-z0-9][\w.-]*", re.ASCII)
 _NAMES_PLACES = ("accelerate.yaml", "launch.*", "hostfile", "training_arguments.json")
@@ -42,10 +42,10 @@ def push_errors(repository: str | None) -> list[ConfigError]:
     try:
         owner: dict[str, Any] = within_limit(HfApi().whoami, "who the token belongs to")
     except Exception as error:
-        if _status(error) == 401:
+        if hub_status(error) == 401:
             return config_error("the Hub does not accept the token", "hf auth login with a valid one")
-        rule = f"the Hub cannot be reached ({type(error).__name__})"
-        return config_error(rule, "try again later, or omit the option")
+        rule, _, fix = hub_failure(error).partition("; ")
+        return config_error(rule, f"{fix or 'try again later'}, or omit the option")
     namespace, _, name = repository.rpartition("/")
     token = owner.get("auth", {}).get("accessToken", {})
     scopes = token.get("fineGrained", {}).get("scoped")
@@ -136,13 +136,11 @@ def check_push(repository: str | None) -> None:
         raise UsageError(errors)
 
 
-def _status(error: Exception) -> int | None:
-    return getattr(getattr(error, "response", None), "status_code", None)
-
-
 def _reason(error: Exception) -> str:
-    status = _status(error)
-    return f"{type(error).__name__}" if status is None else f"{type(error).__name__}, {status}"
+    status = hub_status(error)
+    if status in (401, 403):
+        return f"{status}: the token has no write access to it"
+    return type(error).__name__ if status is None else f"{type(error).__name__}, {status}"
 
 
 CARD_FILE = "README.md"

@@ -25,7 +25,8 @@ from ...ds_configs.specs.hardware import (
     parse_hardware,
     parse_overrides,
 )
-from ...ds_configs.specs.job import AXIS_FIELDS, TrainingJob
+from ...ds_configs.specs.job import AXIS_FIELDS, TrainingJob, job_errors
+from ...ds_configs.specs.model import ModelSpec
 from ...ds_configs.specs.settings import adapter_errors, unknown_error
 from ...ds_configs.specs.texts import read_small_file, yaml_mapping
 from ...ds_configs.step_time.rates import with_measured_network
@@ -89,7 +90,9 @@ def plan(
         if errors:
             raise UsageError(errors)
         cluster = hardware
-    loaded = load_model_spec(model, revision=revision, by_structure=True) if isinstance(model, str) else model
+    loaded = model
+    if isinstance(loaded, str):
+        loaded = load_model_spec(loaded, revision=revision, by_structure=True, packaged=True)
     positions = loaded.config.get("max_position_embeddings")
     positions = positions if isinstance(positions, int) else None
     if job is None and "seq_len" not in words:
@@ -98,7 +101,12 @@ def plan(
         words["seq_len"] = min([usual, *limits])
         if words["seq_len"] < usual:
             tell(f"sequence length {words['seq_len']}, the maximum of {loaded.spec.architecture}")
-    wanted = job_from_words(words, job)
+    wanted = job_from_words(words, job, tell=tell)
+    sizes, teacher = (wanted.seq_len_tokens, wanted.lora_rank), wanted.teacher
+    have_types = all(isinstance(size, int) for size in sizes) and isinstance(wanted.lora_targets, tuple)
+    if not have_types or not isinstance(teacher, ModelSpec | None):
+        # The search reports wrong values together with broken rules, but these are read before it.
+        raise UsageError(job_errors(wanted))
     # Callers that load a model and make the job themselves have warned already.
     is_new = (isinstance(model, str) or job is None) and loaded.spec.learned_positions is None
     if is_new and positions is not None and wanted.seq_len_tokens > positions:
@@ -129,7 +137,9 @@ def plan(
     )
 
 
-def job_from_words(words: Mapping[str, Any], job: TrainingJob | None = None) -> TrainingJob:
+def job_from_words(
+    words: Mapping[str, Any], job: TrainingJob | None = None, *, tell: Callable[[str], None] = lambda _: None
+) -> TrainingJob:
     """Return the training job for options of `shardwright plan`, or `job` without options.
 
     Raises:
@@ -153,8 +163,13 @@ def job_from_words(words: Mapping[str, Any], job: TrainingJob | None = None) -> 
         stated[name] = None if stated[name] == "auto" else stated[name]
     if isinstance(targets := stated.get("lora_targets"), str):
         stated["lora_targets"] = tuple(target.strip() for target in targets.split(",") if target.strip())
+    elif isinstance(targets, list):
+        stated["lora_targets"] = tuple(targets)
     if isinstance(teacher := stated.get("teacher"), str):
-        stated["teacher"] = load_model_spec(teacher).spec
+        loaded = load_model_spec(teacher, packaged=True)
+        for note in loaded.notes:
+            tell(f"teacher: {note}")
+        stated["teacher"] = loaded.spec
     return TrainingJob(**stated)
 
 

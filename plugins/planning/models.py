@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, replace
+from importlib.resources import as_file, files
 from typing import Any
 
+from ... import ds_configs
 from ...ds_configs.models.families import model_spec_from_config
 from ...ds_configs.models.model_config import model_spec_from_structure
 from ...ds_configs.models.stored_shapes import model_spec_from_shapes
-from ...ds_configs.specs.errors import ConfigError, RefusedInputError
+from ...ds_configs.plan.plan import Plan
+from ...ds_configs.specs.errors import ConfigError, InputError, RefusedInputError, ShardwrightError
 from ...ds_configs.specs.model import ModelSpec
 from ..huggingface_hub.hub import ModelSource, read_model_source, stored_shapes
 from ..releases import installed_version, transformers_release
@@ -25,17 +29,41 @@ class LoadedModel:
     """Warnings about the source, such as a quantized checkpoint."""
 
 
-def load_model_spec(model: str, *, revision: str | None = None, by_structure: bool = False) -> LoadedModel:
+def load_model_spec(
+    model: str, *, revision: str | None = None, by_structure: bool = False, packaged: bool = False
+) -> LoadedModel:
     """Return the specification of a Hub id, local directory or `config.json`; torch loads only for rarer families.
 
-    With `by_structure`, a decoder with remote code is described by its files instead of rejected.
+    With `by_structure`, a decoder with remote code is described by its files instead of rejected. With `packaged`, a
+    model of the gallery is described by the package if the Hub cannot be reached or denies access.
 
     Raises:
         UsageError: The model does not exist.
         RefusedInputError: The configuration or a safetensors header is corrupt, absurd or requires remote code.
         ShardwrightError: The Hub cannot be reached or denies access.
     """
-    return model_from_source(read_model_source(model, revision=revision), by_structure=by_structure)
+    try:
+        source = read_model_source(model, revision=revision)
+    except InputError:
+        raise
+    except ShardwrightError as error:
+        spec = _gallery_model(model) if packaged and revision is None else None
+        if spec is None:
+            raise
+        reason = str(error).removeprefix(f"model = {model!r}: ").partition("; ")[0]
+        note = f"{model} is planned from its configuration in this package, without a commit of the Hub: {reason}"
+        return LoadedModel(spec=spec, config={}, notes=(note,))
+    return model_from_source(source, by_structure=by_structure)
+
+
+def _gallery_model(name: str) -> ModelSpec | None:
+    """Return the model of the gallery with this Hub id."""
+    for entry in files(ds_configs).joinpath("gallery").iterdir():
+        plan = entry.joinpath("plan.json")
+        if plan.is_file() and json.loads(plan.read_text(encoding="utf-8"))["model"]["name"] == name:
+            with as_file(plan) as path:
+                return Plan.load(path).model
+    return None
 
 
 def model_from_source(source: ModelSource, *, by_structure: bool = False) -> LoadedModel:

@@ -14,7 +14,7 @@ from pydantic import BeforeValidator, Field
 
 from ...ds_configs.specs.errors import ConfigError, ShardwrightError, UsageError, collecting
 from ...ds_configs.specs.settings import Settings
-from ...plugins.huggingface_hub.hub import hub_errors
+from ...plugins.huggingface_hub.hub import hub_errors, hub_failure, hub_status
 
 
 def read_documents(files: Sequence[Path] | None) -> list[str]:
@@ -284,6 +284,8 @@ def _hub_rows(source: Source, *, split: str, revision: str | None, streaming: bo
         if "scripts are no longer supported" not in str(error):
             fix = "; HF_HUB_OFFLINE is set: unset it, or pass a file" if "OfflineMode" in str(error) else ""
             rule = f"the Hub cannot be reached ({one_line(error)})"
+            if hub_status(error) is not None:
+                rule = hub_failure(error)
             raise ShardwrightError(f"dataset {source.name}: {rule}{fix}") from None
         rule = "needs a script, which would run code of its repository"
         fix = "use the Parquet files of the Hub, if it has converted them: --dataset-revision refs/convert/parquet"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,8 +14,9 @@ from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import get_last_checkpoint
 
 from ...ds_configs.quantization.layers import mixture_warnings
-from ...ds_configs.quantization.scheme import QuantizationScheme, scheme_named
-from ...ds_configs.specs.errors import ConfigError, UsageError
+from ...ds_configs.quantization.scheme import QuantizationScheme, changed, scheme_named
+from ...ds_configs.specs.errors import ConfigError, UsageError, collecting
+from ...ds_configs.specs.settings import unknown_error
 from ...plugins.accelerate.cpu_ranks import engine_from_environment
 from ...plugins.deepspeed.engine import share_with_zero3, stages_of
 from ...plugins.launching.messages import note_on_first_rank
@@ -211,6 +212,10 @@ def _differences(where: str, stored: Mapping[str, Any], current: Mapping[str, ob
             yield ConfigError(where=f"{where}.{name}", value=value, rule=rule, fix=fix)
 
 
+_SCHEME_CHANGES = ("group_size", "symmetric", "targets", "ignore")
+"""Settings of `SchemeSettings` that change a named scheme."""
+
+
 class QATCallback(TrainerCallback, ExportableState):
     """Trains a model with the numbers of its future checkpoint, and writes that checkpoint bit for bit.
 
@@ -227,10 +232,11 @@ class QATCallback(TrainerCallback, ExportableState):
         scheme: Scheme, or its name as for `shardwright quantize`.
         calibration: Batches of model inputs that set the stored activation ranges, or a file from `save_ranges`.
             Required for schemes such as W8A8_STATIC with calibrated or learned ranges.
-        options: Fields of `QATConfig`.
+        options: Fields of `QATConfig`, and changes of the scheme as for `shardwright qat`: `group_size`, `symmetric`,
+            `targets`, `ignore`.
 
     Raises:
-        UsageError: settings contradict one another; all errors together.
+        UsageError: a setting is unknown, or settings contradict one another; all errors together.
     """
 
     @property
@@ -254,7 +260,18 @@ class QATCallback(TrainerCallback, ExportableState):
         calibration: Iterable[Any] | str | Path | None = None,
         **options: Any,
     ) -> None:
-        self.config = QATConfig(scheme=scheme_named(scheme) if isinstance(scheme, str) else scheme, **options)
+        scheme = scheme_named(scheme) if isinstance(scheme, str) else scheme
+        known = [field.name for field in fields(QATConfig) if field.name != "scheme"]
+        errors = [
+            unknown_error(name, [*known, *_SCHEME_CHANGES, "scheme", "calibration"])
+            for name in options
+            if name not in (*known, *_SCHEME_CHANGES)
+        ]
+        if changes := {name: options.pop(name) for name in _SCHEME_CHANGES if name in options}:
+            with collecting(errors):
+                scheme = changed(scheme, **changes)
+        _raise(errors)
+        self.config = QATConfig(scheme=scheme, **options)
         errors = self.config.errors()
         if calibration is not None and not self.config.stores_ranges:
             rule = f"sets stored activation ranges, which {self.config.scheme.name} lacks"

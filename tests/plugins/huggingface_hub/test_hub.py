@@ -8,12 +8,15 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 import warm_ranks
+from hub_server import HubHandler, serving
 from readable_hub import COMMIT, CONFIG, FILES, PARAMETERS, Hub, readable_hub
+from shardwright.plugins.transformers.training_arguments import byte_tokenizer
 
 pytestmark = pytest.mark.slow
 
@@ -123,7 +126,9 @@ def test_every_refusal_of_the_hub_is_one_line_with_its_exit_code(hub: str, tmp_p
         ("org/missing",): (2, "no such local path or Hub repository"),
         ("org/plain", "--revision", "nowhere"): (2, "revision = 'nowhere': does not exist in org/plain"),
         ("org/adapter",): (2, "the repository has no config.json"),
-        ("org/broken",): (1, "the Hub answered 500"),
+        ("org/denied",): (1, "the Hub denies access (403); accept the terms of a gated repository on its page"),
+        ("org/bad-token",): (1, "the Hub does not accept the token (401); `hf auth login` with a valid one"),
+        ("org/broken",): (1, "the Hub answered 500; try again later"),
         ("org/busy",): (1, "the Hub answered 429"),
         ("org/junk-config",): (4, "num_hidden_layers = -1"),
         ("org/junk-header",): (4, "has a corrupt safetensors header"),
@@ -144,9 +149,7 @@ def test_every_refusal_of_the_hub_is_one_line_with_its_exit_code(hub: str, tmp_p
 
 
 def test_without_a_network_the_way_out_is_a_local_path(tmp_path: Path) -> None:
-    with socket.socket() as held:
-        held.bind(("127.0.0.1", 0))
-        endpoint = f"http://127.0.0.1:{held.getsockname()[1]}"
+    with closed_port() as endpoint:
         ((code, out, err),) = drive(endpoint, tmp_path / "home", [plan("org/plain")])
     assert (code, out) == (1, "")
     assert "the Hub cannot be reached" in err and "pass a local directory or config.json" in err
@@ -168,11 +171,65 @@ def test_offline_mode_uses_the_cache_alone(hub: str, tmp_path: Path) -> None:
         assert json.loads(out)["model"]["revision"] == COMMIT
 
 
+@pytest.mark.parametrize("status", [0, 403])
+def test_no_command_shows_a_traceback_for_a_hub_that_fails(tmp_path: Path, status: int) -> None:
+    """Every command with a model or dataset: one error line, which for 403 is about access."""
+    data, output = tmp_path / "chats.jsonl", str(tmp_path / "out")
+    data.write_text("".join(json.dumps({"text": f"Page {page}. " * 200}) + "\n" for page in range(100)))
+    local = tmp_path / "model"
+    local.mkdir()
+    (local / "config.json").write_text(json.dumps(CONFIG | {"vocab_size": 512}))
+    byte_tokenizer(512).save_pretrained(local)
+    options = ("--output-dir", output, "--hardware", "2xCPU", "--dataset")
+    training = (*options, str(data))
+    cases = [
+        plan("org/plain"),
+        plan(str(local), "--teacher", "org/plain"),
+        ["train", "org/plain", *training],
+        ["train", str(local), *options, "ada/notes"],
+        ["train", str(local), *training, "--evaluation-dataset", "ada/notes"],
+        ["train", str(local), *training, "--push-to-hub", "ada/tuned"],
+        ["distill", "org/plain", str(local), *training],
+        ["distill", str(local), "org/plain", *training],
+        ["qat", "org/plain", *training],
+        ["quantize", "org/plain", "--output-dir", output],
+        ["quantize", "org/plain", "--output-dir", output, "--dataset", "ada/notes"],
+        ["evaluate", "org/plain", "--dataset", str(data)],
+        ["serve", "org/plain", "--dry-run", "--hardware", "1xT4"],
+        ["student", "org/plain", "--layers", "1", "--output-dir", output],
+        ["cache-teacher", "org/plain", "--dataset", str(data), "--output-dir", output],
+    ]
+    with serving(Failing, status=status) if status else closed_port() as endpoint:
+        results = drive(endpoint, tmp_path / "home", cases)
+    said = ["the Hub denies access (403)"] if status else ["the Hub cannot be reached", "no connection to the Hub"]
+    for case, (code, out, err) in zip(cases, results, strict=True):
+        lines = [line for line in err.splitlines() if line.startswith("error: ")]
+        assert (code in (1, 2), out) == (True, ""), (case, code, err)
+        assert len(lines) == 1 and any(text in lines[0] for text in said), (case, err)
+
+
+class Failing(HubHandler):
+    status = 0
+
+    def do_GET(self) -> None:
+        self.answer(self.status, b"", {"X-Error-Message": "Invalid credentials in Authorization header"})
+
+    def do_POST(self) -> None:
+        self.read_body()
+        self.do_GET()
+
+
+@contextmanager
+def closed_port() -> Iterator[str]:
+    """Yield the address of a port on which nothing listens."""
+    with socket.socket() as held:
+        held.bind(("127.0.0.1", 0))
+        yield f"http://127.0.0.1:{held.getsockname()[1]}"
+
+
 @pytest.fixture
 def whole_repository(tiny_llama: Path, tmp_path: Path) -> Iterator[str]:
     """Publish a small model with its tokenizer, and a pickle that must never be fetched."""
-    from shardwright.plugins.transformers.training_arguments import byte_tokenizer
-
     byte_tokenizer(512).save_pretrained(tmp_path / "tokenizer")
     files = [*tiny_llama.iterdir(), *(tmp_path / "tokenizer").iterdir()]
     FILES["org/whole"] = {file.name: file.read_bytes() for file in files} | {"pytorch_model.bin": b"pickle"}

@@ -1,0 +1,133 @@
+"""Names of options in other tools, and the option of this package with that meaning."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from difflib import get_close_matches
+from typing import NamedTuple
+
+
+class Option(NamedTuple):
+    """An option that replaces another name."""
+
+    name: str
+    values: str = ""
+    """Values that have the meaning of the other name; empty if it takes the same value."""
+    beside: str = ""
+    """An option that the command must have too, if commands use `name` for different things."""
+
+
+_STAGES = Option("strategy", "zero1, zero2 or zero3")
+_LORA, _QLORA = Option("method", "lora", "lora_rank"), Option("method", "qlora", "lora_rank")
+_CPU = Option("offload", "cpu or cpu-all")
+_COUNTED = (Option("num_processes"), Option("hardware", "8xA100-80GB"))
+_PRECISION = Option("precision", "bf16, fp16 or fp32")
+_DTYPES = (_PRECISION, Option("dtype", "bfloat16, float16 or float32"))
+_RANK = Option("lora_rank")
+_PER_STEP = Option("global_batch_size")
+
+# Options with the first name are preferred; a command has one of them, or none.
+_OPTIONS: Mapping[tuple[str, ...], tuple[Option, ...]] = {
+    ("zero_stage", "zero", "stage", "deepspeed", "deepspeed_stage", "ds_stage"): (_STAGES,),
+    ("fsdp", "fsdp2", "full_shard"): (Option("strategy", "fsdp2"),),
+    ("ddp", "data_parallel"): (Option("strategy", "ddp"),),
+    ("engine", "backend", "parallelism", "distributed_type"): (Option("strategy"),),
+    ("lora", "use_lora", "peft", "use_peft"): (_LORA,),
+    ("qlora", "use_qlora", "load_in_4bit"): (_QLORA, Option("scheme", "NF4")),
+    ("load_in_8bit",): (Option("scheme", "BNB_INT8"),),
+    ("lora_r", "lora_dim", "lora_rank", "r", "rank"): (_RANK,),
+    ("lora_target_modules", "target_modules"): (Option("lora_targets"),),
+    ("lr", "learning_rate", "peak_lr", "max_lr"): (Option("learning_rate"),),
+    ("epoch", "epochs", "num_epochs", "n_epochs", "num_train_epochs", "max_epochs"): (Option("epochs"),),
+    ("max_train_steps", "num_steps", "num_training_steps", "iterations", "train_iters", "steps"): (
+        Option("max_steps"),
+    ),
+    (
+        "per_device_train_batch_size",
+        "per_device_batch_size",
+        "per_gpu_train_batch_size",
+        "train_micro_batch_size_per_gpu",
+        "micro_batch",
+        "mbs",
+        "batch_size",
+        "bs",
+    ): (Option("micro_batch_size"), Option("batch_size")),
+    ("train_batch_size", "total_batch_size", "effective_batch_size", "gbs"): (_PER_STEP,),
+    ("gradient_accumulation_steps", "gradient_accumulation", "grad_accum", "accumulation"): (_PER_STEP,),
+    (
+        "max_length",
+        "max_seq_length",
+        "max_seq_len",
+        "model_max_length",
+        "seq_length",
+        "sequence_length",
+        "context_length",
+        "context",
+        "block_size",
+        "cutoff_len",
+    ): (Option("seq_len"), Option("max_model_len")),
+    ("optim", "optimizer", "optimiser"): (Option("optimizer"),),
+    ("tp", "tp_size", "tensor_parallel", "tensor_model_parallel_size"): (Option("tensor_parallel_size"),),
+    ("pp", "pp_size", "pipeline_parallel", "pipeline_model_parallel_size"): (Option("pipeline_parallel_size"),),
+    ("sp", "sp_size", "sequence_parallel", "ulysses", "ulysses_degree"): (Option("sequence_parallel_size"),),
+    ("cp", "cp_size", "context_parallel"): (Option("context_parallel_size"),),
+    ("ep", "ep_size", "expert_parallel", "expert_model_parallel_size"): (Option("expert_parallel_size"),),
+    ("gpus", "num_gpus", "n_gpus", "ngpus", "nproc_per_node", "world_size"): _COUNTED,
+    ("gpu", "gpu_type", "device_type", "accelerator", "machine", "cluster"): (Option("hardware", "8xA100-80GB"),),
+    ("nodes", "nnodes", "num_nodes", "num_machines"): (Option("hardware", "2x8xA100-80GB"),),
+    ("bf16", "fp16", "fp32", "mixed_precision", "amp", "half"): _DTYPES,
+    ("torch_dtype", "dtype", "compute_dtype"): _DTYPES,
+    ("cpu_offload", "offload_optimizer", "offload_optimizer_device", "zero_offload"): (_CPU,),
+    ("offload_param", "offload_params", "offload_param_device"): (Option("offload", "cpu-all"),),
+    ("activation_checkpointing", "recompute", "recomputation", "checkpointing"): (Option("gradient_checkpointing"),),
+    ("data", "dataset_name", "dataset_path", "data_path", "train_file", "train_data", "train_dataset"): (
+        Option("dataset"),
+    ),
+    ("eval_dataset", "validation_file", "eval_file", "eval_data", "test_dataset"): (Option("evaluation_dataset"),),
+    ("model", "model_name", "model_id", "model_path", "model_name_or_path", "base_model"): (Option("model"),),
+    ("teacher_model", "teacher_name_or_path"): (Option("teacher"),),
+    ("student_model", "student_name_or_path"): (Option("student"),),
+    ("out", "output", "o", "save_dir", "output_directory", "output_path", "save_path", "outdir"): (
+        Option("output_dir"),
+    ),
+    ("resume_from_checkpoint", "resume_from"): (Option("resume"),),
+    ("overwrite", "overwrite_output_dir", "yes"): (Option("force"),),
+    ("wandb", "tensorboard", "mlflow", "logger", "trackers"): (Option("report_to", "wandb, tensorboard or mlflow"),),
+    ("hub_model_id", "hub_repo", "upload"): (Option("push_to_hub"),),
+    ("json",): (Option("format", "json"),),
+    ("bits", "wbits", "w_bit", "quantization", "quant", "quantize", "bnb", "int4", "int8", "fp8"): (
+        Option("scheme", "W4A16, W8A8 or FP8_DYNAMIC"),
+    ),
+    ("awq", "gptq", "smoothquant", "autoround", "algorithm", "quant_method"): (
+        Option("method", "gptq, awq, smoothquant or autoround", "scheme"),
+    ),
+    ("groupsize", "q_group_size"): (Option("group_size"),),
+    ("calibration_dataset", "calib_data", "calib_dataset"): (Option("dataset"),),
+    ("num_calibration_samples", "calib_size", "nsamples"): (Option("num_samples"),),
+}
+SYNONYMS: Mapping[str, tuple[Option, ...]] = {name: options for names, options in _OPTIONS.items() for name in names}
+"""Options with the meaning of a name in other tools, or of one of these options where a command lacks it."""
+
+
+def suggested(name: str, known: Collection[str], *, flag: bool = False) -> str:
+    """Return the fix for an unknown option: the option with its meaning, or with the nearest name; else nothing.
+
+    `flag` writes the option as a flag.
+
+    >>> suggested("zero_stage", ["strategy"], flag=True), suggested("lora_rnk", ["lora_rank"])
+    ('use --strategy zero1, zero2 or zero3', 'did you mean lora_rank?')
+    """
+    plain = name.lstrip("-").replace("-", "_")
+
+    def written(option: str, values: str = "") -> str:
+        if flag:
+            return f"--{option.replace('_', '-')} {values}".rstrip()
+        return f"{option}: {values}" if values else option
+
+    options = SYNONYMS.get(plain.lower())
+    for option in options or ():
+        if option.name in known and option.name != plain and (not option.beside or option.beside in known):
+            meant = written(option.name, option.values)
+            return f"use {meant}" if option.values else f"did you mean {meant}?"
+    near = get_close_matches(plain, known, n=1, cutoff=0.7 if options else 0.6)
+    return f"did you mean {written(near[0])}?" if near else ""

@@ -1,0 +1,122 @@
+"""Names of options in other tools: accepted where they mean the same, or answered with ours."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from pathlib import Path
+
+import pytest
+from commands import Shell, shell_in
+from paths import TESTS
+from shardwright.cli.main import _COMMANDS, build_app, run
+from shardwright.cli.settings import HUGGING_FACE_NAMES, _options, resolve
+from shardwright.ds_configs.specs.errors import UsageError
+from shardwright.ds_configs.specs.synonyms import SYNONYMS
+from shardwright.plugins.planning.from_names import plan
+
+QWEN = str(TESTS / "data" / "models" / "Qwen--Qwen2.5-0.5B")
+TRAINING = {"train": ["m"], "distill": ["t", "s"], "qat": ["m"]}
+
+
+@pytest.fixture
+def shell(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Shell:
+    return shell_in(tmp_path, "plan", capsys, monkeypatch)
+
+
+def values(*words: str) -> dict[str, object]:
+    """Return the options that the words of a command set."""
+    _, bound = resolve(build_app(), words)
+    settings = bound.arguments["settings"]
+    stated: dict[str, object] = settings.stated()
+    assert {settings.origins()[name] for name in stated} == {"flag"}
+    return stated
+
+
+@pytest.mark.parametrize("command", TRAINING)
+def test_names_of_hugging_face_are_flags_of_a_training(command: str) -> None:
+    words = "--per_device_train_batch_size 4 --learning-rate 1e-4 --num-train-epochs=2 --max-length 64 --lora-r 8"
+    assert values(
+        command, *TRAINING[command], "--output-dir", "o", *shlex.split(words), "--bf16", "--optim", "sgd"
+    ) == {
+        "micro_batch_size": 4,
+        "learning_rate": 1e-4,
+        "epochs": 2.0,
+        "seq_len": 64,
+        "lora_rank": 8,
+        "precision": "bf16",
+        "optimizer": "sgd",
+    }
+
+
+@pytest.mark.parametrize(
+    ("switch", "precision"), [("--bf16", "bf16"), ("--bf16 True", "bf16"), ("--fp16=true", "fp16"), ("--fp16", "fp16")]
+)
+def test_a_precision_switch_stands_anywhere(switch: str, precision: str) -> None:
+    words = ["m", "--hardware", "2xT4"]
+    for start in (0, 1, 3):
+        stated = values("plan", *words[:start], *switch.split(), *words[start:])
+        assert stated == {"hardware": "2xT4", "precision": precision}
+
+
+def test_the_plan_is_that_of_our_names(shell: Shell) -> None:
+    theirs = shell(QWEN, "--hardware=2xT4", "--per-device-train-batch-size=2", "--max-seq-length=512", "--fp16")
+    ours = shell(QWEN, "--hardware=2xT4", "--micro-batch-size=2", "--seq-len=512", "--precision=fp16")
+    assert theirs == ours and ours.code == 0
+
+
+def test_a_file_and_the_environment_accept_them_once(shell: Shell, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = Path("settings.yaml")
+    file.write_text("per_device_train_batch_size: 2\nmax_length: 512\n")
+    monkeypatch.setenv("SHARDWRIGHT_PLAN_LORA_R", "4")
+    words = (QWEN, "--hardware", "1xA100-80GB", "--method", "lora", "--format", "json")
+    job = json.loads(shell(*words, "--config", file).out)["job"]
+    assert (job["micro_batch_size"], job["seq_len"], job["lora_rank"]) == (2, 512, 4)
+    file.write_text("per_device_train_batch_size: 2\nmicro_batch_size: 4\n")
+    assert shell(*words, "--config", file).errors == [
+        "per_device_train_batch_size (from file): is set by another name too; keep one of them"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ("plan m --zero-stage 3", ["--zero-stage: is not an option; use --strategy zero1, zero2 or zero3"]),
+        ("plan --zero-stage 3 m", ["--zero-stage: is not an option; use --strategy zero1, zero2 or zero3"]),
+        ("plan m --hardware 1xT4 --bf16 false", ["--bf16: is not an option; use --precision bf16, fp16 or fp32"]),
+        ("plan m --hardware 1xT4 --bf16 --fp16", ["Parameter --precision specified multiple times."]),
+        (
+            "plan m --hardware 1xT4 --lr 1e-4 --num-train-epochs 3",
+            ["--lr: is not an option; see --help", "--num-train-epochs: is not an option; see --help"],
+        ),
+        ("train m --output-dir o --lora", ["--lora: is not an option; use --method lora"]),
+        ("train m --output-dir o --lr 1e-4", ["--lr: is not an option; did you mean --learning-rate?"]),
+        ("train m --output-dir o --bs 2", ["--bs: is not an option; did you mean --micro-batch-size?"]),
+        ("evaluate m --bs 2", ["--bs: is not an option; did you mean --batch-size?"]),
+        ("quantize m --dry-run --load-in-4bit", ["--load-in-4bit: is not an option; use --scheme NF4"]),
+        ("quantize m --dry-run --lora", ["--lora: is not an option; see --help"]),
+        ("quantize m --dry-run --awq", ["--awq: is not an option; use --method gptq, awq, smoothquant or autoround"]),
+    ],
+)  # fmt: skip
+def test_a_name_of_another_tool_is_answered_with_ours(
+    capsys: pytest.CaptureFixture[str], arguments: str, said: list[str]
+) -> None:
+    assert run(arguments.split()) == 2
+    assert capsys.readouterr().err.splitlines() == [f"error: {line}" for line in said]
+
+
+def test_python_names_the_setting_too() -> None:
+    with pytest.raises(UsageError, match="zero_stage: is not a setting; use strategy: zero1, zero2 or zero3"):
+        plan(QWEN, "2xT4", zero_stage=3)
+
+
+def test_synonyms_lead_to_options_that_exist() -> None:
+    every = {
+        option
+        for name, (target, _) in _COMMANDS.items()
+        if not target.endswith(":app")
+        for option in _options(build_app()[name].assemble_argument_collection())
+    }
+    listed = {option for options in SYNONYMS.values() for option in options}
+    assert {option.name for option in listed} | {option.beside for option in listed if option.beside} <= every
+    assert set(HUGGING_FACE_NAMES) <= every
