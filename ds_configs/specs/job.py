@@ -217,7 +217,8 @@ def job_errors(job: TrainingJob) -> list[ConfigError]:
         errors.append(
             ConfigError(where="lora_targets", rule="must contain at least one module name", fix="use all-linear")
         )
-    if not isinstance(job.teacher, ModelSpec | None):
+    teacher: object = job.teacher
+    if not isinstance(teacher, ModelSpec | None):
         rule, fix = "must be a model", "pass a Hub id, a local directory or a ModelSpec"
-        errors.append(ConfigError(where="teacher", value=job.teacher, rule=rule, fix=fix))
+        errors.append(ConfigError(where="teacher", value=teacher, rule=rule, fix=fix))
     return errors

@@ -14,9 +14,10 @@ from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import get_last_checkpoint
 
 from ...ds_configs.quantization.layers import mixture_warnings
+from ...ds_configs.quantization.recipe import SchemeSettings
 from ...ds_configs.quantization.scheme import QuantizationScheme, changed, scheme_named
 from ...ds_configs.specs.errors import ConfigError, UsageError, collecting
-from ...ds_configs.specs.settings import unknown_error
+from ...ds_configs.specs.settings import settings_of, unknown_error
 from ...plugins.accelerate.cpu_ranks import engine_from_environment
 from ...plugins.deepspeed.engine import share_with_zero3, stages_of
 from ...plugins.launching.messages import note_on_first_rank
@@ -269,7 +270,7 @@ class QATCallback(TrainerCallback, ExportableState):
         ]
         if changes := {name: options.pop(name) for name in _SCHEME_CHANGES if name in options}:
             with collecting(errors):
-                scheme = changed(scheme, **changes)
+                scheme = changed(scheme, **settings_of(SchemeSettings, changes).stated())
         _raise(errors)
         self.config = QATConfig(scheme=scheme, **options)
         errors = self.config.errors()

@@ -83,20 +83,21 @@ class TestSchedule:
             ({"stored_dtype": "bf16"}, "did you mean bfloat16?"),
             ({"lora": "merge"}, "did you mean merged?"),
             ({"group_size": 0}, "group_size = 0: must be"),
+            ({"group_size": "a few"}, "group_size = 'a few'"),
             ({"symmetric": False, "bits": 3}, "bits: is not a setting; use scheme: W4A16"),
-            ({"learning_rate": 1, "weight_rul": 1}, "(?s)learning_rate: is not.*weight_rul: .*did you mean weight_rule?"),
+            (
+                {"learning_rate": 1, "weight_rul": 1},
+                "(?s)learning_rate: is not.*weight_rul: .*did you mean weight_rule?",
+            ),
         ],
     )
     def test_contradictory_options_are_rejected(self, options: Any, message: str) -> None:
         with pytest.raises(UsageError, match=message):
             QATCallback(SCHEME, **options)
 
-
     def test_the_scheme_is_changed_as_by_flags(self) -> None:
         callback = QATCallback("W4A16", group_size=32, symmetric=False, ignore=["lm_head", "re:.*down_proj"])
-        expected = changed(
-            scheme_named("W4A16"), group_size=32, symmetric=False, ignore=["lm_head", "re:.*down_proj"]
-        )
+        expected = changed(scheme_named("W4A16"), group_size=32, symmetric=False, ignore=["lm_head", "re:.*down_proj"])
         assert callback.config == QATConfig(scheme=expected)
         assert attach(tiny(), callback.config).scheme.weights.group_size == 32
 
