@@ -28,7 +28,7 @@ def test_compare_layouts():
         text=True,
         check=True,
     ).stdout
-    assert "chosen      zero3" in shown
+    assert "chosen      zero2" in shown
     assert "too large   ddp" in shown
 
 

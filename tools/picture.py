@@ -45,7 +45,7 @@ def picture() -> str:
         capacity_gb=plan.chosen.memory.gpu.capacity_bytes / 1e9,
         widest_gb=_WIDEST_GB,
         files=plan.file_names,
-        zero=[(key, json.dumps(zero[key])) for key in _ZERO_KEYS],
+        zero=[(key, json.dumps(zero[key])) for key in _ZERO_KEYS if key in zero],
         rehearsal=runs["rehearsal"],
         losses=runs["training"]["losses"],
         curve=_curve(runs["training"]["losses"], left=520, right=920, top=465, bottom=640),

@@ -75,7 +75,7 @@ def test_runs_on_other_hardware_do_not_change_plans() -> None:
 
 
 def test_plans_report_runs_and_adjust_interval() -> None:
-    plain = plan_on()
+    plain = plan_on(strategy="zero3", micro_batch_size=2, gradient_checkpointing="off")
     runs = tuple(replace(run_of(plain, ratio), identifier=f"{ratio:064f}") for ratio in (1.02, 1.03, 1.04))
     moved = make_plan(plain.model, plain.hardware, plain.job, calibration=Calibration(runs=runs))
     before, after = plain.chosen.memory.gpu, moved.chosen.memory.gpu

@@ -29,7 +29,7 @@ def test_collective_between_nodes_uses_measured_rate() -> None:
     # One rank of each node, as the comparison measures.
     found = group_of(hardware, constants_of(hardware.gpu), ranks=4, stride=8)
     assert found.bytes_per_s == pytest.approx(1.5e9)
-    model, job = public_model("meta-llama--Llama-3.1-8B"), TrainingJob(strategy="zero3")
+    model, job = public_model("meta-llama--Llama-3.1-8B"), TrainingJob(strategy="zero3", global_batch_size=32)
     times = [make_plan(model, each, job).chosen.time.seconds for each in (parse_hardware("4x8xA100-80GB"), hardware)]
     assert times[1] > 2 * times[0]
 
