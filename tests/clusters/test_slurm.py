@@ -27,7 +27,7 @@ def printed(output: Path, text: str, times: int = 1) -> bool:
 def submitted(words: list[str], config: str) -> str:
     done = shardwright(words, SLURM_CONF=config)
     assert done.returncode == 0, done.stderr
-    return done.stdout.split()[2].rstrip(":")
+    return done.stdout.split()[2].rstrip(".")
 
 
 @dataclass(frozen=True, kw_only=True)
