@@ -16,7 +16,13 @@ from shardwright.plugins.launching.elastic import RankFailure
 from shardwright.plugins.launching.launch import LaunchFailedError
 from shardwright.plugins.metering import ByteMeter
 from shardwright.trainers.runs import run as run_module
-from shardwright.trainers.runs.out_of_memory import LIMIT_VARIABLE, RunOutOfMemoryError, memory_errors, phase_of
+from shardwright.trainers.runs.out_of_memory import (
+    LIMIT_VARIABLE,
+    RunOutOfMemoryError,
+    kernel_oom_kills,
+    memory_errors,
+    phase_of,
+)
 from small_models import llama
 from training_runs import make_inputs
 from transformers import Trainer, TrainingArguments
@@ -113,18 +119,31 @@ def test_proposed_plans_keep_the_global_batch_and_need_less(name: str) -> None:
         assert found.evaluated.memory.gpu.allocated_bytes < gpu.allocated_bytes
 
 
-def test_rank_killed_while_loading_shows_planned_host_memory(shell: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("by_kernel", [True, False])
+def test_rank_killed_by_the_kernel_while_loading_shows_planned_host_memory(
+    by_kernel: bool, shell: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def killed(*_: Any, **__: Any) -> None:
         failures = [RankFailure(rank=1, message="", signal="SIGKILL")]
         raise LaunchFailedError("exit code 1", output="", launcher_exit_code=1, failures=failures)
 
+    counts = iter([4, 5 if by_kernel else 4])
+    monkeypatch.setattr(run_module, "kernel_oom_kills", lambda: next(counts))
     monkeypatch.setattr(run_module, "launch_ranks", killed)
     failed = shell(*shlex.split(TRAIN))
+    if not by_kernel:
+        assert failed.code == 1
+        assert "out of memory in phase" not in "\n".join(failed.errors)
+        return
     assert failed.code == 3
     text = "\n".join(failed.errors)
     assert text.startswith("out of memory in phase loading: rank 1 was killed by SIGKILL")
     assert "planned host memory: 6.0 GB of 17.2 GB per node" in text
     assert re.search(r"processes +6.0 GB  largest term", text)
+
+
+def test_kernel_counter_of_ended_processes_is_readable() -> None:
+    assert kernel_oom_kills() == int(re.search(r"^oom_kill (\d+)$", Path("/proc/vmstat").read_text(), re.M)[1])
 
 
 def test_limited_meter_raises_once() -> None:

@@ -32,6 +32,13 @@ class RunOutOfMemoryError(DoesNotFitError):
     """A run that needed more memory than its plan predicted, or than there is."""
 
 
+def kernel_oom_kills() -> int:
+    """Return how many processes the kernel has ended for lack of memory since this host started; 0 if it says nothing."""
+    file = Path("/proc/vmstat")
+    counters = dict(line.split() for line in file.read_text().splitlines()) if file.is_file() else {}
+    return int(counters.get("oom_kill", 0))
+
+
 @contextmanager
 def memory_errors(plan: Plan, *, command: str = "", report: Path | None = None) -> Iterator[None]:
     """Raise `RunOutOfMemoryError` for a failed allocation inside the block, and write its text to the file `report`.

@@ -33,7 +33,7 @@ from ..reports.make import REPORT_FILE as HTML_FILE
 from ..reports.make import TRAINING_FILE, write_html
 from .inputs import CHECKPOINTS, check_resumption, common_arguments, last_checkpoint, optimizer_steps
 from .launch import compare_nodes, compile_planned_operators, planned_launch, rank_words
-from .out_of_memory import RunOutOfMemoryError, write_report
+from .out_of_memory import RunOutOfMemoryError, kernel_oom_kills, write_report
 from .report import LaunchedOutcome, read_metrics
 from .settings import (
     EVALUATION_SAMPLES,
@@ -227,11 +227,13 @@ def _run_ranks(prepared: PreparedTraining[Any]) -> dict[str, Any]:
             log_message(message)
 
         launch = planned_launch(rank_words(job, work), plan, work / PLAN_DIRECTORY, place=place)
+        kills = kernel_oom_kills()
         try:
             launch_ranks(launch, on_message=on_message)
         except LaunchFailedError as error:
             report = request.output_dir / REPORT_FILE
-            if not in_steps and any(failure.signal == "SIGKILL" for failure in error.failures):
+            killed = any(failure.signal == "SIGKILL" for failure in error.failures)
+            if killed and not in_steps and kernel_oom_kills() > kills:
                 failure = OutOfMemory(phase="loading", error=str(error), on_host=True)
                 text = out_of_memory_text(plan, failure, request.command)
                 write_report(text, report)
