@@ -231,7 +231,7 @@ class TrainingView(Bar):
             ratio = f"{figures.slowest_rank_ratio:.2f} times the median"
             text = Text(f"equally fast; the slowest takes {ratio}", style="dim")
             if figures.slowest_rank_ratio >= _SLOW_RANK_RATIO:
-                slow_rank = f"rank {figures.slowest_rank} is slow: {ratio} to load data and for a forward pass"
+                slow_rank = f"rank {figures.slowest_rank} is slow: {ratio} to load data and run a forward pass"
                 text = Text(slow_rank, style="yellow")
             rows.append(("ranks", text))
         return rows

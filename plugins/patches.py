@@ -143,7 +143,7 @@ PATCHES: tuple[Patch, ...] = (
         Patch(
             name=name,
             target=f"{_TRAINER}.train",
-            reason="No callback event reports that an exception ended the training.",
+            reason="No callback event reports that an exception ended the training run.",
             canary=f"{_BUGS}test_no_callback_hears_of_an_exception",
             parameters=("self",),
             every_run=True,
@@ -240,7 +240,7 @@ PATCHES: tuple[Patch, ...] = (
     Patch(
         name="tensor-parallel-size",
         target=f"{_TRAINER}.get_tp_size",
-        reason="Since 5.19, Transformers divides `num_items_in_batch` and the factor of the loss by it.",
+        reason="Since 5.19, Transformers divides `num_items_in_batch` and the loss factor by the tensor-parallel size.",
         canary="tests/trainers/parallel/test_loss_scale.py::test_transformers_divides_by_tensor_parallel_size",
         parameters=("self",),
     ),
@@ -255,7 +255,7 @@ PATCHES: tuple[Patch, ...] = (
     Patch(
         name="counted-labels",
         target=f"{_TRAINER}._get_num_items_in_batch",
-        reason="The Trainer divides by zero if a step has no labels, and no event precedes the padding of a batch.",
+        reason="The Trainer divides by zero if a step has no labels, and no event comes before batches are padded.",
         parameters=("self", "batch_samples", "device"),
         every_run=True,
     ),
@@ -447,7 +447,7 @@ PATCHES: tuple[Patch, ...] = (
         target="accelerate.state:PartialState._shared_state",
         scope="process",
         reason="Accelerate drops its FSDP plugin on CPU ranks and trains with plain DDP.",
-        canary="tests/distributed/test_cpu_ranks.py::test_upstream_still_trains_ddp_when_asked_for_fsdp2",
+        canary="tests/distributed/test_cpu_ranks.py::test_upstream_still_trains_ddp_when_fsdp2_is_requested",
     ),
     Patch(
         name="metered-backward",

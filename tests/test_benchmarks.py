@@ -75,7 +75,7 @@ def test_transformers_reads_every_configuration():
         assert sum(parameter.numel() for parameter in built.parameters()) == case.spec().parameter_count
 
 
-def test_a_small_gpu_is_said_to_be_too_small():
+def test_a_small_gpu_is_reported_as_too_small():
     assert predicted_fields(CASE.predicted(T4))["predicted_fit"] == "does not fit"
     assert predicted_fields(CASE.predicted(H100))["predicted_fit"] == "fits"
     predicted = CASE.predicted(H100)

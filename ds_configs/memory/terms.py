@@ -126,8 +126,8 @@ STRATEGY_MEANINGS: Mapping[str, str] = {
     "zero0": "DeepSpeed without sharding; in 16 bit its Adam starts at step 2 (0.19.8), so prefer ddp or zero1",
     "zero1": "DeepSpeed shards master weights and optimizer states over the ranks "
     "(communicates 2 x parameters per step)",
-    "zero2": "as zero1, and gradients are sharded during the backward pass (communicates 2 x parameters per step)",
-    "zero3": "as zero2, and parameters are sharded and gathered module by module "
+    "zero2": "like zero1; gradients are also sharded, during the backward pass (communicates 2 x parameters per step)",
+    "zero3": "like zero2; parameters are also sharded, and gathered module by module "
     "(communicates 3 x parameters per step)",
     "zero3-hpz": "zero3 with a second shard of the weights inside each node, so that the backward pass gathers locally",
     "fsdp2": "PyTorch shards fp32 parameters, gradients and states and gathers them layer by layer in 16 bit "

@@ -320,7 +320,7 @@ def global_batch_reason(job: TrainingJob, accelerators: int, sequences: int) -> 
         return "one sequence per accelerator"
     if sequences == accelerators:
         return f"one sequence per accelerator, because {planned // accelerators} do not fit without offload"
-    return "that of the plan for more nodes"
+    return "the global batch of the plan for more nodes"
 
 
 LARGEST_MICRO_BATCH_TOKENS = 65_536

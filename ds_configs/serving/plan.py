@@ -179,7 +179,7 @@ def _windows(text: Mapping[str, Any], layers: int) -> list[int | None]:
         return [None if (index + 1) % every == 0 else window for index in range(layers)]
     unknown = sorted({str(kind) for kind in kinds} - {*_WINDOWED, *_FULL})
     if unknown:
-        rule = f"is not supported: its layers {', '.join(unknown)} have another state than attention"
+        rule = f"is not supported: its layers {', '.join(unknown)} have a state other than that of attention"
         fix = "start the engine directly, and read the number of blocks from its log"
         raise UsageError(ConfigError(where="model", value=text.get("model_type"), rule=rule, fix=fix))
     return [window if kind in _WINDOWED else None for kind in kinds[:layers]]

@@ -132,12 +132,10 @@ def planned_environment(directory: Path, *, source: str | None = None, force: bo
         is_environment = (directory / "pyvenv.cfg").is_file()
         if not is_environment:
             # `clear` of venv would empty any directory: --force is not enough to lose one's files.
-            error = ConfigError(
-                where="path", value=str(directory), rule="exists and is not an environment", fix="name another"
-            )
-            errors.append(error)
+            rule, fix = "exists, but is not a virtual environment", "pass another --path"
+            errors.append(ConfigError(where="path", value=str(directory), rule=rule, fix=fix))
         elif not force:
-            rule, fix = "is an environment already", "use --force to make it anew, or name another with --path"
+            rule, fix = "already exists", "use --force to create it again, or pass another --path"
             errors.append(ConfigError(where="path", value=str(directory), rule=rule, fix=fix))
     try:
         requirement = _with_extra(source or _own_source())
@@ -168,14 +166,14 @@ def create_environment(planned: OwnEnvironment, *, notify: Notify) -> dict[str, 
     """
     place = planned.directory.absolute()
     try:
-        notify(f"making an environment in {planned.directory}")
-        _run([sys.executable, "-I", "-m", "venv", "--clear", str(place)], "python3-venv may have to be installed")
-        notify("pip fetches and installs; this takes minutes")
+        notify(f"creating an environment in {planned.directory}")
+        _run([sys.executable, "-I", "-m", "venv", "--clear", str(place)], "install python3-venv if it is missing")
+        notify("pip downloads and installs the packages, which takes a few minutes")
         constraints = place / "constraints.txt"
         constraints.write_text("".join(f"{line}\n" for line in planned.constraints), encoding="utf-8")
         with _unchanged(planned.source_tree):
             _run(planned.pip_arguments(constraints), "pip's own settings, such as PIP_INDEX_URL, are kept")
-        _run([str(planned.python), "-I", str(planned.command), "--version"], "the installation does not start")
+        _run([str(planned.python), "-I", str(planned.command), "--version"], "the installed command does not start")
     except BaseException:
         shutil.rmtree(place, ignore_errors=True)
         raise

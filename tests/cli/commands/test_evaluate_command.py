@@ -149,7 +149,7 @@ def test_exit_codes(shell, tiny_llama, tmp_path, arguments, code, message):
     assert result.err.splitlines()[-1].startswith("error: ")
 
 
-def test_a_verdict_says_what_noise_allows(tiny_llama, halved_llama, tmp_path):
+def test_a_verdict_respects_the_standard_error(tiny_llama, halved_llama, tmp_path):
     from shardwright.trainers.evaluation.evaluate import evaluate_model
     from shardwright.trainers.evaluation.measures import TextRequest
 

@@ -232,7 +232,7 @@ class TestTrainingArguments:
             (
                 {"start_step": 1},
                 {"load_best_model_at_end": True, "eval_strategy": "steps", "save_strategy": "steps"},
-                "may restore weights of a step with other number formats",
+                "may restore weights of a step whose number formats differ",
             ),
             ({}, {"bf16_full_eval": True}, "changes the trained weights"),
         ],

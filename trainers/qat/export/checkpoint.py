@@ -334,7 +334,7 @@ class _Export:
         if self.collected.adapter and verify:
             notes.append("only the base was verified, not its adapter")
         if verify and not reads_tokens(self.root):
-            notes.append("only weights were compared: this model needs other inputs than the tokens of one text")
+            notes.append("only weights were compared: this model needs inputs other than the tokens of one text")
         elif verify and self.root.get_output_embeddings() is None:
             notes.append("the outputs of the model's own head were compared, on single rows without padding")
         return notes

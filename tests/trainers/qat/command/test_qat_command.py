@@ -414,7 +414,7 @@ def test_the_report_holds_what_was_measured(outcome: QATOutcome) -> None:
     card = files["README.md"]
     data = ModelCard(card).data
     assert (data.base_model, data.base_model_relation) == ("org/base", "quantized")
-    assert "It learned from the data's own tokens." in card
+    assert "It was trained on the labels of the data." in card
     for revision, said in ((None, "`org/base` in full precision"), ("R2", "`org/base`, forward_kl")):
         own = replace(outcome, teacher="org/base", settings=QATSettings(teacher="org/base", teacher_revision=revision))
         assert said in own.card()
