@@ -72,7 +72,7 @@ def damage(name, tensor):
         (damage(f"{LAYERS[0].name}.weight", torch.zeros(24, 64)), "up_proj.weight is unexpected"),
         (
             damage("model.layers.0.down_proj.weight_packed", torch.zeros(2)),
-            "down_proj has weight_packed, but should not",
+            "down_proj has weight_packed, but",
         ),
     ],
 )

@@ -333,7 +333,7 @@ def test_chats_are_packed_and_the_template_is_saved(
         (("--context-parallel-size", 2), "context parallelism does not support document masks"),
         (
             ("--streaming", "--max-steps", 1, "--evaluation-samples", 4),
-            "with --streaming, the number of samples must be known",
+            "with --streaming, the number of samples",
         ),
         (("--arg", "use_cache=true"), "with a cache"),
     ],
