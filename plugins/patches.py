@@ -93,7 +93,7 @@ PATCHES: tuple[Patch, ...] = (
     Patch(
         name="mean-loss-weight",
         target=f"{_TRAINER}.compute_loss",
-        reason="Models that ignore `num_items_in_batch` return means, which weight batches of any size equally.",
+        reason="Models that ignore `num_items_in_batch` return means, so batches of any size have the same weight.",
         canary=f"{_MEANS}test_classifiers_still_ignore_the_number_of_labels",
         parameters=("self", "model", "inputs", "return_outputs", "num_items_in_batch"),
         every_run=True,

@@ -54,8 +54,8 @@ TERM_MEANINGS: Mapping[str, str] = {
     "teacher_head": "the weight of the teacher's output head, gathered until the loss has read it",
     "teacher_targets": "ids and log-probabilities of a cached teacher's likeliest tokens",
     "model_buffers": "rotary tables and other fp32 buffers, on every rank",
-    "allocator_fragmentation": "reserved beyond allocated: 3.8 % expected, -4.3 % to 14.8 % in the interval; "
-    "measured runs change them, to below zero if they needed less than predicted",
+    "allocator_fragmentation": "memory that the allocator reserves beyond tensors: 3.8 % expected, -4.3 % to 14.8 % in "
+    "the interval; measured runs change these values, which are negative if a run needed less than predicted",
     "runtime_context": "CUDA context, kernels and workspaces: 0.6 GB expected, 0.35 to 1.0 GB in the interval",
     "communicators": "NCCL buffers: 0.4 GB for each communicator expected, 0.15 to 0.7 GB in the interval",
     "processes": "resident memory of the Python processes of a node: 3 GB each",

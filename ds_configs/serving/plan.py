@@ -562,7 +562,9 @@ class _Fit:
             plans.append(f"{self.size} GPU(s) are sufficient: --data-parallel-size {copies} runs {copies} replicas")
         if request.engine == "vllm" and request.on_cpu and self.number_bytes == 1:
             # Version 0.32.0: `float_to_fp8e4m3_scalar` in csrc/cpu/cpu_attn_fp8.hpp truncates the last bits.
-            plans.append("vLLM's CPU engine truncates FP8 keys and values instead of rounding them: twice the error")
+            plans.append(
+                "vLLM's CPU engine truncates FP8 keys and values instead of rounding them, which doubles the error"
+            )
         if request.engine != "vllm":
             plans.append(f"blocks are counted as in vLLM; {TITLES[request.engine]} can differ")
         chosen = replace(

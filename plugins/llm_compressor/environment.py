@@ -117,15 +117,15 @@ class OwnEnvironment:
 
 
 def planned_environment(directory: Path, *, source: str | None = None, force: bool = False) -> OwnEnvironment:
-    """Return the environment that would be made; nothing is written.
+    """Return the environment that would be created; write nothing.
 
     Args:
-        directory: Where it goes.
-        source: Shardwright itself, as a directory, URL or requirement; `None`: where this one came from.
-        force: Make it anew where an environment lies.
+        directory: Its directory.
+        source: Shardwright as a directory, URL or requirement. `None`: the source of this installation.
+        force: Replace an existing environment.
 
     Raises:
-        UsageError: something lies there, or the source is none that pip takes.
+        UsageError: the directory exists, or pip does not accept the source.
     """
     errors = []
     if directory.is_symlink() or directory.exists():
@@ -157,12 +157,12 @@ def planned_environment(directory: Path, *, source: str | None = None, force: bo
 
 
 def create_environment(planned: OwnEnvironment, *, notify: Notify) -> dict[str, str]:
-    """Make an environment with pip, whose output goes to stderr, and return the versions that it got.
+    """Create an environment with pip, whose output goes to stderr, and return the installed versions.
 
-    What was begun is removed where it cannot be finished; pip keeps what it fetched.
+    If this fails, the directory is removed; pip keeps its downloads.
 
     Raises:
-        ShardwrightError: Python makes no environment, or pip cannot install; says why.
+        ShardwrightError: Python cannot create the environment, or pip cannot install; with the reason.
     """
     place = planned.directory.absolute()
     try:

@@ -142,7 +142,7 @@ class PlanCallback(TrainerCallback):
         explain_memory_errors(trainer, self._plan)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Forget the steps of an earlier training, and keep in memory what the plan says.
+        """Discard the steps of an earlier run, and store the values of the plan.
 
         Warn when `ds_config.json` was edited but `accelerate.yaml` still embeds the old copy.
         """

@@ -403,10 +403,10 @@ def test_models_that_cannot_be_judged(tiny_llama, book, tmp_path):
     name = "model.layers.1.mlp.up_proj.weight"
     save_file(weights | {name: weights[name] * float("nan")}, broken / "model.safetensors", {"format": "pt"})
     with pytest.raises(
-        RefusedInputError, match=r"model .*broken: gives no number for the token at position 2 of windo"
+        RefusedInputError, match=r"model .*broken: gives NaN or infinity for the token at position 2 of windo"
     ):
         small_run(broken, book)
-    with pytest.raises(RefusedInputError, match=r"baseline .*broken: gives no number"):
+    with pytest.raises(RefusedInputError, match=r"baseline .*broken: gives NaN or infinity"):
         small_run(tiny_llama, book, baseline=str(broken))
     (broken / "model.safetensors").write_bytes((tiny_llama / "model.safetensors").read_bytes()[:-10])
     with pytest.raises(RefusedInputError, match="is not a complete safetensors file"):

@@ -404,7 +404,7 @@ class _Export:
                 copies = {quantizer.name: replace(quantizer, state=state) for quantizer in module.quantizers.values()}
                 fake_quantize_experts(target, name, copies)
                 continue
-            # Products with adapters differ in the last bit on another device than the training's.
+            # Products with adapters differ in the last bit on a device other than that of the training run.
             placed = {relative: tensor.to(self.device) for relative, tensor in parameters.items()}
             patches.swap_class("qat-linear", target, FakeQuantizedLinear)
             target.quantizer = replace(module.quantizer, state=state)

@@ -152,7 +152,7 @@ def test_unsuitable_models_are_rejected(
 
 def test_teacher_without_safetensors_is_rejected(qat: Shell, models: dict[str, Path], tmp_path: Path) -> None:
     found = qat(models["model"], *OUT, *DATA, "--teacher", models["unsafe"])
-    assert found.code == 4 and "weights are read from safetensors only" in found.err
+    assert found.code == 4 and "weights are read only from safetensors" in found.err
     assert not list(tmp_path.iterdir())
 
 
