@@ -315,7 +315,7 @@ def global_batch_reason(job: TrainingJob, accelerators: int, sequences: int) -> 
         return "one requested micro-batch per accelerator"
     if sequences == planned and planned > accelerators:
         tokens = planned // accelerators * job.seq_len_tokens
-        return f"{tokens:,} tokens per accelerator, so that a single micro-batch can keep every product large"
+        return f"{tokens:,} tokens per accelerator, enough for efficient matrix products in a single micro-batch"
     if sequences == planned:
         return "one sequence per accelerator"
     if sequences == accelerators:
