@@ -201,14 +201,14 @@ PATCHES: tuple[Patch, ...] = (
     Patch(
         name="own-optimizer",
         target=f"{_TRAINER}.create_optimizer",
-        reason="Under DeepSpeed the Trainer ignores an optimizer that is passed to it; under FSDP2 it rejects it.",
+        reason="The Trainer ignores the optimizer argument under DeepSpeed, and rejects it under FSDP2.",
         canary=_OWN_OPTIMIZER,
         parameters=("self",),
     ),
     Patch(
         name="own-scheduler",
         target=f"{_TRAINER}.create_scheduler",
-        reason="Under DeepSpeed the Trainer ignores a scheduler that is passed to it; under FSDP2 it rejects it.",
+        reason="The Trainer ignores the scheduler argument under DeepSpeed, and rejects it under FSDP2.",
         canary=_OWN_OPTIMIZER,
         parameters=("self", "num_training_steps"),
     ),

@@ -148,7 +148,7 @@ RULES = (
     Rule(fact="world_size", action="converted", why="the random states of the ranks, which dropout uses, start again"),
     Rule(fact="global_batch_size", action="rejected", why="the completed steps would correspond to other samples"),
     Rule(fact="seed", action="rejected", why="the samples would come in another order, and some twice"),
-    Rule(fact="data", action="rejected", why="the completed samples would be different ones"),
+    Rule(fact="data", action="rejected", why="the completed steps would correspond to other samples"),
     Rule(fact="model", action="rejected", why="the optimizer states belong to other parameters"),
     Rule(fact="trained", action="rejected", why="the optimizer states belong to other parameters"),
     Rule(fact="precision", action="rejected", why="the states are saved in other formats"),

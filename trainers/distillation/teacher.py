@@ -97,7 +97,7 @@ def check_arguments(
             shared = [name for name, parameter in model.named_parameters() if id(parameter) in student_ids]
             if shared:
                 # Freezing the teacher would freeze the student.
-                rule = f"shares {len(shared)} tensors with the student, such as {shared[0]}, which then could not train"
+                rule = f"shares {len(shared)} tensors with the student, such as {shared[0]}, which could not be trained"
                 fix = "load the teacher separately, or set distillation.self_teacher"
                 reject("teacher", rule, fix, value=type(model).__name__)
     if errors:

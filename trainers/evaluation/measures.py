@@ -91,7 +91,7 @@ def text_windows(request: TextRequest, tokenizer: Any, *, seq_len: int) -> TextW
             tokens += [*before, *tokenizer(text, add_special_tokens=False)["input_ids"], *after]
         if len(tokens) < seq_len:
             rule = f"has {len(tokens)} tokens, fewer than one window of seq_len = {seq_len}"
-            fix = "lower --seq-len or give more text"
+            fix = "lower --seq-len, or add text"
             raise UsageError(ConfigError(where="--text", value=request.source, rule=rule, fix=fix))
         windows = list(windows_of(tokens, seq_len, stride))
     else:

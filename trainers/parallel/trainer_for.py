@@ -365,7 +365,9 @@ def check_balance_of_batches(trainer: Any) -> None:
     """
     balances = getattr(trainer, "aux_loss_enabled", False) and getattr(trainer, "aux_loss_coef", 0.0)
     if balances and trainer.args.world_size > 1:
-        rule = f"adds a balance loss to that of {type(trainer).__name__}, a mean over the tokens of each micro-batch"
+        rule = (
+            f"adds a balance loss to the loss of {type(trainer).__name__}, a mean over the tokens of each micro-batch"
+        )
         fix = "set it to false in the configuration of the model"
         raise UsageError(ConfigError(where="output_router_logits", value=True, rule=rule, fix=fix))
 

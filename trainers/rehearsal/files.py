@@ -62,7 +62,7 @@ class RehearsedScriptJob(RankJob):
 
     task: Literal["rehearse-script"] = "rehearse-script"
     training_arguments: dict[str, Any] = Field(description="the plan's keys of TrainingArguments, scaled")
-    planned: dict[str, Any] = Field(description="the plan's training arguments as its file holds them")
+    planned: dict[str, Any] = Field(description="the plan's training arguments, unchanged")
     script: str = Field(description="Python file")
     arguments: list[str] = Field(description="arguments of the script")
     model_name: str = Field(description="name of the model in the plan")

@@ -419,7 +419,7 @@ def test_baselines_with_other_tokens(tiny_llama, book, tmp_path, caplog):
     tokenizer.save_pretrained(model)
     tokenizer.add_tokens(["<extra>"])
     tokenizer.save_pretrained(baseline)
-    with pytest.raises(UsageError, match=r"token 257 is '<extra>' here and None in the model's"):
+    with pytest.raises(UsageError, match=r"token 257 is '<extra>', but None in the model's"):
         small_run(model, book, baseline=str(baseline))
     caplog.set_level(logging.INFO, "shardwright")
     small_run(changed(tiny_llama, tmp_path / "none"), book, baseline=str(model))
@@ -438,7 +438,7 @@ def test_tokenizers_that_split_otherwise():
             return {"input_ids": self.ids}
 
     error = tokenizer_difference(Splitting([1, 2, 3, 4, 5]), Splitting([1, 2, 7, 8]), "text")
-    assert error is not None and "from token 2 on [7, 8] here, [3, 4, 5] in the model's" in error.rule
+    assert error is not None and "from token 2 on into [7, 8], the model's into [3, 4, 5]" in error.rule
     assert tokenizer_difference(Splitting([1]), Splitting([1]), "text") is None
 
 

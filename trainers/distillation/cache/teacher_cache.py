@@ -57,7 +57,7 @@ def key_errors(stored: CacheKey, expected: CacheKey, directory: Path) -> list[Co
         actual, wanted = getattr(stored, name), getattr(expected, name)
         if actual != wanted:
             rule = f"was made with another {meaning} ({actual[:12]}, expected {wanted[:12]})"
-            errors.append(ConfigError(where=where, rule=rule, fix="write a cache for this one"))
+            errors.append(ConfigError(where=where, rule=rule, fix="write a new cache"))
     if stored.layout.vocab_size != expected.layout.vocab_size:
         rule = f"has distributions over {stored.layout.vocab_size} tokens, expected {expected.layout.vocab_size}"
         errors.append(ConfigError(where=where, rule=rule))

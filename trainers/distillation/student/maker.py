@@ -333,7 +333,7 @@ def low_rank(
     """
     import torch
 
-    assert (rank is None) != (energy is None), "give a rank or an energy"
+    assert (rank is None) != (energy is None), "pass a rank or an energy"
     left_MK, values_K, right_KN = torch.linalg.svd(weight_MN.float(), full_matrices=False)
     squares_K = values_K.double().square()
     total = float(squares_K.sum())

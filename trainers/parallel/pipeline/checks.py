@@ -189,7 +189,7 @@ def _section_errors(
     gradient_dtype = (deepspeed.get("data_types") or {}).get("grad_accum_dtype")
     if gradient_dtype is not None and _offload(zero, "offload_optimizer") != "none":
         where = "data_types.grad_accum_dtype"
-        rule = "with offload_optimizer keeps gradients where those of tied weights are not summed"
+        rule = "cannot be combined with offload_optimizer: gradients of tied weights would not be summed"
         errors.append(ConfigError(where=where, value=gradient_dtype, rule=rule, fix="omit one of the two"))
     if deepspeed.get("pipeline", {}).get("activation_checkpoint_interval", 0):
         where, rule = "pipeline.activation_checkpoint_interval", "decoder layers recompute themselves"
