@@ -342,7 +342,7 @@ class QATCallback(TrainerCallback, ExportableState):
         """Attach to a model from `model_init` or to pipeline stages, restore a resumed run, and check the training."""
         if stages_of(model) is not None:
             if self.attachment is None:
-                rule = "received pipeline stages without the model that they are from"
+                rule = "received pipeline stages without the full model"
                 fix = "pass it to PipelineTrainer(callbacks=[...])"
                 raise UsageError(ConfigError(where="QATCallback", rule=rule, fix=fix))
             setattr(model, ATTRIBUTE, self.attachment)

@@ -202,7 +202,7 @@ def readiness_errors(attachment: Attachment) -> list[ConfigError]:
     bits = scheme.weights.bits
     if not state.was_enabled:
         rule = f"was never trained with the {bits} bits of {scheme.name}"
-        fix = "train first, with a start_step (and the end of a bit_schedule) before the last step"
+        fix = "train first; start_step and the end of bit_schedule must come before the last step"
         errors.append(ConfigError(where="model", value=f"{state.trained_steps} steps", rule=rule, fix=fix))
     if state.bits not in (None, bits):
         rule = f"has not reached the {bits} bits of {scheme.name}"

@@ -230,7 +230,7 @@ def calibrate_inputs(
                 errors.append(ConfigError(where="calibration", rule=rule, fix=fix))
             elif input_range.bounds is None:
                 rule = f"{layer} received no inputs"
-                fix = "pass more batches, or add it to ignore: an expert sees only the tokens of its router"
+                fix = "pass more batches, or add it to ignore: an expert sees only the tokens routed to it"
                 errors.append(ConfigError(where="calibration", value=count, rule=rule, fix=fix))
     finally:
         for input_range, observer in zip(ranges, observers, strict=True):
