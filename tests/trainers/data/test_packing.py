@@ -107,7 +107,7 @@ def test_no_gradient_reaches_another_document(attention: str) -> None:
         (Layout(engine="deepspeed", zero_stage=0, pp=2), {}, "pipeline parallelism does not support document masks"),
         (Layout(engine="deepspeed", zero_stage=1, sp=2), {}, "sequence parallelism"),
         (Layout(engine="fsdp2", cp=2), {}, "context parallelism"),
-        (DDP, {"streaming": True}, "a stream is read"),
+        (DDP, {"streaming": True}, "with --streaming"),
         (
             Layout(engine="ddp", dp_replicate=2, micro_batch_size=2),
             {"attention": "flash_attention_2"},

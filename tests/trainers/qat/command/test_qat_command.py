@@ -419,7 +419,7 @@ def test_the_report_holds_what_was_measured(outcome: QATOutcome) -> None:
         own = replace(outcome, teacher="org/base", settings=QATSettings(teacher="org/base", teacher_revision=revision))
         assert said in own.card()
     taught = replace(outcome, teacher="org/large", settings=QATSettings(teacher="org/large", alpha=0.75))
-    assert "forward_kl with weight 0.75, and from the data's own tokens with weight 0.25" in taught.card()
+    assert "forward_kl with weight 0.75, and the labels of the data with weight 0.25" in taught.card()
     assert files["qat.png"].startswith(b"\x89PNG")
 
 
