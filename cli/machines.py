@@ -54,9 +54,9 @@ class MachineOptions(Settings):
         MAIN_PORT,
         ge=1,
         le=65534,
-        description="TCP port of machine 0; trainings also use the next port",
+        description="TCP port of machine 0; training also uses the next port",
     )
-    until_stdin_closes: bool = Field(False, description="Stop when standard input ends; a training saves first")
+    until_stdin_closes: bool = Field(False, description="Stop when standard input ends; a training run saves first")
 
     def errors(self) -> list[ConfigError]:
         """Return an error for each option without effect, and for each one that needs another option."""
@@ -142,7 +142,7 @@ class ReplicaOptions(SameCommandOptions):
 
     on: Literal["local", "ssh"] = Field("local", description="Run here, or on each machine of --hostfile (ssh)")
     num_processes: int = Field(1, ge=1, description="Processes in total; each has the model and a share of the batches")
-    num_nodes: int = Field(1, ge=1, description="Machines of these processes; --on ssh counts them itself")
+    num_nodes: int = Field(1, ge=1, description="Machines of these processes; set automatically with --on ssh")
 
     def replicas(self) -> Replicas:
         """Return the processes, with this machine's rank and address.

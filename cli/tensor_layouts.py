@@ -58,7 +58,7 @@ class ComparedLayouts:
 
         out = console()
         table = Table(
-            title="Tensor parallelism, one layer and micro-batch of a rank",
+            title="Tensor parallelism: one layer, one micro-batch per rank",
             title_justify="left",
             box=None,
             pad_edge=False,
@@ -96,7 +96,10 @@ def compared_layouts(model: ModelSpec, hardware: HardwareSpec, job: TrainingJob)
             method=job.method,
         )
     ]
-    shown = f"AutoTP divides it over up to {legal[-1]} ranks here" if legal else "AutoTP does not divide it here"
+    if legal:
+        shown = f"AutoTP shards this model over up to {legal[-1]} ranks"
+    else:
+        shown = "AutoTP cannot shard this model on this hardware"
     return ComparedLayouts(
         layouts=layouts, first_ranks=first, reason=f"{reason}; {shown}", legal_ranks=frozenset(legal)
     )

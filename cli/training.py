@@ -51,7 +51,7 @@ def launched_command(
     show: Callable[[Outcome, Path], None],
     describe: Callable[..., dict[str, Any]] = lambda prepared, as_json: {},
 ) -> int:
-    """Prepare, launch and report a training, and return the exit code.
+    """Prepare, launch and report a training run, and return the exit code.
 
     `describe` returns what a dry run prints in addition to settings, plan and data.
     """
@@ -160,7 +160,7 @@ def _planned_hardware(settings: LaunchedSettings) -> HardwareSpec:
 def show_dry_run(
     settings: LaunchedSettings, plan: Plan, samples: Samples, files: list[Path], *, as_json: bool, **more: Any
 ) -> None:
-    """Print settings, plan, data and files of a training that was not launched, as text or one JSON object."""
+    """Print settings, plan, data and files of a run that was not launched, as text or one JSON object."""
     from ..ds_configs.plan.plan import plan_to_dict
     from .show import console, show_plan, show_settings
 
@@ -231,7 +231,7 @@ class TrainingView(Bar):
             ratio = f"{figures.slowest_rank_ratio:.2f} times the median"
             text = Text(f"equally fast; the slowest takes {ratio}", style="dim")
             if figures.slowest_rank_ratio >= _SLOW_RANK_RATIO:
-                slow_rank = f"rank {figures.slowest_rank} is slow: {ratio} to load data and for a forward pass"
+                slow_rank = f"rank {figures.slowest_rank} is slow: {ratio} to load data and run a forward pass"
                 text = Text(slow_rank, style="yellow")
             rows.append(("ranks", text))
         return rows

@@ -79,7 +79,7 @@ def output_directory() -> Path | None:
     parser.add_argument("output_dir", nargs="?", type=Path, help="new or empty directory; default: nothing is kept")
     output: Path | None = parser.parse_args().output_dir
     if output is not None and output.exists() and not (output.is_dir() and not any(output.iterdir())):
-        parser.error(f"{output} is no empty directory: name another")
+        parser.error(f"{output} is not an empty directory: pass another one")
     return output
 
 

@@ -174,7 +174,9 @@ class ByteMeter(TorchDispatchMode):
                             self._watch_result(inner)
         if self._limit is not None and self._current > self._limit:
             limit, self._limit = self._limit, None
-            raise torch.OutOfMemoryError(f"tensors need {self._current:,} bytes, the limit of this rank is {limit:,}")
+            raise torch.OutOfMemoryError(
+                f"tensors need {self._current:,} bytes, but the limit of this rank is {limit:,}"
+            )
         return results
 
     def _watch_result(self, tensor: torch.Tensor) -> None:

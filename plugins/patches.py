@@ -93,7 +93,7 @@ PATCHES: tuple[Patch, ...] = (
     Patch(
         name="mean-loss-weight",
         target=f"{_TRAINER}.compute_loss",
-        reason="Models that ignore `num_items_in_batch` return means, which weight batches of any size equally.",
+        reason="Models that ignore `num_items_in_batch` return means, so batches of any size have the same weight.",
         canary=f"{_MEANS}test_classifiers_still_ignore_the_number_of_labels",
         parameters=("self", "model", "inputs", "return_outputs", "num_items_in_batch"),
         every_run=True,
@@ -143,7 +143,7 @@ PATCHES: tuple[Patch, ...] = (
         Patch(
             name=name,
             target=f"{_TRAINER}.train",
-            reason="No callback event reports that an exception ended the training.",
+            reason="No callback event reports that an exception ended the training run.",
             canary=f"{_BUGS}test_no_callback_hears_of_an_exception",
             parameters=("self",),
             every_run=True,
@@ -201,14 +201,14 @@ PATCHES: tuple[Patch, ...] = (
     Patch(
         name="own-optimizer",
         target=f"{_TRAINER}.create_optimizer",
-        reason="Under DeepSpeed the Trainer ignores an optimizer that is passed to it; under FSDP2 it rejects it.",
+        reason="The Trainer ignores the optimizer argument under DeepSpeed, and rejects it under FSDP2.",
         canary=_OWN_OPTIMIZER,
         parameters=("self",),
     ),
     Patch(
         name="own-scheduler",
         target=f"{_TRAINER}.create_scheduler",
-        reason="Under DeepSpeed the Trainer ignores a scheduler that is passed to it; under FSDP2 it rejects it.",
+        reason="The Trainer ignores the scheduler argument under DeepSpeed, and rejects it under FSDP2.",
         canary=_OWN_OPTIMIZER,
         parameters=("self", "num_training_steps"),
     ),
@@ -240,7 +240,7 @@ PATCHES: tuple[Patch, ...] = (
     Patch(
         name="tensor-parallel-size",
         target=f"{_TRAINER}.get_tp_size",
-        reason="Since 5.19, Transformers divides `num_items_in_batch` and the factor of the loss by it.",
+        reason="Since 5.19, Transformers divides `num_items_in_batch` and the loss factor by the tensor-parallel size.",
         canary="tests/trainers/parallel/test_loss_scale.py::test_transformers_divides_by_tensor_parallel_size",
         parameters=("self",),
     ),
@@ -255,7 +255,7 @@ PATCHES: tuple[Patch, ...] = (
     Patch(
         name="counted-labels",
         target=f"{_TRAINER}._get_num_items_in_batch",
-        reason="The Trainer divides by zero if a step has no labels, and no event precedes the padding of a batch.",
+        reason="The Trainer divides by zero if a step has no labels, and no event comes before batches are padded.",
         parameters=("self", "batch_samples", "device"),
         every_run=True,
     ),
@@ -447,7 +447,7 @@ PATCHES: tuple[Patch, ...] = (
         target="accelerate.state:PartialState._shared_state",
         scope="process",
         reason="Accelerate drops its FSDP plugin on CPU ranks and trains with plain DDP.",
-        canary="tests/distributed/test_cpu_ranks.py::test_upstream_still_trains_ddp_when_asked_for_fsdp2",
+        canary="tests/distributed/test_cpu_ranks.py::test_upstream_still_trains_ddp_when_fsdp2_is_requested",
     ),
     Patch(
         name="metered-backward",

@@ -163,7 +163,7 @@ def check_adapter_fits(adapter: LoraAdapter, meta: PreTrainedModel, base: str) -
     # PEFT also stores whole embeddings, such as of a vocabulary with new tokens.
     other = [name for name, shape in stored.items() if needed.get(name, own_shapes.get(name)) != shape]
     if other:
-        rule = f"is of another base than {base}: {len(other)} tensors have another name or shape, such as {min(other)}"
+        rule = f"does not belong to {base}: {len(other)} tensors have another name or shape, such as {min(other)}"
         raise RefusedInputError(ConfigError(where=where, rule=rule, fix=fix))
     if missing := needed.keys() - stored.keys():
         rule, fix = f"lacks {len(missing)} tensors, such as {min(missing)}", "download or save the adapter again"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, replace
 
+import families
 import gpu_memory
 import pytest
 import torch
@@ -75,7 +76,7 @@ def test_transformers_reads_every_configuration():
         assert sum(parameter.numel() for parameter in built.parameters()) == case.spec().parameter_count
 
 
-def test_a_small_gpu_is_said_to_be_too_small():
+def test_a_small_gpu_is_reported_as_too_small():
     assert predicted_fields(CASE.predicted(T4))["predicted_fit"] == "does not fit"
     assert predicted_fields(CASE.predicted(H100))["predicted_fit"] == "fits"
     predicted = CASE.predicted(H100)
@@ -157,3 +158,20 @@ def test_the_process_of_a_case_is_the_only_rank_on_one_gpu():
     assert environment["CUDA_VISIBLE_DEVICES"] == "3"
     assert (environment["RANK"], environment["WORLD_SIZE"]) == ("0", "1")
     assert gpu_memory.gpu_environment({})["CUDA_VISIBLE_DEVICES"] == "0"
+
+
+def test_family_page_counts_results_and_groups_reasons() -> None:
+    rule = "layers carry a state or an index along the sequence, which would restart in every shard"
+    rows = [(f"Class{n}", "sp", "refused", f"sp = 2: kind{n} {rule}; use sp = 1") for n in range(families.FREQUENT)]
+    rows += [
+        ("Class9", "sp", "refused", "model = 'X': has an attention sink; use another"),
+        ("Class9", "tp", "passes", "0"),
+    ]
+    rows += [("Class8", "quantize", "refused", "the checkpoint did not pass verification: logits differ")]
+    rows += [("Class7", "build", "no", "ValueError: too large")]
+    page, details = families.page(rows), families.details(rows)
+    assert f"The {families.FREQUENT + 3} causal" in page and f"{families.FREQUENT + 2} of them were built" in page
+    assert f"| rejected before work | 0 | 0 | 0 | {families.FREQUENT + 1} | 0 | 0 |" in page
+    assert "| rejected by the check | 0 | 0 | 1 | 0 | 0 | 0 |" in page and "| passes | 0 | 0 | 0 | 0 | 1 | 0 |" in page
+    assert f"| sp | {families.FREQUENT} | {rule} |" in page and "The other 2 rejections have 2 reasons." in page
+    assert "| Class9 |  |  |  | rejected" in details and "kind0" in details and "- Class7: ValueError" in details

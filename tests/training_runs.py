@@ -1,4 +1,4 @@
-"""Trainings with `shardwright train`: one command for each kind of layout, and the data and models that they name."""
+"""Runs of `shardwright train`: one command for each kind of layout, and the data and models that they name."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Move the newest tested releases to those that pip resolves today: `make newest`.
 
-Makes the environment of `make test-newest` anew without constraints, writes its versions to `constraints-newest.txt`
+Creates the environment of `make test-newest` again without constraints, writes its versions to `constraints-newest.txt`
 and those of the support window to `ds_configs/data/releases.toml`, and prints what changed. Run `make test-newest`
 afterwards.
 """

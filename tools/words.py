@@ -32,6 +32,9 @@ REPLACED = {
     r"(?:is|are|was|were|be) refused|refuses?|cannot be had": "is rejected, rejects",
     r"held-?out part|what is held out": "evaluation set",
     r"of each rank alone|each rank alone": "per rank",
+    r"trainings": "training runs",
+    r"(?<!or-)anew|other way round": "again; vice versa",
+    r"plan says|was to be written|expected were": "the plan has; expected",
     r"in the way that|the like|thereof|therein|whereby|wherein|thereby|nought|whither": "rephrase",
 }
 """Patterns of whole words, and what to write instead."""

@@ -374,7 +374,7 @@ class GuardCallback(TrainerCallback):
         """Restore the signal handlers.
 
         Raises:
-            StoppedBySignalError: a signal ended the training.
+            StoppedBySignalError: a signal ended the run.
         """
         self._release()
         if self._signal:

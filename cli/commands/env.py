@@ -168,5 +168,5 @@ def environment_facts() -> dict[str, Any]:
         "host_memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
         "cxx_compiler": compiler,
         "libaio": "found" if has_libaio() else "not found; NVMe offload needs libaio-dev",
-        "accelerate_default_config": "present, but plans do not read it" if default_config.exists() else "none",
+        "accelerate_default_config": "present; plans do not use it" if default_config.exists() else "none",
     }

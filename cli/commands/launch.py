@@ -39,7 +39,7 @@ class LaunchOptions(PlannedMachineOptions, ConfigOption):
     }
 
     on: Literal["local", "ssh", "slurm", "ray", "kubernetes", "jobset", "skypilot"] = Field(
-        "local", description="Launcher; kubernetes uses a Kubeflow TrainJob, jobset does not"
+        "local", description="Launcher; kubernetes submits a Kubeflow TrainJob, jobset a JobSet"
     )
     hostfile: Path | None = Field(None, description="Machines for ssh, one line HOST slots=N each. Default: the plan's")
     dry_run: bool = Field(False, description="Check everything and print the commands or manifests; launch nothing")

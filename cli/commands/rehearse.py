@@ -29,7 +29,7 @@ class RehearseOptions(ReportOptions):
     steps: int = Field(8, description="Optimizer steps, at least 4")
     nodes_as_ranks: bool = Field(
         False,
-        description="Start one launcher per node of the plan, here, with one rank each by default",
+        description="Start one launcher per planned node on this machine; default: one rank each",
     )
     script: Path | None = Field(None, description="Your own script to run instead, with a smaller model")
     text: Paths = Field((), description="Text files to train on, as bytes. Default: synthetic tokens")

@@ -37,7 +37,7 @@ class ServeSettings(Settings):
     )
     max_num_seqs: int | None = Field(None, ge=1, description="Sequences that run together. Default: the engine's")
     max_num_batched_tokens: int | None = Field(None, ge=1, description="Tokens per step. Default: the engine's")
-    kv_cache_dtype: CacheType = Field("auto", description="Type of the KV cache; auto: as the checkpoint says")
+    kv_cache_dtype: CacheType = Field("auto", description="Type of the KV cache; auto: the type set in the checkpoint")
     kv_cache_memory: str | None = Field(None, description="KV cache per GPU, such as 20GiB. Default: the free memory")
     block_size: int | None = Field(None, ge=1, description="Tokens per cache block. Default: the engine's")
     gpu_memory_utilization: float = Field(

@@ -1,4 +1,4 @@
-"""`shardwright train`: plan, launch and report a training."""
+"""`shardwright train`: plan, launch and report a training run."""
 
 from __future__ import annotations
 

@@ -123,8 +123,8 @@ _HEADING = """<header class="top"><h1>Shardwright</h1><p>Select a ZeRO stage, FS
 and hardware, with its memory, time and configuration files. Everything is computed here. Only the
 <code>config.json</code>
 of a model that you name is requested from the Hub.</p></header>"""
-_NOTHING_PASTED = """<p class="sub">Errors stop a run, or make it ignore the file. Warnings are keys with no or a
-surprising effect. Each has its line and a fix, as in <code>shardwright check</code>.</p>"""
+_NOTHING_PASTED = """<p class="sub">Errors stop a run, or make it ignore the file. Warnings are about keys with no
+effect or a surprising one. Each has its line and a fix, as in <code>shardwright check</code>.</p>"""
 _WRITE_ADDRESS = """(query) => {
   if (query && query !== location.search.slice(1)) history.pushState(null, "", "?" + query);
 }"""
@@ -273,7 +273,7 @@ def _model_fields() -> tuple[dict[str, gr.components.Component], gr.UploadButton
             names = search_models(text.strip()) if text.strip() else ()
         except ShardwrightError as error:
             return gr.skip(), errors_view(error)
-        result = f"{len(names)} found: select one under Model" if names else "No model found"
+        result = f"{len(names)} models found: select one under Model" if names else "No model found"
         return gr.Dropdown(choices=list(names) or model_choices()), f'<p class="sub" role="status">{result}</p>'
 
     gr.on(

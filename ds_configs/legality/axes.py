@@ -21,8 +21,8 @@ TENSOR_PARALLEL_FAMILIES = frozenset(
 WITHOUT_VOCABULARY_PARALLEL_HEAD: Mapping[str, str] = {
     "gemma": "scales its token embedding",
     "gemma2": "scales its token embedding",
-    "olmo2": "splits the input of its output projections as it would split the head's",
-    "phi3": "splits the input of its output projections as it would split the head's",
+    "olmo2": "has output projections whose input AutoTP would shard like that of the head",
+    "phi3": "has output projections whose input AutoTP would shard like that of the head",
 }
 """Families whose output head AutoTP does not shard along the vocabulary, and why (module_inject/layers.py)."""
 
@@ -100,7 +100,7 @@ PIPELINE_MODEL_TYPES = ("gemma2", "gpt2", "llama", "mistral", "phi3", "qwen2", "
 TENSOR_PARALLEL_PIPELINES = ("gemma2", "llama", "mistral", "qwen2", "qwen3")
 """Families whose stages support tensor parallelism; the others fuse or transpose the matrices."""
 LARGEST_BUBBLE_PERCENT = 20
-"""Idle percentage of a step above which `pipeline_remarks` warns."""
+"""Idle percentage of a step above which `pipeline_warnings` warns."""
 
 
 def pipeline_errors(
@@ -229,7 +229,7 @@ def batch_errors(*, global_batch_size: int, micro_batch_size: int, data_parallel
     return [ConfigError(where="global_batch_size", value=global_batch_size, rule=rule, fix=fix)]
 
 
-def pipeline_remarks(*, stages: int, micro_batches: int) -> tuple[str, ...]:
+def pipeline_warnings(*, stages: int, micro_batches: int) -> tuple[str, ...]:
     """Return a warning if the step has too few micro-batches to keep the bubble small."""
     # (p - 1) / (m + p - 1) <= b  <=>  m >= (p - 1) * (1 - b) / b
     enough = -(-(stages - 1) * (100 - LARGEST_BUBBLE_PERCENT) // LARGEST_BUBBLE_PERCENT)
@@ -318,7 +318,7 @@ RECURRENT_MODELS = frozenset(
 """`model_type`s whose layers carry a state along the sequence, outside the attention interface."""
 _OWN_ATTENTION = "does not use the attention registry of Transformers, where ranks exchange heads"
 _OWN_LOSS = "has no loss with shift_labels, which shards of a sequence require"
-_SINKS = "adds attention sinks per head, which the exchange of heads leaves on other ranks"
+_SINKS = "has attention sinks per head, which stay on other ranks when heads are exchanged"
 UNSHAREABLE_MODELS = (
     dict.fromkeys(("big_bird", "codegen", "diffllama", "doge", "falcon", "fuyu", "gpt_neo"), _OWN_ATTENTION)
     | dict.fromkeys(("hrm_text",), _OWN_ATTENTION)

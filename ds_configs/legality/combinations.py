@@ -143,9 +143,9 @@ _STATES_FIRST = "the optimizer creates its states before DeepSpeed replaces the 
 _HOST = "DeepSpeed replaces the optimizer with CPU Adam"
 _DTENSOR = "PyTorch fails because plain tensors are mixed with the DTensors of FSDP2"
 _PLAIN_TENSORS = "its kernels do not support DTensors, the parameters of FSDP2"
-_NO_ROUNDING = "the scales are parameters of layers that the engine replaces without sharding or keeping them"
+_NO_ROUNDING = "the engine replaces the layers that have the scales, and neither shards nor keeps the scales"
 _STAGE_LOSS = "a pipeline's last stage computes only the cross-entropy of labels"
-_BALANCE = "this loss covers all tokens of a sequence except padding, but a rank has a part of it without its mask"
+_BALANCE = "this loss covers all tokens of a sequence except padding, but each rank has only a part, without the mask"
 _STATISTICS = "no rank has the full input ranges"
 _POSITIONS = "documents would attend to earlier documents: attention has no mask when ranks share a sequence"
 _SAMPLES = "Accelerate splits a batch over all ranks, but some ranks must read the same samples"
@@ -194,7 +194,7 @@ _REJECTED: tuple[tuple[str, str, str], ...] = (
     (_PARTS, "SFTTrainer SFTTrainer.packing SFTTrainer.dft DPOTrainer DPOTrainer.precomputed RewardTrainer", "cp"),
     (_PARTS, "KTOTrainer GKDTrainer ORPOTrainer trl.DistillationTrainer DistillationTrainer", "cp"),
     (_POSITIONS, "SFTTrainer.packing", "sp"),
-    ("this loss is not the label loss that the ranks of a sequence sum up", "SFTTrainer.dft", "sp"),
+    ("the ranks of a sequence sum up only the loss of labels, but this is another loss", "SFTTrainer.dft", "sp"),
     (_SUMS, "DPOTrainer DPOTrainer.precomputed KTOTrainer ORPOTrainer", "sp"),
     ("it reads the last token of a sequence, which only one rank has", "RewardTrainer", "sp"),
     (_SECOND, "GKDTrainer trl.DistillationTrainer", "sp"),

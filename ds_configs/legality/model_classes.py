@@ -67,7 +67,7 @@ run causal language models; choose a causal language model"]
     """
     errors = []
     if work == "quantize" and (is_encoder_decoder or not is_causal):
-        rule = "must be a causal language model: Transformers would load it as another class than the one that trained"
+        rule = "must be a causal language model: Transformers would load it as a different class from the trained one"
         if is_encoder_decoder:
             rule = "must be a causal language model, not an encoder-decoder: calibration and verification run causal "
             rule += "language models"

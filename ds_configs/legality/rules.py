@@ -74,7 +74,7 @@ def zero3_builds_the_model(model: ModelSpec, layout: Layout, job: TrainingJob, h
     """
     if layout.zero_stage != 3 or model.model_type != "whisper":
         return None
-    rule = "partitions parameters while the model is built, but Whisper reads their full shapes there"
+    rule = "partitions parameters while the model is built, but Whisper's constructor needs their full shapes"
     return ConfigError(where="zero_stage", value=3, rule=rule, fix="use ZeRO-2 or FSDP2")
 
 

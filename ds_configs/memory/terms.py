@@ -54,8 +54,8 @@ TERM_MEANINGS: Mapping[str, str] = {
     "teacher_head": "the weight of the teacher's output head, gathered until the loss has read it",
     "teacher_targets": "ids and log-probabilities of a cached teacher's likeliest tokens",
     "model_buffers": "rotary tables and other fp32 buffers, on every rank",
-    "allocator_fragmentation": "reserved beyond allocated: 3.8 % expected, -4.3 % to 14.8 % in the interval; "
-    "measured runs change them, to below zero if they needed less than predicted",
+    "allocator_fragmentation": "memory that the allocator reserves beyond tensors: 3.8 % expected, -4.3 % to 14.8 % in "
+    "the interval; measured runs change these values, which are negative if a run needed less than predicted",
     "runtime_context": "CUDA context, kernels and workspaces: 0.6 GB expected, 0.35 to 1.0 GB in the interval",
     "communicators": "NCCL buffers: 0.4 GB for each communicator expected, 0.15 to 0.7 GB in the interval",
     "processes": "resident memory of the Python processes of a node: 3 GB each",
@@ -126,8 +126,8 @@ STRATEGY_MEANINGS: Mapping[str, str] = {
     "zero0": "DeepSpeed without sharding; in 16 bit its Adam starts at step 2 (0.19.8), so prefer ddp or zero1",
     "zero1": "DeepSpeed shards master weights and optimizer states over the ranks "
     "(communicates 2 x parameters per step)",
-    "zero2": "as zero1, and gradients are sharded during the backward pass (communicates 2 x parameters per step)",
-    "zero3": "as zero2, and parameters are sharded and gathered module by module "
+    "zero2": "like zero1; gradients are also sharded, during the backward pass (communicates 2 x parameters per step)",
+    "zero3": "like zero2; parameters are also sharded, and gathered module by module "
     "(communicates 3 x parameters per step)",
     "zero3-hpz": "zero3 with a second shard of the weights inside each node, so that the backward pass gathers locally",
     "fsdp2": "PyTorch shards fp32 parameters, gradients and states and gathers them layer by layer in 16 bit "

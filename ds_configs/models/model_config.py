@@ -288,7 +288,7 @@ def model_spec_from_structure(
     errors = config_errors(sizes, source=name)
     spec = None if errors else model_spec_from_config(sizes, name=name, revision=revision, release=release)
     if spec is None:
-        rule = "has remote code, which is not run, and its sizes are not sufficient to plan by its structure"
+        rule = "has remote code, which is not run, and its config.json lacks sizes that a plan needs"
         missing = ConfigError(where=f"{name}: architectures", value=architecture, rule=rule)
         raise RefusedInputError([missing, *errors])
     spec = replace(

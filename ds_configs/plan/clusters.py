@@ -18,7 +18,7 @@ _SETTING = re.compile(r"--[a-z][a-z-]*(=[ -~]+)?")
 SAVING_SECONDS = 300
 """Default time in seconds to write a checkpoint after a scheduler stops the run."""
 RESUME = "--resume-or-anew"
-"""Argument of a restarted training: resumes, or starts anew if no checkpoint is valid, since no user can decide."""
+"""Argument of a restarted run: resumes, or starts again if no checkpoint is valid, because no user can decide."""
 _STOPPED = 143
 """Exit code of a run that saved after SIGTERM."""
 _MEETING = (
@@ -59,7 +59,7 @@ class ClusterJob:
         return self.arguments if self.script is None else (self.script, *self.arguments)
 
     def resumed(self) -> ClusterJob:
-        """Return the job that resumes from the newest valid checkpoint, or starts anew without one.
+        """Return the job that resumes from the newest valid checkpoint, or starts again without one.
 
         A user's script must do that itself, so its job is returned unchanged.
         """

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-from ..legality.axes import pipeline_remarks
+from ..legality.axes import pipeline_warnings
 from ..memory.activations import activation_mode, activations_are_stored, cached_activations
 from ..memory.estimate import Calibration, estimate_memory
 from ..memory.rank_parameters import rank_parameters
@@ -152,7 +152,7 @@ class PlanDoesNotFitError(DoesNotFitError):
         lines = [f"nothing fits; closest: {closest.reason}"]
         lines += [f"would fit: {suggestion}" for suggestion in suggestions]
         if not suggestions:
-            lines.append("none of the changes that were tried would fit")
+            lines.append("no change that was tried makes a layout fit")
         super().__init__("\n".join(lines))
 
 
@@ -465,10 +465,10 @@ def header_lines(plan: Plan, directory: str) -> list[str]:
         f"{plan.job.seq_len_tokens} tokens without padding, {gigabytes(gpu.capacity_bytes)} GB usable per accelerator.",
     ]
     axes = strategy.axes
-    libraries = _AXIS_LIBRARIES | ({"tp": "the pipeline stages split their layers by it."} if "pp" in axes else {})
+    libraries = _AXIS_LIBRARIES | ({"tp": "each pipeline stage shards its layers."} if "pp" in axes else {})
     lines += [f"{axis.upper()} {size}: {libraries[axis]}" for axis, size in axes.items()]
     if "pp" in axes:
-        lines += pipeline_remarks(stages=axes["pp"], micro_batches=strategy.gradient_accumulation_steps)
+        lines += pipeline_warnings(stages=axes["pp"], micro_batches=strategy.gradient_accumulation_steps)
     if plan.job.loss == "chunked":
         lines.append("Requires the package liger-kernel; the training arguments enable its fused head and loss.")
     if plan.job.teacher is not None:
@@ -510,7 +510,7 @@ def on_fewer_nodes(plan: RunnablePlan, nodes: int) -> RunnablePlan:
         raise rejected(f"{strategy.label} needs all nodes, because each holds a different part of the model")
     micro_batches = strategy.gradient_accumulation_steps * hardware.nodes
     if micro_batches % nodes:
-        raise rejected(f"must divide the {micro_batches} micro-batches that the ranks of one position run per step")
+        raise rejected(f"must divide the {micro_batches} micro-batches per step of the ranks with the same local rank")
     fewer = replace(
         strategy,
         gradient_accumulation_steps=micro_batches // nodes,

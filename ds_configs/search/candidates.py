@@ -315,12 +315,12 @@ def global_batch_reason(job: TrainingJob, accelerators: int, sequences: int) -> 
         return "one requested micro-batch per accelerator"
     if sequences == planned and planned > accelerators:
         tokens = planned // accelerators * job.seq_len_tokens
-        return f"{tokens:,} tokens per accelerator, so that a single micro-batch can keep every product large"
+        return f"{tokens:,} tokens per accelerator, enough for efficient matrix products in a single micro-batch"
     if sequences == planned:
         return "one sequence per accelerator"
     if sequences == accelerators:
         return f"one sequence per accelerator, because {planned // accelerators} do not fit without offload"
-    return "that of the plan for more nodes"
+    return "the global batch of the plan for more nodes"
 
 
 LARGEST_MICRO_BATCH_TOKENS = 65_536

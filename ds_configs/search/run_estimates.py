@@ -130,7 +130,7 @@ def checkpoint_interval_seconds(*, save_seconds: float, world_size: int, mtbf_ho
     mean = (mtbf_hours or MEAN_HOURS_BETWEEN_FAILURES_OF_A_GPU / world_size) * _HOUR
     if not save_seconds > 0 or not mean > 0:
         raise UsageError(
-            ConfigError(where="save_seconds", value=save_seconds, rule="must be above zero, and the MTBF too")
+            ConfigError(where="save_seconds", value=save_seconds, rule="must be above zero, as must mtbf_hours")
         )
     if save_seconds >= 2 * mean:
         return mean

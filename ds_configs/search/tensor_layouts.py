@@ -214,7 +214,7 @@ def where_one_dimension_stops_paying(
         fastest = min(rest, key=lambda other: other.communication_seconds, default=first)
         if fastest.communication_seconds < first.communication_seconds:
             return ranks, (
-                f"1D stops paying at {ranks} ranks: {fastest.name} {_mesh(fastest.shape)} receives "
+                f"At {ranks} ranks, 1D is no longer the fastest: {fastest.name} {_mesh(fastest.shape)} receives "
                 f"{fastest.communication_bytes / 1e6:.1f} MB in {fastest.communication_seconds * 1e3:.2f} ms for a "
                 f"layer, 1D {first.communication_bytes / 1e6:.1f} MB in {first.communication_seconds * 1e3:.2f} ms "
                 f"({hardware.gpus_per_node} accelerators per node; analysis only, no library runs {fastest.name})"

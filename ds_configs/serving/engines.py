@@ -45,7 +45,7 @@ KERNELS: Mapping[str, Kernel] = {
     "integer activations with weights below 8 bits, one byte each": Kernel(least=None),
     "4-bit integer weights with FP8 activations": Kernel(least=90),
     "FP8 weights and activations": Kernel(least=75, native=89),
-    "FP8 weights and activations, scaled as they come": Kernel(least=75, native=89, on_cpu=True),
+    "FP8 weights and activations, with dynamic scales": Kernel(least=75, native=89, on_cpu=True),
     "FP8 weights": Kernel(least=75),
     "NVFP4": Kernel(least=75, native=100),
     "MXFP4": Kernel(least=80, native=100),
@@ -66,7 +66,7 @@ def numbers_kind(group: Mapping[str, Any], *, stated_format: str) -> str | None:
         if inputs is None:
             return "FP8 weights"
         # The CPU engine uses torch for FP8 products, and has no operator that quantizes with a stored scale.
-        as_they_come = ", scaled as they come" if inputs.get("dynamic") else ""
+        as_they_come = ", with dynamic scales" if inputs.get("dynamic") else ""
         return f"FP8 weights and activations{as_they_come}"
     if number != "int" or not isinstance(bits, int):
         return None

@@ -179,7 +179,7 @@ def _windows(text: Mapping[str, Any], layers: int) -> list[int | None]:
         return [None if (index + 1) % every == 0 else window for index in range(layers)]
     unknown = sorted({str(kind) for kind in kinds} - {*_WINDOWED, *_FULL})
     if unknown:
-        rule = f"is not supported: its layers {', '.join(unknown)} have another state than attention"
+        rule = f"is not supported: its layers {', '.join(unknown)} have a state other than that of attention"
         fix = "start the engine directly, and read the number of blocks from its log"
         raise UsageError(ConfigError(where="model", value=text.get("model_type"), rule=rule, fix=fix))
     return [window if kind in _WINDOWED else None for kind in kinds[:layers]]
@@ -562,7 +562,9 @@ class _Fit:
             plans.append(f"{self.size} GPU(s) are sufficient: --data-parallel-size {copies} runs {copies} replicas")
         if request.engine == "vllm" and request.on_cpu and self.number_bytes == 1:
             # Version 0.32.0: `float_to_fp8e4m3_scalar` in csrc/cpu/cpu_attn_fp8.hpp truncates the last bits.
-            plans.append("vLLM's CPU engine truncates FP8 keys and values instead of rounding them: twice the error")
+            plans.append(
+                "vLLM's CPU engine truncates FP8 keys and values instead of rounding them, which doubles the error"
+            )
         if request.engine != "vllm":
             plans.append(f"blocks are counted as in vLLM; {TITLES[request.engine]} can differ")
         chosen = replace(

@@ -212,7 +212,7 @@ def hardware_from_mapping(data: object, *, name: str) -> HardwareSpec:
     errors += _count_errors(nodes=nodes, gpus_per_node=gpus)
     errors += _convert_values(values, name)
     if ("nvme_path" in values) != bool(values.get("nvme_bytes_per_node")):
-        rule, fix = "requires nvme_bytes_per_node, and the other way round", "set both or neither"
+        rule, fix = "requires nvme_bytes_per_node, and vice versa", "set both or neither"
         errors.append(ConfigError(where=f"{name}: nvme_path", rule=rule, fix=fix))
     label, gpu = values.pop("name", name), values.pop("gpu", None)
     required = {field for field in known if field.endswith(("_bytes", "_per_s", "_per_node"))}

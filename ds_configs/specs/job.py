@@ -149,7 +149,7 @@ class TrainingJob:
     """Ranks that share each layer (AutoTP); `None`: the planner chooses, 1: disabled.
 
     If any of these axes is fixed above 1, the planner leaves the others at 1. There is one exception: with a fixed
-    tensor parallelism it still chooses pipeline stages, and the other way round.
+    tensor parallelism it still chooses pipeline stages, and vice versa.
     """
     pipeline_parallel_size: int | None = None
     """Pipeline stages; `None`: the planner chooses, 1: disabled."""

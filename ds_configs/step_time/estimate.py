@@ -625,8 +625,8 @@ TIME_TERM_MEANINGS: Mapping[str, str] = {
     "memory bandwidth",
     "recomputation": "the second forward pass of recomputed layers",
     "head_and_loss": "embedding, final norm, output head and loss, forward and backward",
-    "kernel_launches": "time by which the host launches kernels and runs ZeRO-3 hooks slower than the device runs "
-    "them, and host work per micro-batch",
+    "kernel_launches": "time that the device waits while the host launches kernels and runs ZeRO-3 hooks, and host "
+    "work per micro-batch",
     "waiting_for_ranks": "waiting for the slowest rank in collectives inside the layers",
     "tensor_parallel": "all-reduces of TP: four in each layer, six where it is recomputed",
     "sequence_parallel": "all-to-alls of SP: queries, keys, values and outputs, forward and backward",

@@ -68,8 +68,8 @@ def node_errors(plan: Plan, nodes: Sequence[NodeFacts]) -> list[ConfigError]:
         for name in sorted(first.versions.keys() | node.versions):
             here, there = node.versions.get(name, "none"), first.versions.get(name, "none")
             if here != there:
-                rule = f"{node.host} has {name} {here}, {first.host} has {there}"
-                errors.append(ConfigError(where="versions", rule=rule, fix="install the same on both"))
+                rule = f"{node.host} has {name} {here}, but {first.host} has {there}"
+                errors.append(ConfigError(where="versions", rule=rule, fix="install the same version on both"))
         other = sorted(
             name for name in first.files.keys() | node.files if first.files.get(name) != node.files.get(name)
         )
@@ -82,7 +82,7 @@ def node_errors(plan: Plan, nodes: Sequence[NodeFacts]) -> list[ConfigError]:
             rule = f"{node.host} has {len(node.gpus)}, but the plan needs {needed} x {hardware.gpu}"
             errors.append(ConfigError(where="accelerators", rule=rule, fix="plan for fewer, or use other machines"))
         if hardware.gpu != "CPU" and node.gpus[:needed] != first.gpus[:needed]:
-            rule = f"{node.host} has {_counted(node.gpus)}, {first.host} has {_counted(first.gpus)}"
+            rule = f"{node.host} has {_counted(node.gpus)}, but {first.host} has {_counted(first.gpus)}"
             errors.append(ConfigError(where="accelerators", rule=rule, fix="use machines of one kind"))
     return errors
 
@@ -94,7 +94,7 @@ def node_warnings(plan: Plan, nodes: Sequence[NodeFacts], link_bytes_per_s: floa
     apart = [node.host for node in nodes if node.shares_directory is False]
     if apart:
         warnings.append(
-            f"{', '.join(apart)} does not see files of {first.host} in the output directory: checkpoints are complete "
+            f"{', '.join(apart)} cannot see files of {first.host} in the output directory: checkpoints are complete "
             "only in a shared directory"
         )
     for node in nodes:

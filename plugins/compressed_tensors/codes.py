@@ -226,8 +226,8 @@ def pack_tensors(
     from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32
 
     weights = scheme.weights
-    assert (zero_point is None) == weights.symmetric, "zero points belong to asymmetric weights alone"
-    assert (input_scale is not None) == scheme.activations_are_static, "input scales belong to stored ranges alone"
+    assert (zero_point is None) == weights.symmetric, "only asymmetric weights have zero points"
+    assert (input_scale is not None) == scheme.activations_are_static, "only stored ranges have input scales"
     if scheme.format == "pack-quantized":
         parts = {
             "weight_packed": pack_to_int32(codes, weights.bits).contiguous(),
@@ -236,7 +236,7 @@ def pack_tensors(
         if zero_point is not None and weights.strategy != "tensor":
             zero_point = pack_to_int32(zero_point, weights.bits, packed_dim=0)
     else:
-        assert scheme.format == "int-quantized", f"{scheme.format} holds no integer codes"
+        assert scheme.format == "int-quantized", f"{scheme.format} has no integer codes"
         parts = {"weight": codes.contiguous()}
     parts["weight_scale"] = scale.contiguous()
     if zero_point is not None:
@@ -269,7 +269,7 @@ def unpack_tensors(layer_name: str, tensors: Mapping[str, Tensor], scheme: Quant
             zero_shape = torch.Size((scale.shape[-1], shape[0]))
             zero_point = unpack_from_int32(words, weights.bits, zero_shape).transpose(0, 1).contiguous()
     else:
-        assert scheme.format == "int-quantized", f"{scheme.format} holds no integer codes"
+        assert scheme.format == "int-quantized", f"{scheme.format} has no integer codes"
         codes = tensors[f"{layer_name}.weight"]
     static = activations is not None and scheme.activations_are_static
     asymmetric = static and activations is not None and not activations.symmetric

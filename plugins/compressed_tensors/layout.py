@@ -77,7 +77,7 @@ def layout_differences(
     errors += _stray_errors(stored, {layer.name for layer in chosen} if scheme is not None else set())
     total = tensor_bytes(stored.values())
     if expected_bytes is not None and total != expected_bytes:
-        errors.append(f"tensors have {total} bytes, expected were {expected_bytes}")
+        errors.append(f"tensors have {total} bytes, but {expected_bytes} were expected")
     return errors
 
 
@@ -88,15 +88,15 @@ def _layer_errors(
     prefix = f"{layer.name}."
     found = {name.removeprefix(prefix): tensor for name, tensor in stored.items() if name.startswith(prefix)}
     if "weight" in found and not set(expected) & set(found) - {"weight"}:
-        yield f"{layer.name} is dense: it has {_described(found['weight'])} and nothing of {scheme.name}"
+        yield f"{layer.name} is dense: it has {_described(found['weight'])}, and no tensors of {scheme.name}"
         return
     for part, wanted in expected.items():
         if part not in found:
-            yield f"{prefix}{part} is missing, {_described(wanted)} was to be written"
+            yield f"{prefix}{part} is missing; expected {_described(wanted)}"
         elif found[part] != wanted:
             yield f"{prefix}{part} is {_described(found[part])}, not {_described(wanted)}"
     for part in sorted(set(found) - set(expected) - {"bias"}):
-        yield f"{prefix}{part} is left over, {_described(found[part])}"
+        yield f"{prefix}{part} is unexpected: {_described(found[part])}"
 
 
 def _stray_errors(stored: Mapping[str, TensorShape], quantized: set[str]) -> list[str]:
@@ -107,7 +107,7 @@ def _stray_errors(stored: Mapping[str, TensorShape], quantized: set[str]) -> lis
         if layer not in quantized and (part in _PACKED_PARTS or ".weight." in name):
             strays.setdefault(layer, []).append(part)
     return [
-        f"{layer} has {', '.join(sorted(parts))}, and was not to be quantized"
+        f"{layer} has {', '.join(sorted(parts))}, but should not be quantized"
         for layer, parts in sorted(strays.items())
     ]
 

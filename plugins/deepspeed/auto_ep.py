@@ -103,8 +103,8 @@ def expert_parallelism_errors(
 def expert_model_errors(model: PreTrainedModel) -> list[ConfigError]:
     """Return why AutoEP could not shard the experts of a model without changing what the model computes."""
     if moe_layers(model):
-        rule = "was sharded by an earlier training and holds only some of its experts"
-        fix = "load the checkpoint that the earlier training saved"
+        rule = "was sharded in an earlier training run and holds only some of its experts"
+        fix = "load the checkpoint that the earlier run saved"
         return [ConfigError(where="model", value=type(model).__name__, rule=rule, fix=fix)]
     if not expert_count(model.config):
         return []
@@ -259,7 +259,7 @@ def _section_errors(section: Any, model_config: PreTrainedConfig, ep: int) -> li
             rule = "is not a key of DeepSpeed, which would ignore it"
             errors.append(ConfigError(where=f"{SECTION}.{key}", rule=rule, fix=fix))
         elif key in _CHANGES_THE_MODEL and section[key] != _routing(model_config).get(key):
-            rule = "would train another function than the saved model computes"
+            rule = "would train a different function from the one that the saved model computes"
             errors.append(ConfigError(where=f"{SECTION}.{key}", value=section[key], rule=rule, fix="remove it"))
     return errors
 

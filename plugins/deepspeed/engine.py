@@ -319,7 +319,7 @@ def _check_conversion(engine: DeepSpeedEngine, source: Path) -> None:
         rules.append(f"DeepSpeed restores no buffers on another number of ranks, and the model saves {buffers[0]}")
     saving_ranks = _saving_ranks(source)
     saved = f"{source.parent.name} was saved by {saving_ranks} ranks: "
-    fix = f"launch {saving_ranks} ranks, or start a new training from the checkpoint's weights by passing it as model"
+    fix = f"launch {saving_ranks} ranks, or start a new run from the checkpoint's weights by passing it as model"
     if rules:
         ranks = engine.seq_dp_world_size
         raise UsageError(

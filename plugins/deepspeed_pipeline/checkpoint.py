@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 CUT = "pipeline_cut.json"
 """File in a training checkpoint that records its stages."""
-_FIX = "resume with the stages of the checkpoint, or start a new training from it: PipelineTrainer(model=directory)"
+_FIX = "resume with the stages of the checkpoint, or start a new run from its weights: PipelineTrainer(model=directory)"
 
 
 def pipeline_tensors(module: torch.nn.Module) -> Iterator[tuple[str, Tensor]]:

@@ -117,27 +117,25 @@ class OwnEnvironment:
 
 
 def planned_environment(directory: Path, *, source: str | None = None, force: bool = False) -> OwnEnvironment:
-    """Return the environment that would be made; nothing is written.
+    """Return the environment that would be created; write nothing.
 
     Args:
-        directory: Where it goes.
-        source: Shardwright itself, as a directory, URL or requirement; `None`: where this one came from.
-        force: Make it anew where an environment lies.
+        directory: Its directory.
+        source: Shardwright as a directory, URL or requirement. `None`: the source of this installation.
+        force: Replace an existing environment.
 
     Raises:
-        UsageError: something lies there, or the source is none that pip takes.
+        UsageError: the directory exists, or pip does not accept the source.
     """
     errors = []
     if directory.is_symlink() or directory.exists():
         is_environment = (directory / "pyvenv.cfg").is_file()
         if not is_environment:
             # `clear` of venv would empty any directory: --force is not enough to lose one's files.
-            error = ConfigError(
-                where="path", value=str(directory), rule="exists and is not an environment", fix="name another"
-            )
-            errors.append(error)
+            rule, fix = "exists, but is not a virtual environment", "pass another --path"
+            errors.append(ConfigError(where="path", value=str(directory), rule=rule, fix=fix))
         elif not force:
-            rule, fix = "is an environment already", "use --force to make it anew, or name another with --path"
+            rule, fix = "already exists", "use --force to create it again, or pass another --path"
             errors.append(ConfigError(where="path", value=str(directory), rule=rule, fix=fix))
     try:
         requirement = _with_extra(source or _own_source())
@@ -159,23 +157,23 @@ def planned_environment(directory: Path, *, source: str | None = None, force: bo
 
 
 def create_environment(planned: OwnEnvironment, *, notify: Notify) -> dict[str, str]:
-    """Make an environment with pip, whose output goes to stderr, and return the versions that it got.
+    """Create an environment with pip, whose output goes to stderr, and return the installed versions.
 
-    What was begun is removed where it cannot be finished; pip keeps what it fetched.
+    If this fails, the directory is removed; pip keeps its downloads.
 
     Raises:
-        ShardwrightError: Python makes no environment, or pip cannot install; says why.
+        ShardwrightError: Python cannot create the environment, or pip cannot install; with the reason.
     """
     place = planned.directory.absolute()
     try:
-        notify(f"making an environment in {planned.directory}")
-        _run([sys.executable, "-I", "-m", "venv", "--clear", str(place)], "python3-venv may have to be installed")
-        notify("pip fetches and installs; this takes minutes")
+        notify(f"creating an environment in {planned.directory}")
+        _run([sys.executable, "-I", "-m", "venv", "--clear", str(place)], "install python3-venv if it is missing")
+        notify("pip downloads and installs the packages, which takes a few minutes")
         constraints = place / "constraints.txt"
         constraints.write_text("".join(f"{line}\n" for line in planned.constraints), encoding="utf-8")
         with _unchanged(planned.source_tree):
             _run(planned.pip_arguments(constraints), "pip's own settings, such as PIP_INDEX_URL, are kept")
-        _run([str(planned.python), "-I", str(planned.command), "--version"], "the installation does not start")
+        _run([str(planned.python), "-I", str(planned.command), "--version"], "the installed command does not start")
     except BaseException:
         shutil.rmtree(place, ignore_errors=True)
         raise

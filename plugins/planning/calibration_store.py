@@ -205,7 +205,9 @@ class CalibrationStore:
         """Return the schema's version, 0 for an empty database."""
         version = int(connection.execute("PRAGMA user_version").fetchone()[0])
         if version > SCHEMA_VERSION:
-            rule = f"was written by a newer Shardwright (schema {version}, this one reads {SCHEMA_VERSION})"
+            rule = (
+                f"was written by a newer version of Shardwright (schema {version}, this version reads {SCHEMA_VERSION})"
+            )
             raise RefusedInputError(
                 ConfigError(where=self._where, rule=rule, fix="upgrade Shardwright, or move the file")
             )

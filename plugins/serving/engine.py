@@ -100,7 +100,7 @@ def server_errors(engine: EngineName, found: InstalledEngine | None, section: Ma
     own, its = found.versions.get("compressed-tensors", "unknown"), section.get("version", "unknown")
     rule = f"of this vLLM does not read the checkpoint, which {its} wrote ({refused})"
     return [
-        ConfigError(where="compressed-tensors", value=own, rule=rule, fix="install a vLLM that comes with a newer one")
+        ConfigError(where="compressed-tensors", value=own, rule=rule, fix="install a vLLM release that has a newer one")
     ]
 
 

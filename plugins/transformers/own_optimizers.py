@@ -155,7 +155,7 @@ def use_own_optimizer(trainer: Trainer, optimizer: torch.optim.Optimizer, schedu
         def create_optimizer(*arguments: object, **keywords: object) -> Any:
             if trainer.optimizer is None:
                 if any(id(weight) not in parameters for group in optimizer.param_groups for weight in group["params"]):
-                    rule, fix = "was used by an earlier training", "create a new optimizer and a new Trainer"
+                    rule, fix = "was used by an earlier training run", "create a new optimizer and a new Trainer"
                     raise UsageError(
                         ConfigError(where="optimizers", value=type(optimizer).__name__, rule=rule, fix=fix)
                     )

@@ -173,7 +173,9 @@ def refuse_other_formats(directory: Path, *, where: str, fix: str = "convert the
         return
     files = sorted(path.name for suffix in _OTHER_FORMATS for path in directory.glob(f"*{suffix}"))
     if files:
-        rule = f"weights are read from safetensors only, other formats can run code; it has {', '.join(files[:3])}"
+        rule = (
+            f"weights are read only from safetensors, because other formats can run code; it has {', '.join(files[:3])}"
+        )
         raise RefusedInputError(ConfigError(where=where, value=str(directory), rule=rule, fix=fix))
 
 

@@ -65,7 +65,7 @@ def opened(visitor: Visitor, address: str, query: str = "", **how) -> Page:
 
 
 def shown_plan(page: Page, *texts: str) -> None:
-    """Wait until the head of the plan says all of these."""
+    """Wait until the head of the plan contains all of these."""
     for text in texts:
         page.locator(".choice", has_text=text).wait_for()
 

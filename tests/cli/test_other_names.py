@@ -52,7 +52,7 @@ def test_names_of_hugging_face_are_flags_of_a_training(command: str) -> None:
 @pytest.mark.parametrize(
     ("switch", "precision"), [("--bf16", "bf16"), ("--bf16 True", "bf16"), ("--fp16=true", "fp16"), ("--fp16", "fp16")]
 )
-def test_a_precision_switch_stands_anywhere(switch: str, precision: str) -> None:
+def test_a_precision_switch_is_accepted_in_any_position(switch: str, precision: str) -> None:
     words = ["m", "--hardware", "2xT4"]
     for start in (0, 1, 3):
         stated = values("plan", *words[:start], *switch.split(), *words[start:])

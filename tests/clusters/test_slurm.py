@@ -58,7 +58,7 @@ def stopped(model: Path, slurm: str, tmp_path_factory: pytest.TempPathFactory) -
     return Stopped(number=number, losses=losses, output=output, saved=tuple(saved))
 
 
-def test_a_job_that_is_asked_to_stop_saves_and_is_queued_again(stopped: Stopped) -> None:
+def test_a_stopped_job_saves_and_is_queued_again(stopped: Stopped) -> None:
     assert len(stopped.saved) == 1
 
 
@@ -84,9 +84,7 @@ def test_a_job_that_its_user_ends_is_not_queued_again(plan: Path, slurm: str, tm
     assert ended(number, slurm) == "CANCELLED"
 
 
-def test_a_training_command_that_is_stopped_saves_and_says_how_it_resumes(
-    model: Path, slurm: str, tmp_path: Path
-) -> None:
+def test_a_stopped_training_command_saves_and_prints_how_to_resume(model: Path, slurm: str, tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text("\n\n".join(f"Line {index} says {index * index}." for index in range(300)))
     out, output = tmp_path / "out", tmp_path / "output"
     words = ["train", str(model), "--dataset", str(tmp_path / "text.txt"), "--strategy", "ddp", "--seq-len", "32"]
@@ -110,7 +108,7 @@ def test_a_cluster_that_is_too_small_is_reported_before_anything_is_submitted(
     assert asked("squeue", "--noheader", "--format=%i", config=slurm) in ("", stopped.number)
 
 
-def test_a_job_that_gets_no_further_is_not_queued_again(plan: Path, slurm: str, tmp_path: Path) -> None:
+def test_a_job_without_progress_is_not_queued_again(plan: Path, slurm: str, tmp_path: Path) -> None:
     """Two turns in a row are stopped before there is a checkpoint."""
     script, output = tmp_path / "stands_still.py", tmp_path / "output"
     script.write_text("import time\nprint('it stands still', flush=True)\ntime.sleep(600)\n")

@@ -53,7 +53,7 @@ def test_four_ranks_on_two_machines_evaluate_and_cache_as_one_process(
     assert bytes_of[1] == bytes_of[0]
 
 
-def test_a_run_that_is_asked_to_stop_saves_on_both(plan: Path, over_ssh: list[str], tmp_path: Path) -> None:
+def test_a_stopped_run_saves_on_both_machines(plan: Path, over_ssh: list[str], tmp_path: Path) -> None:
     output = tmp_path / "output"
     words = ["launch", str(plan), *over_ssh, "--no-check-nodes", "--"]
     running = started([*words, *training(tmp_path / "losses.json", steps=100_000)], output)

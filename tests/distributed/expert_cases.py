@@ -1,4 +1,4 @@
-"""Trainings with divided experts that must agree with a single process, and that process. Ranks run this file."""
+"""Training runs with sharded experts that must agree with a single process, and that process. Ranks run this file."""
 
 from __future__ import annotations
 

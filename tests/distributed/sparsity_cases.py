@@ -1,4 +1,4 @@
-"""Trainings with zeros in their weights, under every engine, that must agree with a single process.
+"""Training runs with zeros in their weights, under every engine, that must agree with a single process.
 
 Ranks run this file.
 """

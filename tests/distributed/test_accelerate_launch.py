@@ -110,7 +110,7 @@ def test_zero3_offload_saves_a_model_directory(tiny_llama: Path, deepspeed_cpu_o
     assert after < before - 0.5
 
 
-def test_fsdp2_lora_saves_whole_adapters(tiny_llama: Path, tmp_path: Path) -> None:
+def test_fsdp2_lora_saves_complete_adapters(tiny_llama: Path, tmp_path: Path) -> None:
     config_file, arguments_file = write_plan(tmp_path, Case(engine="fsdp2", bf16=True, accumulation=2))
     lora = ["--method", "lora", "--lora-rank", "4", "--lora-targets", "q_proj,down_proj"]
     accelerate_launch(config_file, MODULE, flags(tiny_llama, arguments_file, tmp_path, *lora))

@@ -37,7 +37,7 @@ def test_resume_or_anew_starts_again_if_no_checkpoint_is_complete(workshop, tmp_
     for directory in (tmp_path / "run").glob("checkpoint-*"):
         DAMAGES["drop_record"](directory)
     output = workshop.run("ddp", tmp_path / "run", flags=("--resume-or-anew",))
-    assert "no checkpoint is complete, training starts again at step 0" in output
+    assert "no checkpoint is complete; training starts again at step 0" in output
     assert f"renamed to incomplete-checkpoint-{STEPS}" in output
     assert losses_of(tmp_path / "run") == pytest.approx(losses_of(workshop.whole("ddp")), abs=1e-6)
 
@@ -85,7 +85,7 @@ def test_run_killed_after_its_last_step_saves_its_model(engine, workshop, tmp_pa
         file.unlink()
     checkpoints = sorted(run.glob("checkpoint-*/**/*"))
     output = workshop.run(engine, run, flags=("--resume",))
-    assert f"all {STEPS} steps are done: nothing is trained" in output
+    assert f"all {STEPS} steps are done: only the rest of the command runs" in output
     assert weights_of(run) == weights_of(whole)
     assert losses_of(run) == [] and sorted(run.glob("checkpoint-*/**/*")) == checkpoints
 

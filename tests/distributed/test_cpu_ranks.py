@@ -32,7 +32,7 @@ def test_upstream_still_needs_the_deepspeed_recipe(facts: list[dict[str, Any]]) 
         assert rank["without"]["deepspeed_world_size"] == 1
 
 
-def test_upstream_still_trains_ddp_when_asked_for_fsdp2(facts: list[dict[str, Any]]) -> None:
+def test_upstream_still_trains_ddp_when_fsdp2_is_requested(facts: list[dict[str, Any]]) -> None:
     """Fails when Accelerate shards on CPU ranks by itself (1.15.0 does not)."""
     for rank in facts:
         assert not rank["without"]["fsdp2"]["is_fsdp2"]

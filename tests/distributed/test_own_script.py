@@ -73,7 +73,7 @@ def test_a_script_loses_the_same_under_plans_that_moved(
         written.rename(moved)
         launch = [*warm_command("shardwright"), "launch", moved, EXAMPLES / f"{script}.py"]
         shown = ran(*launch, *arguments(words, model, moved), cwd=moved.parent)
-        assert "trained on 2 ranks" in shown and "the plan says" not in shown
+        assert "trained on 2 ranks" in shown and "but the plan has" not in shown
         losses.append(float(re.findall(r"ranks, loss (\S+)", shown)[0]))
     assert losses == pytest.approx([losses[0]] * len(losses), abs=1e-5)
     # The last of them in small, with paths as a user types them.
@@ -137,12 +137,12 @@ def test_a_script_that_leaves_the_plan_is_reported_by_its_ranks(
     other = json.loads((plan / "training_arguments.json").read_text()) | {"per_device_train_batch_size": 3}
     (tmp_path / "other.json").write_text(json.dumps(other))
     shown = ran(*launch, EXAMPLES / "own_trainer.py", model, tmp_path / "other.json", cwd=tmp_path)
-    assert shown.count("per_device_train_batch_size was 3, the plan says 2: predicted memory and time") == 1
+    assert shown.count("per_device_train_batch_size was 3, but the plan has 2: predicted memory and time") == 1
     assert shown.count("Accelerate fills the last batch of each epoch with 2 samples from its start") == 1
     another = planned(model, tmp_path / "another", "zero3", micro_batch_size=4)
     shown = ran(*launch, EXAMPLES / "own_deepspeed_loop.py", model, another, cwd=tmp_path)
-    assert "train_micro_batch_size_per_gpu is 4, the plan says 2" in shown
-    assert "zero_optimization.stage is 3, the plan says 2" in shown
+    assert "train_micro_batch_size_per_gpu is 4, but the plan has 2" in shown
+    assert "zero_optimization.stage is 3, but the plan has 2" in shown
 
 
 _OWN_OPTIMIZER = """
@@ -221,7 +221,7 @@ def test_a_script_is_rehearsed(model: Path, deepspeed_cpu_ops: None, tmp_path: P
     assert checks["script"] == "its TrainingArguments are the plan's" and len(found["losses"]) == 4
     (tmp_path / "other.json").write_text('{"per_device_train_batch_size": 3, "bf16": true}')
     shown = ran(*rehearse[:-2], "--force", model, tmp_path / "other.json", cwd=tmp_path, code=1)
-    assert "error: script: per_device_train_batch_size is 3, the plan says 4" in shown
+    assert "error: script: per_device_train_batch_size is 3, but the plan has 4" in shown
     assert "Not rehearsed: liger-kernel, which use_liger_kernel needs on GPUs" in shown
 
 

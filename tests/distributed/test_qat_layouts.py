@@ -235,7 +235,7 @@ def test_an_offloaded_optimizer_steps_learned_scales(
 
 
 def test_adapters_under_zero3_resume_and_reach_the_export(launched: dict[str, Path]) -> None:
-    """Ranges are a moving average: a resumed run that began anew would end elsewhere."""
+    """Ranges are a moving average: a resumed run that started again would end with other values."""
     output = launched["resumed"]
     whole, resumed = (outcome(output / name) for name in ("whole", "resumed"))
     assert whole.trained.keys() == resumed.trained.keys()

@@ -69,7 +69,7 @@ def check_finishing(run: tuple[Path, str, Path, str], losses: list[float], shown
     assert {file.name: file.read_bytes() for file in out.glob("*.safetensors")} == weights
 
 
-def test_a_run_that_is_asked_to_stop_loses_nothing(inputs: Path, tmp_path: Path) -> None:
+def test_a_stopped_run_loses_no_steps(inputs: Path, tmp_path: Path) -> None:
     """SIGTERM to the command alone, which starts the launcher, which starts the ranks."""
     settings: dict[str, Any] = {"max_steps": 60, "save_steps": 50}
     flags = "--hardware 2xCPU --strategy ddp"

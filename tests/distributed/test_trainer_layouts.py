@@ -89,7 +89,7 @@ EQUAL += [
 ]
 REJECTED = {
     **{_cell_case(one.setting, one.column): one.reason for one in TABLE if not one.is_proven},
-    **dict.fromkeys(_cases("sft_smoothed", "sp"), "not the label loss"),
+    **dict.fromkeys(_cases("sft_smoothed", "sp"), "sum up only the loss of labels"),
     **dict.fromkeys(_cases("sft", "sp", family="mixtral"), "load-balancing loss"),
     **dict.fromkeys(_cases("sft", "tp", family="mixtral"), "does not support mixtures of experts"),
     **dict.fromkeys(_cases("orpo", "ep zero3", family="mixtral"), "a mean over the tokens of each micro-batch"),

@@ -32,7 +32,7 @@ REJECTED = {
     ("adafactor", "zero1"): "other updates",
     ("dropout", "cp"): "DTensors",
     ("balance_loss", "cp"): "a part of it",
-    ("learned_scales", "tp"): "parameters of layers",
+    ("learned_scales", "tp"): "neither shards nor keeps the scales",
     ("label_smoothing", "fsdp2"): "which FSDP2 renames",
     ("sgd", "zero_offload"): "CPU Adam",
     ("compile", "zero3"): "released",

@@ -234,7 +234,7 @@ def test_kl_finds_the_range_whose_codes_fit_the_density(steps, symmetric, expect
 
 @pytest.mark.parametrize("symmetric", [True, False])
 @pytest.mark.parametrize("bits", [4, 8])
-def test_kl_keeps_the_whole_of_an_even_density(bits, symmetric):
+def test_kl_keeps_the_complete_range_of_a_uniform_density(bits, symmetric):
     """Sharing out equal counts loses nothing, so any clipping is worse; a zero point at an end needs no rounding."""
     values = (torch.arange(8192) + 0.5) / 4096 - 1 if symmetric else torch.arange(8192) / 8192
     found = kl_range(histogram_of(values), static(bits, symmetric=symmetric))

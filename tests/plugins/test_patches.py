@@ -213,7 +213,7 @@ def test_releases_that_need_no_patch_stay_as_they_are(upstream: Any) -> None:
     assert patch_errors() == []
 
 
-def test_a_release_that_differs_is_an_error_that_says_what_to_install(
+def test_a_different_release_is_an_error_with_the_release_to_install(
     upstream: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     wrong = (
@@ -298,7 +298,7 @@ def functions_of(file: str) -> frozenset[str]:
 
 
 @pytest.mark.parametrize("patch", PATCHES, ids=lambda patch: patch.name)
-def test_every_entry_is_applied_as_its_scope_says(patch: Patch) -> None:
+def test_every_entry_is_applied_in_its_scope(patch: Patch) -> None:
     scopes = {
         scope
         for name, is_prefix, scope in applications()

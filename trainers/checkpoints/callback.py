@@ -125,7 +125,7 @@ class CheckpointCallback(TrainerCallback):
                 return self.newest()
             except RefusedInputError as error:
                 reasons = "; ".join(str(error).splitlines())
-                note_on_first_rank(f"no checkpoint is complete, training starts again at step 0: {reasons}")
+                note_on_first_rank(f"no checkpoint is complete; training starts again at step 0: {reasons}")
                 return None
         if isinstance(resume, Selection):
             return self._resumed(lambda: resume)
@@ -171,7 +171,7 @@ class CheckpointCallback(TrainerCallback):
                 note_on_first_rank(line)
             note_on_first_rank(f"resuming from {selection.path.name}")
             if is_finished(selection, facts, self._trainer.args.max_steps):
-                note_on_first_rank(f"all {selection.record.step} steps are done: nothing is trained, the run continues")
+                note_on_first_rank(f"all {selection.record.step} steps are done: only the rest of the command runs")
             return str(selection.path), selection.record.facts.get("world_size") != facts["world_size"]
 
         path, has_other_ranks = on_first_rank(selected)

@@ -362,7 +362,7 @@ class _Counts:
                 output.metrics[name] = mean
             elif name in output.metrics:
                 note_on_first_rank(
-                    f"{type(trainer).__name__} evaluates without prediction_step: {name} is its own result"
+                    f"{type(trainer).__name__} evaluates without prediction_step: {name} is the value that it returned"
                 )
             return output
 

@@ -88,9 +88,9 @@ def packing_obstacle(
     """
     for size, name in ((strategy.pp, "pipeline"), (strategy.sp, "sequence"), (strategy.cp, "context")):
         if size > 1:
-            return f"{name} parallelism passes no document masks"
+            return f"{name} parallelism does not support document masks"
     if streaming:
-        return "a stream is read for a number of samples that is known before"
+        return "with --streaming, the number of samples must be known before the rows are read"
     if attention is not None and _FLASH in attention and strategy.micro_batch_size > 1:
         return f"{attention} separates documents only with --micro-batch-size 1"
     if config.get("output_router_logits"):
@@ -136,10 +136,10 @@ def _reads_other_documents(
         for own, other in (documents, documents[::-1]):
             (gradient_BSD,) = torch.autograd.grad(logits_BSV[:, own].square().sum(), embedded[0], retain_graph=True)
             if gradient_BSD[:, other].any():
-                return f"{type(model).__name__} reads other documents of a row"
+                return f"{type(model).__name__} mixes the documents of a packed row"
             alone_BSV = model(input_ids=ids_BS[:, own], use_cache=False).logits
             if not torch.allclose(logits_BSV[:, own], alone_BSV, rtol=1e-4, atol=1e-5):
-                return f"{type(model).__name__} does not restart with each document of a row"
+                return f"{type(model).__name__} does not treat each document of a packed row as a new sequence"
     except Exception as error:
         return f"a small model of its classes cannot read packed rows ({type(error).__name__}: {error})"
     return None

@@ -168,7 +168,7 @@ def agreed_vocab_size(student_tokenizer: Any, teacher_tokenizer: Any) -> int:
     if first is not None:
         rule = f"token {first} is {own.get(first)!r} for the student and {other.get(first)!r} for the teacher"
     elif split[0] != split[1]:
-        rule = f"the student's splits a text into {len(split[0])} tokens, and the teacher's otherwise, {len(split[1])}"
+        rule = f"student and teacher split a text differently, into {len(split[0])} and {len(split[1])} tokens"
     else:
         return int(max(own)) + 1
     raise UsageError(ConfigError(where="tokenizer", rule=rule, fix="use models of one family, or --cross-tokenizer"))

@@ -73,7 +73,7 @@ def check_arguments(
         reject("label_smoothing_factor", rule, "set it to 0", value=arguments.label_smoothing_factor)
     if not distillation.is_plain_training:
         if arguments is not None and arguments.n_gpu > 1:
-            rule = "one process drives several accelerators (DataParallel); no loss here is exact then"
+            rule = "one process drives several accelerators (DataParallel), with which the losses are not exact"
             reject("n_gpu", rule, "start with accelerate launch", value=arguments.n_gpu)
         if trainer_arguments.get("compute_loss_func") is not None:
             rule = "would not be called: the terms of `distillation` are the loss"
@@ -82,7 +82,7 @@ def check_arguments(
             rule = f"alpha = {distillation.alpha} and the other terms need a teacher"
             reject("teacher", rule, "pass a teacher, or set self_teacher")
         if teacher is not None and distillation.self_teacher is not None:
-            reject("teacher", "self_teacher makes the student its own teacher", "pass only one of both")
+            reject("teacher", "self_teacher makes the student its own teacher", "pass only one of the two")
         if hasattr(teacher, "rows_of"):
             if distillation.hidden_states is not None or distillation.attention is not None:
                 reject("teacher", "a cache has no hidden states", "use a live teacher")
@@ -97,7 +97,7 @@ def check_arguments(
             shared = [name for name, parameter in model.named_parameters() if id(parameter) in student_ids]
             if shared:
                 # Freezing the teacher would freeze the student.
-                rule = f"shares {len(shared)} tensors with the student, such as {shared[0]}, which then could not train"
+                rule = f"shares {len(shared)} tensors with the student, such as {shared[0]}, which could not be trained"
                 fix = "load the teacher separately, or set distillation.self_teacher"
                 reject("teacher", rule, fix, value=type(model).__name__)
     if errors:

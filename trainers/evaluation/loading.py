@@ -189,14 +189,14 @@ def tokenizer_difference(
     fix = "compare models of one family: KL and agreement need the same tokens"
     for index in sorted(own.keys() | other.keys()):
         if own.get(index) != other.get(index):
-            rule = f"token {index} is {other.get(index)!r} here and {own.get(index)!r} in the model's"
+            rule = f"token {index} is {other.get(index)!r}, but {own.get(index)!r} in the model's"
             return ConfigError(where="baseline's tokenizer", rule=rule, fix=fix)
     split = [tokenizer(text)["input_ids"] for tokenizer in (baseline_tokenizer, model_tokenizer)]
     if split[0] != split[1]:
         start = next((i for i, (a, b) in enumerate(zip(*split, strict=False)) if a != b), min(map(len, split)))
         rule = (
-            f"splits a text differently: from token {start} on {split[0][start : start + 3]} here, "
-            f"{split[1][start : start + 3]} in the model's"
+            f"splits a text differently: from token {start} on into {split[0][start : start + 3]}, the model's "
+            f"into {split[1][start : start + 3]}"
         )
         return ConfigError(where="baseline's tokenizer", rule=rule, fix=fix)
     return None

@@ -91,7 +91,7 @@ def text_windows(request: TextRequest, tokenizer: Any, *, seq_len: int) -> TextW
             tokens += [*before, *tokenizer(text, add_special_tokens=False)["input_ids"], *after]
         if len(tokens) < seq_len:
             rule = f"has {len(tokens)} tokens, fewer than one window of seq_len = {seq_len}"
-            fix = "lower --seq-len or give more text"
+            fix = "lower --seq-len, or add text"
             raise UsageError(ConfigError(where="--text", value=request.source, rule=rule, fix=fix))
         windows = list(windows_of(tokens, seq_len, stride))
     else:
@@ -112,7 +112,7 @@ def text_windows(request: TextRequest, tokenizer: Any, *, seq_len: int) -> TextW
         elif stride == seq_len:
             windows = list(samples.train)
         else:
-            rule = f"joins documents of plain text, and {request.dataset} has {samples.statistics.kind}"
+            rule = f"joins documents of plain text, but {request.dataset} has {samples.statistics.kind}"
             raise UsageError(ConfigError(where="--stride", value=stride, rule=rule, fix="omit it"))
     return TextWindows(
         windows=tuple(windows[: request.num_samples]),
@@ -394,7 +394,7 @@ def check_finite(name: str, losses_N: torch.Tensor, batch: dict[str, torch.Tenso
     judged = (batch["labels"][:, 1:] != IGNORED_LABEL).nonzero()
     row, position = judged[int(bad[0])].tolist()
     rule = (
-        f"gives no number for the token at position {position + 2} of window {first_window + row + 1} "
+        f"gives NaN or infinity for the token at position {position + 2} of window {first_window + row + 1} "
         f"({len(bad):,} of {len(losses_N):,} tokens of its batch)"
     )
     raise RefusedInputError(

@@ -160,13 +160,13 @@ class SpQROptions:
         threshold, fraction = self.outlier_threshold, self.outlier_fraction
         return _option_errors(
             self,
-            ("bits", 2 <= self.bits <= 8, "must be 2 to 8", ""),
-            ("scale_bits", 2 <= self.scale_bits <= 8, "must be 2 to 8", ""),
+            ("bits", 2 <= self.bits <= 8, "must be from 2 to 8", ""),
+            ("scale_bits", 2 <= self.scale_bits <= 8, "must be from 2 to 8", ""),
             ("group_size", self.group_size >= 1, "must be 1 or more", ""),
             ("scale_group_size", self.scale_group_size >= 1, "must be 1 or more", ""),
             ("outlier_threshold", threshold is None or threshold > 0, "must be above 0", "use null for no outliers"),
             ("outlier_fraction", fraction is None or 0 <= fraction < 1, "must be 0 or more, and below 1", ""),
-            ("dampening", 0 <= self.dampening <= 1, "must be 0 to 1", ""),
+            ("dampening", 0 <= self.dampening <= 1, "must be from 0 to 1", ""),
         )
 
 
@@ -434,12 +434,12 @@ class LowRankOptions:
         """Return the errors of all settings out of range."""
         return _option_errors(
             self,
-            ("bits", 2 <= self.bits <= 8, "must be 2 to 8", ""),
+            ("bits", 2 <= self.bits <= 8, "must be from 2 to 8", ""),
             ("group_size", self.group_size >= 1 or self.group_size == -1, "must be 1 or more, or -1 for all", ""),
             ("rank", self.rank >= 0, "must be 0 or more", ""),
             ("iterations", self.iterations >= 1, "must be 1 or more", ""),
             ("sparse_fraction", 0 <= self.sparse_fraction < 1, "must be 0 or more, and below 1", ""),
-            ("dampening", 0 <= self.dampening <= 1, "must be 0 to 1", ""),
+            ("dampening", 0 <= self.dampening <= 1, "must be from 0 to 1", ""),
         )
 
 

@@ -202,7 +202,7 @@ def check_targets(targets: TopKTargets, objective: TokenObjective, columns: int)
     """
     if targets.temperature != objective.temperature:
         rule = f"the teacher's top-k has temperature {targets.temperature}"
-        fix = "use that temperature, or compute the top-k at this one"
+        fix = "use the same temperature for the loss and the top-k"
         raise UsageError(ConfigError(where="temperature", value=objective.temperature, rule=rule, fix=fix))
     if targets.ids_NK.numel() and int(targets.ids_NK.max()) >= columns:
         rule = f"the teacher's top-k has a token beyond the {columns} that are compared"

@@ -90,10 +90,10 @@ class ExpertParallelCallback(TrainerCallback):
         """
         configuration = deepspeed_configuration(trainer.args) or {}
         if self._shapes is None or auto_ep.SECTION not in configuration:
-            rule, fix = "was not prepared", "call prepare(training_arguments, model) before the Trainer is made"
+            rule, fix = "was not prepared", "call prepare(training_arguments, model) before the Trainer is created"
             raise UsageError(ConfigError(where="ExpertParallelCallback", rule=rule, fix=fix))
         if self._trainer is not None:
-            fix = "make one callback for each Trainer"
+            fix = "create one callback for each Trainer"
             raise UsageError(
                 ConfigError(where="ExpertParallelCallback", rule="is already attached to a Trainer", fix=fix)
             )

@@ -230,7 +230,7 @@ class TensorParallelCallback(TrainerCallback):
         """
         if self._prepared is not trainer.args:
             rule = "was not called with the arguments of this Trainer"
-            fix = "call callback.prepare(training_arguments, model) before the Trainer is made"
+            fix = "call callback.prepare(training_arguments, model) before the Trainer is created"
             raise UsageError(ConfigError(where="TensorParallelCallback.prepare", rule=rule, fix=fix))
         self._trainer = trainer
         if self not in trainer.callback_handler.callbacks:
@@ -262,7 +262,7 @@ class TensorParallelCallback(TrainerCallback):
             UsageError: `attach` was not called, or AutoTP did not shard some layers.
         """
         if self._trainer is None:
-            rule, fix = "was not called", "call callback.attach(trainer) right after the Trainer is made"
+            rule, fix = "was not called", "call callback.attach(trainer) right after the Trainer is created"
             raise UsageError(ConfigError(where="TensorParallelCallback.attach", rule=rule, fix=fix))
         if self.tensor_parallel_size == 1:
             return

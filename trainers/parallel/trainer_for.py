@@ -125,7 +125,7 @@ class PlannedParallelism:
 
             if trainer_class is not None and not issubclass(trainer_class, PipelineTrainer):
                 rule = "does not run pipeline stages, which compute only the loss of labels"
-                fix = "use another layout than pp, or a subclass of PipelineTrainer"
+                fix = "use a layout other than pp, or a subclass of PipelineTrainer"
                 raise UsageError(ConfigError(where="trainer_class", value=trainer_class.__name__, rule=rule, fix=fix))
             trainer: Any = (trainer_class or PipelineTrainer)(
                 model=model,
@@ -203,7 +203,7 @@ class PlannedParallelism:
                 "label_smoothing_factor": args.label_smoothing_factor > 0,
             }
             rule = f"is not supported by {rows[0]} with sp: {cell('SFTTrainer.dft', 'sp').reason}"
-            fix = "omit it, or use another layout than sp"
+            fix = "omit it, or use a layout other than sp"
             errors += [ConfigError(where=name, rule=rule, fix=fix) for name, is_set in rejects.items() if is_set]
         errors += parameter_errors(names, columns)
         rejected = {error.where for error in errors}
@@ -365,7 +365,9 @@ def check_balance_of_batches(trainer: Any) -> None:
     """
     balances = getattr(trainer, "aux_loss_enabled", False) and getattr(trainer, "aux_loss_coef", 0.0)
     if balances and trainer.args.world_size > 1:
-        rule = f"adds a balance loss to that of {type(trainer).__name__}, a mean over the tokens of each micro-batch"
+        rule = (
+            f"adds a balance loss to the loss of {type(trainer).__name__}, a mean over the tokens of each micro-batch"
+        )
         fix = "set it to false in the configuration of the model"
         raise UsageError(ConfigError(where="output_router_logits", value=True, rule=rule, fix=fix))
 
@@ -392,7 +394,7 @@ def check_second_models(trainer: Any) -> None:
     axes = trainer.accelerator.parallelism_config
     if axes is not None and axes.sp_size > 1:
         rule = "is a second model, which would attend only to a rank's shard of the sequence"
-        raise UsageError(ConfigError(where=where, rule=rule, fix="use another layout than sp"))
+        raise UsageError(ConfigError(where=where, rule=rule, fix="use a layout other than sp"))
     loads_on_first_rank = os.environ.get("FSDP_CPU_RAM_EFFICIENT_LOADING", "").lower() in ("true", "1")
     if trainer.is_fsdp_enabled and loads_on_first_rank:
         rule = "is a second model, whose weights only the first rank would load"

@@ -70,7 +70,7 @@ def training_errors(
     changing = {"start_step": config.start_step, "bit_schedule": config.bit_schedule, "ranges": config.observes}
     used = [name for name, value in changing.items() if value]
     if arguments.load_best_model_at_end and used:
-        rule = f"may restore weights of a step with other number formats than the last step's ({', '.join(used)})"
+        rule = f"may restore weights of a step whose number formats differ from the last step's ({', '.join(used)})"
         fix = "turn it off, and export the checkpoint that you want in a separate run"
         errors.append(ConfigError(where="load_best_model_at_end", value=True, rule=rule, fix=fix))
     dtypes = {module.weight.dtype for module in attachment.modules.values() if hasattr(module, "weight")}
@@ -298,7 +298,7 @@ class QATCallback(TrainerCallback, ExportableState):
             for warning in mixture_warnings(attachment.scheme, attachment.layers):
                 note_on_first_rank(warning)
         elif attachment.config != self.config and self.resumed is None:
-            rule = f"rounds as {attachment.config.scheme.name} already, with other settings than this callback's"
+            rule = f"rounds as {attachment.config.scheme.name} already, with settings that differ from this callback's"
             raise UsageError(ConfigError(where="model", value=type(model).__name__, rule=rule, fix="load it again"))
         if self._calibration is not None and any(
             input_range.scale is None for input_range in attachment.ranges.values()
@@ -342,7 +342,7 @@ class QATCallback(TrainerCallback, ExportableState):
         """Attach to a model from `model_init` or to pipeline stages, restore a resumed run, and check the training."""
         if stages_of(model) is not None:
             if self.attachment is None:
-                rule = "received pipeline stages without the model that they are from"
+                rule = "received pipeline stages without the full model"
                 fix = "pass it to PipelineTrainer(callbacks=[...])"
                 raise UsageError(ConfigError(where="QATCallback", rule=rule, fix=fix))
             setattr(model, ATTRIBUTE, self.attachment)
@@ -454,7 +454,7 @@ class QATCallback(TrainerCallback, ExportableState):
             load_ranges(Path(calibration), attachment)
         elif loads_on_first_rank():
             rule = "only the first rank has weights: fsdp_cpu_ram_efficient_loading fills them later on other ranks"
-            fix = "calibrate in a separate process, save_ranges, and pass the file; or turn that loading off"
+            fix = "calibrate in a separate process, save_ranges, and pass the file; or disable that option"
             raise UsageError(ConfigError(where="calibration", rule=rule, fix=fix))
         else:
             calibrate_inputs(model, attachment, calibration)

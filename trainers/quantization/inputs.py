@@ -155,7 +155,7 @@ def prepare(
         raise UsageError(errors)
     if seq_len < settings.seq_len:
         requested = f", not {settings.seq_len}" if "seq_len" in settings.model_fields_set else ""
-        logger.info(f"samples have {seq_len} tokens{requested}: the model has no more positions")
+        logger.info(f"samples have {seq_len} tokens{requested}, the maximum of the model")
     if samples is not None:
         count = len(samples.train)
         if count < settings.num_samples:

@@ -80,7 +80,7 @@ def check_files(directory: Path, plan: Plan) -> list[Check]:
             is_about_ranks = finding.error.where.rpartition(" ")[2] in _WORLD_SIZE_KEYS
             (world_size if is_about_ranks else files).append(str(finding.error))
     files += rehearsal_argument_errors(arguments)
-    checks = [_verdict("files", files, f"{accelerate.name}, what it names, and {arguments.name}")]
+    checks = [_verdict("files", files, f"{accelerate.name}, the files it refers to, and {arguments.name}")]
     if not files and not world_size:
         world_size = world_size_errors(PlanFiles.read(directory), plan)
     checks.append(_verdict("world_size", world_size, f"the files are for {plan.hardware.world_size} ranks"))

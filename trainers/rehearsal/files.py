@@ -62,13 +62,13 @@ class RehearsedScriptJob(RankJob):
 
     task: Literal["rehearse-script"] = "rehearse-script"
     training_arguments: dict[str, Any] = Field(description="the plan's keys of TrainingArguments, scaled")
-    planned: dict[str, Any] = Field(description="the plan's training arguments as its file holds them")
+    planned: dict[str, Any] = Field(description="the plan's training arguments, unchanged")
     script: str = Field(description="Python file")
-    arguments: list[str] = Field(description="what the script is called with")
-    model_name: str = Field(description="how the plan names its model")
-    model_directory: str = Field(description="the shrunken model that takes its place")
+    arguments: list[str] = Field(description="arguments of the script")
+    model_name: str = Field(description="name of the model in the plan")
+    model_directory: str = Field(description="directory of the small model that replaces it")
     steps: int = Field(description="optimizer steps of a trainer, at most")
-    working_directory: str = Field(description="the user's, of which the script sees a view")
+    working_directory: str = Field(description="working directory of the user, which the script sees as a copy")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -66,7 +66,7 @@ def rehearse_script(
     record = rank_records(work, SCRIPT_STAGE, settings.ranks)[0]
     losses, checks = record["losses"], [passed("launch", f"{settings.ranks} ranks ran {script.name} to its end")]
     if not record["trainers"]:
-        return [*checks, passed("script", "makes no Trainer: its batch and losses are not checked")], tuple(losses)
+        return [*checks, passed("script", "creates no Trainer, so its batch and losses are not checked")], tuple(losses)
     if record["differences"]:
         lines = "; ".join(record["differences"])
         checks.append(failed("script", f"{lines}: pass the plan's training_arguments.json to TrainingArguments"))

@@ -89,7 +89,7 @@ def _scale_arguments(job: RehearsedScriptJob, work: Path, record: dict[str, Any]
                 if stated == planned:
                     setattr(arguments, name, job.training_arguments.get(name, defaults[name]))
                 elif name in _COMPARED:
-                    record["differences"].append(f"{name} is {stated}, the plan says {planned}")
+                    record["differences"].append(f"{name} is {stated}, but the plan has {planned}")
             for name, value in limits.items():
                 setattr(arguments, name, value)
             complete(arguments)

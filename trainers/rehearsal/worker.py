@@ -139,7 +139,7 @@ def _load(directory: Path, dtype: Any) -> Any:
 
 
 def _load_base(job: RehearsalJob, work: Path, dtype: Any, *, engine: str | None = None) -> Any:
-    """Return what adapters are added to, for QLoRA in 4 bit as trainings load it; `engine` divides it."""
+    """Return the base model of adapters, for QLoRA in 4 bit as a training run loads it; `engine` shards it."""
     if job.method != "qlora":
         return _load(work / "model", dtype)
     source = StartingModel(model=str(work / "model"), method=job.method)

@@ -1,4 +1,4 @@
-"""Reports of trainings (`train`, `distill`, `qat`), evaluations and quantizations, from their JSON files."""
+"""Reports of training runs (`train`, `distill`, `qat`), evaluations and quantizations, from their JSON files."""
 
 from __future__ import annotations
 
@@ -416,7 +416,7 @@ def evaluation_table(data: Data) -> Table:
         rows.append([name, _estimate(score), *compared])
     headings = ("", "model", "baseline", "difference") if comparison is not None else ("", "model")
     caption = "± is one standard error over windows of text. " + (
-        "Differences compare the same windows of both models; more than two standard errors are beyond noise. "
+        "Differences compare the same windows of both models; more than two standard errors are significant. "
         if comparison is not None
         else ""
     )

@@ -37,7 +37,7 @@ def chosen_hardware(settings: LaunchedSettings) -> HardwareSpec:
     return read_hardware(name, host_memory=settings.host_memory, nvme=settings.nvme)
 
 
-_DEVICE_FIX = "plan only with --dry-run, or omit --hardware to use this machine"
+_DEVICE_FIX = "pass --dry-run to stop after planning, or omit --hardware to use this machine"
 PLANNED_DEVICE_FIX = (
     "plan for this machine (--hardware local), or test the plan on CPU ranks with `shardwright rehearse`"
 )

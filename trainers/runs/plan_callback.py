@@ -142,7 +142,7 @@ class PlanCallback(TrainerCallback):
         explain_memory_errors(trainer, self._plan)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Forget the steps of an earlier training, and keep in memory what the plan says.
+        """Discard the steps of an earlier run, and store the values of the plan.
 
         Warn when `ds_config.json` was edited but `accelerate.yaml` still embeds the old copy.
         """
@@ -232,7 +232,7 @@ class PlanCallback(TrainerCallback):
         planned_bytes = self._plan.hardware.gpu_bytes
         if sizes and abs(min(sizes) - planned_bytes) > 0.1 * planned_bytes:
             differences.append(
-                f"the accelerator has {min(sizes) / 1e9:.1f} GB, the plan says {planned_bytes / 1e9:.1f} GB"
+                f"the accelerator has {min(sizes) / 1e9:.1f} GB, but the plan has {planned_bytes / 1e9:.1f} GB"
             )
         if (difference := installed_release_difference(self._plan)) is not None:
             differences.append(difference)
@@ -272,7 +272,7 @@ def argument_differences(
         "model_type": (model_type, plan.model.model_type),
     }
     differences = [
-        f"{name} was {ran}, the plan says {planned}"
+        f"{name} was {ran}, but the plan has {planned}"
         for name, (ran, planned) in facts.items()
         if ran is not None and ran != planned
     ]

@@ -44,7 +44,7 @@ class StepResult:
 
 @dataclass(frozen=True, kw_only=True, slots=True, repr=False)
 class LaunchedOutcome(ABC):
-    """Result of a training that succeeded."""
+    """Result of a successful training run."""
 
     chart_file: ClassVar[str]
     """PNG file that `REPORT.md` shows."""

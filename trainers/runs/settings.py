@@ -151,7 +151,7 @@ class LaunchedJob(RankJob):
     train_tokens: int = Field(description="tokens of one epoch")
     resume: bool = Field(description="whether to resume from the last checkpoint")
     command: str = Field("", description="command line of the run, for the message of an out-of-memory error")
-    digests: dict[str, str] = Field({}, description="of each machine's inputs, which must be equal on several machines")
+    digests: dict[str, str] = Field({}, description="hashes of the inputs, which must be equal on all machines")
 
     @property
     def hang_seconds(self) -> float | None:

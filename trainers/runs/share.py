@@ -101,7 +101,7 @@ class Share:
         for rank, (name, own_parts) in enumerate(parts_by_rank):
             other = [part for part, value in own_parts.items() if expected.get(part) != value]
             if other:
-                rule = f"rank {rank} on {name} has other {', '.join(other)} than rank 0 on {first_host}"
+                rule = f"rank {rank} on {name} and rank 0 on {first_host} differ in: {', '.join(other)}"
                 errors.append(ConfigError(where="ranks", rule=rule, fix="use the same files and versions everywhere"))
         if errors:
             raise UsageError(errors)

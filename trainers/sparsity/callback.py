@@ -67,7 +67,7 @@ class SparsityCallback(TrainerCallback):
             layers = named_linear_layers(model)
             self._layers = {name: layers[name] for name in self._names if name in layers}
         else:
-            rule = "received pipeline stages without the full model, which names must match"
+            rule = "received pipeline stages without the full model, in which the targets are searched"
             fix = "pass it to PipelineTrainer(callbacks=[...])"
             raise UsageError(ConfigError(where="callback", rule=rule, fix=fix))
         self.check_layers(self._layers)

@@ -1,4 +1,4 @@
-"""Outcome and model card of a training."""
+"""Outcome and model card of a training run."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class TrainResult(StepResult):
 
 @dataclass(frozen=True, kw_only=True, slots=True, repr=False)
 class TrainOutcome(LaunchedOutcome):
-    """Result of a training that succeeded."""
+    """Result of a successful training run."""
 
     chart_file: ClassVar[str] = CHART_FILE
 

@@ -113,7 +113,7 @@ def _changed_arguments(
         UsageError: the script does not receive the plan's arguments, or the file has another accumulation.
     """
     if script is not None and PLAN_FLAGS not in arguments:
-        rule, fix = "must take the plan's global batch", f"add {PLAN_FLAGS} to its arguments"
+        rule, fix = "must use the plan's global batch", f"add {PLAN_FLAGS} to its arguments"
         raise UsageError(ConfigError(where="script", value=str(script), rule=rule, fix=fix))
     own: dict[str, Any] = json.loads((plan_directory / _ARGUMENTS).read_text(encoding="utf-8"))
     before, after = planned_training_arguments(full_plan), planned_training_arguments(reduced_plan)

@@ -132,7 +132,7 @@ def _follow_engines(plan: Plan) -> None:
                 # The engine has a method for each key, such as `zero_optimization_stage`.
                 ran = getattr(result[0], name.replace(".", "_"))()
                 if ran != value:
-                    note_on_first_rank(f"{name} is {ran}, the plan says {value}: {_NOT_PREDICTED}")
+                    note_on_first_rank(f"{name} is {ran}, but the plan has {value}: {_NOT_PREDICTED}")
             return result
 
         return initialized

@@ -38,10 +38,10 @@ _OPTIONS_OF_ARGUMENTS = {
 }
 """Options of the command that set keys of `TrainingArguments`."""
 _ENGINE_ARGUMENTS = ("deepspeed", "fsdp", "fsdp_config", "accelerator_config", "parallelism_config", "use_cpu")
-"""Keys of `TrainingArguments` that would run another layout than the planned one."""
+"""Keys of `TrainingArguments` that would run a different layout from the planned one."""
 _UNCOUNTED_ARGUMENTS = {
     "dataloader_drop_last": "skips samples that the report counts as trained on",
-    "auto_find_batch_size": "would train on other batches than the planned ones",
+    "auto_find_batch_size": "would train on different batches from the planned ones",
 }
 """Switches of `TrainingArguments` whose effect the report would not show."""
 _PLANNED = frozenset(
@@ -106,7 +106,7 @@ def train_settings_errors(settings: TrainSettings) -> list[ConfigError]:
         if option := _OPTIONS_OF_ARGUMENTS.get(name):
             errors.append(ConfigError(where=f"arg {name}", value=value, rule="has its own option", fix=f"use {option}"))
         elif name in _ENGINE_ARGUMENTS:
-            rule, fix = "would run another layout than the planned one", "use --strategy and the other options"
+            rule, fix = "would run a different layout from the planned one", "use --strategy and the other options"
             errors.append(ConfigError(where=f"arg {name}", value=value, rule=rule, fix=fix))
         elif value and (rule := _UNCOUNTED_ARGUMENTS.get(name, "")):
             errors.append(ConfigError(where=f"arg {name}", value=value, rule=rule, fix="omit it"))

@@ -216,8 +216,8 @@ def _packed(samples: Samples, settings: TrainSettings, plan: Plan, loaded: Loade
         per_step = strategy.global_batch_size * statistics.train_samples / rows
         logger.info(
             f"packed {statistics.train_samples:,} conversations into {rows:,} rows of {settings.seq_len} tokens, "
-            f"{100 * filled:.0f} % filled: a step trains on about {per_step:,.0f} conversations, with --packing off on "
-            f"{strategy.global_batch_size}"
+            f"{100 * filled:.0f} % filled: a step trains on about {per_step:,.0f} conversations, or "
+            f"{strategy.global_batch_size} with --packing off"
         )
         return packed
     if settings.packing == "on":

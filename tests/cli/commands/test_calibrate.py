@@ -115,8 +115,8 @@ def test_bad_usage_and_rejected_files_leave_the_store_alone(shell: Shell, tmp_pa
         cases.append(([str(tmp_path / name)], code, message))
     write_measurement(replace(measurement, measured=on_cpu), tmp_path / "cpu")
     cases.append(([str(tmp_path / "cpu")], 2, "has no memory peaks, because the ranks had no accelerator"))
-    write_measurement(replace(measurement, differences=("ranks was 4, the plan says 8",)), tmp_path / "other-run")
-    cases.append(([str(tmp_path / "other-run")], 2, "ranks was 4, the plan says 8; run the plan unchanged"))
+    write_measurement(replace(measurement, differences=("ranks was 4, but the plan has 8",)), tmp_path / "other-run")
+    cases.append(([str(tmp_path / "other-run")], 2, "ranks was 4, but the plan has 8; run the plan unchanged"))
     for arguments, code, message in cases:
         result = shell("calibrate", *arguments)
         assert (result.code, result.out) == (code, ""), arguments

@@ -73,14 +73,14 @@ def test_it_is_made_said_and_not_made_twice(index: Path, capfd: pytest.CaptureFi
         "transformers": CEILINGS["transformers"],
     }
     assert list(Path("own").glob(f"lib/python*/site-packages/peft-{tested['peft'].newest}.dist-info"))
-    before, _, after = printed.err.partition("note: making an environment")
+    before, _, after = printed.err.partition("note: creating an environment")
     assert "llmcompressor==" in before
     assert "GB are free" in before
     assert "Successfully installed" in after
 
     # What lies there stays, and what cannot be finished is taken away again.
     assert run(asked) == 2
-    assert "own': is an environment already; use --force" in capfd.readouterr().err
+    assert "own': already exists; use --force" in capfd.readouterr().err
     (index / "keep").mkdir()
     assert run(["env", "create", "--path", str(index), "--force"]) == 2
     assert (index / "keep").is_dir()

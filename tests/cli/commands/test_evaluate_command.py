@@ -126,7 +126,7 @@ def test_flags_that_do_not_go_together(shell, tiny_llama, task_directory, tmp_pa
         (("{model}", "--tasks", " , "), 2, "--tasks: is empty"),
         (("{model}", "--revision", "main"), 2, "only a Hub model has revisions"),
         (("{model}", "--dataset", "python-help", "--stride", "0"), 2, "--stride = 0: must be from 1"),
-        (("{pickled}",), 4, "weights are read from safetensors only"),
+        (("{pickled}",), 4, "weights are read only from safetensors"),
         (("{foreign}",), 4, "foreign"),
     ],
 )
@@ -149,7 +149,7 @@ def test_exit_codes(shell, tiny_llama, tmp_path, arguments, code, message):
     assert result.err.splitlines()[-1].startswith("error: ")
 
 
-def test_a_verdict_says_what_noise_allows(tiny_llama, halved_llama, tmp_path):
+def test_a_verdict_respects_the_standard_error(tiny_llama, halved_llama, tmp_path):
     from shardwright.trainers.evaluation.evaluate import evaluate_model
     from shardwright.trainers.evaluation.measures import TextRequest
 

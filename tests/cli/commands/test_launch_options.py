@@ -52,9 +52,7 @@ def test_a_training_command_that_no_job_can_run_is_rejected(
         (["--on", "jobset", "--sbatch=--time=1"], "is for --on slurm, not jobset"),
     ],
 )
-def test_an_option_that_would_be_passed_over_is_rejected(
-    words: list[str], said: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_option_without_effect_is_rejected(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["launch", "plan", *words]) == 2
     assert said in capsys.readouterr().err
 

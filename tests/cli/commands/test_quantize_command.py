@@ -63,7 +63,7 @@ def quantize(model: Path, output: Path, *more: str) -> int:
 
 
 @pytest.mark.needs("llmcompressor")
-def test_a_checkpoint_loads_and_says_what_it_is(model, tmp_path, capsys):
+def test_a_checkpoint_loads_and_describes_its_quantization(model, tmp_path, capsys):
     before = contents(model)
     output = tmp_path / "q"
     assert quantize(model, output, "--scheme", "W4A16", *BRIEF, "--format", "json") == 0

@@ -53,7 +53,7 @@ def quantized(tmp_path: Path, **changes) -> Path:
     return directory
 
 
-def test_dry_run_prints_the_line_and_says_that_no_engine_is_there(no_engine, capsys):
+def test_dry_run_prints_the_command_and_warns_of_a_missing_engine(no_engine, capsys):
     assert run(["serve", str(LLAMA), *ON_A_GPU, "--dry-run"]) == 0
     shown = capsys.readouterr()
     line = shlex.split(shown.out.splitlines()[-1])
@@ -63,7 +63,7 @@ def test_dry_run_prints_the_line_and_says_that_no_engine_is_there(no_engine, cap
     assert "pip install vllm" in shown.err
 
 
-def test_json_is_what_its_schema_says(no_engine, capsys):
+def test_json_matches_its_schema(no_engine, capsys):
     assert run(["serve", str(LLAMA), *ON_A_GPU, "--dry-run", "--format", "json"]) == 0
     printed = json.loads(capsys.readouterr().out)
     assert run(["schema", "serving"]) == 0

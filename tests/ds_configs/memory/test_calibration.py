@@ -218,7 +218,7 @@ def test_runs_unusable_for_calibration_are_rejected() -> None:
     with pytest.raises(UsageError, match="had no accelerator"):
         measured_run(replace(measurement, measured=(on_cpu, *measurement.measured[1:])))
     with pytest.raises(UsageError, match="run: ranks was 4") as refused:
-        measured_run(replace(measurement, differences=("ranks was 4, the plan says 8", "optim was sgd")))
+        measured_run(replace(measurement, differences=("ranks was 4, but the plan has 8", "optim was sgd")))
     assert len(refused.value.errors) == 2
     for ratio in (0.3, 2.5):
         with pytest.raises(UsageError, match=r"must be from 0\.5 to 2\.0"):

@@ -82,7 +82,7 @@ def test_states_equal_the_measured_table(name, precision, accumulation, ranks):
     assert step(ranks) * (1 - 1e-4) <= found["step"] <= step(ranks) * (1 + 1e-4) + straddling
 
 
-def test_whole_tensors_of_partitions_equal_a_count_element_by_element():
+def test_complete_tensors_of_partitions_equal_a_count_of_elements():
     model = llama(num_hidden_layers=3, hidden_size=8, intermediate_size=20, vocab_size=11, num_key_value_heads=8)
     layer = [64, 64, 64, 64, 160, 160, 160]
     owner = [index for index, size in enumerate([88, *layer * 3, 88]) for _ in range(size)]

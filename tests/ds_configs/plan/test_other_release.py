@@ -100,7 +100,7 @@ def test_sdpa_is_rejected_if_the_release_has_none(tmp_path: Path, monkeypatch: p
         models.load_model_spec(path)
 
 
-def test_a_plan_without_transformers_says_which_release_it_assumes(
+def test_a_plan_without_transformers_reports_the_assumed_release(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for module in (releases, models):

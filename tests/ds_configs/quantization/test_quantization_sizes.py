@@ -74,7 +74,7 @@ def test_changed_schemes_have_the_tensors_that_upstream_writes(name, bits, symme
     assert computed == compressed_linear(scheme, rows, layer.in_features, dtype)
 
 
-def test_a_scale_for_the_whole_tensor():
+def test_one_scale_per_tensor():
     for symmetric in (True, False):
         scheme = changed(PRESETS["W4A16"], strategy="tensor", symmetric=symmetric)
         layer = LinearLayer(name="x", out_features=24, in_features=64)

@@ -514,7 +514,7 @@ def test_tensor_parallelism_in_more_dimensions_is_explained_as_analysis_only(she
     shown = " ".join(shell(CONFIG, *flags).out.split())
     assert " ".join(found["reason"].split()) in shown
     assert "analysis only" in shown
-    assert "AutoTP divides it over up to 8 ranks here" in shown
+    assert "AutoTP shards this model over up to 8 ranks" in shown
     labels = {layout["ranks"]: layout["label"] for layout in found["layouts"] if layout["name"] == "1D"}
     assert labels == {4: "AutoTP", 8: "AutoTP", 16: "not planned here", 64: "not planned here"}
 
@@ -524,7 +524,7 @@ def test_comparison_is_shown_if_nothing_fits_but_not_for_experts(shell):
     flags = ("--hardware", "1xL40S", "--offload", "none", "--explain-tensor-parallel")
     result = shell(CONFIG, *flags)
     assert result.code == 3
-    assert "AutoTP does not divide it here" in " ".join(result.out.split())
+    assert "AutoTP cannot shard this model on this hardware" in " ".join(result.out.split())
     result = shell(CONFIG, *flags, "--format", "json")
     assert (result.code, len(json.loads(result.out)["tensor_layouts"]["layouts"])) == (3, 11)
     experts = MODELS / "mistralai--Mixtral-8x7B-v0.1" / "config.json"

@@ -66,7 +66,7 @@ def test_every_sample_counts_once(samples: int, streams: bool, split: bool) -> N
     assert sorted(label for labels in seen for label in labels) == list(range(samples))
 
 
-def test_without_weights_a_data_set_says_how_many_it_repeats() -> None:
+def test_a_dataset_without_weights_reports_repeated_samples() -> None:
     assert [repeated_samples(rank_loader(count, 1, streams=False)) for count in (7, 8, 9)] == [1, 0, 3]
     assert repeated_samples(rank_loader(7, 1, streams=False, drop_last=True)) == 0
     assert repeated_samples(rank_loader(7, 1, streams=True)) == 0

@@ -126,7 +126,7 @@ def test_the_process_is_left_as_it_was(source):
     assert torch.equal(torch.random.get_rng_state(), state)
 
 
-def test_every_error_at_once(source):
+def test_all_errors_are_reported_together(source):
     with pytest.raises(UsageError) as caught:
         quantized(source, changed(scheme_named("W8A16"), ignore=()), calibration=[], format="awq", rounds=3)
     text = str(caught.value)

@@ -54,7 +54,7 @@ def test_the_checkpoint_is_the_model(source, tmp_path, name):
 
 
 def test_upstream_still_loses_scales_when_it_turns_weights_back():
-    """bitsandbytes 0.50.2 packs 4-bit weights anew at the first forward pass on processors with AVX512-BF16, and turns
+    """bitsandbytes 0.50.2 packs 4-bit weights again at the first forward pass on processors with AVX512-BF16, and turns
     them back when they are saved, but leaves the scales transposed and in bf16. When it no longer does, the early save
     can go.
     """

@@ -1,4 +1,4 @@
-"""Headers and configuration of a checkpoint are held against what was to be written."""
+"""Headers and configuration of a checkpoint are compared with the expected ones."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_what_is_right_has_no_error(tmp_path, scheme):
     size = tensor_bytes([*norm, *parts])
     assert layout_differences(written(tmp_path, scheme), scheme, LAYERS, expected_bytes=size) == []
     found = layout_differences(tmp_path, scheme, LAYERS, expected_bytes=size + 1)
-    assert found == [f"tensors have {size} bytes, expected were {size + 1}"]
+    assert found == [f"tensors have {size} bytes, but {size + 1} were expected"]
 
 
 @pytest.mark.parametrize("scheme", SCHEMES.values(), ids=SCHEMES)
@@ -69,8 +69,11 @@ def damage(name, tensor):
     [
         (damage(f"{LAYERS[0].name}.weight_packed", torch.zeros(24, 4, dtype=torch.int32)), "weight_packed is"),
         (damage(f"{LAYERS[0].name}.weight_scale", torch.zeros(24, 2)), "weight_scale is"),
-        (damage(f"{LAYERS[0].name}.weight", torch.zeros(24, 64)), "up_proj.weight is left over"),
-        (damage("model.layers.0.down_proj.weight_packed", torch.zeros(2)), "down_proj has weight_packed, and was not"),
+        (damage(f"{LAYERS[0].name}.weight", torch.zeros(24, 64)), "up_proj.weight is unexpected"),
+        (
+            damage("model.layers.0.down_proj.weight_packed", torch.zeros(2)),
+            "down_proj has weight_packed, but",
+        ),
     ],
 )
 def test_wrong_and_superfluous_tensors_are_named(tmp_path, change, words):
@@ -97,7 +100,7 @@ def test_a_dense_checkpoint_may_hold_nothing_packed(tmp_path):
     assert layout_differences(tmp_path, None, LAYERS) == []
 
 
-def test_a_configuration_that_says_something_else_is_reported(tmp_path):
+def test_a_different_configuration_is_reported(tmp_path):
     scheme = SCHEMES["W4A16"]
     other = quantization_config(changed(scheme, group_size=16, symmetric=False))
     found = " ".join(layout_differences(written(tmp_path, scheme, quantization_config=other), scheme, LAYERS))

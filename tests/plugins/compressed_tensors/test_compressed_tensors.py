@@ -144,7 +144,7 @@ def test_packing_comes_back(bits, symmetric, strategy, rows, seed):
     assert symmetric or torch.equal(found.zero_point, zero_point)
 
 
-def test_ranges_of_activations_are_stored_beside_bytes():
+def test_activation_ranges_are_stored_with_integer_codes():
     scheme = scheme_named("W8A8_STATIC")
     weight = torch.randn(4, 8)
     scale, _ = weight_scale_and_zero_point(weight, scheme.weights)

@@ -18,7 +18,7 @@ from shardwright.ds_configs.legality.axes import (
     PIPELINE_MODEL_TYPES,
     batch_errors,
     pipeline_errors,
-    pipeline_remarks,
+    pipeline_warnings,
     stage_errors,
 )
 from shardwright.ds_configs.specs.errors import RefusedInputError, ShardwrightError, UsageError
@@ -186,7 +186,7 @@ def test_loss_without_any_label_is_zero_and_has_a_gradient():
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_names_are_those_of_the_checkpoint_and_each_tensor_lies_in_one_stage(models, name):
+def test_names_are_those_of_the_checkpoint_and_each_tensor_is_in_one_stage(models, name):
     model, directory = models[name]
     with safe_open(directory / "model.safetensors", framework="pt") as file:
         expected = sorted(file.keys())
@@ -528,7 +528,7 @@ def test_stage_rules_agree_with_the_partition(stages, layers, world, dual_pipe):
 
 
 @given(st.integers(1, 300), st.integers(1, 8), st.integers(1, 8))
-def test_batches_are_whole_micro_batches(size, micro, replicas):
+def test_batches_are_complete_micro_batches(size, micro, replicas):
     errors = batch_errors(global_batch_size=size, micro_batch_size=micro, data_parallel_size=replicas)
     assert bool(errors) == bool(size % (micro * replicas))
     for error in errors:
@@ -540,13 +540,13 @@ def test_batches_are_whole_micro_batches(size, micro, replicas):
 
 
 @given(st.integers(2, 32), st.integers(1, 128))
-def test_the_remark_on_the_bubble_names_a_count_that_is_enough(stages, micro_batches):
-    remarks = pipeline_remarks(stages=stages, micro_batches=micro_batches)
+def test_the_bubble_warning_names_a_sufficient_number_of_micro_batches(stages, micro_batches):
+    warnings = pipeline_warnings(stages=stages, micro_batches=micro_batches)
     fifth = Fraction(1, 5)
     if bubble(stages, micro_batches) <= fifth:
-        assert remarks == ()
+        assert warnings == ()
         return
-    enough = int(remarks[0].rpartition("; ")[2].split()[0])
+    enough = int(warnings[0].rpartition("; ")[2].split()[0])
     assert bubble(stages, enough) <= fifth < bubble(stages, enough - 1)
 
 

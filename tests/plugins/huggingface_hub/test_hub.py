@@ -118,7 +118,7 @@ def test_a_branch_is_pinned_to_its_commit_and_headers_are_compared(hub: str, tmp
     assert json.loads((output / "plan.json").read_text())["model"]["revision"] == COMMIT
 
 
-def test_every_refusal_of_the_hub_is_one_line_with_its_exit_code(hub: str, tmp_path: Path) -> None:
+def test_every_error_of_the_hub_is_one_line_with_its_exit_code(hub: str, tmp_path: Path) -> None:
     expected = {
         ("org/gated",): (1, "the repository is gated; accept its terms on the Hub"),
         ("org/gated401",): (1, "the repository is gated"),

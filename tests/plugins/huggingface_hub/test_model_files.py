@@ -136,7 +136,7 @@ def test_an_index_that_is_no_json_is_rejected(directory: Path) -> None:
             load_model_spec(str(directory))
 
 
-def test_what_is_no_model_says_what_it_is(directory: Path) -> None:
+def test_a_file_that_is_not_a_model_is_named(directory: Path) -> None:
     (directory / "config.json").rename(directory / "adapter_config.json")
     with pytest.raises(
         UsageError,
@@ -156,7 +156,7 @@ def test_what_is_no_model_says_what_it_is(directory: Path) -> None:
         load_model_spec(str(directory / "pipe.json"))
 
 
-def test_a_huge_config_is_rejected_without_being_read_whole(directory: Path) -> None:
+def test_a_huge_config_is_rejected_without_reading_all_of_it(directory: Path) -> None:
     with (directory / "config.json").open("ab") as file:
         file.write(b" " * 5 * 2**20)
     with pytest.raises(RefusedInputError, match=r"must be at most 4194304 bytes"):

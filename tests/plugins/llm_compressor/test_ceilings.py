@@ -27,7 +27,7 @@ def test_the_ceilings_are_those_of_the_installed_release() -> None:
     assert (metadata.version("llmcompressor"), held) == (llm_compressor_release(), CEILINGS)
 
 
-def test_it_is_said_before_and_after() -> None:
+def test_downgrades_are_reported_before_and_after() -> None:
     newer = {"torch": "2.15.0+cu130", "transformers": "5.23.0"}
     assert downgrades(newer) == ["torch 2.15.0+cu130 to 2.14.0", "transformers 5.23.0 to 5.17.0"]
     before = installation_of_quantize(newer)

@@ -132,7 +132,7 @@ def test_every_error_of_the_options_is_reported(source):
 
 @pytest.mark.needs("llmcompressor")
 @pytest.mark.parametrize("method", ["gptq", "awq", "smoothquant"])
-def test_methods_that_need_samples_say_so(source, method):
+def test_methods_that_need_samples_report_it(source, method):
     with pytest.raises(UsageError, match="needs text for calibration"):
         quantize_with_llm_compressor(request(source, method, calibration=()), lambda step: None)
 
@@ -271,7 +271,7 @@ def test_interrupt_from_the_keyboard(source, tmp_path):
 
 
 @pytest.mark.needs("llmcompressor")
-def test_nothing_is_said_or_left_behind(source, tmp_path, capfd, monkeypatch, caplog):
+def test_nothing_is_printed_or_left_in_place(source, tmp_path, capfd, monkeypatch, caplog):
     import requests
     from loguru import logger
     from tqdm.std import tqdm
@@ -434,7 +434,7 @@ def test_upstream_still_removes_the_handlers_of_others():
 
 
 @pytest.mark.needs("llmcompressor")
-def test_upstream_still_gives_a_modifier_without_data_a_pass_of_its_own():
+def test_upstream_still_runs_a_separate_pass_for_a_modifier_without_data():
     from llmcompressor.pipelines.registry import CalibrationPipeline
 
     pipeline = CalibrationPipeline.from_modifiers(build_modifiers(W4, "awq", {}), user="independent")

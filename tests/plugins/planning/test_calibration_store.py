@@ -160,7 +160,9 @@ def test_rejects_a_newer_database(store: CalibrationStore) -> None:
     store.add(RUN)
     rewrite(store.path, "PRAGMA user_version = 2")
     for act in (store.calibration, lambda: store.add(numbered(1)), lambda: store.forget("all")):
-        with pytest.raises(RefusedInputError, match=r"newer Shardwright \(schema 2, this one reads 1\); upgrade"):
+        with pytest.raises(
+            RefusedInputError, match=r"newer version of Shardwright \(schema 2, this version reads 1\); upgrade"
+        ):
             act()
 
 

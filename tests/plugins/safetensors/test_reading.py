@@ -43,7 +43,7 @@ def entry(dtype: str, shape: list[int], first: int, end: int) -> dict[str, Any]:
     return {"dtype": dtype, "shape": shape, "data_offsets": [first, end]}
 
 
-def test_a_header_says_what_safetensors_reads(tmp_path):
+def test_a_header_equals_what_safetensors_reads(tmp_path):
     file = tmp_path / "model.safetensors"
     save_file(TENSORS, file, metadata={"format": "pt"})
     header = read_header(file)
@@ -61,7 +61,7 @@ def test_a_header_says_what_safetensors_reads(tmp_path):
 
 @settings(max_examples=300, deadline=None)
 @given(data=st.data())
-def test_mutated_headers_are_taken_only_if_safetensors_takes_them(tmp_path_factory, data):
+def test_mutated_headers_are_accepted_only_if_safetensors_accepts_them(tmp_path_factory, data):
     """Names, types, shapes and offsets at random, most of them near a sound file."""
     entries, end = {}, 0
     for name in data.draw(st.lists(st.sampled_from("abc"), max_size=3, unique=True)):
@@ -153,14 +153,14 @@ def changed(directory: Path, **names: Any) -> None:
     (directory / INDEX).write_text(json.dumps({"weight_map": stated["weight_map"] | names}))
 
 
-def test_a_sharded_checkpoint_is_read_whole(shards):
+def test_all_shards_of_a_checkpoint_are_read(shards):
     found = read_checkpoint(shards)
     assert {name: tensor.file.name for name, tensor in found.items()} == {"a": "1.safetensors", "b": "2.safetensors"}
     assert [name for name, _ in each_tensor(found)] == ["a", "b"]
 
 
 @pytest.mark.parametrize("name", ["../outside", "/etc/hostname", "..", ".", "", "sub/x", "missing.safetensors", 5])
-def test_an_index_names_files_beside_it(shards, name):
+def test_an_index_names_files_of_its_directory(shards, name):
     changed(shards, a=name, b=name)
     with pytest.raises(RefusedInputError, match="must name a file of the same directory") as caught:
         read_checkpoint(shards)

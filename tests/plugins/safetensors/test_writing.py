@@ -92,7 +92,7 @@ def test_what_the_library_cannot_write_is_an_error_of_the_system(tmp_path, monke
     assert not list(tmp_path.iterdir())
 
 
-def test_a_directory_appears_whole_or_not_at_all(tmp_path):
+def test_a_directory_is_complete_or_absent(tmp_path):
     with pytest.raises(ZeroDivisionError), appearing_directory(tmp_path / "out") as place:
         save_checkpoint(TENSORS, place)
         raise ZeroDivisionError

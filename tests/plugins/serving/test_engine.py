@@ -22,7 +22,7 @@ READ_BY = InstalledEngine(python=Path(sys.executable), versions={"compressed-ten
 SECTION = {"quant_method": "compressed-tensors", "version": "9.0"}
 
 
-def test_what_the_engines_own_library_says_of_a_checkpoint(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_library_of_the_engine_validates_the_checkpoint(monkeypatch: pytest.MonkeyPatch) -> None:
     assert server_errors("vllm", READ_BY, {"quant_method": "gptq"}) == []
     monkeypatch.setattr(engine, "_VALIDATE", "import sys; sys.exit('weights: unknown field')")
     (error,) = server_errors("vllm", READ_BY, SECTION)

@@ -47,7 +47,7 @@ def test_parameters_and_saved_buffers_are_named_and_masks_are_not():
     assert nonfinite_weights(model) == ["first.bias", "kept"]
 
 
-def test_a_refusal_names_three_and_the_flag():
+def test_an_error_names_three_tensors_and_the_flag():
     model = Model()
     for parameter in (*model.parameters(), model.kept):
         parameter.data.fill_(float("nan"))

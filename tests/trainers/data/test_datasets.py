@@ -355,7 +355,7 @@ TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type":
 
 
 @pytest.mark.parametrize("name", CHAT_TEMPLATES)
-def test_named_templates_label_the_answers_and_what_ends_them(name: str) -> None:
+def test_named_templates_label_answers_and_their_end_tokens(name: str) -> None:
     made = tokenizer(bos=True)
     set_chat_template(made, name)
     ids, labels = encode_chat(made, CHAT)

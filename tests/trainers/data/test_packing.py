@@ -104,10 +104,10 @@ def test_no_gradient_reaches_another_document(attention: str) -> None:
 @pytest.mark.parametrize(
     ("layout", "further", "said"),
     [
-        (Layout(engine="deepspeed", zero_stage=0, pp=2), {}, "pipeline parallelism passes no document masks"),
+        (Layout(engine="deepspeed", zero_stage=0, pp=2), {}, "pipeline parallelism does not support document masks"),
         (Layout(engine="deepspeed", zero_stage=1, sp=2), {}, "sequence parallelism"),
         (Layout(engine="fsdp2", cp=2), {}, "context parallelism"),
-        (DDP, {"streaming": True}, "a stream is read"),
+        (DDP, {"streaming": True}, "with --streaming"),
         (
             Layout(engine="ddp", dp_replicate=2, micro_batch_size=2),
             {"attention": "flash_attention_2"},
@@ -128,9 +128,9 @@ def test_obstacles_of_layouts_are_named(layout: Layout, further: dict[str, Any],
         ("mistral", {"sliding_window": 16}, None),
         ("mixtral", {"num_local_experts": 4}, None),
         ("mixtral", {"output_router_logits": True}, "balance loss"),
-        ("qwen3_next", {}, "Qwen3NextForCausalLM reads other documents of a row"),
-        ("mamba", {}, "MambaForCausalLM reads other documents of a row"),
-        ("bloom", {"n_head": 4}, "BloomForCausalLM reads other documents of a row"),
+        ("qwen3_next", {}, "Qwen3NextForCausalLM mixes the documents of a packed row"),
+        ("mamba", {}, "MambaForCausalLM mixes the documents of a packed row"),
+        ("bloom", {"n_head": 4}, "BloomForCausalLM mixes the documents of a packed row"),
     ],
 )
 def test_models_that_mix_documents_are_found(kind: str, further: dict[str, Any], said: str | None) -> None:

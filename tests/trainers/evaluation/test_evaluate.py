@@ -149,7 +149,7 @@ def test_windows_of_tokens_read_as_their_text_does(tiny_llama, book):
         evaluate_model(str(tiny_llama), text=replace(windows, seq_len_tokens=129))
 
 
-def test_a_model_beside_itself(tiny_llama, book):
+def test_a_model_compared_with_itself_has_no_difference(tiny_llama, book):
     found = evaluate_model(
         str(tiny_llama), baseline=str(tiny_llama), text=TextRequest(files=(book,)), seq_len=64, batch_size=3
     )
@@ -168,7 +168,7 @@ def test_a_model_beside_itself(tiny_llama, book):
     assert json.loads(json.dumps(found.to_dict()))["schema_version"] == 1
 
 
-def test_whole_logits_give_the_same(tiny_llama, noisy_llama, book, monkeypatch, caplog):
+def test_complete_logits_give_the_same_values(tiny_llama, noisy_llama, book, monkeypatch, caplog):
     """A model whose head cannot run on its own stays in memory and answers with logits."""
     options: dict[str, Any] = {
         "baseline": str(tiny_llama),
@@ -304,7 +304,7 @@ def test_sizes_of_plain_weights(tiny_llama):
     assert found.file_bytes == (tiny_llama / "model.safetensors").stat().st_size
 
 
-def test_bitsandbytes_beside_what_it_was_made_from(tiny_llama, book, tmp_path):
+def test_bitsandbytes_is_compared_with_its_source_model(tiny_llama, book, tmp_path):
     from transformers import BitsAndBytesConfig
 
     config = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")
@@ -331,7 +331,7 @@ def small_run(source: Path, book: Path, **options: Any) -> Any:
     return evaluate_model(str(source), text=text, **options)
 
 
-def test_spqr_beside_what_it_was_made_from(tiny_llama, book, tmp_path):
+def test_spqr_is_compared_with_its_source_model(tiny_llama, book, tmp_path):
     from shardwright.trainers.formats.spqr import SpQROptions, save_small_format, spqr_quantize
 
     model = LlamaForCausalLM.from_pretrained(tiny_llama)
@@ -403,10 +403,10 @@ def test_models_that_cannot_be_judged(tiny_llama, book, tmp_path):
     name = "model.layers.1.mlp.up_proj.weight"
     save_file(weights | {name: weights[name] * float("nan")}, broken / "model.safetensors", {"format": "pt"})
     with pytest.raises(
-        RefusedInputError, match=r"model .*broken: gives no number for the token at position 2 of windo"
+        RefusedInputError, match=r"model .*broken: gives NaN or infinity for the token at position 2 of windo"
     ):
         small_run(broken, book)
-    with pytest.raises(RefusedInputError, match=r"baseline .*broken: gives no number"):
+    with pytest.raises(RefusedInputError, match=r"baseline .*broken: gives NaN or infinity"):
         small_run(tiny_llama, book, baseline=str(broken))
     (broken / "model.safetensors").write_bytes((tiny_llama / "model.safetensors").read_bytes()[:-10])
     with pytest.raises(RefusedInputError, match="is not a complete safetensors file"):
@@ -419,7 +419,7 @@ def test_baselines_with_other_tokens(tiny_llama, book, tmp_path, caplog):
     tokenizer.save_pretrained(model)
     tokenizer.add_tokens(["<extra>"])
     tokenizer.save_pretrained(baseline)
-    with pytest.raises(UsageError, match=r"token 257 is '<extra>' here and None in the model's"):
+    with pytest.raises(UsageError, match=r"token 257 is '<extra>', but None in the model's"):
         small_run(model, book, baseline=str(baseline))
     caplog.set_level(logging.INFO, "shardwright")
     small_run(changed(tiny_llama, tmp_path / "none"), book, baseline=str(model))
@@ -438,7 +438,7 @@ def test_tokenizers_that_split_otherwise():
             return {"input_ids": self.ids}
 
     error = tokenizer_difference(Splitting([1, 2, 3, 4, 5]), Splitting([1, 2, 7, 8]), "text")
-    assert error is not None and "from token 2 on [7, 8] here, [3, 4, 5] in the model's" in error.rule
+    assert error is not None and "from token 2 on into [7, 8], the model's into [3, 4, 5]" in error.rule
     assert tokenizer_difference(Splitting([1]), Splitting([1]), "text") is None
 
 

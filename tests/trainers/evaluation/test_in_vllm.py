@@ -104,7 +104,7 @@ def test_what_the_engine_rejects(tiny_llama, book, installed, monkeypatch, chang
         evaluate_model(str(tiny_llama), engine="vllm", text=text, seq_len=32, measure_speeds=False)
 
 
-def test_what_vllm_cannot_be_asked_is_reported_together(tiny_llama, monkeypatch):
+def test_all_options_that_vllm_lacks_are_reported_together(tiny_llama, monkeypatch):
     monkeypatch.setattr(in_vllm, "installed_engine", lambda _: None)
     with pytest.raises(UsageError) as caught:
         evaluate_model(

@@ -56,7 +56,7 @@ LEGAL: dict[str, Any] = {
         ({"model_type": "mamba2"}, "sp", "mamba2 layers carry a state"),
         ({"model_type": "doge"}, "sp", "doge does not use the attention registry"),
         ({"model_type": "gpt2"}, "sp", "gpt2 has no loss with shift_labels"),
-        ({"model_type": "gpt_oss"}, "sp", "gpt_oss adds attention sinks"),
+        ({"model_type": "gpt_oss"}, "sp", "gpt_oss has attention sinks"),
         ({"attention_window_tokens": 32}, "attn_implementation", "use flash_attention_2, or sequences up to 32 tokens"),
         ({"layer_types": ["chunked_attention"], "attention": "flash_attention_2"}, "attn_implementation", "use sp = 1"),
         ({"has_equal_head_widths": False}, "sp", "requires equal key and value widths"),
@@ -141,7 +141,7 @@ STAGE3_WITHOUT_REDUCE_SCATTER = {"zero_optimization": {"stage": 3, "reduce_scatt
     ("change", "message"),
     [
         ({"average_tokens_across_devices": False}, "means over the tokens of all ranks"),
-        ({"train_sampling_strategy": "batch_rebalance"}, "assigns different samples"),
+        ({"train_sampling_strategy": "batch_rebalance"}, "gives different samples"),
         ({"eval_use_gather_object": True}, "gathers from every rank"),
         ({"predict_with_generate": True}, "call model.generate"),
         ({"accelerator_config": SimpleNamespace(split_batches=True)}, "splits a batch"),

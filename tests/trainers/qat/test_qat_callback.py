@@ -232,7 +232,7 @@ class TestTrainingArguments:
             (
                 {"start_step": 1},
                 {"load_best_model_at_end": True, "eval_strategy": "steps", "save_strategy": "steps"},
-                "may restore weights of a step with other number formats",
+                "may restore weights of a step whose number formats differ",
             ),
             ({}, {"bf16_full_eval": True}, "changes the trained weights"),
         ],
@@ -254,7 +254,7 @@ class TestAttachedBefore:
     def test_callback_with_other_settings_is_rejected(self, tmp_path: Path) -> None:
         model = tiny()
         QATCallback(SCHEME).prepare(arguments(tmp_path), model)
-        with pytest.raises(UsageError, match="rounds as W4A16 already, with other settings"):
+        with pytest.raises(UsageError, match="rounds as W4A16 already, with settings that differ"):
             QATCallback(SCHEME, weight_rule="learned").prepare(arguments(tmp_path), model)
 
     def test_adding_adapters_after_attaching_is_rejected(self, tmp_path: Path) -> None:

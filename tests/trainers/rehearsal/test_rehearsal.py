@@ -186,7 +186,7 @@ def test_a_lock_that_a_killed_compilation_left_is_shown_and_kept(
     assert lock.exists()
 
 
-def test_nvme_without_libaio_says_what_to_install(
+def test_nvme_without_libaio_names_the_package_to_install(
     model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = plan(
@@ -225,7 +225,7 @@ def test_bad_values_are_reported_together(model: Path, tmp_path: Path, capsys: p
     assert not (tmp_path / "plan" / "rehearsal").exists()
 
 
-def test_a_model_that_is_gone_is_named_with_the_way_out(
+def test_a_missing_model_is_an_error_with_a_fix(
     model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     written(model, tmp_path / "plan")
@@ -273,7 +273,7 @@ def test_bars_are_as_high_as_the_bytes(model: Path) -> None:
     ]
 
 
-def test_a_full_disk_leaves_the_earlier_report_whole(
+def test_a_full_disk_does_not_damage_the_earlier_report(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = plan(str(model), "2xCPU", TrainingJob(seq_len_tokens=64))

@@ -10,7 +10,7 @@ from shardwright.cli.gallery import load_entry
 from shardwright.trainers.rehearsal.script import exchanged_arguments
 
 
-def test_paths_of_the_users_directory_are_whole_and_outputs_stay_in_the_rehearsals(
+def test_input_paths_are_absolute_and_outputs_are_in_the_rehearsal_directory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)

@@ -48,7 +48,7 @@ def test_examples(module) -> None:
 
 
 @pytest.mark.distributed
-def test_a_slow_rank_is_named_and_whole_steps_are_not_what_tells_it(tmp_path: Path) -> None:
+def test_a_slow_rank_is_found_by_work_without_communication(tmp_path: Path) -> None:
     (tmp_path / "rank.py").write_text(RANK)
     printed = run_ranks([tmp_path / "rank.py", tmp_path / "out"], ranks=2)
     line = next(line for line in printed.splitlines() if "LOGGED" in line)
@@ -61,7 +61,7 @@ def test_a_slow_rank_is_named_and_whole_steps_are_not_what_tells_it(tmp_path: Pa
         assert "peak_allocated_gb" not in entry, "there is no accelerator"
 
 
-def test_figures_that_are_not_told_are_not_known() -> None:
+def test_progress_messages_keep_their_figures() -> None:
     step = messages.Progress(what="step", done=3, total=4, figures=messages.Figures(loss=2.0, slowest_rank=1))
     line = json.dumps({"type": "shardwright.progress", **asdict(step)})
     assert messages.read_message(line) == step and str(step) == "step 3 of 4, loss 2.000"

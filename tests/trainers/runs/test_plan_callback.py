@@ -148,15 +148,15 @@ def test_what_ran_otherwise_than_planned_is_named(planned: Path, tiny_llama: Pat
     changes = {"per_device_train_batch_size": 1, "optim": "sgd", "gradient_checkpointing": True}
     trainer_of(tiny_llama, tmp_path, [callback], steps=1, **changes).train()
     assert written(tmp_path).differences == (
-        "per_device_train_batch_size was 1, the plan says 2",
-        "gradient_checkpointing was True, the plan says False",
-        "optim was sgd, the plan says adamw_torch_fused",
-        "sequence length was 8, the plan says 16",
-        "method was lora, the plan says full",
+        "per_device_train_batch_size was 1, but the plan has 2",
+        "gradient_checkpointing was True, but the plan has False",
+        "optim was sgd, but the plan has adamw_torch_fused",
+        "sequence length was 8, but the plan has 16",
+        "method was lora, but the plan has full",
     )
 
 
-def test_an_edit_that_accelerate_was_not_told_is_said_as_training_begins(
+def test_an_edit_that_accelerate_does_not_read_is_reported_before_training(
     planned: Path, tiny_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from shardwright.trainers import PlanCallback

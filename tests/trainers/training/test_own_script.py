@@ -49,7 +49,7 @@ def test_arguments_of_a_plan_are_keywords_that_may_be_overridden() -> None:
 
 
 @pytest.mark.slow
-def test_a_trainer_for_a_plan_says_what_ran_otherwise(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_trainer_for_reports_differences_from_the_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     from transformers import Trainer
 
     plan = planned("1xCPU", seq_len_tokens=32, micro_batch_size=4, precision="fp32")
@@ -61,7 +61,7 @@ def test_a_trainer_for_a_plan_says_what_ran_otherwise(tmp_path: Path, capsys: py
     )
     trainer.train()
     assert (tmp_path / "out" / "plan_measurement.json").is_file()
-    assert "per_device_train_batch_size was 2, the plan says 4" in capsys.readouterr().err
+    assert "per_device_train_batch_size was 2, but the plan has 4" in capsys.readouterr().err
 
 
 @pytest.mark.slow

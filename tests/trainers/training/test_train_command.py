@@ -80,7 +80,7 @@ def test_a_dry_run_plans_and_writes_nothing(train: Shell, model: Path, tmp_path:
         ({"arg": {"train_sampling_strategy": "group_by_length"}}, 1, "group_by_length needs all samples"),
     ],
 )
-def test_machines_divide_a_stream_where_each_rank_has_samples_of_its_own(
+def test_machines_split_a_stream_if_each_rank_has_its_own_samples(
     model: Path, tmp_path: Path, more: dict[str, Any], machines: int, said: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
@@ -114,7 +114,7 @@ def test_a_machine_draws_its_samples_in_an_order_of_the_seed() -> None:
     [
         (("--arg", "weight_decy=0.1"), "did you mean 'weight_decay'?"),
         (("--arg", "learning_rate=0.1"), "arg learning_rate = 0.1: has its own option; use --learning-rate"),
-        (("--arg", "deepspeed=mine.json"), "would run another layout than the planned one"),
+        (("--arg", "deepspeed=mine.json"), "would run a different layout from the planned one"),
         (("--arg", "bf16=true"), "arg bf16 = True: is fixed by the plan"),
         (("--arg", "dataloader_drop_last=true"), "skips samples that the report counts as trained on"),
         (("--arg", "per_device_eval_batch_size=0"), "arg per_device_eval_batch_size = 0: must be at least 1"),
@@ -328,10 +328,13 @@ def test_chats_are_packed_and_the_template_is_saved(
 @pytest.mark.parametrize(
     ("more", "said"),
     [
-        (("--pipeline-parallel-size", 2), "pipeline parallelism passes no document masks"),
-        (("--sequence-parallel-size", 2), "sequence parallelism passes no document masks"),
-        (("--context-parallel-size", 2), "context parallelism passes no document masks"),
-        (("--streaming", "--max-steps", 1, "--evaluation-samples", 4), "a stream is read for a number of samples"),
+        (("--pipeline-parallel-size", 2), "pipeline parallelism does not support document masks"),
+        (("--sequence-parallel-size", 2), "sequence parallelism does not support document masks"),
+        (("--context-parallel-size", 2), "context parallelism does not support document masks"),
+        (
+            ("--streaming", "--max-steps", 1, "--evaluation-samples", 4),
+            "with --streaming, the number of samples",
+        ),
         (("--arg", "use_cache=true"), "with a cache"),
     ],
 )

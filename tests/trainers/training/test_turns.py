@@ -37,7 +37,7 @@ def test_two_turns_without_a_new_complete_checkpoint_end_the_job(turn, tmp_path:
     assert len(said.strip().splitlines()) == 1
 
 
-def test_a_turn_that_got_further_begins_the_count_anew(turn, tmp_path: Path) -> None:
+def test_a_run_with_progress_resets_the_count(turn, tmp_path: Path) -> None:
     output = tmp_path / "elsewhere"
     arguments = ("--output-dir", str(output), "--resume-or-anew")
     assert turn(*arguments)[0] == 0

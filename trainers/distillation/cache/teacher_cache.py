@@ -57,7 +57,7 @@ def key_errors(stored: CacheKey, expected: CacheKey, directory: Path) -> list[Co
         actual, wanted = getattr(stored, name), getattr(expected, name)
         if actual != wanted:
             rule = f"was made with another {meaning} ({actual[:12]}, expected {wanted[:12]})"
-            errors.append(ConfigError(where=where, rule=rule, fix="write a cache for this one"))
+            errors.append(ConfigError(where=where, rule=rule, fix="write a new cache"))
     if stored.layout.vocab_size != expected.layout.vocab_size:
         rule = f"has distributions over {stored.layout.vocab_size} tokens, expected {expected.layout.vocab_size}"
         errors.append(ConfigError(where=where, rule=rule))
@@ -193,7 +193,7 @@ class TeacherCache:
         rows = np.asarray(rows, dtype=np.int64)
         if len(rows) and (rows.min() < 0 or rows.max() >= len(self)):
             bad = int(rows.min()) if rows.min() < 0 else int(rows.max())
-            rule = f"a labelled position has row {bad}, the cache has 0 to {len(self) - 1}"
+            rule = f"a labelled position has row {bad}, but the cache has 0 to {len(self) - 1}"
             fix = "wrap the dataset in CachedTeacherDataset"
             raise UsageError(ConfigError(where="teacher_rows", rule=rule, fix=fix))
         records = np.empty((len(rows), self.key.layout.record_bytes), dtype=np.uint8)

@@ -77,7 +77,7 @@ def layer_stack(model: PreTrainedModel) -> LayerStack:
     lists = [name for name, module in model.named_modules() if isinstance(module, ModuleList) and len(module) == total]
     outer = [name for name in lists if not any(name.startswith(f"{other}.") for other in lists)]
     if len(outer) != 1 or getattr(config, "is_encoder_decoder", False) or config.get_text_config() is not config:
-        rule = "layers and widths can only be cut from a model with one plain stack of layers"
+        rule = "layers and widths can be reduced only in models with one plain stack of layers"
         raise UsageError(ConfigError(where="teacher", value=type(model).__name__, rule=rule))
     prefix = model.base_model_prefix
     path = outer[0].removeprefix(f"{prefix}.") if prefix else outer[0]

@@ -185,7 +185,7 @@ def plan_student(
     if request.cuts_width:
         family, model_type = WIDTH_FAMILIES.get(model.config.model_type), model.config.model_type
         if family is None:
-            rule = f"widths are cut in {', '.join(sorted(WIDTH_FAMILIES))} only"
+            rule = f"widths can be reduced only in {', '.join(sorted(WIDTH_FAMILIES))}"
             fix = "--layers works for every plain stack of layers"
             errors.append(ConfigError(where="model_type", value=model_type, rule=rule, fix=fix))
         else:
@@ -263,7 +263,7 @@ def make_student(
         if family is not None:
             assert stack is not None and before is not None and after is not None
             if unknown := sorted(name for name in tensors if family.rule(name) is None):
-                rule = "is a tensor that this family does not have, so widths cannot be cut"
+                rule = "is a tensor that this family does not have, so widths cannot be reduced"
                 raise UsageError([ConfigError(where="teacher", value=name, rule=rule) for name in unknown[:5]])
             scores = scores or student_scores(plan, directory, tensors)
             kept = kept_widths(scores, before, after)
@@ -333,7 +333,7 @@ def low_rank(
     """
     import torch
 
-    assert (rank is None) != (energy is None), "give a rank or an energy"
+    assert (rank is None) != (energy is None), "pass a rank or an energy"
     left_MK, values_K, right_KN = torch.linalg.svd(weight_MN.float(), full_matrices=False)
     squares_K = values_K.double().square()
     total = float(squares_K.sum())

@@ -175,7 +175,7 @@ def student_widths(request: StudentRequest, teacher: Widths, *, coupled: bool) -
     hidden_size = teacher.hidden_size if hidden_size is None else hidden_size
     if coupled and hidden_size != heads * teacher.head_dim:
         rule = f"must be the number of heads times the head width, {heads} · {teacher.head_dim}, in this family"
-        fix = f"pass only --hidden {max(1, hidden_size // teacher.head_dim) * teacher.head_dim}: heads follow"
+        fix = f"pass only --hidden {max(1, hidden_size // teacher.head_dim) * teacher.head_dim}; it determines --heads"
         errors.append(ConfigError(where="--hidden", value=hidden_size, rule=rule, fix=fix))
     elif heads and hidden_size % heads and not any(error.where in ("--heads", "--kv-heads") for error in errors):
         rule = f"must be a multiple of the {heads} query heads"

@@ -229,7 +229,7 @@ class WidthCutter:
         import torch
 
         rule = self.family.rule(name)
-        assert rule is not None, "names are checked before anything is cut"
+        assert rule is not None, "names are checked before anything is removed"
         layer, head_dim = self.stack.layer_of(name), self.teacher.head_dim
         for axis, meaning in enumerate(rule.axes[: tensor.dim()]):
             if meaning == "other":

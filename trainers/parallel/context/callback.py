@@ -159,7 +159,7 @@ class ContextParallelCollator:
                 # Collators give padding any position.
                 counts_tokens = not bool((differs if mask is None else differs & mask.bool()).any())
             if not counts_tokens:
-                rule = "must count the tokens of a row from 0: context parallelism does not pass on other positions"
+                rule = "must count the tokens of a row from 0: context parallelism does not support other positions"
                 shape = list(positions.shape)
                 raise UsageError(ConfigError(where=POSITION_IDS, value=shape, rule=rule, fix="omit them"))
         if self.reports_tokens:

@@ -21,7 +21,7 @@ def sampled_batch_errors(batch: Mapping[str, Any]) -> list[ConfigError]:
     """Return an error for each entry of a collated batch that stages cannot pass on, and for each missing entry."""
     import torch
 
-    rule, fix = f"stages of a pipeline take {', '.join(_FILL)}", "omit it in the collator"
+    rule, fix = f"pipeline stages accept only {', '.join(_FILL)}", "omit it in the collator"
     errors = [ConfigError(where="batch", value=name, rule=rule, fix=fix) for name in batch if name not in _FILL]
     for name in ("input_ids", "labels"):
         if name not in batch:
@@ -53,7 +53,7 @@ def of_one_shape(batches: Sequence[Mapping[str, torch.Tensor]]) -> list[dict[str
 
     errors = [error for batch in batches for error in sampled_batch_errors(batch)]
     if len({"position_ids" in batch for batch in batches}) > 1:
-        rule = "must be in every micro-batch of a step or in none: stages agree on the entries once per step"
+        rule = "must be in every micro-batch of a step or in none of them"
         errors.append(ConfigError(where="batch: position_ids", rule=rule, fix="add it in the collator"))
     if errors:
         raise UsageError(list(dict.fromkeys(errors)))

@@ -179,7 +179,7 @@ def _section_errors(
     if args.gradient_checkpointing and kwargs not in ({}, {"use_reentrant": False}):
         rule = "stages recompute each decoder layer, without re-entering autograd"
         errors.append(ConfigError(where="gradient_checkpointing_kwargs", value=kwargs, rule=rule, fix="omit it"))
-    fix = "omit it and make PipelineTrainer(tensor_parallel_size=...)"
+    fix = "omit it and create PipelineTrainer(tensor_parallel_size=...)"
     if args.parallelism_config is not None and args.parallelism_config.tp_size > 1:
         rule, size = "shards unpartitioned models, not the stages of a pipeline", args.parallelism_config.tp_size
         errors.append(ConfigError(where="parallelism_config.tp_size", value=size, rule=rule, fix=fix))
@@ -189,7 +189,7 @@ def _section_errors(
     gradient_dtype = (deepspeed.get("data_types") or {}).get("grad_accum_dtype")
     if gradient_dtype is not None and _offload(zero, "offload_optimizer") != "none":
         where = "data_types.grad_accum_dtype"
-        rule = "with offload_optimizer keeps gradients where those of tied weights are not summed"
+        rule = "cannot be combined with offload_optimizer: gradients of tied weights would not be summed"
         errors.append(ConfigError(where=where, value=gradient_dtype, rule=rule, fix="omit one of the two"))
     if deepspeed.get("pipeline", {}).get("activation_checkpoint_interval", 0):
         where, rule = "pipeline.activation_checkpoint_interval", "decoder layers recompute themselves"
@@ -198,12 +198,12 @@ def _section_errors(
 
 
 _NEVER_CALLED = "is never called: the last stage computes the loss inside DeepSpeed's schedule"
-_STEP = "runs the schedule of a complete step with its last micro-batch, which another method would skip"
-_COUNTS = "counts what the stages of one replica read once, which another method would count for every rank"
+_STEP = "runs the schedule of a complete step at its last micro-batch; an override would skip it"
+_COUNTS = "counts once what all stages of a replica read; an override would count it for every rank"
 _MODEL = "needs the complete model, and each rank has one stage"
 _CLIPPING = "is never called: the engine clips over all stages"
 _LOADING = "is never called: it is for models that Transformers shards while it loads them"
-_STAGES = "creates, saves and loads stages, which another method would not find"
+_STAGES = "creates, saves and loads stages, which an override would not find"
 _READING = "lets the stages of one pipeline read the same samples"
 
 REJECTED_METHODS: Mapping[str, str] = {

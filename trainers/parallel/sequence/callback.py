@@ -199,7 +199,7 @@ def _tile_count(tiles: bool | int) -> int | None:
 def _check_trainer(trainer: Any, size: int) -> None:
     axes = trainer.accelerator.parallelism_config
     if axes is None or axes.sp_size != size:
-        rule = "callback.prepare(training_arguments, model) was not called before the Trainer was made"
+        rule = "callback.prepare(training_arguments, model) was not called before the Trainer was created"
         fix = "call it with the Trainer's arguments"
         raise UsageError(ConfigError(where="SequenceParallelCallback", rule=rule, fix=fix))
     if isinstance(trainer, SequenceParallelMethods):
@@ -345,7 +345,7 @@ class SequenceParallelMethods(_TrainerMethods):
         tokens = run.step_tokens if num_items_in_batch is None else num_items_in_batch
         if shard.labelled is None or tokens is None:
             rule = "batches need labels, whose number weights the losses of shards"
-            fix = "copy input_ids and mask what is not trained, or use another layout than sp for this trainer"
+            fix = "copy input_ids and mask what is not trained, or use a layout other than sp for this trainer"
             raise UsageError(ConfigError(where="labels", rule=rule, fix=fix))
         if run.tiled_loss is not None and not run.keeps_logits:
             result: Any = run.tiled_loss(model, shard)
@@ -448,7 +448,7 @@ def _equal_batches(batches: Iterator[Any], shared: SharedSequence) -> Iterator[A
         # Preference pairs, for example, have no sequence per row.
         if not hasattr(batch, "get") or all(batch.get(name) is None for name in ("input_ids", "inputs_embeds")):
             keys = ", ".join(map(str, batch)) if hasattr(batch, "get") else type(batch).__name__
-            rule, fix = "must have input_ids, which sequence parallelism shards", "use another layout than sp"
+            rule, fix = "must have input_ids, which sequence parallelism shards", "use a layout other than sp"
             raise UsageError(ConfigError(where="batches", value=keys, rule=rule, fix=f"{fix} for this trainer"))
         for name in sorted(batch):
             value = batch[name]

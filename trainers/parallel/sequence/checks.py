@@ -89,7 +89,7 @@ def argument_errors(arguments: TrainingArguments, *, size: int, attention: str =
         "average_tokens_across_devices": (False, "losses are means over the tokens of all ranks", "omit it"),
         "train_sampling_strategy": (
             "batch_rebalance",
-            "assigns different samples to ranks that read the same ones",
+            "gives different samples to the ranks of a sequence, which need the same samples",
             "use random",
         ),
         "eval_use_gather_object": (True, "gathers from every rank of a sequence", "omit it"),
@@ -117,8 +117,8 @@ def reading_errors(arguments: TrainingArguments) -> list[ConfigError]:
     """Return what in `TrainingArguments` does not combine with ranks that read the same batches and share them."""
     errors = []
     rejected = {
-        "split_batches": "splits a batch over ranks that read the same one",
-        "dispatch_batches": "sends each rank its own batch from the first rank, but the ranks of a sequence share one",
+        "split_batches": "splits a batch over the ranks of a sequence, which need the same batch",
+        "dispatch_batches": "sends a different batch to each rank, but the ranks of a sequence need the same batch",
     }
     for name, rule in rejected.items():
         if getattr(arguments.accelerator_config, name, None):

@@ -119,12 +119,12 @@ class QATOutcome(LaunchedOutcome):
 
 def _objective(outcome: QATOutcome) -> str:
     if outcome.teacher is None:
-        return "It learned from the data's own tokens."
+        return "It was trained on the labels of the data."
     precision = " in full precision" if is_own_teacher(outcome.settings, outcome.model) else ""
     share = outcome.settings.alpha
-    labels = "" if share == 1 else f", and from the data's own tokens with weight {1 - share:g}"
+    labels = "" if share == 1 else f", and the labels of the data with weight {1 - share:g}"
     teacher = code(shown_name(outcome.teacher))
-    return f"It learned from {teacher}{precision}, {outcome.settings.loss} with weight {share:g}{labels}."
+    return f"It was trained on outputs of {teacher}{precision}, {outcome.settings.loss} with weight {share:g}{labels}."
 
 
 def has_adapter(settings: QATSettings) -> bool:

@@ -60,7 +60,7 @@ class QATSettings(SchemeSettings, ObjectiveSettings, LaunchedSettings):
         None,
         description="Hub id or directory of a teacher, or self for the model in full precision. Default: none",
     )
-    alpha: float = Field(1.0, description="Weight of the distillation loss, 0 to 1; the loss on labels has the rest")
+    alpha: float = Field(1.0, description="Weight of the distillation loss, 0 to 1; the label loss gets the rest")
 
 
 class QATJob(LaunchedJob):

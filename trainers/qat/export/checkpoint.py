@@ -202,7 +202,7 @@ def readiness_errors(attachment: Attachment) -> list[ConfigError]:
     bits = scheme.weights.bits
     if not state.was_enabled:
         rule = f"was never trained with the {bits} bits of {scheme.name}"
-        fix = "train first, with a start_step (and the end of a bit_schedule) before the last step"
+        fix = "train first; start_step and the end of bit_schedule must come before the last step"
         errors.append(ConfigError(where="model", value=f"{state.trained_steps} steps", rule=rule, fix=fix))
     if state.bits not in (None, bits):
         rule = f"has not reached the {bits} bits of {scheme.name}"
@@ -334,7 +334,7 @@ class _Export:
         if self.collected.adapter and verify:
             notes.append("only the base was verified, not its adapter")
         if verify and not reads_tokens(self.root):
-            notes.append("only weights were compared: this model needs other inputs than the tokens of one text")
+            notes.append("only weights were compared: this model needs inputs other than the tokens of one text")
         elif verify and self.root.get_output_embeddings() is None:
             notes.append("the outputs of the model's own head were compared, on single rows without padding")
         return notes
@@ -404,7 +404,7 @@ class _Export:
                 copies = {quantizer.name: replace(quantizer, state=state) for quantizer in module.quantizers.values()}
                 fake_quantize_experts(target, name, copies)
                 continue
-            # Products with adapters differ in the last bit on another device than the training's.
+            # Products with adapters differ in the last bit on a device other than that of the training run.
             placed = {relative: tensor.to(self.device) for relative, tensor in parameters.items()}
             patches.swap_class("qat-linear", target, FakeQuantizedLinear)
             target.quantizer = replace(module.quantizer, state=state)

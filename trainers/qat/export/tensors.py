@@ -49,7 +49,7 @@ class Collected:
         """
         errors = []
         for names, rule, fix in (
-            (self.not_finite, "tensors with NaN or infinite numbers", "export an earlier checkpoint of the training"),
+            (self.not_finite, "tensors with NaN or infinite numbers", "export an earlier checkpoint of the run"),
             (self.unmerged, "adapters that cannot be merged into a matrix", "train with lora = on_quantized_base"),
         ):
             if names:

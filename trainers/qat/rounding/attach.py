@@ -381,7 +381,7 @@ def _shard_errors(name: str, module: Any, attachment: Attachment) -> list[Config
         rule = f"was replaced by {kind}, which interleaves rows of several matrices"
         return [ConfigError(where=where, rule=rule, fix="train without tensor parallelism")]
     if attachment.config.weight_rule != "minmax":
-        rule = "sums over shards in another order than a loader of the full matrix"
+        rule = "sums over shards in a different order from a loader of the full matrix"
         value = attachment.config.weight_rule
         return [ConfigError(where="weight_rule", value=value, rule=rule, fix="use minmax")]
     if scheme.activations is not None:
@@ -556,7 +556,7 @@ def kv_cache_errors(model: Any, config: QATConfig) -> Iterator[ConfigError]:
     release = Version(installed_version("transformers") or "0")
     if not attention and release >= _RENAMES_CACHE:
         loader = f"compressed-tensors {installed_version('compressed-tensors')}"
-        rule = f"{loader} loads no rounded cache with Transformers {release}, which renamed the argument of the cache"
+        rule = f"{loader} cannot load a rounded cache with Transformers {release}, which renamed its argument"
         yield error(rule, f"install 'transformers<{_RENAMES_CACHE}', or omit it")
     elif not attention:
         yield error(f"{type(model).__name__} has no attention with separate projections and a cache")

@@ -230,7 +230,7 @@ def calibrate_inputs(
                 errors.append(ConfigError(where="calibration", rule=rule, fix=fix))
             elif input_range.bounds is None:
                 rule = f"{layer} received no inputs"
-                fix = "pass more batches, or add it to ignore: an expert sees only the tokens of its router"
+                fix = "pass more batches, or add it to ignore: an expert sees only the tokens routed to it"
                 errors.append(ConfigError(where="calibration", value=count, rule=rule, fix=fix))
     finally:
         for input_range, observer in zip(ranges, observers, strict=True):
@@ -281,7 +281,7 @@ def save_ranges(path: Path | str, attachment: Attachment, *, method: str | None 
     ranges = {name: input_range.bounds for name, input_range in attachment.ranges.items()}
     empty = [name for name, bounds in ranges.items() if bounds is None]
     if empty or not ranges:
-        rule = f"no range is known of {some_names(empty)}" if empty else f"{attachment.scheme.name} stores no ranges"
+        rule = f"no range is known for {some_names(empty)}" if empty else f"{attachment.scheme.name} stores no ranges"
         fix = "call calibrate_inputs first"
         raise UsageError(ConfigError(where="save_ranges", value=str(path), rule=rule, fix=fix))
     tensors = {name: torch.tensor(bounds, dtype=torch.float32) for name, bounds in ranges.items()}
@@ -332,7 +332,7 @@ def load_ranges(path: Path | str, attachment: Attachment) -> None:
     foreign = [name for name in ranges if name not in attachment.ranges]
     fix = "calibrate this model with this scheme again"
     if missing:
-        errors.append(ConfigError(where=str(path), rule=f"contains no range of {some_names(missing)}", fix=fix))
+        errors.append(ConfigError(where=str(path), rule=f"contains no range for {some_names(missing)}", fix=fix))
     if foreign:
         rule = f"contains ranges of layers that are not rounded: {some_names(foreign)}"
         errors.append(ConfigError(where=str(path), rule=rule, fix=fix))

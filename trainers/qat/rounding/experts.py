@@ -208,7 +208,7 @@ def _first_of(names: Sequence[str]) -> str:
 def _unfit(module: Any, name: str, names: Mapping[str, str]) -> str:
     """Return why the experts of a layer cannot be rounded; empty if they can."""
     if ".base_layer" in name:
-        return "carries PEFT's adapters, which are not merged before rounding"
+        return "has PEFT adapters, which are not merged before rounding"
     flags = (
         ("has biases", module.has_bias),
         ("stores its matrices transposed", module.is_transposed),

@@ -222,7 +222,7 @@ class LayerQuantizer:
         activations = self.scheme.activations
         input_scale, input_zero_point = parameters.get(INPUT_SCALE), parameters.get(INPUT_ZERO_POINT)
         if self.scheme.activations_are_static and input_scale is None:
-            assert self.input_range is not None, "every layer of a scheme with stored ranges has one"
+            assert self.input_range is not None, "every layer of a scheme with stored ranges has a range"
             input_scale, input_zero_point = self.input_range.on(weight.device)
         input_bits = 8 if activations is None else activations.bits
         return StoredLayer(

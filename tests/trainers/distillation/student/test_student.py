@@ -416,7 +416,9 @@ def test_all_errors_of_a_request_are_reported_together(shell, llama, tmp_path, f
 
 def test_unsupported_cuts_are_rejected(tmp_path):
     mixtral = saved(teacher_of("mixtral"), tmp_path / "mixtral")
-    with pytest.raises(UsageError, match="widths are cut in bert, gpt2, llama, mistral, qwen2, qwen3 only; --layers"):
+    with pytest.raises(
+        UsageError, match="widths can be reduced only in bert, gpt2, llama, mistral, qwen2, qwen3; --layers"
+    ):
         plan_student(mixtral, StudentRequest(hidden_size=16))
     bert = saved(teacher_of("bert"), tmp_path / "bert")
     with pytest.raises(UsageError, match="4 · 8, in this family; pass only --hidden 24"):

@@ -152,7 +152,7 @@ def test_unsuitable_models_are_rejected(
 
 def test_teacher_without_safetensors_is_rejected(qat: Shell, models: dict[str, Path], tmp_path: Path) -> None:
     found = qat(models["model"], *OUT, *DATA, "--teacher", models["unsafe"])
-    assert found.code == 4 and "weights are read from safetensors only" in found.err
+    assert found.code == 4 and "weights are read only from safetensors" in found.err
     assert not list(tmp_path.iterdir())
 
 
@@ -414,12 +414,12 @@ def test_the_report_holds_what_was_measured(outcome: QATOutcome) -> None:
     card = files["README.md"]
     data = ModelCard(card).data
     assert (data.base_model, data.base_model_relation) == ("org/base", "quantized")
-    assert "It learned from the data's own tokens." in card
+    assert "It was trained on the labels of the data." in card
     for revision, said in ((None, "`org/base` in full precision"), ("R2", "`org/base`, forward_kl")):
         own = replace(outcome, teacher="org/base", settings=QATSettings(teacher="org/base", teacher_revision=revision))
         assert said in own.card()
     taught = replace(outcome, teacher="org/large", settings=QATSettings(teacher="org/large", alpha=0.75))
-    assert "forward_kl with weight 0.75, and from the data's own tokens with weight 0.25" in taught.card()
+    assert "forward_kl with weight 0.75, and the labels of the data with weight 0.25" in taught.card()
     assert files["qat.png"].startswith(b"\x89PNG")
 
 

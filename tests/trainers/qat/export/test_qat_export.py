@@ -210,7 +210,7 @@ def test_merged_lora_is_what_was_trained(tmp_path, reload_here):
         torch.testing.assert_close(own, live, rtol=0, atol=1e-5)
 
 
-def test_adapter_beside_a_quantized_base(tmp_path, reload_here):
+def test_adapter_is_exported_with_a_quantized_base(tmp_path, reload_here):
     from peft import LoraConfig, PeftModel, get_peft_model
     from transformers import CompressedTensorsConfig
 

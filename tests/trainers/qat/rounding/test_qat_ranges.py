@@ -441,7 +441,7 @@ def test_models_that_cannot_be_calibrated_are_rejected():
 def test_ranges_are_saved_and_loaded(tmp_path):
     model, attachment = static_model()
     file = tmp_path / "ranges.safetensors"
-    with pytest.raises(UsageError, match=r"no range is known of model\.layers\.0"):
+    with pytest.raises(UsageError, match=r"no range is known for model\.layers\.0"):
         save_ranges(file, attachment)
     calibrate_inputs(model, attachment, token_batches())
     save_ranges(file, attachment, method="minmax")
@@ -467,7 +467,7 @@ def test_all_differences_of_a_range_file_are_reported(tmp_path):
     rules = [error.rule for error in caught.value.errors]
     assert len(rules) == 3
     assert "'symmetric': False" in rules[0]
-    assert rules[1] == "contains no range of extra"
+    assert rules[1] == "contains no range for extra"
     assert rules[2] == (
         "contains ranges of layers that are not rounded: model.layers.0.self_attn.q_proj, "
         + ", ".join(sorted(f"model.layers.1.{part}" for part in PARTS))
