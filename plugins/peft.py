@@ -150,7 +150,7 @@ def check_adapter_fits(adapter: LoraAdapter, meta: PreTrainedModel, base: str) -
     try:
         config = LoraConfig.from_pretrained(str(adapter.directory))
         # Initial values can be singular vectors of the base, which has none on the meta device.
-        config.init_lora_weights = False
+        config.init_lora_weights, config.base_model_name_or_path = False, None
         adapted = get_peft_model(meta, config, autocast_adapter_dtype=False)
     except (ValueError, TypeError, KeyError) as error:
         rule = f"cannot be added to {base} ({' '.join(str(error).split())[:200]})"
