@@ -21,7 +21,7 @@ from ...plugins.transformers.sound_model import (
     refuse_other_formats,
     refused_by_name,
 )
-from ..data.models import TOKENIZER_FILES, StartingModel, load_tokenizer
+from ..data.models import StartingModel, has_tokenizer, load_tokenizer
 from ..data.sources import one_line
 from ..data.tokenizers import PROBE_TEXT
 from ..formats.merge import OpenedAdapter
@@ -86,7 +86,7 @@ class EvalModel:
     def has_tokenizer(self) -> bool:
         """Whether the model has a tokenizer; for Hub models this is assumed."""
         directory = Path(self._tokenizer_source.model)
-        return not directory.is_dir() or any((directory / name).is_file() for name in TOKENIZER_FILES)
+        return not directory.is_dir() or has_tokenizer(directory)
 
     def tokenizer(self) -> PreTrainedTokenizerBase:
         """Load the tokenizer; text is split into bytes if a local model has none."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import shlex
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -20,7 +21,7 @@ from ...plugins.peft import LoraAdapter, check_adapter_fits, is_adapter, merge_a
 from ...plugins.safetensors.writing import appearing_directory
 from ...plugins.transformers.meta_model import build_meta_model
 from ...plugins.transformers.sound_model import refuse_code, refuse_nonfinite_weights
-from ..data.models import TOKENIZER_FILES, StartingModel, load_config, load_model
+from ..data.models import StartingModel, has_tokenizer, load_config, load_model
 from ..reports.markdown import card_text, code, license_line, usage
 from ..runs.settings import PLAN_DIRECTORY
 from .model_directory import copy_companions
@@ -117,7 +118,7 @@ class OpenedAdapter:
     @property
     def tokenizer(self) -> StartingModel:
         """Origin of the tokenizer: the adapter's directory, or the base model if the adapter has none."""
-        if any((self.files.directory / name).is_file() for name in TOKENIZER_FILES):
+        if has_tokenizer(self.files.directory):
             return StartingModel(model=str(self.files.directory))
         return StartingModel(model=self.source.name, revision=self.source.revision)
 
@@ -129,8 +130,11 @@ def open_adapter(
     base: str | None = None,
     base_revision: str | None = None,
     qlora: bool | None = None,
+    fix: str = "pass --base MODEL",
 ) -> OpenedAdapter:
     """Check that an adapter fits its base model, from configurations and headers.
+
+    `fix` says how to select another base.
 
     Raises:
         UsageError: the base is unknown, does not exist, or has no weights that an adapter can be added to.
@@ -138,7 +142,7 @@ def open_adapter(
         ShardwrightError: the Hub cannot be reached.
     """
     if base is None and adapter.base is None:
-        rule, fix = "does not name its base model", "pass --base MODEL"
+        rule = "does not name its base model"
         raise UsageError(ConfigError(where="adapter", value=name, rule=rule, fix=fix))
     base_name = base or adapter.base or ""
     if base is None and not Path(base_name).expanduser().exists():
@@ -148,16 +152,16 @@ def open_adapter(
     except UsageError as error:
         if base is not None:
             raise
-        rule, fix = f"names the base model {base_name!r}, which does not exist here ({error})", "pass --base MODEL"
+        rule = f"names the base model {base_name!r}, which does not exist here ({error})"
         raise UsageError(ConfigError(where="adapter", value=name, rule=rule, fix=fix)) from None
     refuse_code(source.config, source.name)
     if source.config.get("quantization_config"):
-        rule, fix = "has quantized weights", "pass the 16-bit model with --base, and --qlora to merge as QLoRA trained"
+        rule, fix = "has quantized weights", f"use the 16-bit model, and --qlora to merge as QLoRA trained: {fix}"
         raise UsageError(ConfigError(where="base", value=base_name, rule=rule, fix=fix))
     if source.checkpoint_parameters is None:
-        rule, fix = "has no safetensors weights", "pass a trained model with --base"
+        rule, fix = "has no safetensors weights", f"use a trained model: {fix}"
         raise UsageError(ConfigError(where="base", value=base_name, rule=rule, fix=fix))
-    check_adapter_fits(adapter, build_meta_model(source.config, source=source.name), base_name)
+    check_adapter_fits(adapter, build_meta_model(source.config, source=source.name), base_name, fix=fix)
     return OpenedAdapter(
         name=name, files=adapter, base=base_name, source=source, qlora=trained_as_qlora(adapter, qlora)
     )
@@ -176,7 +180,8 @@ def opened_if_adapter(model: str, *, revision: str | None = None) -> OpenedAdapt
     if revision is not None:
         rule, fix = "only a Hub model has revisions", "omit it for a local path"
         raise UsageError(ConfigError(where="revision", value=revision, rule=rule, fix=fix))
-    return open_adapter(read_adapter(directory), name=model)
+    fix = f"run shardwright merge {shlex.quote(model)} --base MODEL --output-dir MERGED, and pass MERGED"
+    return open_adapter(read_adapter(directory), name=model, fix=fix)
 
 
 @contextmanager
