@@ -25,7 +25,7 @@ from ...plugins.safetensors.writing import appearing_directory
 from ...plugins.transformers.quantized_model import LayerProgress, QuantizedModel, ReportProgress
 from ..evaluation.evaluate import DEFAULT_WINDOWS, Evaluation, default_device, evaluate_model
 from ..evaluation.measures import TextRequest, TextWindows
-from ..formats.model_directory import copy_companions
+from ..formats.model_directory import CHAT_TEMPLATE, copy_companions
 from ..formats.spqr import SMALL_DIRECTORY
 from ..reports.make import REPORT_FILE as HTML_FILE
 from ..reports.make import write_html
@@ -302,6 +302,8 @@ def run_prepared(
                 loads = getattr(quantized, "loads_in_transformers", True)
                 quantized.save(staging)
                 copy_companions(prepared.source.directory, staging)
+                if prepared.settings.chat_template is not None:
+                    (staging / CHAT_TEMPLATE).write_text(prepared.tokenizer.chat_template, encoding="utf-8")
                 del quantized
             verification = UNPROVEN
             if loads:
