@@ -123,17 +123,23 @@ def _served_model(checkpoint: str, revision: str | None) -> ServedModel:
     with redirect_stdout(sys.stderr):
         from ...trainers.data.models import has_tokenizer
         from ...trainers.formats.merge import opened_if_adapter
+        from ...trainers.formats.model_directory import CHAT_TEMPLATE
 
         adapter = opened_if_adapter(checkpoint, revision=revision)
     assert adapter is not None, "is_adapter checked it"
-    directory = adapter.files.directory.resolve()
+    base, directory = adapter.source, adapter.files.directory.resolve()
+    template, settings = directory / CHAT_TEMPLATE, directory / "tokenizer_config.json"
+    # A base model may have no tokenizer, and older releases of Transformers store the template with the tokenizer.
+    is_needed = Path(base.name).is_dir() and not has_tokenizer(Path(base.name))
+    if not template.is_file() and settings.is_file():
+        is_needed = is_needed or '"chat_template"' in settings.read_text(encoding="utf-8")
     served = ServedAdapter(
         directory=str(directory),
         settings=adapter.files.settings,
-        tokenizer=str(directory) if has_tokenizer(directory) else None,
+        tokenizer=str(directory) if is_needed and has_tokenizer(directory) else None,
+        chat_template=str(template) if template.is_file() else None,
         trained_in_4_bits=adapter.qlora,
     )
-    base = adapter.source
     return replace(read_served_model(base.name, revision=base.revision), adapter=served)
 
 

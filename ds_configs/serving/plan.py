@@ -232,6 +232,8 @@ class ServedAdapter:
     """Contents of `adapter_config.json`."""
     tokenizer: str | None
     """Directory of its tokenizer; `None` for that of the model."""
+    chat_template: str | None
+    """File of its chat template; `None` for that of the tokenizer."""
     trained_in_4_bits: bool
     """Whether it was trained on NF4 weights (QLoRA)."""
 
@@ -388,8 +390,9 @@ def serving_line(
                 words += ["--speculative-config", json.dumps(speculation)]
             if adapter is not None:
                 words += ["--enable-lora", "--max-lora-rank", adapter.slot_rank, "--lora-modules", adapter.module]
-                # vLLM 0.32.0 reads no tokenizer, and so no chat template, of an adapter's directory.
+                # vLLM 0.32.0 reads neither tokenizer nor chat template of an adapter's directory.
                 words += ["--tokenizer", adapter.tokenizer] if adapter.tokenizer else []
+                words += ["--chat-template", adapter.chat_template] if adapter.chat_template else []
         case "sglang":
             words = ["python", "-m", "sglang.launch_server", "--model-path", model]
             words += ["--host", chosen.host, "--port", chosen.port, "--tp-size", chosen.tensor_parallel_size]
@@ -407,6 +410,7 @@ def serving_line(
             if adapter is not None:
                 words += ["--enable-lora", "--max-lora-rank", adapter.slot_rank, "--lora-paths", adapter.module]
                 words += ["--tokenizer-path", adapter.tokenizer] if adapter.tokenizer else []
+                words += ["--chat-template", adapter.chat_template] if adapter.chat_template else []
         case "transformers":
             words = ["transformers", "serve", f"{model}@{revision}" if revision else model]
             words += ["--host", chosen.host, "--port", chosen.port]

@@ -169,6 +169,30 @@ def test_the_engine_adds_an_adapter_to_its_base_model(no_engine, tmp_path, capsy
 
 
 @pytest.mark.slow
+def test_the_engine_reads_the_chat_template_of_an_adapter(no_engine, tmp_path, capsys):
+    from shardwright.plugins.transformers.training_arguments import byte_tokenizer
+
+    adapter = save_adapter(tmp_path)
+    byte_tokenizer(512).save_pretrained(tmp_path / "model")
+
+    def words() -> list[str]:
+        capsys.readouterr()
+        assert run(["serve", str(adapter), *ON_A_GPU, "--dry-run", "--format", "json"]) == 0
+        return json.loads(capsys.readouterr().out)["line"]
+
+    assert not {"--tokenizer", "--chat-template"} & set(words())
+    (adapter / "chat_template.jinja").write_text("{{ messages[0].content }}")
+    line = words()
+    assert line[line.index("--chat-template") + 1] == str(adapter / "chat_template.jinja")
+    assert "--tokenizer" not in line
+    (adapter / "chat_template.jinja").unlink()
+    stored = json.loads((adapter / "tokenizer_config.json").read_text())
+    (adapter / "tokenizer_config.json").write_text(json.dumps(stored | {"chat_template": "{{ messages[0].content }}"}))
+    line = words()
+    assert line[line.index("--tokenizer") + 1] == str(adapter) and "--chat-template" not in line
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("settings", "words", "code", "message"),
     [
