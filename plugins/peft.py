@@ -70,6 +70,19 @@ def add_lora(
         raise UsageError(ConfigError(where="lora_targets", value=chosen_targets, rule=rule, fix=fix)) from error
 
 
+def resume_lora(model: PreTrainedModel, directory: str, *, dropout: float, fp32_adapters: bool) -> Any:
+    """Freeze the model and add a trained adapter, to train its matrices further; otherwise as `add_lora`."""
+    from peft import LoraConfig, PeftModel
+
+    config = LoraConfig.from_pretrained(directory)
+    config.lora_dropout = dropout
+    # The adapter may have been trained on a copy of the model with another path.
+    config.base_model_name_or_path, config.revision = model.name_or_path, None
+    return PeftModel.from_pretrained(
+        model, directory, is_trainable=True, config=config, autocast_adapter_dtype=fp32_adapters
+    )
+
+
 def four_bit_loading(dtype: torch.dtype) -> Any:
     """Return the quantization config of QLoRA: NF4 with double quantization (arXiv:2305.14314).
 
@@ -95,6 +108,8 @@ class LoraAdapter:
     """Hub id or path of the base model, as the adapter records it."""
     base_revision: str | None
     """Commit, branch or tag of a base model on the Hub."""
+    settings: Mapping[str, Any]
+    """Contents of `adapter_config.json`."""
     tensors: Mapping[str, StoredTensor]
 
 
@@ -130,14 +145,15 @@ def read_adapter(directory: Path) -> LoraAdapter:
         directory=directory,
         base=base if isinstance(base, str) and base else None,
         base_revision=revision if isinstance(revision, str) else None,
+        settings=config,
         tensors=tensors,
     )
 
 
-def check_adapter_fits(adapter: LoraAdapter, meta: PreTrainedModel, base: str) -> None:
+def check_adapter_fits(adapter: LoraAdapter, meta: PreTrainedModel, base: str, *, fix: str) -> None:
     """Check that an adapter has exactly the tensors that its base needs, by name and shape.
 
-    `meta` is the base model on the meta device; adapters are added to it.
+    `meta` is the base model on the meta device; adapters are added to it. `fix` says how to select another base.
 
     Raises:
         RefusedInputError: the adapter is of another base, or lacks tensors.
@@ -145,12 +161,12 @@ def check_adapter_fits(adapter: LoraAdapter, meta: PreTrainedModel, base: str) -
     from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
 
     where = f"adapter {adapter.directory}"
-    fix = "pass the model that it was trained on with --base"
+    fix = f"use the model that it was trained on: {fix}"
     own_shapes = {f"base_model.model.{name}": tuple(weight.shape) for name, weight in meta.named_parameters()}
     try:
         config = LoraConfig.from_pretrained(str(adapter.directory))
         # Initial values can be singular vectors of the base, which has none on the meta device.
-        config.init_lora_weights = False
+        config.init_lora_weights, config.base_model_name_or_path = False, None
         adapted = get_peft_model(meta, config, autocast_adapter_dtype=False)
     except (ValueError, TypeError, KeyError) as error:
         rule = f"cannot be added to {base} ({' '.join(str(error).split())[:200]})"

@@ -21,7 +21,7 @@ FLAGS_OF_OTHERS = {
     *("--no-deps", "--no-binary", "--outfile", "--outtype"),  # pip, llama.cpp's converter
     *("--stored", "--terms", "--kept-products"),
     "--nproc-per-node",  # torchrun
-    *("--enable-prefix-caching", "--load-format", "--enable-lora", "--lora-modules"),  # vLLM
+    *("--enable-prefix-caching", "--load-format", "--lora-modules", "--max-lora-rank"),  # vLLM
     "--prerelease",  # uv
     *("--hypothesis-profile", "--hypothesis-seed", "--draw", "--seed", "--pictures"),  # pytest
     *("--dist", "--durations", "--no-loadscope-reorder"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Mapping
-from contextlib import ExitStack, redirect_stdout
+from contextlib import redirect_stdout
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -54,50 +54,45 @@ def quantize_command(
         Hub id or directory of a model with safetensors weights, or directory of a LoRA adapter.
     """
     from ...plugins.huggingface_hub.push import check_push, pushed
-    from ...trainers.formats.merge import complete_model
     from ...trainers.quantization.inputs import journal_directory, prepare
 
     check_push(options.push_to_hub)
     output_dir = options.output_dir
-    with ExitStack() as held:
-        # Some libraries log to stdout, which is for results only.
+    # Some libraries log to stdout, which is for results only.
+    with redirect_stdout(sys.stderr):
+        prepared = prepare(
+            model,
+            settings,
+            output_dir,
+            revision=options.revision,
+            force=options.force,
+            resume=options.resume,
+            device=options.device,
+        )
+    if options.dry_run or output_dir is None:
+        _show_prepared(prepared, as_json=options.as_json)
+        return 0
+    if not options.as_json:
         with redirect_stdout(sys.stderr):
-            directory = held.enter_context(complete_model(model))
-        with redirect_stdout(sys.stderr):
-            prepared = prepare(
-                model,
-                settings,
-                output_dir,
-                directory=directory,
-                revision=options.revision,
-                force=options.force,
-                resume=options.resume,
-                device=options.device,
-            )
-        if options.dry_run or output_dir is None:
-            _show_prepared(prepared, as_json=options.as_json)
-            return 0
-        if not options.as_json:
-            with redirect_stdout(sys.stderr):
-                _show_prepared(prepared, as_json=False)
-        from ...trainers.quantization.run import run_prepared
+            _show_prepared(prepared, as_json=False)
+    from ...trainers.quantization.run import run_prepared
 
-        with pushed(output_dir, options.push_to_hub, private=options.private, notify=note):
-            try:
-                with redirect_stdout(sys.stderr), progress_on_stderr("reading the model", LinesAtTimes()):
-                    outcome = run_prepared(
-                        prepared,
-                        output_dir,
-                        device=options.device,
-                        evaluate=options.evaluate,
-                        resume=options.resume,
-                        force=options.force,
-                        command=command_line(),
-                    )
-            except (KeyboardInterrupt, SystemExit):
-                if journal_directory(output_dir).is_dir():
-                    note(f"finished layers are in {journal_directory(output_dir)}; resume with --resume")
-                raise
+    with pushed(output_dir, options.push_to_hub, private=options.private, notify=note):
+        try:
+            with redirect_stdout(sys.stderr), progress_on_stderr("reading the model", LinesAtTimes()):
+                outcome = run_prepared(
+                    prepared,
+                    output_dir,
+                    device=options.device,
+                    evaluate=options.evaluate,
+                    resume=options.resume,
+                    force=options.force,
+                    command=command_line(),
+                )
+        except (KeyboardInterrupt, SystemExit):
+            if journal_directory(output_dir).is_dir():
+                note(f"finished layers are in {journal_directory(output_dir)}; resume with --resume")
+            raise
     if options.as_json:
         print(json.dumps(outcome.to_dict() | {"output_dir": str(output_dir)}, default=str))
     else:

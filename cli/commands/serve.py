@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import shlex
+import sys
+from contextlib import redirect_stdout
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from pydantic import Field
@@ -18,7 +21,7 @@ from ..progress import note
 from ..settings import FILLED, Options, grouped
 
 if TYPE_CHECKING:
-    from ...ds_configs.serving.plan import ServingPlan, ServingRequest
+    from ...ds_configs.serving.plan import ServedModel, ServingPlan, ServingRequest
 
 
 grouped(HardwareSettings)
@@ -68,7 +71,7 @@ def serve_command(
     Parameters
     ----------
     checkpoint
-        Hub id or local directory, dense or quantized.
+        Hub id or local directory, dense or quantized, or directory of a LoRA adapter.
     """
     from ...ds_configs.serving.engines import processor_errors
     from ...ds_configs.serving.plan import plan_serving
@@ -83,7 +86,7 @@ def serve_command(
     )
 
     request = _request(hardware, settings)
-    model = read_served_model(checkpoint, revision=settings.revision)
+    model = _served_model(checkpoint, settings.revision)
     draft = None if settings.draft is None else read_served_model(settings.draft)
     plan = plan_serving(model, request, draft=draft)
     engine = installed_engine(settings.engine)
@@ -106,6 +109,38 @@ def serve_command(
     if not options.dry_run:
         become_server(plan.line)
     return 0
+
+
+def _served_model(checkpoint: str, revision: str | None) -> ServedModel:
+    """Return a complete checkpoint, or the base model of an adapter with the adapter."""
+    from ...ds_configs.serving.plan import ServedAdapter
+    from ...plugins.peft import is_adapter
+    from ...plugins.serving.engine import read_served_model
+
+    if not is_adapter(Path(checkpoint).expanduser()):
+        return read_served_model(checkpoint, revision=revision)
+    # Some libraries log to stdout, which is for results only.
+    with redirect_stdout(sys.stderr):
+        from ...trainers.data.models import has_tokenizer
+        from ...trainers.formats.merge import opened_if_adapter
+        from ...trainers.formats.model_directory import CHAT_TEMPLATE
+
+        adapter = opened_if_adapter(checkpoint, revision=revision)
+    assert adapter is not None, "is_adapter checked it"
+    base, directory = adapter.source, adapter.files.directory.resolve()
+    template, settings = directory / CHAT_TEMPLATE, directory / "tokenizer_config.json"
+    # A base model may have no tokenizer, and older releases of Transformers store the template with the tokenizer.
+    is_needed = Path(base.name).is_dir() and not has_tokenizer(Path(base.name))
+    if not template.is_file() and settings.is_file():
+        is_needed = is_needed or '"chat_template"' in settings.read_text(encoding="utf-8")
+    served = ServedAdapter(
+        directory=str(directory),
+        settings=adapter.files.settings,
+        tokenizer=str(directory) if is_needed and has_tokenizer(directory) else None,
+        chat_template=str(template) if template.is_file() else None,
+        trained_in_4_bits=adapter.qlora,
+    )
+    return replace(read_served_model(base.name, revision=base.revision), adapter=served)
 
 
 def _request(hardware: HardwareSettings, settings: ServeSettings) -> ServingRequest:
@@ -141,10 +176,11 @@ def show_serving(plan: ServingPlan) -> None:
     from ..show import console, terms_table
 
     out = console()
+    title = printable(plan.model)
+    if plan.adapter is not None:
+        title = f"{printable(plan.adapter)}, an adapter of {title}"
     gpus = f"{plan.tensor_parallel_size} GPU(s)" if plan.hardware != "CPU" else "the CPU"
-    out.print(
-        Text.assemble((printable(plan.model), "bold"), f"  with {TITLES[plan.engine]} on {gpus} of {plan.hardware}")
-    )
+    out.print(Text.assemble((title, "bold"), f"  with {TITLES[plan.engine]} on {gpus} of {plan.hardware}"))
     out.print()
     out.print(terms_table(plan.memory, "Memory per GPU"))
     out.print()

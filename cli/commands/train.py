@@ -54,4 +54,4 @@ def show_training(outcome: TrainOutcome, output_dir: Path) -> None:
         show_next("shardwright", "quantize", output_dir, "--scheme", "W4A16", "--output-dir", f"{output_dir}-w4")
     else:
         show_next("shardwright", "merge", output_dir, "--output-dir", f"{output_dir}-merged")
-        show_next("vllm", "serve", outcome.model, "--enable-lora", "--lora-modules", f"tuned={output_dir}")
+        show_next("shardwright", "serve", output_dir)

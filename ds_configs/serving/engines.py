@@ -126,6 +126,31 @@ def scheme_findings(
     return errors, list(dict.fromkeys(warnings))
 
 
+ADAPTER_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""Ranks for which vLLM 0.32.0 allocates (`MaxLoRARanks` in `config/lora.py`)."""
+_PLAIN_INITIALS = ("gaussian", "eva", "orthogonal", "mica", "lora_ga")
+
+
+def unserved_adapter_features(settings: Mapping[str, Any]) -> list[str]:
+    """Return what vLLM 0.32.0 does not support of an `adapter_config.json` (`lora/peft_helper.py`)."""
+    names = ["use_dora", "lora_bias", "modules_to_save", "alora_invocation_tokens", "layer_replication"]
+    names += ["use_bdlora", "use_qalora", "trainable_token_indices"]
+    features = [name for name in names if settings.get(name)]
+    if settings.get("bias", "none") != "none":
+        features.append("bias")
+    initial = settings.get("init_lora_weights")
+    if isinstance(initial, str) and initial.lower() not in _PLAIN_INITIALS:
+        features.append(f"init_lora_weights {initial}")
+    if adapter_rank(settings) > ADAPTER_RANKS[-1]:
+        features.append(f"a rank above {ADAPTER_RANKS[-1]}")
+    return features
+
+
+def adapter_rank(settings: Mapping[str, Any]) -> int:
+    """Return the largest rank of an `adapter_config.json`."""
+    return max(settings["r"], *(settings.get("rank_pattern") or {}).values(), 1)
+
+
 def processor_errors(flags: Collection[str], *, quantized_experts: bool) -> list[ConfigError]:
     """Return the errors of running a checkpoint with vLLM's CPU engine on a processor.
 

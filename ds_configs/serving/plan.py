@@ -7,14 +7,21 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
-from math import ceil
+from math import ceil, prod
 from typing import Any, Literal
 
 from ..specs.errors import ConfigError, DoesNotFitError, UsageError
 from ..specs.hardware import HardwareSpec, gpu_catalog
 from ..specs.model import Dimensions, ModelSpec
 from ..specs.units import gigabytes
-from .engines import TITLES, EngineName, scheme_findings
+from .engines import (
+    ADAPTER_RANKS,
+    TITLES,
+    EngineName,
+    adapter_rank,
+    scheme_findings,
+    unserved_adapter_features,
+)
 
 RUNTIME_BYTES = 1_500_000_000
 """Assumed memory of context, libraries, communicators and captured graphs of one process on a GPU."""
@@ -216,6 +223,52 @@ _HUGE, _LARGE = 160 * 2**30, 70 * 2**30
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class ServedAdapter:
+    """A LoRA adapter, which the engine adds to the model while it runs."""
+
+    directory: str
+    """Absolute path."""
+    settings: Mapping[str, Any]
+    """Contents of `adapter_config.json`."""
+    tokenizer: str | None
+    """Directory of its tokenizer; `None` for that of the model."""
+    chat_template: str | None
+    """File of its chat template; `None` for that of the tokenizer."""
+    trained_in_4_bits: bool
+    """Whether it was trained on NF4 weights (QLoRA)."""
+
+    @property
+    def name(self) -> str:
+        """Name of the adapter in requests: that of its directory."""
+        return self.directory.rpartition("/")[2]
+
+    @property
+    def slot_rank(self) -> int:
+        """Rank for which the engine allocates."""
+        return next((rank for rank in ADAPTER_RANKS if rank >= adapter_rank(self.settings)), ADAPTER_RANKS[-1])
+
+    @property
+    def module(self) -> str:
+        """Name and path, as vLLM and SGLang read them."""
+        if set("=,") & set(self.directory):
+            return json.dumps({"name": self.name, "path": self.directory})
+        return f"{self.name}={self.directory}"
+
+
+def adapter_bytes(model: ModelSpec, *, rank: int) -> int:
+    """Return the bytes that vLLM 0.32.0 allocates for one adapter in 16 bits.
+
+    All linear layers, the embedding and the head have matrices of the allocated rank, even if the adapter has none
+    for them (`lora/layers`). Tensor parallelism splits one of the two matrices, which is not subtracted here.
+    """
+    owners = [p for p in model.parameters if p.kind in ("linear", "experts", "embedding") and len(p.shape) > 1]
+    widths = sum(p.count * prod(p.shape[:-2]) * sum(p.shape[-2:]) for p in owners)
+    if model.tied_embeddings:
+        widths += model.dimensions.vocab_size + model.dimensions.hidden_size
+    return 2 * rank * widths
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class ServedModel:
     """A checkpoint, described by its configuration and headers."""
 
@@ -223,6 +276,7 @@ class ServedModel:
     config: Mapping[str, Any]
     weights: Mapping[str, StoredWeight]
     """All tensors by name; empty without a checkpoint."""
+    adapter: ServedAdapter | None = None
 
     @property
     def quantization(self) -> Mapping[str, Any]:
@@ -305,7 +359,13 @@ class ServingRequest:
 
 
 def serving_line(
-    model: str, chosen: ServingRequest, *, draft: str | None, blocks: int, revision: str | None = None
+    model: str,
+    chosen: ServingRequest,
+    *,
+    draft: str | None,
+    blocks: int,
+    revision: str | None = None,
+    adapter: ServedAdapter | None = None,
 ) -> tuple[str, ...]:
     """Return the command that serves a model, from a request with all values set."""
     words: list[object]
@@ -328,6 +388,11 @@ def serving_line(
             if draft is not None:
                 speculation = {"method": "draft_model", "model": draft, "num_speculative_tokens": chosen.draft_tokens}
                 words += ["--speculative-config", json.dumps(speculation)]
+            if adapter is not None:
+                words += ["--enable-lora", "--max-lora-rank", adapter.slot_rank, "--lora-modules", adapter.module]
+                # vLLM 0.32.0 reads neither tokenizer nor chat template of an adapter's directory.
+                words += ["--tokenizer", adapter.tokenizer] if adapter.tokenizer else []
+                words += ["--chat-template", adapter.chat_template] if adapter.chat_template else []
         case "sglang":
             words = ["python", "-m", "sglang.launch_server", "--model-path", model]
             words += ["--host", chosen.host, "--port", chosen.port, "--tp-size", chosen.tensor_parallel_size]
@@ -342,6 +407,10 @@ def serving_line(
                 words += ["--speculative-algorithm", "STANDALONE", "--speculative-draft-model-path", draft]
                 words += ["--speculative-num-steps", chosen.draft_tokens, "--speculative-eagle-topk", 1]
                 words += ["--speculative-num-draft-tokens", chosen.draft_tokens + 1]
+            if adapter is not None:
+                words += ["--enable-lora", "--max-lora-rank", adapter.slot_rank, "--lora-paths", adapter.module]
+                words += ["--tokenizer-path", adapter.tokenizer] if adapter.tokenizer else []
+                words += ["--chat-template", adapter.chat_template] if adapter.chat_template else []
         case "transformers":
             words = ["transformers", "serve", f"{model}@{revision}" if revision else model]
             words += ["--host", chosen.host, "--port", chosen.port]
@@ -390,6 +459,8 @@ class ServingPlan:
     """Maximum concurrent sequences; more of them fit if they are shorter."""
     max_num_batched_tokens: int
     draft: str | None
+    adapter: str | None
+    """Name of the adapter in requests; `None` for the model itself."""
     line: tuple[str, ...]
     notes: tuple[str, ...]
 
@@ -456,6 +527,17 @@ def _setting_errors(model: ServedModel, request: ServingRequest, draft: ServedMo
     if length is not None and positions is not None and length > positions:
         rule = f"must be at most {positions:,}, the positions of the model"
         errors.append(ConfigError(where="max_model_len", value=length, rule=rule, fix="omit it to use the maximum"))
+    if (adapter := model.adapter) is not None:
+        merge = f"merge it (shardwright merge {adapter.name} --output-dir {adapter.name}-merged) and serve the result"
+        if features := unserved_adapter_features(adapter.settings):
+            rule = f"has settings that servers do not support: {', '.join(features)}"
+            errors.append(ConfigError(where="adapter", value=adapter.directory, rule=rule, fix=merge))
+        if request.engine == "transformers":
+            rule = "is not supported with --engine transformers"
+            errors.append(ConfigError(where="adapter", value=adapter.directory, rule=rule, fix=merge))
+        if draft is not None:
+            rule = "is not supported with --draft"
+            errors.append(ConfigError(where="adapter", value=adapter.directory, rule=rule, fix=merge))
     if draft is not None:
         own, other = model.spec.dimensions.vocab_size, draft.spec.dimensions.vocab_size
         if own != other:
@@ -557,6 +639,8 @@ class _Fit:
             plans.append(f"sequences are limited to {length:,} of {self.wanted:,} tokens: a larger cache does not fit")
         if not model.weights:
             plans.append("there is no checkpoint: weights are counted in 16 bits from the structure")
+        if model.adapter is not None and model.adapter.trained_in_4_bits:
+            plans.append("the adapter was trained on NF4 weights, but is added to 16-bit ones: merge it for the former")
         copies = request.hardware.gpus_per_node // self.size
         if request.engine == "vllm" and copies > 1 and not request.on_cpu:
             plans.append(f"{self.size} GPU(s) are sufficient: --data-parallel-size {copies} runs {copies} replicas")
@@ -594,8 +678,14 @@ class _Fit:
             max_num_seqs=request.sequences(),
             max_num_batched_tokens=request.batched_tokens(),
             draft=draft_name,
+            adapter=None if model.adapter is None else model.adapter.name,
             line=serving_line(
-                model.spec.name, chosen, draft=draft_name, blocks=self.blocks, revision=model.spec.revision
+                model.spec.name,
+                chosen,
+                draft=draft_name,
+                blocks=self.blocks,
+                revision=model.spec.revision,
+                adapter=model.adapter,
             ),
             notes=(*notes, *plans),
         )
@@ -614,6 +704,8 @@ def _memory(models: list[ServedModel], request: ServingRequest, size: int) -> di
             terms[name] = weight_bytes(
                 model.weights, tensor_parallel_size=size, num_key_value_heads=heads, halve_fp32=dense
             )
+    if (adapter := models[0].adapter) is not None:
+        terms["adapter"] = adapter_bytes(models[0].spec, rank=adapter.slot_rank)
     steps = {"batched_tokens": request.batched_tokens(), "sequences": request.sequences()}
     parts = [workspace_bytes(model.spec.dimensions, tensor_parallel_size=size, **steps) for model in models]
     return terms | {"workspace": largest(parts), "runtime": 0 if request.on_cpu else RUNTIME_BYTES}

@@ -207,7 +207,8 @@ def _read_local(path: Path) -> ModelSource:
     if not file.is_file():
         adapter = path.is_dir() and (path / "adapter_config.json").is_file()
         fix = (
-            "it is an adapter: merge it with shardwright merge, or pass its base model"
+            "it is an adapter: merge it with shardwright merge, or pass its base model "
+            "(train --resume-adapter trains it further)"
             if adapter
             else "pass a model directory or a config.json"
         )

@@ -24,6 +24,10 @@ REQUIRED = ["--model", "model", "--output-dir", "out", *TEXT]
     ("flags", "message"),
     [
         (["--lora-rank", "8"], "requires --method lora"),
+        (["--lora-alpha", "8"], "--lora-alpha = 8.0: requires --method lora"),
+        (["--lora-dropout", "0"], "--lora-dropout = 0.0: requires --method lora"),
+        (["--method", "lora", "--lora-alpha", "0"], "lora_alpha = 0: must be greater than 0"),
+        (["--method", "lora", "--lora-dropout", "1"], "lora_dropout = 1: must be less than 1"),
         (["--seq-len", "1"], "at least 2 tokens"),
         (["--max-steps", "0"], "--max-steps = 0: must be at least 1"),
         (["--text", "missing.txt", "--training-arguments", "none.json"], "'none.json': no such file"),
@@ -137,7 +141,8 @@ def test_qlora_trains_adapters_on_4_bit_weights(tiny_llama: Path, tmp_path: Path
     arguments.write_text(json.dumps({"bf16": True, "per_device_train_batch_size": 2, "learning_rate": 0.01}))
     losses = tmp_path / "losses.json"
     command = ["-m", "shardwright.trainers.train_causal_lm", "--model", str(tiny_llama), "--seq-len", "64"]
-    method = ["--method", "qlora", "--lora-rank", "4", "--max-steps", "4", "--text", json.__file__]
+    method = ["--method", "qlora", "--lora-rank", "4", "--lora-alpha", "6", "--lora-dropout", "0.125"]
+    method += ["--max-steps", "4", "--text", json.__file__]
     files = [
         "--training-arguments",
         str(arguments),
@@ -151,6 +156,8 @@ def test_qlora_trains_adapters_on_4_bit_weights(tiny_llama: Path, tmp_path: Path
     assert values[-1] < values[0] - 0.05
     adapters = load_file(tmp_path / "out" / "adapter_model.safetensors")
     assert all(tensor.abs().max() > 0 for name, tensor in adapters.items() if "lora_B" in name)
+    config = json.loads((tmp_path / "out" / "adapter_config.json").read_text())
+    assert [config[name] for name in ("r", "lora_alpha", "lora_dropout")] == [4, 6, 0.125]
 
 
 def test_qlora_needs_weights(tiny_llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -111,6 +111,11 @@ def load_model(
     return place_for_division(model) if divided else model
 
 
+def has_tokenizer(directory: Path) -> bool:
+    """Return whether a directory has a tokenizer."""
+    return any((directory / name).is_file() for name in TOKENIZER_FILES)
+
+
 def load_tokenizer(source: StartingModel, vocab_size: int) -> Any:
     """Return the requested tokenizer, the model's, or a byte tokenizer if a local model has none.
 
@@ -120,8 +125,7 @@ def load_tokenizer(source: StartingModel, vocab_size: int) -> Any:
     from transformers import AutoTokenizer
 
     path = Path(source.tokenizer or source.model)
-    has_tokenizer = any((path / name).is_file() for name in TOKENIZER_FILES)
-    if source.tokenizer is None and path.exists() and not has_tokenizer:
+    if source.tokenizer is None and path.exists() and not has_tokenizer(path):
         note_on_first_rank(f"{path} has no tokenizer: text is split into bytes")
         return byte_tokenizer(vocab_size)
     revision = None if source.tokenizer else source.revision

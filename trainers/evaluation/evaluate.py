@@ -29,7 +29,7 @@ from ...plugins.lm_eval import TaskRequest, TaskScore, run_task, task_errors
 from ...plugins.planning.from_names import installed_versions
 from ..counting.estimates import Estimate, exponential, token_mean
 from ..data.sources import PYTHON_HELP
-from ..formats.merge import complete_model
+from ..formats.merge import merged_directory, opened_if_adapter
 from ..reports.runs import evaluation_table, verdict
 from ..runs.launch import ONE_PROCESS, Replicas, run_replicas
 from ..runs.share import ALONE, Share, ShareTask
@@ -263,9 +263,12 @@ def evaluate_model(
             if name is None:
                 continue
             try:
-                directory = merged.enter_context(complete_model(name))
-                model = read_eval_model(directory, role, revision=commit)
-                models.append(model if directory == name else replace(model, adapter=name))
+                if (adapter := opened_if_adapter(name, revision=commit)) is None:
+                    models.append(read_eval_model(name, role, revision=commit))
+                else:
+                    # Merged below, after all other checks.
+                    base = adapter.source
+                    models.append(replace(read_eval_model(base.name, role, revision=base.revision), adapter=adapter))
             except UsageError as error:
                 errors += error.errors
         for model in models:
@@ -287,6 +290,11 @@ def evaluate_model(
         else:
             limits = [model.longest for model in models if model.longest is not None]
             windows = text_windows(request, tokenizer, seq_len=seq_len or min([DEFAULT_SEQ_LEN, *limits]))
+        for index, model in enumerate(models):
+            if model.adapter is not None:
+                directory = merged.enter_context(merged_directory(model.adapter))
+                complete = read_eval_model(str(directory), model.role, revision=None)
+                models[index] = replace(complete, adapter=model.adapter)
         run = EvalRun(
             batches=Batches(windows=windows.windows, size=batch_size),
             dtype=dtype,
@@ -526,7 +534,7 @@ def _means(sums: Sequence[float], counts: Sequence[int]) -> tuple[float, ...]:
 def _model_result(result: EvalResult, sums: Sequence[float], counts: Sequence[int]) -> ModelResult:
     model, loss = result.model, token_mean(sums, counts)
     return ModelResult(
-        name=model.adapter or model.source.name,
+        name=model.title,
         revision=model.source.revision,
         architecture=(getattr(model.config, "architectures", None) or [model.config.model_type])[0],
         quantization=model.quantization,

@@ -21,9 +21,10 @@ from ...plugins.transformers.sound_model import (
     refuse_other_formats,
     refused_by_name,
 )
-from ..data.models import TOKENIZER_FILES, StartingModel, load_tokenizer
+from ..data.models import StartingModel, has_tokenizer, load_tokenizer
 from ..data.sources import one_line
 from ..data.tokenizers import PROBE_TEXT
+from ..formats.merge import OpenedAdapter
 from ..formats.spqr import INDEX, QUANT_METHOD, SINGLE, small_layers
 
 if TYPE_CHECKING:
@@ -39,12 +40,17 @@ class EvalModel:
     source: ModelSource
     config: PretrainedConfig
     """The configuration as Transformers reads it."""
-    adapter: str | None = None
-    """Directory of the adapter from which `source` was merged; `None` for a complete model."""
+    adapter: OpenedAdapter | None = None
+    """Adapter whose base model, or merged model, is `source`; `None` for a complete model."""
+
+    @property
+    def title(self) -> str:
+        """Hub id or directory of the model, or of its adapter."""
+        return self.source.name if self.adapter is None else self.adapter.name
 
     @property
     def name(self) -> str:
-        return f"{self.role} {self.source.name}"
+        return f"{self.role} {self.title}"
 
     @property
     def longest(self) -> int | None:
@@ -79,13 +85,18 @@ class EvalModel:
     @property
     def has_tokenizer(self) -> bool:
         """Whether the model has a tokenizer; for Hub models this is assumed."""
-        directory = Path(self.source.name)
-        return not directory.is_dir() or any((directory / name).is_file() for name in TOKENIZER_FILES)
+        directory = Path(self._tokenizer_source.model)
+        return not directory.is_dir() or has_tokenizer(directory)
 
     def tokenizer(self) -> PreTrainedTokenizerBase:
         """Load the tokenizer; text is split into bytes if a local model has none."""
-        source = StartingModel(model=self.source.name, revision=self.source.revision)
-        return load_tokenizer(source, self.vocab_size)
+        return load_tokenizer(self._tokenizer_source, self.vocab_size)
+
+    @property
+    def _tokenizer_source(self) -> StartingModel:
+        if self.adapter is not None:
+            return self.adapter.tokenizer
+        return StartingModel(model=self.source.name, revision=self.source.revision)
 
 
 def read_eval_model(name: str, role: str, *, revision: str | None) -> EvalModel:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import shlex
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -14,13 +15,13 @@ from typing import Any
 from ...ds_configs.plan.output import output_errors, reserved, write_files
 from ...ds_configs.plan.plan import Plan
 from ...ds_configs.specs.errors import ConfigError, UsageError, collecting
-from ...plugins.huggingface_hub.hub import model_directory, read_model_source
+from ...plugins.huggingface_hub.hub import ModelSource, model_directory, read_model_source
 from ...plugins.huggingface_hub.push import CARD_FILE, check_push, pushed, shown_name, title_of
 from ...plugins.peft import LoraAdapter, check_adapter_fits, is_adapter, merge_adapter, read_adapter
 from ...plugins.safetensors.writing import appearing_directory
 from ...plugins.transformers.meta_model import build_meta_model
 from ...plugins.transformers.sound_model import refuse_code, refuse_nonfinite_weights
-from ..data.models import StartingModel, load_config, load_model
+from ..data.models import StartingModel, has_tokenizer, load_config, load_model
 from ..reports.markdown import card_text, code, license_line, usage
 from ..runs.settings import PLAN_DIRECTORY
 from .model_directory import copy_companions
@@ -95,68 +96,116 @@ def merge(
             errors += [error for error in output_errors(output, force=True, sources=sources) if error not in errors]
         if errors or read is None:
             raise UsageError(errors)
+        opened = open_adapter(read, name=str(adapter), base=base, base_revision=base_revision, qlora=qlora)
         with reserved(output, force=force), pushed(output, push_to_hub, private=private, notify=logger.info):
-            return _merged(
-                read, output, name=str(adapter), base=base, base_revision=base_revision, qlora=_is_qlora(read, qlora)
-            )
+            return _merged(opened, output)
 
 
-@contextmanager
-def complete_model(model: str) -> Iterator[str]:
-    """Yield a model unchanged, or for the directory of an adapter a temporary directory with the merged model."""
-    directory = Path(model).expanduser()
-    if not is_adapter(directory):
-        yield model
-        return
-    adapter = read_adapter(directory)
-    with tempfile.TemporaryDirectory(prefix="shardwright-merged-") as temporary:
-        report = _merged(
-            adapter,
-            Path(temporary) / "model",
-            name=model,
-            base=None,
-            base_revision=None,
-            qlora=_is_qlora(adapter, None),
-        )
-        logger.info(f"{model} is an adapter: merged into {report.base} in a temporary directory")
-        yield report.output_dir
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OpenedAdapter:
+    """An adapter that was checked against its base model; no weights were read."""
+
+    name: str
+    """Directory or Hub id, as the user wrote it."""
+    files: LoraAdapter
+    base: str
+    """Base model, as the user or the adapter names it."""
+    source: ModelSource
+    """The base model."""
+    qlora: bool
+    """Whether to merge into dequantized NF4 weights."""
+
+    @property
+    def tokenizer(self) -> StartingModel:
+        """Origin of the tokenizer: the adapter's directory, or the base model if the adapter has none."""
+        if has_tokenizer(self.files.directory):
+            return StartingModel(model=str(self.files.directory))
+        return StartingModel(model=self.source.name, revision=self.source.revision)
 
 
-def _is_qlora(adapter: LoraAdapter, requested: bool | None) -> bool:
-    plan = adapter.directory / PLAN_DIRECTORY
-    if requested is not None or not (plan / "plan.json").is_file():
-        return bool(requested)
-    return Plan.load(plan).job.method == "qlora"
+def open_adapter(
+    adapter: LoraAdapter,
+    *,
+    name: str,
+    base: str | None = None,
+    base_revision: str | None = None,
+    qlora: bool | None = None,
+    fix: str = "pass --base MODEL",
+) -> OpenedAdapter:
+    """Check that an adapter fits its base model, from configurations and headers.
 
+    `fix` says how to select another base.
 
-def _merged(
-    adapter: LoraAdapter, output: Path, *, name: str, base: str | None, base_revision: str | None, qlora: bool
-) -> MergeReport:
-    import torch
-
+    Raises:
+        UsageError: the base is unknown, does not exist, or has no weights that an adapter can be added to.
+        RefusedInputError: the adapter is of another base, or tensors are missing.
+        ShardwrightError: the Hub cannot be reached.
+    """
     if base is None and adapter.base is None:
-        rule, fix = "does not name its base model", "pass --base MODEL"
+        rule = "does not name its base model"
         raise UsageError(ConfigError(where="adapter", value=name, rule=rule, fix=fix))
     base_name = base or adapter.base or ""
-    is_local = Path(base_name).expanduser().exists()
-    if base is None and not is_local:
+    if base is None and not Path(base_name).expanduser().exists():
         base_revision = base_revision or adapter.base_revision
     try:
         source = read_model_source(base_name, revision=base_revision)
     except UsageError as error:
         if base is not None:
             raise
-        rule, fix = f"names the base model {base_name!r}, which does not exist here ({error})", "pass --base MODEL"
+        rule = f"names the base model {base_name!r}, which does not exist here ({error})"
         raise UsageError(ConfigError(where="adapter", value=name, rule=rule, fix=fix)) from None
     refuse_code(source.config, source.name)
     if source.config.get("quantization_config"):
-        rule, fix = "has quantized weights", "pass the 16-bit model with --base, and --qlora to merge as QLoRA trained"
+        rule, fix = "has quantized weights", f"use the 16-bit model, and --qlora to merge as QLoRA trained: {fix}"
         raise UsageError(ConfigError(where="base", value=base_name, rule=rule, fix=fix))
-    check_adapter_fits(adapter, build_meta_model(source.config, source=source.name), base_name)
+    if source.checkpoint_parameters is None:
+        rule, fix = "has no safetensors weights", f"use a trained model: {fix}"
+        raise UsageError(ConfigError(where="base", value=base_name, rule=rule, fix=fix))
+    check_adapter_fits(adapter, build_meta_model(source.config, source=source.name), base_name, fix=fix)
+    return OpenedAdapter(
+        name=name, files=adapter, base=base_name, source=source, qlora=trained_as_qlora(adapter, qlora)
+    )
+
+
+def opened_if_adapter(model: str, *, revision: str | None = None) -> OpenedAdapter | None:
+    """Return the checked adapter of a local directory; `None` for a complete model or a Hub id.
+
+    Raises:
+        UsageError: a revision of a local directory is requested, or as `open_adapter`.
+        RefusedInputError: as `open_adapter`.
+    """
+    directory = Path(model).expanduser()
+    if not is_adapter(directory):
+        return None
+    if revision is not None:
+        rule, fix = "only a Hub model has revisions", "omit it for a local path"
+        raise UsageError(ConfigError(where="revision", value=revision, rule=rule, fix=fix))
+    fix = f"run shardwright merge {shlex.quote(model)} --base MODEL --output-dir MERGED, and pass MERGED"
+    return open_adapter(read_adapter(directory), name=model, fix=fix)
+
+
+@contextmanager
+def merged_directory(adapter: OpenedAdapter) -> Iterator[Path]:
+    """Yield a temporary directory with the merged model."""
+    with tempfile.TemporaryDirectory(prefix="shardwright-merged-") as temporary:
+        report = _merged(adapter, Path(temporary) / "model")
+        logger.info(f"{adapter.name} is an adapter: merged into {report.base} in a temporary directory")
+        yield Path(report.output_dir)
+
+
+def trained_as_qlora(adapter: LoraAdapter, requested: bool | None = None) -> bool:
+    """Return whether an adapter was trained on NF4 weights, as the plan in its directory says, unless requested."""
+    plan = adapter.directory / PLAN_DIRECTORY
+    if requested is not None or not (plan / "plan.json").is_file():
+        return bool(requested)
+    return Plan.load(plan).job.method == "qlora"
+
+
+def _merged(opened: OpenedAdapter, output: Path) -> MergeReport:
+    import torch
+
+    adapter, source, qlora = opened.files, opened.source, opened.qlora
     directory = model_directory(source.name, revision=source.revision)
-    if not any(directory.glob("*.safetensors")):
-        rule, fix = "has no safetensors weights", "pass a trained model with --base"
-        raise UsageError(ConfigError(where="base", value=base_name, rule=rule, fix=fix))
     origin = StartingModel(model=source.name, revision=source.revision, method="qlora" if qlora else "lora")
     config = load_config(origin)
     dtype = config.dtype if isinstance(config.dtype, torch.dtype) else torch.float32
@@ -164,8 +213,8 @@ def _merged(
     model, rounding_error = merge_adapter(model.dequantize() if qlora else model, adapter)
     refuse_nonfinite_weights(model, what="the merged model")
     report = MergeReport(
-        adapter=name,
-        base=base_name,
+        adapter=opened.name,
+        base=opened.base,
         base_revision=source.revision,
         qlora=qlora,
         dtype=str(dtype).removeprefix("torch."),

@@ -5,6 +5,8 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
+CHAT_TEMPLATE = "chat_template.jinja"
+"""File of a chat template, which takes precedence over one in `tokenizer_config.json`."""
 COMPANIONS = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -15,7 +17,7 @@ COMPANIONS = (
     "vocab.txt",
     "merges.txt",
     "spiece.model",
-    "chat_template.jinja",
+    CHAT_TEMPLATE,
     "processor_config.json",
     "preprocessor_config.json",
     "generation_config.json",

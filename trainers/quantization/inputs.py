@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -24,6 +25,7 @@ from ..data.samples import Samples, load_samples
 from ..data.sources import local_place
 from ..data.templates import set_chat_template
 from ..evaluation.evaluate import default_device
+from ..formats.merge import OpenedAdapter, merged_directory, opened_if_adapter
 
 logger = logging.getLogger(__name__)
 
@@ -71,7 +73,9 @@ class Prepared:
 
     settings: QuantizeSettings
     source: QuantizationSource
-    """Files of the model."""
+    """Files of the model; of the base model for an adapter, until it is merged."""
+    adapter: OpenedAdapter | None
+    """Adapter to merge into `source` first; `None` for a complete model."""
     resolved: ResolvedQuantization
     """Scheme and method, with the reason of an automatic choice."""
     selected: SelectedQuantization
@@ -109,7 +113,6 @@ def prepare(
     settings: QuantizeSettings,
     output_dir: Path | None,
     *,
-    directory: str | None = None,
     revision: str | None = None,
     device: str | None = None,
     force: bool = False,
@@ -117,7 +120,7 @@ def prepare(
 ) -> Prepared:
     """Check settings, model and dataset, and estimate memory; warnings are logged.
 
-    `directory` is what `complete_model` yields for `model`; it must exist until the quantization ends.
+    An adapter is checked with its base model, and not merged yet.
 
     Raises:
         UsageError: invalid or contradictory settings, unsuitable shapes or text; all errors together.
@@ -130,11 +133,18 @@ def prepare(
         sources = {"the model": model, "the dataset": local_place(settings.dataset)}
         errors += output_errors(output_dir, force=force, sources=sources)
         errors += journal_errors(output_dir, resume=resume, force=force)
-    resolved = source = None
+    resolved = source = adapter = None
     with collecting(errors):
         resolved = settings.resolved()
     with collecting(errors):
-        source = replace(open_source(directory or model, revision=revision), name=model)
+        adapter = opened_if_adapter(model, revision=revision)
+        if adapter is None:
+            source = open_source(model, revision=revision)
+        else:
+            base = adapter.source
+            if output_dir is not None:
+                errors += output_errors(output_dir, force=True, sources={"the base model": base.name})
+            source = replace(open_source(base.name, revision=base.revision), name=model, revision=None)
     errors += [] if resolved is None else missing_engine_errors(resolved.method)
     if source is None or resolved is None:
         raise UsageError(errors)
@@ -145,7 +155,8 @@ def prepare(
     samples, tokenizer = None, None
     seq_len = min(settings.seq_len, source.longest or settings.seq_len)
     with collecting(errors):
-        tokenizer = load_tokenizer(StartingModel(model=str(source.directory)), source.dimensions.vocab_size)
+        origin = StartingModel(model=str(source.directory)) if adapter is None else adapter.tokenizer
+        tokenizer = load_tokenizer(origin, source.dimensions.vocab_size)
         set_chat_template(tokenizer, settings.chat_template)
         if settings.dataset is not None:
             samples = load_samples(
@@ -167,6 +178,7 @@ def prepare(
     prepared = Prepared(
         settings=settings,
         source=source,
+        adapter=adapter,
         resolved=resolved,
         selected=selected,
         tokenizer=tokenizer,
@@ -187,6 +199,20 @@ def prepare(
     )
     _check_capacity(prepared, output_dir)
     return prepared
+
+
+@contextmanager
+def merged(prepared: Prepared) -> Iterator[Prepared]:
+    """Yield a quantization of complete weights: an adapter is merged into a temporary directory."""
+    if prepared.adapter is None:
+        yield prepared
+        return
+    with merged_directory(prepared.adapter) as directory:
+        source = replace(open_source(str(directory)), name=prepared.source.name)
+        checkpoint_bytes = prepared.selected.checkpoint_bytes(
+            source.tensors, dtype=source.dtype, kept_in_fp32=source.kept_in_fp32
+        )
+        yield replace(prepared, source=source, checkpoint_bytes=checkpoint_bytes)
 
 
 def missing_engine_errors(method: MethodName) -> list[ConfigError]:

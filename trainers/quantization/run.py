@@ -20,14 +20,12 @@ from ...plugins.huggingface_hub.push import CARD_FILE, check_push, pushed, shown
 from ...plugins.launching.messages import Progress, log_message
 from ...plugins.llm_compressor.engine import load_for_quantization
 from ...plugins.llm_compressor.quiet import without_bars
-from ...plugins.peft import is_adapter
 from ...plugins.planning.from_names import installed_versions
 from ...plugins.safetensors.writing import appearing_directory
 from ...plugins.transformers.quantized_model import LayerProgress, QuantizedModel, ReportProgress
 from ..evaluation.evaluate import DEFAULT_WINDOWS, Evaluation, default_device, evaluate_model
 from ..evaluation.measures import TextRequest, TextWindows
-from ..formats.merge import complete_model
-from ..formats.model_directory import copy_companions
+from ..formats.model_directory import CHAT_TEMPLATE, copy_companions
 from ..formats.spqr import SMALL_DIRECTORY
 from ..reports.make import REPORT_FILE as HTML_FILE
 from ..reports.make import write_html
@@ -45,7 +43,7 @@ from ..verify.checkpoint import (
     fail_output,
     reference_logits,
 )
-from .inputs import Prepared, discard_journal, journal_directory, prepare
+from .inputs import Prepared, discard_journal, journal_directory, merged, prepare
 
 logger = logging.getLogger(__name__)
 
@@ -143,8 +141,7 @@ def run_key(prepared: Prepared) -> str:
     if source.revision is not None:
         return f"{source.name}@{source.revision}"
     # An adapter is merged into another temporary directory each time, with the same result.
-    named = Path(source.name).expanduser()
-    directory = named if is_adapter(named) else source.directory
+    directory = source.directory if prepared.adapter is None else prepared.adapter.files.directory
     facts = [
         (file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in sorted(directory.glob("*.safetensors"))
     ]
@@ -263,12 +260,10 @@ def quantize(
         ShardwrightError: verification failed; the checkpoint is renamed to `*.failed`.
     """
     check_push(push_to_hub)
-    merged = quantize_settings(settings, recipe=None if recipe is None else read_recipe(recipe))
+    stated = quantize_settings(settings, recipe=None if recipe is None else read_recipe(recipe))
     output = Path(output_dir)
-    with complete_model(model) as directory, pushed(output, push_to_hub, private=private, notify=logger.info):
-        prepared = prepare(
-            model, merged, output, directory=directory, revision=revision, device=device, force=force, resume=resume
-        )
+    prepared = prepare(model, stated, output, revision=revision, device=device, force=force, resume=resume)
+    with pushed(output, push_to_hub, private=private, notify=logger.info):
         return run_prepared(prepared, output, resume=resume, force=force, device=device, evaluate=evaluate)
 
 
@@ -293,7 +288,7 @@ def run_prepared(
     def report(step: LayerProgress) -> None:
         log_message(Progress(what=step.stage, done=step.index + 1, total=step.count))
 
-    with reserved(output_dir, force=force):
+    with reserved(output_dir, force=force), merged(prepared) as prepared:
         if not resume:
             discard_journal(output_dir)
         with without_bars(), appearing_directory(output_dir) as staging:
@@ -307,6 +302,8 @@ def run_prepared(
                 loads = getattr(quantized, "loads_in_transformers", True)
                 quantized.save(staging)
                 copy_companions(prepared.source.directory, staging)
+                if prepared.settings.chat_template is not None:
+                    (staging / CHAT_TEMPLATE).write_text(prepared.tokenizer.chat_template, encoding="utf-8")
                 del quantized
             verification = UNPROVEN
             if loads:
@@ -379,7 +376,7 @@ def _evaluation(prepared: Prepared, output_dir: Path, device: str | None) -> Eva
             text=text,
             device=device,
         )
-        if evaluation.baseline is None or not is_adapter(Path(prepared.source.name).expanduser()):
+        if evaluation.baseline is None or prepared.adapter is None:
             return evaluation
         # The merged model is in a temporary directory.
         return replace(evaluation, baseline=replace(evaluation.baseline, name=prepared.source.name))

@@ -25,7 +25,7 @@ from ...plugins.accelerate.cpu_ranks import Engine, configure_cpu_ranks, engine_
 from ...plugins.accelerate.repeated_samples import SamplesOnce
 from ...plugins.deepspeed.engine import prepare_nvme_offload
 from ...plugins.launching.messages import Figures, Progress, send
-from ...plugins.peft import add_lora
+from ...plugins.peft import add_lora, resume_lora
 from ...plugins.transformers.training_arguments import (
     refuse_replaced_optimizer,
     training_arguments,
@@ -201,16 +201,26 @@ class TrainingTask(LaunchedJob, RankTask):
         trainer.accelerator.end_training()
 
 
-def trained_model(name: str, settings: LaunchedSettings, context: RankContext, *, for_stages: bool = False) -> Any:
+def trained_model(
+    name: str,
+    settings: LaunchedSettings,
+    context: RankContext,
+    *,
+    for_stages: bool = False,
+    adapter: str | None = None,
+) -> Any:
     """Return the model to train, with adapters if the method has them.
 
-    `for_stages` is for a pipeline, whose ranks load only their stage.
+    `for_stages` is for a pipeline, whose ranks load only their stage. `adapter` is the directory of an adapter to train
+    further.
     """
     source = StartingModel(model=name, revision=settings.revision, method=settings.method)
     dtype, seed = weights_dtype(context.arguments, method=settings.method), context.arguments.seed
     model = load_model(source, load_config(source), dtype, seed, engine=context.engine, for_stages=for_stages)
     if settings.method != "full":
         fp32 = context.engine != "deepspeed"
+        if adapter is not None:
+            return resume_lora(model, adapter, dropout=settings.lora_dropout, fp32_adapters=fp32)
         model = add_lora(model, **settings.lora_options(), fp32_adapters=fp32)
     return model
 

@@ -42,6 +42,8 @@ class PlanTrainingJob(GuardSettings, RankJob):
     method: Method = Field("full", description="full, lora or qlora")
     lora_rank: int | None = Field(None, description="default 16")
     lora_targets: str | None = Field(None, description="module names separated by commas, or all-linear (default)")
+    lora_alpha: float | None = Field(None, gt=0, description="default: twice the rank")
+    lora_dropout: float | None = Field(None, ge=0, lt=1, description="default 0")
     force: bool = Field(False, description="overwrite the model and checkpoints in --output-dir")
     resume: bool = Field(False, description="resume from the newest valid checkpoint in --output-dir, if any")
     resume_or_anew: bool = Field(False, description="as --resume, but start over if all checkpoints are corrupt")
@@ -59,9 +61,9 @@ class PlanTrainingJob(GuardSettings, RankJob):
         if self.method == "full":
             rule, fix = "requires --method lora or qlora", "add it, or omit this flag"
             errors += [
-                ConfigError(where=name, value=value, rule=rule, fix=fix)
-                for name, value in (("--lora-rank", self.lora_rank), ("--lora-targets", self.lora_targets))
-                if value is not None
+                ConfigError(where=f"--{name.replace('_', '-')}", value=value, rule=rule, fix=fix)
+                for name in ("lora_rank", "lora_targets", "lora_alpha", "lora_dropout")
+                if (value := getattr(self, name)) is not None
             ]
         if self.revision and Path(self.model).exists():
             errors.append(ConfigError(where="--revision", value=self.revision, rule="only a Hub model has revisions"))

@@ -92,7 +92,14 @@ class PlanTrainingTask(PlanTrainingJob, RankTask):
         model = load_model(source, config, dtype, arguments.seed, engine=engine, for_stages=parallelism.is_pipeline)
         if self.method != "full":
             fp32 = engine != "deepspeed"
-            model = add_lora(model, rank=self.lora_rank, targets=self.lora_targets, fp32_adapters=fp32)
+            model = add_lora(
+                model,
+                rank=self.lora_rank,
+                targets=self.lora_targets,
+                alpha=self.lora_alpha,
+                dropout=self.lora_dropout or 0.0,
+                fp32_adapters=fp32,
+            )
 
         from transformers import default_data_collator
 

@@ -50,7 +50,9 @@ class TrainTask(TrainJob, TrainingTask):
         plan = self._plan()
         parallelism = planned_parallelism(plan)
         trainer = parallelism.make_trainer(
-            model=trained_model(self.model, self.settings, context, for_stages=parallelism.is_pipeline),
+            model=trained_model(
+                self.model, self.settings, context, for_stages=parallelism.is_pipeline, adapter=self.adapter
+            ),
             revision=self.settings.revision,
             **context.trainer_arguments(),
         )

@@ -68,6 +68,9 @@ class TrainSettings(LayoutSettings, StreamingSettings, LaunchedSettings):
     group = "Training"
 
     plan: str | None = Field(None, description="Directory of a plan to run. Default: plan now")
+    resume_adapter: str | None = Field(
+        None, description="Directory or Hub id of a LoRA adapter of the model to train further"
+    )
     arg: NamedValues = Field({}, description="NAME=VALUE of TrainingArguments, such as weight_decay=0.1; repeatable")
 
 
@@ -75,6 +78,7 @@ class TrainJob(LaunchedJob):
     task: Literal["train"] = "train"
     settings: TrainSettings = Field(description="settings of the user")
     model: str = Field(description="Hub id, directory or config.json")
+    adapter: str | None = Field(None, description="directory of the adapter to train further")
     machines: int = Field(1, description="machines that share the samples; counts are then per machine")
 
 
@@ -91,7 +95,8 @@ def train_settings_errors(settings: TrainSettings) -> list[ConfigError]:
     """Return the settings that cannot be combined, before anything is read."""
     errors = launched_errors(settings)
     if settings.plan is None:
-        errors += adapter_errors(settings.stated(), settings.method)
+        # `with_resumed_adapter` compares the options with those of the adapter.
+        errors += [] if settings.resume_adapter else adapter_errors(settings.stated(), settings.method)
     else:
         rule, fix = "is fixed by the plan", "omit it, or omit --plan to plan now"
         errors += [

@@ -15,10 +15,12 @@ from ...ds_configs.plan.rendering import NodePlace
 from ...ds_configs.specs.errors import ConfigError, UsageError, collecting
 from ...ds_configs.specs.hardware import HardwareSpec
 from ...ds_configs.specs.settings import not_covered, settings_of
+from ...plugins.huggingface_hub.hub import model_directory
+from ...plugins.peft import LoraAdapter, read_adapter
 from ...plugins.planning.from_names import installed_release_difference
 from ...plugins.planning.from_names import plan as select_plan
 from ...plugins.planning.models import LoadedModel, load_model_spec
-from ..data.models import StartingModel, load_config, load_tokenizer, with_positions
+from ..data.models import StartingModel, has_tokenizer, load_config, load_tokenizer, with_positions
 from ..data.packing import packed_samples, packing_obstacle
 from ..data.samples import Samples, SampleStatistics
 from ..data.sources import WHOLE, Part, local_place
@@ -35,6 +37,7 @@ from ..runs.inputs import (
 from ..runs.run import PreparedTraining, run_training
 from ..runs.settings import RunRequest
 from .report import TrainOutcome, TrainResult, train_file_names
+from .resumed_adapter import with_resumed_adapter
 from .settings import TrainJob, TrainSettings, planned_argument_errors, train_settings_errors
 
 _ORDERS = ("random", "sequential")
@@ -80,6 +83,8 @@ class PreparedTrain(PreparedTraining[TrainOutcome]):
     """Settings of the user; with `--plan`, those of the plan."""
     model: str
     """Hub id, directory or `config.json`."""
+    adapter: LoraAdapter | None
+    """Adapter to train further."""
 
     kind = "train"
 
@@ -102,10 +107,12 @@ class PreparedTrain(PreparedTraining[TrainOutcome]):
 
     def job(self, common: Mapping[str, Any], work: Path) -> TrainJob:
         model = str(Path(self.model).absolute()) if Path(self.model).exists() else self.model
-        divided: dict[str, Any] = {}
+        further: dict[str, Any] = {}
+        if self.adapter is not None:
+            further["adapter"] = str(self.adapter.directory.absolute())
         if self._is_divided:
-            divided = divided_job_fields(self.samples.statistics, self.settings, self.plan)
-        return TrainJob(**{**common, "model": model, **divided})
+            further |= divided_job_fields(self.samples.statistics, self.settings, self.plan)
+        return TrainJob(**{**common, "model": model, **further})
 
     def outcome(self, result: Mapping[str, Any], common: Mapping[str, Any]) -> TrainOutcome:
         return TrainOutcome(model=self.model, result=TrainResult(**result), **common)
@@ -121,8 +128,9 @@ def prepare_train(settings: TrainSettings, model: str, request: RunRequest) -> P
     """
     errors = train_settings_errors(settings)
     sources = {"the model": model, "the plan": settings.plan, "the dataset": local_place(settings.dataset)}
+    sources["the adapter"] = settings.resume_adapter
     errors += run_output_errors(request, sources)
-    written_plan = loaded = hardware = tokenizer = samples = None
+    written_plan = loaded = hardware = tokenizer = samples = adapter = None
     if settings.plan is not None:
         with collecting(errors):
             written_plan = Plan.load(settings.plan)
@@ -142,11 +150,19 @@ def prepare_train(settings: TrainSettings, model: str, request: RunRequest) -> P
     with collecting(errors):
         loaded = load_model_spec(model, revision=settings.revision)
         errors += [] if written_plan is None else _other_model_errors(written_plan, loaded)
+    if settings.resume_adapter is not None:
+        with collecting(errors):
+            adapter = read_adapter(model_directory(settings.resume_adapter))
+            if loaded is not None:
+                settings = with_resumed_adapter(settings, adapter, loaded)
     if loaded is not None:
         with collecting(errors):
             source = StartingModel(model=model, revision=settings.revision)
             config = load_config(source)
             settings = with_positions(settings, config)
+            if adapter is not None and has_tokenizer(adapter.directory):
+                # It has the chat template that the adapter was trained with.
+                source = replace(source, tokenizer=str(adapter.directory))
             own_tokenizer = load_tokenizer(source, config.get_text_config().vocab_size)
             set_chat_template(own_tokenizer, settings.chat_template)
             tokenizer = own_tokenizer
@@ -182,7 +198,13 @@ def prepare_train(settings: TrainSettings, model: str, request: RunRequest) -> P
             f"{truncated} of {samples.statistics.rows} rows are longer than {settings.seq_len} tokens and are truncated"
         )
     return PreparedTrain(
-        model=model, settings=settings, plan=plan, samples=samples, tokenizer=tokenizer, request=request
+        model=model,
+        settings=settings,
+        adapter=adapter,
+        plan=plan,
+        samples=samples,
+        tokenizer=tokenizer,
+        request=request,
     )
 
 

@@ -17,6 +17,8 @@ from cards import read_card
 from faults.broken_models import broken_copy
 from session import warm_command
 from shardwright.cli.main import run
+from shardwright.ds_configs.quantization.recipe import quantize_settings
+from shardwright.trainers.quantization.inputs import prepare
 from small_models import llama
 
 pytestmark = pytest.mark.slow
@@ -98,6 +100,51 @@ def test_a_report_compares_with_the_model(model, tmp_path, capsys):
     assert found["evaluation"]["baseline"]["perplexity"]["value"] > 1
     assert "rows not used for calibration" in found["evaluation"]["text"]["source"]
     assert (output / "evaluation.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.fixture
+def chats(tmp_path) -> Path:
+    rows = [
+        [{"role": "user", "content": f"{n} + 1?"}, {"role": "assistant", "content": str(n + 1)}] for n in range(10, 50)
+    ]
+    file = tmp_path / "chats.jsonl"
+    file.write_text("".join(json.dumps({"messages": turns}) + "\n" for turns in rows))
+    return file
+
+
+@pytest.mark.needs("llmcompressor")
+def test_a_base_model_is_calibrated_on_chats_with_a_template(model, tmp_path, chats, capsys):
+    from transformers import AutoTokenizer
+
+    flags = ("--scheme", "W4A16", "--dataset", str(chats), "--seq-len", "64", "--num-samples", "8", "--no-evaluate")
+    settings = quantize_settings(
+        {"scheme": "W4A16", "dataset": str(chats), "seq_len": 64, "num_samples": 8, "chat_template": "alpaca"}
+    )
+    prepared = prepare(str(model), settings, None)
+    assert len(prepared.calibration) == 8
+    for sample in prepared.calibration:
+        text = prepared.tokenizer.decode(sample["input_ids"])
+        assert "### Instruction:\n" in text and "?\n\n### Response:\n" in text
+    output = tmp_path / "q"
+    assert quantize(model, output, *flags, "--chat-template", "alpaca", "--format", "json") == 0
+    assert json.loads(capsys.readouterr().out)["calibration"]["samples"] == 8
+    question = [{"role": "user", "content": "1 + 1?"}]
+    served = AutoTokenizer.from_pretrained(output).apply_chat_template(
+        question, tokenize=False, add_generation_prompt=True
+    )
+    assert served == prepared.tokenizer.apply_chat_template(question, tokenize=False, add_generation_prompt=True)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ((), "need a chat template, which the tokenizer does not have; pass --chat-template"),
+        (("--chat-template", "alpacca"), "is neither a file nor one of alpaca"),
+    ],
+)
+def test_chats_that_no_template_renders_are_rejected(model, tmp_path, chats, capsys, words, message):
+    errors = refused(model, tmp_path, capsys, 2, "--scheme", "NF4", "--dataset", str(chats), "--seq-len", "64", *words)
+    assert message in errors and errors.count("error: ") == 1
 
 
 @pytest.mark.parametrize(

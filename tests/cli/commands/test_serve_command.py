@@ -126,3 +126,122 @@ def test_the_engine_reads_the_checkpoint_with_its_own_library(engine, tmp_path, 
     reported = capsys.readouterr().err
     assert "compressed-tensors = '0.17.0': of this vLLM does not read the checkpoint, which 9.0 wrote" in reported
     assert "a_field_of_tomorrow" in reported
+
+
+def save_adapter(root: Path, **settings) -> Path:
+    """Write a model and a LoRA adapter of it with a tokenizer, and return the adapter's directory."""
+    from peft import LoraConfig, get_peft_model
+    from shardwright.plugins.transformers.training_arguments import byte_tokenizer
+    from small_models import llama
+    from transformers import AutoModelForCausalLM
+
+    llama().save_pretrained(root / "model")
+    base = AutoModelForCausalLM.from_pretrained(root / "model")
+    get_peft_model(base, LoraConfig(**{"r": 4, "target_modules": ["q_proj"]} | settings)).save_pretrained(
+        root / "tuned"
+    )
+    byte_tokenizer(512).save_pretrained(root / "tuned")
+    return root / "tuned"
+
+
+@pytest.mark.slow
+def test_the_engine_adds_an_adapter_to_its_base_model(no_engine, tmp_path, capsys):
+    adapter = save_adapter(tmp_path, rank_pattern={"layers.0.self_attn.q_proj": 20})
+    capsys.readouterr()
+    assert run(["serve", str(adapter), *ON_A_GPU, "--dry-run", "--format", "json"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    words = plan["line"]
+    assert words[:3] == ["vllm", "serve", str(tmp_path / "model")]
+    assert plan["adapter"] == "tuned"
+    for flag, value in (
+        ("--max-lora-rank", "32"),
+        ("--lora-modules", f"tuned={adapter}"),
+        ("--tokenizer", str(adapter)),
+    ):
+        assert words[words.index(flag) + 1] == value
+    assert "--enable-lora" in words
+    assert run(["serve", str(tmp_path / "model"), *ON_A_GPU, "--dry-run", "--format", "json"]) == 0
+    base = json.loads(capsys.readouterr().out)
+    assert base["adapter"] is None and "--enable-lora" not in base["line"] and "adapter" not in base["memory"]
+    assert base["memory"]["cache"] - plan["memory"]["cache"] == plan["memory"]["adapter"] > 0
+    assert run(["serve", str(adapter), *ON_A_GPU, "--dry-run"]) == 0
+    assert "tuned, an adapter of" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_the_engine_reads_the_chat_template_of_an_adapter(no_engine, tmp_path, capsys):
+    from shardwright.plugins.transformers.training_arguments import byte_tokenizer
+
+    adapter = save_adapter(tmp_path)
+    byte_tokenizer(512).save_pretrained(tmp_path / "model")
+
+    def words() -> list[str]:
+        capsys.readouterr()
+        assert run(["serve", str(adapter), *ON_A_GPU, "--dry-run", "--format", "json"]) == 0
+        return json.loads(capsys.readouterr().out)["line"]
+
+    assert not {"--tokenizer", "--chat-template"} & set(words())
+    (adapter / "chat_template.jinja").write_text("{{ messages[0].content }}")
+    line = words()
+    assert line[line.index("--chat-template") + 1] == str(adapter / "chat_template.jinja")
+    assert "--tokenizer" not in line
+    (adapter / "chat_template.jinja").unlink()
+    stored = json.loads((adapter / "tokenizer_config.json").read_text())
+    (adapter / "tokenizer_config.json").write_text(json.dumps(stored | {"chat_template": "{{ messages[0].content }}"}))
+    line = words()
+    assert line[line.index("--tokenizer") + 1] == str(adapter) and "--chat-template" not in line
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("settings", "words", "code", "message"),
+    [
+        (
+            {"use_dora": True},
+            (),
+            2,
+            "that servers do not support: use_dora; merge it (shardwright merge tuned",
+        ),
+        ({"modules_to_save": ["lm_head"]}, (), 2, "settings that servers do not support: modules_to_save"),
+        ({}, ("--engine", "transformers"), 2, "is not supported with --engine transformers; merge it"),
+        ({}, ("--draft", str(LLAMA)), 2, "is not supported with --draft; merge it"),
+        ({}, ("--revision", "main"), 2, "revision = 'main': only a Hub model has revisions"),
+    ],
+)
+def test_an_adapter_that_an_engine_cannot_add_is_rejected(settings, words, code, message, no_engine, tmp_path, capsys):
+    adapter = save_adapter(tmp_path, **settings)
+    assert run(["serve", str(adapter), *ON_A_GPU, "--dry-run", *words]) == code
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_a_damaged_adapter_or_another_base_starts_nothing(engine, tmp_path, capsys):
+    import shutil
+
+    from small_models import llama
+
+    adapter = save_adapter(tmp_path)
+    weights = adapter / "adapter_model.safetensors"
+    content = weights.read_bytes()
+    weights.write_bytes(content[:200])
+    assert run(["serve", str(adapter), *ON_A_GPU]) == 4
+    assert "is not a complete safetensors file" in capsys.readouterr().err
+    weights.write_bytes(content)
+    shutil.rmtree(tmp_path / "model")
+    assert run(["serve", str(adapter), *ON_A_GPU]) == 2
+    error = capsys.readouterr().err
+    assert "which does not exist here" in error and f"run shardwright merge {adapter} --base MODEL" in error
+    llama(num_hidden_layers=1).save_pretrained(tmp_path / "model")
+    assert run(["serve", str(adapter), *ON_A_GPU]) == 4
+    assert "is of another base than" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_the_engine_of_an_adapter_replaces_the_process(engine, tmp_path):
+    adapter = save_adapter(tmp_path)
+    command = [str(Path(sys.executable).parent / "shardwright"), "serve", str(adapter), *ON_A_GPU, "--port", "18432"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 7, done.stderr
+    printed = done.stdout.splitlines()
+    at = printed.index("serve", 1)
+    assert printed[at + 1] == str(tmp_path / "model") and f"tuned={adapter}" in printed[at:]
