@@ -94,6 +94,9 @@ def encode_chat(
         raise UsageError(ConfigError(where=where, rule=rule, fix=fix))
     turns: list[dict[str, Any]] = []
     for message in messages:
+        if not isinstance(message, Mapping):
+            rule, fix = "each message must be an object", 'for example {"role": "user", "content": …}'
+            raise UsageError(ConfigError(where=where, value=message, rule=rule, fix=fix))
         role = next((message[key] for key in _ROLE_KEYS if message.get(key)), None)
         content = next((message[key] for key in _CONTENT_KEYS if message.get(key) is not None), None)
         further = {key: value for key, value in message.items() if key not in (*_ROLE_KEYS, *_CONTENT_KEYS) and value}

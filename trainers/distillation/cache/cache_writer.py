@@ -21,7 +21,7 @@ from ....plugins.huggingface_hub.hub import model_directory
 from ....plugins.launching.messages import log_progress
 from ....plugins.planning.from_names import installed_versions
 from ...data.models import StartingModel, load_config, load_tokenizer, with_positions
-from ...data.samples import collate, reject_packed_conversations, stated_samples
+from ...data.samples import collate, stated_samples
 from ...data.sources import DataSettings, local_place
 from ...data.templates import set_chat_template
 from ...losses.fused_loss import UnknownLogitsError, accepted_inputs, captured_head_input
@@ -341,7 +341,6 @@ def prepare_cache(
     tokenizer = load_tokenizer(source, config.get_text_config().vocab_size)
     set_chat_template(tokenizer, settings.chat_template)
     samples = stated_samples(settings, tokenizer)
-    reject_packed_conversations(settings, samples.statistics.kind)
     vocab_size = max(tokenizer.get_vocab().values()) + 1
     layout = RecordFormat(
         top_k=min(settings.top_k, vocab_size),
