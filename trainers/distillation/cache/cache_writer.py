@@ -22,7 +22,7 @@ from ....plugins.launching.messages import log_progress
 from ....plugins.planning.from_names import installed_versions
 from ...data.models import StartingModel, load_config, load_tokenizer, with_positions
 from ...data.samples import collate, stated_samples
-from ...data.sources import DataSettings, local_place
+from ...data.sources import DataSettings, Packing, local_place
 from ...data.templates import set_chat_template
 from ...losses.fused_loss import UnknownLogitsError, accepted_inputs, captured_head_input
 from ...runs.launch import ONE_PROCESS, Replicas, run_replicas
@@ -291,6 +291,7 @@ class CacheSettings(DataSettings):
     group = "Answers"
 
     dataset: str = Field("python-help", description="As for distill")
+    packing: Packing = Field("auto", description="As for distill; conversations are stored one by one with any value")
     top_k: int = Field(50, description="Likeliest tokens to store")
     temperature: Decimals = Field((1.0,), description="Temperatures to distill at")
     value_bits: int = Field(6, description="Bits of each probability, 2 to 16")
