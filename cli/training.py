@@ -217,8 +217,12 @@ class TrainingView(Bar):
             # For CPU ranks the plan predicts an order of magnitude only.
             slow = share < _SLOW_SHARE and self._plan.hardware.gpu != "CPU"
             counts = f"{speed:,.0f}"
-            if positions is not None and figures.labelled_tokens_per_second is not None and positions > 1.01 * speed:
-                counts += f", {figures.labelled_tokens_per_second:,.0f} with a label; {positions:,.0f} with padding"
+            if positions is not None and (labelled := figures.labelled_tokens_per_second) is not None:
+                if positions > 1.01 * speed:
+                    counts += f", {labelled:,.0f} with a label; {positions:,.0f} with padding"
+                elif labelled < 0.9 * speed:
+                    # Packed rows have no padding, but the tokens of prompts.
+                    counts += f" ({labelled:,.0f} with a label)"
             comparison = f" of {planned:,.0f} planned ({100 * share:.0f} %)"
             style = "yellow" if slow else "dim"
             rows.append(("tokens/s", Text.assemble(counts, (comparison, style))))

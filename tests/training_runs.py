@@ -61,12 +61,15 @@ def make_inputs(root: Path) -> None:
     (root / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
 
 
-def command(root: Path, model: str, directory: Path, flags: str, **settings: Any) -> list[str]:
-    """Return the arguments of a run in a directory, which is made, with what `make_inputs` wrote."""
+def command(root: Path, model: str, directory: Path, flags: str, *, name: str = "train", **settings: Any) -> list[str]:
+    """Return the arguments of a run in a directory, which is made, with what `make_inputs` wrote.
+
+    `name` is the command, with further words before the model.
+    """
     directory.mkdir(parents=True, exist_ok=True)
     stated = SETTINGS | settings | {"dataset": str(root / "rows.jsonl")}
     (directory / "settings.yaml").write_text(json.dumps(stated))
-    train = [*warm_command("shardwright"), "train", str(root / model), "--config", "settings.yaml"]
+    train = [*warm_command("shardwright"), *name.split(), str(root / model), "--config", "settings.yaml"]
     return [*train, *flags.split(), "--output-dir", "out", "--format", "json"]
 
 

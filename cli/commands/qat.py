@@ -64,7 +64,7 @@ def qat_command(
 
 
 def _described(prepared: PreparedQAT, *, as_json: bool) -> dict[str, Any]:
-    scheme, calibrates = prepared.config.rounded_scheme, prepared.needs_calibration
+    scheme, calibrates = prepared.config.rounded_scheme, bool(prepared.calibration_samples)
     if as_json:
         layers = [layer.name for layer in prepared.layers]
         return {"scheme": asdict(scheme) | {"format": scheme.format}, "layers": layers, "calibration": calibrates}

@@ -382,6 +382,10 @@ _FSDP2_ON_CPU = (
     "on CPU ranks (accelerate 1.15.0 shards for accelerators only), so a plain script fails with an error about a "
     "pre-configured AcceleratorState."
 )
+_PARTLY_RECOMPUTED = (
+    "With `accelerate launch` alone a stock Trainer recomputes all layers completely, which fits but is slower than "
+    "predicted. launch.sh, `shardwright launch DIR SCRIPT`, PlanCallback and trainer_for recompute what the plan says."
+)
 
 
 def render_files(plan: Plan, *, directory: str = ".") -> dict[str, str]:
@@ -397,7 +401,9 @@ def render_files(plan: Plan, *, directory: str = ".") -> dict[str, str]:
     engine = plan.chosen.strategy.engine
     note = f"# {_COPIED}\n" if engine == "deepspeed" else ""
     if engine == "fsdp2" and plan.hardware.gpu == "CPU":
-        note = f"# {_FSDP2_ON_CPU}\n"
+        note += f"# {_FSDP2_ON_CPU}\n"
+    if plan.chosen.strategy.recomputes_in_part:
+        note += f"# {_PARTLY_RECOMPUTED}\n"
     texts = {
         "accelerate.yaml": header + note + accelerate_text(accelerate_config(plan)),
         "launch.sh": launch_script(plan, header),

@@ -175,10 +175,11 @@ def trainer_line(plan: LaunchSpec) -> str:
         needs.append(f"`shardwright launch` or trainer_for for {axes}")
     elif plan.hardware.gpu == "CPU" and strategy.engine != "single":
         needs.append("`shardwright launch` for CPU ranks")
-    if strategy.gradient_checkpointing and (strategy.checkpointed_layers is not None or strategy.keeps_products):
-        needs.append("PlanCallback or trainer_for, or it recomputes all layers completely")
+    if strategy.recomputes_in_part:
+        needs.append("`shardwright launch`, PlanCallback or trainer_for, or it recomputes all layers completely")
     elif strategy.zero_stage == 3 and job.method == "qlora":
-        needs.append("PlanCallback or trainer_for, which keep gathered weights out of the backward pass")
+        why = "which keep gathered weights out of the backward pass"
+        needs.append(f"`shardwright launch`, PlanCallback or trainer_for, {why}")
     if needs:
         return f"Trainer: a stock Trainer needs {'; and '.join(needs)}"
     return "Trainer: a stock Trainer runs this plan, with `accelerate launch` or `shardwright launch`"

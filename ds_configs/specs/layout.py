@@ -114,6 +114,11 @@ class Layout:
         return layers if self.checkpointed_layers is None else min(self.checkpointed_layers, layers)
 
     @property
+    def recomputes_in_part(self) -> bool:
+        """Whether checkpointing covers only some layers or operations, which a stock Trainer cannot express."""
+        return self.gradient_checkpointing and (self.checkpointed_layers is not None or self.keeps_products)
+
+    @property
     def axes(self) -> dict[str, int]:
         """The sizes above 1 of the axes beyond data parallelism, by name."""
         sizes = {"tp": self.tp, "pp": self.pp, "sp": self.sp, "cp": self.cp, "ep": self.ep}

@@ -82,5 +82,8 @@ def test_the_live_view_compares_figures_with_the_plan(columns: int) -> None:
         f"{speed / 2:,.0f}, {speed / 4:,.0f} with a label; {speed:,.0f} with padding of {speed:,.0f} planned (100 %)"
     )
     assert padded.spans[-1].style == "dim", "padding is not a slow run"
+    view.tell_figures(Figures(tokens_per_second=speed, **counts))
+    ((_, packed),) = view.rows()
+    assert packed.plain == f"{speed:,.0f} ({speed / 4:,.0f} with a label) of {speed:,.0f} planned (100 %)"
     view.tell_figures(Figures(slowest_rank=0, slowest_rank_ratio=1.02))
     assert [text.plain for _, text in view.rows()] == ["equally fast; the slowest takes 1.02 times the median"]

@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -168,6 +169,38 @@ def test_an_own_optimizer_that_deepspeed_would_replace_is_rejected(
         shown = ran(*launch, plan / "training_arguments.json", cwd=tmp_path, code=code)
         assert ("made" in shown) == (code == 0)
         assert ("optimizers = 'SGD': is silently replaced by the optimizer of optim" in shown) == (code == 2)
+
+
+_RECOMPUTED_LAYERS = """
+import sys
+from transformers import AutoModelForCausalLM, HfArgumentParser, Trainer, TrainingArguments
+
+(arguments,) = HfArgumentParser(TrainingArguments).parse_json_file(sys.argv[2])
+arguments.max_steps, arguments.report_to = 1, []
+model = AutoModelForCausalLM.from_pretrained(sys.argv[1])
+rows = [{"input_ids": [1, 2, 3, 4], "labels": [1, 2, 3, 4]}] * 8
+Trainer(model=model, args=arguments, train_dataset=rows).train()
+print("recomputed:", [layer.gradient_checkpointing for layer in model.model.layers])
+print("keeps products:", "context_fn" in str(model.model.layers[0]._gradient_checkpointing_func))
+"""
+
+
+@pytest.mark.parametrize("partly", [{"checkpointed_layers": 1}, {"keeps_products": True}])
+def test_a_plain_script_recomputes_what_the_plan_says_with_launch_and_all_layers_without(
+    model: Path, tmp_path: Path, partly: dict[str, Any]
+) -> None:
+    (tmp_path / "own.py").write_text(_RECOMPUTED_LAYERS)
+    whole = shardwright.plan(str(model), "1xCPU", seq_len=32, precision="fp32", gradient_checkpointing="on")
+    strategy = replace(whole.chosen.strategy, **partly)
+    replace(whole, chosen=replace(whole.chosen, strategy=strategy)).write(tmp_path / "plan")
+    script = ["own.py", model, "plan/training_arguments.json"]
+    shown = ran(*warm_command("shardwright"), "launch", "plan", *script, cwd=tmp_path)
+    assert f"recomputed: {[True, not partly.get('checkpointed_layers')]}" in shown
+    assert f"keeps products: {'keeps_products' in partly}" in shown
+    shown = ran("accelerate", "launch", "--config_file", "plan/accelerate.yaml", *script, cwd=tmp_path)
+    assert "recomputed: [True, True]" in shown and "keeps products: False" in shown
+    stated = "# With `accelerate launch` alone a stock Trainer recomputes all layers completely"
+    assert stated in (tmp_path / "plan" / "accelerate.yaml").read_text()
 
 
 def test_axes_are_carried_by_the_trainer_of_a_plain_script(

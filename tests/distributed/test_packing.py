@@ -1,4 +1,4 @@
-"""`shardwright train` on packed conversations: the losses of padded ones, under every layout that packs."""
+"""Packed conversations in `train`, `distill` and `qat`: the losses of single ones, under every layout that packs."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from training_runs import LAYOUTS, make_inputs, method_of, model_of, resumed, trained
+from session import warm_command
+from training_runs import LAYOUTS, completed, make_inputs, method_of, model_of, resumed, trained
 
 pytestmark = pytest.mark.distributed
 
@@ -23,7 +24,9 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     make_inputs(root)
     from distilling import tiny
 
-    tiny("llama", hidden=64, vocab_size=300, max_position_embeddings=128).save_pretrained(root / "llama")
+    for seed, name in enumerate(("llama", "teacher")):
+        model = tiny("llama", hidden=64, vocab_size=300, max_position_embeddings=128, seed=seed)
+        model.save_pretrained(root / name)
     rows = []
     for number in range(CHATS + 4):
         turns = [{"role": "user", "content": f"{number}?"}, {"role": "assistant", "content": "ja" * (number % 7)}]
@@ -70,3 +73,49 @@ def test_a_packed_run_resumes_with_the_same_losses(inputs: Path, tmp_path: Path)
     losses, shown = trained(*run, **settings)
     again, found = resumed(*run, **settings)
     assert again == losses and found["cross_entropy"] == shown["cross_entropy"]
+
+
+TEACHER = "--alpha 0.7 --temperature 2"
+OTHER_COMMANDS = {
+    "distill": f"{TEACHER} --hidden-states 0.5 --attention 0.5",
+    "distill-cached": TEACHER,
+    "qat": f"--scheme W4A16 --group-size 32 --teacher self {TEACHER}",
+}
+
+
+def other_run(inputs: Path, directory: Path, kind: str, flags: str, **settings: Any) -> Any:
+    """Return the losses and the JSON of a run of `distill` or `qat`."""
+    name, _, more = kind.partition("-")
+    words = f"distill {inputs / 'teacher'}" if name == "distill" else name
+    if more == "cached":
+        flags = f"{flags} --teacher-cache {inputs / 'cache'}"
+    settings = SEPARATE | settings | {"evaluation_dataset": str(inputs / "others.jsonl")}
+    return trained(inputs, "llama", directory, f"{flags} {OTHER_COMMANDS[kind]}", name=words, **settings)
+
+
+@pytest.fixture(scope="module")
+def cached(inputs: Path) -> None:
+    """A cache of all conversations, with `--packing on`, which does not change it."""
+    for name in ("rows.jsonl", "others.jsonl"):
+        words = f"cache-teacher teacher --output-dir cache --temperature 2 --packing on --dataset {name}"
+        words += " --chat-template alpaca --seq-len 128"
+        completed([*warm_command("shardwright"), *words.split()], inputs)
+
+
+@pytest.mark.parametrize(("kind", "layout"), [("distill", "zero3"), ("distill-cached", "zero2"), ("qat", "fsdp2")])
+def test_other_commands_have_the_losses_of_padded_conversations(
+    inputs: Path, tmp_path: Path, cached: None, kind: str, layout: str, deepspeed_cpu_ops: None
+) -> None:
+    expected, alone = other_run(inputs, tmp_path / "padded", kind, "--hardware 1xCPU", **PADDED)
+    batch = {"packing": "on", "global_batch_size": 10}
+    losses, shown = other_run(inputs, tmp_path / "packed", kind, f"--hardware 2xCPU {LAYOUTS[layout]}", **batch)
+    dataset = shown["dataset"]
+    assert (dataset["train_samples"], dataset["packed_documents"]) == (10, CHATS)
+    assert dataset["train_tokens"] == alone["dataset"]["train_tokens"]
+    assert losses[0] == pytest.approx(expected[0], abs=1e-6)
+    if kind != "qat":
+        # A difference of 1e-8 in a weight can change its code.
+        assert losses[1] == pytest.approx(expected[1], abs=1e-5)
+    out = tmp_path / "packed" / "out"
+    assert "tokens/s with a label" in (out / "REPORT.md").read_text()
+    assert all("positions_per_second" in json.loads(step) for step in (out / "metrics.jsonl").read_text().splitlines())

@@ -15,8 +15,6 @@ from typing import Any
 
 from ...ds_configs.specs.errors import ConfigError, UsageError
 
-Message = Mapping[str, Any]
-
 IGNORED_LABEL = -100
 """Label of a token without a loss, as in Transformers."""
 
@@ -56,7 +54,7 @@ def encode_completion(tokenizer: Any, prompt: str, completion: str) -> tuple[lis
 
 def encode_chat(
     tokenizer: Any,
-    messages: Sequence[Message],
+    messages: Sequence[Any],
     *,
     first_labelled: int = 0,
     tools: Sequence[Any] | None = None,
@@ -94,6 +92,9 @@ def encode_chat(
         raise UsageError(ConfigError(where=where, rule=rule, fix=fix))
     turns: list[dict[str, Any]] = []
     for message in messages:
+        if not isinstance(message, Mapping):
+            rule, fix = "each message must be an object", 'for example {"role": "user", "content": …}'
+            raise UsageError(ConfigError(where=where, value=message, rule=rule, fix=fix))
         role = next((message[key] for key in _ROLE_KEYS if message.get(key)), None)
         content = next((message[key] for key in _CONTENT_KEYS if message.get(key) is not None), None)
         further = {key: value for key, value in message.items() if key not in (*_ROLE_KEYS, *_CONTENT_KEYS) and value}

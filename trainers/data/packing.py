@@ -9,19 +9,76 @@ no label, as nothing of its own document predicts it.
 
 from __future__ import annotations
 
+import logging
 from bisect import bisect_left, insort
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from ...ds_configs.plan.plan import Plan
 from ...ds_configs.shrink.config import shrink_model_config
+from ...ds_configs.specs.errors import ConfigError, UsageError
 from ...ds_configs.specs.layout import Layout
 from .chat import IGNORED_LABEL
 from .samples import Sample, Samples
+from .sources import DataSettings
 
 _FLASH = "flash"
 _PROBED_TOKENS = (5, 7)
+
+logger = logging.getLogger(__name__)
+
+
+def packed_if_possible(
+    samples: Samples,
+    settings: DataSettings,
+    plan: Plan,
+    models: Sequence[tuple[Mapping[str, Any], str | None]],
+    *,
+    obstacle: str | None = None,
+    streaming: bool = False,
+) -> Samples:
+    """Return the samples with several conversations in a row, where layout, models and data allow it, and log which.
+
+    Args:
+        samples: One conversation each; plain text is returned as it is.
+        settings: With `packing`.
+        plan: The layout that trains.
+        models: `config.json` and attention implementation of each model that reads the rows.
+        obstacle: Why the training cannot use packed rows, if it cannot.
+        streaming: Whether samples are made while rows are read.
+
+    Raises:
+        UsageError: `--packing on`, but conversations cannot be packed.
+    """
+    statistics, strategy = samples.statistics, plan.chosen.strategy
+    if settings.packing == "off" or statistics.kind == "text":
+        return samples
+    for config, attention in models:
+        obstacle = obstacle or packing_obstacle(
+            strategy, config, attention=attention, seq_len=settings.seq_len, streaming=streaming
+        )
+    packed, rows = samples, 0
+    if obstacle is None:
+        packed = packed_samples(samples, settings.seq_len)
+        rows = packed.statistics.train_samples
+        if settings.packing == "auto" and rows < strategy.global_batch_size:
+            obstacle = f"they fill {rows} rows, fewer than the global batch of {strategy.global_batch_size}"
+    if obstacle is None:
+        filled = statistics.train_tokens / (rows * settings.seq_len)
+        per_step = strategy.global_batch_size * statistics.train_samples / rows
+        logger.info(
+            f"packed {statistics.train_samples:,} conversations into {rows:,} rows of {settings.seq_len} tokens, "
+            f"{100 * filled:.0f} % filled: a step trains on about {per_step:,.0f} conversations, with --packing off on "
+            f"{strategy.global_batch_size}"
+        )
+        return packed
+    if settings.packing == "on":
+        rule, fix = f"is not supported here: {obstacle}", "use --packing auto, which pads conversations"
+        raise UsageError(ConfigError(where="packing", value="on", rule=rule, fix=fix))
+    logger.info(f"conversations are padded, not packed: {obstacle}")
+    return samples
 
 
 def fitting_rows(lengths: Sequence[int], seq_len: int) -> list[list[int]]:

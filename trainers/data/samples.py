@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import tempfile
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
@@ -31,6 +32,10 @@ _ALPACA_PROMPT = (
 """The prompt of tatsu-lab/stanford_alpaca, for a tokenizer without a chat template."""
 _FILL = {"input_ids": None, "labels": IGNORED_LABEL, "token_weights": 0.0, "teacher_rows": -1, "position_ids": 0}
 """Padding value of each column; `None` for the padding token."""
+_NumberedRow = tuple[int, Row]
+"""A row with its index among those that this machine reads, which errors name."""
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -78,12 +83,12 @@ class Samples:
 
 
 def stated_samples(settings: DataSettings, tokenizer: Any) -> Samples:
-    """Return the samples that settings describe; a teacher's cache and the training use the same.
+    """Return the samples that settings describe, and log truncation; a teacher's cache and the training use the same.
 
     Raises:
         UsageError: as `load_samples`.
     """
-    return load_samples(
+    samples = load_samples(
         settings.dataset,
         tokenizer,
         seq_len=settings.seq_len,
@@ -94,6 +99,16 @@ def stated_samples(settings: DataSettings, tokenizer: Any) -> Samples:
         evaluation_fraction=settings.evaluation_fraction,
         text_column=settings.text_column,
     )
+    _log_truncation(samples.statistics, settings.seq_len)
+    return samples
+
+
+def _log_truncation(statistics: SampleStatistics, seq_len: int) -> None:
+    if statistics.cut_rows:
+        logger.info(
+            f"{statistics.cut_rows:,} of {statistics.rows:,} rows of {statistics.source} are longer than {seq_len} "
+            "tokens and are truncated"
+        )
 
 
 def load_samples(
@@ -137,7 +152,7 @@ def load_samples(
         check_text_column(source, rows, text_column)
         rows = [{"text": row.get(text_column)} for row in rows]
     kind = kind_of(source, rows)
-    filled = [row for row in rows if has_text(row, kind)]
+    filled = [(index, row) for index, row in enumerate(rows) if has_text(row, kind)]
     check_one_format(source, rows, kind)
     if not filled:
         rule = f"none of its {len(rows)} rows has text"
@@ -239,24 +254,14 @@ def has_text(row: Row, kind: Kind) -> bool:
     return isinstance(text, str) and bool(text.strip())
 
 
-def check_one_format(source: str, rows: Iterable[Row], kind: Kind) -> None:
-    """Raise a `UsageError` if rows have text in the columns of another kind, which would be skipped."""
+def check_one_format(source: str, rows: Iterable[Row], kind: Kind, *, first: int = 0) -> None:
+    """Raise a `UsageError` if rows have text in the columns of another kind; `first` is the index of the first row."""
     kinds: tuple[Kind, ...] = ("messages", "prompt and completion", "text")
-    for index, row in enumerate(rows):
+    for index, row in enumerate(rows, start=first):
         if not has_text(row, kind) and (other := next((name for name in kinds if has_text(row, name)), None)):
             rule = f"has {other}, but earlier rows have {kind}: all rows of a dataset must have one format"
             fix = "convert the rows, or train on one file per format"
             raise UsageError(ConfigError(where=f"{source}[{index}]", rule=rule, fix=fix))
-
-
-def reject_packed_conversations(settings: DataSettings, kind: Kind) -> None:
-    """Raise a `UsageError` for `--packing on` with conversations, in commands other than `train`."""
-    if settings.packing == "on" and kind != "text":
-        rule, fix = (
-            f"joins plain text only, and {settings.dataset} has {kind}",
-            "omit it: only train packs conversations",
-        )
-        raise UsageError(ConfigError(where="packing", value="on", rule=rule, fix=fix))
 
 
 def prompt_and_completion(row: Row, *, with_template: bool, where: str) -> tuple[Any, Any]:
@@ -304,14 +309,16 @@ def digest_of(row: Row, seed: int) -> bytes:
     return hashlib.sha256(f"{seed}\n{json.dumps(row, sort_keys=True, default=str)}".encode()).digest()
 
 
-def _split_rows(rows: list[Row], kind: Kind, seed: int, fraction: float) -> tuple[list[Row], list[Row]]:
+def _split_rows(
+    rows: list[_NumberedRow], kind: Kind, seed: int, fraction: float
+) -> tuple[list[_NumberedRow], list[_NumberedRow]]:
     if fraction <= 0:
         return rows, []
     if len(rows) == 1 and kind == "text":
-        text = rows[0]["text"]
-        end = round(len(text) * (1 - fraction))
-        return [{"text": text[:end]}], [{"text": text[end:]}]
-    digests = [digest_of(row, seed) for row in rows]
+        ((index, row),) = rows
+        end = round(len(row["text"]) * (1 - fraction))
+        return [(index, {"text": row["text"][:end]})], [(index, {"text": row["text"][end:]})]
+    digests = [digest_of(row, seed) for _, row in rows]
     equal_rows, missing, selected = Counter(digests), max(1, round(len(rows) * fraction)), set()
     # The last digest is never selected, so that there is always a row to train on.
     for digest in sorted(equal_rows)[:-1]:
@@ -331,13 +338,13 @@ class SampleMaker:
         self._tokenizer, self._seq_len, self._kind = tokenizer, seq_len, kind
         self._packing, self._source = packing, source
 
-    def __call__(self, rows: Iterable[Row]) -> Iterator[Sample]:
+    def __call__(self, rows: Iterable[_NumberedRow]) -> Iterator[Sample]:
         """Yield samples of at most `seq_len` tokens; rows are read as samples are requested."""
         tokenizer, seq_len = self._tokenizer, self._seq_len
         if self._kind == "text":
             before, after = special_prefix(tokenizer), special_suffix(tokenizer)
             documents = (
-                [*before, *tokenizer(row["text"], add_special_tokens=False)["input_ids"], *after] for row in rows
+                [*before, *tokenizer(row["text"], add_special_tokens=False)["input_ids"], *after] for _, row in rows
             )
             pieces = (
                 document[start : start + seq_len]
@@ -349,7 +356,7 @@ class SampleMaker:
                 # Labels are a copy, so that masking a label does not change the tokens.
                 yield {"input_ids": tokens, "labels": list(tokens)}
             return
-        for index, row in enumerate(rows):
+        for index, row in rows:
             where = f"{self._source}[{index}]"
             if self._kind == "messages":
                 ids, labels = encode_chat(tokenizer, _messages(row), tools=tools_of(row, where), where=where)
@@ -439,6 +446,7 @@ def streamed_samples(
         train_labels=labels,
         machines=part.count,
     )
+    _log_truncation(statistics, settings.seq_len)
     return Samples(train=Dataset.from_file(file), evaluation=evaluation, statistics=statistics, kept=directory)
 
 
@@ -458,21 +466,22 @@ class _Rows:
         column = self._settings.text_column
         return ({"text": row.get(column)} if column is not None else row for row in rows)
 
-    def head(self) -> Iterator[Row]:
-        for row in self._filled():
+    def head(self) -> Iterator[_NumberedRow]:
+        for index, row in self._filled():
             self._head.add(digest_of(row, self._settings.seed))
-            yield row
+            yield index, row
 
-    def rest(self) -> Iterator[Row]:
-        return (row for row in self._filled() if digest_of(row, self._settings.seed) not in self._head)
+    def rest(self) -> Iterator[_NumberedRow]:
+        seed = self._settings.seed
+        return ((index, row) for index, row in self._filled() if digest_of(row, seed) not in self._head)
 
-    def _filled(self) -> Iterator[Row]:
+    def _filled(self) -> Iterator[_NumberedRow]:
         for row in self.as_read(self.stream):
             self.read += 1
             if has_text(row, self.kind):
-                yield row
+                yield self.read - 1, row
             else:
-                check_one_format(self._settings.dataset, [row], self.kind)
+                check_one_format(self._settings.dataset, [row], self.kind, first=self.read - 1)
                 self.empty += 1
 
 

@@ -33,7 +33,7 @@ class RunOutOfMemoryError(DoesNotFitError):
 
 
 def kernel_oom_kills() -> int:
-    """Return how many processes the kernel has ended for lack of memory since this host started; 0 if it says nothing."""
+    """Return how many processes the kernel has ended for lack of memory since boot; 0 if it does not count."""
     file = Path("/proc/vmstat")
     counters = dict(line.split() for line in file.read_text().splitlines()) if file.is_file() else {}
     return int(counters.get("oom_kill", 0))

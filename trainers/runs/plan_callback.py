@@ -150,15 +150,8 @@ class PlanCallback(TrainerCallback):
         if self._directory is not None and args.process_index == 0:
             for line in unread_edits(self._directory):
                 print(f"note: {line}", file=sys.stderr)
-        model, strategy = kwargs.get("model"), self._plan.chosen.strategy
-        if model is None:
-            return
-        if strategy.checkpointed_layers is not None and args.gradient_checkpointing:
-            checkpoint_first_layers(model, strategy.checkpointed_layers)
-        if strategy.keeps_products and args.gradient_checkpointing:
-            keep_products(model)
-        if strategy.zero_stage == 3 and self._plan.job.method == "qlora":
-            read_weights_in_backward(model)
+        if (model := kwargs.get("model")) is not None:
+            keep_planned_memory(self._plan, args, model)
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         await_device()
@@ -237,6 +230,21 @@ class PlanCallback(TrainerCallback):
         if (difference := installed_release_difference(self._plan)) is not None:
             differences.append(difference)
         return differences
+
+
+def keep_planned_memory(plan: Plan, args: Any, model: Any) -> None:
+    """Make a Trainer's model recompute and keep what the plan says; call it when training begins, once or more often.
+
+    Raises:
+        UsageError: the model's layers cannot be recomputed in part.
+    """
+    strategy = plan.chosen.strategy
+    if strategy.checkpointed_layers is not None and args.gradient_checkpointing:
+        checkpoint_first_layers(model, strategy.checkpointed_layers)
+    if strategy.keeps_products and args.gradient_checkpointing:
+        keep_products(model)
+    if strategy.zero_stage == 3 and plan.job.method == "qlora":
+        read_weights_in_backward(model)
 
 
 def argument_differences(

@@ -18,7 +18,7 @@ from ...plugins.launching.messages import note_on_first_rank
 from ...plugins.transformers.training_arguments import deepspeed_configuration
 from ..parallel.trainer_for import PlannedParallelism, planned_parallelism
 from ..runs.out_of_memory import memory_errors
-from ..runs.plan_callback import argument_differences
+from ..runs.plan_callback import argument_differences, keep_planned_memory
 from ..runs.ranks import check_upstream
 from ..runs.settings import RankTask
 from .settings import ScriptJob
@@ -46,7 +46,7 @@ def run_script(script: str, arguments: list[str]) -> None:
 
 
 def follow_trainers(plan: Plan) -> None:
-    """Make every Trainer of a script report where it differs from the plan."""
+    """Make every Trainer of a script recompute what the plan says, and report where it differs from the plan."""
     from transformers import TrainerCallback
 
     class Comparison(TrainerCallback):
@@ -60,7 +60,13 @@ def follow_trainers(plan: Plan) -> None:
                 )
 
         def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            for line in argument_differences(plan, args, kwargs.get("model"), ranks=args.world_size):
+            model = kwargs.get("model")
+            lines = argument_differences(plan, args, model, ranks=args.world_size)
+            try:
+                keep_planned_memory(plan, args, model)
+            except UsageError as error:
+                lines += [f"{each.where} {each.rule}" for each in error.errors]
+            for line in lines:
                 note_on_first_rank(f"{line}: {_NOT_PREDICTED}")
             if repeated := repeated_samples(kwargs.get("train_dataloader")):
                 note_on_first_rank(_REPEATED.format(repeated))

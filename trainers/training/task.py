@@ -21,7 +21,7 @@ from ...plugins.planning.from_names import installed_release_difference
 from ...plugins.planning.from_names import plan as select_plan
 from ...plugins.planning.models import LoadedModel, load_model_spec
 from ..data.models import StartingModel, has_tokenizer, load_config, load_tokenizer, with_positions
-from ..data.packing import packed_samples, packing_obstacle
+from ..data.packing import packed_if_possible
 from ..data.samples import Samples, SampleStatistics
 from ..data.sources import WHOLE, Part, local_place
 from ..data.templates import set_chat_template
@@ -190,13 +190,18 @@ def prepare_train(settings: TrainSettings, model: str, request: RunRequest) -> P
         raise UsageError(errors)
     if settings.arg.get("torch_compile"):
         logger.info(f"torch_compile is {not_covered('torch_compile')}")
-    samples = _packed(limited_held_out(samples, settings), settings, plan, loaded)
+    assert loaded, "each failure added an error"
+    with_cache = "with a cache (--arg use_cache), Transformers does not separate documents"
+    samples = packed_if_possible(
+        limited_held_out(samples, settings),
+        settings,
+        plan,
+        [(loaded.config, plan.model.attention)],
+        obstacle=with_cache if settings.arg.get("use_cache") else None,
+        streaming=settings.streaming,
+    )
     if settings.streaming:
         logger.info(read_line(samples, settings, plan))
-    if truncated := samples.statistics.cut_rows:
-        logger.info(
-            f"{truncated} of {samples.statistics.rows} rows are longer than {settings.seq_len} tokens and are truncated"
-        )
     return PreparedTrain(
         model=model,
         settings=settings,
@@ -206,47 +211,6 @@ def prepare_train(settings: TrainSettings, model: str, request: RunRequest) -> P
         tokenizer=tokenizer,
         request=request,
     )
-
-
-def _packed(samples: Samples, settings: TrainSettings, plan: Plan, loaded: LoadedModel | None) -> Samples:
-    """Return the samples with several conversations in a row, where layout, model and data allow it, and log which.
-
-    Raises:
-        UsageError: `--packing on`, but conversations cannot be packed.
-    """
-    assert loaded, "each failure added an error"
-    statistics, strategy = samples.statistics, plan.chosen.strategy
-    if settings.packing == "off" or statistics.kind == "text":
-        return samples
-    obstacle: str | None = "with a cache (--arg use_cache), Transformers does not separate documents"
-    packed, rows = samples, 0
-    if not settings.arg.get("use_cache"):
-        obstacle = packing_obstacle(
-            strategy,
-            loaded.config,
-            attention=plan.model.attention,
-            seq_len=settings.seq_len,
-            streaming=settings.streaming,
-        )
-    if obstacle is None:
-        packed = packed_samples(samples, settings.seq_len)
-        rows = packed.statistics.train_samples
-        if settings.packing == "auto" and rows < strategy.global_batch_size:
-            obstacle = f"they fill {rows} rows, fewer than the global batch of {strategy.global_batch_size}"
-    if obstacle is None:
-        filled = statistics.train_tokens / (rows * settings.seq_len)
-        per_step = strategy.global_batch_size * statistics.train_samples / rows
-        logger.info(
-            f"packed {statistics.train_samples:,} conversations into {rows:,} rows of {settings.seq_len} tokens, "
-            f"{100 * filled:.0f} % filled: a step trains on about {per_step:,.0f} conversations, or "
-            f"{strategy.global_batch_size} with --packing off"
-        )
-        return packed
-    if settings.packing == "on":
-        rule, fix = f"is not supported here: {obstacle}", "use --packing auto, which pads conversations"
-        raise UsageError(ConfigError(where="packing", value="on", rule=rule, fix=fix))
-    logger.info(f"conversations are padded, not packed: {obstacle}")
-    return samples
 
 
 def _planned(settings: TrainSettings, loaded: LoadedModel | None, hardware: HardwareSpec | None) -> Plan:

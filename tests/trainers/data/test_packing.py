@@ -9,11 +9,14 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from shardwright.ds_configs.quantization.scheme import PRESETS, changed
 from shardwright.ds_configs.specs.layout import Layout
 from shardwright.trainers.data import packing
 from shardwright.trainers.data.chat import IGNORED_LABEL
 from shardwright.trainers.data.packing import fitting_rows, packed_row, packing_obstacle
 from shardwright.trainers.data.samples import collate
+from shardwright.trainers.qat.rounding.attach import attach
+from shardwright.trainers.qat.rounding.config import QATConfig
 from small_models import SIZES, llama, mixtral
 from transformers import AutoConfig, GPT2Config, GPT2LMHeadModel, set_seed
 
@@ -85,6 +88,27 @@ def test_loss_and_gradients_are_those_of_single_documents(build: Any, attention:
             assert parameter.grad is None or not parameter.grad.any(), name
         else:
             assert (parameter.grad - other.grad).abs().max() < 1e-6, name
+
+
+@pytest.mark.parametrize(
+    "rounding",
+    [QATConfig(scheme=changed(PRESETS["W4A16"], group_size=32)), QATConfig(scheme=PRESETS["W8A8"])],
+    ids=lambda rounding: rounding.scheme.name,
+)
+def test_a_rounded_model_has_the_loss_and_gradients_of_single_documents(rounding: QATConfig) -> None:
+    packed, alone = llama().double(), llama().double()
+    for model in (packed, alone):
+        attach(model, rounding)
+    made = documents()
+    batch = collate([packed_row(made[:3]), packed_row(made[3:])])
+    labelled = int((batch["labels"][:, 1:] != IGNORED_LABEL).sum())
+    loss = packed(**batch, use_cache=False, num_items_in_batch=labelled).loss
+    expected = loss_of_single_documents(alone)
+    assert float(loss.detach()) == pytest.approx(float(expected.detach()), abs=1e-6)
+    loss.backward()
+    expected.backward()
+    for (name, parameter), other in zip(packed.named_parameters(), alone.parameters(), strict=True):
+        assert (parameter.grad - other.grad).abs().max() < 1e-6, name
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])

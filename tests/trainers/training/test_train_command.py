@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,7 +15,7 @@ import pytest
 import shardwright
 import torch
 from cards import read_card
-from commands import Shell, run_rank_here, shell_in
+from commands import Result, Shell, run_rank_here, shell_in
 from datasets import Dataset
 from distilling import tiny
 from runnable_blocks import prepare
@@ -368,43 +368,111 @@ def test_few_chats_are_packed_only_on_request(train: Shell, longer_model: Path, 
         assert json.loads(found.out)["dataset"]["packed_documents"] == documents
 
 
+COMMANDS = {
+    "train": OUT,
+    "distill": ("MODEL", *OUT),
+    "qat": (*OUT, "--scheme", "W4A16", "--group-size", 32),
+    "cache-teacher": OUT,
+}
+
+
+@pytest.fixture(params=COMMANDS)
+def on_chats(
+    request: pytest.FixtureRequest,
+    longer_model: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> Callable[..., Result]:
+    """Each command that reads a dataset, with a model and `chats.jsonl`."""
+    call = shell_in(tmp_path, request.param, capsys, monkeypatch)
+    words = [longer_model if word == "MODEL" else word for word in ("MODEL", *COMMANDS[request.param])]
+    return lambda *more: call(*words, "--dataset", "chats.jsonl", *more)
+
+
+CODE = "{{ messages[0].content.__class__.__mro__ }}"
+NOT_AN_OBJECT = {"messages": [{"role": "user", "content": "?"}, "yes"]}
+
+
 @pytest.mark.parametrize(
     ("rows", "template", "said"),
     [
-        (CHATS, (), "need a chat template, which the tokenizer does not have; pass --chat-template"),
-        (CHATS, ("--chat-template", "chatlm"), "is neither a file nor one of alpaca, chatml, llama3, zephyr"),
-        (CHATS, ("--chat-template", "own.jinja"), "'__class__' of 'str' object is unsafe"),
-        ([CHATS[0], {"text": "plain"}], ("--chat-template", "alpaca"), "all rows of a dataset must have one format"),
+        (CHATS, None, "need a chat template, which the tokenizer does not have; pass --chat-template"),
+        (CHATS, "chatlm", "is neither a file nor one of alpaca, chatml, llama3, zephyr"),
+        (CHATS, CODE, "'__class__' of 'str' object is unsafe"),
+        (CHATS, "{% include 'chats.jsonl' %}", "cannot render a question and its answer: no loader"),
+        (CHATS, "{% for m in messages %}{{ m.content }", "cannot render a question and its answer: unexpected '}'"),
+        (CHATS, "{{ messages[0].content + nothing.here }}", "cannot render a question and its answer: 'nothing' is"),
+        (CHATS, "{{ messages[7].content.title() }}{{ raise_exception('x') }}", "cannot render a question"),
+        ([CHATS[0], {"text": "plain"}], "alpaca", "chats.jsonl[1]: has text, but earlier rows have messages"),
+        ([{"text": "plain"}, CHATS[0]], "alpaca", "chats.jsonl[1]: has messages, but earlier rows have text"),
+        ([*CHATS[:9], NOT_AN_OBJECT], "alpaca", "chats.jsonl[9] = 'yes': each message must be an object; for example"),
+        (CHATS, "alpaca --seq-len 8", "every label is masked"),
     ],
 )
-def test_bad_templates_and_mixed_rows_end_before_anything_is_written(
-    train: Shell, longer_model: Path, tmp_path: Path, rows: Sequence[Any], template: Sequence[str], said: str
+def test_bad_templates_and_rows_end_before_anything_is_written(
+    on_chats: Callable[..., Result], tmp_path: Path, rows: Sequence[Any], template: str | None, said: str
 ) -> None:
     write_chats(tmp_path, rows)
-    (tmp_path / "own.jinja").write_text("{{ messages[0].content.__class__.__mro__ }}")
-    found = train(longer_model, *OUT, "--dataset", "chats.jsonl", *template)
+    words = template.split() if template else []
+    if template and "{" in template:
+        (tmp_path / "own.jinja").write_text(template)
+        words = ["own.jinja"]
+    found = on_chats(*(("--chat-template", *words) if words else ()))
     assert found.code == 2 and said in found.err, found.err
+    assert found.err.count("error:") == 1, found.err
     assert not (tmp_path / "out").exists()
 
 
+def test_long_conversations_are_truncated_and_counted(on_chats: Callable[..., Result], tmp_path: Path) -> None:
+    long = [{"messages": [{"role": "user", "content": "?"}, {"role": "assistant", "content": "ja" * 300}]}]
+    write_chats(tmp_path, [*CHATS, *long * 3])
+    found = on_chats("--chat-template", "alpaca", "--seq-len", 256, "--packing", "on", "--dry-run")
+    assert found.code == 0, found.err
+    assert "3 of 43 rows of chats.jsonl are longer than 256 tokens and are truncated" in found.err
+
+
 @pytest.mark.parametrize(
-    ("command", "further"),
-    [("distill", ("MODEL", *OUT)), ("qat", (*OUT, "--scheme", "W4A16", "--group-size", 32)), ("cache-teacher", OUT)],
+    ("command", "more", "said"),
+    [
+        ("distill", ("--on-policy", 0.5), "the student completes the prompt of one conversation per row"),
+        ("distill", ("--cross-tokenizer",), "the teacher reads each conversation in its own tokens"),
+        ("distill", ("--teacher", "mamba"), "MambaForCausalLM reads other documents of a row"),
+        ("qat", ("--teacher", "mamba"), "MambaForCausalLM reads other documents of a row"),
+    ],
 )
-def test_other_commands_read_templates_and_do_not_pack_chats(
+def test_distillation_pads_chats_that_it_cannot_pack(
     command: str,
-    further: Sequence[Any],
+    more: Sequence[Any],
+    said: str,
     longer_model: Path,
+    mamba: Path,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     write_chats(tmp_path)
     call = shell_in(tmp_path, command, capsys, monkeypatch)
-    words = (longer_model, *(longer_model if word == "MODEL" else word for word in further), *ON_CHATS)
-    found = call(*words, "--packing", "on")
-    assert found.code == 2 and "packing = 'on': joins plain text only, and chats.jsonl has messages" in found.err
-    assert found.err.count("error:") == 1, found.err
+    teacher = longer_model
+    if more[0] == "--teacher":
+        teacher, more = mamba, (() if command == "distill" else ("--teacher", mamba))
+    words = [*([teacher] if command == "distill" else []), longer_model, *ON_CHATS, "--dry-run", *more]
+    words += ["--global-batch-size", 2, *(word for word in COMMANDS[command] if word != "MODEL")]
+    padded = call(*words, "--format", "json")
+    assert padded.code == 0, padded.err
+    assert f"conversations are padded, not packed: {said}" in padded.err
+    assert json.loads(padded.out)["dataset"]["packed_documents"] == 0
+    demanded = call(*words, "--packing", "on")
+    assert demanded.code == 2 and f"packing = 'on': is not supported here: {said}" in demanded.err
+
+
+@pytest.fixture(scope="module")
+def mamba(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from transformers import MambaConfig, MambaForCausalLM
+
+    directory = tmp_path_factory.mktemp("models") / "mamba"
+    MambaForCausalLM(MambaConfig(vocab_size=300, hidden_size=32, num_hidden_layers=2)).save_pretrained(directory)
+    return directory
 
 
 def save_adapter(model: Path, directory: Path, **settings: Any) -> None:

@@ -21,8 +21,8 @@ from ....plugins.huggingface_hub.hub import model_directory
 from ....plugins.launching.messages import log_progress
 from ....plugins.planning.from_names import installed_versions
 from ...data.models import StartingModel, load_config, load_tokenizer, with_positions
-from ...data.samples import collate, reject_packed_conversations, stated_samples
-from ...data.sources import DataSettings, local_place
+from ...data.samples import collate, stated_samples
+from ...data.sources import DataSettings, Packing, local_place
 from ...data.templates import set_chat_template
 from ...losses.fused_loss import UnknownLogitsError, accepted_inputs, captured_head_input
 from ...runs.launch import ONE_PROCESS, Replicas, run_replicas
@@ -291,6 +291,7 @@ class CacheSettings(DataSettings):
     group = "Answers"
 
     dataset: str = Field("python-help", description="As for distill")
+    packing: Packing = Field("auto", description="As for distill; conversations are stored one by one with any value")
     top_k: int = Field(50, description="Likeliest tokens to store")
     temperature: Decimals = Field((1.0,), description="Temperatures to distill at")
     value_bits: int = Field(6, description="Bits of each probability, 2 to 16")
@@ -341,7 +342,6 @@ def prepare_cache(
     tokenizer = load_tokenizer(source, config.get_text_config().vocab_size)
     set_chat_template(tokenizer, settings.chat_template)
     samples = stated_samples(settings, tokenizer)
-    reject_packed_conversations(settings, samples.statistics.kind)
     vocab_size = max(tokenizer.get_vocab().values()) + 1
     layout = RecordFormat(
         top_k=min(settings.top_k, vocab_size),

@@ -6,6 +6,7 @@ import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -227,7 +228,11 @@ class TeacherCache:
 
 
 class CachedTeacherDataset:
-    """Dataset that adds the rows of the teacher's answers to each sample, as `teacher_rows`."""
+    """Dataset that adds the rows of the teacher's answers to each sample, as `teacher_rows`.
+
+    A cache has single documents: those of a packed row, whose `position_ids` restart with each one, are looked up one
+    by one.
+    """
 
     def __init__(self, dataset: Any, cache: TeacherCache) -> None:
         self._dataset, self._cache = dataset, cache
@@ -237,8 +242,10 @@ class CachedTeacherDataset:
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         sample = self._dataset[index]
-        ids = sample["input_ids"]
-        return {**sample, "teacher_rows": self._cache.rows_of(ids.tolist() if hasattr(ids, "tolist") else ids)}
+        ids, positions = (np.asarray(sample.get(name, ())).tolist() for name in ("input_ids", "position_ids"))
+        starts = [start for start, position in enumerate(positions) if position == 0] or [0]
+        documents = (ids[start:end] for start, end in pairwise([*starts, len(ids)]))
+        return {**sample, "teacher_rows": [row for document in documents for row in self._cache.rows_of(document)]}
 
 
 def file_sha256(path: Path) -> str:

@@ -15,7 +15,8 @@ from ....ds_configs.specs.settings import settings_of
 from ....plugins.planning.from_names import plan as select_plan
 from ....plugins.planning.models import load_model_spec
 from ...data.models import TOKENIZER_FILES, StartingModel, load_config, load_tokenizer, with_positions
-from ...data.samples import Samples, reject_packed_conversations
+from ...data.packing import packed_if_possible
+from ...data.samples import Samples
 from ...data.sources import local_place
 from ...data.templates import set_chat_template
 from ...runs.inputs import (
@@ -136,7 +137,6 @@ def prepare_distillation(
     if tokenizers is not None and settings.dataset:
         with collecting(errors):
             samples = named_samples(settings, tokenizers[0])
-            reject_packed_conversations(settings, samples.statistics.kind)
             if settings.teacher_cache is not None and Path(settings.teacher_cache).is_dir():
                 samples = _stored(samples, settings, teacher, tokenizers)
     if errors:
@@ -153,17 +153,32 @@ def prepare_distillation(
     plan = select_plan(loaded_student, hardware, job, notify=logger.info)
     if errors := settings.engine_errors(plan.chosen.strategy.engine):
         raise UsageError(errors)
+    models = [(loaded_student.config, plan.model.attention)]
+    if not settings.teacher_cache:
+        models.append((loaded_teacher.config, loaded_teacher.spec.attention))
+    samples = packed_if_possible(
+        limited_held_out(samples, settings), settings, plan, models, obstacle=_packing_obstacle(settings)
+    )
     return PreparedDistillation(
         request=request,
         settings=settings,
         teacher=teacher,
         student=student,
         plan=plan,
-        samples=limited_held_out(samples, settings),
+        samples=samples,
         tokenizer=tokenizers[0],
         teacher_tokenizer=tokenizers[1],
         vocab_size=tokenizers[2],
     )
+
+
+def _packing_obstacle(settings: DistillSettings) -> str | None:
+    """Return why these settings cannot use rows of several conversations; `None` if they can."""
+    if settings.on_policy:
+        return "the student completes the prompt of one conversation per row (--on-policy)"
+    if settings.cross_tokenizer:
+        return "the teacher reads each conversation in its own tokens (--cross-tokenizer)"
+    return None
 
 
 def _with_tokenizers(

@@ -20,7 +20,8 @@ from ....plugins.planning.models import load_model_spec
 from ....plugins.transformers.meta_model import build_meta_model
 from ....plugins.transformers.quantized_model import QuantizationSource, open_source
 from ...data.models import StartingModel, load_config, load_tokenizer, with_positions
-from ...data.samples import Sample, reject_packed_conversations
+from ...data.packing import packed_if_possible
+from ...data.samples import Sample
 from ...data.sources import local_place
 from ...data.templates import set_chat_template
 from ...runs.inputs import (
@@ -98,8 +99,8 @@ class PreparedQAT(PreparedTraining[QATOutcome]):
     """Hub id or directory of the teacher; `None` without one."""
     vocab_size: int | None
     """Tokens that model and teacher share; `None` without a teacher."""
-    needs_calibration: bool
-    """Whether ranges must be calibrated before training."""
+    calibration_samples: Sequence[Sample]
+    """Samples to calibrate ranges on before training, never packed; none if no range needs it."""
 
     kind = "qat"
 
@@ -121,7 +122,7 @@ class PreparedQAT(PreparedTraining[QATOutcome]):
     def job(self, common: Mapping[str, Any], work: Path) -> QATJob:
         """Calibrate the initial ranges if needed, and return the job of the ranks."""
         # A resumed run restores the ranges from its checkpoint.
-        calibrates = self.needs_calibration and not self.request.resume
+        calibrates = bool(self.calibration_samples) and not self.request.resume
         if calibrates:
             calibrate(self, work / RANGES_FILE)
         return QATJob(
@@ -176,7 +177,7 @@ def prepare_qat(settings: QATSettings, model: str, request: RunRequest) -> Prepa
         errors += [] if request.dry_run else launch_errors(hardware, request.place)
     with collecting(errors):
         if (named := teacher_of(settings, model)) is not None:
-            teacher = {"teacher": trained_teacher(*named).spec, "teacher_placement": settings.teacher_placement}
+            teacher = trained_teacher(*named)
     with collecting(errors):
         source = open_source(model, revision=settings.revision)
     if source is not None and config is not None:
@@ -195,21 +196,27 @@ def prepare_qat(settings: QATSettings, model: str, request: RunRequest) -> Prepa
     if tokenizer is not None and settings.dataset:
         with collecting(errors):
             samples = named_samples(settings, tokenizer)
-            reject_packed_conversations(settings, samples.statistics.kind)
     if errors:
         raise UsageError(errors)
     assert hardware and source and config and attachment and tokenizer is not None and samples, "failures raise errors"
     quantized = attachment.scheme, attachment.layers
     for warning in (*scheme_warnings(*quantized), *mixture_warnings(*quantized)):
         logger.info(warning)
-    job = training_job(settings, hardware, **(teacher or {}))
-    plan = select_plan(load_model_spec(model, revision=settings.revision), hardware, job, notify=logger.info)
+    own = load_model_spec(model, revision=settings.revision)
+    placement = {} if teacher is None else {"teacher": teacher.spec, "teacher_placement": settings.teacher_placement}
+    plan = select_plan(own, hardware, training_job(settings, hardware, **placement), notify=logger.info)
     # Some errors depend on the layout and the number of steps.
-    strategy = plan.chosen.strategy
-    errors = step_errors(attachment, optimizer_steps(settings, strategy, len(samples.train)))
+    strategy, packed = plan.chosen.strategy, limited_held_out(samples, settings)
+    models = [(own.config, plan.model.attention)]
+    if teacher is not None and teacher.config != own.config:
+        models.append((teacher.config, teacher.spec.attention))
+    with collecting(errors):
+        packed = packed_if_possible(packed, settings, plan, models)
+    errors += step_errors(attachment, optimizer_steps(settings, strategy, len(packed.train)))
     errors += settings.engine_errors(strategy.engine)
     if errors:
         raise UsageError(errors)
+    needs_calibration = bool(attachment.ranges) and not config.observes
     return PreparedQAT(
         request=request,
         settings=settings,
@@ -218,10 +225,10 @@ def prepare_qat(settings: QATSettings, model: str, request: RunRequest) -> Prepa
         layers=attachment.layers,
         teacher=None if named is None else named[0],
         plan=plan,
-        samples=limited_held_out(samples, settings),
+        samples=packed,
         tokenizer=tokenizer,
         vocab_size=vocab_size,
-        needs_calibration=bool(attachment.ranges) and not config.observes,
+        calibration_samples=samples.train[: settings.calibration_samples] if needs_calibration else (),
     )
 
 
@@ -267,7 +274,7 @@ def calibrate(prepared: PreparedQAT, file: Path) -> None:
         model = add_lora(model, **settings.lora_options(), fp32_adapters=False)
     model.to(device)
     attachment = attach(model, prepared.config)
-    samples = prepared.samples.train[: settings.calibration_samples]
+    samples = prepared.calibration_samples
     logger.info(f"calibrating {len(attachment.ranges)} input ranges on {len(samples)} samples, on {device}")
     calibrate_inputs(model, attachment, calibration_batches(samples, device))
     save_ranges(file, attachment)

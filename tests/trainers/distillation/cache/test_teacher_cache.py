@@ -21,6 +21,8 @@ from shardwright.cli.main import run
 from shardwright.ds_configs.specs.errors import RefusedInputError, ShardwrightError, UsageError
 from shardwright.plugins.transformers.teacher_placement import PlacedTeacher
 from shardwright.plugins.transformers.training_arguments import byte_tokenizer
+from shardwright.trainers.data.packing import packed_row
+from shardwright.trainers.data.samples import collate as padded_batch
 from shardwright.trainers.distillation import DistillationConfig, DistillationTrainer
 from shardwright.trainers.distillation.cache.cache_format import RecordFormat, decode, encode, log_probabilities
 from shardwright.trainers.distillation.cache.cache_writer import (
@@ -224,6 +226,28 @@ def test_training_from_the_cache(pair: Any, tmp_path: Path) -> None:
     assert found["cached", "fused"] == pytest.approx(found["cached", "plain"], rel=1e-6)
     for cached, live in zip(found["cached", "fused"], found["live", "fused"], strict=True):
         assert live - 0.02 < cached < live, "what is lacking is the shape of the tail, which is never negative"
+
+
+def test_a_packed_row_has_the_answers_to_its_documents(pair: Any, tmp_path: Path) -> None:
+    _, student, rows = pair
+    cache = written(tmp_path / "cache", pair)
+    single, packed = (CachedTeacherDataset(data, cache) for data in (rows[3:6], [packed_row(rows[3:6])]))
+    assert packed[0]["teacher_rows"] == [row for sample in single for row in sample["teacher_rows"]]
+    with pytest.raises(UsageError, match="has no sample of 192 tokens"):
+        CachedTeacherDataset([{"input_ids": packed[0]["input_ids"]}], cache)[0]
+    losses = []
+    for data, collator in ((single, collate), (packed, padded_batch)):
+        trainer = DistillationTrainer(
+            model=copy.deepcopy(student),
+            args=training_arguments(tmp_path),
+            teacher=cache,
+            distillation=DistillationConfig(alpha=0.8),
+            train_dataset=data,
+            data_collator=collator,
+        )
+        trainer.train()
+        losses.append(next(entry["loss"] for entry in trainer.state.log_history if "loss" in entry))
+    assert losses[0] == pytest.approx(losses[1], abs=1e-6)
 
 
 def test_writing_resumes_and_keeps_finished_files(pair: Any, tmp_path: Path) -> None:

@@ -31,10 +31,11 @@ from shardwright.trainers.qat.command.settings import (
     qat_settings_errors,
     teacher_of,
 )
-from shardwright.trainers.qat.command.task import calibration_batches
+from shardwright.trainers.qat.command.task import calibration_batches, prepare_qat
 from shardwright.trainers.reports.runs import scheme_text
 from shardwright.trainers.runs.inputs import optimizer_steps
 from shardwright.trainers.runs.ranks import placed_teacher
+from shardwright.trainers.runs.settings import RunRequest
 
 pytestmark = pytest.mark.slow
 
@@ -354,6 +355,17 @@ def test_steps_are_counted_as_the_trainer_counts_them() -> None:
     for (samples, epochs), steps in counts.items():
         assert optimizer_steps(QATSettings(epochs=epochs), layout, samples) == steps, (samples, epochs)
     assert optimizer_steps(QATSettings(max_steps=7), layout, 25) == 7
+
+
+def test_ranges_are_calibrated_on_single_conversations(models: dict[str, Path], tmp_path: Path) -> None:
+    rows = [{"prompt": f"{n}?", "completion": "ja" * (n % 5)} for n in range(1, 30)]
+    (tmp_path / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    data = {"dataset": str(tmp_path / "rows.jsonl"), "seq_len": 48, "packing": "on", "calibration_samples": 9}
+    settings = QATSettings(scheme="W8A8_STATIC", hardware="2xCPU", **data)
+    prepared = prepare_qat(settings, str(models["model"]), RunRequest(output_dir=tmp_path / "out", dry_run=True))
+    assert prepared.samples.statistics.packed_documents and "position_ids" in prepared.samples.train[0]
+    assert len(prepared.calibration_samples) == 9
+    assert all("position_ids" not in sample for sample in prepared.calibration_samples)
 
 
 def test_calibration_batches_have_no_padding() -> None:
