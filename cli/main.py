@@ -15,6 +15,7 @@ from .. import __version__
 from ..ds_configs.specs.errors import ConfigError, InputError, ShardwrightError
 from ..plugins.bitsandbytes import quiet_optional_kernels
 from ..plugins.deepspeed import quiet_accelerator_choice
+from .completion import CompletingApp
 from .help import short_help, shown_examples
 from .progress import notes_on_stderr
 from .settings import Sources, asks_for_json, resolve, running
@@ -60,7 +61,7 @@ _COMPUTING = frozenset(
 
 def build_app() -> App:
     """Return the application; the module of a command is imported when the command runs."""
-    app = App(
+    app = CompletingApp(
         name="shardwright",
         help="Plan DeepSpeed and Accelerate training, test the plan, and run it.",
         version=__version__,

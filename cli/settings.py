@@ -227,7 +227,7 @@ def resolve(app: App, tokens: Sequence[str]) -> tuple[Callable[..., Any], BoundA
             options, flag = _options(error.argument_collection), error.token.value
             if (with_precision := _with_precision(tokens, [flag], options)) is not None:
                 return resolve(app, with_precision)
-            raise UsageError(_unused_errors([flag], options)) from error
+            raise UsageError(_unused_errors(app, tokens, [flag], options)) from error
         if not sources.arguments:
             # Cyclopts 5.4.0 accepts neither `on` nor `off` for `--switch=WORD`.
             token, argument = getattr(error, "token", None), error.argument
@@ -241,10 +241,12 @@ def resolve(app: App, tokens: Sequence[str]) -> tuple[Callable[..., Any], BoundA
         if (with_precision := _with_precision(tokens, error.unused_tokens, _options(sources.arguments))) is not None:
             return resolve(app, with_precision)
         errors = sources.errors + _conversion_errors(sources.arguments)
-        raise UsageError(errors + _unused_errors(error.unused_tokens, _options(sources.arguments))) from error
+        raise UsageError(
+            errors + _unused_errors(app, tokens, error.unused_tokens, _options(sources.arguments))
+        ) from error
     if (with_precision := _with_precision(tokens, unused, _options(sources.arguments))) is not None:
         return resolve(app, with_precision)
-    errors = sources.errors + _unused_errors(unused, _options(sources.arguments))
+    errors = sources.errors + _unused_errors(app, tokens, unused, _options(sources.arguments))
     if errors:
         raise UsageError(errors)
     names = {"cli": "flag", "file": "file"}
@@ -330,22 +332,43 @@ def _errors_of(argument: Argument, error: CycloptsError) -> list[ConfigError]:
     return errors
 
 
-def _unused_errors(tokens: Sequence[str] | None, known: Mapping[str, Argument]) -> list[ConfigError]:
-    """Return errors for unknown flags, or for a word that no parameter accepts."""
-    flags = [token.partition("=")[0] for token in tokens or () if token.startswith("--") and len(token) > 2]
+def _unused_errors(
+    app: App, tokens: Sequence[str], unused: Sequence[str] | None, known: Mapping[str, Argument]
+) -> list[ConfigError]:
+    """Return errors for unknown flags of a command line, or for a word that no parameter accepts."""
+    flags = [token.partition("=")[0] for token in unused or () if token.startswith("--") and len(token) > 2]
     if not flags:
-        return [ConfigError(where=token, rule="is an unexpected argument") for token in (tokens or ())[:1]]
+        return [ConfigError(where=token, rule="is an unexpected argument") for token in (unused or ())[:1]]
     from ..ds_configs.specs.settings import not_covered
-    from ..ds_configs.specs.synonyms import suggested
+    from ..ds_configs.specs.synonyms import meant, suggested
 
-    return [
-        ConfigError(
-            where=flag,
-            rule="is not an option",
-            fix=not_covered(flag) or suggested(flag, known, flag=True) or "see --help",
-        )
-        for flag in flags
-    ]
+    errors = []
+    for flag in flags:
+        rule, fix = "is not an option", not_covered(flag) or meant(flag, known, flag=True)
+        if not fix and (fix := _for_other_commands(app, tokens[0], flag)):
+            rule = f"is not an option of {tokens[0]}"
+        fix = fix or suggested(flag, known, flag=True) or "see --help"
+        errors.append(ConfigError(where=flag, rule=rule, fix=fix))
+    return errors
+
+
+def _for_other_commands(app: App, command: str, flag: str) -> str:
+    """Return the fix for an option of other commands, by its name or one with its meaning; empty if none has it."""
+    from ..ds_configs.specs.synonyms import meanings
+
+    for name in meanings(flag):
+        owners = [
+            other
+            for other in app
+            if not other.startswith("-")
+            and other != command
+            and app[other].default_command is not None
+            and name in _options(app[other].assemble_argument_collection())
+        ]
+        if owners:
+            listed = " or ".join(filter(None, (", ".join(owners[:-1]), owners[-1])))
+            return f"pass --{name.replace('_', '-')} to {listed}"
+    return ""
 
 
 def grouped(kind: Kind) -> Kind:

@@ -50,6 +50,16 @@ def show_next(*words: object) -> None:
     Console(soft_wrap=True, highlight=False).print(f"Next: {line}", markup=False)
 
 
+def show_quantize_next(model: Path) -> None:
+    """Print the command that quantizes a trained model, with a scheme for its widths; nothing if there is none."""
+    from ..trainers.quantization.inputs import suggested_settings
+
+    if settings := suggested_settings(model):
+        flags = [word for name, value in settings.items() for word in (f"--{name.replace('_', '-')}", value)]
+        ending = "w8" if settings["scheme"].startswith("W8") else "w4"
+        show_next("shardwright", "quantize", model, *flags, "--output-dir", f"{model}-{ending}")
+
+
 def print_compared(out: Console, headings: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
     """Print rows of a name and values, the first value bold; on a narrow terminal as blocks."""
     rows = list(rows)

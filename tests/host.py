@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import shutil
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -45,6 +46,11 @@ OPTIONAL: dict[str, tuple[Callable[[], bool], str]] = {
     "avx512_bf16": (lambda: _processor_has("avx512_bf16"), "a processor with AVX512-BF16"),
     "accelerator": (_has_accelerator, "a GPU and a CUDA build of torch"),
     "chromium": (lambda: chromium_program() is not None, "apt-get install chromium (to look at pages)"),
+    "zsh": (lambda: shutil.which("zsh") is not None, "apt-get install zsh (to complete in it)"),
+    "bash-completion": (
+        lambda: Path("/usr/share/bash-completion/bash_completion").is_file(),
+        "apt-get install bash-completion",
+    ),
     "trl": (lambda: importlib.util.find_spec("trl") is not None, "pip install trl"),
     "llmcompressor": (lambda: importlib.util.find_spec("llmcompressor") is not None, "pip install '.[quantize]'"),
     "auto_round": (lambda: importlib.util.find_spec("auto_round") is not None, "pip install auto-round"),

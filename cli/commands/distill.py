@@ -49,9 +49,9 @@ def distill_command(
 
 def show_distillation(outcome: DistillationOutcome, output_dir: Path) -> None:
     from ...trainers.distillation.command.report import CHART_FILE
-    from ..show import show_next
+    from ..show import show_quantize_next
 
     made = f"distilled from {outcome.teacher}"
     show_outcome(outcome, output_dir, name=outcome.student, made=made, chart=CHART_FILE, noun="Student")
     if outcome.settings.method == "full":
-        show_next("shardwright", "quantize", output_dir, "--scheme", "W4A16", "--output-dir", f"{output_dir}-w4")
+        show_quantize_next(output_dir)

@@ -46,12 +46,12 @@ def train_command(
 
 def show_training(outcome: TrainOutcome, output_dir: Path) -> None:
     from ...trainers.training.report import CHART_FILE
-    from ..show import show_next
+    from ..show import show_next, show_quantize_next
 
     made = f"on {outcome.statistics.source}"
     show_outcome(outcome, output_dir, name=outcome.model, made=made, chart=CHART_FILE, noun="Model")
     if outcome.settings.method == "full":
-        show_next("shardwright", "quantize", output_dir, "--scheme", "W4A16", "--output-dir", f"{output_dir}-w4")
+        show_quantize_next(output_dir)
     else:
         show_next("shardwright", "merge", output_dir, "--output-dir", f"{output_dir}-merged")
         show_next("shardwright", "serve", output_dir)

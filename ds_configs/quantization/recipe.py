@@ -163,7 +163,7 @@ class QuantizeSettings(SchemeSettings):
         Raises:
             UsageError: the scheme is unknown, or the changes or the method are illegal for it; all errors together.
         """
-        scheme = scheme_named(self.scheme)
+        scheme = scheme_named(self.scheme, with_method=True)
         errors: list[ConfigError] = []
         try:
             scheme = changed(
@@ -207,11 +207,19 @@ def quantize_settings(values: Mapping[str, Any], *, recipe: Recipe | None = None
     return settings_of(QuantizeSettings, {**({} if recipe is None else recipe.values), **values})
 
 
+_WITHOUT_TEXT = {"FP8": "FP8_DYNAMIC", "W8A8_STATIC": "W8A8", "NVFP4": "NVFP4A16"}
+"""The closest scheme without static ranges of activations."""
+
+
 def method_errors(settings: QuantizeSettings, *, scheme: QuantizationScheme, method: MethodName) -> list[ConfigError]:
     errors = combination_with_method_errors(method, scheme, settings.method_options)
     if settings.dataset is None and not errors and needs_calibration(method, scheme):
-        needed = method if METHODS[method].needs_calibration else f"{scheme.name}, which stores static ranges,"
-        fix = "pass one, such as --dataset python-help, or use --method rtn with a scheme of dynamic activations"
+        calibrates = METHODS[method].needs_calibration
+        needed = method if calibrates else f"{scheme.name}, which stores static ranges,"
+        other = ["--method rtn"] if calibrates else []
+        if scheme.activations_are_static:
+            other.append(f"--scheme {_WITHOUT_TEXT[scheme.name]}")
+        fix = f"pass one, such as --dataset python-help, or use {' '.join(other)}, which needs none"
         errors.append(ConfigError(where="dataset", rule=f"{needed} needs calibration text", fix=fix))
     return errors
 

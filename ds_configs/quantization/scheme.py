@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
 from ..specs.errors import ConfigError, UsageError
+from .other_names import meaning
 
 WeightStrategy = Literal["tensor", "channel", "group", "tensor_group", "block"]
 ActivationStrategy = Literal["token", "tensor", "group", "tensor_group"]
@@ -168,21 +169,26 @@ NEWER_PRESETS = {"MXFP4XFP8": "MXFP4", "MXFP6A16": "MXFP8A16", "MXFP6A8": "MXFP8
 """Presets that need compressed-tensors 0.20.0, and the closest alternative: llm-compressor 0.14 needs 0.19.0."""
 
 
-def scheme_named(name: str) -> QuantizationScheme:
+def scheme_named(name: str, *, with_method: bool = False) -> QuantizationScheme:
     """Return a preset by name; upper and lower case, `-` and `_` are equivalent.
 
+    `with_method` is whether the caller has an option for the quantization method.
+
     Raises:
-        UsageError: no preset has this name; the message suggests the nearest.
+        UsageError: no preset has this name; the message suggests the one with its meaning, or the nearest.
     """
     preset = name.upper().replace("-", "_")
     if preset in PRESETS:
         return PRESETS[preset]
+    rule, fix = meaning(name, with_method=with_method)
     if preset in NEWER_PRESETS:
         rule = "needs compressed-tensors 0.20.0, but llm-compressor 0.14.0.1 requires 0.19.0"
-        raise UsageError(ConfigError(where="--scheme", value=name, rule=rule, fix=f"use {NEWER_PRESETS[preset]}"))
-    near = difflib.get_close_matches(preset, PRESETS, n=3, cutoff=0.5)
-    fix = f"did you mean {', '.join(near)}?" if near else f"use one of {', '.join(PRESETS)}"
-    raise UsageError(ConfigError(where="--scheme", value=name, rule="is not a quantization scheme", fix=fix))
+        fix = f"use {NEWER_PRESETS[preset]}"
+    elif not rule:
+        near = difflib.get_close_matches(preset, PRESETS, n=3, cutoff=0.5)
+        rule = "is not a quantization scheme"
+        fix = f"did you mean {', '.join(near)}?" if near else "use W4A16, W8A16, W8A8, FP8_DYNAMIC, NVFP4 or NF4"
+    raise UsageError(ConfigError(where="--scheme", value=name, rule=rule, fix=fix))
 
 
 MethodName = Literal[

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -87,6 +88,26 @@ def collecting(errors: list[ConfigError]) -> Iterator[None]:
         if errors:
             raise UsageError(errors) from None
         raise
+
+
+_COUNT = re.compile(r"([0-9]{1,9})[kK]")
+
+
+def count_fix(name: str, value: object) -> str:
+    """Return the fix of a count such as `2k`, of tokens in a sequence in powers of two; empty for other values.
+
+    >>> count_fix("seq_len", "2k"), count_fix("max_steps", "2k"), count_fix("seq_len", "x")
+    ('write 2048', 'write 2000', '')
+    """
+    match = _COUNT.fullmatch(value) if isinstance(value, str) else None
+    return f"write {int(match[1]) * (1024 if name == 'seq_len' else 1000)}" if match else ""
+
+
+def not_a_count(name: str, value: object) -> ConfigError | None:
+    """Return the error of a value that is no integer, for arguments that pydantic does not check."""
+    if isinstance(value, int) and not isinstance(value, bool):
+        return None
+    return ConfigError(where=name, value=value, rule="must be an integer", fix=count_fix(name, value))
 
 
 def nearest_divisors(number: int, value: int) -> str:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Literal, get_args
 
-from .errors import ConfigError
+from .errors import ConfigError, count_fix
 from .model import ModelSpec
 
 TeacherPlacement = Literal["replica", "sharded", "offloaded", "quantized", "cached"]
@@ -192,7 +192,11 @@ def job_errors(job: TrainingJob) -> list[ConfigError]:
             continue
         if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= limit:
             where = "seq_len" if field == "seq_len_tokens" else field
-            errors.append(ConfigError(where=where, value=value, rule=f"must be an integer from 1 to {limit:,}"))
+            rule = f"must be an integer from 1 to {limit:,}"
+            errors.append(ConfigError(where=where, value=value, rule=rule, fix=count_fix(where, value)))
+    for field in ("zero_quantized_weights", "zero_quantized_gradients"):
+        if not isinstance(getattr(job, field), bool):
+            errors.append(ConfigError(where=field, value=getattr(job, field), rule="must be True or False"))
     for field, choices in (
         ("precision", Precision),
         ("method", Method),

@@ -14,7 +14,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar, get_args
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr, ValidationError, model_validator
 
-from .errors import ConfigError, UsageError
+from .errors import ConfigError, UsageError, count_fix
 from .job import OffloadName, Recomputation, StrategyName, TeacherPlacementChoice
 from .synonyms import suggested
 from .texts import yaml_value
@@ -320,7 +320,8 @@ def _option_error(name: str, details: list[Any], kind: type[BaseModel]) -> Confi
     rule = " or ".join(rules).replace(" or must be ", " or ")
     if why := not_covered(value):
         return ConfigError(where=name, value=value, rule=rule, fix=why)
-    return ConfigError(where=name, value=value, rule=rule, fix=f"did you mean {near[0]}?" if near else "")
+    fix = f"did you mean {near[0]}?" if near else count_fix(name, value) if "an integer" in rule else ""
+    return ConfigError(where=name, value=value, rule=rule, fix=fix)
 
 
 def _choices(annotation: Any) -> list[str]:

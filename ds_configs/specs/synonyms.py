@@ -109,6 +109,36 @@ SYNONYMS: Mapping[str, tuple[Option, ...]] = {name: options for names, options i
 """Options with the meaning of a name in other tools, or of one of these options where a command lacks it."""
 
 
+def meant(name: str, known: Collection[str], *, flag: bool = False) -> str:
+    """Return the fix for a name of another tool: the known option with its meaning; else nothing."""
+    plain = _plain(name)
+    for option in SYNONYMS.get(plain.lower(), ()):
+        if option.name in known and option.name != plain and (not option.beside or option.beside in known):
+            written = _written(option.name, option.values, flag=flag)
+            return f"use {written}" if option.values else f"did you mean {written}?"
+    return ""
+
+
+def meanings(name: str) -> tuple[str, ...]:
+    """Return the option of this name, and options with its meaning.
+
+    >>> meanings("--lr")
+    ('lr', 'learning_rate')
+    """
+    plain = _plain(name)
+    return plain, *(option.name for option in SYNONYMS.get(plain.lower(), ()) if not option.values)
+
+
+def _plain(name: str) -> str:
+    return name.lstrip("-").replace("-", "_")
+
+
+def _written(option: str, values: str = "", *, flag: bool) -> str:
+    if flag:
+        return f"--{option.replace('_', '-')} {values}".rstrip()
+    return f"{option}: {values}" if values else option
+
+
 def suggested(name: str, known: Collection[str], *, flag: bool = False) -> str:
     """Return the fix for an unknown option: the option with its meaning, or with the nearest name; else nothing.
 
@@ -117,17 +147,8 @@ def suggested(name: str, known: Collection[str], *, flag: bool = False) -> str:
     >>> suggested("zero_stage", ["strategy"], flag=True), suggested("lora_rnk", ["lora_rank"])
     ('use --strategy zero1, zero2 or zero3', 'did you mean lora_rank?')
     """
-    plain = name.lstrip("-").replace("-", "_")
-
-    def written(option: str, values: str = "") -> str:
-        if flag:
-            return f"--{option.replace('_', '-')} {values}".rstrip()
-        return f"{option}: {values}" if values else option
-
-    options = SYNONYMS.get(plain.lower())
-    for option in options or ():
-        if option.name in known and option.name != plain and (not option.beside or option.beside in known):
-            meant = written(option.name, option.values)
-            return f"use {meant}" if option.values else f"did you mean {meant}?"
-    near = get_close_matches(plain, known, n=1, cutoff=0.7 if options else 0.6)
-    return f"did you mean {written(near[0])}?" if near else ""
+    if fix := meant(name, known, flag=flag):
+        return fix
+    plain = _plain(name)
+    near = get_close_matches(plain, known, n=1, cutoff=0.7 if plain.lower() in SYNONYMS else 0.6)
+    return f"did you mean {_written(near[0], flag=flag)}?" if near else ""

@@ -39,8 +39,8 @@ _LARGEST_NUMBER = 10**30
 
 
 def plan(
-    model: str | LoadedModel,
-    hardware: str | HardwareSpec,
+    model: str | Path | LoadedModel,
+    hardware: str | Path | HardwareSpec,
     job: TrainingJob | None = None,
     *,
     revision: str | None = None,
@@ -77,8 +77,19 @@ def plan(
     'zero2'
     """
     tell = notify or (lambda _: None)
-    if isinstance(hardware, str):
-        cluster = read_hardware(hardware, host_memory=host_memory, nvme=nvme, num_processes=num_processes, tell=tell)
+    if errors := [
+        ConfigError(where=name, value=value, rule=rule)
+        for name, value, kind, rule in (
+            ("model", model, LoadedModel, "must be a Hub id, a path or a loaded model"),
+            ("hardware", hardware, HardwareSpec, "must be a name such as 8xA100-80GB, a path or a HardwareSpec"),
+        )
+        if not isinstance(value, str | Path | kind)
+    ]:
+        raise UsageError(errors)
+    if not isinstance(hardware, HardwareSpec):
+        cluster = read_hardware(
+            str(hardware), host_memory=host_memory, nvme=nvme, num_processes=num_processes, tell=tell
+        )
     else:
         options = {"host_memory": host_memory, "nvme": nvme, "num_processes": num_processes}
         rule, fix = "cannot be combined with a HardwareSpec", "set it in the HardwareSpec"
@@ -91,8 +102,8 @@ def plan(
             raise UsageError(errors)
         cluster = hardware
     loaded = model
-    if isinstance(loaded, str):
-        loaded = load_model_spec(loaded, revision=revision, by_structure=True, packaged=True)
+    if not isinstance(loaded, LoadedModel):
+        loaded = load_model_spec(str(loaded), revision=revision, by_structure=True, packaged=True)
     positions = loaded.config.get("max_position_embeddings")
     positions = positions if isinstance(positions, int) else None
     if job is None and "seq_len" not in words:
@@ -108,7 +119,7 @@ def plan(
         # The search reports wrong values together with broken rules, but these are read before it.
         raise UsageError(job_errors(wanted))
     # Callers that load a model and make the job themselves have warned already.
-    is_new = (isinstance(model, str) or job is None) and loaded.spec.learned_positions is None
+    is_new = (not isinstance(model, LoadedModel) or job is None) and loaded.spec.learned_positions is None
     if is_new and positions is not None and wanted.seq_len_tokens > positions:
         tell(f"sequence length {wanted.seq_len_tokens} exceeds {positions}, the maximum of the model's training")
     for note in loaded.notes:

@@ -9,7 +9,7 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from ...ds_configs.specs.errors import ConfigError, RefusedInputError, UsageError
+from ...ds_configs.specs.errors import ConfigError, RefusedInputError, UsageError, not_a_count
 from ...plugins.launching.messages import log_progress
 from ...plugins.transformers.output_heads import output_head
 from ..data.chat import IGNORED_LABEL, special_prefix, special_suffix
@@ -125,7 +125,10 @@ def text_windows(request: TextRequest, tokenizer: Any, *, seq_len: int) -> TextW
 
 def number_errors(request: TextRequest, seq_len: int | None) -> list[ConfigError]:
     """Return which lengths and counts are out of range; `None` stands for a length that is not chosen yet."""
-    errors = []
+    stated = {"seq_len": seq_len, "stride": request.stride, "num_samples": request.num_samples}
+    errors = [error for name, value in stated.items() if value is not None and (error := not_a_count(name, value))]
+    if errors:
+        return errors
     if seq_len is not None and seq_len < 2:
         errors.append(
             ConfigError(where="--seq-len", value=seq_len, rule="must be at least 2: the first token is not evaluated")

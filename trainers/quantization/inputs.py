@@ -13,10 +13,15 @@ from typing import Any
 
 from ...ds_configs.plan.output import disk_errors, output_errors
 from ...ds_configs.quantization.layers import LinearLayer
-from ...ds_configs.quantization.recipe import QuantizeSettings, ResolvedQuantization, SelectedQuantization
+from ...ds_configs.quantization.recipe import (
+    QuantizeSettings,
+    ResolvedQuantization,
+    SelectedQuantization,
+    quantize_settings,
+)
 from ...ds_configs.quantization.scheme import METHODS, MethodName, QuantizationScheme, needs_calibration
 from ...ds_configs.quantization.sizes import QuantizationMemory, tensor_bytes
-from ...ds_configs.specs.errors import ConfigError, DoesNotFitError, UsageError, collecting
+from ...ds_configs.specs.errors import ConfigError, DoesNotFitError, ShardwrightError, UsageError, collecting
 from ...ds_configs.specs.units import gigabytes
 from ...plugins.llm_compressor.environment import downgrades
 from ...plugins.transformers.quantized_model import QuantizationSource, open_source
@@ -213,6 +218,34 @@ def merged(prepared: Prepared) -> Iterator[Prepared]:
             source.tensors, dtype=source.dtype, kept_in_fp32=source.kept_in_fp32
         )
         yield replace(prepared, source=source, checkpoint_bytes=checkpoint_bytes)
+
+
+_SUGGESTED: tuple[dict[str, Any], ...] = (
+    {"scheme": "W4A16"},
+    # Groups for which vLLM has kernels.
+    {"scheme": "W4A16", "group_size": 64},
+    {"scheme": "W4A16", "group_size": 32},
+    {"scheme": "W8A16", "group_size": -1},
+    {"scheme": "NF4"},
+)
+
+
+def suggested_settings(directory: Path) -> dict[str, Any]:
+    """Return settings with which `quantize` accepts the model in a directory, 4 bits if possible; empty if none.
+
+    They need no dataset, and only packages that are installed.
+    """
+    try:
+        source = open_source(str(directory))
+    except ShardwrightError:
+        return {}
+    for values in _SUGGESTED:
+        resolved = quantize_settings(values).resolved()
+        selected = resolved.of_layers(source.layers, default_ignore=source.default_ignore)
+        unpacked = resolved.method == "bitsandbytes" and any(layer.is_expert for layer in selected.layers)
+        if not unpacked and not missing_engine_errors(resolved.method) and not selected.errors():
+            return values
+    return {}
 
 
 def missing_engine_errors(method: MethodName) -> list[ConfigError]:

@@ -16,7 +16,7 @@ from ...ds_configs.memory.estimate import cpu_rank_terms
 from ...ds_configs.memory.terms import TERM_ROLES
 from ...ds_configs.plan.output import reserved
 from ...ds_configs.plan.plan import Plan
-from ...ds_configs.specs.errors import ConfigError, ShardwrightError, UsageError
+from ...ds_configs.specs.errors import ConfigError, ShardwrightError, UsageError, not_a_count
 from ...plugins.planning.from_names import installed_release_difference, installed_versions
 from ..training.script import script_errors
 from .checks import (
@@ -87,6 +87,9 @@ def rehearse(
     """
     started = time.monotonic()
     errors = [] if script is None else script_errors(Path(script))
+    stated = {"steps": steps, "ranks": FEWEST_STEPS if ranks is None else ranks}
+    if wrong := [error for name, value in stated.items() if (error := not_a_count(name, value))]:
+        raise UsageError([*errors, *wrong])
     if steps < FEWEST_STEPS:
         rule = f"must be at least {FEWEST_STEPS}: two steps warm up, and a checkpoint is saved in the middle"
         errors.append(ConfigError(where="steps", value=steps, rule=rule))
