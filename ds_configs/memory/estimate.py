@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any
 
 from ..specs.errors import ConfigError, UsageError
 from ..specs.hardware import HardwareSpec
@@ -57,28 +59,52 @@ def share_moment_terms(
     """
     source = activations or cached_activations(share.model, job, unmasked=unmasked)
     model, mode = share.model, activation_mode(strategy, job)
-    parameters = share_parameters(model, job, ep=strategy.ep)
     traced = source(strategy.micro_batch_size, mode)
     if not share.has_head:
         traced = outside_without_norm(traced, model, job, strategy.micro_batch_size, mode)
     moments = _micro_batch_terms(strategy, model, job, traced)
     if share.stage is not None:
-        layer_bytes = _kept_bytes(strategy, model, job, traced, model.dimensions.num_layers)
+        layers = model.dimensions.num_layers
+        layer_bytes = _kept_bytes(strategy, model, job, traced)(layers)
         moments = _stage_terms(moments, share, strategy, job, traced, layer_bytes)
     parts = (
-        model_state_terms(strategy, model, job, parameters),
-        buffer_terms(strategy, model, job, parameters),
         moments,
-        _weight_copies(strategy, model, job, parameters, traced.autocast_weight_copy_bytes_per_parameter),
+        _weight_copies(strategy, model, job, traced.autocast_weight_copy_bytes_per_parameter),
         teacher_terms(strategy, job),
     )
     combined: dict[Moment, Terms] = {}
-    for moment in parts[0]:
-        terms: Terms = {"model_buffers": model.buffer_bytes}
+    for moment, terms in _states_and_buffers(strategy, model, job).items():
+        terms = dict(terms)
         for part in parts:
             for name, count in part[moment].items():
                 terms[name] = terms.get(name, 0) + count
         combined[moment] = {name: count for name, count in terms.items() if count}
+    return combined
+
+
+def _states_and_buffers(strategy: Layout, model: ModelSpec, job: TrainingJob) -> dict[Moment, Terms]:
+    """Model buffers, states and communication buffers, which are the same for many candidates of a search.
+
+    Of the batch, they depend only on whether gradients accumulate, and of recomputation only the gathers of ZeRO-3.
+    """
+    same: dict[str, Any] = {
+        "micro_batch_size": 1,
+        "gradient_accumulation_steps": min(2, strategy.gradient_accumulation_steps),
+    }
+    if strategy.zero_stage != 3:
+        same |= {"gradient_checkpointing": False, "checkpointed_layers": None}
+    return _cached_states_and_buffers(replace(strategy, **same), model, job)
+
+
+@lru_cache(maxsize=2048)
+def _cached_states_and_buffers(strategy: Layout, model: ModelSpec, job: TrainingJob) -> dict[Moment, Terms]:
+    parameters = share_parameters(model, job, ep=strategy.ep)
+    states, buffers = model_state_terms(strategy, model, job, parameters), buffer_terms(strategy, model, job, parameters)
+    combined: dict[Moment, Terms] = {}
+    for moment, terms in states.items():
+        combined[moment] = {"model_buffers": model.buffer_bytes} | terms
+        for name, count in buffers[moment].items():
+            combined[moment][name] = combined[moment].get(name, 0) + count
     return combined
 
 
@@ -94,9 +120,10 @@ def _micro_batch_terms(
     sequence_tokens = strategy.micro_batch_size * job.seq_len_tokens
     gathered = 2 * model.dimensions.key_value_size * sequence_tokens * job.compute_bytes if strategy.cp > 1 else 0
 
+    kept_bytes = _kept_bytes(strategy, model, job, traced)
+
     def saved(count: int) -> Terms:
-        count_bytes = _kept_bytes(strategy, model, job, traced, count)
-        return {"activations": (count_bytes + traced.outside_layer_bytes) // ranks}
+        return {"activations": (kept_bytes(count) + traced.outside_layer_bytes) // ranks}
 
     def backward(*, again: bool) -> Terms:
         _, transient = _layer_bytes(strategy, model, job, traced, recomputed=again)
@@ -132,12 +159,22 @@ def _micro_batch_terms(
     )
 
 
-def _kept_bytes(strategy: Layout, model: ModelSpec, job: TrainingJob, traced: ActivationEstimate, layers: int) -> int:
-    """Return the bytes that the first `layers` keep until their backward passes; the first layers are recomputed."""
-    recomputed = min(layers, strategy.recomputed_layers(model.dimensions.num_layers))
+def _kept_bytes(
+    strategy: Layout, model: ModelSpec, job: TrainingJob, traced: ActivationEstimate
+) -> Callable[[int], int]:
+    """Return the bytes that the first layers keep until their backward passes, as a function of their number.
+
+    The first layers are the recomputed ones.
+    """
+    most_recomputed = strategy.recomputed_layers(model.dimensions.num_layers)
     saved, _ = _layer_bytes(strategy, model, job, traced, recomputed=False)
-    checkpointed, _ = _layer_bytes(strategy, model, job, traced, recomputed=True)
-    return recomputed * checkpointed + (layers - recomputed) * saved
+    checkpointed = _layer_bytes(strategy, model, job, traced, recomputed=True)[0] if most_recomputed else 0
+
+    def kept(layers: int) -> int:
+        recomputed = min(layers, most_recomputed)
+        return recomputed * checkpointed + (layers - recomputed) * saved
+
+    return kept
 
 
 def _layer_bytes(
@@ -166,7 +203,7 @@ def _kept_products(traced: ActivationEstimate) -> SelectiveBytes:
 
 
 def _weight_copies(
-    strategy: Layout, model: ModelSpec, job: TrainingJob, parameters: RankParameters, copy_bytes: int
+    strategy: Layout, model: ModelSpec, job: TrainingJob, copy_bytes: int
 ) -> dict[Moment, Terms]:
     """Copies of weights that the forward pass makes and the backward pass needs.
 
@@ -174,10 +211,13 @@ def _weight_copies(
     weight of an adapted expert as base + update and keeps the sum. With checkpointing, sums are freed after their
     layer's forward pass and autocast copies after the complete forward pass; the backward pass makes both again.
     """
-    matrices = parameters.trainable
+    if job.method == "full" and not copy_bytes:
+        return at_moments({})
     if job.method == "full":
         matrices = model.linear_parameters(include_head=True)
         matrices += model.embedding_parameters if model.tied_embeddings else 0
+    else:
+        matrices = share_parameters(model, job, ep=strategy.ep).trainable
     adapted = [] if job.method == "full" else adapted_experts(model, job.lora_targets)
     experts = [job.compute_bytes * parameter.numel for parameter in adapted if parameter.kind == "experts"]
     layers = max(1, model.dimensions.num_layers)
@@ -566,7 +606,7 @@ def estimate_memory(
         phases = fullest_by_phase(share_moment_terms(strategy, share, job, activations))
         phase = max(phases, key=lambda name: sum(phases[name].values()))
         index = None if share.stage is None else share.stage.index
-        stages.append(replace(_with_overheads(strategy, hardware, phase, phases, ratios), stage=index))
+        stages.append(_with_overheads(strategy, hardware, phase, phases, ratios, stage=index))
     return MemoryEstimate(
         gpu=max(stages, key=lambda stage: stage.high_bytes),
         host=estimate_host_memory(strategy, model, hardware, job, rank_parameters(model, job, strategy)),
@@ -590,7 +630,13 @@ def terms_by_phase(
 
 
 def _with_overheads(
-    strategy: Layout, hardware: HardwareSpec, phase: Phase, phases: dict[Phase, Terms], ratios: Sequence[float]
+    strategy: Layout,
+    hardware: HardwareSpec,
+    phase: Phase,
+    phases: dict[Phase, Terms],
+    ratios: Sequence[float],
+    *,
+    stage: int | None,
 ) -> GpuMemory:
     allocated = sum(phases[phase].values())
     communicators = 0 if strategy.world_size == 1 else 1
@@ -614,6 +660,7 @@ def _with_overheads(
         terms=terms,
         phases={name: sum(parts.values()) for name, parts in phases.items()},
         calibrated_runs=len(ratios),
+        stage=stage,
     )
 
 

@@ -549,7 +549,10 @@ def estimate_step_time(
     else:
         stages = pipeline_stages(model, job, strategy.pp, tensor_parallel_size=strategy.tp)
     # Middle stages with equally many layers cost the same.
-    kinds = {_kind(stage): stage_terms(setting, stage) for stage in stages}
+    kinds: dict[tuple[int, bool, bool], dict[str, float]] = {}
+    for stage in stages:
+        if _kind(stage) not in kinds:
+            kinds[_kind(stage)] = stage_terms(setting, stage)
     costs = {kind: sum(terms.values()) for kind, terms in kinds.items()}
     slowest = max(costs, key=lambda kind: costs[kind])
     micro_batches = strategy.gradient_accumulation_steps
@@ -557,7 +560,7 @@ def estimate_step_time(
     if strategy.pp > 1:
         idle = sum(costs[_kind(stage)] for stage in stages) - costs[slowest]
         terms["pipeline_bubble"] = idle / software.virtual_stages
-    for name, value in _once(setting, stages[0]).items():
+    for name, value in _once(setting, stages[0], kinds[_kind(stages[0])]).items():
         terms[name] = terms.get(name, 0.0) + value
     terms = {name: value for name, value in terms.items() if value > 0}
     seconds = sum(terms.values())
@@ -575,8 +578,11 @@ def _kind(stage: PipelineStage) -> tuple[int, bool, bool]:
     return stage.num_layers, stage.has_embedding, stage.has_head
 
 
-def _once(setting: Setting, stage: PipelineStage) -> dict[str, float]:
-    """Return the terms that occur once per step, on the first stage, which has the most parameters."""
+def _once(setting: Setting, stage: PipelineStage, micro_batch: Mapping[str, float]) -> dict[str, float]:
+    """Return the terms that occur once per step, on the first stage, which has the most parameters.
+
+    `micro_batch` has the stage's terms of one micro-batch.
+    """
     strategy, software = setting.strategy, setting.software
     traffic = stage_traffic(setting, stage)
     terms = optimizer_seconds(
@@ -588,22 +594,18 @@ def _once(setting: Setting, stage: PipelineStage) -> dict[str, float]:
         parameters=stepped_parameters(setting, stage),
     )
     reduction, updates, slowed, slowed_updates = traffic.reductions_once, traffic.updates_once, 0.0, 0.0
+    # Computation that can hide reductions of gradients and gathers of updates.
+    computed = sum(micro_batch.get(name, 0.0) for name in _COMPUTED)
     # A pipeline reduces after its last micro-batch, without overlap.
     if overlaps_reductions(setting) and strategy.pp == 1:
-        reduction, slowed = exposed(setting, reduction, _computed(setting, stage) * 2 / 3)
+        reduction, slowed = exposed(setting, reduction, computed * 2 / 3)
     if software.overlaps_updates:
-        updates, slowed_updates = exposed(setting, updates, _computed(setting, stage) / 3)
+        updates, slowed_updates = exposed(setting, updates, computed / 3)
     terms["gradient_reduction"] = reduction
     terms["overlap_slowdown"] = slowed + slowed_updates
     terms["parameter_updates"] = updates
     terms["step_overhead"] = software.step_seconds
     return terms
-
-
-def _computed(setting: Setting, stage: PipelineStage) -> float:
-    """Return the computation of a micro-batch that can hide reductions of gradients and gathers of updates."""
-    terms = stage_terms(setting, stage)
-    return sum(terms.get(name, 0.0) for name in _COMPUTED)
 
 
 _COMPUTED = (
