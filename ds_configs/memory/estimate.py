@@ -23,7 +23,7 @@ from .activations import (
     outside_without_norm,
 )
 from .distillation_memory import distillation_loss_terms, teacher_host_terms, teacher_loading_bytes, teacher_terms
-from .model_states import buffer_terms, model_state_terms, optimizer_state_bytes
+from .model_states import buffer_terms, model_state_terms, optimizer_state_bytes, viewed_elements
 from .rank_parameters import (
     PHASES,
     Moment,
@@ -73,12 +73,12 @@ def share_moment_terms(
         teacher_terms(strategy, job),
     )
     combined: dict[Moment, Terms] = {}
-    for moment, terms in _states_and_buffers(strategy, model, job).items():
-        terms = dict(terms)
+    for moment, same in _states_and_buffers(strategy, model, job).items():
+        combined[moment] = terms = dict(same)
         for part in parts:
             for name, count in part[moment].items():
-                terms[name] = terms.get(name, 0) + count
-        combined[moment] = {name: count for name, count in terms.items() if count}
+                if count:
+                    terms[name] = terms.get(name, 0) + count
     return combined
 
 
@@ -91,20 +91,24 @@ def _states_and_buffers(strategy: Layout, model: ModelSpec, job: TrainingJob) ->
         "micro_batch_size": 1,
         "gradient_accumulation_steps": min(2, strategy.gradient_accumulation_steps),
     }
+    layers = model.dimensions.num_layers
     if strategy.zero_stage != 3:
         same |= {"gradient_checkpointing": False, "checkpointed_layers": None}
+    elif not viewed_elements(model, job) and 0 < strategy.recomputed_layers(layers) < layers:
+        same["checkpointed_layers"] = 1
     return _cached_states_and_buffers(replace(strategy, **same), model, job)
 
 
 @lru_cache(maxsize=2048)
 def _cached_states_and_buffers(strategy: Layout, model: ModelSpec, job: TrainingJob) -> dict[Moment, Terms]:
     parameters = share_parameters(model, job, ep=strategy.ep)
-    states, buffers = model_state_terms(strategy, model, job, parameters), buffer_terms(strategy, model, job, parameters)
+    buffers = buffer_terms(strategy, model, job, parameters)
     combined: dict[Moment, Terms] = {}
-    for moment, terms in states.items():
+    for moment, terms in model_state_terms(strategy, model, job, parameters).items():
         combined[moment] = {"model_buffers": model.buffer_bytes} | terms
         for name, count in buffers[moment].items():
             combined[moment][name] = combined[moment].get(name, 0) + count
+        combined[moment] = {name: count for name, count in combined[moment].items() if count}
     return combined
 
 
@@ -144,19 +148,21 @@ def _micro_batch_terms(
         # checkpointing requires (transformers 5.17.0, `enable_input_require_grads`).
         step["activations"] = 2 * job.compute_bytes * sequence_tokens * model.dimensions.hidden_size // ranks
     around = saved(layers) | _dequantized(model, job)
-    return at_moments(
-        {},
-        last_layer_forward=forward,
-        forward_end=around | loss["forward_end"],
-        loss_backward=around | loss["loss_backward"],
-        head_backward=saved(layers) | loss["head_backward"],
-        after_head=saved(layers),
-        last_layer_backward=saved(layers) | backward(again=recomputed == layers),
-        after_last_layer=saved(layers - 1),
-        first_layer_backward=saved(1) | backward(again=recomputed > 0),
-        after_first_layer=saved(0),
-        step=step,
-    )
+    return {
+        "init": {},
+        "teacher_forward": {},
+        "last_layer_forward": forward,
+        "forward_end": around | loss["forward_end"],
+        "loss_backward": around | loss["loss_backward"],
+        "head_backward": saved(layers) | loss["head_backward"],
+        "after_head": saved(layers),
+        "last_layer_backward": saved(layers) | backward(again=recomputed == layers),
+        "after_last_layer": saved(layers - 1),
+        "first_layer_backward": saved(1) | backward(again=recomputed > 0),
+        "after_first_layer": saved(0),
+        "embedding_backward": {},
+        "step": step,
+    }
 
 
 def _kept_bytes(
@@ -202,9 +208,7 @@ def _kept_products(traced: ActivationEstimate) -> SelectiveBytes:
     return traced.selective
 
 
-def _weight_copies(
-    strategy: Layout, model: ModelSpec, job: TrainingJob, copy_bytes: int
-) -> dict[Moment, Terms]:
+def _weight_copies(strategy: Layout, model: ModelSpec, job: TrainingJob, copy_bytes: int) -> dict[Moment, Terms]:
     """Copies of weights that the forward pass makes and the backward pass needs.
 
     Autocast copies fp32 matrices; with adapters only theirs, because frozen weights are in 16 bit. PEFT computes the
@@ -252,8 +256,12 @@ def _weight_copies(
 def _dequantized(model: ModelSpec, job: TrainingJob) -> Terms:
     if job.method != "qlora":
         return {}
-    widest = max((p.numel for p in model.parameters if p.kind == "linear" and p.in_layer), default=0)
-    return {"dequantized_weight": job.compute_bytes * widest}
+    return {"dequantized_weight": job.compute_bytes * _widest_linear(model)}
+
+
+@lru_cache(maxsize=256)
+def _widest_linear(model: ModelSpec) -> int:
+    return max((p.numel for p in model.parameters if p.kind == "linear" and p.in_layer), default=0)
 
 
 def _loss_terms(
@@ -267,12 +275,11 @@ def _loss_terms(
         more["head_gradient"] = (2 if activation_mode(strategy, job) == "bf16" else 4) * model.embedding_parameters
     tokens = strategy.micro_batch_size * job.seq_len_tokens // ranks
     logit_gradient = job.compute_bytes * tokens * model.dimensions.vocab_size if job.loss != "chunked" else 0
-    return at_moments(
-        {},
-        forward_end=more | {"loss": traced.loss_forward_peak_bytes // ranks},
-        loss_backward=more | {"loss": traced.loss_backward_peak_bytes // ranks},
-        head_backward={"loss": logit_gradient},
-    )
+    return {
+        "forward_end": more | {"loss": traced.loss_forward_peak_bytes // ranks},
+        "loss_backward": more | {"loss": traced.loss_backward_peak_bytes // ranks},
+        "head_backward": {"loss": logit_gradient},
+    }
 
 
 def _stage_terms(

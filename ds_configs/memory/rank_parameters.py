@@ -63,7 +63,10 @@ def at_moments(always: Mapping[str, int], **more: Mapping[str, int]) -> dict[Mom
     >>> at_moments({"weights": 2}, backward={"gradients": 1}, step={"gradients": 4})["head_backward"]
     {'weights': 2, 'gradients': 1}
     """
-    assert set(more) <= _NAMES, "every name is a phase or a moment"
+    assert _NAMES.issuperset(more), "every name is a phase or a moment"
+    if not more:
+        same: Terms = dict(always)
+        return dict.fromkeys(PHASES, same)
 
     def added(terms: Terms, name: str) -> Terms:
         if name not in more:

@@ -60,6 +60,7 @@ class Search:
     """Candidates whose memory was estimated."""
     _ordered: dict[int, list[Candidate]] = field(default_factory=dict)
     _partially_recomputed: dict[Candidate, Candidate | None] = field(default_factory=dict)
+    _by_strategy: dict[int, dict[tuple[Layout, str], Candidate]] = field(default_factory=dict)
 
     def fastest_first(self, index: int) -> list[Candidate]:
         """Return the candidates of a layout by speed, the simplest first among equally fast ones."""
@@ -101,7 +102,7 @@ class Search:
         self._partially_recomputed[candidate] = None
         layers = candidate.context.model.dimensions.num_layers
         low, high = 0, -(-layers // candidate.strategy.pp)
-        everything = candidate.with_recomputed(None)
+        everything = self._recomputing_all(candidate)
         if not self.fits(everything):
             return None
         capacity = candidate.memory.gpu.capacity_bytes
@@ -118,6 +119,15 @@ class Search:
                 low, most = middle, partial.memory.gpu.high_bytes
         self._partially_recomputed[candidate] = fitting
         return fitting
+
+    def _recomputing_all(self, candidate: Candidate) -> Candidate:
+        """Return the candidate that differs only in recomputing all layers, whose memory may be known already."""
+        if candidate.index not in self._by_strategy:
+            self._by_strategy[candidate.index] = {
+                (other.strategy, other.job.loss): other for other in self.by_layout[candidate.index]
+            }
+        everything = candidate.with_recomputed(None)
+        return self._by_strategy[candidate.index].get((everything.strategy, everything.job.loss), everything)
 
 
 def _fastest(legal: list[Candidate]) -> Candidate:
