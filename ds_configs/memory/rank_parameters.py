@@ -52,21 +52,34 @@ PHASES: Mapping[Moment, Phase] = {
 }
 
 
+_NAMES = frozenset(PHASES) | frozenset(PHASES.values())
+
+
 def at_moments(always: Mapping[str, int], **more: Mapping[str, int]) -> dict[Moment, Terms]:
     """Return the terms of each moment: those of all moments, plus those of a named phase or moment.
+
+    Moments with equal terms share one dictionary, because a search computes thousands of them.
 
     >>> at_moments({"weights": 2}, backward={"gradients": 1}, step={"gradients": 4})["head_backward"]
     {'weights': 2, 'gradients': 1}
     """
-    assert set(more) <= set(PHASES) | set(PHASES.values()), "every name is a phase or a moment"
-    moments: dict[Moment, Terms] = {}
-    for moment, phase in PHASES.items():
-        terms = dict(always)
-        for name in dict.fromkeys((phase, moment)):
-            for term, count in more.get(name, {}).items():
-                terms[term] = terms.get(term, 0) + count
-        moments[moment] = terms
-    return moments
+    assert _NAMES.issuperset(more), "every name is a phase or a moment"
+    if not more:
+        same: Terms = dict(always)
+        return dict.fromkeys(PHASES, same)
+
+    def added(terms: Terms, name: str) -> Terms:
+        if name not in more:
+            return terms
+        terms = dict(terms)
+        for term, count in more[name].items():
+            terms[term] = terms.get(term, 0) + count
+        return terms
+
+    phases: dict[Phase, Terms] = {phase: added(dict(always), phase) for phase in dict.fromkeys(PHASES.values())}
+    return {
+        moment: phases[phase] if moment == phase else added(phases[phase], moment) for moment, phase in PHASES.items()
+    }
 
 
 def fullest_by_phase(moments: Mapping[Moment, Terms]) -> dict[Phase, Terms]:
@@ -283,26 +296,34 @@ def rank_shares(strategy: Layout, model: ModelSpec, job: TrainingJob) -> tuple[R
 def _rank_shares(
     model: ModelSpec, job: TrainingJob, tp: int, ep: int, pp: int, micro_batches: int
 ) -> tuple[RankShare, ...]:
+    return tuple(
+        RankShare(
+            model=share,
+            stage=stage,
+            micro_batches_in_flight=1 if stage is None else micro_batches_in_flight(pp, stage.index, micro_batches),
+        )
+        for stage, share in _stage_shares(model, job, tp, ep, pp)
+    )
+
+
+@lru_cache(maxsize=1024)
+def _stage_shares(
+    model: ModelSpec, job: TrainingJob, tp: int, ep: int, pp: int
+) -> tuple[tuple[PipelineStage | None, ModelSpec], ...]:
     complete = model
     if tp > 1:
         model = tensor_parallel_share(model, tp, divides_head=pp == 1)
     if ep > 1:
         model = expert_parallel_share(model, ep)
     if pp == 1:
-        return (RankShare(model=model),)
+        return ((None, model),)
     shares, most_in_the_middle = [], 0
     for stage in pipeline_stages(complete, job, pp, tensor_parallel_size=tp):
         if not stage.has_embedding and not stage.has_head:
             if stage.num_layers <= most_in_the_middle:
                 continue
             most_in_the_middle = stage.num_layers
-        shares.append(
-            RankShare(
-                model=stage_share(model, stage),
-                stage=stage,
-                micro_batches_in_flight=micro_batches_in_flight(pp, stage.index, micro_batches),
-            )
-        )
+        shares.append((stage, stage_share(model, stage)))
     return tuple(shares)
 
 

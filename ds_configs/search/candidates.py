@@ -368,7 +368,7 @@ class Candidate:
             self.strategy, context.model, context.hardware, context.job, calibration=context.calibration
         )
 
-    @property
+    @cached_property
     def tokens_per_second(self) -> float:
         """Predicted speed, rounded to nine digits so that equal times summed in another order stay equal."""
         return float(f"{self.time.tokens_per_second:.9g}")

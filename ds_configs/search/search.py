@@ -37,9 +37,6 @@ from .candidates import (
 )
 from .reasons import AS_FAST, analysis_reason, chosen_reason, rejected_reason
 
-_LAYOUTS_3D = 12
-"""Layouts of tensor, pipeline and data parallelism whose candidates are searched, fastest first."""
-
 _SIZES_SHOWN_PER_AXIS = 2
 """Rejected sizes of one axis that a plan lists."""
 
@@ -60,6 +57,7 @@ class Search:
     """Candidates whose memory was estimated."""
     _ordered: dict[int, list[Candidate]] = field(default_factory=dict)
     _partially_recomputed: dict[Candidate, Candidate | None] = field(default_factory=dict)
+    _by_strategy: dict[int, dict[tuple[Layout, str], Candidate]] = field(default_factory=dict)
 
     def fastest_first(self, index: int) -> list[Candidate]:
         """Return the candidates of a layout by speed, the simplest first among equally fast ones."""
@@ -101,7 +99,7 @@ class Search:
         self._partially_recomputed[candidate] = None
         layers = candidate.context.model.dimensions.num_layers
         low, high = 0, -(-layers // candidate.strategy.pp)
-        everything = candidate.with_recomputed(None)
+        everything = self._recomputing_all(candidate)
         if not self.fits(everything):
             return None
         capacity = candidate.memory.gpu.capacity_bytes
@@ -118,6 +116,15 @@ class Search:
                 low, most = middle, partial.memory.gpu.high_bytes
         self._partially_recomputed[candidate] = fitting
         return fitting
+
+    def _recomputing_all(self, candidate: Candidate) -> Candidate:
+        """Return the candidate that differs only in recomputing all layers, whose memory may be known already."""
+        if candidate.index not in self._by_strategy:
+            self._by_strategy[candidate.index] = {
+                (other.strategy, other.job.loss): other for other in self.by_layout[candidate.index]
+            }
+        everything = candidate.with_recomputed(None)
+        return self._by_strategy[candidate.index].get((everything.strategy, everything.job.loss), everything)
 
 
 def _fastest(legal: list[Candidate]) -> Candidate:
@@ -186,29 +193,34 @@ def _preferred(explored: Search, indices: list[int], job: TrainingJob) -> Candid
 
 
 def _best_three_dimensional(context: SearchContext, *, faster_than: float) -> tuple[Candidate, str] | None:
-    """Return the fastest layout of tensor, pipeline and data parallelism that fits, and why it cannot run.
+    """Return the fastest layout of tensor, pipeline and data parallelism at its best, and why it cannot run.
 
-    `None` when none is faster than `faster_than` tokens per second by more than 5 %.
+    Layouts are searched in the order of their fastest candidates, until none can be as fast as those found. Returns
+    `None` if none is faster than `faster_than` tokens per second by more than 5 %.
     """
     model, hardware, job = context.model, context.hardware, context.job
     zero = default_zero_options(model, job, stage=1)
     base = Layout(engine="deepspeed", zero_stage=1, dp_shard=hardware.world_size, zero=zero)
+    # A chunked loss supports neither axis.
     contexts = losses(context)[:1]
     reasons: dict[int, str] = {}
     by_layout: dict[int, list[Candidate]] = {}
     for index, (strategy, why_not) in enumerate(three_dimensional(base, model, hardware, job)):
-        faster = [
-            candidate
-            for candidate in candidates(strategy, contexts, index, None, sizes_only=True)
-            if AS_FAST * candidate.tokens_per_second > faster_than
-        ]
-        if faster:
-            by_layout[index] = sorted(faster, key=_order)
-            reasons[index] = why_not
-    fastest = sorted(by_layout, key=lambda index: -by_layout[index][0].tokens_per_second)[:_LAYOUTS_3D]
-    if not fastest:
-        return None
-    best = search_fastest(Search(by_layout=by_layout, partial=job.gradient_checkpointing == "auto"), fastest)
+        by_layout[index] = list(candidates(strategy, contexts, index, None, sizes_only=True))
+        reasons[index] = why_not
+    explored = Search(by_layout=by_layout, partial=job.gradient_checkpointing == "auto")
+    bounds = {index: explored.fastest_first(index)[0].tokens_per_second for index, legal in by_layout.items() if legal}
+    choices: list[Candidate] = []
+    fastest = faster_than / AS_FAST
+    for index in sorted(bounds, key=lambda index: -bounds[index]):
+        if bounds[index] < AS_FAST * fastest or AS_FAST * bounds[index] <= faster_than:
+            break
+        choice = search_fastest(explored, [index])
+        if choice is not None:
+            choices.append(choice)
+            fastest = max(fastest, choice.tokens_per_second)
+    near = [choice for choice in choices if choice.tokens_per_second >= AS_FAST * fastest]
+    best = min(near, key=lambda choice: (choice.complexity, -choice.tokens_per_second), default=None)
     if best is None or AS_FAST * best.tokens_per_second <= faster_than:
         return None
     return best, reasons[best.index]

@@ -49,6 +49,10 @@ class HardwareSpec:
     assumed: tuple[str, ...] = ()
     """Fields that the user did not set; their values are those of a common server."""
 
+    def __hash__(self) -> int:
+        """Return a cheap hash, because hardware is the key of caches."""
+        return hash((self.gpu, self.nodes, self.gpus_per_node))
+
     @property
     def world_size(self) -> int:
         return self.nodes * self.gpus_per_node

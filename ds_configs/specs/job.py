@@ -166,6 +166,10 @@ class TrainingJob:
     zero_quantized_gradients: bool = False
     """ZeRO++ qgZ: ZeRO-3 reduces gradients in int4 between nodes."""
 
+    def __hash__(self) -> int:
+        """Return a cheap hash, because jobs are keys of caches."""
+        return hash((self.seq_len_tokens, self.global_batch_size, self.method, self.optimizer, self.loss))
+
     @property
     def compute_bytes(self) -> int:
         """Bytes of one element in the compute precision."""

@@ -297,10 +297,12 @@ def setting_of(
     )
 
 
-def stage_terms(setting: Setting, stage: PipelineStage) -> dict[str, float]:
+def stage_terms(
+    setting: Setting, stage: PipelineStage, held: tuple[float, float, float], traffic: DataTraffic
+) -> dict[str, float]:
     """Return the seconds of one micro-batch by term, with only the communication that computation does not hide."""
     strategy, job, software = setting.strategy, setting.job, setting.software
-    computed = _computation(setting, stage)
+    computed = _computation(setting, stage, held)
     terms, ahead = computed.terms, computed.ahead
     recomputed = strategy.recomputed_layers(stage.num_layers)
     inside, waiting = exchanges(
@@ -332,7 +334,6 @@ def stage_terms(setting: Setting, stage: PipelineStage) -> dict[str, float]:
             element_bytes=job.compute_bytes,
         )
     ahead *= busy / device if device else 1.0
-    traffic = stage_traffic(setting, stage)
     first, slowed_first = exposed(setting, traffic.gathers_forward, ahead)
     behind = traffic.gathers_backward + (traffic.reductions_each if overlaps_reductions(setting) else 0.0)
     second, slowed_second = exposed(setting, behind, busy - ahead)
@@ -340,12 +341,11 @@ def stage_terms(setting: Setting, stage: PipelineStage) -> dict[str, float]:
     terms["parameter_gathers"] = first + second + alone
     terms["overlap_slowdown"] = slowed + slowed_first + slowed_second
     copies = 2 + (1 if recomputed else 0)
-    frozen = _held(setting, stage)[2] / strategy.shard_size
     terms["host_copies"] = copies * parameter_copy_seconds(
         strategy,
         setting.hardware,
         setting.constants,
-        size_bytes=stepped_parameters(setting, stage) * job.compute_bytes + frozen,
+        size_bytes=stepped_parameters(setting, held) * job.compute_bytes + held[2] / strategy.shard_size,
     )
     return terms
 
@@ -375,7 +375,7 @@ class _Computation:
         return with_host(device - head, self.layers_host, constants) + self.head_products + around
 
 
-def _computation(setting: Setting, stage: PipelineStage) -> _Computation:
+def _computation(setting: Setting, stage: PipelineStage, held: tuple[float, float, float]) -> _Computation:
     job, layers, software = setting.job, stage.num_layers, setting.software
     full = job.method == "full"
     forward, backward = layer_passes(
@@ -392,7 +392,7 @@ def _computation(setting: Setting, stage: PipelineStage) -> _Computation:
     terms = {
         "matrix_products": layers * (forward.products + backward.products),
         "attention": layers * (forward.attention + backward.attention),
-        "memory_operations": layers * (forward.memory + backward.memory) + _weight_traffic(setting, stage),
+        "memory_operations": layers * (forward.memory + backward.memory) + _weight_traffic(setting, held),
         "recomputation": again,
         "head_and_loss": head.device + head_back.device,
     }
@@ -461,14 +461,14 @@ def _adapters(model: ModelSpec, job: TrainingJob) -> int:
     return lora_parameter_count(model, rank=job.lora_rank, targets=job.lora_targets)
 
 
-def stage_traffic(setting: Setting, stage: PipelineStage) -> DataTraffic:
+def stage_traffic(setting: Setting, stage: PipelineStage, held: tuple[float, float, float]) -> DataTraffic:
     strategy, layers = setting.strategy, float(stage.num_layers)
-    dense, experts, frozen = _held(setting, stage)
+    dense, experts, frozen = held
     ranks = strategy.data_parallel_size * strategy.sp * strategy.cp
     shared = (setting.hardware, setting.job, setting.software, setting.constants)
     if strategy.ep == 1 or not experts:
-        held = Held(trainable=dense + experts, frozen_bytes=frozen, layers=layers, ranks=ranks, stride=strategy.tp)
-        return data_traffic(strategy, held, *shared)
+        both = Held(trainable=dense + experts, frozen_bytes=frozen, layers=layers, ranks=ranks, stride=strategy.tp)
+        return data_traffic(strategy, both, *shared)
     parts = (
         Held(trainable=dense, frozen_bytes=frozen, layers=layers, ranks=ranks, stride=strategy.tp),
         Held(
@@ -482,17 +482,17 @@ def stage_traffic(setting: Setting, stage: PipelineStage) -> DataTraffic:
     return summed_traffic([data_traffic(strategy, part, *shared) for part in parts])
 
 
-def stepped_parameters(setting: Setting, stage: PipelineStage) -> float:
+def stepped_parameters(setting: Setting, held: tuple[float, float, float]) -> float:
     """Return the parameters that the optimizer updates on a rank of a stage."""
     strategy = setting.strategy
-    dense, experts, _ = _held(setting, stage)
+    dense, experts, _ = held
     if strategy.engine in ("ddp", "single") or strategy.zero_stage == 0:
         return dense + experts
     shards = setting.software.optimizer_ranks or strategy.shard_size
     return dense / shards + experts * strategy.ep / strategy.shard_size
 
 
-def _weight_traffic(setting: Setting, stage: PipelineStage) -> float:
+def _weight_traffic(setting: Setting, held: tuple[float, float, float]) -> float:
     """Return the seconds in which a micro-batch's gradients are added, and autocast casts weights and gradients.
 
     Adding a gradient takes two reads and a write. If gradients are reduced in every micro-batch, they are copied into a
@@ -500,7 +500,7 @@ def _weight_traffic(setting: Setting, stage: PipelineStage) -> float:
     pass, and the reverse for gradients.
     """
     strategy, job = setting.strategy, setting.job
-    dense, experts, _ = _held(setting, stage)
+    dense, experts, _ = held
     trainable = dense + experts
     autocast = strategy.engine in ("ddp", "single") and job.compute_bytes == 2
     gradient_bytes = setting.software.gradient_bytes
@@ -549,7 +549,10 @@ def estimate_step_time(
     else:
         stages = pipeline_stages(model, job, strategy.pp, tensor_parallel_size=strategy.tp)
     # Middle stages with equally many layers cost the same.
-    kinds = {_kind(stage): stage_terms(setting, stage) for stage in stages}
+    of_kind = {_kind(stage): stage for stage in stages}
+    held = {kind: _held(setting, stage) for kind, stage in of_kind.items()}
+    traffic = {kind: stage_traffic(setting, stage, held[kind]) for kind, stage in of_kind.items()}
+    kinds = {kind: stage_terms(setting, stage, held[kind], traffic[kind]) for kind, stage in of_kind.items()}
     costs = {kind: sum(terms.values()) for kind, terms in kinds.items()}
     slowest = max(costs, key=lambda kind: costs[kind])
     micro_batches = strategy.gradient_accumulation_steps
@@ -557,7 +560,8 @@ def estimate_step_time(
     if strategy.pp > 1:
         idle = sum(costs[_kind(stage)] for stage in stages) - costs[slowest]
         terms["pipeline_bubble"] = idle / software.virtual_stages
-    for name, value in _once(setting, stages[0]).items():
+    first = _kind(stages[0])
+    for name, value in _once(setting, held[first], traffic[first], kinds[first]).items():
         terms[name] = terms.get(name, 0.0) + value
     terms = {name: value for name, value in terms.items() if value > 0}
     seconds = sum(terms.values())
@@ -575,35 +579,35 @@ def _kind(stage: PipelineStage) -> tuple[int, bool, bool]:
     return stage.num_layers, stage.has_embedding, stage.has_head
 
 
-def _once(setting: Setting, stage: PipelineStage) -> dict[str, float]:
-    """Return the terms that occur once per step, on the first stage, which has the most parameters."""
+def _once(
+    setting: Setting, held: tuple[float, float, float], traffic: DataTraffic, micro_batch: Mapping[str, float]
+) -> dict[str, float]:
+    """Return the terms that occur once per step, on the first stage, which has the most parameters.
+
+    `micro_batch` has the stage's terms of one micro-batch.
+    """
     strategy, software = setting.strategy, setting.software
-    traffic = stage_traffic(setting, stage)
     terms = optimizer_seconds(
         strategy,
         setting.hardware,
         setting.job,
         software,
         setting.constants,
-        parameters=stepped_parameters(setting, stage),
+        parameters=stepped_parameters(setting, held),
     )
     reduction, updates, slowed, slowed_updates = traffic.reductions_once, traffic.updates_once, 0.0, 0.0
+    # Computation that can hide reductions of gradients and gathers of updates.
+    computed = sum(micro_batch.get(name, 0.0) for name in _COMPUTED)
     # A pipeline reduces after its last micro-batch, without overlap.
     if overlaps_reductions(setting) and strategy.pp == 1:
-        reduction, slowed = exposed(setting, reduction, _computed(setting, stage) * 2 / 3)
+        reduction, slowed = exposed(setting, reduction, computed * 2 / 3)
     if software.overlaps_updates:
-        updates, slowed_updates = exposed(setting, updates, _computed(setting, stage) / 3)
+        updates, slowed_updates = exposed(setting, updates, computed / 3)
     terms["gradient_reduction"] = reduction
     terms["overlap_slowdown"] = slowed + slowed_updates
     terms["parameter_updates"] = updates
     terms["step_overhead"] = software.step_seconds
     return terms
-
-
-def _computed(setting: Setting, stage: PipelineStage) -> float:
-    """Return the computation of a micro-batch that can hide reductions of gradients and gathers of updates."""
-    terms = stage_terms(setting, stage)
-    return sum(terms.get(name, 0.0) for name in _COMPUTED)
 
 
 _COMPUTED = (

@@ -171,6 +171,7 @@ class Pass:
         return self.products + self.attention + self.memory
 
 
+@lru_cache(maxsize=256)
 def device_of(hardware: HardwareSpec, job: TrainingJob, software: Software, constants: GpuConstants) -> Device:
     """Return the rates of an accelerator in the job's precision."""
     peak = hardware.flops_per_s * (constants.fp32_share if job.precision == "fp32" else 1.0)

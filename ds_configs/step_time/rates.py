@@ -71,6 +71,10 @@ class GpuConstants:
     assumed: bool = False
     """Whether these are the constants of another generation."""
 
+    def __hash__(self) -> int:
+        """Return a cheap hash, because constants are keys of caches."""
+        return hash((self.matrix_efficiency, self.launch_seconds, self.error))
+
 
 @lru_cache(maxsize=1)
 def _tables() -> Mapping[str, Any]:
@@ -151,6 +155,7 @@ class Group:
     """Time of a large all-gather or reduce-scatter over that of an all-reduce."""
 
 
+@lru_cache(maxsize=4096)
 def group_of(hardware: HardwareSpec, constants: GpuConstants, *, ranks: int, stride: int = 1) -> Group:
     """Return a group of `ranks` with distance `stride`."""
     span, node = ranks * stride, hardware.gpus_per_node
@@ -336,6 +341,10 @@ class Software:
     """Whether only attention is recomputed (arXiv 2205.05198)."""
     float8: bool = False
     """Whether the products of the layers run in fp8, at twice the FLOP/s."""
+
+    def __hash__(self) -> int:
+        """Return a cheap hash, because software is the key of caches."""
+        return hash((self.attention, self.loss_bytes, self.optimizer_bytes))
 
 
 TRANSFORMERS = Software(
