@@ -19,6 +19,7 @@ from string import ascii_lowercase
 from typing import Any, get_args, get_type_hints
 from unittest import mock
 
+from cyclopts import App
 from reliability_page import reliability
 from shardwright.cli.commands.schema import schema_command
 from shardwright.cli.main import build_app, run
@@ -55,6 +56,8 @@ def command_pages() -> dict[str, str]:
     app = build_app()
     # It also shows the environment variables of options without the name of the command; the page states the rule.
     app.config = ()
+    # Cyclopts 5.4.0 documents only subcommands of the application's own class.
+    app.__class__ = App
     with mock.patch.object(sys, "argv", ["shardwright"]):
         described = app.generate_docs(output_format="markdown", usage_name="shardwright")
     _, *sections = re.split(r"^## shardwright (?=[a-z])", described, flags=re.MULTILINE)

@@ -384,7 +384,7 @@ _FSDP2_ON_CPU = (
 )
 _PARTLY_RECOMPUTED = (
     "With `accelerate launch` alone a stock Trainer recomputes all layers completely, which fits but is slower than "
-    "predicted. launch.sh, `shardwright launch DIR SCRIPT`, PlanCallback and trainer_for recompute what the plan says."
+    "predicted. launch.sh, `shardwright launch DIR SCRIPT`, PlanCallback and trainer_for recompute as planned."
 )
 
 

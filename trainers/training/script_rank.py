@@ -46,7 +46,7 @@ def run_script(script: str, arguments: list[str]) -> None:
 
 
 def follow_trainers(plan: Plan) -> None:
-    """Make every Trainer of a script recompute what the plan says, and report where it differs from the plan."""
+    """Make every Trainer of a script recompute as planned, and report where it differs from the plan."""
     from transformers import TrainerCallback
 
     class Comparison(TrainerCallback):
