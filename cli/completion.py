@@ -21,6 +21,8 @@ class CompletingApp(App):
     Seen with cyclopts 5.4.0 and 5.5.2: models and datasets, which are texts, are not completed.
     """
 
+    __slots__ = ()
+
     def generate_completion(self, **stated: Any) -> str:
         """Return the script for a shell."""
         script = super().generate_completion(**stated).replace(_BASH_FILES, "COMPREPLY=()")
