@@ -233,7 +233,7 @@ class PlanCallback(TrainerCallback):
 
 
 def keep_planned_memory(plan: Plan, args: Any, model: Any) -> None:
-    """Make a Trainer's model recompute and keep activations as planned; call it when training begins, once or more often.
+    """Make a Trainer's model recompute and keep activations as planned, from the beginning of training; idempotent.
 
     Raises:
         UsageError: the model's layers cannot be recomputed in part.
