@@ -9,14 +9,25 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from planning import llama, no_activations, public_model
-from shardwright.ds_configs.memory.estimate import estimate_host_memory, estimate_memory, pinned_block_bytes
+from shardwright.ds_configs.memory.estimate import (
+    estimate_host_memory,
+    estimate_memory,
+    pinned_block_bytes,
+    share_moment_terms,
+)
 from shardwright.ds_configs.memory.model_states import (
     buffer_terms,
     default_zero_options,
     model_state_terms,
     whole_tensors_of_partitions,
 )
-from shardwright.ds_configs.memory.rank_parameters import engine_parameters, fullest_by_phase, rank_parameters
+from shardwright.ds_configs.memory.rank_parameters import (
+    engine_parameters,
+    fullest_by_phase,
+    rank_parameters,
+    rank_shares,
+    share_parameters,
+)
 from shardwright.ds_configs.memory.terms import TERM_MEANINGS
 from shardwright.ds_configs.specs.hardware import parse_hardware
 from shardwright.ds_configs.specs.job import TrainingJob
@@ -231,6 +242,37 @@ def test_autograd_keeps_gathered_experts_until_backward_under_stage3():
     assert (some - again) // (2 * experts) in (layers - 11, layers - 10)
     as_stored = replace(mixtral, model_type="gpt_oss")
     assert loss("zero3", as_stored) < 3 * 2 * experts
+
+
+@pytest.mark.parametrize("model", ["meta-llama/Llama-3.2-1B", "Qwen/Qwen3-30B-A3B", "falcon"])
+@pytest.mark.parametrize("method", ["full", "lora", "qlora"])
+def test_states_and_buffers_of_a_batch_are_those_computed_for_exactly_it(model, method):
+    """A search computes them once for many micro-batches and numbers of recomputed layers."""
+    spec = replace(MODEL, model_type=model) if model == "falcon" else public_model(model)
+    job = TrainingJob(method=method, seq_len_tokens=1024)
+    layouts = [strategy_of(name, 8) for name in ("ddp", "zero0", "zero1", "zero2", "zero3", "fsdp2")]
+    layouts += [
+        replace(strategy_of("zero2", 8), offload_optimizer="cpu"),
+        Layout(engine="deepspeed", zero_stage=1, pp=2),
+    ]
+    for layout in layouts:
+        for micro_batch, steps in ((1, 1), (4, 1), (1, 2), (1, 7), (3, 4)):
+            for switch, layers in ((False, None), (True, None), (True, 1), (True, 3)):
+                zero = default_zero_options(spec, job, stage=layout.zero_stage or 0)
+                strategy = replace(
+                    layout,
+                    micro_batch_size=micro_batch,
+                    gradient_accumulation_steps=steps,
+                    gradient_checkpointing=switch,
+                    checkpointed_layers=layers,
+                    zero=zero,
+                )
+                share = rank_shares(strategy, spec, job)[0]
+                parameters = share_parameters(share.model, job, ep=strategy.ep)
+                found = share_moment_terms(strategy, share, job)
+                for terms in (model_state_terms, buffer_terms):
+                    for moment, exact in terms(strategy, share.model, job, parameters).items():
+                        assert {name: found[moment].get(name, 0) for name in exact} == exact
 
 
 def test_every_term_has_a_meaning():
