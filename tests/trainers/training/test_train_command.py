@@ -461,6 +461,7 @@ def test_an_adapter_is_trained_further_with_the_losses_of_peft(
     assert len(written) == len(expected) > 0
     for name, weight in written.items():
         torch.testing.assert_close(weight, expected[name.replace(".weight", ".default.weight")], rtol=0, atol=1e-6)
+    assert "with LoRA adapters of rank 4, trained further from `first`" in (tmp_path / "second/README.md").read_text()
     config = json.loads((tmp_path / "second" / "adapter_config.json").read_text())
     assert [config[name] for name in ("r", "lora_alpha", "lora_dropout")] == [4, 12, 0.0]
     assert config["base_model_name_or_path"] == str(model)
