@@ -179,8 +179,8 @@ def show_serving(plan: ServingPlan) -> None:
     title = printable(plan.model)
     if plan.adapter is not None:
         title = f"{printable(plan.adapter)}, an adapter of {title}"
-    gpus = f"{plan.tensor_parallel_size} GPU(s)" if plan.hardware != "CPU" else "the CPU"
-    out.print(Text.assemble((title, "bold"), f"  with {TITLES[plan.engine]} on {gpus} of {plan.hardware}"))
+    gpus = f"{plan.tensor_parallel_size} GPU(s) of {plan.hardware}" if plan.hardware != "CPU" else "the CPU"
+    out.print(Text.assemble((title, "bold"), f"  with {TITLES[plan.engine]} on {gpus}"))
     out.print()
     out.print(terms_table(plan.memory, "Memory per GPU"))
     out.print()

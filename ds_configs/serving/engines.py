@@ -148,8 +148,8 @@ def unserved_adapter_features(settings: Mapping[str, Any]) -> list[str]:
 
 def adapter_rank(settings: Mapping[str, Any]) -> int:
     """Return the largest rank of an `adapter_config.json`."""
-    largest: int = max(settings["r"], *(settings.get("rank_pattern") or {}).values(), 1)
-    return largest
+    ranks: list[int] = [settings["r"], *(settings.get("rank_pattern") or {}).values()]
+    return max(ranks)
 
 
 def processor_errors(flags: Collection[str], *, quantized_experts: bool) -> list[ConfigError]:

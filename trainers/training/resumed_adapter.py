@@ -2,15 +2,37 @@
 
 from __future__ import annotations
 
+import logging
+from dataclasses import replace
 from math import prod
+from pathlib import Path
 
 from ...ds_configs.specs.errors import ConfigError, UsageError
 from ...ds_configs.specs.model import ModelSpec, lora_parameter_count, targeted_linears
-from ...plugins.peft import ALL_LINEAR, LoraAdapter, check_adapter_fits
+from ...plugins.huggingface_hub.hub import model_directory
+from ...plugins.peft import ALL_LINEAR, LoraAdapter, check_adapter_fits, read_adapter
 from ...plugins.planning.models import LoadedModel
 from ...plugins.transformers.meta_model import build_meta_model
 from ..formats.merge import trained_as_qlora
+from ..runs.inputs import is_without
 from .settings import TrainSettings
+
+logger = logging.getLogger(__name__)
+
+
+def read_resumed_adapter(name: str) -> LoraAdapter:
+    """Read the adapter of `--resume-adapter`.
+
+    Raises:
+        UsageError: nothing of that name exists, or it is not a LoRA adapter.
+        RefusedInputError: its files are missing, truncated or damaged.
+        ShardwrightError: the Hub cannot be reached.
+    """
+    try:
+        directory = model_directory(name)
+    except UsageError as error:
+        raise UsageError([replace(each, where="resume_adapter") for each in error.errors]) from None
+    return read_adapter(directory)
 
 
 def with_resumed_adapter(settings: TrainSettings, adapter: LoraAdapter, loaded: LoadedModel) -> TrainSettings:
@@ -24,6 +46,9 @@ def with_resumed_adapter(settings: TrainSettings, adapter: LoraAdapter, loaded: 
         RefusedInputError: the adapter is of another model, or tensors are missing.
     """
     model = loaded.spec
+    if is_without(Path(model.name), ["*.safetensors"]):
+        rule, fix = "has no weights, but the adapter was trained on some", "pass the adapter's base model"
+        raise UsageError(ConfigError(where="model", value=model.name, rule=rule, fix=fix))
     meta = build_meta_model(loaded.config, source=model.name)
     check_adapter_fits(adapter, meta, model.name, fix=f"pass it instead of {model.name}")
     own = {
@@ -31,6 +56,10 @@ def with_resumed_adapter(settings: TrainSettings, adapter: LoraAdapter, loaded: 
         "lora_alpha": float(adapter.settings["lora_alpha"]),
         "lora_targets": _planned_targets(adapter, model),
     }
+    base = adapter.base or model.name
+    is_local = Path(base).exists() and Path(model.name).exists()
+    if base != model.name and not (is_local and Path(base).samefile(model.name)):
+        logger.info(f"the adapter records the base model {base}; it is trained further on {model.name}")
     errors = []
     values = settings.stated()
     if values.get("method") == "full":

@@ -15,8 +15,7 @@ from ...ds_configs.plan.rendering import NodePlace
 from ...ds_configs.specs.errors import ConfigError, UsageError, collecting
 from ...ds_configs.specs.hardware import HardwareSpec
 from ...ds_configs.specs.settings import not_covered, settings_of
-from ...plugins.huggingface_hub.hub import model_directory
-from ...plugins.peft import LoraAdapter, read_adapter
+from ...plugins.peft import LoraAdapter
 from ...plugins.planning.from_names import installed_release_difference
 from ...plugins.planning.from_names import plan as select_plan
 from ...plugins.planning.models import LoadedModel, load_model_spec
@@ -37,7 +36,7 @@ from ..runs.inputs import (
 from ..runs.run import PreparedTraining, run_training
 from ..runs.settings import RunRequest
 from .report import TrainOutcome, TrainResult, train_file_names
-from .resumed_adapter import with_resumed_adapter
+from .resumed_adapter import read_resumed_adapter, with_resumed_adapter
 from .settings import TrainJob, TrainSettings, planned_argument_errors, train_settings_errors
 
 _ORDERS = ("random", "sequential")
@@ -152,7 +151,7 @@ def prepare_train(settings: TrainSettings, model: str, request: RunRequest) -> P
         errors += [] if written_plan is None else _other_model_errors(written_plan, loaded)
     if settings.resume_adapter is not None:
         with collecting(errors):
-            adapter = read_adapter(model_directory(settings.resume_adapter))
+            adapter = read_resumed_adapter(settings.resume_adapter)
             if loaded is not None:
                 settings = with_resumed_adapter(settings, adapter, loaded)
     if loaded is not None:

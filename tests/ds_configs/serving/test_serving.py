@@ -12,6 +12,7 @@ from shardwright.ds_configs.quantization.scheme import scheme_named
 from shardwright.ds_configs.serving.engines import processor_errors, scheme_findings
 from shardwright.ds_configs.serving.plan import (
     CachedLayer,
+    ServedAdapter,
     ServedModel,
     ServingRequest,
     StoredWeight,
@@ -294,3 +295,55 @@ def test_commands_of_other_engines():
     transformers = plan_serving(served(), request(engine="transformers", max_model_len=4096))
     assert transformers.line[:3] == ("transformers", "serve", "model")
     assert transformers.line[transformers.line.index("--cb-num-blocks") + 1] == str(transformers.blocks)
+
+
+def adapter(directory="/models/tuned", *, trained_in_4_bits=False, **settings) -> ServedAdapter:
+    return ServedAdapter(
+        directory=directory,
+        settings={"r": 12} | settings,
+        tokenizer=None,
+        chat_template=None,
+        trained_in_4_bits=trained_in_4_bits,
+    )
+
+
+def test_vllm_allocates_matrices_of_the_next_rank_for_an_adapter():
+    """Inputs and outputs of every linear layer, of the embedding and of the head · rank 16 · 2 bytes."""
+    layer = 2 * (4096 + 4096) + 2 * (4096 + 1024) + 3 * (4096 + 14336)
+    plan = plan_serving(replace(served(), adapter=adapter()), request())
+    assert plan.memory["adapter"] == 2 * 16 * (32 * layer + 2 * (128256 + 4096))
+    assert plan.line[plan.line.index("--max-lora-rank") + 1] == "16"
+    tied = plan_serving(replace(served(tie_word_embeddings=True), adapter=adapter()), request())
+    assert tied.memory["adapter"] == plan.memory["adapter"]
+
+
+def test_an_adapter_is_named_for_each_engine():
+    named = replace(served(), adapter=adapter())
+    line = plan_serving(named, request(engine="sglang")).line
+    assert line[line.index("--lora-paths") + 1] == "tuned=/models/tuned" and "--enable-lora" in line
+    odd = replace(served(), adapter=adapter("/models/a=b,c"))
+    line = plan_serving(odd, request()).line
+    assert json.loads(line[line.index("--lora-modules") + 1]) == {"name": "a=b,c", "path": "/models/a=b,c"}
+
+
+def test_a_qlora_adapter_on_16_bit_weights_is_noted():
+    for trained_in_4_bits in (False, True):
+        served_adapter = adapter(trained_in_4_bits=trained_in_4_bits)
+        notes = plan_serving(replace(served(), adapter=served_adapter), request()).notes
+        assert any("was trained on NF4 weights" in note for note in notes) == trained_in_4_bits
+
+
+@pytest.mark.parametrize(
+    ("settings", "feature"),
+    [
+        ({"use_dora": True}, "use_dora"),
+        ({"bias": "all"}, "bias"),
+        ({"init_lora_weights": "pissa"}, "init_lora_weights pissa"),
+        ({"r": 8, "rank_pattern": {"q_proj": 600}}, "a rank above 512"),
+    ],
+)
+def test_features_of_an_adapter_that_vllm_rejects_are_errors(settings, feature):
+    with pytest.raises(UsageError, match=f"servers do not support: {feature}; merge it"):
+        plan_serving(replace(served(), adapter=adapter(**settings)), request())
+    plain = adapter(init_lora_weights="gaussian", bias="none", use_dora=False)
+    assert plan_serving(replace(served(), adapter=plain), request()).adapter == "tuned"

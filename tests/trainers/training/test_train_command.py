@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -532,6 +533,7 @@ def test_an_adapter_is_trained_further_with_the_losses_of_peft(
     assert len(written) == len(expected) > 0
     for name, weight in written.items():
         torch.testing.assert_close(weight, expected[name.replace(".weight", ".default.weight")], rtol=0, atol=1e-6)
+    assert "with LoRA adapters of rank 4, trained further from `first`" in (tmp_path / "second/README.md").read_text()
     config = json.loads((tmp_path / "second" / "adapter_config.json").read_text())
     assert [config[name] for name in ("r", "lora_alpha", "lora_dropout")] == [4, 12, 0.0]
     assert config["base_model_name_or_path"] == str(model)
@@ -605,6 +607,21 @@ def test_an_adapter_that_cannot_be_trained_further_is_reported_before_launch(
     assert found.code == code and "Traceback" not in found.err, found.err
     assert all(message in found.err for message in messages), found.err
     assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_an_adapter_needs_a_model_with_weights_and_another_base_is_noted(
+    train: Shell, model: Path, tmp_path: Path
+) -> None:
+    save_adapter(model, tmp_path / "tuned")
+    further = (*OUT, *DATA, "--resume-adapter")
+    found = train(model / "config.json", *further, "tuned", "--dry-run")
+    assert found.code == 2 and "has no weights, but the adapter was trained on some" in found.err
+    found = train(model, *further, "./nowhere", "--dry-run")
+    assert found.code == 2 and "resume_adapter = './nowhere': no such file or directory" in found.err
+    assert "records the base model" not in train(model, *further, "tuned", "--dry-run").err
+    shutil.copytree(model, tmp_path / "copy")
+    found = train("copy", *further, "tuned", "--dry-run")
+    assert found.code == 0 and f"records the base model {model}; it is trained further on" in found.err
 
 
 def test_a_plan_with_other_adapters_is_rejected(train: Shell, model: Path, tmp_path: Path) -> None:
