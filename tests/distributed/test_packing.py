@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from session import warm_command
-from training_runs import LAYOUTS, completed, make_inputs, method_of, model_of, resumed, trained
+from shardwright.cli.main import run
+from training_runs import LAYOUTS, make_inputs, method_of, model_of, resumed, trained
 
 pytestmark = pytest.mark.distributed
 
@@ -97,9 +97,8 @@ def other_run(inputs: Path, directory: Path, kind: str, flags: str, **settings: 
 def cached(inputs: Path) -> None:
     """A cache of all conversations, with `--packing on`, which does not change it."""
     for name in ("rows.jsonl", "others.jsonl"):
-        words = f"cache-teacher teacher --output-dir cache --temperature 2 --packing on --dataset {name}"
-        words += " --chat-template alpaca --seq-len 128"
-        completed([*warm_command("shardwright"), *words.split()], inputs)
+        words = f"cache-teacher {inputs / 'teacher'} --output-dir {inputs / 'cache'} --dataset {inputs / name}"
+        assert run(f"{words} --chat-template alpaca --seq-len 128 --temperature 2 --packing on".split()) == 0
 
 
 @pytest.mark.parametrize(("kind", "layout"), [("distill", "zero3"), ("distill-cached", "zero2"), ("qat", "fsdp2")])

@@ -472,5 +472,5 @@ def test_mixed_formats_are_rejected(rows: list[dict[str, Any]], said: str, tmp_p
         load_samples(source, tokenizer(PLAIN), seq_len=100, evaluation_fraction=0)
     if len(rows) > 1:
         settings = DataSettings(dataset=source, seq_len=8)
-        with pytest.raises(UsageError, match="all rows of a dataset must have one format"):
+        with pytest.raises(UsageError, match=f"{said}: all rows of a dataset must have one format"):
             streamed_samples(settings, tokenizer(PLAIN), train_samples=4, evaluation_samples=0)
