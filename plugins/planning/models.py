@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass, replace
+from difflib import get_close_matches
 from importlib.resources import as_file, files
 from typing import Any
 
@@ -12,7 +13,7 @@ from ...ds_configs.models.families import model_spec_from_config
 from ...ds_configs.models.model_config import model_spec_from_structure
 from ...ds_configs.models.stored_shapes import model_spec_from_shapes
 from ...ds_configs.plan.plan import Plan
-from ...ds_configs.specs.errors import ConfigError, InputError, RefusedInputError, ShardwrightError
+from ...ds_configs.specs.errors import ConfigError, RefusedInputError, ShardwrightError, UsageError
 from ...ds_configs.specs.model import ModelSpec
 from ..huggingface_hub.hub import ModelSource, read_model_source, stored_shapes
 from ..releases import installed_version, transformers_release
@@ -44,16 +45,45 @@ def load_model_spec(
     """
     try:
         source = read_model_source(model, revision=revision)
-    except InputError:
+    except RefusedInputError:
         raise
+    except UsageError as error:
+        near = _nearest_gallery_model(model) if packaged else None
+        if near is None or any(listed.where != "model" for listed in error.errors):
+            raise
+        raise UsageError([replace(listed, fix=f"did you mean {near}?") for listed in error.errors]) from None
     except ShardwrightError as error:
         spec = _gallery_model(model) if packaged and revision is None else None
         if spec is None:
-            raise
+            near = _nearest_gallery_model(model) if packaged else None
+            if near is None:
+                raise
+            choice = f"plan {near}" if near != model else "omit --revision"
+            message = f"{error}, or {choice}: its configuration is in this package"
+            raise ShardwrightError(message) from None
         reason = str(error).removeprefix(f"model = {model!r}: ").partition("; ")[0]
         note = f"{model} is planned from its configuration in this package, without a commit of the Hub: {reason}"
         return LoadedModel(spec=spec, config={}, notes=(note,))
     return model_from_source(source, by_structure=by_structure)
+
+
+def _gallery_names() -> set[str]:
+    """Return the Hub ids of all models of the gallery."""
+    names = set()
+    for entry in files(ds_configs).joinpath("gallery").iterdir():
+        plan = entry.joinpath("plan.json")
+        if plan.is_file():
+            names.add(str(json.loads(plan.read_text(encoding="utf-8"))["model"]["name"]))
+    return names
+
+
+def _nearest_gallery_model(name: str) -> str | None:
+    """Return the model of the gallery with nearly this name, whatever its organization and case; none for a path."""
+    if name.startswith((".", "/", "~")) or name.endswith(".json"):
+        return None
+    known = {known.rpartition("/")[2].lower(): known for known in sorted(_gallery_names())}
+    near = get_close_matches(name.rpartition("/")[2].lower(), known, n=1, cutoff=0.85)
+    return known[near[0]] if near else None
 
 
 def _gallery_model(name: str) -> ModelSpec | None:
