@@ -215,14 +215,14 @@ def _weight_copies(strategy: Layout, model: ModelSpec, job: TrainingJob, copy_by
     weight of an adapted expert as base + update and keeps the sum. With checkpointing, sums are freed after their
     layer's forward pass and autocast copies after the complete forward pass; the backward pass makes both again.
     """
-    if job.method == "full" and not copy_bytes:
+    adapted = [] if job.method == "full" else adapted_experts(model, job.lora_targets)
+    if not copy_bytes and not adapted:
         return at_moments({})
     if job.method == "full":
         matrices = model.linear_parameters(include_head=True)
         matrices += model.embedding_parameters if model.tied_embeddings else 0
     else:
         matrices = share_parameters(model, job, ep=strategy.ep).trainable
-    adapted = [] if job.method == "full" else adapted_experts(model, job.lora_targets)
     experts = [job.compute_bytes * parameter.numel for parameter in adapted if parameter.kind == "experts"]
     layers = max(1, model.dimensions.num_layers)
     all_layers = {"autocast_weight_copies": copy_bytes * matrices, "adapted_expert_copies": layers * sum(experts)}
