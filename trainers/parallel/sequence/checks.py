@@ -118,7 +118,7 @@ def reading_errors(arguments: TrainingArguments) -> list[ConfigError]:
     errors = []
     rejected = {
         "split_batches": "splits a batch over the ranks of a sequence, which need the same batch",
-        "dispatch_batches": "sends a different batch to each rank, but the ranks of a sequence need the same batch",
+        "dispatch_batches": "sends different batches from the first rank, but ranks of a sequence need the same batch",
     }
     for name, rule in rejected.items():
         if getattr(arguments.accelerator_config, name, None):
