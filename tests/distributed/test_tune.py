@@ -87,9 +87,7 @@ def test_a_script_is_measured_with_the_arguments_of_the_trial(
     assert not (tmp_path / "never").exists(), "a trial writes no output"
 
 
-def test_memory_that_runs_out_is_a_result(
-    tiny_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_memory_that_runs_out_is_a_result(tiny_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SHARDWRIGHT_DATA_DIR", str(tmp_path / "data"))
     monkeypatch.setenv(LIMIT_VARIABLE, "1000000")
     plan = shardwright.plan(str(tiny_llama), "2xCPU", strategy="ddp", **WORDS)

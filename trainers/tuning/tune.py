@@ -73,7 +73,14 @@ class _Request:
         plan, job = self.plan, job_dict(self.plan.job)
         # Trials differ in the loss, and the strategy is what they compare.
         job = {name: value for name, value in job.items() if name not in ("loss", "strategy", "objective")}
-        facts: list[Any] = [plan.model.name, plan.model.revision, plan.hardware.gpu, plan.hardware.world_size, job, self.steps]
+        facts: list[Any] = [
+            plan.model.name,
+            plan.model.revision,
+            plan.hardware.gpu,
+            plan.hardware.world_size,
+            job,
+            self.steps,
+        ]
         facts += [None if self.script is None else self.script.read_text(encoding="utf-8"), list(self.arguments)]
         facts += [dict(installed_versions())]
         return hashlib.sha256(json.dumps(facts, default=str).encode()).hexdigest()

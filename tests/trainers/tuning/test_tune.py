@@ -169,7 +169,7 @@ def test_a_time_limit_below_one_trial_says_so(planned: Path, ranks: Any) -> None
         raise LaunchFailedError("torchrun: stopped after 0.06 s", output="", launcher_exit_code=None)
 
     ranks(behave)
-    with pytest.raises(ShardwrightError, match="raise --time-limit above 0.002 minutes"):
+    with pytest.raises(ShardwrightError, match=r"raise --time-limit above 0\.002 minutes"):
         tune(planned, time_limit_minutes=0.002)
 
 
