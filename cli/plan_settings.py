@@ -29,6 +29,7 @@ from ..ds_configs.specs.settings import (
     TrainingSettings,
 )
 from ..ds_configs.step_time.estimate import StepTime
+from ..ds_configs.step_time.learning import scaled_time
 from .settings import grouped
 
 
@@ -98,7 +99,8 @@ def answers(plan: Plan, questions: RunQuestions) -> dict[str, Any]:
                 except UsageError:
                     # These ranks do not divide the batch.
                     return None
-                return None if chosen is None else chosen.time
+                # Measured runs correct every cluster alike.
+                return None if chosen is None else scaled_time(chosen.time, plan.chosen.time.learned_scale)
 
             seconds, price = parse_duration(questions.deadline), questions.gpu_hour_price
             answer = smallest_for_deadline(

@@ -16,6 +16,7 @@ import pytest
 import shardwright
 from session import warm_command
 from shardwright.ds_configs.plan.plan import Plan
+from shardwright.ds_configs.specs.errors import ShardwrightError
 from shardwright.trainers.runs.out_of_memory import LIMIT_VARIABLE
 from shardwright.trainers.tuning.tune import tune
 
@@ -91,7 +92,7 @@ def test_memory_that_runs_out_is_a_result(tiny_llama: Path, tmp_path: Path, monk
     monkeypatch.setenv("SHARDWRIGHT_DATA_DIR", str(tmp_path / "data"))
     monkeypatch.setenv(LIMIT_VARIABLE, "1000000")
     plan = shardwright.plan(str(tiny_llama), "2xCPU", strategy="ddp", **WORDS)
-    with pytest.raises(shardwright.ds_configs.specs.errors.ShardwrightError, match="out of memory in phase"):
+    with pytest.raises(ShardwrightError, match="out of memory in phase"):
         tune(plan, trials=1, steps=3)
 
 

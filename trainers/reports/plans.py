@@ -279,6 +279,7 @@ def _plan_settings(plan: Plan) -> Section:
 def measurement_report(run: RunMeasurement) -> Report:
     """Return the report of `plan_measurement.json`: each rank, and the fullest one beside the prediction."""
     fullest, predicted, planned, seconds = run.fullest, run.predicted, run.plan, run.step_seconds
+    planned_seconds = run.predicted_step_seconds
     memory = [
         (name, prediction, _measured(measured))
         for name, prediction, measured in (
@@ -318,6 +319,7 @@ def measurement_report(run: RunMeasurement) -> Report:
             Fact(
                 label="Step, median of the slowest rank",
                 value="not measured" if seconds is None else f"{significant(seconds, 3)} s",
+                detail="" if planned_seconds is None else f"predicted {significant(planned_seconds, 3)} s",
             ),
             Fact(label="Ranks and steps", value=f"{len(run.measured)} × {fullest.steps}"),
         ),
