@@ -5,8 +5,8 @@ measurement, and predictions are those that ship with the package. The tuner mea
 each layout, as `shardwright tune` does, and keeps the fastest. Regret is the measured time of what it keeps over that
 of the fastest configuration of the question.
 
-`--real DIRECTORY` instead runs `tune` on this machine's CPU ranks for a small model and job, with trials for every
-layout, and compares what fewer trials would have kept.
+`--real DIRECTORY` instead runs `tune` on this machine's CPU ranks for a small model and job, once for every layout
+that fits, and compares what a tuning would have kept after each of its trials.
 """
 
 from __future__ import annotations
@@ -14,13 +14,14 @@ from __future__ import annotations
 import argparse
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from math import inf
 from pathlib import Path
 from statistics import mean
 
 from page_parts import with_part
 from published_steps import TABLES, PublishedStep, published_steps
-from shardwright.ds_configs.search.tuning import WORTH_MEASURING, Trial
+from shardwright.ds_configs.search.tuning import WORTH_MEASURING, Trial, layouts_to_measure
 from step_time_accuracy import DOCUMENT, predictions_as_shipped
 
 _SMALLEST_GROUP = 3
@@ -96,7 +97,8 @@ def document_table(cases: Sequence[PublishedStep], most_trials: int = 5) -> str:
 
 
 def real(directory: Path) -> str:
-    """Measure every layout of a small model on two CPU ranks, and return what fewer trials would have kept."""
+    """Measure every layout of a small model on two CPU ranks, and return what a tuning would have kept."""
+    from shardwright import plan as make
     from shardwright import tune
     from transformers import LlamaConfig
 
@@ -106,26 +108,30 @@ def real(directory: Path) -> str:
     config.architectures = ["LlamaForCausalLM"]
     config.save_pretrained(model)
     words = {"seq_len": 64, "global_batch_size": 16, "precision": "fp32", "offload": "none"}
-    plan = tune(str(model), "2xCPU", trials=20, time_limit_minutes=60, output_dir=directory / "tuned", **words)
-    return real_table(plan.trials)
+    plan = make(str(model), "2xCPU", calibration=None, **words)
+    layouts = [plan.chosen, *(other for other in plan.rejected if other.memory.fits and other.strategy.pp == 1)]
+    # One layout at a time, so that none ends early.
+    trials = {
+        layout.strategy: tune(replace(plan, chosen=layout, rejected=()), trials=1).trials[0] for layout in layouts
+    }
+    tried = [trials[layout.strategy] for layout in layouts_to_measure(plan.chosen, plan.rejected, trials=5)]
+    others = [trial for trial in trials.values() if trial not in tried]
+    return real_table(tried, others)
 
 
-def real_table(trials: Sequence[Trial]) -> str:
-    """Return each trial, and the regret of having stopped after it, as Markdown."""
-    times = [trial.step_seconds for trial in trials]
-    best = min(seconds for seconds in times if seconds is not None)
+def real_table(tried: Sequence[Trial], others: Sequence[Trial]) -> str:
+    """Return the trials of a tuning, the regret of having stopped after each, and the other layouts, as Markdown."""
+    best = min(trial.step_seconds or inf for trial in (*tried, *others))
     lines = ["| trial | layout | predicted, s | measured, s | spread | regret so far |", "|---|---|---|---|---|---|"]
-    for index, trial in enumerate(trials):
-        so_far = [seconds for seconds in times[: index + 1] if seconds is not None]
-        regret = f"{min(so_far) / best - 1:.1%}" if so_far else "–"
+    kept = inf
+    for number, trial in [*enumerate(tried, 1), *(("–", other) for other in others)]:
         measured = trial.outcome if trial.step_seconds is None else f"{trial.step_seconds:.3g}"
-        measured += " (ended early)" if trial.outcome == "slower" else ""
         varies = "–" if trial.spread is None else f"{trial.spread:.0%}"
-        lines.append(
-            f"| {index + 1} | {trial.name} | {trial.predicted_seconds:.3g} | {measured} | {varies} | {regret} |"
-        )
-    minutes = sum(trial.wall_seconds for trial in trials) / 60
-    return "\n".join([*lines, "", f"{minutes:.1f} minutes in total."])
+        kept = min(kept, trial.step_seconds or inf)
+        regret = f"{kept / best - 1:.1%}" if number != "–" else ""
+        lines.append(f"| {number} | {trial.name} | {trial.predicted_seconds:.3g} | {measured} | {varies} | {regret} |")
+    minutes = [sum(trial.wall_seconds for trial in trials) / 60 for trials in (tried, (*tried, *others))]
+    return "\n".join([*lines, "", f"{minutes[0]:.1f} minutes for the tuning, {minutes[1]:.1f} for all layouts."])
 
 
 def main() -> None:

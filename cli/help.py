@@ -59,7 +59,7 @@ EXAMPLES: dict[str, tuple[str, str, str]] = {
     "tune": (
         "plan",
         "Qwen/Qwen3-0.6B --hardware local --seq-len 2048 --output-dir tuned",
-        "plan --script train.py -- --data chats.jsonl @plan",
+        "plan --script train.py chats.jsonl @plan",
     ),
     "launch": (
         "plan finetune.py --epochs 3",

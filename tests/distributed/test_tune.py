@@ -96,6 +96,24 @@ def test_memory_that_runs_out_is_a_result(tiny_llama: Path, tmp_path: Path, monk
         tune(plan, trials=1, steps=3)
 
 
+def test_a_trial_that_hangs_is_ended_with_all_its_processes(
+    tiny_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SHARDWRIGHT_DATA_DIR", str(tmp_path / "data"))
+    script = tmp_path / "hangs.py"
+    script.write_text(
+        "import os, pathlib, subprocess, time\n"
+        "child = subprocess.Popen(['sleep', '600'], start_new_session=True)\n"
+        f"pathlib.Path({str(tmp_path)!r}, os.environ['RANK'] + '.pid').write_text(str(child.pid))\n"
+        "time.sleep(600)\n"
+    )
+    plan = shardwright.plan(str(tiny_llama), "2xCPU", strategy="ddp", **WORDS)
+    with pytest.raises(ShardwrightError, match=r"raise --time-limit above 0\.6 minutes"):
+        tune(plan, trials=1, script=script, script_arguments=["@plan"], time_limit_minutes=0.6)
+    for file in tmp_path.glob("*.pid"):
+        assert not psutil.pid_exists(int(file.read_text()))
+
+
 def test_an_interrupted_command_leaves_no_ranks(tiny_llama: Path, tmp_path: Path) -> None:
     mark = uuid.uuid4().hex
     command = [*warm_command("shardwright"), "tune", str(tiny_llama), *FLAGS, "--output-dir", str(tmp_path / "out")]
