@@ -112,7 +112,7 @@ def tune(
         hardware: Hardware for a model; by default this machine's accelerators, or two CPU ranks.
         trials: Maximum number of layouts to measure; the plan's own layout is the first.
         steps: Timed steps of each trial, after two others.
-        time_limit_minutes: No trial runs longer. One trial may take half of it.
+        time_limit_minutes: No trial runs longer. One trial may take half of what remains, the last one all of it.
         script: Python file to run on every rank instead.
         script_arguments: Its arguments. `@plan` becomes the flags of each trial's plan.
         output_dir: Directory for the result; `None` writes nothing.
@@ -143,7 +143,7 @@ def tune(
         plan = Plan.load(directory)
     else:
         plan = select_plan(str(subject), hardware or local_hardware(), notify=logger.info, **words)
-    errors = launch_errors(plan.hardware, device_fix=PLANNED_DEVICE_FIX) or _device_errors(plan.hardware)
+    errors = _device_errors(plan.hardware)
     if plan.job.objective == "memory":
         rule = "is not what trials measure, which is the time of a step"
         errors.append(ConfigError(where="objective", value="memory", rule=rule, fix="plan with --objective throughput"))
@@ -210,8 +210,12 @@ def _value_errors(
 
 
 def _device_errors(hardware: HardwareSpec) -> list[ConfigError]:
-    if hardware.gpu == "CPU":
-        return []
+    """Return why this machine cannot run the trials of a plan for some hardware."""
+    if hardware.nodes > 1:
+        rule, fix = "trials run on one machine", "tune a plan for one of them (--hardware local)"
+        return [ConfigError(where="hardware", value=hardware.name, rule=rule, fix=fix)]
+    if (errors := launch_errors(hardware, device_fix=PLANNED_DEVICE_FIX)) or hardware.gpu == "CPU":
+        return errors
     here = detect_hardware().gpu
     rule = f"this machine has {here}"
     fix = "plan again with --hardware local"
@@ -239,10 +243,9 @@ def _measure_all(
         if remaining <= 0:
             logger.info(f"the time limit is over after {index} of {len(layouts)} layouts")
             break
-        best = next(iter(measured(trials)), None)
-        best_seconds = None if best is None else best.step_seconds
+        best_seconds = min((done.step_seconds for done in measured(trials) if done.step_seconds), default=None)
         # A trial that hangs must leave time for the others.
-        timeout = remaining if best is not None else min(remaining, max(limit_seconds / 2, 1.0))
+        timeout = remaining if layout is layouts[-1] else remaining / 2
         try:
             trial = _run_trial(request, layout, best_seconds, timeout, f"layout {index + 1} of {len(layouts)}")
         except (KeyboardInterrupt, SystemExit):

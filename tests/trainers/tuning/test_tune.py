@@ -240,8 +240,10 @@ def test_all_wrong_values_are_reported_together(planned: Path, tmp_path: Path) -
 
 def test_accelerators_that_are_not_here_are_rejected(planned: Path, tmp_path: Path) -> None:
     elsewhere = make(str(tmp_path / "model"), "64xH100-80GB", seq_len=32, global_batch_size=64)
-    with pytest.raises(UsageError, match="64 x H100-80GB"):
+    with pytest.raises(UsageError, match="tune a plan for one of them"):
         tune(elsewhere)
+    with pytest.raises(UsageError, match="this machine has 0 GPUs; plan for this machine"):
+        tune(str(tmp_path / "model"), "2xH100-80GB", seq_len=32)
 
 
 def test_the_command_prints_trials_and_keeps_other_files(
@@ -254,6 +256,9 @@ def test_the_command_prints_trials_and_keeps_other_files(
     assert done.code == 0 and "DDP" in done.out and "s per step" in done.out and "--plan plan/tuned" in done.out
     data = json.loads(shell("plan", "--trials", 2, "--format", "json").out)
     assert [one["outcome"] for one in data["trials"]] == ["measured", "measured"]
+    (tmp_path / "script.py").write_text("")
+    words = ("--script", "script.py", "chats.jsonl", "@plan")
+    assert shell("plan", "--trials", 1, "--output-dir", "scripted", *words).code == 0
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "mine.txt").write_text("")
     assert shell("plan", "--output-dir", "other").code == 2
