@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from .trainers.rehearsal.rehearse import rehearse
     from .trainers.training.own_script import trainer_for
     from .trainers.training.task import train
+    from .trainers.tuning.tune import tune
 
 __version__ = "0.1.0"
 __all__ = [
@@ -42,6 +43,7 @@ __all__ = [
     "student",
     "train",
     "trainer_for",
+    "tune",
 ]
 
 _HOMES = {
@@ -58,6 +60,7 @@ _HOMES = {
     "student": ".trainers.distillation.student.maker",
     "train": ".trainers.training.task",
     "trainer_for": ".trainers.training.own_script",
+    "tune": ".trainers.tuning.tune",
 }
 
 

@@ -27,6 +27,7 @@ _COMMANDS = {
     "explain": ("explain:explain_command", "Explain a written plan, or one term, strategy or rule."),
     "calibrate": ("calibrate:calibrate_command", "Store the measurements of a run for later plans."),
     "rehearse": ("rehearse:rehearse_command", "Test the files of a plan on CPU ranks with a small model."),
+    "tune": ("tune:tune_command", "Measure the best layouts of a plan in short runs, and keep the fastest."),
     "launch": (
         "launch:launch_command",
         "Run a plan, or your script with it, here or on a cluster.",
@@ -54,7 +55,7 @@ _COMMANDS = {
 _RELEASES_UNCHECKED = frozenset({"configs", "env", "schema"})
 """Commands that need no upstream library, or that report on the installed ones."""
 _COMPUTING = frozenset(
-    {"cache-teacher", "demo", "distill", "evaluate", "merge", "qat", "quantize", "rehearse", "student", "train"}
+    {"cache-teacher", "demo", "distill", "evaluate", "merge", "qat", "quantize", "rehearse", "student", "train", "tune"}
 )
 """Commands that run torch on this machine."""
 

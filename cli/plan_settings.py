@@ -29,6 +29,7 @@ from ..ds_configs.specs.settings import (
     TrainingSettings,
 )
 from ..ds_configs.step_time.estimate import StepTime
+from ..ds_configs.step_time.learning import scaled_time
 from .settings import grouped
 
 
@@ -98,7 +99,8 @@ def answers(plan: Plan, questions: RunQuestions) -> dict[str, Any]:
                 except UsageError:
                     # These ranks do not divide the batch.
                     return None
-                return None if chosen is None else chosen.time
+                # Measured runs correct every cluster alike.
+                return None if chosen is None else scaled_time(chosen.time, plan.chosen.time.learned_scale)
 
             seconds, price = parse_duration(questions.deadline), questions.gpu_hour_price
             answer = smallest_for_deadline(
@@ -142,9 +144,8 @@ def shown_answers(values: dict[str, Any]) -> list[str]:
     return lines
 
 
-@grouped
-class PlanSettings(RunQuestions, LayoutSettings, TeacherPlacementSettings, TrainingSettings, HardwareSettings):
-    """Every setting of a plan."""
+class JobSettings(LayoutSettings, TeacherPlacementSettings, TrainingSettings, HardwareSettings):
+    """Settings from which a plan is made."""
 
     group = "Training"
 
@@ -162,8 +163,15 @@ class PlanSettings(RunQuestions, LayoutSettings, TeacherPlacementSettings, Train
 
     def words(self, *, hardware_is_read: bool = False) -> dict[str, Any]:
         """Return the explicitly set values as keywords of `plan`, optionally without those about the hardware."""
-        others = {"hardware", *RunQuestions.model_fields}
+        others = {"hardware"}
         if hardware_is_read:
             others |= {*HardwareSettings.model_fields, "num_processes"}
-        known = set(PlanSettings.model_fields) - others
+        known = set(JobSettings.model_fields) - others
         return {name: value for name, value in self.stated().items() if name in known}
+
+
+@grouped
+class PlanSettings(RunQuestions, JobSettings):
+    """Every setting of a plan, and questions about its run."""
+
+    group = "Run"

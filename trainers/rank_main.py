@@ -30,6 +30,7 @@ TASKS = {
     "cache-teacher": ".distillation.cache.cache_writer:AnswerTask",
     "rehearse": ".rehearsal.worker:RehearsalTask",
     "rehearse-script": ".rehearsal.script_worker:RehearsedScriptTask",
+    "tune": ".tuning.worker:TrialTask",
     "script": ".training.script_rank:ScriptTask",
 }
 """Module and class of each task."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -17,6 +18,7 @@ from ..settings import FILLED, Options, grouped
 if TYPE_CHECKING:
     from ...ds_configs.memory.estimate import Calibration, MeasuredRun
     from ...ds_configs.plan.measurement import RunMeasurement
+    from ...ds_configs.step_time.learning import MeasuredStep
     from ...ds_configs.step_time.rates import MeasuredNetwork
     from ...plugins.planning.calibration_store import CalibrationStore
 
@@ -37,7 +39,7 @@ def calibrate_command(run_dir: Path | None = None, *, options: Annotated[Calibra
     Parameters
     ----------
     run_dir
-        Output directory of a GPU run with --plan (plan_measurement.json), or of a machine comparison (network.json).
+        Output directory of a run with --plan (plan_measurement.json), or of a machine comparison (network.json).
     """
     from ...ds_configs.plan.measurement import FILE_NAME
     from ...plugins.planning.calibration_store import CalibrationStore
@@ -67,11 +69,16 @@ def calibrate_command(run_dir: Path | None = None, *, options: Annotated[Calibra
 
 def _store(store: CalibrationStore, run_dir: Path, network: MeasuredNetwork | None, *, as_json: bool) -> int:
     from ...ds_configs.memory.estimate import Calibration
-    from ...ds_configs.plan.measurement import measured_run, printable, report_lines
+    from ...ds_configs.plan.measurement import measured_run, measured_step, printable, report_lines
 
     measurement = read_measurement(run_dir)
+    step = measured_step(measurement)
+    if step is not None and measurement.fullest.peak_reserved_bytes is None:
+        return _store_step(store, step, list(report_lines(measurement)), as_json=as_json)
     run = measured_run(measurement)
     added = store.add(run)
+    if step is not None:
+        store.add_step(step)
     after = store.calibration()
     before = Calibration(runs=tuple(other for other in after.runs if other.identifier != run.identifier))
     if as_json:
@@ -87,10 +94,38 @@ def _store(store: CalibrationStore, run_dir: Path, network: MeasuredNetwork | No
     old, new = _interval(before, run), _interval(after, run)
     print(f"reserved over predicted tensors: {run.ratio:.3f}")
     print(f"interval of plans for {place}: {_shown(old)} -> {_shown(new)}")
-    print("step times are stored and listed; they do not change the predictions of later plans")
+    if step is not None:
+        print(_step_line(store, step))
     if network is not None:
         _show_network(store, network, as_json=False)
     return 0
+
+
+def _store_step(store: CalibrationStore, step: MeasuredStep, lines: list[str], *, as_json: bool) -> int:
+    """Store a run without memory peaks, on CPU ranks."""
+    from ...ds_configs.plan.measurement import printable
+
+    added = store.add_step(step)
+    if as_json:
+        answer = {"added": added, "step": asdict(step) | {"ratio": step.ratio}, "database": str(store.path)}
+        print(json.dumps({"schema_version": 1} | answer, indent=2))
+        return 0
+    verb = "Stored the step time of" if added else "Already stored:"
+    place = printable(f"{step.layout} on {step.ranks} x {step.gpu}")
+    print(f"{verb} run {step.identifier[:_SHOWN_DIGITS]}, {place}, which has no memory peaks")
+    for line in lines:
+        print(f"  {line}")
+    print(_step_line(store, step))
+    return 0
+
+
+def _step_line(store: CalibrationStore, step: MeasuredStep) -> str:
+    from ...ds_configs.plan.measurement import printable
+
+    ratios = [other.ratio for other in store.steps() if (other.gpu, other.engine) == (step.gpu, step.engine)]
+    runs = f"{len(ratios)} run{'' if len(ratios) == 1 else 's'} of {step.engine} on {step.gpu}"
+    spread = f"{min(ratios):.2f} to {max(ratios):.2f} times the prediction"
+    return f"measured over predicted step: {step.ratio:.2f}; later plans use {printable(runs)}: {spread}"
 
 
 def _read_network(run_dir: Path) -> MeasuredNetwork | None:
@@ -145,15 +180,16 @@ def read_measurement(run_dir: Path) -> RunMeasurement:
 
 
 def _list(store: CalibrationStore, *, as_json: bool) -> int:
-    runs, networks = store.stored(), store.networks()
+    runs, networks, steps = store.stored(), store.networks(), store.steps()
     if as_json:
         listed = [_run_dict(stored.run) | {"stored_at": stored.stored_at} for stored in runs]
         shown = {"schema_version": 1, "runs": listed, "networks": [asdict(network) for network in networks]}
+        shown |= {"steps": [asdict(step) | {"ratio": step.ratio} for step in steps]}
         print(json.dumps(shown | {"database": str(store.path)}, indent=2))
         return 0
-    if not runs:
+    if not runs and not steps:
         print("No stored runs. Store one with `shardwright calibrate RUN_DIR`.")
-    else:
+    if runs:
         from ...ds_configs.plan.measurement import printable
         from ...ds_configs.specs.units import gigabytes
         from ..show import console, print_rows
@@ -170,10 +206,27 @@ def _list(store: CalibrationStore, *, as_json: bool) -> int:
             memory = (*map(gigabytes, sizes), f"{run.ratio:.3f}", outside)
             rows.append([printable(word) for word in (*words, str(run.ranks), *memory, seconds, stored.stored_at[:10])])
         print_rows(console(), (*names, *numbers, "stored"), rows, title="Stored runs, memory in GB", figures=numbers)
+    if steps:
+        _list_steps(steps)
     for network in networks:
         print(f"Network of {network.nodes} nodes: {_network_line(network)}")
     print(f"database: {store.path}", file=sys.stderr)
     return 0
+
+
+def _list_steps(steps: Sequence[MeasuredStep]) -> None:
+    from ...ds_configs.plan.measurement import printable
+    from ..show import console, print_rows
+
+    numbers = ("ranks", "predicted", "measured", "ratio")
+    rows = []
+    for step in steps:
+        name = step.model.removesuffix("/config.json").rpartition("/")[2] or step.model
+        words = (step.identifier[:_SHOWN_DIGITS], step.gpu, step.engine, name, step.layout, str(step.ranks))
+        times = (f"{step.predicted_seconds:.3g}", f"{step.measured_seconds:.3g}", f"{step.ratio:.2f}")
+        rows.append([printable(word) for word in (*words, *times)])
+    title = "Stored step times, seconds"
+    print_rows(console(), ("run", "GPU", "engine", "model", "layout", *numbers), rows, title=title, figures=numbers)
 
 
 def _run_dict(run: MeasuredRun) -> dict[str, Any]:

@@ -99,7 +99,12 @@ def _plan_schema() -> dict[str, Any]:
         "files": texts,
         "versions": {"type": "object", "additionalProperties": text},
     }
-    return _object(properties, activations={"enum": ["traced", "upper bound"]}, command=text) | {"$defs": parts}
+    optional: dict[str, Any] = {
+        "activations": {"enum": ["traced", "upper bound"]},
+        "command": text,
+        "trials": {"type": "array", "items": {"$ref": "#/$defs/Trial"}},
+    }
+    return _object(properties, **optional) | {"$defs": parts}
 
 
 def _object(properties: dict[str, Any], **optional: Any) -> dict[str, Any]:

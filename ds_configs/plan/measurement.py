@@ -15,6 +15,7 @@ from ..memory.estimate import MeasuredRun, check_ratio
 from ..specs.errors import ConfigError, RefusedInputError, UsageError
 from ..specs.texts import strict_json
 from ..specs.units import gigabytes
+from ..step_time.learning import MeasuredStep
 from .plan import Plan, job_dict, strategy_dict
 
 FILE_NAME = "plan_measurement.json"
@@ -118,6 +119,8 @@ class RunMeasurement:
     plan: PlannedRun
     predicted: PredictedMemory
     measured: Annotated[tuple[RankMeasurement, ...], Field(min_length=1)]
+    predicted_step_seconds: Annotated[float, Field(gt=0, le=10**9)] | None = None
+    """Prediction of the plan without the correction of earlier runs; `None` in files of older versions."""
     differences: tuple[Text, ...] = ()
     """Settings in which the run differed from its plan, so that the two can hardly be compared."""
     versions: dict[str, str]
@@ -223,13 +226,11 @@ def measured_run(measurement: RunMeasurement) -> MeasuredRun:
     allocated = [rank.peak_allocated_bytes for rank in measurement.measured if rank.peak_allocated_bytes is not None]
     if len(reserved) < len(measurement.measured) or len(allocated) < len(measurement.measured):
         rule = "has no memory peaks, because the ranks had no accelerator"
-        raise UsageError(ConfigError(where="measurement", rule=rule, fix="calibrate with a run on GPUs"))
-    if measurement.differences:
-        fix = "run the plan unchanged, or plan with the settings of the run"
-        raise UsageError([ConfigError(where="run", rule=difference, fix=fix) for difference in measurement.differences])
-    canonical = json.dumps(asdict(measurement), sort_keys=True, separators=(",", ":"))
+        fix = "calibrate with a run on GPUs, or with one of at least three steps by this version"
+        raise UsageError(ConfigError(where="measurement", rule=rule, fix=fix))
+    _refuse_differences(measurement)
     run = MeasuredRun(
-        identifier=hashlib.sha256(canonical.encode()).hexdigest(),
+        identifier=_identifier(measurement),
         gpu=measurement.plan.gpu,
         architecture=measurement.plan.architecture,
         model=measurement.plan.model,
@@ -245,6 +246,38 @@ def measured_run(measurement: RunMeasurement) -> MeasuredRun:
     return run
 
 
+def measured_step(measurement: RunMeasurement) -> MeasuredStep | None:
+    """Return the step time, which corrects later plans; `None` without a timed step or its prediction.
+
+    Raises:
+        UsageError: the run differed from its plan.
+    """
+    if measurement.step_seconds is None or measurement.predicted_step_seconds is None:
+        return None
+    _refuse_differences(measurement)
+    return MeasuredStep(
+        identifier=_identifier(measurement),
+        gpu=measurement.plan.gpu,
+        engine=str(measurement.plan.strategy["engine"]),
+        model=measurement.plan.model,
+        layout=measurement.plan.layout,
+        ranks=len(measurement.measured),
+        predicted_seconds=measurement.predicted_step_seconds,
+        measured_seconds=measurement.step_seconds,
+    )
+
+
+def _refuse_differences(measurement: RunMeasurement) -> None:
+    if measurement.differences:
+        fix = "run the plan unchanged, or plan with the settings of the run"
+        raise UsageError([ConfigError(where="run", rule=difference, fix=fix) for difference in measurement.differences])
+
+
+def _identifier(measurement: RunMeasurement) -> str:
+    canonical = json.dumps(asdict(measurement), sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(canonical.encode()).hexdigest()
+
+
 def log_values(measurement: RunMeasurement) -> dict[str, float]:
     """Return flat numbers for experiment trackers, without those that were not measured."""
     full, predicted = measurement.fullest, measurement.predicted
@@ -258,6 +291,7 @@ def log_values(measurement: RunMeasurement) -> dict[str, float]:
         "plan/peak_reserved_gb": None if full.peak_reserved_bytes is None else full.peak_reserved_bytes / 1e9,
         "plan/device_used_gb": None if full.device_used_bytes is None else full.device_used_bytes / 1e9,
         "plan/step_seconds": measurement.step_seconds,
+        "plan/predicted_step_seconds": measurement.predicted_step_seconds,
         "plan/first_step_seconds": first[0] if first else None,
     }
     return {name: value for name, value in values.items() if value is not None}
@@ -277,7 +311,9 @@ def report_lines(measurement: RunMeasurement) -> Iterator[str]:
     first = ", ".join(f"{seconds:.3g}" for seconds in full.first_step_seconds)
     typical = measurement.step_seconds
     later = "" if typical is None else f", then {typical:.3g} (median, slowest rank)"
-    yield f"seconds per step: {first or 'none'}{later}"
+    planned = measurement.predicted_step_seconds
+    prediction = "" if planned is None else f"; {planned:.3g} predicted"
+    yield f"seconds per step: {first or 'none'}{later}{prediction}"
     for difference in measurement.differences:
         yield f"differs from the plan: {printable(difference)}"
 

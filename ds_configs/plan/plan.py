@@ -18,6 +18,7 @@ from ..search.candidates import SearchContext, global_batch_reason
 from ..search.run_estimates import clusters, doubts
 from ..search.search import Evaluated, ParetoPoint, search
 from ..search.suggestions import Offer, Suggestion, cheapest_changes, faster_changes
+from ..search.tuning import Trial, measured, rejected_by_trial, tuned_reason
 from ..specs.errors import ConfigError, DoesNotFitError, RefusedInputError, UsageError
 from ..specs.hardware import HardwareSpec, with_gpus
 from ..specs.job import TrainingJob
@@ -25,6 +26,8 @@ from ..specs.layout import Layout
 from ..specs.model import FIRST_RELEASE, ModelSpec
 from ..specs.texts import read_small_file, strict_json, yaml_mapping
 from ..specs.units import gigabytes
+from ..step_time.estimate import StepTime
+from ..step_time.learning import MeasuredStep, scaled_time
 from .clusters import ClusterJob, hostfile, slurm_script
 from .notebook import plan_html, plan_line, plan_rows
 from .output import write_files
@@ -60,6 +63,8 @@ class Plan(LaunchSpec):
     """Source of activation bytes: coefficients of the family, a trace of the model, or a bound from its structure."""
     command: str = ""
     """Command line that made the plan; empty for a plan made from Python."""
+    trials: tuple[Trial, ...] = ()
+    """Short real runs of layouts, in the order in which `tune` ran them."""
 
     def __repr__(self) -> str:
         return plan_line(self)
@@ -162,6 +167,7 @@ def make_plan(
     job: TrainingJob,
     *,
     calibration: Calibration | None = None,
+    measured_steps: tuple[MeasuredStep, ...] = (),
     versions: tuple[tuple[str, str], ...] = (),
     offers: bool = True,
 ) -> Plan:
@@ -171,7 +177,9 @@ def make_plan(
         UsageError: the job is invalid, or every layout that it allows breaks a rule.
         PlanDoesNotFitError: no layout fits.
     """
-    context = SearchContext(model=model, hardware=hardware, job=job, calibration=calibration)
+    context = SearchContext(
+        model=model, hardware=hardware, job=job, calibration=calibration, measured_steps=measured_steps
+    )
     if job.objective == "cost":
         hardware = _cheapest(context)
         context = replace(context, hardware=hardware)
@@ -193,7 +201,31 @@ def make_plan(
 
 
 def with_offers(plan: Plan) -> Plan:
-    return replace(plan, offers=faster_changes(plan.chosen, plan.model, plan.hardware, plan.job))
+    # Changes are compared as predicted, without the correction of measured runs.
+    time = plan.chosen.time
+    chosen = replace(plan.chosen, time=scaled_time(time, 1 / time.learned_scale))
+    return replace(plan, offers=faster_changes(chosen, plan.model, plan.hardware, plan.job))
+
+
+def tuned_plan(plan: Plan, trials: tuple[Trial, ...]) -> Plan:
+    """Return a plan whose layout is the fastest of its measured trials, of which there must be one."""
+    best = measured(trials)[0]
+    layouts = (plan.chosen, *plan.rejected)
+    reasons = {trial.layout: rejected_by_trial(trial, best) for trial in trials}
+    chosen = next(layout for layout in layouts if (layout.strategy, layout.loss) == best.layout)
+    rejected = tuple(
+        replace(layout, reason=reasons.get((layout.strategy, layout.loss), layout.reason))
+        for layout in layouts
+        if layout is not chosen
+    )
+    return replace(
+        plan,
+        job=replace(plan.job, loss=chosen.loss),
+        chosen=replace(chosen, reason=tuned_reason(best, trials)),
+        rejected=rejected,
+        pareto=(),
+        trials=trials,
+    )
 
 
 def _cheapest(context: SearchContext) -> HardwareSpec:
@@ -236,6 +268,7 @@ def plan_to_dict(plan: Plan) -> dict[str, Any]:
         "versions": dict(plan.versions),
         **({} if plan.activations == "stored" else {"activations": plan.activations}),
         **({"command": plan.command} if plan.command else {}),
+        **({"trials": [trial_dict(trial) for trial in plan.trials]} if plan.trials else {}),
     }
 
 
@@ -275,6 +308,16 @@ def strategy_dict(strategy: Layout) -> dict[str, Any]:
     return asdict(strategy) | {"label": strategy.label}
 
 
+def trial_dict(trial: Trial) -> dict[str, Any]:
+    return asdict(trial) | {"strategy": strategy_dict(trial.strategy)}
+
+
+def trial_values(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of a `Trial` from its JSON values."""
+    strategy = {name: value for name, value in values["strategy"].items() if name != "label"}
+    return {**values, "strategy": strategy}
+
+
 def rejected_dict(candidate: Evaluated) -> dict[str, Any]:
     return _evaluated_dict(candidate, reason=candidate.reason, analysis_only=candidate.analysis_only)
 
@@ -289,9 +332,16 @@ def _evaluated_dict(evaluated: Evaluated, **described: object) -> dict[str, Any]
         "gpu_memory": asdict(memory.gpu),
         "host_memory": host | {"nvme_capacity_bytes_per_node": memory.nvme_capacity_bytes_per_node},
         "nvme_bytes_per_node": nvme_bytes,
-        "step_time": asdict(evaluated.time),
+        "step_time": _time_dict(evaluated.time),
         "loss": evaluated.loss,
     }
+
+
+def _time_dict(time: StepTime) -> dict[str, Any]:
+    values = asdict(time)
+    if not time.measured_runs:
+        del values["learned_scale"], values["measured_runs"]
+    return values
 
 
 def plan_from_dict(data: object, *, source: str) -> Plan:
@@ -329,6 +379,7 @@ def plan_from_dict(data: object, *, source: str) -> Plan:
             "versions": list(data["versions"].items()),
             "activations": data.get("activations", "stored"),
             "command": data.get("command", ""),
+            "trials": [trial_values(trial) for trial in data.get("trials", [])],
         }
         plan: Plan = TypeAdapter(Plan).validate_python(values)
         return plan

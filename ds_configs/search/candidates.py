@@ -26,6 +26,7 @@ from ..specs.job import CHUNKED_LOSS_FAMILIES, LossImplementation, StrategyName,
 from ..specs.layout import Layout, OffloadDevice
 from ..specs.model import ModelSpec
 from ..step_time.estimate import StepTime, estimate_step_time
+from ..step_time.learning import MeasuredStep, corrected_time
 
 ENGINES_OF_AXIS: Mapping[str, tuple[StrategyName, ...]] = {
     "tp": ("zero1", "zero2"),
@@ -335,6 +336,7 @@ class SearchContext:
     hardware: HardwareSpec
     job: TrainingJob
     calibration: Calibration | None = None
+    measured_steps: tuple[MeasuredStep, ...] = ()
     smallest_batch: bool = False
     """Whether an open global batch has one sequence per accelerator."""
 
@@ -359,7 +361,8 @@ class Candidate:
     @cached_property
     def time(self) -> StepTime:
         context = self.context
-        return estimate_step_time(self.strategy, context.model, context.hardware, context.job)
+        time = estimate_step_time(self.strategy, context.model, context.hardware, context.job)
+        return corrected_time(time, context.measured_steps, gpu=context.hardware.gpu, engine=self.strategy.engine)
 
     @cached_property
     def memory(self) -> MemoryEstimate:

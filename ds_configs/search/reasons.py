@@ -70,6 +70,12 @@ def chosen_reason(best: Candidate, context: SearchContext, *, faster: Candidate,
     if gpu.calibrated_runs:
         runs = f"{gpu.calibrated_runs} measured run{'s' if gpu.calibrated_runs > 1 else ''}"
         sentences.append(f"The memory interval comes from {runs} on {context.hardware.gpu}.")
+    if time.measured_runs:
+        runs = f"{time.measured_runs} measured run{'s' if time.measured_runs > 1 else ''}"
+        sentences.append(
+            f"Step times are {time.learned_scale:.2f} times the published prediction, from {runs} on "
+            f"{context.hardware.gpu} (shardwright calibrate --list)."
+        )
     if strategy.pp > 1 and job.pipeline_parallel_size is None:
         sentences.append("Only pipelines fit. A stock Trainer cannot run one: PipelineTrainer does.")
     batch, ranks = job.global_batch_size, strategy.world_size

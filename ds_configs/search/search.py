@@ -16,6 +16,7 @@ from ..specs.errors import ConfigError, UsageError
 from ..specs.job import (
     AUTOMATIC_PLACEMENTS,
     OPTIMIZERS,
+    LossImplementation,
     TeacherChoice,
     TeacherCost,
     TeacherPlacement,
@@ -345,7 +346,7 @@ class Evaluated:
     time: StepTime
     reason: str
     """Short sentences with the numbers that decided."""
-    loss: str = "eager"
+    loss: LossImplementation = "eager"
     """How head and loss are computed: `eager` or `chunked`."""
     teacher: TeacherChoice | None = None
     """Teacher placement of the chosen layout; `None` without a teacher and for rejected layouts."""

@@ -521,6 +521,10 @@ class StepTime:
     tokens_per_second: float
     terms: dict[str, float]
     """Named parts of `seconds`."""
+    learned_scale: float = 1.0
+    """Factor from measured runs that `seconds` contains."""
+    measured_runs: int = 0
+    """Runs that this factor comes from."""
 
 
 def estimate_step_time(

@@ -13,6 +13,7 @@ from typing import Any
 
 from ...ds_configs.memory.estimate import Calibration, MeasuredRun
 from ...ds_configs.specs.errors import ConfigError, RefusedInputError, ShardwrightError, UsageError
+from ...ds_configs.step_time.learning import MeasuredStep
 from ...ds_configs.step_time.rates import MeasuredNetwork
 
 DATA_DIRECTORY_VARIABLE = "SHARDWRIGHT_DATA_DIR"
@@ -44,6 +45,19 @@ CREATE TABLE IF NOT EXISTS networks (
     gpus_per_node INTEGER NOT NULL CHECK (gpus_per_node > 0),
     nodes INTEGER NOT NULL CHECK (nodes > 1),
     bytes_per_s REAL NOT NULL CHECK (bytes_per_s > 0),
+    stored_at TEXT NOT NULL
+)
+"""
+_CREATE_STEPS = """
+CREATE TABLE IF NOT EXISTS steps (
+    identifier TEXT PRIMARY KEY CHECK (length(identifier) = 64),
+    gpu TEXT NOT NULL,
+    engine TEXT NOT NULL,
+    model TEXT NOT NULL,
+    layout TEXT NOT NULL,
+    ranks INTEGER NOT NULL CHECK (ranks > 0),
+    predicted_seconds REAL NOT NULL CHECK (predicted_seconds > 0),
+    measured_seconds REAL NOT NULL CHECK (measured_seconds > 0),
     stored_at TEXT NOT NULL
 )
 """
@@ -121,28 +135,46 @@ class CalibrationStore:
 
     def add_network(self, network: MeasuredNetwork) -> None:
         """Store a measured network, which plans for such nodes use from now on."""
-        values = asdict(network) | {"stored_at": datetime.now(UTC).isoformat(timespec="seconds")}
-        columns, marks = ", ".join(values), ", ".join(f":{name}" for name in values)
-        with self._writing() as connection:
-            connection.execute(_CREATE_NETWORKS)
-            connection.execute(f"INSERT INTO networks ({columns}) VALUES ({marks})", values)  # noqa: S608
+        self._add_to("networks", _CREATE_NETWORKS, asdict(network))
 
     def networks(self) -> tuple[MeasuredNetwork, ...]:
         """Return the measured networks, oldest first."""
+        return tuple(MeasuredNetwork(**row) for row in self._rows_of("networks", MeasuredNetwork))
+
+    def add_step(self, step: MeasuredStep) -> bool:
+        """Store a measured step time, which corrects later plans, and return whether it was new."""
+        return self._add_to("steps", _CREATE_STEPS, asdict(step))
+
+    def steps(self) -> tuple[MeasuredStep, ...]:
+        """Return the measured step times, oldest first."""
+        return tuple(MeasuredStep(**row) for row in self._rows_of("steps", MeasuredStep))
+
+    def _add_to(self, table: str, create: str, values: dict[str, Any]) -> bool:
+        values = values | {"stored_at": datetime.now(UTC).isoformat(timespec="seconds")}
+        columns, marks = ", ".join(values), ", ".join(f":{name}" for name in values)
+        with self._writing() as connection:
+            connection.execute(create)
+            insert = f"INSERT INTO {table} ({columns}) VALUES ({marks}) ON CONFLICT DO NOTHING"  # noqa: S608
+            return connection.execute(insert, values).rowcount == 1
+
+    def _rows_of(self, table: str, kind: type[MeasuredNetwork | MeasuredStep]) -> list[dict[str, Any]]:
+        """Return the rows of a table that not every database has."""
+        columns = {field.name: str(field.type) for field in fields(kind)}
         with self._reading() as connection:
-            known = "SELECT count(*) FROM sqlite_master WHERE name = 'networks'"
-            if connection is None or not connection.execute(known).fetchone()[0]:
-                return ()
-            columns = ", ".join(field.name for field in fields(MeasuredNetwork))
-            rows = connection.execute(f"SELECT {columns} FROM networks ORDER BY rowid").fetchall()  # noqa: S608
-        for gpu, *numbers in rows:
-            if not isinstance(gpu, str) or not all(isinstance(number, int | float) for number in numbers):
-                raise RefusedInputError(self._damaged(f"a network of {gpu!r}"))
-        names = [field.name for field in fields(MeasuredNetwork)]
-        return tuple(MeasuredNetwork(**dict(zip(names, row, strict=True))) for row in rows)
+            known = "SELECT count(*) FROM sqlite_master WHERE name = ?"
+            if connection is None or not connection.execute(known, (table,)).fetchone()[0]:
+                return []
+            rows = connection.execute(f"SELECT {', '.join(columns)} FROM {table} ORDER BY rowid").fetchall()  # noqa: S608
+        for row in rows:
+            for (name, expected), value in zip(columns.items(), row, strict=True):
+                if not isinstance(value, str if expected == "str" else int | float):
+                    raise RefusedInputError(self._damaged(f"{table}: {name} = {value!r}"))
+        return [dict(zip(columns, row, strict=True)) for row in rows]
 
     def forget(self, identifier: str) -> int:
         """Remove one run by a prefix of its identifier, or `all` runs and networks; return the number of removed runs.
+
+        A run may have memory peaks, a step time, or both.
 
         Raises:
             UsageError: No run, or several runs, have this prefix.
@@ -154,8 +186,15 @@ class CalibrationStore:
         with self._writing() as connection:
             if identifier == "all":
                 connection.execute("DROP TABLE IF EXISTS networks")
-                return connection.execute("DELETE FROM runs").rowcount
-            begins = "SELECT identifier FROM runs WHERE substr(identifier, 1, length(:begin)) = :begin"
+                connection.execute(_CREATE_STEPS)
+                of_both = "SELECT count(*) FROM (SELECT identifier FROM runs UNION SELECT identifier FROM steps)"
+                count = int(connection.execute(of_both).fetchone()[0])
+                connection.execute("DELETE FROM steps")
+                connection.execute("DELETE FROM runs")
+                return count
+            connection.execute(_CREATE_STEPS)
+            of_both = "SELECT identifier FROM runs UNION SELECT identifier FROM steps"
+            begins = f"SELECT identifier FROM ({of_both}) WHERE substr(identifier, 1, length(:begin)) = :begin"  # noqa: S608
             matches = [row[0] for row in connection.execute(begins, {"begin": identifier})]
             if not matches or not identifier:
                 raise UsageError(_unknown(identifier))
@@ -163,7 +202,9 @@ class CalibrationStore:
                 fix = f"write a longer prefix: {', '.join(name[:16] for name in matches[:4])}"
                 rule = f"matches {len(matches)} runs"
                 raise UsageError(ConfigError(where="--forget", value=identifier, rule=rule, fix=fix))
-            return connection.execute("DELETE FROM runs WHERE identifier = ?", (matches[0],)).rowcount
+            for table in ("runs", "steps"):
+                connection.execute(f"DELETE FROM {table} WHERE identifier = ?", (matches[0],))  # noqa: S608
+            return 1
 
     @contextmanager
     def _reading(self) -> Iterator[sqlite3.Connection | None]:

@@ -29,6 +29,7 @@ from ...ds_configs.specs.job import AXIS_FIELDS, TrainingJob, job_errors
 from ...ds_configs.specs.model import ModelSpec
 from ...ds_configs.specs.settings import adapter_errors, unknown_error
 from ...ds_configs.specs.texts import read_small_file, yaml_mapping
+from ...ds_configs.step_time.learning import MeasuredStep
 from ...ds_configs.step_time.rates import with_measured_network
 from ..releases import transformers_release
 from .models import LoadedModel, load_model_spec
@@ -143,6 +144,7 @@ def plan(
         cluster,
         wanted,
         calibration=stored_calibration(tell) if calibration == "user" else calibration,
+        measured_steps=_stored_steps() if calibration == "user" else (),
         versions=installed_versions(),
         offers=offers,
     )
@@ -193,6 +195,15 @@ def stored_calibration(tell: Callable[[str], None]) -> Calibration | None:
     except ShardwrightError as error:
         tell(f"planning without measured runs: {error}")
         return None
+
+
+def _stored_steps() -> tuple[MeasuredStep, ...]:
+    """Return the measured step times of this user; `stored_calibration` reports a store that cannot be read."""
+    from .calibration_store import CalibrationStore
+
+    with suppress(ShardwrightError):
+        return CalibrationStore().steps()
+    return ()
 
 
 def installed_versions() -> tuple[tuple[str, str], ...]:

@@ -23,6 +23,7 @@ COMMANDS = {
     "quantize": ("quantize", "model", "--scheme", "NF4", "--force"),
     "evaluate": ("evaluate", "model", "--text", "text.txt", "--seq-len", "32", "--force"),
     "rehearse": ("rehearse", "plan", "--steps", "4", "--force"),
+    "tune": ("tune", "plan", "--trials", "1", "--force"),
     "train_causal_lm": ("--model", "model", "--text", "text.txt", "--seq-len", "32", "--force"),
 }
 
@@ -49,6 +50,7 @@ def run(directory: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest
     monkeypatch.setattr("transformers.AutoModelForCausalLM.from_pretrained", no_weights)
     monkeypatch.setattr("shardwright.plugins.safetensors.reading.safe_open", no_weights, raising=False)
     monkeypatch.setattr("shardwright.trainers.runs.run.launch_ranks", no_weights)
+    monkeypatch.setattr("shardwright.trainers.tuning.tune.launch_ranks", no_weights)
 
     def call(name: str, output: object) -> tuple[int, str]:
         arguments = [*COMMANDS[name], "--output-dir", str(output)]

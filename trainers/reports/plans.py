@@ -12,6 +12,7 @@ from ...ds_configs.plan.plan import Plan, job_dict, strategy_dict
 from ...ds_configs.search.reasons import display_name
 from ...ds_configs.search.run_estimates import doubts
 from ...ds_configs.search.search import Evaluated
+from ...ds_configs.search.tuning import Trial
 from ...ds_configs.specs.units import human_count
 from ...ds_configs.step_time.estimate import TIME_TERM_MEANINGS, time_term_name
 from ...plugins.planning.from_names import installed_versions
@@ -122,6 +123,7 @@ def plan_report(plan: Plan) -> Report:
         ),
         sections=(
             Section(heading="Why this layout", texts=reasons),
+            *([_trials(plan.trials)] if plan.trials else []),
             _plan_memory(plan),
             _plan_time(plan),
             _other_layouts(plan),
@@ -134,6 +136,37 @@ def plan_report(plan: Plan) -> Report:
             "predicted memory per accelerator, GB": gpu.peak_bytes / 1e9,
             "predicted tokens/s": time.tokens_per_second,
         },
+    )
+
+
+def trial_rows(trials: Sequence[Trial]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+    """Return headings and rows of measured layouts, with predictions."""
+    headings = ("layout", "micro-batch", "result", "s per step", "predicted", "spread", "tensors", "predicted tensors")
+    rows: list[tuple[str, ...]] = []
+    for trial in trials:
+        strategy = trial.strategy
+        size = f"{strategy.micro_batch_size} x {strategy.gradient_accumulation_steps}"
+        seconds = "–" if trial.step_seconds is None else significant(trial.step_seconds, 3)
+        varies = "–" if trial.spread is None else f"{100 * trial.spread:.0f} %"
+        memory = _measured(trial.peak_allocated_bytes), gb(trial.predicted_allocated_bytes)
+        result = f"{trial.outcome}: {trial.detail}" if trial.detail else trial.outcome
+        rows.append((trial.name, size, result, seconds, significant(trial.predicted_seconds, 3), varies, *memory))
+    return headings, rows
+
+
+def _trials(trials: Sequence[Trial]) -> Section:
+    headings, rows = trial_rows(trials)
+    bars: list[tuple[str, Mapping[str, float], bool]] = []
+    for trial in trials:
+        if trial.step_seconds is not None:
+            bars += [(trial.name, {"step": trial.predicted_seconds}, True), ("", {"step": trial.step_seconds}, False)]
+    note = "Hatched: predicted. Beside it: the median of the slowest rank, of layouts that ended early of fewer steps."
+    chart = Chart(title="Step by layout, predicted and measured, seconds", draw=stacks(bars, "seconds"), note=note)
+    caption = "Spread: longest minus shortest timed step, divided by the median. Tensors: of the fullest rank."
+    return Section(
+        heading="Measured layouts",
+        charts=(chart,) if bars else (),
+        tables=(Table(headings=headings, rows=rows, caption=caption, numeric=False),),
     )
 
 
@@ -246,6 +279,7 @@ def _plan_settings(plan: Plan) -> Section:
 def measurement_report(run: RunMeasurement) -> Report:
     """Return the report of `plan_measurement.json`: each rank, and the fullest one beside the prediction."""
     fullest, predicted, planned, seconds = run.fullest, run.predicted, run.plan, run.step_seconds
+    planned_seconds = run.predicted_step_seconds
     memory = [
         (name, prediction, _measured(measured))
         for name, prediction, measured in (
@@ -285,6 +319,7 @@ def measurement_report(run: RunMeasurement) -> Report:
             Fact(
                 label="Step, median of the slowest rank",
                 value="not measured" if seconds is None else f"{significant(seconds, 3)} s",
+                detail="" if planned_seconds is None else f"predicted {significant(planned_seconds, 3)} s",
             ),
             Fact(label="Ranks and steps", value=f"{len(run.measured)} × {fullest.steps}"),
         ),

@@ -183,6 +183,7 @@ class PlanCallback(TrainerCallback):
             plan=planned_run(self._plan),
             predicted=predicted_memory(self._plan),
             measured=tuple(sorted(ranks, key=lambda rank: rank.rank)),
+            predicted_step_seconds=self._plan.chosen.time.seconds / self._plan.chosen.time.learned_scale,
             differences=tuple(self._differences(args, model, ranks)),
             versions=dict(installed_versions()),
         )

@@ -86,9 +86,28 @@ def test_json_answers_are_one_object_each(shell: Shell, tmp_path: Path) -> None:
         "runs": 1,
     }
     listed = json.loads(shell("calibrate", "--list", "--format", "json").out)
-    assert listed.keys() == {"schema_version", "runs", "networks", "database"}
+    assert listed.keys() == {"schema_version", "runs", "networks", "steps", "database"}
     assert listed["runs"][0].keys() == stored["run"].keys() | {"stored_at"}
     assert json.loads(shell("calibrate", "--forget", "all", "--format", "json").out)["forgotten"] == 1
+
+
+def test_a_run_on_cpu_ranks_corrects_later_step_times(shell: Shell, tmp_path: Path) -> None:
+    measurement = measurement_of(plan_on())
+    ranks = tuple(
+        replace(rank, device="cpu", peak_allocated_bytes=None, peak_reserved_bytes=None, median_step_seconds=3.0)
+        for rank in measurement.measured
+    )
+    run = replace(measurement, measured=ranks, predicted_step_seconds=1.0)
+    stored = shell("calibrate", str(write_measurement(run, tmp_path / "cpu")))
+    assert stored.code == 0 and "which has no memory peaks" in stored.out
+    assert "then 3 (median, slowest rank); 1 predicted" in stored.out
+    assert "measured over predicted step: 3.00; later plans use 1 run of" in stored.out
+    assert "Already stored" in shell("calibrate", str(tmp_path / "cpu")).out
+    listed = json.loads(shell("calibrate", "--list", "--format", "json").out)
+    assert [step["ratio"] for step in listed["steps"]] == [3.0] and listed["runs"] == []
+    assert "Stored step times, seconds" in shell("calibrate", "--list").out
+    assert "Removed 1 run" in shell("calibrate", "--forget", listed["steps"][0]["identifier"][:12]).out
+    assert json.loads(shell("calibrate", "--list", "--format", "json").out)["steps"] == []
 
 
 def test_bad_usage_and_rejected_files_leave_the_store_alone(shell: Shell, tmp_path: Path) -> None:

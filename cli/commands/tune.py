@@ -1,0 +1,110 @@
+"""`shardwright tune`: measure the best layouts of a plan in short real runs, and keep the fastest."""
+
+from __future__ import annotations
+
+import json
+import sys
+from contextlib import redirect_stdout
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+from pydantic import Field
+
+from ...ds_configs.plan.plan import plan_to_dict
+from ...ds_configs.plan.rendering import train_arguments
+from ...ds_configs.specs.errors import ConfigError, UsageError
+from ..options import ReportOptions
+from ..plan_settings import JobSettings
+from ..progress import LinesAtTimes, progress_on_stderr
+from ..settings import FILLED, Options, command_line, grouped
+
+if TYPE_CHECKING:
+    from ...ds_configs.plan.plan import Plan
+
+grouped(JobSettings)
+
+
+@grouped
+class TuneOptions(ReportOptions):
+    group = "Tuning"
+
+    trials: int = Field(5, description="Maximum number of layouts to measure")
+    steps: int = Field(5, description="Timed steps of each layout, after two others")
+    time_limit: float = Field(30.0, description="Time limit of all trials, in minutes")
+    script: Path | None = Field(None, description="Your own script to run; its arguments must contain @plan")
+    output_dir: Path | None = Field(
+        None, description="Directory for the tuned plan. Default: tuned in the plan's directory"
+    )
+
+
+def tune_command(
+    subject: str,
+    *arguments: str,
+    settings: Annotated[JobSettings, Options] = FILLED,
+    options: Annotated[TuneOptions, Options] = FILLED,
+) -> int:
+    """Measure the best predicted layouts on this machine, each for a few steps, and write the plan of the fastest.
+
+    The exit code is 1 if no layout was measured. The same command continues an interrupted run.
+
+    Parameters
+    ----------
+    subject
+        Directory that `plan` wrote, or a model as for `plan`.
+    arguments
+        Arguments of the script; put `--` before arguments that begin with a hyphen.
+    """
+    from ...trainers.tuning.tune import is_plan, tune
+
+    errors = []
+    if arguments and options.script is None:
+        rule, fix = "need a script", "pass --script, or omit them"
+        errors.append(ConfigError(where="arguments", value=" ".join(arguments), rule=rule, fix=fix))
+    output_dir = options.output_dir
+    if output_dir is None and is_plan(subject):
+        output_dir = (Path(subject) if Path(subject).is_dir() else Path(subject).parent) / "tuned"
+    elif output_dir is None:
+        errors.append(ConfigError(where="output_dir", rule="is missing", fix="pass --output-dir"))
+    if errors:
+        raise UsageError(errors)
+    # Some libraries log to stdout, which is for results only.
+    with progress_on_stderr("", LinesAtTimes()), redirect_stdout(sys.stderr):
+        plan = tune(
+            subject,
+            settings.hardware,
+            trials=options.trials,
+            steps=options.steps,
+            time_limit_minutes=options.time_limit,
+            script=options.script,
+            script_arguments=arguments,
+            output_dir=output_dir,
+            force=options.force,
+            command=command_line(),
+            **settings.words(),
+        )
+    if options.as_json:
+        print(json.dumps(plan_to_dict(plan)))
+    else:
+        show_tuned(plan, output_dir or Path())
+    return 0
+
+
+def show_tuned(plan: Plan, directory: Path) -> None:
+    from rich.text import Text
+
+    from ...ds_configs.search.reasons import display_name
+    from ...trainers.reports.plans import trial_rows
+    from ..show import console, print_rows, show_next
+
+    out = console()
+    strategy = display_name(plan.chosen.strategy)
+    out.print(Text.assemble((plan.model.name, "bold"), f"  on {plan.hardware.name}, {len(plan.trials)} layouts"))
+    out.print()
+    headings, rows = trial_rows(plan.trials)
+    print_rows(out, headings, rows, figures=headings[3:])
+    out.print()
+    out.print(Text.assemble(("Chosen  ", "bold green"), (strategy, "bold")))
+    out.print(plan.chosen.reason, markup=False)
+    out.print()
+    out.print(f"Files in {directory}: {', '.join(plan.file_names)}, trials.jsonl, report.html", markup=False)
+    show_next(*train_arguments(plan, directory=str(directory)))

@@ -1,0 +1,145 @@
+"""`shardwright tune` on two real ranks: trials, a script, memory that runs out, and a killed command."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import time
+import uuid
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import shardwright
+from session import warm_command
+from shardwright.ds_configs.plan.plan import Plan
+from shardwright.ds_configs.specs.errors import ShardwrightError
+from shardwright.trainers.runs.out_of_memory import LIMIT_VARIABLE
+from shardwright.trainers.tuning.tune import tune
+
+pytestmark = pytest.mark.distributed
+
+WORDS: dict[str, Any] = {"seq_len": 32, "global_batch_size": 4, "precision": "fp32"}
+FLAGS = ("--hardware", "2xCPU", "--seq-len", "32", "--global-batch-size", "4", "--precision", "fp32")
+
+
+@pytest.fixture(scope="module")
+def tuned(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+    """Two layouts of a model, measured by the command; the directory and what it printed."""
+    root = tmp_path_factory.mktemp("tuned")
+    command = [*warm_command("shardwright"), "tune", str(tiny_llama), *FLAGS]
+    command += ["--trials", "2", "--steps", "3", "--output-dir", str(root / "out"), "--format", "json"]
+    environment = os.environ | {"SHARDWRIGHT_DATA_DIR": str(root / "data")}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, env=environment)
+    assert done.returncode == 0, done.stderr
+    return root, json.loads(done.stdout)
+
+
+def test_two_layouts_are_measured_beside_their_prediction(tuned: tuple[Path, dict[str, Any]]) -> None:
+    root, data = tuned
+    first, second = data["trials"]
+    assert first["outcome"] == "measured" and first["steps"] == 3
+    assert second["outcome"] in ("measured", "slower"), second
+    for trial in (first, second):
+        assert trial["step_seconds"] > 0 and trial["predicted_seconds"] > 0
+        # Tensors of a rank, counted while the first two steps ran.
+        assert trial["peak_allocated_bytes"] == pytest.approx(trial["predicted_allocated_bytes"], rel=0.25)
+    best = min((one for one in (first, second) if one["outcome"] == "measured"), key=lambda one: one["step_seconds"])
+    assert data["chosen"]["strategy"] == best["strategy"] and "is measured" in data["chosen"]["reason"]
+    assert Plan.load(root / "out").to_dict()["trials"] == data["trials"]
+    assert (root / "out" / "report.html").is_file()
+    assert len((root / "out" / "trials.jsonl").read_text().splitlines()) == 2
+
+
+def test_its_step_times_correct_the_next_plan(
+    tuned: tuple[Path, dict[str, Any]], tiny_llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root, data = tuned
+    monkeypatch.setenv("SHARDWRIGHT_DATA_DIR", str(root / "data"))
+    after = shardwright.plan(str(tiny_llama), "2xCPU", **WORDS)
+    first = data["trials"][0]
+    own = [layout for layout in (after.chosen, *after.rejected) if layout.strategy.label == first["strategy"]["label"]]
+    before, measured = first["predicted_seconds"], first["step_seconds"]
+    assert min(before, measured) < own[0].time.seconds < max(before, measured)
+    assert "times the published prediction, from" in after.chosen.reason
+
+
+def test_a_script_is_measured_with_the_arguments_of_the_trial(
+    tiny_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SHARDWRIGHT_DATA_DIR", str(tmp_path / "data"))
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import sys, torch\n"
+        "from transformers import AutoModelForCausalLM, HfArgumentParser, Trainer, TrainingArguments\n"
+        "(arguments,) = HfArgumentParser(TrainingArguments).parse_args_into_dataclasses(sys.argv[2:])\n"
+        "model = AutoModelForCausalLM.from_pretrained(sys.argv[1])\n"
+        "samples = [{'input_ids': torch.arange(32), 'labels': torch.arange(32)}] * 64\n"
+        "Trainer(model=model, args=arguments, train_dataset=samples).train()\n"
+    )
+    plan = shardwright.plan(str(tiny_llama), "2xCPU", strategy="ddp", **WORDS)
+    words = [str(tiny_llama), "--output_dir", str(tmp_path / "never"), "@plan"]
+    result = tune(plan, trials=1, steps=3, script=script, script_arguments=words)
+    (trial,) = result.trials
+    assert trial.outcome == "measured" and trial.steps == 3
+    assert not (tmp_path / "never").exists(), "a trial writes no output"
+
+
+def test_memory_that_runs_out_is_a_result(tiny_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SHARDWRIGHT_DATA_DIR", str(tmp_path / "data"))
+    monkeypatch.setenv(LIMIT_VARIABLE, "1000000")
+    plan = shardwright.plan(str(tiny_llama), "2xCPU", strategy="ddp", **WORDS)
+    with pytest.raises(ShardwrightError, match="out of memory in phase"):
+        tune(plan, trials=1, steps=3)
+
+
+def test_a_trial_that_hangs_is_ended_with_all_its_processes(
+    tiny_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SHARDWRIGHT_DATA_DIR", str(tmp_path / "data"))
+    script = tmp_path / "hangs.py"
+    script.write_text(
+        "import os, pathlib, subprocess, time\n"
+        "child = subprocess.Popen(['sleep', '600'], start_new_session=True)\n"
+        f"pathlib.Path({str(tmp_path)!r}, os.environ['RANK'] + '.pid').write_text(str(child.pid))\n"
+        "time.sleep(600)\n"
+    )
+    plan = shardwright.plan(str(tiny_llama), "2xCPU", strategy="ddp", **WORDS)
+    with pytest.raises(ShardwrightError, match=r"raise --time-limit above 0\.6 minutes"):
+        tune(plan, trials=1, script=script, script_arguments=["@plan"], time_limit_minutes=0.6)
+    for file in tmp_path.glob("*.pid"):
+        assert not psutil.pid_exists(int(file.read_text()))
+
+
+def test_an_interrupted_command_leaves_no_ranks(tiny_llama: Path, tmp_path: Path) -> None:
+    mark = uuid.uuid4().hex
+    command = [*warm_command("shardwright"), "tune", str(tiny_llama), *FLAGS, "--output-dir", str(tmp_path / "out")]
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    environment = os.environ | {"TUNE_UNDER_TEST": mark, "SHARDWRIGHT_DATA_DIR": str(tmp_path / "data")}
+
+    def ranks() -> list[psutil.Process]:
+        found = []
+        for process in psutil.process_iter():
+            try:
+                variables = process.environ()
+            except psutil.Error:
+                continue
+            if variables.get("TUNE_UNDER_TEST") == mark and "LOCAL_RANK" in variables:
+                found.append(process)
+        return found
+
+    with subprocess.Popen(
+        command, env=environment, preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL), **pipes
+    ) as process:
+        deadline = time.monotonic() + 240
+        while len(ranks()) < 2 and process.poll() is None and time.monotonic() < deadline:
+            time.sleep(0.2)
+        assert len(ranks()) == 2
+        process.send_signal(signal.SIGINT)
+        _, error = process.communicate(timeout=120)
+    assert process.returncode == 130
+    assert "stopped during layout 1" in error
+    assert not ranks()

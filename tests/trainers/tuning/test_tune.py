@@ -1,0 +1,266 @@
+"""`tune` without ranks: its requests, what it makes of each kind of trial, and what it stores."""
+
+from __future__ import annotations
+
+import errno
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from commands import Shell, shell_in
+from shardwright.ds_configs.plan.plan import Plan
+from shardwright.ds_configs.specs.errors import ShardwrightError, UsageError
+from shardwright.plugins.launching.elastic import RankFailure
+from shardwright.plugins.launching.launch import Launch, LaunchFailedError
+from shardwright.plugins.planning.calibration_store import CalibrationStore
+from shardwright.plugins.planning.from_names import plan as make
+from shardwright.trainers.rank_main import read_task
+from shardwright.trainers.reports.make import report_html
+from shardwright.trainers.tuning import tune as tune_module
+from shardwright.trainers.tuning.tune import tune
+from shardwright.trainers.tuning.worker import TrialTask
+
+CONFIG = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 512,
+    "max_position_embeddings": 128,
+}
+Behave = Callable[[str, TrialTask], Any]
+"""Returns the seconds of a layout's steps, or raises what its launch raises."""
+
+
+@pytest.fixture
+def planned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("SHARDWRIGHT_DATA_DIR", str(tmp_path / "data"))
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text(json.dumps(CONFIG))
+    plan = make(str(tmp_path / "model"), "2xCPU", seq_len=32, global_batch_size=4, precision="fp32")
+    plan.write(tmp_path / "plan")
+    return tmp_path / "plan"
+
+
+@pytest.fixture
+def ranks(monkeypatch: pytest.MonkeyPatch) -> Callable[[Behave], list[str]]:
+    """Replace launches by a function of the layout, and return the labels of the launched ones."""
+
+    def replaced(behave: Behave) -> list[str]:
+        labels: list[str] = []
+
+        def launch_ranks(launch: Launch, *, timeout_seconds: float, **_: Any) -> None:
+            file = Path(launch.arguments[-1])
+            task = read_task(file)
+            assert isinstance(task, TrialTask) and timeout_seconds > 0
+            labels.append(Plan.load(task.plan).chosen.strategy.label)
+            result = {"step_seconds": behave(labels[-1], task), "peak_allocated_bytes": 3_000_000}
+            (file.parent / "result.json").write_text(json.dumps(result))
+
+        monkeypatch.setattr(tune_module, "launch_ranks", launch_ranks)
+        monkeypatch.setattr(tune_module, "compile_planned_operators", lambda plan: None)
+        return labels
+
+    return replaced
+
+
+def failure(message: str = "", exit_code: int = 1, **values: Any) -> LaunchFailedError:
+    failures = [RankFailure(rank=1, message=message, exit_code=exit_code, **values)]
+    return LaunchFailedError("torchrun: stopped", output="", launcher_exit_code=1, failures=failures)
+
+
+def lines(directory: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (directory / "trials.jsonl").read_text().splitlines()]
+
+
+def test_the_fastest_measured_layout_becomes_the_plan(planned: Path, ranks: Any, tmp_path: Path) -> None:
+    labels = ranks(lambda label, task: [0.1, 0.11, 0.1, 0.1, 0.1] if label == "zero1" else [0.2] * task.steps)
+    tuned = tune(planned, trials=4, output_dir=tmp_path / "out")
+    assert len(labels) == 4 and labels[0] == Plan.load(planned).chosen.strategy.label
+    assert tuned.chosen.strategy.label == "zero1" and "100.0 % faster" in tuned.chosen.reason
+    written = Plan.load(tmp_path / "out")
+    assert written.trials == tuned.trials and len(lines(tmp_path / "out")) == 4
+    assert "zero1" in (tmp_path / "out" / "accelerate.yaml").read_text()
+    page = report_html([tmp_path / "out"])
+    assert "Measured layouts" in page and "predicted and measured, seconds" in page
+
+
+def test_measured_steps_are_stored_and_correct_the_next_plan(planned: Path, ranks: Any, tmp_path: Path) -> None:
+    before = Plan.load(planned)
+    ranks(lambda label, task: [3 * before.chosen.time.seconds] * task.steps)
+    tune(planned, trials=1)
+    (step,) = CalibrationStore().steps()
+    assert (step.gpu, step.engine) == ("CPU", before.chosen.strategy.engine) and step.ratio == pytest.approx(3.0)
+    words = {"seq_len": 32, "global_batch_size": 4, "precision": "fp32", "strategy": before.job.strategy}
+    after = make(str(tmp_path / "model"), "2xCPU", **words)
+    assert after.chosen.time.seconds == pytest.approx(2 * before.chosen.time.seconds)
+    # A trial of the corrected plan still learns against the published prediction.
+    tune(after, trials=1, steps=4)
+    assert CalibrationStore().steps()[-1].predicted_seconds == pytest.approx(before.chosen.time.seconds)
+
+
+def test_a_second_call_repeats_no_trial(planned: Path, ranks: Any, tmp_path: Path) -> None:
+    ranks(lambda label, task: [0.2] * task.steps)
+    first = tune(planned, trials=2, output_dir=tmp_path / "out")
+    labels = ranks(lambda label, task: [0.1] * task.steps)
+    second = tune(planned, trials=3, output_dir=tmp_path / "out")
+    assert len(labels) == 1 and second.trials[:2] == first.trials
+    # Other steps are another request, whose trials are kept but not used.
+    assert len(tune(planned, trials=1, steps=3, output_dir=tmp_path / "out").trials) == 1
+    assert len(labels) == 2 and len(lines(tmp_path / "out")) == 4
+
+
+def test_damaged_lines_and_failed_trials_are_measured_again(planned: Path, ranks: Any, tmp_path: Path) -> None:
+    def fails(label: str, task: TrialTask) -> Any:
+        if task.best_seconds is None:
+            return [0.2] * task.steps
+        raise failure("the disk is full")
+
+    ranks(fails)
+    tune(planned, trials=2, output_dir=tmp_path / "out")
+    file = tmp_path / "out" / "trials.jsonl"
+    file.write_bytes(file.read_bytes() + b'{"request": "torn')
+    labels = ranks(lambda label, task: [0.3] * task.steps)
+    tuned = tune(planned, trials=2, output_dir=tmp_path / "out")
+    assert len(labels) == 1 and [trial.outcome for trial in tuned.trials] == ["measured", "measured"]
+    assert json.loads(file.read_bytes().splitlines()[-1])["trial"]["outcome"] == "measured"
+
+
+def test_out_of_memory_and_failures_are_results(planned: Path, ranks: Any, tmp_path: Path) -> None:
+    endings = iter(
+        [
+            failure("out of memory in phase backward: 9 GB\nplans that need less", 3),
+            failure(signal="SIGKILL"),
+            LaunchFailedError("torchrun: stopped after 9 s", output="", launcher_exit_code=None),
+        ]
+    )
+
+    def behave(label: str, task: TrialTask) -> Any:
+        if (ending := next(endings, None)) is not None:
+            raise ending
+        return [0.2] * task.steps
+
+    ranks(behave)
+    tuned = tune(planned, trials=4, output_dir=tmp_path / "out")
+    assert [trial.outcome for trial in tuned.trials] == ["out of memory", "failed", "stopped", "measured"]
+    assert tuned.trials[0].detail == "rank 1: out of memory in phase backward: 9 GB"
+    assert "rank 1 was killed by SIGKILL" in tuned.trials[1].detail
+    assert (tuned.chosen.strategy, tuned.chosen.loss) == tuned.trials[3].layout
+
+
+def test_trials_that_all_fail_are_one_error_with_every_reason(planned: Path, ranks: Any, tmp_path: Path) -> None:
+    def behave(label: str, task: TrialTask) -> Any:
+        raise failure(f"{label} broke")
+
+    labels = ranks(behave)
+    with pytest.raises(ShardwrightError, match="no layout was measured") as caught:
+        tune(planned, trials=3, output_dir=tmp_path / "out")
+    assert all(f"{label} broke" in str(caught.value) for label in labels)
+    assert len(lines(tmp_path / "out")) == 3 and not (tmp_path / "out" / "plan.json").exists()
+
+
+def test_a_time_limit_below_one_trial_says_so(planned: Path, ranks: Any) -> None:
+    def behave(label: str, task: TrialTask) -> Any:
+        raise LaunchFailedError("torchrun: stopped after 0.06 s", output="", launcher_exit_code=None)
+
+    ranks(behave)
+    with pytest.raises(ShardwrightError, match=r"raise --time-limit above 0\.002 minutes"):
+        tune(planned, time_limit_minutes=0.002)
+
+
+def test_an_interrupt_keeps_complete_trials(planned: Path, ranks: Any, tmp_path: Path) -> None:
+    def behave(label: str, task: TrialTask) -> Any:
+        if task.best_seconds is not None:
+            raise KeyboardInterrupt
+        return [0.2] * task.steps
+
+    ranks(behave)
+    with pytest.raises(KeyboardInterrupt):
+        tune(planned, output_dir=tmp_path / "out")
+    assert [line["trial"]["outcome"] for line in lines(tmp_path / "out")] == ["measured"]
+
+
+def test_a_disk_that_is_full_does_not_lose_the_result(
+    planned: Path, ranks: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(stream: object) -> bool:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    ranks(lambda label, task: [0.2] * task.steps)
+    # Called for every trial but the first one.
+    monkeypatch.setattr(tune_module, "_ends_line", full)
+    tuned = tune(planned, trials=2, output_dir=tmp_path / "out")
+    assert len(lines(tmp_path / "out")) == 1
+    assert len(tuned.trials) == 2 and Plan.load(tmp_path / "out").trials == tuned.trials
+
+
+def test_slow_steps_end_a_trial_and_noise_is_reported(
+    planned: Path, ranks: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    ranks(lambda label, task: [0.1, 0.2, 0.1, 0.1, 0.1] if task.best_seconds is None else [0.2, 0.2, 0.2])
+    with caplog.at_level("INFO"):
+        tuned = tune(planned, trials=2)
+    assert [trial.outcome for trial in tuned.trials] == ["measured", "slower"]
+    assert "vary by 100 %: another job may use this machine" in caplog.text
+    reasons = {layout.strategy: layout.reason for layout in tuned.rejected}
+    assert "ended after 3 steps" in reasons[tuned.trials[1].strategy]
+
+
+def test_a_script_gets_the_arguments_of_each_trial(planned: Path, ranks: Any, tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text("")
+    received: list[list[str]] = []
+
+    def behave(label: str, task: TrialTask) -> Any:
+        received.append(task.arguments)
+        return [0.2] * task.steps
+
+    ranks(behave)
+    words = ["--plan", str(planned), "--notes", "x", "@plan"]
+    tune(planned, trials=2, script=script, script_arguments=words)
+    for arguments in received:
+        assert arguments[0] == "--plan" and arguments[1] != str(planned) and Path(arguments[1]).name == "plan"
+        assert arguments[2:4] == ["--notes", "x"] and "--per_device_train_batch_size" in arguments
+    with pytest.raises(UsageError, match="add @plan to its arguments"):
+        tune(planned, script=script)
+
+
+def test_all_wrong_values_are_reported_together(planned: Path, tmp_path: Path) -> None:
+    with pytest.raises(UsageError) as caught:
+        tune(planned, "2xCPU", trials=0, steps=1, time_limit_minutes=0, script=tmp_path / "none.py", seq_len=8)
+    assert [error.where for error in caught.value.errors] == [
+        "trials", "steps", "time_limit", "script", "script", "hardware", "seq_len",
+    ]  # fmt: skip
+
+
+def test_accelerators_that_are_not_here_are_rejected(planned: Path, tmp_path: Path) -> None:
+    elsewhere = make(str(tmp_path / "model"), "64xH100-80GB", seq_len=32, global_batch_size=64)
+    with pytest.raises(UsageError, match="tune a plan for one of them"):
+        tune(elsewhere)
+    with pytest.raises(UsageError, match="this machine has 0 GPUs; plan for this machine"):
+        tune(str(tmp_path / "model"), "2xH100-80GB", seq_len=32)
+
+
+def test_the_command_prints_trials_and_keeps_other_files(
+    planned: Path, ranks: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shell: Shell = shell_in(tmp_path, "tune", capsys, monkeypatch)
+    monkeypatch.setenv("SHARDWRIGHT_DATA_DIR", str(tmp_path / "data"))
+    ranks(lambda label, task: [0.2] * task.steps)
+    done = shell("plan", "--trials", 2)
+    assert done.code == 0 and "DDP" in done.out and "s per step" in done.out and "--plan plan/tuned" in done.out
+    data = json.loads(shell("plan", "--trials", 2, "--format", "json").out)
+    assert [one["outcome"] for one in data["trials"]] == ["measured", "measured"]
+    (tmp_path / "script.py").write_text("")
+    words = ("--script", "script.py", "chats.jsonl", "@plan")
+    assert shell("plan", "--trials", 1, "--output-dir", "scripted", *words).code == 0
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "mine.txt").write_text("")
+    assert shell("plan", "--output-dir", "other").code == 2
+    missing = shell("model", "--hardware", "2xCPU", "word")
+    assert missing.code == 2 and len(missing.errors) == 2

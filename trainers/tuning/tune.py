@@ -1,0 +1,432 @@
+"""`tune`: measure the best predicted layouts in short real runs, and keep the fastest."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from pydantic import TypeAdapter, ValidationError
+
+from ...ds_configs.plan.out_of_memory import FIRST_WORDS
+from ...ds_configs.plan.output import disk_errors, output_errors, reserved
+from ...ds_configs.plan.plan import Plan, job_dict, trial_dict, trial_values, tuned_plan
+from ...ds_configs.search.search import Evaluated
+from ...ds_configs.search.tuning import (
+    NOISY_SPREAD,
+    WARM_UP_STEPS,
+    Trial,
+    TrialOutcome,
+    layouts_to_measure,
+    measured,
+    spread,
+)
+from ...ds_configs.specs.errors import ConfigError, ShardwrightError, UsageError
+from ...ds_configs.specs.hardware import HardwareSpec
+from ...ds_configs.specs.texts import strict_json
+from ...ds_configs.step_time.learning import MeasuredStep
+from ...plugins.launching.launch import LaunchFailedError, launch_ranks
+from ...plugins.launching.messages import Message, Progress, log_message
+from ...plugins.planning.calibration_store import CalibrationStore
+from ...plugins.planning.from_names import detect_hardware, installed_versions
+from ...plugins.planning.from_names import plan as select_plan
+from ..reports.make import REPORT_FILE, write_html
+from ..runs.inputs import PLANNED_DEVICE_FIX, launch_errors
+from ..runs.launch import compile_planned_operators, planned_launch, rank_words
+from ..runs.out_of_memory import RunOutOfMemoryError
+from ..runs.settings import RESULT_FILE
+from ..training.script import PLAN_FLAGS, script_errors, with_plan_flags
+from .worker import TrialTask
+
+TRIALS_FILE = "trials.jsonl"
+DEFAULT_TRIALS, DEFAULT_STEPS, TIME_LIMIT_MINUTES = 5, 5, 30.0
+FEWEST_STEPS = 3
+"""Fewer steps have no meaningful median and spread."""
+_FINAL: tuple[TrialOutcome, ...] = ("measured", "slower", "out of memory")
+"""Results that a later run of the same request does not measure again."""
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Request:
+    """What every trial of one call runs with."""
+
+    plan: Plan
+    plan_directory: Path | None
+    """Of the plan that was passed; paths below it in a script's arguments become those of each trial."""
+    steps: int
+    script: Path | None
+    arguments: Sequence[str]
+
+    @property
+    def identifier(self) -> str:
+        """SHA-256 of everything that step times depend on, apart from the layout."""
+        plan, job = self.plan, job_dict(self.plan.job)
+        # Trials differ in the loss, and the strategy is what they compare.
+        job = {name: value for name, value in job.items() if name not in ("loss", "strategy", "objective")}
+        facts: list[Any] = [
+            plan.model.name,
+            plan.model.revision,
+            plan.hardware.gpu,
+            plan.hardware.world_size,
+            job,
+            self.steps,
+        ]
+        facts += [None if self.script is None else self.script.read_text(encoding="utf-8"), list(self.arguments)]
+        facts += [dict(installed_versions())]
+        return hashlib.sha256(json.dumps(facts, default=str).encode()).hexdigest()
+
+
+def tune(
+    subject: str | Path | Plan,
+    hardware: str | HardwareSpec | None = None,
+    *,
+    trials: int = DEFAULT_TRIALS,
+    steps: int = DEFAULT_STEPS,
+    time_limit_minutes: float = TIME_LIMIT_MINUTES,
+    script: str | Path | None = None,
+    script_arguments: Sequence[str] = (),
+    output_dir: str | Path | None = None,
+    force: bool = False,
+    command: str = "",
+    **words: Any,
+) -> Plan:
+    """Measure the best predicted layouts in short real runs, and return the plan of the fastest.
+
+    Every trial runs on all ranks of the plan: with random weights and tokens, or in a `script`, whose arguments must
+    contain `@plan`. The result has each trial in `trials`, beside its prediction, and the reason. `output_dir` gets
+    the plan's files, `trials.jsonl` and a report; a later call with the same request does not repeat its trials. The
+    step times correct later plans for this kind of accelerator.
+
+    Args:
+        subject: A plan, the directory of one, or a model as for `plan`.
+        hardware: Hardware for a model; by default this machine's accelerators, or two CPU ranks.
+        trials: Maximum number of layouts to measure; the plan's own layout is the first.
+        steps: Timed steps of each trial, after two others.
+        time_limit_minutes: No trial runs longer. One trial may take half of what remains, the last one all of it.
+        script: Python file to run on every rank instead.
+        script_arguments: Its arguments. `@plan` becomes the flags of each trial's plan.
+        output_dir: Directory for the result; `None` writes nothing.
+        force: Whether to write into a directory with other files.
+        command: Command line for the report.
+        **words: Options of `plan` for a model.
+
+    Raises:
+        UsageError: a value is invalid, or this machine does not have the planned accelerators.
+        PlanDoesNotFitError: no layout fits.
+        ShardwrightError: no trial was measured; has the reason of each.
+
+    >>> tune("Qwen/Qwen3-0.6B", "local", seq_len=2048).trials  # doctest: +SKIP
+    """
+    deadline = time.monotonic() + 60 * time_limit_minutes
+    target, own_script = (None if path is None else Path(path) for path in (output_dir, script))
+    errors = _value_errors(trials, steps, time_limit_minutes, own_script, script_arguments)
+    directory = None if isinstance(subject, Plan) or not is_plan(subject) else Path(subject)
+    if directory is not None or isinstance(subject, Plan):
+        stated = {"hardware": hardware, **words}
+        rule, fix = "is set by the plan", "omit it, or pass a model"
+        errors += [ConfigError(where=name, rule=rule, fix=fix) for name, value in stated.items() if value is not None]
+    if errors:
+        raise UsageError(errors)
+    if isinstance(subject, Plan):
+        plan = subject
+    elif directory is not None:
+        plan = Plan.load(directory)
+    else:
+        plan = select_plan(str(subject), hardware or local_hardware(), notify=logger.info, **words)
+    errors = _device_errors(plan.hardware)
+    if plan.job.objective == "memory":
+        rule = "is not what trials measure, which is the time of a step"
+        errors.append(ConfigError(where="objective", value="memory", rule=rule, fix="plan with --objective throughput"))
+    if plan.job.teacher is not None:
+        rule = "trials train without a teacher"
+        errors.append(ConfigError(where="teacher", value=plan.job.teacher.name, rule=rule, fix="plan without it"))
+    if own_script is None and plan.model.task != "causal_lm":
+        rule, fix = f"is a {plan.model.task} model; trials train causal language models", "pass --script"
+        errors.append(ConfigError(where="model", value=plan.model.architecture, rule=rule, fix=fix))
+    own_files = (TRIALS_FILE, REPORT_FILE, "ds_config.json", *plan.file_names)
+    if target is not None:
+        errors += output_errors(target, force=force, sources={"the model": plan.model.name}, own=own_files)
+        errors = errors or disk_errors(target)
+    if errors:
+        raise UsageError(errors)
+    request = _Request(
+        plan=replace(plan, trials=()),
+        plan_directory=directory,
+        steps=steps,
+        script=own_script,
+        arguments=script_arguments,
+    )
+    if target is None:
+        return tuned_plan(request.plan, _measure_all(request, trials, deadline, 60 * time_limit_minutes, None))
+    with reserved(target, force=force, own=own_files):
+        done = _measure_all(request, trials, deadline, 60 * time_limit_minutes, target / TRIALS_FILE)
+        tuned = replace(tuned_plan(request.plan, done), command=command)
+        (target / "ds_config.json").unlink(missing_ok=True)
+        tuned.write(target, force=True)
+        write_html(target)
+    return tuned
+
+
+def is_plan(subject: str | Path) -> bool:
+    """Return whether a path is a plan, not a model."""
+    path = Path(subject)
+    return (path / "plan.json").is_file() or (path.name == "plan.json" and path.is_file())
+
+
+def local_hardware() -> str:
+    """Return the default hardware: this machine's accelerators, or two CPU ranks."""
+    import torch
+
+    return "local" if torch.cuda.is_available() else "2xCPU"
+
+
+def _value_errors(
+    trials: int, steps: int, minutes: float, script: Path | None, arguments: Sequence[str]
+) -> list[ConfigError]:
+    errors = []
+    if trials < 1:
+        errors.append(ConfigError(where="trials", value=trials, rule="must be at least 1"))
+    if steps < FEWEST_STEPS:
+        rule = f"must be at least {FEWEST_STEPS}, for a median"
+        errors.append(ConfigError(where="steps", value=steps, rule=rule))
+    if not minutes > 0:
+        errors.append(ConfigError(where="time_limit", value=minutes, rule="must be more than 0 minutes"))
+    if script is not None:
+        errors += script_errors(script)
+        if PLAN_FLAGS not in arguments:
+            rule, fix = "must take the arguments of each trial's plan", f"add {PLAN_FLAGS} to its arguments"
+            errors.append(ConfigError(where="script", value=str(script), rule=rule, fix=fix))
+    return errors
+
+
+def _device_errors(hardware: HardwareSpec) -> list[ConfigError]:
+    """Return why this machine cannot run the trials of a plan for some hardware."""
+    if hardware.nodes > 1:
+        rule, fix = "trials run on one machine", "tune a plan for one of them (--hardware local)"
+        return [ConfigError(where="hardware", value=hardware.name, rule=rule, fix=fix)]
+    if (errors := launch_errors(hardware, device_fix=PLANNED_DEVICE_FIX)) or hardware.gpu == "CPU":
+        return errors
+    here = detect_hardware().gpu
+    rule = f"this machine has {here}"
+    fix = "plan again with --hardware local"
+    return [] if here == hardware.gpu else [ConfigError(where="hardware", value=hardware.name, rule=rule, fix=fix)]
+
+
+def _measure_all(
+    request: _Request, most: int, deadline: float, limit_seconds: float, file: Path | None
+) -> tuple[Trial, ...]:
+    """Run the trials that are not stored yet, and return all of them.
+
+    Raises:
+        ShardwrightError: no trial was measured.
+    """
+    layouts = layouts_to_measure(request.plan.chosen, request.plan.rejected, trials=most)
+    stored = {} if file is None else _stored(file, request.identifier)
+    trials: list[Trial] = []
+    for index, layout in enumerate(layouts):
+        trial = stored.get((layout.strategy, layout.loss))
+        if trial is not None:
+            logger.info(f"{trial.name}: {_result(trial)}, from {TRIALS_FILE}")
+            trials.append(trial)
+            continue
+        remaining = deadline - time.monotonic()
+        if remaining <= 0:
+            logger.info(f"the time limit is over after {index} of {len(layouts)} layouts")
+            break
+        best_seconds = min((done.step_seconds for done in measured(trials) if done.step_seconds), default=None)
+        # A trial that hangs must leave time for the others.
+        timeout = remaining if layout is layouts[-1] else remaining / 2
+        try:
+            trial = _run_trial(request, layout, best_seconds, timeout, f"layout {index + 1} of {len(layouts)}")
+        except (KeyboardInterrupt, SystemExit):
+            kept = f"the trials in {file} are complete: the same command continues" if file else "nothing is kept"
+            logger.info(f"stopped during layout {index + 1} of {len(layouts)}; {kept}")
+            raise
+        logger.info(f"{trial.name}: {_result(trial)}")
+        trials.append(trial)
+        if file is not None:
+            _store(file, request.identifier, trial)
+        if trial.outcome == "measured":
+            _learn(request, trial)
+    complete = measured(trials)
+    if not complete:
+        reasons = "\n".join(f"{trial.name}: {_result(trial)}" for trial in trials)
+        limit = f"raise --time-limit above {limit_seconds / 60:g} minutes, or " if _all_stopped(trials) else ""
+        raise ShardwrightError(
+            f"no layout was measured: {limit}test the files with `shardwright rehearse`\n{reasons}".rstrip()
+        )
+    if (complete[0].spread or 0.0) > NOISY_SPREAD:
+        share = f"{100 * (complete[0].spread or 0.0):.0f} %"
+        logger.info(f"step times of the fastest layout vary by {share}: another job may use this machine")
+    return tuple(trials)
+
+
+def _all_stopped(trials: Sequence[Trial]) -> bool:
+    return all(trial.outcome == "stopped" for trial in trials)
+
+
+def _run_trial(
+    request: _Request, layout: Evaluated, best_seconds: float | None, timeout_seconds: float, what: str
+) -> Trial:
+    """Launch the ranks of one layout; whatever happens to them is its result."""
+    job = replace(request.plan.job, loss=layout.loss)
+    plan = replace(request.plan, job=job, chosen=layout, rejected=(), pareto=(), offers=())
+    trial = Trial(
+        strategy=layout.strategy,
+        loss=layout.loss,
+        outcome="failed",
+        predicted_seconds=layout.time.seconds,
+        predicted_allocated_bytes=layout.memory.gpu.allocated_bytes,
+    )
+
+    def on_message(message: Message) -> None:
+        if isinstance(message, Progress):
+            message = replace(message, what=f"{what}, {trial.name}: step")
+        log_message(message)
+
+    def ended(outcome: TrialOutcome, detail: str) -> Trial:
+        return replace(trial, outcome=outcome, detail=detail, wall_seconds=time.monotonic() - started)
+
+    log_message(Progress(what=f"{what}, {trial.name}: starting", done=0, total=WARM_UP_STEPS + request.steps))
+    started = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="shardwright-trial-", ignore_cleanup_errors=True) as directory:
+        work = Path(directory)
+        plan_directory = work / "plan"
+        try:
+            plan.write(plan_directory)
+            compile_planned_operators(plan)
+            started = time.monotonic()
+            task = TrialTask(
+                plan=str(plan_directory),
+                steps=request.steps,
+                best_seconds=best_seconds,
+                script=None if request.script is None else str(request.script.absolute()),
+                arguments=_script_arguments(request, plan, plan_directory),
+            )
+            launch = planned_launch(rank_words(task, work), plan, plan_directory)
+            launch_ranks(launch, timeout_seconds=timeout_seconds, on_message=on_message)
+            result = json.loads((work / RESULT_FILE).read_text(encoding="utf-8"))
+        except LaunchFailedError as error:
+            if error.exit_code == RunOutOfMemoryError.exit_code and FIRST_WORDS in str(error):
+                return ended("out of memory", _first_line(error))
+            if error.launcher_exit_code is None:
+                return ended("stopped", f"did not end within {timeout_seconds:.0f} s")
+            return ended("failed", _first_line(error))
+        except (ShardwrightError, OSError, ValueError) as error:
+            return ended("failed", _first_line(error))
+    timed = result["step_seconds"]
+    if not timed:
+        return ended("failed", f"the training ended within {WARM_UP_STEPS} steps; pass more data")
+    return replace(
+        trial,
+        outcome="measured" if len(timed) >= request.steps else "slower",
+        step_seconds=median(timed),
+        spread=spread(timed),
+        steps=len(timed),
+        peak_allocated_bytes=result["peak_allocated_bytes"],
+        wall_seconds=time.monotonic() - started,
+    )
+
+
+def _script_arguments(request: _Request, plan: Plan, plan_directory: Path) -> list[str]:
+    """Return the script's arguments with the trial's flags, and its directory instead of the plan's."""
+    words = with_plan_flags(request.arguments, plan)
+    if request.plan_directory is None:
+        return words
+    own = request.plan_directory.absolute()
+    return [
+        str(plan_directory / os.path.relpath(Path(word).absolute(), own))
+        if Path(word).absolute().is_relative_to(own)
+        else word
+        for word in words
+    ]
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
+def _result(trial: Trial) -> str:
+    if trial.step_seconds is None:
+        return f"{trial.outcome}: {trial.detail}"
+    early = ", ended early because it is slower" if trial.outcome == "slower" else ""
+    return f"{trial.step_seconds:.3g} s per step, {trial.predicted_seconds:.3g} s predicted{early}"
+
+
+def _stored(file: Path, identifier: str) -> dict[tuple[Any, str], Trial]:
+    """Return the results of a request that a file has, by layout; log what is ignored."""
+    trials: dict[tuple[Any, str], Trial] = {}
+    others = 0
+    lines = file.read_bytes().splitlines() if file.is_file() else []
+    for line in lines:
+        try:
+            data = strict_json(line)
+            values = TypeAdapter(Trial).validate_python(trial_values(data["trial"]))
+            is_own = data["request"] == identifier and values.outcome in _FINAL
+        except (ValidationError, ValueError, KeyError, TypeError, AttributeError):
+            # A run that was killed, or a full disk, may leave a part of a line.
+            logger.info(f"{file}: a line is not a trial of this version, and is ignored")
+            continue
+        if is_own:
+            trials[values.layout] = values
+        else:
+            others += data["request"] != identifier
+    if others:
+        logger.info(f"{file}: {others} trials of another request or other releases are kept, but not used")
+    return trials
+
+
+def _store(file: Path, identifier: str, trial: Trial) -> None:
+    record = {"schema_version": 1, "request": identifier, "trial": trial_dict(trial)}
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with file.open("a+b") as stream:
+            if stream.tell() and not _ends_line(stream):
+                stream.write(b"\n")
+            stream.write(json.dumps(record).encode() + b"\n")
+            stream.flush()
+            os.fsync(stream.fileno())
+    except OSError as error:
+        # The measurement is still in memory, and the best layout is still to be found.
+        logger.info(f"{file}: this trial cannot be stored ({error.strerror})")
+
+
+def _ends_line(stream: Any) -> bool:
+    stream.seek(-1, os.SEEK_END)
+    return bool(stream.read(1) == b"\n")
+
+
+def _learn(request: _Request, trial: Trial) -> None:
+    """Store the step time for later plans; a store that cannot be written does not end the trials."""
+    plan, scale = request.plan, _learned_scale(request.plan, trial)
+    assert trial.step_seconds is not None, "it was measured"
+    content = json.dumps([request.identifier, trial_dict(trial)], sort_keys=True)
+    step = MeasuredStep(
+        identifier=hashlib.sha256(content.encode()).hexdigest(),
+        gpu=plan.hardware.gpu,
+        engine=trial.strategy.engine,
+        model=plan.model.name,
+        layout=trial.strategy.label,
+        ranks=plan.hardware.world_size,
+        predicted_seconds=trial.predicted_seconds / scale,
+        measured_seconds=trial.step_seconds,
+    )
+    try:
+        CalibrationStore().add_step(step)
+    except ShardwrightError as error:
+        logger.info(f"the step time does not correct later plans: {error}")
+
+
+def _learned_scale(plan: Plan, trial: Trial) -> float:
+    layouts = (plan.chosen, *plan.rejected)
+    return next(layout.time.learned_scale for layout in layouts if (layout.strategy, layout.loss) == trial.layout)
