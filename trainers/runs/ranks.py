@@ -151,22 +151,33 @@ class TrainingTask(LaunchedJob, RankTask):
         """
         plan = Plan.load(context.work / PLAN_DIRECTORY)
         with memory_errors(plan, command=self.command):
-            self._train(context)
+            self._train(context, plan)
 
-    def _train(self, context: RankContext) -> None:
+    def _train(self, context: RankContext, plan: Plan) -> None:
         import torch
 
         from .figures_callback import StepFiguresCallback
+        from .plan_callback import AcceleratorPeaks, PlanCallback
 
+        output_dir, settings = Path(self.output_dir), self.settings
+        planned = PlanCallback(
+            plan,
+            # The report has the peak of all steps.
+            meter=AcceleratorPeaks(splits_first_step=False),
+            seq_len_tokens=settings.seq_len,
+            method=settings.method,
+            output_dir=output_dir,
+        )
         trainer = self.build(context)
-        recorder = step_recorder(Path(self.output_dir), evaluates_last=self.evaluates_last)
+        recorder = step_recorder(output_dir, evaluates_last=self.evaluates_last)
         trainer.add_callback(recorder)
+        planned.follow(trainer)
 
         def tokens_of(steps: int) -> int:
             return trained_tokens(trainer.args, steps, self.train_samples, self.train_tokens)
 
         # After the recorder, which requests the log of the last step.
-        figures = StepFiguresCallback(Plan.load(Path(self.output_dir) / PLAN_DIRECTORY), tokens_of)
+        figures = StepFiguresCallback(plan, tokens_of)
         figures.attach(trainer)
         trainer.add_callback(progress_callback(tokens_of, lambda: figures.figures))
         train_guarded(trainer, resume=context.resumed, **self.settings.guards())

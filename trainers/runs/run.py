@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Generic, TypeVar
 
+from ...ds_configs.plan.measurement import FILE_NAME as MEASUREMENT_FILE
 from ...ds_configs.plan.out_of_memory import FIRST_WORDS, OutOfMemory, out_of_memory_text
 from ...ds_configs.plan.output import disk_errors, reserved, write_files
 from ...ds_configs.plan.plan import Plan
@@ -107,7 +108,7 @@ class PreparedTraining(ABC, Generic[Outcome]):
     def file_names(self) -> tuple[str, ...]:
         """Files that a run writes in addition to the model's weights and checkpoints."""
         plan = (f"{PLAN_DIRECTORY}/{name}" for name in self.plan.file_names)
-        return (*plan, *self.own_file_names, TRAINING_FILE, HTML_FILE)
+        return (*plan, *self.own_file_names, MEASUREMENT_FILE, TRAINING_FILE, HTML_FILE)
 
 
 def run_training(prepared: PreparedTraining[Outcome]) -> Outcome:
