@@ -38,9 +38,6 @@ class StartingModel:
     """Hub id, local directory, or `config.json`."""
     revision: str | None = None
     """Branch, tag or commit of a Hub model; `None` for the newest commit of its main branch."""
-    tokenizer: str | None = None
-    """Hub id or directory of another tokenizer; `None` for that of the model."""
-    random_weights: bool = False
     method: str = "full"
     """`full`, `lora` or `qlora`, which loads weights in 4 bits."""
 
@@ -79,10 +76,10 @@ def load_model(
 
     set_seed(seed)
     path = Path(source.model)
-    random_weights = source.random_weights or path.is_file()
+    random_weights = path.is_file()
     # An index without shards means damaged weights, which are rejected with an error below.
     if path.is_dir() and not random_weights and not (any(path.glob("*.safetensors")) or (path / INDEX).exists()):
-        refuse_other_formats(path, where="model", fix="convert them to safetensors, or pass --random-weights")
+        refuse_other_formats(path, where="model", fix="convert them to safetensors, or pass its config.json")
         note_on_first_rank(f"{path} has no weights: they are initialised at random")
         random_weights = True
     if random_weights and source.method == "qlora":
@@ -112,26 +109,25 @@ def load_model(
 
 
 def load_tokenizer(source: StartingModel, vocab_size: int) -> Any:
-    """Return the requested tokenizer, the model's, or a byte tokenizer if a local model has none.
+    """Return the model's tokenizer, or a byte tokenizer if a local model has none.
 
     Raises:
         UsageError: the tokenizer produces ids for which the model has no embedding.
     """
     from transformers import AutoTokenizer
 
-    path = Path(source.tokenizer or source.model)
+    path = Path(source.model)
     has_tokenizer = any((path / name).is_file() for name in TOKENIZER_FILES)
-    if source.tokenizer is None and path.exists() and not has_tokenizer:
+    if path.exists() and not has_tokenizer:
         note_on_first_rank(f"{path} has no tokenizer: text is split into bytes")
         return byte_tokenizer(vocab_size)
-    revision = None if source.tokenizer else source.revision
-    directory = model_directory(str(path), revision=revision, weights=False)
+    directory = model_directory(str(path), revision=source.revision, weights=False)
     tokenizer = AutoTokenizer.from_pretrained(str(directory), trust_remote_code=False)
     tokenizer.name_or_path = str(path)
     largest = max(tokenizer.get_vocab().values())
     if largest >= vocab_size:
         rule = f"its ids must be below the model's vocab_size = {vocab_size}, but the largest is {largest}"
-        raise UsageError(ConfigError(where="--tokenizer", value=str(path), rule=rule))
+        raise UsageError(ConfigError(where="tokenizer", value=str(path), rule=rule))
     return tokenizer
 
 

@@ -19,12 +19,12 @@ from typing import Any, ClassVar
 
 from ...ds_configs.plan.output import write_files
 from ...ds_configs.plan.plan import Plan
-from ...ds_configs.specs.errors import ShardwrightError
+from ...ds_configs.specs.errors import RefusedInputError, ShardwrightError
 from ...plugins import patches
 from ...plugins.accelerate.cpu_ranks import Engine, configure_cpu_ranks, engine_from_environment
 from ...plugins.accelerate.repeated_samples import SamplesOnce
 from ...plugins.deepspeed.engine import prepare_nvme_offload
-from ...plugins.launching.messages import Figures, Progress, send
+from ...plugins.launching.messages import Figures, Progress, note_on_first_rank, send
 from ...plugins.peft import add_lora
 from ...plugins.transformers.training_arguments import (
     refuse_replaced_optimizer,
@@ -39,7 +39,7 @@ from ..counting.estimates import STANDARD_ERROR, Estimate, token_mean
 from ..data.chat import IGNORED_LABEL
 from ..data.models import StartingModel, load_config, load_model
 from ..data.samples import collate
-from .inputs import CHECKPOINTS, newest_checkpoint
+from .inputs import newest_checkpoint
 from .out_of_memory import memory_errors
 from .settings import (
     EVALUATION_SAMPLES,
@@ -114,7 +114,8 @@ def open_rank(job: LaunchedJob, work: Path) -> RankContext:
         Share(rank=arguments.process_index, ranks=arguments.world_size).check_same(job.digests)
     resumed = None
     if job.resume:
-        resumed = on_first_rank(lambda: newest_checkpoint(Path(job.output_dir) / CHECKPOINTS, read_whole))
+        directory = Path(arguments.output_dir)
+        resumed = on_first_rank(lambda: _checkpoint_to_resume(directory, or_anew=job.or_anew))
     arguments.resume_from_checkpoint = None if resumed is None else str(resumed.path)
     return RankContext(
         work=work,
@@ -124,6 +125,25 @@ def open_rank(job: LaunchedJob, work: Path) -> RankContext:
         tokenizer=AutoTokenizer.from_pretrained(str(work / TOKENIZER), trust_remote_code=False),
         samples=(load_from_disk(str(work / TRAIN_SAMPLES)), load_from_disk(str(work / EVALUATION_SAMPLES))),
     )
+
+
+def _checkpoint_to_resume(directory: Path, *, or_anew: bool) -> Selection | None:
+    """Return the newest complete checkpoint; `None`, with a log line, if the run starts at step 0.
+
+    Raises:
+        RefusedInputError: there are checkpoints, but none is complete, and the run must not start at step 0.
+    """
+    try:
+        newest = newest_checkpoint(directory, read_whole)
+    except RefusedInputError as error:
+        if not or_anew:
+            raise
+        reasons = "; ".join(str(error).splitlines())
+        note_on_first_rank(f"no checkpoint is complete, training starts again at step 0: {reasons}")
+        return None
+    if newest is None:
+        note_on_first_rank(f"{directory} has no checkpoint: training begins at step 0")
+    return newest
 
 
 class TrainingTask(LaunchedJob, RankTask):

@@ -210,6 +210,24 @@ def test_a_plan_is_run_on_chats_with_adapters(
     assert "weight_decay" in (out / "REPORT.md").read_text()
 
 
+def test_a_model_directory_needs_safetensors(train: Shell, model: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "config.json").write_text((model / "config.json").read_text())
+    (other / "pytorch_model.bin").touch()
+    found = train(other, *OUT, *DATA)
+    assert (found.code, "safetensors only" in found.err) == (4, True), found.err
+
+
+def test_a_configuration_alone_trains_from_random_weights(
+    train: Shell, model: Path, tmp_path: Path, one_rank: list[Sequence[str]]
+) -> None:
+    words = (model / "config.json", *OUT, *DATA, "--max-steps", 1, "--hardware", "1xCPU", "--format", "json")
+    found = train(*words, "--learning-rate", 1e-9)
+    # Weights near zero predict all 300 tokens alike.
+    assert json.loads(found.out)["cross_entropy"]["before"] == pytest.approx(math.log(300), abs=0.1), found.err
+
+
 @pytest.mark.parametrize(
     ("layout", "is_recomputed", "keeps_products"),
     [({"checkpointed_layers": 1}, [True, False], False), ({"keeps_products": True}, [True, True], True)],
