@@ -30,7 +30,7 @@ def launch(made: Plan, directory: Path, environment: dict[str, str]) -> list[flo
     directory.with_name("written").rename(directory)
     line = (directory / "launch.sh").read_text().splitlines()[-1]
     assert line.startswith("exec ")
-    output = directory / "tuned"
+    output = directory.with_name(f"{directory.name}-tuned")
     arguments = ["--dataset", "python-help#40", "--max-steps", str(STEPS), "--logging-steps", "1"]
     arguments += ["--evaluation-samples", "4", "--output-dir", str(output)]
     script = ["-c", "import subprocess, sys; sys.exit(subprocess.run(sys.argv[1:]).returncode)"]
