@@ -64,7 +64,7 @@ EXAMPLES: dict[str, tuple[str, str, str]] = {
     "launch": (
         "plan finetune.py --epochs 3",
         "plan run_clm.py --output_dir out @plan",
-        "plan finetune.py -- --config own.yaml",
+        "plan --on slurm -- --dataset chats.jsonl --output-dir tuned",
     ),
     "train": (
         "MODEL --dataset chats.jsonl --method lora --output-dir tuned",

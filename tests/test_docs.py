@@ -26,8 +26,6 @@ FLAGS_OF_OTHERS = {
     *("--hypothesis-profile", "--hypothesis-seed", "--draw", "--seed", "--pictures"),  # pytest
     *("--dist", "--durations", "--no-loadscope-reorder"),
     *("--partition", "--time", "--deepspeed", "--install-completion"),  # sbatch, Transformers, ours without a command
-    # shardwright.trainers.train_causal_lm
-    *("--training-arguments", "--plan", "--nonfinite", "--nonfinite-steps", "--allow-nonfinite", "--hang-timeout"),
     "--help",
 }
 

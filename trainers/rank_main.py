@@ -1,9 +1,6 @@
-"""Entry point of every rank: runs a job from a file, or the training of a plan from flags.
+"""Entry point of every rank: runs a job from a file.
 
-    accelerate launch --config_file plan/accelerate.yaml -m shardwright.trainers.rank_main job.json
-    accelerate launch --config_file plan/accelerate.yaml -m shardwright.trainers.train_causal_lm --plan plan ...
-
-`shardwright launch` without a script runs the second command.
+accelerate launch --config_file plan/accelerate.yaml -m shardwright.trainers.rank_main job.json
 """
 
 from __future__ import annotations
@@ -46,22 +43,14 @@ def read_task(file: Path) -> RankTask:
 
 def main(words: Sequence[str] | None = None) -> int:
     """Run one rank, record a failure for its launcher, and return the exit code."""
-    words = sys.argv[1:] if words is None else words
+    file = Path((sys.argv[1:] if words is None else words)[0])
 
     @recorded
     def run() -> None:
-        task: RankTask
-        if words and not words[0].startswith("-"):
-            file = Path(words[0])
-            task, work = read_task(file), file.parent
-        else:
-            from .training.plan_flags import parse_flags
-            from .training.plan_training import PlanTrainingTask
-
-            task, work = parse_flags(words, PlanTrainingTask), Path.cwd()
+        task = read_task(file)
         quiet_optional_kernels()
         with forwarded_logs(), watched(task.hang_seconds):
-            task.run(work)
+            task.run(file.parent)
 
     try:
         run()

@@ -173,7 +173,7 @@ def read_measurement(run_dir: Path) -> RunMeasurement:
             text = stream.read(LARGEST_FILE_BYTES + 1)
     except (OSError, ValueError) as error:
         detail = getattr(error, "strerror", None) or str(error)
-        fix = "attach PlanCallback, or run `shardwright launch PLAN -- --text FILE`, and pass the output directory"
+        fix = "pass the output directory of `shardwright train`, or of a script that attaches PlanCallback"
         rule = f"has no {FILE_NAME} that can be read ({detail})"
         raise UsageError(ConfigError(where="run", value=str(run_dir), rule=rule, fix=fix)) from None
     return measurement_from_text(text, source=str(file))

@@ -1,11 +1,12 @@
-"""`shardwright launch`: run a plan's training, or your script with it, on this machine or on a cluster."""
+"""`shardwright launch`: run `train` or your script with a plan, on this machine or on a cluster."""
 
 from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from inspect import BoundArguments
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
@@ -16,7 +17,7 @@ from ...ds_configs.plan.rendering import NodePlace
 from ...ds_configs.specs.errors import ConfigError, UsageError, collecting
 from ..machines import PlannedMachineOptions, submit_to_slurm
 from ..options import ConfigOption
-from ..settings import FILLED, Options, grouped
+from ..settings import FILLED, Options, grouped, resolve, running
 
 if TYPE_CHECKING:
     from ...ds_configs.plan.clusters import ClusterJob
@@ -80,10 +81,10 @@ def launch_command(
     plan
         Directory that `plan` wrote.
     script
-        Python file with a Trainer, an Accelerator or `deepspeed.initialize`. Default: train on `--text FILE`.
+        Python file with a Trainer, an Accelerator or `deepspeed.initialize`. Default: run `train --plan PLAN`.
     arguments
-        Arguments of the script or training; `@plan` becomes the plan's TrainingArguments. Put `--` before flags that
-        this command has too.
+        Arguments of the script, where `@plan` becomes the plan's TrainingArguments, or of `train`. Put `--` before
+        flags that this command has too.
     """
     if script is not None and script.startswith("-"):
         arguments, script = (script, *arguments), None
@@ -91,23 +92,41 @@ def launch_command(
         raise UsageError(errors)
     if options.on != "local":
         return _launch_on_cluster(plan, script, arguments, options)
+    from ...trainers.training.script import count_turn, launch_script
+
     if options.turn_ended:
-        from ...trainers.training.script import count_turn
-
-        own = None if script is None else Path(script)
-        count_turn(plan, own, arguments, job=os.environ.get("SLURM_JOB_ID", ""))
+        count_turn(plan, arguments, is_script=script is not None, job=os.environ.get("SLURM_JOB_ID", ""))
         return 0
-    from ...trainers.training.script import launch_plan
-
-    launch_plan(
-        plan,
-        None if script is None else Path(script),
-        arguments,
-        place=options.place(),
-        check_nodes=options.check_nodes,
-        on_line=_print_line,
-    )
+    place = options.place()
+    if script is None:
+        return _train(plan, arguments, place, check_nodes=options.check_nodes)
+    launch_script(plan, Path(script), arguments, place=place, check_nodes=options.check_nodes, on_line=_print_line)
     return 0
+
+
+def _train(plan: Path, arguments: Sequence[str], place: NodePlace | None, *, check_nodes: bool) -> int:
+    """Run `train` with a plan on this machine, and return the exit code."""
+    from ...plugins.releases import check_torch
+    from ...trainers.training.script import train_words
+
+    check_torch()
+    options = [] if check_nodes else ["--no-check-nodes"]
+    if place is not None:
+        options += ["--node-rank", str(place.rank), "--main-address", place.main_address]
+        options += ["--main-port", str(place.main_port)]
+        options += [] if place.nodes is None else ["--nodes", str(place.nodes)]
+    words = [*train_words(plan, arguments), *options]
+    command, bound = _resolved(words)
+    with running(words):
+        code: int = command(*bound.args, **bound.kwargs)
+    return code
+
+
+def _resolved(words: Sequence[str]) -> tuple[Callable[..., Any], BoundArguments]:
+    """Return the command of some arguments of `shardwright`, and its settings."""
+    from ..main import build_app
+
+    return resolve(build_app(), words)
 
 
 def _print_line(line: str) -> None:
@@ -117,13 +136,21 @@ def _print_line(line: str) -> None:
 def _launch_on_cluster(
     plan_directory: Path, script: str | None, arguments: tuple[str, ...], options: LaunchOptions
 ) -> int:
-    from ...ds_configs.plan.clusters import ClusterJob
+    from ...ds_configs.plan.clusters import ClusterJob, has_output_directory
     from ...ds_configs.plan.plan import Plan
     from ...plugins.clusters.ssh import own_program
-    from ...trainers.training.script import work_errors
+    from ...trainers.training.script import script_errors, train_words
+    from ...trainers.training.settings import train_settings_errors
 
     plan = Plan.load(plan_directory)
-    if errors := work_errors(plan, plan_directory, None if script is None else Path(script), arguments):
+    if script is None:
+        # Reject before machines start what each of them would reject. Containers write to their volume.
+        output = ["--output-dir", options.name] if options.volume and not has_output_directory(arguments) else []
+        _, bound = _resolved([*train_words(plan_directory, arguments), *output])
+        errors = train_settings_errors(bound.arguments["settings"])
+    else:
+        errors = script_errors(Path(script))
+    if errors:
         raise UsageError(errors)
     job = ClusterJob(
         plan=plan,

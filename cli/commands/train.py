@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
+from pydantic import Field
+
+from ...ds_configs.specs.errors import ConfigError, UsageError
 from ...trainers.training.settings import TrainSettings
 from ..machines import TrainingMachineOptions
 from ..options import TrainingOptions
@@ -19,14 +23,21 @@ if TYPE_CHECKING:
 
 grouped(TrainSettings)
 grouped(TrainingMachineOptions)
-grouped(TrainingOptions)
+
+
+@grouped
+class TrainOptions(TrainingOptions):
+    """Options for runs that restart unattended, in addition to those of every training."""
+
+    resume_or_anew: bool = Field(False, description="As --resume, but start over if no checkpoint is complete")
+    nodes: int | None = Field(None, ge=1, description="Available machines, if fewer than in --plan")
 
 
 def train_command(
     model: str,
     *,
     settings: Annotated[TrainSettings, Options] = FILLED,
-    options: Annotated[TrainingOptions, Options],
+    options: Annotated[TrainOptions, Options],
     machines: Annotated[TrainingMachineOptions, Options] = FILLED,
 ) -> int:
     """Train a model on your data: plan, launch, evaluate before and after, save with a model card.
@@ -39,6 +50,13 @@ def train_command(
     from ...trainers.training.task import prepare_train
 
     def prepare(request: RunRequest) -> PreparedTrain:
+        if options.nodes is not None:
+            if request.place is None or settings.plan is None:
+                rule, fix = "requires --plan, --node-rank and --main-address", "omit it, or pass them on each machine"
+                raise UsageError(ConfigError(where="nodes", value=options.nodes, rule=rule, fix=fix))
+            request = replace(request, place=replace(request.place, nodes=options.nodes))
+        if options.resume_or_anew:
+            request = replace(request, resume=True, or_anew=True)
         return prepare_train(settings, model, request)
 
     return launched_command(prepare, options, machines, settings, show_training)

@@ -32,7 +32,7 @@ _MEETING = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ClusterJob:
-    """A plan with a script or the built-in training, for the nodes of a cluster."""
+    """A plan with a script or `train`, for the nodes of a cluster."""
 
     plan: LaunchSpec
     directory: str
@@ -40,7 +40,7 @@ class ClusterJob:
     program: tuple[str, ...] = ("shardwright",)
     """Command on a node."""
     script: str | None = None
-    """The user's script; `None` for the built-in training."""
+    """The user's script; `None` for `train`."""
     arguments: tuple[str, ...] = ()
     options: tuple[str, ...] = ()
     """Further options of `shardwright launch`, such as `--no-check-nodes`."""
@@ -275,12 +275,17 @@ def sky_task(job: ClusterJob) -> dict[str, object]:
 
 
 def _node_words(job: ClusterJob, place: NodePlace, volume: str) -> list[str]:
-    """Return the command of a container; the built-in training writes to the volume and resumes after a restart."""
+    """Return the command of a container; `train` writes to the volume and resumes after a restart."""
     inside = replace(job, directory=PLAN_DIRECTORY, program=("shardwright",))
     if job.script is not None:
         return replace(inside, script=f"{PLAN_DIRECTORY}/{PurePosixPath(job.script).name}").node_words(place)
-    output = ("--output-dir", f"{_path(volume)}/{job.name}")
+    output = () if has_output_directory(job.arguments) else ("--output-dir", f"{_path(volume)}/{job.name}")
     return replace(inside, arguments=(*output, *job.arguments)).resumed().node_words(place)
+
+
+def has_output_directory(arguments: Sequence[str]) -> bool:
+    """Return whether arguments of a training have its output directory, in either spelling."""
+    return any(word.partition("=")[0] in ("--output-dir", "--output_dir") for word in arguments)
 
 
 def _path(volume: str) -> str:

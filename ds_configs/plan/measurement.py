@@ -191,7 +191,7 @@ def measurement_from_text(text: bytes, *, source: str) -> RunMeasurement:
     except ValueError as error:
         raise RefusedInputError(ConfigError(where=source, rule=f"is not valid JSON ({error})")) from None
     if not isinstance(data, dict) or "schema_version" not in data:
-        fix = "pass the output directory of a run with --plan"
+        fix = "pass the output directory of a run"
         raise RefusedInputError(ConfigError(where=source, rule="is not a measurement", fix=fix))
     version = data["schema_version"]
     if version != SCHEMA_VERSION or isinstance(version, bool):

@@ -20,8 +20,6 @@ from ..specs.layout import Layout, OffloadDevice
 from ..specs.model import ModelSpec
 from ..specs.texts import read_small_file, strict_json, yaml_mapping
 
-TRAINING_MODULE = "shardwright.trainers.train_causal_lm"
-
 MAIN_PORT = 29500
 """Default rendezvous port of several nodes, as in torchrun and Accelerate."""
 
@@ -64,41 +62,26 @@ class NodePlace:
         return str(self.rank) == "0"
 
 
-def launch_arguments(plan: LaunchSpec, *, directory: str = ".", node: NodePlace | None = None) -> list[str]:
-    """Return the command that starts training on one node, from any working directory.
+def launch_arguments(plan: LaunchSpec, *, directory: str, node: NodePlace | None = None) -> list[str]:
+    """Return the launcher of a plan's ranks on one node, before the module or script that they run.
 
-    Plain data parallelism over CPU ranks uses torchrun, because Accelerate starts a single process for MULTI_CPU.
+    It reads `ds_config.json` of the directory instead of the copy in `accelerate.yaml`. Plain data parallelism over CPU
+    ranks uses torchrun, because Accelerate starts a single process for MULTI_CPU.
     """
-    hardware = plan.hardware
-    training = [TRAINING_MODULE, "--model", plan.model.name]
-    training += ["--training-arguments", f"{directory}/training_arguments.json"]
-    training += ["--seq-len", str(plan.job.seq_len_tokens), "--output-dir", f"{directory}/model", "--plan", directory]
-    if plan.model.revision is not None:
-        training += ["--revision", plan.model.revision]
-    if plan.job.method != "full":
-        training += ["--method", plan.job.method, "--lora-rank", str(plan.job.lora_rank)]
-        training += ["--lora-targets", ",".join(plan.job.lora_targets)]
-    if hardware.gpu == "CPU" and plan.chosen.strategy.engine == "ddp":
+    hardware, engine = plan.hardware, plan.chosen.strategy.engine
+    if hardware.gpu == "CPU" and engine == "ddp":
         rendezvous = ["--standalone"]
         if node is not None:
             rendezvous = [f"--nnodes={hardware.nodes}", "--node-rank", str(node.rank)]
             rendezvous += ["--master-addr", node.main_address, "--master-port", str(node.main_port)]
-        return ["torchrun", *rendezvous, f"--nproc_per_node={hardware.gpus_per_node}", "-m", *training]
-    rendezvous = []
+        return ["torchrun", *rendezvous, f"--nproc_per_node={hardware.gpus_per_node}"]
+    command = ["accelerate", "launch", "--config_file", f"{directory}/accelerate.yaml"]
     if node is not None:
-        rendezvous = ["--machine_rank", str(node.rank), "--main_process_ip", node.main_address]
-        rendezvous += ["--main_process_port", str(node.main_port)]
+        command += ["--machine_rank", str(node.rank), "--main_process_ip", node.main_address]
+        command += ["--main_process_port", str(node.main_port)]
         if node.nodes is not None:
-            rendezvous += ["--num_machines", str(node.nodes), "--num_processes", str(hardware.world_size)]
-    return ["accelerate", "launch", "--config_file", f"{directory}/accelerate.yaml", *rendezvous, "-m", *training]
-
-
-def with_own_files(words: Sequence[str], plan: LaunchSpec, *, directory: str) -> list[str]:
-    """Return a launch command that reads `ds_config.json` of a directory instead of the copy in `accelerate.yaml`."""
-    if plan.chosen.strategy.engine != "deepspeed":
-        return list(words)
-    index = words.index("-m")
-    return [*words[:index], "--deepspeed_config_file", f"{directory}/ds_config.json", *words[index:]]
+            command += ["--num_machines", str(node.nodes), "--num_processes", str(hardware.world_size)]
+    return command if engine != "deepspeed" else [*command, "--deepspeed_config_file", f"{directory}/ds_config.json"]
 
 
 def train_arguments(plan: LaunchSpec, *, directory: str) -> list[str]:

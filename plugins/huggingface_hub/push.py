@@ -18,7 +18,13 @@ from .hub import hub_failure, hub_status, within_limit
 
 _REPOSITORY = re.compile(r"(?:[A-Za-z0-9][\w.-]*/)?[A-Za-z0-9][\w.-]*", re.ASCII)
 _NAMES_PLACES = ("accelerate.yaml", "launch.*", "hostfile", "training_arguments.json")
-LEFT_OUT = ("checkpoints/**", ".cache/**", "**/.DS_Store", *(f"plan/{name}" for name in _NAMES_PLACES))
+LEFT_OUT = (
+    "checkpoints/**",
+    ".cache/**",
+    "**/.DS_Store",
+    "plan_measurement.json",
+    *(f"plan/{name}" for name in _NAMES_PLACES),
+)
 """Patterns of files that are not uploaded: checkpoints, and files that contain paths of this machine."""
 
 

@@ -9,7 +9,6 @@ import pytest
 from commands import Shell, shell_in
 from safetensors import SafetensorError
 from shardwright.ds_configs.plan.output import reserved
-from shardwright.trainers.train_causal_lm import main as train_causal_lm
 from small_models import llama
 
 DATA = ("--dataset", "text.txt", "--seq-len", "32")
@@ -24,7 +23,6 @@ COMMANDS = {
     "evaluate": ("evaluate", "model", "--text", "text.txt", "--seq-len", "32", "--force"),
     "rehearse": ("rehearse", "plan", "--steps", "4", "--force"),
     "tune": ("tune", "plan", "--trials", "1", "--force"),
-    "train_causal_lm": ("--model", "model", "--text", "text.txt", "--seq-len", "32", "--force"),
 }
 
 
@@ -54,10 +52,6 @@ def run(directory: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest
 
     def call(name: str, output: object) -> tuple[int, str]:
         arguments = [*COMMANDS[name], "--output-dir", str(output)]
-        if name == "train_causal_lm":
-            monkeypatch.chdir(directory)
-            code = train_causal_lm(arguments)
-            return code, capsys.readouterr().err
         done = shell_in(directory, arguments[0], capsys, monkeypatch)(*arguments[1:])
         return done.code, done.err
 

@@ -64,7 +64,9 @@ def planned(model: Path, directory: Path, hardware: str, *, global_batch_size: i
 def local_losses(model: Path, work: Path) -> list[float]:
     """Losses of the layout on this machine alone."""
     plan = planned(model, work / "local", "2xCPU")
-    return trained(["launch", str(plan), "--", *training(work / "local.json")], work / "local.json")
+    done = shardwright(["launch", str(plan), "--", *training(work / "local-out")])
+    assert done.returncode == 0, done.stdout + done.stderr
+    return read_losses(work / "local-out")
 
 
 @pytest.fixture
@@ -72,31 +74,29 @@ def plan(model: Path, tmp_path: Path) -> Path:
     return planned(model, tmp_path / "plan", "2x1xCPU")
 
 
-@pytest.fixture
-def saving(plan: Path) -> Path:
-    """The plan, which saves every 20 steps."""
-    file = plan / "training_arguments.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | {"save_strategy": "steps", "save_steps": 20}))
-    return plan
+def training(output_dir: Path, *, steps: int = STEPS) -> list[str]:
+    """Return flags of `train`."""
+    data = ["--dataset", "python-help#40", "--evaluation-samples", "2", "--logging-steps", "1"]
+    return [*data, "--max-steps", str(steps), "--output-dir", str(output_dir)]
 
 
-def saved(plan: Path, step: int) -> Path:
-    return plan / "model" / f"checkpoint-{step}" / "checkpoint_complete.json"
+def saving(output_dir: Path) -> list[str]:
+    """Return flags of `train` that save every 20 steps."""
+    return [*training(output_dir), "--save-steps", "20"]
 
 
-def training(losses: Path, *, steps: int = STEPS) -> list[str]:
-    return ["--text", "python-help", "--max-steps", str(steps), "--losses-json", str(losses)]
+def saved(output_dir: Path, step: int) -> Path:
+    return output_dir / "checkpoints" / f"checkpoint-{step}" / "checkpoint_complete.json"
 
 
-def trained(words: list[str], losses: Path) -> list[float]:
-    done = shardwright(words)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return read_losses(losses)
+def has_steps(output_dir: Path) -> bool:
+    file = output_dir / "metrics.jsonl"
+    return file.exists() and bool(file.read_text())
 
 
-def read_losses(file: Path) -> list[float]:
-    found: list[float] = json.loads(file.read_text())["losses"]
-    return found
+def read_losses(output_dir: Path) -> list[float]:
+    """Return the loss of every step; a run that resumed has those of its first part from the checkpoint."""
+    return [json.loads(line)["loss"] for line in (output_dir / "metrics.jsonl").read_text().splitlines()]
 
 
 def command(*words: str) -> list[str]:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from cluster_hosts import NAMES
 
-from .conftest import asked, planned, read_losses, shardwright, training, until
+from .conftest import asked, has_steps, planned, read_losses, shardwright, training, until
 
 pytestmark = pytest.mark.clusters
 
@@ -35,7 +35,7 @@ class Stopped:
     """A job that was asked to stop, for which SLURM waits before its next turn."""
 
     number: str
-    losses: Path
+    out: Path
     output: Path
     saved: tuple[int, ...]
     """Steps of its checkpoints."""
@@ -48,14 +48,14 @@ STEPS = 500
 def stopped(model: Path, slurm: str, tmp_path_factory: pytest.TempPathFactory) -> Stopped:
     """SIGTERM reaches the job's steps as it does before their time limit."""
     work = tmp_path_factory.mktemp("stopped")
-    plan, losses, output = planned(model, work / "plan", "2x1xCPU"), work / "losses.json", work / "output"
+    plan, out, output = planned(model, work / "plan", "2x1xCPU"), work / "out", work / "output"
     words = ["launch", str(plan), "--on", "slurm", f"--sbatch=--output={output}", "--no-check-nodes"]
-    number = submitted([*words, "--", *training(losses, steps=STEPS)], slurm)
-    until(partial(printed, output, "'loss'"), 200, "first steps", output)
+    number = submitted([*words, "--", *training(out, steps=STEPS)], slurm)
+    until(partial(has_steps, out), 200, "first steps", output)
     asked("scancel", "--signal=TERM", number, config=slurm)
     until(lambda: "Restarts=1" in asked("scontrol", "show", "job", number, config=slurm), 120, "next turn", output)
-    saved = (int(place.name.removeprefix("checkpoint-")) for place in (plan / "model").glob("checkpoint-*"))
-    return Stopped(number=number, losses=losses, output=output, saved=tuple(saved))
+    saved = (int(place.name.removeprefix("checkpoint-")) for place in out.glob("checkpoints/checkpoint-*"))
+    return Stopped(number=number, out=out, output=output, saved=tuple(saved))
 
 
 def test_a_stopped_job_saves_and_is_queued_again(stopped: Stopped) -> None:
@@ -65,20 +65,20 @@ def test_a_stopped_job_saves_and_is_queued_again(stopped: Stopped) -> None:
 @pytest.mark.usefixtures("cold")
 def test_two_nodes_train_as_one_machine(plan: Path, slurm: str, local_losses: list[float], tmp_path: Path) -> None:
     """With all imports of all processes, as users start them."""
-    losses, output = tmp_path / "losses.json", tmp_path / "output"
-    words = ["launch", str(plan), "--on", "slurm", f"--sbatch=--output={output}", "--", *training(losses)]
+    out, output = tmp_path / "out", tmp_path / "output"
+    words = ["launch", str(plan), "--on", "slurm", f"--sbatch=--output={output}", "--", *training(out)]
     number = submitted(words, slurm)
     until(lambda: ended(number, slurm), 300, "end of the job", output)
     assert ended(number, slurm) == "COMPLETED", output.read_text()
-    assert read_losses(losses) == pytest.approx(local_losses, abs=1e-6)
+    assert read_losses(out) == pytest.approx(local_losses, abs=1e-6)
     assert f"{NAMES[0]}, {NAMES[1]}: same versions and files" in output.read_text()
 
 
 def test_a_job_that_its_user_ends_is_not_queued_again(plan: Path, slurm: str, tmp_path: Path) -> None:
-    output = tmp_path / "output"
+    out, output = tmp_path / "out", tmp_path / "output"
     words = ["launch", str(plan), "--on", "slurm", f"--sbatch=--output={output}", "--no-check-nodes"]
-    number = submitted([*words, "--", *training(tmp_path / "losses.json", steps=100_000)], slurm)
-    until(partial(printed, output, "'loss'"), 200, "first steps", output)
+    number = submitted([*words, "--", *training(out, steps=100_000)], slurm)
+    until(partial(has_steps, out), 200, "first steps", output)
     asked("scancel", number, config=slurm)
     until(lambda: ended(number, slurm), 120, "end of the job", output)
     assert ended(number, slurm) == "CANCELLED"
@@ -102,7 +102,8 @@ def test_a_cluster_that_is_too_small_is_reported_before_anything_is_submitted(
     model: Path, slurm: str, stopped: Stopped, tmp_path: Path
 ) -> None:
     plan = planned(model, tmp_path / "plan", "3x1xCPU", global_batch_size=6)
-    done = shardwright(["launch", str(plan), "--on", "slurm", "--", "--text", "python-help"], SLURM_CONF=slurm)
+    words = ["launch", str(plan), "--on", "slurm", "--", *training(tmp_path / "out")]
+    done = shardwright(words, SLURM_CONF=slurm)
     assert done.returncode == 2
     assert "the plan has 3 nodes, but the cluster has 2" in done.stderr
     assert asked("squeue", "--noheader", "--format=%i", config=slurm) in ("", stopped.number)
@@ -126,5 +127,6 @@ def test_the_next_turn_of_a_stopped_job_resumes_from_its_checkpoint(stopped: Sto
     """It runs when SLURM's wait is over and no test above has the nodes."""
     until(lambda: ended(stopped.number, slurm), 360, "end of the job", stopped.output)
     assert ended(stopped.number, slurm) == "COMPLETED", stopped.output.read_text()
-    assert len(read_losses(stopped.losses)) == STEPS - stopped.saved[0]
+    assert f"resuming from checkpoint-{stopped.saved[0]}" in stopped.output.read_text()
+    assert len(read_losses(stopped.out)) == STEPS
     assert "same versions" not in stopped.output.read_text()

@@ -1,9 +1,7 @@
-"""Rank script: train one case through the entry point."""
+"""Rank script: a job of `train`, with the changes of one case."""
 
 from __future__ import annotations
 
-import json
-import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -11,8 +9,9 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-from cases import SEQ_LEN, Case, all_cases
-from shardwright.trainers.train_causal_lm import main
+from cases import all_cases
+from shardwright.trainers.rank_main import main
+from train_jobs import recorded_losses
 
 
 @contextmanager
@@ -49,19 +48,8 @@ def kept_products() -> Iterator[None]:
         yield
 
 
-def train(case: Case, model_directory: Path, output: Path) -> None:
-    settings = output / f"{case.name}-rank{os.environ['RANK']}.arguments.json"
-    settings.write_text(json.dumps(case.training_arguments()))
-    arguments = [
-        *("--model", str(model_directory), "--training-arguments", str(settings)),
-        *("--text", __file__, "--seq-len", str(SEQ_LEN), "--output-dir", str(output / case.name), "--no-save"),
-        *("--losses-json", str(output / f"{case.name}.json")),
-    ]
-    changed = zero_gradient_step if case.zero_gradient_step else kept_products if case.kept_products else nullcontext
-    with changed():
-        assert main(arguments) == 0, case.name
-
-
 if __name__ == "__main__":
-    chosen = next(case for case in all_cases() if case.name == sys.argv[3])
-    train(chosen, Path(sys.argv[1]), Path(sys.argv[2]))
+    case = next(case for case in all_cases() if case.name == sys.argv[3])
+    changed = zero_gradient_step if case.zero_gradient_step else kept_products if case.kept_products else nullcontext
+    with changed(), recorded_losses(Path(sys.argv[2])):
+        assert main(sys.argv[1:2]) == 0, case.name

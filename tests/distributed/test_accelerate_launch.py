@@ -14,15 +14,18 @@ import yaml
 from cases import RANKS, SEQ_LEN, STEPS, Case, deepspeed_configuration
 from launches import accelerate_launch, torchrun
 from safetensors.torch import load_file
+from shardwright.ds_configs.plan.measurement import FILE_NAME, measurement_from_text
 from shardwright.plugins.launching.launch import LaunchFailedError
+from train_jobs import train_job
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 pytestmark = pytest.mark.distributed
 
-MODULE = "shardwright.trainers.train_causal_lm"
+MODULE = "shardwright.trainers.rank_main"
 
 
-def write_plan(directory: Path, case: Case) -> tuple[Path, Path]:
+def write_plan(directory: Path, case: Case) -> tuple[Path, dict[str, Any]]:
+    """Write files for `accelerate launch`, and return their path and the keys of `TrainingArguments`."""
     settings = case.training_arguments()
     accelerate: dict[str, Any] = {
         "compute_environment": "LOCAL_MACHINE",
@@ -48,22 +51,24 @@ def write_plan(directory: Path, case: Case) -> tuple[Path, Path]:
             "fsdp_reshard_after_forward": True,
             "fsdp_state_dict_type": "SHARDED_STATE_DICT",
         }
-    config_file, arguments_file = directory / "accelerate.yaml", directory / "training_arguments.json"
+    config_file = directory / "accelerate.yaml"
     config_file.write_text(yaml.safe_dump(accelerate))
-    arguments_file.write_text(json.dumps(settings))
-    return config_file, arguments_file
+    return config_file, settings
 
 
-def flags(model: Path, arguments_file: Path, directory: Path, *more: str) -> list[str]:
-    losses = ["--losses-json", str(directory / "losses.json"), "--seq-len", str(SEQ_LEN), "--text", argparse.__file__]
-    output = ["--output-dir", str(directory / "trained")]
-    return ["--model", str(model), "--training-arguments", str(arguments_file), *losses, *output, *more]
+def job(model: Path, settings: dict[str, Any], directory: Path, *flags: str, name: str = "job") -> list[str]:
+    (directory / "text.txt").write_text(Path(argparse.__file__).read_text()[:30_000])
+    words = [model, "--hardware", f"{RANKS}xCPU", "--strategy", "ddp", "--precision", "fp32", "--seq-len", SEQ_LEN]
+    words += ["--dataset", directory / "text.txt", "--evaluation-samples", 2, "--output-dir", directory / "trained"]
+    return [str(train_job([*words, *flags], directory / name, settings))]
 
 
 def read_losses(directory: Path, engine: str) -> list[float]:
-    record = json.loads((directory / "losses.json").read_text())
-    assert (record["world_size"], record["engine"], len(record["losses"])) == (RANKS, engine, STEPS)
-    losses: list[float] = record["losses"]
+    trained = directory / "trained"
+    measured = measurement_from_text((trained / FILE_NAME).read_bytes(), source="trained")
+    assert len(measured.measured) == RANKS and f"engine was {engine}, the plan says ddp" in measured.differences
+    losses = [json.loads(line)["loss"] for line in (trained / "metrics.jsonl").read_text().splitlines()]
+    assert len(losses) == STEPS
     return losses
 
 
@@ -72,31 +77,31 @@ def test_zero2_bf16_loses_the_same_under_accelerate_and_torchrun(
 ) -> None:
     """`accelerate launch` names the file in its environment, under torchrun TrainingArguments names it."""
     case = Case(engine="deepspeed", zero_stage=2, bf16=True, accumulation=2)
-    config_file, arguments_file = write_plan(tmp_path, case)
+    config_file, settings = write_plan(tmp_path, case)
     with pytest.MonkeyPatch.context() as cold:
         cold.delenv("PYTHON_EXEC")
-        accelerate_launch(config_file, MODULE, flags(tiny_llama, arguments_file, tmp_path, "--no-save"))
+        accelerate_launch(config_file, MODULE, job(tiny_llama, settings, tmp_path))
     by_accelerate = read_losses(tmp_path, "deepspeed")
 
-    arguments_file.write_text(json.dumps(case.training_arguments()))
-    torchrun(["-m", MODULE, *flags(tiny_llama, arguments_file, tmp_path, "--no-save")], ranks=RANKS)
+    by_torchrun = job(tiny_llama, case.training_arguments(), tmp_path, name="other-job")
+    torchrun(["-m", MODULE, *by_torchrun], ranks=RANKS)
     assert by_accelerate == read_losses(tmp_path, "deepspeed")
     assert by_accelerate[-1] < by_accelerate[0] - 0.8
 
 
 def test_zero3_offload_saves_a_model_directory(tiny_llama: Path, deepspeed_cpu_ops: None, tmp_path: Path) -> None:
     case = Case(engine="deepspeed", zero_stage=3, offload_optimizer=True, offload_param=True, bf16=True)
-    config_file, arguments_file = write_plan(tmp_path, case)
+    config_file, settings = write_plan(tmp_path, case)
     foreign = json.loads((tmp_path / "ds_config.json").read_text())
     del foreign["zero_optimization"]["stage3_gather_16bit_weights_on_model_save"]
     (tmp_path / "ds_config.json").write_text(json.dumps(foreign))
-    printed = accelerate_launch(config_file, MODULE, flags(tiny_llama, arguments_file, tmp_path))
+    printed = accelerate_launch(config_file, MODULE, job(tiny_llama, settings, tmp_path))
     losses = read_losses(tmp_path, "deepspeed")
     assert losses[-1] < losses[0] - 0.8
     assert "stage3_gather_16bit_weights_on_model_save was missing" in printed
 
     trained = tmp_path / "trained"
-    assert not [path.name for path in trained.iterdir() if path.suffix in {".bin", ".pt"} or path.is_dir()]
+    assert not [path.name for path in trained.iterdir() if path.suffix in {".bin", ".pt"}]
     start, saved = load_file(tiny_llama / "model.safetensors"), load_file(trained / "model.safetensors")
     assert {name: tensor.shape for name, tensor in saved.items()} == {
         name: tensor.shape for name, tensor in start.items()
@@ -111,9 +116,9 @@ def test_zero3_offload_saves_a_model_directory(tiny_llama: Path, deepspeed_cpu_o
 
 
 def test_fsdp2_lora_saves_complete_adapters(tiny_llama: Path, tmp_path: Path) -> None:
-    config_file, arguments_file = write_plan(tmp_path, Case(engine="fsdp2", bf16=True, accumulation=2))
+    config_file, settings = write_plan(tmp_path, Case(engine="fsdp2", bf16=True, accumulation=2))
     lora = ["--method", "lora", "--lora-rank", "4", "--lora-targets", "q_proj,down_proj"]
-    accelerate_launch(config_file, MODULE, flags(tiny_llama, arguments_file, tmp_path, *lora))
+    accelerate_launch(config_file, MODULE, job(tiny_llama, settings, tmp_path, *lora))
     assert all(math.isfinite(loss) for loss in read_losses(tmp_path, "fsdp2"))
 
     adapters = load_file(tmp_path / "trained" / "adapter_model.safetensors")
@@ -124,9 +129,9 @@ def test_fsdp2_lora_saves_complete_adapters(tiny_llama: Path, tmp_path: Path) ->
 
 def test_lora_adapters_are_16_bit_under_zero3(tiny_llama: Path, deepspeed_cpu_ops: None, tmp_path: Path) -> None:
     """fp32 adapters on 16-bit weights would make each adapted layer keep an fp32 copy of its input."""
-    config_file, arguments_file = write_plan(tmp_path, Case(engine="deepspeed", zero_stage=3, bf16=True))
+    config_file, settings = write_plan(tmp_path, Case(engine="deepspeed", zero_stage=3, bf16=True))
     lora = ["--method", "lora", "--lora-rank", "4", "--lora-targets", "q_proj,down_proj"]
-    accelerate_launch(config_file, MODULE, flags(tiny_llama, arguments_file, tmp_path, *lora))
+    accelerate_launch(config_file, MODULE, job(tiny_llama, settings, tmp_path, *lora))
     adapters = load_file(tmp_path / "trained" / "adapter_model.safetensors")
     assert {tensor.dtype for tensor in adapters.values()} == {torch.bfloat16}
     assert all(tensor.abs().max() > 0 for name, tensor in adapters.items() if "lora_B" in name)
@@ -135,9 +140,9 @@ def test_lora_adapters_are_16_bit_under_zero3(tiny_llama: Path, deepspeed_cpu_op
 def test_zero3_is_rejected_before_training_when_its_weights_cannot_be_saved(
     tiny_llama: Path, deepspeed_cpu_ops: None, tmp_path: Path
 ) -> None:
-    config_file, arguments_file = write_plan(tmp_path, Case(engine="deepspeed", zero_stage=3))
+    config_file, settings = write_plan(tmp_path, Case(engine="deepspeed", zero_stage=3))
     configuration = deepspeed_configuration(3)
     configuration["zero_optimization"]["stage3_gather_16bit_weights_on_model_save"] = False
     (tmp_path / "ds_config.json").write_text(json.dumps(configuration))
     with pytest.raises(LaunchFailedError, match="must be true to save a model directory under ZeRO-3"):
-        accelerate_launch(config_file, MODULE, flags(tiny_llama, arguments_file, tmp_path))
+        accelerate_launch(config_file, MODULE, job(tiny_llama, settings, tmp_path))

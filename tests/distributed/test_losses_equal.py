@@ -5,12 +5,16 @@ In fp32 they are compared in tests/equivalence.
 
 from __future__ import annotations
 
+import argparse
 import json
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from cases import BF16_CASES, KEPT_PRODUCTS_CASES, RANKS, STEPS, Case, all_cases, reference_of
+from cases import BF16_CASES, KEPT_PRODUCTS_CASES, RANKS, SEQ_LEN, STEPS, Case, all_cases, reference_of
+from shardwright.ds_configs.specs.job import TrainingJob
+from shardwright.plugins.planning.from_names import plan
+from train_jobs import train_job
 from warm_ranks import OnDemand, run_ranks
 
 pytestmark = pytest.mark.distributed
@@ -31,9 +35,16 @@ def losses(
     tiny_llama: Path, deepspeed_cpu_ops: None, tmp_path_factory: pytest.TempPathFactory
 ) -> dict[Case, list[float]]:
     output = tmp_path_factory.mktemp("losses")
+    job = TrainingJob(seq_len_tokens=SEQ_LEN, precision="fp32", strategy="ddp", micro_batch_size=2)
+    plan(str(tiny_llama), f"{RANKS}xCPU", job).write(output / "plan")
+    (output / "text.txt").write_text(Path(argparse.__file__).read_text()[:30_000])
+    data = ["--plan", output / "plan", "--dataset", output / "text.txt", "--evaluation-samples", 2]
 
     def train(case: Case) -> list[float]:
-        run_ranks([Path(__file__).with_name("losses_worker.py"), tiny_llama, output, case.name], ranks=RANKS)
+        words = [tiny_llama, *data, "--output-dir", output / case.name]
+        job_file = train_job(words, output / case.name / "job", case.training_arguments())
+        worker = Path(__file__).with_name("losses_worker.py")
+        run_ranks([worker, job_file, output / f"{case.name}.json", case.name], ranks=RANKS)
         record = json.loads((output / f"{case.name}.json").read_text())
         assert (record["world_size"], record["engine"]) == (RANKS, case.engine)
         return list(record["losses"])

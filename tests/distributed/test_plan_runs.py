@@ -30,17 +30,16 @@ def launch(made: Plan, directory: Path, environment: dict[str, str]) -> list[flo
     directory.with_name("written").rename(directory)
     line = (directory / "launch.sh").read_text().splitlines()[-1]
     assert line.startswith("exec ")
-    losses = directory / "losses.json"
-    arguments = ["--text", "python-help", "--max-steps", str(STEPS), "--losses-json", str(losses), "--no-save"]
+    output = directory.with_name(f"{directory.name}-tuned")
+    arguments = ["--dataset", "python-help#40", "--max-steps", str(STEPS), "--logging-steps", "1"]
+    arguments += ["--evaluation-samples", "4", "--output-dir", str(output)]
     script = ["-c", "import subprocess, sys; sys.exit(subprocess.run(sys.argv[1:]).returncode)"]
     launch_ranks(
         Launch(arguments=(*script, "bash", str(directory / "launch.sh"), *arguments), environment=environment),
         timeout_seconds=240,
     )
-    record = json.loads(losses.read_text())
-    assert record["world_size"] == made.hardware.world_size
-    check_measurement(made, directory / "model")
-    return list(record["losses"])
+    check_measurement(made, output)
+    return [json.loads(line)["loss"] for line in (output / "metrics.jsonl").read_text().splitlines()]
 
 
 def check_measurement(made: Plan, output: Path) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from shardwright.ds_configs.plan.measurement import FILE_NAME, measurement_from_text
 from training_runs import LAYOUTS, command, losses_of, make_inputs, method_of, model_of, resumed, taken_away, trained
 
 pytestmark = pytest.mark.distributed
@@ -48,6 +49,8 @@ def test_losses_are_those_of_one_process(
         assert 0 < errors["after"] == pytest.approx(alone["cross_entropy_standard_error"]["after"], abs=1e-5)
         assert errors["before"] == pytest.approx(alone["cross_entropy_standard_error"]["before"], abs=1e-5)
     assert losses[-1] < losses[0]
+    measured = measurement_from_text((tmp_path / "out" / FILE_NAME).read_bytes(), source="out")
+    assert [rank.steps for rank in measured.measured] == [3, 3] and measured.differences == ()
     assert list((tmp_path / "out").glob("*.safetensors"))
     again, found = resumed(*run, save_steps=2)
     assert again == losses

@@ -243,7 +243,6 @@ def _commands(workshop: Workshop, model: Path, output: Path) -> Mapping[str, Seq
     into = ("--output-dir", str(output))
     data = ("--dataset", text, "--seq-len", "32", *into)
     steps = ("--hardware", "2xCPU", "--max-steps", "1", "--evaluation-samples", "2")
-    script = ("-m", "shardwright.trainers.train_causal_lm", "--model", broken, "--text", text, "--max-steps", "1")
     evaluated = ("--text", text, "--seq-len", "32", "--num-samples", "2", "--no-speed", *into)
     commands = {
         "plan": ("plan", broken, "--hardware", "2xCPU", *into),
@@ -259,8 +258,7 @@ def _commands(workshop: Workshop, model: Path, output: Path) -> Mapping[str, Seq
         "evaluate": ("evaluate", broken, *evaluated),
         "evaluate (baseline)": ("evaluate", sound, "--baseline", broken, *evaluated),
     }
-    named = {name: ("-m", "shardwright", *arguments) for name, arguments in commands.items()}
-    return named | {"train_causal_lm": (*script, "--seq-len", "32", *into)}
+    return {name: ("-m", "shardwright", *arguments) for name, arguments in commands.items()}
 
 
 def _shardwright(arguments: Sequence[str]) -> subprocess.CompletedProcess[str]:

@@ -1,4 +1,4 @@
-"""Engines into which faults are injected: `train_causal_lm` on two ranks, with a model that trains in a second."""
+"""Engines into which faults are injected: `train` on two ranks, with a model that trains in a second."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any
 
 from engine_settings import fsdp2_settings
 from shardwright.ds_configs.specs.job import TrainingJob
+from train_jobs import train_job
 from warm_ranks import run_ranks
 
 ENGINES = ("ddp", "zero1", "zero2", "zero3", "fsdp2", "pipeline")
@@ -29,20 +30,17 @@ class Workshop:
             from small_models import llama
 
             llama(hidden_size=32, vocab_size=260).save_pretrained(self.model)
-            self._text.write_text(" ".join(f"{number} squared is {number * number}." for number in range(600)))
+            self._text.write_text("\n\n".join(f"{number} squared is {number * number}." for number in range(600)))
 
     def command(
-        self, engine: str, output: Path, *, model: Path | None = None, flags: tuple[str, ...] = (), **changes: Any
+        self, engine: str, output: Path, *, ranks: int, flags: tuple[str, ...] = (), **changes: Any
     ) -> list[str | Path]:
-        """Return the arguments of `run_ranks`; `changes` are keys of `TrainingArguments`."""
-        output.mkdir(parents=True, exist_ok=True)
-        arguments = self._arguments(engine) | changes
-        settings = output / "arguments.json"
-        settings.write_text(json.dumps(arguments))
-        plan = ("--plan", self._plan("pipeline")) if engine == "pipeline" else ()
-        paths = ("--model", model or self.model, "--text", self._text, "--training-arguments", settings)
-        losses = ("--losses-json", output / "losses.json")
-        return [_RANK, *paths, "--seq-len", "32", "--output-dir", output, *losses, *plan, *flags]
+        """Return the arguments of `run_ranks`: flags of `train`; `changes` are keys of `TrainingArguments`."""
+        shutil.rmtree(output / "job", ignore_errors=True)
+        data = ("--dataset", self._text, "--evaluation-samples", "2")
+        words = [self.model, "--plan", self._plan(engine), *data, "--output-dir", output, *flags]
+        job = train_job(words, output / "job", self._arguments(engine) | changes, ranks=ranks)
+        return [_RANK, job, output / "losses.json"]
 
     def run(
         self,
@@ -55,7 +53,7 @@ class Workshop:
         **command: Any,
     ) -> str:
         """Train on warm ranks and return what they printed; raises `RanksFailedError`."""
-        arguments = self.command(engine, output, **command)
+        arguments = self.command(engine, output, ranks=ranks, **command)
         return run_ranks(arguments, ranks=ranks, timeout_seconds=timeout_seconds, environment=environment)
 
     def whole(self, engine: str, *, ranks: int = 2) -> Path:

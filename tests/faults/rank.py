@@ -1,4 +1,4 @@
-"""Runs on every rank: `train_causal_lm`, broken as the environment says."""
+"""Runs on every rank: a job of `train`, broken as the environment says."""
 
 from __future__ import annotations
 
@@ -7,10 +7,13 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from shardwright.trainers.train_causal_lm import main
+from shardwright.trainers.rank_main import main
+from train_jobs import recorded_losses
 
 from faults.injection import install
 
 if __name__ == "__main__":
     install()
-    sys.exit(main(sys.argv[1:]))
+    with recorded_losses(Path(sys.argv[2])):
+        code = main(sys.argv[1:2])
+    sys.exit(code)

@@ -259,16 +259,13 @@ def test_ranks_look_for_what_their_engine_needs(
 def test_a_training_ends_before_it_loads_a_model(
     upstream: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    from shardwright.trainers.training.plan_flags import parse_flags
-    from shardwright.trainers.training.plan_training import PlanTrainingTask
+    from shardwright.trainers.runs.ranks import rank_arguments
 
     monkeypatch.setattr(patches, "PATCHES", (entry("absent", "torch.fake_upstream:gone", every_run=True),))
-    words = ["--model", str(tmp_path / "no-such-model"), "--output-dir", str(tmp_path / "out")]
-    words += ["--text", "python-help"]
     with pytest.raises(
         UsageError, match=r"patch absent replaces torch\.fake_upstream\.gone, which this release does not have"
     ):
-        parse_flags(words, PlanTrainingTask).run(tmp_path)
+        rank_arguments({"output_dir": str(tmp_path), "use_cpu": True}, method="full")
 
 
 def test_the_parameters_of_somebody_elses_replacement_do_not_matter(upstream: Any) -> None:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from transformers import TrainerCallback
 
-from ...ds_configs.specs.errors import ConfigError, RefusedInputError, ShardwrightError, UsageError
+from ...ds_configs.specs.errors import ConfigError, ShardwrightError, UsageError
 from ...plugins import patches
 from ...plugins.deepspeed.engine import load_from_other_ranks
 from ...plugins.launching.background import BackgroundTask
@@ -44,9 +44,6 @@ from .resume import (
 
 if TYPE_CHECKING:
     from transformers import Trainer, TrainerControl, TrainerState, TrainingArguments
-
-OR_ANEW = "or-anew"
-"""Resume from the newest complete checkpoint, or start again if none is complete: for runs that restart unattended."""
 
 
 class CheckpointCallback(TrainerCallback):
@@ -114,19 +111,11 @@ class CheckpointCallback(TrainerCallback):
         """Return the checkpoint to resume from; every rank must call it.
 
         Args:
-            resume: A checkpoint; true for the newest; a selection that was made before; `OR_ANEW`; otherwise start at
-                step 0.
+            resume: A checkpoint; true for the newest; a selection that was made before; otherwise start at step 0.
 
         Raises:
             RefusedInputError, UsageError: as `newest` and `named`.
         """
-        if resume == OR_ANEW:
-            try:
-                return self.newest()
-            except RefusedInputError as error:
-                reasons = "; ".join(str(error).splitlines())
-                note_on_first_rank(f"no checkpoint is complete; training starts again at step 0: {reasons}")
-                return None
         if isinstance(resume, Selection):
             return self._resumed(lambda: resume)
         if isinstance(resume, str) and resume.lower() not in ("true", "false", ""):

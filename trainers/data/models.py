@@ -39,7 +39,7 @@ class StartingModel:
     revision: str | None = None
     """Branch, tag or commit of a Hub model; `None` for the newest commit of its main branch."""
     tokenizer: str | None = None
-    """Hub id or directory of another tokenizer; `None` for that of the model."""
+    """Directory of another tokenizer, such as an adapter's; `None` for that of the model."""
     random_weights: bool = False
     method: str = "full"
     """`full`, `lora` or `qlora`, which loads weights in 4 bits."""
@@ -82,7 +82,7 @@ def load_model(
     random_weights = source.random_weights or path.is_file()
     # An index without shards means damaged weights, which are rejected with an error below.
     if path.is_dir() and not random_weights and not (any(path.glob("*.safetensors")) or (path / INDEX).exists()):
-        refuse_other_formats(path, where="model", fix="convert them to safetensors, or pass --random-weights")
+        refuse_other_formats(path, where="model", fix="convert them to safetensors, or pass its config.json")
         note_on_first_rank(f"{path} has no weights: they are initialised at random")
         random_weights = True
     if random_weights and source.method == "qlora":
@@ -135,7 +135,7 @@ def load_tokenizer(source: StartingModel, vocab_size: int) -> Any:
     largest = max(tokenizer.get_vocab().values())
     if largest >= vocab_size:
         rule = f"its ids must be below the model's vocab_size = {vocab_size}, but the largest is {largest}"
-        raise UsageError(ConfigError(where="--tokenizer", value=str(path), rule=rule))
+        raise UsageError(ConfigError(where="tokenizer", value=str(path), rule=rule))
     return tokenizer
 
 

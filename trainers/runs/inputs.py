@@ -249,7 +249,8 @@ def run_output_errors(request: RunRequest, sources: Mapping[str, str | None]) ->
         return []
     directory, fix = request.output_dir, "pass --force to write into it, or --resume to resume from its last checkpoint"
     errors = output_errors(directory, force=request.force or request.resume, sources=sources, fix=fix)
-    if request.resume and not directory.is_file() and last_checkpoint(directory) is None:
+    needs_checkpoint = request.resume and not request.or_anew and not directory.is_file()
+    if needs_checkpoint and last_checkpoint(directory) is None:
         rule, fix = "contains no checkpoint to resume from", "run with --save-steps first, or omit --resume"
         errors.append(ConfigError(where="output_dir", value=str(directory), rule=rule, fix=fix))
     return errors

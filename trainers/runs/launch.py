@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ...ds_configs.plan.plan import Plan
-from ...ds_configs.plan.rendering import NodePlace, launch_arguments, with_own_files
+from ...ds_configs.plan.rendering import NodePlace, launch_arguments
 from ...ds_configs.specs.errors import ConfigError, ShardwrightError
 from ...plugins.launching.launch import Launch, at_free_port, launch_ranks, python_arguments
 from .settings import JOB_FILE, RankJob
@@ -57,17 +57,12 @@ def rank_words(job: RankJob, work: Path) -> list[str]:
     return ["-m", RANK_MODULE, str(file)]
 
 
-def planned_launch(
-    words: Sequence[str] | None, plan: Plan, plan_directory: Path, *, place: NodePlace | None = None
-) -> Launch:
-    """Return the launch of a plan, with `words` instead of its own training if they are given.
+def planned_launch(words: Sequence[str], plan: Plan, plan_directory: Path, *, place: NodePlace | None = None) -> Launch:
+    """Return the launch of `words`, a module or script with its arguments, on the ranks of a plan.
 
     `place` is this machine's place among several.
     """
-    directory = str(plan_directory.absolute())
-    command = with_own_files(launch_arguments(plan, directory=directory, node=place), plan, directory=directory)
-    if words is not None:
-        command = [*command[: command.index("-m")], *words]
+    command = [*launch_arguments(plan, directory=str(plan_directory.absolute()), node=place), *words]
     port = None
     if place is None:
         command, port = at_free_port(command)

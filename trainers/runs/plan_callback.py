@@ -53,13 +53,14 @@ class PeakMeter(Protocol):
 class AcceleratorPeaks:
     """Peaks of torch's caching allocator since this meter was made; nothing on ranks without an accelerator.
 
-    It resets torch's own peak statistics when it is made and after the first step.
+    It resets torch's own peak statistics when it is made and, with `splits_first_step`, after the first step.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, splits_first_step: bool = True) -> None:
         import torch
 
         self._present = torch.cuda.is_available()
+        self._splits_first_step = splits_first_step
         self._first_allocated: int | None = None
         self._reserved = 0
         if self._present:
@@ -79,7 +80,7 @@ class AcceleratorPeaks:
         """Begin to count the later steps apart."""
         import torch
 
-        if self._present:
+        if self._present and self._splits_first_step:
             self._first_allocated, self._reserved = self._since_reset()
             torch.cuda.reset_peak_memory_stats()
 
@@ -104,6 +105,7 @@ class PlanCallback(TrainerCallback):
         meter: Counts memory instead of torch's caching allocator.
         seq_len_tokens: Length of the training sequences, compared with the plan's when given.
         method: `full`, `lora` or `qlora`, compared with the plan's when given.
+        output_dir: Directory for `plan_measurement.json`, by default that of the Trainer.
 
     Raises:
         UsageError: there is no plan.
@@ -121,11 +123,13 @@ class PlanCallback(TrainerCallback):
         meter: PeakMeter | None = None,
         seq_len_tokens: int | None = None,
         method: str | None = None,
+        output_dir: Path | None = None,
     ) -> None:
         self._plan = plan if isinstance(plan, Plan) else Plan.load(plan)
         self._directory = None if isinstance(plan, Plan) else Path(plan) if Path(plan).is_dir() else Path(plan).parent
         self._meter = meter or AcceleratorPeaks()
         self._stated = {"seq_len": seq_len_tokens, "method": method}
+        self._output_dir = output_dir
         self._log: Callable[[dict[str, float]], None] | None = None
         self._begin_training()
 
@@ -136,10 +140,14 @@ class PlanCallback(TrainerCallback):
 
     def attach(self, trainer: Any) -> None:
         """Add this callback to a Trainer, and send its figures and those of logged steps through its reporters."""
-        trainer.add_callback(self)
+        self.follow(trainer)
         StepFiguresCallback(self._plan).attach(trainer)
-        self._log = trainer.log
         explain_memory_errors(trainer, self._plan)
+
+    def follow(self, trainer: Any) -> None:
+        """Add this callback to a Trainer whose logged steps and memory errors are reported by other means."""
+        trainer.add_callback(self)
+        self._log = trainer.log
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Discard the steps of an earlier run, and store the values of the plan.
@@ -176,7 +184,10 @@ class PlanCallback(TrainerCallback):
             self._finish(args, kwargs.get("model"))
 
     def _finish(self, args: Any, model: Any) -> RunMeasurement:
-        """Gather all ranks' figures; rank 0 writes and prints them. Every rank must call it."""
+        """Gather all ranks' figures; rank 0 writes and prints them. Every rank must call it.
+
+        A run that took no step, because all were done, keeps the file of the run that took them.
+        """
         self._finished = True
         ranks = gathered(self._measure_rank(args.process_index))
         measurement = RunMeasurement(
@@ -187,11 +198,12 @@ class PlanCallback(TrainerCallback):
             differences=tuple(self._differences(args, model, ranks)),
             versions=dict(installed_versions()),
         )
-        if args.process_index == 0:
+        if args.process_index == 0 and self._seconds:
             # The first line break leaves the progress bar's line.
             print("", *report_lines(measurement), sep="\n", file=sys.stderr)
             try:
-                (path,) = write_files({FILE_NAME: measurement_text(measurement)}, Path(args.output_dir), force=True)
+                directory = self._output_dir or Path(args.output_dir)
+                (path,) = write_files({FILE_NAME: measurement_text(measurement)}, directory, force=True)
                 print(f"written to {path}", file=sys.stderr)
             except ShardwrightError as error:
                 # The trained model is still to be saved, and the other ranks wait for this one.

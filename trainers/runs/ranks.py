@@ -19,12 +19,12 @@ from typing import Any, ClassVar
 
 from ...ds_configs.plan.output import write_files
 from ...ds_configs.plan.plan import Plan
-from ...ds_configs.specs.errors import ShardwrightError
+from ...ds_configs.specs.errors import RefusedInputError, ShardwrightError
 from ...plugins import patches
 from ...plugins.accelerate.cpu_ranks import Engine, configure_cpu_ranks, engine_from_environment
 from ...plugins.accelerate.repeated_samples import SamplesOnce
 from ...plugins.deepspeed.engine import prepare_nvme_offload
-from ...plugins.launching.messages import Figures, Progress, send
+from ...plugins.launching.messages import Figures, Progress, note_on_first_rank, send
 from ...plugins.peft import add_lora, resume_lora
 from ...plugins.transformers.training_arguments import (
     refuse_replaced_optimizer,
@@ -39,7 +39,7 @@ from ..counting.estimates import STANDARD_ERROR, Estimate, token_mean
 from ..data.chat import IGNORED_LABEL
 from ..data.models import StartingModel, load_config, load_model
 from ..data.samples import collate
-from .inputs import CHECKPOINTS, newest_checkpoint
+from .inputs import newest_checkpoint
 from .out_of_memory import memory_errors
 from .settings import (
     EVALUATION_SAMPLES,
@@ -114,7 +114,8 @@ def open_rank(job: LaunchedJob, work: Path) -> RankContext:
         Share(rank=arguments.process_index, ranks=arguments.world_size).check_same(job.digests)
     resumed = None
     if job.resume:
-        resumed = on_first_rank(lambda: newest_checkpoint(Path(job.output_dir) / CHECKPOINTS, read_whole))
+        directory = Path(arguments.output_dir)
+        resumed = on_first_rank(lambda: _checkpoint_to_resume(directory, or_anew=job.or_anew))
     arguments.resume_from_checkpoint = None if resumed is None else str(resumed.path)
     return RankContext(
         work=work,
@@ -124,6 +125,25 @@ def open_rank(job: LaunchedJob, work: Path) -> RankContext:
         tokenizer=AutoTokenizer.from_pretrained(str(work / TOKENIZER), trust_remote_code=False),
         samples=(load_from_disk(str(work / TRAIN_SAMPLES)), load_from_disk(str(work / EVALUATION_SAMPLES))),
     )
+
+
+def _checkpoint_to_resume(directory: Path, *, or_anew: bool) -> Selection | None:
+    """Return the newest complete checkpoint; `None`, with a log line, if the run starts at step 0.
+
+    Raises:
+        RefusedInputError: there are checkpoints, but none is complete, and the run must not start at step 0.
+    """
+    try:
+        newest = newest_checkpoint(directory, read_whole)
+    except RefusedInputError as error:
+        if not or_anew:
+            raise
+        reasons = "; ".join(str(error).splitlines())
+        note_on_first_rank(f"no checkpoint is complete, training starts again at step 0: {reasons}")
+        return None
+    if newest is None:
+        note_on_first_rank(f"{directory} has no checkpoint: training begins at step 0")
+    return newest
 
 
 class TrainingTask(LaunchedJob, RankTask):
@@ -151,22 +171,33 @@ class TrainingTask(LaunchedJob, RankTask):
         """
         plan = Plan.load(context.work / PLAN_DIRECTORY)
         with memory_errors(plan, command=self.command):
-            self._train(context)
+            self._train(context, plan)
 
-    def _train(self, context: RankContext) -> None:
+    def _train(self, context: RankContext, plan: Plan) -> None:
         import torch
 
         from .figures_callback import StepFiguresCallback
+        from .plan_callback import AcceleratorPeaks, PlanCallback
 
+        output_dir, settings = Path(self.output_dir), self.settings
+        planned = PlanCallback(
+            plan,
+            # The report has the peak of all steps.
+            meter=AcceleratorPeaks(splits_first_step=False),
+            seq_len_tokens=settings.seq_len,
+            method=settings.method,
+            output_dir=output_dir,
+        )
         trainer = self.build(context)
-        recorder = step_recorder(Path(self.output_dir), evaluates_last=self.evaluates_last)
+        recorder = step_recorder(output_dir, evaluates_last=self.evaluates_last)
         trainer.add_callback(recorder)
+        planned.follow(trainer)
 
         def tokens_of(steps: int) -> int:
             return trained_tokens(trainer.args, steps, self.train_samples, self.train_tokens)
 
         # After the recorder, which requests the log of the last step.
-        figures = StepFiguresCallback(Plan.load(Path(self.output_dir) / PLAN_DIRECTORY), tokens_of)
+        figures = StepFiguresCallback(plan, tokens_of)
         figures.attach(trainer)
         trainer.add_callback(progress_callback(tokens_of, lambda: figures.figures))
         train_guarded(trainer, resume=context.resumed, **self.settings.guards())

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Generic, TypeVar
 
+from ...ds_configs.plan.measurement import FILE_NAME as MEASUREMENT_FILE
 from ...ds_configs.plan.out_of_memory import FIRST_WORDS, OutOfMemory, out_of_memory_text
 from ...ds_configs.plan.output import disk_errors, reserved, write_files
 from ...ds_configs.plan.plan import Plan
@@ -107,7 +108,7 @@ class PreparedTraining(ABC, Generic[Outcome]):
     def file_names(self) -> tuple[str, ...]:
         """Files that a run writes in addition to the model's weights and checkpoints."""
         plan = (f"{PLAN_DIRECTORY}/{name}" for name in self.plan.file_names)
-        return (*plan, *self.own_file_names, TRAINING_FILE, HTML_FILE)
+        return (*plan, *self.own_file_names, MEASUREMENT_FILE, TRAINING_FILE, HTML_FILE)
 
 
 def run_training(prepared: PreparedTraining[Outcome]) -> Outcome:
@@ -166,55 +167,70 @@ def run_part(prepared: PreparedTraining[Any]) -> None:
 
 def _finished(prepared: PreparedTraining[Any]) -> Selection | None:
     """Return the last checkpoint if the run resumes and all steps are done; raises as `check_resumption`."""
-    if not prepared.request.resume:
+    request = prepared.request
+    if not request.resume:
         return None
     plan, samples = prepared.plan, prepared.samples.train
     # Ranks shuffle samples that are divided among machines.
     compared = None if prepared.samples.statistics.machines > 1 else samples
     facts = planned_facts(plan, prepared.training_arguments, compared)
     steps = optimizer_steps(prepared.settings, plan.chosen.strategy, len(samples))
-    return check_resumption(prepared.request.output_dir / CHECKPOINTS, facts, steps=steps)
+    try:
+        return check_resumption(request.output_dir / CHECKPOINTS, facts, steps=steps)
+    except RefusedInputError:
+        # Ranks report why no checkpoint is complete.
+        if not request.or_anew:
+            raise
+        return None
 
 
-def _run_ranks(prepared: PreparedTraining[Any]) -> dict[str, Any]:
-    """Write the ranks' inputs to a temporary directory, run the ranks, and return the result of the first one."""
+def rank_inputs(prepared: PreparedTraining[Any], work: Path) -> LaunchedJob:
+    """Write the plan, samples and tokenizer that ranks read into a directory, and return their job."""
     from datasets import Dataset, disable_progress_bars, enable_progress_bars, is_progress_bar_enabled
 
     request, plan, statistics = prepared.request, prepared.plan, prepared.samples.statistics
-    settings, teacher, place = prepared.settings, plan.chosen.teacher, request.place
+    settings, teacher = prepared.settings, plan.chosen.teacher
     # Resolve commits before anything is written, since the Hub may not have them; ranks load these commits.
     commits = {
         field: model_directory(model, revision=getattr(settings, field)).name
         for field, model in prepared.models.items()
         if not Path(model).expanduser().exists()
     }
-    if place is None or place.is_first:
+    if request.place is None or request.place.is_first:
         plan.write(request.output_dir.absolute() / PLAN_DIRECTORY, force=True)
+    fields = {
+        "settings": settings.model_copy(update=commits),
+        "training_arguments": prepared.training_arguments,
+        "output_dir": str(request.output_dir.absolute()),
+        "placement": "replica" if teacher is None else teacher.placement,
+        "world_size": plan.hardware.world_size,
+        "train_samples": statistics.train_samples,
+        "train_tokens": statistics.train_tokens,
+        "resume": request.resume,
+        "or_anew": request.or_anew,
+        "command": request.command,
+    }
+    job = prepared.job(fields, work)
+    # Machines may share the output directory, where only the first one writes.
+    plan.write(work / PLAN_DIRECTORY)
+    # Datasets on disk, which all ranks of a machine map into memory.
+    shown = is_progress_bar_enabled()
+    disable_progress_bars()
+    for rows, name in ((prepared.samples.train, TRAIN_SAMPLES), (prepared.samples.evaluation, EVALUATION_SAMPLES)):
+        (rows if isinstance(rows, Dataset) else Dataset.from_list(list(rows))).save_to_disk(str(work / name))
+    if shown:
+        enable_progress_bars()
+    prepared.tokenizer.save_pretrained(str(work / TOKENIZER))
+    return job
+
+
+def _run_ranks(prepared: PreparedTraining[Any]) -> dict[str, Any]:
+    """Write the ranks' inputs to a temporary directory, run the ranks, and return the result of the first one."""
+    request, plan, place = prepared.request, prepared.plan, prepared.request.place
     with tempfile.TemporaryDirectory(prefix="shardwright-run-", ignore_cleanup_errors=True) as directory:
         work = Path(directory)
-        fields = {
-            "settings": settings.model_copy(update=commits),
-            "training_arguments": prepared.training_arguments,
-            "output_dir": str(request.output_dir.absolute()),
-            "placement": "replica" if teacher is None else teacher.placement,
-            "world_size": plan.hardware.world_size,
-            "train_samples": statistics.train_samples,
-            "train_tokens": statistics.train_tokens,
-            "resume": request.resume,
-            "command": request.command,
-        }
-        job = prepared.job(fields, work)
-        # Machines may share the output directory, where only the first one writes.
-        plan.write(work / PLAN_DIRECTORY)
+        job = rank_inputs(prepared, work)
         compile_planned_operators(plan)
-        # Datasets on disk, which all ranks of a machine map into memory.
-        shown = is_progress_bar_enabled()
-        disable_progress_bars()
-        for rows, name in ((prepared.samples.train, TRAIN_SAMPLES), (prepared.samples.evaluation, EVALUATION_SAMPLES)):
-            (rows if isinstance(rows, Dataset) else Dataset.from_list(list(rows))).save_to_disk(str(work / name))
-        if shown:
-            enable_progress_bars()
-        prepared.tokenizer.save_pretrained(str(work / TOKENIZER))
         if place is not None:
             if request.check_nodes:
                 compare_nodes(plan, work / PLAN_DIRECTORY, place, request.output_dir)

@@ -105,6 +105,8 @@ class RunRequest:
     """For model, plan and report."""
     resume: bool = False
     """Resume from the last checkpoint; after the last step, write what is missing of model and report."""
+    or_anew: bool = False
+    """With `resume`, start at step 0 if no checkpoint is complete."""
     force: bool = False
     """Write into a directory that contains other files."""
     dry_run: bool = False
@@ -150,6 +152,7 @@ class LaunchedJob(RankJob):
     train_samples: int = Field(description="samples of one epoch")
     train_tokens: int = Field(description="tokens of one epoch")
     resume: bool = Field(description="whether to resume from the last checkpoint")
+    or_anew: bool = Field(False, description="whether a resuming run starts at step 0 without a complete checkpoint")
     command: str = Field("", description="command line of the run, for the message of an out-of-memory error")
     digests: dict[str, str] = Field({}, description="hashes of the inputs, which must be equal on all machines")
 

@@ -120,7 +120,7 @@ def test_bad_usage_and_rejected_files_leave_the_store_alone(shell: Shell, tmp_pa
         ([], 2, "pass exactly one of RUN_DIR, --list and --forget"),
         (["run", "--list"], 2, "pass exactly one of RUN_DIR, --list and --forget"),
         ([str(tmp_path / "nowhere")], 2, "has no plan_measurement.json that can be read"),
-        ([str(tmp_path)], 2, "attach PlanCallback, or run `shardwright launch"),
+        ([str(tmp_path)], 2, "pass the output directory of `shardwright train`"),
         (["x" * 5000], 2, "File name too long"),
         (["--forget", "beef"], 2, "is not a stored run; `shardwright calibrate --list`"),
     ]

@@ -17,6 +17,7 @@ from shardwright.ds_configs.specs.hardware import parse_hardware
 from shardwright.ds_configs.specs.job import TrainingJob
 from shardwright.plugins.clusters import ray_train
 
+DATA = ["--", "--dataset", "python-help", "--output-dir", "out"]
 NODE = """
 import pathlib, signal, sys
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -40,8 +41,7 @@ def plan(tmp_path: Path) -> Path:
 
 
 def test_a_dry_run_prints_what_ray_train_gets(plan: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    data = ["--", "--text", "python-help", "--max-steps", "7"]
-    assert run(["launch", str(plan), "--on", "ray", "--dry-run", "--restarts", "3", *data]) == 0
+    assert run(["launch", str(plan), "--on", "ray", "--dry-run", "--restarts", "3", *DATA]) == 0
     reported = yaml.safe_load(capsys.readouterr().out)
     assert reported["scaling_config"] == {
         "num_workers": 2,
@@ -54,8 +54,8 @@ def test_a_dry_run_prints_what_ray_train_gets(plan: Path, capsys: pytest.Capture
 
     assert train.ScalingConfig(**reported["scaling_config"]).total_resources == {"CPU": 16.0, "GPU": 16.0}
     assert train.FailureConfig(**reported["failure_config"]).max_failures == 3
-    assert reported["worker"][-5:] == data
-    assert run(["launch", str(plan), "--on", "ray", "--dry-run", "--restarts", "3", "--min-nodes", "1", *data]) == 0
+    assert reported["worker"][-5:] == DATA
+    assert run(["launch", str(plan), "--on", "ray", "--dry-run", "--restarts", "3", "--min-nodes", "1", *DATA]) == 0
     reported = yaml.safe_load(capsys.readouterr().out)
     scaling = train.ScalingConfig(
         **reported["scaling_config"] | {"num_workers": tuple(reported["scaling_config"]["num_workers"])}
@@ -90,7 +90,24 @@ def test_an_address_that_is_none(plan: Path, capsys: pytest.CaptureFixture[str])
         taken.bind(("127.0.0.1", 0))
         closed = f"127.0.0.1:{taken.getsockname()[1]}"
     for address, said in ((closed, "no cluster answers there"), ("ray://head:10001", "must have the form HOST:PORT")):
-        assert run(["launch", str(plan), "--on", "ray", "--address", address, "--", "--text", "python-help"]) == 2
+        assert (
+            run(
+                [
+                    "launch",
+                    str(plan),
+                    "--on",
+                    "ray",
+                    "--address",
+                    address,
+                    "--",
+                    "--dataset",
+                    "python-help",
+                    "--output-dir",
+                    "out",
+                ]
+            )
+            == 2
+        )
         error = capsys.readouterr().err
         assert said in error
         assert len(error.strip().splitlines()) == 1
@@ -98,7 +115,7 @@ def test_an_address_that_is_none(plan: Path, capsys: pytest.CaptureFixture[str])
 
 def test_without_ray(plan: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
-    assert run(["launch", str(plan), "--on", "ray", "--", "--text", "python-help"]) == 2
+    assert run(["launch", str(plan), "--on", "ray", *DATA]) == 2
     assert "requires the package ray; pip install 'shardwright[ray]'" in capsys.readouterr().err
 
 

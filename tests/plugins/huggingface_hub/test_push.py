@@ -29,6 +29,7 @@ def result(tmp_path: Path) -> Path:
         "plan/accelerate.yaml": b"deepspeed_config_file: /home/ada/plan/ds_config.json",
         "plan/launch.sh": b"cd /home/ada",
         "plan/training_arguments.json": b"{}",
+        "plan_measurement.json": b'{"plan": {"model": "/home/ada/model"}}',
     }.items():
         (tmp_path / "result" / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "result" / name).write_bytes(content)

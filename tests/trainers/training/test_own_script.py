@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import shardwright
+from commands import run_rank_here
 from distilling import collate, rows, tiny
 from paths import ROOT
 from planning import llama
@@ -19,8 +20,6 @@ from shardwright.ds_configs.specs.hardware import parse_hardware
 from shardwright.ds_configs.specs.job import TrainingJob
 from shardwright.plugins.planning.from_names import job_from_words
 from shardwright.plugins.transformers import training_arguments
-from shardwright.trainers.checkpoints.record import file_records, write_record
-from shardwright.trainers.train_causal_lm import main as train_causal_lm
 from shardwright.trainers.training import script
 
 
@@ -64,28 +63,6 @@ def test_trainer_for_reports_differences_from_the_plan(tmp_path: Path, capsys: p
     assert "per_device_train_batch_size was 2, but the plan has 4" in capsys.readouterr().err
 
 
-@pytest.mark.slow
-def test_a_plan_whose_training_went_on_longer_starts_no_rank(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    planned("1xCPU", seq_len_tokens=32, micro_batch_size=4, precision="fp32").write(tmp_path / "plan")
-    checkpoint = tmp_path / "plan" / "model" / "checkpoint-4"
-    checkpoint.mkdir(parents=True)
-    (checkpoint / "trainer_state.json").write_text('{"max_steps": 6}')
-    write_record(checkpoint, step=4, files=file_records(checkpoint), facts={"max_steps": 6, "seed": 7})
-    started: list[Any] = []
-    monkeypatch.setattr(script, "launch_ranks", lambda *launches, **_: started.append(launches))
-    words = ["launch", str(tmp_path / "plan"), "--", "--text", "python-help", "--resume", "--max-steps"]
-    assert run([*words, "4"]) == 2
-    reported = capsys.readouterr().err.splitlines()
-    assert [line.partition(":")[2].partition(":")[0] for line in reported] == [" resume", " resume = 'checkpoint-4'"], (
-        reported
-    )
-    assert "all 4 steps are done, in a run of 6" in reported[1] and "the checkpoint was saved with 7" in reported[0]
-    (tmp_path / "plan" / "training_arguments.json").write_text('{"seed": 7}')
-    assert run([*words, "5"]) == 0 and len(started) == 1
-
-
 @pytest.fixture
 def launches(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """Launches that would have started ranks."""
@@ -95,25 +72,65 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 
 @pytest.mark.parametrize("where", [[], ["--on", "slurm", "--dry-run"], ["--on", "skypilot", "--dry-run"]])
-def test_launch_requires_a_script_or_text(
+def test_launch_without_a_script_takes_the_flags_of_train(
     where: list[str], tmp_path: Path, launches: list[Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """They are checked before machines start."""
     plan = planned("1xCPU", seq_len_tokens=32)
-    plan.write(tmp_path)
-    assert run(["launch", str(tmp_path), *where, "--", "--max-steps", "3"]) == 2
+    plan.write(tmp_path / "plan")
+    launch = ["launch", str(tmp_path / "plan"), *where, "--"]
+    assert run(launch) == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert "is missing, and there is no data; pass your script and its arguments, or --text FILE" in line
-    assert f"shardwright train {plan.model.name} --plan {tmp_path} --dataset YOUR_DATA" in line
+    assert "script: is missing, and there is no data; pass your script and its arguments, or flags of train" in line
+    assert f"shardwright train {plan.model.name} --plan {tmp_path / 'plan'} --dataset YOUR_DATA" in line
+    out = ["--output-dir", str(tmp_path / "out")]
+    for flags, errors in (
+        (["--text", "notes.txt", *out], ["--text: is not an option"]),
+        (["--max-steps", "3", *out], ["dataset: is missing; pass --dataset"]),
+        (["--dataset", "python-help"], ["output_dir: is missing"]),
+        ([*out, "--dataset", "python-help", "--seq-len", "32"], ["seq_len = 32: is fixed by the plan"]),
+    ):
+        assert run([*launch, *flags]) == 2
+        reported = capsys.readouterr().err
+        assert all(error in reported for error in errors), reported
     assert not launches
-    assert run(["launch", str(tmp_path), *where, "--", "--text", "python-help", "--max-steps", "3"]) == 0
 
 
-def test_a_plans_training_never_chooses_its_own_data(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert train_causal_lm(["--model", "model", "--output-dir", str(tmp_path)]) == 2
-    assert "--text: is missing; pass --text FILE" in capsys.readouterr().err
+def test_launch_without_a_script_trains_with_the_plan(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Under the same report as `train --plan`; an interrupted run that never saved starts over."""
+    tiny("llama", vocab_size=300, max_position_embeddings=64).save_pretrained(tmp_path / "model")
+    job = TrainingJob(seq_len_tokens=32, precision="fp32", micro_batch_size=2)
+    shardwright.plan(str(tmp_path / "model"), "1xCPU", job).write(tmp_path / "plan")
+    launched = run_rank_here(monkeypatch)
+    out = tmp_path / "out"
+    words = ["--dataset", "python-help#8", "--evaluation-samples", "2", "--max-steps", "2", "--output-dir", str(out)]
+    words = ["launch", str(tmp_path / "plan"), "--", *words, "--format", "json", "--save-steps", "1"]
+    assert run([*words, "--resume"]) == 2
+    assert "contains no checkpoint to resume from" in capsys.readouterr().err
+    assert run([*words, "--resume-or-anew"]) == 0 and len(launched) == 1
+    shown = capsys.readouterr()
+    assert json.loads(shown.out)["steps"] == 2 and "has no checkpoint: training begins at step 0" in shown.err
+    report = json.loads((out / "report.json").read_text())
+    assert report["command"].startswith("shardwright train model --plan plan --dataset 'python-help#8'")
+    for record in out.glob("checkpoints/*/checkpoint_complete.json"):
+        record.unlink()
+    assert run([*words, "--resume"]) == 4
+    assert "is not a complete checkpoint" in capsys.readouterr().err
+    assert run([*words, "--resume-or-anew"]) == 0 and len(launched) == 2
+    assert "no checkpoint is complete, training starts again at step 0" in capsys.readouterr().err
+    assert run([*words, "--resume-or-anew"]) == 0 and len(launched) == 2, "the run is complete"
 
 
-@pytest.mark.parametrize("words", [["own.py"], ["--", "--text", "python-help"]])
+def test_a_plan_with_a_teacher_needs_a_script_or_distill(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    teacher = llama(hidden_size=128)
+    planned("1xCPU", seq_len_tokens=32, teacher=teacher).write(tmp_path)
+    assert run(["launch", str(tmp_path), "--", "--dataset", "python-help", "--output-dir", "out"]) == 2
+    assert f"has the teacher {teacher.name}; pass your script, or use shardwright distill" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("words", [["own.py"], ["--", "--dataset", "python-help", "--output-dir", "out"]])
 def test_a_plan_for_gpus_does_not_start_on_cpu_ranks(
     words: list[str], tmp_path: Path, launches: list[Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -126,14 +143,6 @@ def test_a_plan_for_gpus_does_not_start_on_cpu_ranks(
     assert "requires 8 x A100-80GB on 1 node(s); this machine has 0 GPUs" in line
     assert "test the plan on CPU ranks with `shardwright rehearse`" in line
     assert not launches
-
-
-def test_ranks_reject_a_plan_for_other_devices(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """`accelerate launch` with the plan's own training, without `shardwright launch`."""
-    planned("1xA100-80GB", seq_len_tokens=32, loss="eager").write(tmp_path / "plan")
-    words = ["--model", "model", "--text", "python-help", "--output-dir", str(tmp_path / "out")]
-    assert train_causal_lm([*words, "--plan", str(tmp_path / "plan")]) == 2
-    assert "hardware = '1xA100-80GB': is planned, but this machine has no accelerator" in capsys.readouterr().err
 
 
 def test_a_missing_package_of_a_plan_is_reported_before_ranks_start(

@@ -22,8 +22,11 @@ from distilling import tiny
 from runnable_blocks import prepare
 from safetensors.torch import load_file, save_file
 from shardwright.cli.main import run
+from shardwright.ds_configs.plan.measurement import FILE_NAME, measurement_from_text
 from shardwright.ds_configs.plan.rendering import NodePlace
 from shardwright.ds_configs.specs.job import TrainingJob
+from shardwright.plugins.transformers.gradient_checkpointing import decoder_layers, product_keeping_contexts
+from shardwright.trainers.runs import ranks
 from shardwright.trainers.runs.settings import RunRequest
 from shardwright.trainers.training.rank import TrainTask, divided_training
 from shardwright.trainers.training.settings import TrainSettings
@@ -208,6 +211,64 @@ def test_a_plan_is_run_on_chats_with_adapters(
     assert [adapter[name] for name in ("r", "lora_alpha", "lora_dropout")] == [2, 6, 0.25]
     assert read_card(out).library_name == "peft" and (out / "adapter_model.safetensors").is_file()
     assert "weight_decay" in (out / "REPORT.md").read_text()
+
+
+def test_a_model_directory_needs_safetensors(train: Shell, model: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "config.json").write_text((model / "config.json").read_text())
+    (other / "pytorch_model.bin").touch()
+    found = train(other, *OUT, *DATA)
+    assert (found.code, "safetensors only" in found.err) == (4, True), found.err
+
+
+def test_a_configuration_alone_trains_from_random_weights(
+    train: Shell, model: Path, tmp_path: Path, one_rank: list[Sequence[str]]
+) -> None:
+    words = (model / "config.json", *OUT, *DATA, "--max-steps", 1, "--hardware", "1xCPU", "--format", "json")
+    found = train(*words, "--learning-rate", 1e-9)
+    # Weights near zero predict all 300 tokens alike.
+    assert json.loads(found.out)["cross_entropy"]["before"] == pytest.approx(math.log(300), abs=0.1), found.err
+
+
+@pytest.mark.parametrize(
+    ("layout", "is_recomputed", "keeps_products"),
+    [({"checkpointed_layers": 1}, [True, False], False), ({"keeps_products": True}, [True, True], True)],
+)
+def test_a_run_recomputes_what_its_plan_says_and_is_measured(
+    layout: dict[str, Any],
+    is_recomputed: list[bool],
+    keeps_products: bool,
+    train: Shell,
+    model: Path,
+    tmp_path: Path,
+    one_rank: list[Sequence[str]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The Trainer alone recomputes all layers completely."""
+    job = TrainingJob(seq_len_tokens=32, precision="fp32", micro_batch_size=2, gradient_checkpointing="on")
+    plan = shardwright.plan(str(model), "1xCPU", job)
+    strategy = replace(plan.chosen.strategy, gradient_checkpointing=True, **layout)
+    replace(plan, chosen=replace(plan.chosen, strategy=strategy)).write(tmp_path / "plan")
+    trainers: list[Any] = []
+    train_guarded = ranks.train_guarded
+
+    def observed(trainer: Any, **settings: Any) -> None:
+        trainers.append(trainer)
+        train_guarded(trainer, **settings)
+
+    monkeypatch.setattr(ranks, "train_guarded", observed)
+    data = ("--dataset", "python-help#8", "--evaluation-samples", 2, "--max-steps", 3)
+    found = train(model, *OUT, *data, "--plan", "plan", "--format", "json")
+    assert found.code == 0, found.err
+    layers = decoder_layers(trainers[0].model)
+    assert [layer.gradient_checkpointing for layer in layers] == is_recomputed
+    kept = [layer._gradient_checkpointing_func.keywords.get("context_fn") for layer in layers]
+    assert [context is product_keeping_contexts for context in kept] == [keeps_products] * 2
+    assert not (tmp_path / "out" / "checkpoints").exists()
+    measured = measurement_from_text((tmp_path / "out" / FILE_NAME).read_bytes(), source="out")
+    assert measured.differences == () and [rank.steps for rank in measured.measured] == [3]
+    assert measured.plan.strategy.items() >= layout.items()
 
 
 def test_training_from_python_and_resuming(

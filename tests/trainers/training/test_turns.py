@@ -29,9 +29,10 @@ def turn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capture
 
 
 def test_two_turns_without_a_new_complete_checkpoint_end_the_job(turn, tmp_path: Path) -> None:
-    assert turn() == (0, "")
-    checkpoint(tmp_path / "model", 20, whole=False)
-    code, said = turn("--resume-or-anew")
+    arguments = ("--output-dir", str(tmp_path / "out"))
+    assert turn(*arguments) == (0, "")
+    checkpoint(tmp_path / "out" / "checkpoints", 20, whole=False)
+    code, said = turn(*arguments, "--resume-or-anew")
     assert code == 1
     assert "job 7 has no complete checkpoint after 2 runs without progress and is not queued again" in said
     assert len(said.strip().splitlines()) == 1
@@ -41,11 +42,11 @@ def test_a_run_with_progress_resets_the_count(turn, tmp_path: Path) -> None:
     output = tmp_path / "elsewhere"
     arguments = ("--output-dir", str(output), "--resume-or-anew")
     assert turn(*arguments)[0] == 0
-    checkpoint(output, 10)
+    checkpoint(output / "checkpoints", 10)
     assert turn(*arguments)[0] == 0
     assert turn(*arguments)[0] == 0
     assert turn(*arguments, job="8")[0] == 0, "another job"
-    checkpoint(output, 30)
+    checkpoint(output / "checkpoints", 30)
     assert turn(*arguments, job="8")[0] == 0
     assert turn(*arguments, job="8")[0] == 0
     code, said = turn(*arguments, job="8")

@@ -15,6 +15,7 @@ from commands import Shell, run_rank_here, shell_in
 from distilling import tiny
 from huggingface_hub import ModelCard
 from pydantic import ValidationError
+from shardwright.ds_configs.plan.measurement import FILE_NAME, measurement_from_text
 from shardwright.ds_configs.plan.plan import Plan
 from shardwright.ds_configs.specs.errors import UsageError
 from shardwright.plugins.transformers.training_arguments import byte_tokenizer
@@ -268,6 +269,7 @@ def test_python_call_equals_the_command(
     assert found.result.after["kl_per_token"] != found.result.before["kl_per_token"]
     assert found.to_dict()["settings"]["learning_rate"] == 1e-2
     assert {"model.safetensors", "REPORT.md", "plan"} <= {path.name for path in (tmp_path / "out").iterdir()}
+    assert measurement_from_text((tmp_path / "out" / FILE_NAME).read_bytes(), source="out").differences == ()
     assert capsys.readouterr().out == ""
     with pytest.raises(UsageError) as caught:
         shardwright.distill(teacher, student, tmp_path / "out", on_policy=0.5, cross_tokenizer=True, **data)

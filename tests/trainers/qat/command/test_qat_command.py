@@ -18,6 +18,7 @@ import torch
 from commands import Shell, run_rank_here, shell_in
 from distilling import tiny
 from huggingface_hub import ModelCard
+from shardwright.ds_configs.plan.measurement import FILE_NAME, measurement_from_text
 from shardwright.ds_configs.quantization.scheme import scheme_named
 from shardwright.ds_configs.specs.errors import UsageError
 from shardwright.ds_configs.specs.layout import Layout
@@ -242,6 +243,7 @@ def test_two_runs_from_python_in_one_process(
     eight, four = (found.result for found in both)
     assert eight.dense == four.dense and eight.rounded != four.rounded and four.logit_difference == 0
     assert (tmp_path / "out4" / "config.json").is_file() and both[1].to_dict()["steps"] == 1
+    assert measurement_from_text((tmp_path / "out4" / FILE_NAME).read_bytes(), source="out4").differences == ()
     assert capsys.readouterr().out == ""
     with pytest.raises(UsageError) as caught:
         shardwright.qat(str(models["model"]), tmp_path / "bad", sceme="W4A16", max_steps=0)
