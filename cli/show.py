@@ -45,19 +45,10 @@ def console() -> Console:
 
 
 def show_next(*words: object) -> None:
-    """Print the next command on one line, however narrow the terminal is."""
-    line = shlex.join(str(word) for word in words)
-    Console(soft_wrap=True, highlight=False).print(f"Next: {line}", markup=False)
-
-
-def show_quantize_next(model: Path) -> None:
-    """Print the command that quantizes a trained model, with a scheme for its widths; nothing if there is none."""
-    from ..trainers.quantization.inputs import suggested_settings
-
-    if settings := suggested_settings(model):
-        flags = [word for name, value in settings.items() for word in (f"--{name.replace('_', '-')}", value)]
-        ending = "w8" if settings["scheme"].startswith("W8") else "w4"
-        show_next("shardwright", "quantize", model, *flags, "--output-dir", f"{model}-{ending}")
+    """Print the next command, if any, on one line, however narrow the terminal is."""
+    if words:
+        line = shlex.join(str(word) for word in words)
+        Console(soft_wrap=True, highlight=False).print(f"Next: {line}", markup=False)
 
 
 def print_compared(out: Console, headings: Sequence[str], rows: Iterable[Sequence[str]]) -> None:

@@ -63,13 +63,14 @@ def train_command(
 
 
 def show_training(outcome: TrainOutcome, output_dir: Path) -> None:
+    from ...trainers.quantization.inputs import suggested_command
     from ...trainers.training.report import CHART_FILE
-    from ..show import show_next, show_quantize_next
+    from ..show import show_next
 
     made = f"on {outcome.statistics.source}"
     show_outcome(outcome, output_dir, name=outcome.model, made=made, chart=CHART_FILE, noun="Model")
     if outcome.settings.method == "full":
-        show_quantize_next(output_dir)
+        show_next(*suggested_command(output_dir))
     else:
         show_next("shardwright", "merge", output_dir, "--output-dir", f"{output_dir}-merged")
         show_next("shardwright", "serve", output_dir)

@@ -66,7 +66,7 @@ def job(model: Path, settings: dict[str, Any], directory: Path, *flags: str, nam
 def read_losses(directory: Path, engine: str) -> list[float]:
     trained = directory / "trained"
     measured = measurement_from_text((trained / FILE_NAME).read_bytes(), source="trained")
-    assert len(measured.measured) == RANKS and f"engine was {engine}, the plan says ddp" in measured.differences
+    assert len(measured.measured) == RANKS and f"engine was {engine}, but the plan has ddp" in measured.differences
     losses = [json.loads(line)["loss"] for line in (trained / "metrics.jsonl").read_text().splitlines()]
     assert len(losses) == STEPS
     return losses

@@ -230,22 +230,24 @@ _SUGGESTED: tuple[dict[str, Any], ...] = (
 )
 
 
-def suggested_settings(directory: Path) -> dict[str, Any]:
-    """Return settings with which `quantize` accepts the model in a directory, 4 bits if possible; empty if none.
+def suggested_command(directory: Path) -> list[str]:
+    """Return the command that quantizes the model in a directory, to 4 bits if its widths allow it; empty if none does.
 
-    They need no dataset, and only packages that are installed.
+    It needs no dataset, and only packages that are installed.
     """
     try:
         source = open_source(str(directory))
     except ShardwrightError:
-        return {}
+        return []
     for values in _SUGGESTED:
         resolved = quantize_settings(values).resolved()
         selected = resolved.of_layers(source.layers, default_ignore=source.default_ignore)
         unpacked = resolved.method == "bitsandbytes" and any(layer.is_expert for layer in selected.layers)
         if not unpacked and not missing_engine_errors(resolved.method) and not selected.errors():
-            return values
-    return {}
+            flags = [word for name, value in values.items() for word in (f"--{name.replace('_', '-')}", str(value))]
+            output_dir = f"{directory}-{'w8' if values['scheme'].startswith('W8') else 'w4'}"
+            return ["shardwright", "quantize", str(directory), *flags, "--output-dir", output_dir]
+    return []
 
 
 def missing_engine_errors(method: MethodName) -> list[ConfigError]:
