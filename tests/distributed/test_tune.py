@@ -8,6 +8,7 @@ import signal
 import subprocess
 import time
 import uuid
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -108,10 +109,12 @@ def test_a_trial_that_hangs_is_ended_with_all_its_processes(
         "time.sleep(600)\n"
     )
     plan = shardwright.plan(str(tiny_llama), "2xCPU", strategy="ddp", **WORDS)
-    with pytest.raises(ShardwrightError, match=r"raise --time-limit above 0\.6 minutes"):
-        tune(plan, trials=1, script=script, script_arguments=["@plan"], time_limit_minutes=0.6)
+    with pytest.raises(ShardwrightError, match=r"raise --time-limit above 0\.25 minutes"):
+        tune(plan, trials=1, script=script, script_arguments=["@plan"], time_limit_minutes=0.25)
     for file in tmp_path.glob("*.pid"):
-        assert not psutil.pid_exists(int(file.read_text()))
+        with suppress(psutil.NoSuchProcess):
+            # A container may have no process that reaps what was killed.
+            assert psutil.Process(int(file.read_text())).status() == psutil.STATUS_ZOMBIE
 
 
 def test_an_interrupted_command_leaves_no_ranks(tiny_llama: Path, tmp_path: Path) -> None:
