@@ -11,10 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from planning import llama, public_model
 from published_steps import READERS, TABLES, published_steps
+from shardwright.ds_configs.memory.model_states import Gathered, default_zero_options, reduced_buckets, zero3_gathers
 from shardwright.ds_configs.specs.hardware import parse_hardware
 from shardwright.ds_configs.specs.job import TrainingJob
 from shardwright.ds_configs.specs.layout import Layout, ZeroOptions
-from shardwright.ds_configs.step_time.estimate import Held, data_traffic, estimate_step_time
+from shardwright.ds_configs.step_time.estimate import Calls, Held, data_traffic, estimate_step_time
 from shardwright.ds_configs.step_time.model_work import (
     alignment_efficiency,
     device_of,
@@ -160,14 +161,43 @@ def test_a_ring_over_many_nodes_costs_its_hops_in_every_layer():
     """Pure ZeRO-3 on 16,384 ranks waits for a ring in each gather, which volumes alone do not say."""
     zero = replace(ZERO3, dp_shard=16_384)
     cluster = parse_hardware("2048x8xH100-80GB")
-    held = Held(trainable=405e9, frozen_bytes=0.0, layers=126, ranks=16_384, stride=1)
+    held = Held(trainable=405e9, frozen_bytes=0.0, calls=calls(127), ranks=16_384, stride=1)
     traffic = data_traffic(zero, held, cluster, TrainingJob(), TRANSFORMERS, hardware_constants(cluster))
     volume = 405e9 * 2 / (8 * cluster.network_bytes_per_s)
     assert traffic.gathers_forward > volume + 1.0
 
 
+def calls(gathers, reductions=1):
+    gathered = Gathered(share=1.0, calls=gathers)
+    return Calls(forward=gathered, backward=gathered, reductions=reductions)
+
+
+@pytest.mark.parametrize("model", [LLAMA_8B, QWEN_MOE], ids=["dense", "experts"])
+def test_zero3_waits_once_for_each_tensor_that_exceeds_a_bucket(model):
+    """A tensor is never split, so that a layer of 1.2 billion elements in two tensors is not hundreds of gathers."""
+    job = TrainingJob()
+    zero = default_zero_options(model, job, stage=3)
+    tensors = sum(p.count for p in model.parameters if p.numel > zero.stage3_param_persistence_threshold)
+    for gathered in zero3_gathers(model, zero, recomputes=False):
+        assert gathered.calls <= tensors
+        assert gathered.share == pytest.approx(1.0, abs=0.1)
+    assert reduced_buckets(model, zero.reduce_bucket_size) <= tensors + 1
+    fine = replace(zero, stage3_prefetch_bucket_size=zero.stage3_prefetch_bucket_size // 100)
+    before, after = (
+        seconds(replace(ZERO3, zero=options), model, parse_hardware("8x8xH100-80GB")) for options in (zero, fine)
+    )
+    assert after.seconds < 1.1 * before.seconds
+
+
+def test_lean_zero3_gathers_recomputed_layers_again():
+    zero = default_zero_options(LLAMA_8B, TrainingJob(), stage=3, lean=True)
+    (_, once), (_, again) = (zero3_gathers(LLAMA_8B, zero, recomputes=recomputes) for recomputes in (False, True))
+    assert 1.5 < again.share / once.share < 2
+    assert again.calls > once.calls
+
+
 def traffic_of(strategy, **job):
-    held = Held(trainable=8e9, frozen_bytes=0.0, layers=32, ranks=8, stride=1)
+    held = Held(trainable=8e9, frozen_bytes=0.0, calls=calls(160, reductions=80), ranks=8, stride=1)
     return data_traffic(strategy, held, A100, TrainingJob(**job), TRANSFORMERS, constants_of("A100-80GB"))
 
 
@@ -214,7 +244,7 @@ def test_quantized_collectives_and_secondary_shards_move_less():
 def test_states_that_a_few_ranks_share_need_gradients_summed_over_all():
     cluster = parse_hardware("4x8xA100-80GB")
     strategy, owners = replace(ZERO1, dp_shard=32), replace(TRANSFORMERS, reduces_to_owners=True)
-    held = Held(trainable=1e9, frozen_bytes=0.0, layers=32, ranks=32, stride=1)
+    held = Held(trainable=1e9, frozen_bytes=0.0, calls=calls(33), ranks=32, stride=1)
     constants, job = hardware_constants(cluster), TrainingJob()
     over_all, over_a_node = (
         data_traffic(strategy, held, cluster, job, replace(owners, optimizer_ranks=ranks), constants)
