@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from planning import llama, public_model
 from published_steps import READERS, TABLES, published_steps
 from shardwright.ds_configs.memory.model_states import Gathered, default_zero_options, reduced_buckets, zero3_gathers
-from shardwright.ds_configs.specs.hardware import parse_hardware
+from shardwright.ds_configs.specs.hardware import gpu_catalog, parse_hardware
 from shardwright.ds_configs.specs.job import TrainingJob
 from shardwright.ds_configs.specs.layout import Layout, ZeroOptions
 from shardwright.ds_configs.step_time.estimate import Calls, Held, data_traffic, estimate_step_time
@@ -25,6 +25,7 @@ from shardwright.ds_configs.step_time.model_work import (
 )
 from shardwright.ds_configs.step_time.rates import (
     TRANSFORMERS,
+    _tables,
     constants_of,
     gather_seconds,
     group_of,
@@ -109,6 +110,16 @@ def test_products_with_less_aligned_widths_are_slower():
     assert alignment_efficiency(768, 50257, constants) == efficiencies[4]
     padded, odd = (seconds(ZERO1, llama(vocab_size=size)).terms["head_and_loss"] for size in (50304, 50257))
     assert odd > 1.3 * padded
+
+
+def test_fp32_products_have_the_efficiency_of_fp32_units():
+    v100 = parse_hardware("8xV100-32GB")
+    devices = [
+        device_of(v100, TrainingJob(precision=name), TRANSFORMERS, constants_of(v100.gpu)) for name in ("fp16", "fp32")
+    ]
+    half, single = (device.flops_per_s for device in devices)
+    # arXiv 1803.04014: tensor cores are seven times as fast as fp32 products.
+    assert half / single == pytest.approx(7, rel=0.05)
 
 
 def test_tensor_parallelism_and_small_micro_batches_lower_efficiency():
@@ -319,13 +330,27 @@ def test_slower_links_never_help():
         assert seconds(layout, hardware=slow).seconds >= seconds(layout).seconds
 
 
+def test_every_accelerator_of_the_catalog_has_its_generation_or_the_newest():
+    names = {name for table in ("generations", "borrowed") for name in _tables()[table]}
+    newer = {"B200", "B300", "RTX5090", "MI300X", "Gaudi3"}
+    assert names | newer == set(gpu_catalog()), "a new accelerator borrows from the newest generation"
+
+
 def test_constants_have_sources_and_borrowed_ones_are_marked():
     for gpu in ("A100-80GB", "H100-80GB", "V100-32GB", "CPU"):
         assert constants_of(gpu).source
-        assert not constants_of(gpu).assumed
-    borrowed = constants_of("MI300X")
-    assert borrowed.assumed
-    assert borrowed.error > constants_of("A100-80GB").error
+        assert constants_of(gpu).borrowed_from is None
+    for gpu, lender in (
+        ("T4", "A100"),
+        ("RTX4090", "A100"),
+        ("B200", "H100"),
+        ("MI300X", "H100"),
+        ("own chip", "H100"),
+    ):
+        borrowed = constants_of(gpu)
+        assert borrowed.borrowed_from == lender
+        assert borrowed.matrix_efficiency == constants_of(f"{lender}-80GB").matrix_efficiency
+        assert borrowed.error > constants_of("A100-80GB").error
 
 
 def test_published_step_times_are_matched():
@@ -350,6 +375,8 @@ def test_published_step_times_are_matched():
         name: pytest.approx(limit / 2, abs=limit / 2) for name, limit in limits.items()
     }
     assert abs(median(errors["vTrain single node"])) < 0.02
+    # Without a fit: fp32 on fp32 units.
+    assert mean(map(abs, errors["DeepSpeed autotuner V100"])) < 0.35
 
 
 def test_every_table_has_a_reader():
