@@ -451,8 +451,8 @@ _AUTOTUNED: Mapping[str, tuple[int, int, int, int, int, Literal["fp16", "fp32"]]
     "deberta": (1536, 48, 24, 128100, 256, "fp16"),
     "gpt2": (768, 12, 12, 50257, 1024, "fp16"),
 }
-"""Hidden size, layers, heads, vocabulary, sequence and precision of the autotuner's models, from README and script of each
-(microsoft/DeepSpeedExamples, autotuning/hf); encoders have no head over the vocabulary."""
+"""Hidden size, layers, heads, vocabulary, sequence and precision of the autotuner's models, from README and script of
+each (microsoft/DeepSpeedExamples, autotuning/hf); encoders have no head over the vocabulary."""
 
 
 def autotuning(rows: list[dict[str, str]]) -> Iterator[PublishedStep]:

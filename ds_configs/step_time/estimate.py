@@ -203,8 +203,12 @@ def transfer_seconds(
 
 
 HOST_MEMORY_BYTES_PER_S = 20e9
-"""Assumed bandwidth of host memory for CPU Adam per rank: 0.4 of two DDR4-3200 channels in a desktop (51 GB/s), and of
-two channels for each of eight ranks in a server with two sockets (410 GB/s)."""
+"""Assumed bandwidth of host memory for CPU Adam of one rank: 0.4 of two DDR4-3200 channels (51 GB/s)."""
+
+NODE_MEMORY_BYTES_PER_S = 55e9
+"""Bandwidth of host memory for CPU Adam of all ranks of a node, which share it: 73 billion parameters on four nodes of
+eight A100 step in 10 s, 0.2 s without offload (https://github.com/deepspeedai/DeepSpeed/issues/6834). The ZeRO-Offload
+paper has twice that for its best case, one process with all cores (arXiv 2101.06840)."""
 
 NVME_BYTES_PER_S = 6e9
 """Assumed read and write bandwidth of a node's NVMe: a pair of PCIe 4 drives."""
@@ -236,7 +240,8 @@ def optimizer_seconds(
         traffic = software.optimizer_bytes + 2 * (states - _ADAM_STATE_BYTES)
         return {"optimizer": parameters * traffic / (hardware.memory_bytes_per_s * constants.memory_efficiency)}
     ranks = min(strategy.world_size, hardware.gpus_per_node)
-    host = parameters * HOST_ADAM_BYTES / HOST_MEMORY_BYTES_PER_S
+    rate = min(HOST_MEMORY_BYTES_PER_S, NODE_MEMORY_BYTES_PER_S / ranks)
+    host = parameters * HOST_ADAM_BYTES / rate
     copies = 2 * parameters * job.compute_bytes / constants.host_link_bytes_per_s
     terms = {"host_optimizer": host, "host_copies": copies}
     if strategy.offload_optimizer == "nvme":
@@ -693,7 +698,7 @@ TIME_TERM_MEANINGS: Mapping[str, str] = {
     "overlap_slowdown": "slowdown of computation by concurrent communication, which uses bandwidth and processors",
     "optimizer": "the optimizer step: bytes of gradients, states and weights / memory bandwidth",
     "parameter_updates": "gathers of updated parameters after the step (ZeRO-1 and ZeRO-2)",
-    "host_optimizer": "CPU Adam: bytes / bandwidth of host memory",
+    "host_optimizer": "CPU Adam: bytes / bandwidth of host memory, which the ranks of a node share",
     "host_copies": "copies of gradients and parameters over PCIe",
     "nvme": "reads and writes of optimizer states on NVMe",
     "teacher_forward": "the forward pass of the teacher in every micro-batch",

@@ -15,7 +15,7 @@ from shardwright.ds_configs.memory.model_states import Gathered, default_zero_op
 from shardwright.ds_configs.specs.hardware import gpu_catalog, parse_hardware
 from shardwright.ds_configs.specs.job import TrainingJob
 from shardwright.ds_configs.specs.layout import Layout, ZeroOptions
-from shardwright.ds_configs.step_time.estimate import Calls, Held, data_traffic, estimate_step_time
+from shardwright.ds_configs.step_time.estimate import Calls, Held, data_traffic, estimate_step_time, optimizer_seconds
 from shardwright.ds_configs.step_time.model_work import (
     alignment_efficiency,
     device_of,
@@ -307,6 +307,20 @@ def test_offload_and_frozen_weights_cost_their_copies():
     assert both < seconds(replace(ZERO3, offload_optimizer="nvme", offload_param="nvme"), hardware=cluster).seconds
     lora = seconds(ZERO1, method="lora")
     assert lora.terms["matrix_products"] < 0.75 * seconds(ZERO1).terms["matrix_products"]
+
+
+def test_ranks_of_a_node_share_the_bandwidth_of_its_host():
+    """DeepSpeed issue 6834: 73 billion parameters on four nodes of eight A100 step in 10 s."""
+    cluster = parse_hardware("4x8xA100-80GB")
+    layout = replace(ZERO3, dp_shard=32, offload_optimizer="cpu")
+    constants = hardware_constants(cluster)
+    terms = optimizer_seconds(layout, cluster, TrainingJob(), TRANSFORMERS, constants, parameters=72.7e9 / 32)
+    assert terms["host_optimizer"] == pytest.approx(10, rel=0.05)
+    alone = replace(layout, dp_shard=1)
+    one = optimizer_seconds(
+        alone, parse_hardware("1xA100-80GB"), TrainingJob(), TRANSFORMERS, constants, parameters=1e9
+    )
+    assert one["host_optimizer"] < terms["host_optimizer"] / 2
 
 
 def test_a_chunked_loss_moves_less_per_logit_and_more_per_chunk():
