@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
+from typing import Literal
 
 import published_stacks as stacks
 from shardwright.ds_configs.models.families import model_spec_from_config
@@ -443,11 +444,15 @@ def torchtitan(rows: list[dict[str, str]]) -> Iterator[PublishedStep]:
         )
 
 
-_AUTOTUNED = {
-    "bert-large": (1024, 24, 16, 30522, 128),
-    "gpt2": (768, 12, 12, 50257, 1024),
+_AUTOTUNED: Mapping[str, tuple[int, int, int, int, int, Literal["fp16", "fp32"]]] = {
+    "bert-large": (1024, 24, 16, 30522, 128, "fp32"),
+    "distilbert": (768, 6, 12, 30522, 128, "fp32"),
+    "bert-base": (768, 12, 12, 28996, 128, "fp32"),
+    "deberta": (1536, 48, 24, 128100, 256, "fp16"),
+    "gpt2": (768, 12, 12, 50257, 1024, "fp16"),
 }
-"""Hidden size, layers, heads, vocabulary and sequence of the autotuner's models; BERT has no such head."""
+"""Hidden size, layers, heads, vocabulary, sequence and precision of the autotuner's models, from README and script of
+each (microsoft/DeepSpeedExamples, autotuning/hf); encoders have no head over the vocabulary."""
 
 
 def autotuning(rows: list[dict[str, str]]) -> Iterator[PublishedStep]:
@@ -455,12 +460,12 @@ def autotuning(rows: list[dict[str, str]]) -> Iterator[PublishedStep]:
     for row in rows:
         if row["tuning_space"] == "global" or float(row["best_metric"]) == 0 or row["model"] not in _AUTOTUNED:
             continue
-        hidden, layers, heads, vocab, seq = _AUTOTUNED[row["model"]]
+        hidden, layers, heads, vocab, seq, precision = _AUTOTUNED[row["model"]]
         stage, accumulated, micro = (
             int("".join(c for c in part if c.isdigit())) for part in row["best_exp"].split("_")
         )
         model = gpt(hidden, layers, heads, vocab=vocab, positions=max(seq, 512))
-        if row["model"] != "gpt2":
+        if not row["model"].startswith("gpt2"):
             model = replace(model, task="encoder")
         yield PublishedStep(
             table="DeepSpeed autotuner V100",
@@ -477,7 +482,7 @@ def autotuning(rows: list[dict[str, str]]) -> Iterator[PublishedStep]:
             ),
             model=model,
             hardware=cluster("V100-32GB", 16, node=16),
-            job=TrainingJob(seq_len_tokens=seq, precision="fp16"),
+            job=TrainingJob(seq_len_tokens=seq, precision=precision),
             software=stacks.BERT,
         )
 

@@ -326,9 +326,30 @@ def gathered_elements(model: ModelSpec, zero: ZeroOptions, *, recomputed: Recomp
     Simulates DeepSpeed's fetch queue. A model with many layers is simulated with a few more layers than the queue can
     hold, since the others repeat.
     """
+    turns = _turns(model, zero, recomputed=recomputed)
+    held: dict[Moment, int] = {}
+    for (_, phase), turn in zip(turns, _replay([unit for unit, _ in turns], zero), strict=True):
+        if phase is not None:
+            held[phase] = max(held.get(phase, 0), turn.held)
+    # A single layer is both first and last; an encoder may have neither head nor token embedding.
+    held.setdefault("first_layer_backward", held["last_layer_backward"])
+    held.setdefault("head_backward", held["forward_end"])
+    held.setdefault("embedding_backward", 0)
+    same: tuple[tuple[Moment, Moment], ...] = (
+        ("loss_backward", "forward_end"),
+        ("after_head", "head_backward"),
+        ("after_last_layer", "last_layer_backward"),
+        ("after_first_layer", "first_layer_backward"),
+    )
+    return held | {later: held[earlier] for later, earlier in same}
+
+
+def _turns(
+    model: ModelSpec, zero: ZeroOptions, *, recomputed: Recomputed, every_layer: bool = False
+) -> list[tuple[_Unit, Moment | None]]:
+    """Return the modules of one step in order, each with the moment that it counts for."""
     embeddings, layer_kinds, tail = _modules(model, zero)
-    layers = _repeated_layers(model, zero, layer_kinds)
-    # The modules of one step in order, each with the moment that it counts for.
+    layers = _repeated_layers(model, zero, layer_kinds, every=every_layer)
     turns: list[tuple[_Unit, Moment | None]] = [((), None), *((unit, None) for unit in embeddings)]
     turns += [(unit, None) for layer in layers[:-1] for unit in layer]
     turns += [(unit, "last_layer_forward") for unit in layers[-1]]
@@ -346,21 +367,7 @@ def gathered_elements(model: ModelSpec, zero: ZeroOptions, *, recomputed: Recomp
         runs_again = recomputed == "all" or (recomputed == "some" and index < len(layers) - 1)
         turns += [(unit, moment) for unit in [(), *(layer if runs_again else []), *reversed(layer)]]
     turns += [(unit, "embedding_backward") for unit in reversed(embeddings)]
-    held: dict[Moment, int] = {}
-    for (_, phase), available in zip(turns, _replay([unit for unit, _ in turns], zero), strict=True):
-        if phase is not None:
-            held[phase] = max(held.get(phase, 0), available)
-    # A single layer is both first and last; an encoder may have neither head nor token embedding.
-    held.setdefault("first_layer_backward", held["last_layer_backward"])
-    held.setdefault("head_backward", held["forward_end"])
-    held.setdefault("embedding_backward", 0)
-    same: tuple[tuple[Moment, Moment], ...] = (
-        ("loss_backward", "forward_end"),
-        ("after_head", "head_backward"),
-        ("after_last_layer", "last_layer_backward"),
-        ("after_first_layer", "first_layer_backward"),
-    )
-    return held | {later: held[earlier] for later, earlier in same}
+    return turns
 
 
 @lru_cache(maxsize=64)
@@ -369,13 +376,63 @@ def forward_gathered_elements(model: ModelSpec, zero: ZeroOptions) -> int:
     embeddings, layer_kinds, tail = _modules(model, zero)
     layers = _repeated_layers(model, zero, layer_kinds)
     units = [(), *embeddings, *(unit for layer in layers for unit in layer), *tail]
-    return max(_replay(units, zero))
+    return max(turn.held for turn in _replay(units, zero))
 
 
-def _repeated_layers(model: ModelSpec, zero: ZeroOptions, layer_kinds: list[_Unit]) -> list[list[_Unit]]:
-    """Return a few more layers than the fetch queue can hold, each with separate tensors."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Gathered:
+    """All-gathers of sharded parameters in one pass of a micro-batch through the model."""
+
+    share: float
+    """Gathered elements divided by those of the model; above 1 if recomputed layers are gathered twice."""
+    calls: float
+
+
+@lru_cache(maxsize=256)
+def zero3_gathers(model: ModelSpec, zero: ZeroOptions, *, recomputes: bool) -> tuple[Gathered, Gathered]:
+    """Return the all-gathers of ZeRO-3 in the forward and the backward pass, recomputation included.
+
+    A tensor is never split: one call gathers the missing parameters of a module, or tensors ahead of it until they
+    exceed the prefetch size (deepspeed 0.19.8, partitioned_param_coordinator.py, `_fetch_sub_module_impl`).
+    """
+    turns = _turns(model, zero, recomputed="all" if recomputes else "none", every_layer=True)
+    replayed = _replay([unit for unit, _ in turns], zero)
+    # The forward pass ends with the loss.
+    end = next(index for index, (_, moment) in enumerate(turns) if moment == "forward_end") + 1
+    elements = max(1, model.parameter_count)
+    ahead, back = (
+        Gathered(share=sum(turn.gathered for turn in part) / elements, calls=sum(turn.calls for turn in part))
+        for part in (replayed[:end], replayed[end:])
+    )
+    return ahead, back
+
+
+@lru_cache(maxsize=256)
+def reduced_buckets(model: ModelSpec, bucket_elements: int) -> int:
+    """Return the reductions of all gradients by ZeRO-3, whose buckets contain complete tensors.
+
+    A bucket is reduced before a gradient that exceeds it (deepspeed 0.19.8, stage3.py:1583).
+    """
+    inside = [parameter for parameter in reversed(model.parameters) if parameter.in_layer]
+    sizes = [parameter.numel for parameter in model.parameters if not parameter.in_layer]
+    for layer in range(model.dimensions.num_layers):
+        sizes += [parameter.numel for parameter in inside if layer < parameter.count]
+    calls, filled = 0, 0
+    for size in sizes:
+        if filled and filled + size > bucket_elements:
+            calls, filled = calls + 1, 0
+        filled += size
+    return calls + 1
+
+
+def _repeated_layers(
+    model: ModelSpec, zero: ZeroOptions, layer_kinds: list[_Unit], *, every: bool = False
+) -> list[list[_Unit]]:
+    """Return every layer, or a few more than the fetch queue can hold, each with separate tensors."""
     window = max(zero.stage3_max_live_parameters, zero.stage3_max_reuse_distance, zero.stage3_prefetch_bucket_size)
-    count = min(model.dimensions.num_layers, ceil(window / max(1, model.layer_parameter_count)) + 4)
+    count = model.dimensions.num_layers
+    if not every:
+        count = min(count, ceil(window / max(1, model.layer_parameter_count)) + 4)
     return [[tuple(_Tensor(t.numel, t.persistent) for t in unit) for unit in layer_kinds] for _ in range(max(1, count))]
 
 
@@ -408,8 +465,18 @@ def _modules(model: ModelSpec, zero: ZeroOptions) -> tuple[list[_Unit], list[_Un
     return embeddings, layer, tail
 
 
-def _replay(units: Sequence[_Unit], zero: ZeroOptions) -> list[int]:
-    """Return the gathered elements while each unit runs."""
+@dataclass(frozen=True, slots=True)
+class _Turn:
+    held: int
+    """Gathered elements while the unit runs."""
+    gathered: int
+    """Elements that are gathered for it and ahead of it."""
+    calls: int
+    """All-gathers of these elements."""
+
+
+def _replay(units: Sequence[_Unit], zero: ZeroOptions) -> list[_Turn]:
+    """Return what DeepSpeed gathers and holds while each unit runs."""
     queue = deque((id(tensor), tensor, step) for step, unit in enumerate(units) for tensor in unit)
     uses: dict[int, list[int]] = {}
     for key, _, step in queue:
@@ -418,12 +485,14 @@ def _replay(units: Sequence[_Unit], zero: ZeroOptions) -> list[int]:
     available: set[int] = set()
     fetched_for: dict[int, int] = {}
     count = 0
-    held = []
+    turns = []
     for step, unit in enumerate(units):
+        fetched = 0
         for tensor in unit:
             if not tensor.persistent and id(tensor) not in available:
                 available.add(id(tensor))
-                count += tensor.numel
+                fetched += tensor.numel
+        count += fetched
         missing = {id(tensor) for tensor in unit if fetched_for.get(id(tensor), -1) < step}
         while queue and missing:
             key, _, used_at = queue.popleft()
@@ -438,7 +507,7 @@ def _replay(units: Sequence[_Unit], zero: ZeroOptions) -> list[int]:
                 available.add(key)
                 prefetched += tensor.numel
         count += prefetched
-        held.append(count)
+        turns.append(_Turn(count, fetched + prefetched, (fetched > 0) + (prefetched > 0)))
         for tensor in unit:
             key = id(tensor)
             if key not in available or fetched_for.get(key, -1) > step + 1:
@@ -449,7 +518,7 @@ def _replay(units: Sequence[_Unit], zero: ZeroOptions) -> list[int]:
             if used_at == len(units) or before[used_at] - before[step + 1] >= zero.stage3_max_reuse_distance:
                 available.remove(key)
                 count -= tensor.numel
-    return held
+    return turns
 
 
 def buffer_terms(

@@ -18,6 +18,10 @@ Predicted step times have mean errors of 4 to 8 % on most published tables (docs
 error is common to all layouts of a job, so about 5 % remains between two of them. A smaller predicted gain may be a
 loss, and does not justify ZeRO-3, gradient checkpointing, or any other mechanism."""
 
+OFFLOAD_GAIN = 1.25
+"""How much faster than any layout without it offload has to be. Its price was not measured on accelerators, and some
+steps with it take several times what its traffic explains (7B on eight A800: 17 to 20 s more)."""
+
 _NAMES = {
     "single": "One process",
     "ddp": "DDP",
@@ -104,11 +108,21 @@ def _preference(best: Candidate, context: SearchContext, faster: Candidate) -> s
     if name == display_name(strategy):
         name = f"the same layout with micro-batch {faster.strategy.micro_batch_size}, {_recomputation(faster)}"
     gain = max(0.1, 100 * (faster.tokens_per_second / best.tokens_per_second - 1))
+    if _only_offload_differs(faster, best):
+        return (
+            f"the fastest layout without offload. {name} is predicted to be {gain:.1f} % faster; offload, whose speed "
+            f"is less certain, has to be {OFFLOAD_GAIN - 1:.0%} faster"
+        )
     fewer = len(mechanisms(strategy, chunked_loss=best.job.loss == "chunked")) < len(
         mechanisms(faster.strategy, chunked_loss=faster.job.loss == "chunked")
     )
     simpler = "needs fewer mechanisms" if fewer else "is simpler"
     return f"within {gain:.1f} % of the fastest layout{sizes} ({name}) and {simpler}"
+
+
+def _only_offload_differs(faster: Candidate, best: Candidate) -> bool:
+    """Return whether a faster layout was rejected because it offloads and the chosen one does not."""
+    return faster.strategy.offload_optimizer != "none" and best.strategy.offload_optimizer == "none"
 
 
 def _global_batch(best: Candidate) -> str:
@@ -185,6 +199,11 @@ def rejected_reason(candidate: Candidate, best: Candidate | None) -> str:
     if best.job.objective == "memory":
         return f"{name} needs more memory: up to {size}, at {speed}."
     ratio = best.tokens_per_second / candidate.tokens_per_second
+    if ratio < AS_FAST and _only_offload_differs(candidate, best):
+        return (
+            f"{name} is predicted to be {1 / ratio:.2f} times as fast ({speed}, up to {size}). Offload, whose speed is "
+            f"less certain, has to be {OFFLOAD_GAIN - 1:.0%} faster. Request it with --offload."
+        )
     if ratio < AS_FAST:
         axes = candidate.strategy.axes
         assert "pp" in axes, "only pipelines that were not requested can be faster than the chosen layout"

@@ -286,8 +286,8 @@ def doubts(strategy: Layout, model: ModelSpec, hardware: HardwareSpec, job: Trai
         sentences.append(
             f"{model.architecture} has custom code, which was not run; memory and time are derived from its structure"
         )
-    if hardware_constants(hardware).assumed:
-        sentences.append(f"no step times of {hardware.gpu} were available; the constants of A100 are used")
+    if lender := hardware_constants(hardware).borrowed_from:
+        sentences.append(f"no step times of {hardware.gpu} were available; the constants of {lender} are used")
     if hardware.world_size > _TRUSTED_RANKS:
         sentences.append(f"{hardware.world_size:,} ranks: predictions were checked on up to {_TRUSTED_RANKS:,}")
     if job.seq_len_tokens > _TRUSTED_TOKENS:

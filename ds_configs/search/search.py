@@ -36,7 +36,7 @@ from .candidates import (
     planned_global_batch,
     three_dimensional,
 )
-from .reasons import AS_FAST, analysis_reason, chosen_reason, rejected_reason
+from .reasons import AS_FAST, OFFLOAD_GAIN, analysis_reason, chosen_reason, rejected_reason
 
 _SIZES_SHOWN_PER_AXIS = 2
 """Rejected sizes of one axis that a plan lists."""
@@ -183,9 +183,19 @@ def search_fastest(explored: Search, indices: Iterable[int]) -> Candidate | None
 
 
 def _preferred(explored: Search, indices: list[int], job: TrainingJob) -> Candidate | None:
-    """Return the candidate of these layouts that the objective prefers; `None` when none fits."""
+    """Return the candidate of these layouts that the objective prefers; `None` when none fits.
+
+    Offload that was not requested has to be faster than every layout without it by `OFFLOAD_GAIN`.
+    """
     if job.objective != "memory":
-        return search_fastest(explored, indices)
+        best = search_fastest(explored, indices)
+        if best is None or best.strategy.offload_optimizer == "none" or job.offload != "auto":
+            return best
+        without = [index for index in indices if explored.by_layout[index][0].strategy.offload_optimizer == "none"]
+        inside = search_fastest(explored, without)
+        if inside is not None and OFFLOAD_GAIN * inside.tokens_per_second > best.tokens_per_second:
+            return inside
+        return best
     return min(
         (explored.leanest[index] for index in indices if explored.possible(index)),
         key=lambda candidate: (candidate.memory.gpu.high_bytes, -candidate.tokens_per_second),

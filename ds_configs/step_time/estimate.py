@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import ceil
+from typing import Literal
 
-from ..memory.rank_parameters import pipeline_stages
+from ..memory.model_states import Gathered, reduced_buckets, zero3_gathers
+from ..memory.rank_parameters import engine_parameters, expert_parallel_share, pipeline_stages
 from ..specs.hardware import HardwareSpec
 from ..specs.job import OPTIMIZERS, TrainingJob
-from ..specs.layout import Layout, PipelineStage, contiguous_stages
+from ..specs.layout import Layout, PipelineStage, ZeroOptions, contiguous_stages
 from ..specs.model import ModelSpec, lora_parameter_count
 from . import rates as collectives
 from .model_work import Batch, Device, ModelWork, Pass, device_of, head_passes, layer_passes, model_work, with_host
@@ -45,18 +47,27 @@ class DataTraffic:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Calls:
+    """Collectives in which FSDP2 or ZeRO-3 gathers parameters and reduces their gradients in a micro-batch."""
+
+    forward: Gathered
+    backward: Gathered
+    reductions: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Held:
     """Parameters of a group of ranks, before sharding."""
 
     trainable: float
     """Elements with gradients."""
     frozen_bytes: float
-    layers: float
-    """Decoder layers that contain them."""
     ranks: int
     """Ranks over which they are replicated or sharded."""
     stride: int
     """Distance between these ranks."""
+    calls: Calls
+    """Collectives of a micro-batch, if FSDP2 or ZeRO-3 shards them."""
 
 
 def data_traffic(
@@ -74,26 +85,19 @@ def data_traffic(
         shard = max(1, held.ranks // strategy.dp_replicate) if strategy.engine == "fsdp2" else held.ranks
         group = group_of(hardware, constants, ranks=shard, stride=held.stride)
         weights = held.trainable * (1 if zero.quantized_weights else width) + held.frozen_bytes
-        calls = held.layers + 1
-        if strategy.zero_stage == 3:
-            # Modules are gathered in buckets of the prefetch size, at least one per layer.
-            calls = max(calls, (held.trainable + held.frozen_bytes / width) / max(1, zero.stage3_prefetch_bucket_size))
-        forward = gather_seconds(group, weights, calls=calls)
-        backward = forward
+        again = group
         if zero.hpz_partition_size > 1:
-            inside = group_of(hardware, constants, ranks=zero.hpz_partition_size, stride=held.stride)
-            backward = gather_seconds(inside, weights, calls=calls)
+            again = group_of(hardware, constants, ranks=zero.hpz_partition_size, stride=held.stride)
+        forward, backward = (
+            gather_seconds(among, weights * gathered.share, calls=gathered.calls)
+            for among, gathered in zip((group, again), (held.calls.forward, held.calls.backward), strict=True)
+        )
         if zero.quantized_gradients:
             gradients = held.trainable * 0.5
-        reduction_calls = (
-            min(calls, held.layers + 1)
-            if strategy.engine == "fsdp2"
-            else max(1.0, held.trainable / max(1, zero.reduce_bucket_size))
-        )
-        reduction = gather_seconds(group, gradients, calls=reduction_calls if held.trainable else 0)
+        reduction = gather_seconds(group, gradients, calls=held.calls.reductions if held.trainable else 0)
         if strategy.engine == "fsdp2" and strategy.dp_replicate > 1:
             replicas = group_of(hardware, constants, ranks=strategy.dp_replicate, stride=shard * held.stride)
-            reduction += reduction_seconds(replicas, gradients / shard, calls=reduction_calls)
+            reduction += reduction_seconds(replicas, gradients / shard, calls=held.calls.reductions)
         return DataTraffic(gathers_forward=forward, gathers_backward=backward, reductions_each=reduction)
     if strategy.engine in ("ddp", "single"):
         calls = ceil(gradients / _DDP_BUCKET_BYTES)
@@ -199,8 +203,12 @@ def transfer_seconds(
 
 
 HOST_MEMORY_BYTES_PER_S = 20e9
-"""Assumed bandwidth of host memory for CPU Adam per rank: 0.4 of two DDR4-3200 channels in a desktop (51 GB/s), and of
-two channels for each of eight ranks in a server with two sockets (410 GB/s)."""
+"""Assumed bandwidth of host memory for CPU Adam of one rank: 0.4 of two DDR4-3200 channels (51 GB/s)."""
+
+NODE_MEMORY_BYTES_PER_S = 55e9
+"""Bandwidth of host memory for CPU Adam of all ranks of a node, which share it: 73 billion parameters on four nodes of
+eight A100 step in 10 s, 0.2 s without offload (https://github.com/deepspeedai/DeepSpeed/issues/6834). The ZeRO-Offload
+paper has twice that for its best case, one process with all cores (arXiv 2101.06840)."""
 
 NVME_BYTES_PER_S = 6e9
 """Assumed read and write bandwidth of a node's NVMe: a pair of PCIe 4 drives."""
@@ -232,7 +240,8 @@ def optimizer_seconds(
         traffic = software.optimizer_bytes + 2 * (states - _ADAM_STATE_BYTES)
         return {"optimizer": parameters * traffic / (hardware.memory_bytes_per_s * constants.memory_efficiency)}
     ranks = min(strategy.world_size, hardware.gpus_per_node)
-    host = parameters * HOST_ADAM_BYTES / HOST_MEMORY_BYTES_PER_S
+    rate = min(HOST_MEMORY_BYTES_PER_S, NODE_MEMORY_BYTES_PER_S / ranks)
+    host = parameters * HOST_ADAM_BYTES / rate
     copies = 2 * parameters * job.compute_bytes / constants.host_link_bytes_per_s
     terms = {"host_optimizer": host, "host_copies": copies}
     if strategy.offload_optimizer == "nvme":
@@ -462,24 +471,73 @@ def _adapters(model: ModelSpec, job: TrainingJob) -> int:
 
 
 def stage_traffic(setting: Setting, stage: PipelineStage, held: tuple[float, float, float]) -> DataTraffic:
-    strategy, layers = setting.strategy, float(stage.num_layers)
+    strategy = setting.strategy
     dense, experts, frozen = held
     ranks = strategy.data_parallel_size * strategy.sp * strategy.cp
     shared = (setting.hardware, setting.job, setting.software, setting.constants)
     if strategy.ep == 1 or not experts:
-        both = Held(trainable=dense + experts, frozen_bytes=frozen, layers=layers, ranks=ranks, stride=strategy.tp)
+        both = Held(
+            trainable=dense + experts,
+            frozen_bytes=frozen,
+            calls=_sharded_calls(setting, stage, "all"),
+            ranks=ranks,
+            stride=strategy.tp,
+        )
         return data_traffic(strategy, both, *shared)
     parts = (
-        Held(trainable=dense, frozen_bytes=frozen, layers=layers, ranks=ranks, stride=strategy.tp),
+        Held(
+            trainable=dense,
+            frozen_bytes=frozen,
+            calls=_sharded_calls(setting, stage, "dense"),
+            ranks=ranks,
+            stride=strategy.tp,
+        ),
         Held(
             trainable=experts,
             frozen_bytes=0.0,
-            layers=layers,
+            calls=_sharded_calls(setting, stage, "experts"),
             ranks=max(1, ranks // strategy.ep),
             stride=strategy.tp * strategy.ep,
         ),
     )
     return summed_traffic([data_traffic(strategy, part, *shared) for part in parts])
+
+
+_Parameters = Literal["all", "dense", "experts"]
+
+
+def _sharded_calls(setting: Setting, stage: PipelineStage, parameters: _Parameters) -> Calls:
+    """Return the collectives of these parameters, if the engine shards them."""
+    strategy, layers = setting.strategy, stage.num_layers
+    if strategy.zero_stage == 3:
+        recomputed = strategy.recomputed_layers(layers) / max(1, layers)
+        return _zero3_calls(setting.model, setting.job, strategy.zero, strategy.ep, parameters, recomputed)
+    # FSDP2 has a unit for each layer and one around them.
+    unit = Gathered(share=1.0, calls=layers + 1)
+    return Calls(forward=unit, backward=unit, reductions=layers + 1)
+
+
+@lru_cache(maxsize=1024)
+def _zero3_calls(
+    model: ModelSpec, job: TrainingJob, zero: ZeroOptions, ep: int, parameters: _Parameters, recomputed: float
+) -> Calls:
+    gathered = engine_parameters(model, job)
+    if ep > 1:
+        gathered = expert_parallel_share(gathered, ep)
+        kept = tuple(p for p in gathered.parameters if (p.kind == "experts") == (parameters == "experts"))
+        gathered = replace(gathered, parameters=kept)
+    forward, none = zero3_gathers(gathered, zero, recomputes=False)
+    _, every = zero3_gathers(gathered, zero, recomputes=True)
+    backward = Gathered(
+        share=none.share + (every.share - none.share) * recomputed,
+        calls=none.calls + (every.calls - none.calls) * recomputed,
+    )
+    if job.method == "full":
+        reductions = float(reduced_buckets(gathered, zero.reduce_bucket_size))
+    else:
+        # Gradients of adapters are small, so that they fill a bucket.
+        reductions = max(1.0, _adapters(model, job) / zero.reduce_bucket_size)
+    return Calls(forward=forward, backward=backward, reductions=reductions)
 
 
 def stepped_parameters(setting: Setting, held: tuple[float, float, float]) -> float:
@@ -648,7 +706,7 @@ TIME_TERM_MEANINGS: Mapping[str, str] = {
     "overlap_slowdown": "slowdown of computation by concurrent communication, which uses bandwidth and processors",
     "optimizer": "the optimizer step: bytes of gradients, states and weights / memory bandwidth",
     "parameter_updates": "gathers of updated parameters after the step (ZeRO-1 and ZeRO-2)",
-    "host_optimizer": "CPU Adam: bytes / bandwidth of host memory",
+    "host_optimizer": "CPU Adam: bytes / bandwidth of host memory, which the ranks of a node share",
     "host_copies": "copies of gradients and parameters over PCIe",
     "nvme": "reads and writes of optimizer states on NVMe",
     "teacher_forward": "the forward pass of the teacher in every micro-batch",

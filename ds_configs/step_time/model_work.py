@@ -174,9 +174,11 @@ class Pass:
 @lru_cache(maxsize=256)
 def device_of(hardware: HardwareSpec, job: TrainingJob, software: Software, constants: GpuConstants) -> Device:
     """Return the rates of an accelerator in the job's precision."""
-    peak = hardware.flops_per_s * (constants.fp32_share if job.precision == "fp32" else 1.0)
+    peak, efficiency = hardware.flops_per_s, constants.matrix_efficiency
+    if job.precision == "fp32":
+        peak, efficiency = peak * constants.fp32_share, constants.fp32_efficiency
     return Device(
-        flops_per_s=peak * constants.matrix_efficiency,
+        flops_per_s=peak * efficiency,
         attention_flops_per_s=peak * constants.attention_efficiency,
         memory_bytes_per_s=hardware.memory_bytes_per_s * constants.memory_efficiency,
         layer_speedup=2.0 if software.float8 else 1.0,

@@ -52,7 +52,9 @@ class GpuConstants:
     unaligned_efficiency: float
     """Speed of products with an odd width, relative to those whose widths are multiples of 8 elements."""
     fp32_share: float
-    """FLOP/s of fp32 products divided by those of 16-bit ones, without TF32 (PyTorch's default)."""
+    """The datasheet's FLOP/s of fp32 divided by those of 16-bit products, without TF32 (PyTorch's default)."""
+    fp32_efficiency: float
+    """Share of the datasheet's fp32 FLOP/s that large fp32 products reach; these do not run on tensor cores."""
     host_exponent: float
     """Exponent x in the time of a micro-batch, `(device^x + host^x)^(1/x)`: 1 if one always waits for the other,
     infinite if the host always runs ahead."""
@@ -68,8 +70,8 @@ class GpuConstants:
     """Relative half width of the step time interval, which contains nine of ten published measurements."""
     source: str
     """Origin of the constants."""
-    assumed: bool = False
-    """Whether these are the constants of another generation."""
+    borrowed_from: str | None = None
+    """An accelerator of the generation whose constants these are, if there are none for this one."""
 
     def __hash__(self) -> int:
         """Return a cheap hash, because constants are keys of caches."""
@@ -84,20 +86,30 @@ def _tables() -> Mapping[str, Any]:
 
 @lru_cache(maxsize=64)
 def constants_of(gpu: str) -> GpuConstants:
-    """Return the constants of an accelerator by its catalog name, or those of the nearest generation.
+    """Return the constants of an accelerator by its catalog name, or those of the generation that it borrows from.
 
-    >>> constants_of("A100-80GB").assumed, constants_of("RTX4090").assumed
-    (False, True)
+    A newer or unknown accelerator borrows from the newest generation that was measured.
+
+    >>> [constants_of(gpu).borrowed_from for gpu in ("A100-80GB", "RTX4090", "B200")]
+    [None, 'A100', 'H100']
     """
     tables = _tables()
     generation = tables["generations"].get(gpu)
-    known = {field.name for field in fields(GpuConstants)}
-    values = tables["constants"][generation or "default"]
+    default = tables["constants"]["default"]
     if generation is None:
-        values = tables["constants"][values["like"]] | values | {"assumed": True}
-    elif "like" in values:
-        values = tables["constants"][values["like"]] | values
+        lender = tables["borrowed"].get(gpu, default["like"])
+        owner = next(name for name, own in tables["generations"].items() if own == lender)
+        values = _generation(lender) | {"borrowed_from": owner.partition("-")[0]}
+        values |= {name: default[name] for name in ("error", "source")}
+    else:
+        values = _generation(generation)
+    known = {field.name for field in fields(GpuConstants)}
     return GpuConstants(**{name: value for name, value in values.items() if name in known})
+
+
+def _generation(name: str) -> dict[str, Any]:
+    values: dict[str, Any] = _tables()["constants"][name]
+    return _generation(values["like"]) | values if "like" in values else values
 
 
 def hardware_constants(hardware: HardwareSpec) -> GpuConstants:

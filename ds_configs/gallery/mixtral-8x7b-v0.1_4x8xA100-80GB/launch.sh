@@ -1,9 +1,8 @@
 #!/usr/bin/env bash
-# mistralai/Mixtral-8x7B-v0.1 on 4x8xA100-80GB: zero1+ep8, micro-batch 1 x 4, 75.4 of 85.0 GB
-# ZeRO-1 + EP 8 is within 4.9 % of the fastest layout (ZeRO-3 + EP 8) and needs fewer mechanisms. It reaches 56,563 tokens/s (9.27 s per step) and needs 75.4 GB (68.9 to 84.2) of 85.0 GB per accelerator. Micro-batch 1 x 4, gradient checkpointing of the first 18 of 32 layers. Global batch 128 sequences (524,288 tokens), the same for every layout: 16,384 tokens per accelerator, enough for efficient matrix products in a single micro-batch. Set yours with --global-batch-size. EP 8 splits the 8 experts of each layer. Too large: ZeRO-1 + EP 4 (up to 88.7 GB), FSDP2 + CPU offload of optimizer and parameters (up to 13.0 GB).
+# mistralai/Mixtral-8x7B-v0.1 on 4x8xA100-80GB: zero3, micro-batch 4 x 1, 71.9 of 85.0 GB
+# ZeRO-3 is within 4.5 % of the fastest layout (ZeRO-3 + EP 8) and needs fewer mechanisms. It reaches 56,973 tokens/s (9.20 s per step) and needs 71.9 GB (65.9 to 80.1) of 85.0 GB per accelerator. Micro-batch 4, gradient checkpointing of the first 28 of 32 layers. Global batch 128 sequences (524,288 tokens), the same for every layout: 16,384 tokens per accelerator, enough for efficient matrix products in a single micro-batch. Set yours with --global-batch-size.
 # Run: ./launch.sh MACHINE_RANK MAIN_PROCESS_IP SCRIPT [ARGUMENTS] on each node, or sbatch ./launch.sbatch SCRIPT [ARGUMENTS]
 # Assumes bf16, adamw_torch_fused, method full, sequences of 4096 tokens without padding, 85.0 GB usable per accelerator.
-# EP 8: DeepSpeed AutoEP. launch.sh attaches ExpertParallelCallback; your own script must attach it too.
 # Assumes the values of a common server: host_bytes_per_node = 1.237e+12, network_bytes_per_s = 2.5e+10.
 set -euo pipefail
 if [ $# -lt 3 ]; then echo "usage: $0 MACHINE_RANK MAIN_PROCESS_IP SCRIPT [ARGUMENTS], or $0 MACHINE_RANK MAIN_PROCESS_IP --dataset FILE --output-dir DIRECTORY [OPTIONS]" >&2; exit 2; fi

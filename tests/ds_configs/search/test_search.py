@@ -14,7 +14,7 @@ from shardwright.ds_configs.legality.rules import BATCH_RULES, LAYOUT_RULES, bro
 from shardwright.ds_configs.memory.estimate import estimate_memory
 from shardwright.ds_configs.plan.plan import PlanDoesNotFitError, make_plan
 from shardwright.ds_configs.search.candidates import STEP_TOKENS, SearchContext
-from shardwright.ds_configs.search.reasons import AS_FAST, display_name
+from shardwright.ds_configs.search.reasons import AS_FAST, OFFLOAD_GAIN, display_name
 from shardwright.ds_configs.search.search import anything_fits, search
 from shardwright.ds_configs.search.suggestions import _fitting
 from shardwright.ds_configs.specs.errors import UsageError
@@ -65,6 +65,19 @@ def test_simpler_of_equally_fast_layouts_is_chosen():
     assert plan.chosen.time.tokens_per_second >= AS_FAST * fastest.time.tokens_per_second
     assert not plan.chosen.strategy.gradient_checkpointing
     assert not plan.chosen.strategy.axes
+
+
+def test_offload_has_to_be_much_faster_than_a_layout_that_fits_without_it():
+    """A model whose states take a third of the accelerator does not leave it for a larger micro-batch."""
+    small = public_model("Qwen/Qwen2.5-0.5B")
+    plan = make_plan(small, parse_hardware("1xRTX4090"), TrainingJob(global_batch_size=64))
+    chosen = plan.chosen
+    assert chosen.strategy.offload_optimizer == "none"
+    for other in plan.rejected:
+        if other.memory.fits and other.strategy.offload_optimizer != "none":
+            assert other.time.tokens_per_second < OFFLOAD_GAIN * chosen.time.tokens_per_second
+    requested = make_plan(small, parse_hardware("1xRTX4090"), TrainingJob(global_batch_size=64, offload="cpu"))
+    assert requested.chosen.strategy.offload_optimizer == "cpu"
 
 
 def test_the_frontier_falls_in_both_speed_and_memory():
