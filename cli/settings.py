@@ -22,7 +22,7 @@ from typing import Any, TypeVar, get_origin
 from cyclopts import App, CycloptsError, Group, Parameter, Token
 from cyclopts.argument import Argument, ArgumentCollection
 from cyclopts.config import Env
-from cyclopts.exceptions import MissingArgumentError, UnknownOptionError
+from cyclopts.exceptions import MissingArgumentError, UnknownCommandError, UnknownOptionError
 
 from ..ds_configs.specs.errors import ConfigError, InputError, UsageError
 
@@ -222,6 +222,13 @@ def resolve(app: App, tokens: Sequence[str]) -> tuple[Callable[..., Any], BoundA
         command, bound, unused, _ = app.parse_known_args(list(tokens))
     except CycloptsError as error:
         error.verbose = False
+        if isinstance(error, UnknownCommandError) and error.unused_tokens:
+            from ..ds_configs.specs.synonyms import command_meant
+
+            word = error.unused_tokens[0]
+            near = command_meant(word, [name for name in app if not name.startswith("-")])
+            fix = f"did you mean {near}?" if near else "see shardwright --help"
+            raise UsageError(ConfigError(where=word, rule="is not a command", fix=fix)) from error
         if isinstance(error, UnknownOptionError) and error.argument_collection and error.token is not None:
             # Raised before `sources` is called, for an unknown flag in front of a positional argument.
             options, flag = _options(error.argument_collection), error.token.value
@@ -342,29 +349,32 @@ def _unused_errors(
     from ..ds_configs.specs.settings import not_covered
     from ..ds_configs.specs.synonyms import meant, suggested
 
-    errors = []
+    errors, others = [], None
     for flag in flags:
         rule, fix = "is not an option", not_covered(flag) or meant(flag, known, flag=True)
-        if not fix and (fix := _for_other_commands(app, tokens[0], flag)):
-            rule = f"is not an option of {tokens[0]}"
+        if not fix:
+            others = _options_of_others(app, tokens[0]) if others is None else others
+            if fix := _for_other_commands(others, flag):
+                rule = f"is not an option of {tokens[0]}"
         fix = fix or suggested(flag, known, flag=True) or "see --help"
         errors.append(ConfigError(where=flag, rule=rule, fix=fix))
     return errors
 
 
-def _for_other_commands(app: App, command: str, flag: str) -> str:
+def _options_of_others(app: App, command: str) -> dict[str, dict[str, Argument]]:
+    return {
+        name: _options(app[name].assemble_argument_collection())
+        for name in app
+        if not name.startswith("-") and name != command and app[name].default_command is not None
+    }
+
+
+def _for_other_commands(others: Mapping[str, Mapping[str, Argument]], flag: str) -> str:
     """Return the fix for an option of other commands, by its name or one with its meaning; empty if none has it."""
     from ..ds_configs.specs.synonyms import meanings
 
     for name in meanings(flag):
-        owners = [
-            other
-            for other in app
-            if not other.startswith("-")
-            and other != command
-            and app[other].default_command is not None
-            and name in _options(app[other].assemble_argument_collection())
-        ]
+        owners = [other for other, options in others.items() if name in options]
         if owners:
             listed = " or ".join(filter(None, (", ".join(owners[:-1]), owners[-1])))
             return f"pass --{name.replace('_', '-')} to {listed}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import tomllib
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
 from difflib import get_close_matches
 from functools import lru_cache
@@ -78,7 +79,9 @@ def find_gpu(name: str, *, where: str = "hardware") -> str:
     family = [entry for key, entry in catalog.items() if wanted and re.fullmatch(re.escape(wanted) + r"\d+", key)]
     if len(family) == 1:
         return family[0]
-    if family:
+    if wanted in _ANY_ACCELERATOR:
+        rule, fix = "is no accelerator", "write local for those of this machine, or a name such as 8xA100-80GB"
+    elif family:
         rule, fix = "matches several accelerators", f"write one of {', '.join(family)}"
     else:
         near = get_close_matches(wanted, list(catalog), n=3, cutoff=0.4)
@@ -95,6 +98,32 @@ def _normalise(name: str) -> str:
     return re.sub(r"(?<=\d)GI?B?$", "", wanted)
 
 
+_OTHER_FORMS = (
+    re.compile(r"(?P<gpus>\d{1,5})[ *×-]?(?P<gpu>[A-Za-z].*)"),
+    re.compile(r"(?P<gpu>[A-Za-z].*?)[ :*×x](?P<gpus>\d{1,5})"),
+    re.compile(r"(?P<gpu>\d{3,4}.*)"),
+)
+"""`8 A100-80GB`, `A100-80GB:8` and `4090`."""
+
+
+def _rewritten(text: str) -> str:
+    """Return the fix of a name in another tool's form; empty if it is none.
+
+    >>> _rewritten("a100-80gb:8"), _rewritten("8*H100"), _rewritten("4090"), _rewritten("8")
+    ('write 8xA100-80GB', 'write 8xH100-80GB', 'write 1xRTX4090', '')
+    """
+    for form in _OTHER_FORMS:
+        if match := form.fullmatch(text.strip()):
+            count = int(match.groupdict().get("gpus") or 1)
+            for gpu in (match["gpu"], f"RTX{match['gpu']}"):
+                with suppress(UsageError):
+                    return f"write {count}x{find_gpu(gpu)}"
+    return ""
+
+
+_ANY_ACCELERATOR = frozenset({"AUTO", "CUDA", "GPU", "GPUS"})
+
+
 def parse_hardware(text: str, *, host_memory: str | None = None, nvme: str | None = None) -> HardwareSpec:
     """Return the cluster for a name: `[[NODESx]GPUSx]GPU`.
 
@@ -108,7 +137,7 @@ def parse_hardware(text: str, *, host_memory: str | None = None, nvme: str | Non
     """
     match = _NAME.fullmatch(text.strip())
     if match is None:
-        rule, fix = "must have the form [[NODESx]GPUSx]GPU", "for example 8xA100-80GB"
+        rule, fix = "must have the form [[NODESx]GPUSx]GPU", _rewritten(text) or "for example 8xA100-80GB"
         raise UsageError(ConfigError(where="hardware", value=text, rule=rule, fix=fix))
     nodes, gpus = int(match["nodes"] or 1), int(match["gpus"] or 1)
     errors = _count_errors(nodes=nodes, gpus_per_node=gpus)

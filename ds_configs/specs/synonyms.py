@@ -109,6 +109,31 @@ SYNONYMS: Mapping[str, tuple[Option, ...]] = {name: options for names, options i
 """Options with the meaning of a name in other tools, or of one of these options where a command lacks it."""
 
 
+_COMMANDS: Mapping[tuple[str, ...], str] = {
+    ("finetune", "fine_tune", "sft", "fit", "tune", "pretrain", "run"): "train",
+    ("estimate", "memory", "suggest", "config", "configure"): "plan",
+    ("compress", "awq", "gptq"): "quantize",
+    ("eval", "benchmark", "perplexity"): "evaluate",
+    ("validate", "verify", "lint"): "check",
+    ("generate", "chat", "infer", "deploy"): "serve",
+    ("prune",): "student",
+    ("dryrun", "simulate", "test"): "rehearse",
+    ("submit",): "launch",
+}
+_MEANT_COMMANDS = {name: command for names, command in _COMMANDS.items() for name in names}
+
+
+def command_meant(word: str, commands: Collection[str]) -> str:
+    """Return the command with this meaning in other tools, or with the nearest name; else nothing.
+
+    >>> command_meant("fine-tune", ["train", "plan"]), command_meant("trian", ["train", "plan"])
+    ('train', 'train')
+    """
+    plain = word.lower().replace("-", "_")
+    near = get_close_matches(word.lower(), commands, n=1, cutoff=0.6)
+    return _MEANT_COMMANDS.get(plain, near[0] if near else "")
+
+
 def meant(name: str, known: Collection[str], *, flag: bool = False) -> str:
     """Return the fix for a name of another tool: the known option with its meaning; else nothing."""
     plain = _plain(name)

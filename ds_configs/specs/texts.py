@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+from contextlib import suppress
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -84,6 +86,16 @@ class _PlainText(_Strict):
 
 for _kind in ("bool", "int", "float", "timestamp", "binary"):
     _PlainText.add_constructor(f"tag:yaml.org,2002:{_kind}", lambda _, node: str(node.value))
+
+
+def near_path(text: str) -> str:
+    """Return the path with nearly this name in the same directory; empty if there is none."""
+    path = Path(text).expanduser()
+    with suppress(OSError, ValueError, RuntimeError):
+        names = {entry.name.lower(): entry.name for entry in path.parent.iterdir()}
+        if near := get_close_matches(path.name.lower(), names, n=1, cutoff=0.8):
+            return str(Path(text).with_name(names[near[0]]))
+    return ""
 
 
 def read_small_file(path: Path, *, what: str) -> bytes:

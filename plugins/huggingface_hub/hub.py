@@ -22,6 +22,7 @@ from urllib.parse import urlsplit
 
 from ...ds_configs.models.model_config import LARGEST_CONFIG_BYTES, parse_config_json
 from ...ds_configs.specs.errors import ConfigError, RefusedInputError, ShardwrightError, UsageError
+from ...ds_configs.specs.texts import near_path
 from ..safetensors.reading import StoredTensor, check_names, checkpoint_files, read_checkpoint
 
 Result = TypeVar("Result")
@@ -198,18 +199,24 @@ def search_models(words: str, *, most: int = 20) -> tuple[str, ...]:
 def refuse_no_hub_id(model: str) -> None:
     """Raise a `UsageError` for a name that is not a local path and cannot be a Hub id."""
     if model.endswith(".json") or model.startswith((".", "/", "~")) or not _HUB_ID.fullmatch(model):
-        rule = "no such file or directory, and not a Hub id"
-        raise UsageError(ConfigError(where="model", value=model, rule=rule, fix="write ORG/NAME"))
+        near = near_path(model)
+        rule, fix = "no such file or directory, and not a Hub id", f"did you mean {near}?" if near else "write ORG/NAME"
+        raise UsageError(ConfigError(where="model", value=model, rule=rule, fix=fix))
 
 
 def _read_local(path: Path) -> ModelSource:
     file = path / "config.json" if path.is_dir() else path
+    if file.suffix in WEIGHT_SUFFIXES:
+        fix = f"pass its directory, {file.parent}"
+        raise UsageError(ConfigError(where="model", value=str(path), rule="is a file of weights", fix=fix))
     if not file.is_file():
         adapter = path.is_dir() and (path / "adapter_config.json").is_file()
         fix = (
             "it is an adapter: merge it with shardwright merge, or pass its base model "
             "(train --resume-adapter trains it further)"
             if adapter
+            else f"pass {inner[0].parent}"
+            if (inner := sorted(path.glob("*/config.json")))
             else "pass a model directory or a config.json"
         )
         raise UsageError(ConfigError(where="model", value=str(path), rule="has no config.json", fix=fix))
@@ -418,6 +425,7 @@ def explain_hub_error(model: str, revision: str | None, error: Exception) -> Sha
     )
 
 
+WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth")
 _SMALL_FILES = ("*.json", "*.model", "*.txt", "*.jinja")
 _FILES = (*_SMALL_FILES, "*.safetensors")
 

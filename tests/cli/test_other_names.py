@@ -10,9 +10,9 @@ import pytest
 from commands import Shell, shell_in
 from paths import TESTS
 from shardwright.cli.main import _COMMANDS, build_app, run
-from shardwright.cli.settings import HUGGING_FACE_NAMES, _options, resolve
+from shardwright.cli.settings import HUGGING_FACE_NAMES, _options, _unused_errors, resolve
 from shardwright.ds_configs.specs.errors import UsageError
-from shardwright.ds_configs.specs.synonyms import SYNONYMS
+from shardwright.ds_configs.specs.synonyms import SYNONYMS, meant
 from shardwright.plugins.planning.from_names import plan
 
 QWEN = str(TESTS / "data" / "models" / "Qwen--Qwen2.5-0.5B")
@@ -87,14 +87,17 @@ def test_a_file_and_the_environment_accept_them_once(shell: Shell, monkeypatch: 
         ("plan m --hardware 1xT4 --bf16 --fp16", ["Parameter --precision specified multiple times."]),
         (
             "plan m --hardware 1xT4 --lr 1e-4 --num-train-epochs 3",
-            ["--lr: is not an option; see --help", "--num-train-epochs: is not an option; see --help"],
+            [
+                "--lr: is not an option of plan; pass --learning-rate to train, distill or qat",
+                "--num-train-epochs: is not an option of plan; pass --num-train-epochs to train, distill or qat",
+            ],
         ),
         ("train m --output-dir o --lora", ["--lora: is not an option; use --method lora"]),
         ("train m --output-dir o --lr 1e-4", ["--lr: is not an option; did you mean --learning-rate?"]),
         ("train m --output-dir o --bs 2", ["--bs: is not an option; did you mean --micro-batch-size?"]),
         ("evaluate m --bs 2", ["--bs: is not an option; did you mean --batch-size?"]),
         ("quantize m --dry-run --load-in-4bit", ["--load-in-4bit: is not an option; use --scheme NF4"]),
-        ("quantize m --dry-run --lora", ["--lora: is not an option; see --help"]),
+        ("quantize m --dry-run --lora", ["--lora: is not an option of quantize; pass --lora to qat"]),
         ("quantize m --dry-run --awq", ["--awq: is not an option; use --method gptq, awq, smoothquant or autoround"]),
     ],
 )  # fmt: skip
@@ -103,6 +106,23 @@ def test_a_name_of_another_tool_is_answered_with_ours(
 ) -> None:
     assert run(arguments.split()) == 2
     assert capsys.readouterr().err.splitlines() == [f"error: {line}" for line in said]
+
+
+COMMANDS = [name for name, (target, _) in _COMMANDS.items() if not target.endswith(":app")]
+
+
+def test_an_option_of_another_command_is_answered_with_that_command() -> None:
+    app = build_app()
+    arguments = {name: _options(app[name].assemble_argument_collection()) for name in COMMANDS}
+    for command in ("plan", "train", "quantize", "check"):
+        known = arguments[command]
+        foreign = sorted(set().union(*arguments.values()) - set(known))
+        flags = [f"--{name.replace('_', '-')}" for name in foreign]
+        for name, error in zip(foreign, _unused_errors(app, [command], flags, known), strict=True):
+            # A name of another tool that this command has under its own name is answered with that.
+            own = error.fix == meant(name, known, flag=True)
+            owners = [other for other in COMMANDS if name in arguments[other]]
+            assert own or all(owner in error.fix for owner in owners), (command, error)
 
 
 def test_python_names_the_setting_too() -> None:

@@ -237,7 +237,9 @@ def kind_of(source: str, rows: Sequence[Row]) -> Kind:
         f"needs a column text, {' or '.join(MESSAGE_COLUMNS)}, prompt and completion, or instruction and output, "
         f"but has {', '.join(columns)}"
     )
-    raise UsageError(ConfigError(where="dataset", value=source, rule=rule, fix="select one with --text-column"))
+    fix = "select one with --text-column"
+    fix = f"{fix} {columns[0]}" if len(columns) == 1 else f"{fix}, or rename two to prompt and completion"
+    raise UsageError(ConfigError(where="dataset", value=source, rule=rule, fix=fix))
 
 
 def _messages(row: Row) -> Any:

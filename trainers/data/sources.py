@@ -14,6 +14,7 @@ from pydantic import BeforeValidator, Field
 
 from ...ds_configs.specs.errors import ConfigError, ShardwrightError, UsageError, collecting
 from ...ds_configs.specs.settings import Settings
+from ...ds_configs.specs.texts import near_path
 from ...plugins.huggingface_hub.hub import hub_errors, hub_failure, hub_status
 
 
@@ -138,7 +139,9 @@ def parse_source(text: str) -> Source:
         return Source(name=text, limit=limit)
     name, _, config = text.partition(":")
     if name.startswith((".", "/", "~")) or name.endswith(SUFFIXES) or name.count("/") > 1 or not name:
-        rule, fix = "no such file or directory", f"pass an existing path, a Hub id, or {PYTHON_HELP}"
+        near = near_path(text)
+        fix = f"did you mean {near}?" if near else f"pass an existing path, a Hub id, or {PYTHON_HELP}"
+        rule = "no such file or directory"
         raise UsageError(ConfigError(where="dataset", value=text, rule=rule, fix=fix))
     return Source(name=name, config=config or None, limit=limit)
 

@@ -69,6 +69,9 @@ def launch_errors(
     return [ConfigError(where="hardware", value=hardware.name, rule=rule, fix=fix)]
 
 
+CONVERTED = "convert them to safetensors, or pass the config.json for random weights"
+
+
 def trained_teacher(teacher: str, revision: str | None) -> LoadedModel:
     """Return a teacher's sizes.
 

@@ -19,12 +19,14 @@ from ...plugins.peft import LoraAdapter
 from ...plugins.planning.from_names import installed_release_difference
 from ...plugins.planning.from_names import plan as select_plan
 from ...plugins.planning.models import LoadedModel, load_model_spec
+from ...plugins.transformers.sound_model import refuse_other_formats
 from ..data.models import StartingModel, has_tokenizer, load_config, load_tokenizer, with_positions
 from ..data.packing import packed_if_possible
 from ..data.samples import Samples, SampleStatistics
 from ..data.sources import WHOLE, Part, local_place
 from ..data.templates import set_chat_template
 from ..runs.inputs import (
+    CONVERTED,
     PLANNED_DEVICE_FIX,
     chosen_hardware,
     launch_errors,
@@ -150,6 +152,7 @@ def prepare_train(settings: TrainSettings, model: str, request: RunRequest) -> P
             errors += [] if request.dry_run else launch_errors(hardware, request.place, **device_fix)
     with collecting(errors):
         loaded = load_model_spec(model, revision=settings.revision)
+        refuse_other_formats(Path(model), where="model", fix=CONVERTED)
         errors += [] if written_plan is None else _other_model_errors(written_plan, loaded)
     if settings.resume_adapter is not None:
         with collecting(errors):

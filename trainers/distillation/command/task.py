@@ -14,12 +14,14 @@ from ....ds_configs.specs.errors import ConfigError, UsageError, collecting
 from ....ds_configs.specs.settings import settings_of
 from ....plugins.planning.from_names import plan as select_plan
 from ....plugins.planning.models import load_model_spec
+from ....plugins.transformers.sound_model import refuse_other_formats
 from ...data.models import TOKENIZER_FILES, StartingModel, load_config, load_tokenizer, with_positions
 from ...data.packing import packed_if_possible
 from ...data.samples import Samples
 from ...data.sources import local_place
 from ...data.templates import set_chat_template
 from ...runs.inputs import (
+    CONVERTED,
     chosen_hardware,
     is_without,
     launch_errors,
@@ -129,6 +131,7 @@ def prepare_distillation(
         errors += [] if request.dry_run else launch_errors(hardware, request.place)
     with collecting(errors):
         loaded_student = load_model_spec(student, revision=settings.revision)
+        refuse_other_formats(Path(student), where="student", fix=CONVERTED)
     with collecting(errors):
         loaded_teacher = trained_teacher(teacher, settings.teacher_revision)
     if loaded_student is not None and loaded_teacher is not None:

@@ -1,0 +1,112 @@
+"""Plans from Python with the words of users: numbers as text, paths, and names without a Hub."""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+import shardwright
+from paths import TESTS
+from shardwright.cli.main import run
+from shardwright.ds_configs.specs.errors import UsageError
+
+QWEN = TESTS / "data" / "models" / "Qwen--Qwen2.5-0.5B"
+GPU = "8xA100-80GB"
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ({"seq_len": "2k"}, "seq_len = '2k': must be an integer from 1 to 100,000,000; write 2048"),
+        ({"seq_len": "128k"}, "seq_len = '128k': must be an integer from 1 to 100,000,000; write 131072"),
+        ({"seq_len": "2048"}, "seq_len = '2048': must be an integer"),
+        ({"global_batch_size": "1k"}, "global_batch_size = '1k': must be an integer from 1 to 1,000,000,000; write"),
+        ({"micro_batch_size": "4"}, "micro_batch_size = '4': must be an integer"),
+        ({"tensor_parallel_size": "2"}, "tensor_parallel_size = '2': must be an integer"),
+        ({"zero_quantized_weights": "yes"}, "zero_quantized_weights = 'yes': must be True or False"),
+        ({"host_memory": 512}, "host_memory = 512: must be text"),
+        ({"num_processes": "8"}, "num_processes = '8'"),
+    ],
+)
+def test_a_plan_rejects_numbers_as_text(words: dict[str, Any], said: str) -> None:
+    with pytest.raises(UsageError) as raised:
+        shardwright.plan(str(QWEN), GPU, **words)
+    assert said in str(raised.value)
+
+
+@pytest.mark.parametrize("command", ["train", "distill", "qat"])
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"seq_len": "2k"}, "seq_len = '2k': must be an integer; write 2048"),
+        ({"max_steps": "1k"}, "max_steps = '1k': must be an integer; write 1000"),
+        ({"learning_rate": "fast"}, "learning_rate = 'fast': must be a valid number"),
+    ],
+)
+def test_a_training_rejects_words_for_numbers(command: str, settings: dict[str, Any], said: str) -> None:
+    models = ("m", "m") if command == "distill" else ("m",)
+    with pytest.raises(UsageError) as raised:
+        getattr(shardwright, command)(*models, "out", dataset="d", **settings)
+    assert str(raised.value) == said
+
+
+def test_evaluate_and_rehearse_reject_words_for_numbers(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="seq_len = '2k': must be an integer; write 2048"):
+        shardwright.evaluate(str(QWEN), seq_len="2k", dataset="python-help")
+    with pytest.raises(
+        UsageError, match="steps = '2k': must be an integer; write 2000\nranks = 'x': must be an integer"
+    ):
+        shardwright.rehearse(tmp_path, steps="2k", ranks="x")  # type: ignore[arg-type]
+
+
+def test_a_path_is_a_model_and_a_number_is_no_hardware() -> None:
+    assert shardwright.plan(QWEN, GPU).model.name == str(QWEN)
+    with pytest.raises(UsageError, match="model: must be a Hub id, a path or a loaded model\nhardware = 8: must be"):
+        shardwright.plan(None, 8)  # type: ignore[arg-type]
+
+
+@pytest.fixture(params=["offline", "unreachable"])
+def no_hub(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> str:
+    from huggingface_hub import constants
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", request.param == "offline")
+    if request.param == "offline":
+        monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+        return "offline mode is on (HF_HUB_OFFLINE)"
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        address = f"http://127.0.0.1:{unused.getsockname()[1]}"
+    monkeypatch.setattr(constants, "ENDPOINT", address)
+    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", address + "/{repo_id}/resolve/{revision}/{filename}")
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+    return "the Hub cannot be reached (ConnectError)"
+
+
+def test_a_packaged_model_is_planned_without_a_hub(no_hub: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["plan", "meta-llama/Llama-3.1-8B", "--hardware", GPU]) == 0
+    shown = capsys.readouterr()
+    assert "8.03 B parameters" in shown.out
+    (note,) = (line for line in shown.err.splitlines() if "from its configuration in this package" in line)
+    assert no_hub.partition(" (")[0] in note
+
+
+@pytest.mark.parametrize(
+    ("arguments", "ending"),
+    [
+        ("acme/none", "pass a local directory or config.json"),
+        ("llama-3.1-8b", "or plan meta-llama/Llama-3.1-8B: its configuration is in this package"),
+        ("meta-llama/Llama-3.1-8B --revision main", "or omit --revision: its configuration is in this package"),
+    ],
+)
+def test_another_model_is_one_line_without_a_hub(
+    no_hub: str, arguments: str, ending: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["plan", *arguments.split(), "--hardware", GPU]) == 1
+    shown = capsys.readouterr()
+    (line,) = shown.err.splitlines()
+    assert not shown.out and line.startswith("error: model = ")
+    assert no_hub in line and line.endswith(ending)
