@@ -225,10 +225,10 @@ def resolve(app: App, tokens: Sequence[str]) -> tuple[Callable[..., Any], BoundA
         if isinstance(error, UnknownCommandError) and error.unused_tokens:
             from ..ds_configs.specs.synonyms import command_meant
 
-            word = error.unused_tokens[0]
-            near = command_meant(word, [name for name in app if not name.startswith("-")])
+            unknown = error.unused_tokens[0]
+            near = command_meant(unknown, [name for name in app if not name.startswith("-")])
             fix = f"did you mean {near}?" if near else "see shardwright --help"
-            raise UsageError(ConfigError(where=word, rule="is not a command", fix=fix)) from error
+            raise UsageError(ConfigError(where=unknown, rule="is not a command", fix=fix)) from error
         if isinstance(error, UnknownOptionError) and error.argument_collection and error.token is not None:
             # Raised before `sources` is called, for an unknown flag in front of a positional argument.
             options, flag = _options(error.argument_collection), error.token.value

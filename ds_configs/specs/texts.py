@@ -90,8 +90,9 @@ for _kind in ("bool", "int", "float", "timestamp", "binary"):
 
 def near_path(text: str) -> str:
     """Return the path with nearly this name in the same directory; empty if there is none."""
-    path = Path(text).expanduser()
+    # A `~` without a home directory and characters that no path contains raise RuntimeError or ValueError.
     with suppress(OSError, ValueError, RuntimeError):
+        path = Path(text).expanduser()
         names = {entry.name.lower(): entry.name for entry in path.parent.iterdir()}
         if near := get_close_matches(path.name.lower(), names, n=1, cutoff=0.8):
             return str(Path(text).with_name(names[near[0]]))

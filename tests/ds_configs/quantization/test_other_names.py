@@ -16,4 +16,4 @@ def test_every_method_is_proposed_with_a_scheme_that_it_supports() -> None:
 
 def test_proposed_schemes_exist_and_no_other_name_is_one() -> None:
     assert set(_SCHEMES.values()) <= set(PRESETS)
-    assert not set(_SCHEMES) & {name.replace("_", "") for name in PRESETS}
+    assert not set(_SCHEMES) & set(PRESETS)

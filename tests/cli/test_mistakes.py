@@ -1,0 +1,243 @@
+"""Mistakes of users by flag, dataset, model and hardware: the message names the problem, and its command works."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from commands import Result
+from paths import TESTS
+from shardwright.cli.main import run
+from small_models import llama
+
+QWEN = str(TESTS / "data" / "models" / "Qwen--Qwen2.5-0.5B")
+GPU = "--hardware 8xA100-80GB"
+TRAIN = "train model --hardware 2xCPU --output-dir out --dry-run"
+
+
+def rows(name: str, *columns: str, count: int = 60) -> None:
+    with Path(name).open("w") as file:
+        for index in range(count):
+            text = f"sentence {index} of a file that somebody wrote for a training"
+            file.write(json.dumps(dict.fromkeys(columns, text)) + "\n")
+
+
+@pytest.fixture(scope="module")
+def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a directory as users have it: a model, adapters, other weights, and data in several formats."""
+    from shardwright.plugins.transformers.training_arguments import byte_tokenizer
+
+    work = tmp_path_factory.mktemp("work")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(work)
+        llama(vocab_size=384).save_pretrained("model")
+        byte_tokenizer(384).save_pretrained("model")
+        shutil.copytree("model", "runs/checkpoint-3")
+        Path("converted").mkdir()
+        shutil.copy("model/config.json", "converted")
+        Path("converted/pytorch_model.bin").write_bytes(b"pickle")
+        Path("adapter").mkdir()
+        Path("adapter/adapter_config.json").write_text('{"peft_type": "LORA", "base_model_name_or_path": "model"}')
+        rows("notes.jsonl", "text")
+        rows("posts.jsonl", "body")
+        rows("answers.jsonl", "question", "answer")
+        chat = [{"role": "user", "content": "Are you there?"}, {"role": "assistant", "content": "Yes."}]
+        Path("chats.jsonl").write_text("".join(json.dumps({"messages": chat, "n": n}) + "\n" for n in range(60)))
+    return work
+
+
+Shell = Callable[[str], Result]
+
+
+@pytest.fixture
+def shell(work: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Shell:
+    monkeypatch.chdir(work)
+
+    def call(line: str) -> Result:
+        capsys.readouterr()
+        code = run(line.replace("QWEN", QWEN).split())
+        return Result(code, *capsys.readouterr())
+
+    return call
+
+
+MISTAKES = {
+    "flag": [
+        (
+            f"plan QWEN {GPU} --zero-stage 3",
+            "use --strategy zero1, zero2 or zero3",
+            f"plan QWEN {GPU} --strategy zero3",
+        ),
+        (
+            f"plan QWEN {GPU} --lr 1e-4",
+            "--lr: is not an option of plan; pass --learning-rate to train, distill or qat",
+            f"{TRAIN} --dataset notes.jsonl --learning-rate 1e-4",
+        ),
+        (
+            f"{TRAIN} --dataset notes.jsonl --lora",
+            "--lora: is not an option; use --method lora",
+            f"{TRAIN} --dataset notes.jsonl --method lora",
+        ),
+        (
+            f"plan QWEN {GPU} --seq-len 2k",
+            "seq_len = '2k': must be an integer; write 2048",
+            f"plan QWEN {GPU} --seq-len 2048",
+        ),
+        (
+            "finetune model --dataset notes.jsonl --output-dir out",
+            "finetune: is not a command; did you mean train?",
+            f"{TRAIN} --dataset notes.jsonl",
+        ),
+    ],
+    "dataset": [
+        (f"{TRAIN} --dataset note.jsonl", "did you mean notes.jsonl?", f"{TRAIN} --dataset notes.jsonl"),
+        (
+            f"{TRAIN} --dataset posts.jsonl",
+            "but has body; select one with --text-column body",
+            f"{TRAIN} --dataset posts.jsonl --text-column body",
+        ),
+        (
+            f"{TRAIN} --dataset answers.jsonl",
+            "has question, answer; select one with --text-column, or rename two to prompt and completion",
+            f"{TRAIN} --dataset answers.jsonl --text-column answer",
+        ),
+        (
+            f"{TRAIN} --dataset chats.jsonl",
+            "need a chat template, which the tokenizer does not have; pass --chat-template, such as chatml",
+            f"{TRAIN} --dataset chats.jsonl --chat-template chatml --evaluation-dataset chats.jsonl",
+        ),
+        (
+            f"{TRAIN} --dataset posts.jsonl --text-column Body",
+            "text_column = 'Body': is not a column of posts.jsonl; did you mean body?",
+            f"{TRAIN} --dataset posts.jsonl --text-column body",
+        ),
+    ],
+    "model": [
+        (
+            f"plan Llama-3.1-8B {GPU}",
+            "or plan meta-llama/Llama-3.1-8B: its configuration is in this package",
+            f"plan meta-llama/Llama-3.1-8B {GPU}",
+        ),
+        (
+            f"plan adapter {GPU}",
+            "it is an adapter: merge it with shardwright merge, or pass its base model",
+            f"plan model {GPU}",
+        ),
+        (f"plan runs {GPU}", "has no config.json; pass runs/checkpoint-3", f"plan runs/checkpoint-3 {GPU}"),
+        (f"plan model/model.safetensors {GPU}", "is a file of weights; pass its directory, model", f"plan model {GPU}"),
+        (
+            "train converted --hardware 2xCPU --output-dir out --dry-run --dataset notes.jsonl",
+            "has pytorch_model.bin; convert them to safetensors, or pass the config.json for random weights",
+            "train model --hardware 2xCPU --output-dir out --dry-run --dataset notes.jsonl",
+        ),
+    ],
+    "hardware": [
+        ("plan QWEN --hardware 8xA100", "write one of A100-40GB, A100-80GB", f"plan QWEN {GPU}"),
+        ("plan QWEN --hardware A100-80GB:8", "[[NODESx]GPUSx]GPU; write 8xA100-80GB", f"plan QWEN {GPU}"),
+        ("plan QWEN --hardware 4090", "write 1xRTX4090", "plan QWEN --hardware 1xRTX4090"),
+        (
+            "plan QWEN --hardware 2xT4",
+            "precision = 'bf16': is not supported by T4; use fp16 or fp32",
+            "plan QWEN --hardware 2xT4 --precision fp16 --seq-len 1024",
+        ),
+        (
+            f"plan QWEN {GPU} --host-memory 512",
+            "host_memory = '512': has no unit; write 512GB",
+            f"plan QWEN {GPU} --host-memory 512GB",
+        ),
+    ],
+}
+
+
+@pytest.mark.parametrize(
+    ("line", "said", "corrected"), [mistake for mistakes in MISTAKES.values() for mistake in mistakes]
+)
+def test_the_message_proposes_what_works(line: str, said: str, corrected: str, shell: Shell) -> None:
+    wrong = shell(line)
+    assert wrong.code != 0 and not wrong.out
+    (error,) = wrong.errors
+    assert said in error
+    right = shell(corrected)
+    assert right.code == 0, right.err
+    assert not Path("out").exists()
+
+
+def test_there_are_five_of_each_kind() -> None:
+    assert {kind: len(mistakes) for kind, mistakes in MISTAKES.items()} == dict.fromkeys(MISTAKES, 5)
+
+
+@pytest.mark.needs("llmcompressor")
+@pytest.mark.parametrize(
+    ("scheme", "proposed"),
+    [
+        ("AWQ", "--method awq --scheme W4A16"),
+        ("gptq_marlin", "--method gptq --scheme W4A16"),
+        ("SmoothQuant", "--method smoothquant --scheme W8A8"),
+        ("int4", "W4A16"),
+        ("8bit", "W8A16"),
+        ("bnb-4bit", "NF4"),
+        ("e4m3", "FP8_DYNAMIC"),
+        ("W4A16_G32", "--scheme W4A16 --group-size 32"),
+        ("fp8", "--scheme FP8_DYNAMIC"),
+    ],
+)
+def test_a_scheme_of_another_tool_is_answered_with_ours(scheme: str, proposed: str, shell: Shell) -> None:
+    data = "" if scheme == "fp8" else "--dataset notes.jsonl --seq-len 32"
+    (error,) = shell(f"quantize model --dry-run {data} --scheme {scheme}").errors
+    assert f"use {proposed}" in error and len(error) < 200
+    flags = proposed if proposed.startswith("--") else f"--scheme {proposed}"
+    flags += " --group-size 64" if flags.endswith(("W4A16", "W8A16")) else ""
+    right = shell(f"quantize model --dry-run {data} {flags}")
+    assert right.code == 0, right.err
+
+
+@pytest.mark.parametrize(
+    ("scheme", "said"),
+    [
+        ("Q4_K_M", "is a format of llama.cpp; convert the model to it as docs/guides/gguf.md describes"),
+        ("bf16", "quantizes nothing; use W8A16, FP8_DYNAMIC or W4A16"),
+        ("hqq", "is a format of another library, which is not supported; use W4A16 or W8A16"),
+        ("nonsense", "is not a quantization scheme; use W4A16, W8A16, W8A8, FP8_DYNAMIC, NVFP4 or NF4"),
+    ],
+)
+def test_a_scheme_without_a_counterpart_is_one_short_line(scheme: str, said: str, shell: Shell) -> None:
+    (error,) = shell(f"quantize model --dry-run --scheme {scheme}").errors
+    assert error == f"--scheme = {scheme!r}: {said}"
+
+
+def test_a_scheme_of_qat_is_answered_without_a_method(shell: Shell) -> None:
+    found = shell("qat model --scheme awq --hardware 2xCPU --output-dir out --dataset notes.jsonl --dry-run")
+    assert found.errors == ["--scheme = 'awq': is a method, not a scheme; use --scheme W4A16"]
+
+
+@pytest.mark.needs("llmcompressor")
+@pytest.mark.parametrize(
+    ("hidden_size", "flags"),
+    [(128, "--scheme W4A16"), (64, "--scheme W4A16 --group-size 64"), (48, "--scheme W8A16 --group-size -1")],
+)
+def test_the_next_step_after_a_training_works(
+    hidden_size: int, flags: str, tmp_path: Path, shell: Shell, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from shardwright.cli.show import show_quantize_next
+    from shardwright.plugins.transformers.training_arguments import byte_tokenizer
+
+    model = tmp_path / "tuned"
+    llama(hidden_size=hidden_size, vocab_size=384).save_pretrained(model)
+    byte_tokenizer(384).save_pretrained(model)
+    capsys.readouterr()
+    show_quantize_next(model)
+    shown = capsys.readouterr().out.strip()
+    assert shown.startswith(f"Next: shardwright quantize {model} {flags} --output-dir {model}-w")
+    # The 8-bit one is run, the others are checked.
+    rest = "--no-evaluate" if hidden_size == 48 else "--dry-run"
+    done = shell(f"{shown.removeprefix('Next: shardwright ')} {rest}")
+    assert done.code == 0, done.err
+
+
+def test_a_model_that_quantize_rejects_has_no_next_step(tmp_path: Path) -> None:
+    from shardwright.trainers.quantization.inputs import suggested_settings
+
+    assert suggested_settings(tmp_path) == {}
