@@ -31,7 +31,7 @@ STILL_REJECTED = [Combination(layout="tp2-pp2-zero1", settings=("qat_inputs",))]
 REJECTED = {
     ("adafactor", "zero1"): "other updates",
     ("dropout", "cp"): "DTensors",
-    ("balance_loss", "cp"): "a part of it",
+    ("balance_loss", "cp"): "only a part",
     ("learned_scales", "tp"): "neither shards nor keeps the scales",
     ("label_smoothing", "fsdp2"): "which FSDP2 renames",
     ("sgd", "zero_offload"): "CPU Adam",

@@ -202,7 +202,7 @@ def test_where_one_dimension_stops_paying() -> None:
     hardware = parse_hardware("64x8xH100-80GB")
     found, reason = where_one_dimension_stops_paying(llama(), hardware, JOB)
     assert found is not None
-    assert f"at {found} ranks" in reason
+    assert f"At {found} ranks" in reason
     assert "analysis only" in reason
     first, *rest = compare_tensor_layouts(llama(), hardware, JOB, found)
     assert min(one.communication_seconds for one in rest) < first.communication_seconds

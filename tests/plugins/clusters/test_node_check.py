@@ -45,11 +45,11 @@ def test_every_difference_is_reported_together(plan: Plan) -> None:
     )
     reported = [error.rule for error in node_errors(plan, [FACTS, other])]
     assert reported == [
-        "b has peft 0.21, a has none",
-        "b has torch 2.12.0, a has 2.13.0",
+        "b has peft 0.21, but a has none",
+        "b has torch 2.12.0, but a has 2.13.0",
         "ds_config.json on b differs from a's",
         "b has 7, but the plan needs 8 x A100-80GB",
-        "b has 7 x NVIDIA A100-SXM4-80GB 79 GiB, a has 8 x NVIDIA A100-SXM4-80GB 79 GiB",
+        "b has 7 x NVIDIA A100-SXM4-80GB 79 GiB, but a has 8 x NVIDIA A100-SXM4-80GB 79 GiB",
     ]
 
 
@@ -58,7 +58,7 @@ def test_differences_that_do_not_prevent_a_run_are_warnings(plan: Plan) -> None:
         FACTS, host="b", shares_directory=False, clock_seconds=-7.25, free_memory_bytes=0, free_disk_bytes=0
     )
     warnings = node_warnings(plan, [FACTS, other], 1.5e9)
-    assert "b does not see files of a" in warnings[0]
+    assert "b cannot see files of a" in warnings[0]
     assert warnings[1] == "the clock of b is -7.2 s off a's"
     assert warnings[2].startswith("b has 0.000 GB of free memory, but the plan needs")
     # 8.03 x 10^9 parameters: 2 bytes of weights, 12 of fp32 weights and two moments.

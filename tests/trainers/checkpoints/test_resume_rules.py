@@ -17,4 +17,4 @@ def test_other_world_size_is_rejected_if_states_are_sharded_by_axes():
 def test_other_world_size_continues_if_states_are_complete_or_resharded(engine):
     errors, (warning,) = compared({"engine": engine, "world_size": 4}, {"engine": engine, "world_size": 2})
     assert not errors
-    assert warning.startswith("resume: world_size was 4 and is now 2: random states")
+    assert warning.startswith("resume: world_size was 4 and is now 2: the random states of the ranks")

@@ -239,7 +239,7 @@ def test_all_wrong_values_are_reported_together(planned: Path, tmp_path: Path) -
 
 
 def test_accelerators_that_are_not_here_are_rejected(planned: Path, tmp_path: Path) -> None:
-    elsewhere = make(str(tmp_path / "model"), "64xH100-80GB", seq_len=32, global_batch_size=64)
+    elsewhere = make(str(tmp_path / "model"), "8x8xH100-80GB", seq_len=32, global_batch_size=64)
     with pytest.raises(UsageError, match="tune a plan for one of them"):
         tune(elsewhere)
     with pytest.raises(UsageError, match="this machine has 0 GPUs; plan for this machine"):
