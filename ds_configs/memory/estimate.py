@@ -256,14 +256,11 @@ def _weight_copies(strategy: Layout, model: ModelSpec, job: TrainingJob, copy_by
 def _dequantized(model: ModelSpec, job: TrainingJob) -> Terms:
     if job.method != "qlora":
         return {}
-    return {"dequantized_weight": job.compute_bytes * _widest_linear(model)}
+    widest = max((p.numel for p in model.parameters if p.kind == "linear" and p.in_layer), default=0)
+    return {"dequantized_weight": job.compute_bytes * widest}
 
 
 @lru_cache(maxsize=256)
-def _widest_linear(model: ModelSpec) -> int:
-    return max((p.numel for p in model.parameters if p.kind == "linear" and p.in_layer), default=0)
-
-
 def _loss_terms(
     strategy: Layout, model: ModelSpec, job: TrainingJob, traced: ActivationEstimate
 ) -> dict[Moment, Terms]:

@@ -26,7 +26,6 @@ from ..specs.layout import Layout
 from ..specs.model import FIRST_RELEASE, ModelSpec
 from ..specs.texts import read_small_file, strict_json, yaml_mapping
 from ..specs.units import gigabytes
-from ..step_time.estimate import StepTime
 from ..step_time.learning import MeasuredStep, scaled_time
 from .clusters import ClusterJob, hostfile, slurm_script
 from .notebook import plan_html, plan_line, plan_rows
@@ -326,22 +325,18 @@ def _evaluated_dict(evaluated: Evaluated, **described: object) -> dict[str, Any]
     memory = evaluated.memory
     host = asdict(memory.host)
     nvme_bytes = host.pop("nvme_bytes_per_node")
+    step_time = asdict(evaluated.time)
+    if not evaluated.time.measured_runs:
+        del step_time["learned_scale"], step_time["measured_runs"]
     return {
         "strategy": strategy_dict(evaluated.strategy),
         **described,
         "gpu_memory": asdict(memory.gpu),
         "host_memory": host | {"nvme_capacity_bytes_per_node": memory.nvme_capacity_bytes_per_node},
         "nvme_bytes_per_node": nvme_bytes,
-        "step_time": _time_dict(evaluated.time),
+        "step_time": step_time,
         "loss": evaluated.loss,
     }
-
-
-def _time_dict(time: StepTime) -> dict[str, Any]:
-    values = asdict(time)
-    if not time.measured_runs:
-        del values["learned_scale"], values["measured_runs"]
-    return values
 
 
 def plan_from_dict(data: object, *, source: str) -> Plan:

@@ -50,8 +50,10 @@ def meaning(name: str, *, with_method: bool) -> tuple[str, str]:
     """
     words = name.upper().replace("-", "_")
     plain = re.sub(r"[_. ]", "", words)
-    method = _method_in(plain)
-    if method:
+    names = {re.sub("-", "", method).upper(): method for method in METHOD_SCHEMES}
+    # The longest one, as in `GPTQ_MARLIN`.
+    if named := [names[name] for name in sorted(names, key=len, reverse=True) if name in plain]:
+        method = named[0]
         scheme = METHOD_SCHEMES[method]
         return "is a method, not a scheme", f"use {f'--method {method} ' if with_method else ''}--scheme {scheme}"
     if plain in _SCHEMES:
@@ -68,9 +70,3 @@ def meaning(name: str, *, with_method: bool) -> tuple[str, str]:
 
 
 _UNKNOWN = "is not a quantization scheme"
-
-
-def _method_in(plain: str) -> str:
-    """Return the longest name of a method in the name of a scheme, such as `GPTQ_MARLIN`."""
-    names = {re.sub("-", "", method).upper(): method for method in METHOD_SCHEMES}
-    return next((names[name] for name in sorted(names, key=len, reverse=True) if name in plain), "")

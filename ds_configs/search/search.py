@@ -100,7 +100,14 @@ class Search:
         self._partially_recomputed[candidate] = None
         layers = candidate.context.model.dimensions.num_layers
         low, high = 0, -(-layers // candidate.strategy.pp)
-        everything = self._recomputing_all(candidate)
+        if candidate.index not in self._by_strategy:
+            self._by_strategy[candidate.index] = {
+                (other.strategy, other.job.loss): other for other in self.by_layout[candidate.index]
+            }
+        # The candidate that differs only in recomputing all layers, whose memory may be known already.
+        everything = candidate.with_recomputed(None)
+        known = self._by_strategy[candidate.index]
+        everything = known.get((everything.strategy, everything.job.loss), everything)
         if not self.fits(everything):
             return None
         capacity = candidate.memory.gpu.capacity_bytes
@@ -117,15 +124,6 @@ class Search:
                 low, most = middle, partial.memory.gpu.high_bytes
         self._partially_recomputed[candidate] = fitting
         return fitting
-
-    def _recomputing_all(self, candidate: Candidate) -> Candidate:
-        """Return the candidate that differs only in recomputing all layers, whose memory may be known already."""
-        if candidate.index not in self._by_strategy:
-            self._by_strategy[candidate.index] = {
-                (other.strategy, other.job.loss): other for other in self.by_layout[candidate.index]
-            }
-        everything = candidate.with_recomputed(None)
-        return self._by_strategy[candidate.index].get((everything.strategy, everything.job.loss), everything)
 
 
 def _fastest(legal: list[Candidate]) -> Candidate:

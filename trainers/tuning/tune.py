@@ -261,7 +261,8 @@ def _measure_all(
     complete = measured(trials)
     if not complete:
         reasons = "\n".join(f"{trial.name}: {_result(trial)}" for trial in trials)
-        limit = f"raise --time-limit above {limit_seconds / 60:g} minutes, or " if _all_stopped(trials) else ""
+        stopped = all(trial.outcome == "stopped" for trial in trials)
+        limit = f"raise --time-limit above {limit_seconds / 60:g} minutes, or " if stopped else ""
         raise ShardwrightError(
             f"no layout was measured: {limit}test the files with `shardwright rehearse`\n{reasons}".rstrip()
         )
@@ -269,10 +270,6 @@ def _measure_all(
         share = f"{100 * (complete[0].spread or 0.0):.0f} %"
         logger.info(f"step times of the fastest layout vary by {share}: another job may use this machine")
     return tuple(trials)
-
-
-def _all_stopped(trials: Sequence[Trial]) -> bool:
-    return all(trial.outcome == "stopped" for trial in trials)
 
 
 def _run_trial(
@@ -391,8 +388,11 @@ def _store(file: Path, identifier: str, trial: Trial) -> None:
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         with file.open("a+b") as stream:
-            if stream.tell() and not _ends_line(stream):
-                stream.write(b"\n")
+            # A run that was killed may have left a part of a line.
+            if stream.tell():
+                stream.seek(-1, os.SEEK_END)
+                if stream.read(1) != b"\n":
+                    stream.write(b"\n")
             stream.write(json.dumps(record).encode() + b"\n")
             stream.flush()
             os.fsync(stream.fileno())
@@ -401,14 +401,11 @@ def _store(file: Path, identifier: str, trial: Trial) -> None:
         logger.info(f"{file}: this trial cannot be stored ({error.strerror})")
 
 
-def _ends_line(stream: Any) -> bool:
-    stream.seek(-1, os.SEEK_END)
-    return bool(stream.read(1) == b"\n")
-
-
 def _learn(request: _Request, trial: Trial) -> None:
     """Store the step time for later plans; a store that cannot be written does not end the trials."""
-    plan, scale = request.plan, _learned_scale(request.plan, trial)
+    plan = request.plan
+    layouts = (plan.chosen, *plan.rejected)
+    scale = next(layout.time.learned_scale for layout in layouts if (layout.strategy, layout.loss) == trial.layout)
     assert trial.step_seconds is not None, "it was measured"
     content = json.dumps([request.identifier, trial_dict(trial)], sort_keys=True)
     step = MeasuredStep(
@@ -425,8 +422,3 @@ def _learn(request: _Request, trial: Trial) -> None:
         CalibrationStore().add_step(step)
     except ShardwrightError as error:
         logger.info(f"the step time does not correct later plans: {error}")
-
-
-def _learned_scale(plan: Plan, trial: Trial) -> float:
-    layouts = (plan.chosen, *plan.rejected)
-    return next(layout.time.learned_scale for layout in layouts if (layout.strategy, layout.loss) == trial.layout)

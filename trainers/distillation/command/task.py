@@ -159,9 +159,12 @@ def prepare_distillation(
     models = [(loaded_student.config, plan.model.attention)]
     if not settings.teacher_cache:
         models.append((loaded_teacher.config, loaded_teacher.spec.attention))
-    samples = packed_if_possible(
-        limited_held_out(samples, settings), settings, plan, models, obstacle=_packing_obstacle(settings)
-    )
+    obstacle = None
+    if settings.on_policy:
+        obstacle = "the student completes the prompt of one conversation per row (--on-policy)"
+    elif settings.cross_tokenizer:
+        obstacle = "the teacher reads each conversation in its own tokens (--cross-tokenizer)"
+    samples = packed_if_possible(limited_held_out(samples, settings), settings, plan, models, obstacle=obstacle)
     return PreparedDistillation(
         request=request,
         settings=settings,
@@ -173,15 +176,6 @@ def prepare_distillation(
         teacher_tokenizer=tokenizers[1],
         vocab_size=tokenizers[2],
     )
-
-
-def _packing_obstacle(settings: DistillSettings) -> str | None:
-    """Return why these settings cannot use rows of several conversations; `None` if they can."""
-    if settings.on_policy:
-        return "the student completes the prompt of one conversation per row (--on-policy)"
-    if settings.cross_tokenizer:
-        return "the teacher reads each conversation in its own tokens (--cross-tokenizer)"
-    return None
 
 
 def _with_tokenizers(
