@@ -65,7 +65,7 @@ def check_finishing(command: list[str], directory: Path, found: dict[str, Any]) 
     """A run killed after its last checkpoint exports the same codes; a complete run is not repeated."""
     out = directory / "out"
     weights = taken_away(out)
-    for reported in ("nothing is trained", "the run is complete"):
+    for reported in ("only the rest of the command runs", "the run is complete"):
         done = completed(command, directory)
         assert reported in done.stderr
         again = json.loads(done.stdout)

@@ -391,7 +391,7 @@ def test_models_that_cannot_be_judged(tiny_llama, book, tmp_path):
     with pytest.raises(UsageError, match="has no weights"):
         small_run(bare, book)
     (bare / "pytorch_model.bin").write_bytes(b"x")
-    with pytest.raises(RefusedInputError, match=r"safetensors only.*pytorch_model.bin"):
+    with pytest.raises(RefusedInputError, match=r"only from safetensors.*pytorch_model.bin"):
         small_run(bare, book)
 
     weights = load_file(tiny_llama / "model.safetensors")

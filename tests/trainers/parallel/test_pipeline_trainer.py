@@ -242,7 +242,7 @@ def test_other_gradient_precision_with_offloaded_optimizer_is_rejected(tmp_path:
     config["data_types"] = {"grad_accum_dtype": "fp32"}
     assert errors_of(OnRanks(2, arguments)) == {}
     config["zero_optimization"]["offload_optimizer"] = {"device": "cpu"}
-    assert "not summed" in errors_of(OnRanks(2, arguments))["data_types.grad_accum_dtype"]
+    assert "not be summed" in errors_of(OnRanks(2, arguments))["data_types.grad_accum_dtype"]
     del config["data_types"]
     assert errors_of(OnRanks(2, arguments)) == {}
 
