@@ -66,6 +66,8 @@ _OPTIONS: Mapping[tuple[str, ...], tuple[Option, ...]] = {
         "block_size",
         "cutoff_len",
     ): (Option("seq_len"), Option("max_model_len")),
+    ("no_packing", "disable_packing"): (Option("packing", "off"),),
+    ("sample_packing", "pack", "group_texts"): (Option("packing", "auto, on or off"),),
     ("optim", "optimizer", "optimiser"): (Option("optimizer"),),
     ("tp", "tp_size", "tensor_parallel", "tensor_model_parallel_size"): (Option("tensor_parallel_size"),),
     ("pp", "pp_size", "pipeline_parallel", "pipeline_model_parallel_size"): (Option("pipeline_parallel_size"),),

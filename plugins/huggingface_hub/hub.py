@@ -22,7 +22,6 @@ from urllib.parse import urlsplit
 
 from ...ds_configs.models.model_config import LARGEST_CONFIG_BYTES, parse_config_json
 from ...ds_configs.specs.errors import ConfigError, RefusedInputError, ShardwrightError, UsageError
-from ...ds_configs.specs.texts import near_path
 from ..safetensors.reading import StoredTensor, check_names, checkpoint_files, read_checkpoint
 
 Result = TypeVar("Result")
@@ -199,6 +198,8 @@ def search_models(words: str, *, most: int = 20) -> tuple[str, ...]:
 def refuse_no_hub_id(model: str) -> None:
     """Raise a `UsageError` for a name that is not a local path and cannot be a Hub id."""
     if model.endswith(".json") or model.startswith((".", "/", "~")) or not _HUB_ID.fullmatch(model):
+        from ...ds_configs.specs.texts import near_path
+
         near = near_path(model)
         rule, fix = "no such file or directory, and not a Hub id", f"did you mean {near}?" if near else "write ORG/NAME"
         raise UsageError(ConfigError(where="model", value=model, rule=rule, fix=fix))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 from commands import Result
 from paths import TESTS
 from shardwright.cli.main import run
+from shardwright.trainers.quantization.inputs import suggested_command
 from small_models import llama
 
 QWEN = str(TESTS / "data" / "models" / "Qwen--Qwen2.5-0.5B")
@@ -218,26 +220,19 @@ def test_a_scheme_of_qat_is_answered_without_a_method(shell: Shell) -> None:
     ("hidden_size", "flags"),
     [(128, "--scheme W4A16"), (64, "--scheme W4A16 --group-size 64"), (48, "--scheme W8A16 --group-size -1")],
 )
-def test_the_next_step_after_a_training_works(
-    hidden_size: int, flags: str, tmp_path: Path, shell: Shell, capsys: pytest.CaptureFixture[str]
-) -> None:
-    from shardwright.cli.show import show_quantize_next
+def test_the_next_step_after_a_training_works(hidden_size: int, flags: str, tmp_path: Path, shell: Shell) -> None:
     from shardwright.plugins.transformers.training_arguments import byte_tokenizer
 
     model = tmp_path / "tuned"
     llama(hidden_size=hidden_size, vocab_size=384).save_pretrained(model)
     byte_tokenizer(384).save_pretrained(model)
-    capsys.readouterr()
-    show_quantize_next(model)
-    shown = capsys.readouterr().out.strip()
-    assert shown.startswith(f"Next: shardwright quantize {model} {flags} --output-dir {model}-w")
+    words = suggested_command(model)
+    assert shlex.join(words).startswith(f"shardwright quantize {model} {flags} --output-dir {model}-w")
     # The 8-bit one is run, the others are checked.
     rest = "--no-evaluate" if hidden_size == 48 else "--dry-run"
-    done = shell(f"{shown.removeprefix('Next: shardwright ')} {rest}")
+    done = shell(f"{shlex.join(words[1:])} {rest}")
     assert done.code == 0, done.err
 
 
 def test_a_model_that_quantize_rejects_has_no_next_step(tmp_path: Path) -> None:
-    from shardwright.trainers.quantization.inputs import suggested_settings
-
-    assert suggested_settings(tmp_path) == {}
+    assert suggested_command(tmp_path) == []

@@ -37,7 +37,7 @@ def test_resume_or_anew_starts_again_if_no_checkpoint_is_complete(workshop, tmp_
     for directory in (tmp_path / "run").glob("checkpoint-*"):
         DAMAGES["drop_record"](directory)
     output = workshop.run("ddp", tmp_path / "run", flags=("--resume-or-anew",))
-    assert "no checkpoint is complete; training starts again at step 0" in output
+    assert "no checkpoint is complete, training starts again at step 0" in output
     assert f"renamed to incomplete-checkpoint-{STEPS}" in output
     assert losses_of(tmp_path / "run") == pytest.approx(losses_of(workshop.whole("ddp")), abs=1e-6)
 

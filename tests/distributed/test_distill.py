@@ -78,7 +78,7 @@ def check_files(taught: Path, found: dict[str, Any]) -> None:
     names = {path.name for path in taught.iterdir()}
     report = "README.md REPORT.md distillation.png metrics.jsonl plan report.json report.html checkpoints"
     model = "config.json generation_config.json model.safetensors tokenizer.json tokenizer_config.json"
-    assert names == {*report.split(), *model.split()}
+    assert names == {*report.split(), *model.split(), "plan_measurement.json"}
     assert read_card(taught).library_name == "transformers"
     text = (taught / "REPORT.md").read_text()
     for values in (found["before"], found["after"]):

@@ -225,10 +225,14 @@ def test_a_model_directory_needs_safetensors(train: Shell, model: Path, tmp_path
 def test_a_configuration_alone_trains_from_random_weights(
     train: Shell, model: Path, tmp_path: Path, one_rank: list[Sequence[str]]
 ) -> None:
-    words = (model / "config.json", *OUT, *DATA, "--max-steps", 1, "--hardware", "1xCPU", "--format", "json")
+    config = json.loads((model / "config.json").read_text()) | {"initializer_range": 1e-4}
+    (tmp_path / "random").mkdir()
+    (tmp_path / "random" / "config.json").write_text(json.dumps(config))
+    words = ("random/config.json", *OUT, *DATA, "--max-steps", 1, "--hardware", "1xCPU", "--format", "json")
     found = train(*words, "--learning-rate", 1e-9)
+    assert found.code == 0, found.err
     # Weights near zero predict all 300 tokens alike.
-    assert json.loads(found.out)["cross_entropy"]["before"] == pytest.approx(math.log(300), abs=0.1), found.err
+    assert json.loads(found.out)["cross_entropy"]["before"] == pytest.approx(math.log(300), abs=1e-2), found.err
 
 
 @pytest.mark.parametrize(
@@ -499,8 +503,8 @@ def test_long_conversations_are_truncated_and_counted(on_chats: Callable[..., Re
     [
         ("distill", ("--on-policy", 0.5), "the student completes the prompt of one conversation per row"),
         ("distill", ("--cross-tokenizer",), "the teacher reads each conversation in its own tokens"),
-        ("distill", ("--teacher", "mamba"), "MambaForCausalLM reads other documents of a row"),
-        ("qat", ("--teacher", "mamba"), "MambaForCausalLM reads other documents of a row"),
+        ("distill", ("--teacher", "mamba"), "MambaForCausalLM mixes the documents of a packed row"),
+        ("qat", ("--teacher", "mamba"), "MambaForCausalLM mixes the documents of a packed row"),
     ],
 )
 def test_distillation_pads_chats_that_it_cannot_pack(
