@@ -186,14 +186,19 @@ def _preferred(explored: Search, indices: list[int], job: TrainingJob) -> Candid
     Offload that was not requested has to be faster than every layout without it by `OFFLOAD_GAIN`.
     """
     if job.objective != "memory":
-        best = search_fastest(explored, indices)
-        if best is None or best.strategy.offload_optimizer == "none" or job.offload != "auto":
-            return best
         without = [index for index in indices if explored.by_layout[index][0].strategy.offload_optimizer == "none"]
+        if job.offload != "auto" or len(without) == len(indices):
+            return search_fastest(explored, indices)
         inside = search_fastest(explored, without)
-        if inside is not None and OFFLOAD_GAIN * inside.tokens_per_second > best.tokens_per_second:
-            return inside
-        return best
+        least = 0.0 if inside is None else OFFLOAD_GAIN * inside.tokens_per_second
+        offloaded = [
+            index
+            for index in indices
+            if explored.by_layout[index][0].strategy.offload_optimizer != "none"
+            and explored.possible(index) and explored.fastest_first(index)[0].tokens_per_second >= least
+        ]
+        best = search_fastest(explored, offloaded)
+        return inside if best is None or best.tokens_per_second < least else best
     return min(
         (explored.leanest[index] for index in indices if explored.possible(index)),
         key=lambda candidate: (candidate.memory.gpu.high_bytes, -candidate.tokens_per_second),
