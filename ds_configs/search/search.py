@@ -195,7 +195,8 @@ def _preferred(explored: Search, indices: list[int], job: TrainingJob) -> Candid
             index
             for index in indices
             if explored.by_layout[index][0].strategy.offload_optimizer != "none"
-            and explored.possible(index) and explored.fastest_first(index)[0].tokens_per_second >= least
+            and explored.possible(index)
+            and explored.fastest_first(index)[0].tokens_per_second >= least
         ]
         best = search_fastest(explored, offloaded)
         return inside if best is None or best.tokens_per_second < least else best
