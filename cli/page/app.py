@@ -273,7 +273,7 @@ def _model_fields() -> tuple[dict[str, gr.components.Component], gr.UploadButton
             names = search_models(text.strip()) if text.strip() else ()
         except ShardwrightError as error:
             return gr.skip(), errors_view(error)
-        result = f"{len(names)} models found: select one under Model" if names else "No model found"
+        result = f"Found: {len(names)}. Select one under Model" if names else "No model found"
         return gr.Dropdown(choices=list(names) or model_choices()), f'<p class="sub" role="status">{result}</p>'
 
     gr.on(

@@ -220,7 +220,7 @@ def test_search_lists_models_of_the_hub(visitor, address) -> None:
     page.get_by_role("button", name="Search the Hub, revision").click()
     page.get_by_label("Search the Hub", exact=True).fill("shard")
     page.get_by_role("button", name="Search", exact=True).click()
-    page.locator("#found", has_text="1 found").wait_for()
+    page.locator("#found", has_text="Found: 1").wait_for()
     page.get_by_label("Model", exact=True).click()
     page.get_by_role("option", name="org/sharded").click()
     shown_plan(page, "org/sharded")
