@@ -188,12 +188,16 @@ def test_an_interrupt_keeps_complete_trials(planned: Path, ranks: Any, tmp_path:
 def test_a_disk_that_is_full_does_not_lose_the_result(
     planned: Path, ranks: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def full(stream: object) -> bool:
-        raise OSError(errno.ENOSPC, "No space left on device")
+    opened = Path.open
+
+    def full(path: Path, mode: str = "r", **named: Any) -> Any:
+        # Every trial but the first one is appended to a file that exists.
+        if mode == "a+b" and path.exists():
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return opened(path, mode, **named)
 
     ranks(lambda label, task: [0.2] * task.steps)
-    # Called for every trial but the first one.
-    monkeypatch.setattr(tune_module, "_ends_line", full)
+    monkeypatch.setattr(Path, "open", full)
     tuned = tune(planned, trials=2, output_dir=tmp_path / "out")
     assert len(lines(tmp_path / "out")) == 1
     assert len(tuned.trials) == 2 and Plan.load(tmp_path / "out").trials == tuned.trials
