@@ -15,7 +15,6 @@ from ..ds_configs.quantization.scheme import QuantizationScheme
 from ..ds_configs.specs.errors import ConfigError, RefusedInputError, ShardwrightError, UsageError
 from . import patches
 from .transformers.checkpoint_tensors import without_zero3
-from .transformers.sound_model import is_finite
 
 if TYPE_CHECKING:
     import torch
@@ -119,6 +118,8 @@ def quantize_with_bitsandbytes(
 def _check_finite(directory: Path) -> None:
     """Check that all weights are finite, which cannot be seen in quantized weights."""
     from safetensors import safe_open
+
+    from .transformers.sound_model import is_finite
 
     errors = []
     for file in sorted(directory.glob("*.safetensors")):

@@ -64,19 +64,8 @@ def loss_of_single_documents(model: Any) -> torch.Tensor:
     return nats / count
 
 
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
-@pytest.mark.parametrize("build", [llama, mixtral, gpt2])
-def test_loss_and_gradients_are_those_of_single_documents(build: Any, attention: str) -> None:
-    packed, alone = build().double().eval(), build().double().eval()
-    for model in (packed, alone):
-        model.set_attn_implementation(attention)
-        # Fused experts have no fp64.
-        model.config._experts_implementation = "eager"
-    made = documents()
-    indices = fitting_rows([len(document["input_ids"]) for document in made], 28)
-    rows = [packed_row([made[index] for index in row]) for row in indices]
-    batch = collate(rows)
-    assert len(rows) == 2 and "attention_mask" not in batch
+def compare_with_single_documents(packed: Any, alone: Any, batch: Any) -> None:
+    """Compare the loss of packed rows and its gradients with those of the same documents one by one."""
     labelled = int((batch["labels"][:, 1:] != IGNORED_LABEL).sum())
     loss = packed(**batch, use_cache=False, num_items_in_batch=labelled).loss
     expected = loss_of_single_documents(alone)
@@ -90,6 +79,22 @@ def test_loss_and_gradients_are_those_of_single_documents(build: Any, attention:
             assert (parameter.grad - other.grad).abs().max() < 1e-6, name
 
 
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("build", [llama, mixtral, gpt2])
+def test_loss_and_gradients_are_those_of_single_documents(build: Any, attention: str) -> None:
+    packed, alone = build().double().eval(), build().double().eval()
+    for model in (packed, alone):
+        model.set_attn_implementation(attention)
+        # Fused experts have no fp64.
+        model.config._experts_implementation = "eager"
+    made = documents()
+    indices = fitting_rows([len(document["input_ids"]) for document in made], 28)
+    rows = [packed_row([made[index] for index in row]) for row in indices]
+    batch = collate(rows)
+    assert len(rows) == 2 and "attention_mask" not in batch
+    compare_with_single_documents(packed, alone, batch)
+
+
 @pytest.mark.parametrize(
     "rounding",
     [QATConfig(scheme=changed(PRESETS["W4A16"], group_size=32)), QATConfig(scheme=PRESETS["W8A8"])],
@@ -101,14 +106,7 @@ def test_a_rounded_model_has_the_loss_and_gradients_of_single_documents(rounding
         attach(model, rounding)
     made = documents()
     batch = collate([packed_row(made[:3]), packed_row(made[3:])])
-    labelled = int((batch["labels"][:, 1:] != IGNORED_LABEL).sum())
-    loss = packed(**batch, use_cache=False, num_items_in_batch=labelled).loss
-    expected = loss_of_single_documents(alone)
-    assert float(loss.detach()) == pytest.approx(float(expected.detach()), abs=1e-6)
-    loss.backward()
-    expected.backward()
-    for (name, parameter), other in zip(packed.named_parameters(), alone.parameters(), strict=True):
-        assert (parameter.grad - other.grad).abs().max() < 1e-6, name
+    compare_with_single_documents(packed, alone, batch)
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])

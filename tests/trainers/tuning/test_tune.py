@@ -21,18 +21,8 @@ from shardwright.trainers.reports.make import report_html
 from shardwright.trainers.tuning import tune as tune_module
 from shardwright.trainers.tuning.tune import tune
 from shardwright.trainers.tuning.worker import TrialTask
+from small_models import llama
 
-CONFIG = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": 512,
-    "max_position_embeddings": 128,
-}
 Behave = Callable[[str, TrialTask], Any]
 """Returns the seconds of a layout's steps, or raises what its launch raises."""
 
@@ -40,8 +30,7 @@ Behave = Callable[[str, TrialTask], Any]
 @pytest.fixture
 def planned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("SHARDWRIGHT_DATA_DIR", str(tmp_path / "data"))
-    (tmp_path / "model").mkdir()
-    (tmp_path / "model" / "config.json").write_text(json.dumps(CONFIG))
+    llama(hidden_size=64, vocab_size=512).save_pretrained(tmp_path / "model")
     plan = make(str(tmp_path / "model"), "2xCPU", seq_len=32, global_batch_size=4, precision="fp32")
     plan.write(tmp_path / "plan")
     return tmp_path / "plan"
