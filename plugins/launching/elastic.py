@@ -127,6 +127,9 @@ def main(command: Sequence[str]) -> int:
 
     if command[0] == "accelerate":
         from accelerate.commands.accelerate_cli import main as launcher
+
+        # With one rank, Accelerate starts this Python, where torchrun would read the variable.
+        sys.executable = os.environ.get("PYTHON_EXEC") or sys.executable
     else:
         from torch.distributed.run import main as launcher
     file = Path(os.environ[ERROR_FILE]) if os.environ.get(ERROR_FILE) else None

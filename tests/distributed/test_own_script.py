@@ -190,7 +190,8 @@ def test_a_plain_script_recomputes_what_the_plan_says_with_launch_and_all_layers
     model: Path, tmp_path: Path, partly: dict[str, Any]
 ) -> None:
     (tmp_path / "own.py").write_text(_RECOMPUTED_LAYERS)
-    whole = shardwright.plan(str(model), "1xCPU", seq_len=32, precision="fp32", gradient_checkpointing="on")
+    words = {"precision": "fp32", "strategy": "ddp", "gradient_checkpointing": "on"}
+    whole = shardwright.plan(str(model), "2xCPU", seq_len=32, **words)
     strategy = replace(whole.chosen.strategy, **partly)
     replace(whole, chosen=replace(whole.chosen, strategy=strategy)).write(tmp_path / "plan")
     script = ["own.py", model, "plan/training_arguments.json"]

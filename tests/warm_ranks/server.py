@@ -228,6 +228,7 @@ def _modules_of_shardwright() -> Iterator[str]:
 
 def _fill_caches() -> None:
     """Build the tables that every model and engine builds, which takes a quarter of a small training."""
+    import cpuinfo
     import deepspeed.ops
     from torch._dynamo.trace_rules import get_torch_obj_rule_map
     from transformers.conversion_mapping import get_checkpoint_conversion_mapping
@@ -236,6 +237,9 @@ def _fill_caches() -> None:
     get_torch_obj_rule_map()
     # Runs a compiler.
     _ = deepspeed.ops.__compatible_ops__
+    # Each of DeepSpeed's CPU optimizers asks for it, which starts a process and takes a second.
+    processor = cpuinfo.get_cpu_info()
+    cpuinfo.get_cpu_info = lambda: dict(processor)
 
 
 def _load_operators() -> None:

@@ -8,7 +8,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ import warm_ranks
 from hub_server import HubHandler, serving
 from readable_hub import COMMIT, CONFIG, FILES, PARAMETERS, Hub, readable_hub
 from shardwright.plugins.transformers.training_arguments import byte_tokenizer
+from warm_ranks.protocol import SERVER_NAME
 
 pytestmark = pytest.mark.slow
 
@@ -238,33 +239,36 @@ def whole_repository(tiny_llama: Path, tmp_path: Path) -> Iterator[str]:
     del FILES["org/whole"], FILES["org/pickled"]
 
 
-@pytest.fixture
-def drive_warm(hub: str, monkeypatch: pytest.MonkeyPatch) -> Callable[[Path, list[str]], list[Any]]:
-    """Run a command of a user of this Hub alone, whose ranks and checks start from warm processes that know it too."""
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("user") / "home"
 
-    def driven(home: Path, case: list[str]) -> list[Any]:
-        with monkeypatch.context() as before_imports:
+
+@pytest.fixture(scope="module")
+def drive_warm(hub: str, home: Path) -> Iterator[Callable[[list[str]], list[Any]]]:
+    """Run a command of a user of this Hub alone, whose ranks and checks start from warm processes that know it too."""
+    session = os.environ[SERVER_NAME]
+    with ExitStack() as servers:
+        with pytest.MonkeyPatch.context() as before_imports:
             user = of_the_hub(hub, home)
             for name in os.environ.keys() - user.keys():
                 before_imports.delenv(name)
-            for name, value in user.items():
-                before_imports.setenv(name, value)
             # The session's warm processes know the Hub of the process that they are forked from.
-            before_imports.setenv("HF_HUB_OFFLINE", "0")
-            with warm_ranks.server():
-                (result,) = drive(hub, home, [case], python=os.environ["PYTHON_EXEC"])
-        return result
-
-    return driven
+            for name, value in (user | {"HF_HUB_OFFLINE": "0"}).items():
+                before_imports.setenv(name, value)
+            servers.enter_context(warm_ranks.server())
+            own = {SERVER_NAME: os.environ[SERVER_NAME]}
+        os.environ[SERVER_NAME] = session
+        yield lambda case: drive(hub, home, [case], python=os.environ["PYTHON_EXEC"], **own)[0]
 
 
 def test_a_model_of_the_hub_is_trained_at_its_commit(
-    tmp_path: Path, whole_repository: str, drive_warm: Callable[[Path, list[str]], list[Any]]
+    tmp_path: Path, home: Path, whole_repository: str, drive_warm: Callable[[list[str]], list[Any]]
 ) -> None:
     trained = tmp_path / "trained"
     data = ("--dataset", "python-help#20", "--seq-len", "64", "--max-steps", "1", "--evaluation-samples", "2")
     training = ("--hardware", "1xCPU", "--method", "lora", "--output-dir", str(trained))
-    code, _, err = drive_warm(tmp_path / "home", ["train", whole_repository, *data, *training])
+    code, _, err = drive_warm(["train", whole_repository, *data, *training])
     assert code == 0, err
     job = json.loads((trained / "plan" / "plan.json").read_text())
     assert job["model"]["revision"] == COMMIT
@@ -276,17 +280,17 @@ def test_a_model_of_the_hub_is_trained_at_its_commit(
     meanwhile = [path for when, path in Hub.asked if launched < when < ended]
     assert [path for path in meanwhile if path.startswith("GET") and "resolve" in path] == []
     assert json.loads((trained / "adapter_config.json").read_text())["base_model_name_or_path"] == whole_repository
-    assert not list((tmp_path / "home").rglob("pytorch_model.bin"))
+    assert not list(home.rglob("pytorch_model.bin"))
 
 
 @pytest.mark.parametrize("scheme", [pytest.param("W8A16", marks=pytest.mark.needs("llmcompressor")), "NF4"])
 def test_a_model_of_the_hub_is_quantized_at_its_commit(
-    scheme: str, tmp_path: Path, whole_repository: str, drive_warm: Callable[[Path, list[str]], list[Any]]
+    scheme: str, tmp_path: Path, home: Path, whole_repository: str, drive_warm: Callable[[list[str]], list[Any]]
 ) -> None:
-    output, home = tmp_path / "q", tmp_path / "home"
+    output = tmp_path / "q"
     group = ("--group-size", "32") if scheme == "W8A16" else ()
     flags = ("--scheme", scheme, *group, "--output-dir", str(output), "--no-evaluate", "--format", "json")
-    code, out, err = drive_warm(home, ["quantize", whole_repository, *flags])
+    code, out, err = drive_warm(["quantize", whole_repository, *flags])
     assert code == 0, err
     found = json.loads(out)
     assert found["revision"] == COMMIT
