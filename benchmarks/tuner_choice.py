@@ -5,8 +5,8 @@ measurement, and predictions are those that ship with the package. The tuner mea
 each layout, as `shardwright tune` does, and keeps the fastest. Regret is the measured time of what it keeps over that
 of the fastest configuration of the question.
 
-`--real DIRECTORY` instead runs `tune` on this machine's CPU ranks for a small model and job, once for every layout
-that fits, and compares what a tuning would have kept after each of its trials.
+`--real DIRECTORY` instead runs `tune` on two CPU ranks of this machine for three small models and three jobs, once for
+each of up to twelve layouts, and compares what a tuning of five trials would have kept. It takes about half an hour.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from math import inf
 from pathlib import Path
-from statistics import mean
+from statistics import mean, median
+from typing import Any
 
 from page_parts import with_part
 from published_steps import TABLES, PublishedStep, published_steps
@@ -26,6 +27,28 @@ from step_time_accuracy import DOCUMENT, predictions_as_shipped
 
 _SMALLEST_GROUP = 3
 """Configurations of a question from which on the best of them is a result."""
+_LAYOUTS = 12
+COMMON = {"num_attention_heads": 8, "num_key_value_heads": 4, "max_position_embeddings": 512}
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", {"hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 4, "vocab_size": 2048}),
+    "wide": ("llama", {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 2, "vocab_size": 32000}),
+    "mixtral": (
+        "mixtral",
+        {
+            "hidden_size": 128,
+            "intermediate_size": 256,
+            "num_hidden_layers": 3,
+            "vocab_size": 2048,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+        },
+    ),
+}
+JOBS: dict[str, dict[str, Any]] = {
+    "batch 16, 64 tokens": {"seq_len": 64, "global_batch_size": 16},
+    "batch 4, 256 tokens": {"seq_len": 256, "global_batch_size": 4},
+    "LoRA, batch 8, 64 tokens": {"seq_len": 64, "global_batch_size": 8, "method": "lora"},
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,42 +119,45 @@ def document_table(cases: Sequence[PublishedStep], most_trials: int = 5) -> str:
     return "\n".join(lines)
 
 
-def real(directory: Path) -> str:
-    """Measure every layout of a small model on two CPU ranks, and return what a tuning would have kept."""
+def real(directory: Path, models: Sequence[str], jobs: Sequence[str]) -> str:
+    """Measure every layout of small models on two CPU ranks, and return what tunings would have kept, as Markdown."""
     from shardwright import plan as make
     from shardwright import tune
-    from transformers import LlamaConfig
+    from transformers import AutoConfig
 
-    model = directory / "model"
-    sizes = {"hidden_size": 128, "intermediate_size": 384, "num_attention_heads": 8, "num_key_value_heads": 4}
-    config = LlamaConfig(num_hidden_layers=4, vocab_size=2048, max_position_embeddings=256, **sizes)
-    config.architectures = ["LlamaForCausalLM"]
-    config.save_pretrained(model)
-    words = {"seq_len": 64, "global_batch_size": 16, "precision": "fp32", "offload": "none"}
-    plan = make(str(model), "2xCPU", calibration=None, **words)
-    layouts = [plan.chosen, *(other for other in plan.rejected if other.memory.fits and other.strategy.pp == 1)]
-    # One layout at a time, so that none ends early.
-    trials = {
-        layout.strategy: tune(replace(plan, chosen=layout, rejected=()), trials=1).trials[0] for layout in layouts
-    }
-    tried = [trials[layout.strategy] for layout in layouts_to_measure(plan.chosen, plan.rejected, trials=5)]
-    others = [trial for trial in trials.values() if trial not in tried]
-    return real_table(tried, others)
+    lines = [
+        "| model | job | layouts | spread | prediction loses | tuning loses | trials | minutes | minutes of all |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    for name in models:
+        model = directory / name
+        kind, sizes = MODELS[name]
+        AutoConfig.for_model(kind, **COMMON | sizes, architectures=[f"{kind.title()}ForCausalLM"]).save_pretrained(
+            model
+        )
+        for job in jobs:
+            plan = make(str(model), "2xCPU", calibration=None, precision="fp32", **JOBS[job])
+            runnable = (other for other in plan.rejected if other.memory.fits and other.strategy.pp == 1)
+            layouts = [plan.chosen, *runnable][:_LAYOUTS]
+            # One layout at a time, so that none ends early.
+            trials = {
+                layout.strategy: tune(replace(plan, chosen=layout, rejected=()), trials=1).trials[0]
+                for layout in layouts
+            }
+            tried = [trials[layout.strategy] for layout in layouts_to_measure(plan.chosen, layouts[1:], trials=5)]
+            lines.append(real_row(name, job, tried, list(trials.values())))
+            print(lines[-1], flush=True)
+    return "\n".join(lines)
 
 
-def real_table(tried: Sequence[Trial], others: Sequence[Trial]) -> str:
-    """Return the trials of a tuning, the regret of having stopped after each, and the other layouts, as Markdown."""
-    best = min(trial.step_seconds or inf for trial in (*tried, *others))
-    lines = ["| trial | layout | predicted, s | measured, s | spread | regret so far |", "|---|---|---|---|---|---|"]
-    kept = inf
-    for number, trial in [*enumerate(tried, 1), *(("–", other) for other in others)]:
-        measured = trial.outcome if trial.step_seconds is None else f"{trial.step_seconds:.3g}"
-        varies = "–" if trial.spread is None else f"{trial.spread:.0%}"
-        kept = min(kept, trial.step_seconds or inf)
-        regret = f"{kept / best - 1:.1%}" if number != "–" else ""
-        lines.append(f"| {number} | {trial.name} | {trial.predicted_seconds:.3g} | {measured} | {varies} | {regret} |")
-    minutes = [sum(trial.wall_seconds for trial in trials) / 60 for trials in (tried, (*tried, *others))]
-    return "\n".join([*lines, "", f"{minutes[0]:.1f} minutes for the tuning, {minutes[1]:.1f} for all layouts."])
+def real_row(model: str, job: str, tried: Sequence[Trial], every: Sequence[Trial]) -> str:
+    """Return what a tuning that tries `tried` loses against the fastest of `every` layout, as a row of Markdown."""
+    best = min(trial.step_seconds or inf for trial in every)
+    first, kept = tried[0].step_seconds or inf, min(trial.step_seconds or inf for trial in tried)
+    varies = median(trial.spread for trial in every if trial.spread is not None)
+    minutes = [sum(trial.wall_seconds for trial in trials) / 60 for trials in (tried, every)]
+    figures = f"{first / best - 1:.1%} | {kept / best - 1:.1%} | {len(tried)} | {minutes[0]:.1f} | {minutes[1]:.1f}"
+    return f"| {model} | {job} | {len(every)} | {varies:.0%} | {figures} |"
 
 
 def main() -> None:
@@ -142,7 +168,7 @@ def main() -> None:
     parser.add_argument("--real", type=Path, help="directory for a tuning on this machine's CPU ranks")
     arguments = parser.parse_args()
     if arguments.real is not None:
-        print(real(arguments.real))
+        print(real(arguments.real, list(MODELS), list(JOBS)))
         return
     table = document_table(published_steps(arguments.tables))
     print(table)
