@@ -132,7 +132,7 @@ def test_an_option_of_another_command_is_answered_with_that_command() -> None:
 def test_python_names_the_setting_too() -> None:
     with pytest.raises(UsageError, match="zero_stage: is not a setting; use strategy: zero1, zero2 or zero3"):
         plan(QWEN, "2xT4", zero_stage=3)
-    with pytest.raises(UsageError, match="lora_alpha = 64: is not part of a plan.*pass it to train with the plan"):
+    with pytest.raises(UsageError, match=r"lora_alpha = 64: is not part of a plan.*pass it to train with the plan"):
         plan(QWEN, "2xT4", method="lora", lora_rank=32, lora_alpha=64)
 
 
