@@ -230,7 +230,10 @@ def hub_adapter_commit(model: str, *, revision: str | None = None) -> str | None
     def request() -> str | None:
         repository = HfApi().model_info(model, revision=revision)
         files = {file.rfilename for file in repository.siblings or ()}
-        return repository.sha if _ADAPTER_CONFIG in files and "config.json" not in files else None
+        if _ADAPTER_CONFIG not in files or "config.json" in files:
+            return None
+        # As for models, offline mode finds the commit of a branch only if a file was downloaded by its name.
+        return commit_of(Path(hf_hub_download(model, _ADAPTER_CONFIG, revision=revision))) or repository.sha
 
     if not _HUB_ID.fullmatch(model):
         return None
