@@ -7,6 +7,7 @@ import shlex
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from textwrap import wrap
 from types import MappingProxyType
 from typing import Any
 
@@ -86,12 +87,24 @@ def print_rows(
 ) -> None:
     """Print rows as a table if it fits, else as blocks: the first value, and the others below it by heading.
 
-    Columns in `figures` are aligned right. Columns in `folded` may be folded, down to the given width.
+    Headings are folded if that makes the table fit. Columns in `figures` are aligned right. Columns in `folded` may be
+    folded, down to the given width.
     """
     rows = list(rows)
-    widths = [max(map(len, column)) for column in zip(headings, *rows, strict=True)]
-    widths = [min(width, folded.get(heading, width)) for heading, width in zip(headings, widths, strict=True)]
-    if sum(widths) + 2 * len(widths) - 2 > out.width:
+    cells = [max((len(row[index]) for row in rows), default=0) for index in range(len(headings))]
+    cells = [min(width, folded.get(heading, width)) for heading, width in zip(headings, cells, strict=True)]
+
+    def is_too_wide(titles: Sequence[str]) -> bool:
+        lines = [max(map(len, title.split("\n"))) for title in titles]
+        return sum(map(max, cells, lines)) + 2 * len(titles) - 2 > out.width
+
+    titles = list(headings)
+    if is_too_wide(titles):
+        titles = [
+            "\n".join(wrap(heading, max(1, width), break_long_words=False))
+            for heading, width in zip(headings, cells, strict=True)
+        ]
+    if is_too_wide(titles):
         if above := block_title or title:
             out.print(Text(above, style="italic"))
         for name, *values in rows:
@@ -101,8 +114,8 @@ def print_rows(
                     out.print(Padding(Text.assemble(f"{heading}: ", value), (0, 0, 0, 2), expand=False))
         return
     table = Table(title=title or None, title_justify="left", box=None, pad_edge=False)
-    for heading in headings:
-        table.add_column(heading, justify="right" if heading in figures else "left", no_wrap=heading not in folded)
+    for heading, lines in zip(headings, titles, strict=True):
+        table.add_column(lines, justify="right" if heading in figures else "left", no_wrap=heading not in folded)
     for row in rows:
         table.add_row(*(Text(value) if isinstance(value, str) else value for value in row))
     out.print(table)

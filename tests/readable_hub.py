@@ -80,7 +80,8 @@ class Hub(HubHandler):
         elif api:
             revision = parts[5] if parts[4:5] == ["revision"] else "main"
             if revision in ("main", COMMIT):
-                self.send(json.dumps({"id": repository, "sha": COMMIT, "siblings": []}).encode())
+                files = [{"rfilename": name} for name in FILES[repository]]
+                self.send(json.dumps({"id": repository, "sha": COMMIT, "siblings": files}).encode())
             else:
                 self.fail(404, "RevisionNotFound")
         elif parts[2] != "resolve" or parts[3] not in ("main", COMMIT):

@@ -46,7 +46,9 @@ def explain_command(subject: str, *, options: Annotated[FormatOptions, Options] 
         if options.as_json:
             print(json.dumps({"schema_version": 1, "name": name, "meaning": meanings[name]}))
         else:
-            print(f"{name}: {meanings[name]}")
+            from ..show import console
+
+            console().print(f"{name}: {meanings[name]}", markup=False)
         return 0
     if not exists:
         near = [] if _is_written_as_path(subject) else get_close_matches(name, list(meanings), n=3, cutoff=0.5)

@@ -90,7 +90,7 @@ def show_rehearsal(rehearsal: Rehearsal) -> None:
     out = console()
     strategy, hardware = rehearsal.plan.chosen.strategy.label, rehearsal.plan.hardware.name
     launchers = "" if rehearsal.nodes == 1 else f" of {rehearsal.nodes} launchers"
-    rehearsed = f"  {strategy}, planned for {hardware}, rehearsed on {rehearsal.ranks} CPU ranks{launchers}"
+    rehearsed = f"  {strategy} for {hardware}, rehearsed on {rehearsal.ranks} CPU ranks{launchers}"
     out.print(Text.assemble((rehearsal.plan.model.name, "bold"), rehearsed))
     out.print()
     checks = Table(box=None, pad_edge=False, show_header=False)
@@ -125,7 +125,11 @@ def show_rehearsal(rehearsal: Rehearsal) -> None:
             # The name of a file is enough.
             before, after = (Path(value).name if value.startswith("/") else value for value in values)
             if before != after:
-                rows.append((change.where, _short(before), _short(after)))
+                rows.append((change.where, before, after))
+        if rows:
+            # Two values and the gaps of two spaces share what the longest name leaves.
+            longest = max(12, min(30, (out.width - max(len(row[0]) for row in rows) - 4) // 2))
+            rows = [(name, _short(before, longest), _short(after, longest)) for name, before, after in rows]
         print_rows(out, ("value", "plan", "rehearsal"), rows, title="Scaled for the rehearsal")
     from ...plugins.transformers.training_arguments import PACKAGES, missing_packages
 
@@ -143,5 +147,5 @@ def show_rehearsal(rehearsal: Rehearsal) -> None:
     out.print(Text.assemble((verdict, style), f" in {rehearsal.seconds:.0f} s{files}"))
 
 
-def _short(text: str, longest: int = 30) -> str:
+def _short(text: str, longest: int) -> str:
     return text if len(text) <= longest else f"{text[: longest - 3]}..."

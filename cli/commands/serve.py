@@ -71,7 +71,7 @@ def serve_command(
     Parameters
     ----------
     checkpoint
-        Hub id or local directory, dense or quantized, or directory of a LoRA adapter.
+        Hub id or local directory of a model, dense or quantized, or of a LoRA adapter.
     """
     from ...ds_configs.serving.engines import processor_errors
     from ...ds_configs.serving.plan import plan_serving
@@ -114,10 +114,16 @@ def serve_command(
 def _served_model(checkpoint: str, revision: str | None) -> ServedModel:
     """Return a complete checkpoint, or the base model of an adapter with the adapter."""
     from ...ds_configs.serving.plan import ServedAdapter
+    from ...plugins.huggingface_hub.hub import hub_adapter_commit, split_revision
     from ...plugins.peft import is_adapter
     from ...plugins.serving.engine import read_served_model
 
-    if not is_adapter(Path(checkpoint).expanduser()):
+    checkpoint, revision = split_revision(checkpoint, revision)
+    local = Path(checkpoint).expanduser()
+    is_complete = not is_adapter(local)
+    if is_complete and not local.exists():
+        is_complete = hub_adapter_commit(checkpoint, revision=revision) is None
+    if is_complete:
         return read_served_model(checkpoint, revision=revision)
     # Some libraries log to stdout, which is for results only.
     with redirect_stdout(sys.stderr):
@@ -126,7 +132,7 @@ def _served_model(checkpoint: str, revision: str | None) -> ServedModel:
         from ...trainers.formats.model_directory import CHAT_TEMPLATE
 
         adapter = opened_if_adapter(checkpoint, revision=revision)
-    assert adapter is not None, "is_adapter checked it"
+    assert adapter is not None, "the directory or repository has an adapter"
     base, directory = adapter.source, adapter.files.directory.resolve()
     template, settings = directory / CHAT_TEMPLATE, directory / "tokenizer_config.json"
     # A base model may have no tokenizer, and older releases of Transformers store the template with the tokenizer.
@@ -134,6 +140,8 @@ def _served_model(checkpoint: str, revision: str | None) -> ServedModel:
     if not template.is_file() and settings.is_file():
         is_needed = is_needed or '"chat_template"' in settings.read_text(encoding="utf-8")
     served = ServedAdapter(
+        source=checkpoint if adapter.revision is None else f"{checkpoint}@{adapter.revision}",
+        name=directory.name if adapter.revision is None else checkpoint.rpartition("/")[2],
         directory=str(directory),
         settings=adapter.files.settings,
         tokenizer=str(directory) if is_needed and has_tokenizer(directory) else None,

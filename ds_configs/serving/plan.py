@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
@@ -226,6 +227,10 @@ _HUGE, _LARGE = 160 * 2**30, 70 * 2**30
 class ServedAdapter:
     """A LoRA adapter, which the engine adds to the model while it runs."""
 
+    source: str
+    """Directory as the user wrote it, or Hub id with the commit."""
+    name: str
+    """Name of the adapter in requests: that of its directory or Hub repository."""
     directory: str
     """Absolute path."""
     settings: Mapping[str, Any]
@@ -236,11 +241,6 @@ class ServedAdapter:
     """File of its chat template; `None` for that of the tokenizer."""
     trained_in_4_bits: bool
     """Whether it was trained on NF4 weights (QLoRA)."""
-
-    @property
-    def name(self) -> str:
-        """Name of the adapter in requests: that of its directory."""
-        return self.directory.rpartition("/")[2]
 
     @property
     def slot_rank(self) -> int:
@@ -528,16 +528,17 @@ def _setting_errors(model: ServedModel, request: ServingRequest, draft: ServedMo
         rule = f"must be at most {positions:,}, the positions of the model"
         errors.append(ConfigError(where="max_model_len", value=length, rule=rule, fix="omit it to use the maximum"))
     if (adapter := model.adapter) is not None:
-        merge = f"merge it (shardwright merge {adapter.name} --output-dir {adapter.name}-merged) and serve the result"
+        merged = shlex.join(["shardwright", "merge", adapter.source, "--output-dir", f"{adapter.name}-merged"])
+        merge = f"merge it ({merged}) and serve the result"
         if features := unserved_adapter_features(adapter.settings):
             rule = f"has settings that servers do not support: {', '.join(features)}"
-            errors.append(ConfigError(where="adapter", value=adapter.directory, rule=rule, fix=merge))
+            errors.append(ConfigError(where="adapter", value=adapter.source, rule=rule, fix=merge))
         if request.engine == "transformers":
             rule = "is not supported with --engine transformers"
-            errors.append(ConfigError(where="adapter", value=adapter.directory, rule=rule, fix=merge))
+            errors.append(ConfigError(where="adapter", value=adapter.source, rule=rule, fix=merge))
         if draft is not None:
             rule = "is not supported with --draft"
-            errors.append(ConfigError(where="adapter", value=adapter.directory, rule=rule, fix=merge))
+            errors.append(ConfigError(where="adapter", value=adapter.source, rule=rule, fix=merge))
     if draft is not None:
         own, other = model.spec.dimensions.vocab_size, draft.spec.dimensions.vocab_size
         if own != other:

@@ -117,6 +117,8 @@ def fetch_snapshot(repository: str, *, revision: str | None = None, patterns: Se
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(?:/[A-Za-z0-9][\w.-]*)?", re.ASCII)
 COMMIT = re.compile(r"[0-9a-f]{40}")
 """Commit of a Hub repository."""
+_ADAPTER_CONFIG = "adapter_config.json"
+"""File of a PEFT adapter."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -195,6 +197,63 @@ def search_models(words: str, *, most: int = 20) -> tuple[str, ...]:
         raise ShardwrightError(f"the Hub cannot be searched ({type(error).__name__}); write ORG/NAME") from None
 
 
+def split_revision(model: str, revision: str | None = None) -> tuple[str, str | None]:
+    """Split `ORG/NAME@REVISION`; return local paths, names without `@` and `revision` unchanged.
+
+    Raises:
+        UsageError: `revision` is another one.
+
+    >>> split_revision("org/name@v1"), split_revision("org/name", "main")
+    (('org/name', 'v1'), ('org/name', 'main'))
+    """
+    name, sign, named = model.partition("@")
+    if not sign or not named or not _HUB_ID.fullmatch(name) or Path(model).exists():
+        return model, revision
+    if revision not in (None, named):
+        rule, fix = f"is {named} in {model}", "set it once"
+        raise UsageError(ConfigError(where="revision", value=revision, rule=rule, fix=fix))
+    return name, named
+
+
+def hub_adapter_commit(model: str, *, revision: str | None = None) -> str | None:
+    """Return the commit of a Hub repository with an adapter and without a model; `None` for any other name.
+
+    A repository or revision that does not exist is left to the functions that read models.
+
+    Raises:
+        ShardwrightError: the Hub cannot be reached or denies access.
+    """
+    from huggingface_hub import HfApi, hf_hub_download
+    from huggingface_hub.constants import HF_HUB_OFFLINE
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    def request() -> str | None:
+        repository = HfApi().model_info(model, revision=revision)
+        files = {file.rfilename for file in repository.siblings or ()}
+        if _ADAPTER_CONFIG not in files or "config.json" in files:
+            return None
+        # As for models, offline mode finds the commit of a branch only if a file was downloaded by its name.
+        return commit_of(Path(hf_hub_download(model, _ADAPTER_CONFIG, revision=revision))) or repository.sha
+
+    if not _HUB_ID.fullmatch(model):
+        return None
+    try:
+        if not HF_HUB_OFFLINE:
+            return within_limit(request, f"model {model}")
+        for file in ("config.json", _ADAPTER_CONFIG):
+            with suppress(LocalEntryNotFoundError):
+                cached = hf_hub_download(model, file, revision=revision, local_files_only=True)
+                return commit_of(Path(cached)) if file == _ADAPTER_CONFIG else None
+        return None
+    except ShardwrightError:
+        raise
+    except hub_errors() as error:
+        explained = explain_hub_error(model, revision, error)
+        if isinstance(explained, UsageError):
+            return None
+        raise explained from None
+
+
 def refuse_no_hub_id(model: str) -> None:
     """Raise a `UsageError` for a name that is not a local path and cannot be a Hub id."""
     if model.endswith(".json") or model.startswith((".", "/", "~")) or not _HUB_ID.fullmatch(model):
@@ -211,7 +270,7 @@ def _read_local(path: Path) -> ModelSource:
         fix = f"pass its directory, {file.parent}"
         raise UsageError(ConfigError(where="model", value=str(path), rule="is a file of weights", fix=fix))
     if not file.is_file():
-        adapter = path.is_dir() and (path / "adapter_config.json").is_file()
+        adapter = path.is_dir() and (path / _ADAPTER_CONFIG).is_file()
         fix = (
             "it is an adapter: merge it with shardwright merge, or pass its base model "
             "(train --resume-adapter trains it further)"
@@ -244,7 +303,7 @@ def _read_hub(model: str, revision: str | None) -> ModelSource:
     def request() -> ModelSource:
         sha = HfApi().model_info(model, revision=revision).sha
         file = hf_hub_download(model, "config.json", revision=revision)
-        commit = _commit_of(Path(file)) or sha
+        commit = commit_of(Path(file)) or sha
         tensors = _hub_tensors(model, commit)
         count = None if tensors is None else sum(tensor.elements for tensor in tensors.values())
         return _hub_source(model, commit, Path(file), count)
@@ -252,7 +311,7 @@ def _read_hub(model: str, revision: str | None) -> ModelSource:
     try:
         if HF_HUB_OFFLINE:
             file = hf_hub_download(model, "config.json", revision=revision, local_files_only=True)
-            return _hub_source(model, _commit_of(Path(file)), Path(file), None)
+            return _hub_source(model, commit_of(Path(file)), Path(file), None)
         return within_limit(request, f"model {model}")
     except ShardwrightError:
         raise
@@ -265,7 +324,8 @@ def _hub_source(model: str, commit: str | None, file: Path, count: int | None) -
     return ModelSource(name=model, revision=commit, config=config, checkpoint_parameters=count)
 
 
-def _commit_of(cached: Path) -> str | None:
+def commit_of(cached: Path) -> str | None:
+    """Return the commit of a file or directory in the cache of the Hub."""
     return next((part for part in cached.parts if COMMIT.fullmatch(part)), None)
 
 
@@ -415,7 +475,8 @@ def explain_hub_error(model: str, revision: str | None, error: Exception) -> Sha
     if isinstance(error, RevisionNotFoundError):
         return UsageError(ConfigError(where="revision", value=revision, rule=f"does not exist in {model}"))
     if isinstance(error, EntryNotFoundError):
-        return UsageError(ConfigError(where="model", value=model, rule="the repository has no config.json"))
+        fix = "pass a model; an adapter needs shardwright merge first, or pass its base model"
+        return UsageError(ConfigError(where="model", value=model, rule="the repository has no config.json", fix=fix))
     if isinstance(error, RepositoryNotFoundError):
         rule, fix = "no such local path or Hub repository", "check the spelling; `hf auth login` for a private one"
         return UsageError(ConfigError(where="model", value=model, rule=rule, fix=fix))

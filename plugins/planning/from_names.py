@@ -150,6 +150,10 @@ def plan(
     )
 
 
+_UNPLANNED = frozenset({"lora_alpha", "lora_dropout"})
+"""Options of a training's adapters that no plan has."""
+
+
 def job_from_words(
     words: Mapping[str, Any], job: TrainingJob | None = None, *, tell: Callable[[str], None] = lambda _: None
 ) -> TrainingJob:
@@ -161,11 +165,19 @@ def job_from_words(
     if not words:
         return job or TrainingJob()
     known = {field.name for field in fields(TrainingJob)} - {"seq_len_tokens"} | {"seq_len"}
-    errors = [unknown_error(name, sorted(known)) for name in words if name not in known]
+    errors = [unknown_error(name, sorted(known)) for name in words if name not in known | _UNPLANNED]
+    rule, fix = (
+        "is not part of a plan: memory and time do not depend on it",
+        "omit it, and pass it to train with the plan",
+    )
+    errors += [
+        ConfigError(where=name, value=value, rule=rule, fix=fix) for name, value in words.items() if name in _UNPLANNED
+    ]
     if job is not None:
         rule, fix = "cannot be combined with a TrainingJob", "set it in the TrainingJob, or omit the job"
         errors += [ConfigError(where=name, value=value, rule=rule, fix=fix) for name, value in words.items()]
-    errors += adapter_errors(words, words.get("method", "full"))
+    planned = {name: value for name, value in words.items() if name not in _UNPLANNED}
+    errors += adapter_errors(planned, words.get("method", "full"))
     if words.get("teacher") is None and words.get("teacher_placement", "auto") != "auto":
         rule, fix = "requires a teacher", "pass --teacher too"
         errors.append(ConfigError(where="teacher_placement", value=words["teacher_placement"], rule=rule, fix=fix))

@@ -92,6 +92,10 @@ def test_a_file_and_the_environment_accept_them_once(shell: Shell, monkeypatch: 
                 "--num-train-epochs: is not an option of plan; pass --num-train-epochs to train, distill or qat",
             ],
         ),
+        (
+            "plan m --hardware 1xT4 --method lora --lora-rank 32 --lora-alpha 64",
+            ["--lora-alpha: is not an option of plan; pass --lora-alpha to train, distill or qat"],
+        ),
         ("train m --output-dir o --lora", ["--lora: is not an option; use --method lora"]),
         ("train m --output-dir o --lr 1e-4", ["--lr: is not an option; did you mean --learning-rate?"]),
         ("train m --output-dir o --bs 2", ["--bs: is not an option; did you mean --micro-batch-size?"]),
@@ -128,6 +132,8 @@ def test_an_option_of_another_command_is_answered_with_that_command() -> None:
 def test_python_names_the_setting_too() -> None:
     with pytest.raises(UsageError, match="zero_stage: is not a setting; use strategy: zero1, zero2 or zero3"):
         plan(QWEN, "2xT4", zero_stage=3)
+    with pytest.raises(UsageError, match=r"lora_alpha = 64: is not part of a plan.*pass it to train with the plan"):
+        plan(QWEN, "2xT4", method="lora", lora_rank=32, lora_alpha=64)
 
 
 def test_synonyms_lead_to_options_that_exist() -> None:

@@ -69,3 +69,16 @@ def test_rows_that_do_not_fit_become_blocks(columns: int, lines: list[str]) -> N
     print_rows(out, ("name", "size", "what it is"), [row], figures=("size",), folded={"what it is": 20})
     shown = [line.rstrip() for line in out.file.getvalue().splitlines()]  # type: ignore[attr-defined]
     assert shown == lines
+
+
+def test_headings_are_folded_before_a_table_becomes_blocks() -> None:
+    headings, row = ("layout", "micro-batch", "s per step", "predicted tensors"), ("DDP", "2 x 1", "0.107", "3.34 MB")
+    for columns, lines in (
+        (50, ["layout  micro-batch  s per step  predicted tensors", "DDP     2 x 1        0.107       3.34 MB"]),
+        (40, ["        micro-  s per  predicted", "layout  batch   step   tensors", "DDP     2 x 1   0.107  3.34 MB"]),
+        (29, ["DDP", "  micro-batch: 2 x 1", "  s per step: 0.107", "  predicted tensors: 3.34 MB"]),
+    ):
+        out = Console(file=io.StringIO(), width=columns)
+        print_rows(out, headings, [row])
+        shown = [line.rstrip() for line in out.file.getvalue().splitlines()]  # type: ignore[attr-defined]
+        assert shown == lines

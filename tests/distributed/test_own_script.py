@@ -178,15 +178,26 @@ from transformers import AutoModelForCausalLM, HfArgumentParser, Trainer, Traini
 (arguments,) = HfArgumentParser(TrainingArguments).parse_json_file(sys.argv[2])
 arguments.max_steps, arguments.report_to = 1, []
 model = AutoModelForCausalLM.from_pretrained(sys.argv[1])
+passes = dict.fromkeys(model.model.layers, 0)
+
+def count(layer, inputs):
+    passes[layer] += 1
+
+for layer in passes:
+    layer.register_forward_pre_hook(count)
 rows = [{"input_ids": [1, 2, 3, 4], "labels": [1, 2, 3, 4]}] * 8
 Trainer(model=model, args=arguments, train_dataset=rows).train()
-print("recomputed:", [layer.gradient_checkpointing for layer in model.model.layers])
-print("keeps products:", "context_fn" in str(model.model.layers[0]._gradient_checkpointing_func))
+recomputed = [number > arguments.gradient_accumulation_steps for number in passes.values()]
+keeps_products = "context_fn" in str(model.model.layers[0]._gradient_checkpointing_func)
+print("recomputed:", recomputed)
+print("keeps products:", keeps_products)
+if expected := sys.argv[3:]:
+    assert [str(recomputed), str(keeps_products)] == expected, (recomputed, keeps_products)
 """
 
 
 @pytest.mark.parametrize("partly", [{"checkpointed_layers": 1}, {"keeps_products": True}])
-def test_a_plain_script_recomputes_what_the_plan_says_with_launch_and_all_layers_without(
+def test_a_plain_script_recomputes_what_the_plan_says_with_launch_and_rehearse_and_all_layers_without(
     model: Path, tmp_path: Path, partly: dict[str, Any]
 ) -> None:
     (tmp_path / "own.py").write_text(_RECOMPUTED_LAYERS)
@@ -198,6 +209,9 @@ def test_a_plain_script_recomputes_what_the_plan_says_with_launch_and_all_layers
     shown = ran(*warm_command("shardwright"), "launch", "plan", *script, cwd=tmp_path)
     assert f"recomputed: {[True, not partly.get('checkpointed_layers')]}" in shown
     assert f"keeps products: {'keeps_products' in partly}" in shown
+    expected = str([True, not partly.get("checkpointed_layers")]), str("keeps_products" in partly)
+    rehearse = [*warm_command("shardwright"), "rehearse", "plan", "--steps", 4, "--script"]
+    assert "Passed" in ran(*rehearse, *script, *expected, cwd=tmp_path)
     shown = ran("accelerate", "launch", "--config_file", "plan/accelerate.yaml", *script, cwd=tmp_path)
     assert "recomputed: [True, True]" in shown and "keeps products: False" in shown
     stated = "# With `accelerate launch` alone a stock Trainer recomputes all layers completely"

@@ -24,6 +24,7 @@ from pydantic import TypeAdapter
 from ...ds_configs.plan.notebook import result_html
 from ...ds_configs.specs.errors import ConfigError, UsageError
 from ...ds_configs.specs.units import gigabytes
+from ...plugins.huggingface_hub.hub import split_revision
 from ...plugins.launching.messages import log_progress
 from ...plugins.lm_eval import TaskRequest, TaskScore, run_task, task_errors
 from ...plugins.planning.from_names import installed_versions
@@ -214,7 +215,7 @@ def evaluate_model(
     head itself, so that both models are never in memory together. Notes and progress are logged.
 
     Args:
-        source: Hub id or directory of the model, or directory of a LoRA adapter, which is merged into its base.
+        source: Hub id or directory of the model, or of a LoRA adapter, which is merged into its base.
         baseline: Hub id or directory of the model to compare with, usually the original of `source`.
         dataset: Dataset as for `--dataset`: `ID[:config][#N]` of the Hub (split `test`), a file or directory of rows,
             or `python-help`. The first 64 windows are read. Default: `python-help`.
@@ -263,6 +264,7 @@ def evaluate_model(
             if name is None:
                 continue
             try:
+                name, commit = split_revision(name, commit)
                 if (adapter := opened_if_adapter(name, revision=commit)) is None:
                     models.append(read_eval_model(name, role, revision=commit))
                 else:
@@ -535,7 +537,7 @@ def _model_result(result: EvalResult, sums: Sequence[float], counts: Sequence[in
     model, loss = result.model, token_mean(sums, counts)
     return ModelResult(
         name=model.title,
-        revision=model.source.revision,
+        revision=model.source.revision if model.adapter is None else model.adapter.revision,
         architecture=(getattr(model.config, "architectures", None) or [model.config.model_type])[0],
         quantization=model.quantization,
         dtype=result.dtype,

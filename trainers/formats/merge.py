@@ -15,7 +15,14 @@ from typing import Any
 from ...ds_configs.plan.output import output_errors, reserved, write_files
 from ...ds_configs.plan.plan import Plan
 from ...ds_configs.specs.errors import ConfigError, UsageError, collecting
-from ...plugins.huggingface_hub.hub import ModelSource, model_directory, read_model_source
+from ...plugins.huggingface_hub.hub import (
+    ModelSource,
+    commit_of,
+    hub_adapter_commit,
+    model_directory,
+    read_model_source,
+    split_revision,
+)
 from ...plugins.huggingface_hub.push import CARD_FILE, check_push, pushed, shown_name, title_of
 from ...plugins.peft import LoraAdapter, check_adapter_fits, is_adapter, merge_adapter, read_adapter
 from ...plugins.safetensors.writing import appearing_directory
@@ -37,7 +44,9 @@ class MergeReport:
     """A merged model that was written."""
 
     adapter: str
-    """Directory or Hub id, as the user wrote it."""
+    """Directory as the user wrote it, or Hub id."""
+    adapter_revision: str | None
+    """Commit of an adapter on the Hub."""
     base: str
     """Hub id or path of the base model."""
     base_revision: str | None
@@ -69,7 +78,7 @@ def merge(
     Prints nothing on stdout. A failure leaves no files. Example: ``shardwright.merge("tuned", "merged")``
 
     Args:
-        adapter: Directory or Hub id of the adapter.
+        adapter: Directory of the adapter, or its Hub id with an optional `@REVISION`.
         output_dir: Directory for the model.
         base: Hub id or directory of the base model. Default: as the adapter records it.
         base_revision: Branch, tag or commit of a base model on the Hub.
@@ -85,18 +94,20 @@ def merge(
         ShardwrightError: the Hub cannot be reached.
     """
     output, sources = Path(output_dir), {"the adapter": str(adapter), "the base model": base}
+    name, revision = split_revision(str(adapter))
     with redirect_stdout(sys.stderr):
         check_push(push_to_hub)
         errors = output_errors(output, force=force, sources=sources)
         read = None
         with collecting(errors):
-            read = read_adapter(model_directory(str(adapter)))
+            read = read_adapter(model_directory(name, revision=revision))
             sources["the base model"] = base or read.base
         if base is None and read is not None:
             errors += [error for error in output_errors(output, force=True, sources=sources) if error not in errors]
         if errors or read is None:
             raise UsageError(errors)
-        opened = open_adapter(read, name=str(adapter), base=base, base_revision=base_revision, qlora=qlora)
+        commit = None if Path(name).expanduser().exists() else commit_of(read.directory)
+        opened = open_adapter(read, name=name, revision=commit, base=base, base_revision=base_revision, qlora=qlora)
         with reserved(output, force=force), pushed(output, push_to_hub, private=private, notify=logger.info):
             return _merged(opened, output)
 
@@ -106,7 +117,9 @@ class OpenedAdapter:
     """An adapter that was checked against its base model; no weights were read."""
 
     name: str
-    """Directory or Hub id, as the user wrote it."""
+    """Directory as the user wrote it, or Hub id."""
+    revision: str | None
+    """Commit of an adapter on the Hub."""
     files: LoraAdapter
     base: str
     """Base model, as the user or the adapter names it."""
@@ -127,6 +140,7 @@ def open_adapter(
     adapter: LoraAdapter,
     *,
     name: str,
+    revision: str | None = None,
     base: str | None = None,
     base_revision: str | None = None,
     qlora: bool | None = None,
@@ -163,25 +177,37 @@ def open_adapter(
         raise UsageError(ConfigError(where="base", value=base_name, rule=rule, fix=fix))
     check_adapter_fits(adapter, build_meta_model(source.config, source=source.name), base_name, fix=fix)
     return OpenedAdapter(
-        name=name, files=adapter, base=base_name, source=source, qlora=trained_as_qlora(adapter, qlora)
+        name=name,
+        revision=revision,
+        files=adapter,
+        base=base_name,
+        source=source,
+        qlora=trained_as_qlora(adapter, qlora),
     )
 
 
 def opened_if_adapter(model: str, *, revision: str | None = None) -> OpenedAdapter | None:
-    """Return the checked adapter of a local directory; `None` for a complete model or a Hub id.
+    """Return the checked adapter of a local directory or a Hub id; `None` for a complete model.
 
     Raises:
         UsageError: a revision of a local directory is requested, or as `open_adapter`.
         RefusedInputError: as `open_adapter`.
+        ShardwrightError: the Hub cannot be reached.
     """
-    directory = Path(model).expanduser()
-    if not is_adapter(directory):
+    directory, commit = Path(model).expanduser(), None
+    if directory.exists():
+        if not is_adapter(directory):
+            return None
+        if revision is not None:
+            rule, fix = "only a Hub model has revisions", "omit it for a local path"
+            raise UsageError(ConfigError(where="revision", value=revision, rule=rule, fix=fix))
+    elif (commit := hub_adapter_commit(model, revision=revision)) is None:
         return None
-    if revision is not None:
-        rule, fix = "only a Hub model has revisions", "omit it for a local path"
-        raise UsageError(ConfigError(where="revision", value=revision, rule=rule, fix=fix))
-    fix = f"run shardwright merge {shlex.quote(model)} --base MODEL --output-dir MERGED, and pass MERGED"
-    return open_adapter(read_adapter(directory), name=model, fix=fix)
+    else:
+        directory = model_directory(model, revision=commit)
+    merged = shlex.quote(model if commit is None else f"{model}@{commit}")
+    fix = f"run shardwright merge {merged} --base MODEL --output-dir MERGED, and pass MERGED"
+    return open_adapter(read_adapter(directory), name=model, revision=commit, fix=fix)
 
 
 @contextmanager
@@ -214,6 +240,7 @@ def _merged(opened: OpenedAdapter, output: Path) -> MergeReport:
     refuse_nonfinite_weights(model, what="the merged model")
     report = MergeReport(
         adapter=opened.name,
+        adapter_revision=opened.revision,
         base=opened.base,
         base_revision=source.revision,
         qlora=qlora,

@@ -23,6 +23,7 @@ from ...ds_configs.quantization.scheme import METHODS, MethodName, QuantizationS
 from ...ds_configs.quantization.sizes import QuantizationMemory, tensor_bytes
 from ...ds_configs.specs.errors import ConfigError, DoesNotFitError, ShardwrightError, UsageError, collecting
 from ...ds_configs.specs.units import gigabytes
+from ...plugins.huggingface_hub.hub import split_revision
 from ...plugins.llm_compressor.environment import downgrades
 from ...plugins.transformers.quantized_model import QuantizationSource, open_source
 from ..data.models import StartingModel, load_tokenizer
@@ -142,6 +143,7 @@ def prepare(
     with collecting(errors):
         resolved = settings.resolved()
     with collecting(errors):
+        model, revision = split_revision(model, revision)
         adapter = opened_if_adapter(model, revision=revision)
         if adapter is None:
             source = open_source(model, revision=revision)
@@ -149,7 +151,7 @@ def prepare(
             base = adapter.source
             if output_dir is not None:
                 errors += output_errors(output_dir, force=True, sources={"the base model": base.name})
-            source = replace(open_source(base.name, revision=base.revision), name=model, revision=None)
+            source = replace(open_source(base.name, revision=base.revision), name=model, revision=adapter.revision)
     errors += [] if resolved is None else missing_engine_errors(resolved.method)
     if source is None or resolved is None:
         raise UsageError(errors)
@@ -213,7 +215,8 @@ def merged(prepared: Prepared) -> Iterator[Prepared]:
         yield prepared
         return
     with merged_directory(prepared.adapter) as directory:
-        source = replace(open_source(str(directory)), name=prepared.source.name)
+        names = {"name": prepared.source.name, "revision": prepared.source.revision}
+        source = replace(open_source(str(directory)), **names)
         checkpoint_bytes = prepared.selected.checkpoint_bytes(
             source.tensors, dtype=source.dtype, kept_in_fp32=source.kept_in_fp32
         )

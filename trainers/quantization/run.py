@@ -241,7 +241,7 @@ def quantize(
     ``shardwright.quantize("taught", "taught-w4", scheme="W4A16", dataset="python-help")``
 
     Args:
-        model: Hub id or directory, or directory of a LoRA adapter, which is merged into its base.
+        model: Hub id or directory of a model, or of a LoRA adapter, which is merged into its base.
         output_dir: Directory of the checkpoint.
         recipe: Name of a recipe, or a YAML file.
         revision: Branch, tag or commit of a Hub model.

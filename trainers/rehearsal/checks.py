@@ -80,7 +80,7 @@ def check_files(directory: Path, plan: Plan) -> list[Check]:
             is_about_ranks = finding.error.where.rpartition(" ")[2] in _WORLD_SIZE_KEYS
             (world_size if is_about_ranks else files).append(str(finding.error))
     files += rehearsal_argument_errors(arguments)
-    checks = [_verdict("files", files, f"{accelerate.name}, the files it refers to, and {arguments.name}")]
+    checks = [_verdict("files", files, f"{accelerate.name} with its files, {arguments.name}")]
     if not files and not world_size:
         world_size = world_size_errors(PlanFiles.read(directory), plan)
     checks.append(_verdict("world_size", world_size, f"the files are for {plan.hardware.world_size} ranks"))
@@ -190,13 +190,13 @@ def check_training(records: Sequence[Mapping[str, Any]], *, ranks: int, steps: i
         _result(
             "loss_falls",
             finite and min(losses[1:]) < losses[0] and losses[-1] < losses[0],
-            f"{shown} (random weights lose ln {vocab_size} = {math.log(vocab_size):.3f})",
+            f"{shown} (untrained: ln {vocab_size} = {math.log(vocab_size):.3f})",
             f"{shown}: the optimizer does not reduce the loss",
         ),
         _result(
             "ranks_agree",
             len({record["probe_digest"] for record in records}) == 1,
-            f"all {ranks} ranks compute bit-identical logits for the same batch",
+            f"all {ranks} ranks compute bit-identical logits for one batch",
             f"ranks compute different mean logits for the same batch: {means}",
         ),
     ]
@@ -250,7 +250,7 @@ def check_export(directory: Path, trained_file: Path, export_file: Path, error: 
     return _result(
         "export",
         difference <= allowed,
-        f"from_pretrained reproduces the trained engine's logits {seen}",
+        f"from_pretrained gives the trained logits {seen}",
         f"logits of the export differ from the trained engine's by {difference:.3g} of {largest:.3g}",
     )
 

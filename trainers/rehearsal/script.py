@@ -67,9 +67,12 @@ def rehearse_script(
     losses, checks = record["losses"], [passed("launch", f"{settings.ranks} ranks ran {script.name} to its end")]
     if not record["trainers"]:
         return [*checks, passed("script", "creates no Trainer, so its batch and losses are not checked")], tuple(losses)
+    errors = record["errors"]
     if record["differences"]:
         lines = "; ".join(record["differences"])
-        checks.append(failed("script", f"{lines}: pass the plan's training_arguments.json to TrainingArguments"))
+        errors = [f"{lines}: pass the plan's training_arguments.json to TrainingArguments", *errors]
+    if errors:
+        checks.append(failed("script", "; ".join(errors)))
     else:
         checks.append(passed("script", "its TrainingArguments are the plan's"))
     if losses and all(math.isfinite(loss) for loss in losses):

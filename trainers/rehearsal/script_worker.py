@@ -10,8 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from ...ds_configs.plan.plan import Plan
+from ...ds_configs.specs.errors import UsageError
 from ...plugins import patches
 from ...plugins.accelerate.cpu_ranks import serve_scripts_on_cpu_ranks
+from ..runs.plan_callback import keep_planned_memory
 from ..runs.ranks import progress_callback, write_json
 from ..runs.settings import RankTask
 from ..training.script_rank import carry_axes, run_script
@@ -27,13 +29,14 @@ class RehearsedScriptTask(RehearsedScriptJob, RankTask):
 
     def run(self, work: Path) -> None:
         """Run the script on this rank, and write a record."""
-        record: dict[str, Any] = {"trainers": 0, "losses": [], "differences": []}
+        record: dict[str, Any] = {"trainers": 0, "losses": [], "differences": [], "errors": []}
         _exchange_model(self.model_name, self.model_directory)
         _scale_arguments(self, work, record)
         serve_scripts_on_cpu_ranks()
-        own = [_recorder(record), type(progress_callback())]
+        plan = Plan.load(work)
+        own = [_recorder(record, plan), type(progress_callback())]
         patches.apply("rehearsal-recorder", lambda callbacks: [*callbacks, *own])
-        carry_axes(Plan.load(work))
+        carry_axes(plan)
         os.chdir(work / VIEW)
         # Caches would be written to the directories of the user's modules.
         sys.dont_write_bytecode = True
@@ -99,12 +102,18 @@ def _scale_arguments(job: RehearsedScriptJob, work: Path, record: dict[str, Any]
     patches.apply("rehearsal-arguments", scaling)
 
 
-def _recorder(record: dict[str, Any]) -> type:
+def _recorder(record: dict[str, Any], plan: Plan) -> type:
     from transformers import TrainerCallback
 
     class Recorder(TrainerCallback):
+        """Records losses, and makes the model recompute as `launch` does."""
+
         def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             record["trainers"] += 1
+            try:
+                keep_planned_memory(plan, args, kwargs.get("model"))
+            except UsageError as error:
+                record["errors"].append(str(error))
 
         def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
             if "loss" in (logs or {}):

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from ...ds_configs.specs.errors import ConfigError, UsageError
 from ...ds_configs.specs.model import ModelSpec, lora_parameter_count, targeted_linears
-from ...plugins.huggingface_hub.hub import model_directory
+from ...plugins.huggingface_hub.hub import model_directory, split_revision
 from ...plugins.peft import ALL_LINEAR, LoraAdapter, check_adapter_fits, read_adapter
 from ...plugins.planning.models import LoadedModel
 from ...plugins.transformers.meta_model import build_meta_model
@@ -29,7 +29,8 @@ def read_resumed_adapter(name: str) -> LoraAdapter:
         ShardwrightError: the Hub cannot be reached.
     """
     try:
-        directory = model_directory(name)
+        name, revision = split_revision(name)
+        directory = model_directory(name, revision=revision)
     except UsageError as error:
         raise UsageError([replace(each, where="resume_adapter") for each in error.errors]) from None
     return read_adapter(directory)

@@ -200,7 +200,7 @@ def test_the_engine_reads_the_chat_template_of_an_adapter(no_engine, tmp_path, c
             {"use_dora": True},
             (),
             2,
-            "that servers do not support: use_dora; merge it (shardwright merge tuned",
+            "that servers do not support: use_dora; merge it (shardwright merge {adapter} --output-dir tuned-merged)",
         ),
         ({"modules_to_save": ["lm_head"]}, (), 2, "settings that servers do not support: modules_to_save"),
         ({}, ("--engine", "transformers"), 2, "is not supported with --engine transformers; merge it"),
@@ -211,7 +211,7 @@ def test_the_engine_reads_the_chat_template_of_an_adapter(no_engine, tmp_path, c
 def test_an_adapter_that_an_engine_cannot_add_is_rejected(settings, words, code, message, no_engine, tmp_path, capsys):
     adapter = save_adapter(tmp_path, **settings)
     assert run(["serve", str(adapter), *ON_A_GPU, "--dry-run", *words]) == code
-    assert message in capsys.readouterr().err
+    assert message.format(adapter=adapter) in capsys.readouterr().err
 
 
 @pytest.mark.slow

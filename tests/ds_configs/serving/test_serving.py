@@ -299,6 +299,8 @@ def test_commands_of_other_engines():
 
 def adapter(directory="/models/tuned", *, trained_in_4_bits=False, **settings) -> ServedAdapter:
     return ServedAdapter(
+        source=directory,
+        name=directory.rpartition("/")[2],
         directory=directory,
         settings={"r": 12} | settings,
         tokenizer=None,

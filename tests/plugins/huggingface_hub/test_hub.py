@@ -245,8 +245,8 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def drive_warm(hub: str, home: Path) -> Iterator[Callable[[list[str]], list[Any]]]:
-    """Run a command of a user of this Hub alone, whose ranks and checks start from warm processes that know it too."""
+def drive_warm(hub: str, home: Path) -> Iterator[Callable[..., list[list[Any]]]]:
+    """Run commands of a user of this Hub alone, whose ranks and checks start from warm processes that know it too."""
     session = os.environ[SERVER_NAME]
     with ExitStack() as servers:
         with pytest.MonkeyPatch.context() as before_imports:
@@ -259,16 +259,16 @@ def drive_warm(hub: str, home: Path) -> Iterator[Callable[[list[str]], list[Any]
             servers.enter_context(warm_ranks.server())
             own = {SERVER_NAME: os.environ[SERVER_NAME]}
         os.environ[SERVER_NAME] = session
-        yield lambda case: drive(hub, home, [case], python=os.environ["PYTHON_EXEC"], **own)[0]
+        yield lambda *cases: drive(hub, home, list(cases), python=os.environ["PYTHON_EXEC"], **own)
 
 
 def test_a_model_of_the_hub_is_trained_at_its_commit(
-    tmp_path: Path, home: Path, whole_repository: str, drive_warm: Callable[[list[str]], list[Any]]
+    tmp_path: Path, home: Path, whole_repository: str, drive_warm: Callable[..., list[list[Any]]]
 ) -> None:
     trained = tmp_path / "trained"
     data = ("--dataset", "python-help#20", "--seq-len", "64", "--max-steps", "1", "--evaluation-samples", "2")
     training = ("--hardware", "1xCPU", "--method", "lora", "--output-dir", str(trained))
-    code, _, err = drive_warm(["train", whole_repository, *data, *training])
+    ((code, _, err),) = drive_warm(["train", whole_repository, *data, *training])
     assert code == 0, err
     job = json.loads((trained / "plan" / "plan.json").read_text())
     assert job["model"]["revision"] == COMMIT
@@ -285,12 +285,12 @@ def test_a_model_of_the_hub_is_trained_at_its_commit(
 
 @pytest.mark.parametrize("scheme", [pytest.param("W8A16", marks=pytest.mark.needs("llmcompressor")), "NF4"])
 def test_a_model_of_the_hub_is_quantized_at_its_commit(
-    scheme: str, tmp_path: Path, home: Path, whole_repository: str, drive_warm: Callable[[list[str]], list[Any]]
+    scheme: str, tmp_path: Path, home: Path, whole_repository: str, drive_warm: Callable[..., list[list[Any]]]
 ) -> None:
     output = tmp_path / "q"
     group = ("--group-size", "32") if scheme == "W8A16" else ()
     flags = ("--scheme", scheme, *group, "--output-dir", str(output), "--no-evaluate", "--format", "json")
-    code, out, err = drive_warm(["quantize", whole_repository, *flags])
+    ((code, out, err),) = drive_warm(["quantize", whole_repository, *flags])
     assert code == 0, err
     found = json.loads(out)
     assert found["revision"] == COMMIT
@@ -305,3 +305,76 @@ def test_a_model_of_the_hub_in_pickles_alone_is_rejected(hub: str, tmp_path: Pat
     ((code, _, err),) = drive(hub, tmp_path / "home", [["quantize", "org/pickled", *flags]])
     assert code == 4 and "can run code" in err
     assert not list((tmp_path / "home").rglob("pytorch_model.bin"))
+
+
+@pytest.fixture
+def adapter(tiny_llama: Path, tmp_path: Path) -> Iterator[Path]:
+    """Publish a model as `org/base` and an adapter of it as `org/tuned`; return the adapter's directory."""
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForCausalLM
+
+    directory = tmp_path / "tuned"
+    lora = LoraConfig(r=4, lora_alpha=12, target_modules="all-linear", init_lora_weights=False)
+    get_peft_model(AutoModelForCausalLM.from_pretrained(tiny_llama), lora).save_pretrained(directory)
+    settings = json.loads((directory / "adapter_config.json").read_text())
+    (directory / "adapter_config.json").write_text(json.dumps(settings | {"base_model_name_or_path": "org/base"}))
+    byte_tokenizer(512).save_pretrained(directory)
+    for name, published in (("org/base", tiny_llama), ("org/tuned", directory)):
+        FILES[name] = {file.name: file.read_bytes() for file in published.iterdir()}
+    yield directory
+    del FILES["org/base"], FILES["org/tuned"]
+
+
+def test_every_command_for_adapters_reads_one_of_the_hub_at_its_commit(
+    tmp_path: Path, adapter: Path, drive_warm: Callable[..., list[list[Any]]]
+) -> None:
+    text = ("--dataset", "python-help", "--seq-len", "32", "--num-samples", "2", "--no-speed", "--format", "json")
+    output, merged = str(tmp_path / "nf4"), str(tmp_path / "merged")
+    began = len(Hub.asked)
+    results = drive_warm(
+        ["evaluate", "org/tuned@main", "--baseline", "org/base", *text],
+        ["evaluate", str(adapter), "--baseline", "org/base", *text],
+        ["quantize", "org/tuned", "--scheme", "NF4", "--output-dir", output, "--no-evaluate", "--format", "json"],
+        ["serve", "org/tuned", "--revision", "main", "--hardware", "1xA100-80GB", "--dry-run", "--format", "json"],
+        ["merge", f"org/tuned@{COMMIT}", "--output-dir", merged, "--format", "json"],
+    )
+    assert [code for code, _, _ in results] == [0] * 5, results
+    evaluated, local, quantized, served, complete = (json.loads(out) for _, out, _ in results)
+    assert (evaluated["model"]["name"], evaluated["model"]["revision"]) == ("org/tuned", COMMIT)
+    assert evaluated["model"]["loss_nats_per_token"] == local["model"]["loss_nats_per_token"]
+    assert evaluated["comparison"]["kl_nats_per_token"]["value"] > 1e-3
+    assert (quantized["model"], quantized["revision"]) == ("org/tuned", COMMIT)
+    assert COMMIT in Path(output, "README.md").read_text()
+    module = served["line"][served["line"].index("--lora-modules") + 1]
+    name, _, directory = module.partition("=")
+    assert name == "tuned" and Path(directory).name == COMMIT
+    assert Path(directory, "adapter_model.safetensors").read_bytes() == FILES["org/tuned"]["adapter_model.safetensors"]
+    assert (complete["adapter"], complete["adapter_revision"]) == ("org/tuned", COMMIT)
+    weights = {path for _, path in Hub.asked[began:] if path.startswith("GET") and path.endswith("model.safetensors")}
+    assert {path.split("/")[4] for path in weights if "/org/tuned/" in path} == {COMMIT}
+
+
+def test_adapters_of_the_hub_work_offline_once_they_are_cached(hub: str, tmp_path: Path, adapter: Path) -> None:
+    serve = ["serve", "org/tuned", "--hardware", "1xA100-80GB", "--dry-run", "--format", "json"]
+    ((code, online, err),) = drive(hub, tmp_path / "home", [serve])
+    assert code == 0, err
+    ((code, offline, err),) = drive(hub, tmp_path / "home", [serve], HF_HUB_OFFLINE="1")
+    assert code == 0, err
+    assert json.loads(offline)["adapter"] == json.loads(online)["adapter"] == "tuned"
+
+
+def test_errors_of_adapters_of_the_hub_name_the_option_and_the_way_out(hub: str, tmp_path: Path, adapter: Path) -> None:
+    hardware = ("--hardware", "1xA100-80GB", "--dry-run")
+    cases = {
+        ("serve", "org/tuned@nowhere", *hardware): (2, "revision = 'nowhere': does not exist in org/tuned"),
+        ("serve", "org/tuned@main", "--revision", "v1", *hardware): (2, "revision = 'v1': is main in org/tuned@main"),
+        ("serve", "org/tuned", "--engine", "transformers", *hardware): (2, f"merge org/tuned@{COMMIT} --output-dir"),
+        ("serve", "org/adapter", *hardware): (2, "has the PEFT type None, but only LORA is supported"),
+        ("evaluate", "org/base", "--baseline", "org/gated"): (1, "the repository is gated"),
+        ("evaluate", "org/base", "--baseline", "org/none"): (2, "baseline = 'org/none': no such local path"),
+        ("quantize", "org/missing", "--scheme", "NF4", "--dry-run"): (2, "model = 'org/missing': no such local path"),
+        tuple(plan("org/tuned")): (2, "has no config.json; pass a model; an adapter needs shardwright merge first"),
+    }
+    for case, (code, _, err) in zip(cases, drive(hub, tmp_path / "home", [list(case) for case in cases]), strict=True):
+        errors = [line for line in err.splitlines() if line.startswith("error: ")]
+        assert code == cases[case][0] and len(errors) == 1 and cases[case][1] in errors[0], (case, err)
