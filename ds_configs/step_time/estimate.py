@@ -326,9 +326,12 @@ def stage_terms(
         element_bytes=job.compute_bytes,
     )
     slowed = 0.0
-    if software.overlaps_tensor_parallel and strategy.tp > 1:
-        inside["tensor_parallel"], slowed = exposed(setting, inside["tensor_parallel"], terms["matrix_products"])
-        waiting = 0.0
+    if strategy.tp > 1:
+        overlapped = software.overlapped_tensor_parallel
+        shared = overlapped * inside["tensor_parallel"]
+        rest, slowed = exposed(setting, shared, overlapped * terms["matrix_products"])
+        inside["tensor_parallel"] += rest - shared
+        waiting *= 1 - overlapped
     terms |= inside
     device = sum(terms.values())
     busy = computed.with_host(device, setting.constants)

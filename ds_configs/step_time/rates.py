@@ -324,8 +324,8 @@ class Software:
     `--overlap-param-gather`)."""
     overlaps_gathers: bool = True
     """Whether sharded parameters are gathered during the computation of the previous layers."""
-    overlaps_tensor_parallel: bool = False
-    """Whether collectives of tensor parallelism run in parts during the products (Megatron-Core, async TP)."""
+    overlapped_tensor_parallel: float = 0.0
+    """Share of the collectives of tensor parallelism that run in parts during the products."""
     scatters_transfers: bool = False
     """Whether each tensor-parallel rank sends only its part between stages (arXiv 2104.04473, section 4.1)."""
     overlaps_transfers: bool = False
