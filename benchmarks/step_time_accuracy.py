@@ -18,6 +18,7 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import combinations, pairwise
 from pathlib import Path
 from statistics import mean
 
@@ -251,6 +252,29 @@ def document_table(tables: Mapping[str, Mapping[str, Score]]) -> str:
     return "\n".join(lines)
 
 
+GAINS = (0.0, 0.01, 0.02, 0.05, 0.1, 0.2)
+"""Limits of the predicted gain of one configuration over another one of its question."""
+
+
+def order_table(cases: Sequence[PublishedStep], predicted: Sequence[float]) -> str:
+    """Return how often the configuration that is predicted to be faster was, by its predicted gain, as Markdown."""
+    groups: dict[str, list[tuple[float, float]]] = defaultdict(list)
+    for case, seconds in zip(cases, predicted, strict=True):
+        if case.group:
+            groups[case.table + case.group].append((seconds, case.seconds))
+    pairs = [
+        (slow[0] / fast[0] - 1, fast[1] < slow[1])
+        for rows in groups.values()
+        for fast, slow in combinations(sorted(rows), 2)
+        if fast[0] < slow[0]
+    ]
+    lines = ["| predicted gain | pairs | was faster |", "|---|---|---|"]
+    for low, high in pairwise(GAINS):
+        faster = [was for gain, was in pairs if low <= gain < high]
+        lines.append(f"| {low:.0%} to {high:.0%} | {len(faster)} | {mean(faster):.0%} |")
+    return "\n".join(lines)
+
+
 def main() -> None:
     """Print the scoreboard."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -262,6 +286,7 @@ def main() -> None:
     parts = {"scores": document_table(scoreboard(cases, refit=own))}
     if own:
         parts["left out"] = left_out_table(cases)
+        parts["order"] = order_table(cases, predictions_as_shipped(cases))
     print(*parts.values(), sep="\n\n")
     if arguments.write and own:
         for name, table in parts.items():
