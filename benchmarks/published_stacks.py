@@ -61,7 +61,8 @@ MEGATRON_CORE = replace(
     overlaps_reduction=True,
     overlaps_updates=True,
     reduces_to_owners=True,
-    overlaps_tensor_parallel=True,
+    # Transformer Engine's `tp_comm_overlap`, in both passes.
+    overlapped_tensor_parallel=1.0,
     overlaps_transfers=True,
     virtual_stages=2,
     kernels_forward=25.0,
@@ -131,6 +132,11 @@ COMPILED = replace(
     kernels_backward=25.0,
 )
 """torch.compile fuses norms, residuals, rotary embeddings, activation and loss."""
+
+ASYNCHRONOUS_TP = 0.5
+"""Share of the collectives that PyTorch's asynchronous TP runs during products: those of the forward pass. It speeds up
+the forward pass of a 7B Llama by 29 % and the step by 8 %, so nothing in the backward pass, which is two thirds of a
+step (https://discuss.pytorch.org/t/209487)."""
 
 BERT = Software(
     attention="eager",

@@ -412,7 +412,11 @@ def torchtitan(rows: list[dict[str, str]]) -> Iterator[PublishedStep]:
         hidden, layers, heads, inner, kv = _LLAMA3[row["model"]]
         technique, gpus = row["technique"], int(row["gpus"])
         software = stacks.TORCHTITAN if technique == "eager" else stacks.COMPILED
-        software = replace(software, float8="float8" in technique, overlaps_tensor_parallel="asyncTP" in technique)
+        software = replace(
+            software,
+            float8="float8" in technique,
+            overlapped_tensor_parallel=stacks.ASYNCHRONOUS_TP if "asyncTP" in technique else 0.0,
+        )
         if row["ac"] == "selective":
             software = replace(software, selective_recomputation=True)
         if "interleaved" in technique:

@@ -5,6 +5,8 @@ predict them. The same run also fits two simpler models by the same rule: a cons
 each table) and a linear model (the eleven volumes of `LINEAR_TERMS`, weighted for relative errors, one fit for each
 table). Theirs is the advantage of a fit to the table itself; where a table has one shape alone, they see its rows.
 
+The table with most rows is also predicted without all rows of its width and without any of its rows.
+
 `--tables` names another directory with tables of the same columns. Their rows are predicted with the constants that
 ship with the package, which have not seen them, and nothing is fitted but the two simpler models.
 """
@@ -15,7 +17,8 @@ import argparse
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import combinations, pairwise
 from pathlib import Path
 from statistics import mean
 
@@ -23,7 +26,7 @@ import numpy as np
 from page_parts import with_part
 from published_steps import TABLES, PublishedStep, published_steps
 from shardwright.ds_configs.step_time.rates import constants_of
-from step_time_fit import FITTED, cases_of, fit, predictions
+from step_time_fit import BOUNDS, FITTED, cases_of, fit, predictions
 
 DOCUMENT = Path(__file__).parents[1] / "docs" / "measurements" / "step_time.md"
 _SMALLEST_GROUP = 3
@@ -156,22 +159,59 @@ def leave_one_shape_out(cases: Sequence[PublishedStep], predictor: Predictor) ->
     return [found[index] for index in range(len(cases))]
 
 
-def physical(cases: Sequence[PublishedStep]) -> list[float]:
-    """Return predictions of the step-time model, the constants refitted without each shape in any table."""
+def physical(
+    cases: Sequence[PublishedStep],
+    key: Callable[[PublishedStep], str | int] = lambda case: case.shape,
+    *,
+    only: str = "",
+    afresh: bool = False,
+) -> list[float]:
+    """Return predictions of the step-time model, the constants refitted without the rows of equal `key` in any table.
+
+    `only` names the one table that is predicted by refitted constants. With `afresh`, the fit starts in the middle of
+    the bounds instead of at the constants of all rows, so that nothing of the omitted rows remains.
+    """
     found: dict[int, float] = {}
     for index, value in enumerate(predictions_as_shipped(cases)):
         found[index] = value
     for generation, (gpu, names) in FITTED.items():
-        own = cases_of(generation, cases)
-        for shape in sorted({case.shape for case in own}):
-            kept = [case for case in own if case.shape != shape]
+        own, start, evaluations = cases_of(generation, cases), constants_of(gpu), 4
+        if afresh:
+            start, evaluations = replace(start, **{name: math.sqrt(math.prod(BOUNDS[name])) for name in names}), 25
+        family = gpu.split("-")[0]
+        predicted = [i for i, case in enumerate(cases) if case.hardware.gpu.startswith(family)]
+        predicted = [i for i in predicted if cases[i].table == (only or cases[i].table)]
+        for value in sorted({key(cases[i]) for i in predicted}):
             # The constants of all rows are a good start, and few steps reach the new optimum from there.
-            constants = fit(kept, constants_of(gpu), names, evaluations=4)
-            family = gpu.split("-")[0]
-            test = [i for i, case in enumerate(cases) if case.shape == shape and case.hardware.gpu.startswith(family)]
-            for index, value in zip(test, predictions([cases[i] for i in test], constants), strict=True):
-                found[index] = float(value)
+            constants = fit([case for case in own if key(case) != value], start, names, evaluations=evaluations)
+            test = [i for i in predicted if key(cases[i]) == value]
+            for index, seconds in zip(test, predictions([cases[i] for i in test], constants), strict=True):
+                found[index] = float(seconds)
     return [found[index] for index in range(len(cases))]
+
+
+LARGEST = "vTrain single node"
+"""The table with four of five rows, which decides most about the constants of its generation."""
+
+LEFT_OUT: Mapping[str, Callable[[PublishedStep], str | int]] = {
+    "shape": lambda case: case.shape,
+    "width": lambda case: case.model.dimensions.hidden_size,
+    "table": lambda case: case.table,
+}
+"""What the largest table is predicted without: the rows, in any table, of the predicted one's shape, hidden size or
+table."""
+
+
+def left_out_table(cases: Sequence[PublishedStep]) -> str:
+    """Return the errors of the largest table by what is omitted from the fit, as Markdown."""
+    lines = ["| fitted without its | rows | MAPE | worst | best picked | mean regret |", "|---|---|---|---|---|---|"]
+    places = [index for index, case in enumerate(cases) if case.table == LARGEST]
+    for name, key in LEFT_OUT.items():
+        predicted = physical(cases, key, only=LARGEST, afresh=name != "shape")
+        found = score([cases[index] for index in places], [predicted[index] for index in places])
+        picked = f"{found.best_picked} of {found.groups} | {found.mean_regret:.1%}"
+        lines.append(f"| {name} | {found.rows} | {found.mape:.1%} | {found.worst:.0%} | {picked} |")
+    return "\n".join(lines)
 
 
 def predictions_as_shipped(cases: Iterable[PublishedStep]) -> list[float]:
@@ -212,23 +252,45 @@ def document_table(tables: Mapping[str, Mapping[str, Score]]) -> str:
     return "\n".join(lines)
 
 
-def write_document(table: str) -> None:
-    """Replace the table between the markers of the document."""
-    text = DOCUMENT.read_text(encoding="utf-8")
-    DOCUMENT.write_text(with_part(text, "scores", table), encoding="utf-8")
+GAINS = (0.0, 0.01, 0.02, 0.05, 0.1, 0.2)
+"""Limits of the predicted gain of one configuration over another one of its question."""
+
+
+def order_table(cases: Sequence[PublishedStep], predicted: Sequence[float]) -> str:
+    """Return how often the configuration that is predicted to be faster was, by its predicted gain, as Markdown."""
+    groups: dict[str, list[tuple[float, float]]] = defaultdict(list)
+    for case, seconds in zip(cases, predicted, strict=True):
+        if case.group:
+            groups[case.table + case.group].append((seconds, case.seconds))
+    pairs = [
+        (slow[0] / fast[0] - 1, fast[1] < slow[1])
+        for rows in groups.values()
+        for fast, slow in combinations(sorted(rows), 2)
+        if fast[0] < slow[0]
+    ]
+    lines = ["| predicted gain | pairs | was faster |", "|---|---|---|"]
+    for low, high in pairwise(GAINS):
+        faster = [was for gain, was in pairs if low <= gain < high]
+        lines.append(f"| {low:.0%} to {high:.0%} | {len(faster)} | {mean(faster):.0%} |")
+    return "\n".join(lines)
 
 
 def main() -> None:
     """Print the scoreboard."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tables", type=Path, default=TABLES)
-    parser.add_argument("--write", action="store_true", help=f"store the table in {DOCUMENT.name}")
+    parser.add_argument("--write", action="store_true", help=f"store the tables in {DOCUMENT.name}")
     arguments = parser.parse_args()
     own = arguments.tables == TABLES
-    table = document_table(scoreboard(published_steps(arguments.tables), refit=own))
-    print(table)
+    cases = published_steps(arguments.tables)
+    parts = {"scores": document_table(scoreboard(cases, refit=own))}
+    if own:
+        parts["left out"] = left_out_table(cases)
+        parts["order"] = order_table(cases, predictions_as_shipped(cases))
+    print(*parts.values(), sep="\n\n")
     if arguments.write and own:
-        write_document(table)
+        for name, table in parts.items():
+            DOCUMENT.write_text(with_part(DOCUMENT.read_text(encoding="utf-8"), name, table), encoding="utf-8")
 
 
 if __name__ == "__main__":

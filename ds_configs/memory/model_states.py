@@ -386,6 +386,10 @@ class Gathered:
     share: float
     """Gathered elements divided by those of the model; above 1 if recomputed layers are gathered twice."""
     calls: float
+    tensors: float = 0.0
+    """Gathered tensors, each time they are gathered."""
+    modules: float = 0.0
+    """Modules that run, each with its hooks."""
 
 
 @lru_cache(maxsize=256)
@@ -401,7 +405,12 @@ def zero3_gathers(model: ModelSpec, zero: ZeroOptions, *, recomputes: bool) -> t
     end = next(index for index, (_, moment) in enumerate(turns) if moment == "forward_end") + 1
     elements = max(1, model.parameter_count)
     ahead, back = (
-        Gathered(share=sum(turn.gathered for turn in part) / elements, calls=sum(turn.calls for turn in part))
+        Gathered(
+            share=sum(turn.gathered for turn in part) / elements,
+            calls=sum(turn.calls for turn in part),
+            tensors=sum(turn.tensors for turn in part),
+            modules=len(part),
+        )
         for part in (replayed[:end], replayed[end:])
     )
     return ahead, back
@@ -473,6 +482,8 @@ class _Turn:
     """Elements that are gathered for it and ahead of it."""
     calls: int
     """All-gathers of these elements."""
+    tensors: int
+    """Tensors of these elements."""
 
 
 def _replay(units: Sequence[_Unit], zero: ZeroOptions) -> list[_Turn]:
@@ -487,11 +498,12 @@ def _replay(units: Sequence[_Unit], zero: ZeroOptions) -> list[_Turn]:
     count = 0
     turns = []
     for step, unit in enumerate(units):
-        fetched = 0
+        fetched = tensors = 0
         for tensor in unit:
             if not tensor.persistent and id(tensor) not in available:
                 available.add(id(tensor))
                 fetched += tensor.numel
+                tensors += 1
         count += fetched
         missing = {id(tensor) for tensor in unit if fetched_for.get(id(tensor), -1) < step}
         while queue and missing:
@@ -506,8 +518,9 @@ def _replay(units: Sequence[_Unit], zero: ZeroOptions) -> list[_Turn]:
             if not tensor.persistent and key not in available:
                 available.add(key)
                 prefetched += tensor.numel
+                tensors += 1
         count += prefetched
-        turns.append(_Turn(count, fetched + prefetched, (fetched > 0) + (prefetched > 0)))
+        turns.append(_Turn(count, fetched + prefetched, (fetched > 0) + (prefetched > 0), tensors))
         for tensor in unit:
             key = id(tensor)
             if key not in available or fetched_for.get(key, -1) > step + 1:

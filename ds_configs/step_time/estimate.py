@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import ceil
@@ -13,7 +13,7 @@ from ..memory.rank_parameters import engine_parameters, expert_parallel_share, p
 from ..specs.hardware import HardwareSpec
 from ..specs.job import OPTIMIZERS, TrainingJob
 from ..specs.layout import Layout, PipelineStage, ZeroOptions, contiguous_stages
-from ..specs.model import ModelSpec, lora_parameter_count
+from ..specs.model import ModelSpec, ParameterShape, adapters, lora_parameter_count
 from . import rates as collectives
 from .model_work import Batch, Device, ModelWork, Pass, device_of, head_passes, layer_passes, model_work, with_host
 from .rates import (
@@ -53,6 +53,8 @@ class Calls:
     forward: Gathered
     backward: Gathered
     reductions: float
+    gradients: float = 0.0
+    """Tensors whose gradients are reduced."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -326,9 +328,12 @@ def stage_terms(
         element_bytes=job.compute_bytes,
     )
     slowed = 0.0
-    if software.overlaps_tensor_parallel and strategy.tp > 1:
-        inside["tensor_parallel"], slowed = exposed(setting, inside["tensor_parallel"], terms["matrix_products"])
-        waiting = 0.0
+    if strategy.tp > 1:
+        overlapped = software.overlapped_tensor_parallel
+        shared = overlapped * inside["tensor_parallel"]
+        rest, slowed = exposed(setting, shared, overlapped * terms["matrix_products"])
+        inside["tensor_parallel"] += rest - shared
+        waiting *= 1 - overlapped
     terms |= inside
     device = sum(terms.values())
     busy = computed.with_host(device, setting.constants)
@@ -408,7 +413,7 @@ def _computation(setting: Setting, stage: PipelineStage, held: tuple[float, floa
     kernels = layers * (forward.kernels + backward.kernels) + recomputed * forward.kernels
     host = kernels * setting.constants.launch_seconds
     if setting.strategy.zero_stage == 3:
-        host += (2 * layers + recomputed) * setting.constants.zero3_hook_seconds
+        host += _hook_seconds(setting, stage)
     if setting.strategy.keeps_products:
         host += recomputed * setting.constants.kept_products_seconds
     ahead = layers * forward.device + head.device
@@ -430,6 +435,19 @@ def _computation(setting: Setting, stage: PipelineStage, held: tuple[float, floa
         layers_host=host,
         head_host=(head.kernels + head_back.kernels) * setting.constants.launch_seconds,
     )
+
+
+def _hook_seconds(setting: Setting, stage: PipelineStage) -> float:
+    """Return the host time of ZeRO-3's hooks in a micro-batch."""
+    constants, seconds = setting.constants, 0.0
+    parts: tuple[_Parameters, ...] = ("all",) if setting.strategy.ep == 1 else ("dense", "experts")
+    for calls in (_sharded_calls(setting, stage, part) for part in parts):
+        for gathered in (calls.forward, calls.backward):
+            seconds += gathered.modules * constants.zero3_module_seconds
+            seconds += gathered.tensors * constants.zero3_gather_seconds
+        seconds += calls.gradients * constants.zero3_gradient_seconds
+        seconds += calls.reductions * constants.zero3_reduction_seconds
+    return seconds
 
 
 def overlaps_reductions(setting: Setting) -> bool:
@@ -531,13 +549,18 @@ def _zero3_calls(
     backward = Gathered(
         share=none.share + (every.share - none.share) * recomputed,
         calls=none.calls + (every.calls - none.calls) * recomputed,
+        tensors=none.tensors + (every.tensors - none.tensors) * recomputed,
+        modules=none.modules + (every.modules - none.modules) * recomputed,
     )
+    trained: Sequence[ParameterShape] = gathered.parameters
     if job.method == "full":
         reductions = float(reduced_buckets(gathered, zero.reduce_bucket_size))
     else:
+        trained = adapters(model, rank=job.lora_rank, targets=job.lora_targets)
         # Gradients of adapters are small, so that they fill a bucket.
         reductions = max(1.0, _adapters(model, job) / zero.reduce_bucket_size)
-    return Calls(forward=forward, backward=backward, reductions=reductions)
+    gradients = sum(parameter.count for parameter in trained)
+    return Calls(forward=forward, backward=backward, reductions=reductions, gradients=gradients)
 
 
 def stepped_parameters(setting: Setting, held: tuple[float, float, float]) -> float:
@@ -554,8 +577,8 @@ def _weight_traffic(setting: Setting, held: tuple[float, float, float]) -> float
     """Return the seconds in which a micro-batch's gradients are added, and autocast casts weights and gradients.
 
     Adding a gradient takes two reads and a write. If gradients are reduced in every micro-batch, they are copied into a
-    bucket instead, and only a partition is added. Autocast reads fp32 weights and writes 16-bit ones in the forward
-    pass, and the reverse for gradients.
+    bucket of the reduction's type instead, and only a partition is added. Autocast reads fp32 weights and writes 16-bit
+    ones in the forward pass, and the reverse for gradients.
     """
     strategy, job = setting.strategy, setting.job
     dense, experts, _ = held
@@ -564,7 +587,9 @@ def _weight_traffic(setting: Setting, held: tuple[float, float, float]) -> float
     gradient_bytes = setting.software.gradient_bytes
     if gradient_bytes is None:
         reduces_each = strategy.engine == "fsdp2" or (strategy.zero_stage or 0) >= 2
-        gradient_bytes = (2.0 if reduces_each else 3.0) * job.compute_bytes
+        gradient_bytes = 3.0 * job.compute_bytes
+        if reduces_each:
+            gradient_bytes = float(job.compute_bytes + (setting.software.reduction_bytes or job.compute_bytes))
     traffic = (24.0 if autocast else gradient_bytes) * trainable
     return traffic / setting.device.memory_bytes_per_s
 

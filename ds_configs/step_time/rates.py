@@ -64,8 +64,14 @@ class GpuConstants:
     """Time of a large all-gather or reduce-scatter divided by that of an equal all-reduce: one half on rings."""
     kept_products_seconds: float = 0.0
     """Host time per layer of `selective` checkpointing, which inspects every operator, forward and recomputed."""
-    zero3_hook_seconds: float = 0.0
-    """Host time of ZeRO-3's hooks per pass through a layer (forward, recomputed, backward)."""
+    zero3_module_seconds: float
+    """Host time of ZeRO-3's hooks per module and pass (forward, recomputed, backward)."""
+    zero3_gather_seconds: float
+    """Host time of ZeRO-3 to gather and release a tensor."""
+    zero3_gradient_seconds: float
+    """Host time of ZeRO-3 to put a gradient into a bucket and its partition."""
+    zero3_reduction_seconds: float
+    """Host time of ZeRO-3 to reduce a bucket of gradients."""
     error: float
     """Relative half width of the step time interval, which contains nine of ten published measurements."""
     source: str
@@ -312,7 +318,8 @@ class Software:
     optimizer_bytes: float
     """Memory traffic of the optimizer step per parameter: gradients, norm, states, weights."""
     gradient_bytes: float | None = None
-    """Memory traffic of adding a micro-batch's gradient per parameter; `None` for two reads and a write."""
+    """Memory traffic of adding a micro-batch's gradient per parameter; `None` for two reads and a write, or for the
+    copy and cast into a bucket of `reduction_bytes` if gradients are reduced in every micro-batch."""
     step_seconds: float = 0.0
     """Host time per step: data loader, scheduler, logging."""
     micro_batch_seconds: float = 0.0
@@ -324,8 +331,8 @@ class Software:
     `--overlap-param-gather`)."""
     overlaps_gathers: bool = True
     """Whether sharded parameters are gathered during the computation of the previous layers."""
-    overlaps_tensor_parallel: bool = False
-    """Whether collectives of tensor parallelism run in parts during the products (Megatron-Core, async TP)."""
+    overlapped_tensor_parallel: float = 0.0
+    """Share of the collectives of tensor parallelism that run in parts during the products."""
     scatters_transfers: bool = False
     """Whether each tensor-parallel rank sends only its part between stages (arXiv 2104.04473, section 4.1)."""
     overlaps_transfers: bool = False

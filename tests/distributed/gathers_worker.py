@@ -24,7 +24,7 @@ REDUCE_BUCKET, PERSISTENCE = 10_000, 100
 
 
 def collectives(model: Any, options: tuple[int, int, int], *, recomputes: bool) -> dict[str, int]:
-    """Return the calls and gathered elements of the fourth step, after the trace is complete."""
+    """Return the calls, modules and gathered tensors of the fourth step, after the trace is complete."""
     import deepspeed
     import torch
     from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
@@ -47,7 +47,8 @@ def collectives(model: Any, options: tuple[int, int, int], *, recomputes: bool) 
         },
     }
     engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=configuration)
-    counted = {"parameters": elements, "gathers": 0, "gathered": 0, "reductions": 0}
+    counted = {"parameters": elements, "gathers": 0, "gathered": 0, "tensors": 0, "modules": 0, "reductions": 0}
+    fetch = PartitionedParameterCoordinator.fetch_sub_module
     gather = PartitionedParameterCoordinator._PartitionedParameterCoordinator__all_gather_params_
     reduce = DeepSpeedZeroOptimizer_Stage3._DeepSpeedZeroOptimizer_Stage3__avg_scatter_grads
 
@@ -55,7 +56,12 @@ def collectives(model: Any, options: tuple[int, int, int], *, recomputes: bool) 
         missing = [parameter.ds_numel for parameter in params if parameter.ds_status.name == "NOT_AVAILABLE"]
         counted["gathers"] += bool(missing)
         counted["gathered"] += sum(missing)
+        counted["tensors"] += len(missing)
         gather(self, params, forward, quantize)
+
+    def counting_fetch(self: Any, *arguments: Any, **options: Any) -> None:
+        counted["modules"] += 1
+        fetch(self, *arguments, **options)
 
     def counting_reduce(self: Any, *arguments: Any) -> Any:
         counted["reductions"] += 1
@@ -65,11 +71,13 @@ def collectives(model: Any, options: tuple[int, int, int], *, recomputes: bool) 
     for step in range(4):
         if step == 3:
             PartitionedParameterCoordinator._PartitionedParameterCoordinator__all_gather_params_ = counting_gather
+            PartitionedParameterCoordinator.fetch_sub_module = counting_fetch
             DeepSpeedZeroOptimizer_Stage3._DeepSpeedZeroOptimizer_Stage3__avg_scatter_grads = counting_reduce
         engine.backward(engine(input_ids=tokens, labels=tokens).loss)
         if step < 3:
             engine.step()
     PartitionedParameterCoordinator._PartitionedParameterCoordinator__all_gather_params_ = gather
+    PartitionedParameterCoordinator.fetch_sub_module = fetch
     DeepSpeedZeroOptimizer_Stage3._DeepSpeedZeroOptimizer_Stage3__avg_scatter_grads = reduce
     engine.destroy()
     return counted

@@ -39,4 +39,6 @@ def test_predicted_collectives_of_zero3_are_those_that_run(run: dict[str, dict[s
     assert model.parameter_count == measured["parameters"]
     assert sum(part.share for part in passes) * model.parameter_count == pytest.approx(measured["gathered"], rel=0.02)
     assert sum(part.calls for part in passes) == pytest.approx(measured["gathers"], abs=1)
+    assert sum(part.tensors for part in passes) == pytest.approx(measured["tensors"], rel=0.15)
+    assert sum(part.modules for part in passes) == pytest.approx(measured["modules"], rel=0.1)
     assert reduced_buckets(model, REDUCE_BUCKET) == pytest.approx(measured["reductions"], abs=1)

@@ -1,4 +1,4 @@
-"""Fit of the step-time constants to the published tables: `python tools/step_time_fit.py [--write]`.
+"""Fit of the step-time constants to the published tables: `python benchmarks/step_time_fit.py [--write]`.
 
 One set for each accelerator generation, jointly over all of its tables; a table's weight grows slower than its rows,
 and a soft loss keeps single slow runs from bending the rest. What the tables of a generation do not determine stays at
