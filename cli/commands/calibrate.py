@@ -124,11 +124,16 @@ def _store_step(store: CalibrationStore, step: MeasuredStep, lines: list[str], *
 
 def _step_line(store: CalibrationStore, step: MeasuredStep) -> str:
     from ...ds_configs.plan.measurement import printable
+    from ...plugins.planning.from_names import own_release
 
-    ratios = [other.ratio for other in store.steps() if (other.gpu, other.engine) == (step.gpu, step.engine)]
+    measured = f"measured over predicted step: {step.ratio:.2f}"
+    if step.release != own_release():
+        predicted = f"predicted by Shardwright {step.release or 'of an unknown release'}, not by {own_release()}"
+        return f"{measured}; {printable(predicted)}: it does not correct later plans"
+    like = (step.gpu, step.engine, step.flops_per_s, step.release)
+    ratios = [run.ratio for run in store.steps() if (run.gpu, run.engine, run.flops_per_s, run.release) == like]
     runs = f"{len(ratios)} run{'' if len(ratios) == 1 else 's'} of {step.engine} on {step.gpu}"
-    spread = f"{min(ratios):.2f} to {max(ratios):.2f} times the prediction"
-    return f"measured over predicted step: {step.ratio:.2f}; later plans use {printable(runs)}: {spread}"
+    return f"{measured}; later plans use {printable(runs)}: {min(ratios):.2f} to {max(ratios):.2f} times the prediction"
 
 
 def _read_network(run_dir: Path) -> MeasuredNetwork | None:

@@ -27,7 +27,8 @@ from ..launching.launch import Launch, cpu_rank_environment, launch_ranks, pytho
 from .calibration_store import CalibrationStore
 
 DEFAULT_RANKS = 2
-_LIMIT_SECONDS = 120.0
+_LIMIT_SECONDS = 600.0
+"""A measurement takes seconds, but importing torch takes minutes on an overloaded machine."""
 _SECONDS_OF_A_RATE = 0.4
 """Time for the rounds of one rate."""
 _FEWEST_ROUNDS, _MOST_ROUNDS = 3, 20
@@ -115,8 +116,8 @@ def _measured_rates(ranks: int) -> dict[str, float]:
             launch_ranks(Launch(arguments=python_arguments(command)), timeout_seconds=_LIMIT_SECONDS)
             return dict(json.loads(file.read_text(encoding="utf-8")))
         except ShardwrightError as error:
-            fix = f"fix it, or plan with assumed rates: --hardware {ranks}xCPU"
-            raise ShardwrightError(f"the CPU ranks of this host cannot be measured: {error}; {fix}") from None
+            fix = f"pass --hardware {ranks}xCPU to plan with assumed rates"
+            raise ShardwrightError(f"CPU ranks of this host cannot be measured; {fix}: {str(error).strip()}") from None
 
 
 def _measure(file: Path) -> None:

@@ -208,7 +208,7 @@ def _stored_steps(gpu: str, tell: Callable[[str], None]) -> tuple[MeasuredStep, 
     steps: list[MeasuredStep] = []
     with suppress(ShardwrightError):
         steps = [step for step in CalibrationStore().steps() if step.gpu == gpu]
-    release = dict(installed_versions()).get("shardwright")
+    release = own_release()
     comparable = tuple(step for step in steps if step.release == release)
     if others := sorted({step.release or "of an unknown release" for step in steps if step.release != release}):
         tell(
@@ -226,6 +226,11 @@ def installed_versions() -> tuple[tuple[str, str], ...]:
         with suppress(metadata.PackageNotFoundError):
             versions.append((name, metadata.version(name)))
     return tuple(versions)
+
+
+def own_release() -> str | None:
+    """Return the release of Shardwright; `None` if it is not installed."""
+    return dict(installed_versions()).get("shardwright")
 
 
 def installed_release_difference(plan: Plan) -> str | None:

@@ -36,7 +36,7 @@ from ...ds_configs.step_time.learning import MeasuredStep, part_seconds, publish
 from ...plugins.launching.launch import LaunchFailedError, launch_ranks
 from ...plugins.launching.messages import Message, Progress, log_message
 from ...plugins.planning.calibration_store import CalibrationStore
-from ...plugins.planning.from_names import detect_hardware, installed_versions
+from ...plugins.planning.from_names import detect_hardware, installed_versions, own_release
 from ...plugins.planning.from_names import plan as select_plan
 from ..reports.make import REPORT_FILE, write_html
 from ..runs.inputs import PLANNED_DEVICE_FIX, launch_errors
@@ -421,7 +421,7 @@ def _learn(request: _Request, trial: Trial) -> None:
         network_seconds=parts["network"],
         host_seconds=parts["host"],
         flops_per_s=plan.hardware.flops_per_s,
-        release=dict(installed_versions()).get("shardwright"),
+        release=own_release(),
     )
     try:
         CalibrationStore().add_step(step)
