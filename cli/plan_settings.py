@@ -29,7 +29,7 @@ from ..ds_configs.specs.settings import (
     TrainingSettings,
 )
 from ..ds_configs.step_time.estimate import StepTime
-from ..ds_configs.step_time.learning import scaled_time
+from ..ds_configs.step_time.learning import learned_factors, scaled_time
 from .settings import grouped
 
 
@@ -100,7 +100,7 @@ def answers(plan: Plan, questions: RunQuestions) -> dict[str, Any]:
                     # These ranks do not divide the batch.
                     return None
                 # Measured runs correct every cluster alike.
-                return None if chosen is None else scaled_time(chosen.time, plan.chosen.time.learned_scale)
+                return None if chosen is None else scaled_time(chosen.time, learned_factors(plan.chosen.time))
 
             seconds, price = parse_duration(questions.deadline), questions.gpu_hour_price
             answer = smallest_for_deadline(

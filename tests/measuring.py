@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import cache
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -67,7 +68,7 @@ def measurement_of(plan: Plan, ratio: float = 1.02, **changes: Any) -> RunMeasur
         "plan": planned_run(plan),
         "predicted": predicted_memory(plan),
         "measured": tuple(ranks),
-        "versions": {"torch": "2.13.0"},
+        "versions": {"torch": "2.13.0", "shardwright": metadata.version("shardwright")},
     }
     return RunMeasurement(**(values | changes))
 

@@ -30,7 +30,9 @@ class CalibrateOptions(FormatOptions):
     group = "Stored runs"
 
     list_runs: bool = Field(False, alias="list", description="List the stored runs")
-    forget: str | None = Field(None, description="Remove a run by a prefix of its identifier, or all")
+    forget: str | None = Field(
+        None, description="Remove a run by a prefix of its identifier, all, or the rates of CPU ranks (cpu)"
+    )
 
 
 def calibrate_command(run_dir: Path | None = None, *, options: Annotated[CalibrateOptions, Options] = FILLED) -> int:
@@ -63,7 +65,8 @@ def calibrate_command(run_dir: Path | None = None, *, options: Annotated[Calibra
     if as_json:
         print(json.dumps({"schema_version": 1, "forgotten": count, "database": str(store.path)}))
     else:
-        print(f"Removed {count} run{'' if count == 1 else 's'}")
+        what = "measurement" if forget == "cpu" else "run"
+        print(f"Removed {count} {what}{'' if count == 1 else 's'}")
     return 0
 
 
@@ -121,11 +124,16 @@ def _store_step(store: CalibrationStore, step: MeasuredStep, lines: list[str], *
 
 def _step_line(store: CalibrationStore, step: MeasuredStep) -> str:
     from ...ds_configs.plan.measurement import printable
+    from ...plugins.planning.from_names import own_release
 
-    ratios = [other.ratio for other in store.steps() if (other.gpu, other.engine) == (step.gpu, step.engine)]
+    measured = f"measured over predicted step: {step.ratio:.2f}"
+    if step.release != own_release():
+        predicted = f"predicted by Shardwright {step.release or 'of an unknown release'}, not by {own_release()}"
+        return f"{measured}; {printable(predicted)}: it does not correct later plans"
+    like = (step.gpu, step.engine, step.flops_per_s, step.release)
+    ratios = [run.ratio for run in store.steps() if (run.gpu, run.engine, run.flops_per_s, run.release) == like]
     runs = f"{len(ratios)} run{'' if len(ratios) == 1 else 's'} of {step.engine} on {step.gpu}"
-    spread = f"{min(ratios):.2f} to {max(ratios):.2f} times the prediction"
-    return f"measured over predicted step: {step.ratio:.2f}; later plans use {printable(runs)}: {spread}"
+    return f"{measured}; later plans use {printable(runs)}: {min(ratios):.2f} to {max(ratios):.2f} times the prediction"
 
 
 def _read_network(run_dir: Path) -> MeasuredNetwork | None:
@@ -180,11 +188,12 @@ def read_measurement(run_dir: Path) -> RunMeasurement:
 
 
 def _list(store: CalibrationStore, *, as_json: bool) -> int:
-    runs, networks, steps = store.stored(), store.networks(), store.steps()
+    runs, networks, steps, cpus = store.stored(), store.networks(), store.steps(), store.cpus()
     if as_json:
         listed = [_run_dict(stored.run) | {"stored_at": stored.stored_at} for stored in runs]
         shown = {"schema_version": 1, "runs": listed, "networks": [asdict(network) for network in networks]}
         shown |= {"steps": [asdict(step) | {"ratio": step.ratio} for step in steps]}
+        shown |= {"cpus": [asdict(cpu) for cpu in cpus]}
         print(json.dumps(shown | {"database": str(store.path)}, indent=2))
         return 0
     if not runs and not steps:
@@ -207,14 +216,16 @@ def _list(store: CalibrationStore, *, as_json: bool) -> int:
             rows.append([printable(word) for word in (*words, str(run.ranks), *memory, seconds, stored.stored_at[:10])])
         print_rows(console(), (*names, *numbers, "stored"), rows, title="Stored runs, memory in GB", figures=numbers)
     if steps:
-        _list_steps(steps)
+        show_steps(steps, title="Stored step times, seconds")
+    for cpu in cpus:
+        print(f"Measured {cpu}")
     for network in networks:
         print(f"Network of {network.nodes} nodes: {_network_line(network)}")
     print(f"database: {store.path}", file=sys.stderr)
     return 0
 
 
-def _list_steps(steps: Sequence[MeasuredStep]) -> None:
+def show_steps(steps: Sequence[MeasuredStep], *, title: str) -> None:
     from ...ds_configs.plan.measurement import printable
     from ..show import console, print_rows
 
@@ -225,7 +236,6 @@ def _list_steps(steps: Sequence[MeasuredStep]) -> None:
         words = (step.identifier[:_SHOWN_DIGITS], step.gpu, step.engine, name, step.layout, str(step.ranks))
         times = (f"{step.predicted_seconds:.3g}", f"{step.measured_seconds:.3g}", f"{step.ratio:.2f}")
         rows.append([printable(word) for word in (*words, *times)])
-    title = "Stored step times, seconds"
     print_rows(console(), ("run", "GPU", "engine", "model", "layout", *numbers), rows, title=title, figures=numbers)
 
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 from ...ds_configs.legality.rules import AXIS_RULES, RULES
 from ...ds_configs.memory.terms import STRATEGY_MEANINGS, TERM_MEANINGS
@@ -14,6 +15,7 @@ from ...ds_configs.search.reasons import display_name
 from ...ds_configs.specs.errors import ConfigError, UsageError
 from ...ds_configs.specs.settings import NOT_COVERED, not_covered
 from ...ds_configs.step_time.estimate import TIME_TERM_MEANINGS, time_term_name
+from ...ds_configs.step_time.learning import learned_factors
 from ..options import FormatOptions
 from ..settings import FILLED, Options, grouped
 
@@ -69,6 +71,7 @@ def explain_command(subject: str, *, options: Annotated[FormatOptions, Options] 
                 name: {"seconds": seconds, "meaning": TIME_TERM_MEANINGS.get(name, "")}
                 for name, seconds in plan.chosen.time.terms.items()
             },
+            **({"learned": _learned_dict(plan)} if plan.learned_from else {}),
             "rejected": [{"strategy": other.strategy.label, "reason": other.reason} for other in plan.rejected],
         }
         print(json.dumps(explained, indent=2))
@@ -94,10 +97,23 @@ def explain_command(subject: str, *, options: Annotated[FormatOptions, Options] 
     rows = [(time_term_name(name), f"{count:.4f}", TIME_TERM_MEANINGS.get(name, "")) for name, count in seconds_of]
     headings = ("term", "seconds", "meaning")
     print_rows(out, headings, rows, title="Terms of the step's time", figures=headings[1:2], folded={"meaning": 40})
+    if plan.learned_from:
+        from .calibrate import show_steps
+
+        factors = ", ".join(f"{part} {factor:.2f}" for part, factor in learned_factors(plan.chosen.time).items())
+        apart = "" if plan.chosen.time.learned_factors else "; these runs do not separate the parts"
+        out.print(f"Times the published prediction: {factors}{apart}. The published prediction counts as one run.")
+        show_steps(plan.learned_from, title="Runs that corrected the step's time, seconds")
     out.print("[bold]Why not another layout[/bold]")
     for other in plan.rejected:
         out.print(f"- {other.reason}", markup=False)
     return 0
+
+
+def _learned_dict(plan: Plan) -> dict[str, Any]:
+    runs = [asdict(step) | {"ratio": step.ratio} for step in plan.learned_from]
+    separates = bool(plan.chosen.time.learned_factors)
+    return {"factors": learned_factors(plan.chosen.time), "separates_parts": separates, "runs": runs}
 
 
 def _is_written_as_path(subject: str) -> bool:

@@ -159,7 +159,9 @@ def _request(hardware: HardwareSettings, settings: ServeSettings) -> ServingRequ
     memory = settings.kv_cache_memory
     return ServingRequest(
         engine=settings.engine,
-        hardware=read_hardware(hardware.hardware or "local", host_memory=hardware.host_memory, nvme=hardware.nvme),
+        hardware=read_hardware(
+            hardware.hardware or "local", host_memory=hardware.host_memory, nvme=hardware.nvme, measures_cpu=False
+        ),
         tensor_parallel_size=settings.tensor_parallel_size,
         max_model_len=settings.max_model_len,
         max_num_seqs=settings.max_num_seqs,

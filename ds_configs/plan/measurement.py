@@ -26,6 +26,9 @@ LARGEST_FILE_BYTES = 16 * 2**20
 FIRST_STEPS = 2
 """Steps reported separately: the first builds kernels, and ZeRO-3 prefetches from the second on, after its trace."""
 
+_NOISY_SPREAD = 0.25
+"""Spread of a run's steps from which on another job probably uses the machine."""
+
 # A file of another schema breaks nearly every field; more errors would not help.
 _MOST_ERRORS = 20
 _STRICT = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
@@ -55,6 +58,8 @@ class PlannedRun:
     """The chosen strategy, as in `plan.json`."""
     job: dict[str, object]
     """The job, as in `plan.json`, with a teacher's name instead of its specification."""
+    flops_per_s: Annotated[float, Field(gt=0, le=1e21)] | None = None
+    """Of the planned accelerator; `None` in files of older versions."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -100,6 +105,8 @@ class RankMeasurement:
     median_step_seconds: Seconds | None
     """Median of the other steps; `None` if there were none."""
     mean_step_seconds: Seconds | None
+    step_spread: Annotated[float, Field(ge=0, le=10**9)] | None = None
+    """Range of the other steps without the fastest and the slowest tenth, divided by their median."""
 
     @property
     def outside_allocator_bytes(self) -> int | None:
@@ -121,6 +128,8 @@ class RunMeasurement:
     measured: Annotated[tuple[RankMeasurement, ...], Field(min_length=1)]
     predicted_step_seconds: Annotated[float, Field(gt=0, le=10**9)] | None = None
     """Prediction of the plan without the correction of earlier runs; `None` in files of older versions."""
+    predicted_parts: dict[str, Seconds] | None = None
+    """Seconds of computation, network and host in it; `None` in files of older versions."""
     differences: tuple[Text, ...] = ()
     """Settings in which the run differed from its plan, so that the two can hardly be compared."""
     versions: dict[str, str]
@@ -158,6 +167,7 @@ def planned_run(plan: Plan) -> PlannedRun:
         layout=layout,
         strategy=strategy,
         job=job,
+        flops_per_s=plan.hardware.flops_per_s,
     )
 
 
@@ -255,6 +265,7 @@ def measured_step(measurement: RunMeasurement) -> MeasuredStep | None:
     if measurement.step_seconds is None or measurement.predicted_step_seconds is None:
         return None
     _refuse_differences(measurement)
+    parts = measurement.predicted_parts or {}
     return MeasuredStep(
         identifier=_identifier(measurement),
         gpu=measurement.plan.gpu,
@@ -264,6 +275,10 @@ def measured_step(measurement: RunMeasurement) -> MeasuredStep | None:
         ranks=len(measurement.measured),
         predicted_seconds=measurement.predicted_step_seconds,
         measured_seconds=measurement.step_seconds,
+        network_seconds=parts.get("network"),
+        host_seconds=parts.get("host"),
+        flops_per_s=measurement.plan.flops_per_s,
+        release=measurement.versions.get("shardwright"),
     )
 
 
@@ -314,6 +329,9 @@ def report_lines(measurement: RunMeasurement) -> Iterator[str]:
     planned = measurement.predicted_step_seconds
     prediction = "" if planned is None else f"; {planned:.3g} predicted"
     yield f"seconds per step: {first or 'none'}{later}{prediction}"
+    spread = max((rank.step_spread or 0.0 for rank in measurement.measured), default=0.0)
+    if spread > _NOISY_SPREAD:
+        yield f"step times vary by {100 * spread:.0f} % of the median: another job may use this machine"
     for difference in measurement.differences:
         yield f"differs from the plan: {printable(difference)}"
 

@@ -26,7 +26,7 @@ from ..specs.layout import Layout
 from ..specs.model import FIRST_RELEASE, ModelSpec
 from ..specs.texts import read_small_file, strict_json, yaml_mapping
 from ..specs.units import gigabytes
-from ..step_time.learning import MeasuredStep, scaled_time
+from ..step_time.learning import MeasuredStep, learned, published_time
 from .clusters import ClusterJob, hostfile, slurm_script
 from .notebook import plan_html, plan_line, plan_rows
 from .output import write_files
@@ -64,6 +64,8 @@ class Plan(LaunchSpec):
     """Command line that made the plan; empty for a plan made from Python."""
     trials: tuple[Trial, ...] = ()
     """Short real runs of layouts, in the order in which `tune` ran them."""
+    learned_from: tuple[MeasuredStep, ...] = ()
+    """Stored runs that corrected the chosen layout's step time."""
 
     def __repr__(self) -> str:
         return plan_line(self)
@@ -186,6 +188,7 @@ def make_plan(
     if outcome.chosen is None:
         changes = cheapest_changes(context)
         raise PlanDoesNotFitError(outcome.rejected, changes, model=model, hardware=hardware, job=job)
+    known = learned(measured_steps, hardware, outcome.chosen.strategy.engine)
     plan = Plan(
         model=model,
         hardware=hardware,
@@ -195,14 +198,14 @@ def make_plan(
         pareto=outcome.pareto,
         versions=versions,
         activations="stored" if activations_are_stored(model, outcome.job, outcome.chosen.strategy) else "upper bound",
+        learned_from=() if known is None else known.runs,
     )
     return with_offers(plan) if offers else plan
 
 
 def with_offers(plan: Plan) -> Plan:
     # Changes are compared as predicted, without the correction of measured runs.
-    time = plan.chosen.time
-    chosen = replace(plan.chosen, time=scaled_time(time, 1 / time.learned_scale))
+    chosen = replace(plan.chosen, time=published_time(plan.chosen.time))
     return replace(plan, offers=faster_changes(chosen, plan.model, plan.hardware, plan.job))
 
 
@@ -268,6 +271,7 @@ def plan_to_dict(plan: Plan) -> dict[str, Any]:
         **({} if plan.activations == "stored" else {"activations": plan.activations}),
         **({"command": plan.command} if plan.command else {}),
         **({"trials": [trial_dict(trial) for trial in plan.trials]} if plan.trials else {}),
+        **({"learned_from": [asdict(step) for step in plan.learned_from]} if plan.learned_from else {}),
     }
 
 
@@ -328,6 +332,8 @@ def _evaluated_dict(evaluated: Evaluated, **described: object) -> dict[str, Any]
     step_time = asdict(evaluated.time)
     if not evaluated.time.measured_runs:
         del step_time["learned_scale"], step_time["measured_runs"]
+    if not evaluated.time.learned_factors:
+        del step_time["learned_factors"]
     return {
         "strategy": strategy_dict(evaluated.strategy),
         **described,
@@ -375,6 +381,7 @@ def plan_from_dict(data: object, *, source: str) -> Plan:
             "activations": data.get("activations", "stored"),
             "command": data.get("command", ""),
             "trials": [trial_values(trial) for trial in data.get("trials", [])],
+            "learned_from": data.get("learned_from", []),
         }
         plan: Plan = TypeAdapter(Plan).validate_python(values)
         return plan

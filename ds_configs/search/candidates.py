@@ -362,7 +362,7 @@ class Candidate:
     def time(self) -> StepTime:
         context = self.context
         time = estimate_step_time(self.strategy, context.model, context.hardware, context.job)
-        return corrected_time(time, context.measured_steps, gpu=context.hardware.gpu, engine=self.strategy.engine)
+        return corrected_time(time, context.measured_steps, hardware=context.hardware, engine=self.strategy.engine)
 
     @cached_property
     def memory(self) -> MemoryEstimate:

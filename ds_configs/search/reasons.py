@@ -77,10 +77,11 @@ def chosen_reason(best: Candidate, context: SearchContext, *, faster: Candidate,
         sentences.append(f"The memory interval comes from {runs} on {context.hardware.gpu}.")
     if time.measured_runs:
         runs = f"{time.measured_runs} measured run{'s' if time.measured_runs > 1 else ''}"
-        sentences.append(
-            f"Step times are {time.learned_scale:.2f} times the published prediction, from {runs} on "
-            f"{context.hardware.gpu} (shardwright calibrate --list)."
-        )
+        times = f"Step times are {time.learned_scale:.2f} times the published prediction"
+        if time.learned_factors:
+            factors = [f"{time.learned_factors[part]:.2f} for {name}" for part, name in _PART_NAMES.items()]
+            times += f" ({', '.join(factors)})"
+        sentences.append(f"{times}, from {runs} on {context.hardware.gpu} (shardwright calibrate --list).")
     if strategy.pp > 1 and job.pipeline_parallel_size is None:
         sentences.append("Only pipelines fit. A stock Trainer cannot run one: PipelineTrainer does.")
     batch, ranks = job.global_batch_size, strategy.world_size
@@ -92,6 +93,9 @@ def chosen_reason(best: Candidate, context: SearchContext, *, faster: Candidate,
     if strategy.axes and (large := _too_large(strategy, others)):
         sentences.append(f"Too large: {large}.")
     return " ".join(sentences)
+
+
+_PART_NAMES = {"compute": "computation", "network": "communication", "host": "the host"}
 
 
 def _preference(best: Candidate, context: SearchContext, faster: Candidate) -> str:

@@ -176,7 +176,7 @@ def device_of(hardware: HardwareSpec, job: TrainingJob, software: Software, cons
     """Return the rates of an accelerator in the job's precision."""
     peak, efficiency = hardware.flops_per_s, constants.matrix_efficiency
     if job.precision == "fp32":
-        peak, efficiency = peak * constants.fp32_share, constants.fp32_efficiency
+        peak, efficiency = hardware.fp32_flops_per_s or peak * constants.fp32_share, constants.fp32_efficiency
     return Device(
         flops_per_s=peak * efficiency,
         attention_flops_per_s=peak * constants.attention_efficiency,

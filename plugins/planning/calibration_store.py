@@ -13,6 +13,7 @@ from typing import Any
 
 from ...ds_configs.memory.estimate import Calibration, MeasuredRun
 from ...ds_configs.specs.errors import ConfigError, RefusedInputError, ShardwrightError, UsageError
+from ...ds_configs.step_time.cpu_ranks import MeasuredCpu
 from ...ds_configs.step_time.learning import MeasuredStep
 from ...ds_configs.step_time.rates import MeasuredNetwork
 
@@ -58,6 +59,25 @@ CREATE TABLE IF NOT EXISTS steps (
     ranks INTEGER NOT NULL CHECK (ranks > 0),
     predicted_seconds REAL NOT NULL CHECK (predicted_seconds > 0),
     measured_seconds REAL NOT NULL CHECK (measured_seconds > 0),
+    network_seconds REAL,
+    host_seconds REAL,
+    flops_per_s REAL,
+    release TEXT,
+    stored_at TEXT NOT NULL
+)
+"""
+_CREATE_CPUS = """
+CREATE TABLE IF NOT EXISTS cpus (
+    cpu TEXT NOT NULL,
+    cores INTEGER NOT NULL CHECK (cores > 0),
+    ranks INTEGER NOT NULL CHECK (ranks > 0),
+    threads INTEGER NOT NULL CHECK (threads > 0),
+    torch TEXT NOT NULL,
+    fp32_flops_per_s REAL NOT NULL CHECK (fp32_flops_per_s > 0),
+    bf16_flops_per_s REAL NOT NULL CHECK (bf16_flops_per_s > 0),
+    memory_bytes_per_s REAL NOT NULL CHECK (memory_bytes_per_s > 0),
+    link_bytes_per_s REAL NOT NULL CHECK (link_bytes_per_s > 0 OR ranks = 1),
+    spread REAL NOT NULL CHECK (spread >= 0),
     stored_at TEXT NOT NULL
 )
 """
@@ -65,8 +85,10 @@ _COLUMNS = tuple(field.name for field in fields(MeasuredRun))
 _KINDS: dict[str, tuple[type, ...]] = {
     "str": (str,),
     "int": (int,),
+    "float": (float, int),
     "int | None": (int, type(None)),
     "float | None": (float, int, type(None)),
+    "str | None": (str, type(None)),
 }
 _BUSY = (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED)
 _SYSTEM = (
@@ -141,6 +163,14 @@ class CalibrationStore:
         """Return the measured networks, oldest first."""
         return tuple(MeasuredNetwork(**row) for row in self._rows_of("networks", MeasuredNetwork))
 
+    def add_cpu(self, cpu: MeasuredCpu) -> None:
+        """Store the measured rates of CPU ranks, which plans for this host use from now on."""
+        self._add_to("cpus", _CREATE_CPUS, asdict(cpu))
+
+    def cpus(self) -> tuple[MeasuredCpu, ...]:
+        """Return the measured rates of CPU ranks, oldest first."""
+        return tuple(MeasuredCpu(**row) for row in self._rows_of("cpus", MeasuredCpu))
+
     def add_step(self, step: MeasuredStep) -> bool:
         """Store a measured step time, which corrects later plans, and return whether it was new."""
         return self._add_to("steps", _CREATE_STEPS, asdict(step))
@@ -154,38 +184,46 @@ class CalibrationStore:
         columns, marks = ", ".join(values), ", ".join(f":{name}" for name in values)
         with self._writing() as connection:
             connection.execute(create)
+            # Tables of older versions lack columns that may be NULL.
+            for name in values.keys() - _columns_of(connection, table):
+                connection.execute(f"ALTER TABLE {table} ADD COLUMN {name}")
             insert = f"INSERT INTO {table} ({columns}) VALUES ({marks}) ON CONFLICT DO NOTHING"  # noqa: S608
             return connection.execute(insert, values).rowcount == 1
 
-    def _rows_of(self, table: str, kind: type[MeasuredNetwork | MeasuredStep]) -> list[dict[str, Any]]:
+    def _rows_of(self, table: str, kind: type[MeasuredNetwork | MeasuredStep | MeasuredCpu]) -> list[dict[str, Any]]:
         """Return the rows of a table that not every database has."""
-        columns = {field.name: str(field.type) for field in fields(kind)}
         with self._reading() as connection:
-            known = "SELECT count(*) FROM sqlite_master WHERE name = ?"
-            if connection is None or not connection.execute(known, (table,)).fetchone()[0]:
+            known = set() if connection is None else _columns_of(connection, table)
+            if connection is None or not known:
                 return []
+            columns = {field.name: str(field.type) for field in fields(kind) if field.name in known}
             rows = connection.execute(f"SELECT {', '.join(columns)} FROM {table} ORDER BY rowid").fetchall()  # noqa: S608
         for row in rows:
             for (name, expected), value in zip(columns.items(), row, strict=True):
-                if not isinstance(value, str if expected == "str" else int | float):
+                if not isinstance(value, _KINDS[expected]):
                     raise RefusedInputError(self._damaged(f"{table}: {name} = {value!r}"))
         return [dict(zip(columns, row, strict=True)) for row in rows]
 
     def forget(self, identifier: str) -> int:
-        """Remove one run by a prefix of its identifier, or `all` runs and networks; return the number of removed runs.
+        """Remove one run by a prefix of its identifier, or `all`; return the number of removed runs.
 
-        A run may have memory peaks, a step time, or both.
+        A run may have memory peaks, a step time, or both. `all` includes measured networks and CPU ranks; `cpu` removes
+        the rates of CPU ranks only, and returns their number.
 
         Raises:
             UsageError: No run, or several runs, have this prefix.
         """
         if not self._exists():
-            if identifier == "all":
+            if identifier in ("all", "cpu"):
                 return 0
             raise UsageError(_unknown(identifier))
         with self._writing() as connection:
+            if identifier == "cpu":
+                connection.execute(_CREATE_CPUS)
+                return connection.execute("DELETE FROM cpus").rowcount
             if identifier == "all":
                 connection.execute("DROP TABLE IF EXISTS networks")
+                connection.execute("DROP TABLE IF EXISTS cpus")
                 connection.execute(_CREATE_STEPS)
                 of_both = "SELECT count(*) FROM (SELECT identifier FROM runs UNION SELECT identifier FROM steps)"
                 count = int(connection.execute(of_both).fetchone()[0])
@@ -291,6 +329,11 @@ class CalibrationStore:
         except OSError as error:
             detail = f"{self._where}: cannot be used ({error.strerror}); set {DATA_DIRECTORY_VARIABLE}"
             raise ShardwrightError(detail) from None
+
+
+def _columns_of(connection: sqlite3.Connection, table: str) -> set[str]:
+    """Return the names of a table's columns; none if it does not exist."""
+    return {row[0] for row in connection.execute("SELECT name FROM pragma_table_info(?)", (table,))}
 
 
 def _unknown(identifier: str) -> ConfigError:

@@ -32,6 +32,7 @@ from ...ds_configs.specs.texts import read_small_file, yaml_mapping
 from ...ds_configs.step_time.learning import MeasuredStep
 from ...ds_configs.step_time.rates import with_measured_network
 from ..releases import transformers_release
+from .cpu_host import DEFAULT_RANKS, host_memory_bytes, local_cpu_hardware
 from .models import LoadedModel, load_model_spec
 
 _LIBRARIES = ("shardwright", "torch", "transformers", "accelerate", "deepspeed", "peft", "bitsandbytes")
@@ -144,7 +145,7 @@ def plan(
         cluster,
         wanted,
         calibration=stored_calibration(tell) if calibration == "user" else calibration,
-        measured_steps=_stored_steps() if calibration == "user" else (),
+        measured_steps=_stored_steps(cluster.gpu, tell) if calibration == "user" else (),
         versions=installed_versions(),
         offers=offers,
     )
@@ -209,13 +210,25 @@ def stored_calibration(tell: Callable[[str], None]) -> Calibration | None:
         return None
 
 
-def _stored_steps() -> tuple[MeasuredStep, ...]:
-    """Return the measured step times of this user; `stored_calibration` reports a store that cannot be read."""
+def _stored_steps(gpu: str, tell: Callable[[str], None]) -> tuple[MeasuredStep, ...]:
+    """Return this user's measured step times on an accelerator whose predictions this release made; name the others.
+
+    `stored_calibration` reports a store that cannot be read.
+    """
     from .calibration_store import CalibrationStore
 
+    steps: list[MeasuredStep] = []
     with suppress(ShardwrightError):
-        return CalibrationStore().steps()
-    return ()
+        steps = [step for step in CalibrationStore().steps() if step.gpu == gpu]
+    release = own_release()
+    comparable = tuple(step for step in steps if step.release == release)
+    if others := sorted({step.release or "of an unknown release" for step in steps if step.release != release}):
+        tell(
+            f"stored step times on {gpu} that Shardwright {', '.join(others)} predicted stay stored "
+            f"({len(steps) - len(comparable)}), but do not correct plans of {release}: measure again with "
+            "`shardwright tune`, or `train` and `calibrate`"
+        )
+    return comparable
 
 
 def installed_versions() -> tuple[tuple[str, str], ...]:
@@ -225,6 +238,11 @@ def installed_versions() -> tuple[tuple[str, str], ...]:
         with suppress(metadata.PackageNotFoundError):
             versions.append((name, metadata.version(name)))
     return tuple(versions)
+
+
+def own_release() -> str | None:
+    """Return the release of Shardwright; `None` if it is not installed."""
+    return dict(installed_versions()).get("shardwright")
 
 
 def installed_release_difference(plan: Plan) -> str | None:
@@ -238,6 +256,7 @@ def read_hardware(
     host_memory: str | None = None,
     nvme: str | None = None,
     num_processes: int | None = None,
+    measures_cpu: bool = True,
     tell: Callable[[str], None] = lambda _: None,
 ) -> HardwareSpec:
     """Return the cluster for a name, a YAML file or `local`.
@@ -246,14 +265,16 @@ def read_hardware(
         text: The name. Names joined by `+` are unequal nodes; the plan uses the smallest values of all nodes.
         host_memory: Memory per node.
         nvme: NVMe per node as `PATH:SIZE`.
-        num_processes: Number of accelerators, for a name without one such as `T4`.
-        tell: Function that receives the values that limit unequal nodes.
+        num_processes: Number of accelerators, for a name without one such as `T4`; of ranks for `local` without one.
+        measures_cpu: Whether `local` measures CPU ranks on a machine without accelerators.
+        tell: Function that receives the values that limit unequal nodes, and what was measured.
 
     Raises:
         UsageError: The name, the file or one of its values is invalid, or has another number of processes.
     """
     if text == "local":
-        cluster = detect_hardware(host_memory=host_memory, nvme=nvme)
+        ranks = (num_processes or DEFAULT_RANKS) if measures_cpu else None
+        cluster = detect_hardware(host_memory=host_memory, nvme=nvme, cpu_ranks=ranks, tell=tell)
     elif "+" in text and not text.endswith((".yaml", ".yml")):
         parts = [parse_hardware(part, host_memory=host_memory, nvme=nvme) for part in text.split("+")]
         cluster, held_back = slowest_node(parts)
@@ -289,16 +310,22 @@ def read_yaml_mapping(path: Path, *, what: str) -> dict[str, Any]:
     return data
 
 
-def detect_hardware(*, host_memory: str | None = None, nvme: str | None = None) -> HardwareSpec:
+def detect_hardware(
+    *,
+    host_memory: str | None = None,
+    nvme: str | None = None,
+    cpu_ranks: int | None = None,
+    tell: Callable[[str], None] = lambda _: None,
+) -> HardwareSpec:
     """Return this machine as a cluster of one node.
 
     Of several kinds of accelerators, the one with the least memory is used for all. Link and compute figures come
-    from the catalog; an accelerator that is not in it requires a YAML file.
+    from the catalog; an accelerator that is not in it requires a YAML file. Without an accelerator, `cpu_ranks` ranks
+    are measured.
 
     Raises:
-        UsageError: No accelerator is visible, or it is not in the catalog.
+        UsageError: No accelerator is visible and `cpu_ranks` is `None`, or it is not in the catalog.
     """
-    import psutil
     import torch
 
     if nvme is not None and ":" not in nvme:
@@ -310,6 +337,8 @@ def detect_hardware(*, host_memory: str | None = None, nvme: str | None = None) 
     overrides = parse_overrides(host_memory=host_memory, nvme=nvme)
     indices = range(torch.cuda.device_count()) if torch.cuda.is_available() else range(0)
     devices = [torch.cuda.get_device_properties(index) for index in indices]
+    if not devices and cpu_ranks is not None:
+        return local_cpu_hardware(cpu_ranks, tell=tell, **overrides)
     if not devices:
         rule, fix = (
             "torch does not see an accelerator",
@@ -328,15 +357,11 @@ def detect_hardware(*, host_memory: str | None = None, nvme: str | None = None) 
         and abs(gpus[gpu]["usable_gib"] * 2**30 - memory) < 0.1 * memory
     ]
     gpu = matches[0] if len(matches) == 1 else find_gpu(smallest.name, where="hardware (local)")
-    # The memory of the machine, or of the control group that limits this process.
-    host_bytes = int(psutil.virtual_memory().total)
-    with suppress(OSError, ValueError):
-        host_bytes = min(host_bytes, int(Path("/sys/fs/cgroup/memory.max").read_text()))
     values: dict[str, Any] = {
         "name": f"{len(devices)}x{gpu} (local)",
         "gpu": gpu,
         "gpus_per_node": len(devices),
         "gpu_bytes": memory,
-        "host_bytes_per_node": host_bytes,
+        "host_bytes_per_node": host_memory_bytes(),
     }
     return hardware_from_mapping(values | overrides, name="local")

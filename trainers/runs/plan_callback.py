@@ -32,6 +32,7 @@ from ...ds_configs.plan.plan import Plan
 from ...ds_configs.plan.rendering import DEEPSPEED_FILE, copied_configuration, differing_keys
 from ...ds_configs.specs.errors import ShardwrightError
 from ...ds_configs.specs.settings import not_covered
+from ...ds_configs.step_time.learning import part_seconds, published_time
 from ...plugins.accelerate.cpu_ranks import engine_from_environment
 from ...plugins.bitsandbytes import read_weights_in_backward
 from ...plugins.planning.from_names import installed_release_difference, installed_versions
@@ -190,11 +191,13 @@ class PlanCallback(TrainerCallback):
         """
         self._finished = True
         ranks = gathered(self._measure_rank(args.process_index))
+        predicted = published_time(self._plan.chosen.time)
         measurement = RunMeasurement(
             plan=planned_run(self._plan),
             predicted=predicted_memory(self._plan),
             measured=tuple(sorted(ranks, key=lambda rank: rank.rank)),
-            predicted_step_seconds=self._plan.chosen.time.seconds / self._plan.chosen.time.learned_scale,
+            predicted_step_seconds=predicted.seconds,
+            predicted_parts=part_seconds(predicted),
             differences=tuple(self._differences(args, model, ranks)),
             versions=dict(installed_versions()),
         )
@@ -215,6 +218,7 @@ class PlanCallback(TrainerCallback):
 
         allocated, reserved = self._meter.peaks()
         first, later = self._seconds[:FIRST_STEPS], self._seconds[FIRST_STEPS:]
+        tenths = statistics.quantiles(later, n=10, method="inclusive") if len(later) > 1 else [0.0]
         present = torch.cuda.is_available()
         free_bytes, device_bytes = torch.cuda.mem_get_info() if present else (0, 0)
         return RankMeasurement(
@@ -230,6 +234,7 @@ class PlanCallback(TrainerCallback):
             first_step_seconds=tuple(first),
             median_step_seconds=statistics.median(later) if later else None,
             mean_step_seconds=statistics.fmean(later) if later else None,
+            step_spread=(tenths[-1] - tenths[0]) / statistics.median(later) if later else None,
         )
 
     def _differences(self, args: Any, model: Any, ranks: list[RankMeasurement]) -> list[str]:

@@ -32,11 +32,11 @@ from ...ds_configs.search.tuning import (
 from ...ds_configs.specs.errors import ConfigError, ShardwrightError, UsageError
 from ...ds_configs.specs.hardware import HardwareSpec
 from ...ds_configs.specs.texts import strict_json
-from ...ds_configs.step_time.learning import MeasuredStep
+from ...ds_configs.step_time.learning import MeasuredStep, part_seconds, published_time
 from ...plugins.launching.launch import LaunchFailedError, launch_ranks
 from ...plugins.launching.messages import Message, Progress, log_message
 from ...plugins.planning.calibration_store import CalibrationStore
-from ...plugins.planning.from_names import detect_hardware, installed_versions
+from ...plugins.planning.from_names import detect_hardware, installed_versions, own_release
 from ...plugins.planning.from_names import plan as select_plan
 from ..reports.make import REPORT_FILE, write_html
 from ..runs.inputs import PLANNED_DEVICE_FIX, launch_errors
@@ -405,7 +405,8 @@ def _learn(request: _Request, trial: Trial) -> None:
     """Store the step time for later plans; a store that cannot be written does not end the trials."""
     plan = request.plan
     layouts = (plan.chosen, *plan.rejected)
-    scale = next(layout.time.learned_scale for layout in layouts if (layout.strategy, layout.loss) == trial.layout)
+    predicted = published_time(next(each.time for each in layouts if (each.strategy, each.loss) == trial.layout))
+    parts = part_seconds(predicted)
     assert trial.step_seconds is not None, "it was measured"
     content = json.dumps([request.identifier, trial_dict(trial)], sort_keys=True)
     step = MeasuredStep(
@@ -415,8 +416,12 @@ def _learn(request: _Request, trial: Trial) -> None:
         model=plan.model.name,
         layout=trial.strategy.label,
         ranks=plan.hardware.world_size,
-        predicted_seconds=trial.predicted_seconds / scale,
+        predicted_seconds=predicted.seconds,
         measured_seconds=trial.step_seconds,
+        network_seconds=parts["network"],
+        host_seconds=parts["host"],
+        flops_per_s=plan.hardware.flops_per_s,
+        release=own_release(),
     )
     try:
         CalibrationStore().add_step(step)

@@ -12,7 +12,7 @@ import pytest
 from measuring import measurement_of, plan_on, run_of, write_measurement
 from paths import TESTS
 from shardwright.cli.main import run
-from shardwright.ds_configs.plan.measurement import FILE_NAME
+from shardwright.ds_configs.plan.measurement import FILE_NAME, RunMeasurement
 from shardwright.plugins.planning.calibration_store import FILE_NAME as DATABASE
 
 LLAMA = str(TESTS / "data" / "models" / "meta-llama--Llama-3.1-8B")
@@ -108,6 +108,69 @@ def test_a_run_on_cpu_ranks_corrects_later_step_times(shell: Shell, tmp_path: Pa
     assert "Stored step times, seconds" in shell("calibrate", "--list").out
     assert "Removed 1 run" in shell("calibrate", "--forget", listed["steps"][0]["identifier"][:12]).out
     assert json.loads(shell("calibrate", "--list", "--format", "json").out)["steps"] == []
+
+
+def steps_of(ratio: float, *, network: float = 0.1, **changes: Any) -> RunMeasurement:
+    """Return a run of the planned layout whose steps took `ratio` times the prediction."""
+    measurement = measurement_of(plan_on())
+    ranks = tuple(replace(rank, median_step_seconds=ratio) for rank in measurement.measured)
+    parts = {"compute": 0.9 - network, "network": network, "host": 0.1}
+    return replace(measurement, measured=ranks, predicted_step_seconds=1.0, predicted_parts=parts, **changes)
+
+
+def step_time(shell: Shell) -> dict[str, Any]:
+    return dict(json.loads(shell(*PLAN).out)["chosen"]["step_time"])
+
+
+def test_slow_runs_move_the_next_plan_and_explain_lists_them(shell: Shell, tmp_path: Path) -> None:
+    before = step_time(shell)
+    widths = []
+    for count in range(1, 6):
+        run_directory = write_measurement(steps_of(3.0 + count / 100), tmp_path / f"run{count}")
+        assert f"later plans use {count} run" in shell("calibrate", str(run_directory)).out
+        time = step_time(shell)
+        assert time["measured_runs"] == count and "learned_factors" not in time
+        widths.append(time["high_seconds"] / time["low_seconds"])
+    assert time["seconds"] == pytest.approx(before["seconds"] * (1 + 5 * 3.03) / 6)
+    # Five runs narrow the interval.
+    assert before["high_seconds"] / before["low_seconds"] > widths[1] > widths[-1]
+    assert shell("plan", LLAMA, "--hardware", "8xH100-80GB", "--output-dir", str(tmp_path / "plan")).code == 0
+    explained = shell("explain", str(tmp_path / "plan")).out
+    assert "these runs do not separate the parts" in explained and "Runs that corrected the step's time" in explained
+    learned = json.loads(shell("explain", str(tmp_path / "plan"), "--format", "json").out)["learned"]
+    assert [run["ratio"] for run in learned["runs"]] == pytest.approx([3.01, 3.02, 3.03, 3.04, 3.05])
+    assert not learned["separates_parts"] and learned["factors"]["network"] == pytest.approx(time["learned_scale"])
+
+
+def test_runs_with_different_networks_separate_the_parts(shell: Shell, tmp_path: Path) -> None:
+    for count, network in enumerate((0.0, 0.1, 0.3, 0.5, 0.6, 0.7)):
+        run = steps_of(1 + 2 * network + count / 1000, network=network)
+        assert shell("calibrate", str(write_measurement(run, tmp_path / f"run{count}"))).code == 0
+    factors = step_time(shell)["learned_factors"]
+    assert factors["network"] == pytest.approx(3.0, rel=0.05) and factors["compute"] == pytest.approx(1.0, rel=0.05)
+    shell("plan", LLAMA, "--hardware", "8xH100-80GB", "--output-dir", str(tmp_path / "plan"))
+    assert "do not separate" not in shell("explain", str(tmp_path / "plan")).out
+    assert "for communication" in json.loads(shell(*PLAN).out)["chosen"]["reason"]
+
+
+def test_steps_that_another_release_predicted_are_kept_and_not_used(shell: Shell, tmp_path: Path) -> None:
+    before = step_time(shell)
+    run = steps_of(3.0, versions={"shardwright": "0.0.9", "torch": "2.13.0"})
+    stored = shell("calibrate", str(write_measurement(run, tmp_path / "run"))).out
+    assert "predicted by Shardwright 0.0.9, not by" in stored and "does not correct later plans" in stored
+    planned = shell(*PLAN)
+    assert "step times on H100-80GB that Shardwright 0.0.9 predicted stay stored (1)" in planned.err
+    assert json.loads(planned.out)["chosen"]["step_time"] == before
+    assert len(json.loads(shell("calibrate", "--list", "--format", "json").out)["steps"]) == 1
+
+
+def test_a_run_with_uneven_steps_is_named(shell: Shell, tmp_path: Path) -> None:
+    quiet, busy = steps_of(1.0), steps_of(1.1)
+    for uneven, spread in ((quiet, 0.02), (busy, 0.8)):
+        ranks = tuple(replace(rank, step_spread=spread) for rank in uneven.measured)
+        directory = write_measurement(replace(uneven, measured=ranks), tmp_path / str(spread))
+        out = shell("calibrate", str(directory)).out
+        assert ("step times vary by 80 % of the median: another job may use this machine" in out) == (uneven is busy)
 
 
 def test_bad_usage_and_rejected_files_leave_the_store_alone(shell: Shell, tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from planning import MODELS
 from shardwright.cli.main import run
 from shardwright.ds_configs.memory.estimate import Calibration, MeasuredRun
 from shardwright.ds_configs.specs.errors import RefusedInputError, ShardwrightError, UsageError
+from shardwright.ds_configs.step_time.learning import MeasuredStep
 from shardwright.ds_configs.step_time.rates import MeasuredNetwork, network_text
 from shardwright.plugins.planning.calibration_store import FILE_NAME, CalibrationStore, data_directory
 from shardwright.plugins.planning.from_names import plan, stored_calibration
@@ -64,6 +65,28 @@ def test_plans_use_the_last_measured_network(
     with pytest.raises(RefusedInputError, match="networks: bytes_per_s = 'fast'"):
         store.networks()
     assert store.forget("all") == 1 and store.networks() == ()
+
+
+def test_steps_of_a_table_without_later_columns_are_kept(store: CalibrationStore) -> None:
+    step = MeasuredStep(
+        identifier="a" * 64,
+        gpu="CPU",
+        engine="ddp",
+        model="model",
+        layout="ddp",
+        ranks=2,
+        predicted_seconds=1.0,
+        measured_seconds=2.0,
+    )
+    assert store.add_step(step)
+    for column in ("network_seconds", "host_seconds", "flops_per_s", "release"):
+        rewrite(store.path, f"ALTER TABLE steps DROP COLUMN {column}")
+    assert store.steps() == (step,)
+    later = replace(step, identifier="b" * 64, network_seconds=0.5, host_seconds=0.1, flops_per_s=1e12, release="0.1.0")
+    assert store.add_step(later) and store.steps() == (step, later)
+    rewrite(store.path, "UPDATE steps SET release = 7")
+    with pytest.raises(RefusedInputError, match="steps: release = 7"):
+        store.steps()
 
 
 def test_runs_are_removed_by_prefix(store: CalibrationStore) -> None:
