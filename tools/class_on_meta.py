@@ -9,7 +9,7 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-from shardwright.ds_configs.models.stored_shapes import OTHER_SETTINGS, countable_sizes, flattened, value_kind
+from shardwright.ds_configs.models.stored_shapes import LABELS, OTHER_SETTINGS, countable_sizes, flattened, value_kind
 from shardwright.ds_configs.specs.model import ModelSpec
 
 NOT_KEPT = {"transformers_version", "architectures", "_name_or_path", "dtype", "model_type"}
@@ -50,9 +50,12 @@ class ClassOnMeta:
 
         config_class = getattr(transformers, architecture).config_class
         self.architecture, self.model_type = architecture, config_class.model_type
+        self.more = MORE_FIELDS.get(self.model_type, {})
+        if architecture.endswith("Classification"):
+            self.more = self.more | {LABELS: 2}
         config = config_class()
         self.resolved = dict(flattened(config.to_dict()))
-        self.defaults = {**self.resolved, **_unresolved(config), **MORE_FIELDS.get(self.model_type, {})}
+        self.defaults = {**self.resolved, **_unresolved(config), **self.more}
         self.required = REQUIRED.get(self.model_type, {})
         self.defaults |= self.required
         kept = {name: value for name, value in self.defaults.items() if is_kept(name, value)}
@@ -70,7 +73,7 @@ class ClassOnMeta:
             self.text = part if section is text else self.text
         for name in [name for name in self.defaults if self._is_alias(name)]:
             del self.defaults[name]
-        declared = {*_unresolved(config), *MORE_FIELDS.get(self.model_type, {}), *self.required}
+        declared = {*_unresolved(config), *self.more, *self.required}
         self.computed = sorted(name for name in self.defaults if name not in declared and not self._is_read(name))
         for name in self.computed:
             del self.defaults[name]
@@ -133,6 +136,13 @@ class ClassOnMeta:
             part, _, name = field.rpartition(".")
             (config[part] if part else config)[name] = value
         return config
+
+    def is_built_unnamed(self) -> bool:
+        """Whether this class is built for a configuration without `architectures`."""
+        from shardwright.plugins.transformers.meta_model import build_meta_model
+
+        unnamed = self.config({}) | {"architectures": None}
+        return type(build_meta_model(unnamed, source="m")).__name__ == self.architecture
 
     def build(self, drawn: Draws) -> ModelSpec:
         """Return the specification of one model; raises `RefusedInputError`."""

@@ -276,6 +276,7 @@ def _stored(on_meta: ClassOnMeta, base: list[Sample], groups: list[tuple[str, st
         "parameters": parameters,
         "buffers": [[hows[0], when] for hows, when in branches([("buffers",)], stated=False)],
         "tied": [[hows[0], when] for hows, when in branches([("tied",)], stated=False)],
+        **({"unnamed": True} if on_meta.is_built_unnamed() else {}),
     }
 
 

@@ -156,6 +156,8 @@ NO_SHAPE = re.compile(
     r"|initializer|^temperature$|^top_|^bias_logits|generation|^max_length$|^prefix$|_loss"
 )
 """Fields that do not affect the shape of any tensor."""
+LABELS = "num_labels"
+"""Outputs of a classifier, which a `config.json` states by the length of `id2label`."""
 _ROTARY_FIELDS = ("rope_parameters", "rope_scaling")
 _RATIOS = (
     *(("hidden_size", "num_attention_heads"), ("n_embd", "n_head"), ("n_embd", "num_heads"), ("d_model", "n_heads")),
@@ -177,6 +179,7 @@ def load_shapes(release: str) -> Mapping[str, Any]:
     - `apart`: switches of which at most one may differ from its default
     - `read`: other fields that its code reads
     - `parameters`, `buffers` and `tied`: expressions, with the kinds of values (`when`) for which they apply
+    - `unnamed`, if Transformers builds this class for a configuration without `architectures`
     """
     return stored_facts(SHAPES_FILE, release)
 
@@ -189,8 +192,12 @@ def model_spec_from_shapes(
     `release` is a release of Transformers, by default the newest tested one.
     """
     release = release or newest_tested_release()
-    architecture = (config.get("architectures") or [None])[0]
-    stored = load_shapes(release)["classes"].get(architecture)
+    classes = load_shapes(release)["classes"]
+    architecture = (config.get("architectures") or [None])[0] or next(
+        (name for name, known in classes.items() if known.get("unnamed") and known["model_type"] == config["model_type"]),
+        None,
+    )
+    stored = classes.get(architecture)
     if stored is None or config["model_type"] != stored["model_type"]:
         return None
     return spec_of(stored, config, architecture=architecture, name=name, revision=revision, release=release)
@@ -332,6 +339,8 @@ def _stated(config: ModelConfig, stored: Class) -> Values | None:
     for field, value in flattened(config):
         part, _, name = field.rpartition(".")
         own = f"{part}." * bool(part) + stored["names"].get(part, {}).get(name, name)
+        if LABELS in stored["varied"] and own == "id2label" and isinstance(value, dict):
+            own, value = LABELS, len(value)
         if part not in parts or own in stated or not _is_covered(own, value, config, stored):
             return None
         if not name.endswith(_ROTARY_FIELDS):
