@@ -79,7 +79,9 @@ class Job:
 
     @property
     def name(self) -> str:
-        options = "".join(f", {value}" if name == "method" else f", {name} {value}" for name, value in self.words.items())
+        options = "".join(
+            f", {value}" if name == "method" else f", {name} {value}" for name, value in self.words.items()
+        )
         return f"{self.model.rpartition('--')[2]} on {self.hardware}, {self.seq_len // 1024}k{options}"
 
 
@@ -89,7 +91,12 @@ JOBS = (
     Job(model="meta-llama--Llama-3.2-1B", hardware="8xA100-40GB", seq_len=4096, words={"global_batch_size": 128}),
     Job(model="gpt2-xl", hardware="2x8xV100-32GB", seq_len=1024, words={"precision": "fp16", "global_batch_size": 512}),
     Job(model="SmolLM2-1.7B", hardware="8x8xH100-80GB", seq_len=2048, words={"global_batch_size": 1024}),
-    Job(model="meta-llama--Llama-2-7b-hf", hardware="8xV100-32GB", seq_len=2048, words={"method": "lora", "precision": "fp16"}),
+    Job(
+        model="meta-llama--Llama-2-7b-hf",
+        hardware="8xV100-32GB",
+        seq_len=2048,
+        words={"method": "lora", "precision": "fp16"},
+    ),
     Job(model="meta-llama--Llama-2-7b-hf", hardware="8xA100-80GB", seq_len=4096, words={"global_batch_size": 64}),
     Job(model="mistralai--Mistral-7B-v0.3", hardware="4xA100-80GB", seq_len=8192, words={"global_batch_size": 32}),
     Job(model="Qwen--Qwen2.5-7B", hardware="8xL40S", seq_len=4096),

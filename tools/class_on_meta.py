@@ -16,10 +16,20 @@ NOT_KEPT = {"transformers_version", "architectures", "_name_or_path", "dtype", "
 MORE_FIELDS: Mapping[str, dict[str, Any]] = {
     "qwen3_next": {"full_attention_interval": 4},
     "gemma3": {"text_config.sliding_window_pattern": 6},
+    "deberta-v2": {"conv_kernel_size": 0},
 }
 """Fields that a configuration reads and does not keep."""
-REQUIRED: Mapping[str, dict[str, Any]] = {"hunyuan_v1_dense": {"head_dim": 128}}
-"""Fields without which a class cannot be built."""
+REQUIRED: Mapping[str, dict[str, Any]] = {
+    "hunyuan_v1_dense": {"head_dim": 128},
+    "deberta-v2 relative": {
+        "relative_attention": True,
+        "position_buckets": 256,
+        "share_att_key": True,
+        "norm_rel_ebd": "layer_norm",
+        "pos_att_type": "p2c|c2p",
+    },
+}
+"""Fields without which a class cannot be built; after a space the name of a variant, and the fields that make it."""
 READ = re.compile(r"config\.(\w+)|getattr\(\s*[\w.]*config,\s*\"(\w+)\"|kwargs\.(?:pop|get)\(\s*\"(\w+)\"")
 """How code names a field of a configuration."""
 
@@ -45,9 +55,10 @@ class Sample:
 class ClassOnMeta:
     """A model class, its default configuration and the models that it builds."""
 
-    def __init__(self, architecture: str) -> None:
+    def __init__(self, name: str) -> None:
         import transformers
 
+        architecture, *variant = name.split()
         config_class = getattr(transformers, architecture).config_class
         self.architecture, self.model_type = architecture, config_class.model_type
         self.more = MORE_FIELDS.get(self.model_type, {})
@@ -56,7 +67,7 @@ class ClassOnMeta:
         config = config_class()
         self.resolved = dict(flattened(config.to_dict()))
         self.defaults = {**self.resolved, **_unresolved(config), **self.more}
-        self.required = REQUIRED.get(self.model_type, {})
+        self.required = REQUIRED.get(" ".join([self.model_type, *variant]), {})
         self.defaults |= self.required
         kept = {name: value for name, value in self.defaults.items() if is_kept(name, value)}
         self.defaults = {name: None if value == [] else value for name, value in kept.items()}

@@ -411,7 +411,8 @@ def zero3_gathers(model: ModelSpec, zero: ZeroOptions, *, recomputes: bool) -> t
             break
     ahead, back = (
         Gathered(
-            share=(sum(turn.gathered for turn in part) + (layers - count) * sum(turn.gathered for turn in one)) / elements,
+            share=(sum(turn.gathered for turn in part) + (layers - count) * sum(turn.gathered for turn in one))
+            / elements,
             calls=sum(turn.calls for turn in part) + (layers - count) * sum(turn.calls for turn in one),
         )
         for (part, _, _), (one, _) in zip(passes, inner, strict=True)

@@ -180,6 +180,8 @@ def load_shapes(release: str) -> Mapping[str, Any]:
     - `read`: other fields that its code reads
     - `parameters`, `buffers` and `tied`: expressions, with the kinds of values (`when`) for which they apply
     - `unnamed`, if Transformers builds this class for a configuration without `architectures`
+
+    A variant of a class, with `required` values of other fields, has a second word in its name.
     """
     return stored_facts(SHAPES_FILE, release)
 
@@ -192,15 +194,16 @@ def model_spec_from_shapes(
     `release` is a release of Transformers, by default the newest tested one.
     """
     release = release or newest_tested_release()
-    classes = load_shapes(release)["classes"]
-    architecture = (config.get("architectures") or [None])[0] or next(
-        (name for name, known in classes.items() if known.get("unnamed") and known["model_type"] == config["model_type"]),
-        None,
-    )
-    stored = classes.get(architecture)
-    if stored is None or config["model_type"] != stored["model_type"]:
-        return None
-    return spec_of(stored, config, architecture=architecture, name=name, revision=revision, release=release)
+    wanted = (config.get("architectures") or [None])[0]
+    for key, stored in load_shapes(release)["classes"].items():
+        # A class may have variants, whose names follow its own.
+        architecture = key.partition(" ")[0]
+        is_wanted = architecture == wanted if wanted else stored.get("unnamed", False)
+        if is_wanted and config["model_type"] == stored["model_type"]:
+            spec = spec_of(stored, config, architecture=architecture, name=name, revision=revision, release=release)
+            if spec is not None:
+                return spec
+    return None
 
 
 def spec_of(
@@ -366,9 +369,13 @@ def _is_covered(field: str, value: Any, config: ModelConfig, stored: Class) -> b
         return not isinstance(value, dict) or name in ("id2label", "label2id")
     if name == "no_rope_layers" and "layer_types" in config:
         return True
+    if name == "attention_head_size":
+        return bool(value == config.get("hidden_size", 0) // config.get("num_attention_heads", 1))
     if field not in stored["values"]:
         return name not in stored["read"]
-    return bool(stored["values"][field] == (None if value == [] else value))
+    if isinstance(value, list) and all(isinstance(item, str) for item in value):
+        value = "|".join(value) or None
+    return bool(stored["values"][field] == value)
 
 
 def _holds(when: Mapping[str, str], kinds: Mapping[str, str]) -> bool:

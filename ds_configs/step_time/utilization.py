@@ -68,6 +68,7 @@ def low_utilization_reason(
         "memory_operations": "memory-bound operations" + (" and expanding 4-bit weights" if quantized else ""),
         "kernel_launches": f"kernel launches by the host, with {batch}",
         "parameter_gathers": f"gathers and reductions not hidden by computation, with {batch}",
+        "nvme": "reads and writes of optimizer states on NVMe",
         "optimizer": f"the memory-bound optimizer step {after} per accelerator",
         "gradient_reduction": f"the reduction of gradients {after} per accelerator",
         "parameter_updates": f"gathers of updated parameters {after} per accelerator",
