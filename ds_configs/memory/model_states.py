@@ -409,14 +409,15 @@ def zero3_gathers(model: ModelSpec, zero: ZeroOptions, *, recomputes: bool) -> t
         # Layers far from both ends of the stack that repeat each other stand for the others.
         if count == layers or all(one == other for one, other in inner):
             break
-    ahead, back = (
-        Gathered(
-            share=(sum(turn.gathered for turn in part) + (layers - count) * sum(turn.gathered for turn in one))
-            / elements,
-            calls=sum(turn.calls for turn in part) + (layers - count) * sum(turn.calls for turn in one),
+
+    def gathered(part: list[_Turn], one: list[_Turn]) -> Gathered:
+        times = [(turn, 1) for turn in part] + [(turn, layers - count) for turn in one]
+        return Gathered(
+            share=sum(number * turn.gathered for turn, number in times) / elements,
+            calls=sum(number * turn.calls for turn, number in times),
         )
-        for (part, _, _), (one, _) in zip(passes, inner, strict=True)
-    )
+
+    ahead, back = (gathered(part, one) for (part, _, _), (one, _) in zip(passes, inner, strict=True))
     return ahead, back
 
 
