@@ -13,7 +13,6 @@ from cyclopts import App, CycloptsError, Parameter
 
 from .. import __version__
 from ..ds_configs.specs.errors import ConfigError, InputError, ShardwrightError
-from ..plugins.bitsandbytes import quiet_optional_kernels
 from ..plugins.deepspeed import quiet_accelerator_choice
 from .completion import CompletingApp
 from .help import short_help, shown_examples
@@ -175,6 +174,9 @@ def main() -> None:
             stream.reconfigure(errors="backslashreplace")
     if not PRINTING.intersection(sys.argv[1:2]):
         outlast_readers()
-    quiet_optional_kernels()
+    if _COMPUTING.union(("launch", "serve")).intersection(sys.argv[1:2]):
+        from ..plugins.bitsandbytes import quiet_optional_kernels
+
+        quiet_optional_kernels()
     quiet_accelerator_choice()
     raise SystemExit(run(sys.argv[1:]))

@@ -26,6 +26,7 @@ from ..ds_configs.search.search import ParetoPoint
 from ..ds_configs.specs.job import TeacherChoice
 from ..ds_configs.specs.units import gigabytes, human_count
 from ..ds_configs.step_time.estimate import StepTime, time_term_name
+from ..ds_configs.step_time.utilization import utilization
 
 _COLOURS = ("blue", "cyan", "green", "yellow", "magenta", "red", "bright_blue", "bright_green", "bright_magenta")
 _BAR_WIDTH, _SHORTEST_BAR = 60, 10
@@ -155,7 +156,8 @@ def show_plan(plan: Plan, directory: Path | None, *, output_dir_hint: bool = Tru
         host_line += " (assumed; set yours with --host-memory)"
     out.print(host_line)
     out.print()
-    out.print(time_table(chosen.time))
+    reached = None if hardware.gpu == "CPU" else utilization(chosen.time, model, hardware, plan.job)
+    out.print(time_table(chosen.time, reached))
     for offer in plan.offers:
         out.print(f"Changes the results: {offer}", markup=False)
     for doubt in doubts(chosen.strategy, plan.model, hardware, plan.job):
@@ -237,9 +239,11 @@ def terms_table(terms: Mapping[str, int], title: str) -> Table:
     return table
 
 
-def time_table(time: StepTime) -> Table:
+def time_table(time: StepTime, reached: float | None = None) -> Table:
+    """Return the terms of a step; `reached` is its model FLOPs utilization."""
     table = Table(box=None, pad_edge=False)
-    table.add_column(f"Time per step, {time.tokens_per_second:,.0f} tokens/s")
+    speed = f"Time per step, {time.tokens_per_second:,.0f} tokens/s"
+    table.add_column(speed if reached is None else f"{speed}, {reached:.0%} MFU")
     table.add_column("seconds", justify="right")
     for name, seconds in sorted(time.terms.items(), key=lambda item: -item[1]):
         if seconds >= _SHOWN_SHARE * time.seconds:

@@ -9,17 +9,27 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-from shardwright.ds_configs.models.stored_shapes import OTHER_SETTINGS, countable_sizes, flattened, value_kind
+from shardwright.ds_configs.models.stored_shapes import LABELS, OTHER_SETTINGS, countable_sizes, flattened, value_kind
 from shardwright.ds_configs.specs.model import ModelSpec
 
 NOT_KEPT = {"transformers_version", "architectures", "_name_or_path", "dtype", "model_type"}
 MORE_FIELDS: Mapping[str, dict[str, Any]] = {
     "qwen3_next": {"full_attention_interval": 4},
     "gemma3": {"text_config.sliding_window_pattern": 6},
+    "deberta-v2": {"conv_kernel_size": 0},
 }
 """Fields that a configuration reads and does not keep."""
-REQUIRED: Mapping[str, dict[str, Any]] = {"hunyuan_v1_dense": {"head_dim": 128}}
-"""Fields without which a class cannot be built."""
+REQUIRED: Mapping[str, dict[str, Any]] = {
+    "hunyuan_v1_dense": {"head_dim": 128},
+    "deberta-v2 relative": {
+        "relative_attention": True,
+        "position_buckets": 256,
+        "share_att_key": True,
+        "norm_rel_ebd": "layer_norm",
+        "pos_att_type": "p2c|c2p",
+    },
+}
+"""Fields without which a class cannot be built; after a space the name of a variant, and the fields that make it."""
 READ = re.compile(r"config\.(\w+)|getattr\(\s*[\w.]*config,\s*\"(\w+)\"|kwargs\.(?:pop|get)\(\s*\"(\w+)\"")
 """How code names a field of a configuration."""
 
@@ -45,15 +55,19 @@ class Sample:
 class ClassOnMeta:
     """A model class, its default configuration and the models that it builds."""
 
-    def __init__(self, architecture: str) -> None:
+    def __init__(self, name: str) -> None:
         import transformers
 
+        architecture, *variant = name.split()
         config_class = getattr(transformers, architecture).config_class
         self.architecture, self.model_type = architecture, config_class.model_type
+        self.more = MORE_FIELDS.get(self.model_type, {})
+        if architecture.endswith("Classification"):
+            self.more = self.more | {LABELS: 2}
         config = config_class()
         self.resolved = dict(flattened(config.to_dict()))
-        self.defaults = {**self.resolved, **_unresolved(config), **MORE_FIELDS.get(self.model_type, {})}
-        self.required = REQUIRED.get(self.model_type, {})
+        self.defaults = {**self.resolved, **_unresolved(config), **self.more}
+        self.required = REQUIRED.get(" ".join([self.model_type, *variant]), {})
         self.defaults |= self.required
         kept = {name: value for name, value in self.defaults.items() if is_kept(name, value)}
         self.defaults = {name: None if value == [] else value for name, value in kept.items()}
@@ -70,7 +84,7 @@ class ClassOnMeta:
             self.text = part if section is text else self.text
         for name in [name for name in self.defaults if self._is_alias(name)]:
             del self.defaults[name]
-        declared = {*_unresolved(config), *MORE_FIELDS.get(self.model_type, {}), *self.required}
+        declared = {*_unresolved(config), *self.more, *self.required}
         self.computed = sorted(name for name in self.defaults if name not in declared and not self._is_read(name))
         for name in self.computed:
             del self.defaults[name]
@@ -133,6 +147,13 @@ class ClassOnMeta:
             part, _, name = field.rpartition(".")
             (config[part] if part else config)[name] = value
         return config
+
+    def is_built_unnamed(self) -> bool:
+        """Whether this class is built for a configuration without `architectures`."""
+        from shardwright.plugins.transformers.meta_model import build_meta_model
+
+        unnamed = self.config({}) | {"architectures": None}
+        return type(build_meta_model(unnamed, source="m")).__name__ == self.architecture
 
     def build(self, drawn: Draws) -> ModelSpec:
         """Return the specification of one model; raises `RefusedInputError`."""

@@ -38,8 +38,12 @@ APART: Mapping[str, tuple[str, ...]] = {
     "smollm3": ("sliding_window", "use_sliding_window"),
 }
 """Switches of which one alone is ever turned."""
-FIXED: Mapping[str, tuple[str, ...]] = {"gemma3": ("text_config.use_bidirectional_attention",)}
-"""Fields that stay as they are: they change what no tensor shows (Gemma-3 halves its window without a word)."""
+FIXED: Mapping[str, tuple[str, ...]] = {
+    "gemma3": ("text_config.use_bidirectional_attention",),
+    "deberta-v2": ("relative_attention", "share_att_key"),
+}
+"""Fields that stay as they are: they change what no tensor shows (Gemma-3 halves its window without a word), or make a
+variant of the class."""
 
 
 def drawn_sizes(defaults: Mapping[str, Any], varied: list[str], choose: random.Random) -> Draws:
@@ -179,13 +183,13 @@ def drawn_samples(
     raise ShapesError(f"{on_meta.architecture} {dict(switches)}: cannot be built: {refused}")
 
 
-def derive(architecture: str) -> dict[str, Any]:
-    """Return what is stored of a class.
+def derive(name: str) -> dict[str, Any]:
+    """Return what is stored of a class or, after a space, of its variant.
 
     Raises:
         ShapesError: a size of some tensor is no simple expression.
     """
-    on_meta, choose = ClassOnMeta(architecture), random.Random(0)
+    on_meta, choose = ClassOnMeta(name), random.Random(0)
     varied = varied_fields(on_meta)
     base = drawn_samples(on_meta, varied, {}, SAMPLES, choose)
     groups: list[tuple[str, str, list[Sample]]] = []
@@ -276,6 +280,7 @@ def _stored(on_meta: ClassOnMeta, base: list[Sample], groups: list[tuple[str, st
         "parameters": parameters,
         "buffers": [[hows[0], when] for hows, when in branches([("buffers",)], stated=False)],
         "tied": [[hows[0], when] for hows, when in branches([("tied",)], stated=False)],
+        **({"unnamed": True} if on_meta.is_built_unnamed() else {}),
     }
 
 

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
 from math import ceil
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from ..specs.job import OPTIMIZERS, TrainingJob
 from ..specs.layout import Layout, ZeroOptions
@@ -304,9 +302,8 @@ def _pipeline_stage0(
     return at_moments(rest, **gradients, step=step)
 
 
-@dataclass(frozen=True, slots=True)
-class _Tensor:
-    # A parameter of one layer.
+class _Tensor(NamedTuple):
+    # A parameter of one layer, distinguished by identity.
     numel: int
     persistent: bool
 
@@ -326,7 +323,7 @@ def gathered_elements(model: ModelSpec, zero: ZeroOptions, *, recomputed: Recomp
     Simulates DeepSpeed's fetch queue. A model with many layers is simulated with a few more layers than the queue can
     hold, since the others repeat.
     """
-    turns = _turns(model, zero, recomputed=recomputed)
+    turns = _turns(model, zero, recomputed=recomputed, most_layers=_layers_ahead(model, zero) + 4)
     held: dict[Moment, int] = {}
     for (_, phase), turn in zip(turns, _replay([unit for unit, _ in turns], zero), strict=True):
         if phase is not None:
@@ -345,11 +342,11 @@ def gathered_elements(model: ModelSpec, zero: ZeroOptions, *, recomputed: Recomp
 
 
 def _turns(
-    model: ModelSpec, zero: ZeroOptions, *, recomputed: Recomputed, every_layer: bool = False
+    model: ModelSpec, zero: ZeroOptions, *, recomputed: Recomputed, most_layers: int
 ) -> list[tuple[_Unit, Moment | None]]:
     """Return the modules of one step in order, each with the moment that it counts for."""
     embeddings, layer_kinds, tail = _modules(model, zero)
-    layers = _repeated_layers(model, zero, layer_kinds, every=every_layer)
+    layers = _repeated_layers(model, layer_kinds, most_layers)
     turns: list[tuple[_Unit, Moment | None]] = [((), None), *((unit, None) for unit in embeddings)]
     turns += [(unit, None) for layer in layers[:-1] for unit in layer]
     turns += [(unit, "last_layer_forward") for unit in layers[-1]]
@@ -374,7 +371,7 @@ def _turns(
 def forward_gathered_elements(model: ModelSpec, zero: ZeroOptions) -> int:
     """Return the most elements that ZeRO-3 gathers in a forward pass without gradients, without persistent ones."""
     embeddings, layer_kinds, tail = _modules(model, zero)
-    layers = _repeated_layers(model, zero, layer_kinds)
+    layers = _repeated_layers(model, layer_kinds, _layers_ahead(model, zero) + 4)
     units = [(), *embeddings, *(unit for layer in layers for unit in layer), *tail]
     return max(turn.held for turn in _replay(units, zero))
 
@@ -399,20 +396,34 @@ def zero3_gathers(model: ModelSpec, zero: ZeroOptions, *, recomputes: bool) -> t
     A tensor is never split: one call gathers the missing parameters of a module, or tensors ahead of it until they
     exceed the prefetch size (deepspeed 0.19.8, partitioned_param_coordinator.py, `_fetch_sub_module_impl`).
     """
-    turns = _turns(model, zero, recomputed="all" if recomputes else "none", every_layer=True)
-    replayed = _replay([unit for unit, _ in turns], zero)
-    # The forward pass ends with the loss.
-    end = next(index for index, (_, moment) in enumerate(turns) if moment == "forward_end") + 1
-    elements = max(1, model.parameter_count)
-    ahead, back = (
-        Gathered(
-            share=sum(turn.gathered for turn in part) / elements,
-            calls=sum(turn.calls for turn in part),
-            tensors=sum(turn.tensors for turn in part),
-            modules=len(part),
+    layers, elements = max(1, model.dimensions.num_layers), max(1, model.parameter_count)
+    embeddings, layer_kinds, tail = _modules(model, zero)
+    middle = _layers_ahead(model, zero) + 3
+    for count in (min(layers, 2 * middle), layers):
+        turns = _turns(model, zero, recomputed="all" if recomputes else "none", most_layers=count)
+        replayed = _replay([unit for unit, _ in turns], zero)
+        # The forward pass ends with the loss.
+        end = next(index for index, (_, moment) in enumerate(turns) if moment == "forward_end") + 1
+        # In either pass: its turns, the index of the first layer's first turn, and turns per layer.
+        passes = (
+            (replayed[:end], 1 + len(embeddings), len(layer_kinds)),
+            (replayed[end:], len(tail), 1 + len(layer_kinds) * (2 if recomputes else 1)),
         )
-        for part in (replayed[:end], replayed[end:])
-    )
+        inner = [[part[at + n * size :][:size] for n in (middle - 1, middle)] for part, at, size in passes]
+        # Layers far from both ends of the stack that repeat each other stand for the others.
+        if count == layers or all(one == other for one, other in inner):
+            break
+
+    def gathered(part: list[_Turn], one: list[_Turn]) -> Gathered:
+        times = [(turn, 1) for turn in part] + [(turn, layers - count) for turn in one]
+        return Gathered(
+            share=sum(number * turn.gathered for turn, number in times) / elements,
+            calls=sum(number * turn.calls for turn, number in times),
+            tensors=sum(number * turn.tensors for turn, number in times),
+            modules=sum(number for _, number in times),
+        )
+
+    ahead, back = (gathered(part, one) for (part, _, _), (one, _) in zip(passes, inner, strict=True))
     return ahead, back
 
 
@@ -434,15 +445,16 @@ def reduced_buckets(model: ModelSpec, bucket_elements: int) -> int:
     return calls + 1
 
 
-def _repeated_layers(
-    model: ModelSpec, zero: ZeroOptions, layer_kinds: list[_Unit], *, every: bool = False
-) -> list[list[_Unit]]:
-    """Return every layer, or a few more than the fetch queue can hold, each with separate tensors."""
+def _layers_ahead(model: ModelSpec, zero: ZeroOptions) -> int:
+    """Return how many layers the fetch queue can hold."""
     window = max(zero.stage3_max_live_parameters, zero.stage3_max_reuse_distance, zero.stage3_prefetch_bucket_size)
-    count = model.dimensions.num_layers
-    if not every:
-        count = min(count, ceil(window / max(1, model.layer_parameter_count)) + 4)
-    return [[tuple(_Tensor(t.numel, t.persistent) for t in unit) for unit in layer_kinds] for _ in range(max(1, count))]
+    return ceil(window / max(1, model.layer_parameter_count))
+
+
+def _repeated_layers(model: ModelSpec, layer_kinds: list[_Unit], most: int) -> list[list[_Unit]]:
+    """Return every layer, or the first `most`, each with separate tensors."""
+    count = max(1, min(model.dimensions.num_layers, most))
+    return [[tuple(_Tensor(t.numel, t.persistent) for t in unit) for unit in layer_kinds] for _ in range(count)]
 
 
 def _modules(model: ModelSpec, zero: ZeroOptions) -> tuple[list[_Unit], list[_Unit], list[_Unit]]:
@@ -474,8 +486,7 @@ def _modules(model: ModelSpec, zero: ZeroOptions) -> tuple[list[_Unit], list[_Un
     return embeddings, layer, tail
 
 
-@dataclass(frozen=True, slots=True)
-class _Turn:
+class _Turn(NamedTuple):
     held: int
     """Gathered elements while the unit runs."""
     gathered: int
@@ -488,49 +499,54 @@ class _Turn:
 
 def _replay(units: Sequence[_Unit], zero: ZeroOptions) -> list[_Turn]:
     """Return what DeepSpeed gathers and holds while each unit runs."""
-    queue = deque((id(tensor), tensor, step) for step, unit in enumerate(units) for tensor in unit)
-    uses: dict[int, list[int]] = {}
-    for key, _, step in queue:
-        uses.setdefault(key, []).append(step)
+    # The fetch queue: each use of a tensor in order, with the step of the use.
+    queue = [tensor for unit in units for tensor in unit]
+    used_at = [step for step, unit in enumerate(units) for _ in unit]
+    numbers: dict[int, int] = {}
+    keys = [numbers.setdefault(id(tensor), len(numbers)) for tensor in queue]
+    next_use, later = [len(units)] * len(queue), [len(units)] * len(numbers)
+    for position in range(len(queue) - 1, -1, -1):
+        next_use[position], later[keys[position]] = later[keys[position]], used_at[position]
     before = [0, *accumulate(sum(tensor.numel for tensor in unit) for unit in units)]
-    available: set[int] = set()
-    fetched_for: dict[int, int] = {}
-    count = 0
+    available, fetched_for = [False] * len(numbers), [-1] * len(numbers)
+    count = head = begin = 0
     turns = []
     for step, unit in enumerate(units):
+        end = begin + len(unit)
         fetched = tensors = 0
-        for tensor in unit:
-            if not tensor.persistent and id(tensor) not in available:
-                available.add(id(tensor))
+        for position in range(begin, end):
+            key, tensor = keys[position], queue[position]
+            if not tensor.persistent and not available[key]:
+                available[key] = True
                 fetched += tensor.numel
                 tensors += 1
         count += fetched
-        missing = {id(tensor) for tensor in unit if fetched_for.get(id(tensor), -1) < step}
-        while queue and missing:
-            key, _, used_at = queue.popleft()
-            fetched_for[key] = used_at
-            missing.discard(key)
+        # Uses in earlier steps have left the queue, so that what is missing of this unit is at its head.
+        for position in range(head, end):
+            fetched_for[keys[position]] = step
+        head = max(head, end)
         prefetch_limit = min(zero.stage3_max_live_parameters - count, zero.stage3_prefetch_bucket_size)
         prefetched = 0
-        while queue and prefetched < prefetch_limit:
-            key, tensor, used_at = queue.popleft()
-            fetched_for[key] = max(fetched_for.get(key, -1), used_at)
-            if not tensor.persistent and key not in available:
-                available.add(key)
+        while prefetched < prefetch_limit and head < len(queue):
+            key, tensor = keys[head], queue[head]
+            fetched_for[key] = used_at[head]
+            if not tensor.persistent and not available[key]:
+                available[key] = True
                 prefetched += tensor.numel
                 tensors += 1
+            head += 1
         count += prefetched
         turns.append(_Turn(count, fetched + prefetched, (fetched > 0) + (prefetched > 0), tensors))
-        for tensor in unit:
-            key = id(tensor)
-            if key not in available or fetched_for.get(key, -1) > step + 1:
+        for position in range(begin, end):
+            key = keys[position]
+            if not available[key] or fetched_for[key] > step + 1:
                 continue
-            again = bisect_right(uses[key], step)
-            used_at = uses[key][again] if again < len(uses[key]) else len(units)
+            again = next_use[position]
             # Elements of the units between this one and the next use.
-            if used_at == len(units) or before[used_at] - before[step + 1] >= zero.stage3_max_reuse_distance:
-                available.remove(key)
-                count -= tensor.numel
+            if again == len(units) or before[again] - before[step + 1] >= zero.stage3_max_reuse_distance:
+                available[key] = False
+                count -= queue[position].numel
+        begin = end
     return turns
 
 

@@ -156,6 +156,8 @@ NO_SHAPE = re.compile(
     r"|initializer|^temperature$|^top_|^bias_logits|generation|^max_length$|^prefix$|_loss"
 )
 """Fields that do not affect the shape of any tensor."""
+LABELS = "num_labels"
+"""Outputs of a classifier, which a `config.json` states by the length of `id2label`."""
 _ROTARY_FIELDS = ("rope_parameters", "rope_scaling")
 _RATIOS = (
     *(("hidden_size", "num_attention_heads"), ("n_embd", "n_head"), ("n_embd", "num_heads"), ("d_model", "n_heads")),
@@ -177,6 +179,9 @@ def load_shapes(release: str) -> Mapping[str, Any]:
     - `apart`: switches of which at most one may differ from its default
     - `read`: other fields that its code reads
     - `parameters`, `buffers` and `tied`: expressions, with the kinds of values (`when`) for which they apply
+    - `unnamed`, if Transformers builds this class for a configuration without `architectures`
+
+    A variant of a class, with `required` values of other fields, has a second word in its name.
     """
     return stored_facts(SHAPES_FILE, release)
 
@@ -189,11 +194,16 @@ def model_spec_from_shapes(
     `release` is a release of Transformers, by default the newest tested one.
     """
     release = release or newest_tested_release()
-    architecture = (config.get("architectures") or [None])[0]
-    stored = load_shapes(release)["classes"].get(architecture)
-    if stored is None or config["model_type"] != stored["model_type"]:
-        return None
-    return spec_of(stored, config, architecture=architecture, name=name, revision=revision, release=release)
+    wanted = (config.get("architectures") or [None])[0]
+    for key, stored in load_shapes(release)["classes"].items():
+        # A class may have variants, whose names follow its own.
+        architecture = key.partition(" ")[0]
+        is_wanted = architecture == wanted if wanted else stored.get("unnamed", False)
+        if is_wanted and config["model_type"] == stored["model_type"]:
+            spec = spec_of(stored, config, architecture=architecture, name=name, revision=revision, release=release)
+            if spec is not None:
+                return spec
+    return None
 
 
 def spec_of(
@@ -332,6 +342,8 @@ def _stated(config: ModelConfig, stored: Class) -> Values | None:
     for field, value in flattened(config):
         part, _, name = field.rpartition(".")
         own = f"{part}." * bool(part) + stored["names"].get(part, {}).get(name, name)
+        if LABELS in stored["varied"] and own == "id2label" and isinstance(value, dict):
+            own, value = LABELS, len(value)
         if part not in parts or own in stated or not _is_covered(own, value, config, stored):
             return None
         if not name.endswith(_ROTARY_FIELDS):
@@ -357,9 +369,13 @@ def _is_covered(field: str, value: Any, config: ModelConfig, stored: Class) -> b
         return not isinstance(value, dict) or name in ("id2label", "label2id")
     if name == "no_rope_layers" and "layer_types" in config:
         return True
+    if name == "attention_head_size":
+        return bool(value == config.get("hidden_size", 0) // config.get("num_attention_heads", 1))
     if field not in stored["values"]:
         return name not in stored["read"]
-    return bool(stored["values"][field] == (None if value == [] else value))
+    if isinstance(value, list) and all(isinstance(item, str) for item in value):
+        value = "|".join(value) or None
+    return bool(stored["values"][field] == value)
 
 
 def _holds(when: Mapping[str, str], kinds: Mapping[str, str]) -> bool:

@@ -276,14 +276,16 @@ def mechanisms(strategy: Layout, *, chunked_loss: bool = False) -> tuple[str, ..
     return tuple(names)
 
 
-def complexity(strategy: Layout, *, chunked_loss: bool = False) -> tuple[bool, int, int, bool]:
-    """Return a sort key: whether states are offloaded, number of mechanisms, sharding stage, whether FSDP2 runs it.
+def complexity(strategy: Layout, *, chunked_loss: bool = False) -> tuple[bool, int, int, int, bool]:
+    """Return a sort key: whether states are offloaded, numbers of axes and mechanisms, sharding stage, whether FSDP2.
 
-    Offload comes first: its speed depends on the host, about which a plan knows least.
+    Offload comes first: its speed depends on the host, about which a plan knows least. Axes come next: a stock Trainer
+    runs everything else.
     """
     stage = 3 if strategy.engine == "fsdp2" else strategy.zero_stage or 0
     offloads = strategy.offload_optimizer != "none" or strategy.offload_param != "none"
-    return offloads, len(mechanisms(strategy, chunked_loss=chunked_loss)), stage, strategy.engine == "fsdp2"
+    added = len(mechanisms(strategy, chunked_loss=chunked_loss))
+    return offloads, len(strategy.axes), added, stage, strategy.engine == "fsdp2"
 
 
 STEP_TOKENS = 16_384
@@ -377,7 +379,7 @@ class Candidate:
         return float(f"{self.time.tokens_per_second:.9g}")
 
     @cached_property
-    def complexity(self) -> tuple[bool, int, int, bool, bool]:
+    def complexity(self) -> tuple[bool, int, int, int, bool, bool]:
         """Sort key of `complexity`, then whether buffers are below DeepSpeed's defaults."""
         return *complexity(self.strategy, chunked_loss=self.job.loss == "chunked"), self.lean
 

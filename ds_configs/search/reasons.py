@@ -9,6 +9,7 @@ from ..specs.job import AXIS_FIELDS
 from ..specs.layout import Layout
 from ..specs.units import gigabytes
 from ..step_time.estimate import time_term_name
+from ..step_time.utilization import low_utilization_reason
 from .candidates import Candidate, SearchContext, global_batch_reason, mechanisms
 
 AS_FAST = 0.95
@@ -72,6 +73,8 @@ def chosen_reason(best: Candidate, context: SearchContext, *, faster: Candidate,
         f"Micro-batch {micro_batch}, {_recomputation(best)}.",
         _global_batch(best),
     ]
+    if low := low_utilization_reason(strategy, time, context.model, context.hardware, best.job):
+        sentences.append(low)
     if gpu.calibrated_runs:
         runs = f"{gpu.calibrated_runs} measured run{'s' if gpu.calibrated_runs > 1 else ''}"
         sentences.append(f"The memory interval comes from {runs} on {context.hardware.gpu}.")

@@ -131,7 +131,7 @@ def _fastest(legal: list[Candidate]) -> Candidate:
     return legal[0] if len(legal) == 1 else min(legal, key=_order)
 
 
-def _order(candidate: Candidate) -> tuple[float, tuple[bool, int, int, bool, bool]]:
+def _order(candidate: Candidate) -> tuple[float, tuple[bool, int, int, int, bool, bool]]:
     return -candidate.tokens_per_second, candidate.complexity
 
 
@@ -143,7 +143,7 @@ def _need(candidate: Candidate) -> tuple[int, int]:
 
 def search_fastest(explored: Search, indices: Iterable[int]) -> Candidate | None:
     """Return the simplest of the candidates as fast as the fastest that fits, within 5 %; `None` when none fits."""
-    heap: list[tuple[float, tuple[bool, int, int, bool, bool], int, str, Candidate]] = []
+    heap: list[tuple[float, tuple[bool, int, int, int, bool, bool], int, str, Candidate]] = []
     order = 0
 
     def push(candidate: Candidate, state: str, bound: float) -> None:

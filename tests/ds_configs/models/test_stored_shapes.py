@@ -49,7 +49,7 @@ def drawn_config(architecture: str, seed: int) -> dict[str, Any]:
         if {"true", "false"} & set(kinds) and choose.random() < 0.5:
             stated[name] = choose.choice([kind == "true" for kind in kinds])
     stated |= {name: stored["values"][name] for name in stored["required"]}
-    config: dict[str, Any] = {"model_type": stored["model_type"], "architectures": [architecture]}
+    config: dict[str, Any] = {"model_type": stored["model_type"], "architectures": [architecture.partition(" ")[0]]}
     config |= {part: {} for part in stored["names"] if part}
     for name, value in stated.items():
         part, _, leaf = name.rpartition(".")
@@ -76,6 +76,59 @@ def test_published_config_is_counted_exactly() -> None:
     found = model_spec_from_shapes(QWEN3_NEXT, name="m", release=RELEASE)
     assert found is not None and found.parameter_count == 79_674_391_296
     assert differences(found, model_spec_from_meta(QWEN3_NEXT, name="m")) == []
+
+
+BERT = {
+    "model_type": "bert",
+    "architectures": ["BertForSequenceClassification"],
+    **{"hidden_size": 768, "intermediate_size": 3072, "num_attention_heads": 12, "num_hidden_layers": 12},
+    **{"max_position_embeddings": 512, "type_vocab_size": 2, "vocab_size": 28996, "layer_norm_eps": 1e-12},
+    **{"gradient_checkpointing": False, "position_embedding_type": "absolute", "transformers_version": "4.6.0.dev0"},
+    "id2label": {str(label): f"LABEL_{label}" for label in range(7)},
+    "label2id": {f"LABEL_{label}": label for label in range(7)},
+}
+DEBERTA_V3 = {
+    "model_type": "deberta-v2",
+    **{"attention_probs_dropout_prob": 0.1, "hidden_act": "gelu", "hidden_dropout_prob": 0.1, "hidden_size": 768},
+    **{
+        "initializer_range": 0.02,
+        "intermediate_size": 3072,
+        "max_position_embeddings": 512,
+        "norm_rel_ebd": "layer_norm",
+    },
+    **{"relative_attention": True, "position_buckets": 256, "share_att_key": True, "pos_att_type": "p2c|c2p"},
+    **{"layer_norm_eps": 1e-7, "max_relative_positions": -1, "position_biased_input": False},
+    **{"num_attention_heads": 12, "num_hidden_layers": 12, "type_vocab_size": 0, "vocab_size": 128100},
+}
+"""As Microsoft published it, without `architectures`."""
+DEBERTA_XXLARGE = DEBERTA_V3 | {
+    **{"hidden_size": 1536, "intermediate_size": 6144, "num_attention_heads": 24, "num_hidden_layers": 48},
+    **{"attention_head_size": 64, "conv_kernel_size": 3, "conv_act": "gelu"},
+}
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        BERT,
+        BERT | {"architectures": ["BertForTokenClassification"], "id2label": {"0": "O"}, "label2id": {"O": 0}},
+        {name: value for name, value in BERT.items() if "label" not in name},
+        DEBERTA_V3,
+        DEBERTA_V3 | {"architectures": ["DebertaV2ForSequenceClassification"], "pos_att_type": ["p2c", "c2p"]},
+        DEBERTA_XXLARGE,
+        DEBERTA_XXLARGE | {"architectures": ["DebertaV2ForMaskedLM"]},
+    ],
+    ids=["labels", "one label", "default labels", "no architectures", "kinds as a list", "convolution", "masked lm"],
+)
+def test_published_encoders_and_classifiers_are_counted_exactly(config: dict[str, Any]) -> None:
+    found = model_spec_from_shapes(config, name="m", release=RELEASE)
+    assert found is not None
+    assert differences(found, model_spec_from_meta(config, name="m")) == []
+
+
+@pytest.mark.parametrize("change", [{"share_att_key": False}, {"attention_head_size": 32}, {"norm_rel_ebd": "none"}])
+def test_a_variant_declines_configs_it_does_not_cover(change: dict[str, Any]) -> None:
+    assert model_spec_from_shapes(DEBERTA_V3 | change, name="m", release=RELEASE) is None
 
 
 @pytest.mark.parametrize(

@@ -101,6 +101,16 @@ def test_fewest_layers_that_fit_are_recomputed():
     assert f"the first {strategy.checkpointed_layers} of 32 layers" in outcome.chosen.reason
 
 
+def test_axes_are_not_chosen_for_the_speed_of_a_layout_without():
+    model = public_model("mistralai/Mistral-7B-v0.3")
+    job = TrainingJob(seq_len_tokens=8192, global_batch_size=32)
+    plan = make_plan(model, parse_hardware("4xA100-80GB"), job, offers=False)
+    assert not plan.chosen.strategy.axes
+    split = next(layout for layout in plan.rejected if layout.strategy.sp == 2)
+    assert 1 < split.time.tokens_per_second / plan.chosen.time.tokens_per_second < 1 / AS_FAST
+    assert "and is less simple" in split.reason
+
+
 def test_search_is_deterministic():
     job, cluster = TrainingJob(global_batch_size=64), parse_hardware("8xA100-40GB")
     assert search(SearchContext(model=LLAMA_8B, hardware=cluster, job=job)) == search(

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from planning import llama, public_model
 from published_steps import READERS, TABLES, gpt, published_steps
+from shardwright.ds_configs.memory import model_states
 from shardwright.ds_configs.memory.model_states import Gathered, default_zero_options, reduced_buckets, zero3_gathers
 from shardwright.ds_configs.specs.hardware import gpu_catalog, parse_hardware
 from shardwright.ds_configs.specs.job import TrainingJob
@@ -42,6 +43,28 @@ ZERO3 = Layout(engine="deepspeed", zero_stage=3, dp_shard=8)
 
 def seconds(strategy, model=LLAMA_8B, hardware=A100, **job):
     return estimate_step_time(strategy, model, hardware, TrainingJob(**job))
+
+
+@pytest.mark.parametrize("name", ["meta-llama/Llama-3.1-70B", "Qwen/Qwen3-30B-A3B", "openai-community/gpt2"])
+@pytest.mark.parametrize("recomputes", [False, True])
+def test_repeating_layers_stand_for_the_others_of_a_deep_stack(name, recomputes, monkeypatch):
+    model = public_model(name)
+    usual = default_zero_options(model, TrainingJob(), stage=3)
+    layer = model.layer_parameter_count
+    options = [usual, default_zero_options(model, TrainingJob(), stage=3, lean=True)]
+    options += [
+        replace(
+            usual, stage3_prefetch_bucket_size=size, stage3_max_live_parameters=live, stage3_max_reuse_distance=live
+        )
+        for size, live in ((layer // 7, 2 * layer), (3 * layer // 2, 5 * layer // 2), (0, layer), (layer, 0))
+    ]
+    shortened = [zero3_gathers(model, zero, recomputes=recomputes) for zero in options]
+    zero3_gathers.cache_clear()
+    # Of a queue as long as the model, every layer is simulated.
+    monkeypatch.setattr(model_states, "_layers_ahead", lambda model, zero: model.dimensions.num_layers)
+    complete = [zero3_gathers(model, zero, recomputes=recomputes) for zero in options]
+    zero3_gathers.cache_clear()
+    assert shortened == complete
 
 
 def one_f_one_b_seconds(stages: int, micro_batches: int, forward: float, backward: float) -> float:

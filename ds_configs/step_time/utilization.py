@@ -1,0 +1,85 @@
+"""Model FLOPs utilization (MFU) of a predicted step, and what takes the time if it is low."""
+
+from __future__ import annotations
+
+from ..specs.hardware import HardwareSpec
+from ..specs.job import TrainingJob
+from ..specs.layout import Layout
+from ..specs.model import ModelSpec
+from .estimate import StepTime, time_term_name
+from .model_work import model_work
+from .rates import hardware_constants
+
+LOW_UTILIZATION = 0.15
+"""MFU below which a plan says what takes the time. Published pretraining reaches 30 to 60 %."""
+_NAMED_SHARE, _MOST_CAUSES = 0.05, 3
+"""Share of a step from which a term is named as a cause, and how many are."""
+
+
+def utilization(time: StepTime, model: ModelSpec, hardware: HardwareSpec, job: TrainingJob) -> float:
+    """Return the FLOPs that the model needs, divided by those that the accelerators could do in the same time.
+
+    Counts matrix products and attention of the forward pass once and of the backward pass twice (products with frozen
+    weights once), without recomputation, masked scores of causal models, experts that a token skips, and teachers.
+    """
+    return sum(_needed_seconds(time, model, hardware, job)) / time.seconds
+
+
+def _needed_seconds(
+    time: StepTime, model: ModelSpec, hardware: HardwareSpec, job: TrainingJob
+) -> tuple[float, float, float]:
+    """Return the seconds of products in the layers, attention and head of a step at the peak of the accelerators."""
+    work = model_work(model)
+    products = work.num_layers * (
+        sum(product.weight * product.count for product in work.products)
+        + work.experts_per_token * sum(product.weight * product.count for product in work.expert_products)
+    )
+    seen = min(job.seq_len_tokens, work.window or job.seq_len_tokens) * (0.5 if work.causal else 1.0)
+    peak = hardware.flops_per_s * (hardware_constants(hardware).fp32_share if job.precision == "fp32" else 1.0)
+    tokens = time.tokens_per_second * time.seconds / (peak * hardware.world_size)
+    passes = 3 if job.method == "full" else 2
+    return (
+        2 * passes * products * tokens,
+        4 * 3 * work.num_layers * seen * work.query_size * tokens,
+        2 * passes * work.head_rows * work.hidden_size * tokens,
+    )
+
+
+def low_utilization_reason(
+    strategy: Layout, time: StepTime, model: ModelSpec, hardware: HardwareSpec, job: TrainingJob
+) -> str | None:
+    """Return what takes the time of a step; `None` if its MFU is at least `LOW_UTILIZATION`, and for CPU ranks."""
+    needed = _needed_seconds(time, model, hardware, job)
+    reached = sum(needed) / time.seconds
+    if reached >= LOW_UTILIZATION or hardware.gpu == "CPU":
+        return None
+    tokens = strategy.micro_batch_size * job.seq_len_tokens / (strategy.sp * strategy.cp)
+    batch = f"{tokens:,.0f} tokens per micro-batch"
+    after = f"after {tokens * strategy.gradient_accumulation_steps / strategy.tp / strategy.pp:,.0f} tokens"
+    sizes = model.dimensions
+    products = f"matrix products below the peak, with {batch}"
+    if sizes.num_experts:
+        products += f", {tokens * strategy.ep * sizes.experts_per_token / sizes.num_experts:,.0f} per expert"
+    eager, quantized = model.attention == "eager", job.method == "qlora"
+    causes = {
+        "matrix_products": products,
+        "attention": "eager attention, which writes every score" if eager else "attention below the peak",
+        "head_and_loss": "head and loss below the peak",
+        "memory_operations": "memory-bound operations" + (" and expanding 4-bit weights" if quantized else ""),
+        "kernel_launches": f"kernel launches by the host, with {batch}",
+        "parameter_gathers": f"gathers and reductions not hidden by computation, with {batch}",
+        "nvme": "reads and writes of optimizer states on NVMe",
+        "optimizer": f"the memory-bound optimizer step {after} per accelerator",
+        "gradient_reduction": f"the reduction of gradients {after} per accelerator",
+        "parameter_updates": f"gathers of updated parameters {after} per accelerator",
+    }
+    lost = dict(time.terms)
+    for term, seconds in zip(("matrix_products", "attention", "head_and_loss"), needed, strict=True):
+        lost[term] = max(0.0, lost.get(term, 0.0) - seconds)
+    most = sorted(lost.items(), key=lambda term: -term[1])[:_MOST_CAUSES]
+    shares = [
+        f"{causes.get(term, time_term_name(term))} ({seconds / time.seconds:.0%})"
+        for term, seconds in most
+        if seconds >= _NAMED_SHARE * time.seconds
+    ]
+    return f"Model FLOPs utilization (MFU) is {reached:.1%}; the rest of a step is mostly {', '.join(shares)}."
