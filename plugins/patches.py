@@ -79,6 +79,8 @@ _GROUPS_STAY = "tests/distributed/test_sequence_parallel.py::test_stock_attentio
 _OWN_OPTIMIZER = (
     "tests/plugins/transformers/test_own_optimizers.py::test_the_trainer_still_drops_optimizers_under_deepspeed"
 )
+_MODEL = "transformers.modeling_utils:PreTrainedModel"
+_FIRST_RANK = "tests/distributed/test_first_rank_loading.py::"
 _LENGTH_GROUPS = "tests/plugins/transformers/test_length_groups.py::test_stock_ranks_draw_orders_of_their_own"
 
 PATCHES: tuple[Patch, ...] = (
@@ -440,6 +442,63 @@ PATCHES: tuple[Patch, ...] = (
         scope="context",
         reason="One ZeRO-3 configuration decides for the whole process how every model is built and loaded.",
         canary=f"{_BUGS}test_transformers_rejects_a_device_map_for_any_model_under_zero3",
+    ),
+    # Loading for FSDP2 and ZeRO-3.
+    Patch(
+        name="zero3-unread-weights",
+        target=f"{_MODEL}._load_pretrained_model",
+        versions="<5.24.0",
+        scope="process",
+        reason="Under ZeRO-3 every rank fuses experts in memory, though only the first one's weights are used.",
+        canary=f"{_FIRST_RANK}test_each_rank_of_upstream_fuses_experts_under_zero3",
+        parameters=("model", "state_dict", "checkpoint_files", "load_config"),
+    ),
+    Patch(
+        name="stored-precision",
+        target=f"{_MODEL}._load_pretrained_model",
+        scope="context",
+        reason="A model loaded in fp32 takes twice the memory of its 16-bit checkpoint before FSDP2 shards it.",
+        canary=f"{_FIRST_RANK}test_each_rank_of_upstream_holds_all_weights_in_fp32",
+        parameters=("model", "state_dict", "checkpoint_files", "load_config"),
+    ),
+    Patch(
+        name="fsdp2-unread-weights",
+        target=f"{_MODEL}._load_pretrained_model",
+        scope="process",
+        reason="Every rank reads and converts the checkpoint, though only the first one's weights are used.",
+        canary=f"{_FIRST_RANK}test_each_rank_of_upstream_holds_all_weights_in_fp32",
+        parameters=("model", "state_dict", "checkpoint_files", "load_config"),
+    ),
+    Patch(
+        name="fsdp2-untouched-weights",
+        target=f"{_MODEL}._move_missing_keys_from_meta_to_device",
+        scope="process",
+        reason="Ranks whose weights arrive later hold the whole model as zeros, or as meta tensors without addresses.",
+        canary=f"{_FIRST_RANK}test_each_rank_of_upstream_holds_all_weights_in_fp32",
+        parameters=("self", "missing_keys", "device_map", "device_mesh", "hf_quantizer"),
+    ),
+    Patch(
+        name="fsdp2-first-rank",
+        target="transformers.modeling_utils:is_local_dist_rank_0",
+        scope="process",
+        reason="The first rank of every node initialises weights, though only the first rank of all distributes them.",
+        canary=f"{_FIRST_RANK}test_each_rank_of_upstream_holds_all_weights_in_fp32",
+    ),
+    Patch(
+        name="fsdp2-upcast",
+        target="accelerate.accelerator:fsdp2_prepare_model",
+        scope="process",
+        reason="Accelerate converts the whole model to fp32 on every rank before it distributes the weights.",
+        canary=f"{_FIRST_RANK}test_each_rank_of_upstream_holds_all_weights_in_fp32",
+        parameters=("accelerator", "model"),
+    ),
+    Patch(
+        name="fsdp2-weights",
+        target="accelerate.utils.fsdp_utils:fsdp2_load_full_state_dict",
+        scope="context",
+        reason="It expects weights that are fp32 already; Shardwright converts each one when it is distributed.",
+        canary=f"{_FIRST_RANK}test_each_rank_of_upstream_holds_all_weights_in_fp32",
+        parameters=("accelerator", "model", "full_sd", "cpu_offload"),
     ),
     # Accelerate.
     Patch(

@@ -442,22 +442,38 @@ def loading_terms(
     """Return host bytes of one node while a checkpoint is loaded, which no batch or recomputation changes."""
     ranks, width = hardware.gpus_per_node, job.compute_bytes
     if job.method == "qlora":
-        loaded = parameters.frozen_bytes
+        loaded = ranks * parameters.frozen_bytes
     elif strategy.zero_stage == 3:
         # ZeRO-3 copies from memory-mapped files module by module (transformers/modeling_utils.py:4397), except for
-        # experts that are fused during loading, which every rank materializes.
+        # experts that are fused during loading, which the first rank materializes (first_rank_loading.py).
         loaded = width * model.parameter_count if model.weight_conversion else 0
     elif strategy.pp > 1:
         # A rank reads its stage layer by layer and keeps its tensor-parallel part of each.
         largest = max(share.model.parameter_count for share in rank_shares(strategy, model, job))
-        loaded = width * (largest + (model.layer_parameter_count if strategy.tp > 1 else 0))
+        loaded = ranks * width * (largest + (model.layer_parameter_count if strategy.tp > 1 else 0))
+    elif strategy.engine == "fsdp2":
+        # Only the first rank holds the weights. It converts a tensor to fp32 when it distributes it
+        # (plugins/transformers/first_rank_loading.py).
+        converted = 4 * model.largest_parameter if job.method == "full" and width < 4 else 0
+        loaded = width * model.parameter_count + converted
     else:
-        # Every rank holds the complete model, which Accelerate converts to fp32 before FSDP2 shards it
-        # (accelerate/utils/fsdp_utils.py:813).
         fp32_weights = job.method == "full" and strategy.engine != "deepspeed"
-        loaded = (4 if fp32_weights else width) * model.parameter_count
-    loaded = ranks * loaded + teacher_loading_bytes(strategy, job, ranks)
+        loaded = ranks * (4 if fp32_weights else width) * model.parameter_count
+    loaded += teacher_loading_bytes(strategy, job, ranks)
     return {"processes": ranks * PROCESS_BYTES, "checkpoint_loading": loaded}
+
+
+def stock_loading_bytes(strategy: Layout, model: ModelSpec, hardware: HardwareSpec, job: TrainingJob) -> int:
+    """Return the host memory of one node while FSDP2 or ZeRO-3 loads without Shardwright's patches.
+
+    Every rank holds the complete model, which Accelerate 1.15.0 converts to fp32 before FSDP2 shards it
+    (accelerate/utils/fsdp_utils.py:813). Under ZeRO-3 every rank fuses experts before Transformers 5.24.0.
+    """
+    fuses = strategy.zero_stage == 3 and model.weight_conversion
+    if job.method == "qlora" or not (fuses or strategy.engine == "fsdp2"):
+        return 0
+    width = 4 if job.method == "full" and strategy.engine == "fsdp2" else job.compute_bytes
+    return hardware.gpus_per_node * (PROCESS_BYTES + width * model.parameter_count)
 
 
 def offload_terms(strategy: Layout, model: ModelSpec, job: TrainingJob, parameters: RankParameters) -> Terms:

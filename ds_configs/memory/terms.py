@@ -59,7 +59,7 @@ TERM_MEANINGS: Mapping[str, str] = {
     "runtime_context": "CUDA context, kernels and workspaces: 0.6 GB expected, 0.35 to 1.0 GB in the interval",
     "communicators": "NCCL buffers: 0.4 GB for each communicator expected, 0.15 to 0.7 GB in the interval",
     "processes": "resident memory of the Python processes of a node: 3 GB each",
-    "checkpoint_loading": "host memory of from_pretrained on one node",
+    "checkpoint_loading": "host memory of from_pretrained on the first node; FSDP2 and ZeRO-3 read weights on one rank",
     "offloaded_master_weights": "fp32 master weights in host memory: 4 B per trainable element / ranks",
     "offloaded_optimizer_states": "optimizer states in host memory",
     "offloaded_gradients": "gradients copied to the host and in the CPU optimizer",

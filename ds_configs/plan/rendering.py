@@ -12,6 +12,7 @@ from pathlib import Path
 
 import yaml
 
+from ..memory.estimate import stock_loading_bytes
 from ..search.search import Evaluated
 from ..specs.errors import ConfigError, UsageError
 from ..specs.hardware import HardwareSpec
@@ -19,6 +20,7 @@ from ..specs.job import TrainingJob
 from ..specs.layout import Layout, OffloadDevice
 from ..specs.model import ModelSpec
 from ..specs.texts import read_small_file, strict_json, yaml_mapping
+from ..specs.units import gigabytes
 
 MAIN_PORT = 29500
 """Default rendezvous port of several nodes, as in torchrun and Accelerate."""
@@ -163,6 +165,12 @@ def trainer_line(plan: LaunchSpec) -> str:
     elif strategy.zero_stage == 3 and job.method == "qlora":
         why = "which keep gathered weights out of the backward pass"
         needs.append(f"`shardwright launch`, PlanCallback or trainer_for, {why}")
+    stock_bytes = stock_loading_bytes(strategy, plan.model, plan.hardware, job)
+    if stock_bytes > plan.hardware.host_bytes_per_node:
+        size = gigabytes(stock_bytes)
+        needs.append(
+            f"`shardwright launch`, whose first rank alone reads weights, or loading needs up to {size} GB per node"
+        )
     if needs:
         return f"Trainer: a stock Trainer needs {'; and '.join(needs)}"
     return "Trainer: a stock Trainer runs this plan, with `accelerate launch` or `shardwright launch`"

@@ -26,6 +26,7 @@ from ...plugins.accelerate.repeated_samples import SamplesOnce
 from ...plugins.deepspeed.engine import prepare_nvme_offload
 from ...plugins.launching.messages import Figures, Progress, note_on_first_rank, send
 from ...plugins.peft import add_lora, resume_lora
+from ...plugins.transformers.first_rank_loading import load_on_first_rank, stored_precision
 from ...plugins.transformers.training_arguments import (
     refuse_replaced_optimizer,
     training_arguments,
@@ -239,15 +240,19 @@ def trained_model(
     *,
     for_stages: bool = False,
     adapter: str | None = None,
+    reads_weights: bool = False,
 ) -> Any:
     """Return the model to train, with adapters if the method has them.
 
     `for_stages` is for a pipeline, whose ranks load only their stage. `adapter` is the directory of an adapter to train
-    further.
+    further. `reads_weights`: the caller computes with weights before FSDP2 shards them, in fp32.
     """
     source = StartingModel(model=name, revision=settings.revision, method=settings.method)
     dtype, seed = weights_dtype(context.arguments, method=settings.method), context.arguments.seed
-    model = load_model(source, load_config(source), dtype, seed, engine=context.engine, for_stages=for_stages)
+    converted_later = context.engine == "fsdp2" and settings.method == "full" and not reads_weights
+    is_mixed = context.arguments.mixed_precision in ("bf16", "fp16")
+    with stored_precision() if converted_later and is_mixed else contextlib.nullcontext():
+        model = load_model(source, load_config(source), dtype, seed, engine=context.engine, for_stages=for_stages)
     if settings.method != "full":
         fp32 = context.engine != "deepspeed"
         if adapter is not None:
@@ -394,6 +399,8 @@ def chosen_engine(settings: dict[str, Any]) -> Engine:
 def check_upstream(engine: Engine | str, *, method: str = "full") -> None:
     """Check that Shardwright's patches fit the installed libraries; call it before weights load.
 
+    Under FSDP2 and ZeRO-3, `from_pretrained` then reads weights on the first rank only.
+
     Raises:
         UsageError: an installed release differs from the tested ones; all differences together.
     """
@@ -401,6 +408,8 @@ def check_upstream(engine: Engine | str, *, method: str = "full") -> None:
     packages |= {"deepspeed"} if engine == "deepspeed" else set()
     packages |= {"peft"} if method != "full" else set()
     patches.check_patches(frozenset(packages))
+    if engine in ("fsdp2", "deepspeed"):
+        load_on_first_rank(engine)
 
 
 class StepLosses:

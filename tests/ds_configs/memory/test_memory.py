@@ -10,10 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from planning import llama, no_activations, public_model
 from shardwright.ds_configs.memory.estimate import (
+    PROCESS_BYTES,
     estimate_host_memory,
     estimate_memory,
     pinned_block_bytes,
     share_moment_terms,
+    stock_loading_bytes,
 )
 from shardwright.ds_configs.memory.model_states import (
     buffer_terms,
@@ -400,3 +402,29 @@ def test_single_layer_is_first_and_last(name, checkpointing):
     gpu = estimate_memory(strategy, model, parse_hardware("2xA100-80GB"), job).gpu
     deeper = estimate_memory(strategy, llama(num_hidden_layers=2), parse_hardware("2xA100-80GB"), job).gpu
     assert 0 < gpu.allocated_bytes < deeper.allocated_bytes
+
+
+@pytest.mark.parametrize("hardware", ["8xH100-80GB", "4x8xH100-80GB"])
+def test_only_the_first_rank_holds_weights_while_fsdp2_loads(hardware):
+    cluster = parse_hardware(hardware)
+    strategy = strategy_of("fsdp2", cluster.world_size)
+
+    def loading(job):
+        return estimate_host_memory(strategy, MODEL, cluster, job, rank_parameters(MODEL, job)).terms[
+            "checkpoint_loading"
+        ]
+
+    assert loading(TrainingJob()) == 2 * PARAMETERS + 4 * MODEL.largest_parameter
+    assert loading(TrainingJob(precision="fp32")) == 4 * PARAMETERS
+    assert loading(TrainingJob(method="lora", lora_rank=8)) == 2 * PARAMETERS
+    assert stock_loading_bytes(strategy, MODEL, cluster, TrainingJob()) == 8 * (4 * PARAMETERS + PROCESS_BYTES)
+
+
+def test_only_the_first_rank_fuses_experts_while_zero3_loads():
+    cluster, job = parse_hardware("8xH100-80GB"), TrainingJob()
+    strategy = strategy_of("zero3", 8)
+    mixture = public_model("mistralai/Mixtral-8x7B-v0.1")
+    for model, bytes_per_parameter in ((mixture, 2), (MODEL, 0)):
+        host = estimate_host_memory(strategy, model, cluster, job, rank_parameters(model, job))
+        assert host.terms.get("checkpoint_loading", 0) == bytes_per_parameter * model.parameter_count
+    assert stock_loading_bytes(strategy, MODEL, cluster, job) == 0

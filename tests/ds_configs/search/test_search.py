@@ -329,12 +329,12 @@ def test_anything_fits_agrees_with_search(hardware, job):
         )
 
 
-@pytest.mark.parametrize("host_bytes", [3 * 10**11, 5 * 10**11, 10**12])
+@pytest.mark.parametrize("host_bytes", [3 * 10**10, 8 * 10**10, 10**11])
 def test_unloadable_model_is_detected_before_candidates_are_built(host_bytes):
-    """Every rank holds the experts of a whole mixture while they are fused: 489 GB of bf16 weights on eight ranks."""
+    """The first rank holds the experts of a whole mixture while they are fused: 61 GB, and processes need 24 GB."""
     model = public_model("Qwen/Qwen3-30B-A3B")
     cluster = replace(parse_hardware("2x8xA100-40GB"), host_bytes_per_node=host_bytes)
-    fits = host_bytes == 10**12
+    fits = host_bytes == 10**11
     assert anything_fits(SearchContext(model=model, hardware=cluster, job=TrainingJob())) == fits
     assert (search(SearchContext(model=model, hardware=cluster, job=TrainingJob())).chosen is not None) == fits
 

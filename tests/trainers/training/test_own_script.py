@@ -11,7 +11,7 @@ import shardwright
 from commands import run_rank_here
 from distilling import collate, rows, tiny
 from paths import ROOT
-from planning import llama
+from planning import llama, public_model
 from shardwright.cli.main import run
 from shardwright.ds_configs.plan.plan import Plan, make_plan
 from shardwright.ds_configs.plan.rendering import trainer_line
@@ -176,6 +176,13 @@ LAYOUTS: list[tuple[str, dict[str, Any], str]] = [
 @pytest.mark.parametrize(("hardware", "job", "line"), LAYOUTS)
 def test_a_plan_states_whether_a_stock_trainer_runs_it(hardware: str, job: dict[str, Any], line: str) -> None:
     assert line in trainer_line(planned(hardware, seq_len_tokens=64, **job))
+
+
+@pytest.mark.parametrize(("host_memory", "fits"), [("4TB", True), ("1TB", False)])
+def test_a_plan_states_the_host_memory_of_loading_without_launch(host_memory: str, fits: bool) -> None:
+    cluster = parse_hardware("2x8xH100-80GB", host_memory=host_memory)
+    plan = make_plan(public_model("meta-llama/Llama-3.1-70B"), cluster, TrainingJob(strategy="fsdp2"))
+    assert ("or loading needs up to 2281.7 GB per node" in trainer_line(plan)) is not fits
 
 
 @pytest.mark.parametrize("is_installed", [False, True])

@@ -38,7 +38,7 @@ class QATTask(QATJob, TrainingTask):
         """Create a Trainer that rounds the model, and evaluates it before the first step."""
         from ..callback import QATCallback
 
-        model = trained_model(self.model, self.settings, context)
+        model = trained_model(self.model, self.settings, context, reads_weights=True)
         config = qat_config(self.settings, stored_dtype=self.stored_dtype)
         options = {name: getattr(config, name) for name in QATConfig.__dataclass_fields__}
         calibration = str(context.work / RANGES_FILE) if self.calibrated else None
