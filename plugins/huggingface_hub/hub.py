@@ -197,6 +197,13 @@ def search_models(words: str, *, most: int = 20) -> tuple[str, ...]:
         raise ShardwrightError(f"the Hub cannot be searched ({type(error).__name__}); write ORG/NAME") from None
 
 
+def is_offline() -> bool:
+    """Return whether `HF_HUB_OFFLINE` disables requests, so that headers of Hub models are not read."""
+    from huggingface_hub.constants import HF_HUB_OFFLINE
+
+    return bool(HF_HUB_OFFLINE)
+
+
 def split_revision(model: str, revision: str | None = None) -> tuple[str, str | None]:
     """Split `ORG/NAME@REVISION`; return local paths, names without `@` and `revision` unchanged.
 
@@ -224,7 +231,6 @@ def hub_adapter_commit(model: str, *, revision: str | None = None) -> str | None
         ShardwrightError: the Hub cannot be reached or denies access.
     """
     from huggingface_hub import HfApi, hf_hub_download
-    from huggingface_hub.constants import HF_HUB_OFFLINE
     from huggingface_hub.errors import LocalEntryNotFoundError
 
     def request() -> str | None:
@@ -238,7 +244,7 @@ def hub_adapter_commit(model: str, *, revision: str | None = None) -> str | None
     if not _HUB_ID.fullmatch(model):
         return None
     try:
-        if not HF_HUB_OFFLINE:
+        if not is_offline():
             return within_limit(request, f"model {model}")
         for file in ("config.json", _ADAPTER_CONFIG):
             with suppress(LocalEntryNotFoundError):
@@ -490,6 +496,7 @@ def explain_hub_error(model: str, revision: str | None, error: Exception) -> Sha
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth")
 _SMALL_FILES = ("*.json", "*.model", "*.txt", "*.jinja")
 _FILES = (*_SMALL_FILES, "*.safetensors")
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
 
 
 def model_directory(model: str, *, revision: str | None = None, weights: bool = True) -> Path:
@@ -519,7 +526,10 @@ def model_directory(model: str, *, revision: str | None = None, weights: bool = 
 
 
 def _cached(model: str, revision: str | None, *, weights: bool) -> Path | None:
-    """Return the cache directory of a commit, whose files never change, if all of them are there."""
+    """Return the cache directory of a commit, whose files never change, if all of them are there.
+
+    Planning caches `config.json` alone, so only a tokenizer shows that all small files were fetched.
+    """
     from huggingface_hub import try_to_load_from_cache
 
     if revision is None or not COMMIT.fullmatch(revision):
@@ -528,6 +538,8 @@ def _cached(model: str, revision: str | None, *, weights: bool) -> Path | None:
     if not isinstance(config, str):
         return None
     directory = Path(config).parent
+    if not any((directory / name).is_file() for name in TOKENIZER_FILES):
+        return None
     try:
         return directory if not weights or checkpoint_files(directory) else None
     except RefusedInputError:

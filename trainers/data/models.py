@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 from ...ds_configs.specs.errors import ConfigError, UsageError
 from ...plugins.bitsandbytes import is_divided, keep_layout, on_host, place_for_division
-from ...plugins.huggingface_hub.hub import model_directory
+from ...plugins.huggingface_hub.hub import TOKENIZER_FILES, model_directory
 from ...plugins.launching.messages import note_on_first_rank
 from ...plugins.peft import four_bit_loading
 from ...plugins.safetensors.reading import INDEX
@@ -27,7 +27,6 @@ from ...plugins.transformers.training_arguments import byte_tokenizer
 from .sources import DataSettings
 
 Kind = TypeVar("Kind", bound=DataSettings)
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -19,6 +19,7 @@ from ...plugins.huggingface_hub.hub import (
     ModelSource,
     commit_of,
     hub_adapter_commit,
+    is_offline,
     model_directory,
     read_model_source,
     split_revision,
@@ -172,7 +173,7 @@ def open_adapter(
     if source.config.get("quantization_config"):
         rule, fix = "has quantized weights", f"use the 16-bit model, and --qlora to merge as QLoRA trained: {fix}"
         raise UsageError(ConfigError(where="base", value=base_name, rule=rule, fix=fix))
-    if source.checkpoint_parameters is None:
+    if source.checkpoint_parameters is None and not (source.revision is not None and is_offline()):
         rule, fix = "has no safetensors weights", f"use a trained model: {fix}"
         raise UsageError(ConfigError(where="base", value=base_name, rule=rule, fix=fix))
     check_adapter_fits(adapter, build_meta_model(source.config, source=source.name), base_name, fix=fix)

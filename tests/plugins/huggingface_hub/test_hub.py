@@ -319,8 +319,10 @@ def adapter(tiny_llama: Path, tmp_path: Path) -> Iterator[Path]:
     settings = json.loads((directory / "adapter_config.json").read_text())
     (directory / "adapter_config.json").write_text(json.dumps(settings | {"base_model_name_or_path": "org/base"}))
     byte_tokenizer(512).save_pretrained(directory)
-    for name, published in (("org/base", tiny_llama), ("org/tuned", directory)):
-        FILES[name] = {file.name: file.read_bytes() for file in published.iterdir()}
+    tuned = {file.name: file.read_bytes() for file in directory.iterdir()}
+    tokenizer = {name: content for name, content in tuned.items() if "tokenizer" in name}
+    FILES["org/tuned"] = tuned
+    FILES["org/base"] = tokenizer | {file.name: file.read_bytes() for file in tiny_llama.iterdir()}
     yield directory
     del FILES["org/base"], FILES["org/tuned"]
 

@@ -12,10 +12,11 @@ from typing import Any
 
 from ....ds_configs.specs.errors import ConfigError, UsageError, collecting
 from ....ds_configs.specs.settings import settings_of
+from ....plugins.huggingface_hub.hub import TOKENIZER_FILES
 from ....plugins.planning.from_names import plan as select_plan
 from ....plugins.planning.models import load_model_spec
 from ....plugins.transformers.sound_model import refuse_other_formats
-from ...data.models import TOKENIZER_FILES, StartingModel, load_config, load_tokenizer, with_positions
+from ...data.models import StartingModel, load_config, load_tokenizer, with_positions
 from ...data.packing import packed_if_possible
 from ...data.samples import Samples
 from ...data.sources import local_place
