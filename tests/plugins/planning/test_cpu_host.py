@@ -92,8 +92,8 @@ def test_rates_are_predicted_back() -> None:
     for precision, rate in (("fp32", CPU.fp32_flops_per_s), ("bf16", CPU.bf16_flops_per_s)):
         device = device_of(hardware, TrainingJob(precision=precision), TRANSFORMERS, constants)
         border, depth = constants.product_border, constants.product_depth
-        flops = 2 * (1024 + border) ** 2 * (1024 + depth)
-        assert product_seconds(device, 1024, 1024, 1024) == pytest.approx(flops / rate)
+        flops = 2 * (512 + border) ** 2 * (512 + depth)
+        assert product_seconds(device, 512, 512, 512) == pytest.approx(flops / rate)
         assert device.memory_bytes_per_s == pytest.approx(CPU.memory_bytes_per_s)
     group = group_of(hardware, constants, ranks=2)
     assert reduction_seconds(group, 64e6, calls=0) == pytest.approx(64e6 / CPU.link_bytes_per_s)
