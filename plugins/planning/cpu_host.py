@@ -34,6 +34,8 @@ _SECONDS_OF_A_RATE = 0.4
 _FEWEST_ROUNDS, _MOST_ROUNDS = 3, 50
 _PRODUCT_SIZE = 512
 """Some milliseconds, so that the scheduler of a busy machine lets some rounds run without interruption."""
+_ATTENTION_SHAPE = (4, 4, 128, 32)
+"""Sequences, heads, tokens and width of a head, as in a small model."""
 _COPY_ELEMENTS = 8 * 2**20
 """32 MiB of fp32, beyond the caches of a core."""
 _REDUCED_ELEMENTS = 2 * 2**20
@@ -133,6 +135,9 @@ def _measure(file: Path) -> None:
     constants = constants_of("CPU")
     # A product of this size, by the rule of `product_seconds`.
     flops = 2.0 * (_PRODUCT_SIZE + constants.product_border) ** 2 * (_PRODUCT_SIZE + constants.product_depth)
+    # Two products of half of the scores forward, 2.5 times that backward, as the step time model counts.
+    batch, heads, length, width = _ATTENTION_SHAPE
+    attention_flops = 3.5 * 2.0 * batch * heads * length**2 * width
     left, right = torch.rand(_PRODUCT_SIZE, _PRODUCT_SIZE), torch.rand(_PRODUCT_SIZE, _PRODUCT_SIZE)
     half_left, half_right = left.bfloat16(), right.bfloat16()
     large, target = torch.rand(_COPY_ELEMENTS), torch.empty(_COPY_ELEMENTS)
@@ -140,6 +145,8 @@ def _measure(file: Path) -> None:
     work: dict[str, tuple[float, Callable[[], object]]] = {
         "fp32_flops_per_s": (flops, lambda: torch.mm(left, right)),
         "bf16_flops_per_s": (flops, lambda: torch.mm(half_left, half_right)),
+        "fp32_attention_flops_per_s": (attention_flops, _attention(torch.float32)),
+        "bf16_attention_flops_per_s": (attention_flops, _attention(torch.bfloat16)),
         "memory_bytes_per_s": (8.0 * _COPY_ELEMENTS, lambda: target.copy_(large)),
     }
     if ranks > 1:
@@ -154,6 +161,20 @@ def _measure(file: Path) -> None:
         spread = max(statistics.median(times) / min(times) - 1 for rank in everyone for times in rank.values())
         file.write_text(json.dumps({"link_bytes_per_s": 0.0} | rates | {"spread": spread}), encoding="utf-8")
     distributed.destroy_process_group()
+
+
+def _attention(dtype: Any) -> Callable[[], object]:
+    """Return fused causal attention, forward and backward. On CPUs its backward pass is far from products in bf16."""
+    import torch
+
+    tensors = [torch.rand(_ATTENTION_SHAPE).to(dtype).requires_grad_() for _ in range(3)]
+    gradient = torch.rand(_ATTENTION_SHAPE).to(dtype)
+
+    def run() -> object:
+        output = torch.nn.functional.scaled_dot_product_attention(*tensors, is_causal=True)
+        return torch.autograd.grad(output, tensors, gradient)
+
+    return run
 
 
 def _timed(run: Callable[[], object]) -> list[float]:
