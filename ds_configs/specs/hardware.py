@@ -48,6 +48,10 @@ class HardwareSpec:
     supports_bf16: bool = True
     fp32_flops_per_s: float | None = None
     """Matrix FLOP/s in fp32; `None` for the generation's share of `flops_per_s`."""
+    attention_flops_per_s: float | None = None
+    """FLOP/s that fused attention reaches in both passes; `None` for the generation's share of `flops_per_s`."""
+    fp32_attention_flops_per_s: float | None = None
+    """The same in fp32."""
     source: str = ""
     assumed: tuple[str, ...] = ()
     """Fields that the user did not set; their values are those of a common server."""
@@ -251,7 +255,8 @@ def hardware_from_mapping(data: object, *, name: str) -> HardwareSpec:
         errors.append(ConfigError(where=f"{name}: nvme_path", rule=rule, fix=fix))
     label, gpu = values.pop("name", name), values.pop("gpu", None)
     required = {field for field in known if field.endswith(("_bytes", "_per_s", "_per_node"))}
-    complete = required - {"nvme_bytes_per_node", "gpus_per_node", "fp32_flops_per_s"} <= values.keys()
+    optional = {field.name for field in fields(HardwareSpec) if field.default is None} | {"nvme_bytes_per_node"}
+    complete = required - optional - {"gpus_per_node"} <= values.keys()
     if gpu is None and not complete:
         fix = "name an accelerator of the catalog, or set all sizes"
         errors.append(ConfigError(where=f"{name}: gpu", rule="is missing", fix=fix))

@@ -26,6 +26,9 @@ class MeasuredCpu:
     fp32_flops_per_s: float
     """Of large matrix products."""
     bf16_flops_per_s: float
+    fp32_attention_flops_per_s: float
+    """Of fused attention, forward and backward."""
+    bf16_attention_flops_per_s: float
     memory_bytes_per_s: float
     """Bytes that a copy reads and writes."""
     link_bytes_per_s: float
@@ -43,7 +46,8 @@ class MeasuredCpu:
         link = f", {self.link_bytes_per_s / 1e9:.2f} GB/s of gloo all-reduces" if self.ranks > 1 else ""
         return (
             f"{self.ranks} CPU rank{'' if self.ranks == 1 else 's'} of {threads} on {self.cpu}, torch {self.torch}: "
-            f"{self.fp32_flops_per_s / 1e9:.0f} GFLOP/s in fp32 and {self.bf16_flops_per_s / 1e9:.0f} in bf16, "
+            f"{self.fp32_flops_per_s / 1e9:.0f} GFLOP/s in fp32 and {self.bf16_flops_per_s / 1e9:.0f} in bf16 "
+            f"(attention {self.fp32_attention_flops_per_s / 1e9:.1f} and {self.bf16_attention_flops_per_s / 1e9:.1f}), "
             f"{self.memory_bytes_per_s / 1e9:.1f} GB/s of memory{link} per rank"
         )
 
@@ -64,6 +68,8 @@ def cpu_hardware(measured: MeasuredCpu, *, host_bytes: int, **overrides: object)
         "host_bytes_per_node": host_bytes - measured.ranks * rank_bytes,
         "flops_per_s": measured.bf16_flops_per_s / constants.matrix_efficiency,
         "fp32_flops_per_s": measured.fp32_flops_per_s / constants.fp32_efficiency,
+        "attention_flops_per_s": measured.bf16_attention_flops_per_s,
+        "fp32_attention_flops_per_s": measured.fp32_attention_flops_per_s,
         "memory_bytes_per_s": measured.memory_bytes_per_s / constants.memory_efficiency,
         "source": f"measured: {measured}",
     }

@@ -175,11 +175,13 @@ class Pass:
 def device_of(hardware: HardwareSpec, job: TrainingJob, software: Software, constants: GpuConstants) -> Device:
     """Return the rates of an accelerator in the job's precision."""
     peak, efficiency = hardware.flops_per_s, constants.matrix_efficiency
+    attention = hardware.attention_flops_per_s
     if job.precision == "fp32":
+        attention = hardware.fp32_attention_flops_per_s
         peak, efficiency = hardware.fp32_flops_per_s or peak * constants.fp32_share, constants.fp32_efficiency
     return Device(
         flops_per_s=peak * efficiency,
-        attention_flops_per_s=peak * constants.attention_efficiency,
+        attention_flops_per_s=attention or peak * constants.attention_efficiency,
         memory_bytes_per_s=hardware.memory_bytes_per_s * constants.memory_efficiency,
         layer_speedup=2.0 if software.float8 else 1.0,
         constants=constants,

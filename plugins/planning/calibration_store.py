@@ -75,6 +75,8 @@ CREATE TABLE IF NOT EXISTS cpus (
     torch TEXT NOT NULL,
     fp32_flops_per_s REAL NOT NULL CHECK (fp32_flops_per_s > 0),
     bf16_flops_per_s REAL NOT NULL CHECK (bf16_flops_per_s > 0),
+    fp32_attention_flops_per_s REAL NOT NULL CHECK (fp32_attention_flops_per_s > 0),
+    bf16_attention_flops_per_s REAL NOT NULL CHECK (bf16_attention_flops_per_s > 0),
     memory_bytes_per_s REAL NOT NULL CHECK (memory_bytes_per_s > 0),
     link_bytes_per_s REAL NOT NULL CHECK (link_bytes_per_s > 0 OR ranks = 1),
     spread REAL NOT NULL CHECK (spread >= 0),

@@ -21,7 +21,7 @@ from typing import Any
 from ...ds_configs.specs.errors import ConfigError, ShardwrightError, UsageError
 from ...ds_configs.specs.hardware import HardwareSpec
 from ...ds_configs.step_time.cpu_ranks import NOISY_RATES, MeasuredCpu, cpu_hardware
-from ...ds_configs.step_time.rates import constants_of
+from ...ds_configs.step_time.rates import constants_of, others
 from ..launching.elastic import recorded
 from ..launching.launch import Launch, cpu_rank_environment, launch_ranks, python_arguments
 from .calibration_store import CalibrationStore
@@ -31,10 +31,15 @@ _LIMIT_SECONDS = 600.0
 """A measurement takes seconds, but importing torch takes minutes on an overloaded machine."""
 _SECONDS_OF_A_RATE = 0.4
 """Time for the rounds of one rate."""
-_FEWEST_ROUNDS, _MOST_ROUNDS = 3, 20
-_PRODUCT_SIZE = 1024
+_FEWEST_ROUNDS, _MOST_ROUNDS = 3, 50
+_PRODUCT_SIZE = 512
+"""Some milliseconds, so that the scheduler of a busy machine lets some rounds run without interruption."""
+_ATTENTION_SHAPE = (4, 4, 128, 32)
+"""Sequences, heads, tokens and width of a head, as in a small model."""
 _COPY_ELEMENTS = 8 * 2**20
 """32 MiB of fp32, beyond the caches of a core."""
+_REDUCED_ELEMENTS = 2 * 2**20
+"""8 MiB of fp32: bound by bandwidth, and as short as a product."""
 
 
 def local_cpu_hardware(
@@ -98,7 +103,7 @@ def host_memory_bytes() -> int:
 
 def _cpu_model() -> str:
     """Return the processor's model. Virtual machines give many the same name, so that the model's number is added."""
-    values = {}
+    values: dict[str, str] = {}
     with suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines():
             name, _, value = line.partition(":")
@@ -130,17 +135,23 @@ def _measure(file: Path) -> None:
     constants = constants_of("CPU")
     # A product of this size, by the rule of `product_seconds`.
     flops = 2.0 * (_PRODUCT_SIZE + constants.product_border) ** 2 * (_PRODUCT_SIZE + constants.product_depth)
+    # Two products of half of the scores forward, 2.5 times that backward, as the step time model counts.
+    batch, heads, length, width = _ATTENTION_SHAPE
+    attention_flops = 3.5 * 2.0 * batch * heads * length**2 * width
     left, right = torch.rand(_PRODUCT_SIZE, _PRODUCT_SIZE), torch.rand(_PRODUCT_SIZE, _PRODUCT_SIZE)
     half_left, half_right = left.bfloat16(), right.bfloat16()
     large, target = torch.rand(_COPY_ELEMENTS), torch.empty(_COPY_ELEMENTS)
-    size = 4.0 * _COPY_ELEMENTS
+    reduced = torch.rand(_REDUCED_ELEMENTS)
     work: dict[str, tuple[float, Callable[[], object]]] = {
         "fp32_flops_per_s": (flops, lambda: torch.mm(left, right)),
         "bf16_flops_per_s": (flops, lambda: torch.mm(half_left, half_right)),
-        "memory_bytes_per_s": (2 * size, lambda: target.copy_(large)),
+        "fp32_attention_flops_per_s": (attention_flops, _attention(torch.float32)),
+        "bf16_attention_flops_per_s": (attention_flops, _attention(torch.bfloat16)),
+        "memory_bytes_per_s": (8.0 * _COPY_ELEMENTS, lambda: target.copy_(large)),
     }
     if ranks > 1:
-        work["link_bytes_per_s"] = (2 * (ranks - 1) / ranks * size, lambda: distributed.all_reduce(large))
+        moved = 2 * others(ranks) * 4.0 * _REDUCED_ELEMENTS
+        work["link_bytes_per_s"] = (moved, lambda: distributed.all_reduce(reduced))
     own = {name: _timed(run) for name, (_, run) in work.items()}
     everyone: list[Any] = [None] * ranks
     distributed.all_gather_object(everyone, own)
@@ -150,6 +161,20 @@ def _measure(file: Path) -> None:
         spread = max(statistics.median(times) / min(times) - 1 for rank in everyone for times in rank.values())
         file.write_text(json.dumps({"link_bytes_per_s": 0.0} | rates | {"spread": spread}), encoding="utf-8")
     distributed.destroy_process_group()
+
+
+def _attention(dtype: Any) -> Callable[[], object]:
+    """Return fused causal attention, forward and backward. On CPUs its backward pass is far from products in bf16."""
+    import torch
+
+    tensors = [torch.rand(_ATTENTION_SHAPE).to(dtype).requires_grad_() for _ in range(3)]
+    gradient = torch.rand(_ATTENTION_SHAPE).to(dtype)
+
+    def run() -> object:
+        output = torch.nn.functional.scaled_dot_product_attention(*tensors, is_causal=True)
+        return torch.autograd.grad(output, tensors, gradient)
+
+    return run
 
 
 def _timed(run: Callable[[], object]) -> list[float]:

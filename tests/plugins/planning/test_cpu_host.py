@@ -30,6 +30,8 @@ CPU = MeasuredCpu(
     torch="2.13.0",
     fp32_flops_per_s=80e9,
     bf16_flops_per_s=160e9,
+    fp32_attention_flops_per_s=20e9,
+    bf16_attention_flops_per_s=6e9,
     memory_bytes_per_s=10e9,
     link_bytes_per_s=2e9,
     spread=0.05,
@@ -76,6 +78,7 @@ def test_real_ranks_are_measured_once(plan: Plan, monkeypatch: pytest.MonkeyPatc
     (cpu,) = CalibrationStore().cpus()
     # The slowest machine and the fastest differ by less than this, and a wrong unit by more.
     assert 1e8 < cpu.fp32_flops_per_s < 1e13 and 1e7 < cpu.bf16_flops_per_s < 1e14
+    assert 1e7 < cpu.fp32_attention_flops_per_s < 1e13 and 1e7 < cpu.bf16_attention_flops_per_s < 1e14
     assert 1e8 < cpu.memory_bytes_per_s < 1e12 and 1e6 < cpu.link_bytes_per_s < 1e12 and cpu.spread >= 0
     assert hardware["fp32_flops_per_s"] == pytest.approx(cpu.fp32_flops_per_s / constants_of("CPU").fp32_efficiency)
 
@@ -89,11 +92,12 @@ def test_rates_are_predicted_back() -> None:
     """A product and an all-reduce take the time in which they were measured."""
     hardware = cpu_hardware(CPU, host_bytes=24 * GIB)
     constants = constants_of("CPU")
-    for precision, rate in (("fp32", CPU.fp32_flops_per_s), ("bf16", CPU.bf16_flops_per_s)):
+    for precision, rate, attention in (("fp32", 80e9, 20e9), ("bf16", 160e9, 6e9)):
         device = device_of(hardware, TrainingJob(precision=precision), TRANSFORMERS, constants)
         border, depth = constants.product_border, constants.product_depth
-        flops = 2 * (1024 + border) ** 2 * (1024 + depth)
-        assert product_seconds(device, 1024, 1024, 1024) == pytest.approx(flops / rate)
+        flops = 2 * (512 + border) ** 2 * (512 + depth)
+        assert product_seconds(device, 512, 512, 512) == pytest.approx(flops / rate)
+        assert device.attention_flops_per_s == attention
         assert device.memory_bytes_per_s == pytest.approx(CPU.memory_bytes_per_s)
     group = group_of(hardware, constants, ranks=2)
     assert reduction_seconds(group, 64e6, calls=0) == pytest.approx(64e6 / CPU.link_bytes_per_s)
@@ -135,7 +139,8 @@ def test_stored_rates_are_listed_and_forgotten(
     assert calibrate("--forget", "cpu").out == "Removed 0 measurements\n"
     plan()
     listed = calibrate("--list").out
-    assert "80 GFLOP/s in fp32 and 160 in bf16, 10.0 GB/s of memory, 2.00 GB/s of gloo all-reduces per rank" in listed
+    assert "80 GFLOP/s in fp32 and 160 in bf16 (attention 20.0 and 6.0), 10.0 GB/s of memory" in listed
+    assert "2.00 GB/s of gloo all-reduces per rank" in listed
     (cpu,) = json.loads(calibrate("--list", "--format", "json").out)["cpus"]
     assert cpu["fp32_flops_per_s"] == 80e9 and cpu["ranks"] == 2
     assert calibrate("--forget", "cpu").out == "Removed 1 measurement\n"
