@@ -369,6 +369,10 @@ def _is_covered(field: str, value: Any, config: ModelConfig, stored: Class) -> b
         return not isinstance(value, dict) or name in ("id2label", "label2id")
     if name == "no_rope_layers" and "layer_types" in config:
         return True
+    if name == "moe_layers" and isinstance(value, list):
+        # What Llama 4 derives, and writes into the files of a saved model.
+        step, layers = config.get("interleave_moe_layer_step", 1), config.get("num_hidden_layers", 0)
+        return bool(step > 0 and value == list(range(step - 1, layers, step)))
     if name == "attention_head_size":
         return bool(value == config.get("hidden_size", 0) // config.get("num_attention_heads", 1))
     if field not in stored["values"]:

@@ -17,32 +17,35 @@ _NAMED_SHARE, _MOST_CAUSES = 0.05, 3
 
 
 def utilization(time: StepTime, model: ModelSpec, hardware: HardwareSpec, job: TrainingJob) -> float:
-    """Return the FLOPs that the model needs, divided by those that the accelerators could do in the same time.
+    """Return the FLOPs that the job needs, divided by those that the accelerators could do in the same time.
 
     Counts matrix products and attention of the forward pass once and of the backward pass twice (products with frozen
-    weights once), without recomputation, masked scores of causal models, experts that a token skips, and teachers.
+    weights once), and a teacher's forward pass, without recomputation, masked scores of causal models, and experts that
+    a token skips.
     """
-    return sum(_needed_seconds(time, model, hardware, job)) / time.seconds
+    return sum(_needed_seconds(time, model, hardware, job).values()) / time.seconds
 
 
-def _needed_seconds(
-    time: StepTime, model: ModelSpec, hardware: HardwareSpec, job: TrainingJob
-) -> tuple[float, float, float]:
-    """Return the seconds of products in the layers, attention and head of a step at the peak of the accelerators."""
-    work = model_work(model)
-    products = work.num_layers * (
-        sum(product.weight * product.count for product in work.products)
-        + work.experts_per_token * sum(product.weight * product.count for product in work.expert_products)
-    )
-    seen = min(job.seq_len_tokens, work.window or job.seq_len_tokens) * (0.5 if work.causal else 1.0)
+def _needed_seconds(time: StepTime, model: ModelSpec, hardware: HardwareSpec, job: TrainingJob) -> dict[str, float]:
+    """Return the seconds of a step at the peak of the accelerators, by term."""
     peak = hardware.flops_per_s * (hardware_constants(hardware).fp32_share if job.precision == "fp32" else 1.0)
     tokens = time.tokens_per_second * time.seconds / (peak * hardware.world_size)
+    products, attention, head = _forward_flops(model, job)
     passes = 3 if job.method == "full" else 2
-    return (
-        2 * passes * products * tokens,
-        4 * 3 * work.num_layers * seen * work.query_size * tokens,
-        2 * passes * work.head_rows * work.hidden_size * tokens,
-    )
+    needed = {"matrix_products": passes * products, "attention": 3 * attention, "head_and_loss": passes * head}
+    if job.teacher is not None and job.teacher_placement != "cached":
+        needed["teacher_forward"] = sum(_forward_flops(job.teacher, job))
+    return {term: tokens * flops for term, flops in needed.items()}
+
+
+def _forward_flops(model: ModelSpec, job: TrainingJob) -> tuple[float, float, float]:
+    """Return the FLOPs of a token's forward pass: products in the layers, attention, and the head."""
+    work = model_work(model)
+    weights = sum(product.weight * product.count for product in work.products)
+    weights += work.experts_per_token * sum(product.weight * product.count for product in work.expert_products)
+    seen = min(job.seq_len_tokens, work.window or job.seq_len_tokens) * (0.5 if work.causal else 1.0)
+    layers = work.num_layers
+    return 2.0 * layers * weights, 4.0 * layers * seen * work.query_size, 2.0 * work.head_rows * work.hidden_size
 
 
 def low_utilization_reason(
@@ -50,7 +53,7 @@ def low_utilization_reason(
 ) -> str | None:
     """Return what takes the time of a step; `None` if its MFU is at least `LOW_UTILIZATION`, and for CPU ranks."""
     needed = _needed_seconds(time, model, hardware, job)
-    reached = sum(needed) / time.seconds
+    reached = sum(needed.values()) / time.seconds
     if reached >= LOW_UTILIZATION or hardware.gpu == "CPU":
         return None
     tokens = strategy.micro_batch_size * job.seq_len_tokens / (strategy.sp * strategy.cp)
@@ -74,7 +77,7 @@ def low_utilization_reason(
         "parameter_updates": f"gathers of updated parameters {after} per accelerator",
     }
     lost = dict(time.terms)
-    for term, seconds in zip(("matrix_products", "attention", "head_and_loss"), needed, strict=True):
+    for term, seconds in needed.items():
         lost[term] = max(0.0, lost.get(term, 0.0) - seconds)
     most = sorted(lost.items(), key=lambda term: -term[1])[:_MOST_CAUSES]
     shares = [

@@ -126,6 +126,21 @@ def test_published_encoders_and_classifiers_are_counted_exactly(config: dict[str
     assert differences(found, model_spec_from_meta(config, name="m")) == []
 
 
+@pytest.mark.parametrize(("moe_layers", "step"), [([0, 1, 2, 3], 1), ([1, 3], 2), ([0, 2], 1)])
+def test_listed_moe_layers_are_those_of_the_step_or_declined(moe_layers: list[int], step: int) -> None:
+    config = {
+        "model_type": "llama4_text",
+        "architectures": ["Llama4ForCausalLM"],
+        **{"hidden_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "vocab_size": 512},
+        **{"num_hidden_layers": 4, "interleave_moe_layer_step": step, "moe_layers": moe_layers},
+        "layer_types": ["chunked_attention"] * 3 + ["full_attention"],
+    }
+    found = model_spec_from_shapes(config, name="m", release=RELEASE)
+    # Every other layer is left to Transformers.
+    assert (found is not None) == (step == 1 and len(moe_layers) == 4)
+    assert found is None or differences(found, model_spec_from_meta(config, name="m")) == []
+
+
 @pytest.mark.parametrize("change", [{"share_att_key": False}, {"attention_head_size": 32}, {"norm_rel_ebd": "none"}])
 def test_a_variant_declines_configs_it_does_not_cover(change: dict[str, Any]) -> None:
     assert model_spec_from_shapes(DEBERTA_V3 | change, name="m", release=RELEASE) is None
