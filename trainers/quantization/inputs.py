@@ -215,8 +215,7 @@ def merged(prepared: Prepared) -> Iterator[Prepared]:
         yield prepared
         return
     with merged_directory(prepared.adapter) as directory:
-        names = {"name": prepared.source.name, "revision": prepared.source.revision}
-        source = replace(open_source(str(directory)), **names)
+        source = replace(open_source(str(directory)), name=prepared.source.name, revision=prepared.source.revision)
         checkpoint_bytes = prepared.selected.checkpoint_bytes(
             source.tensors, dtype=source.dtype, kept_in_fp32=source.kept_in_fp32
         )
