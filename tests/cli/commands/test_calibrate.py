@@ -132,8 +132,8 @@ def test_slow_runs_move_the_next_plan_and_explain_lists_them(shell: Shell, tmp_p
         assert time["measured_runs"] == count and "learned_factors" not in time
         widths.append(time["high_seconds"] / time["low_seconds"])
     assert time["learned_scale"] == pytest.approx((1 + 5 * 3.03) / 6) and time["seconds"] > 2 * before["seconds"]
-    # Five runs narrow the interval.
-    assert before["high_seconds"] / before["low_seconds"] > widths[1] > widths[-1]
+    # The first run is far from the published prediction, which widens the interval; five runs narrow it.
+    assert widths[0] > widths[2] > widths[-1] and widths[-1] < before["high_seconds"] / before["low_seconds"]
     assert shell("plan", LLAMA, "--hardware", "8xH100-80GB", "--output-dir", str(tmp_path / "plan")).code == 0
     explained = shell("explain", str(tmp_path / "plan")).out
     assert "these runs do not separate the parts" in explained and "Runs that corrected the step's time" in explained
