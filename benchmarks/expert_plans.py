@@ -79,9 +79,8 @@ class Job:
 
     @property
     def name(self) -> str:
-        options = "".join(
-            f", {value}" if name == "method" else f", {name} {value}" for name, value in self.words.items()
-        )
+        named = {"method": "", "precision": "", "global_batch_size": "batch "}
+        options = "".join(f", {named[name]}{value}" for name, value in self.words.items())
         return f"{self.model.rpartition('--')[2]} on {self.hardware}, {self.seq_len // 1024}k{options}"
 
 
