@@ -2,7 +2,7 @@
 
 Checks three rules and exits with 1 if one is broken. Every job has to fit. A plan with offload has to be at least 25 %
 faster than the plan of the same job with `--offload none`, unless nothing fits without. A plan below 15 % MFU has to
-say why. `--write` makes docs/measurements/expert_plans.md.
+name what takes the time. `--write` makes docs/measurements/expert_plans.md.
 """
 
 from __future__ import annotations
@@ -79,9 +79,8 @@ class Job:
 
     @property
     def name(self) -> str:
-        options = "".join(
-            f", {value}" if name == "method" else f", {name} {value}" for name, value in self.words.items()
-        )
+        named = {"method": "", "precision": "", "global_batch_size": "batch "}
+        options = "".join(f", {named[name]}{value}" for name, value in self.words.items())
         return f"{self.model.rpartition('--')[2]} on {self.hardware}, {self.seq_len // 1024}k{options}"
 
 
@@ -193,7 +192,7 @@ Plans for full training, LoRA and QLoRA of 0.5B to 671B parameters on 1 to 1,024
 
 - Every job fits.
 - A plan with offload is at least {OFFLOAD_GAIN - 1:.0%} faster than one without, unless nothing fits without.
-- A plan below {LOW_UTILIZATION:.0%} MFU says what takes the time.
+- A plan below {LOW_UTILIZATION:.0%} MFU names what takes the time.
 
 Broken rules:
 

@@ -11,7 +11,7 @@ from .model_work import model_work
 from .rates import hardware_constants
 
 LOW_UTILIZATION = 0.15
-"""MFU below which a plan says what takes the time. Published pretraining reaches 30 to 60 %."""
+"""MFU below which a plan names what takes the time. Published pretraining reaches 30 to 60 %."""
 _NAMED_SHARE, _MOST_CAUSES = 0.05, 3
 """Share of a step from which a term is named as a cause, and how many are."""
 
