@@ -193,7 +193,7 @@ def physical(
 LARGEST = "vTrain single node"
 """The table with four of five rows, which decides most about the constants of its generation."""
 
-LEFT_OUT: Mapping[str, Callable[[PublishedStep], str | int]] = {
+OMITTED: Mapping[str, Callable[[PublishedStep], str | int]] = {
     "shape": lambda case: case.shape,
     "width": lambda case: case.model.dimensions.hidden_size,
     "table": lambda case: case.table,
@@ -202,11 +202,11 @@ LEFT_OUT: Mapping[str, Callable[[PublishedStep], str | int]] = {
 table."""
 
 
-def left_out_table(cases: Sequence[PublishedStep]) -> str:
+def omitted_table(cases: Sequence[PublishedStep]) -> str:
     """Return the errors of the largest table by what is omitted from the fit, as Markdown."""
     lines = ["| fitted without its | rows | MAPE | worst | best picked | mean regret |", "|---|---|---|---|---|---|"]
     places = [index for index, case in enumerate(cases) if case.table == LARGEST]
-    for name, key in LEFT_OUT.items():
+    for name, key in OMITTED.items():
         predicted = physical(cases, key, only=LARGEST, afresh=name != "shape")
         found = score([cases[index] for index in places], [predicted[index] for index in places])
         picked = f"{found.best_picked} of {found.groups} | {found.mean_regret:.1%}"
@@ -285,7 +285,7 @@ def main() -> None:
     cases = published_steps(arguments.tables)
     parts = {"scores": document_table(scoreboard(cases, refit=own))}
     if own:
-        parts["left out"] = left_out_table(cases)
+        parts["omitted"] = omitted_table(cases)
         parts["order"] = order_table(cases, predictions_as_shipped(cases))
     print(*parts.values(), sep="\n\n")
     if arguments.write and own:

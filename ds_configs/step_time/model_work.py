@@ -202,7 +202,7 @@ def alignment_efficiency(out_features: int, in_features: int, constants: GpuCons
     reads 4, 2 or 1 elements, and each halving costs the same factor (NVIDIA, Matrix Multiplication Background User's
     Guide).
 
-    >>> from .constants import constants_of
+    >>> from .rates import constants_of
     >>> [round(alignment_efficiency(rows, 1024, constants_of("A100-80GB")), 1) for rows in (50264, 50260, 50258, 50257)]
     [1.0, 0.7, 0.5, 0.4]
     """
