@@ -395,6 +395,10 @@ def _computation(setting: Setting, stage: PipelineStage, held: tuple[float, floa
     forward, backward = layer_passes(
         setting.work, setting.batch, setting.device, software, job.compute_bytes, full, job.method == "qlora"
     )
+    if setting.strategy.cp > 1:
+        merged, added = _ring_seconds(setting)
+        forward = replace(forward, attention=forward.attention + merged)
+        backward = replace(backward, attention=backward.attention + added)
     head, head_back = Pass(), Pass()
     if stage.has_head:
         chunked = job.loss == "chunked"
@@ -435,6 +439,20 @@ def _computation(setting: Setting, stage: PipelineStage, held: tuple[float, floa
         layers_host=host,
         head_host=(head.kernels + head_back.kernels) * setting.constants.launch_seconds,
     )
+
+
+def _ring_seconds(setting: Setting) -> tuple[float, float]:
+    """Return the seconds in which context parallelism joins the results of a layer's ring steps in fp32, in each pass.
+
+    A step converts its output to fp32 (6 bytes per element), and three operations blend it with that of earlier ones
+    (32). In the backward pass a step adds its gradients (10), and copies those of keys and values to send them (8)
+    (torch 2.13.0, `_context_parallel/_attention.py`: `_SDPAMerger`, `_templated_ring_attention_backward`).
+    """
+    steps, work = setting.strategy.cp, setting.work
+    rate = setting.device.memory_bytes_per_s / setting.batch.tokens
+    output = 38 * (steps - 1) * work.query_size
+    gradients = steps * (10 * work.query_size + 18 * 2 * work.key_value_size)
+    return output / rate, gradients / rate
 
 
 def _hook_seconds(setting: Setting, stage: PipelineStage) -> float:

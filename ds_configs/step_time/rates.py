@@ -143,10 +143,11 @@ def others(ranks: int) -> float:
 def context_parallel_bytes(*, cp: int, tokens: int, key_value_size: int, layers: int, element_bytes: int) -> float:
     """Return the bytes that a rank communicates for one micro-batch: keys, values and their gradients.
 
-    They are gathered in the forward pass, passed around again in the backward pass, and reduced: 3 times `(n - 1)`
-    shards (Ring Attention, arXiv 2310.01889; torch `experimental/_context_parallel`).
+    Keys and values are gathered in the forward pass and passed around again in the backward pass: `n - 1` shards each.
+    Their gradients are passed around in fp32, in `n` steps, after which each rank has its own (Ring Attention,
+    arXiv 2310.01889; torch 2.13.0, `_context_parallel/_attention.py`).
     """
-    return 3 * (cp - 1) * (tokens / cp) * 2 * key_value_size * layers * element_bytes
+    return (2 * (cp - 1) * element_bytes + 4 * cp) * (tokens / cp) * 2 * key_value_size * layers
 
 
 def pipeline_bytes(*, tokens: int, hidden_size: int, element_bytes: int) -> float:
