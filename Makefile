@@ -9,8 +9,10 @@ EXTRAS ?= dev,lint,quantize
 TESTS ?=
 NEWEST := build/newest-environment
 OLDEST := build/oldest-environment
-WITH_NEWEST := VENV=$(NEWEST) CONSTRAINTS=constraints-newest.txt EXTRAS=dev
-WITH_OLDEST := VENV=$(OLDEST) CONSTRAINTS=constraints-oldest.txt EXTRAS=dev
+WITH_NEWEST := VENV=$(NEWEST) CONSTRAINTS=constraints-newest.txt EXTRAS=dev WITHOUT=libaio
+WITH_OLDEST := VENV=$(OLDEST) CONSTRAINTS=constraints-oldest.txt EXTRAS=dev WITHOUT=libaio
+# What the tests of an environment do without: see tests/host.py.
+WITHOUT ?=
 # Adapters, equivalence of layouts, rehearsals, exports and memory: what upstream releases can change.
 OLDEST_TESTS := tests/ds_configs/check tests/ds_configs/memory tests/ds_configs/models tests/equivalence tests/plugins \
 	tests/trainers/qat/export tests/trainers/qat/rounding tests/trainers/qat/test_qat_callback.py \
@@ -19,7 +21,7 @@ TYPECHECK := build/typecheck
 # One worker more than processors: tests wait for launchers, browsers and ranks.
 WORKERS ?= $(shell $(PYTHON) -c 'import os; print(min(4, len(os.sched_getaffinity(0)) + 1))')
 # A file stays on one worker, which creates what its tests share once. Compiled modules are kept: every process reads them.
-PYTEST = OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= \
+PYTEST = OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= TESTS_WITHOUT=$(WITHOUT) \
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 K ?=
 SERVING := build/serving-environment
@@ -58,7 +60,7 @@ $(VENV)/.installed: pyproject.toml $(CONSTRAINTS)
 
 # DeepSpeed's CPU operators, compiled beside the environment once: torch's common directory would serve two in turn.
 $(VENV)/.operators: $(VENV)/.installed
-	TORCH_EXTENSIONS_DIR=$(abspath $(VENV))/torch_extensions $(BIN)/python tests/operators.py
+	TESTS_WITHOUT=$(WITHOUT) TORCH_EXTENSIONS_DIR=$(abspath $(VENV))/torch_extensions $(BIN)/python tests/operators.py
 	touch $@
 
 demo: install

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from host import is_there
 from shardwright.plugins.deepspeed.compiled_operators import prepare_operators
-from shardwright.plugins.deepspeed.engine import has_libaio
 from warm_ranks.protocol import OPERATORS
 
 if __name__ == "__main__":
-    prepare_operators([*OPERATORS, *["async_io"] * has_libaio()], notify=print)
+    prepare_operators([*OPERATORS, *["async_io"] * is_there("libaio")], notify=print)
