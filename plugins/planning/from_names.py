@@ -32,7 +32,6 @@ from ...ds_configs.specs.texts import read_small_file, yaml_mapping
 from ...ds_configs.step_time.learning import MeasuredStep
 from ...ds_configs.step_time.rates import with_measured_network
 from ..releases import transformers_release
-from .cpu_host import DEFAULT_RANKS, host_memory_bytes, local_cpu_hardware
 from .models import LoadedModel, load_model_spec
 
 _LIBRARIES = ("shardwright", "torch", "transformers", "accelerate", "deepspeed", "peft", "bitsandbytes")
@@ -273,6 +272,8 @@ def read_hardware(
         UsageError: The name, the file or one of its values is invalid, or has another number of processes.
     """
     if text == "local":
+        from .cpu_host import DEFAULT_RANKS
+
         ranks = (num_processes or DEFAULT_RANKS) if measures_cpu else None
         cluster = detect_hardware(host_memory=host_memory, nvme=nvme, cpu_ranks=ranks, tell=tell)
     elif "+" in text and not text.endswith((".yaml", ".yml")):
@@ -327,6 +328,8 @@ def detect_hardware(
         UsageError: No accelerator is visible and `cpu_ranks` is `None`, or it is not in the catalog.
     """
     import torch
+
+    from .cpu_host import host_memory_bytes, local_cpu_hardware
 
     if nvme is not None and ":" not in nvme:
         path = Path(nvme).absolute()
