@@ -60,6 +60,7 @@ OffloadName = Literal["auto", "none", "cpu", "cpu-all", "nvme"]
 ObjectiveName = Literal["throughput", "cost", "memory"]
 """What a plan maximizes: tokens per second, tokens per accelerator-second, or free memory."""
 LossImplementation = Literal["auto", "eager", "chunked"]
+Switch = Literal["auto", "on", "off"]
 
 CHUNKED_LOSS_FAMILIES = ("gemma2", "gemma3_text", "llama", "mistral", "mixtral", "phi3", "qwen2", "qwen3", "qwen3_moe")
 """Model types whose head and loss liger-kernel fuses; it silently ignores others."""
@@ -141,6 +142,10 @@ class TrainingJob:
     """Device for offloaded optimizer states, with `cpu-all` and `nvme` also for parameters."""
     loss: LossImplementation = "auto"
     """`chunked` never allocates the logits of all tokens; `auto` selects it if the plan becomes faster."""
+    tiled_mlp: Switch = "auto"
+    """Whether MLPs compute the sequence in tiles; `auto` uses tiles if the job does not fit without or is faster."""
+    offload_activations: Switch = "auto"
+    """Whether inputs of recomputed layers wait in host memory; `auto` like `tiled_mlp`, for as few layers as fit."""
     teacher: ModelSpec | None = None
     """Frozen teacher of a distillation; `None` without one."""
     teacher_placement: TeacherPlacementChoice = "auto"
@@ -209,6 +214,8 @@ def job_errors(job: TrainingJob) -> list[ConfigError]:
         ("offload", OffloadName),
         ("objective", ObjectiveName),
         ("loss", LossImplementation),
+        ("tiled_mlp", Switch),
+        ("offload_activations", Switch),
         ("teacher_placement", TeacherPlacementChoice),
         ("optimizer", tuple(OPTIMIZERS)),
     ):

@@ -84,6 +84,11 @@ class Layout:
     keeps_products: bool = False
     """With gradient checkpointing, whether recomputed layers keep the results of matrix products and fused attention,
     so that only memory-bound operations run again (torch's selective checkpointing)."""
+    offloaded_checkpoints: int = 0
+    """Of the recomputed layers, the number whose input waits for the backward pass in pinned host memory, counted from
+    the first layer (in each pipeline stage)."""
+    tiled_mlp: bool = False
+    """Whether MLPs compute the sequence in tiles, which the backward pass computes again (DeepSpeed's `TiledMLP`)."""
     zero: ZeroOptions = field(default_factory=ZeroOptions)
     """DeepSpeed buffers; unused by other engines."""
 
