@@ -17,6 +17,7 @@ from ...ds_configs.specs.layout import Layout, PipelineStage
 from ...plugins import patches
 from ...plugins.accelerate.repeated_samples import let_ranks_read_streams, weigh_repeated_samples_zero
 from ...plugins.launching.messages import note_on_first_rank
+from ...plugins.transformers.document_attention import attend_by_document
 from ...plugins.transformers.own_optimizers import (
     model_errors,
     note_hidden_shapes,
@@ -28,6 +29,7 @@ from ...plugins.transformers.own_optimizers import (
 from ...plugins.transformers.run_settings import balances_experts, layout_of, trainer_errors
 from ...plugins.trl import pairs_of_a_micro_step
 from ..counting.counts import count_as_one_process
+from .sequence.checks import base_model
 
 if TYPE_CHECKING:
     import torch
@@ -161,6 +163,7 @@ class PlannedParallelism:
             check_second_models(trainer)
             check_balance_of_batches(trainer)
             check_learned_positions(trainer)
+            attend_by_document(base_model(trainer.model))
             if not self.callbacks and self.context_parallel_size == 1:
                 from .balance_loss import balance_over_ranks, check_balance_loss, has_balance_loss
 

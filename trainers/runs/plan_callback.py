@@ -36,9 +36,11 @@ from ...ds_configs.step_time.learning import part_seconds, published_time
 from ...plugins.accelerate.cpu_ranks import engine_from_environment
 from ...plugins.bitsandbytes import read_weights_in_backward
 from ...plugins.planning.from_names import installed_release_difference, installed_versions
+from ...plugins.transformers.document_attention import attend_by_document
 from ...plugins.transformers.gradient_checkpointing import checkpoint_first_layers, keep_products
 from ...plugins.transformers.sound_model import gathered
 from ...plugins.transformers.training_arguments import deepspeed_configuration
+from ..parallel.sequence.checks import base_model
 from .figures_callback import StepFiguresCallback, await_device
 from .out_of_memory import explain_memory_errors
 
@@ -257,6 +259,7 @@ def keep_planned_memory(plan: Plan, args: Any, model: Any) -> None:
         UsageError: the model's layers cannot be recomputed in part.
     """
     strategy = plan.chosen.strategy
+    attend_by_document(base_model(model))
     if strategy.checkpointed_layers is not None and args.gradient_checkpointing:
         checkpoint_first_layers(model, strategy.checkpointed_layers)
     if strategy.keeps_products and args.gradient_checkpointing:
