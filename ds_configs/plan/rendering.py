@@ -16,7 +16,7 @@ from ..memory.estimate import stock_loading_bytes
 from ..search.search import Evaluated
 from ..specs.errors import ConfigError, UsageError
 from ..specs.hardware import HardwareSpec
-from ..specs.job import TrainingJob
+from ..specs.job import CHUNKED_LOSS_FAMILIES, TrainingJob
 from ..specs.layout import Layout, OffloadDevice
 from ..specs.model import ModelSpec
 from ..specs.texts import read_small_file, strict_json, yaml_mapping
@@ -162,7 +162,17 @@ def trainer_line(plan: LaunchSpec) -> str:
         needs.append("`shardwright launch` for CPU ranks")
     if strategy.recomputes_in_part:
         needs.append("`shardwright launch`, PlanCallback or trainer_for, or it recomputes all layers completely")
-    elif strategy.zero_stage == 3 and job.method == "qlora":
+    if features := [
+        name
+        for name, is_on in (
+            ("tiled MLPs", strategy.tiled_mlp),
+            ("the tiled loss", job.loss == "chunked" and not uses_liger(plan)),
+            ("checkpoints in host memory", strategy.offloaded_checkpoints > 0),
+        )
+        if is_on
+    ]:
+        needs.append(f"`shardwright launch`, PlanCallback or trainer_for for {', '.join(features)}")
+    if strategy.zero_stage == 3 and job.method == "qlora" and not strategy.recomputes_in_part:
         why = "which keep gathered weights out of the backward pass"
         needs.append(f"`shardwright launch`, PlanCallback or trainer_for, {why}")
     stock_bytes = stock_loading_bytes(strategy, plan.model, plan.hardware, job)
@@ -188,6 +198,12 @@ FUSED_LOSS_ONLY = {
 """Enables Liger's chunked head and loss, but not its other kernels, whose activations were not traced."""
 
 
+def uses_liger(plan: LaunchSpec) -> bool:
+    """Return whether liger-kernel computes a chunked loss; otherwise Shardwright's callback computes it in tiles."""
+    fused = plan.hardware.gpu != "CPU" and plan.model.model_type in CHUNKED_LOSS_FAMILIES
+    return plan.job.loss == "chunked" and fused and plan.chosen.strategy.sp == 1
+
+
 MAX_GRAD_NORM = 1.0
 """Norm at which gradients are clipped, the default of Trainer and DeepSpeed."""
 
@@ -210,7 +226,7 @@ def planned_training_arguments(plan: LaunchSpec) -> dict[str, object]:
     }
     if plan.hardware.gpu == "CPU":
         arguments["use_cpu"] = True
-    if job.loss == "chunked":
+    if uses_liger(plan):
         arguments["use_liger_kernel"] = True
         arguments["liger_kernel_config"] = FUSED_LOSS_ONLY
     if strategy.engine == "fsdp2":
