@@ -193,6 +193,8 @@ def training_job(settings: LaunchedSettings, hardware: HardwareSpec, **further: 
         gradient_checkpointing=settings.gradient_checkpointing,
         strategy=settings.strategy,
         offload=settings.offload,
+        tiled_mlp=settings.tiled_mlp,
+        offload_activations=settings.offload_activations,
         **(data_parallel | further),
     )
 
