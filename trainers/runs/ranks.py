@@ -75,6 +75,11 @@ class RankContext:
     samples: tuple[Any, Any]
     """Training samples and held-out samples."""
 
+    @property
+    def plan(self) -> Plan:
+        """The plan that the ranks run."""
+        return Plan.load(self.work / PLAN_DIRECTORY)
+
     def trainer_arguments(self) -> dict[str, Any]:
         padding = self.tokenizer.eos_token_id if self.tokenizer.pad_token_id is None else self.tokenizer.pad_token_id
         return {
@@ -173,7 +178,7 @@ class TrainingTask(LaunchedJob, RankTask):
         Raises:
             RunOutOfMemoryError: an allocation failed; has the planned memory and plans that need less.
         """
-        plan = Plan.load(context.work / PLAN_DIRECTORY)
+        plan = context.plan
         with memory_errors(plan, command=self.command):
             self._train(context, plan)
 
@@ -269,10 +274,15 @@ def placed_teacher(name: str, revision: str | None, job: LaunchedJob, context: R
     import torch
 
     from ...plugins.transformers.teacher_placement import load_teacher
+    from ...plugins.transformers.tiled_compute import share_tiled_mlps, tile_mlps, untiled_experts
 
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(context.arguments.mixed_precision, torch.float32)
     engine = context.engine if job.world_size > 1 else "single"
-    return load_teacher(name, revision=revision, placement=job.placement, dtype=dtype, engine=engine)
+    teacher = load_teacher(name, revision=revision, placement=job.placement, dtype=dtype, engine=engine)
+    if context.plan.chosen.strategy.tiled_mlp and not untiled_experts(teacher):
+        tile_mlps(teacher, None)
+        share_tiled_mlps(teacher)
+    return teacher
 
 
 def progress_callback(
