@@ -66,6 +66,7 @@ def measure(case: Case) -> dict[str, Any]:
         reading = meter.reading()
     return {
         "peak_bytes": reading.peak_bytes,
+        "peaks": reading.peaks,
         "host_bytes": reading.host_peak_bytes,
         "out_of_memory": is_out_of_memory,
         "loss": None if is_out_of_memory else trainer.state.log_history[-1]["train_loss"],

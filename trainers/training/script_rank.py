@@ -83,6 +83,9 @@ def carry_axes(plan: Plan) -> None:
     Sequence, expert and tensor parallelism are attached; a pipeline or context parallelism is rejected. A Trainer that
     computes its own loss from logits keeps it, with a note.
     """
+    strategy = plan.chosen.strategy
+    if not (strategy.axes or strategy.tiled_mlp or strategy.offloaded_checkpoints or plan.job.loss == "chunked"):
+        return
     parallelism = planned_parallelism(plan)
     own_calls: list[str] = []
 
@@ -114,7 +117,7 @@ def carry_axes(plan: Plan) -> None:
             for callback in parallelism.callbacks:
                 callback.attach(trainer)
             try:
-                attach_long_sequences(trainer, plan.chosen.strategy, plan.job)
+                attach_long_sequences(trainer, strategy, plan.job)
             except UsageError as error:
                 for each in error.errors:
                     note_on_first_rank(f"{each.where} {each.rule}: {_NOT_PREDICTED}")
