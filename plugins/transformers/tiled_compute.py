@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 from ...ds_configs.specs.errors import ConfigError, UsageError
 from .. import patches
-from ..deepspeed.engine import share_with_zero3
+from ..deepspeed.engine import share_with_zero3, without_zero3_hooks
 from .output_heads import further_bias, head_module, shaped_head
 
 if TYPE_CHECKING:
@@ -102,10 +102,16 @@ def _tiled_mlp(
     mlp: torch.nn.Module,
     tiles: int | None,
     hidden: int,
-    forward: Callable[..., torch.Tensor],
+    _original: Callable[..., torch.Tensor],
     x: torch.Tensor,
     *routing: torch.Tensor,
 ) -> torch.Tensor:
+    def forward(*tensors: torch.Tensor) -> torch.Tensor:
+        with without_zero3_hooks(mlp):
+            # QAT may have changed the class since the forward was replaced.
+            result: torch.Tensor = type(mlp).forward(mlp, *tensors)
+        return result
+
     rows = [tensor.reshape(-1, tensor.shape[-1]) for tensor in (x, *routing)]
     count = len(rows[0])
     if any(len(tensor) != count for tensor in rows):
