@@ -89,8 +89,9 @@ def untile_mlps(model: PreTrainedModel) -> None:
 
 
 def share_tiled_mlps(model: PreTrainedModel) -> None:
-    """Make ZeRO-3 gather an MLP's weights once for all of its tiles."""
-    share_with_zero3(mlp for mlp in mlps(model) if _is_tiled(mlp))
+    """Make ZeRO-3 gather the weights of an MLP, and of a head with adapters, once for all tiles."""
+    head = model.get_output_embeddings()
+    share_with_zero3([mlp for mlp in mlps(model) if _is_tiled(mlp)] + ([] if head is None else [head]))
 
 
 def _is_tiled(mlp: torch.nn.Module) -> bool:
@@ -150,7 +151,8 @@ def tiled_cross_entropy(
     bias_V = further_bias(model)
 
     def loss_of(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        logits = head(x)
+        with without_zero3_hooks(module):
+            logits = head(x)
         logits = shape.shaped(logits if bias_V is None else logits + bias_V).float()
         return torch.nn.functional.cross_entropy(logits, y[:, 0], ignore_index=IGNORED_LABEL, reduction="sum")
 
