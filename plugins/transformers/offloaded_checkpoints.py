@@ -68,10 +68,12 @@ class _Offload:
         if not inputs or not torch.is_tensor(inputs[0]):
             rule, fix = "finds no hidden states: layers get them by keyword", "omit it for this model"
             raise UsageError(ConfigError(where=_WHERE, value=self._layers, rule=rule, fix=fix))
-        hidden, saved = inputs[0], []
+        # Autograd keeps the hooks, which therefore must not refer to the input.
+        address, shape = inputs[0].data_ptr(), inputs[0].shape
+        saved: list[_Checkpoint] = []
 
         def pack(tensor: torch.Tensor) -> Any:
-            if tensor.data_ptr() != hidden.data_ptr() or tensor.shape != hidden.shape:
+            if tensor.data_ptr() != address or tensor.shape != shape:
                 return tensor
             if not saved:
                 previous = self._latest() if index and self._latest is not None else None

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 from ...ds_configs.specs.errors import ConfigError, UsageError
 from .. import patches
-from ..deepspeed.engine import share_with_zero3
+from ..deepspeed.engine import share_with_zero3, without_zero3_hooks
 from .output_heads import further_bias, head_module, shaped_head
 
 if TYPE_CHECKING:
@@ -89,8 +89,9 @@ def untile_mlps(model: PreTrainedModel) -> None:
 
 
 def share_tiled_mlps(model: PreTrainedModel) -> None:
-    """Make ZeRO-3 gather an MLP's weights once for all of its tiles."""
-    share_with_zero3(mlp for mlp in mlps(model) if _is_tiled(mlp))
+    """Make ZeRO-3 gather the weights of an MLP, and of a head with adapters, once for all tiles."""
+    head = model.get_output_embeddings()
+    share_with_zero3([mlp for mlp in mlps(model) if _is_tiled(mlp)] + ([] if head is None else [head]))
 
 
 def _is_tiled(mlp: torch.nn.Module) -> bool:
@@ -102,10 +103,16 @@ def _tiled_mlp(
     mlp: torch.nn.Module,
     tiles: int | None,
     hidden: int,
-    forward: Callable[..., torch.Tensor],
+    _original: Callable[..., torch.Tensor],
     x: torch.Tensor,
     *routing: torch.Tensor,
 ) -> torch.Tensor:
+    def forward(*tensors: torch.Tensor) -> torch.Tensor:
+        with without_zero3_hooks(mlp):
+            # QAT may have changed the class since the forward was replaced.
+            result: torch.Tensor = type(mlp).forward(mlp, *tensors)
+        return result
+
     rows = [tensor.reshape(-1, tensor.shape[-1]) for tensor in (x, *routing)]
     count = len(rows[0])
     if any(len(tensor) != count for tensor in rows):
@@ -144,7 +151,8 @@ def tiled_cross_entropy(
     bias_V = further_bias(model)
 
     def loss_of(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        logits = head(x)
+        with without_zero3_hooks(module):
+            logits = head(x)
         logits = shape.shaped(logits if bias_V is None else logits + bias_V).float()
         return torch.nn.functional.cross_entropy(logits, y[:, 0], ignore_index=IGNORED_LABEL, reduction="sum")
 

@@ -21,7 +21,8 @@ ENGINES = ("ddp", "zero2", "zero3", "fsdp2")
 
 def deepspeed(stage: int) -> dict[str, Any]:
     batch = dict.fromkeys(("train_micro_batch_size_per_gpu", "gradient_accumulation_steps"), "auto")
-    return {"zero_optimization": {"stage": stage}, "zero_force_ds_cpu_optimizer": False, **batch}
+    zero = {"stage": stage, "stage3_gather_16bit_weights_on_model_save": True}
+    return {"zero_optimization": zero, "zero_force_ds_cpu_optimizer": False, **batch}
 
 
 def train(engine: str, output: Path, family: str, *, long: bool) -> tuple[list[float], dict[str, torch.Tensor]]:

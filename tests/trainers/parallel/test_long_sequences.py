@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -30,9 +31,13 @@ FAMILIES = {
     "Qwen3": {},
     "Gemma2": {"query_pre_attn_scalar": 8, "final_logit_softcapping": 5.0},
     "Mixtral": {"num_local_experts": 4, "output_router_logits": True, "router_aux_loss_coef": 0.5},
-    "DeepseekV3": {"n_routed_experts": 4, "n_group": 1, "topk_group": 1, "num_experts_per_tok": 2, "q_lora_rank": 8}
-    | {"kv_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 8, "first_k_dense_replace": 1},
+    "DeepseekV3": {
+        **{"n_routed_experts": 4, "n_group": 1, "topk_group": 1, "num_experts_per_tok": 2, "num_key_value_heads": 4},
+        **{"q_lora_rank": 8, "kv_lora_rank": 8, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8},
+        "first_k_dense_replace": 1,
+    },
 }
+"""A head with a soft-cap, a balance loss, and shared experts beside a dense first layer."""
 
 
 def model_of(family: str, **changes: Any) -> Any:
@@ -68,7 +73,9 @@ def check_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_tiles_and_offload_leave_loss_and_gradients_unchanged(family: str) -> None:
-    model = model_of(family, tie_word_embeddings=family == "Gemma2").double()
+    has_experts = family in ("Mixtral", "DeepseekV3")
+    # Products of experts have no fp64 kernel.
+    model = model_of(family, tie_word_embeddings=family == "Gemma2").to(torch.float if has_experts else torch.double)
     inputs = batch() | {"num_items_in_batch": torch.tensor(17)}
     plain = gradients(model, inputs)
     model.gradient_checkpointing_enable({"use_reentrant": family == "Qwen3"})
@@ -78,12 +85,14 @@ def test_tiles_and_offload_leave_loss_and_gradients_unchanged(family: str) -> No
     check_equal(gradients(model, inputs), recomputed, tolerance=0.0)
     tile_mlps(model, 5)
     TiledLoss(model, 4)
-    check_equal(gradients(model, inputs), plain)
-    # Norms, rotary embeddings and losses compute in fp32 whatever comes in.
-    without_count = {name: value for name, value in inputs.items() if name != "num_items_in_batch"}
-    assert model(**without_count).loss.item() == pytest.approx(
-        model_of(family, tie_word_embeddings=family == "Gemma2").double()(**without_count).loss.item(), rel=1e-6
-    )
+    check_equal(gradients(model, inputs), plain, tolerance=4e-6 if has_experts else 1e-6)
+    # Without the count, the loss is the mean over this batch.
+    labelled = (inputs["labels"][:, 1:] != -100).sum()
+    with torch.no_grad():
+        mean = model(**{name: value for name, value in inputs.items() if name != "num_items_in_batch"})
+    balance = 0.5 * mean.aux_loss if family == "Mixtral" else 0.0
+    assert float((mean.loss - balance) * labelled) == pytest.approx(float((plain["loss"] - balance) * 17), rel=1e-6)
+    assert mean.logits is None
 
 
 def test_trainer_reports_the_same_losses_and_predictions(tmp_path: Path) -> None:
@@ -123,6 +132,9 @@ def test_offloaded_inputs_live_in_host_memory() -> None:
     def metered(count: int) -> Any:
         model = llama(num_hidden_layers=8)
         model.gradient_checkpointing_enable()
+        # Gradients of weights would hide the difference at the end of the backward pass.
+        model.requires_grad_(False)
+        model.enable_input_require_grads()
         offload_checkpoints(model, count)
         with ByteMeter() as meter:
             meter.enter("forward")
@@ -136,9 +148,9 @@ def test_offloaded_inputs_live_in_host_memory() -> None:
     kept_by_offload, offloaded = metered(6)
     assert plain.host_peak_bytes == 0
     assert offloaded.host_peak_bytes == 6 * size
-    # The embedding's output is also the first layer's input.
-    assert kept - kept_by_offload == 6 * size
-    assert plain.peaks["backward"] - offloaded.peaks["backward"] >= 4 * size
+    # Autograd keeps the embedding's output, the first layer's input, because it is a leaf where weights are frozen.
+    assert kept - kept_by_offload == 5 * size
+    assert plain.peaks["backward"] - offloaded.peaks["backward"] >= 3 * size
 
 
 def test_dropout_in_tiles_draws_the_same_numbers_again() -> None:
@@ -196,9 +208,8 @@ def test_layouts_name_their_callback() -> None:
     from shardwright.ds_configs.specs.layout import Layout
 
     model, job = mixtral(), TrainingJob(seq_len_tokens=64)
-    assert long_sequence_callback(Layout(), job, model) is None
-    callback = long_sequence_callback(
-        Layout(tiled_mlp=True, offloaded_checkpoints=2), TrainingJob(seq_len_tokens=64, loss="chunked"), model
-    )
+    assert long_sequence_callback(Layout(engine="ddp"), job, model) is None
+    long = Layout(engine="ddp", tiled_mlp=True, offloaded_checkpoints=2)
+    callback = long_sequence_callback(long, replace(job, loss="chunked"), model)
     assert callback is not None
     assert (callback.tiled_mlp, callback.tiled_loss, callback.offloaded_checkpoints) == (True, True, 2)
