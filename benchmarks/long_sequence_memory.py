@@ -20,8 +20,7 @@ from memory_cases import metered_release
 from metered_launch import measure_cases
 from page_parts import with_part
 from shardwright.ds_configs.memory import activations
-from shardwright.ds_configs.memory.estimate import cpu_rank_terms, estimate_memory
-from shardwright.ds_configs.specs.hardware import parse_hardware
+from shardwright.ds_configs.memory.estimate import cpu_rank_terms
 
 MEASURED = Path(__file__).with_name("long_sequence_memory.json")
 DOCUMENT = Path(__file__).parents[1] / "docs" / "measurements" / "long_sequences.md"
@@ -71,15 +70,17 @@ def rows(records: Iterable[dict[str, object]]) -> list[Row]:
 
 def _row(record: dict[str, object]) -> Row:
     case = Case(**record["case"])  # type: ignore[arg-type]
-    spec, job = case.spec(metered_release(record)), case.job()
-    terms = cpu_rank_terms(case.strategy(), spec, job)
-    host = estimate_memory(case.strategy(), spec, parse_hardware(f"{case.ranks}xCPU"), job).host.training
+    spec, job, layout = case.spec(metered_release(record)), case.job(), case.strategy()
+    terms = cpu_rank_terms(layout, spec, job)
+    traced = activations.cached_activations(spec, job)(
+        layout.micro_batch_size, activations.activation_mode(layout, job)
+    )
     return Row(
         case=case,
         metered_bytes=record["peak_bytes"],  # type: ignore[arg-type]
         predicted_bytes=max(sum(terms[name].values()) for name in terms if name != "init"),
         host_metered_bytes=record["host_bytes"],  # type: ignore[arg-type]
-        host_predicted_bytes=host.get("offloaded_checkpoints", 0) // case.ranks,
+        host_predicted_bytes=layout.offloaded_checkpoints * traced.checkpointed_bytes_per_layer // layout.sp,
         out_of_memory=bool(record["out_of_memory"]),
     )
 
