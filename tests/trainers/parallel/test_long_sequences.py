@@ -8,12 +8,15 @@ from typing import Any
 
 import pytest
 import torch
+from shardwright.ds_configs.quantization.scheme import changed, scheme_named
 from shardwright.ds_configs.specs.errors import UsageError
 from shardwright.plugins.metering import ByteMeter
 from shardwright.plugins.transformers.offloaded_checkpoints import offload_checkpoints
-from shardwright.plugins.transformers.tiled_compute import in_tiles, tile_mlps
+from shardwright.plugins.transformers.tiled_compute import in_tiles, tile_mlps, untile_mlps
 from shardwright.trainers import LongSequenceCallback
 from shardwright.trainers.parallel.long_sequences import TiledLoss, long_sequence_callback
+from shardwright.trainers.qat.rounding.attach import attach
+from shardwright.trainers.qat.rounding.config import QATConfig
 from small_models import llama, mixtral
 
 SIZES: dict[str, Any] = {
@@ -162,6 +165,20 @@ def test_dropout_in_tiles_draws_the_same_numbers_again() -> None:
     dropped = (result == 0).float()
     expected = (gradient * 2 * (1 - dropped)) @ layer[0].weight
     assert torch.allclose(x.grad, expected, atol=1e-6)
+
+
+@pytest.mark.parametrize("family", ["Llama", "Mixtral"])
+def test_quantized_layers_round_alike_in_tiles(family: str) -> None:
+    model = model_of(family)
+    # QAT changes classes of modules whose forward is tiled already.
+    tile_mlps(model, 5)
+    TiledLoss(model, 4)
+    scheme = changed(scheme_named("W4A16"), group_size=16)
+    attach(model, QATConfig(scheme=scheme)).state.enabled = True
+    tiled = gradients(model, batch())
+    untile_mlps(model)
+    check_equal(gradients(model, batch()), tiled, tolerance=4e-6)
+    assert (tiled["loss"] - model_of(family)(**batch()).loss).abs() > 1e-3
 
 
 def test_unsupported_runs_are_rejected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
