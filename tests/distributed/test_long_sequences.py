@@ -14,7 +14,7 @@ WORKER = Path(__file__).with_name("long_sequence_worker.py")
 
 
 def test_engines_train_as_without_tiles_and_offload(deepspeed_cpu_ops: None, tmp_path: Path) -> None:
-    run_ranks([WORKER, tmp_path])
+    run_ranks([WORKER, tmp_path], timeout_seconds=300.0)
     differences = json.loads((tmp_path / "differences.json").read_text())
     assert set(differences) == {"ddp", "zero2", "zero3", "fsdp2", "ddp-mixtral", "zero3-mixtral"}
     # Sums in another order.
