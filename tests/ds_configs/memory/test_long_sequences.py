@@ -193,6 +193,7 @@ def test_requested_mechanisms_are_kept_and_rejected_with_reasons():
 
 def test_plans_carry_the_mechanisms():
     plan = make_plan(MODEL, H100, TrainingJob(seq_len_tokens=2_000_000), offers=False)
+    assert plan.environment == {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
     data = plan_to_dict(plan)
     again = plan_from_dict(data, source="test")
     assert again.chosen.strategy == plan.chosen.strategy
