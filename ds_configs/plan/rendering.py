@@ -12,7 +12,7 @@ from pathlib import Path
 
 import yaml
 
-from ..memory.estimate import stock_loading_bytes
+from ..memory.estimate import expands_segments, stock_loading_bytes
 from ..search.search import Evaluated
 from ..specs.errors import ConfigError, UsageError
 from ..specs.hardware import HardwareSpec
@@ -34,6 +34,12 @@ class LaunchSpec:
     hardware: HardwareSpec
     job: TrainingJob
     chosen: Evaluated
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """Variables of the ranks that the memory estimate assumes."""
+        expands = expands_segments(self.job, self.hardware)
+        return {"PYTORCH_ALLOC_CONF": "expandable_segments:True"} if expands else {}
 
     @property
     def file_names(self) -> tuple[str, ...]:
