@@ -71,16 +71,15 @@ def rows(records: Iterable[dict[str, object]]) -> list[Row]:
 def _row(record: dict[str, object]) -> Row:
     case = Case(**record["case"])  # type: ignore[arg-type]
     spec, job, layout = case.spec(metered_release(record)), case.job(), case.strategy()
-    terms = cpu_rank_terms(layout, spec, job)
-    traced = activations.cached_activations(spec, job)(
-        layout.micro_batch_size, activations.activation_mode(layout, job)
-    )
+    terms = {name: dict(phase) for name, phase in cpu_rank_terms(layout, spec, job).items()}
+    # CPU ranks have both in the same memory, but the meter counts the host's apart.
+    host = [phase.pop("offloaded_checkpoints", 0) for phase in terms.values()]
     return Row(
         case=case,
         metered_bytes=record["peak_bytes"],  # type: ignore[arg-type]
         predicted_bytes=max(sum(terms[name].values()) for name in terms if name != "init"),
         host_metered_bytes=record["host_bytes"],  # type: ignore[arg-type]
-        host_predicted_bytes=layout.offloaded_checkpoints * traced.checkpointed_bytes_per_layer // layout.sp,
+        host_predicted_bytes=max(host),
         out_of_memory=bool(record["out_of_memory"]),
     )
 

@@ -12,11 +12,12 @@ from pathlib import Path
 
 import yaml
 
+from ..memory.activations import has_fused_loss
 from ..memory.estimate import expands_segments, stock_loading_bytes
 from ..search.search import Evaluated
 from ..specs.errors import ConfigError, UsageError
 from ..specs.hardware import HardwareSpec
-from ..specs.job import CHUNKED_LOSS_FAMILIES, TrainingJob
+from ..specs.job import TrainingJob
 from ..specs.layout import Layout, OffloadDevice
 from ..specs.model import ModelSpec
 from ..specs.texts import read_small_file, strict_json, yaml_mapping
@@ -206,8 +207,7 @@ FUSED_LOSS_ONLY = {
 
 def uses_liger(plan: LaunchSpec) -> bool:
     """Return whether liger-kernel computes a chunked loss; otherwise Shardwright's callback computes it in tiles."""
-    fused = plan.hardware.gpu != "CPU" and plan.model.model_type in CHUNKED_LOSS_FAMILIES
-    return plan.job.loss == "chunked" and fused and plan.chosen.strategy.sp == 1
+    return has_fused_loss(plan.model, plan.chosen.strategy, plan.job, gpu=plan.hardware.gpu != "CPU")
 
 
 MAX_GRAD_NORM = 1.0

@@ -295,7 +295,9 @@ def _memory(plan: Plan, peak: int | None) -> Section:
         )
     ]
     over_step: list[tuple[str, Mapping[str, float], bool]] = []
-    for phase, terms in terms_by_phase(plan.chosen.strategy, plan.model, plan.job, stage=gpu.stage).items():
+    is_gpu = plan.hardware.gpu != "CPU"
+    by_phase = terms_by_phase(plan.chosen.strategy, plan.model, plan.job, stage=gpu.stage, gpu=is_gpu)
+    for phase, terms in by_phase.items():
         roles: dict[str, float] = {}
         for name, count in terms.items():
             role = TERM_ROLES.get(name, "other")
