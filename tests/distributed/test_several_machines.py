@@ -105,8 +105,8 @@ def test_two_machines_teach_and_quantize_as_one(inputs: Path, tmp_path: Path) ->
     stated = {"dataset": str(inputs / "rows.jsonl"), "strategy": "ddp", "max_steps": 2, "seq_len": 32}
     stated |= {"global_batch_size": 4, "logging_steps": 1, "learning_rate": 5e-3, "evaluation_samples": 4}
     (tmp_path / "settings.yaml").write_text(json.dumps(stated))
-    words = [*warm_command("shardwright"), "qat", str(inputs / "llama"), *"--group-size 32 --teacher self".split()]
-    words += ["--config", "settings.yaml"]
+    words = [*warm_command("shardwright"), "qat", str(inputs / "llama"), "--teacher", "self"]
+    words += ["--group-size", "32", "--config", "settings.yaml"]
     done = subprocess.run([*words, "--hardware", "2xCPU", "--output-dir", "one"], cwd=tmp_path, capture_output=True)
     assert done.returncode == 0, done.stderr
     both = [*words, "--hardware", "2x1xCPU", "--output-dir", "two", "--no-check-nodes"]
