@@ -15,7 +15,7 @@ from faults.injection import Fault
 from faults.layouts import STEPS, Workshop, losses_of
 from warm_ranks import OnDemand, RanksFailedError
 
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.distributed, pytest.mark.once]
 
 
 @pytest.fixture(scope="module")

@@ -77,6 +77,8 @@ def test_a_script_loses_the_same_under_plans_that_moved(
         assert "trained on 2 ranks" in shown and "but the plan has" not in shown
         losses.append(float(re.findall(r"ranks, loss (\S+)", shown)[0]))
     assert losses == pytest.approx([losses[0]] * len(losses), abs=1e-5)
+    if script in ("own_trainer", "own_peft", "own_dpo"):
+        return
     # The last of them in small, with paths as a user types them.
     rehearse = [*warm_command("shardwright"), "rehearse", moved.name, "--steps", 4, "--script"]
     typed = arguments(words, model, Path(moved.name))

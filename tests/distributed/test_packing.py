@@ -10,7 +10,7 @@ import pytest
 from shardwright.cli.main import run
 from training_runs import LAYOUTS, make_inputs, method_of, model_of, resumed, trained
 
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.distributed, pytest.mark.once]
 
 CHATS = 24
 SEPARATE = {"evaluation_dataset": "../others.jsonl", "chat_template": "alpaca", "seq-len": 128, "max_steps": 2}

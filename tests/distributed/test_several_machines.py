@@ -16,7 +16,7 @@ from shardwright.cli.main import run
 from shardwright.plugins.clusters import ssh
 from training_runs import command, losses_of, make_inputs, trained
 
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.distributed, pytest.mark.once]
 
 
 @pytest.fixture(scope="module")

@@ -101,6 +101,7 @@ def plan(model: str, *flags: str) -> list[str]:
     return ["plan", model, "--hardware", "8xA100-80GB", "--seq-len", "128", *flags]
 
 
+@pytest.mark.once
 def test_a_branch_is_pinned_to_its_commit_and_headers_are_compared(hub: str, tmp_path: Path) -> None:
     output = tmp_path / "plan"
     models = ("plain", "agrees", "differs", "sharded")
@@ -119,6 +120,7 @@ def test_a_branch_is_pinned_to_its_commit_and_headers_are_compared(hub: str, tmp
     assert json.loads((output / "plan.json").read_text())["model"]["revision"] == COMMIT
 
 
+@pytest.mark.once
 def test_every_error_of_the_hub_is_one_line_with_its_exit_code(hub: str, tmp_path: Path) -> None:
     expected = {
         ("org/gated",): (1, "the repository is gated; accept its terms on the Hub"),
@@ -156,6 +158,7 @@ def test_without_a_network_the_way_out_is_a_local_path(tmp_path: Path) -> None:
     assert "the Hub cannot be reached" in err and "pass a local directory or config.json" in err
 
 
+@pytest.mark.once
 def test_offline_mode_uses_the_cache_alone(hub: str, tmp_path: Path) -> None:
     home = tmp_path / "home"
     ((code, _, err),) = drive(hub, home, [plan("org/plain")], HF_HUB_OFFLINE="1")
@@ -172,6 +175,7 @@ def test_offline_mode_uses_the_cache_alone(hub: str, tmp_path: Path) -> None:
         assert json.loads(out)["model"]["revision"] == COMMIT
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("status", [0, 403])
 def test_no_command_shows_a_traceback_for_a_hub_that_fails(tmp_path: Path, status: int) -> None:
     """Every command with a model or dataset: one error line, which for 403 is about access."""
@@ -376,6 +380,7 @@ def test_adapters_of_the_hub_work_offline_once_they_are_cached(hub: str, tmp_pat
     assert json.loads(offline)["adapter"] == json.loads(online)["adapter"] == "tuned"
 
 
+@pytest.mark.once
 def test_errors_of_adapters_of_the_hub_name_the_option_and_the_way_out(
     adapter: Path, drive_warm: Callable[..., list[list[Any]]]
 ) -> None:

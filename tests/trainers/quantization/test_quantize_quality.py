@@ -26,7 +26,7 @@ from small_llama import (
     unigram_perplexity,
 )
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.once]
 
 CALIBRATION_ROWS = 32
 OUTLIERS = {"channels": range(0, 256, 16), "factor": 50.0}
