@@ -18,8 +18,8 @@ OLDEST_TESTS := tests/ds_configs/check tests/ds_configs/memory tests/ds_configs/
 	tests/trainers/qat/export tests/trainers/qat/rounding tests/trainers/qat/test_qat_callback.py \
 	tests/distributed/test_parallel_rehearsal.py tests/distributed/test_rehearse.py tests/distributed/test_train.py
 # Everything that trains, quantizes or evaluates. The planner, the pages and the command line import none of these.
-NEWEST_TESTS := $(filter-out tests/distributed/%,$(OLDEST_TESTS)) tests/distributed tests/family_sweep tests/trainers \
-	tests/cli/commands tests/test_add_family.py tests/test_every_model.py tests/test_examples.py
+NEWEST_TESTS := $(filter-out tests/distributed/% tests/trainers/%,$(OLDEST_TESTS)) tests/distributed tests/family_sweep \
+	tests/trainers tests/cli/commands tests/test_add_family.py tests/test_every_model.py tests/test_examples.py
 TYPECHECK := build/typecheck
 # One worker more than processors: tests wait for launchers, browsers and ranks.
 WORKERS ?= $(shell $(PYTHON) -c 'import os; print(min(4, len(os.sched_getaffinity(0)) + 1))')

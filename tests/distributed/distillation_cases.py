@@ -90,8 +90,14 @@ def sequence_parallelism(ranks: int, data_ranks: int) -> Any:
     return ParallelismConfig(sp_size=ranks, sp_backend="deepspeed", dp_shard_size=data_ranks, sp_handler=handler)
 
 
-LAYOUTS = [
+SINGLE = [
+    Layout(),
     Layout(accumulation=3),
+    Layout(accumulation=3, implementation="plain"),
+    Layout(packed=True, accumulation=3),
+]
+"""Micro-batches of one process."""
+LAYOUTS = [
     Layout(packed=True, accumulation=3),
     Layout(checkpointing=True),
     Layout(engine="deepspeed", zero_stage=1, accumulation=3),
@@ -132,7 +138,7 @@ OWN_TERM = [
     Layout(engine="fsdp2", teacher="sharded", own_term=True, accumulation=3),
     Layout(engine="deepspeed", zero_stage=3, accumulation=12, sequence_parallel=2, own_term=True),
 ]
-EVERY = (*LAYOUTS, *ON_POLICY, *FEATURES, *LORA, *IDLE_RANK, *OWN_TERM)
+EVERY = (*SINGLE, *LAYOUTS, *ON_POLICY, *FEATURES, *LORA, *IDLE_RANK, *OWN_TERM)
 
 
 def models(directory: Path) -> tuple[Path, Path]:
