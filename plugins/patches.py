@@ -234,6 +234,12 @@ PATCHES: tuple[Patch, ...] = (
         parameters=("self",),
     ),
     Patch(
+        name="tiled-loss-evaluation",
+        target=f"{_TRAINER}.prediction_step",
+        reason="Only this method knows whether an evaluation needs logits, which a tiled loss does not return.",
+        parameters=("self", "model", "inputs", "prediction_loss_only"),
+    ),
+    Patch(
         name="context-parallel-evaluation",
         target=f"{_TRAINER}.evaluation_loop",
         reason="Under context parallelism the Trainer counts the ranks of one sequence as separate samples.",
@@ -435,6 +441,11 @@ PATCHES: tuple[Patch, ...] = (
         name="selective-checkpointing",
         target="transformers.modeling_layers:GradientCheckpointingLayer._gradient_checkpointing_func",
         reason="`gradient_checkpointing_kwargs` is stored as JSON, which cannot hold functions.",
+    ),
+    Patch(
+        name="offloaded-checkpoints",
+        target="transformers.modeling_layers:GradientCheckpointingLayer._gradient_checkpointing_func",
+        reason="Only the input of a recomputed layer moves to host memory, and only that of the first layers.",
     ),
     Patch(
         name="zero3-while-loading",
@@ -711,6 +722,12 @@ PATCHES: tuple[Patch, ...] = (
         name="tiled-mlp",
         target="torch.nn:Module.forward",
         reason="DeepSpeed tiles every MLP of a class; Shardwright tiles only the MLPs of one model.",
+        parameters=("self",),
+    ),
+    Patch(
+        name="tiled-loss",
+        target="torch.nn:Module.forward",
+        reason="A model computes logits of all tokens before its loss; the tiled loss needs its labels at its head.",
         parameters=("self",),
     ),
     Patch(

@@ -48,6 +48,7 @@ class Case:
     checkpointing: bool = False
     tiled_mlp: int = 0
     tiled_loss: int = 0
+    offloaded_checkpoints: int = 0
     lora: bool = False
     evaluates: bool = False
     """Evaluated while it trains, with a metric of logits."""
@@ -75,6 +76,7 @@ class Case:
     @property
     def alone(self) -> Case:
         plain = {"checkpointing": False, "tiled_mlp": 0, "tiled_loss": 0, "interrupted": False, "context": False}
+        plain |= {"offloaded_checkpoints": 0}
         return replace(self, name=f"{self.name}-alone", parallel=False, **plain)
 
 
@@ -85,7 +87,15 @@ TWO_RANKS = [
     Case(name="loss-function-experts-zero0", zero_stage=0, accumulation=3, loss="mean", family="mixtral"),
     Case(name="summed-loss-one-kv-head", zero_stage=3, accumulation=3, loss="sum", kv_heads=1),
     Case(name="aligned-labels-zero1", zero_stage=1, accumulation=3, loss="aligned", evaluates=True),
-    Case(name="tiled-zero3", zero_stage=3, accumulation=3, checkpointing=True, tiled_mlp=3, tiled_loss=4),
+    Case(
+        name="tiled-zero3",
+        zero_stage=3,
+        accumulation=3,
+        checkpointing=True,
+        tiled_mlp=3,
+        tiled_loss=4,
+        offloaded_checkpoints=2,
+    ),
     Case(name="tiled-tied", accumulation=3, tied=True, tiled_mlp=3, tiled_loss=4, evaluates=True),
     Case(name="tiled-lora", lora=True, tiled_mlp=2, accumulation=3),
     Case(name="stream-without-kv-heads", accumulation=3, streams=True, family="gpt_neox"),
@@ -229,6 +239,7 @@ def make_trainer(case: Case, directory: Path, overrides: dict[str, Any]) -> Any:
         case.sequence_parallel_size,
         tiled_mlp=case.tiled_mlp or False,
         tiled_loss=case.tiled_loss or False,
+        offloaded_checkpoints=case.offloaded_checkpoints,
         loss_reduction="sum" if case.loss == "sum" else "mean",
         loss_shifts_labels=case.loss != "aligned",
     )
