@@ -350,8 +350,8 @@ def _loss_terms(
         return distillation_loss_terms(strategy, model, job)
     ranks, more = strategy.sp * strategy.cp, Terms()
     if job.loss == "chunked" and job.method == "full":
-        # Beside the sum over tiles, the gradient of the next tile.
-        copies = 2 if traced.loss_tiles > 1 else 1
+        # Beside the sum over tiles, the gradient of the tile before. That of a single tile appears after its logits.
+        copies = {0: 1, 1: 0}.get(traced.loss_tiles, 2)
         width = 2 if activation_mode(strategy, job) == "bf16" else 4
         more["head_gradient"] = copies * width * model.embedding_parameters
     tokens = strategy.micro_batch_size * job.seq_len_tokens // ranks
