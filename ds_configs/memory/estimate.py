@@ -451,6 +451,9 @@ def loading_terms(
         # A rank reads its stage layer by layer and keeps its tensor-parallel part of each.
         largest = max(share.model.parameter_count for share in rank_shares(strategy, model, job))
         loaded = ranks * width * (largest + (model.layer_parameter_count if strategy.tp > 1 else 0))
+    elif strategy.engine == "fsdp2" and job.precision == "fp8":
+        # torchao's layers are made before FSDP2 shards them, so that every rank reads all weights.
+        loaded = ranks * 4 * model.parameter_count
     elif strategy.engine == "fsdp2":
         # Only the first rank holds the weights. It converts a tensor to fp32 when it distributes it
         # (plugins/transformers/first_rank_loading.py).

@@ -185,7 +185,7 @@ FUSED_LOSS_ONLY = {
     "rope": False,
     "swiglu": False,
 }
-"""Enables Liger's chunked head and loss, but not its other kernels, whose activations were not traced."""
+"""Enables Liger's chunked head and loss, but not its other kernels."""
 
 
 MAX_GRAD_NORM = 1.0
@@ -210,7 +210,13 @@ def planned_training_arguments(plan: LaunchSpec) -> dict[str, object]:
     }
     if plan.hardware.gpu == "CPU":
         arguments["use_cpu"] = True
-    if job.loss == "chunked":
+    if job.torch_compile:
+        arguments["torch_compile"] = True
+    if job.use_liger_kernel:
+        arguments["use_liger_kernel"] = True
+        fused = {"cross_entropy": False, "fused_linear_cross_entropy": job.loss == "chunked"}
+        arguments["liger_kernel_config"] = fused
+    elif job.loss == "chunked":
         arguments["use_liger_kernel"] = True
         arguments["liger_kernel_config"] = FUSED_LOSS_ONLY
     if strategy.engine == "fsdp2":
@@ -377,6 +383,9 @@ def accelerate_config(plan: LaunchSpec) -> dict[str, object]:
             }
         return config
     config["mixed_precision"] = "no" if plan.job.precision == "fp32" else plan.job.precision
+    is_fp8 = plan.job.precision == "fp8"
+    if is_fp8:
+        config["fp8_config"] = {"fp8_backend": "AO"}
     if strategy.engine == "fsdp2":
         config["fsdp_config"] = {
             "fsdp_version": 2,
@@ -384,8 +393,9 @@ def accelerate_config(plan: LaunchSpec) -> dict[str, object]:
             "fsdp_transformer_layer_cls_to_wrap": ",".join(plan.model.layer_classes),
             "fsdp_reshard_after_forward": True,
             "fsdp_offload_params": strategy.offload_param == "cpu",
-            # Accelerate 1.15.0 cannot use it with 4-bit weights; every rank reads them itself (fsdp_utils.py:830).
-            "fsdp_cpu_ram_efficient_loading": plan.job.method != "qlora",
+            # Accelerate 1.15.0 cannot use it with 4-bit weights (fsdp_utils.py:830) and torchao's fp8 layers
+            # (accelerator.py:519); every rank reads the weights itself.
+            "fsdp_cpu_ram_efficient_loading": plan.job.method != "qlora" and not is_fp8,
             "fsdp_state_dict_type": "FULL_STATE_DICT",
             # The Trainer enables checkpointing and rejects both switches together (trainer.py:847).
             "fsdp_activation_checkpointing": False,

@@ -11,14 +11,12 @@ from typing import Literal
 from ..memory.model_states import Gathered, reduced_buckets, zero3_gathers
 from ..memory.rank_parameters import engine_parameters, expert_parallel_share, pipeline_stages
 from ..specs.hardware import HardwareSpec
-from ..specs.job import OPTIMIZERS, TrainingJob
+from ..specs.job import OPTIMIZERS, TrainingJob, without_kernels
 from ..specs.layout import Layout, PipelineStage, ZeroOptions, contiguous_stages
 from ..specs.model import ModelSpec, ParameterShape, adapters, lora_parameter_count
 from . import rates as collectives
 from .model_work import Batch, Device, ModelWork, Pass, device_of, head_passes, layer_passes, model_work, with_host
 from .rates import (
-    EAGER_ATTENTION,
-    TRANSFORMERS,
     GpuConstants,
     Software,
     exchange_seconds,
@@ -26,6 +24,7 @@ from .rates import (
     group_of,
     hardware_constants,
     reduction_seconds,
+    software_of,
 )
 
 _DDP_BUCKET_BYTES = 25 * 2**20
@@ -645,7 +644,11 @@ def estimate_step_time(
         UsageError: there are fewer layers than pipeline stages.
     """
     constants = constants or hardware_constants(hardware)
-    software = software or (EAGER_ATTENTION if model.attention == "eager" else TRANSFORMERS)
+    slowest_seconds = 0.0
+    if software is None and (plain := without_kernels(job)) != job:
+        # No run of these layers corrects the prediction, so that the interval reaches to eager ones.
+        slowest_seconds = estimate_step_time(strategy, model, hardware, plain, constants=constants).high_seconds
+    software = software or software_of(job, eager_attention=model.attention == "eager")
     setting = setting_of(strategy, model, hardware, job, software, constants)
     layers = model.dimensions.num_layers
     stages: tuple[PipelineStage, ...]
@@ -676,7 +679,7 @@ def estimate_step_time(
     return StepTime(
         seconds=seconds,
         low_seconds=seconds / (1 + constants.error),
-        high_seconds=seconds * (1 + constants.error),
+        high_seconds=max(seconds * (1 + constants.error), slowest_seconds),
         tokens_per_second=tokens / seconds,
         terms=terms,
     )

@@ -191,10 +191,9 @@ def training_job(settings: LaunchedSettings, hardware: HardwareSpec, **further: 
         lora_rank=settings.lora_rank,
         lora_targets=tuple(name.strip() for name in settings.lora_targets.split(",") if name.strip()),
         gradient_checkpointing=settings.gradient_checkpointing,
-        loss="eager",
         strategy=settings.strategy,
         offload=settings.offload,
-        **(data_parallel | further),
+        **({"loss": "eager"} | data_parallel | further),
     )
 
 

@@ -12,6 +12,7 @@ from ...ds_configs.plan.rendering import planned_training_arguments
 from ...ds_configs.specs.errors import ConfigError
 from ...ds_configs.specs.settings import (
     HardwareSettings,
+    KernelSettings,
     LayoutSettings,
     NamedValues,
     Settings,
@@ -46,7 +47,7 @@ _UNCOUNTED_ARGUMENTS = {
 """Switches of `TrainingArguments` whose effect the report would not show."""
 _PLANNED = frozenset(
     {*LayoutSettings.model_fields, *TrainingSettings.model_fields, *HardwareSettings.model_fields}
-    | {"seq_len", "precision", "method"}
+    | {*KernelSettings.model_fields, "seq_len", "precision", "method"}
 ) - {"revision"}
 """Options whose values a plan fixes."""
 
@@ -62,11 +63,14 @@ class StreamingSettings(Settings):
     )
 
 
-class TrainSettings(LayoutSettings, StreamingSettings, LaunchedSettings):
+class TrainSettings(KernelSettings, LayoutSettings, StreamingSettings, LaunchedSettings):
     """Every setting of `shardwright train`."""
 
     group = "Training"
 
+    precision: Literal["auto", "bf16", "fp16", "fp32", "fp8"] = Field(
+        "auto", description="Compute precision; auto: bf16, or fp32 without an accelerator"
+    )
     plan: str | None = Field(None, description="Directory of a plan to run. Default: plan now")
     resume_adapter: str | None = Field(
         None, description="Directory or Hub id of a LoRA adapter of the model to train further"
