@@ -324,6 +324,57 @@ def teachers_stay_whole(
     ]
 
 
+def fp8_is_supported(model: ModelSpec, layout: Layout, job: TrainingJob, hardware: HardwareSpec) -> list[ConfigError]:
+    """fp8 requires NVIDIA compute capability 8.9, and one process, DDP or FSDP2 with full training.
+
+    Accelerate 1.15.0 checks the capability (`check_cuda_fp8_capability`), and rejects `mixed_precision` beside a file
+    of DeepSpeed (utils/dataclasses.py, `_deepspeed_config_checks`).
+    """
+    if job.precision != "fp8":
+        return []
+    errors = []
+
+    def reject(where: str, value: object, rule: str, fix: str) -> None:
+        errors.append(ConfigError(where=where, value=value, rule=rule, fix=fix))
+
+    capability = gpu_catalog().get(hardware.gpu, {}).get("compute_capability")
+    if capability is None or capability < FP8_CAPABILITY:
+        known = "" if capability is None else f" of compute capability {capability / 10:.1f}"
+        rule = f"needs an NVIDIA GPU of compute capability 8.9 (Ada, Hopper or later), not {hardware.gpu}{known}"
+        reject("precision", "fp8", rule, "use bf16")
+    if layout.engine == "deepspeed":
+        rule = "is not supported with DeepSpeed: accelerate 1.15.0 rejects mixed_precision beside a DeepSpeed file"
+        reject("precision", "fp8", rule, "use --strategy fsdp2 or ddp, or bf16")
+    elif layout.axes:
+        rule = "supports data parallelism only; no test or published run covers other axes with the Trainer"
+        reject("precision", "fp8", rule, "use bf16")
+    if job.method != "full":
+        reject("precision", "fp8", f"supports full training only, not {job.method}", "use bf16, or --method full")
+    return errors
+
+
+def liger_has_kernels(model: ModelSpec, layout: Layout, job: TrainingJob, hardware: HardwareSpec) -> list[ConfigError]:
+    """Liger's kernels require Triton, so an accelerator, and a family that liger-kernel replaces.
+
+    Pipeline stages, AutoTP and AutoEP replace the layers that Liger replaces.
+    """
+    if not job.use_liger_kernel:
+        return []
+    errors = []
+    if model.model_type not in CHUNKED_LOSS_FAMILIES:
+        rule, fix = f"has no kernels for {model.model_type}", f"supported: {', '.join(CHUNKED_LOSS_FAMILIES)}"
+        errors.append(ConfigError(where="use_liger_kernel", value=True, rule=rule, fix=fix))
+    if hardware.gpu == "CPU":
+        rule, fix = "needs Triton, which has no CPU ranks", "omit it, or plan for the accelerators of the run"
+        errors.append(ConfigError(where="use_liger_kernel", value=True, rule=rule, fix=fix))
+    errors += [
+        ConfigError(where=axis, value=size, rule="replaces the layers that Liger replaces", fix="omit use_liger_kernel")
+        for axis, size in layout.axes.items()
+        if axis in ("tp", "pp", "ep")
+    ]
+    return errors
+
+
 PARALLEL_RULES: tuple[Rule, ...] = (
     hpz_partition_fits_the_node,
     quantized_weights_need_stage_three,
@@ -470,57 +521,6 @@ def precision_is_supported(model: ModelSpec, layout: Layout, job: TrainingJob, h
         return None
     rule = f"is not supported by {hardware.gpu}"
     return ConfigError(where="precision", value="bf16", rule=rule, fix="use fp16 or fp32")
-
-
-def fp8_is_supported(model: ModelSpec, layout: Layout, job: TrainingJob, hardware: HardwareSpec) -> list[ConfigError]:
-    """fp8 requires NVIDIA compute capability 8.9, and one process, DDP or FSDP2 with full training.
-
-    Accelerate 1.15.0 checks the capability (`check_cuda_fp8_capability`), and rejects `mixed_precision` beside a file
-    of DeepSpeed (utils/dataclasses.py, `_deepspeed_config_checks`).
-    """
-    if job.precision != "fp8":
-        return []
-    errors = []
-
-    def reject(where: str, value: object, rule: str, fix: str) -> None:
-        errors.append(ConfigError(where=where, value=value, rule=rule, fix=fix))
-
-    capability = gpu_catalog().get(hardware.gpu, {}).get("compute_capability")
-    if capability is None or capability < FP8_CAPABILITY:
-        known = "" if capability is None else f" of compute capability {capability / 10:.1f}"
-        rule = f"needs an NVIDIA GPU of compute capability 8.9 (Ada, Hopper or later), not {hardware.gpu}{known}"
-        reject("precision", "fp8", rule, "use bf16")
-    if layout.engine == "deepspeed":
-        rule = "is not supported with DeepSpeed: accelerate 1.15.0 rejects mixed_precision beside a DeepSpeed file"
-        reject("precision", "fp8", rule, "use --strategy fsdp2 or ddp, or bf16")
-    elif layout.axes:
-        rule = "supports data parallelism only; no test or published run covers other axes with the Trainer"
-        reject("precision", "fp8", rule, "use bf16")
-    if job.method != "full":
-        reject("precision", "fp8", f"supports full training only, not {job.method}", "use bf16, or --method full")
-    return errors
-
-
-def liger_has_kernels(model: ModelSpec, layout: Layout, job: TrainingJob, hardware: HardwareSpec) -> list[ConfigError]:
-    """Liger's kernels require Triton, so an accelerator, and a family that liger-kernel replaces.
-
-    Pipeline stages, AutoTP and AutoEP replace the layers that Liger replaces.
-    """
-    if not job.use_liger_kernel:
-        return []
-    errors = []
-    if model.model_type not in CHUNKED_LOSS_FAMILIES:
-        rule, fix = f"has no kernels for {model.model_type}", f"supported: {', '.join(CHUNKED_LOSS_FAMILIES)}"
-        errors.append(ConfigError(where="use_liger_kernel", value=True, rule=rule, fix=fix))
-    if hardware.gpu == "CPU":
-        rule, fix = "needs Triton, which has no CPU ranks", "omit it, or plan for the accelerators of the run"
-        errors.append(ConfigError(where="use_liger_kernel", value=True, rule=rule, fix=fix))
-    errors += [
-        ConfigError(where=axis, value=size, rule="replaces the layers that Liger replaces", fix="omit use_liger_kernel")
-        for axis, size in layout.axes.items()
-        if axis in ("tp", "pp", "ep")
-    ]
-    return errors
 
 
 def fp16_needs_an_accelerator(model: ModelSpec, layout: Layout, job: TrainingJob, hardware: HardwareSpec) -> Verdict:

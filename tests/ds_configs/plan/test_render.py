@@ -50,6 +50,23 @@ def test_trainer_owned_values_are_auto_and_integers_stay_integers():
     assert zero["stage3_gather_16bit_weights_on_model_save"] is True
 
 
+def test_kernels_of_the_job_are_in_the_files():
+    plan = plan_of(strategy="fsdp2", precision="fp8", torch_compile=True, use_liger_kernel=True, loss="chunked")
+    files = render_files(plan)
+    arguments = json.loads(files["training_arguments.json"])
+    assert (arguments["torch_compile"], arguments["bf16"], arguments["fp16"]) == (True, False, False)
+    assert arguments["liger_kernel_config"] == {"cross_entropy": False, "fused_linear_cross_entropy": True}
+    accelerate = yaml.safe_load(files["accelerate.yaml"])
+    assert (accelerate["mixed_precision"], accelerate["fp8_config"]) == ("fp8", {"fp8_backend": "AO"})
+    assert accelerate["fsdp_config"]["fsdp_cpu_ram_efficient_loading"] is False
+    assert not [line for line in check_text(files["accelerate.yaml"], filename="accelerate.yaml") if line.kind == "error"]
+    doubts = " ".join(plan_to_dict(plan)["doubts"])
+    assert all(source in doubts for source in ("the compiler's partition", "liger-kernel 0.8.5", "fp8 (torchao)"))
+    without = plan_of(strategy="fsdp2", use_liger_kernel=True, loss="eager")
+    config = json.loads(render_files(without)["training_arguments.json"])["liger_kernel_config"]
+    assert config["fused_linear_cross_entropy"] is False
+
+
 @pytest.mark.parametrize("strategy", ["ddp", "zero3", "fsdp2"])
 def test_only_changed_values_count_as_edits(strategy, tmp_path):
     plan = plan_of(strategy=strategy, method="lora")
