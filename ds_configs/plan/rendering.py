@@ -9,6 +9,7 @@ import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import yaml
 
@@ -17,7 +18,7 @@ from ..search.search import Evaluated
 from ..specs.errors import ConfigError, UsageError
 from ..specs.hardware import HardwareSpec
 from ..specs.job import TrainingJob
-from ..specs.layout import Layout, OffloadDevice
+from ..specs.layout import ZENFLOW_TOPK_RATIO, Layout, OffloadDevice
 from ..specs.model import ModelSpec
 from ..specs.texts import read_small_file, strict_json, yaml_mapping
 from ..specs.units import gigabytes
@@ -232,6 +233,8 @@ def planned_training_arguments(plan: LaunchSpec) -> dict[str, object]:
     return arguments
 
 
+_ZENFLOW_SELECTIONS = 16
+"""Optimizer steps after which ZenFlow selects the important columns again."""
 GATHER_ON_SAVE = "stage3_gather_16bit_weights_on_model_save"
 
 
@@ -253,6 +256,10 @@ def deepspeed_config(plan: LaunchSpec) -> dict[str, object]:
         # Accelerate does the same by default. It is safe, because only optimizers with an equivalent CPU kernel reach
         # this point (rule offloaded_optimizer_has_cpu_kernel).
         config["zero_force_ds_cpu_optimizer"] = True
+    if strategy.offload_variant == "zenflow":
+        # Its step takes arguments that only DeepSpeed's own ZenFlowCPUAdam has, which this section creates.
+        params = dict.fromkeys(("lr", "betas", "eps", "weight_decay"), "auto")
+        config["optimizer"] = {"type": "AdamW", "params": params}
     if strategy.tp > 1 and strategy.pp > 1:
         # The stages split their own layers; DeepSpeed must not also partition the tensors between stages.
         config["pipeline"] = {"pipe_partitioned": False, "grad_partitioned": False}
@@ -289,9 +296,9 @@ def resolved_deepspeed_config(plan: LaunchSpec) -> dict[str, object]:
     return deepspeed_config(plan) | numbers
 
 
-def _zero_section(strategy: Layout, plan: LaunchSpec) -> dict[str, object]:
+def _zero_section(strategy: Layout, plan: LaunchSpec) -> dict[str, Any]:
     zero = strategy.zero
-    section: dict[str, object] = {"stage": strategy.zero_stage}
+    section: dict[str, Any] = {"stage": strategy.zero_stage}
     if strategy.tp > 1 and strategy.pp == 1:
         # Accelerate asks for it before it saves a tensor-parallel model, at any stage (accelerator.py:4072).
         section[GATHER_ON_SAVE] = True
@@ -322,6 +329,19 @@ def _zero_section(strategy: Layout, plan: LaunchSpec) -> dict[str, object]:
         section["offload_optimizer"] = _offload_section(
             strategy.offload_optimizer, plan, buffer_count=zero.optimizer_buffer_count
         )
+    if strategy.offload_variant == "superoffload":
+        section["offload_optimizer"] |= {"super_offload": True}
+    if strategy.offload_variant == "zenflow":
+        # DeepSpeed takes `update_interval` as the accumulation steps, so that both must be equal. The Trainer gives it
+        # no data loader, without which columns are selected once, except with the strategy `step`.
+        interval = strategy.gradient_accumulation_steps
+        section["zenflow"] = {
+            "topk_ratio": ZENFLOW_TOPK_RATIO,
+            "select_strategy": "step",
+            "select_interval": _ZENFLOW_SELECTIONS * interval,
+            "update_interval": interval,
+            "overlap_step": True,
+        }
     if strategy.offload_param != "none":
         section["offload_param"] = _offload_section(
             strategy.offload_param,

@@ -135,6 +135,8 @@ _OFFLOADS: dict[str, tuple[OffloadDevice, OffloadDevice]] = {
     "cpu-all": ("cpu", "cpu"),
     "nvme": ("nvme", "cpu"),
     "nvme-all": ("nvme", "nvme"),
+    "zenflow": ("cpu", "none"),
+    "superoffload": ("cpu", "none"),
 }
 """Devices of optimizer states and parameters."""
 _AUTO_NAMES = ("single", "ddp", "zero1", "zero2", "zero3", "zero3-hpz", "fsdp2", "fsdp2-hybrid")
@@ -226,7 +228,7 @@ def _build(name: str, offload: str, model: ModelSpec, hardware: HardwareSpec, jo
     if automatic and world == 1 and (not offloads or stage == 1):
         return None
     # Stage 1 keeps full gradients, so offload starts at stage 2; parameters and NVMe need stage 3.
-    if (automatic or job.offload == "auto") and stage < {"none": 0, "cpu": 2}.get(offload, 3):
+    if (automatic or job.offload == "auto") and stage < {"none": 0, "cpu": 2, "zenflow": 2}.get(offload, 3):
         return None
     if job.offload == "nvme" and stage < 3:
         # One layout is enough to report that NVMe needs stage 3.
@@ -246,6 +248,7 @@ def _build(name: str, offload: str, model: ModelSpec, hardware: HardwareSpec, jo
         zero_stage=stage,
         offload_optimizer=optimizer_device,
         offload_param=parameter_device,
+        offload_variant=offload if offload in ("zenflow", "superoffload") else "none",
         dp_replicate=world if stage == 0 else 1,
         dp_shard=1 if stage == 0 else world,
         zero=zero,

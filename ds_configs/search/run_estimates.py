@@ -299,6 +299,8 @@ def doubts(strategy: Layout, model: ModelSpec, hardware: HardwareSpec, job: Trai
     used = {
         "torch_compile": job.torch_compile,
         "use_liger_kernel": job.use_liger_kernel,
+        "zenflow": strategy.offload_variant == "zenflow",
+        "superoffload": strategy.offload_variant == "superoffload",
         "fp8": job.precision == "fp8",
     }
     sentences += [meaning for name, meaning in KERNEL_MEANINGS.items() if used[name]]

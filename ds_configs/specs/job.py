@@ -56,7 +56,7 @@ Recomputation = Literal["auto", "on", "off", "selective"]
 StrategyName = Literal[
     "auto", "single", "ddp", "zero0", "zero1", "zero2", "zero3", "zero3-hpz", "fsdp2", "fsdp2-hybrid"
 ]
-OffloadName = Literal["auto", "none", "cpu", "cpu-all", "nvme"]
+OffloadName = Literal["auto", "none", "cpu", "cpu-all", "nvme", "zenflow", "superoffload"]
 ObjectiveName = Literal["throughput", "cost", "memory"]
 """What a plan maximizes: tokens per second, tokens per accelerator-second, or free memory."""
 LossImplementation = Literal["auto", "eager", "chunked"]
@@ -139,7 +139,8 @@ class TrainingJob:
     strategy: StrategyName = "auto"
     """Engine and ZeRO stage."""
     offload: OffloadName = "auto"
-    """Device for offloaded optimizer states, with `cpu-all` and `nvme` also for parameters."""
+    """Device for offloaded optimizer states, with `cpu-all` and `nvme` also for parameters; `zenflow` and `superoffload`
+    are variants of `cpu`, which `auto` never selects."""
     loss: LossImplementation = "auto"
     """`chunked` never allocates the logits of all tokens; `auto` selects it if the plan becomes faster."""
     tiled_mlp: Switch = "auto"
