@@ -169,7 +169,7 @@ def scale_plan(
         shards_before=plan.chosen.strategy.shard_size,
         shards=strategy.shard_size,
     )
-    strategy = replace(strategy, zero=zero)
+    strategy = replace(strategy, zero=zero, offload_variant="none")
     precision = "bf16" if plan.job.precision in ("fp16", "fp8") else plan.job.precision
     seq_len = rehearsed_sequence(plan.job.seq_len_tokens, strategy)
     job = replace(
