@@ -152,7 +152,9 @@ class JobSettings(KernelSettings, LayoutSettings, TeacherPlacementSettings, Trai
 
     seq_len: int | None = Field(None, description="Sequence length in tokens. Default: 4096, or the model's maximum")
     num_processes: int | None = Field(None, ge=1, description="Accelerators, if --hardware names only their type")
-    precision: Precision = Field("bf16", description="Compute precision; all keep fp32 master weights, fp8 needs a GPU of Ada or later")
+    precision: Precision = Field(
+        "bf16", description="Compute precision; all keep fp32 master weights, fp8 needs a GPU of Ada or later"
+    )
     method: Method = Field("full", description="Full training, LoRA, or QLoRA")
     loss: LossImplementation = Field(
         "auto", description="Loss computation; chunked never stores the logits of all tokens"

@@ -130,7 +130,11 @@ def test_a_config_that_is_not_a_json_object_is_rejected(shell: Shell, tmp_path: 
         (["plan"], 2, "model: is missing; pass it after the command"),
         (["plan", LLAMA, "--lora-rank", "8", *GPU], 2, "lora_rank = 8: requires --method lora or qlora"),
         (["pln"], 2, "did you mean plan?"),
-        (["plan", LLAMA, *GPU, "--torch-compile", "--strategy", "zero3"], 2, "reads parameters that ZeRO-3 has released"),
+        (
+            ["plan", LLAMA, *GPU, "--torch-compile", "--strategy", "zero3"],
+            2,
+            "reads parameters that ZeRO-3 has released",
+        ),
         (["explain", "gathered_parametres"], 2, "did you mean gathered_parameters"),
         (["explain", "x" * 5000], 2, "is not a path, strategy, term or rule; shardwright explain names"),
         (["explain", LLAMA], 2, "has no plan.json"),

@@ -33,7 +33,7 @@ SHAPE = Shape(
         experts_per_token=0,
         expert_intermediate_size=0,
     ),
-    micro_batch_size=3,
+    micro_batch_size=5,
     seq_len_tokens=61,
     lora_rank=0,
 )

@@ -82,9 +82,7 @@ def measure(
     return Measured(per_layer=per_layer, shallow=shallow)
 
 
-def derive_table(
-    family: str, *, mode: Mode, adapter: Adapter, attention: str, liger: bool = False
-) -> dict[str, Any]:
+def derive_table(family: str, *, mode: Mode, adapter: Adapter, attention: str, liger: bool = False) -> dict[str, Any]:
     """Traces enough shapes to solve for every coefficient, with spare shapes that must fit exactly."""
     names, shapes, design = _equations(family, adapter, attention)
 

@@ -172,9 +172,7 @@ def scale_plan(
     strategy = replace(strategy, zero=zero, offload_variant="none")
     precision = "bf16" if plan.job.precision in ("fp16", "fp8") else plan.job.precision
     seq_len = rehearsed_sequence(plan.job.seq_len_tokens, strategy)
-    job = replace(
-        without_kernels(plan.job), seq_len_tokens=seq_len, precision=precision, loss="eager", teacher=None
-    )
+    job = replace(without_kernels(plan.job), seq_len_tokens=seq_len, precision=precision, loss="eager", teacher=None)
     for name in ("seq_len_tokens", "precision", "loss", "torch_compile", "use_liger_kernel"):
         before, after = getattr(plan.job, name), getattr(job, name)
         if before != after:

@@ -59,7 +59,9 @@ def test_kernels_of_the_job_are_in_the_files():
     accelerate = yaml.safe_load(files["accelerate.yaml"])
     assert (accelerate["mixed_precision"], accelerate["fp8_config"]) == ("fp8", {"fp8_backend": "AO"})
     assert accelerate["fsdp_config"]["fsdp_cpu_ram_efficient_loading"] is False
-    assert not [line for line in check_text(files["accelerate.yaml"], filename="accelerate.yaml") if line.kind == "error"]
+    assert not [
+        line for line in check_text(files["accelerate.yaml"], filename="accelerate.yaml") if line.kind == "error"
+    ]
     doubts = " ".join(plan_to_dict(plan)["doubts"])
     assert all(source in doubts for source in ("the compiler's partition", "liger-kernel 0.8.5", "fp8 (torchao)"))
     without = plan_of(strategy="fsdp2", use_liger_kernel=True, loss="eager")
