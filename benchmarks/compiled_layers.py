@@ -1,4 +1,6 @@
-"""Metered memory and time of a compiled 4-layer Llama on this CPU, with the plan's: `python benchmarks/compiled_layers.py`.
+"""Metered memory and time of a compiled 4-layer Llama on this CPU, beside the plan's.
+
+Run `python benchmarks/compiled_layers.py`.
 
 Inductor allocates without the dispatcher, which Shardwright's meter watches, so that the allocator's own events are
 counted instead. One process trains in fp32 with fused AdamW. The first steps compile.
@@ -76,10 +78,8 @@ def main() -> None:
     print("| layers | predicted MB | metered MB | error | planned s | measured s |")
     print("|---|---|---|---|---|---|")
     for compiled in (False, True):
-        (bytes_planned, planned), (bytes_metered, seconds) = (
-            predicted(model, compiled=compiled),
-            measured(compiled=compiled),
-        )
+        bytes_planned, planned = predicted(model, compiled=compiled)
+        bytes_metered, seconds = measured(compiled=compiled)
         error = bytes_planned / bytes_metered - 1
         print(
             f"| {'compiled' if compiled else 'eager'} | {bytes_planned / 1e6:.1f} | {bytes_metered / 1e6:.1f} | "

@@ -153,7 +153,7 @@ class JobSettings(KernelSettings, LayoutSettings, TeacherPlacementSettings, Trai
     seq_len: int | None = Field(None, description="Sequence length in tokens. Default: 4096, or the model's maximum")
     num_processes: int | None = Field(None, ge=1, description="Accelerators, if --hardware names only their type")
     precision: Precision = Field(
-        "bf16", description="Compute precision; all keep fp32 master weights, fp8 needs a GPU of Ada or later"
+        "bf16", description="Compute precision, with fp32 master weights; fp8 needs Ada or later"
     )
     method: Method = Field("full", description="Full training, LoRA, or QLoRA")
     loss: LossImplementation = Field(

@@ -99,13 +99,9 @@ def _changed_jobs(plan: Plan) -> Iterator[list[TrainingJob]]:
     name: Any = layout.label.partition("+")[0]
     offload: Any = "none"
     if layout.offload_optimizer != "none":
-        offload = (
-            layout.offload_variant
-            if layout.offload_variant != "none"
-            else "cpu-all"
-            if layout.offload_param == "cpu"
-            else layout.offload_optimizer
-        )
+        offload = "cpu-all" if layout.offload_param == "cpu" else layout.offload_optimizer
+    if layout.offload_variant != "none":
+        offload = layout.offload_variant
     same = replace(
         plan.job,
         strategy=name,

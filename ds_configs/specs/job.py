@@ -139,8 +139,8 @@ class TrainingJob:
     strategy: StrategyName = "auto"
     """Engine and ZeRO stage."""
     offload: OffloadName = "auto"
-    """Device for offloaded optimizer states, with `cpu-all` and `nvme` also for parameters; `zenflow` and `superoffload`
-    are variants of `cpu`, which `auto` never selects."""
+    """Device for offloaded optimizer states, with `cpu-all` and `nvme` also for parameters; `zenflow` and
+    `superoffload` are variants of `cpu`, which `auto` never selects."""
     loss: LossImplementation = "auto"
     """`chunked` never allocates the logits of all tokens; `auto` selects it if the plan becomes faster."""
     tiled_mlp: Switch = "auto"

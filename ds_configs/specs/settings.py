@@ -31,7 +31,7 @@ _SHORT_NUMBER = re.compile(r"-?[1-9]?[0-9]{1,18}(\.[0-9]{1,18})?")
 
 
 NOT_COVERED: Mapping[str, str] = {
-    "torchtitan": "not covered: plans predict the Trainer; its FSDP2 with --torch-compile and --precision fp8 is closest",
+    "torchtitan": "not covered: plans predict the Trainer; FSDP2 with --torch-compile, --precision fp8 is closest",
 }
 """Features whose memory and time plans do not predict, and the reason."""
 
