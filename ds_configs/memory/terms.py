@@ -122,8 +122,8 @@ Terms that exist only during the optimizer step count as optimizer."""
 
 KERNEL_MEANINGS: Mapping[str, str] = {
     "torch_compile": "torch.compile: layers keep what the compiler's partition saves, traced on CPU tensors (eager "
-    "bytes, an upper bound, where no trace is stored); time from counted kernels, with an interval that reaches to eager "
-    "layers. torchtitan measured 1.16 times the speed of eager layers (8B, 8 H100)",
+    "bytes, an upper bound, where no trace is stored); time from counted kernels, with an interval that reaches to "
+    "eager layers. torchtitan measured 1.16 times the speed of eager layers (8B, 8 H100)",
     "use_liger_kernel": "Liger's kernels: kept bytes and memory traffic are derived from the code of liger-kernel "
     "0.8.5, which was not run; the interval of the time reaches to eager layers",
     "zenflow": "ZenFlow: every micro-batch updates a tenth of the columns on the accelerators, each step the rest on "
@@ -133,8 +133,8 @@ KERNEL_MEANINGS: Mapping[str, str] = {
     "interval begins at the overlapped step of max_grad_norm 0 (its paper, arXiv 2509.21271: up to 2.5 times the speed "
     "on GH200)",
     "fp8": "fp8 (torchao): the memory of bf16, because layers keep 16-bit inputs; products of layers at twice the "
-    "FLOP/s, and casts, with an interval that reaches to bf16. torchtitan measured 1.28 times the speed of compiled bf16 "
-    "layers and the same memory (8B, 8 H100)",
+    "FLOP/s, and casts, with an interval that reaches to bf16. torchtitan measured 1.28 times the speed of compiled "
+    "bf16 layers and the same memory (8B, 8 H100)",
 }
 """What plans assume about kernels that are not eager 16-bit ones, by option or precision."""
 
