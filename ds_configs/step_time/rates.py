@@ -385,7 +385,7 @@ TRANSFORMERS = Software(
 operation by operation in `modeling_llama.py`, reads and writes."""
 
 
-COMPILED_TRAFFIC: Mapping[str, float] = {
+COMPILED_TRAFFIC: Mapping[str, Any] = {
     "hidden_bytes_forward": 16.0,
     "hidden_bytes_backward": 28.0,
     "inner_bytes_forward": 6.0,
@@ -398,7 +398,7 @@ COMPILED_TRAFFIC: Mapping[str, float] = {
 """What torch.compile changes: it fuses norms, residuals, rotary embeddings, activation and loss. Checked against
 torchtitan's compiled steps (docs/measurements/step_time.md)."""
 
-_LIGER_TRAFFIC: Mapping[str, float] = {
+_LIGER_TRAFFIC: Mapping[str, Any] = {
     # A norm reads and writes 2 bytes, a residual 6; backward 6 and 6, and gradients of five products are added.
     "hidden_bytes_forward": 20.0,
     "hidden_bytes_backward": 42.0,
@@ -437,6 +437,8 @@ def software_of(job: TrainingJob, *, eager_attention: bool = False) -> Software:
         software = replace(software, **COMPILED_TRAFFIC)
     if job.precision == "fp8":
         part = 0.5 if job.torch_compile else 1.0
-        added = {name: getattr(software, name) + part * count for name, count in _FLOAT8_TRAFFIC.items()}
+        added: dict[str, Any] = {
+            name: getattr(software, name) + part * count for name, count in _FLOAT8_TRAFFIC.items()
+        }
         software = replace(software, float8=True, **added)
     return software

@@ -139,7 +139,8 @@ def derive_compiled_table(family: str, mode: Mode, eager: Mapping[str, Any]) -> 
         "saved_per_layer": [saved],
         "outside_layers": [row({name: count for name, count in around.items() if name != "token*vocab_size"})],
         "backward_transient": bounded(eager["backward_transient"]),
-        "loss_forward_peak": [row(loss)],
+        # Under autocast, Accelerate also returns the logits in fp32, which live until the loss is returned.
+        "loss_forward_peak": [row(loss | {"token*vocab_size": logits + (4 if mode == "bf16_autocast" else 0)})],
         "loss_kept": [row(loss)],
         "loss_backward_peak": [row(loss | {"token*vocab_size": 2 * logits, "token*hidden_size": 8})],
         "weight_copy_bytes_per_parameter": 2 if two["weights"] else 0,

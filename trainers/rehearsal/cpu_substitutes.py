@@ -109,7 +109,7 @@ def cpu_deepspeed(config: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[Chan
         scaled["zero_optimization"] = zero = {key: value for key, value in zero.items() if key != "zenflow"}
         changes.append(Change(where="ds_config.json: zenflow", before=before, after=None))
     offload = zero.get("offload_optimizer") if isinstance(zero, dict) else None
-    if isinstance(offload, dict) and offload.get("super_offload"):
+    if isinstance(zero, dict) and isinstance(offload, dict) and offload.get("super_offload"):
         kept = {key: value for key, value in offload.items() if key not in ("super_offload", "cpuadam_cores_perc")}
         scaled["zero_optimization"] = {**zero, "offload_optimizer": kept}
         changes.append(Change(where="ds_config.json: super_offload", before=True, after=None))
