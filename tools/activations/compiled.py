@@ -109,7 +109,7 @@ def _coefficients(shape: tuple[int, ...], width: int) -> Mapping[str, int]:
 def derive_compiled_table(family: str, mode: Mode, eager: Mapping[str, Any]) -> dict[str, Any]:
     """Return the table of compiled layers: kept bytes of the partition, and transients of one eager layer as a bound.
 
-    The loss is fused: it reads the logits and writes their gradient, both in the type of the head's product.
+    The loss is fused: it keeps the logits and writes their gradient, both in the type of the head's product.
 
     Raises:
         TraceError: layers keep different numbers of bytes.
@@ -142,7 +142,11 @@ def derive_compiled_table(family: str, mode: Mode, eager: Mapping[str, Any]) -> 
         # Under autocast, Accelerate also returns the logits in fp32, which live until the loss is returned.
         "loss_forward_peak": [row(loss | {"token*vocab_size": logits + (4 if mode == "bf16_autocast" else 0)})],
         "loss_kept": [row(loss)],
-        "loss_backward_peak": [row(loss | {"token*vocab_size": 2 * logits, "token*hidden_size": 8})],
+        # The targets are scattered into fp32 zeros, besides the logits and their gradient.
+        "loss_backward_peak": [
+            row(loss | {"token*vocab_size": 2 * logits + 4}),
+            row(loss | {"token*vocab_size": 2 * logits, "token*hidden_size": 8}),
+        ],
         "weight_copy_bytes_per_parameter": 2 if two["weights"] else 0,
     }
 

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from planning import RELEASE
 from saved_tensors import saved_storages
 from shardwright.ds_configs.memory.activations import (
+    KERNELS_FILE,
     ActivationEstimate,
     Adapter,
     Kernels,
@@ -24,7 +25,7 @@ from shardwright.ds_configs.memory.activations import (
     estimate_activations,
     load_coefficients,
 )
-from shardwright.ds_configs.specs.model import Dimensions
+from shardwright.ds_configs.specs.model import Dimensions, stored_facts
 from shardwright.tools.activations import request as activation_request
 from shardwright.tools.activations.families import (
     FAMILIES,
@@ -399,3 +400,20 @@ def test_liger_layers_are_traced_as_their_kernels_allocate() -> None:
     size, tokens = shape.dimensions, shape.micro_batch_size * shape.seq_len_tokens
     eager, liger = (measure("llama", shape, liger=liger, **options).per_layer for liger in (False, True))
     assert eager - liger == tokens * (8 * size.hidden_size + 2 * size.intermediate_size)
+
+
+def test_the_compilers_partition_keeps_the_stored_bytes() -> None:
+    from shardwright.tools.activations.compiled import kept_by_compiled
+
+    document = stored_facts(KERNELS_FILE, RELEASE)
+    if document["versions"]["transformers"] != RELEASE:
+        pytest.skip("other releases may compile another graph")
+    table = document["tables"]["compiled"]["llama"]["bf16"]["fused"]
+    layer, outside, loss = (
+        dict(zip(table["features"], table[name][0], strict=True))
+        for name in ("saved_per_layer", "outside_layers", "loss_kept")
+    )
+    kept = kept_by_compiled("llama", "bf16", 2)
+    assert kept["token*vocab_size"] == loss["token*vocab_size"] == 2
+    del layer["token*vocab_size"], outside["token*vocab_size"]
+    assert {name: kept[name] for name in layer} == {name: 2 * layer[name] + outside[name] for name in layer}
