@@ -1,7 +1,7 @@
 """Derives the stored activation coefficients: `python tools/activation_trace.py --write [FAMILY ...]`.
 
-`--selective` derives those of layers that keep their products, of dense families alone, and `--liger` those of layers
-with Liger's kernels. `--change '>=5.18'` writes what
+`--selective` derives those of layers that keep their products, of dense families alone, `--liger` those of layers
+with Liger's kernels, and `--compiled` those of layers that torch.compile has compiled. `--change '>=5.18'` writes what
 differs in the installed Transformers as a change for those releases.
 """
 
@@ -101,20 +101,22 @@ def main(arguments: list[str]) -> int:
     known = [*stored["tables"], *json.loads(ADDED_PATH.read_text(encoding="utf-8"))["tables"]]
     parser.add_argument("families", nargs="*", choices=[*known, []], help="default: all")
     parser.add_argument("--selective", action="store_true", help=f"derive what {SELECTIVE_FILE} holds")
-    parser.add_argument("--liger", action="store_true", help=f"derive what {KERNELS_FILE} holds of Liger's kernels")
+    for name, derive_kernels in KERNELS.items():
+        parser.add_argument(f"--{name}", dest="kernels", action="store_const", const=name, help=derive_kernels.__doc__)
     parser.add_argument("--write", action="store_true", help=f"update {DATA_FILE}")
     parser.add_argument("--change", metavar="RELEASES", help=CHANGE_HELP)
     options = parser.parse_args(arguments)
     if options.selective:
         families, derive, path = [name for name in known if name not in MIXTURES], derive_selective, SELECTIVE_PATH
-    elif options.liger:
-        families, derive, path = list(CHUNKED_LOSS_FAMILIES), derive_liger, KERNELS_PATH
+    elif options.kernels:
+        dense = [family for family in CHUNKED_LOSS_FAMILIES if family not in MIXTURES]
+        families, derive, path = dense, KERNELS[options.kernels], KERNELS_PATH
     else:
         families, derive, path = list(FIRST), derive_coefficients, DATA_PATH
     document = json.loads(path.read_text(encoding="utf-8"))
     for family in options.families or families:
         tables: dict[str, Any] = {family: derive(family)}
-        tables = {"liger": tables} if options.liger else tables
+        tables = {options.kernels: tables} if options.kernels else tables
         found = {"versions": {name: version(name) for name in VERSIONED_PACKAGES}, "tables": tables}
         # A path that the installed release does not have is that of others.
         facts = merged(facts_in(document, version("transformers")), found)
@@ -151,6 +153,21 @@ def derive_liger(family: str) -> dict[str, Any]:
         mode: {"fused": derive_table(family, mode=mode, adapter="none", attention="fused", liger=True)}
         for mode in get_args(Mode)
     }
+
+
+def derive_compiled(family: str) -> dict[str, Any]:
+    """Traces the graphs of a compiled model without a mask in the batch, and returns its tables by mode."""
+    from shardwright.ds_configs.memory.activations import load_coefficients
+    from shardwright.tools.activations.compiled import derive_compiled_table
+
+    eager = load_coefficients(version("transformers"))["tables"][family]
+    return {
+        mode: {"fused": derive_compiled_table(family, mode, eager[mode]["none"]["fused"])} for mode in get_args(Mode)
+    }
+
+
+KERNELS = {"liger": derive_liger, "compiled": derive_compiled}
+"""Derives the tables of a family with other kernels, by their name in `Kernels`."""
 
 
 def render(document: Any, depth: int = 0) -> str:

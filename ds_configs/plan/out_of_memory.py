@@ -184,6 +184,7 @@ def _command(plan: Plan, next_plan: NextPlan, command: str) -> str:
         job = next_plan.job
         words = [plan.model.name, "--hardware", plan.hardware.name, "--seq-len", str(job.seq_len_tokens)]
         words += ["--precision", job.precision, "--optimizer", job.optimizer, "--method", job.method]
+        words += ["--torch-compile"] * job.torch_compile + ["--use-liger-kernel"] * job.use_liger_kernel
         if job.method != "full":
             words += ["--lora-rank", str(job.lora_rank), "--lora-targets", ",".join(job.lora_targets)]
         return f"shardwright plan {shlex.join(words)} {next_plan.flags} --output-dir plan --force"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from importlib.util import find_spec
 from typing import Literal
 
 from pydantic import Field
@@ -134,4 +135,7 @@ def planned_argument_errors(settings: TrainSettings, plan: Plan) -> list[ConfigE
         if name in planned and name != "max_grad_norm"
     ]
     errors += [replace(error, fix="plan with --method lora, or omit it") for error in not_adapted]
+    if plan.job.precision == "fp8" and find_spec("torchao") is None:
+        rule, fix = "needs the package torchao, which is not installed", "pip install torchao, or use --precision bf16"
+        errors.append(ConfigError(where="precision", value="fp8", rule=rule, fix=fix))
     return errors + package_errors(planned)
