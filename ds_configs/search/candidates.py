@@ -23,7 +23,7 @@ from ..memory.model_states import default_zero_options
 from ..specs.errors import ConfigError
 from ..specs.hardware import HardwareSpec
 from ..specs.job import CHUNKED_LOSS_FAMILIES, LossImplementation, StrategyName, TrainingJob
-from ..specs.layout import Layout, OffloadDevice
+from ..specs.layout import Layout, OffloadDevice, OffloadVariant
 from ..specs.model import ModelSpec
 from ..step_time.estimate import StepTime, estimate_step_time
 from ..step_time.learning import MeasuredStep, corrected_time
@@ -243,12 +243,13 @@ def _build(name: str, offload: str, model: ModelSpec, hardware: HardwareSpec, jo
     if parameter_device == "nvme":
         # A swap buffer must hold the largest shard (partitioned_param_swapper.py:357).
         zero = replace(zero, parameter_buffer_elements=-(-model.largest_parameter // world))
+    variants: dict[str, OffloadVariant] = {"zenflow": "zenflow", "superoffload": "superoffload"}
     return Layout(
         engine="deepspeed",
         zero_stage=stage,
         offload_optimizer=optimizer_device,
         offload_param=parameter_device,
-        offload_variant=offload if offload in ("zenflow", "superoffload") else "none",
+        offload_variant=variants.get(offload, "none"),
         dp_replicate=world if stage == 0 else 1,
         dp_shard=1 if stage == 0 else world,
         zero=zero,
