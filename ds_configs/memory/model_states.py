@@ -10,7 +10,7 @@ from math import ceil
 from typing import Literal, NamedTuple
 
 from ..specs.job import OPTIMIZERS, TrainingJob
-from ..specs.layout import Layout, ZeroOptions
+from ..specs.layout import ZENFLOW_TOPK_RATIO, Layout, ZeroOptions
 from ..specs.model import ModelSpec, ParameterShape, adapted_experts
 from .rank_parameters import (
     PHASES,
@@ -150,6 +150,11 @@ def _stage1_and_2(
     if strategy.offload_optimizer != "none":
         # A buffer of the largest tensor exists from initialization on (stage_1_and_2.py:659).
         rest["offload_staging"] = width * parameters.largest_trainable
+        if strategy.offload_variant == "zenflow":
+            # Every rank has two moments of the selected columns of all weights, their gradients, and at the end of a
+            # step a copy of their weights (ops/adam/zenflow_torch_adam.py).
+            selected = round(ZENFLOW_TOPK_RATIO * trainable)
+            rest |= {"optimizer_states": 2 * width * selected, "selected_columns": 2 * width * selected}
         if fp32_accumulation:
             rest["gradients"] = 4 * shard
         if strategy.zero_stage == 1 and strategy.gradient_accumulation_steps > 1:

@@ -9,6 +9,7 @@ import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import yaml
 
@@ -18,7 +19,7 @@ from ..search.search import Evaluated
 from ..specs.errors import ConfigError, UsageError
 from ..specs.hardware import HardwareSpec
 from ..specs.job import TrainingJob
-from ..specs.layout import Layout, OffloadDevice
+from ..specs.layout import ZENFLOW_TOPK_RATIO, Layout, OffloadDevice
 from ..specs.model import ModelSpec
 from ..specs.texts import read_small_file, strict_json, yaml_mapping
 from ..specs.units import gigabytes
@@ -202,7 +203,7 @@ FUSED_LOSS_ONLY = {
     "rope": False,
     "swiglu": False,
 }
-"""Enables Liger's chunked head and loss, but not its other kernels, whose activations were not traced."""
+"""Enables Liger's chunked head and loss, but not its other kernels."""
 
 
 def uses_liger(plan: LaunchSpec) -> bool:
@@ -232,7 +233,13 @@ def planned_training_arguments(plan: LaunchSpec) -> dict[str, object]:
     }
     if plan.hardware.gpu == "CPU":
         arguments["use_cpu"] = True
-    if uses_liger(plan):
+    if job.torch_compile:
+        arguments["torch_compile"] = True
+    if job.use_liger_kernel:
+        arguments["use_liger_kernel"] = True
+        fused = {"cross_entropy": False, "fused_linear_cross_entropy": uses_liger(plan)}
+        arguments["liger_kernel_config"] = fused
+    elif uses_liger(plan):
         arguments["use_liger_kernel"] = True
         arguments["liger_kernel_config"] = FUSED_LOSS_ONLY
     if strategy.engine == "fsdp2":
@@ -248,6 +255,8 @@ def planned_training_arguments(plan: LaunchSpec) -> dict[str, object]:
     return arguments
 
 
+_ZENFLOW_SELECTIONS = 16
+"""Optimizer steps after which ZenFlow selects the important columns again."""
 GATHER_ON_SAVE = "stage3_gather_16bit_weights_on_model_save"
 
 
@@ -269,6 +278,10 @@ def deepspeed_config(plan: LaunchSpec) -> dict[str, object]:
         # Accelerate does the same by default. It is safe, because only optimizers with an equivalent CPU kernel reach
         # this point (rule offloaded_optimizer_has_cpu_kernel).
         config["zero_force_ds_cpu_optimizer"] = True
+    if strategy.offload_variant == "zenflow":
+        # Its step takes arguments that only DeepSpeed's own ZenFlowCPUAdam has, which this section creates.
+        params = dict.fromkeys(("lr", "betas", "eps", "weight_decay"), "auto")
+        config["optimizer"] = {"type": "AdamW", "params": params}
     if strategy.tp > 1 and strategy.pp > 1:
         # The stages split their own layers; DeepSpeed must not also partition the tensors between stages.
         config["pipeline"] = {"pipe_partitioned": False, "grad_partitioned": False}
@@ -305,9 +318,9 @@ def resolved_deepspeed_config(plan: LaunchSpec) -> dict[str, object]:
     return deepspeed_config(plan) | numbers
 
 
-def _zero_section(strategy: Layout, plan: LaunchSpec) -> dict[str, object]:
+def _zero_section(strategy: Layout, plan: LaunchSpec) -> dict[str, Any]:
     zero = strategy.zero
-    section: dict[str, object] = {"stage": strategy.zero_stage}
+    section: dict[str, Any] = {"stage": strategy.zero_stage}
     if strategy.tp > 1 and strategy.pp == 1:
         # Accelerate asks for it before it saves a tensor-parallel model, at any stage (accelerator.py:4072).
         section[GATHER_ON_SAVE] = True
@@ -338,6 +351,20 @@ def _zero_section(strategy: Layout, plan: LaunchSpec) -> dict[str, object]:
         section["offload_optimizer"] = _offload_section(
             strategy.offload_optimizer, plan, buffer_count=zero.optimizer_buffer_count
         )
+    if strategy.offload_variant == "superoffload":
+        section["offload_optimizer"] |= {"super_offload": True}
+    if strategy.offload_variant == "zenflow":
+        # DeepSpeed takes `update_interval` as the accumulation steps, so that both must be equal. The Trainer gives it
+        # no data loader, without which columns are selected once, except with the strategy `step`.
+        interval = strategy.gradient_accumulation_steps
+        section["zenflow"] = {
+            "topk_ratio": ZENFLOW_TOPK_RATIO,
+            "select_strategy": "step",
+            "select_interval": _ZENFLOW_SELECTIONS * interval,
+            "update_interval": interval,
+            # On two CPU ranks, deepspeed 0.19.8 never ended a step of the process that overlaps.
+            "overlap_step": plan.hardware.gpu != "CPU",
+        }
     if strategy.offload_param != "none":
         section["offload_param"] = _offload_section(
             strategy.offload_param,
@@ -399,6 +426,9 @@ def accelerate_config(plan: LaunchSpec) -> dict[str, object]:
             }
         return config
     config["mixed_precision"] = "no" if plan.job.precision == "fp32" else plan.job.precision
+    is_fp8 = plan.job.precision == "fp8"
+    if is_fp8:
+        config["fp8_config"] = {"fp8_backend": "AO"}
     if strategy.engine == "fsdp2":
         config["fsdp_config"] = {
             "fsdp_version": 2,
@@ -406,8 +436,9 @@ def accelerate_config(plan: LaunchSpec) -> dict[str, object]:
             "fsdp_transformer_layer_cls_to_wrap": ",".join(plan.model.layer_classes),
             "fsdp_reshard_after_forward": True,
             "fsdp_offload_params": strategy.offload_param == "cpu",
-            # Accelerate 1.15.0 cannot use it with 4-bit weights; every rank reads them itself (fsdp_utils.py:830).
-            "fsdp_cpu_ram_efficient_loading": plan.job.method != "qlora",
+            # Accelerate 1.15.0 cannot use it with 4-bit weights (fsdp_utils.py:830) and torchao's fp8 layers
+            # (accelerator.py:519); every rank reads the weights itself.
+            "fsdp_cpu_ram_efficient_loading": plan.job.method != "qlora" and not is_fp8,
             "fsdp_state_dict_type": "FULL_STATE_DICT",
             # The Trainer enables checkpointing and rejects both switches together (trainer.py:847).
             "fsdp_activation_checkpointing": False,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from typing import Literal, get_args
 
@@ -50,20 +50,20 @@ class TeacherChoice:
     """The other placements under the same layout and micro-batch size."""
 
 
-Precision = Literal["bf16", "fp16", "fp32"]
+Precision = Literal["bf16", "fp16", "fp32", "fp8"]
 Method = Literal["full", "lora", "qlora"]
 Recomputation = Literal["auto", "on", "off", "selective"]
 StrategyName = Literal[
     "auto", "single", "ddp", "zero0", "zero1", "zero2", "zero3", "zero3-hpz", "fsdp2", "fsdp2-hybrid"
 ]
-OffloadName = Literal["auto", "none", "cpu", "cpu-all", "nvme"]
+OffloadName = Literal["auto", "none", "cpu", "cpu-all", "nvme", "zenflow", "superoffload"]
 ObjectiveName = Literal["throughput", "cost", "memory"]
 """What a plan maximizes: tokens per second, tokens per accelerator-second, or free memory."""
 LossImplementation = Literal["auto", "eager", "chunked"]
 Switch = Literal["auto", "on", "off"]
 
 CHUNKED_LOSS_FAMILIES = ("gemma2", "gemma3_text", "llama", "mistral", "mixtral", "phi3", "qwen2", "qwen3", "qwen3_moe")
-"""Model types whose head and loss liger-kernel fuses; it silently ignores others."""
+"""Model types for which liger-kernel has kernels, of head and loss too; it silently ignores others."""
 
 
 AXIS_FIELDS: Mapping[str, str] = {
@@ -126,7 +126,7 @@ class TrainingJob:
     global_batch_size: int | None = None
     """Sequences per optimizer step over all ranks; `None`: one micro-batch per rank, or as many as fill a pipeline."""
     precision: Precision = "bf16"
-    """Compute precision; with bf16 and fp16, master weights are fp32."""
+    """Compute precision, with fp32 master weights; `fp8`: products of the layers in fp8, everything else in bf16."""
     optimizer: str = "adamw_torch_fused"
     method: Method = "full"
     """`lora` freezes the base model; `qlora` also loads its Linear weights in 4 bit."""
@@ -139,7 +139,8 @@ class TrainingJob:
     strategy: StrategyName = "auto"
     """Engine and ZeRO stage."""
     offload: OffloadName = "auto"
-    """Device for offloaded optimizer states, with `cpu-all` and `nvme` also for parameters."""
+    """Device for offloaded optimizer states, with `cpu-all` and `nvme` also for parameters; `zenflow` and
+    `superoffload` are variants of `cpu`, which `auto` never selects."""
     loss: LossImplementation = "auto"
     """`chunked` never allocates the logits of all tokens; `auto` selects it if the plan becomes faster."""
     tiled_mlp: Switch = "auto"
@@ -170,6 +171,10 @@ class TrainingJob:
     """ZeRO++ qwZ: ZeRO-3 gathers weights in int8."""
     zero_quantized_gradients: bool = False
     """ZeRO++ qgZ: ZeRO-3 reduces gradients in int4 between nodes."""
+    torch_compile: bool = False
+    """Whether `torch.compile` (inductor) compiles the model."""
+    use_liger_kernel: bool = False
+    """Whether Liger's kernels compute norms, rotary embeddings and MLPs; the loss is a choice of its own."""
 
     def __hash__(self) -> int:
         """Return a cheap hash, because jobs are keys of caches."""
@@ -184,6 +189,12 @@ class TrainingJob:
     def axis_sizes(self) -> dict[str, int | None]:
         """The fixed sizes of the axes beyond data parallelism, by their names in `Layout`; `None` if not fixed."""
         return {axis: getattr(self, field) for field, axis in AXIS_FIELDS.items()}
+
+
+def without_kernels(job: TrainingJob) -> TrainingJob:
+    """Return a job with eager kernels in bf16 instead of compiled, Liger's or fp8 ones."""
+    precision: Precision = "bf16" if job.precision == "fp8" else job.precision
+    return replace(job, precision=precision, torch_compile=False, use_liger_kernel=False)
 
 
 def job_errors(job: TrainingJob) -> list[ConfigError]:
@@ -203,7 +214,7 @@ def job_errors(job: TrainingJob) -> list[ConfigError]:
             where = "seq_len" if field == "seq_len_tokens" else field
             rule = f"must be an integer from 1 to {limit:,}"
             errors.append(ConfigError(where=where, value=value, rule=rule, fix=count_fix(where, value)))
-    for field in ("zero_quantized_weights", "zero_quantized_gradients"):
+    for field in ("zero_quantized_weights", "zero_quantized_gradients", "torch_compile", "use_liger_kernel"):
         if not isinstance(getattr(job, field), bool):
             errors.append(ConfigError(where=field, value=getattr(job, field), rule="must be True or False"))
     for field, choices in (

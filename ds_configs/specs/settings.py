@@ -30,31 +30,19 @@ _COMMA = re.compile(r",(?![^(){}\[\]]*[)}\]])")
 _SHORT_NUMBER = re.compile(r"-?[1-9]?[0-9]{1,18}(\.[0-9]{1,18})?")
 
 
-_COMPILED = "chooses which operators it fuses and what it recomputes"
-_FLOAT8 = "stores scaled copies and input ranges, and its matrix products have another speed"
 NOT_COVERED: Mapping[str, str] = {
-    "torch_compile": f"not covered: torch.compile {_COMPILED}; plans predict eager PyTorch in bf16, fp16 or fp32",
-    "float8": f"not covered: float8 training {_FLOAT8}; plans predict bf16, fp16 and fp32",
-    "torchtitan": f"not covered: it compiles every layer, which {_COMPILED}, and its float8 {_FLOAT8}; plans "
-    "predict the Trainer with eager FSDP2",
+    "torchtitan": "not covered: plans predict the Trainer; FSDP2 with --torch-compile, --precision fp8 is closest",
 }
 """Features whose memory and time plans do not predict, and the reason."""
-_OTHER_NAMES = {
-    "compile": "torch_compile",
-    "fp8": "float8",
-    "enable_float8": "float8",
-    "dynamo_backend": "torch_compile",
-}
 
 
 def not_covered(name: object) -> str:
     """Return why plans do not cover a feature, by any of its names; empty for everything else.
 
-    >>> not_covered("fp8")[:11]
+    >>> not_covered("TorchTitan")[:11]
     'not covered'
     """
-    plain = str(name).lower().lstrip("-").replace("-", "_").replace(".", "_")
-    return NOT_COVERED.get(_OTHER_NAMES.get(plain, plain), "")
+    return NOT_COVERED.get(str(name).lower().lstrip("-").replace("-", "_"), "")
 
 
 class Settings(BaseModel):
@@ -244,6 +232,17 @@ class TeacherPlacementSettings(Settings):
 
     teacher_placement: TeacherPlacementChoice = Field(
         "auto", description="replica (full copy per rank), sharded, offloaded (host), quantized (4 bit) or cached"
+    )
+
+
+class KernelSettings(Settings):
+    """Switches of the kernels that compute a model."""
+
+    group = "Training"
+
+    torch_compile: bool = Field(False, description="Compile the model (torch.compile with inductor)")
+    use_liger_kernel: bool = Field(
+        False, description="Use Liger's kernels for norms, rotary embeddings, MLPs and, if chosen, the loss"
     )
 
 

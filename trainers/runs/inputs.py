@@ -195,7 +195,7 @@ def training_job(settings: LaunchedSettings, hardware: HardwareSpec, **further: 
         offload=settings.offload,
         tiled_mlp=settings.tiled_mlp,
         offload_activations=settings.offload_activations,
-        **(data_parallel | further),
+        **({"loss": "eager"} | data_parallel | further),
     )
 
 

@@ -31,7 +31,6 @@ from ...ds_configs.plan.output import write_files
 from ...ds_configs.plan.plan import Plan
 from ...ds_configs.plan.rendering import DEEPSPEED_FILE, copied_configuration, differing_keys
 from ...ds_configs.specs.errors import ShardwrightError
-from ...ds_configs.specs.settings import not_covered
 from ...ds_configs.step_time.learning import part_seconds, published_time
 from ...plugins.accelerate.cpu_ranks import engine_from_environment
 from ...plugins.bitsandbytes import read_weights_in_backward
@@ -296,22 +295,23 @@ def argument_differences(
         "zero_stage": (stage, strategy.zero_stage),
         "offload_optimizer": (_offload(deepspeed, "optimizer"), strategy.offload_optimizer),
         "offload_param": (_offload(deepspeed, "param"), strategy.offload_param),
+        "offload_variant": (_offload_variant(deepspeed), strategy.offload_variant),
         "per_device_train_batch_size": (args.per_device_train_batch_size, strategy.micro_batch_size),
         "gradient_accumulation_steps": (args.gradient_accumulation_steps, strategy.gradient_accumulation_steps),
         "gradient_checkpointing": (args.gradient_checkpointing, strategy.gradient_checkpointing),
-        "precision": ("bf16" if args.bf16 else "fp16" if args.fp16 else "fp32", plan.job.precision),
+        "precision": ({"no": "fp32"}.get(args.mixed_precision, args.mixed_precision), plan.job.precision),
+        "torch_compile": (args.torch_compile, plan.job.torch_compile),
+        "use_liger_kernel": (_liger_layers(args), plan.job.use_liger_kernel),
         "optim": (optimizer, plan.job.optimizer),
         "sequence length": (stated.get("seq_len"), plan.job.seq_len_tokens),
         "method": (stated.get("method"), plan.job.method),
         "model_type": (model_type, plan.model.model_type),
     }
-    differences = [
+    return [
         f"{name} was {ran}, but the plan has {planned}"
         for name, (ran, planned) in facts.items()
         if ran is not None and ran != planned
     ]
-    uncovered = {"torch_compile": args.torch_compile, "fp8": os.environ.get("ACCELERATE_MIXED_PRECISION") == "fp8"}
-    return differences + [f"{name} is {not_covered(name)}" for name, is_on in uncovered.items() if is_on]
 
 
 def unread_edits(directory: Path) -> list[str]:
@@ -321,6 +321,20 @@ def unread_edits(directory: Path) -> list[str]:
     if not keys:
         return []
     return [f"{', '.join(keys)} of {directory / DEEPSPEED_FILE} is not read: this run has accelerate.yaml's copy"]
+
+
+def _offload_variant(deepspeed: dict[str, Any] | None) -> str | None:
+    """Return the variant of a DeepSpeed configuration's offload; `None`, which compares with nothing, without one."""
+    if deepspeed is None:
+        return None
+    zero = deepspeed.get("zero_optimization", {})
+    is_super = (zero.get("offload_optimizer") or {}).get("super_offload")
+    return "zenflow" if zero.get("zenflow") else "superoffload" if is_super else "none"
+
+
+def _liger_layers(args: Any) -> bool:
+    """Return whether Liger computes norms, not only head and loss."""
+    return bool(args.use_liger_kernel) and (args.liger_kernel_config or {}).get("rms_norm", True) is not False
 
 
 def _offload(deepspeed: dict[str, Any] | None, what: str) -> str | None:

@@ -14,7 +14,7 @@ from ...ds_configs.plan.plan import Plan, edited_files, on_fewer_nodes
 from ...ds_configs.plan.rendering import NodePlace
 from ...ds_configs.specs.errors import ConfigError, UsageError, collecting
 from ...ds_configs.specs.hardware import HardwareSpec
-from ...ds_configs.specs.settings import not_covered, settings_of
+from ...ds_configs.specs.settings import KernelSettings, settings_of
 from ...plugins.peft import LoraAdapter
 from ...plugins.planning.from_names import installed_release_difference
 from ...plugins.planning.from_names import plan as select_plan
@@ -192,8 +192,6 @@ def prepare_train(settings: TrainSettings, model: str, request: RunRequest) -> P
         errors.append(ConfigError(where=where, value=batch_size, rule=rule, fix="omit it"))
     if errors:
         raise UsageError(errors)
-    if settings.arg.get("torch_compile"):
-        logger.info(f"torch_compile is {not_covered('torch_compile')}")
     assert loaded, "each failure added an error"
     with_cache = "with a cache (--arg use_cache), Transformers does not separate documents"
     samples = packed_if_possible(
@@ -219,9 +217,11 @@ def prepare_train(settings: TrainSettings, model: str, request: RunRequest) -> P
 
 def _planned(settings: TrainSettings, loaded: LoadedModel | None, hardware: HardwareSpec | None) -> Plan:
     assert loaded and hardware, "each failure added an error"
-    return select_plan(
-        loaded, hardware, training_job(settings, hardware, loss=settings.loss, **settings.layout()), notify=logger.info
-    )
+    further = settings.layout() | {name: getattr(settings, name) for name in KernelSettings.model_fields}
+    # Liger computes the loss too, as without a plan, unless it is chosen.
+    automatic = settings.use_liger_kernel and "loss" not in settings.model_fields_set
+    further["loss"] = "auto" if automatic else settings.loss
+    return select_plan(loaded, hardware, training_job(settings, hardware, **further), notify=logger.info)
 
 
 def _as_planned(settings: TrainSettings, plan: Plan, model: str) -> TrainSettings:
@@ -248,6 +248,7 @@ def _as_planned(settings: TrainSettings, plan: Plan, model: str) -> TrainSetting
             "loss": job.loss,
             "tiled_mlp": job.tiled_mlp,
             "offload_activations": job.offload_activations,
+            **{name: getattr(job, name) for name in KernelSettings.model_fields},
         }
     )
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 from engine_settings import cpu_arguments
 from shardwright.ds_configs.plan.measurement import FILE_NAME, RunMeasurement, measured_run, measurement_from_text
 from shardwright.ds_configs.plan.plan import Plan
+from shardwright.ds_configs.plan.rendering import FUSED_LOSS_ONLY
 from shardwright.ds_configs.specs.errors import UsageError
 from shardwright.ds_configs.specs.job import TrainingJob
 from shardwright.plugins.planning.from_names import plan
@@ -219,11 +221,20 @@ def test_naming_the_trainers_loads_no_heavy_library() -> None:
         trainers.Nothing  # noqa: B018
 
 
-def test_what_no_prediction_covers_is_named(planned: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_kernels_than_planned_are_named(planned: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from shardwright.trainers.runs.plan_callback import argument_differences
     from transformers import TrainingArguments
 
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp8")
-    arguments = TrainingArguments(output_dir=str(tmp_path), torch_compile=True, use_cpu=True)
-    found = argument_differences(Plan.load(planned), arguments, None, ranks=1)
-    assert [line.partition(":")[0] for line in found[-2:]] == ["torch_compile is not covered", "fp8 is not covered"]
+    arguments = TrainingArguments(output_dir=str(tmp_path), torch_compile=True, use_liger_kernel=True, use_cpu=True)
+    plan = Plan.load(planned)
+    found = argument_differences(plan, arguments, None, ranks=1)
+    kernels = {"torch_compile": True, "use_liger_kernel": True}
+    for name, value in kernels.items():
+        assert f"{name} was {value}, but the plan has False" in found
+    assert f"precision was fp8, but the plan has {plan.job.precision}" in found
+    same = replace(plan, job=replace(plan.job, precision="fp8", **kernels))
+    named = {line.partition(" ")[0] for line in argument_differences(same, arguments, None, ranks=1)}
+    assert not named & {"precision", *kernels}
+    arguments.liger_kernel_config = FUSED_LOSS_ONLY
+    assert "use_liger_kernel was False, but the plan has True" in argument_differences(same, arguments, None, ranks=1)
