@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from ..specs.errors import ConfigError
 from ..specs.layout import Layout
+from ..specs.optimizers import OPTIMIZERS
 
 COLUMNS: Mapping[str, str] = {
     "ddp": "DDP",
@@ -61,6 +62,8 @@ SETTINGS: Mapping[str, str] = {
     "adagrad": "Adagrad",
     "rmsprop": "RMSprop",
     "adafactor": "Adafactor",
+    "muon": "Muon",
+    **{name: name for name, spec in OPTIMIZERS.items() if spec.package},
 }
 """Settings of a run beyond its layout; optimizers by the Trainer's names."""
 
@@ -80,7 +83,8 @@ TRAINERS: Mapping[str, str] = {
     "PipelineTrainer": "Shardwright's PipelineTrainer",
 }
 """Trainer classes. A subclass has the row of its nearest base; a dot precedes what a configuration adds."""
-_BITSANDBYTES = "adamw_8bit adamw_bnb_8bit paged_adamw_8bit paged_adamw_32bit lion_32bit lion_8bit"
+_BITSANDBYTES = " ".join(name for name, spec in OPTIMIZERS.items() if spec.plain_tensors_only)
+_LAYERWISE = " ".join(name for name, spec in OPTIMIZERS.items() if spec.layerwise)
 ONLY_ON_ACCELERATORS = frozenset(["fp16", *_BITSANDBYTES.split()])
 """Settings that CPU ranks cannot train, so that no test here can prove them: `rules.py` and the rejections below decide
 about them."""

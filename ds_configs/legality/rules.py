@@ -7,9 +7,10 @@ from collections.abc import Callable, Iterable, Iterator
 from ..memory.activations import UnknownFamilyError, activation_mode, cached_activations
 from ..specs.errors import ConfigError, divides, one_of
 from ..specs.hardware import HardwareSpec
-from ..specs.job import CHUNKED_LOSS_FAMILIES, OPTIMIZERS, TrainingJob
+from ..specs.job import CHUNKED_LOSS_FAMILIES, TrainingJob
 from ..specs.layout import Layout
 from ..specs.model import MAMBA_TYPES, NOT_ADAPTED_IN_MAMBA, ModelSpec, ParameterShape, targeted_linears
+from ..specs.optimizers import OPTIMIZERS
 from .axes import (
     context_parallel_errors,
     expert_errors,
@@ -450,12 +451,59 @@ def offloaded_optimizer_has_cpu_kernel(
     return ConfigError(where="optimizer", value=job.optimizer, rule=rule, fix=fix)
 
 
+def layerwise_updates_need_one_process(
+    model: ModelSpec, layout: Layout, job: TrainingJob, hardware: HardwareSpec
+) -> Verdict:
+    """Layerwise optimizers update a parameter when its gradient exists: of one micro-batch, and of one rank.
+
+    Transformers rejects several processes and accumulation for GaLore and APOLLO (trainer_optimizer.py); LOMO would
+    update every rank with its own gradients (lomo_optim/lomo.py, `fuse_update`).
+    """
+    if not OPTIMIZERS[job.optimizer].layerwise or job.method != "full":
+        return None
+    if layout.engine != "single":
+        rule, fix = "updates weights with the gradients of one rank", "use one process, or another optimizer"
+    elif layout.gradient_accumulation_steps > 1:
+        rule, fix = "updates weights after every micro-batch", "use a global batch of one micro-batch"
+    else:
+        return None
+    return ConfigError(where="optimizer", value=job.optimizer, rule=rule, fix=fix)
+
+
+def matrix_optimizers_train_whole_models(
+    model: ModelSpec, layout: Layout, job: TrainingJob, hardware: HardwareSpec
+) -> Verdict:
+    """Adapters are low-rank already: LOMO, GaLore, APOLLO and Muon are for full training."""
+    spec = OPTIMIZERS[job.optimizer]
+    if job.method == "full" or not (spec.layerwise or spec.low_rank or spec.matrix_states):
+        return None
+    rule, fix = f"is for full training, not for {job.method}", "use adamw_torch_fused, or --method full"
+    return ConfigError(where="optimizer", value=job.optimizer, rule=rule, fix=fix)
+
+
 def optimizer_accepts_dtensors(model: ModelSpec, layout: Layout, job: TrainingJob, hardware: HardwareSpec) -> Verdict:
     """FSDP2 parameters are DTensors, which bitsandbytes' optimizer kernels do not support."""
     if layout.engine != "fsdp2" or not OPTIMIZERS[job.optimizer].plain_tensors_only:
         return None
     rule, fix = "does not support DTensors, the parameters of FSDP2", "use adamw_torch_fused, or a ZeRO stage"
     return ConfigError(where="optimizer", value=job.optimizer, rule=rule, fix=fix)
+
+
+def bf16_weights_have_no_master_copy(
+    model: ModelSpec, layout: Layout, job: TrainingJob, hardware: HardwareSpec
+) -> Verdict:
+    """bf16 weights are trained in bf16 by one process, DDP and FSDP2; DeepSpeed keeps fp32 master weights."""
+    if job.weights_dtype != "bf16":
+        return None
+    if job.precision != "bf16":
+        rule, fix = "requires bf16 as compute precision", "use --precision bf16, or --weights-dtype fp32"
+    elif job.method != "full":
+        rule, fix = "is for full training: frozen weights are in 16 bit already", "omit it"
+    elif layout.engine == "deepspeed":
+        rule, fix = "has no effect with DeepSpeed, which trains fp32 master weights", "use ddp or fsdp2, or omit it"
+    else:
+        return None
+    return ConfigError(where="weights_dtype", value=job.weights_dtype, rule=rule, fix=fix)
 
 
 def precision_is_supported(model: ModelSpec, layout: Layout, job: TrainingJob, hardware: HardwareSpec) -> Verdict:
@@ -509,7 +557,10 @@ RULES: tuple[Rule, ...] = (
     offload_needs_its_stage,
     nvme_must_exist,
     offloaded_optimizer_has_cpu_kernel,
+    layerwise_updates_need_one_process,
+    matrix_optimizers_train_whole_models,
     optimizer_accepts_dtensors,
+    bf16_weights_have_no_master_copy,
     precision_is_supported,
     fp16_needs_an_accelerator,
     accumulation_dtype_is_supported,

@@ -11,9 +11,10 @@ from typing import Literal
 from ..memory.model_states import Gathered, reduced_buckets, zero3_gathers
 from ..memory.rank_parameters import engine_parameters, expert_parallel_share, pipeline_stages
 from ..specs.hardware import HardwareSpec
-from ..specs.job import OPTIMIZERS, TrainingJob
+from ..specs.job import TrainingJob
 from ..specs.layout import Layout, PipelineStage, ZeroOptions, contiguous_stages
 from ..specs.model import ModelSpec, ParameterShape, adapters, lora_parameter_count
+from ..specs.optimizers import OPTIMIZERS
 from . import rates as collectives
 from .model_work import Batch, Device, ModelWork, Pass, device_of, head_passes, layer_passes, model_work, with_host
 from .rates import (

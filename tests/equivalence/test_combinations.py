@@ -13,8 +13,8 @@ from equivalence.combinations import ALL_LAYOUTS, METHODS, OPTIMIZERS, SETTINGS,
 from equivalence.drawn import drawn, outcome, verdict
 from equivalence.records import records_of
 from shardwright.ds_configs.legality import combinations as table
-from shardwright.ds_configs.specs.job import OPTIMIZERS as PLANNED
 from shardwright.ds_configs.specs.layout import Layout
+from shardwright.ds_configs.specs.optimizers import OPTIMIZERS as PLANNED
 
 REPOSITORY = Path(__file__).parents[2]
 FIXED = [

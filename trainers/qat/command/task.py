@@ -205,6 +205,7 @@ def prepare_qat(settings: QATSettings, model: str, request: RunRequest) -> Prepa
     own = load_model_spec(model, revision=settings.revision)
     placement = {} if teacher is None else {"teacher": teacher.spec, "teacher_placement": settings.teacher_placement}
     plan = select_plan(own, hardware, training_job(settings, hardware, **placement), notify=logger.info)
+    settings = settings.with_optimizer(plan.job)
     # Some errors depend on the layout and the number of steps.
     strategy, packed = plan.chosen.strategy, limited_held_out(samples, settings)
     models = [(own.config, plan.model.attention)]
