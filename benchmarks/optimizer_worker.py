@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import traceback
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +26,9 @@ SAVED_STEP = 10
 SAMPLES_PER_STEP = 4
 RATES = {"sgd": 0.1, "lomo": 0.1, "adagrad": 1e-2, "lion": 3e-4}
 """Learning rates by the start of a name; 2e-3 for others."""
+METERED: dict[str, Any] = {"model_type": "llama", **MODELS["llama"]}
 TRAINED: dict[str, Any] = {
-    **MODELS["llama"],
-    "model_type": "llama",
+    **METERED,
     "hidden_size": 128,
     "intermediate_size": 256,
     "num_hidden_layers": 2,
@@ -68,21 +68,22 @@ def record(case: Case, output: Path) -> Record:
 
 
 def metered(case: Case, output: Path) -> Record:
-    config = {"model_type": "llama", **MODELS["llama"]}
-    plan = plan_for(case, config, seq_len=SEQ_LEN, batch_size=MICRO_BATCH_SIZE, precision="bf16")
-    reading = train_metered(plan, config, ByteMeter())
+    plan = metered_plan(case.optimizer, case.layout)
+    reading = train_metered(plan, METERED, ByteMeter())
     return {
-        "predicted": plan.chosen.memory.gpu.allocated_bytes,
-        "terms": dict(plan.chosen.memory.gpu.terms),
         "metered": reading.peak_bytes,
         "peaks": reading.peaks,
         "roles": reading.roles,
     }
 
 
-def plan_for(case: Case, config: dict[str, Any], *, seq_len: int, batch_size: int, precision: Precision) -> Plan:
-    from dataclasses import replace
+def metered_plan(optimizer: str, layout: str) -> Plan:
+    """Return the plan whose step is metered."""
+    case = Case(optimizer=optimizer, layout=layout)
+    return plan_for(case, METERED, seq_len=SEQ_LEN, batch_size=MICRO_BATCH_SIZE, precision="bf16")
 
+
+def plan_for(case: Case, config: dict[str, Any], *, seq_len: int, batch_size: int, precision: Precision) -> Plan:
     layout = replace(case.strategy, micro_batch_size=batch_size)
     job = TrainingJob(
         seq_len_tokens=seq_len,
@@ -93,7 +94,9 @@ def plan_for(case: Case, config: dict[str, Any], *, seq_len: int, batch_size: in
         gradient_checkpointing="off",
         loss="eager",
     )
-    return plan_of(layout, model_spec_from_config(config), parse_hardware(f"{layout.world_size}xCPU"), job)
+    return plan_of(
+        layout, model_spec_from_config(config, name="llama"), parse_hardware(f"{layout.world_size}xCPU"), job
+    )
 
 
 def trained(case: Case, output: Path) -> Record:
