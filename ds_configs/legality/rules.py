@@ -451,22 +451,13 @@ def offloaded_optimizer_has_cpu_kernel(
     return ConfigError(where="optimizer", value=job.optimizer, rule=rule, fix=fix)
 
 
-def layerwise_updates_need_one_process(
+def layerwise_updates_do_not_accumulate(
     model: ModelSpec, layout: Layout, job: TrainingJob, hardware: HardwareSpec
 ) -> Verdict:
-    """Layerwise optimizers update a parameter when its gradient exists: of one micro-batch, and of one rank.
-
-    Transformers rejects several processes and accumulation for GaLore and APOLLO (trainer_optimizer.py); LOMO would
-    update every rank with its own gradients (lomo_optim/lomo.py, `fuse_update`).
-    """
-    if not OPTIMIZERS[job.optimizer].layerwise or job.method != "full":
+    """Layerwise optimizers update a parameter when the gradient of one micro-batch exists (trainer_optimizer.py)."""
+    if not OPTIMIZERS[job.optimizer].layerwise or layout.gradient_accumulation_steps == 1:
         return None
-    if layout.engine != "single":
-        rule, fix = "updates weights with the gradients of one rank", "use one process, or another optimizer"
-    elif layout.gradient_accumulation_steps > 1:
-        rule, fix = "updates weights after every micro-batch", "use a global batch of one micro-batch"
-    else:
-        return None
+    rule, fix = "updates weights after every micro-batch", "use a global batch of one micro-batch"
     return ConfigError(where="optimizer", value=job.optimizer, rule=rule, fix=fix)
 
 
@@ -557,7 +548,7 @@ RULES: tuple[Rule, ...] = (
     offload_needs_its_stage,
     nvme_must_exist,
     offloaded_optimizer_has_cpu_kernel,
-    layerwise_updates_need_one_process,
+    layerwise_updates_do_not_accumulate,
     matrix_optimizers_train_whole_models,
     optimizer_accepts_dtensors,
     bf16_weights_have_no_master_copy,
@@ -574,7 +565,12 @@ RULES: tuple[Rule, ...] = (
 SIZE_RULES: tuple[Rule, ...] = (sizes_are_positive, world_is_the_product, batch_equation)
 """Rules that every layout must satisfy, even one that is planned but never run."""
 
-BATCH_RULES: tuple[Rule | AxisRule, ...] = (sizes_are_positive, batch_equation, pipeline_parallelism)
+BATCH_RULES: tuple[Rule | AxisRule, ...] = (
+    sizes_are_positive,
+    batch_equation,
+    pipeline_parallelism,
+    layerwise_updates_do_not_accumulate,
+)
 """Rules that read the micro-batch size or the accumulation steps."""
 
 _EVERY_RULE: tuple[Rule | AxisRule, ...] = (*RULES, *AXIS_RULES, settings_are_proven)

@@ -133,7 +133,7 @@ def model_state_terms(
         # `gradient_as_bucket_view` is False in Accelerate 1.15 (utils/dataclasses.py).
         trainable = parameters.trainable
         rest = {"weights": width * trainable + parameters.frozen_bytes, "optimizer_states": resident}
-        transient = _step_transient(job, parameters, trainable)
+        transient = _step_transient(job, parameters, trainable, ranks=1)
         if optimizer.layerwise:
             # Autograd computes the next gradient before it releases one.
             updated = {"gradients": width * parameters.largest_trainable, "optimizer_transient": transient}
@@ -304,13 +304,17 @@ def _loaded_unit(model: ModelSpec, job: TrainingJob) -> Terms:
     return {"weights": job.compute_bytes * max(model.embedding_parameters, model.layer_parameter_count)}
 
 
-def _step_transient(job: TrainingJob, parameters: RankParameters, elements: int, *, ranks: int = 1) -> int:
-    """Return the bytes of temporaries of a step of `elements`, of tensors that `ranks` share."""
-    optimizer, width = OPTIMIZERS[job.optimizer], job.trained_weight_bytes
+def _step_transient(job: TrainingJob, parameters: RankParameters, elements: int, *, ranks: int = 0) -> int:
+    """Return the bytes of temporaries of a step of `elements`.
+
+    `ranks` share the tensors, whose largest decides if they are stepped one by one; 0: one flat tensor of all elements.
+    """
+    optimizer, width = OPTIMIZERS[job.optimizer], job.trained_weight_bytes if ranks else 4
+    tensor = -(-parameters.largest_trainable // ranks) if ranks else elements
     if optimizer.factored:
-        return 8 * elements
-    matrices = optimizer.matrix_transient * -(-parameters.largest_trainable // ranks)
-    return width * ((elements if optimizer.step_transient == "foreach" else 0) + matrices)
+        # The squared gradient and the update; 16-bit weights and gradients are also converted.
+        return 4 * tensor * (2 if width == 4 else 4)
+    return width * ((elements if optimizer.step_transient == "foreach" else 0) + optimizer.matrix_transient * tensor)
 
 
 def _pipeline_stage0(

@@ -252,7 +252,7 @@ def deepspeed_config(plan: LaunchSpec) -> dict[str, object]:
         config["fp16"] = {"enabled": "auto"}
         del config["bf16"]
     if job.optimizer == "muon":
-        config["optimizer"] = {"type": "Muon", "params": _muon_parameters(job)}
+        config["optimizer"] = {"type": "Muon", "params": muon_parameters(job)}
     if strategy.offload_optimizer != "none":
         # Accelerate does the same by default. It is safe, because only optimizers with an equivalent CPU kernel reach
         # this point (rule offloaded_optimizer_has_cpu_kernel).
@@ -293,7 +293,7 @@ def resolved_deepspeed_config(plan: LaunchSpec) -> dict[str, object]:
     return deepspeed_config(plan) | numbers
 
 
-def _muon_parameters(job: TrainingJob) -> dict[str, object]:
+def muon_parameters(job: TrainingJob) -> dict[str, object]:
     """Return the parameters of DeepSpeed's Muon; `torch_adam` and `standard` need no compiled kernels."""
     stated = parsed_optim_args(job.optim_args)
     parameters: dict[str, object] = {"lr": "auto", "weight_decay": "auto", "betas": "auto", "eps": "auto"}

@@ -96,7 +96,7 @@ CASES = {
         "use one of adamw_torch_fused, adamw_torch, adagrad",
     ),
     "dtensors": (FSDP2, {"optimizer": "lion_8bit"}, "does not support DTensors"),
-    "layerwise ranks": (DDP, {"optimizer": "lomo"}, "with the gradients of one rank; use one process"),
+    "layerwise ranks": (DDP, {"optimizer": "lomo"}, "supported with one process; or use adamw_torch_fused"),
     "layerwise accumulation": (
         Layout(engine="single", gradient_accumulation_steps=2),
         {"optimizer": "apollo_adamw_layerwise", "hardware": "1xA100-80GB"},
