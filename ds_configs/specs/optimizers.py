@@ -99,7 +99,7 @@ OPTIMIZERS: Mapping[str, OptimizerSpec] = {
     ),
     "lomo": OptimizerSpec(state_bytes_per_parameter=0, layerwise=True, package="lomo-optim"),
     "adalomo": OptimizerSpec(state_bytes_per_parameter=0, factored=True, layerwise=True, package="lomo-optim"),
-    "muon": OptimizerSpec(state_bytes_per_parameter=8, matrix_states=True),
+    "muon": OptimizerSpec(state_bytes_per_parameter=8, matrix_states=True, matrix_transient=3),
 }
 """Trainer `optim` names whose memory is known (transformers/training_args.py `OptimizerNames`)."""
 
