@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from equivalence.cases import LAYOUTS, OFFLOADED
 from equivalence.records import Record, logged, write_records
 from memory_cases import MICRO_BATCH_SIZE, MODELS, SEQ_LEN
@@ -70,8 +71,11 @@ def record(case: Case, output: Path) -> Record:
 def metered(case: Case, output: Path) -> Record:
     plan = metered_plan(case.optimizer, case.layout)
     reading = train_metered(plan, METERED, ByteMeter())
+    peaks = [reading.peak_bytes] * case.strategy.world_size
+    if len(peaks) > 1:
+        torch.distributed.all_gather_object(peaks, reading.peak_bytes)
     return {
-        "metered": reading.peak_bytes,
+        "metered": max(peaks),
         "peaks": reading.peaks,
         "roles": reading.roles,
     }
