@@ -115,7 +115,9 @@ def _low_rank_bytes(parameter: ParameterShape, optimizer: OptimizerSpec, job: Tr
     small, large = min(shape), max(shape)
     rank = min(small, job.optimizer_rank)
     moments = (large, rank) if projected else shape
-    elements = rank * small if projected else 0
+    # GaLore keeps a view of the complete singular vectors, unless it converts the view to 16 bit.
+    is_view = optimizer.package == "galore-torch" and job.trained_weight_bytes == 4
+    elements = (small if is_view else rank) * small if projected else 0
     if optimizer.low_rank == "factored":
         return 4 * (elements + _factor_elements(moments, 1))
     return 4 * (elements + 2 * prod(moments))
@@ -314,7 +316,8 @@ def _step_transient(job: TrainingJob, parameters: RankParameters, elements: int,
     if optimizer.factored:
         # The squared gradient and the update; 16-bit weights and gradients are also converted.
         return 4 * tensor * (2 if width == 4 else 4)
-    return width * ((elements if optimizer.step_transient == "foreach" else 0) + optimizer.matrix_transient * tensor)
+    flat = elements if optimizer.step_transient == "foreach" else 0
+    return width * (flat + round(optimizer.matrix_transient * tensor))
 
 
 def _pipeline_stage0(

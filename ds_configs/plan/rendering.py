@@ -196,6 +196,14 @@ MAX_GRAD_NORM = 1.0
 """Norm at which gradients are clipped, the default of Trainer and DeepSpeed."""
 
 
+def max_grad_norm(job: TrainingJob) -> float:
+    """Return the norm at which gradients are clipped; 0 for Muon.
+
+    DeepSpeed would clip Muon's orthogonalized updates, whose norm is far above 1 (stage_1_and_2.py:3036).
+    """
+    return 0.0 if OPTIMIZERS[job.optimizer].matrix_states else MAX_GRAD_NORM
+
+
 def planned_training_arguments(plan: LaunchSpec) -> dict[str, object]:
     """Return the keys of `TrainingArguments` that the plan decides.
 
@@ -210,7 +218,7 @@ def planned_training_arguments(plan: LaunchSpec) -> dict[str, object]:
         "bf16": job.precision == "bf16" and job.weights_dtype != "bf16",
         "fp16": job.precision == "fp16",
         "optim": job.optimizer,
-        "max_grad_norm": MAX_GRAD_NORM,
+        "max_grad_norm": max_grad_norm(job),
     }
     if job.optim_args:
         arguments["optim_args"] = job.optim_args
@@ -287,7 +295,7 @@ def resolved_deepspeed_config(plan: LaunchSpec) -> dict[str, object]:
         "train_batch_size": strategy.global_batch_size,
         "train_micro_batch_size_per_gpu": strategy.micro_batch_size,
         "gradient_accumulation_steps": strategy.gradient_accumulation_steps,
-        "gradient_clipping": MAX_GRAD_NORM,
+        "gradient_clipping": max_grad_norm(plan.job),
         "fp16" if precision == "fp16" else "bf16": {"enabled": precision != "fp32"},
     }
     return deepspeed_config(plan) | numbers

@@ -32,7 +32,7 @@ class OptimizerSpec:
     """Whether states are fp32 or blocks also with bf16 weights; others have the type of the weights."""
     step_transient: Literal["none", "foreach"] = "none"
     """`foreach` allocates one fp32 temporary of all parameters stepped together (factored: two), fused kernels none."""
-    matrix_transient: int = 0
+    matrix_transient: float = 0
     """fp32 temporaries of the largest parameter, for optimizers that step one parameter after the other."""
     cpu_kernel: bool = False
     """Whether DeepSpeed has a CPU kernel with the same arithmetic, which optimizer offload requires."""
@@ -83,9 +83,11 @@ OPTIMIZERS: Mapping[str, OptimizerSpec] = {
     "schedule_free_adamw": OptimizerSpec(state_bytes_per_parameter=8, step_transient="foreach", package="schedulefree"),
     "schedule_free_radam": OptimizerSpec(state_bytes_per_parameter=8, step_transient="foreach", package="schedulefree"),
     "schedule_free_sgd": OptimizerSpec(state_bytes_per_parameter=4, package="schedulefree"),
-    "stable_adamw": OptimizerSpec(state_bytes_per_parameter=8, package="torch-optimi"),
+    "stable_adamw": OptimizerSpec(state_bytes_per_parameter=8, matrix_transient=2, package="torch-optimi"),
     "grokadamw": OptimizerSpec(state_bytes_per_parameter=12, host_states=True, package="grokadamw"),
-    "galore_adamw": OptimizerSpec(state_bytes_per_parameter=8, low_rank="moments", package="galore-torch"),
+    "galore_adamw": OptimizerSpec(
+        state_bytes_per_parameter=8, low_rank="moments", matrix_transient=3.5, package="galore-torch"
+    ),
     "galore_adafactor": OptimizerSpec(state_bytes_per_parameter=0, low_rank="factored", package="galore-torch"),
     "galore_adamw_layerwise": OptimizerSpec(
         state_bytes_per_parameter=8, low_rank="moments", layerwise=True, package="galore-torch"
