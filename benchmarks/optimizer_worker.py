@@ -12,11 +12,13 @@ from equivalence.cases import LAYOUTS, OFFLOADED
 from equivalence.records import Record, logged, write_records
 from memory_cases import MICRO_BATCH_SIZE, MODELS, SEQ_LEN
 from metered_training import plan_of, run_settings, train_metered
+from shardwright.ds_configs.memory.model_states import default_zero_options
 from shardwright.ds_configs.models.families import model_spec_from_config
 from shardwright.ds_configs.plan.plan import Plan
 from shardwright.ds_configs.specs.hardware import parse_hardware
 from shardwright.ds_configs.specs.job import Precision, TrainingJob
 from shardwright.ds_configs.specs.layout import Layout
+from shardwright.ds_configs.specs.optimizers import OPTIMIZERS
 from shardwright.plugins.accelerate.cpu_ranks import configure_cpu_ranks
 from shardwright.plugins.metering import ByteMeter
 from shardwright.plugins.transformers.optimizers import prepare_optimizer
@@ -59,6 +61,9 @@ class Case:
 
 def record(case: Case, output: Path) -> Record:
     """Return the bytes of a step, predicted and metered, the losses of `STEPS` steps and of a resumed run."""
+    if OPTIMIZERS[case.optimizer].package == "torchao":
+        # It compiles its update, which a meter of operators cannot follow.
+        torch.compiler.set_stance("force_eager")
     found: Record = {}
     for part in (metered, trained):
         try:
@@ -98,9 +103,10 @@ def plan_for(case: Case, config: dict[str, Any], *, seq_len: int, batch_size: in
         gradient_checkpointing="off",
         loss="eager",
     )
-    return plan_of(
-        layout, model_spec_from_config(config, name="llama"), parse_hardware(f"{layout.world_size}xCPU"), job
-    )
+    spec = model_spec_from_config(config, name="llama")
+    if layout.zero_stage:
+        layout = replace(layout, zero=default_zero_options(spec, job, stage=layout.zero_stage))
+    return plan_of(layout, spec, parse_hardware(f"{layout.world_size}xCPU"), job)
 
 
 def trained(case: Case, output: Path) -> Record:

@@ -454,7 +454,7 @@ def offloaded_optimizer_has_cpu_kernel(
 def layerwise_updates_do_not_accumulate(
     model: ModelSpec, layout: Layout, job: TrainingJob, hardware: HardwareSpec
 ) -> Verdict:
-    """Layerwise optimizers update a parameter when the gradient of one micro-batch exists (trainer_optimizer.py)."""
+    """LOMO updates a parameter when its gradient of one micro-batch exists (lomo_optim/lomo.py)."""
     if not OPTIMIZERS[job.optimizer].layerwise or layout.gradient_accumulation_steps == 1:
         return None
     rule, fix = "updates weights after every micro-batch", "use a global batch of one micro-batch"

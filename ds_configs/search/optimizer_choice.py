@@ -49,12 +49,6 @@ ORDER = (
         only_to_fit=True,
     ),
     OptimizerStep(
-        optimizer="apollo_adamw_layerwise",
-        weights_dtype="bf16",
-        change="moments in 128 random directions, bf16 weights, no clipping of the gradient norm",
-        only_to_fit=True,
-    ),
-    OptimizerStep(
         optimizer="lomo",
         weights_dtype="bf16",
         change="SGD without moments and clipping, and bf16 weights",
@@ -63,7 +57,7 @@ ORDER = (
 )
 """The same arithmetic first; then rounded moments, approximated moments, rounded weights, and no moments.
 
-Paged optimizers are left out: plans count their states on the accelerator, so they fit where unpaged ones do.
+Paged optimizers are omitted: plans count their states on the accelerator, so they fit where unpaged ones do.
 """
 
 

@@ -89,18 +89,7 @@ OPTIMIZERS: Mapping[str, OptimizerSpec] = {
         state_bytes_per_parameter=8, low_rank="moments", matrix_transient=3.5, package="galore-torch"
     ),
     "galore_adafactor": OptimizerSpec(state_bytes_per_parameter=0, low_rank="factored", package="galore-torch"),
-    "galore_adamw_layerwise": OptimizerSpec(
-        state_bytes_per_parameter=8, low_rank="moments", layerwise=True, package="galore-torch"
-    ),
-    "galore_adafactor_layerwise": OptimizerSpec(
-        state_bytes_per_parameter=0, low_rank="factored", layerwise=True, package="galore-torch"
-    ),
-    "apollo_adamw": OptimizerSpec(state_bytes_per_parameter=8, low_rank="moments", package="apollo-torch"),
-    "apollo_adamw_layerwise": OptimizerSpec(
-        state_bytes_per_parameter=8, low_rank="moments", layerwise=True, package="apollo-torch"
-    ),
     "lomo": OptimizerSpec(state_bytes_per_parameter=0, layerwise=True, package="lomo-optim"),
-    "adalomo": OptimizerSpec(state_bytes_per_parameter=0, factored=True, layerwise=True, package="lomo-optim"),
     "muon": OptimizerSpec(state_bytes_per_parameter=8, matrix_states=True, matrix_transient=3),
 }
 """Trainer `optim` names whose memory is known (transformers/training_args.py `OptimizerNames`)."""
@@ -120,6 +109,11 @@ REJECTED: Mapping[str, tuple[str, str]] = {
             "use galore_adamw, or adamw_8bit",
         ),
     ),
+    **dict.fromkeys(
+        ("galore_adamw_layerwise", "galore_adafactor_layerwise", "apollo_adamw_layerwise"),
+        ("keeps its states outside of the optimizer, so that a checkpoint lacks them", "use it without _layerwise"),
+    ),
+    "adalomo": ("creates its states on CUDA devices, and a checkpoint lacks them (lomo-optim 0.1.1)", "use lomo"),
     **dict.fromkeys(
         ("onebitadam", "onebitlamb", "zerooneadam"),
         ("was removed from DeepSpeed (0.19.8 has no 1-bit optimizers)", "use adamw_torch_fused"),

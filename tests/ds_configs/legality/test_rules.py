@@ -99,7 +99,7 @@ CASES = {
     "layerwise ranks": (DDP, {"optimizer": "lomo"}, "supported with one process; or use adamw_torch_fused"),
     "layerwise accumulation": (
         Layout(engine="single", gradient_accumulation_steps=2),
-        {"optimizer": "apollo_adamw_layerwise", "hardware": "1xA100-80GB"},
+        {"optimizer": "lomo", "hardware": "1xA100-80GB"},
         "updates weights after every micro-batch",
     ),
     "matrices of adapters": (DDP, {"optimizer": "muon", "method": "lora"}, "is for full training, not for lora"),
