@@ -102,6 +102,7 @@ ZERO0 = "tests/distributed/test_losses_equal.py"
 METERED = "benchmarks/optimizer_table.py"
 """Optimizers whose packages tests lack: `tests/test_optimizer_table.py` holds predictions against its results."""
 
+_SCHEDULE_FREE = "schedule_free_adamw schedule_free_radam schedule_free_sgd"
 _ENGINES = "ddp zero0 zero1 zero2 zero3 fsdp2"
 _OFFLOADED = "zero_offload fsdp2_offload"
 _DATA_PARALLEL = f"{_ENGINES} {_OFFLOADED}"
@@ -131,7 +132,7 @@ _PROVEN: tuple[tuple[str, str, str], ...] = (
     (METERED, _BITSANDBYTES, "ddp zero1 zero2 zero3"),
     (METERED, "muon", "ddp zero1 zero2 zero3 fsdp2"),
     (METERED, "adamw_torch_8bit adamw_torch_4bit", "ddp zero1 zero2 zero3 fsdp2"),
-    (METERED, "schedule_free_adamw schedule_free_radam schedule_free_sgd", "ddp fsdp2"),
+    (METERED, _SCHEDULE_FREE, "ddp"),
     (METERED, "stable_adamw", "ddp fsdp2"),
     (METERED, "grokadamw galore_adamw galore_adafactor apollo_adamw", "ddp"),
     (DRAWN, "balance_loss", f"{_DATA_PARALLEL} ep"),
@@ -155,7 +156,7 @@ _PROVEN: tuple[tuple[str, str, str], ...] = (
 _FLAT = "DeepSpeed steps flat tensors, but this optimizer needs the shapes of matrices and would compute other updates"
 _STATES_FIRST = "the optimizer creates its states before DeepSpeed replaces the parameters, and then fails"
 _MATRICES = "galore_adamw galore_adafactor apollo_adamw grokadamw stable_adamw"
-_SCHEDULE_FREE = "schedule_free_adamw schedule_free_radam schedule_free_sgd"
+_RESUMED_BY_STEP = "PyTorch resumes it by a step before train() is called, which it refuses"
 _MODES = "DeepSpeed's optimizer hides train() and eval(), without which it does not step"
 _NOT_RESUMED = "its states are outside of the optimizer's state, which FSDP2 shards and saves"
 _ONE_PROCESS = "it updates weights in the backward pass with the gradients of one rank"
@@ -181,6 +182,7 @@ _REJECTED: tuple[tuple[str, str, str], ...] = (
     (_DTENSOR, "galore_adamw galore_adafactor apollo_adamw", "fsdp2 fsdp2_offload cp"),
     (_NOT_RESUMED, "grokadamw", "fsdp2 fsdp2_offload cp"),
     (_MODES, _SCHEDULE_FREE, "zero0 zero1 zero2 zero3 zero_offload sp tp pp ep"),
+    (_RESUMED_BY_STEP, _SCHEDULE_FREE, "fsdp2 fsdp2_offload cp"),
     (_ONE_PROCESS, _LAYERWISE, " ".join(COLUMNS)),
     (_STATES_FIRST, "adagrad", "zero1 zero2 zero3 sp tp pp ep"),
     (_HOST, "sgd rmsprop adagrad", "zero_offload"),

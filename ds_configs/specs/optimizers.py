@@ -89,6 +89,9 @@ OPTIMIZERS: Mapping[str, OptimizerSpec] = {
         state_bytes_per_parameter=8, low_rank="moments", matrix_transient=3.5, package="galore-torch"
     ),
     "galore_adafactor": OptimizerSpec(state_bytes_per_parameter=0, low_rank="factored", package="galore-torch"),
+    "apollo_adamw": OptimizerSpec(
+        state_bytes_per_parameter=8, low_rank="moments", matrix_transient=3.5, package="apollo-torch"
+    ),
     "lomo": OptimizerSpec(state_bytes_per_parameter=0, layerwise=True, package="lomo-optim"),
     "muon": OptimizerSpec(state_bytes_per_parameter=8, matrix_states=True, matrix_transient=3),
 }
