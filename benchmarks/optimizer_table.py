@@ -91,10 +91,8 @@ def row_of(optimizer: str, layout: str, record: dict[str, Any]) -> Row:
 
 
 def predicted(optimizer: str, layout: str) -> int:
-    """Return the bytes that the planner predicts for the metered step, on the accelerator and in host memory."""
-    plan = metered_plan(optimizer, layout)
-    states = plan.chosen.memory.host.terms.get("host_optimizer_states", 0)
-    return plan.chosen.memory.gpu.allocated_bytes + states // plan.hardware.world_size
+    """Return the bytes that the planner predicts for the metered step."""
+    return metered_plan(optimizer, layout).chosen.memory.gpu.allocated_bytes
 
 
 def rejection_of(optimizer: str, layout: str) -> str:

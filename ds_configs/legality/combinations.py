@@ -134,7 +134,7 @@ _PROVEN: tuple[tuple[str, str, str], ...] = (
     (METERED, "adamw_torch_8bit adamw_torch_4bit", "ddp zero1 zero2 zero3 fsdp2"),
     (METERED, _SCHEDULE_FREE, "ddp"),
     (METERED, "stable_adamw", "ddp fsdp2"),
-    (METERED, "grokadamw galore_adamw galore_adafactor apollo_adamw", "ddp"),
+    (METERED, "galore_adamw galore_adafactor apollo_adamw", "ddp"),
     (DRAWN, "balance_loss", f"{_DATA_PARALLEL} ep"),
     (ZERO0, "bf16", "zero0"),
     (QAT, "qat_inputs", "ddp zero0 zero1 zero2 zero3 fsdp2 pp"),
@@ -155,10 +155,9 @@ _PROVEN: tuple[tuple[str, str, str], ...] = (
 
 _FLAT = "DeepSpeed steps flat tensors, but this optimizer needs the shapes of matrices and would compute other updates"
 _STATES_FIRST = "the optimizer creates its states before DeepSpeed replaces the parameters, and then fails"
-_MATRICES = "galore_adamw galore_adafactor apollo_adamw grokadamw stable_adamw"
+_MATRICES = "galore_adamw galore_adafactor apollo_adamw stable_adamw"
 _RESUMED_BY_STEP = "PyTorch resumes it by a step before train() is called, which it refuses"
 _MODES = "DeepSpeed's optimizer hides train() and eval(), without which it does not step"
-_NOT_RESUMED = "its states are outside of the optimizer's state, which FSDP2 shards and saves"
 _ONE_PROCESS = "it updates weights in the backward pass with the gradients of one rank"
 _HOST = "DeepSpeed replaces the optimizer with CPU Adam"
 _DTENSOR = "PyTorch fails because plain tensors are mixed with the DTensors of FSDP2"
@@ -180,7 +179,6 @@ _REJECTED: tuple[tuple[str, str, str], ...] = (
     (_FLAT, f"adafactor {_MATRICES}", "zero0 zero1 zero2 zero3 zero_offload sp tp pp ep"),
     (_DTENSOR, "adafactor", "fsdp2_offload cp"),
     (_DTENSOR, "galore_adamw galore_adafactor apollo_adamw", "fsdp2 fsdp2_offload cp"),
-    (_NOT_RESUMED, "grokadamw", "fsdp2 fsdp2_offload cp"),
     (_MODES, _SCHEDULE_FREE, "zero0 zero1 zero2 zero3 zero_offload sp tp pp ep"),
     (_RESUMED_BY_STEP, _SCHEDULE_FREE, "fsdp2 fsdp2_offload cp"),
     (_ONE_PROCESS, _LAYERWISE, " ".join(COLUMNS)),

@@ -12,7 +12,6 @@ from ..specs.hardware import HardwareSpec
 from ..specs.job import TrainingJob
 from ..specs.layout import Layout
 from ..specs.model import ModelSpec, adapted_experts
-from ..specs.optimizers import OPTIMIZERS
 from ..specs.units import pinned_block_bytes as pinned_block_bytes
 from .activations import (
     ActivationEstimate,
@@ -479,9 +478,6 @@ def stock_loading_bytes(strategy: Layout, model: ModelSpec, hardware: HardwareSp
 
 def offload_terms(strategy: Layout, model: ModelSpec, job: TrainingJob, parameters: RankParameters) -> Terms:
     """Return host bytes of one rank under offload (DeepSpeed: measured 18/N to 22/N bytes per trainable element)."""
-    if OPTIMIZERS[job.optimizer].host_states:
-        states = optimizer_state_bytes(strategy, model, job, parameters.trainable)
-        return {"host_optimizer_states": -(-states // strategy.shard_size)}
     if strategy.offload_optimizer == "none":
         return {}
     width = job.compute_bytes

@@ -129,12 +129,11 @@ def model_state_terms(
     """Return the named bytes of model states on one accelerator at each moment."""
     states = optimizer_state_bytes(strategy, model, job, parameters.trainable)
     optimizer, width = OPTIMIZERS[job.optimizer], job.trained_weight_bytes
-    resident = 0 if optimizer.host_states else states
     if strategy.engine in ("single", "ddp"):
         # Autocast computes from fp32 weights. DDP keeps gradients and reduction buckets, because
         # `gradient_as_bucket_view` is False in Accelerate 1.15 (utils/dataclasses.py).
         trainable = parameters.trainable
-        rest = {"weights": width * trainable + parameters.frozen_bytes, "optimizer_states": resident}
+        rest = {"weights": width * trainable + parameters.frozen_bytes, "optimizer_states": states}
         transient = _step_transient(job, parameters, trainable, ranks=1)
         if optimizer.layerwise:
             # Autograd computes the next gradient before it releases one.
@@ -152,7 +151,7 @@ def model_state_terms(
         if strategy.offload_param != "none":
             return at_moments({"weights": parameters.scale_bytes}, init=init)
         weights = width * shard + parameters.frozen_shard_bytes(strategy)
-        rest = {"weights": weights, "optimizer_states": -(-resident // ranks)}
+        rest = {"weights": weights, "optimizer_states": -(-states // ranks)}
         step = {"gradients": width * shard, "optimizer_transient": _step_transient(job, parameters, shard, ranks=ranks)}
         return at_moments(rest, init=init, **growing_gradients(strategy, parameters, width * shard), step=step)
     if strategy.zero_stage == 0 and strategy.pp > 1:

@@ -26,8 +26,6 @@ class OptimizerSpec:
     """Whether each parameter is updated in the backward pass, so that no two gradients exist at the same time."""
     matrix_states: bool = False
     """Whether a matrix has one moment and other parameters have two (Muon)."""
-    host_states: bool = False
-    """Whether states are kept in host memory and copied for each parameter's update."""
     fp32_states: bool = False
     """Whether states are fp32 or blocks also with bf16 weights; others have the type of the weights."""
     step_transient: Literal["none", "foreach"] = "none"
@@ -84,7 +82,6 @@ OPTIMIZERS: Mapping[str, OptimizerSpec] = {
     "schedule_free_radam": OptimizerSpec(state_bytes_per_parameter=8, step_transient="foreach", package="schedulefree"),
     "schedule_free_sgd": OptimizerSpec(state_bytes_per_parameter=4, package="schedulefree"),
     "stable_adamw": OptimizerSpec(state_bytes_per_parameter=8, matrix_transient=2, package="torch-optimi"),
-    "grokadamw": OptimizerSpec(state_bytes_per_parameter=12, host_states=True, package="grokadamw"),
     "galore_adamw": OptimizerSpec(
         state_bytes_per_parameter=8, low_rank="moments", matrix_transient=3.5, package="galore-torch"
     ),
@@ -116,6 +113,10 @@ REJECTED: Mapping[str, tuple[str, str]] = {
         ("galore_adamw_layerwise", "galore_adafactor_layerwise", "apollo_adamw_layerwise"),
         ("keeps its states outside of the optimizer, so that a checkpoint lacks them", "use it without _layerwise"),
     ),
+    "grokadamw": (
+        "keeps its states in a group, which checkpoints do not restore (grokadamw 0.1.2)",
+        "use stable_adamw",
+    ),
     "adalomo": ("creates its states on CUDA devices, and a checkpoint lacks them (lomo-optim 0.1.1)", "use lomo"),
     **dict.fromkeys(
         ("onebitadam", "onebitlamb", "zerooneadam"),
@@ -140,7 +141,6 @@ _ARGUMENTS: Mapping[str, tuple[str, ...]] = {
     **dict.fromkeys(
         (name for name in OPTIMIZERS if name.startswith("apollo")), (*_LOW_RANK_ARGS, "proj", "scale_type")
     ),
-    "grokadamw": ("alpha_init", "lamb", "gamma", "grokking_signal_decay_rate", "gradient_clipping"),
     **dict.fromkeys(("adamw_torch_4bit", "adamw_torch_8bit"), ("bf16_stochastic_round",)),
     **dict.fromkeys((name for name in OPTIMIZERS if name.startswith("schedule_free")), ("weight_lr_power", "r")),
     "stable_adamw": ("max_lr", "kahan_sum", "decouple_lr"),

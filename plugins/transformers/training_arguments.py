@@ -94,7 +94,6 @@ OPTIMIZER_MODULES = {
     "torchao": "torchao",
     "schedulefree": "schedulefree",
     "torch-optimi": "optimi",
-    "grokadamw": "grokadamw",
     "galore-torch": "galore_torch",
     "apollo-torch": "apollo_torch",
     "lomo-optim": "lomo_optim",
