@@ -29,6 +29,18 @@ TOLERANCES = {
 """Largest difference of a loss from one process, in nats, of optimizers that round; 8-bit ones of bitsandbytes too."""
 MEAN_ERROR, WORST_ERROR = 0.02, 0.05
 
+SAME = {
+    "adamw_bnb_8bit": "adamw_8bit",
+    "paged_adamw_8bit": "adamw_8bit",
+    "paged_lion_32bit": "lion_32bit",
+    "paged_lion_8bit": "lion_8bit",
+    "paged_ademamix_32bit": "ademamix",
+    "paged_ademamix_8bit": "ademamix_8bit",
+    "rmsprop_bnb_32bit": "rmsprop_bnb",
+    "schedule_free_radam": "schedule_free_adamw",
+}
+"""Other names of one class, and paged ones, which CPU ranks do not page: measured by the other name."""
+
 Row = dict[str, Any]
 """`optimizer`, `layout`, and either `failed` (of `metered` or `trained`) or what was measured."""
 

@@ -201,7 +201,7 @@ def job_errors(job: TrainingJob) -> list[ConfigError]:
         ("weights_dtype", WeightsType),
     ):
         value = getattr(job, field)
-        allowed = choices if isinstance(choices, tuple) else get_args(choices)
+        allowed = get_args(choices)
         if value not in allowed:
             near = get_close_matches(str(value), allowed, n=1, cutoff=0.4)
             fix = f"did you mean {near[0]}?" if near else ""

@@ -114,7 +114,7 @@ REJECTED: Mapping[str, tuple[str, str]] = {
         ("keeps its states outside of the optimizer, so that a checkpoint lacks them", "use it without _layerwise"),
     ),
     "grokadamw": (
-        "keeps its states in a group, which checkpoints do not restore (grokadamw 0.1.2)",
+        "keeps its states where checkpoints do not restore them (grokadamw 0.1.2)",
         "use stable_adamw",
     ),
     "adalomo": ("creates its states on CUDA devices, and a checkpoint lacks them (lomo-optim 0.1.1)", "use lomo"),

@@ -52,7 +52,7 @@ def prepare_optimizer(trainer: Trainer) -> None:
                 "eps": arguments.adam_epsilon,
             },
         }
-        trainer.optimizer_cls_and_kwargs = (_MuonFactory, settings)  # type: ignore[assignment]
+        trainer.optimizer_cls_and_kwargs = (_MuonFactory, settings)
     if OPTIMIZERS[name].factored and arguments.fsdp:
         from transformers.optimization import Adafactor
 
@@ -61,7 +61,7 @@ def prepare_optimizer(trainer: Trainer) -> None:
 
 
 def _sharded_adafactor(kind: Any) -> Any:
-    class ShardedAdafactor(kind):  # type: ignore[misc]
+    class ShardedAdafactor(kind):
         """Adafactor whose first states are DTensors, if the parameters are."""
 
         def step(self, closure: Any = None) -> Any:

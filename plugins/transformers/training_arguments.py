@@ -112,7 +112,8 @@ def missing_packages(settings: Mapping[str, Any]) -> dict[str, str]:
 
 def package_errors(settings: Mapping[str, Any]) -> list[ConfigError]:
     """Return an error for each package that the keys of `TrainingArguments` need and that is not installed."""
-    package = OPTIMIZERS[name].package if (name := settings.get("optim")) in OPTIMIZERS else ""
+    name = str(settings.get("optim"))
+    package = OPTIMIZERS[name].package if name in OPTIMIZERS else ""
     errors = []
     if package and find_spec(OPTIMIZER_MODULES[package]) is None:
         rule = f"needs the package {package}, which is not installed"
