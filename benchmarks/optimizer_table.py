@@ -37,7 +37,6 @@ SAME = {
     "paged_ademamix_32bit": "ademamix",
     "paged_ademamix_8bit": "ademamix_8bit",
     "rmsprop_bnb_32bit": "rmsprop_bnb",
-    "schedule_free_radam": "schedule_free_adamw",
 }
 """Other names of one class, and paged ones, which CPU ranks do not page: measured by the other name."""
 
@@ -85,7 +84,8 @@ def trained(optimizers: Iterable[str], layouts: Iterable[str]) -> Iterator[Row]:
     from optimizer_worker import Case
     from warm_ranks import server
 
-    names, columns = list(optimizers) or list(OPTIMIZERS), list(layouts) or list(ENGINES)
+    names = list(optimizers) or [name for name in OPTIMIZERS if name not in SAME]
+    columns = list(layouts) or list(ENGINES)
     cases = [Case(optimizer=name, layout=layout) for layout in columns for name in names]
     with server(), tempfile.TemporaryDirectory() as directory:
         for case, record in each_record(cases, Path(directory), Path(__file__).with_name("optimizer_worker.py")):
@@ -153,7 +153,7 @@ def wrong_cells(rows: list[Row]) -> list[str]:
 def page(rows: list[Row]) -> str:
     """Return the page: a table of verdicts, one of bytes, and the reasons."""
     found = {key(row): row for row in rows}
-    names = [name for name in OPTIMIZERS if any(name == row["optimizer"] for row in rows)]
+    names = list(OPTIMIZERS)
     reasons: list[str] = []
     lines = ["| optimizer | " + " | ".join(ENGINES) + " |", "|---" * (len(ENGINES) + 1) + "|"]
     memory = ["| optimizer | engine | metered MB | predicted MB | error | losses | resumed |", "|---" * 7 + "|"]
@@ -165,11 +165,13 @@ def page(rows: list[Row]) -> str:
                 reasons += [] if reason in reasons else [reason]
                 cells.append(f"rejected {reasons.index(reason) + 1}")
                 continue
-            row = found.get((name, layout))
+            row = found.get((SAME.get(name, name), layout))
             if row is None or "metered" not in row or "losses" not in row:
-                cells.append("**open**")
+                cells.append("not measured")
                 continue
-            cells.append("✓")
+            cells.append("✓" if name not in SAME else f"✓ as {SAME[name]}")
+            if name in SAME:
+                continue
             bytes_ = predicted(name, layout)
             errors.append(abs(bytes_ / row["metered"] - 1))
             difference = loss_difference(row, rows)
@@ -189,7 +191,8 @@ def page(rows: list[Row]) -> str:
             "This page shows which optimizer each engine trains, and how well its memory is predicted. "
             "`python benchmarks/optimizer_table.py --write` makes it, on one and two CPU ranks.",
             "",
-            "✓: a metered step, 20 steps whose losses equal one process's, and a run that is resumed after 10 steps.",
+            "✓: a metered step, 20 steps whose losses equal one process's, and a run that is resumed after 10 steps. "
+            "Not measured: offered, because the code of the engine treats it as it does a measured stage.",
             "",
             *lines,
             "",
