@@ -185,6 +185,7 @@ def prepare_train(settings: TrainSettings, model: str, request: RunRequest) -> P
     if written_plan is not None and (difference := installed_release_difference(written_plan)) is not None:
         logger.info(difference)
     plan = plan or _planned(settings, loaded, hardware)
+    settings = settings.with_optimizer(plan.job)
     errors = planned_argument_errors(settings, plan) + settings.engine_errors(plan.chosen.strategy.engine)
     batch_size = settings.arg.get("per_device_eval_batch_size")
     if batch_size is not None and (not isinstance(batch_size, int) or batch_size < 1):
@@ -237,6 +238,8 @@ def _as_planned(settings: TrainSettings, plan: Plan, model: str) -> TrainSetting
             "seq_len": job.seq_len_tokens,
             "precision": job.precision,
             "optimizer": job.optimizer,
+            "optim_args": job.optim_args,
+            "weights_dtype": job.weights_dtype,
             "method": job.method,
             "lora_rank": job.lora_rank,
             "lora_targets": ",".join(job.lora_targets),
