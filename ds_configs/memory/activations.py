@@ -17,12 +17,15 @@ from ..specs.model import Dimensions, ModelSpec, ParameterShape, stored_facts
 Mode = Literal["bf16", "fp32", "bf16_autocast"]
 Adapter = Literal["none", "lora_all_linear", "lora_attention"]
 Attention = Literal["auto", "fused", "masked", "math", "eager"]
+Kernels = Literal["eager", "liger", "compiled"]
 
 DATA_FILE = "activations.json"
 ADDED_FILE = "added_activations.json"
 """Families added by `tools/add_family.py`, with the same structure."""
 SELECTIVE_FILE = "selective_activations.json"
 """Coefficients of `SelectiveBytes` in full training, by family, mode and attention."""
+KERNELS_FILE = "kernel_activations.json"
+"""Coefficients of layers with other kernels in full training, by kernels, family, mode and attention."""
 
 
 class UnknownFamilyError(ShardwrightError):
@@ -164,6 +167,17 @@ def load_selective(release: str) -> Mapping[str, Any]:
     return tables
 
 
+def load_kernels(release: str) -> Mapping[str, Any]:
+    """Return the coefficients of layers with other kernels by kernels, family, mode and attention."""
+    tables: Mapping[str, Any] = stored_facts(KERNELS_FILE, release)["tables"]
+    return tables
+
+
+def kernels_of(job: TrainingJob) -> Kernels:
+    """Return the kernels of a job's layers; compiled ones also with Liger, whose calls the compiler keeps."""
+    return "liger" if job.use_liger_kernel else "compiled" if job.torch_compile else "eager"
+
+
 def evaluate_table(table: Mapping[str, Any], features: Mapping[str, int], source: str) -> ActivationEstimate:
     """Return the bytes of a coefficient table: for each quantity the largest row of `sum(coefficient * feature)`."""
     point = [features[feature] for feature in table["features"]]
@@ -284,6 +298,7 @@ def estimate_activations(
     lora_rank: int = 0,
     chunked_loss: bool = False,
     attention: Attention = "auto",
+    kernels: Kernels = "eager",
 ) -> ActivationEstimate:
     """Return the activation bytes of one micro-batch on one rank, from traced coefficients.
 
@@ -303,7 +318,15 @@ def estimate_activations(
             f"family = {family!r}: no activation coefficients for mode {mode!r}, adapter {adapter!r} and attention "
             f"{path!r}; stored families are {', '.join(sorted(stored['tables']))}"
         )
-    source = f"traced coefficients, {family}, {mode}, {adapter}, {path} attention; " + ", ".join(
+    shown = f"{family}, {mode}, {adapter}, {path} attention"
+    if kernels != "eager":
+        other = load_kernels(release).get(kernels, {}).get(family, {}).get(mode, {}).get(path)
+        if other is None or adapter != "none":
+            shown += f", eager instead of {kernels} layers, an upper bound"
+        else:
+            table = other
+            shown += f", {kernels} layers"
+    source = f"traced coefficients, {shown}; " + ", ".join(
         f"{name} {version}" for name, version in stored["versions"].items()
     )
     features = feature_values(
@@ -737,6 +760,7 @@ def cached_activations(model: ModelSpec, job: TrainingJob, *, unmasked: Attentio
             lora_rank=rank,
             chunked_loss=job.loss == "chunked",
             attention=attention,
+            kernels=kernels_of(job),
         )
 
     def source(micro_batch_size: int, mode: Mode) -> ActivationEstimate:
@@ -784,7 +808,8 @@ def activation_mode(strategy: Layout, job: TrainingJob) -> Mode:
     """Return the precision mode of an engine: 16-bit weights (DeepSpeed, FSDP2) or autocast (one process, DDP)."""
     if job.precision == "fp32":
         return "fp32"
-    return "bf16_autocast" if strategy.engine in ("single", "ddp") else "bf16"
+    autocasts = strategy.engine in ("single", "ddp") and job.weights_dtype != "bf16"
+    return "bf16_autocast" if autocasts else "bf16"
 
 
 def activations_are_stored(model: ModelSpec, job: TrainingJob, strategy: Layout | None = None) -> bool:

@@ -503,7 +503,9 @@ def estimate_host_memory(
 ) -> HostMemory:
     """Return host and NVMe bytes of one node, for loading or training, whichever needs more."""
     ranks = hardware.gpus_per_node
-    processes: Terms = {"processes": ranks * PROCESS_BYTES}
+    # ZenFlow and SuperOffload step in a process of their own for each rank.
+    per_rank = 1 if strategy.offload_variant == "none" else 2
+    processes: Terms = {"processes": per_rank * ranks * PROCESS_BYTES}
     loading = loading_terms(strategy, model, hardware, job, parameters)
     training = processes | {
         name: ranks * count for name, count in offload_terms(strategy, model, job, parameters).items()
@@ -548,6 +550,9 @@ def loading_terms(
         # A rank reads its stage layer by layer and keeps its tensor-parallel part of each.
         largest = max(share.model.parameter_count for share in rank_shares(strategy, model, job))
         loaded = ranks * width * (largest + (model.layer_parameter_count if strategy.tp > 1 else 0))
+    elif strategy.engine == "fsdp2" and job.precision == "fp8":
+        # torchao's layers are made before FSDP2 shards them, so that every rank reads all weights.
+        loaded = ranks * 4 * model.parameter_count
     elif strategy.engine == "fsdp2":
         # Only the first rank holds the weights. It converts a tensor to fp32 when it distributes it
         # (plugins/transformers/first_rank_loading.py).
@@ -609,8 +614,21 @@ def offload_terms(strategy: Layout, model: ModelSpec, job: TrainingJob, paramete
             swap = zero.parameter_buffer_count * zero.parameter_buffer_elements * width
             pinned.append(swap)
             terms["nvme_parameter_buffers"] = swap
+        if strategy.offload_variant == "superoffload":
+            # The optimizer's process copies the gradients of a sub-group (superoffload_utils.py:39).
+            pinned.append(4 * min(shard, zero.sub_group_size))
+            terms["offloaded_gradients"] += pinned[-1]
         terms["pinned_rounding"] = sum(pinned_block_bytes(block) - block for block in pinned)
         return terms
+    if strategy.offload_variant == "zenflow":
+        # The optimizer's process has a stale copy of the weights and, like the gradients, two of each moment.
+        pinned = [4 * shard, 4 * shard, width * shard]
+        return {
+            "offloaded_master_weights": 8 * shard,
+            "offloaded_optimizer_states": 2 * states,
+            "offloaded_gradients": sum(pinned) + width * parameters.largest_trainable,
+            "pinned_rounding": sum(pinned_block_bytes(block) - block for block in pinned),
+        }
     pinned = [4 * shard, 4 * shard, width * shard]
     if strategy.gradient_accumulation_steps > 1 and strategy.zero_stage == 2:
         pinned.append(width * shard)

@@ -21,6 +21,7 @@ TERM_MEANINGS: Mapping[str, str] = {
     "norm_copy": "stages 1 and 2 compute the norm of each gradient in fp64: 8 B of the largest tensor in a partition",
     "optimizer_transient": "temporaries of the step: foreach kernels hold one fp32 copy; in stage 3 the flattened "
     "16-bit gradients of a sub-group",
+    "selected_columns": "ZenFlow: gradients and copies of the columns that every rank updates in each micro-batch",
     "offload_staging": "buffer of the largest tensor, through which gradients are copied to the host",
     "reduce_buckets": "reduce_bucket_size elements in gradient dtype, twice with overlap_comm (stages 1 and 2)",
     "reduce_bucket": "the persistent bucket of stage 3: reduce_bucket_size elements",
@@ -126,6 +127,24 @@ TERM_ROLES: Mapping[str, Role] = {
 """Role of each tensor term, as the byte meter distinguishes them; every other term is `other`.
 
 Terms that exist only during the optimizer step count as optimizer."""
+
+KERNEL_MEANINGS: Mapping[str, str] = {
+    "torch_compile": "torch.compile: layers keep what the compiler's partition saves, traced on CPU tensors (eager "
+    "bytes, an upper bound, where no trace is stored); time from counted kernels, with an interval that reaches to "
+    "eager layers. torchtitan measured 1.16 times the speed of eager layers (8B, 8 H100)",
+    "use_liger_kernel": "Liger's kernels: kept bytes and memory traffic are derived from the code of liger-kernel "
+    "0.8.5, which was not run; the interval of the time reaches to eager layers",
+    "zenflow": "ZenFlow: every micro-batch updates a tenth of the columns on the accelerators, each step the rest on "
+    "the host from older gradients, which is other arithmetic than AdamW; time with the host's step hidden by the next "
+    "one, with an interval that reaches to plain offload (its paper, arXiv 2505.12242: up to 5 times the speed)",
+    "superoffload": "SuperOffload: time of plain offload, because it overlaps only without gradient clipping; the "
+    "interval begins at the overlapped step of max_grad_norm 0 (its paper, arXiv 2509.21271: up to 2.5 times the speed "
+    "on GH200)",
+    "fp8": "fp8 (torchao): the memory of bf16, because layers keep 16-bit inputs; products of layers at twice the "
+    "FLOP/s, and casts, with an interval that reaches to bf16. torchtitan measured 1.28 times the speed of compiled "
+    "bf16 layers and the same memory (8B, 8 H100)",
+}
+"""What plans assume about kernels that are not eager 16-bit ones, by option or precision."""
 
 STRATEGY_MEANINGS: Mapping[str, str] = {
     "single": "one process on one accelerator: fp32 weights under autocast, nothing sharded",

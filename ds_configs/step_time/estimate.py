@@ -10,12 +10,13 @@ from typing import Literal
 
 from ..memory.activations import has_fused_loss, mlp_tiles
 from ..memory.estimate import offloaded_checkpoints
-from ..memory.model_states import Gathered, reduced_buckets, zero3_gathers
+from ..memory.model_states import Gathered, is_stepped_by_muon, reduced_buckets, zero3_gathers
 from ..memory.rank_parameters import engine_parameters, expert_parallel_share, pipeline_stages
 from ..specs.hardware import HardwareSpec
-from ..specs.job import OPTIMIZERS, TrainingJob
+from ..specs.job import TrainingJob, without_kernels
 from ..specs.layout import Layout, PipelineStage, ZeroOptions, contiguous_stages
 from ..specs.model import ModelSpec, ParameterShape, adapters, lora_parameter_count
+from ..specs.optimizers import OPTIMIZERS
 from . import rates as collectives
 from .model_work import (
     Batch,
@@ -30,8 +31,6 @@ from .model_work import (
     with_host,
 )
 from .rates import (
-    EAGER_ATTENTION,
-    TRANSFORMERS,
     GpuConstants,
     Software,
     exchange_seconds,
@@ -39,6 +38,7 @@ from .rates import (
     group_of,
     hardware_constants,
     reduction_seconds,
+    software_of,
 )
 
 _DDP_BUCKET_BYTES = 25 * 2**20
@@ -701,7 +701,14 @@ def estimate_step_time(
         UsageError: there are fewer layers than pipeline stages.
     """
     constants = constants or hardware_constants(hardware)
-    software = software or (EAGER_ATTENTION if model.attention == "eager" else TRANSFORMERS)
+    slowest_seconds = 0.0
+    if software is None and (plain := without_kernels(job)) != job:
+        # No run of these layers corrects the prediction, so that the interval reaches to eager ones.
+        slowest_seconds = estimate_step_time(strategy, model, hardware, plain, constants=constants).high_seconds
+    if strategy.offload_variant == "zenflow":
+        waits = replace(strategy, offload_variant="none")
+        slowest_seconds = estimate_step_time(waits, model, hardware, job, constants=constants).high_seconds
+    software = software or software_of(job, eager_attention=model.attention == "eager")
     setting = setting_of(strategy, model, hardware, job, software, constants)
     layers = model.dimensions.num_layers
     stages: tuple[PipelineStage, ...]
@@ -728,11 +735,15 @@ def estimate_step_time(
         terms[name] = terms.get(name, 0.0) + value
     terms = {name: value for name, value in terms.items() if value > 0}
     seconds = sum(terms.values())
+    hidden = 0.0
+    if strategy.offload_variant == "superoffload":
+        # Without clipping, which plans enable, the host steps during the backward pass (superoffload_stage3.py).
+        hidden = min(terms.get("host_optimizer", 0.0), sum(kinds[first].values()) * 2 / 3)
     tokens = strategy.global_batch_size * job.seq_len_tokens
     return StepTime(
         seconds=seconds,
-        low_seconds=seconds / (1 + constants.error),
-        high_seconds=seconds * (1 + constants.error),
+        low_seconds=max(0.0, seconds - hidden) / (1 + constants.error),
+        high_seconds=max(seconds * (1 + constants.error), slowest_seconds),
         tokens_per_second=tokens / seconds,
         terms=terms,
     )
@@ -740,6 +751,21 @@ def estimate_step_time(
 
 def _kind(stage: PipelineStage) -> tuple[int, bool, bool]:
     return stage.num_layers, stage.has_embedding, stage.has_head
+
+
+def _orthogonalization_seconds(setting: Setting) -> float:
+    """Return the seconds of Muon's Newton-Schulz iterations, whose matrices FSDP2 and ZeRO divide over ranks.
+
+    Five iterations of an m x n matrix, m <= n, multiply m x n by n x m, m x m by m x m and m x m by m x n
+    (torch/optim/_muon.py).
+    """
+    flops = 0.0
+    for parameter in setting.model.parameters:
+        if is_stepped_by_muon(parameter):
+            small, large = min(parameter.shape), max(parameter.shape)
+            flops += parameter.count * 5 * (4 * small**2 * large + 2 * small**3)
+    ranks = setting.strategy.shard_size if setting.strategy.engine == "fsdp2" or setting.strategy.zero_stage else 1
+    return flops / ranks / (setting.hardware.flops_per_s * setting.constants.matrix_efficiency)
 
 
 def _once(
@@ -758,6 +784,12 @@ def _once(
         setting.constants,
         parameters=stepped_parameters(setting, held),
     )
+    if strategy.offload_variant == "zenflow":
+        # The host steps while the micro-batches of the next step compute.
+        hidden = strategy.gradient_accumulation_steps * sum(micro_batch.values())
+        terms["host_optimizer"] = max(0.0, terms["host_optimizer"] - hidden)
+    if OPTIMIZERS[setting.job.optimizer].matrix_states and "optimizer" in terms:
+        terms["optimizer"] += _orthogonalization_seconds(setting)
     reduction, updates, slowed, slowed_updates = traffic.reductions_once, traffic.updates_once, 0.0, 0.0
     # Computation that can hide reductions of gradients and gathers of updates.
     computed = sum(micro_batch.get(name, 0.0) for name in _COMPUTED)

@@ -23,7 +23,7 @@ from ...ds_configs.shrink.layout import (
     shrink_zero_options,
 )
 from ...ds_configs.specs.errors import UsageError
-from ...ds_configs.specs.job import TrainingJob
+from ...ds_configs.specs.job import TrainingJob, without_kernels
 from ...ds_configs.specs.layout import Layout
 from ...ds_configs.specs.model import ModelSpec
 from ...ds_configs.specs.texts import strict_json
@@ -172,13 +172,13 @@ def scale_plan(
         shards_before=plan.chosen.strategy.shard_size,
         shards=strategy.shard_size,
     )
-    strategy = replace(strategy, zero=zero)
-    precision = "bf16" if plan.job.precision == "fp16" else plan.job.precision
+    strategy = replace(strategy, zero=zero, offload_variant="none")
+    precision = "bf16" if plan.job.precision in ("fp16", "fp8") else plan.job.precision
     seq_len = rehearsed_sequence(plan.job.seq_len_tokens, strategy)
     # Tiles compute a chunked loss on CPU ranks, where Liger has no kernels.
     loss = plan.job.loss if plan.job.teacher is None else "eager"
-    job = replace(plan.job, seq_len_tokens=seq_len, precision=precision, loss=loss, teacher=None)
-    for name in ("seq_len_tokens", "precision", "loss"):
+    job = replace(without_kernels(plan.job), seq_len_tokens=seq_len, precision=precision, loss=loss, teacher=None)
+    for name in ("seq_len_tokens", "precision", "loss", "torch_compile", "use_liger_kernel"):
         before, after = getattr(plan.job, name), getattr(job, name)
         if before != after:
             changes.append(Change(where=f"job: {name}", before=before, after=after))
@@ -208,6 +208,8 @@ def scale_plan(
     arguments, argument_changes = shrink_training_arguments(files.arguments, strategy=strategy)
     arguments, cpu_changes = cpu_arguments(arguments, steps=steps, save_step=steps // 2)
     changes += [*argument_changes, *cpu_changes]
+    if plan.job.precision == "fp8":
+        arguments["bf16"] = True
     worker = RehearsalJob(
         training_arguments=arguments,
         seq_len=job.seq_len_tokens,
