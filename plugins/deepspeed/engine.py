@@ -8,7 +8,7 @@ import io
 import shutil
 import sys
 from argparse import Namespace
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from functools import wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -163,42 +163,6 @@ def accept_train_batch_size(arguments: TrainingArguments, *, size: int) -> None:
         configuration["train_batch_size"] = "auto"
     else:
         processed.mismatches = [line for line in processed.mismatches if "train_batch_size (calculated)" not in line]
-
-
-def share_with_zero3(modules: Iterable[Any]) -> None:
-    """Make ZeRO-3 also gather the children's parameters of modules that use them without calling the children.
-
-    DeepSpeed gathers only the parameters of modules whose forward runs (`register_external_parameter`).
-    """
-    for module in modules:
-        own = {id(parameter) for parameter in module.parameters(recurse=False)}
-        foreign = [weight for weight in module.parameters() if hasattr(weight, "ds_id") and id(weight) not in own]
-        if foreign:
-            # `zero` is an attribute of the package, not a module below it.
-            import deepspeed
-
-            for parameter in foreign:
-                deepspeed.zero.register_external_parameter(module, parameter)
-
-
-@contextlib.contextmanager
-def without_zero3_hooks(module: torch.nn.Module) -> Iterator[None]:
-    """Call the children of a module whose parameters ZeRO-3 has gathered without its hooks, inside the block.
-
-    ZeRO-3 prefetches in the order of modules in earlier steps. Ranks that call children different numbers of times
-    would gather in different orders.
-    """
-    gathered_now = [hasattr(weight, "ds_shape") and weight.shape == weight.ds_shape for weight in module.parameters()]
-    children = list(module.modules())[1:] if gathered_now and all(gathered_now) else []
-    kinds = [hooks for child in children for hooks in (child._forward_pre_hooks, child._forward_hooks)]
-    kept = [hooks.copy() for hooks in kinds]
-    for hooks in kinds:
-        hooks.clear()
-    try:
-        yield
-    finally:
-        for hooks, own in zip(kinds, kept, strict=True):
-            hooks.update(own)
 
 
 def keep_gradient_norm(engine: DeepSpeedEngine) -> None:

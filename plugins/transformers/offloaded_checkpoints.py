@@ -127,9 +127,7 @@ class _Offload:
 def _free_host_bytes() -> int:
     import psutil
 
-    from ..planning.cpu_host import host_memory_bytes
-
-    return min(int(psutil.virtual_memory().available), host_memory_bytes())
+    return int(psutil.virtual_memory().available)
 
 
 class _Checkpoint:

@@ -142,3 +142,21 @@ def has_plain_head(model: PreTrainedModel) -> bool:
     except UsageError:
         return False
     return True
+
+
+def base_model(model: Any) -> Any:
+    """Return the Transformers model inside a PEFT model."""
+    return model.get_base_model() if hasattr(model, "peft_config") and hasattr(model, "get_base_model") else model
+
+
+def accepts_shifted_labels(inner: PreTrainedModel) -> bool:
+    """Return whether a model is a causal language model whose own loss is Transformers' cross-entropy."""
+    from inspect import Parameter, signature
+
+    from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
+
+    if inner.config.is_encoder_decoder or LOSS_MAPPING.get(getattr(inner, "loss_type", None)) is not ForCausalLMLoss:
+        return False
+    parameters = signature(type(inner).forward).parameters
+    takes_any = any(parameter.kind is Parameter.VAR_KEYWORD for parameter in parameters.values())
+    return takes_any and "position_ids" in parameters

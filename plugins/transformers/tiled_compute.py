@@ -24,8 +24,8 @@ from typing import TYPE_CHECKING, Any
 
 from ...ds_configs.specs.errors import ConfigError, UsageError
 from .. import patches
-from ..deepspeed.engine import share_with_zero3, without_zero3_hooks
 from .output_heads import further_bias, head_module, shaped_head
+from .zero3_modules import share_with_zero3, without_zero3_hooks
 
 if TYPE_CHECKING:
     import torch
@@ -119,9 +119,8 @@ def _tiled_mlp(
         shapes = ", ".join(str(tuple(tensor.shape)) for tensor in (x, *routing))
         rule = f"gets tensors of different numbers of tokens: {shapes}"
         raise UsageError(ConfigError(where="tiled_mlp", value=type(mlp).__name__, rule=rule, fix="disable tiled_mlp"))
+    # One tile too: ZeRO-1 and 2 need gradients in the same order on all ranks, whose batches may have other lengths.
     size = hidden if tiles is None else math.ceil(count / tiles)
-    if count <= size:
-        return forward(x, *routing)
 
     has_samples = x.dim() > 2
 
@@ -198,11 +197,11 @@ def _autograd_function() -> Any:
         def forward(ctx: FunctionCtx, settings: Any, *tensors: torch.Tensor) -> torch.Tensor:
             ctx.settings = settings
             work, size, is_sum, count = settings
-            rows, ctx.parameters = tensors[:count], tensors[count:]
+            rows, ctx.used_parameters = tensors[:count], tensors[count:]
             ctx.save_for_backward(*rows)
             first = rows[0]
             ctx.device = first.device.type
-            ctx.autocast = torch.is_autocast_enabled(ctx.device), torch.get_autocast_dtype(ctx.device)
+            ctx.autocast_state = torch.is_autocast_enabled(ctx.device), torch.get_autocast_dtype(ctx.device)
             ctx.random = torch.get_rng_state(), torch.cuda.get_rng_state(first.device) if first.is_cuda else None
             result: Any = 0.0
             for start in range(0, len(first), size):
@@ -224,14 +223,14 @@ def _autograd_function() -> Any:
             work, size, is_sum, count = ctx.settings
             rows, needs = ctx.saved_tensors, ctx.needs_input_grad[1 : 1 + count]
             totals = [torch.empty_like(tensor) if need else None for tensor, need in zip(rows, needs, strict=True)]
-            sums: list[torch.Tensor | None] = [None] * len(ctx.parameters)
+            sums: list[torch.Tensor | None] = [None] * len(ctx.used_parameters)
             with ExitStack() as stack:
                 devices = [rows[0].device] if rows[0].is_cuda else []
                 stack.enter_context(torch.random.fork_rng(devices=devices))
                 torch.set_rng_state(ctx.random[0])
                 if devices:
                     torch.cuda.set_rng_state(ctx.random[1], rows[0].device)
-                enabled, dtype = ctx.autocast
+                enabled, dtype = ctx.autocast_state
                 stack.enter_context(torch.autocast(ctx.device, dtype=dtype, enabled=enabled))
                 stack.enter_context(torch.enable_grad())
                 for start in range(0, len(rows[0]), size):
@@ -242,7 +241,10 @@ def _autograd_function() -> Any:
                     inputs = [part for part in parts if part.requires_grad]
                     result = work(*parts)
                     found = torch.autograd.grad(
-                        result, [*inputs, *ctx.parameters], gradient if is_sum else gradient[tile], allow_unused=True
+                        result,
+                        [*inputs, *ctx.used_parameters],
+                        gradient if is_sum else gradient[tile],
+                        allow_unused=True,
                     )
                     del result
                     for total, own in zip(filter(torch.is_tensor, totals), found[: len(inputs)], strict=True):

@@ -11,6 +11,7 @@ from transformers import TrainerCallback
 from ...ds_configs.specs.errors import ConfigError, UsageError
 from ...plugins import patches
 from ...plugins.transformers.offloaded_checkpoints import offload_checkpoints
+from ...plugins.transformers.output_heads import accepts_shifted_labels, base_model
 from ...plugins.transformers.tiled_compute import (
     IGNORED_LABEL,
     mlps,
@@ -21,7 +22,6 @@ from ...plugins.transformers.tiled_compute import (
     untiled_experts,
 )
 from ..losses.fused_loss import HeadReplacement
-from .sequence.checks import accepts_shifted_labels, base_model
 
 if TYPE_CHECKING:
     import torch

@@ -19,9 +19,10 @@ from ...ds_configs.quantization.scheme import QuantizationScheme, changed, schem
 from ...ds_configs.specs.errors import ConfigError, UsageError, collecting
 from ...ds_configs.specs.settings import settings_of, unknown_error
 from ...plugins.accelerate.cpu_ranks import engine_from_environment
-from ...plugins.deepspeed.engine import share_with_zero3, stages_of
+from ...plugins.deepspeed.engine import stages_of
 from ...plugins.launching.messages import note_on_first_rank
 from ...plugins.transformers.run_settings import run_errors
+from ...plugins.transformers.zero3_modules import share_with_zero3
 from ..checkpoints.record import RECORD, on_first_rank
 from ..checkpoints.resume import checkpoints, newest_whole
 from .rounding.attach import attach, follow_engine

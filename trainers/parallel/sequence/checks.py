@@ -16,6 +16,8 @@ from ....ds_configs.specs.errors import ConfigError
 from ....ds_configs.specs.layout import Engine, Layout
 from ....ds_configs.specs.model import ModelTraits, equal_head_widths
 from ....plugins.deepspeed.engine import train_batch_size
+from ....plugins.transformers.output_heads import accepts_shifted_labels
+from ....plugins.transformers.output_heads import base_model as base_model
 from ....plugins.transformers.training_arguments import deepspeed_configuration
 
 if TYPE_CHECKING:
@@ -69,11 +71,6 @@ def model_errors(
         rule = "adds virtual tokens to the start of every shard"
         errors.append(ConfigError(where="peft", value="prompt learning", rule=rule, fix="use LoRA"))
     return errors
-
-
-def base_model(model: Any) -> Any:
-    """Return the Transformers model inside a PEFT model."""
-    return model.get_base_model() if hasattr(model, "peft_config") and hasattr(model, "get_base_model") else model
 
 
 def argument_errors(arguments: TrainingArguments, *, size: int, attention: str = "sdpa") -> list[ConfigError]:
@@ -188,19 +185,6 @@ def _has_shared_attention(inner: PreTrainedModel) -> bool:
     registries = [getattr(sys.modules.get(file), "ALL_ATTENTION_FUNCTIONS", None) for file in files]
     used = [registry for registry in registries if registry is not None]
     return bool(used) and all(registry is ALL_ATTENTION_FUNCTIONS for registry in used)
-
-
-def accepts_shifted_labels(inner: PreTrainedModel) -> bool:
-    """Return whether a model is a causal language model whose own loss is Transformers' cross-entropy."""
-    from inspect import Parameter, signature
-
-    from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
-
-    if inner.config.is_encoder_decoder or LOSS_MAPPING.get(getattr(inner, "loss_type", None)) is not ForCausalLMLoss:
-        return False
-    parameters = signature(type(inner).forward).parameters
-    takes_any = any(parameter.kind is Parameter.VAR_KEYWORD for parameter in parameters.values())
-    return takes_any and "position_ids" in parameters
 
 
 def rotation(text: PretrainedConfig) -> str:
