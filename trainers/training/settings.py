@@ -46,7 +46,7 @@ _UNCOUNTED_ARGUMENTS = {
 """Switches of `TrainingArguments` whose effect the report would not show."""
 _PLANNED = frozenset(
     {*LayoutSettings.model_fields, *TrainingSettings.model_fields, *HardwareSettings.model_fields}
-    | {"seq_len", "precision", "method"}
+    | {"seq_len", "precision", "method", "loss"}
 ) - {"revision"}
 """Options whose values a plan fixes."""
 
@@ -67,6 +67,9 @@ class TrainSettings(LayoutSettings, StreamingSettings, LaunchedSettings):
 
     group = "Training"
 
+    loss: Literal["eager", "chunked"] = Field(
+        "eager", description="Loss computation; chunked never stores the logits of all tokens"
+    )
     plan: str | None = Field(None, description="Directory of a plan to run. Default: plan now")
     resume_adapter: str | None = Field(
         None, description="Directory or Hub id of a LoRA adapter of the model to train further"

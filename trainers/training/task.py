@@ -220,7 +220,9 @@ def prepare_train(settings: TrainSettings, model: str, request: RunRequest) -> P
 
 def _planned(settings: TrainSettings, loaded: LoadedModel | None, hardware: HardwareSpec | None) -> Plan:
     assert loaded and hardware, "each failure added an error"
-    return select_plan(loaded, hardware, training_job(settings, hardware, **settings.layout()), notify=logger.info)
+    return select_plan(
+        loaded, hardware, training_job(settings, hardware, loss=settings.loss, **settings.layout()), notify=logger.info
+    )
 
 
 def _as_planned(settings: TrainSettings, plan: Plan, model: str) -> TrainSettings:
@@ -246,6 +248,9 @@ def _as_planned(settings: TrainSettings, plan: Plan, model: str) -> TrainSetting
             "gradient_checkpointing": job.gradient_checkpointing,
             "strategy": job.strategy,
             "offload": job.offload,
+            "loss": job.loss,
+            "tiled_mlp": job.tiled_mlp,
+            "offload_activations": job.offload_activations,
         }
     )
 
