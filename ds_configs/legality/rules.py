@@ -103,14 +103,62 @@ def sequence_fits_the_positions(model: ModelSpec, layout: Layout, job: TrainingJ
 
 
 def chunked_loss_is_supported(model: ModelSpec, layout: Layout, job: TrainingJob, hardware: HardwareSpec) -> Verdict:
-    """A chunked loss requires a Liger kernel; Liger silently ignores other families.
+    """A chunked loss requires a causal language model: a Liger kernel, or tiles that DeepSpeed computes again.
 
-    Source: liger_kernel/transformers/monkey_patch.py.
+    Source: liger_kernel/transformers/monkey_patch.py; deepspeed/runtime/sequence_parallel/ulysses_sp.py.
     """
-    if job.loss != "chunked" or model.model_type in CHUNKED_LOSS_FAMILIES:
+    if job.loss != "chunked" or model.model_type in CHUNKED_LOSS_FAMILIES or model.task == "causal_lm":
         return None
-    fix = f"use --loss eager; supported: {', '.join(CHUNKED_LOSS_FAMILIES)}"
-    return ConfigError(where="loss", value="chunked", rule=f"has no kernel for {model.model_type}", fix=fix)
+    rule = "is not supported: only causal language models have a loss that can be computed in parts"
+    return ConfigError(where="loss", value="chunked", rule=rule, fix="use --loss eager")
+
+
+def tiled_mlp_is_supported(model: ModelSpec, layout: Layout, job: TrainingJob, hardware: HardwareSpec) -> Verdict:
+    """A tiled MLP requires MLPs that the runtime finds by name, without dropout, on one rank.
+
+    `TiledMLP` computes tiles again without restoring the random state (deepspeed 0.19.8), so dropout would differ.
+    Tensor, pipeline and expert parallelism replace or split the MLP.
+    """
+    if not layout.tiled_mlp:
+        return None
+    fix = "use --tiled-mlp off"
+    if not any(f".{name}." in parameter.name for parameter in model.parameters for name in TILED_MLP_NAMES):
+        rule = f"requires MLPs: {model.architecture} has no module named {' or '.join(TILED_MLP_NAMES)} in its layers"
+    elif model.residual_dropout_masks:
+        rule = f"does not support the dropout of {model.architecture}, which would differ when a tile is computed again"
+    elif layout.keeps_products:
+        rule, fix = "cannot be combined with selective recomputation", "use --gradient-checkpointing on"
+    elif axes := [axis for axis in ("tp", "pp", "ep") if axis in layout.axes]:
+        rule = f"is not supported with {axes[0]} = {layout.axes[axes[0]]}, which splits or replaces the MLP"
+        fix = f"use {axes[0]} = 1, or --tiled-mlp off"
+    else:
+        return None
+    return ConfigError(where="tiled_mlp", value="on", rule=rule, fix=fix)
+
+
+TILED_MLP_NAMES = ("mlp", "feed_forward")
+"""Names of the modules that `plugins/deepspeed/tiled_compute.py` tiles."""
+
+
+def offloaded_checkpoints_are_recomputed(
+    model: ModelSpec, layout: Layout, job: TrainingJob, hardware: HardwareSpec
+) -> Verdict:
+    """Layer inputs can wait in host memory only if their layers are recomputed, outside of pipelines."""
+    if not layout.offloaded_checkpoints:
+        return None
+    layers = layout.recomputed_layers(model.dimensions.num_layers)
+    fix = "use --offload-activations off"
+    if not layout.gradient_checkpointing:
+        rule, fix = "requires gradient checkpointing", "use --gradient-checkpointing on"
+    elif layout.offloaded_checkpoints > layers:
+        rule = f"must be at most the {layers} recomputed layers, not {layout.offloaded_checkpoints}"
+    elif layout.keeps_products:
+        rule, fix = "cannot be combined with selective recomputation", "use --gradient-checkpointing on"
+    elif layout.pp > 1:
+        rule, fix = "is not supported in pipelines", "use pp = 1, or --offload-activations off"
+    else:
+        return None
+    return ConfigError(where="offload_activations", value="on", rule=rule, fix=fix)
 
 
 def lora_targets_exist(model: ModelSpec, layout: Layout, job: TrainingJob, hardware: HardwareSpec) -> Verdict:
@@ -175,6 +223,8 @@ def shared_sequences_are_causal(model: ModelSpec, layout: Layout, job: TrainingJ
 MODEL_RULES: tuple[Rule, ...] = (
     sequence_fits_the_positions,
     chunked_loss_is_supported,
+    tiled_mlp_is_supported,
+    offloaded_checkpoints_are_recomputed,
     lora_targets_exist,
     lora_targets_can_be_adapted,
     unseen_code_is_trained_whole,

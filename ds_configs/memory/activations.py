@@ -10,7 +10,7 @@ from math import ceil, prod
 from typing import Any, Literal
 
 from ..specs.errors import ConfigError, ShardwrightError, UsageError
-from ..specs.job import TrainingJob
+from ..specs.job import CHUNKED_LOSS_FAMILIES, TrainingJob
 from ..specs.layout import Layout
 from ..specs.model import Dimensions, ModelSpec, ParameterShape, stored_facts
 
@@ -46,6 +46,31 @@ class SelectiveBytes:
     """Largest live bytes in its backward pass beyond what all layers keep and `outside_layer_bytes`."""
 
 
+Parts = tuple[tuple[int, int], ...]
+"""For each moment at which a layer may peak, its bytes outside the MLP's inner tensors, and those of the latter."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MlpBytes:
+    """Bytes of a layer with its MLP's inner tensors apart, of which a tiled MLP has one tile's.
+
+    A tiled MLP saves its input only, which other layers save too, and adds the gradient of its input, into which the
+    tiles write (`TiledMLP.backward` in deepspeed/runtime/sequence_parallel/ulysses_sp.py, 0.19.8).
+    """
+
+    saved_bytes_per_layer: int
+    """Inner tensors that a layer without checkpointing keeps."""
+    input_gradient_bytes: int
+    backward_transient: Parts
+    recompute_backward_transient: Parts
+    forward_transient: Parts
+
+    def tiled(self, parts: Parts, share: float, *, backward: bool) -> int:
+        """Return the largest bytes of a moment if tiles have `share` of the tokens."""
+        added = self.input_gradient_bytes if backward else 0
+        return max(0, *(outside + (ceil(inner * share) + added if inner > 0 else 0) for outside, inner in parts))
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ActivationEstimate:
     """Activation bytes on one rank, without parameters, gradients and optimizer state.
@@ -67,6 +92,10 @@ class ActivationEstimate:
     """The same with checkpointing, which also holds the recomputed layer's saved tensors."""
     forward_transient_bytes: int
     """Largest live bytes in one checkpointed layer's forward beyond those live when it starts."""
+    loss_tiles: int = 0
+    """Tiles of DeepSpeed's tiled loss, whose backward pass computes them again; 0 for other losses."""
+    mlp: MlpBytes | None = None
+    """The part of the above that MLPs hold; `None` if the source does not separate it."""
     selective: SelectiveBytes | None = None
     """Bytes under `selective` checkpointing; `None` if they were not traced."""
     loss_forward_peak_bytes: int
@@ -167,8 +196,76 @@ def evaluate_table(table: Mapping[str, Any], features: Mapping[str, int], source
         loss_kept_bytes=largest("loss_kept"),
         loss_backward_peak_bytes=largest("loss_backward_peak"),
         autocast_weight_copy_bytes_per_parameter=int(table["weight_copy_bytes_per_parameter"]),
+        mlp=_mlp_bytes(table, features),
         source=source,
     )
+
+
+def _mlp_bytes(table: Mapping[str, Any], features: Mapping[str, int]) -> MlpBytes | None:
+    """Return the MLP's part of a table's bytes.
+
+    At a moment with tensors of the MLP's inner width, these and those of routed tokens exist for one tile only.
+    """
+    names, point = table["features"], [features[feature] for feature in table["features"]]
+    wide = [index for index, name in enumerate(names) if "intermediate_size" in name]
+    inside = [index for index, name in enumerate(names) if index in wide or name.startswith("routed_token")]
+    if not wide:
+        return None
+    (saved_row,) = table["saved_per_layer"]
+
+    def parts(rows: Sequence[Sequence[float]], kept_row: Sequence[float]) -> Parts:
+        # Rows are relative to what layers keep, which contains inner tensors unless they are recomputed or tiled.
+        kept_outside = sum(
+            c * x for index, (c, x) in enumerate(zip(kept_row, point, strict=True)) if index not in inside
+        )
+        split = []
+        for row in rows:
+            live = [c + kept for c, kept in zip(row, kept_row, strict=True)]
+            total = sum(c * x for c, x in zip(live, point, strict=True))
+            inner = sum(live[index] * point[index] for index in inside) if any(live[index] for index in wide) else 0
+            split.append((ceil(total - inner - kept_outside), ceil(inner)))
+        return tuple(split)
+
+    nothing = [0.0] * len(names)
+    element = max(row[names.index("token*hidden_size")] for row in table["checkpointed_per_layer"])
+    return MlpBytes(
+        saved_bytes_per_layer=ceil(sum(saved_row[index] * point[index] for index in inside)),
+        input_gradient_bytes=ceil(element * features["token*hidden_size"]),
+        backward_transient=parts(table["backward_transient"], saved_row),
+        recompute_backward_transient=parts(table["recompute_backward_transient"], nothing),
+        forward_transient=parts(table["forward_transient"], nothing),
+    )
+
+
+def with_tiled_mlp(traced: ActivationEstimate, share: float) -> ActivationEstimate:
+    """Return the bytes of layers whose MLP computes tiles of `share` of the tokens; unchanged if nothing separates it.
+
+    The tile's inner tensors exist in the forward pass, and in the backward pass, which computes them again.
+    """
+    mlp = traced.mlp
+    if mlp is None or share >= 1:
+        return traced
+    return replace(
+        traced,
+        saved_bytes_per_layer=traced.saved_bytes_per_layer - mlp.saved_bytes_per_layer,
+        backward_transient_bytes=mlp.tiled(mlp.backward_transient, share, backward=True),
+        recompute_backward_transient_bytes=mlp.tiled(mlp.recompute_backward_transient, share, backward=True),
+        forward_transient_bytes=mlp.tiled(mlp.forward_transient, share, backward=False),
+    )
+
+
+def mlp_tiles(model: ModelSpec, tokens_per_sequence: int) -> int:
+    """Return the number of tiles, of as many tokens as the hidden size (`tile_mlps`, plugins/deepspeed)."""
+    return max(1, ceil(tokens_per_sequence / max(1, model.dimensions.hidden_size)))
+
+
+LOGITS_BYTES_OF_A_TILE = 2**30
+"""Largest fp32 logits of one tile of DeepSpeed's tiled loss."""
+
+
+def loss_tiles(model: ModelSpec, tokens: int) -> int:
+    """Return the number of tiles of DeepSpeed's tiled loss for the tokens of a micro-batch on a rank."""
+    return max(1, ceil(4 * tokens * model.dimensions.vocab_size / LOGITS_BYTES_OF_A_TILE))
 
 
 def _largest(rows: list[list[float]], point: Sequence[int]) -> int:
@@ -263,6 +360,11 @@ def estimate_activations(
         loss_backward_peak_bytes=hidden_gradient + norm_backward,
         source=f"{estimate.source}; loss in chunks of {chunk_tokens} tokens",
     )
+
+
+def has_fused_loss(model: ModelSpec, layout: Layout, job: TrainingJob, *, gpu: bool) -> bool:
+    """Return whether Liger's kernel computes a chunked loss; DeepSpeed's tiles compute all others."""
+    return job.loss == "chunked" and gpu and layout.sp == 1 and model.model_type in CHUNKED_LOSS_FAMILIES
 
 
 def chunked_loss_tokens(tokens: int, dimensions: Dimensions) -> int:

@@ -36,6 +36,8 @@ TERM_MEANINGS: Mapping[str, str] = {
     "the bucket",
     "unit_gradients": "FSDP2: unsharded gradients of a unit and their reduce-scatter input",
     "activations": "number of layers * traced bytes kept per layer; with checkpointing the inputs of the layers",
+    "checkpoint_staging": "inputs of recomputed layers on the accelerator while the others are in host memory: one in "
+    "use and one that a side stream copies",
     "activations_in_flight": "pipeline: activations of the other micro-batches that wait for their backward pass, "
     "min(m, p - stage) - 1 of them",
     "stage_borders": "pipeline: received and sent tensors that wait for their gradients, and the receive buffer",
@@ -45,7 +47,8 @@ TERM_MEANINGS: Mapping[str, str] = {
     "adapted_expert_update": "the update that LoRA adds to an expert matrix, during the sum",
     "backward_transient": "activation gradients inside one layer; with checkpointing also its recomputed activations",
     "loss": "logits, their fp32 copy and the gradients of head and loss at their joint peak; with a teacher "
-    "those of a chunk of rows",
+    "those of a chunk of rows, and with a chunked loss those of a chunk or tile",
+    "cached_logits": "the free block of 16-bit logits, in which no fp32 gradient of the loss fits",
     "head_gradient": "gradient of the output head, which a chunked loss computes early; in fp32 with a teacher",
     "dequantized_weight": "the largest 4-bit weight, dequantized for one product",
     "teacher_weights": "the frozen teacher: in compute precision, complete or sharded over all ranks, or in 4 bit",
@@ -66,6 +69,7 @@ TERM_MEANINGS: Mapping[str, str] = {
     "offloaded_gradients": "gradients copied to the host and in the CPU optimizer",
     "offloaded_parameters": "parameter shards in host memory",
     "offloaded_teacher": "the frozen teacher in host memory, sharded over the ranks, in pinned blocks",
+    "offloaded_checkpoints": "inputs of recomputed layers that wait for the backward pass in pinned host memory",
     "teacher_cache_reads": "cached teacher outputs of one micro-batch",
     "pinned_rounding": "torch rounds each pinned block up to a power of two",
     "nvme_optimizer_buffers": "pinned buffers: buffer_count * 4 B * the largest sub-group shard",
@@ -103,6 +107,8 @@ TERM_ROLES: Mapping[str, Role] = {
     "persistent_parameters": "buckets",
     "activations": "activations",
     "activations_in_flight": "activations",
+    "checkpoint_staging": "activations",
+    "offloaded_checkpoints": "activations",
     "stage_borders": "activations",
     "autocast_weight_copies": "activations",
     "adapted_expert_copies": "activations",

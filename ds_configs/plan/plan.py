@@ -41,6 +41,7 @@ from .rendering import (
     planned_training_arguments,
     resolved_deepspeed_config,
     run_line,
+    uses_liger,
 )
 
 # Plans are far below 1 MiB; a larger file was not written by `Plan.write` and is not parsed.
@@ -528,7 +529,7 @@ def header_lines(plan: Plan, directory: str) -> list[str]:
     lines += [f"{axis.upper()} {size}: {libraries[axis]}" for axis, size in axes.items()]
     if "pp" in axes:
         lines += pipeline_warnings(stages=axes["pp"], micro_batches=strategy.gradient_accumulation_steps)
-    if plan.job.loss == "chunked":
+    if uses_liger(plan):
         lines.append("Requires the package liger-kernel; the training arguments enable its fused head and loss.")
     if plan.job.teacher is not None:
         lines.append(

@@ -13,7 +13,8 @@ from typing import Any
 
 import yaml
 
-from ..memory.estimate import stock_loading_bytes
+from ..memory.activations import has_fused_loss
+from ..memory.estimate import expands_segments, stock_loading_bytes
 from ..search.search import Evaluated
 from ..specs.errors import ConfigError, UsageError
 from ..specs.hardware import HardwareSpec
@@ -35,6 +36,12 @@ class LaunchSpec:
     hardware: HardwareSpec
     job: TrainingJob
     chosen: Evaluated
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """Variables of the ranks that the memory estimate assumes."""
+        expands = expands_segments(self.job, self.hardware)
+        return {"PYTORCH_ALLOC_CONF": "expandable_segments:True"} if expands else {}
 
     @property
     def file_names(self) -> tuple[str, ...]:
@@ -163,7 +170,17 @@ def trainer_line(plan: LaunchSpec) -> str:
         needs.append("`shardwright launch` for CPU ranks")
     if strategy.recomputes_in_part:
         needs.append("`shardwright launch`, PlanCallback or trainer_for, or it recomputes all layers completely")
-    elif strategy.zero_stage == 3 and job.method == "qlora":
+    if features := [
+        name
+        for name, is_on in (
+            ("tiled MLPs", strategy.tiled_mlp),
+            ("the tiled loss", job.loss == "chunked" and not uses_liger(plan)),
+            ("checkpoints in host memory", strategy.offloaded_checkpoints > 0),
+        )
+        if is_on
+    ]:
+        needs.append(f"`shardwright launch`, PlanCallback or trainer_for for {', '.join(features)}")
+    if strategy.zero_stage == 3 and job.method == "qlora" and not strategy.recomputes_in_part:
         why = "which keep gathered weights out of the backward pass"
         needs.append(f"`shardwright launch`, PlanCallback or trainer_for, {why}")
     stock_bytes = stock_loading_bytes(strategy, plan.model, plan.hardware, job)
@@ -187,6 +204,11 @@ FUSED_LOSS_ONLY = {
     "swiglu": False,
 }
 """Enables Liger's chunked head and loss, but not its other kernels."""
+
+
+def uses_liger(plan: LaunchSpec) -> bool:
+    """Return whether liger-kernel computes a chunked loss; otherwise Shardwright's callback computes it in tiles."""
+    return has_fused_loss(plan.model, plan.chosen.strategy, plan.job, gpu=plan.hardware.gpu != "CPU")
 
 
 MAX_GRAD_NORM = 1.0
@@ -215,9 +237,9 @@ def planned_training_arguments(plan: LaunchSpec) -> dict[str, object]:
         arguments["torch_compile"] = True
     if job.use_liger_kernel:
         arguments["use_liger_kernel"] = True
-        fused = {"cross_entropy": False, "fused_linear_cross_entropy": job.loss == "chunked"}
+        fused = {"cross_entropy": False, "fused_linear_cross_entropy": uses_liger(plan)}
         arguments["liger_kernel_config"] = fused
-    elif job.loss == "chunked":
+    elif uses_liger(plan):
         arguments["use_liger_kernel"] = True
         arguments["liger_kernel_config"] = FUSED_LOSS_ONLY
     if strategy.engine == "fsdp2":

@@ -15,7 +15,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar, get_args
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr, ValidationError, model_validator
 
 from .errors import ConfigError, UsageError, count_fix
-from .job import OffloadName, Recomputation, StrategyName, TeacherPlacementChoice
+from .job import OffloadName, Recomputation, StrategyName, Switch, TeacherPlacementChoice
 from .synonyms import suggested
 from .texts import yaml_value
 
@@ -185,6 +185,10 @@ class TrainingSettings(Settings):
     )
     strategy: StrategyName = Field("auto", description="Engine and ZeRO stage")
     offload: OffloadName = Field("auto", description="Offload optimizer states; with cpu-all and nvme, also parameters")
+    tiled_mlp: Switch = Field("auto", description="Compute MLPs in tiles of the sequence, for long sequences")
+    offload_activations: Switch = Field(
+        "auto", description="Keep the inputs of recomputed layers in pinned host memory, for long sequences"
+    )
     revision: str | None = Field(None, description="Branch, tag or commit of a Hub model")
 
 

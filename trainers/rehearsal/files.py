@@ -53,6 +53,9 @@ class RehearsalJob(RankJob):
     text_tokens: bool = Field(default=False, description="whether tokens.bin holds the user's text as bytes")
     checkpointed_layers: int | None = Field(default=None, description="layers that are recomputed; null for all")
     keeps_products: bool = Field(default=False, description="whether recomputed layers keep products and attention")
+    tiled_mlp: bool = Field(default=False, description="whether MLPs compute tiles of the sequence")
+    offloaded_checkpoints: int = Field(default=0, description="layers whose input waits in host memory")
+    loss: str = Field(default="eager", description="eager, or chunked for a loss in tiles")
     axes: dict[str, Any] = Field(description="ranks of every axis beyond data parallelism, by its field in Layout")
     stages: tuple[dict[str, Any], ...] = Field(description="fields of the PipelineStages; none without a pipeline")
 
@@ -172,7 +175,9 @@ def scale_plan(
     strategy = replace(strategy, zero=zero, offload_variant="none")
     precision = "bf16" if plan.job.precision in ("fp16", "fp8") else plan.job.precision
     seq_len = rehearsed_sequence(plan.job.seq_len_tokens, strategy)
-    job = replace(without_kernels(plan.job), seq_len_tokens=seq_len, precision=precision, loss="eager", teacher=None)
+    # Tiles compute a chunked loss on CPU ranks, where Liger has no kernels.
+    loss = plan.job.loss if plan.job.teacher is None else "eager"
+    job = replace(without_kernels(plan.job), seq_len_tokens=seq_len, precision=precision, loss=loss, teacher=None)
     for name in ("seq_len_tokens", "precision", "loss", "torch_compile", "use_liger_kernel"):
         before, after = getattr(plan.job, name), getattr(job, name)
         if before != after:
@@ -217,6 +222,9 @@ def scale_plan(
         lora_targets=",".join(job.lora_targets),
         checkpointed_layers=strategy.checkpointed_layers,
         keeps_products=strategy.keeps_products,
+        tiled_mlp=strategy.tiled_mlp,
+        offloaded_checkpoints=strategy.offloaded_checkpoints,
+        loss=job.loss,
         axes={axis: getattr(strategy, axis) for axis in ("tp", "pp", "sp", "cp", "ep")},
         stages=tuple(asdict(stage) for stage in stages),
     )

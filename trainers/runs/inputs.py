@@ -175,7 +175,7 @@ def training_job(settings: LaunchedSettings, hardware: HardwareSpec, **further: 
 
     Without axis sizes in `further` the job uses data parallelism only, as trainers with custom losses require.
     """
-    data_parallel: dict[str, Any] = dict.fromkeys(AXIS_FIELDS, 1)
+    data_parallel: dict[str, Any] = dict.fromkeys(AXIS_FIELDS, 1) | {"loss": "eager"}
     precision = settings.precision
     if precision == "auto":
         precision = "fp32" if hardware.gpu == "CPU" else "bf16"
@@ -193,7 +193,9 @@ def training_job(settings: LaunchedSettings, hardware: HardwareSpec, **further: 
         gradient_checkpointing=settings.gradient_checkpointing,
         strategy=settings.strategy,
         offload=settings.offload,
-        **({"loss": "eager"} | data_parallel | further),
+        tiled_mlp=settings.tiled_mlp,
+        offload_activations=settings.offload_activations,
+        **(data_parallel | further),
     )
 
 

@@ -35,9 +35,12 @@ from ...ds_configs.step_time.learning import part_seconds, published_time
 from ...plugins.accelerate.cpu_ranks import engine_from_environment
 from ...plugins.bitsandbytes import read_weights_in_backward
 from ...plugins.planning.from_names import installed_release_difference, installed_versions
+from ...plugins.transformers.document_attention import attend_by_document
 from ...plugins.transformers.gradient_checkpointing import checkpoint_first_layers, keep_products
 from ...plugins.transformers.sound_model import gathered
 from ...plugins.transformers.training_arguments import deepspeed_configuration
+from ..parallel.sequence.checks import base_model
+from ..parallel.trainer_for import attach_long_sequences
 from .figures_callback import StepFiguresCallback, await_device
 from .out_of_memory import explain_memory_errors
 
@@ -94,7 +97,8 @@ class PlanCallback(TrainerCallback):
     """Compares a run with its plan: writes `plan_measurement.json` and prints both on rank 0.
 
     Where the plan recomputes only the first layers, it takes the flag back from the others as training begins; where
-    recomputed layers keep their products, it sets that; 4-bit layers under ZeRO-3 keep no gathered weights.
+    recomputed layers keep their products, it sets that; 4-bit layers under ZeRO-3 keep no gathered weights. Attached,
+    it also tiles MLPs and the loss, and moves checkpoints to host memory, where the plan does.
 
     Make it before the Trainer, so that what the Trainer allocates counts, and attach it so that the figures reach
     W&B, TensorBoard and Trackio. Without `attach`, `callbacks=[callback]` still writes and prints. A step's time runs
@@ -141,6 +145,9 @@ class PlanCallback(TrainerCallback):
     def attach(self, trainer: Any) -> None:
         """Add this callback to a Trainer, and send its figures and those of logged steps through its reporters."""
         self.follow(trainer)
+        strategy = self._plan.chosen.strategy
+        if strategy.pp == 1:
+            attach_long_sequences(trainer, strategy, self._plan.job)
         StepFiguresCallback(self._plan).attach(trainer)
         explain_memory_errors(trainer, self._plan)
 
@@ -256,6 +263,7 @@ def keep_planned_memory(plan: Plan, args: Any, model: Any) -> None:
         UsageError: the model's layers cannot be recomputed in part.
     """
     strategy = plan.chosen.strategy
+    attend_by_document(base_model(model))
     if strategy.checkpointed_layers is not None and args.gradient_checkpointing:
         checkpoint_first_layers(model, strategy.checkpointed_layers)
     if strategy.keeps_products and args.gradient_checkpointing:

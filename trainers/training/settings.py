@@ -48,7 +48,7 @@ _UNCOUNTED_ARGUMENTS = {
 """Switches of `TrainingArguments` whose effect the report would not show."""
 _PLANNED = frozenset(
     {*LayoutSettings.model_fields, *TrainingSettings.model_fields, *HardwareSettings.model_fields}
-    | {*KernelSettings.model_fields, "seq_len", "precision", "method"}
+    | {*KernelSettings.model_fields, "seq_len", "precision", "method", "loss"}
 ) - {"revision"}
 """Options whose values a plan fixes."""
 
@@ -71,6 +71,9 @@ class TrainSettings(KernelSettings, LayoutSettings, StreamingSettings, LaunchedS
 
     precision: Literal["auto", "bf16", "fp16", "fp32", "fp8"] = Field(  # type: ignore[assignment]
         "auto", description="Compute precision; auto: bf16, or fp32 without an accelerator"
+    )
+    loss: Literal["eager", "chunked"] = Field(
+        "eager", description="Loss computation; chunked never stores the logits of all tokens"
     )
     plan: str | None = Field(None, description="Directory of a plan to run. Default: plan now")
     resume_adapter: str | None = Field(

@@ -218,9 +218,9 @@ def prepare_train(settings: TrainSettings, model: str, request: RunRequest) -> P
 def _planned(settings: TrainSettings, loaded: LoadedModel | None, hardware: HardwareSpec | None) -> Plan:
     assert loaded and hardware, "each failure added an error"
     further = settings.layout() | {name: getattr(settings, name) for name in KernelSettings.model_fields}
-    if settings.use_liger_kernel:
-        further["loss"] = "auto"
-    return select_plan(loaded, hardware, training_job(settings, hardware, **further), notify=logger.info)
+    chooses_loss = settings.use_liger_kernel and "loss" not in settings.model_fields_set
+    job = training_job(settings, hardware, loss="auto" if chooses_loss else settings.loss, **further)
+    return select_plan(loaded, hardware, job, notify=logger.info)
 
 
 def _as_planned(settings: TrainSettings, plan: Plan, model: str) -> TrainSettings:
@@ -244,6 +244,9 @@ def _as_planned(settings: TrainSettings, plan: Plan, model: str) -> TrainSetting
             "gradient_checkpointing": job.gradient_checkpointing,
             "strategy": job.strategy,
             "offload": job.offload,
+            "loss": job.loss,
+            "tiled_mlp": job.tiled_mlp,
+            "offload_activations": job.offload_activations,
             **{name: getattr(job, name) for name in KernelSettings.model_fields},
         }
     )

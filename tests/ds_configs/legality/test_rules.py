@@ -221,8 +221,29 @@ CASES = {
     ),
     "chunked loss": (
         ZERO1,
-        {"model": replace(LLAMA, model_type="gpt2"), "loss": "chunked"},
-        "has no kernel for gpt2; use --loss eager",
+        {"model": replace(LLAMA, model_type="t5", task="seq2seq"), "loss": "chunked"},
+        "only causal language models have a loss that can be computed in parts; use --loss eager",
+    ),
+    "tiled MLP with dropout": (
+        replace(ZERO1, tiled_mlp=True),
+        {"model": replace(LLAMA, residual_dropout_masks=1)},
+        "tiled_mlp = 'on': does not support the dropout of LlamaForCausalLM",
+    ),
+    "tiled MLP without MLPs": (
+        replace(ZERO1, tiled_mlp=True),
+        {"model": replace(LLAMA, parameters=tuple(p for p in LLAMA.parameters if p.group != "mlp"))},
+        "has no module named mlp or feed_forward in its layers; use --tiled-mlp off",
+    ),
+    "tiled MLP with tp": (replace(ZERO1, tiled_mlp=True, tp=2, dp_shard=4), {}, "use tp = 1, or --tiled-mlp off"),
+    "offload without recomputation": (
+        replace(ZERO1, offloaded_checkpoints=2),
+        {},
+        "offload_activations = 'on': requires gradient checkpointing; use --gradient-checkpointing on",
+    ),
+    "offload of too many layers": (
+        replace(ZERO1, gradient_checkpointing=True, checkpointed_layers=2, offloaded_checkpoints=3),
+        {},
+        "must be at most the 2 recomputed layers, not 3",
     ),
     "lora targets": (ZERO1, {"method": "lora", "lora_targets": ("c_attn",)}, "names from down_proj, gate_proj"),
     "lora router": (ZERO1, {"method": "lora", "model": ROUTED}, "router, which returns a tuple"),

@@ -243,9 +243,7 @@ def assert_run_matches(family: str, mode: Mode, adapter: Adapter, attention: str
 
 
 @pytest.mark.trace
-@pytest.mark.parametrize(
-    ("mode", "checkpointing"), [("bf16", False), ("bf16", True), ("fp32", False), ("bf16_autocast", True)]
-)
+@pytest.mark.parametrize(("mode", "checkpointing"), [("bf16", False), ("fp32", False), ("bf16_autocast", True)])
 @pytest.mark.parametrize("family", FIRST)
 def test_measured_bytes_of_new_shapes_match_estimate(family: str, mode: Mode, checkpointing: bool) -> None:
     assert_run_matches(family, mode, "none", own_attention(family), checkpointing=checkpointing)

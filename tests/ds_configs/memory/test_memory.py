@@ -308,7 +308,7 @@ STAGES = st.sampled_from(["bf16", "fp16", "fp32"])
 
 
 @given(ranks=st.integers(2, 256), precision=STAGES, layers=st.integers(1, 40), width=st.sampled_from([64, 256, 1024]))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 def test_states_fall_with_stage_and_ranks(ranks, precision, layers, width):
     """Up to ranks whose partitions hold many tensors: ZeRO-2 keeps a tensor on a border whole on both sides, and on
     802 ranks of a model of 140,000 parameters doubling the ranks moved a larger one there.
@@ -333,7 +333,7 @@ def test_states_fall_with_stage_and_ranks(ranks, precision, layers, width):
     checkpointing=st.booleans(),
     name=st.sampled_from(["ddp", "zero1", "zero2", "zero3", "fsdp2"]),
 )
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 def test_memory_rises_with_sequence_and_micro_batch(sequence, micro_batch, checkpointing, name):
     hardware = parse_hardware("8xA100-80GB")
     strategy = strategy_of(name, 8, micro_batch_size=micro_batch, gradient_checkpointing=checkpointing)

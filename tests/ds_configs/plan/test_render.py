@@ -254,7 +254,7 @@ SMALL = llama()
 
 @pytest.mark.slow
 @given(job=JOBS, hardware=st.sampled_from([NODE, TWO_NODES]))
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=12, deadline=None)
 def test_plans_round_trip_and_pass_check(job, hardware):
     plan = make_plan(SMALL, hardware, TrainingJob(seq_len_tokens=512, **job))
     files = render_files(plan)
