@@ -7,9 +7,10 @@ from collections.abc import Callable, Iterable, Iterator
 from ..memory.activations import UnknownFamilyError, activation_mode, cached_activations
 from ..specs.errors import ConfigError, divides, one_of
 from ..specs.hardware import HardwareSpec, gpu_catalog
-from ..specs.job import CHUNKED_LOSS_FAMILIES, OPTIMIZERS, TrainingJob
+from ..specs.job import CHUNKED_LOSS_FAMILIES, TrainingJob
 from ..specs.layout import Layout
 from ..specs.model import MAMBA_TYPES, NOT_ADAPTED_IN_MAMBA, ModelSpec, ParameterShape, targeted_linears
+from ..specs.optimizers import OPTIMIZERS
 from .axes import (
     context_parallel_errors,
     expert_errors,
@@ -126,6 +127,8 @@ def tiled_mlp_is_supported(model: ModelSpec, layout: Layout, job: TrainingJob, h
         rule = f"requires MLPs: {model.architecture} has no module named {' or '.join(TILED_MLP_NAMES)} in its layers"
     elif model.residual_dropout_masks:
         rule = f"does not support the dropout of {model.architecture}, which would differ when a tile is computed again"
+    elif job.use_liger_kernel:
+        rule, fix = "is not supported with Liger's kernels, which replace the MLP", "omit one of the two"
     elif layout.keeps_products:
         rule, fix = "cannot be combined with selective recomputation", "use --gradient-checkpointing on"
     elif axes := [axis for axis in ("tp", "pp", "ep") if axis in layout.axes]:
@@ -152,6 +155,8 @@ def offloaded_checkpoints_are_recomputed(
         rule, fix = "requires gradient checkpointing", "use --gradient-checkpointing on"
     elif layout.offloaded_checkpoints > layers:
         rule = f"must be at most the {layers} recomputed layers, not {layout.offloaded_checkpoints}"
+    elif job.use_liger_kernel:
+        rule, fix = "is not supported with Liger's kernels, which replace the MLP", "omit one of the two"
     elif layout.keeps_products:
         rule, fix = "cannot be combined with selective recomputation", "use --gradient-checkpointing on"
     elif layout.pp > 1:
@@ -401,6 +406,10 @@ def fp8_is_supported(model: ModelSpec, layout: Layout, job: TrainingJob, hardwar
         reject("precision", "fp8", rule, "use bf16")
     if job.method != "full":
         reject("precision", "fp8", f"supports full training only, not {job.method}", "use bf16, or --method full")
+    if job.weights_dtype == "bf16":
+        reject(
+            "weights_dtype", "bf16", "is not supported with fp8, which casts fp32 weights", "use --weights-dtype fp32"
+        )
     return errors
 
 
@@ -594,12 +603,50 @@ def offloaded_optimizer_has_cpu_kernel(
     return ConfigError(where="optimizer", value=job.optimizer, rule=rule, fix=fix)
 
 
+def layerwise_updates_do_not_accumulate(
+    model: ModelSpec, layout: Layout, job: TrainingJob, hardware: HardwareSpec
+) -> Verdict:
+    """LOMO updates a parameter when its gradient of one micro-batch exists (lomo_optim/lomo.py)."""
+    if not OPTIMIZERS[job.optimizer].layerwise or layout.gradient_accumulation_steps == 1:
+        return None
+    rule, fix = "updates weights after every micro-batch", "use a global batch of one micro-batch"
+    return ConfigError(where="optimizer", value=job.optimizer, rule=rule, fix=fix)
+
+
+def matrix_optimizers_train_whole_models(
+    model: ModelSpec, layout: Layout, job: TrainingJob, hardware: HardwareSpec
+) -> Verdict:
+    """Adapters are low-rank already: LOMO, GaLore, APOLLO and Muon are for full training."""
+    spec = OPTIMIZERS[job.optimizer]
+    if job.method == "full" or not (spec.layerwise or spec.low_rank or spec.matrix_states):
+        return None
+    rule, fix = f"is for full training, not for {job.method}", "use adamw_torch_fused, or --method full"
+    return ConfigError(where="optimizer", value=job.optimizer, rule=rule, fix=fix)
+
+
 def optimizer_accepts_dtensors(model: ModelSpec, layout: Layout, job: TrainingJob, hardware: HardwareSpec) -> Verdict:
     """FSDP2 parameters are DTensors, which bitsandbytes' optimizer kernels do not support."""
     if layout.engine != "fsdp2" or not OPTIMIZERS[job.optimizer].plain_tensors_only:
         return None
     rule, fix = "does not support DTensors, the parameters of FSDP2", "use adamw_torch_fused, or a ZeRO stage"
     return ConfigError(where="optimizer", value=job.optimizer, rule=rule, fix=fix)
+
+
+def bf16_weights_have_no_master_copy(
+    model: ModelSpec, layout: Layout, job: TrainingJob, hardware: HardwareSpec
+) -> Verdict:
+    """bf16 weights are trained in bf16 by one process, DDP and FSDP2; DeepSpeed keeps fp32 master weights."""
+    if job.weights_dtype != "bf16":
+        return None
+    if job.precision != "bf16":
+        rule, fix = "requires bf16 as compute precision", "use --precision bf16, or --weights-dtype fp32"
+    elif job.method != "full":
+        rule, fix = "is for full training: frozen weights are in 16 bit already", "omit it"
+    elif layout.engine == "deepspeed":
+        rule, fix = "has no effect with DeepSpeed, which trains fp32 master weights", "use ddp or fsdp2, or omit it"
+    else:
+        return None
+    return ConfigError(where="weights_dtype", value=job.weights_dtype, rule=rule, fix=fix)
 
 
 def precision_is_supported(model: ModelSpec, layout: Layout, job: TrainingJob, hardware: HardwareSpec) -> Verdict:
@@ -654,7 +701,10 @@ RULES: tuple[Rule, ...] = (
     offload_needs_its_stage,
     nvme_must_exist,
     offloaded_optimizer_has_cpu_kernel,
+    layerwise_updates_do_not_accumulate,
+    matrix_optimizers_train_whole_models,
     optimizer_accepts_dtensors,
+    bf16_weights_have_no_master_copy,
     precision_is_supported,
     fp16_needs_an_accelerator,
     accumulation_dtype_is_supported,
@@ -668,7 +718,12 @@ RULES: tuple[Rule, ...] = (
 SIZE_RULES: tuple[Rule, ...] = (sizes_are_positive, world_is_the_product, batch_equation)
 """Rules that every layout must satisfy, even one that is planned but never run."""
 
-BATCH_RULES: tuple[Rule | AxisRule, ...] = (sizes_are_positive, batch_equation, pipeline_parallelism)
+BATCH_RULES: tuple[Rule | AxisRule, ...] = (
+    sizes_are_positive,
+    batch_equation,
+    pipeline_parallelism,
+    layerwise_updates_do_not_accumulate,
+)
 """Rules that read the micro-batch size or the accumulation steps."""
 
 _EVERY_RULE: tuple[Rule | AxisRule, ...] = (*RULES, *AXIS_RULES, settings_are_proven)

@@ -808,7 +808,8 @@ def activation_mode(strategy: Layout, job: TrainingJob) -> Mode:
     """Return the precision mode of an engine: 16-bit weights (DeepSpeed, FSDP2) or autocast (one process, DDP)."""
     if job.precision == "fp32":
         return "fp32"
-    return "bf16_autocast" if strategy.engine in ("single", "ddp") else "bf16"
+    autocasts = strategy.engine in ("single", "ddp") and job.weights_dtype != "bf16"
+    return "bf16_autocast" if autocasts else "bf16"
 
 
 def activations_are_stored(model: ModelSpec, job: TrainingJob, strategy: Layout | None = None) -> bool:

@@ -21,6 +21,7 @@ from ..specs.hardware import HardwareSpec
 from ..specs.job import TrainingJob
 from ..specs.layout import ZENFLOW_TOPK_RATIO, Layout, OffloadDevice
 from ..specs.model import ModelSpec
+from ..specs.optimizers import OPTIMIZERS, parsed_optim_args
 from ..specs.texts import read_small_file, strict_json, yaml_mapping
 from ..specs.units import gigabytes
 
@@ -183,6 +184,9 @@ def trainer_line(plan: LaunchSpec) -> str:
     if strategy.zero_stage == 3 and job.method == "qlora" and not strategy.recomputes_in_part:
         why = "which keep gathered weights out of the backward pass"
         needs.append(f"`shardwright launch`, PlanCallback or trainer_for, {why}")
+    spec, sharded = OPTIMIZERS[job.optimizer], strategy.engine == "fsdp2"
+    if strategy.engine != "deepspeed" and (spec.matrix_states or spec.low_rank or (spec.factored and sharded)):
+        needs.append(f"trainer_for or `shardwright train`, which prepare {job.optimizer}")
     stock_bytes = stock_loading_bytes(strategy, plan.model, plan.hardware, job)
     if stock_bytes > plan.hardware.host_bytes_per_node:
         size = gigabytes(stock_bytes)
@@ -215,6 +219,14 @@ MAX_GRAD_NORM = 1.0
 """Norm at which gradients are clipped, the default of Trainer and DeepSpeed."""
 
 
+def max_grad_norm(job: TrainingJob) -> float:
+    """Return the norm at which gradients are clipped; 0 for Muon.
+
+    DeepSpeed would clip Muon's orthogonalized updates, whose norm is far above 1 (stage_1_and_2.py:3036).
+    """
+    return 0.0 if OPTIMIZERS[job.optimizer].matrix_states else MAX_GRAD_NORM
+
+
 def planned_training_arguments(plan: LaunchSpec) -> dict[str, object]:
     """Return the keys of `TrainingArguments` that the plan decides.
 
@@ -226,11 +238,15 @@ def planned_training_arguments(plan: LaunchSpec) -> dict[str, object]:
         "per_device_train_batch_size": strategy.micro_batch_size,
         "gradient_accumulation_steps": strategy.gradient_accumulation_steps,
         "gradient_checkpointing": strategy.gradient_checkpointing,
-        "bf16": job.precision == "bf16",
+        "bf16": job.precision == "bf16" and job.weights_dtype != "bf16",
         "fp16": job.precision == "fp16",
         "optim": job.optimizer,
-        "max_grad_norm": MAX_GRAD_NORM,
+        "max_grad_norm": max_grad_norm(job),
     }
+    if job.optim_args:
+        arguments["optim_args"] = job.optim_args
+    if OPTIMIZERS[job.optimizer].low_rank:
+        arguments["optim_target_modules"] = "all-linear"
     if plan.hardware.gpu == "CPU":
         arguments["use_cpu"] = True
     if job.torch_compile:
@@ -274,6 +290,8 @@ def deepspeed_config(plan: LaunchSpec) -> dict[str, object]:
     if job.precision == "fp16":
         config["fp16"] = {"enabled": "auto"}
         del config["bf16"]
+    if job.optimizer == "muon":
+        config["optimizer"] = {"type": "Muon", "params": muon_parameters(job)}
     if strategy.offload_optimizer != "none":
         # Accelerate does the same by default. It is safe, because only optimizers with an equivalent CPU kernel reach
         # this point (rule offloaded_optimizer_has_cpu_kernel).
@@ -312,10 +330,18 @@ def resolved_deepspeed_config(plan: LaunchSpec) -> dict[str, object]:
         "train_batch_size": strategy.global_batch_size,
         "train_micro_batch_size_per_gpu": strategy.micro_batch_size,
         "gradient_accumulation_steps": strategy.gradient_accumulation_steps,
-        "gradient_clipping": MAX_GRAD_NORM,
+        "gradient_clipping": max_grad_norm(plan.job),
         "fp16" if precision == "fp16" else "bf16": {"enabled": precision != "fp32"},
     }
     return deepspeed_config(plan) | numbers
+
+
+def muon_parameters(job: TrainingJob) -> dict[str, object]:
+    """Return the parameters of DeepSpeed's Muon; `torch_adam` and `standard` need no compiled kernels."""
+    stated = parsed_optim_args(job.optim_args)
+    parameters: dict[str, object] = {"lr": "auto", "weight_decay": "auto", "betas": "auto", "eps": "auto"}
+    parameters |= {key: float(stated[key]) for key in ("muon_lr", "momentum") if key in stated}
+    return parameters | {"ns_method": "standard", "torch_adam": True}
 
 
 def _zero_section(strategy: Layout, plan: LaunchSpec) -> dict[str, Any]:
@@ -331,6 +357,8 @@ def _zero_section(strategy: Layout, plan: LaunchSpec) -> dict[str, Any]:
         "contiguous_gradients": True,
         "reduce_bucket_size": zero.reduce_bucket_size,
     }
+    if strategy.zero_stage == 3 and plan.job.optimizer == "muon":
+        section["reduce_scatter"] = False
     if strategy.zero_stage == 3:
         keys: dict[str, object] = {
             "stage3_prefetch_bucket_size": zero.stage3_prefetch_bucket_size,
@@ -425,7 +453,9 @@ def accelerate_config(plan: LaunchSpec) -> dict[str, object]:
                 "parallelism_config_sp_attn_implementation": plan.model.attention or "sdpa",
             }
         return config
-    config["mixed_precision"] = "no" if plan.job.precision == "fp32" else plan.job.precision
+    # With bf16 weights there is nothing to autocast, and Accelerate would convert FSDP2's weights to fp32.
+    is_mixed = plan.job.precision != "fp32" and plan.job.weights_dtype != "bf16"
+    config["mixed_precision"] = plan.job.precision if is_mixed else "no"
     is_fp8 = plan.job.precision == "fp8"
     if is_fp8:
         config["fp8_config"] = {"fp8_backend": "AO"}

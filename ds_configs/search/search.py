@@ -15,7 +15,6 @@ from ..memory.rank_parameters import rank_parameters
 from ..specs.errors import ConfigError, UsageError
 from ..specs.job import (
     AUTOMATIC_PLACEMENTS,
-    OPTIMIZERS,
     LossImplementation,
     TeacherChoice,
     TeacherCost,
@@ -25,6 +24,7 @@ from ..specs.job import (
 )
 from ..specs.layout import Layout
 from ..specs.model import ModelSpec
+from ..specs.optimizers import OPTIMIZERS
 from ..specs.units import gigabytes
 from ..step_time.estimate import StepTime
 from .candidates import (

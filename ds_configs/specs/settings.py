@@ -15,7 +15,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar, get_args
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr, ValidationError, model_validator
 
 from .errors import ConfigError, UsageError, count_fix
-from .job import OffloadName, Recomputation, StrategyName, Switch, TeacherPlacementChoice
+from .job import OffloadName, Recomputation, StrategyName, Switch, TeacherPlacementChoice, TrainingJob, WeightsType
 from .synonyms import suggested
 from .texts import yaml_value
 
@@ -177,7 +177,12 @@ class TrainingSettings(Settings):
     global_batch_size: int | None = Field(
         None, ge=1, description="Sequences per optimizer step over all ranks (effective batch size)"
     )
-    optimizer: str = Field("adamw_torch_fused", description="Optimizer, by its name in the Trainer's optim")
+    optimizer: str = Field(
+        "adamw_torch_fused",
+        description="Optimizer, by its name in the Trainer's optim, or muon; auto changes it if needed",
+    )
+    optim_args: str = Field("", description="Arguments of the optimizer (e.g. rank=64,update_proj_gap=100)")
+    weights_dtype: WeightsType = Field("auto", description="Type of trained weights under DDP and FSDP2; auto: fp32")
     lora_rank: int = Field(16, ge=1, description="Rank of the LoRA matrices")
     lora_targets: JoinedNames = Field("all-linear", description="Modules to adapt, separated by commas, or all-linear")
     gradient_checkpointing: Recomputation = Field(
@@ -190,6 +195,12 @@ class TrainingSettings(Settings):
         "auto", description="Keep the inputs of recomputed layers in pinned host memory, for long sequences"
     )
     revision: str | None = Field(None, description="Branch, tag or commit of a Hub model")
+
+    def with_optimizer(self, job: TrainingJob) -> Self:
+        """Return the settings with the optimizer that was planned."""
+        return self.model_copy(
+            update={name: getattr(job, name) for name in ("optimizer", "optim_args", "weights_dtype")}
+        )
 
 
 class GuardSettings(Settings):

@@ -10,12 +10,13 @@ from typing import Literal
 
 from ..memory.activations import has_fused_loss, mlp_tiles
 from ..memory.estimate import offloaded_checkpoints
-from ..memory.model_states import Gathered, reduced_buckets, zero3_gathers
+from ..memory.model_states import Gathered, is_stepped_by_muon, reduced_buckets, zero3_gathers
 from ..memory.rank_parameters import engine_parameters, expert_parallel_share, pipeline_stages
 from ..specs.hardware import HardwareSpec
-from ..specs.job import OPTIMIZERS, TrainingJob, without_kernels
+from ..specs.job import TrainingJob, without_kernels
 from ..specs.layout import Layout, PipelineStage, ZeroOptions, contiguous_stages
 from ..specs.model import ModelSpec, ParameterShape, adapters, lora_parameter_count
+from ..specs.optimizers import OPTIMIZERS
 from . import rates as collectives
 from .model_work import (
     Batch,
@@ -752,6 +753,21 @@ def _kind(stage: PipelineStage) -> tuple[int, bool, bool]:
     return stage.num_layers, stage.has_embedding, stage.has_head
 
 
+def _orthogonalization_seconds(setting: Setting) -> float:
+    """Return the seconds of Muon's Newton-Schulz iterations, whose matrices FSDP2 and ZeRO divide over ranks.
+
+    Five iterations of an m x n matrix, m <= n, multiply m x n by n x m, m x m by m x m and m x m by m x n
+    (torch/optim/_muon.py).
+    """
+    flops = 0.0
+    for parameter in setting.model.parameters:
+        if is_stepped_by_muon(parameter):
+            small, large = min(parameter.shape), max(parameter.shape)
+            flops += parameter.count * 5 * (4 * small**2 * large + 2 * small**3)
+    ranks = setting.strategy.shard_size if setting.strategy.engine == "fsdp2" or setting.strategy.zero_stage else 1
+    return flops / ranks / (setting.hardware.flops_per_s * setting.constants.matrix_efficiency)
+
+
 def _once(
     setting: Setting, held: tuple[float, float, float], traffic: DataTraffic, micro_batch: Mapping[str, float]
 ) -> dict[str, float]:
@@ -772,6 +788,8 @@ def _once(
         # The host steps while the micro-batches of the next step compute.
         hidden = strategy.gradient_accumulation_steps * sum(micro_batch.values())
         terms["host_optimizer"] = max(0.0, terms["host_optimizer"] - hidden)
+    if OPTIMIZERS[setting.job.optimizer].matrix_states and "optimizer" in terms:
+        terms["optimizer"] += _orthogonalization_seconds(setting)
     reduction, updates, slowed, slowed_updates = traffic.reductions_once, traffic.updates_once, 0.0, 0.0
     # Computation that can hide reductions of gradients and gathers of updates.
     computed = sum(micro_batch.get(name, 0.0) for name in _COMPUTED)

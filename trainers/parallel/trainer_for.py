@@ -182,6 +182,9 @@ class PlannedParallelism:
         weigh_repeated_samples_zero(trainer)
         if not self.is_pipeline and (errors := trainer_errors(trainer)):
             raise UsageError(errors)
+        from ...plugins.transformers.optimizers import prepare_optimizer
+
+        prepare_optimizer(trainer)
         return trainer
 
     def _settings_errors(

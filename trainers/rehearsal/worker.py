@@ -105,7 +105,7 @@ def _trainer(job: RehearsalJob, work: Path, arguments: Any) -> tuple[Any, StepLo
     from transformers import AutoConfig, AutoModelForCausalLM, default_data_collator, set_seed
 
     set_seed(arguments.seed)
-    dtype = weights_dtype(arguments, method=job.method)
+    dtype = weights_dtype(arguments, method=job.method, trained=job.weights_dtype)
     if job.method == "full":
         config = AutoConfig.from_pretrained(work / "model", trust_remote_code=False)
         model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)

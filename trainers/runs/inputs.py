@@ -187,6 +187,8 @@ def training_job(settings: LaunchedSettings, hardware: HardwareSpec, **further: 
         global_batch_size=settings.global_batch_size or step_samples * max(1, _DEFAULT_GLOBAL_BATCH // step_samples),
         precision=precision,
         optimizer=settings.optimizer,
+        optim_args=settings.optim_args,
+        weights_dtype=settings.weights_dtype,
         method=settings.method,
         lora_rank=settings.lora_rank,
         lora_targets=tuple(name.strip() for name in settings.lora_targets.split(",") if name.strip()),
@@ -195,7 +197,7 @@ def training_job(settings: LaunchedSettings, hardware: HardwareSpec, **further: 
         offload=settings.offload,
         tiled_mlp=settings.tiled_mlp,
         offload_activations=settings.offload_activations,
-        **(data_parallel | further),
+        **({"loss": "eager"} | data_parallel | further),
     )
 
 

@@ -289,7 +289,16 @@ def argument_differences(
         # The planned family may be that of the language model inside another one.
         families = [part.model_type for part in (config, config.get_text_config()) if hasattr(part, "model_type")]
         model_type = plan.model.model_type if plan.model.model_type in families else next(iter(families), None)
+    planned_type = trained_type = None
+    if deepspeed is None and plan.job.method == "full" and hasattr(model, "parameters"):
+        # DeepSpeed converts what a script loads.
+        planned_type = "bf16" if plan.job.weights_dtype == "bf16" else "fp32"
+        types = {str(weight.dtype) for weight in model.parameters() if weight.requires_grad}
+        names = {"torch.bfloat16": "bf16", "torch.float32": "fp32"}
+        trained_type = names.get(types.pop()) if len(types) == 1 else None
+    autocasts = plan.job.weights_dtype != "bf16"
     facts: dict[str, tuple[Any, Any]] = {
+        "type of trained weights": (trained_type, planned_type),
         "ranks": (ranks, plan.hardware.world_size),
         "engine": (engine, "ddp" if strategy.engine == "single" else strategy.engine),
         "zero_stage": (stage, strategy.zero_stage),
@@ -299,7 +308,10 @@ def argument_differences(
         "per_device_train_batch_size": (args.per_device_train_batch_size, strategy.micro_batch_size),
         "gradient_accumulation_steps": (args.gradient_accumulation_steps, strategy.gradient_accumulation_steps),
         "gradient_checkpointing": (args.gradient_checkpointing, strategy.gradient_checkpointing),
-        "precision": ({"no": "fp32"}.get(args.mixed_precision, args.mixed_precision), plan.job.precision),
+        "precision": (
+            {"no": "fp32"}.get(args.mixed_precision, args.mixed_precision),
+            plan.job.precision if autocasts else "fp32",
+        ),
         "torch_compile": (args.torch_compile, plan.job.torch_compile),
         "use_liger_kernel": (_liger_layers(args), plan.job.use_liger_kernel),
         "optim": (optimizer, plan.job.optimizer),

@@ -256,7 +256,10 @@ def trained_model(
     further. `reads_weights`: the caller computes with weights before FSDP2 shards them, in fp32.
     """
     source = StartingModel(model=name, revision=settings.revision, method=settings.method)
-    dtype, seed = weights_dtype(context.arguments, method=settings.method), context.arguments.seed
+    dtype, seed = (
+        weights_dtype(context.arguments, method=settings.method, trained=settings.weights_dtype),
+        context.arguments.seed,
+    )
     converted_later = context.engine == "fsdp2" and settings.method == "full" and not reads_weights
     is_mixed = context.arguments.mixed_precision in ("bf16", "fp16")
     with stored_precision() if converted_later and is_mixed else contextlib.nullcontext():

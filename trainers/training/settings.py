@@ -69,11 +69,11 @@ class TrainSettings(KernelSettings, LayoutSettings, StreamingSettings, LaunchedS
 
     group = "Training"
 
-    precision: Literal["auto", "bf16", "fp16", "fp32", "fp8"] = Field(  # type: ignore[assignment]
-        "auto", description="Compute precision; auto: bf16, or fp32 without an accelerator"
-    )
     loss: Literal["eager", "chunked"] = Field(
         "eager", description="Loss computation; chunked never stores the logits of all tokens"
+    )
+    precision: Literal["auto", "bf16", "fp16", "fp32", "fp8"] = Field(  # type: ignore[assignment]
+        "auto", description="Compute precision; auto: bf16, or fp32 without an accelerator"
     )
     plan: str | None = Field(None, description="Directory of a plan to run. Default: plan now")
     resume_adapter: str | None = Field(

@@ -185,6 +185,7 @@ def prepare_train(settings: TrainSettings, model: str, request: RunRequest) -> P
     if written_plan is not None and (difference := installed_release_difference(written_plan)) is not None:
         logger.info(difference)
     plan = plan or _planned(settings, loaded, hardware)
+    settings = settings.with_optimizer(plan.job)
     errors = planned_argument_errors(settings, plan) + settings.engine_errors(plan.chosen.strategy.engine)
     batch_size = settings.arg.get("per_device_eval_batch_size")
     if batch_size is not None and (not isinstance(batch_size, int) or batch_size < 1):
@@ -218,9 +219,10 @@ def prepare_train(settings: TrainSettings, model: str, request: RunRequest) -> P
 def _planned(settings: TrainSettings, loaded: LoadedModel | None, hardware: HardwareSpec | None) -> Plan:
     assert loaded and hardware, "each failure added an error"
     further = settings.layout() | {name: getattr(settings, name) for name in KernelSettings.model_fields}
-    chooses_loss = settings.use_liger_kernel and "loss" not in settings.model_fields_set
-    job = training_job(settings, hardware, loss="auto" if chooses_loss else settings.loss, **further)
-    return select_plan(loaded, hardware, job, notify=logger.info)
+    # Liger computes the loss too, as without a plan, unless it is chosen.
+    automatic = settings.use_liger_kernel and "loss" not in settings.model_fields_set
+    further["loss"] = "auto" if automatic else settings.loss
+    return select_plan(loaded, hardware, training_job(settings, hardware, **further), notify=logger.info)
 
 
 def _as_planned(settings: TrainSettings, plan: Plan, model: str) -> TrainSettings:
@@ -236,6 +238,8 @@ def _as_planned(settings: TrainSettings, plan: Plan, model: str) -> TrainSetting
             "seq_len": job.seq_len_tokens,
             "precision": job.precision,
             "optimizer": job.optimizer,
+            "optim_args": job.optim_args,
+            "weights_dtype": job.weights_dtype,
             "method": job.method,
             "lora_rank": job.lora_rank,
             "lora_targets": ",".join(job.lora_targets),

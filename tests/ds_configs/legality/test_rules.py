@@ -96,6 +96,14 @@ CASES = {
         "use one of adamw_torch_fused, adamw_torch, adagrad",
     ),
     "dtensors": (FSDP2, {"optimizer": "lion_8bit"}, "does not support DTensors"),
+    "layerwise ranks": (DDP, {"optimizer": "lomo"}, "supported with one process; or use adamw_torch_fused"),
+    "layerwise accumulation": (
+        Layout(engine="single", gradient_accumulation_steps=2),
+        {"optimizer": "lomo", "hardware": "1xA100-80GB"},
+        "updates weights after every micro-batch",
+    ),
+    "matrices of adapters": (DDP, {"optimizer": "muon", "method": "lora"}, "is for full training, not for lora"),
+    "bf16 weights": (ZERO1, {"weights_dtype": "bf16"}, "trains fp32 master weights; use ddp or fsdp2"),
     "bf16": (ZERO1, {"hardware": "8xV100-32GB"}, "is not supported by V100-32GB; use fp16 or fp32"),
     "fp16 on cpu": (ZERO1, {"hardware": "8xCPU", "precision": "fp16"}, "is not supported on CPU ranks"),
     "accumulation": (

@@ -17,7 +17,7 @@ from shardwright.ds_configs.plan.rendering import FUSED_LOSS_ONLY
 from shardwright.ds_configs.specs.errors import UsageError
 from shardwright.ds_configs.specs.job import TrainingJob
 from shardwright.plugins.planning.from_names import plan
-from shardwright.trainers.runs.plan_callback import unread_edits
+from shardwright.trainers.runs.plan_callback import argument_differences, unread_edits
 
 pytestmark = pytest.mark.slow
 
@@ -156,6 +156,17 @@ def test_what_ran_otherwise_than_planned_is_named(planned: Path, tiny_llama: Pat
         "sequence length was 8, but the plan has 16",
         "method was lora, but the plan has full",
     )
+
+
+def test_weights_of_another_type_than_planned_are_named(planned: Path, tmp_path: Path) -> None:
+    import torch
+
+    model, line = torch.nn.Linear(2, 2, dtype=torch.bfloat16), "type of trained weights was {}, but the plan has {}"
+    plan, arguments = Plan.load(planned), cpu_arguments(tmp_path, 2, optim="adamw_torch_fused")
+    assert line.format("bf16", "fp32") in argument_differences(plan, arguments, model, ranks=1)
+    assert not any("type of" in text for text in argument_differences(plan, arguments, model.float(), ranks=1))
+    in_bf16 = replace(plan, job=replace(plan.job, weights_dtype="bf16"))
+    assert line.format("fp32", "bf16") in argument_differences(in_bf16, arguments, model, ranks=1)
 
 
 def test_an_edit_that_accelerate_does_not_read_is_reported_before_training(

@@ -207,6 +207,7 @@ def prepare_qat(settings: QATSettings, model: str, request: RunRequest) -> Prepa
     if teacher is not None:
         placement = {"teacher": teacher.spec, "teacher_placement": settings.teacher_placement}
     plan = select_plan(own, hardware, training_job(settings, hardware, **placement), notify=logger.info)
+    settings = settings.with_optimizer(plan.job)
     # Some errors depend on the layout and the number of steps.
     strategy, packed = plan.chosen.strategy, limited_held_out(samples, settings)
     models = [(own.config, plan.model.attention)]
