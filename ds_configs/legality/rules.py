@@ -422,7 +422,9 @@ def liger_has_kernels(model: ModelSpec, layout: Layout, job: TrainingJob, hardwa
     if layout.tiled_mlp or layout.offloaded_checkpoints:
         # Both replace forward passes of layers; no test combines them.
         errors = [
-            ConfigError(where=name, value=True, rule="is not supported with --tiled-mlp or --offload-activations")
+            ConfigError(
+                where=name, value=True, rule="is not supported with tiled MLPs or offloaded inputs", fix="omit it"
+            )
             for name in ("torch_compile", "use_liger_kernel")
             if getattr(job, name)
         ]
