@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from types import CodeType, FrameType, TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Protocol, Self
@@ -48,6 +48,8 @@ class MeterReading:
     """Live bytes at each phase's peak, by role; empty if the meter does not know roles."""
     reserved_peak_bytes: int | None = None
     """Largest bytes that the caching allocator held; `None` on the CPU, which has none."""
+    host_peak_bytes: int = 0
+    """Largest bytes of tensors created inside `host_memory`; 0 on an accelerator, which does not count them."""
 
     @property
     def peak_bytes(self) -> int:
@@ -87,6 +89,19 @@ def start_meter() -> ByteMeter | AcceleratorMeter:
     return AcceleratorMeter() if torch.cuda.is_available() else ByteMeter()
 
 
+_HOST_BLOCKS: list[None] = []
+
+
+@contextmanager
+def host_memory() -> Iterator[None]:
+    """Count tensors that are created inside the block as host memory, which CPU ranks cannot distinguish otherwise."""
+    _HOST_BLOCKS.append(None)
+    try:
+        yield
+    finally:
+        _HOST_BLOCKS.pop()
+
+
 class ByteMeter(TorchDispatchMode):
     """Live bytes of CPU tensors by storage, while the mode is active.
 
@@ -107,6 +122,8 @@ class ByteMeter(TorchDispatchMode):
         self._watchers: dict[int, weakref.ref[Any]] = {}
         self._totals: dict[Role, int] = dict.fromkeys(ROLES, 0)
         self._current = 0
+        self._host_watchers: dict[int, weakref.ref[Any]] = {}
+        self._host_bytes = self._host_peak = 0
         self._peaks: dict[MeterPhase, int] = {"init": 0}
         self._roles: dict[MeterPhase, dict[Role, int]] = {}
         self._code_kinds: dict[CodeType, Literal["sharding", "model"] | None] = {}
@@ -143,6 +160,7 @@ class ByteMeter(TorchDispatchMode):
     def reset_peaks(self) -> None:
         """Discard the peaks so far; live bytes are still counted."""
         self._peaks, self._roles = {}, {}
+        self._host_peak = self._host_bytes
         self._note_peak()
 
     def label(self, tensors: Iterable[torch.Tensor], role: Role) -> None:
@@ -157,7 +175,9 @@ class ByteMeter(TorchDispatchMode):
     def reading(self) -> MeterReading:
         """Return live bytes now and the peaks of the phases since the last reset."""
         roles = {phase: dict(found) for phase, found in self._roles.items()}
-        return MeterReading(current_bytes=self._current, peaks=dict(self._peaks), roles=roles)
+        return MeterReading(
+            current_bytes=self._current, peaks=dict(self._peaks), roles=roles, host_peak_bytes=self._host_peak
+        )
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run the operator, then count the storages of its results."""
@@ -190,6 +210,9 @@ class ByteMeter(TorchDispatchMode):
             if self._sizes[key] != size:
                 self._resized(storage)
             return
+        if _HOST_BLOCKS or key in self._host_watchers:
+            self._watch_host(storage)
+            return
         role = self._role_of_new_storage()
 
         def freed(_: object) -> None:
@@ -201,6 +224,19 @@ class ByteMeter(TorchDispatchMode):
         self._sizes[key] = size
         self._change(key, size)
         self._note_peak()
+
+    def _watch_host(self, storage: torch.UntypedStorage) -> None:
+        key, size = storage._cdata, storage.nbytes()
+        if key in self._host_watchers:
+            return
+
+        def freed(_: object) -> None:
+            self._host_bytes -= size
+            del self._host_watchers[key]
+
+        self._host_watchers[key] = weakref.ref(storage, freed)
+        self._host_bytes += size
+        self._host_peak = max(self._host_peak, self._host_bytes)
 
     def _resized(self, storage: torch.UntypedStorage) -> None:
         key = storage._cdata

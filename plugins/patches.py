@@ -81,6 +81,7 @@ _OWN_OPTIMIZER = (
 )
 _MODEL = "transformers.modeling_utils:PreTrainedModel"
 _FIRST_RANK = "tests/distributed/test_first_rank_loading.py::"
+_DOCUMENTS = "tests/plugins/transformers/test_document_attention.py::test_transformers_still_makes_masks_of_all_pairs"
 _LENGTH_GROUPS = "tests/plugins/transformers/test_length_groups.py::test_stock_ranks_draw_orders_of_their_own"
 
 PATCHES: tuple[Patch, ...] = (
@@ -232,6 +233,12 @@ PATCHES: tuple[Patch, ...] = (
         target=f"{_TRAINER}.prediction_step",
         reason="With a vocabulary-parallel head, each rank returns only the logits of its vocabulary shard.",
         parameters=("self",),
+    ),
+    Patch(
+        name="tiled-loss-evaluation",
+        target=f"{_TRAINER}.prediction_step",
+        reason="Only this method knows whether an evaluation needs logits, which a tiled loss does not return.",
+        parameters=("self", "model", "inputs", "prediction_loss_only"),
     ),
     Patch(
         name="context-parallel-evaluation",
@@ -405,6 +412,20 @@ PATCHES: tuple[Patch, ...] = (
         parameters=("self",),
     ),
     Patch(
+        name="document-attention",
+        target="transformers.modeling_utils:ALL_ATTENTION_FUNCTIONS",
+        scope="process",
+        reason="SDPA attention of packed, padded or windowed rows reads a mask of S x S.",
+        canary=_DOCUMENTS,
+    ),
+    Patch(
+        name="document-masks",
+        target="transformers.masking_utils:ALL_MASK_ATTENTION_FUNCTIONS",
+        scope="process",
+        reason="Transformers makes a mask of S x S for SDPA if a row is packed, padded or has a window.",
+        canary=_DOCUMENTS,
+    ),
+    Patch(
         name="ulysses-of-one-model",
         target="transformers.modeling_utils:ALL_ATTENTION_FUNCTIONS",
         scope="process",
@@ -435,6 +456,11 @@ PATCHES: tuple[Patch, ...] = (
         name="selective-checkpointing",
         target="transformers.modeling_layers:GradientCheckpointingLayer._gradient_checkpointing_func",
         reason="`gradient_checkpointing_kwargs` is stored as JSON, which cannot hold functions.",
+    ),
+    Patch(
+        name="offloaded-checkpoints",
+        target="transformers.modeling_layers:GradientCheckpointingLayer._gradient_checkpointing_func",
+        reason="Only the input of a recomputed layer moves to host memory, and only that of the first layers.",
     ),
     Patch(
         name="zero3-while-loading",
@@ -711,6 +737,12 @@ PATCHES: tuple[Patch, ...] = (
         name="tiled-mlp",
         target="torch.nn:Module.forward",
         reason="DeepSpeed tiles every MLP of a class; Shardwright tiles only the MLPs of one model.",
+        parameters=("self",),
+    ),
+    Patch(
+        name="tiled-loss",
+        target="torch.nn:Module.forward",
+        reason="A model computes logits of all tokens before its loss; the tiled loss needs its labels at its head.",
         parameters=("self",),
     ),
     Patch(

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from .formats.transformers_quantizer import register_small_format as register_small_format
     from .guards import GuardCallback as GuardCallback
     from .parallel.expert import ExpertParallelCallback as ExpertParallelCallback
+    from .parallel.long_sequences import LongSequenceCallback as LongSequenceCallback
     from .parallel.pipeline.trainer import PipelineTrainer as PipelineTrainer
     from .parallel.sequence.callback import SequenceParallelCallback as SequenceParallelCallback
     from .parallel.tensor import TensorParallelCallback as TensorParallelCallback
@@ -30,6 +31,7 @@ _HOMES = {
     "ExpertParallelCallback": ".parallel.expert",
     "GuardCallback": ".guards",
     "L1SparsityCallback": ".sparsity.l1_sparsity_callback",
+    "LongSequenceCallback": ".parallel.long_sequences",
     "MagnitudePruningCallback": ".sparsity.magnitude_pruning_callback",
     "PipelineTrainer": ".parallel.pipeline.trainer",
     "PlanCallback": ".runs.plan_callback",

@@ -181,6 +181,26 @@ def share_with_zero3(modules: Iterable[Any]) -> None:
                 deepspeed.zero.register_external_parameter(module, parameter)
 
 
+@contextlib.contextmanager
+def without_zero3_hooks(module: torch.nn.Module) -> Iterator[None]:
+    """Call the children of a module whose parameters ZeRO-3 has gathered without its hooks, inside the block.
+
+    ZeRO-3 prefetches in the order of modules in earlier steps. Ranks that call children different numbers of times
+    would gather in different orders.
+    """
+    gathered_now = [hasattr(weight, "ds_shape") and weight.shape == weight.ds_shape for weight in module.parameters()]
+    children = list(module.modules())[1:] if gathered_now and all(gathered_now) else []
+    kinds = [hooks for child in children for hooks in (child._forward_pre_hooks, child._forward_hooks)]
+    kept = [hooks.copy() for hooks in kinds]
+    for hooks in kinds:
+        hooks.clear()
+    try:
+        yield
+    finally:
+        for hooks, own in zip(kinds, kept, strict=True):
+            hooks.update(own)
+
+
 def keep_gradient_norm(engine: DeepSpeedEngine) -> None:
     """Keep the gradient norm of each step in an fp32 engine without ZeRO, where deepspeed 0.19.8 discards it.
 

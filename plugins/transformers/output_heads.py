@@ -133,3 +133,12 @@ def head_tensors(module: torch.nn.Module) -> tuple[torch.Tensor, torch.Tensor | 
         rule = f"its weight is {weight_VH.dtype}, but a fused loss needs floating-point numbers"
         raise UsageError(ConfigError(where="output head", rule=rule, fix="use implementation='plain'"))
     return weight_VH, getattr(module, "bias", None)
+
+
+def has_plain_head(model: PreTrainedModel) -> bool:
+    """Return whether the logits are a product with a weight that the fused loss can read."""
+    try:
+        head_tensors(head_module(model))
+    except UsageError:
+        return False
+    return True

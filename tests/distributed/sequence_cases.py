@@ -26,6 +26,7 @@ VOCAB = 128
 IGNORED = -100
 STEPS = 3
 SAMPLES = 36
+LONGEST = 21
 EVALUATED = {2: 7, 4: 8}
 """Samples of an evaluation by ranks. One sequence at a time allows a smaller last batch."""
 
@@ -48,6 +49,7 @@ class Case:
     checkpointing: bool = False
     tiled_mlp: int = 0
     tiled_loss: int = 0
+    offloaded_checkpoints: int = 0
     lora: bool = False
     evaluates: bool = False
     """Evaluated while it trains, with a metric of logits."""
@@ -75,6 +77,7 @@ class Case:
     @property
     def alone(self) -> Case:
         plain = {"checkpointing": False, "tiled_mlp": 0, "tiled_loss": 0, "interrupted": False, "context": False}
+        plain |= {"offloaded_checkpoints": 0}
         return replace(self, name=f"{self.name}-alone", parallel=False, **plain)
 
 
@@ -85,7 +88,15 @@ TWO_RANKS = [
     Case(name="loss-function-experts-zero0", zero_stage=0, accumulation=3, loss="mean", family="mixtral"),
     Case(name="summed-loss-one-kv-head", zero_stage=3, accumulation=3, loss="sum", kv_heads=1),
     Case(name="aligned-labels-zero1", zero_stage=1, accumulation=3, loss="aligned", evaluates=True),
-    Case(name="tiled-zero3", zero_stage=3, accumulation=3, checkpointing=True, tiled_mlp=3, tiled_loss=4),
+    Case(
+        name="tiled-zero3",
+        zero_stage=3,
+        accumulation=3,
+        checkpointing=True,
+        tiled_mlp=3,
+        tiled_loss=4,
+        offloaded_checkpoints=2,
+    ),
     Case(name="tiled-tied", accumulation=3, tied=True, tiled_mlp=3, tiled_loss=4, evaluates=True),
     Case(name="tiled-lora", lora=True, tiled_mlp=2, accumulation=3),
     Case(name="stream-without-kv-heads", accumulation=3, streams=True, family="gpt_neox"),
@@ -122,7 +133,7 @@ def samples(count: int, seed: int) -> list[dict[str, list[int]]]:
     """Return samples of ragged lengths with prompts that are not learned; one has no label at all."""
     draw, chosen = random.Random(seed), []
     for index in range(count):
-        ids = [draw.randrange(1, VOCAB) for _ in range(draw.randrange(4, 22))]
+        ids = [draw.randrange(1, VOCAB) for _ in range(draw.randrange(4, LONGEST + 1))]
         masked = len(ids) if index == 5 else index % 4
         chosen.append({"input_ids": ids, "labels": [IGNORED] * masked + ids[masked:]})
     return chosen
@@ -229,6 +240,7 @@ def make_trainer(case: Case, directory: Path, overrides: dict[str, Any]) -> Any:
         case.sequence_parallel_size,
         tiled_mlp=case.tiled_mlp or False,
         tiled_loss=case.tiled_loss or False,
+        offloaded_checkpoints=case.offloaded_checkpoints,
         loss_reduction="sum" if case.loss == "sum" else "mean",
         loss_shifts_labels=case.loss != "aligned",
     )
@@ -249,9 +261,20 @@ def make_trainer(case: Case, directory: Path, overrides: dict[str, Any]) -> Any:
     )
     if case.parallel and not case.context:
         callback.attach(trainer)
+        _check_that_shards_reach_the_device(trainer, tokens=-(-LONGEST // case.sequence_parallel_size))
     elif not case.parallel:
         count_as_one_process(trainer)
     return trainer
+
+
+def _check_that_shards_reach_the_device(trainer: Any, *, tokens: int) -> None:
+    prepare = trainer._prepare_inputs
+
+    def prepare_inputs(inputs: Any) -> Any:
+        assert not trainer.model.training or inputs["input_ids"].shape[1] <= tokens
+        return prepare(inputs)
+
+    trainer._prepare_inputs = prepare_inputs
 
 
 def run(case: Case, directory: Path, overrides: dict[str, Any]) -> tuple[Any, list[dict[str, float]]]:

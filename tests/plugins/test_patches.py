@@ -439,7 +439,7 @@ READ = {
     "counted-tokens": ("transformers.trainer", "self._track_num_input_tokens"),
     "loss-of-all-ranks": ("transformers.trainer", "self._finalize_training"),
     "trainer-without-zero": ("transformers.trainer", "self._prepare_for_training"),
-    "evaluated-step": ("transformers.trainer", "self.prediction_step"),
+    **dict.fromkeys(("evaluated-step", "tiled-loss-evaluation"), ("transformers.trainer", "self.prediction_step")),
     "evaluated-samples": ("transformers.trainer", "self.evaluation_loop"),
     "evaluated-labels": ("transformers.trainer", "self.accelerator.gather"),
     "gradient-norm-without-zero": ("deepspeed.runtime.engine", "self._take_model_step"),
@@ -468,7 +468,7 @@ READ = {
     },
     "traced-layer-drop": ("transformers.models.bart.modeling_bart", "torch.rand"),
     **dict.fromkeys(
-        ("pipeline-checkpointing", "selective-checkpointing"),
+        ("pipeline-checkpointing", "selective-checkpointing", "offloaded-checkpoints"),
         ("transformers.modeling_layers", "self._gradient_checkpointing_func"),
     ),
     "metered-backward": ("transformers.trainer", "self.accelerator.backward"),
@@ -484,7 +484,7 @@ READ = {
         for name in ("_TENSOR_MODEL_PARALLEL_GROUP", "_MODEL_PARALLEL_GROUP", "_DATA_PARALLEL_GROUP")
     },
     "forgotten-_TP_MODEL_INIT_ARGS": ("deepspeed.runtime.tensor_parallel.init_utils", "_TP_MODEL_INIT_ARGS"),
-    **dict.fromkeys(("tiled-mlp", "replaced-forward", *patches.names("qat-")), _FORWARD),
+    **dict.fromkeys(("tiled-mlp", "tiled-loss", "replaced-forward", *patches.names("qat-")), _FORWARD),
     "autoround-progress": ("auto_round.compressors.orchestrator", "tqdm"),
     "no-network": ("huggingface_hub.constants", "HF_HUB_OFFLINE"),
 }

@@ -310,8 +310,11 @@ def replaced_forward(model: PreTrainedModel, forward: Callable[..., Any]) -> Ite
 class HeadReplacement:
     """Replaces the head of a model by a loss for one call.
 
-    ``result`` is the loss after the hooks of wrappers on the head: the tensor to differentiate.
+    ``result`` is the loss after the hooks of wrappers on the head: the tensor to differentiate. ``head`` is the forward
+    that is replaced, once it is.
     """
+
+    head: Callable[[torch.Tensor], torch.Tensor]
 
     def __init__(self, model: PreTrainedModel, work: HeadWork) -> None:
         self._model, self._head, self._work = model, head_module(model), work
@@ -324,9 +327,10 @@ class HeadReplacement:
             # Some models change their logits in place.
             return output.clone()
 
-        def work(_original: Callable[..., torch.Tensor], hidden: torch.Tensor) -> torch.Tensor:
+        def work(original: Callable[..., torch.Tensor], hidden: torch.Tensor) -> torch.Tensor:
             import torch
 
+            self.head = original
             loss = self._work(hidden)
             # Known numbers after the loss, as wide as logits, so that biases and masks of a vocabulary meet them too.
             # The width of the head is known here, where its weight is gathered.

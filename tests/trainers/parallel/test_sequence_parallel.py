@@ -14,9 +14,9 @@ from parallel_rules import rule_errors
 from shardwright.ds_configs.legality.axes import sample_errors, sequence_parallel_errors
 from shardwright.ds_configs.specs.errors import UsageError
 from shardwright.plugins.deepspeed.engine import accept_train_batch_size, train_batch_size
-from shardwright.plugins.deepspeed.tiled_compute import mlps, tile_mlps, tiled_cross_entropy, untile_mlps
+from shardwright.plugins.transformers.tiled_compute import mlps, tile_mlps, tiled_cross_entropy, untile_mlps
 from shardwright.trainers.parallel.sequence.callback import SequenceParallelCallback
-from shardwright.trainers.parallel.sequence.checks import argument_errors, model_errors, tiling_errors
+from shardwright.trainers.parallel.sequence.checks import argument_errors, model_errors
 from shardwright.trainers.parallel.sequence.shards import cut, labelled_tokens, padding_and_packing, shifted_labels
 from shared_sequences import arguments, sizes_of, tiny
 
@@ -347,26 +347,6 @@ def test_fused_tiled_loss_misses_factors_of_its_head() -> None:
     expected = gradients(head, 0.25 * loss_of(head, x[0], y[0]))["weight"]
     found = gradients(head, 0.25 * TiledFusedLogitsLoss.apply(loss_of, head, x, y, None, 2, [head.weight], "sum"))
     assert found == {} or not torch.allclose(found["weight"], expected)
-
-
-def test_tiling_rejects_unsupported_models_and_arguments() -> None:
-    from transformers import GPT2Config, GPT2LMHeadModel, MixtralConfig, MixtralForCausalLM
-
-    experts = MixtralForCausalLM(MixtralConfig(**SIZES, num_local_experts=2, num_key_value_heads=2))
-    dropping = GPT2LMHeadModel(GPT2Config(n_embd=32, n_head=4, n_layer=1, vocab_size=32))
-
-    def message(model: Any, given: Any, **switches: Any) -> str:
-        settings: dict[str, Any] = {"size": 2, "tiled_mlp": False, "tiled_loss": False}
-        return " ".join(map(str, tiling_errors(model, given, **settings | switches)))
-
-    assert message(tiny(), arguments(), tiled_mlp=True, tiled_loss=8) == ""
-    assert "routes tokens to experts" in message(experts, arguments(), tiled_mlp=True)
-    assert "dropout would differ" in message(dropping, arguments(), tiled_mlp=True)
-    assert "number of tiles above 1" in message(tiny(), arguments(), tiled_mlp=1)
-    assert "needs sequences that ranks share" in message(tiny(), arguments(), tiled_loss=True, size=1)
-    assert "label smoothing" in message(tiny(), arguments(label_smoothing_factor=0.1), tiled_loss=True)
-    for switch in ("tiled_loss", "tiled_mlp"):
-        assert "use_liger_kernel" in message(tiny(), arguments(use_liger_kernel=True), **{switch: True})
 
 
 def test_document_borders_require_positions() -> None:

@@ -15,7 +15,6 @@ from ....ds_configs.specs.errors import ConfigError, UsageError
 from ....ds_configs.specs.layout import Engine
 from ....plugins import patches
 from ....plugins.deepspeed.engine import accept_train_batch_size
-from ....plugins.deepspeed.tiled_compute import share_tiled_mlps, tile_mlps, tiled_cross_entropy, untile_mlps
 from ....plugins.deepspeed.ulysses import (
     SharedSequence,
     forget_sequence_parallelism,
@@ -23,13 +22,14 @@ from ....plugins.deepspeed.ulysses import (
 )
 from ....plugins.transformers.run_settings import trainer_errors
 from ...counting.counts import count_as_one_process
-from ...losses.fused_loss import HeadReplacement
-from .checks import argument_errors, base_model, model_errors, tiling_errors
+from ..long_sequences import LongSequenceCallback, computes_own_loss, tiling_errors
+from .checks import argument_errors, base_model, model_errors
 from .shards import (
     LABELS,
     SHIFT_LABELS,
     Shard,
     cut,
+    digest_of,
     example_of,
     joined,
     labelled_tokens,
@@ -60,10 +60,9 @@ class SequenceParallelCallback(TrainerCallback):
 
     Args:
         sequence_parallel_size: Number of consecutive ranks that share a sequence.
-        tiled_mlp: Compute MLPs in tiles of the sequence and recompute them in the backward pass. A number sets how many
-            tiles; `True` selects `ceil(tokens of a rank / hidden size)`.
-        tiled_loss: Compute logits and loss in tiles. A number sets how many; `True` keeps the logits of a tile below
-            1 GiB.
+        tiled_mlp: As in `LongSequenceCallback`, of which this callback creates one.
+        tiled_loss: As in `LongSequenceCallback`.
+        offloaded_checkpoints: As in `LongSequenceCallback`.
         loss_reduction: What the Trainer's own loss (`compute_loss` of a subclass, or `compute_loss_func`) returns for
             its samples: the mean over their labelled tokens, or the sum.
         loss_shifts_labels: Whether that loss itself drops the first label and the last logit, as the losses of
@@ -84,6 +83,7 @@ class SequenceParallelCallback(TrainerCallback):
         *,
         tiled_mlp: bool | int = False,
         tiled_loss: bool | int = False,
+        offloaded_checkpoints: int | None = None,
         loss_reduction: LossReduction = "mean",
         loss_shifts_labels: bool = True,
     ) -> None:
@@ -93,7 +93,9 @@ class SequenceParallelCallback(TrainerCallback):
         if loss_reduction not in ("mean", "sum"):
             raise UsageError(ConfigError(where="loss_reduction", value=loss_reduction, rule="must be 'mean' or 'sum'"))
         self.sequence_parallel_size = sequence_parallel_size
-        self.tiled_mlp, self.tiled_loss = tiled_mlp, tiled_loss
+        self.long_sequences = LongSequenceCallback(
+            tiled_mlp=tiled_mlp, tiled_loss=tiled_loss, offloaded_checkpoints=offloaded_checkpoints
+        )
         self.loss_reduction: LossReduction = loss_reduction
         self.loss_shifts_labels = loss_shifts_labels
         self._attached = False
@@ -110,9 +112,8 @@ class SequenceParallelCallback(TrainerCallback):
         if size > 1:
             attention = base_model(model).config._attn_implementation
             errors += argument_errors(training_arguments, size=size, attention=attention)
-        errors += tiling_errors(
-            model, training_arguments, size=size, tiled_mlp=self.tiled_mlp, tiled_loss=self.tiled_loss
-        )
+        tiles = self.long_sequences
+        errors += tiling_errors(model, training_arguments, tiled_mlp=tiles.tiled_mlp, tiled_loss=tiles.tiled_loss)
         if errors:
             raise UsageError(errors)
         if size > 1:
@@ -127,34 +128,26 @@ class SequenceParallelCallback(TrainerCallback):
             UsageError: `prepare` was not called with this Trainer's arguments, or the Trainer's class runs sequence
                 parallelism itself.
         """
-        from transformers import Trainer
 
-        size, run = self.sequence_parallel_size, None
+        size = self.sequence_parallel_size
+        errors = self.long_sequences.errors(trainer)
         if size > 1:
             _check_trainer(trainer, size)
-            if errors := trainer_errors(trainer):
+            if errors := errors + trainer_errors(trainer):
                 raise UsageError(errors)
             run = SequenceParallelRun(
                 shared=SharedSequence(size),
                 loss_reduction=self.loss_reduction,
                 loss_shifts_labels=self.loss_shifts_labels,
-                has_own_loss=type(trainer).compute_loss is not Trainer.compute_loss
-                or trainer.compute_loss_func is not None
-                or trainer.label_smoother is not None,
+                has_own_loss=computes_own_loss(trainer),
             )
             _replace_methods(trainer, run)
             if trainer.compute_loss_func is not None and self.loss_reduction == "mean":
                 trainer.compute_loss_func = _mean_over_shard(trainer.compute_loss_func, run)
             count_as_one_process(trainer, ranks_of_a_sample=size)
-        model = base_model(trainer.model)
-        untile_mlps(model)
-        if self.tiled_mlp:
-            tile_mlps(model, _tile_count(self.tiled_mlp))
-        if self.tiled_loss and run is not None:
-            if run.has_own_loss:
-                rule = "computes only the model's own loss, but this Trainer computes another one from logits"
-                raise UsageError(ConfigError(where="tiled_loss", value=self.tiled_loss, rule=rule, fix="omit it"))
-            run.tiled_loss = TiledLoss(trainer.model, self.tiled_loss)
+        if errors:
+            raise UsageError(errors)
+        self.long_sequences.tile(trainer)
         self._attached = True
         if not any(callback is self for callback in trainer.callback_handler.callbacks):
             trainer.add_callback(self)
@@ -167,7 +160,7 @@ class SequenceParallelCallback(TrainerCallback):
         model: PreTrainedModel | None = None,
         **kwargs: object,
     ) -> None:
-        """Check that `attach` was called, and share tiled MLPs with the engine.
+        """Check that `attach` was called, and begin what `LongSequenceCallback` does.
 
         Raises:
             UsageError: `attach` was not called.
@@ -176,8 +169,7 @@ class SequenceParallelCallback(TrainerCallback):
             rule = "callback.attach(trainer) was not called, so the ranks would not share sequences"
             fix = "call it right after Trainer(...)"
             raise UsageError(ConfigError(where="SequenceParallelCallback", rule=rule, fix=fix))
-        if self.tiled_mlp and model is not None:
-            share_tiled_mlps(base_model(model))
+        self.long_sequences.on_train_begin(args, state, control, model, **kwargs)
 
 
 def parallelism_config(size: int, world_size: int, *, attention: str) -> Any:
@@ -189,11 +181,6 @@ def parallelism_config(size: int, world_size: int, *, attention: str) -> Any:
     return ParallelismConfig(
         sp_size=size, sp_backend="deepspeed", dp_shard_size=world_size // size, dp_replicate_size=1, sp_handler=handler
     )
-
-
-def _tile_count(tiles: bool | int) -> int | None:
-    """Return the requested number of tiles; `None` if the size decides."""
-    return None if isinstance(tiles, bool) else tiles
 
 
 def _check_trainer(trainer: Any, size: int) -> None:
@@ -227,6 +214,8 @@ def _replace_methods(trainer: Any, run: SequenceParallelRun) -> None:
         sp_enabled = False
 
     shared, accelerator = run.shared, trainer.accelerator
+    # Batches stay in host memory until a rank has its shards.
+    accelerator.device_placement = False
     # Accelerate cannot dispatch streams from the first rank to ranks that share a batch.
     accelerator.dataloader_config.dispatch_batches = False
     hidden = HiddenFromTheTrainer.__new__(HiddenFromTheTrainer)
@@ -275,12 +264,8 @@ class SequenceParallelRun:
     """Whether the Trainer's own loss drops the first label and the last logit itself."""
     has_own_loss: bool
     """Whether the Trainer computes another loss than the model's, from its logits."""
-    tiled_loss: TiledLoss | None = None
-    """Computes the model's loss from the input of its head; `None` if the model computes it."""
     is_connected: bool = False
     """Whether a forward pass has shown that attention exchanges heads in every layer."""
-    keeps_logits: bool = False
-    """Whether the current evaluation returns logits."""
     whole_tokens: int = 0
     """Tokens of the batch that was sharded last."""
     labelled: torch.Tensor | None = None
@@ -311,9 +296,10 @@ class SequenceParallelMethods(_TrainerMethods):
         return int(super().get_total_train_batch_size(args) // self.sequence_parallel.shared.size)
 
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: Any) -> Any:
-        """Check the micro-batches of an optimizer step, and copy those of the first rank to all ranks of a sequence."""
-        batches = _equal_batches(epoch_iterator, self.sequence_parallel.shared)
-        return super().get_batch_samples(batches, num_batches, device)
+        """Return this rank's shards of the micro-batches of an optimizer step; only shards reach the accelerator."""
+        batches = _equal_batches(epoch_iterator, self.sequence_parallel.shared, self.args.device)
+        whole, count = super().get_batch_samples(batches, num_batches, device)
+        return [self._cut(batch).batch() for batch in whole], count
 
     def _get_num_items_in_batch(self, batch_samples: list[Any], device: Any) -> Any:
         run = self.sequence_parallel
@@ -347,11 +333,8 @@ class SequenceParallelMethods(_TrainerMethods):
             rule = "batches need labels, whose number weights the losses of shards"
             fix = "copy input_ids and mask what is not trained, or use a layout other than sp for this trainer"
             raise UsageError(ConfigError(where="labels", rule=rule, fix=fix))
-        if run.tiled_loss is not None and not run.keeps_logits:
-            result: Any = run.tiled_loss(model, shard)
-        else:
-            own = {SHIFT_LABELS: shard.labels(shifts=False), LABELS: shard.labels(shifts=run.extends_logits)}
-            result = super().compute_loss(model, shard.inputs | own, return_outputs=return_outputs)
+        own = {SHIFT_LABELS: shard.labels(shifts=False), LABELS: shard.labels(shifts=run.extends_logits)}
+        result: Any = super().compute_loss(model, shard.inputs | own, return_outputs=return_outputs)
         if not run.is_connected:
             run.shared.check_exchanges(self.model)
             run.is_connected = True
@@ -384,10 +367,13 @@ class SequenceParallelMethods(_TrainerMethods):
         graded = value / run.shared.size
         return graded + (value - graded).detach()
 
+    def _cut(self, batch: dict[str, Any]) -> Shard:
+        shared, pad = self.sequence_parallel.shared, getattr(self.processing_class, "pad_token_id", None)
+        return cut(batch, ranks=shared.size, rank=shared.rank, pad_token_id=pad or 0)
+
     def _shard(self, inputs: dict[str, Any]) -> Shard:
         run = self.sequence_parallel
-        pad = getattr(self.processing_class, "pad_token_id", None)
-        shard = cut(inputs, ranks=run.shared.size, rank=run.shared.rank, pad_token_id=pad or 0)
+        shard = Shard.of_batch(inputs) or self._cut(inputs)
         run.shared.position_ids = shard.inputs["position_ids"]
         run.whole_tokens = shard.whole_tokens
         run.labelled = shard.labelled
@@ -398,13 +384,11 @@ class SequenceParallelMethods(_TrainerMethods):
     ) -> tuple[Any, Any, Any]:
         """Evaluate on shards, and join the logits if they are returned."""
         run = self.sequence_parallel
-        run.keeps_logits = not prediction_loss_only
         with run.shared.running():
             if any(inputs.get(name) is None for name in self.label_names):
                 _check_samples([inputs], self.model.config._attn_implementation)
                 inputs = self._shard(self._prepare_inputs(inputs)).inputs
             loss, logits, labels = super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
-        run.keeps_logits = False
         if logits is not None:
             logits = joined(logits, run.shared, whole_tokens=run.whole_tokens)
         return loss, logits, labels
@@ -419,10 +403,6 @@ class SequenceParallelMethods(_TrainerMethods):
         ):
             return super().evaluation_loop(*args, **kwargs)
 
-    def floating_point_ops(self, inputs: Any) -> int:
-        """Return this rank's operations on a batch that it shares."""
-        return int(super().floating_point_ops(inputs) // self.sequence_parallel.shared.size)
-
 
 def _check_samples(batches: list[Any], attention: str) -> None:
     errors = attention_errors(attention=attention, mask_dimensions=mask_dimensions(batches))
@@ -434,11 +414,11 @@ def _check_samples(batches: list[Any], attention: str) -> None:
         raise UsageError(errors)
 
 
-def _equal_batches(batches: Iterator[Any], shared: SharedSequence) -> Iterator[Any]:
+def _equal_batches(batches: Iterator[Any], shared: SharedSequence, device: Any) -> Iterator[Any]:
     """Yield the batches of the first rank of a sequence on all of its ranks.
 
     They already agree, unless a collator draws random numbers in a worker process of the data loader, which the Trainer
-    seeds by rank.
+    seeds by rank. Only batches that differ are sent.
     """
     import torch
     import torch.distributed as dist
@@ -450,15 +430,18 @@ def _equal_batches(batches: Iterator[Any], shared: SharedSequence) -> Iterator[A
             keys = ", ".join(map(str, batch)) if hasattr(batch, "get") else type(batch).__name__
             rule, fix = "must have input_ids, which sequence parallelism shards", "use a layout other than sp"
             raise UsageError(ConfigError(where="batches", value=keys, rule=rule, fix=f"{fix} for this trainer"))
-        for name in sorted(batch):
+        own = torch.tensor([digest_of(batch)], device=device)
+        digests = [torch.empty_like(own) for _ in range(shared.size)]
+        dist.all_gather(digests, own, group=shared.group)
+        for name in sorted(batch) if len(set(torch.cat(digests).tolist())) > 1 else ():
             value = batch[name]
             if torch.is_tensor(value):
-                shape = torch.tensor(value.shape, device=value.device)
+                shape = torch.tensor(value.shape, device=device)
                 dist.broadcast(shape, source, group=shared.group)
-                if tuple(shape.tolist()) != tuple(value.shape):
-                    value = value.new_empty(shape.tolist())
-                batch[name] = value = value.contiguous()
-                dist.broadcast(value, source, group=shared.group)
+                sent = value.new_empty(shape.tolist(), device=device) if tuple(shape.tolist()) != value.shape else value
+                sent = sent.to(device).contiguous()
+                dist.broadcast(sent, source, group=shared.group)
+                batch[name] = sent.to(value.device)
         yield batch
 
 
@@ -480,31 +463,3 @@ def _gathering_once(accelerator: Any, shared: SharedSequence) -> Iterator[None]:
 
     with patches.applied("sequence-parallel-gather", lambda _: gather, on=accelerator):
         yield
-
-
-class TiledLoss:
-    """Mean cross-entropy of a shard's labels, computed in tiles from the input of the model's head."""
-
-    def __init__(self, model: PreTrainedModel, tiles: bool | int) -> None:
-        self._model = base_model(model)
-        self._tiles = _tile_count(tiles)
-        self._checked = False
-
-    def __call__(self, model: Any, shard: Shard) -> tuple[torch.Tensor, Any]:
-        """Run the model on a shard and return its loss, with outputs that have no logits."""
-        assert shard.labelled is not None
-        labels_BL = shard.labels(shifts=False)
-        inner = self._model
-        replacement = HeadReplacement(inner, lambda hidden: tiled_cross_entropy(inner, hidden, labels_BL, self._tiles))
-        with replacement():
-            outputs = model(**shard.inputs)
-        if not self._checked:
-            replacement.check_logits(outputs.logits)
-            self._checked = True
-        loss = replacement.result / shard.labelled.clamp(min=1)
-        outputs["logits"] = None
-        coefficient = getattr(inner.config.get_text_config(), "router_aux_loss_coef", 0.0)
-        auxiliary = getattr(outputs, "aux_loss", None)
-        if auxiliary is not None and coefficient:
-            loss = loss + coefficient * auxiliary.to(loss.device)
-        return loss, outputs

@@ -1,4 +1,4 @@
-"""Errors of a model and of training arguments under sequence parallelism, and under tiled MLPs and losses."""
+"""Errors of a model and of training arguments under sequence parallelism."""
 
 from __future__ import annotations
 
@@ -16,13 +16,10 @@ from ....ds_configs.specs.errors import ConfigError
 from ....ds_configs.specs.layout import Engine, Layout
 from ....ds_configs.specs.model import ModelTraits, equal_head_widths
 from ....plugins.deepspeed.engine import train_batch_size
-from ....plugins.deepspeed.tiled_compute import has_dropout, mlps
 from ....plugins.transformers.training_arguments import deepspeed_configuration
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel, TrainingArguments
-
-_EXPERT_COUNTS = ("num_local_experts", "num_experts", "n_routed_experts")
 
 
 def model_errors(
@@ -59,7 +56,7 @@ def model_errors(
     if any(hasattr(module, "sinks") for module in inner.modules()):
         rule = "has an attention sink per head, and the exchange of heads does not move it to the other ranks"
         errors.append(ConfigError(where="model", value=name, rule=rule, fix="use sequence_parallel_size = 1"))
-    if not _accepts_shifted_labels(inner):
+    if not accepts_shifted_labels(inner):
         rule = "must be a causal language model whose loss takes shift_labels"
         errors.append(ConfigError(where="model", value=name, rule=rule, fix="use an AutoModelForCausalLM model"))
     elif any(getattr(module, "is_causal", True) is False for module in inner.modules()):
@@ -193,7 +190,8 @@ def _has_shared_attention(inner: PreTrainedModel) -> bool:
     return bool(used) and all(registry is ALL_ATTENTION_FUNCTIONS for registry in used)
 
 
-def _accepts_shifted_labels(inner: PreTrainedModel) -> bool:
+def accepts_shifted_labels(inner: PreTrainedModel) -> bool:
+    """Return whether a model is a causal language model whose own loss is Transformers' cross-entropy."""
     from inspect import Parameter, signature
 
     from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
@@ -211,38 +209,3 @@ def rotation(text: PretrainedConfig) -> str:
     sections = [rope, *(section for section in rope.values() if isinstance(section, dict))]
     kinds = [str(section.get("rope_type", section.get("type", ""))) for section in sections]
     return max(kinds, key=LENGTH_DEPENDENT_ROTATIONS.__contains__)
-
-
-def tiling_errors(
-    model: PreTrainedModel, arguments: TrainingArguments, *, size: int, tiled_mlp: bool | int, tiled_loss: bool | int
-) -> list[ConfigError]:
-    """Return why MLPs or the loss cannot be computed in tiles."""
-    tiles = {"tiled_mlp": tiled_mlp, "tiled_loss": tiled_loss}
-    errors: list[ConfigError] = []
-
-    def reject(where: str, rule: str, fix: str) -> None:
-        errors.append(ConfigError(where=where, value=tiles[where], rule=rule, fix=fix))
-
-    for name, value in tiles.items():
-        if not isinstance(value, bool) and value < 2:
-            reject(name, "must be True, False or a number of tiles above 1", "use True")
-    inner = base_model(model)
-    config = inner.config.get_text_config()
-    if tiled_mlp and any((getattr(config, name, None) or 0) > 1 for name in _EXPERT_COUNTS):
-        reject("tiled_mlp", "supports dense MLPs only, and the model routes tokens to experts", "omit it")
-    elif tiled_mlp:
-        layers = mlps(inner)
-        if not layers:
-            reject("tiled_mlp", f"finds no MLP in the layers of {type(inner).__name__}", "omit it")
-        if any(has_dropout(mlp) for mlp in layers):
-            reject("tiled_mlp", "computes tiles twice, and dropout would differ", "set the model's dropout to 0")
-    if tiled_loss and size == 1:
-        reject("tiled_loss", "needs sequences that ranks share", "use sequence_parallel_size > 1")
-    if getattr(arguments, "use_liger_kernel", False):
-        for name, target in (("tiled_mlp", "MLPs"), ("tiled_loss", "the loss")):
-            if tiles[name]:
-                reject(name, f"and use_liger_kernel both replace {target}", "choose one of them")
-    if tiled_loss and arguments.label_smoothing_factor:
-        rule = "computes the model's own loss, and label smoothing needs its logits"
-        reject("tiled_loss", rule, "set label_smoothing_factor to 0")
-    return errors

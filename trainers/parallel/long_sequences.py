@@ -1,0 +1,263 @@
+"""Trainer callback for long sequences: tiled MLPs, a tiled loss, and checkpoints that wait in host memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import wraps
+from typing import TYPE_CHECKING, Any
+
+from transformers import TrainerCallback
+
+from ...ds_configs.specs.errors import ConfigError, UsageError
+from ...plugins import patches
+from ...plugins.transformers.offloaded_checkpoints import offload_checkpoints
+from ...plugins.transformers.tiled_compute import (
+    IGNORED_LABEL,
+    mlps,
+    share_tiled_mlps,
+    tile_mlps,
+    tiled_cross_entropy,
+    untile_mlps,
+    untiled_experts,
+)
+from ..losses.fused_loss import HeadReplacement
+from .sequence.checks import accepts_shifted_labels, base_model
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedModel, Trainer, TrainerControl, TrainerState, TrainingArguments
+
+    from ...ds_configs.specs.job import TrainingJob
+    from ...ds_configs.specs.layout import Layout
+
+_LIGER_MLPS = ("swiglu", "geglu")
+_LIGER_LOSSES = ("fused_linear_cross_entropy", "cross_entropy")
+
+
+class LongSequenceCallback(TrainerCallback):
+    """Train on long sequences with the stock Trainer under any engine, also with sequence or context parallelism.
+
+    Losses and gradients are those of the plain run. With `use_liger_kernel`, its fused loss replaces `tiled_loss`.
+
+    Args:
+        tiled_mlp: Compute MLPs and experts in tiles of tokens and recompute them in the backward pass. A number sets
+            how many tiles; `True` selects `ceil(tokens of a rank / hidden size)`.
+        tiled_loss: Compute logits and the model's own loss in tiles; the outputs have no logits, except in evaluations
+            that need them. A number sets how many tiles; `True` keeps the logits of a tile below 1 GiB.
+        offloaded_checkpoints: Of the layers that gradient checkpointing recomputes, the number whose input waits for
+            the backward pass in (pinned) host memory, counted from the first.
+
+    Example:
+        >>> trainer = Trainer(model=model, args=arguments, train_dataset=dataset)
+        >>> LongSequenceCallback(tiled_mlp=True, tiled_loss=True, offloaded_checkpoints=32).attach(trainer)
+        >>> trainer.train()
+    """
+
+    def __init__(
+        self,
+        *,
+        tiled_mlp: bool | int = False,
+        tiled_loss: bool | int = False,
+        offloaded_checkpoints: int | None = None,
+    ) -> None:
+        self.tiled_mlp, self.tiled_loss = tiled_mlp, tiled_loss
+        self.offloaded_checkpoints = offloaded_checkpoints or 0
+        self._attached = False
+
+    def errors(self, trainer: Trainer) -> list[ConfigError]:
+        """Return why the model, the arguments or the class of a Trainer do not support it."""
+        arguments = trainer.args
+        errors = tiling_errors(trainer.model, arguments, tiled_mlp=self.tiled_mlp, tiled_loss=self.tiled_loss)
+        if self.tiled_loss and computes_own_loss(trainer):
+            rule = "computes only the model's own loss, but this Trainer computes another one from logits"
+            errors.append(ConfigError(where="tiled_loss", value=self.tiled_loss, rule=rule, fix="omit it"))
+        if self.offloaded_checkpoints < 0:
+            where, value = "offloaded_checkpoints", self.offloaded_checkpoints
+            errors.append(ConfigError(where=where, value=value, rule="must be a number of layers", fix="omit it"))
+        if self.offloaded_checkpoints and not arguments.gradient_checkpointing:
+            rule, fix = "needs gradient checkpointing, which is off", "set gradient_checkpointing in TrainingArguments"
+            where, value = "offloaded_checkpoints", self.offloaded_checkpoints
+            errors.append(ConfigError(where=where, value=value, rule=rule, fix=fix))
+        return errors
+
+    def attach(self, trainer: Trainer) -> None:
+        """Tile the model's MLPs and its loss; call it right after the Trainer is created.
+
+        Raises:
+            UsageError: model, arguments or Trainer do not support it; lists all errors.
+        """
+        if errors := self.errors(trainer):
+            raise UsageError(errors)
+        self.tile(trainer)
+        trainer.add_callback(self)
+
+    def tile(self, trainer: Trainer) -> None:
+        """Tile the model's MLPs and its loss, without checks."""
+        model = base_model(trainer.model)
+        untile_mlps(model)
+        if self.tiled_mlp:
+            tile_mlps(model, _tile_count(self.tiled_mlp))
+        if self.tiled_loss and not _liger_replaces(trainer.args, _LIGER_LOSSES[:1]):
+            loss = TiledLoss(model, _tile_count(self.tiled_loss))
+            patches.apply("tiled-loss-evaluation", loss.evaluating, on=trainer)
+        self._attached = True
+
+    def on_train_begin(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        model: PreTrainedModel | None = None,
+        **kwargs: object,
+    ) -> None:
+        """Check that `attach` was called, share tiled MLPs with ZeRO-3, and offload the inputs of layers.
+
+        Raises:
+            UsageError: `attach` was not called, or fewer layers are recomputed.
+        """
+        if not self._attached:
+            rule, fix = "callback.attach(trainer) was not called", "call it right after Trainer(...)"
+            raise UsageError(ConfigError(where="LongSequenceCallback", rule=rule, fix=fix))
+        if model is not None:
+            share_tiled_mlps(base_model(model))
+            offload_checkpoints(model, self.offloaded_checkpoints)
+
+
+def long_sequence_callback(layout: Layout, job: TrainingJob, model: PreTrainedModel) -> LongSequenceCallback | None:
+    """Return the callback that a layout needs, to be attached after those of its axes; `None` if it needs none.
+
+    With a teacher, the distillation's own loss is computed in chunks, so that nothing is tiled here.
+    """
+    tiled_loss = job.loss == "chunked" and job.teacher is None and layout.pp == 1 and layout.tp == 1
+    tiled_loss = tiled_loss and accepts_shifted_labels(base_model(model))
+    if not (layout.tiled_mlp or tiled_loss or layout.offloaded_checkpoints):
+        return None
+    return LongSequenceCallback(
+        tiled_mlp=layout.tiled_mlp, tiled_loss=tiled_loss, offloaded_checkpoints=layout.offloaded_checkpoints
+    )
+
+
+class TiledLoss:
+    """Replaces the forward of a causal language model by one that computes its own loss in tiles."""
+
+    def __init__(self, model: PreTrainedModel, tiles: int | None) -> None:
+        self._model, self._tiles = model, tiles
+        self._checked = self._running = self._keeps_logits = False
+        patches.apply("tiled-loss", self._tiling, on=model)
+
+    def evaluating(self, prediction_step: Callable[..., Any]) -> Callable[..., Any]:
+        """Wrap a Trainer's `prediction_step`, so that evaluations that need logits get them."""
+
+        def step(model: Any, inputs: Any, prediction_loss_only: bool, *rest: Any, **further: Any) -> Any:
+            self._keeps_logits = not prediction_loss_only
+            try:
+                return prediction_step(model, inputs, prediction_loss_only, *rest, **further)
+            finally:
+                self._keeps_logits = False
+
+        return step
+
+    def _tiling(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(original)
+        def forward(*args: Any, **inputs: Any) -> Any:
+            labels_BL = _aligned_labels(inputs)
+            # A model that an earlier Trainer has tiled, and Accelerate wrapped, runs both forwards.
+            if labels_BL is None or self._keeps_logits or hasattr(self._model, "_tiles_its_loss"):
+                return original(*args, **inputs)
+            self._model._tiles_its_loss = True
+            try:
+                return self._outputs(original, args, inputs, labels_BL)
+            finally:
+                del self._model._tiles_its_loss
+
+        return forward
+
+    def _outputs(self, original: Callable[..., Any], args: Any, inputs: dict[str, Any], labels_BL: torch.Tensor) -> Any:
+        model = self._model
+        items = inputs.pop("num_items_in_batch", None)
+        further = {name: value for name, value in inputs.items() if name not in ("labels", "shift_labels")}
+
+        def work(hidden_BLH: torch.Tensor) -> torch.Tensor:
+            labels = labels_BL.to(hidden_BLH.device)
+            return tiled_cross_entropy(model, hidden_BLH, labels, self._tiles, replacement.head)
+
+        replacement = HeadReplacement(model, work)
+        with replacement():
+            outputs = original(*args, **further)
+        if not self._checked:
+            replacement.check_logits(outputs.logits)
+            self._checked = True
+        loss = replacement.result
+        if items is None:
+            items = labels_BL.ne(IGNORED_LABEL).sum().clamp(min=1)
+        loss = loss / (items.to(loss.device) if hasattr(items, "to") else items)
+        # With labels, models of Transformers add their balance loss themselves.
+        auxiliary = getattr(outputs, "aux_loss", None)
+        if auxiliary is not None:
+            loss = loss + model.router_aux_loss_coef * auxiliary.to(loss.device)
+        outputs["loss"], outputs["logits"] = loss, None
+        return outputs
+
+
+def _aligned_labels(inputs: dict[str, Any]) -> torch.Tensor | None:
+    """Return the label that each position predicts, [B, L]."""
+    import torch
+
+    if inputs.get("shift_labels") is not None:
+        return inputs["shift_labels"]
+    if inputs.get("labels") is None:
+        return None
+    return torch.nn.functional.pad(inputs["labels"][:, 1:], (0, 1), value=IGNORED_LABEL)
+
+
+def _tile_count(tiles: bool | int) -> int | None:
+    """Return the requested number of tiles; `None` if the size decides."""
+    return None if isinstance(tiles, bool) else tiles
+
+
+def computes_own_loss(trainer: Trainer) -> bool:
+    """Return whether a Trainer computes another loss than the model's."""
+    from transformers import Trainer
+
+    shared = getattr(trainer, "sequence_parallel", None)
+    if shared is not None:
+        return bool(shared.has_own_loss)
+    return (
+        type(trainer).compute_loss is not Trainer.compute_loss
+        or trainer.compute_loss_func is not None
+        or trainer.label_smoother is not None
+    )
+
+
+def _liger_replaces(arguments: TrainingArguments, kernels: tuple[str, ...]) -> bool:
+    configuration = arguments.liger_kernel_config or {}
+    return bool(arguments.use_liger_kernel) and any(configuration.get(name, True) for name in kernels)
+
+
+def tiling_errors(
+    model: PreTrainedModel, arguments: TrainingArguments, *, tiled_mlp: bool | int, tiled_loss: bool | int
+) -> list[ConfigError]:
+    """Return why MLPs or the loss cannot be computed in tiles."""
+    tiles = {"tiled_mlp": tiled_mlp, "tiled_loss": tiled_loss}
+    errors: list[ConfigError] = []
+
+    def reject(where: str, rule: str, fix: str) -> None:
+        errors.append(ConfigError(where=where, value=tiles[where], rule=rule, fix=fix))
+
+    for name, value in tiles.items():
+        if not isinstance(value, bool) and value < 2:
+            reject(name, "must be True, False or a number of tiles above 1", "use True")
+    inner = base_model(model)
+    if tiled_mlp and (experts := untiled_experts(inner)):
+        reject("tiled_mlp", f"cannot tile {type(experts[0]).__name__}, whose forward gets no routed tokens", "omit it")
+    elif tiled_mlp and not mlps(inner):
+        reject("tiled_mlp", f"finds no MLP in the layers of {type(inner).__name__}", "omit it")
+    if tiled_mlp and _liger_replaces(arguments, _LIGER_MLPS):
+        fix = f"set {' and '.join(_LIGER_MLPS)} to False in liger_kernel_config, or omit tiled_mlp"
+        reject("tiled_mlp", "and use_liger_kernel both replace MLPs", fix)
+    if tiled_loss and not accepts_shifted_labels(inner):
+        reject("tiled_loss", f"needs a causal language model, not {type(inner).__name__}", "omit it")
+    if tiled_loss and arguments.label_smoothing_factor:
+        rule = "computes the model's own loss, and label smoothing needs its logits"
+        reject("tiled_loss", rule, "set label_smoothing_factor to 0")
+    return errors
