@@ -17,6 +17,9 @@ WITHOUT ?=
 OLDEST_TESTS := tests/ds_configs/check tests/ds_configs/memory tests/ds_configs/models tests/equivalence tests/plugins \
 	tests/trainers/qat/export tests/trainers/qat/rounding tests/trainers/qat/test_qat_callback.py \
 	tests/distributed/test_parallel_rehearsal.py tests/distributed/test_rehearse.py tests/distributed/test_train.py
+# Everything that trains, quantizes or evaluates. The planner, the pages and the command line import none of these.
+NEWEST_TESTS := $(filter-out tests/distributed/% tests/trainers/%,$(OLDEST_TESTS)) tests/distributed tests/family_sweep \
+	tests/trainers tests/cli/commands tests/test_add_family.py tests/test_every_model.py tests/test_examples.py
 TYPECHECK := build/typecheck
 # One worker more than processors: tests wait for launchers, browsers and ranks.
 WORKERS ?= $(shell $(PYTHON) -c 'import os; print(min(4, len(os.sched_getaffinity(0)) + 1))')
@@ -24,6 +27,8 @@ WORKERS ?= $(shell $(PYTHON) -c 'import os; print(min(4, len(os.sched_getaffinit
 PYTEST = OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= TESTS_WITHOUT=$(WITHOUT) \
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 K ?=
+# What the tests of an environment are chosen by; `once` marks what `make test` alone runs.
+MARKS ?= not clusters
 SERVING := build/serving-environment
 # vLLM's engine needs AVX-512; without it the benchmark says so and ends well, and nothing is installed for it.
 SERVING_INSTALLED := $(if $(shell grep -m1 avx512f /proc/cpuinfo 2>/dev/null),$(SERVING)/.installed)
@@ -35,7 +40,7 @@ SKYPILOT := build/skypilot-environment
 help:
 	@echo "make demo    plan a model, then train a small one on two CPU ranks"
 	@echo "make test    run the whole suite; K=distillation: tests with that word in their path or name"
-	@echo "make test-newest    run the whole suite with the newest releases of upstream libraries"
+	@echo "make test-newest    run what upstream releases can change with the newest ones"
 	@echo "make test-oldest    run what upstream releases can change with the oldest supported ones"
 	@echo "make test-fast    run what takes no real training, launch, browser or installation"
 	@echo "make test-serving    load checkpoints of every scheme in vLLM's CPU engine, beside Transformers"
@@ -68,13 +73,13 @@ demo: install
 
 # make test K=distillation runs the tests with that word in their path or name.
 test: $(VENV)/.operators
-	$(PYTEST) --durations=25 $(if $(K),-k "$(K)") $(TESTS)
+	$(PYTEST) --durations=25 -m "$(MARKS)" $(if $(K),-k "$(K)") $(TESTS)
 
 test-newest:
-	$(MAKE) test $(WITH_NEWEST)
+	$(MAKE) test $(WITH_NEWEST) MARKS="not clusters and not once" TESTS="$(or $(TESTS),$(NEWEST_TESTS))"
 
 test-oldest:
-	$(MAKE) test $(WITH_OLDEST) TESTS="$(or $(TESTS),$(OLDEST_TESTS))"
+	$(MAKE) test $(WITH_OLDEST) MARKS="not clusters and not once" TESTS="$(or $(TESTS),$(OLDEST_TESTS))"
 
 # Everything that tests install, for a machine that has something else to do meanwhile.
 environments: $(VENV)/.operators $(SERVING_INSTALLED) $(SKYPILOT)/.installed

@@ -28,6 +28,7 @@ from shardwright.plugins.transformers.gradient_checkpointing import (
     partial_checkpointing_callback,
     selective_checkpointing_callback,
 )
+from shardwright.plugins.transformers.optimizers import prepare_optimizer
 from shardwright.plugins.transformers.training_arguments import training_arguments, weights_dtype
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
@@ -63,7 +64,7 @@ def train_metered(plan: Plan, config: dict[str, Any], meter: Meter) -> MeterRead
     arguments = training_arguments(run_settings(plan), configure_cpu_ranks(strategy.engine))  # type: ignore[arg-type]
     set_seed(1)
     model_config = AutoConfig.for_model(**config)
-    dtype = weights_dtype(arguments, method=job.method)
+    dtype = weights_dtype(arguments, method=job.method, trained=job.weights_dtype)
     # Images and sound of a whole run are the data set's, not the step's.
     samples = _samples(plan, model_config)
     with meter:
@@ -83,6 +84,7 @@ def train_metered(plan: Plan, config: dict[str, Any], meter: Meter) -> MeterRead
             trainer.add_callback(partial_checkpointing_callback(strategy.checkpointed_layers))
         if strategy.keeps_products:
             trainer.add_callback(selective_checkpointing_callback())
+        prepare_optimizer(trainer)
         (meter_pipeline_trainer if strategy.pp > 1 else meter_trainer)(trainer, meter)
         trainer.train()
         reading = meter.reading()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from shardwright.ds_configs.step_time.rates import Software
+from shardwright.ds_configs.step_time.rates import COMPILED_TRAFFIC, Software
 
 MEGATRON = Software(
     attention="eager",
@@ -120,18 +120,7 @@ TORCHTITAN = Software(
 )
 """torchtitan in eager mode: FSDP2 that reduces in fp32, sdpa, tensor parallelism with sequence parallelism."""
 
-COMPILED = replace(
-    TORCHTITAN,
-    hidden_bytes_forward=16.0,
-    hidden_bytes_backward=28.0,
-    inner_bytes_forward=6.0,
-    inner_bytes_backward=10.0,
-    projected_bytes=12.0,
-    loss_bytes=16.0,
-    kernels_forward=15.0,
-    kernels_backward=25.0,
-)
-"""torch.compile fuses norms, residuals, rotary embeddings, activation and loss."""
+COMPILED = replace(TORCHTITAN, **COMPILED_TRAFFIC)
 
 ASYNCHRONOUS_TP = 0.5
 """Share of the collectives that PyTorch's asynchronous TP runs during products: those of the forward pass. It speeds up

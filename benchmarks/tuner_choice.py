@@ -12,6 +12,7 @@ each of up to twelve layouts, and compares what a tuning of five trials would ha
 from __future__ import annotations
 
 import argparse
+import time
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -22,7 +23,9 @@ from typing import Any
 
 from page_parts import with_part
 from published_steps import TABLES, PublishedStep, published_steps
+from shardwright import Plan, tune
 from shardwright.ds_configs.search.tuning import WORTH_MEASURING, Trial, layouts_to_measure
+from shardwright.ds_configs.specs.errors import ShardwrightError
 from step_time_accuracy import DOCUMENT, predictions_as_shipped
 
 _SMALLEST_GROUP = 3
@@ -122,7 +125,6 @@ def document_table(cases: Sequence[PublishedStep], most_trials: int = 5) -> str:
 def real(directory: Path, models: Sequence[str], jobs: Sequence[str]) -> str:
     """Measure every layout of small models on two CPU ranks, and return what tunings would have kept, as Markdown."""
     from shardwright import plan as make
-    from shardwright import tune
     from transformers import AutoConfig
 
     lines = [
@@ -139,15 +141,29 @@ def real(directory: Path, models: Sequence[str], jobs: Sequence[str]) -> str:
             plan = make(str(model), "2xCPU", calibration=None, precision="fp32", **JOBS[job])
             runnable = (other for other in plan.rejected if other.memory.fits and other.strategy.pp == 1)
             layouts = [plan.chosen, *runnable][:_LAYOUTS]
-            # One layout at a time, so that none ends early.
-            trials = {
-                layout.strategy: tune(replace(plan, chosen=layout, rejected=()), trials=1).trials[0]
-                for layout in layouts
-            }
+            trials = {layout.strategy: alone(replace(plan, chosen=layout, rejected=())) for layout in layouts}
             tried = [trials[layout.strategy] for layout in layouts_to_measure(plan.chosen, layouts[1:], trials=5)]
             lines.append(real_row(name, job, tried, list(trials.values())))
             print(lines[-1], flush=True)
     return "\n".join(lines)
+
+
+def alone(plan: Plan) -> Trial:
+    """Measure a plan's own layout, without another one beside which it could end early."""
+    started = time.monotonic()
+    try:
+        return tune(plan, trials=1).trials[0]
+    except ShardwrightError as error:
+        # Ranks on processors cannot run FSDP2's offload, which a user's tuning would find in the same way.
+        return Trial(
+            strategy=plan.chosen.strategy,
+            loss=plan.chosen.loss,
+            outcome="failed",
+            predicted_seconds=plan.chosen.time.seconds,
+            predicted_allocated_bytes=plan.chosen.memory.gpu.allocated_bytes,
+            detail=str(error),
+            wall_seconds=time.monotonic() - started,
+        )
 
 
 def real_row(model: str, job: str, tried: Sequence[Trial], every: Sequence[Trial]) -> str:
@@ -164,16 +180,16 @@ def main() -> None:
     """Print the tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tables", type=Path, default=TABLES)
-    parser.add_argument("--write", action="store_true", help=f"store the table in {DOCUMENT.name}")
+    parser.add_argument("--write", action="store_true", help=f"store the printed table in {DOCUMENT.name}")
     parser.add_argument("--real", type=Path, help="directory for a tuning on this machine's CPU ranks")
     arguments = parser.parse_args()
     if arguments.real is not None:
-        print(real(arguments.real, list(MODELS), list(JOBS)))
-        return
-    table = document_table(published_steps(arguments.tables))
-    print(table)
+        part, table = "tuner on CPU ranks", real(arguments.real, list(MODELS), list(JOBS))
+    else:
+        part, table = "tuner", document_table(published_steps(arguments.tables))
+        print(table)
     if arguments.write and arguments.tables == TABLES:
-        DOCUMENT.write_text(with_part(DOCUMENT.read_text(encoding="utf-8"), "tuner", table), encoding="utf-8")
+        DOCUMENT.write_text(with_part(DOCUMENT.read_text(encoding="utf-8"), part, table), encoding="utf-8")
 
 
 if __name__ == "__main__":

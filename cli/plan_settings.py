@@ -23,6 +23,7 @@ from ..ds_configs.specs.hardware import HardwareSpec
 from ..ds_configs.specs.job import LossImplementation, Method, ObjectiveName, Precision
 from ..ds_configs.specs.settings import (
     HardwareSettings,
+    KernelSettings,
     LayoutSettings,
     Settings,
     TeacherPlacementSettings,
@@ -144,14 +145,16 @@ def shown_answers(values: dict[str, Any]) -> list[str]:
     return lines
 
 
-class JobSettings(LayoutSettings, TeacherPlacementSettings, TrainingSettings, HardwareSettings):
+class JobSettings(KernelSettings, LayoutSettings, TeacherPlacementSettings, TrainingSettings, HardwareSettings):
     """Settings from which a plan is made."""
 
     group = "Training"
 
     seq_len: int | None = Field(None, description="Sequence length in tokens. Default: 4096, or the model's maximum")
     num_processes: int | None = Field(None, ge=1, description="Accelerators, if --hardware names only their type")
-    precision: Precision = Field("bf16", description="Compute precision; bf16 and fp16 keep fp32 master weights")
+    precision: Precision = Field(
+        "bf16", description="Compute precision, with fp32 master weights; fp8 needs Ada or later"
+    )
     method: Method = Field("full", description="Full training, LoRA, or QLoRA")
     loss: LossImplementation = Field(
         "auto", description="Loss computation; chunked never stores the logits of all tokens"

@@ -81,6 +81,7 @@ _OWN_OPTIMIZER = (
 )
 _MODEL = "transformers.modeling_utils:PreTrainedModel"
 _FIRST_RANK = "tests/distributed/test_first_rank_loading.py::"
+_DOCUMENTS = "tests/plugins/transformers/test_document_attention.py::test_transformers_still_makes_masks_of_all_pairs"
 _LENGTH_GROUPS = "tests/plugins/transformers/test_length_groups.py::test_stock_ranks_draw_orders_of_their_own"
 
 PATCHES: tuple[Patch, ...] = (
@@ -409,6 +410,20 @@ PATCHES: tuple[Patch, ...] = (
         scope="context",
         reason="Transformers returns attention scores only from the eager kernel, and never queries, keys and values.",
         parameters=("self",),
+    ),
+    Patch(
+        name="document-attention",
+        target="transformers.modeling_utils:ALL_ATTENTION_FUNCTIONS",
+        scope="process",
+        reason="SDPA attention of packed, padded or windowed rows reads a mask of S x S.",
+        canary=_DOCUMENTS,
+    ),
+    Patch(
+        name="document-masks",
+        target="transformers.masking_utils:ALL_MASK_ATTENTION_FUNCTIONS",
+        scope="process",
+        reason="Transformers makes a mask of S x S for SDPA if a row is packed, padded or has a window.",
+        canary=_DOCUMENTS,
     ),
     Patch(
         name="ulysses-of-one-model",

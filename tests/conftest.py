@@ -22,12 +22,14 @@ import warm_ranks
 
 # The first example of a process pays for imports, and no test measures time.
 # Every machine draws the same examples.
-settings.register_profile("tests", deadline=None, derandomize=True)
+settings.register_profile("tests", deadline=None, derandomize=True, max_examples=40)
 settings.register_profile("random", deadline=None)
 settings.load_profile("tests")
 
 WEIGHTS = {"install": 60, "distributed": 10, "slow": 10, "browser": 5, "trace": 2}
 """How much longer a test with this marker takes than another."""
+LONG_FILES = ("test_trainer_layouts", "test_hub", "test_train", "test_own_script", "test_trainer_parameters")
+"""Files of a minute or more that few tests share."""
 _SESSION = pytest.StashKey[session.Session]()
 _MODULES = pytest.StashKey[int]()
 """Number of imported modules at the last `gc.freeze`."""
@@ -64,7 +66,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     weights: Counter[Path] = Counter()
     for item in items:
         weights[item.path] += max([WEIGHTS.get(marker.name, 1) for marker in item.iter_markers()], default=1)
-    items.sort(key=lambda item: -weights[item.path])
+    items.sort(key=lambda item: (item.path.stem not in LONG_FILES, -weights[item.path]))
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

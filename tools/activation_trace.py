@@ -1,6 +1,7 @@
 """Derives the stored activation coefficients: `python tools/activation_trace.py --write [FAMILY ...]`.
 
-`--selective` derives those of layers that keep their products, of dense families alone. `--change '>=5.18'` writes what
+`--selective` derives those of layers that keep their products, of dense families alone, `--liger` those of layers
+with Liger's kernels, and `--compiled` those of layers that torch.compile has compiled. `--change '>=5.18'` writes what
 differs in the installed Transformers as a change for those releases.
 """
 
@@ -14,7 +15,16 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any, get_args
 
-from shardwright.ds_configs.memory.activations import ADDED_FILE, DATA_FILE, KINDS_FILE, SELECTIVE_FILE, Adapter, Mode
+from shardwright.ds_configs.memory.activations import (
+    ADDED_FILE,
+    DATA_FILE,
+    KERNELS_FILE,
+    KINDS_FILE,
+    SELECTIVE_FILE,
+    Adapter,
+    Mode,
+)
+from shardwright.ds_configs.specs.job import CHUNKED_LOSS_FAMILIES
 from shardwright.ds_configs.specs.model import merged
 from shardwright.tools.activations.request import trace_model
 from shardwright.tools.release_changes import CHANGE_HELP, facts_in, with_facts
@@ -24,6 +34,7 @@ __all__ = ["derive_coefficients", "main", "trace_model"]
 DATA_PATH = Path(__file__).parents[1] / "ds_configs" / "data" / DATA_FILE
 SELECTIVE_PATH = DATA_PATH.with_name(SELECTIVE_FILE)
 ADDED_PATH = DATA_PATH.with_name(ADDED_FILE)
+KERNELS_PATH = DATA_PATH.with_name(KERNELS_FILE)
 KINDS_PATH = DATA_PATH.with_name(KINDS_FILE)
 VERSIONED_PACKAGES = ("torch", "transformers", "peft")
 
@@ -90,16 +101,23 @@ def main(arguments: list[str]) -> int:
     known = [*stored["tables"], *json.loads(ADDED_PATH.read_text(encoding="utf-8"))["tables"]]
     parser.add_argument("families", nargs="*", choices=[*known, []], help="default: all")
     parser.add_argument("--selective", action="store_true", help=f"derive what {SELECTIVE_FILE} holds")
+    for name, derive_kernels in KERNELS.items():
+        parser.add_argument(f"--{name}", dest="kernels", action="store_const", const=name, help=derive_kernels.__doc__)
     parser.add_argument("--write", action="store_true", help=f"update {DATA_FILE}")
     parser.add_argument("--change", metavar="RELEASES", help=CHANGE_HELP)
     options = parser.parse_args(arguments)
     if options.selective:
         families, derive, path = [name for name in known if name not in MIXTURES], derive_selective, SELECTIVE_PATH
+    elif options.kernels:
+        dense = [family for family in CHUNKED_LOSS_FAMILIES if family not in MIXTURES]
+        families, derive, path = dense, KERNELS[options.kernels], KERNELS_PATH
     else:
         families, derive, path = list(FIRST), derive_coefficients, DATA_PATH
     document = json.loads(path.read_text(encoding="utf-8"))
     for family in options.families or families:
-        found = {"versions": {name: version(name) for name in VERSIONED_PACKAGES}, "tables": {family: derive(family)}}
+        tables: dict[str, Any] = {family: derive(family)}
+        tables = {options.kernels: tables} if options.kernels else tables
+        found = {"versions": {name: version(name) for name in VERSIONED_PACKAGES}, "tables": tables}
         # A path that the installed release does not have is that of others.
         facts = merged(facts_in(document, version("transformers")), found)
         document = with_facts(document, facts, release=version("transformers"), change=options.change)
@@ -123,6 +141,33 @@ def derive_selective(family: str) -> dict[str, Any]:
         mode: {path: derive_selective_table(family, mode=mode, attention=path) for path in paths}
         for mode in get_args(Mode)
     }
+
+
+def derive_liger(family: str) -> dict[str, Any]:
+    """Traces layers that allocate what Liger's kernels do, without a mask, and returns their tables by mode."""
+    from shardwright.tools.activations.fit import derive_table
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()
+    return {
+        mode: {"fused": derive_table(family, mode=mode, adapter="none", attention="fused", liger=True)}
+        for mode in get_args(Mode)
+    }
+
+
+def derive_compiled(family: str) -> dict[str, Any]:
+    """Traces the graphs of a compiled model without a mask in the batch, and returns its tables by mode."""
+    from shardwright.ds_configs.memory.activations import load_coefficients
+    from shardwright.tools.activations.compiled import derive_compiled_table
+
+    eager = load_coefficients(version("transformers"))["tables"][family]
+    return {
+        mode: {"fused": derive_compiled_table(family, mode, eager[mode]["none"]["fused"])} for mode in get_args(Mode)
+    }
+
+
+KERNELS = {"liger": derive_liger, "compiled": derive_compiled}
+"""Derives the tables of a family with other kernels, by their name in `Kernels`."""
 
 
 def render(document: Any, depth: int = 0) -> str:

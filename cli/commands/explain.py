@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from ...ds_configs.legality.rules import AXIS_RULES, RULES
-from ...ds_configs.memory.terms import STRATEGY_MEANINGS, TERM_MEANINGS
+from ...ds_configs.memory.terms import KERNEL_MEANINGS, STRATEGY_MEANINGS, TERM_MEANINGS
 from ...ds_configs.plan.plan import Plan
 from ...ds_configs.search.reasons import display_name
 from ...ds_configs.specs.errors import ConfigError, UsageError
-from ...ds_configs.specs.settings import NOT_COVERED, not_covered
+from ...ds_configs.specs.settings import NOT_COVERED
 from ...ds_configs.step_time.estimate import TIME_TERM_MEANINGS, time_term_name
 from ...ds_configs.step_time.learning import learned_factors
 from ..options import FormatOptions
@@ -33,7 +33,8 @@ def explain_command(subject: str, *, options: Annotated[FormatOptions, Options] 
     name = subject.strip().lower().replace(" ", "_").replace("-", "_").replace(".", "_")
     rules = {rule.__name__: str(rule.__doc__).splitlines()[0] for rule in (*RULES, *AXIS_RULES)}
     strategies = {name.replace("-", "_"): meaning for name, meaning in STRATEGY_MEANINGS.items()}
-    meanings = dict(TERM_MEANINGS) | dict(TIME_TERM_MEANINGS) | strategies | rules | dict(NOT_COVERED)
+    meanings = dict(TERM_MEANINGS) | dict(TIME_TERM_MEANINGS) | strategies | rules
+    meanings |= dict(KERNEL_MEANINGS) | dict(NOT_COVERED)
     try:
         exists = Path(subject).exists()
     except OSError:
@@ -42,8 +43,6 @@ def explain_command(subject: str, *, options: Annotated[FormatOptions, Options] 
     if not exists and name == "names":
         print(json.dumps({"schema_version": 1, "names": sorted(meanings)}) if options.as_json else "\n".join(meanings))
         return 0
-    if why := not_covered(name):
-        meanings |= {name: why}
     if not exists and name in meanings:
         if options.as_json:
             print(json.dumps({"schema_version": 1, "name": name, "meaning": meanings[name]}))

@@ -98,7 +98,8 @@ def show_tuned(plan: Plan, directory: Path) -> None:
 
     out = console()
     strategy = display_name(plan.chosen.strategy)
-    out.print(Text.assemble((plan.model.name, "bold"), f"  on {plan.hardware.name}, {len(plan.trials)} layouts"))
+    count = "1 layout" if len(plan.trials) == 1 else f"{len(plan.trials)} layouts"
+    out.print(Text.assemble((plan.model.name, "bold"), f"  on {plan.hardware.name}, {count}"))
     out.print()
     headings, rows = trial_rows(plan.trials)
     print_rows(out, headings, rows, figures=headings[3:])

@@ -83,9 +83,12 @@ def phases_chart(plan: Plan) -> MemoryChart:
     of the tensors in every phase, as in the estimate of the peak.
     """
     gpu = plan.chosen.memory.gpu
+    is_gpu = plan.hardware.gpu != "CPU"
     by_phase: dict[str, dict[str, int]] = {
         phase: dict(terms)
-        for phase, terms in terms_by_phase(plan.chosen.strategy, plan.model, plan.job, stage=gpu.stage).items()
+        for phase, terms in terms_by_phase(
+            plan.chosen.strategy, plan.model, plan.job, stage=gpu.stage, gpu=is_gpu
+        ).items()
     }
     for terms in by_phase.values():
         share = sum(terms.values()) / max(1, gpu.allocated_bytes)

@@ -7,11 +7,12 @@ rejected. `axes.py` has the rules about sizes and model families.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from ..specs.errors import ConfigError
 from ..specs.layout import Layout
+from ..specs.optimizers import OPTIMIZERS
 
 COLUMNS: Mapping[str, str] = {
     "ddp": "DDP",
@@ -61,6 +62,8 @@ SETTINGS: Mapping[str, str] = {
     "adagrad": "Adagrad",
     "rmsprop": "RMSprop",
     "adafactor": "Adafactor",
+    "muon": "Muon",
+    **{name: name for name, spec in OPTIMIZERS.items() if spec.package},
 }
 """Settings of a run beyond its layout; optimizers by the Trainer's names."""
 
@@ -80,7 +83,8 @@ TRAINERS: Mapping[str, str] = {
     "PipelineTrainer": "Shardwright's PipelineTrainer",
 }
 """Trainer classes. A subclass has the row of its nearest base; a dot precedes what a configuration adds."""
-_BITSANDBYTES = "adamw_8bit adamw_bnb_8bit paged_adamw_8bit paged_adamw_32bit lion_32bit lion_8bit"
+_BITSANDBYTES = " ".join(name for name, spec in OPTIMIZERS.items() if spec.plain_tensors_only)
+_LAYERWISE = " ".join(name for name, spec in OPTIMIZERS.items() if spec.layerwise)
 ONLY_ON_ACCELERATORS = frozenset(["fp16", *_BITSANDBYTES.split()])
 """Settings that CPU ranks cannot train, so that no test here can prove them: `rules.py` and the rejections below decide
 about them."""
@@ -95,6 +99,10 @@ EQUIVALENT = "tests/equivalence/test_equivalence.py"
 ZERO0 = "tests/distributed/test_losses_equal.py"
 """Also tests what DeepSpeed does there in 16 bit, and the warning about it: a first step on zero gradients."""
 
+METERED = "benchmarks/optimizer_table.py"
+"""Optimizers whose packages tests lack: `tests/test_optimizer_table.py` holds predictions against its results."""
+
+_SCHEDULE_FREE = "schedule_free_adamw schedule_free_radam schedule_free_sgd"
 _ENGINES = "ddp zero0 zero1 zero2 zero3 fsdp2"
 _OFFLOADED = "zero_offload fsdp2_offload"
 _DATA_PARALLEL = f"{_ENGINES} {_OFFLOADED}"
@@ -120,6 +128,13 @@ _PROVEN: tuple[tuple[str, str, str], ...] = (
     (DRAWN, "sgd rmsprop", f"{_ENGINES} fsdp2_offload sp cp tp pp ep"),
     (DRAWN, "adagrad", "ddp zero0 fsdp2 fsdp2_offload cp"),
     (DRAWN, "adafactor", "ddp"),
+    (METERED, "adafactor", "fsdp2"),
+    (METERED, _BITSANDBYTES, "ddp zero1 zero2 zero3"),
+    (METERED, "muon", "ddp zero1 zero2 zero3 fsdp2"),
+    (METERED, "adamw_torch_8bit adamw_torch_4bit", "ddp zero1 zero2 zero3 fsdp2"),
+    (METERED, _SCHEDULE_FREE, "ddp"),
+    (METERED, "stable_adamw", "ddp fsdp2"),
+    (METERED, "galore_adamw galore_adafactor apollo_adamw", "ddp"),
     (DRAWN, "balance_loss", f"{_DATA_PARALLEL} ep"),
     (ZERO0, "bf16", "zero0"),
     (QAT, "qat_inputs", "ddp zero0 zero1 zero2 zero3 fsdp2 pp"),
@@ -140,6 +155,10 @@ _PROVEN: tuple[tuple[str, str, str], ...] = (
 
 _FLAT = "DeepSpeed steps flat tensors, but this optimizer needs the shapes of matrices and would compute other updates"
 _STATES_FIRST = "the optimizer creates its states before DeepSpeed replaces the parameters, and then fails"
+_MATRICES = "galore_adamw galore_adafactor apollo_adamw stable_adamw"
+_RESUMED_BY_STEP = "PyTorch resumes it by a step before train() is called, which it refuses"
+_MODES = "DeepSpeed's optimizer hides train() and eval(), without which it does not step"
+_ONE_PROCESS = "it updates weights in the backward pass with the gradients of one rank"
 _HOST = "DeepSpeed replaces the optimizer with CPU Adam"
 _DTENSOR = "PyTorch fails because plain tensors are mixed with the DTensors of FSDP2"
 _PLAIN_TENSORS = "its kernels do not support DTensors, the parameters of FSDP2"
@@ -157,8 +176,12 @@ _ORDER = "context parallelism reorders the sequence, which a teacher cannot foll
 _UNPROVEN = "no test compares it with one process"
 
 _REJECTED: tuple[tuple[str, str, str], ...] = (
-    (_FLAT, "adafactor", "zero0 zero1 zero2 zero3 zero_offload sp tp pp ep"),
-    (_DTENSOR, "adafactor", "fsdp2 fsdp2_offload cp"),
+    (_FLAT, f"adafactor {_MATRICES}", "zero0 zero1 zero2 zero3 zero_offload sp tp pp ep"),
+    (_DTENSOR, "adafactor", "fsdp2_offload cp"),
+    (_DTENSOR, "galore_adamw galore_adafactor apollo_adamw", "fsdp2 fsdp2_offload cp"),
+    (_MODES, _SCHEDULE_FREE, "zero0 zero1 zero2 zero3 zero_offload sp tp pp ep"),
+    (_RESUMED_BY_STEP, _SCHEDULE_FREE, "fsdp2 fsdp2_offload cp"),
+    (_ONE_PROCESS, _LAYERWISE, " ".join(COLUMNS)),
     (_STATES_FIRST, "adagrad", "zero1 zero2 zero3 sp tp pp ep"),
     (_HOST, "sgd rmsprop adagrad", "zero_offload"),
     (_PLAIN_TENSORS, _BITSANDBYTES, "fsdp2 fsdp2_offload cp"),
@@ -285,12 +308,14 @@ def columns_of(strategy: Layout) -> tuple[str, ...]:
     return (*columns, *(axis for axis in ("sp", "cp", "tp", "pp", "ep") if axis in strategy.axes))
 
 
-def rejection(setting: str, columns: Iterable[str], reason: str) -> tuple[str, str]:
+def rejection(setting: str, columns: Collection[str], reason: str) -> tuple[str, str]:
     """Return the rule and the fix of an error about a setting that some columns reject."""
     proven = [column for column in COLUMNS if cell(setting, column).is_proven]
     fix = f"supported with {', '.join(proven)}" if proven else "omit it"
-    if setting in ONLY_ON_ACCELERATORS:
-        fix = "use adamw_torch_fused, or a ZeRO stage"
+    if setting in OPTIMIZERS:
+        fix = f"supported with {', '.join(proven) or 'one process'}"
+        usable = [name for name in OPTIMIZERS if all(cell(name, column).is_proven for column in columns)]
+        fix += f"; or use {', '.join(usable[:6])}" if usable else ""
     return f"is not supported with {', '.join(COLUMNS.get(column, column) for column in columns)}: {reason}", fix
 
 

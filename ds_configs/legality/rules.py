@@ -6,10 +6,11 @@ from collections.abc import Callable, Iterable, Iterator
 
 from ..memory.activations import UnknownFamilyError, activation_mode, cached_activations
 from ..specs.errors import ConfigError, divides, one_of
-from ..specs.hardware import HardwareSpec
-from ..specs.job import CHUNKED_LOSS_FAMILIES, OPTIMIZERS, TrainingJob
+from ..specs.hardware import HardwareSpec, gpu_catalog
+from ..specs.job import CHUNKED_LOSS_FAMILIES, TrainingJob
 from ..specs.layout import Layout
 from ..specs.model import MAMBA_TYPES, NOT_ADAPTED_IN_MAMBA, ModelSpec, ParameterShape, targeted_linears
+from ..specs.optimizers import OPTIMIZERS
 from .axes import (
     context_parallel_errors,
     expert_errors,
@@ -19,6 +20,8 @@ from .axes import (
 )
 from .combinations import columns_of, incompatibility_errors
 
+FP8_CAPABILITY = 89
+"""Smallest compute capability, times ten, with products in fp8."""
 Verdict = ConfigError | None
 Rule = Callable[[ModelSpec, Layout, TrainingJob, HardwareSpec], Verdict]
 
@@ -33,6 +36,8 @@ def kept_products_are_counted(model: ModelSpec, layout: Layout, job: TrainingJob
         return None
     if layout.axes:
         rule = "supports data parallelism only"
+    elif job.torch_compile:
+        rule = "is not supported with torch.compile, which chooses itself what is kept"
     elif job.method != "full":
         rule = f"supports full training only: its memory with {job.method} is unknown"
     else:
@@ -99,14 +104,66 @@ def sequence_fits_the_positions(model: ModelSpec, layout: Layout, job: TrainingJ
 
 
 def chunked_loss_is_supported(model: ModelSpec, layout: Layout, job: TrainingJob, hardware: HardwareSpec) -> Verdict:
-    """A chunked loss requires a Liger kernel; Liger silently ignores other families.
+    """A chunked loss requires a causal language model: a Liger kernel, or tiles that DeepSpeed computes again.
 
-    Source: liger_kernel/transformers/monkey_patch.py.
+    Source: liger_kernel/transformers/monkey_patch.py; deepspeed/runtime/sequence_parallel/ulysses_sp.py.
     """
-    if job.loss != "chunked" or model.model_type in CHUNKED_LOSS_FAMILIES:
+    if job.loss != "chunked" or model.model_type in CHUNKED_LOSS_FAMILIES or model.task == "causal_lm":
         return None
-    fix = f"use --loss eager; supported: {', '.join(CHUNKED_LOSS_FAMILIES)}"
-    return ConfigError(where="loss", value="chunked", rule=f"has no kernel for {model.model_type}", fix=fix)
+    rule = "is not supported: only causal language models have a loss that can be computed in parts"
+    return ConfigError(where="loss", value="chunked", rule=rule, fix="use --loss eager")
+
+
+def tiled_mlp_is_supported(model: ModelSpec, layout: Layout, job: TrainingJob, hardware: HardwareSpec) -> Verdict:
+    """A tiled MLP requires MLPs that the runtime finds by name, without dropout, on one rank.
+
+    `TiledMLP` computes tiles again without restoring the random state (deepspeed 0.19.8), so dropout would differ.
+    Tensor, pipeline and expert parallelism replace or split the MLP.
+    """
+    if not layout.tiled_mlp:
+        return None
+    fix = "use --tiled-mlp off"
+    if not any(f".{name}." in parameter.name for parameter in model.parameters for name in TILED_MLP_NAMES):
+        rule = f"requires MLPs: {model.architecture} has no module named {' or '.join(TILED_MLP_NAMES)} in its layers"
+    elif model.residual_dropout_masks:
+        rule = f"does not support the dropout of {model.architecture}, which would differ when a tile is computed again"
+    elif job.use_liger_kernel:
+        rule, fix = "is not supported with Liger's kernels, which replace the MLP", "omit one of the two"
+    elif layout.keeps_products:
+        rule, fix = "cannot be combined with selective recomputation", "use --gradient-checkpointing on"
+    elif axes := [axis for axis in ("tp", "pp", "ep") if axis in layout.axes]:
+        rule = f"is not supported with {axes[0]} = {layout.axes[axes[0]]}, which splits or replaces the MLP"
+        fix = f"use {axes[0]} = 1, or --tiled-mlp off"
+    else:
+        return None
+    return ConfigError(where="tiled_mlp", value="on", rule=rule, fix=fix)
+
+
+TILED_MLP_NAMES = ("mlp", "feed_forward")
+"""Names of the modules that `plugins/deepspeed/tiled_compute.py` tiles."""
+
+
+def offloaded_checkpoints_are_recomputed(
+    model: ModelSpec, layout: Layout, job: TrainingJob, hardware: HardwareSpec
+) -> Verdict:
+    """Layer inputs can wait in host memory only if their layers are recomputed, outside of pipelines."""
+    if not layout.offloaded_checkpoints:
+        return None
+    layers = layout.recomputed_layers(model.dimensions.num_layers)
+    fix = "use --offload-activations off"
+    if not layout.gradient_checkpointing:
+        rule, fix = "requires gradient checkpointing", "use --gradient-checkpointing on"
+    elif layout.offloaded_checkpoints > layers:
+        rule = f"must be at most the {layers} recomputed layers, not {layout.offloaded_checkpoints}"
+    elif job.use_liger_kernel:
+        rule, fix = "is not supported with Liger's kernels, which replace the MLP", "omit one of the two"
+    elif layout.keeps_products:
+        rule, fix = "cannot be combined with selective recomputation", "use --gradient-checkpointing on"
+    elif layout.pp > 1:
+        rule, fix = "is not supported in pipelines", "use pp = 1, or --offload-activations off"
+    else:
+        return None
+    return ConfigError(where="offload_activations", value="on", rule=rule, fix=fix)
 
 
 def lora_targets_exist(model: ModelSpec, layout: Layout, job: TrainingJob, hardware: HardwareSpec) -> Verdict:
@@ -171,6 +228,8 @@ def shared_sequences_are_causal(model: ModelSpec, layout: Layout, job: TrainingJ
 MODEL_RULES: tuple[Rule, ...] = (
     sequence_fits_the_positions,
     chunked_loss_is_supported,
+    tiled_mlp_is_supported,
+    offloaded_checkpoints_are_recomputed,
     lora_targets_exist,
     lora_targets_can_be_adapted,
     unseen_code_is_trained_whole,
@@ -320,6 +379,90 @@ def teachers_stay_whole(
     ]
 
 
+def fp8_is_supported(model: ModelSpec, layout: Layout, job: TrainingJob, hardware: HardwareSpec) -> list[ConfigError]:
+    """fp8 requires NVIDIA compute capability 8.9, and one process, DDP or FSDP2 with full training.
+
+    Accelerate 1.15.0 checks the capability (`check_cuda_fp8_capability`), and rejects `mixed_precision` beside a file
+    of DeepSpeed (utils/dataclasses.py, `_deepspeed_config_checks`).
+    """
+    if job.precision != "fp8":
+        return []
+    errors = []
+
+    def reject(where: str, value: object, rule: str, fix: str) -> None:
+        errors.append(ConfigError(where=where, value=value, rule=rule, fix=fix))
+
+    capability = gpu_catalog().get(hardware.gpu, {}).get("compute_capability")
+    if capability is None or capability < FP8_CAPABILITY:
+        known = "" if capability is None else f" of compute capability {capability / 10:.1f}"
+        rule = f"needs an NVIDIA GPU of compute capability 8.9 (Ada, Hopper or later), not {hardware.gpu}{known}"
+        reject("precision", "fp8", rule, "use bf16")
+        return errors
+    if layout.engine == "deepspeed":
+        rule = "is not supported with DeepSpeed: accelerate 1.15.0 rejects mixed_precision beside a DeepSpeed file"
+        reject("precision", "fp8", rule, "use --strategy fsdp2 or ddp, or bf16")
+    elif layout.axes:
+        rule = "supports data parallelism only; no test or published run covers other axes with the Trainer"
+        reject("precision", "fp8", rule, "use bf16")
+    if job.method != "full":
+        reject("precision", "fp8", f"supports full training only, not {job.method}", "use bf16, or --method full")
+    if job.weights_dtype == "bf16":
+        reject(
+            "weights_dtype", "bf16", "is not supported with fp8, which casts fp32 weights", "use --weights-dtype fp32"
+        )
+    return errors
+
+
+def liger_has_kernels(model: ModelSpec, layout: Layout, job: TrainingJob, hardware: HardwareSpec) -> list[ConfigError]:
+    """Liger's kernels require Triton, so an accelerator, and a family that liger-kernel replaces.
+
+    Pipeline stages, AutoTP and AutoEP replace the layers that Liger replaces.
+    """
+    if not job.use_liger_kernel:
+        return []
+    errors = []
+    if model.model_type not in CHUNKED_LOSS_FAMILIES:
+        rule, fix = f"has no kernels for {model.model_type}", f"supported: {', '.join(CHUNKED_LOSS_FAMILIES)}"
+        errors.append(ConfigError(where="use_liger_kernel", value=True, rule=rule, fix=fix))
+    if hardware.gpu == "CPU":
+        rule, fix = "needs Triton, which has no CPU ranks", "omit it, or plan for the accelerators of the run"
+        errors.append(ConfigError(where="use_liger_kernel", value=True, rule=rule, fix=fix))
+    errors += [
+        ConfigError(where=axis, value=size, rule="replaces the layers that Liger replaces", fix="omit use_liger_kernel")
+        for axis, size in layout.axes.items()
+        if axis in ("tp", "pp", "ep")
+    ]
+    return errors
+
+
+def offload_variant_is_supported(
+    model: ModelSpec, layout: Layout, job: TrainingJob, hardware: HardwareSpec
+) -> list[ConfigError]:
+    """ZenFlow runs with ZeRO-2, SuperOffload with ZeRO-3 on NVIDIA GPUs; both train all weights with AdamW.
+
+    Source: deepspeed 0.19.8, runtime/zenflow/zenflow_stage_1_and_2.py and runtime/superoffload/superoffload_stage3.py.
+    """
+    variant = layout.offload_variant if layout.engine == "deepspeed" else "none"
+    if job.offload in ("zenflow", "superoffload") and layout.offload_variant == "none":
+        rule, fix = "is an offload of DeepSpeed's ZeRO", "use a ZeRO stage, or --offload cpu-all"
+        return [ConfigError(where="offload", value=job.offload, rule=rule, fix=fix)]
+    if variant == "none":
+        return []
+    errors, plain = [], "or --offload cpu"
+    stage = 2 if variant == "zenflow" else 3
+    if layout.zero_stage != stage:
+        errors.append((f"is supported with ZeRO-{stage} only", f"use --strategy zero{stage}, {plain}"))
+    if variant == "superoffload" and "compute_capability" not in gpu_catalog().get(hardware.gpu, {}):
+        errors.append((f"needs NVIDIA GPUs, not {hardware.gpu}: DeepSpeed asserts CUDA", "use --offload cpu"))
+    if not job.optimizer.startswith("adamw_torch"):
+        errors.append((f"has its own AdamW, which would replace {job.optimizer}", f"use adamw_torch_fused, {plain}"))
+    if job.method != "full":
+        errors.append((f"supports full training only, not {job.method}", "use --offload cpu"))
+    if layout.axes:
+        errors.append(("supports data parallelism only", "use --offload cpu"))
+    return [ConfigError(where="offload", value=variant, rule=rule, fix=fix) for rule, fix in errors]
+
+
 PARALLEL_RULES: tuple[Rule, ...] = (
     hpz_partition_fits_the_node,
     quantized_weights_need_stage_three,
@@ -335,6 +478,9 @@ AXIS_RULES: tuple[AxisRule, ...] = (
     pipeline_parallelism,
     losses_need_a_whole_head,
     teachers_stay_whole,
+    fp8_is_supported,
+    liger_has_kernels,
+    offload_variant_is_supported,
 )
 """Rules about parallel axes, in the order in which they are checked."""
 
@@ -450,12 +596,50 @@ def offloaded_optimizer_has_cpu_kernel(
     return ConfigError(where="optimizer", value=job.optimizer, rule=rule, fix=fix)
 
 
+def layerwise_updates_do_not_accumulate(
+    model: ModelSpec, layout: Layout, job: TrainingJob, hardware: HardwareSpec
+) -> Verdict:
+    """LOMO updates a parameter when its gradient of one micro-batch exists (lomo_optim/lomo.py)."""
+    if not OPTIMIZERS[job.optimizer].layerwise or layout.gradient_accumulation_steps == 1:
+        return None
+    rule, fix = "updates weights after every micro-batch", "use a global batch of one micro-batch"
+    return ConfigError(where="optimizer", value=job.optimizer, rule=rule, fix=fix)
+
+
+def matrix_optimizers_train_whole_models(
+    model: ModelSpec, layout: Layout, job: TrainingJob, hardware: HardwareSpec
+) -> Verdict:
+    """Adapters are low-rank already: LOMO, GaLore, APOLLO and Muon are for full training."""
+    spec = OPTIMIZERS[job.optimizer]
+    if job.method == "full" or not (spec.layerwise or spec.low_rank or spec.matrix_states):
+        return None
+    rule, fix = f"is for full training, not for {job.method}", "use adamw_torch_fused, or --method full"
+    return ConfigError(where="optimizer", value=job.optimizer, rule=rule, fix=fix)
+
+
 def optimizer_accepts_dtensors(model: ModelSpec, layout: Layout, job: TrainingJob, hardware: HardwareSpec) -> Verdict:
     """FSDP2 parameters are DTensors, which bitsandbytes' optimizer kernels do not support."""
     if layout.engine != "fsdp2" or not OPTIMIZERS[job.optimizer].plain_tensors_only:
         return None
     rule, fix = "does not support DTensors, the parameters of FSDP2", "use adamw_torch_fused, or a ZeRO stage"
     return ConfigError(where="optimizer", value=job.optimizer, rule=rule, fix=fix)
+
+
+def bf16_weights_have_no_master_copy(
+    model: ModelSpec, layout: Layout, job: TrainingJob, hardware: HardwareSpec
+) -> Verdict:
+    """bf16 weights are trained in bf16 by one process, DDP and FSDP2; DeepSpeed keeps fp32 master weights."""
+    if job.weights_dtype != "bf16":
+        return None
+    if job.precision != "bf16":
+        rule, fix = "requires bf16 as compute precision", "use --precision bf16, or --weights-dtype fp32"
+    elif job.method != "full":
+        rule, fix = "is for full training: frozen weights are in 16 bit already", "omit it"
+    elif layout.engine == "deepspeed":
+        rule, fix = "has no effect with DeepSpeed, which trains fp32 master weights", "use ddp or fsdp2, or omit it"
+    else:
+        return None
+    return ConfigError(where="weights_dtype", value=job.weights_dtype, rule=rule, fix=fix)
 
 
 def precision_is_supported(model: ModelSpec, layout: Layout, job: TrainingJob, hardware: HardwareSpec) -> Verdict:
@@ -489,9 +673,10 @@ def settings_are_proven(
 ) -> list[ConfigError]:
     """A test proves the optimizer, precision and other settings of a job with the layout's engine and axes."""
     settings = {
-        "bf16": job.precision == "bf16",
+        "bf16": job.precision in ("bf16", "fp8"),
         "lora": job.method != "full",
         "gradient_checkpointing": layout.gradient_checkpointing,
+        "compile": job.torch_compile,
         "distillation": job.teacher is not None,
     }
     return incompatibility_errors(
@@ -509,7 +694,10 @@ RULES: tuple[Rule, ...] = (
     offload_needs_its_stage,
     nvme_must_exist,
     offloaded_optimizer_has_cpu_kernel,
+    layerwise_updates_do_not_accumulate,
+    matrix_optimizers_train_whole_models,
     optimizer_accepts_dtensors,
+    bf16_weights_have_no_master_copy,
     precision_is_supported,
     fp16_needs_an_accelerator,
     accumulation_dtype_is_supported,
@@ -523,7 +711,12 @@ RULES: tuple[Rule, ...] = (
 SIZE_RULES: tuple[Rule, ...] = (sizes_are_positive, world_is_the_product, batch_equation)
 """Rules that every layout must satisfy, even one that is planned but never run."""
 
-BATCH_RULES: tuple[Rule | AxisRule, ...] = (sizes_are_positive, batch_equation, pipeline_parallelism)
+BATCH_RULES: tuple[Rule | AxisRule, ...] = (
+    sizes_are_positive,
+    batch_equation,
+    pipeline_parallelism,
+    layerwise_updates_do_not_accumulate,
+)
 """Rules that read the micro-batch size or the accumulation steps."""
 
 _EVERY_RULE: tuple[Rule | AxisRule, ...] = (*RULES, *AXIS_RULES, settings_are_proven)

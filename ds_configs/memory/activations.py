@@ -10,19 +10,22 @@ from math import ceil, prod
 from typing import Any, Literal
 
 from ..specs.errors import ConfigError, ShardwrightError, UsageError
-from ..specs.job import TrainingJob
+from ..specs.job import CHUNKED_LOSS_FAMILIES, TrainingJob
 from ..specs.layout import Layout
 from ..specs.model import Dimensions, ModelSpec, ParameterShape, stored_facts
 
 Mode = Literal["bf16", "fp32", "bf16_autocast"]
 Adapter = Literal["none", "lora_all_linear", "lora_attention"]
 Attention = Literal["auto", "fused", "masked", "math", "eager"]
+Kernels = Literal["eager", "liger", "compiled"]
 
 DATA_FILE = "activations.json"
 ADDED_FILE = "added_activations.json"
 """Families added by `tools/add_family.py`, with the same structure."""
 SELECTIVE_FILE = "selective_activations.json"
 """Coefficients of `SelectiveBytes` in full training, by family, mode and attention."""
+KERNELS_FILE = "kernel_activations.json"
+"""Coefficients of layers with other kernels in full training, by kernels, family, mode and attention."""
 
 
 class UnknownFamilyError(ShardwrightError):
@@ -41,6 +44,31 @@ class SelectiveBytes:
     """Largest live bytes in the last layer's forward pass beyond what all layers keep."""
     backward_transient_bytes: int
     """Largest live bytes in its backward pass beyond what all layers keep and `outside_layer_bytes`."""
+
+
+Parts = tuple[tuple[int, int], ...]
+"""For each moment at which a layer may peak, its bytes outside the MLP's inner tensors, and those of the latter."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MlpBytes:
+    """Bytes of a layer with its MLP's inner tensors apart, of which a tiled MLP has one tile's.
+
+    A tiled MLP saves its input only, which other layers save too, and adds the gradient of its input, into which the
+    tiles write (`TiledMLP.backward` in deepspeed/runtime/sequence_parallel/ulysses_sp.py, 0.19.8).
+    """
+
+    saved_bytes_per_layer: int
+    """Inner tensors that a layer without checkpointing keeps."""
+    input_gradient_bytes: int
+    backward_transient: Parts
+    recompute_backward_transient: Parts
+    forward_transient: Parts
+
+    def tiled(self, parts: Parts, share: float, *, backward: bool) -> int:
+        """Return the largest bytes of a moment if tiles have `share` of the tokens."""
+        added = self.input_gradient_bytes if backward else 0
+        return max(0, *(outside + (ceil(inner * share) + added if inner > 0 else 0) for outside, inner in parts))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -64,6 +92,10 @@ class ActivationEstimate:
     """The same with checkpointing, which also holds the recomputed layer's saved tensors."""
     forward_transient_bytes: int
     """Largest live bytes in one checkpointed layer's forward beyond those live when it starts."""
+    loss_tiles: int = 0
+    """Tiles of DeepSpeed's tiled loss, whose backward pass computes them again; 0 for other losses."""
+    mlp: MlpBytes | None = None
+    """The part of the above that MLPs hold; `None` if the source does not separate it."""
     selective: SelectiveBytes | None = None
     """Bytes under `selective` checkpointing; `None` if they were not traced."""
     loss_forward_peak_bytes: int
@@ -135,6 +167,17 @@ def load_selective(release: str) -> Mapping[str, Any]:
     return tables
 
 
+def load_kernels(release: str) -> Mapping[str, Any]:
+    """Return the coefficients of layers with other kernels by kernels, family, mode and attention."""
+    tables: Mapping[str, Any] = stored_facts(KERNELS_FILE, release)["tables"]
+    return tables
+
+
+def kernels_of(job: TrainingJob) -> Kernels:
+    """Return the kernels of a job's layers; compiled ones also with Liger, whose calls the compiler keeps."""
+    return "liger" if job.use_liger_kernel else "compiled" if job.torch_compile else "eager"
+
+
 def evaluate_table(table: Mapping[str, Any], features: Mapping[str, int], source: str) -> ActivationEstimate:
     """Return the bytes of a coefficient table: for each quantity the largest row of `sum(coefficient * feature)`."""
     point = [features[feature] for feature in table["features"]]
@@ -153,8 +196,76 @@ def evaluate_table(table: Mapping[str, Any], features: Mapping[str, int], source
         loss_kept_bytes=largest("loss_kept"),
         loss_backward_peak_bytes=largest("loss_backward_peak"),
         autocast_weight_copy_bytes_per_parameter=int(table["weight_copy_bytes_per_parameter"]),
+        mlp=_mlp_bytes(table, features),
         source=source,
     )
+
+
+def _mlp_bytes(table: Mapping[str, Any], features: Mapping[str, int]) -> MlpBytes | None:
+    """Return the MLP's part of a table's bytes.
+
+    At a moment with tensors of the MLP's inner width, these and those of routed tokens exist for one tile only.
+    """
+    names, point = table["features"], [features[feature] for feature in table["features"]]
+    wide = [index for index, name in enumerate(names) if "intermediate_size" in name]
+    inside = [index for index, name in enumerate(names) if index in wide or name.startswith("routed_token")]
+    if not wide:
+        return None
+    (saved_row,) = table["saved_per_layer"]
+
+    def parts(rows: Sequence[Sequence[float]], kept_row: Sequence[float]) -> Parts:
+        # Rows are relative to what layers keep, which contains inner tensors unless they are recomputed or tiled.
+        kept_outside = sum(
+            c * x for index, (c, x) in enumerate(zip(kept_row, point, strict=True)) if index not in inside
+        )
+        split = []
+        for row in rows:
+            live = [c + kept for c, kept in zip(row, kept_row, strict=True)]
+            total = sum(c * x for c, x in zip(live, point, strict=True))
+            inner = sum(live[index] * point[index] for index in inside) if any(live[index] for index in wide) else 0
+            split.append((ceil(total - inner - kept_outside), ceil(inner)))
+        return tuple(split)
+
+    nothing = [0.0] * len(names)
+    element = max(row[names.index("token*hidden_size")] for row in table["checkpointed_per_layer"])
+    return MlpBytes(
+        saved_bytes_per_layer=ceil(sum(saved_row[index] * point[index] for index in inside)),
+        input_gradient_bytes=ceil(element * features["token*hidden_size"]),
+        backward_transient=parts(table["backward_transient"], saved_row),
+        recompute_backward_transient=parts(table["recompute_backward_transient"], nothing),
+        forward_transient=parts(table["forward_transient"], nothing),
+    )
+
+
+def with_tiled_mlp(traced: ActivationEstimate, share: float) -> ActivationEstimate:
+    """Return the bytes of layers whose MLP computes tiles of `share` of the tokens; unchanged if nothing separates it.
+
+    The tile's inner tensors exist in the forward pass, and in the backward pass, which computes them again.
+    """
+    mlp = traced.mlp
+    if mlp is None or share >= 1:
+        return traced
+    return replace(
+        traced,
+        saved_bytes_per_layer=traced.saved_bytes_per_layer - mlp.saved_bytes_per_layer,
+        backward_transient_bytes=mlp.tiled(mlp.backward_transient, share, backward=True),
+        recompute_backward_transient_bytes=mlp.tiled(mlp.recompute_backward_transient, share, backward=True),
+        forward_transient_bytes=mlp.tiled(mlp.forward_transient, share, backward=False),
+    )
+
+
+def mlp_tiles(model: ModelSpec, tokens_per_sequence: int) -> int:
+    """Return the number of tiles, of as many tokens as the hidden size (`tile_mlps`, plugins/deepspeed)."""
+    return max(1, ceil(tokens_per_sequence / max(1, model.dimensions.hidden_size)))
+
+
+LOGITS_BYTES_OF_A_TILE = 2**30
+"""Largest fp32 logits of one tile of DeepSpeed's tiled loss."""
+
+
+def loss_tiles(model: ModelSpec, tokens: int) -> int:
+    """Return the number of tiles of DeepSpeed's tiled loss for the tokens of a micro-batch on a rank."""
+    return max(1, ceil(4 * tokens * model.dimensions.vocab_size / LOGITS_BYTES_OF_A_TILE))
 
 
 def _largest(rows: list[list[float]], point: Sequence[int]) -> int:
@@ -187,6 +298,7 @@ def estimate_activations(
     lora_rank: int = 0,
     chunked_loss: bool = False,
     attention: Attention = "auto",
+    kernels: Kernels = "eager",
 ) -> ActivationEstimate:
     """Return the activation bytes of one micro-batch on one rank, from traced coefficients.
 
@@ -206,7 +318,15 @@ def estimate_activations(
             f"family = {family!r}: no activation coefficients for mode {mode!r}, adapter {adapter!r} and attention "
             f"{path!r}; stored families are {', '.join(sorted(stored['tables']))}"
         )
-    source = f"traced coefficients, {family}, {mode}, {adapter}, {path} attention; " + ", ".join(
+    shown = f"{family}, {mode}, {adapter}, {path} attention"
+    if kernels != "eager":
+        other = load_kernels(release).get(kernels, {}).get(family, {}).get(mode, {}).get(path)
+        if other is None or adapter != "none":
+            shown += f", eager instead of {kernels} layers, an upper bound"
+        else:
+            table = other
+            shown += f", {kernels} layers"
+    source = f"traced coefficients, {shown}; " + ", ".join(
         f"{name} {version}" for name, version in stored["versions"].items()
     )
     features = feature_values(
@@ -240,6 +360,11 @@ def estimate_activations(
         loss_backward_peak_bytes=hidden_gradient + norm_backward,
         source=f"{estimate.source}; loss in chunks of {chunk_tokens} tokens",
     )
+
+
+def has_fused_loss(model: ModelSpec, layout: Layout, job: TrainingJob, *, gpu: bool) -> bool:
+    """Return whether Liger's kernel computes a chunked loss; DeepSpeed's tiles compute all others."""
+    return job.loss == "chunked" and gpu and layout.sp == 1 and model.model_type in CHUNKED_LOSS_FAMILIES
 
 
 def chunked_loss_tokens(tokens: int, dimensions: Dimensions) -> int:
@@ -635,6 +760,7 @@ def cached_activations(model: ModelSpec, job: TrainingJob, *, unmasked: Attentio
             lora_rank=rank,
             chunked_loss=job.loss == "chunked",
             attention=attention,
+            kernels=kernels_of(job),
         )
 
     def source(micro_batch_size: int, mode: Mode) -> ActivationEstimate:
@@ -682,7 +808,8 @@ def activation_mode(strategy: Layout, job: TrainingJob) -> Mode:
     """Return the precision mode of an engine: 16-bit weights (DeepSpeed, FSDP2) or autocast (one process, DDP)."""
     if job.precision == "fp32":
         return "fp32"
-    return "bf16_autocast" if strategy.engine in ("single", "ddp") else "bf16"
+    autocasts = strategy.engine in ("single", "ddp") and job.weights_dtype != "bf16"
+    return "bf16_autocast" if autocasts else "bf16"
 
 
 def activations_are_stored(model: ModelSpec, job: TrainingJob, strategy: Layout | None = None) -> bool:

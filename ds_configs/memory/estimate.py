@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from math import ceil
 from typing import Any
 
 from ..specs.errors import ConfigError, UsageError
-from ..specs.hardware import HardwareSpec
+from ..specs.hardware import HardwareSpec, gpu_catalog
 from ..specs.job import TrainingJob
 from ..specs.layout import Layout
 from ..specs.model import ModelSpec, adapted_experts
@@ -20,7 +21,11 @@ from .activations import (
     SelectiveBytes,
     activation_mode,
     cached_activations,
+    has_fused_loss,
+    loss_tiles,
+    mlp_tiles,
     outside_without_norm,
+    with_tiled_mlp,
 )
 from .distillation_memory import distillation_loss_terms, teacher_host_terms, teacher_loading_bytes, teacher_terms
 from .model_states import buffer_terms, model_state_terms, optimizer_state_bytes, viewed_elements
@@ -39,6 +44,9 @@ from .rank_parameters import (
     share_parameters,
 )
 
+_NORM_BACKWARD_BYTES = 16
+"""Bytes per element of the hidden states in the backward pass of the final norm (traced, 16-bit RMSNorm)."""
+
 _ONLY_ON_THE_LAST = ("loss", "head_gradient")
 
 
@@ -49,6 +57,7 @@ def share_moment_terms(
     activations: ActivationSource | None = None,
     *,
     unmasked: Attention = "auto",
+    gpu: bool = True,
 ) -> dict[Moment, Terms]:
     """Return the named tensor bytes of a rank's share at each moment of a training step.
 
@@ -57,9 +66,18 @@ def share_moment_terms(
     Raises:
         UnknownFamilyError: no coefficients are stored, and there is no `activations`.
     """
-    source = activations or cached_activations(share.model, job, unmasked=unmasked)
     model, mode = share.model, activation_mode(strategy, job)
+    # Tiles of the loss are part of the eager one, of which a trace contains the loss that it ran.
+    tiles_loss = job.loss == "chunked" and activations is None and not has_fused_loss(model, strategy, job, gpu=gpu)
+    source = activations or cached_activations(
+        model, replace(job, loss="eager") if tiles_loss else job, unmasked=unmasked
+    )
     traced = source(strategy.micro_batch_size, mode)
+    if tiles_loss:
+        traced = _with_tiled_loss(strategy, model, job, traced)
+    if strategy.tiled_mlp:
+        tokens = ceil(job.seq_len_tokens / (strategy.sp * strategy.cp))
+        traced = with_tiled_mlp(traced, 1 / mlp_tiles(model, tokens))
     if not share.has_head:
         traced = outside_without_norm(traced, model, job, strategy.micro_batch_size, mode)
     moments = _micro_batch_terms(strategy, model, job, traced)
@@ -80,6 +98,47 @@ def share_moment_terms(
                 if count:
                     terms[name] = terms.get(name, 0) + count
     return combined
+
+
+def _with_tiled_loss(
+    strategy: Layout, model: ModelSpec, job: TrainingJob, traced: ActivationEstimate
+) -> ActivationEstimate:
+    """Return the bytes of a loss in tiles: those of one tile's eager loss, and the gradient of the hidden states.
+
+    The forward pass keeps nothing; the backward pass computes each tile again and writes into the gradient
+    (`SequenceTiledCompute` in deepspeed/runtime/sequence_parallel/ulysses_sp.py, 0.19.8).
+    """
+    ranks = strategy.sp * strategy.cp
+    tokens = strategy.micro_batch_size * job.seq_len_tokens // ranks
+    tiles = loss_tiles(model, tokens)
+    width = 4 if activation_mode(strategy, job) != "bf16" else 2
+    # `_loss_terms` divides by the ranks that share a sequence.
+    hidden_gradient = width * ranks * tokens * model.dimensions.hidden_size
+    forward = ceil(traced.loss_forward_peak_bytes / tiles)
+    backward = hidden_gradient + max(forward, ceil(traced.loss_backward_peak_bytes / tiles))
+    norm = _NORM_BACKWARD_BYTES * ranks * tokens * model.dimensions.hidden_size
+    return replace(
+        traced,
+        loss_forward_peak_bytes=forward,
+        loss_kept_bytes=0,
+        loss_backward_peak_bytes=max(backward, norm),
+        loss_tiles=tiles,
+        source=f"{traced.source}; loss in {tiles} tiles",
+    )
+
+
+def checkpoint_bytes(strategy: Layout, traced: ActivationEstimate) -> int:
+    """Return the bytes of the input of one recomputed layer on a rank."""
+    return traced.checkpointed_bytes_per_layer // (strategy.sp * strategy.cp)
+
+
+def offloaded_checkpoints(strategy: Layout, layers: int) -> int:
+    """Return how many of a rank's layer inputs wait in host memory."""
+    return min(strategy.offloaded_checkpoints, strategy.recomputed_layers(layers))
+
+
+STAGING_BUFFERS = 2
+"""Layer inputs on the accelerator while others are in host memory: one in use, and one that a side stream copies."""
 
 
 def _states_and_buffers(strategy: Layout, model: ModelSpec, job: TrainingJob) -> dict[Moment, Terms]:
@@ -125,9 +184,11 @@ def _micro_batch_terms(
     gathered = 2 * model.dimensions.key_value_size * sequence_tokens * job.compute_bytes if strategy.cp > 1 else 0
 
     kept_bytes = _kept_bytes(strategy, model, job, traced)
+    staging = min(STAGING_BUFFERS, offloaded_checkpoints(strategy, layers)) * checkpoint_bytes(strategy, traced)
 
     def saved(count: int) -> Terms:
-        return {"activations": (kept_bytes(count) + traced.outside_layer_bytes) // ranks}
+        terms: Terms = {"activations": (kept_bytes(count) + traced.outside_layer_bytes) // ranks}
+        return terms | {"checkpoint_staging": staging} if staging and count else terms
 
     def backward(*, again: bool) -> Terms:
         _, transient = _layer_bytes(strategy, model, job, traced, recomputed=again)
@@ -175,10 +236,11 @@ def _kept_bytes(
     most_recomputed = strategy.recomputed_layers(model.dimensions.num_layers)
     saved, _ = _layer_bytes(strategy, model, job, traced, recomputed=False)
     checkpointed = _layer_bytes(strategy, model, job, traced, recomputed=True)[0] if most_recomputed else 0
+    offloaded = offloaded_checkpoints(strategy, model.dimensions.num_layers)
 
     def kept(layers: int) -> int:
         recomputed = min(layers, most_recomputed)
-        return recomputed * checkpointed + (layers - recomputed) * saved
+        return max(0, recomputed - offloaded) * checkpointed + (layers - recomputed) * saved
 
     return kept
 
@@ -192,6 +254,9 @@ def _layer_bytes(
     if strategy.sp > 1:
         # The output of attention is saved for complete sequences and, after the exchange of heads, for all heads.
         more += job.compute_bytes * tokens * model.dimensions.query_size
+        # Fewer key and value heads than ranks are repeated (deepspeed/runtime/sequence_parallel/ulysses_sp.py:147).
+        repeats = max(1, strategy.sp // max(1, model.dimensions.num_key_value_heads))
+        more += 2 * (repeats - 1) * job.compute_bytes * tokens * model.dimensions.key_value_size
     if recomputed and strategy.keeps_products:
         selective = _kept_products(traced)
         return selective.kept_bytes_per_layer, selective.backward_transient_bytes + more
@@ -273,7 +338,7 @@ def _loss_terms(
     tokens = strategy.micro_batch_size * job.seq_len_tokens // ranks
     logit_gradient = job.compute_bytes * tokens * model.dimensions.vocab_size if job.loss != "chunked" else 0
     return {
-        "forward_end": more | {"loss": traced.loss_forward_peak_bytes // ranks},
+        "forward_end": ({} if traced.loss_tiles else more) | {"loss": traced.loss_forward_peak_bytes // ranks},
         "loss_backward": more | {"loss": traced.loss_backward_peak_bytes // ranks},
         "head_backward": {"loss": logit_gradient},
     }
@@ -410,16 +475,31 @@ class HostMemory:
 
 
 def estimate_host_memory(
-    strategy: Layout, model: ModelSpec, hardware: HardwareSpec, job: TrainingJob, parameters: RankParameters
+    strategy: Layout,
+    model: ModelSpec,
+    hardware: HardwareSpec,
+    job: TrainingJob,
+    parameters: RankParameters,
+    activations: ActivationSource | None = None,
 ) -> HostMemory:
     """Return host and NVMe bytes of one node, for loading or training, whichever needs more."""
     ranks = hardware.gpus_per_node
-    processes: Terms = {"processes": ranks * PROCESS_BYTES}
+    # ZenFlow and SuperOffload step in a process of their own for each rank.
+    per_rank = 1 if strategy.offload_variant == "none" else 2
+    processes: Terms = {"processes": per_rank * ranks * PROCESS_BYTES}
     loading = loading_terms(strategy, model, hardware, job, parameters)
     training = processes | {
         name: ranks * count for name, count in offload_terms(strategy, model, job, parameters).items()
     }
     training |= teacher_host_terms(strategy, job, ranks)
+    if count := offloaded_checkpoints(strategy, model.dimensions.num_layers):
+        traced = (activations or cached_activations(model, job))(
+            strategy.micro_batch_size, activation_mode(strategy, job)
+        )
+        size = checkpoint_bytes(strategy, traced)
+        training["offloaded_checkpoints"] = ranks * count * size
+        rounding = ranks * count * (pinned_block_bytes(size) - size)
+        training["pinned_rounding"] = training.get("pinned_rounding", 0) + rounding
     terms = max(loading, training, key=lambda candidate: sum(candidate.values()))
     # Swap files of one rank: master weights, states and gradients, and with parameter offload the weights.
     shard, nvme_bytes = parameters.shard(strategy), 0
@@ -451,6 +531,9 @@ def loading_terms(
         # A rank reads its stage layer by layer and keeps its tensor-parallel part of each.
         largest = max(share.model.parameter_count for share in rank_shares(strategy, model, job))
         loaded = ranks * width * (largest + (model.layer_parameter_count if strategy.tp > 1 else 0))
+    elif strategy.engine == "fsdp2" and job.precision == "fp8":
+        # torchao's layers are made before FSDP2 shards them, so that every rank reads all weights.
+        loaded = ranks * 4 * model.parameter_count
     elif strategy.engine == "fsdp2":
         # Only the first rank holds the weights. It converts a tensor to fp32 when it distributes it
         # (plugins/transformers/first_rank_loading.py).
@@ -512,8 +595,21 @@ def offload_terms(strategy: Layout, model: ModelSpec, job: TrainingJob, paramete
             swap = zero.parameter_buffer_count * zero.parameter_buffer_elements * width
             pinned.append(swap)
             terms["nvme_parameter_buffers"] = swap
+        if strategy.offload_variant == "superoffload":
+            # The optimizer's process copies the gradients of a sub-group (superoffload_utils.py:39).
+            pinned.append(4 * min(shard, zero.sub_group_size))
+            terms["offloaded_gradients"] += pinned[-1]
         terms["pinned_rounding"] = sum(pinned_block_bytes(block) - block for block in pinned)
         return terms
+    if strategy.offload_variant == "zenflow":
+        # The optimizer's process has a stale copy of the weights and, like the gradients, two of each moment.
+        pinned = [4 * shard, 4 * shard, width * shard]
+        return {
+            "offloaded_master_weights": 8 * shard,
+            "offloaded_optimizer_states": 2 * states,
+            "offloaded_gradients": sum(pinned) + width * parameters.largest_trainable,
+            "pinned_rounding": sum(pinned_block_bytes(block) - block for block in pinned),
+        }
     pinned = [4 * shard, 4 * shard, width * shard]
     if strategy.gradient_accumulation_steps > 1 and strategy.zero_stage == 2:
         pinned.append(width * shard)
@@ -552,6 +648,14 @@ RESERVED_OVER_ALLOCATED = Interval(low=1.007, middle=1.038, high=1.093)
 ALLOCATED_OVER_PREDICTED = Interval(low=0.95, middle=1.0, high=1.05)
 """Tensor bytes divided by their prediction: the largest errors of the grid of measured runs, rounded outwards
 (docs/measurements/memory.md)."""
+
+EXPANDABLE_FROM_TOKENS = 100_000
+"""Sequence length from which launches set `expandable_segments:True`."""
+
+EXPANDABLE_RESERVED = Interval(low=1.0, middle=1.01, high=1.02)
+"""Allocator blocks divided by tensor bytes with expandable segments. Before an allocation fails, the allocator unmaps
+all complete pages of free blocks (`release_cached_blocks`, c10/cuda/CUDACachingAllocator.cpp), so that a gap between
+tensors wastes less than two pages of 20 MiB: 1.6 GB of 80 GB if all inputs of 40 layers have gaps."""
 
 RESERVED_OVER_PREDICTED = (
     RESERVED_OVER_ALLOCATED.low * ALLOCATED_OVER_PREDICTED.low,
@@ -621,21 +725,24 @@ def estimate_memory(
         UnknownFamilyError: no coefficients are stored, and there is no `activations`.
     """
     ratios = calibration.ratios(gpu=hardware.gpu, architecture=model.architecture) if calibration else ()
+    expandable = expands_segments(job, hardware)
     stages = []
     for share in rank_shares(strategy, model, job):
-        phases = fullest_by_phase(share_moment_terms(strategy, share, job, activations))
+        phases = fullest_by_phase(share_moment_terms(strategy, share, job, activations, gpu=hardware.gpu != "CPU"))
+        if share.has_head and (cached := cached_logits_bytes(strategy, share.model, job, hardware)):
+            phases["loss"] = phases["loss"] | {"cached_logits": cached}
         phase = max(phases, key=lambda name: sum(phases[name].values()))
         index = None if share.stage is None else share.stage.index
-        stages.append(_with_overheads(strategy, hardware, phase, phases, ratios, stage=index))
+        stages.append(_with_overheads(strategy, hardware, phase, phases, ratios, stage=index, expandable=expandable))
     return MemoryEstimate(
         gpu=max(stages, key=lambda stage: stage.high_bytes),
-        host=estimate_host_memory(strategy, model, hardware, job, rank_parameters(model, job, strategy)),
+        host=estimate_host_memory(strategy, model, hardware, job, rank_parameters(model, job, strategy), activations),
         nvme_capacity_bytes_per_node=hardware.nvme_bytes_per_node,
     )
 
 
 def terms_by_phase(
-    strategy: Layout, model: ModelSpec, job: TrainingJob, *, stage: int | None = None
+    strategy: Layout, model: ModelSpec, job: TrainingJob, *, stage: int | None = None, gpu: bool = True
 ) -> dict[Phase, Terms]:
     """Return the named tensor bytes of every phase at its fullest moment, whose sums are `GpuMemory.phases`.
 
@@ -646,7 +753,30 @@ def terms_by_phase(
     """
     shares = rank_shares(strategy, model, job)
     share = next(share for share in shares if (None if share.stage is None else share.stage.index) == stage)
-    return fullest_by_phase(share_moment_terms(strategy, share, job))
+    return fullest_by_phase(share_moment_terms(strategy, share, job, gpu=gpu))
+
+
+SMALLEST_CACHED_LOGITS = 4 * 2**30
+"""16-bit logits from which their block is counted; smaller ones are within the interval of the allocator."""
+
+
+def cached_logits_bytes(strategy: Layout, model: ModelSpec, job: TrainingJob, hardware: HardwareSpec) -> int:
+    """Return the bytes of 16-bit logits that the allocator caches during the backward pass of an eager loss.
+
+    The model's output is freed after the forward pass. Both fp32 gradients of cross-entropy are twice as large: one
+    takes the block of the fp32 logits, and the other a new one. Without expandable segments the free block remains.
+    """
+    if job.loss == "chunked" or job.teacher is not None or job.compute_bytes != 2 or expands_segments(job, hardware):
+        return 0
+    tokens = strategy.micro_batch_size * job.seq_len_tokens // (strategy.sp * strategy.cp)
+    size = 2 * tokens * model.dimensions.vocab_size
+    return size if size >= SMALLEST_CACHED_LOGITS and hardware.gpu != "CPU" else 0
+
+
+def expands_segments(job: TrainingJob, hardware: HardwareSpec) -> bool:
+    """Return whether launches set `expandable_segments:True`, which CUDA supports: for long sequences."""
+    is_cuda = "compute_capability" in gpu_catalog().get(hardware.gpu, {})
+    return is_cuda and job.seq_len_tokens >= EXPANDABLE_FROM_TOKENS
 
 
 def _with_overheads(
@@ -657,6 +787,7 @@ def _with_overheads(
     ratios: Sequence[float],
     *,
     stage: int | None,
+    expandable: bool,
 ) -> GpuMemory:
     allocated = sum(phases[phase].values())
     communicators = 0 if strategy.world_size == 1 else 1
@@ -664,7 +795,15 @@ def _with_overheads(
     communicators += strategy.zero.hpz_partition_size > 1
     communicators += sum(getattr(strategy, axis) > 1 for axis in ("sp", "cp", "tp", "pp", "ep"))
 
-    low, middle, high = moved_factors(RESERVED_OVER_PREDICTED, ratios)
+    published = RESERVED_OVER_PREDICTED
+    if expandable:
+        reserved, allocated_part = EXPANDABLE_RESERVED, ALLOCATED_OVER_PREDICTED
+        published = (
+            reserved.low * allocated_part.low,
+            reserved.middle * allocated_part.middle,
+            reserved.high * allocated_part.high,
+        )
+    low, middle, high = moved_factors(published, ratios)
     terms = dict(phases[phase])
     terms["allocator_fragmentation"] = round(allocated * (middle - 1))
     terms["runtime_context"] = round(CONTEXT_BYTES.middle)
@@ -700,7 +839,7 @@ def cpu_share_terms(strategy: Layout, model: ModelSpec, job: TrainingJob) -> lis
     """Return the shares that can be on the fullest CPU rank, each with its named bytes by phase."""
     by_share = []
     for share in rank_shares(strategy, model, job):
-        device = share_moment_terms(strategy, share, job, unmasked="fused")
+        device = share_moment_terms(strategy, share, job, unmasked="fused", gpu=False)
         parameters = share_parameters(share.model, job, ep=strategy.ep)
         offloaded = offload_terms(strategy, share.model, job, parameters)
         offloaded.pop("pinned_rounding", None)
@@ -710,5 +849,16 @@ def cpu_share_terms(strategy: Layout, model: ModelSpec, job: TrainingJob) -> lis
             gradients = offloaded.pop("offloaded_gradients")
             growing = growing_gradients(strategy, parameters, gradients)
             host = at_moments(offloaded, **growing, step={"gradients": gradients})
+        layers = share.model.dimensions.num_layers
+        if count := offloaded_checkpoints(strategy, layers):
+            traced = cached_activations(share.model, job, unmasked="fused")(
+                strategy.micro_batch_size, activation_mode(strategy, job)
+            )
+            size = checkpoint_bytes(strategy, traced)
+            waiting = {"last_layer_backward": layers - 1, "after_last_layer": layers - 1, "first_layer_backward": 0}
+            waiting |= dict.fromkeys(("after_first_layer", "embedding_backward", "step", "init", "teacher_forward"), 0)
+            for moment in host:
+                inputs = min(count, waiting.get(moment, count)) * size
+                host[moment] = host[moment] | ({"offloaded_checkpoints": inputs} if inputs else {})
         by_share.append((share, fullest_by_phase({moment: device[moment] | host[moment] for moment in device})))
     return by_share

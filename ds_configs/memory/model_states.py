@@ -6,12 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
-from math import ceil
+from math import ceil, prod
 from typing import Literal, NamedTuple
 
-from ..specs.job import OPTIMIZERS, TrainingJob
-from ..specs.layout import Layout, ZeroOptions
+from ..specs.job import TrainingJob
+from ..specs.layout import ZENFLOW_TOPK_RATIO, Layout, ZeroOptions
 from ..specs.model import ModelSpec, ParameterShape, adapted_experts
+from ..specs.optimizers import OPTIMIZERS, OptimizerSpec
 from .rank_parameters import (
     PHASES,
     Moment,
@@ -68,19 +69,24 @@ def optimizer_state_bytes(strategy: Layout, model: ModelSpec, job: TrainingJob, 
     """Return the bytes of optimizer states for all trainable elements, before sharding.
 
     ZeRO gives the optimizer flat partitions, which Adafactor cannot factor (transformers/optimization.py). Without
-    ZeRO, the Trainer keeps 32-bit states for embeddings under 8-bit optimizers (transformers/trainer.py:1286).
+    ZeRO, the Trainer keeps 32-bit states for embeddings under 8-bit optimizers (transformers/trainer.py:1286). FSDP2
+    shards rows of factors; every rank keeps all columns.
     """
     optimizer = OPTIMIZERS[job.optimizer]
     flat = bool(strategy.zero_stage)
+    # States have the type of the tensors that the optimizer steps, which ZeRO keeps in fp32.
+    scale = 1.0 if flat or optimizer.fp32_states else job.trained_weight_bytes / 4
+    per_element = scale * optimizer.state_bytes_per_parameter
     if optimizer.factored:
         if flat or job.method != "full":
             return 4 * trainable
-        # fp32 rows and columns of each matrix, and complete vectors.
-        return sum(
-            4 * p.count * (p.numel // p.shape[-1] + p.numel // p.shape[-2] if len(p.shape) > 1 else p.numel)
-            for p in model.parameters
-        )
-    states = optimizer.state_bytes_per_parameter * trainable
+        copies = strategy.shard_size if strategy.engine == "fsdp2" else 1
+        return sum(4 * p.count * _factor_elements(p.shape, copies) for p in model.parameters)
+    if optimizer.low_rank:
+        return round(scale * sum(p.count * _low_rank_bytes(p, optimizer, job) for p in model.parameters))
+    states = per_element * trainable
+    if optimizer.matrix_states and job.method == "full":
+        states -= per_element / 2 * sum(p.total for p in model.parameters if is_stepped_by_muon(p))
     if optimizer.eight_bit and not flat and job.method == "full":
         embeddings = sum(p.total for p in model.parameters if p.kind == "embedding")
         moments = round(optimizer.state_bytes_per_parameter)
@@ -88,20 +94,55 @@ def optimizer_state_bytes(strategy: Layout, model: ModelSpec, job: TrainingJob, 
     return round(states)
 
 
+def is_stepped_by_muon(parameter: ParameterShape) -> bool:
+    """Return whether Muon steps a parameter: a matrix that is neither an embedding nor the head."""
+    return parameter.in_layer and len(parameter.shape) == 2 and parameter.kind != "embedding"
+
+
+def _factor_elements(shape: tuple[int, ...], copies: int) -> int:
+    """Return the elements of fp32 rows and columns of a matrix, and of complete vectors."""
+    numel = prod(shape)
+    return numel // shape[-1] + copies * (numel // shape[-2]) if len(shape) > 1 else numel
+
+
+def _low_rank_bytes(parameter: ParameterShape, optimizer: OptimizerSpec, job: TrainingJob) -> int:
+    """Return the fp32 states of one tensor: its moments, for linear layers in `rank` columns, and their projection.
+
+    GaLore and APOLLO project the smaller side (galore_torch/galore_projector.py, `std`).
+    """
+    shape = parameter.shape
+    projected = len(shape) == 2 and parameter.kind == "linear"
+    small, large = min(shape), max(shape)
+    rank = min(small, job.optimizer_rank)
+    moments = (large, rank) if projected else shape
+    # GaLore keeps a view of the complete singular vectors, unless it converts the view to 16 bit.
+    is_view = optimizer.package == "galore-torch" and job.trained_weight_bytes == 4
+    elements = (small if is_view else rank) * small if projected else 0
+    if optimizer.low_rank == "factored":
+        return 4 * (elements + _factor_elements(moments, 1))
+    return 4 * (elements + 2 * prod(moments))
+
+
 def model_state_terms(
     strategy: Layout, model: ModelSpec, job: TrainingJob, parameters: RankParameters
 ) -> dict[Moment, Terms]:
     """Return the named bytes of model states on one accelerator at each moment."""
     states = optimizer_state_bytes(strategy, model, job, parameters.trainable)
+    optimizer, width = OPTIMIZERS[job.optimizer], job.trained_weight_bytes
     if strategy.engine in ("single", "ddp"):
-        # Fp32 weights under autocast. DDP keeps gradients and reduction buckets, because `gradient_as_bucket_view` is
-        # False in Accelerate 1.15 (utils/dataclasses.py).
+        # Autocast computes from fp32 weights. DDP keeps gradients and reduction buckets, because
+        # `gradient_as_bucket_view` is False in Accelerate 1.15 (utils/dataclasses.py).
         trainable = parameters.trainable
-        rest = {"weights": 4 * trainable + parameters.frozen_bytes, "optimizer_states": states}
+        rest = {"weights": width * trainable + parameters.frozen_bytes, "optimizer_states": states}
+        transient = _step_transient(job, parameters, trainable, ranks=1)
+        if optimizer.layerwise:
+            # Autograd computes the next gradient before it releases one.
+            updated = {"gradients": width * parameters.largest_trainable, "optimizer_transient": transient}
+            return at_moments(rest, backward=updated)
         if strategy.engine == "ddp":
-            rest["gradient_buckets"] = 4 * trainable
-        step = {"gradients": 4 * trainable, "optimizer_transient": _foreach_transient(job, trainable)}
-        return at_moments(rest, **growing_gradients(strategy, parameters, 4 * trainable), step=step)
+            rest["gradient_buckets"] = width * trainable
+        step = {"gradients": width * trainable, "optimizer_transient": transient}
+        return at_moments(rest, **growing_gradients(strategy, parameters, width * trainable), step=step)
     if strategy.engine == "fsdp2":
         # fp32 shards: Accelerate upcasts trainable parameters under mixed precision (utils/fsdp_utils.py:813).
         ranks = strategy.shard_size
@@ -109,16 +150,19 @@ def model_state_terms(
         init = _loaded_unit(model, job)
         if strategy.offload_param != "none":
             return at_moments({"weights": parameters.scale_bytes}, init=init)
-        rest = {"weights": 4 * shard + parameters.frozen_shard_bytes(strategy), "optimizer_states": -(-states // ranks)}
-        step = {"gradients": 4 * shard, "optimizer_transient": _foreach_transient(job, shard)}
-        return at_moments(rest, init=init, **growing_gradients(strategy, parameters, 4 * shard), step=step)
+        weights = width * shard + parameters.frozen_shard_bytes(strategy)
+        rest = {"weights": weights, "optimizer_states": -(-states // ranks)}
+        step = {"gradients": width * shard, "optimizer_transient": _step_transient(job, parameters, shard, ranks=ranks)}
+        return at_moments(rest, init=init, **growing_gradients(strategy, parameters, width * shard), step=step)
     if strategy.zero_stage == 0 and strategy.pp > 1:
-        return _pipeline_stage0(strategy, job, parameters, states, _foreach_transient(job, parameters.trainable))
+        return _pipeline_stage0(
+            strategy, job, parameters, states, _step_transient(job, parameters, parameters.trainable)
+        )
     if strategy.zero_stage == 0:
         trainable, width = parameters.trainable, job.compute_bytes
         rest = {"weights": width * trainable + parameters.frozen_bytes, "optimizer_states": states}
         gradients = {"gradients": width * trainable}
-        step = gradients | {"optimizer_transient": _foreach_transient(job, trainable)}
+        step = gradients | {"optimizer_transient": _step_transient(job, parameters, trainable)}
         if width == 2:
             rest["master_weights"] = 4 * trainable
             step["fp32_gradients"] = 4 * trainable
@@ -150,6 +194,11 @@ def _stage1_and_2(
     if strategy.offload_optimizer != "none":
         # A buffer of the largest tensor exists from initialization on (stage_1_and_2.py:659).
         rest["offload_staging"] = width * parameters.largest_trainable
+        if strategy.offload_variant == "zenflow":
+            # Every rank has two moments of the selected columns of all weights, their gradients, and at the end of a
+            # step a copy of their weights (ops/adam/zenflow_torch_adam.py).
+            selected = round(ZENFLOW_TOPK_RATIO * trainable)
+            rest |= {"optimizer_states": 2 * width * selected, "selected_columns": 2 * width * selected}
         if fp32_accumulation:
             rest["gradients"] = 4 * shard
         if strategy.zero_stage == 1 and strategy.gradient_accumulation_steps > 1:
@@ -158,7 +207,7 @@ def _stage1_and_2(
         return at_moments(rest)
     rest |= {"master_weights": 4 * shard, "optimizer_states": parameters.state_shard(states, strategy)}
     group = parameters.largest_group_shard(strategy)
-    foreach = {"optimizer_transient": _foreach_transient(job, group)}
+    foreach = {"optimizer_transient": _step_transient(job, parameters, group)}
     if fp32_accumulation and strategy.zero_stage == 1:
         rest["gradients"] = 4 * trainable
         return at_moments(rest, backward={"gradients": full}, step=foreach)
@@ -243,7 +292,7 @@ def _stage3(
         "gradients": accumulation * shard,
         "optimizer_states": parameters.state_shard(states, strategy),
     }
-    transient = _foreach_transient(job, sub_group)
+    transient = _step_transient(job, parameters, sub_group)
     if width == 2 and not strategy.zero.gradient_accumulation_fp32:
         # The flattened 16-bit gradients of a sub-group exist while their fp32 copy is made.
         transient = max(transient, width * sub_group)
@@ -261,11 +310,18 @@ def _loaded_unit(model: ModelSpec, job: TrainingJob) -> Terms:
     return {"weights": job.compute_bytes * max(model.embedding_parameters, model.layer_parameter_count)}
 
 
-def _foreach_transient(job: TrainingJob, elements: int) -> int:
-    optimizer = OPTIMIZERS[job.optimizer]
+def _step_transient(job: TrainingJob, parameters: RankParameters, elements: int, *, ranks: int = 0) -> int:
+    """Return the bytes of temporaries of a step of `elements`.
+
+    `ranks` share the tensors, whose largest decides if they are stepped one by one; 0: one flat tensor of all elements.
+    """
+    optimizer, width = OPTIMIZERS[job.optimizer], job.trained_weight_bytes if ranks else 4
+    tensor = -(-parameters.largest_trainable // ranks) if ranks else elements
     if optimizer.factored:
-        return 8 * elements
-    return 4 * elements if optimizer.step_transient == "foreach" else 0
+        # The squared gradient and the update; 16-bit weights and gradients are also converted.
+        return 4 * tensor * (2 if width == 4 else 4)
+    flat = elements if optimizer.step_transient == "foreach" else 0
+    return width * (flat + round(optimizer.matrix_transient * tensor))
 
 
 def _pipeline_stage0(

@@ -8,9 +8,10 @@ from functools import lru_cache
 from typing import Literal
 
 from ..specs.errors import ConfigError, UsageError
-from ..specs.job import OPTIMIZERS, TrainingJob
+from ..specs.job import TrainingJob
 from ..specs.layout import Layout, PipelineStage, contiguous_stages
 from ..specs.model import ModelSpec, ParameterShape, adapters, lora_parameter_count
+from ..specs.optimizers import OPTIMIZERS
 from .activations import UnknownFamilyError, cached_activations
 
 Phase = Literal["init", "loss", "backward", "step"]

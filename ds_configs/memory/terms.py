@@ -21,6 +21,7 @@ TERM_MEANINGS: Mapping[str, str] = {
     "norm_copy": "stages 1 and 2 compute the norm of each gradient in fp64: 8 B of the largest tensor in a partition",
     "optimizer_transient": "temporaries of the step: foreach kernels hold one fp32 copy; in stage 3 the flattened "
     "16-bit gradients of a sub-group",
+    "selected_columns": "ZenFlow: gradients and copies of the columns that every rank updates in each micro-batch",
     "offload_staging": "buffer of the largest tensor, through which gradients are copied to the host",
     "reduce_buckets": "reduce_bucket_size elements in gradient dtype, twice with overlap_comm (stages 1 and 2)",
     "reduce_bucket": "the persistent bucket of stage 3: reduce_bucket_size elements",
@@ -35,6 +36,8 @@ TERM_MEANINGS: Mapping[str, str] = {
     "the bucket",
     "unit_gradients": "FSDP2: unsharded gradients of a unit and their reduce-scatter input",
     "activations": "number of layers * traced bytes kept per layer; with checkpointing the inputs of the layers",
+    "checkpoint_staging": "inputs of recomputed layers on the accelerator while the others are in host memory: one in "
+    "use and one that a side stream copies",
     "activations_in_flight": "pipeline: activations of the other micro-batches that wait for their backward pass, "
     "min(m, p - stage) - 1 of them",
     "stage_borders": "pipeline: received and sent tensors that wait for their gradients, and the receive buffer",
@@ -44,7 +47,8 @@ TERM_MEANINGS: Mapping[str, str] = {
     "adapted_expert_update": "the update that LoRA adds to an expert matrix, during the sum",
     "backward_transient": "activation gradients inside one layer; with checkpointing also its recomputed activations",
     "loss": "logits, their fp32 copy and the gradients of head and loss at their joint peak; with a teacher "
-    "those of a chunk of rows",
+    "those of a chunk of rows, and with a chunked loss those of a chunk or tile",
+    "cached_logits": "the free block of 16-bit logits, in which no fp32 gradient of the loss fits",
     "head_gradient": "gradient of the output head, which a chunked loss computes early; in fp32 with a teacher",
     "dequantized_weight": "the largest 4-bit weight, dequantized for one product",
     "teacher_weights": "the frozen teacher: in compute precision, complete or sharded over all ranks, or in 4 bit",
@@ -65,6 +69,7 @@ TERM_MEANINGS: Mapping[str, str] = {
     "offloaded_gradients": "gradients copied to the host and in the CPU optimizer",
     "offloaded_parameters": "parameter shards in host memory",
     "offloaded_teacher": "the frozen teacher in host memory, sharded over the ranks, in pinned blocks",
+    "offloaded_checkpoints": "inputs of recomputed layers that wait for the backward pass in pinned host memory",
     "teacher_cache_reads": "cached teacher outputs of one micro-batch",
     "pinned_rounding": "torch rounds each pinned block up to a power of two",
     "nvme_optimizer_buffers": "pinned buffers: buffer_count * 4 B * the largest sub-group shard",
@@ -102,6 +107,8 @@ TERM_ROLES: Mapping[str, Role] = {
     "persistent_parameters": "buckets",
     "activations": "activations",
     "activations_in_flight": "activations",
+    "checkpoint_staging": "activations",
+    "offloaded_checkpoints": "activations",
     "stage_borders": "activations",
     "autocast_weight_copies": "activations",
     "adapted_expert_copies": "activations",
@@ -118,6 +125,24 @@ TERM_ROLES: Mapping[str, Role] = {
 """Role of each tensor term, as the byte meter distinguishes them; every other term is `other`.
 
 Terms that exist only during the optimizer step count as optimizer."""
+
+KERNEL_MEANINGS: Mapping[str, str] = {
+    "torch_compile": "torch.compile: layers keep what the compiler's partition saves, traced on CPU tensors (eager "
+    "bytes, an upper bound, where no trace is stored); time from counted kernels, with an interval that reaches to "
+    "eager layers. torchtitan measured 1.16 times the speed of eager layers (8B, 8 H100)",
+    "use_liger_kernel": "Liger's kernels: kept bytes and memory traffic are derived from the code of liger-kernel "
+    "0.8.5, which was not run; the interval of the time reaches to eager layers",
+    "zenflow": "ZenFlow: every micro-batch updates a tenth of the columns on the accelerators, each step the rest on "
+    "the host from older gradients, which is other arithmetic than AdamW; time with the host's step hidden by the next "
+    "one, with an interval that reaches to plain offload (its paper, arXiv 2505.12242: up to 5 times the speed)",
+    "superoffload": "SuperOffload: time of plain offload, because it overlaps only without gradient clipping; the "
+    "interval begins at the overlapped step of max_grad_norm 0 (its paper, arXiv 2509.21271: up to 2.5 times the speed "
+    "on GH200)",
+    "fp8": "fp8 (torchao): the memory of bf16, because layers keep 16-bit inputs; products of layers at twice the "
+    "FLOP/s, and casts, with an interval that reaches to bf16. torchtitan measured 1.28 times the speed of compiled "
+    "bf16 layers and the same memory (8B, 8 H100)",
+}
+"""What plans assume about kernels that are not eager 16-bit ones, by option or precision."""
 
 STRATEGY_MEANINGS: Mapping[str, str] = {
     "single": "one process on one accelerator: fp32 weights under autocast, nothing sharded",

@@ -100,6 +100,8 @@ def _changed_jobs(plan: Plan) -> Iterator[list[TrainingJob]]:
     offload: Any = "none"
     if layout.offload_optimizer != "none":
         offload = "cpu-all" if layout.offload_param == "cpu" else layout.offload_optimizer
+    if layout.offload_variant != "none":
+        offload = layout.offload_variant
     same = replace(
         plan.job,
         strategy=name,
@@ -182,6 +184,7 @@ def _command(plan: Plan, next_plan: NextPlan, command: str) -> str:
         job = next_plan.job
         words = [plan.model.name, "--hardware", plan.hardware.name, "--seq-len", str(job.seq_len_tokens)]
         words += ["--precision", job.precision, "--optimizer", job.optimizer, "--method", job.method]
+        words += ["--torch-compile"] * job.torch_compile + ["--use-liger-kernel"] * job.use_liger_kernel
         if job.method != "full":
             words += ["--lora-rank", str(job.lora_rank), "--lora-targets", ",".join(job.lora_targets)]
         return f"shardwright plan {shlex.join(words)} {next_plan.flags} --output-dir plan --force"

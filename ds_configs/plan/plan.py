@@ -15,6 +15,7 @@ from ..memory.rank_parameters import rank_parameters
 from ..models.families import FAST_FAMILIES, family_attention
 from ..models.stored_shapes import load_shapes
 from ..search.candidates import SearchContext, global_batch_reason
+from ..search.optimizer_choice import ORDER, search_optimizers
 from ..search.run_estimates import clusters, doubts
 from ..search.search import Evaluated, ParetoPoint, search
 from ..search.suggestions import Offer, Suggestion, cheapest_changes, faster_changes
@@ -24,6 +25,7 @@ from ..specs.hardware import HardwareSpec, with_gpus
 from ..specs.job import TrainingJob
 from ..specs.layout import Layout
 from ..specs.model import FIRST_RELEASE, ModelSpec
+from ..specs.optimizers import OPTIMIZERS, parsed_optim_args
 from ..specs.texts import read_small_file, strict_json, yaml_mapping
 from ..specs.units import gigabytes
 from ..step_time.learning import MeasuredStep, learned, published_time
@@ -41,6 +43,7 @@ from .rendering import (
     planned_training_arguments,
     resolved_deepspeed_config,
     run_line,
+    uses_liger,
 )
 
 # Plans are far below 1 MiB; a larger file was not written by `Plan.write` and is not parsed.
@@ -182,10 +185,12 @@ def make_plan(
         model=model, hardware=hardware, job=job, calibration=calibration, measured_steps=measured_steps
     )
     if job.objective == "cost":
-        hardware = _cheapest(context)
+        fixed = replace(job, optimizer=ORDER[0].optimizer) if job.optimizer == "auto" else job
+        hardware = _cheapest(replace(context, job=fixed))
         context = replace(context, hardware=hardware)
-    outcome = search(context)
+    outcome = search_optimizers(context) if job.optimizer == "auto" else search(context)
     if outcome.chosen is None:
+        context = replace(context, job=replace(job, optimizer=outcome.job.optimizer))
         changes = cheapest_changes(context)
         raise PlanDoesNotFitError(outcome.rejected, changes, model=model, hardware=hardware, job=job)
     known = learned(measured_steps, hardware, outcome.chosen.strategy.engine)
@@ -520,15 +525,20 @@ def header_lines(plan: Plan, directory: str) -> list[str]:
         f"{strategy.gradient_accumulation_steps}, {gigabytes(gpu.peak_bytes)} of {gigabytes(gpu.capacity_bytes)} GB",
         plan.chosen.reason,
         f"Run: {run_line(plan, directory=directory)}",
-        f"Assumes {plan.job.precision}, {plan.job.optimizer}, method {plan.job.method}, sequences of "
-        f"{plan.job.seq_len_tokens} tokens without padding, {gigabytes(gpu.capacity_bytes)} GB usable per accelerator.",
+        f"Assumes {plan.job.precision}, {plan.job.optimizer}, method {plan.job.method}{loaded_type(plan)}, sequences "
+        f"of {plan.job.seq_len_tokens} tokens without padding, "
+        f"{gigabytes(gpu.capacity_bytes)} GB usable per accelerator.",
     ]
+    if package := OPTIMIZERS[plan.job.optimizer].package:
+        lines.append(f"Requires the package {package}: pip install {package}")
+    if plan.job.weights_dtype == "bf16":
+        lines.append(bf16_weights_line(plan.job))
     axes = strategy.axes
     libraries = _AXIS_LIBRARIES | ({"tp": "each pipeline stage shards its layers."} if "pp" in axes else {})
     lines += [f"{axis.upper()} {size}: {libraries[axis]}" for axis, size in axes.items()]
     if "pp" in axes:
         lines += pipeline_warnings(stages=axes["pp"], micro_batches=strategy.gradient_accumulation_steps)
-    if plan.job.loss == "chunked":
+    if uses_liger(plan):
         lines.append("Requires the package liger-kernel; the training arguments enable its fused head and loss.")
     if plan.job.teacher is not None:
         lines.append(
@@ -541,6 +551,31 @@ def header_lines(plan: Plan, directory: str) -> list[str]:
         values = ", ".join(f"{name} = {getattr(hardware, name):.4g}" for name in hardware.assumed)
         lines.append(f"Assumes the values of a common server: {values}.")
     return lines
+
+
+def loaded_type(plan: LaunchSpec) -> str:
+    """Return the type in which a script must load the model; empty if the engine converts it."""
+    job = plan.job
+    if plan.chosen.strategy.engine == "deepspeed" or job.method != "full" or job.precision == "fp32":
+        return ""
+    return f", a model loaded with dtype=torch.{'bfloat16' if job.weights_dtype == 'bf16' else 'float32'}"
+
+
+def bf16_weights_line(job: TrainingJob) -> str:
+    """Return which updates bf16 weights lose, or how the optimizer keeps them.
+
+    bf16 has 8 significant bits: rounding to the nearest value drops an update below 2^-9 to 2^-8 of the weight.
+    """
+    stated = parsed_optim_args(job.optim_args)
+    if stated.get("bf16_stochastic_round", "").lower() in ("true", "1", "yes"):
+        return "Weights are bf16. They are rounded stochastically, so that small updates are kept on average."
+    if job.optimizer == "stable_adamw" and stated.get("kahan_sum", "") == "":
+        return "Weights are bf16. Kahan summation keeps small updates, in 2 more bytes per parameter."
+    return (
+        "Weights are bf16, and rounding loses updates below 1/256 of a weight: an AdamW step changes a weight by about "
+        "the learning rate, so at 1e-5 weights above 0.003 stop learning. adamw_torch_8bit with --optim-args "
+        "bf16_stochastic_round=true, or stable_adamw, avoids this."
+    )
 
 
 def _json(value: object) -> str:

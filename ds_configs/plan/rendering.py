@@ -9,16 +9,19 @@ import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import yaml
 
-from ..memory.estimate import stock_loading_bytes
+from ..memory.activations import has_fused_loss
+from ..memory.estimate import expands_segments, stock_loading_bytes
 from ..search.search import Evaluated
 from ..specs.errors import ConfigError, UsageError
 from ..specs.hardware import HardwareSpec
 from ..specs.job import TrainingJob
-from ..specs.layout import Layout, OffloadDevice
+from ..specs.layout import ZENFLOW_TOPK_RATIO, Layout, OffloadDevice
 from ..specs.model import ModelSpec
+from ..specs.optimizers import OPTIMIZERS, parsed_optim_args
 from ..specs.texts import read_small_file, strict_json, yaml_mapping
 from ..specs.units import gigabytes
 
@@ -34,6 +37,12 @@ class LaunchSpec:
     hardware: HardwareSpec
     job: TrainingJob
     chosen: Evaluated
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """Variables of the ranks that the memory estimate assumes."""
+        expands = expands_segments(self.job, self.hardware)
+        return {"PYTORCH_ALLOC_CONF": "expandable_segments:True"} if expands else {}
 
     @property
     def file_names(self) -> tuple[str, ...]:
@@ -162,9 +171,22 @@ def trainer_line(plan: LaunchSpec) -> str:
         needs.append("`shardwright launch` for CPU ranks")
     if strategy.recomputes_in_part:
         needs.append("`shardwright launch`, PlanCallback or trainer_for, or it recomputes all layers completely")
-    elif strategy.zero_stage == 3 and job.method == "qlora":
+    if features := [
+        name
+        for name, is_on in (
+            ("tiled MLPs", strategy.tiled_mlp),
+            ("the tiled loss", job.loss == "chunked" and not uses_liger(plan)),
+            ("checkpoints in host memory", strategy.offloaded_checkpoints > 0),
+        )
+        if is_on
+    ]:
+        needs.append(f"`shardwright launch`, PlanCallback or trainer_for for {', '.join(features)}")
+    if strategy.zero_stage == 3 and job.method == "qlora" and not strategy.recomputes_in_part:
         why = "which keep gathered weights out of the backward pass"
         needs.append(f"`shardwright launch`, PlanCallback or trainer_for, {why}")
+    spec, sharded = OPTIMIZERS[job.optimizer], strategy.engine == "fsdp2"
+    if strategy.engine != "deepspeed" and (spec.matrix_states or spec.low_rank or (spec.factored and sharded)):
+        needs.append(f"trainer_for or `shardwright train`, which prepare {job.optimizer}")
     stock_bytes = stock_loading_bytes(strategy, plan.model, plan.hardware, job)
     if stock_bytes > plan.hardware.host_bytes_per_node:
         size = gigabytes(stock_bytes)
@@ -185,11 +207,24 @@ FUSED_LOSS_ONLY = {
     "rope": False,
     "swiglu": False,
 }
-"""Enables Liger's chunked head and loss, but not its other kernels, whose activations were not traced."""
+"""Enables Liger's chunked head and loss, but not its other kernels."""
+
+
+def uses_liger(plan: LaunchSpec) -> bool:
+    """Return whether liger-kernel computes a chunked loss; otherwise Shardwright's callback computes it in tiles."""
+    return has_fused_loss(plan.model, plan.chosen.strategy, plan.job, gpu=plan.hardware.gpu != "CPU")
 
 
 MAX_GRAD_NORM = 1.0
 """Norm at which gradients are clipped, the default of Trainer and DeepSpeed."""
+
+
+def max_grad_norm(job: TrainingJob) -> float:
+    """Return the norm at which gradients are clipped; 0 for Muon.
+
+    DeepSpeed would clip Muon's orthogonalized updates, whose norm is far above 1 (stage_1_and_2.py:3036).
+    """
+    return 0.0 if OPTIMIZERS[job.optimizer].matrix_states else MAX_GRAD_NORM
 
 
 def planned_training_arguments(plan: LaunchSpec) -> dict[str, object]:
@@ -203,14 +238,24 @@ def planned_training_arguments(plan: LaunchSpec) -> dict[str, object]:
         "per_device_train_batch_size": strategy.micro_batch_size,
         "gradient_accumulation_steps": strategy.gradient_accumulation_steps,
         "gradient_checkpointing": strategy.gradient_checkpointing,
-        "bf16": job.precision == "bf16",
+        "bf16": job.precision == "bf16" and job.weights_dtype != "bf16",
         "fp16": job.precision == "fp16",
         "optim": job.optimizer,
-        "max_grad_norm": MAX_GRAD_NORM,
+        "max_grad_norm": max_grad_norm(job),
     }
+    if job.optim_args:
+        arguments["optim_args"] = job.optim_args
+    if OPTIMIZERS[job.optimizer].low_rank:
+        arguments["optim_target_modules"] = "all-linear"
     if plan.hardware.gpu == "CPU":
         arguments["use_cpu"] = True
-    if job.loss == "chunked":
+    if job.torch_compile:
+        arguments["torch_compile"] = True
+    if job.use_liger_kernel:
+        arguments["use_liger_kernel"] = True
+        fused = {"cross_entropy": False, "fused_linear_cross_entropy": uses_liger(plan)}
+        arguments["liger_kernel_config"] = fused
+    elif uses_liger(plan):
         arguments["use_liger_kernel"] = True
         arguments["liger_kernel_config"] = FUSED_LOSS_ONLY
     if strategy.engine == "fsdp2":
@@ -226,6 +271,8 @@ def planned_training_arguments(plan: LaunchSpec) -> dict[str, object]:
     return arguments
 
 
+_ZENFLOW_SELECTIONS = 16
+"""Optimizer steps after which ZenFlow selects the important columns again."""
 GATHER_ON_SAVE = "stage3_gather_16bit_weights_on_model_save"
 
 
@@ -243,10 +290,16 @@ def deepspeed_config(plan: LaunchSpec) -> dict[str, object]:
     if job.precision == "fp16":
         config["fp16"] = {"enabled": "auto"}
         del config["bf16"]
+    if job.optimizer == "muon":
+        config["optimizer"] = {"type": "Muon", "params": muon_parameters(job)}
     if strategy.offload_optimizer != "none":
         # Accelerate does the same by default. It is safe, because only optimizers with an equivalent CPU kernel reach
         # this point (rule offloaded_optimizer_has_cpu_kernel).
         config["zero_force_ds_cpu_optimizer"] = True
+    if strategy.offload_variant == "zenflow":
+        # Its step takes arguments that only DeepSpeed's own ZenFlowCPUAdam has, which this section creates.
+        params = dict.fromkeys(("lr", "betas", "eps", "weight_decay"), "auto")
+        config["optimizer"] = {"type": "AdamW", "params": params}
     if strategy.tp > 1 and strategy.pp > 1:
         # The stages split their own layers; DeepSpeed must not also partition the tensors between stages.
         config["pipeline"] = {"pipe_partitioned": False, "grad_partitioned": False}
@@ -277,15 +330,23 @@ def resolved_deepspeed_config(plan: LaunchSpec) -> dict[str, object]:
         "train_batch_size": strategy.global_batch_size,
         "train_micro_batch_size_per_gpu": strategy.micro_batch_size,
         "gradient_accumulation_steps": strategy.gradient_accumulation_steps,
-        "gradient_clipping": MAX_GRAD_NORM,
+        "gradient_clipping": max_grad_norm(plan.job),
         "fp16" if precision == "fp16" else "bf16": {"enabled": precision != "fp32"},
     }
     return deepspeed_config(plan) | numbers
 
 
-def _zero_section(strategy: Layout, plan: LaunchSpec) -> dict[str, object]:
+def muon_parameters(job: TrainingJob) -> dict[str, object]:
+    """Return the parameters of DeepSpeed's Muon; `torch_adam` and `standard` need no compiled kernels."""
+    stated = parsed_optim_args(job.optim_args)
+    parameters: dict[str, object] = {"lr": "auto", "weight_decay": "auto", "betas": "auto", "eps": "auto"}
+    parameters |= {key: float(stated[key]) for key in ("muon_lr", "momentum") if key in stated}
+    return parameters | {"ns_method": "standard", "torch_adam": True}
+
+
+def _zero_section(strategy: Layout, plan: LaunchSpec) -> dict[str, Any]:
     zero = strategy.zero
-    section: dict[str, object] = {"stage": strategy.zero_stage}
+    section: dict[str, Any] = {"stage": strategy.zero_stage}
     if strategy.tp > 1 and strategy.pp == 1:
         # Accelerate asks for it before it saves a tensor-parallel model, at any stage (accelerator.py:4072).
         section[GATHER_ON_SAVE] = True
@@ -296,6 +357,8 @@ def _zero_section(strategy: Layout, plan: LaunchSpec) -> dict[str, object]:
         "contiguous_gradients": True,
         "reduce_bucket_size": zero.reduce_bucket_size,
     }
+    if strategy.zero_stage == 3 and plan.job.optimizer == "muon":
+        section["reduce_scatter"] = False
     if strategy.zero_stage == 3:
         keys: dict[str, object] = {
             "stage3_prefetch_bucket_size": zero.stage3_prefetch_bucket_size,
@@ -316,6 +379,20 @@ def _zero_section(strategy: Layout, plan: LaunchSpec) -> dict[str, object]:
         section["offload_optimizer"] = _offload_section(
             strategy.offload_optimizer, plan, buffer_count=zero.optimizer_buffer_count
         )
+    if strategy.offload_variant == "superoffload":
+        section["offload_optimizer"] |= {"super_offload": True}
+    if strategy.offload_variant == "zenflow":
+        # DeepSpeed takes `update_interval` as the accumulation steps, so that both must be equal. The Trainer gives it
+        # no data loader, without which columns are selected once, except with the strategy `step`.
+        interval = strategy.gradient_accumulation_steps
+        section["zenflow"] = {
+            "topk_ratio": ZENFLOW_TOPK_RATIO,
+            "select_strategy": "step",
+            "select_interval": _ZENFLOW_SELECTIONS * interval,
+            "update_interval": interval,
+            # On two CPU ranks, deepspeed 0.19.8 never ended a step of the process that overlaps.
+            "overlap_step": plan.hardware.gpu != "CPU",
+        }
     if strategy.offload_param != "none":
         section["offload_param"] = _offload_section(
             strategy.offload_param,
@@ -376,7 +453,12 @@ def accelerate_config(plan: LaunchSpec) -> dict[str, object]:
                 "parallelism_config_sp_attn_implementation": plan.model.attention or "sdpa",
             }
         return config
-    config["mixed_precision"] = "no" if plan.job.precision == "fp32" else plan.job.precision
+    # With bf16 weights there is nothing to autocast, and Accelerate would convert FSDP2's weights to fp32.
+    is_mixed = plan.job.precision != "fp32" and plan.job.weights_dtype != "bf16"
+    config["mixed_precision"] = plan.job.precision if is_mixed else "no"
+    is_fp8 = plan.job.precision == "fp8"
+    if is_fp8:
+        config["fp8_config"] = {"fp8_backend": "AO"}
     if strategy.engine == "fsdp2":
         config["fsdp_config"] = {
             "fsdp_version": 2,
@@ -384,8 +466,9 @@ def accelerate_config(plan: LaunchSpec) -> dict[str, object]:
             "fsdp_transformer_layer_cls_to_wrap": ",".join(plan.model.layer_classes),
             "fsdp_reshard_after_forward": True,
             "fsdp_offload_params": strategy.offload_param == "cpu",
-            # Accelerate 1.15.0 cannot use it with 4-bit weights; every rank reads them itself (fsdp_utils.py:830).
-            "fsdp_cpu_ram_efficient_loading": plan.job.method != "qlora",
+            # Accelerate 1.15.0 cannot use it with 4-bit weights (fsdp_utils.py:830) and torchao's fp8 layers
+            # (accelerator.py:519); every rank reads the weights itself.
+            "fsdp_cpu_ram_efficient_loading": plan.job.method != "qlora" and not is_fp8,
             "fsdp_state_dict_type": "FULL_STATE_DICT",
             # The Trainer enables checkpointing and rejects both switches together (trainer.py:847).
             "fsdp_activation_checkpointing": False,

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import product
+from math import ceil
 from typing import Any
 
 from ..legality.rules import (
@@ -23,7 +24,7 @@ from ..memory.model_states import default_zero_options
 from ..specs.errors import ConfigError
 from ..specs.hardware import HardwareSpec
 from ..specs.job import CHUNKED_LOSS_FAMILIES, LossImplementation, StrategyName, TrainingJob
-from ..specs.layout import Layout, OffloadDevice
+from ..specs.layout import Layout, OffloadDevice, OffloadVariant
 from ..specs.model import ModelSpec
 from ..step_time.estimate import StepTime, estimate_step_time
 from ..step_time.learning import MeasuredStep, corrected_time
@@ -135,6 +136,8 @@ _OFFLOADS: dict[str, tuple[OffloadDevice, OffloadDevice]] = {
     "cpu-all": ("cpu", "cpu"),
     "nvme": ("nvme", "cpu"),
     "nvme-all": ("nvme", "nvme"),
+    "zenflow": ("cpu", "none"),
+    "superoffload": ("cpu", "none"),
 }
 """Devices of optimizer states and parameters."""
 _AUTO_NAMES = ("single", "ddp", "zero1", "zero2", "zero3", "zero3-hpz", "fsdp2", "fsdp2-hybrid")
@@ -226,7 +229,7 @@ def _build(name: str, offload: str, model: ModelSpec, hardware: HardwareSpec, jo
     if automatic and world == 1 and (not offloads or stage == 1):
         return None
     # Stage 1 keeps full gradients, so offload starts at stage 2; parameters and NVMe need stage 3.
-    if (automatic or job.offload == "auto") and stage < {"none": 0, "cpu": 2}.get(offload, 3):
+    if (automatic or job.offload == "auto") and stage < {"none": 0, "cpu": 2, "zenflow": 2}.get(offload, 3):
         return None
     if job.offload == "nvme" and stage < 3:
         # One layout is enough to report that NVMe needs stage 3.
@@ -241,11 +244,13 @@ def _build(name: str, offload: str, model: ModelSpec, hardware: HardwareSpec, jo
     if parameter_device == "nvme":
         # A swap buffer must hold the largest shard (partitioned_param_swapper.py:357).
         zero = replace(zero, parameter_buffer_elements=-(-model.largest_parameter // world))
+    variants: dict[str, OffloadVariant] = {"zenflow": "zenflow", "superoffload": "superoffload"}
     return Layout(
         engine="deepspeed",
         zero_stage=stage,
         offload_optimizer=optimizer_device,
         offload_param=parameter_device,
+        offload_variant=variants.get(offload, "none"),
         dp_replicate=world if stage == 0 else 1,
         dp_shard=1 if stage == 0 else world,
         zero=zero,
@@ -267,6 +272,10 @@ def mechanisms(strategy: Layout, *, chunked_loss: bool = False) -> tuple[str, ..
         names.append("NVMe")
     if strategy.gradient_checkpointing:
         names.append("gradient checkpointing")
+    if strategy.tiled_mlp:
+        names.append("tiled MLP")
+    if strategy.offloaded_checkpoints:
+        names.append("checkpoint offload")
     if strategy.zero.hpz_partition_size > 1:
         names.append("hpZ")
     if strategy.engine == "fsdp2" and strategy.dp_replicate > 1:
@@ -341,6 +350,8 @@ class SearchContext:
     measured_steps: tuple[MeasuredStep, ...] = ()
     smallest_batch: bool = False
     """Whether an open global batch has one sequence per accelerator."""
+    long_sequences: bool = False
+    """Whether tiled MLPs, tiled losses and offloaded checkpoints are tried without a request."""
 
     def broken_rules(self, rules: Iterable[Rule | AxisRule], layout: Layout) -> Iterator[ConfigError]:
         return broken_rules(rules, self.model, layout, self.job, self.hardware)
@@ -388,15 +399,31 @@ class Candidate:
         strategy = replace(self.strategy, gradient_checkpointing=True, checkpointed_layers=layers)
         return replace(self, strategy=strategy)
 
+    def with_offloaded(self, layers: int) -> Candidate:
+        """Return the same layout with the inputs of its first `layers` in host memory."""
+        return replace(self, strategy=replace(self.strategy, offloaded_checkpoints=layers))
+
+    def with_most_offloaded(self) -> Candidate:
+        """Return the same layout with as many of its offloaded layer inputs in host memory as fit there."""
+        host, layers = self.memory.host, self.strategy.offloaded_checkpoints
+        missing = host.peak_bytes_per_node - host.capacity_bytes_per_node
+        each = (host.terms.get("offloaded_checkpoints", 0) + host.terms.get("pinned_rounding", 0)) / layers
+        if missing <= 0 or missing >= each * layers:
+            return self
+        return self.with_offloaded(layers - ceil(missing / each))
+
 
 def losses(context: SearchContext) -> list[SearchContext]:
-    """Return the context with each loss to try; the chunked one needs Triton and a family that Liger supports."""
-    job = context.job
+    """Return the context with each loss to try.
+
+    The chunked one needs Triton and a family that Liger supports; other models compute tiles, for long sequences only.
+    """
+    job, model = context.job, context.model
     if job.loss != "auto":
         return [context]
-    chunked = job.teacher is None and context.hardware.gpu != "CPU"
+    fused = context.hardware.gpu != "CPU" and model.model_type in CHUNKED_LOSS_FAMILIES
     names: list[LossImplementation] = ["eager"]
-    if chunked and context.model.model_type in CHUNKED_LOSS_FAMILIES:
+    if job.teacher is None and (fused or (context.long_sequences and model.task == "causal_lm")):
         names.append("chunked")
     return [replace(context, job=replace(job, loss=loss)) for loss in names]
 
@@ -415,7 +442,7 @@ def candidates(
     `sizes_only` is for layouts that no library runs.
     """
     job = contexts[0].job
-    switches = {"auto": (False, True), "off": (False,)}.get(job.gradient_checkpointing, (True,))
+    forms = _forms(contexts[0])
     layout = replace(layout, keeps_products=job.gradient_checkpointing == "selective")
     layouts = [layout]
     if layout.engine == "deepspeed" and layout.zero_stage:
@@ -430,28 +457,43 @@ def candidates(
     layout_rules, batch_rules = ((), SIZE_RULES) if sizes_only else (LAYOUT_RULES, BATCH_RULES)
     for context in contexts:
         # Most rules do not depend on the batch, of which there are many.
-        legal = {
-            switch: not any(context.broken_rules(layout_rules, replace(layout, gradient_checkpointing=switch)))
-            for switch in switches
-        }
+        legal = [not any(context.broken_rules(layout_rules, replace(layout, **form))) for form in forms]
         collects = errors is not None and context is contexts[0]
-        if not collects and not any(legal.values()):
+        if not collects and not any(legal):
             continue
         sizes = micro_batches(layout, job, smallest=context.smallest_batch)
-        for (micro_batch, accumulation), variant, switch in product(sizes, layouts, switches):
-            if not collects and not legal[switch]:
+        for (micro_batch, accumulation), variant, (is_legal, form) in product(
+            sizes, layouts, tuple(zip(legal, forms, strict=True))
+        ):
+            if not collects and not is_legal:
                 continue
-            strategy = replace(
-                variant,
-                micro_batch_size=micro_batch,
-                gradient_accumulation_steps=accumulation,
-                gradient_checkpointing=switch,
-            )
-            if legal[switch] and not any(context.broken_rules(batch_rules, strategy)):
+            strategy = replace(variant, micro_batch_size=micro_batch, gradient_accumulation_steps=accumulation, **form)
+            if is_legal and not any(context.broken_rules(batch_rules, strategy)):
                 lean = variant in layouts[1:]
                 yield Candidate(strategy=strategy, context=context, index=index, lean=lean)
-            elif collects and errors is not None:
+            elif collects and errors is not None and _is_requested(form, job):
                 errors += legality_errors(context.model, strategy, context.job, context.hardware)
+
+
+def _forms(context: SearchContext) -> list[dict[str, Any]]:
+    """Return the fields of each way to hold activations: recomputation, tiled MLP and offloaded layer inputs."""
+    job, layers = context.job, context.model.dimensions.num_layers
+    switches = {"auto": (False, True), "off": (False,)}.get(job.gradient_checkpointing, (True,))
+    if job.offload_activations == "on" and job.gradient_checkpointing == "auto":
+        switches = (True,)
+    automatic = (False, True) if context.long_sequences else (False,)
+    choices = {"on": (True,), "off": (False,), "auto": automatic}
+    return [
+        {"gradient_checkpointing": switch, "tiled_mlp": tiled, "offloaded_checkpoints": layers if offloads else 0}
+        for switch, tiled, offloads in product(switches, choices[job.tiled_mlp], choices[job.offload_activations])
+        if switch or not offloads or job.offload_activations == "on"
+    ]
+
+
+def _is_requested(form: Mapping[str, Any], job: TrainingJob) -> bool:
+    """Return whether a form has what the job requests, and nothing that the search adds."""
+    requested = (job.tiled_mlp == "on", job.offload_activations == "on")
+    return (form["tiled_mlp"], form["offloaded_checkpoints"] > 0) == requested
 
 
 def micro_batches(layout: Layout, job: TrainingJob, *, smallest: bool = False) -> list[tuple[int, int]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from ..memory.rank_parameters import Terms
 from ..specs.job import AXIS_FIELDS
@@ -73,6 +74,7 @@ def chosen_reason(best: Candidate, context: SearchContext, *, faster: Candidate,
         f"Micro-batch {micro_batch}, {_recomputation(best)}.",
         _global_batch(best),
     ]
+    sentences += _long_sequence_gains(best)
     if low := low_utilization_reason(strategy, time, context.model, context.hardware, best.job):
         sentences.append(low)
     if gpu.calibrated_runs:
@@ -144,15 +146,35 @@ def _global_batch(best: Candidate) -> str:
 
 def _recomputation(candidate: Candidate) -> str:
     strategy = candidate.strategy
-    loss = ", chunked loss" if candidate.job.loss == "chunked" else ""
-    if not strategy.gradient_checkpointing:
-        return f"no gradient checkpointing{loss}"
-    if strategy.keeps_products:
-        return f"gradient checkpointing that keeps matrix products and attention{loss}"
-    if strategy.checkpointed_layers is None:
-        return f"gradient checkpointing{loss}"
     layers = -(-candidate.context.model.dimensions.num_layers // strategy.pp)
-    return f"gradient checkpointing of the first {strategy.checkpointed_layers} of {layers} layers{loss}"
+    text = "gradient checkpointing" if strategy.gradient_checkpointing else "no gradient checkpointing"
+    if strategy.keeps_products:
+        text += " that keeps matrix products and attention"
+    elif strategy.gradient_checkpointing and strategy.checkpointed_layers is not None:
+        text += f" of the first {strategy.checkpointed_layers} of {layers} layers"
+    if count := strategy.offloaded_checkpoints:
+        text += f" with {'all' if count >= layers else f'{count} of {layers}'} layer inputs in host memory"
+    text += ", tiled MLP" if strategy.tiled_mlp else ""
+    return text + (", chunked loss" if candidate.job.loss == "chunked" else "")
+
+
+def _long_sequence_gains(best: Candidate) -> list[str]:
+    """Return what a tiled MLP and offloaded layer inputs save, each compared with the same layout without it."""
+    sentences, size = [], best.memory.gpu.high_bytes
+    for field, subject, s in (
+        ("tiled_mlp", "The tiled MLP", "s"),
+        ("offloaded_checkpoints", "Layer inputs on the host", ""),
+    ):
+        if getattr(best.strategy, field):
+            without = replace(best, strategy=replace(best.strategy, **{field: type(getattr(best.strategy, field))()}))
+            saved = without.memory.gpu.high_bytes - size
+            slower = 100 * (best.time.seconds / without.time.seconds - 1)
+            text = f"{subject} save{s} {gigabytes(saved)} GB per accelerator and cost{s} {slower:.1f} % of time"
+            if field == "offloaded_checkpoints":
+                needed = best.memory.host.terms.get("offloaded_checkpoints", 0)
+                text += f"; they need {gigabytes(needed)} GB of host memory per node"
+            sentences.append(f"{text}.")
+    return sentences
 
 
 def _seconds(value: float) -> str:

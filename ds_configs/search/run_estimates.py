@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from math import ceil, sqrt
 
+from ..memory.terms import KERNEL_MEANINGS
 from ..specs.errors import ConfigError, ShardwrightError, UsageError
 from ..specs.hardware import HardwareSpec, with_gpus
 from ..specs.job import TrainingJob
@@ -295,6 +296,14 @@ def doubts(strategy: Layout, model: ModelSpec, hardware: HardwareSpec, job: Trai
         sentences.append(f"sequences of {job.seq_len_tokens:,} tokens: {longest}")
     if model.dimensions.num_experts:
         sentences.append("predictions were not checked on mixtures of experts")
+    used = {
+        "torch_compile": job.torch_compile,
+        "use_liger_kernel": job.use_liger_kernel,
+        "zenflow": strategy.offload_variant == "zenflow",
+        "superoffload": strategy.offload_variant == "superoffload",
+        "fp8": job.precision == "fp8",
+    }
+    sentences += [meaning for name, meaning in KERNEL_MEANINGS.items() if used[name]]
     if "network_bytes_per_s" in hardware.assumed:
         half = replace(hardware, network_bytes_per_s=hardware.network_bytes_per_s / 2)
         times = [estimate_step_time(strategy, model, cluster, job).seconds for cluster in (half, hardware)]

@@ -15,7 +15,6 @@ from ..memory.rank_parameters import rank_parameters
 from ..specs.errors import ConfigError, UsageError
 from ..specs.job import (
     AUTOMATIC_PLACEMENTS,
-    OPTIMIZERS,
     LossImplementation,
     TeacherChoice,
     TeacherCost,
@@ -25,6 +24,7 @@ from ..specs.job import (
 )
 from ..specs.layout import Layout
 from ..specs.model import ModelSpec
+from ..specs.optimizers import OPTIMIZERS
 from ..specs.units import gigabytes
 from ..step_time.estimate import StepTime
 from .candidates import (
@@ -80,15 +80,36 @@ class Search:
             recomputing = [candidate for candidate in legal if candidate.strategy.gradient_checkpointing] or legal
             chunked = [candidate for candidate in recomputing if candidate.job.loss == "chunked"] or recomputing
             tightest = [candidate for candidate in chunked if candidate.lean] or chunked
+            tightest = [candidate for candidate in tightest if candidate.strategy.tiled_mlp] or tightest
+            offloading = [candidate for candidate in tightest if candidate.strategy.offloaded_checkpoints]
+            tightest = [candidate for candidate in tightest if not candidate.strategy.offloaded_checkpoints] or tightest
             size = min(candidate.strategy.micro_batch_size for candidate in tightest)
             lean = [_fastest([candidate for candidate in tightest if candidate.strategy.micro_batch_size == size])]
             # Some engines keep unsharded gradients while they accumulate, so a larger micro-batch may need less.
             single = [candidate for candidate in tightest if candidate.strategy.gradient_accumulation_steps == 1]
             if single and lean[0] not in single:
                 lean.append(_fastest(single))
+            if offloading and not any(candidate.memory.fits for candidate in lean):
+                everything = _fastest(offloading)
+                fewer = everything.with_most_offloaded() if everything.job.offload_activations == "auto" else everything
+                lean.append(fewer if fewer.memory.fits else everything)
+                if lean[-1] is not everything:
+                    self.by_layout[index].append(lean[-1])
             self.estimated += len(lean)
             self.leanest[index] = min(lean, key=_need)
         return self.fits(self.leanest[index])
+
+    def fewest_offloaded(self, candidate: Candidate) -> Candidate:
+        """Return the candidate with as few layer inputs in host memory as fit; fewer copies are never slower."""
+        low, high, fitting = -1, candidate.strategy.offloaded_checkpoints, candidate
+        while high - low > 1:
+            middle = (low + high) // 2
+            fewer = candidate.with_offloaded(middle)
+            if self.fits(fewer):
+                high, fitting = middle, fewer
+            else:
+                low = middle
+        return fitting
 
     def fewest_layers(self, candidate: Candidate) -> Candidate | None:
         """Return the candidate that recomputes as few layers as make it fit; `None` when recomputing all is needed.
@@ -395,15 +416,35 @@ class Outcome:
     estimated: int = 0
 
 
+LONG_SEQUENCE_TOKENS = 32_768
+"""Sequence length from which every search tries tiled MLPs and offloaded layer inputs. Shorter ones try them only if
+nothing fits otherwise: tiles have as many tokens as the hidden size, so they save little."""
+
+
 def search(context: SearchContext, *, compare: bool = True) -> Outcome:
     """Return the result of `search_one_batch` at the global batch that the plan states.
 
     Without a requested batch that is `planned_global_batch`. If it fits only with offload or not at all, but one
-    sequence per accelerator does fit, the batch is that.
+    sequence per accelerator does fit, the batch is that. Mechanisms for long sequences are tried for long sequences,
+    and for others if nothing fits without.
 
     Raises:
         UsageError: the job is invalid or every layout that it allows breaks a rule; all errors together.
     """
+    if _tries_long_sequences(context.job) and not context.long_sequences:
+        extended = replace(context, long_sequences=True)
+        if context.job.seq_len_tokens >= LONG_SEQUENCE_TOKENS:
+            return search(extended, compare=compare)
+        outcome = _search_batches(context, compare=compare)
+        return _search_batches(extended, compare=compare) if outcome.chosen is None else outcome
+    return _search_batches(context, compare=compare)
+
+
+def _tries_long_sequences(job: TrainingJob) -> bool:
+    return "auto" in (job.tiled_mlp, job.offload_activations)
+
+
+def _search_batches(context: SearchContext, *, compare: bool) -> Outcome:
     outcome, smallest, job = search_one_batch(context, compare=compare), _with_smallest_batch(context), context.job
     if smallest is None:
         return outcome
@@ -476,6 +517,8 @@ def search_one_batch(context: SearchContext, *, compare: bool = True) -> Outcome
                 leanest_of[index] = min(leanest_of.get(index, leanest), leanest, key=_need)
         others = sorted(leanest_of.values(), key=_speed_or_need)
     else:
+        if job.offload_activations == "auto":
+            best = searches[-1].fewest_offloaded(best)
         others = _for_comparison(searches[-1], best) if compare else []
         fitting = [candidate for candidate in searches[-1].fitting if candidate.index in proposed]
         chosen = Evaluated(
@@ -535,6 +578,10 @@ def _frontier(fitting: Iterable[Candidate]) -> list[ParetoPoint]:
             layers = candidate.context.model.dimensions.num_layers
             label += f", {strategy.recomputed_layers(-(-layers // strategy.pp))} layers recomputed"
             label += " but for products" if strategy.keeps_products else ""
+            label += (
+                f", {strategy.offloaded_checkpoints} inputs in host memory" if strategy.offloaded_checkpoints else ""
+            )
+        label += ", tiled MLP" if strategy.tiled_mlp else ""
         if candidate.job.loss == "chunked":
             label += ", chunked loss"
         points.append(
@@ -557,10 +604,12 @@ def anything_fits(context: SearchContext) -> bool:
     job = context.job
     if wrong := job_errors(job):
         raise UsageError(wrong)
-    if _anything_fits(context):
-        return True
-    smallest = _with_smallest_batch(context)
-    return smallest is not None and _anything_fits(smallest)
+    extended = [replace(context, long_sequences=True)] if _tries_long_sequences(job) else []
+    for tried in (context, *extended):
+        smallest = _with_smallest_batch(tried)
+        if _anything_fits(tried) or (smallest is not None and _anything_fits(smallest)):
+            return True
+    return False
 
 
 def _anything_fits(context: SearchContext) -> bool:

@@ -53,6 +53,7 @@ def shrink_strategy(strategy: Layout, *, ranks: int, nodes: int = 1) -> tuple[La
         gradient_accumulation_steps=min(strategy.gradient_accumulation_steps, _most_accumulation(strategy)),
         # The rehearsed model has few layers: one is recomputed, the others are not.
         checkpointed_layers=None if strategy.checkpointed_layers is None else 1,
+        offloaded_checkpoints=min(strategy.offloaded_checkpoints, 1),
     )
     return smaller, _field_changes(strategy, smaller)
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from typing import Literal, get_args
 
 from .errors import ConfigError, count_fix
 from .model import ModelSpec
+from .optimizers import LOW_RANK, optimizer_errors, parsed_optim_args
 
 TeacherPlacement = Literal["replica", "sharded", "offloaded", "quantized", "cached"]
 """`replica`: a full copy per rank; `sharded`: over all ranks, gathered layer by layer; `offloaded`: in host memory,
@@ -50,20 +51,21 @@ class TeacherChoice:
     """The other placements under the same layout and micro-batch size."""
 
 
-Precision = Literal["bf16", "fp16", "fp32"]
+Precision = Literal["bf16", "fp16", "fp32", "fp8"]
 Method = Literal["full", "lora", "qlora"]
 Recomputation = Literal["auto", "on", "off", "selective"]
 StrategyName = Literal[
     "auto", "single", "ddp", "zero0", "zero1", "zero2", "zero3", "zero3-hpz", "fsdp2", "fsdp2-hybrid"
 ]
-OffloadName = Literal["auto", "none", "cpu", "cpu-all", "nvme"]
+OffloadName = Literal["auto", "none", "cpu", "cpu-all", "nvme", "zenflow", "superoffload"]
 ObjectiveName = Literal["throughput", "cost", "memory"]
 """What a plan maximizes: tokens per second, tokens per accelerator-second, or free memory."""
 LossImplementation = Literal["auto", "eager", "chunked"]
 Switch = Literal["auto", "on", "off"]
+WeightsType = Literal["auto", "fp32", "bf16"]
 
 CHUNKED_LOSS_FAMILIES = ("gemma2", "gemma3_text", "llama", "mistral", "mixtral", "phi3", "qwen2", "qwen3", "qwen3_moe")
-"""Model types whose head and loss liger-kernel fuses; it silently ignores others."""
+"""Model types for which liger-kernel has kernels, of head and loss too; it silently ignores others."""
 
 
 AXIS_FIELDS: Mapping[str, str] = {
@@ -77,45 +79,6 @@ AXIS_FIELDS: Mapping[str, str] = {
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class OptimizerSpec:
-    """Memory of one optimizer of the Trainer."""
-
-    state_bytes_per_parameter: float
-    """Bytes of state per trainable parameter."""
-    eight_bit: bool = False
-    """Whether states are 8-bit blocks, except those of embeddings."""
-    factored: bool = False
-    """Whether a matrix has one row and one column of state instead (Adafactor)."""
-    step_transient: Literal["none", "foreach"] = "none"
-    """`foreach` allocates one fp32 temporary of all parameters stepped together (factored: two), fused kernels none."""
-    cpu_kernel: bool = False
-    """Whether DeepSpeed has a CPU kernel with the same arithmetic, which optimizer offload requires."""
-    plain_tensors_only: bool = False
-    """Whether its kernels do not support DTensors, the parameters of FSDP2."""
-
-
-_BLOCKWISE_8BIT = 1 + 4 / 256
-"""One byte, and an fp32 scale per block of 256 (bitsandbytes/optim/optimizer.py, `blocksize=256`)."""
-
-OPTIMIZERS: Mapping[str, OptimizerSpec] = {
-    "adamw_torch_fused": OptimizerSpec(state_bytes_per_parameter=8, cpu_kernel=True),
-    "adamw_torch": OptimizerSpec(state_bytes_per_parameter=8, step_transient="foreach", cpu_kernel=True),
-    **dict.fromkeys(
-        ("adamw_8bit", "adamw_bnb_8bit", "paged_adamw_8bit"),
-        OptimizerSpec(eight_bit=True, state_bytes_per_parameter=2 * _BLOCKWISE_8BIT, plain_tensors_only=True),
-    ),
-    "paged_adamw_32bit": OptimizerSpec(state_bytes_per_parameter=8, plain_tensors_only=True),
-    "lion_32bit": OptimizerSpec(state_bytes_per_parameter=4, plain_tensors_only=True),
-    "lion_8bit": OptimizerSpec(eight_bit=True, state_bytes_per_parameter=_BLOCKWISE_8BIT, plain_tensors_only=True),
-    "adagrad": OptimizerSpec(state_bytes_per_parameter=4, step_transient="foreach", cpu_kernel=True),
-    "rmsprop": OptimizerSpec(state_bytes_per_parameter=4, step_transient="foreach"),
-    "sgd": OptimizerSpec(state_bytes_per_parameter=0),
-    "adafactor": OptimizerSpec(state_bytes_per_parameter=0, factored=True, step_transient="foreach"),
-}
-"""Trainer `optim` names whose memory is known (transformers/training_args.py `OptimizerNames`)."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class TrainingJob:
     """A training run; the planner chooses fields that are `auto` or `None`."""
 
@@ -126,8 +89,16 @@ class TrainingJob:
     global_batch_size: int | None = None
     """Sequences per optimizer step over all ranks; `None`: one micro-batch per rank, or as many as fill a pipeline."""
     precision: Precision = "bf16"
-    """Compute precision; with bf16 and fp16, master weights are fp32."""
+    """Compute precision, with fp32 master weights; `fp8`: products of the layers in fp8, everything else in bf16."""
     optimizer: str = "adamw_torch_fused"
+    """A key of `OPTIMIZERS`, or `auto`: the planner changes it if the job does not fit with AdamW or is slower."""
+    optim_args: str = ""
+    """Arguments of the optimizer as in `TrainingArguments.optim_args`, such as `rank=64, update_proj_gap=100`."""
+    weights_dtype: WeightsType = "auto"
+    """Type of the trained weights, their gradients and states under DDP and FSDP2. ZeRO keeps fp32 weights.
+
+    `auto` is fp32, unless `optimizer` is `auto` and the planner needs bf16.
+    """
     method: Method = "full"
     """`lora` freezes the base model; `qlora` also loads its Linear weights in 4 bit."""
     lora_rank: int = 16
@@ -139,7 +110,8 @@ class TrainingJob:
     strategy: StrategyName = "auto"
     """Engine and ZeRO stage."""
     offload: OffloadName = "auto"
-    """Device for offloaded optimizer states, with `cpu-all` and `nvme` also for parameters."""
+    """Device for offloaded optimizer states, with `cpu-all` and `nvme` also for parameters; `zenflow` and
+    `superoffload` are variants of `cpu`, which `auto` never selects."""
     loss: LossImplementation = "auto"
     """`chunked` never allocates the logits of all tokens; `auto` selects it if the plan becomes faster."""
     tiled_mlp: Switch = "auto"
@@ -170,6 +142,10 @@ class TrainingJob:
     """ZeRO++ qwZ: ZeRO-3 gathers weights in int8."""
     zero_quantized_gradients: bool = False
     """ZeRO++ qgZ: ZeRO-3 reduces gradients in int4 between nodes."""
+    torch_compile: bool = False
+    """Whether `torch.compile` (inductor) compiles the model."""
+    use_liger_kernel: bool = False
+    """Whether Liger's kernels compute norms, rotary embeddings and MLPs; the loss is a choice of its own."""
 
     def __hash__(self) -> int:
         """Return a cheap hash, because jobs are keys of caches."""
@@ -181,9 +157,25 @@ class TrainingJob:
         return 4 if self.precision == "fp32" else 2
 
     @property
+    def trained_weight_bytes(self) -> int:
+        """Bytes of one trained weight without ZeRO, which keeps fp32 weights."""
+        return 2 if self.weights_dtype == "bf16" else 4
+
+    @property
+    def optimizer_rank(self) -> int:
+        """Rank of the projections of GaLore and APOLLO."""
+        return int(parsed_optim_args(self.optim_args).get("rank", LOW_RANK))
+
+    @property
     def axis_sizes(self) -> dict[str, int | None]:
         """The fixed sizes of the axes beyond data parallelism, by their names in `Layout`; `None` if not fixed."""
         return {axis: getattr(self, field) for field, axis in AXIS_FIELDS.items()}
+
+
+def without_kernels(job: TrainingJob) -> TrainingJob:
+    """Return a job with eager kernels in bf16 instead of compiled, Liger's or fp8 ones."""
+    precision: Precision = "bf16" if job.precision == "fp8" else job.precision
+    return replace(job, precision=precision, torch_compile=False, use_liger_kernel=False)
 
 
 def job_errors(job: TrainingJob) -> list[ConfigError]:
@@ -203,7 +195,7 @@ def job_errors(job: TrainingJob) -> list[ConfigError]:
             where = "seq_len" if field == "seq_len_tokens" else field
             rule = f"must be an integer from 1 to {limit:,}"
             errors.append(ConfigError(where=where, value=value, rule=rule, fix=count_fix(where, value)))
-    for field in ("zero_quantized_weights", "zero_quantized_gradients"):
+    for field in ("zero_quantized_weights", "zero_quantized_gradients", "torch_compile", "use_liger_kernel"):
         if not isinstance(getattr(job, field), bool):
             errors.append(ConfigError(where=field, value=getattr(job, field), rule="must be True or False"))
     for field, choices in (
@@ -217,14 +209,16 @@ def job_errors(job: TrainingJob) -> list[ConfigError]:
         ("tiled_mlp", Switch),
         ("offload_activations", Switch),
         ("teacher_placement", TeacherPlacementChoice),
-        ("optimizer", tuple(OPTIMIZERS)),
+        ("weights_dtype", WeightsType),
     ):
         value = getattr(job, field)
-        allowed = choices if isinstance(choices, tuple) else get_args(choices)
+        allowed = get_args(choices)
         if value not in allowed:
             near = get_close_matches(str(value), allowed, n=1, cutoff=0.4)
             fix = f"did you mean {near[0]}?" if near else ""
             errors.append(ConfigError(where=field, value=value, rule=f"must be one of {', '.join(allowed)}", fix=fix))
+    if job.optimizer != "auto":
+        errors += optimizer_errors(job.optimizer, job.optim_args)
     if not isinstance(job.lora_targets, tuple) or not all(isinstance(name, str) for name in job.lora_targets):
         rule, fix = "must be names of modules", 'use "all-linear", or a list such as ["q_proj", "v_proj"]'
         errors.append(ConfigError(where="lora_targets", value=job.lora_targets, rule=rule, fix=fix))

@@ -15,7 +15,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar, get_args
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr, ValidationError, model_validator
 
 from .errors import ConfigError, UsageError, count_fix
-from .job import OffloadName, Recomputation, StrategyName, TeacherPlacementChoice
+from .job import OffloadName, Recomputation, StrategyName, Switch, TeacherPlacementChoice, TrainingJob, WeightsType
 from .synonyms import suggested
 from .texts import yaml_value
 
@@ -30,31 +30,19 @@ _COMMA = re.compile(r",(?![^(){}\[\]]*[)}\]])")
 _SHORT_NUMBER = re.compile(r"-?[1-9]?[0-9]{1,18}(\.[0-9]{1,18})?")
 
 
-_COMPILED = "chooses which operators it fuses and what it recomputes"
-_FLOAT8 = "stores scaled copies and input ranges, and its matrix products have another speed"
 NOT_COVERED: Mapping[str, str] = {
-    "torch_compile": f"not covered: torch.compile {_COMPILED}; plans predict eager PyTorch in bf16, fp16 or fp32",
-    "float8": f"not covered: float8 training {_FLOAT8}; plans predict bf16, fp16 and fp32",
-    "torchtitan": f"not covered: it compiles every layer, which {_COMPILED}, and its float8 {_FLOAT8}; plans "
-    "predict the Trainer with eager FSDP2",
+    "torchtitan": "not covered: plans predict the Trainer; FSDP2 with --torch-compile, --precision fp8 is closest",
 }
 """Features whose memory and time plans do not predict, and the reason."""
-_OTHER_NAMES = {
-    "compile": "torch_compile",
-    "fp8": "float8",
-    "enable_float8": "float8",
-    "dynamo_backend": "torch_compile",
-}
 
 
 def not_covered(name: object) -> str:
     """Return why plans do not cover a feature, by any of its names; empty for everything else.
 
-    >>> not_covered("fp8")[:11]
+    >>> not_covered("TorchTitan")[:11]
     'not covered'
     """
-    plain = str(name).lower().lstrip("-").replace("-", "_").replace(".", "_")
-    return NOT_COVERED.get(_OTHER_NAMES.get(plain, plain), "")
+    return NOT_COVERED.get(str(name).lower().lstrip("-").replace("-", "_"), "")
 
 
 class Settings(BaseModel):
@@ -189,7 +177,12 @@ class TrainingSettings(Settings):
     global_batch_size: int | None = Field(
         None, ge=1, description="Sequences per optimizer step over all ranks (effective batch size)"
     )
-    optimizer: str = Field("adamw_torch_fused", description="Optimizer, by its name in the Trainer's optim")
+    optimizer: str = Field(
+        "adamw_torch_fused",
+        description="Optimizer, by its name in the Trainer's optim, or muon; auto changes it if needed",
+    )
+    optim_args: str = Field("", description="Arguments of the optimizer (e.g. rank=64,update_proj_gap=100)")
+    weights_dtype: WeightsType = Field("auto", description="Type of trained weights under DDP and FSDP2; auto: fp32")
     lora_rank: int = Field(16, ge=1, description="Rank of the LoRA matrices")
     lora_targets: JoinedNames = Field("all-linear", description="Modules to adapt, separated by commas, or all-linear")
     gradient_checkpointing: Recomputation = Field(
@@ -197,7 +190,17 @@ class TrainingSettings(Settings):
     )
     strategy: StrategyName = Field("auto", description="Engine and ZeRO stage")
     offload: OffloadName = Field("auto", description="Offload optimizer states; with cpu-all and nvme, also parameters")
+    tiled_mlp: Switch = Field("auto", description="Compute MLPs in tiles of the sequence, for long sequences")
+    offload_activations: Switch = Field(
+        "auto", description="Keep the inputs of recomputed layers in pinned host memory, for long sequences"
+    )
     revision: str | None = Field(None, description="Branch, tag or commit of a Hub model")
+
+    def with_optimizer(self, job: TrainingJob) -> Self:
+        """Return the settings with the optimizer that was planned."""
+        return self.model_copy(
+            update={name: getattr(job, name) for name in ("optimizer", "optim_args", "weights_dtype")}
+        )
 
 
 class GuardSettings(Settings):
@@ -240,6 +243,17 @@ class TeacherPlacementSettings(Settings):
 
     teacher_placement: TeacherPlacementChoice = Field(
         "auto", description="replica (full copy per rank), sharded, offloaded (host), quantized (4 bit) or cached"
+    )
+
+
+class KernelSettings(Settings):
+    """Switches of the kernels that compute a model."""
+
+    group = "Training"
+
+    torch_compile: bool = Field(False, description="Compile the model (torch.compile with inductor)")
+    use_liger_kernel: bool = Field(
+        False, description="Use Liger's kernels for norms, rotary embeddings, MLPs and, if chosen, the loss"
     )
 
 

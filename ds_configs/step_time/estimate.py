@@ -8,17 +8,29 @@ from functools import lru_cache
 from math import ceil
 from typing import Literal
 
-from ..memory.model_states import Gathered, reduced_buckets, zero3_gathers
+from ..memory.activations import has_fused_loss, mlp_tiles
+from ..memory.estimate import offloaded_checkpoints
+from ..memory.model_states import Gathered, is_stepped_by_muon, reduced_buckets, zero3_gathers
 from ..memory.rank_parameters import engine_parameters, expert_parallel_share, pipeline_stages
 from ..specs.hardware import HardwareSpec
-from ..specs.job import OPTIMIZERS, TrainingJob
+from ..specs.job import TrainingJob, without_kernels
 from ..specs.layout import Layout, PipelineStage, ZeroOptions, contiguous_stages
 from ..specs.model import ModelSpec, ParameterShape, adapters, lora_parameter_count
+from ..specs.optimizers import OPTIMIZERS
 from . import rates as collectives
-from .model_work import Batch, Device, ModelWork, Pass, device_of, head_passes, layer_passes, model_work, with_host
+from .model_work import (
+    Batch,
+    Device,
+    ModelWork,
+    Pass,
+    device_of,
+    head_passes,
+    layer_passes,
+    model_work,
+    product_seconds,
+    with_host,
+)
 from .rates import (
-    EAGER_ATTENTION,
-    TRANSFORMERS,
     GpuConstants,
     Software,
     exchange_seconds,
@@ -26,6 +38,7 @@ from .rates import (
     group_of,
     hardware_constants,
     reduction_seconds,
+    software_of,
 )
 
 _DDP_BUCKET_BYTES = 25 * 2**20
@@ -354,6 +367,7 @@ def stage_terms(
     alone = 0.0 if overlaps_reductions(setting) else traffic.reductions_each
     terms["parameter_gathers"] = first + second + alone
     terms["overlap_slowdown"] = slowed + slowed_first + slowed_second
+    terms["checkpoint_copies"] = _checkpoint_copies(setting, stage, ahead, busy - ahead)
     copies = 2 + (1 if recomputed else 0)
     terms["host_copies"] = copies * parameter_copy_seconds(
         strategy,
@@ -420,6 +434,13 @@ def _computation(setting: Setting, stage: PipelineStage, held: tuple[float, floa
         host += _hook_seconds(setting, stage)
     if setting.strategy.keeps_products:
         host += recomputed * setting.constants.kept_products_seconds
+    if setting.strategy.tiled_mlp:
+        terms["mlp_recomputation"] = layers * _mlp_seconds(setting)
+    if job.loss == "chunked" and not has_fused_loss(
+        setting.model, setting.strategy, job, gpu=setting.hardware.gpu != "CPU"
+    ):
+        # DeepSpeed's tiles compute the logits again in the backward pass.
+        terms["head_and_loss"] += head.device
     ahead = layers * forward.device + head.device
     if job.teacher is not None and job.teacher_placement != "cached" and stage.has_head:
         teacher = model_work(job.teacher)
@@ -439,6 +460,41 @@ def _computation(setting: Setting, stage: PipelineStage, held: tuple[float, floa
         layers_host=host,
         head_host=(head.kernels + head_back.kernels) * setting.constants.launch_seconds,
     )
+
+
+def _mlp_seconds(setting: Setting) -> float:
+    """Return the seconds that a layer's tiled MLP adds: each tile again before its backward pass, and its gradients.
+
+    Each tile's weight gradients are added to those of earlier tiles: two reads and a write.
+    """
+    model, batch, device, job = setting.model, setting.batch, setting.device, setting.job
+    tiles = mlp_tiles(model, ceil(setting.job.seq_len_tokens / (setting.strategy.sp * setting.strategy.cp)))
+    layers, routed = max(1, model.dimensions.num_layers), model.dimensions.experts_per_token
+    products = weights = 0.0
+    for parameter in model.parameters:
+        if not parameter.in_layer or parameter.group != "mlp" or len(parameter.shape) < 2:
+            continue
+        *experts, out, within = parameter.shape
+        count = parameter.count / layers * (experts[0] if experts else 1)
+        tokens = batch.tokens * (routed / experts[0] if experts else 1) / tiles
+        products += tiles * count * product_seconds(device, tokens, out, within)
+        weights += count * out * within
+    gradients = 3 * job.compute_bytes * weights * (tiles - 1) if job.method == "full" else 0.0
+    inner = setting.software.inner_bytes_forward * batch.tokens * setting.work.inner_size * job.compute_bytes / 2
+    return products + (gradients + inner) / device.memory_bytes_per_s
+
+
+def _checkpoint_copies(setting: Setting, stage: PipelineStage, ahead: float, behind: float) -> float:
+    """Return the seconds in which layer inputs are copied to the host and back that these layers do not hide.
+
+    `ahead` and `behind` are the seconds of all layers in each pass. Copy engines do not slow down computation.
+    """
+    strategy, layers = setting.strategy, stage.num_layers
+    count = offloaded_checkpoints(strategy, layers)
+    width = 4 if strategy.engine in ("single", "ddp") else setting.job.compute_bytes
+    size = count * setting.batch.tokens * setting.work.hidden_size * width
+    seconds, share = size / setting.constants.host_link_bytes_per_s, count / max(1, layers)
+    return max(0.0, seconds - share * ahead) + max(0.0, seconds - share * behind)
 
 
 def _ring_seconds(setting: Setting) -> tuple[float, float]:
@@ -645,7 +701,14 @@ def estimate_step_time(
         UsageError: there are fewer layers than pipeline stages.
     """
     constants = constants or hardware_constants(hardware)
-    software = software or (EAGER_ATTENTION if model.attention == "eager" else TRANSFORMERS)
+    slowest_seconds = 0.0
+    if software is None and (plain := without_kernels(job)) != job:
+        # No run of these layers corrects the prediction, so that the interval reaches to eager ones.
+        slowest_seconds = estimate_step_time(strategy, model, hardware, plain, constants=constants).high_seconds
+    if strategy.offload_variant == "zenflow":
+        waits = replace(strategy, offload_variant="none")
+        slowest_seconds = estimate_step_time(waits, model, hardware, job, constants=constants).high_seconds
+    software = software or software_of(job, eager_attention=model.attention == "eager")
     setting = setting_of(strategy, model, hardware, job, software, constants)
     layers = model.dimensions.num_layers
     stages: tuple[PipelineStage, ...]
@@ -672,11 +735,15 @@ def estimate_step_time(
         terms[name] = terms.get(name, 0.0) + value
     terms = {name: value for name, value in terms.items() if value > 0}
     seconds = sum(terms.values())
+    hidden = 0.0
+    if strategy.offload_variant == "superoffload":
+        # Without clipping, which plans enable, the host steps during the backward pass (superoffload_stage3.py).
+        hidden = min(terms.get("host_optimizer", 0.0), sum(kinds[first].values()) * 2 / 3)
     tokens = strategy.global_batch_size * job.seq_len_tokens
     return StepTime(
         seconds=seconds,
-        low_seconds=seconds / (1 + constants.error),
-        high_seconds=seconds * (1 + constants.error),
+        low_seconds=max(0.0, seconds - hidden) / (1 + constants.error),
+        high_seconds=max(seconds * (1 + constants.error), slowest_seconds),
         tokens_per_second=tokens / seconds,
         terms=terms,
     )
@@ -684,6 +751,21 @@ def estimate_step_time(
 
 def _kind(stage: PipelineStage) -> tuple[int, bool, bool]:
     return stage.num_layers, stage.has_embedding, stage.has_head
+
+
+def _orthogonalization_seconds(setting: Setting) -> float:
+    """Return the seconds of Muon's Newton-Schulz iterations, whose matrices FSDP2 and ZeRO divide over ranks.
+
+    Five iterations of an m x n matrix, m <= n, multiply m x n by n x m, m x m by m x m and m x m by m x n
+    (torch/optim/_muon.py).
+    """
+    flops = 0.0
+    for parameter in setting.model.parameters:
+        if is_stepped_by_muon(parameter):
+            small, large = min(parameter.shape), max(parameter.shape)
+            flops += parameter.count * 5 * (4 * small**2 * large + 2 * small**3)
+    ranks = setting.strategy.shard_size if setting.strategy.engine == "fsdp2" or setting.strategy.zero_stage else 1
+    return flops / ranks / (setting.hardware.flops_per_s * setting.constants.matrix_efficiency)
 
 
 def _once(
@@ -702,6 +784,12 @@ def _once(
         setting.constants,
         parameters=stepped_parameters(setting, held),
     )
+    if strategy.offload_variant == "zenflow":
+        # The host steps while the micro-batches of the next step compute.
+        hidden = strategy.gradient_accumulation_steps * sum(micro_batch.values())
+        terms["host_optimizer"] = max(0.0, terms["host_optimizer"] - hidden)
+    if OPTIMIZERS[setting.job.optimizer].matrix_states and "optimizer" in terms:
+        terms["optimizer"] += _orthogonalization_seconds(setting)
     reduction, updates, slowed, slowed_updates = traffic.reductions_once, traffic.updates_once, 0.0, 0.0
     # Computation that can hide reductions of gradients and gathers of updates.
     computed = sum(micro_batch.get(name, 0.0) for name in _COMPUTED)
@@ -722,6 +810,7 @@ _COMPUTED = (
     "attention",
     "memory_operations",
     "recomputation",
+    "mlp_recomputation",
     "head_and_loss",
     "kernel_launches",
     "tensor_parallel",
@@ -735,6 +824,7 @@ TIME_TERM_MEANINGS: Mapping[str, str] = {
     "memory_operations": "norms, residuals, activation functions, rotary embeddings and adding gradients: bytes / "
     "memory bandwidth",
     "recomputation": "the second forward pass of recomputed layers",
+    "mlp_recomputation": "tiled MLPs compute each tile again before its backward pass and add its gradients",
     "head_and_loss": "embedding, final norm, output head and loss, forward and backward",
     "kernel_launches": "time that the device waits while the host launches kernels and runs ZeRO-3 hooks, and host "
     "work per micro-batch",
@@ -753,6 +843,7 @@ TIME_TERM_MEANINGS: Mapping[str, str] = {
     "parameter_updates": "gathers of updated parameters after the step (ZeRO-1 and ZeRO-2)",
     "host_optimizer": "CPU Adam: bytes / bandwidth of host memory, which the ranks of a node share",
     "host_copies": "copies of gradients and parameters over PCIe",
+    "checkpoint_copies": "copies of offloaded layer inputs over PCIe that computation does not hide",
     "nvme": "reads and writes of optimizer states on NVMe",
     "teacher_forward": "the forward pass of the teacher in every micro-batch",
     "step_overhead": "data loader, scheduler and logging, once per step",
@@ -772,6 +863,8 @@ TIME_TERM_NAMES: Mapping[str, str] = {
     "pipeline_bubble": "idle stages",
     "overlap_slowdown": "slowdown by concurrent communication",
     "host_copies": "copies over PCIe",
+    "mlp_recomputation": "recomputation of MLP tiles",
+    "checkpoint_copies": "copies of layer inputs over PCIe",
     "host_optimizer": "optimizer on the host",
 }
 """Display names of terms, where they differ from the name."""

@@ -19,7 +19,9 @@ NETWORK_TERMS = frozenset({
     *("tensor_parallel", "sequence_parallel", "context_parallel", "expert_parallel", "pipeline_transfers"),
     *("waiting_for_ranks", "parameter_gathers", "gradient_reduction", "parameter_updates"),
 })  # fmt: skip
-HOST_TERMS = frozenset({"kernel_launches", "host_optimizer", "host_copies", "nvme", "step_overhead"})
+HOST_TERMS = frozenset(
+    {"kernel_launches", "host_optimizer", "host_copies", "checkpoint_copies", "nvme", "step_overhead"}
+)
 PARTS = ("compute", "network", "host")
 """Parts of a step whose errors differ; every other term is computation."""
 

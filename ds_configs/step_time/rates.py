@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 from ..specs.errors import ConfigError, RefusedInputError
 from ..specs.hardware import HardwareSpec
+from ..specs.job import TrainingJob
 from ..specs.texts import strict_json
 
 
@@ -384,5 +385,60 @@ TRANSFORMERS = Software(
 operation by operation in `modeling_llama.py`, reads and writes."""
 
 
+COMPILED_TRAFFIC: Mapping[str, Any] = {
+    "hidden_bytes_forward": 16.0,
+    "hidden_bytes_backward": 28.0,
+    "inner_bytes_forward": 6.0,
+    "inner_bytes_backward": 10.0,
+    "projected_bytes": 12.0,
+    "loss_bytes": 16.0,
+    "kernels_forward": 15.0,
+    "kernels_backward": 25.0,
+}
+"""What torch.compile changes: it fuses norms, residuals, rotary embeddings, activation and loss. Checked against
+torchtitan's compiled steps (docs/measurements/step_time.md)."""
+
+_LIGER_TRAFFIC: Mapping[str, Any] = {
+    # A norm reads and writes 2 bytes, a residual 6; backward 6 and 6, and gradients of five products are added.
+    "hidden_bytes_forward": 20.0,
+    "hidden_bytes_backward": 42.0,
+    "inner_bytes_forward": 6.0,
+    "inner_bytes_backward": 10.0,
+    # Rotated in place, both passes, besides the transposes.
+    "projected_bytes": 24.0,
+    "kernels_forward": 21.0,
+    "kernels_backward": 45.0,
+}
+"""What Liger's kernels change, counted in liger-kernel 0.8.5 (ops/rms_norm.py, rope.py, swiglu.py, geglu.py)."""
+
+_FLOAT8_TRAFFIC: Mapping[str, float] = {
+    # Range (2 read) and cast (2 read, 1 written) of each input of a product, of its gradient, and of the input again.
+    "hidden_bytes_forward": 10.0,
+    "hidden_bytes_backward": 16.0,
+    "inner_bytes_forward": 5.0,
+    "inner_bytes_backward": 13.0,
+    "projected_bytes": 18.0,
+    "kernels_forward": 14.0,
+    "kernels_backward": 24.0,
+}
+"""What dynamic scaling of torchao's `Float8Linear` adds; torch.compile fuses about half of it into other kernels."""
+
+
 EAGER_ATTENTION = replace(TRANSFORMERS, attention="eager", score_bytes_forward=20.0, score_bytes_backward=28.0)
 """The same with `eager_attention_forward`: scale, mask, fp32 softmax and its cast back are separate kernels."""
+
+
+def software_of(job: TrainingJob, *, eager_attention: bool = False) -> Software:
+    """Return the software of a job."""
+    software = EAGER_ATTENTION if eager_attention else TRANSFORMERS
+    if job.use_liger_kernel:
+        software = replace(software, **_LIGER_TRAFFIC)
+    if job.torch_compile:
+        software = replace(software, **COMPILED_TRAFFIC)
+    if job.precision == "fp8":
+        part = 0.5 if job.torch_compile else 1.0
+        added: dict[str, Any] = {
+            name: getattr(software, name) + part * count for name, count in _FLOAT8_TRAFFIC.items()
+        }
+        software = replace(software, float8=True, **added)
+    return software

@@ -15,6 +15,8 @@ from typing import Any, Literal
 from ...ds_configs.memory.activations import activations_are_stored, cached_activations
 from ...ds_configs.memory.estimate import Calibration
 from ...ds_configs.plan.plan import Plan, make_plan, release_difference
+from ...ds_configs.search.candidates import SearchContext
+from ...ds_configs.search.longest import LongestSequence, longest_sequences
 from ...ds_configs.search.run_estimates import slowest_node
 from ...ds_configs.specs.errors import ConfigError, ShardwrightError, UsageError
 from ...ds_configs.specs.hardware import (
@@ -77,7 +79,61 @@ def plan(
     >>> plan("config.json", "8xA100-80GB").chosen.strategy.label  # doctest: +SKIP
     'zero2'
     """
-    tell = notify or (lambda _: None)
+    options = {"revision": revision, "host_memory": host_memory, "nvme": nvme, "num_processes": num_processes}
+    context = _search_context(model, hardware, job, options, calibration, notify or (lambda _: None), words)
+    return make_plan(
+        context.model,
+        context.hardware,
+        context.job,
+        calibration=context.calibration,
+        measured_steps=context.measured_steps,
+        versions=installed_versions(),
+        offers=offers,
+    )
+
+
+def longest_sequence(
+    model: str | Path | LoadedModel,
+    hardware: str | Path | HardwareSpec,
+    job: TrainingJob | None = None,
+    *,
+    revision: str | None = None,
+    host_memory: str | None = None,
+    nvme: str | None = None,
+    num_processes: int | None = None,
+    calibration: Calibration | Literal["user"] | None = "user",
+    notify: Callable[[str], None] | None = None,
+    **words: Any,
+) -> list[LongestSequence]:
+    """Return the longest sequence that fits on a hardware, for each mechanism added to those before it.
+
+    Takes the arguments of `plan`; the last item has everything. Settings that are not `auto` stay as they are.
+
+    Raises:
+        UsageError: A name, value or combination is invalid.
+
+    >>> longest_sequence("config.json", "8xH100-80GB")[-1].tokens  # doctest: +SKIP
+    3272704
+    """
+    options = {"revision": revision, "host_memory": host_memory, "nvme": nvme, "num_processes": num_processes}
+    if job is None:
+        words.setdefault("seq_len", TrainingJob().seq_len_tokens)
+    return longest_sequences(
+        _search_context(model, hardware, job, options, calibration, notify or (lambda _: None), words)
+    )
+
+
+def _search_context(
+    model: str | Path | LoadedModel,
+    hardware: str | Path | HardwareSpec,
+    job: TrainingJob | None,
+    options: Mapping[str, Any],
+    calibration: Calibration | Literal["user"] | None,
+    tell: Callable[[str], None],
+    words: dict[str, Any],
+) -> SearchContext:
+    """Return model, hardware, job and measured runs for the arguments of `plan`."""
+    sizes_of_cluster = {name: value for name, value in options.items() if name != "revision"}
     if errors := [
         ConfigError(where=name, value=value, rule=rule)
         for name, value, kind, rule in (
@@ -88,15 +144,12 @@ def plan(
     ]:
         raise UsageError(errors)
     if not isinstance(hardware, HardwareSpec):
-        cluster = read_hardware(
-            str(hardware), host_memory=host_memory, nvme=nvme, num_processes=num_processes, tell=tell
-        )
+        cluster = read_hardware(str(hardware), tell=tell, **sizes_of_cluster)
     else:
-        options = {"host_memory": host_memory, "nvme": nvme, "num_processes": num_processes}
         rule, fix = "cannot be combined with a HardwareSpec", "set it in the HardwareSpec"
         errors = [
             ConfigError(where=name, value=value, rule=rule, fix=fix)
-            for name, value in options.items()
+            for name, value in sizes_of_cluster.items()
             if value is not None
         ]
         if errors:
@@ -104,7 +157,7 @@ def plan(
         cluster = hardware
     loaded = model
     if not isinstance(loaded, LoadedModel):
-        loaded = load_model_spec(str(loaded), revision=revision, by_structure=True, packaged=True)
+        loaded = load_model_spec(str(loaded), revision=options["revision"], by_structure=True, packaged=True)
     positions = loaded.config.get("max_position_embeddings")
     positions = positions if isinstance(positions, int) else None
     if job is None and "seq_len" not in words:
@@ -139,14 +192,12 @@ def plan(
             cluster, network_note = with_measured_network(cluster, CalibrationStore().networks())
             if network_note is not None:
                 tell(network_note)
-    return make_plan(
-        loaded.spec,
-        cluster,
-        wanted,
+    return SearchContext(
+        model=loaded.spec,
+        hardware=cluster,
+        job=wanted,
         calibration=stored_calibration(tell) if calibration == "user" else calibration,
         measured_steps=_stored_steps(cluster.gpu, tell) if calibration == "user" else (),
-        versions=installed_versions(),
-        offers=offers,
     )
 
 

@@ -151,3 +151,12 @@ def accepts_shifted_labels(inner: PreTrainedModel) -> bool:
     parameters = signature(type(inner).forward).parameters
     takes_any = any(parameter.kind is Parameter.VAR_KEYWORD for parameter in parameters.values())
     return takes_any and "position_ids" in parameters
+
+
+def has_plain_head(model: PreTrainedModel) -> bool:
+    """Return whether the logits are a product with a weight that the fused loss can read."""
+    try:
+        head_tensors(head_module(model))
+    except UsageError:
+        return False
+    return True

@@ -11,6 +11,7 @@ from ...ds_configs.specs.errors import ConfigError, UsageError
 from ...ds_configs.specs.job import TeacherPlacement
 from ..peft import four_bit_loading
 from .checkpoint_tensors import without_zero3
+from .document_attention import attend_by_document
 from .output_heads import OutputHead, head_module, output_head, shaped_head
 from .sound_model import load_causal_lm, weights_on_every_rank
 
@@ -129,6 +130,7 @@ def load_teacher(
         if partitioned:
             del configuration
     teacher.requires_grad_(False)
+    attend_by_document(teacher)
     return teacher.eval()
 
 

@@ -122,9 +122,12 @@ def _tiled_mlp(
     # One tile too: ZeRO-1 and 2 need gradients in the same order on all ranks, whose batches may have other lengths.
     size = hidden if tiles is None else math.ceil(count / tiles)
 
+    has_samples = x.dim() > 2
+
+    # It must not refer to `x`, which would live until the backward pass in layers that are recomputed.
     def work(tile: torch.Tensor, *further: torch.Tensor) -> torch.Tensor:
         # Blocks of Transformers expect a dimension of samples, but experts do not.
-        return forward(tile, *further) if x.dim() == 2 else forward(tile[None], *further)[0]
+        return forward(tile[None], *further)[0] if has_samples else forward(tile, *further)
 
     result = in_tiles(work, rows, list(mlp.parameters()), size)
     return result.reshape(*x.shape[:-1], result.shape[-1])

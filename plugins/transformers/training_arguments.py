@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...ds_configs.specs.errors import ConfigError, UsageError
-from ...ds_configs.specs.job import OPTIMIZERS
+from ...ds_configs.specs.optimizers import OPTIMIZERS
 from ..launching.messages import note_on_first_rank
 from ..safetensors.writing import named_write_errors
 from .sound_model import refuse_nonfinite_weights
@@ -58,7 +58,12 @@ def training_arguments(settings: Mapping[str, Any], overrides: Mapping[str, Any]
         errors.append(_argument_error("fp16", True, "fp16 needs an accelerator", "set bf16: true, or train in fp32"))
     if errors:
         raise UsageError(errors)
-    return TrainingArguments(**merged)
+    if merged.get("optim") != "muon":
+        return TrainingArguments(**merged)
+    arguments = TrainingArguments(**merged | {"optim": "adamw_torch"})
+    # No name of Transformers 5.24; `optimizers.py` creates it, or DeepSpeed from its own section.
+    arguments.optim = "muon"
+    return arguments
 
 
 def unknown_argument_errors(settings: Mapping[str, Any]) -> list[ConfigError]:
@@ -85,6 +90,16 @@ def deepspeed_configuration(arguments: TrainingArguments) -> dict[str, Any] | No
     return None if plugin is None else plugin.deepspeed_config
 
 
+OPTIMIZER_MODULES = {
+    "torchao": "torchao",
+    "schedulefree": "schedulefree",
+    "torch-optimi": "optimi",
+    "galore-torch": "galore_torch",
+    "apollo-torch": "apollo_torch",
+    "lomo-optim": "lomo_optim",
+}
+"""Modules of the packages of `OptimizerSpec.package`."""
+
 PACKAGES = {"use_liger_kernel": ("liger-kernel", "liger_kernel", "it needs a GPU; or plan with --loss eager")}
 """Package, its module and what it needs, by the key of `TrainingArguments` that a plan may set and that needs it."""
 
@@ -97,7 +112,13 @@ def missing_packages(settings: Mapping[str, Any]) -> dict[str, str]:
 
 def package_errors(settings: Mapping[str, Any]) -> list[ConfigError]:
     """Return an error for each package that the keys of `TrainingArguments` need and that is not installed."""
-    return [
+    name = str(settings.get("optim"))
+    package = OPTIMIZERS[name].package if name in OPTIMIZERS else ""
+    errors = []
+    if package and find_spec(OPTIMIZER_MODULES[package]) is None:
+        rule = f"needs the package {package}, which is not installed"
+        errors.append(_argument_error("optim", name, rule, f"pip install {package}"))
+    return errors + [
         _argument_error(
             key,
             settings[key],
@@ -181,14 +202,16 @@ def save_model_directory(trainer: Trainer, directory: str, *, allow_nonfinite: b
         (Path(directory) / "training_args.bin").unlink(missing_ok=True)
 
 
-def weights_dtype(arguments: TrainingArguments, *, method: str) -> Any:
+def weights_dtype(arguments: TrainingArguments, *, method: str, trained: str = "fp32") -> Any:
     """Return the dtype in which weights must be loaded so that mixed precision has fp32 master weights.
 
     DDP and FSDP2 compute in 16 bit from fp32 weights. DeepSpeed keeps an fp32 copy of 16-bit weights, and frozen
-    weights need none.
+    weights need none. `trained` is `TrainingJob.weights_dtype`: with bf16 there are no fp32 weights.
     """
     import torch
 
+    if trained == "bf16":
+        return torch.bfloat16
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(arguments.mixed_precision, torch.float32)
     keeps_master_copy = deepspeed_configuration(arguments) is not None
     return dtype if keeps_master_copy or method != "full" else torch.float32

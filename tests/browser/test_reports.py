@@ -23,7 +23,7 @@ FINDING = {
 }
 PAGES = {
     "plan": [PLAN],
-    **{name: [RUNS / name] for name in ("rehearse", "train", "distill", "qat", "quantize", "evaluate")},
+    **{name: [RUNS / name] for name in ("rehearse", "distill", "qat", "quantize")},
     "comparison": [RUNS / name for name in ("train", "distill", "qat")],
     "check": [],
 }

@@ -75,17 +75,17 @@ def test_the_same_input_gives_the_same_bytes(tmp_path: Path) -> None:
 
 def test_plain_terminals_get_plain_text(tmp_path: Path) -> None:
     plain = {"NO_COLOR": "1", "LANG": "C", "LC_ALL": "C", "COLUMNS": "40", "TERM": "dumb"}
-    for changes in (plain, plain | {"PYTHONIOENCODING": "ascii", "PYTHONUTF8": "0"}):
-        planning = ["plan", str(LLAMA), *GPU, "--output-dir=-out", "--force"]
-        for arguments in (planning, ["explain", "./-out"], ["--help"]):
-            done = shardwright(*arguments, cwd=tmp_path, **changes)
-            assert (done.returncode, done.stderr) == (0, "")
-            assert done.stdout and "\x1b" not in done.stdout
+    plain |= {"PYTHONIOENCODING": "ascii", "PYTHONUTF8": "0"}
+    planning = ["plan", str(LLAMA), *GPU, "--output-dir=-out", "--force"]
+    for arguments in (planning, ["explain", "./-out"], ["--help"]):
+        done = shardwright(*arguments, cwd=tmp_path, **plain)
+        assert (done.returncode, done.stderr) == (0, "")
+        assert done.stdout and "\x1b" not in done.stdout
     assert json.loads((tmp_path / "-out" / "plan.json").read_text())["schema_version"] == 1
 
 
 def test_a_closed_pipe_is_not_an_error() -> None:
-    for arguments in (["plan", str(LLAMA), *GPU], ["plan", str(LLAMA), *GPU, "--format", "json"], ["--help"]):
+    for arguments in (["plan", str(LLAMA), *GPU], ["--help"]):
         reader, writer = os.pipe()
         os.close(reader)
         done = subprocess.run(
@@ -151,8 +151,7 @@ def test_python_m_is_the_same_command() -> None:
     assert (done.returncode, done.stdout) == (0, shardwright("--version").stdout)
 
 
-@pytest.mark.parametrize("hardware", ["8xA100-80GB", "2x8xA100-80GB"])
-def test_paths_cannot_put_commands_into_the_launch_script(tmp_path: Path, hardware: str) -> None:
+def test_paths_cannot_put_commands_into_the_launch_script(tmp_path: Path) -> None:
     model = tmp_path / "@DIRECTORY@ $(touch pwned) `touch pwned`\ntouch pwned\n; touch pwned ' é [bold]m[/red]"
     model.mkdir(parents=True)
     shutil.copy(LLAMA / "config.json", model)
@@ -162,14 +161,13 @@ def test_paths_cannot_put_commands_into_the_launch_script(tmp_path: Path, hardwa
     fake.write_text(f"#!{sys.executable}\nimport json, sys\nprint(json.dumps(sys.argv[1:]))\n")
     fake.chmod(0o755)
     output = tmp_path / "out $(touch pwned)\ntouch pwned"
-    planned = shardwright("plan", str(model), "--hardware", hardware, "--output-dir", str(output), cwd=tmp_path)
+    planned = shardwright("plan", str(model), "--hardware", "2x8xA100-80GB", "--output-dir", str(output), cwd=tmp_path)
     assert planned.returncode == 0, planned.stderr
     assert "[bold]m[/red]" in planned.stdout.replace("\n", "")
     assert shardwright("explain", str(output), cwd=tmp_path).returncode == 0
-    ranks = ["0", "host"] if hardware.startswith("2x8") else []
     path = f"{tools}{os.pathsep}{os.environ['PATH']}"
     launched = subprocess.run(
-        [str(output / "launch.sh"), *ranks, "--dataset", "1 2"],
+        [str(output / "launch.sh"), "0", "host", "--dataset", "1 2"],
         capture_output=True,
         text=True,
         env=environment(PATH=path),

@@ -131,7 +131,7 @@ def statements(draw: st.DrawFn, command: tuple[str, ...]) -> dict[str, str]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("command", COMMANDS, ids=NAMES)
-@hypothesis_settings(max_examples=4, deadline=None)
+@hypothesis_settings(max_examples=2, deadline=None)
 @given(data=st.data())
 def test_every_option_reads_the_same_text_from_every_source(command: tuple[str, ...], data: st.DataObject) -> None:
     stated = data.draw(statements(command))
@@ -145,7 +145,7 @@ def test_every_option_reads_the_same_text_from_every_source(command: tuple[str, 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("command", COMMANDS, ids=NAMES)
-@hypothesis_settings(max_examples=4, deadline=None)
+@hypothesis_settings(max_examples=2, deadline=None)
 @given(data=st.data())
 def test_flags_override_environment_overrides_file_overrides_defaults(
     command: tuple[str, ...], data: st.DataObject

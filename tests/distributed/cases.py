@@ -81,10 +81,7 @@ ENGINES: list[dict[str, Any]] = [
     {"engine": "deepspeed", "zero_stage": 3, "offload_optimizer": True},
     {"engine": "deepspeed", "zero_stage": 3, "offload_optimizer": True, "offload_param": True},
 ]
-RESIDENT_ENGINES = [engine for engine in ENGINES if not engine.get("offload_optimizer")]
-
 BF16_CASES = [Case(**engine, bf16=True, accumulation=2) for engine in ENGINES]
-BF16_CASES += [Case(**engine, bf16=True) for engine in RESIDENT_ENGINES]
 
 KEPT_PRODUCTS_CASES = [
     Case(engine=engine, zero_stage=stage, bf16=True, accumulation=2, kept_products=True)

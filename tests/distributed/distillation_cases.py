@@ -90,19 +90,19 @@ def sequence_parallelism(ranks: int, data_ranks: int) -> Any:
     return ParallelismConfig(sp_size=ranks, sp_backend="deepspeed", dp_shard_size=data_ranks, sp_handler=handler)
 
 
-LAYOUTS = [
+SINGLE = [
     Layout(),
     Layout(accumulation=3),
     Layout(accumulation=3, implementation="plain"),
     Layout(packed=True, accumulation=3),
+]
+"""Micro-batches of one process."""
+LAYOUTS = [
+    Layout(packed=True, accumulation=3),
     Layout(checkpointing=True),
     Layout(engine="deepspeed", zero_stage=1, accumulation=3),
-    Layout(engine="deepspeed", zero_stage=2),
     Layout(engine="deepspeed", zero_stage=2, teacher="sharded"),
-    Layout(engine="deepspeed", zero_stage=3),
     Layout(engine="deepspeed", zero_stage=3, teacher="sharded", accumulation=3),
-    Layout(engine="deepspeed", zero_stage=3, teacher="sharded", implementation="plain"),
-    Layout(engine="fsdp2", accumulation=3),
     Layout(engine="fsdp2", teacher="sharded"),
     Layout(engine="fsdp2", teacher="sharded", implementation="plain"),
     Layout(engine="deepspeed", zero_stage=2, accumulation=12, sequence_parallel=2),
@@ -124,25 +124,21 @@ FEATURES = [
 
 LORA = [
     Layout(lora=True, accumulation=3),
-    Layout(engine="deepspeed", zero_stage=2, lora=True),
     Layout(engine="deepspeed", zero_stage=3, teacher="sharded", lora=True),
     Layout(engine="fsdp2", teacher="sharded", lora=True),
 ]
 IDLE_RANK = [
     Layout(idle_rank=True),
-    Layout(idle_rank=True, implementation="plain"),
     Layout(engine="deepspeed", zero_stage=3, teacher="sharded", idle_rank=True),
     Layout(engine="fsdp2", teacher="sharded", idle_rank=True),
 ]
 OWN_TERM = [
-    Layout(own_term=True, accumulation=3),
     Layout(own_term=True, implementation="auto", checkpointing=True),
-    Layout(engine="deepspeed", zero_stage=2, own_term=True),
     Layout(engine="deepspeed", zero_stage=3, teacher="sharded", own_term=True, accumulation=3),
     Layout(engine="fsdp2", teacher="sharded", own_term=True, accumulation=3),
     Layout(engine="deepspeed", zero_stage=3, accumulation=12, sequence_parallel=2, own_term=True),
 ]
-EVERY = (*LAYOUTS, *ON_POLICY, *FEATURES, *LORA, *IDLE_RANK, *OWN_TERM)
+EVERY = (*SINGLE, *LAYOUTS, *ON_POLICY, *FEATURES, *LORA, *IDLE_RANK, *OWN_TERM)
 
 
 def models(directory: Path) -> tuple[Path, Path]:

@@ -45,7 +45,6 @@ class Case:
 
 CASES = (
     Case("metered", "metered"),
-    Case("metered_fp32", "metered", dtype="float32"),
     Case("tied_with_own_optimizer", "tied", own_optimizer=True, added_tokens=8),
     Case("lora", "tied", lora=True),
     Case("random_with_offload", "tied", random=True, offload=True),

@@ -104,22 +104,21 @@ class Case:
 DDP: dict[str, Any] = {"engine": "ddp"}
 ZERO3: dict[str, Any] = {"engine": "deepspeed", "zero_stage": 3}
 FSDP2: dict[str, Any] = {"engine": "fsdp2"}
-ENGINES: list[dict[str, Any]] = [
-    DDP,
-    {"engine": "deepspeed", "zero_stage": 1},
-    {"engine": "deepspeed", "zero_stage": 2},
-    ZERO3,
-    ZERO3 | {"zero_init": True},
-    FSDP2,
+ZERO1: dict[str, Any] = {"engine": "deepspeed", "zero_stage": 1}
+CASES = [Case(**engine, scheme=scheme) for engine in (ZERO3, FSDP2) for scheme in ("w4", "w2-learned")]
+CASES += [
+    Case(**engine, scheme=scheme)
+    for engine in (ZERO1, {"engine": "deepspeed", "zero_stage": 2})
+    for scheme in ("w8a8", "w8a8-static")
 ]
-CASES = [Case(**engine, scheme=scheme) for engine in ENGINES for scheme in FP32_SCHEMES]
+CASES += [Case(**engine, scheme="w8a8") for engine in (DDP, FSDP2)]
+CASES += [Case(**ZERO3, zero_init=True, scheme="w2-learned")]
 CASES += [Case(**engine, scheme="w8a8-static", checkpointing=True) for engine in (DDP, ZERO3, FSDP2)]
 CASES += [Case(**engine, scheme="w8a8-learned") for engine in (ZERO3, FSDP2)]
 CASES += [Case(**engine, lora=True) for engine in (ZERO3, FSDP2)]
 CASES += [Case(**engine, mixture=True) for engine in (DDP, ZERO3, FSDP2)]
-CASES += [Case(**ZERO3, scheme="w8a8", verify=True)]
-ZERO1: dict[str, Any] = {"engine": "deepspeed", "zero_stage": 1}
 CASES += [
+    Case(**ZERO3, scheme="w8a8", verify=True),
     Case(**ZERO1, axis="tp"),
     Case(**ZERO1, axis="tp", scheme="w4-channel"),
     Case(**ZERO1, axis="ep", mixture=True),

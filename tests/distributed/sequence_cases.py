@@ -26,6 +26,7 @@ VOCAB = 128
 IGNORED = -100
 STEPS = 3
 SAMPLES = 36
+LONGEST = 21
 EVALUATED = {2: 7, 4: 8}
 """Samples of an evaluation by ranks. One sequence at a time allows a smaller last batch."""
 
@@ -132,7 +133,7 @@ def samples(count: int, seed: int) -> list[dict[str, list[int]]]:
     """Return samples of ragged lengths with prompts that are not learned; one has no label at all."""
     draw, chosen = random.Random(seed), []
     for index in range(count):
-        ids = [draw.randrange(1, VOCAB) for _ in range(draw.randrange(4, 22))]
+        ids = [draw.randrange(1, VOCAB) for _ in range(draw.randrange(4, LONGEST + 1))]
         masked = len(ids) if index == 5 else index % 4
         chosen.append({"input_ids": ids, "labels": [IGNORED] * masked + ids[masked:]})
     return chosen
@@ -260,9 +261,20 @@ def make_trainer(case: Case, directory: Path, overrides: dict[str, Any]) -> Any:
     )
     if case.parallel and not case.context:
         callback.attach(trainer)
+        _check_that_shards_reach_the_device(trainer, tokens=-(-LONGEST // case.sequence_parallel_size))
     elif not case.parallel:
         count_as_one_process(trainer)
     return trainer
+
+
+def _check_that_shards_reach_the_device(trainer: Any, *, tokens: int) -> None:
+    prepare = trainer._prepare_inputs
+
+    def prepare_inputs(inputs: Any) -> Any:
+        assert not trainer.model.training or inputs["input_ids"].shape[1] <= tokens
+        return prepare(inputs)
+
+    trainer._prepare_inputs = prepare_inputs
 
 
 def run(case: Case, directory: Path, overrides: dict[str, Any]) -> tuple[Any, list[dict[str, float]]]:

@@ -216,11 +216,8 @@ TWO_RANKS = [
     # First, because data loader workers are forks, which hang where many threads of earlier runs hold locks.
     Case(name="drawn-by-workers", draws=True, arguments={"dataloader_num_workers": 2}, has_reference=False),
     Case(name="zero0-sgd", zero_stage=0),
-    Case(name="zero0-adamw-x3", zero_stage=0, optimizer="adamw_torch", accumulation=3),
     Case(name="zero1-sgd-x3", accumulation=3, arguments={"gradient_checkpointing": True}),
-    Case(name="zero1-adamw", optimizer="adamw_torch"),
     Case(name="zero2-sgd-x3", zero_stage=2, accumulation=3, config=_BIASES),
-    Case(name="zero2-adamw", zero_stage=2, optimizer="adamw_torch"),
     Case(name="offload", zero_stage=2, deepspeed=_CPU_OFFLOAD),
     *(
         Case(name=family, family=family, steps=2, config={"residual_dropout": 0.0, "embedding_dropout": 0.0})
@@ -232,11 +229,7 @@ TWO_RANKS = [
     Case(name="odd-vocabulary", config={"vocab_size": VOCAB_SIZE + 1}, steps=2),
     Case(name="own-loss", own_loss="all", steps=2, accumulation=3),
     Case(name="own-loss-by-groups", own_loss="groups", steps=2, accumulation=3),
-    *(
-        Case(name=f"{family}-{part}", family=family, steps=2, trains=pattern)
-        for part, pattern in FROZEN.items()
-        for family in ("qwen3", "gemma3_text")
-    ),
+    *(Case(name=f"qwen3-{part}", family="qwen3", steps=2, trains=pattern) for part, pattern in FROZEN.items()),
     Case(name="dropout", family="phi3", config={"resid_pdrop": 0.2, "embd_pdrop": 0.2}, has_reference=False),
     Case(name="drawn", draws=True, deepspeed={"train_batch_size": GLOBAL_BATCH_SIZE}, has_reference=False),
     Case(name="bf16", arguments={"bf16": True}, deepspeed={"bf16": {"enabled": "auto"}}, has_reference=False),

@@ -78,9 +78,7 @@ def test_zero2_bf16_loses_the_same_under_accelerate_and_torchrun(
     """`accelerate launch` names the file in its environment, under torchrun TrainingArguments names it."""
     case = Case(engine="deepspeed", zero_stage=2, bf16=True, accumulation=2)
     config_file, settings = write_plan(tmp_path, case)
-    with pytest.MonkeyPatch.context() as cold:
-        cold.delenv("PYTHON_EXEC")
-        accelerate_launch(config_file, MODULE, job(tiny_llama, settings, tmp_path))
+    accelerate_launch(config_file, MODULE, job(tiny_llama, settings, tmp_path))
     by_accelerate = read_losses(tmp_path, "deepspeed")
 
     by_torchrun = job(tiny_llama, case.training_arguments(), tmp_path, name="other-job")

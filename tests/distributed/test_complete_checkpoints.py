@@ -11,7 +11,7 @@ from faults.injection import Fault
 from faults.layouts import STEPS, Workshop, losses_of
 from warm_ranks import RanksFailedError
 
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.distributed, pytest.mark.once]
 
 
 @pytest.fixture(scope="module")
@@ -19,7 +19,7 @@ def workshop(deepspeed_cpu_ops: None, tmp_path_factory: pytest.TempPathFactory) 
     return Workshop(tmp_path_factory.mktemp("faults"))
 
 
-@pytest.mark.parametrize("engine", ["ddp", "zero3", "fsdp2", "pipeline"])
+@pytest.mark.parametrize("engine", ["zero3", "pipeline"])
 def test_run_killed_before_the_record_resumes_from_the_previous_checkpoint(engine, workshop, tmp_path):
     fault = Fault(kind="sigkill", phase="mark", step=4, rank=1)
     with pytest.raises(RanksFailedError, match="SIGKILL"):
@@ -64,7 +64,7 @@ def test_all_differences_that_prevent_resuming_are_reported(workshop, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("engine", "before", "after"), [("ddp", 2, 1), ("fsdp2", 2, 1), ("zero1", 2, 1), ("zero2", 1, 2), ("zero3", 2, 4)]
+    ("engine", "before", "after"), [("ddp", 2, 1), ("fsdp2", 2, 1), ("zero2", 1, 2), ("zero3", 2, 4)]
 )
 def test_other_world_size_resumes_with_the_same_losses(engine, before, after, workshop, tmp_path):
     """ZeRO-3 has two parameter groups; DeepSpeed gives the second the weight decay of the first."""
@@ -76,7 +76,7 @@ def test_other_world_size_resumes_with_the_same_losses(engine, before, after, wo
     assert sorted(path.name for path in (tmp_path / "run").glob(".universal*")) == []
 
 
-@pytest.mark.parametrize("engine", ["ddp", "zero3", "fsdp2", "pipeline"])
+@pytest.mark.parametrize("engine", ["zero3", "fsdp2", "pipeline"])
 def test_run_killed_after_its_last_step_saves_its_model(engine, workshop, tmp_path):
     """It takes no further step, saves no other checkpoint, and writes the model of an uninterrupted run."""
     whole, run = workshop.whole(engine), tmp_path / "run"

@@ -19,6 +19,7 @@ from distillation_cases import (
     LORA,
     ON_POLICY,
     OWN_TERM,
+    SINGLE,
     TEMPERATURE,
     VOCAB,
     Z_WEIGHT,
@@ -36,12 +37,6 @@ BETWEEN_LAYOUTS = 1e-6
 """Largest difference of a gradient's element, relative to the largest element. Seen: 4e-7."""
 FROM_FP64 = 1e-5
 """The same against fp64; the models themselves run in fp32. Seen: 2.3e-6."""
-SINGLE = [
-    Layout(),
-    Layout(accumulation=3),
-    Layout(accumulation=3, implementation="plain"),
-    Layout(packed=True, accumulation=3),
-]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,7 +13,7 @@ from drawn_trainers import drawn_trainers, outcome
 from equivalence.records import records_of
 from trainer_cases import TrainerCase, make_models_and_data
 
-pytestmark = [pytest.mark.distributed, pytest.mark.needs("trl")]
+pytestmark = [pytest.mark.distributed, pytest.mark.needs("trl"), pytest.mark.once]
 
 WORKER = Path(__file__).with_name("trainer_cases.py")
 FOUND: dict[TrainerCase, str] = {

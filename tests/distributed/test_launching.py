@@ -33,6 +33,8 @@ from shardwright.plugins.launching.messages import (
     send,
 )
 
+pytestmark = pytest.mark.once
+
 
 def is_running(pid: int) -> bool:
     """A process that ended stays listed until its adopted parent asks for its exit code."""

@@ -69,13 +69,10 @@ def test_bf16_losses_agree_between_zero_stages(case: Case, losses: dict[Case, li
     assert largest_difference(losses[case], losses[first_stage]) < BETWEEN_STAGES_TOLERANCE
 
 
-@pytest.mark.parametrize("accumulation", [1, 2])
-def test_zero0_in_bf16_trains_after_a_step_on_zero_gradients(
-    accumulation: int, losses: dict[Case, list[float]]
-) -> None:
+def test_zero0_in_bf16_trains_after_a_step_on_zero_gradients(losses: dict[Case, list[float]]) -> None:
     """Fails when DeepSpeed repairs it (seen in 0.19.8); ZeRO-0 in bf16 can then be compared with DDP itself."""
-    zero0 = losses[Case(engine="deepspeed", bf16=True, accumulation=accumulation)]
-    ddp = losses[Case(engine="ddp", bf16=True, accumulation=accumulation)]
+    zero0 = losses[Case(engine="deepspeed", bf16=True, accumulation=2)]
+    ddp = losses[Case(engine="ddp", bf16=True, accumulation=2)]
     assert zero0[0] == pytest.approx(ddp[0], abs=BF16_TOLERANCE)
     assert zero0[-1] > ddp[-1] + 0.05
 

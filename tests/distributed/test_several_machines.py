@@ -16,7 +16,7 @@ from shardwright.cli.main import run
 from shardwright.plugins.clusters import ssh
 from training_runs import command, losses_of, make_inputs, trained
 
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.distributed, pytest.mark.once]
 
 
 @pytest.fixture(scope="module")
@@ -101,13 +101,12 @@ def test_two_machines_train_as_one(
     assert (both / "other.out").read_text() == "" and "machine 1 is done; the results are on 127" in reported
 
 
-@pytest.mark.parametrize("kind", ["distill", "qat"])
-def test_two_machines_teach_and_quantize_as_one(kind: str, inputs: Path, tmp_path: Path) -> None:
-    named = [inputs / "llama", inputs / "llama"] if kind == "distill" else [inputs / "llama", "--group-size", 32]
+def test_two_machines_teach_and_quantize_as_one(inputs: Path, tmp_path: Path) -> None:
     stated = {"dataset": str(inputs / "rows.jsonl"), "strategy": "ddp", "max_steps": 2, "seq_len": 32}
     stated |= {"global_batch_size": 4, "logging_steps": 1, "learning_rate": 5e-3, "evaluation_samples": 4}
     (tmp_path / "settings.yaml").write_text(json.dumps(stated))
-    words = [*warm_command("shardwright"), kind, *map(str, named), "--config", "settings.yaml"]
+    words = [*warm_command("shardwright"), "qat", str(inputs / "llama"), "--teacher", "self"]
+    words += ["--group-size", "32", "--config", "settings.yaml"]
     done = subprocess.run([*words, "--hardware", "2xCPU", "--output-dir", "one"], cwd=tmp_path, capture_output=True)
     assert done.returncode == 0, done.stderr
     both = [*words, "--hardware", "2x1xCPU", "--output-dir", "two", "--no-check-nodes"]

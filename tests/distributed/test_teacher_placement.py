@@ -12,7 +12,7 @@ from distillation_cases import models, save_models
 from teacher_worker import CASES, STEPS, TeacherCase
 from warm_ranks import OnDemand, run_ranks
 
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.distributed, pytest.mark.once]
 
 LOGIT_TOLERANCE = 1e-5
 """Largest difference of a logit in fp32. Seen: 0."""

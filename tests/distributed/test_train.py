@@ -34,7 +34,12 @@ def one_process(inputs: Path) -> Any:
     return of
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+RESUMED = ("zero3", "tp", "ep", "lora")
+"""Layouts whose runs are also resumed; other tests resume the Trainer under every layout."""
+
+
+# tests/equivalence compares the other layouts, below the command.
+@pytest.mark.parametrize("layout", [layout for layout in LAYOUTS if layout not in ("ddp", "zero1", "zero2")])
 def test_losses_are_those_of_one_process(
     inputs: Path, one_process: Any, tmp_path: Path, layout: str, deepspeed_cpu_ops: None
 ) -> None:
@@ -52,10 +57,12 @@ def test_losses_are_those_of_one_process(
     measured = measurement_from_text((tmp_path / "out" / FILE_NAME).read_bytes(), source="out")
     assert [rank.steps for rank in measured.measured] == [3, 3] and measured.differences == ()
     assert list((tmp_path / "out").glob("*.safetensors"))
-    again, found = resumed(*run, save_steps=2)
-    assert again == losses
-    assert found["cross_entropy"] == shown["cross_entropy"]
-    check_finishing(run, losses, shown)
+    if layout in RESUMED:
+        again, found = resumed(*run, save_steps=2)
+        assert again == losses
+        assert found["cross_entropy"] == shown["cross_entropy"]
+    if layout == "zero3":
+        check_finishing(run, losses, shown)
 
 
 def check_finishing(run: tuple[Path, str, Path, str], losses: list[float], shown: dict[str, Any]) -> None:

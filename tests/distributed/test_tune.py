@@ -21,7 +21,7 @@ from shardwright.ds_configs.specs.errors import ShardwrightError
 from shardwright.trainers.runs.out_of_memory import LIMIT_VARIABLE
 from shardwright.trainers.tuning.tune import tune
 
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.distributed, pytest.mark.once]
 
 WORDS: dict[str, Any] = {"seq_len": 32, "global_batch_size": 4, "precision": "fp32"}
 FLAGS = ("--hardware", "2xCPU", "--seq-len", "32", "--global-batch-size", "4", "--precision", "fp32")

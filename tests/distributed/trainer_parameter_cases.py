@@ -28,18 +28,8 @@ STEPS = 4
 LEARNING_RATE = 0.3
 """Of the arguments: far from those of the optimizers below."""
 EVALUATED = 8
-WHOLE_MODELS = (
-    "ddp",
-    "zero0",
-    "zero1",
-    "zero2",
-    "zero3",
-    "fsdp2",
-    "zero1-offload",
-    "zero3-offload-param",
-    "fsdp2-offload",
-)
-EVERY = (*WHOLE_MODELS, "sp2-zero1", "sp2-zero3", "cp2-fsdp2", "tp2-zero1", "pp2-zero0", "ep2-zero2")
+WHOLE_MODELS = ("ddp", "zero0", "zero3-offload-param", "fsdp2-offload")
+"""Layouts of whole models; the last two also are ZeRO-3 and FSDP2. Axes have ZeRO-1 or ZeRO-2."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -224,16 +214,14 @@ def right_tokens(prediction: Any) -> dict[str, float]:
 
 
 def _layout_kinds() -> Iterator[tuple[str, str]]:
-    for layout in EVERY:
-        adamw = "_adamw" if "offload" in layout else ""
-        yield layout, f"class_init{adamw}" if layout in WHOLE_MODELS else f"class{adamw}"
-        if not layout.startswith("pp"):
-            yield layout, "adamw" if layout.startswith("cp") else "functions"
-    yield from ((layout, "sgd") for layout in ("ddp", "zero0", "zero1", "zero3", "fsdp2", "sp2-zero1", "tp2-zero1"))
-    yield from (("ep2-zero2", "sgd"), ("zero2-offload", "sgd_unforced"))
-    yield from ((layout, kind) for kind in ("nadam", "adamax") for layout in ("zero2", "fsdp2"))
-    yield from ((layout, "resumed") for layout in ("zero1", "zero3", "fsdp2", "tp2-zero1", "ep2-zero2"))
-    yield from ((layout, "sft_adapters") for layout in (*WHOLE_MODELS, "sp2-zero1", "sp2-zero3"))
+    yield from ((layout, "class_init") for layout in ("ddp", "zero0", "zero1", "zero2", "fsdp2"))
+    yield from ((layout, "class_init_adamw") for layout in ("zero3-offload-param", "fsdp2-offload"))
+    yield from ((layout, "class") for layout in ("sp2-zero1", "cp2-fsdp2", "tp2-zero1", "pp2-zero0", "ep2-zero2"))
+    yield from ((layout, "functions") for layout in (*WHOLE_MODELS, "zero3", "sp2-zero1", "tp2-zero1", "ep2-zero2"))
+    yield from (("cp2-fsdp2", "adamw"), ("zero2-offload", "sgd_unforced"), ("zero2", "nadam"), ("fsdp2", "adamax"))
+    yield from ((layout, "sgd") for layout in ("zero0", "zero3", "fsdp2", "tp2-zero1", "ep2-zero2"))
+    yield from ((layout, "resumed") for layout in ("zero3", "fsdp2", "tp2-zero1"))
+    yield from ((layout, "sft_adapters") for layout in (*WHOLE_MODELS, "zero2", "sp2-zero1"))
     yield from ((layout, "dpo_reference") for layout in (*WHOLE_MODELS, "tp2-zero1", "ep2-zero2"))
     yield from ((layout, "gkd_teacher") for layout in (*WHOLE_MODELS, "tp2-zero1", "ep2-zero2"))
 

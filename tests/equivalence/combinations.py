@@ -139,6 +139,17 @@ def _optimizer(name: str) -> Callable[[Run], None]:
     return _arguments(optim=name, learning_rate=LEARNING_RATES.get(name, 1e-3))
 
 
+def _muon(run: Run) -> None:
+    run.arguments |= {"optim": "muon", "learning_rate": 1e-3}
+    if "deepspeed" in run.arguments:
+        from shardwright.ds_configs.plan.rendering import muon_parameters
+        from shardwright.ds_configs.specs.job import TrainingJob
+
+        run.arguments["deepspeed"] |= {"optimizer": {"type": "Muon", "params": muon_parameters(TrainingJob())}}
+        if run.arguments["deepspeed"]["zero_optimization"]["stage"] == 3:
+            run.arguments["deepspeed"]["zero_optimization"]["reduce_scatter"] = False
+
+
 def _packed(run: Run) -> None:
     rows = samples()
     joined = []
@@ -191,17 +202,18 @@ SETTINGS: dict[str, Callable[[Run], None]] = {
     "adagrad": _optimizer("adagrad"),
     "rmsprop": _optimizer("rmsprop"),
     "adafactor": _optimizer("adafactor"),
+    "muon": _muon,
 }
 """What a run may have besides its layout, by the names of the table of combinations."""
-OPTIMIZERS = ("adamw_torch", "adamw_torch_fused", "sgd", "adagrad", "rmsprop", "adafactor")
+OPTIMIZERS = ("adamw_torch", "adamw_torch_fused", "sgd", "adagrad", "rmsprop", "adafactor", "muon")
 SWITCHES = (
     *("balance_loss", "gradient_checkpointing", "label_smoothing", "packing", "streams", "split_batches", "compile"),
     *("bf16", "dropout", "last_batch"),
 )
 METHODS = tuple(name for name in SETTINGS if name not in (*OPTIMIZERS, *SWITCHES))
 """A run has at most one of each group."""
-TOLERANCES: Mapping[str, float] = {"bf16": 3e-2, "dropout": 0.3}
-"""In nats for each token: 16-bit numbers are rounded in another order, and dropout draws other masks."""
+TOLERANCES: Mapping[str, float] = {"bf16": 3e-2, "dropout": 0.3, "muon": 1e-2}
+"""In nats for each token: 16-bit numbers are rounded in another order, also in Muon, and dropout draws other masks."""
 FIRST_STEP_ON_ZEROS = 0.2
 """Likewise, for AdamW in 16 bit without ZeRO (deepspeed 0.19.8)."""
 

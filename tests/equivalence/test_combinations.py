@@ -13,8 +13,8 @@ from equivalence.combinations import ALL_LAYOUTS, METHODS, OPTIMIZERS, SETTINGS,
 from equivalence.drawn import drawn, outcome, verdict
 from equivalence.records import records_of
 from shardwright.ds_configs.legality import combinations as table
-from shardwright.ds_configs.specs.job import OPTIMIZERS as PLANNED
 from shardwright.ds_configs.specs.layout import Layout
+from shardwright.ds_configs.specs.optimizers import OPTIMIZERS as PLANNED
 
 REPOSITORY = Path(__file__).parents[2]
 FIXED = [
@@ -24,6 +24,9 @@ FIXED = [
     Combination(layout="ddp", settings=("balance_loss",), accumulation=2),
     Combination(layout="ddp", settings=("last_batch",)),
     Combination(layout="zero3", settings=("balance_loss", "label_smoothing"), accumulation=2),
+    Combination(layout="fsdp2", settings=("adafactor",), accumulation=2),
+    Combination(layout="fsdp2", settings=("muon",)),
+    Combination(layout="zero2", settings=("muon",)),
 ]
 """Combinations that once failed or computed something else; they always run."""
 STILL_REJECTED = [Combination(layout="tp2-pp2-zero1", settings=("qat_inputs",))]

@@ -16,6 +16,7 @@ from shardwright.plugins.releases import transformers_release
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from .liger import with_liger_layers
 from .run import enable_checkpointing
 
 ATTENTION_TARGETS = {"gpt2": ["c_attn"], "phi3": ["qkv_proj"]}
@@ -193,8 +194,9 @@ def build_subject(
     checkpointing: bool,
     keeps_products: bool = False,
     implementation: str = "sdpa",
+    liger: bool = False,
 ) -> TracedModel:
-    """Builds one randomly initialised model in training mode, with adapters and checkpointing as asked."""
+    """Builds one randomly initialised model in training mode, with adapters, kernels and checkpointing as asked."""
     config = AutoConfig.for_model(family, num_hidden_layers=size.num_layers, **_arguments(family, size))
     config.use_cache = False  # TrainingArguments.use_cache is False by default (transformers 5.17)
     model = AutoModelForCausalLM.from_config(config, attn_implementation=implementation, trust_remote_code=False)
@@ -204,7 +206,7 @@ def build_subject(
         model = _with_lora(model.to(torch.bfloat16), family, adapter, lora_rank)
     if adapter == "none" or mode != "bf16_autocast":
         model = model.to(torch.bfloat16 if mode == "bf16" else torch.float32)
-    model = model.train()
+    model = with_liger_layers(model.train()) if liger else model.train()
     if checkpointing:
         enable_checkpointing(model, keeps_products=keeps_products)
     stack = base.transformer.h if family == "gpt2" else base.model.layers

@@ -56,6 +56,7 @@ def measure(
     attention: str,
     checkpointing: bool,
     keeps_products: bool = False,
+    liger: bool = False,
 ) -> Measured:
     """Runs the model with two and with four layers."""
     runs = []
@@ -69,6 +70,7 @@ def measure(
             checkpointing=checkpointing,
             keeps_products=keeps_products,
             implementation="eager" if attention == "eager" else "sdpa",
+            liger=liger,
         )
         inputs = build_inputs(shape, attention=attention)
         with attention_kernel(attention):
@@ -80,13 +82,21 @@ def measure(
     return Measured(per_layer=per_layer, shallow=shallow)
 
 
-def derive_table(family: str, *, mode: Mode, adapter: Adapter, attention: str) -> dict[str, Any]:
+def derive_table(family: str, *, mode: Mode, adapter: Adapter, attention: str, liger: bool = False) -> dict[str, Any]:
     """Traces enough shapes to solve for every coefficient, with spare shapes that must fit exactly."""
     names, shapes, design = _equations(family, adapter, attention)
 
     def traced(checkpointing: bool) -> list[Measured]:
         return [
-            measure(family, shape, mode=mode, adapter=adapter, attention=attention, checkpointing=checkpointing)
+            measure(
+                family,
+                shape,
+                mode=mode,
+                adapter=adapter,
+                attention=attention,
+                checkpointing=checkpointing,
+                liger=liger,
+            )
             for shape in shapes
         ]
 

@@ -18,7 +18,7 @@ from ...plugins.deepspeed.ulysses import own_shard, whole_sequences
 from ...plugins.launching.messages import note_on_first_rank
 from ...plugins.safetensors.reading import read_header
 from ...plugins.transformers.attention_capture import hidden_states_of
-from ...plugins.transformers.output_heads import OutputHead, head_module, head_tensors
+from ...plugins.transformers.output_heads import OutputHead
 from ..data.chat import IGNORED_LABEL
 from ..losses.cross_tokenizer import TEACHER_IDS, TEACHER_MASK
 from ..losses.fused_loss import accepted_inputs, captured_head_input
@@ -178,15 +178,6 @@ def predicts_next_token(model: PreTrainedModel) -> bool:
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     return not model.config.is_encoder_decoder and type(model).__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
-
-
-def has_plain_head(model: PreTrainedModel) -> bool:
-    """Return whether the logits are a product with a weight that the fused loss can read."""
-    try:
-        head_tensors(head_module(model))
-    except UsageError:
-        return False
-    return True
 
 
 class Teacher(Protocol):

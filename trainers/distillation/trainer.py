@@ -18,7 +18,7 @@ from ...ds_configs.specs.job import TeacherPlacement
 from ...plugins.deepspeed.ulysses import gradients_are_added_over_a_sequence
 from ...plugins.launching.messages import note_on_first_rank
 from ...plugins.transformers.attention_capture import hidden_states_of
-from ...plugins.transformers.output_heads import OutputHead, output_head
+from ...plugins.transformers.output_heads import OutputHead, has_plain_head, output_head
 from ...plugins.transformers.run_settings import trainer_errors
 from ..counting.estimates import STANDARD_ERROR, token_mean
 from ..losses.fused_loss import HeadReplacement, UnknownLogitsError, accepted_inputs, fused_token_loss, replaced_forward
@@ -38,7 +38,6 @@ from .teacher import (
     check_accelerator,
     check_arguments,
     cross_tokenizer_loss,
-    has_plain_head,
     inner_model,
     place,
     predicts_next_token,

@@ -17,6 +17,7 @@ from ...ds_configs.specs.layout import Layout, PipelineStage
 from ...plugins import patches
 from ...plugins.accelerate.repeated_samples import let_ranks_read_streams, weigh_repeated_samples_zero
 from ...plugins.launching.messages import note_on_first_rank
+from ...plugins.transformers.document_attention import attend_by_document
 from ...plugins.transformers.own_optimizers import (
     model_errors,
     note_hidden_shapes,
@@ -28,12 +29,14 @@ from ...plugins.transformers.own_optimizers import (
 from ...plugins.transformers.run_settings import balances_experts, layout_of, trainer_errors
 from ...plugins.trl import pairs_of_a_micro_step
 from ..counting.counts import count_as_one_process
+from .sequence.checks import base_model
 
 if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel, Trainer, TrainingArguments
 
     from ...ds_configs.plan.plan import Plan
+    from ...ds_configs.specs.job import TrainingJob
 
 _PIPELINE_PARAMETERS = ("dual_pipe", "attn_implementation")
 """Parameters that `PipelineTrainer` has and the Trainer does not."""
@@ -65,6 +68,8 @@ class PlannedParallelism:
     """Axes in use, as columns of the table of combinations."""
     tensor_ranks: int = 1
     """Ranks that read the same samples and hold shards of each layer."""
+    planned: tuple[Layout, TrainingJob] | None = None
+    """What decides about tiles and checkpoints in host memory; `None` for neither."""
 
     @property
     def is_pipeline(self) -> bool:
@@ -161,6 +166,7 @@ class PlannedParallelism:
             check_second_models(trainer)
             check_balance_of_batches(trainer)
             check_learned_positions(trainer)
+            attend_by_document(base_model(trainer.model))
             if not self.callbacks and self.context_parallel_size == 1:
                 from .balance_loss import balance_over_ranks, check_balance_loss, has_balance_loss
 
@@ -170,10 +176,15 @@ class PlannedParallelism:
                     balance_over_ranks(trainer)
         for callback in self.callbacks:
             callback.attach(trainer)
+        if self.planned is not None and not self.is_pipeline:
+            attach_long_sequences(trainer, *self.planned)
         # Last, because sequence parallelism replaces the class of the Trainer, whose methods are wrapped here.
         weigh_repeated_samples_zero(trainer)
         if not self.is_pipeline and (errors := trainer_errors(trainer)):
             raise UsageError(errors)
+        from ...plugins.transformers.optimizers import prepare_optimizer
+
+        prepare_optimizer(trainer)
         return trainer
 
     def _settings_errors(
@@ -318,7 +329,21 @@ def planned_parallelism(plan: Plan) -> PlannedParallelism:
     stages: tuple[PipelineStage, ...] = ()
     if strategy.pp > 1:
         stages = pipeline_stages(plan.model, plan.job, strategy.pp, tensor_parallel_size=strategy.tp)
-    return parallelism_of(strategy, stages=stages)
+    return replace(parallelism_of(strategy, stages=stages), planned=(strategy, plan.job))
+
+
+def attach_long_sequences(trainer: Any, layout: Layout, job: TrainingJob) -> None:
+    """Attach the tiles and the checkpoints in host memory of a layout, unless a Trainer has them already.
+
+    Raises:
+        UsageError: the model or the Trainer does not support them; lists all errors.
+    """
+    from .long_sequences import LongSequenceCallback, long_sequence_callback
+
+    callback = long_sequence_callback(layout, job, trainer.model)
+    attached = any(isinstance(other, LongSequenceCallback) for other in trainer.callback_handler.callbacks)
+    if callback is not None and not attached:
+        callback.attach(trainer)
 
 
 # Losses that subclasses of Trainer compute themselves. Seen with transformers 5.17.0 and 5.23.0, trl 1.16.0:

@@ -98,14 +98,27 @@ def cpu_model(config: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[Change, 
 
 
 def cpu_deepspeed(config: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[Change, ...]]:
-    """Return a DeepSpeed configuration without fp16, which CPU ranks do not train."""
-    scaled = {key: value for key, value in config.items() if key != "_shardwright"}
+    """Return a DeepSpeed configuration without fp16, which CPU ranks do not train, ZenFlow and SuperOffload.
+
+    SuperOffload requires CUDA. ZenFlow steps in a process of its own, whose memory no rank measures.
+    """
+    scaled, changes = {key: value for key, value in config.items() if key != "_shardwright"}, []
+    zero = scaled.get("zero_optimization")
+    if isinstance(zero, dict) and "zenflow" in zero:
+        before = {"zenflow": zero["zenflow"], "optimizer": scaled.pop("optimizer", None)}
+        scaled["zero_optimization"] = zero = {key: value for key, value in zero.items() if key != "zenflow"}
+        changes.append(Change(where="ds_config.json: zenflow", before=before, after=None))
+    offload = zero.get("offload_optimizer") if isinstance(zero, dict) else None
+    if isinstance(zero, dict) and isinstance(offload, dict) and offload.get("super_offload"):
+        kept = {key: value for key, value in offload.items() if key not in ("super_offload", "cpuadam_cores_perc")}
+        scaled["zero_optimization"] = {**zero, "offload_optimizer": kept}
+        changes.append(Change(where="ds_config.json: super_offload", before=True, after=None))
     section = scaled.get("fp16")
-    if not isinstance(section, dict) or section.get("enabled") is False:
-        return scaled, ()
-    del scaled["fp16"]
-    scaled["bf16"] = {"enabled": section.get("enabled", True)}
-    return scaled, (Change(where="ds_config.json: fp16", before=section, after={"bf16": scaled["bf16"]}),)
+    if isinstance(section, dict) and section.get("enabled") is not False:
+        del scaled["fp16"]
+        scaled["bf16"] = {"enabled": section.get("enabled", True)}
+        changes.append(Change(where="ds_config.json: fp16", before=section, after={"bf16": scaled["bf16"]}))
+    return scaled, tuple(changes)
 
 
 def cpu_accelerate(config: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[Change, ...]]:

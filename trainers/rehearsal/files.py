@@ -23,7 +23,7 @@ from ...ds_configs.shrink.layout import (
     shrink_zero_options,
 )
 from ...ds_configs.specs.errors import UsageError
-from ...ds_configs.specs.job import TrainingJob
+from ...ds_configs.specs.job import TrainingJob, without_kernels
 from ...ds_configs.specs.layout import Layout
 from ...ds_configs.specs.model import ModelSpec
 from ...ds_configs.specs.texts import strict_json
@@ -53,6 +53,9 @@ class RehearsalJob(RankJob):
     text_tokens: bool = Field(default=False, description="whether tokens.bin holds the user's text as bytes")
     checkpointed_layers: int | None = Field(default=None, description="layers that are recomputed; null for all")
     keeps_products: bool = Field(default=False, description="whether recomputed layers keep products and attention")
+    tiled_mlp: bool = Field(default=False, description="whether MLPs compute tiles of the sequence")
+    offloaded_checkpoints: int = Field(default=0, description="layers whose input waits in host memory")
+    loss: str = Field(default="eager", description="eager, or chunked for a loss in tiles")
     axes: dict[str, Any] = Field(description="ranks of every axis beyond data parallelism, by its field in Layout")
     stages: tuple[dict[str, Any], ...] = Field(description="fields of the PipelineStages; none without a pipeline")
 
@@ -169,11 +172,13 @@ def scale_plan(
         shards_before=plan.chosen.strategy.shard_size,
         shards=strategy.shard_size,
     )
-    strategy = replace(strategy, zero=zero)
-    precision = "bf16" if plan.job.precision == "fp16" else plan.job.precision
+    strategy = replace(strategy, zero=zero, offload_variant="none")
+    precision = "bf16" if plan.job.precision in ("fp16", "fp8") else plan.job.precision
     seq_len = rehearsed_sequence(plan.job.seq_len_tokens, strategy)
-    job = replace(plan.job, seq_len_tokens=seq_len, precision=precision, loss="eager", teacher=None)
-    for name in ("seq_len_tokens", "precision", "loss"):
+    # Tiles compute a chunked loss on CPU ranks, where Liger has no kernels.
+    loss = plan.job.loss if plan.job.teacher is None else "eager"
+    job = replace(without_kernels(plan.job), seq_len_tokens=seq_len, precision=precision, loss=loss, teacher=None)
+    for name in ("seq_len_tokens", "precision", "loss", "torch_compile", "use_liger_kernel"):
         before, after = getattr(plan.job, name), getattr(job, name)
         if before != after:
             changes.append(Change(where=f"job: {name}", before=before, after=after))
@@ -203,6 +208,8 @@ def scale_plan(
     arguments, argument_changes = shrink_training_arguments(files.arguments, strategy=strategy)
     arguments, cpu_changes = cpu_arguments(arguments, steps=steps, save_step=steps // 2)
     changes += [*argument_changes, *cpu_changes]
+    if plan.job.precision == "fp8":
+        arguments["bf16"] = True
     worker = RehearsalJob(
         training_arguments=arguments,
         seq_len=job.seq_len_tokens,
@@ -215,6 +222,9 @@ def scale_plan(
         lora_targets=",".join(job.lora_targets),
         checkpointed_layers=strategy.checkpointed_layers,
         keeps_products=strategy.keeps_products,
+        tiled_mlp=strategy.tiled_mlp,
+        offloaded_checkpoints=strategy.offloaded_checkpoints,
+        loss=job.loss,
         axes={axis: getattr(strategy, axis) for axis in ("tp", "pp", "sp", "cp", "ep")},
         stages=tuple(asdict(stage) for stage in stages),
     )

@@ -36,6 +36,7 @@ from .files import PlanFiles, Rehearsed, choose_ranks, scale_plan, write_rehears
 from .launch import LaunchSettings, launch_stage, prepare_launch, rank_records
 from .report import (
     CHART_FILE,
+    OFFLOADED,
     OWN_FILES,
     PHASES,
     ROLES,
@@ -216,6 +217,11 @@ def _launch_all(rehearsal: Rehearsal, rehearsed: Rehearsed, settings: LaunchSett
     records = rank_records(work, "train", settings.ranks)
     losses = list(records[0]["losses"])
     rehearsal = replace(rehearsal, losses=tuple(losses), measured=_measured(records), predicted=_predicted(rehearsed))
+    if rehearsed.strategy.offloaded_checkpoints:
+        terms_by_phase = cpu_rank_terms(rehearsed.strategy, rehearsed.model, rehearsed.job).values()
+        predicted = max(terms.get(OFFLOADED, 0) for terms in terms_by_phase)
+        measured = max(record["host_bytes"] for record in records)
+        rehearsal = replace(rehearsal, host={"measured": measured, "predicted": predicted})
     vocab_size = rehearsed.model.dimensions.vocab_size
     checks = check_training(records, ranks=settings.ranks, steps=settings.steps, vocab_size=vocab_size)
     checks.append(check_checkpoint(work / "checkpoints" / f"checkpoint-{worker.save_step}"))
@@ -259,6 +265,8 @@ def _predicted(rehearsed: Rehearsed) -> dict[str, PredictedPhase]:
     predictions = {}
     for phase, terms in cpu_rank_terms(rehearsed.strategy, rehearsed.model, rehearsed.job).items():
         if phase in PHASES:
+            # CPU ranks have both in the same memory, but the meter counts the host's apart.
+            terms = {name: count for name, count in terms.items() if name != OFFLOADED}
             roles = dict.fromkeys(ROLES, 0)
             for term, count in terms.items():
                 roles[TERM_ROLES.get(term, "other")] += count

@@ -26,6 +26,9 @@ OWN_FILES = (REPORT_FILE, CHART_FILE, HTML_FILE)
 ROLES = ("weights", "gradients", "optimizer", "activations", "buckets", "other")
 PHASES = ("loss", "backward", "step")
 
+OFFLOADED = "offloaded_checkpoints"
+"""Term of layer inputs that wait in host memory."""
+
 RoleBytes = Mapping[str, int]
 
 
@@ -59,6 +62,8 @@ class Rehearsal:
     """Bytes by phase and role on the fullest rank; `None` when training was not reached."""
     predicted: Mapping[str, PredictedPhase] | None = None
     """Prediction of the plan's formulas for the same sizes; `None` when training was not reached."""
+    host: Mapping[str, int] | None = None
+    """Measured and predicted bytes of layer inputs in host memory on the fullest rank; `None` if none wait there."""
     seconds: float = 0.0
     files: tuple[str, ...] = ()
     """Paths of the written files."""
@@ -114,6 +119,7 @@ class Rehearsal:
             "losses": list(self.losses),
             "measured": {phase: dict(roles) for phase, roles in (self.measured or {}).items()},
             "predicted": {phase: {**part.roles, "terms": dict(part.terms)} for phase, part in predicted.items()},
+            "host": None if self.host is None else dict(self.host),
             "files": list(self.files),
             "seconds": round(self.seconds, 1),
             "versions": dict(self.versions),

@@ -10,9 +10,11 @@ import hashlib
 import json
 import os
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from ...ds_configs.specs.job import TrainingJob
 from ...ds_configs.specs.layout import Layout, PipelineStage
 from ...plugins.accelerate.cpu_ranks import configure_cpu_ranks
 from ...plugins.deepspeed.engine import prepare_nvme_offload
@@ -67,6 +69,7 @@ def train_shrunken(job: RehearsalJob, work: Path) -> None:
         "probe_mean": logits_BTV.double().mean().item(),
         "probe_digest": hashlib.sha256(logits_BTV.numpy().tobytes()).hexdigest(),
         "roles": reading.roles,
+        "host_bytes": reading.host_peak_bytes,
     }
     write_json(record, work / f"train-rank{arguments.process_index}.json")
 
@@ -102,7 +105,7 @@ def _trainer(job: RehearsalJob, work: Path, arguments: Any) -> tuple[Any, StepLo
     from transformers import AutoConfig, AutoModelForCausalLM, default_data_collator, set_seed
 
     set_seed(arguments.seed)
-    dtype = weights_dtype(arguments, method=job.method)
+    dtype = weights_dtype(arguments, method=job.method, trained=job.weights_dtype)
     if job.method == "full":
         config = AutoConfig.from_pretrained(work / "model", trust_remote_code=False)
         model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
@@ -119,8 +122,14 @@ def _trainer(job: RehearsalJob, work: Path, arguments: Any) -> tuple[Any, StepLo
         stream = skewed_tokens(tokens, _vocab_size(work), seed=0)
     samples = [{"input_ids": block_T, "labels": block_T} for block_T in stream.view(job.samples, job.seq_len)]
     stages = tuple(PipelineStage(**stage) for stage in job.stages)
-    parallelism = parallelism_of(Layout(engine="deepspeed", **job.axes), stages=stages)
-    trainer = parallelism.make_trainer(
+    layout = Layout(
+        engine="deepspeed",
+        tiled_mlp=job.tiled_mlp,
+        offloaded_checkpoints=job.offloaded_checkpoints,
+        **job.axes,
+    )
+    planned = layout, TrainingJob(seq_len_tokens=job.seq_len, loss=job.loss)  # type: ignore[arg-type]
+    trainer = replace(parallelism_of(layout, stages=stages), planned=planned).make_trainer(
         model=model, args=arguments, train_dataset=samples, data_collator=default_data_collator
     )
     recorder = StepLosses(trainer)

@@ -397,6 +397,10 @@ def rehearsal_report(data: Mapping[str, Any]) -> Report:
              f"{differences[phase]:+.2f} %" if phase in differences else "–")
             for phase, measured, predicted in totals
         ]  # fmt: skip
+        if host := data.get("host"):
+            difference = f"{100 * (host['measured'] / host['predicted'] - 1):+.2f} %" if host["predicted"] else "–"
+            measured, predicted = (f"{host[name] / 1e6:.2f}" for name in ("measured", "predicted"))
+            by_phase.append(("layer inputs in host memory", measured, predicted, difference))
         by_role = [
             (f"{phase}: {role}", f"{count / 1e6:.3f}", f"{data['predicted'][phase].get(role, 0) / 1e6:.3f}")
             for phase, _, _ in totals

@@ -7,6 +7,8 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from ...ds_configs.memory.estimate import terms_by_phase
+from ...ds_configs.memory.terms import TERM_ROLES
 from ...ds_configs.plan.plan import Plan
 from ...ds_configs.quantization.scheme import METHODS
 from ...ds_configs.specs.units import human_count
@@ -285,10 +287,27 @@ def _memory(plan: Plan, peak: int | None) -> Section:
     bars: list[tuple[str, Mapping[str, float], bool]] = [("predicted", largest_parts(tensors), True)]
     if peak is not None:
         bars.append(("measured", {"tensors, measured": peak / size}, False))
-    title = f"Tensors on the fullest accelerator, {unit}"
+    charts = [
+        Chart(
+            title=f"Tensors on the fullest accelerator, {unit}",
+            draw=stacks(bars, unit),
+            note=f"Measured: {measured}.",
+        )
+    ]
+    over_step: list[tuple[str, Mapping[str, float], bool]] = []
+    is_gpu = plan.hardware.gpu != "CPU"
+    by_phase = terms_by_phase(plan.chosen.strategy, plan.model, plan.job, stage=gpu.stage, gpu=is_gpu)
+    for phase, terms in by_phase.items():
+        roles: dict[str, float] = {}
+        for name, count in terms.items():
+            role = TERM_ROLES.get(name, "other")
+            roles[role] = roles.get(role, 0.0) + count / size
+        over_step.append((phase, roles, True))
+    note = f"Predicted by the plan for sequences of {plan.job.seq_len_tokens:,} tokens."
+    charts.append(Chart(title=f"Tensors over a step, {unit}", draw=stacks(over_step, unit), note=note))
     return Section(
         heading="Memory",
-        charts=(Chart(title=title, draw=stacks(bars, unit), note=f"Measured: {measured}."),),
+        charts=charts,
         tables=(Table(headings=("", "predicted, with interval", "measured"), rows=rows),),
     )
 

@@ -175,7 +175,7 @@ def training_job(settings: LaunchedSettings, hardware: HardwareSpec, **further: 
 
     Without axis sizes in `further` the job uses data parallelism only, as trainers with custom losses require.
     """
-    data_parallel: dict[str, Any] = dict.fromkeys(AXIS_FIELDS, 1)
+    data_parallel: dict[str, Any] = dict.fromkeys(AXIS_FIELDS, 1) | {"loss": "eager"}
     precision = settings.precision
     if precision == "auto":
         precision = "fp32" if hardware.gpu == "CPU" else "bf16"
@@ -187,14 +187,17 @@ def training_job(settings: LaunchedSettings, hardware: HardwareSpec, **further: 
         global_batch_size=settings.global_batch_size or step_samples * max(1, _DEFAULT_GLOBAL_BATCH // step_samples),
         precision=precision,
         optimizer=settings.optimizer,
+        optim_args=settings.optim_args,
+        weights_dtype=settings.weights_dtype,
         method=settings.method,
         lora_rank=settings.lora_rank,
         lora_targets=tuple(name.strip() for name in settings.lora_targets.split(",") if name.strip()),
         gradient_checkpointing=settings.gradient_checkpointing,
-        loss="eager",
         strategy=settings.strategy,
         offload=settings.offload,
-        **(data_parallel | further),
+        tiled_mlp=settings.tiled_mlp,
+        offload_activations=settings.offload_activations,
+        **({"loss": "eager"} | data_parallel | further),
     )
 
 

@@ -84,11 +84,15 @@ def compare_nodes(plan: Plan, plan_directory: Path, place: NodePlace, output_dir
 
 
 def _accelerators_shown(plan: Plan) -> dict[str, str]:
-    """Return the variables that show a plan's accelerators; launches hide accelerators by default."""
+    """Return the variables that show a plan's accelerators, which launches hide by default, and those of the plan."""
     if plan.hardware.gpu == "CPU":
         return {}
+    # An allocator that the user configured stays as it is.
+    configured = os.environ.keys() & {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"}
+    planned = {} if configured else plan.environment
     every = ",".join(str(index) for index in range(plan.hardware.gpus_per_node))
-    return {"CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES", every), "DS_ACCELERATOR": "cuda"}
+    shown = os.environ.get("CUDA_VISIBLE_DEVICES", every)
+    return {**planned, "CUDA_VISIBLE_DEVICES": shown, "DS_ACCELERATOR": "cuda"}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -31,14 +31,16 @@ from ...ds_configs.plan.output import write_files
 from ...ds_configs.plan.plan import Plan
 from ...ds_configs.plan.rendering import DEEPSPEED_FILE, copied_configuration, differing_keys
 from ...ds_configs.specs.errors import ShardwrightError
-from ...ds_configs.specs.settings import not_covered
 from ...ds_configs.step_time.learning import part_seconds, published_time
 from ...plugins.accelerate.cpu_ranks import engine_from_environment
 from ...plugins.bitsandbytes import read_weights_in_backward
 from ...plugins.planning.from_names import installed_release_difference, installed_versions
+from ...plugins.transformers.document_attention import attend_by_document
 from ...plugins.transformers.gradient_checkpointing import checkpoint_first_layers, keep_products
 from ...plugins.transformers.sound_model import gathered
 from ...plugins.transformers.training_arguments import deepspeed_configuration
+from ..parallel.sequence.checks import base_model
+from ..parallel.trainer_for import attach_long_sequences
 from .figures_callback import StepFiguresCallback, await_device
 from .out_of_memory import explain_memory_errors
 
@@ -95,7 +97,8 @@ class PlanCallback(TrainerCallback):
     """Compares a run with its plan: writes `plan_measurement.json` and prints both on rank 0.
 
     Where the plan recomputes only the first layers, it takes the flag back from the others as training begins; where
-    recomputed layers keep their products, it sets that; 4-bit layers under ZeRO-3 keep no gathered weights.
+    recomputed layers keep their products, it sets that; 4-bit layers under ZeRO-3 keep no gathered weights. Attached,
+    it also tiles MLPs and the loss, and moves checkpoints to host memory, where the plan does.
 
     Make it before the Trainer, so that what the Trainer allocates counts, and attach it so that the figures reach
     W&B, TensorBoard and Trackio. Without `attach`, `callbacks=[callback]` still writes and prints. A step's time runs
@@ -142,6 +145,9 @@ class PlanCallback(TrainerCallback):
     def attach(self, trainer: Any) -> None:
         """Add this callback to a Trainer, and send its figures and those of logged steps through its reporters."""
         self.follow(trainer)
+        strategy = self._plan.chosen.strategy
+        if strategy.pp == 1:
+            attach_long_sequences(trainer, strategy, self._plan.job)
         StepFiguresCallback(self._plan).attach(trainer)
         explain_memory_errors(trainer, self._plan)
 
@@ -257,6 +263,7 @@ def keep_planned_memory(plan: Plan, args: Any, model: Any) -> None:
         UsageError: the model's layers cannot be recomputed in part.
     """
     strategy = plan.chosen.strategy
+    attend_by_document(base_model(model))
     if strategy.checkpointed_layers is not None and args.gradient_checkpointing:
         checkpoint_first_layers(model, strategy.checkpointed_layers)
     if strategy.keeps_products and args.gradient_checkpointing:
@@ -282,28 +289,41 @@ def argument_differences(
         # The planned family may be that of the language model inside another one.
         families = [part.model_type for part in (config, config.get_text_config()) if hasattr(part, "model_type")]
         model_type = plan.model.model_type if plan.model.model_type in families else next(iter(families), None)
+    planned_type = trained_type = None
+    if deepspeed is None and plan.job.method == "full" and hasattr(model, "parameters"):
+        # DeepSpeed converts what a script loads.
+        planned_type = "bf16" if plan.job.weights_dtype == "bf16" else "fp32"
+        types = {str(weight.dtype) for weight in model.parameters() if weight.requires_grad}
+        names = {"torch.bfloat16": "bf16", "torch.float32": "fp32"}
+        trained_type = names.get(types.pop()) if len(types) == 1 else None
+    autocasts = plan.job.weights_dtype != "bf16"
     facts: dict[str, tuple[Any, Any]] = {
+        "type of trained weights": (trained_type, planned_type),
         "ranks": (ranks, plan.hardware.world_size),
         "engine": (engine, "ddp" if strategy.engine == "single" else strategy.engine),
         "zero_stage": (stage, strategy.zero_stage),
         "offload_optimizer": (_offload(deepspeed, "optimizer"), strategy.offload_optimizer),
         "offload_param": (_offload(deepspeed, "param"), strategy.offload_param),
+        "offload_variant": (_offload_variant(deepspeed), strategy.offload_variant),
         "per_device_train_batch_size": (args.per_device_train_batch_size, strategy.micro_batch_size),
         "gradient_accumulation_steps": (args.gradient_accumulation_steps, strategy.gradient_accumulation_steps),
         "gradient_checkpointing": (args.gradient_checkpointing, strategy.gradient_checkpointing),
-        "precision": ("bf16" if args.bf16 else "fp16" if args.fp16 else "fp32", plan.job.precision),
+        "precision": (
+            {"no": "fp32"}.get(args.mixed_precision, args.mixed_precision),
+            plan.job.precision if autocasts else "fp32",
+        ),
+        "torch_compile": (args.torch_compile, plan.job.torch_compile),
+        "use_liger_kernel": (_liger_layers(args), plan.job.use_liger_kernel),
         "optim": (optimizer, plan.job.optimizer),
         "sequence length": (stated.get("seq_len"), plan.job.seq_len_tokens),
         "method": (stated.get("method"), plan.job.method),
         "model_type": (model_type, plan.model.model_type),
     }
-    differences = [
+    return [
         f"{name} was {ran}, but the plan has {planned}"
         for name, (ran, planned) in facts.items()
         if ran is not None and ran != planned
     ]
-    uncovered = {"torch_compile": args.torch_compile, "fp8": os.environ.get("ACCELERATE_MIXED_PRECISION") == "fp8"}
-    return differences + [f"{name} is {not_covered(name)}" for name, is_on in uncovered.items() if is_on]
 
 
 def unread_edits(directory: Path) -> list[str]:
@@ -313,6 +333,20 @@ def unread_edits(directory: Path) -> list[str]:
     if not keys:
         return []
     return [f"{', '.join(keys)} of {directory / DEEPSPEED_FILE} is not read: this run has accelerate.yaml's copy"]
+
+
+def _offload_variant(deepspeed: dict[str, Any] | None) -> str | None:
+    """Return the variant of a DeepSpeed configuration's offload; `None`, which compares with nothing, without one."""
+    if deepspeed is None:
+        return None
+    zero = deepspeed.get("zero_optimization", {})
+    is_super = (zero.get("offload_optimizer") or {}).get("super_offload")
+    return "zenflow" if zero.get("zenflow") else "superoffload" if is_super else "none"
+
+
+def _liger_layers(args: Any) -> bool:
+    """Return whether Liger computes norms, not only head and loss."""
+    return bool(args.use_liger_kernel) and (args.liger_kernel_config or {}).get("rms_norm", True) is not False
 
 
 def _offload(deepspeed: dict[str, Any] | None, what: str) -> str | None:

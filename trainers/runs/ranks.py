@@ -55,6 +55,9 @@ from .settings import (
 )
 from .share import Share
 
+_EVALUATED_LOGITS_BYTES = 2**30
+"""Fp32 logits that exist at a time in an evaluation."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class RankContext:
@@ -71,6 +74,11 @@ class RankContext:
     """Of the trained model."""
     samples: tuple[Any, Any]
     """Training samples and held-out samples."""
+
+    @property
+    def plan(self) -> Plan:
+        """The plan that the ranks run."""
+        return Plan.load(self.work / PLAN_DIRECTORY)
 
     def trainer_arguments(self) -> dict[str, Any]:
         padding = self.tokenizer.eos_token_id if self.tokenizer.pad_token_id is None else self.tokenizer.pad_token_id
@@ -170,7 +178,7 @@ class TrainingTask(LaunchedJob, RankTask):
         Raises:
             RunOutOfMemoryError: an allocation failed; has the planned memory and plans that need less.
         """
-        plan = Plan.load(context.work / PLAN_DIRECTORY)
+        plan = context.plan
         with memory_errors(plan, command=self.command):
             self._train(context, plan)
 
@@ -248,7 +256,10 @@ def trained_model(
     further. `reads_weights`: the caller computes with weights before FSDP2 shards them, in fp32.
     """
     source = StartingModel(model=name, revision=settings.revision, method=settings.method)
-    dtype, seed = weights_dtype(context.arguments, method=settings.method), context.arguments.seed
+    dtype, seed = (
+        weights_dtype(context.arguments, method=settings.method, trained=settings.weights_dtype),
+        context.arguments.seed,
+    )
     converted_later = context.engine == "fsdp2" and settings.method == "full" and not reads_weights
     is_mixed = context.arguments.mixed_precision in ("bf16", "fp16")
     with stored_precision() if converted_later and is_mixed else contextlib.nullcontext():
@@ -266,10 +277,15 @@ def placed_teacher(name: str, revision: str | None, job: LaunchedJob, context: R
     import torch
 
     from ...plugins.transformers.teacher_placement import load_teacher
+    from ...plugins.transformers.tiled_compute import share_tiled_mlps, tile_mlps, untiled_experts
 
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(context.arguments.mixed_precision, torch.float32)
     engine = context.engine if job.world_size > 1 else "single"
-    return load_teacher(name, revision=revision, placement=job.placement, dtype=dtype, engine=engine)
+    teacher = load_teacher(name, revision=revision, placement=job.placement, dtype=dtype, engine=engine)
+    if context.plan.chosen.strategy.tiled_mlp and not untiled_experts(teacher):
+        tile_mlps(teacher, None)
+        share_tiled_mlps(teacher)
+    return teacher
 
 
 def progress_callback(
@@ -463,14 +479,47 @@ def held_out_cross_entropy(trainer: Any) -> Estimate:
         for batch in loader:
             inputs = trainer._prepare_inputs(samples.step(batch).batch)
             labels = inputs.pop("labels")
-            logits = model(**inputs, use_cache=False).logits
-            for row, own in zip(logits[:, :-1], labels[:, 1:], strict=True):
-                nats = torch.nn.functional.cross_entropy(row.float(), own, ignore_index=IGNORED_LABEL, reduction="sum")
-                sums_and_counts.append(torch.stack([nats.double(), (own != IGNORED_LABEL).sum().double()]))
+            sums_and_counts += _nats_and_counts(trainer, inputs, labels)
     model.train(was_training)
     sums, counts = trainer.accelerator.gather(torch.stack(sums_and_counts)).T.tolist()
     check_labelled(counts)
     return token_mean(sums, counts)
+
+
+def _nats_and_counts(trainer: Any, inputs: dict[str, Any], labels_BS: Any) -> list[Any]:
+    """Return the sum of each row's cross-entropies and the number of its labels; large logits exist in parts only."""
+    import torch
+
+    from ...plugins.transformers.output_heads import has_plain_head, output_head
+    from ..losses.fused_loss import HeadReplacement
+    from ..parallel.sequence.checks import base_model
+
+    def of_rows(head: Callable[[Any], Any], states: Any) -> list[Any]:
+        sums = []
+        for row, own in zip(states, labels_BS, strict=True):
+            nats = row.new_zeros((), dtype=torch.float64)
+            for part, labels in zip(row[:-1].split(part_rows), own[1:].split(part_rows), strict=True):
+                losses = torch.nn.functional.cross_entropy(
+                    head(part).float(), labels, ignore_index=IGNORED_LABEL, reduction="sum"
+                )
+                nats = nats + losses.double()
+            sums.append(torch.stack([nats, (own[1:] != IGNORED_LABEL).sum().double()]))
+        return sums
+
+    inner = base_model(trainer.model)
+    part_rows = max(1, _EVALUATED_LOGITS_BYTES // (4 * inner.config.get_text_config().vocab_size))
+    if labels_BS.numel() <= part_rows or not has_plain_head(inner):
+        return of_rows(lambda logits: logits, trainer.model_wrapped(**inputs, use_cache=False).logits)
+    found: list[Any] = []
+
+    def compute(hidden_BSH: Any) -> Any:
+        found.extend(of_rows(output_head(inner).logits, hidden_BSH))
+        return hidden_BSH.new_zeros(())
+
+    replacement = HeadReplacement(inner, compute)
+    with replacement():
+        replacement.check_logits(trainer.model_wrapped(**inputs, use_cache=False).logits)
+    return found
 
 
 def logged(name: str, mean: Estimate) -> dict[str, float]:

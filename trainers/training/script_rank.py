@@ -16,7 +16,7 @@ from ...plugins.accelerate.cpu_ranks import serve_scripts_on_cpu_ranks
 from ...plugins.accelerate.repeated_samples import repeated_samples
 from ...plugins.launching.messages import note_on_first_rank
 from ...plugins.transformers.training_arguments import deepspeed_configuration
-from ..parallel.trainer_for import PlannedParallelism, planned_parallelism
+from ..parallel.trainer_for import PlannedParallelism, attach_long_sequences, planned_parallelism
 from ..runs.out_of_memory import memory_errors
 from ..runs.plan_callback import argument_differences, keep_planned_memory
 from ..runs.ranks import check_upstream
@@ -78,11 +78,13 @@ def follow_trainers(plan: Plan) -> None:
 
 
 def carry_axes(plan: Plan) -> None:
-    """Attach the plan's parallelism to every Trainer of a script, unless the script does so itself.
+    """Attach the plan's parallelism, tiles and offloading to every Trainer of a script that does not do so itself.
 
-    Sequence, expert and tensor parallelism are attached; a pipeline or context parallelism is rejected.
+    Sequence, expert and tensor parallelism are attached; a pipeline or context parallelism is rejected. A Trainer that
+    computes its own loss from logits keeps it, with a note.
     """
-    if not plan.chosen.strategy.axes:
+    strategy = plan.chosen.strategy
+    if not (strategy.axes or strategy.tiled_mlp or strategy.offloaded_checkpoints or plan.job.loss == "chunked"):
         return
     parallelism = planned_parallelism(plan)
     own_calls: list[str] = []
@@ -114,6 +116,11 @@ def carry_axes(plan: Plan) -> None:
             make(trainer, model, args, *rest, **settings)
             for callback in parallelism.callbacks:
                 callback.attach(trainer)
+            try:
+                attach_long_sequences(trainer, strategy, plan.job)
+            except UsageError as error:
+                for each in error.errors:
+                    note_on_first_rank(f"{each.where} {each.rule}: {_NOT_PREDICTED}")
             own_calls.clear()
 
         return made

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from importlib.util import find_spec
 from typing import Literal
 
 from pydantic import Field
@@ -12,6 +13,7 @@ from ...ds_configs.plan.rendering import planned_training_arguments
 from ...ds_configs.specs.errors import ConfigError
 from ...ds_configs.specs.settings import (
     HardwareSettings,
+    KernelSettings,
     LayoutSettings,
     NamedValues,
     Settings,
@@ -46,7 +48,7 @@ _UNCOUNTED_ARGUMENTS = {
 """Switches of `TrainingArguments` whose effect the report would not show."""
 _PLANNED = frozenset(
     {*LayoutSettings.model_fields, *TrainingSettings.model_fields, *HardwareSettings.model_fields}
-    | {"seq_len", "precision", "method"}
+    | {*KernelSettings.model_fields, "seq_len", "precision", "method", "loss"}
 ) - {"revision"}
 """Options whose values a plan fixes."""
 
@@ -62,11 +64,17 @@ class StreamingSettings(Settings):
     )
 
 
-class TrainSettings(LayoutSettings, StreamingSettings, LaunchedSettings):
+class TrainSettings(KernelSettings, LayoutSettings, StreamingSettings, LaunchedSettings):
     """Every setting of `shardwright train`."""
 
     group = "Training"
 
+    loss: Literal["eager", "chunked"] = Field(
+        "eager", description="Loss computation; chunked never stores the logits of all tokens"
+    )
+    precision: Literal["auto", "bf16", "fp16", "fp32", "fp8"] = Field(  # type: ignore[assignment]
+        "auto", description="Compute precision; auto: bf16, or fp32 without an accelerator"
+    )
     plan: str | None = Field(None, description="Directory of a plan to run. Default: plan now")
     resume_adapter: str | None = Field(
         None, description="Directory or Hub id of a LoRA adapter of the model to train further"
@@ -130,4 +138,7 @@ def planned_argument_errors(settings: TrainSettings, plan: Plan) -> list[ConfigE
         if name in planned and name != "max_grad_norm"
     ]
     errors += [replace(error, fix="plan with --method lora, or omit it") for error in not_adapted]
+    if plan.job.precision == "fp8" and find_spec("torchao") is None:
+        rule, fix = "needs the package torchao, which is not installed", "pip install torchao, or use --precision bf16"
+        errors.append(ConfigError(where="precision", value="fp8", rule=rule, fix=fix))
     return errors + package_errors(planned)

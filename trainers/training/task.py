@@ -14,7 +14,7 @@ from ...ds_configs.plan.plan import Plan, edited_files, on_fewer_nodes
 from ...ds_configs.plan.rendering import NodePlace
 from ...ds_configs.specs.errors import ConfigError, UsageError, collecting
 from ...ds_configs.specs.hardware import HardwareSpec
-from ...ds_configs.specs.settings import not_covered, settings_of
+from ...ds_configs.specs.settings import KernelSettings, settings_of
 from ...plugins.peft import LoraAdapter
 from ...plugins.planning.from_names import installed_release_difference
 from ...plugins.planning.from_names import plan as select_plan
@@ -185,6 +185,7 @@ def prepare_train(settings: TrainSettings, model: str, request: RunRequest) -> P
     if written_plan is not None and (difference := installed_release_difference(written_plan)) is not None:
         logger.info(difference)
     plan = plan or _planned(settings, loaded, hardware)
+    settings = settings.with_optimizer(plan.job)
     errors = planned_argument_errors(settings, plan) + settings.engine_errors(plan.chosen.strategy.engine)
     batch_size = settings.arg.get("per_device_eval_batch_size")
     if batch_size is not None and (not isinstance(batch_size, int) or batch_size < 1):
@@ -192,8 +193,6 @@ def prepare_train(settings: TrainSettings, model: str, request: RunRequest) -> P
         errors.append(ConfigError(where=where, value=batch_size, rule=rule, fix="omit it"))
     if errors:
         raise UsageError(errors)
-    if settings.arg.get("torch_compile"):
-        logger.info(f"torch_compile is {not_covered('torch_compile')}")
     assert loaded, "each failure added an error"
     with_cache = "with a cache (--arg use_cache), Transformers does not separate documents"
     samples = packed_if_possible(
@@ -219,7 +218,11 @@ def prepare_train(settings: TrainSettings, model: str, request: RunRequest) -> P
 
 def _planned(settings: TrainSettings, loaded: LoadedModel | None, hardware: HardwareSpec | None) -> Plan:
     assert loaded and hardware, "each failure added an error"
-    return select_plan(loaded, hardware, training_job(settings, hardware, **settings.layout()), notify=logger.info)
+    further = settings.layout() | {name: getattr(settings, name) for name in KernelSettings.model_fields}
+    # Liger computes the loss too, as without a plan, unless it is chosen.
+    automatic = settings.use_liger_kernel and "loss" not in settings.model_fields_set
+    further["loss"] = "auto" if automatic else settings.loss
+    return select_plan(loaded, hardware, training_job(settings, hardware, **further), notify=logger.info)
 
 
 def _as_planned(settings: TrainSettings, plan: Plan, model: str) -> TrainSettings:
@@ -235,6 +238,8 @@ def _as_planned(settings: TrainSettings, plan: Plan, model: str) -> TrainSetting
             "seq_len": job.seq_len_tokens,
             "precision": job.precision,
             "optimizer": job.optimizer,
+            "optim_args": job.optim_args,
+            "weights_dtype": job.weights_dtype,
             "method": job.method,
             "lora_rank": job.lora_rank,
             "lora_targets": ",".join(job.lora_targets),
@@ -243,6 +248,10 @@ def _as_planned(settings: TrainSettings, plan: Plan, model: str) -> TrainSetting
             "gradient_checkpointing": job.gradient_checkpointing,
             "strategy": job.strategy,
             "offload": job.offload,
+            "loss": job.loss,
+            "tiled_mlp": job.tiled_mlp,
+            "offload_activations": job.offload_activations,
+            **{name: getattr(job, name) for name in KernelSettings.model_fields},
         }
     )
 

@@ -134,7 +134,7 @@ def _train(trial: TrialTask, plan: Plan, work: Path, clock: Any) -> None:
     source = StartingModel(
         model=plan.model.name, revision=plan.model.revision, random_weights=random_weights, method=job.method
     )
-    config, dtype = load_config(source), weights_dtype(arguments, method=job.method)
+    config, dtype = load_config(source), weights_dtype(arguments, method=job.method, trained=job.weights_dtype)
     model = load_model(source, config, dtype, arguments.seed, engine=engine, for_stages=parallelism.is_pipeline)
     if job.method != "full":
         targets, fp32 = ",".join(job.lora_targets), engine != "deepspeed"

@@ -247,20 +247,18 @@ def test_broken_models_are_rejected(model, tmp_path, capsys, damage, scheme, wor
     assert all(word in message for word in words), message
 
 
-@ENGINES
-def test_the_output_is_the_model_or_full(model, changed_model, tmp_path, capsys, scheme):
+def test_the_output_is_the_model_or_full(model, changed_model, tmp_path, capsys):
     assert run(["quantize", str(changed_model), "--output-dir", str(changed_model), "--force", *BRIEF]) == 2
     assert "is the model itself" in capsys.readouterr().err
     other = tmp_path / "other"
     other.mkdir()
     (other / "notes.txt").write_text("mine")
     assert "not empty" in refused(model, tmp_path, capsys, 2, *BRIEF, output="other")
-    assert quantize(model, other, *BRIEF, "--force", "--scheme", scheme) == 0
+    assert quantize(model, other, *BRIEF, "--force", "--scheme", "NF4") == 0
     assert (other / "notes.txt").read_text() == "mine"
 
 
-@ENGINES
-def test_what_does_not_fit(model, tmp_path, capsys, monkeypatch, scheme):
+def test_what_does_not_fit(model, tmp_path, capsys, monkeypatch):
     import collections
 
     import psutil
@@ -268,7 +266,7 @@ def test_what_does_not_fit(model, tmp_path, capsys, monkeypatch, scheme):
     monkeypatch.setattr(psutil, "virtual_memory", lambda: collections.namedtuple("M", "available total")(10**6, 10**6))
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=1000))
-    message = refused(model, tmp_path, capsys, 3, "--scheme", scheme, *BRIEF)
+    message = refused(model, tmp_path, capsys, 3, "--scheme", "NF4", *BRIEF)
     assert "host memory: needs" in message and "output_dir" in message and " GB free" in message
 
 

@@ -36,7 +36,7 @@ json_trees = st.recursive(
     lambda children: st.lists(children) | st.dictionaries(st.text() | st.sampled_from(_KNOWN), children),
     max_leaves=30,
 )
-fuzz = settings(max_examples=150, deadline=1000, suppress_health_check=[HealthCheck.too_slow])
+fuzz = settings(max_examples=60, deadline=1000, suppress_health_check=[HealthCheck.too_slow])
 FILENAMES = st.sampled_from(["a.json", "a.yaml", "a", "\n", ""])
 
 

@@ -96,6 +96,14 @@ CASES = {
         "use one of adamw_torch_fused, adamw_torch, adagrad",
     ),
     "dtensors": (FSDP2, {"optimizer": "lion_8bit"}, "does not support DTensors"),
+    "layerwise ranks": (DDP, {"optimizer": "lomo"}, "supported with one process; or use adamw_torch_fused"),
+    "layerwise accumulation": (
+        Layout(engine="single", gradient_accumulation_steps=2),
+        {"optimizer": "lomo", "hardware": "1xA100-80GB"},
+        "updates weights after every micro-batch",
+    ),
+    "matrices of adapters": (DDP, {"optimizer": "muon", "method": "lora"}, "is for full training, not for lora"),
+    "bf16 weights": (ZERO1, {"weights_dtype": "bf16"}, "trains fp32 master weights; use ddp or fsdp2"),
     "bf16": (ZERO1, {"hardware": "8xV100-32GB"}, "is not supported by V100-32GB; use fp16 or fp32"),
     "fp16 on cpu": (ZERO1, {"hardware": "8xCPU", "precision": "fp16"}, "is not supported on CPU ranks"),
     "accumulation": (
@@ -106,6 +114,61 @@ CASES = {
     "hpz stage": (replace(ZERO1, zero=ZeroOptions(hpz_partition_size=4)), {}, "requires ZeRO-3; use 1"),
     "hpz divides": (replace(ZERO3, zero=ZeroOptions(hpz_partition_size=3)), {}, "nearest legal values: 2, 4"),
     "qgz": (replace(ZERO3, zero=ZeroOptions(quantized_gradients=True)), {}, "ZeRO-3 on several nodes"),
+    "zenflow stage": (
+        replace(ZERO3, offload_optimizer="cpu", offload_variant="zenflow"),
+        {},
+        "offload = 'zenflow': is supported with ZeRO-2 only; use --strategy zero2, or --offload cpu",
+    ),
+    "zenflow optimizer": (
+        replace(ZERO1, zero_stage=2, offload_optimizer="cpu", offload_variant="zenflow"),
+        {"optimizer": "adagrad"},
+        "has its own AdamW, which would replace adagrad",
+    ),
+    "zenflow elsewhere": (FSDP2, {"offload": "zenflow"}, "is an offload of DeepSpeed's ZeRO"),
+    "superoffload on cpu": (
+        replace(ZERO3, offload_optimizer="cpu", offload_variant="superoffload"),
+        {"hardware": "8xCPU"},
+        "offload = 'superoffload': needs NVIDIA GPUs, not CPU: DeepSpeed asserts CUDA; use --offload cpu",
+    ),
+    "superoffload adapters": (
+        replace(ZERO3, offload_optimizer="cpu", offload_variant="superoffload"),
+        {"method": "lora"},
+        "supports full training only, not lora",
+    ),
+    "fp8 on ampere": (
+        FSDP2,
+        {"precision": "fp8"},
+        "needs an NVIDIA GPU of compute capability 8.9 (Ada, Hopper or later), not A100-80GB of compute capability 8.0",
+    ),
+    "fp8 elsewhere": (FSDP2, {"precision": "fp8", "hardware": "8xMI300X"}, "or later), not MI300X; use bf16"),
+    "fp8 engine": (
+        ZERO3,
+        {"precision": "fp8", "hardware": "8xH100-80GB"},
+        "accelerate 1.15.0 rejects mixed_precision beside a DeepSpeed file; use --strategy fsdp2 or ddp, or bf16",
+    ),
+    "fp8 adapters": (
+        FSDP2,
+        {"precision": "fp8", "method": "lora", "hardware": "8xH100-80GB"},
+        "supports full training only, not lora",
+    ),
+    "fp8 axes": (
+        replace(FSDP2, cp=2, dp_shard=4),
+        {"precision": "fp8", "hardware": "8xH100-80GB"},
+        "precision = 'fp8': supports data parallelism only",
+    ),
+    "liger family": (FSDP2, {"use_liger_kernel": True, "model": MAMBA}, "has no kernels for mamba; supported: gemma2"),
+    "liger on cpu": (FSDP2, {"use_liger_kernel": True, "hardware": "8xCPU"}, "needs Triton"),
+    "liger stages": (
+        replace(ZERO1, tp=2, dp_shard=4),
+        {"use_liger_kernel": True},
+        "tp = 2: replaces the layers that Liger replaces",
+    ),
+    "compiled zero3": (ZERO3, {"torch_compile": True}, "the compiled backward pass reads parameters that ZeRO-3"),
+    "compiled products": (
+        replace(FSDP2, gradient_checkpointing=True, keeps_products=True),
+        {"torch_compile": True, "gradient_checkpointing": "selective"},
+        "is not supported with torch.compile",
+    ),
     "qwz stage": (
         replace(ZERO1, zero=ZeroOptions(quantized_weights=True)),
         {},
@@ -166,8 +229,29 @@ CASES = {
     ),
     "chunked loss": (
         ZERO1,
-        {"model": replace(LLAMA, model_type="gpt2"), "loss": "chunked"},
-        "has no kernel for gpt2; use --loss eager",
+        {"model": replace(LLAMA, model_type="t5", task="seq2seq"), "loss": "chunked"},
+        "only causal language models have a loss that can be computed in parts; use --loss eager",
+    ),
+    "tiled MLP with dropout": (
+        replace(ZERO1, tiled_mlp=True),
+        {"model": replace(LLAMA, residual_dropout_masks=1)},
+        "tiled_mlp = 'on': does not support the dropout of LlamaForCausalLM",
+    ),
+    "tiled MLP without MLPs": (
+        replace(ZERO1, tiled_mlp=True),
+        {"model": replace(LLAMA, parameters=tuple(p for p in LLAMA.parameters if p.group != "mlp"))},
+        "has no module named mlp or feed_forward in its layers; use --tiled-mlp off",
+    ),
+    "tiled MLP with tp": (replace(ZERO1, tiled_mlp=True, tp=2, dp_shard=4), {}, "use tp = 1, or --tiled-mlp off"),
+    "offload without recomputation": (
+        replace(ZERO1, offloaded_checkpoints=2),
+        {},
+        "offload_activations = 'on': requires gradient checkpointing; use --gradient-checkpointing on",
+    ),
+    "offload of too many layers": (
+        replace(ZERO1, gradient_checkpointing=True, checkpointed_layers=2, offloaded_checkpoints=3),
+        {},
+        "must be at most the 2 recomputed layers, not 3",
     ),
     "lora targets": (ZERO1, {"method": "lora", "lora_targets": ("c_attn",)}, "names from down_proj, gate_proj"),
     "lora router": (ZERO1, {"method": "lora", "model": ROUTED}, "router, which returns a tuple"),

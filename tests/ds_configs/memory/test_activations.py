@@ -14,8 +14,10 @@ from hypothesis import strategies as st
 from planning import RELEASE
 from saved_tensors import saved_storages
 from shardwright.ds_configs.memory.activations import (
+    KERNELS_FILE,
     ActivationEstimate,
     Adapter,
+    Kernels,
     Mode,
     UnknownFamilyError,
     attention_path,
@@ -23,7 +25,7 @@ from shardwright.ds_configs.memory.activations import (
     estimate_activations,
     load_coefficients,
 )
-from shardwright.ds_configs.specs.model import Dimensions
+from shardwright.ds_configs.specs.model import Dimensions, stored_facts
 from shardwright.tools.activations import request as activation_request
 from shardwright.tools.activations.families import (
     FAMILIES,
@@ -241,9 +243,7 @@ def assert_run_matches(family: str, mode: Mode, adapter: Adapter, attention: str
 
 
 @pytest.mark.trace
-@pytest.mark.parametrize(
-    ("mode", "checkpointing"), [("bf16", False), ("bf16", True), ("fp32", False), ("bf16_autocast", True)]
-)
+@pytest.mark.parametrize(("mode", "checkpointing"), [("bf16", False), ("fp32", False), ("bf16_autocast", True)])
 @pytest.mark.parametrize("family", FIRST)
 def test_measured_bytes_of_new_shapes_match_estimate(family: str, mode: Mode, checkpointing: bool) -> None:
     assert_run_matches(family, mode, "none", own_attention(family), checkpointing=checkpointing)
@@ -352,3 +352,66 @@ def test_a_failed_trace_is_one_clear_error(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(activation_request, "WORKER_MODULE", "no_such_module")
     with pytest.raises(ActivationTraceError, match=r"model_type = 'llama'.*ended with code 1.*no_such_module"):
         trace_model(LLAMA_8B_CONFIG, micro_batch_size=1, seq_len_tokens=64)
+
+
+def test_liger_and_compiled_layers_keep_what_their_code_saves() -> None:
+    def saved(kernels: Kernels, mode: Mode = "bf16", family: str = "llama", **changes: Any) -> ActivationEstimate:
+        return estimate_activations(
+            family=family,
+            release=RELEASE,
+            dimensions=LLAMA_8B,
+            micro_batch_size=2,
+            seq_len_tokens=1024,
+            mode=mode,
+            kernels=kernels,
+            **changes,
+        )
+
+    tokens, hidden, query, key_value, inner = 2048, 4096, 4096, 1024, 14336
+    heads = 4 * 32 + 8
+    # Norms keep their input and output, MLPs gate, up and product (liger-kernel 0.8.5, ops/rms_norm.py, ops/swiglu.py).
+    liger = tokens * (8 * hidden + 4 * query + 4 * key_value + 6 * inner + heads)
+    assert saved("liger").saved_bytes_per_layer == liger < saved("eager").saved_bytes_per_layer
+    # fp32 residuals, of which norms have no copy.
+    autocast = tokens * (18 * hidden + 4 * query + 4 * key_value + 6 * inner + heads)
+    assert saved("liger", "bf16_autocast").saved_bytes_per_layer == autocast
+    # Keys and values are repeated, because a compiled model has a mask.
+    compiled = saved("compiled")
+    assert compiled.saved_bytes_per_layer == tokens * (8 * hidden + 8 * query + 6 * inner + heads)
+    assert compiled.loss_backward_peak_bytes < saved("eager").loss_backward_peak_bytes / 2
+    # A last layer is counted with an eager one's transients.
+    eager = saved("eager")
+    peak = compiled.saved_bytes_per_layer + compiled.backward_transient_bytes
+    assert peak <= eager.saved_bytes_per_layer + eager.backward_transient_bytes
+    unknown = saved("compiled", family="granite")
+    assert "eager instead of compiled layers, an upper bound" in unknown.source
+    assert replace(unknown, source="") == replace(saved("eager", family="granite"), source="")
+    adapted = saved("liger", adapter="lora_all_linear", lora_rank=16)
+    assert "an upper bound" in adapted.source and adapted.saved_bytes_per_layer > liger
+
+
+def test_liger_layers_are_traced_as_their_kernels_allocate() -> None:
+    from shardwright.tools.activations.fit import measure
+
+    shape = sample_shapes("llama", 1)[0]
+    options = {"mode": "bf16", "adapter": "none", "attention": "fused", "checkpointing": False}
+    size, tokens = shape.dimensions, shape.micro_batch_size * shape.seq_len_tokens
+    eager, liger = (measure("llama", shape, liger=liger, **options).per_layer for liger in (False, True))
+    assert eager - liger == tokens * (8 * size.hidden_size + 2 * size.intermediate_size)
+
+
+def test_the_compilers_partition_keeps_the_stored_bytes() -> None:
+    from shardwright.tools.activations.compiled import kept_by_compiled
+
+    document = stored_facts(KERNELS_FILE, RELEASE)
+    if document["versions"]["transformers"] != RELEASE:
+        pytest.skip("other releases may compile another graph")
+    table = document["tables"]["compiled"]["llama"]["bf16"]["fused"]
+    layer, outside, loss = (
+        dict(zip(table["features"], table[name][0], strict=True))
+        for name in ("saved_per_layer", "outside_layers", "loss_kept")
+    )
+    kept = kept_by_compiled("llama", "bf16", 2)
+    assert kept["token*vocab_size"] == loss["token*vocab_size"] == 2
+    del layer["token*vocab_size"], outside["token*vocab_size"]
+    assert {name: kept[name] for name in layer} == {name: 2 * layer[name] + outside[name] for name in layer}

@@ -193,7 +193,7 @@ def test_illegal_schemes_are_rejected_with_all_errors(name, changes, fields):
     assert {config_error.where for config_error in error.value.errors} == fields
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(
     name=st.sampled_from(COMPRESSED),
     bits=st.none() | st.integers(1, 9),
@@ -220,7 +220,7 @@ PATTERNS = st.one_of(
 )
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(targets=st.lists(PATTERNS, min_size=1, max_size=3), ignore=st.lists(PATTERNS, max_size=3))
 def test_layers_are_selected_as_upstream_selects_modules(targets, ignore):
     scheme = changed(PRESETS["W4A16"], targets=targets, ignore=ignore)

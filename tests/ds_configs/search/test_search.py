@@ -261,7 +261,7 @@ def test_host_memory_limits_layouts():
     nodes=st.sampled_from([1, 4]),
     sequence=st.sampled_from([512, 4096]),
 )
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=6, deadline=None)
 @pytest.mark.slow
 def test_more_memory_never_makes_the_step_slower(layers, width, gpu_gib, more_gib, gpus, nodes, sequence):
     """Up to the hundredth that simplicity may cost."""
@@ -284,7 +284,7 @@ def test_more_memory_never_makes_the_step_slower(layers, width, gpu_gib, more_gi
     method=st.sampled_from(["full", "lora", "qlora"]),
     checkpointing=st.sampled_from(["auto", "on", "off"]),
 )
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=10, deadline=None)
 def test_a_chosen_plan_fits_and_is_legal(gpu, gpus, method, checkpointing):
     job = TrainingJob(method=method, gradient_checkpointing=checkpointing)
     outcome = search(SearchContext(model=LLAMA_8B, hardware=parse_hardware(f"{gpus}x{gpu}"), job=job))

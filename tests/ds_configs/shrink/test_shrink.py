@@ -177,7 +177,7 @@ def model_configs(draw: st.DrawFn) -> dict[str, Any]:
     return config
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(config=model_configs(), strategy=st.sampled_from(PARALLEL))
 def test_shrunken_random_models_pass_the_same_rules(config, strategy):
     result = shrink_model_config(config, strategy=strategy, seq_len_tokens=LENGTH)
@@ -218,7 +218,7 @@ FUZZED = (
 )  # fmt: skip
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(changes=st.dictionaries(st.sampled_from(FUZZED), JUNK, max_size=6))
 def test_no_config_crashes(changes):
     config = {"model_type": "other", "hidden_size": 1024, "num_hidden_layers": 8, "num_attention_heads": 16} | changes

@@ -101,6 +101,7 @@ def plan(model: str, *flags: str) -> list[str]:
     return ["plan", model, "--hardware", "8xA100-80GB", "--seq-len", "128", *flags]
 
 
+@pytest.mark.once
 def test_a_branch_is_pinned_to_its_commit_and_headers_are_compared(hub: str, tmp_path: Path) -> None:
     output = tmp_path / "plan"
     models = ("plain", "agrees", "differs", "sharded")
@@ -119,6 +120,7 @@ def test_a_branch_is_pinned_to_its_commit_and_headers_are_compared(hub: str, tmp
     assert json.loads((output / "plan.json").read_text())["model"]["revision"] == COMMIT
 
 
+@pytest.mark.once
 def test_every_error_of_the_hub_is_one_line_with_its_exit_code(hub: str, tmp_path: Path) -> None:
     expected = {
         ("org/gated",): (1, "the repository is gated; accept its terms on the Hub"),
@@ -156,6 +158,7 @@ def test_without_a_network_the_way_out_is_a_local_path(tmp_path: Path) -> None:
     assert "the Hub cannot be reached" in err and "pass a local directory or config.json" in err
 
 
+@pytest.mark.once
 def test_offline_mode_uses_the_cache_alone(hub: str, tmp_path: Path) -> None:
     home = tmp_path / "home"
     ((code, _, err),) = drive(hub, home, [plan("org/plain")], HF_HUB_OFFLINE="1")
@@ -172,6 +175,7 @@ def test_offline_mode_uses_the_cache_alone(hub: str, tmp_path: Path) -> None:
         assert json.loads(out)["model"]["revision"] == COMMIT
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("status", [0, 403])
 def test_no_command_shows_a_traceback_for_a_hub_that_fails(tmp_path: Path, status: int) -> None:
     """Every command with a model or dataset: one error line, which for 403 is about access."""
@@ -283,13 +287,22 @@ def test_a_model_of_the_hub_is_trained_at_its_commit(
     assert not list(home.rglob("pytorch_model.bin"))
 
 
-@pytest.mark.parametrize("scheme", [pytest.param("W8A16", marks=pytest.mark.needs("llmcompressor")), "NF4"])
+@pytest.mark.needs("llmcompressor")
 def test_a_model_of_the_hub_is_quantized_at_its_commit(
-    scheme: str, tmp_path: Path, home: Path, whole_repository: str, drive_warm: Callable[..., list[list[Any]]]
+    tmp_path: Path, home: Path, whole_repository: str, drive_warm: Callable[..., list[list[Any]]]
 ) -> None:
     output = tmp_path / "q"
-    group = ("--group-size", "32") if scheme == "W8A16" else ()
-    flags = ("--scheme", scheme, *group, "--output-dir", str(output), "--no-evaluate", "--format", "json")
+    flags = (
+        "--scheme",
+        "W8A16",
+        "--group-size",
+        "32",
+        "--output-dir",
+        str(output),
+        "--no-evaluate",
+        "--format",
+        "json",
+    )
     ((code, out, err),) = drive_warm(["quantize", whole_repository, *flags])
     assert code == 0, err
     found = json.loads(out)
@@ -300,11 +313,13 @@ def test_a_model_of_the_hub_is_quantized_at_its_commit(
     assert not list(home.rglob("pytorch_model.bin"))
 
 
-def test_a_model_of_the_hub_in_pickles_alone_is_rejected(hub: str, tmp_path: Path, whole_repository: str) -> None:
+def test_a_model_of_the_hub_in_pickles_alone_is_rejected(
+    tmp_path: Path, home: Path, whole_repository: str, drive_warm: Callable[..., list[list[Any]]]
+) -> None:
     flags = ("--scheme", "NF4", "--output-dir", str(tmp_path / "q"), "--no-evaluate")
-    ((code, _, err),) = drive(hub, tmp_path / "home", [["quantize", "org/pickled", *flags]])
+    ((code, _, err),) = drive_warm(["quantize", "org/pickled", *flags])
     assert code == 4 and "can run code" in err
-    assert not list((tmp_path / "home").rglob("pytorch_model.bin"))
+    assert not list(home.rglob("pytorch_model.bin"))
 
 
 @pytest.fixture
@@ -365,7 +380,10 @@ def test_adapters_of_the_hub_work_offline_once_they_are_cached(hub: str, tmp_pat
     assert json.loads(offline)["adapter"] == json.loads(online)["adapter"] == "tuned"
 
 
-def test_errors_of_adapters_of_the_hub_name_the_option_and_the_way_out(hub: str, tmp_path: Path, adapter: Path) -> None:
+@pytest.mark.once
+def test_errors_of_adapters_of_the_hub_name_the_option_and_the_way_out(
+    adapter: Path, drive_warm: Callable[..., list[list[Any]]]
+) -> None:
     hardware = ("--hardware", "1xA100-80GB", "--dry-run")
     cases = {
         ("serve", "org/tuned@nowhere", *hardware): (2, "revision = 'nowhere': does not exist in org/tuned"),
@@ -377,6 +395,6 @@ def test_errors_of_adapters_of_the_hub_name_the_option_and_the_way_out(hub: str,
         ("quantize", "org/missing", "--scheme", "NF4", "--dry-run"): (2, "model = 'org/missing': no such local path"),
         tuple(plan("org/tuned")): (2, "has no config.json; pass a model; an adapter needs shardwright merge first"),
     }
-    for case, (code, _, err) in zip(cases, drive(hub, tmp_path / "home", [list(case) for case in cases]), strict=True):
+    for case, (code, _, err) in zip(cases, drive_warm(*map(list, cases)), strict=True):
         errors = [line for line in err.splitlines() if line.startswith("error: ")]
         assert code == cases[case][0] and len(errors) == 1 and cases[case][1] in errors[0], (case, err)

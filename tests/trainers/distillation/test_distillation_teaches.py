@@ -87,12 +87,11 @@ def distance_to_truth(student: Any, chain: Chain) -> float:
     return float((log_p.exp() * (log_p - log_q)).sum(-1).mean())
 
 
-@pytest.mark.parametrize("seed", [1, 2])
-def test_distilled_student_is_closer_to_the_true_distribution(seed: int, tmp_path: Path) -> None:
-    chain, text = language(seed)
+def test_distilled_student_is_closer_to_the_true_distribution(tmp_path: Path) -> None:
+    chain, text = language(seed=1)
     distances = {}
     for alpha in (0.0, 1.0):
-        student = tiny("llama", hidden=64, seed=seed, vocab_size=WORDS)
+        student = tiny("llama", hidden=64, seed=1, vocab_size=WORDS)
         train(tmp_path, student, chain, text, DistillationConfig(alpha=alpha))
         distances[alpha] = distance_to_truth(student, chain)
     assert distances[1.0] < REQUIRED_SHARE * distances[0.0]

@@ -472,7 +472,7 @@ def test_unsuitable_top_k_is_rejected() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_peak_bytes_follow_the_formula(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(fused_loss.BLOCK_BYTES, "cpu", 40_000)
-    sizes = ((256, 64, 1000), (100, 128, 3000), (40, 512, 900))
+    sizes = ((256, 64, 1000), (100, 128, 3000))
     for (rows, width, columns), trains, chunk, cap in product(sizes, (True, False), (None, 32), (None, 5.0)):
         hidden = torch.randn(rows, width).to(dtype).requires_grad_()
         head = OutputHead(weight_VH=torch.randn(columns, width).to(dtype).requires_grad_(trains), soft_cap=cap)

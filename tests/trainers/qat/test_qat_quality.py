@@ -26,7 +26,7 @@ from shardwright.trainers.reports.runs import checkpoint_facts
 from small_llama import shared_llama
 from transformers import LlamaConfig, LlamaForCausalLM
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.once]
 CACHE = pytest.mark.needs("rounded-cache")
 
 STEPS, BATCH_SIZE, LEARNING_RATE, ROWS = 60, 2, 4e-4, 32

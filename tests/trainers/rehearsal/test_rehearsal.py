@@ -390,6 +390,33 @@ def test_what_needs_a_gpu_or_a_network_is_replaced_and_reported() -> None:
     assert accelerate == {"fsdp_config": {"fsdp_version": 2, "fsdp_offload_params": False}} and len(changes) == 1
 
 
+def test_kernels_and_offload_variants_are_replaced_and_reported(tiny_llama: Path, tmp_path: Path) -> None:
+    from shardwright.trainers.rehearsal.files import PlanFiles, scale_plan
+
+    job = {"seq_len": 64, "global_batch_size": 16, "micro_batch_size": 2}
+    kernels = {"precision": "fp8", "torch_compile": True, "use_liger_kernel": True, "strategy": "fsdp2"}
+    for name, settings in {"kernels": kernels, "zenflow": {"offload": "zenflow"}}.items():
+        planned = plan(str(tiny_llama), "8xH100-80GB", calibration=None, **job, **settings)
+        planned.write(tmp_path / name)
+        (tmp_path / f"{name}-work").mkdir()
+        files = PlanFiles.read(tmp_path / name)
+        config = json.loads((tiny_llama / "config.json").read_text())
+        found = scale_plan(planned, files, config, ranks=2, nodes=1, steps=2, work=tmp_path / f"{name}-work")
+        changes = {change.where: (change.before, change.after) for change in found.changes}
+        assert found.strategy.offload_variant == "none"
+        if name == "kernels":
+            assert changes["job: precision"] == ("fp8", "bf16") == changes["accelerate.yaml: mixed_precision"]
+            assert changes["job: torch_compile"] == changes["job: use_liger_kernel"] == (True, False)
+            arguments = found.worker.training_arguments
+            assert arguments["bf16"] and not arguments["torch_compile"] and not arguments["use_liger_kernel"]
+        else:
+            assert found.deepspeed is not None and "zenflow" not in found.deepspeed["zero_optimization"]
+            assert found.offload_device("optimizer") == "cpu" and "ds_config.json: zenflow" in changes
+    superoffload = {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu", "super_offload": True}}}
+    found, (change,) = cpu_deepspeed(superoffload)
+    assert found["zero_optimization"]["offload_optimizer"] == {"device": "cpu"} and "super_offload" in change.where
+
+
 @given(st.dictionaries(st.sampled_from(["weight_decay", "max_grad_norm", "seed", "adam_beta1"]), st.integers(0, 9)))
 def test_other_training_arguments_stay(arguments: dict[str, int]) -> None:
     found, _ = cpu_arguments(arguments, steps=8, save_step=4)

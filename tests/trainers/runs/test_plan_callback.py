@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +13,11 @@ import pytest
 from engine_settings import cpu_arguments
 from shardwright.ds_configs.plan.measurement import FILE_NAME, RunMeasurement, measured_run, measurement_from_text
 from shardwright.ds_configs.plan.plan import Plan
+from shardwright.ds_configs.plan.rendering import FUSED_LOSS_ONLY
 from shardwright.ds_configs.specs.errors import UsageError
 from shardwright.ds_configs.specs.job import TrainingJob
 from shardwright.plugins.planning.from_names import plan
-from shardwright.trainers.runs.plan_callback import unread_edits
+from shardwright.trainers.runs.plan_callback import argument_differences, unread_edits
 
 pytestmark = pytest.mark.slow
 
@@ -156,6 +158,17 @@ def test_what_ran_otherwise_than_planned_is_named(planned: Path, tiny_llama: Pat
     )
 
 
+def test_weights_of_another_type_than_planned_are_named(planned: Path, tmp_path: Path) -> None:
+    import torch
+
+    model, line = torch.nn.Linear(2, 2, dtype=torch.bfloat16), "type of trained weights was {}, but the plan has {}"
+    plan, arguments = Plan.load(planned), cpu_arguments(tmp_path, 2, optim="adamw_torch_fused")
+    assert line.format("bf16", "fp32") in argument_differences(plan, arguments, model, ranks=1)
+    assert not any("type of" in text for text in argument_differences(plan, arguments, model.float(), ranks=1))
+    in_bf16 = replace(plan, job=replace(plan.job, weights_dtype="bf16"))
+    assert line.format("fp32", "bf16") in argument_differences(in_bf16, arguments, model, ranks=1)
+
+
 def test_an_edit_that_accelerate_does_not_read_is_reported_before_training(
     planned: Path, tiny_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -219,11 +232,20 @@ def test_naming_the_trainers_loads_no_heavy_library() -> None:
         trainers.Nothing  # noqa: B018
 
 
-def test_what_no_prediction_covers_is_named(planned: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_kernels_than_planned_are_named(planned: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from shardwright.trainers.runs.plan_callback import argument_differences
     from transformers import TrainingArguments
 
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp8")
-    arguments = TrainingArguments(output_dir=str(tmp_path), torch_compile=True, use_cpu=True)
-    found = argument_differences(Plan.load(planned), arguments, None, ranks=1)
-    assert [line.partition(":")[0] for line in found[-2:]] == ["torch_compile is not covered", "fp8 is not covered"]
+    arguments = TrainingArguments(output_dir=str(tmp_path), torch_compile=True, use_liger_kernel=True, use_cpu=True)
+    plan = Plan.load(planned)
+    found = argument_differences(plan, arguments, None, ranks=1)
+    kernels = {"torch_compile": True, "use_liger_kernel": True}
+    for name, value in kernels.items():
+        assert f"{name} was {value}, but the plan has False" in found
+    assert f"precision was fp8, but the plan has {plan.job.precision}" in found
+    same = replace(plan, job=replace(plan.job, precision="fp8", **kernels))
+    named = {line.partition(" ")[0] for line in argument_differences(same, arguments, None, ranks=1)}
+    assert not named & {"precision", *kernels}
+    arguments.liger_kernel_config = FUSED_LOSS_ONLY
+    assert "use_liger_kernel was False, but the plan has True" in argument_differences(same, arguments, None, ranks=1)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ....plugins.transformers.training_arguments import prepare_model_directory_save, save_model_directory
-from ...parallel.trainer_for import PlannedParallelism
+from ...parallel.trainer_for import planned_parallelism
 from ...runs.ranks import RankContext, TrainingTask, placed_teacher, trained_model
 from .settings import TEACHER_TOKENIZER, DistillJob, distillation_config
 
@@ -37,7 +37,7 @@ class DistillTask(DistillJob, TrainingTask):
         if settings.cross_tokenizer:
             directory = str(context.work / TEACHER_TOKENIZER)
             teacher_tokenizer = AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
-        return PlannedParallelism().make_trainer(
+        return planned_parallelism(context.plan).make_trainer(
             trainer_class=DistillationTrainer,
             model=student,
             teacher=teacher,

@@ -155,6 +155,7 @@ def prepare_distillation(
     placement = "cached" if settings.teacher_cache else settings.teacher_placement
     job = training_job(settings, hardware, teacher=loaded_teacher.spec, teacher_placement=placement)
     plan = select_plan(loaded_student, hardware, job, notify=logger.info)
+    settings = settings.with_optimizer(plan.job)
     if errors := settings.engine_errors(plan.chosen.strategy.engine):
         raise UsageError(errors)
     models = [(loaded_student.config, plan.model.attention)]

@@ -29,6 +29,7 @@ from .shards import (
     SHIFT_LABELS,
     Shard,
     cut,
+    digest_of,
     example_of,
     joined,
     labelled_tokens,
@@ -213,6 +214,8 @@ def _replace_methods(trainer: Any, run: SequenceParallelRun) -> None:
         sp_enabled = False
 
     shared, accelerator = run.shared, trainer.accelerator
+    # Batches stay in host memory until a rank has its shards.
+    accelerator.device_placement = False
     # Accelerate cannot dispatch streams from the first rank to ranks that share a batch.
     accelerator.dataloader_config.dispatch_batches = False
     hidden = HiddenFromTheTrainer.__new__(HiddenFromTheTrainer)
@@ -293,9 +296,10 @@ class SequenceParallelMethods(_TrainerMethods):
         return int(super().get_total_train_batch_size(args) // self.sequence_parallel.shared.size)
 
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: Any) -> Any:
-        """Check the micro-batches of an optimizer step, and copy those of the first rank to all ranks of a sequence."""
-        batches = _equal_batches(epoch_iterator, self.sequence_parallel.shared)
-        return super().get_batch_samples(batches, num_batches, device)
+        """Return this rank's shards of the micro-batches of an optimizer step; only shards reach the accelerator."""
+        batches = _equal_batches(epoch_iterator, self.sequence_parallel.shared, self.args.device)
+        whole, count = super().get_batch_samples(batches, num_batches, device)
+        return [self._cut(batch).batch() for batch in whole], count
 
     def _get_num_items_in_batch(self, batch_samples: list[Any], device: Any) -> Any:
         run = self.sequence_parallel
@@ -363,10 +367,13 @@ class SequenceParallelMethods(_TrainerMethods):
         graded = value / run.shared.size
         return graded + (value - graded).detach()
 
+    def _cut(self, batch: dict[str, Any]) -> Shard:
+        shared, pad = self.sequence_parallel.shared, getattr(self.processing_class, "pad_token_id", None)
+        return cut(batch, ranks=shared.size, rank=shared.rank, pad_token_id=pad or 0)
+
     def _shard(self, inputs: dict[str, Any]) -> Shard:
         run = self.sequence_parallel
-        pad = getattr(self.processing_class, "pad_token_id", None)
-        shard = cut(inputs, ranks=run.shared.size, rank=run.shared.rank, pad_token_id=pad or 0)
+        shard = Shard.of_batch(inputs) or self._cut(inputs)
         run.shared.position_ids = shard.inputs["position_ids"]
         run.whole_tokens = shard.whole_tokens
         run.labelled = shard.labelled
@@ -396,10 +403,6 @@ class SequenceParallelMethods(_TrainerMethods):
         ):
             return super().evaluation_loop(*args, **kwargs)
 
-    def floating_point_ops(self, inputs: Any) -> int:
-        """Return this rank's operations on a batch that it shares."""
-        return int(super().floating_point_ops(inputs) // self.sequence_parallel.shared.size)
-
 
 def _check_samples(batches: list[Any], attention: str) -> None:
     errors = attention_errors(attention=attention, mask_dimensions=mask_dimensions(batches))
@@ -411,11 +414,11 @@ def _check_samples(batches: list[Any], attention: str) -> None:
         raise UsageError(errors)
 
 
-def _equal_batches(batches: Iterator[Any], shared: SharedSequence) -> Iterator[Any]:
+def _equal_batches(batches: Iterator[Any], shared: SharedSequence, device: Any) -> Iterator[Any]:
     """Yield the batches of the first rank of a sequence on all of its ranks.
 
     They already agree, unless a collator draws random numbers in a worker process of the data loader, which the Trainer
-    seeds by rank.
+    seeds by rank. Only batches that differ are sent.
     """
     import torch
     import torch.distributed as dist
@@ -427,15 +430,18 @@ def _equal_batches(batches: Iterator[Any], shared: SharedSequence) -> Iterator[A
             keys = ", ".join(map(str, batch)) if hasattr(batch, "get") else type(batch).__name__
             rule, fix = "must have input_ids, which sequence parallelism shards", "use a layout other than sp"
             raise UsageError(ConfigError(where="batches", value=keys, rule=rule, fix=f"{fix} for this trainer"))
-        for name in sorted(batch):
+        own = torch.tensor([digest_of(batch)], device=device)
+        digests = [torch.empty_like(own) for _ in range(shared.size)]
+        dist.all_gather(digests, own, group=shared.group)
+        for name in sorted(batch) if len(set(torch.cat(digests).tolist())) > 1 else ():
             value = batch[name]
             if torch.is_tensor(value):
-                shape = torch.tensor(value.shape, device=value.device)
+                shape = torch.tensor(value.shape, device=device)
                 dist.broadcast(shape, source, group=shared.group)
-                if tuple(shape.tolist()) != tuple(value.shape):
-                    value = value.new_empty(shape.tolist())
-                batch[name] = value = value.contiguous()
-                dist.broadcast(value, source, group=shared.group)
+                sent = value.new_empty(shape.tolist(), device=device) if tuple(shape.tolist()) != value.shape else value
+                sent = sent.to(device).contiguous()
+                dist.broadcast(sent, source, group=shared.group)
+                batch[name] = sent.to(value.device)
         yield batch
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
+from zlib import crc32
 
 from ....ds_configs.specs.errors import ConfigError, UsageError
 from ...data.chat import IGNORED_LABEL
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
     from ....plugins.deepspeed.ulysses import SharedSequence
 
 LABELS, SHIFT_LABELS, POSITION_IDS, ATTENTION_MASK = "labels", "shift_labels", "position_ids", "attention_mask"
+_WHOLE_TOKENS = "unsharded_tokens"
+"""Entry of a batch that is a shard."""
 
 
 _FLASH_BOUNDARIES = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
@@ -36,6 +39,23 @@ class Shard:
     """Number of positions of the shard that have a label, as a scalar tensor."""
     whole_tokens: int
     """S, before padding."""
+
+    def batch(self) -> dict[str, Any]:
+        """Return the shard as a batch, from which `of_batch` makes it again."""
+        return {**self.inputs, SHIFT_LABELS: self.shift_labels_BL, _WHOLE_TOKENS: self.whole_tokens}
+
+    @classmethod
+    def of_batch(cls, batch: Mapping[str, Any]) -> Shard | None:
+        """Return the shard that a batch is; `None` for a batch of unsharded sequences."""
+        if _WHOLE_TOKENS not in batch:
+            return None
+        labels_BL = batch[SHIFT_LABELS]
+        return cls(
+            inputs={name: value for name, value in batch.items() if name not in (SHIFT_LABELS, _WHOLE_TOKENS)},
+            shift_labels_BL=labels_BL,
+            labelled=None if labels_BL is None else labels_BL.ne(IGNORED_LABEL).sum(),
+            whole_tokens=batch[_WHOLE_TOKENS],
+        )
 
     def labels(self, *, shifts: bool) -> torch.Tensor:
         """Return labels for a loss: [B, L], or [B, 1 + L] for one that drops the first label and the last logit itself.
@@ -118,6 +138,19 @@ def cut(batch: Mapping[str, Any], *, ranks: int, rank: int, pad_token_id: int = 
     labels_BL = shards.pop(SHIFT_LABELS, None)
     labelled = None if labels_BL is None else labels_BL.ne(IGNORED_LABEL).sum()
     return Shard(inputs=shards, shift_labels_BL=labels_BL, labelled=labelled, whole_tokens=tokens)
+
+
+def digest_of(batch: Mapping[str, Any]) -> int:
+    """Return a number that two batches share only if their tensors are equal, but for a collision of CRC-32."""
+    import torch
+
+    digest = 0
+    for name in sorted(batch):
+        if torch.is_tensor(value := batch[name]):
+            head = f"{name} {value.dtype} {list(value.shape)}".encode()
+            content = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+            digest = crc32(content, crc32(head, digest))
+    return digest
 
 
 def padding_and_packing(batches: Sequence[Mapping[str, Any]]) -> tuple[bool, bool]:

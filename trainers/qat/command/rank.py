@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from ....plugins.transformers.sound_model import refuse_nonfinite_weights
-from ...parallel.trainer_for import PlannedParallelism
+from ...parallel.trainer_for import planned_parallelism
 from ...runs.ranks import (
     RankContext,
     TrainingTask,
@@ -52,7 +52,7 @@ class QATTask(QATJob, TrainingTask):
                 "teacher_placement": self.placement,
                 "distillation": teacher_distance_config(self.settings, self.vocab_size),
             }
-        trainer = PlannedParallelism().make_trainer(model=model, **common)
+        trainer = planned_parallelism(context.plan).make_trainer(model=model, **common)
         trainer.add_callback(_starting_point_callback(trainer))
         return trainer
 

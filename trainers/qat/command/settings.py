@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, get_args
 
 from pydantic import Field
 
@@ -11,6 +11,7 @@ from ....ds_configs.quantization.recipe import SchemeSettings
 from ....ds_configs.quantization.scheme import changed, scheme_named
 from ....ds_configs.specs.errors import ConfigError, UsageError
 from ....ds_configs.specs.settings import JoinedNames, adapter_errors
+from ...losses.objective import Divergence
 from ...runs.settings import LaunchedJob, LaunchedSettings, ObjectiveSettings, launched_errors
 from ..rounding.config import InputRanges, KvCacheNumbers, LoraMode, QATConfig
 from ..rounding.rounding import WeightRule
@@ -18,6 +19,8 @@ from ..rounding.rounding import WeightRule
 if TYPE_CHECKING:
     from ...distillation.config import DistillationConfig
 
+LabelLoss = Literal["eager", "chunked"]
+"""How the loss of labels is computed without a teacher: from the logits of all tokens, or never storing them."""
 SELF = "self"
 """Value of `teacher` for the model itself in full precision."""
 TEACHERS_OWN = ("teacher_revision", "alpha", "temperature", "loss", "mixture")
@@ -55,6 +58,9 @@ class QATSettings(SchemeSettings, ObjectiveSettings, LaunchedSettings):
     )
     kv_cache: KvCacheNumbers | None = Field(
         None, description="Also round cached keys and values, and store their ranges"
+    )
+    loss: Literal[Divergence, LabelLoss] = Field(  # type: ignore[assignment]
+        "forward_kl", description="Distance to the teacher; without one eager, or chunked for long sequences"
     )
     teacher: str | None = Field(
         None,
@@ -142,7 +148,7 @@ def teacher_distance_config(settings: QATSettings, vocab_size: int | None) -> Di
     return DistillationConfig(
         alpha=settings.alpha,
         temperature=settings.temperature,
-        divergence=settings.loss,
+        divergence=settings.loss,  # type: ignore[arg-type]
         mixture=settings.mixture,
         vocab_size=vocab_size,
     )
@@ -157,8 +163,11 @@ def qat_settings_errors(settings: QATSettings) -> list[ConfigError]:
         errors += [
             ConfigError(where=name, value=getattr(settings, name), rule="requires a teacher", fix=fix)
             for name in (*TEACHERS_OWN, "teacher_placement")
-            if name in explicit and getattr(settings, name) != "auto"
+            if name in explicit and getattr(settings, name) not in ("auto", *get_args(LabelLoss))
         ]
+    elif settings.loss in get_args(LabelLoss):
+        rule, fix = "is for training without a teacher; distances are always computed in chunks", "omit it"
+        errors.append(ConfigError(where="loss", value=settings.loss, rule=rule, fix=fix))
     elif settings.teacher == SELF and settings.teacher_revision is not None:
         rule, fix = "must not be set with --teacher self", "use --revision"
         errors.append(ConfigError(where="teacher_revision", value=settings.teacher_revision, rule=rule, fix=fix))

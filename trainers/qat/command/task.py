@@ -203,8 +203,11 @@ def prepare_qat(settings: QATSettings, model: str, request: RunRequest) -> Prepa
     for warning in (*scheme_warnings(*quantized), *mixture_warnings(*quantized)):
         logger.info(warning)
     own = load_model_spec(model, revision=settings.revision)
-    placement = {} if teacher is None else {"teacher": teacher.spec, "teacher_placement": settings.teacher_placement}
+    placement: dict[str, Any] = {"loss": "chunked"} if settings.loss == "chunked" else {}
+    if teacher is not None:
+        placement = {"teacher": teacher.spec, "teacher_placement": settings.teacher_placement}
     plan = select_plan(own, hardware, training_job(settings, hardware, **placement), notify=logger.info)
+    settings = settings.with_optimizer(plan.job)
     # Some errors depend on the layout and the number of steps.
     strategy, packed = plan.chosen.strategy, limited_held_out(samples, settings)
     models = [(own.config, plan.model.attention)]

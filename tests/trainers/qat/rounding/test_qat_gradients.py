@@ -40,7 +40,7 @@ RULES = [
 ]
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(
     seed=st.integers(0, 10_000),
     bits=st.integers(2, 8),

@@ -1,0 +1,184 @@
+"""Predicted beside metered memory of long sequences: `python benchmarks/long_sequence_memory.py [--write]`.
+
+Each case trains through `trainer_for`'s Trainer on CPU ranks with the byte meter on. The last cases run under a limit
+of bytes: a sequence that fits without tiles and host checkpoints, a longer one that does not, and one 8 times as long
+with them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from long_sequence_cases import FEATURES, LOGITS_BYTES_OF_A_TILE, Case, grid
+from memory_cases import metered_release
+from metered_launch import measure_cases
+from page_parts import with_part
+from shardwright.ds_configs.memory import activations
+from shardwright.ds_configs.memory.estimate import cpu_rank_terms
+
+MEASURED = Path(__file__).with_name("long_sequence_memory.json")
+DOCUMENT = Path(__file__).parents[1] / "docs" / "measurements" / "long_sequences.md"
+LARGEST_ERROR = 0.03
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One case with its metered peaks and their predictions."""
+
+    case: Case
+    metered_bytes: int
+    predicted_bytes: int
+    host_metered_bytes: int
+    host_predicted_bytes: int
+    out_of_memory: bool
+
+    @property
+    def error(self) -> float:
+        """Relative error of the peak on the device, positive when it is predicted too large."""
+        return self.predicted_bytes / self.metered_bytes - 1
+
+    @property
+    def is_right(self) -> bool:
+        """Whether device and host bytes are predicted closely, or the limit's effect is."""
+        limit = self.case.limit_bytes
+        if limit is not None:
+            return self.out_of_memory == (self.predicted_bytes > limit)
+        host_difference = abs(self.host_predicted_bytes - self.host_metered_bytes)
+        return abs(self.error) <= LARGEST_ERROR and host_difference <= LARGEST_ERROR * self.host_metered_bytes
+
+
+def measure(cases: Sequence[Case]) -> list[dict[str, object]]:
+    """Train every case on CPU ranks and return the readings."""
+    return measure_cases(cases, worker_file="long_sequence_worker.py")
+
+
+def rows(records: Iterable[dict[str, object]]) -> list[Row]:
+    """Predict every measured case."""
+    tile_bytes = activations.LOGITS_BYTES_OF_A_TILE
+    activations.LOGITS_BYTES_OF_A_TILE = LOGITS_BYTES_OF_A_TILE
+    try:
+        return [_row(record) for record in records]
+    finally:
+        activations.LOGITS_BYTES_OF_A_TILE = tile_bytes
+
+
+def _row(record: dict[str, object]) -> Row:
+    case = Case(**record["case"])  # type: ignore[arg-type]
+    spec, job, layout = case.spec(metered_release(record)), case.job(), case.strategy()
+    terms = {name: dict(phase) for name, phase in cpu_rank_terms(layout, spec, job).items()}
+    # CPU ranks have both in the same memory, but the meter counts the host's apart.
+    host = [phase.pop("offloaded_checkpoints", 0) for phase in terms.values()]
+    return Row(
+        case=case,
+        metered_bytes=record["peak_bytes"],  # type: ignore[arg-type]
+        predicted_bytes=max(sum(terms[name].values()) for name in terms if name != "init"),
+        host_metered_bytes=record["host_bytes"],  # type: ignore[arg-type]
+        host_predicted_bytes=max(host),
+        out_of_memory=bool(record["out_of_memory"]),
+    )
+
+
+def case_table(found: Sequence[Row]) -> str:
+    """Return one Markdown line for each case without a limit."""
+    lines = [
+        "| case | metered MB | predicted MB | error | host MB | predicted MB |",
+        "|---|---|---|---|---|---|",
+    ]
+    for row in found:
+        if row.case.limit_bytes is None:
+            lines.append(
+                f"| {row.case.name} | {_mb(row.metered_bytes)} | {_mb(row.predicted_bytes)} | {row.error:+.1%} | "
+                f"{_mb(row.host_metered_bytes)} | {_mb(row.host_predicted_bytes)} |"
+            )
+    return "\n".join(lines)
+
+
+def slopes(found: Sequence[Row]) -> dict[str, tuple[float, float]]:
+    """Return the metered and the predicted growth in bytes per token, from the shortest to the longest sequence."""
+    growth = {}
+    for layout in dict.fromkeys(row.case.layout for row in found if row.case.limit_bytes is None):
+        for features in FEATURES:
+            own = [row for row in found if (row.case.layout, row.case.features) == (layout, features)]
+            own = sorted((row for row in own if row.case.limit_bytes is None), key=lambda row: row.case.tokens)
+            if len(own) > 1:
+                tokens = own[-1].case.tokens - own[0].case.tokens
+                metered = (own[-1].metered_bytes - own[0].metered_bytes) / tokens
+                growth[f"{layout}-{features}"] = metered, (own[-1].predicted_bytes - own[0].predicted_bytes) / tokens
+    return growth
+
+
+def slope_table(found: Sequence[Row]) -> str:
+    """Return the growth with the sequence as Markdown."""
+    lines = ["| run | metered bytes per token | predicted | error |", "|---|---|---|---|"]
+    for name, (metered, predicted) in slopes(found).items():
+        lines.append(f"| {name} | {metered:,.0f} | {predicted:,.0f} | {predicted / metered - 1:+.1%} |")
+    return "\n".join(lines)
+
+
+def limit_table(found: Sequence[Row]) -> str:
+    """Return the runs under a limit of bytes as Markdown."""
+    lines = ["| features | tokens | limit MB | predicted MB | trained |", "|---|---|---|---|---|"]
+    for row in found:
+        if row.case.limit_bytes is not None:
+            trained = "no: out of memory" if row.out_of_memory else f"yes, {_mb(row.metered_bytes)} MB"
+            lines.append(
+                f"| {row.case.features} | {row.case.tokens:,} | {_mb(row.case.limit_bytes)} | "
+                f"{_mb(row.predicted_bytes)} | {trained} |"
+            )
+    return "\n".join(lines)
+
+
+def verdict(found: Sequence[Row]) -> tuple[bool, str]:
+    """Return whether every case and every slope is predicted closely, and a sentence with the figures."""
+    worst = max((abs(row.error) for row in found if row.case.limit_bytes is None), default=0.0)
+    steepest = max((abs(predicted / metered - 1) for metered, predicted in slopes(found).values()), default=0.0)
+    wrong = [row.case.name for row in found if not row.is_right]
+    passed = not wrong and steepest <= LARGEST_ERROR
+    return passed, (
+        f"{len(found)} cases: worst error {worst:.2%}, of the growth per token {steepest:.2%} (target "
+        f"{LARGEST_ERROR:.0%}){'; wrong: ' + ', '.join(wrong) if wrong else ''}"
+    )
+
+
+def _mb(count: int) -> str:
+    return f"{count / 1e6:.2f}"
+
+
+def main() -> int:
+    """Measure the grid, or read what was measured before, and print every table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", metavar="REGEX", help="cases whose name matches")
+    parser.add_argument("--stored", action="store_true", help=f"predict the measurements in {MEASURED.name} again")
+    parser.add_argument("--write", action="store_true", help=f"store measurements and tables in {DOCUMENT.name}")
+    options = parser.parse_args()
+    cases = [case for case in grid() if re.search(options.only or "", case.name)]
+    if not cases:
+        parser.error(f"--only {options.only} matches no case")
+    stored = json.loads(MEASURED.read_text(encoding="utf-8")) if MEASURED.exists() else []
+    wanted = [record for record in stored if Case(**record["case"]) in cases]
+    records = wanted if options.stored else measure(cases)
+    found = rows(records)
+    for table in (case_table(found), slope_table(found), limit_table(found)):
+        print(table, end="\n\n")
+    passed, sentence = verdict(found)
+    print(sentence)
+    if options.write:
+        newest = {Case(**record["case"]).name: record for record in [*stored, *records]}
+        ordered = [newest[case.name] for case in grid() if case.name in newest]
+        MEASURED.write_text("[\n" + ",\n".join(json.dumps(r, sort_keys=True) for r in ordered) + "\n]\n", "utf-8")
+        every, text = rows(ordered), DOCUMENT.read_text(encoding="utf-8")
+        tables = {"summary": verdict(every)[1] + ".", "cases": case_table(every), "growth": slope_table(every)}
+        for name, table in (tables | {"limits": limit_table(every)}).items():
+            text = with_part(text, name, table)
+        DOCUMENT.write_text(text, encoding="utf-8")
+    return 0 if passed else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

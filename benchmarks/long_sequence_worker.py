@@ -1,0 +1,83 @@
+"""Runs on every rank of `long_sequence_memory.py`: trains each case for a few steps with the byte meter on."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from long_sequence_cases import CONFIG, LOGITS_BYTES_OF_A_TILE, Case
+from metered_training import STEPS, plan_of, run_settings
+from shardwright.ds_configs.specs.hardware import parse_hardware
+from shardwright.plugins.accelerate.cpu_ranks import configure_cpu_ranks
+from shardwright.plugins.metering import ByteMeter, meter_trainer
+from shardwright.plugins.transformers import tiled_compute
+from shardwright.plugins.transformers.training_arguments import training_arguments
+from shardwright.trainers.parallel.trainer_for import planned_parallelism
+from transformers import AutoConfig, AutoModelForCausalLM, default_data_collator, set_seed
+
+
+def main(cases_file: Path, output: Path) -> None:
+    """Measure every case of a JSON file and append one line for each to `output` on rank 0."""
+    sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+    from fresh_process import forget_last_run
+
+    tiled_compute._LOGITS_BYTES_OF_A_TILE = LOGITS_BYTES_OF_A_TILE
+    for values in json.loads(cases_file.read_text(encoding="utf-8")):
+        case = Case(**values)
+        record = measure(case)
+        records: list[Any] = [None] * case.ranks
+        if torch.distributed.is_initialized():
+            torch.distributed.all_gather_object(records, record)
+        else:
+            records = [record]
+        if os.environ.get("RANK", "0") == "0":
+            fullest = max(records, key=lambda each: each["peak_bytes"])
+            with output.open("a", encoding="utf-8") as file:
+                file.write(json.dumps({"case": asdict(case)} | fullest) + "\n")
+            print("measured", case.name, flush=True)
+        forget_last_run()
+
+
+def measure(case: Case) -> dict[str, Any]:
+    """Train one case and return what lived on this rank in the last step, and whether the limit ended the run."""
+    plan = plan_of(case.strategy(), case.spec(), parse_hardware(f"{case.ranks}xCPU"), case.job())
+    arguments = training_arguments(run_settings(plan), configure_cpu_ranks(plan.chosen.strategy.engine))
+    set_seed(1)
+    with ByteMeter(limit_bytes=case.limit_bytes) as meter:
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**CONFIG), trust_remote_code=False)
+        trainer = planned_parallelism(plan).make_trainer(
+            model=model,
+            args=arguments,
+            train_dataset=_samples(case, plan.chosen.strategy.global_batch_size * STEPS),
+            data_collator=default_data_collator,
+        )
+        del model
+        meter_trainer(trainer, meter)
+        try:
+            trainer.train()
+            is_out_of_memory = False
+        except torch.OutOfMemoryError:
+            is_out_of_memory = True
+        reading = meter.reading()
+    return {
+        "peak_bytes": reading.peak_bytes,
+        "peaks": reading.peaks,
+        "host_bytes": reading.host_peak_bytes,
+        "out_of_memory": is_out_of_memory,
+        "loss": None if is_out_of_memory else trainer.state.log_history[-1]["train_loss"],
+    }
+
+
+def _samples(case: Case, count: int) -> list[dict[str, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(0, CONFIG["vocab_size"], (count, case.tokens), generator=generator)
+    return [{"input_ids": sample, "labels": sample} for sample in tokens]
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), Path(sys.argv[2]))

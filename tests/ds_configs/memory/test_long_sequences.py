@@ -1,0 +1,231 @@
+"""Tests of the memory and time of tiled MLPs, tiled losses and layer inputs in host memory, and of their search."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+from shardwright.ds_configs.memory.activations import estimate_activations, mlp_tiles, with_tiled_mlp
+from shardwright.ds_configs.memory.estimate import (
+    cpu_rank_terms,
+    estimate_memory,
+    expands_segments,
+    share_moment_terms,
+)
+from shardwright.ds_configs.memory.rank_parameters import rank_shares
+from shardwright.ds_configs.models.families import model_spec_from_config
+from shardwright.ds_configs.plan.plan import make_plan, plan_from_dict, plan_to_dict
+from shardwright.ds_configs.search.candidates import SearchContext
+from shardwright.ds_configs.search.longest import longest_sequences
+from shardwright.ds_configs.search.search import anything_fits, search
+from shardwright.ds_configs.specs.errors import UsageError
+from shardwright.ds_configs.specs.hardware import parse_hardware
+from shardwright.ds_configs.specs.job import TrainingJob
+from shardwright.ds_configs.specs.layout import Layout
+from shardwright.ds_configs.step_time.estimate import estimate_step_time
+
+LLAMA_8B = {
+    "model_type": "llama",
+    "hidden_size": 4096,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "intermediate_size": 14336,
+    "vocab_size": 128256,
+    "max_position_embeddings": 131072,
+    "tie_word_embeddings": False,
+    "head_dim": 128,
+}
+MODEL = model_spec_from_config(LLAMA_8B, name="llama-8b")
+H100 = parse_hardware("8xH100-80GB", host_memory="1.9TB")
+LAYOUT = Layout(engine="deepspeed", zero_stage=3, offload_optimizer="cpu", dp_shard=8, gradient_checkpointing=True)
+SP = replace(LAYOUT, dp_shard=1, sp=8)
+JOB = TrainingJob(seq_len_tokens=131_072, loss="chunked")
+GIB = 2**30
+
+
+def moments(layout, job=JOB, **options):
+    (share,) = rank_shares(layout, MODEL, job)
+    return share_moment_terms(layout, share, job, **options)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2", "mixtral", "qwen3_moe"])
+def test_tiles_hold_the_inner_tensors_of_one_tile(family):
+    experts = {"num_experts": 8, "experts_per_token": 2, "expert_intermediate_size": 14336, "intermediate_size": 0}
+    sizes = replace(MODEL.dimensions, **(experts if "mix" in family or "moe" in family else {}))
+    narrow = replace(sizes, intermediate_size=0, expert_intermediate_size=0)
+    settings = {"family": family, "release": MODEL.release, "micro_batch_size": 1, "mode": "bf16"}
+    whole, none = (
+        estimate_activations(dimensions=size, seq_len_tokens=131_072, **settings) for size in (sizes, narrow)
+    )
+    assert with_tiled_mlp(whole, 1.0) == whole
+
+    def totals(traced):
+        saved, checkpointed = traced.saved_bytes_per_layer, traced.checkpointed_bytes_per_layer
+        backward, again = traced.backward_transient_bytes, traced.recompute_backward_transient_bytes
+        return saved, saved + backward, checkpointed + again, checkpointed + traced.forward_transient_bytes
+
+    tiled, finer = with_tiled_mlp(whole, 1 / 32), with_tiled_mlp(whole, 1 / 64)
+    assert totals(tiled)[0] <= totals(none)[0]
+    # A layer without inner tensors is a lower bound; tiles add the gradient of their input, and one tile.
+    added, inner = whole.mlp.input_gradient_bytes, 16 * 2 * 14336 * 131_072
+    for least, fine, coarse, most in zip(*map(totals, (none, finer, tiled, whole)), strict=True):
+        assert fine <= coarse <= most + added
+        assert coarse <= max(least, most) + added
+        assert coarse < least + added + inner / 32 + 2 * added
+
+
+def test_a_tiled_mlp_needs_less_and_no_more_than_it_computes():
+    plain, tiled = moments(LAYOUT), moments(replace(LAYOUT, tiled_mlp=True))
+    moment = "last_layer_backward"
+    inner = 12 * 14336 * JOB.seq_len_tokens  # Three tensors and three gradients of the inner width, in 16 bit.
+    assert plain[moment]["backward_transient"] > inner
+    assert tiled[moment]["backward_transient"] < plain[moment]["backward_transient"] - inner / 3
+    assert tiled[moment]["activations"] == plain[moment]["activations"]
+    assert mlp_tiles(MODEL, 131_072) == 32
+    assert mlp_tiles(MODEL, 4096) == 1
+    short = replace(JOB, seq_len_tokens=4096)
+    assert moments(replace(LAYOUT, tiled_mlp=True), short) == moments(LAYOUT, short)
+
+
+def test_a_tiled_loss_holds_one_tile_of_logits():
+    long, longer = (moments(SP, replace(JOB, seq_len_tokens=count)) for count in (1_048_576, 4_194_304))
+    for terms in (long, longer):
+        # Logits in 16 and 32 bit, and their log-probabilities.
+        assert terms["forward_end"]["loss"] <= 2.5 * 1.01 * GIB
+        assert "head_gradient" not in terms["forward_end"]
+        assert terms["loss_backward"]["head_gradient"] == 2 * 128256 * 4096
+    fused = moments(LAYOUT)
+    assert "head_gradient" in fused["forward_end"]
+    # On CPU ranks there is no Liger kernel.
+    assert moments(LAYOUT, gpu=False)["forward_end"]["loss"] <= 2.5 * 1.01 * GIB
+    eager = moments(LAYOUT, replace(JOB, loss="eager"))
+    assert eager["loss_backward"]["loss"] > 12 * 128256 * JOB.seq_len_tokens
+
+
+def test_offloaded_inputs_leave_two_on_the_accelerator():
+    each = 2 * 4096 * JOB.seq_len_tokens
+    plain, half, everything = (moments(replace(LAYOUT, offloaded_checkpoints=count)) for count in (0, 16, 32))
+    moment = "last_layer_backward"
+    assert plain[moment]["activations"] - half[moment]["activations"] == 16 * each
+    assert plain[moment]["activations"] - everything[moment]["activations"] == 32 * each
+    assert half[moment]["checkpoint_staging"] == everything[moment]["checkpoint_staging"] == 2 * each
+    assert "checkpoint_staging" not in plain[moment]
+    host = estimate_memory(replace(LAYOUT, offloaded_checkpoints=32), MODEL, H100, JOB).host
+    assert host.terms["offloaded_checkpoints"] == 8 * 32 * each
+    split = estimate_memory(replace(SP, offloaded_checkpoints=32), MODEL, H100, JOB).host
+    assert split.terms["offloaded_checkpoints"] == 32 * each
+    on_host = cpu_rank_terms(replace(LAYOUT, offloaded_checkpoints=16), MODEL, JOB)
+    assert on_host["backward"]["offloaded_checkpoints"] == 16 * each
+
+
+def test_pinned_blocks_round_up_to_powers_of_two():
+    job = replace(JOB, seq_len_tokens=100_000)
+    layout = replace(LAYOUT, offload_optimizer="none", offloaded_checkpoints=32)
+    host = estimate_memory(layout, MODEL, H100, job).host
+    assert host.terms["offloaded_checkpoints"] + host.terms["pinned_rounding"] == 8 * 32 * GIB
+
+
+def test_few_key_value_heads_are_repeated_over_many_ranks():
+    hardware, job = parse_hardware("4x8xH100-80GB"), replace(JOB, seq_len_tokens=1_048_576)
+    sp8, sp32 = (
+        estimate_memory(replace(LAYOUT, dp_shard=32 // sp, sp=sp), MODEL, hardware, job).gpu.terms["backward_transient"]
+        for sp in (8, 32)
+    )
+    assert 4 * sp32 - sp8 == pytest.approx(2 * 3 * 2 * 1024 * job.seq_len_tokens / 8, rel=0.01)
+
+
+def test_time_of_the_mechanisms():
+    def terms(layout, seq_len_tokens=1_048_576):
+        return estimate_step_time(layout, MODEL, H100, replace(JOB, seq_len_tokens=seq_len_tokens)).terms
+
+    plain, tiled = terms(SP), terms(replace(SP, tiled_mlp=True))
+    assert {name for name in tiled if name not in plain} == {"mlp_recomputation"}
+    # One more forward pass of the MLP: a quarter to a half of the layers' forward products.
+    assert 0.15 * plain["matrix_products"] < tiled["mlp_recomputation"] < 0.4 * plain["matrix_products"]
+    # Attention of a long sequence hides the copies, a short one does not.
+    assert "checkpoint_copies" not in terms(replace(SP, offloaded_checkpoints=32))
+    exposed = terms(replace(SP, offloaded_checkpoints=32), 8192).get("checkpoint_copies", 0)
+    assert 0 <= exposed < 0.1
+
+
+def test_the_block_of_16_bit_logits_stays_cached_without_expandable_segments():
+    def terms(seq_len_tokens, loss="eager", hardware=H100):
+        job = TrainingJob(seq_len_tokens=seq_len_tokens, loss=loss)
+        return estimate_memory(LAYOUT, MODEL, hardware, job).gpu.terms
+
+    assert terms(36_000)["cached_logits"] == 2 * 128256 * 36_000
+    assert "cached_logits" not in terms(36_000, "chunked") | terms(8192) | terms(131_072)
+
+
+def test_long_sequences_expand_segments_on_cuda_only():
+    assert expands_segments(JOB, H100)
+    assert not expands_segments(replace(JOB, seq_len_tokens=32_768), H100)
+    assert not expands_segments(JOB, parse_hardware("8xMI300X"))
+    assert not expands_segments(JOB, parse_hardware("2xCPU"))
+
+
+def context(hardware="8xH100-80GB", **job):
+    return SearchContext(model=MODEL, hardware=parse_hardware(hardware, host_memory="1.9TB"), job=TrainingJob(**job))
+
+
+def test_search_uses_the_mechanisms_only_where_they_are_needed():
+    short = search(context(seq_len_tokens=4096)).chosen
+    assert (short.strategy.tiled_mlp, short.strategy.offloaded_checkpoints) == (False, 0)
+    long = search(context(seq_len_tokens=2_000_000)).chosen
+    assert long.strategy.tiled_mlp
+    count = long.strategy.offloaded_checkpoints
+    assert 0 < count < 32
+    assert f"{count} of 32 layer inputs in host memory" in long.reason
+    assert "The tiled MLP saves" in long.reason
+    # As few as fit.
+    fewer = replace(long.strategy, offloaded_checkpoints=count - 1)
+    job = TrainingJob(seq_len_tokens=2_000_000, loss=long.loss)
+    assert not estimate_memory(fewer, MODEL, H100, job).fits
+    assert not anything_fits(
+        context(seq_len_tokens=2_000_000, tiled_mlp="off", offload_activations="off", offload="none")
+    )
+
+
+def test_requested_mechanisms_are_kept_and_rejected_with_reasons():
+    chosen = search(context(seq_len_tokens=8192, tiled_mlp="on", offload_activations="on")).chosen
+    assert chosen.strategy.tiled_mlp
+    assert chosen.strategy.offloaded_checkpoints == 32
+    with pytest.raises(UsageError, match="requires gradient checkpointing"):
+        search(context(offload_activations="on", gradient_checkpointing="off"))
+    small = replace(context(seq_len_tokens=2_000_000, offload_activations="on", offload="none"))
+    small = replace(small, hardware=replace(small.hardware, host_bytes_per_node=100 * 10**9))
+    rejected = search(small).rejected
+    assert any("GB host memory per node: offloaded checkpoints" in layout.reason for layout in rejected)
+
+
+def test_plans_carry_the_mechanisms():
+    plan = make_plan(MODEL, H100, TrainingJob(seq_len_tokens=2_000_000), offers=False)
+    assert plan.environment == {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
+    data = plan_to_dict(plan)
+    again = plan_from_dict(data, source="test")
+    assert again.chosen.strategy == plan.chosen.strategy
+    # Plans of earlier versions have neither field.
+    for name in ("tiled_mlp", "offloaded_checkpoints"):
+        del data["chosen"]["strategy"][name]
+    del data["job"]["tiled_mlp"], data["job"]["offload_activations"]
+    old = plan_from_dict(data, source="test").chosen.strategy
+    assert (old.tiled_mlp, old.offloaded_checkpoints) == (False, 0)
+
+
+def test_longest_sequence_grows_with_each_mechanism():
+    steps = longest_sequences(context())
+    assert [step.added for step in steps][:2] == ["gradient checkpointing", "tiled loss"]
+    assert all(earlier.tokens <= later.tokens for earlier, later in pairwise(steps))
+    assert steps[-1].tokens > 50 * steps[0].tokens > 0
+    last = steps[-1]
+    job = TrainingJob(seq_len_tokens=last.tokens, loss=last.loss)
+    assert estimate_memory(last.strategy, MODEL, H100, job).fits
+    longer = replace(job, seq_len_tokens=round(1.01 * last.tokens) // 2048 * 2048)
+    assert not estimate_memory(last.strategy, MODEL, H100, longer).fits
+    # A requested value stays, and a small host limits the inputs that wait there.
+    fixed = longest_sequences(context(sequence_parallel_size=2, tiled_mlp="off"))
+    assert all(step.strategy.sp == 2 and not step.strategy.tiled_mlp for step in fixed if step.strategy)
+    poor = replace(context(), hardware=replace(H100, host_bytes_per_node=400 * 10**9))
+    assert longest_sequences(poor)[-1].limited_by == "host memory"

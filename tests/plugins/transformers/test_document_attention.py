@@ -1,0 +1,96 @@
+"""SDPA attention of packed, padded and windowed rows equals that with Transformers' masks, in memory that grows with S.
+
+Shapes: B samples, S tokens, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import small_models
+import torch
+from shardwright.plugins.metering import ByteMeter
+from shardwright.plugins.transformers import document_attention
+
+S = 50
+DOCUMENTS = [[*range(20), *range(9), 0, 0, 0, *range(18)], [*range(S - 1), 0]]
+"""Positions of packed rows; padding has position 0."""
+
+
+def mistral(window: int | None) -> Any:
+    from transformers import MistralConfig, MistralForCausalLM, set_seed
+
+    set_seed(0)
+    return MistralForCausalLM(MistralConfig(**small_models._sizes({"sliding_window": window})))
+
+
+def _rows(kind: str) -> dict[str, torch.Tensor]:
+    draw = torch.Generator().manual_seed(1)
+    ids_BS = torch.randint(3, 512, (2, S), generator=draw)
+    rows = {"input_ids": ids_BS, "is_compared": torch.ones(2, S, dtype=torch.bool)}
+    if kind == "packed":
+        return rows | {"position_ids": torch.tensor(DOCUMENTS)}
+    if kind in ("left", "right"):
+        mask_BS = torch.ones(2, S, dtype=torch.int64)
+        mask_BS[1, slice(0, 13) if kind == "left" else slice(S - 13, S)] = 0
+        return rows | {"attention_mask": mask_BS, "is_compared": mask_BS.bool()}
+    return rows
+
+
+def _results(model: Any, rows: dict[str, torch.Tensor]) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    model.zero_grad()
+    inputs = {name: value for name, value in rows.items() if name != "is_compared"}
+    logits = model(**inputs, use_cache=False).logits[rows["is_compared"]]
+    logits.square().mean().backward()
+    return logits.detach(), [parameter.grad.clone() for parameter in model.parameters()]
+
+
+@pytest.mark.parametrize(
+    ("kind", "window"),
+    [("packed", None), ("left", None), ("right", None), ("one document", 8), ("packed", 8), ("left", 8), ("packed", 7)],
+)
+def test_documents_and_windows_equal_masks_of_transformers(
+    kind: str, window: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, rows = mistral(window), _rows(kind)
+    logits, gradients = _results(model, rows)
+    made: list[Any] = []
+    parts_of = document_attention._parts_of
+    monkeypatch.setattr(document_attention, "_SMALLEST_MASK", 1)
+    monkeypatch.setattr(document_attention, "_parts_of", lambda *args: made.append(args) or parts_of(*args))
+    document_attention.attend_by_document(model)
+    own_logits, own_gradients = _results(model, rows)
+    assert made, "the mask was not replaced"
+    torch.testing.assert_close(own_logits, logits, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(own_gradients, gradients, rtol=1e-4, atol=1e-7)
+
+
+def test_tokens_on_both_sides_of_padding_keep_the_mask(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, rows = small_models.llama(), _rows("one document")
+    rows["attention_mask"] = torch.ones(2, S, dtype=torch.int64)
+    rows["attention_mask"][0, 10:15] = 0
+    rows["is_compared"] = rows["attention_mask"].bool()
+    logits, _ = _results(model, rows)
+    monkeypatch.setattr(document_attention, "_SMALLEST_MASK", 1)
+    document_attention.attend_by_document(model)
+    assert torch.equal(_results(model, rows)[0], logits)
+
+
+def _peak_bytes(model: Any, tokens: int, documents: int) -> int:
+    ids = torch.zeros(1, tokens, dtype=torch.int64)
+    positions = torch.arange(tokens) % -(-tokens // documents)
+    model.requires_grad_(False)
+    with ByteMeter() as meter, torch.no_grad():
+        meter.enter("forward")
+        model.model(input_ids=ids, position_ids=positions[None], use_cache=False)
+    return meter.reading().peaks["forward"]
+
+
+def test_transformers_still_makes_masks_of_all_pairs() -> None:
+    sizes = {"hidden_size": 16, "num_attention_heads": 1, "num_key_value_heads": 1, "num_hidden_layers": 1}
+    model, tokens = small_models.llama(**sizes), 10_000
+    plain = _peak_bytes(model, tokens, 1)
+    assert _peak_bytes(model, tokens, 100) > tokens**2
+    document_attention.attend_by_document(model)
+    assert _peak_bytes(model, tokens, 100) < 1.5 * plain

@@ -1,0 +1,40 @@
+"""Shards of sequences as batches, which the data loader's batches become before they reach the accelerator."""
+
+from __future__ import annotations
+
+import torch
+from shardwright.trainers.parallel.sequence.shards import Shard, cut, digest_of
+
+BATCH = {
+    "input_ids": torch.arange(10).reshape(2, 5),
+    "labels": torch.tensor([[0, 1, -100, 3, 4], [5, -100, -100, 8, 9]]),
+    "attention_mask": torch.ones(2, 5, dtype=torch.int64),
+}
+
+
+def test_a_shard_survives_being_a_batch() -> None:
+    for rank in range(3):
+        shard = cut(BATCH, ranks=3, rank=rank, pad_token_id=7)
+        restored = Shard.of_batch(shard.batch())
+        assert restored is not None
+        assert restored.whole_tokens == 5 and restored.labelled == shard.labelled
+        assert restored.inputs.keys() == shard.inputs.keys() == {"input_ids", "position_ids"}
+        assert torch.equal(restored.labels(shifts=True), shard.labels(shifts=True))
+    assert Shard.of_batch(BATCH) is None
+
+
+def test_a_shard_without_labels_survives_being_a_batch() -> None:
+    restored = Shard.of_batch(cut({"input_ids": BATCH["input_ids"]}, ranks=2, rank=1).batch())
+    assert restored is not None and restored.shift_labels_BL is None and restored.labelled is None
+
+
+def test_batches_with_other_content_have_other_digests() -> None:
+    same = {name: value.clone() for name, value in reversed(BATCH.items())} | {"text": "not a tensor"}
+    assert digest_of(same) == digest_of(BATCH)
+    changes = {
+        "value": {"input_ids": BATCH["input_ids"].flip(0)},
+        "shape": {"input_ids": BATCH["input_ids"].reshape(5, 2)},
+        "type": {"input_ids": BATCH["input_ids"].to(torch.float64)},
+        "name": {"pixels": BATCH["input_ids"]},
+    }
+    assert digest_of(BATCH) not in {digest_of(BATCH | change) for change in changes.values()}
