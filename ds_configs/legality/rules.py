@@ -140,7 +140,7 @@ def tiled_mlp_is_supported(model: ModelSpec, layout: Layout, job: TrainingJob, h
 
 
 TILED_MLP_NAMES = ("mlp", "feed_forward")
-"""Names of the modules that `plugins/deepspeed/tiled_compute.py` tiles."""
+"""Names of the modules that `plugins/transformers/tiled_compute.py` tiles."""
 
 
 def offloaded_checkpoints_are_recomputed(

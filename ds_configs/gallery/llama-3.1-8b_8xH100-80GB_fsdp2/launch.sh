@@ -2,7 +2,7 @@
 # meta-llama/Llama-3.1-8B on 8xH100-80GB: fsdp2, micro-batch 1 x 4, 52.8 of 84.9 GB
 # FSDP2 is the requested strategy. It reaches 61,671 tokens/s (2.13 s per step) and needs 52.8 GB (48.2 to 58.9) of 84.9 GB per accelerator. Micro-batch 1 x 4, no gradient checkpointing. Global batch 32 sequences (131,072 tokens), the same for every layout: 16,384 tokens per accelerator, enough for efficient matrix products in a single micro-batch. Set yours with --global-batch-size.
 # Run: ./launch.sh SCRIPT [ARGUMENTS], or ./launch.sh --dataset FILE --output-dir DIRECTORY
-# Assumes bf16, adamw_torch_fused, method full, sequences of 4096 tokens without padding, 84.9 GB usable per accelerator.
+# Assumes bf16, adamw_torch_fused, method full, a model loaded with dtype=torch.float32, sequences of 4096 tokens without padding, 84.9 GB usable per accelerator.
 # Assumes the values of a common server: host_bytes_per_node = 2.199e+12.
 set -euo pipefail
 if [ $# -lt 1 ]; then echo "usage: $0 SCRIPT [ARGUMENTS], or $0 --dataset FILE --output-dir DIRECTORY [OPTIONS]" >&2; exit 2; fi
