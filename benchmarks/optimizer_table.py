@@ -103,8 +103,16 @@ def row_of(optimizer: str, layout: str, record: dict[str, Any]) -> Row:
 
 
 def predicted(optimizer: str, layout: str) -> int:
-    """Return the bytes that the planner predicts for the metered step."""
-    return metered_plan(optimizer, layout).chosen.memory.gpu.allocated_bytes
+    """Return the bytes that the planner predicts for the metered step.
+
+    torch steps CPU tensors one by one, where it steps those of a GPU together (`foreach`) with a temporary.
+    """
+    plan = metered_plan(optimizer, layout)
+    phases = terms_by_phase(plan.chosen.strategy, plan.model, plan.job)
+    spec = OPTIMIZERS[optimizer]
+    if spec.step_transient == "foreach" and not spec.package:
+        phases["step"] = phases["step"] | {"optimizer_transient": 0}
+    return max(sum(terms.values()) for phase, terms in phases.items() if phase != "init")
 
 
 def rejection_of(optimizer: str, layout: str) -> str:
@@ -218,6 +226,7 @@ def page(rows: list[Row]) -> str:
 
 from optimizer_worker import ENGINES, metered_plan  # noqa: E402
 from shardwright.ds_configs.legality.rules import legality_errors  # noqa: E402
+from shardwright.ds_configs.memory.estimate import terms_by_phase  # noqa: E402
 from shardwright.ds_configs.specs.optimizers import OPTIMIZERS, REJECTED  # noqa: E402
 
 if __name__ == "__main__":

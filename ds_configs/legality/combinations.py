@@ -156,6 +156,8 @@ _PROVEN: tuple[tuple[str, str, str], ...] = (
 _FLAT = "DeepSpeed steps flat tensors, but this optimizer needs the shapes of matrices and would compute other updates"
 _STATES_FIRST = "the optimizer creates its states before DeepSpeed replaces the parameters, and then fails"
 _MATRICES = "galore_adamw galore_adafactor apollo_adamw stable_adamw"
+_OBJECTS = "its states contain objects, which FSDP2's checkpoints do not save"
+_SEEDS = "it creates seeds of parameters, which FSDP2 replaces, and fails"
 _RESUMED_BY_STEP = "PyTorch resumes it by a step before train() is called, which it refuses"
 _MODES = "DeepSpeed's optimizer hides train() and eval(), without which it does not step"
 _ONE_PROCESS = "it updates weights in the backward pass with the gradients of one rank"
@@ -178,7 +180,8 @@ _UNPROVEN = "no test compares it with one process"
 _REJECTED: tuple[tuple[str, str, str], ...] = (
     (_FLAT, f"adafactor {_MATRICES}", "zero0 zero1 zero2 zero3 zero_offload sp tp pp ep"),
     (_DTENSOR, "adafactor", "fsdp2_offload cp"),
-    (_DTENSOR, "galore_adamw galore_adafactor apollo_adamw", "fsdp2 fsdp2_offload cp"),
+    (_OBJECTS, "galore_adamw galore_adafactor", "fsdp2 fsdp2_offload cp"),
+    (_SEEDS, "apollo_adamw", "fsdp2 fsdp2_offload cp"),
     (_MODES, _SCHEDULE_FREE, "zero0 zero1 zero2 zero3 zero_offload sp tp pp ep"),
     (_RESUMED_BY_STEP, _SCHEDULE_FREE, "fsdp2 fsdp2_offload cp"),
     (_ONE_PROCESS, _LAYERWISE, " ".join(COLUMNS)),

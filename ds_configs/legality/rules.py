@@ -418,9 +418,18 @@ def liger_has_kernels(model: ModelSpec, layout: Layout, job: TrainingJob, hardwa
 
     Pipeline stages, AutoTP and AutoEP replace the layers that Liger replaces.
     """
+    errors: list[ConfigError] = []
+    if layout.tiled_mlp or layout.offloaded_checkpoints:
+        # Both replace forward passes of layers; no test combines them.
+        errors = [
+            ConfigError(
+                where=name, value=True, rule="is not supported with tiled MLPs or offloaded inputs", fix="omit it"
+            )
+            for name in ("torch_compile", "use_liger_kernel")
+            if getattr(job, name)
+        ]
     if not job.use_liger_kernel:
-        return []
-    errors = []
+        return errors
     if model.model_type not in CHUNKED_LOSS_FAMILIES:
         rule, fix = f"has no kernels for {model.model_type}", f"supported: {', '.join(CHUNKED_LOSS_FAMILIES)}"
         errors.append(ConfigError(where="use_liger_kernel", value=True, rule=rule, fix=fix))

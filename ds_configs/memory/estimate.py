@@ -183,6 +183,7 @@ def _micro_batch_terms(
     sequence_tokens = strategy.micro_batch_size * job.seq_len_tokens
     gathered = 2 * model.dimensions.key_value_size * sequence_tokens * job.compute_bytes if strategy.cp > 1 else 0
 
+    tile_gradients = _tile_gradients(strategy, model, job)
     kept_bytes = _kept_bytes(strategy, model, job, traced)
     staging = min(STAGING_BUFFERS, offloaded_checkpoints(strategy, layers)) * checkpoint_bytes(strategy, traced)
 
@@ -190,9 +191,14 @@ def _micro_batch_terms(
         terms: Terms = {"activations": (kept_bytes(count) + traced.outside_layer_bytes) // ranks}
         return terms | {"checkpoint_staging": staging} if staging and count else terms
 
+    def waiting() -> Terms:
+        # The input of the last layer is on the host at its end, and comes back for its backward pass.
+        return {name: count for name, count in saved(layers).items() if name != "checkpoint_staging"}
+
     def backward(*, again: bool) -> Terms:
         _, transient = _layer_bytes(strategy, model, job, traced, recomputed=again)
-        return {"backward_transient": transient // ranks + gathered, **_dequantized(model, job)}
+        terms = {"backward_transient": transient // ranks + gathered, **_dequantized(model, job)}
+        return terms | {"tile_gradients": tile_gradients} if tile_gradients else terms
 
     forward = saved(layers)
     if recomputed or gathered:
@@ -208,15 +214,15 @@ def _micro_batch_terms(
         # The loss exists during DeepSpeed's step, and with it the embedding's output and its gradient, which
         # checkpointing requires (transformers 5.17.0, `enable_input_require_grads`).
         step["activations"] = 2 * job.compute_bytes * sequence_tokens * model.dimensions.hidden_size // ranks
-    around = saved(layers) | _dequantized(model, job)
+    around = waiting() | _dequantized(model, job)
     return {
         "init": {},
         "teacher_forward": {},
         "last_layer_forward": forward,
         "forward_end": around | loss["forward_end"],
         "loss_backward": around | loss["loss_backward"],
-        "head_backward": saved(layers) | loss["head_backward"],
-        "after_head": saved(layers),
+        "head_backward": waiting() | loss["head_backward"],
+        "after_head": waiting(),
         "last_layer_backward": saved(layers) | backward(again=recomputed == layers),
         "after_last_layer": saved(layers - 1),
         "first_layer_backward": saved(1) | backward(again=recomputed > 0),
@@ -224,6 +230,16 @@ def _micro_batch_terms(
         "embedding_backward": {},
         "step": step,
     }
+
+
+def _tile_gradients(strategy: Layout, model: ModelSpec, job: TrainingJob) -> int:
+    """Return the bytes of a tiled MLP's gradients: the sum over tiles, which the engine gets, and the next tile's."""
+    tokens = ceil(job.seq_len_tokens / (strategy.sp * strategy.cp))
+    if not strategy.tiled_mlp or job.method != "full" or mlp_tiles(model, tokens) < 2:
+        return 0
+    in_layers = sum(p.total for p in model.parameters if p.group == "mlp" and p.in_layer)
+    width = 2 if activation_mode(strategy, job) == "bf16" else 4
+    return 2 * width * in_layers // (strategy.ep * max(1, model.dimensions.num_layers))
 
 
 def _kept_bytes(
@@ -334,7 +350,10 @@ def _loss_terms(
         return distillation_loss_terms(strategy, model, job)
     ranks, more = strategy.sp * strategy.cp, Terms()
     if job.loss == "chunked" and job.method == "full":
-        more["head_gradient"] = (2 if activation_mode(strategy, job) == "bf16" else 4) * model.embedding_parameters
+        # Beside the sum over tiles, the gradient of the tile before. That of a single tile appears after its logits.
+        copies = {0: 1, 1: 0}.get(traced.loss_tiles, 2)
+        width = 2 if activation_mode(strategy, job) == "bf16" else 4
+        more["head_gradient"] = copies * width * model.embedding_parameters
     tokens = strategy.micro_batch_size * job.seq_len_tokens // ranks
     logit_gradient = job.compute_bytes * tokens * model.dimensions.vocab_size if job.loss != "chunked" else 0
     return {

@@ -49,6 +49,7 @@ TERM_MEANINGS: Mapping[str, str] = {
     "loss": "logits, their fp32 copy and the gradients of head and loss at their joint peak; with a teacher "
     "those of a chunk of rows, and with a chunked loss those of a chunk or tile",
     "cached_logits": "the free block of 16-bit logits, in which no fp32 gradient of the loss fits",
+    "tile_gradients": "gradients of a tiled MLP's weights: the sum over tiles, and those of the next tile",
     "head_gradient": "gradient of the output head, which a chunked loss computes early; in fp32 with a teacher",
     "dequantized_weight": "the largest 4-bit weight, dequantized for one product",
     "teacher_weights": "the frozen teacher: in compute precision, complete or sharded over all ranks, or in 4 bit",
@@ -95,6 +96,7 @@ TERM_ROLES: Mapping[str, Role] = {
     "norm_copy": "optimizer",
     "module_gradients": "gradients",
     "unit_gradients": "gradients",
+    "tile_gradients": "gradients",
     "head_gradient": "gradients",
     "offloaded_gradients": "gradients",
     "gradient_buckets": "buckets",

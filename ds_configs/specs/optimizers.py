@@ -79,7 +79,7 @@ OPTIMIZERS: Mapping[str, OptimizerSpec] = {
         state_bytes_per_parameter=2 * (_BLOCKWISE_8BIT - 1 / 2), fp32_states=True, package="torchao"
     ),
     "schedule_free_adamw": OptimizerSpec(state_bytes_per_parameter=8, step_transient="foreach", package="schedulefree"),
-    "schedule_free_radam": OptimizerSpec(state_bytes_per_parameter=8, step_transient="foreach", package="schedulefree"),
+    "schedule_free_radam": OptimizerSpec(state_bytes_per_parameter=8, package="schedulefree"),
     "schedule_free_sgd": OptimizerSpec(state_bytes_per_parameter=4, package="schedulefree"),
     "stable_adamw": OptimizerSpec(state_bytes_per_parameter=8, matrix_transient=2, package="torch-optimi"),
     "galore_adamw": OptimizerSpec(

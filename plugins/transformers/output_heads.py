@@ -135,6 +135,15 @@ def head_tensors(module: torch.nn.Module) -> tuple[torch.Tensor, torch.Tensor | 
     return weight_VH, getattr(module, "bias", None)
 
 
+def has_plain_head(model: PreTrainedModel) -> bool:
+    """Return whether the logits are a product with a weight that the fused loss can read."""
+    try:
+        head_tensors(head_module(model))
+    except UsageError:
+        return False
+    return True
+
+
 def base_model(model: Any) -> Any:
     """Return the Transformers model inside a PEFT model."""
     return model.get_base_model() if hasattr(model, "peft_config") and hasattr(model, "get_base_model") else model
@@ -151,12 +160,3 @@ def accepts_shifted_labels(inner: PreTrainedModel) -> bool:
     parameters = signature(type(inner).forward).parameters
     takes_any = any(parameter.kind is Parameter.VAR_KEYWORD for parameter in parameters.values())
     return takes_any and "position_ids" in parameters
-
-
-def has_plain_head(model: PreTrainedModel) -> bool:
-    """Return whether the logits are a product with a weight that the fused loss can read."""
-    try:
-        head_tensors(head_module(model))
-    except UsageError:
-        return False
-    return True

@@ -83,11 +83,14 @@ class Case:
 ON_BORDERS = [
     Case(family="llama", distilled=True, layout="zero3"),
     Case(family="llama", distilled=True, layout="fsdp2"),
+    Case(family="deepseek", layout="zero3"),
     Case(family="deepseek", layout="ep"),
+    Case(family="granite", layout="zero3"),
     Case(family="granite", layout="tp"),
     Case(family="qwen3_moe", layout="zero3"),
+    Case(family="qwen3_moe", layout="ep"),
 ]
-OFF_BORDERS = [replace(case, off_borders=True) for case in ON_BORDERS]
+OFF_BORDERS = [replace(case, off_borders=True) for case in ON_BORDERS[1::2]]
 EVERY = {case.name: case for case in (*ON_BORDERS, *OFF_BORDERS)}
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import long_sequence_cases
+import long_sequence_memory
 import memory_accuracy
 import memory_cases
 import parallel_memory
@@ -35,6 +37,12 @@ GRIDS: dict[str, tuple[Any, Any, float, tuple[str, ...]]] = {
             "ep2-zero2-mixtral-bf16-x1-full",
             "pp2-zero1-llama-bf16-x1-full",
         ),
+    ),
+    "long sequences": (
+        long_sequence_memory,
+        long_sequence_cases.grid,
+        long_sequence_memory.LARGEST_ERROR,
+        ("zero3-all-512",),
     ),
 }
 """Benchmark, cases, largest error of the prediction, and names of the cases."""

@@ -27,7 +27,7 @@ from shardwright.plugins.launching.launch import TAIL_CHARACTERS, cpu_rank_envir
 from shardwright.plugins.launching.shared_memory import remove_buffers
 
 from warm_ranks.on_demand import OnDemand
-from warm_ranks.protocol import NOTHING_IMPORTED, OPERATORS, SERVER_NAME, address, receive_number, request_process
+from warm_ranks.protocol import OPERATORS, SERVER_NAME, address, receive_number, request_process
 
 _HERE = Path(__file__).parent
 OTHERS_END_SECONDS = 3.0
@@ -159,7 +159,6 @@ def _wait(running: Mapping[int, Any], timeout_seconds: float) -> dict[int, int]:
 
 
 __all__ = [
-    "NOTHING_IMPORTED",
     "OPERATORS",
     "SERVER_NAME",
     "OnDemand",

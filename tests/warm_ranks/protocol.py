@@ -16,8 +16,6 @@ from typing import Any
 
 SERVER_NAME = "WARM_RANKS_SERVER"
 """Environment variable with the name of the session's server."""
-NOTHING_IMPORTED = "WARM_RANKS_IMPORT_NOTHING"
-"""Environment variable for a server that imports nothing, which tests of the server use to save time."""
 OPERATORS = ("cpu_adam", "deepspeed_shm_comm")
 """DeepSpeed's operators that ranks of tests load."""
 HANDLED_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)

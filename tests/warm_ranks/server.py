@@ -28,7 +28,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from protocol import HANDLED_SIGNALS, NOTHING_IMPORTED, OPERATORS, exit_with, receive_request, send_number
+from protocol import HANDLED_SIGNALS, OPERATORS, exit_with, receive_request, send_number
 
 PRELOADED = (
     "torch",
@@ -88,7 +88,7 @@ class Server:
         self._selector.register(self._listener, selectors.EVENT_READ)
         self._processes: dict[int, tuple[int, socket.socket]] = {}
         """Process id and connection of its request, by the descriptor that becomes readable when the process ends."""
-        self._warm = NOTHING_IMPORTED in os.environ
+        self._warm = False
 
     def serve(self) -> dict[str, Any]:
         """Fork for every request; returns only in the children, with the request."""

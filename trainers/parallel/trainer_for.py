@@ -18,6 +18,7 @@ from ...plugins import patches
 from ...plugins.accelerate.repeated_samples import let_ranks_read_streams, weigh_repeated_samples_zero
 from ...plugins.launching.messages import note_on_first_rank
 from ...plugins.transformers.document_attention import attend_by_document
+from ...plugins.transformers.output_heads import base_model
 from ...plugins.transformers.own_optimizers import (
     model_errors,
     note_hidden_shapes,
@@ -29,7 +30,6 @@ from ...plugins.transformers.own_optimizers import (
 from ...plugins.transformers.run_settings import balances_experts, layout_of, trainer_errors
 from ...plugins.trl import pairs_of_a_micro_step
 from ..counting.counts import count_as_one_process
-from .sequence.checks import base_model
 
 if TYPE_CHECKING:
     import torch

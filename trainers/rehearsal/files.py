@@ -48,6 +48,7 @@ class RehearsalJob(RankJob):
     save_step: int = Field(description="step whose checkpoint the second launch resumes from")
     precision: str = Field(description="bf16 or fp32")
     method: str = Field(description="full, lora or qlora")
+    weights_dtype: str = Field(default="auto", description="type of the trained weights")
     lora_rank: int = Field(description="rank of the adapters; unused with full")
     lora_targets: str = Field(description="modules to adapt, separated by commas; unused with full")
     text_tokens: bool = Field(default=False, description="whether tokens.bin holds the user's text as bytes")
@@ -220,6 +221,7 @@ def scale_plan(
         method=job.method,
         lora_rank=job.lora_rank,
         lora_targets=",".join(job.lora_targets),
+        weights_dtype=job.weights_dtype,
         checkpointed_layers=strategy.checkpointed_layers,
         keeps_products=strategy.keeps_products,
         tiled_mlp=strategy.tiled_mlp,

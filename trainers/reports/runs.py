@@ -297,9 +297,9 @@ def _memory(plan: Plan, peak: int | None) -> Section:
     over_step: list[tuple[str, Mapping[str, float], bool]] = []
     is_gpu = plan.hardware.gpu != "CPU"
     by_phase = terms_by_phase(plan.chosen.strategy, plan.model, plan.job, stage=gpu.stage, gpu=is_gpu)
-    for phase, terms in by_phase.items():
+    for phase, held in by_phase.items():
         roles: dict[str, float] = {}
-        for name, count in terms.items():
+        for name, count in held.items():
             role = TERM_ROLES.get(name, "other")
             roles[role] = roles.get(role, 0.0) + count / size
         over_step.append((phase, roles, True))

@@ -37,9 +37,9 @@ from ...plugins.bitsandbytes import read_weights_in_backward
 from ...plugins.planning.from_names import installed_release_difference, installed_versions
 from ...plugins.transformers.document_attention import attend_by_document
 from ...plugins.transformers.gradient_checkpointing import checkpoint_first_layers, keep_products
+from ...plugins.transformers.output_heads import base_model
 from ...plugins.transformers.sound_model import gathered
 from ...plugins.transformers.training_arguments import deepspeed_configuration
-from ..parallel.sequence.checks import base_model
 from ..parallel.trainer_for import attach_long_sequences
 from .figures_callback import StepFiguresCallback, await_device
 from .out_of_memory import explain_memory_errors

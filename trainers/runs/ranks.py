@@ -490,9 +490,8 @@ def _nats_and_counts(trainer: Any, inputs: dict[str, Any], labels_BS: Any) -> li
     """Return the sum of each row's cross-entropies and the number of its labels; large logits exist in parts only."""
     import torch
 
-    from ...plugins.transformers.output_heads import has_plain_head, output_head
+    from ...plugins.transformers.output_heads import base_model, has_plain_head, output_head
     from ..losses.fused_loss import HeadReplacement
-    from ..parallel.sequence.checks import base_model
 
     def of_rows(head: Callable[[Any], Any], states: Any) -> list[Any]:
         sums = []

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import math
+from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -392,6 +393,7 @@ def test_what_needs_a_gpu_or_a_network_is_replaced_and_reported() -> None:
 
 def test_kernels_and_offload_variants_are_replaced_and_reported(tiny_llama: Path, tmp_path: Path) -> None:
     from shardwright.trainers.rehearsal.files import PlanFiles, scale_plan
+    from shardwright.trainers.training.settings import TrainSettings, planned_argument_errors
 
     job = {"seq_len": 64, "global_batch_size": 16, "micro_batch_size": 2}
     kernels = {"precision": "fp8", "torch_compile": True, "use_liger_kernel": True, "strategy": "fsdp2"}
@@ -409,6 +411,8 @@ def test_kernels_and_offload_variants_are_replaced_and_reported(tiny_llama: Path
             assert changes["job: torch_compile"] == changes["job: use_liger_kernel"] == (True, False)
             arguments = found.worker.training_arguments
             assert arguments["bf16"] and not arguments["torch_compile"] and not arguments["use_liger_kernel"]
+            errors = {error.where: error.fix for error in planned_argument_errors(TrainSettings(), planned)}
+            assert ("pip install torchao" in errors.get("precision", "")) == (find_spec("torchao") is None)
         else:
             assert found.deepspeed is not None and "zenflow" not in found.deepspeed["zero_optimization"]
             assert found.offload_device("optimizer") == "cpu" and "ds_config.json: zenflow" in changes
