@@ -300,3 +300,19 @@ def test_write_replaces_only_with_force(tmp_path):
         plan.write(tmp_path / "plan")
     plan.write(tmp_path / "plan", force=True)
     assert Plan.load(tmp_path / "plan") == plan
+
+
+@pytest.mark.parametrize(
+    ("hardware", "job", "has_liger"),
+    [
+        (NODE, {}, True),
+        (NODE, {"strategy": "zero3", "sequence_parallel_size": 8, "seq_len_tokens": 65536}, False),
+        (parse_hardware("2xCPU"), {"precision": "fp32", "seq_len_tokens": 64}, False),
+    ],
+)
+def test_liger_is_enabled_only_where_it_computes_the_chunked_loss(hardware, job, has_liger):
+    model = LLAMA_8B if hardware is NODE else llama(hidden_size=64, intermediate_size=128)
+    plan = plan_of(hardware, model, loss="chunked", **job)
+    files = render_files(plan)
+    assert json.loads(files["training_arguments.json"]).get("use_liger_kernel", False) is has_liger
+    assert ("Requires the package liger-kernel" in files["launch.sh"]) is has_liger
