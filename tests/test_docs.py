@@ -17,7 +17,8 @@ ALL = [ROOT / "CHANGELOG.md", *READ]
 FENCED = re.compile(r"^```.*?^```$", flags=re.DOTALL | re.MULTILINE)
 FLAGS_OF_OTHERS = {
     *("--write", "--change", "--strict", "--every", "--engine-python", "--only", "--meter"),  # benchmarks and tools
-    *("--converter", "--llama-python", "--torchao"),  # benchmarks of other libraries
+    *("--converter", "--llama-python", "--torchao", "--real"),  # benchmarks
+    "--autotuning",  # DeepSpeed's launcher
     *("--no-deps", "--no-binary", "--outfile", "--outtype"),  # pip, llama.cpp's converter
     *("--stored", "--terms", "--kept-products"),
     "--nproc-per-node",  # torchrun

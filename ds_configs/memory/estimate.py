@@ -748,8 +748,6 @@ def estimate_memory(
     stages = []
     for share in rank_shares(strategy, model, job):
         phases = fullest_by_phase(share_moment_terms(strategy, share, job, activations, gpu=hardware.gpu != "CPU"))
-        if share.has_head and (cached := cached_logits_bytes(strategy, share.model, job, hardware)):
-            phases["loss"] = phases["loss"] | {"cached_logits": cached}
         phase = max(phases, key=lambda name: sum(phases[name].values()))
         index = None if share.stage is None else share.stage.index
         stages.append(_with_overheads(strategy, hardware, phase, phases, ratios, stage=index, expandable=expandable))
@@ -773,23 +771,6 @@ def terms_by_phase(
     shares = rank_shares(strategy, model, job)
     share = next(share for share in shares if (None if share.stage is None else share.stage.index) == stage)
     return fullest_by_phase(share_moment_terms(strategy, share, job, gpu=gpu))
-
-
-SMALLEST_CACHED_LOGITS = 4 * 2**30
-"""16-bit logits from which their block is counted; smaller ones are within the interval of the allocator."""
-
-
-def cached_logits_bytes(strategy: Layout, model: ModelSpec, job: TrainingJob, hardware: HardwareSpec) -> int:
-    """Return the bytes of 16-bit logits that the allocator caches during the backward pass of an eager loss.
-
-    The model's output is freed after the forward pass. Both fp32 gradients of cross-entropy are twice as large: one
-    takes the block of the fp32 logits, and the other a new one. Without expandable segments the free block remains.
-    """
-    if job.loss == "chunked" or job.teacher is not None or job.compute_bytes != 2 or expands_segments(job, hardware):
-        return 0
-    tokens = strategy.micro_batch_size * job.seq_len_tokens // (strategy.sp * strategy.cp)
-    size = 2 * tokens * model.dimensions.vocab_size
-    return size if size >= SMALLEST_CACHED_LOGITS and hardware.gpu != "CPU" else 0
 
 
 def expands_segments(job: TrainingJob, hardware: HardwareSpec) -> bool:

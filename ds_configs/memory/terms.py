@@ -48,7 +48,6 @@ TERM_MEANINGS: Mapping[str, str] = {
     "backward_transient": "activation gradients inside one layer; with checkpointing also its recomputed activations",
     "loss": "logits, their fp32 copy and the gradients of head and loss at their joint peak; with a teacher "
     "those of a chunk of rows, and with a chunked loss those of a chunk or tile",
-    "cached_logits": "the free block of 16-bit logits, in which no fp32 gradient of the loss fits",
     "tile_gradients": "gradients of a tiled MLP's weights: the sum over tiles, and those of the next tile",
     "head_gradient": "gradient of the output head, which a chunked loss computes early; in fp32 with a teacher",
     "dequantized_weight": "the largest 4-bit weight, dequantized for one product",

@@ -378,7 +378,8 @@ def test_liger_and_compiled_layers_keep_what_their_code_saves() -> None:
     # Keys and values are repeated, because a compiled model has a mask.
     compiled = saved("compiled")
     assert compiled.saved_bytes_per_layer == tokens * (8 * hidden + 8 * query + 6 * inner + heads)
-    assert compiled.loss_backward_peak_bytes < saved("eager").loss_backward_peak_bytes / 2
+    # Cross-entropy in fp32 with its gradient; the eager loss holds a third tensor.
+    assert compiled.loss_backward_peak_bytes == pytest.approx(8 * tokens * LLAMA_8B.vocab_size, rel=1e-2)
     # A last layer is counted with an eager one's transients.
     eager = saved("eager")
     peak = compiled.saved_bytes_per_layer + compiled.backward_transient_bytes

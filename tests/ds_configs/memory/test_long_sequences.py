@@ -151,15 +151,6 @@ def test_time_of_the_mechanisms():
     assert 0 <= exposed < 0.1
 
 
-def test_the_block_of_16_bit_logits_stays_cached_without_expandable_segments():
-    def terms(seq_len_tokens, loss="eager", hardware=H100):
-        job = TrainingJob(seq_len_tokens=seq_len_tokens, loss=loss)
-        return estimate_memory(LAYOUT, MODEL, hardware, job).gpu.terms
-
-    assert terms(36_000)["cached_logits"] == 2 * 128256 * 36_000
-    assert "cached_logits" not in terms(36_000, "chunked") | terms(8192) | terms(131_072)
-
-
 def test_long_sequences_expand_segments_on_cuda_only():
     assert expands_segments(JOB, H100)
     assert not expands_segments(replace(JOB, seq_len_tokens=32_768), H100)

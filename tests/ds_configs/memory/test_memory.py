@@ -391,7 +391,7 @@ def test_optimizers_of_matrices_keep_what_their_code_allocates():
 
     # Rows are sharded, columns are not.
     assert states("ddp", "adafactor") / 4 < states("fsdp2", "adafactor") < states("ddp", "adafactor")
-    low_rank = {rank: states("ddp", "galore_adamw", optim_args=f"rank={rank}") for rank in (1, 2)}
+    low_rank = {rank: states("ddp", "apollo_adamw", optim_args=f"rank={rank}") for rank in (1, 2)}
     assert 8 * rest < low_rank[1] < low_rank[2] < states("ddp", "adamw_torch")
     assert low_rank[2] - 8 * rest == pytest.approx(2 * (low_rank[1] - 8 * rest))
     assert 4 * PARAMETERS < states("ddp", "muon") < 8 * PARAMETERS
