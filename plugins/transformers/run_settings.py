@@ -100,7 +100,8 @@ def stated_settings(
     if section is None:
         return [str(getattr(arguments.optim, "value", arguments.optim)), *settings]
     name = str(section.get("type", ""))
-    return [{"adam": "adamw_torch", "adamw": "adamw_torch", "sgd": "sgd"}.get(name.lower(), name), *settings]
+    rows = {"adam": "adamw_torch", "adamw": "adamw_torch", "sgd": "sgd", "muon": "muon"}
+    return [rows.get(name.lower(), name), *settings]
 
 
 def balances_experts(model: PreTrainedModel) -> bool:

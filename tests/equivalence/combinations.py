@@ -140,7 +140,8 @@ def _optimizer(name: str) -> Callable[[Run], None]:
 
 
 def _muon(run: Run) -> None:
-    run.arguments |= {"optim": "muon", "learning_rate": 1e-3}
+    # DeepSpeed clips the orthogonalized updates, so that plans do not clip.
+    run.arguments |= {"optim": "muon", "learning_rate": 1e-3, "max_grad_norm": 0.0}
     if "deepspeed" in run.arguments:
         from shardwright.ds_configs.plan.rendering import muon_parameters
         from shardwright.ds_configs.specs.job import TrainingJob

@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import Any
 
 from ...ds_configs.memory.estimate import terms_by_phase
 from ...ds_configs.memory.terms import TERM_ROLES
 from ...ds_configs.plan.plan import Plan
 from ...ds_configs.quantization.scheme import METHODS
+from ...ds_configs.specs.errors import ShardwrightError
 from ...ds_configs.specs.units import human_count
 from ..charts import (
     GREEN,
@@ -295,16 +297,20 @@ def _memory(plan: Plan, peak: int | None) -> Section:
         )
     ]
     over_step: list[tuple[str, Mapping[str, float], bool]] = []
-    is_gpu = plan.hardware.gpu != "CPU"
-    by_phase = terms_by_phase(plan.chosen.strategy, plan.model, plan.job, stage=gpu.stage, gpu=is_gpu)
+    by_phase: Mapping[Any, Mapping[str, int]] = {}
+    # A plan does not store activations that were traced for it.
+    with suppress(ShardwrightError):
+        is_gpu = plan.hardware.gpu != "CPU"
+        by_phase = terms_by_phase(plan.chosen.strategy, plan.model, plan.job, stage=gpu.stage, gpu=is_gpu)
     for phase, held in by_phase.items():
         roles: dict[str, float] = {}
         for name, count in held.items():
             role = TERM_ROLES.get(name, "other")
             roles[role] = roles.get(role, 0.0) + count / size
         over_step.append((phase, roles, True))
-    note = f"Predicted by the plan for sequences of {plan.job.seq_len_tokens:,} tokens."
-    charts.append(Chart(title=f"Tensors over a step, {unit}", draw=stacks(over_step, unit), note=note))
+    if over_step:
+        note = f"Predicted by the plan for sequences of {plan.job.seq_len_tokens:,} tokens."
+        charts.append(Chart(title=f"Tensors over a step, {unit}", draw=stacks(over_step, unit), note=note))
     return Section(
         heading="Memory",
         charts=charts,

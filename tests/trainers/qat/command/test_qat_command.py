@@ -289,7 +289,8 @@ def test_ranks_load_the_revision_of_the_teacher_that_was_planned(
     assert teacher_of(job.settings, job.model) == teacher == (job.teacher, job.teacher_revision)
     loaded: list[Any] = []
     monkeypatch.setattr(teacher_placement, "load_teacher", lambda name, **how: loaded.append((name, how["revision"])))
-    context = SimpleNamespace(arguments=SimpleNamespace(mixed_precision="no"), engine="ddp")
+    plan = SimpleNamespace(chosen=SimpleNamespace(strategy=SimpleNamespace(tiled_mlp=False)))
+    context = SimpleNamespace(arguments=SimpleNamespace(mixed_precision="no"), engine="ddp", plan=plan)
     placed_teacher(teacher[0], job.teacher_revision, job, context)
     assert loaded == [teacher]
 
