@@ -45,7 +45,7 @@ class Documents:
     """Masks of W x 2W, by length and type of the queries."""
 
     def band(self, query: torch.Tensor) -> torch.Tensor:
-        """Return the mask [L, W + L] of L queries whose keys start W tokens before them."""
+        """Return the mask [1, 1, L, W + L] of L queries whose keys start W tokens before them."""
         import torch
 
         key = query.shape[2], query.dtype, query.device
@@ -56,7 +56,7 @@ class Documents:
             seen = (columns <= rows) & (columns > rows - self.window)
             # In the type of the queries, because SDPA would convert booleans in every call.
             band = torch.zeros(seen.shape, dtype=query.dtype, device=query.device)
-            self.bands[key] = band.masked_fill_(~seen, float("-inf"))
+            self.bands[key] = band.masked_fill_(~seen, float("-inf"))[None, None]
         return self.bands[key]
 
 
