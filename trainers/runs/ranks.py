@@ -203,7 +203,9 @@ class TrainingTask(LaunchedJob, RankTask):
         planned.follow(trainer)
 
         def tokens_of(steps: int) -> int:
-            return trained_tokens(trainer.args, steps, self.train_samples, self.train_tokens)
+            # Ranks that share a sequence or a model do not count again.
+            batch = plan.chosen.strategy.global_batch_size
+            return trained_tokens(batch, steps, self.train_samples, self.train_tokens)
 
         # After the recorder, which requests the log of the last step.
         figures = StepFiguresCallback(plan, tokens_of)
@@ -371,13 +373,10 @@ def step_recorder(output_dir: Path, *, evaluates_last: bool) -> Any:
     return Recorder()
 
 
-def trained_tokens(arguments: Any, steps: int, samples: int, tokens: int) -> int:
+def trained_tokens(global_batch_size: int, steps: int, samples: int, tokens: int) -> int:
     """Return the tokens of a number of optimizer steps; the last step of an epoch has the remaining samples."""
-    step_samples: int = (
-        arguments.per_device_train_batch_size * arguments.gradient_accumulation_steps * arguments.world_size
-    )
-    epochs, further = divmod(steps, -(-samples // step_samples))
-    return epochs * tokens + round(tokens * further * step_samples / samples)
+    epochs, further = divmod(steps, -(-samples // global_batch_size))
+    return epochs * tokens + round(tokens * further * global_batch_size / samples)
 
 
 def write_json(record: Mapping[str, Any], path: Path) -> None:

@@ -6,7 +6,6 @@ import json
 import math
 import shutil
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -253,8 +252,7 @@ def test_objective_sentence_names_all_terms() -> None:
 
 
 def test_tokens_of_the_last_step_of_an_epoch() -> None:
-    arguments = SimpleNamespace(per_device_train_batch_size=2, gradient_accumulation_steps=2, world_size=2)
-    counts = [trained_tokens(arguments, steps, 20, 200) for steps in range(5)]
+    counts = [trained_tokens(8, steps, 20, 200) for steps in range(5)]
     assert counts == [0, 80, 160, 200, 280]
 
 
