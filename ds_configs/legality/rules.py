@@ -104,9 +104,9 @@ def sequence_fits_the_positions(model: ModelSpec, layout: Layout, job: TrainingJ
 
 
 def chunked_loss_is_supported(model: ModelSpec, layout: Layout, job: TrainingJob, hardware: HardwareSpec) -> Verdict:
-    """A chunked loss requires a causal language model: a Liger kernel, or tiles that DeepSpeed computes again.
+    """A chunked loss requires a causal language model: a Liger kernel, or tiles that the backward pass computes again.
 
-    Source: liger_kernel/transformers/monkey_patch.py; deepspeed/runtime/sequence_parallel/ulysses_sp.py.
+    Source: liger_kernel/transformers/monkey_patch.py.
     """
     if job.loss != "chunked" or model.model_type in CHUNKED_LOSS_FAMILIES or model.task == "causal_lm":
         return None
@@ -115,9 +115,8 @@ def chunked_loss_is_supported(model: ModelSpec, layout: Layout, job: TrainingJob
 
 
 def tiled_mlp_is_supported(model: ModelSpec, layout: Layout, job: TrainingJob, hardware: HardwareSpec) -> Verdict:
-    """A tiled MLP requires MLPs that the runtime finds by name, without dropout, on one rank.
+    """A tiled MLP requires MLPs that the runtime finds by name, complete on a rank.
 
-    `TiledMLP` computes tiles again without restoring the random state (deepspeed 0.19.8), so dropout would differ.
     Tensor, pipeline and expert parallelism replace or split the MLP.
     """
     if not layout.tiled_mlp:
@@ -125,10 +124,6 @@ def tiled_mlp_is_supported(model: ModelSpec, layout: Layout, job: TrainingJob, h
     fix = "use --tiled-mlp off"
     if not any(f".{name}." in parameter.name for parameter in model.parameters for name in TILED_MLP_NAMES):
         rule = f"requires MLPs: {model.architecture} has no module named {' or '.join(TILED_MLP_NAMES)} in its layers"
-    elif model.residual_dropout_masks:
-        rule = f"does not support the dropout of {model.architecture}, which would differ when a tile is computed again"
-    elif job.use_liger_kernel:
-        rule, fix = "is not supported with Liger's kernels, which replace the MLP", "omit one of the two"
     elif layout.keeps_products:
         rule, fix = "cannot be combined with selective recomputation", "use --gradient-checkpointing on"
     elif axes := [axis for axis in ("tp", "pp", "ep") if axis in layout.axes]:

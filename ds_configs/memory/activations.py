@@ -55,7 +55,7 @@ class MlpBytes:
     """Bytes of a layer with its MLP's inner tensors apart, of which a tiled MLP has one tile's.
 
     A tiled MLP saves its input only, which other layers save too, and adds the gradient of its input, into which the
-    tiles write (`TiledMLP.backward` in deepspeed/runtime/sequence_parallel/ulysses_sp.py, 0.19.8).
+    tiles write (plugins/transformers/tiled_compute.py).
     """
 
     saved_bytes_per_layer: int
@@ -93,7 +93,7 @@ class ActivationEstimate:
     forward_transient_bytes: int
     """Largest live bytes in one checkpointed layer's forward beyond those live when it starts."""
     loss_tiles: int = 0
-    """Tiles of DeepSpeed's tiled loss, whose backward pass computes them again; 0 for other losses."""
+    """Tiles of the tiled loss, whose backward pass computes them again; 0 for other losses."""
     mlp: MlpBytes | None = None
     """The part of the above that MLPs hold; `None` if the source does not separate it."""
     selective: SelectiveBytes | None = None
@@ -260,11 +260,11 @@ def mlp_tiles(model: ModelSpec, tokens_per_sequence: int) -> int:
 
 
 LOGITS_BYTES_OF_A_TILE = 2**30
-"""Largest fp32 logits of one tile of DeepSpeed's tiled loss."""
+"""Largest fp32 logits of one tile of the tiled loss."""
 
 
 def loss_tiles(model: ModelSpec, tokens: int) -> int:
-    """Return the number of tiles of DeepSpeed's tiled loss for the tokens of a micro-batch on a rank."""
+    """Return the number of tiles of the tiled loss for the tokens of a micro-batch on a rank."""
     return max(1, ceil(4 * tokens * model.dimensions.vocab_size / LOGITS_BYTES_OF_A_TILE))
 
 
@@ -363,7 +363,7 @@ def estimate_activations(
 
 
 def has_fused_loss(model: ModelSpec, layout: Layout, job: TrainingJob, *, gpu: bool) -> bool:
-    """Return whether Liger's kernel computes a chunked loss; DeepSpeed's tiles compute all others."""
+    """Return whether Liger's kernel computes a chunked loss; tiles compute all others."""
     return job.loss == "chunked" and gpu and layout.sp == 1 and model.model_type in CHUNKED_LOSS_FAMILIES
 
 

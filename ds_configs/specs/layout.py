@@ -93,7 +93,7 @@ class Layout:
     """Of the recomputed layers, the number whose input waits for the backward pass in pinned host memory, counted from
     the first layer (in each pipeline stage)."""
     tiled_mlp: bool = False
-    """Whether MLPs compute the sequence in tiles, which the backward pass computes again (DeepSpeed's `TiledMLP`)."""
+    """Whether MLPs compute the sequence in tiles, which the backward pass computes again."""
     zero: ZeroOptions = field(default_factory=ZeroOptions)
     """DeepSpeed buffers; unused by other engines."""
 

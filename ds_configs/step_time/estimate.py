@@ -439,7 +439,7 @@ def _computation(setting: Setting, stage: PipelineStage, held: tuple[float, floa
     if job.loss == "chunked" and not has_fused_loss(
         setting.model, setting.strategy, job, gpu=setting.hardware.gpu != "CPU"
     ):
-        # DeepSpeed's tiles compute the logits again in the backward pass.
+        # Tiles compute the logits again in the backward pass.
         terms["head_and_loss"] += head.device
     ahead = layers * forward.device + head.device
     if job.teacher is not None and job.teacher_placement != "cached" and stage.has_head:

@@ -233,11 +233,6 @@ CASES = {
         {"model": replace(LLAMA, model_type="t5", task="seq2seq"), "loss": "chunked"},
         "only causal language models have a loss that can be computed in parts; use --loss eager",
     ),
-    "tiled MLP with dropout": (
-        replace(ZERO1, tiled_mlp=True),
-        {"model": replace(LLAMA, residual_dropout_masks=1)},
-        "tiled_mlp = 'on': does not support the dropout of LlamaForCausalLM",
-    ),
     "tiled MLP without MLPs": (
         replace(ZERO1, tiled_mlp=True),
         {"model": replace(LLAMA, parameters=tuple(p for p in LLAMA.parameters if p.group != "mlp"))},
