@@ -46,7 +46,12 @@ def main(cases_file: Path, output: Path) -> None:
 def measure(case: Case) -> dict[str, Any]:
     """Train one case and return what lived on this rank in the last step, and whether the limit ended the run."""
     plan = plan_of(case.strategy(), case.spec(), parse_hardware(f"{case.ranks}xCPU"), case.job())
-    arguments = training_arguments(run_settings(plan), configure_cpu_ranks(plan.chosen.strategy.engine))
+    engine = plan.chosen.strategy.engine
+    if engine == "single":
+        # With these, Accelerate wraps the model for one rank of DDP.
+        for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
+            os.environ.pop(name, None)
+    arguments = training_arguments(run_settings(plan), configure_cpu_ranks(None if engine == "single" else engine))
     set_seed(1)
     config = AutoConfig.for_model(**case.config)
     # Samples of a complete run are the data set's, not the step's.
