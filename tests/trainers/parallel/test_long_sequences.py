@@ -99,6 +99,30 @@ def test_tiles_and_offload_leave_loss_and_gradients_unchanged(family: str) -> No
     assert mean.logits is None
 
 
+def test_adapters_of_four_bit_weights_get_the_same_gradients(tmp_path: Path) -> None:
+    from shardwright.plugins.peft import add_lora, four_bit_loading
+    from transformers import AutoModelForCausalLM
+
+    model_of("Llama", hidden_size=64).save_pretrained(tmp_path)
+    loading = four_bit_loading(torch.float)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=loading, dtype=torch.float)
+    adapted = add_lora(model, rank=4, targets=None, fp32_adapters=True).train()
+    for name, parameter in adapted.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.1)
+    assert type(model.model.layers[0].mlp.down_proj.base_layer).__name__ == "Linear4bit"
+    inputs = batch()
+    adapted.gradient_checkpointing_enable()
+    adapted.enable_input_require_grads()
+    plain = gradients(adapted, inputs)
+    assert len(plain) == 1 + 3 * 7 * 2
+    offload_checkpoints(adapted, 2)
+    check_equal(gradients(adapted, inputs), plain, tolerance=0.0)
+    tile_mlps(model, 5)
+    TiledLoss(model, 4)
+    check_equal(gradients(adapted, inputs), plain)
+
+
 def test_trainer_reports_the_same_losses_and_predictions(tmp_path: Path) -> None:
     from shardwright.plugins.peft import add_lora
     from transformers import Trainer, TrainingArguments
@@ -155,6 +179,17 @@ def test_offloaded_inputs_live_in_host_memory() -> None:
     # Autograd keeps the embedding's output, the first layer's input, because it is a leaf where weights are frozen.
     assert kept - kept_by_offload == 5 * size
     assert plain.peaks["backward"] - offloaded.peaks["backward"] >= 3 * size
+
+
+def test_gradients_of_one_tile_live_beside_their_sum() -> None:
+    layer, x = torch.nn.Linear(256, 256, bias=False), torch.randn(16, 256)
+    with ByteMeter() as meter:
+        result = in_tiles(layer, [x], list(layer.parameters()), 4)
+        kept = meter.reading().current_bytes
+        meter.enter("backward")
+        result.sum().backward()
+    peak = meter.reading().peaks["backward"] - kept
+    assert layer.weight.nbytes * 2 <= peak < layer.weight.nbytes * 2.5
 
 
 def test_dropout_in_tiles_draws_the_same_numbers_again() -> None:
