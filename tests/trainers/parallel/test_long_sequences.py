@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -241,6 +242,9 @@ def test_unsupported_runs_are_rejected(tmp_path: Path, monkeypatch: pytest.Monke
     assert "label smoothing" in message(model, settings={"label_smoothing_factor": 0.1}, tiled_loss=True)
     assert "number of tiles above 1" in message(model, tiled_mlp=1)
     assert "both replace MLPs" in message(model, settings={"use_liger_kernel": True}, tiled_mlp=True)
+    plugin = SimpleNamespace(deepspeed_config={"expert_parallel": {"enabled": True, "autoep_size": 2}})
+    sharded = {"deepspeed_plugin": plugin}
+    assert "is not supported with expert_parallel" in message(mixtral(), settings=sharded, tiled_mlp=True)
     assert "needs a causal language model" in message(classifier, tiled_loss=True)
     without_mlp = llama()
     for layer in without_mlp.model.layers:
