@@ -324,10 +324,16 @@ def _weight_copies(strategy: Layout, model: ModelSpec, job: TrainingJob, copy_by
     # Layers that are not recomputed keep their copies for the backward pass.
     held = {name: count * (layers - recomputed) // layers for name, count in all_layers.items()}
     autocast = held | {"autocast_weight_copies": all_layers["autocast_weight_copies"]}
+    # Autograd needs that of the head.
+    head = model.embedding_parameters if model.tied_embeddings else model.tail_parameters
+    of_head = copy_bytes * head if job.method == "full" else 0
+    of_loss = held | {"autocast_weight_copies": held["autocast_weight_copies"] + of_head}
     return at_moments(
         {},
         last_layer_forward={**again, **autocast} if recomputed == layers else {**making, **autocast},
-        **dict.fromkeys(("forward_end", "loss_backward", "head_backward", "after_head"), autocast),
+        forward_end=autocast,
+        **dict.fromkeys(("loss_backward", "head_backward"), of_loss),
+        after_head=held,
         last_layer_backward=again if recomputed == layers else held,
         after_last_layer={name: max(0, count - one_layer[name]) for name, count in held.items()},
         first_layer_backward=again,
@@ -653,9 +659,9 @@ class Interval:
     """Largest published value, used to decide whether a plan fits."""
 
 
-CONTEXT_BYTES = Interval(low=350 * _MB, middle=600 * _MB, high=1000 * _MB)
-"""CUDA context with kernels and cuBLAS workspace: 0.3-0.5 GB (arXiv 2411.06465), 1 GB with kernels (Ultra-Scale
-Playbook)."""
+CONTEXT_BYTES = Interval(low=350 * _MB, middle=800 * _MB, high=1000 * _MB)
+"""CUDA context with kernels: 0.3-0.5 GB (arXiv 2411.06465), 0.80 GB measured in a training process on an H100
+(docs/measurements/gpu.md), 1 GB with kernels (Ultra-Scale Playbook)."""
 
 COMMUNICATOR_BYTES = Interval(low=150 * _MB, middle=400 * _MB, high=700 * _MB)
 """Buffers of one NCCL communicator: about 0.5 GB (arXiv 2411.06465)."""
@@ -668,8 +674,9 @@ ALLOCATED_OVER_PREDICTED = Interval(low=0.95, middle=1.0, high=1.05)
 """Tensor bytes divided by their prediction: the largest errors of the grid of measured runs, rounded outwards
 (docs/measurements/memory.md)."""
 
-EXPANDABLE_FROM_TOKENS = 100_000
-"""Sequence length from which launches set `expandable_segments:True`."""
+EXPANDABLE_FROM_TOKENS = 32_768
+"""Sequence length from which launches set `expandable_segments:True`: with 32,768 tokens of a vocabulary of 128,256 an
+H100 ran out of memory with 12 GB of free blocks that no tensor fitted (docs/measurements/gpu.md)."""
 
 EXPANDABLE_RESERVED = Interval(low=1.0, middle=1.01, high=1.02)
 """Allocator blocks divided by tensor bytes with expandable segments. Before an allocation fails, the allocator unmaps
@@ -790,7 +797,8 @@ def _with_overheads(
     expandable: bool,
 ) -> GpuMemory:
     allocated = sum(phases[phase].values())
-    communicators = 0 if strategy.world_size == 1 else 1
+    # DeepSpeed makes a communicator for one rank too.
+    communicators = int(strategy.world_size > 1 or strategy.engine == "deepspeed")
     communicators += strategy.dp_replicate > 1 and strategy.dp_shard > 1
     communicators += strategy.zero.hpz_partition_size > 1
     communicators += sum(getattr(strategy, axis) > 1 for axis in ("sp", "cp", "tp", "pp", "ep"))

@@ -254,6 +254,9 @@ def planned_training_arguments(plan: LaunchSpec) -> dict[str, object]:
     if job.use_liger_kernel:
         arguments["use_liger_kernel"] = True
         fused = {"cross_entropy": False, "fused_linear_cross_entropy": uses_liger(plan)}
+        if strategy.tiled_mlp:
+            # Tiles replace the forward pass of MLPs, as these kernels do.
+            fused |= {"swiglu": False, "geglu": False}
         arguments["liger_kernel_config"] = fused
     elif uses_liger(plan):
         arguments["use_liger_kernel"] = True
