@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import statistics
 from dataclasses import asdict, replace
+from pathlib import Path
 
 import families
 import gpu_memory
@@ -128,6 +130,18 @@ def test_a_file_of_lines_is_predicted_again(tmp_path):
         None,
     )
     assert (failed.case.layout, failed.predicted_fit, failed.used_bytes) == ("single", "", None)
+
+
+def test_runs_on_an_h100_are_predicted():
+    results = stored(Path(gpu_memory.__file__).with_suffix(".jsonl"))
+    trained = [result for result in results if result.trained]
+    assert len(trained) >= 12 and len(results) - len(trained) == 1
+    for result in trained:
+        assert abs(result.allocated_error) <= 0.03, result.case.name
+    assert statistics.mean(abs(result.allocated_error) for result in trained) < 0.01
+    # Nothing is fitted to these times; the smallest run waits for the host.
+    assert statistics.mean(abs(result.time_error) for result in trained) < 0.1
+    assert max(abs(result.time_error) for result in trained) < 0.25
 
 
 def test_table():

@@ -25,6 +25,7 @@ from .activations import (
     loss_tiles,
     mlp_tiles,
     outside_without_norm,
+    with_attention_workspace,
     with_tiled_mlp,
 )
 from .distillation_memory import distillation_loss_terms, teacher_host_terms, teacher_loading_bytes, teacher_terms
@@ -78,6 +79,8 @@ def share_moment_terms(
     if strategy.tiled_mlp:
         tokens = ceil(job.seq_len_tokens / (strategy.sp * strategy.cp))
         traced = with_tiled_mlp(traced, 1 / mlp_tiles(model, tokens))
+    if gpu and mode != "fp32":
+        traced = with_attention_workspace(traced, model.dimensions, strategy.micro_batch_size * job.seq_len_tokens)
     if not share.has_head:
         traced = outside_without_norm(traced, model, job, strategy.micro_batch_size, mode)
     moments = _micro_batch_terms(strategy, model, job, traced)
@@ -97,6 +100,9 @@ def share_moment_terms(
             for name, count in part[moment].items():
                 if count:
                     terms[name] = terms.get(name, 0) + count
+    if not gpu and model.tied_embeddings and job.method == "full" and strategy.engine in ("single", "ddp"):
+        # torch adds the gradients of head and embedding in place on CUDA (metered on an H100), but not on the CPU.
+        combined["embedding_backward"]["module_gradients"] *= 2
     return combined
 
 

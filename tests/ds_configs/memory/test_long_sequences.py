@@ -151,9 +151,23 @@ def test_time_of_the_mechanisms():
     assert 0 <= exposed < 0.1
 
 
+def test_attention_on_gpus_needs_a_workspace_in_the_backward_pass():
+    layout = replace(LAYOUT, tiled_mlp=True)
+    job = replace(JOB, use_liger_kernel=True, loss="chunked")
+
+    def transient(**options):
+        return moments(layout, job, **options)["last_layer_backward"]["backward_transient"]
+
+    # Queries, outputs and their gradients, keys, values and theirs; gradients summed in fp32, and those of keys and
+    # values for all 32 query heads; sums of scores before and after the products with outputs.
+    tokens, hidden, shared, heads = JOB.seq_len_tokens, 4096, 1024, 32
+    assert transient(gpu=True) == tokens * (16 * hidden + 8 * shared + 8 * heads) + 8
+    assert transient(gpu=False) < transient(gpu=True)
+
+
 def test_long_sequences_expand_segments_on_cuda_only():
     assert expands_segments(JOB, H100)
-    assert not expands_segments(replace(JOB, seq_len_tokens=32_768), H100)
+    assert not expands_segments(replace(JOB, seq_len_tokens=32_767), H100)
     assert not expands_segments(JOB, parse_hardware("8xMI300X"))
     assert not expands_segments(JOB, parse_hardware("2xCPU"))
 
