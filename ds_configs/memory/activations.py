@@ -66,9 +66,15 @@ class MlpBytes:
     forward_transient: Parts
 
     def tiled(self, parts: Parts, share: float, *, backward: bool) -> int:
-        """Return the largest bytes of a moment if tiles have `share` of the tokens."""
-        added = self.input_gradient_bytes if backward else 0
-        return max(0, *(outside + (ceil(inner * share) + added if inner > 0 else 0) for outside, inner in parts))
+        """Return the largest bytes of a moment if tiles have `share` of the tokens.
+
+        Moments with fewer inner tensors come after the backward pass of the first matrices, and already contain
+        gradients of the input for all tokens.
+        """
+        most, added = max(inner for _, inner in parts), self.input_gradient_bytes if backward else 0
+        return max(
+            0, *(outside + ceil(max(0, inner) * share) + (added if 2 * inner > most else 0) for outside, inner in parts)
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -300,6 +306,15 @@ def with_tiled_mlp(traced: ActivationEstimate, share: float) -> ActivationEstima
 def mlp_tiles(model: ModelSpec, tokens_per_sequence: int) -> int:
     """Return the number of tiles, of as many tokens as the hidden size (`tile_mlps`, plugins/deepspeed)."""
     return max(1, ceil(tokens_per_sequence / max(1, model.dimensions.hidden_size)))
+
+
+def tiled_mlp_elements(strategy: Layout, model: ModelSpec, job: TrainingJob) -> int:
+    """Return the elements of a layer's MLP on a rank, of which a tiled MLP adds up gradients; 0 without tiles."""
+    tokens = ceil(job.seq_len_tokens / (strategy.sp * strategy.cp))
+    if not strategy.tiled_mlp or mlp_tiles(model, tokens) < 2:
+        return 0
+    in_layers = sum(p.total for p in model.parameters if p.group == "mlp" and p.in_layer)
+    return in_layers // (strategy.ep * max(1, model.dimensions.num_layers))
 
 
 LOGITS_BYTES_OF_A_TILE = 2**30

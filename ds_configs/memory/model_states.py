@@ -13,6 +13,7 @@ from ..specs.job import TrainingJob
 from ..specs.layout import ZENFLOW_TOPK_RATIO, Layout, ZeroOptions
 from ..specs.model import ModelSpec, ParameterShape, adapted_experts
 from ..specs.optimizers import OPTIMIZERS, OptimizerSpec
+from .activations import tiled_mlp_elements
 from .rank_parameters import (
     PHASES,
     Moment,
@@ -768,7 +769,7 @@ def _stage3_gathers(
     }
     # The gradient of a tied head waits in autograd for that of the embedding.
     tied = model.embedding_parameters if model.tied_embeddings and job.method == "full" else 0
-    in_layer = model.largest_layer_unit + tied
+    in_layer = max(model.largest_layer_unit, tiled_mlp_elements(strategy, model, job)) + tied
     units: dict[Moment, int] = {
         "head_backward": parameters.trainable_tail,
         "after_head": parameters.trainable_tail,

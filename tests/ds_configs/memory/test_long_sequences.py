@@ -83,6 +83,11 @@ def test_a_tiled_mlp_needs_less_and_no_more_than_it_computes():
     assert plain[moment]["backward_transient"] > inner
     assert tiled[moment]["backward_transient"] < plain[moment]["backward_transient"] - inner / 3
     assert tiled[moment]["activations"] == plain[moment]["activations"]
+    assert {"reduce_copy", "prefetch_copies"} < set(tiled[moment]), "the norm's backward pass needs more than a tile"
+    # The sum over tiles, and the gradient of the last matrix; ZeRO-3 copies and reduces nothing meanwhile.
+    in_tile = moments(replace(LAYOUT, tiled_mlp=True), replace(JOB, seq_len_tokens=8192))[moment]
+    assert in_tile["tile_gradients"] == 2 * 4 * 14336 * 4096
+    assert {"module_gradients", "reduce_copy", "prefetch_copies"} & set(in_tile) == set()
     assert mlp_tiles(MODEL, 131_072) == 32
     assert mlp_tiles(MODEL, 4096) == 1
     short = replace(JOB, seq_len_tokens=4096)
@@ -95,14 +100,22 @@ def test_a_tiled_loss_holds_one_tile_of_logits():
         # Logits in 16 and 32 bit, and their log-probabilities.
         assert terms["forward_end"]["loss"] <= 2.5 * 1.01 * GIB
         assert "head_gradient" not in terms["forward_end"]
-        # The sum over tiles and the gradient of the tile before, in 16 bit.
-        assert terms["loss_backward"]["head_gradient"] == 2 * 2 * 128256 * 4096
+        # The sum over tiles in 16 bit: a tile's own gradient appears when its logits are gone.
+        assert terms["loss_backward"]["head_gradient"] == 2 * 128256 * 4096
     fused = moments(LAYOUT)
     assert "head_gradient" in fused["forward_end"]
     # On CPU ranks there is no Liger kernel.
     assert moments(LAYOUT, gpu=False)["forward_end"]["loss"] <= 2.5 * 1.01 * GIB
     eager = moments(LAYOUT, replace(JOB, loss="eager"))
     assert eager["loss_backward"]["loss"] > 12 * 128256 * JOB.seq_len_tokens
+
+
+def test_fsdp2_gathers_the_last_layer_while_tiles_of_the_loss_run():
+    layout = replace(LAYOUT, engine="fsdp2", zero_stage=0, offload_optimizer="none")
+    eager, tiled = (
+        moments(layout, replace(JOB, loss=loss), gpu=False)["loss_backward"] for loss in ("eager", "chunked")
+    )
+    assert tiled["gathered_parameters"] - eager["gathered_parameters"] == 2 * MODEL.layer_parameter_count
 
 
 def test_offloaded_inputs_leave_two_on_the_accelerator():
@@ -113,6 +126,8 @@ def test_offloaded_inputs_leave_two_on_the_accelerator():
     assert plain[moment]["activations"] - everything[moment]["activations"] == 32 * each
     assert half[moment]["checkpoint_staging"] == everything[moment]["checkpoint_staging"] == 2 * each
     assert "checkpoint_staging" not in plain[moment]
+    alone = [everything[moment]["checkpoint_staging"] for moment in ("last_layer_forward", "first_layer_backward")]
+    assert alone == [each, each]
     host = estimate_memory(replace(LAYOUT, offloaded_checkpoints=32), MODEL, H100, JOB).host
     assert host.terms["offloaded_checkpoints"] == 8 * 32 * each
     split = estimate_memory(replace(SP, offloaded_checkpoints=32), MODEL, H100, JOB).host
