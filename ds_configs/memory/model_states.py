@@ -214,7 +214,8 @@ def _stage1_and_2(
     if fp32_accumulation:
         # The buffer of the partition is already flat.
         gradients = {"gradients": 4 * shard}
-        return at_moments(rest, **_partition_gradients(strategy, 4 * shard, 0), step=gradients | foreach)
+        growing = _partition_gradients(strategy, parameters, 4 * shard, 0)
+        return at_moments(rest, **growing, step=gradients | foreach)
     flattening = {"fp32_gradients": 4 * group, "gradients": width * fullest}
     if width == 2:
         flattening["flat_gradients"] = 2 * group
@@ -223,8 +224,15 @@ def _stage1_and_2(
     step = max(flattening, update, norm, key=lambda terms: sum(terms.values()))
     if strategy.zero_stage == 1:
         growing = _stage1_gradients(strategy, parameters, full, width * fullest, width * last)
-        return at_moments(rest, **growing, step=step)
-    return at_moments(rest, **_partition_gradients(strategy, width * fullest, width * last), step=step)
+    else:
+        growing = _partition_gradients(strategy, parameters, width * fullest, width * last)
+    return at_moments(rest, **growing, step=step)
+
+
+def _reduces_once(strategy: Layout, parameters: RankParameters) -> bool:
+    """Return whether a bucket holds all gradients, as views (stage_1_and_2.py:1459), and is reduced after the last."""
+    in_hooks = strategy.zero_stage == 2 or strategy.zero.overlap_comm
+    return in_hooks and strategy.pp == 1 and parameters.trainable <= strategy.zero.reduce_bucket_size
 
 
 def _stage1_gradients(
@@ -246,19 +254,28 @@ def _stage1_gradients(
         tail = parameters.trainable_tail * full // max(1, parameters.trainable)
         return gradients | {"backward": {"gradients": full + whole_bytes - tail}, "after_head": {"gradients": tail}}
     if strategy.gradient_accumulation_steps > 1:
-        return gradients | {"backward": {"gradients": full + whole_bytes}}
+        return gradients | {"backward": {"gradients": full + (0 if _reduces_once(strategy, parameters) else whole_bytes)}}
+    if _reduces_once(strategy, parameters):
+        return {}
     for moment in ("after_head", "last_layer_backward", "after_last_layer"):
         gradients[moment] = {"gradients": max(gradients[moment]["gradients"], last_bytes)}
     return gradients
 
 
-def _partition_gradients(strategy: Layout, whole_bytes: int, last_bytes: int) -> dict[str, Terms]:
+def _partition_gradients(
+    strategy: Layout, parameters: RankParameters, whole_bytes: int, last_bytes: int
+) -> dict[str, Terms]:
     """Gradients of a stage-2 partition from its first reduction on, which follows the head's backward pass.
 
     During accumulation a rank holds the sum and the buffer of the current micro-batch. That buffer is allocated when
     the first gradient of the partition arrives; those of the last rank come first.
     """
     gradients = {"gradients": whole_bytes}
+    if _reduces_once(strategy, parameters):
+        if strategy.gradient_accumulation_steps > 1:
+            return {"loss": gradients, "backward": gradients}
+        # A flat fp32 buffer exists during the reduction; others are allocated after its copy is freed.
+        return {} if last_bytes else {"embedding_backward": gradients}
     if strategy.gradient_accumulation_steps > 1:
         early = {"gradients": max(0, 2 * last_bytes - whole_bytes)}
         late = {"gradients": whole_bytes if last_bytes else 0}
@@ -655,7 +672,7 @@ def _stage1_and_2_buckets(
     Buckets are allocated when the first gradient arrives and released by the reduction, which copies its bucket. Stage
     1 reduces only at the end of accumulation, so its buckets exist during the forward passes before. A bucket fills
     during a layer's backward pass. A gradient larger than the bucket waits for the next gradient, that of the head for
-    that of the final norm. Offload clones such a gradient and computes the norm of each in fp64 (stage_1_and_2.py:1439,
+    that of the final norm. A bucket for all gradients is reduced after the backward pass. Offload clones such a gradient and computes the norm of each in fp64 (stage_1_and_2.py:1439,
     1905). The gradient of a tied head waits in autograd for that of the embedding.
     """
     width = job.compute_bytes
@@ -666,8 +683,9 @@ def _stage1_and_2_buckets(
     buckets = {"reduce_buckets": (2 if strategy.zero.overlap_comm else 1) * size * width}
     accumulating = strategy.gradient_accumulation_steps > 1
     buckets_in_forward = buckets if strategy.zero_stage == 1 and accumulating else {}
-    # The states of stage 1 include complete gradients, unless they are copied to the host immediately.
-    counted = strategy.zero_stage == 1 and not (offload and not accumulating)
+    once = _reduces_once(strategy, parameters)
+    # The states of stage 1 include complete gradients, unless they are copied immediately.
+    counted = strategy.zero_stage == 1 and (accumulating or not (offload or once))
     if strategy.pp > 1:
         # A pipeline reduces after all backward passes, in another bucket (stage_1_and_2.py:958).
         bucket = {"reduce_buckets": size * width}
@@ -687,11 +705,27 @@ def _stage1_and_2_buckets(
 
     def bucket_copy(*units: int) -> int:
         norms = [8 * min(unit, shard) for unit in units if unit <= size] if offload else []
-        return max([max(width, _reduction_bytes(strategy, job)) * size, *norms])
+        return max([max(width, _reduction_bytes(strategy, job)) * min(size, parameters.trainable), *norms])
 
     def in_layer(*units: int) -> Terms:
         return buckets | {"reduce_copy": bucket_copy(*units), "module_gradients": 0 if counted else width * tied}
 
+    if once:
+
+        def unreduced(unit: int) -> Terms:
+            return buckets | {"module_gradients": 0 if counted else width * (tied + unit)}
+
+        return at_moments(
+            {},
+            loss=buckets_in_forward,
+            head_backward={"module_gradients": 0 if counted else width * head},
+            after_head=unreduced(head - tied),
+            last_layer_backward=unreduced(0),
+            after_last_layer=unreduced(layer),
+            first_layer_backward=unreduced(0),
+            after_first_layer=unreduced(layer),
+            embedding_backward=buckets | {"reduce_copy": bucket_copy(head, layer, embedding)},
+        )
     oversized_head = reduction(head, 0) if head > size and not tied else {}
     return at_moments(
         {},

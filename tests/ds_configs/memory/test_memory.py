@@ -69,7 +69,7 @@ def strategy_of(name: str, ranks: int, **changes) -> Layout:
             zero_stage=stage,
             dp_shard=ranks if sharded else 1,
             dp_replicate=1 if sharded else ranks,
-            **changes,
+            **{"zero": ZeroOptions(reduce_bucket_size=PARAMETERS // 10), **changes},
         )
     if name == "fsdp2":
         return Layout(engine="fsdp2", dp_shard=ranks, **changes)
