@@ -28,6 +28,8 @@ TOLERANCES = {
 }
 """Largest difference of a loss from one process, in nats, of optimizers that round; 8-bit ones of bitsandbytes too."""
 MEAN_ERROR, WORST_ERROR = 0.02, 0.05
+AT_ONCE = 8
+"""Cells of one launch of ranks, whose time is limited."""
 
 SAME = {
     "adamw_bnb_8bit": "adamw_8bit",
@@ -86,10 +88,15 @@ def trained(optimizers: Iterable[str], layouts: Iterable[str]) -> Iterator[Row]:
 
     names = list(optimizers) or [name for name in OPTIMIZERS if name not in SAME]
     columns = list(layouts) or list(ENGINES)
-    cases = [Case(optimizer=name, layout=layout) for layout in columns for name in names]
+    cells = [(name, layout) for layout in columns for name in names]
+    if not list(optimizers):
+        cells = [cell for cell in cells if not rejection_of(*cell)]
+    worker = Path(__file__).with_name("optimizer_worker.py")
     with server(), tempfile.TemporaryDirectory() as directory:
-        for case, record in each_record(cases, Path(directory), Path(__file__).with_name("optimizer_worker.py")):
-            yield row_of(case.optimizer, case.layout, record)
+        for first in range(0, len(cells), AT_ONCE):
+            cases = [Case(optimizer=name, layout=layout) for name, layout in cells[first : first + AT_ONCE]]
+            for case, record in each_record(cases, Path(directory), worker):
+                yield row_of(case.optimizer, case.layout, record)
 
 
 def row_of(optimizer: str, layout: str, record: dict[str, Any]) -> Row:
@@ -103,15 +110,9 @@ def row_of(optimizer: str, layout: str, record: dict[str, Any]) -> Row:
 
 
 def predicted(optimizer: str, layout: str) -> int:
-    """Return the bytes that the planner predicts for the metered step.
-
-    torch steps CPU tensors one by one, where it steps those of a GPU together (`foreach`) with a temporary.
-    """
+    """Return the bytes that the planner predicts for the metered step, on a rank without an accelerator."""
     plan = metered_plan(optimizer, layout)
-    phases = terms_by_phase(plan.chosen.strategy, plan.model, plan.job)
-    spec = OPTIMIZERS[optimizer]
-    if spec.step_transient == "foreach" and not spec.package:
-        phases["step"] = phases["step"] | {"optimizer_transient": 0}
+    phases = cpu_rank_terms(plan.chosen.strategy, plan.model, plan.job)
     return max(sum(terms.values()) for phase, terms in phases.items() if phase != "init")
 
 
@@ -226,7 +227,7 @@ def page(rows: list[Row]) -> str:
 
 from optimizer_worker import ENGINES, metered_plan  # noqa: E402
 from shardwright.ds_configs.legality.rules import legality_errors  # noqa: E402
-from shardwright.ds_configs.memory.estimate import terms_by_phase  # noqa: E402
+from shardwright.ds_configs.memory.estimate import cpu_rank_terms  # noqa: E402
 from shardwright.ds_configs.specs.optimizers import OPTIMIZERS, REJECTED  # noqa: E402
 
 if __name__ == "__main__":

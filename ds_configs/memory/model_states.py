@@ -84,9 +84,11 @@ def optimizer_state_bytes(strategy: Layout, model: ModelSpec, job: TrainingJob, 
         return sum(4 * p.count * _factor_elements(p.shape, copies) for p in model.parameters)
     if optimizer.low_rank:
         return round(scale * sum(p.count * _low_rank_bytes(p, optimizer, job) for p in model.parameters))
+    if optimizer.compensated and job.trained_weight_bytes == 2:
+        per_element += 2
     states = per_element * trainable
     if optimizer.matrix_states and job.method == "full":
-        states -= per_element / 2 * sum(p.total for p in model.parameters if is_stepped_by_muon(p))
+        states -= per_element / 2 * muon_elements(model)
     if optimizer.eight_bit and not flat and job.method == "full":
         embeddings = sum(p.total for p in model.parameters if p.kind == "embedding")
         moments = round(optimizer.state_bytes_per_parameter)
@@ -97,6 +99,20 @@ def optimizer_state_bytes(strategy: Layout, model: ModelSpec, job: TrainingJob, 
 def is_stepped_by_muon(parameter: ParameterShape) -> bool:
     """Return whether Muon steps a parameter: a matrix that is neither an embedding nor the head."""
     return parameter.in_layer and len(parameter.shape) == 2 and parameter.kind != "embedding"
+
+
+def muon_elements(model: ModelSpec) -> int:
+    """Return the elements of the matrices that Muon steps."""
+    return sum(parameter.total for parameter in model.parameters if is_stepped_by_muon(parameter))
+
+
+def _overlapping_by_muon(model: ModelSpec, ranks: int) -> tuple[int, int]:
+    """Return the elements of Muon's matrices and of others that overlap a ZeRO partition; each kind is one group."""
+    by_kind = (
+        [p for p in model.parameters if len(p.shape) > 1 and is_stepped_by_muon(p) is kind] for kind in (True, False)
+    )
+    muon, others = (max(_overlapping(kind, model.dimensions.num_layers, ranks)) for kind in by_kind)
+    return muon, others
 
 
 def _factor_elements(shape: tuple[int, ...], copies: int) -> int:
@@ -219,6 +235,13 @@ def _stage1_and_2(
     flattening = {"fp32_gradients": 4 * group, "gradients": width * fullest}
     if width == 2:
         flattening["flat_gradients"] = 2 * group
+    if OPTIMIZERS[job.optimizer].matrix_states:
+        # Momentum of the matrices that overlap the partition, a copy that the step fills (stage_1_and_2.py:2831, 3000),
+        # and their updates, in the type of the gradients.
+        matrices, others = _overlapping_by_muon(model, strategy.shard_size)
+        adamw = 8 * -(-(trainable - muon_elements(model)) // strategy.shard_size)
+        rest["optimizer_states"] = adamw + 2 * width * matrices
+        flattening["gradients"] = width * (2 * matrices + others)
     norm = {"gradients": width * fullest, "norm_copy": 8 * min(parameters.largest_trainable, shard)}
     update = {"fp32_gradients": 4 * group} | foreach
     step = max(flattening, update, norm, key=lambda terms: sum(terms.values()))
@@ -254,7 +277,9 @@ def _stage1_gradients(
         tail = parameters.trainable_tail * full // max(1, parameters.trainable)
         return gradients | {"backward": {"gradients": full + whole_bytes - tail}, "after_head": {"gradients": tail}}
     if strategy.gradient_accumulation_steps > 1:
-        return gradients | {"backward": {"gradients": full + (0 if _reduces_once(strategy, parameters) else whole_bytes)}}
+        return gradients | {
+            "backward": {"gradients": full + (0 if _reduces_once(strategy, parameters) else whole_bytes)}
+        }
     if _reduces_once(strategy, parameters):
         return {}
     for moment in ("after_head", "last_layer_backward", "after_last_layer"):
@@ -309,6 +334,10 @@ def _stage3(
         "gradients": accumulation * shard,
         "optimizer_states": parameters.state_shard(states, strategy),
     }
+    if OPTIMIZERS[job.optimizer].matrix_states:
+        # The momentum of a bucket's matrices, local and gathered, which stays allocated (stage3.py:1697).
+        bucket = min(strategy.zero.reduce_bucket_size, muon_elements(model))
+        rest["optimizer_states"] += width * (bucket + -(-bucket // strategy.shard_size))
     transient = _step_transient(job, parameters, sub_group)
     if width == 2 and not strategy.zero.gradient_accumulation_fp32:
         # The flattened 16-bit gradients of a sub-group exist while their fp32 copy is made.
@@ -332,13 +361,17 @@ def _step_transient(job: TrainingJob, parameters: RankParameters, elements: int,
 
     `ranks` share the tensors, whose largest decides if they are stepped one by one; 0: one flat tensor of all elements.
     """
-    optimizer, width = OPTIMIZERS[job.optimizer], job.trained_weight_bytes if ranks else 4
+    optimizer = OPTIMIZERS[job.optimizer]
+    width = job.trained_weight_bytes if ranks else 4
+    if optimizer.matrix_states and not ranks:
+        # DeepSpeed orthogonalizes matrices one by one, before it flattens their gradients.
+        return 0
     tensor = -(-parameters.largest_trainable // ranks) if ranks else elements
     if optimizer.factored:
         # The squared gradient and the update; 16-bit weights and gradients are also converted.
         return 4 * tensor * (2 if width == 4 else 4)
-    flat = elements if optimizer.step_transient == "foreach" else 0
-    return width * (flat + round(optimizer.matrix_transient * tensor))
+    matrix = (4 if optimizer.fp32_states else width) * optimizer.matrix_transient * tensor
+    return width * optimizer.foreach_temporaries * elements + round(matrix)
 
 
 def _pipeline_stage0(

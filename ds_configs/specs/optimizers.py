@@ -28,10 +28,15 @@ class OptimizerSpec:
     """Whether a matrix has one moment and other parameters have two (Muon)."""
     fp32_states: bool = False
     """Whether states are fp32 or blocks also with bf16 weights; others have the type of the weights."""
-    step_transient: Literal["none", "foreach"] = "none"
-    """`foreach` allocates one fp32 temporary of all parameters stepped together (factored: two), fused kernels none."""
+    foreach_temporaries: int = 0
+    """Temporaries of all parameters, which `foreach` kernels step together; fused kernels have none."""
     matrix_transient: float = 0
-    """fp32 temporaries of the largest parameter, for optimizers that step one parameter after the other."""
+    """Temporaries of the largest parameter, for optimizers that step one parameter after the other.
+
+    They are fp32 if states are. For torchao they are the buffers of the compiled update, in 4 bit also of int64.
+    """
+    compensated: bool = False
+    """Whether bf16 weights have a compensation of their type (Kahan summation)."""
     cpu_kernel: bool = False
     """Whether DeepSpeed has a CPU kernel with the same arithmetic, which optimizer offload requires."""
     plain_tensors_only: bool = False
@@ -59,7 +64,7 @@ def _bitsandbytes(moments: int, *, eight_bit: bool) -> OptimizerSpec:
 
 OPTIMIZERS: Mapping[str, OptimizerSpec] = {
     "adamw_torch_fused": OptimizerSpec(state_bytes_per_parameter=8, cpu_kernel=True),
-    "adamw_torch": OptimizerSpec(state_bytes_per_parameter=8, step_transient="foreach", cpu_kernel=True),
+    "adamw_torch": OptimizerSpec(state_bytes_per_parameter=8, foreach_temporaries=1, cpu_kernel=True),
     **dict.fromkeys(("adamw_8bit", "adamw_bnb_8bit", "paged_adamw_8bit"), _bitsandbytes(2, eight_bit=True)),
     "paged_adamw_32bit": _bitsandbytes(2, eight_bit=False),
     **dict.fromkeys(("lion_32bit", "paged_lion_32bit"), _bitsandbytes(1, eight_bit=False)),
@@ -68,20 +73,22 @@ OPTIMIZERS: Mapping[str, OptimizerSpec] = {
     **dict.fromkeys(("ademamix_8bit", "paged_ademamix_8bit"), _bitsandbytes(3, eight_bit=True)),
     **dict.fromkeys(("rmsprop_bnb", "rmsprop_bnb_32bit"), _bitsandbytes(1, eight_bit=False)),
     "rmsprop_bnb_8bit": _bitsandbytes(1, eight_bit=True),
-    "adagrad": OptimizerSpec(state_bytes_per_parameter=4, step_transient="foreach", cpu_kernel=True),
-    "rmsprop": OptimizerSpec(state_bytes_per_parameter=4, step_transient="foreach"),
+    "adagrad": OptimizerSpec(state_bytes_per_parameter=4, foreach_temporaries=2, cpu_kernel=True),
+    "rmsprop": OptimizerSpec(state_bytes_per_parameter=4, foreach_temporaries=1),
     "sgd": OptimizerSpec(state_bytes_per_parameter=0),
-    "adafactor": OptimizerSpec(state_bytes_per_parameter=0, factored=True, fp32_states=True, step_transient="foreach"),
+    "adafactor": OptimizerSpec(state_bytes_per_parameter=0, factored=True, fp32_states=True),
     "adamw_torch_8bit": OptimizerSpec(
-        state_bytes_per_parameter=2 * _BLOCKWISE_8BIT, fp32_states=True, package="torchao"
+        state_bytes_per_parameter=2 * _BLOCKWISE_8BIT, fp32_states=True, matrix_transient=2, package="torchao"
     ),
     "adamw_torch_4bit": OptimizerSpec(
-        state_bytes_per_parameter=2 * (_BLOCKWISE_8BIT - 1 / 2), fp32_states=True, package="torchao"
+        state_bytes_per_parameter=2 * (_BLOCKWISE_8BIT - 1 / 2), fp32_states=True, matrix_transient=6, package="torchao"
     ),
-    "schedule_free_adamw": OptimizerSpec(state_bytes_per_parameter=8, step_transient="foreach", package="schedulefree"),
+    "schedule_free_adamw": OptimizerSpec(state_bytes_per_parameter=8, foreach_temporaries=1, package="schedulefree"),
     "schedule_free_radam": OptimizerSpec(state_bytes_per_parameter=8, package="schedulefree"),
     "schedule_free_sgd": OptimizerSpec(state_bytes_per_parameter=4, package="schedulefree"),
-    "stable_adamw": OptimizerSpec(state_bytes_per_parameter=8, matrix_transient=2, package="torch-optimi"),
+    "stable_adamw": OptimizerSpec(
+        state_bytes_per_parameter=8, matrix_transient=2, compensated=True, package="torch-optimi"
+    ),
     "galore_adamw": OptimizerSpec(
         state_bytes_per_parameter=8, low_rank="moments", matrix_transient=3.5, package="galore-torch"
     ),
