@@ -704,9 +704,10 @@ def _stage1_and_2_buckets(
 
     Buckets are allocated when the first gradient arrives and released by the reduction, which copies its bucket. Stage
     1 reduces only at the end of accumulation, so its buckets exist during the forward passes before. A bucket fills
-    during a layer's backward pass. A gradient larger than the bucket waits for the next gradient, that of the head for
-    that of the final norm. A bucket for all gradients is reduced after the backward pass. Offload clones such a gradient and computes the norm of each in fp64 (stage_1_and_2.py:1439,
-    1905). The gradient of a tied head waits in autograd for that of the embedding.
+    during a layer's backward pass. A bucket for all gradients is reduced after the backward pass. A gradient larger
+    than the bucket waits for the next gradient, that of the head for that of the final norm. Offload clones such a
+    gradient and computes the norm of each in fp64 (stage_1_and_2.py:1439, 1905). The gradient of a tied head waits in
+    autograd for that of the embedding.
     """
     width = job.compute_bytes
     if strategy.zero.gradient_accumulation_fp32 and strategy.offload_optimizer != "none":
