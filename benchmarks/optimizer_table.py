@@ -177,13 +177,13 @@ def page(rows: list[Row]) -> str:
         for layout in ENGINES:
             if reason := rejection_of(name, layout):
                 reasons += [] if reason in reasons else [reason]
-                cells.append(f"rejected {reasons.index(reason) + 1}")
+                cells.append(str(reasons.index(reason) + 1))
                 continue
             row = found.get((SAME.get(name, name), layout))
             if row is None or "metered" not in row or "losses" not in row:
-                cells.append("not measured")
+                cells.append("open")
                 continue
-            cells.append("✓" if name not in SAME else f"✓ as {SAME[name]}")
+            cells.append("✓")
             if name in SAME:
                 continue
             bytes_ = predicted(name, layout)
@@ -194,19 +194,21 @@ def page(rows: list[Row]) -> str:
                 f"| {bytes_ / row['metered'] - 1:+.1%} | {difference or 0:.0e} "
                 f"| {row['resumed_loss_difference']:.0e} |"
             )
-        lines.append(f"| {name} | " + " | ".join(cells) + " |")
+        label = f"{name} ({SAME[name]})" if name in SAME else name
+        lines.append(f"| {label} | " + " | ".join(cells) + " |")
     numbered = [f"{number}. {reason}" for number, reason in enumerate(reasons, 1)]
-    never = [f"| {name} | {rule}; {fix} |" for name, (rule, fix) in REJECTED.items() if "_" in name]
+    never = [f"| {name} | {rule}; {fix} |" for name, (rule, fix) in REJECTED.items()]
     mean, worst = (sum(errors) / len(errors), max(errors)) if errors else (0.0, 0.0)
     return "\n".join(
         [
             "# Optimizers under every engine",
             "",
-            "This page shows which optimizer each engine trains, and how well its memory is predicted. "
-            "`python benchmarks/optimizer_table.py --write` makes it, on one and two CPU ranks.",
+            "This page shows which optimizer each engine trains, and how well its memory is predicted.",
+            "`python benchmarks/optimizer_table.py --write` makes it, on one and two CPU ranks, in about 20 minutes.",
             "",
-            "✓: a metered step, 20 steps whose losses equal one process's, and a run that is resumed after 10 steps. "
-            "Not measured: offered, because the code of the engine treats it as it does a measured stage.",
+            "✓: one step was metered, 20 steps had the losses of one process, and a run resumed after 10 steps ended",
+            "with the same weights. A name in parentheses, the same class or an unpaged one, was measured instead.",
+            "Numbers are the reasons of rejections.",
             "",
             *lines,
             "",
@@ -220,9 +222,12 @@ def page(rows: list[Row]) -> str:
             "",
             "## Memory, losses and resumed runs",
             "",
-            f"Mean error of the predicted bytes {mean:.1%}, worst {worst:.1%}. A Llama of 5 million parameters in bf16 "
-            "is metered; losses are those of a smaller one in fp32, as the largest difference of a step from one "
-            "process and from the uninterrupted run. Optimizers that round (8-bit states, Muon in bf16) differ more.",
+            f"Mean error of the predicted bytes {mean:.1%}, worst {worst:.1%}. A Llama of 5 million parameters in bf16",
+            "is metered, with `foreach` kernels as on GPUs, and torchao's update compiled. Losses are those of a",
+            "smaller Llama in fp32: the largest difference of a step from one process, and of a resumed run from the",
+            f"uninterrupted one. They may differ by {LOSS_TOLERANCE:.0e}, where optimizers round or project by more:",
+            f"Muon (bf16) by {TOLERANCES['muon']:.0e}, 8-bit and 4-bit states by {EIGHT_BIT:.0e}, GaLore by "
+            f"{TOLERANCES['galore_adamw']:.0e}.",
             "",
             *memory,
             "",

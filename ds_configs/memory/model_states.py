@@ -12,7 +12,7 @@ from typing import Literal, NamedTuple
 from ..specs.job import TrainingJob
 from ..specs.layout import ZENFLOW_TOPK_RATIO, Layout, ZeroOptions
 from ..specs.model import ModelSpec, ParameterShape, adapted_experts
-from ..specs.optimizers import OPTIMIZERS, OptimizerSpec
+from ..specs.optimizers import OPTIMIZERS, QUANTIZED_BLOCK, OptimizerSpec, added_state_bytes
 from .rank_parameters import (
     PHASES,
     Moment,
@@ -68,15 +68,16 @@ _REDUCED_AT_ONCE = 500_000_000
 def optimizer_state_bytes(strategy: Layout, model: ModelSpec, job: TrainingJob, trainable: int) -> int:
     """Return the bytes of optimizer states for all trainable elements, before sharding.
 
-    ZeRO gives the optimizer flat partitions, which Adafactor cannot factor (transformers/optimization.py). Without
-    ZeRO, the Trainer keeps 32-bit states for embeddings under 8-bit optimizers (transformers/trainer.py:1286). FSDP2
-    shards rows of factors; every rank keeps all columns.
+    ZeRO gives the optimizer flat partitions, which Adafactor cannot factor (transformers/optimization.py), and which
+    torchao only quantizes if they have no incomplete block (torchao/optim/adam.py, `_new_buffer`). Without ZeRO, the
+    Trainer keeps 32-bit states for embeddings under 8-bit optimizers (transformers/trainer.py:1286). FSDP2 shards rows
+    of factors; every rank keeps all columns.
     """
     optimizer = OPTIMIZERS[job.optimizer]
     flat = bool(strategy.zero_stage)
     # States have the type of the tensors that the optimizer steps, which ZeRO keeps in fp32.
     scale = 1.0 if flat or optimizer.fp32_states else job.trained_weight_bytes / 4
-    per_element = scale * optimizer.state_bytes_per_parameter
+    per_element = scale * (optimizer.state_bytes_per_parameter + added_state_bytes(job.optimizer, job.optim_args))
     if optimizer.factored:
         if flat or job.method != "full":
             return 4 * trainable
@@ -84,6 +85,8 @@ def optimizer_state_bytes(strategy: Layout, model: ModelSpec, job: TrainingJob, 
         return sum(4 * p.count * _factor_elements(p.shape, copies) for p in model.parameters)
     if optimizer.low_rank:
         return round(scale * sum(p.count * _low_rank_bytes(p, optimizer, job) for p in model.parameters))
+    if optimizer.package == "torchao" and flat and _matrix_partition(strategy, model) % QUANTIZED_BLOCK:
+        per_element = 8
     if optimizer.compensated and job.trained_weight_bytes == 2:
         per_element += 2
     states = per_element * trainable
@@ -99,6 +102,15 @@ def optimizer_state_bytes(strategy: Layout, model: ModelSpec, job: TrainingJob, 
 def is_stepped_by_muon(parameter: ParameterShape) -> bool:
     """Return whether Muon steps a parameter: a matrix that is neither an embedding nor the head."""
     return parameter.in_layer and len(parameter.shape) == 2 and parameter.kind != "embedding"
+
+
+def _matrix_partition(strategy: Layout, model: ModelSpec) -> int:
+    """Return the elements of matrices in a ZeRO partition with its padding (`nccl_start_alignment_factor` 2)."""
+    ranks = strategy.shard_size
+    if strategy.zero_stage == 3:
+        return sum(-(-p.numel // ranks) * p.count for p in model.parameters if len(p.shape) > 1)
+    matrices = sum(parameter.total for parameter in model.parameters if len(parameter.shape) > 1)
+    return 2 * -(-matrices // (2 * ranks))
 
 
 def muon_elements(model: ModelSpec) -> int:
