@@ -69,7 +69,7 @@ def strategy_of(name: str, ranks: int, **changes) -> Layout:
             zero_stage=stage,
             dp_shard=ranks if sharded else 1,
             dp_replicate=1 if sharded else ranks,
-            **changes,
+            **{"zero": ZeroOptions(reduce_bucket_size=PARAMETERS // 10), **changes},
         )
     if name == "fsdp2":
         return Layout(engine="fsdp2", dp_shard=ranks, **changes)
@@ -383,17 +383,27 @@ def test_optimizers_of_matrices_keep_what_their_code_allocates():
     matrices = sum(p.total for p in MODEL.parameters if p.kind == "linear")
     rest = PARAMETERS - matrices
 
-    def states(name: str, optimizer: str, **settings: str) -> int:
+    def states(layout: str, optimizer: str, **settings: str) -> int:
         job = TrainingJob(optimizer=optimizer, **settings)
-        return model_state_terms(strategy_of(name, 4), MODEL, job, rank_parameters(MODEL, job))["step"][
-            "optimizer_states"
-        ]
+        name, _, ranks = layout.partition("-")
+        strategy = strategy_of(name, int(ranks or 4))
+        return model_state_terms(strategy, MODEL, job, rank_parameters(MODEL, job))["step"]["optimizer_states"]
 
     # Rows are sharded, columns are not.
     assert states("ddp", "adafactor") / 4 < states("fsdp2", "adafactor") < states("ddp", "adafactor")
     low_rank = {rank: states("ddp", "apollo_adamw", optim_args=f"rank={rank}") for rank in (1, 2)}
     assert 8 * rest < low_rank[1] < low_rank[2] < states("ddp", "adamw_torch")
     assert low_rank[2] - 8 * rest == pytest.approx(2 * (low_rank[1] - 8 * rest))
+    momentum = states("ddp", "sgd", optim_args="momentum=0.9"), states("ddp", "rmsprop", optim_args="centered=true")
+    assert momentum == (4 * PARAMETERS, 8 * PARAMETERS)
+    assert states("ddp", "stable_adamw", weights_dtype="bf16") == 6 * PARAMETERS
+    # The partition of 4 ranks consists of complete blocks, that of 3 ranks does not.
+    eight_bit = {ranks: states(f"zero2-{ranks}", "adamw_torch_8bit") for ranks in (3, 4)}
+    assert eight_bit[3] == pytest.approx(8 * PARAMETERS / 3, rel=1e-3)
+    assert eight_bit[4] == pytest.approx(2 * (1 + 4 / 256) * PARAMETERS / 4, rel=1e-3)
+    # Two copies of the momentum, in the type of the gradients.
+    muon = sum(p.total for p in MODEL.parameters if p.kind == "linear" and p.in_layer)
+    assert states("zero2", "muon") == pytest.approx((8 * (PARAMETERS - muon) + 2 * 2 * muon) / 4, rel=0.1)
     assert 4 * PARAMETERS < states("ddp", "muon") < 8 * PARAMETERS
     assert states("fsdp2", "muon") == pytest.approx(states("ddp", "muon") / 4, rel=1e-3)
 
