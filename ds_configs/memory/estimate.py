@@ -10,7 +10,7 @@ from typing import Any
 
 from ..specs.errors import ConfigError, UsageError
 from ..specs.hardware import HardwareSpec, gpu_catalog
-from ..specs.job import TrainingJob
+from ..specs.job import CHUNKED_LOSS_FAMILIES, TrainingJob
 from ..specs.layout import Layout
 from ..specs.model import ModelSpec, adapted_experts
 from ..specs.units import pinned_block_bytes as pinned_block_bytes
@@ -237,9 +237,15 @@ def _micro_batch_terms(
         # The input of the last layer is on the host at its end, and comes back for its backward pass.
         return {name: count for name, count in saved(layers).items() if name != "checkpoint_staging"}
 
-    def backward(*, again: bool) -> Terms:
+    # In 16 bits, norms of these families save a copy of their input in fp32, so that the input itself is freed.
+    casts = activation_mode(strategy, job) == "bf16" and not job.use_liger_kernel
+    frees_input = casts and model.model_type in CHUNKED_LOSS_FAMILIES
+
+    def backward(count: int, *, again: bool) -> Terms:
         _, transient = _layer_bytes(strategy, model, job, traced, recomputed=again)
-        terms = {"backward_transient": transient // ranks + gathered, **_dequantized(model, job)}
+        terms = saved(count) | {"backward_transient": transient // ranks + gathered, **_dequantized(model, job)}
+        if frees_input and "checkpoint_staging" in terms:
+            terms["checkpoint_staging"] -= checkpoint
         return terms | {"tile_gradients": tile_gradients} if tile_gradients else terms
 
     # In the forward pass, a layer's input is on the accelerator until the layer ends.
@@ -266,9 +272,9 @@ def _micro_batch_terms(
         "loss_backward": around | loss["loss_backward"],
         "head_backward": waiting() | loss["head_backward"],
         "after_head": waiting(),
-        "last_layer_backward": saved(layers) | backward(again=recomputed == layers),
+        "last_layer_backward": backward(layers, again=recomputed == layers),
         "after_last_layer": saved(layers - 1),
-        "first_layer_backward": saved(1) | backward(again=recomputed > 0),
+        "first_layer_backward": backward(1, again=recomputed > 0),
         "after_first_layer": saved(0),
         "embedding_backward": {},
         "step": step,

@@ -118,16 +118,19 @@ def test_fsdp2_gathers_the_last_layer_while_tiles_of_the_loss_run():
     assert tiled["gathered_parameters"] - eager["gathered_parameters"] == 2 * MODEL.layer_parameter_count
 
 
-def test_offloaded_inputs_leave_two_on_the_accelerator():
+def test_offloaded_inputs_leave_one_or_two_on_the_accelerator():
     each = 2 * 4096 * JOB.seq_len_tokens
     plain, half, everything = (moments(replace(LAYOUT, offloaded_checkpoints=count)) for count in (0, 16, 32))
     moment = "last_layer_backward"
     assert plain[moment]["activations"] - half[moment]["activations"] == 16 * each
     assert plain[moment]["activations"] - everything[moment]["activations"] == 32 * each
-    assert half[moment]["checkpoint_staging"] == everything[moment]["checkpoint_staging"] == 2 * each
+    # The layer's own is freed after the recomputation, because norms save it in fp32; the next one is copied meanwhile.
+    assert half[moment]["checkpoint_staging"] == everything[moment]["checkpoint_staging"] == each
     assert "checkpoint_staging" not in plain[moment]
-    alone = [everything[moment]["checkpoint_staging"] for moment in ("last_layer_forward", "first_layer_backward")]
-    assert alone == [each, each]
+    assert everything["last_layer_forward"]["checkpoint_staging"] == each
+    assert everything["first_layer_backward"].get("checkpoint_staging", 0) == 0
+    liger = moments(replace(LAYOUT, offloaded_checkpoints=32), replace(JOB, use_liger_kernel=True))
+    assert liger[moment]["checkpoint_staging"] == 2 * each, "Liger's norms save their input"
     host = estimate_memory(replace(LAYOUT, offloaded_checkpoints=32), MODEL, H100, JOB).host
     assert host.terms["offloaded_checkpoints"] == 8 * 32 * each
     split = estimate_memory(replace(SP, offloaded_checkpoints=32), MODEL, H100, JOB).host
@@ -194,7 +197,7 @@ def context(hardware="8xH100-80GB", **job):
 def test_search_uses_the_mechanisms_only_where_they_are_needed():
     short = search(context(seq_len_tokens=4096)).chosen
     assert (short.strategy.tiled_mlp, short.strategy.offloaded_checkpoints) == (False, 0)
-    long = search(context(seq_len_tokens=2_000_000)).chosen
+    long = search(context(seq_len_tokens=1_800_000)).chosen
     assert long.strategy.tiled_mlp
     count = long.strategy.offloaded_checkpoints
     assert 0 < count < 32
@@ -202,10 +205,10 @@ def test_search_uses_the_mechanisms_only_where_they_are_needed():
     assert "The tiled MLP saves" in long.reason
     # As few as fit.
     fewer = replace(long.strategy, offloaded_checkpoints=count - 1)
-    job = TrainingJob(seq_len_tokens=2_000_000, loss=long.loss)
+    job = TrainingJob(seq_len_tokens=1_800_000, loss=long.loss)
     assert not estimate_memory(fewer, MODEL, H100, job).fits
     assert not anything_fits(
-        context(seq_len_tokens=2_000_000, tiled_mlp="off", offload_activations="off", offload="none")
+        context(seq_len_tokens=1_800_000, tiled_mlp="off", offload_activations="off", offload="none")
     )
 
 
