@@ -363,7 +363,7 @@ def estimate_activations(
     `bytes = sum(coefficient * feature)` with `feature_values`; `docs/explain/memory.md` describes the measurement.
 
     Mode "bf16" also means fp16. Attention is "fused" without a mask; "masked" with padding, packed sequences marked by
-    position ids, or a sliding window shorter than the sequence; "eager" if transformers writes every score.
+    position ids, or a sliding window shorter than a short sequence; "eager" if transformers writes every score.
 
     Raises:
         UnknownFamilyError: nothing is stored for this family, mode, adapter or attention.
@@ -807,7 +807,7 @@ def cached_activations(model: ModelSpec, job: TrainingJob, *, unmasked: Attentio
                 lora_rank=rank,
                 attention=attention_path(model.dimensions, mode, attention),
             )
-        return estimate_activations(
+        traced = estimate_activations(
             family=model.model_type,
             release=model.release,
             dimensions=model.dimensions,
@@ -820,6 +820,8 @@ def cached_activations(model: ModelSpec, job: TrainingJob, *, unmasked: Attentio
             attention=attention,
             kernels=kernels_of(job),
         )
+        in_blocks = has_window_blocks(model, job.seq_len_tokens)
+        return _with_window_blocks(traced, model, job, micro_batch_size, mode) if in_blocks else traced
 
     def source(micro_batch_size: int, mode: Mode) -> ActivationEstimate:
         # Profiles that bound the job's activations, closest first; each keeps at least what the previous one keeps.
@@ -840,11 +842,54 @@ def cached_activations(model: ModelSpec, job: TrainingJob, *, unmasked: Attentio
     return source
 
 
+SMALLEST_MASK_TOKENS = 2**13
+"""Tokens from which sliding windows run in blocks, without a mask (plugins/transformers/document_attention.py)."""
+
+
 def attention_of(model: ModelSpec, seq_len_tokens: int, *, unmasked: Attention = "auto") -> Attention:
     if model.attention == "eager":
         return "eager"
-    window = model.sliding_window
-    return "masked" if window and seq_len_tokens > window else unmasked
+    has_window = 0 < (model.sliding_window or 0) < seq_len_tokens
+    return "masked" if has_window and not has_window_blocks(model, seq_len_tokens) else unmasked
+
+
+def has_window_blocks(model: ModelSpec, seq_len_tokens: int) -> bool:
+    """Return whether SDPA computes a causal sliding window in blocks; unknown families may make a mask."""
+    has_window = 0 < (model.sliding_window or 0) < seq_len_tokens
+    is_long = has_window and model.attention != "eager" and seq_len_tokens >= SMALLEST_MASK_TOKENS
+    return is_long and model.task == "causal_lm" and model.model_type in load_coefficients(model.release)["tables"]
+
+
+def _with_window_blocks(
+    traced: ActivationEstimate, model: ModelSpec, job: TrainingJob, micro_batch_size: int, mode: Mode
+) -> ActivationEstimate:
+    """Return the bytes of attention in blocks of W tokens, which also read the W tokens before them.
+
+    A block after the first has a mask, with which SDPA repeats keys and values for all query heads. Outputs of blocks
+    are joined in a copy. The mask of W x 2 W is shared by layers and blocks, and the last block may be shorter.
+    """
+    element, window, tokens = 4 if mode == "fp32" else 2, model.sliding_window or 0, job.seq_len_tokens
+    keys = tokens - window + window * (ceil(tokens / window) - 1)
+    copies = 2 * keys + tokens
+    in_layer = element * micro_batch_size * copies * model.dimensions.query_size
+    shorter = tokens % window
+    masks = element * (2 * window**2 + shorter * (window + shorter))
+    mlp, selective = traced.mlp, traced.selective
+    if mlp is not None:
+        parts = tuple((outside + in_layer, inner) for outside, inner in mlp.recompute_backward_transient)
+        mlp = replace(mlp, recompute_backward_transient=parts)
+    if selective is not None:
+        backward = selective.backward_transient_bytes + in_layer
+        selective = replace(selective, backward_transient_bytes=backward)
+    return replace(
+        traced,
+        saved_bytes_per_layer=traced.saved_bytes_per_layer + in_layer,
+        outside_layer_bytes=traced.outside_layer_bytes + masks,
+        recompute_backward_transient_bytes=traced.recompute_backward_transient_bytes + in_layer,
+        mlp=mlp,
+        selective=selective,
+        source=f"{traced.source}; windows in blocks",
+    )
 
 
 def outside_without_norm(

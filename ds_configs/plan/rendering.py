@@ -13,7 +13,7 @@ from typing import Any
 
 import yaml
 
-from ..memory.activations import has_fused_loss
+from ..memory.activations import has_fused_loss, has_window_blocks
 from ..memory.estimate import expands_segments, stock_loading_bytes
 from ..search.search import Evaluated
 from ..specs.errors import ConfigError, UsageError
@@ -177,6 +177,7 @@ def trainer_line(plan: LaunchSpec) -> str:
             ("tiled MLPs", strategy.tiled_mlp),
             ("the tiled loss", job.loss == "chunked" and not uses_liger(plan)),
             ("checkpoints in host memory", strategy.offloaded_checkpoints > 0),
+            ("windows without a mask", has_window_blocks(plan.model, job.seq_len_tokens)),
         )
         if is_on
     ]:
