@@ -2,10 +2,11 @@
 
     python benchmarks/gpu_memory.py --into FILE [--only REGEX]
     python benchmarks/gpu_memory.py --stored FILE
+    python benchmarks/gpu_memory.py --write
 
 Each case trains random weights for three steps and reads the caching allocator, the driver and the clock in the last
 one; nothing else may use the GPU. Running out of memory is a result, beside what the plan said. Each adds a line to
-FILE; `--stored` predicts the cases of a file again.
+FILE; `--stored` predicts the cases of a file again, and `--write` those of `gpu_memory.jsonl` for the page.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from statistics import mean
 from typing import Any
 
 from memory_cases import spec_of
+from page_parts import with_part
 from shardwright.ds_configs.memory.estimate import GpuMemory, estimate_memory, expands_segments
 from shardwright.ds_configs.memory.model_states import default_zero_options
 from shardwright.ds_configs.specs.hardware import HardwareSpec, find_gpu, parse_hardware
@@ -35,6 +37,8 @@ from shardwright.ds_configs.step_time.estimate import StepTime, estimate_step_ti
 from shardwright.plugins.launching.launch import Launch, LaunchFailedError, free_port, launch_ranks
 
 WORKER = Path(__file__).with_name("gpu_memory_worker.py")
+MEASURED = Path(__file__).with_suffix(".jsonl")
+DOCUMENT = Path(__file__).parents[1] / "docs" / "measurements" / "gpu.md"
 CONFIGS = Path(__file__).parents[1] / "tests" / "data" / "models"
 SECONDS_PER_CASE = 900.0
 LORA_RANK = 16
@@ -433,6 +437,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     where = parser.add_mutually_exclusive_group(required=True)
     where.add_argument("--into", type=Path, metavar="FILE", help="add a line for each case")
     where.add_argument("--stored", type=Path, metavar="FILE", help="train nothing, predict these cases again")
+    where.add_argument("--write", action="store_true", help=f"the same with {MEASURED.name}, for {DOCUMENT.name}")
     parser.add_argument("--seconds", type=float, default=SECONDS_PER_CASE, help="time limit of a case")
     flags = parser.parse_args(argv)
     if flags.limit is not None and flags.limit < 1:
@@ -440,6 +445,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     chosen = cases(flags.only, flags.limit)
     if not chosen:
         parser.error(f"--only {flags.only!r} matches no case, such as {cases()[0].name}")
+    if flags.write:
+        page = with_part(DOCUMENT.read_text(encoding="utf-8"), "runs", table(stored(MEASURED)))
+        DOCUMENT.write_text(page, encoding="utf-8")
+        return 0
     if flags.stored is None:
         import torch
 

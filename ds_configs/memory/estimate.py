@@ -929,7 +929,7 @@ def cpu_share_terms(strategy: Layout, model: ModelSpec, job: TrainingJob) -> lis
             # The meter counts these apart, so that they do not decide which moment is the fullest. The input of the
             # last layer has left the host when its backward pass begins.
             size = checkpoint_bytes(strategy, traced)
-            waiting = {"loss": count, "backward": min(count, layers - 1)}
+            waiting: dict[Phase, int] = {"loss": count, "backward": min(count, layers - 1)}
             for phase, inputs in waiting.items():
                 phases[phase] = phases[phase] | {"offloaded_checkpoints": inputs * size}
         by_share.append((share, phases))

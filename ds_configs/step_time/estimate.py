@@ -410,9 +410,10 @@ def _computation(setting: Setting, stage: PipelineStage, held: tuple[float, floa
         setting.work, setting.batch, setting.device, software, job.compute_bytes, full, job.method == "qlora"
     )
     if not full:
-        ahead, back = _adapter_passes(setting)
-        forward = replace(forward, memory=forward.memory + ahead.memory, kernels=forward.kernels + ahead.kernels)
-        backward = replace(backward, memory=backward.memory + back.memory, kernels=backward.kernels + back.kernels)
+        forward, backward = (
+            replace(one, memory=one.memory + more.memory, kernels=one.kernels + more.kernels)
+            for one, more in zip((forward, backward), _adapter_passes(setting), strict=True)
+        )
     if setting.strategy.cp > 1:
         merged, added = _ring_seconds(setting)
         forward = replace(forward, attention=forward.attention + merged)
