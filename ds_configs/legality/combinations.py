@@ -321,7 +321,7 @@ def rejection(setting: str, columns: Collection[str], reason: str) -> tuple[str,
     proven = [column for column in COLUMNS if cell(setting, column).is_proven]
     fix = f"supported with {', '.join(proven)}" if proven else "omit it"
     if setting in OPTIMIZERS:
-        fix = f"supported with {', '.join(proven) or 'one process'}"
+        fix = f"supported with {', '.join(['one process', *proven])}"
         usable = [name for name in OPTIMIZERS if all(cell(name, column).is_proven for column in columns)]
         fix += f"; or use {', '.join(usable[:6])}" if usable else ""
     return f"is not supported with {', '.join(COLUMNS.get(column, column) for column in columns)}: {reason}", fix

@@ -110,6 +110,9 @@ OPTIMIZERS: Mapping[str, OptimizerSpec] = {
 """Trainer `optim` names whose memory is known (transformers/training_args.py `OptimizerNames`)."""
 
 
+PREPARED_UNDER_FSDP2 = ("adagrad", "sgd")
+"""Optimizers that FSDP2 saves and restores only if their states are prepared (plugins/transformers/optimizers.py)."""
+
 REJECTED: Mapping[str, tuple[str, str]] = {
     "adamw_torch_xla": ("needs torch_xla and a TPU, which Shardwright does not plan", "use adamw_torch_fused"),
     "adamw_torch_npu_fused": ("needs torch_npu and an Ascend NPU", "use adamw_torch_fused"),

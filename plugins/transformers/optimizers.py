@@ -1,7 +1,8 @@
 """Optimizers that need more than a name in `TrainingArguments.optim`: Muon, and optimizers on FSDP2's DTensors.
 
 Observed with transformers 5.17.0 to 5.24.0 and torch 2.13.0: no name of `optim` is Muon. `Adafactor` creates its rows
-and columns as plain tensors, which PyTorch does not mix with DTensors. States of GaLore and APOLLO contain an object of
+and columns as plain tensors, which PyTorch does not mix with DTensors. Adagrad's states and SGD without any fail to be saved
+or restored under FSDP2. States of GaLore and APOLLO contain an object of
 their package, which `torch.load(weights_only=True)` rejects when a run resumes.
 """
 
@@ -15,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from accelerate.utils import DummyOptim
 
-from ...ds_configs.specs.optimizers import OPTIMIZERS, parsed_optim_args
+from ...ds_configs.specs.optimizers import OPTIMIZERS, PREPARED_UNDER_FSDP2, parsed_optim_args
 from .. import patches
 
 if TYPE_CHECKING:
@@ -39,7 +40,7 @@ def prepare_optimizer(trainer: Trainer) -> None:
         return
     for module, kind in _STATE_CLASSES.get(OPTIMIZERS[name].package, ()):
         torch.serialization.add_safe_globals([getattr(import_module(module), kind)])
-    if name == "muon" and arguments.deepspeed is not None:
+    if name == "muon" and trainer.is_deepspeed_enabled:
         patches.apply("muon-decay-groups", partial(_with_decay_groups, trainer), on=trainer.accelerator)
     elif name == "muon":
         stated = parsed_optim_args(arguments.optim_args or "")
@@ -58,10 +59,10 @@ def prepare_optimizer(trainer: Trainer) -> None:
             },
         }
         trainer.optimizer_cls_and_kwargs = (_MuonFactory, settings)
-    if name in ("adagrad", "sgd") and arguments.fsdp:
+    if name in PREPARED_UNDER_FSDP2 and trainer.is_fsdp_enabled:
         kind, keywords = trainer.get_optimizer_cls_and_kwargs(arguments, trainer.model)
         trainer.optimizer_cls_and_kwargs = (_resumable(kind), keywords)
-    if OPTIMIZERS[name].factored and arguments.fsdp:
+    if OPTIMIZERS[name].factored and trainer.is_fsdp_enabled:
         from transformers.optimization import Adafactor
 
         plain = {"lr": arguments.learning_rate, "scale_parameter": False, "relative_step": False}
