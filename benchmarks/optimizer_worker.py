@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import traceback
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from equivalence.cases import LAYOUTS, OFFLOADED
@@ -61,13 +63,17 @@ class Case:
 
 def record(case: Case, output: Path) -> Record:
     """Return the bytes of a step, predicted and metered, the losses of `STEPS` steps and of a resumed run."""
-    if OPTIMIZERS[case.optimizer].package == "torchao":
-        # It compiles its update, which a meter of operators cannot follow.
-        torch.compiler.set_stance("force_eager")
+    if case.strategy.engine == "single":
+        # Else Accelerate would train one rank with DDP.
+        for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
+            os.environ.pop(name, None)
     found: Record = {}
     for part in (metered, trained):
+        # Compiling torchao's updates for other shapes takes minutes, and they compute the same.
+        eager = part is trained and OPTIMIZERS[case.optimizer].package == "torchao"
         try:
-            found |= part(case, output)
+            with torch.compiler.set_stance("force_eager" if eager else "default"):
+                found |= part(case, output)
         except Exception:
             found[f"{part.__name__}_failed"] = traceback.format_exc()
     return found
@@ -75,7 +81,16 @@ def record(case: Case, output: Path) -> Record:
 
 def metered(case: Case, output: Path) -> Record:
     plan = metered_plan(case.optimizer, case.layout)
-    reading = train_metered(plan, METERED, ByteMeter())
+    meter = _CompiledMeter() if OPTIMIZERS[case.optimizer].package == "torchao" else ByteMeter()
+    # As on GPUs, where torch steps all tensors together unless an optimizer is fused.
+    foreach = patch("torch.optim.optimizer._get_foreach_kernels_supported_devices", lambda: ["cpu"])
+    # What generated code calls, which no mode sees otherwise.
+    allocated = patch(
+        "torch._C._dynamo.guards._empty_strided_cpu",
+        lambda size, stride, dtype: torch.empty_strided(size, stride, dtype=dtype),
+    )
+    with foreach, allocated:
+        reading = train_metered(plan, METERED, meter)
     peaks = [reading.peak_bytes] * case.strategy.world_size
     if len(peaks) > 1:
         torch.distributed.all_gather_object(peaks, reading.peak_bytes)
@@ -84,6 +99,14 @@ def metered(case: Case, output: Path) -> Record:
         "peaks": reading.peaks,
         "roles": reading.roles,
     }
+
+
+class _CompiledMeter(ByteMeter):
+    """A meter that lets `torch.compile` compile, such as the updates of torchao."""
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True
 
 
 def metered_plan(optimizer: str, layout: str) -> Plan:

@@ -541,6 +541,13 @@ PATCHES: tuple[Patch, ...] = (
         parameters=("self",),
     ),
     Patch(
+        name="muon-decay-groups",
+        target=f"{_ACCELERATOR}.prepare",
+        reason="Transformers passes DeepSpeed's own optimizers one group, so that Muon would decay norms and biases.",
+        canary="tests/plugins/test_patches.py::test_deepspeeds_optimizers_still_get_one_group",
+        parameters=("self",),
+    ),
+    Patch(
         name="sequence-parallel-gather",
         target=f"{_ACCELERATOR}.gather",
         scope="context",

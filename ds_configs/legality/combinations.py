@@ -131,6 +131,7 @@ _PROVEN: tuple[tuple[str, str, str], ...] = (
     (METERED, "adafactor", "fsdp2"),
     (METERED, _BITSANDBYTES, "ddp zero1 zero2 zero3"),
     (METERED, "muon", "ddp zero1 zero2 zero3 fsdp2"),
+    (METERED, "adamw_torch_8bit adamw_torch_4bit", "ddp zero1 zero2 zero3"),
     (METERED, _SCHEDULE_FREE, "ddp"),
     (METERED, "stable_adamw", "ddp fsdp2"),
     (METERED, "galore_adamw galore_adafactor apollo_adamw", "ddp"),
@@ -156,6 +157,8 @@ _FLAT = "DeepSpeed steps flat tensors, but this optimizer needs the shapes of ma
 _STATES_FIRST = "the optimizer creates its states before DeepSpeed replaces the parameters, and then fails"
 _MATRICES = "galore_adamw galore_adafactor apollo_adamw stable_adamw"
 _OBJECTS = "its states contain objects, which FSDP2's checkpoints do not save"
+_COLLECTIVES = "its checkpoints contain unfinished collectives, which PyTorch does not load (torchao 0.18)"
+_ON_DEVICE = "DeepSpeed gathers offloaded matrices on the accelerator, in buffers that plans do not count"
 _SEEDS = "it creates seeds of parameters, which FSDP2 replaces, and fails"
 _RESUMED_BY_STEP = "PyTorch resumes it by a step before train() is called, which it rejects"
 _MODES = "DeepSpeed's optimizer hides train() and eval(), without which it does not step"
@@ -180,6 +183,9 @@ _REJECTED: tuple[tuple[str, str, str], ...] = (
     (_FLAT, f"adafactor {_MATRICES}", "zero0 zero1 zero2 zero3 zero_offload sp tp pp ep"),
     (_DTENSOR, "adafactor", "fsdp2_offload cp"),
     (_OBJECTS, "galore_adamw galore_adafactor", "fsdp2 fsdp2_offload cp"),
+    (_COLLECTIVES, "adamw_torch_8bit adamw_torch_4bit", "fsdp2 fsdp2_offload cp"),
+    (_ON_DEVICE, "muon", "zero_offload"),
+    (_HOST, "adamw_torch_8bit adamw_torch_4bit", "zero_offload"),
     (_SEEDS, "apollo_adamw", "fsdp2 fsdp2_offload cp"),
     (_MODES, _SCHEDULE_FREE, "zero0 zero1 zero2 zero3 zero_offload sp tp pp ep"),
     (_RESUMED_BY_STEP, _SCHEDULE_FREE, "fsdp2 fsdp2_offload cp"),
@@ -315,7 +321,7 @@ def rejection(setting: str, columns: Collection[str], reason: str) -> tuple[str,
     proven = [column for column in COLUMNS if cell(setting, column).is_proven]
     fix = f"supported with {', '.join(proven)}" if proven else "omit it"
     if setting in OPTIMIZERS:
-        fix = f"supported with {', '.join(proven) or 'one process'}"
+        fix = f"supported with {', '.join(['one process', *proven])}"
         usable = [name for name in OPTIMIZERS if all(cell(name, column).is_proven for column in columns)]
         fix += f"; or use {', '.join(usable[:6])}" if usable else ""
     return f"is not supported with {', '.join(COLUMNS.get(column, column) for column in columns)}: {reason}", fix

@@ -10,7 +10,7 @@ from ..specs.hardware import HardwareSpec, gpu_catalog
 from ..specs.job import CHUNKED_LOSS_FAMILIES, TrainingJob
 from ..specs.layout import Layout
 from ..specs.model import MAMBA_TYPES, NOT_ADAPTED_IN_MAMBA, ModelSpec, ParameterShape, targeted_linears
-from ..specs.optimizers import OPTIMIZERS
+from ..specs.optimizers import OPTIMIZERS, parsed_optim_args
 from .axes import (
     context_parallel_errors,
     expert_errors,
@@ -150,8 +150,6 @@ def offloaded_checkpoints_are_recomputed(
         rule, fix = "requires gradient checkpointing", "use --gradient-checkpointing on"
     elif layout.offloaded_checkpoints > layers:
         rule = f"must be at most the {layers} recomputed layers, not {layout.offloaded_checkpoints}"
-    elif job.use_liger_kernel:
-        rule, fix = "is not supported with Liger's kernels, which replace the MLP", "omit one of the two"
     elif layout.keeps_products:
         rule, fix = "cannot be combined with selective recomputation", "use --gradient-checkpointing on"
     elif layout.pp > 1:
@@ -414,15 +412,10 @@ def liger_has_kernels(model: ModelSpec, layout: Layout, job: TrainingJob, hardwa
     Pipeline stages, AutoTP and AutoEP replace the layers that Liger replaces.
     """
     errors: list[ConfigError] = []
-    if layout.tiled_mlp or layout.offloaded_checkpoints:
+    if job.torch_compile and (layout.tiled_mlp or layout.offloaded_checkpoints):
         # Both replace forward passes of layers; no test combines them.
-        errors = [
-            ConfigError(
-                where=name, value=True, rule="is not supported with tiled MLPs or offloaded inputs", fix="omit it"
-            )
-            for name in ("torch_compile", "use_liger_kernel")
-            if getattr(job, name)
-        ]
+        rule = "is not supported with tiled MLPs or offloaded inputs"
+        errors.append(ConfigError(where="torch_compile", value=True, rule=rule, fix="omit it"))
     if not job.use_liger_kernel:
         return errors
     if model.model_type not in CHUNKED_LOSS_FAMILIES:
@@ -593,7 +586,7 @@ def offloaded_optimizer_has_cpu_kernel(
     optimizers other than AdamW and Adagrad, this silently changes the arithmetic.
     """
     offloads = layout.engine == "deepspeed" and layout.offload_optimizer != "none"
-    if not offloads or OPTIMIZERS[job.optimizer].cpu_kernel:
+    if not offloads or OPTIMIZERS[job.optimizer].cpu_kernel or OPTIMIZERS[job.optimizer].matrix_states:
         return None
     rule = "has no DeepSpeed CPU kernel, so optimizer offload would replace it with CPU Adam"
     fix = f"use one of {', '.join(name for name, spec in OPTIMIZERS.items() if spec.cpu_kernel)}, or --offload none"
@@ -619,6 +612,14 @@ def matrix_optimizers_train_whole_models(
         return None
     rule, fix = f"is for full training, not for {job.method}", "use adamw_torch_fused, or --method full"
     return ConfigError(where="optimizer", value=job.optimizer, rule=rule, fix=fix)
+
+
+def deepspeed_reads_no_ns_steps(model: ModelSpec, layout: Layout, job: TrainingJob, hardware: HardwareSpec) -> Verdict:
+    """DeepSpeed's Muon has no setting of the Newton-Schulz steps (`_MUON_HALF_KEYS`, deepspeed/runtime/engine.py)."""
+    if layout.engine != "deepspeed" or job.optimizer != "muon" or "ns_steps" not in parsed_optim_args(job.optim_args):
+        return None
+    rule, fix = "ns_steps is not read by DeepSpeed, which takes 5 steps", "remove it, or use --strategy ddp or fsdp2"
+    return ConfigError(where="optim_args", value=job.optim_args, rule=rule, fix=fix)
 
 
 def optimizer_accepts_dtensors(model: ModelSpec, layout: Layout, job: TrainingJob, hardware: HardwareSpec) -> Verdict:
@@ -700,6 +701,7 @@ RULES: tuple[Rule, ...] = (
     offloaded_optimizer_has_cpu_kernel,
     layerwise_updates_do_not_accumulate,
     matrix_optimizers_train_whole_models,
+    deepspeed_reads_no_ns_steps,
     optimizer_accepts_dtensors,
     bf16_weights_have_no_master_copy,
     precision_is_supported,

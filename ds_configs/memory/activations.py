@@ -98,6 +98,10 @@ class ActivationEstimate:
     """The same with checkpointing, which also holds the recomputed layer's saved tensors."""
     forward_transient_bytes: int
     """Largest live bytes in one checkpointed layer's forward beyond those live when it starts."""
+    attention_backward_bytes: int | None = None
+    """Like `backward_transient_bytes`, while a fused kernel computes the gradients of attention; `None` if unknown."""
+    recompute_attention_backward_bytes: int | None = None
+    """The same with checkpointing."""
     loss_tiles: int = 0
     """Tiles of the tiled loss, whose backward pass computes them again; 0 for other losses."""
     mlp: MlpBytes | None = None
@@ -191,6 +195,12 @@ def evaluate_table(table: Mapping[str, Any], features: Mapping[str, int], source
     def largest(name: str) -> int:
         return _largest(table[name], point)
 
+    (saved_row,) = table["saved_per_layer"]
+
+    def in_attention(name: str, kept_row: Sequence[float]) -> int | None:
+        rows = [row for row in table[name] if _is_in_attention(table["features"], row, kept_row)]
+        return _largest(rows, point) if rows else None
+
     return ActivationEstimate(
         saved_bytes_per_layer=largest("saved_per_layer"),
         checkpointed_bytes_per_layer=largest("checkpointed_per_layer"),
@@ -198,6 +208,8 @@ def evaluate_table(table: Mapping[str, Any], features: Mapping[str, int], source
         backward_transient_bytes=max(0, largest("backward_transient")),
         recompute_backward_transient_bytes=max(0, largest("recompute_backward_transient")),
         forward_transient_bytes=largest("forward_transient"),
+        attention_backward_bytes=in_attention("backward_transient", saved_row),
+        recompute_attention_backward_bytes=in_attention("recompute_backward_transient", [0.0] * len(saved_row)),
         loss_forward_peak_bytes=largest("loss_forward_peak"),
         loss_kept_bytes=largest("loss_kept"),
         loss_backward_peak_bytes=largest("loss_backward_peak"),
@@ -205,6 +217,37 @@ def evaluate_table(table: Mapping[str, Any], features: Mapping[str, int], source
         mlp=_mlp_bytes(table, features),
         source=source,
     )
+
+
+def _is_in_attention(names: Sequence[str], row: Sequence[float], kept_row: Sequence[float]) -> bool:
+    """Return whether the live tensors of a moment contain those of attention's backward pass.
+
+    These are queries, outputs and the gradients of both, keys and values with their gradients, and the sums of scores.
+    """
+    live = dict(zip(names, (c + kept for c, kept in zip(row, kept_row, strict=True)), strict=True))
+    needed = {"token*query_size": 8, "token*key_value_size": 8, "token*attention_heads": 4}
+    return all(live.get(name, 0) >= count for name, count in needed.items())
+
+
+def with_attention_workspace(traced: ActivationEstimate, dimensions: Dimensions, tokens: int) -> ActivationEstimate:
+    """Return the bytes with what CUDA's 16-bit attention needs in the backward pass, which operators do not show.
+
+    Per token 4 bytes for each element of the queries, whose gradients are summed in fp32, and 4 for each head; with
+    grouped keys and values another 4 for each element of the queries, because the gradients of keys and values are
+    computed for every query head. Sources: FlashAttention-2 (csrc/flash_attn/flash_api.cpp, `mha_bwd`); measured on an
+    H100 for that of PyTorch and for cuDNN's (docs/measurements/gpu.md).
+    """
+    grouped = dimensions.num_key_value_heads < dimensions.num_attention_heads
+    workspace = 4 * tokens * ((2 if grouped else 1) * dimensions.query_size + dimensions.num_attention_heads)
+    changed = {
+        name: max(getattr(traced, name), during + workspace)
+        for name, during in (
+            ("backward_transient_bytes", traced.attention_backward_bytes),
+            ("recompute_backward_transient_bytes", traced.recompute_attention_backward_bytes),
+        )
+        if during is not None
+    }
+    return replace(traced, **changed)
 
 
 def _mlp_bytes(table: Mapping[str, Any], features: Mapping[str, int]) -> MlpBytes | None:

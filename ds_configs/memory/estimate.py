@@ -10,7 +10,7 @@ from typing import Any
 
 from ..specs.errors import ConfigError, UsageError
 from ..specs.hardware import HardwareSpec, gpu_catalog
-from ..specs.job import TrainingJob
+from ..specs.job import CHUNKED_LOSS_FAMILIES, TrainingJob
 from ..specs.layout import Layout
 from ..specs.model import ModelSpec, adapted_experts
 from ..specs.units import pinned_block_bytes as pinned_block_bytes
@@ -26,6 +26,7 @@ from .activations import (
     mlp_tiles,
     outside_without_norm,
     tiled_mlp_elements,
+    with_attention_workspace,
     with_tiled_mlp,
 )
 from .distillation_memory import distillation_loss_terms, teacher_host_terms, teacher_loading_bytes, teacher_terms
@@ -80,6 +81,8 @@ def share_moment_terms(
     if strategy.tiled_mlp:
         tokens = ceil(job.seq_len_tokens / (strategy.sp * strategy.cp))
         traced = with_tiled_mlp(traced, 1 / mlp_tiles(model, tokens))
+    if gpu and mode != "fp32":
+        traced = with_attention_workspace(traced, model.dimensions, strategy.micro_batch_size * job.seq_len_tokens)
     if not share.has_head:
         traced = outside_without_norm(traced, model, job, strategy.micro_batch_size, mode)
     moments = _micro_batch_terms(strategy, model, job, traced)
@@ -99,6 +102,9 @@ def share_moment_terms(
             for name, count in part[moment].items():
                 if count:
                     terms[name] = terms.get(name, 0) + count
+    if not gpu and model.tied_embeddings and job.method == "full" and strategy.engine in ("single", "ddp"):
+        # torch adds the gradients of head and embedding in place on CUDA (metered on an H100), but not on the CPU.
+        combined["embedding_backward"]["module_gradients"] *= 2
     if strategy.zero_stage == 3 and tiled_mlp_elements(strategy, model, job):
         layers = model.dimensions.num_layers
         recomputed = strategy.recomputed_layers(layers)
@@ -231,9 +237,15 @@ def _micro_batch_terms(
         # The input of the last layer is on the host at its end, and comes back for its backward pass.
         return {name: count for name, count in saved(layers).items() if name != "checkpoint_staging"}
 
-    def backward(*, again: bool) -> Terms:
+    # In 16 bits, norms of these families save a copy of their input in fp32, so that the input itself is freed.
+    casts = activation_mode(strategy, job) == "bf16" and not job.use_liger_kernel
+    frees_input = casts and model.model_type in CHUNKED_LOSS_FAMILIES
+
+    def backward(count: int, *, again: bool) -> Terms:
         _, transient = _layer_bytes(strategy, model, job, traced, recomputed=again)
-        terms = {"backward_transient": transient // ranks + gathered, **_dequantized(model, job)}
+        terms = saved(count) | {"backward_transient": transient // ranks + gathered, **_dequantized(model, job)}
+        if frees_input and "checkpoint_staging" in terms:
+            terms["checkpoint_staging"] -= checkpoint
         return terms | {"tile_gradients": tile_gradients} if tile_gradients else terms
 
     # In the forward pass, a layer's input is on the accelerator until the layer ends.
@@ -260,9 +272,9 @@ def _micro_batch_terms(
         "loss_backward": around | loss["loss_backward"],
         "head_backward": waiting() | loss["head_backward"],
         "after_head": waiting(),
-        "last_layer_backward": saved(layers) | backward(again=recomputed == layers),
+        "last_layer_backward": backward(layers, again=recomputed == layers),
         "after_last_layer": saved(layers - 1),
-        "first_layer_backward": saved(1) | backward(again=recomputed > 0),
+        "first_layer_backward": backward(1, again=recomputed > 0),
         "after_first_layer": saved(0),
         "embedding_backward": {},
         "step": step,
@@ -367,10 +379,16 @@ def _weight_copies(strategy: Layout, model: ModelSpec, job: TrainingJob, copy_by
     # Layers that are not recomputed keep their copies for the backward pass.
     held = {name: count * (layers - recomputed) // layers for name, count in all_layers.items()}
     autocast = held | {"autocast_weight_copies": all_layers["autocast_weight_copies"]}
+    # Autograd needs that of the head.
+    head = model.embedding_parameters if model.tied_embeddings else model.tail_parameters
+    of_head = copy_bytes * head if job.method == "full" else 0
+    of_loss = held | {"autocast_weight_copies": held["autocast_weight_copies"] + of_head}
     return at_moments(
         {},
         last_layer_forward={**again, **autocast} if recomputed == layers else {**making, **autocast},
-        **dict.fromkeys(("forward_end", "loss_backward", "head_backward", "after_head"), autocast),
+        forward_end=autocast,
+        **dict.fromkeys(("loss_backward", "head_backward"), of_loss),
+        after_head=held,
         last_layer_backward=again if recomputed == layers else held,
         after_last_layer={name: max(0, count - one_layer[name]) for name, count in held.items()},
         first_layer_backward=again,
@@ -704,9 +722,9 @@ class Interval:
     """Largest published value, used to decide whether a plan fits."""
 
 
-CONTEXT_BYTES = Interval(low=350 * _MB, middle=600 * _MB, high=1000 * _MB)
-"""CUDA context with kernels and cuBLAS workspace: 0.3-0.5 GB (arXiv 2411.06465), 1 GB with kernels (Ultra-Scale
-Playbook)."""
+CONTEXT_BYTES = Interval(low=350 * _MB, middle=800 * _MB, high=1000 * _MB)
+"""CUDA context with kernels: 0.3-0.5 GB (arXiv 2411.06465), 0.80 GB measured in a training process on an H100
+(docs/measurements/gpu.md), 1 GB with kernels (Ultra-Scale Playbook)."""
 
 COMMUNICATOR_BYTES = Interval(low=150 * _MB, middle=400 * _MB, high=700 * _MB)
 """Buffers of one NCCL communicator: about 0.5 GB (arXiv 2411.06465)."""
@@ -719,8 +737,9 @@ ALLOCATED_OVER_PREDICTED = Interval(low=0.95, middle=1.0, high=1.05)
 """Tensor bytes divided by their prediction: the largest errors of the grid of measured runs, rounded outwards
 (docs/measurements/memory.md)."""
 
-EXPANDABLE_FROM_TOKENS = 100_000
-"""Sequence length from which launches set `expandable_segments:True`."""
+EXPANDABLE_FROM_TOKENS = 32_768
+"""Sequence length from which launches set `expandable_segments:True`: with 32,768 tokens of a vocabulary of 128,256 an
+H100 ran out of memory with 12 GB of free blocks that no tensor fitted (docs/measurements/gpu.md)."""
 
 EXPANDABLE_RESERVED = Interval(low=1.0, middle=1.01, high=1.02)
 """Allocator blocks divided by tensor bytes with expandable segments. Before an allocation fails, the allocator unmaps
@@ -841,7 +860,8 @@ def _with_overheads(
     expandable: bool,
 ) -> GpuMemory:
     allocated = sum(phases[phase].values())
-    communicators = 0 if strategy.world_size == 1 else 1
+    # DeepSpeed makes a communicator for one rank too.
+    communicators = int(strategy.world_size > 1 or strategy.engine == "deepspeed")
     communicators += strategy.dp_replicate > 1 and strategy.dp_shard > 1
     communicators += strategy.zero.hpz_partition_size > 1
     communicators += sum(getattr(strategy, axis) > 1 for axis in ("sp", "cp", "tp", "pp", "ep"))

@@ -12,7 +12,7 @@ from typing import Literal, NamedTuple
 from ..specs.job import TrainingJob
 from ..specs.layout import ZENFLOW_TOPK_RATIO, Layout, ZeroOptions
 from ..specs.model import ModelSpec, ParameterShape, adapted_experts
-from ..specs.optimizers import OPTIMIZERS, OptimizerSpec
+from ..specs.optimizers import OPTIMIZERS, QUANTIZED_BLOCK, OptimizerSpec, added_state_bytes
 from .activations import tiled_mlp_elements
 from .rank_parameters import (
     PHASES,
@@ -45,13 +45,18 @@ def whole_tensors_of_partitions(model: ModelSpec, ranks: int, ep: int = 1) -> tu
     return tuple(count + experts[min(rank // ep, len(experts) - 1)] for rank, count in enumerate(dense))
 
 
-def _overlapping(matrices: Sequence[ParameterShape], layers: int, ranks: int) -> tuple[int, ...]:
-    first = next((index for index, matrix in enumerate(matrices) if matrix.in_layer), len(matrices))
-    inside = [(matrix.numel, matrix.count) for matrix in matrices if matrix.in_layer]
-    sizes = [matrix.numel for matrix in matrices[:first]]
+def _sizes_in_order(tensors: Sequence[ParameterShape], layers: int) -> list[int]:
+    """Return the elements of each tensor, layer by layer."""
+    first = next((index for index, tensor in enumerate(tensors) if tensor.in_layer), len(tensors))
+    inside = [(tensor.numel, tensor.count) for tensor in tensors if tensor.in_layer]
+    sizes = [tensor.numel for tensor in tensors[:first]]
     for index in range(layers):
         sizes += [numel for numel, count in inside if index < count]
-    sizes += [matrix.numel for matrix in matrices[first:] if not matrix.in_layer]
+    return sizes + [tensor.numel for tensor in tensors[first:] if not tensor.in_layer]
+
+
+def _overlapping(matrices: Sequence[ParameterShape], layers: int, ranks: int) -> tuple[int, ...]:
+    sizes = _sizes_in_order(matrices, layers)
     partition = max(1, -(-sum(sizes) // ranks))
     counts, start = [0] * ranks, 0
     for size in sizes:
@@ -62,6 +67,22 @@ def _overlapping(matrices: Sequence[ParameterShape], layers: int, ranks: int) ->
     return tuple(counts)
 
 
+@lru_cache(maxsize=256)
+def _fullest_sub_group(model: ModelSpec, ranks: int, sub_group_size: int) -> int:
+    """Return the elements of the fullest sub-group of matrices on a rank of ZeRO-3.
+
+    A sub-group ends with the tensor that brings it to `sub_group_size` (stage3.py:1210, `_create_fp16_sub_groups`).
+    """
+    matrices = [parameter for parameter in model.parameters if len(parameter.shape) > 1]
+    fullest = held = 0
+    for size in _sizes_in_order(matrices, model.dimensions.num_layers):
+        held += -(-size // ranks)
+        fullest = max(fullest, held)
+        if held >= sub_group_size:
+            held = 0
+    return fullest
+
+
 _REDUCED_AT_ONCE = 500_000_000
 """Gradient elements that a pipeline flattens into one copy per reduction (`MEMORY_OPT_ALLREDUCE_SIZE`)."""
 
@@ -69,15 +90,16 @@ _REDUCED_AT_ONCE = 500_000_000
 def optimizer_state_bytes(strategy: Layout, model: ModelSpec, job: TrainingJob, trainable: int) -> int:
     """Return the bytes of optimizer states for all trainable elements, before sharding.
 
-    ZeRO gives the optimizer flat partitions, which Adafactor cannot factor (transformers/optimization.py). Without
-    ZeRO, the Trainer keeps 32-bit states for embeddings under 8-bit optimizers (transformers/trainer.py:1286). FSDP2
-    shards rows of factors; every rank keeps all columns.
+    ZeRO gives the optimizer flat partitions, which Adafactor cannot factor (transformers/optimization.py), and which
+    torchao only quantizes if they have no incomplete block (torchao/optim/adam.py, `_new_buffer`). Without ZeRO, the
+    Trainer keeps 32-bit states for embeddings under 8-bit optimizers (transformers/trainer.py:1286). FSDP2 shards rows
+    of factors; every rank keeps all columns.
     """
     optimizer = OPTIMIZERS[job.optimizer]
     flat = bool(strategy.zero_stage)
     # States have the type of the tensors that the optimizer steps, which ZeRO keeps in fp32.
     scale = 1.0 if flat or optimizer.fp32_states else job.trained_weight_bytes / 4
-    per_element = scale * optimizer.state_bytes_per_parameter
+    per_element = scale * (optimizer.state_bytes_per_parameter + added_state_bytes(job.optimizer, job.optim_args))
     if optimizer.factored:
         if flat or job.method != "full":
             return 4 * trainable
@@ -85,9 +107,13 @@ def optimizer_state_bytes(strategy: Layout, model: ModelSpec, job: TrainingJob, 
         return sum(4 * p.count * _factor_elements(p.shape, copies) for p in model.parameters)
     if optimizer.low_rank:
         return round(scale * sum(p.count * _low_rank_bytes(p, optimizer, job) for p in model.parameters))
+    if optimizer.package == "torchao" and flat and _matrix_partition(strategy, model) % QUANTIZED_BLOCK:
+        per_element = 8
+    if optimizer.compensated and job.trained_weight_bytes == 2:
+        per_element += 2
     states = per_element * trainable
     if optimizer.matrix_states and job.method == "full":
-        states -= per_element / 2 * sum(p.total for p in model.parameters if is_stepped_by_muon(p))
+        states -= per_element / 2 * muon_elements(model)
     if optimizer.eight_bit and not flat and job.method == "full":
         embeddings = sum(p.total for p in model.parameters if p.kind == "embedding")
         moments = round(optimizer.state_bytes_per_parameter)
@@ -98,6 +124,29 @@ def optimizer_state_bytes(strategy: Layout, model: ModelSpec, job: TrainingJob, 
 def is_stepped_by_muon(parameter: ParameterShape) -> bool:
     """Return whether Muon steps a parameter: a matrix that is neither an embedding nor the head."""
     return parameter.in_layer and len(parameter.shape) == 2 and parameter.kind != "embedding"
+
+
+def _matrix_partition(strategy: Layout, model: ModelSpec) -> int:
+    """Return the elements of matrices in a ZeRO partition with its padding (`nccl_start_alignment_factor` 2)."""
+    ranks = strategy.shard_size
+    if strategy.zero_stage == 3:
+        return sum(-(-p.numel // ranks) * p.count for p in model.parameters if len(p.shape) > 1)
+    matrices = sum(parameter.total for parameter in model.parameters if len(parameter.shape) > 1)
+    return 2 * -(-matrices // (2 * ranks))
+
+
+def muon_elements(model: ModelSpec) -> int:
+    """Return the elements of the matrices that Muon steps."""
+    return sum(parameter.total for parameter in model.parameters if is_stepped_by_muon(parameter))
+
+
+def _overlapping_by_muon(model: ModelSpec, ranks: int) -> tuple[int, int]:
+    """Return the elements of Muon's matrices and of others that overlap a ZeRO partition; each kind is one group."""
+    by_kind = (
+        [p for p in model.parameters if len(p.shape) > 1 and is_stepped_by_muon(p) is kind] for kind in (True, False)
+    )
+    muon, others = (max(_overlapping(kind, model.dimensions.num_layers, ranks)) for kind in by_kind)
+    return muon, others
 
 
 def _factor_elements(shape: tuple[int, ...], copies: int) -> int:
@@ -143,7 +192,12 @@ def model_state_terms(
         if strategy.engine == "ddp":
             rest["gradient_buckets"] = width * trainable
         step = {"gradients": width * trainable, "optimizer_transient": transient}
-        return at_moments(rest, **growing_gradients(strategy, parameters, width * trainable), step=step)
+        growing = growing_gradients(strategy, parameters, width * trainable)
+        if job.method == "full" and (model.tied_embeddings or strategy.gradient_accumulation_steps > 1):
+            # It is added to the gradient of the tied head, or to that of earlier micro-batches.
+            complete = growing.get("embedding_backward") or growing["backward"]
+            growing["embedding_backward"] = complete | {"module_gradients": width * model.embedding_parameters}
+        return at_moments(rest, **growing, step=step)
     if strategy.engine == "fsdp2":
         # fp32 shards: Accelerate upcasts trainable parameters under mixed precision (utils/fsdp_utils.py:813).
         ranks = strategy.shard_size
@@ -215,17 +269,32 @@ def _stage1_and_2(
     if fp32_accumulation:
         # The buffer of the partition is already flat.
         gradients = {"gradients": 4 * shard}
-        return at_moments(rest, **_partition_gradients(strategy, 4 * shard, 0), step=gradients | foreach)
+        growing = _partition_gradients(strategy, parameters, 4 * shard, 0)
+        return at_moments(rest, **growing, step=gradients | foreach)
     flattening = {"fp32_gradients": 4 * group, "gradients": width * fullest}
     if width == 2:
         flattening["flat_gradients"] = 2 * group
+    if OPTIMIZERS[job.optimizer].matrix_states:
+        # Momentum of the matrices that overlap the partition, a copy that the step fills (stage_1_and_2.py:2831, 3000),
+        # and their updates, in the type of the gradients.
+        matrices, others = _overlapping_by_muon(model, strategy.shard_size)
+        adamw = 8 * -(-(trainable - muon_elements(model)) // strategy.shard_size)
+        rest["optimizer_states"] = adamw + 2 * width * matrices
+        flattening["gradients"] = width * (2 * matrices + others)
     norm = {"gradients": width * fullest, "norm_copy": 8 * min(parameters.largest_trainable, shard)}
     update = {"fp32_gradients": 4 * group} | foreach
     step = max(flattening, update, norm, key=lambda terms: sum(terms.values()))
     if strategy.zero_stage == 1:
         growing = _stage1_gradients(strategy, parameters, full, width * fullest, width * last)
-        return at_moments(rest, **growing, step=step)
-    return at_moments(rest, **_partition_gradients(strategy, width * fullest, width * last), step=step)
+    else:
+        growing = _partition_gradients(strategy, parameters, width * fullest, width * last)
+    return at_moments(rest, **growing, step=step)
+
+
+def _reduces_once(strategy: Layout, parameters: RankParameters) -> bool:
+    """Return whether a bucket holds all gradients, as views (stage_1_and_2.py:1459), and is reduced after the last."""
+    in_hooks = strategy.zero_stage == 2 or strategy.zero.overlap_comm
+    return in_hooks and strategy.pp == 1 and parameters.trainable <= strategy.zero.reduce_bucket_size
 
 
 def _stage1_gradients(
@@ -247,19 +316,30 @@ def _stage1_gradients(
         tail = parameters.trainable_tail * full // max(1, parameters.trainable)
         return gradients | {"backward": {"gradients": full + whole_bytes - tail}, "after_head": {"gradients": tail}}
     if strategy.gradient_accumulation_steps > 1:
-        return gradients | {"backward": {"gradients": full + whole_bytes}}
+        return gradients | {
+            "backward": {"gradients": full + (0 if _reduces_once(strategy, parameters) else whole_bytes)}
+        }
+    if _reduces_once(strategy, parameters):
+        return {}
     for moment in ("after_head", "last_layer_backward", "after_last_layer"):
         gradients[moment] = {"gradients": max(gradients[moment]["gradients"], last_bytes)}
     return gradients
 
 
-def _partition_gradients(strategy: Layout, whole_bytes: int, last_bytes: int) -> dict[str, Terms]:
+def _partition_gradients(
+    strategy: Layout, parameters: RankParameters, whole_bytes: int, last_bytes: int
+) -> dict[str, Terms]:
     """Gradients of a stage-2 partition from its first reduction on, which follows the head's backward pass.
 
     During accumulation a rank holds the sum and the buffer of the current micro-batch. That buffer is allocated when
     the first gradient of the partition arrives; those of the last rank come first.
     """
     gradients = {"gradients": whole_bytes}
+    if _reduces_once(strategy, parameters):
+        if strategy.gradient_accumulation_steps > 1:
+            return {"loss": gradients, "backward": gradients}
+        # A flat fp32 buffer exists during the reduction; others are allocated after its copy is freed.
+        return {} if last_bytes else {"embedding_backward": gradients}
     if strategy.gradient_accumulation_steps > 1:
         early = {"gradients": max(0, 2 * last_bytes - whole_bytes)}
         late = {"gradients": whole_bytes if last_bytes else 0}
@@ -287,12 +367,18 @@ def _stage3(
     if strategy.offload_optimizer != "none":
         return at_moments(rest, init=init)
     sub_group = min(shard, strategy.zero.sub_group_size)
+    if sub_group < shard and job.method == "full" and strategy.ep == 1:
+        sub_group = min(shard, _fullest_sub_group(model, strategy.shard_size, strategy.zero.sub_group_size))
     accumulation = 4 if strategy.zero.gradient_accumulation_fp32 else width
     rest |= {
         "master_weights": 4 * shard,
         "gradients": accumulation * shard,
         "optimizer_states": parameters.state_shard(states, strategy),
     }
+    if OPTIMIZERS[job.optimizer].matrix_states:
+        # The momentum of a bucket's matrices, local and gathered, which stays allocated (stage3.py:1697).
+        bucket = min(strategy.zero.reduce_bucket_size, muon_elements(model))
+        rest["optimizer_states"] += width * (bucket + -(-bucket // strategy.shard_size))
     transient = _step_transient(job, parameters, sub_group)
     if width == 2 and not strategy.zero.gradient_accumulation_fp32:
         # The flattened 16-bit gradients of a sub-group exist while their fp32 copy is made.
@@ -316,13 +402,17 @@ def _step_transient(job: TrainingJob, parameters: RankParameters, elements: int,
 
     `ranks` share the tensors, whose largest decides if they are stepped one by one; 0: one flat tensor of all elements.
     """
-    optimizer, width = OPTIMIZERS[job.optimizer], job.trained_weight_bytes if ranks else 4
+    optimizer = OPTIMIZERS[job.optimizer]
+    width = job.trained_weight_bytes if ranks else 4
+    if optimizer.matrix_states and not ranks:
+        # DeepSpeed orthogonalizes matrices one by one, before it flattens their gradients.
+        return 0
     tensor = -(-parameters.largest_trainable // ranks) if ranks else elements
     if optimizer.factored:
         # The squared gradient and the update; 16-bit weights and gradients are also converted.
         return 4 * tensor * (2 if width == 4 else 4)
-    flat = elements if optimizer.step_transient == "foreach" else 0
-    return width * (flat + round(optimizer.matrix_transient * tensor))
+    matrix = (4 if optimizer.fp32_states else width) * optimizer.matrix_transient * tensor
+    return width * optimizer.foreach_temporaries * elements + round(matrix)
 
 
 def _pipeline_stage0(
@@ -655,9 +745,10 @@ def _stage1_and_2_buckets(
 
     Buckets are allocated when the first gradient arrives and released by the reduction, which copies its bucket. Stage
     1 reduces only at the end of accumulation, so its buckets exist during the forward passes before. A bucket fills
-    during a layer's backward pass. A gradient larger than the bucket waits for the next gradient, that of the head for
-    that of the final norm. Offload clones such a gradient and computes the norm of each in fp64 (stage_1_and_2.py:1439,
-    1905). The gradient of a tied head waits in autograd for that of the embedding.
+    during a layer's backward pass. A bucket for all gradients is reduced after the backward pass. A gradient larger
+    than the bucket waits for the next gradient, that of the head for that of the final norm. Offload clones such a
+    gradient and computes the norm of each in fp64 (stage_1_and_2.py:1439, 1905). The gradient of a tied head waits in
+    autograd for that of the embedding.
     """
     width = job.compute_bytes
     if strategy.zero.gradient_accumulation_fp32 and strategy.offload_optimizer != "none":
@@ -667,8 +758,9 @@ def _stage1_and_2_buckets(
     buckets = {"reduce_buckets": (2 if strategy.zero.overlap_comm else 1) * size * width}
     accumulating = strategy.gradient_accumulation_steps > 1
     buckets_in_forward = buckets if strategy.zero_stage == 1 and accumulating else {}
-    # The states of stage 1 include complete gradients, unless they are copied to the host immediately.
-    counted = strategy.zero_stage == 1 and not (offload and not accumulating)
+    once = _reduces_once(strategy, parameters)
+    # The states of stage 1 include complete gradients, unless they are copied immediately.
+    counted = strategy.zero_stage == 1 and (accumulating or not (offload or once))
     if strategy.pp > 1:
         # A pipeline reduces after all backward passes, in another bucket (stage_1_and_2.py:958).
         bucket = {"reduce_buckets": size * width}
@@ -688,11 +780,27 @@ def _stage1_and_2_buckets(
 
     def bucket_copy(*units: int) -> int:
         norms = [8 * min(unit, shard) for unit in units if unit <= size] if offload else []
-        return max([max(width, _reduction_bytes(strategy, job)) * size, *norms])
+        return max([max(width, _reduction_bytes(strategy, job)) * min(size, parameters.trainable), *norms])
 
     def in_layer(*units: int) -> Terms:
         return buckets | {"reduce_copy": bucket_copy(*units), "module_gradients": 0 if counted else width * tied}
 
+    if once:
+
+        def unreduced(unit: int) -> Terms:
+            return buckets | {"module_gradients": 0 if counted else width * (tied + unit)}
+
+        return at_moments(
+            {},
+            loss=buckets_in_forward,
+            head_backward={"module_gradients": 0 if counted else width * head},
+            after_head=unreduced(head - tied),
+            last_layer_backward=unreduced(0),
+            after_last_layer=unreduced(layer),
+            first_layer_backward=unreduced(0),
+            after_first_layer=unreduced(layer),
+            embedding_backward=buckets | {"reduce_copy": bucket_copy(head, layer, embedding)},
+        )
     oversized_head = reduction(head, 0) if head > size and not tied else {}
     return at_moments(
         {},
@@ -724,9 +832,11 @@ def _stage3_gathers(
     """
     zero, width = strategy.zero, job.compute_bytes
     stored = engine_parameters(model, job)
+    # A single partition on the accelerator is used in place (`_no_gather_coalesced`, partition_parameters.py:904).
+    copies = strategy.shard_size > 1 or strategy.offload_param != "none"
     persistent = stored.persistent_parameters(zero.stage3_param_persistence_threshold)
     reduced = _reduction_bytes(strategy, job)
-    always = {"persistent_parameters": width * persistent, "reduce_bucket": reduced * zero.reduce_bucket_size}
+    always = {"persistent_parameters": copies * width * persistent, "reduce_bucket": reduced * zero.reduce_bucket_size}
     layers = model.dimensions.num_layers
     recomputed = strategy.recomputed_layers(layers)
     held = gathered_elements(
@@ -734,7 +844,7 @@ def _stage3_gathers(
     )
     viewed = _kept_by_views(strategy, model, job, held=held["forward_end"])
     more = {
-        moment: {"gathered_parameters": width * (count + (viewed if moment in _BEFORE_OTHER_LAYERS else 0))}
+        moment: {"gathered_parameters": copies * width * (count + (viewed if moment in _BEFORE_OTHER_LAYERS else 0))}
         for moment, count in held.items()
     }
     # The gradient of a tied head waits in autograd for that of the embedding.
@@ -752,7 +862,7 @@ def _stage3_gathers(
     copied = reduced * min(zero.reduce_bucket_size, parameters.trainable)
     # qwZ gathers int8, dequantizes into a flat tensor and copies out of that (partition_parameters.py:1515, 767).
     copy_bytes = width + (1 if zero.quantized_weights else 0)
-    fetched = copy_bytes * min(zero.stage3_prefetch_bucket_size, held["last_layer_backward"])
+    fetched = copies * copy_bytes * min(zero.stage3_prefetch_bucket_size, held["last_layer_backward"])
     for moment, unit in units.items():
         gradients = unit if job.method == "full" else min(unit, parameters.largest_trainable)
         more[moment]["module_gradients"] = width * gradients

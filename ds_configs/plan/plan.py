@@ -569,7 +569,7 @@ def bf16_weights_line(job: TrainingJob) -> str:
     stated = parsed_optim_args(job.optim_args)
     if stated.get("bf16_stochastic_round", "").lower() in ("true", "1", "yes"):
         return "Weights are bf16. They are rounded stochastically, so that small updates are kept on average."
-    if job.optimizer == "stable_adamw" and stated.get("kahan_sum", "") == "":
+    if OPTIMIZERS[job.optimizer].compensated:
         return "Weights are bf16. Kahan summation keeps small updates, in 2 more bytes per parameter."
     return (
         "Weights are bf16, and rounding loses updates below 1/256 of a weight: an AdamW step changes a weight by about "

@@ -21,7 +21,7 @@ from ..specs.hardware import HardwareSpec
 from ..specs.job import TrainingJob
 from ..specs.layout import ZENFLOW_TOPK_RATIO, Layout, OffloadDevice
 from ..specs.model import ModelSpec
-from ..specs.optimizers import OPTIMIZERS, parsed_optim_args
+from ..specs.optimizers import OPTIMIZERS, PREPARED_UNDER_FSDP2, parsed_optim_args
 from ..specs.texts import read_small_file, strict_json, yaml_mapping
 from ..specs.units import gigabytes
 
@@ -186,7 +186,8 @@ def trainer_line(plan: LaunchSpec) -> str:
         why = "which keep gathered weights out of the backward pass"
         needs.append(f"`shardwright launch`, PlanCallback or trainer_for, {why}")
     spec, sharded = OPTIMIZERS[job.optimizer], strategy.engine == "fsdp2"
-    if strategy.engine != "deepspeed" and (spec.matrix_states or spec.low_rank or (spec.factored and sharded)):
+    prepared = sharded and (spec.factored or job.optimizer in PREPARED_UNDER_FSDP2)
+    if strategy.engine != "deepspeed" and (spec.matrix_states or spec.low_rank or prepared):
         needs.append(f"trainer_for or `shardwright train`, which prepare {job.optimizer}")
     stock_bytes = stock_loading_bytes(strategy, plan.model, plan.hardware, job)
     if stock_bytes > plan.hardware.host_bytes_per_node:
@@ -255,6 +256,9 @@ def planned_training_arguments(plan: LaunchSpec) -> dict[str, object]:
     if job.use_liger_kernel:
         arguments["use_liger_kernel"] = True
         fused = {"cross_entropy": False, "fused_linear_cross_entropy": uses_liger(plan)}
+        if strategy.tiled_mlp:
+            # Tiles replace the forward pass of MLPs, as these kernels do.
+            fused |= {"swiglu": False, "geglu": False}
         arguments["liger_kernel_config"] = fused
     elif uses_liger(plan):
         arguments["use_liger_kernel"] = True

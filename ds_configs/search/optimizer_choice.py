@@ -70,7 +70,7 @@ def search_optimizers(context: SearchContext) -> Outcome:
         UsageError: no layout is legal with AdamW.
     """
     chosen: tuple[OptimizerStep, Outcome, float] | None = None
-    failed, slower, first = list[str](), "", None
+    failed, causes, first = list[str](), list[str](), None
     for step in ORDER:
         if context.job.weights_dtype != "auto" and step.weights_dtype != context.job.weights_dtype:
             continue
@@ -90,20 +90,17 @@ def search_optimizers(context: SearchContext) -> Outcome:
             failed.append(step.label)
             continue
         speed = outcome.chosen.time.tokens_per_second
-        if chosen is None:
-            chosen = step, outcome, speed
-        elif speed >= FASTER * chosen[2]:
-            slower = f"{speed / chosen[2]:.1f} times as fast as {chosen[0].label}"
+        if chosen is None or speed >= FASTER * chosen[2]:
+            causes = [f"{', '.join(failed)} {'does' if len(failed) == 1 else 'do'} not fit"] if failed else []
+            causes += [f"it is {speed / chosen[2]:.1f} times as fast as {chosen[0].label}"] if chosen else []
             chosen = step, outcome, speed
     if chosen is None:
         assert first is not None, "a search returns an outcome or raises"
         return first
     step, outcome, _ = chosen
-    causes = [f"{', '.join(failed)} {'does' if len(failed) == 1 else 'do'} not fit"] if failed else []
-    causes += [f"it is {slower}"] if slower else []
     cause = f", because {' and '.join(causes)}" if causes else ", which fits"
     assert outcome.chosen is not None, "chosen outcomes fit"
-    reason = f"{outcome.chosen.reason} Optimizer {step.label}{cause}. It changes {step.change}."
+    reason = f"{outcome.chosen.reason} Optimizer {step.label}{cause}. Change of numerics: {step.change}."
     if step.change == "nothing":
         reason = f"{outcome.chosen.reason} Optimizer {step.label}{cause}: no change of numerics is needed."
     return replace(outcome, chosen=replace(outcome.chosen, reason=reason))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
+from math import isfinite
 from typing import Literal
 
 from .errors import ConfigError
@@ -28,10 +29,16 @@ class OptimizerSpec:
     """Whether a matrix has one moment and other parameters have two (Muon)."""
     fp32_states: bool = False
     """Whether states are fp32 or blocks also with bf16 weights; others have the type of the weights."""
-    step_transient: Literal["none", "foreach"] = "none"
-    """`foreach` allocates one fp32 temporary of all parameters stepped together (factored: two), fused kernels none."""
+    foreach_temporaries: int = 0
+    """Temporaries of all parameters, which `foreach` kernels step together; fused kernels have none."""
     matrix_transient: float = 0
-    """fp32 temporaries of the largest parameter, for optimizers that step one parameter after the other."""
+    """Temporaries of the largest parameter, for optimizers that step one parameter after the other.
+
+    They are fp32 if states are. For torchao they are buffers of the update that `torch.compile` makes on the CPU, in
+    4 bit 26 to 28 bytes per element of fp32, int64 and uint8.
+    """
+    compensated: bool = False
+    """Whether bf16 weights have a compensation of their type (Kahan summation)."""
     cpu_kernel: bool = False
     """Whether DeepSpeed has a CPU kernel with the same arithmetic, which optimizer offload requires."""
     plain_tensors_only: bool = False
@@ -43,8 +50,11 @@ class OptimizerSpec:
 LOW_RANK = 128
 """Rank of GaLore and APOLLO unless `optim_args` sets another (transformers/trainer_optimizer.py)."""
 
-_BLOCKWISE_8BIT = 1 + 4 / 256
-"""One byte, and an fp32 scale per block of 256 (bitsandbytes/optim/optimizer.py, `blocksize=256`)."""
+QUANTIZED_BLOCK = 256
+"""Elements of a block of quantized states: bitsandbytes' and, as Transformers sets it, torchao's."""
+
+_BLOCKWISE_8BIT = 1 + 4 / QUANTIZED_BLOCK
+"""One byte, and an fp32 scale per block (bitsandbytes/optim/optimizer.py, `blocksize=256`)."""
 
 
 def _bitsandbytes(moments: int, *, eight_bit: bool) -> OptimizerSpec:
@@ -59,7 +69,7 @@ def _bitsandbytes(moments: int, *, eight_bit: bool) -> OptimizerSpec:
 
 OPTIMIZERS: Mapping[str, OptimizerSpec] = {
     "adamw_torch_fused": OptimizerSpec(state_bytes_per_parameter=8, cpu_kernel=True),
-    "adamw_torch": OptimizerSpec(state_bytes_per_parameter=8, step_transient="foreach", cpu_kernel=True),
+    "adamw_torch": OptimizerSpec(state_bytes_per_parameter=8, foreach_temporaries=1, cpu_kernel=True),
     **dict.fromkeys(("adamw_8bit", "adamw_bnb_8bit", "paged_adamw_8bit"), _bitsandbytes(2, eight_bit=True)),
     "paged_adamw_32bit": _bitsandbytes(2, eight_bit=False),
     **dict.fromkeys(("lion_32bit", "paged_lion_32bit"), _bitsandbytes(1, eight_bit=False)),
@@ -68,20 +78,25 @@ OPTIMIZERS: Mapping[str, OptimizerSpec] = {
     **dict.fromkeys(("ademamix_8bit", "paged_ademamix_8bit"), _bitsandbytes(3, eight_bit=True)),
     **dict.fromkeys(("rmsprop_bnb", "rmsprop_bnb_32bit"), _bitsandbytes(1, eight_bit=False)),
     "rmsprop_bnb_8bit": _bitsandbytes(1, eight_bit=True),
-    "adagrad": OptimizerSpec(state_bytes_per_parameter=4, step_transient="foreach", cpu_kernel=True),
-    "rmsprop": OptimizerSpec(state_bytes_per_parameter=4, step_transient="foreach"),
+    "adagrad": OptimizerSpec(state_bytes_per_parameter=4, foreach_temporaries=2, cpu_kernel=True),
+    "rmsprop": OptimizerSpec(state_bytes_per_parameter=4, foreach_temporaries=1),
     "sgd": OptimizerSpec(state_bytes_per_parameter=0),
-    "adafactor": OptimizerSpec(state_bytes_per_parameter=0, factored=True, fp32_states=True, step_transient="foreach"),
+    "adafactor": OptimizerSpec(state_bytes_per_parameter=0, factored=True, fp32_states=True),
     "adamw_torch_8bit": OptimizerSpec(
-        state_bytes_per_parameter=2 * _BLOCKWISE_8BIT, fp32_states=True, package="torchao"
+        state_bytes_per_parameter=2 * _BLOCKWISE_8BIT, fp32_states=True, matrix_transient=2, package="torchao"
     ),
     "adamw_torch_4bit": OptimizerSpec(
-        state_bytes_per_parameter=2 * (_BLOCKWISE_8BIT - 1 / 2), fp32_states=True, package="torchao"
+        state_bytes_per_parameter=2 * (_BLOCKWISE_8BIT - 1 / 2),
+        fp32_states=True,
+        matrix_transient=6.75,
+        package="torchao",
     ),
-    "schedule_free_adamw": OptimizerSpec(state_bytes_per_parameter=8, step_transient="foreach", package="schedulefree"),
+    "schedule_free_adamw": OptimizerSpec(state_bytes_per_parameter=8, foreach_temporaries=1, package="schedulefree"),
     "schedule_free_radam": OptimizerSpec(state_bytes_per_parameter=8, package="schedulefree"),
     "schedule_free_sgd": OptimizerSpec(state_bytes_per_parameter=4, package="schedulefree"),
-    "stable_adamw": OptimizerSpec(state_bytes_per_parameter=8, matrix_transient=2, package="torch-optimi"),
+    "stable_adamw": OptimizerSpec(
+        state_bytes_per_parameter=8, matrix_transient=2, compensated=True, package="torch-optimi"
+    ),
     "galore_adamw": OptimizerSpec(
         state_bytes_per_parameter=8, low_rank="moments", matrix_transient=3.5, package="galore-torch"
     ),
@@ -94,6 +109,9 @@ OPTIMIZERS: Mapping[str, OptimizerSpec] = {
 }
 """Trainer `optim` names whose memory is known (transformers/training_args.py `OptimizerNames`)."""
 
+
+PREPARED_UNDER_FSDP2 = ("adagrad", "sgd")
+"""Optimizers that FSDP2 saves and restores only if their states are prepared (plugins/transformers/optimizers.py)."""
 
 REJECTED: Mapping[str, tuple[str, str]] = {
     "adamw_torch_xla": ("needs torch_xla and a TPU, which Shardwright does not plan", "use adamw_torch_fused"),
@@ -174,8 +192,8 @@ def optimizer_errors(name: str, optim_args: str) -> list[ConfigError]:
     for part in filter(None, optim_args.replace(" ", "").split(",")):
         key, equals, value = part.partition("=")
         if equals and key in allowed:
-            if key in _INTEGERS and not (value.isdigit() and int(value) > 0):
-                errors.append(ConfigError(where="optim_args", value=part, rule=f"{key} must be a positive integer"))
+            if rule := _value_rule(key, value):
+                errors.append(ConfigError(where="optim_args", value=part, rule=f"{key} {rule}"))
             continue
         near = get_close_matches(key, allowed, n=1, cutoff=0.5)
         rule = f"{name} reads {', '.join(allowed)}" if allowed else f"{name} reads no optim_args"
@@ -185,3 +203,34 @@ def optimizer_errors(name: str, optim_args: str) -> list[ConfigError]:
 
 
 _INTEGERS = ("rank", "update_proj_gap", "t_alpha", "t_beta3", "ns_steps")
+_TRUE, _FALSE = ("true", "1", "yes"), ("false", "0", "no")
+_WORDS: Mapping[str, tuple[str, ...]] = {
+    **dict.fromkeys(("nesterov", "centered", "bf16_stochastic_round"), (*_TRUE, *_FALSE)),
+    # Transformers reads any text as true (trainer_optimizer.py, `bool(kahan_sum)`).
+    **dict.fromkeys(("kahan_sum", "decouple_lr"), _TRUE),
+    "proj_type": ("std", "reverse_std", "right", "left", "full"),
+    "proj": ("random", "svd"),
+    "scale_type": ("channel", "tensor"),
+}
+
+
+def _value_rule(key: str, value: str) -> str:
+    """Return what a value must be; empty if it is."""
+    if key in _WORDS:
+        return "" if value.lower() in _WORDS[key] else f"must be one of {', '.join(_WORDS[key])}"
+    if key in _INTEGERS:
+        return "" if value.isdigit() and int(value) > 0 else "must be a positive integer"
+    try:
+        return "" if isfinite(float(value)) else "must be a finite number"
+    except ValueError:
+        return "must be a number"
+
+
+def added_state_bytes(name: str, optim_args: str) -> int:
+    """Return the bytes per parameter that arguments add to the states of SGD and RMSprop.
+
+    >>> added_state_bytes("sgd", "momentum=0.9"), added_state_bytes("rmsprop", "momentum=0.9,centered=true")
+    (4, 8)
+    """
+    stated = parsed_optim_args(optim_args) if name in ("sgd", "rmsprop") else {}
+    return 4 * (float(stated.get("momentum", 0)) > 0) + 4 * (stated.get("centered", "").lower() in _TRUE)

@@ -1,19 +1,23 @@
 """Optimizers that need more than a name in `TrainingArguments.optim`: Muon, and optimizers on FSDP2's DTensors.
 
 Observed with transformers 5.17.0 to 5.24.0 and torch 2.13.0: no name of `optim` is Muon. `Adafactor` creates its rows
-and columns as plain tensors, which PyTorch does not mix with DTensors. States of GaLore and APOLLO contain an object of
+and columns as plain tensors, which PyTorch does not mix with DTensors. Adagrad's states and SGD without any fail to be saved
+or restored under FSDP2. States of GaLore and APOLLO contain an object of
 their package, which `torch.load(weights_only=True)` rejects when a run resumes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import partial
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 import torch
+from accelerate.utils import DummyOptim
 
-from ...ds_configs.specs.optimizers import OPTIMIZERS, parsed_optim_args
+from ...ds_configs.specs.optimizers import OPTIMIZERS, PREPARED_UNDER_FSDP2, parsed_optim_args
+from .. import patches
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, Trainer
@@ -36,7 +40,9 @@ def prepare_optimizer(trainer: Trainer) -> None:
         return
     for module, kind in _STATE_CLASSES.get(OPTIMIZERS[name].package, ()):
         torch.serialization.add_safe_globals([getattr(import_module(module), kind)])
-    if name == "muon" and arguments.deepspeed is None:
+    if name == "muon" and trainer.is_deepspeed_enabled:
+        patches.apply("muon-decay-groups", partial(_with_decay_groups, trainer), on=trainer.accelerator)
+    elif name == "muon":
         stated = parsed_optim_args(arguments.optim_args or "")
         settings = {
             "decays": trainer.get_decay_parameter_names,
@@ -53,11 +59,50 @@ def prepare_optimizer(trainer: Trainer) -> None:
             },
         }
         trainer.optimizer_cls_and_kwargs = (_MuonFactory, settings)
-    if OPTIMIZERS[name].factored and arguments.fsdp:
+    if name in PREPARED_UNDER_FSDP2 and trainer.is_fsdp_enabled:
+        kind, keywords = trainer.get_optimizer_cls_and_kwargs(arguments, trainer.model)
+        trainer.optimizer_cls_and_kwargs = (_resumable(kind), keywords)
+    if OPTIMIZERS[name].factored and trainer.is_fsdp_enabled:
         from transformers.optimization import Adafactor
 
         plain = {"lr": arguments.learning_rate, "scale_parameter": False, "relative_step": False}
         trainer.optimizer_cls_and_kwargs = (_sharded_adafactor(Adafactor), plain)
+
+
+def _resumable(kind: Any) -> Any:
+    class Resumable(kind):
+        """An optimizer that resumes under FSDP2.
+
+        FSDP2 replaces the parameters after the optimizer is created, so that states must not exist yet, and PyTorch
+        fails to restore an optimizer without any (torch 2.13, `_load_optim_state_dict`: "Expected device to be set").
+        """
+
+        def __init__(self, *arguments: Any, **keywords: Any) -> None:
+            super().__init__(*arguments, **keywords)
+            self.state.clear()
+
+        def step(self, closure: Any = None) -> Any:
+            result = super().step(closure)
+            for parameter in (weight for group in self.param_groups for weight in group["params"]):
+                if parameter.grad is not None and not self.state[parameter]:
+                    self.state[parameter]["stepped"] = torch.ones(1)
+            return result
+
+    return Resumable
+
+
+def _with_decay_groups(trainer: Trainer, prepare: Callable[..., Any]) -> Callable[..., Any]:
+    def prepare_groups(*parts: Any, **keywords: Any) -> Any:
+        decayed = set(trainer.get_decay_parameter_names(trainer.model))
+        named = [(name in decayed, weight) for name, weight in trainer.model.named_parameters() if weight.requires_grad]
+        for optimizer in (part for part in parts if isinstance(part, DummyOptim)):
+            optimizer.params = [
+                {"params": [weight for is_decayed, weight in named if is_decayed]},
+                {"params": [weight for is_decayed, weight in named if not is_decayed], "weight_decay": 0.0},
+            ]
+        return prepare(*parts, **keywords)
+
+    return prepare_groups
 
 
 def _sharded_adafactor(kind: Any) -> Any:

@@ -519,6 +519,20 @@ def expressions_of(module: str) -> frozenset[str]:
 # Defects: each test does what upstream does without the patch, and fails once the patch can go.
 
 
+def test_deepspeeds_optimizers_still_get_one_group() -> None:
+    from transformers.integrations.deepspeed import deepspeed_init
+
+    config = SimpleNamespace(config={"optimizer": {}, "scheduler": {}}, trainer_config_finalize=lambda *_: None)
+    plugin = SimpleNamespace(hf_ds_config=config)
+    trainer = SimpleNamespace(
+        model=torch.nn.Linear(2, 2),
+        args=SimpleNamespace(get_process_log_level=lambda: 30),
+        accelerator=SimpleNamespace(state=SimpleNamespace(deepspeed_plugin=plugin)),
+    )
+    optimizer, _ = deepspeed_init(trainer, 1)
+    assert all(isinstance(weight, torch.Tensor) for weight in optimizer.params)
+
+
 def test_no_callback_hears_of_an_exception(tmp_path: Path) -> None:
     from transformers import Trainer, TrainerCallback, TrainingArguments
 

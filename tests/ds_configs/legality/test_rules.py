@@ -103,6 +103,7 @@ CASES = {
         "updates weights after every micro-batch",
     ),
     "matrices of adapters": (DDP, {"optimizer": "muon", "method": "lora"}, "is for full training, not for lora"),
+    "steps of muon": (ZERO3, {"optimizer": "muon", "optim_args": "ns_steps=3"}, "is not read by DeepSpeed"),
     "bf16 weights": (ZERO1, {"weights_dtype": "bf16"}, "trains fp32 master weights; use ddp or fsdp2"),
     "bf16": (ZERO1, {"hardware": "8xV100-32GB"}, "is not supported by V100-32GB; use fp16 or fp32"),
     "fp16 on cpu": (ZERO1, {"hardware": "8xCPU", "precision": "fp16"}, "is not supported on CPU ranks"),
@@ -158,7 +159,7 @@ CASES = {
     ),
     "liger family": (FSDP2, {"use_liger_kernel": True, "model": MAMBA}, "has no kernels for mamba; supported: gemma2"),
     "liger on cpu": (FSDP2, {"use_liger_kernel": True, "hardware": "8xCPU"}, "needs Triton"),
-    "tiled liger": (replace(FSDP2, tiled_mlp=True), {"use_liger_kernel": True}, "is not supported with tiled MLPs"),
+    "tiled compile": (replace(FSDP2, tiled_mlp=True), {"torch_compile": True}, "is not supported with tiled MLPs"),
     "liger stages": (
         replace(ZERO1, tp=2, dp_shard=4),
         {"use_liger_kernel": True},

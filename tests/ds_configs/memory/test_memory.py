@@ -69,7 +69,7 @@ def strategy_of(name: str, ranks: int, **changes) -> Layout:
             zero_stage=stage,
             dp_shard=ranks if sharded else 1,
             dp_replicate=1 if sharded else ranks,
-            **changes,
+            **{"zero": ZeroOptions(reduce_bucket_size=PARAMETERS // 10), **changes},
         )
     if name == "fsdp2":
         return Layout(engine="fsdp2", dp_shard=ranks, **changes)
@@ -383,17 +383,27 @@ def test_optimizers_of_matrices_keep_what_their_code_allocates():
     matrices = sum(p.total for p in MODEL.parameters if p.kind == "linear")
     rest = PARAMETERS - matrices
 
-    def states(name: str, optimizer: str, **settings: str) -> int:
+    def states(layout: str, optimizer: str, **settings: str) -> int:
         job = TrainingJob(optimizer=optimizer, **settings)
-        return model_state_terms(strategy_of(name, 4), MODEL, job, rank_parameters(MODEL, job))["step"][
-            "optimizer_states"
-        ]
+        name, _, ranks = layout.partition("-")
+        strategy = strategy_of(name, int(ranks or 4))
+        return model_state_terms(strategy, MODEL, job, rank_parameters(MODEL, job))["step"]["optimizer_states"]
 
     # Rows are sharded, columns are not.
     assert states("ddp", "adafactor") / 4 < states("fsdp2", "adafactor") < states("ddp", "adafactor")
     low_rank = {rank: states("ddp", "apollo_adamw", optim_args=f"rank={rank}") for rank in (1, 2)}
     assert 8 * rest < low_rank[1] < low_rank[2] < states("ddp", "adamw_torch")
     assert low_rank[2] - 8 * rest == pytest.approx(2 * (low_rank[1] - 8 * rest))
+    momentum = states("ddp", "sgd", optim_args="momentum=0.9"), states("ddp", "rmsprop", optim_args="centered=true")
+    assert momentum == (4 * PARAMETERS, 8 * PARAMETERS)
+    assert states("ddp", "stable_adamw", weights_dtype="bf16") == 6 * PARAMETERS
+    # The partition of 4 ranks consists of complete blocks, that of 3 ranks does not.
+    eight_bit = {ranks: states(f"zero2-{ranks}", "adamw_torch_8bit") for ranks in (3, 4)}
+    assert eight_bit[3] == pytest.approx(8 * PARAMETERS / 3, rel=1e-3)
+    assert eight_bit[4] == pytest.approx(2 * (1 + 4 / 256) * PARAMETERS / 4, rel=1e-3)
+    # Two copies of the momentum, in the type of the gradients.
+    muon = sum(p.total for p in MODEL.parameters if p.kind == "linear" and p.in_layer)
+    assert states("zero2", "muon") == pytest.approx((8 * (PARAMETERS - muon) + 2 * 2 * muon) / 4, rel=0.1)
     assert 4 * PARAMETERS < states("ddp", "muon") < 8 * PARAMETERS
     assert states("fsdp2", "muon") == pytest.approx(states("ddp", "muon") / 4, rel=1e-3)
 
@@ -467,3 +477,57 @@ def test_only_the_first_rank_fuses_experts_while_zero3_loads():
         host = estimate_host_memory(strategy, model, cluster, job, rank_parameters(model, job))
         assert host.terms.get("checkpoint_loading", 0) == bytes_per_parameter * model.parameter_count
     assert stock_loading_bytes(strategy, MODEL, cluster, job) == 0
+
+
+def test_one_partition_of_zero3_is_used_in_place():
+    def gathered(**layout):
+        zero = default_zero_options(MODEL, TrainingJob(), stage=3)
+        strategy = Layout(engine="deepspeed", zero_stage=3, zero=zero, **layout)
+        (share,) = rank_shares(strategy, MODEL, TrainingJob())
+        moments = share_moment_terms(strategy, share, TrainingJob())
+        return max(terms.get("gathered_parameters", 0) for terms in moments.values())
+
+    assert gathered() == 0
+    assert gathered(dp_shard=2) > 0
+    assert gathered(offload_param="cpu", offload_optimizer="cpu") > 0, "copied from the host"
+
+
+def test_a_sub_group_ends_with_the_tensor_that_fills_it():
+    # Llama-3.1-8B with two layers: 525 million elements of the embedding, 218 of each layer, then 525 of the head.
+    sizes = {"hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32, "num_key_value_heads": 8}
+    model = llama(**sizes, num_hidden_layers=2, vocab_size=128256, head_dim=128)
+    strategy = Layout(engine="deepspeed", zero_stage=3)
+
+    def step(size):
+        layout = replace(strategy, zero=ZeroOptions(sub_group_size=size))
+        (share,) = rank_shares(layout, model, TrainingJob())
+        return share_moment_terms(layout, share, TrainingJob())["step"]["fp32_gradients"]
+
+    assert step(10**9) == 4 * (model.parameter_count - 5 * 4096), "all matrices"
+    inside = 2 * 4096 * 4096 + 2 * 1024 * 4096 + 2 * 14336 * 4096
+    assert step(900_000_000) == 4 * (525_336_576 + 218_103_808 + inside), "to the second layer's up projection"
+    assert step(10**10) == 4 * model.parameter_count
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_gradient_of_a_tied_embedding_is_added_to_that_of_the_head(tied):
+    model = llama(hidden_size=2048, vocab_size=128256, tie_word_embeddings=tied)
+    (share,) = rank_shares(Layout(engine="single"), model, TrainingJob())
+    for gpu, copies in ((True, 1), (False, 2)):
+        moments = share_moment_terms(Layout(engine="single"), share, TrainingJob(), gpu=gpu)
+        terms = moments["embedding_backward"]
+        assert terms["gradients"] == 4 * model.parameter_count
+        assert terms.get("module_gradients", 0) == (copies * 4 * 128256 * 2048 if tied else 0)
+
+
+def test_recomputed_layers_do_not_keep_casts_for_the_loss():
+    # Before the backward pass, autocast has dropped the casts that no saved tensor needs.
+    model = llama(num_hidden_layers=8, hidden_size=512, vocab_size=4000, tie_word_embeddings=False)
+    (share,) = rank_shares(Layout(engine="single"), model, TrainingJob())
+    head = 2 * 4000 * 512
+    for recomputes, kept in ((True, head), (False, 2 * model.linear_parameters(include_head=True))):
+        layout = Layout(engine="single", gradient_checkpointing=recomputes)
+        moments = share_moment_terms(layout, share, TrainingJob())
+        everything = moments["forward_end"]["autocast_weight_copies"]
+        assert everything == 2 * model.linear_parameters(include_head=True)
+        assert moments["loss_backward"]["autocast_weight_copies"] == pytest.approx(kept, rel=1e-3)

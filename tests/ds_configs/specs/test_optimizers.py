@@ -36,6 +36,9 @@ def test_arguments_in_the_table_are_read_by_transformers() -> None:
         ({"optimizer": "galore_adamw", "optim_args": "rnk=64"}, "did you mean rank=?"),
         ({"optimizer": "apollo_adamw", "optim_args": "rank=none"}, "rank must be a positive integer"),
         ({"optimizer": "adamw_torch_fused", "optim_args": "eps=1e-6"}, "reads no optim_args"),
+        ({"optimizer": "sgd", "optim_args": "momentum=high"}, "momentum must be a number"),
+        ({"optimizer": "stable_adamw", "optim_args": "kahan_sum=false"}, "kahan_sum must be one of true"),
+        ({"optimizer": "galore_adamw", "optim_args": "proj_type=sdt"}, "proj_type must be one of std"),
         ({"weights_dtype": "fp8"}, "must be one of auto, fp32, bf16"),
     ],
 )
