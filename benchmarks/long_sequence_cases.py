@@ -13,18 +13,22 @@ from shardwright.ds_configs.specs.model import ModelSpec
 CONFIG: dict[str, Any] = {
     "model_type": "llama",
     "architectures": ["LlamaForCausalLM"],
-    "hidden_size": 128,
-    "intermediate_size": 1024,
-    "num_hidden_layers": 4,
+    "hidden_size": 64,
+    "intermediate_size": 512,
+    "num_hidden_layers": 2,
     "num_attention_heads": 2,
     "num_key_value_heads": 2,
     "vocab_size": 4096,
     "max_position_embeddings": 65536,
     "tie_word_embeddings": False,
 }
-"""MLP and vocabulary are as wide beside the hidden size as in large models, or wider."""
+MODELS: dict[str, dict[str, Any]] = {
+    "wide-head": CONFIG,
+    "wide-mlp": CONFIG | {"intermediate_size": 2048, "vocab_size": 512},
+}
+"""The peak without features is in the loss of the first, and in the MLP of the second."""
 LOGITS_BYTES_OF_A_TILE = 2**22
-"""A tile has 256 tokens, so that the loss of small sequences has several; models of real size use 1 GiB."""
+"""A tile has 256 or 2,048 tokens, so that the loss of small sequences has several; models of real size use 1 GiB."""
 LAYOUTS: dict[str, dict[str, Any]] = {
     "single": {"engine": "single"},
     "ddp": {"engine": "ddp", "dp_replicate": 2},
@@ -45,6 +49,7 @@ FEATURES: dict[str, tuple[str, ...]] = {
 class Case:
     """One training run whose peak is predicted and metered."""
 
+    model: str
     layout: str
     features: str
     tokens: int
@@ -52,16 +57,24 @@ class Case:
     """Largest tensor bytes of the rank; the run ends with an out-of-memory error above them."""
 
     @property
+    def run(self) -> str:
+        return f"{self.model}-{self.layout}-{self.features}"
+
+    @property
     def name(self) -> str:
         limit = "" if self.limit_bytes is None else f"-within-{self.limit_bytes // 10**6}MB"
-        return f"{self.layout}-{self.features}-{self.tokens}{limit}"
+        return f"{self.run}-{self.tokens}{limit}"
+
+    @property
+    def config(self) -> dict[str, Any]:
+        return MODELS[self.model]
 
     @property
     def ranks(self) -> int:
         return self.strategy().world_size
 
     def spec(self, release: str | None = None) -> ModelSpec:
-        return spec_of(CONFIG, "llama", release)
+        return spec_of(self.config, "llama", release)
 
     def job(self) -> TrainingJob:
         return TrainingJob(
@@ -91,21 +104,34 @@ class Case:
         )
 
 
-LIMIT_BYTES = 185_000_000
+LIMIT_BYTES = 120_000_000
 LONGEST_PLAIN = 2048
 
 
 def grid() -> list[Case]:
-    """Return every feature under every engine at three lengths, long sequences with all of them, and limited runs."""
+    """Return every feature under every engine, long sequences with all of them, and runs under a limit of bytes."""
+    layouts = [layout for layout in LAYOUTS if layout != "single"]
+    lengths = {
+        ("wide-head", "plain"): (2048, 4096),
+        ("wide-head", "tiled-loss"): (2048, 4096),
+        ("wide-head", "all"): (2048, 8192),
+        ("wide-mlp", "plain"): (2048, 4096),
+        ("wide-mlp", "tiled-mlp"): (2048, 4096),
+        ("wide-mlp", "offload"): (2048, 4096),
+        ("wide-mlp", "all"): (2048, 4096),
+    }
     cases = [
-        Case(layout=layout, features=features, tokens=tokens)
-        for layout in LAYOUTS
-        if layout != "single"
-        for features in FEATURES
-        for tokens in (512, 1024, 2048)
+        Case(model=model, layout=layout, features=features, tokens=tokens)
+        for layout in layouts
+        for (model, features), both in lengths.items()
+        for tokens in both
     ]
-    cases += [Case(layout=layout, features="all", tokens=32768) for layout in ("zero3", "sp2")]
+    cases += [
+        Case(model="wide-head", layout=layout, features="all", tokens=tokens)
+        for layout, tokens in zip(layouts, (16384, 32768, 16384, 32768), strict=True)
+    ]
     limited = [("plain", LONGEST_PLAIN), ("plain", LONGEST_PLAIN * 5 // 4), ("all", 8 * LONGEST_PLAIN)]
     return cases + [
-        Case(layout="single", features=features, tokens=tokens, limit_bytes=LIMIT_BYTES) for features, tokens in limited
+        Case(model="wide-head", layout="single", features=features, tokens=tokens, limit_bytes=LIMIT_BYTES)
+        for features, tokens in limited
     ]

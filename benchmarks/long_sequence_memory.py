@@ -15,7 +15,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from long_sequence_cases import FEATURES, LOGITS_BYTES_OF_A_TILE, Case, grid
+from long_sequence_cases import LOGITS_BYTES_OF_A_TILE, Case, grid
 from memory_cases import metered_release
 from metered_launch import measure_cases
 from page_parts import with_part
@@ -102,14 +102,13 @@ def case_table(found: Sequence[Row]) -> str:
 def slopes(found: Sequence[Row]) -> dict[str, tuple[float, float]]:
     """Return the metered and the predicted growth in bytes per token, from the shortest to the longest sequence."""
     growth = {}
-    for layout in dict.fromkeys(row.case.layout for row in found if row.case.limit_bytes is None):
-        for features in FEATURES:
-            own = [row for row in found if (row.case.layout, row.case.features) == (layout, features)]
-            own = sorted((row for row in own if row.case.limit_bytes is None), key=lambda row: row.case.tokens)
-            if len(own) > 1:
-                tokens = own[-1].case.tokens - own[0].case.tokens
-                metered = (own[-1].metered_bytes - own[0].metered_bytes) / tokens
-                growth[f"{layout}-{features}"] = metered, (own[-1].predicted_bytes - own[0].predicted_bytes) / tokens
+    for name in dict.fromkeys(row.case.run for row in found if row.case.limit_bytes is None):
+        own = [row for row in found if row.case.run == name and row.case.limit_bytes is None]
+        own = sorted(own, key=lambda row: row.case.tokens)
+        if len(own) > 1:
+            tokens = own[-1].case.tokens - own[0].case.tokens
+            metered = (own[-1].metered_bytes - own[0].metered_bytes) / tokens
+            growth[name] = metered, (own[-1].predicted_bytes - own[0].predicted_bytes) / tokens
     return growth
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from long_sequence_cases import CONFIG, LOGITS_BYTES_OF_A_TILE, Case
+from long_sequence_cases import LOGITS_BYTES_OF_A_TILE, Case
 from metered_training import STEPS, plan_of, run_settings
 from shardwright.ds_configs.specs.hardware import parse_hardware
 from shardwright.plugins.accelerate.cpu_ranks import configure_cpu_ranks
@@ -46,14 +46,22 @@ def main(cases_file: Path, output: Path) -> None:
 def measure(case: Case) -> dict[str, Any]:
     """Train one case and return what lived on this rank in the last step, and whether the limit ended the run."""
     plan = plan_of(case.strategy(), case.spec(), parse_hardware(f"{case.ranks}xCPU"), case.job())
-    arguments = training_arguments(run_settings(plan), configure_cpu_ranks(plan.chosen.strategy.engine))
+    engine = plan.chosen.strategy.engine
+    if engine == "single":
+        # With these, Accelerate wraps the model for one rank of DDP.
+        for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
+            os.environ.pop(name, None)
+    arguments = training_arguments(run_settings(plan), configure_cpu_ranks(None if engine == "single" else engine))
     set_seed(1)
+    config = AutoConfig.for_model(**case.config)
+    # Samples of a complete run are the data set's, not the step's.
+    samples = _samples(case, plan.chosen.strategy.global_batch_size * STEPS)
     with ByteMeter(limit_bytes=case.limit_bytes) as meter:
-        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**CONFIG), trust_remote_code=False)
+        model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
         trainer = planned_parallelism(plan).make_trainer(
             model=model,
             args=arguments,
-            train_dataset=_samples(case, plan.chosen.strategy.global_batch_size * STEPS),
+            train_dataset=samples,
             data_collator=default_data_collator,
         )
         del model
@@ -75,7 +83,7 @@ def measure(case: Case) -> dict[str, Any]:
 
 def _samples(case: Case, count: int) -> list[dict[str, torch.Tensor]]:
     generator = torch.Generator().manual_seed(0)
-    tokens = torch.randint(0, CONFIG["vocab_size"], (count, case.tokens), generator=generator)
+    tokens = torch.randint(0, case.config["vocab_size"], (count, case.tokens), generator=generator)
     return [{"input_ids": sample, "labels": sample} for sample in tokens]
 
 

@@ -3,7 +3,8 @@
 `tables/alst_longest_sequences.csv` has the recipes of snowflakedb/ArcticTraining (projects/sequence-parallelism; ALST,
 arXiv 2506.13996): DeepSpeed ZeRO-3 with its default buffers, bf16, one sequence at a time, all layers recomputed,
 expandable segments, 1.9 TB of host memory per node. A prediction is the longest sequence whose memory fits, by the
-upper end of its interval, as for `shardwright plan`. Nothing is fitted to the table.
+upper end of its interval, as for `shardwright plan`. Nothing is fitted to the table. Recipes with a tiled loss load
+their models with Liger's kernels; the first table has plain layers in all rows, the second one Liger's in those.
 
     python benchmarks/longest_sequences.py [--tables DIRECTORY]
 """
@@ -12,7 +13,7 @@ from __future__ import annotations
 
 import argparse
 import csv
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -47,11 +48,13 @@ class LongestRun:
     hardware: HardwareSpec
     layout: Layout
     loss: str
+    liger: bool
     measured: int
     label: str
 
     def memory(self, tokens: int) -> MemoryEstimate:
-        job = TrainingJob(seq_len_tokens=tokens, loss=self.loss)  # type: ignore[arg-type]
+        liger = self.liger and self.loss == "chunked"
+        job = TrainingJob(seq_len_tokens=tokens, loss=self.loss, use_liger_kernel=liger)  # type: ignore[arg-type]
         return estimate_memory(self.layout, self.model, self.hardware, job)
 
     def predicted(self, *, expected: bool = False) -> int:
@@ -72,8 +75,8 @@ class LongestRun:
         return low * unit
 
 
-def longest_runs(directory: Path = TABLES) -> Iterator[LongestRun]:
-    """Yield the rows whose model is known, in the order of the table."""
+def longest_runs(directory: Path = TABLES, *, liger: bool = False) -> Iterator[LongestRun]:
+    """Yield the rows whose model is known, in the order of the table; `liger` where the loss is tiled."""
     text = (directory / "alst_longest_sequences.csv").read_text(encoding="utf-8")
     for row in csv.DictReader(line for line in text.splitlines() if not line.startswith("#")):
         gpus, sp = int(row["accelerators"]), int(row["sp"])
@@ -101,17 +104,26 @@ def longest_runs(directory: Path = TABLES) -> Iterator[LongestRun]:
             hardware=hardware,
             layout=layout,
             loss="chunked" if on["tiled_loss"] else "eager",
+            liger=liger,
             measured=int(row["max_tokens"]),
             label=f"{gpus} x {row['accelerator']}, sp {sp}" + "".join(f", {name}" for name in features),
         )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tables", type=Path, default=TABLES, help="directory with alst_longest_sequences.csv")
+    directory = parser.parse_args().tables
+    for liger in (False, True):
+        print("Liger's layers where the loss is tiled" if liger else "plain layers")
+        report(longest_runs(directory, liger=liger))
+
+
+def report(runs: Iterable[LongestRun]) -> None:
+    """Print a line for each row, and the mean error."""
     errors = []
     print(f"{'measured':>12}{'predicted':>12}{'error':>9}{'expected':>12}{'error':>9}  at the measured length, GB")
-    for run in longest_runs(parser.parse_args().tables):
+    for run in runs:
         predicted = run.predicted()
         errors.append(predicted / run.measured - 1)
         likely = run.predicted(expected=True)

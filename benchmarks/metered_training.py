@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Sequence
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -30,6 +31,7 @@ from shardwright.plugins.transformers.gradient_checkpointing import (
 )
 from shardwright.plugins.transformers.optimizers import prepare_optimizer
 from shardwright.plugins.transformers.training_arguments import training_arguments, weights_dtype
+from shardwright.trainers.parallel.long_sequences import long_sequence_callback
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     AutoConfig,
@@ -41,6 +43,7 @@ from transformers import (
     AutoModelForSeq2SeqLM,
     AutoModelForSpeechSeq2Seq,
     Trainer,
+    TrainerCallback,
     default_data_collator,
     set_seed,
 )
@@ -57,7 +60,9 @@ def plan_of(strategy: Layout, spec: ModelSpec, hardware: HardwareSpec, job: Trai
     return Plan(model=spec, hardware=hardware, job=job, chosen=chosen, rejected=())
 
 
-def train_metered(plan: Plan, config: dict[str, Any], meter: Meter) -> MeterReading:
+def train_metered(
+    plan: Plan, config: dict[str, Any], meter: Meter, *, callbacks: Sequence[TrainerCallback] = ()
+) -> MeterReading:
     """Train random weights of a model configuration, and return what lived on this rank in the last step."""
     strategy, job = plan.chosen.strategy, plan.job
     deepspeed = strategy.engine == "deepspeed"
@@ -75,11 +80,17 @@ def train_metered(plan: Plan, config: dict[str, Any], meter: Meter) -> MeterRead
             if strategy.zero_stage == 3 and hasattr(model_config, "vision_config"):
                 model = _read_model(auto_class, model_config, dtype)
             else:
-                model = _without_zeros(auto_class.from_config(model_config, dtype=dtype, trust_remote_code=False))
+                with torch.device(arguments.device):
+                    model = auto_class.from_config(model_config, dtype=dtype, trust_remote_code=False)
+                model = _without_zeros(model)
         if job.method != "full":
             model = add_lora(model, rank=job.lora_rank, targets="all-linear", fp32_adapters=not deepspeed)
         trainer = _trainer(plan, arguments, model, samples)
         del model
+        for callback in callbacks:
+            trainer.add_callback(callback)
+        if (long := long_sequence_callback(strategy, job, trainer.model)) is not None:
+            long.attach(trainer)
         if strategy.checkpointed_layers is not None:
             trainer.add_callback(partial_checkpointing_callback(strategy.checkpointed_layers))
         if strategy.keeps_products:

@@ -116,6 +116,8 @@ def show_rehearsal(rehearsal: Rehearsal) -> None:
         rows.append(("total", *(cell(own, planned) for own, planned in totals)))
         title = "MB on the fullest rank, measured / predicted"
         print_rows(out, ("", *phases), rows, title=title, figures=phases)
+        if host := rehearsal.host:
+            out.print(f"Layer inputs in host memory: {cell(host['measured'], host['predicted'])} MB")
     if rehearsal.changes:
         out.print()
 

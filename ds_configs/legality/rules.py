@@ -150,8 +150,6 @@ def offloaded_checkpoints_are_recomputed(
         rule, fix = "requires gradient checkpointing", "use --gradient-checkpointing on"
     elif layout.offloaded_checkpoints > layers:
         rule = f"must be at most the {layers} recomputed layers, not {layout.offloaded_checkpoints}"
-    elif job.use_liger_kernel:
-        rule, fix = "is not supported with Liger's kernels, which replace the MLP", "omit one of the two"
     elif layout.keeps_products:
         rule, fix = "cannot be combined with selective recomputation", "use --gradient-checkpointing on"
     elif layout.pp > 1:
@@ -414,15 +412,10 @@ def liger_has_kernels(model: ModelSpec, layout: Layout, job: TrainingJob, hardwa
     Pipeline stages, AutoTP and AutoEP replace the layers that Liger replaces.
     """
     errors: list[ConfigError] = []
-    if layout.tiled_mlp or layout.offloaded_checkpoints:
+    if job.torch_compile and (layout.tiled_mlp or layout.offloaded_checkpoints):
         # Both replace forward passes of layers; no test combines them.
-        errors = [
-            ConfigError(
-                where=name, value=True, rule="is not supported with tiled MLPs or offloaded inputs", fix="omit it"
-            )
-            for name in ("torch_compile", "use_liger_kernel")
-            if getattr(job, name)
-        ]
+        rule = "is not supported with tiled MLPs or offloaded inputs"
+        errors.append(ConfigError(where="torch_compile", value=True, rule=rule, fix="omit it"))
     if not job.use_liger_kernel:
         return errors
     if model.model_type not in CHUNKED_LOSS_FAMILIES:

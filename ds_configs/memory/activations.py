@@ -66,9 +66,15 @@ class MlpBytes:
     forward_transient: Parts
 
     def tiled(self, parts: Parts, share: float, *, backward: bool) -> int:
-        """Return the largest bytes of a moment if tiles have `share` of the tokens."""
-        added = self.input_gradient_bytes if backward else 0
-        return max(0, *(outside + (ceil(inner * share) + added if inner > 0 else 0) for outside, inner in parts))
+        """Return the largest bytes of a moment if tiles have `share` of the tokens.
+
+        Moments with fewer inner tensors come after the backward pass of the first matrices, and already contain
+        gradients of the input for all tokens.
+        """
+        most, added = max(inner for _, inner in parts), self.input_gradient_bytes if backward else 0
+        return max(
+            0, *(outside + ceil(max(0, inner) * share) + (added if 2 * inner > most else 0) for outside, inner in parts)
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -92,6 +98,10 @@ class ActivationEstimate:
     """The same with checkpointing, which also holds the recomputed layer's saved tensors."""
     forward_transient_bytes: int
     """Largest live bytes in one checkpointed layer's forward beyond those live when it starts."""
+    attention_backward_bytes: int | None = None
+    """Like `backward_transient_bytes`, while a fused kernel computes the gradients of attention; `None` if unknown."""
+    recompute_attention_backward_bytes: int | None = None
+    """The same with checkpointing."""
     loss_tiles: int = 0
     """Tiles of the tiled loss, whose backward pass computes them again; 0 for other losses."""
     mlp: MlpBytes | None = None
@@ -185,6 +195,12 @@ def evaluate_table(table: Mapping[str, Any], features: Mapping[str, int], source
     def largest(name: str) -> int:
         return _largest(table[name], point)
 
+    (saved_row,) = table["saved_per_layer"]
+
+    def in_attention(name: str, kept_row: Sequence[float]) -> int | None:
+        rows = [row for row in table[name] if _is_in_attention(table["features"], row, kept_row)]
+        return _largest(rows, point) if rows else None
+
     return ActivationEstimate(
         saved_bytes_per_layer=largest("saved_per_layer"),
         checkpointed_bytes_per_layer=largest("checkpointed_per_layer"),
@@ -192,6 +208,8 @@ def evaluate_table(table: Mapping[str, Any], features: Mapping[str, int], source
         backward_transient_bytes=max(0, largest("backward_transient")),
         recompute_backward_transient_bytes=max(0, largest("recompute_backward_transient")),
         forward_transient_bytes=largest("forward_transient"),
+        attention_backward_bytes=in_attention("backward_transient", saved_row),
+        recompute_attention_backward_bytes=in_attention("recompute_backward_transient", [0.0] * len(saved_row)),
         loss_forward_peak_bytes=largest("loss_forward_peak"),
         loss_kept_bytes=largest("loss_kept"),
         loss_backward_peak_bytes=largest("loss_backward_peak"),
@@ -199,6 +217,37 @@ def evaluate_table(table: Mapping[str, Any], features: Mapping[str, int], source
         mlp=_mlp_bytes(table, features),
         source=source,
     )
+
+
+def _is_in_attention(names: Sequence[str], row: Sequence[float], kept_row: Sequence[float]) -> bool:
+    """Return whether the live tensors of a moment contain those of attention's backward pass.
+
+    These are queries, outputs and the gradients of both, keys and values with their gradients, and the sums of scores.
+    """
+    live = dict(zip(names, (c + kept for c, kept in zip(row, kept_row, strict=True)), strict=True))
+    needed = {"token*query_size": 8, "token*key_value_size": 8, "token*attention_heads": 4}
+    return all(live.get(name, 0) >= count for name, count in needed.items())
+
+
+def with_attention_workspace(traced: ActivationEstimate, dimensions: Dimensions, tokens: int) -> ActivationEstimate:
+    """Return the bytes with what CUDA's 16-bit attention needs in the backward pass, which operators do not show.
+
+    Per token 4 bytes for each element of the queries, whose gradients are summed in fp32, and 4 for each head; with
+    grouped keys and values another 4 for each element of the queries, because the gradients of keys and values are
+    computed for every query head. Sources: FlashAttention-2 (csrc/flash_attn/flash_api.cpp, `mha_bwd`); measured on an
+    H100 for that of PyTorch and for cuDNN's (docs/measurements/gpu.md).
+    """
+    grouped = dimensions.num_key_value_heads < dimensions.num_attention_heads
+    workspace = 4 * tokens * ((2 if grouped else 1) * dimensions.query_size + dimensions.num_attention_heads)
+    changed = {
+        name: max(getattr(traced, name), during + workspace)
+        for name, during in (
+            ("backward_transient_bytes", traced.attention_backward_bytes),
+            ("recompute_backward_transient_bytes", traced.recompute_attention_backward_bytes),
+        )
+        if during is not None
+    }
+    return replace(traced, **changed)
 
 
 def _mlp_bytes(table: Mapping[str, Any], features: Mapping[str, int]) -> MlpBytes | None:
@@ -259,6 +308,15 @@ def mlp_tiles(model: ModelSpec, tokens_per_sequence: int) -> int:
     return max(1, ceil(tokens_per_sequence / max(1, model.dimensions.hidden_size)))
 
 
+def tiled_mlp_elements(strategy: Layout, model: ModelSpec, job: TrainingJob) -> int:
+    """Return the elements of a layer's MLP on a rank, of which a tiled MLP adds up gradients; 0 without tiles."""
+    tokens = ceil(job.seq_len_tokens / (strategy.sp * strategy.cp))
+    if not strategy.tiled_mlp or mlp_tiles(model, tokens) < 2:
+        return 0
+    in_layers = sum(p.total for p in model.parameters if p.group == "mlp" and p.in_layer)
+    return in_layers // (strategy.ep * max(1, model.dimensions.num_layers))
+
+
 LOGITS_BYTES_OF_A_TILE = 2**30
 """Largest fp32 logits of one tile of the tiled loss."""
 
@@ -305,7 +363,7 @@ def estimate_activations(
     `bytes = sum(coefficient * feature)` with `feature_values`; `docs/explain/memory.md` describes the measurement.
 
     Mode "bf16" also means fp16. Attention is "fused" without a mask; "masked" with padding, packed sequences marked by
-    position ids, or a sliding window shorter than the sequence; "eager" if transformers writes every score.
+    position ids, or a sliding window shorter than a short sequence; "eager" if transformers writes every score.
 
     Raises:
         UnknownFamilyError: nothing is stored for this family, mode, adapter or attention.
@@ -749,7 +807,7 @@ def cached_activations(model: ModelSpec, job: TrainingJob, *, unmasked: Attentio
                 lora_rank=rank,
                 attention=attention_path(model.dimensions, mode, attention),
             )
-        return estimate_activations(
+        traced = estimate_activations(
             family=model.model_type,
             release=model.release,
             dimensions=model.dimensions,
@@ -762,6 +820,8 @@ def cached_activations(model: ModelSpec, job: TrainingJob, *, unmasked: Attentio
             attention=attention,
             kernels=kernels_of(job),
         )
+        in_blocks = has_window_blocks(model, job.seq_len_tokens)
+        return _with_window_blocks(traced, model, job, micro_batch_size, mode) if in_blocks else traced
 
     def source(micro_batch_size: int, mode: Mode) -> ActivationEstimate:
         # Profiles that bound the job's activations, closest first; each keeps at least what the previous one keeps.
@@ -782,11 +842,54 @@ def cached_activations(model: ModelSpec, job: TrainingJob, *, unmasked: Attentio
     return source
 
 
+SMALLEST_MASK_TOKENS = 2**13
+"""Tokens from which sliding windows run in blocks, without a mask (plugins/transformers/document_attention.py)."""
+
+
 def attention_of(model: ModelSpec, seq_len_tokens: int, *, unmasked: Attention = "auto") -> Attention:
     if model.attention == "eager":
         return "eager"
-    window = model.sliding_window
-    return "masked" if window and seq_len_tokens > window else unmasked
+    has_window = 0 < (model.sliding_window or 0) < seq_len_tokens
+    return "masked" if has_window and not has_window_blocks(model, seq_len_tokens) else unmasked
+
+
+def has_window_blocks(model: ModelSpec, seq_len_tokens: int) -> bool:
+    """Return whether SDPA computes a causal sliding window in blocks; unknown families may make a mask."""
+    has_window = 0 < (model.sliding_window or 0) < seq_len_tokens
+    is_long = has_window and model.attention != "eager" and seq_len_tokens >= SMALLEST_MASK_TOKENS
+    return is_long and model.task == "causal_lm" and model.model_type in load_coefficients(model.release)["tables"]
+
+
+def _with_window_blocks(
+    traced: ActivationEstimate, model: ModelSpec, job: TrainingJob, micro_batch_size: int, mode: Mode
+) -> ActivationEstimate:
+    """Return the bytes of attention in blocks of W tokens, which also read the W tokens before them.
+
+    A block after the first has a mask, with which SDPA repeats keys and values for all query heads. Outputs of blocks
+    are joined in a copy. The mask of W x 2 W is shared by layers and blocks, and the last block may be shorter.
+    """
+    element, window, tokens = 4 if mode == "fp32" else 2, model.sliding_window or 0, job.seq_len_tokens
+    keys = tokens - window + window * (ceil(tokens / window) - 1)
+    copies = 2 * keys + tokens
+    in_layer = element * micro_batch_size * copies * model.dimensions.query_size
+    shorter = tokens % window
+    masks = element * (2 * window**2 + shorter * (window + shorter))
+    mlp, selective = traced.mlp, traced.selective
+    if mlp is not None:
+        parts = tuple((outside + in_layer, inner) for outside, inner in mlp.recompute_backward_transient)
+        mlp = replace(mlp, recompute_backward_transient=parts)
+    if selective is not None:
+        backward = selective.backward_transient_bytes + in_layer
+        selective = replace(selective, backward_transient_bytes=backward)
+    return replace(
+        traced,
+        saved_bytes_per_layer=traced.saved_bytes_per_layer + in_layer,
+        outside_layer_bytes=traced.outside_layer_bytes + masks,
+        recompute_backward_transient_bytes=traced.recompute_backward_transient_bytes + in_layer,
+        mlp=mlp,
+        selective=selective,
+        source=f"{traced.source}; windows in blocks",
+    )
 
 
 def outside_without_norm(

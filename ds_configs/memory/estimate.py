@@ -10,7 +10,7 @@ from typing import Any
 
 from ..specs.errors import ConfigError, UsageError
 from ..specs.hardware import HardwareSpec, gpu_catalog
-from ..specs.job import TrainingJob
+from ..specs.job import CHUNKED_LOSS_FAMILIES, TrainingJob
 from ..specs.layout import Layout
 from ..specs.model import ModelSpec, adapted_experts
 from ..specs.units import pinned_block_bytes as pinned_block_bytes
@@ -25,6 +25,8 @@ from .activations import (
     loss_tiles,
     mlp_tiles,
     outside_without_norm,
+    tiled_mlp_elements,
+    with_attention_workspace,
     with_tiled_mlp,
 )
 from .distillation_memory import distillation_loss_terms, teacher_host_terms, teacher_loading_bytes, teacher_terms
@@ -37,6 +39,7 @@ from .rank_parameters import (
     RankShare,
     Terms,
     at_moments,
+    engine_parameters,
     fullest_by_phase,
     growing_gradients,
     rank_parameters,
@@ -78,6 +81,8 @@ def share_moment_terms(
     if strategy.tiled_mlp:
         tokens = ceil(job.seq_len_tokens / (strategy.sp * strategy.cp))
         traced = with_tiled_mlp(traced, 1 / mlp_tiles(model, tokens))
+    if gpu and mode != "fp32":
+        traced = with_attention_workspace(traced, model.dimensions, strategy.micro_batch_size * job.seq_len_tokens)
     if not share.has_head:
         traced = outside_without_norm(traced, model, job, strategy.micro_batch_size, mode)
     moments = _micro_batch_terms(strategy, model, job, traced)
@@ -97,7 +102,42 @@ def share_moment_terms(
             for name, count in part[moment].items():
                 if count:
                     terms[name] = terms.get(name, 0) + count
+    if not gpu and model.tied_embeddings and job.method == "full" and strategy.engine in ("single", "ddp"):
+        # torch adds the gradients of head and embedding in place on CUDA (metered on an H100), but not on the CPU.
+        combined["embedding_backward"]["module_gradients"] *= 2
+    if strategy.zero_stage == 3 and tiled_mlp_elements(strategy, model, job):
+        layers = model.dimensions.num_layers
+        recomputed = strategy.recomputed_layers(layers)
+        for moment, again in (("last_layer_backward", recomputed == layers), ("first_layer_backward", recomputed > 0)):
+            combined[moment] = _in_tiles_or_between_modules(combined[moment], strategy, model, job, traced, again=again)
     return combined
+
+
+def _in_tiles_or_between_modules(
+    terms: Terms, strategy: Layout, model: ModelSpec, job: TrainingJob, traced: ActivationEstimate, *, again: bool
+) -> Terms:
+    """Return the terms of a layer's backward pass under ZeRO-3, in the tiles of its MLP or in the norm before it.
+
+    A tiled MLP is one module, inside of which ZeRO-3 copies and reduces nothing. Its hook on the norm's input
+    (`PostBackwardFunctionModule`) keeps the gradient of the residual apart until the norm's backward pass ends, as the
+    norm's cast does in 16 bit.
+    """
+    mlp = traced.mlp
+    if mlp is None:
+        return terms
+    transient = traced.recompute_backward_transient_bytes if again else traced.backward_transient_bytes
+    parts = mlp.recompute_backward_transient if again else mlp.backward_transient
+    inside = (transient - mlp.tiled(parts, 0, backward=True)) // (strategy.sp * strategy.cp)
+    # The gradient of a tied head waits for that of the embedding.
+    waits = model.tied_embeddings and job.method == "full"
+    waiting = job.compute_bytes * model.embedding_parameters if waits else 0
+    between = {name: terms.get(name, 0) for name in ("module_gradients", "reduce_copy", "prefetch_copies")}
+    residual = checkpoint_bytes(strategy, traced) if activation_mode(strategy, job) == "fp32" else 0
+    if inside + terms.get("tile_gradients", 0) < residual + sum(between.values()) - waiting:
+        changed = {"tile_gradients": 0, "backward_transient": terms["backward_transient"] - inside + residual}
+    else:
+        changed = dict.fromkeys(between, 0) | {"module_gradients": waiting}
+    return {name: count for name, count in (terms | changed).items() if count}
 
 
 def _with_tiled_loss(
@@ -185,22 +225,31 @@ def _micro_batch_terms(
 
     tile_gradients = _tile_gradients(strategy, model, job)
     kept_bytes = _kept_bytes(strategy, model, job, traced)
-    staging = min(STAGING_BUFFERS, offloaded_checkpoints(strategy, layers)) * checkpoint_bytes(strategy, traced)
+    offloaded, checkpoint = offloaded_checkpoints(strategy, layers), checkpoint_bytes(strategy, traced)
 
     def saved(count: int) -> Terms:
         terms: Terms = {"activations": (kept_bytes(count) + traced.outside_layer_bytes) // ranks}
-        return terms | {"checkpoint_staging": staging} if staging and count else terms
+        # The first layer has none before it, whose input would be copied meanwhile.
+        staging = min(STAGING_BUFFERS, offloaded, count) * checkpoint
+        return terms | {"checkpoint_staging": staging} if staging else terms
 
     def waiting() -> Terms:
         # The input of the last layer is on the host at its end, and comes back for its backward pass.
         return {name: count for name, count in saved(layers).items() if name != "checkpoint_staging"}
 
-    def backward(*, again: bool) -> Terms:
+    # In 16 bits, norms of these families save a copy of their input in fp32, so that the input itself is freed.
+    casts = activation_mode(strategy, job) == "bf16" and not job.use_liger_kernel
+    frees_input = casts and model.model_type in CHUNKED_LOSS_FAMILIES
+
+    def backward(count: int, *, again: bool) -> Terms:
         _, transient = _layer_bytes(strategy, model, job, traced, recomputed=again)
-        terms = {"backward_transient": transient // ranks + gathered, **_dequantized(model, job)}
+        terms = saved(count) | {"backward_transient": transient // ranks + gathered, **_dequantized(model, job)}
+        if frees_input and "checkpoint_staging" in terms:
+            terms["checkpoint_staging"] -= checkpoint
         return terms | {"tile_gradients": tile_gradients} if tile_gradients else terms
 
-    forward = saved(layers)
+    # In the forward pass, a layer's input is on the accelerator until the layer ends.
+    forward = saved(layers) | ({"checkpoint_staging": checkpoint} if offloaded else {})
     if recomputed or gathered:
         # Most is kept at the last layer, which is recomputed only if all layers are.
         own = 0
@@ -223,9 +272,9 @@ def _micro_batch_terms(
         "loss_backward": around | loss["loss_backward"],
         "head_backward": waiting() | loss["head_backward"],
         "after_head": waiting(),
-        "last_layer_backward": saved(layers) | backward(again=recomputed == layers),
+        "last_layer_backward": backward(layers, again=recomputed == layers),
         "after_last_layer": saved(layers - 1),
-        "first_layer_backward": saved(1) | backward(again=recomputed > 0),
+        "first_layer_backward": backward(1, again=recomputed > 0),
         "after_first_layer": saved(0),
         "embedding_backward": {},
         "step": step,
@@ -233,13 +282,19 @@ def _micro_batch_terms(
 
 
 def _tile_gradients(strategy: Layout, model: ModelSpec, job: TrainingJob) -> int:
-    """Return the bytes of a tiled MLP's gradients: the sum over tiles, which the engine gets, and the next tile's."""
-    tokens = ceil(job.seq_len_tokens / (strategy.sp * strategy.cp))
-    if not strategy.tiled_mlp or job.method != "full" or mlp_tiles(model, tokens) < 2:
+    """Return the bytes of a tiled MLP's gradients: the sum over tiles, which the engine gets, and a tile's own.
+
+    A tile's inner tensors are at their peak when only the gradient of the last matrix exists. Experts have many more
+    weights than inner tensors in a tile, so that their fullest moment has all gradients.
+    """
+    in_layer = tiled_mlp_elements(strategy, model, job) if job.method == "full" else 0
+    matrices = [p for p in model.parameters if p.group == "mlp" and p.in_layer]
+    if not in_layer:
         return 0
-    in_layers = sum(p.total for p in model.parameters if p.group == "mlp" and p.in_layer)
+    is_mixture = any(p.kind == "experts" for p in matrices)
+    own = in_layer if is_mixture else max(p.numel for p in matrices)
     width = 2 if activation_mode(strategy, job) == "bf16" else 4
-    return 2 * width * in_layers // (strategy.ep * max(1, model.dimensions.num_layers))
+    return width * (in_layer + own)
 
 
 def _kept_bytes(
@@ -324,10 +379,16 @@ def _weight_copies(strategy: Layout, model: ModelSpec, job: TrainingJob, copy_by
     # Layers that are not recomputed keep their copies for the backward pass.
     held = {name: count * (layers - recomputed) // layers for name, count in all_layers.items()}
     autocast = held | {"autocast_weight_copies": all_layers["autocast_weight_copies"]}
+    # Autograd needs that of the head.
+    head = model.embedding_parameters if model.tied_embeddings else model.tail_parameters
+    of_head = copy_bytes * head if job.method == "full" else 0
+    of_loss = held | {"autocast_weight_copies": held["autocast_weight_copies"] + of_head}
     return at_moments(
         {},
         last_layer_forward={**again, **autocast} if recomputed == layers else {**making, **autocast},
-        **dict.fromkeys(("forward_end", "loss_backward", "head_backward", "after_head"), autocast),
+        forward_end=autocast,
+        **dict.fromkeys(("loss_backward", "head_backward"), of_loss),
+        after_head=held,
         last_layer_backward=again if recomputed == layers else held,
         after_last_layer={name: max(0, count - one_layer[name]) for name, count in held.items()},
         first_layer_backward=again,
@@ -348,18 +409,26 @@ def _loss_terms(
     """Head and loss. A chunked loss and a distillation loss compute the head's gradient in the forward pass."""
     if job.teacher is not None:
         return distillation_loss_terms(strategy, model, job)
-    ranks, more = strategy.sp * strategy.cp, Terms()
-    if job.loss == "chunked" and job.method == "full":
-        # Beside the sum over tiles, the gradient of the tile before. That of a single tile appears after its logits.
-        copies = {0: 1, 1: 0}.get(traced.loss_tiles, 2)
-        width = 2 if activation_mode(strategy, job) == "bf16" else 4
-        more["head_gradient"] = copies * width * model.embedding_parameters
+    ranks, tiles, more = strategy.sp * strategy.cp, traced.loss_tiles, Terms()
     tokens = strategy.micro_batch_size * job.seq_len_tokens // ranks
-    logit_gradient = job.compute_bytes * tokens * model.dimensions.vocab_size if job.loss != "chunked" else 0
+    all_logits = job.compute_bytes * tokens * model.dimensions.vocab_size
+    backward = traced.loss_backward_peak_bytes // ranks
+    if job.loss == "chunked" and job.method == "full":
+        width = 2 if activation_mode(strategy, job) == "bf16" else 4
+        # The gradient of a single tile appears after its logits, that of later ones beside the sum of those before.
+        head = width * model.embedding_parameters
+        more["head_gradient"] = 0 if tiles == 1 else head
+        if tiles > 1:
+            hidden = width * tokens * model.dimensions.hidden_size
+            backward = max(backward, hidden + head + all_logits // tiles)
+    gathered: Terms = {}
+    if tiles and strategy.engine == "fsdp2":
+        # The tiles run after the gradient has reached the unit of the head, which prefetches that of the last layer.
+        gathered["gathered_parameters"] = job.compute_bytes * engine_parameters(model, job).layer_parameter_count
     return {
-        "forward_end": ({} if traced.loss_tiles else more) | {"loss": traced.loss_forward_peak_bytes // ranks},
-        "loss_backward": more | {"loss": traced.loss_backward_peak_bytes // ranks},
-        "head_backward": {"loss": logit_gradient},
+        "forward_end": ({} if tiles else more) | {"loss": traced.loss_forward_peak_bytes // ranks},
+        "loss_backward": more | gathered | {"loss": backward},
+        "head_backward": {"loss": all_logits if job.loss != "chunked" else 0},
     }
 
 
@@ -653,9 +722,9 @@ class Interval:
     """Largest published value, used to decide whether a plan fits."""
 
 
-CONTEXT_BYTES = Interval(low=350 * _MB, middle=600 * _MB, high=1000 * _MB)
-"""CUDA context with kernels and cuBLAS workspace: 0.3-0.5 GB (arXiv 2411.06465), 1 GB with kernels (Ultra-Scale
-Playbook)."""
+CONTEXT_BYTES = Interval(low=350 * _MB, middle=800 * _MB, high=1000 * _MB)
+"""CUDA context with kernels: 0.3-0.5 GB (arXiv 2411.06465), 0.80 GB measured in a training process on an H100
+(docs/measurements/gpu.md), 1 GB with kernels (Ultra-Scale Playbook)."""
 
 COMMUNICATOR_BYTES = Interval(low=150 * _MB, middle=400 * _MB, high=700 * _MB)
 """Buffers of one NCCL communicator: about 0.5 GB (arXiv 2411.06465)."""
@@ -668,8 +737,9 @@ ALLOCATED_OVER_PREDICTED = Interval(low=0.95, middle=1.0, high=1.05)
 """Tensor bytes divided by their prediction: the largest errors of the grid of measured runs, rounded outwards
 (docs/measurements/memory.md)."""
 
-EXPANDABLE_FROM_TOKENS = 100_000
-"""Sequence length from which launches set `expandable_segments:True`."""
+EXPANDABLE_FROM_TOKENS = 32_768
+"""Sequence length from which launches set `expandable_segments:True`: with 32,768 tokens of a vocabulary of 128,256 an
+H100 ran out of memory with 12 GB of free blocks that no tensor fitted (docs/measurements/gpu.md)."""
 
 EXPANDABLE_RESERVED = Interval(low=1.0, middle=1.01, high=1.02)
 """Allocator blocks divided by tensor bytes with expandable segments. Before an allocation fails, the allocator unmaps
@@ -790,7 +860,8 @@ def _with_overheads(
     expandable: bool,
 ) -> GpuMemory:
     allocated = sum(phases[phase].values())
-    communicators = 0 if strategy.world_size == 1 else 1
+    # DeepSpeed makes a communicator for one rank too.
+    communicators = int(strategy.world_size > 1 or strategy.engine == "deepspeed")
     communicators += strategy.dp_replicate > 1 and strategy.dp_shard > 1
     communicators += strategy.zero.hpz_partition_size > 1
     communicators += sum(getattr(strategy, axis) > 1 for axis in ("sp", "cp", "tp", "pp", "ep"))
@@ -849,16 +920,17 @@ def cpu_share_terms(strategy: Layout, model: ModelSpec, job: TrainingJob) -> lis
             gradients = offloaded.pop("offloaded_gradients")
             growing = growing_gradients(strategy, parameters, gradients)
             host = at_moments(offloaded, **growing, step={"gradients": gradients})
+        phases = fullest_by_phase({moment: device[moment] | host[moment] for moment in device})
         layers = share.model.dimensions.num_layers
         if count := offloaded_checkpoints(strategy, layers):
             traced = cached_activations(share.model, job, unmasked="fused")(
                 strategy.micro_batch_size, activation_mode(strategy, job)
             )
+            # The meter counts these apart, so that they do not decide which moment is the fullest. The input of the
+            # last layer has left the host when its backward pass begins.
             size = checkpoint_bytes(strategy, traced)
-            waiting = {"last_layer_backward": layers - 1, "after_last_layer": layers - 1, "first_layer_backward": 0}
-            waiting |= dict.fromkeys(("after_first_layer", "embedding_backward", "step", "init", "teacher_forward"), 0)
-            for moment in host:
-                inputs = min(count, waiting.get(moment, count)) * size
-                host[moment] = host[moment] | ({"offloaded_checkpoints": inputs} if inputs else {})
-        by_share.append((share, fullest_by_phase({moment: device[moment] | host[moment] for moment in device})))
+            waiting: dict[Phase, int] = {"loss": count, "backward": min(count, layers - 1)}
+            for phase, inputs in waiting.items():
+                phases[phase] = phases[phase] | {"offloaded_checkpoints": inputs * size}
+        by_share.append((share, phases))
     return by_share

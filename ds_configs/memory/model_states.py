@@ -13,6 +13,7 @@ from ..specs.job import TrainingJob
 from ..specs.layout import ZENFLOW_TOPK_RATIO, Layout, ZeroOptions
 from ..specs.model import ModelSpec, ParameterShape, adapted_experts
 from ..specs.optimizers import OPTIMIZERS, QUANTIZED_BLOCK, OptimizerSpec, added_state_bytes
+from .activations import tiled_mlp_elements
 from .rank_parameters import (
     PHASES,
     Moment,
@@ -44,13 +45,18 @@ def whole_tensors_of_partitions(model: ModelSpec, ranks: int, ep: int = 1) -> tu
     return tuple(count + experts[min(rank // ep, len(experts) - 1)] for rank, count in enumerate(dense))
 
 
-def _overlapping(matrices: Sequence[ParameterShape], layers: int, ranks: int) -> tuple[int, ...]:
-    first = next((index for index, matrix in enumerate(matrices) if matrix.in_layer), len(matrices))
-    inside = [(matrix.numel, matrix.count) for matrix in matrices if matrix.in_layer]
-    sizes = [matrix.numel for matrix in matrices[:first]]
+def _sizes_in_order(tensors: Sequence[ParameterShape], layers: int) -> list[int]:
+    """Return the elements of each tensor, layer by layer."""
+    first = next((index for index, tensor in enumerate(tensors) if tensor.in_layer), len(tensors))
+    inside = [(tensor.numel, tensor.count) for tensor in tensors if tensor.in_layer]
+    sizes = [tensor.numel for tensor in tensors[:first]]
     for index in range(layers):
         sizes += [numel for numel, count in inside if index < count]
-    sizes += [matrix.numel for matrix in matrices[first:] if not matrix.in_layer]
+    return sizes + [tensor.numel for tensor in tensors[first:] if not tensor.in_layer]
+
+
+def _overlapping(matrices: Sequence[ParameterShape], layers: int, ranks: int) -> tuple[int, ...]:
+    sizes = _sizes_in_order(matrices, layers)
     partition = max(1, -(-sum(sizes) // ranks))
     counts, start = [0] * ranks, 0
     for size in sizes:
@@ -59,6 +65,22 @@ def _overlapping(matrices: Sequence[ParameterShape], layers: int, ranks: int) ->
             counts[rank] += size
         start = end
     return tuple(counts)
+
+
+@lru_cache(maxsize=256)
+def _fullest_sub_group(model: ModelSpec, ranks: int, sub_group_size: int) -> int:
+    """Return the elements of the fullest sub-group of matrices on a rank of ZeRO-3.
+
+    A sub-group ends with the tensor that brings it to `sub_group_size` (stage3.py:1210, `_create_fp16_sub_groups`).
+    """
+    matrices = [parameter for parameter in model.parameters if len(parameter.shape) > 1]
+    fullest = held = 0
+    for size in _sizes_in_order(matrices, model.dimensions.num_layers):
+        held += -(-size // ranks)
+        fullest = max(fullest, held)
+        if held >= sub_group_size:
+            held = 0
+    return fullest
 
 
 _REDUCED_AT_ONCE = 500_000_000
@@ -170,7 +192,12 @@ def model_state_terms(
         if strategy.engine == "ddp":
             rest["gradient_buckets"] = width * trainable
         step = {"gradients": width * trainable, "optimizer_transient": transient}
-        return at_moments(rest, **growing_gradients(strategy, parameters, width * trainable), step=step)
+        growing = growing_gradients(strategy, parameters, width * trainable)
+        if job.method == "full" and (model.tied_embeddings or strategy.gradient_accumulation_steps > 1):
+            # It is added to the gradient of the tied head, or to that of earlier micro-batches.
+            complete = growing.get("embedding_backward") or growing["backward"]
+            growing["embedding_backward"] = complete | {"module_gradients": width * model.embedding_parameters}
+        return at_moments(rest, **growing, step=step)
     if strategy.engine == "fsdp2":
         # fp32 shards: Accelerate upcasts trainable parameters under mixed precision (utils/fsdp_utils.py:813).
         ranks = strategy.shard_size
@@ -340,6 +367,8 @@ def _stage3(
     if strategy.offload_optimizer != "none":
         return at_moments(rest, init=init)
     sub_group = min(shard, strategy.zero.sub_group_size)
+    if sub_group < shard and job.method == "full" and strategy.ep == 1:
+        sub_group = min(shard, _fullest_sub_group(model, strategy.shard_size, strategy.zero.sub_group_size))
     accumulation = 4 if strategy.zero.gradient_accumulation_fp32 else width
     rest |= {
         "master_weights": 4 * shard,
@@ -803,9 +832,11 @@ def _stage3_gathers(
     """
     zero, width = strategy.zero, job.compute_bytes
     stored = engine_parameters(model, job)
+    # A single partition on the accelerator is used in place (`_no_gather_coalesced`, partition_parameters.py:904).
+    copies = strategy.shard_size > 1 or strategy.offload_param != "none"
     persistent = stored.persistent_parameters(zero.stage3_param_persistence_threshold)
     reduced = _reduction_bytes(strategy, job)
-    always = {"persistent_parameters": width * persistent, "reduce_bucket": reduced * zero.reduce_bucket_size}
+    always = {"persistent_parameters": copies * width * persistent, "reduce_bucket": reduced * zero.reduce_bucket_size}
     layers = model.dimensions.num_layers
     recomputed = strategy.recomputed_layers(layers)
     held = gathered_elements(
@@ -813,12 +844,12 @@ def _stage3_gathers(
     )
     viewed = _kept_by_views(strategy, model, job, held=held["forward_end"])
     more = {
-        moment: {"gathered_parameters": width * (count + (viewed if moment in _BEFORE_OTHER_LAYERS else 0))}
+        moment: {"gathered_parameters": copies * width * (count + (viewed if moment in _BEFORE_OTHER_LAYERS else 0))}
         for moment, count in held.items()
     }
     # The gradient of a tied head waits in autograd for that of the embedding.
     tied = model.embedding_parameters if model.tied_embeddings and job.method == "full" else 0
-    in_layer = model.largest_layer_unit + tied
+    in_layer = max(model.largest_layer_unit, tiled_mlp_elements(strategy, model, job)) + tied
     units: dict[Moment, int] = {
         "head_backward": parameters.trainable_tail,
         "after_head": parameters.trainable_tail,
@@ -831,7 +862,7 @@ def _stage3_gathers(
     copied = reduced * min(zero.reduce_bucket_size, parameters.trainable)
     # qwZ gathers int8, dequantizes into a flat tensor and copies out of that (partition_parameters.py:1515, 767).
     copy_bytes = width + (1 if zero.quantized_weights else 0)
-    fetched = copy_bytes * min(zero.stage3_prefetch_bucket_size, held["last_layer_backward"])
+    fetched = copies * copy_bytes * min(zero.stage3_prefetch_bucket_size, held["last_layer_backward"])
     for moment, unit in units.items():
         gradients = unit if job.method == "full" else min(unit, parameters.largest_trainable)
         more[moment]["module_gradients"] = width * gradients

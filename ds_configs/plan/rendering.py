@@ -13,7 +13,7 @@ from typing import Any
 
 import yaml
 
-from ..memory.activations import has_fused_loss
+from ..memory.activations import has_fused_loss, has_window_blocks
 from ..memory.estimate import expands_segments, stock_loading_bytes
 from ..search.search import Evaluated
 from ..specs.errors import ConfigError, UsageError
@@ -177,6 +177,7 @@ def trainer_line(plan: LaunchSpec) -> str:
             ("tiled MLPs", strategy.tiled_mlp),
             ("the tiled loss", job.loss == "chunked" and not uses_liger(plan)),
             ("checkpoints in host memory", strategy.offloaded_checkpoints > 0),
+            ("windows without a mask", has_window_blocks(plan.model, job.seq_len_tokens)),
         )
         if is_on
     ]:
@@ -255,6 +256,9 @@ def planned_training_arguments(plan: LaunchSpec) -> dict[str, object]:
     if job.use_liger_kernel:
         arguments["use_liger_kernel"] = True
         fused = {"cross_entropy": False, "fused_linear_cross_entropy": uses_liger(plan)}
+        if strategy.tiled_mlp:
+            # Tiles replace the forward pass of MLPs, as these kernels do.
+            fused |= {"swiglu": False, "geglu": False}
         arguments["liger_kernel_config"] = fused
     elif uses_liger(plan):
         arguments["use_liger_kernel"] = True

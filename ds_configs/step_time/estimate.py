@@ -15,7 +15,7 @@ from ..memory.rank_parameters import engine_parameters, expert_parallel_share, p
 from ..specs.hardware import HardwareSpec
 from ..specs.job import TrainingJob, without_kernels
 from ..specs.layout import Layout, PipelineStage, ZeroOptions, contiguous_stages
-from ..specs.model import ModelSpec, ParameterShape, adapters, lora_parameter_count
+from ..specs.model import ModelSpec, ParameterShape, adapters, lora_parameter_count, targeted_linears
 from ..specs.optimizers import OPTIMIZERS
 from . import rates as collectives
 from .model_work import (
@@ -409,6 +409,11 @@ def _computation(setting: Setting, stage: PipelineStage, held: tuple[float, floa
     forward, backward = layer_passes(
         setting.work, setting.batch, setting.device, software, job.compute_bytes, full, job.method == "qlora"
     )
+    if not full:
+        forward, backward = (
+            replace(one, memory=one.memory + more.memory, kernels=one.kernels + more.kernels)
+            for one, more in zip((forward, backward), _adapter_passes(setting), strict=True)
+        )
     if setting.strategy.cp > 1:
         merged, added = _ring_seconds(setting)
         forward = replace(forward, attention=forward.attention + merged)
@@ -645,6 +650,29 @@ def stepped_parameters(setting: Setting, held: tuple[float, float, float]) -> fl
         return dense + experts
     shards = setting.software.optimizer_ranks or strategy.shard_size
     return dense / shards + experts * strategy.ep / strategy.shard_size
+
+
+def _adapter_passes(setting: Setting) -> tuple[Pass, Pass]:
+    """Return what LoRA adds to an average layer's passes, beside its small products.
+
+    PEFT 0.21 (tuners/lora/layer.py, `Linear.forward`) scales the update and adds it to the output: 10 bytes per output
+    element, 4 in the backward pass, which adds two gradients of the input (6 bytes). Adapters in fp32 also cast the
+    input to fp32, and autocast casts it back: 12 bytes in either pass.
+    """
+    job, constants = setting.job, setting.constants
+    adapted = targeted_linears(setting.model, job.lora_targets)
+    layers = max(1, setting.model.dimensions.num_layers)
+    share = setting.batch.tokens * job.compute_bytes / (2 * layers * setting.strategy.tp)
+    outputs = share * sum(weight.count * weight.shape[0] for weight in adapted)
+    inputs = share * sum(weight.count * weight.shape[1] for weight in adapted)
+    casts = 12 if setting.strategy.engine != "deepspeed" and job.compute_bytes == 2 else 0
+    count = sum(weight.count for weight in adapted) / layers
+
+    def added(traffic: float, kernels: float) -> Pass:
+        seconds = traffic / setting.device.memory_bytes_per_s + kernels * constants.kernel_seconds
+        return Pass(memory=seconds, kernels=kernels)
+
+    return added(10 * outputs + casts * inputs, 6 * count), added(4 * outputs + (6 + casts) * inputs, 10 * count)
 
 
 def _weight_traffic(setting: Setting, held: tuple[float, float, float]) -> float:

@@ -179,9 +179,12 @@ def device_of(hardware: HardwareSpec, job: TrainingJob, software: Software, cons
     if job.precision == "fp32":
         attention = hardware.fp32_attention_flops_per_s
         peak, efficiency = hardware.fp32_flops_per_s or peak * constants.fp32_share, constants.fp32_efficiency
+    attention_efficiency = constants.attention_efficiency
+    if software.attention == "sdpa" and job.precision != "fp32":
+        attention_efficiency = constants.sdpa_efficiency or attention_efficiency
     return Device(
         flops_per_s=peak * efficiency,
-        attention_flops_per_s=attention or peak * constants.attention_efficiency,
+        attention_flops_per_s=attention or peak * attention_efficiency,
         memory_bytes_per_s=hardware.memory_bytes_per_s * constants.memory_efficiency,
         layer_speedup=2.0 if software.float8 else 1.0,
         constants=constants,
@@ -276,7 +279,7 @@ def _attention(
     seen = min(batch.seq_len_tokens, work.window or batch.seq_len_tokens)
     # Sequence parallelism splits the heads and context parallelism the tokens; `batch.tokens` is split by both.
     flops = 4.0 * batch.tokens * seen * work.query_size
-    if software.attention == "fused":
+    if software.attention != "eager":
         half = 0.5 if work.causal else 1.0
         forward = flops * half / device.attention_flops_per_s
         return forward, 2.5 * forward, 0.0

@@ -32,6 +32,8 @@ class GpuConstants:
     dimension of weight gradients is the tokens."""
     attention_efficiency: float
     """Share of the datasheet's matrix FLOP/s that fused attention reaches."""
+    sdpa_efficiency: float = 0.0
+    """The same for the kernel that PyTorch's SDPA selects today, if it was measured apart; 0: as fused attention."""
     memory_efficiency: float
     """Share of the datasheet's memory bandwidth that memory-bound operations reach."""
     launch_seconds: float
@@ -293,7 +295,7 @@ def with_measured_network(
 class Software:
     """Costs of a software stack; bytes are per element of a 16-bit activation."""
 
-    attention: Literal["fused", "eager"] = "fused"
+    attention: Literal["fused", "sdpa", "eager"] = "fused"
     """Fused kernels (FlashAttention, SDPA) keep scores on chip and skip the masked half; eager ones write scores."""
     hidden_bytes_forward: float
     """Memory traffic of norms, residuals and dropout in a layer's forward pass, per element of hidden size."""
@@ -369,6 +371,7 @@ class Software:
 
 
 TRANSFORMERS = Software(
+    attention="sdpa",
     hidden_bytes_forward=84.0,
     hidden_bytes_backward=130.0,
     inner_bytes_forward=10.0,

@@ -224,6 +224,18 @@ def _autograd_function() -> Any:
             rows, needs = ctx.saved_tensors, ctx.needs_input_grad[1 : 1 + count]
             totals = [torch.empty_like(tensor) if need else None for tensor, need in zip(rows, needs, strict=True)]
             sums: list[torch.Tensor | None] = [None] * len(ctx.used_parameters)
+
+            def add(tile: slice, found: Sequence[torch.Tensor | None]) -> None:
+                written = [total for total in totals if total is not None]
+                for total, own in zip(written, found, strict=False):
+                    total[tile] = 0 if own is None else own
+                for index, own in enumerate(found[len(written) :]):
+                    earlier = sums[index]
+                    if own is not None and size < len(rows[0]):
+                        # Parameters that are added to each other get the same tensor.
+                        own = own.clone() if earlier is None else earlier.add_(own)
+                    sums[index] = earlier if own is None else own
+
             with ExitStack() as stack:
                 devices = [rows[0].device] if rows[0].is_cuda else []
                 stack.enter_context(torch.random.fork_rng(devices=devices))
@@ -240,20 +252,11 @@ def _autograd_function() -> Any:
                     ]
                     inputs = [part for part in parts if part.requires_grad]
                     result = work(*parts)
-                    found = torch.autograd.grad(
-                        result,
-                        [*inputs, *ctx.used_parameters],
-                        gradient if is_sum else gradient[tile],
-                        allow_unused=True,
-                    )
+                    used = [*inputs, *ctx.used_parameters]
+                    upper = gradient if is_sum else gradient[tile]
+                    # No name may keep a tile's gradients while the next tile is computed.
+                    add(tile, torch.autograd.grad(result, used, upper, allow_unused=True))
                     del result
-                    for total, own in zip(filter(torch.is_tensor, totals), found[: len(inputs)], strict=True):
-                        total[tile] = 0 if own is None else own
-                    for index, own in enumerate(found[len(inputs) :]):
-                        if own is not None:
-                            earlier = sums[index]
-                            # Parameters that are added to each other get the same tensor.
-                            sums[index] = own.clone() if earlier is None else earlier.add_(own)
             return (None, *totals, *sums)
 
     return InTiles

@@ -12,11 +12,20 @@ from engine_settings import engine_settings
 from fresh_process import forget_last_run
 from sequence_cases import samples
 from shardwright.plugins.accelerate.cpu_ranks import configure_cpu_ranks
+from shardwright.plugins.peft import add_lora
 from shardwright.trainers import LongSequenceCallback
 from shardwright.trainers.data.samples import collate
+from shardwright.trainers.distillation.config import DistillationConfig
+from shardwright.trainers.distillation.trainer import DistillationTrainer
 from small_models import llama, mixtral
 
-ENGINES = ("ddp", "zero2", "zero3", "fsdp2")
+CASES = {
+    **{engine: (engine, "llama", "full") for engine in ("ddp", "zero1", "zero2", "zero3", "fsdp2")},
+    **{f"{engine}-mixtral": (engine, "mixtral", "full") for engine in ("ddp", "zero3")},
+    **{f"{engine}-lora": (engine, "llama", "lora") for engine in ("ddp", "fsdp2")},
+    "ddp-distilled": ("ddp", "llama", "distilled"),
+}
+"""Engine, family and method of each comparison."""
 
 
 def deepspeed(stage: int) -> dict[str, Any]:
@@ -25,7 +34,9 @@ def deepspeed(stage: int) -> dict[str, Any]:
     return {"zero_optimization": zero, "zero_force_ds_cpu_optimizer": False, **batch}
 
 
-def train(engine: str, output: Path, family: str, *, long: bool) -> tuple[list[float], dict[str, torch.Tensor]]:
+def train(
+    engine: str, family: str, method: str, output: Path, *, long: bool
+) -> tuple[list[float], dict[str, torch.Tensor]]:
     from transformers import Trainer, TrainingArguments
 
     forget_last_run()
@@ -39,20 +50,28 @@ def train(engine: str, output: Path, family: str, *, long: bool) -> tuple[list[f
     sizes: dict[str, Any] = {"vocab_size": 128, "hidden_size": 32, "initializer_range": 0.2}
     model = llama(tie_word_embeddings=engine == "zero3", **sizes) if family == "llama" else mixtral(**sizes)
     model.config.output_router_logits = family == "mixtral"
-    trainer = Trainer(model=model, args=arguments, train_dataset=samples(20, 3), data_collator=collate)
+    if method == "lora":
+        model = add_lora(model, rank=4, targets=None, fp32_adapters=True)
+    trainer_class: Any = Trainer
+    common: dict[str, Any] = {"args": arguments, "train_dataset": samples(20, 3), "data_collator": collate}
+    if method == "distilled":
+        trainer_class = DistillationTrainer
+        common |= {"teacher": llama(seed=1, **sizes), "distillation": DistillationConfig(implementation="fused")}
+    trainer = trainer_class(model=model, **common)
     if long:
         # Batches of the ranks have different lengths, so that the ranks compute different numbers of tiles.
-        LongSequenceCallback(tiled_mlp=True, tiled_loss=3, offloaded_checkpoints=2).attach(trainer)
+        tiled_loss = 3 if method != "distilled" else False
+        LongSequenceCallback(tiled_mlp=True, tiled_loss=tiled_loss, offloaded_checkpoints=2).attach(trainer)
     trainer.train()
     state = trainer.accelerator.get_state_dict(trainer.model_wrapped)
     values = [entry[name] for entry in trainer.state.log_history for name in ("loss", "grad_norm") if name in entry]
     return values, {name: value.float().clone() for name, value in (state or {}).items()}
 
 
-def difference(engine: str, output: Path, family: str) -> float:
+def difference(*case: Any) -> float:
     """Return the largest relative difference of losses, gradient norms and weights."""
-    expected, weights = train(engine, output, family, long=False)
-    found, trained = train(engine, output, family, long=True)
+    expected, weights = train(*case, long=False)
+    found, trained = train(*case, long=True)
     assert len(found) == len(expected) == 4
     assert trained.keys() == weights.keys()
     pairs = [(torch.tensor(own), torch.tensor(other)) for own, other in zip(found, expected, strict=True)]
@@ -62,7 +81,6 @@ def difference(engine: str, output: Path, family: str) -> float:
 
 if __name__ == "__main__":
     directory = Path(sys.argv[1])
-    results = {engine: difference(engine, directory, "llama") for engine in ENGINES}
-    results |= {f"{engine}-mixtral": difference(engine, directory, "mixtral") for engine in ("ddp", "zero3")}
+    results = {name: difference(*case, directory) for name, case in CASES.items()}
     if torch.distributed.get_rank() == 0:
         (directory / "differences.json").write_text(json.dumps(results))

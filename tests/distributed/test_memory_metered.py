@@ -42,7 +42,7 @@ GRIDS: dict[str, tuple[Any, Any, float, tuple[str, ...]]] = {
         long_sequence_memory,
         long_sequence_cases.grid,
         long_sequence_memory.LARGEST_ERROR,
-        ("zero3-all-512",),
+        ("wide-head-zero3-all-2048",),
     ),
 }
 """Benchmark, cases, largest error of the prediction, and names of the cases."""

@@ -175,7 +175,7 @@ def test_an_own_optimizer_that_deepspeed_would_replace_is_rejected(
 
 _RECOMPUTED_LAYERS = """
 import sys
-from transformers import AutoModelForCausalLM, HfArgumentParser, Trainer, TrainingArguments
+from transformers import AutoModelForCausalLM, AutoTokenizer, HfArgumentParser, Trainer, TrainingArguments
 
 (arguments,) = HfArgumentParser(TrainingArguments).parse_json_file(sys.argv[2])
 arguments.max_steps, arguments.report_to = 1, []
@@ -193,14 +193,21 @@ rows = [{"input_ids": [1, 2, 3, 4], "labels": [1, 2, 3, 4]}] * 8
 Trainer(model=model, args=arguments, train_dataset=rows).train()
 recomputed = [passes[module] > passes[model] for module in inside]
 keeps_products = "context_fn" in str(model.model.layers[0]._gradient_checkpointing_func)
+tiled = "forward" in vars(inside[0])
 print("recomputed:", recomputed)
 print("keeps products:", keeps_products)
+print("tiled:", tiled)
+# A tokenizer that stands in for the plan's pads too.
+assert AutoTokenizer.from_pretrained(sys.argv[1]).pad_token or not sys.argv[3:]
 if expected := sys.argv[3:]:
-    assert [str(recomputed), str(keeps_products)] == expected, (recomputed, keeps_products)
+    assert [str(recomputed), str(keeps_products), str(tiled)] == expected, (recomputed, keeps_products, tiled)
 """
 
 
-@pytest.mark.parametrize("partly", [{"checkpointed_layers": 1}, {"keeps_products": True}])
+@pytest.mark.parametrize(
+    "partly",
+    [{"checkpointed_layers": 1, "tiled_mlp": True, "offloaded_checkpoints": 1}, {"keeps_products": True}],
+)
 def test_a_plain_script_recomputes_what_the_plan_says_with_launch_and_rehearse_and_all_layers_without(
     model: Path, tmp_path: Path, partly: dict[str, Any]
 ) -> None:
@@ -213,7 +220,9 @@ def test_a_plain_script_recomputes_what_the_plan_says_with_launch_and_rehearse_a
     shown = ran(*warm_command("shardwright"), "launch", "plan", *script, cwd=tmp_path)
     assert f"recomputed: {[True, not partly.get('checkpointed_layers')]}" in shown
     assert f"keeps products: {'keeps_products' in partly}" in shown
-    expected = str([True, not partly.get("checkpointed_layers")]), str("keeps_products" in partly)
+    assert f"tiled: {'tiled_mlp' in partly}" in shown
+    recomputed = str([True, not partly.get("checkpointed_layers")])
+    expected = recomputed, str("keeps_products" in partly), str("tiled_mlp" in partly)
     rehearse = [*warm_command("shardwright"), "rehearse", "plan", "--steps", 4, "--script"]
     assert "Passed" in ran(*rehearse, *script, *expected, cwd=tmp_path)
     if "keeps_products" in partly:

@@ -81,8 +81,17 @@ def test_qlora_on_zero3_with_everything_offloaded_passes(deepspeed_cpu_ops: None
     assert found.measured["step"]["weights"] == pytest.approx(weights, rel=0.1), "16-bit ones take more"
 
 
-def test_fsdp2_passes(tmp_path: Path) -> None:
-    assert_passed(rehearse(written(tmp_path / "plan", strategy="fsdp2"), steps=STEPS))
+def test_fsdp2_with_a_tiled_mlp_and_offloaded_layer_inputs_passes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from shardwright.cli.commands.rehearse import show_rehearsal
+
+    features = {"tiled_mlp": "on", "offload_activations": "on", "gradient_checkpointing": "on", "loss": "chunked"}
+    found = rehearse(written(tmp_path / "plan", strategy="fsdp2", **features), steps=STEPS)
+    assert_passed(found)
+    assert found.host is not None and found.host["measured"] == found.host["predicted"] > 0
+    show_rehearsal(found)
+    assert "Layer inputs in host memory: " in capsys.readouterr().out
 
 
 def test_two_nodes_are_two_launchers(tmp_path: Path) -> None:

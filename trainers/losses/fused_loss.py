@@ -343,6 +343,8 @@ class HeadReplacement:
                 yield self
         finally:
             handle.remove()
+            # It may refer to this object, and tensors of a step must not wait for the garbage collector.
+            del self._work
 
     @property
     def result(self) -> torch.Tensor:

@@ -21,6 +21,7 @@ from ...plugins.transformers.tiled_compute import (
     untile_mlps,
     untiled_experts,
 )
+from ...plugins.transformers.training_arguments import deepspeed_configuration
 from ..losses.fused_loss import HeadReplacement
 
 if TYPE_CHECKING:
@@ -252,6 +253,9 @@ def tiling_errors(
         reject("tiled_mlp", f"cannot tile {type(experts[0]).__name__}, whose forward gets no routed tokens", "omit it")
     elif tiled_mlp and not mlps(inner):
         reject("tiled_mlp", f"finds no MLP in the layers of {type(inner).__name__}", "omit it")
+    if tiled_mlp and ((deepspeed_configuration(arguments) or {}).get("expert_parallel") or {}).get("enabled"):
+        rule = "is not supported with expert_parallel: DeepSpeed replaces the blocks of experts after they were tiled"
+        reject("tiled_mlp", rule, "omit it, or remove expert_parallel from the DeepSpeed configuration")
     if tiled_mlp and _liger_replaces(arguments, _LIGER_MLPS):
         fix = f"set {' and '.join(_LIGER_MLPS)} to False in liger_kernel_config, or omit tiled_mlp"
         reject("tiled_mlp", "and use_liger_kernel both replace MLPs", fix)

@@ -121,6 +121,8 @@ def _write_small(plan: Plan, files: PlanFiles, rehearsed: Rehearsed, settings: L
         made.save_pretrained(model)
     tokenizer = byte_tokenizer(rehearsed.model.dimensions.vocab_size)
     tokenizer.chat_template = _CHAT_TEMPLATE
+    # Collators of scripts pad.
+    tokenizer.pad_token = tokenizer.eos_token or tokenizer.convert_ids_to_tokens(0)
     tokenizer.save_pretrained(model)
     chosen = replace(plan.chosen, strategy=rehearsed.strategy)
     hardware = parse_hardware(f"{settings.ranks}xCPU")

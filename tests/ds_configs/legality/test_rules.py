@@ -159,7 +159,7 @@ CASES = {
     ),
     "liger family": (FSDP2, {"use_liger_kernel": True, "model": MAMBA}, "has no kernels for mamba; supported: gemma2"),
     "liger on cpu": (FSDP2, {"use_liger_kernel": True, "hardware": "8xCPU"}, "needs Triton"),
-    "tiled liger": (replace(FSDP2, tiled_mlp=True), {"use_liger_kernel": True}, "is not supported with tiled MLPs"),
+    "tiled compile": (replace(FSDP2, tiled_mlp=True), {"torch_compile": True}, "is not supported with tiled MLPs"),
     "liger stages": (
         replace(ZERO1, tp=2, dp_shard=4),
         {"use_liger_kernel": True},

@@ -477,3 +477,57 @@ def test_only_the_first_rank_fuses_experts_while_zero3_loads():
         host = estimate_host_memory(strategy, model, cluster, job, rank_parameters(model, job))
         assert host.terms.get("checkpoint_loading", 0) == bytes_per_parameter * model.parameter_count
     assert stock_loading_bytes(strategy, MODEL, cluster, job) == 0
+
+
+def test_one_partition_of_zero3_is_used_in_place():
+    def gathered(**layout):
+        zero = default_zero_options(MODEL, TrainingJob(), stage=3)
+        strategy = Layout(engine="deepspeed", zero_stage=3, zero=zero, **layout)
+        (share,) = rank_shares(strategy, MODEL, TrainingJob())
+        moments = share_moment_terms(strategy, share, TrainingJob())
+        return max(terms.get("gathered_parameters", 0) for terms in moments.values())
+
+    assert gathered() == 0
+    assert gathered(dp_shard=2) > 0
+    assert gathered(offload_param="cpu", offload_optimizer="cpu") > 0, "copied from the host"
+
+
+def test_a_sub_group_ends_with_the_tensor_that_fills_it():
+    # Llama-3.1-8B with two layers: 525 million elements of the embedding, 218 of each layer, then 525 of the head.
+    sizes = {"hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32, "num_key_value_heads": 8}
+    model = llama(**sizes, num_hidden_layers=2, vocab_size=128256, head_dim=128)
+    strategy = Layout(engine="deepspeed", zero_stage=3)
+
+    def step(size):
+        layout = replace(strategy, zero=ZeroOptions(sub_group_size=size))
+        (share,) = rank_shares(layout, model, TrainingJob())
+        return share_moment_terms(layout, share, TrainingJob())["step"]["fp32_gradients"]
+
+    assert step(10**9) == 4 * (model.parameter_count - 5 * 4096), "all matrices"
+    inside = 2 * 4096 * 4096 + 2 * 1024 * 4096 + 2 * 14336 * 4096
+    assert step(900_000_000) == 4 * (525_336_576 + 218_103_808 + inside), "to the second layer's up projection"
+    assert step(10**10) == 4 * model.parameter_count
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_gradient_of_a_tied_embedding_is_added_to_that_of_the_head(tied):
+    model = llama(hidden_size=2048, vocab_size=128256, tie_word_embeddings=tied)
+    (share,) = rank_shares(Layout(engine="single"), model, TrainingJob())
+    for gpu, copies in ((True, 1), (False, 2)):
+        moments = share_moment_terms(Layout(engine="single"), share, TrainingJob(), gpu=gpu)
+        terms = moments["embedding_backward"]
+        assert terms["gradients"] == 4 * model.parameter_count
+        assert terms.get("module_gradients", 0) == (copies * 4 * 128256 * 2048 if tied else 0)
+
+
+def test_recomputed_layers_do_not_keep_casts_for_the_loss():
+    # Before the backward pass, autocast has dropped the casts that no saved tensor needs.
+    model = llama(num_hidden_layers=8, hidden_size=512, vocab_size=4000, tie_word_embeddings=False)
+    (share,) = rank_shares(Layout(engine="single"), model, TrainingJob())
+    head = 2 * 4000 * 512
+    for recomputes, kept in ((True, head), (False, 2 * model.linear_parameters(include_head=True))):
+        layout = Layout(engine="single", gradient_checkpointing=recomputes)
+        moments = share_moment_terms(layout, share, TrainingJob())
+        everything = moments["forward_end"]["autocast_weight_copies"]
+        assert everything == 2 * model.linear_parameters(include_head=True)
+        assert moments["loss_backward"]["autocast_weight_copies"] == pytest.approx(kept, rel=1e-3)

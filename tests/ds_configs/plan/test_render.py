@@ -67,6 +67,9 @@ def test_kernels_of_the_job_are_in_the_files():
     without = plan_of(strategy="fsdp2", use_liger_kernel=True, loss="eager")
     config = json.loads(render_files(without)["training_arguments.json"])["liger_kernel_config"]
     assert config["fused_linear_cross_entropy"] is False
+    tiled = plan_of(strategy="fsdp2", use_liger_kernel=True, tiled_mlp="on", offload_activations="on")
+    config = json.loads(render_files(tiled)["training_arguments.json"])["liger_kernel_config"]
+    assert (config["swiglu"], config["geglu"]) == (False, False)
 
 
 def test_offload_variants_are_rendered_counted_and_never_automatic():

@@ -479,17 +479,40 @@ def test_published_step_times_are_matched():
     assert mean(map(abs, errors["DeepSpeed autotuner V100"])) < 0.35
 
 
+def test_lora_adds_traffic_of_its_updates_and_casts():
+    # Of a projection, 4096 x 4096 in 32 layers: 14 bytes per output, 6 per input, and 24 more of fp32 adapters.
+    hardware = parse_hardware("1xH100-80GB")
+    bandwidth = hardware.memory_bytes_per_s * constants_of("H100-80GB").memory_efficiency
+    job = {"method": "lora", "lora_rank": 1, "seq_len_tokens": 8192, "micro_batch_size": 1}
+
+    def memory_seconds(strategy, targets):
+        found = seconds(strategy, hardware=hardware, lora_targets=targets, **job)
+        return found.terms["memory_operations"] * bandwidth
+
+    elements = 32 * 8192 * 4096
+    kernels = 32 * 16 * constants_of("H100-80GB").kernel_seconds * bandwidth
+    for strategy, traffic in ((Layout(engine="single"), 44), (Layout(engine="deepspeed", zero_stage=2), 20)):
+        one, two = (memory_seconds(strategy, targets) for targets in (("o_proj",), ("q_proj", "o_proj")))
+        assert two - one == pytest.approx(traffic * elements + kernels, rel=0.01)
+
+
 def test_published_speedups_of_compiled_and_fp8_layers_are_predicted():
     # torchtitan, 8B on 8 H100, tokens per second and GPU (benchmarks/llama3_h100_202412_torchtitan.md).
     published = {"eager": 5762, "compiled": 6667, "fp8": 8532}
     hardware = parse_hardware("8xH100-80GB")
     layout = Layout(engine="fsdp2", dp_shard=8, micro_batch_size=2)
-    compiled = {"seq_len_tokens": 8192, "torch_compile": True}
+    # With the attention of those runs.
+    constants = replace(constants_of("H100-80GB"), sdpa_efficiency=0.0)
+
+    def planned(**kernels):
+        job = TrainingJob(seq_len_tokens=8192, **kernels)
+        return estimate_step_time(layout, LLAMA_8B, hardware, job, constants=constants)
+
     times = {
-        "eager": seconds(layout, hardware=hardware, seq_len_tokens=8192),
-        "compiled": seconds(layout, hardware=hardware, **compiled),
-        "fp8": seconds(layout, hardware=hardware, precision="fp8", **compiled),
-        "liger": seconds(layout, hardware=hardware, seq_len_tokens=8192, use_liger_kernel=True),
+        "eager": planned(),
+        "compiled": planned(torch_compile=True),
+        "fp8": planned(precision="fp8", torch_compile=True),
+        "liger": planned(use_liger_kernel=True),
     }
     for faster, slower in (("compiled", "eager"), ("fp8", "compiled")):
         speedup = published[faster] / published[slower]

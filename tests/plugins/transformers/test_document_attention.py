@@ -10,6 +10,9 @@ from typing import Any
 import pytest
 import small_models
 import torch
+from shardwright.ds_configs.memory import activations
+from shardwright.ds_configs.models.families import model_spec_from_config
+from shardwright.ds_configs.specs.job import TrainingJob
 from shardwright.plugins.metering import ByteMeter
 from shardwright.plugins.transformers import document_attention
 
@@ -85,6 +88,38 @@ def _peak_bytes(model: Any, tokens: int, documents: int) -> int:
         meter.enter("forward")
         model.model(input_ids=ids, position_ids=positions[None], use_cache=False)
     return meter.reading().peaks["forward"]
+
+
+@pytest.mark.parametrize("window", [128, 100])
+def test_blocks_of_a_window_need_the_planned_bytes(window: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(document_attention, "_SMALLEST_MASK", 1)
+    monkeypatch.setattr(activations, "SMALLEST_MASK_TOKENS", 1)
+    tokens = 512
+    planned, metered = [], []
+    for own_window in (None, window):
+        model = mistral(own_window).train()
+        document_attention.attend_by_document(model)
+        kept = {}
+        for is_recomputed in (False, True):
+            if is_recomputed:
+                model.gradient_checkpointing_enable({"use_reentrant": False})
+            model.zero_grad()
+            with ByteMeter() as meter:
+                meter.enter("forward")
+                hidden = model.model(input_ids=torch.zeros(1, tokens, dtype=torch.int64), use_cache=False)[0]
+                kept[is_recomputed] = meter.reading().current_bytes
+                meter.enter("backward")
+                hidden.sum().backward()
+                peak = meter.reading().peaks["backward"]
+        metered.append((kept[False], kept[True], peak))
+        spec = model_spec_from_config(model.config.to_dict(), name="mistral")
+        job = TrainingJob(seq_len_tokens=tokens, precision="fp32")
+        own = activations.cached_activations(spec, job, unmasked="fused")(1, "fp32")
+        layers, outside = spec.dimensions.num_layers, own.outside_layer_bytes
+        recomputed = outside + own.recompute_backward_transient_bytes
+        planned.append((outside + layers * own.saved_bytes_per_layer, outside, recomputed))
+    for own, full, planned_own, planned_full in zip(*reversed(metered), *reversed(planned), strict=True):
+        assert own - full == pytest.approx(planned_own - planned_full, rel=0.02)
 
 
 def test_transformers_still_makes_masks_of_all_pairs() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -99,6 +100,30 @@ def test_tiles_and_offload_leave_loss_and_gradients_unchanged(family: str) -> No
     assert mean.logits is None
 
 
+def test_adapters_of_four_bit_weights_get_the_same_gradients(tmp_path: Path) -> None:
+    from shardwright.plugins.peft import add_lora, four_bit_loading
+    from transformers import AutoModelForCausalLM
+
+    model_of("Llama", hidden_size=64).save_pretrained(tmp_path)
+    loading = four_bit_loading(torch.float)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=loading, dtype=torch.float)
+    adapted = add_lora(model, rank=4, targets=None, fp32_adapters=True).train()
+    for name, parameter in adapted.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.1)
+    assert type(model.model.layers[0].mlp.down_proj.base_layer).__name__ == "Linear4bit"
+    inputs = batch()
+    adapted.gradient_checkpointing_enable()
+    adapted.enable_input_require_grads()
+    plain = gradients(adapted, inputs)
+    assert len(plain) == 1 + 3 * 7 * 2
+    offload_checkpoints(adapted, 2)
+    check_equal(gradients(adapted, inputs), plain, tolerance=0.0)
+    tile_mlps(model, 5)
+    TiledLoss(model, 4)
+    check_equal(gradients(adapted, inputs), plain)
+
+
 def test_trainer_reports_the_same_losses_and_predictions(tmp_path: Path) -> None:
     from shardwright.plugins.peft import add_lora
     from transformers import Trainer, TrainingArguments
@@ -157,6 +182,17 @@ def test_offloaded_inputs_live_in_host_memory() -> None:
     assert plain.peaks["backward"] - offloaded.peaks["backward"] >= 3 * size
 
 
+def test_gradients_of_one_tile_live_beside_their_sum() -> None:
+    layer, x = torch.nn.Linear(256, 256, bias=False), torch.randn(16, 256)
+    with ByteMeter() as meter:
+        result = in_tiles(layer, [x], list(layer.parameters()), 4)
+        kept = meter.reading().current_bytes
+        meter.enter("backward")
+        result.sum().backward()
+    peak = meter.reading().peaks["backward"] - kept
+    assert layer.weight.nbytes * 2 <= peak < layer.weight.nbytes * 2.5
+
+
 def test_dropout_in_tiles_draws_the_same_numbers_again() -> None:
     layer = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Dropout(0.5))
     x = torch.randn(10, 8, requires_grad=True)
@@ -206,6 +242,9 @@ def test_unsupported_runs_are_rejected(tmp_path: Path, monkeypatch: pytest.Monke
     assert "label smoothing" in message(model, settings={"label_smoothing_factor": 0.1}, tiled_loss=True)
     assert "number of tiles above 1" in message(model, tiled_mlp=1)
     assert "both replace MLPs" in message(model, settings={"use_liger_kernel": True}, tiled_mlp=True)
+    plugin = SimpleNamespace(deepspeed_config={"expert_parallel": {"enabled": True, "autoep_size": 2}})
+    sharded = {"deepspeed_plugin": plugin}
+    assert "is not supported with expert_parallel" in message(mixtral(), settings=sharded, tiled_mlp=True)
     assert "needs a causal language model" in message(classifier, tiled_loss=True)
     without_mlp = llama()
     for layer in without_mlp.model.layers:

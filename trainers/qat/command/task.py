@@ -9,7 +9,7 @@ from contextlib import redirect_stdout
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from ....ds_configs.quantization.layers import LinearLayer, mixture_warnings, scheme_warnings
 from ....ds_configs.specs.errors import UsageError, collecting
@@ -42,6 +42,7 @@ from .report import QATOutcome, QATResult, qat_file_names
 from .settings import (
     RANGES_FILE,
     SELF,
+    LabelLoss,
     QATJob,
     QATSettings,
     calibration_errors,
@@ -170,8 +171,9 @@ def prepare_qat(settings: QATSettings, model: str, request: RunRequest) -> Prepa
     with collecting(errors):
         config = qat_config(settings)
         errors += calibration_errors(settings, config)
-    with collecting(errors):
-        teacher_distance_config(settings, None)
+    if settings.teacher is not None and settings.loss not in get_args(LabelLoss):
+        with collecting(errors):
+            teacher_distance_config(settings, None)
     with collecting(errors):
         hardware = chosen_hardware(settings)
         errors += [] if request.dry_run else launch_errors(hardware, request.place)

@@ -84,9 +84,11 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def test_a_dry_run_plans_and_writes_nothing(qat: Shell, models: dict[str, Path], tmp_path: Path) -> None:
-    found = qat(models["model"], *OUT, *DATA, "--dry-run", "--format", "json", "--scheme", "w8a8-static")
+    long = ("--loss", "chunked", "--tiled-mlp", "on", "--offload-activations", "on")
+    found = qat(models["model"], *OUT, *DATA, *long, "--dry-run", "--format", "json", "--scheme", "w8a8-static")
     assert found.code == 0, found.err
     shown = json.loads(found.out)
+    assert shown["plan"]["chosen"]["strategy"]["tiled_mlp"] and shown["plan"]["job"]["loss"] == "chunked"
     assert not list(tmp_path.iterdir())
     assert shown["plan"]["hardware"]["name"] == "2xCPU" and shown["plan"]["chosen"].get("teacher") is None
     assert shown["scheme"]["format"] == "int-quantized" and shown["calibration"] is True
@@ -116,6 +118,7 @@ def test_a_dry_run_plans_and_writes_nothing(qat: Shell, models: dict[str, Path],
         (("--ranges", "learned"), "requires stored activation ranges"),
         (("--alpha", 0.5), "alpha = 0.5: requires a teacher; add --teacher self"),
         (("--teacher", "self", "--alpha", 3), "alpha = 3.0: must be from 0 to 1"),
+        (("--teacher", "self", "--loss", "chunked"), "loss = 'chunked': is for training without a teacher"),
         (("--teacher", "self", "--teacher-placement", "cached"), "cached teacher outputs require `distill`"),
         (("--lora", "merged"), "lora = 'merged': requires adapters; add --method lora"),
         (("--micro-batch-size", 3, "--global-batch-size", 32), "global_batch_size"),
@@ -235,9 +238,10 @@ def test_two_runs_from_python_in_one_process(
     one_rank: list[Sequence[str]], models: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     settings = {"dataset": "python-help#8", "seq_len": 32, "hardware": "1xCPU", "evaluation_samples": 8, "max_steps": 1}
+    long = {"loss": "chunked", "tiled_mlp": "on", "offload_activations": "on"}
     both = [
-        shardwright.qat(str(models["model"]), tmp_path / f"out{bits}", scheme=f"W{bits}A16", **settings)
-        for bits in (8, 4)
+        shardwright.qat(str(models["model"]), tmp_path / f"out{bits}", scheme=f"W{bits}A16", **settings, **features)
+        for bits, features in ((8, {}), (4, long))
     ]
     assert [found.scheme.name for found in both] == ["W8A16", "W4A16"] and len(one_rank) == 2
     eight, four = (found.result for found in both)
