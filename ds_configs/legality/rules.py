@@ -389,7 +389,7 @@ def fp8_is_supported(model: ModelSpec, layout: Layout, job: TrainingJob, hardwar
     if capability is None or capability < FP8_CAPABILITY:
         known = "" if capability is None else f" of compute capability {capability / 10:.1f}"
         rule = f"needs an NVIDIA GPU of compute capability 8.9 (Ada, Hopper or later), not {hardware.gpu}{known}"
-        reject("precision", "fp8", rule, "use bf16")
+        reject("precision", "fp8", rule, "use bf16" if capability is None or capability >= 80 else "use fp16")
         return errors
     if layout.engine == "deepspeed":
         rule = "is not supported with DeepSpeed: accelerate 1.15.0 rejects mixed_precision beside a DeepSpeed file"

@@ -1,9 +1,9 @@
 """Optimizers that need more than a name in `TrainingArguments.optim`: Muon, and optimizers on FSDP2's DTensors.
 
 Observed with transformers 5.17.0 to 5.24.0 and torch 2.13.0: no name of `optim` is Muon. `Adafactor` creates its rows
-and columns as plain tensors, which PyTorch does not mix with DTensors. Adagrad's states and SGD without any fail to be saved
-or restored under FSDP2. States of GaLore and APOLLO contain an object of
-their package, which `torch.load(weights_only=True)` rejects when a run resumes.
+and columns as plain tensors, which PyTorch does not mix with DTensors. Adagrad's states and SGD without any fail to be
+saved or restored under FSDP2. States of GaLore and APOLLO contain an object of their package, which
+`torch.load(weights_only=True)` rejects when a run resumes.
 """
 
 from __future__ import annotations

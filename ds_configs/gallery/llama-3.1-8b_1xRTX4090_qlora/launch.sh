@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# meta-llama/Llama-3.1-8B on 1xRTX4090: single, micro-batch 1 x 4, 22.4 of 25.4 GB
-# One process is sufficient for one accelerator. It reaches 1,978 tokens/s (8.28 s per step) and needs 22.4 GB (20.4 to 25.1) of 25.4 GB per accelerator. Micro-batch 1 x 4, gradient checkpointing of the first 17 of 32 layers, chunked loss. Global batch 4 sequences (16,384 tokens), the same for every layout: 16,384 tokens per accelerator, enough for efficient matrix products in a single micro-batch. Set yours with --global-batch-size.
+# meta-llama/Llama-3.1-8B on 1xRTX4090: single, micro-batch 1 x 4, 22.5 of 25.4 GB
+# One process is sufficient for one accelerator. It reaches 1,594 tokens/s (10.28 s per step) and needs 22.5 GB (20.4 to 25.0) of 25.4 GB per accelerator. Micro-batch 1 x 4, gradient checkpointing of the first 17 of 32 layers, chunked loss. Global batch 4 sequences (16,384 tokens), the same for every layout: 16,384 tokens per accelerator, enough for efficient matrix products in a single micro-batch. Set yours with --global-batch-size.
 # Run: ./launch.sh SCRIPT [ARGUMENTS], or ./launch.sh --dataset FILE --output-dir DIRECTORY
 # Assumes bf16, adamw_torch_fused, method qlora, sequences of 4096 tokens without padding, 25.4 GB usable per accelerator.
 # Requires the package liger-kernel; the training arguments enable its fused head and loss.

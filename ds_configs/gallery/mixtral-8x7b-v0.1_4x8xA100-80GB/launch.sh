@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# mistralai/Mixtral-8x7B-v0.1 on 4x8xA100-80GB: zero3, micro-batch 4 x 1, 71.9 of 85.0 GB
-# ZeRO-3 is within 4.4 % of the fastest layout (ZeRO-3 + EP 8) and needs fewer mechanisms. It reaches 56,964 tokens/s (9.20 s per step) and needs 71.9 GB (65.9 to 80.1) of 85.0 GB per accelerator. Micro-batch 4, gradient checkpointing of the first 28 of 32 layers. Global batch 128 sequences (524,288 tokens), the same for every layout: 16,384 tokens per accelerator, enough for efficient matrix products in a single micro-batch. Set yours with --global-batch-size.
+# mistralai/Mixtral-8x7B-v0.1 on 4x8xA100-80GB: zero3, micro-batch 4 x 1, 72.1 of 85.0 GB
+# ZeRO-3 is within 4.4 % of the fastest layout (ZeRO-3 + EP 8) and needs fewer mechanisms. It reaches 56,964 tokens/s (9.20 s per step) and needs 72.1 GB (65.9 to 80.1) of 85.0 GB per accelerator. Micro-batch 4, gradient checkpointing of the first 28 of 32 layers. Global batch 128 sequences (524,288 tokens), the same for every layout: 16,384 tokens per accelerator, enough for efficient matrix products in a single micro-batch. Set yours with --global-batch-size.
 # Run: ./launch.sh MACHINE_RANK MAIN_PROCESS_IP SCRIPT [ARGUMENTS] on each node, or sbatch ./launch.sbatch SCRIPT [ARGUMENTS]
 # Assumes bf16, adamw_torch_fused, method full, sequences of 4096 tokens without padding, 85.0 GB usable per accelerator.
 # Assumes the values of a common server: host_bytes_per_node = 1.237e+12, network_bytes_per_s = 2.5e+10.

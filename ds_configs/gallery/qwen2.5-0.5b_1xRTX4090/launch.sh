@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Qwen/Qwen2.5-0.5B on 1xRTX4090: single, micro-batch 1 x 4, 22.5 of 25.4 GB
-# One process is sufficient for one accelerator. It reaches 13,367 tokens/s (1.23 s per step) and needs 22.5 GB (20.6 to 25.2) of 25.4 GB per accelerator. Micro-batch 1 x 4, gradient checkpointing of the first 7 of 24 layers. Global batch 4 sequences (16,384 tokens), the same for every layout: 16,384 tokens per accelerator, enough for efficient matrix products in a single micro-batch. Set yours with --global-batch-size.
+# Qwen/Qwen2.5-0.5B on 1xRTX4090: single, micro-batch 1 x 4, 22.7 of 25.4 GB
+# One process is sufficient for one accelerator. It reaches 13,367 tokens/s (1.23 s per step) and needs 22.7 GB (20.5 to 25.2) of 25.4 GB per accelerator. Micro-batch 1 x 4, gradient checkpointing of the first 7 of 24 layers. Global batch 4 sequences (16,384 tokens), the same for every layout: 16,384 tokens per accelerator, enough for efficient matrix products in a single micro-batch. Set yours with --global-batch-size.
 # Run: ./launch.sh SCRIPT [ARGUMENTS], or ./launch.sh --dataset FILE --output-dir DIRECTORY
 # Assumes bf16, adamw_torch_fused, method full, a model loaded with dtype=torch.float32, sequences of 4096 tokens without padding, 25.4 GB usable per accelerator.
 # Assumes the values of a common server: host_bytes_per_node = 6.872e+10.

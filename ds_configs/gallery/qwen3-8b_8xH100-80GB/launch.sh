@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Qwen/Qwen3-8B on 8xH100-80GB: zero2, micro-batch 1 x 4, 73.8 of 84.9 GB
-# ZeRO-2 is within 1.0 % of the fastest layout (FSDP2) and is simpler. It reaches 58,332 tokens/s (2.25 s per step) and needs 73.8 GB (67.6 to 82.2) of 84.9 GB per accelerator. Micro-batch 1 x 4, no gradient checkpointing. Global batch 32 sequences (131,072 tokens), the same for every layout: 16,384 tokens per accelerator, enough for efficient matrix products in a single micro-batch. Set yours with --global-batch-size.
+# Qwen/Qwen3-8B on 8xH100-80GB: zero2, micro-batch 1 x 4, 74.0 of 84.9 GB
+# ZeRO-2 is within 1.1 % of the fastest layout (FSDP2) and is simpler. It reaches 66,825 tokens/s (1.96 s per step) and needs 74.0 GB (67.6 to 82.2) of 84.9 GB per accelerator. Micro-batch 1 x 4, no gradient checkpointing. Global batch 32 sequences (131,072 tokens), the same for every layout: 16,384 tokens per accelerator, enough for efficient matrix products in a single micro-batch. Set yours with --global-batch-size.
 # Run: ./launch.sh SCRIPT [ARGUMENTS], or ./launch.sh --dataset FILE --output-dir DIRECTORY
 # Assumes bf16, adamw_torch_fused, method full, sequences of 4096 tokens without padding, 84.9 GB usable per accelerator.
 # Assumes the values of a common server: host_bytes_per_node = 2.199e+12.

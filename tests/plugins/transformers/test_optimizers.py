@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from shardwright.plugins.transformers.optimizers import _resumable
+from shardwright.plugins.transformers.optimizers import _resumable, prepare_optimizer
 from torch import distributed
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -65,3 +66,23 @@ def test_sgd_and_adagrad_resume_under_fsdp2(one_rank: None, kind: Any, error: An
     for weight in first.param_groups[0]["params"]:
         for name, value in first.state[weight].items():
             assert torch.equal(torch.as_tensor(second.state[weight][name] - value), torch.zeros_like(value)), name
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adagrad", "adafactor"])
+def test_fsdp2_of_a_launcher_prepares_optimizers(optimizer: str) -> None:
+    """`accelerate launch` enables FSDP2 without the arguments' `fsdp`."""
+    from transformers import Trainer, TrainingArguments
+
+    trainer = SimpleNamespace(
+        args=TrainingArguments("unused", optim=optimizer, use_cpu=True, report_to="none"),
+        model=torch.nn.Linear(2, 2),
+        optimizer=None,
+        optimizer_cls_and_kwargs=None,
+        is_fsdp_enabled=True,
+        is_deepspeed_enabled=False,
+        get_optimizer_cls_and_kwargs=Trainer.get_optimizer_cls_and_kwargs,
+    )
+    prepare_optimizer(trainer)  # type: ignore[arg-type]
+    kind, keywords = trainer.optimizer_cls_and_kwargs  # type: ignore[misc]
+    assert kind.__name__ in ("Resumable", "ShardedAdafactor")
+    assert keywords["lr"] == trainer.args.learning_rate
