@@ -60,7 +60,7 @@ class TestChoice:
         assert not any(fits.get(earlier, False) for earlier in order[: order.index(expected)])
 
     def test_other_placements_are_listed_with_bytes_and_reasons(self):
-        chosen = make_plan(LLAMA_8B, parse_hardware("8xH100-80GB"), TrainingJob(teacher=LLAMA_70B)).chosen
+        chosen = make_plan(LLAMA_8B, parse_hardware("8xH100-80GB"), TrainingJob(teacher=LLAMA_70B, strategy="zero3")).chosen
         assert chosen.teacher is not None
         costs = {cost.placement: cost for cost in chosen.teacher.alternatives}
         assert {chosen.teacher.placement, *costs} == set(PLACEMENTS)
