@@ -60,7 +60,8 @@ class TestChoice:
         assert not any(fits.get(earlier, False) for earlier in order[: order.index(expected)])
 
     def test_other_placements_are_listed_with_bytes_and_reasons(self):
-        chosen = make_plan(LLAMA_8B, parse_hardware("8xH100-80GB"), TrainingJob(teacher=LLAMA_70B, strategy="zero3")).chosen
+        job = TrainingJob(teacher=LLAMA_70B, strategy="zero3")
+        chosen = make_plan(LLAMA_8B, parse_hardware("8xH100-80GB"), job).chosen
         assert chosen.teacher is not None
         costs = {cost.placement: cost for cost in chosen.teacher.alternatives}
         assert {chosen.teacher.placement, *costs} == set(PLACEMENTS)
