@@ -431,7 +431,7 @@ def _regex(text: str) -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure the chosen cases and print the table; return 2 without a CUDA GPU."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", type=_regex, default="", metavar="REGEX", help="cases whose names match")
     parser.add_argument("--limit", type=int, metavar="N", help="at most N cases")
     where = parser.add_mutually_exclusive_group(required=True)

@@ -104,7 +104,7 @@ def share_moment_terms(
                     terms[name] = terms.get(name, 0) + count
     if not gpu and model.tied_embeddings and job.method == "full" and strategy.engine in ("single", "ddp"):
         # torch adds the gradients of head and embedding in place on CUDA (metered on an H100), but not on the CPU.
-        combined["embedding_backward"]["module_gradients"] *= 2
+        combined["embedding_backward"]["module_gradients"] += job.trained_weight_bytes * model.embedding_parameters
     if strategy.zero_stage == 3 and tiled_mlp_elements(strategy, model, job):
         layers = model.dimensions.num_layers
         recomputed = strategy.recomputed_layers(layers)

@@ -185,18 +185,24 @@ def model_state_terms(
         trainable = parameters.trainable
         rest = {"weights": width * trainable + parameters.frozen_bytes, "optimizer_states": states}
         transient = _step_transient(job, parameters, trainable, ranks=1)
+        # It is added to the gradient of the tied head, or to that of earlier micro-batches.
+        tied, accumulates = model.tied_embeddings, strategy.gradient_accumulation_steps > 1
+        adds = job.method == "full" and (tied or accumulates)
+        added: Terms = {"module_gradients": width * model.embedding_parameters} if adds else {}
         if optimizer.layerwise:
-            # Autograd computes the next gradient before it releases one.
-            updated = {"gradients": width * parameters.largest_trainable, "optimizer_transient": transient}
-            return at_moments(rest, backward=updated)
+            # Autograd computes the next gradient before it releases one; that of the embedding is the last.
+            largest = {"gradients": width * parameters.largest_trainable}
+            moments = [moment for moment, phase in PHASES.items() if phase == "backward"]
+            updating = dict.fromkeys(moments, largest | {"optimizer_transient": transient})
+            return at_moments(rest, **updating | {"embedding_backward": largest | added})
         if strategy.engine == "ddp":
             rest["gradient_buckets"] = width * trainable
         step = {"gradients": width * trainable, "optimizer_transient": transient}
         growing = growing_gradients(strategy, parameters, width * trainable)
-        if job.method == "full" and (model.tied_embeddings or strategy.gradient_accumulation_steps > 1):
-            # It is added to the gradient of the tied head, or to that of earlier micro-batches.
-            complete = growing.get("embedding_backward") or growing["backward"]
-            growing["embedding_backward"] = complete | {"module_gradients": width * model.embedding_parameters}
+        growing["embedding_backward"] = growing.get("embedding_backward", {}) | added
+        if tied and accumulates:
+            # That of the head waits for it, beside the sum of earlier micro-batches.
+            growing["backward"] |= added
         return at_moments(rest, **growing, step=step)
     if strategy.engine == "fsdp2":
         # fp32 shards: Accelerate upcasts trainable parameters under mixed precision (utils/fsdp_utils.py:813).

@@ -518,6 +518,13 @@ def test_gradient_of_a_tied_embedding_is_added_to_that_of_the_head(tied):
         terms = moments["embedding_backward"]
         assert terms["gradients"] == 4 * model.parameter_count
         assert terms.get("module_gradients", 0) == (copies * 4 * 128256 * 2048 if tied else 0)
+        accumulating = Layout(engine="single", gradient_accumulation_steps=2)
+        again = share_moment_terms(accumulating, share, TrainingJob(), gpu=gpu)["embedding_backward"]
+        assert again["gradients"] == 4 * model.parameter_count, "those of the micro-batches before, once"
+        assert again["module_gradients"] == (1 + copies * tied) * 4 * 128256 * 2048
+        layerwise = share_moment_terms(Layout(engine="single"), share, TrainingJob(optimizer="lomo"), gpu=gpu)
+        found = layerwise["embedding_backward"]
+        assert found["gradients"] + found.get("module_gradients", 0) == (1 + copies * tied) * 4 * 128256 * 2048
 
 
 def test_recomputed_layers_do_not_keep_casts_for_the_loss():
