@@ -18,7 +18,13 @@ from typing import Any
 
 import torch
 from page_parts import with_part
-from shardwright.ds_configs.memory.distillation_memory import HEAD_ROWS, block_rows, even_chunk_rows, most_chunk_rows
+from shardwright.ds_configs.memory.distillation_memory import (
+    COMPILED_BYTES_OF_A_LOGIT,
+    HEAD_ROWS,
+    block_rows,
+    even_chunk_rows,
+    most_chunk_rows,
+)
 from shardwright.plugins.metering import ByteMeter
 from shardwright.plugins.transformers.output_heads import OutputHead
 from shardwright.trainers.losses.fused_loss import BLOCK_BYTES, SCALED_ROWS, fused_token_loss
@@ -50,26 +56,30 @@ def fused_peak_bytes(
     """Return the most bytes that forward and backward of `fused_token_loss` hold, gradients returned included.
 
     Hidden states and heads of both models exist before and are not counted; the teacher is one of `HiddenTargets` with
-    as many columns, and has a soft-cap where the student has one. With n rows in a chunk, b in a block, e and e_t
-    bytes per element::
+    as many columns, and has a soft-cap where the student has one. With n rows in a chunk, b in a block of a CPU, e and
+    e_t bytes per element::
 
         forward   N (H e + 32) + 4 V H + n V (e + e_t) + b V (45 + 4 [e = 2 or soft-cap] + 4 [e_t = 2] + e_t [soft-cap])
+        on a GPU  N (H e + 32) + 4 V H + n V (e + e_t + 12)
         backward  N (H e + 32) + 4 V H + V H e [e = 2]
 
-    without the terms in V H where the head is frozen. It is metered, not derived, that a block takes so much; without
-    telemetry or at τ = 1 it takes less. `device` is "cpu" or "cuda".
+    without the terms in V H where the head is frozen. It is metered, not derived, that a block takes so much, and that
+    compiled kernels of JSD keep 12 bytes of a logit; without telemetry or at τ = 1 both take less.
     """
     chunk = even_chunk_rows(rows, chunk_rows or most_chunk_rows(columns * (element_bytes + teacher_element_bytes)))
-    block = min(chunk, block_rows(columns, BLOCK_BYTES[device]))
     short = element_bytes < 4
-    more = 4 * (short or soft_cap) + 4 * (teacher_element_bytes < 4) + teacher_element_bytes * soft_cap
-    elementwise = chunk * columns * teacher_element_bytes + block * columns * (_BLOCK_BYTES_OF_A_LOGIT + more)
-    product_bytes = 4 if device == "cuda" else element_bytes
-    head_part = min(HEAD_ROWS, columns) * hidden_width * product_bytes * (short and trains_head)
+    taught = chunk * columns * teacher_element_bytes
+    if device == "cuda":
+        temporary = taught + chunk * columns * COMPILED_BYTES_OF_A_LOGIT
+    else:
+        block = min(chunk, block_rows(columns, BLOCK_BYTES[device]))
+        more = 4 * (short or soft_cap) + 4 * (teacher_element_bytes < 4) + teacher_element_bytes * soft_cap
+        head_part = min(HEAD_ROWS, columns) * hidden_width * element_bytes * (short and trains_head)
+        temporary = max(taught + block * columns * (_BLOCK_BYTES_OF_A_LOGIT + more), head_part)
     gradients = rows * (hidden_width * element_bytes + _BYTES_OF_A_ROW) + 4 * columns * hidden_width * trains_head
     scaled = 4 * min(SCALED_ROWS, rows) * hidden_width * short
     cast = columns * hidden_width * element_bytes * (short and trains_head)
-    return gradients + max(chunk * columns * element_bytes + max(elementwise, head_part), scaled, cast)
+    return gradients + max(chunk * columns * element_bytes + temporary, scaled, cast)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,11 +18,14 @@ from .rank_parameters import NF4_BYTES, Moment, Terms, at_moments
 TEACHER_ZERO = ZeroOptions(stage3_param_persistence_threshold=0)
 """ZeRO-3 options of a sharded teacher's engine: DeepSpeed's defaults, without persistent parameters."""
 
-CHUNK_BYTES = 512 * 2**20
+CHUNK_BYTES = 320 * 2**20
 """Largest size of the logits of both heads that the fused loss computes at a time."""
 
 BLOCK_BYTES = 32 * 2**20
-"""Largest fp32 tensor of logits rows that it processes at a time on an accelerator."""
+"""Largest fp32 tensor of logits rows that it processes at a time on an accelerator, if kernels cannot be compiled."""
+
+COMPILED_BYTES_OF_A_LOGIT = 12
+"""Most that compiled kernels keep of a chunk: three fp32 temporaries (JSD; none to two for other divergences)."""
 
 _BLOCK_BYTES_OF_A_LOGIT = 45 + 4
 """Eleven fp32 temporaries and a mask, measured, and one for a soft-cap or 16-bit products."""
@@ -31,7 +34,7 @@ _BYTES_OF_A_ROW = 32
 """A weight and seven values of each row, in fp32."""
 
 HEAD_ROWS = 8192
-"""Rows of the head per addition of its fp32 gradient."""
+"""Rows of the head per addition of its fp32 gradient on a CPU; GPUs add within the product."""
 
 _NORM_BACKWARD_BYTES = 18
 """Bytes per element of the hidden states in the backward pass of the final norm (traced, 16-bit RMSNorm)."""
@@ -169,21 +172,25 @@ def block_rows(columns: int, block_bytes: int) -> int:
 
 
 def fused_temporary_bytes(
-    student: ModelSpec, teacher: ModelSpec, tokens: int, job: TrainingJob, *, block_bytes: int = BLOCK_BYTES
+    student: ModelSpec, teacher: ModelSpec, tokens: int, job: TrainingJob, *, block_bytes: int | None = None
 ) -> int:
     """Return the temporary bytes of the fused loss, with n rows per chunk and b rows per block.
 
-    `c n V_s` for the logits of the student, plus the larger of two: `c n V_t` for the teacher with
-    `b V (49 + c + 4 [c = 2])` for a block, or the rows of the head whose gradient is added.
+    `c n V_s` for the logits of the student and `c n V_t` for the teacher, with `12 n V` for compiled kernels. Without
+    them, on CPU ranks with their `block_bytes`, `b V (49 + c + 4 [c = 2])` for a block; if less than that, the rows of
+    the head whose gradient is added.
     """
     width, columns, taught_columns = job.compute_bytes, student.dimensions.vocab_size, teacher.dimensions.vocab_size
     rows = even_chunk_rows(tokens, most_chunk_rows(width * (columns + taught_columns)))
-    block = min(rows, block_rows(columns, block_bytes))
-    bytes_of_a_logit = _BLOCK_BYTES_OF_A_LOGIT + width + (4 if width == 2 else 0)
-    elementwise = width * rows * taught_columns + block * max(columns, taught_columns) * bytes_of_a_logit
-    adds = job.method == "full" and width == 2
-    added = 4 * min(HEAD_ROWS, columns) * student.dimensions.hidden_size if adds else 0
-    return _BYTES_OF_A_ROW * tokens + width * rows * columns + max(elementwise, added)
+    widest, added = max(columns, taught_columns), 0
+    if block_bytes is None:
+        elementwise = rows * widest * COMPILED_BYTES_OF_A_LOGIT
+    else:
+        block = min(rows, block_rows(columns, block_bytes))
+        elementwise = block * widest * (_BLOCK_BYTES_OF_A_LOGIT + width + (4 if width == 2 else 0))
+        adds = job.method == "full" and width == 2
+        added = 4 * min(HEAD_ROWS, columns) * student.dimensions.hidden_size if adds else 0
+    return _BYTES_OF_A_ROW * tokens + width * rows * columns + max(width * rows * taught_columns + elementwise, added)
 
 
 def teacher_loading_bytes(strategy: Layout, job: TrainingJob, ranks: int) -> int:

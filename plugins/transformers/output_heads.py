@@ -42,17 +42,19 @@ class OutputHead:
         """Return logits of shape [N, V] in the dtype of the hidden states."""
         import torch
 
-        return self.shaped(torch.nn.functional.linear(hidden_NH, self.weight_VH, self.bias_V))
+        product_NV = torch.nn.functional.linear(hidden_NH, self.weight_VH, self.bias_V)
+        return shaped_logits(product_NV, self.scale, self.soft_cap)
 
-    def shaped(self, logits_NV: torch.Tensor) -> torch.Tensor:
-        """Apply scale and soft-cap to the result of the matrix product."""
-        import torch
 
-        if self.scale != 1.0:
-            logits_NV = logits_NV * self.scale
-        if self.soft_cap is not None:
-            logits_NV = torch.tanh(logits_NV / self.soft_cap) * self.soft_cap
-        return logits_NV
+def shaped_logits(product_NV: torch.Tensor, scale: float, soft_cap: float | None) -> torch.Tensor:
+    """Apply scale and soft-cap to the result of the matrix product."""
+    import torch
+
+    if scale != 1.0:
+        product_NV = product_NV * scale
+    if soft_cap is not None:
+        product_NV = torch.tanh(product_NV / soft_cap) * soft_cap
+    return product_NV
 
 
 def head_module(model: PreTrainedModel) -> Any:

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 from ...ds_configs.specs.errors import ConfigError, UsageError
 from .. import patches
-from .output_heads import further_bias, head_module, shaped_head
+from .output_heads import further_bias, head_module, shaped_head, shaped_logits
 from .zero3_modules import share_with_zero3, without_zero3_hooks
 
 if TYPE_CHECKING:
@@ -155,7 +155,8 @@ def tiled_cross_entropy(
     def loss_of(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         with without_zero3_hooks(module):
             logits = head(x)
-        logits = shape.shaped(logits if bias_V is None else logits + bias_V).float()
+        product = logits if bias_V is None else logits + bias_V
+        logits = shaped_logits(product, shape.scale, shape.soft_cap).float()
         return torch.nn.functional.cross_entropy(logits, y[:, 0], ignore_index=IGNORED_LABEL, reduction="sum")
 
     rows, vocabulary = labels_BL.numel(), int(getattr(module, "out_features", None) or module.weight.shape[0])

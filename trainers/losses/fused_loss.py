@@ -7,17 +7,19 @@ pass. It equals the gradient that autograd computes from full logits: the produc
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+import logging
+import warnings
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from functools import cache
+from dataclasses import dataclass, field, replace
+from functools import cache, cached_property
 from typing import TYPE_CHECKING, Any
 
 from ...ds_configs.memory.distillation_memory import BLOCK_BYTES as ACCELERATOR_BLOCK_BYTES
 from ...ds_configs.memory.distillation_memory import HEAD_ROWS, block_rows, even_chunk_rows, most_chunk_rows
 from ...ds_configs.specs.errors import ConfigError, UsageError
 from ...plugins import patches
-from ...plugins.transformers.output_heads import OutputHead, further_bias, head_module, logit_shape
+from ...plugins.transformers.output_heads import OutputHead, further_bias, head_module, logit_shape, shaped_logits
 from .objective import (
     HiddenTargets,
     LogitTargets,
@@ -40,8 +42,11 @@ if TYPE_CHECKING:
     from torch.autograd.function import FunctionCtx
     from transformers import PreTrainedModel
 
-BLOCK_BYTES = {"cpu": 4 * 2**20, "cuda": ACCELERATOR_BLOCK_BYTES}
-"""Upper limit of one fp32 temporary of a block: small for a CPU's cache, large enough to keep a GPU busy."""
+logger = logging.getLogger(__name__)
+
+BLOCK_BYTES = {"cpu": 4 * 2**20}
+"""Largest fp32 temporary of an uncompiled block: small for a CPU's cache, `ACCELERATOR_BLOCK_BYTES` elsewhere."""
+_COMPILED_DEVICES = ("cuda",)
 SCALED_ROWS = 1024
 """Rows of a 16-bit gradient that are multiplied together in the backward pass."""
 _FP16_GRADIENT_SCALE = 256.0
@@ -61,7 +66,7 @@ def fused_token_loss(
 ) -> TokenSums:
     """Return the result of `plain_token_loss` for the heads' logits, without ever holding the logits of all rows.
 
-    `chunk_rows` rows are computed at a time; `None` keeps their logits below half a gigabyte. Gradients that are not
+    `chunk_rows` rows are computed at a time; `None` keeps them below `CHUNK_BYTES`. Gradients that are not
     needed, of a frozen head or with autograd off, are not computed.
 
     Raises:
@@ -183,79 +188,131 @@ def _autograd_function() -> Any:
 def _chunk_values(
     product_nV: torch.Tensor, chunk: slice, work: _Work, *, gradient: bool
 ) -> list[dict[str, torch.Tensor]]:
-    """Return the values of each block's rows by name; with `gradient`, replace ``h Wᵀ + b`` by its gradient.
+    """Return the values of the rows by name; with `gradient`, replace ``h Wᵀ + b`` by its gradient.
 
-    The product of a teacher that gives hidden states is computed for the full chunk, in the dtype of its head.
+    The product of a teacher that gives hidden states is computed for the full chunk, in the dtype of its head. A GPU
+    runs compiled kernels on the full chunk; without them, blocks bound the temporaries.
     """
     import torch
 
-    labels_n, weights_n = work.labels_N[chunk], work.weights_N[chunk]
+    objective = work.objective
     teacher = None if work.teacher is None else work.teacher.select(chunk)
-    taught_nV = None
+    shapes = [(work.head.scale, work.head.soft_cap)]
+    targets_n: torch.Tensor | TopKTargets | None
     if isinstance(teacher, HiddenTargets):
         head = teacher.head
-        taught_nV = torch.nn.functional.linear(teacher.hidden_NH.to(head.weight_VH.dtype), head.weight_VH, head.bias_V)
-    block_bytes = BLOCK_BYTES.get(labels_n.device.type, ACCELERATOR_BLOCK_BYTES)
-    size = block_rows(work.head.vocab_size, block_bytes)
-    values = []
-    for first in range(0, len(product_nV), size):
-        block = slice(first, first + size)
-        targets: torch.Tensor | TopKTargets | None = None
-        if isinstance(teacher, HiddenTargets):
-            assert taught_nV is not None
-            targets = teacher.head.shaped(taught_nV[block])
-        elif isinstance(teacher, LogitTargets):
-            targets = teacher.logits_NV[block]
-        elif teacher is not None:
-            targets = teacher.select(block)
-        values.append(
-            _block_values(product_nV[block], labels_n[block], weights_n[block], targets, work, gradient=gradient)
-        )
-    return values
+        shapes.append((head.scale, head.soft_cap))
+        targets_n = torch.nn.functional.linear(teacher.hidden_NH.to(head.weight_VH.dtype), head.weight_VH, head.bias_V)
+    else:
+        targets_n = teacher.logits_NV if isinstance(teacher, LogitTargets) else teacher
+    scaled_n = work.weights_N[chunk] * (work.gradient_scale * work.head.scale)
+    hard_n = scaled_n * (1.0 - objective.alpha)
+    soft_n = scaled_n * (objective.alpha * objective.temperature)
+    if objective.alpha not in (0.0, 0.5):
+        # Only whether it is 0 matters below: a weight that a schedule changes must not be compiled as a constant.
+        objective = replace(objective, alpha=0.5)
+    constants = {"shapes": shapes, "objective": objective, "telemetry": work.telemetry, "gradient": gradient}
+
+    def values_of(rows_of: Callable[..., dict[str, torch.Tensor]], rows: slice) -> dict[str, torch.Tensor]:
+        targets = targets_n.select(rows) if isinstance(targets_n, TopKTargets) else targets_n
+        if isinstance(targets, torch.Tensor):
+            targets = targets[rows]
+        return rows_of(product_nV[rows], work.labels_N[chunk][rows], hard_n[rows], soft_n[rows], targets, **constants)
+
+    if product_nV.device.type in _COMPILED_DEVICES and _kernels.compile:
+        try:
+            return [values_of(_kernels.block_values, slice(None))]
+        except _kernels.errors() as error:
+            _kernels.compile = False
+            logger.warning("The fused loss runs uncompiled, about four times slower: %s", error)
+    block = block_rows(work.head.vocab_size, BLOCK_BYTES.get(product_nV.device.type, ACCELERATOR_BLOCK_BYTES))
+    return [values_of(block_values, slice(first, first + block)) for first in range(0, len(product_nV), block)]
 
 
-def _block_values(
+def block_values(
     product_bV: torch.Tensor,
     labels_b: torch.Tensor,
-    weights_b: torch.Tensor,
+    hard_b: torch.Tensor,
+    soft_b: torch.Tensor,
     targets: torch.Tensor | TopKTargets | None,
-    work: _Work,
     *,
+    shapes: Sequence[tuple[float, float | None]],
+    objective: TokenObjective,
+    telemetry: bool,
     gradient: bool,
 ) -> dict[str, torch.Tensor]:
+    """Return the values of each row by name; with `gradient`, replace the product by the gradient of the loss.
+
+    `hard_b` and `soft_b` weight the gradients of cross-entropy and divergence; `shapes` are scale and soft-cap of the
+    student's logits, and of those of a teacher that gives hidden states.
+    """
     import torch
 
-    objective = work.objective
-    logits = work.head.shaped(product_bV).float()
+    logits = shaped_logits(product_bV, *shapes[0]).float()
     log_q = torch.log_softmax(logits, dim=-1)
     rows, soft = {"student_cross_entropy": -log_q.gather(1, labels_b[:, None]).squeeze(1)}, None
+    if isinstance(targets, torch.Tensor) and len(shapes) > 1:
+        targets = shaped_logits(targets, *shapes[1])
     if targets is not None:
         _, soft, values = compared_rows(
             logits,
             targets,
             labels_b,
             objective,
-            telemetry=work.telemetry,
+            telemetry=telemetry,
             log_q_at_one_NV=log_q,
             gradient=gradient and objective.alpha != 0.0,
         )
         rows |= values
     if not gradient:
         return rows
-    slope = None
-    if work.head.soft_cap is not None:
-        slope = (logits / work.head.soft_cap).square_().neg_().add_(1.0)
-    scaled_b = weights_b * (work.gradient_scale * work.head.scale)
+    soft_cap = shapes[0][1]
+    slope = None if soft_cap is None else (logits / soft_cap).square_().neg_().add_(1.0)
     dz = log_q.exp_()
-    dz.scatter_add_(1, labels_b[:, None], dz.new_full((len(dz), 1), -1.0))
-    dz.mul_((scaled_b * (1.0 - objective.alpha))[:, None])
+    columns = torch.arange(dz.shape[1], device=dz.device)
+    dz.sub_((columns == labels_b[:, None]).float())
+    dz.mul_(hard_b[:, None])
     if soft is not None:
-        soft.mul_((scaled_b * (objective.alpha * objective.temperature))[:, None])
+        soft.mul_(soft_b[:, None])
         dz[:, : soft.shape[1]] += soft
     if slope is not None:
         dz.mul_(slope)
     product_bV.copy_(dz)
     return rows
+
+
+class _Kernels:
+    """`block_values` with compiled kernels, until a compilation fails."""
+
+    compile = True
+
+    @cached_property
+    def _compiled(self) -> Callable[..., dict[str, torch.Tensor]]:
+        import torch
+
+        # Which of two forms of the softmax Inductor selects is no concern of a user.
+        warnings.filterwarnings("ignore", message=r"\s*Online softmax is disabled", category=UserWarning)
+        return torch.compile(block_values, fullgraph=True)
+
+    def errors(self) -> tuple[type[Exception], ...]:
+        """Return the errors of a compilation, after which no tensor has changed."""
+        import torch
+
+        exceptions = torch._dynamo.exc
+        return exceptions.TorchDynamoException, exceptions.FailOnRecompileLimitHit
+
+    def block_values(self, *inputs: Any, **constants: Any) -> dict[str, torch.Tensor]:
+        import torch
+
+        for tensor in inputs:
+            if isinstance(tensor, torch.Tensor):
+                torch._dynamo.maybe_mark_dynamic(tensor, 0)
+        # One compilation per divergence, temperature, shape of the logits, telemetry and with or without gradient.
+        with torch._dynamo.config.patch(recompile_limit=64):
+            return self._compiled(*inputs, **constants)
+
+
+_kernels = _Kernels()
 
 
 def _add_gradients(
@@ -277,12 +334,11 @@ def _add_gradients(
         return
     if dz_nV.dtype == torch.float32:
         weight_gradient.addmm_(dz_nV.T, hidden_nH)
-        return
-    for first in range(0, weight_gradient.shape[0], HEAD_ROWS):
-        rows = slice(first, first + HEAD_ROWS)
-        if dz_nV.is_cuda:
-            weight_gradient[rows] += torch.mm(dz_nV[:, rows].T, hidden_nH, out_dtype=torch.float32)
-        else:
+    elif dz_nV.is_cuda:
+        torch.addmm(weight_gradient, dz_nV.T, hidden_nH, out_dtype=torch.float32, out=weight_gradient)
+    else:
+        for first in range(0, weight_gradient.shape[0], HEAD_ROWS):
+            rows = slice(first, first + HEAD_ROWS)
             weight_gradient[rows] += dz_nV[:, rows].T @ hidden_nH
 
 

@@ -469,6 +469,44 @@ def test_unsuitable_top_k_is_rejected() -> None:
             call(labels, TokenObjective(), top_k_targets(logits, 4, 1.0))
 
 
+def step_of(case: Case, divergence: Any) -> list[torch.Tensor]:
+    torch.manual_seed(0)
+    labels, objective = labels_of("partly", 7, 70), TokenObjective(alpha=0.3, temperature=2.0, divergence=divergence)
+    sums = case.fused(labels, objective, LogitTargets(logits_NV=torch.randn(7, 70)))
+    return [*torch.autograd.grad(sums.loss, [case.hidden, case.head.weight_VH]), *sums.rows.values()]
+
+
+@pytest.mark.once
+@pytest.mark.slow
+@pytest.mark.parametrize("divergence", ["jsd", "total_variation"])
+def test_compiled_kernels_equal_the_uncompiled_loss(divergence: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = step_of(Case(student=70, teacher=70), divergence)
+    monkeypatch.setattr(fused_loss, "_COMPILED_DEVICES", ("cpu",))
+    monkeypatch.setattr(fused_loss, "_kernels", fused_loss._Kernels())
+    compiled = step_of(Case(student=70, teacher=70), divergence)
+    assert fused_loss._kernels.compile
+    for own, reference in zip(compiled, expected, strict=True):
+        assert_near(own, reference, 1e-6, divergence)
+
+
+def test_without_a_compiler_the_loss_runs_uncompiled_and_warns_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    expected = step_of(Case(student=70, teacher=70), "jsd")
+    kernels = fused_loss._Kernels()
+
+    def failing(*_: object, **__: object) -> None:
+        raise torch._dynamo.exc.BackendCompilerFailed(failing, RuntimeError("no C compiler"), None)
+
+    monkeypatch.setattr(fused_loss, "_COMPILED_DEVICES", ("cpu",))
+    monkeypatch.setattr(fused_loss, "_kernels", kernels)
+    kernels.__dict__["_compiled"] = failing
+    for _ in range(2):
+        for own, reference in zip(step_of(Case(student=70, teacher=70), "jsd"), expected, strict=True):
+            assert torch.equal(own, reference)
+    assert [record.message for record in caplog.records if "no C compiler" in record.message] == [caplog.messages[0]]
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_peak_bytes_follow_the_formula(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(fused_loss.BLOCK_BYTES, "cpu", 40_000)
@@ -503,7 +541,7 @@ def test_peak_bytes_follow_the_formula(dtype: torch.dtype, monkeypatch: pytest.M
 def test_peak_bytes_at_full_size() -> None:
     full = {"rows": 8192, "hidden_width": 4096, "columns": 128_256}
     assert fused_peak_bytes(**full, device="cpu") <= fused_peak_bytes(**full, device="cuda") <= 3.5e9
-    assert fused_peak_bytes(**full, trains_head=False) <= 1.2e9
+    assert fused_peak_bytes(**full, trains_head=False) <= 1.4e9
 
 
 def test_benchmark_meters_both_losses_and_matches_the_document() -> None:
