@@ -16,7 +16,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from family_plans import CLASSES, default_config
 from shardwright.ds_configs.plan.plan import Plan, PlanDoesNotFitError
 from shardwright.ds_configs.search.reasons import OFFLOAD_GAIN, display_name
 from shardwright.ds_configs.step_time.utilization import LOW_UTILIZATION, utilization
@@ -64,6 +63,15 @@ MODELS: Mapping[str, tuple[str, dict[str, Any]]] = {
     "DeepSeek-V3": ("deepseek_v3", {}),
 }
 """Model types with the sizes of their published configurations, where they are not the default ones."""
+
+
+def _default_config(model_type: str) -> dict[str, Any]:
+    """Return the default configuration of a family as a `config.json` would state it."""
+    from transformers import AutoConfig
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    values = json.loads(AutoConfig.for_model(model_type).to_json_string(use_diff=False))
+    return values | {"model_type": model_type, "architectures": [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type]]}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,7 +138,7 @@ def model_path(name: str, directory: Path) -> str:
     if name not in MODELS:
         return str(STORED / name)
     model_type, sizes = MODELS[name]
-    values = {key: value for key, value in default_config(model_type, CLASSES[model_type]).items() if key not in sizes}
+    values = {key: value for key, value in _default_config(model_type).items() if key not in sizes}
     path = directory / name
     path.mkdir(exist_ok=True)
     stated = {key: value for key, value in sizes.items() if value is not None}

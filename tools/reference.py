@@ -20,7 +20,6 @@ from typing import Any, get_args, get_type_hints
 from unittest import mock
 
 from cyclopts import App
-from reliability_page import reliability
 from shardwright.cli.commands.schema import schema_command
 from shardwright.cli.main import build_app, run
 from shardwright.ds_configs.legality.combinations import (
@@ -289,7 +288,6 @@ PARTS = {
     "combinations": combinations_page,
     "commands": commands_list,
     "picture": overview_picture,
-    "reliability": reliability,
     "resume rules": resume_rules,
     "schemas": schema_page,
 }

@@ -41,7 +41,6 @@ REPLACED = {
 ALLOWED = {
     "docs/measurements/reliability.md": ("faults?",),
     "docs/measurements/index.md": ("injected faults", "-m faults"),
-    "tools/reliability_page.py": ("faults?",),
     "tests/faults/": ("faults?",),
 }
 """Patterns in which a replaced word means something else, by the beginning of a path."""

@@ -1,7 +1,4 @@
-"""Layers of several kinds: what is offered trains as in one process, and what failed is not offered.
-
-All of them: `python benchmarks/hybrid_legality.py --write`.
-"""
+"""Layers of several kinds: what is offered trains as in one process, and what failed is not offered."""
 
 from __future__ import annotations
 
@@ -11,7 +8,7 @@ from pathlib import Path
 import pytest
 from family_sweep.hybrids import findings, verdict
 
-STORED = Path(__file__).parents[2] / "benchmarks" / "hybrid_legality.json"
+STORED = Path(__file__).with_name("hybrid_legality.json")
 TELLING = (
     ("Zamba2ForCausalLM", "zero3"),
     ("Qwen3NextForCausalLM", "zero3 lora"),

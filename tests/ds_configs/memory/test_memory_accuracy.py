@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from itertools import product
 
-import eager_attention_memory
 import pytest
 from memory_accuracy import DOCUMENT, MEASURED, Row, case_table, group_table, rows, verdict
 from memory_cases import VALUES, Case, grid, pairs
@@ -36,10 +35,3 @@ def test_every_legal_pair_of_values_occurs_in_the_grid() -> None:
     assert wanted == {pair for case in cases for pair in pairs(case)}
     assert len(cases) >= 60
     assert len(set(cases)) == len(cases)
-
-
-def test_eager_attention_matches_measured_peaks() -> None:
-    text, errors = eager_attention_memory.table(json.loads(eager_attention_memory.MEASURED.read_text(encoding="utf-8")))
-    assert len(errors) == len(eager_attention_memory.cases())
-    assert max(map(abs, errors)) < 0.03, text
-    assert text in DOCUMENT.read_text(encoding="utf-8"), "the document shows other figures"

@@ -439,11 +439,3 @@ def test_upstream_still_runs_a_separate_pass_for_a_modifier_without_data():
 
     pipeline = CalibrationPipeline.from_modifiers(build_modifiers(W4, "awq", {}), user="independent")
     assert type(pipeline).__name__ == "IndependentPipeline"
-
-
-def test_document_states_the_measured_overhead():
-    import quantize_overhead
-
-    stored = quantize_overhead.stored()
-    assert {run.way for run in stored} == set(quantize_overhead.WAYS)
-    assert quantize_overhead.table(stored) in quantize_overhead.DOCUMENT.read_text(encoding="utf-8")

@@ -12,7 +12,6 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-import quantization_quality
 import torch
 from shardwright.ds_configs.quantization.scheme import ActivationQuantization, QuantizationScheme, scheme_named
 from shardwright.plugins.llm_compressor.engine import EngineRequest, quantize_with_llm_compressor
@@ -214,17 +213,3 @@ def test_spqr_beats_rounding_of_equal_size_at_three_bits(llama):
     spqr, rounding = (row_divergences(each, dense, llama.evaluation_NS) for each in (model, rounded))
     assert_clearly_better(spqr, rounding)
     assert spqr.mean() < 0.5 * rounding.mean()
-
-
-def test_the_document_shows_the_figures_that_were_measured():
-    """Tables, picture and text come from one run of benchmarks/quantization_quality.py."""
-    facts, results = quantization_quality.stored()
-    document = quantization_quality.DOCUMENT.read_text(encoding="utf-8")
-    assert quantization_quality.updated(document, results) == document
-    assert [result.case for result in results] == quantization_quality.cases()
-    assert quantization_quality.PICTURE.read_bytes().startswith(b"\x89PNG")
-    for name in ("perplexity", "unigram_perplexity"):
-        assert f"{facts[name]:.1f}" in document
-    for result in results:
-        if result.case.group == "weights" and "W4" in result.case.scheme:
-            assert result.perplexity < 1.01 * facts["perplexity"]
