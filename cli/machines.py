@@ -105,9 +105,7 @@ class PlannedMachineOptions(MachineOptions):
         "name": ("slurm",),
     }
 
-    check_nodes: bool = Field(
-        True, description="Compare versions, hardware, links, clocks and disks of all machines first"
-    )
+    check_nodes: bool = Field(True, description="Compare versions, accelerators and files of all machines first")
     sbatch: Names = Field((), description="More options of sbatch, such as --sbatch=--partition=gpu,--time=12:00:00")
     name: str = Field("shardwright", description="Name of the job")
 
@@ -202,7 +200,6 @@ def run_on_hosts(machines: SameCommandOptions, *, nodes: int | None = None) -> i
         Hosts(names=tuple(name for name, _ in listed), ssh_config=machines.ssh_config),
         port=machines.main_port,
         restarts=0,
-        wait_seconds=0.0,
         on_line=lambda line: print(line, file=sys.stderr if line.startswith(NOTE) else sys.stdout, flush=True),
     )
     return 0

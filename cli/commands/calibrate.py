@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from ...ds_configs.memory.estimate import Calibration, MeasuredRun
     from ...ds_configs.plan.measurement import RunMeasurement
     from ...ds_configs.step_time.learning import MeasuredStep
-    from ...ds_configs.step_time.rates import MeasuredNetwork
     from ...plugins.planning.calibration_store import CalibrationStore
 
 _SHOWN_DIGITS = 12
@@ -41,9 +40,8 @@ def calibrate_command(run_dir: Path | None = None, *, options: Annotated[Calibra
     Parameters
     ----------
     run_dir
-        Output directory of a run with --plan (plan_measurement.json), or of a machine comparison (network.json).
+        Output directory of a run with --plan (plan_measurement.json).
     """
-    from ...ds_configs.plan.measurement import FILE_NAME
     from ...plugins.planning.calibration_store import CalibrationStore
 
     list_runs, forget = options.list_runs, options.forget
@@ -53,12 +51,7 @@ def calibrate_command(run_dir: Path | None = None, *, options: Annotated[Calibra
     store = CalibrationStore()
     as_json = options.as_json
     if run_dir is not None:
-        network = _read_network(run_dir)
-        if network is not None:
-            store.add_network(network)
-            if not (run_dir / FILE_NAME).is_file():
-                return _show_network(store, network, as_json=as_json)
-        return _store(store, run_dir, network, as_json=as_json)
+        return _store(store, run_dir, as_json=as_json)
     if forget is None:
         return _list(store, as_json=as_json)
     count = store.forget(forget)
@@ -70,7 +63,7 @@ def calibrate_command(run_dir: Path | None = None, *, options: Annotated[Calibra
     return 0
 
 
-def _store(store: CalibrationStore, run_dir: Path, network: MeasuredNetwork | None, *, as_json: bool) -> int:
+def _store(store: CalibrationStore, run_dir: Path, *, as_json: bool) -> int:
     from ...ds_configs.memory.estimate import Calibration
     from ...ds_configs.plan.measurement import measured_run, measured_step, printable, report_lines
 
@@ -86,7 +79,6 @@ def _store(store: CalibrationStore, run_dir: Path, network: MeasuredNetwork | No
     before = Calibration(runs=tuple(other for other in after.runs if other.identifier != run.identifier))
     if as_json:
         answer = {"added": added, "run": _run_dict(run), "interval": _interval(after, run), "database": str(store.path)}
-        answer |= {} if network is None else {"network": asdict(network)}
         print(json.dumps({"schema_version": 1} | answer, indent=2))
         return 0
     place = printable(f"{run.architecture} on {run.gpu}")
@@ -99,8 +91,6 @@ def _store(store: CalibrationStore, run_dir: Path, network: MeasuredNetwork | No
     print(f"interval of plans for {place}: {_shown(old)} -> {_shown(new)}")
     if step is not None:
         print(_step_line(store, step))
-    if network is not None:
-        _show_network(store, network, as_json=False)
     return 0
 
 
@@ -136,36 +126,6 @@ def _step_line(store: CalibrationStore, step: MeasuredStep) -> str:
     return f"{measured}; later plans use {printable(runs)}: {min(ratios):.2f} to {max(ratios):.2f} times the prediction"
 
 
-def _read_network(run_dir: Path) -> MeasuredNetwork | None:
-    """Return the network that a comparison of machines measured; `None` without one."""
-    from ...ds_configs.specs.texts import read_small_file
-    from ...ds_configs.step_time.rates import FILE_NAME, network_from_text
-
-    file = run_dir if run_dir.name == FILE_NAME else run_dir / FILE_NAME
-    try:
-        if not file.is_file():
-            return None
-    except OSError:
-        # read_measurement reports what cannot be a path.
-        return None
-    return network_from_text(read_small_file(file, what="network"), source=str(file))
-
-
-def _show_network(store: CalibrationStore, network: MeasuredNetwork, *, as_json: bool) -> int:
-    if as_json:
-        print(json.dumps({"schema_version": 1, "network": asdict(network), "database": str(store.path)}, indent=2))
-        return 0
-    print(f"Stored the network of {network.nodes} nodes: {_network_line(network)}")
-    return 0
-
-
-def _network_line(network: MeasuredNetwork) -> str:
-    from ...ds_configs.plan.measurement import printable
-
-    rate = f"{network.bytes_per_s / 1e9:.2f} GB/s from each accelerator"
-    return f"{rate}; plans for nodes of {network.gpus_per_node} x {printable(network.gpu)} use it"
-
-
 def read_measurement(run_dir: Path) -> RunMeasurement:
     """Return the measurement in the output directory of a run.
 
@@ -188,10 +148,10 @@ def read_measurement(run_dir: Path) -> RunMeasurement:
 
 
 def _list(store: CalibrationStore, *, as_json: bool) -> int:
-    runs, networks, steps, cpus = store.stored(), store.networks(), store.steps(), store.cpus()
+    runs, steps, cpus = store.stored(), store.steps(), store.cpus()
     if as_json:
         listed = [_run_dict(stored.run) | {"stored_at": stored.stored_at} for stored in runs]
-        shown = {"schema_version": 1, "runs": listed, "networks": [asdict(network) for network in networks]}
+        shown = {"schema_version": 1, "runs": listed}
         shown |= {"steps": [asdict(step) | {"ratio": step.ratio} for step in steps]}
         shown |= {"cpus": [asdict(cpu) for cpu in cpus]}
         print(json.dumps(shown | {"database": str(store.path)}, indent=2))
@@ -219,8 +179,6 @@ def _list(store: CalibrationStore, *, as_json: bool) -> int:
         show_steps(steps, title="Stored step times, seconds")
     for cpu in cpus:
         print(f"Measured {cpu}")
-    for network in networks:
-        print(f"Network of {network.nodes} nodes: {_network_line(network)}")
     print(f"database: {store.path}", file=sys.stderr)
     return 0
 

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Annotated
 
 from pydantic import Field
 
-from ...ds_configs.specs.errors import ConfigError, UsageError
 from ...trainers.training.settings import TrainSettings
 from ..machines import TrainingMachineOptions
 from ..options import TrainingOptions
@@ -30,7 +29,6 @@ class TrainOptions(TrainingOptions):
     """Options for runs that restart unattended, in addition to those of every training."""
 
     resume_or_anew: bool = Field(False, description="As --resume, but start over if no checkpoint is complete")
-    nodes: int | None = Field(None, ge=1, description="Available machines, if fewer than in --plan")
 
 
 def train_command(
@@ -50,11 +48,6 @@ def train_command(
     from ...trainers.training.task import prepare_train
 
     def prepare(request: RunRequest) -> PreparedTrain:
-        if options.nodes is not None:
-            if request.place is None or settings.plan is None:
-                rule, fix = "requires --plan, --node-rank and --main-address", "omit it, or pass them on each machine"
-                raise UsageError(ConfigError(where="nodes", value=options.nodes, rule=rule, fix=fix))
-            request = replace(request, place=replace(request.place, nodes=options.nodes))
         if options.resume_or_anew:
             request = replace(request, resume=True, or_anew=True)
         return prepare_train(settings, model, request)

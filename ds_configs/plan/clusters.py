@@ -1,19 +1,17 @@
-"""Cluster jobs that run a plan: SLURM, Kubeflow Trainer, JobSet and SkyPilot."""
+"""Scripts and hostfiles that run a plan on several machines. Other schedulers: `examples/clusters`."""
 
 from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import PurePosixPath
 
 from ..specs.errors import ConfigError
 from ..specs.hardware import HardwareSpec
 from .rendering import LaunchSpec, NodePlace
 
 _NAME = re.compile(r"[a-z]([a-z0-9-]{0,38}[a-z0-9])?")
-"""A DNS label, short enough for the names of pods, which contain it."""
 _SETTING = re.compile(r"--[a-z][a-z-]*(=[ -~]+)?")
 SAVING_SECONDS = 300
 """Default time in seconds to write a checkpoint after a scheduler stops the run."""
@@ -50,7 +48,6 @@ class ClusterJob:
         """Return the command of one node, with further options of `shardwright launch`."""
         meeting = ["--main-address", place.main_address, "--main-port", str(place.main_port)]
         words = [*self.program, "launch", self.directory, "--node-rank", str(place.rank), *meeting]
-        words += [] if place.nodes is None else ["--nodes", str(place.nodes)]
         words += [*self.options, *options]
         return [*words, "--", *self.words_behind]
 
@@ -153,165 +150,3 @@ def _sbatch_head(hardware: HardwareSpec, name: str, further: Sequence[str]) -> s
     if hardware.gpu != "CPU":
         options.append(f"--gpus-per-node={hardware.gpus_per_node}")
     return "#!/usr/bin/env bash\n" + "".join(f"#SBATCH {option}\n" for option in [*options, "--exclusive", *further])
-
-
-PLAN_DIRECTORY = "/shardwright/plan"
-"""Read-only directory of the plan's files in a container."""
-_SCRIPT_DIRECTORY = "/shardwright/script"
-_LARGEST_CONFIG_MAP_BYTES = 2**20
-"""Size limit of a Kubernetes ConfigMap."""
-_MOUNT = re.compile(r"(?P<claim>[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?):(?P<path>/[A-Za-z0-9._/-]+)")
-_SKYPILOT_NAMES = {"A100-40GB": "A100", "H100-80GB": "H100", "V100-16GB": "V100"}
-"""SkyPilot accelerator names that differ from ours (skypilot 0.14.1, `sky show-gpus`)."""
-
-
-def manifest_errors(job: ClusterJob, files: Mapping[str, str], *, image: str, volume: str) -> list[ConfigError]:
-    """Return the errors of a job that has no valid Kubernetes manifest."""
-    errors = name_errors(job.name)
-    if not image or any(not character.isprintable() or character.isspace() for character in image):
-        rule, fix = "must be the name of an image that contains shardwright", "pass --image REGISTRY/NAME:TAG"
-        errors.append(ConfigError(where="image", value=image, rule=rule, fix=fix))
-    if not _MOUNT.fullmatch(volume) or ".." in volume:
-        rule, fix = "must have the form CLAIM:/PATH, a volume that every node can write to", "pass --volume"
-        errors.append(ConfigError(where="volume", value=volume, rule=rule, fix=fix))
-    size = sum(len(text.encode()) for text in files.values())
-    if size > _LARGEST_CONFIG_MAP_BYTES:
-        rule = f"must be at most {_LARGEST_CONFIG_MAP_BYTES} bytes for a ConfigMap"
-        fix = "put the script into the image"
-        errors.append(ConfigError(where="files", value=size, rule=rule, fix=fix))
-    return errors
-
-
-def config_map(job: ClusterJob, files: Mapping[str, str]) -> dict[str, object]:
-    return {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": f"{job.name}-plan"}, "data": dict(files)}
-
-
-def job_set(job: ClusterJob, *, image: str, volume: str, restarts: int = 0) -> dict[str, object]:
-    """Return a JobSet of one pod per node; the others reach pod 0 by its name."""
-    nodes = job.plan.hardware.nodes
-    place = NodePlace(rank="$(JOB_COMPLETION_INDEX)", main_address=f"{job.name}-node-0-0.{job.name}")
-    container = {
-        "name": "node",
-        "image": image,
-        "command": _node_words(job, place, volume),
-        "resources": _resources(job.plan.hardware),
-        "volumeMounts": _mounts(volume),
-    }
-    pod = {
-        "restartPolicy": "Never",
-        "terminationGracePeriodSeconds": SAVING_SECONDS,
-        "containers": [container],
-        "volumes": _volumes(job, volume),
-    }
-    indexed = {"parallelism": nodes, "completions": nodes, "completionMode": "Indexed", "backoffLimit": 0}
-    return {
-        "apiVersion": "jobset.x-k8s.io/v1alpha2",
-        "kind": "JobSet",
-        "metadata": {"name": job.name},
-        "spec": {
-            "failurePolicy": {"maxRestarts": restarts},
-            "network": {"enableDNSHostnames": True, "subdomain": job.name},
-            "replicatedJobs": [
-                {"name": "node", "replicas": 1, "template": {"spec": indexed | {"template": {"spec": pod}}}}
-            ],
-        },
-    }
-
-
-def train_job(job: ClusterJob, *, image: str, volume: str) -> dict[str, object]:
-    """Return a TrainJob on Kubeflow's torch runtime, which sets node rank and rendezvous in variables."""
-    place = NodePlace(rank="$(PET_NODE_RANK)", main_address="$(PET_MASTER_ADDR)", main_port="$(PET_MASTER_PORT)")
-    pod = {
-        "volumes": _volumes(job, volume),
-        "terminationGracePeriodSeconds": SAVING_SECONDS,
-        "containers": [{"name": "node", "volumeMounts": _mounts(volume)}],
-    }
-    replicated = {"name": "node", "template": {"spec": {"template": {"spec": pod}}}}
-    return {
-        "apiVersion": "trainer.kubeflow.org/v1alpha1",
-        "kind": "TrainJob",
-        "metadata": {"name": job.name},
-        "spec": {
-            "runtimeRef": {"name": "torch-distributed"},
-            "trainer": {
-                "image": image,
-                "numNodes": job.plan.hardware.nodes,
-                "command": _node_words(job, place, volume),
-                "resourcesPerNode": _resources(job.plan.hardware),
-            },
-            "runtimePatches": [
-                {
-                    "manager": "shardwright.dev/launch",
-                    "trainingRuntimeSpec": {"template": {"spec": {"replicatedJobs": [replicated]}}},
-                }
-            ],
-        },
-    }
-
-
-def sky_task(job: ClusterJob) -> dict[str, object]:
-    """Return a SkyPilot task, which copies the plan and sets the node rank."""
-    hardware = job.plan.hardware
-    place = NodePlace(rank="\0rank", main_address="\0address")
-    mounts = {PLAN_DIRECTORY: job.directory}
-    inside = replace(job, directory=PLAN_DIRECTORY, program=("shardwright",))
-    if job.script is not None:
-        script = f"{_SCRIPT_DIRECTORY}/{PurePosixPath(job.script).name}"
-        mounts[script] = job.script
-        inside = replace(inside, script=script)
-    variables = {"\0rank": '"$SKYPILOT_NODE_RANK"', "\0address": '"$main_address"'}
-    run = " ".join(variables.get(word) or shlex.quote(word) for word in inside.node_words(place))
-    resources: dict[str, object] = {}
-    if hardware.gpu != "CPU":
-        resources["accelerators"] = {_SKYPILOT_NAMES.get(hardware.gpu, hardware.gpu): hardware.gpus_per_node}
-    return {
-        "name": job.name,
-        "num_nodes": hardware.nodes,
-        "resources": resources,
-        "file_mounts": mounts,
-        "setup": "pip install shardwright\n",
-        "run": f'main_address="$(echo "$SKYPILOT_NODE_IPS" | head -n 1)"\n{run}\n',
-    }
-
-
-def _node_words(job: ClusterJob, place: NodePlace, volume: str) -> list[str]:
-    """Return the command of a container; `train` writes to the volume and resumes after a restart."""
-    inside = replace(job, directory=PLAN_DIRECTORY, program=("shardwright",))
-    if job.script is not None:
-        return replace(inside, script=f"{PLAN_DIRECTORY}/{PurePosixPath(job.script).name}").node_words(place)
-    output = () if has_output_directory(job.arguments) else ("--output-dir", f"{_path(volume)}/{job.name}")
-    return replace(inside, arguments=(*output, *job.arguments)).resumed().node_words(place)
-
-
-def has_output_directory(arguments: Sequence[str]) -> bool:
-    """Return whether arguments of a training have its output directory, in either spelling."""
-    return any(word.partition("=")[0] in ("--output-dir", "--output_dir") for word in arguments)
-
-
-def _path(volume: str) -> str:
-    return volume.partition(":")[2].rstrip("/")
-
-
-def _mounts(volume: str) -> list[dict[str, object]]:
-    return [
-        {"name": "plan", "mountPath": PLAN_DIRECTORY, "readOnly": True},
-        {"name": "output", "mountPath": _path(volume)},
-        {"name": "shared-memory", "mountPath": "/dev/shm"},  # noqa: S108
-    ]
-
-
-def _volumes(job: ClusterJob, volume: str) -> list[dict[str, object]]:
-    return [
-        {"name": "plan", "configMap": {"name": f"{job.name}-plan"}},
-        {"name": "output", "persistentVolumeClaim": {"claimName": volume.partition(":")[0]}},
-        # NCCL ranks of one node share it; the default of a container is 64 MB.
-        {"name": "shared-memory", "emptyDir": {"medium": "Memory"}},
-    ]
-
-
-def _resources(hardware: HardwareSpec) -> dict[str, object]:
-    if hardware.gpu == "CPU":
-        return {}
-    vendors = {"MI": "amd.com/gpu", "Gaudi": "habana.ai/gaudi"}
-    name = next((known for start, known in vendors.items() if hardware.gpu.startswith(start)), "nvidia.com/gpu")
-    return {"limits": {name: str(hardware.gpus_per_node)}}

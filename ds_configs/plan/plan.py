@@ -6,11 +6,11 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 from ..legality.axes import pipeline_warnings
 from ..memory.activations import activation_mode, activations_are_stored, cached_activations
-from ..memory.estimate import Calibration, estimate_memory
+from ..memory.estimate import Calibration
 from ..memory.rank_parameters import rank_parameters
 from ..models.families import FAST_FAMILIES, family_attention
 from ..models.stored_shapes import load_shapes
@@ -21,7 +21,7 @@ from ..search.search import Evaluated, ParetoPoint, search
 from ..search.suggestions import Offer, Suggestion, cheapest_changes, faster_changes
 from ..search.tuning import Trial, measured, rejected_by_trial, tuned_reason
 from ..specs.errors import ConfigError, DoesNotFitError, RefusedInputError, UsageError
-from ..specs.hardware import HardwareSpec, with_gpus
+from ..specs.hardware import HardwareSpec
 from ..specs.job import TrainingJob
 from ..specs.layout import Layout
 from ..specs.model import FIRST_RELEASE, ModelSpec
@@ -580,54 +580,6 @@ def bf16_weights_line(job: TrainingJob) -> str:
 
 def _json(value: object) -> str:
     return json.dumps(value, indent=2, ensure_ascii=False) + "\n"
-
-
-RunnablePlan = TypeVar("RunnablePlan", bound=LaunchSpec)
-
-
-def on_fewer_nodes(plan: RunnablePlan, nodes: int) -> RunnablePlan:
-    """Return the plan of the same optimizer steps on fewer nodes: `accumulation' = accumulation * nodes / nodes'`.
-
-    Raises:
-        UsageError: the layout has axes beyond data parallelism, the global batch cannot be divided, or the larger
-            shards do not fit.
-    """
-    strategy, hardware = plan.chosen.strategy, plan.hardware
-
-    def rejected(rule: str) -> UsageError:
-        fix = f"use all {hardware.nodes} nodes, or plan again"
-        return UsageError(ConfigError(where="nodes", value=nodes, rule=rule, fix=fix))
-
-    if not 0 < nodes <= hardware.nodes:
-        raise rejected(f"must be from 1 to {hardware.nodes}, the nodes of the plan")
-    if strategy.axes or (strategy.dp_replicate > 1 and strategy.dp_shard > 1):
-        raise rejected(f"{strategy.label} needs all nodes, because each holds a different part of the model")
-    micro_batches = strategy.gradient_accumulation_steps * hardware.nodes
-    if micro_batches % nodes:
-        raise rejected(f"must divide the {micro_batches} micro-batches per step of the ranks with the same local rank")
-    fewer = replace(
-        strategy,
-        gradient_accumulation_steps=micro_batches // nodes,
-        dp_replicate=max(1, strategy.dp_replicate * nodes // hardware.nodes),
-        dp_shard=max(1, strategy.dp_shard * nodes // hardware.nodes),
-    )
-    part = with_gpus(hardware, nodes=nodes, gpus_per_node=hardware.gpus_per_node)
-    memory = estimate_memory(fewer, plan.model, part, plan.job)
-    if not memory.fits:
-        need, capacity = memory.gpu.high_bytes / 2**30, memory.gpu.capacity_bytes / 2**30
-        raise rejected(f"does not fit: an accelerator needs {need:.1f} of {capacity:.1f} GiB")
-    return replace(plan, hardware=part, chosen=replace(plan.chosen, strategy=fewer, memory=memory))
-
-
-def most_nodes(plan: LaunchSpec, available: int, *, least: int) -> int | None:
-    """Return the largest number of available nodes on which a plan can continue; `None` if that is below `least`."""
-    for nodes in range(min(available, plan.hardware.nodes), least - 1, -1):
-        try:
-            on_fewer_nodes(plan, nodes)
-        except UsageError:
-            continue
-        return nodes
-    return None
 
 
 _LEAST_SHARE = 0.01

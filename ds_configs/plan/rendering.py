@@ -64,8 +64,6 @@ class NodePlace:
     main_address: str
     """Name or address of node 0."""
     main_port: int | str = MAIN_PORT
-    nodes: int | None = None
-    """Number of nodes, if fewer than in `accelerate.yaml`."""
 
     @property
     def is_first(self) -> bool:
@@ -90,8 +88,6 @@ def launch_arguments(plan: LaunchSpec, *, directory: str, node: NodePlace | None
     if node is not None:
         command += ["--machine_rank", str(node.rank), "--main_process_ip", node.main_address]
         command += ["--main_process_port", str(node.main_port)]
-        if node.nodes is not None:
-            command += ["--num_machines", str(node.nodes), "--num_processes", str(hardware.world_size)]
     return command if engine != "deepspeed" else [*command, "--deepspeed_config_file", f"{directory}/ds_config.json"]
 
 

@@ -16,7 +16,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr,
 
 from .errors import ConfigError, UsageError, count_fix
 from .job import OffloadName, Recomputation, StrategyName, Switch, TeacherPlacementChoice, TrainingJob, WeightsType
-from .synonyms import suggested
+from .synonyms import REMOVED, suggested
 from .texts import yaml_value
 
 Kind = TypeVar("Kind", bound="Settings")
@@ -332,7 +332,7 @@ def _option_error(name: str, details: list[Any], kind: type[BaseModel]) -> Confi
     choices = [] if field is None else _choices(field.annotation)
     near = get_close_matches(str(value).lower(), choices, n=1, cutoff=0.5)
     rule = " or ".join(rules).replace(" or must be ", " or ")
-    if why := not_covered(value):
+    if why := not_covered(value) or REMOVED.get(str(value), ""):
         return ConfigError(where=name, value=value, rule=rule, fix=why)
     fix = f"did you mean {near[0]}?" if near else count_fix(name, value) if "an integer" in rule else ""
     return ConfigError(where=name, value=value, rule=rule, fix=fix)

@@ -107,6 +107,12 @@ _OPTIONS: Mapping[tuple[str, ...], tuple[Option, ...]] = {
     ("calibration_dataset", "calib_data", "calib_dataset"): (Option("dataset"),),
     ("num_calibration_samples", "calib_size", "nsamples"): (Option("num_samples"),),
 }
+REMOVED: Mapping[str, str] = {
+    **dict.fromkeys(("address", "image", "volume"), "start from a file of examples/clusters, which has it"),
+    **dict.fromkeys(("ray", "kubernetes", "jobset", "skypilot"), "start from its file in examples/clusters"),
+    **dict.fromkeys(("min_nodes", "wait_for_nodes", "nodes"), "plan for the machines that are left, then --resume"),
+}
+"""Options and values of earlier versions, and what replaces them."""
 SYNONYMS: Mapping[str, tuple[Option, ...]] = {name: options for names, options in _OPTIONS.items() for name in names}
 """Options with the meaning of a name in other tools, or of one of these options where a command lacks it."""
 
@@ -139,6 +145,8 @@ def command_meant(word: str, commands: Collection[str]) -> str:
 def meant(name: str, known: Collection[str], *, flag: bool = False) -> str:
     """Return the fix for a name of another tool: the known option with its meaning; else nothing."""
     plain = _plain(name)
+    if plain in REMOVED and plain not in SYNONYMS:
+        return REMOVED[plain]
     for option in SYNONYMS.get(plain.lower(), ()):
         if option.name in known and option.name != plain and (not option.beside or option.beside in known):
             written = _written(option.name, option.values, flag=flag)

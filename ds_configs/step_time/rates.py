@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import tomllib
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from importlib.resources import files
 from math import ceil, gcd, log2
 from typing import Any, Literal
 
-from ..specs.errors import ConfigError, RefusedInputError
 from ..specs.hardware import HardwareSpec
 from ..specs.job import TrainingJob
-from ..specs.texts import strict_json
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -224,71 +221,6 @@ def exchange_seconds(group: Group, size_bytes: float, *, calls: float = 1.0) -> 
         return 0.0
     latency = group.hop_seconds * log2(group.ranks)
     return others(group.ranks) * size_bytes / group.bytes_per_s + calls * latency
-
-
-FILE_NAME = "network.json"
-SCHEMA_VERSION = 1
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class MeasuredNetwork:
-    """Measured rate of a short all-reduce between nodes."""
-
-    gpu: str
-    gpus_per_node: int
-    nodes: int
-    bytes_per_s: float
-    """Rate out of one accelerator of each node, in one direction."""
-
-    @property
-    def nominal_bytes_per_s(self) -> float:
-        """Nominal rate of the link; plans multiply it by `network_efficiency`."""
-        return self.bytes_per_s / constants_of(self.gpu).network_efficiency
-
-
-def network_text(network: MeasuredNetwork) -> str:
-    return json.dumps({"schema_version": SCHEMA_VERSION} | asdict(network), indent=1) + "\n"
-
-
-def network_from_text(text: str | bytes, *, source: str) -> MeasuredNetwork:
-    """Return the measurement in a `network.json`.
-
-    Raises:
-        RefusedInputError: the file is invalid or has another version.
-    """
-    kinds = {"gpu": str, "gpus_per_node": int, "nodes": int, "bytes_per_s": float}
-    try:
-        values = strict_json(text)
-    except ValueError as error:
-        raise RefusedInputError(ConfigError(where=source, rule=f"is not a JSON object ({error})")) from None
-    sound = isinstance(values, dict) and values.pop("schema_version", None) == SCHEMA_VERSION
-    sound = sound and values.keys() == kinds.keys() and all(type(values[name]) is kind for name, kind in kinds.items())
-    if not sound or min(values["gpus_per_node"], values["bytes_per_s"], values["nodes"] - 1) <= 0:
-        rule, fix = f"is not a network.json of version {SCHEMA_VERSION}", "run `shardwright launch` to measure again"
-        raise RefusedInputError(ConfigError(where=source, rule=rule, fix=fix))
-    return MeasuredNetwork(**values)
-
-
-def with_measured_network(
-    hardware: HardwareSpec, measured: Sequence[MeasuredNetwork]
-) -> tuple[HardwareSpec, str | None]:
-    """Return hardware with the last measured network of equal nodes, and a note about the change.
-
-    Only an assumed rate is replaced, never one that the user set.
-    """
-    if "network_bytes_per_s" not in hardware.assumed:
-        return hardware, None
-    like = (hardware.gpu, hardware.gpus_per_node)
-    network = next((item for item in reversed(measured) if (item.gpu, item.gpus_per_node) == like), None)
-    if network is None:
-        return hardware, None
-    default = hardware.network_bytes_per_s * constants_of(hardware.gpu).network_efficiency / 1e9
-    note = (
-        f"using the network rate measured on {network.nodes} such nodes: {network.bytes_per_s / 1e9:.2f} GB/s per "
-        f"accelerator, instead of the default of {default:.2f}"
-    )
-    assumed = tuple(name for name in hardware.assumed if name != "network_bytes_per_s")
-    return replace(hardware, network_bytes_per_s=network.nominal_bytes_per_s, assumed=assumed), note
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -13,8 +13,8 @@ import shlex
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
@@ -29,7 +29,8 @@ _LINE = re.compile(r"(?P<host>[^\s=]+)(?:\s+slots=(?P<slots>\d{1,6}))?")
 _EXPORTED = re.compile(r"(PYTHON|NCCL_|GLOO_|UCX_|OMP_|SHARDWRIGHT_|TRANSFORMERS_|HF_HUB_OFFLINE$|HF_HOME$|TORCH_EXT)")
 """Variables that hosts receive. Tokens are excluded, because every user of a host sees command lines."""
 _NOT_EXPORTED = frozenset({"SHARDWRIGHT_LAUNCH_TOKEN", "PYTHON_EXEC"})
-_SECONDS_BETWEEN_PROBES = 5.0
+_SECONDS_BETWEEN_PROBES = 15.0
+_RESTART_WAIT_SECONDS = 600.0
 _CONNECT_SECONDS = 10
 
 logger = logging.getLogger(__name__)
@@ -121,15 +122,12 @@ def exported_variables() -> dict[str, str]:
     return {name: os.environ[name] for name in names}
 
 
-def node_launches(job: NodeJob, hosts: Hosts, *, port: int, directory: Path, nodes: int | None = None) -> list[Launch]:
-    """Return one launch per host, whose ranks connect to a port of the first.
-
-    `nodes` is the number of hosts if some of the plan's are missing.
-    """
+def node_launches(job: NodeJob, hosts: Hosts, *, port: int, directory: Path) -> list[Launch]:
+    """Return one launch per host, whose ranks connect to a port of the first."""
     exported = [f"{name}={value}" for name, value in exported_variables().items()]
     launches = []
     for rank, host in enumerate(hosts.names):
-        place = NodePlace(rank=rank, main_address=hosts.names[0], main_port=port, nodes=nodes)
+        place = NodePlace(rank=rank, main_address=hosts.names[0], main_port=port)
         # ssh passes one string to the host's shell.
         words = ["env", *exported, *job.node_words(place, "--until-stdin-closes")]
         text = f"cd {shlex.quote(str(directory))} && exec {shlex.join(words)}"
@@ -137,16 +135,7 @@ def node_launches(job: NodeJob, hosts: Hosts, *, port: int, directory: Path, nod
     return launches
 
 
-def run_over_ssh(
-    job: NodeJob,
-    hosts: Hosts,
-    *,
-    port: int,
-    restarts: int,
-    wait_seconds: float,
-    on_line: Callable[[str], None],
-    most: Callable[[int], int | None] = lambda _: None,
-) -> None:
+def run_over_ssh(job: NodeJob, hosts: Hosts, *, port: int, restarts: int, on_line: Callable[[str], None]) -> None:
     """Run a plan on hosts and wait for it; a failed run resumes from its newest valid checkpoint.
 
     Args:
@@ -154,9 +143,7 @@ def run_over_ssh(
         hosts: One for each machine of the plan.
         port: Of the first host, where ranks connect.
         restarts: Maximum number of restarts of a failed run.
-        wait_seconds: How long to wait for a host that does not answer.
         on_line: Receives every line that ranks print.
-        most: Returns how many of the hosts that answer a restart may use if others do not; `None` to fail instead.
 
     Raises:
         UsageError: ssh is not installed.
@@ -164,22 +151,9 @@ def run_over_ssh(
     """
     if errors := program_errors("ssh", "ssh"):
         raise UsageError(errors)
-    every = hosts
     for attempt in range(restarts + 1):
-        nodes = None
-        try:
-            wait_for_hosts(every, wait_seconds=wait_seconds if attempt else 0.0)
-            hosts = every
-        except SilentHostsError as error:
-            left = [name for name in every.names if name not in error.hosts]
-            nodes = most(len(left)) if attempt else None
-            if nodes is None:
-                raise
-            hosts = replace(every, names=tuple(left[:nodes]))
-            logger.info(
-                f"no answer from {', '.join(error.hosts)}: continuing with {nodes} of {len(every.names)} machines"
-            )
-        launches = node_launches(job.resumed() if attempt else job, hosts, port=port, directory=Path.cwd(), nodes=nodes)
+        wait_for_hosts(hosts, wait_seconds=_RESTART_WAIT_SECONDS if attempt else 0.0)
+        launches = node_launches(job.resumed() if attempt else job, hosts, port=port, directory=Path.cwd())
         try:
             launch_ranks(*launches, on_message=lambda message: on_line(f"{NOTE}{message}"), on_line=on_line)
         except LaunchFailedError as error:
@@ -191,22 +165,13 @@ def run_over_ssh(
             return
 
 
-class SilentHostsError(ShardwrightError):
-    """Hosts that do not answer."""
-
-    def __init__(self, message: str, hosts: Sequence[str]) -> None:
-        super().__init__(message)
-        self.hosts = tuple(hosts)
-
-
 def wait_for_hosts(hosts: Hosts, *, wait_seconds: float) -> None:
     """Wait until every host answers.
 
     Raises:
-        SilentHostsError: a host does not answer in time.
+        ShardwrightError: a host does not answer in time.
     """
     deadline = time.monotonic() + wait_seconds
-    has_logged = False
     while True:
         probes = [
             subprocess.Popen([*hosts.ssh(host), "true"], stdin=subprocess.DEVNULL, stderr=subprocess.PIPE)
@@ -217,17 +182,15 @@ def wait_for_hosts(hosts: Hosts, *, wait_seconds: float) -> None:
         if not silent:
             return
         names = ", ".join(host for host, _ in silent)
-        if time.monotonic() >= deadline:
+        remaining = deadline - time.monotonic()
+        if remaining <= 0:
             last = silent[0][1].decode(errors="replace").strip().splitlines()[-1:] or ["no answer"]
-            raise SilentHostsError(
+            raise ShardwrightError(
                 f"{names}: no answer over ssh ({last[0]}); use hosts where `ssh HOST true` works without a password, "
-                "or pass --ssh-config",
-                [host for host, _ in silent],
+                "or pass --ssh-config"
             )
-        if not has_logged:
-            logger.info(f"waiting {wait_seconds:.0f} s for {names}")
-            has_logged = True
-        time.sleep(min(_SECONDS_BETWEEN_PROBES, max(0.0, deadline - time.monotonic())))
+        logger.info(f"waiting for {names}, at most {remaining:.0f} s more")
+        time.sleep(min(_SECONDS_BETWEEN_PROBES, remaining))
 
 
 def own_program() -> tuple[str, ...]:

@@ -1,14 +1,11 @@
-"""Submission of the files that `ds_configs/plan` renders to schedulers, with `sbatch`, `kubectl` and `sky`."""
+"""Submission of the scripts that `ds_configs/plan` renders, with `sbatch`."""
 
 from __future__ import annotations
 
 import shutil
 import subprocess
-import tempfile
 from collections.abc import Sequence
-from pathlib import Path
 
-from ...ds_configs.plan.clusters import ClusterJob
 from ...ds_configs.specs.errors import ConfigError, ShardwrightError
 from ...ds_configs.specs.hardware import HardwareSpec
 
@@ -21,35 +18,6 @@ def program_errors(on: str, program: str) -> list[ConfigError]:
         return []
     fix = f"install and configure it, or copy the output of --dry-run to a machine with {program}"
     return [ConfigError(where="on", value=on, rule=f"{program} is not on PATH", fix=fix)]
-
-
-def plan_files(job: ClusterJob) -> dict[str, str]:
-    """Return the contents of the plan's files and the script of a job."""
-    directory = Path(job.directory)
-    files = [directory / name for name in job.plan.file_names if name.endswith((".json", ".yaml"))]
-    files += [] if job.script is None else [Path(job.script)]
-    return {file.name: file.read_text(encoding="utf-8") for file in files}
-
-
-def apply(manifests: str) -> str:
-    """Submit manifests to Kubernetes, and return its output.
-
-    Raises:
-        ShardwrightError: Kubernetes rejects them; contains its message.
-    """
-    return submitted(["kubectl", "apply", "--filename", "-"], text=manifests)
-
-
-def launch_task(task: str) -> str:
-    """Submit a task to SkyPilot without waiting for it, and return the output.
-
-    Raises:
-        ShardwrightError: SkyPilot rejects it; contains its message.
-    """
-    with tempfile.TemporaryDirectory(prefix="shardwright-sky-") as directory:
-        file = Path(directory) / "task.yaml"
-        file.write_text(task, encoding="utf-8")
-        return submitted(["sky", "launch", "--yes", "--detach-run", str(file)], seconds=None)
 
 
 def submitted(command: Sequence[str], *, text: str | None = None, seconds: float | None = _ASK_SECONDS) -> str:

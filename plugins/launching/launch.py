@@ -25,7 +25,7 @@ import psutil
 
 from ...ds_configs.specs.errors import ShardwrightError
 from .elastic import ERROR_FILE, RankFailure, first_cause, read_failures
-from .lifetime import signal_at_parent_death, tell_to_end, tell_to_end_later
+from .lifetime import signal_at_parent_death, tell_to_end
 from .messages import LAUNCH_TOKEN, Message, log_message, read_message
 from .shared_memory import remove_abandoned_buffers, remove_buffers
 
@@ -82,8 +82,6 @@ class Launch:
     """Program instead of `interpreter`, which stops when its standard input ends, such as `ssh` and a host."""
     name: str | None = None
     """Name in failures; `None` for its command."""
-    ends_with_starter: bool = False
-    """Whether the program kills its ranks instead of letting them save if this process dies."""
 
 
 def interpreter() -> str:
@@ -197,8 +195,6 @@ class _Running:
                 # On SIGTERM a launcher ends its ranks.
                 preexec_fn=signal_at_parent_death(signal.SIGTERM),
             )
-        if launch.ends_with_starter:
-            tell_to_end_later(self.process)
 
     def new_lines(self) -> list[str]:
         """Return the complete lines since the last call."""

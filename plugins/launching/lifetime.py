@@ -56,14 +56,6 @@ def tell_to_end(launcher: subprocess.Popen[bytes]) -> None:
         launcher.wait(timeout=_SECONDS_TO_END)
 
 
-def tell_to_end_later(launcher: subprocess.Popen[bytes]) -> None:
-    """Make a launcher kill its ranks as soon as this process, and with it the launcher's standard input, ends."""
-    assert launcher.stdin is not None, "its standard input is a pipe"
-    with contextlib.suppress(OSError):
-        launcher.stdin.write(_END)
-        launcher.stdin.flush()
-
-
 def stop_with_stdin() -> None:
     """Stop this process when its standard input, the connection that started it, ends."""
 

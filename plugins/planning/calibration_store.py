@@ -15,7 +15,6 @@ from ...ds_configs.memory.estimate import Calibration, MeasuredRun
 from ...ds_configs.specs.errors import ConfigError, RefusedInputError, ShardwrightError, UsageError
 from ...ds_configs.step_time.cpu_ranks import MeasuredCpu
 from ...ds_configs.step_time.learning import MeasuredStep
-from ...ds_configs.step_time.rates import MeasuredNetwork
 
 DATA_DIRECTORY_VARIABLE = "SHARDWRIGHT_DATA_DIR"
 FILE_NAME = "calibration.sqlite3"
@@ -40,15 +39,6 @@ CREATE TABLE runs (
 )
 """
 # A separate table under the same schema version, which older versions ignore.
-_CREATE_NETWORKS = """
-CREATE TABLE IF NOT EXISTS networks (
-    gpu TEXT NOT NULL,
-    gpus_per_node INTEGER NOT NULL CHECK (gpus_per_node > 0),
-    nodes INTEGER NOT NULL CHECK (nodes > 1),
-    bytes_per_s REAL NOT NULL CHECK (bytes_per_s > 0),
-    stored_at TEXT NOT NULL
-)
-"""
 _CREATE_STEPS = """
 CREATE TABLE IF NOT EXISTS steps (
     identifier TEXT PRIMARY KEY CHECK (length(identifier) = 64),
@@ -157,14 +147,6 @@ class CalibrationStore:
         """Return the calibration for plans; empty if nothing is stored."""
         return Calibration(runs=tuple(stored.run for stored in self.stored()))
 
-    def add_network(self, network: MeasuredNetwork) -> None:
-        """Store a measured network, which plans for such nodes use from now on."""
-        self._add_to("networks", _CREATE_NETWORKS, asdict(network))
-
-    def networks(self) -> tuple[MeasuredNetwork, ...]:
-        """Return the measured networks, oldest first."""
-        return tuple(MeasuredNetwork(**row) for row in self._rows_of("networks", MeasuredNetwork))
-
     def add_cpu(self, cpu: MeasuredCpu) -> None:
         """Store the measured rates of CPU ranks, which plans for this host use from now on."""
         self._add_to("cpus", _CREATE_CPUS, asdict(cpu))
@@ -192,7 +174,7 @@ class CalibrationStore:
             insert = f"INSERT INTO {table} ({columns}) VALUES ({marks}) ON CONFLICT DO NOTHING"  # noqa: S608
             return connection.execute(insert, values).rowcount == 1
 
-    def _rows_of(self, table: str, kind: type[MeasuredNetwork | MeasuredStep | MeasuredCpu]) -> list[dict[str, Any]]:
+    def _rows_of(self, table: str, kind: type[MeasuredStep | MeasuredCpu]) -> list[dict[str, Any]]:
         """Return the rows of a table that not every database has."""
         with self._reading() as connection:
             known = set() if connection is None else _columns_of(connection, table)
@@ -209,7 +191,7 @@ class CalibrationStore:
     def forget(self, identifier: str) -> int:
         """Remove one run by a prefix of its identifier, or `all`; return the number of removed runs.
 
-        A run may have memory peaks, a step time, or both. `all` includes measured networks and CPU ranks; `cpu` removes
+        A run may have memory peaks, a step time, or both. `all` includes measured CPU ranks; `cpu` removes
         the rates of CPU ranks only, and returns their number.
 
         Raises:
@@ -224,7 +206,6 @@ class CalibrationStore:
                 connection.execute(_CREATE_CPUS)
                 return connection.execute("DELETE FROM cpus").rowcount
             if identifier == "all":
-                connection.execute("DROP TABLE IF EXISTS networks")
                 connection.execute("DROP TABLE IF EXISTS cpus")
                 connection.execute(_CREATE_STEPS)
                 of_both = "SELECT count(*) FROM (SELECT identifier FROM runs UNION SELECT identifier FROM steps)"

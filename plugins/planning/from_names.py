@@ -32,7 +32,6 @@ from ...ds_configs.specs.model import ModelSpec
 from ...ds_configs.specs.settings import adapter_errors, unknown_error
 from ...ds_configs.specs.texts import read_small_file, yaml_mapping
 from ...ds_configs.step_time.learning import MeasuredStep
-from ...ds_configs.step_time.rates import with_measured_network
 from ..releases import transformers_release
 from .models import LoadedModel, load_model_spec
 
@@ -184,14 +183,6 @@ def _search_context(
         tell(f"{reason}activation memory is an upper bound from the model's structure")
         # Raises an error before the search if there is no upper bound either.
         cached_activations(loaded.spec, wanted)(1, "fp32" if wanted.precision == "fp32" else "bf16")
-    if calibration == "user" and cluster.nodes > 1:
-        from .calibration_store import CalibrationStore
-
-        # `stored_calibration` reports a store that cannot be read.
-        with suppress(ShardwrightError):
-            cluster, network_note = with_measured_network(cluster, CalibrationStore().networks())
-            if network_note is not None:
-                tell(network_note)
     return SearchContext(
         model=loaded.spec,
         hardware=cluster,

@@ -292,7 +292,8 @@ class _Kernels:
 
         # Which of two forms of the softmax Inductor selects is no concern of a user.
         warnings.filterwarnings("ignore", message=r"\s*Online softmax is disabled", category=UserWarning)
-        return torch.compile(block_values, fullgraph=True)
+        compiled: Callable[..., dict[str, torch.Tensor]] = torch.compile(block_values, fullgraph=True)
+        return compiled
 
     def errors(self) -> tuple[type[Exception], ...]:
         """Return the errors of a compilation, after which no tensor has changed."""

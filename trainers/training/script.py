@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from ...ds_configs.plan.output import write_files
-from ...ds_configs.plan.plan import Plan, on_fewer_nodes
+from ...ds_configs.plan.plan import Plan
 from ...ds_configs.plan.rendering import (
     NodePlace,
     copy_errors,
@@ -57,8 +57,8 @@ def launch_script(
         on_line: Receives every line that ranks print.
 
     Raises:
-        UsageError: plan, script or planned hardware is missing, `accelerate.yaml` embeds another DeepSpeed
-            configuration than `ds_config.json`, or the script cannot run on fewer nodes.
+        UsageError: plan, script or planned hardware is missing, or `accelerate.yaml` embeds another
+            DeepSpeed configuration than `ds_config.json`.
         ShardwrightError: a rank failed; names the rank and its error.
     """
     errors: list[ConfigError] = []
@@ -68,15 +68,10 @@ def launch_script(
         with contextlib.suppress(OSError, ValueError):
             errors += package_errors(strict_json((plan_directory / "training_arguments.json").read_bytes()))
         errors += script_errors(script)
-        if place is not None and place.nodes is not None and PLAN_FLAGS not in arguments:
-            rule, fix = "must take the plan's global batch", f"add {PLAN_FLAGS} to its arguments"
-            errors.append(ConfigError(where="script", value=str(script), rule=rule, fix=fix))
     if errors:
         raise UsageError(errors)
     if (difference := installed_release_difference(plan)) is not None:
         logger.info(difference)
-    if place is not None and place.nodes is not None:
-        plan = on_fewer_nodes(plan, place.nodes)
     compile_planned_operators(plan)
     if place is not None and check_nodes:
         compare_nodes(plan, plan_directory, place, Path(stated_output(arguments) or plan_directory))

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ...ds_configs.plan.plan import Plan, edited_files, on_fewer_nodes
+from ...ds_configs.plan.plan import Plan, edited_files
 from ...ds_configs.plan.rendering import NodePlace
 from ...ds_configs.specs.errors import ConfigError, UsageError, collecting
 from ...ds_configs.specs.hardware import HardwareSpec
@@ -143,8 +143,6 @@ def prepare_train(settings: TrainSettings, model: str, request: RunRequest) -> P
                 for name in edited_files(written_plan, directory)
             ]
             settings = _as_planned(settings, written_plan, model)
-            if request.place is not None and request.place.nodes is not None:
-                written_plan = on_fewer_nodes(written_plan, request.place.nodes)
     if written_plan is not None or settings.plan is None:
         with collecting(errors):
             hardware = chosen_hardware(settings) if written_plan is None else written_plan.hardware

@@ -12,12 +12,9 @@ from pathlib import Path
 import pytest
 from measuring import plan_on, run_of
 from paths import TESTS
-from planning import MODELS
-from shardwright.cli.main import run
 from shardwright.ds_configs.memory.estimate import Calibration, MeasuredRun
 from shardwright.ds_configs.specs.errors import RefusedInputError, ShardwrightError, UsageError
 from shardwright.ds_configs.step_time.learning import MeasuredStep
-from shardwright.ds_configs.step_time.rates import MeasuredNetwork, network_text
 from shardwright.plugins.planning.calibration_store import FILE_NAME, CalibrationStore, data_directory
 from shardwright.plugins.planning.from_names import plan, stored_calibration
 
@@ -40,31 +37,6 @@ def test_stored_run_is_returned_once(store: CalibrationStore) -> None:
     assert store.add(bare)
     assert set(store.calibration().runs) == {RUN, bare}
     assert all(stored.stored_at.endswith("+00:00") for stored in store.stored())
-
-
-def test_plans_use_the_last_measured_network(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """From the file of a comparison through the command to the next plan, and back by `--forget all`."""
-    monkeypatch.setenv("SHARDWRIGHT_DATA_DIR", str(tmp_path / "data"))
-    store, reported = CalibrationStore(), list[str]()
-    assert store.networks() == ()
-    store.add(RUN)
-    assert store.networks() == ()
-    measured = MeasuredNetwork(gpu="A100-80GB", gpus_per_node=8, nodes=2, bytes_per_s=2e9)
-    (tmp_path / "network.json").write_text(network_text(measured))
-    for command in (["calibrate", str(tmp_path)], ["calibrate", "--list"]):
-        assert run(command) == 0
-        assert "2.00 GB/s from each accelerator; plans for nodes of 8 x A100-80GB use it" in capsys.readouterr().out
-    assert store.networks() == (measured,) and store.calibration().runs == (RUN,)
-    words = {"strategy": "zero3", "notify": reported.append}
-    found = plan(str(MODELS / "meta-llama--Llama-3.1-8B" / "config.json"), "2x8xA100-80GB", **words)
-    assert found.hardware.network_bytes_per_s == pytest.approx(measured.nominal_bytes_per_s)
-    assert any("network rate measured on 2 such nodes: 2.00 GB/s" in line for line in reported)
-    rewrite(store.path, "UPDATE networks SET bytes_per_s = 'fast'")
-    with pytest.raises(RefusedInputError, match="networks: bytes_per_s = 'fast'"):
-        store.networks()
-    assert store.forget("all") == 1 and store.networks() == ()
 
 
 def test_steps_of_a_table_without_later_columns_are_kept(store: CalibrationStore) -> None:
