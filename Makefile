@@ -35,7 +35,7 @@ SERVING_INSTALLED := $(if $(shell grep -m1 avx512f /proc/cpuinfo 2>/dev/null),$(
 SKYPILOT := build/skypilot-environment
 
 .DEFAULT_GOAL := help
-.PHONY: help install pages demo test test-newest test-oldest environments newest test-fast test-serving test-clusters lint docs format gallery activations keys bench clean
+.PHONY: help install pages demo test test-newest test-oldest environments newest test-fast test-serving test-clusters lint docs format activations keys bench clean
 
 help:
 	@echo "make demo    plan a model, then train a small one on two CPU ranks"
@@ -47,7 +47,7 @@ help:
 	@echo "make test-clusters    run plans over ssh, in a SLURM of two hosts and on Ray on this machine, as root"
 	@echo "make lint    ruff, mypy, import-linter, and replaced words"
 	@echo "make docs    build the documentation site into build/site"
-	@echo "make gallery | activations | keys    regenerate data that ships with the package"
+	@echo "make activations | keys    regenerate data that ships with the package"
 	@echo "make newest    move constraints-newest.txt to today's releases, and print what changed"
 	@echo "make pages    run the commands that pages show, and update their output"
 
@@ -138,9 +138,6 @@ pages: install
 # A warning of Sphinx is an error: a link, an anchor, a page that nothing leads to, a docstring.
 docs: install
 	$(BIN)/python tools/docs_site.py
-
-gallery: install
-	$(BIN)/python tools/gallery.py tests/data/models ds_configs/gallery
 
 activations: install
 	$(BIN)/python tools/activation_trace.py --write

@@ -21,7 +21,7 @@ from shardwright.ds_configs.search.reasons import OFFLOAD_GAIN, display_name
 from shardwright.ds_configs.step_time.utilization import LOW_UTILIZATION, utilization
 from shardwright.plugins.planning.from_names import plan
 
-STORED = Path(__file__).parents[1] / "tests" / "data" / "models"
+STORED = Path(__file__).parents[1] / "ds_configs" / "data" / "models"
 PAGE = Path(__file__).parents[1] / "docs" / "measurements" / "expert_plans.md"
 LLAMA = {"rms_norm_eps": 1e-5, "rope_theta": 500000.0}
 MODELS: Mapping[str, tuple[str, dict[str, Any]]] = {
@@ -79,7 +79,7 @@ class Job:
     """One line of the table."""
 
     model: str
-    """A directory of tests/data/models, or a key of `MODELS`."""
+    """A directory of ds_configs/data/models, or a key of `MODELS`."""
     hardware: str
     seq_len: int
     words: dict[str, Any] = field(default_factory=dict)

@@ -39,7 +39,7 @@ from shardwright.plugins.launching.launch import Launch, LaunchFailedError, free
 WORKER = Path(__file__).with_name("gpu_memory_worker.py")
 MEASURED = Path(__file__).with_suffix(".jsonl")
 DOCUMENT = Path(__file__).parents[1] / "docs" / "measurements" / "gpu.md"
-CONFIGS = Path(__file__).parents[1] / "tests" / "data" / "models"
+CONFIGS = Path(__file__).parents[1] / "ds_configs" / "data" / "models"
 SECONDS_PER_CASE = 900.0
 LORA_RANK = 16
 

@@ -19,7 +19,7 @@ from shardwright.ds_configs.specs.hardware import parse_hardware
 from shardwright.ds_configs.specs.job import TrainingJob
 from shardwright.plugins.planning.models import load_model_spec
 
-MODELS = Path(__file__).parents[1] / "tests" / "data" / "models"
+MODELS = Path(__file__).parents[1] / "ds_configs" / "data" / "models"
 LARGEST = ("meta-llama--Llama-3.1-405B", "128x8xH100-80GB", 2.0)
 ORDINARY = (("meta-llama--Llama-3.1-70B", "8xH100-80GB", 1.0), ("mistralai--Mistral-7B-v0.3", "8xA100-80GB", 1.0))
 """Models on hardware, with the targets of a cold command in seconds."""

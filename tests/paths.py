@@ -6,3 +6,5 @@ from pathlib import Path
 
 TESTS = Path(__file__).parent
 ROOT = TESTS.parent
+CONFIGS = ROOT / "ds_configs" / "data" / "models"
+"""Configurations of public models, `ORG--NAME/config.json`."""

@@ -2,26 +2,37 @@
 
 from __future__ import annotations
 
+import tempfile
+from functools import cache
 from pathlib import Path
 from typing import Any
 
+from paths import CONFIGS
 from shardwright.ds_configs.memory.activations import ActivationEstimate, Mode
 from shardwright.ds_configs.models.families import model_spec_from_config
 from shardwright.ds_configs.models.model_config import config_errors, parse_config_json
+from shardwright.ds_configs.plan.gallery import gallery_entry, gallery_plan
 from shardwright.ds_configs.specs.model import ModelSpec
 from shardwright.plugins.releases import transformers_release
 
-MODELS = Path(__file__).parent / "data" / "models"
 RELEASE = transformers_release()
 """Of the installed Transformers, with which real models are built."""
 
 
 def public_model(name: str) -> ModelSpec:
     """The spec of a public model by its Hub id."""
-    file = MODELS / name.replace("/", "--") / "config.json"
+    file = CONFIGS / name.replace("/", "--") / "config.json"
     spec = model_spec_from_config(parse_config_json(file.read_bytes(), source=name), name=name)
     assert spec is not None
     return spec
+
+
+@cache
+def gallery_directory(name: str = "llama-3.1-8b_8xA100-80GB") -> Path:
+    """A directory with the files of a gallery plan, which the session removes."""
+    directory = Path(tempfile.mkdtemp()) / name
+    gallery_plan(gallery_entry(name)).write(directory)
+    return directory
 
 
 def llama(**changes: Any) -> ModelSpec:

@@ -9,9 +9,9 @@ from typing import ClassVar
 from urllib.parse import parse_qs
 
 from hub_server import COMMIT, HubHandler, serving
-from paths import TESTS
+from paths import CONFIGS
 
-CONFIG = json.loads((TESTS / "data/models/meta-llama--Llama-3.1-8B/config.json").read_text())
+CONFIG = json.loads((CONFIGS / "meta-llama--Llama-3.1-8B/config.json").read_text())
 CONFIG |= {"num_hidden_layers": 1, "hidden_size": 64, "intermediate_size": 96, "vocab_size": 128}
 CONFIG |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
 PARAMETERS = 128 * 64 * 2 + 64 + 2 * 64 + 64 * 64 * 2 + 64 * 32 * 2 + 3 * 64 * 96

@@ -6,7 +6,7 @@ A block runs if the word `run` follows its language:
     ```python run           Python, followed by a block `text output` if it prints something
     ```json save FILE       a file that later blocks of the page read; any language
 
-The blocks of a page run in turn in one directory. Models of the Hub that tests/data/models knows are found there.
+The blocks of a page run in turn in one directory. Models of the Hub that ds_configs/data/models knows are found there.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def prepare(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # What runs on this machine measured would move the plans.
     monkeypatch.setenv("SHARDWRIGHT_DATA_DIR", str(directory / "data"))
     cache = directory / "hub"
-    for number, model in enumerate(sorted((ROOT / "tests" / "data" / "models").iterdir())):
+    for number, model in enumerate(sorted((ROOT / "ds_configs" / "data" / "models").iterdir())):
         commit = f"{number:040x}"
         stored = cache / f"models--{model.name}"
         (stored / "refs").mkdir(parents=True)

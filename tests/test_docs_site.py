@@ -15,11 +15,9 @@ import shardwright.trainers
 from docs_site import DOCS, gather, links
 from gallery_pages import gallery_pages, page
 from page_parts import with_part
-from paths import ROOT
 from runnable_blocks import prepare
 from shardwright.cli.main import build_app, run
-from shardwright.ds_configs.plan.gallery import GALLERY
-from shardwright.ds_configs.plan.plan import Plan
+from shardwright.ds_configs.plan.gallery import GALLERY, gallery_plan
 from shardwright.ds_configs.specs.hardware import parse_hardware
 from shardwright.ds_configs.specs.job import TrainingJob
 from shardwright.plugins.planning import from_names
@@ -76,7 +74,7 @@ def test_a_class_that_moved_away_is_an_error(monkeypatch):
 def test_the_gallery_has_every_configuration_with_its_figures():
     pages = gallery_pages()
     for entry in GALLERY:
-        plan = Plan.load(ROOT / "ds_configs" / "gallery" / entry.name / "plan.json")
+        plan = gallery_plan(entry)
         text = pages[page(entry.model)]
         assert f"shardwright configs cp {entry.name} plan" in text
         assert plan.chosen.reason in text

@@ -21,7 +21,7 @@ ROOT = Path(__file__).parent.parent
 
 
 def test_compare_layouts():
-    config = ROOT / "tests" / "data" / "models" / "meta-llama--Llama-3.1-8B" / "config.json"
+    config = ROOT / "ds_configs" / "data" / "models" / "meta-llama--Llama-3.1-8B" / "config.json"
     shown = subprocess.run(
         [sys.executable, str(ROOT / "examples" / "compare_layouts.py"), str(config), "8xA100-80GB"],
         capture_output=True,

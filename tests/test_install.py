@@ -19,7 +19,7 @@ from packaging.version import Version
 from shardwright.plugins import releases
 
 ROOT = Path(__file__).parent.parent
-CONFIG = ROOT / "tests" / "data" / "models" / "meta-llama--Llama-3.1-8B" / "config.json"
+CONFIG = ROOT / "ds_configs" / "data" / "models" / "meta-llama--Llama-3.1-8B" / "config.json"
 
 LAYERS = ("cli", "ds_configs", "plugins", "trainers")
 

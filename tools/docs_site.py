@@ -20,7 +20,7 @@ from reference import api_pages, command_pages, with_parts
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
-GALLERY = ROOT / "ds_configs" / "gallery"
+GALLERY = ROOT / "ds_configs" / "plan" / "gallery.py"
 OUTSIDE = {ROOT / "CONTRIBUTING.md": "contributing.md", ROOT / "CHANGELOG.md": "changelog.md"}
 """Pages outside docs/, and their location on the site."""
 MOCKED = (

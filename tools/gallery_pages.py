@@ -14,15 +14,14 @@ from pathlib import Path
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from shardwright.ds_configs.memory.estimate import GpuMemory
-from shardwright.ds_configs.plan.gallery import GALLERY, GALLERY_RELEASE, GalleryEntry
-from shardwright.ds_configs.plan.plan import Plan
+from shardwright.ds_configs.plan.gallery import GALLERY, GALLERY_RELEASE, GalleryEntry, gallery_plan
+from shardwright.ds_configs.plan.plan import Plan, render_files
 from shardwright.ds_configs.quantization.recipe import quantize_settings, read_recipe, recipe_names
 from shardwright.ds_configs.search.reasons import display_name
 from shardwright.ds_configs.specs.units import gigabytes, human_count
 from shardwright.ds_configs.step_time.estimate import StepTime, time_term_name
 
 ROOT = Path(__file__).resolve().parents[1]
-PLANS = ROOT / "ds_configs" / "gallery"
 _SHOWN = {
     "accelerate.yaml": "yaml",
     "ds_config.json": "json",
@@ -106,8 +105,9 @@ class Shown:
     @property
     def files(self) -> list[tuple[str, str, str]]:
         """Name, language and text of the files that the page shows."""
+        texts = render_files(self.plan)
         shown = [file for file in self.plan.file_names if file in _SHOWN]
-        return [(file, _SHOWN[file], (PLANS / self.name / file).read_text(encoding="utf-8")) for file in shown]
+        return [(file, _SHOWN[file], texts[file]) for file in shown]
 
     @property
     def memory_parts(self) -> list[tuple[str, str, float]]:
@@ -133,7 +133,7 @@ class Shown:
 
 def gallery_pages() -> dict[str, str]:
     """Texts of the pages by file name: an overview, and one page for each model."""
-    entries = [Shown(entry=entry, plan=Plan.load(PLANS / entry.name / "plan.json")) for entry in GALLERY]
+    entries = [Shown(entry=entry, plan=gallery_plan(entry)) for entry in GALLERY]
     entries.sort(key=lambda shown: (shown.plan.model.parameter_count, shown.entry.model))
     models = {model: list(group) for model, group in groupby(entries, key=lambda shown: shown.entry.model)}
     recipes = [(recipe, quantize_settings({}, recipe=recipe).resolved()) for recipe in map(read_recipe, recipe_names())]

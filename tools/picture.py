@@ -16,13 +16,13 @@ from pathlib import Path
 from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
-from shardwright.ds_configs.plan.plan import Plan
+from shardwright.ds_configs.plan.gallery import gallery_entry, gallery_plan
+from shardwright.ds_configs.plan.plan import render_files
 from shardwright.ds_configs.search.reasons import display_name
 from shardwright.ds_configs.search.search import Evaluated
 
 ROOT = Path(__file__).resolve().parents[1]
 RUNS = Path(__file__).parent / "overview.json"
-_ENTRY = ROOT / "ds_configs" / "gallery" / "llama-3.1-8b_8xA100-80GB"
 _ZERO_KEYS = ("stage", "overlap_comm", "reduce_bucket_size", "stage3_prefetch_bucket_size", "sub_group_size")
 _AXES = ("tp", "pp", "sp", "cp", "ep")
 _WIDEST_GB = 200
@@ -30,8 +30,8 @@ _WIDEST_GB = 200
 
 def picture() -> str:
     """The SVG: what the planner weighed, the files, the rehearsal of these files, and the loss of the demo."""
-    plan, runs = Plan.load(_ENTRY / "plan.json"), json.loads(RUNS.read_text(encoding="utf-8"))
-    zero = json.loads((_ENTRY / "ds_config.json").read_text(encoding="utf-8"))["zero_optimization"]
+    plan, runs = gallery_plan(gallery_entry("llama-3.1-8b_8xA100-80GB")), json.loads(RUNS.read_text(encoding="utf-8"))
+    zero = json.loads(render_files(plan)["ds_config.json"])["zero_optimization"]
     layouts = [
         _layout(one, is_taken=one is plan.chosen)
         for one in (plan.chosen, *plan.rejected)

@@ -9,9 +9,7 @@ from typing import Annotated
 from cyclopts import App
 from pydantic import Field
 
-from ...ds_configs.search.reasons import display_name
-from ...ds_configs.specs.units import gigabytes
-from ..gallery import entry_names, load_entry
+from ...ds_configs.plan.gallery import GALLERY, gallery_entry, gallery_plan
 from ..help import shown_examples
 from ..options import ConfigOption, FormatOptions
 from ..settings import FILLED, Options, grouped
@@ -48,28 +46,21 @@ def list_command(subject: str = "", *, options: Annotated[FormatOptions, Options
         ]
         print_rows(console(), ("name", "scheme", "method", "purpose"), shown, folded={"purpose": 40})
         return 0
-    plans = {name: load_entry(name) for name in entry_names() if subject.lower() in name.lower()}
-    entries = [
-        {
-            "name": name,
-            "model": plan.model.name,
-            "hardware": plan.hardware.name,
-            "strategy": plan.chosen.strategy.label,
-            "peak_bytes": plan.chosen.memory.gpu.peak_bytes,
-        }
-        for name, plan in plans.items()
-    ]
+    entries = [entry for entry in GALLERY if subject.lower() in entry.name.lower()]
     if options.as_json:
-        print(json.dumps({"schema_version": 1, "configs": entries}, indent=2))
+        found = [
+            {"name": entry.name, "model": entry.model, "hardware": entry.hardware, "job": dict(entry.job)}
+            for entry in entries
+        ]
+        print(json.dumps({"schema_version": 1, "configs": found}, indent=2))
         return 0
     from ..show import console, print_rows
 
-    table = []
-    for name, plan in plans.items():
-        strategy, gpu = plan.chosen.strategy, plan.chosen.memory.gpu
-        table.append((name, display_name(strategy), str(strategy.micro_batch_size), gigabytes(gpu.peak_bytes)))
-    figures = ("micro-batch", "GB")
-    print_rows(console(), ("name", "strategy", *figures), table, figures=figures, folded={"strategy": 20})
+    table = [
+        (entry.name, entry.model, entry.hardware, ", ".join(f"{name} {value}" for name, value in entry.job.items()))
+        for entry in entries
+    ]
+    print_rows(console(), ("name", "model", "hardware", "job"), table, folded={"job": 30})
     return 0
 
 
@@ -97,7 +88,8 @@ def copy_command(name: str, output_dir: Path, *, options: Annotated[CopyOptions,
         recipe = read_recipe(name)
         paths = write_files({f"{recipe.name}.yaml": recipe.text}, output_dir, force=options.force)
     else:
-        paths = load_entry(name).write(output_dir, force=options.force)
+        entry = gallery_entry(name, *recipe_names())
+        paths = gallery_plan(entry).write(output_dir, force=options.force)
     for path in paths:
         print(path)
     return 0

@@ -66,6 +66,7 @@ def demo_command(output_dir: Path = Path("demo-output"), *, options: Annotated[D
 
 
 def _demo(output_dir: Path, options: DemoOptions) -> TrainOutcome:
+    from ...ds_configs.plan.gallery import gallery_entry, gallery_plan
     from ...ds_configs.plan.plan import make_plan
     from ...plugins.planning.cpu_host import local_cpu_hardware
     from ...plugins.planning.from_names import plan
@@ -73,13 +74,12 @@ def _demo(output_dir: Path, options: DemoOptions) -> TrainOutcome:
     from ...trainers.runs.settings import RunRequest
     from ...trainers.training.settings import TrainSettings
     from ...trainers.training.task import prepare_train
-    from ..gallery import load_entry
     from ..progress import LinesAtTimes, note, progress_on_stderr
     from ..show import show_plan
     from ..training import TrainingView
     from .train import show_training
 
-    entry = load_entry("llama-3.1-8b_8xA100-80GB")
+    entry = gallery_plan(gallery_entry("llama-3.1-8b_8xA100-80GB"))
     print("1. Llama-3.1-8B on 8 x A100-80GB, planned from its config.json\n")
     show_plan(make_plan(entry.model, entry.hardware, entry.job), None, brief=True)
     print("\n2. A small Llama on two CPU ranks\n")

@@ -16,6 +16,7 @@ from typing import Any
 
 import yaml
 
+from ...ds_configs.plan.gallery import packaged_model, packaged_models
 from ...ds_configs.plan.plan import Plan, render_files, with_offers
 from ...ds_configs.specs.errors import ConfigError, UsageError, collecting
 from ...ds_configs.specs.hardware import HardwareSpec, hardware_from_mapping, parse_hardware, parse_overrides
@@ -23,7 +24,7 @@ from ...ds_configs.specs.model import ModelSpec
 from ...plugins.huggingface_hub.hub import ModelSource, read_hub_source
 from ...plugins.planning.from_names import plan as select_plan
 from ...plugins.planning.models import LoadedModel, model_from_source
-from ..gallery import entry_names, load_entry
+from ...plugins.releases import transformers_release
 from ..plan_settings import answers, question_errors, shown_answers
 from .address import CONFIG_FILE, HARDWARE_FILE, PageSettings, unpack_config
 
@@ -51,7 +52,7 @@ class Planned:
 @cache
 def known_models() -> dict[str, ModelSpec]:
     """Return the models of the gallery by Hub id, which need no request to the Hub."""
-    return {plan.model.name: plan.model for plan in map(load_entry, entry_names())}
+    return {name: packaged_model(name, release=transformers_release()) for name in packaged_models()}
 
 
 def planned(settings: PageSettings, *, offers: bool = True) -> Planned:

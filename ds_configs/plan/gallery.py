@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from difflib import get_close_matches
+from importlib.resources import files
+from importlib.resources.abc import Traversable
 from typing import Any
 
+from ... import ds_configs
 from ..models.families import model_spec_from_config
 from ..models.model_config import parse_config_json
+from ..specs.errors import ConfigError, UsageError
 from ..specs.hardware import parse_hardware
 from ..specs.job import TrainingJob
+from ..specs.model import ModelSpec
 from .plan import Plan, make_plan
 
 GALLERY_RELEASE = "5.17.0"
@@ -81,14 +87,39 @@ GALLERY: tuple[GalleryEntry, ...] = (
 )
 
 
-def gallery_plans(configs: Mapping[str, str]) -> Iterator[tuple[GalleryEntry, Plan]]:
-    """Yield the plan of every entry; `configs` maps Hub ids to the text of `config.json`.
+def packaged_models() -> dict[str, Traversable]:
+    """Return the `config.json` of every public model in the package, by Hub id."""
+    models = files(ds_configs).joinpath("data", "models").iterdir()
+    return {model.name.replace("--", "/", 1): model.joinpath("config.json") for model in sorted(models, key=str)}
 
-    The plans are for Transformers `GALLERY_RELEASE`, whatever is installed, and record no library versions, so that
-    they change only when the planner does.
+
+def packaged_model(name: str, *, release: str) -> ModelSpec:
+    """Return a public model of the package by its Hub id."""
+    config = parse_config_json(packaged_models()[name].read_bytes(), source=name)
+    spec = model_spec_from_config(config, name=name, release=release)
+    assert spec is not None, f"{name} belongs to a family with a closed form"
+    return spec
+
+
+def gallery_plan(entry: GalleryEntry) -> Plan:
+    """Return the plan of an entry.
+
+    It is for Transformers `GALLERY_RELEASE`, whatever is installed, and records no library versions, so that it changes
+    only when the planner does.
     """
-    for entry in GALLERY:
-        config = parse_config_json(configs[entry.model], source=entry.model)
-        model = model_spec_from_config(config, name=entry.model, release=GALLERY_RELEASE)
-        assert model is not None, f"{entry.model} belongs to a family with a closed form"
-        yield entry, make_plan(model, parse_hardware(entry.hardware, nvme=entry.nvme), TrainingJob(**entry.job))
+    model = packaged_model(entry.model, release=GALLERY_RELEASE)
+    return make_plan(model, parse_hardware(entry.hardware, nvme=entry.nvme), TrainingJob(**entry.job))
+
+
+def gallery_entry(name: str, *others: str) -> GalleryEntry:
+    """Return an entry by its name; `others` are further names that the user may have meant.
+
+    Raises:
+        UsageError: there is no such entry; lists the nearest names.
+    """
+    entries = {entry.name: entry for entry in GALLERY}
+    if name not in entries:
+        near = ", ".join(get_close_matches(name, [*entries, *others], n=3, cutoff=0.3)) or "none"
+        rule = "is not in the gallery"
+        raise UsageError(ConfigError(where="name", value=name, rule=rule, fix=f"nearest names: {near}"))
+    return entries[name]

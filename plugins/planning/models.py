@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
-from importlib.resources import as_file, files
 from typing import Any
 
-from ... import ds_configs
 from ...ds_configs.models.families import model_spec_from_config
 from ...ds_configs.models.model_config import model_spec_from_structure
 from ...ds_configs.models.stored_shapes import model_spec_from_shapes
-from ...ds_configs.plan.plan import Plan
+from ...ds_configs.plan.gallery import packaged_model, packaged_models
 from ...ds_configs.specs.errors import ConfigError, RefusedInputError, ShardwrightError, UsageError
 from ...ds_configs.specs.model import ModelSpec
 from ..huggingface_hub.hub import ModelSource, read_model_source, stored_shapes
@@ -36,7 +33,7 @@ def load_model_spec(
     """Return the specification of a Hub id, local directory or `config.json`; torch loads only for rarer families.
 
     With `by_structure`, a decoder with remote code is described by its files instead of rejected. With `packaged`, a
-    model of the gallery is described by the package if the Hub cannot be reached or denies access.
+    public model of the package is described by the package if the Hub cannot be reached or denies access.
 
     Raises:
         UsageError: The model does not exist.
@@ -53,8 +50,7 @@ def load_model_spec(
             raise
         raise UsageError([replace(listed, fix=f"did you mean {near}?") for listed in error.errors]) from None
     except ShardwrightError as error:
-        spec = _gallery_model(model) if packaged and revision is None else None
-        if spec is None:
+        if not packaged or revision is not None or model not in packaged_models():
             near = _nearest_gallery_model(model) if packaged else None
             if near is None:
                 raise
@@ -63,37 +59,18 @@ def load_model_spec(
             raise ShardwrightError(message) from None
         reason = str(error).removeprefix(f"model = {model!r}: ").partition("; ")[0]
         note = f"{model} is planned from its configuration in this package, without a commit of the Hub: {reason}"
+        spec = packaged_model(model, release=transformers_release())
         return LoadedModel(spec=spec, config={}, notes=(note,))
     return model_from_source(source, by_structure=by_structure)
 
 
-def _gallery_names() -> set[str]:
-    """Return the Hub ids of all models of the gallery."""
-    names = set()
-    for entry in files(ds_configs).joinpath("gallery").iterdir():
-        plan = entry.joinpath("plan.json")
-        if plan.is_file():
-            names.add(str(json.loads(plan.read_text(encoding="utf-8"))["model"]["name"]))
-    return names
-
-
 def _nearest_gallery_model(name: str) -> str | None:
-    """Return the model of the gallery with nearly this name, whatever its organization and case; none for a path."""
+    """Return the model of the package with nearly this name, whatever its organization and case; none for a path."""
     if name.startswith((".", "/", "~")) or name.endswith(".json"):
         return None
-    known = {known.rpartition("/")[2].lower(): known for known in sorted(_gallery_names())}
+    known = {known.rpartition("/")[2].lower(): known for known in packaged_models()}
     near = get_close_matches(name.rpartition("/")[2].lower(), known, n=1, cutoff=0.85)
     return known[near[0]] if near else None
-
-
-def _gallery_model(name: str) -> ModelSpec | None:
-    """Return the model of the gallery with this Hub id."""
-    for entry in files(ds_configs).joinpath("gallery").iterdir():
-        plan = entry.joinpath("plan.json")
-        if plan.is_file() and json.loads(plan.read_text(encoding="utf-8"))["model"]["name"] == name:
-            with as_file(plan) as path:
-                return Plan.load(path).model
-    return None
 
 
 def model_from_source(source: ModelSource, *, by_structure: bool = False) -> LoadedModel:

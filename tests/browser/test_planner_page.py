@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 from browsing import PHONE, Visitor, accessibility_errors
-from paths import TESTS
+from paths import CONFIGS
 from readable_hub import readable_hub
 from shardwright.cli.main import run
 from shardwright.plugins.huggingface_hub.hub import http_client
@@ -26,7 +26,7 @@ pytestmark = [pytest.mark.browser, pytest.mark.slow]
 
 WIDE = (1440, 900)
 COMMAND = str(Path(sys.executable).parent / "shardwright")
-MODELS = TESTS / "data" / "models"
+MODELS = CONFIGS
 BROKEN = """{
   "train_batch_size": 7,
   "fp16": {"enabled": true},

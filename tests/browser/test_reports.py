@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from browsing import DESKTOP, PHONE, Visitor, accessibility_errors
+from planning import gallery_directory
 from shardwright.trainers.reports.make import report_html
 from shardwright.trainers.reports.plans import check_report
 from shardwright.trainers.reports.report import html
@@ -13,7 +14,6 @@ from shardwright.trainers.reports.report import html
 pytestmark = pytest.mark.browser
 ROOT = Path(__file__).parents[2]
 RUNS = ROOT / "tests" / "data" / "runs"
-PLAN = ROOT / "ds_configs" / "gallery" / "llama-3.1-8b_8xA100-80GB"
 FINDING = {
     "kind": "error",
     "where": "ds_config.json:3 zero_optimization.stage",
@@ -22,7 +22,7 @@ FINDING = {
     "fix": "",
 }
 PAGES = {
-    "plan": [PLAN],
+    "plan": [gallery_directory()],
     **{name: [RUNS / name] for name in ("rehearse", "distill", "qat", "quantize")},
     "comparison": [RUNS / name for name in ("train", "distill", "qat")],
     "check": [],

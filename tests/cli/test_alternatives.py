@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from commands import Shell, shell_in
-from paths import TESTS
+from paths import CONFIGS
 from shardwright.cli.page.address import settings_from_query
 from shardwright.cli.page.planned import planned
 from shardwright.cli.page.views import plan_view
@@ -68,7 +68,7 @@ def test_all_outputs_show_the_same_alternatives(
 ) -> None:
     monkeypatch.setenv("COLUMNS", "200")
     shell: Shell = shell_in(tmp_path, "plan", capsys, monkeypatch)
-    config = TESTS / "data" / "models" / model.replace("/", "--")
+    config = CONFIGS / model.replace("/", "--")
     options = [word for name, value in flags.items() for word in (f"--{name}", value)]
     printed = shell(config, "--hardware", hardware, *options, "--output-dir", tmp_path / "p").out
     plan = plan_from_dict(json.loads((tmp_path / "p" / "plan.json").read_text()), source="plan.json")

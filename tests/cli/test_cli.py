@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from paths import TESTS
+from paths import CONFIGS
 from shardwright.cli.main import run
 from shardwright.ds_configs.plan.plan import Plan, make_plan
 from shardwright.ds_configs.specs.errors import ShardwrightError
@@ -19,7 +19,7 @@ from shardwright.ds_configs.specs.hardware import parse_hardware
 from shardwright.ds_configs.specs.job import TrainingJob
 from shardwright.plugins.planning.models import load_model_spec
 
-MODELS = TESTS / "data" / "models"
+MODELS = CONFIGS
 LLAMA = str(MODELS / "meta-llama--Llama-3.1-8B")
 CONFIG: dict[str, Any] = json.loads((MODELS / "meta-llama--Llama-3.1-8B" / "config.json").read_text())
 GPU = ("--hardware", "8xA100-80GB")

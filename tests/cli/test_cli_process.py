@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from paths import TESTS
+from paths import CONFIGS
 
 pytestmark = pytest.mark.slow
 
-MODELS = TESTS / "data" / "models"
+MODELS = CONFIGS
 LLAMA = MODELS / "meta-llama--Llama-3.1-8B"
 COMMAND = str(Path(sys.executable).parent / "shardwright")
 GPU = ("--hardware", "8xA100-80GB")

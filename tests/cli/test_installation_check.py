@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent.parent
-CONFIG = ROOT / "tests" / "data" / "models" / "meta-llama--Llama-3.1-8B" / "config.json"
+CONFIG = ROOT / "ds_configs" / "data" / "models" / "meta-llama--Llama-3.1-8B" / "config.json"
 PLAN = ("plan", str(CONFIG), "--hardware", "8xA100-80GB", "--output-dir", "out")
 
 

@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 from commands import Result
-from paths import TESTS
+from paths import CONFIGS
 from shardwright.cli.main import run
 from shardwright.trainers.quantization.inputs import suggested_command
 from small_models import llama
 
-QWEN = str(TESTS / "data" / "models" / "Qwen--Qwen2.5-0.5B")
+QWEN = str(CONFIGS / "Qwen--Qwen2.5-0.5B")
 GPU = "--hardware 8xA100-80GB"
 TRAIN = "train model --hardware 2xCPU --output-dir out --dry-run"
 

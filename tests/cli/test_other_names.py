@@ -8,14 +8,14 @@ from pathlib import Path
 
 import pytest
 from commands import Shell, shell_in
-from paths import TESTS
+from paths import CONFIGS
 from shardwright.cli.main import _COMMANDS, build_app, run
 from shardwright.cli.settings import HUGGING_FACE_NAMES, _options, _unused_errors, resolve
 from shardwright.ds_configs.specs.errors import UsageError
 from shardwright.ds_configs.specs.synonyms import SYNONYMS, meant
 from shardwright.plugins.planning.from_names import plan
 
-QWEN = str(TESTS / "data" / "models" / "Qwen--Qwen2.5-0.5B")
+QWEN = str(CONFIGS / "Qwen--Qwen2.5-0.5B")
 TRAINING = {"train": ["m"], "distill": ["t", "s"], "qat": ["m"]}
 
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import io
-from pathlib import Path
 
 import pytest
+from planning import gallery_directory
 from rich.console import Console
 from shardwright.cli import progress
 from shardwright.cli.progress import Bar, LinesAtTimes
@@ -48,12 +48,9 @@ def test_lines_show_figures_and_remaining_time(
     ]
 
 
-PLAN = Path(__file__).parents[2] / "ds_configs" / "gallery" / "llama-3.1-8b_8xA100-80GB"
-
-
 @pytest.mark.parametrize("columns", [40, 80, 120])
 def test_the_live_view_compares_figures_with_the_plan(columns: int) -> None:
-    plan = Plan.load(PLAN)
+    plan = Plan.load(gallery_directory())
     speed, gpu = plan.chosen.time.tokens_per_second, plan.chosen.memory.gpu
     console = Console(file=io.StringIO(), force_terminal=True, width=columns, color_system=None)
     view = TrainingView("starting the ranks", console, plan)

@@ -18,7 +18,7 @@ from cyclopts.argument import Argument
 from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
-from paths import TESTS
+from paths import CONFIGS
 from shardwright.cli.main import _COMMANDS, build_app, run
 from shardwright.cli.settings import resolve
 from shardwright.ds_configs.specs.settings import Settings
@@ -285,7 +285,7 @@ def test_variables_apply_to_the_command_in_their_name(
 def test_errors_of_machines_and_of_data_are_reported_together(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    model, output = str(TESTS / "data" / "models" / "Qwen--Qwen2.5-0.5B"), str(tmp_path / "out")
+    model, output = str(CONFIGS / "Qwen--Qwen2.5-0.5B"), str(tmp_path / "out")
     train = ("train", model, "--dataset", "missing.jsonl", "--hardware", "2xCPU", "--output-dir", output)
     assert run([*train, "--node-rank", "0"]) == 2
     found = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]

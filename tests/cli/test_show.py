@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 from rich.console import Console
-from shardwright.cli.gallery import load_entry
 from shardwright.cli.show import memory_bar, print_compared, print_rows, show_next, show_plan
+from shardwright.ds_configs.plan.gallery import gallery_entry, gallery_plan
 from shardwright.ds_configs.specs.units import gigabytes
 
 ROWS = (("perplexity", "3.0834 ± 0.0123", "3.0123 ± 0.0119", "+0.0711 ± 0.0021"), ("bytes", "4,123,456,789", "", ""))
@@ -36,7 +36,7 @@ def test_the_next_command_stays_on_one_line(
 def test_a_plan_is_readable_at_every_width(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, width: int
 ) -> None:
-    plan = load_entry("llama-3.1-8b_8xA100-80GB")
+    plan = gallery_plan(gallery_entry("llama-3.1-8b_8xA100-80GB"))
     monkeypatch.setenv("COLUMNS", str(width))
     show_plan(plan, Path("plan"))
     shown = capsys.readouterr().out
@@ -49,7 +49,7 @@ def test_a_plan_is_readable_at_every_width(
 
 
 def test_the_memory_bar_is_ascii_if_the_encoding_lacks_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    gpu = load_entry("llama-3.1-8b_8xA100-80GB").chosen.memory.gpu
+    gpu = gallery_plan(gallery_entry("llama-3.1-8b_8xA100-80GB")).chosen.memory.gpu
     monkeypatch.setattr("sys.stdout", io.TextIOWrapper(io.BytesIO(), encoding="ascii"))
     assert memory_bar(gpu).plain.startswith("[####") and memory_bar(gpu).plain.isascii()
     monkeypatch.setattr("sys.stdout", io.TextIOWrapper(io.BytesIO(), encoding="utf-8"))

@@ -11,6 +11,7 @@ import pytest
 import shardwright
 import torch
 from commands import Result, shell_in
+from planning import gallery_directory
 from shardwright.ds_configs.plan.out_of_memory import OutOfMemory, next_plans, out_of_memory_text
 from shardwright.plugins.launching.elastic import RankFailure
 from shardwright.plugins.launching.launch import LaunchFailedError
@@ -36,7 +37,6 @@ LAYOUT = (
 
 pytestmark = pytest.mark.once
 TRAIN = f"train llama {LAYOUT} --dataset rows.jsonl --max-steps 2 --evaluation-samples 4 --output-dir out"
-GALLERY = Path(shardwright.__file__).parent / "ds_configs" / "gallery"
 
 
 @pytest.fixture
@@ -109,7 +109,7 @@ def test_every_proposed_command_makes_the_plan_that_it_names(shell: Any) -> None
 
 @pytest.mark.parametrize("name", ["llama-3.1-8b_8xA100-80GB", "gpt2_2xT4", "qwen2.5-0.5b_1xRTX4090"])
 def test_proposed_plans_keep_the_global_batch_and_need_less(name: str) -> None:
-    plan = shardwright.Plan.load(GALLERY / name)
+    plan = shardwright.Plan.load(gallery_directory(name))
     gpu, layout = plan.chosen.memory.gpu, plan.chosen.strategy
     failure = OutOfMemory(phase="backward", error="out of memory", peak_bytes=gpu.capacity_bytes)
     proposed = next_plans(plan, failure)
@@ -177,7 +177,7 @@ def test_phase_is_where_the_allocation_failed(phase: str, tmp_path: Path) -> Non
 
 
 def test_other_errors_pass_unchanged() -> None:
-    plan = shardwright.Plan.load(GALLERY / "gpt2_2xT4")
+    plan = shardwright.Plan.load(gallery_directory("gpt2_2xT4"))
     with pytest.raises(RuntimeError, match="a shape") as raised, memory_errors(plan):
         raise RuntimeError("a shape is wrong")
     assert not isinstance(raised.value, RunOutOfMemoryError)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from planning import MODELS
+from paths import CONFIGS
 from shardwright.ds_configs.specs.job import TrainingJob
 from shardwright.plugins.planning.from_names import plan
 from shardwright.trainers.rehearsal.rehearse import rehearse
@@ -28,7 +28,7 @@ MEMORY_TOLERANCE = 0.15
 @pytest.mark.parametrize("name", CASES)
 def test_rehearsal_passes(name: str, deepspeed_cpu_ops: None) -> None:
     model, ranks, fixed = CASES[name]
-    made = plan(str(MODELS / model), "8xB200", TrainingJob(**fixed))
+    made = plan(str(CONFIGS / model), "8xB200", TrainingJob(**fixed))
     axes = {axis: getattr(made.chosen.strategy, axis) for axis in ("tp", "pp", "sp", "cp", "ep")}
     assert max(axes.values()) == 2, "the plan has the axis that was asked for"
     found = rehearse(made, ranks=ranks, steps=4)

@@ -15,7 +15,7 @@ from typing import Any
 
 import psutil
 import pytest
-from planning import MODELS
+from paths import CONFIGS
 from session import warm_command
 from shardwright.ds_configs.specs.job import TrainingJob
 from shardwright.plugins.planning.from_names import plan
@@ -24,7 +24,7 @@ from training_runs import completed
 
 pytestmark = pytest.mark.distributed
 
-LLAMA = str(MODELS / "meta-llama--Llama-3.1-8B")
+LLAMA = str(CONFIGS / "meta-llama--Llama-3.1-8B")
 STEPS = 4
 MARK = "REHEARSAL_UNDER_TEST"
 """Environment variable by which the processes of one rehearsal are known."""

@@ -10,12 +10,12 @@ from typing import Any, NamedTuple
 
 import pytest
 from measuring import measurement_of, plan_on, run_of, write_measurement
-from paths import TESTS
+from paths import CONFIGS
 from shardwright.cli.main import run
 from shardwright.ds_configs.plan.measurement import FILE_NAME, RunMeasurement
 from shardwright.plugins.planning.calibration_store import FILE_NAME as DATABASE
 
-LLAMA = str(TESTS / "data" / "models" / "meta-llama--Llama-3.1-8B")
+LLAMA = str(CONFIGS / "meta-llama--Llama-3.1-8B")
 PLAN = ("plan", LLAMA, "--hardware", "8xH100-80GB", "--format", "json")
 
 

@@ -11,12 +11,12 @@ import sys
 from pathlib import Path
 
 import pytest
-from paths import TESTS
+from paths import CONFIGS
 from shardwright.cli.main import run
 from shardwright.ds_configs.quantization.layers import quantization_config
 from shardwright.ds_configs.quantization.scheme import scheme_named
 
-LLAMA = TESTS / "data" / "models" / "meta-llama--Llama-3.1-8B"
+LLAMA = CONFIGS / "meta-llama--Llama-3.1-8B"
 ON_A_GPU = ("--hardware", "1xA100-80GB")
 
 

@@ -11,7 +11,7 @@ from urllib.parse import urlencode
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from paths import TESTS
+from paths import CONFIGS
 from shardwright.cli.main import run
 from shardwright.cli.page.address import (
     EXAMPLE,
@@ -28,7 +28,7 @@ from shardwright.cli.page.address import (
 from shardwright.ds_configs.models.model_config import LARGEST_CONFIG_BYTES
 from shardwright.ds_configs.specs.errors import RefusedInputError, UsageError
 
-CONFIG = (TESTS / "data/models/meta-llama--Llama-3.1-8B/config.json").read_bytes()
+CONFIG = (CONFIGS / "meta-llama--Llama-3.1-8B/config.json").read_bytes()
 
 
 @given(
@@ -109,7 +109,7 @@ def test_invalid_packed_configurations_are_rejected_before_decompression(packed)
 
 
 def test_the_command_line_makes_the_same_plan(capsys, tmp_path, monkeypatch):
-    config = (TESTS / "data/models/openai-community--gpt2/config.json").read_bytes()
+    config = (CONFIGS / "openai-community--gpt2/config.json").read_bytes()
     (tmp_path / "config.json").write_bytes(config)
     monkeypatch.chdir(tmp_path)
     query = {"config": pack_config(config), "hardware": "1xRTX3090", "method": "lora", "seq_len": "512"}

@@ -8,7 +8,6 @@ from dataclasses import replace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from shardwright.cli.gallery import entry_names, load_entry
 from shardwright.cli.page.charts import (
     decade_numbers,
     layout_chart,
@@ -17,11 +16,12 @@ from shardwright.cli.page.charts import (
     shown_layout,
     time_rows,
 )
+from shardwright.ds_configs.plan.gallery import GALLERY, gallery_entry, gallery_plan
 
 
-@pytest.mark.parametrize("name", entry_names())
+@pytest.mark.parametrize("name", [entry.name for entry in GALLERY])
 def test_stacks_add_up_to_the_memory_of_the_plan(name):
-    plan = load_entry(name)
+    plan = gallery_plan(gallery_entry(name))
     chart, gpu = phases_chart(plan), plan.chosen.memory.gpu
     assert chart.total(chart.peak) == pytest.approx(gpu.peak_bytes, abs=1)
     assert set(chart.phases) == set(gpu.phases)
@@ -37,9 +37,9 @@ def test_stacks_add_up_to_the_memory_of_the_plan(name):
     assert all(term.meaning for term in chart.terms) and all(row.meaning for row in rows)
 
 
-@pytest.mark.parametrize("name", entry_names())
+@pytest.mark.parametrize("name", [entry.name for entry in GALLERY])
 def test_every_candidate_has_a_mark_at_its_memory_and_speed(name):
-    plan = load_entry(name)
+    plan = gallery_plan(gallery_entry(name))
     layouts = [shown_layout(plan.chosen, chosen=True), *map(shown_layout, plan.rejected)]
     chart = layout_chart(layouts, plan.pareto, capacity_bytes=plan.hardware.gpu_bytes)
     assert len(chart.marks) == len(layouts) and chart.marks[-1].kind == "chosen"
@@ -53,7 +53,7 @@ def test_every_candidate_has_a_mark_at_its_memory_and_speed(name):
 
 
 def test_a_negative_allocator_term_has_no_width():
-    plan = load_entry("llama-3.1-8b_8xA100-80GB")
+    plan = gallery_plan(gallery_entry("llama-3.1-8b_8xA100-80GB"))
     gpu = plan.chosen.memory.gpu
     moved = replace(gpu, terms=gpu.terms | {"allocator_fragmentation": -5 * 10**8})
     memory = replace(plan.chosen.memory, gpu=moved)

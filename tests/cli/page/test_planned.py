@@ -9,7 +9,7 @@ import stat
 import zipfile
 
 import pytest
-from paths import TESTS
+from paths import CONFIGS
 from shardwright import plan
 from shardwright.cli.main import run
 from shardwright.cli.options import CheckedFor
@@ -20,7 +20,7 @@ from shardwright.cli.page.views import errors_view, findings_view, misfit_view, 
 from shardwright.ds_configs.plan.plan import PlanDoesNotFitError, render_files
 from shardwright.ds_configs.specs.errors import ShardwrightError, UsageError
 
-LLAMA = TESTS / "data/models/meta-llama--Llama-3.1-8B/config.json"
+LLAMA = CONFIGS / "meta-llama--Llama-3.1-8B/config.json"
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +44,7 @@ def test_a_plan_is_shown_before_its_offers():
 
 
 def test_links_equal_those_of_the_hardware_file(tmp_path, monkeypatch, capsys):
-    packed = pack_config((TESTS / "data/models/openai-community--gpt2/config.json").read_bytes())
+    packed = pack_config((CONFIGS / "openai-community--gpt2/config.json").read_bytes())
     query = f"config={packed}&hardware=2x2xA100-80GB&network_bytes_per_s=3GB/s&host_memory=2TB"
     settings = settings_from_query(query)
     assert cluster(settings).network_bytes_per_s == 3e9

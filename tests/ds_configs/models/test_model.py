@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from paths import TESTS
+from paths import CONFIGS
 from planning import RELEASE
 from shardwright.ds_configs.models.families import FAST_FAMILIES, model_spec_from_config
 from shardwright.ds_configs.models.model_config import config_errors
@@ -26,7 +26,7 @@ from shardwright.ds_configs.specs.model import (
 from shardwright.plugins.planning.models import load_model_spec
 from shardwright.plugins.transformers.meta_model import build_meta_model, model_spec_from_meta
 
-MODELS = TESTS / "data" / "models"
+MODELS = CONFIGS
 PUBLIC_COUNTS = {
     "meta-llama--Llama-3.2-1B": 1_235_814_400,
     "meta-llama--Llama-3.1-8B": 8_030_261_248,

@@ -1,62 +1,68 @@
-"""The gallery is what the planner would write today, and every file of it loads in the library that reads it."""
+"""Plans of the gallery: three by value, and files of each engine in the libraries that read them."""
 
 from __future__ import annotations
 
 import json
 import os
+from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 import pytest
-from gallery import read_configs
-from paths import ROOT
-from planning import MODELS
-from shardwright.cli.gallery import entry_names, load_entry
+from paths import CONFIGS
 from shardwright.ds_configs.check.files import run_check
-from shardwright.ds_configs.plan.gallery import GALLERY, gallery_plans
-from shardwright.ds_configs.plan.plan import render_files
+from shardwright.ds_configs.plan.gallery import GALLERY, gallery_entry, gallery_plan
+from shardwright.ds_configs.plan.plan import Plan
 
-GALLERY_DIRECTORY = ROOT / "ds_configs" / "gallery"
-DEEPSPEED_FILES = sorted(GALLERY_DIRECTORY.glob("*/ds_config.json"))
-ACCELERATE_FILES = sorted(GALLERY_DIRECTORY.glob("*/accelerate.yaml"))
-
-
-@pytest.mark.slow
-def test_gallery_is_current():
-    """Run `make gallery` when this fails."""
-    expected = {
-        f"{entry.name}/{name}": text
-        for entry, plan in gallery_plans(read_configs(MODELS))
-        for name, text in render_files(plan).items()
-    }
-    found = {
-        str(path.relative_to(GALLERY_DIRECTORY)): path.read_text(encoding="utf-8")
-        for path in GALLERY_DIRECTORY.rglob("*")
-        if path.is_file()
-    }
-    assert found.keys() == expected.keys()
-    assert [name for name in found if found[name] != expected[name]] == []
+SHOWN = (
+    "qwen2.5-0.5b_1xRTX4090",
+    "llama-3.2-1b_8xA100-80GB_ddp",
+    "llama-3.1-8b_8xH100-80GB_zero3",
+    "llama-3.1-8b_8xH100-80GB_fsdp2",
+    "llama-3.1-8b_8xH100-80GB_batch-512",
+    "llama-3.1-70b_8xA100-80GB_nvme",
+)
+"""One process, DDP, ZeRO-3, FSDP2, ZeRO-2, and ZeRO-3 with NVMe."""
 
 
-def test_gallery_covers_every_public_model_and_engine():
-    assert {entry.model for entry in GALLERY} == set(read_configs(MODELS))
-    labels = {load_entry(name).chosen.strategy.label.partition("+")[0] for name in entry_names()}
-    assert {"single", "ddp", "zero1", "zero2", "zero3", "fsdp2"} <= labels
+@pytest.fixture(scope="module", params=SHOWN)
+def written(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Plan, Path]:
+    plan = gallery_plan(gallery_entry(request.param))
+    directory = tmp_path_factory.mktemp(request.param)
+    plan.write(directory)
+    return plan, directory
 
 
-@pytest.mark.parametrize("directory", sorted({path.parent for path in ACCELERATE_FILES}), ids=lambda path: path.name)
-def test_every_file_passes_our_own_check(directory, monkeypatch):
+def test_entries_have_names_of_their_own_and_cover_every_public_model() -> None:
+    assert len({entry.name for entry in GALLERY}) == len(GALLERY)
+    assert {entry.model.replace("/", "--") for entry in GALLERY} == {path.name for path in CONFIGS.iterdir()}
+
+
+@pytest.mark.parametrize(
+    ("name", "label", "micro_batch_size", "peak_bytes"),
+    [
+        ("llama-3.1-8b_8xA100-80GB", "zero2", 1, 66_647_826_935),
+        ("qwen3-30b-a3b_8xH200", "fsdp2", 2, 134_386_904_702),
+        ("llama-3.1-8b_1xRTX4090_qlora", "single", 1, 22_528_156_991),
+    ],
+)
+def test_three_plans_are_those_of_the_planner(name: str, label: str, micro_batch_size: int, peak_bytes: int) -> None:
+    chosen = gallery_plan(gallery_entry(name)).chosen
+    assert (chosen.strategy.label, chosen.strategy.micro_batch_size) == (label, micro_batch_size)
+    assert chosen.memory.gpu.peak_bytes == peak_bytes
+
+
+def test_every_file_passes_our_own_check(written: tuple[Plan, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    plan, directory = written
     monkeypatch.chdir(directory)
     files = [path for path in (Path("accelerate.yaml"), Path("ds_config.json")) if path.exists()]
-    world_size = load_entry(directory.name).hardware.world_size
-    findings = run_check(files, world_size=world_size, uses_transformers=True).findings
-    assert findings == (), [str(finding.error) for finding in findings]
+    assert run_check(files, world_size=plan.hardware.world_size, uses_transformers=True).findings == ()
 
 
-def resolved(config: dict, arguments: dict) -> dict:
+def resolved(config: dict[str, Any], arguments: dict[str, Any]) -> dict[str, Any]:
     """The configuration as the Trainer fills it in, for a world of one."""
     micro_batch, accumulation = arguments["per_device_train_batch_size"], arguments["gradient_accumulation_steps"]
-    filled = json.loads(json.dumps(config))
-    filled |= {
+    filled = json.loads(json.dumps(config)) | {
         "train_batch_size": micro_batch * accumulation,
         "train_micro_batch_size_per_gpu": micro_batch,
         "gradient_accumulation_steps": accumulation,
@@ -68,47 +74,25 @@ def resolved(config: dict, arguments: dict) -> dict:
     return filled
 
 
-@pytest.mark.parametrize("path", DEEPSPEED_FILES, ids=lambda path: path.parent.name)
-def test_deepspeed_loads_every_file(path):
-    from deepspeed.runtime.config import DeepSpeedConfig
-
-    config = json.loads(path.read_text(encoding="utf-8"))
-    arguments = json.loads((path.parent / "training_arguments.json").read_text(encoding="utf-8"))
-    loaded = DeepSpeedConfig(resolved(config, arguments))
-    assert loaded.zero_optimization_stage == config["zero_optimization"]["stage"]
-    for key, value in config["zero_optimization"].items():
-        if isinstance(value, int) and not isinstance(value, bool) and hasattr(loaded.zero_config, key):
-            assert getattr(loaded.zero_config, key) == value
-
-
-@pytest.mark.parametrize("path", DEEPSPEED_FILES, ids=lambda path: path.parent.name)
-def test_deepspeed_plugin_loads_every_file(path, monkeypatch):
+def test_libraries_load_every_file(written: tuple[Plan, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     from accelerate import DeepSpeedPlugin
-
-    for name in [name for name in os.environ if name.startswith("ACCELERATE_")]:
-        monkeypatch.delenv(name)
-    plugin = DeepSpeedPlugin(hf_ds_config=str(path))
-    stage = json.loads(path.read_text(encoding="utf-8"))["zero_optimization"]["stage"]
-    assert plugin.zero_stage == stage
-
-
-@pytest.mark.parametrize("path", ACCELERATE_FILES, ids=lambda path: path.parent.name)
-def test_accelerate_loads_every_file(path):
     from accelerate.commands.config import load_config_from_file
-
-    loaded = load_config_from_file(str(path))
-    hardware = load_entry(path.parent.name).hardware
-    assert loaded.num_processes == hardware.world_size
-    assert loaded.num_machines == hardware.nodes
-
-
-@pytest.mark.parametrize(
-    "path", sorted(GALLERY_DIRECTORY.glob("*/training_arguments.json")), ids=lambda p: p.parent.name
-)
-def test_trainer_knows_every_argument(path):
-    from dataclasses import fields
-
+    from deepspeed.runtime.config import DeepSpeedConfig
     from transformers import TrainingArguments
 
-    known = {field.name for field in fields(TrainingArguments)}
-    assert set(json.loads(path.read_text(encoding="utf-8"))) <= known
+    plan, directory = written
+    arguments = json.loads((directory / "training_arguments.json").read_text(encoding="utf-8"))
+    assert set(arguments) <= {field.name for field in fields(TrainingArguments)}
+    if (directory / "accelerate.yaml").exists():
+        loaded = load_config_from_file(str(directory / "accelerate.yaml"))
+        assert (loaded.num_processes, loaded.num_machines) == (plan.hardware.world_size, plan.hardware.nodes)
+    if (directory / "ds_config.json").exists():
+        for name in [name for name in os.environ if name.startswith("ACCELERATE_")]:
+            monkeypatch.delenv(name)
+        config = json.loads((directory / "ds_config.json").read_text(encoding="utf-8"))
+        zero = config["zero_optimization"]
+        assert DeepSpeedPlugin(hf_ds_config=str(directory / "ds_config.json")).zero_stage == zero["stage"]
+        read_zero = DeepSpeedConfig(resolved(config, arguments)).zero_config
+        for key, value in zero.items():
+            if isinstance(value, int) and not isinstance(value, bool) and hasattr(read_zero, key):
+                assert getattr(read_zero, key) == value

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from paths import TESTS
+from paths import CONFIGS
 from shardwright.cli.main import run
 from shardwright.ds_configs.plan.plan import tuned_plan
 from shardwright.ds_configs.search.tuning import Trial
@@ -15,7 +15,7 @@ from shardwright.ds_configs.specs.job import TrainingJob
 from shardwright.plugins.planning.from_names import plan, read_hardware
 from shardwright.plugins.planning.models import load_model_spec
 
-LLAMA = str(TESTS / "data" / "models" / "meta-llama--Llama-3.1-8B")
+LLAMA = str(CONFIGS / "meta-llama--Llama-3.1-8B")
 KINDS: dict[str, Any] = {
     "object": dict,
     "array": list,

@@ -12,7 +12,8 @@ import yaml
 from commands import Shell, shell_in
 from hypothesis import given
 from hypothesis import strategies as st
-from planning import MODELS, llama, public_model
+from paths import CONFIGS
+from planning import llama, public_model
 from shardwright.ds_configs.memory.model_states import default_zero_options
 from shardwright.ds_configs.plan.plan import PlanDoesNotFitError, make_plan, plan_from_dict, plan_to_dict, render_files
 from shardwright.ds_configs.search.candidates import (
@@ -537,7 +538,7 @@ def test_group_bandwidth_depends_on_placement_of_members():
 
 # --- the command ---
 
-CONFIG = MODELS / "meta-llama--Llama-3.1-8B" / "config.json"
+CONFIG = CONFIGS / "meta-llama--Llama-3.1-8B" / "config.json"
 
 
 @pytest.fixture
@@ -590,7 +591,7 @@ def test_comparison_is_shown_if_nothing_fits_but_not_for_experts(shell):
     assert "AutoTP cannot shard this model on this hardware" in " ".join(result.out.split())
     result = shell(CONFIG, *flags, "--format", "json")
     assert (result.code, len(json.loads(result.out)["tensor_layouts"]["layouts"])) == (3, 11)
-    experts = MODELS / "mistralai--Mixtral-8x7B-v0.1" / "config.json"
+    experts = CONFIGS / "mistralai--Mixtral-8x7B-v0.1" / "config.json"
     result = shell(experts, "--hardware", "8xH200", "--explain-tensor-parallel", "--format", "json")
     assert result.code == 0
     assert "tensor_layouts" not in json.loads(result.out)

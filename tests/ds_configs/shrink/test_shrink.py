@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from paths import TESTS
+from paths import CONFIGS
 from shardwright.ds_configs.legality.rules import RULES, legality_errors
 from shardwright.ds_configs.memory.model_states import default_zero_options
 from shardwright.ds_configs.models.families import FAST_FAMILIES, model_spec_from_config
@@ -37,7 +37,7 @@ from shardwright.ds_configs.specs.job import TrainingJob
 from shardwright.ds_configs.specs.layout import Layout, ZeroOptions
 from shardwright.ds_configs.specs.model import ModelSpec
 
-MODELS = sorted((TESTS / "data" / "models").iterdir())
+MODELS = sorted(CONFIGS.iterdir())
 HARDWARE = parse_hardware("2x16xA100-80GB", nvme="/nvme:1TB")
 DDP = Layout(engine="ddp", dp_replicate=8)
 LENGTH = 4096

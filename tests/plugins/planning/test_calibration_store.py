@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from measuring import plan_on, run_of
-from paths import TESTS
+from paths import CONFIGS
 from shardwright.ds_configs.memory.estimate import Calibration, MeasuredRun
 from shardwright.ds_configs.specs.errors import RefusedInputError, ShardwrightError, UsageError
 from shardwright.ds_configs.step_time.learning import MeasuredStep
@@ -187,7 +187,7 @@ def test_data_directory_is_the_users_by_default(monkeypatch: pytest.MonkeyPatch,
 
 def test_planning_uses_the_users_runs_by_default(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("SHARDWRIGHT_DATA_DIR", str(tmp_path))
-    model = str(TESTS / "data" / "models" / "meta-llama--Llama-3.1-8B")
+    model = str(CONFIGS / "meta-llama--Llama-3.1-8B")
     CalibrationStore().add(RUN)
     assert plan(model, "8xH100-80GB").chosen.memory.gpu.calibrated_runs == 1
     assert plan(model, "8xA100-80GB").chosen.memory.gpu.calibrated_runs == 0

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 import shardwright
-from paths import TESTS
+from paths import CONFIGS
 from shardwright.cli.main import run
 from shardwright.ds_configs.specs.errors import UsageError
 
-QWEN = TESTS / "data" / "models" / "Qwen--Qwen2.5-0.5B"
+QWEN = CONFIGS / "Qwen--Qwen2.5-0.5B"
 GPU = "8xA100-80GB"
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from paths import TESTS
+from paths import CONFIGS
 from planning import llama, public_model
 from shardwright.cli.main import run
 from shardwright.ds_configs.memory.distillation_memory import (
@@ -32,7 +32,7 @@ from shardwright.ds_configs.specs.layout import Layout
 LLAMA_1B = public_model("meta-llama/Llama-3.2-1B")
 LLAMA_8B = public_model("meta-llama/Llama-3.1-8B")
 LLAMA_70B = public_model("meta-llama/Llama-3.1-70B")
-MODELS = TESTS / "data" / "models"
+MODELS = CONFIGS
 ZERO2 = Layout(engine="deepspeed", zero_stage=2, dp_shard=8)
 
 

@@ -12,8 +12,8 @@ import torch
 from fresh_process import forget_last_run
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from paths import CONFIGS
 from pipeline_cases import LAYERS, Case, data_of, untrained_model
-from planning import MODELS
 from shardwright.ds_configs.specs.errors import RefusedInputError, UsageError
 from shardwright.ds_configs.specs.layout import PipelineStage, contiguous_stages, partition_errors
 from shardwright.plugins.accelerate.cpu_ranks import configure_cpu_ranks
@@ -400,7 +400,7 @@ def test_planner_balances_a_number_of_stages(dual_pipe: bool) -> None:
 def test_tensor_parallelism_gives_the_last_stage_fewer_layers() -> None:
     """Ranks divide the matrices of layers, and the last one's head stays whole."""
     arguments = SimpleNamespace(per_device_train_batch_size=1, bf16=True, gradient_checkpointing=True)
-    model = source_of(MODELS / "meta-llama--Llama-3.1-8B")
+    model = source_of(CONFIGS / "meta-llama--Llama-3.1-8B")
     counts = [
         [stage.num_layers for stage in balanced(model, arguments, 4, tensor_parallel_size=size)] for size in (1, 8)
     ]

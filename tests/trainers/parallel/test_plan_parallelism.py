@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from planning import MODELS
+from paths import CONFIGS
 from shardwright.ds_configs.memory.rank_parameters import pipeline_stages, rank_shares
 from shardwright.ds_configs.specs.job import TrainingJob
 from shardwright.ds_configs.specs.layout import Layout
@@ -50,7 +50,7 @@ def test_pipeline_runs_tensor_parallelism_without_a_callback() -> None:
 
 def test_run_uses_the_stages_that_memory_was_computed_for() -> None:
     job = TrainingJob(pipeline_parallel_size=2, strategy="zero1", global_batch_size=64)
-    made = plan(str(MODELS / "meta-llama--Llama-3.1-8B"), "8xB200", job)
+    made = plan(str(CONFIGS / "meta-llama--Llama-3.1-8B"), "8xB200", job)
     parallelism = planned_parallelism(made)
     assert parallelism.pipeline_stages == pipeline_stages(made.model, made.job, 2)
     assert parallelism.pipeline_stages[-1].end_layer == made.model.dimensions.num_layers
@@ -61,7 +61,7 @@ def test_tensor_parallelism_moves_stage_borders_equally_in_plan_and_run() -> Non
     job = TrainingJob(
         pipeline_parallel_size=4, tensor_parallel_size=8, strategy="zero1", global_batch_size=64, micro_batch_size=1
     )
-    made = plan(str(MODELS / "meta-llama--Llama-3.1-70B"), "8x8xH100", job)
+    made = plan(str(CONFIGS / "meta-llama--Llama-3.1-70B"), "8x8xH100", job)
     strategy = made.chosen.strategy
     run = planned_parallelism(made).pipeline_stages
     assert isinstance(run, tuple)

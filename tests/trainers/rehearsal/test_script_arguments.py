@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from shardwright.cli.gallery import load_entry
+from shardwright.ds_configs.plan.gallery import gallery_entry, gallery_plan
 from shardwright.trainers.rehearsal.script import exchanged_arguments
 
 
@@ -17,7 +17,7 @@ def test_input_paths_are_absolute_and_outputs_are_in_the_rehearsal_directory(
     for name in ("model", "plan", "out"):
         (tmp_path / name).mkdir()
     (tmp_path / "notes.txt").write_text("text")
-    plan, work = load_entry("gpt2_2xT4"), tmp_path / "work"
+    plan, work = gallery_plan(gallery_entry("gpt2_2xT4")), tmp_path / "work"
     plan = replace(plan, model=replace(plan.model, name=str(tmp_path / "model")))
     given = [
         "model",

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from commands import Shell, shell_in
+from planning import gallery_directory
 from shardwright.cli.main import run
 from shardwright.ds_configs.specs.errors import RefusedInputError, UsageError
 from shardwright.trainers.reports.make import report_html
@@ -19,7 +20,6 @@ from shardwright.trainers.reports.report import html
 
 ROOT = Path(__file__).parents[3]
 RUNS = ROOT / "tests" / "data" / "runs"
-PLAN = ROOT / "ds_configs" / "gallery" / "llama-3.1-8b_8xA100-80GB"
 KINDS = {"train": "report.json", "distill": "report.json", "qat": "report.json", "quantize": "quantization.json",
          "evaluate": "evaluation.json", "rehearse": "rehearsal.json"}  # fmt: skip
 HOSTILE = "\"><script>alert(1)</script>'../../etc"
@@ -72,7 +72,7 @@ def checked(text: str) -> Reader:
 @pytest.fixture(scope="module")
 def pages() -> dict[str, Reader]:
     found = {name: checked(report_html([RUNS / name])) for name in KINDS}
-    return found | {"plan": checked(report_html([PLAN]))}
+    return found | {"plan": checked(report_html([gallery_directory()]))}
 
 
 def data_of(name: str) -> dict[str, Any]:
@@ -123,7 +123,7 @@ def test_figures_of_a_rehearsal_equal_its_file(pages: dict[str, Reader]) -> None
 
 
 def test_figures_of_a_plan_equal_its_file(pages: dict[str, Reader]) -> None:
-    plan, texts = json.loads((PLAN / "plan.json").read_text()), pages["plan"].texts
+    plan, texts = json.loads((gallery_directory() / "plan.json").read_text()), pages["plan"].texts
     gpu = plan["chosen"]["gpu_memory"]
     assert f"{gpu['peak_bytes'] / 1e9:.1f} GB" in texts and plan["chosen"]["reason"] in texts
     assert (
@@ -218,7 +218,7 @@ def test_the_report_is_written_to_the_run_and_replaces_other_files_only_by_force
 
 def test_plan_and_check_write_their_reports(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
-    config = ROOT / "tests" / "data" / "models" / "meta-llama--Llama-3.1-8B" / "config.json"
+    config = ROOT / "ds_configs" / "data" / "models" / "meta-llama--Llama-3.1-8B" / "config.json"
     asked = ("plan", str(config), "--hardware", "8xA100-80GB", "--output-dir", "plan")
     assert run(asked) == 0
     texts = checked((tmp_path / "plan" / "report.html").read_text()).texts

@@ -190,7 +190,7 @@ def test_the_end_of_a_plan_names_packages_to_install(
     is_installed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(training_arguments, "find_spec", lambda name: name if is_installed else None)
-    config = ROOT / "tests" / "data" / "models" / "meta-llama--Llama-3.1-8B" / "config.json"
+    config = ROOT / "ds_configs" / "data" / "models" / "meta-llama--Llama-3.1-8B" / "config.json"
     assert run(["plan", str(config), "--hardware", "8xA100-80GB", "--loss", "chunked"]) == 0
     end = capsys.readouterr().out.splitlines()[-5:]
     assert ("  pip install liger-kernel" in end) is (not is_installed)
