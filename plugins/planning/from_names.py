@@ -22,7 +22,6 @@ from ...ds_configs.specs.errors import ConfigError, ShardwrightError, UsageError
 from ...ds_configs.specs.hardware import (
     HardwareSpec,
     find_gpu,
-    gpu_catalog,
     hardware_from_mapping,
     parse_hardware,
     parse_overrides,
@@ -337,7 +336,7 @@ def read_hardware(
         stated |= parse_overrides(host_memory=host_memory, nvme=nvme)
         cluster = hardware_from_mapping(stated, name=text)
     else:
-        counted = num_processes is None or re.match(r"\d+x", text)
+        counted = num_processes is None or re.match(r"\d+ *[xX×]", text)
         cluster = parse_hardware(text if counted else f"{num_processes}x{text}", host_memory=host_memory, nvme=nvme)
     if num_processes not in (None, cluster.world_size):
         rule = f"must equal the {cluster.world_size} accelerators of {cluster.name}"
@@ -401,16 +400,7 @@ def detect_hardware(
         raise UsageError(ConfigError(where="hardware", value="local", rule=rule, fix=fix))
     smallest = min(devices, key=lambda device: device.total_memory)
     memory = smallest.total_memory
-    # A device name with several memory sizes matches the catalog entry of the same size.
-    words = smallest.name.replace("-", " ").split()
-    gpus = gpu_catalog()
-    matches = [
-        gpu
-        for gpu in gpus
-        if gpu.split("-")[0].upper() in {word.upper() for word in words} | {"".join(words[-2:]).upper()}
-        and abs(gpus[gpu]["usable_gib"] * 2**30 - memory) < 0.1 * memory
-    ]
-    gpu = matches[0] if len(matches) == 1 else find_gpu(smallest.name, where="hardware (local)")
+    gpu = find_gpu(smallest.name, where="hardware (local)")
     values: dict[str, Any] = {
         "name": f"{len(devices)}x{gpu} (local)",
         "gpu": gpu,
