@@ -205,13 +205,18 @@ def make_plan(
         activations="stored" if activations_are_stored(model, outcome.job, outcome.chosen.strategy) else "upper bound",
         learned_from=() if known is None else known.runs,
     )
-    return with_offers(plan) if offers else plan
+    return with_offers(plan, job) if offers else plan
 
 
-def with_offers(plan: Plan) -> Plan:
+def with_offers(plan: Plan, requested: TrainingJob) -> Plan:
+    """Return a plan with its offers, as changes of the requested job, of which the plan has chosen the open fields."""
     # Changes are compared as predicted, without the correction of measured runs.
     chosen = replace(plan.chosen, time=published_time(plan.chosen.time))
-    return replace(plan, offers=faster_changes(chosen, plan.model, plan.hardware, plan.job))
+    names = ("optimizer", "optim_args", "weights_dtype") if requested.optimizer == "auto" else ()
+    job = replace(requested, **{name: getattr(plan.job, name) for name in names})
+    return replace(
+        plan, offers=faster_changes(chosen, SearchContext(model=plan.model, hardware=plan.hardware, job=job))
+    )
 
 
 def tuned_plan(plan: Plan, trials: tuple[Trial, ...]) -> Plan:

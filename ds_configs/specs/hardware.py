@@ -13,12 +13,13 @@ from importlib.resources import files
 from typing import Any
 
 from .errors import ConfigError, UsageError, collecting
-from .units import parse_bytes
+from .units import exact_bytes, parse_bytes
 
 _GIB = 2**30
 _LARGEST_COUNT = 100_000
 _NAME = re.compile(
-    r"(?:(?:(?P<nodes>\d{1,30}) *[xX×] *)?(?P<gpus>\d{1,30}) *[xX×] *)?(?P<gpu>(?:[A-Za-z]|\d{4}(?!\d))[A-Za-z0-9 ._-]*)",
+    r"(?:(?:(?P<nodes>\d{1,30}) *[xX×] *)?(?P<gpus>\d{1,30}) *[xX×] *)?"
+    r"(?P<gpu>(?:[A-Za-z]|\d{4}(?!\d))[A-Za-z0-9 ._-]*)",
     re.ASCII,
 )
 _EXPONENT = re.compile(r"\d{1,30}(?:\.\d{1,30})?[eE][+-]?\d{1,3}", re.ASCII)
@@ -66,6 +67,26 @@ class HardwareSpec:
     @property
     def world_size(self) -> int:
         return self.nodes * self.gpus_per_node
+
+    @property
+    def file(self) -> str:
+        """The YAML file that describes this hardware; empty if a name does."""
+        return next((text for text in (self.source, self.name) if text.endswith((".yaml", ".yml"))), "")
+
+    def options(self) -> dict[str, str]:
+        """Return the options of a command that result in this hardware."""
+        counts = f"{self.nodes}x{self.gpus_per_node}x" if self.nodes > 1 else f"{self.gpus_per_node}x"
+        options = {"hardware": counts + self.gpu}
+        if self.name.endswith("(local)"):
+            options = {"hardware": "local"} | ({"num_processes": str(self.world_size)} if self.gpu == "CPU" else {})
+        elif self.file or "+" in self.name or self.gpu not in gpu_catalog():
+            options = {"hardware": self.file or self.name}
+        # Measured CPU ranks and their host share the memory of this machine.
+        if "host_bytes_per_node" not in self.assumed and (self.gpu != "CPU" or options["hardware"] != "local"):
+            options["host_memory"] = exact_bytes(self.host_bytes_per_node)
+        if self.nvme_path is not None:
+            options["nvme"] = f"{self.nvme_path}:{exact_bytes(self.nvme_bytes_per_node)}"
+        return options
 
 
 @lru_cache(maxsize=1)

@@ -37,6 +37,16 @@ def parse_bytes(text: str, *, where: str = "size") -> int:
     return value
 
 
+def exact_bytes(count: int) -> str:
+    """Return a size that `parse_bytes` reads as exactly this count.
+
+    >>> exact_bytes(2 * 10**12), exact_bytes(3 * 2**30), exact_bytes(7)
+    ('2TB', '3GiB', '7B')
+    """
+    units = [(10**12, "TB"), (2**40, "TiB"), (10**9, "GB"), (2**30, "GiB"), (10**6, "MB"), (2**20, "MiB")]
+    return next((f"{count // size}{unit}" for size, unit in units if count and count % size == 0), f"{count}B")
+
+
 def gigabytes(count: float) -> str:
     """Return `count` bytes in GB (10⁹) with one decimal, or three below 1 GB.
 

@@ -26,7 +26,7 @@ from ...ds_configs.specs.hardware import (
     parse_hardware,
     parse_overrides,
 )
-from ...ds_configs.specs.job import AXIS_FIELDS, TrainingJob, job_errors
+from ...ds_configs.specs.job import TrainingJob, job_errors, job_of
 from ...ds_configs.specs.model import ModelSpec
 from ...ds_configs.specs.settings import adapter_errors, unknown_error
 from ...ds_configs.specs.texts import read_small_file, yaml_mapping
@@ -233,19 +233,13 @@ def job_from_words(
         errors.append(ConfigError(where="teacher_placement", value=words["teacher_placement"], rule=rule, fix=fix))
     if errors:
         raise UsageError(errors)
-    stated = {"seq_len_tokens" if name == "seq_len" else name: value for name, value in words.items()}
-    for name in {"micro_batch_size", *AXIS_FIELDS} & stated.keys():
-        stated[name] = None if stated[name] == "auto" else stated[name]
-    if isinstance(targets := stated.get("lora_targets"), str):
-        stated["lora_targets"] = tuple(target.strip() for target in targets.split(",") if target.strip())
-    elif isinstance(targets, list):
-        stated["lora_targets"] = tuple(targets)
+    stated = dict(words)
     if isinstance(teacher := stated.get("teacher"), str):
         loaded = load_model_spec(teacher, packaged=True)
         for note in loaded.notes:
             tell(f"teacher: {note}")
         stated["teacher"] = loaded.spec
-    return TrainingJob(**stated)
+    return job_of(stated)
 
 
 def stored_calibration(tell: Callable[[str], None]) -> Calibration | None:
@@ -333,7 +327,7 @@ def read_hardware(
             tell(note)
     elif text.endswith((".yaml", ".yml")):
         stated = read_yaml_mapping(Path(text), what="hardware")
-        stated |= parse_overrides(host_memory=host_memory, nvme=nvme)
+        stated = {"source": text} | stated | parse_overrides(host_memory=host_memory, nvme=nvme)
         cluster = hardware_from_mapping(stated, name=text)
     else:
         counted = num_processes is None or re.match(r"\d+ *[xX×]", text)
