@@ -291,7 +291,7 @@ def _alternatives_table(plan: Plan, *, columns: int, rows: int | None = None) ->
     if wide:
         table.add_column("micro-\nbatch", justify="right", no_wrap=True)
         table.add_column("recom-\nputation", justify="right", no_wrap=True)
-    table.add_column("GB", justify="right", no_wrap=True)
+    table.add_column("GPU GB" if wide else "GB", justify="right", no_wrap=True)
     if medium:
         table.add_column("tokens/s", justify="right", no_wrap=True)
     table.add_column("vs.\nchosen", justify="right", no_wrap=True)
@@ -303,7 +303,7 @@ def _alternatives_table(plan: Plan, *, columns: int, rows: int | None = None) ->
         if strategy.gradient_checkpointing and strategy.keeps_products:
             recomputation = "selective"
         change = 100 * (candidate.time.tokens_per_second / plan.chosen.time.tokens_per_second - 1)
-        verdict = f"{change:+.1f} %" if memory.fits else "too large"
+        verdict = f"{change:+.1f} %" if memory.lacks is None else f"too large ({memory.lacks})"
         name = display_name(strategy) + (" (analysis only)" if candidate.analysis_only else "")
         speed = f"{candidate.time.tokens_per_second:,.0f}" if memory.fits else "-"
         table.add_row(

@@ -95,8 +95,9 @@ def chosen_reason(
     ):
         more = "needs more mechanisms" if _simpler(best, fastest) == "needs fewer mechanisms" else "is less simple"
         sentences.append(
-            f"{display_name(fastest.strategy)} with micro-batch {fastest.strategy.micro_batch_size}, "
-            f"{_recomputation(fastest)}, would be {_percent(fastest, best)} % faster, but {more}."
+            f"The fastest candidate, {display_name(fastest.strategy)} with micro-batch "
+            f"{fastest.strategy.micro_batch_size}, {_recomputation(fastest)}, is predicted to be "
+            f"{_percent(fastest, best)} % faster, but {more}."
         )
     sentences += _long_sequence_gains(best)
     if low := low_utilization_reason(strategy, time, context.model, context.hardware, best.job):
@@ -236,9 +237,9 @@ def _too_large(strategy: Layout, others: Sequence[Candidate]) -> str:
     plain = sorted(
         (other for other in failing if not other.strategy.axes), key=lambda other: other.memory.gpu.high_bytes
     )
+    largest = ((other, other.memory.fullest) for other in same[:1] + plain[:1])
     return ", ".join(
-        f"{display_name(other.strategy)} (up to {gigabytes(other.memory.gpu.high_bytes)} GB)"
-        for other in same[:1] + plain[:1]
+        f"{display_name(other.strategy)} (up to {gigabytes(needed)} GB {kind})" for other, (kind, needed, _) in largest
     )
 
 
@@ -248,17 +249,17 @@ def rejected_reason(candidate: Candidate, best: Candidate | None) -> str:
     name, gpu, host = display_name(candidate.strategy), memory.gpu, memory.host
     if job.teacher is not None:
         name += " with the teacher " + ("as a replica" if job.teacher_placement == "replica" else job.teacher_placement)
-    if not gpu.fits:
+    if memory.lacks == "GPU":
         return (
-            f"{name} needs up to {gigabytes(gpu.high_bytes)} of {gigabytes(gpu.capacity_bytes)} GB: "
-            f"{_largest_terms(gpu.terms)}."
+            f"{name} lacks GPU memory: it needs up to {gigabytes(gpu.high_bytes)} of "
+            f"{gigabytes(gpu.capacity_bytes)} GB: {_largest_terms(gpu.terms)}."
         )
-    if host.peak_bytes_per_node > host.capacity_bytes_per_node:
+    if memory.lacks == "host":
         return (
             f"{name} needs {gigabytes(host.peak_bytes_per_node)} of {gigabytes(host.capacity_bytes_per_node)} GB "
             f"host memory per node: {_largest_terms(host.terms)}."
         )
-    if host.nvme_bytes_per_node > memory.nvme_capacity_bytes_per_node:
+    if memory.lacks == "NVMe":
         return (
             f"{name} needs {gigabytes(host.nvme_bytes_per_node)} of "
             f"{gigabytes(memory.nvme_capacity_bytes_per_node)} GB NVMe per node."

@@ -57,7 +57,7 @@ class Suggestion:
     capacity_bytes: int
 
     def __str__(self) -> str:
-        used = f"{gigabytes(self.high_bytes)} of {gigabytes(self.capacity_bytes)} GB"
+        used = f"{gigabytes(self.high_bytes)} of {gigabytes(self.capacity_bytes)} GB GPU memory"
         return f"{self.change} ({self.strategy}, up to {used})"
 
 
