@@ -610,7 +610,10 @@ def loading_terms(
     """Return host bytes of one node while a checkpoint is loaded, which no batch or recomputation changes."""
     ranks, width = hardware.gpus_per_node, job.compute_bytes
     if job.method == "qlora":
-        loaded = ranks * parameters.frozen_bytes
+        # Transformers reads and quantizes one tensor of the checkpoint after the other on the accelerator
+        # (core_model_loading.py:1623). What an engine shards, every rank quantizes in host memory (plugins/bitsandbytes.py).
+        shards = strategy.engine == "fsdp2" or strategy.zero_stage == 3
+        loaded = ranks * (width * model.largest_stored_tensor + (parameters.frozen_bytes if shards else 0))
     elif strategy.zero_stage == 3:
         # ZeRO-3 copies from memory-mapped files module by module (transformers/modeling_utils.py:4397), except for
         # experts that are fused during loading, which the first rank materializes (first_rank_loading.py).
