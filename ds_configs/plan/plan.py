@@ -394,16 +394,38 @@ def plan_from_dict(data: object, *, source: str) -> Plan:
             "learned_from": data.get("learned_from", []),
         }
         plan: Plan = TypeAdapter(Plan).validate_python(values)
-        return plan
-    except (ValidationError, KeyError, TypeError, AttributeError) as error:
-        detail = str(error).splitlines()[0] if not isinstance(error, KeyError) else f"missing {error}"
-        raise RefusedInputError(
-            ConfigError(
-                where=source,
-                rule=f"is not a plan that this version wrote ({detail})",
-                fix="run `shardwright plan` again",
+        # Keys of another release that are ignored would change the run.
+        unknown = _unknown_keys(data, plan_to_dict(plan))
+        if not unknown:
+            return plan
+        detail = f"unknown {', '.join(unknown[:3])}"
+    except ValidationError as error:
+        detail = "; ".join(
+            f"{'.'.join(map(str, item['loc']))}: {item['msg']}" for item in error.errors(include_url=False)[:3]
+        )
+    except KeyError as error:
+        detail = f"missing {error}"
+    except (TypeError, AttributeError, ValueError) as error:
+        detail = str(error).partition("\n")[0]
+    writer = data["versions"].get("shardwright") if isinstance(data.get("versions"), dict) else None
+    by = f"shardwright {writer} did; " if isinstance(writer, str) and writer.isprintable() else ""
+    rule = f"is not a plan that this version wrote ({by}{detail})"
+    raise RefusedInputError(ConfigError(where=source, rule=rule, fix="run `shardwright plan` again"))
+
+
+def _unknown_keys(data: object, known: object, path: str = "") -> list[str]:
+    """Return the keys of JSON values that other values of the same structure do not have."""
+    if isinstance(data, dict) and isinstance(known, dict):
+        return [
+            key
+            for name, value in data.items()
+            for key in (
+                _unknown_keys(value, known[name], f"{path}{name}.") if name in known else [f"{path}{str(name)[:40]!r}"]
             )
-        ) from None
+        ]
+    if isinstance(data, list) and isinstance(known, list | tuple):
+        return [key for item, other in zip(data, known, strict=False) for key in _unknown_keys(item, other, path)]
+    return []
 
 
 def _evaluated_values(candidate: Mapping[str, Any]) -> dict[str, Any]:
