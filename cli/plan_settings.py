@@ -27,7 +27,6 @@ from ..ds_configs.specs.settings import (
     LayoutSettings,
     Settings,
     TeacherPlacementSettings,
-    Tokens,
     TrainingSettings,
 )
 from ..ds_configs.step_time.estimate import StepTime
@@ -151,7 +150,7 @@ class JobSettings(KernelSettings, LayoutSettings, TeacherPlacementSettings, Trai
 
     group = "Training"
 
-    seq_len: Tokens | None = Field(
+    seq_len: int | None = Field(
         None, description="Tokens of a sequence (16k = 16,384). Default: 4096, or the model's maximum"
     )
     num_processes: int | None = Field(None, ge=1, description="Accelerators, if --hardware names only their type")

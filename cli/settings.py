@@ -26,6 +26,7 @@ from cyclopts.exceptions import MissingArgumentError, UnknownCommandError, Unkno
 
 from ..ds_configs.specs.errors import ConfigError, InputError, UsageError
 from ..ds_configs.specs.synonyms import HUGGING_FACE_NAMES, command_meant, meanings, meant, suggested
+from ..ds_configs.specs.units import token_count
 
 PREFIX = "SHARDWRIGHT_"
 NOT_SETTINGS = frozenset(
@@ -33,6 +34,8 @@ NOT_SETTINGS = frozenset(
 )
 """Environment variables that are no setting of a command."""
 
+_TOKEN_COUNTS = frozenset({"seq_len", "max_length", "max_seq_length", "max_model_len"})
+"""Options with the length of a sequence, which may be written as 16k (16,384) or 1M."""
 _PRECISION_SWITCHES = ("--bf16", "--fp16")
 """Switches of `TrainingArguments` for two values of --precision."""
 _HEADINGS = ("Data", "Hardware", "Training", "Parallel layout", "Objective", "Guards")
@@ -137,6 +140,9 @@ class Sources(Env):
         for name, argument in options.items():
             if get_origin(argument.hint) is dict:
                 self._read_mappings(name, argument)
+        for name in _TOKEN_COUNTS & options.keys():
+            argument = options[name]
+            argument.tokens = [token.evolve(value=token_count(token.value)) for token in argument.tokens]
         for root in arguments:
             # Cyclopts builds a group of options only if one of them has a value.
             if not root.keys and root.children and not root.has_tokens:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from pydantic import Field
 
 from ...ds_configs.specs.errors import ConfigError, UsageError, collecting
-from ...ds_configs.specs.settings import Names, Paths, Tokens
+from ...ds_configs.specs.settings import Names, Paths
 from ..machines import ReplicaOptions, note_result_machine, run_on_hosts
 from ..options import ReportOptions
 from ..progress import note, progress_on_stderr
@@ -35,7 +35,7 @@ class EvaluateOptions(ReportOptions):
     chat_template: str | None = Field(
         None, description="Jinja file, or alpaca, chatml, llama3, zephyr. Default: the tokenizer's"
     )
-    seq_len: Tokens | None = Field(
+    seq_len: int | None = Field(
         None, description="Tokens of a window (2k = 2,048). Default: 2048, or the model's maximum"
     )
     stride: int | None = Field(None, description="Tokens between the starts of two windows. Default: --seq-len")

@@ -15,7 +15,7 @@ from pydantic import Field
 from ...ds_configs.serving.engines import EngineName
 from ...ds_configs.serving.plan import DEFAULT_SHARE, CacheType
 from ...ds_configs.specs.errors import UsageError
-from ...ds_configs.specs.settings import HardwareSettings, Settings, Tokens
+from ...ds_configs.specs.settings import HardwareSettings, Settings
 from ..options import FormatOptions
 from ..progress import note
 from ..settings import FILLED, Options, grouped
@@ -35,7 +35,7 @@ class ServeSettings(Settings):
     tensor_parallel_size: int | None = Field(
         None, ge=1, description="GPUs that share the model. Default: the fewest that fit"
     )
-    max_model_len: Tokens | None = Field(
+    max_model_len: int | None = Field(
         None, ge=1, description="Longest sequence in tokens. Default: the model's maximum, or what fits"
     )
     max_num_seqs: int | None = Field(None, ge=1, description="Sequences that run together. Default: the engine's")

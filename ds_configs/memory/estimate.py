@@ -611,7 +611,8 @@ def loading_terms(
     ranks, width = hardware.gpus_per_node, job.compute_bytes
     if job.method == "qlora":
         # Transformers reads and quantizes one tensor of the checkpoint after the other on the accelerator
-        # (core_model_loading.py:1623). What an engine shards, every rank quantizes in host memory (plugins/bitsandbytes.py).
+        # (core_model_loading.py:1623). Every rank quantizes what an engine shards in host memory
+        # (plugins/bitsandbytes.py, `on_host`).
         shards = strategy.engine == "fsdp2" or strategy.zero_stage == 3
         loaded = ranks * (width * model.largest_stored_tensor + (parameters.frozen_bytes if shards else 0))
     elif strategy.zero_stage == 3:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Mapping
 from difflib import get_close_matches
-from fractions import Fraction
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar, get_args
 
@@ -122,25 +121,6 @@ def _named_values(value: object) -> object:
     return {name.strip().replace("-", "_"): parsed(text) if text else text for name, _, text in pairs}
 
 
-_TOKEN_COUNT = re.compile(r"([0-9]{1,9})(\.[0-9]{1,9})?([kKmM])")
-_TOKEN_UNITS = {"k": 2**10, "m": 2**20}
-
-
-def _tokens(value: object) -> object:
-    """Return the tokens of a text such as `16k`; lengths of sequences are counted in powers of two.
-
-    >>> _tokens("16k"), _tokens("1M"), _tokens("1.5K"), _tokens("0.3k")
-    (16384, 1048576, 1536, '0.3k')
-    """
-    match = _TOKEN_COUNT.fullmatch(value) if isinstance(value, str) else None
-    if match is None:
-        return value
-    count = Fraction(match[1] + (match[2] or "")) * _TOKEN_UNITS[match[3].lower()]
-    return int(count) if count.denominator == 1 else value
-
-
-Tokens = Annotated[int, BeforeValidator(_tokens)]
-"""Tokens of a sequence: an integer, or text with k (1,024) or M (1,048,576)."""
 Names = Annotated[tuple[str, ...], BeforeValidator(lambda value: _items(value, _words))]
 """Names, separated by commas or as a list."""
 Numbers = Annotated[tuple[int, ...], BeforeValidator(lambda value: _items(value, _words))]

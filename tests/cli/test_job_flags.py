@@ -18,6 +18,7 @@ from shardwright.cli.main import build_app
 from shardwright.cli.settings import resolve
 from shardwright.ds_configs.plan.out_of_memory import OutOfMemory, next_plans, out_of_memory_text
 from shardwright.ds_configs.plan.plan import Plan, PlanDoesNotFitError, make_plan
+from shardwright.ds_configs.plan.rendering import train_arguments
 from shardwright.ds_configs.search.candidates import SearchContext
 from shardwright.ds_configs.search.search import search
 from shardwright.ds_configs.specs.hardware import HardwareSpec, parse_hardware
@@ -99,6 +100,25 @@ def test_flags_make_the_same_job(job: TrainingJob, base: TrainingJob) -> None:
     assert job_from_words(_parsed("plan", words).words()) == job
     if base.method == "full" or job.method != "full":
         assert job_from_words(_parsed("plan", _changed([*words[:3], *base.flags()], job.flags(base))).words()) == job
+
+
+@pytest.mark.parametrize(
+    ("written", "tokens"),
+    [("16k", 16_384), ("128K", 131_072), ("1M", 1_048_576), ("1.5k", 1536), ("0.5m", 524_288), ("4096", 4096)],
+)
+def test_sequence_lengths_may_have_units(
+    written: str, tokens: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    assert _parsed("plan", ["m", "--seq-len", written]).seq_len == tokens
+    assert _parsed("plan", ["m", f"--seq-len={written}"]).seq_len == tokens
+    for command in (["train", "m"], ["distill", "t", "s"], ["qat", "m"]):
+        words = [*command[1:], "--dataset", "d", "--output-dir", "o", "--max-length", written]
+        assert _parsed(command[0], words).seq_len == tokens
+    file = tmp_path / "plan.yaml"
+    file.write_text(f"seq_len: {written}\n")
+    assert _parsed("plan", ["m", "--config", str(file)]).seq_len == tokens
+    monkeypatch.setenv("SHARDWRIGHT_PLAN_SEQ_LEN", written)
+    assert _parsed("plan", ["m"]).seq_len == tokens
 
 
 @given(job=JOBS, kind=st.sampled_from([TrainSettings, DistillSettings, QATSettings]))
@@ -271,6 +291,20 @@ def test_every_command_after_an_out_of_memory_error_plans_and_fits(values: dict[
             assert memory.host.peak_bytes_per_node < plan.chosen.memory.host.peak_bytes_per_node
         else:
             assert memory.gpu.allocated_bytes < plan.chosen.memory.gpu.allocated_bytes
+
+
+def test_the_command_of_a_plan_with_a_teacher_distills_the_same_job() -> None:
+    teacher, hardware = load_model_spec(LLAMA).spec, parse_hardware("4xA800", host_memory="1TB")
+    job = TrainingJob(
+        seq_len_tokens=1024, teacher=teacher, weights_dtype="bf16", strategy="fsdp2", teacher_placement="sharded"
+    )
+    plan = make_plan(load_model_spec(QWEN).spec, hardware, job)
+    words = train_arguments(plan, directory="plan")
+    own = _parsed("distill", words[2:])
+    made, names = training_job(own, read_hardware(own.hardware, host_memory=own.host_memory)), job_options(own)
+    expected = replace(plan.job, global_batch_size=plan.chosen.strategy.global_batch_size).options()
+    assert {name: made.options()[name] for name in names} == {name: expected[name] for name in names}
+    assert words[:4] == ["shardwright", "distill", teacher.name, plan.model.name]
 
 
 @pytest.mark.parametrize("has_plan", [False, True])

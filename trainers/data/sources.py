@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field
 
 from ...ds_configs.specs.errors import ConfigError, ShardwrightError, UsageError, collecting
-from ...ds_configs.specs.settings import Settings, Tokens
+from ...ds_configs.specs.settings import Settings
 from ...ds_configs.specs.texts import near_path
 from ...plugins.huggingface_hub.hub import hub_errors, hub_failure, hub_status
 
@@ -326,7 +326,7 @@ class DataSettings(Settings):
     )
     dataset_split: str = Field("train", description="Split of a Hub dataset")
     dataset_revision: str | None = Field(None, description="Branch, tag or commit of a Hub dataset")
-    seq_len: Tokens = Field(
+    seq_len: int = Field(
         512, ge=2, description="Tokens per sample (2k = 2,048); lowered by default for models with fewer positions"
     )
     packing: Packing = Field(
