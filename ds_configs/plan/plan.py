@@ -157,7 +157,7 @@ class PlanDoesNotFitError(DoesNotFitError):
         self.job = job
         self.tried = tried
         self.suggestions = suggestions
-        closest = min(tried, key=lambda candidate: candidate.memory.fullest[1] / max(1, candidate.memory.fullest[2]))
+        closest = min(tried, key=lambda candidate: candidate.memory.gpu.high_bytes)
         lines = [f"nothing fits; closest: {closest.reason}"]
         lines += [f"would fit: {suggestion}" for suggestion in suggestions]
         if not suggestions:

@@ -29,13 +29,15 @@ _VOCABULARY_MULTIPLE = 64
 _SHORTEST_SEQUENCE = 512
 
 
-Change = tuple[HardwareSpec, TrainingJob]
+Pair = tuple[HardwareSpec, TrainingJob]
 """The changed hardware and job."""
+Change = tuple[str, HardwareSpec, TrainingJob]
+"""The options of a change, the changed hardware and job."""
 
 
-def change_flags(hardware: HardwareSpec, job: TrainingJob, change: Change) -> str:
+def change_flags(hardware: HardwareSpec, job: TrainingJob, pair: Pair) -> str:
     """Return the options to add to a command that plans a job on a hardware, to plan a change of them."""
-    other, changed_job = change
+    other, changed_job = pair
     options, known = other.options(), hardware.options()
     if other.file and other.file == hardware.file and other.world_size != hardware.world_size:
         return f"nodes: {other.nodes} and gpus_per_node: {other.gpus_per_node} in the hardware file"
@@ -69,7 +71,7 @@ def cheapest_changes(context: SearchContext) -> tuple[Suggestion, ...]:
     suggestions: list[Suggestion] = []
 
     def fits(change: Change) -> bool:
-        cluster, changed = change
+        _, cluster, changed = change
         try:
             return anything_fits(replace(context, hardware=cluster, job=changed))
         except ShardwrightError:
@@ -77,7 +79,7 @@ def cheapest_changes(context: SearchContext) -> tuple[Suggestion, ...]:
 
     hardware, job = context.hardware, context.job
     more_memory = [(_with_host_memory(hardware, hardware.host_bytes_per_node * 2**power), job) for power in range(1, 5)]
-    kinds: list[tuple[Iterable[Change], int]] = [
+    kinds: list[tuple[Iterable[Pair], int]] = [
         (_automatic_settings(hardware, job), 1),
         (_chunked_loss_or_smaller_teacher(hardware, job), 1),
         (_shorter_sequences(hardware, job), 1),
@@ -89,20 +91,21 @@ def cheapest_changes(context: SearchContext) -> tuple[Suggestion, ...]:
         (_smallest_adapters(hardware, job), 1),
         (_other_clusters(hardware, job), _MOST),
     ]
-    for changes, most in kinds:
+    for pairs, most in kinds:
         limit = min(_MOST, len(suggestions) + most)
         if len(suggestions) == limit:
             continue
-        for change in _fitting(changes, fits):
+        changes = ((change_flags(hardware, job, pair), *pair) for pair in pairs)
+        for change, changed_hardware, changed_job in _fitting(changes, fits):
             try:
-                outcome = search(replace(context, hardware=change[0], job=change[1]), compare=False)
+                outcome = search(replace(context, hardware=changed_hardware, job=changed_job), compare=False)
             except ShardwrightError:
                 continue
             if outcome.chosen is not None:
                 gpu = outcome.chosen.memory.gpu
                 suggestions.append(
                     Suggestion(
-                        change=change_flags(hardware, job, change),
+                        change=change,
                         strategy=display_name(outcome.chosen.strategy),
                         high_bytes=gpu.high_bytes,
                         capacity_bytes=gpu.capacity_bytes,
@@ -123,8 +126,8 @@ def _fitting(changes: Iterable[Change], fits: Callable[[Change], bool]) -> Itera
     failed: list[HardwareSpec] = []
     remaining = list(changes)
     for index, change in enumerate(remaining):
-        cluster, job = change
-        last = remaining[-1][0]
+        _, cluster, job = change
+        last = remaining[-1][1]
         grows = job.global_batch_size is None and cluster != last
         if index == 1 and grows and not fits(remaining[-1]):
             failed.append(last)
@@ -201,7 +204,7 @@ def _padded_vocabulary(chosen: Evaluated, model: ModelSpec, hardware: HardwareSp
     return [Offer(change=change, times_faster=ratio, strategy=display_name(chosen.strategy))]
 
 
-def _automatic_settings(hardware: HardwareSpec, job: TrainingJob) -> Iterator[Change]:
+def _automatic_settings(hardware: HardwareSpec, job: TrainingJob) -> Iterator[Pair]:
     """Yield each fixed setting set to auto, then all of them together."""
     fields: dict[str, Any] = {
         "gradient_checkpointing": "auto",
@@ -219,7 +222,7 @@ def _automatic_settings(hardware: HardwareSpec, job: TrainingJob) -> Iterator[Ch
         yield hardware, replace(job, **fixed)
 
 
-def _chunked_loss_or_smaller_teacher(hardware: HardwareSpec, job: TrainingJob) -> Iterator[Change]:
+def _chunked_loss_or_smaller_teacher(hardware: HardwareSpec, job: TrainingJob) -> Iterator[Pair]:
     if job.teacher is None:
         if job.loss != "chunked":
             yield hardware, replace(job, loss="chunked")
@@ -229,7 +232,7 @@ def _chunked_loss_or_smaller_teacher(hardware: HardwareSpec, job: TrainingJob) -
             yield hardware, replace(job, teacher_placement=placement)
 
 
-def _shorter_sequences(hardware: HardwareSpec, job: TrainingJob) -> Iterator[Change]:
+def _shorter_sequences(hardware: HardwareSpec, job: TrainingJob) -> Iterator[Pair]:
     unit = 2 * hardware.world_size
     rounded = job.seq_len_tokens // unit * unit
     length = job.seq_len_tokens
@@ -243,7 +246,7 @@ def _shorter_sequences(hardware: HardwareSpec, job: TrainingJob) -> Iterator[Cha
         length //= 2
 
 
-def _smaller_states(hardware: HardwareSpec, job: TrainingJob) -> Iterator[Change]:
+def _smaller_states(hardware: HardwareSpec, job: TrainingJob) -> Iterator[Pair]:
     """Yield 8-bit states, then bf16 weights, then the optimizers of `--optimizer auto`."""
     if job.method != "full":
         return
@@ -258,14 +261,14 @@ def _smaller_states(hardware: HardwareSpec, job: TrainingJob) -> Iterator[Change
         )
 
 
-def _adapters(hardware: HardwareSpec, job: TrainingJob) -> Iterator[Change]:
+def _adapters(hardware: HardwareSpec, job: TrainingJob) -> Iterator[Pair]:
     if job.method == "full":
         yield hardware, replace(job, method="lora")
     if job.method != "qlora":
         yield hardware, replace(job, method="qlora")
 
 
-def _more_accelerators(hardware: HardwareSpec, job: TrainingJob) -> Iterator[Change]:
+def _more_accelerators(hardware: HardwareSpec, job: TrainingJob) -> Iterator[Pair]:
     nodes, gpus = hardware.nodes, hardware.gpus_per_node
     while nodes * gpus < _LARGEST_WORLD:
         if gpus < 8:
@@ -278,7 +281,7 @@ def _more_accelerators(hardware: HardwareSpec, job: TrainingJob) -> Iterator[Cha
             yield larger, job
 
 
-def _larger_accelerators(hardware: HardwareSpec, job: TrainingJob) -> Iterator[Change]:
+def _larger_accelerators(hardware: HardwareSpec, job: TrainingJob) -> Iterator[Pair]:
     prefix = f"{hardware.nodes}x" if hardware.nodes > 1 else ""
     for memory, gpu in sorted(_memories().items()):
         if memory * 2**30 > hardware.gpu_bytes * 1.02:
@@ -304,7 +307,7 @@ def _with_host_memory(hardware: HardwareSpec, size: int) -> HardwareSpec:
     return replace(hardware, host_bytes_per_node=size, assumed=assumed)
 
 
-def _smallest_adapters(hardware: HardwareSpec, job: TrainingJob) -> Iterator[Change]:
+def _smallest_adapters(hardware: HardwareSpec, job: TrainingJob) -> Iterator[Pair]:
     """Yield QLoRA with chunked loss and ever shorter sequences."""
     length = job.seq_len_tokens
     while length >= _SHORTEST_SEQUENCE:
@@ -313,7 +316,7 @@ def _smallest_adapters(hardware: HardwareSpec, job: TrainingJob) -> Iterator[Cha
         length //= 2
 
 
-def _other_clusters(hardware: HardwareSpec, job: TrainingJob) -> Iterator[Change]:
+def _other_clusters(hardware: HardwareSpec, job: TrainingJob) -> Iterator[Pair]:
     """Yield clusters of known accelerators by total memory, the smallest first."""
     sizes = [(1, 1), (1, 2), (1, 4), (1, 8), (2, 8), (4, 8), (8, 8), (16, 8), (32, 8), (64, 8)]
     kinds = {gpu: memory for memory, gpu in _memories().items() if gpu != "CPU"}
