@@ -118,10 +118,29 @@ def test_names_are_never_completed(gpu: str) -> None:
 
 @pytest.mark.parametrize(
     "name",
-    (
-        "B20 A4 B300A H10 L4S H100-96GB A10-48GB RTX4070Ti RTX3090Ti RTX5090D RTXA5000 RTX6000 RTXPRO6000Server H20-3e "
-        "MI300 MI350X MI300A V100S A100X GB200 Gaudi"
-    ).split(),
+    [
+        "B20",
+        "A4",
+        "B300A",
+        "H10",
+        "L4S",
+        "H100-96GB",
+        "A10-48GB",
+        "RTX4070Ti",
+        "RTX3090Ti",
+        "RTX5090D",
+        "RTXA5000",
+        "RTX6000",
+        "RTXPRO6000Server",
+        "H20-3e",
+        "MI300",
+        "MI350X",
+        "MI300A",
+        "V100S",
+        "A100X",
+        "GB200",
+        "Gaudi",
+    ],
 )
 def test_unknown_devices_are_errors_with_candidates(name: str) -> None:
     with pytest.raises(UsageError, match=r"is not in the catalog of accelerators; nearest: .*YAML file"):
