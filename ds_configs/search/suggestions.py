@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any
 
 from ..specs.errors import ShardwrightError
@@ -83,7 +84,7 @@ def cheapest_changes(context: SearchContext) -> tuple[Suggestion, ...]:
         (_automatic_settings(hardware, job), 1),
         (_chunked_loss_or_smaller_teacher(hardware, job), 1),
         (_shorter_sequences(hardware, job), 1),
-        (_smaller_states(hardware, job), 1),
+        (chain(_smaller_states(hardware, job), _smaller_weights(hardware, job)), 1),
         (_adapters(hardware, job), 1),
         (_more_accelerators(hardware, job), 1),
         (_larger_accelerators(hardware, job), 1),
@@ -247,14 +248,17 @@ def _shorter_sequences(hardware: HardwareSpec, job: TrainingJob) -> Iterator[Pai
 
 
 def _smaller_states(hardware: HardwareSpec, job: TrainingJob) -> Iterator[Pair]:
-    """Yield 8-bit states, then bf16 weights, then the optimizers of `--optimizer auto`."""
+    if job.method == "full" and job.optimizer in ("adamw_torch_fused", "adamw_torch"):
+        yield hardware, replace(job, optimizer="adamw_8bit")
+
+
+def _smaller_weights(hardware: HardwareSpec, job: TrainingJob) -> Iterator[Pair]:
+    """Yield bf16 weights, then the optimizers that `--optimizer auto` would select for speed too."""
     if job.method != "full":
         return
-    if job.optimizer in ("adamw_torch_fused", "adamw_torch"):
-        yield hardware, replace(job, optimizer="adamw_8bit")
     if job.weights_dtype != "bf16":
         yield hardware, replace(job, weights_dtype="bf16")
-    for step in ORDER[1:]:
+    for step in (step for step in ORDER[1:] if not step.only_to_fit):
         yield (
             hardware,
             replace(job, optimizer=step.optimizer, weights_dtype=step.weights_dtype, optim_args=step.optim_args),
