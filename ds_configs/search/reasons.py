@@ -142,6 +142,11 @@ def _preference(best: Candidate, context: SearchContext, rows: Sequence[Candidat
     pipelines = [row for row in faster if row.strategy.pp > 1 and strategy.pp == 1]
     offloading = [row for row in faster if _only_offload_differs(row, best) and row not in pipelines]
     near = [row for row in faster if row not in pipelines and row not in offloading]
+    # Others are named only if they are faster than the layout that is compared with.
+    named = (near[0] if near else best).tokens_per_second
+    pipelines, offloading = (
+        [row for row in group if row.tokens_per_second > named] for group in (pipelines, offloading)
+    )
     layouts = f"layout{' without offload' if offloading else ''}{' that a stock Trainer runs' if pipelines else ''}"
     if near:
         gain, name = _percent(near[0], best), display_name(near[0].strategy)
