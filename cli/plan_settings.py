@@ -150,7 +150,9 @@ class JobSettings(KernelSettings, LayoutSettings, TeacherPlacementSettings, Trai
 
     group = "Training"
 
-    seq_len: int | None = Field(None, description="Sequence length in tokens. Default: 4096, or the model's maximum")
+    seq_len: int | None = Field(
+        None, description="Tokens of a sequence (16k = 16,384). Default: 4096, or the model's maximum"
+    )
     num_processes: int | None = Field(None, ge=1, description="Accelerators, if --hardware names only their type")
     precision: Precision = Field(
         "bf16", description="Compute precision, with fp32 master weights; fp8 needs Ada or later"

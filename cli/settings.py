@@ -25,6 +25,8 @@ from cyclopts.config import Env
 from cyclopts.exceptions import MissingArgumentError, UnknownCommandError, UnknownOptionError
 
 from ..ds_configs.specs.errors import ConfigError, InputError, UsageError
+from ..ds_configs.specs.synonyms import HUGGING_FACE_NAMES, command_meant, meanings, meant, suggested
+from ..ds_configs.specs.units import token_count
 
 PREFIX = "SHARDWRIGHT_"
 NOT_SETTINGS = frozenset(
@@ -32,15 +34,8 @@ NOT_SETTINGS = frozenset(
 )
 """Environment variables that are no setting of a command."""
 
-HUGGING_FACE_NAMES: Mapping[str, tuple[str, ...]] = {
-    "micro_batch_size": ("per-device-train-batch-size",),
-    "epochs": ("num-train-epochs",),
-    "seq_len": ("max-length", "max-seq-length"),
-    "lora_rank": ("lora-r",),
-    "lora_targets": ("lora-target-modules",),
-    "optimizer": ("optim",),
-}
-"""Names of options in `TrainingArguments`, TRL and PEFT that are accepted too, where the meaning is the same."""
+_TOKEN_COUNTS = frozenset({"seq_len", "max_length", "max_seq_length", "max_model_len"})
+"""Options with the length of a sequence, which may be written as 16k (16,384) or 1M."""
 _PRECISION_SWITCHES = ("--bf16", "--fp16")
 """Switches of `TrainingArguments` for two values of --precision."""
 _HEADINGS = ("Data", "Hardware", "Training", "Parallel layout", "Objective", "Guards")
@@ -67,6 +62,11 @@ def command_line() -> str:
     """Return the command line without directories of absolute paths; empty when a Python program calls."""
     stated = arguments()
     return shlex.join(["shardwright", *map(_without_directory, stated)]) if stated else ""
+
+
+def full_command_line() -> str:
+    """Return the command line as it was called; empty when a Python program calls."""
+    return shlex.join(["shardwright", *arguments()]) if arguments() else ""
 
 
 def arguments() -> tuple[str, ...]:
@@ -140,6 +140,9 @@ class Sources(Env):
         for name, argument in options.items():
             if get_origin(argument.hint) is dict:
                 self._read_mappings(name, argument)
+        for name in _TOKEN_COUNTS & options.keys():
+            argument = options[name]
+            argument.tokens = [token.evolve(value=token_count(token.value)) for token in argument.tokens]
         for root in arguments:
             # Cyclopts builds a group of options only if one of them has a value.
             if not root.keys and root.children and not root.has_tokens:
@@ -223,8 +226,6 @@ def resolve(app: App, tokens: Sequence[str]) -> tuple[Callable[..., Any], BoundA
     except CycloptsError as error:
         error.verbose = False
         if isinstance(error, UnknownCommandError) and error.unused_tokens:
-            from ..ds_configs.specs.synonyms import command_meant
-
             unknown = error.unused_tokens[0]
             near = command_meant(unknown, [name for name in app if not name.startswith("-")])
             fix = f"did you mean {near}?" if near else "see shardwright --help"
@@ -347,7 +348,6 @@ def _unused_errors(
     if not flags:
         return [ConfigError(where=token, rule="is an unexpected argument") for token in (unused or ())[:1]]
     from ..ds_configs.specs.settings import not_covered
-    from ..ds_configs.specs.synonyms import meant, suggested
 
     errors, others = [], None
     for flag in flags:
@@ -371,7 +371,6 @@ def _options_of_others(app: App, command: str) -> dict[str, dict[str, Argument]]
 
 def _for_other_commands(others: Mapping[str, Mapping[str, Argument]], flag: str) -> str:
     """Return the fix for an option of other commands, by its name or one with its meaning; empty if none has it."""
-    from ..ds_configs.specs.synonyms import meanings
 
     for name in meanings(flag):
         owners = [other for other, options in others.items() if name in options]
@@ -389,7 +388,7 @@ def grouped(kind: Kind) -> Kind:
         tokens = -1 if get_origin(field.annotation) is dict else None
         option, opposite = name.replace("_", "-"), (field.json_schema_extra or {}).get("negative")
         negative = [f"--{opposite}", f"--no-{option}"] if opposite else None
-        alias = [f"--{other}" for other in HUGGING_FACE_NAMES.get(name, ())]
+        alias = [f"--{other.replace('_', '-')}" for other in HUGGING_FACE_NAMES.get(name, ())]
         field.metadata.append(
             Parameter(group=_heading(groups[name]), n_tokens=tokens, negative=negative, alias=alias or None)
         )

@@ -303,9 +303,12 @@ def _alternatives_table(plan: Plan, *, columns: int, rows: int | None = None) ->
         if strategy.gradient_checkpointing and strategy.keeps_products:
             recomputation = "selective"
         change = 100 * (candidate.time.tokens_per_second / plan.chosen.time.tokens_per_second - 1)
-        verdict = f"{change:+.1f} %" if memory.fits else "too large"
+        verdict = f"{change:+.1f} %" if memory.lacks is None else "too large"
+        if memory.lacks is not None and not medium:
+            verdict += f" ({memory.lacks})"
         name = display_name(strategy) + (" (analysis only)" if candidate.analysis_only else "")
-        speed = f"{candidate.time.tokens_per_second:,.0f}" if memory.fits else "-"
+        # A layout that is too large has no speed, but a memory that is too small.
+        speed = memory.lacks or f"{candidate.time.tokens_per_second:,.0f}"
         table.add_row(
             name,
             *([str(strategy.micro_batch_size), recomputation] if wide else []),

@@ -27,7 +27,7 @@ from .machines import (
 )
 from .options import TrainingOptions
 from .progress import Bar, LinesAtTimes, note, progress_on_stderr
-from .settings import command_line
+from .settings import command_line, full_command_line
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -83,6 +83,7 @@ def launched_command(
         place=None if options.dry_run or errors else machines.place(),
         check_nodes=machines.check_nodes,
         command=command_line(),
+        full_command=full_command_line(),
     )
     prepared = None
     # Some libraries log to stdout, which is for results only.

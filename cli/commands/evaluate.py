@@ -35,7 +35,9 @@ class EvaluateOptions(ReportOptions):
     chat_template: str | None = Field(
         None, description="Jinja file, or alpaca, chatml, llama3, zephyr. Default: the tokenizer's"
     )
-    seq_len: int | None = Field(None, description="Window length in tokens. Default: 2048, or the model's maximum")
+    seq_len: int | None = Field(
+        None, description="Tokens of a window (2k = 2,048). Default: 2048, or the model's maximum"
+    )
     stride: int | None = Field(None, description="Tokens between the starts of two windows. Default: --seq-len")
     num_samples: int = Field(64, description="Windows to read, from the start of the text")
     batch_size: int = Field(4, description="Windows per batch; does not change results")

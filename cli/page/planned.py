@@ -22,6 +22,7 @@ from ...ds_configs.specs.errors import ConfigError, UsageError, collecting
 from ...ds_configs.specs.hardware import HardwareSpec, hardware_from_mapping, parse_hardware, parse_overrides
 from ...ds_configs.specs.model import ModelSpec
 from ...plugins.huggingface_hub.hub import ModelSource, read_hub_source
+from ...plugins.planning.from_names import job_from_words
 from ...plugins.planning.from_names import plan as select_plan
 from ...plugins.planning.models import LoadedModel, model_from_source
 from ...plugins.releases import transformers_release
@@ -86,7 +87,12 @@ def planned(settings: PageSettings, *, offers: bool = True) -> Planned:
 
 
 def offered(result: Planned) -> Planned:
-    plan = with_offers(result.plan)
+    if result.settings.teacher:
+        return result
+    requested = job_from_words(
+        {"seq_len": result.plan.job.seq_len_tokens} | result.settings.words(hardware_is_read=True)
+    )
+    plan = with_offers(result.plan, requested)
     return replace(result, plan=plan, files=_files(plan, result.settings)) if plan.offers else result
 
 

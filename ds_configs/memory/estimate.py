@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import ceil
-from typing import Any
+from typing import Any, Literal
 
 from ..specs.errors import ConfigError, UsageError
 from ..specs.hardware import HardwareSpec, gpu_catalog
@@ -610,7 +610,11 @@ def loading_terms(
     """Return host bytes of one node while a checkpoint is loaded, which no batch or recomputation changes."""
     ranks, width = hardware.gpus_per_node, job.compute_bytes
     if job.method == "qlora":
-        loaded = ranks * parameters.frozen_bytes
+        # Transformers reads and quantizes one tensor of the checkpoint after the other on the accelerator
+        # (core_model_loading.py:1623). Every rank quantizes what an engine shards in host memory
+        # (plugins/bitsandbytes.py, `on_host`).
+        shards = strategy.engine == "fsdp2" or strategy.zero_stage == 3
+        loaded = ranks * (width * model.largest_stored_tensor + (parameters.frozen_bytes if shards else 0))
     elif strategy.zero_stage == 3:
         # ZeRO-3 copies from memory-mapped files module by module (transformers/modeling_utils.py:4397), except for
         # experts that are fused during loading, which the first rank materializes (first_rank_loading.py).
@@ -791,11 +795,26 @@ class MemoryEstimate:
 
     @property
     def fits(self) -> bool:
-        return (
-            self.gpu.fits
-            and self.host.peak_bytes_per_node <= self.host.capacity_bytes_per_node
-            and self.host.nvme_bytes_per_node <= self.nvme_capacity_bytes_per_node
+        return self.lacks is None
+
+    @property
+    def lacks(self) -> Literal["GPU", "host", "NVMe"] | None:
+        """The memory that is too small, the accelerator's first; `None` if the layout fits."""
+        if not self.gpu.fits:
+            return "GPU"
+        if self.host.peak_bytes_per_node > self.host.capacity_bytes_per_node:
+            return "host"
+        return "NVMe" if self.host.nvme_bytes_per_node > self.nvme_capacity_bytes_per_node else None
+
+    @property
+    def fullest(self) -> tuple[str, int, int]:
+        """The memory that is fullest in relation to its size, in words, with needed bytes and size."""
+        sizes = (
+            ("GPU memory", self.gpu.high_bytes, self.gpu.capacity_bytes),
+            ("host memory per node", self.host.peak_bytes_per_node, self.host.capacity_bytes_per_node),
+            ("NVMe per node", self.host.nvme_bytes_per_node, self.nvme_capacity_bytes_per_node),
         )
+        return max(sizes, key=lambda size: size[1] / max(1, size[2]))
 
 
 def estimate_memory(

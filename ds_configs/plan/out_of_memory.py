@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,6 +13,8 @@ from ..search.search import Evaluated, search
 from ..specs.errors import ShardwrightError
 from ..specs.job import AXIS_FIELDS, TrainingJob
 from ..specs.layout import Layout
+from ..specs.synonyms import HUGGING_FACE_NAMES
+from ..specs.texts import flag_words
 from ..specs.units import gigabytes
 from .plan import Plan
 
@@ -21,7 +23,10 @@ FIRST_WORDS = "out of memory in phase"
 _MOST_TERMS = 6
 _OVERHEADS = ("allocator_fragmentation", "runtime_context", "communicators")
 """Terms of device memory that are no tensors."""
-_LAYOUT_OPTIONS = ("--micro-batch-size", "--gradient-checkpointing", "--strategy", "--offload", "--global-batch-size")
+_LAYOUT_OPTIONS = {"micro_batch_size", "gradient_checkpointing", "strategy", "offload", "global_batch_size", "loss"}
+_LAYOUT_OPTIONS |= {"tiled_mlp", "offload_activations", "teacher_placement", *AXIS_FIELDS}
+_OPTIMIZER_OPTIONS = {"optimizer", "optim_args", "weights_dtype"}
+"""With `--optimizer auto`, the planner has chosen them for the layout."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,18 +51,7 @@ class NextPlan:
 
     evaluated: Evaluated
     job: TrainingJob
-
-    @property
-    def flags(self) -> str:
-        """The options of `shardwright plan` and `train` that select it."""
-        values: dict[str, Any] = {
-            "strategy": self.job.strategy,
-            "micro_batch_size": self.job.micro_batch_size,
-            "global_batch_size": self.job.global_batch_size,
-            "gradient_checkpointing": self.job.gradient_checkpointing,
-            "offload": self.job.offload,
-        } | {field: getattr(self.job, field) for field in AXIS_FIELDS if (getattr(self.job, field) or 1) > 1}
-        return " ".join(f"--{name.replace('_', '-')} {value}" for name, value in values.items())
+    """The job with every setting of the layout."""
 
 
 def next_plans(plan: Plan, failure: OutOfMemory) -> list[NextPlan]:
@@ -65,12 +59,13 @@ def next_plans(plan: Plan, failure: OutOfMemory) -> list[NextPlan]:
 
     The planner gets a lower limit: the run has shown that the tensors of its layout need more than there is. A layout
     must need fewer bytes of tensors than the layout that failed, and than the rank could allocate; where the host ran
-    out of memory, less host memory.
+    out of memory, less host memory. Each job selects its layout also without the lower limit.
     """
     gpu, host = plan.chosen.memory.gpu, plan.chosen.memory.host
-    allowed = gpu.capacity_bytes
+    allowed, least_host = gpu.capacity_bytes, host.capacity_bytes_per_node
     if failure.on_host:
-        hardware = replace(plan.hardware, host_bytes_per_node=host.peak_bytes_per_node - 1)
+        least_host = host.peak_bytes_per_node - 1
+        hardware = replace(plan.hardware, host_bytes_per_node=least_host)
     else:
         allowed = min(gpu.allocated_bytes - 1, failure.limit_bytes or gpu.allocated_bytes)
         lower = max(1, gpu.high_bytes - (gpu.allocated_bytes - allowed))
@@ -78,40 +73,52 @@ def next_plans(plan: Plan, failure: OutOfMemory) -> list[NextPlan]:
     plans: list[NextPlan] = []
     for alternatives in _changed_jobs(plan):
         for job in alternatives:
-            try:
-                evaluated = search(SearchContext(model=plan.model, hardware=hardware, job=job)).chosen
-            except ShardwrightError:
+            context = SearchContext(model=plan.model, hardware=hardware, job=job)
+            if (lean := _chosen(context)) is None:
                 continue
-            if evaluated is not None and evaluated.memory.gpu.allocated_bytes <= allowed:
-                plans.append(NextPlan(evaluated=evaluated, job=job))
+            fixed = layout_job(job, lean)
+            evaluated = _chosen(replace(context, hardware=plan.hardware, job=fixed))
+            if evaluated is None or evaluated.memory.host.peak_bytes_per_node > least_host:
+                continue
+            if evaluated.memory.gpu.allocated_bytes <= allowed:
+                plans.append(NextPlan(evaluated=evaluated, job=fixed))
                 break
     return sorted(plans, key=lambda next_plan: -next_plan.evaluated.time.tokens_per_second)
 
 
+def _chosen(context: SearchContext) -> Evaluated | None:
+    try:
+        return search(context, compare=False).chosen
+    except ShardwrightError:
+        return None
+
+
+def layout_job(job: TrainingJob, evaluated: Evaluated) -> TrainingJob:
+    """Return the job with every setting of a layout, where options can express it."""
+    layout = evaluated.strategy
+    changed: dict[str, Any] = {field: layout.axes.get(axis, 1) for field, axis in AXIS_FIELDS.items()}
+    if evaluated.teacher is not None:
+        changed["teacher_placement"] = evaluated.teacher.placement
+    recomputation = "selective" if layout.keeps_products else "on" if layout.gradient_checkpointing else "off"
+    changed |= {
+        "strategy": layout.strategy_name,
+        "micro_batch_size": layout.micro_batch_size,
+        "global_batch_size": layout.global_batch_size,
+        "gradient_checkpointing": recomputation,
+        "offload": layout.offload_name,
+        "loss": evaluated.loss,
+        "tiled_mlp": "on" if layout.tiled_mlp else "off",
+        "offload_activations": "on" if layout.offloaded_checkpoints else "off",
+        "objective": "throughput",
+    }
+    return replace(job, **changed)
+
+
 def _changed_jobs(plan: Plan) -> Iterator[list[TrainingJob]]:
-    """Yield alternatives of each kind of change, the smallest change first; every setting is explicit."""
-    layout = plan.chosen.strategy
-    data_ranks = plan.hardware.world_size
-    for axis in ("tp", "pp", "sp", "cp"):
-        data_ranks //= layout.axes.get(axis, 1)
-    axes: dict[str, Any] = {field: layout.axes.get(axis, 1) for field, axis in AXIS_FIELDS.items()}
-    without_axes: dict[str, Any] = dict.fromkeys(AXIS_FIELDS, 1)
-    name: Any = layout.label.partition("+")[0]
-    offload: Any = "none"
-    if layout.offload_optimizer != "none":
-        offload = "cpu-all" if layout.offload_param == "cpu" else layout.offload_optimizer
-    if layout.offload_variant != "none":
-        offload = layout.offload_variant
-    same = replace(
-        plan.job,
-        strategy=name,
-        micro_batch_size=layout.micro_batch_size,
-        global_batch_size=layout.micro_batch_size * layout.gradient_accumulation_steps * data_ranks,
-        gradient_checkpointing="on" if layout.gradient_checkpointing else "off",
-        offload=offload,
-        objective="throughput",
-        **axes,
-    )
+    """Yield alternatives of each kind of change, the smallest change first."""
+    layout, job = plan.chosen.strategy, plan.job
+    open_fields = ("tiled_mlp", "offload_activations", "teacher_placement")
+    same = replace(layout_job(job, plan.chosen), **{name: getattr(job, name) for name in open_fields})
     smaller = [size for size in range(layout.micro_batch_size - 1, 0, -1) if layout.micro_batch_size % size == 0]
     yield [replace(same, micro_batch_size=size) for size in smaller]
     recomputing = replace(same, gradient_checkpointing="on")
@@ -119,6 +126,7 @@ def _changed_jobs(plan: Plan) -> Iterator[list[TrainingJob]]:
     yield [recomputing, *(replace(recomputing, micro_batch_size=size) for size in smaller[-1:])]
     sizes = (layout.micro_batch_size, *smaller[-1:])
     placements = (("zero3", "none"), ("fsdp2", "none"), ("zero2", "cpu"), ("zero3", "cpu"), ("zero3", "cpu-all"))
+    without_axes: dict[str, Any] = dict.fromkeys(AXIS_FIELDS, 1)
     for strategy, kept_offload in placements:
         changed: Any = {"strategy": strategy, "offload": kept_offload} | without_axes
         base = replace(same, **changed)
@@ -129,7 +137,7 @@ def _changed_jobs(plan: Plan) -> Iterator[list[TrainingJob]]:
         ]
 
 
-def out_of_memory_text(plan: Plan, failure: OutOfMemory, command: str = "") -> str:
+def out_of_memory_text(plan: Plan, failure: OutOfMemory, command: str = "", options: Collection[str] = ()) -> str:
     """Return the message of a run that ran out of memory.
 
     Args:
@@ -137,6 +145,7 @@ def out_of_memory_text(plan: Plan, failure: OutOfMemory, command: str = "") -> s
         failure: What was measured.
         command: Command line of the run, to which the options of other plans are added; empty to print the command
             that makes each plan.
+        options: The options of a job that the run's command has.
     """
     gpu, layout = plan.chosen.memory.gpu, plan.chosen.strategy
     lines = [f"{FIRST_WORDS} {failure.phase}: {failure.error}"]
@@ -175,29 +184,38 @@ def out_of_memory_text(plan: Plan, failure: OutOfMemory, command: str = "") -> s
             needed = f"{_size(memory.host.peak_bytes_per_node)} of host memory"
         speed = f"{alternative.evaluated.time.tokens_per_second:,.0f} tokens/s"
         lines.append(f"  {_settings(alternative.evaluated.strategy)}: {needed}, {speed}")
-        lines.append(f"    {_command(plan, alternative, command)}")
+        lines.append(f"    {_command(plan, alternative.job, command, options)}")
     return "\n".join(lines)
 
 
-def _command(plan: Plan, next_plan: NextPlan, command: str) -> str:
+def _command(plan: Plan, job: TrainingJob, command: str, options: Collection[str]) -> str:
     if not command:
-        job = next_plan.job
-        words = [plan.model.name, "--hardware", plan.hardware.name, "--seq-len", str(job.seq_len_tokens)]
-        words += ["--precision", job.precision, "--optimizer", job.optimizer, "--method", job.method]
-        words += ["--torch-compile"] * job.torch_compile + ["--use-liger-kernel"] * job.use_liger_kernel
-        if job.method != "full":
-            words += ["--lora-rank", str(job.lora_rank), "--lora-targets", ",".join(job.lora_targets)]
-        return f"shardwright plan {shlex.join(words)} {next_plan.flags} --output-dir plan --force"
-    options = {*_LAYOUT_OPTIONS, *(f"--{field.replace('_', '-')}" for field in AXIS_FIELDS)}
+        words = ["shardwright", "plan", plan.model.name]
+        words += [] if plan.model.revision is None else ["--revision", plan.model.revision]
+        return shlex.join(
+            [*words, *flag_words(plan.hardware.options()), *job.flags(), "--output-dir", "plan", "--force"]
+        )
+    words = shlex.split(command)
+    has_plan = any(word.partition("=")[0] == "--plan" for word in words)
+    # The command has its other settings already, from any source, unless its plan had them.
+    replaced = set(options) if has_plan else set(options) & (_LAYOUT_OPTIONS | _OPTIMIZER_OPTIONS)
+    names = {"plan", *replaced, *(other for name in replaced for other in HUGGING_FACE_NAMES.get(name, ()))}
     kept: list[str] = []
-    skip = False
-    for word in shlex.split(command):
-        if not skip and word.partition("=")[0] not in options:
+    skips = False
+    for word in words:
+        option, sign, _ = word.partition("=")
+        is_replaced = option.startswith("--") and option[2:].replace("-", "_") in names
+        if not (is_replaced or skips):
             kept.append(word)
-        skip = word in options
+        skips = is_replaced and not sign
     if "--resume" not in kept and "--force" not in kept:
         kept.append("--force")
-    return f"{shlex.join(kept)} {next_plan.flags}"
+    stated = {name: text for name, text in plan.hardware.options().items() if has_plan and name != "num_processes"}
+    return shlex.join([*kept, *flag_words(stated), *job.flags(None if has_plan else _OPEN, of=replaced)])
+
+
+_OPEN = TrainingJob(optimizer="auto")
+"""A job whose layout and optimizer are open."""
 
 
 def _settings(layout: Layout) -> str:

@@ -205,13 +205,18 @@ def make_plan(
         activations="stored" if activations_are_stored(model, outcome.job, outcome.chosen.strategy) else "upper bound",
         learned_from=() if known is None else known.runs,
     )
-    return with_offers(plan) if offers else plan
+    return with_offers(plan, job) if offers else plan
 
 
-def with_offers(plan: Plan) -> Plan:
+def with_offers(plan: Plan, requested: TrainingJob) -> Plan:
+    """Return a plan with its offers, as changes of the requested job, of which the plan has chosen the open fields."""
     # Changes are compared as predicted, without the correction of measured runs.
     chosen = replace(plan.chosen, time=published_time(plan.chosen.time))
-    return replace(plan, offers=faster_changes(chosen, plan.model, plan.hardware, plan.job))
+    names = ("optimizer", "optim_args", "weights_dtype") if requested.optimizer == "auto" else ()
+    job = replace(requested, **{name: getattr(plan.job, name) for name in names})
+    return replace(
+        plan, offers=faster_changes(chosen, SearchContext(model=plan.model, hardware=plan.hardware, job=job))
+    )
 
 
 def tuned_plan(plan: Plan, trials: tuple[Trial, ...]) -> Plan:
@@ -389,16 +394,38 @@ def plan_from_dict(data: object, *, source: str) -> Plan:
             "learned_from": data.get("learned_from", []),
         }
         plan: Plan = TypeAdapter(Plan).validate_python(values)
-        return plan
-    except (ValidationError, KeyError, TypeError, AttributeError) as error:
-        detail = str(error).splitlines()[0] if not isinstance(error, KeyError) else f"missing {error}"
-        raise RefusedInputError(
-            ConfigError(
-                where=source,
-                rule=f"is not a plan that this version wrote ({detail})",
-                fix="run `shardwright plan` again",
+        # Keys of another release that are ignored would change the run.
+        unknown = _unknown_keys(data, plan_to_dict(plan))
+        if not unknown:
+            return plan
+        detail = f"unknown {', '.join(unknown[:3])}"
+    except ValidationError as error:
+        detail = "; ".join(
+            f"{'.'.join(map(str, item['loc']))}: {item['msg']}" for item in error.errors(include_url=False)[:3]
+        )
+    except KeyError as error:
+        detail = f"missing {error}"
+    except (TypeError, AttributeError, ValueError) as error:
+        detail = str(error).partition("\n")[0]
+    writer = data["versions"].get("shardwright") if isinstance(data.get("versions"), dict) else None
+    by = f"shardwright {writer} did; " if isinstance(writer, str) and writer.isprintable() else ""
+    rule = f"is not a plan that this version wrote ({by}{detail})"
+    raise RefusedInputError(ConfigError(where=source, rule=rule, fix="run `shardwright plan` again"))
+
+
+def _unknown_keys(data: object, known: object, path: str = "") -> list[str]:
+    """Return the keys of JSON values that other values of the same structure do not have."""
+    if isinstance(data, dict) and isinstance(known, dict):
+        return [
+            key
+            for name, value in data.items()
+            for key in (
+                _unknown_keys(value, known[name], f"{path}{name}.") if name in known else [f"{path}{str(name)[:40]!r}"]
             )
-        ) from None
+        ]
+    if isinstance(data, list) and isinstance(known, list | tuple):
+        return [key for item, other in zip(data, known, strict=False) for key in _unknown_keys(item, other, path)]
+    return []
 
 
 def _evaluated_values(candidate: Mapping[str, Any]) -> dict[str, Any]:

@@ -7,7 +7,7 @@ import json
 import os
 import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,8 @@ from ..specs.job import TrainingJob
 from ..specs.layout import ZENFLOW_TOPK_RATIO, Layout, OffloadDevice
 from ..specs.model import ModelSpec
 from ..specs.optimizers import OPTIMIZERS, PREPARED_UNDER_FSDP2, parsed_optim_args
-from ..specs.texts import read_small_file, strict_json, yaml_mapping
+from ..specs.settings import TeacherPlacementSettings, TrainingSettings
+from ..specs.texts import flag_words, read_small_file, strict_json, yaml_mapping
 from ..specs.units import gigabytes
 
 MAIN_PORT = 29500
@@ -106,8 +107,16 @@ def _dataset_words(plan: LaunchSpec) -> list[str]:
     """Return the command with its models that trains on a dataset."""
     revision = [] if plan.model.revision is None else ["--revision", plan.model.revision]
     if plan.job.teacher is not None:
-        return ["distill", plan.job.teacher.name, plan.model.name, *revision]
+        job = replace(plan.job, global_batch_size=plan.chosen.strategy.global_batch_size)
+        hardware = {name: text for name, text in plan.hardware.options().items() if name != "num_processes"}
+        flags = flag_words(hardware) + job.flags(of=_DISTILL_OPTIONS)
+        return ["distill", plan.job.teacher.name, plan.model.name, *revision, *flags]
     return ["train", plan.model.name, *revision]
+
+
+_DISTILL_OPTIONS = {*TrainingSettings.model_fields, *TeacherPlacementSettings.model_fields}
+_DISTILL_OPTIONS |= {"seq_len", "precision", "method"}
+"""Options of a job that `distill` has."""
 
 
 def run_line(plan: LaunchSpec, *, directory: str = ".") -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 from ..memory.rank_parameters import Terms
 from ..specs.job import AXIS_FIELDS
@@ -51,8 +52,23 @@ def display_name(strategy: Layout) -> str:
     return " + ".join(names)
 
 
-def chosen_reason(best: Candidate, context: SearchContext, *, faster: Candidate, others: Sequence[Candidate]) -> str:
-    """Return why a layout was chosen."""
+def chosen_reason(
+    best: Candidate,
+    context: SearchContext,
+    *,
+    rows: Sequence[Candidate],
+    others: Sequence[Candidate],
+    fastest: Candidate,
+) -> str:
+    """Return why a layout was chosen.
+
+    Args:
+        best: The chosen candidate.
+        context: Hardware and requested job.
+        rows: The other layouts that the plan lists, each as a plan that requests it would have it.
+        others: All other layouts.
+        fastest: The fastest candidate that fits, the first point of the frontier.
+    """
     strategy, gpu, time, job = best.strategy, best.memory.gpu, best.time, context.job
     sizes = context.model.dimensions
     sequences = f"sequences of {job.seq_len_tokens:,} tokens"
@@ -67,13 +83,22 @@ def chosen_reason(best: Candidate, context: SearchContext, *, faster: Candidate,
     if strategy.gradient_accumulation_steps > 1:
         micro_batch += f" x {strategy.gradient_accumulation_steps}"
     sentences = [
-        f"{display_name(strategy)} is {_preference(best, context, faster)}.",
+        f"{display_name(strategy)} is {_preference(best, context, rows)}.",
         f"It reaches {time.tokens_per_second:,.0f} tokens/s ({_seconds(time.seconds)} s per step) and needs "
         f"{gigabytes(gpu.peak_bytes)} GB ({gigabytes(gpu.low_bytes)} to {gigabytes(gpu.high_bytes)}) of "
         f"{gigabytes(gpu.capacity_bytes)} GB per accelerator.",
         f"Micro-batch {micro_batch}, {_recomputation(best)}.",
         _global_batch(best),
     ]
+    if job.objective != "memory" and fastest.tokens_per_second > max(
+        row.tokens_per_second for row in (best, *rows) if row.memory.fits
+    ):
+        more = "needs more mechanisms" if _simpler(best, fastest) == "needs fewer mechanisms" else "is less simple"
+        sentences.append(
+            f"The fastest candidate, {display_name(fastest.strategy)} with micro-batch "
+            f"{fastest.strategy.micro_batch_size}, {_recomputation(fastest)}, is predicted to be "
+            f"{_percent(fastest, best)} % faster, but {more}."
+        )
     sentences += _long_sequence_gains(best)
     if low := low_utilization_reason(strategy, time, context.model, context.hardware, best.job):
         sentences.append(low)
@@ -103,7 +128,7 @@ def chosen_reason(best: Candidate, context: SearchContext, *, faster: Candidate,
 _PART_NAMES = {"compute": "computation", "network": "communication", "host": "the host"}
 
 
-def _preference(best: Candidate, context: SearchContext, faster: Candidate) -> str:
+def _preference(best: Candidate, context: SearchContext, rows: Sequence[Candidate]) -> str:
     strategy, job = best.strategy, context.job
     sizes = " with the requested sizes" if any((size or 1) > 1 for size in job.axis_sizes.values()) else ""
     if job.strategy != "auto":
@@ -112,22 +137,42 @@ def _preference(best: Candidate, context: SearchContext, faster: Candidate) -> s
         return f"the layout that needs the least memory{sizes}"
     if strategy.engine == "single":
         return "sufficient for one accelerator"
-    if best.tokens_per_second >= faster.tokens_per_second:
-        return f"the fastest layout that fits{sizes}"
-    name = display_name(faster.strategy)
-    if name == display_name(strategy):
-        name = f"the same layout with micro-batch {faster.strategy.micro_batch_size}, {_recomputation(faster)}"
-    gain = max(0.1, 100 * (faster.tokens_per_second / best.tokens_per_second - 1))
-    if _only_offload_differs(faster, best):
-        return (
-            f"the fastest layout without offload. {name} is predicted to be {gain:.1f} % faster; offload, whose speed "
-            f"is less certain, has to be {OFFLOAD_GAIN - 1:.0%} faster"
-        )
-    fewer = len(mechanisms(strategy, chunked_loss=best.job.loss == "chunked")) < len(
-        mechanisms(faster.strategy, chunked_loss=faster.job.loss == "chunked")
+    faster = [row for row in rows if row.memory.fits and row.tokens_per_second > best.tokens_per_second]
+    faster.sort(key=lambda row: -row.tokens_per_second)
+    pipelines = [row for row in faster if row.strategy.pp > 1 and strategy.pp == 1]
+    offloading = [row for row in faster if _only_offload_differs(row, best) and row not in pipelines]
+    near = [row for row in faster if row not in pipelines and row not in offloading]
+    # Others are named only if they are faster than the layout that is compared with.
+    named = (near[0] if near else best).tokens_per_second
+    pipelines, offloading = (
+        [row for row in group if row.tokens_per_second > named] for group in (pipelines, offloading)
     )
-    simpler = "needs fewer mechanisms" if fewer else "is simpler"
-    return f"within {gain:.1f} % of the fastest layout{sizes} ({name}) and {simpler}"
+    layouts = f"layout{' without offload' if offloading else ''}{' that a stock Trainer runs' if pipelines else ''}"
+    if near:
+        gain, name = _percent(near[0], best), display_name(near[0].strategy)
+        text = f"within {gain} % of the fastest {layouts}{sizes} ({name}) and {_simpler(best, near[0])}"
+    else:
+        text = f"the fastest {layouts}{'' if offloading or pipelines else ' that fits'}{sizes}"
+    if offloading:
+        text += (
+            f". {display_name(offloading[0].strategy)} is predicted to be {_percent(offloading[0], best)} % faster; "
+            f"offload, whose speed is less certain, has to be {OFFLOAD_GAIN - 1:.0%} faster"
+        )
+    return text
+
+
+def _percent(faster: Candidate, best: Candidate) -> str:
+    """Return how much faster a candidate is, in the digits of the table of alternatives."""
+    gain = 100 * (faster.time.tokens_per_second / best.time.tokens_per_second - 1)
+    return f"{gain:.1f}" if gain >= 0.05 else "0.1"
+
+
+def _simpler(best: Candidate, faster: Candidate) -> str:
+    counts = [
+        len(mechanisms(candidate.strategy, chunked_loss=candidate.job.loss == "chunked"))
+        for candidate in (best, faster)
+    ]
+    return "needs fewer mechanisms" if counts[0] < counts[1] else "is simpler"
 
 
 def _only_offload_differs(faster: Candidate, best: Candidate) -> bool:
@@ -197,9 +242,9 @@ def _too_large(strategy: Layout, others: Sequence[Candidate]) -> str:
     plain = sorted(
         (other for other in failing if not other.strategy.axes), key=lambda other: other.memory.gpu.high_bytes
     )
+    largest = ((other, other.memory.fullest) for other in same[:1] + plain[:1])
     return ", ".join(
-        f"{display_name(other.strategy)} (up to {gigabytes(other.memory.gpu.high_bytes)} GB)"
-        for other in same[:1] + plain[:1]
+        f"{display_name(other.strategy)} (up to {gigabytes(needed)} GB {kind})" for other, (kind, needed, _) in largest
     )
 
 
@@ -209,17 +254,17 @@ def rejected_reason(candidate: Candidate, best: Candidate | None) -> str:
     name, gpu, host = display_name(candidate.strategy), memory.gpu, memory.host
     if job.teacher is not None:
         name += " with the teacher " + ("as a replica" if job.teacher_placement == "replica" else job.teacher_placement)
-    if not gpu.fits:
+    if memory.lacks == "GPU":
         return (
-            f"{name} needs up to {gigabytes(gpu.high_bytes)} of {gigabytes(gpu.capacity_bytes)} GB: "
-            f"{_largest_terms(gpu.terms)}."
+            f"{name} lacks GPU memory: it needs up to {gigabytes(gpu.high_bytes)} of "
+            f"{gigabytes(gpu.capacity_bytes)} GB: {_largest_terms(gpu.terms)}."
         )
-    if host.peak_bytes_per_node > host.capacity_bytes_per_node:
+    if memory.lacks == "host":
         return (
             f"{name} needs {gigabytes(host.peak_bytes_per_node)} of {gigabytes(host.capacity_bytes_per_node)} GB "
             f"host memory per node: {_largest_terms(host.terms)}."
         )
-    if host.nvme_bytes_per_node > memory.nvme_capacity_bytes_per_node:
+    if memory.lacks == "NVMe":
         return (
             f"{name} needs {gigabytes(host.nvme_bytes_per_node)} of "
             f"{gigabytes(memory.nvme_capacity_bytes_per_node)} GB NVMe per node."
@@ -232,12 +277,14 @@ def rejected_reason(candidate: Candidate, best: Candidate | None) -> str:
     if ratio < AS_FAST and _only_offload_differs(candidate, best):
         return (
             f"{name} is predicted to be {1 / ratio:.2f} times as fast ({speed}, up to {size}). Offload, whose speed is "
-            f"less certain, has to be {OFFLOAD_GAIN - 1:.0%} faster. Request it with --offload."
+            f"less certain, has to be {OFFLOAD_GAIN - 1:.0%} faster. Request it with --offload "
+            f"{candidate.strategy.offload_name}."
         )
     if ratio < AS_FAST:
         axes = candidate.strategy.axes
         assert "pp" in axes, "only pipelines that were not requested can be faster than the chosen layout"
-        flags = [f"--{field.replace('_', '-')} {axes[axis]}" for field, axis in AXIS_FIELDS.items() if axis in axes]
+        wanted: dict[str, Any] = {field: axes[axis] for field, axis in AXIS_FIELDS.items() if axis in axes}
+        flags = replace(job, **wanted).flags(job)
         return (
             f"{name} would be {1 / ratio:.2f} times as fast ({speed}, up to {size}), but a stock Trainer cannot run a "
             f"pipeline: PipelineTrainer does. Request it with {' '.join(flags)}."

@@ -527,7 +527,11 @@ def search_one_batch(context: SearchContext, *, compare: bool = True) -> Outcome
             time=best.time,
             loss=best.job.loss,
             reason=chosen_reason(
-                best, context, faster=max(fitting, key=lambda candidate: candidate.tokens_per_second), others=others
+                best,
+                context,
+                rows=_fewer_of_each_axis(others),
+                others=others,
+                fastest=max(fitting, key=lambda candidate: candidate.tokens_per_second),
             ),
             teacher=_teacher_choice(best, requested=job.teacher_placement != "auto"),
         )

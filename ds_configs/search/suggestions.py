@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any
 
 from ..specs.errors import ShardwrightError
 from ..specs.hardware import HardwareSpec, gpu_catalog, parse_hardware, with_gpus
 from ..specs.job import AXIS_FIELDS, TrainingJob
 from ..specs.model import ModelSpec
+from ..specs.texts import flag_words
 from ..specs.units import gigabytes
 from ..step_time.estimate import estimate_step_time
-from .candidates import SearchContext
+from .candidates import SearchContext, planned_global_batch
+from .optimizer_choice import ORDER
 from .reasons import display_name
 from .search import Evaluated, anything_fits, search
 
@@ -26,8 +30,22 @@ _VOCABULARY_MULTIPLE = 64
 _SHORTEST_SEQUENCE = 512
 
 
+Pair = tuple[HardwareSpec, TrainingJob]
+"""The changed hardware and job."""
 Change = tuple[str, HardwareSpec, TrainingJob]
-"""A flag with the changed hardware and job."""
+"""The options of a change, the changed hardware and job."""
+
+
+def change_flags(hardware: HardwareSpec, job: TrainingJob, pair: Pair) -> str:
+    """Return the options to add to a command that plans a job on a hardware, to plan a change of them."""
+    other, changed_job = pair
+    options, known = other.options(), hardware.options()
+    if other.file and other.file == hardware.file and other.world_size != hardware.world_size:
+        return f"nodes: {other.nodes} and gpus_per_node: {other.gpus_per_node} in the hardware file"
+    # A name does not have what a hardware file says.
+    is_named = bool(hardware.file) and not other.file
+    differing = {name: text for name, text in options.items() if is_named or known.get(name) != text}
+    return shlex.join([*flag_words(differing), *changed_job.flags(job)])
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,7 +60,7 @@ class Suggestion:
     capacity_bytes: int
 
     def __str__(self) -> str:
-        used = f"{gigabytes(self.high_bytes)} of {gigabytes(self.capacity_bytes)} GB"
+        used = f"{gigabytes(self.high_bytes)} of {gigabytes(self.capacity_bytes)} GB GPU memory"
         return f"{self.change} ({self.strategy}, up to {used})"
 
 
@@ -61,26 +79,24 @@ def cheapest_changes(context: SearchContext) -> tuple[Suggestion, ...]:
             return False
 
     hardware, job = context.hardware, context.job
-    more_memory = [
-        (f"--host-memory {size // 2**30}GiB", replace(hardware, host_bytes_per_node=size), job)
-        for size in (hardware.host_bytes_per_node * 2**power for power in range(1, 5))
-    ]
-    kinds: list[tuple[Iterable[Change], int]] = [
+    more_memory = [(_with_host_memory(hardware, hardware.host_bytes_per_node * 2**power), job) for power in range(1, 5)]
+    kinds: list[tuple[Iterable[Pair], int]] = [
         (_automatic_settings(hardware, job), 1),
         (_chunked_loss_or_smaller_teacher(hardware, job), 1),
         (_shorter_sequences(hardware, job), 1),
-        (_smaller_states(hardware, job), 1),
+        (chain(_smaller_states(hardware, job), _smaller_weights(hardware, job)), 1),
         (_adapters(hardware, job), 1),
         (_more_accelerators(hardware, job), 1),
         (_larger_accelerators(hardware, job), 1),
         (more_memory, 1),
         (_smallest_adapters(hardware, job), 1),
-        (_other_clusters(job), _MOST),
+        (_other_clusters(hardware, job), _MOST),
     ]
-    for changes, most in kinds:
+    for pairs, most in kinds:
         limit = min(_MOST, len(suggestions) + most)
         if len(suggestions) == limit:
             continue
+        changes = ((change_flags(hardware, job, pair), *pair) for pair in pairs)
         for change, changed_hardware, changed_job in _fitting(changes, fits):
             try:
                 outcome = search(replace(context, hardware=changed_hardware, job=changed_job), compare=False)
@@ -138,31 +154,34 @@ class Offer:
         return f"{self.times_faster:.2f} times faster with {self.change} ({self.strategy})"
 
 
-def faster_changes(chosen: Evaluated, model: ModelSpec, hardware: HardwareSpec, job: TrainingJob) -> tuple[Offer, ...]:
+def faster_changes(chosen: Evaluated, context: SearchContext) -> tuple[Offer, ...]:
     """Return changes that would be faster: a padded vocabulary, 8-bit optimizer states, adapters.
 
     The latter two are tried only if memory costs the plan time (it offloads or recomputes) on up to `_LARGEST_OFFERED`
-    accelerators; on more, states are sharded so thinly that neither helps.
+    accelerators; on more, states are sharded so thinly that neither helps. `context` has the requested job.
     """
+    model, hardware, job = context.model, context.hardware, context.job
     if job.teacher is not None:
         return ()
-    offers = _padded_vocabulary(chosen, model, hardware, job)
+    offers = _padded_vocabulary(chosen, model, hardware, replace(job, loss=chosen.loss))
     if hardware.world_size > _LARGEST_OFFERED:
         return tuple(offers)
     if not chosen.strategy.gradient_checkpointing and chosen.strategy.offload_optimizer == "none":
         return tuple(offers)
     batch = chosen.strategy.global_batch_size
-    for change, _, changed in (*_smaller_states(hardware, job), *_adapters(hardware, job)):
-        # With another method, another loss may be the fastest; the batch stays the same.
-        same_batch = replace(changed, loss="auto", global_batch_size=batch)
+    for _, changed in (*_smaller_states(hardware, job), *_adapters(hardware, job)):
+        # The batch stays the same.
+        if planned_global_batch(changed, hardware.world_size) != batch:
+            changed = replace(changed, global_batch_size=batch)
         try:
-            other = search(SearchContext(model=model, hardware=hardware, job=same_batch), compare=False).chosen
+            other = search(SearchContext(model=model, hardware=hardware, job=changed), compare=False).chosen
         except ShardwrightError:
             continue
-        if other is None:
+        if other is None or other.strategy.global_batch_size != batch:
             continue
         ratio = other.time.tokens_per_second / chosen.time.tokens_per_second
         if ratio > _LEAST_GAIN:
+            change = change_flags(hardware, job, (hardware, changed))
             offers.append(Offer(change=change, times_faster=ratio, strategy=display_name(other.strategy)))
     return tuple(offers)
 
@@ -186,7 +205,7 @@ def _padded_vocabulary(chosen: Evaluated, model: ModelSpec, hardware: HardwareSp
     return [Offer(change=change, times_faster=ratio, strategy=display_name(chosen.strategy))]
 
 
-def _automatic_settings(hardware: HardwareSpec, job: TrainingJob) -> Iterator[Change]:
+def _automatic_settings(hardware: HardwareSpec, job: TrainingJob) -> Iterator[Pair]:
     """Yield each fixed setting set to auto, then all of them together."""
     fields: dict[str, Any] = {
         "gradient_checkpointing": "auto",
@@ -197,51 +216,63 @@ def _automatic_settings(hardware: HardwareSpec, job: TrainingJob) -> Iterator[Ch
         **dict.fromkeys(AXIS_FIELDS),
     }
     fixed = {field: value for field, value in fields.items() if getattr(job, field) != value}
-    flags = [f"--{field.replace('_', '-')} auto" for field in fixed]
-    for flag, (field, value) in zip(flags, fixed.items(), strict=True):
+    for field, value in fixed.items():
         change: dict[str, Any] = {field: value}
-        yield flag, hardware, replace(job, **change)
+        yield hardware, replace(job, **change)
     if len(fixed) > 1:
-        yield " ".join(flags), hardware, replace(job, **fixed)
+        yield hardware, replace(job, **fixed)
 
 
-def _chunked_loss_or_smaller_teacher(hardware: HardwareSpec, job: TrainingJob) -> Iterator[Change]:
+def _chunked_loss_or_smaller_teacher(hardware: HardwareSpec, job: TrainingJob) -> Iterator[Pair]:
     if job.teacher is None:
         if job.loss != "chunked":
-            yield "--loss chunked", hardware, replace(job, loss="chunked")
+            yield hardware, replace(job, loss="chunked")
         return
     for placement in ("cached", "quantized"):
         if job.teacher_placement != placement:
-            yield f"--teacher-placement {placement}", hardware, replace(job, teacher_placement=placement)
+            yield hardware, replace(job, teacher_placement=placement)
 
 
-def _shorter_sequences(hardware: HardwareSpec, job: TrainingJob) -> Iterator[Change]:
+def _shorter_sequences(hardware: HardwareSpec, job: TrainingJob) -> Iterator[Pair]:
     unit = 2 * hardware.world_size
     rounded = job.seq_len_tokens // unit * unit
     length = job.seq_len_tokens
     if _SHORTEST_SEQUENCE <= rounded < length:
         # Sequence and context parallelism can split this length over all ranks.
-        yield f"--seq-len {rounded}", hardware, replace(job, seq_len_tokens=rounded)
+        yield hardware, replace(job, seq_len_tokens=rounded)
         length = rounded
     length //= 2
     while length >= _SHORTEST_SEQUENCE:
-        yield f"--seq-len {length}", hardware, replace(job, seq_len_tokens=length)
+        yield hardware, replace(job, seq_len_tokens=length)
         length //= 2
 
 
-def _smaller_states(hardware: HardwareSpec, job: TrainingJob) -> Iterator[Change]:
+def _smaller_states(hardware: HardwareSpec, job: TrainingJob) -> Iterator[Pair]:
     if job.method == "full" and job.optimizer in ("adamw_torch_fused", "adamw_torch"):
-        yield "--optimizer adamw_8bit", hardware, replace(job, optimizer="adamw_8bit")
+        yield hardware, replace(job, optimizer="adamw_8bit")
 
 
-def _adapters(hardware: HardwareSpec, job: TrainingJob) -> Iterator[Change]:
+def _smaller_weights(hardware: HardwareSpec, job: TrainingJob) -> Iterator[Pair]:
+    """Yield bf16 weights, then the optimizers that `--optimizer auto` would select for speed too."""
+    if job.method != "full":
+        return
+    if job.weights_dtype != "bf16":
+        yield hardware, replace(job, weights_dtype="bf16")
+    for step in (step for step in ORDER[1:] if not step.only_to_fit):
+        yield (
+            hardware,
+            replace(job, optimizer=step.optimizer, weights_dtype=step.weights_dtype, optim_args=step.optim_args),
+        )
+
+
+def _adapters(hardware: HardwareSpec, job: TrainingJob) -> Iterator[Pair]:
     if job.method == "full":
-        yield f"--method lora --lora-rank {job.lora_rank}", hardware, replace(job, method="lora")
+        yield hardware, replace(job, method="lora")
     if job.method != "qlora":
-        yield f"--method qlora --lora-rank {job.lora_rank}", hardware, replace(job, method="qlora")
+        yield hardware, replace(job, method="qlora")
 
 
-def _more_accelerators(hardware: HardwareSpec, job: TrainingJob) -> Iterator[Change]:
+def _more_accelerators(hardware: HardwareSpec, job: TrainingJob) -> Iterator[Pair]:
     nodes, gpus = hardware.nodes, hardware.gpus_per_node
     while nodes * gpus < _LARGEST_WORLD:
         if gpus < 8:
@@ -251,38 +282,50 @@ def _more_accelerators(hardware: HardwareSpec, job: TrainingJob) -> Iterator[Cha
         larger = with_gpus(hardware, nodes=nodes, gpus_per_node=gpus)
         batch = job.global_batch_size
         if batch is None or batch % larger.world_size == 0:
-            change = f"nodes: {nodes} and gpus_per_node: {gpus} in the hardware file"
-            yield f"--hardware {larger.name}" if larger.gpu in gpu_catalog() else change, larger, job
+            yield larger, job
 
 
-def _larger_accelerators(hardware: HardwareSpec, job: TrainingJob) -> Iterator[Change]:
-    larger = [name for name, entry in gpu_catalog().items() if entry["usable_gib"] * 2**30 > hardware.gpu_bytes * 1.02]
+def _larger_accelerators(hardware: HardwareSpec, job: TrainingJob) -> Iterator[Pair]:
     prefix = f"{hardware.nodes}x" if hardware.nodes > 1 else ""
-    # Another accelerator does not change the host memory and NVMe that the user specified.
-    node: dict[str, Any] = {"nvme_bytes_per_node": hardware.nvme_bytes_per_node, "nvme_path": hardware.nvme_path}
-    if "host_bytes_per_node" not in hardware.assumed:
-        node["host_bytes_per_node"] = hardware.host_bytes_per_node
-    for name in sorted(larger, key=lambda gpu: float(gpu_catalog()[gpu]["usable_gib"])):
-        candidate = replace(parse_hardware(f"{prefix}{hardware.gpus_per_node}x{name}"), **node)
-        yield f"--hardware {candidate.name}", candidate, job
+    for memory, gpu in sorted(_memories().items()):
+        if memory * 2**30 > hardware.gpu_bytes * 1.02:
+            yield _named(f"{prefix}{hardware.gpus_per_node}x{gpu}", hardware), job
 
 
-def _smallest_adapters(hardware: HardwareSpec, job: TrainingJob) -> Iterator[Change]:
+def _memories() -> dict[float, str]:
+    """Return an accelerator of each memory size in GiB, the first of the catalog."""
+    memories: dict[float, str] = {}
+    for gpu, entry in gpu_catalog().items():
+        memories.setdefault(float(entry["usable_gib"]), gpu)
+    return memories
+
+
+def _named(name: str, hardware: HardwareSpec) -> HardwareSpec:
+    """Return the cluster of a name with the host memory and NVMe of the user's command."""
+    options = hardware.options()
+    return parse_hardware(name, host_memory=options.get("host_memory"), nvme=options.get("nvme"))
+
+
+def _with_host_memory(hardware: HardwareSpec, size: int) -> HardwareSpec:
+    assumed = tuple(name for name in hardware.assumed if name != "host_bytes_per_node")
+    return replace(hardware, host_bytes_per_node=size, assumed=assumed)
+
+
+def _smallest_adapters(hardware: HardwareSpec, job: TrainingJob) -> Iterator[Pair]:
     """Yield QLoRA with chunked loss and ever shorter sequences."""
     length = job.seq_len_tokens
     while length >= _SHORTEST_SEQUENCE:
         small = replace(job, method="qlora", loss="chunked", seq_len_tokens=length)
-        yield f"--method qlora --loss chunked --seq-len {length}", hardware, small
+        yield hardware, small
         length //= 2
 
 
-def _other_clusters(job: TrainingJob) -> Iterator[Change]:
-    """Yield clusters of every known accelerator by total memory, the smallest first."""
+def _other_clusters(hardware: HardwareSpec, job: TrainingJob) -> Iterator[Pair]:
+    """Yield clusters of known accelerators by total memory, the smallest first."""
     sizes = [(1, 1), (1, 2), (1, 4), (1, 8), (2, 8), (4, 8), (8, 8), (16, 8), (32, 8), (64, 8)]
-    kinds = {name: float(entry["usable_gib"]) for name, entry in gpu_catalog().items() if name != "CPU"}
+    kinds = {gpu: memory for memory, gpu in _memories().items() if gpu != "CPU"}
     clusters = [
         (nodes * gpus * memory, f"{nodes}x{gpus}x{kind}") for nodes, gpus in sizes for kind, memory in kinds.items()
     ]
     for _, name in sorted(clusters):
-        short = name.removeprefix("1x")
-        yield f"--hardware {short}", parse_hardware(short), job
+        yield _named(name, hardware), job

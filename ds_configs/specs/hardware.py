@@ -13,11 +13,15 @@ from importlib.resources import files
 from typing import Any
 
 from .errors import ConfigError, UsageError, collecting
-from .units import parse_bytes
+from .units import exact_bytes, parse_bytes
 
 _GIB = 2**30
 _LARGEST_COUNT = 100_000
-_NAME = re.compile(r"(?:(?:(?P<nodes>\d{1,30})x)?(?P<gpus>\d{1,30})x)?(?P<gpu>[A-Za-z][A-Za-z0-9 ._-]*)", re.ASCII)
+_NAME = re.compile(
+    r"(?:(?:(?P<nodes>\d{1,30}) *[xX×] *)?(?P<gpus>\d{1,30}) *[xX×] *)?"
+    r"(?P<gpu>(?:[A-Za-z]|\d{4}(?!\d))[A-Za-z0-9 ._-]*)",
+    re.ASCII,
+)
 _EXPONENT = re.compile(r"\d{1,30}(?:\.\d{1,30})?[eE][+-]?\d{1,3}", re.ASCII)
 
 
@@ -64,6 +68,26 @@ class HardwareSpec:
     def world_size(self) -> int:
         return self.nodes * self.gpus_per_node
 
+    @property
+    def file(self) -> str:
+        """The YAML file that describes this hardware; empty if a name does."""
+        return next((text for text in (self.source, self.name) if text.endswith((".yaml", ".yml"))), "")
+
+    def options(self) -> dict[str, str]:
+        """Return the options of a command that result in this hardware."""
+        counts = f"{self.nodes}x{self.gpus_per_node}x" if self.nodes > 1 else f"{self.gpus_per_node}x"
+        options = {"hardware": counts + self.gpu}
+        if self.name.endswith("(local)"):
+            options = {"hardware": "local"} | ({"num_processes": str(self.world_size)} if self.gpu == "CPU" else {})
+        elif self.file or "+" in self.name or self.gpu not in gpu_catalog():
+            options = {"hardware": self.file or self.name}
+        # Measured CPU ranks and their host share the memory of this machine.
+        if "host_bytes_per_node" not in self.assumed and (self.gpu != "CPU" or options["hardware"] != "local"):
+            options["host_memory"] = exact_bytes(self.host_bytes_per_node)
+        if self.nvme_path is not None:
+            options["nvme"] = f"{self.nvme_path}:{exact_bytes(self.nvme_bytes_per_node)}"
+        return options
+
 
 @lru_cache(maxsize=1)
 def gpu_catalog() -> Mapping[str, Mapping[str, Any]]:
@@ -73,41 +97,64 @@ def gpu_catalog() -> Mapping[str, Mapping[str, Any]]:
 
 
 def find_gpu(name: str, *, where: str = "hardware") -> str:
-    """Return the catalog entry for a name; case and punctuation are ignored.
+    """Return the catalog entry that a name or one of its aliases means; case, punctuation and vendor are ignored.
+
+    A name may add the device's memory (`H200-141GB`). Names are never completed: `A4` is not `A40`.
 
     Raises:
-        UsageError: No entry matches, or several do; the error lists the nearest names.
+        UsageError: The name is no device of the catalog, or several; the error lists candidates.
     """
-    wanted = _normalise(name)
-    catalog = {_normalise(entry): entry for entry in gpu_catalog()}
-    if wanted in catalog:
-        return catalog[wanted]
-    family = [entry for key, entry in catalog.items() if wanted and re.fullmatch(re.escape(wanted) + r"\d+", key)]
-    if len(family) == 1:
-        return family[0]
+    wanted, names = _key(name), _names()
+    if wanted in names:
+        return names[wanted]
+    near = [names[key] for key in get_close_matches(wanted, list(names), n=12, cutoff=0.4)]
+    devices = [gpu for gpu in gpu_catalog() if wanted and _key(gpu.partition("-")[0]) == wanted]
     if wanted in _ANY_ACCELERATOR:
         rule, fix = "is no accelerator", "write local for those of this machine, or a name such as 8xA100-80GB"
-    elif family:
-        rule, fix = "matches several accelerators", f"write one of {', '.join(family)}"
+    elif devices:
+        rule, fix = "matches several accelerators", f"write one of {', '.join(devices)}"
     else:
-        near = get_close_matches(wanted, list(catalog), n=3, cutoff=0.4)
         rule = "is not in the catalog of accelerators"
-        fix = f"nearest: {', '.join(catalog[key] for key in near)}" if near else f"known: {', '.join(gpu_catalog())}"
+        fix = f"nearest: {', '.join(list(dict.fromkeys(near))[:3])}" if near else f"known: {', '.join(gpu_catalog())}"
         fix += "; or describe the hardware in a YAML file"
     raise UsageError(ConfigError(where=where, value=name, rule=rule, fix=fix))
 
 
-def _normalise(name: str) -> str:
-    wanted = re.sub(r"[^A-Z0-9]", "", name.upper())
-    wanted = re.sub(r"^(NVIDIA|GEFORCE|AMD|INSTINCT|INTEL|HABANA|TESLA|RTX(?=A\d))+", "", wanted)
-    wanted = re.sub(r"SXM\d?|HBM\d?E?", "", wanted)
-    return re.sub(r"(?<=\d)GI?B?$", "", wanted)
+@lru_cache(maxsize=1)
+def _names() -> Mapping[str, str]:
+    """Return every key that means a catalog entry."""
+    names: dict[str, str] = {}
+    for gpu, entry in gpu_catalog().items():
+        for name in (gpu, *entry.get("aliases", ())):
+            names[_key(name)] = gpu
+            if not _MEMORY.search(name):
+                names.setdefault(_key(f"{name}-{entry['memory_gib']}GB"), gpu)
+    return names
+
+
+_MEMORY = re.compile(r"(?<![A-Z0-9.])(\d{1,4}) ?G(?:I?B)?(?![A-Z0-9])|(?<=\d)GI?B$", re.ASCII | re.IGNORECASE)
+"""Memory as a word of its own (`A100-80G`, but not `A10G`), or its unit at the end of a name (`A10080GB`)."""
+_VENDORS = re.compile(r"^(NVIDIA|GEFORCE|AMD|INSTINCT|INTEL|HABANA|TESLA)+")
+_FORM_FACTOR = re.compile(r"(SXM|HBM)\d?E?")
+
+
+def _key(name: str) -> str:
+    """Return what two names of one device have in common.
+
+    >>> _key("NVIDIA A100-SXM4-80GB"), _key("a100_80g"), _key("A10G"), _key("GeForce 4090")
+    ('A10080', 'A10080', 'A10G', 'RTX4090')
+    """
+    upper = name.upper()
+    memory = "".join(match[1] or "" for match in _MEMORY.finditer(upper))
+    words = re.split(r"[^A-Z0-9]+", _MEMORY.sub(" ", upper))
+    key = _VENDORS.sub("", "".join(word for word in words if not _FORM_FACTOR.fullmatch(word)))
+    return ("RTX" if re.match(r"\d{4}(?!\d)", key) else "") + key + memory
 
 
 _OTHER_FORMS = (
     re.compile(r"(?P<gpus>\d{1,5})[ *×-]?(?P<gpu>[A-Za-z].*)"),
     re.compile(r"(?P<gpu>[A-Za-z].*?)[ :*×x](?P<gpus>\d{1,5})"),
-    re.compile(r"(?P<gpu>\d{3,4}.*)"),
+    re.compile(r"(?P<gpu>\d{4}.*)"),
 )
 """`8 A100-80GB`, `A100-80GB:8` and `4090`."""
 
@@ -120,10 +167,8 @@ def _rewritten(text: str) -> str:
     """
     for form in _OTHER_FORMS:
         if match := form.fullmatch(text.strip()):
-            count = int(match.groupdict().get("gpus") or 1)
-            for gpu in (match["gpu"], f"RTX{match['gpu']}"):
-                with suppress(UsageError):
-                    return f"write {count}x{find_gpu(gpu)}"
+            with suppress(UsageError):
+                return f"write {int(match.groupdict().get('gpus') or 1)}x{find_gpu(match['gpu'])}"
     return ""
 
 
@@ -131,7 +176,7 @@ _ANY_ACCELERATOR = frozenset({"AUTO", "CUDA", "GPU", "GPUS"})
 
 
 def parse_hardware(text: str, *, host_memory: str | None = None, nvme: str | None = None) -> HardwareSpec:
-    """Return the cluster for a name: `[[NODESx]GPUSx]GPU`.
+    """Return the cluster for a name: `[[NODESx]GPUSx]GPU`, with or without spaces.
 
     `host_memory` is the memory of one node (`1TB`), `nvme` its NVMe as `PATH:SIZE` (`/local_nvme:3.5TB`).
 
@@ -142,7 +187,7 @@ def parse_hardware(text: str, *, host_memory: str | None = None, nvme: str | Non
     32
     """
     match = _NAME.fullmatch(text.strip())
-    if match is None:
+    if match is None or (match["gpu"][0].isdigit() and match["gpus"] is None):
         rule, fix = "must have the form [[NODESx]GPUSx]GPU", _rewritten(text) or "for example 8xA100-80GB"
         raise UsageError(ConfigError(where="hardware", value=text, rule=rule, fix=fix))
     nodes, gpus = int(match["nodes"] or 1), int(match["gpus"] or 1)

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, fields, replace
 from difflib import get_close_matches
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from .errors import ConfigError, count_fix
 from .model import ModelSpec
 from .optimizers import LOW_RANK, optimizer_errors, parsed_optim_args
+from .texts import NAMES_COMMA, flag_words
 
 TeacherPlacement = Literal["replica", "sharded", "offloaded", "quantized", "cached"]
 """`replica`: a full copy per rank; `sharded`: over all ranks, gathered layer by layer; `offloaded`: in host memory,
@@ -147,6 +148,38 @@ class TrainingJob:
     use_liger_kernel: bool = False
     """Whether Liger's kernels compute norms, rotary embeddings and MLPs; the loss is a choice of its own."""
 
+    def options(self) -> dict[str, Any]:
+        """Return the value of each option that makes this job, the inverse of `job_of`; a teacher by its name."""
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        values |= {name: "auto" for name in _AUTO_SIZES if values[name] is None}
+        values |= {"lora_targets": ",".join(self.lora_targets), "teacher": self.teacher and self.teacher.name}
+        return {"seq_len": values.pop("seq_len_tokens"), "strategy": values.pop("strategy"), **values}
+
+    def flags(self, base: TrainingJob | None = None, *, of: Collection[str] | None = None) -> list[str]:
+        """Return the options of a command that make this job from another job, or of a command that has no options yet.
+
+        The defaults of sequence length and precision depend on command, model and hardware, so that these are always
+        returned without `base`. `of` are the options that the command has, by default those of `plan`.
+
+        >>> TrainingJob(method="lora").flags(TrainingJob()), TrainingJob(torch_compile=True).flags()
+        (['--method', 'lora'], ['--seq-len', '4096', '--precision', 'bf16', '--torch-compile'])
+        """
+        usual = TrainingJob().options()
+        values, known = self.options(), usual if base is None else base.options()
+        unused = {"lora_rank", "lora_targets"} if self.method == "full" else set()
+        unused |= {"teacher_placement"} if self.teacher is None else set()
+        if base is not None and base.method == "full":
+            # A command of full training cannot have these.
+            known |= {name: usual[name] for name in ("lora_rank", "lora_targets")}
+        always = ("seq_len", "precision") if base is None else ()
+        return flag_words(
+            {
+                name: value
+                for name, value in values.items()
+                if (value != known[name] or name in always) and name not in unused and (of is None or name in of)
+            }
+        )
+
     def __hash__(self) -> int:
         """Return a cheap hash, because jobs are keys of caches."""
         return hash((self.seq_len_tokens, self.global_batch_size, self.method, self.optimizer, self.loss))
@@ -170,6 +203,26 @@ class TrainingJob:
     def axis_sizes(self) -> dict[str, int | None]:
         """The fixed sizes of the axes beyond data parallelism, by their names in `Layout`; `None` if not fixed."""
         return {axis: getattr(self, field) for field, axis in AXIS_FIELDS.items()}
+
+
+_AUTO_SIZES = ("micro_batch_size", *AXIS_FIELDS)
+"""Fields that are `None` where their option is `auto`."""
+
+
+def job_of(options: Mapping[str, Any]) -> TrainingJob:
+    """Return the job of some options by name, the inverse of `TrainingJob.options`; the teacher is a specification.
+
+    >>> job_of({"seq_len": 512, "micro_batch_size": "auto", "lora_targets": "q_proj, v_proj"}).lora_targets
+    ('q_proj', 'v_proj')
+    """
+    values = {"seq_len_tokens" if name == "seq_len" else name: value for name, value in options.items()}
+    for name in set(_AUTO_SIZES) & values.keys():
+        values[name] = None if values[name] == "auto" else values[name]
+    if isinstance(targets := values.get("lora_targets"), str):
+        values["lora_targets"] = tuple(name.strip() for name in NAMES_COMMA.split(targets) if name.strip())
+    elif isinstance(targets, list):
+        values["lora_targets"] = tuple(targets)
+    return TrainingJob(**values)
 
 
 def without_kernels(job: TrainingJob) -> TrainingJob:

@@ -135,6 +135,18 @@ class Layout:
         return {axis: size for axis, size in sizes.items() if size > 1}
 
     @property
+    def strategy_name(self) -> str:
+        """The value of `--strategy` that selects engine and ZeRO stage."""
+        return self.label.partition("+")[0]
+
+    @property
+    def offload_name(self) -> str:
+        """The value of `--offload` that selects these devices."""
+        if self.offload_variant != "none":
+            return self.offload_variant
+        return "cpu-all" if self.offload_param == "cpu" else self.offload_optimizer
+
+    @property
     def label(self) -> str:
         """The name of the strategy with its axes and offload, such as `zero1+tp2+pp4`."""
         name = self.engine if self.engine != "deepspeed" else f"zero{self.zero_stage}"

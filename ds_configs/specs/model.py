@@ -321,6 +321,12 @@ class ModelSpec:
         """Elements of the largest single tensor."""
         return max(parameter.numel for parameter in self.parameters)
 
+    @property
+    def largest_stored_tensor(self) -> int:
+        """Elements of the largest tensor of a checkpoint, which has each expert as tensors of its own."""
+        experts = max(1, self.dimensions.num_experts)
+        return max(p.numel // (experts if p.kind == "experts" else 1) for p in self.parameters)
+
     def largest_gather_unit(self) -> int:
         """Return the largest number of elements that ZeRO-3 gathers together.
 

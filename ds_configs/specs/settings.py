@@ -17,15 +17,13 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr,
 from .errors import ConfigError, UsageError, count_fix
 from .job import OffloadName, Recomputation, StrategyName, Switch, TeacherPlacementChoice, TrainingJob, WeightsType
 from .synonyms import REMOVED, suggested
-from .texts import yaml_value
+from .texts import NAMES_COMMA, yaml_value
 
 Kind = TypeVar("Kind", bound="Settings")
 NonFiniteAction = Literal["stop", "skip"]
 """Action on a loss or gradient that is not finite."""
 NONFINITE_STEPS, HANG_SECONDS = 3, 1800.0
 _NULL = "null"
-_COMMA = re.compile(r",(?![^(){}\[\]]*[)}\]])")
-"""A comma between names, but not inside the brackets of a pattern."""
 
 _SHORT_NUMBER = re.compile(r"-?[1-9]?[0-9]{1,18}(\.[0-9]{1,18})?")
 
@@ -109,7 +107,7 @@ def parsed(text: str) -> Any:
 
 
 def _words(text: str) -> list[str]:
-    return [word.strip() for word in _COMMA.split(text) if word.strip()]
+    return [word.strip() for word in NAMES_COMMA.split(text) if word.strip()]
 
 
 def _named_values(value: object) -> object:
@@ -275,11 +273,6 @@ class LayoutSettings(Settings):
     zero_quantized_gradients: bool = Field(
         False, description="ZeRO++ qgZ: ZeRO-3 reduces gradients in int4 between nodes"
     )
-
-    def layout(self) -> dict[str, Any]:
-        """Return these options as fields of `TrainingJob`; the planner chooses those that are `None`."""
-        values = {name: getattr(self, name) for name in LayoutSettings.model_fields}
-        return {name: None if value == "auto" else value for name, value in values.items()}
 
 
 def adapter_errors(stated: Mapping[str, Any], method: str) -> list[ConfigError]:

@@ -1,9 +1,11 @@
-"""Strict parsers of JSON and YAML: no duplicate keys, finite numbers only, small files."""
+"""Strict parsers of JSON and YAML: no duplicate keys, finite numbers only, small files; words of command lines."""
 
 from __future__ import annotations
 
 import json
 import math
+import re
+from collections.abc import Mapping
 from contextlib import suppress
 from difflib import get_close_matches
 from pathlib import Path
@@ -171,3 +173,23 @@ def settings_mapping(content: bytes | str, *, name: str) -> dict[str, Any]:
     if errors:
         raise UsageError(errors)
     return values
+
+
+NAMES_COMMA = re.compile(r",(?![^(){}\[\]]*[)}\]])")
+"""A comma between names, but not inside the brackets of a pattern."""
+
+
+def flag_words(options: Mapping[str, Any]) -> list[str]:
+    """Return options of a command line by name as its words: switches for booleans, `null` for no value.
+
+    >>> flag_words({"seq_len": 16, "torch_compile": False, "optim_args": "-x"})
+    ['--seq-len', '16', '--no-torch-compile', '--optim-args=-x']
+    """
+    words: list[str] = []
+    for name, value in options.items():
+        option, text = name.replace("_", "-"), "null" if value is None else str(value)
+        if isinstance(value, bool):
+            words.append(f"--{option}" if value else f"--no-{option}")
+        else:
+            words += [f"--{option}={text}"] if text.startswith("-") else [f"--{option}", text]
+    return words

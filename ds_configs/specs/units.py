@@ -37,6 +37,31 @@ def parse_bytes(text: str, *, where: str = "size") -> int:
     return value
 
 
+def exact_bytes(count: int) -> str:
+    """Return a size that `parse_bytes` reads as exactly this count.
+
+    >>> exact_bytes(2 * 10**12), exact_bytes(3 * 2**30), exact_bytes(7)
+    ('2TB', '3GiB', '7B')
+    """
+    units = [(10**12, "TB"), (2**40, "TiB"), (10**9, "GB"), (2**30, "GiB"), (10**6, "MB"), (2**20, "MiB")]
+    return next((f"{count // size}{unit}" for size, unit in units if count and count % size == 0), f"{count}B")
+
+
+_TOKENS = re.compile(r"(\d{1,9}(?:\.\d{1,9})?)([kKmM])", re.ASCII)
+
+
+def token_count(text: str) -> str:
+    """Return the tokens of a text such as `16k` in digits, other texts unchanged; lengths are counted in powers of two.
+
+    >>> [token_count(text) for text in ("16k", "1M", "1.5K", "0.3k", "512")]
+    ['16384', '1048576', '1536', '0.3k', '512']
+    """
+    if match := _TOKENS.fullmatch(text.strip()):
+        count = Fraction(match[1]) * (2**10 if match[2] in "kK" else 2**20)
+        return str(count) if count.denominator == 1 else text
+    return text
+
+
 def gigabytes(count: float) -> str:
     """Return `count` bytes in GB (10⁹) with one decimal, or three below 1 GB.
 

@@ -22,12 +22,11 @@ from ...ds_configs.specs.errors import ConfigError, ShardwrightError, UsageError
 from ...ds_configs.specs.hardware import (
     HardwareSpec,
     find_gpu,
-    gpu_catalog,
     hardware_from_mapping,
     parse_hardware,
     parse_overrides,
 )
-from ...ds_configs.specs.job import AXIS_FIELDS, TrainingJob, job_errors
+from ...ds_configs.specs.job import TrainingJob, job_errors, job_of
 from ...ds_configs.specs.model import ModelSpec
 from ...ds_configs.specs.settings import adapter_errors, unknown_error
 from ...ds_configs.specs.texts import read_small_file, yaml_mapping
@@ -225,19 +224,13 @@ def job_from_words(
         errors.append(ConfigError(where="teacher_placement", value=words["teacher_placement"], rule=rule, fix=fix))
     if errors:
         raise UsageError(errors)
-    stated = {"seq_len_tokens" if name == "seq_len" else name: value for name, value in words.items()}
-    for name in {"micro_batch_size", *AXIS_FIELDS} & stated.keys():
-        stated[name] = None if stated[name] == "auto" else stated[name]
-    if isinstance(targets := stated.get("lora_targets"), str):
-        stated["lora_targets"] = tuple(target.strip() for target in targets.split(",") if target.strip())
-    elif isinstance(targets, list):
-        stated["lora_targets"] = tuple(targets)
+    stated = dict(words)
     if isinstance(teacher := stated.get("teacher"), str):
         loaded = load_model_spec(teacher, packaged=True)
         for note in loaded.notes:
             tell(f"teacher: {note}")
         stated["teacher"] = loaded.spec
-    return TrainingJob(**stated)
+    return job_of(stated)
 
 
 def stored_calibration(tell: Callable[[str], None]) -> Calibration | None:
@@ -325,10 +318,10 @@ def read_hardware(
             tell(note)
     elif text.endswith((".yaml", ".yml")):
         stated = read_yaml_mapping(Path(text), what="hardware")
-        stated |= parse_overrides(host_memory=host_memory, nvme=nvme)
+        stated = {"source": text} | stated | parse_overrides(host_memory=host_memory, nvme=nvme)
         cluster = hardware_from_mapping(stated, name=text)
     else:
-        counted = num_processes is None or re.match(r"\d+x", text)
+        counted = num_processes is None or re.match(r"\d+ *[xX×]", text)
         cluster = parse_hardware(text if counted else f"{num_processes}x{text}", host_memory=host_memory, nvme=nvme)
     if num_processes not in (None, cluster.world_size):
         rule = f"must equal the {cluster.world_size} accelerators of {cluster.name}"
@@ -392,16 +385,7 @@ def detect_hardware(
         raise UsageError(ConfigError(where="hardware", value="local", rule=rule, fix=fix))
     smallest = min(devices, key=lambda device: device.total_memory)
     memory = smallest.total_memory
-    # A device name with several memory sizes matches the catalog entry of the same size.
-    words = smallest.name.replace("-", " ").split()
-    gpus = gpu_catalog()
-    matches = [
-        gpu
-        for gpu in gpus
-        if gpu.split("-")[0].upper() in {word.upper() for word in words} | {"".join(words[-2:]).upper()}
-        and abs(gpus[gpu]["usable_gib"] * 2**30 - memory) < 0.1 * memory
-    ]
-    gpu = matches[0] if len(matches) == 1 else find_gpu(smallest.name, where="hardware (local)")
+    gpu = find_gpu(smallest.name, where="hardware (local)")
     values: dict[str, Any] = {
         "name": f"{len(devices)}x{gpu} (local)",
         "gpu": gpu,

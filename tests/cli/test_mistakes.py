@@ -84,9 +84,9 @@ MISTAKES = {
             f"{TRAIN} --dataset notes.jsonl --method lora",
         ),
         (
-            f"plan QWEN {GPU} --seq-len 2k",
-            "seq_len = '2k': must be an integer; write 2048",
-            f"plan QWEN {GPU} --seq-len 2048",
+            f"plan QWEN {GPU} --micro-batch-size 2k",
+            "write 2000",
+            f"plan QWEN {GPU} --global-batch-size 2000",
         ),
         (
             "finetune model --dataset notes.jsonl --output-dir out",

@@ -327,7 +327,7 @@ class DataSettings(Settings):
     dataset_split: str = Field("train", description="Split of a Hub dataset")
     dataset_revision: str | None = Field(None, description="Branch, tag or commit of a Hub dataset")
     seq_len: int = Field(
-        512, ge=2, description="Tokens per sample; the default is lowered for models with fewer positions"
+        512, ge=2, description="Tokens per sample (2k = 2,048); lowered by default for models with fewer positions"
     )
     packing: Packing = Field(
         "auto", description="on: join short documents into one sample; auto: where layout and model allow it; off"

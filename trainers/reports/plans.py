@@ -213,7 +213,7 @@ def _plan_time(plan: Plan) -> Section:
     layouts = {
         "selected": [point(plan.chosen)],
         "fastest to smallest": [(point.high_bytes / 1e9, point.tokens_per_second) for point in plan.pareto],
-        "other layouts that fit": [point(other) for other in plan.rejected if other.memory.gpu.high_bytes <= capacity],
+        "other layouts that fit": [point(other) for other in plan.rejected if other.memory.fits],
     }
     axis = "GB per accelerator, upper end of the interval"
     return Section(
@@ -250,7 +250,7 @@ def _other_layouts(plan: Plan) -> Section:
         memory = f"{gb(gpu.peak_bytes)} ({gb_range(gpu.low_bytes, gpu.high_bytes)})"
         speed = significant(other.time.tokens_per_second)
         rows.append((name, size, memory, speed, other.reason.removeprefix(name).strip()))
-    headings = ("layout", "micro-batch", "memory", "tokens/s", "why not")
+    headings = ("layout", "micro-batch", "GPU memory", "tokens/s", "why not")
     tables = [Table(headings=headings, rows=rows, numeric=False, caption="Other layouts; those that fit come first.")]
     if plan.pareto:
         points = [(p.label, significant(p.tokens_per_second), gb(p.high_bytes)) for p in plan.pareto]

@@ -6,13 +6,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from math import ceil
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from ...ds_configs.plan.output import output_errors
 from ...ds_configs.plan.plan import Plan
 from ...ds_configs.plan.rendering import NodePlace, planned_training_arguments
 from ...ds_configs.specs.errors import ConfigError, UsageError
-from ...ds_configs.specs.job import AXIS_FIELDS, TrainingJob
+from ...ds_configs.specs.job import AXIS_FIELDS, TrainingJob, job_of
 from ...plugins.planning.from_names import read_hardware
 from ...plugins.planning.models import LoadedModel, load_model_spec
 from ...plugins.transformers.sound_model import refuse_other_formats
@@ -20,13 +20,14 @@ from ..checkpoints.record import Reader, read_complete, read_whole
 from ..checkpoints.resume import Selection, checkpoints, compared, finished_errors, is_finished, newest_whole
 from ..data.samples import Samples, stated_samples, streamed_samples
 from ..data.sources import WHOLE, Part, parse_source
-from .settings import LaunchedSettings, RunRequest
+from .settings import LaunchedSettings, ObjectiveSettings, RunRequest
 
 if TYPE_CHECKING:
     from ...ds_configs.specs.hardware import HardwareSpec
     from ...ds_configs.specs.layout import Layout
 
 _DEFAULT_GLOBAL_BATCH = 32
+AnySettings = TypeVar("AnySettings", bound=LaunchedSettings)
 
 
 def chosen_hardware(settings: LaunchedSettings) -> HardwareSpec:
@@ -175,30 +176,31 @@ def training_job(settings: LaunchedSettings, hardware: HardwareSpec, **further: 
 
     Without axis sizes in `further` the job uses data parallelism only, as trainers with custom losses require.
     """
-    data_parallel: dict[str, Any] = dict.fromkeys(AXIS_FIELDS, 1) | {"loss": "eager"}
-    precision = settings.precision
-    if precision == "auto":
-        precision = "fp32" if hardware.gpu == "CPU" else "bf16"
-    micro_batch = None if settings.micro_batch_size == "auto" else settings.micro_batch_size
-    step_samples = hardware.world_size * (micro_batch or 1)
-    return TrainingJob(
-        seq_len_tokens=settings.seq_len,
-        micro_batch_size=micro_batch,
-        global_batch_size=settings.global_batch_size or step_samples * max(1, _DEFAULT_GLOBAL_BATCH // step_samples),
-        precision=precision,
-        optimizer=settings.optimizer,
-        optim_args=settings.optim_args,
-        weights_dtype=settings.weights_dtype,
-        method=settings.method,
-        lora_rank=settings.lora_rank,
-        lora_targets=tuple(name.strip() for name in settings.lora_targets.split(",") if name.strip()),
-        gradient_checkpointing=settings.gradient_checkpointing,
-        strategy=settings.strategy,
-        offload=settings.offload,
-        tiled_mlp=settings.tiled_mlp,
-        offload_activations=settings.offload_activations,
-        **({"loss": "eager"} | data_parallel | further),
+    options = {name: getattr(settings, name) for name in job_options(settings)}
+    if settings.precision == "auto":
+        options["precision"] = "fp32" if hardware.gpu == "CPU" else "bf16"
+    micro_batch = 1 if settings.micro_batch_size == "auto" else settings.micro_batch_size
+    step_samples = hardware.world_size * micro_batch
+    options["global_batch_size"] = settings.global_batch_size or step_samples * max(
+        1, _DEFAULT_GLOBAL_BATCH // step_samples
     )
+    return job_of({"loss": "eager"} | dict.fromkeys(AXIS_FIELDS, 1) | options | further)
+
+
+def job_options(settings: LaunchedSettings) -> set[str]:
+    """Return the options of a command that are fields of its job, apart from a teacher; a student's loss is none."""
+    names = TrainingJob().options().keys() & type(settings).model_fields.keys()
+    return names - ({"loss", "teacher"} if isinstance(settings, ObjectiveSettings) else set())
+
+
+def as_planned(settings: AnySettings, plan: Plan) -> AnySettings:
+    """Return the settings with the values of a plan, which reports show."""
+    options, layout = plan.job.options(), plan.chosen.strategy
+    options |= {"micro_batch_size": layout.micro_batch_size}
+    options |= {field: layout.axes[axis] for field, axis in AXIS_FIELDS.items() if axis in layout.axes}
+    shared = {name: options[name] for name in job_options(settings)}
+    stated = {name: plan.hardware.options().get(name) for name in ("host_memory", "nvme")}
+    return settings.model_copy(update=shared | stated | {"hardware": plan.hardware.name})
 
 
 CHECKPOINTS = "checkpoints"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from traceback import walk_tb
@@ -40,11 +40,13 @@ def kernel_oom_kills() -> int:
 
 
 @contextmanager
-def memory_errors(plan: Plan, *, command: str = "", report: Path | None = None) -> Iterator[None]:
+def memory_errors(
+    plan: Plan, *, command: str = "", options: Collection[str] = (), report: Path | None = None
+) -> Iterator[None]:
     """Raise `RunOutOfMemoryError` for a failed allocation inside the block, and write its text to the file `report`.
 
-    Inner blocks have converted the error already. With `SHARDWRIGHT_CPU_TENSOR_BYTES`, a rank without an accelerator
-    fails when its tensors need more bytes.
+    `command` and `options` are those of `out_of_memory_text`. Inner blocks have converted the error already. With
+    `SHARDWRIGHT_CPU_TENSOR_BYTES`, a rank without an accelerator fails when its tensors need more bytes.
     """
     import torch
 
@@ -78,7 +80,7 @@ def memory_errors(plan: Plan, *, command: str = "", report: Path | None = None) 
             limit_bytes=limit_bytes,
             on_host=not on_device,
         )
-        text = out_of_memory_text(plan, failure, command)
+        text = out_of_memory_text(plan, failure, command, options)
         if report is not None:
             write_report(text, report)
         raise RunOutOfMemoryError(text) from error

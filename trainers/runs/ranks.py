@@ -40,7 +40,7 @@ from ..counting.estimates import STANDARD_ERROR, Estimate, token_mean
 from ..data.chat import IGNORED_LABEL
 from ..data.models import StartingModel, load_config, load_model
 from ..data.samples import collate
-from .inputs import newest_checkpoint
+from .inputs import job_options, newest_checkpoint
 from .out_of_memory import memory_errors
 from .settings import (
     EVALUATION_SAMPLES,
@@ -179,7 +179,7 @@ class TrainingTask(LaunchedJob, RankTask):
             RunOutOfMemoryError: an allocation failed; has the planned memory and plans that need less.
         """
         plan = context.plan
-        with memory_errors(plan, command=self.command):
+        with memory_errors(plan, command=self.command, options=job_options(self.settings)):
             self._train(context, plan)
 
     def _train(self, context: RankContext, plan: Plan) -> None:

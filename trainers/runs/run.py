@@ -32,7 +32,7 @@ from ..checkpoints.resume import Selection
 from ..data.samples import Samples
 from ..reports.make import REPORT_FILE as HTML_FILE
 from ..reports.make import TRAINING_FILE, write_html
-from .inputs import CHECKPOINTS, check_resumption, common_arguments, last_checkpoint, optimizer_steps
+from .inputs import CHECKPOINTS, check_resumption, common_arguments, job_options, last_checkpoint, optimizer_steps
 from .launch import compare_nodes, compile_planned_operators, planned_launch, rank_words
 from .out_of_memory import RunOutOfMemoryError, kernel_oom_kills, write_report
 from .report import LaunchedOutcome, read_metrics
@@ -208,7 +208,7 @@ def rank_inputs(prepared: PreparedTraining[Any], work: Path) -> LaunchedJob:
         "train_tokens": statistics.train_tokens,
         "resume": request.resume,
         "or_anew": request.or_anew,
-        "command": request.command,
+        "command": request.full_command,
     }
     job = prepared.job(fields, work)
     # Machines may share the output directory, where only the first one writes.
@@ -251,7 +251,7 @@ def _run_ranks(prepared: PreparedTraining[Any]) -> dict[str, Any]:
             killed = any(failure.signal == "SIGKILL" for failure in error.failures)
             if killed and not in_steps and kernel_oom_kills() > kills:
                 failure = OutOfMemory(phase="loading", error=str(error), on_host=True)
-                text = out_of_memory_text(plan, failure, request.command)
+                text = out_of_memory_text(plan, failure, request.full_command, job_options(prepared.settings))
                 write_report(text, report)
                 raise RunOutOfMemoryError(text) from error
             if error.exit_code == RunOutOfMemoryError.exit_code and FIRST_WORDS in str(error):

@@ -116,7 +116,9 @@ class RunRequest:
     check_nodes: bool = True
     """Compare several machines first."""
     command: str = ""
-    """Command line for the report."""
+    """Command line for the report, which does not have the directories of absolute paths."""
+    full_command: str = ""
+    """The command line as it was called, for the commands that an out-of-memory error proposes."""
 
 
 class RankJob(BaseModel):

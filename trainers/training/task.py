@@ -14,7 +14,7 @@ from ...ds_configs.plan.plan import Plan, edited_files
 from ...ds_configs.plan.rendering import NodePlace
 from ...ds_configs.specs.errors import ConfigError, UsageError, collecting
 from ...ds_configs.specs.hardware import HardwareSpec
-from ...ds_configs.specs.settings import KernelSettings, settings_of
+from ...ds_configs.specs.settings import settings_of
 from ...plugins.peft import LoraAdapter
 from ...plugins.planning.from_names import installed_release_difference
 from ...plugins.planning.from_names import plan as select_plan
@@ -28,6 +28,7 @@ from ..data.templates import set_chat_template
 from ..runs.inputs import (
     CONVERTED,
     PLANNED_DEVICE_FIX,
+    as_planned,
     chosen_hardware,
     launch_errors,
     limited_held_out,
@@ -216,42 +217,20 @@ def prepare_train(settings: TrainSettings, model: str, request: RunRequest) -> P
 
 def _planned(settings: TrainSettings, loaded: LoadedModel | None, hardware: HardwareSpec | None) -> Plan:
     assert loaded and hardware, "each failure added an error"
-    further = settings.layout() | {name: getattr(settings, name) for name in KernelSettings.model_fields}
     # Liger computes the loss too, as without a plan, unless it is chosen.
     automatic = settings.use_liger_kernel and "loss" not in settings.model_fields_set
-    further["loss"] = "auto" if automatic else settings.loss
+    further = {"loss": "auto"} if automatic else {}
     return select_plan(loaded, hardware, training_job(settings, hardware, **further), notify=logger.info)
 
 
 def _as_planned(settings: TrainSettings, plan: Plan, model: str) -> TrainSettings:
-    """Return the settings with the plan's values, which reports show, and the planned commit of the model."""
-    job, strategy = plan.job, plan.chosen.strategy
-    if job.teacher is not None:
-        rule, fix = f"has the teacher {job.teacher.name}, but train uses none", "use distill, or plan without a teacher"
+    """Return the settings with the plan's values and the planned commit of the model."""
+    if plan.job.teacher is not None:
+        name = plan.job.teacher.name
+        rule, fix = f"has the teacher {name}, but train uses none", "use distill, or plan without a teacher"
         raise UsageError(ConfigError(where="plan", value=settings.plan, rule=rule, fix=fix))
-    return settings.model_copy(
-        update={
-            "revision": settings.revision or (plan.model.revision if model == plan.model.name else None),
-            "hardware": plan.hardware.name,
-            "seq_len": job.seq_len_tokens,
-            "precision": job.precision,
-            "optimizer": job.optimizer,
-            "optim_args": job.optim_args,
-            "weights_dtype": job.weights_dtype,
-            "method": job.method,
-            "lora_rank": job.lora_rank,
-            "lora_targets": ",".join(job.lora_targets),
-            "micro_batch_size": strategy.micro_batch_size,
-            "global_batch_size": job.global_batch_size,
-            "gradient_checkpointing": job.gradient_checkpointing,
-            "strategy": job.strategy,
-            "offload": job.offload,
-            "loss": job.loss,
-            "tiled_mlp": job.tiled_mlp,
-            "offload_activations": job.offload_activations,
-            **{name: getattr(job, name) for name in KernelSettings.model_fields},
-        }
-    )
+    revision = settings.revision or (plan.model.revision if model == plan.model.name else None)
+    return as_planned(settings, plan).model_copy(update={"revision": revision})
 
 
 def _other_model_errors(plan: Plan, loaded: LoadedModel) -> list[ConfigError]:

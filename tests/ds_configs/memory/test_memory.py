@@ -538,3 +538,19 @@ def test_recomputed_layers_do_not_keep_casts_for_the_loss():
         everything = moments["forward_end"]["autocast_weight_copies"]
         assert everything == 2 * model.linear_parameters(include_head=True)
         assert moments["loss_backward"]["autocast_weight_copies"] == pytest.approx(kept, rel=1e-3)
+
+
+@pytest.mark.parametrize("name", ["meta-llama/Llama-3.1-70B", "mistralai/Mixtral-8x7B-v0.1", "Qwen/Qwen3-30B-A3B"])
+@pytest.mark.parametrize("engine", ["single", "ddp", "zero1", "zero2", "zero3", "fsdp2"])
+def test_qlora_holds_one_tensor_at_a_time_unless_an_engine_shards_the_weights(name, engine):
+    model, job = public_model(name), TrainingJob(method="qlora")
+    cluster = parse_hardware("1xH200" if engine == "single" else "8xH200")
+    parameters = rank_parameters(model, job)
+    host = estimate_host_memory(strategy_of(engine, cluster.world_size), model, cluster, job, parameters)
+    per_rank = host.terms["checkpoint_loading"] / cluster.world_size
+    # The embedding, or one expert's matrix: the checkpoint does not fuse experts.
+    one_tensor = 2 * model.dimensions.vocab_size * model.dimensions.hidden_size
+    if engine in ("zero3", "fsdp2"):
+        assert parameters.frozen_bytes < per_rank <= parameters.frozen_bytes + one_tensor
+    else:
+        assert per_rank == one_tensor < 0.2 * parameters.frozen_bytes

@@ -6,12 +6,14 @@ import json
 import os
 import re
 import subprocess
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
-from hypothesis import given, settings
+from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from planning import llama, public_model
 from shardwright.ds_configs.check import check_text
@@ -284,6 +286,39 @@ def test_damaged_plans_are_rejected(change, pattern):
     change(data)
     with pytest.raises(RefusedInputError, match=pattern):
         plan_from_dict(data, source="plan.json")
+
+
+_KNOWN_PLAN = plan_to_dict(plan_of())
+
+
+def _dictionaries(value: Any) -> Iterator[dict[str, Any]]:
+    if isinstance(value, dict):
+        yield value
+    for item in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
+        yield from _dictionaries(item)
+
+
+@settings(max_examples=80, deadline=None, phases=[Phase.generate])
+@given(data=st.data(), change=st.sampled_from(["remove", "rename", "add", "retype"]))
+def test_plans_of_other_versions_are_read_or_rejected_in_one_line(data, change):
+    values = json.loads(json.dumps(_KNOWN_PLAN))
+    holder = data.draw(st.sampled_from([item for item in _dictionaries(values) if item]))
+    key = data.draw(st.sampled_from(sorted(holder)))
+    if change == "add":
+        holder["of_another_version"] = 1
+    elif change == "retype":
+        holder[key] = data.draw(st.sampled_from([None, [], {}, "text", -1, 1.5, True, [[]], {"a": {}}]))
+    else:
+        value = holder.pop(key)
+        holder |= {"of_another_version": value} if change == "rename" else {}
+    try:
+        plan = plan_from_dict(values, source="plan.json")
+    except RefusedInputError as error:
+        assert len(str(error).splitlines()) == 1
+        assert str(error).endswith(("run `shardwright plan` again", "written by `shardwright plan`"))
+    else:
+        # Nothing that is read may be lost: a run would differ from the plan.
+        assert change != "add" or "of_another_version" in json.dumps(plan_to_dict(plan))
 
 
 def test_load_reports_missing_and_invalid_files(tmp_path):

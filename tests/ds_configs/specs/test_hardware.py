@@ -39,7 +39,7 @@ def test_every_catalog_entry_is_complete(name: str) -> None:
     assert 0.8 * entry["memory_gib"] < entry["usable_gib"] <= entry["memory_gib"] or name == "CPU"
     assert isinstance(entry["host_gib_per_gpu"], int) and entry["host_gib_per_gpu"] > 0
     assert len(entry["source"]) > 10
-    assert entry.keys() <= {*NUMBERS, "host_gib_per_gpu", "source", "bf16", "compute_capability"}
+    assert entry.keys() <= {*NUMBERS, "host_gib_per_gpu", "source", "bf16", "compute_capability", "aliases"}
     # NVIDIA's alone have one: 70 is Volta.
     assert 70 <= entry.get("compute_capability", 70) < 200
     hardware = parse_hardware(f"2x4x{name}")
@@ -85,10 +85,85 @@ def test_any_text_is_hardware_or_a_usage_error(text: str) -> None:
         ("AMD Instinct MI300X", "MI300X"),
         ("v100_32gb", "V100-32GB"),
         ("h200", "H200"),
+        ("H200-141GB", "H200"),
+        ("A100_80G", "A100-80GB"),
+        ("A100-SXM-80GB", "A100-80GB"),
+        ("NVIDIA A100 80GB PCIe", "A100-PCIe-80GB"),
+        ("A10G", "A10G"),
+        ("NVIDIA A10", "A10"),
+        ("NVIDIA H20", "H20"),
+        ("A800", "A800-80GB"),
+        ("GeForce 3080", "RTX3080"),
+        ("RTX-4080-16GB", "RTX4080"),
+        ("NVIDIA RTX PRO 6000 Blackwell Workstation Edition", "RTXPRO6000"),
+        ("NVIDIA RTX 6000 Ada Generation", "RTX6000Ada"),
+        ("AMD Instinct MI355X", "MI355X"),
+        ("NVIDIA GH200 480GB", "GH200"),
     ],
 )
 def test_aliases_mean_one_entry(written: str, meant: str) -> None:
     assert find_gpu(written) == meant
+
+
+@pytest.mark.parametrize("gpu", gpu_catalog())
+def test_names_are_never_completed(gpu: str) -> None:
+    device = gpu.partition("-")[0]
+    for shorter in (device[:-1], device[:-2], device[1:]):
+        if shorter in gpu_catalog():
+            assert find_gpu(shorter) == shorter
+        elif f"RTX{shorter}" not in gpu_catalog():
+            with pytest.raises(UsageError, match=r"nearest: |write one of |known: "):
+                find_gpu(shorter)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "B20",
+        "A4",
+        "B300A",
+        "H10",
+        "L4S",
+        "H100-96GB",
+        "A10-48GB",
+        "RTX4070Ti",
+        "RTX3090Ti",
+        "RTX5090D",
+        "RTXA5000",
+        "RTX6000",
+        "RTXPRO6000Server",
+        "H20-3e",
+        "MI300",
+        "MI350X",
+        "MI300A",
+        "V100S",
+        "A100X",
+        "GB200",
+        "Gaudi",
+    ],
+)
+def test_unknown_devices_are_errors_with_candidates(name: str) -> None:
+    with pytest.raises(UsageError, match=r"is not in the catalog of accelerators; nearest: .*YAML file"):
+        parse_hardware(f"8x{name}")
+
+
+@pytest.mark.parametrize(
+    ("written", "nodes", "gpus", "gpu"),
+    [
+        ("1x4090", 1, 1, "RTX4090"),
+        ("2x8x5080", 2, 8, "RTX5080"),
+        ("8 x H100-80GB", 1, 8, "H100-80GB"),
+        ("4 x 8 x h200", 4, 8, "H200"),
+        ("8XA100-80GB", 1, 8, "A100-80GB"),
+        ("8×H20", 1, 8, "H20"),
+        ("8xh100", 1, 8, "H100-80GB"),
+        ("2x4090-24GB", 1, 2, "RTX4090"),
+    ],
+)
+def test_counts_may_be_written_with_spaces(written: str, nodes: int, gpus: int, gpu: str) -> None:
+    hardware = parse_hardware(written)
+    assert (hardware.nodes, hardware.gpus_per_node, hardware.gpu) == (nodes, gpus, gpu)
+    assert read_hardware(written, num_processes=nodes * gpus) == hardware
 
 
 def test_ambiguous_name_lists_the_candidates() -> None:
@@ -234,7 +309,7 @@ def test_no_accelerator_is_one_error(monkeypatch: pytest.MonkeyPatch) -> None:
     ("driver_name", "gib", "gpu"),
     [
         ("NVIDIA A100-SXM4-80GB", 79.2, "A100-80GB"),
-        ("NVIDIA A100-PCIE-40GB", 39.4, "A100-40GB"),
+        ("NVIDIA A100-PCIE-40GB", 39.4, "A100-PCIe-40GB"),
         ("NVIDIA H100 80GB HBM3", 79.1, "H100-80GB"),
         ("NVIDIA H200", 139.8, "H200"),
         ("NVIDIA L40S", 44.4, "L40S"),

@@ -432,7 +432,7 @@ def test_slower_links_never_help():
 
 def test_every_accelerator_of_the_catalog_has_its_generation_or_the_newest():
     names = {name for table in ("generations", "borrowed") for name in _tables()[table]}
-    newer = {"B200", "B300", "RTX5090", "MI300X", "Gaudi3"}
+    newer = {"B200", "B300", "RTX5080", "RTX5090", "RTXPRO6000", "MI300X", "MI325X", "MI355X", "Gaudi3"}
     assert names | newer == set(gpu_catalog()), "a new accelerator borrows from the newest generation"
 
 

@@ -1,0 +1,329 @@
+"""Every field of a job survives flags, settings and plans, and proposed commands plan what they name."""
+
+from __future__ import annotations
+
+import shlex
+from dataclasses import fields, replace
+from functools import cache
+from pathlib import Path
+from types import UnionType
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+import pytest
+import shardwright
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+from paths import CONFIGS
+from shardwright.cli.main import build_app
+from shardwright.cli.settings import resolve
+from shardwright.ds_configs.plan.out_of_memory import OutOfMemory, next_plans, out_of_memory_text
+from shardwright.ds_configs.plan.plan import Plan, PlanDoesNotFitError, make_plan
+from shardwright.ds_configs.plan.rendering import train_arguments
+from shardwright.ds_configs.search.candidates import SearchContext
+from shardwright.ds_configs.search.search import search
+from shardwright.ds_configs.specs.hardware import HardwareSpec, parse_hardware
+from shardwright.ds_configs.specs.job import AXIS_FIELDS, TrainingJob
+from shardwright.ds_configs.specs.model import ModelSpec
+from shardwright.ds_configs.specs.texts import flag_words
+from shardwright.plugins.planning.from_names import job_from_words, read_hardware
+from shardwright.plugins.planning.models import load_model_spec
+from shardwright.trainers.distillation.command.settings import DistillSettings
+from shardwright.trainers.qat.command.settings import QATSettings
+from shardwright.trainers.runs.inputs import as_planned, job_options, training_job
+from shardwright.trainers.training.settings import TrainSettings
+
+MODELS = CONFIGS
+QWEN, LLAMA = str(MODELS / "Qwen--Qwen2.5-0.5B"), str(MODELS / "meta-llama--Llama-3.1-8B")
+GALLERY = Path(shardwright.__file__).parent / "ds_configs" / "gallery"
+_TEXTS = {
+    "optimizer": st.sampled_from(["adamw_torch_fused", "adamw_8bit", "adafactor", "muon", "auto"]),
+    "optim_args": st.sampled_from(["", "rank=64,update_proj_gap=100", "-x=1", "beta1=0.9, beta2=0.99"]),
+}
+
+
+def _values(name: str, kind: Any) -> st.SearchStrategy[Any]:
+    if name in _TEXTS:
+        return _TEXTS[name]
+    if get_origin(kind) is Literal:
+        return st.sampled_from(get_args(kind))
+    if get_origin(kind) in (Union, UnionType):
+        return st.one_of([_values(name, part) for part in get_args(kind)])
+    if kind is ModelSpec:
+        return st.just(load_model_spec(QWEN).spec)
+    if get_origin(kind) is tuple:
+        return st.sampled_from(
+            [("all-linear",), ("q_proj", "v_proj"), (r".*\.(q|k)_proj",), (r"q_(proj|a,b)", "o_proj")]
+        )
+    return {int: st.integers(1, 99_999), bool: st.booleans(), type(None): st.none()}[kind]
+
+
+_KINDS = get_type_hints(TrainingJob)
+JOBS = st.builds(TrainingJob, **{field.name: _values(field.name, _KINDS[field.name]) for field in fields(TrainingJob)})
+"""Jobs with any value of any field; a new field is drawn too."""
+
+
+def _used(job: TrainingJob) -> TrainingJob:
+    """The job with the defaults of fields that its other fields leave unused."""
+    usual = TrainingJob()
+    if job.method == "full":
+        job = replace(job, lora_rank=usual.lora_rank, lora_targets=usual.lora_targets)
+    return job if job.teacher else replace(job, teacher_placement=usual.teacher_placement)
+
+
+_app = cache(build_app)
+
+
+def _parsed(command: str, words: list[str]) -> Any:
+    return resolve(_app(), [command, *words])[1].arguments["settings"]
+
+
+DRAWN = settings(deadline=None, max_examples=25, phases=[Phase.generate], suppress_health_check=list(HealthCheck))
+
+
+def _changed(words: list[str], change: list[str]) -> list[str]:
+    """The words of a command with some options replaced."""
+    options = {word.partition("=")[0] for word in change if word.startswith("--")}
+    kept, skips = [], False
+    for word in words:
+        is_replaced = word.partition("=")[0] in options or f"--no-{word[2:]}" in options
+        if not (is_replaced or (skips and not word.startswith("--"))):
+            kept.append(word)
+        skips = is_replaced and "=" not in word
+    return [*kept, *change]
+
+
+@given(job=JOBS, base=JOBS)
+@DRAWN
+def test_flags_make_the_same_job(job: TrainingJob, base: TrainingJob) -> None:
+    job, base = _used(job), replace(_used(base), teacher=job.teacher)
+    words = shlex.split(shlex.join(["m", "--hardware", "8xH20", *job.flags()]))
+    assert job_from_words(_parsed("plan", words).words()) == job
+    if base.method == "full" or job.method != "full":
+        assert job_from_words(_parsed("plan", _changed([*words[:3], *base.flags()], job.flags(base))).words()) == job
+
+
+@pytest.mark.parametrize(
+    ("written", "tokens"),
+    [("16k", 16_384), ("128K", 131_072), ("1M", 1_048_576), ("1.5k", 1536), ("0.5m", 524_288), ("4096", 4096)],
+)
+def test_sequence_lengths_may_have_units(
+    written: str, tokens: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    assert _parsed("plan", ["m", "--seq-len", written]).seq_len == tokens
+    assert _parsed("plan", ["m", f"--seq-len={written}"]).seq_len == tokens
+    for command in (["train", "m"], ["distill", "t", "s"], ["qat", "m"]):
+        words = [*command[1:], "--dataset", "d", "--output-dir", "o", "--max-length", written]
+        assert _parsed(command[0], words).seq_len == tokens
+    file = tmp_path / "plan.yaml"
+    file.write_text(f"seq_len: {written}\n")
+    assert _parsed("plan", ["m", "--config", str(file)]).seq_len == tokens
+    monkeypatch.setenv("SHARDWRIGHT_PLAN_SEQ_LEN", written)
+    assert _parsed("plan", ["m"]).seq_len == tokens
+
+
+@given(job=JOBS, kind=st.sampled_from([TrainSettings, DistillSettings, QATSettings]))
+@DRAWN
+def test_settings_of_training_commands_keep_every_field(job: TrainingJob, kind: Any) -> None:
+    command = {TrainSettings: ["train", "m"], DistillSettings: ["distill", "t", "s"], QATSettings: ["qat", "m"]}[kind]
+    if kind is not TrainSettings:
+        job = replace(job, method="full" if job.method == "qlora" else job.method)
+        job = replace(job, precision="bf16" if job.precision == "fp8" else job.precision)
+    job = replace(
+        _used(job),
+        loss="chunked" if job.loss == "auto" else job.loss,
+        global_batch_size=64,
+        seq_len_tokens=2 + job.seq_len_tokens,
+    )
+    words = [*command, "--dataset", "d", "--output-dir", "o", *job.flags(of=job_options(kind()))]
+    own = _parsed(words[0], words[1:])
+    made, names = training_job(own, parse_hardware("8xH20")), job_options(own)
+    shared = {"seq_len", "precision", "optimizer", "optim_args", "weights_dtype", "offload_activations", "tiled_mlp"}
+    assert shared | {"micro_batch_size", "method", "lora_targets", "offload", "strategy"} <= names
+    assert kind is not TrainSettings or names == TrainingJob().options().keys() - {"objective", "teacher"} - {
+        "teacher_placement"
+    }
+    assert {name: made.options()[name] for name in names} == {name: job.options()[name] for name in names}
+
+
+@given(job=JOBS)
+@DRAWN
+def test_settings_have_every_field_of_a_plan(job: TrainingJob) -> None:
+    plan = Plan.load(GALLERY / "llama-3.1-8b_8xA100-80GB")
+    chosen = replace(plan.chosen, strategy=replace(plan.chosen.strategy, sp=4))
+    job = replace(_used(job), teacher=None, teacher_placement="auto", loss="chunked", sequence_parallel_size=None)
+    hardware = parse_hardware("8xH800", host_memory="1TB", nvme="/nvme:2TB")
+    made = as_planned(TrainSettings(plan="p"), replace(plan, job=job, chosen=chosen, hardware=hardware))
+    expected = job.options() | {"micro_batch_size": chosen.strategy.micro_batch_size, "sequence_parallel_size": 4}
+    assert {name: getattr(made, name) for name in job_options(made)} == {
+        name: expected[name] for name in job_options(made)
+    }
+    assert (made.hardware, made.host_memory, made.nvme) == ("8xH800", "1TB", "/nvme:2TB")
+
+
+@given(
+    nodes=st.integers(1, 9),
+    gpus=st.integers(1, 9),
+    gpu=st.sampled_from(["h100", "RTX 4090", "A10G", "MI355X", "CPU"]),
+    host=st.none() | st.integers(1, 10**12),
+    nvme=st.none() | st.sampled_from(["/a:3.5TB", "/a b/c:d:17B"]),
+)
+def test_hardware_options_make_the_same_hardware(
+    nodes: int, gpus: int, gpu: str, host: int | None, nvme: str | None
+) -> None:
+    hardware = parse_hardware(f"{nodes} x {gpus}x{gpu}", host_memory=None if host is None else f"{host}B", nvme=nvme)
+    made = read_hardware(**{"text" if name == "hardware" else name: text for name, text in hardware.options().items()})
+    assert replace(made, name=hardware.name) == hardware
+
+
+def test_options_of_described_hardware_name_its_file(tmp_path: Path) -> None:
+    file = tmp_path / "node.yaml"
+    file.write_text(
+        "name: rack\ngpu: H100-80GB\ngpus_per_node: 4\nhost_bytes_per_node: 1TB\nnvme_path: /n\n"
+        "nvme_bytes_per_node: 2TB\n"
+    )
+    hardware = read_hardware(str(file))
+    options = hardware.options()
+    assert options == {"hardware": str(file), "host_memory": "1TB", "nvme": "/n:2TB"}
+    assert read_hardware(options.pop("hardware"), **options) == hardware
+    unequal = read_hardware("8xA100-80GB+8xH100")
+    assert read_hardware(unequal.options()["hardware"]) == unequal
+
+
+_MISFITS: list[tuple[str, str, dict[str, Any]]] = [
+    (LLAMA, "1xA100-80GB", {"optimizer": "adamw_8bit", "seq_len_tokens": 2048, "offload": "none"}),
+    (LLAMA, "2xRTX4080", {"precision": "fp16", "strategy": "ddp", "gradient_checkpointing": "off"}),
+    (LLAMA, "8xA10G", {"seq_len_tokens": 30_000, "tiled_mlp": "off", "offload_activations": "off", "loss": "eager"}),
+    (QWEN, "1xT4", {"precision": "fp32", "micro_batch_size": 64, "global_batch_size": 64, "use_liger_kernel": True}),
+    (
+        LLAMA,
+        "1xL4",
+        {"method": "lora", "lora_rank": 512, "seq_len_tokens": 65_536, "offload": "none"},
+    ),
+]
+
+
+@pytest.mark.parametrize(("model", "gpus", "values"), _MISFITS)
+def test_every_change_of_a_job_that_does_not_fit_plans_and_fits(model: str, gpus: str, values: dict[str, Any]) -> None:
+    spec, hardware, job = load_model_spec(model).spec, parse_hardware(gpus, host_memory="64GB"), TrainingJob(**values)
+    with pytest.raises(PlanDoesNotFitError) as caught:
+        make_plan(spec, hardware, job)
+    assert caught.value.suggestions
+    for suggestion in caught.value.suggestions:
+        made = _planned_by(spec, hardware, job, suggestion.change)
+        gpu = made.chosen.memory.gpu
+        assert (gpu.high_bytes, gpu.capacity_bytes) == (suggestion.high_bytes, suggestion.capacity_bytes)
+
+
+def test_a_full_training_with_8_bit_states_is_offered_bf16_weights() -> None:
+    with pytest.raises(PlanDoesNotFitError, match="would fit: --weights-dtype bf16"):
+        make_plan(
+            load_model_spec(LLAMA).spec,
+            parse_hardware("1xA100-80GB"),
+            TrainingJob(optimizer="adamw_8bit", offload="none", seq_len_tokens=2048),
+        )
+
+
+@pytest.mark.parametrize(
+    ("model", "gpus", "values"),
+    [
+        (LLAMA, "8xA100-80GB", {"seq_len_tokens": 8192, "loss": "eager"}),
+        (LLAMA, "4xRTX4090", {"optimizer": "auto", "global_batch_size": 24}),
+    ],
+)
+def test_every_offer_makes_a_plan_as_fast_as_it_says(model: str, gpus: str, values: dict[str, Any]) -> None:
+    spec, hardware, job = load_model_spec(model).spec, parse_hardware(gpus), TrainingJob(**values)
+    plan = make_plan(spec, hardware, job)
+    offers = [offer for offer in plan.offers if offer.change.startswith("--")]
+    assert offers
+    for offer in offers:
+        made = _planned_by(spec, hardware, job, offer.change)
+        assert made.chosen.strategy.global_batch_size == plan.chosen.strategy.global_batch_size
+        speed = made.chosen.time.tokens_per_second / plan.chosen.time.tokens_per_second
+        assert speed == pytest.approx(offer.times_faster, rel=1e-6)
+
+
+def _planned_by(spec: ModelSpec, hardware: HardwareSpec, job: TrainingJob, change: str) -> Plan:
+    """The plan of the user's command with some more options."""
+    words = _changed(["m", *flag_words(hardware.options()), *job.flags()], shlex.split(change))
+    own = _parsed("plan", words)
+    cluster = read_hardware(own.hardware, host_memory=own.host_memory, nvme=own.nvme)
+    return make_plan(spec, cluster, job_from_words(own.words(hardware_is_read=True)), offers=False)
+
+
+_OOM_JOBS: list[dict[str, Any]] = [
+    {"weights_dtype": "bf16", "optimizer": "adamw_torch_8bit", "optim_args": "bf16_stochastic_round=true"},
+    {"optimizer": "adafactor", "loss": "chunked", "tiled_mlp": "on", "seq_len_tokens": 32_768},
+    {"method": "lora", "lora_rank": 8, "lora_targets": ("q_proj",), "seq_len_tokens": 16_384, "micro_batch_size": 2},
+    {"sequence_parallel_size": 4, "seq_len_tokens": 65_536, "offload_activations": "on", "loss": "chunked"},
+    {"zero_quantized_weights": True, "strategy": "zero3", "use_liger_kernel": True, "global_batch_size": 64},
+]
+
+
+@pytest.mark.parametrize("values", _OOM_JOBS)
+@pytest.mark.parametrize("on_host", [False, True])
+def test_every_command_after_an_out_of_memory_error_plans_and_fits(values: dict[str, Any], on_host: bool) -> None:
+    hardware, spec = parse_hardware("8xA100-80GB", host_memory="2TB"), load_model_spec(LLAMA).spec
+    plan = make_plan(spec, hardware, TrainingJob(**values), offers=False)
+    failure = OutOfMemory(phase="backward", error="out of memory", on_host=on_host)
+    proposed = next_plans(plan, failure)
+    lines = out_of_memory_text(plan, failure).splitlines()
+    commands = [shlex.split(line)[2:] for line in lines if line.startswith("    shardwright plan ")]
+    assert len(commands) == len(proposed)
+    assert proposed or on_host
+    for words, expected in zip(commands, proposed, strict=True):
+        own = _parsed("plan", words)
+        job = job_from_words(own.words(hardware_is_read=True))
+        assert job == expected.job
+        unchanged = (
+            "weights_dtype",
+            "optimizer",
+            "optim_args",
+            "method",
+            "lora_rank",
+            "lora_targets",
+            "seq_len_tokens",
+        )
+        assert all(getattr(job, name) == getattr(plan.job, name) for name in unchanged)
+        cluster = read_hardware(own.hardware, host_memory=own.host_memory, nvme=own.nvme)
+        assert cluster == hardware
+        memory = search(SearchContext(model=spec, hardware=cluster, job=job), compare=False).chosen.memory
+        if on_host:
+            assert memory.host.peak_bytes_per_node < plan.chosen.memory.host.peak_bytes_per_node
+        else:
+            assert memory.gpu.allocated_bytes < plan.chosen.memory.gpu.allocated_bytes
+
+
+def test_the_command_of_a_plan_with_a_teacher_distills_the_same_job() -> None:
+    teacher, hardware = load_model_spec(LLAMA).spec, parse_hardware("4xA800", host_memory="1TB")
+    job = TrainingJob(
+        seq_len_tokens=1024, teacher=teacher, weights_dtype="bf16", strategy="fsdp2", teacher_placement="sharded"
+    )
+    plan = make_plan(load_model_spec(QWEN).spec, hardware, job)
+    words = train_arguments(plan, directory="plan")
+    own = _parsed("distill", words[2:])
+    made, names = training_job(own, read_hardware(own.hardware, host_memory=own.host_memory)), job_options(own)
+    expected = replace(plan.job, global_batch_size=plan.chosen.strategy.global_batch_size).options()
+    assert {name: made.options()[name] for name in names} == {name: expected[name] for name in names}
+    assert words[:4] == ["shardwright", "distill", teacher.name, plan.model.name]
+
+
+@pytest.mark.parametrize("has_plan", [False, True])
+def test_commands_of_training_runs_keep_the_users_words(has_plan: bool) -> None:
+    plan = Plan.load(GALLERY / "llama-3.1-8b_8xA100-80GB")
+    failure = OutOfMemory(phase="forward", error="out of memory")
+    own_layout = "--plan=plans/a" if has_plan else "--per-device-train-batch-size=8 --optim adamw_8bit --tiled-mlp on"
+    command = f"shardwright train /m/x --dataset 'a b.jsonl' {own_layout} --lr-scheduler-x 1 --output-dir /o"
+    text = out_of_memory_text(plan, failure, command, job_options(TrainSettings()))
+    commands = [shlex.split(line) for line in text.splitlines() if line.startswith("    shardwright train ")]
+    assert commands
+    for words, expected in zip(commands, next_plans(plan, failure), strict=True):
+        assert words[:5] == ["shardwright", "train", "/m/x", "--dataset", "a b.jsonl"]
+        assert words[5:9] == ["--lr-scheduler-x", "1", "--output-dir", "/o"]
+        own = _parsed("train", [*words[2:5], *words[7:]])
+        made = training_job(own, plan.hardware if own.hardware is None else read_hardware(own.hardware))
+        layout = {"strategy", "micro_batch_size", "global_batch_size", "offload", "loss", "tiled_mlp", *AXIS_FIELDS}
+        names = job_options(own) if has_plan else layout
+        assert {name: made.options()[name] for name in names if name != "seq_len"} == {
+            name: expected.job.options()[name] for name in names if name != "seq_len"
+        }
+        assert not has_plan or made.seq_len_tokens == plan.job.seq_len_tokens
