@@ -333,6 +333,14 @@ PATCHES: tuple[Patch, ...] = (
         every_run=True,
     ),
     Patch(
+        name="kept-optimizer",
+        target=f"{_TRAINER}.create_optimizer",
+        scope="context",
+        reason="Methods that wrap it would group the parameters of a prepared optimizer again.",
+        parameters=("self",),
+        every_run=True,
+    ),
+    Patch(
         name="kept-batch-size",
         target=f"{_TRAINER}._update_auto_batch_size",
         scope="context",

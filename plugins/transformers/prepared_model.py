@@ -11,7 +11,6 @@ With transformers 5.17.0 and 5.23.0, and accelerate 1.15.0:
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 from .. import patches
@@ -37,7 +36,7 @@ def prepare_before_training(trainer: Any, dataloader: Any) -> None:
 
     is_distributed = trainer.accelerator.distributed_type != DistributedType.NO
     trains = any(weight.requires_grad for weight in trainer.model.parameters())
-    if is_distributed and trains and not _is_prepared(trainer):
+    if is_distributed and trains and not is_prepared(trainer):
         scheduler = trainer.lr_scheduler
         trainer._prepare_for_training(max(trainer.args.max_steps, 1), dataloader, None)
         # Training creates the scheduler for its number of steps.
@@ -45,7 +44,8 @@ def prepare_before_training(trainer: Any, dataloader: Any) -> None:
         trainer._created_lr_scheduler = False
 
 
-def _is_prepared(trainer: Any) -> bool:
+def is_prepared(trainer: Any) -> bool:
+    """Return whether the model of a Trainer is wrapped or sharded by its engine."""
     from torch.distributed.fsdp import FSDPModule
 
     # FSDP2 changes the class of a model instead of wrapping it.
@@ -66,7 +66,7 @@ def _keeping(run: Callable[..., Any]) -> Callable[..., Any]:
     def inner_training_loop(self: Any, batch_size: int | None = None, *arguments: Any, **keywords: Any) -> Any:
         accelerator = self.accelerator
         # `auto_find_batch_size` prepares the model again for each batch size that it tries.
-        if not _is_prepared(self) or batch_size != self._train_batch_size:
+        if not is_prepared(self) or batch_size != self._train_batch_size:
             return run(self, batch_size, *arguments, **keywords)
         kept: dict[str, Any] = {"_models": [self.model_wrapped], "_optimizers": [self.optimizer]}
         if self.is_deepspeed_enabled:
@@ -92,13 +92,14 @@ def _keeping(run: Callable[..., Any]) -> Callable[..., Any]:
 
 def _preparing(prepare: Callable[..., Any]) -> Callable[..., Any]:
     def prepare_for_training(self: Any, *arguments: Any, **keywords: Any) -> Any:
-        if not _is_prepared(self):
+        if not is_prepared(self):
             lengths = _schedule(self)
             self._automatic_lengths = [name for name in _SCHEDULE_LENGTHS if lengths.get(name) == "auto"]
             return prepare(self, *arguments, **keywords)
         _drop_gradients(self)
         with (
             patches.applied("prepared-model", lambda _: _unchanged, on=self.accelerator),
+            patches.applied("kept-optimizer", lambda _: lambda *_: self.optimizer, on=self),
             patches.applied("renewed-schedule", lambda _: _renew_schedule),
         ):
             return prepare(self, *arguments, **keywords)
