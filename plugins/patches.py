@@ -319,7 +319,7 @@ PATCHES: tuple[Patch, ...] = (
                 "prepared-once",
                 "_prepare_for_training",
                 "max_steps",
-                "test_the_trainer_still_destroys_the_engine_of_its_first_run",
+                "test_transformers_still_discards_the_optimizer_of_an_engine",
                 "A second `train` creates another optimizer under DeepSpeed, and keeps interrupted gradients.",
             ),
         )

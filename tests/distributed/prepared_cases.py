@@ -107,7 +107,7 @@ def made_trainer(case: Staged, directory: Path, interrupts: Interrupts) -> Any:
         **({"model_init": make} if case.kind == "init" else {"model": make()}),
         "args": arguments,
         "train_dataset": rows[:24],
-        "eval_dataset": rows[-EVALUATED:],
+        "eval_dataset": None if case.strategy.cp > 1 else rows[-EVALUATED:],
         "data_collator": collated,
         "callbacks": [interrupts],
     }
@@ -123,7 +123,9 @@ def train(case: Staged, directory: Path) -> dict[str, Any]:
     rows, record = samples(), {}
 
     def evaluate(name: str, **data: Any) -> None:
-        record[name] = [trainer.evaluate(**data)["eval_loss"]]
+        # Context parallelism cannot evaluate.
+        if case.strategy.cp == 1:
+            record[name] = [trainer.evaluate(**data)["eval_loss"]]
 
     def run(name: str, **settings: Any) -> None:
         trainer.train(**settings)
@@ -139,7 +141,7 @@ def train(case: Staged, directory: Path) -> dict[str, Any]:
             record[f"interrupted by {event}"] = [float(trainer.state.global_step)]
         interrupts.event = ""
 
-    if not case.layout.startswith("pp"):
+    if case.strategy.cp == case.strategy.pp == 1:
         prediction = trainer.predict(rows[EVALUATED : 2 * EVALUATED])
         record["first prediction"] = [float(prediction.metrics["test_loss"])]
     evaluate("first evaluation")

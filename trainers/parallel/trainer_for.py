@@ -27,7 +27,6 @@ from ...plugins.transformers.own_optimizers import (
     replaces_optimizers,
     use_own_optimizer,
 )
-from ...plugins.transformers.prepared_model import prepare_models_once
 from ...plugins.transformers.run_settings import balances_experts, layout_of, trainer_errors
 from ...plugins.trl import pairs_of_a_micro_step
 from ..counting.counts import count_as_one_process
@@ -115,7 +114,6 @@ class PlannedParallelism:
             from .context.callback import check_context_parallel_class
 
             check_context_parallel_class(trainer_class)
-        prepare_models_once()
         for callback in self.callbacks:
             callback.prepare(args, model)
         if self.context_parallel_size > 1:
