@@ -152,6 +152,7 @@ def train(case: Staged, directory: Path) -> dict[str, Any]:
     evaluate("evaluation after interruptions")
     trainer.args.max_steps, trainer.args.save_steps, trainer.args.save_strategy = 4, 2, "steps"
     run("third stage")
+    # Under expert parallelism, only a new Trainer resumes.
     if case.family == "llama":
         run("resumed stage", resume_from_checkpoint=str(directory / "checkpoint-2"))
     if case.family == "llama":
