@@ -75,6 +75,7 @@ _BALANCE = "Transformers multiplies a rank's load-balancing loss by the number o
 _TOO_SMALL_NORM = "tests/plugins/test_patches.py::test_deepspeed_clips_by_the_norm_of_one_stage_or_of_averaged_experts"
 _LOSSES = "tests/trainers/parallel/test_own_losses.py::"
 _MEANS = "tests/trainers/counting/test_mean_losses.py::"
+_PREPARED = "tests/plugins/transformers/test_prepared_model.py::"
 _GROUPS_STAY = "tests/distributed/test_sequence_parallel.py::test_stock_attention_and_groups_stay_for_the_process"
 _OWN_OPTIMIZER = (
     "tests/plugins/transformers/test_own_optimizers.py::test_the_trainer_still_drops_optimizers_under_deepspeed"
@@ -287,6 +288,64 @@ PATCHES: tuple[Patch, ...] = (
         target=f"{_TRAINER}._prepare_for_training",
         reason="The engine is created in this method, and no callback receives it.",
         parameters=("self",),
+        every_run=True,
+    ),
+    *(
+        Patch(
+            name=name,
+            target=f"{_TRAINER}.{method}",
+            scope="process",
+            reason=reason,
+            canary=f"{_PREPARED}{canary}",
+            parameters=("self", parameter),
+            every_run=True,
+        )
+        for name, method, parameter, canary, reason in (
+            (
+                "prepared-evaluation",
+                "evaluation_loop",
+                "dataloader",
+                "test_the_trainer_still_evaluates_first_without_an_optimizer",
+                "An evaluation before training prepares the model without its optimizer, and training keeps that.",
+            ),
+            (
+                "kept-engine",
+                "_inner_training_loop",
+                "batch_size",
+                "test_the_trainer_still_destroys_the_engine_of_its_first_run",
+                "A second `train` destroys the DeepSpeed engine that it trains with.",
+            ),
+            (
+                "prepared-once",
+                "_prepare_for_training",
+                "max_steps",
+                "test_transformers_still_discards_the_optimizer_of_an_engine",
+                "A second `train` creates another optimizer under DeepSpeed, and keeps interrupted gradients.",
+            ),
+        )
+    ),
+    Patch(
+        name="renewed-schedule",
+        target="transformers.trainer:deepspeed_init",
+        scope="context",
+        reason="For a prepared model, it discards the optimizer and its states and returns another one.",
+        parameters=("trainer", "num_training_steps", "inference"),
+        every_run=True,
+    ),
+    Patch(
+        name="kept-optimizer",
+        target=f"{_TRAINER}.create_optimizer",
+        scope="context",
+        reason="Methods that wrap it would group the parameters of a prepared optimizer again.",
+        parameters=("self",),
+        every_run=True,
+    ),
+    Patch(
+        name="kept-batch-size",
+        target=f"{_TRAINER}._update_auto_batch_size",
+        scope="context",
+        reason="With `auto_find_batch_size`, it forgets the prepared model even if the batch size stays.",
+        parameters=("self", "batch_size"),
         every_run=True,
     ),
     Patch(
@@ -546,6 +605,22 @@ PATCHES: tuple[Patch, ...] = (
         reason="Transformers passes DeepSpeed's own optimizers one group, so that Muon would decay norms and biases.",
         canary="tests/plugins/test_patches.py::test_deepspeeds_optimizers_still_get_one_group",
         parameters=("self",),
+    ),
+    Patch(
+        name="prepared-model",
+        target=f"{_ACCELERATOR}.prepare",
+        scope="context",
+        reason="A second `train` would prepare the optimizer again without its model.",
+        parameters=("self",),
+        every_run=True,
+    ),
+    Patch(
+        name="kept-through-free-memory",
+        target=f"{_ACCELERATOR}.free_memory",
+        scope="context",
+        reason="The Trainer calls it before each run, and it destroys the DeepSpeed engine.",
+        parameters=("self",),
+        every_run=True,
     ),
     Patch(
         name="sequence-parallel-gather",

@@ -238,17 +238,6 @@ class ShapeWatch:
             self._last = now
 
 
-def evaluation_engine(module: torch.nn.Module, config: dict[str, Any]) -> Any:
-    """Return an engine for a pipeline that is only evaluated; ZeRO, optimizer and scheduler are ignored."""
-    import deepspeed
-
-    ignored = ("optimizer", "scheduler", "zero_optimization")
-    own = {key: value for key, value in config.items() if key not in ignored}
-    engine = deepspeed.initialize(model=module, config=own)[0]
-    free_logits_early(engine)
-    return engine
-
-
 _PHASES: dict[str, MeterPhase] = {
     "ForwardPass": "forward",
     "BackwardPass": "backward",

@@ -441,6 +441,11 @@ READ = {
     "trainer-without-zero": ("transformers.trainer", "self._prepare_for_training"),
     **dict.fromkeys(("evaluated-step", "tiled-loss-evaluation"), ("transformers.trainer", "self.prediction_step")),
     "evaluated-samples": ("transformers.trainer", "self.evaluation_loop"),
+    "renewed-schedule": ("transformers.trainer", "deepspeed_init"),
+    "kept-optimizer": ("transformers.trainer", "self.create_optimizer"),
+    "kept-batch-size": ("transformers.trainer", "self._update_auto_batch_size"),
+    "prepared-model": ("transformers.trainer", "self.accelerator.prepare"),
+    "kept-through-free-memory": ("transformers.trainer", "self.accelerator.free_memory"),
     "evaluated-labels": ("transformers.trainer", "self.accelerator.gather"),
     "gradient-norm-without-zero": ("deepspeed.runtime.engine", "self._take_model_step"),
     "sequence-parallel-trainer": (

@@ -28,6 +28,7 @@ from ...plugins import patches
 from ...plugins.accelerate.repeated_samples import EvaluationStep, SamplesOnce, check_streams_of_ranks, trained_rows
 from ...plugins.deepspeed.engine import keep_gradient_norm
 from ...plugins.launching.messages import note_on_first_rank
+from ...plugins.transformers.prepared_model import prepare_models_once
 from ...plugins.transformers.run_settings import balances_experts
 from ..data.chat import IGNORED_LABEL
 
@@ -45,12 +46,13 @@ Method = Callable[..., Any]
 def count_as_one_process(trainer: Trainer, *, ranks_of_a_sample: int = 1, evaluates: bool = True) -> None:
     """Make a Trainer count labels, samples and tokens as one process does; call it after the Trainer was made.
 
-    A second call replaces the first.
+    A second call replaces the first. Trainers of the process then also prepare their models once.
 
     Args:
         ranks_of_a_sample: Ranks that read the same samples.
         evaluates: Whether the Trainer evaluates with `prediction_step`, as the stock one does.
     """
+    prepare_models_once()
     counts = _Counts(trainer, ranks_of_a_sample)
     if counts.weighs_means:
         # Then the Trainer neither passes the number of labels to the model nor multiplies by the ranks.

@@ -15,6 +15,7 @@ from ...plugins import patches
 from ...plugins.accelerate.cpu_ranks import serve_scripts_on_cpu_ranks
 from ...plugins.accelerate.repeated_samples import repeated_samples
 from ...plugins.launching.messages import note_on_first_rank
+from ...plugins.transformers.prepared_model import prepare_models_once
 from ...plugins.transformers.training_arguments import deepspeed_configuration
 from ..parallel.trainer_for import PlannedParallelism, attach_long_sequences, planned_parallelism
 from ..runs.out_of_memory import memory_errors
@@ -161,6 +162,7 @@ class ScriptTask(ScriptJob, RankTask):
         plan = Plan.load(self.plan)
         serve_scripts_on_cpu_ranks()
         check_upstream(plan.chosen.strategy.engine)
+        prepare_models_once()
         follow_trainers(plan)
         carry_axes(plan)
         if plan.chosen.strategy.engine == "deepspeed" and "LOCAL_RANK" in os.environ:

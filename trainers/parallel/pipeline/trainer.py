@@ -21,7 +21,6 @@ from ....ds_configs.specs.layout import PipelineStage, partition_errors
 from ....plugins.deepspeed_pipeline.checkpoint import check_cut, save_cut, save_pipeline_checkpoint
 from ....plugins.deepspeed_pipeline.engine import (
     ShapeWatch,
-    evaluation_engine,
     free_logits_early,
     optimizer_step,
     read_own_replica,
@@ -33,8 +32,9 @@ from ....plugins.deepspeed_pipeline.engine import (
 from ....plugins.deepspeed_pipeline.module import build_pipeline_module
 from ....plugins.launching.messages import note_on_first_rank
 from ....plugins.transformers.meta_model import model_spec_from_meta
+from ....plugins.transformers.prepared_model import prepare_before_training
 from ....plugins.transformers.run_settings import run_errors
-from ....plugins.transformers.training_arguments import deepspeed_configuration, weights_dtype
+from ....plugins.transformers.training_arguments import weights_dtype
 from ...counting.counts import count_as_one_process, evaluated_mean
 from .batches import for_stages, of_one_shape, own_samples, predicted_tokens, without_labels
 from .checks import (
@@ -201,7 +201,7 @@ class PipelineTrainer(Trainer):
             raise UsageError(overridden)
         if resume_from_checkpoint is not None:
             check_cut(Path(resume_from_checkpoint), self._cut, **self._ranks_of_a_stage)
-        self.model_wrapped = self.model
+        self._step_batches = []
         if torch.cuda.is_available():
             # Each stage draws different dropout masks. Samplers and collators draw from the CPU's generator, which
             # the stages of one replica share; `read_own_replica` seeds the workers of a loader.
@@ -276,11 +276,7 @@ class PipelineTrainer(Trainer):
         samples = len(dataloader.dataset) if has_length(dataloader.dataset) else None
         if errors := length_errors(samples, self._replicas):
             raise UsageError(errors)
-        # Before training there is no engine; evaluation needs no optimizer.
-        if self.model_wrapped is self.model:
-            configuration = deepspeed_configuration(self.args)
-            assert configuration is not None, "checked by the constructor"
-            self.model_wrapped = evaluation_engine(self.model, configuration)
+        prepare_before_training(self, dataloader)
         engine = self.model_wrapped
         self.callback_handler.eval_dataloader = dataloader
         per_schedule = max(self.args.gradient_accumulation_steps, 4 * self._stages)

@@ -20,6 +20,7 @@ from ....plugins.deepspeed.ulysses import (
     forget_sequence_parallelism,
     gradients_are_added_over_a_sequence,
 )
+from ....plugins.transformers.prepared_model import is_prepared
 from ....plugins.transformers.run_settings import trainer_errors
 from ...counting.counts import count_as_one_process
 from ..long_sequences import LongSequenceCallback, computes_own_loss, tiling_errors
@@ -311,7 +312,8 @@ class SequenceParallelMethods(_TrainerMethods):
         return count
 
     def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:
-        with self.sequence_parallel.shared.registering(self.model):
+        registering = self.sequence_parallel.shared.registering
+        with nullcontext() if is_prepared(self) else registering(self.model):
             return super()._prepare_for_training(*args, **kwargs)
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -395,12 +397,7 @@ class SequenceParallelMethods(_TrainerMethods):
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
         """Evaluate, and gather results from one rank of each sequence."""
-        shared = self.sequence_parallel.shared
-        is_unprepared = not self.accelerator._models
-        with (
-            shared.registering(self.model) if is_unprepared else nullcontext(),
-            _gathering_once(self.accelerator, shared),
-        ):
+        with _gathering_once(self.accelerator, self.sequence_parallel.shared):
             return super().evaluation_loop(*args, **kwargs)
 
 
