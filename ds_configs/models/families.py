@@ -134,6 +134,12 @@ _FAMILIES: Mapping[str, _Family] = {
 FAST_FAMILIES: tuple[str, ...] = (*_FAMILIES, "gpt2")
 """Model types that are counted without torch."""
 
+ARCHITECTURES: Mapping[str, str] = {
+    **{family.architecture: model_type for model_type, family in _FAMILIES.items()},
+    "GPT2LMHeadModel": "gpt2",
+}
+"""Model types of these families by class."""
+
 CONFIG_FIELDS: Mapping[str, Mapping[str, str]] = {
     "gpt2": {
         "num_hidden_layers": "n_layer",

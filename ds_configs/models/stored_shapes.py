@@ -9,6 +9,7 @@ from math import ceil
 from typing import Any, Literal
 
 from ..specs.model import Dimensions, ModelConfig, ModelSpec, ParameterShape, newest_tested_release, stored_facts
+from .families import ARCHITECTURES
 
 Task = Literal["causal_lm", "masked_lm", "seq2seq", "contrastive", "encoder", "other"]
 
@@ -204,6 +205,12 @@ def model_spec_from_shapes(
             if spec is not None:
                 return spec
     return None
+
+
+def model_type_of(architecture: str, *, release: str) -> str | None:
+    """Return the model type of a class of Transformers by its name; `None` for a class that is not stored."""
+    stored = {key.partition(" ")[0]: kept["model_type"] for key, kept in load_shapes(release)["classes"].items()}
+    return (ARCHITECTURES | stored).get(architecture)
 
 
 def spec_of(

@@ -8,7 +8,7 @@ from typing import Any
 
 from ...ds_configs.models.families import model_spec_from_config
 from ...ds_configs.models.model_config import model_spec_from_structure
-from ...ds_configs.models.stored_shapes import model_spec_from_shapes
+from ...ds_configs.models.stored_shapes import model_spec_from_shapes, model_type_of
 from ...ds_configs.plan.gallery import packaged_model, packaged_models
 from ...ds_configs.specs.errors import ConfigError, RefusedInputError, ShardwrightError, UsageError
 from ...ds_configs.specs.model import ModelSpec
@@ -73,16 +73,41 @@ def _nearest_gallery_model(name: str) -> str | None:
     return known[near[0]] if near else None
 
 
+def _family_of_class(config: dict[str, Any], release: str) -> str | None:
+    """Return the model type of the class in `architectures` if Transformers knows that class, but not `model_type`."""
+    architecture = next(iter(config.get("architectures") or ()), None)
+    if architecture is None or "model_type" not in config:
+        return None
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+
+    if config["model_type"] in CONFIG_MAPPING_NAMES:
+        return None
+    if (stored := model_type_of(architecture, release=release)) is not None:
+        return stored
+    import transformers
+
+    # The lazy module knows the package of each class without importing it.
+    module = getattr(transformers, "_class_to_module", {}).get(architecture, "")
+    name = module.split(".")[1] if module.startswith("models.") else ""
+    return next((kind for kind in (name, name.replace("_", "-")) if kind in CONFIG_MAPPING_NAMES), None)
+
+
 def model_from_source(source: ModelSource, *, by_structure: bool = False) -> LoadedModel:
     """Return the specification of a configuration; raises the errors of `load_model_spec`."""
     release, config = transformers_release(), source.config
     identity: dict[str, Any] = {"name": source.name, "revision": source.revision}
+    family = _family_of_class(config, release) if by_structure else None
+    if family is not None:
+        config = config | {"model_type": family}
     spec = model_spec_from_config(config, **identity, release=release)
     spec = spec or model_spec_from_shapes(config, **identity, release=release)
     notes: list[str] = []
+    if family is not None:
+        own, architecture = source.config["model_type"], config["architectures"][0]
+        notes.append(f"model_type = {own!r} is not in Transformers: planned as {family!r}, the type of {architecture}")
     if installed_version("transformers") is None:
         notes.append(f"transformers is not installed; the plan is for {release}, the newest tested release")
-    if spec is None and by_structure and "auto_map" in config:
+    if spec is None and family is None and by_structure and "auto_map" in config:
         from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
         shapes = None
@@ -90,12 +115,15 @@ def model_from_source(source: ModelSource, *, by_structure: bool = False) -> Loa
             shapes = None if config.get("quantization_config") else stored_shapes(source)
             spec = model_spec_from_structure(config, **identity, shapes=shapes, release=release)
         if spec is not None:
-            basis = "the shapes of its checkpoint" if shapes else "its sizes, counted as a Llama decoder"
+            basis = "the shapes of its checkpoint" if shapes else "its sizes, counted as a Llama decoder: an assumption"
             notes.append(f"{spec.architecture} has remote code, which is not run: planned from {basis}")
     if spec is None:
         from ..transformers.meta_model import model_spec_from_meta
 
         spec = model_spec_from_meta(config, **identity)
+    if family is not None and "auto_map" in config:
+        # Its own code decides about layers and the layouts that they support.
+        spec = replace(spec, layer_classes=(), weight_conversion=False, source="structure")
     # Reject SDPA for a class without it, as Transformers does when it builds the model.
     if _attention(config) == "sdpa" and spec.attention == "eager":
         rule = f"is not supported: {spec.architecture} of transformers {spec.release} has no SDPA"
