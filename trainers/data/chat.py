@@ -123,7 +123,9 @@ def encode_chat(
                 # The template renders the prompt in another way when messages follow.
                 counts["rewritten"] += 1
                 part = _dependent_part(render, turns, first_labelled - 1, text)
-                prompt = text if part is None else text[: part[1]]
+                end = turn_end(tokenizer)[0]
+                stop = len(text) if part is None else part[1]
+                prompt = text[: stop + len(end)] if text.startswith(end, stop) else text[:stop]
             prompt_tokens = len(tokenizer(prompt, add_special_tokens=False)["input_ids"])
         labels = [
             token if is_assistant and index >= prompt_tokens else IGNORED_LABEL

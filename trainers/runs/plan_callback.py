@@ -44,6 +44,8 @@ from ..parallel.trainer_for import attach_long_sequences
 from .figures_callback import StepFiguresCallback, await_device
 from .out_of_memory import explain_memory_errors
 
+TRAINED_TYPE = "type of trained weights"
+"""Name in differences from a plan; a rehearsal reports it too."""
 _SUMMARY_KEYS = frozenset({"train_runtime", "train_loss"})
 """With `include_num_input_tokens_seen` the log of every step holds `train_runtime`; only the summary holds both."""
 
