@@ -11,7 +11,6 @@ import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from os.path import commonprefix
 from typing import Any
 
 from ...ds_configs.specs.errors import ConfigError, UsageError
@@ -77,8 +76,8 @@ def encode_chat(
         first_labelled: Messages before this index are the prompt, whatever their role.
         tools: Functions that the assistant can call, as the template expects them.
         where: Name of the conversation in errors.
-        counts: Counts of `rendered` conversations, of `rewritten` conversations, whose template changes earlier messages, and of `unlabelled
-            answers`, which the complete rendering does not have.
+        counts: Counts of `rendered` conversations, of `rewritten` ones, whose template changes earlier messages, and of
+            `unlabelled answers`, which the complete rendering does not have.
 
     Raises:
         UsageError: there is no template, or it cannot render the conversation.
@@ -227,11 +226,17 @@ def _dependent_part(
             ]
         except UsageError:
             continue
-        start = len(commonprefix([text, *others]))
-        stop = len(text) - len(commonprefix([rendered[::-1] for rendered in (text, *others)]))
+        start = _shared_length(text, *others)
+        stop = len(text) - _shared_length(*(rendered[::-1] for rendered in (text, *others)))
         if others[0] != others[1] and first <= start <= stop <= last:
             return start, stop
     return None
+
+
+def _shared_length(*texts: str) -> int:
+    """Return the length of the longest common beginning."""
+    columns = enumerate(zip(*texts, strict=False))
+    return next((index for index, column in columns if len(set(column)) > 1), min(map(len, texts)))
 
 
 def _with_arguments(call: Any) -> Any:

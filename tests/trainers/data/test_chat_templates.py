@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
 from shardwright.plugins.transformers.training_arguments import byte_tokenizer
 from shardwright.trainers.data.chat import IGNORED_LABEL, encode_chat
 from shardwright.trainers.data.samples import load_samples
