@@ -297,6 +297,8 @@ def test_a_script_of_a_plan_for_cpu_ranks_is_rehearsed_in_bf16(model: Path, tmp_
     in_bf16 = shutil.copytree(model, tmp_path / "bf16")
     (in_bf16 / "config.json").write_text(json.dumps(config | {"dtype": "bfloat16"}))
     plan = planned(in_bf16, tmp_path / "of-bf16", "ddp", precision="bf16")
-    words = [*rehearse[:-5], plan, *rehearse[-4:], in_bf16, plan / "training_arguments.json"]
+    script = tmp_path / "without_dtype.py"
+    script.write_text((EXAMPLES / "own_trainer.py").read_text().replace(', dtype="float32"', ""))
+    words = [*rehearse[:-5], plan, *rehearse[-4:-1], script, in_bf16, plan / "training_arguments.json"]
     shown = " ".join(ran(*words, cwd=tmp_path, code=1).split())
     assert 'type of trained weights was bf16, but the plan has fp32: load the model with dtype="float32"' in shown
