@@ -7,6 +7,7 @@ import json
 import os
 import signal
 import sys
+import warnings
 from collections.abc import Sequence
 from io import TextIOWrapper
 
@@ -111,7 +112,10 @@ def run(arguments: Sequence[str]) -> int:
                 check_torch()
             for line in release_warnings():
                 print(f"warning: {line}", file=sys.stderr)
-        with running(arguments), notes_on_stderr():
+        with running(arguments), notes_on_stderr(), warnings.catch_warnings():
+            if not sys.warnoptions:
+                # For the developers of the libraries that a command calls.
+                warnings.filterwarnings("ignore", category=FutureWarning)
             result = command(*bound.args, **bound.kwargs)
         sys.stdout.flush()
         return result if isinstance(result, int) else 0

@@ -198,9 +198,11 @@ def show_serving(plan: ServingPlan) -> None:
         f"{plan.token_bytes:,} bytes per token in the {plan.kv_cache_dtype} cache; {plan.blocks:,} blocks of "
         f"{plan.block_tokens} tokens ({plan.block_bytes:,} bytes)"
     )
+    longer = plan.longest_that_fits > plan.max_model_len
+    single = f"; a single one could have {plan.longest_that_fits:,} tokens" if longer else ""
     out.print(
         f"{plan.sequences:.1f} sequences of {plan.max_model_len:,} tokens ({plan.blocks_per_sequence:,} blocks each) "
-        f"fit in {gigabytes(plan.memory['cache'])} GB; a single one could have {plan.longest_that_fits:,} tokens"
+        f"fit in {gigabytes(plan.memory['cache'])} GB{single}"
     )
     out.print(f"Up to {plan.max_num_seqs:,} shorter sequences run together; equal prefixes share blocks")
     for text in plan.notes:

@@ -452,7 +452,7 @@ class ServingPlan:
     blocks_per_sequence: int
     """Blocks of a sequence of that length."""
     longest_that_fits: int
-    """Longest sequence that fits in the cache, even if the model has fewer positions."""
+    """Longest sequence of the model that fits in the cache."""
     sequences: float
     """Concurrent sequences of `max_model_len` that fit in the cache, with their shared prefix stored once."""
     max_num_seqs: int
@@ -565,6 +565,8 @@ class _Fit:
     """Requested sequence length, or that of the model."""
     longest: int
     """Sequence length that fits for the requested number of sequences."""
+    positions: int
+    """Positions that all models have."""
     unbounded: int
     """Length of one sequence that fits, even beyond the model's positions."""
     in_flight: int
@@ -596,7 +598,8 @@ class _Fit:
         in_flight = request.batched_tokens() * (
             _CONCURRENT_STEPS if request.engine == "vllm" and not request.on_cpu else 1
         )
-        wanted = request.max_model_len or min(served.positions or _NO_LENGTH for served in models)
+        positions = min(served.positions or _NO_LENGTH for served in models)
+        wanted = request.max_model_len or positions
         usable = (blocks - 1) // (request.max_num_seqs or 1)
         limits = {"tokens_in_flight": in_flight}
         return cls(
@@ -608,6 +611,7 @@ class _Fit:
             blocks=blocks,
             wanted=wanted,
             longest=cache.longest_sequence(usable, limit=wanted, **limits),
+            positions=positions,
             unbounded=cache.longest_sequence(blocks - 1, limit=2**31, **limits),
             in_flight=in_flight,
         )
@@ -674,7 +678,7 @@ class _Fit:
             blocks=self.blocks,
             max_model_len=length,
             blocks_per_sequence=per_sequence,
-            longest_that_fits=self.unbounded,
+            longest_that_fits=min(self.unbounded, self.positions),
             sequences=round((self.blocks - shared) / (per_sequence - shared), 2),
             max_num_seqs=request.sequences(),
             max_num_batched_tokens=request.batched_tokens(),

@@ -80,7 +80,7 @@ def stored_precision() -> Iterator[None]:
             import torch
 
             if _are_safetensors(checkpoint_files):
-                stored = _stored_types(checkpoint_files)
+                stored = stored_types(checkpoint_files)
                 names = model.state_dict().keys()
                 # Matrices that are fused while loading, such as experts, have other names in the checkpoint.
                 others = {dtype for name, (dtype, is_matrix) in stored.items() if is_matrix and name not in names}
@@ -97,7 +97,7 @@ def stored_precision() -> Iterator[None]:
         yield
 
 
-def _stored_types(files: Iterable[str]) -> dict[str, tuple[Any, bool]]:
+def stored_types(files: Iterable[str]) -> dict[str, tuple[Any, bool]]:
     """Return each tensor's type, `None` unless it has 16 bits, and whether it is a matrix."""
     import torch
     from safetensors import safe_open

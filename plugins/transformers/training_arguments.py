@@ -12,6 +12,7 @@ Seen with transformers 5.17.0 and accelerate 1.15.0:
 from __future__ import annotations
 
 import dataclasses
+import json
 import netrc
 import os
 from collections.abc import Mapping, Sequence
@@ -185,8 +186,13 @@ def prepare_model_directory_save(arguments: TrainingArguments) -> None:
     note_on_first_rank(f"zero_optimization.{key} was missing: set to true, so that the model can be saved")
 
 
-def save_model_directory(trainer: Trainer, directory: str, *, allow_nonfinite: bool = False) -> None:
+def save_model_directory(
+    trainer: Trainer, directory: str, *, allow_nonfinite: bool = False, starting: Path | None = None
+) -> None:
     """Write a model directory with safetensors and no pickle; every rank must call it.
+
+    `starting` is the directory of the model that training started from: weights that it stores in 16 bit are saved in
+    that type, whatever the type of the trained copy.
 
     Raises:
         RefusedInputError: weights are NaN or infinite, and `allow_nonfinite` is false.
@@ -200,6 +206,51 @@ def save_model_directory(trainer: Trainer, directory: str, *, allow_nonfinite: b
     if trainer.args.should_save:
         # A pickle of the arguments, which can run code when it is loaded.
         (Path(directory) / "training_args.bin").unlink(missing_ok=True)
+        if starting is not None:
+            with named_write_errors(Path(directory)):
+                _convert_to_stored_types(Path(directory), starting)
+
+
+def _convert_to_stored_types(directory: Path, starting: Path) -> None:
+    """Convert saved fp32 weights to the 16-bit types that the starting model stores them in, one file at a time."""
+    import torch
+    from safetensors import safe_open
+    from safetensors.torch import save_file
+
+    from .first_rank_loading import stored_types
+
+    stored = {name: dtype for name, (dtype, _) in stored_types(map(str, starting.glob("*.safetensors"))).items()}
+    saved_bytes, converted = 0, set()
+    for file in sorted(directory.glob("model*.safetensors")):
+        with safe_open(file, framework="pt") as opened:
+            tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+            metadata = opened.metadata()
+        changed = {
+            name: tensor.to(stored[name])
+            for name, tensor in tensors.items()
+            if tensor.dtype == torch.float32 and stored.get(name) is not None
+        }
+        tensors |= changed
+        saved_bytes += sum(tensor.nbytes for tensor in tensors.values())
+        converted |= {tensor.dtype for tensor in changed.values()}
+        if changed:
+            unfinished = file.with_suffix(".unfinished")
+            save_file(tensors, unfinished, metadata)
+            unfinished.replace(file)
+    if len(converted) != 1:
+        return
+    dtype = str(converted.pop()).removeprefix("torch.")
+    note_on_first_rank(f"the model is saved in {dtype}, the type of the checkpoint that training started from")
+    index, config = directory / "model.safetensors.index.json", directory / "config.json"
+    content = json.loads(config.read_text(encoding="utf-8"))
+    for part in (content, *content.values()):
+        if isinstance(part, dict) and "dtype" in part:
+            part["dtype"] = dtype
+    config.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    if index.is_file():
+        content = json.loads(index.read_text(encoding="utf-8"))
+        content["metadata"]["total_size"] = saved_bytes
+        index.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
 def weights_dtype(arguments: TrainingArguments, *, method: str, trained: str = "fp32") -> Any:

@@ -292,3 +292,13 @@ def test_a_script_of_a_plan_for_cpu_ranks_is_rehearsed_in_bf16(model: Path, tmp_
     rehearse = [*warm_command("shardwright"), "rehearse", plan, "--steps", 4, "--script", EXAMPLES / "own_trainer.py"]
     shown = ran(*rehearse, model, plan / "training_arguments.json", cwd=tmp_path)
     assert "2 ranks ran own_trainer.py to its end" in " ".join(shown.split())
+    # A checkpoint in bf16 is loaded in bf16, but DDP is planned with fp32 weights.
+    config = json.loads((model / "config.json").read_text())
+    in_bf16 = shutil.copytree(model, tmp_path / "bf16")
+    (in_bf16 / "config.json").write_text(json.dumps(config | {"dtype": "bfloat16"}))
+    plan = planned(in_bf16, tmp_path / "of-bf16", "ddp", precision="bf16")
+    script = tmp_path / "without_dtype.py"
+    script.write_text((EXAMPLES / "own_trainer.py").read_text().replace(', dtype="float32"', ""))
+    words = [*rehearse[:-5], plan, *rehearse[-4:-1], script, in_bf16, plan / "training_arguments.json"]
+    shown = " ".join(ran(*words, cwd=tmp_path, code=1).split())
+    assert 'type of trained weights was bf16, but the plan has fp32: load the model with dtype="float32"' in shown

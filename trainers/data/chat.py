@@ -8,18 +8,21 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from itertools import pairwise
 from typing import Any
 
 from ...ds_configs.specs.errors import ConfigError, UsageError
+from .templates import turn_end
 
 IGNORED_LABEL = -100
 """Label of a token without a loss, as in Transformers."""
 
 _MARKS_ASSISTANT = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _ROLES = {"human": "user", "gpt": "assistant", "model": "assistant"}
+_OTHER_CONTENTS = ("\u27e6x\u27e7", "\u27eay\u27eb")
+"""Contents that begin and end with other characters; templates neither strip nor split them."""
 _ROLE_KEYS, _CONTENT_KEYS = ("role", "from"), ("content", "value")
 
 
@@ -59,22 +62,25 @@ def encode_chat(
     first_labelled: int = 0,
     tools: Sequence[Any] | None = None,
     where: str = "messages",
+    counts: Counter[str] | None = None,
 ) -> tuple[list[int], list[int]]:
     """Return tokens and labels of a conversation as the tokenizer's chat template renders it.
 
     The messages of the assistant have labels, with the token that ends each. A template can mark them with
-    ``{% generation %}``; otherwise they are what rendering one more message adds to the prompt. Only the template adds
-    special tokens.
+    ``{% generation %}``; otherwise they are what rendering one more message adds to the prompt. A template that changes
+    earlier messages, such as one that drops earlier thoughts, is searched for each answer in the complete rendering.
+    Only the template adds special tokens.
 
     Args:
         messages: Each with `role` and `content`, or `from` and `value`; the assistant's may have `tool_calls` instead.
         first_labelled: Messages before this index are the prompt, whatever their role.
         tools: Functions that the assistant can call, as the template expects them.
         where: Name of the conversation in errors.
+        counts: Counts of `rendered` conversations, of `rewritten` ones, whose template changes earlier messages, and of
+            `unlabelled answers`, which the complete rendering does not have.
 
     Raises:
-        UsageError: there is no template, it cannot render the conversation, or it changes earlier text when messages
-            are added.
+        UsageError: there is no template, or it cannot render the conversation.
     """
     name = repr(tokenizer.name_or_path)
 
@@ -104,12 +110,21 @@ def encode_chat(
         if calls := further.get("tool_calls"):
             further["tool_calls"] = [_with_arguments(call) for call in calls]
         turns.append({"role": _ROLES.get(str(role), str(role)), "content": content or "", **further})
-    text = template if isinstance(template, str) else tokenizer.get_chat_template()
-    if _MARKS_ASSISTANT.search(text):
+    counts, text = Counter() if counts is None else counts, str(render(turns))
+    counts["rendered"] += 1
+    source = template if isinstance(template, str) else tokenizer.get_chat_template()
+    if _MARKS_ASSISTANT.search(source):
         encoded = render(turns, tokenize=True, return_dict=True, return_assistant_tokens_mask=True)
         ids, mask, prompt_tokens = list(encoded["input_ids"]), list(encoded["assistant_masks"]), 0
         if first_labelled:
             prompt = str(render(turns[:first_labelled]))
+            if not text.startswith(prompt):
+                # The template renders the prompt in another way when messages follow.
+                counts["rewritten"] += 1
+                part = _dependent_part(render, turns, first_labelled - 1, text)
+                end = turn_end(tokenizer)[0]
+                stop = len(text) if part is None else part[1]
+                prompt = text[: stop + len(end)] if text.startswith(end, stop) else text[:stop]
             prompt_tokens = len(tokenizer(prompt, add_special_tokens=False)["input_ids"])
         labels = [
             token if is_assistant and index >= prompt_tokens else IGNORED_LABEL
@@ -117,22 +132,21 @@ def encode_chat(
         ]
         return ids, labels
 
-    # The characters that each turn of the assistant adds to its prompt.
-    spans, end, text = [], tokenizer.eos_token, str(render(turns))
+    spans: list[tuple[int, int]] = []
+    ends = [end for end in (tokenizer.eos_token, turn_end(tokenizer)[0]) if end]
+    is_rewritten = False
     for index, turn in enumerate(turns):
         if turn["role"] != "assistant" or index < first_labelled:
             continue
-        prompt = str(render(turns[:index], add_generation_prompt=True)) if index else ""
-        answered = str(render(turns[: index + 1]))
-        if not answered.startswith(prompt) or not text.startswith(answered):
-            rule = f"the chat template of {name} changes earlier text when a message is added"
-            fix = "mark the assistant's messages with {% generation %} … {% endgeneration %} in it"
-            raise UsageError(ConfigError(where=f"{where}[{index}]", rule=rule, fix=fix))
-        answer = answered[len(prompt) :]
-        if end and end in answer and not answer.rpartition(end)[2].strip():
-            answer = answer[: answer.rindex(end) + len(end)]
-        spans.append((len(prompt), len(prompt) + len(answer)))
-    assert all(left[1] <= right[0] for left, right in pairwise(spans)), "turns follow each other"
+        span = _added_span(render, turns, index, text, ends)
+        if span is None:
+            is_rewritten = is_rewritten or index > 0
+            span = _rewritten_span(render, turns, index, text, ends[-1:])
+        if span is None or (spans and span[0] < spans[-1][1]):
+            counts["unlabelled answers"] += 1
+        else:
+            spans.append(span)
+    counts["rewritten"] += is_rewritten
     if not tokenizer.is_fast:
         rule = "a tokenizer without offsets cannot locate the assistant's tokens"
         fix = "mark them with {% generation %} in the chat template"
@@ -143,6 +157,86 @@ def encode_chat(
         inside = stop > start and any(left <= start and stop <= right for left, right in spans)
         labels.append(token if inside else IGNORED_LABEL)
     return ids, labels
+
+
+def _added_span(
+    render: Callable[..., Any], turns: list[dict[str, Any]], index: int, text: str, ends: Sequence[str]
+) -> tuple[int, int] | None:
+    """Return the characters that an answer adds to its prompt; `None` if the template changes earlier text."""
+    if not index:
+        # Without a prompt, the header of the answer and an injected system prompt would count as the answer.
+        return None
+    try:
+        prompt = str(render(turns[:index], add_generation_prompt=True))
+        answered = str(render(turns[: index + 1]))
+    except UsageError:
+        return None
+    if not answered.startswith(prompt) or not text.startswith(answered):
+        return None
+    answer = answered[len(prompt) :]
+    for end in ends:
+        if end in answer and not answer.rpartition(end)[2].strip():
+            answer = answer[: answer.rindex(end) + len(end)]
+            break
+    return len(prompt), len(prompt) + len(answer)
+
+
+def _rewritten_span(
+    render: Callable[..., Any], turns: list[dict[str, Any]], index: int, text: str, ends: Sequence[str]
+) -> tuple[int, int] | None:
+    """Return the characters of an answer in the complete rendering, from renderings with other answers.
+
+    The answer starts after the generation prompt, if the rendering has one before it, and includes what ends the turn.
+    """
+    before = _dependent_part(render, turns, index - 1, text) if index else None
+    after = _dependent_part(render, turns, index + 1, text) if index + 1 < len(turns) else None
+    first, last = before[1] if before else 0, after[0] if after else len(text)
+    part = _dependent_part(render, turns, index, text, within=(first, last))
+    if part is None:
+        return None
+    start, stop = part
+    question, opening = [{"role": "user", "content": "a"}], ""
+    with suppress(UsageError):
+        asked = str(render(question))
+        opening = str(render(question, add_generation_prompt=True)).removeprefix(asked)
+    if opening and (header := text.rfind(opening, first, start)) >= 0:
+        start = header + len(opening)
+    for end in ends:
+        if (found := text.find(end, stop, last)) >= 0:
+            stop = found + len(end)
+    return start, stop
+
+
+def _dependent_part(
+    render: Callable[..., Any],
+    turns: list[dict[str, Any]],
+    index: int,
+    text: str,
+    *,
+    within: tuple[int, int] | None = None,
+) -> tuple[int, int] | None:
+    """Return the characters that depend on a message; `None` if the template does not render it, or not `within`."""
+    first, last = within or (0, len(text))
+    # Without its tool calls and thoughts, or, where the template needs them, only its content.
+    for message in ({"role": turns[index]["role"]}, turns[index]):
+        try:
+            others = [
+                str(render([*turns[:index], {**message, "content": content}, *turns[index + 1 :]]))
+                for content in _OTHER_CONTENTS
+            ]
+        except UsageError:
+            continue
+        start = _shared_length(text, *others)
+        stop = len(text) - _shared_length(*(rendered[::-1] for rendered in (text, *others)))
+        if others[0] != others[1] and first <= start <= stop <= last:
+            return start, stop
+    return None
+
+
+def _shared_length(*texts: str) -> int:
+    """Return the length of the longest common beginning."""
+    columns = enumerate(zip(*texts, strict=False))
+    return next((index for index, column in columns if len(set(column)) > 1), min(map(len, texts)))
 
 
 def _with_arguments(call: Any) -> Any:

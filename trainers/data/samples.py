@@ -58,6 +58,8 @@ class SampleStatistics:
     """Training tokens, without padding."""
     train_labels: int
     """Training tokens with a label."""
+    template_rows: int = 0
+    """Rows that the chat template rendered."""
     packed_documents: int = 0
     """Training documents in the `train_samples` rows; 0 if each row is one document, or plain text that is joined."""
     machines: int = 1
@@ -162,6 +164,7 @@ def load_samples(
     train = list(make(train_rows))
     unlabelled, cut = make.unlabelled, make.cut
     evaluation = list(make(evaluation_rows))
+    make.log_changes()
     if not train:
         if kind == "text":
             rule = f"its text is shorter than one sample of seq_len = {seq_len} tokens"
@@ -183,6 +186,7 @@ def load_samples(
         evaluation_samples=len(evaluation),
         train_tokens=sum(len(sample["input_ids"]) for sample in train),
         train_labels=sum(label != IGNORED_LABEL for sample in train for label in sample["labels"]),
+        template_rows=make.chats["rendered"],
     )
     return Samples(train=train, evaluation=evaluation, statistics=statistics)
 
@@ -337,6 +341,8 @@ class SampleMaker:
 
     def __init__(self, tokenizer: Any, seq_len: int, *, kind: Kind, packing: bool, source: str) -> None:
         self.unlabelled = self.cut = 0
+        self.chats: Counter[str] = Counter()
+        """What a chat template does to conversations, as `encode_chat` counts it."""
         self._tokenizer, self._seq_len, self._kind = tokenizer, seq_len, kind
         self._packing, self._source = packing, source
 
@@ -361,14 +367,17 @@ class SampleMaker:
         for index, row in rows:
             where = f"{self._source}[{index}]"
             if self._kind == "messages":
-                ids, labels = encode_chat(tokenizer, _messages(row), tools=tools_of(row, where), where=where)
+                tools = tools_of(row, where)
+                ids, labels = encode_chat(tokenizer, _messages(row), tools=tools, where=where, counts=self.chats)
             else:
                 prompt, completion = prompt_and_completion(
                     row, with_template=bool(tokenizer.chat_template), where=where
                 )
                 if isinstance(prompt, list):
                     turns, tools = [*prompt, *completion], tools_of(row, where)
-                    ids, labels = encode_chat(tokenizer, turns, first_labelled=len(prompt), tools=tools, where=where)
+                    ids, labels = encode_chat(
+                        tokenizer, turns, first_labelled=len(prompt), tools=tools, where=where, counts=self.chats
+                    )
                 else:
                     ids, labels = encode_completion(tokenizer, prompt, completion)
             self.cut += len(ids) > seq_len
@@ -378,6 +387,16 @@ class SampleMaker:
                 yield {"input_ids": ids, "labels": labels}
             else:
                 self.unlabelled += 1
+
+    def log_changes(self) -> None:
+        """Log what the chat template changes in earlier messages of a conversation."""
+        if rows := self.chats["rewritten"]:
+            lost = self.chats["unlabelled answers"]
+            also = f"; {lost:,} answers are not in it and have no labels" if lost else ""
+            logger.info(
+                f"the chat template changes earlier messages, such as their thoughts, in {rows:,} conversations of "
+                f"{self._source}: labels are those of the complete rendering{also}"
+            )
 
 
 def streamed_samples(
@@ -431,6 +450,7 @@ def streamed_samples(
             labels += sum(label != IGNORED_LABEL for label in sample["labels"])
             writer.write(sample)
         count, _ = writer.finalize()
+    make.log_changes()
     if not count:
         rule = f"ends after {rows.read} rows, before the first training sample of seq_len = {settings.seq_len}"
         fix = "lower --seq-len or --evaluation-samples, or omit --streaming"
@@ -446,6 +466,7 @@ def streamed_samples(
         evaluation_samples=len(evaluation),
         train_tokens=tokens,
         train_labels=labels,
+        template_rows=make.chats["rendered"],
         machines=part.count,
     )
     _log_truncation(statistics, settings.seq_len)

@@ -84,6 +84,8 @@ def generate(
 
     sampling = {name: getattr(config, name) for name in ("max_new_tokens", "temperature", "top_p", "top_k")}
     pad = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
+    own = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
+    ends = {tokenizer.eos_token_id, *(own if isinstance(own, list) else [own])} - {None}
     longest = max(len(prompt) for prompt in prompts)
     ids_BS = torch.tensor([[pad] * (longest - len(prompt)) + prompt for prompt in prompts], device=device)
     mask_BS = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts], device=device)
@@ -103,14 +105,16 @@ def generate(
                     attention_mask=mask_BS,
                     do_sample=True,
                     pad_token_id=pad,
-                    eos_token_id=tokenizer.eos_token_id,
+                    eos_token_id=sorted(ends) or None,
                     synced_gpus=synced,
                     **sampling,
                 )
     finally:
         model.train(training)
-    completions, end = [row[longest:].tolist() for row in output_BS], tokenizer.eos_token_id
-    return [tokens[: tokens.index(end) + 1] if end in tokens else tokens for tokens in completions]
+    completions = [row[longest:].tolist() for row in output_BS]
+    # DeepSpeed's rollout knows only the token of the tokenizer.
+    lengths = [next((at + 1 for at, token in enumerate(tokens) if token in ends), None) for tokens in completions]
+    return [tokens[:length] for tokens, length in zip(completions, lengths, strict=True)]
 
 
 def completed_by_student(trainer: Trainer, batch: dict[str, Any], own: OnPolicy, index: int) -> dict[str, Any]:

@@ -25,6 +25,7 @@ from ...plugins.huggingface_hub.hub import (
     split_revision,
 )
 from ...plugins.huggingface_hub.push import CARD_FILE, check_push, pushed, shown_name, title_of
+from ...plugins.llm_compressor.quiet import without_bars
 from ...plugins.peft import LoraAdapter, check_adapter_fits, is_adapter, merge_adapter, read_adapter
 from ...plugins.safetensors.writing import appearing_directory
 from ...plugins.transformers.meta_model import build_meta_model
@@ -228,6 +229,7 @@ def trained_as_qlora(adapter: LoraAdapter, requested: bool | None = None) -> boo
     return Plan.load(plan).job.method == "qlora"
 
 
+@without_bars()
 def _merged(opened: OpenedAdapter, output: Path) -> MergeReport:
     import torch
 

@@ -115,7 +115,10 @@ def _write_small(plan: Plan, files: PlanFiles, rehearsed: Rehearsed, settings: L
     model = work / "model"
     set_seed(0)
     config = AutoConfig.from_pretrained(model, trust_remote_code=False)
-    dtype = torch.bfloat16 if rehearsed.job.precision == "bf16" else torch.float32
+    # As the model's own checkpoint, whose type a script loads by default. DeepSpeed in fp32 trains no other type.
+    dtype = config.dtype if config.dtype in (torch.bfloat16, torch.float32) else torch.float32
+    if rehearsed.strategy.engine == "deepspeed":
+        dtype = torch.bfloat16 if rehearsed.job.precision == "bf16" else torch.float32
     with contextlib.redirect_stderr(io.StringIO()), contextlib.redirect_stdout(io.StringIO()):
         made = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
         made.save_pretrained(model)

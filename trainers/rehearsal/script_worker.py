@@ -13,7 +13,7 @@ from ...ds_configs.plan.plan import Plan
 from ...ds_configs.specs.errors import UsageError
 from ...plugins import patches
 from ...plugins.accelerate.cpu_ranks import serve_scripts_on_cpu_ranks
-from ..runs.plan_callback import keep_planned_memory
+from ..runs.plan_callback import TRAINED_TYPE, argument_differences, keep_planned_memory
 from ..runs.ranks import progress_callback, write_json
 from ..runs.settings import RankTask
 from ..training.script_rank import carry_axes, run_script
@@ -110,6 +110,8 @@ def _recorder(record: dict[str, Any], plan: Plan) -> type:
 
         def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             record["trainers"] += 1
+            lines = argument_differences(plan, args, kwargs.get("model"), ranks=args.world_size)
+            record["errors"] += [line for line in lines if line.startswith(TRAINED_TYPE)]
             try:
                 keep_planned_memory(plan, args, kwargs.get("model"))
             except UsageError as error:

@@ -44,6 +44,8 @@ from ..parallel.trainer_for import attach_long_sequences
 from .figures_callback import StepFiguresCallback, await_device
 from .out_of_memory import explain_memory_errors
 
+TRAINED_TYPE = "type of trained weights"
+"""Name in differences from a plan; a rehearsal reports it too."""
 _SUMMARY_KEYS = frozenset({"train_runtime", "train_loss"})
 """With `include_num_input_tokens_seen` the log of every step holds `train_runtime`; only the summary holds both."""
 
@@ -297,8 +299,12 @@ def argument_differences(
         names = {"torch.bfloat16": "bf16", "torch.float32": "fp32"}
         trained_type = names.get(types.pop()) if len(types) == 1 else None
     autocasts = plan.job.weights_dtype != "bf16"
+    fixes = {
+        (TRAINED_TYPE, "fp32"): ': load the model with dtype="float32", or plan with --weights-dtype bf16',
+        (TRAINED_TYPE, "bf16"): ': load the model with dtype="bfloat16", or plan without --weights-dtype',
+    }
     facts: dict[str, tuple[Any, Any]] = {
-        "type of trained weights": (trained_type, planned_type),
+        TRAINED_TYPE: (trained_type, planned_type),
         "ranks": (ranks, plan.hardware.world_size),
         "engine": (engine, "ddp" if strategy.engine == "single" else strategy.engine),
         "zero_stage": (stage, strategy.zero_stage),
@@ -320,7 +326,7 @@ def argument_differences(
         "model_type": (model_type, plan.model.model_type),
     }
     return [
-        f"{name} was {ran}, but the plan has {planned}"
+        f"{name} was {ran}, but the plan has {planned}{fixes.get((name, planned), '')}"
         for name, (ran, planned) in facts.items()
         if ran is not None and ran != planned
     ]

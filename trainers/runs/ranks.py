@@ -24,6 +24,7 @@ from ...plugins import patches
 from ...plugins.accelerate.cpu_ranks import Engine, configure_cpu_ranks, engine_from_environment
 from ...plugins.accelerate.repeated_samples import SamplesOnce
 from ...plugins.deepspeed.engine import prepare_nvme_offload
+from ...plugins.huggingface_hub.hub import model_directory
 from ...plugins.launching.messages import Figures, Progress, note_on_first_rank, send
 from ...plugins.peft import add_lora, resume_lora
 from ...plugins.transformers.first_rank_loading import load_on_first_rank, stored_precision
@@ -40,6 +41,7 @@ from ..counting.estimates import STANDARD_ERROR, Estimate, token_mean
 from ..data.chat import IGNORED_LABEL
 from ..data.models import StartingModel, load_config, load_model
 from ..data.samples import collate
+from ..data.templates import with_turn_end
 from .inputs import job_options, newest_checkpoint
 from .out_of_memory import memory_errors
 from .settings import (
@@ -198,6 +200,10 @@ class TrainingTask(LaunchedJob, RankTask):
             output_dir=output_dir,
         )
         trainer = self.build(context)
+        generation = getattr(trainer.model, "generation_config", None)
+        if self.turn_end not in (None, context.tokenizer.eos_token_id) and generation is not None:
+            # The Trainer adds the end-of-sequence token of the tokenizer; checkpoints and sampling need this one too.
+            generation.eos_token_id = with_turn_end(generation.eos_token_id, self.turn_end)
         recorder = step_recorder(output_dir, evaluates_last=self.evaluates_last)
         trainer.add_callback(recorder)
         planned.follow(trainer)
@@ -235,6 +241,13 @@ class TrainingTask(LaunchedJob, RankTask):
             "timed_tokens": tokens_of(steps) - tokens_of(timed_from),
         }
         if trainer.args.process_index == 0:
+            if self.turn_end is not None:
+                # An adapter has the file too, from which `merge` and servers take it.
+                file = output_dir / "generation_config.json"
+                own = {} if generation is None else generation.to_diff_dict()
+                saved = json.loads(file.read_bytes()) if file.is_file() else own
+                saved["eos_token_id"] = with_turn_end(saved.get("eos_token_id"), self.turn_end)
+                write_json(saved, file)
             write_json(result, context.work / RESULT_FILE)
             with contextlib.suppress(OSError):
                 Path(trainer.args.output_dir).rmdir()
@@ -272,6 +285,13 @@ def trained_model(
             return resume_lora(model, adapter, dropout=settings.lora_dropout, fp32_adapters=fp32)
         model = add_lora(model, **settings.lora_options(), fp32_adapters=fp32)
     return model
+
+
+def starting_weights(name: str, settings: LaunchedSettings) -> Path | None:
+    """Return the directory of the weights that full training starts from; `None` for an adapter or random weights."""
+    if settings.method != "full" or Path(name).is_file():
+        return None
+    return model_directory(name, revision=settings.revision)
 
 
 def placed_teacher(name: str, revision: str | None, job: LaunchedJob, context: RankContext) -> Any:

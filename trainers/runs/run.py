@@ -30,6 +30,7 @@ from ...plugins.launching.messages import Message, Progress, log_message
 from ..checkpoints.record import RECORD, planned_facts
 from ..checkpoints.resume import Selection
 from ..data.samples import Samples
+from ..data.templates import end_turns
 from ..reports.make import REPORT_FILE as HTML_FILE
 from ..reports.make import TRAINING_FILE, write_html
 from .inputs import CHECKPOINTS, check_resumption, common_arguments, job_options, last_checkpoint, optimizer_steps
@@ -220,6 +221,8 @@ def rank_inputs(prepared: PreparedTraining[Any], work: Path) -> LaunchedJob:
         (rows if isinstance(rows, Dataset) else Dataset.from_list(list(rows))).save_to_disk(str(work / name))
     if shown:
         enable_progress_bars()
+    if statistics.template_rows:
+        job = job.model_copy(update={"turn_end": end_turns(prepared.tokenizer)})
     prepared.tokenizer.save_pretrained(str(work / TOKENIZER))
     return job
 

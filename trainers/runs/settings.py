@@ -156,6 +156,7 @@ class LaunchedJob(RankJob):
     resume: bool = Field(description="whether to resume from the last checkpoint")
     or_anew: bool = Field(False, description="whether a resuming run starts at step 0 without a complete checkpoint")
     command: str = Field("", description="command line of the run, for the message of an out-of-memory error")
+    turn_end: int | None = Field(None, description="token that ends an answer of the chat template, if one was used")
     digests: dict[str, str] = Field({}, description="hashes of the inputs, which must be equal on all machines")
 
     @property

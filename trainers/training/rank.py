@@ -20,6 +20,7 @@ from ..runs.ranks import (
     open_rank,
     read_logged,
     result_fields,
+    starting_weights,
     trained_model,
 )
 from ..runs.settings import PLAN_DIRECTORY
@@ -69,7 +70,12 @@ class TrainTask(TrainJob, TrainingTask):
     def metrics(self, trainer: Any, context: RankContext) -> dict[str, Any]:
         """Evaluate, save, and return the cross-entropy before and after."""
         after = held_out(trainer, self._plan().chosen.strategy)
-        save_model_directory(trainer, self.output_dir, allow_nonfinite=self.settings.allow_nonfinite)
+        save_model_directory(
+            trainer,
+            self.output_dir,
+            allow_nonfinite=self.settings.allow_nonfinite,
+            starting=starting_weights(self.model, self.settings),
+        )
         return result_fields({"before": read_logged(trainer.state, BEFORE), "after": after})
 
     def _plan(self) -> Plan:

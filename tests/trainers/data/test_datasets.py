@@ -107,11 +107,10 @@ def test_marked_and_rendered_labels_agree() -> None:
     ("template", "messages", "said"),
     [
         (None, CHAT, "which the tokenizer does not have"),
-        (FORGETFUL, CHAT, r"changes earlier text when a message is added; mark .* \{% generation %\}"),
         ("{{ raise_exception('roles must alternate') }}", CHAT, "rejects it: roles must alternate"),
         (PLAIN, [{"role": "user"}], "needs a role and a content"),
     ],
-    ids=["no template", "forgets thoughts", "refuses", "no content"],
+    ids=["no template", "refuses", "no content"],
 )
 def test_unusable_chat_template_is_rejected(template: Any, messages: Any, said: str) -> None:
     with pytest.raises(UsageError, match=said) as caught:

@@ -6,7 +6,7 @@ from typing import Any
 
 from ....plugins.transformers.training_arguments import prepare_model_directory_save, save_model_directory
 from ...parallel.trainer_for import planned_parallelism
-from ...runs.ranks import RankContext, TrainingTask, placed_teacher, trained_model
+from ...runs.ranks import RankContext, TrainingTask, placed_teacher, starting_weights, trained_model
 from .settings import TEACHER_TOKENIZER, DistillJob, distillation_config
 
 
@@ -49,7 +49,12 @@ class DistillTask(DistillJob, TrainingTask):
 
     def metrics(self, trainer: Any, context: RankContext) -> dict[str, Any]:
         """Save the student, and return the Trainer's first and last evaluation."""
-        save_model_directory(trainer, self.output_dir, allow_nonfinite=self.settings.allow_nonfinite)
+        save_model_directory(
+            trainer,
+            self.output_dir,
+            allow_nonfinite=self.settings.allow_nonfinite,
+            starting=starting_weights(self.student, self.settings),
+        )
         evaluations = [
             {name.removeprefix("eval_"): value for name, value in entry.items() if name.startswith("eval_")}
             for entry in trainer.state.log_history
