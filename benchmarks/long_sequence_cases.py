@@ -81,6 +81,7 @@ class Case:
     features: str
     tokens: int
     precision: Precision = "fp32"
+    micro_batch_size: int = 1
     limit_bytes: int | None = None
     """Largest tensor bytes of the rank; the run ends with an out-of-memory error above them."""
 
@@ -118,6 +119,7 @@ class Case:
         spec, features = self.spec(), FEATURES[self.features]
         two_layers = 2 * spec.layer_parameter_count
         return Layout(
+            micro_batch_size=self.micro_batch_size,
             gradient_checkpointing=True,
             tiled_mlp="tiled_mlp" in features,
             offloaded_checkpoints=spec.dimensions.num_layers if "offload" in features else 0,
@@ -133,6 +135,8 @@ class Case:
         )
 
 
+SEQUENCES_OF_SHAPES = 4
+"""As many that activations are most of the bytes, as in a real run of long sequences."""
 LIMIT_BYTES = 120_000_000
 LONGEST_PLAIN = 2048
 
@@ -161,7 +165,14 @@ def grid() -> list[Case]:
     ]
     shapes = [name for name in MODELS if name.startswith(("heads", "mixture"))]
     cases += [
-        Case(model=model, layout=layout, features=features, tokens=2048, precision=precision)
+        Case(
+            model=model,
+            layout=layout,
+            features=features,
+            tokens=2048,
+            precision=precision,
+            micro_batch_size=SEQUENCES_OF_SHAPES,
+        )
         for layout in ("single", "sp2", "cp2")
         for model in shapes
         for features, precision in (("plain", "fp32"), ("all", "bf16"))

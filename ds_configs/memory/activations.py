@@ -379,6 +379,11 @@ def tiled_mlp_elements(strategy: Layout, model: ModelSpec, job: TrainingJob) -> 
     return in_layers // (strategy.ep * max(1, model.dimensions.num_layers))
 
 
+def norm_backward_bytes(element: int) -> int:
+    """Return the bytes per element of 16- or 32-bit hidden states in the backward pass of the final RMSNorm (traced)."""
+    return 16 if element == 2 else 12
+
+
 LOGITS_BYTES_OF_A_TILE = 2**30
 """Largest fp32 logits of one tile of the tiled loss."""
 
@@ -463,10 +468,10 @@ def estimate_activations(
         )
         estimate = replace(estimate, selective=selective)
     tokens = micro_batch_size * seq_len_tokens
-    if not chunked_loss or tokens <= chunked_loss_tokens(tokens, dimensions):
+    chunk_tokens = chunked_loss_tokens(tokens, dimensions.vocab_size, dimensions.hidden_size) if chunked_loss else tokens
+    if tokens <= chunk_tokens:
         return estimate
     # The gradient of each chunk is computed immediately, so only the gradient of the hidden states is kept.
-    chunk_tokens = chunked_loss_tokens(tokens, dimensions)
     features = feature_values(dimensions, micro_batch_size=1, seq_len_tokens=chunk_tokens)
     chunk = evaluate_table(table, features, estimate.source)
     headless = feature_values(replace(dimensions, vocab_size=0), micro_batch_size=1, seq_len_tokens=tokens)
@@ -487,13 +492,13 @@ def has_fused_loss(model: ModelSpec, layout: Layout, job: TrainingJob, *, gpu: b
     return job.loss == "chunked" and gpu and layout.sp == 1 and model.model_type in CHUNKED_LOSS_FAMILIES
 
 
-def chunked_loss_tokens(tokens: int, dimensions: Dimensions) -> int:
+def chunked_loss_tokens(tokens: int, vocab_size: int, hidden_size: int) -> int:
     """Return the tokens of one chunk, whose logits are about as large as all hidden states.
 
     `next power of two of ceil(tokens / ceil(vocab_size / hidden_size))`, as Liger's fused linear cross entropy does
     (liger_kernel/ops/fused_linear_cross_entropy.py).
     """
-    chunks = -(-dimensions.vocab_size // dimensions.hidden_size)
+    chunks = -(-vocab_size // hidden_size)
     return 1 << (-(-tokens // chunks) - 1).bit_length()
 
 

@@ -25,6 +25,7 @@ from .activations import (
     has_fused_loss,
     loss_tiles,
     mlp_tiles,
+    norm_backward_bytes,
     outside_without_norm,
     tiled_mlp_elements,
     with_attention,
@@ -47,9 +48,6 @@ from .rank_parameters import (
     rank_shares,
     share_parameters,
 )
-
-_NORM_BACKWARD_BYTES = 16
-"""Bytes per element of the hidden states in the backward pass of the final norm (traced, 16-bit RMSNorm)."""
 
 _ONLY_ON_THE_LAST = ("loss", "head_gradient")
 
@@ -160,7 +158,7 @@ def _with_tiled_loss(
     hidden_gradient = width * ranks * tokens * model.dimensions.hidden_size
     forward = ceil(traced.loss_forward_peak_bytes / tiles)
     backward = hidden_gradient + max(forward, ceil(traced.loss_backward_peak_bytes / tiles))
-    norm = _NORM_BACKWARD_BYTES * ranks * tokens * model.dimensions.hidden_size
+    norm = norm_backward_bytes(width) * ranks * tokens * model.dimensions.hidden_size
     return replace(
         traced,
         loss_forward_peak_bytes=forward,
