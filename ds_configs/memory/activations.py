@@ -237,7 +237,7 @@ def evaluate_table(table: Mapping[str, Any], features: Mapping[str, int], source
 
 
 def with_attention(
-    traced: ActivationEstimate, dimensions: Dimensions, tokens: int, *, element: int, cp: int = 1, on_gpu: bool
+    traced: ActivationEstimate, dimensions: Dimensions, tokens: int, *, layout: Layout, element: int, on_gpu: bool
 ) -> ActivationEstimate:
     """Return the bytes with what attention allocates besides traced operators, which lives while it is computed.
 
@@ -248,11 +248,12 @@ def with_attention(
 
     Context parallelism has the buffers of ring attention (torch 2.13.0, `_context_parallel/_attention.py`), here for
     its default `cp_comm_strategy: allgather`. Without a traced moment of attention they are added to the largest one.
+    Sequence parallelism exchanges heads for tokens in further copies (deepspeed/runtime/sequence_parallel/ulysses_sp.py).
 
     Args:
         tokens: Of complete sequences; bytes are divided by the ranks that share a sequence later.
     """
-    size = dimensions
+    size, cp = dimensions, layout.cp
     query, pair = element * tokens * size.query_size, 2 * element * tokens * size.key_value_size
     grouped = size.num_key_value_heads < size.num_attention_heads
     # Gradients of queries in fp32, and those of keys and values for every query head.
@@ -293,6 +294,14 @@ def with_attention(
             forward_transient_bytes=during(None, selective.forward_transient_bytes, forward),
             backward_transient_bytes=during(None, selective.backward_transient_bytes, backward),
         )
+    recomputed = during(
+        traced.recompute_attention_backward_bytes, traced.recompute_backward_transient_bytes + reordered, backward
+    )
+    if layout.sp > 1 and traced.recompute_attention_backward_bytes is not None:
+        # The model's queries, keys and values, and outputs in four orders; several sequences have one more. When a
+        # layer runs again, there are no gradients of attention yet.
+        forward = (4 + (layout.micro_batch_size > 1)) * query + pair
+        recomputed = max(recomputed, traced.recompute_attention_backward_bytes - 2 * query - pair + forward)
     return replace(
         traced,
         saved_bytes_per_layer=traced.saved_bytes_per_layer + reordered,
@@ -300,9 +309,7 @@ def with_attention(
         backward_transient_bytes=during(
             None if in_backward is None else in_backward - reordered, traced.backward_transient_bytes, backward
         ),
-        recompute_backward_transient_bytes=during(
-            traced.recompute_attention_backward_bytes, traced.recompute_backward_transient_bytes + reordered, backward
-        ),
+        recompute_backward_transient_bytes=recomputed,
         selective=selective,
     )
 

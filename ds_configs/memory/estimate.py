@@ -80,7 +80,9 @@ def share_moment_terms(
     if strategy.tiled_mlp:
         traced = with_tiled_mlp(traced, 1 / mlp_tiles(model, ceil(job.seq_len_tokens / (strategy.sp * strategy.cp))))
     tokens = strategy.micro_batch_size * job.seq_len_tokens
-    traced = with_attention(traced, model.dimensions, tokens, element=job.compute_bytes, cp=strategy.cp, on_gpu=gpu)
+    traced = with_attention(
+        traced, model.dimensions, tokens, layout=strategy, element=job.compute_bytes, on_gpu=gpu
+    )
     if strategy.cp > 1 and job.seq_len_tokens // strategy.cp < SMALLEST_MASK_TOKENS:
         # A rank has two parts of a sequence, which Transformers takes for packed documents and makes a boolean mask.
         mask = tokens * job.seq_len_tokens // strategy.cp
