@@ -63,6 +63,7 @@ class MlpBytes:
     input_gradient_bytes: int
     backward_transient: Parts
     recompute_backward_transient: Parts
+    recompute_beside_attention: Parts
     forward_transient: Parts
 
     def tiled(self, parts: Parts, share: float, *, backward: bool) -> int:
@@ -71,7 +72,7 @@ class MlpBytes:
         Moments with fewer inner tensors come after the backward pass of the first matrices, and already contain
         gradients of the input for all tokens.
         """
-        most, added = max(inner for _, inner in parts), self.input_gradient_bytes if backward else 0
+        most, added = max((inner for _, inner in parts), default=0), self.input_gradient_bytes if backward else 0
         return max(
             0, *(outside + ceil(max(0, inner) * share) + (added if 2 * inner > most else 0) for outside, inner in parts)
         )
@@ -104,6 +105,8 @@ class ActivationEstimate:
     """Like `backward_transient_bytes`, while it computes the gradients of attention."""
     recompute_attention_backward_bytes: int | None = None
     """The same with checkpointing."""
+    recompute_beside_attention_bytes: int | None = None
+    """The largest of `recompute_backward_transient_bytes` while all that attention keeps is live; `None` if unknown."""
     loss_tiles: int = 0
     """Tiles of the tiled loss, whose backward pass computes them again; 0 for other losses."""
     mlp: MlpBytes | None = None
@@ -209,6 +212,7 @@ def evaluate_table(table: Mapping[str, Any], features: Mapping[str, int], source
         during = [r for r in rows if all(r.get(size, 0) + kept.get(size, 0) >= n for size, n in needed.items())]
         return _largest([list(row.values()) for row in during], point) if during else None
 
+    keeping = {size: saved.get(size, 0) for size in (queries, keys, heads)}
     # A fused kernel's forward pass ends with queries, keys, values, outputs and the sums of scores. Its backward pass
     # ends with the gradients of the first four besides what the layer keeps, less a copy of outputs for the projection.
     computed = {queries: 2 * element, keys: 2 * element, heads: 4}
@@ -227,6 +231,7 @@ def evaluate_table(table: Mapping[str, Any], features: Mapping[str, int], source
         attention_forward_bytes=in_attention("forward_transient", computed, {}),
         attention_backward_bytes=in_attention("backward_transient", gradients, saved),
         recompute_attention_backward_bytes=in_attention("recompute_backward_transient", gradients, {}),
+        recompute_beside_attention_bytes=in_attention("recompute_backward_transient", keeping, {}),
         loss_forward_peak_bytes=largest("loss_forward_peak"),
         loss_kept_bytes=largest("loss_kept"),
         loss_backward_peak_bytes=largest("loss_backward_peak"),
@@ -284,8 +289,11 @@ def with_attention(
             return largest + (added if cp > 1 else 0)
         return max(largest, moment + added)
 
-    # A rank that updates half of its outputs has them in torch's order, which the output projection keeps in another.
-    reordered = query if cp > 1 else 0
+    # The output projection keeps the outputs in another order than attention: a rank of a ring updates half of them in
+    # torch's order, and heads are exchanged. Fewer heads of keys than ranks are repeated (ulysses_sp.py:147).
+    reordered = query if cp > 1 or layout.sp > 1 else 0
+    repeats = max(1, layout.sp // max(1, size.num_key_value_heads)) - 1
+    reordered += repeats * pair
     in_backward, selective = traced.attention_backward_bytes, traced.selective
     if selective is not None and cp > 1:
         selective = replace(
@@ -294,13 +302,23 @@ def with_attention(
             forward_transient_bytes=during(None, selective.forward_transient_bytes, forward),
             backward_transient_bytes=during(None, selective.backward_transient_bytes, backward),
         )
+    mlp = traced.mlp
+    if mlp is not None:
+        parts = tuple((outside + reordered, inner) for outside, inner in mlp.recompute_backward_transient)
+        mlp = replace(mlp, recompute_backward_transient=parts)
+    largest, beside = traced.recompute_backward_transient_bytes, traced.recompute_beside_attention_bytes
     recomputed = during(
-        traced.recompute_attention_backward_bytes, traced.recompute_backward_transient_bytes + reordered, backward
+        traced.recompute_attention_backward_bytes,
+        max(largest, (largest if beside is None else beside) + reordered),
+        backward + repeats * pair,
     )
     if layout.sp > 1 and traced.recompute_attention_backward_bytes is not None:
-        # The model's queries, keys and values, and outputs in four orders; several sequences have one more. When a
-        # layer runs again, there are no gradients of attention yet.
-        forward = (4 + (layout.micro_batch_size > 1)) * query + pair
+        # The model's queries, keys and values, and outputs in four orders; several sequences have one more.
+        # need. When a layer runs again, there are no gradients of attention yet, but its input, of which 16-bit norms
+        # keep a copy.
+        orders = 4 + (layout.micro_batch_size > 1)
+        forward = orders * query + (1 + repeats) * pair
+        forward += element * tokens * size.hidden_size if element == 2 else 0
         recomputed = max(recomputed, traced.recompute_attention_backward_bytes - 2 * query - pair + forward)
     return replace(
         traced,
@@ -310,6 +328,7 @@ def with_attention(
             None if in_backward is None else in_backward - reordered, traced.backward_transient_bytes, backward
         ),
         recompute_backward_transient_bytes=recomputed,
+        mlp=mlp,
         selective=selective,
     )
 
@@ -346,6 +365,18 @@ def _mlp_bytes(table: Mapping[str, Any], features: Mapping[str, int]) -> MlpByte
         input_gradient_bytes=ceil(element * features["token*hidden_size"]),
         backward_transient=parts(table["backward_transient"], saved_row),
         recompute_backward_transient=parts(table["recompute_backward_transient"], nothing),
+        recompute_beside_attention=parts(
+            [
+                row
+                for row in table["recompute_backward_transient"]
+                if all(
+                    c >= kept
+                    for name, c, kept in zip(names, row, saved_row, strict=True)
+                    if name in ("token*query_size", "token*key_value_size", "token*attention_heads")
+                )
+            ],
+            nothing,
+        ),
         forward_transient=parts(table["forward_transient"], nothing),
     )
 
@@ -368,6 +399,7 @@ def with_tiled_mlp(traced: ActivationEstimate, share: float) -> ActivationEstima
         attention_backward_bytes=during_attention,
         backward_transient_bytes=mlp.tiled(mlp.backward_transient, share, backward=True),
         recompute_backward_transient_bytes=mlp.tiled(mlp.recompute_backward_transient, share, backward=True),
+        recompute_beside_attention_bytes=mlp.tiled(mlp.recompute_beside_attention, share, backward=True),
         forward_transient_bytes=mlp.tiled(mlp.forward_transient, share, backward=False),
     )
 
@@ -475,7 +507,9 @@ def estimate_activations(
         )
         estimate = replace(estimate, selective=selective)
     tokens = micro_batch_size * seq_len_tokens
-    chunk_tokens = chunked_loss_tokens(tokens, dimensions.vocab_size, dimensions.hidden_size) if chunked_loss else tokens
+    chunk_tokens = (
+        chunked_loss_tokens(tokens, dimensions.vocab_size, dimensions.hidden_size) if chunked_loss else tokens
+    )
     if tokens <= chunk_tokens:
         return estimate
     # The gradient of each chunk is computed immediately, so only the gradient of the hidden states is kept.

@@ -80,9 +80,7 @@ def share_moment_terms(
     if strategy.tiled_mlp:
         traced = with_tiled_mlp(traced, 1 / mlp_tiles(model, ceil(job.seq_len_tokens / (strategy.sp * strategy.cp))))
     tokens = strategy.micro_batch_size * job.seq_len_tokens
-    traced = with_attention(
-        traced, model.dimensions, tokens, layout=strategy, element=job.compute_bytes, on_gpu=gpu
-    )
+    traced = with_attention(traced, model.dimensions, tokens, layout=strategy, element=job.compute_bytes, on_gpu=gpu)
     if strategy.cp > 1 and job.seq_len_tokens // strategy.cp < SMALLEST_MASK_TOKENS:
         # A rank has two parts of a sequence, which Transformers takes for packed documents and makes a boolean mask.
         mask = tokens * job.seq_len_tokens // strategy.cp
@@ -318,12 +316,6 @@ def _layer_bytes(
     """Return the bytes that a layer keeps until its backward pass, and the temporary bytes of that pass."""
     tokens = strategy.micro_batch_size * job.seq_len_tokens
     more = model.residual_dropout_masks * tokens * model.dimensions.hidden_size
-    if strategy.sp > 1:
-        # The output of attention is saved for complete sequences and, after the exchange of heads, for all heads.
-        more += job.compute_bytes * tokens * model.dimensions.query_size
-        # Fewer key and value heads than ranks are repeated (deepspeed/runtime/sequence_parallel/ulysses_sp.py:147).
-        repeats = max(1, strategy.sp // max(1, model.dimensions.num_key_value_heads))
-        more += 2 * (repeats - 1) * job.compute_bytes * tokens * model.dimensions.key_value_size
     if recomputed and strategy.keeps_products:
         selective = _kept_products(traced)
         return selective.kept_bytes_per_layer, selective.backward_transient_bytes + more
