@@ -246,14 +246,14 @@ def with_attention(
 ) -> ActivationEstimate:
     """Return the bytes with what attention allocates besides traced operators, which lives while it is computed.
 
-    On an accelerator, the backward pass of 16-bit kernels sums the gradients of queries in fp32 and has 4 bytes for each
+    On an accelerator, the backward pass of 16-bit kernels sums the gradients of queries in fp32 and has 4 bytes for a
     head. With grouped keys and values it computes their gradients for every query head. Sources: FlashAttention-2
     (csrc/flash_attn/flash_api.cpp, `mha_bwd`); measured on an H100 for that of PyTorch and for cuDNN's
     (docs/measurements/gpu.md).
 
     Context parallelism has the buffers of ring attention (torch 2.13.0, `_context_parallel/_attention.py`), here for
     its default `cp_comm_strategy: allgather`. Without a traced moment of attention they are added to the largest one.
-    Sequence parallelism exchanges heads for tokens in further copies (deepspeed/runtime/sequence_parallel/ulysses_sp.py).
+    Sequence parallelism exchanges heads for tokens in further copies (DeepSpeed's `ulysses_sp.py`).
 
     Args:
         tokens: Of complete sequences; bytes are divided by the ranks that share a sequence later.
@@ -304,8 +304,8 @@ def with_attention(
         )
     mlp = traced.mlp
     if mlp is not None:
-        parts = tuple((outside + reordered, inner) for outside, inner in mlp.recompute_backward_transient)
-        mlp = replace(mlp, recompute_backward_transient=parts)
+        beside_attention = tuple((outside + reordered, inner) for outside, inner in mlp.recompute_beside_attention)
+        mlp = replace(mlp, recompute_backward_transient=mlp.recompute_backward_transient + beside_attention)
     largest, beside = traced.recompute_backward_transient_bytes, traced.recompute_beside_attention_bytes
     recomputed = during(
         traced.recompute_attention_backward_bytes,
@@ -419,7 +419,7 @@ def tiled_mlp_elements(strategy: Layout, model: ModelSpec, job: TrainingJob) -> 
 
 
 def norm_backward_bytes(element: int) -> int:
-    """Return the bytes per element of 16- or 32-bit hidden states in the backward pass of the final RMSNorm (traced)."""
+    """Return the bytes per element of hidden states in the backward pass of the final RMSNorm (traced)."""
     return 16 if element == 2 else 12
 
 

@@ -70,7 +70,8 @@ TERM_MEANINGS: Mapping[str, str] = {
     "teacher_targets": "ids and log-probabilities of a cached teacher's likeliest tokens",
     "model_buffers": "rotary tables and other fp32 buffers, on every rank",
     "allocator_fragmentation": f"memory that the allocator reserves beyond tensors: {_EXPECTED} expected, {_LEAST} to "
-    f"{_MOST} in the interval; measured runs change these values, which are negative if a run needed less than predicted",
+    f"{_MOST} in the interval; measured runs change these values, which are negative if a run needed less than "
+    "predicted",
     "runtime_context": f"CUDA context, kernels and workspaces: {_gigabytes(CONTEXT_BYTES)}",
     "communicators": f"NCCL buffers: {_gigabytes(COMMUNICATOR_BYTES, 'for each communicator ')}",
     "processes": f"resident memory of the Python processes of a node: {PROCESS_BYTES / 1e9:g} GB each",
