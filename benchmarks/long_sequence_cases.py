@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from memory_cases import spec_of
-from shardwright.ds_configs.specs.job import TrainingJob
+from shardwright.ds_configs.specs.job import Precision, TrainingJob
 from shardwright.ds_configs.specs.layout import Layout, ZeroOptions
 from shardwright.ds_configs.specs.model import ModelSpec
 
@@ -22,11 +22,37 @@ CONFIG: dict[str, Any] = {
     "max_position_embeddings": 65536,
     "tie_word_embeddings": False,
 }
+
+
+def _heads(hidden: int, heads: int, key_value_heads: int, intermediate: int) -> dict[str, Any]:
+    sizes = {"hidden_size": hidden, "intermediate_size": intermediate, "head_dim": 32, "vocab_size": 512}
+    return CONFIG | sizes | {"num_attention_heads": heads, "num_key_value_heads": key_value_heads}
+
+
+_QWEN3: dict[str, Any] = {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"]}
+_MIXTURE: dict[str, Any] = {
+    "model_type": "qwen3_moe",
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 64,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+}
 MODELS: dict[str, dict[str, Any]] = {
     "wide-head": CONFIG,
     "wide-mlp": CONFIG | {"intermediate_size": 2048, "vocab_size": 512},
+    "heads-4h": _heads(64, 8, 2, 256),
+    "heads-2h-norms": _heads(128, 8, 2, 512) | _QWEN3,
+    "heads-2h-grouped-by-8": _heads(128, 8, 1, 128) | _QWEN3,
+    "heads-h-norms": _heads(128, 4, 4, 384) | _QWEN3,
+    "heads-half-h": _heads(256, 4, 2, 512),
+    "heads-half-h-norms": _heads(256, 4, 1, 256) | _QWEN3,
+    "mixture-heads-4h": _heads(64, 8, 2, 128) | _MIXTURE,
+    "mixture-heads-half-h": _heads(256, 4, 2, 128) | _MIXTURE,
 }
-"""The peak without features is in the loss of the first, and in the MLP of the second."""
+"""The peak without features is in the loss of the first, and in the MLP of the second. Others have heads whose widths
+together are wider than the hidden size h, as wide or narrower; their groups and norms differ."""
 LOGITS_BYTES_OF_A_TILE = 2**22
 """A tile has 256 or 2,048 tokens, so that the loss of small sequences has several; models of real size use 1 GiB."""
 LAYOUTS: dict[str, dict[str, Any]] = {
@@ -35,6 +61,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "zero3": {"engine": "deepspeed", "zero_stage": 3, "dp_shard": 2},
     "fsdp2": {"engine": "fsdp2", "dp_shard": 2},
     "sp2": {"engine": "deepspeed", "zero_stage": 3, "sp": 2},
+    "cp2": {"engine": "fsdp2", "cp": 2},
 }
 FEATURES: dict[str, tuple[str, ...]] = {
     "plain": (),
@@ -53,12 +80,15 @@ class Case:
     layout: str
     features: str
     tokens: int
+    precision: Precision = "fp32"
+    micro_batch_size: int = 1
     limit_bytes: int | None = None
     """Largest tensor bytes of the rank; the run ends with an out-of-memory error above them."""
 
     @property
     def run(self) -> str:
-        return f"{self.model}-{self.layout}-{self.features}"
+        precision = "" if self.precision == "fp32" else f"-{self.precision}"
+        return f"{self.model}-{self.layout}-{self.features}{precision}"
 
     @property
     def name(self) -> str:
@@ -74,12 +104,12 @@ class Case:
         return self.strategy().world_size
 
     def spec(self, release: str | None = None) -> ModelSpec:
-        return spec_of(self.config, "llama", release)
+        return spec_of(self.config, self.config["model_type"], release)
 
     def job(self) -> TrainingJob:
         return TrainingJob(
             seq_len_tokens=self.tokens,
-            precision="fp32",
+            precision=self.precision,
             gradient_checkpointing="on",
             loss="chunked" if "tiled_loss" in FEATURES[self.features] else "eager",
         )
@@ -89,6 +119,7 @@ class Case:
         spec, features = self.spec(), FEATURES[self.features]
         two_layers = 2 * spec.layer_parameter_count
         return Layout(
+            micro_batch_size=self.micro_batch_size,
             gradient_checkpointing=True,
             tiled_mlp="tiled_mlp" in features,
             offloaded_checkpoints=spec.dimensions.num_layers if "offload" in features else 0,
@@ -104,13 +135,15 @@ class Case:
         )
 
 
+SEQUENCES_OF_SHAPES = 4
+"""As many that activations are most of the bytes, as in a real run of long sequences."""
 LIMIT_BYTES = 120_000_000
 LONGEST_PLAIN = 2048
 
 
 def grid() -> list[Case]:
     """Return every feature under every engine, long sequences with all of them, and runs under a limit of bytes."""
-    layouts = [layout for layout in LAYOUTS if layout != "single"]
+    layouts = ("ddp", "zero3", "fsdp2", "sp2")
     lengths = {
         ("wide-head", "plain"): (2048, 4096),
         ("wide-head", "tiled-loss"): (2048, 4096),
@@ -129,6 +162,21 @@ def grid() -> list[Case]:
     cases += [
         Case(model="wide-head", layout=layout, features="all", tokens=tokens)
         for layout, tokens in zip(layouts, (16384, 32768, 16384, 32768), strict=True)
+    ]
+    shapes = [name for name in MODELS if name.startswith(("heads", "mixture"))]
+    cases += [
+        Case(
+            model=model,
+            layout=layout,
+            features=features,
+            tokens=2048,
+            precision=precision,
+            micro_batch_size=SEQUENCES_OF_SHAPES,
+        )
+        for layout in ("single", "sp2", "cp2")
+        for model in shapes
+        for features, precision in (("plain", "fp32"), ("all", "bf16"))
+        if (layout, precision) != ("single", "bf16")
     ]
     limited = [("plain", LONGEST_PLAIN), ("plain", LONGEST_PLAIN * 5 // 4), ("all", 8 * LONGEST_PLAIN)]
     return cases + [

@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from long_sequence_cases import LOGITS_BYTES_OF_A_TILE, Case
 from metered_training import STEPS, plan_of, run_settings
+from shardwright.ds_configs.memory import activations
 from shardwright.ds_configs.specs.hardware import parse_hardware
 from shardwright.plugins.accelerate.cpu_ranks import configure_cpu_ranks
 from shardwright.plugins.metering import ByteMeter, meter_trainer
-from shardwright.plugins.transformers import tiled_compute
 from shardwright.plugins.transformers.training_arguments import training_arguments
 from shardwright.trainers.parallel.trainer_for import planned_parallelism
 from transformers import AutoConfig, AutoModelForCausalLM, default_data_collator, set_seed
@@ -26,7 +26,7 @@ def main(cases_file: Path, output: Path) -> None:
     sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
     from fresh_process import forget_last_run
 
-    tiled_compute._LOGITS_BYTES_OF_A_TILE = LOGITS_BYTES_OF_A_TILE
+    activations.LOGITS_BYTES_OF_A_TILE = LOGITS_BYTES_OF_A_TILE
     for values in json.loads(cases_file.read_text(encoding="utf-8")):
         case = Case(**values)
         record = measure(case)

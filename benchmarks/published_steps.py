@@ -53,10 +53,19 @@ def published_steps(directory: Path = TABLES) -> list[PublishedStep]:
     """Return all cases of the tables in a directory, in the order of their names."""
     found: list[PublishedStep] = []
     for path in sorted(directory.glob("*.csv")):
-        reader = next((read for prefix, read in READERS.items() if path.name.startswith(prefix)), None)
-        if reader is not None:
-            found += reader(_rows(path))
+        prefix = next((prefix for prefix in READERS if path.name.startswith(prefix)), None)
+        rows = [] if prefix is None else _rows(path)
+        # Other tables may begin with the same words.
+        if prefix is not None and rows and _columns(prefix) <= rows[0].keys():
+            found += READERS[prefix](rows)
     return found
+
+
+@lru_cache(maxsize=32)
+def _columns(prefix: str) -> frozenset[str]:
+    """Return the columns that a reader knows, which are those of its own table."""
+    (path,) = TABLES.glob(f"{prefix}*.csv")
+    return frozenset(_rows(path)[0])
 
 
 def _rows(path: Path) -> list[dict[str, str]]:
@@ -462,7 +471,9 @@ each (microsoft/DeepSpeedExamples, autotuning/hf); encoders have no head over th
 def autotuning(rows: list[dict[str, str]]) -> Iterator[PublishedStep]:
     """DeepSpeed's autotuner on 16 V100 of one node: the best of each ZeRO stage, samples per second."""
     for row in rows:
-        if row["tuning_space"] == "global" or float(row["best_metric"]) == 0 or row["model"] not in _AUTOTUNED:
+        metric = row["best_metric"] or ""
+        is_measured = metric.replace(".", "", 1).isdigit() and float(metric) > 0
+        if row["tuning_space"] == "global" or not is_measured or row["model"] not in _AUTOTUNED:
             continue
         hidden, layers, heads, vocab, seq, precision = _AUTOTUNED[row["model"]]
         stage, accumulated, micro = (
@@ -476,7 +487,7 @@ def autotuning(rows: list[dict[str, str]]) -> Iterator[PublishedStep]:
             label=f"{row['model']} z{stage} mb{micro}",
             shape=row["model"],
             group=row["model"],
-            seconds=micro * accumulated * 16 / float(row["best_metric"]),
+            seconds=micro * accumulated * 16 / float(metric),
             strategy=Layout(
                 engine="deepspeed",
                 zero_stage=stage,

@@ -96,7 +96,7 @@ def run(arguments: Sequence[str]) -> int:
                 }
                 for error in errors
             ]
-            print(json.dumps({"schema_version": 1, "error": {"exit_code": code, "message": message, "faults": listed}}))
+            print(json.dumps({"schema_version": 2, "error": {"exit_code": code, "message": message, "errors": listed}}))
         return code
 
     try:

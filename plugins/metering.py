@@ -11,6 +11,7 @@ from types import CodeType, FrameType, TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Protocol, Self
 
 import torch
+from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import TrainerCallback
 
@@ -180,7 +181,10 @@ class ByteMeter(TorchDispatchMode):
         )
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run the operator, then count the storages of its results."""
+        """Run the operator, then count the storages of its results; of a DTensor's operator, those inside of it."""
+        if any(issubclass(kind, DTensor) for kind in types):
+            # DTensor runs operators on its local tensors with this mode on: ring attention has many in one.
+            return NotImplemented
         results = func(*args, **(kwargs or {}))
         if isinstance(results, torch.Tensor):
             self._watch_result(results)

@@ -74,11 +74,11 @@ def plan_command(
         layouts = _layouts(error.model, error.hardware, error.job) if options.explain_tensor_parallel else None
         if as_json:
             misfit = {
-                "schema_version": 1,
+                "schema_version": 2,
                 "model": model_summary(error.model, error.job),
                 "hardware": asdict(error.hardware),
                 "job": job_dict(error.job),
-                "error": {"exit_code": error.exit_code, "message": str(error).splitlines()[0], "faults": []},
+                "error": {"exit_code": error.exit_code, "message": str(error).splitlines()[0], "errors": []},
                 "chosen": None,
                 "rejected": [rejected_dict(candidate) for candidate in error.tried],
                 "would_fit": [asdict(suggestion) for suggestion in error.suggestions],

@@ -63,6 +63,7 @@ class MlpBytes:
     input_gradient_bytes: int
     backward_transient: Parts
     recompute_backward_transient: Parts
+    recompute_beside_attention: Parts
     forward_transient: Parts
 
     def tiled(self, parts: Parts, share: float, *, backward: bool) -> int:
@@ -71,7 +72,7 @@ class MlpBytes:
         Moments with fewer inner tensors come after the backward pass of the first matrices, and already contain
         gradients of the input for all tokens.
         """
-        most, added = max(inner for _, inner in parts), self.input_gradient_bytes if backward else 0
+        most, added = max((inner for _, inner in parts), default=0), self.input_gradient_bytes if backward else 0
         return max(
             0, *(outside + ceil(max(0, inner) * share) + (added if 2 * inner > most else 0) for outside, inner in parts)
         )
@@ -98,10 +99,14 @@ class ActivationEstimate:
     """The same with checkpointing, which also holds the recomputed layer's saved tensors."""
     forward_transient_bytes: int
     """Largest live bytes in one checkpointed layer's forward beyond those live when it starts."""
+    attention_forward_bytes: int | None = None
+    """Like `forward_transient_bytes`, while a fused kernel computes attention; `None` if unknown."""
     attention_backward_bytes: int | None = None
-    """Like `backward_transient_bytes`, while a fused kernel computes the gradients of attention; `None` if unknown."""
+    """Like `backward_transient_bytes`, while it computes the gradients of attention."""
     recompute_attention_backward_bytes: int | None = None
     """The same with checkpointing."""
+    recompute_beside_attention_bytes: int | None = None
+    """The largest of `recompute_backward_transient_bytes` while all that attention keeps is live; `None` if unknown."""
     loss_tiles: int = 0
     """Tiles of the tiled loss, whose backward pass computes them again; 0 for other losses."""
     mlp: MlpBytes | None = None
@@ -197,10 +202,25 @@ def evaluate_table(table: Mapping[str, Any], features: Mapping[str, int], source
 
     (saved_row,) = table["saved_per_layer"]
 
-    def in_attention(name: str, kept_row: Sequence[float]) -> int | None:
-        rows = [row for row in table[name] if _is_in_attention(table["features"], row, kept_row)]
-        return _largest(rows, point) if rows else None
+    names, copies = table["features"], int(table["weight_copy_bytes_per_parameter"])
+    element = copies or max(row[names.index("token*hidden_size")] for row in table["checkpointed_per_layer"])
+    saved = dict(zip(names, saved_row, strict=True))
+    heads, queries, keys = (f"token*{size}" for size in ("attention_heads", "query_size", "key_value_size"))
 
+    def in_attention(name: str, needed: Mapping[str, float], kept: Mapping[str, float]) -> int | None:
+        rows = [dict(zip(names, row, strict=True)) for row in table[name]]
+        during = [r for r in rows if all(r.get(size, 0) + kept.get(size, 0) >= n for size, n in needed.items())]
+        return _largest([list(row.values()) for row in during], point) if during else None
+
+    keeping = {size: saved.get(size, 0) for size in (queries, keys, heads)}
+    # A fused kernel's forward pass ends with queries, keys, values, outputs and the sums of scores. Its backward pass
+    # ends with the gradients of the first four besides what the layer keeps, less a copy of outputs for the projection.
+    computed = {queries: 2 * element, keys: 2 * element, heads: 4}
+    gradients = {
+        queries: saved.get(queries, 0) + element,
+        keys: saved.get(keys, 0) + 2 * element,
+        heads: max(4, saved[heads]),
+    }
     return ActivationEstimate(
         saved_bytes_per_layer=largest("saved_per_layer"),
         checkpointed_bytes_per_layer=largest("checkpointed_per_layer"),
@@ -208,46 +228,109 @@ def evaluate_table(table: Mapping[str, Any], features: Mapping[str, int], source
         backward_transient_bytes=max(0, largest("backward_transient")),
         recompute_backward_transient_bytes=max(0, largest("recompute_backward_transient")),
         forward_transient_bytes=largest("forward_transient"),
-        attention_backward_bytes=in_attention("backward_transient", saved_row),
-        recompute_attention_backward_bytes=in_attention("recompute_backward_transient", [0.0] * len(saved_row)),
+        attention_forward_bytes=in_attention("forward_transient", computed, {}),
+        attention_backward_bytes=in_attention("backward_transient", gradients, saved),
+        recompute_attention_backward_bytes=in_attention("recompute_backward_transient", gradients, {}),
+        recompute_beside_attention_bytes=in_attention("recompute_backward_transient", keeping, {}),
         loss_forward_peak_bytes=largest("loss_forward_peak"),
         loss_kept_bytes=largest("loss_kept"),
         loss_backward_peak_bytes=largest("loss_backward_peak"),
-        autocast_weight_copy_bytes_per_parameter=int(table["weight_copy_bytes_per_parameter"]),
+        autocast_weight_copy_bytes_per_parameter=copies,
         mlp=_mlp_bytes(table, features),
         source=source,
     )
 
 
-def _is_in_attention(names: Sequence[str], row: Sequence[float], kept_row: Sequence[float]) -> bool:
-    """Return whether the live tensors of a moment contain those of attention's backward pass.
+def with_attention(
+    traced: ActivationEstimate, dimensions: Dimensions, tokens: int, *, layout: Layout, element: int, on_gpu: bool
+) -> ActivationEstimate:
+    """Return the bytes with what attention allocates besides traced operators, which lives while it is computed.
 
-    These are queries, outputs and the gradients of both, keys and values with their gradients, and the sums of scores.
+    On an accelerator, the backward pass of 16-bit kernels sums the gradients of queries in fp32 and has 4 bytes for a
+    head. With grouped keys and values it computes their gradients for every query head. Sources: FlashAttention-2
+    (csrc/flash_attn/flash_api.cpp, `mha_bwd`); measured on an H100 for that of PyTorch and for cuDNN's
+    (docs/measurements/gpu.md).
+
+    Context parallelism has the buffers of ring attention (torch 2.13.0, `_context_parallel/_attention.py`), here for
+    its default `cp_comm_strategy: allgather`. Without a traced moment of attention they are added to the largest one.
+    Sequence parallelism exchanges heads for tokens in further copies (DeepSpeed's `ulysses_sp.py`).
+
+    Args:
+        tokens: Of complete sequences; bytes are divided by the ranks that share a sequence later.
     """
-    live = dict(zip(names, (c + kept for c, kept in zip(row, kept_row, strict=True)), strict=True))
-    needed = {"token*query_size": 8, "token*key_value_size": 8, "token*attention_heads": 4}
-    return all(live.get(name, 0) >= count for name, count in needed.items())
-
-
-def with_attention_workspace(traced: ActivationEstimate, dimensions: Dimensions, tokens: int) -> ActivationEstimate:
-    """Return the bytes with what CUDA's 16-bit attention needs in the backward pass, which operators do not show.
-
-    Per token 4 bytes for each element of the queries, whose gradients are summed in fp32, and 4 for each head; with
-    grouped keys and values another 4 for each element of the queries, because the gradients of keys and values are
-    computed for every query head. Sources: FlashAttention-2 (csrc/flash_attn/flash_api.cpp, `mha_bwd`); measured on an
-    H100 for that of PyTorch and for cuDNN's (docs/measurements/gpu.md).
-    """
-    grouped = dimensions.num_key_value_heads < dimensions.num_attention_heads
-    workspace = 4 * tokens * ((2 if grouped else 1) * dimensions.query_size + dimensions.num_attention_heads)
-    changed = {
-        name: max(getattr(traced, name), during + workspace)
-        for name, during in (
-            ("backward_transient_bytes", traced.attention_backward_bytes),
-            ("recompute_backward_transient_bytes", traced.recompute_attention_backward_bytes),
+    size, cp = dimensions, layout.cp
+    query, pair = element * tokens * size.query_size, 2 * element * tokens * size.key_value_size
+    grouped = size.num_key_value_heads < size.num_attention_heads
+    # Gradients of queries in fp32, and those of keys and values for every query head.
+    summed, repeated = (4 * tokens * size.query_size, 2 * query) if on_gpu and element == 2 else (0, 0)
+    repeated *= grouped
+    heads = 4 * tokens * size.num_attention_heads
+    forward, backward = 0, summed + repeated + (heads if summed else 0)
+    if cp > 1:
+        merged, gathered = 4 * tokens * size.query_size, cp * pair
+        copy, pair_gradients = (merged if element == 2 else 0), 8 * tokens * size.key_value_size
+        # The first block has contiguous keys and values and their copy for the gather. Merging a later one has the
+        # outputs so far, the block's, and two temporaries (`_SDPAMerger`).
+        forward = gathered + copy + max(2 * pair, 3 * merged + 2 * heads)
+        # Always: fp32 gradients of queries, gathered and last sent pairs. In a later block: fp32 gradients of pairs,
+        # their copy to send and the received ones, and the last block's gradients beside this one's, which reads half
+        # of the keys and values.
+        always = gathered + merged + pair
+        backward = always + max(
+            3 * pair_gradients + query + pair // 2 + summed + repeated // 2 + (heads if summed else 0),
+            # Received, updated, copied and sent gradients of pairs, when the kernel has ended.
+            4 * pair_gradients - pair // 2,
+            # A rank whose second half of queries alone is computed updates their gradients in a copy.
+            3 * pair_gradients + merged - query // 2,
         )
-        if during is not None
-    }
-    return replace(traced, **changed)
+
+    def during(moment: int | None, largest: int, added: int) -> int:
+        if moment is None:
+            return largest + (added if cp > 1 else 0)
+        return max(largest, moment + added)
+
+    # The output projection keeps the outputs in another order than attention: a rank of a ring updates half of them in
+    # torch's order, and heads are exchanged. Fewer heads of keys than ranks are repeated (ulysses_sp.py:147).
+    reordered = query if cp > 1 or layout.sp > 1 else 0
+    repeats = max(1, layout.sp // max(1, size.num_key_value_heads)) - 1
+    reordered += repeats * pair
+    in_backward, selective = traced.attention_backward_bytes, traced.selective
+    if selective is not None and cp > 1:
+        selective = replace(
+            selective,
+            kept_bytes_per_layer=selective.kept_bytes_per_layer + reordered,
+            forward_transient_bytes=during(None, selective.forward_transient_bytes, forward),
+            backward_transient_bytes=during(None, selective.backward_transient_bytes, backward),
+        )
+    mlp = traced.mlp
+    if mlp is not None:
+        beside_attention = tuple((outside + reordered, inner) for outside, inner in mlp.recompute_beside_attention)
+        mlp = replace(mlp, recompute_backward_transient=mlp.recompute_backward_transient + beside_attention)
+    largest, beside = traced.recompute_backward_transient_bytes, traced.recompute_beside_attention_bytes
+    recomputed = during(
+        traced.recompute_attention_backward_bytes,
+        max(largest, (largest if beside is None else beside) + reordered),
+        backward + repeats * pair,
+    )
+    if layout.sp > 1 and traced.recompute_attention_backward_bytes is not None:
+        # The model's queries, keys and values, and outputs in four orders; several sequences have one more.
+        # need. When a layer runs again, there are no gradients of attention yet, but its input, of which 16-bit norms
+        # keep a copy.
+        orders = 4 + (layout.micro_batch_size > 1)
+        forward = orders * query + (1 + repeats) * pair
+        forward += element * tokens * size.hidden_size if element == 2 else 0
+        recomputed = max(recomputed, traced.recompute_attention_backward_bytes - 2 * query - pair + forward)
+    return replace(
+        traced,
+        saved_bytes_per_layer=traced.saved_bytes_per_layer + reordered,
+        forward_transient_bytes=during(traced.attention_forward_bytes, traced.forward_transient_bytes, forward),
+        backward_transient_bytes=during(
+            None if in_backward is None else in_backward - reordered, traced.backward_transient_bytes, backward
+        ),
+        recompute_backward_transient_bytes=recomputed,
+        mlp=mlp,
+        selective=selective,
+    )
 
 
 def _mlp_bytes(table: Mapping[str, Any], features: Mapping[str, int]) -> MlpBytes | None:
@@ -282,6 +365,18 @@ def _mlp_bytes(table: Mapping[str, Any], features: Mapping[str, int]) -> MlpByte
         input_gradient_bytes=ceil(element * features["token*hidden_size"]),
         backward_transient=parts(table["backward_transient"], saved_row),
         recompute_backward_transient=parts(table["recompute_backward_transient"], nothing),
+        recompute_beside_attention=parts(
+            [
+                row
+                for row in table["recompute_backward_transient"]
+                if all(
+                    c >= kept
+                    for name, c, kept in zip(names, row, saved_row, strict=True)
+                    if name in ("token*query_size", "token*key_value_size", "token*attention_heads")
+                )
+            ],
+            nothing,
+        ),
         forward_transient=parts(table["forward_transient"], nothing),
     )
 
@@ -294,11 +389,17 @@ def with_tiled_mlp(traced: ActivationEstimate, share: float) -> ActivationEstima
     mlp = traced.mlp
     if mlp is None or share >= 1:
         return traced
+    during_attention = traced.attention_backward_bytes
+    if during_attention is not None:
+        # Without recomputation it is relative to what the layer keeps.
+        during_attention += mlp.saved_bytes_per_layer
     return replace(
         traced,
         saved_bytes_per_layer=traced.saved_bytes_per_layer - mlp.saved_bytes_per_layer,
+        attention_backward_bytes=during_attention,
         backward_transient_bytes=mlp.tiled(mlp.backward_transient, share, backward=True),
         recompute_backward_transient_bytes=mlp.tiled(mlp.recompute_backward_transient, share, backward=True),
+        recompute_beside_attention_bytes=mlp.tiled(mlp.recompute_beside_attention, share, backward=True),
         forward_transient_bytes=mlp.tiled(mlp.forward_transient, share, backward=False),
     )
 
@@ -315,6 +416,11 @@ def tiled_mlp_elements(strategy: Layout, model: ModelSpec, job: TrainingJob) -> 
         return 0
     in_layers = sum(p.total for p in model.parameters if p.group == "mlp" and p.in_layer)
     return in_layers // (strategy.ep * max(1, model.dimensions.num_layers))
+
+
+def norm_backward_bytes(element: int) -> int:
+    """Return the bytes per element of hidden states in the backward pass of the final RMSNorm (traced)."""
+    return 16 if element == 2 else 12
 
 
 LOGITS_BYTES_OF_A_TILE = 2**30
@@ -401,10 +507,12 @@ def estimate_activations(
         )
         estimate = replace(estimate, selective=selective)
     tokens = micro_batch_size * seq_len_tokens
-    if not chunked_loss or tokens <= chunked_loss_tokens(tokens, dimensions):
+    chunk_tokens = (
+        chunked_loss_tokens(tokens, dimensions.vocab_size, dimensions.hidden_size) if chunked_loss else tokens
+    )
+    if tokens <= chunk_tokens:
         return estimate
     # The gradient of each chunk is computed immediately, so only the gradient of the hidden states is kept.
-    chunk_tokens = chunked_loss_tokens(tokens, dimensions)
     features = feature_values(dimensions, micro_batch_size=1, seq_len_tokens=chunk_tokens)
     chunk = evaluate_table(table, features, estimate.source)
     headless = feature_values(replace(dimensions, vocab_size=0), micro_batch_size=1, seq_len_tokens=tokens)
@@ -425,13 +533,13 @@ def has_fused_loss(model: ModelSpec, layout: Layout, job: TrainingJob, *, gpu: b
     return job.loss == "chunked" and gpu and layout.sp == 1 and model.model_type in CHUNKED_LOSS_FAMILIES
 
 
-def chunked_loss_tokens(tokens: int, dimensions: Dimensions) -> int:
+def chunked_loss_tokens(tokens: int, vocab_size: int, hidden_size: int) -> int:
     """Return the tokens of one chunk, whose logits are about as large as all hidden states.
 
     `next power of two of ceil(tokens / ceil(vocab_size / hidden_size))`, as Liger's fused linear cross entropy does
     (liger_kernel/ops/fused_linear_cross_entropy.py).
     """
-    chunks = -(-dimensions.vocab_size // dimensions.hidden_size)
+    chunks = -(-vocab_size // hidden_size)
     return 1 << (-(-tokens // chunks) - 1).bit_length()
 
 

@@ -11,7 +11,7 @@ from ..specs.job import TeacherPlacement, TrainingJob
 from ..specs.layout import Layout, ZeroOptions
 from ..specs.model import ModelSpec
 from ..specs.units import pinned_block_bytes
-from .activations import UnknownFamilyError, attention_of, estimate_activations
+from .activations import UnknownFamilyError, attention_of, estimate_activations, norm_backward_bytes
 from .model_states import forward_gathered_elements
 from .rank_parameters import NF4_BYTES, Moment, Terms, at_moments
 
@@ -35,9 +35,6 @@ _BYTES_OF_A_ROW = 32
 
 HEAD_ROWS = 8192
 """Rows of the head per addition of its fp32 gradient on a CPU; GPUs add within the product."""
-
-_NORM_BACKWARD_BYTES = 18
-"""Bytes per element of the hidden states in the backward pass of the final norm (traced, 16-bit RMSNorm)."""
 
 CACHED_TOP_K = 50
 """Assumed number of cached tokens per distribution."""
@@ -149,7 +146,7 @@ def distillation_loss_terms(strategy: Layout, model: ModelSpec, job: TrainingJob
     hidden = model.dimensions.hidden_size
     hidden_gradient = job.compute_bytes * tokens * hidden
     forward = {"loss": hidden_gradient + fused_temporary_bytes(model, job.teacher, tokens, job)}
-    backward = {"loss": max(hidden_gradient, _NORM_BACKWARD_BYTES * tokens * hidden)}
+    backward = {"loss": hidden_gradient + norm_backward_bytes(job.compute_bytes) * tokens * hidden}
     if job.method == "full":
         sixteen_bit = job.precision != "fp32" and strategy.engine in ("deepspeed", "fsdp2")
         forward["head_gradient"] = 4 * model.embedding_parameters

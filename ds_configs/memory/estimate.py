@@ -15,6 +15,7 @@ from ..specs.layout import Layout
 from ..specs.model import ModelSpec, adapted_experts
 from ..specs.units import pinned_block_bytes as pinned_block_bytes
 from .activations import (
+    SMALLEST_MASK_TOKENS,
     ActivationEstimate,
     ActivationSource,
     Attention,
@@ -24,9 +25,10 @@ from .activations import (
     has_fused_loss,
     loss_tiles,
     mlp_tiles,
+    norm_backward_bytes,
     outside_without_norm,
     tiled_mlp_elements,
-    with_attention_workspace,
+    with_attention,
     with_tiled_mlp,
 )
 from .distillation_memory import distillation_loss_terms, teacher_host_terms, teacher_loading_bytes, teacher_terms
@@ -46,9 +48,6 @@ from .rank_parameters import (
     rank_shares,
     share_parameters,
 )
-
-_NORM_BACKWARD_BYTES = 16
-"""Bytes per element of the hidden states in the backward pass of the final norm (traced, 16-bit RMSNorm)."""
 
 _ONLY_ON_THE_LAST = ("loss", "head_gradient")
 
@@ -79,10 +78,13 @@ def share_moment_terms(
     if tiles_loss:
         traced = _with_tiled_loss(strategy, model, job, traced)
     if strategy.tiled_mlp:
-        tokens = ceil(job.seq_len_tokens / (strategy.sp * strategy.cp))
-        traced = with_tiled_mlp(traced, 1 / mlp_tiles(model, tokens))
-    if gpu and mode != "fp32":
-        traced = with_attention_workspace(traced, model.dimensions, strategy.micro_batch_size * job.seq_len_tokens)
+        traced = with_tiled_mlp(traced, 1 / mlp_tiles(model, ceil(job.seq_len_tokens / (strategy.sp * strategy.cp))))
+    tokens = strategy.micro_batch_size * job.seq_len_tokens
+    traced = with_attention(traced, model.dimensions, tokens, layout=strategy, element=job.compute_bytes, on_gpu=gpu)
+    if strategy.cp > 1 and job.seq_len_tokens // strategy.cp < SMALLEST_MASK_TOKENS:
+        # A rank has two parts of a sequence, which Transformers takes for packed documents and makes a boolean mask.
+        mask = tokens * job.seq_len_tokens // strategy.cp
+        traced = replace(traced, outside_layer_bytes=traced.outside_layer_bytes + mask)
     if not share.has_head:
         traced = outside_without_norm(traced, model, job, strategy.micro_batch_size, mode)
     moments = _micro_batch_terms(strategy, model, job, traced)
@@ -156,7 +158,7 @@ def _with_tiled_loss(
     hidden_gradient = width * ranks * tokens * model.dimensions.hidden_size
     forward = ceil(traced.loss_forward_peak_bytes / tiles)
     backward = hidden_gradient + max(forward, ceil(traced.loss_backward_peak_bytes / tiles))
-    norm = _NORM_BACKWARD_BYTES * ranks * tokens * model.dimensions.hidden_size
+    norm = norm_backward_bytes(width) * ranks * tokens * model.dimensions.hidden_size
     return replace(
         traced,
         loss_forward_peak_bytes=forward,
@@ -217,12 +219,7 @@ def _micro_batch_terms(
     # The activations of all layers exist until the last layer's backward pass; the first layer's is the last to run.
     layers, ranks = model.dimensions.num_layers, strategy.sp * strategy.cp
     recomputed = strategy.recomputed_layers(layers)
-    # Context parallelism gathers `2 * key_value_size` elements for each token of the sequence per layer. The rotation
-    # of plans (`cp_comm_strategy: allgather`, torch's default) gathers the keys and values of all ranks together, in
-    # forward and backward pass (torch 2.13.0, `_context_parallel/_attention.py`, `_AllGatherRotater`).
     sequence_tokens = strategy.micro_batch_size * job.seq_len_tokens
-    gathered = 2 * model.dimensions.key_value_size * sequence_tokens * job.compute_bytes if strategy.cp > 1 else 0
-
     tile_gradients = _tile_gradients(strategy, model, job)
     kept_bytes = _kept_bytes(strategy, model, job, traced)
     offloaded, checkpoint = offloaded_checkpoints(strategy, layers), checkpoint_bytes(strategy, traced)
@@ -243,20 +240,17 @@ def _micro_batch_terms(
 
     def backward(count: int, *, again: bool) -> Terms:
         _, transient = _layer_bytes(strategy, model, job, traced, recomputed=again)
-        terms = saved(count) | {"backward_transient": transient // ranks + gathered, **_dequantized(model, job)}
+        terms = saved(count) | {"backward_transient": transient // ranks, **_dequantized(model, job)}
         if frees_input and "checkpoint_staging" in terms:
             terms["checkpoint_staging"] -= checkpoint
         return terms | {"tile_gradients": tile_gradients} if tile_gradients else terms
 
     # In the forward pass, a layer's input is on the accelerator until the layer ends.
     forward = saved(layers) | ({"checkpoint_staging": checkpoint} if offloaded else {})
-    if recomputed or gathered:
+    if recomputed == layers or strategy.cp > 1:
         # Most is kept at the last layer, which is recomputed only if all layers are.
-        own = 0
-        if recomputed == layers:
-            own = _kept_products(traced).forward_transient_bytes if strategy.keeps_products else 0
-            own = own or traced.forward_transient_bytes
-        forward |= {"forward_transient": own // ranks + gathered}
+        own = _kept_products(traced).forward_transient_bytes if strategy.keeps_products else 0
+        forward |= {"forward_transient": (own or traced.forward_transient_bytes) // ranks}
     loss = _loss_terms(strategy, model, job, traced)
     step: Terms = {}
     if strategy.engine == "deepspeed" and strategy.gradient_checkpointing and job.method != "full":
@@ -322,12 +316,6 @@ def _layer_bytes(
     """Return the bytes that a layer keeps until its backward pass, and the temporary bytes of that pass."""
     tokens = strategy.micro_batch_size * job.seq_len_tokens
     more = model.residual_dropout_masks * tokens * model.dimensions.hidden_size
-    if strategy.sp > 1:
-        # The output of attention is saved for complete sequences and, after the exchange of heads, for all heads.
-        more += job.compute_bytes * tokens * model.dimensions.query_size
-        # Fewer key and value heads than ranks are repeated (deepspeed/runtime/sequence_parallel/ulysses_sp.py:147).
-        repeats = max(1, strategy.sp // max(1, model.dimensions.num_key_value_heads))
-        more += 2 * (repeats - 1) * job.compute_bytes * tokens * model.dimensions.key_value_size
     if recomputed and strategy.keeps_products:
         selective = _kept_products(traced)
         return selective.kept_bytes_per_layer, selective.backward_transient_bytes + more

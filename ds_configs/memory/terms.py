@@ -5,6 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Literal
 
+from .estimate import COMMUNICATOR_BYTES, CONTEXT_BYTES, PROCESS_BYTES, RESERVED_OVER_PREDICTED, Interval
+
+
+def _gigabytes(interval: Interval, each: str = "") -> str:
+    low, middle, high = (f"{count / 1e9:g}" for count in (interval.low, interval.middle, interval.high))
+    return f"{middle} GB {each}expected, {low} to {high} GB in the interval"
+
+
+_LEAST, _EXPECTED, _MOST = (f"{100 * (factor - 1):.1f} %" for factor in RESERVED_OVER_PREDICTED)
+
 Role = Literal["weights", "gradients", "optimizer", "activations", "buckets", "other"]
 
 TERM_MEANINGS: Mapping[str, str] = {
@@ -43,9 +53,10 @@ TERM_MEANINGS: Mapping[str, str] = {
     "stage_borders": "pipeline: received and sent tensors that wait for their gradients, and the receive buffer",
     "autocast_weight_copies": "autocast keeps a 16-bit copy of each fp32 matrix until the backward pass has used it",
     "adapted_expert_copies": "LoRA on fused experts keeps each adapted expert matrix until the backward pass",
-    "forward_transient": "temporaries of a checkpointed layer's forward pass; keys and values gathered by CP",
+    "forward_transient": "temporaries of a checkpointed layer's forward pass; under CP those of ring attention",
     "adapted_expert_update": "the update that LoRA adds to an expert matrix, during the sum",
-    "backward_transient": "activation gradients inside one layer; with checkpointing also its recomputed activations",
+    "backward_transient": "activation gradients inside one layer at its fullest moment; with checkpointing also its "
+    "recomputed activations, and under CP the buffers of ring attention",
     "loss": "logits, their fp32 copy and the gradients of head and loss at their joint peak; with a teacher "
     "those of a chunk of rows, and with a chunked loss those of a chunk or tile",
     "tile_gradients": "gradients of a tiled MLP's weights: the sum over tiles, and those of the next tile",
@@ -58,11 +69,12 @@ TERM_MEANINGS: Mapping[str, str] = {
     "teacher_head": "the weight of the teacher's output head, gathered until the loss has read it",
     "teacher_targets": "ids and log-probabilities of a cached teacher's likeliest tokens",
     "model_buffers": "rotary tables and other fp32 buffers, on every rank",
-    "allocator_fragmentation": "memory that the allocator reserves beyond tensors: 3.8 % expected, -4.3 % to 14.8 % in "
-    "the interval; measured runs change these values, which are negative if a run needed less than predicted",
-    "runtime_context": "CUDA context, kernels and workspaces: 0.6 GB expected, 0.35 to 1.0 GB in the interval",
-    "communicators": "NCCL buffers: 0.4 GB for each communicator expected, 0.15 to 0.7 GB in the interval",
-    "processes": "resident memory of the Python processes of a node: 3 GB each",
+    "allocator_fragmentation": f"memory that the allocator reserves beyond tensors: {_EXPECTED} expected, {_LEAST} to "
+    f"{_MOST} in the interval; measured runs change these values, which are negative if a run needed less than "
+    "predicted",
+    "runtime_context": f"CUDA context, kernels and workspaces: {_gigabytes(CONTEXT_BYTES)}",
+    "communicators": f"NCCL buffers: {_gigabytes(COMMUNICATOR_BYTES, 'for each communicator ')}",
+    "processes": f"resident memory of the Python processes of a node: {PROCESS_BYTES / 1e9:g} GB each",
     "checkpoint_loading": "host memory of from_pretrained on the first node; FSDP2 and ZeRO-3 read weights on one rank",
     "offloaded_master_weights": "fp32 master weights in host memory: 4 B per trainable element / ranks",
     "offloaded_optimizer_states": "optimizer states in host memory",

@@ -11,7 +11,7 @@ from typing import Literal
 from ..memory.activations import has_fused_loss, mlp_tiles
 from ..memory.estimate import offloaded_checkpoints
 from ..memory.model_states import Gathered, is_stepped_by_muon, reduced_buckets, zero3_gathers
-from ..memory.rank_parameters import engine_parameters, expert_parallel_share, pipeline_stages
+from ..memory.rank_parameters import NF4_BYTES, engine_parameters, expert_parallel_share, pipeline_stages
 from ..specs.hardware import HardwareSpec
 from ..specs.job import TrainingJob, without_kernels
 from ..specs.layout import Layout, PipelineStage, ZeroOptions, contiguous_stages
@@ -558,7 +558,7 @@ def _held(setting: Setting, stage: PipelineStage) -> tuple[float, float, float]:
     if job.method == "full":
         return dense, experts, 0.0
     adapters = _adapters(model, job) / (setting.strategy.tp * setting.strategy.pp)
-    width = 0.55 if job.method == "qlora" else job.compute_bytes
+    width = NF4_BYTES if job.method == "qlora" else job.compute_bytes
     return adapters, 0.0, (dense + experts) * width
 
 

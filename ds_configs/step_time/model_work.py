@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from math import ceil, gcd
 
+from ..memory.activations import chunked_loss_tokens
 from ..memory.rank_parameters import CONV1D_FAMILIES, expert_parallel_share, tensor_parallel_share
 from ..specs.hardware import HardwareSpec
 from ..specs.job import TrainingJob
@@ -303,8 +304,7 @@ def head_passes(
 ) -> tuple[Pass, Pass]:
     """Return the forward and backward pass of embedding, final norm, output head and loss.
 
-    A chunked loss (liger-kernel `fused_linear_cross_entropy.py`) processes chunks of about
-    `tokens * hidden / vocabulary` tokens, rounded up to a power of two, and adds the gradient of each to the head's.
+    A chunked loss adds the gradient of each chunk of tokens to the head's.
     """
     rows = work.head_rows
     if not rows:
@@ -314,8 +314,7 @@ def head_passes(
     constants, hidden = device.constants, work.hidden_size
     chunks, m = 1, tokens
     if chunked:
-        size = max(1.0, tokens / ceil(rows / hidden))
-        m = min(tokens, float(2 ** ceil(size).bit_length() if size > 1 else 1))
+        m = min(tokens, chunked_loss_tokens(ceil(tokens), rows, hidden))
         chunks = ceil(tokens / m)
 
     times = chunks / alignment_efficiency(rows, hidden, constants)

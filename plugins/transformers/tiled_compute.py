@@ -22,6 +22,7 @@ from contextlib import ExitStack
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
+from ...ds_configs.memory import activations
 from ...ds_configs.specs.errors import ConfigError, UsageError
 from .. import patches
 from .output_heads import further_bias, head_module, shaped_head, shaped_logits
@@ -34,7 +35,6 @@ if TYPE_CHECKING:
 
 _MLP_NAMES = ("mlp", "feed_forward", "shared_expert", "shared_experts", "shared_mlp")
 _EXPERTS = "experts"
-_LOGITS_BYTES_OF_A_TILE = 2**30
 # The `ignore_index` of torch's cross-entropy.
 IGNORED_LABEL = -100
 
@@ -160,7 +160,7 @@ def tiled_cross_entropy(
         return torch.nn.functional.cross_entropy(logits, y[:, 0], ignore_index=IGNORED_LABEL, reduction="sum")
 
     rows, vocabulary = labels_BL.numel(), int(getattr(module, "out_features", None) or module.weight.shape[0])
-    size = _LOGITS_BYTES_OF_A_TILE // (4 * vocabulary) if tiles is None else math.ceil(rows / tiles)
+    size = activations.LOGITS_BYTES_OF_A_TILE // (4 * vocabulary) if tiles is None else math.ceil(rows / tiles)
     tensors = [hidden_BLH.reshape(rows, -1), labels_BL.reshape(rows, 1)]
     return in_tiles(loss_of, tensors, list(module.parameters()), max(1, size), is_sum=True)
 

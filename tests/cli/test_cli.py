@@ -251,9 +251,9 @@ def test_json_of_a_failure_is_one_object(shell: Shell) -> None:
         result = shell("plan", LLAMA, *arguments, "--format", "json")
         answer = json.loads(result.out)
         assert answer.keys() == {"schema_version", "error"}
-        assert answer["error"].keys() == {"exit_code", "message", "faults"}
+        assert answer["error"].keys() == {"exit_code", "message", "errors"}
         assert result.code == answer["error"]["exit_code"] == code
-        assert all(error.keys() == {"where", "value", "rule", "fix"} for error in answer["error"]["faults"])
+        assert all(error.keys() == {"where", "value", "rule", "fix"} for error in answer["error"]["errors"])
 
 
 def contents(directory: Path) -> dict[str, bytes]:

@@ -245,7 +245,7 @@ def test_every_source_can_select_json_errors(
     monkeypatch.setenv("SHARDWRIGHT_PLAN_FORMAT", "json")
     for more in ([], ["--seq-len", "x"]):
         assert run([*wrong, *more]) == 2
-        assert json.loads(capsys.readouterr().out)["error"]["faults"]
+        assert json.loads(capsys.readouterr().out)["error"]["errors"]
     assert (run([*wrong, "--format", "human"]), capsys.readouterr().out) == (2, "")
 
 

@@ -42,7 +42,13 @@ GRIDS: dict[str, tuple[Any, Any, float, tuple[str, ...]]] = {
         long_sequence_memory,
         long_sequence_cases.grid,
         long_sequence_memory.LARGEST_ERROR,
-        ("wide-head-zero3-all-2048",),
+        (
+            "wide-head-zero3-all-2048",
+            "heads-4h-cp2-all-bf16-2048",
+            "heads-half-h-norms-cp2-all-bf16-2048",
+            "mixture-heads-4h-cp2-plain-2048",
+            "heads-2h-norms-sp2-all-bf16-2048",
+        ),
     ),
 }
 """Benchmark, cases, largest error of the prediction, and names of the cases."""

@@ -573,7 +573,8 @@ def quantization_report(data: Data) -> Report:
     difference = verification["largest_logit_difference"]
     method = METHODS.get(data["method"])
     name = plain(scheme.get("name"))
-    passed = not verification["faults"]
+    # Files of earlier versions have the second name.
+    passed = not verification.get("errors", verification.get("faults"))
     reason = "" if data["method_reason"] == "named" else f": {data['method_reason']}"
     return Report(
         kind="Quantization",

@@ -44,7 +44,7 @@ def arbitrary_rows(vocab_size: int, longest: int | None) -> list[list[int]]:
 class Verification:
     """Result of verifying a written checkpoint."""
 
-    faults: tuple[str, ...]
+    errors: tuple[str, ...]
     """All errors; empty if it passed."""
     largest_logit_difference: float | None
     """Compared with the model in memory; `None` if it did not load."""
@@ -56,12 +56,12 @@ class Verification:
     @property
     def passed(self) -> bool:
         """Whether there are no errors."""
-        return not self.faults
+        return not self.errors
 
     @property
     def reason(self) -> str:
         """All errors in one line."""
-        return "; ".join(self.faults)
+        return "; ".join(self.errors)
 
     def facts(self) -> list[tuple[str, str]]:
         """Return rows of a table of the checks."""
@@ -78,7 +78,7 @@ class Verification:
         ]
 
 
-UNPROVEN = Verification(faults=(), largest_logit_difference=None, compared_tokens=0, packed_layers=0)
+UNPROVEN = Verification(errors=(), largest_logit_difference=None, compared_tokens=0, packed_layers=0)
 """For formats that Transformers cannot load without further packages."""
 
 
@@ -135,7 +135,7 @@ class ReferenceLogits:
                 if not difference <= tolerance:
                     errors.append(f"reloaded logits differ by {difference:g}, more than {tolerance:g}")
         return Verification(
-            faults=tuple(errors),
+            errors=tuple(errors),
             largest_logit_difference=difference,
             compared_tokens=sum(map(len, self.tokens)),
             packed_layers=packed,
@@ -183,7 +183,7 @@ def fail_output(staging: Path, output_dir: Path, verification: Verification) -> 
     while failed.exists():
         failed = output.with_name(f"{output.name}.failed-{number}")
         number += 1
-    (staging / REASON_FILE).write_text("\n".join(verification.faults) + "\n", encoding="utf-8")
+    (staging / REASON_FILE).write_text("\n".join(verification.errors) + "\n", encoding="utf-8")
     try:
         staging.rename(failed)
     except OSError:

@@ -112,7 +112,7 @@ def test_flags_that_do_not_go_together(shell, tiny_llama, task_directory, tmp_pa
         "--include-path", task_directory, "--output-dir", tmp_path / "file", "--format", "json",
     )  # fmt: skip
     assert result.code == 2
-    wrong = [error["where"] for error in json.loads(result.out)["error"]["faults"]]
+    wrong = [error["where"] for error in json.loads(result.out)["error"]["errors"]]
     assert wrong == ["--dataset", "--limit", "--few-shot", "--include-path", "output_dir"]
 
 

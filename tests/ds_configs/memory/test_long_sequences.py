@@ -253,3 +253,20 @@ def test_longest_sequence_grows_with_each_mechanism():
     assert all(step.strategy.sp == 2 and not step.strategy.tiled_mlp for step in fixed if step.strategy)
     poor = replace(context(), hardware=replace(H100, host_bytes_per_node=400 * 10**9))
     assert longest_sequences(poor)[-1].limited_by == "host memory"
+
+
+@pytest.mark.parametrize("tiled", [False, True])
+@pytest.mark.parametrize("intermediate", [4096, 25600, 65536])
+def test_buffers_of_attention_are_not_added_to_the_mlp(intermediate, tiled):
+    spec = model_spec_from_config(
+        LLAMA_8B | {"model_type": "qwen3", "num_attention_heads": 64, "intermediate_size": intermediate}, name="wide"
+    )
+    job = replace(JOB, seq_len_tokens=2**20)
+    layout = Layout(engine="fsdp2", cp=8, gradient_checkpointing=True, tiled_mlp=tiled)
+
+    def transient(gpu):
+        (share,) = rank_shares(layout, spec, job)
+        return share_moment_terms(layout, share, job, gpu=gpu)["last_layer_backward"]["backward_transient"]
+
+    # Kernels of an accelerator need more while attention is computed, which shows only if that is the fullest moment.
+    assert (transient(True) == transient(False)) == (intermediate > 4096 and not tiled)

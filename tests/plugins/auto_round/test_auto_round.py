@@ -144,4 +144,4 @@ def test_the_command(source, tmp_path, capsys):
     flags += ["--dataset", "python-help", "--num-samples", "4", "--seq-len", "16", "--no-evaluate", "--format", "json"]
     assert run(["quantize", source.name, *flags, "--output-dir", str(tmp_path / "q")]) == 0
     found = json.loads(capsys.readouterr().out)["verification"]
-    assert found["faults"] == [] and found["packed_layers"] == 14
+    assert found["errors"] == [] and found["packed_layers"] == 14

@@ -70,7 +70,7 @@ def test_round_trip(mixtures, tmp_path, capsys, name, method, expert):
     command = ["quantize", str(mixtures[name]), "--method", method, *flags, "--no-evaluate", "--format", "json"]
     assert run([*command, "--output-dir", str(output)]) == 0
     found = json.loads(capsys.readouterr().out)["verification"]
-    assert found["faults"] == []
+    assert found["errors"] == []
     assert found["largest_logit_difference"] <= 1e-3
     assert found["packed_layers"] == 2 * (4 + 4 * 3)
     stored = names_in(output)

@@ -218,11 +218,11 @@ def test_bad_values_are_reported_together(model: Path, tmp_path: Path, capsys: p
     flags = ["--steps", "2", "--time-limit", "0", "--ranks", "0"]
     code, report, _ = rehearse(capsys, tmp_path / "plan", *flags)
     assert code == 2
-    assert [error["where"] for error in report["error"]["faults"]] == ["steps", "time_limit", "ranks"]
+    assert [error["where"] for error in report["error"]["errors"]] == ["steps", "time_limit", "ranks"]
     for flag, value in (("--text", str(tmp_path / "none.txt")), ("--text", "/dev/null")):
         assert rehearse(capsys, tmp_path / "plan", flag, value)[0] == 2
     code, report, _ = rehearse(capsys, tmp_path / "plan", "--nodes-as-ranks")
-    assert (code, report["error"]["faults"][0]["rule"]) == (2, "the plan has one node")
+    assert (code, report["error"]["errors"][0]["rule"]) == (2, "the plan has one node")
     assert not (tmp_path / "plan" / "rehearsal").exists()
 
 
@@ -244,7 +244,7 @@ def test_an_output_directory_with_other_files_needs_force(
     output.mkdir()
     (output / "notes.txt").write_text("mine")
     code, report, _ = rehearse(capsys, tmp_path / "plan", "--output-dir", str(output))
-    assert (code, report["error"]["faults"][0]["where"]) == (2, "output_dir")
+    assert (code, report["error"]["errors"][0]["where"]) == (2, "output_dir")
     check_output_directory(output, force=True, model=str(model))
     (output / "notes.txt").unlink()
     (output / "rehearsal.json").write_text("{}")

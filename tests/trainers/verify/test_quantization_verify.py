@@ -138,7 +138,7 @@ def test_hanging_process_times_out(written):
 def test_failed_checkpoints_are_renamed_without_overwriting(tmp_path):
     output = tmp_path / "q"
     verification = Verification(
-        faults=("first", "second"), largest_logit_difference=None, compared_tokens=0, packed_layers=0
+        errors=("first", "second"), largest_logit_difference=None, compared_tokens=0, packed_layers=0
     )
     for name in ("q.failed", "q.failed-2", "q.failed-3"):
         staging = tmp_path / "staging"

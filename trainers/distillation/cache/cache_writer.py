@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 from pydantic import Field, TypeAdapter
 
+from ....ds_configs.memory.distillation_memory import CACHED_TOP_K
 from ....ds_configs.plan.output import disk_errors, output_errors, reserved, write_files
 from ....ds_configs.specs.errors import ConfigError, DoesNotFitError, RefusedInputError, ShardwrightError, UsageError
 from ....ds_configs.specs.settings import Decimals
@@ -292,7 +293,7 @@ class CacheSettings(DataSettings):
 
     dataset: str = Field("python-help", description="As for distill")
     packing: Packing = Field("auto", description="As for distill; conversations are stored one by one with any value")
-    top_k: int = Field(50, description="Likeliest tokens to store")
+    top_k: int = Field(CACHED_TOP_K, description="Likeliest tokens to store")
     temperature: Decimals = Field((1.0,), description="Temperatures to distill at")
     value_bits: int = Field(6, description="Bits of each probability, 2 to 16")
     batch_size: int = Field(8, ge=1, description="Samples per forward pass")

@@ -191,7 +191,7 @@ def export(
         answer = ranks.does(write)
     verification = answer["verification"]
     if verification is not None:
-        verification = Verification(**(verification | {"faults": tuple(verification["faults"])}))
+        verification = Verification(**(verification | {"errors": tuple(verification["errors"])}))
     changes = {"output_dir": output, "verification": verification, "notes": tuple(answer["notes"])}
     return ExportResult(**(answer | changes))
 
@@ -376,10 +376,10 @@ class _Export:
                 result = logits.verify(directory, layers=layers, scheme=scheme, tolerance=tolerance)
         else:
             errors = tuple(layout_differences(directory, scheme, layers))
-            result = replace(UNPROVEN, faults=errors, packed_layers=0 if errors else len(layers))
+            result = replace(UNPROVEN, errors=errors, packed_layers=0 if errors else len(layers))
         if difference != 0.0:
             error = f"written matrices differ from the trained ones by {difference:g}"
-            result = replace(result, faults=(error, *result.faults))
+            result = replace(result, errors=(error, *result.errors))
         return difference, result
 
     def _reference(self, directory: Path) -> Any:
