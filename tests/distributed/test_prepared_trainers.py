@@ -38,12 +38,19 @@ def test_evaluations_and_training_runs_in_any_order_match_one_process(
 ) -> None:
     record, expected = records[case.name], records[case.reference().name]
     assert "error" not in record and "error" not in expected, record.get("error", expected.get("error"))
+    if case.kind == "schedule":
+        # DeepSpeed's own schedules have other rates than those of Transformers; each run must begin a new one.
+        rates = record["learning_rate of first stage"]
+        assert len(set(rates)) > 1 and record["learning_rate of second stage"] == rates
+        return
     # A pipeline cannot predict, and context parallelism cannot evaluate either.
     missing = {"pp": ("prediction",), "cp": ("prediction", "evaluation")}.get(case.layout[:2], ())
     expected = {name: figures for name, figures in expected.items() if not any(word in name for word in missing)}
     assert record.keys() == expected.keys()
     for name, figures in expected.items():
-        if name.startswith("grad_norm"):
+        if name.startswith("grad_norm") and case.name == "stock-zero0":
+            assert record[name] == []
+        elif name.startswith("grad_norm"):
             assert record[name] == pytest.approx(figures, rel=NORM_TOLERANCE), name
         else:
             assert record[name] == pytest.approx(figures, abs=TOLERANCE, rel=0), name
