@@ -139,6 +139,12 @@ def model_from_source(source: ModelSource, *, by_structure: bool = False) -> Loa
         rope_type=rope_type if isinstance(rope_type, str) and rope_type != "default" else "",
     )
     architecture = (config.get("architectures") or [spec.architecture])[0]
+    usual = model_type_of(architecture, release=release)
+    if usual is not None and usual.partition("_")[0] != str(config["model_type"]).partition("_")[0]:
+        notes.append(
+            f"architectures = {architecture!r} is a class of {usual!r}, but model_type is {config['model_type']!r}: "
+            f"planned as {spec.architecture}; Auto classes of transformers load the class of the model_type"
+        )
     if architecture != spec.architecture:
         notes.append(
             f"architectures = {architecture!r} is not a class of the installed transformers; the plan is for "
