@@ -96,15 +96,16 @@ def model_from_source(source: ModelSource, *, by_structure: bool = False) -> Loa
     """Return the specification of a configuration; raises the errors of `load_model_spec`."""
     release, config = transformers_release(), source.config
     identity: dict[str, Any] = {"name": source.name, "revision": source.revision}
-    family = _family_of_class(config, release) if by_structure else None
-    if family is not None:
-        config = config | {"model_type": family}
     spec = model_spec_from_config(config, **identity, release=release)
     spec = spec or model_spec_from_shapes(config, **identity, release=release)
     notes: list[str] = []
+    family = _family_of_class(config, release) if spec is None and by_structure else None
     if family is not None:
-        own, architecture = source.config["model_type"], config["architectures"][0]
+        own, architecture = config["model_type"], config["architectures"][0]
         notes.append(f"model_type = {own!r} is not in Transformers: planned as {family!r}, the type of {architecture}")
+        config = config | {"model_type": family}
+        spec = model_spec_from_config(config, **identity, release=release)
+        spec = spec or model_spec_from_shapes(config, **identity, release=release)
     if installed_version("transformers") is None:
         notes.append(f"transformers is not installed; the plan is for {release}, the newest tested release")
     if spec is None and family is None and by_structure and "auto_map" in config:
