@@ -74,16 +74,20 @@ def _nearest_gallery_model(name: str) -> str | None:
 
 
 def _family_of_class(config: dict[str, Any], release: str) -> str | None:
-    """Return the model type of the class in `architectures` if Transformers knows that class, but not `model_type`."""
+    """Return the model type of the class in `architectures` if it differs from `model_type`, which names remote code.
+
+    Without remote code, a known `model_type` decides, as in the Auto classes of Transformers.
+    """
     architecture = next(iter(config.get("architectures") or ()), None)
     if architecture is None or "model_type" not in config:
         return None
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
-    if config["model_type"] in CONFIG_MAPPING_NAMES:
+    is_known = config["model_type"] in CONFIG_MAPPING_NAMES
+    if is_known and "auto_map" not in config:
         return None
-    if (stored := model_type_of(architecture, release=release)) is not None:
-        return stored
+    if (stored := model_type_of(architecture, release=release)) is not None or is_known:
+        return stored if stored != config["model_type"] else None
     import transformers
 
     # The lazy module knows the package of each class without importing it.
@@ -102,7 +106,9 @@ def model_from_source(source: ModelSource, *, by_structure: bool = False) -> Loa
     family = _family_of_class(config, release) if spec is None and by_structure else None
     if family is not None:
         own, architecture = config["model_type"], config["architectures"][0]
-        notes.append(f"model_type = {own!r} is not in Transformers: planned as {family!r}, the type of {architecture}")
+        notes.append(
+            f"model_type = {own!r} is not that of {architecture}: planned as {family!r}, the type of this class"
+        )
         config = config | {"model_type": family}
         spec = model_spec_from_config(config, **identity, release=release)
         spec = spec or model_spec_from_shapes(config, **identity, release=release)

@@ -72,6 +72,12 @@ def test_a_known_class_decides_the_family(
     assert (model.spec.source == "structure") == bool(code)
 
 
+def test_remote_code_of_a_known_class_is_not_planned_as_another_known_type(tmp_path: Path) -> None:
+    model = loaded(DEEPSEEK | CODE | {"model_type": "llama"}, tmp_path / "own")
+    assert model.spec.parameter_count == loaded(DEEPSEEK, tmp_path / "family").spec.parameter_count
+    assert any("'llama'" in note and "DeepseekV3ForCausalLM" in note for note in model.notes)
+
+
 @pytest.mark.parametrize("architectures", [["OwnForCausalLM"], None], ids=["unknown class", "no class"])
 def test_an_unknown_class_is_reported_as_an_assumption(architectures: list[str] | None, tmp_path: Path) -> None:
     config = public("meta-llama--Llama-3.2-1B") | CODE | {"model_type": "own_llama", "architectures": architectures}
