@@ -28,18 +28,19 @@ PYTEST = OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= TESTS_WITHOUT=$(WITHOUT) \
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 K ?=
 # What the tests of an environment are chosen by; `once` marks what `make test` alone runs.
-MARKS ?= not clusters
+MARKS ?= not clusters and not full
 SERVING := build/serving-environment
 # vLLM's engine needs AVX-512; without it the benchmark says so and ends well, and nothing is installed for it.
 SERVING_INSTALLED := $(if $(shell grep -m1 avx512f /proc/cpuinfo 2>/dev/null),$(SERVING)/.installed)
 SKYPILOT := build/skypilot-environment
 
 .DEFAULT_GOAL := help
-.PHONY: help install pages demo test test-newest test-oldest environments newest test-fast test-serving test-clusters lint docs format activations keys bench clean
+.PHONY: help install pages demo test test-full test-newest test-oldest environments newest test-fast test-serving test-clusters lint docs format activations keys bench clean
 
 help:
 	@echo "make demo    plan a model, then train a small one on two CPU ranks"
-	@echo "make test    run the whole suite; K=distillation: tests with that word in their path or name"
+	@echo "make test    run the suite before a commit; K=distillation: tests with that word in their path or name"
+	@echo "make test-full    run all tests: also browsers, installations, sweeps, quality, every cell of tables"
 	@echo "make test-newest    run what upstream releases can change with the newest ones"
 	@echo "make test-oldest    run what upstream releases can change with the oldest supported ones"
 	@echo "make test-fast    run what takes no real training, launch, browser or installation"
@@ -75,11 +76,14 @@ demo: install
 test: $(VENV)/.operators
 	$(PYTEST) --durations=25 -m "$(MARKS)" $(if $(K),-k "$(K)") $(TESTS)
 
+test-full:
+	$(MAKE) test MARKS="not clusters"
+
 test-newest:
-	$(MAKE) test $(WITH_NEWEST) MARKS="not clusters and not once" TESTS="$(or $(TESTS),$(NEWEST_TESTS))"
+	$(MAKE) test $(WITH_NEWEST) MARKS="not clusters and not once and not full" TESTS="$(or $(TESTS),$(NEWEST_TESTS))"
 
 test-oldest:
-	$(MAKE) test $(WITH_OLDEST) MARKS="not clusters and not once" TESTS="$(or $(TESTS),$(OLDEST_TESTS))"
+	$(MAKE) test $(WITH_OLDEST) MARKS="not clusters and not once and not full" TESTS="$(or $(TESTS),$(OLDEST_TESTS))"
 
 # Everything that tests install, for a machine that has something else to do meanwhile.
 environments: $(VENV)/.operators $(SERVING_INSTALLED) $(SKYPILOT)/.installed

@@ -30,6 +30,35 @@ WEIGHTS = {"install": 60, "distributed": 10, "slow": 10, "browser": 5, "trace": 
 """How much longer a test with this marker takes than another."""
 LONG_FILES = ("test_trainer_layouts", "test_hub", "test_train", "test_own_script", "test_trainer_parameters")
 """Files of a minute or more that few tests share."""
+FULL = (
+    "family_sweep/",
+    "test_add_family.py",
+    "test_every_model.py",
+    "distributed/test_drawn_trainers.py",
+    "trainers/qat/test_qat_quality.py",
+    "trainers/quantization/test_quantize_quality.py",
+    "trainers/distillation/test_distillation_teaches.py",
+)
+"""Sweeps and comparisons of quality."""
+TABLES = (
+    "equivalence/",
+    "distributed/test_counting.py",
+    "distributed/test_distillation_layouts.py",
+    "distributed/test_expert_parallel.py",
+    "distributed/test_losses_equal.py",
+    "distributed/test_prepared_trainers.py",
+    "distributed/test_qat_borders.py",
+    "distributed/test_qat_layouts.py",
+    "distributed/test_sparsity.py",
+    "distributed/test_teacher_placement.py",
+    "distributed/test_tensor_parallel.py",
+    "distributed/test_trainer_layouts.py",
+    "distributed/test_trainer_parameters.py",
+    "distributed/test_unused_parameters.py",
+)
+"""Tables of layouts, trainers and options, one run of ranks for each cell."""
+_CELLS = pytest.StashKey[dict[str, tuple[dict[str, bool], set[str]]]]()
+"""Of each file: whether a cell stays, by its name, and the values of those before it."""
 _SESSION = pytest.StashKey[session.Session]()
 _MODULES = pytest.StashKey[int]()
 """Number of imported modules at the last `gc.freeze`."""
@@ -44,6 +73,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     """Open the session in the controlling process; workers of xdist inherit its environment."""
+    config.stash[_CELLS] = {}
     # Tables of the docs are compared at a fixed width, and xdist passes the width of the terminal on.
     os.environ.pop("COLUMNS", None)
     # Collecting tests creates objects that live as long as the process: garbage collections meanwhile find nothing.
@@ -57,6 +87,21 @@ def pytest_unconfigure(config: pytest.Config) -> None:
     """End the session's processes and remove its files."""
     if _SESSION in config.stash:
         config.stash[_SESSION].close()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """Mark what only `make test-full` runs; the first cells of a table that have each of its values stay."""
+    path = item.path.relative_to(Path(__file__).parent).as_posix()
+    if path.startswith(FULL) or any(item.get_closest_marker(name) for name in ("browser", "install", "trace")):
+        item.add_marker("full")
+    elif path.startswith(TABLES) and (cell := item.nodeid.partition("[")[2].rstrip("]")):
+        cells, values = item.config.stash[_CELLS].setdefault(path, ({}, set()))
+        if cell not in cells:
+            cells[cell] = not values.issuperset(cell.split("-"))
+            values.update(cell.split("-"))
+        if not cells[cell]:
+            item.add_marker("full")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -130,7 +130,15 @@ def flags_of(command: str) -> set[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("page", [page for page in READ if marked_blocks(page)], ids=name_of)
+@pytest.mark.parametrize(
+    "page",
+    [
+        page if name_of(page) == "README.md" else pytest.param(page, marks=pytest.mark.full)
+        for page in READ
+        if marked_blocks(page)
+    ],
+    ids=name_of,
+)
 def test_blocks_that_run_print_what_they_show(page, tmp_path, monkeypatch):
     prepare(tmp_path, monkeypatch)
     for command, shown, printed in run_page(page):
