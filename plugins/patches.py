@@ -606,6 +606,15 @@ PATCHES: tuple[Patch, ...] = (
         every_run=True,
     ),
     Patch(
+        name="rates-of-groups",
+        target=f"{_ENGINE}._configure_lr_scheduler",
+        scope="process",
+        reason="Schedulers of a DeepSpeed configuration silently give one rate to groups that have several.",
+        canary="tests/plugins/deepspeed/test_group_rates.py::test_deepspeed_still_overwrites_the_rates_of_groups",
+        parameters=("self",),
+        every_run=True,
+    ),
+    Patch(
         name="expert-parallel-clipping",
         target=f"{_ENGINE}.clip_fp32_gradients",
         reason="Without ZeRO, DeepSpeed averages the norms of ranks with different experts and clips too little.",

@@ -9,11 +9,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from ...ds_configs.check import effect_errors
 from ...ds_configs.plan.plan import Plan
 from ...ds_configs.specs.errors import ConfigError, UsageError
 from ...plugins import patches
 from ...plugins.accelerate.cpu_ranks import serve_scripts_on_cpu_ranks
 from ...plugins.accelerate.repeated_samples import repeated_samples
+from ...plugins.deepspeed.engine import refuse_run_effects
 from ...plugins.launching.messages import note_on_first_rank
 from ...plugins.transformers.training_arguments import deepspeed_configuration
 from ..parallel.trainer_for import PlannedParallelism, attach_long_sequences, planned_parallelism
@@ -52,6 +54,7 @@ def follow_trainers(plan: Plan) -> None:
     class Comparison(TrainerCallback):
         def on_init_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             _TRAINERS.append(args)
+            refuse_run_effects(args)
             if kwargs.get("optimizer") is not None and deepspeed_configuration(args) is not None:
                 rule = "is silently replaced by the optimizer of optim under DeepSpeed"
                 fix = "use shardwright.trainer_for(plan, Trainer, ..., optimizers=...), or set optim"
@@ -141,6 +144,8 @@ def _follow_engines(plan: Plan) -> None:
     def comparing(initialize: Callable[..., Any]) -> Callable[..., Any]:
         def initialized(*args: Any, **settings: Any) -> Any:
             result = initialize(*args, **settings)
+            if errors := effect_errors(result[0]._config._param_dict):
+                raise UsageError(errors)
             for name, value in () if _TRAINERS else planned.items():
                 # The engine has a method for each key, such as `zero_optimization_stage`.
                 ran = getattr(result[0], name.replace(".", "_"))()
