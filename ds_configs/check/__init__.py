@@ -4,8 +4,18 @@ from __future__ import annotations
 
 from .accelerate import check_accelerate
 from .deepspeed import check_deepspeed
+from .effects import effect_errors
 from .files import check_pair, check_text, parse_report
 from .parsing import detect_kind
 from .report import Finding
 
-__all__ = ["Finding", "check_accelerate", "check_deepspeed", "check_pair", "check_text", "detect_kind", "parse_report"]
+__all__ = [
+    "Finding",
+    "check_accelerate",
+    "check_deepspeed",
+    "check_pair",
+    "check_text",
+    "detect_kind",
+    "effect_errors",
+    "parse_report",
+]

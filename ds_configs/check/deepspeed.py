@@ -5,6 +5,7 @@ from __future__ import annotations
 from ..legality.axes import LARGEST_ZERO_STAGE
 from ..plan.rendering import HEADER
 from ..specs.errors import nearest_divisors
+from .effects import check_effects
 from .parsing import Entry, Node
 from .report import MAXIMUM_FINDINGS, KeyWalker, Report, Schema, check_deepspeed_combinations, load_keys, nearest_key
 
@@ -308,6 +309,7 @@ def check_deepspeed(report: Report, *, world_size: int | None, uses_transformers
             report.warning(path, f"has no effect: {reason}", "remove the key")
     if report.has("bf16") and report.has("bfloat16"):
         report.warning("bfloat16", "has no effect: DeepSpeed reads bf16 instead", "remove the section")
+    check_effects(report, uses_transformers=uses_transformers)
     check_zero(report, uses_transformers=uses_transformers)
     check_axes(report, world_size=world_size)
     check_batch(report, world_size=world_size, uses_transformers=uses_transformers)

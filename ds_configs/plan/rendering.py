@@ -193,7 +193,9 @@ def trainer_line(plan: LaunchSpec) -> str:
     spec, sharded = OPTIMIZERS[job.optimizer], strategy.engine == "fsdp2"
     prepared = sharded and (spec.factored or job.optimizer in PREPARED_UNDER_FSDP2)
     if strategy.engine != "deepspeed" and (spec.matrix_states or spec.low_rank or prepared):
-        needs.append(f"trainer_for or `shardwright train`, which prepare {job.optimizer}")
+        needs.append(f"`shardwright launch` or trainer_for, which prepare {job.optimizer}")
+    elif job.optimizer == "muon":
+        needs.append("`shardwright launch`, or trainer_for with args=plan.training_arguments(...), for optim=muon")
     stock_bytes = stock_loading_bytes(strategy, plan.model, plan.hardware, job)
     if stock_bytes > plan.hardware.host_bytes_per_node:
         size = gigabytes(stock_bytes)

@@ -13,6 +13,7 @@ from functools import wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ...ds_configs.check import effect_errors
 from ...ds_configs.specs.errors import ConfigError, ShardwrightError, UsageError
 from .. import patches
 from ..launching.background import BackgroundTask
@@ -108,6 +109,45 @@ def _restore_nvme_states(zero: Any, saved: Any) -> None:
             zero._reassign_or_swap_out_partitioned_parameters(index)
     if zero.persistent_parameters:
         zero.persistent_parameters[0].all_gather(zero.persistent_parameters)
+
+
+def refuse_run_effects(arguments: TrainingArguments) -> None:
+    """Reject a DeepSpeed configuration that would end the run early or cannot run under a Trainer.
+
+    Raises:
+        UsageError: all errors of `ds_configs.check.effect_errors`.
+    """
+    if errors := effect_errors(deepspeed_configuration(arguments) or {}):
+        raise UsageError(errors)
+
+
+def refuse_overwritten_rates() -> None:
+    """Make every engine reject a scheduler that would give one rate to groups of several, such as those of LoRA+.
+
+    The schedulers of a DeepSpeed configuration overwrite the rates of all groups with one value, unless it is a list.
+    """
+
+    def checking(configure: Callable[..., None]) -> Callable[..., None]:
+        def configure_and_check(engine: Any) -> None:
+            groups = getattr(engine.optimizer, "param_groups", None) or []
+            rates = [float(group["lr"]) for group in groups]
+            configure(engine)
+            scheduler = engine.lr_scheduler
+            if type(scheduler).__module__ != "deepspeed.runtime.lr_schedules":
+                return
+            # `WarmupCosineLR`, which scales the rate of each group, has none of these.
+            peaks = getattr(scheduler, "max_lrs", getattr(scheduler, "min_lr", None))
+            if peaks is None or len(set(rates)) < 2 or len(set(map(float, peaks))) > 1:
+                return
+            kind = type(scheduler).__name__
+            listed = ", ".join(f"{rate:g}" for rate in dict.fromkeys(rates))
+            rule = f"{kind} would replace the rates of {len(rates)} groups, {listed}, by {float(peaks[0]):g}"
+            fix = "remove the scheduler, use WarmupCosineLR, which scales each rate, or list a rate for each group"
+            raise UsageError(ConfigError(where="DeepSpeed configuration: scheduler", value=kind, rule=rule, fix=fix))
+
+        return configure_and_check
+
+    patches.apply("rates-of-groups", checking)
 
 
 def has_libaio() -> bool:

@@ -148,7 +148,7 @@ class SharedSequence:
                 query: torch.Tensor,
                 key: torch.Tensor,
                 value: torch.Tensor,
-                mask: torch.Tensor | None,
+                attention_mask: torch.Tensor | None,
                 *args: object,
                 **kwargs: object,
             ) -> Any:
@@ -165,7 +165,7 @@ class SharedSequence:
                 self.required_context_shape = torch.Size([1, samples, width * heads // ranks])
                 if kwargs.get("position_ids") is None:
                     kwargs["position_ids"] = shared.position_ids
-                return super().forward(module, query, key, value, mask, *args, **kwargs)
+                return super().forward(module, query, key, value, attention_mask, *args, **kwargs)
 
         return RaggedUlyssesAttention
 
@@ -183,13 +183,13 @@ class _ChosenAttention:
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
-        mask: torch.Tensor | None,
+        attention_mask: torch.Tensor | None,
         *args: object,
         **kwargs: object,
     ) -> Any:
         shared = self.sequences.get(module)
         if shared is None or not shared.active or shared.attention is None:
-            return self.core(module, query, key, value, mask, *args, **kwargs)
+            return self.core(module, query, key, value, attention_mask, *args, **kwargs)
         groups = getattr(module, "num_key_value_groups", None)
         shared.exchanges += 1
         try:

@@ -94,7 +94,7 @@ def _parts(
     batch_size: int,
     q_length: int,
     kv_length: int,
-    mask_function: Callable[..., Any],
+    mask_function: Callable[..., Any] | None = None,
     q_offset: Any = 0,
     kv_offset: int = 0,
     attention_mask: torch.Tensor | None = None,
@@ -107,7 +107,9 @@ def _parts(
     """Return the parts of each sample, or `None` if the mask is small, has no borders, or is of another kind."""
     import torch
 
-    if id(config) not in _CONFIGS or use_vmap or batch_size * q_length * kv_length < _SMALLEST_MASK:
+    if id(config) not in _CONFIGS or use_vmap or mask_function is None:
+        return None
+    if batch_size * q_length * kv_length < _SMALLEST_MASK:
         return None
     if q_length != kv_length or kv_offset or not isinstance(q_offset, int) or q_offset or torch.compiler.is_compiling():
         return None
@@ -153,9 +155,13 @@ def _parts_of(lengths: list[int], window: int) -> tuple[Part, ...]:
 
 
 def _attending(attend: Callable[..., Any]) -> Callable[..., Any]:
-    def attend_to_documents(module: Any, query: Any, key: Any, value: Any, mask: Any, *args: Any, **kwargs: Any) -> Any:
+    # Models name the mask or pass it by position, as `sdpa_attention_forward` allows.
+    def attend_to_documents(
+        module: Any, query: Any, key: Any, value: Any, attention_mask: Any, *args: Any, **kwargs: Any
+    ) -> Any:
         import torch
 
+        mask = attention_mask
         if not isinstance(mask, Documents):
             return attend(module, query, key, value, mask, *args, **kwargs)
         length = sum(size for size, _ in mask.parts[0])

@@ -15,7 +15,7 @@ import dataclasses
 import json
 import netrc
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from difflib import get_close_matches
 from importlib.util import find_spec
 from pathlib import Path
@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from ...ds_configs.specs.errors import ConfigError, UsageError
 from ...ds_configs.specs.optimizers import OPTIMIZERS
+from .. import patches
 from ..launching.messages import note_on_first_rank
 from ..safetensors.writing import named_write_errors
 from .sound_model import refuse_nonfinite_weights
@@ -59,12 +60,28 @@ def training_arguments(settings: Mapping[str, Any], overrides: Mapping[str, Any]
         errors.append(_argument_error("fp16", True, "fp16 needs an accelerator", "set bf16: true, or train in fp32"))
     if errors:
         raise UsageError(errors)
-    if merged.get("optim") != "muon":
-        return TrainingArguments(**merged)
-    arguments = TrainingArguments(**merged | {"optim": "adamw_torch"})
-    # No name of Transformers 5.24; `optimizers.py` creates it, or DeepSpeed from its own section.
-    arguments.optim = "muon"
-    return arguments
+    accept_muon()
+    return TrainingArguments(**merged)
+
+
+def accept_muon() -> None:
+    """Let every `TrainingArguments` of this process have `optim="muon"`, as plans write it.
+
+    `optimizers.py` creates it, or DeepSpeed from a section of its configuration.
+    """
+
+    def accepting(check: Callable[..., None]) -> Callable[..., None]:
+        def check_other_names(arguments: Any) -> None:
+            name = arguments.optim
+            if name == "muon":
+                arguments.optim = "adamw_torch"
+            check(arguments)
+            if name == "muon":
+                arguments.optim = name
+
+        return check_other_names
+
+    patches.apply("muon-name", accepting)
 
 
 def unknown_argument_errors(settings: Mapping[str, Any]) -> list[ConfigError]:

@@ -16,6 +16,7 @@ from ...ds_configs.specs.errors import ConfigError, UsageError
 from ...ds_configs.specs.layout import Layout, PipelineStage
 from ...plugins import patches
 from ...plugins.accelerate.repeated_samples import let_ranks_read_streams, weigh_repeated_samples_zero
+from ...plugins.deepspeed.engine import refuse_run_effects
 from ...plugins.launching.messages import note_on_first_rank
 from ...plugins.transformers.document_attention import attend_by_document
 from ...plugins.transformers.output_heads import base_model
@@ -101,6 +102,7 @@ class PlannedParallelism:
         """
         from transformers import Trainer
 
+        refuse_run_effects(args)
         # Columns of the tables of combinations; none for one process.
         axes: dict[str, Any] = dict.fromkeys(self.axes, 2)
         columns = columns_of(replace(layout_of(args, pipeline=self.is_pipeline), **axes))

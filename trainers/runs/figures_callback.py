@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -72,8 +73,7 @@ class StepFiguresCallback(TrainerCallback):
     def _begin(self) -> None:
         self._began = self._resumed = time.monotonic()
         self._paused, self._loading, self._steps, self._since = 0.0, 0.0, 0, 0
-        self._clocks: list[Callable[[], float]] = []
-        self._stop: Callable[[], Callable[[], float]] | None = None
+        self._clock = StepClock()
         self._positions = 0
         self._labelled: list[Any] = []
 
@@ -91,14 +91,9 @@ class StepFiguresCallback(TrainerCallback):
             self._labelled.append((labels[..., 1:] != IGNORED_LABEL).sum())
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        def end_first_forward(*_: object) -> None:
-            if self._stop is not None:
-                self._clocks.append(self._stop())
-                self._stop = None
-
         model = kwargs.get("model")
         if model is not None and hasattr(model, "register_forward_hook"):
-            self._hook = model.register_forward_hook(end_first_forward)
+            self._hook = model.register_forward_hook(lambda *_: self._clock.stop())
         self._begin()
         self._since = state.global_step
         self._is_first = True
@@ -109,36 +104,16 @@ class StepFiguresCallback(TrainerCallback):
             self._hook = None
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Start the clock of this rank's own work; its time is read later, without synchronizing."""
-        import torch
-
-        if not torch.cuda.is_available():
-            began = time.monotonic()
-
-            def stop() -> Callable[[], float]:
-                seconds = time.monotonic() - began
-                return lambda: seconds
-
-            self._stop = stop
-            return
-        first = torch.cuda.Event(enable_timing=True)
-        first.record()
-
-        def stop_on_device() -> Callable[[], float]:
-            last = torch.cuda.Event(enable_timing=True)
-            last.record()
-            return lambda: float(first.elapsed_time(last)) / 1e3
-
-        self._stop = stop_on_device
+        """Start the clock of this rank's own work."""
+        self._clock.start()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Count a step; if it is logged, gather the figures of all ranks."""
         self._steps += 1
         if self._is_first:
             # It builds kernels and allocates memory.
-            self._is_first, self._clocks, self._loading = False, [], 0.0
+            self._is_first, self._clock, self._loading = False, StepClock(), 0.0
         if control.should_log:
-            await_device()
             self.figures = self._gather(state.global_step)
             self._begin()
             self._since = state.global_step
@@ -155,8 +130,8 @@ class StepFiguresCallback(TrainerCallback):
     def _gather(self, step: int) -> dict[str, float]:
         import torch
 
+        own = self._clock.read(waits=True)
         seconds = (time.monotonic() - self._began - self._paused) / max(1, self._steps)
-        own = [clock() for clock in self._clocks]
         present = torch.cuda.is_available()
         peak = torch.cuda.max_memory_allocated() / 1e9 if present else math.nan
         alone = statistics.fmean(own) + self._loading / len(own) if own else math.nan
@@ -199,6 +174,52 @@ def lag(own_seconds: Iterable[float]) -> dict[str, float]:
         return {}
     slowest, middle = max(range(len(seconds)), key=seconds.__getitem__), statistics.median(seconds)
     return {"slowest_rank": slowest, "slowest_rank_ratio": round(seconds[slowest] / middle, 4)} if middle > 0 else {}
+
+
+class StepClock:
+    """Seconds between pairs of points of a step, without synchronizing the host with the accelerator in between.
+
+    An accelerator records an event at each point, which is read once it has passed. Without one the host's clock is read.
+    """
+
+    def __init__(self) -> None:
+        self._seconds: list[float] = []
+        self._started: Any = None
+        self._pending: deque[tuple[Any, Any]] = deque()
+
+    def start(self) -> None:
+        self._started = _point()
+
+    def stop(self) -> None:
+        """Record the end of what was started; nothing if nothing was."""
+        if self._started is not None:
+            self._pending.append((self._started, _point()))
+            self._started = None
+
+    def read(self, *, waits: bool = False) -> list[float]:
+        """Return the seconds of the pairs that the accelerator has passed; of all pairs if it `waits` for them."""
+        if waits:
+            await_device()
+        while self._pending:
+            first, last = self._pending[0]
+            if isinstance(last, float):
+                self._seconds.append(last - first)
+            elif waits or last.query():
+                self._seconds.append(first.elapsed_time(last) / 1e3)
+            else:
+                break
+            self._pending.popleft()
+        return self._seconds
+
+
+def _point() -> Any:
+    import torch
+
+    if not torch.cuda.is_available():
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
 
 
 def await_device() -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import statistics
 import sys
-import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
@@ -41,7 +40,7 @@ from ...plugins.transformers.output_heads import base_model
 from ...plugins.transformers.sound_model import gathered
 from ...plugins.transformers.training_arguments import deepspeed_configuration
 from ..parallel.trainer_for import attach_long_sequences
-from .figures_callback import StepFiguresCallback, await_device
+from .figures_callback import StepClock, StepFiguresCallback
 from .out_of_memory import explain_memory_errors
 
 TRAINED_TYPE = "type of trained weights"
@@ -140,8 +139,8 @@ class PlanCallback(TrainerCallback):
         self._begin_training()
 
     def _begin_training(self) -> None:
-        self._seconds: list[float] = []
-        self._step_started: float | None = None
+        self._clock = StepClock()
+        self._steps = 0
         self._finished = False
 
     def attach(self, trainer: Any) -> None:
@@ -171,17 +170,14 @@ class PlanCallback(TrainerCallback):
             keep_planned_memory(self._plan, args, model)
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        await_device()
-        self._step_started = time.monotonic()
+        self._clock.start()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        await_device()
-        if self._step_started is None:
-            return
-        self._seconds.append(time.monotonic() - self._step_started)
-        self._step_started = None
-        if len(self._seconds) == 1 and isinstance(self._meter, AcceleratorPeaks):
+        self._clock.stop()
+        self._steps += 1
+        if self._steps == 1 and isinstance(self._meter, AcceleratorPeaks):
             self._meter.first_step_ended()
+        self._clock.read()
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
         """Finish at the Trainer's summary, while reporters are open."""
@@ -209,7 +205,7 @@ class PlanCallback(TrainerCallback):
             differences=tuple(self._differences(args, model, ranks)),
             versions=dict(installed_versions()),
         )
-        if args.process_index == 0 and self._seconds:
+        if args.process_index == 0 and self._steps:
             # The first line break leaves the progress bar's line.
             print("", *report_lines(measurement), sep="\n", file=sys.stderr)
             try:
@@ -225,7 +221,8 @@ class PlanCallback(TrainerCallback):
         import torch
 
         allocated, reserved = self._meter.peaks()
-        first, later = self._seconds[:FIRST_STEPS], self._seconds[FIRST_STEPS:]
+        seconds = self._clock.read(waits=True)
+        first, later = seconds[:FIRST_STEPS], seconds[FIRST_STEPS:]
         tenths = statistics.quantiles(later, n=10, method="inclusive") if len(later) > 1 else [0.0]
         present = torch.cuda.is_available()
         free_bytes, device_bytes = torch.cuda.mem_get_info() if present else (0, 0)
@@ -238,7 +235,7 @@ class PlanCallback(TrainerCallback):
             reserved_at_end_bytes=torch.cuda.memory_reserved() if present else None,
             device_used_bytes=device_bytes - free_bytes if present else None,
             device_bytes=device_bytes if present else None,
-            steps=len(self._seconds),
+            steps=len(seconds),
             first_step_seconds=tuple(first),
             median_step_seconds=statistics.median(later) if later else None,
             mean_step_seconds=statistics.fmean(later) if later else None,

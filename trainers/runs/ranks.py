@@ -23,7 +23,7 @@ from ...ds_configs.specs.errors import RefusedInputError, ShardwrightError
 from ...plugins import patches
 from ...plugins.accelerate.cpu_ranks import Engine, configure_cpu_ranks, engine_from_environment
 from ...plugins.accelerate.repeated_samples import SamplesOnce
-from ...plugins.deepspeed.engine import prepare_nvme_offload
+from ...plugins.deepspeed.engine import prepare_nvme_offload, refuse_overwritten_rates, refuse_run_effects
 from ...plugins.huggingface_hub.hub import model_directory
 from ...plugins.launching.messages import Figures, Progress, note_on_first_rank, send
 from ...plugins.peft import add_lora, resume_lora
@@ -102,6 +102,7 @@ def rank_arguments(settings: dict[str, Any], *, method: str) -> tuple[Any, Engin
     engine = chosen_engine(settings)
     arguments = training_arguments(settings, configure_cpu_ranks(engine))
     check_upstream(engine, method=method)
+    refuse_run_effects(arguments)
     refuse_replaced_optimizer(arguments)
     warn_of_zero0_in_16_bit(arguments)
     prepare_nvme_offload(arguments)
@@ -443,6 +444,8 @@ def check_upstream(engine: Engine | str, *, method: str = "full") -> None:
     packages |= {"deepspeed"} if engine == "deepspeed" else set()
     packages |= {"peft"} if method != "full" else set()
     patches.check_patches(frozenset(packages))
+    if engine == "deepspeed":
+        refuse_overwritten_rates()
     if engine in ("fsdp2", "deepspeed"):
         load_on_first_rank(engine)
 

@@ -10,9 +10,11 @@ import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from ...ds_configs.check import effect_errors
 from ...ds_configs.plan.output import write_files
 from ...ds_configs.plan.plan import Plan
 from ...ds_configs.plan.rendering import (
+    DEEPSPEED_FILE,
     NodePlace,
     copy_errors,
     planned_training_arguments,
@@ -67,6 +69,8 @@ def launch_script(
         errors += launch_errors(plan.hardware, place, device_fix=PLANNED_DEVICE_FIX) + copy_errors(plan_directory)
         with contextlib.suppress(OSError, ValueError):
             errors += package_errors(strict_json((plan_directory / "training_arguments.json").read_bytes()))
+        with contextlib.suppress(OSError, ValueError):
+            errors += effect_errors(strict_json((plan_directory / DEEPSPEED_FILE).read_bytes()), name=DEEPSPEED_FILE)
         errors += script_errors(script)
     if errors:
         raise UsageError(errors)

@@ -9,14 +9,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from ...ds_configs.check import effect_errors
 from ...ds_configs.plan.plan import Plan
 from ...ds_configs.specs.errors import ConfigError, UsageError
 from ...plugins import patches
 from ...plugins.accelerate.cpu_ranks import serve_scripts_on_cpu_ranks
 from ...plugins.accelerate.repeated_samples import repeated_samples
+from ...plugins.deepspeed.engine import refuse_run_effects
 from ...plugins.launching.messages import note_on_first_rank
 from ...plugins.transformers.prepared_model import prepare_models_once
-from ...plugins.transformers.training_arguments import deepspeed_configuration
+from ...plugins.transformers.training_arguments import accept_muon, deepspeed_configuration
 from ..parallel.trainer_for import PlannedParallelism, attach_long_sequences, planned_parallelism
 from ..runs.out_of_memory import memory_errors
 from ..runs.plan_callback import argument_differences, keep_planned_memory
@@ -53,6 +55,7 @@ def follow_trainers(plan: Plan) -> None:
     class Comparison(TrainerCallback):
         def on_init_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             _TRAINERS.append(args)
+            refuse_run_effects(args)
             if kwargs.get("optimizer") is not None and deepspeed_configuration(args) is not None:
                 rule = "is silently replaced by the optimizer of optim under DeepSpeed"
                 fix = "use shardwright.trainer_for(plan, Trainer, ..., optimizers=...), or set optim"
@@ -79,14 +82,15 @@ def follow_trainers(plan: Plan) -> None:
 
 
 def carry_axes(plan: Plan) -> None:
-    """Attach the plan's parallelism, tiles and offloading to every Trainer of a script that does not do so itself.
+    """Attach the plan's parallelism, tiles, offloading and optimizer to every Trainer of a script without its own.
 
     Sequence, expert and tensor parallelism are attached; a pipeline or context parallelism is rejected. A Trainer that
     computes its own loss from logits keeps it, with a note.
     """
+    from ...plugins.transformers.optimizers import prepare_optimizer
+
     strategy = plan.chosen.strategy
-    if not (strategy.axes or strategy.tiled_mlp or strategy.offloaded_checkpoints or plan.job.loss == "chunked"):
-        return
+    accept_muon()
     parallelism = planned_parallelism(plan)
     own_calls: list[str] = []
 
@@ -122,6 +126,7 @@ def carry_axes(plan: Plan) -> None:
             except UsageError as error:
                 for each in error.errors:
                     note_on_first_rank(f"{each.where} {each.rule}: {_NOT_PREDICTED}")
+            prepare_optimizer(trainer)
             own_calls.clear()
 
         return made
@@ -142,6 +147,8 @@ def _follow_engines(plan: Plan) -> None:
     def comparing(initialize: Callable[..., Any]) -> Callable[..., Any]:
         def initialized(*args: Any, **settings: Any) -> Any:
             result = initialize(*args, **settings)
+            if errors := effect_errors(result[0]._config._param_dict):
+                raise UsageError(errors)
             for name, value in () if _TRAINERS else planned.items():
                 # The engine has a method for each key, such as `zero_optimization_stage`.
                 ran = getattr(result[0], name.replace(".", "_"))()

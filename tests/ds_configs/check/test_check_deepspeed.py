@@ -76,6 +76,35 @@ DEEPSPEED_ROWS: list[tuple[str, str, str, str]] = [
     (zero(stage=3, offload_optimizer={"device": "cp"}), E, f"{OFFLOAD}.device", "did you mean 'cpu'"),
     (deepspeed(fp16={"enabled": "auto", "loss_scale": -1}), E, "fp16.loss_scale", "at least 0"),
     (deepspeed(tensor_parallel={"dtype": "bf16"}), E, "tensor_parallel.dtype", "Python object"),
+    # keys that end, redirect or silently change a run
+    (deepspeed(autotuning={"enabled": True, "fast": True}), E, "autotuning.enabled", "ends the run early"),
+    (deepspeed(autotuning={"enabled": True, "model_info": {"profile": True}}), E, "autotuning.enabled", "first step"),
+    (deepspeed(managed_gradient_accumulation=False), E, "managed_gradient_accumulation", "stops the first step"),
+    (deepspeed(fp16={"auto_cast": True}), E, "fp16.auto_cast", "fp16 is not enabled"),
+    (deepspeed(prescale_gradients=True), E, "prescale_gradients", "reduce_scatter"),
+    (deepspeed(gradient_predivide_factor=2.0), E, "gradient_predivide_factor", "reduce_scatter"),
+    (deepspeed(gradient_allreduce_op="sum"), W, "gradient_allreduce_op", "number of ranks"),
+    (deepspeed(communication_data_type="fp16"), W, "communication_data_type", "rounds gradients to fp16"),
+    (deepspeed(hybrid_engine={"enabled": True}), W, "hybrid_engine.enabled", "other kernels"),
+    (
+        deepspeed(data_efficiency={"enabled": True, "data_sampling": {"curriculum_learning": {"enabled": True}}}),
+        W,
+        "data_efficiency.data_sampling.curriculum_learning.enabled",
+        "the Trainer makes its own",
+    ),
+    (
+        deepspeed(data_efficiency={"enabled": True, "data_routing": {"random_ltd": {"enabled": True}}}),
+        W,
+        "data_efficiency.data_routing.random_ltd.enabled",
+        "drops no tokens",
+    ),
+    (deepspeed(dataloader_drop_last=True), W, "dataloader_drop_last", "the Trainer makes its own"),
+    (deepspeed(checkpoint={"load_universal": True}), W, "checkpoint.load_universal", "ds_to_universal"),
+    (deepspeed(zero_optimization__load_from_fp32_weights=False), W, f"{ZERO}.load_from_fp32_weights", "rounded"),
+    (deepspeed(wall_clock_breakdown=True), W, "wall_clock_breakdown", "waits for the device"),
+    (deepspeed(flops_profiler={"enabled": True}), W, "flops_profiler.enabled", "not only profile_step"),
+    (deepspeed(comms_logger={"enabled": True}), W, "comms_logger.enabled", "every collective"),
+    (deepspeed(memory_breakdown=True), W, "memory_breakdown", "every step"),
     # keys that do nothing, or something else
     (zero(stage=2, offload_param={"device": "cpu"}), E, f"{ZERO}.offload_param.device", "only stage 3"),
     (zero(stage=1, offload_optimizer={"device": "nvme", "nvme_path": "/n"}), E, f"{OFFLOAD}.device", "host memory"),
@@ -159,3 +188,32 @@ def test_removed_compression_blocks_name_the_guide(block):
     findings = check_text(json.dumps({"train_batch_size": 8, block: {"anything": [None]}}), filename="old.json")
     (finding,) = [finding for finding in findings if block in finding.error.where]
     assert finding.kind == "error" and "docs/guides/migrate_compression_training.md" in finding.error.fix
+
+
+@pytest.mark.parametrize(
+    ("scheduler", "path"),
+    [
+        ({"type": "WarmupLR", "params": {"warmup_max_lr": 1e-3}}, "scheduler.params.warmup_max_lr"),
+        ({"type": "WarmupLR", "params": {"warmup_max_lr": "auto"}}, "scheduler.params.warmup_max_lr"),
+        ({"type": "WarmupLR", "params": {"warmup_num_steps": 4}}, None),
+        ({"type": "WarmupLR", "params": {"warmup_max_lr": None}}, None),
+        ({"type": "WarmupLR", "params": {"warmup_max_lr": [2e-2, 1e-5]}}, None),
+        ({"type": "WarmupDecayLR", "params": {"total_num_steps": 9}}, "scheduler.type"),
+        ({"type": "WarmupDecayLR", "params": {"total_num_steps": 9, "warmup_max_lr": None}}, None),
+        ({"type": "OneCycle", "params": {"cycle_min_lr": 0, "cycle_max_lr": 1e-3}}, "scheduler.params.cycle_max_lr"),
+        ({"type": "LRRangeTest", "params": {}}, "scheduler.type"),
+        ({"type": "WarmupCosineLR", "params": {"total_num_steps": 9}}, None),
+    ],
+)
+def test_a_scheduler_of_one_rate_is_an_error_only_beside_two_rates_of_muon(
+    scheduler: dict[str, Any], path: str | None
+) -> None:
+    def rate_errors(params: dict[str, float]) -> list[str]:
+        text = deepspeed(optimizer={"type": "Muon", "params": params}, scheduler=scheduler)
+        findings = check_text(text, filename="ds.json")
+        return [each.error.where.split()[-1] for each in findings if "rates of Muon" in each.error.rule]
+
+    expected = [] if path is None else [path]
+    assert rate_errors({"lr": 1e-4, "muon_lr": 2e-2, "adam_lr": 1e-5}) == expected
+    assert rate_errors({"lr": 1e-4, "muon_lr": 2e-2}) == expected, "Adam has the shared rate"
+    assert rate_errors({"lr": 1e-4, "adam_lr": 1e-4}) == rate_errors({"lr": 1e-4}) == []

@@ -129,3 +129,77 @@ def test_transformers_still_makes_masks_of_all_pairs() -> None:
     assert _peak_bytes(model, tokens, 100) > tokens**2
     document_attention.attend_by_document(model)
     assert _peak_bytes(model, tokens, 100) < 1.5 * plain
+
+
+def _models_with_other_attention() -> dict[str, tuple[Any, dict[str, torch.Tensor]]]:
+    """Return models whose attention is not causal, or that pass the mask by name, with inputs."""
+    import transformers as hf
+
+    sizes: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    heads = sizes | {"num_attention_heads": 4}
+    draw = torch.Generator().manual_seed(2)
+    ids = torch.randint(3, 80, (2, 12), generator=draw)
+    padded = torch.ones_like(ids)
+    padded[1, 9:] = 0
+    pixels = torch.rand(2, 3, 16, 16, generator=draw)
+    vision = heads | {"model_type": "clip_vision_model", "image_size": 16, "patch_size": 8, "projection_dim": 32}
+    text = heads | {"model_type": "llama", "num_key_value_heads": 2, "vocab_size": 96}
+    hf.set_seed(0)
+    with_image = torch.cat([torch.full((2, 4), 90), ids], dim=1)
+    tower = hf.models.qwen2_vl.configuration_qwen2_vl.Qwen2VLVisionConfig(
+        depth=2, embed_dim=32, hidden_size=32, num_heads=4, mlp_ratio=2, patch_size=4
+    )
+    qwen_tower = hf.models.qwen2_vl.modeling_qwen2_vl.Qwen2VisionTransformerPretrainedModel(tower)
+    patches = torch.rand(16, 3 * 2 * 4 * 4, generator=draw)
+    return {
+        "llava": (
+            hf.LlavaForConditionalGeneration(
+                hf.LlavaConfig(text_config=text, vision_config=vision, image_token_index=90)
+            ),
+            {"input_ids": with_image, "pixel_values": pixels},
+        ),
+        "qwen2_vl tower": (qwen_tower, {"hidden_states": patches, "grid_thw": torch.tensor([[1, 4, 4]])}),
+        "clip tower": (hf.CLIPVisionModel(hf.CLIPVisionConfig(**vision)), {"pixel_values": pixels}),
+        "vit": (hf.ViTModel(hf.ViTConfig(**heads, image_size=16, patch_size=8)), {"pixel_values": pixels}),
+        "bert": (hf.BertModel(hf.BertConfig(**heads, vocab_size=96)), {"input_ids": ids, "attention_mask": padded}),
+        "siglip": (
+            hf.SiglipVisionModel(hf.SiglipVisionConfig(**heads, image_size=16, patch_size=8)),
+            {"pixel_values": pixels},
+        ),
+    }
+
+
+def test_other_models_of_the_process_keep_their_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The functions are replaced for the process, so that models with other calling conventions reach them too."""
+    models = _models_with_other_attention()
+    before = {name: model.eval()(**inputs)[0].detach() for name, (model, inputs) in models.items()}
+    monkeypatch.setattr(document_attention, "_SMALLEST_MASK", 1)
+    document_attention.attend_by_document(small_models.llama())
+    for name, (model, inputs) in models.items():
+        model.train()
+        model(**inputs)[0].float().sum().backward()
+        torch.testing.assert_close(model.eval()(**inputs)[0].detach(), before[name], msg=name)
+
+
+@pytest.mark.parametrize("named", [(), ("attention_mask",), ("query", "key", "value", "attention_mask"), ("module",)])
+@pytest.mark.parametrize("replaces", ["documents", "shards of a sequence"])
+def test_replaced_attention_has_the_signature_of_transformers(named: tuple[str, ...], replaces: str) -> None:
+    from shardwright.plugins.deepspeed.ulysses import _ChosenAttention
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    draw = torch.Generator().manual_seed(3)
+    heads = {name: torch.rand(1, 2, 6, 8, generator=draw) for name in ("query", "key", "value")}
+    module = torch.nn.Module()
+    module.is_causal = False
+    for mask in (None, torch.ones(1, 1, 6, 6, dtype=torch.bool).tril()):
+        attend: Any = document_attention._attending(sdpa_attention_forward)
+        if replaces != "documents":
+            attend = _ChosenAttention(sdpa_attention_forward)
+        arguments = {"module": module, **heads, "attention_mask": mask}
+        first = min((list(arguments).index(name) for name in named), default=len(arguments))
+        values = list(arguments.values())[:first]
+        keywords = dict(list(arguments.items())[first:])
+        expected, _ = sdpa_attention_forward(*arguments.values(), dropout=0.0, scaling=0.5)
+        assert torch.equal(attend(*values, **keywords, dropout=0.0, scaling=0.5)[0], expected)
+        if not keywords:
+            assert torch.equal(attend(*values, 0.0, 0.5)[0], expected)

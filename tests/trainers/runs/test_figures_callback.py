@@ -6,10 +6,14 @@ import doctest
 import json
 from dataclasses import asdict
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from shardwright.plugins.launching import messages
 from shardwright.trainers.runs import figures_callback
+from shardwright.trainers.runs.figures_callback import StepClock, StepFiguresCallback
+from shardwright.trainers.runs.plan_callback import AcceleratorPeaks, PlanCallback
 from warm_ranks import run_ranks
 
 RANK = """
@@ -67,3 +71,62 @@ def test_progress_messages_keep_their_figures() -> None:
     assert messages.read_message(line) == step and str(step) == "step 3 of 4, loss 2.000"
     assert messages.read_message(line[:-9]) is None and messages.read_message("of a library") is None
     assert str(messages.Figures()) == ""
+
+
+class Device:
+    """An accelerator that runs behind the host, which waits for it only in `synchronize`."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        import torch
+
+        self.recorded, self.passed, self.waits = 0, 0, 0
+        device = self
+
+        class Event:
+            def __init__(self, **_: object) -> None:
+                self.at = 0
+
+            def record(self) -> None:
+                device.recorded += 1
+                self.at = device.recorded
+
+            def query(self) -> bool:
+                return self.at <= device.passed
+
+            def elapsed_time(self, other: Event) -> float:
+                assert other.query(), "an event that was not reached has no time"
+                return 1e3 * (other.at - self.at)
+
+        monkeypatch.setattr(torch.cuda, "Event", Event)
+        monkeypatch.setattr(torch.cuda, "synchronize", self.synchronize)
+        for name in ("is_available", "reset_peak_memory_stats", "max_memory_allocated", "max_memory_reserved"):
+            monkeypatch.setattr(torch.cuda, name, lambda: 1)
+
+    def synchronize(self) -> None:
+        self.waits += 1
+        self.passed = self.recorded
+
+
+@pytest.mark.parametrize("kind", ["plan", "figures"])
+def test_steps_are_timed_without_waiting_for_the_device(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    device = Device(monkeypatch)
+    args, state, control = SimpleNamespace(), SimpleNamespace(global_step=0), SimpleNamespace(should_log=False)
+    callback: Any = PlanCallback.__new__(PlanCallback) if kind == "plan" else StepFiguresCallback()
+    model = SimpleNamespace(register_forward_hook=lambda hook: setattr(args, "ended_forward", hook))
+    if kind == "plan":
+        callback._meter = AcceleratorPeaks()
+        callback._begin_training()
+    else:
+        callback.on_train_begin(args, state, control, model=model)
+    for step in range(6):
+        callback.on_step_begin(args, state, control)
+        for _ in range(step):
+            StepClock().start()
+        if kind == "figures":
+            args.ended_forward(), args.ended_forward()
+        callback.on_step_end(args, state, control)
+        device.passed = device.recorded - 3
+    assert device.waits == 0
+    seconds = callback._clock.read(waits=True)
+    # The figures omit the first step.
+    assert seconds == [1, 2, 3, 4, 5, 6][kind == "figures" :] and device.waits == 1
