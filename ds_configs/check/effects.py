@@ -160,7 +160,7 @@ _PEAKS = {
     "OneCycle": ("cycle_max_lr", None),
     "LRRangeTest": ("lr_range_test_min_lr", 0.001),
 }
-"""Parameter and default of the peak rate that a scheduler gives to every group; without a default, each keeps its own."""
+"""Parameter and default of the peak rate that a scheduler gives to every group; without one, each keeps its own."""
 
 
 def check_effects(report: Report, *, uses_transformers: bool) -> None:

@@ -60,7 +60,8 @@ def training_arguments(settings: Mapping[str, Any], overrides: Mapping[str, Any]
         errors.append(_argument_error("fp16", True, "fp16 needs an accelerator", "set bf16: true, or train in fp32"))
     if errors:
         raise UsageError(errors)
-    accept_muon()
+    if merged.get("optim") == "muon":
+        accept_muon()
     return TrainingArguments(**merged)
 
 

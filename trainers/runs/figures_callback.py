@@ -179,7 +179,7 @@ def lag(own_seconds: Iterable[float]) -> dict[str, float]:
 class StepClock:
     """Seconds between pairs of points of a step, without synchronizing the host with the accelerator in between.
 
-    An accelerator records an event at each point, which is read once it has passed. Without one the host's clock is read.
+    An accelerator records an event at each point, read once it has passed; without one, the host's clock counts.
     """
 
     def __init__(self) -> None:
