@@ -96,11 +96,16 @@ def model_from_source(source: ModelSource, *, by_structure: bool = False) -> Loa
     """Return the specification of a configuration; raises the errors of `load_model_spec`."""
     release, config = transformers_release(), source.config
     identity: dict[str, Any] = {"name": source.name, "revision": source.revision}
-    family = _family_of_class(config, release) if by_structure else None
-    if family is not None:
+
+    def stored_spec() -> ModelSpec | None:
+        closed_form = model_spec_from_config(config, **identity, release=release)
+        return closed_form or model_spec_from_shapes(config, **identity, release=release)
+
+    # A type with a closed form or stored shapes is known; the names of others take seconds to import.
+    spec, family = stored_spec(), None
+    if spec is None and by_structure and (family := _family_of_class(config, release)) is not None:
         config = config | {"model_type": family}
-    spec = model_spec_from_config(config, **identity, release=release)
-    spec = spec or model_spec_from_shapes(config, **identity, release=release)
+        spec = stored_spec()
     notes: list[str] = []
     if family is not None:
         own, architecture = source.config["model_type"], config["architectures"][0]
