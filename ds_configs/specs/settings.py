@@ -252,7 +252,7 @@ class KernelSettings(Settings):
     torch_compile: bool = Field(False, description="Compile the model (torch.compile with inductor)")
     use_liger_kernel: bool = Field(
         False,
-        description="Use Liger's kernels for norms, rotary embeddings, MLPs and, unless --loss is eager, the loss",
+        description="Use Liger's kernels for norms, rotary embeddings, MLPs and, unless it is eager, the loss",
     )
 
 
