@@ -57,12 +57,14 @@ def main(words: Sequence[str] | None = None) -> int:
     except ShardwrightError as error:
         if os.environ.get("SHARDWRIGHT_DEBUG") == "1":
             raise
-        print(f"rank {os.environ.get('RANK', '0')}: {error}", file=sys.stderr)
+        if LAUNCH_TOKEN not in os.environ:
+            # Otherwise it is recorded, and the launcher prints the error of the rank that failed first.
+            print(f"rank {os.environ.get('RANK', '0')}: {error}", file=sys.stderr)
         return error.exit_code
     except Exception:
         if LAUNCH_TOKEN not in os.environ or os.environ.get("SHARDWRIGHT_DEBUG") == "1":
             raise
-        # It is recorded: the launcher shows the traceback of the rank that failed first.
+        # Recorded too, with its traceback.
         return 1
     return 0
 

@@ -210,7 +210,8 @@ def model_spec_from_shapes(
 def model_type_of(architecture: str, *, release: str) -> str | None:
     """Return the model type of a class of Transformers by its name; `None` for a class that is not stored."""
     stored = {key.partition(" ")[0]: kept["model_type"] for key, kept in load_shapes(release)["classes"].items()}
-    return (ARCHITECTURES | stored).get(architecture)
+    known: str | None = ARCHITECTURES.get(architecture) or stored.get(architecture)
+    return known
 
 
 def spec_of(

@@ -74,16 +74,20 @@ def _nearest_gallery_model(name: str) -> str | None:
 
 
 def _family_of_class(config: dict[str, Any], release: str) -> str | None:
-    """Return the model type of the class in `architectures` if Transformers knows that class, but not `model_type`."""
+    """Return the model type of the class in `architectures` if it differs from `model_type`, which names remote code.
+
+    Without remote code, a known `model_type` decides, as in the Auto classes of Transformers.
+    """
     architecture = next(iter(config.get("architectures") or ()), None)
     if architecture is None or "model_type" not in config:
         return None
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
-    if config["model_type"] in CONFIG_MAPPING_NAMES:
+    is_known = config["model_type"] in CONFIG_MAPPING_NAMES
+    if is_known and "auto_map" not in config:
         return None
-    if (stored := model_type_of(architecture, release=release)) is not None:
-        return stored
+    if (stored := model_type_of(architecture, release=release)) is not None or is_known:
+        return stored if stored != config["model_type"] else None
     import transformers
 
     # The lazy module knows the package of each class without importing it.
@@ -96,20 +100,18 @@ def model_from_source(source: ModelSource, *, by_structure: bool = False) -> Loa
     """Return the specification of a configuration; raises the errors of `load_model_spec`."""
     release, config = transformers_release(), source.config
     identity: dict[str, Any] = {"name": source.name, "revision": source.revision}
-
-    def stored_spec() -> ModelSpec | None:
-        closed_form = model_spec_from_config(config, **identity, release=release)
-        return closed_form or model_spec_from_shapes(config, **identity, release=release)
-
-    # A type with a closed form or stored shapes is known; the names of others take seconds to import.
-    spec, family = stored_spec(), None
-    if spec is None and by_structure and (family := _family_of_class(config, release)) is not None:
-        config = config | {"model_type": family}
-        spec = stored_spec()
+    spec = model_spec_from_config(config, **identity, release=release)
+    spec = spec or model_spec_from_shapes(config, **identity, release=release)
     notes: list[str] = []
+    family = _family_of_class(config, release) if spec is None and by_structure else None
     if family is not None:
-        own, architecture = source.config["model_type"], config["architectures"][0]
-        notes.append(f"model_type = {own!r} is not in Transformers: planned as {family!r}, the type of {architecture}")
+        own, architecture = config["model_type"], config["architectures"][0]
+        notes.append(
+            f"model_type = {own!r} is not that of {architecture}: planned as {family!r}, the type of this class"
+        )
+        config = config | {"model_type": family}
+        spec = model_spec_from_config(config, **identity, release=release)
+        spec = spec or model_spec_from_shapes(config, **identity, release=release)
     if installed_version("transformers") is None:
         notes.append(f"transformers is not installed; the plan is for {release}, the newest tested release")
     if spec is None and family is None and by_structure and "auto_map" in config:
@@ -144,6 +146,12 @@ def model_from_source(source: ModelSource, *, by_structure: bool = False) -> Loa
         rope_type=rope_type if isinstance(rope_type, str) and rope_type != "default" else "",
     )
     architecture = (config.get("architectures") or [spec.architecture])[0]
+    usual = model_type_of(architecture, release=release)
+    if usual is not None and usual.partition("_")[0] != str(config["model_type"]).partition("_")[0]:
+        notes.append(
+            f"architectures = {architecture!r} is a class of {usual!r}, but model_type is {config['model_type']!r}: "
+            f"planned as {spec.architecture}; Auto classes of transformers load the class of the model_type"
+        )
     if architecture != spec.architecture:
         notes.append(
             f"architectures = {architecture!r} is not a class of the installed transformers; the plan is for "

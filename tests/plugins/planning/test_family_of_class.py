@@ -1,0 +1,91 @@
+"""Model types that Transformers does not know: planned as the family of a known class, or reported as an assumption."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from paths import CONFIGS
+from shardwright.plugins.planning.models import LoadedModel, load_model_spec
+
+DEEPSEEK = {
+    "architectures": ["DeepseekV3ForCausalLM"],
+    "model_type": "deepseek_v3",
+    "hidden_size": 512,
+    "intermediate_size": 1024,
+    "moe_intermediate_size": 128,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 8,
+    "n_shared_experts": 1,
+    "n_routed_experts": 16,
+    "num_experts_per_tok": 4,
+    "first_k_dense_replace": 1,
+    "q_lora_rank": 96,
+    "kv_lora_rank": 64,
+    "qk_nope_head_dim": 32,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 32,
+    "vocab_size": 2000,
+    "tie_word_embeddings": False,
+}
+CODE = {"auto_map": {"AutoModelForCausalLM": "modeling_own.OwnForCausalLM"}}
+
+
+def public(name: str) -> dict[str, Any]:
+    config: dict[str, Any] = json.loads((CONFIGS / name / "config.json").read_text(encoding="utf-8"))
+    return config
+
+
+def loaded(config: dict[str, Any], directory: Path) -> LoadedModel:
+    directory.mkdir()
+    (directory / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    return load_model_spec(str(directory), by_structure=True)
+
+
+@pytest.mark.parametrize(
+    ("config", "own_type"),
+    [
+        (DEEPSEEK, "kimi_k2"),
+        (public("mistralai--Mixtral-8x7B-v0.1"), "own_mixture"),
+        (public("Qwen--Qwen2.5-0.5B"), "own_qwen"),
+        (public("openai-community--gpt2"), "own_gpt"),
+        # A class that is not stored: its name leads to the family.
+        (
+            public("meta-llama--Llama-3.2-1B") | {"model_type": "helium", "architectures": ["HeliumForCausalLM"]},
+            "own_helium",
+        ),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+@pytest.mark.parametrize("code", [{}, CODE], ids=["no code", "remote code"])
+def test_a_known_class_decides_the_family(
+    config: dict[str, Any], own_type: str, code: dict[str, Any], tmp_path: Path
+) -> None:
+    family = loaded(config, tmp_path / "family").spec
+    model = loaded(config | {"model_type": own_type} | code, tmp_path / "own")
+    assert model.spec.parameter_count == family.parameter_count
+    assert (model.spec.model_type, model.spec.dimensions) == (family.model_type, family.dimensions)
+    assert any(own_type in note and family.model_type in note for note in model.notes)
+    assert (model.spec.source == "structure") == bool(code)
+
+
+def test_remote_code_of_a_known_class_is_not_planned_as_another_known_type(tmp_path: Path) -> None:
+    model = loaded(DEEPSEEK | CODE | {"model_type": "llama"}, tmp_path / "own")
+    assert model.spec.parameter_count == loaded(DEEPSEEK, tmp_path / "family").spec.parameter_count
+    assert any("'llama'" in note and "DeepseekV3ForCausalLM" in note for note in model.notes)
+
+
+@pytest.mark.parametrize("architectures", [["OwnForCausalLM"], None], ids=["unknown class", "no class"])
+def test_an_unknown_class_is_reported_as_an_assumption(architectures: list[str] | None, tmp_path: Path) -> None:
+    config = public("meta-llama--Llama-3.2-1B") | CODE | {"model_type": "own_llama", "architectures": architectures}
+    notes = loaded({key: value for key, value in config.items() if value is not None}, tmp_path / "own").notes
+    assert any("remote code" in note and "assumption" in note for note in notes)
+
+
+def test_a_class_of_another_family_than_the_known_type_is_reported(tmp_path: Path) -> None:
+    config = public("meta-llama--Llama-3.2-1B") | {"architectures": ["MistralForCausalLM"]}
+    notes = loaded(config, tmp_path / "own").notes
+    assert any("MistralForCausalLM" in note and "'llama'" in note for note in notes)
