@@ -24,7 +24,6 @@ from shardwright.ds_configs.memory.activations import (
     Adapter,
     Mode,
 )
-from shardwright.ds_configs.specs.job import CHUNKED_LOSS_FAMILIES
 from shardwright.ds_configs.specs.model import merged
 from shardwright.tools.activations.request import trace_model
 from shardwright.tools.release_changes import CHANGE_HELP, facts_in, with_facts
@@ -109,8 +108,8 @@ def main(arguments: list[str]) -> int:
     if options.selective:
         families, derive, path = [name for name in known if name not in MIXTURES], derive_selective, SELECTIVE_PATH
     elif options.kernels:
-        dense = [family for family in CHUNKED_LOSS_FAMILIES if family not in MIXTURES]
-        families, derive, path = dense, KERNELS[options.kernels], KERNELS_PATH
+        kept = json.loads(KERNELS_PATH.read_text(encoding="utf-8"))["tables"][options.kernels]
+        families, derive, path = list(kept), KERNELS[options.kernels], KERNELS_PATH
     else:
         families, derive, path = list(FIRST), derive_coefficients, DATA_PATH
     document = json.loads(path.read_text(encoding="utf-8"))

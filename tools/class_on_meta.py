@@ -170,9 +170,10 @@ class ClassOnMeta:
         outputs: Outputs = {("derived", name): value for name, value in derived.items() if is_kept(name, value)}
         outputs |= {("buffers",): spec.buffer_bytes, ("tied",): int(spec.tied_embeddings)}
         for parameter in spec.parameters:
-            key = (parameter.name, parameter.group, parameter.kind, len(parameter.shape))
-            if (*key, "count") in outputs:
-                raise ShapesError(f"{parameter.name} has several shapes")
+            key = (parameter.name, parameter.group, parameter.kind, len(parameter.shape), 0)
+            while (*key, "count") in outputs:
+                # Modules of a list may have different shapes.
+                key = (*key[:-1], key[-1] + 1)
             outputs[(*key, "count")] = parameter.count
             outputs |= {(*key, axis): size for axis, size in enumerate(parameter.shape)}
         sizes = countable_sizes(stated)

@@ -38,6 +38,8 @@ APART: Mapping[str, tuple[str, ...]] = {
     "smollm3": ("sliding_window", "use_sliding_window"),
 }
 """Switches of which one alone is ever turned."""
+PART_TYPES: Mapping[str, Mapping[str, str]] = {"llava": {"text_config": "llama", "vision_config": "clip_vision_model"}}
+"""Model types of the parts of classes that combine others."""
 FIXED: Mapping[str, tuple[str, ...]] = {
     "gemma3": ("text_config.use_bidirectional_attention",),
     "deberta-v2": ("relative_attention", "share_att_key"),
@@ -258,7 +260,7 @@ def _stored(on_meta: ClassOnMeta, base: list[Sample], groups: list[tuple[str, st
     for key in every:
         if key[-1] != "count":
             continue
-        pattern, group, kind, axes, _ = key
+        pattern, group, kind, axes, _, _ = key
         keys = [key, *((*key[:-1], axis) for axis in range(axes))]
         for (count, *shape), when in branches(keys, stated=False):
             parameters.append([pattern, shape, count, group, kind, when])
@@ -280,6 +282,7 @@ def _stored(on_meta: ClassOnMeta, base: list[Sample], groups: list[tuple[str, st
         "parameters": parameters,
         "buffers": [[hows[0], when] for hows, when in branches([("buffers",)], stated=False)],
         "tied": [[hows[0], when] for hows, when in branches([("tied",)], stated=False)],
+        **({"part_types": PART_TYPES[on_meta.model_type]} if on_meta.model_type in PART_TYPES else {}),
         **({"unnamed": True} if on_meta.is_built_unnamed() else {}),
     }
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 
 from ..memory.activations import UnknownFamilyError, activation_mode, cached_activations
+from ..models.liger import liger_kernels
 from ..specs.errors import ConfigError, divides, one_of
 from ..specs.hardware import HardwareSpec, gpu_catalog
-from ..specs.job import CHUNKED_LOSS_FAMILIES, TrainingJob
+from ..specs.job import TrainingJob
 from ..specs.layout import Layout
 from ..specs.model import MAMBA_TYPES, NOT_ADAPTED_IN_MAMBA, ModelSpec, ParameterShape, targeted_linears
 from ..specs.optimizers import OPTIMIZERS, parsed_optim_args
@@ -108,7 +109,7 @@ def chunked_loss_is_supported(model: ModelSpec, layout: Layout, job: TrainingJob
 
     Source: liger_kernel/transformers/monkey_patch.py.
     """
-    if job.loss != "chunked" or model.model_type in CHUNKED_LOSS_FAMILIES or model.task == "causal_lm":
+    if job.loss != "chunked" or model.task == "causal_lm":
         return None
     rule = "is not supported: only causal language models have a loss that can be computed in parts"
     return ConfigError(where="loss", value="chunked", rule=rule, fix="use --loss eager")
@@ -418,8 +419,8 @@ def liger_has_kernels(model: ModelSpec, layout: Layout, job: TrainingJob, hardwa
         errors.append(ConfigError(where="torch_compile", value=True, rule=rule, fix="omit it"))
     if not job.use_liger_kernel:
         return errors
-    if model.model_type not in CHUNKED_LOSS_FAMILIES:
-        rule, fix = f"has no kernels for {model.model_type}", f"supported: {', '.join(CHUNKED_LOSS_FAMILIES)}"
+    if model.model_type not in liger_kernels():
+        rule, fix = f"has no kernels for {model.model_type}", f"supported: {', '.join(sorted(liger_kernels()))}"
         errors.append(ConfigError(where="use_liger_kernel", value=True, rule=rule, fix=fix))
     if hardware.gpu == "CPU":
         rule, fix = "needs Triton, which has no CPU ranks", "omit it, or plan for the accelerators of the run"

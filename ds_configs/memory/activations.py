@@ -9,8 +9,9 @@ from functools import lru_cache
 from math import ceil, prod
 from typing import Any, Literal
 
+from ..models.liger import has_liger_loss
 from ..specs.errors import ConfigError, ShardwrightError, UsageError
-from ..specs.job import CHUNKED_LOSS_FAMILIES, TrainingJob
+from ..specs.job import TrainingJob
 from ..specs.layout import Layout
 from ..specs.model import Dimensions, ModelSpec, ParameterShape, stored_facts
 
@@ -506,19 +507,34 @@ def estimate_activations(
             backward_transient_bytes=max(0, _largest(selective_table["backward_transient"], point)),
         )
         estimate = replace(estimate, selective=selective)
-    tokens = micro_batch_size * seq_len_tokens
-    chunk_tokens = (
-        chunked_loss_tokens(tokens, dimensions.vocab_size, dimensions.hidden_size) if chunked_loss else tokens
-    )
+    if not chunked_loss:
+        return estimate
+
+    def loss_peaks(tokens: int, vocab_size: int) -> tuple[int, int]:
+        values = feature_values(replace(dimensions, vocab_size=vocab_size), micro_batch_size=1, seq_len_tokens=tokens)
+        part = evaluate_table(table, values, estimate.source)
+        return part.loss_forward_peak_bytes, part.loss_backward_peak_bytes
+
+    return _with_chunked_loss(estimate, dimensions, micro_batch_size * seq_len_tokens, mode, loss_peaks)
+
+
+def _with_chunked_loss(
+    estimate: ActivationEstimate,
+    dimensions: Dimensions,
+    tokens: int,
+    mode: Mode,
+    loss_peaks: Callable[[int, int], tuple[int, int]],
+) -> ActivationEstimate:
+    """Return the bytes with Liger's loss; `loss_peaks` are those of forward and backward pass by tokens and vocabulary.
+
+    The gradient of each chunk is computed immediately, so only the gradient of the hidden states is kept.
+    """
+    chunk_tokens = chunked_loss_tokens(tokens, dimensions.vocab_size, dimensions.hidden_size)
     if tokens <= chunk_tokens:
         return estimate
-    # The gradient of each chunk is computed immediately, so only the gradient of the hidden states is kept.
-    features = feature_values(dimensions, micro_batch_size=1, seq_len_tokens=chunk_tokens)
-    chunk = evaluate_table(table, features, estimate.source)
-    headless = feature_values(replace(dimensions, vocab_size=0), micro_batch_size=1, seq_len_tokens=tokens)
-    norm_backward = evaluate_table(table, headless, estimate.source).loss_backward_peak_bytes
+    peak = max(loss_peaks(chunk_tokens, dimensions.vocab_size))
+    _, norm_backward = loss_peaks(tokens, 0)
     hidden_gradient = tokens * dimensions.hidden_size * (2 if mode == "bf16" else 4)
-    peak = max(chunk.loss_forward_peak_bytes, chunk.loss_backward_peak_bytes)
     return replace(
         estimate,
         loss_forward_peak_bytes=peak + hidden_gradient,
@@ -530,7 +546,8 @@ def estimate_activations(
 
 def has_fused_loss(model: ModelSpec, layout: Layout, job: TrainingJob, *, gpu: bool) -> bool:
     """Return whether Liger's kernel computes a chunked loss; tiles compute all others."""
-    return job.loss == "chunked" and gpu and layout.sp == 1 and model.model_type in CHUNKED_LOSS_FAMILIES
+    is_supported = model.task == "causal_lm" and has_liger_loss(model.model_type, alone=not job.use_liger_kernel)
+    return job.loss == "chunked" and gpu and layout.sp == 1 and is_supported
 
 
 def chunked_loss_tokens(tokens: int, vocab_size: int, hidden_size: int) -> int:
@@ -632,6 +649,7 @@ def estimate_kinds(
     adapter: Adapter,
     lora_rank: int,
     attention: str,
+    chunked_loss: bool = False,
 ) -> ActivationEstimate:
     """Return the activation bytes of one micro-batch, layers of all kinds summed and spread evenly.
 
@@ -667,7 +685,7 @@ def estimate_kinds(
         return max(peaks)
 
     layers = max(1, model.dimensions.num_layers)
-    return ActivationEstimate(
+    estimate = ActivationEstimate(
         saved_bytes_per_layer=-(-sum(counts[kind] * saved[kind] for kind in counts) // layers),
         checkpointed_bytes_per_layer=-(-sum(counts[kind] * checkpointed[kind] for kind in counts) // layers),
         outside_layer_bytes=_largest(table["outside_layers"], point),
@@ -681,6 +699,16 @@ def estimate_kinds(
         source=f"traced coefficients, {model.architecture}, {mode}, {adapter}, {attention} attention; "
         + ", ".join(f"{name} {version}" for name, version in load_kind_families(model.release)["versions"].items()),
     )
+    if not chunked_loss:
+        return estimate
+
+    def loss_peaks(tokens: int, vocab_size: int) -> tuple[int, int]:
+        sizes = replace(model, dimensions=replace(model.dimensions, vocab_size=vocab_size))
+        part = feature_factors(sizes, micro_batch_size=1, seq_len_tokens=tokens, lora_rank=lora_rank)
+        values = [feature(name, part) for name in table["features"]]
+        return _largest(table["loss_forward_peak"], values), _largest(table["loss_backward_peak"], values)
+
+    return _with_chunked_loss(estimate, model.dimensions, micro_batch_size * seq_len_tokens, mode, loss_peaks)
 
 
 BOUND_SOURCE = "upper bound from the model's structure"
@@ -769,8 +797,9 @@ def bounded_activations(model: ModelSpec, job: TrainingJob, *, micro_batch_size:
     # The loss of a model without a vocabulary is on the mean of its last hidden states.
     logits = micro_batch_size * job.seq_len_tokens * dimensions.vocab_size or tokens * dimensions.hidden_size
     # With a small vocabulary, the fp32 backward pass of the last norm is the largest.
-    beside_logits = tokens * (64 + max(4 * element, _NORM_ELEMENT_BYTES) * dimensions.hidden_size)
-    return ActivationEstimate(
+    norm_bytes = 64 + max(4 * element, _NORM_ELEMENT_BYTES) * dimensions.hidden_size
+    beside_logits = tokens * norm_bytes
+    estimate = ActivationEstimate(
         saved_bytes_per_layer=-(-saved // max(1, layers)),
         checkpointed_bytes_per_layer=-(-checkpointed // max(1, layers)),
         outside_layer_bytes=outside,
@@ -785,6 +814,16 @@ def bounded_activations(model: ModelSpec, job: TrainingJob, *, micro_batch_size:
         autocast_weight_copy_bytes_per_parameter=2 if mode == "bf16_autocast" else 0,
         source=f"{BOUND_SOURCE}, {model.model_type}, {mode}",
     )
+    if job.loss != "chunked":
+        return estimate
+
+    def loss_peaks(tokens: int, vocab_size: int) -> tuple[int, int]:
+        forward, backward = (
+            tokens * (norm_bytes + _LOGIT_BYTES[name] * vocab_size) for name in ("forward", "backward")
+        )
+        return forward, backward
+
+    return _with_chunked_loss(estimate, dimensions, micro_batch_size * job.seq_len_tokens, mode, loss_peaks)
 
 
 def _stacks(model: ModelSpec, job: TrainingJob) -> list[_Stack]:
@@ -914,6 +953,7 @@ def cached_activations(model: ModelSpec, job: TrainingJob, *, unmasked: Attentio
                 adapter=adapter,
                 lora_rank=rank,
                 attention=attention_path(model.dimensions, mode, attention),
+                chunked_loss=job.loss == "chunked",
             )
         traced = estimate_activations(
             family=model.model_type,

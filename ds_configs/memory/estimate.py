@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from ..specs.errors import ConfigError, UsageError
 from ..specs.hardware import HardwareSpec, gpu_catalog
-from ..specs.job import CHUNKED_LOSS_FAMILIES, TrainingJob
+from ..specs.job import TrainingJob
 from ..specs.layout import Layout
 from ..specs.model import ModelSpec, adapted_experts
 from ..specs.units import pinned_block_bytes as pinned_block_bytes
@@ -50,6 +50,8 @@ from .rank_parameters import (
 )
 
 _ONLY_ON_THE_LAST = ("loss", "head_gradient")
+_CASTING_NORMS = ("gemma2", "gemma3_text", "llama", "mistral", "mixtral", "phi3", "qwen2", "qwen3", "qwen3_moe")
+"""Model types whose norms save a copy of their input in fp32 instead of the input."""
 
 
 def share_moment_terms(
@@ -236,7 +238,7 @@ def _micro_batch_terms(
 
     # In 16 bits, norms of these families save a copy of their input in fp32, so that the input itself is freed.
     casts = activation_mode(strategy, job) == "bf16" and not job.use_liger_kernel
-    frees_input = casts and model.model_type in CHUNKED_LOSS_FAMILIES
+    frees_input = casts and model.model_type in _CASTING_NORMS
 
     def backward(count: int, *, again: bool) -> Terms:
         _, transient = _layer_bytes(strategy, model, job, traced, recomputed=again)

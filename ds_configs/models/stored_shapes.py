@@ -180,6 +180,7 @@ def load_shapes(release: str) -> Mapping[str, Any]:
     - `apart`: switches of which at most one may differ from its default
     - `read`: other fields that its code reads
     - `parameters`, `buffers` and `tied`: expressions, with the kinds of values (`when`) for which they apply
+    - `part_types`: model types of its parts, where other ones have other tensors
     - `unnamed`, if Transformers builds this class for a configuration without `architectures`
 
     A variant of a class, with `required` values of other fields, has a second word in its name.
@@ -352,6 +353,8 @@ def _stated(config: ModelConfig, stored: Class) -> Values | None:
         own = f"{part}." * bool(part) + stored["names"].get(part, {}).get(name, name)
         if LABELS in stored["varied"] and own == "id2label" and isinstance(value, dict):
             own, value = LABELS, len(value)
+        if name == "model_type" and value != stored.get("part_types", {}).get(part, value):
+            return None
         if part not in parts or own in stated or not _is_covered(own, value, config, stored):
             return None
         if not name.endswith(_ROTARY_FIELDS):
@@ -381,6 +384,9 @@ def _is_covered(field: str, value: Any, config: ModelConfig, stored: Class) -> b
         # What Llama 4 derives, and writes into the files of a saved model.
         step, layers = config.get("interleave_moe_layer_step", 1), config.get("num_hidden_layers", 0)
         return bool(step > 0 and value == list(range(step - 1, layers, step)))
+    if field == "vision_config.vocab_size":
+        # LLaVA's files have one, which no vision tower reads.
+        return True
     if name == "attention_head_size":
         return bool(value == config.get("hidden_size", 0) // config.get("num_attention_heads", 1))
     if field not in stored["values"]:

@@ -212,6 +212,7 @@ FUSED_LOSS_ONLY = {
     "fused_linear_cross_entropy": True,
     "geglu": False,
     "layer_norm": False,
+    "relu_squared": False,
     "rms_norm": False,
     "rope": False,
     "swiglu": False,

@@ -21,9 +21,10 @@ from ..legality.rules import (
 )
 from ..memory.estimate import Calibration, MemoryEstimate, estimate_memory
 from ..memory.model_states import default_zero_options
+from ..models.liger import has_liger_loss
 from ..specs.errors import ConfigError
 from ..specs.hardware import HardwareSpec
-from ..specs.job import CHUNKED_LOSS_FAMILIES, LossImplementation, StrategyName, TrainingJob
+from ..specs.job import LossImplementation, StrategyName, TrainingJob
 from ..specs.layout import Layout, OffloadDevice, OffloadVariant
 from ..specs.model import ModelSpec
 from ..step_time.estimate import StepTime, estimate_step_time
@@ -417,14 +418,18 @@ def losses(context: SearchContext) -> list[SearchContext]:
     """Return the context with each loss to try.
 
     The chunked one needs Triton and a family that Liger supports; other models compute tiles, for long sequences only.
+    With Liger's other kernels it is the only one, because `use_liger_kernel` of Transformers enables it too.
     """
     job, model = context.job, context.model
     if job.loss != "auto":
         return [context]
-    fused = context.hardware.gpu != "CPU" and model.model_type in CHUNKED_LOSS_FAMILIES
     names: list[LossImplementation] = ["eager"]
-    if job.teacher is None and (fused or (context.long_sequences and model.task == "causal_lm")):
-        names.append("chunked")
+    if job.teacher is None and model.task == "causal_lm":
+        fused = context.hardware.gpu != "CPU" and has_liger_loss(model.model_type, alone=not job.use_liger_kernel)
+        if fused and job.use_liger_kernel:
+            names = ["chunked"]
+        elif fused or context.long_sequences:
+            names.append("chunked")
     return [replace(context, job=replace(job, loss=loss)) for loss in names]
 
 

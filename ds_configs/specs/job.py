@@ -65,9 +65,6 @@ LossImplementation = Literal["auto", "eager", "chunked"]
 Switch = Literal["auto", "on", "off"]
 WeightsType = Literal["auto", "fp32", "bf16"]
 
-CHUNKED_LOSS_FAMILIES = ("gemma2", "gemma3_text", "llama", "mistral", "mixtral", "phi3", "qwen2", "qwen3", "qwen3_moe")
-"""Model types for which liger-kernel has kernels, of head and loss too; it silently ignores others."""
-
 
 AXIS_FIELDS: Mapping[str, str] = {
     "tensor_parallel_size": "tp",
@@ -114,7 +111,10 @@ class TrainingJob:
     """Device for offloaded optimizer states, with `cpu-all` and `nvme` also for parameters; `zenflow` and
     `superoffload` are variants of `cpu`, which `auto` never selects."""
     loss: LossImplementation = "auto"
-    """`chunked` never allocates the logits of all tokens; `auto` selects it if the plan becomes faster."""
+    """`chunked` never allocates the logits of all tokens.
+
+    `auto` selects it if the plan becomes faster, and with Liger's kernels wherever they compute it, as Transformers.
+    """
     tiled_mlp: Switch = "auto"
     """Whether MLPs compute the sequence in tiles; `auto` uses tiles if the job does not fit without or is faster."""
     offload_activations: Switch = "auto"
@@ -146,7 +146,7 @@ class TrainingJob:
     torch_compile: bool = False
     """Whether `torch.compile` (inductor) compiles the model."""
     use_liger_kernel: bool = False
-    """Whether Liger's kernels compute norms, rotary embeddings and MLPs; the loss is a choice of its own."""
+    """Whether Liger's kernels compute norms, rotary embeddings and MLPs, and head and loss unless `loss` is eager."""
 
     def options(self) -> dict[str, Any]:
         """Return the value of each option that makes this job, the inverse of `job_of`; a teacher by its name."""

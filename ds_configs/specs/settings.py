@@ -251,7 +251,8 @@ class KernelSettings(Settings):
 
     torch_compile: bool = Field(False, description="Compile the model (torch.compile with inductor)")
     use_liger_kernel: bool = Field(
-        False, description="Use Liger's kernels for norms, rotary embeddings, MLPs and, if chosen, the loss"
+        False,
+        description="Use Liger's kernels for norms, rotary embeddings, MLPs and, unless it is eager, the loss",
     )
 
 

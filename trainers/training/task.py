@@ -217,7 +217,7 @@ def prepare_train(settings: TrainSettings, model: str, request: RunRequest) -> P
 
 def _planned(settings: TrainSettings, loaded: LoadedModel | None, hardware: HardwareSpec | None) -> Plan:
     assert loaded and hardware, "each failure added an error"
-    # Liger computes the loss too, as without a plan, unless it is chosen.
+    # Liger computes the loss too, unless it is chosen.
     automatic = settings.use_liger_kernel and "loss" not in settings.model_fields_set
     further = {"loss": "auto"} if automatic else {}
     return select_plan(loaded, hardware, training_job(settings, hardware, **further), notify=logger.info)

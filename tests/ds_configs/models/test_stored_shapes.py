@@ -182,3 +182,22 @@ def test_planning_a_stored_class_does_not_import_torch(tmp_path: Path) -> None:
     argv = [sys.executable, "-c", program, json.dumps(QWEN3_NEXT), str(tmp_path)]
     done = subprocess.run(argv, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize("text", [{}, {"hidden_size": 5120, "num_attention_heads": 40, "num_key_value_heads": 40}])
+def test_published_llava_is_counted_exactly_and_with_other_text_models_declined(text: dict[str, Any]) -> None:
+    text = {"model_type": "llama", "max_position_embeddings": 4096, "vocab_size": 32064, **text}
+    config: dict[str, Any] = {
+        "model_type": "llava",
+        "architectures": ["LlavaForConditionalGeneration"],
+        "text_config": text,
+        "vision_config": {"model_type": "clip_vision_model", "image_size": 336, "patch_size": 14, "vocab_size": 32000},
+        "vision_feature_layer": -2,
+    }
+    stored = model_spec_from_shapes(config, name="llava", release=RELEASE)
+    assert stored is not None
+    built = model_spec_from_meta(config, name="llava")
+    assert (stored.parameters, stored.buffer_bytes) == (built.parameters, built.buffer_bytes)
+    for part, other in (("text_config", "mistral"), ("vision_config", "siglip_vision_model")):
+        changed = config | {part: config[part] | {"model_type": other}}
+        assert model_spec_from_shapes(changed, name="llava", release=RELEASE) is None

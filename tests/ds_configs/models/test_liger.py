@@ -1,0 +1,83 @@
+"""Kernels of liger-kernel: read from its source, stored for the tested release, and what plans make of them."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import zipfile
+from dataclasses import replace
+
+import pytest
+from planning import public_model
+from shardwright.ds_configs.models import liger
+from shardwright.ds_configs.models.liger import SOURCE_FILE, has_liger_loss, kernels_in
+from shardwright.ds_configs.plan.plan import make_plan
+from shardwright.ds_configs.plan.rendering import FUSED_LOSS_ONLY, planned_training_arguments
+from shardwright.ds_configs.specs.hardware import parse_hardware
+from shardwright.ds_configs.specs.job import TrainingJob
+from shardwright.ds_configs.specs.model import stored_facts
+
+LLAMA = public_model("meta-llama/Llama-3.1-8B")
+NODE = parse_hardware("8xH200")
+STORED = stored_facts(liger.LIGER_FILE, "0")
+
+SOURCE = """
+def apply_a(rope: bool = False, fused_linear_cross_entropy: bool = True, model=None) -> None: ...
+def apply_b(cross_entropy: bool = True, fused_linear_cross_entropy: bool = False, model: object = None) -> None: ...
+def apply_c(fused_linear_cross_entropy: bool = True, model=None, **kwargs) -> None:
+    text_liger_fn = TABLE.get(model.config.text_config.model_type)
+MODEL_TYPE_TO_APPLY_LIGER_FN = {"a": apply_a, "a_text": apply_a, "b": apply_b, "c": apply_c}
+"""
+
+
+def test_kernels_are_read_from_the_source_of_a_release(monkeypatch):
+    kernels = kernels_in(SOURCE)
+    assert kernels["a"] == kernels["a_text"] == {"rope": False, "fused_linear_cross_entropy": True}
+    monkeypatch.setattr(liger, "liger_kernels", lambda: kernels)
+    assert [has_liger_loss(name, alone=False) for name in ("a", "b", "c", "other")] == [True, False, True, False]
+    # The kernels of its text model would come too.
+    assert [has_liger_loss(name, alone=True) for name in ("a", "c")] == [True, False]
+
+
+@pytest.mark.install
+def test_stored_kernels_are_those_of_the_tested_release(tmp_path):
+    wanted = f"liger-kernel=={STORED['versions']['liger-kernel']}"
+    pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(tmp_path), wanted]
+    subprocess.run(pip, check=True)
+    (wheel,) = tmp_path.glob("*.whl")
+    assert kernels_in(zipfile.ZipFile(wheel).read(SOURCE_FILE).decode()) == STORED["kernels"]
+
+
+def test_every_kernel_can_be_disabled_beside_the_fused_loss():
+    names = {name for kernels in STORED["kernels"].values() for name in kernels} - {liger.TEXT_MODEL}
+    assert names == set(FUSED_LOSS_ONLY)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "job", "fused"),
+    [
+        ("llama", {}, True),
+        ("olmo2", {}, True),
+        ("deepseek_v3", {}, True),
+        ("qwen2_5_vl", {}, True),
+        ("llava", {}, True),
+        ("llama", {"loss": "eager"}, False),
+        ("llama", {"teacher": LLAMA}, False),
+        # Liger has layers of Granite, but not its loss.
+        ("granite", {}, False),
+    ],
+)
+def test_liger_computes_the_loss_as_in_transformers_unless_another_is_chosen(model_type, job, fused):
+    same = {"seq_len_tokens": 16384, "micro_batch_size": 1, "strategy": "zero3", "gradient_checkpointing": "on"}
+    job = TrainingJob(use_liger_kernel=True, **same, **job)
+    model = replace(LLAMA, model_type=model_type)
+    plan = make_plan(model, NODE, job)
+    arguments = planned_training_arguments(plan)
+    assert arguments["use_liger_kernel"] is True
+    assert arguments["liger_kernel_config"]["fused_linear_cross_entropy"] is fused
+    assert plan.job.loss == ("chunked" if fused else job.loss if job.loss != "auto" else "eager")
+    if fused:
+        # The eager loss holds 12 to 16 bytes for each logit, of which chunks are a small part.
+        eager = make_plan(model, NODE, replace(job, loss="eager"))
+        loss, eager_loss = (each.chosen.memory.gpu.phases["loss"] for each in (plan, eager))
+        assert eager_loss - loss > 8 * 16384 * model.dimensions.vocab_size
