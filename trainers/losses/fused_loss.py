@@ -219,11 +219,11 @@ def _chunk_values(
             targets = targets[rows]
         return rows_of(product_nV[rows], work.labels_N[chunk][rows], hard_n[rows], soft_n[rows], targets, **constants)
 
-    if product_nV.device.type in _COMPILED_DEVICES and _kernels.compile:
+    if product_nV.device.type in _COMPILED_DEVICES and _kernels.usable:
         try:
             return [values_of(_kernels.block_values, slice(None))]
         except _kernels.errors() as error:
-            _kernels.compile = False
+            _kernels.usable = False
             logger.warning("The fused loss runs uncompiled, about four times slower: %s", error)
     block = block_rows(work.head.vocab_size, BLOCK_BYTES.get(product_nV.device.type, ACCELERATOR_BLOCK_BYTES))
     return [values_of(block_values, slice(first, first + block)) for first in range(0, len(product_nV), block)]
@@ -284,7 +284,7 @@ def block_values(
 class _Kernels:
     """`block_values` with compiled kernels, until a compilation fails."""
 
-    compile = True
+    usable = True
 
     @cached_property
     def _compiled(self) -> Callable[..., dict[str, torch.Tensor]]:
