@@ -102,6 +102,13 @@ PATCHES: tuple[Patch, ...] = (
         parameters=("self", "model", "inputs", "return_outputs", "num_items_in_batch"),
         every_run=True,
     ),
+    Patch(
+        name="own-loss-weight",
+        target=f"{_TRAINER}.compute_loss",
+        reason="The Trainer adds up own losses of micro-batches, as if each were divided by `num_items_in_batch`.",
+        canary="tests/trainers/counting/test_own_losses_measured.py::test_the_trainer_still_multiplies_own_means_by_the_micro_batches",
+        parameters=("self", "model", "inputs", "return_outputs", "num_items_in_batch"),
+    ),
     *(
         Patch(
             name=name,

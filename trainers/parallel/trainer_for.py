@@ -30,6 +30,7 @@ from ...plugins.transformers.own_optimizers import (
 from ...plugins.transformers.run_settings import balances_experts, layout_of, trainer_errors
 from ...plugins.trl import pairs_of_a_micro_step
 from ..counting.counts import count_as_one_process
+from ..counting.own_losses import OwnLoss
 
 if TYPE_CHECKING:
     import torch
@@ -83,6 +84,7 @@ class PlannedParallelism:
         args: TrainingArguments,
         revision: str | None = None,
         trainer_class: Any = None,
+        own_loss: OwnLoss | None = None,
         **settings: Any,
     ) -> Any:
         """Return the trainer for the layout.
@@ -93,6 +95,8 @@ class PlannedParallelism:
             args: The training arguments.
             revision: Revision of a Hub id.
             trainer_class: Replaces the Trainer of Transformers, but not `PipelineTrainer`.
+            own_loss: What the class's `compute_loss`, or `compute_loss_func`, returns; `None` reads the attribute
+                `own_loss` of the class, or else measures it with the first batch.
             **settings: Further arguments of the Trainer.
 
         Raises:
@@ -159,6 +163,8 @@ class PlannedParallelism:
             from ...plugins.transformers.length_groups import keep_order_of_length_groups
 
             keep_order_of_length_groups(trainer)
+        if own_loss is not None:
+            trainer.own_loss = own_loss
         share_label_count(trainer)
         if not self.is_pipeline:
             let_ranks_read_streams(trainer)
