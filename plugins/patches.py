@@ -644,6 +644,18 @@ PATCHES: tuple[Patch, ...] = (
         parameters=("self", "tensor"),
     ),
     Patch(
+        name="stream-of-files",
+        target=f"{_TRAINER}._get_dataloader",
+        reason="Accelerate gives each rank other files of a stream, so batches differ from those of one process.",
+        canary="tests/plugins/accelerate/test_repeated_samples.py::test_accelerate_still_gives_ranks_whole_files",
+    ),
+    Patch(
+        name="stream-of-one-file",
+        target="datasets:IterableDataset",
+        reason="Accelerate gives each rank other files of a stream, so batches differ from those of one process.",
+        canary="tests/plugins/accelerate/test_repeated_samples.py::test_accelerate_still_gives_ranks_whole_files",
+    ),
+    Patch(
         name="samples-once",
         target="accelerate.data_loader:BatchSamplerShard",
         reason="Accelerate repeats samples in the last batch of an evaluation, so the mean counts them twice.",

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from transformers import Trainer
 
 OwnLoss = Literal["sum", "mean", "sample_mean"]
-"""What an own loss is of its batch: a sum, or terms divided by `num_items_in_batch`; the mean over labels; over samples.
+"""What an own loss is of its batch: a sum, or terms divided by `num_items_in_batch`; a mean over labels; over samples.
 Without labels of tokens or classes, both means are over samples."""
 IGNORED = -100
 _TOLERANCE = 1e-4
