@@ -1,6 +1,8 @@
 """TRL's losses that are no sums over rows, and pairs of prompts and completions in `KTOTrainer`.
 
-Both are the same on several ranks as in one process, or rejected. In trl 1.16.0 the KL term is estimated from prompts with the completions of other rows, which are rotated within each
+Both are the same on several ranks as in one process, or rejected.
+
+In trl 1.16.0 the KL term is estimated from prompts with the completions of other rows, which are rotated within each
 `per_device_train_batch_size` rows. Rows keep their order, so rotating within the rows of all ranks yields the pairs of
 one process.
 """
@@ -34,11 +36,11 @@ def batch_loss_errors(trainer: Any) -> list[ConfigError]:
     Ranks and micro-batches then train another loss than one process with the complete batch. One process without
     accumulation accepts all of them. Seen with trl 1.16.0:
 
-    - `DPOTrainer`: of its losses `sft` is a mean over tokens, `aot` and `aot_unpaired` sort the batch. `bco_pair` has no
-      running mean there.
+    - `DPOTrainer`: of its losses `sft` is a mean over tokens, `aot` and `aot_unpaired` sort the batch. `bco_pair` has
+      no running mean there.
     - `CPOTrainer`: `cpo_alpha` weighs a mean over tokens; 0 leaves a mean over rows.
-    - `GRPOTrainer`: `bnpo` is a mean over tokens. `grpo`, `sapo`, `dr_grpo` and `luspo` are means over rows, and `dapo`,
-      `cispo` and `vespo` divide by the tokens of all ranks.
+    - `GRPOTrainer`: `bnpo` is a mean over tokens. `grpo`, `sapo`, `dr_grpo` and `luspo` are means over rows, and
+      `dapo`, `cispo` and `vespo` divide by the tokens of all ranks.
     - The balance loss of a mixture is a product of means over a batch, and `GRPOTrainer` adds it by default.
     """
     names = [base.__name__ for base in type(trainer).__mro__ if base.__module__.partition(".")[0] == "trl"]

@@ -114,16 +114,12 @@ def _as_one_stream(make_loader: Callable[..., Any]) -> Callable[..., Any]:
 
         if isinstance(dataset, IterableDataset) and dataset.n_shards > 1:
             # Accelerate then splits rows, as it does with a stream of one file.
-            patches.swap_class("stream-of-one-file", dataset, _stream_of_one_file(type(dataset)))
+            kind: Any = type(dataset)
+            hidden = type(kind.__name__, (kind,), {"__module__": kind.__module__, "n_shards": 1})
+            patches.swap_class("stream-of-one-file", dataset, hidden)
         return make_loader(dataset, *args, **kwargs)
 
     return get_dataloader
-
-
-@cache
-def _stream_of_one_file(kind: Any) -> Any:
-    """Return a subclass of a stream of the `datasets` library that hides how many files it has."""
-    return type(kind.__name__, (kind,), {"__module__": kind.__module__, "n_shards": 1})
 
 
 def check_streams_of_ranks(trainer: Trainer, batches: int) -> None:

@@ -35,8 +35,9 @@ def own_loss_of(trainer: Trainer) -> Callable[..., Any] | None:
 
     Also `None` for subclasses of TRL's trainers other than `SFTTrainer`, whose batches are no rows of labels.
     """
-    if getattr(trainer, "compute_loss_func", None) is not None:
-        return trainer.compute_loss_func
+    function: Callable[..., Any] | None = trainer.compute_loss_func
+    if function is not None:
+        return function
     for base in type(trainer).__mro__:
         package = base.__module__.partition(".")[0]
         loss = vars(base).get("compute_loss")
