@@ -102,6 +102,13 @@ PATCHES: tuple[Patch, ...] = (
         parameters=("self", "model", "inputs", "return_outputs", "num_items_in_batch"),
         every_run=True,
     ),
+    Patch(
+        name="own-loss-weight",
+        target=f"{_TRAINER}.compute_loss",
+        reason="The Trainer adds up own losses of micro-batches, as if each were divided by `num_items_in_batch`.",
+        canary="tests/trainers/counting/test_own_losses_measured.py::test_the_trainer_still_multiplies_own_means_by_the_micro_batches",
+        parameters=("self", "model", "inputs", "return_outputs", "num_items_in_batch"),
+    ),
     *(
         Patch(
             name=name,
@@ -643,6 +650,18 @@ PATCHES: tuple[Patch, ...] = (
         scope="context",
         reason="The loss of an evaluated batch must be a mean over one rank's labels, because it is weighted by them.",
         parameters=("self", "tensor"),
+    ),
+    Patch(
+        name="stream-of-files",
+        target=f"{_TRAINER}._get_dataloader",
+        reason="Accelerate gives each rank other files of a stream, so batches differ from those of one process.",
+        canary="tests/plugins/accelerate/test_repeated_samples.py::test_accelerate_still_gives_ranks_whole_files",
+    ),
+    Patch(
+        name="stream-of-one-file",
+        target="datasets:IterableDataset",
+        reason="Accelerate gives each rank other files of a stream, so batches differ from those of one process.",
+        canary="tests/plugins/accelerate/test_repeated_samples.py::test_accelerate_still_gives_ranks_whole_files",
     ),
     Patch(
         name="samples-once",

@@ -105,6 +105,21 @@ def let_ranks_read_streams(trainer: Trainer) -> None:
         return
     if args.accelerator_config.dispatch_batches is None:
         trainer.accelerator.dataloader_config.dispatch_batches = False
+    patches.apply("stream-of-files", _as_one_stream, on=trainer)
+
+
+def _as_one_stream(make_loader: Callable[..., Any]) -> Callable[..., Any]:
+    def get_dataloader(dataset: Any, *args: Any, **kwargs: Any) -> Any:
+        from datasets import IterableDataset
+
+        if isinstance(dataset, IterableDataset) and dataset.n_shards > 1:
+            # Accelerate then splits rows, as it does with a stream of one file.
+            kind: Any = type(dataset)
+            hidden = type(kind.__name__, (kind,), {"__module__": kind.__module__, "n_shards": 1})
+            patches.swap_class("stream-of-one-file", dataset, hidden)
+        return make_loader(dataset, *args, **kwargs)
+
+    return get_dataloader
 
 
 def check_streams_of_ranks(trainer: Trainer, batches: int) -> None:

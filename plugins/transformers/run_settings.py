@@ -41,6 +41,10 @@ def run_errors(
     rows = [*named, *settings, *stated_settings(arguments, model, has_own_optimizer=has_own_optimizer)]
     layout = layout_of(arguments, pipeline=pipeline, stage_tensor_ranks=stage_tensor_ranks)
     errors = incompatibility_errors(rows, columns_of(layout))
+    if arguments.neftune_noise_alpha is not None and arguments.world_size > 1:
+        rule = "scales the noise by the padded length of each rank's own batch, not of all ranks (transformers 5.17.0)"
+        fix = "omit it, or train in one process"
+        errors.append(ConfigError(where="neftune_noise_alpha", value=arguments.neftune_noise_alpha, rule=rule, fix=fix))
     kind = str(getattr(arguments.lr_scheduler_type, "value", arguments.lr_scheduler_type))
     if layout.zero_stage and (kind == "polynomial" or "min_lr" in (arguments.lr_scheduler_kwargs or {})):
         rule = "reads the optimizer's defaults, which ZeRO optimizers lack (deepspeed 0.19.8)"

@@ -18,7 +18,7 @@ import ast
 import inspect
 import math
 import textwrap
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -31,6 +31,7 @@ from ...plugins.launching.messages import note_on_first_rank
 from ...plugins.transformers.prepared_model import prepare_models_once
 from ...plugins.transformers.run_settings import balances_experts
 from ..data.chat import IGNORED_LABEL
+from . import own_losses
 
 if TYPE_CHECKING:
     import torch
@@ -58,6 +59,8 @@ def count_as_one_process(trainer: Trainer, *, ranks_of_a_sample: int = 1, evalua
         # Then the Trainer neither passes the number of labels to the model nor multiplies by the ranks.
         trainer.model_accepts_loss_kwargs = False
         patches.apply("mean-loss-weight", counts.weighing_means, on=trainer)
+    if counts.own_loss is not None and evaluates:
+        patches.apply("own-loss-weight", counts.weighing_own_losses, on=trainer)
     patches.apply("counted-labels", counts.counting_labels, on=trainer)
     patches.apply("counted-tokens", counts.adding_tokens, on=trainer)
     patches.apply("loss-of-all-ranks", counts.averaging_the_rest, on=trainer)
@@ -183,7 +186,14 @@ class _Counts:
         """Tokens of the remaining micro-batches of this step."""
         # Ranks of a sequence hold parts of it, and a balance loss inside the model's is not a mean over labels.
         shares = ranks_of_a_sample > 1 or getattr(trainer.accelerator, "parallelism_config", None) is not None
-        self.weighs_means = not shares and returns_mean(trainer) and not balances_experts(trainer.model)
+        own = own_losses.own_loss_of(trainer)
+        splits = getattr(trainer.accelerator, "parallelism_config", None) is not None
+        self.own_loss = own if not splits and own_losses.is_loss_of_rows(trainer) else None
+        self._kind = own_losses.requested_kind(trainer)
+        self._shares: list[tuple[float, float]] = []
+        """Shares of the labels and of the samples of a step, of its remaining micro-batches."""
+        self.weighs_means = own is None and not shares and returns_mean(trainer)
+        self.weighs_means = self.weighs_means and not balances_experts(trainer.model)
         self._weights: list[float] = []
         """`mean_weights` of the remaining micro-batches of this step."""
 
@@ -209,6 +219,8 @@ class _Counts:
             check_streams_of_ranks(self._trainer, len(batch_samples))
             self._tokens = self._count_tokens(batch_samples)
             items = count(batch_samples, device)
+            if self.own_loss is not None:
+                self._share(batch_samples)
             if self.weighs_means and all("labels" in batch for batch in batch_samples):
                 own = [self._labels_in(batch) for batch in batch_samples]
                 args = self._trainer.args
@@ -242,6 +254,90 @@ class _Counts:
             return (loss, outputs) if return_outputs else loss
 
         return compute_loss
+
+    def _share(self, batches: list[Any]) -> None:
+        import torch
+
+        own = [(self._labels_in(batch), self._rows_in(batch)) for batch in batches]
+        sums = torch.tensor(own, dtype=torch.float64, device=self._trainer.args.device).reshape(-1, 2).sum(0)
+        labels, rows = self._trainer.accelerator.gather(sums[None]).sum(0).tolist()
+        # Ranks that read the same samples count each of them.
+        labels, rows = labels / self._ranks_of_a_sample, rows / self._ranks_of_a_sample
+        self._shares = [(own_labels / (labels or 1), own_rows / (rows or 1)) for own_labels, own_rows in own]
+
+    def weighing_own_losses(self, compute: Method) -> Method:
+        """Weigh a user's loss by its share of the step: see `own_losses`."""
+        trainer, loss = self._trainer, self.own_loss
+        assert loss is not None
+        # A loss that multiplies by all ranks must also divide by all labels as often.
+        extra = trainer.args.world_size if own_losses.multiplies_by_ranks(loss) else 1
+        is_method = trainer.compute_loss_func is None
+        accepts = not is_method or own_losses.accepts_count(loss)
+
+        def computed(model: Any, inputs: Any, items: Any, return_outputs: bool, keywords: Any) -> Any:
+            if accepts:
+                items = None if items is None else items * extra
+                keywords = {**keywords, "num_items_in_batch": items}
+            # The weights below include the number of ranks.
+            with _set(trainer.args, average_tokens_across_devices=extra > 1):
+                result = compute(model, inputs, return_outputs, **keywords)
+            return own_losses.checked_loss(result, trainer, return_outputs=return_outputs)
+
+        def compute_loss(
+            model: PreTrainedModel,
+            inputs: Any,
+            return_outputs: bool = False,
+            num_items_in_batch: torch.Tensor | int | None = None,
+            **keywords: Any,
+        ) -> Any:
+            items, weight = num_items_in_batch, 1.0
+            if self._kind is None:
+                self._kind = self._kind_of(model, inputs, items is not None, computed)
+            if self._evaluates_a_step:
+                items = None if items is None else max(self._labels_in(inputs), 1)
+            elif self._shares:
+                labels, rows = self._shares.pop(0)
+                share = {"sum": 1.0, "mean": labels, "sample_mean": rows}[self._kind]
+                weight = share * trainer.args.world_size / self._ranks_of_a_sample
+                if (not trainer.model_accepts_loss_kwargs or items is None) and is_method:
+                    # The Trainer divides by the micro-batches.
+                    weight *= trainer.current_gradient_accumulation_steps
+                tensor = _labels(inputs)
+                if not share and tensor is not None:
+                    # The mean over no label is NaN. With any labels it is a number, which the weight 0 removes.
+                    inputs = {**inputs, "labels": tensor.clamp(min=0)}
+                items = None if items is None else items * (share or 1.0)
+            result, outputs = computed(model, inputs, items, return_outputs, keywords)
+            return (result * weight, outputs) if return_outputs else result * weight
+
+        return compute_loss
+
+    def _kind_of(self, model: Any, inputs: Any, counts_labels: bool, computed: Method) -> own_losses.OwnLoss:
+        """Return the kind of a user's loss, from its values for a few rows; every rank calls it."""
+        import torch
+
+        trainer = self._trainer
+        kind: own_losses.OwnLoss | None = None
+        if isinstance(inputs, Mapping) and any(torch.is_tensor(value) for value in inputs.values()):
+            rows = next(len(value) for value in inputs.values() if torch.is_tensor(value))
+            first = {
+                name: value[: -(-rows // 2)] if torch.is_tensor(value) and len(value) == rows else value
+                for name, value in inputs.items()
+            }
+
+            def loss_of(batch: Mapping[str, Any], items: float | None) -> torch.Tensor:
+                # A loss may remove entries of its batch.
+                number = torch.tensor(items, device=trainer.args.device) if counts_labels and items else None
+                loss: torch.Tensor = computed(model, dict(batch), number, False, {})[0].float()
+                return loss
+
+            with own_losses.evaluating(model), _without_balance_loss(trainer):
+                name = getattr(trainer.model, "main_input_name", "input_ids")
+                gather = trainer.accelerator.gather
+                kind = own_losses.kind_of_loss(loss_of, first, self._labels_in, gather, input_name=name)
+        if kind is None:
+            raise own_losses.unknown_kind_error(trainer)
+        return kind
 
     def adding_tokens(self, track: Method) -> Method:
         def track_num_input_tokens(inputs: Any) -> None:
@@ -300,11 +396,16 @@ class _Counts:
         """Return the number of labels that a model's loss is the mean over: of tokens, classes, or else samples."""
         labels = _labels(batch)
         if labels is None:
-            rows = trained_rows(batch)
-            return len(batch["labels"]) if rows is None else rows
+            return self._rows_in(batch)
         shifts = self._trainer._loss_shifts_labels or _shifts_labels(self._trainer.model)
         shifts = shifts and batch.get("shift_labels") is None
         return int((labels[..., 1:] if shifts else labels).ne(IGNORED_LABEL).sum())
+
+    def _rows_in(self, batch: Any) -> int:
+        from accelerate.utils import find_batch_size
+
+        rows = trained_rows(batch)
+        return (find_batch_size(batch) or 1) if rows is None else rows
 
     def _check_labels_of_every_rank(self, batches: list[Any]) -> None:
         """Reject a step in which the model's own loss is the mean over no token on some rank."""
@@ -384,7 +485,7 @@ class _Counts:
             self._counts_labels = accepts = trainer.model_accepts_loss_kwargs
             # Models of sequences accept the number of labels and ignore it, and the Trainer multiplies by the ranks.
             # A model that does not get the number returns the mean.
-            if trainer.compute_loss_func is None and trainer.label_smoother is None:
+            if trainer.compute_loss_func is None and trainer.label_smoother is None and self.own_loss is None:
                 accepts = False
             try:
                 weight = self._weight(step)
@@ -406,7 +507,7 @@ class _Counts:
         from accelerate.utils import find_batch_size
 
         labels = _labels(step.batch)
-        if labels is None:
+        if labels is None or (self.own_loss is not None and self._kind == "sample_mean"):
             rows = find_batch_size(step.batch) if step.rows is None else step.rows
             return (rows or 1) if step.samples is None else step.samples
         trainer = self._trainer

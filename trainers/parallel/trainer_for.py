@@ -29,8 +29,9 @@ from ...plugins.transformers.own_optimizers import (
     use_own_optimizer,
 )
 from ...plugins.transformers.run_settings import balances_experts, layout_of, trainer_errors
-from ...plugins.trl import pairs_of_a_micro_step
+from ...plugins.trl import batch_loss_errors, pairs_of_a_micro_step
 from ..counting.counts import count_as_one_process
+from ..counting.own_losses import OwnLoss
 
 if TYPE_CHECKING:
     import torch
@@ -84,6 +85,7 @@ class PlannedParallelism:
         args: TrainingArguments,
         revision: str | None = None,
         trainer_class: Any = None,
+        own_loss: OwnLoss | None = None,
         **settings: Any,
     ) -> Any:
         """Return the trainer for the layout.
@@ -94,6 +96,8 @@ class PlannedParallelism:
             args: The training arguments.
             revision: Revision of a Hub id.
             trainer_class: Replaces the Trainer of Transformers, but not `PipelineTrainer`.
+            own_loss: What the class's `compute_loss`, or `compute_loss_func`, returns; `None` reads the attribute
+                `own_loss` of the class, or else measures it with the first batch.
             **settings: Further arguments of the Trainer.
 
         Raises:
@@ -161,10 +165,14 @@ class PlannedParallelism:
             from ...plugins.transformers.length_groups import keep_order_of_length_groups
 
             keep_order_of_length_groups(trainer)
+        if own_loss is not None:
+            trainer.own_loss = own_loss
         share_label_count(trainer)
         if not self.is_pipeline:
             let_ranks_read_streams(trainer)
             count_as_one_process(trainer, ranks_of_a_sample=self.context_parallel_size)
+            if errors := batch_loss_errors(trainer):
+                raise UsageError(errors)
             check_second_models(trainer)
             check_balance_of_batches(trainer)
             check_learned_positions(trainer)
@@ -206,6 +214,7 @@ class PlannedParallelism:
         # With a `parallelism_config` in its arguments, a class runs sequence parallelism itself.
         shares = getattr(kind, "shares_sequences", False) and "sp" not in self.axes
         errors = incompatibility_errors(rows, [column for column in columns if column != "sp" or not shares])
+        errors += own_steps_errors(kind, [column for column in columns if column != "sp" or not shares])
         if "PipelineTrainer" in rows and not self.is_pipeline and not errors:
             rule = cell("PipelineTrainer", "ddp").reason
             errors.append(ConfigError(where="trainer_class", value=kind.__name__, rule=rule, fix="omit trainer_class"))
@@ -261,6 +270,38 @@ class PlannedParallelism:
 
 def _is_from(kind: type, package: str) -> bool:
     return kind.__module__.partition(".")[0] == package
+
+
+_STEPS = (
+    *("train", "_inner_training_loop", "_run_epoch", "training_step", "get_batch_samples", "_prepare_inputs"),
+    *("get_train_dataloader", "_get_dataloader", "_get_train_sampler", "_get_num_items_in_batch"),
+)
+"""Methods of a Trainer that select the samples of a step, or run it."""
+
+
+def own_steps_errors(kind: type, columns: Sequence[str]) -> list[ConfigError]:
+    """Reject a class that no test compares with one process, under axes whose ranks share samples.
+
+    These are TRL's classes that the table of combinations lacks, and classes that select samples or run steps
+    themselves: their samplers may count each process as a reader of other samples.
+    """
+    axes = [column for column in columns if column in ("sp", "cp", "tp", "pp", "ep")]
+    for base in kind.__mro__:
+        package, name = base.__module__.partition(".")[0], base.__name__
+        name = "trl.DistillationTrainer" if (package, name) == ("trl", "DistillationTrainer") else name
+        if package in ("transformers", "shardwright") or (package == "trl" and name in TRAINERS):
+            break
+        own = [method for method in _STEPS if method in vars(base)]
+        # Ranks of experts read different samples.
+        rejected = axes if package == "trl" else [axis for axis in axes if axis != "ep"] if own else []
+        if ((package == "trl" and name.endswith("Trainer")) or own) and rejected:
+            what = f" overrides {', '.join(own)}, and" if own else ""
+            rule = f"{what} is not compared with one process under {', '.join(rejected)}, where ranks share samples"
+            fix = "use DDP, ZeRO or FSDP2 without these axes"
+            fix += f", or omit {', '.join(own)} from the class" if own and package != "trl" else ""
+            where = "trainer_class" if base is kind else f"trainer_class {kind.__name__}"
+            return [ConfigError(where=where, value=name, rule=rule.strip(), fix=fix)]
+    return []
 
 
 def table_rows(kind: type, args: TrainingArguments) -> list[str]:

@@ -9,6 +9,7 @@ from typing import Any
 from ...ds_configs.plan.plan import Plan
 from ...plugins.accelerate.cpu_ranks import configure_cpu_ranks
 from ...plugins.transformers.training_arguments import training_arguments
+from ..counting.own_losses import OwnLoss
 from ..parallel.trainer_for import planned_parallelism
 from ..runs.plan_callback import PlanCallback
 from ..runs.ranks import check_upstream, chosen_engine
@@ -21,6 +22,7 @@ def trainer_for(
     model: Any = None,
     args: Any,
     revision: str | None = None,
+    own_loss: OwnLoss | None = None,
     **settings: Any,
 ) -> Any:
     """Return a Trainer with everything attached that the plan's layout needs, and with `PlanCallback`.
@@ -39,6 +41,9 @@ def trainer_for(
         args: `TrainingArguments`, or their keywords as returned by `Plan.training_arguments`, which are completed for
             CPU ranks.
         revision: Of a Hub id.
+        own_loss: What your `compute_loss` or `compute_loss_func` returns for a batch: a `"mean"` over labels, a
+            `"sample_mean"`, or a `"sum"` (also one divided by `num_items_in_batch`). `None` reads the attribute
+            `own_loss` of the class, or else measures it with the first batch.
         settings: Further arguments of the Trainer. Each works as in one process, including your optimizer and scheduler
             (`optimizers`), or is rejected. Those that only your class knows are passed on with a warning.
 
@@ -56,7 +61,7 @@ def trainer_for(
         trainer_class = None
     callback = PlanCallback(plan)
     trainer = planned_parallelism(loaded).make_trainer(
-        model=model, args=args, revision=revision, trainer_class=trainer_class, **settings
+        model=model, args=args, revision=revision, trainer_class=trainer_class, own_loss=own_loss, **settings
     )
     callback.attach(trainer)
     return trainer

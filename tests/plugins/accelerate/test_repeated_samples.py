@@ -11,6 +11,7 @@ from accelerate.data_loader import prepare_data_loader
 from accelerate.state import GradientState
 from shardwright.plugins.accelerate.repeated_samples import (
     SamplesOnce,
+    let_ranks_read_streams,
     repeated_samples,
     trained_rows,
     weigh_repeated_samples_zero,
@@ -127,3 +128,50 @@ def test_a_training_knows_the_rows_of_its_last_batch() -> None:
         weigh_repeated_samples_zero(trainer)
         batches = trainer.get_batch_samples(iter(trainer.get_train_dataloader()), 0, None)
         assert [trained_rows(batch) for batch in batches] in (expected, [None, 2])
+
+
+def files_of(files: int, rows: int = 11) -> Any:
+    """Return a stream of numbers in several files of different lengths."""
+    from datasets import IterableDataset as HubStream
+
+    bounds = [rows * index // files + (index % 2 if 0 < index < files else 0) for index in range(files + 1)]
+
+    def generate(parts: list[int]) -> Any:
+        for part in parts:
+            yield from ({"labels": [row, row]} for row in range(bounds[part], bounds[part + 1]))
+
+    return HubStream.from_generator(generate, gen_kwargs={"parts": list(range(files))}).with_format("torch")
+
+
+def loaded(stream: Any, rank: int) -> list[list[int]]:
+    loader: Any = DataLoader(stream, batch_size=2)
+    loader = prepare_data_loader(
+        loader, num_processes=RANKS, process_index=rank, dispatch_batches=False, put_on_device=False
+    )
+    return [batch["labels"][:, 0].tolist() for batch in loader]
+
+
+def test_accelerate_still_gives_ranks_whole_files() -> None:
+    assert loaded(files_of(2), 0)[:2] != loaded(files_of(1), 0)[:2]
+
+
+@pytest.mark.parametrize("files", [1, 2, 3, 5])
+@pytest.mark.parametrize("shuffled", [False, True])
+def test_ranks_read_the_rows_of_a_stream_of_files_as_one_process(files: int, shuffled: bool) -> None:
+    trainer = SimpleNamespace(
+        args=SimpleNamespace(
+            world_size=RANKS, dataloader_num_workers=0, accelerator_config=SimpleNamespace(dispatch_batches=None)
+        ),
+        train_dataset=files_of(files),
+        accelerator=SimpleNamespace(dataloader_config=SimpleNamespace(dispatch_batches=None)),
+        _get_dataloader=loaded,
+    )
+    let_ranks_read_streams(trainer)
+
+    def stream() -> Any:
+        return files_of(files).shuffle(seed=1, buffer_size=4) if shuffled else files_of(files)
+
+    ranks = [trainer._get_dataloader(stream(), rank) for rank in range(RANKS)]
+    order = [row["labels"][0].item() for row in stream()]
+    steps = list(zip(*ranks, strict=True))
+    assert [row for step in steps for batch in step for row in batch][: len(order)] == order
