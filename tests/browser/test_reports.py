@@ -8,8 +8,8 @@ import pytest
 from browsing import DESKTOP, PHONE, Visitor, accessibility_errors
 from planning import gallery_directory
 from shardwright.trainers.reports.make import report_html
+from shardwright.trainers.reports.markdown import html
 from shardwright.trainers.reports.plans import check_report
-from shardwright.trainers.reports.report import html
 
 pytestmark = pytest.mark.browser
 ROOT = Path(__file__).parents[2]

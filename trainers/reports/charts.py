@@ -1,4 +1,4 @@
-"""Charts for reports: PNG files for Markdown, SVG in HTML pages."""
+"""Charts of reports: PNG files for Markdown, SVG in HTML pages."""
 
 from __future__ import annotations
 
@@ -15,16 +15,12 @@ if TYPE_CHECKING:
 Draw = Callable[["Axes"], None]
 """Draws one chart."""
 
-BLUE, RED, GREEN, YELLOW, CYAN, PURPLE, GREY = (
-    "#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377", "#999999",
-)  # fmt: skip
-"""Paul Tol's bright scheme: distinct for any colour vision, on white and on black."""
-COLOURS = BLUE, RED, GREEN, YELLOW, CYAN, PURPLE, GREY
+COLOURS = "#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377", "#999999"
+"""Paul Tol's bright scheme: distinct for any colour vision, on white and on black; they repeat for many series."""
+GREY, RED = COLOURS[6], COLOURS[1]
 _INK, _PAPER = "#010203", "#fdfefe"
 """Placeholders in an SVG for text and background colours, which the page sets."""
 _SIZE_INCHES = 4.6, 3.1
-_SVG_DPI = 72
-"""Points per inch of an SVG."""
 
 
 def panels(*draws: Draw, width: float = _SIZE_INCHES[0], height: float = 3.8) -> Figure:
@@ -45,18 +41,8 @@ def panels(*draws: Draw, width: float = _SIZE_INCHES[0], height: float = 3.8) ->
 def png(drawn: Figure) -> bytes:
     """Return a figure as a PNG file."""
     output = io.BytesIO()
-    _lay_out(drawn, dpi=120)
     drawn.savefig(output, format="png", dpi=120)
     return output.getvalue()
-
-
-def _lay_out(drawn: Figure, *, dpi: int) -> None:
-    """Compute the layout once; `savefig` would draw the figure an extra time for it."""
-    drawn.set_dpi(dpi)
-    engine = drawn.get_layout_engine()
-    assert engine is not None, "panels() sets one"
-    engine.execute(drawn)
-    drawn.set_layout_engine(None)
 
 
 def svg(draw: Draw, name: str, title: str, *, height: float = _SIZE_INCHES[1]) -> str:
@@ -87,7 +73,6 @@ def svg(draw: Draw, name: str, title: str, *, height: float = _SIZE_INCHES[1]) -
     with rc_context(style):
         drawn = panels(draw, height=height)
         FigureCanvasSVG(drawn)
-        _lay_out(drawn, dpi=_SVG_DPI)
         drawn.savefig(output, format="svg", metadata={"Date": None, "Creator": None})
     body = re.sub(r"^.*?(?=<svg )|<metadata>.*?</metadata>|<style.*?</style>", "", output.getvalue(), flags=re.DOTALL)
     body = re.sub(r'(\bid="|xlink:href="#|url\(#)', rf"\g<1>{name}-", body)
@@ -111,11 +96,6 @@ def finish(axes: Axes, horizontal: str, vertical: str, *, columns: int = 2) -> N
         # A chart is about 66 characters of a legend wide.
         columns = max(1, min(columns, 66 // (6 + max(map(len, labels)))))
         axes.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=columns, fontsize=8, frameon=False)
-
-
-def colour(index: int) -> str:
-    """Return the colour of a series; colours repeat for many series."""
-    return COLOURS[index % len(COLOURS)]
 
 
 def names_of(labels: Sequence[str], longest: int = 28) -> list[str]:
@@ -143,7 +123,6 @@ def curves(
     *,
     horizontal: str = "optimizer step",
     expected: Expected | None = None,
-    colours: Sequence[str] = (),
 ) -> Draw:
     """Return a line for each series that has points; with an expected value, the axis begins at zero."""
 
@@ -159,8 +138,7 @@ def curves(
             axes.axhline(expected.value, color=GREY, linestyle="--", linewidth=1.4, label=label)
         for index, (label, points) in enumerate(drawn.items()):
             style: dict[str, Any] = {"marker": "." if len(points) < 30 else "", "linewidth": 1.6}
-            stroke = colours[index] if index < len(colours) else colour(index)
-            axes.plot(*zip(*points, strict=True), label=label, color=stroke, **style)
+            axes.plot(*zip(*points, strict=True), label=label, color=COLOURS[index % len(COLOURS)], **style)
         finish(axes, horizontal, vertical)
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         if expected is not None:
@@ -175,27 +153,12 @@ def parts(values: Mapping[str, float], horizontal: str) -> Draw:
     def draw(axes: Axes) -> None:
         ordered = sorted(values.items(), key=lambda item: item[1])
         names, lengths = [name for name, _ in ordered], [value for _, value in ordered]
-        bars = axes.barh(range(len(names)), lengths, color=BLUE, height=0.7)
+        bars = axes.barh(range(len(names)), lengths, color=COLOURS[0], height=0.7)
         axes.set_yticks(range(len(names)), names_of(names))
         axes.bar_label(bars, [f"{value:.3g}" for value in lengths], padding=3, fontsize=8)
         axes.margins(x=0.15)
         finish(axes, horizontal, "")
         axes.grid(visible=False, axis="y")
-
-    return draw
-
-
-def columns(values: Mapping[str, float], vertical: str, *, colours: Sequence[str] = (), digits: int = 4) -> Draw:
-    """Return a vertical bar with its value for each name."""
-
-    def draw(axes: Axes) -> None:
-        strokes = list(colours) or [colour(index) for index in range(len(values))]
-        bars = axes.bar(range(len(values)), list(values.values()), color=strokes, width=0.6)
-        axes.bar_label(bars, [f"{value:.{digits}g}" for value in values.values()], padding=2, fontsize=8)
-        axes.set_xticks(range(len(values)), names_of(list(values), 18))
-        axes.margins(y=0.12)
-        finish(axes, "", vertical)
-        axes.grid(visible=False, axis="x")
 
     return draw
 
@@ -234,7 +197,12 @@ def stacks(
             bottom = 0.0
             for index, name in enumerate(named):
                 height = max(0.0, values.get(name, 0.0))
-                style: dict[str, Any] = {"color": colour(index), "edgecolor": _PAPER, "linewidth": 0.6, "width": 0.7}
+                style: dict[str, Any] = {
+                    "color": COLOURS[index % len(COLOURS)],
+                    "edgecolor": _PAPER,
+                    "linewidth": 0.6,
+                    "width": 0.7,
+                }
                 axes.bar(position, height, bottom=bottom, hatch="///" if predicted else "", **style)
                 bottom += height
             low, high = (ranges or {}).get(position, (bottom, bottom))
@@ -242,7 +210,7 @@ def stacks(
                 error = [[max(0.0, bottom - low)], [max(0.0, high - bottom)]]
                 axes.errorbar(position, bottom, yerr=error, color=_INK, capsize=4, linewidth=1.2)
         for index, name in enumerate(named):
-            axes.bar(0, 0, width=0.7, color=colour(index), label=name)
+            axes.bar(0, 0, width=0.7, color=COLOURS[index % len(COLOURS)], label=name)
         if limit is not None:
             axes.axhline(limit[1], color=RED, linestyle="--", linewidth=1.2, label=limit[0])
         axes.set_xticks(range(len(bars)), names_of([name for name, _, _ in bars], 20))
@@ -253,32 +221,13 @@ def stacks(
     return draw
 
 
-def scatter(
-    groups: Mapping[str, Points], horizontal: str, vertical: str, *, limit: tuple[str, float] | None = None
-) -> Draw:
-    """Return points, with a colour for each group; `limit` is the label and position of a vertical line."""
-
-    def draw(axes: Axes) -> None:
-        for index, (label, points) in enumerate(groups.items()):
-            if points:
-                marker = "*" if index == 0 else "o"
-                style: dict[str, Any] = {"s": 110 if index == 0 else 22, "zorder": 3 - min(index, 2)}
-                axes.scatter(*zip(*points, strict=True), label=label, color=colour(index), marker=marker, **style)
-        if limit is not None:
-            axes.axvline(limit[1], color=RED, linestyle="--", linewidth=1.2, label=limit[0])
-        axes.set_ylim(bottom=0)
-        finish(axes, horizontal, vertical)
-
-    return draw
-
-
 def distribution(
     values: Sequence[float], mean: float, standard_error: float | None, horizontal: str, *, zero: str = ""
 ) -> Draw:
     """Return a histogram of windows, with the mean and two standard errors; `zero` labels a line at 0."""
 
     def draw(axes: Axes) -> None:
-        axes.hist(values, bins=min(30, max(5, len(values) // 2)), color=BLUE, alpha=0.75)
+        axes.hist(values, bins=min(30, max(5, len(values) // 2)), color=COLOURS[0], alpha=0.75)
         axes.axvline(mean, color=RED, label="mean")
         if standard_error is not None:
             low, high = mean - 2 * standard_error, mean + 2 * standard_error
@@ -290,33 +239,13 @@ def distribution(
     return draw
 
 
-def tail(value_at_share: Mapping[str, float], mean: float, horizontal: str) -> Draw:
-    """Return the share of tokens above each value, on logarithmic axes: a small mean can hide a few large ones."""
-
-    def draw(axes: Axes) -> None:
-        points = [(value, 1 - float(share)) for share, value in value_at_share.items()]
-        points = [(value, share) for value, share in points if value > 0 and share > 0]
-        if points:
-            axes.loglog(*zip(*points, strict=True), color=BLUE, label="tokens")
-        if mean > 0:
-            axes.axvline(mean, color=RED, linestyle="--", label="mean")
-        finish(axes, horizontal, "share of tokens above")
-
-    return draw
-
-
 LOSSES = {
-    "loss": ("loss", BLUE),
-    "student_cross_entropy": ("cross-entropy of the labels", GREEN),
-    "teacher_cross_entropy": ("teacher's cross-entropy", GREY),
-    "kl_per_token": ("KL(teacher | trained model)", RED),
+    "loss": "loss",
+    "student_cross_entropy": "cross-entropy of the labels",
+    "teacher_cross_entropy": "teacher's cross-entropy",
+    "kl_per_token": "KL(teacher | trained model)",
 }
-"""Label and colour of losses and measures in nats per token, by name in the log."""
-SHARES = {
-    "top1_agreement": ("same most likely token as the teacher", CYAN),
-    "speculative_acceptance": ("expected speculative acceptance", YELLOW),
-}
-"""The same for shares of tokens."""
+"""Labels of losses and measures in nats per token, by name in the log."""
 
 Metrics = Sequence[Mapping[str, Any]]
 
@@ -324,24 +253,3 @@ Metrics = Sequence[Mapping[str, Any]]
 def points(metrics: Metrics, key: str) -> Points:
     """Return steps and logged values of a name."""
     return [(entry["step"], entry[key]) for entry in metrics if key in entry]
-
-
-def loss_chart(metrics: Metrics) -> Draw:
-    """Return the chart of all values in nats per token."""
-    return _named(metrics, LOSSES, "nats per token")
-
-
-def share_chart(metrics: Metrics) -> Draw:
-    """Return the chart of shares of tokens."""
-    return _named(metrics, SHARES, "share of tokens")
-
-
-def rate_chart(metrics: Metrics) -> Draw:
-    """Return the chart of the learning rate."""
-    return curves({"learning rate": points(metrics, "learning_rate")}, "learning rate", colours=[GREEN])
-
-
-def _named(metrics: Metrics, names: Mapping[str, tuple[str, str]], vertical: str) -> Draw:
-    logged = {key: values for key in names if (values := points(metrics, key))}
-    series = {names[key][0]: values for key, values in logged.items()}
-    return curves(series, vertical, colours=[names[key][1] for key in logged])
