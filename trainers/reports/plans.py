@@ -164,7 +164,7 @@ def _plan_memory(plan: Plan) -> Section:
     bar = largest_parts({name.replace("_", " "): count / 1e9 for name, count in terms})
     limit, interval = ("capacity", gpu.capacity_bytes / 1e9), (gpu.low_bytes / 1e9, gpu.high_bytes / 1e9)
     note = "The bracket is the interval of the prediction. A layout is selected only if its upper end fits."
-    draw = stacks([("predicted", bar, False)], "GB", limit=limit, ranges={0: interval})
+    draw = stacks([("predicted", bar, False)], "GB", limit=limit, interval=interval)
     phases = ", ".join(f"{name} {gb(count)}" for name, count in gpu.phases.items())
     rows = [(name.replace("_", " "), gb(count), TERM_MEANINGS.get(name, "")) for name, count in terms]
     caption = f"Terms of the {gpu.phase} phase. Tensors by phase: {phases}."

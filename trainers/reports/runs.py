@@ -10,7 +10,7 @@ from typing import Any
 from ...ds_configs.plan.plan import Plan
 from ...ds_configs.quantization.scheme import METHODS
 from ...ds_configs.specs.units import human_count
-from .charts import LOSSES, Expected, Metrics, curves, distribution, largest_parts, points, stacks
+from .charts import Metrics, curves, distribution, largest_parts, points, stacks
 from .markdown import markdown, picture
 from .plans import speed_interval
 from .report import (
@@ -35,6 +35,13 @@ Data = Mapping[str, Any]
 
 _KINDS = {"train": "Training", "distill": "Distillation", "qat": "Quantization-aware training"}
 _STAGES = {"dense": "before", "rounded": "rounded", "trained": "trained", "before": "before", "after": "trained"}
+_LOSSES = {
+    "loss": "loss",
+    "student_cross_entropy": "cross-entropy of the labels",
+    "teacher_cross_entropy": "teacher's cross-entropy",
+    "kl_per_token": "KL(teacher | trained model)",
+}
+"""Labels of losses and measures in nats per token, by name in the log."""
 _TEACHER_SETTINGS = ("teacher_revision", "alpha", "temperature", "loss", "mixture", "teacher_placement")
 """Settings of `qat` that have no effect without a teacher."""
 
@@ -126,7 +133,7 @@ def _results(data: Data, metrics: Metrics, losses: Mapping[str, float | None]) -
         caption += "; ± is one standard error, over samples."
     else:
         caption += ". They have no standard error; `shardwright evaluate` measures one."
-    logged = {label: steps for key, label in LOSSES.items() if (steps := points(metrics, key))}
+    logged = {label: steps for key, label in _LOSSES.items() if (steps := points(metrics, key))}
     end = ", ".join(f"{label} {steps[-1][1]:.4f}" for label, steps in logged.items())
     note = f"Means over {data['settings'].get('logging_steps')} steps. At the end: {end}." if end else ""
     chart = Chart("Loss by step, nats per token", curves(logged, "nats per token"), note)
@@ -207,7 +214,7 @@ def _speed(data: Data, metrics: Metrics, plan: Plan, tokens_per_second: str) -> 
         "which includes compilation and allocation. The measured tokens/s count every step."
     )
     speeds = points(metrics, "tokens_per_second" if apart is None else "positions_per_second")
-    draw = curves({"measured": speeds}, "tokens/s", expected=Expected(value=time.tokens_per_second, low=low, high=high))
+    draw = curves({"measured": speeds}, "tokens/s", expected=(time.tokens_per_second, low, high))
     source = plan.hardware.source
     return Section(
         "Speed",
@@ -439,7 +446,7 @@ def _evaluation_chart(data: Data) -> Chart:
         return Chart("Cross-entropy of each window, nats per token", draw)
     mean, windows = comparison["loss_difference_nats_per_token"], comparison["window_loss_differences_nats_per_token"]
     axis = "model's loss minus the baseline's, nats per token"
-    draw = distribution(windows, mean["value"], mean["standard_error"], axis, zero="no difference")
+    draw = distribution(windows, mean["value"], mean["standard_error"], axis)
     note = "If the band does not include zero, the difference is beyond the noise of this text."
     return Chart("Loss difference of each window, nats per token", draw, note)
 
