@@ -207,25 +207,22 @@ def _plan_tab(page: gr.Blocks) -> None:
             button = gr.Button("Plan", variant="primary")
         with gr.Column(scale=5):
             status = gr.Textbox(label="Result", lines=3, max_lines=20, interactive=False)
-            with gr.Column(visible=False) as result:
-                facts = gr.Dataframe(label="Figures", interactive=False, wrap=True)
-                bars = gr.BarPlot(x="term", y="GB", sort="-y", tooltip="all", label="Memory at the peak", height=260)
-                memory = gr.Dataframe(label="Memory", interactive=False, wrap=True)
-                others = gr.Dataframe(label="Other layouts", interactive=False, wrap=True)
-                command = gr.Code(label="Command", language="shell", interactive=False)
-                address = gr.Textbox(
-                    label="Address of this plan", elem_id="address", buttons=["copy"], interactive=False
-                )
-                files = gr.DownloadButton("Download the files as ZIP")
+            facts = gr.Dataframe(label="Figures", interactive=False, wrap=True)
+            bars = gr.BarPlot(x="term", y="GB", sort="-y", tooltip="all", label="Memory at the peak", height=260)
+            memory = gr.Dataframe(label="Memory", interactive=False, wrap=True)
+            others = gr.Dataframe(label="Other layouts", interactive=False, wrap=True)
+            command = gr.Code(label="Command", language="shell", interactive=False)
+            address = gr.Textbox(label="Address of this plan", elem_id="address", buttons=["copy"], interactive=False)
+            files = gr.DownloadButton("Download the files as ZIP")
     stored = gr.BrowserState({}, storage_key="shardwright", secret="settings")  # noqa: S106
-    outputs = [status, stored, result, facts, bars, memory, others, command, address, files]
+    outputs = [status, stored, facts, bars, memory, others, command, address, files]
 
     def show(values: Mapping[str, Any], config: str) -> list[Any]:
         try:
             settings = settings_from(values)
             plan, notes = planned(settings, config or "")
         except ShardwrightError as error:
-            return [str(error), gr.skip(), gr.Column(visible=False), *(gr.skip() for _ in outputs[3:])]
+            return [str(error), gr.skip(), *(None for _ in outputs[2:])]
         report = plan_report(plan)
         reasons = [text for section in report.sections[:1] for text in section.texts]
         tables = {section.heading: section.tables[0] for section in report.sections if section.tables}
@@ -234,7 +231,6 @@ def _plan_tab(page: gr.Blocks) -> None:
         return [
             "\n".join([*reasons, *notes]),
             texts_of(settings),
-            gr.Column(visible=True),
             pd.DataFrame(
                 [(fact.label, fact.value, fact.detail) for fact in report.facts], columns=["", "value", "detail"]
             ),
