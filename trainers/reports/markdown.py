@@ -32,8 +32,8 @@ def markdown(report: Report, picture_file: str = "") -> str:
     def charts(section: Section) -> Iterable[str]:
         if section is not pictured or not picture_file:
             return
-        yield f"![{_text('; '.join(chart.title for chart in section.charts[:2]))}]({picture_file})"
-        yield from (_text(f"{chart.title}: {chart.note}") for chart in section.charts[:2] if chart.note)
+        yield f"![{_text('; '.join(chart.title for chart in section.charts))}]({picture_file})"
+        yield from (_text(f"{chart.title}: {chart.note}") for chart in section.charts if chart.note)
 
     return _document(report, charts)
 
@@ -71,10 +71,10 @@ def html(report: Report) -> str:
 
 
 def picture(report: Report) -> bytes:
-    """Return the PNG file that `markdown` shows: the first two charts of the first section that has any."""
+    """Return the PNG file that `markdown` shows: the charts of the first section that has any."""
     section = _pictured(report)
     assert section is not None, "the callers' reports have a chart"
-    return png(panels(*(chart.draw for chart in section.charts[:2])))
+    return png(panels(*(chart.draw for chart in section.charts)))
 
 
 def _pictured(report: Report) -> Section | None:

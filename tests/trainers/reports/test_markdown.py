@@ -42,11 +42,13 @@ MARKDOWN = r"""# Training report
 
 First \<line>. Second.
 
-![a; b](training.png)
+![a; b; c](training.png)
 
 a: Note on a.
 
 b: Note on b.
+
+c: Note on c.
 
 Settings.
 
