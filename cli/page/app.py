@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin
 from urllib.parse import urlencode, urlsplit
 
 import gradio as gr
-import pandas as pd
+import pandas as pd  # type: ignore[import-untyped]
 from gradio.processing_utils import save_bytes_to_cache
 from pydantic import Field
 from starlette.datastructures import Headers

@@ -8,7 +8,7 @@ from typing import Any
 
 from ...ds_configs.memory.terms import TERM_MEANINGS
 from ...ds_configs.plan.measurement import FILE_NAME, RunMeasurement
-from ...ds_configs.plan.plan import Plan, job_dict, strategy_dict
+from ...ds_configs.plan.plan import Plan
 from ...ds_configs.search.reasons import display_name
 from ...ds_configs.search.run_estimates import doubts
 from ...ds_configs.search.tuning import Trial
@@ -24,16 +24,10 @@ from .report import (
     Table,
     gb,
     gb_range,
-    key_value_table,
     plain,
     short_name,
     significant,
 )
-
-_HARDWARE_FIELDS = (
-    "name", "nodes", "gpus_per_node", "gpu", "gpu_bytes", "flops_per_s", "memory_bytes_per_s", "link_bytes_per_s",
-    "network_bytes_per_s", "host_bytes_per_node", "source",
-)  # fmt: skip
 
 
 def check_report(data: Mapping[str, Any], *, command: str) -> Report:
@@ -119,7 +113,6 @@ def plan_report(plan: Plan) -> Report:
             _plan_memory(plan),
             _plan_time(plan),
             _other_layouts(plan),
-            _plan_settings(plan),
         ),
         command=plan.command,
         versions=dict(plan.versions),
@@ -196,23 +189,6 @@ def _other_layouts(plan: Plan) -> Section:
         points = [(p.label, significant(p.tokens_per_second), gb(p.high_bytes)) for p in plan.pareto]
         tables.append(Table(("layout", "tokens/s", "needs up to"), points, "From the fastest to the smallest."))
     return Section("Other layouts", tables=tables)
-
-
-def _plan_settings(plan: Plan) -> Section:
-    teacher = None if plan.job.teacher is None else plan.job.teacher.name
-    job = {"model": plan.model.name} | job_dict(plan.job) | {"teacher": teacher}
-    strategy: dict[str, object] = {}
-    for name, value in strategy_dict(plan.chosen.strategy).items():
-        strategy |= value if isinstance(value, dict) else {name: value}
-    hardware = [
-        (name, plain(getattr(plan.hardware, name)) + (" (assumed)" if name in plan.hardware.assumed else ""))
-        for name in _HARDWARE_FIELDS
-    ]
-    tables = [
-        key_value_table([(name.replace("_", " "), value) for name, value in values], caption)
-        for caption, values in (("Job", job.items()), ("Strategy", strategy.items()), ("Hardware", hardware))
-    ]
-    return Section("All settings", tables=tables)
 
 
 def measurement_report(run: RunMeasurement) -> Report:

@@ -92,8 +92,7 @@ def training_report(data: Data, metrics: Metrics, plan: Plan) -> Report:
         sections=(
             _results(data, metrics, losses),
             *([Section("Checkpoint", tables=(key_value_table(checkpoint_facts(data)),))] if kind == "qat" else []),
-            _speed(data, metrics, plan, tokens_per_second),
-            _memory(plan, peak),
+            _predictions(data, metrics, plan, tokens_per_second),
             _training_settings(data, plan),
         ),
         command=data.get("command", ""),
@@ -190,57 +189,56 @@ def _speeds_apart(data: Data, metrics: Metrics) -> tuple[float, float] | None:
     return data["tokens_per_second"] * positions / tokens, data["tokens_per_second"] * labelled / tokens
 
 
-def _speed(data: Data, metrics: Metrics, plan: Plan, tokens_per_second: str) -> Section:
-    time, (low, high) = plan.chosen.time, speed_interval(plan)
-    steps = [value for _, value in points(metrics, "step_seconds")]
-    whole = data["result"]["step_seconds"] / data["steps"] if data["steps"] else 0.0
-    seconds = with_error(*(mean_with_error(steps[1:]) if len(steps) > 1 else (whole, None)))
+def _predictions(data: Data, metrics: Metrics, plan: Plan, tokens_per_second: str) -> Section:
+    """Return speed and memory, predicted and measured."""
+    gpu, time, (low, high) = plan.chosen.memory.gpu, plan.chosen.time, speed_interval(plan)
+    steps, peak = [value for _, value in points(metrics, "step_seconds")], data["result"]["peak_bytes"]
+    mean = data["result"]["step_seconds"] / data["steps"] if data["steps"] else 0.0
+    seconds = with_error(*(mean_with_error(steps[1:]) if len(steps) > 1 else (mean, None)))
     apart = _speeds_apart(data, metrics)
     # A plan counts every position of a row.
     counted = "tokens/s of all ranks" if apart is None else "tokens/s of all ranks, with padding"
-    compared = tokens_per_second if apart is None else significant(apart[0])
-    rows = [
-        (name, f"{significant(predicted)} ({significant(least)} to {significant(most)})", measured)
-        for name, predicted, least, most, measured in (
-            (counted, time.tokens_per_second, low, high, compared),
-            ("seconds per step", time.seconds, time.low_seconds, time.high_seconds, seconds),
-        )
-    ]
-    if apart is not None:
-        own_rows = (("tokens/s without padding", tokens_per_second), ("tokens/s with a label", significant(apart[1])))
-        rows[1:1] = [(name, "", measured) for name, measured in own_rows]
-    caption = (
-        "± is the standard error over the intervals between two lines of metrics.jsonl, without the first interval, "
-        "which includes compilation and allocation. The measured tokens/s count every step."
-    )
-    speeds = points(metrics, "tokens_per_second" if apart is None else "positions_per_second")
-    draw = curves({"measured": speeds}, "tokens/s", expected=(time.tokens_per_second, low, high))
-    source = plan.hardware.source
-    return Section(
-        "Speed",
-        [f"The prediction uses the figures of {plan.hardware.gpu}: {source}."] if source else [],
-        [Chart(counted.capitalize(), draw, "Dashed: predicted by the plan.")] if speeds else [],
-        (Table(("", "predicted, with interval", "measured"), rows, caption),),
-    )
-
-
-def _memory(plan: Plan, peak: int | None) -> Section:
-    gpu = plan.chosen.memory.gpu
     measured = "not measured on CPU ranks" if peak is None else gb(peak)
+
+    def interval(value: float, least: float, most: float) -> str:
+        return f"{significant(value)} ({significant(least)} to {significant(most)})"
+
+    own = (
+        []
+        if apart is None
+        else [("tokens/s without padding", "", tokens_per_second), ("tokens/s with a label", "", significant(apart[1]))]
+    )
     rows = [
+        (
+            counted,
+            interval(time.tokens_per_second, low, high),
+            tokens_per_second if apart is None else significant(apart[0]),
+        ),
+        *own,
+        ("seconds per step", interval(time.seconds, time.low_seconds, time.high_seconds), seconds),
         ("tensors on the fullest accelerator", gb(gpu.allocated_bytes), measured),
         ("with runtime and fragmentation", f"{gb(gpu.peak_bytes)} ({gb_range(gpu.low_bytes, gpu.high_bytes)})", "–"),
         ("capacity", gb(gpu.capacity_bytes), ""),
     ]
-    not_tensors = ("runtime_context", "communicators", "allocator_fragmentation")
+    caption = (
+        "± is the standard error over the intervals between two lines of metrics.jsonl, without the first interval, "
+        "which includes compilation and allocation. The measured tokens/s count every step."
+    )
+    charts = []
+    if speeds := points(metrics, "tokens_per_second" if apart is None else "positions_per_second"):
+        draw = curves({"measured": speeds}, "tokens/s", expected=(time.tokens_per_second, low, high))
+        charts.append(Chart(counted.capitalize(), draw, "Dashed: predicted by the plan."))
     unit, size = ("GB", 1e9) if gpu.allocated_bytes >= 10**8 else ("MB", 1e6)
-    terms = sorted(gpu.terms.items(), key=lambda item: -item[1])
-    tensors = {name.replace("_", " "): count / size for name, count in terms if name not in not_tensors}
+    not_tensors = ("runtime_context", "communicators", "allocator_fragmentation")
+    tensors = {name.replace("_", " "): count / size for name, count in gpu.terms.items() if name not in not_tensors}
     bars: list[tuple[str, Mapping[str, float], bool]] = [("predicted", largest_parts(tensors), True)]
     if peak is not None:
         bars.append(("measured", {"tensors, measured": peak / size}, False))
-    chart = Chart(f"Tensors on the fullest accelerator, {unit}", stacks(bars, unit), f"Measured: {measured}.")
-    return Section("Memory", charts=(chart,), tables=(Table(("", "predicted, with interval", "measured"), rows),))
+    charts.append(Chart(f"Tensors on the fullest accelerator, {unit}", stacks(bars, unit), f"Measured: {measured}."))
+    source = plan.hardware.source
+    texts = [f"The prediction uses the figures of {plan.hardware.gpu}: {source}."] if source else []
+    table = Table(("", "predicted, with interval", "measured"), rows, caption)
+    return Section("Speed and memory", texts, charts, (table,))
 
 
 def _training_settings(data: Data, plan: Plan) -> Section:
@@ -300,21 +298,8 @@ def _percentage(estimate: Data) -> str:
 
 
 def _evaluation_facts(data: Data) -> list[Fact]:
-    model, baseline, comparison = data["model"], data["baseline"], data["comparison"]
-    before = ("", "") if baseline is None else (_estimate(baseline["perplexity"]), gb(baseline["sizes"]["file_bytes"]))
-    perplexity_before, bytes_before = (f"baseline {value}" if value else "" for value in before)
-    facts = [
-        Fact("Perplexity", _estimate(model["perplexity"]), perplexity_before),
-        Fact("Cross-entropy, nats per token", _estimate(model["loss_nats_per_token"])),
-    ]
-    if comparison is not None:
-        facts.append(Fact("KL(baseline | model), nats per token", _estimate(comparison["kl_nats_per_token"])))
-        facts.append(Fact("Same most likely token", _percentage(comparison["top1_agreement"])))
-    facts.append(Fact("Safetensors on disk", gb(model["sizes"]["file_bytes"]), bytes_before))
-    speed = model["speed"]
-    if speed is not None and speed["decode_tokens_per_second"] is not None:
-        facts.append(Fact("Decode, tokens/s", significant(speed["decode_tokens_per_second"]), speed["machine"]))
-    return facts
+    rows = evaluation_table(data).rows[: 3 if data["comparison"] is None else 6]
+    return [Fact(name, value, f"baseline {others[0]}" if others and others[0] else "") for name, value, *others in rows]
 
 
 def _evaluation_measures(data: Data) -> dict[str, float]:
@@ -322,12 +307,10 @@ def _evaluation_measures(data: Data) -> dict[str, float]:
     measures = {
         "perplexity": model["perplexity"]["value"],
         "safetensors on disk, GB": model["sizes"]["file_bytes"] / 1e9,
+        "KL(baseline | model), nats per token": comparison and comparison["kl_nats_per_token"]["value"],
+        "decode, tokens/s": model["speed"] and model["speed"]["decode_tokens_per_second"],
     }
-    if comparison is not None:
-        measures["KL(baseline | model), nats per token"] = comparison["kl_nats_per_token"]["value"]
-    if model["speed"] is not None and model["speed"]["decode_tokens_per_second"] is not None:
-        measures["decode, tokens/s"] = model["speed"]["decode_tokens_per_second"]
-    return measures
+    return {name: value for name, value in measures.items() if value is not None}
 
 
 def evaluation_table(data: Data) -> Table:

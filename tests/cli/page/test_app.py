@@ -105,6 +105,11 @@ def test_absurd_inputs_have_short_errors(values, config):
     assert all(len(line) < 600 for line in str(caught.value).splitlines())
 
 
+def test_a_removed_setting_of_an_address_names_its_replacement():
+    with pytest.raises(UsageError, match="hardware file"):
+        settings_from({"network_bytes_per_s": "3GB/s"})
+
+
 def test_a_model_that_does_not_fit_shows_changes_that_would():
     with pytest.raises(PlanDoesNotFitError, match=r"(?i)would fit"):
         planned(PageSettings(model="meta-llama/Llama-3.1-70B", hardware="1xT4", precision="fp16"))
