@@ -22,7 +22,7 @@ ROOT = Path(__file__).parents[3]
 RUNS = ROOT / "tests" / "data" / "runs"
 KINDS = {"train": "report.json", "distill": "report.json", "qat": "report.json", "quantize": "quantization.json",
          "evaluate": "evaluation.json", "rehearse": "rehearsal.json"}  # fmt: skip
-HOSTILE = "\"><script>alert(1)</script>'../../etc"
+HOSTILE = "\"><script>alert(1)</script>'../../etc [a](http://b.c) ![d](//e.f) *g* |h| &lt;"
 
 
 class Reader(HTMLParser):
