@@ -39,8 +39,8 @@ def check_command(
         check_output_file(options.report, force=options.force)
     result = check(*files, num_processes=options.num_processes, transformers=options.transformers)
     if options.report is not None:
+        from ...trainers.reports.markdown import html
         from ...trainers.reports.plans import check_report
-        from ...trainers.reports.report import html
 
         write_output_file(options.report, html(check_report(result.to_dict(), command=command_line())))
     if options.as_json:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import importlib.util
 from typing import Annotated
 
 from pydantic import Field
 
+from ...ds_configs.specs.errors import ShardwrightError
 from ..options import ConfigOption
 from ..settings import FILLED, Options, grouped
 
@@ -19,11 +21,13 @@ class PageOptions(ConfigOption):
 
 
 def ui_command(*, options: Annotated[PageOptions, Options] = FILLED) -> int:
-    """Plan and check in the browser: charts, alternatives, files to download, and a link to each plan.
+    """Plan and check in the browser: figures, alternatives, files to download, and an address for each plan.
 
     Only requests to the Hub for the models that you name leave this machine. Stop it with Ctrl-C.
     """
-    from ..page.server import serve
+    if importlib.util.find_spec("gradio") is None:
+        raise ShardwrightError("the page needs gradio, which is not installed; pip install 'shardwright[ui]'")
+    from ..page.app import serve
 
     serve(options.host, options.port, announce=lambda address: print(f"Shardwright planner: {address}", flush=True))
     return 0

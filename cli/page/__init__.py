@@ -1,1 +1,1 @@
-"""The page of `shardwright ui`: `server.py` serves it, `app.py` builds it; its address has its state."""
+"""The page of `shardwright ui`, from Gradio's components; `app.py` also runs as a Hugging Face Space."""

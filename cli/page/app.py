@@ -1,323 +1,355 @@
-"""The planner page: a form with the plan beside it, and a tab that checks a configuration."""
+"""The planner page: plan a model, download the files, check a configuration, share the address of a plan.
+
+On a Space anyone can open the page, so no setting is a path that is read on this machine.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import Any, Literal, get_args, get_origin
+import io
+import os
+import shlex
+import tempfile
+import threading
+import zipfile
+from collections.abc import Callable, Mapping
+from functools import cache
+from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin
+from urllib.parse import urlencode, urlsplit
 
 import gradio as gr
+import pandas as pd  # type: ignore[import-untyped]
+from gradio.processing_utils import save_bytes_to_cache
+from pydantic import Field
+from starlette.datastructures import Headers
+from starlette.middleware import Middleware
+from starlette.middleware.trustedhost import TrustedHostMiddleware
+from starlette.responses import PlainTextResponse
 
-from ...ds_configs.plan.plan import PlanDoesNotFitError
-from ...ds_configs.specs.errors import ShardwrightError
-from ...ds_configs.specs.hardware import gpu_catalog, parse_hardware
+from ...ds_configs.check.files import CheckedFiles, check_text
+from ...ds_configs.models.model_config import LARGEST_CONFIG_BYTES, parse_config_json
+from ...ds_configs.plan.gallery import packaged_model, packaged_models
+from ...ds_configs.plan.plan import Plan, render_files
+from ...ds_configs.specs.errors import ConfigError, ShardwrightError, UsageError, collecting
+from ...ds_configs.specs.hardware import gpu_catalog, hardware_from_mapping, parse_hardware, parse_overrides
+from ...ds_configs.specs.model import ModelSpec
 from ...ds_configs.specs.settings import Settings, settings_of
-from ...plugins.huggingface_hub.hub import search_models
+from ...plugins.huggingface_hub.hub import ModelSource, read_hub_source
+from ...plugins.planning.from_names import plan as select_plan
+from ...plugins.planning.models import LoadedModel, model_from_source
+from ...plugins.releases import transformers_release
+from ...trainers.reports.plans import check_report, plan_report
 from ..options import CheckedFor
-from .address import CONFIG_FILE, EXAMPLE, PageSettings, pack_config, query_of, settings_from_form, settings_from_query
-from .planned import known_models, offered, planned
-from .views import TEMPLATES, errors_view, findings_view, misfit_view, plan_view
+from ..plan_settings import PlanSettings, answers, question_errors, shown_answers
+from ..settings import grouped
 
-MAIN = ("method", "seq_len", "global_batch_size", "micro_batch_size", "precision")
-MORE: Mapping[str, tuple[str, ...]] = {
-    "Training": (
-        "optimizer",
-        "gradient_checkpointing",
-        "loss",
-        "strategy",
-        "offload",
-        "objective",
-        "lora_rank",
-        "lora_targets",
-    ),
-    "Parallel layout": (
-        "tensor_parallel_size",
-        "pipeline_parallel_size",
-        "sequence_parallel_size",
-        "context_parallel_size",
-        "expert_parallel_size",
-        "zero_quantized_weights",
-        "zero_quantized_gradients",
-    ),
-    "Distillation": ("teacher", "teacher_placement"),
-    "The whole run": ("tokens", "deadline", "gpu_hour_price", "save_seconds", "mtbf_hours"),
-}
-LINKS = ("link_bytes_per_s", "network_bytes_per_s", "host_memory", "nvme")
-UPLOADED = "config.json (uploaded)"
-"""Text of the model field while an uploaded file is planned."""
-_LABELS = {
-    "seq_len": "Sequence length, tokens",
-    "gpu_hour_price": "Price of a GPU hour",
-    "lora_rank": "LoRA rank",
-    "lora_targets": "LoRA targets",
-    "mtbf_hours": "Mean hours between failures",
-    "num_processes": "Ranks of the job",
-    "nvme": "NVMe of a node",
-    "host_memory": "Memory of a node",
-    "link_bytes_per_s": "Link within a node",
-    "network_bytes_per_s": "Network between nodes",
-    "transformers": "For the Trainer",
-    "zero_quantized_weights": "ZeRO++ quantized weights",
-    "zero_quantized_gradients": "ZeRO++ quantized gradients",
-}
-_FEW = 4
-"""Most choices that are shown as radio buttons."""
+if TYPE_CHECKING:
+    from starlette.types import ASGIApp, Receive, Scope, Send
+
+LARGEST_BODY_BYTES = 2 * LARGEST_CONFIG_BYTES
+"""Of a request: an escaped `config.json` of the largest allowed size."""
+LONGEST_VALUE = 200
+"""Characters of one setting."""
+CONFIG_FILE = "config.json"
+_PASTED = "pasted text"
+_MAIN = ("hardware", "method", "seq_len", "global_batch_size", "micro_batch_size", "strategy", "precision")
+_SAFE_METHODS = ("GET", "HEAD", "OPTIONS")
+
+
+@grouped
+class PageSettings(PlanSettings):
+    """Settings of the page and of its address; an uploaded configuration takes the place of `model`."""
+
+    group = "Model"
+
+    model: str = Field("", description="ORG/NAME of a model on the Hub; the listed models need no request to it")
+
+
+NAMES = tuple(name for name in PageSettings.model_fields if name not in ("model", "num_processes"))
+EXAMPLE = {"model": "meta-llama/Llama-3.1-8B", "hardware": "8xA100-80GB"}
+"""Settings of an address without any."""
+
+
+def settings_from(values: Mapping[str, Any], kind: type[Settings] = PageSettings) -> Any:
+    """Return the settings of all values that are neither empty nor the default.
+
+    Raises:
+        UsageError: unknown names, values that are too long or invalid, all together.
+    """
+    if long := [name for name, value in values.items() if max(len(name), len(str(value))) > LONGEST_VALUE]:
+        rule = f"must have at most {LONGEST_VALUE} characters"
+        raise UsageError([ConfigError(where=name[:LONGEST_VALUE], rule=rule, fix="shorten it") for name in long])
+    filled = {name: value.strip() if isinstance(value, str) else value for name, value in values.items()}
+    defaults = {name: str(field.default) for name, field in kind.model_fields.items()}
+    stated = {name: value for name, value in filled.items() if str(value) not in ("", "None", defaults.get(name))}
+    return settings_of(kind, stated)
+
+
+def texts_of(settings: Settings) -> dict[str, str]:
+    """Return the set options as texts for an address or a command line."""
+    stated = settings.stated().items()
+    return {name: str(value).lower() if isinstance(value, bool) else f"{value}" for name, value in stated}
+
+
+def command_of(settings: PageSettings) -> str:
+    """Return the command line that makes the same plan."""
+    words = ["shardwright", "plan", settings.model or CONFIG_FILE]
+    for name, text in texts_of(settings).items():
+        if name != "model":
+            words += [f"--{name.replace('_', '-')}", *([] if text == "true" else [text])]
+    return shlex.join([*words, "--output-dir", "plan"])
+
+
+@cache
+def known_models() -> dict[str, ModelSpec]:
+    """Return the packaged models by Hub id, which need no request to the Hub."""
+    return {name: packaged_model(name, release=transformers_release()) for name in packaged_models()}
+
+
+def _named(name: str, revision: str | None) -> LoadedModel:
+    if revision is None and name in known_models():
+        return LoadedModel(spec=known_models()[name], config={}, notes=())
+    return model_from_source(read_hub_source(name, revision=revision), by_structure=True)
+
+
+def _model(settings: PageSettings, config: str) -> LoadedModel:
+    if bool(config) == bool(settings.model):
+        rule, fix = "must be a Hub id or a config.json", "enter one of them, and clear the other"
+        raise UsageError(ConfigError(where="model", value=settings.model, rule=rule, fix=fix))
+    if not config:
+        return _named(settings.model, settings.revision)
+    parsed = parse_config_json(config.encode("utf-8", "surrogatepass"), source=CONFIG_FILE)
+    source = ModelSource(name=CONFIG_FILE, revision=None, config=parsed, checkpoint_parameters=None)
+    return model_from_source(source, by_structure=True)
+
+
+def planned(settings: PageSettings, config: str = "") -> tuple[Plan, tuple[str, ...]]:
+    """Return the plan that `shardwright plan` makes of the same settings, and its notes.
+
+    Raises:
+        ShardwrightError: a value cannot be used, a file is unsafe, no layout fits, or the Hub denies access.
+    """
+    notes: list[str] = []
+    errors = question_errors(settings)
+    with collecting(errors):
+        named = parse_hardware(settings.hardware or "")
+        counted = {"gpu": named.gpu, "nodes": named.nodes, "gpus_per_node": named.gpus_per_node}
+        memory = parse_overrides(host_memory=settings.host_memory, nvme=settings.nvme)
+        hardware = hardware_from_mapping(counted | memory, name=settings.hardware or "")
+    with collecting(errors):
+        model = _model(settings, config)
+    if errors:
+        raise UsageError(errors)
+    loaded = {"teacher": _named(settings.teacher, None).spec} if settings.teacher else {}
+    words = settings.words(hardware_is_read=True) | loaded
+    plan = select_plan(model, hardware, notify=notes.append, **words)
+    return plan, (*notes, *shown_answers(answers(plan, settings)))
+
+
+def archive(files: Mapping[str, str]) -> bytes:
+    """Return a ZIP of the files, the same for the same files, with executable scripts."""
+    stream = io.BytesIO()
+    with zipfile.ZipFile(stream, "w", zipfile.ZIP_DEFLATED) as packed:
+        for name, content in files.items():
+            entry = zipfile.ZipInfo(f"plan/{name}")
+            entry.external_attr = (0o755 if name.endswith((".sh", ".sbatch")) else 0o644) << 16
+            packed.writestr(entry, content)
+    return stream.getvalue()
+
+
+def checked(text: str, values: Mapping[str, Any]) -> CheckedFiles:
+    """Return the findings about a pasted file.
+
+    Raises:
+        UsageError: a setting is invalid.
+    """
+    facts = settings_from(values, CheckedFor)
+    findings = check_text(text, filename=_PASTED, world_size=facts.num_processes, uses_transformers=facts.transformers)
+    return CheckedFiles(findings=findings, files=(_PASTED,))
 
 
 def setting_field(name: str, kind: type[Settings] = PageSettings) -> gr.components.Component:
     """Return the field of a setting: choices, a checkbox, or text as after a flag."""
     field = kind.model_fields[name]
-    texts = {"label": _LABELS.get(name, name.replace("_", " ").capitalize()), "info": field.description}
+    texts: dict[str, Any] = {"label": name.replace("_", " ").capitalize(), "info": field.description, "elem_id": name}
+    if name in ("model", "hardware"):
+        choices = sorted(known_models(), key=str.lower) if name == "model" else [f"8x{gpu}" for gpu in gpu_catalog()]
+        return gr.Dropdown(choices, value=EXAMPLE[name], allow_custom_value=True, **texts)
     if get_origin(field.annotation) is Literal:
-        choices = list(get_args(field.annotation))
-        component = gr.Radio if len(choices) <= _FEW else gr.Dropdown
-        return component(choices, value=field.default, elem_id=name, **texts)
+        return gr.Dropdown(list(get_args(field.annotation)), value=field.default, **texts)
     if field.annotation is bool:
-        return gr.Checkbox(value=field.default, elem_id=name, **texts)
-    placeholder = "" if field.default is None else str(field.default)
-    return gr.Textbox(placeholder=placeholder, max_lines=1, elem_id=name, **texts)
-
-
-def hardware_fields() -> dict[str, gr.components.Component]:
-    named = parse_hardware(EXAMPLE.hardware or "")
-    gpu = gr.Dropdown(list(gpu_catalog()), value=named.gpu, label="Accelerator", elem_id="gpu")
-    with gr.Row():
-        gpus = gr.Number(named.gpus_per_node, label="Per node", precision=0, min_width=80, elem_id="gpus_per_node")
-        nodes = gr.Number(named.nodes, label="Nodes", precision=0, min_width=80, elem_id="nodes")
-    return {"gpu": gpu, "gpus_per_node": gpus, "nodes": nodes}
-
-
-def model_choices() -> list[str]:
-    return sorted(known_models(), key=str.lower)
-
-
-def stated_by(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return settings from the values of all fields by name."""
-    others = dict(values)
-    gpu, gpus, nodes = (others.pop(name) for name in ("gpu", "gpus_per_node", "nodes"))
-    counts = [1 if count is None else count for count in (nodes, gpus)]
-    uploaded = others["model"] == UPLOADED
-    others["model"], others["config"] = (None, others["config"]) if uploaded else (others["model"], None)
-    return others | {"hardware": f"{counts[1]}x{gpu}" if counts[0] == 1 else f"{counts[0]}x{counts[1]}x{gpu}"}
-
-
-def shown_values(settings: PageSettings) -> dict[str, Any]:
-    """Return the value of each field; invalid hardware becomes that of the example, beside the error message."""
-    stated = settings.stated()
-    try:
-        named = parse_hardware(settings.hardware or "")
-    except ShardwrightError:
-        named = parse_hardware(EXAMPLE.hardware or "")
-    values: dict[str, Any] = {}
-    for name, field in PageSettings.model_fields.items():
-        value = stated.get(name, field.default)
-        is_text = get_origin(field.annotation) is not Literal and field.annotation is not bool
-        values[name] = ("" if name not in stated or value is None else str(value)) if is_text else value
-    counted = {"nodes": named.nodes, "gpus_per_node": named.gpus_per_node, "gpu": named.gpu}
-    return values | counted | {"model": UPLOADED if settings.config else settings.model or None}
-
-
-CONCURRENT_PLANS = 8
-"""Plans that are computed concurrently; a plan may wait for the Hub."""
-_TITLE = "Shardwright planner"
-_HEADING = """<header class="top"><h1>Shardwright</h1><p>Select a ZeRO stage, FSDP2 or parallel layout for your model
-and hardware, with its memory, time and configuration files. Everything is computed here. Only the
-<code>config.json</code>
-of a model that you name is requested from the Hub.</p></header>"""
-_NOTHING_PASTED = """<p class="sub">Errors stop a run, or make it ignore the file. Warnings are about keys with no
-effect or a surprising one. Each has its line and a fix, as in <code>shardwright check</code>.</p>"""
-_WRITE_ADDRESS = """(query) => {
-  if (query && query !== location.search.slice(1)) history.pushState(null, "", "?" + query);
-}"""
-
-
-def theme() -> gr.Theme:
-    """Return colours and local fonts of Gradio, so that nothing is fetched.
-
-    Seen with gradio 6.31.0: its semi-bold IBM Plex lacks letters, such as a and b.
-    """
-    text = [gr.themes.LocalFont("IBM Plex Sans", weights=(400, 700)), "system-ui", "sans-serif"]
-    code = [gr.themes.LocalFont("IBM Plex Mono", weights=(400, 700)), "ui-monospace", "monospace"]
-    sizes = {"radius_size": "sm", "spacing_size": "sm"}
-    return gr.themes.Base(primary_hue="blue", neutral_hue="slate", font=text, font_mono=code, **sizes).set(
-        body_background_fill="*neutral_50",
-        body_background_fill_dark="*neutral_950",
-        block_label_text_color="*neutral_700",
-        block_info_text_color="*neutral_600",
-        block_info_text_color_dark="*neutral_300",
-        body_text_color_subdued="*neutral_600",
-        body_text_color_subdued_dark="*neutral_300",
-        input_placeholder_color="*neutral_500",
-        input_placeholder_color_dark="*neutral_400",
-        input_background_fill="white",
-        input_background_fill_dark="*neutral_900",
-        input_border_width="1px",
-        input_border_color="*neutral_400",
-        input_border_color_dark="*neutral_600",
-        button_primary_background_fill="*primary_700",
-        button_primary_background_fill_dark="*primary_700",
-        button_primary_background_fill_hover="*primary_800",
-        button_primary_background_fill_hover_dark="*primary_600",
-    )
-
-
-def head() -> str:
-    """Return style and script of the results."""
-    style, script = ((TEMPLATES / name).read_text(encoding="utf-8") for name in ("page.css", "page.js"))
-    return f"<style>{style}</style><script>{script}</script>"
+        return gr.Checkbox(field.default, **texts)
+    return gr.Textbox(placeholder=str(field.default or ""), max_lines=1, max_length=LONGEST_VALUE, **texts)
 
 
 def build_page() -> gr.Blocks:
-    with gr.Blocks(title=_TITLE, analytics_enabled=False, fill_width=True, delete_cache=(600, 600)) as page:
-        gr.HTML(_HEADING, apply_default_css=False)
-        with gr.Tabs():
-            with gr.Tab("Plan", id="plan"):
-                _plan_tab(page)
-            with gr.Tab("Check a configuration", id="check"):
-                _check_tab()
-    page.queue(default_concurrency_limit=CONCURRENT_PLANS)
+    with gr.Blocks(title="Shardwright planner", analytics_enabled=False, delete_cache=(600, 600)) as page:
+        gr.Markdown("# Shardwright\nEverything is computed here; a named model's `config.json` is read from the Hub.")
+        with gr.Tab("Plan"):
+            _plan_tab(page)
+        with gr.Tab("Check a configuration"):
+            _check_tab()
+    page.queue(default_concurrency_limit=8)
     return page
 
 
 def _plan_tab(page: gr.Blocks) -> None:
-    with gr.Row(elem_id="planner"):
-        with gr.Column(scale=2, min_width=300, elem_id="form"):
-            fields, upload = _model_fields()
-            with gr.Group():
-                fields |= hardware_fields()
-                with gr.Accordion("Links, host memory, NVMe", open=False):
-                    fields |= {name: setting_field(name) for name in LINKS}
-            with gr.Group():
-                fields |= {name: setting_field(name) for name in MAIN}
-            for heading, names in MORE.items():
-                with gr.Accordion(heading, open=False):
-                    fields |= {name: setting_field(name) for name in names}
-            button = gr.Button("Plan", variant="primary", elem_id="run")
-        with gr.Column(scale=5, min_width=300, elem_id="result"):
-            result = gr.HTML(apply_default_css=False)
-    # Query of the address, without a visible field.
-    address = gr.Textbox(visible=False)
-    every = list(fields.values())
-    picked = [field.input for field in every if isinstance(field, gr.Dropdown | gr.Radio | gr.Checkbox | gr.Number)]
-    typed = [field.submit for field in every if isinstance(field, gr.Textbox)]
+    with gr.Row():
+        with gr.Column(scale=2):
+            fields = {"model": setting_field("model")}
+            with gr.Accordion("Upload or paste a config.json", open=False):
+                upload = gr.File(label="Upload", file_types=[".json"], type="binary", height=120)
+                config = gr.Textbox(
+                    label=CONFIG_FILE, elem_id="config", lines=6, max_lines=6, max_length=LARGEST_CONFIG_BYTES
+                )
+            fields |= {name: setting_field(name) for name in _MAIN}
+            with gr.Accordion("More settings", open=False):
+                fields |= {name: setting_field(name) for name in NAMES if name not in _MAIN}
+            button = gr.Button("Plan", variant="primary")
+        with gr.Column(scale=5):
+            status = gr.Textbox(label="Result", lines=3, max_lines=20, interactive=False)
+            facts = gr.Dataframe(label="Figures", interactive=False, wrap=True)
+            bars = gr.BarPlot(x="term", y="GB", sort="-y", tooltip="all", label="Memory at the peak", height=260)
+            memory = gr.Dataframe(label="Memory", interactive=False, wrap=True)
+            others = gr.Dataframe(label="Other layouts", interactive=False, wrap=True)
+            command = gr.Code(label="Command", language="shell", interactive=False)
+            address = gr.Textbox(label="Address of this plan", elem_id="address", buttons=["copy"], interactive=False)
+            files = gr.DownloadButton("Download the files as ZIP")
+    stored = gr.BrowserState({}, storage_key="shardwright", secret="settings")  # noqa: S106
+    outputs = [status, stored, facts, bars, memory, others, command, address, files]
 
-    def plan_form(*values: Any) -> Iterator[tuple[Any, str]]:
-        yield from _planned_form(dict(zip(fields, values, strict=True)))
-
-    def plan_upload(content: bytes, *values: Any) -> Iterator[tuple[Any, Any, Any, str]]:
-        # An invalid file changes no field.
+    def show(values: Mapping[str, Any], config: str) -> list[Any]:
         try:
-            packed = pack_config(content)
+            settings = settings_from(values)
+            plan, notes = planned(settings, config or "")
         except ShardwrightError as error:
-            yield gr.skip(), gr.skip(), errors_view(error), ""
-            return
-        changed: tuple[Any, Any] = UPLOADED, packed
-        uploaded = dict(zip(fields, values, strict=True)) | {"model": UPLOADED, "config": packed}
-        for text, query in _planned_form(uploaded):
-            yield *changed, text, query
-            changed = gr.skip(), gr.skip()
+            return [str(error), gr.skip(), *(None for _ in outputs[2:])]
+        report = plan_report(plan)
+        reasons = [text for section in report.sections[:1] for text in section.texts]
+        tables = {section.heading: section.tables[0] for section in report.sections if section.tables}
+        terms = [(name.replace("_", " "), size / 1e9) for name, size in plan.chosen.memory.gpu.terms.items()]
+        rendered = render_files(plan) | ({CONFIG_FILE: config} if config else {})
+        return [
+            "\n".join([*reasons, *notes]),
+            texts_of(settings),
+            pd.DataFrame(
+                [(fact.label, fact.value, fact.detail) for fact in report.facts], columns=["", "value", "detail"]
+            ),
+            pd.DataFrame(terms, columns=["term", "GB"]),
+            *(pd.DataFrame(tables[n].rows, columns=list(tables[n].headings)) for n in ("Memory", "Other layouts")),
+            command_of(settings),
+            "Upload the config.json again to repeat this plan." if config else f"?{urlencode(texts_of(settings))}",
+            save_bytes_to_cache(archive(rendered), "plan.zip", files.GRADIO_CACHE),
+        ]
 
-    def open_address(request: gr.Request) -> Iterator[list[Any]]:
-        try:
-            settings = settings_from_query(str(request.query_params))
-        except ShardwrightError as error:
-            yield [*(gr.skip() for _ in fields), errors_view(error)]
-            return
-        values: dict[str, Any] = shown_values(settings)
-        for text in results(settings):
-            yield [*(values.get(name, gr.skip()) for name in fields), text]
-            values = {}
+    def from_form(config: str, *values: Any) -> list[Any]:
+        return show(dict(zip(fields, values, strict=True)), config)
 
-    shown: dict[str, Any] = {"show_progress": "minimal", "show_progress_on": result, "api_visibility": "private"}
-    from_form = gr.on(
-        [button.click, *picked, *typed], plan_form, every, [result, address], trigger_mode="always_last", **shown
-    )
-    outputs = [fields["model"], fields["config"], result, address]
-    from_upload = upload.upload(plan_upload, [upload, *every], outputs, **shown)
-    for event in (from_form, from_upload):
-        event.then(None, [address], js=_WRITE_ADDRESS)
-    page.load(open_address, None, [*every, result], **shown)
+    def from_address(request: gr.Request, stored: dict[str, Any]) -> list[Any]:
+        """Plan what the address says; else what this browser planned last; else the example."""
+        # Names that begin with two underscores belong to Gradio and Spaces.
+        query = {name.replace("-", "_"): text for name, text in request.query_params.items() if name[:2] != "__"}
+        values = query or stored or EXAMPLE
+        shown = {**dict.fromkeys(fields, ""), **values} if query or stored else values
+        return [*(_restored(name, shown) for name in fields), *show(values, "")]
 
+    def read(content: bytes | None) -> tuple[str, Any]:
+        return (content or b"").decode(errors="replace"), "" if content else gr.skip()
 
-def _planned_form(values: dict[str, Any]) -> Iterator[tuple[Any, str]]:
-    """Yield the results for the values of all fields, and their address; an empty address for invalid values."""
-    try:
-        settings = settings_from_form(stated_by(values))
-    except ShardwrightError as error:
-        yield errors_view(error), ""
-        return
-    for result in results(settings):
-        yield result, query_of(settings)
+    upload.upload(read, upload, [config, fields["model"]], api_visibility="private")
+    button.click(from_form, [config, *fields.values()], outputs, api_visibility="private")
+    page.load(from_address, stored, [*fields.values(), *outputs], api_visibility="private")
 
 
-def _model_fields() -> tuple[dict[str, gr.components.Component], gr.UploadButton]:
-    with gr.Group():
-        model = gr.Dropdown(
-            model_choices(),
-            label="Model",
-            info="ORG/NAME on the Hub; the listed models need no request to it",
-            allow_custom_value=True,
-            elem_id="model",
-        )
-        upload = gr.UploadButton(
-            f"Upload a {CONFIG_FILE}", file_types=[".json"], type="binary", size="sm", elem_id="upload"
-        )
-        with gr.Accordion("Search the Hub, revision", open=False):
-            words = gr.Textbox(label="Search the Hub", max_lines=1, elem_id="search")
-            search = gr.Button("Search", size="sm", elem_id="search_run")
-            matches = gr.HTML(apply_default_css=False, elem_id="found")
-            revision = setting_field("revision")
-        config = gr.Textbox(visible=False)
-
-    def find(text: str) -> tuple[Any, str]:
-        try:
-            names = search_models(text.strip()) if text.strip() else ()
-        except ShardwrightError as error:
-            return gr.skip(), errors_view(error)
-        result = f"Found: {len(names)}. Select one under Model" if names else "No model found"
-        return gr.Dropdown(choices=list(names) or model_choices()), f'<p class="sub" role="status">{result}</p>'
-
-    gr.on(
-        [search.click, words.submit], find, [words], [model, matches], show_progress="minimal", api_visibility="private"
-    )
-    return {"model": model, "config": config, "revision": revision}, upload
+def _restored(name: str, values: Mapping[str, Any]) -> Any:
+    """Return the value of a field for settings as texts."""
+    field = PageSettings.model_fields[name]
+    text = str(values.get(name, ""))[:LONGEST_VALUE]
+    if field.annotation is bool:
+        return text == "true"
+    if get_origin(field.annotation) is Literal:
+        return text if text in get_args(field.annotation) else field.default
+    return text
 
 
 def _check_tab() -> None:
-    with gr.Row(elem_id="checker"):
-        with gr.Column(scale=2, min_width=300):
-            text = gr.Textbox(
-                label="DeepSpeed JSON or Accelerate YAML",
-                info="Stays on the machine that serves this page",
-                # A field that grows is measured again for every letter of a long text.
-                lines=20,
-                max_lines=20,
-                elem_id="pasted",
-            )
+    with gr.Row():
+        with gr.Column(scale=2):
+            text = gr.Textbox(label="DeepSpeed JSON or Accelerate YAML", lines=20, max_lines=20, max_length=2**20)
             facts = {name: setting_field(name, CheckedFor) for name in CheckedFor.model_fields}
-            button = gr.Button("Check", variant="primary", elem_id="check")
-        with gr.Column(scale=3, min_width=300, elem_id="findings"):
-            result = gr.HTML(_NOTHING_PASTED, apply_default_css=False)
+            button = gr.Button("Check", variant="primary")
+        with gr.Column(scale=3):
+            status = gr.Textbox(label="Result", interactive=False)
+            table = gr.Dataframe(label="Findings", interactive=False, wrap=True)
 
-    def find(pasted: str, *values: Any) -> str:
-        stated = {name: value for name, value in zip(facts, values, strict=True) if value != ""}
+    def find(pasted: str, *values: Any) -> tuple[str, Any]:
         try:
-            return findings_view(pasted, settings_of(CheckedFor, stated))
+            result = checked(pasted, dict(zip(facts, values, strict=True)))
         except ShardwrightError as error:
-            return errors_view(error)
+            return str(error), None
+        section = check_report(result.to_dict(), command="").sections[0]
+        rows = {"headers": list(section.tables[0].headings), "data": section.tables[0].rows} if section.tables else None
+        return f"{result.errors} error(s), {len(result.findings) - result.errors} warning(s)", rows
 
-    button.click(find, [text, *facts.values()], result, show_progress="minimal", api_visibility="private")
+    button.click(find, [text, *facts.values()], [status, table], api_visibility="private")
 
 
-def results(settings: PageSettings) -> Iterator[str]:
-    """Yield the plan, then the plan with its offers, which take three times as long."""
-    try:
-        result = planned(settings, offers=False)
-        yield plan_view(result)
-        more = offered(result)
-    except PlanDoesNotFitError as error:
-        yield misfit_view(error)
-    except ShardwrightError as error:
-        yield errors_view(error)
-    else:
-        if more.plan.offers:
-            yield plan_view(more)
+class Guard:
+    """Middleware that rejects large requests, and requests from pages of other sites.
+
+    Gradio 6.31.0 limits files only, and its CORS check hides answers from other sites but runs their requests.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        app: ASGIApp = self.app
+        if scope["type"] in ("http", "websocket"):
+            headers, changes = Headers(scope=scope), scope.get("method", "GET") not in _SAFE_METHODS
+            origin, host = headers.get("origin", "none" if changes else ""), headers.get("host", "")
+            if origin and urlsplit(origin).netloc != host:
+                app = PlainTextResponse(f"Origin {origin[:200]}: only pages of {host} may call this server.\n", 403)
+            elif changes and not headers.get("content-length", "").isdecimal():
+                app = PlainTextResponse("Content-Length: is missing; send the length of the body.\n", 411)
+            elif int(headers.get("content-length") or 0) > LARGEST_BODY_BYTES:
+                rule = f"must be at most {LARGEST_BODY_BYTES:,} bytes"
+                app = PlainTextResponse(f"Content-Length: {rule}; send a smaller file.\n", 413)
+        await app(scope, receive, send)
+
+
+def serve(host: str, port: int, *, announce: Callable[[str], None]) -> None:
+    """Serve the page until the process ends; call `announce` with its address when it listens.
+
+    Raises:
+        ShardwrightError: the address cannot be used.
+    """
+    with tempfile.TemporaryDirectory(prefix="shardwright-ui-") as uploads:
+        os.environ |= {"GRADIO_TEMP_DIR": uploads, "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
+        own = host in ("127.0.0.1", "localhost", "::1")
+        # Otherwise another site's name could resolve to 127.0.0.1 and read this page.
+        names = ["127.0.0.1", "localhost", "[::1]"] if own else ["*"]
+        page = build_page()
+        try:
+            _, address, _ = page.launch(
+                server_name=host,
+                server_port=port or None,
+                max_file_size=LARGEST_CONFIG_BYTES,
+                strict_cors=True,
+                app_kwargs={"middleware": [Middleware(TrustedHostMiddleware, allowed_hosts=names), Middleware(Guard)]},
+                ssr_mode=False,
+                share=False,
+                footer_links=[],
+                run_history=False,
+                enable_monitoring=False,
+                quiet=True,
+                prevent_thread_lock=True,
+            )
+        except (OSError, UnicodeError) as error:
+            reason = str(error).splitlines()[0]
+            fix = "pass another --port or --host, or --port 0 for a free port"
+            raise ShardwrightError(f"{host}:{port}: cannot listen ({reason}); {fix}") from None
+        try:
+            announce(address)
+            threading.Event().wait()
+        finally:
+            page.close(verbose=False)

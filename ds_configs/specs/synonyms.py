@@ -121,6 +121,7 @@ REMOVED: Mapping[str, str] = {
     **dict.fromkeys(("address", "image", "volume"), "start from a file of examples/clusters, which has it"),
     **dict.fromkeys(("ray", "kubernetes", "jobset", "skypilot"), "start from its file in examples/clusters"),
     **dict.fromkeys(("min_nodes", "wait_for_nodes", "nodes"), "plan for the machines that are left, then --resume"),
+    **dict.fromkeys(("link_bytes_per_s", "network_bytes_per_s"), "write it into a hardware file for the command line"),
 }
 """Options and values of earlier versions, and what replaces them."""
 SYNONYMS: Mapping[str, tuple[Option, ...]] = {name: options for names, options in _OPTIONS.items() for name in names}

@@ -29,8 +29,7 @@ from ..formats.model_directory import CHAT_TEMPLATE, copy_companions
 from ..formats.spqr import SMALL_DIRECTORY
 from ..reports.make import REPORT_FILE as HTML_FILE
 from ..reports.make import write_html
-from ..reports.markdown import card_text, code, license_line, markdown, usage
-from ..reports.report import picture
+from ..reports.markdown import card_text, code, license_line, markdown, picture, usage
 from ..reports.runs import quantization_report, serving_text
 from ..runs.settings import REPORT_FILE
 from ..verify.checkpoint import (

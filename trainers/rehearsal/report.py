@@ -13,10 +13,9 @@ from ...ds_configs.plan.output import output_errors, write_files
 from ...ds_configs.plan.plan import Plan
 from ...ds_configs.shrink.config import Change
 from ...ds_configs.specs.errors import UsageError
-from ..charts import panels, png
 from ..reports.make import REPORT_FILE as HTML_FILE
+from ..reports.markdown import html, picture
 from ..reports.plans import rehearsal_report
-from ..reports.report import html, pictured_charts
 from .checks import Check
 
 SCHEMA_VERSION = 1
@@ -147,8 +146,7 @@ def rehearsal_files(rehearsal: Rehearsal) -> dict[str, str | bytes]:
     report = rehearsal_report(json.loads(files[REPORT_FILE]))
     files[HTML_FILE] = html(report)
     if rehearsal.measured:
-        _, (memory, *_) = pictured_charts(report)
-        files[CHART_FILE] = png(panels(memory.draw, width=8, height=4.5))
+        files[CHART_FILE] = picture(report)
     return files
 
 

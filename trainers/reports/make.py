@@ -12,8 +12,9 @@ from ...ds_configs.plan.output import write_files
 from ...ds_configs.plan.plan import Plan
 from ...ds_configs.specs.errors import ConfigError, RefusedInputError, UsageError
 from ...ds_configs.specs.texts import strict_json
+from .markdown import html
 from .plans import comparison_report, measurement_report, plan_report, rehearsal_report
-from .report import Report, html
+from .report import Report
 from .runs import evaluation_report, quantization_report, training_report
 
 REPORT_FILE = "report.html"

@@ -1,29 +1,92 @@
-"""Markdown rendering of reports (`REPORT.md`), and model cards (`README.md`)."""
+"""Renderings of a report: Markdown (`REPORT.md`), HTML of the same text, the picture; and model cards (`README.md`)."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
+from html import escape
+from pathlib import Path
 
 from ...plugins.huggingface_hub.push import Relation, license_of, model_card, shown_name
-from .report import Report, pictured_charts
+from .charts import panels, png, svg
+from .report import Report, Section
 
 _LINE_ENDS = re.compile(r"[\r\n]+")
 _PIPES = re.compile(r"(\\*)\|")
 """A backslash before a pipe would escape the backslash that escapes the pipe."""
+_PAGE = """<!doctype html>
+<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
+<meta name="color-scheme" content="light dark"><meta name="referrer" content="no-referrer">
+<meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'">
+<title>{title} – Shardwright</title><style>{style}</style></head>
+<body><main>
+{body}</main><footer><p>Shardwright {version}{sources}. This file loads nothing from the network.</p></footer>
+</body></html>
+"""
 
 
 def markdown(report: Report, picture_file: str = "") -> str:
-    """Return the report as Markdown, with the charts of `picture` in place of the page's drawings."""
-    pictured_section, charts = pictured_charts(report)
+    """Return the report as Markdown, with the file of `picture` where its charts are."""
+    pictured = _pictured(report)
+
+    def charts(section: Section) -> Iterable[str]:
+        if section is not pictured or not picture_file:
+            return
+        yield f"![{_text('; '.join(chart.title for chart in section.charts))}]({picture_file})"
+        yield from (_text(f"{chart.title}: {chart.note}") for chart in section.charts if chart.note)
+
+    return _document(report, charts)
+
+
+def html(report: Report) -> str:
+    """Return the same Markdown as one HTML file without network access, with all charts; every text is escaped."""
+    from markdown_it import MarkdownIt
+
+    from ... import __version__
+
+    figures: dict[str, str] = {}
+
+    def charts(section: Section) -> Iterable[str]:
+        for chart in section.charts:
+            name = f"chart-{len(figures) + 1}"
+            figures[f"<p>\ue000{name}\ue000</p>"] = (
+                f"<figure><figcaption>{escape(chart.title)}</figcaption>{svg(chart.draw, name, chart.title)}</figure>"
+            )
+            yield f"\ue000{name}\ue000"
+            yield _text(chart.note)
+
+    # Without links, pictures and emphasis: a name with an asterisk is shown as it is.
+    parser = MarkdownIt("zero").enable(["table", "heading", "backticks", "escape"])
+    body = parser.render(_document(report, charts))
+    body = body.replace("<table>", '<div class="table" tabindex="0"><table>').replace("</table>", "</table></div>")
+    for mark, figure in figures.items():
+        body = body.replace(mark, figure)
+    return _PAGE.format(
+        title=escape(f"{report.title}: {report.kind.lower()}"),
+        style=(Path(__file__).parent / "templates" / "report.css").read_text(encoding="utf-8"),
+        body=body,
+        version=__version__,
+        sources=escape(f", from {', '.join(report.files)}" if report.files else ""),
+    )
+
+
+def picture(report: Report) -> bytes:
+    """Return the PNG file that `markdown` shows: the charts of the first section that has any."""
+    section = _pictured(report)
+    assert section is not None, "the callers' reports have a chart"
+    return png(panels(*(chart.draw for chart in section.charts)))
+
+
+def _pictured(report: Report) -> Section | None:
+    return next((section for section in report.sections if section.charts), None)
+
+
+def _document(report: Report, charts: Callable[[Section], Iterable[str]]) -> str:
     blocks = [f"# {report.kind} report", ": ".join(filter(None, (code(report.title), _text(report.subtitle))))]
     facts = [(fact.label, fact.value, fact.detail) for fact in report.facts]
     blocks.append(table(("figure", "value", "detail"), facts))
     for section in report.sections:
-        blocks += [f"## {section.heading}", *map(_text, section.texts)]
-        if section is pictured_section and picture_file:
-            blocks.append(f"![{_text('; '.join(chart.title for chart in charts))}]({picture_file})")
-            blocks += [_text(f"{chart.title}: {chart.note}") for chart in charts if chart.note]
+        blocks += [f"## {section.heading}", *map(_text, section.texts), *charts(section)]
         for shown in section.tables:
             blocks += [_text(shown.caption), table(shown.headings, shown.rows)]
     blocks += ["## How this was made", code(report.command) if report.command else "By a Python program."]
@@ -32,7 +95,7 @@ def markdown(report: Report, picture_file: str = "") -> str:
 
 
 def _text(text: str) -> str:
-    return _LINE_ENDS.sub(" ", text).replace("<", r"\<")
+    return re.sub(r"^[#|`]|<", r"\\\g<0>", _LINE_ENDS.sub(" ", text))
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
@@ -108,12 +171,8 @@ def card_text(
         title: First heading.
         blocks: Paragraphs, tables and code above the section on licenses; empty ones are omitted.
         licenses: Text of that section.
-        base: Hub id or path of the model that the weights come from.
-        relation: How they were derived from it.
-        tags: Tags on the Hub.
-        library: Library that loads the model.
         others: Further models whose license may apply, such as a teacher.
-        task: Task on the Hub, if any.
+        base, relation, tags, library, task: As in `model_card`.
     """
     text = "\n\n".join(filter(None, [f"# {title}", *blocks, "## License", licenses])) + "\n"
     tags = (*tags, "shardwright")

@@ -8,15 +8,14 @@ from typing import Any
 
 from ...ds_configs.memory.terms import TERM_MEANINGS
 from ...ds_configs.plan.measurement import FILE_NAME, RunMeasurement
-from ...ds_configs.plan.plan import Plan, job_dict, strategy_dict
+from ...ds_configs.plan.plan import Plan
 from ...ds_configs.search.reasons import display_name
 from ...ds_configs.search.run_estimates import doubts
-from ...ds_configs.search.search import Evaluated
 from ...ds_configs.search.tuning import Trial
 from ...ds_configs.specs.units import human_count
 from ...ds_configs.step_time.estimate import TIME_TERM_MEANINGS, time_term_name
 from ...plugins.planning.from_names import installed_versions
-from ..charts import columns, curves, largest_parts, parts, scatter, stacks
+from .charts import curves, largest_parts, parts, stacks
 from .report import (
     Chart,
     Fact,
@@ -25,18 +24,10 @@ from .report import (
     Table,
     gb,
     gb_range,
-    key_value_table,
     plain,
     short_name,
     significant,
 )
-
-_SMALLEST_SHARE = 0.005
-"""Of the step's time or the memory; smaller terms are in the table only."""
-_HARDWARE_FIELDS = (
-    "name", "nodes", "gpus_per_node", "gpu", "gpu_bytes", "flops_per_s", "memory_bytes_per_s", "link_bytes_per_s",
-    "network_bytes_per_s", "host_bytes_per_node", "source",
-)  # fmt: skip
 
 
 def check_report(data: Mapping[str, Any], *, command: str) -> Report:
@@ -47,22 +38,18 @@ def check_report(data: Mapping[str, Any], *, command: str) -> Report:
         (finding["kind"], finding["where"], plain(finding["value"])[:200], finding["rule"], plain(finding["fix"]))
         for finding in findings
     ]
-    table = Table(headings=("severity", "location", "value", "rule", "fix"), rows=rows, numeric=False)
-    listed = Table(headings=("file",), rows=[(name,) for name in files], numeric=False)
+    table = Table(("severity", "location", "value", "rule", "fix"), rows)
     return Report(
         kind="Check",
         title=", ".join(files[:3]) + (" and more" if len(files) > 3 else ""),
         subtitle="DeepSpeed and Accelerate configuration",
         facts=(
-            Fact(label="Errors", value=str(errors), state="bad" if errors else "good"),
-            Fact(label="Warnings", value=str(len(findings) - errors)),
-            Fact(label="Files", value=str(len(files))),
+            Fact("Errors", str(errors)),
+            Fact("Warnings", str(len(findings) - errors)),
+            Fact("Files", str(len(files)), ", ".join(files)),
         ),
         sections=(
-            Section(heading="Findings", tables=(table,))
-            if rows
-            else Section(heading="Findings", texts=("No errors and no warnings.",)),
-            Section(heading="Files checked", tables=(listed,)),
+            Section("Findings", tables=(table,)) if rows else Section("Findings", ("No errors and no warnings.",)),
         ),
         command=command,
         versions=dict(installed_versions()),
@@ -95,39 +82,37 @@ def plan_report(plan: Plan) -> Report:
         f"{hardware.gpu} ({gb(hardware.gpu_bytes)} usable each)",
         facts=(
             Fact(
-                label="Layout",
-                value=display_name(strategy),
-                detail=f"micro-batch {strategy.micro_batch_size} × {strategy.gradient_accumulation_steps}",
+                "Layout",
+                display_name(strategy),
+                f"micro-batch {strategy.micro_batch_size} × {strategy.gradient_accumulation_steps}",
             ),
             Fact(
-                label="Memory per accelerator, predicted",
-                value=gb(gpu.peak_bytes),
-                detail=f"{gb_range(gpu.low_bytes, gpu.high_bytes)}, of {gb(gpu.capacity_bytes)}",
-                state="good" if gpu.high_bytes <= gpu.capacity_bytes else "bad",
+                "Memory per accelerator, predicted",
+                gb(gpu.peak_bytes),
+                f"{gb_range(gpu.low_bytes, gpu.high_bytes)}, of {gb(gpu.capacity_bytes)}",
             ),
             Fact(
-                label="Tokens/s, predicted",
-                value=significant(time.tokens_per_second),
-                detail=f"{significant(low)} to {significant(high)}, all ranks together",
+                "Tokens/s, predicted",
+                significant(time.tokens_per_second),
+                f"{significant(low)} to {significant(high)}, all ranks together",
             ),
             Fact(
-                label="Step, predicted",
-                value=f"{significant(time.seconds, 3)} s",
-                detail=f"{significant(time.low_seconds, 3)} to {significant(time.high_seconds, 3)} s",
+                "Step, predicted",
+                f"{significant(time.seconds, 3)} s",
+                f"{significant(time.low_seconds, 3)} to {significant(time.high_seconds, 3)} s",
             ),
             Fact(
-                label="Host memory per node, predicted",
-                value=gb(host.peak_bytes_per_node),
-                detail=f"of {gb(host.capacity_bytes_per_node)}",
+                "Host memory per node, predicted",
+                gb(host.peak_bytes_per_node),
+                f"of {gb(host.capacity_bytes_per_node)}",
             ),
         ),
         sections=(
-            Section(heading="Why this layout", texts=reasons),
+            Section("Why this layout", reasons),
             *([_trials(plan.trials)] if plan.trials else []),
             _plan_memory(plan),
             _plan_time(plan),
             _other_layouts(plan),
-            _plan_settings(plan),
         ),
         command=plan.command,
         versions=dict(plan.versions),
@@ -161,85 +146,33 @@ def _trials(trials: Sequence[Trial]) -> Section:
         if trial.step_seconds is not None:
             bars += [(trial.name, {"step": trial.predicted_seconds}, True), ("", {"step": trial.step_seconds}, False)]
     note = "Hatched: predicted. Beside it: the median of the slowest rank, of layouts that ended early of fewer steps."
-    chart = Chart(title="Step by layout, predicted and measured, seconds", draw=stacks(bars, "seconds"), note=note)
+    chart = Chart("Step by layout, predicted and measured, seconds", stacks(bars, "seconds"), note)
     caption = "Spread: longest minus shortest timed step, divided by the median. Tensors: of the fullest rank."
-    return Section(
-        heading="Measured layouts",
-        charts=(chart,) if bars else (),
-        tables=(Table(headings=headings, rows=rows, caption=caption, numeric=False),),
-    )
+    return Section("Measured layouts", (), (chart,) if bars else (), (Table(headings, rows, caption),))
 
 
 def _plan_memory(plan: Plan) -> Section:
     gpu = plan.chosen.memory.gpu
     terms = sorted(gpu.terms.items(), key=lambda item: -item[1])
-    drawn = {name.replace("_", " "): count / 1e9 for name, count in terms if count >= _SMALLEST_SHARE * gpu.peak_bytes}
     bar = largest_parts({name.replace("_", " "): count / 1e9 for name, count in terms})
     limit, interval = ("capacity", gpu.capacity_bytes / 1e9), (gpu.low_bytes / 1e9, gpu.high_bytes / 1e9)
+    note = "The bracket is the interval of the prediction. A layout is selected only if its upper end fits."
+    draw = stacks([("predicted", bar, False)], "GB", limit=limit, interval=interval)
     phases = ", ".join(f"{name} {gb(count)}" for name, count in gpu.phases.items())
-    return Section(
-        heading="Memory",
-        charts=(
-            Chart(
-                title="Prediction and capacity, GB",
-                draw=stacks([("predicted", bar, False)], "GB", limit=limit, ranges={0: interval}),
-                note="The bracket is the interval of the prediction. A layout is selected only if its upper end fits.",
-            ),
-            Chart(
-                title="Memory per accelerator by term, GB",
-                draw=parts(drawn, "GB"),
-                note=f"Total {gb(gpu.peak_bytes)} ({gb_range(gpu.low_bytes, gpu.high_bytes)}) in the {gpu.phase} "
-                "phase, which needs the most.",
-            ),
-        ),
-        tables=(
-            Table(
-                headings=("term", "size", "meaning"),
-                rows=[(name.replace("_", " "), gb(count), TERM_MEANINGS.get(name, "")) for name, count in terms],
-                caption=f"Terms of the {gpu.phase} phase. Tensors by phase: {phases}.",
-                numeric=False,
-            ),
-        ),
-    )
+    rows = [(name.replace("_", " "), gb(count), TERM_MEANINGS.get(name, "")) for name, count in terms]
+    caption = f"Terms of the {gpu.phase} phase. Tensors by phase: {phases}."
+    table = Table(("term", "size", "meaning"), rows, caption)
+    return Section("Memory", charts=(Chart("Prediction and capacity, GB", draw, note),), tables=(table,))
 
 
 def _plan_time(plan: Plan) -> Section:
-    def point(layout: Evaluated) -> tuple[float, float]:
-        return layout.memory.gpu.high_bytes / 1e9, layout.time.tokens_per_second
-
-    time, capacity = plan.chosen.time, plan.hardware.gpu_bytes
+    time = plan.chosen.time
     terms = sorted(time.terms.items(), key=lambda item: -item[1])
-    drawn = {time_term_name(name): value for name, value in terms if value >= _SMALLEST_SHARE * time.seconds}
-    layouts = {
-        "selected": [point(plan.chosen)],
-        "fastest to smallest": [(point.high_bytes / 1e9, point.tokens_per_second) for point in plan.pareto],
-        "other layouts that fit": [point(other) for other in plan.rejected if other.memory.fits],
-    }
-    axis = "GB per accelerator, upper end of the interval"
-    return Section(
-        heading="Time of a step",
-        charts=(
-            Chart(
-                title="Time of one optimizer step by term, seconds",
-                draw=parts(drawn, "seconds"),
-                note=f"Total {time.seconds:.4f} s ({time.low_seconds:.4f} to {time.high_seconds:.4f} s).",
-            ),
-            Chart(
-                title="All layouts: tokens/s against memory",
-                draw=scatter(layouts, axis, "tokens/s", limit=("capacity", capacity / 1e9)),
-                note="No other layout is both faster and smaller than a point of the second group.",
-            ),
-        ),
-        tables=(
-            Table(
-                headings=("term", "time", "meaning"),
-                rows=[
-                    (time_term_name(name), f"{value:.4f} s", TIME_TERM_MEANINGS.get(name, "")) for name, value in terms
-                ],
-                numeric=False,
-            ),
-        ),
-    )
+    drawn = {time_term_name(name): value for name, value in terms if value >= 0.005 * time.seconds}
+    note = f"Total {time.seconds:.4f} s ({time.low_seconds:.4f} to {time.high_seconds:.4f} s)."
+    chart = Chart("Time of one optimizer step by term, seconds", parts(drawn, "seconds"), note)
+    rows = [(time_term_name(name), f"{value:.4f} s", TIME_TERM_MEANINGS.get(name, "")) for name, value in terms]
+    return Section("Time of a step", charts=(chart,), tables=(Table(("term", "time", "meaning"), rows),))
 
 
 def _other_layouts(plan: Plan) -> Section:
@@ -251,29 +184,11 @@ def _other_layouts(plan: Plan) -> Section:
         speed = significant(other.time.tokens_per_second)
         rows.append((name, size, memory, speed, other.reason.removeprefix(name).strip()))
     headings = ("layout", "micro-batch", "GPU memory", "tokens/s", "why not")
-    tables = [Table(headings=headings, rows=rows, numeric=False, caption="Other layouts; those that fit come first.")]
+    tables = [Table(headings, rows, "Other layouts; those that fit come first.")]
     if plan.pareto:
         points = [(p.label, significant(p.tokens_per_second), gb(p.high_bytes)) for p in plan.pareto]
-        caption = "From the fastest to the smallest."
-        tables.append(Table(headings=("layout", "tokens/s", "needs up to"), rows=points, caption=caption))
-    return Section(heading="Other layouts", tables=tables)
-
-
-def _plan_settings(plan: Plan) -> Section:
-    teacher = None if plan.job.teacher is None else plan.job.teacher.name
-    job = {"model": plan.model.name} | job_dict(plan.job) | {"teacher": teacher}
-    strategy: dict[str, object] = {}
-    for name, value in strategy_dict(plan.chosen.strategy).items():
-        strategy |= value if isinstance(value, dict) else {name: value}
-    hardware = [
-        (name, plain(getattr(plan.hardware, name)) + (" (assumed)" if name in plan.hardware.assumed else ""))
-        for name in _HARDWARE_FIELDS
-    ]
-    tables = [
-        key_value_table([(name.replace("_", " "), value) for name, value in values], caption)
-        for caption, values in (("Job", job.items()), ("Strategy", strategy.items()), ("Hardware", hardware))
-    ]
-    return Section(heading="All settings", tables=tables, folded=True)
+        tables.append(Table(("layout", "tokens/s", "needs up to"), points, "From the fastest to the smallest."))
+    return Section("Other layouts", tables=tables)
 
 
 def measurement_report(run: RunMeasurement) -> Report:
@@ -292,54 +207,37 @@ def measurement_report(run: RunMeasurement) -> Report:
             ),
         )
     ]
-    ranks, medians = [], {}
+    ranks = []
     for rank in run.measured:
         times = ("–" if s is None else f"{s:.4g} s" for s in (rank.median_step_seconds, rank.mean_step_seconds))
         sizes = (_measured(rank.peak_allocated_bytes), _measured(rank.peak_reserved_bytes))
         ranks.append((str(rank.rank), rank.device, *sizes, *times))
-        if rank.median_step_seconds is not None:
-            medians[f"rank {rank.rank}"] = rank.median_step_seconds
-    draw, note = columns(medians, "seconds"), "Medians without the first two steps."
     headings = ("rank", "device", "peak allocated", "peak reserved", "median step", "mean step")
     return Report(
         kind="Measured run",
         title=short_name(planned.model),
         subtitle=f"{planned.layout} on {planned.world_size} x {planned.gpu}",
         facts=(
+            Fact("Run as planned", "no" if run.differences else "yes"),
             Fact(
-                label="Run as planned",
-                value="no" if run.differences else "yes",
-                state="bad" if run.differences else "good",
+                "Tensors on the fullest rank",
+                _measured(fullest.peak_allocated_bytes, "not measured"),
+                f"predicted {gb(predicted.allocated_bytes)}",
             ),
             Fact(
-                label="Tensors on the fullest rank",
-                value=_measured(fullest.peak_allocated_bytes, "not measured"),
-                detail=f"predicted {gb(predicted.allocated_bytes)}",
+                "Step, median of the slowest rank",
+                "not measured" if seconds is None else f"{significant(seconds, 3)} s",
+                "" if planned_seconds is None else f"predicted {significant(planned_seconds, 3)} s",
             ),
-            Fact(
-                label="Step, median of the slowest rank",
-                value="not measured" if seconds is None else f"{significant(seconds, 3)} s",
-                detail="" if planned_seconds is None else f"predicted {significant(planned_seconds, 3)} s",
-            ),
-            Fact(label="Ranks and steps", value=f"{len(run.measured)} × {fullest.steps}"),
+            Fact("Ranks and steps", f"{len(run.measured)} × {fullest.steps}"),
         ),
         sections=(
             Section(
-                heading="Predicted and measured",
-                texts=[f"Not as planned: {difference}." for difference in run.differences],
-                tables=(
-                    Table(
-                        headings=("", "predicted, with interval", "measured"),
-                        rows=memory,
-                        caption="On the fullest rank.",
-                    ),
-                ),
+                "Predicted and measured",
+                [f"Not as planned: {difference}." for difference in run.differences],
+                tables=(Table(("", "predicted, with interval", "measured"), memory, "On the fullest rank."),),
             ),
-            Section(
-                heading="Ranks",
-                charts=(Chart(title="Step by rank, seconds", draw=draw, note=note),) if 1 < len(medians) <= 16 else (),
-                tables=(Table(headings=headings, rows=ranks),),
-            ),
+            Section("Ranks", tables=(Table(headings, ranks, "Medians without the first two steps."),)),
         ),
         versions=run.versions,
         files=(FILE_NAME,),
@@ -361,78 +259,56 @@ def rehearsal_report(data: Mapping[str, Any]) -> Report:
     failed = next((check["name"] for check in checks if check["passed"] is False), None)
     launchers = f"{data['nodes']} launcher{'s' if data['nodes'] > 1 else ''}"
     facts = [
-        Fact(
-            label="Rehearsal",
-            value="passed" if data["passed"] else "failed",
-            detail="" if failed is None else f"at {failed}",
-            state="good" if data["passed"] else "bad",
-        ),
-        Fact(label="Checks passed", value=f"{passed} of {len(checks)}"),
-        Fact(
-            label="Ranks and steps",
-            value=f"{ranks} × {data['steps']}",
-            detail=f"{launchers}, {data['seconds']:.0f} s total",
-        ),
+        Fact("Rehearsal", "passed" if data["passed"] else "failed", "" if failed is None else f"at {failed}"),
+        Fact("Checks passed", f"{passed} of {len(checks)}"),
+        Fact("Ranks and steps", f"{ranks} × {data['steps']}", f"{launchers}, {data['seconds']:.0f} s total"),
     ]
     results = [(check["name"].replace("_", " "), _RESULTS[check["passed"]], check["detail"]) for check in checks]
-    checked = Table(headings=("check", "result", "observation"), rows=results, numeric=False)
-    sections = [Section(heading="Checks", tables=(checked,))]
-    totals = [
-        (phase, sum(roles.values()), sum(size for role, size in data["predicted"][phase].items() if role != "terms"))
+    sections = [Section("Checks", tables=(Table(("check", "result", "observation"), results),))]
+    totals = {
+        phase: (sum(roles.values()), sum(size for name, size in data["predicted"][phase].items() if name != "terms"))
         for phase, roles in data["measured"].items()
         if phase in data["predicted"]
-    ]
-    differences = {phase: 100 * (measured / predicted - 1) for phase, measured, predicted in totals if predicted}
-    if differences:
-        facts.append(
-            Fact(
-                label="Tensors, measured against predicted",
-                value=f"{max(differences.values(), key=abs):+.2f} %",
-                detail="largest difference of a phase, fullest rank",
-            )
-        )
+    }
+    if differences := [100 * (measured / predicted - 1) for measured, predicted in totals.values() if predicted]:
+        label, detail = "Tensors, measured against predicted", "largest difference of a phase, fullest rank"
+        facts.append(Fact(label, f"{max(differences, key=abs):+.2f} %", detail))
     if totals:
-        by_phase = [
-            (phase, f"{measured / 1e6:.2f}", f"{predicted / 1e6:.2f}",
-             f"{differences[phase]:+.2f} %" if phase in differences else "–")
-            for phase, measured, predicted in totals
-        ]  # fmt: skip
-        if host := data.get("host"):
-            difference = f"{100 * (host['measured'] / host['predicted'] - 1):+.2f} %" if host["predicted"] else "–"
-            measured, predicted = (f"{host[name] / 1e6:.2f}" for name in ("measured", "predicted"))
-            by_phase.append(("layer inputs in host memory", measured, predicted, difference))
         by_role = [
             (f"{phase}: {role}", f"{count / 1e6:.3f}", f"{data['predicted'][phase].get(role, 0) / 1e6:.3f}")
-            for phase, _, _ in totals
+            for phase in totals
             for role, count in data["measured"][phase].items()
         ]
-        headings = ("phase and role", "measured, MB", "predicted, MB")
-        sections.append(
-            Section(
-                heading="Memory",
-                charts=(
-                    Chart(
-                        title="Tensors on the fullest rank, MB",
-                        draw=stacks(memory_bars(data), "MB of tensors"),
-                        note="Hatched: predicted by the plan's formulas for the same small model. "
-                        "Bytes are counted, not sampled, so they have no error.",
-                    ),
-                ),
-                tables=(
-                    Table(headings=("phase", "measured, MB", "predicted, MB", "difference"), rows=by_phase),
-                    Table(headings=headings, rows=by_role, caption="By role."),
-                ),
+        if host := data.get("host"):
+            totals["layer inputs in host memory"] = host["measured"], host["predicted"]
+        by_phase = [
+            (
+                phase,
+                f"{measured / 1e6:.2f}",
+                f"{predicted / 1e6:.2f}",
+                f"{100 * (measured / predicted - 1):+.2f} %" if predicted else "–",
             )
+            for phase, (measured, predicted) in totals.items()
+        ]
+        note = (
+            "Hatched: predicted by the plan's formulas for the same small model. Bytes are counted, not sampled, so "
+            "they have no error."
         )
+        chart = Chart("Tensors on the fullest rank, MB", stacks(memory_bars(data), "MB of tensors"), note)
+        tables = (
+            Table(("phase", "measured, MB", "predicted, MB", "difference"), by_phase),
+            Table(("phase and role", "measured, MB", "predicted, MB"), by_role, "By role."),
+        )
+        sections.append(Section("Memory", charts=(chart,), tables=tables))
     losses = [(step + 1, loss) for step, loss in enumerate(data["losses"])]
     if losses:
         draw = curves({"loss": losses}, "nats per token")
-        chart = Chart(title="Loss by step, nats per token", draw=draw, note="Mean over the ranks.")
-        sections.append(Section(heading="Training", charts=(chart,)))
+        chart = Chart("Loss by step, nats per token", draw, "Mean over the ranks.")
+        sections.append(Section("Training", charts=(chart,)))
     if data["changes"]:
         rows = [(change["where"], plain(change["before"]), plain(change["after"])) for change in data["changes"]]
-        changes = Table(headings=("value", "in the plan", "rehearsed"), rows=rows, numeric=False)
-        sections.append(Section(heading="Scaled to fit this machine", tables=(changes,), folded=True))
+        changes = Table(("value", "in the plan", "rehearsed"), rows)
+        sections.append(Section("Scaled to fit this machine", tables=(changes,)))
     return Report(
         kind="Rehearsal",
         title=short_name(plan["model"]),
@@ -471,43 +347,34 @@ def comparison_report(reports: Mapping[str, Report]) -> Report:
         ("where", *(run.subtitle for run in runs.values())),
         *((label, *(figures.get(label, "–") for figures in details)) for label in labels),
     ]
-    sections = [Section(heading="Side by side", tables=(Table(headings=("", *runs), rows=rows, numeric=False),))]
+    sections = [Section("Side by side", tables=(Table(("", *runs), rows),))]
     charts = []
     for title in dict.fromkeys(title for run in runs.values() for title in run.series):
         series = {name: run.series[title] for name, run in runs.items() if run.series.get(title)}
         if series:
-            charts.append(Chart(title=title.capitalize(), draw=curves(series, title)))
+            charts.append(Chart(title.capitalize(), curves(series, title)))
     if charts:
-        sections.append(Section(heading="By step", charts=charts))
-    bars, measures = [], []
-    for title in dict.fromkeys(title for run in runs.values() for title in run.measures):
-        values = {name: run.measures[title] for name, run in runs.items() if title in run.measures}
-        measures.append((title, *(significant(values[name]) if name in values else "–" for name in runs)))
-        if len(values) > 1:
-            bars.append(Chart(title=title.capitalize(), draw=columns(values, title)))
+        sections.append(Section("By step", charts=charts))
+    titles = dict.fromkeys(title for run in runs.values() for title in run.measures)
+    measures = [
+        (title, *(significant(run.measures[title]) if title in run.measures else "–" for run in runs.values()))
+        for title in titles
+    ]
     if measures:
-        sections.append(Section(heading="Measures", charts=bars, tables=(Table(headings=("", *runs), rows=measures),)))
+        sections.append(Section("Measures", tables=(Table(("", *runs), measures),)))
     packages = {
         package: [run.versions.get(package) for run in runs.values()]
         for package in dict.fromkeys(package for run in runs.values() for package in run.versions)
     }
-    different = [
-        (package, *map(plain, versions)) for package, versions in sorted(packages.items()) if len(set(versions)) > 1
-    ]
-    commands = [(name, run.command or "a Python program") for name, run in runs.items()]
-    made = [Table(headings=("run", "command"), rows=commands, numeric=False)]
-    if different:
-        caption = "Packages whose versions differ."
-        made.append(Table(headings=("", *runs), rows=different, caption=caption, numeric=False))
-    sections.append(Section(heading="How the runs were made", tables=made))
+    made = [Table(("run", "command"), [(name, run.command or "a Python program") for name, run in runs.items()])]
+    if different := [(name, *map(plain, each)) for name, each in sorted(packages.items()) if len(set(each)) > 1]:
+        made.append(Table(("", *runs), different, "Packages whose versions differ."))
+    sections.append(Section("How the runs were made", tables=made))
     return Report(
         kind="Comparison",
         title=" · ".join(runs),
         subtitle=", ".join(dict.fromkeys(run.kind for run in runs.values())),
-        facts=[
-            Fact(label=name, value=run.facts[0].value, detail=f"{run.facts[0].label}; {run.title}")
-            for name, run in runs.items()
-        ],
+        facts=[Fact(name, run.facts[0].value, f"{run.facts[0].label}; {run.title}") for name, run in runs.items()],
         sections=sections,
         command=shlex.join(["shardwright", "report", *reports]),
         versions={package: values[0] for package, values in packages.items() if len(set(values)) == 1 and values[0]},

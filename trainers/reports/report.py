@@ -1,4 +1,4 @@
-"""Report model of every command, and its HTML rendering; `markdown.py` renders the same model as Markdown."""
+"""Report model of every command, and the formats of its figures; `markdown.py` renders it."""
 
 from __future__ import annotations
 
@@ -6,51 +6,39 @@ import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from ...ds_configs.specs.units import gigabytes
-from ..charts import Draw, Points, panels, png, svg
-
-TEMPLATES = Path(__file__).parent / "templates"
+from .charts import Draw, Points
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Fact:
-    """One figure of the summary."""
+    """One figure of the summary: its name with the unit, its value, and its interval, prediction or baseline."""
 
     label: str
-    """Name of the figure, with its unit unless the value has one."""
     value: str
     detail: str = ""
-    """Interval, prediction or baseline."""
-    state: str = ""
-    """`good` or `bad` for a verdict."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Table:
     """Rows under headings; the first cell of a row names it."""
 
     headings: Sequence[str]
     rows: Sequence[Sequence[str]]
     caption: str = ""
-    """What the table shows, with units."""
-    numeric: bool = True
-    """Whether all columns after the first are numbers, which are aligned right."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Chart:
-    """One drawing."""
+    """One drawing; its title has the unit, its note says how to read it."""
 
     title: str
-    """What is drawn, with its unit."""
     draw: Draw
     note: str = ""
-    """How to read it, such as which line is a prediction."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Section:
     """One heading with paragraphs, charts and tables, in this order."""
 
@@ -58,8 +46,6 @@ class Section:
     texts: Sequence[str] = ()
     charts: Sequence[Chart] = ()
     tables: Sequence[Table] = ()
-    folded: bool = False
-    """Whether a browser shows it closed at first; print shows it open."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -67,17 +53,13 @@ class Report:
     """Report of one run, or of several runs side by side."""
 
     kind: str
-    """What was done, such as `Plan` or `Distillation`."""
     title: str
-    """What it was done to."""
     subtitle: str = ""
-    """Where and how, in one line."""
     facts: Sequence[Fact] = ()
     sections: Sequence[Section] = ()
     command: str = ""
     """Command line of the run; empty when a Python program started it."""
     versions: Mapping[str, str] = field(default_factory=dict)
-    """Versions of the packages that ran, by name."""
     files: Sequence[str] = ()
     """Files that the report is made from."""
     series: Mapping[str, Points] = field(default_factory=dict)
@@ -86,44 +68,9 @@ class Report:
     """Numbers for comparisons of runs, by title with unit."""
 
 
-def pictured_charts(report: Report) -> tuple[Section | None, Sequence[Chart]]:
-    """Return the section and charts of the PNG file: the first two charts of the first section that has any."""
-    section = next((section for section in report.sections if section.charts), None)
-    return section, () if section is None else section.charts[:2]
-
-
-def picture(report: Report) -> bytes:
-    """Return the PNG file that the Markdown rendering shows."""
-    return png(panels(*(chart.draw for chart in pictured_charts(report)[1])))
-
-
-def html(report: Report) -> str:
-    """Return the report as one HTML file without network access; every text is escaped."""
-    from jinja2 import Environment, FileSystemLoader, StrictUndefined
-
-    from ... import __version__
-
-    numbers = iter(range(1, 1000))
-
-    def drawn(chart: Chart) -> str:
-        return svg(chart.draw, f"chart-{next(numbers)}", chart.title)
-
-    environment = Environment(
-        loader=FileSystemLoader(TEMPLATES),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        keep_trailing_newline=True,
-    )
-    style = (TEMPLATES / "style.css").read_text(encoding="utf-8")
-    template = environment.get_template("page.html.j2")
-    return template.render(report=report, drawn=drawn, style=style, version=__version__)
-
-
 def key_value_table(values: Iterable[tuple[str, object]], caption: str = "") -> Table:
     """Return a table of names and values, with lists and empty values as `plain` shows them."""
-    return Table(headings=("", "value"), rows=[(n, plain(v)) for n, v in values], caption=caption, numeric=False)
+    return Table(("", "value"), [(name, plain(value)) for name, value in values], caption)
 
 
 def gb(count: float) -> str:

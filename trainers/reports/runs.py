@@ -5,36 +5,13 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from typing import Any
 
-from ...ds_configs.memory.estimate import terms_by_phase
-from ...ds_configs.memory.terms import TERM_ROLES
 from ...ds_configs.plan.plan import Plan
 from ...ds_configs.quantization.scheme import METHODS
-from ...ds_configs.specs.errors import ShardwrightError
 from ...ds_configs.specs.units import human_count
-from ..charts import (
-    GREEN,
-    GREY,
-    LOSSES,
-    RED,
-    SHARES,
-    Expected,
-    Metrics,
-    columns,
-    curves,
-    distribution,
-    largest_parts,
-    loss_chart,
-    parts,
-    points,
-    rate_chart,
-    share_chart,
-    stacks,
-    tail,
-)
-from .markdown import markdown
+from .charts import Metrics, curves, distribution, largest_parts, points, stacks
+from .markdown import markdown, picture
 from .plans import speed_interval
 from .report import (
     Chart,
@@ -47,7 +24,6 @@ from .report import (
     key_value_table,
     mean_with_error,
     perplexity,
-    picture,
     plain,
     short_name,
     significant,
@@ -59,6 +35,13 @@ Data = Mapping[str, Any]
 
 _KINDS = {"train": "Training", "distill": "Distillation", "qat": "Quantization-aware training"}
 _STAGES = {"dense": "before", "rounded": "rounded", "trained": "trained", "before": "before", "after": "trained"}
+_LOSSES = {
+    "loss": "loss",
+    "student_cross_entropy": "cross-entropy of the labels",
+    "teacher_cross_entropy": "teacher's cross-entropy",
+    "kl_per_token": "KL(teacher | trained model)",
+}
+"""Labels of losses and measures in nats per token, by name in the log."""
 _TEACHER_SETTINGS = ("teacher_revision", "alpha", "temperature", "loss", "mixture", "teacher_placement")
 """Settings of `qat` that have no effect without a teacher."""
 
@@ -95,32 +78,21 @@ def training_report(data: Data, metrics: Metrics, plan: Plan) -> Report:
         subtitle=f"on {dataset['source']}; {data['strategy']}, {data['hardware']}",
         facts=(
             *_quality_facts(data, losses),
+            Fact("Tokens/s of all ranks", tokens_per_second, f"{with_padding}predicted {speed[0]} ({speed[1]})"),
             Fact(
-                label="Tokens/s of all ranks",
-                value=tokens_per_second,
-                detail=f"{with_padding}predicted {speed[0]} ({speed[1]})",
+                "Tensors on the fullest accelerator", "not measured on CPU ranks" if peak is None else gb(peak), memory
             ),
             Fact(
-                label="Tensors on the fullest accelerator",
-                value="not measured on CPU ranks" if peak is None else gb(peak),
-                detail=memory,
-            ),
-            Fact(
-                label="Steps",
-                value=f"{data['steps']:,}",
-                detail=f"{data['tokens']:,} tokens in {data['result']['step_seconds']:.1f} s of training steps; "
+                "Steps",
+                f"{data['steps']:,}",
+                f"{data['tokens']:,} tokens in {data['result']['step_seconds']:.1f} s of training steps; "
                 f"{data['seconds']:,.0f} s total",
             ),
         ),
         sections=(
             _results(data, metrics, losses),
-            *(
-                [Section(heading="Checkpoint", tables=(key_value_table(checkpoint_facts(data)),))]
-                if kind == "qat"
-                else []
-            ),
-            _speed(data, metrics, plan, tokens_per_second),
-            _memory(plan, peak),
+            *([Section("Checkpoint", tables=(key_value_table(checkpoint_facts(data)),))] if kind == "qat" else []),
+            _predictions(data, metrics, plan, tokens_per_second),
             _training_settings(data, plan),
         ),
         command=data.get("command", ""),
@@ -137,24 +109,20 @@ def training_report(data: Data, metrics: Metrics, plan: Plan) -> Report:
 def _quality_facts(data: Data, losses: Mapping[str, float | None]) -> list[Fact]:
     trained = losses["trained"]
     if trained is None:
-        return [Fact(label="Held-out cross-entropy", value="not measured")]
+        return [Fact("Held-out cross-entropy", "not measured")]
     earlier = {name: loss for name, loss in losses.items() if name != "trained" and loss is not None}
     before = ", ".join(f"{name} {loss:.4f}" for name, loss in earlier.items())
     samples = f"mean over {data['dataset']['evaluation_samples']} held-out samples"
+    perplexities = ", ".join(f"{name} {perplexity(loss)}" for name, loss in earlier.items())
     facts = [
-        Fact(label="Held-out cross-entropy, nats per token", value=f"{trained:.4f}", detail=f"{before}; {samples}"),
-        Fact(
-            label="Held-out perplexity",
-            value=perplexity(trained),
-            detail=", ".join(f"{name} {perplexity(loss)}" for name, loss in earlier.items()),
-        ),
+        Fact("Held-out cross-entropy, nats per token", f"{trained:.4f}", f"{before}; {samples}"),
+        Fact("Held-out perplexity", perplexity(trained), perplexities),
     ]
     if "kl_per_token" in data.get("after", {}):
         before, after = (f"{data[stage]['kl_per_token']:.4f}" for stage in ("before", "after"))
-        facts.append(Fact(label="KL(teacher | student), nats per token", value=after, detail=f"before {before}"))
+        facts.append(Fact("KL(teacher | student), nats per token", after, f"before {before}"))
     if data.get("logit_difference") is not None:
-        label = "Largest difference of a logit, exported and reloaded"
-        facts.append(Fact(label=label, value=f"{data['logit_difference']:g}"))
+        facts.append(Fact("Largest difference of a logit, exported and reloaded", f"{data['logit_difference']:g}"))
     return facts
 
 
@@ -164,21 +132,10 @@ def _results(data: Data, metrics: Metrics, losses: Mapping[str, float | None]) -
         caption += "; ± is one standard error, over samples."
     else:
         caption += ". They have no standard error; `shardwright evaluate` measures one."
-    logged = {label: points(metrics, key)[-1][1] for key, (label, _) in LOSSES.items() if points(metrics, key)}
-    end = ", ".join(f"{label} {value:.4f}" for label, value in logged.items())
+    logged = {label: steps for key, label in _LOSSES.items() if (steps := points(metrics, key))}
+    end = ", ".join(f"{label} {steps[-1][1]:.4f}" for label, steps in logged.items())
     note = f"Means over {data['settings'].get('logging_steps')} steps. At the end: {end}." if end else ""
-    charts = [Chart(title="Loss by step, nats per token", draw=loss_chart(metrics), note=note)]
-    if any(points(metrics, key) for key in SHARES):
-        charts.append(Chart(title="Agreement with the teacher, share of tokens", draw=share_chart(metrics)))
-    if points(metrics, "learning_rate"):
-        charts.append(Chart(title="Learning rate", draw=rate_chart(metrics)))
-    measured = {name: loss for name, loss in losses.items() if loss is not None}
-    if measured:
-        colours = {"before": GREY, "rounded": RED, "trained": GREEN}
-        values = {name: math.exp(min(loss, 700)) for name, loss in measured.items()}
-        draw = columns(values, "perplexity", colours=[colours[name] for name in measured])
-        bars = Chart(title="Perplexity on held-out samples", draw=draw)
-        charts.insert(0 if data["kind"] == "qat" else len(charts), bars)
+    chart = Chart("Loss by step, nats per token", curves(logged, "nats per token"), note)
     texts = []
     rounded, dense, trained = losses.get("rounded"), losses["before"], losses["trained"]
     if rounded is not None and dense is not None and trained is not None and rounded > dense:
@@ -189,8 +146,8 @@ def _results(data: Data, metrics: Metrics, losses: Mapping[str, float | None]) -
             else f"Rounding alone costs {cost}. The trained model is better than the model before, because it also "
             "learned this data. For a fair comparison, fine-tune in full precision for as many steps, then round."
         )
-    table = Table(headings=data["measures"]["headings"], rows=data["measures"]["rows"], caption=caption)
-    return Section(heading="Results on held-out samples", texts=texts, charts=charts, tables=(table,))
+    table = Table(data["measures"]["headings"], data["measures"]["rows"], caption)
+    return Section("Results on held-out samples", texts, (chart,), (table,))
 
 
 def checkpoint_facts(data: Data) -> list[tuple[str, str]]:
@@ -232,90 +189,56 @@ def _speeds_apart(data: Data, metrics: Metrics) -> tuple[float, float] | None:
     return data["tokens_per_second"] * positions / tokens, data["tokens_per_second"] * labelled / tokens
 
 
-def _speed(data: Data, metrics: Metrics, plan: Plan, tokens_per_second: str) -> Section:
-    time, (low, high) = plan.chosen.time, speed_interval(plan)
-    steps = [value for _, value in points(metrics, "step_seconds")]
-    whole = data["result"]["step_seconds"] / data["steps"] if data["steps"] else 0.0
-    seconds = with_error(*(mean_with_error(steps[1:]) if len(steps) > 1 else (whole, None)))
+def _predictions(data: Data, metrics: Metrics, plan: Plan, tokens_per_second: str) -> Section:
+    """Return speed and memory, predicted and measured."""
+    gpu, time, (low, high) = plan.chosen.memory.gpu, plan.chosen.time, speed_interval(plan)
+    steps, peak = [value for _, value in points(metrics, "step_seconds")], data["result"]["peak_bytes"]
+    mean = data["result"]["step_seconds"] / data["steps"] if data["steps"] else 0.0
+    seconds = with_error(*(mean_with_error(steps[1:]) if len(steps) > 1 else (mean, None)))
     apart = _speeds_apart(data, metrics)
     # A plan counts every position of a row.
     counted = "tokens/s of all ranks" if apart is None else "tokens/s of all ranks, with padding"
-    compared = tokens_per_second if apart is None else significant(apart[0])
+    measured = "not measured on CPU ranks" if peak is None else gb(peak)
+
+    def interval(value: float, least: float, most: float) -> str:
+        return f"{significant(value)} ({significant(least)} to {significant(most)})"
+
+    own = (
+        []
+        if apart is None
+        else [("tokens/s without padding", "", tokens_per_second), ("tokens/s with a label", "", significant(apart[1]))]
+    )
     rows = [
-        (name, f"{significant(predicted)} ({significant(least)} to {significant(most)})", measured)
-        for name, predicted, least, most, measured in (
-            (counted, time.tokens_per_second, low, high, compared),
-            ("seconds per step", time.seconds, time.low_seconds, time.high_seconds, seconds),
-        )
+        (
+            counted,
+            interval(time.tokens_per_second, low, high),
+            tokens_per_second if apart is None else significant(apart[0]),
+        ),
+        *own,
+        ("seconds per step", interval(time.seconds, time.low_seconds, time.high_seconds), seconds),
+        ("tensors on the fullest accelerator", gb(gpu.allocated_bytes), measured),
+        ("with runtime and fragmentation", f"{gb(gpu.peak_bytes)} ({gb_range(gpu.low_bytes, gpu.high_bytes)})", "–"),
+        ("capacity", gb(gpu.capacity_bytes), ""),
     ]
-    if apart is not None:
-        own_rows = (("tokens/s without padding", tokens_per_second), ("tokens/s with a label", significant(apart[1])))
-        rows[1:1] = [(name, "", measured) for name, measured in own_rows]
     caption = (
         "± is the standard error over the intervals between two lines of metrics.jsonl, without the first interval, "
         "which includes compilation and allocation. The measured tokens/s count every step."
     )
     charts = []
     if speeds := points(metrics, "tokens_per_second" if apart is None else "positions_per_second"):
-        expected = Expected(value=time.tokens_per_second, low=low, high=high)
-        draw = curves({"measured": speeds}, "tokens/s", expected=expected)
-        charts.append(Chart(title=counted.capitalize(), draw=draw, note="Dashed: predicted by the plan."))
-    if ratios := points(metrics, "slowest_rank_ratio"):
-        expected = Expected(value=1, label="equally fast")
-        draw = curves({"slowest rank": ratios}, "times the median rank", expected=expected)
-        note = "Time to load samples and run the first forward pass of a step, as a multiple of the median rank's."
-        charts.append(Chart(title="Slowest rank", draw=draw, note=note))
-    source = plan.hardware.source
-    return Section(
-        heading="Speed",
-        texts=[f"The prediction uses the figures of {plan.hardware.gpu}: {source}."] if source else [],
-        charts=charts,
-        tables=(Table(headings=("", "predicted, with interval", "measured"), rows=rows, caption=caption),),
-    )
-
-
-def _memory(plan: Plan, peak: int | None) -> Section:
-    gpu = plan.chosen.memory.gpu
-    measured = "not measured on CPU ranks" if peak is None else gb(peak)
-    rows = [
-        ("tensors on the fullest accelerator", gb(gpu.allocated_bytes), measured),
-        ("with runtime and fragmentation", f"{gb(gpu.peak_bytes)} ({gb_range(gpu.low_bytes, gpu.high_bytes)})", "–"),
-        ("capacity", gb(gpu.capacity_bytes), ""),
-    ]
-    not_tensors = ("runtime_context", "communicators", "allocator_fragmentation")
+        draw = curves({"measured": speeds}, "tokens/s", expected=(time.tokens_per_second, low, high))
+        charts.append(Chart(counted.capitalize(), draw, "Dashed: predicted by the plan."))
     unit, size = ("GB", 1e9) if gpu.allocated_bytes >= 10**8 else ("MB", 1e6)
-    terms = sorted(gpu.terms.items(), key=lambda item: -item[1])
-    tensors = {name.replace("_", " "): count / size for name, count in terms if name not in not_tensors}
+    not_tensors = ("runtime_context", "communicators", "allocator_fragmentation")
+    tensors = {name.replace("_", " "): count / size for name, count in gpu.terms.items() if name not in not_tensors}
     bars: list[tuple[str, Mapping[str, float], bool]] = [("predicted", largest_parts(tensors), True)]
     if peak is not None:
         bars.append(("measured", {"tensors, measured": peak / size}, False))
-    charts = [
-        Chart(
-            title=f"Tensors on the fullest accelerator, {unit}",
-            draw=stacks(bars, unit),
-            note=f"Measured: {measured}.",
-        )
-    ]
-    over_step: list[tuple[str, Mapping[str, float], bool]] = []
-    by_phase: Mapping[Any, Mapping[str, int]] = {}
-    # A plan does not store activations that were traced for it.
-    with suppress(ShardwrightError):
-        is_gpu = plan.hardware.gpu != "CPU"
-        by_phase = terms_by_phase(plan.chosen.strategy, plan.model, plan.job, stage=gpu.stage, gpu=is_gpu)
-    for phase, held in by_phase.items():
-        roles: dict[str, float] = {}
-        for name, count in held.items():
-            role = TERM_ROLES.get(name, "other")
-            roles[role] = roles.get(role, 0.0) + count / size
-        over_step.append((phase, roles, True))
-    if over_step:
-        note = f"Predicted by the plan for sequences of {plan.job.seq_len_tokens:,} tokens."
-        charts.append(Chart(title=f"Tensors over a step, {unit}", draw=stacks(over_step, unit), note=note))
-    return Section(
-        heading="Memory",
-        charts=charts,
-        tables=(Table(headings=("", "predicted, with interval", "measured"), rows=rows),),
-    )
+    charts.append(Chart(f"Tensors on the fullest accelerator, {unit}", stacks(bars, unit), f"Measured: {measured}."))
+    source = plan.hardware.source
+    texts = [f"The prediction uses the figures of {plan.hardware.gpu}: {source}."] if source else []
+    table = Table(("", "predicted, with interval", "measured"), rows, caption)
+    return Section("Speed and memory", texts, charts, (table,))
 
 
 def _training_settings(data: Data, plan: Plan) -> Section:
@@ -332,7 +255,7 @@ def _training_settings(data: Data, plan: Plan) -> Section:
         key_value_table(settings, "Settings"),
         key_value_table(dataset, "Data"),
     ]
-    return Section(heading="Settings and data", texts=reasons, tables=tables, folded=True)
+    return Section("Settings and data", reasons, tables=tables)
 
 
 def evaluation_report(data: Data) -> Report:
@@ -375,23 +298,8 @@ def _percentage(estimate: Data) -> str:
 
 
 def _evaluation_facts(data: Data) -> list[Fact]:
-    model, baseline, comparison = data["model"], data["baseline"], data["comparison"]
-    before = ("", "") if baseline is None else (_estimate(baseline["perplexity"]), gb(baseline["sizes"]["file_bytes"]))
-    perplexity_before, bytes_before = (f"baseline {value}" if value else "" for value in before)
-    facts = [
-        Fact(label="Perplexity", value=_estimate(model["perplexity"]), detail=perplexity_before),
-        Fact(label="Cross-entropy, nats per token", value=_estimate(model["loss_nats_per_token"])),
-    ]
-    if comparison is not None:
-        kl, agreement = _estimate(comparison["kl_nats_per_token"]), _percentage(comparison["top1_agreement"])
-        facts.append(Fact(label="KL(baseline | model), nats per token", value=kl))
-        facts.append(Fact(label="Same most likely token", value=agreement))
-    facts.append(Fact(label="Safetensors on disk", value=gb(model["sizes"]["file_bytes"]), detail=bytes_before))
-    speed = model["speed"]
-    if speed is not None and speed["decode_tokens_per_second"] is not None:
-        decode = significant(speed["decode_tokens_per_second"])
-        facts.append(Fact(label="Decode, tokens/s", value=decode, detail=speed["machine"]))
-    return facts
+    rows = evaluation_table(data).rows[: 3 if data["comparison"] is None else 6]
+    return [Fact(name, value, f"baseline {others[0]}" if others and others[0] else "") for name, value, *others in rows]
 
 
 def _evaluation_measures(data: Data) -> dict[str, float]:
@@ -399,12 +307,10 @@ def _evaluation_measures(data: Data) -> dict[str, float]:
     measures = {
         "perplexity": model["perplexity"]["value"],
         "safetensors on disk, GB": model["sizes"]["file_bytes"] / 1e9,
+        "KL(baseline | model), nats per token": comparison and comparison["kl_nats_per_token"]["value"],
+        "decode, tokens/s": model["speed"] and model["speed"]["decode_tokens_per_second"],
     }
-    if comparison is not None:
-        measures["KL(baseline | model), nats per token"] = comparison["kl_nats_per_token"]["value"]
-    if model["speed"] is not None and model["speed"]["decode_tokens_per_second"] is not None:
-        measures["decode, tokens/s"] = model["speed"]["decode_tokens_per_second"]
-    return measures
+    return {name: value for name, value in measures.items() if value is not None}
 
 
 def evaluation_table(data: Data) -> Table:
@@ -446,7 +352,7 @@ def evaluation_table(data: Data) -> Table:
         else ""
     )
     caption += "The first token of a window is not counted. Bits include scales, zero points and tables."
-    return Table(headings=headings, rows=[row[: len(headings)] for row in rows], caption=caption)
+    return Table(headings, [row[: len(headings)] for row in rows], caption)
 
 
 def _change(share: float) -> str:
@@ -507,49 +413,25 @@ def _evaluation_sections(data: Data) -> tuple[Section, ...]:
         ("seconds total", f"{data['seconds']:.0f}"),
         *((name.replace("_", " "), value) for name, value in data["settings"].items()),
     ]
+    compared = (verdict(data),) if comparison is not None else ()
     return (
-        Section(
-            heading="Measures",
-            texts=(verdict(data),) if comparison is not None else (),
-            charts=_evaluation_charts(data),
-            tables=(evaluation_table(data),),
-        ),
-        Section(
-            heading="How it was measured",
-            texts=texts,
-            tables=(Table(headings=headings, rows=models, numeric=False), key_value_table(settings)),
-            folded=True,
-        ),
+        Section("Measures", compared, (_evaluation_chart(data),), (evaluation_table(data),)),
+        Section("How it was measured", texts, tables=(Table(headings, models), key_value_table(settings))),
     )
 
 
-def _evaluation_charts(data: Data) -> tuple[Chart, ...]:
-    """Return the distribution of the losses, or of their differences, and the tail of the KL divergence."""
+def _evaluation_chart(data: Data) -> Chart:
+    """Return the distribution of the losses, or of their differences from the baseline's."""
     comparison = data["comparison"]
     if comparison is None:
-        mean, axis = data["model"]["loss_nats_per_token"], "cross-entropy, nats per token"
-        windows = data["window_losses_nats_per_token"]
-        draw = distribution(windows, mean["value"], mean["standard_error"], axis)
-        return (Chart(title="Cross-entropy of each window, nats per token", draw=draw),)
-    mean, windows = (
-        comparison["loss_difference_nats_per_token"],
-        comparison["window_loss_differences_nats_per_token"],
-    )
+        mean, windows = data["model"]["loss_nats_per_token"], data["window_losses_nats_per_token"]
+        draw = distribution(windows, mean["value"], mean["standard_error"], "cross-entropy, nats per token")
+        return Chart("Cross-entropy of each window, nats per token", draw)
+    mean, windows = comparison["loss_difference_nats_per_token"], comparison["window_loss_differences_nats_per_token"]
     axis = "model's loss minus the baseline's, nats per token"
-    return (
-        Chart(
-            title="Loss difference of each window, nats per token",
-            draw=distribution(windows, mean["value"], mean["standard_error"], axis, zero="no difference"),
-            note="If the band does not include zero, the difference is beyond the noise of this text.",
-        ),
-        Chart(
-            title="Tokens with a large KL(baseline | model), nats",
-            draw=tail(
-                comparison["kl_nats_at_share"], comparison["kl_nats_per_token"]["value"], "KL(baseline | model), nats"
-            ),
-            note="A small mean can hide a few tokens that changed a lot.",
-        ),
-    )
+    draw = distribution(windows, mean["value"], mean["standard_error"], axis)
+    note = "If the band does not include zero, the difference is beyond the noise of this text."
+    return Chart("Loss difference of each window, nats per token", draw, note)
 
 
 def serving_text(method: str, storage: str) -> str:
@@ -582,30 +464,24 @@ def quantization_report(data: Data) -> Report:
         subtitle=f"{name} by {data['method']}{reason}",
         facts=(
             Fact(
-                label="Checkpoint verified",
-                value="yes" if passed else "no",
-                detail="not reloaded"
-                if difference is None
-                else f"largest difference of a logit {significant(difference)}",
-                state="good" if passed else "bad",
+                "Checkpoint verified",
+                "yes" if passed else "no",
+                "not reloaded" if difference is None else f"largest difference of a logit {significant(difference)}",
             ),
-            Fact(label="Scheme", value=name, detail=f"by {data['method']}"),
-            Fact(label="Quantized matrices", value=f"{len(data['quantized_layers']):,}"),
+            Fact("Scheme", name, f"by {data['method']}"),
+            Fact("Quantized matrices", f"{len(data['quantized_layers']):,}"),
             *([] if evaluation is None else _evaluation_facts(evaluation)),
         ),
         sections=(
             *(() if evaluation is None else _evaluation_sections(evaluation)),
             _quantized_checkpoint(data),
             Section(
-                heading="Settings",
-                texts=() if method is None else (f"{method.name} {method.summary} ({method.source}).",),
+                "Settings",
+                () if method is None else (f"{method.name} {method.summary} ({method.source}).",),
                 tables=(key_value_table(data["settings"].items()),),
-                folded=True,
             ),
             Section(
-                heading="Quantized matrices",
-                tables=(Table(headings=("name",), rows=[(str(layer),) for layer in data["quantized_layers"]]),),
-                folded=True,
+                "Quantized matrices", tables=(Table(("name",), [(str(layer),) for layer in data["quantized_layers"]]),)
             ),
         ),
         command=data.get("command", ""),
@@ -618,16 +494,10 @@ def quantization_report(data: Data) -> Report:
 
 def _quantized_checkpoint(data: Data) -> Section:
     memory, evaluation, calibration = data["memory_estimate"], data["evaluation"], data["calibration"]
-    charts = [Chart(title="Wall-clock time by stage, seconds", draw=parts(data["seconds"], "seconds"))]
     facts = [("model", data["model"]), ("checkpoint, predicted", gb(data["checkpoint_bytes"]))]
     if evaluation is not None:
         sizes = evaluation["model"]["sizes"]
         facts += [("checkpoint, written", gb(sizes["file_bytes"])), ("parameters", human_count(sizes["parameters"]))]
-        if evaluation["baseline"] is not None:
-            before, after = evaluation["baseline"]["sizes"]["file_bytes"], sizes["file_bytes"]
-            unit, size = ("GB", 1e9) if max(before, after) >= 10**8 else ("MB", 1e6)
-            draw = columns({"before": before / size, "quantized": after / size}, unit, colours=(GREY, GREEN))
-            charts.insert(0, Chart(title=f"Safetensors on disk, {unit}", draw=draw))
     facts += [(f"calibration {name.replace('_', ' ')}", plain(value)) for name, value in (calibration or {}).items()]
     facts += [(f"verification: {n.replace('_', ' ')}", plain(value)) for n, value in data["verification"].items()]
     for device in ("host", "device"):
@@ -636,4 +506,4 @@ def _quantized_checkpoint(data: Data) -> Section:
     texts = [serving_text(data["method"], data["scheme"]["storage"])]
     if calibration is None:
         texts.append("The method needs no calibration data.")
-    return Section(heading="Checkpoint", texts=texts, charts=charts, tables=(key_value_table(facts),))
+    return Section("Checkpoint", texts, tables=(key_value_table(facts),))

@@ -15,8 +15,8 @@ from ...plugins.huggingface_hub.push import CARD_FILE
 from ..counting.estimates import Estimate, exponential
 from ..data.samples import SampleStatistics
 from ..reports.make import TRAINING_FILE
-from ..reports.markdown import markdown, table
-from ..reports.report import perplexity, picture
+from ..reports.markdown import markdown, picture, table
+from ..reports.report import perplexity
 from ..reports.runs import training_report
 from .settings import METRICS_FILE, REPORT_FILE, LaunchedSettings
 

@@ -20,7 +20,6 @@ from shardwright.ds_configs.specs.errors import ShardwrightError, UsageError
 from shardwright.ds_configs.specs.job import TrainingJob
 from shardwright.ds_configs.specs.layout import Layout, ZeroOptions
 from shardwright.plugins.planning.from_names import plan, read_hardware
-from shardwright.trainers.charts import panels
 from shardwright.trainers.rehearsal.checks import (
     CHECK_NAMES,
     check_export,
@@ -41,8 +40,8 @@ from shardwright.trainers.rehearsal.report import (
     write_report,
 )
 from shardwright.trainers.rehearsal.worker import skewed_tokens
+from shardwright.trainers.reports.charts import panels
 from shardwright.trainers.reports.plans import rehearsal_report
-from shardwright.trainers.reports.report import pictured_charts
 
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],
@@ -263,7 +262,7 @@ PREDICTED = {"loss": PredictedPhase(terms={"weights": 5_000_000}, roles={"weight
 def test_bars_are_as_high_as_the_bytes(model: Path) -> None:
     made = plan(str(model), "2xCPU", TrainingJob(seq_len_tokens=64))
     report = rehearsal_report(rehearsal(made, measured=MEASURED, predicted=PREDICTED).to_dict())
-    (axes,) = panels(pictured_charts(report)[1][0].draw).axes
+    (axes,) = panels(report.sections[1].charts[0].draw).axes
     tops: dict[int, float] = {}
     for patch in axes.patches:
         place = round(patch.get_x() * 100)

@@ -18,13 +18,13 @@ REPORT = Report(
     kind="Training",
     title="org/small",
     subtitle="on some|data",
-    facts=(Fact(label="Perplexity", value="3.2", detail="before 5.1"),),
+    facts=(Fact("Perplexity", "3.2", "before 5.1"),),
     sections=(
         Section(
-            heading="Results",
-            texts=("First <line>.\nSecond.",),
-            charts=[Chart(title=title, draw=lambda axes: None, note=f"Note on {title}.") for title in "abc"],
-            tables=(Table(headings=("", "value"), rows=[("dataset", "a|b")], caption="Settings."),),
+            "Results",
+            ("First <line>.\nSecond.",),
+            [Chart(title, lambda axes: None, f"Note on {title}.") for title in "abc"],
+            (Table(("", "value"), [("dataset", "a|b")], "Settings."),),
         ),
     ),
     command="shardwright train org/small",
@@ -42,11 +42,13 @@ MARKDOWN = r"""# Training report
 
 First \<line>. Second.
 
-![a; b](training.png)
+![a; b; c](training.png)
 
 a: Note on a.
 
 b: Note on b.
+
+c: Note on c.
 
 Settings.
 

@@ -425,7 +425,7 @@ def test_the_report_holds_what_was_measured(outcome: QATOutcome) -> None:
         "| Tokens/s of all ranks | 800 |",
         "| Tensors on the fullest accelerator | 3.0 GB |",
         "| learning_rate | 2e-05 |",
-        "![Perplexity on held-out samples; Loss by step, nats per token](qat.png)",
+        "![Loss by step, nats per token](qat.png)",
         "8 bit, symmetric, a scale for each output channel; inputs 8 bit, with stored ranges",
     ):
         assert part in text, part
