@@ -13,7 +13,7 @@ from pydantic import Field
 
 from ...ds_configs.plan.output import write_files
 from ...ds_configs.specs.errors import ConfigError, RefusedInputError
-from ...ds_configs.specs.settings import Settings
+from ...ds_configs.specs.settings import Settings, settings_of
 from ...plugins.safetensors.reading import each_tensor, read_checkpoint
 from ...plugins.safetensors.writing import SHARD_BYTES, appearing_directory, save_checkpoint
 from ...plugins.transformers.sound_model import loading_errors
@@ -175,7 +175,7 @@ def spqr_quantize(
     """
     import torch
 
-    options = options or SpQROptions()
+    options = options or settings_of(SpQROptions, {})
     check_matrix(weight_OI, hessian_II)
     weight_OI = weight_OI.detach()
     size = weight_OI.shape[1]
@@ -196,7 +196,7 @@ class _Quantization:
 
         self.options, self.dtype, self.shape = options, weight_OI.dtype, (weight_OI.shape[0], weight_OI.shape[1])
         self.stored_dtype = torch.float16 if weight_OI.dtype == torch.float16 else torch.bfloat16
-        self.feedback = ErrorFeedback(weight_OI, upper_II)
+        self.feedback = ErrorFeedback(weight_OI, upper_II, group_size=options.group_size)
         self.cost_I = upper_II.diagonal().square().reciprocal()
         self.threshold: float | None = None
         """Cost of a rounding error from which a weight is an outlier."""
@@ -224,7 +224,7 @@ class _Quantization:
         for column in self.feedback.columns():
             if column % options.group_size == 0:
                 columns = range(column, min(column + options.group_size, size))
-                weight_CO, likely_CO = self.feedback.look_ahead(columns), None
+                weight_CO, likely_CO = self.feedback.weight_IO[column : columns.stop], None
                 if self.threshold is not None:
                     likely_CO = self._removal_gain(weight_CO, columns) > self.threshold
                 low_O, high_O = _range(weight_CO, likely_CO)
@@ -417,7 +417,7 @@ def low_rank_residual(
     """
     import torch
 
-    options = options or LowRankOptions()
+    options = options or settings_of(LowRankOptions, {})
     check_matrix(weight_OI, hessian_II)
     fit = _Fit(weight_OI.detach(), hessian_II, options)
     rows, columns = fit.weight_OI.shape

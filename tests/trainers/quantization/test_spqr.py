@@ -70,11 +70,12 @@ def test_error_feedback_equals_gptq():
     weight_OI, hessian_II = correlated(3, 150)
     hessian_II = hessian_II.double()
     upper_II = inverse_factor(hessian_II, 0.0)
-    feedback = ErrorFeedback(weight_OI, upper_II)
+    feedback = ErrorFeedback(weight_OI, upper_II, group_size=16)
     expected_OI = weight_OI.double().clone()
     for column in feedback.columns():
-        seen = feedback.look_ahead(range(column, min(column + 30, 150)))
-        assert torch.allclose(seen.t().double(), expected_OI[:, column : column + 30], atol=2e-3)
+        if column % 16 == 0:
+            seen_CO = feedback.weight_IO[column : column + 16]
+            assert torch.allclose(seen_CO.t().double(), expected_OI[:, column : column + 16], atol=2e-3)
         stored_O = feedback.weight_IO[column].round()
         error_O = expected_OI[:, column] - stored_O.double()
         rest = slice(column + 1, None)
