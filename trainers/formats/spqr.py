@@ -601,9 +601,7 @@ def save_small_format(
         if name in dense or (tensor.numel() and key in tied):
             continue
         tied.add(key)
-        # safetensors does not write views of a larger storage.
-        is_view = tensor.untyped_storage().nbytes() != tensor.nbytes
-        tensors[name] = tensor.clone() if is_view else tensor
+        tensors[name] = tensor
     with appearing_directory(directory) as staging:
         save_checkpoint(tensors, staging, stem="small", shard_bytes=shard_bytes)
         section = {

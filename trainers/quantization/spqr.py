@@ -39,12 +39,6 @@ class SmallFormatModel:
         """Names of the quantized layers."""
         return tuple(self.matrices)
 
-    @property
-    def bits_per_weight(self) -> float:
-        """Stored bits of all quantized matrices divided by the number of their weights."""
-        weights = sum(matrix.shape[0] * matrix.shape[1] for matrix in self.matrices.values())
-        return 8 * sum(matrix.stored_bytes for matrix in self.matrices.values()) / weights
-
     def save(self, directory: Path) -> None:
         """Write a dense checkpoint, which Transformers and vLLM load, and the small format in `small/`."""
         self.model.save_pretrained(directory)
