@@ -42,15 +42,17 @@ class CompressedModel:
     def save(self, directory: Path) -> None:
         """Compress the model in memory and write config and weights; can be called once."""
         from compressed_tensors import ModelCompressor
-        from compressed_tensors.offload import to_accelerate
+        from compressed_tensors.offload import OffloadCache, to_accelerate
         from compressed_tensors.utils import save_mtp_tensors_to_checkpoint
 
         model, text = self.model, self.model.config.get_text_config()
         compressor = ModelCompressor.from_pretrained_model(model)
         compressor.compress_model(model, skip_compressed=True)
-        if text.tie_word_embeddings:
-            # llm-compressor's pipeline keeps tied weights as two tensors.
-            model.get_output_embeddings().weight = model.get_input_embeddings().weight
+        head = model.get_output_embeddings()
+        if text.tie_word_embeddings and head is not None:
+            # llm-compressor's pipeline keeps tied weights as two tensors; an offloaded module copies what is assigned.
+            with OffloadCache.disable_onloading():
+                head.weight = model.get_input_embeddings().weight
         to_accelerate(model)
         with warnings.catch_warnings():
             # It counts modules in host memory as offloaded.

@@ -167,13 +167,10 @@ def test_rounding_without_llm_compressor_writes_the_same_files(source, tmp_path,
 def test_autoround_loses_less_than_rounding(source, name):
     scheme, ids_BS = changed(scheme_named(name), group_size=32), torch.tensor([samples()[0]["input_ids"]])
     run = request(source, "autoround", scheme, method_options={"iters": 20})
-    models = [
-        quantize_with_llm_compressor(run, lambda step: None).model,
-        round_to_nearest(loaded(source), scheme).model,
-    ]
+    quantized = quantize_with_llm_compressor(run, lambda step: None), round_to_nearest(loaded(source), scheme)
     with torch.no_grad():
         expected = loaded(source)(ids_BS).logits.double()
-        learned, rounded = ((model(ids_BS).logits - expected).square().mean() for model in models)
+        learned, rounded = ((each.model(ids_BS).logits - expected).square().mean() for each in quantized)
     assert 0 < learned < rounded
 
 
