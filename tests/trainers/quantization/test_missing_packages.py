@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from importlib import metadata
+from pathlib import Path
+
 import pytest
+from packaging.requirements import Requirement
 from shardwright.ds_configs.quantization.layers import LinearLayer
 from shardwright.ds_configs.quantization.scheme import METHODS, scheme_named
 from shardwright.trainers.quantization import inputs
@@ -22,3 +26,12 @@ def test_only_methods_that_need_a_package_report_it(method, name, layers, monkey
     assert all("pip install 'shardwright[quantize]'" in error.fix for error in errors)
     monkeypatch.setattr(inputs, "find_spec", lambda package: object())
     assert not inputs.missing_engine_errors(method, scheme, layers)
+
+
+@pytest.mark.needs("llmcompressor")
+def test_the_installation_page_names_the_newest_releases_that_llm_compressor_supports():
+    page = (Path(__file__).parents[3] / "docs" / "start" / "install.md").read_text(encoding="utf-8")
+    required = [Requirement(line) for line in metadata.requires("llmcompressor") or () if "extra ==" not in line]
+    newest = {each.name: limit.version for each in required for limit in each.specifier if limit.operator == "<="}
+    for name in ("torch", "transformers"):
+        assert f"{name} ≤ {newest[name].removesuffix('.0')}" in page
