@@ -6,7 +6,7 @@ import functools
 import logging
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -68,24 +68,28 @@ def without_bars() -> Iterator[None]:
 
 @contextmanager
 def all_fixes() -> Iterator[None]:
-    """Apply every workaround that a run needs; loading mixtures needs further ones."""
-    with no_pinned_memory_without_cuda(), attention_scores_are_not_kept():
-        yield
+    """Let AWQ run without CUDA, and without the attention scores of all samples.
 
-
-@contextmanager
-def no_pinned_memory_without_cuda() -> Iterator[None]:
-    """Make AWQ run on hosts without CUDA.
-
-    llmcompressor 0.14.0.1 (`modifiers/transform/awq/base.py` `_apply_smoothing`) always calls
-    `IntermediatesCache.pin_memory`, which fails without an accelerator.
+    llmcompressor 0.14.0.1 (`modifiers/transform/awq/base.py`): `_apply_smoothing` pins memory on every host.
+    `_run_samples` keeps all outputs of a module until all samples have run, and eager attention returns its scores: 512
+    samples of 2048 tokens on Llama-3.1-8B are 137 GB. Only the first output is used.
     """
     import torch
+    from llmcompressor.core import active_session
 
-    if torch.cuda.is_available():
-        yield
-        return
-    with patches.applied("pageable-memory", lambda _: lambda *_, **__: None):
+    @torch.no_grad()  # type: ignore[untyped-decorator]
+    def run_samples(modifier: Any, module: torch.nn.Module) -> list[Any]:
+        cache = modifier._parent_args_cache[module]
+        outputs = []
+        for batch in cache.iter_prefetch() if active_session().state.sequential_prefetch else cache:
+            output = module(**batch)
+            outputs.append(output[0] if isinstance(output, tuple) else output)
+        return outputs
+
+    with ExitStack() as stack:
+        stack.enter_context(patches.applied("dropped-attention-scores", lambda _: run_samples))
+        if not torch.cuda.is_available():
+            stack.enter_context(patches.applied("pageable-memory", lambda _: lambda *_, **__: None))
         yield
 
 
@@ -134,27 +138,3 @@ def kept_conversion_mappings() -> Iterator[None]:
         for current, saved in ((mappings, saved_mappings), (registered, saved_registered)):
             current.clear()
             current.update(saved)
-
-
-@contextmanager
-def attention_scores_are_not_kept() -> Iterator[None]:
-    """Keep AWQ from storing attention scores during calibration.
-
-    llmcompressor 0.14.0.1 (`modifiers/transform/awq/base.py` `_run_samples`) keeps all outputs of a module until all
-    samples have run, and eager attention returns its scores: 512 samples of 2048 tokens on Llama-3.1-8B are 137 GB.
-    Only the first output is used.
-    """
-    import torch
-    from llmcompressor.core import active_session
-
-    @torch.no_grad()  # type: ignore[untyped-decorator]
-    def run_samples(modifier: Any, module: torch.nn.Module) -> list[Any]:
-        cache = modifier._parent_args_cache[module]
-        outputs = []
-        for batch in cache.iter_prefetch() if active_session().state.sequential_prefetch else cache:
-            output = module(**batch)
-            outputs.append(output[0] if isinstance(output, tuple) else output)
-        return outputs
-
-    with patches.applied("dropped-attention-scores", lambda _: run_samples):
-        yield

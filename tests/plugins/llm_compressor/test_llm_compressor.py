@@ -15,9 +15,8 @@ from shardwright.ds_configs.specs.errors import UsageError
 from shardwright.plugins.compressed_tensors.compressed_model import round_to_nearest
 from shardwright.plugins.llm_compressor.engine import EngineRequest, build_modifiers, quantize_with_llm_compressor
 from shardwright.plugins.llm_compressor.quiet import (
-    attention_scores_are_not_kept,
+    all_fixes,
     import_upstream,
-    no_pinned_memory_without_cuda,
     without_bars,
 )
 from small_models import llama
@@ -271,7 +270,7 @@ def test_upstream_still_pins_memory_without_an_accelerator():
     if not torch.cuda.is_available():
         with pytest.raises(RuntimeError, match="accelerator"):
             cache.pin_memory(0)
-    with no_pinned_memory_without_cuda():
+    with all_fixes():
         cache.pin_memory(0)
 
 
@@ -298,7 +297,7 @@ def test_upstream_still_keeps_attention_scores_of_all_samples():
     assert AWQModifier._run_samples(modifier, attention) == [0, 1, 2, 3, 4]
     assert Scores.most == 5
     Scores.most = 0
-    with attention_scores_are_not_kept():
+    with all_fixes():
         assert AWQModifier._run_samples(modifier, attention) == [0, 1, 2, 3, 4]
     assert Scores.most <= 2
 
