@@ -10,10 +10,9 @@ from typing import Any
 
 import torch
 from shardwright.ds_configs.quantization.recipe import quantize_settings
-from shardwright.plugins.llm_compressor.engine import restore_expert_names
+from shardwright.plugins.compressed_tensors.compressed_model import restore_expert_names
 from shardwright.plugins.llm_compressor.quiet import without_bars
 from shardwright.plugins.transformers.training_arguments import byte_tokenizer
-from shardwright.trainers.formats.spqr import SMALL_DIRECTORY
 from shardwright.trainers.quantization.inputs import prepare
 from shardwright.trainers.quantization.run import quantize_in_memory
 
@@ -171,7 +170,7 @@ def write_quantized(stated: Mapping[str, Any], dense: Path, directory: Path) -> 
     """Quantize a checkpoint by the settings of `shardwright quantize`, in this process."""
     prepared = prepare(str(dense), quantize_settings(dict(stated)), None)
     with without_bars():
-        quantized = quantize_in_memory(prepared, journal=None, device="cpu", report=lambda _: None)
+        quantized = quantize_in_memory(prepared, device="cpu", report=lambda _: None)
         quantized.save(directory)
     restore_expert_names(directory, prepared.source.tensors)
 
@@ -219,10 +218,8 @@ class Answers:
 @torch.inference_mode()
 def answers_of_transformers(directory: Path) -> Answers:
     """Return what Transformers answers on a checkpoint, in the type that it is stored in."""
-    from shardwright.trainers import register_small_format
     from transformers import AutoModelForCausalLM
 
-    register_small_format()
     model = AutoModelForCausalLM.from_pretrained(directory, dtype="auto").eval()
     rows_RS = token_rows()
     logits_RSV = model(input_ids=rows_RS).logits.float()
@@ -231,18 +228,6 @@ def answers_of_transformers(directory: Path) -> Answers:
         rows_RS, max_new_tokens=ANSWER_TOKENS, min_new_tokens=ANSWER_TOKENS, do_sample=False, pad_token_id=0
     )
     return Answers(log_probabilities=found.tolist(), greedy=made[:, SEQ_LEN:].tolist())
-
-
-def _small_entry(dense: dict[str, Any]) -> dict[str, Any]:
-    """Return the small format inside a dense export, to compare the two."""
-    directory = Path(dense["path"]) / SMALL_DIRECTORY
-    return dense | {
-        "name": f"{dense['name']}, small format",
-        "path": str(directory),
-        "options": {"load_format": "shardwright_small"},
-        "same_as": dense["name"],
-        "answers": asdict(answers_of_transformers(directory)),
-    }
 
 
 def make_all(work: Path, chosen: Callable[[ServingCase], bool], told: Callable[[str], None]) -> list[dict[str, Any]]:
@@ -259,8 +244,6 @@ def make_all(work: Path, chosen: Callable[[ServingCase], bool], told: Callable[[
             if not directory.exists():
                 write_case(case, dense, directory)
             entry["answers"] = asdict(answers_of_transformers(directory))
-            if case.method in ("spqr", "low-rank"):
-                listed.append(_small_entry(entry))
         except Exception as error:  # a case that cannot be made is a row of the table
             entry["error"] = f"{type(error).__name__}: {error}".splitlines()[0][:300]
         told(f"made {case.name}" + (f": {entry['error']}" if entry["error"] else ""))

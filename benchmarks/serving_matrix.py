@@ -107,11 +107,6 @@ def serve_all(python: str, listed: Sequence[Mapping[str, Any]], work: Path) -> d
     from serving_checkpoints import ANSWER_TOKENS, ROWS, token_rows
     from shardwright.plugins.serving.engine import Asked, ask_vllm
 
-    # The package is a checkout whose directory may have any name.
-    (work / "path").mkdir(exist_ok=True)
-    link = work / "path" / "shardwright"
-    if not link.exists():
-        link.symlink_to(ROOT, target_is_directory=True)
     return ask_vllm(
         python,
         [
@@ -128,7 +123,6 @@ def serve_all(python: str, listed: Sequence[Mapping[str, Any]], work: Path) -> d
             "max_num_batched_tokens": BATCHED_TOKENS,
         },
         answer_tokens=ANSWER_TOKENS,
-        python_path=work / "path",
         seconds=_SECONDS,
     )
 
@@ -192,16 +186,6 @@ def tables(listed: Sequence[Mapping[str, Any]], served: Mapping[str, Any]) -> tu
         its_own = answer["blocks"] / answer["concurrency"]
         passed &= abs(counted / answer["blocks"] - 1) <= BLOCKS_WITHIN
         lines.append(f"| {entry['name']} | {answer['blocks']:,} | {counted:,} | {its_own:.0f} | {each} |")
-    by_name = {entry["name"]: entry for entry in ran}
-    small = [entry for entry in ran if entry.get("same_as") in by_name]
-    if small:
-        lines += ["", "| small format | difference from its dense export, Transformers | vLLM |", "|---|---|---|"]
-    for entry in small:
-        name, dense = entry["name"], entry["same_as"]
-        both = (entry["answers"], by_name[dense]["answers"]), (served[name]["answers"], served[dense]["answers"])
-        here, there = (difference(*(answer["log_probabilities"] for answer in pair)) for pair in both)
-        passed &= here == there == 0.0
-        lines.append(f"| {name} | {here:.6f} | {there:.6f} |")
     refused = [
         (entry["name"], entry["error"] or served[entry["name"]]["error"]) for entry in listed if entry not in ran
     ]

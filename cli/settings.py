@@ -25,7 +25,7 @@ from cyclopts.config import Env
 from cyclopts.exceptions import MissingArgumentError, UnknownCommandError, UnknownOptionError
 
 from ..ds_configs.specs.errors import ConfigError, InputError, UsageError
-from ..ds_configs.specs.synonyms import HUGGING_FACE_NAMES, command_meant, meanings, meant, suggested
+from ..ds_configs.specs.synonyms import HUGGING_FACE_NAMES, REMOVED, command_meant, meanings, meant, suggested
 from ..ds_configs.specs.units import token_count
 
 PREFIX = "SHARDWRIGHT_"
@@ -346,7 +346,10 @@ def _unused_errors(
     """Return errors for unknown flags of a command line, or for a word that no parameter accepts."""
     flags = [token.partition("=")[0] for token in unused or () if token.startswith("--") and len(token) > 2]
     if not flags:
-        return [ConfigError(where=token, rule="is an unexpected argument") for token in (unused or ())[:1]]
+        return [
+            ConfigError(where=token, rule="is an unexpected argument", fix=REMOVED.get(token, ""))
+            for token in (unused or ())[:1]
+        ]
     from ..ds_configs.specs.settings import not_covered
 
     errors, others = [], None

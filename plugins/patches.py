@@ -944,16 +944,6 @@ PATCHES: tuple[Patch, ...] = (
         reason="llm-compressor removes the log handlers of other packages at import unless its log is disabled.",
         canary="tests/plugins/llm_compressor/test_llm_compressor.py::test_upstream_still_removes_the_handlers_of_others",
     ),
-    *(
-        Patch(
-            name=f"loguru-{attribute}",
-            target=f"loguru:logger._core.{attribute}",
-            scope="context",
-            reason="loguru cannot restore a handler that was removed.",
-            canary=f"{_BUGS}test_loguru_cannot_put_a_handler_back",
-        )
-        for attribute in ("handlers", "min_level")
-    ),
     Patch(
         name="no-bars",
         target="tqdm.std:tqdm.__init__",
@@ -961,19 +951,6 @@ PATCHES: tuple[Patch, ...] = (
         reason="llm-compressor and Transformers draw progress bars that no setting turns off.",
         canary=f"{_BUGS}test_bars_are_drawn_by_default",
         parameters=("self",),
-    ),
-    Patch(
-        name="autoround-progress",
-        target="auto_round.compressors.orchestrator:tqdm",
-        scope="context",
-        reason="AutoRound reports its progress only as a bar.",
-    ),
-    Patch(
-        name="autoround-log",
-        target="auto_round.logger:logger.handlers",
-        scope="context",
-        reason="AutoRound prints INFO messages in colour to stderr.",
-        canary="tests/plugins/auto_round/test_auto_round.py::test_the_process_is_left_as_it_was",
     ),
     Patch(
         name="no-network",

@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-from collections.abc import Mapping
-from pathlib import Path
-
 import torch
 
 _PROJECTIONS = [f"self_attn.{part}_proj" for part in "qkvo"] + [f"mlp.{part}_proj" for part in ("gate", "up", "down")]
@@ -45,36 +40,3 @@ def samples() -> list[dict[str, list[int]]]:
 def logits(model) -> torch.Tensor:
     with torch.no_grad():
         return model(input_ids=torch.tensor([samples()[0]["input_ids"]])).logits
-
-
-_IN_A_FRESH_PROCESS = """
-import sys, torch
-from transformers import AutoModelForCausalLM
-try:
-    AutoModelForCausalLM.from_pretrained(sys.argv[1])
-except OSError as error:
-    assert "model.safetensors" in str(error)
-else:
-    raise SystemExit("loaded without being registered")
-from shardwright.trainers import register_small_format
-register_small_format()
-register_small_format()
-for small, dense in zip(sys.argv[1::2], sys.argv[2::2]):
-    model, found = AutoModelForCausalLM.from_pretrained(small, dtype="auto", output_loading_info=True)
-    assert not any(found[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys")), found
-    expected = AutoModelForCausalLM.from_pretrained(dense, dtype="auto")
-    for name, tensor in expected.state_dict().items():
-        assert torch.equal(model.state_dict()[name], tensor), name
-    model.save_pretrained(f"{small}-again")
-    again = AutoModelForCausalLM.from_pretrained(f"{small}-again", dtype="auto")
-    assert torch.equal(again.lm_head.weight, expected.lm_head.weight)
-    model(input_ids=torch.arange(8)[None], labels=torch.arange(8)[None]).loss.backward()
-"""
-
-
-def load_registered(dense_of: Mapping[Path, Path], tmp_path: Path) -> None:
-    """Check in a fresh process that Transformers loads the small format once it is registered, as the dense one."""
-    script = tmp_path / "load.py"
-    script.write_text(_IN_A_FRESH_PROCESS)
-    pairs = [str(path) for pair in dense_of.items() for path in pair]
-    subprocess.run([os.environ["PYTHON_EXEC"], str(script), *pairs], check=True)

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from .distillation.clip_trainer import CLIPDistillationTrainer as CLIPDistillationTrainer
     from .distillation.config import DistillationConfig as DistillationConfig
     from .distillation.trainer import DistillationTrainer as DistillationTrainer
-    from .formats.transformers_quantizer import register_small_format as register_small_format
+    from .formats.spqr import load_spqr as load_spqr
     from .guards import GuardCallback as GuardCallback
     from .parallel.expert import ExpertParallelCallback as ExpertParallelCallback
     from .parallel.long_sequences import LongSequenceCallback as LongSequenceCallback
@@ -39,7 +39,7 @@ _HOMES = {
     "QATConfig": ".qat.rounding.config",
     "SequenceParallelCallback": ".parallel.sequence.callback",
     "TensorParallelCallback": ".parallel.tensor",
-    "register_small_format": ".formats.transformers_quantizer",
+    "load_spqr": ".formats.spqr",
 }
 __all__ = list(_HOMES)
 

@@ -1,4 +1,4 @@
-"""`shardwright env`: versions, hardware and patches; `env create`: a separate environment for quantization."""
+"""`shardwright env`: versions, hardware and patches."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import platform
 import shutil
 import sys
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from cyclopts import App
 from pydantic import Field
@@ -16,7 +16,6 @@ from pydantic import Field
 from ... import __version__
 from ..help import shown_examples
 from ..options import FormatOptions
-from ..progress import note
 from ..settings import FILLED, Options, grouped
 
 
@@ -87,63 +86,11 @@ def patch_facts() -> list[dict[str, Any]]:
     ]
 
 
-@grouped
-class CreateOptions(FormatOptions):
-    path: Path = Field(Path("quantize-env"), description="Directory of the environment")
-    source: str | None = Field(
-        None, description="Directory, URL or requirement of Shardwright. Default: as installed here"
-    )
-    force: bool = Field(False, description="Replace an existing environment")
-    dry_run: bool = Field(False, description="Print what would be installed; create nothing")
-
-
-@app.command(name="create")
-def create_command(
-    extra: Literal["quantize"] = "quantize", *, options: Annotated[CreateOptions, Options] = FILLED
-) -> int:
-    """Create a separate environment for quantization with pip; the training environment keeps its torch.
-
-    pip reads its own settings, such as PIP_INDEX_URL.
-
-    Parameters
-    ----------
-    extra
-        Purpose of the environment: quantize.
-    """
-    from ...ds_configs.specs.units import gigabytes
-    from ...plugins.llm_compressor.environment import INSTALLED_BYTES, create_environment, planned_environment
-
-    planned = planned_environment(options.path, source=options.source, force=options.force)
-
-    note(f"{planned.directory} would hold " + " and ".join(planned.requirements))
-    note("their dependencies are installed in the releases that Shardwright is tested with")
-    nearest = next(place for place in (planned.directory.absolute(), *planned.directory.absolute().parents)
-                   if place.exists())  # fmt: skip
-    free = shutil.disk_usage(nearest).free
-    warning = ": too little for the CUDA build of torch" if free < INSTALLED_BYTES else ""
-    note(f"it takes about {gigabytes(INSTALLED_BYTES)} GB; {gigabytes(free)} GB are free{warning}")
-    versions = {} if options.dry_run else create_environment(planned, notify=note)
-    if options.as_json:
-        made = {"path": str(options.path), "requirements": planned.requirements, "constraints": planned.constraints}
-        sizes = {"expected_bytes": INSTALLED_BYTES, "versions": versions}
-        print(json.dumps({"schema_version": 1, **made, **sizes}, indent=2))
-    elif options.dry_run:
-        print("Dry run: nothing was created")
-    else:
-        from ..show import show_next
-
-        print(f"Created {options.path}: " + ", ".join(f"{name} {version}" for name, version in versions.items()))
-        words = ("--scheme", "W4A16", "--dataset", "python-help", "--output-dir", "OUT")
-        show_next(planned.command, extra, "MODEL", *words)
-    return 0
-
-
 def environment_facts() -> dict[str, Any]:
     """Return system, libraries, accelerators, memory and the build tools of DeepSpeed."""
     import psutil
 
     from ...plugins.deepspeed.engine import has_libaio
-    from ...plugins.llm_compressor.environment import installation_of_quantize
     from ...plugins.releases import installed_version, release_errors, release_warnings, tested_releases
 
     try:
@@ -162,7 +109,6 @@ def environment_facts() -> dict[str, Any]:
         "versions": {name: installed_version(name) or "not installed" for name in tested_releases()},
         "tested": {name: str(tested) for name, tested in tested_releases().items()},
         "release_problems": [*map(str, release_errors()), *release_warnings()],
-        "extra_quantize": installation_of_quantize(),
         "accelerators": accelerators,
         "cpu_cores": os.cpu_count(),
         "host_memory_gib": round(psutil.virtual_memory().total / 2**30, 1),

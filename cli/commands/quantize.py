@@ -32,7 +32,6 @@ class QuantizeOptions(RunOptions, HubSettings):
     device: str | None = Field(None, description="Such as cuda:0 or cpu. Default: an accelerator if available")
     evaluate: bool = Field(True, description="Compare the checkpoint with its model afterwards")
     force: bool = Field(False, description="Write into a directory that is not empty")
-    resume: bool = Field(False, description="Resume from the finished layers of an interrupted run")
 
     @classmethod
     def read_config(cls, name: str) -> dict[str, Any]:
@@ -54,7 +53,7 @@ def quantize_command(
         Hub id or directory of a model with safetensors weights, or of a LoRA adapter.
     """
     from ...plugins.huggingface_hub.push import check_push, pushed
-    from ...trainers.quantization.inputs import journal_directory, prepare
+    from ...trainers.quantization.inputs import prepare
 
     check_push(options.push_to_hub)
     output_dir = options.output_dir
@@ -66,7 +65,6 @@ def quantize_command(
             output_dir,
             revision=options.revision,
             force=options.force,
-            resume=options.resume,
             device=options.device,
         )
     if options.dry_run or output_dir is None:
@@ -77,22 +75,19 @@ def quantize_command(
             _show_prepared(prepared, as_json=False)
     from ...trainers.quantization.run import run_prepared
 
-    with pushed(output_dir, options.push_to_hub, private=options.private, notify=note):
-        try:
-            with redirect_stdout(sys.stderr), progress_on_stderr("reading the model", LinesAtTimes()):
-                outcome = run_prepared(
-                    prepared,
-                    output_dir,
-                    device=options.device,
-                    evaluate=options.evaluate,
-                    resume=options.resume,
-                    force=options.force,
-                    command=command_line(),
-                )
-        except (KeyboardInterrupt, SystemExit):
-            if journal_directory(output_dir).is_dir():
-                note(f"finished layers are in {journal_directory(output_dir)}; resume with --resume")
-            raise
+    with (
+        pushed(output_dir, options.push_to_hub, private=options.private, notify=note),
+        redirect_stdout(sys.stderr),
+        progress_on_stderr("reading the model", LinesAtTimes()),
+    ):
+        outcome = run_prepared(
+            prepared,
+            output_dir,
+            device=options.device,
+            evaluate=options.evaluate,
+            force=options.force,
+            command=command_line(),
+        )
     if options.as_json:
         print(json.dumps(outcome.to_dict() | {"output_dir": str(output_dir)}, default=str))
     else:

@@ -194,7 +194,7 @@ def scheme_named(name: str, *, with_method: bool = False) -> QuantizationScheme:
 MethodName = Literal[
     "rtn", "gptq", "awq", "smoothquant", "smoothquant-gptq", "autoround", "spqr", "low-rank", "bitsandbytes"
 ]
-Engine = Literal["llm-compressor", "auto-round", "bitsandbytes", "shardwright"]
+Engine = Literal["llm-compressor", "bitsandbytes", "shardwright"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -250,7 +250,7 @@ METHODS: Mapping[MethodName, Method] = {
         ),
         Method(
             name="autoround",
-            engine="auto-round",
+            engine="llm-compressor",
             needs_calibration=True,
             summary="learns each rounding and range by signed gradient descent, layer by layer",
             source="arXiv 2309.05516",

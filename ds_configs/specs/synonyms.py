@@ -120,6 +120,9 @@ _OPTIONS: Mapping[tuple[str, ...], tuple[Option, ...]] = {
 REMOVED: Mapping[str, str] = {
     **dict.fromkeys(("address", "image", "volume"), "start from a file of examples/clusters, which has it"),
     **dict.fromkeys(("ray", "kubernetes", "jobset", "skypilot"), "start from its file in examples/clusters"),
+    "resume": "omit it: the command starts from the beginning",
+    "format": "omit it: checkpoints have the format of compressed-tensors",
+    "create": "run python -m venv ENV && ENV/bin/pip install 'shardwright[quantize]'",
     **dict.fromkeys(("min_nodes", "wait_for_nodes", "nodes"), "plan for the machines that are left, then --resume"),
     **dict.fromkeys(("link_bytes_per_s", "network_bytes_per_s"), "write it into a hardware file for the command line"),
 }

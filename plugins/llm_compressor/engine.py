@@ -3,33 +3,21 @@
 from __future__ import annotations
 
 import functools
-import re
-from collections import Counter
+import tempfile
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from difflib import get_close_matches
-from itertools import accumulate
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from ...ds_configs.quantization.layers import config_group
 from ...ds_configs.quantization.scheme import KNOWN_RANGES, ActivationQuantization, QuantizationScheme, RangeMethod
 from ...ds_configs.specs.errors import ConfigError, RefusedInputError, UsageError
+from ...ds_configs.specs.synonyms import suggested
 from ..activation_ranges import ActivationHistogram, activation_range
-from ..compressed_tensors.layout import state_dequantize
-from ..safetensors.writing import rename_tensors
-from ..transformers.quantized_model import EXPERT_WEIGHT, LayerProgress, QuantizationSource, ReportProgress
+from ..compressed_tensors.compressed_model import CompressedModel
+from ..transformers.quantized_model import LayerProgress, QuantizationSource, ReportProgress
 from ..transformers.sound_model import check_config, loading_errors, nonfinite_weights, refused_by_name
-from .journal import Journal, JournalEntry, run_identity
-from .quiet import (
-    all_fixes,
-    import_upstream,
-    kept_conversion_mappings,
-    named_by_directory,
-    quiet_upstream,
-    torchvision_is_not_needed,
-    without_hub_name,
-)
+from .autoround import exact_autoround, head_errors
+from .quiet import all_fixes, import_upstream, kept_conversion_mappings, torchvision_is_not_needed
 
 if TYPE_CHECKING:
     from torch.utils.data import DataLoader
@@ -125,61 +113,67 @@ def _register(method: RangeMethod) -> None:
     Observer.register_value(HistogramObserver, name=f"{_PREFIX}{method}")
 
 
-def count_parts(model: PreTrainedModel) -> int:
-    """Return the number of parts of the sequential pipeline: one for each decoder layer, and the head."""
-    from llmcompressor.utils.pytorch.module import infer_sequential_targets
-
-    wanted = infer_sequential_targets(model, None)
-    targets = {wanted} if isinstance(wanted, str) else set(wanted)
-    return sum(type(module).__name__ in targets for module in model.modules()) + 1
-
-
 class Steps:
-    """Numbers the steps of all phases and reports them."""
+    """Counts and reports the steps of modifiers, which run one after another over the parts of the model."""
 
-    def __init__(self, parts: tuple[int, ...], report: ReportProgress) -> None:
-        """`parts[k]` is the number of parts of phase k."""
-        self._parts = parts
-        self._report = report
+    def __init__(self, model: PreTrainedModel, passes: Sequence[bool], report: ReportProgress) -> None:
+        """`passes[k]` is whether modifier k reads data, so that it runs on one decoder layer after another."""
+        from llmcompressor.utils.pytorch.module import infer_sequential_targets
 
-    def tell(self, phase: int, part: int, stage: str, names: tuple[str, ...] = ()) -> None:
-        """Report one step of one part in one phase."""
-        index, count = sum(self._parts[:phase]) + part, sum(self._parts)
-        self._report(LayerProgress(index=index, count=max(count, index + 1), stage=stage, names=names))
+        wanted = infer_sequential_targets(model, None)
+        targets = {wanted} if isinstance(wanted, str) else set(wanted)
+        # The decoder layers, and the head.
+        parts = sum(type(module).__name__ in targets for module in model.modules()) + 1
+        self._count, self._done, self._report = sum(parts if reads else 1 for reads in passes), 0, report
+
+    def report(self, stage: str, names: tuple[str, ...] = ()) -> None:
+        """Report a stage of the current step."""
+        count = max(self._count, self._done + 1)
+        self._report(LayerProgress(index=self._done, count=count, stage=stage, names=names))
+
+    def finish(self, names: tuple[str, ...] = ()) -> None:
+        """Report the end of a step."""
+        self.report("propagating", names)
+        self._done += 1
 
     def done(self) -> None:
         """Report the end."""
-        count = sum(self._parts)
-        self._report(LayerProgress(index=count - 1, count=count, stage="done"))
+        self._report(LayerProgress(index=self._count - 1, count=self._count, stage="done"))
 
 
-EngineMethod = Literal["rtn", "gptq", "awq", "smoothquant", "smoothquant-gptq"]
+EngineMethod = Literal["rtn", "gptq", "awq", "smoothquant", "smoothquant-gptq", "autoround"]
 
 _OF_THE_SCHEME = ("config_groups", "targets", "ignore", "scheme", "kv_cache_scheme")
 _OF_TRAINING = ("index", "group", "start", "end", "update")
 _WITHOUT_EFFECT = ("requires_calibration_data", "num_calibration_steps", "calibration_function")
 """Set by the modifier itself, or accepted and not used (`modifiers/transform/smoothquant/base.py`)."""
-_QUANTIZATION_SUFFIXES = ("_scale", "_zero_point", "_g_idx")
+_OF_AUTOROUND = ("batch_size", "device_ids", "disable_opt_rtn")
+"""Set by `--batch-size` and `--device`, or ignored by AutoRound."""
 
 
 def modifier_kinds(method: EngineMethod) -> tuple[type[Any], ...]:
     """Return the modifier classes of a method, in the order in which they run."""
+    if method == "autoround":
+        return (exact_autoround(),)
     from llmcompressor.modifiers.gptq import GPTQModifier
     from llmcompressor.modifiers.quantization import QuantizationModifier
     from llmcompressor.modifiers.transform.awq import AWQModifier
     from llmcompressor.modifiers.transform.smoothquant import SmoothQuantModifier
 
-    return {
+    kinds: Mapping[str, tuple[type[Any], ...]] = {
         "rtn": (QuantizationModifier,),
         "gptq": (GPTQModifier,),
         "awq": (AWQModifier, QuantizationModifier),
         "smoothquant": (SmoothQuantModifier, QuantizationModifier),
         "smoothquant-gptq": (SmoothQuantModifier, GPTQModifier),
-    }[method]
+    }
+    return kinds[method]
 
 
-def build_modifiers(scheme: QuantizationScheme, method: EngineMethod, options: Mapping[str, Any]) -> list[Any]:
-    """Return the modifiers of a method, with progress and journal hooks.
+def build_modifiers(
+    scheme: QuantizationScheme, method: EngineMethod, options: Mapping[str, Any], *, batch_size: int = 1
+) -> list[Any]:
+    """Return the modifiers of a method, which report their progress.
 
     Raises:
         UsageError: options that the method's modifiers do not have, or whose values they reject; lists all.
@@ -187,24 +181,28 @@ def build_modifiers(scheme: QuantizationScheme, method: EngineMethod, options: M
     from pydantic import PrivateAttr, ValidationError
 
     kinds = modifier_kinds(method)
-    excluded = (*_OF_THE_SCHEME, *_OF_TRAINING, *_WITHOUT_EFFECT)
+    excluded = {*_OF_THE_SCHEME, *_OF_TRAINING, *_WITHOUT_EFFECT}
+    preset: dict[str, Any] = {}
+    if method == "autoround":
+        excluded |= {*_OF_AUTOROUND}
+        # Compiling a block for the default 200 steps pays only on an accelerator.
+        preset = {"batch_size": batch_size, "enable_torch_compile": False}
     known = {
         name: kind for kind in kinds for name in kind.model_fields if name not in excluded and not name.endswith("_")
     }
     errors = []
     for name in options:
         if name not in known:
-            near = get_close_matches(name, known, n=1, cutoff=0.5)
-            fix = f"did you mean {near[0]}?" if near else f"it has {', '.join(sorted(known))}"
+            fix = suggested(name, known) or f"it has {', '.join(sorted(known))}"
             rule = f"is not an option of {method}"
             errors.append(ConfigError(where="method_options", value=name, rule=rule, fix=fix))
     modifiers = []
     for kind in kinds:
         own = {name: value for name, value in options.items() if known.get(name) is kind}
-        namespace = {"__module__": kind.__module__, "_own_pass": PrivateAttr(default=None)}
-        followed: Any = type(kind.__name__, (_FollowedModifier, kind), namespace)
+        namespace = {"__module__": kind.__module__, "_steps": PrivateAttr(default=None)}
+        reporting: Any = type(kind.__name__, (_ReportingModifier, kind), namespace)
         try:
-            modifiers.append(followed(**_scheme_fields(kind, scheme), **own))
+            modifiers.append(reporting(**_scheme_fields(kind, scheme), **(preset | own)))
         except ValidationError as error:
             for detail in error.errors():
                 name = str(detail["loc"][0]) if detail["loc"] else "method_options"
@@ -215,122 +213,21 @@ def build_modifiers(scheme: QuantizationScheme, method: EngineMethod, options: M
     return modifiers
 
 
-@dataclass(kw_only=True)
-class ModifierPass:
-    """One modifier's pass over the model, with the parts that the journal already has."""
+class _ReportingModifier:
+    """Mixin placed before a modifier class: reports its progress to `_steps`."""
 
-    phase: int
-    """Index of the pass, from 0."""
-    steps: Steps
-    """Counts and reports steps."""
-    journal: Journal | None
-    """Stores finished parts; `None` stores nothing."""
-    finished: tuple[JournalEntry, ...] = ()
-    """Parts of this pass in the journal."""
-    before: tuple[JournalEntry, ...] = ()
-    """Parts of earlier passes, which this run skips."""
-    part: int = 0
-    """Index of the next part."""
-    names: dict[Any, str] = field(default_factory=dict)
-    """Names of all modules, during the pass."""
-
-    def restored(self, entries: Sequence[JournalEntry], model: PreTrainedModel) -> set[str]:
-        """Copy parts from the journal and return the names of their modules."""
-        names: set[str] = set()
-        for entry in entries:
-            assert self.journal is not None
-            names.update(self.journal.restore(entry, model))
-        return names
-
-
-class _FollowedModifier:
-    """Mixin placed before a modifier class: reports progress, and skips parts that the journal has."""
-
-    def follow(self, own: ModifierPass) -> None:
-        """Set the pass of this modifier."""
-        self._own_pass = own
-
-    def on_initialize(self, state: Any, **kwargs: object) -> bool:
-        """Restore the parts of earlier passes before the modifier reads weights."""
-        own = self._own_pass
-        own.restored(own.before, state.model)
-        for entry in own.before:
-            own.steps.tell(entry.phase, entry.part, "restored")
-        return bool(super().on_initialize(state, **kwargs))  # type: ignore[misc]
+    _steps: Any
 
     def on_calibration_start(self, state: Any, event: Any, **kwargs: object) -> None:
-        """Restore finished parts, and remove the hooks that would calibrate them."""
         super().on_calibration_start(state, event, **kwargs)  # type: ignore[misc]
-        own = self._own_pass
-        own.names = {module: name for name, module in state.model.named_modules()}
-        if restored := own.restored(own.finished, state.model):
-            _remove_calibration_hooks(self, state.model, restored)
-        if not own.finished:
-            own.steps.tell(own.phase, 0, "calibrating")
+        self._steps.report("calibrating")
 
     def on_sequential_epoch_end(self, state: Any, event: Any, modules: Sequence[Any], **kwargs: object) -> None:
-        """Run the modifier on a part and store the result in the journal."""
-        own = self._own_pass
-        part, own.part = own.part, own.part + 1
-        if part < len(own.finished):
-            own.steps.tell(own.phase, part, "restored")
-            return
-        named = tuple(own.names[module] for module in modules if hasattr(module, "quantization_scheme"))
-        own.steps.tell(own.phase, part, "quantizing", named)
+        quantized = {id(module) for module in modules if hasattr(module, "quantization_scheme")}
+        names = tuple(name for name, module in state.model.named_modules() if id(module) in quantized)
+        self._steps.report("quantizing", names)
         super().on_sequential_epoch_end(state, event, modules=modules, **kwargs)  # type: ignore[misc]
-        if own.journal is not None and self.requires_calibration_data:  # type: ignore[attr-defined]
-            tensors = changed_tensors(self, {own.names[module]: module for module in modules}, state.model)
-            own.journal.record(phase=own.phase, part=part, tensors=tensors)
-        own.steps.tell(own.phase, part, "propagating", named)
-
-    def on_calibration_end(self, state: Any, event: Any, **kwargs: object) -> None:
-        """Drop the references to modules."""
-        super().on_calibration_end(state, event, **kwargs)  # type: ignore[misc]
-        self._own_pass.names = {}
-
-
-def changed_tensors(modifier: Any, modules: Mapping[str, Any], model: PreTrainedModel) -> dict[str, Any]:
-    """Return the tensors of a part that a modifier may have changed.
-
-    Rounding to nearest adds scales and does not change weights. GPTQ writes both, SmoothQuant and AWQ rescale weights
-    and biases. Embeddings and the head, which are large and belong to the first and the last part, are omitted unless
-    they are quantized.
-    """
-    from llmcompressor.modifiers.gptq import GPTQModifier
-    from llmcompressor.modifiers.quantization import QuantizationModifier
-
-    kept_dense = {id(model.get_input_embeddings()), id(model.get_output_embeddings())}
-    tensors = {}
-    for module_name, module in modules.items():
-        quantized = hasattr(module, "quantization_scheme")
-        for name, _ in module.named_parameters(recurse=False):
-            is_scale = name.endswith(_QUANTIZATION_SUFFIXES)
-            if isinstance(modifier, QuantizationModifier):
-                wanted = quantized and is_scale
-            elif isinstance(modifier, GPTQModifier):
-                wanted = quantized
-            else:
-                wanted = not is_scale and id(module) not in kept_dense
-            if wanted:
-                tensors[f"{module_name}.{name}"] = getattr(module, name)
-    return tensors
-
-
-def _remove_calibration_hooks(modifier: Any, model: PreTrainedModel, restored: set[str]) -> None:
-    """Remove a modifier's hooks on restored modules, and on modules that contain only restored ones."""
-    quantized: Counter[str] = Counter()
-    finished: Counter[str] = Counter()
-    for name, module in model.named_modules():
-        if hasattr(module, "quantization_scheme"):
-            parents = ["", *accumulate(name.split("."), "{}.{}".format)]
-            quantized.update(parents)
-            finished.update(parents if name in restored else ())
-    dictionaries = set()
-    for name, module in model.named_modules():
-        if name in restored or 0 < quantized[name] == finished[name]:
-            dictionaries |= {id(module._forward_hooks), id(module._forward_pre_hooks)}
-    handles = {handle for handle in modifier._hooks if id(handle.hooks_dict_ref()) in dictionaries}
-    modifier.remove_hooks(handles)
+        self._steps.finish(names)
 
 
 def _scheme_fields(kind: type[Any], scheme: QuantizationScheme) -> dict[str, Any]:
@@ -346,32 +243,7 @@ def _scheme_fields(kind: type[Any], scheme: QuantizationScheme) -> dict[str, Any
     return {"config_groups": {"group_0": group}, "ignore": list(scheme.ignore)}
 
 
-_WRITTEN_EXPERT = re.compile(r"(.+\.experts\.\d+)\.(gate_proj|down_proj|up_proj)\.(\w+)")
-_MIXTRAL_NAMES = {"gate_proj": "w1", "down_proj": "w2", "up_proj": "w3"}
-
-
-def restore_expert_names(directory: Path, stored: Collection[str]) -> int:
-    """Restore the original names of experts in a written checkpoint, and return the number of renamed tensors.
-
-    llmcompressor 0.14.0.1 writes the experts of Mixtral as `gate_proj`, `down_proj` and `up_proj`. Transformers 5.17.0
-    and vLLM expect `w1`, `w2` and `w3`; Transformers only warns and runs with random experts.
-
-    Args:
-        directory: The checkpoint, changed in place.
-        stored: Names of the tensors of the original checkpoint.
-    """
-    endings = {match[1].rpartition(".")[2] for match in map(EXPERT_WEIGHT.fullmatch, stored) if match}
-    if endings != set(_MIXTRAL_NAMES.values()):
-        return 0
-
-    def original_name(name: str) -> str:
-        match = _WRITTEN_EXPERT.fullmatch(name)
-        return name if match is None else f"{match[1]}.{_MIXTRAL_NAMES[match[2]]}.{match[3]}"
-
-    return rename_tensors(directory, original_name)
-
-
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class EngineRequest:
     """One run of llm-compressor."""
 
@@ -389,126 +261,76 @@ class EngineRequest:
     """Samples per forward pass; samples of one batch have equal length."""
     method_options: Mapping[str, Any] = field(default_factory=dict)
     """Fields of the method's modifiers."""
-    journal: Path | None = None
-    """Directory that stores finished layers, to resume an interrupted run; `None` stores none."""
-    run_key: str = ""
-    """Identifies model, text and settings of the run, to distinguish the journals of other runs."""
     seed: int = 0
     """Random seed."""
     stored_names: Collection[str] = ()
     """Tensor names of the original checkpoint, to restore the names of experts."""
 
 
-@dataclass(kw_only=True)
-class CompressedModel:
-    """A model whose forward pass rounds like its checkpoint."""
-
-    model: Any
-    """The same object as in the request."""
-    quantized_layers: tuple[str, ...]
-    """Names of the linear layers that were quantized."""
-    stored_names: Collection[str] = ()
-    """As in the request."""
-
-    def save(self, directory: Path) -> None:
-        """Compress the model in memory and write config and weights; can be called once."""
-        from llmcompressor.transformers.compression.compressed_tensors_utils import modify_save_pretrained
-
-        with quiet_upstream(), all_fixes(), without_hub_name(self.model):
-            modify_save_pretrained(self.model)
-            try:
-                self.model.save_pretrained(str(directory), save_compressed=True)
-            finally:
-                vars(self.model).pop("save_pretrained", None)
-        # llm-compressor adds this file, which contains paths of this machine.
-        (directory / "recipe.yaml").unlink(missing_ok=True)
-        restore_expert_names(directory, self.stored_names)
-        state_dequantize(directory)
-
-
 def quantize_with_llm_compressor(request: EngineRequest, report: ReportProgress) -> CompressedModel:
     """Quantize a model in memory, one decoder layer after another.
 
-    Layers that an interrupted run finished are restored from the journal; data only pass through them.
-
     Raises:
-        UsageError: options that the method does not have, missing samples, or the journal of another run.
+        UsageError: options that the method does not have, missing samples, or layers that it does not support.
     """
     import torch
 
     import_upstream()
+    model, scheme = request.model, request.scheme
+    modifiers = build_modifiers(scheme, request.method, request.method_options, batch_size=request.batch_size)
+    reads = [modifier.requires_calibration_data for modifier in modifiers]
+    errors = []
+    if any(reads) and not request.calibration:
+        rule = f"{request.method} with {scheme.name} needs text for calibration"
+        errors.append(ConfigError(where="dataset", rule=rule, fix="pass --dataset, such as python-help"))
+    if request.method == "autoround":
+        errors += head_errors(model, scheme)
+    if errors:
+        raise UsageError(errors)
+    steps = Steps(model, reads, report)
+    for modifier in modifiers:
+        modifier._steps = steps
+    with torch.random.fork_rng():
+        torch.manual_seed(request.seed)
+        run_oneshot(model, request.tokenizer, modifiers, request.calibration if any(reads) else (), request.batch_size)
+    forget_range_observers(model)
+    steps.done()
+    return CompressedModel(model=model, stored_names=request.stored_names)
+
+
+def run_oneshot(
+    model: PreTrainedModel,
+    tokenizer: Any,
+    modifiers: Sequence[Any],
+    calibration: Sequence[Mapping[str, Sequence[int]]],
+    batch_size: int,
+) -> None:
+    """Run modifiers over a model, and leave no hooks and no session, also if they fail."""
+    import_upstream()
     from llmcompressor import oneshot
     from llmcompressor.core import reset_session
 
-    modifiers = build_modifiers(request.scheme, request.method, request.method_options)
-    needs_samples = any(modifier.requires_calibration_data for modifier in modifiers)
-    if needs_samples and not request.calibration:
-        rule = f"{request.method} with {request.scheme.name} needs text for calibration"
-        raise UsageError(ConfigError(where="dataset", rule=rule, fix="pass --dataset, such as python-help"))
-    steps = Steps(tuple(count_parts(request.model) if m.requires_calibration_data else 1 for m in modifiers), report)
-    remaining = _follow(modifiers, request, steps)
-    with quiet_upstream(), all_fixes(), named_by_directory(request.model), torch.random.fork_rng():
-        torch.manual_seed(request.seed)
+    name = model.config._name_or_path
+    with all_fixes(), tempfile.TemporaryDirectory(prefix="shardwright-") as directory:
+        # `oneshot` reads the config again by its name, which is empty or on the Hub for some models.
+        model.config.save_pretrained(directory)
+        model.config._name_or_path = directory
         reset_session()
         try:
             oneshot(
-                model=request.model,
-                processor=request.tokenizer or _NoTokenizer(),
-                recipe=remaining,
-                dataset=calibration_loader(request.calibration, request.batch_size) if needs_samples else None,
+                model=model,
+                # `oneshot` requires a processor for any data, and does not use it for tokens.
+                processor=tokenizer or object(),
+                recipe=list(modifiers),
+                dataset=calibration_loader(calibration, batch_size) if calibration else None,
             )
-            forget_range_observers(request.model)
         finally:
-            for modifier in remaining:
+            for modifier in modifiers:
                 modifier.remove_hooks()
             reset_session()
-            vars(request.model).pop("save_pretrained", None)
-    request.model.eval()
-    steps.done()
-    names = tuple(
-        name
-        for name, module in request.model.named_modules()
-        if getattr(getattr(module, "quantization_scheme", None), "weights", None) is not None
-        and getattr(module, "weight", None) is not None
-    )
-    return CompressedModel(model=request.model, quantized_layers=names, stored_names=request.stored_names)
-
-
-class _NoTokenizer:
-    """Placeholder: `oneshot` 0.14.0.1 requires a processor for any data, or loads one by the model's name."""
-
-
-def _follow(modifiers: Sequence[Any], request: EngineRequest, steps: Steps) -> list[Any]:
-    """Attach progress and journal to the modifiers, and return those whose pass is not finished."""
-    journal = None
-    if request.journal is not None:
-        identity = run_identity(
-            run_key=request.run_key,
-            scheme=request.scheme,
-            method=request.method,
-            method_options=request.method_options,
-            calibration=request.calibration,
-            batch_size=request.batch_size,
-            seed=request.seed,
-        )
-        journal = Journal(request.journal, identity)
-    current = max((entry.phase for entry in journal.entries), default=0) if journal is not None else 0
-    parts = count_parts(request.model)
-    if journal is not None and len(journal.of_phase(current)) >= parts and current + 1 < len(modifiers):
-        current += 1
-    remaining = list(modifiers[current:])
-    for phase, modifier in enumerate(remaining, start=current):
-        entries = () if journal is None else journal.entries
-        modifier.follow(
-            ModifierPass(
-                phase=phase,
-                steps=steps,
-                journal=journal,
-                finished=tuple(entry for entry in entries if entry.phase == phase),
-                before=tuple(entry for entry in entries if entry.phase < phase) if phase == current else (),
-            )
-        )
-    return remaining
+            model.config._name_or_path = name
+            vars(model).pop("save_pretrained", None)
+    model.eval()
 
 
 def calibration_loader(calibration: Sequence[Mapping[str, Sequence[int]]], batch_size: int) -> DataLoader:
@@ -541,6 +363,7 @@ def load_for_quantization(source: QuantizationSource) -> Any:
     check_config(directory)
     with refused_by_name(source.name):
         if any(layer.is_expert for layer in source.layers):
+            import_upstream()
             from llmcompressor.utils import load_context
 
             # llmcompressor 0.14.0.1 does not support `output_loading_info` (AttributeError on the pair).

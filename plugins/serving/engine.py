@@ -226,7 +226,6 @@ def ask_vllm(
     options: Mapping[str, Any],
     answer_tokens: int = 1,
     timed: Timed | None = None,
-    python_path: Path | None = None,
     seconds: float | None = None,
 ) -> dict[str, dict[str, Any]]:
     """Run each checkpoint in one process of vLLM, and return its results by name; rejected ones have an `error`.
@@ -238,7 +237,6 @@ def ask_vllm(
         options: Arguments of `vllm.LLM` for all checkpoints.
         answer_tokens: Tokens of the most likely continuation of each row.
         timed: Request to time.
-        python_path: Directory on the Python path of the process, for the small format's loader.
         seconds: Time limit.
 
     Raises:
@@ -254,8 +252,6 @@ def ask_vllm(
     environment = dict(os.environ)
     # The engine's interpreter must not import this interpreter's packages.
     environment.pop("PYTHONPATH", None)
-    if python_path is not None:
-        environment["PYTHONPATH"] = str(python_path)
     with tempfile.TemporaryDirectory() as made:
         request, results, log = (Path(made) / name for name in ("manifest.json", "results.json", "log.txt"))
         request.write_text(json.dumps(manifest), encoding="utf-8")

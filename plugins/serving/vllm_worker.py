@@ -1,20 +1,18 @@
 """One process of vLLM that runs several checkpoints: `python vllm_worker.py MANIFEST RESULTS`.
 
-It runs in the engine's environment, in which Shardwright may be missing, so it imports only the small format's loader,
-if possible. If the engine rejects a checkpoint, its error is stored, and the next one is loaded. `engine.py` writes the
-manifest and reads the results.
+It runs in the engine's environment, in which Shardwright may be missing, so it imports nothing of it. If the engine
+rejects a checkpoint, its error is stored, and the next one is loaded. `engine.py` writes the manifest and reads the
+results.
 """
 
 from __future__ import annotations
 
 import gc
-import importlib
 import json
 import os
 import statistics
 import sys
 import time
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -112,9 +110,6 @@ def _serve(entry: dict[str, Any], manifest: dict[str, Any]) -> dict[str, Any]:
 def main(manifest_file: Path, results: Path) -> None:
     """Serve each checkpoint of the manifest, and write the results after each."""
     os.environ.update(_ENVIRONMENT)
-    with suppress(ImportError):
-        # By name, because a script has no relative imports. It registers the small format.
-        importlib.import_module("shardwright.trainers.formats.vllm_loader")
     manifest = json.loads(manifest_file.read_text(encoding="utf-8"))
     found: dict[str, Any] = {}
     for entry in manifest["checkpoints"]:

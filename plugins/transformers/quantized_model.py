@@ -29,7 +29,7 @@ class LayerProgress:
     index: int
     count: int
     stage: str
-    """`calibrating`, `quantizing`, `propagating`, `restored` from a journal, or `done`."""
+    """`calibrating`, `quantizing`, `propagating` or `done`."""
     names: tuple[str, ...] = ()
     """Modules that the step covers, if known."""
 

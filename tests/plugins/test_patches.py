@@ -490,7 +490,6 @@ READ = {
     },
     "forgotten-_TP_MODEL_INIT_ARGS": ("deepspeed.runtime.tensor_parallel.init_utils", "_TP_MODEL_INIT_ARGS"),
     **dict.fromkeys(("tiled-mlp", "tiled-loss", "replaced-forward", *patches.names("qat-")), _FORWARD),
-    "autoround-progress": ("auto_round.compressors.orchestrator", "tqdm"),
     "no-network": ("huggingface_hub.constants", "HF_HUB_OFFLINE"),
 }
 """The module that reads the attribute, and how."""
@@ -653,17 +652,6 @@ def test_zero3_replaces_linear_for_the_process() -> None:
 
 
 @pytest.mark.needs("llmcompressor")
-def test_loguru_cannot_put_a_handler_back() -> None:
-    from loguru import logger
-
-    sink = io.StringIO()
-    number = logger.add(sink)
-    logger.remove(number)
-    again = logger.add(sink)
-    logger.remove(again)
-    assert again != number, "whoever added it could not remove it"
-
-
 def test_bars_are_drawn_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
     from tqdm.std import tqdm
 

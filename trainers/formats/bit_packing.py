@@ -112,8 +112,8 @@ def sparse_rows(values_OI: torch.Tensor, mask_OI: torch.Tensor, dtype: torch.dty
     return SparseRows(offsets=offsets, columns=stored, values=values_OI[rows, columns].to(dtype))
 
 
-COLUMNS_AT_ONCE = 128
-"""Columns between two updates of all later columns; it affects results only by rounding."""
+_FEWEST_COLUMNS = 128
+"""Smallest number of columns between two updates of all later columns; it affects results only by rounding."""
 # From here on the inverse is close to that of the diagonal, which is used instead.
 _LARGEST_DAMPENING = 1.0
 
@@ -181,18 +181,20 @@ def inverse_factor(hessian_II: torch.Tensor, dampening: float) -> torch.Tensor:
 class ErrorFeedback:
     """Iterates over the columns of a weight, and distributes each column's error over later columns, as in GPTQ."""
 
-    def __init__(self, weight_OI: torch.Tensor, upper_II: torch.Tensor) -> None:
+    def __init__(self, weight_OI: torch.Tensor, upper_II: torch.Tensor, *, group_size: int = 1) -> None:
         import torch
 
         self.weight_IO = weight_OI.t().float().contiguous()
         self.upper_II = upper_II
-        self._errors_CO = torch.zeros_like(self.weight_IO[:COLUMNS_AT_ONCE])
+        # Whole groups, so that all columns of a group have the same corrections when its first one is visited.
+        self._size = -(-_FEWEST_COLUMNS // group_size) * group_size
+        self._errors_CO = torch.zeros_like(self.weight_IO[: self._size])
 
     def columns(self) -> Iterator[int]:
         """Yield each column in turn; call `settle` for it before the next."""
         count = len(self.weight_IO)
-        for start in range(0, count, COLUMNS_AT_ONCE):
-            end = min(start + COLUMNS_AT_ONCE, count)
+        for start in range(0, count, self._size):
+            end = min(start + self._size, count)
             self._start, self._end = start, end
             yield from range(start, end)
             errors_CO = self._errors_CO[: end - start]
@@ -205,17 +207,3 @@ class ErrorFeedback:
         later = slice(column + 1, self._end)
         self.weight_IO[later].addr_(self.upper_II[column, later], error_O, alpha=-1)
         self.weight_IO[column] = stored_O
-
-    def look_ahead(self, columns: range) -> torch.Tensor:
-        """Return columns with all corrections so far, [C, O], also columns after the current block."""
-        import torch
-
-        weight_CO = self.weight_IO[columns.start : columns.stop]
-        if columns.stop <= self._end:
-            return weight_CO
-        pending = columns.start - self._start
-        inside = self._end - columns.start
-        correction_CO = (
-            self.upper_II[self._start : columns.start, self._end : columns.stop].t() @ self._errors_CO[:pending]
-        )
-        return torch.cat([weight_CO[:inside], weight_CO[inside:] - correction_CO])

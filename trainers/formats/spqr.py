@@ -9,10 +9,14 @@ from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from pydantic import Field
+
 from ...ds_configs.plan.output import write_files
-from ...ds_configs.specs.errors import ConfigError, RefusedInputError, UsageError
+from ...ds_configs.specs.errors import ConfigError, RefusedInputError
+from ...ds_configs.specs.settings import Settings, settings_of
 from ...plugins.safetensors.reading import each_tensor, read_checkpoint
 from ...plugins.safetensors.writing import SHARD_BYTES, appearing_directory, save_checkpoint
+from ...plugins.transformers.sound_model import loading_errors
 from .bit_packing import (
     ErrorFeedback,
     SparseRows,
@@ -135,47 +139,21 @@ class SpQRMatrix(_PackedMatrix):
         return dense_OI
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SpQROptions:
+class SpQROptions(Settings):
     """Settings of SpQR; defaults are those of the paper."""
 
-    bits: int = 3
-    """Bits of a weight's code, 2 to 8."""
-    group_size: int = 16
-    """Input channels that share scale and zero."""
-    scale_bits: int = 3
-    """Bits of the code of a scale, 2 to 8."""
-    scale_group_size: int = 16
-    """Output channels whose scales share the second level."""
-    outlier_threshold: float | None = 0.2
-    """A weight is an outlier if its rounding error costs more than this fraction of the cost of removing an average
-    weight; `None`: no outliers."""
-    outlier_fraction: float | None = None
-    """Approximate fraction of outliers, which replaces the threshold; `None`: use the threshold."""
-    dampening: float = 0.01
-    """Fraction of the mean diagonal that is added to the diagonal of the Hessian."""
-
-    def errors(self) -> list[ConfigError]:
-        """Return the errors of all settings out of range."""
-        threshold, fraction = self.outlier_threshold, self.outlier_fraction
-        return _option_errors(
-            self,
-            ("bits", 2 <= self.bits <= 8, "must be from 2 to 8", ""),
-            ("scale_bits", 2 <= self.scale_bits <= 8, "must be from 2 to 8", ""),
-            ("group_size", self.group_size >= 1, "must be 1 or more", ""),
-            ("scale_group_size", self.scale_group_size >= 1, "must be 1 or more", ""),
-            ("outlier_threshold", threshold is None or threshold > 0, "must be above 0", "use null for no outliers"),
-            ("outlier_fraction", fraction is None or 0 <= fraction < 1, "must be 0 or more, and below 1", ""),
-            ("dampening", 0 <= self.dampening <= 1, "must be from 0 to 1", ""),
-        )
-
-
-def _option_errors(options: object, *checks: tuple[str, bool, str, str]) -> list[ConfigError]:
-    return [
-        ConfigError(where=name, value=getattr(options, name), rule=rule, fix=fix)
-        for name, is_valid, rule, fix in checks
-        if not is_valid
-    ]
+    bits: int = Field(3, ge=2, le=8, description="Bits of a weight's code")
+    group_size: int = Field(16, ge=1, description="Input channels that share scale and zero")
+    scale_bits: int = Field(3, ge=2, le=8, description="Bits of the code of a scale")
+    scale_group_size: int = Field(16, ge=1, description="Output channels whose scales share the second level")
+    outlier_threshold: float | None = Field(
+        0.2, gt=0, description="Cost of a rounding error, relative to removing an average weight, from which on a "
+        "weight is an outlier; null for no outliers"
+    )  # fmt: skip
+    outlier_fraction: float | None = Field(
+        None, ge=0, lt=1, description="Approximate fraction of outliers, which replaces the threshold"
+    )
+    dampening: float = Field(0.01, ge=0, le=1, description="Fraction of the Hessian's mean diagonal to add to it")
 
 
 def spqr_quantize(
@@ -193,14 +171,11 @@ def spqr_quantize(
         options: Settings; default: those of the paper.
 
     Raises:
-        UsageError: options out of range.
         RefusedInputError: NaN or infinity, or a Hessian of another shape.
     """
     import torch
 
-    options = options or SpQROptions()
-    if errors := options.errors():
-        raise UsageError(errors)
+    options = options or settings_of(SpQROptions, {})
     check_matrix(weight_OI, hessian_II)
     weight_OI = weight_OI.detach()
     size = weight_OI.shape[1]
@@ -221,7 +196,7 @@ class _Quantization:
 
         self.options, self.dtype, self.shape = options, weight_OI.dtype, (weight_OI.shape[0], weight_OI.shape[1])
         self.stored_dtype = torch.float16 if weight_OI.dtype == torch.float16 else torch.bfloat16
-        self.feedback = ErrorFeedback(weight_OI, upper_II)
+        self.feedback = ErrorFeedback(weight_OI, upper_II, group_size=options.group_size)
         self.cost_I = upper_II.diagonal().square().reciprocal()
         self.threshold: float | None = None
         """Cost of a rounding error from which a weight is an outlier."""
@@ -249,7 +224,7 @@ class _Quantization:
         for column in self.feedback.columns():
             if column % options.group_size == 0:
                 columns = range(column, min(column + options.group_size, size))
-                weight_CO, likely_CO = self.feedback.look_ahead(columns), None
+                weight_CO, likely_CO = self.feedback.weight_IO[column : columns.stop], None
                 if self.threshold is not None:
                     likely_CO = self._removal_gain(weight_CO, columns) > self.threshold
                 low_O, high_O = _range(weight_CO, likely_CO)
@@ -411,36 +386,16 @@ class LowRankMatrix(_PackedMatrix):
         return dense_OI.to(self.dtype)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class LowRankOptions:
+class LowRankOptions(Settings):
     """Settings of the low-rank correction."""
 
-    bits: int = 4
-    """Bits of a code, 2 to 8."""
-    group_size: int = 128
-    """Input channels that share a scale; -1 for all."""
-    symmetric: bool = True
-    """Without zero points."""
-    rank: int = 16
-    """Columns of L, limited by the size of the matrix."""
-    sparse_fraction: float = 0.0
-    """Fraction of weights that S corrects."""
-    iterations: int = 3
-    """Number of times that Q, L·R and S are fitted in turn; the best sum is used."""
-    dampening: float = 0.01
-    """Fraction of the mean diagonal that is added to the diagonal of the Hessian."""
-
-    def errors(self) -> list[ConfigError]:
-        """Return the errors of all settings out of range."""
-        return _option_errors(
-            self,
-            ("bits", 2 <= self.bits <= 8, "must be from 2 to 8", ""),
-            ("group_size", self.group_size >= 1 or self.group_size == -1, "must be 1 or more, or -1 for all", ""),
-            ("rank", self.rank >= 0, "must be 0 or more", ""),
-            ("iterations", self.iterations >= 1, "must be 1 or more", ""),
-            ("sparse_fraction", 0 <= self.sparse_fraction < 1, "must be 0 or more, and below 1", ""),
-            ("dampening", 0 <= self.dampening <= 1, "must be from 0 to 1", ""),
-        )
+    bits: int = Field(4, ge=2, le=8, description="Bits of a code")
+    group_size: int = Field(128, ge=-1, description="Input channels that share a scale; -1 for all")
+    symmetric: bool = Field(True, description="Without zero points")
+    rank: int = Field(16, ge=0, description="Columns of L, limited by the size of the matrix")
+    sparse_fraction: float = Field(0.0, ge=0, lt=1, description="Fraction of weights that S corrects")
+    iterations: int = Field(3, ge=1, description="Times that Q, L·R and S are fitted in turn; the best sum is used")
+    dampening: float = Field(0.01, ge=0, le=1, description="Fraction of the Hessian's mean diagonal to add to it")
 
 
 def low_rank_residual(
@@ -458,14 +413,11 @@ def low_rank_residual(
         options: Settings.
 
     Raises:
-        UsageError: options out of range.
         RefusedInputError: NaN or infinity, or a Hessian of another shape.
     """
     import torch
 
-    options = options or LowRankOptions()
-    if errors := options.errors():
-        raise UsageError(errors)
+    options = options or settings_of(LowRankOptions, {})
     check_matrix(weight_OI, hessian_II)
     fit = _Fit(weight_OI.detach(), hessian_II, options)
     rows, columns = fit.weight_OI.shape
@@ -649,9 +601,7 @@ def save_small_format(
         if name in dense or (tensor.numel() and key in tied):
             continue
         tied.add(key)
-        # safetensors does not write views of a larger storage.
-        is_view = tensor.untyped_storage().nbytes() != tensor.nbytes
-        tensors[name] = tensor.clone() if is_view else tensor
+        tensors[name] = tensor
     with appearing_directory(directory) as staging:
         save_checkpoint(tensors, staging, stem="small", shard_bytes=shard_bytes)
         section = {
@@ -664,14 +614,17 @@ def save_small_format(
         write_files({_CONFIG: json.dumps(config, indent=1) + "\n"}, staging, force=True)
 
 
-def load_small_format(directory: Path) -> Any:
-    """Load a model in the small format, with dense weights.
+def load_spqr(directory: str | Path) -> Any:
+    """Load a model in the small format, with dense weights, from its directory or the one above.
 
     Raises:
         RefusedInputError: files are missing, damaged or inconsistent.
     """
     import transformers
 
+    directory = Path(directory)
+    if (directory / SMALL_DIRECTORY).is_dir():
+        directory = directory / SMALL_DIRECTORY
     layers = small_layers(directory)
     if layers is None:
         rule = f"has no quantization_config of {QUANT_METHOD}"
@@ -686,24 +639,12 @@ def load_small_format(directory: Path) -> Any:
     model, loading = transformers.AutoModelForCausalLM._model_mapping[type(config)].from_pretrained(
         None, config=config, state_dict=tensors, dtype=config.dtype, output_loading_info=True
     )
-    errors = [
-        ConfigError(where=str(directory), value=sorted(map(str, loading[key]))[:3], rule=f"has {key.replace('_', ' ')}")
-        for key in ("missing_keys", "unexpected_keys", "mismatched_keys")
-        if loading.get(key)
-    ]
+    errors = loading_errors(loading, str(directory))
+    if unexpected := sorted(loading["unexpected_keys"]):
+        errors.append(ConfigError(where=str(directory), value=unexpected[:3], rule="has unexpected tensors"))
     if errors:
         raise RefusedInputError(errors)
     return model.eval()
-
-
-def load_spqr(directory: Path) -> Any:
-    """Load a checkpoint in the small format, from its directory or the one above.
-
-    Raises:
-        RefusedInputError: files are missing, damaged or inconsistent.
-    """
-    small = Path(directory) / SMALL_DIRECTORY
-    return load_small_format(small if small.is_dir() else Path(directory))
 
 
 def matrix_settings(matrix: SmallMatrix) -> dict[str, Any]:
@@ -779,13 +720,9 @@ def small_layers(directory: Path) -> dict[str, Any] | None:
         raise RefusedInputError(ConfigError(where=str(path), rule=f"is not a JSON object ({error!r})")) from None
     if not is_small:
         return None
-    return checked_layers(section.get("schema_version"), section.get("layers"), where=str(path))
-
-
-def checked_layers(schema_version: object, layers: object, *, where: str) -> dict[str, Any]:
-    """Return the settings of all matrices after checking the version of the format."""
-    if schema_version != _SCHEMA_VERSION:
-        raise damaged(where, f"has schema_version {schema_version}; this version reads {_SCHEMA_VERSION}")
+    version, layers = section.get("schema_version"), section.get("layers")
+    if version != _SCHEMA_VERSION:
+        raise damaged(str(path), f"has schema_version {version}; this version reads {_SCHEMA_VERSION}")
     if not isinstance(layers, dict) or not all(isinstance(settings, dict) for settings in layers.values()):
-        raise damaged(where, "contains no settings of layers")
+        raise damaged(str(path), "contains no settings of layers")
     return layers

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -19,12 +18,11 @@ from ...ds_configs.quantization.recipe import (
     SelectedQuantization,
     quantize_settings,
 )
-from ...ds_configs.quantization.scheme import METHODS, MethodName, QuantizationScheme, needs_calibration
+from ...ds_configs.quantization.scheme import MethodName, QuantizationScheme, needs_calibration
 from ...ds_configs.quantization.sizes import QuantizationMemory, tensor_bytes
 from ...ds_configs.specs.errors import ConfigError, DoesNotFitError, ShardwrightError, UsageError, collecting
 from ...ds_configs.specs.units import gigabytes
 from ...plugins.huggingface_hub.hub import split_revision
-from ...plugins.llm_compressor.environment import downgrades
 from ...plugins.transformers.quantized_model import QuantizationSource, open_source
 from ..data.models import StartingModel, load_tokenizer
 from ..data.samples import Samples, load_samples
@@ -36,37 +34,6 @@ from ..formats.merge import OpenedAdapter, merged_directory, opened_if_adapter
 logger = logging.getLogger(__name__)
 
 
-def journal_directory(output_dir: Path) -> Path:
-    """Return the journal directory of an output directory."""
-    output = output_dir.resolve()
-    return output.with_name(f"{output.name}.journal")
-
-
-def journal_errors(output_dir: Path, *, resume: bool, force: bool) -> list[ConfigError]:
-    """Return the error of a missing journal to resume from, or of a journal that would be lost."""
-    journal = journal_directory(output_dir)
-    if resume and not journal.is_dir():
-        rule = f"there is no journal at {journal} to resume from"
-        return [ConfigError(where="--resume", rule=rule, fix="omit --resume to start from the beginning")]
-    if journal.is_dir() and not resume and not force:
-        rule = "contains the finished layers of an interrupted run"
-        fix = "use --resume to continue it, or --force to start from the beginning"
-        return [ConfigError(where=str(journal), rule=rule, fix=fix)]
-    return []
-
-
-def discard_journal(output_dir: Path) -> None:
-    """Remove the journal of a run."""
-    shutil.rmtree(journal_directory(output_dir), ignore_errors=True)
-
-
-_PACKAGES = {
-    "llm-compressor": ("llmcompressor",),
-    "auto-round": ("auto_round", "compressed_tensors"),
-    # SpQR and low-rank correction visit layers by means of llm-compressor.
-    "shardwright": ("llmcompressor",),
-}
-"""Import names of the extra `quantize`, by engine."""
 _HELD_OUT = 0.1
 """Fraction of the dataset's rows that is reserved for the evaluation."""
 _FEWEST_USEFUL_TOKENS = 1024
@@ -122,7 +89,6 @@ def prepare(
     revision: str | None = None,
     device: str | None = None,
     force: bool = False,
-    resume: bool = False,
 ) -> Prepared:
     """Check settings, model and dataset, and estimate memory; warnings are logged.
 
@@ -138,7 +104,6 @@ def prepare(
     if output_dir is not None:
         sources = {"the model": model, "the dataset": local_place(settings.dataset)}
         errors += output_errors(output_dir, force=force, sources=sources)
-        errors += journal_errors(output_dir, resume=resume, force=force)
     resolved = source = adapter = None
     with collecting(errors):
         resolved = settings.resolved()
@@ -152,7 +117,9 @@ def prepare(
             if output_dir is not None:
                 errors += output_errors(output_dir, force=True, sources={"the base model": base.name})
             source = replace(open_source(base.name, revision=base.revision), name=model, revision=adapter.revision)
-    errors += [] if resolved is None else missing_engine_errors(resolved.method)
+    if resolved is not None:
+        layers = () if source is None else source.layers
+        errors += missing_engine_errors(resolved.method, resolved.scheme, layers)
     if source is None or resolved is None:
         raise UsageError(errors)
     selected = resolved.of_layers(
@@ -245,24 +212,37 @@ def suggested_command(directory: Path) -> list[str]:
         resolved = quantize_settings(values).resolved()
         selected = resolved.of_layers(source.layers, default_ignore=source.default_ignore)
         unpacked = resolved.method == "bitsandbytes" and any(layer.is_expert for layer in selected.layers)
-        if not unpacked and not missing_engine_errors(resolved.method) and not selected.errors():
+        missing = missing_engine_errors(resolved.method, selected.scheme, selected.layers)
+        if not unpacked and not missing and not selected.errors():
             flags = [word for name, value in values.items() for word in (f"--{name.replace('_', '-')}", str(value))]
             output_dir = f"{directory}-{'w8' if values['scheme'].startswith('W8') else 'w4'}"
             return ["shardwright", "quantize", str(directory), *flags, "--output-dir", output_dir]
     return []
 
 
-def missing_engine_errors(method: MethodName) -> list[ConfigError]:
+def engine_packages(method: MethodName, scheme: QuantizationScheme, layers: Sequence[LinearLayer]) -> tuple[str, ...]:
+    """Return the import names of the extra `quantize` that a method needs to quantize these layers.
+
+    Rounding needs llm-compressor only for ranges of activations and for experts, which it turns into linear layers.
+    """
+    if method == "bitsandbytes":
+        return ()
+    if method == "rtn" and not scheme.activations_are_static and not any(layer.is_expert for layer in layers):
+        return ()
+    return ("llmcompressor", "auto_round") if method == "autoround" else ("llmcompressor",)
+
+
+def missing_engine_errors(
+    method: MethodName, scheme: QuantizationScheme, layers: Sequence[LinearLayer]
+) -> list[ConfigError]:
     """Return the errors of packages that a method needs and that are not installed."""
-    changes = downgrades()
-    effect = f"would downgrade {' and '.join(changes)}" if changes else "adds it"
     fix = (
-        "run shardwright env create quantize to create a separate environment; "
-        f"pip install '.[quantize]' in this one {effect}"
+        "run pip install 'shardwright[quantize]', in a separate environment if this one has newer releases of torch "
+        "or transformers; --method rtn and bitsandbytes need neither"
     )
     return [
         ConfigError(where="method", value=method, rule=f"needs {package}, which is not installed", fix=fix)
-        for package in _PACKAGES.get(METHODS[method].engine, ())
+        for package in engine_packages(method, scheme, layers)
         if find_spec(package) is None
     ]
 

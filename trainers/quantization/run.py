@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
 import time
@@ -35,14 +34,13 @@ from ..runs.settings import REPORT_FILE
 from ..verify.checkpoint import (
     PROBE_ROWS,
     PROBE_TOKENS,
-    UNPROVEN,
     Verification,
     arbitrary_rows,
     discard_failed,
     fail_output,
     reference_logits,
 )
-from .inputs import Prepared, discard_journal, journal_directory, merged, prepare
+from .inputs import Prepared, engine_packages, merged, prepare
 
 logger = logging.getLogger(__name__)
 
@@ -119,13 +117,12 @@ def quantized_card(outcome: QuantizationOutcome) -> str:
     source, scheme, method = outcome.prepared.source, outcome.prepared.scheme, outcome.prepared.resolved.method
     commit = f" at {code(source.revision)}" if source.revision else ""
     name = code(shown_name(source.name))
-    loads = outcome.verification.largest_logit_difference is not None
     return card_text(
         f"{title_of(source.name)}, {scheme.name}",
         [
             f"Quantized from {name}{commit} by {method}. [REPORT.md](REPORT.md) shows the change in quality.",
             serving_text(method, scheme.storage),
-            usage() if loads else "",
+            usage(),
         ],
         f"{license_line(source.name)} Read its card before you publish this one.",
         base=source.name,
@@ -134,22 +131,7 @@ def quantized_card(outcome: QuantizationOutcome) -> str:
     )
 
 
-def run_key(prepared: Prepared) -> str:
-    """Return a text that names the model of a run: its revision on the Hub, or name, size and time of its files."""
-    source = prepared.source
-    if source.revision is not None:
-        return f"{source.name}@{source.revision}"
-    # An adapter is merged into another temporary directory each time, with the same result.
-    directory = source.directory if prepared.adapter is None else prepared.adapter.files.directory
-    facts = [
-        (file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in sorted(directory.glob("*.safetensors"))
-    ]
-    return f"{directory.resolve()}#{hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]}"
-
-
-def quantize_in_memory(
-    prepared: Prepared, *, journal: Path | None, device: str, report: ReportProgress
-) -> QuantizedModel:
+def quantize_in_memory(prepared: Prepared, *, device: str, report: ReportProgress) -> QuantizedModel:
     """Load the model and quantize it by the selected method.
 
     Raises:
@@ -172,20 +154,6 @@ def quantize_in_memory(
             options=settings.method_options,
         )
     model = load_for_quantization(source)
-    if engine == "auto-round":
-        from ...plugins.auto_round import quantize_with_auto_round
-
-        return quantize_with_auto_round(
-            model,
-            prepared.tokenizer,
-            scheme,
-            calibration=prepared.calibration,
-            batch_size=settings.batch_size,
-            options=settings.method_options,
-            seed=settings.seed,
-            report=report,
-            stored_names=source.tensors.keys(),
-        )
     if engine == "shardwright":
         from .spqr import quantize_to_small_format
 
@@ -198,10 +166,12 @@ def quantize_in_memory(
             calibration=prepared.calibration,
             batch_size=settings.batch_size,
             options=settings.method_options,
-            journal=journal,
             report=report,
-            run_key=run_key(prepared),
         )
+    if not engine_packages(method, scheme, prepared.layers):
+        from ...plugins.compressed_tensors.compressed_model import round_to_nearest
+
+        return round_to_nearest(model, scheme, stored_names=source.tensors.keys())
     from ...plugins.llm_compressor.engine import EngineRequest, quantize_with_llm_compressor
 
     request = EngineRequest(
@@ -212,8 +182,6 @@ def quantize_in_memory(
         calibration=prepared.calibration,
         batch_size=settings.batch_size,
         method_options=settings.method_options,
-        journal=journal if prepared.calibration else None,
-        run_key=run_key(prepared),
         seed=settings.seed,
         stored_names=source.tensors.keys(),
     )
@@ -228,7 +196,6 @@ def quantize(
     revision: str | None = None,
     device: str | None = None,
     force: bool = False,
-    resume: bool = False,
     evaluate: bool = True,
     push_to_hub: str | None = None,
     private: bool = False,
@@ -246,7 +213,6 @@ def quantize(
         revision: Branch, tag or commit of a Hub model.
         device: Such as `cuda:0`; default: an accelerator if there is one.
         force: Replace the model in a directory that is not empty.
-        resume: Continue from the journal of an interrupted run.
         evaluate: Compare the checkpoint with its model.
         push_to_hub: Hub repository to upload the checkpoint to.
         private: Create the repository as private.
@@ -261,22 +227,21 @@ def quantize(
     check_push(push_to_hub)
     stated = quantize_settings(settings, recipe=None if recipe is None else read_recipe(recipe))
     output = Path(output_dir)
-    prepared = prepare(model, stated, output, revision=revision, device=device, force=force, resume=resume)
+    prepared = prepare(model, stated, output, revision=revision, device=device, force=force)
     with pushed(output, push_to_hub, private=private, notify=logger.info):
-        return run_prepared(prepared, output, resume=resume, force=force, device=device, evaluate=evaluate)
+        return run_prepared(prepared, output, force=force, device=device, evaluate=evaluate)
 
 
 def run_prepared(
     prepared: Prepared,
     output_dir: Path,
     *,
-    resume: bool = False,
     force: bool = False,
     device: str | None = None,
     evaluate: bool = True,
     command: str = "",
 ) -> QuantizationOutcome:
-    """Quantize, write, verify, evaluate and report; an interrupted run leaves only its journal.
+    """Quantize, write, verify, evaluate and report; an interrupted run leaves nothing.
 
     Raises:
         ShardwrightError: a step failed; the message names it and the cause.
@@ -288,47 +253,35 @@ def run_prepared(
         log_message(Progress(what=step.stage, done=step.index + 1, total=step.count))
 
     with reserved(output_dir, force=force), merged(prepared) as prepared:
-        if not resume:
-            discard_journal(output_dir)
         with without_bars(), appearing_directory(output_dir) as staging:
             with _timed(seconds, "quantizing"):
-                quantized = quantize_in_memory(
-                    prepared, journal=journal_directory(output_dir), device=device or default_device(), report=report
-                )
+                quantized = quantize_in_memory(prepared, device=device or default_device(), report=report)
             with _timed(seconds, "writing"):
                 reference = reference_logits(quantized.model, verification_tokens(prepared))
                 layers = quantized.quantized_layers
-                loads = getattr(quantized, "loads_in_transformers", True)
                 quantized.save(staging)
                 copy_companions(prepared.source.directory, staging)
                 if prepared.settings.chat_template is not None:
                     (staging / CHAT_TEMPLATE).write_text(prepared.tokenizer.chat_template, encoding="utf-8")
                 del quantized
-            verification = UNPROVEN
-            if loads:
-                with _timed(seconds, "verifying"):
-                    # SpQR and low-rank checkpoints also contain a dense export, which is what loaders read.
-                    verification = reference.verify(
-                        staging,
-                        layers=prepared.layers,
-                        scheme=None if engine == "shardwright" else prepared.scheme,
-                        expected_bytes=(
-                            prepared.checkpoint_bytes if engine in ("llm-compressor", "bitsandbytes") else None
-                        ),
-                    )
+            with _timed(seconds, "verifying"):
+                # SpQR and low-rank checkpoints also contain a dense export, which is what loaders read.
+                is_own = engine == "shardwright"
+                verification = reference.verify(
+                    staging,
+                    layers=prepared.layers,
+                    scheme=None if is_own else prepared.scheme,
+                    expected_bytes=None if is_own else prepared.checkpoint_bytes,
+                )
             if not verification.passed:
-                discard_journal(output_dir)
                 failed = fail_output(staging, output_dir, verification)
                 raise ShardwrightError(
                     f"the checkpoint did not pass verification: {verification.reason}; it was moved to {failed}, and "
                     f"nothing was written to {output_dir}"
                 )
-        if not loads:
-            logger.info("the checkpoint was not reloaded: Transformers needs optimum or gptqmodel for this format")
-        discard_journal(output_dir)
         discard_failed(output_dir, logger.info)
         evaluation = None
-        if evaluate and loads:
+        if evaluate:
             with _timed(seconds, "evaluating"):
                 evaluation = _evaluation(prepared, output_dir, device)
         outcome = QuantizationOutcome(

@@ -44,3 +44,9 @@ def test_patches_are_listed_with_their_state(
         assert f"{name}: {state}\n" in shown
     assert f"torch {found['patches'][0]['installed']}: torch:rand (process, releases: all)\n  It is wrong.\n" in shown
     assert "patch changed replaces torch.no_such_function, which this release does not have" in shown
+
+
+def test_env_create_names_its_replacement(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["env", "create", "quantize"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "create" in line and "python -m venv" in line and "shardwright[quantize]" in line

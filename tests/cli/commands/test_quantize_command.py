@@ -8,7 +8,8 @@ import os
 import shutil
 import signal
 import subprocess
-import time
+import sys
+import sysconfig
 from functools import partial
 from pathlib import Path
 
@@ -194,7 +195,12 @@ def refused(model: Path, tmp_path: Path, capsys, code: int, *more: str, output: 
             marks=pytest.mark.needs("llmcompressor"),
         ),
         (("--method-option", "novalue", *BRIEF), ("novalue", "NAME=VALUE")),
-        (("--resume", *BRIEF), ("no journal", "omit --resume")),
+        (("--resume", *BRIEF), ("--resume", "starts from the beginning")),
+        pytest.param(
+            ("--method", "autoround", "--method-option", "format=gptq", "--method-option", "nblocks=2", *BRIEF),
+            ("compressed-tensors", "nblocks"),
+            marks=pytest.mark.needs("llmcompressor", "auto_round"),
+        ),
         (("--config", "w4a16-gtpq"), ("neither a recipe nor a file", "w4a16-gptq")),
     ],
 )
@@ -305,24 +311,53 @@ def test_a_checkpoint_that_does_not_pass_is_kept_apart(model, tmp_path, capsys, 
 
 
 @pytest.mark.needs("llmcompressor")
-def test_an_interrupted_run_resumes_where_it_was(model, tmp_path):
-    """Ctrl-C in the middle: exit code 130, a journal, no output; `--resume` gives what an undisturbed run gives."""
+def test_an_interrupted_run_leaves_nothing(model, tmp_path):
+    """Ctrl-C in the middle: exit code 130, and no output."""
     flags = ("--scheme", "W4A16", "--dataset", "python-help", "--seq-len", "32", "--num-samples", "64", "--no-evaluate")
-    output, journal = tmp_path / "q", tmp_path / "q.journal"
-    command = [*warm_command("shardwright"), "quantize", str(model), *flags, "--output-dir", str(output)]
+    command = [*warm_command("shardwright"), "quantize", str(model), *flags, "--output-dir", str(tmp_path / "q")]
     # What a shell starts in the background ignores Ctrl-C, and so does all that it starts.
     heed_interrupts = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, preexec_fn=heed_interrupts)
-    deadline = time.monotonic() + 120
-    while not list(journal.glob("layer-*.safetensors")) and process.poll() is None and time.monotonic() < deadline:
-        time.sleep(0.02)
-    process.send_signal(signal.SIGINT)
+    for line in process.stderr:
+        if "calibrating" in line or "quantizing" in line:
+            process.send_signal(signal.SIGINT)
+            break
     errors = process.communicate(timeout=60)[1]
     assert process.returncode == 130, errors
-    assert "--resume" in errors
-    assert {path.name for path in tmp_path.iterdir()} == {"q.journal"}
-    resumed = subprocess.run([*command, "--resume"], capture_output=True, text=True)
-    assert resumed.returncode == 0, resumed.stderr
-    assert not journal.exists()
-    assert quantize(model, tmp_path / "whole", *flags) == 0
-    assert (output / "model.safetensors").read_bytes() == (tmp_path / "whole" / "model.safetensors").read_bytes()
+    assert not list(tmp_path.iterdir())
+
+
+_WITHOUT_THE_EXTRA = """
+import site, sys
+site.addsitedir(sys.argv[1])
+from shardwright.cli.main import run
+for name in sys.argv[4:]:
+    flags = ["--scheme", name, "--method", "rtn", "--no-evaluate", "--format", "json"]
+    flags += ["--group-size", "64"] if name.endswith("ASYM") else []
+    if code := run(["quantize", sys.argv[2], *flags, "--output-dir", f"{sys.argv[3]}/{name}"]):
+        sys.exit(code)
+gptq = ["--scheme", "W4A16", "--method", "gptq", "--dataset", "python-help", "--dry-run"]
+assert run(["quantize", sys.argv[2], *gptq]) == 2
+"""
+
+
+def test_rounding_needs_no_llm_compressor(model, tmp_path):
+    packages = tmp_path / "packages"
+    packages.mkdir()
+    for directory in (sysconfig.get_path("purelib"), *(path for path in sys.path if path.endswith("site-packages"))):
+        for installed in Path(directory).iterdir():
+            is_hidden = installed.name.startswith(("llmcompressor", "auto_round", "auto-round"))
+            is_path = installed.suffix == ".pth" and "shardwright" not in installed.name
+            if not is_hidden and not is_path and not (packages / installed.name).exists():
+                (packages / installed.name).symlink_to(installed)
+    names = ["W8A16", "W4A16_ASYM", "W8A8", "FP8_DYNAMIC", "NVFP4A16", "MXFP4"]
+    # -S: without the packages of this environment.
+    script = [sys.executable, "-S", "-c", _WITHOUT_THE_EXTRA, str(packages), str(model), str(tmp_path)]
+    done = subprocess.run([*script, *names], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    outcomes = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [outcome["scheme"]["name"] for outcome in outcomes] == names
+    for outcome in outcomes:
+        assert outcome["verification"]["errors"] == [] and len(outcome["quantized_layers"]) == 21
+        assert outcome["verification"]["largest_logit_difference"] <= 1e-3
+    assert "needs llmcompressor, which is not installed" in done.stderr

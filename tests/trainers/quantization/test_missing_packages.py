@@ -2,42 +2,36 @@
 
 from __future__ import annotations
 
+from importlib import metadata
+from pathlib import Path
+
 import pytest
-from shardwright.ds_configs.quantization.scheme import METHODS
-from shardwright.plugins.llm_compressor import environment
+from packaging.requirements import Requirement
+from shardwright.ds_configs.quantization.layers import LinearLayer
+from shardwright.ds_configs.quantization.scheme import METHODS, scheme_named
 from shardwright.trainers.quantization import inputs
 
-PACKAGES = {"llm-compressor": "llmcompressor", "shardwright": "llmcompressor", "auto-round": "auto_round"}
-"""Package of the extra that an engine imports; bitsandbytes needs none."""
-
-
-@pytest.mark.parametrize(
-    "method",
-    [
-        pytest.param(method, marks=pytest.mark.needs(PACKAGES[info.engine]) if info.engine in PACKAGES else ())
-        for method, info in METHODS.items()
-    ],
-)
-def test_installed_packages_are_not_reported_as_missing(method):
-    assert not inputs.missing_engine_errors(method)
+EXPERT = LinearLayer(name="experts.0.up_proj", out_features=8, in_features=8, is_expert=True)
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_missing_package_error_names_the_installation(method, monkeypatch):
+@pytest.mark.parametrize("name", ["W4A16", "W8A8_STATIC", "FP8", "FP8_DYNAMIC"])
+@pytest.mark.parametrize("layers", [(), (EXPERT,)], ids=["dense", "experts"])
+def test_only_methods_that_need_a_package_report_it(method, name, layers, monkeypatch):
     monkeypatch.setattr(inputs, "find_spec", lambda package: None)
-    errors = inputs.missing_engine_errors(method)
-    assert bool(errors) == (METHODS[method].engine in PACKAGES)
-    for error in errors:
-        assert "run shardwright env create quantize" in error.fix
-        assert "pip install '.[quantize]' in this one" in error.fix
+    scheme = scheme_named(name)
+    errors = inputs.missing_engine_errors(method, scheme, layers)
+    rounds = method == "rtn" and not scheme.activations_are_static and not layers
+    assert bool(errors) == (method != "bitsandbytes" and not rounds)
+    assert all("pip install 'shardwright[quantize]'" in error.fix for error in errors)
+    monkeypatch.setattr(inputs, "find_spec", lambda package: object())
+    assert not inputs.missing_engine_errors(method, scheme, layers)
 
 
-@pytest.mark.parametrize(
-    ("transformers", "said"),
-    [("5.17.0", "in this one adds it"), ("5.23.0", "in this one would downgrade transformers 5.23.0 to 5.17.0")],
-)
-def test_missing_package_error_names_downgrades(transformers, said, monkeypatch):
-    monkeypatch.setattr(inputs, "find_spec", lambda package: None)
-    monkeypatch.setattr(environment, "_versions", lambda: {"torch": "2.13.0+cpu", "transformers": transformers})
-    (error,) = inputs.missing_engine_errors("gptq")
-    assert error.fix.endswith(said)
+@pytest.mark.needs("llmcompressor")
+def test_the_installation_page_names_the_newest_releases_that_llm_compressor_supports():
+    page = (Path(__file__).parents[3] / "docs" / "start" / "install.md").read_text(encoding="utf-8")
+    required = [Requirement(line) for line in metadata.requires("llmcompressor") or () if "extra ==" not in line]
+    newest = {each.name: limit.version for each in required for limit in each.specifier if limit.operator == "<="}
+    for name in ("torch", "transformers"):
+        assert f"{name} ≤ {newest[name].removesuffix('.0')}" in page

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from shardwright.cli.main import run
 from shardwright.ds_configs.quantization.layers import selected_layers
 from shardwright.ds_configs.quantization.scheme import scheme_named
-from shardwright.plugins.llm_compressor.engine import restore_expert_names
+from shardwright.plugins.compressed_tensors.compressed_model import restore_expert_names
 from shardwright.plugins.llm_compressor.quiet import kept_conversion_mappings, torchvision_is_not_needed
 from shardwright.plugins.transformers.quantized_model import open_source
 from shardwright.plugins.transformers.training_arguments import byte_tokenizer

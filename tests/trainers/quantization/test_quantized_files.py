@@ -8,6 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from shardwright.ds_configs.quantization.scheme import changed, scheme_named
+from shardwright.plugins.compressed_tensors.compressed_model import round_to_nearest
 from shardwright.plugins.llm_compressor.engine import EngineRequest, quantize_with_llm_compressor
 from small_models import llama
 
@@ -35,8 +36,11 @@ def written(source, directory, weight_OI, scheme, calibration=(), before=lambda 
     model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.bfloat16)
     model.model.layers[0].self_attn.q_proj.weight.data.copy_(weight_OI)
     before(model)
-    request = EngineRequest(model=model, tokenizer=None, scheme=scheme, method="rtn", calibration=calibration)
-    quantize_with_llm_compressor(request, lambda step: None).save(directory)
+    if scheme.activations_are_static:
+        request = EngineRequest(model=model, tokenizer=None, scheme=scheme, method="rtn", calibration=calibration)
+        quantize_with_llm_compressor(request, lambda step: None).save(directory)
+    else:
+        round_to_nearest(model, scheme).save(directory)
     tensors = {
         name.removeprefix(f"{LAYER}."): tensor
         for name, tensor in load_file(directory / "model.safetensors").items()

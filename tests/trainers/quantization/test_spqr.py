@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from shardwright.ds_configs.quantization.scheme import scheme_named
 from shardwright.ds_configs.specs.errors import RefusedInputError, UsageError
+from shardwright.ds_configs.specs.settings import settings_of
 from shardwright.trainers.formats.bit_packing import (
     ErrorFeedback,
     inverse_factor,
@@ -28,7 +29,7 @@ from shardwright.trainers.formats.spqr import (
     spqr_quantize,
 )
 from shardwright.trainers.quantization.spqr import quantize_to_small_format
-from small_spqr import LAYERS, correlated, load_registered, logits, samples, small_model
+from small_spqr import LAYERS, correlated, logits, samples, small_model
 
 NO_OUTLIERS = SpQROptions(outlier_threshold=None)
 
@@ -69,11 +70,12 @@ def test_error_feedback_equals_gptq():
     weight_OI, hessian_II = correlated(3, 150)
     hessian_II = hessian_II.double()
     upper_II = inverse_factor(hessian_II, 0.0)
-    feedback = ErrorFeedback(weight_OI, upper_II)
+    feedback = ErrorFeedback(weight_OI, upper_II, group_size=16)
     expected_OI = weight_OI.double().clone()
     for column in feedback.columns():
-        seen = feedback.look_ahead(range(column, min(column + 30, 150)))
-        assert torch.allclose(seen.t().double(), expected_OI[:, column : column + 30], atol=2e-3)
+        if column % 16 == 0:
+            seen_CO = feedback.weight_IO[column : column + 16]
+            assert torch.allclose(seen_CO.t().double(), expected_OI[:, column : column + 16], atol=2e-3)
         stored_O = feedback.weight_IO[column].round()
         error_O = expected_OI[:, column] - stored_O.double()
         rest = slice(column + 1, None)
@@ -203,11 +205,11 @@ def test_unusable_input_is_rejected():
     with pytest.raises(RefusedInputError, match="Hessian"):
         spqr_quantize(weight_OI, hessian_II[:8, :8])
     with pytest.raises(UsageError) as caught:
-        spqr_quantize(weight_OI, hessian_II, SpQROptions(bits=1, group_size=0, outlier_fraction=2.0))
+        settings_of(SpQROptions, {"bits": 1, "group_size": 0, "outlier_fraction": 2.0})
     assert len(caught.value.errors) == 3
 
 
-def quantized_small_model(report=lambda progress: None, *, tied: bool = True, journal=None, options=None):
+def quantized_small_model(report=lambda progress: None, *, tied: bool = True, options=None):
     return quantize_to_small_format(
         small_model(tied=tied),
         None,
@@ -217,7 +219,6 @@ def quantized_small_model(report=lambda progress: None, *, tied: bool = True, jo
         calibration=samples(),
         batch_size=4,
         options=options or {},
-        journal=journal,
         report=report,
     )
 
@@ -249,15 +250,6 @@ def test_dense_and_small_checkpoints_are_equal(quantized, tmp_path):
     assert not any(f"{layer}.weight" in names for layer in quantized.quantized_layers)
     with pytest.raises(OSError, match=r"model\.safetensors"):
         AutoModelForCausalLM.from_pretrained(small)
-
-
-@pytest.mark.needs("llmcompressor")
-@pytest.mark.slow
-def test_transformers_loads_only_registered_formats(quantized, tmp_path):
-    quantized.save(tmp_path / "whole")
-    save_small_format(quantized.model, quantized.matrices, tmp_path / "shards", shard_bytes=20_000)
-    dense = tmp_path / "whole"
-    load_registered({dense / SMALL_DIRECTORY: dense, tmp_path / "shards": dense}, tmp_path)
 
 
 @pytest.mark.needs("llmcompressor")
@@ -300,32 +292,13 @@ def test_shards_are_read_and_damaged_files_are_rejected(quantized, tmp_path):
         load_spqr(tmp_path)
 
 
-@pytest.mark.needs("llmcompressor")
-def test_resumed_run_restores_finished_layers_and_gives_equal_numbers(quantized, tmp_path):
-
-    def stop(progress):
-        if progress.stage == "quantizing" and "model.layers.1.mlp.up_proj" in progress.names:
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        quantized_small_model(stop, journal=tmp_path)
-    stages = []
-    again = quantized_small_model(lambda progress: stages.append((progress.stage, progress.names)), journal=tmp_path)
-    restored = {name for stage, names in stages if stage == "restored" for name in names}
-    assert restored == {name for name in quantized.quantized_layers if ".layers.0." in name}
-    assert torch.equal(logits(again.model), logits(quantized.model))
-    for name, matrix in quantized.matrices.items():
-        mine, theirs = again.matrices[name].tensors(), matrix.tensors()
-        assert all(torch.equal(mine[part], theirs[part]) for part in theirs)
-
-
 def test_wrong_options_and_missing_samples_are_rejected():
     with pytest.raises(UsageError) as caught:
         quantized_small_model(options={"outlier_treshold": 0.1, "bits": 4, "dampening": "much"})
     text = str(caught.value)
     assert "outlier_threshold" in text
     assert "--scheme" in text
-    assert "must be a number" in text
+    assert "dampening" in text and "must be a valid number" in text
     with pytest.raises(UsageError, match="calibration"):
         quantize_to_small_format(
             small_model(),
@@ -336,6 +309,5 @@ def test_wrong_options_and_missing_samples_are_rejected():
             calibration=[],
             batch_size=1,
             options={},
-            journal=None,
             report=lambda progress: None,
         )
