@@ -1,6 +1,9 @@
-"""Pairs of prompts and completions in `KTOTrainer`: the same on several ranks as in one process.
+"""Losses of TRL that several ranks compute as one process does.
 
-In trl 1.16.0 the KL term is estimated from prompts with the completions of other rows, which are rotated within each
+With trl 1.16.0, `DPOTrainer` with the loss type `sft`, `CPOTrainer`, `ORPOTrainer` and `TPOTrainer` add a mean over the
+tokens of a micro-batch, and engines average the means of ranks with different numbers of tokens.
+
+`KTOTrainer` estimates the KL term from prompts with the completions of other rows, which are rotated within each
 `per_device_train_batch_size` rows. Rows keep their order, so rotating within the rows of all ranks yields the pairs of
 one process.
 """
@@ -16,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from . import patches
 
 if TYPE_CHECKING:
+    import torch
     from transformers import Trainer
 
 
@@ -37,3 +41,63 @@ def pairs_of_a_micro_step(trainer_class: Any, data_ranks: int) -> Iterator[None]
 
     with patches.applied("pairs-of-a-micro-step", pairing):
         yield
+
+
+def classes_of_trl(kind: type) -> set[str]:
+    """Return the names of a trainer class and its bases in TRL."""
+    return {base.__name__ for base in kind.__mro__ if base.__module__.partition(".")[0] == "trl"}
+
+
+def weigh_token_means(trainer: Trainer) -> None:
+    """Make means over the tokens of a rank's micro-batch means over those of all ranks, in training."""
+    own: Any = trainer
+    kinds = classes_of_trl(type(trainer))
+    if trainer.args.world_size == 1:
+        return
+
+    def share(tokens: torch.Tensor) -> torch.Tensor:
+        """Return the number of a rank's tokens over the mean of all ranks."""
+        count = tokens.sum().float().reshape(1).to(trainer.args.device)
+        return count[0] / trainer.accelerator.gather(count).mean().clamp(min=1)
+
+    def sharing_preferred(forward: Callable[..., Any]) -> Callable[..., Any]:
+        def concatenated_forward(model: Any, batch: Any) -> Any:
+            result = forward(model, batch)
+            if not model.training:
+                return result
+            if "ORPOTrainer" in kinds and not own.is_encoder_decoder:
+                trained = batch["chosen_attention_mask"] == 1
+            else:
+                trained = batch["chosen_labels"] != -100
+            # The fifth value is the mean over the tokens of the preferred answers.
+            mean = result[4] * share(trained if own.is_encoder_decoder else trained[:, 1:])
+            return (*result[:4], mean, *result[5:])
+
+        return concatenated_forward
+
+    def sharing_completions(compute: Callable[..., Any]) -> Callable[..., Any]:
+        def compute_loss(model: Any, inputs: Any, *arguments: Any, **keywords: Any) -> Any:
+            if not model.training:
+                return compute(model, inputs, *arguments, **keywords)
+            # Rows are preferred answers, rejected answers and, in TPO, references.
+            name, part = ("loss_weights", inputs["completion_mask"].chunk(2)[0])
+            if "TPOTrainer" in kinds:
+                name, part = "tpo_alpha", inputs["completion_mask"].chunk(3)[-1]
+            weight, factor = getattr(own, name), share(part[:, 1:])
+            if name == "tpo_alpha":
+                setattr(own, name, weight * factor)
+            else:
+                pairs = zip(own.loss_types, weight, strict=True)
+                setattr(own, name, [each * factor if loss == "sft" else each for loss, each in pairs])
+            try:
+                return compute(model, inputs, *arguments, **keywords)
+            finally:
+                setattr(own, name, weight)
+
+        return compute_loss
+
+    if kinds & {"CPOTrainer", "ORPOTrainer"}:
+        patches.apply("mean-of-preferred-tokens", sharing_preferred, on=trainer)
+    args: Any = trainer.args
+    if ("DPOTrainer" in kinds and "sft" in args.loss_type) or ("TPOTrainer" in kinds and args.tpo_alpha):
+        patches.apply("mean-of-completion-tokens", sharing_completions, on=trainer)

@@ -9,9 +9,11 @@ from typing import Any
 
 import pytest
 import torch
+from shardwright.ds_configs.legality.combinations import AXES
 from shardwright.ds_configs.specs.errors import UsageError
+from shardwright.ds_configs.specs.layout import Layout
 from shardwright.plugins.accelerate.repeated_samples import KeptPart
-from shardwright.trainers.parallel.trainer_for import check_second_models
+from shardwright.trainers.parallel.trainer_for import PlannedParallelism, check_second_models, parallelism_of
 
 
 def names_in(function: Any) -> set[str]:
@@ -41,6 +43,117 @@ def test_kto_still_pairs_rows_within_the_batch_of_a_rank() -> None:
 
     source = inspect.getsource(KTOTrainer._prepare_dataset)
     assert "add_kl_completion_ids, batched=True, batch_size=args.per_device_train_batch_size" in source
+
+
+@pytest.mark.needs("trl")
+def test_trl_still_averages_over_the_tokens_of_a_rank() -> None:
+    from trl import DPOTrainer
+    from trl.experimental.cpo import CPOTrainer
+    from trl.experimental.orpo import ORPOTrainer
+    from trl.experimental.tpo import TPOTrainer
+
+    assert "chosen_per_token_logps[chosen_mask.bool()].mean()" in inspect.getsource(DPOTrainer._compute_loss)
+    assert "F.cross_entropy(ref_logits[ref_mask], ref_labels[ref_mask])" in inspect.getsource(TPOTrainer._compute_loss)
+    for kind in (CPOTrainer, ORPOTrainer):
+        source = inspect.getsource(kind.concatenated_forward)
+        assert "CrossEntropyLoss()" in source
+        assert "rejected_logits, chosen_nll_loss)" in source or "rejected_logits, nll_loss)" in source
+
+
+def layout(name: str) -> PlannedParallelism:
+    return parallelism_of(Layout(engine="deepspeed", zero_stage=1, **({name: 2} if name in AXES else {})))
+
+
+def rejected_class(kind: type, axis: str, **args: Any) -> str:
+    settings = SimpleNamespace(world_size=2, deepspeed=None, **args)
+    parallelism = layout(axis)
+    columns = ("zero1", *parallelism.axes)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(PlannedParallelism, "columns", lambda *_: columns)
+        return "; ".join(f"{error.where} {error.rule}" for error in parallelism.class_errors(kind, settings))  # type: ignore[arg-type]
+
+
+def _subclasses() -> list[tuple[type, str]]:
+    from transformers import Seq2SeqTrainer, Trainer
+    from trl import GRPOTrainer, RLOOTrainer, SFTTrainer
+    from trl.experimental.gold import GOLDTrainer
+    from trl.experimental.tpo import TPOTrainer
+
+    class OwnLoss(Trainer):
+        def compute_loss(self, *args: Any, **keywords: Any) -> Any: ...
+
+        def prediction_step(self, *args: Any, **keywords: Any) -> Any: ...
+
+    class OwnLossOfSFT(SFTTrainer):
+        def compute_loss(self, *args: Any, **keywords: Any) -> Any: ...
+
+    class Sampled(Trainer):
+        def _get_train_sampler(self, *args: Any) -> Any: ...
+
+    class Loaded(Trainer):
+        def get_train_dataloader(self) -> Any: ...
+
+    class Mixin:
+        def training_step(self, *args: Any, **keywords: Any) -> Any: ...
+
+    class Stepped(Mixin, SFTTrainer):
+        pass
+
+    class Between(SFTTrainer, Loaded):
+        pass
+
+    class MyGRPO(GRPOTrainer):
+        def compute_loss(self, *args: Any, **keywords: Any) -> Any: ...
+
+    return [
+        (Trainer, ""),
+        (Seq2SeqTrainer, ""),
+        (SFTTrainer, ""),
+        (OwnLoss, ""),
+        (OwnLossOfSFT, ""),
+        (Sampled, "Sampled overrides _get_train_sampler"),
+        (Loaded, "Loaded overrides get_train_dataloader"),
+        (Stepped, "Mixin overrides training_step"),
+        (Between, "Loaded overrides get_train_dataloader"),
+        (GRPOTrainer, "GRPOTrainer overrides"),
+        (RLOOTrainer, "RLOOTrainer overrides"),
+        (MyGRPO, "GRPOTrainer overrides"),
+        (GOLDTrainer, "GOLDTrainer"),
+        (TPOTrainer, "no test compares TPOTrainer"),
+    ]
+
+
+@pytest.mark.needs("trl")
+def test_classes_that_change_samples_or_steps_are_rejected_where_ranks_share_samples() -> None:
+    for kind, reason in _subclasses():
+        assert rejected_class(kind, "zero1") == ""
+        for axis in ("tp", "ep", "sp"):
+            shown = rejected_class(kind, axis)
+            assert reason in shown and bool(reason) == bool(shown), (kind, axis, shown)
+
+
+@pytest.mark.needs("trl")
+def test_losses_that_are_no_sum_over_rows_are_rejected_on_several_ranks() -> None:
+    from trl import DPOTrainer, GRPOTrainer
+    from trl.experimental.gmpo import GMPOTrainer
+    from trl.experimental.sdpo import SDPOTrainer
+
+    for kind, args, setting in (
+        (DPOTrainer, {"loss_type": ["sigmoid", "aot"]}, "loss_type"),
+        (DPOTrainer, {"loss_type": ["aot_unpaired"]}, "loss_type"),
+        (DPOTrainer, {"loss_type": ["sigmoid", "sft"], "use_weighting": True}, "use_weighting"),
+        (GRPOTrainer, {"loss_type": "bnpo"}, "loss_type"),
+        (GMPOTrainer, {"loss_type": "grpo", "entropy_coef": 0.1}, "entropy_coef"),
+        (GRPOTrainer, {"loss_type": "dapo", "use_adaptive_entropy": True}, "entropy_coef"),
+        (SDPOTrainer, {"loss_type": "dapo"}, "loss_type"),
+    ):
+        assert rejected_class(kind, "zero1", **args).startswith(f"{setting} "), (kind, args)
+    exact = [(GRPOTrainer, {"loss_type": name}) for name in ("grpo", "dapo", "dr_grpo", "cispo", "sapo", "luspo")]
+    exact += [(DPOTrainer, {"loss_type": [name]}) for name in ("bco_pair", "sft", "sppo_hard", "ipo", "discopop")]
+    for kind, args in exact:
+        assert rejected_class(kind, "zero1", **args) == ""
+    # All ranks of a tensor-parallel layer have the rows of a batch.
+    assert rejected_class(DPOTrainer, "tp", loss_type=["aot"]) == ""
 
 
 @pytest.mark.needs("trl")
