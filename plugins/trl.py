@@ -80,19 +80,18 @@ def weigh_token_means(trainer: Trainer) -> None:
             if not model.training:
                 return compute(model, inputs, *arguments, **keywords)
             # Rows are preferred answers, rejected answers and, in TPO, references.
-            name, part = ("loss_weights", inputs["completion_mask"].chunk(2)[0])
             if "TPOTrainer" in kinds:
-                name, part = "tpo_alpha", inputs["completion_mask"].chunk(3)[-1]
-            weight, factor = getattr(own, name), share(part[:, 1:])
-            if name == "tpo_alpha":
-                setattr(own, name, weight * factor)
+                before = {"tpo_alpha": own.tpo_alpha}
+                shared = {"tpo_alpha": own.tpo_alpha * share(inputs["completion_mask"].chunk(3)[2][:, 1:])}
             else:
-                pairs = zip(own.loss_types, weight, strict=True)
-                setattr(own, name, [each * factor if loss == "sft" else each for loss, each in pairs])
+                before, factor = {"loss_weights": own.loss_weights}, share(inputs["completion_mask"].chunk(2)[0][:, 1:])
+                pairs = zip(own.loss_types, own.loss_weights, strict=True)
+                shared = {"loss_weights": [each * factor if loss == "sft" else each for loss, each in pairs]}
+            vars(own).update(shared)
             try:
                 return compute(model, inputs, *arguments, **keywords)
             finally:
-                setattr(own, name, weight)
+                vars(own).update(before)
 
         return compute_loss
 

@@ -269,13 +269,16 @@ planned = json.loads(Path(sys.argv[2]).read_text()) | {"output_dir": "out", "rep
 rewards = {"reward_funcs": lambda completions, **words: [0.0] * len(completions)}
 pairs = Dataset.from_list([{"prompt": "a", "chosen": " b", "rejected": " c"}] * 8)
 for kind, arguments, settings in (
-    (OwnLoss, TrainingArguments(**planned), {}),
     (Sampled, TrainingArguments(**planned), {}),
     (GRPOTrainer, GRPOConfig(**planned, num_generations=2), rewards),
     (GRPOTrainer, GRPOConfig(**planned, num_generations=2, loss_type="bnpo"), rewards),
     (RLOOTrainer, RLOOConfig(**planned, num_generations=2), rewards),
     (DPOTrainer, DPOConfig(**planned, loss_type=["sigmoid", "aot"]), {}),
+    (OwnLoss, TrainingArguments(**planned), {}),
 ):
+    if kind is DPOTrainer and sys.argv[3] == "zero1":
+        # Valid there, but DeepSpeed accepts one Trainer per process.
+        continue
     model = AutoModelForCausalLM.from_pretrained(sys.argv[1], dtype="float32")
     name = " ".join([kind.__name__, *([arguments.loss_type] if kind is GRPOTrainer else [])])
     if kind not in (OwnLoss, Sampled):
@@ -294,18 +297,17 @@ def test_trainers_of_a_script_are_rejected_where_a_layout_would_change_their_sam
 ) -> None:
     (tmp_path / "own.py").write_text(_TRAINER_CLASSES)
     shown = {}
-    for name, words in {"zero2": {}, "zero1": {"tensor_parallel_size": 2}}.items():
+    for name, words in {"ddp": {}, "zero1": {"tensor_parallel_size": 2}}.items():
         plan = planned(model, tmp_path / name, name, **words)
         launch = [*warm_command("shardwright"), "launch", plan, tmp_path / "own.py", model]
-        shown[name] = ran(*launch, plan / "training_arguments.json", cwd=tmp_path)
+        shown[name] = ran(*launch, plan / "training_arguments.json", name, cwd=tmp_path)
     for name in ("OwnLoss", "Sampled", "GRPOTrainer dapo", "RLOOTrainer"):
-        assert f"<{name} made" in shown["zero2"], shown["zero2"]
+        assert f"<{name} made" in shown["ddp"], shown["ddp"]
     for name in ("GRPOTrainer bnpo", "DPOTrainer"):
-        assert f"<{name}: loss_type" in shown["zero2"], shown["zero2"]
+        assert f"<{name}: loss_type" in shown["ddp"], shown["ddp"]
     for name in ("Sampled", "GRPOTrainer dapo", "RLOOTrainer"):
         assert f"<{name}: trainer_class" in shown["zero1"] and f"<{name} made" not in shown["zero1"], shown["zero1"]
-    for name in ("OwnLoss", "DPOTrainer"):
-        assert f"<{name} made" in shown["zero1"], shown["zero1"]
+    assert "<OwnLoss made" in shown["zero1"], shown["zero1"]
 
 
 def test_accelerate_launches_a_plan_of_cpu_ranks_that_moved_with_a_plain_script(
