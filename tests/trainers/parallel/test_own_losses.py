@@ -13,7 +13,12 @@ from shardwright.ds_configs.legality.combinations import AXES
 from shardwright.ds_configs.specs.errors import UsageError
 from shardwright.ds_configs.specs.layout import Layout
 from shardwright.plugins.accelerate.repeated_samples import KeptPart
-from shardwright.trainers.parallel.trainer_for import PlannedParallelism, check_second_models, parallelism_of
+from shardwright.trainers.parallel.trainer_for import (
+    PlannedParallelism,
+    check_balance_of_batches,
+    check_second_models,
+    parallelism_of,
+)
 
 
 def names_in(function: Any) -> set[str]:
@@ -154,6 +159,26 @@ def test_losses_that_are_no_sum_over_rows_are_rejected_on_several_ranks() -> Non
         assert rejected_class(kind, "zero1", **args) == ""
     # All ranks of a tensor-parallel layer have the rows of a batch.
     assert rejected_class(DPOTrainer, "tp", loss_type=["aot"]) == ""
+
+
+@pytest.mark.needs("trl")
+@pytest.mark.parametrize("name", ["GRPOTrainer", "RLOOTrainer"])
+def test_generating_trainers_reject_the_balance_loss_of_a_mixture_on_several_ranks(name: str) -> None:
+    import trl
+    from transformers import LlamaConfig, MixtralConfig
+
+    def check(config: Any, ranks: int = 2, coefficient: float | None = None) -> None:
+        trainer: Any = object.__new__(getattr(trl, name))
+        trainer.model = SimpleNamespace(config=config)
+        trainer.args = SimpleNamespace(world_size=ranks, router_aux_loss_coef=coefficient)
+        check_balance_of_batches(trainer)
+
+    for config, coefficient in ((MixtralConfig(), None), (MixtralConfig(router_aux_loss_coef=0.0), 0.1)):
+        with pytest.raises(UsageError, match="router_aux_loss_coef"):
+            check(config, coefficient=coefficient)
+        check(config, ranks=1, coefficient=coefficient)
+        check(config, coefficient=0.0)
+    check(LlamaConfig())
 
 
 @pytest.mark.needs("trl")
