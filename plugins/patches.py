@@ -462,6 +462,20 @@ PATCHES: tuple[Patch, ...] = (
         canary=f"{_LOSSES}test_kto_still_pairs_rows_within_the_batch_of_a_rank",
         parameters=("self", "dataset", "processing_class", "args"),
     ),
+    Patch(
+        name="mean-of-preferred-tokens",
+        target="trl.experimental.orpo.orpo_trainer:ORPOTrainer.concatenated_forward",
+        reason="The loss of preferred answers is a mean over a rank's tokens. CPOTrainer has the same method.",
+        canary=f"{_LOSSES}test_trl_still_averages_over_the_tokens_of_a_rank",
+        parameters=("self", "model", "batch"),
+    ),
+    Patch(
+        name="mean-of-completion-tokens",
+        target=f"{_TRAINER}.compute_loss",
+        reason="DPO's sft loss and TPO's loss of references are means over a rank's tokens.",
+        canary=f"{_LOSSES}test_trl_still_averages_over_the_tokens_of_a_rank",
+        parameters=("self", "model", "inputs"),
+    ),
     # Transformers models.
     Patch(
         name="counted-balance-loss",

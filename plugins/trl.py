@@ -1,8 +1,9 @@
-"""TRL's losses that are no sums over rows, and pairs of prompts and completions in `KTOTrainer`.
+"""Losses of TRL that several ranks compute as one process does.
 
-Both are the same on several ranks as in one process, or rejected.
+With trl 1.16.0, `DPOTrainer` with the loss type `sft`, `CPOTrainer`, `ORPOTrainer` and `TPOTrainer` add a mean over the
+tokens of a micro-batch, and engines average the means of ranks with different numbers of tokens.
 
-In trl 1.16.0 the KL term is estimated from prompts with the completions of other rows, which are rotated within each
+`KTOTrainer` estimates the KL term from prompts with the completions of other rows, which are rotated within each
 `per_device_train_batch_size` rows. Rows keep their order, so rotating within the rows of all ranks yields the pairs of
 one process.
 """
@@ -15,57 +16,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from ..ds_configs.specs.errors import ConfigError
 from . import patches
 
 if TYPE_CHECKING:
+    import torch
     from transformers import Trainer
-
-_LOSSES_OF_BATCHES = {
-    "aot": "sorts the log-ratios of a micro-batch",
-    "aot_unpaired": "sorts the log-ratios of a micro-batch",
-    "sft": "is a mean over the tokens of a micro-batch",
-    "bnpo": "is a mean over the tokens of a micro-batch",
-}
-"""Values of `loss_type` in trl 1.16.0 whose loss of a batch is no sum over its rows."""
-
-
-def batch_loss_errors(trainer: Any) -> list[ConfigError]:
-    """Return an error for each setting of a TRL trainer whose loss of a batch is no sum over its rows.
-
-    Ranks and micro-batches then train another loss than one process with the complete batch. One process without
-    accumulation accepts all of them. Seen with trl 1.16.0:
-
-    - `DPOTrainer`: of its losses `sft` is a mean over tokens, `aot` and `aot_unpaired` sort the batch. `bco_pair` has
-      no running mean there.
-    - `CPOTrainer`: `cpo_alpha` weighs a mean over tokens; 0 leaves a mean over rows.
-    - `GRPOTrainer`: `bnpo` is a mean over tokens. `grpo`, `sapo`, `dr_grpo` and `luspo` are means over rows, and
-      `dapo`, `cispo` and `vespo` divide by the tokens of all ranks.
-    - The balance loss of a mixture is a product of means over a batch, and `GRPOTrainer` adds it by default.
-    """
-    names = [base.__name__ for base in type(trainer).__mro__ if base.__module__.partition(".")[0] == "trl"]
-    args = trainer.args
-    if not names or args.world_size * args.gradient_accumulation_steps == 1:
-        return []
-    errors = []
-    kinds = getattr(args, "loss_type", None)
-    trainers = {"DPOTrainer", "GRPOTrainer", "GMPOTrainer"} & set(names)
-    for kind in [kinds] if isinstance(kinds, str) else kinds or []:
-        if trainers and kind in _LOSSES_OF_BATCHES:
-            rule = f"{_LOSSES_OF_BATCHES[kind]}, so ranks and micro-batches train another loss than one process"
-            fix = 'use "dapo" or "grpo"' if "DPOTrainer" not in names else "use another loss, such as sigmoid or ipo"
-            errors.append(ConfigError(where="loss_type", value=kind, rule=rule, fix=fix))
-    if "CPOTrainer" in names and args.cpo_alpha:
-        rule = "weighs a mean over the tokens of a micro-batch, so ranks train another loss than one process"
-        errors.append(ConfigError(where="cpo_alpha", value=args.cpo_alpha, rule=rule, fix="set cpo_alpha=0"))
-    samples_answers = {"GRPOTrainer", "RLOOTrainer"} & set(names)
-    if samples_answers and getattr(trainer, "aux_loss_enabled", False):
-        rule = (
-            "adds a balance loss, a product of means over a micro-batch, so ranks train another loss than one process"
-        )
-        value = trainer.router_aux_loss_coef
-        errors.append(ConfigError(where="router_aux_loss_coef", value=value, rule=rule, fix="set it to 0.0"))
-    return errors
 
 
 @contextmanager
@@ -86,3 +41,62 @@ def pairs_of_a_micro_step(trainer_class: Any, data_ranks: int) -> Iterator[None]
 
     with patches.applied("pairs-of-a-micro-step", pairing):
         yield
+
+
+def classes_of_trl(kind: type) -> set[str]:
+    """Return the names of a trainer class and its bases in TRL."""
+    return {base.__name__ for base in kind.__mro__ if base.__module__.partition(".")[0] == "trl"}
+
+
+def weigh_token_means(trainer: Trainer) -> None:
+    """Make means over the tokens of a rank's micro-batch means over those of all ranks, in training."""
+    own: Any = trainer
+    kinds = classes_of_trl(type(trainer))
+    if trainer.args.world_size == 1:
+        return
+
+    def share(tokens: torch.Tensor) -> torch.Tensor:
+        """Return the number of a rank's tokens over the mean of all ranks."""
+        count = tokens.sum().float().reshape(1).to(trainer.args.device)
+        return count[0] / trainer.accelerator.gather(count).mean().clamp(min=1)
+
+    def sharing_preferred(forward: Callable[..., Any]) -> Callable[..., Any]:
+        def concatenated_forward(model: Any, batch: Any) -> Any:
+            result = forward(model, batch)
+            if not model.training:
+                return result
+            if "ORPOTrainer" in kinds and not own.is_encoder_decoder:
+                trained = batch["chosen_attention_mask"] == 1
+            else:
+                trained = batch["chosen_labels"] != -100
+            # The fifth value is the mean over the tokens of the preferred answers.
+            mean = result[4] * share(trained if own.is_encoder_decoder else trained[:, 1:])
+            return (*result[:4], mean, *result[5:])
+
+        return concatenated_forward
+
+    def sharing_completions(compute: Callable[..., Any]) -> Callable[..., Any]:
+        def compute_loss(model: Any, inputs: Any, *arguments: Any, **keywords: Any) -> Any:
+            if not model.training:
+                return compute(model, inputs, *arguments, **keywords)
+            # Rows are preferred answers, rejected answers and, in TPO, references.
+            if "TPOTrainer" in kinds:
+                before = {"tpo_alpha": own.tpo_alpha}
+                shared = {"tpo_alpha": own.tpo_alpha * share(inputs["completion_mask"].chunk(3)[2][:, 1:])}
+            else:
+                before, factor = {"loss_weights": own.loss_weights}, share(inputs["completion_mask"].chunk(2)[0][:, 1:])
+                pairs = zip(own.loss_types, own.loss_weights, strict=True)
+                shared = {"loss_weights": [each * factor if loss == "sft" else each for loss, each in pairs]}
+            vars(own).update(shared)
+            try:
+                return compute(model, inputs, *arguments, **keywords)
+            finally:
+                vars(own).update(before)
+
+        return compute_loss
+
+    if kinds & {"CPOTrainer", "ORPOTrainer"}:
+        patches.apply("mean-of-preferred-tokens", sharing_preferred, on=trainer)
+    args: Any = trainer.args
+    if ("DPOTrainer" in kinds and "sft" in args.loss_type) or ("TPOTrainer" in kinds and args.tpo_alpha):
+        patches.apply("mean-of-completion-tokens", sharing_completions, on=trainer)

@@ -7,8 +7,9 @@ rejected. `axes.py` has the rules about sizes and model families.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from ..specs.errors import ConfigError
 from ..specs.layout import Layout
@@ -78,6 +79,7 @@ TRAINERS: Mapping[str, str] = {
     "KTOTrainer": "TRL's KTOTrainer",
     "GKDTrainer": "TRL's GKDTrainer",
     "ORPOTrainer": "TRL's ORPOTrainer",
+    "CPOTrainer": "TRL's CPOTrainer",
     "trl.DistillationTrainer": "TRL's DistillationTrainer",
     "DistillationTrainer": "Shardwright's DistillationTrainer",
     "PipelineTrainer": "Shardwright's PipelineTrainer",
@@ -144,7 +146,7 @@ _PROVEN: tuple[tuple[str, str, str], ...] = (
     (TRAINED, "Trainer", f"{_DATA_PARALLEL} sp cp tp pp ep"),
     (TRAINED, "SFTTrainer", f"{_DATA_PARALLEL} sp tp ep"),
     (TRAINED, "SFTTrainer.packing SFTTrainer.dft", f"{_DATA_PARALLEL} tp ep"),
-    (TRAINED, "DPOTrainer KTOTrainer GKDTrainer ORPOTrainer", f"{_DATA_PARALLEL} tp ep"),
+    (TRAINED, "DPOTrainer KTOTrainer GKDTrainer ORPOTrainer CPOTrainer", f"{_DATA_PARALLEL} tp ep"),
     (TRAINED, "RewardTrainer trl.DistillationTrainer", f"{_DATA_PARALLEL} ep"),
     (TRAINED, "DPOTrainer.precomputed", _DATA_PARALLEL),
     (TRAINED, "DistillationTrainer", f"{_DATA_PARALLEL} tp ep"),
@@ -221,12 +223,12 @@ _REJECTED: tuple[tuple[str, str, str], ...] = (
     ("the compiled backward pass reads parameters that ZeRO-3 has released", "compile", "zero3"),
     ("PyTorch fails because plain tensors are mixed with DTensors", "dropout", "cp"),
     (_NO_STAGES, "SFTTrainer SFTTrainer.packing SFTTrainer.dft DPOTrainer DPOTrainer.precomputed RewardTrainer", "pp"),
-    (_NO_STAGES, "KTOTrainer GKDTrainer ORPOTrainer trl.DistillationTrainer DistillationTrainer", "pp"),
+    (_NO_STAGES, "KTOTrainer GKDTrainer ORPOTrainer CPOTrainer trl.DistillationTrainer DistillationTrainer", "pp"),
     (_PARTS, "SFTTrainer SFTTrainer.packing SFTTrainer.dft DPOTrainer DPOTrainer.precomputed RewardTrainer", "cp"),
-    (_PARTS, "KTOTrainer GKDTrainer ORPOTrainer trl.DistillationTrainer DistillationTrainer", "cp"),
+    (_PARTS, "KTOTrainer GKDTrainer ORPOTrainer CPOTrainer trl.DistillationTrainer DistillationTrainer", "cp"),
     (_POSITIONS, "SFTTrainer.packing", "sp"),
     ("the ranks of a sequence sum up only the loss of labels, but this is another loss", "SFTTrainer.dft", "sp"),
-    (_SUMS, "DPOTrainer DPOTrainer.precomputed KTOTrainer ORPOTrainer", "sp"),
+    (_SUMS, "DPOTrainer DPOTrainer.precomputed KTOTrainer ORPOTrainer CPOTrainer", "sp"),
     ("it reads the last token of a sequence, which only one rank has", "RewardTrainer", "sp"),
     (_SECOND, "GKDTrainer trl.DistillationTrainer", "sp"),
     ("the head has one output, which AutoTP does not shard", "RewardTrainer", "tp"),
@@ -252,6 +254,109 @@ _REJECTED: tuple[tuple[str, str, str], ...] = (
     ),
 )
 """Reasons, settings and columns."""
+
+
+AXES = ("sp", "cp", "tp", "pp", "ep")
+"""Columns under which ranks share samples, layers or experts."""
+
+STEP_METHODS = frozenset(
+    [
+        "get_train_dataloader",
+        "get_eval_dataloader",
+        "get_test_dataloader",
+        "_get_dataloader",
+        "_get_train_sampler",
+        "_get_eval_sampler",
+        "get_batch_samples",
+        "_get_num_items_in_batch",
+        "train",
+        "_inner_training_loop",
+        "_run_epoch",
+        "training_step",
+        "_prepare_input",
+        "_prepare_inputs",
+        "create_accelerator_and_postprocess",
+    ]
+)
+"""Methods of the Trainer that decide which samples a rank reads, and what a step does with them."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BatchLoss:
+    """Settings of a trainer whose loss of a batch is no sum over its rows, so that ranks cannot add up their parts."""
+
+    trainers: tuple[str, ...]
+    """Classes of TRL; their subclasses are included."""
+    setting: str
+    applies: Callable[[Any], object]
+    """Whether the configuration of a trainer has the setting."""
+    reason: str
+    fix: str
+
+
+def _loss_types(args: Any) -> set[str]:
+    loss_types = getattr(args, "loss_type", None) or ()
+    return {loss_types} if isinstance(loss_types, str) else set(loss_types)
+
+
+BATCH_LOSSES: tuple[BatchLoss, ...] = (
+    BatchLoss(
+        trainers=("DPOTrainer",),
+        setting="loss_type",
+        applies=lambda args: _loss_types(args) & {"aot", "aot_unpaired"},
+        reason="aot sorts the log-ratios of a batch, but a rank sorts only its own",
+        fix="use another loss_type, or one process",
+    ),
+    BatchLoss(
+        trainers=("DPOTrainer",),
+        setting="use_weighting",
+        applies=lambda args: getattr(args, "use_weighting", False) and "sft" in _loss_types(args),
+        reason="multiplies the sft loss, a mean over the tokens of a batch, by the mean weight of the batch",
+        fix="omit use_weighting, or sft in loss_type",
+    ),
+    BatchLoss(
+        trainers=("GRPOTrainer", "SDPOTrainer"),
+        setting="loss_type",
+        applies=lambda args: "bnpo" in _loss_types(args),
+        reason="bnpo divides by the tokens of each micro-batch of a rank",
+        fix="use loss_type='grpo' or 'dr_grpo'",
+    ),
+    BatchLoss(
+        trainers=("SDPOTrainer",),
+        setting="loss_type",
+        applies=lambda args: "dapo" in _loss_types(args),
+        reason="this trainer's dapo divides by the tokens of each micro-batch of a rank",
+        fix="use loss_type='grpo' or 'dr_grpo'",
+    ),
+    BatchLoss(
+        trainers=("GRPOTrainer",),
+        setting="entropy_coef",
+        applies=lambda args: getattr(args, "entropy_coef", 0.0) or getattr(args, "use_adaptive_entropy", False),
+        reason="the entropy bonus is a mean over the tokens of each micro-batch of a rank",
+        fix="set entropy_coef=0.0 and use_adaptive_entropy=False",
+    ),
+)
+"""Seen with trl 1.16.0. These losses are sums over rows or tokens, or use means over all ranks, and are exact:
+
+- DPO: all other loss types, with `ld_alpha` and `use_weighting`; `sft` by `plugins/trl.py`.
+- CPO, ORPO and TPO: their mean over tokens by `plugins/trl.py`. KTO: its KL term is a mean over all ranks.
+- GRPO: grpo, sapo, luspo and dr_grpo are means over rows; dapo, cispo and vespo divide by the tokens of all ranks.
+"""
+
+
+def batch_loss_errors(trainers: Collection[str], args: Any, *, data_ranks: int) -> list[ConfigError]:
+    """Return an error for each setting with which the loss of several ranks differs from one process.
+
+    Args:
+        trainers: Names of a trainer class and its bases in TRL.
+        args: Its configuration.
+        data_ranks: Ranks that read different samples.
+    """
+    return [
+        ConfigError(where=each.setting, value=getattr(args, each.setting, None), rule=each.reason, fix=each.fix)
+        for each in BATCH_LOSSES
+        if data_ranks > 1 and not {*each.trainers}.isdisjoint(trainers) and each.applies(args)
+    ]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -313,7 +418,7 @@ def columns_of(strategy: Layout) -> tuple[str, ...]:
         columns += ["fsdp2", "fsdp2_offload"] if offloads else ["fsdp2"]
     elif strategy.engine == "ddp":
         columns += ["ddp"]
-    return (*columns, *(axis for axis in ("sp", "cp", "tp", "pp", "ep") if axis in strategy.axes))
+    return (*columns, *(axis for axis in AXES if axis in strategy.axes))
 
 
 def rejection(setting: str, columns: Collection[str], reason: str) -> tuple[str, str]:

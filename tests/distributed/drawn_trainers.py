@@ -51,7 +51,7 @@ def drawn_trainers(count: int, seed: int) -> list[TrainerCase]:
         if not trainer.startswith(("trainer", "sft", "distillation")):
             # TRL rejects it in one process too: KTO needs its order, and others have no input_ids.
             options = [name for name in options if name != "length_groups"]
-        if trainer in ("kto", "orpo") or "mixed" in options:
+        if trainer in ("kto", "orpo", "cpo", "tpo") or "mixed" in options:
             # Their losses are of micro-batches, of which an evaluation deals other ones.
             options = [name for name in options if name not in EVALUATED]
         if "last_dropped" in options:

@@ -36,6 +36,10 @@ EQUAL = [
     *_cases("sft", "fsdp2 sp"),
     *_cases("sft_chat sft_dft sft_wrapped sft_padding_free sft_smoothed kto_apo distillation", "tp"),
     *_cases("dpo_precomputed reward trl_distillation", "zero3"),
+    # Means over the tokens of a micro-batch, which ranks have different numbers of.
+    *_cases("dpo", "zero2 tp-dp", accumulation=2, options=("mixed",)),
+    *_cases("cpo tpo", "zero2"),
+    *_cases("orpo", "zero3", family="mixtral"),
     *_cases("sft dpo", "tp", family="tied", accumulation=2),
     *_cases("sft", "tp-dp", accumulation=2),
     # The last batch of seven packed rows repeats one; five bytes of text are a document.
@@ -59,6 +63,7 @@ ROWS_OF_THE_TABLE = {
     "KTOTrainer": "kto",
     "GKDTrainer": "gkd",
     "ORPOTrainer": "orpo",
+    "CPOTrainer": "cpo",
     "trl.DistillationTrainer": "trl_distillation",
     "DistillationTrainer": "distillation",
     "PipelineTrainer": "pipeline",
@@ -67,11 +72,10 @@ ROWS_OF_THE_TABLE = {
 
 
 def _cell_case(row: str, column: str) -> TrainerCase:
-    mixture = "qwen3_moe" if row == "ORPOTrainer" else "mixtral"
     return TrainerCase(
         trainer=ROWS_OF_THE_TABLE[row],
         layout=column,
-        family=mixture if column == "ep" else "llama",
+        family="mixtral" if column == "ep" else "llama",
         # DeepSpeed's CPU Adam alone steps there.
         options=("adamw",) if column == "zero_offload" else (),
     )
@@ -100,7 +104,9 @@ REJECTED = {
     **dict.fromkeys(_cases("sft_smoothed", "sp"), "sum up only the loss of labels"),
     **dict.fromkeys(_cases("sft", "sp", family="mixtral"), "load-balancing loss"),
     **dict.fromkeys(_cases("sft", "tp", family="mixtral"), "does not support mixtures of experts"),
-    **dict.fromkeys(_cases("orpo", "ep zero3", family="mixtral"), "a mean over the tokens of each micro-batch"),
+    **dict.fromkeys(_cases("dpo", "zero2", options=("sorted",)), "sorts the log-ratios"),
+    **dict.fromkeys(_cases("dpo", "ddp", options=("sorted_unpaired",)), "sorts the log-ratios"),
+    **dict.fromkeys(_cases("tpo", "tp"), "no test compares TPOTrainer"),
     **dict.fromkeys(_cases("sft", "ep"), "requires a mixture of experts"),
     **dict.fromkeys(_cases("dpo kto", "zero3", rows=7), "count twice"),
 }

@@ -56,30 +56,25 @@ class TrainerCase:
     accumulation: int = 1
     rows: int = ROWS
     """Samples of the data set."""
-    parts: int = 1
-    """Micro-batches into which one process divides a micro-step of all ranks."""
     options: tuple[str, ...] = ()
     """Keys of `OPTIONS`, and of the trainer's own."""
 
     @property
     def name(self) -> str:
         options = "".join(f"-{option}" for option in self.options)
-        return f"{self.trainer}-{self.layout}-{self.family}-x{self.accumulation}-{self.rows}-{self.parts}{options}"
+        return f"{self.trainer}-{self.layout}-{self.family}-x{self.accumulation}-{self.rows}{options}"
 
     @property
     def strategy(self) -> Layout:
         strategy = EVERY_LAYOUT[self.layout]
         return replace(
             strategy,
-            micro_batch_size=MICRO_STEP_SAMPLES // strategy.data_parallel_size // self.parts,
-            gradient_accumulation_steps=self.accumulation * self.parts,
+            micro_batch_size=MICRO_STEP_SAMPLES // strategy.data_parallel_size,
+            gradient_accumulation_steps=self.accumulation,
         )
 
     def reference(self) -> TrainerCase:
-        # Of DPO's losses "sft" is a mean over the tokens of a micro-batch.
-        of_batches = "mixed" in self.options
-        parts = self.strategy.data_parallel_size if of_batches or TRAINERS[self.trainer].mean_of_batches else 1
-        return replace(self, layout="single", parts=parts)
+        return replace(self, layout="single")
 
     def arguments(self, directory: Path) -> dict[str, Any]:
         """Return keys of `TrainingArguments`, which TRL's configurations take too."""
@@ -268,8 +263,6 @@ class TrainerKind:
     """Keyword of its frozen second model; empty if it makes one or needs none."""
     rewards: bool = False
     """Whether the model has one output for a sequence."""
-    mean_of_batches: bool = False
-    """Whether its loss is a mean over the tokens of each micro-batch, also in one process."""
     distillation: Mapping[str, Any] | None = None
     """Fields of `DistillationConfig`; `None` for other trainers."""
     options: Mapping[str, dict[str, Any]] = field(default_factory=dict)
@@ -288,6 +281,8 @@ _DPO_OPTIONS: dict[str, dict[str, Any]] = {
     "hinge": {"loss_type": ["hinge"], "beta": 0.5},
     "robust": {"loss_type": ["robust"], "label_smoothing": 0.1},
     "mixed": {"loss_type": ["sigmoid", "sft"], "loss_weights": [1.0, 0.5]},
+    "sorted": {"loss_type": ["sigmoid", "aot"]},
+    "sorted_unpaired": {"loss_type": ["aot_unpaired"]},
     "weighted": {"use_weighting": True},
 }
 
@@ -343,8 +338,20 @@ TRAINERS: Mapping[str, TrainerKind] = {
         kind="ORPO",
         config={"max_length": 64},
         row=_pair,
-        mean_of_batches=True,
         options={"strong": {"beta": 0.5}},
+    ),
+    "cpo": TrainerKind(
+        module="trl.experimental.cpo",
+        kind="CPO",
+        config={"max_length": 64},
+        row=_pair,
+        options={"simpo": {"loss_type": "simpo"}, "ipo": {"loss_type": "ipo", "cpo_alpha": 0.5}},
+    ),
+    "tpo": TrainerKind(
+        module="trl.experimental.tpo",
+        kind="TPO",
+        config={"max_length": 64},
+        row=lambda row: {**_pair(row), "reference": f" {_text(row + 3, 1 + row % 5)}"},
     ),
     # Sampling from the most probable token alone is the same on all ranks.
     "trl_distillation": TrainerKind(

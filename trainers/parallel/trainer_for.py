@@ -7,9 +7,19 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
+from itertools import takewhile
 from typing import TYPE_CHECKING, Any, Protocol
 
-from ...ds_configs.legality.combinations import TRAINERS, cell, columns_of, incompatibility_errors
+from ...ds_configs.legality.combinations import (
+    AXES,
+    COLUMNS,
+    STEP_METHODS,
+    TRAINERS,
+    batch_loss_errors,
+    cell,
+    columns_of,
+    incompatibility_errors,
+)
 from ...ds_configs.legality.trainer_parameters import PARAMETERS, parameter_errors
 from ...ds_configs.memory.rank_parameters import pipeline_stages
 from ...ds_configs.specs.errors import ConfigError, UsageError
@@ -29,7 +39,7 @@ from ...plugins.transformers.own_optimizers import (
     use_own_optimizer,
 )
 from ...plugins.transformers.run_settings import balances_experts, layout_of, trainer_errors
-from ...plugins.trl import batch_loss_errors, pairs_of_a_micro_step
+from ...plugins.trl import classes_of_trl, pairs_of_a_micro_step, weigh_token_means
 from ..counting.counts import count_as_one_process
 from ..counting.own_losses import OwnLoss
 
@@ -78,6 +88,27 @@ class PlannedParallelism:
         """Whether the layers are split into pipeline stages."""
         return self.pipeline_stages != 1
 
+    def columns(self, args: TrainingArguments) -> tuple[str, ...]:
+        """Return the columns of a run in the tables of combinations; none for one process."""
+        axes: dict[str, Any] = dict.fromkeys(self.axes, 2)
+        return columns_of(replace(layout_of(args, pipeline=self.is_pipeline), **axes))
+
+    def class_errors(self, kind: type, args: TrainingArguments) -> list[ConfigError]:
+        """Return why the layout would train a trainer class with this configuration other than one process does."""
+        columns = self.columns(args)
+        # With a `parallelism_config` in its arguments, a class runs sequence parallelism itself.
+        shares = getattr(kind, "shares_sequences", False) and "sp" not in self.axes
+        errors = incompatibility_errors(
+            table_rows(kind, args), [each for each in columns if each != "sp" or not shares]
+        )
+        errors += batch_loss_errors(classes_of_trl(kind), args, data_ranks=args.world_size // self.tensor_ranks)
+        axes = [column for column in columns if column in AXES]
+        if axes and not errors and (own := own_steps(kind)):
+            rule = f"is not supported with {', '.join(COLUMNS[axis] for axis in axes)}: {own}"
+            fix = "use a layout without these axes, or a subclass that changes neither data nor steps"
+            errors.append(ConfigError(where="trainer_class", value=kind.__name__, rule=rule, fix=fix))
+        return errors
+
     def make_trainer(
         self,
         *,
@@ -107,9 +138,7 @@ class PlannedParallelism:
         from transformers import Trainer
 
         refuse_run_effects(args)
-        # Columns of the tables of combinations; none for one process.
-        axes: dict[str, Any] = dict.fromkeys(self.axes, 2)
-        columns = columns_of(replace(layout_of(args, pipeline=self.is_pipeline), **axes))
+        columns = self.columns(args)
         if errors := self._settings_errors(model, args, trainer_class, settings, columns):
             raise UsageError(errors)
         optimizer, scheduler = settings.get("optimizers") or (None, None)
@@ -168,11 +197,10 @@ class PlannedParallelism:
         if own_loss is not None:
             trainer.own_loss = own_loss
         share_label_count(trainer)
+        weigh_token_means(trainer)
         if not self.is_pipeline:
             let_ranks_read_streams(trainer)
             count_as_one_process(trainer, ranks_of_a_sample=self.context_parallel_size)
-            if errors := batch_loss_errors(trainer):
-                raise UsageError(errors)
             check_second_models(trainer)
             check_balance_of_batches(trainer)
             check_learned_positions(trainer)
@@ -211,10 +239,7 @@ class PlannedParallelism:
         kind = trainer_class or Trainer
         names = [name for name, value in settings.items() if value is not None and value != (None, None)]
         rows = table_rows(kind, args)
-        # With a `parallelism_config` in its arguments, a class runs sequence parallelism itself.
-        shares = getattr(kind, "shares_sequences", False) and "sp" not in self.axes
-        errors = incompatibility_errors(rows, [column for column in columns if column != "sp" or not shares])
-        errors += own_steps_errors(kind, [column for column in columns if column != "sp" or not shares])
+        errors = self.class_errors(kind, args)
         if "PipelineTrainer" in rows and not self.is_pipeline and not errors:
             rule = cell("PipelineTrainer", "ddp").reason
             errors.append(ConfigError(where="trainer_class", value=kind.__name__, rule=rule, fix="omit trainer_class"))
@@ -272,46 +297,37 @@ def _is_from(kind: type, package: str) -> bool:
     return kind.__module__.partition(".")[0] == package
 
 
-_STEPS = (
-    *("train", "_inner_training_loop", "_run_epoch", "training_step", "get_batch_samples", "_prepare_inputs"),
-    *("get_train_dataloader", "_get_dataloader", "_get_train_sampler", "_get_num_items_in_batch"),
-)
-"""Methods of a Trainer that select the samples of a step, or run it."""
+def _row_of(base: type) -> str | None:
+    package, name = base.__module__.partition(".")[0], base.__name__
+    if package == "trl" and name == "DistillationTrainer":
+        name = "trl.DistillationTrainer"
+    return name if package in ("transformers", "trl", "shardwright") and name in TRAINERS else None
 
 
-def own_steps_errors(kind: type, columns: Sequence[str]) -> list[ConfigError]:
-    """Reject a class that no test compares with one process, under axes whose ranks share samples.
+def own_steps(kind: type) -> str:
+    """Return what a trainer class changes in the samples or steps of its nearest base in the table; empty for nothing.
 
-    These are TRL's classes that the table of combinations lacks, and classes that select samples or run steps
-    themselves: their samplers may count each process as a reader of other samples.
+    Samplers that count processes, for example, count also those that share samples. A class of TRL without a row is not
+    proven, whatever it changes.
     """
-    axes = [column for column in columns if column in ("sp", "cp", "tp", "pp", "ep")]
-    for base in kind.__mro__:
-        package, name = base.__module__.partition(".")[0], base.__name__
-        name = "trl.DistillationTrainer" if (package, name) == ("trl", "DistillationTrainer") else name
-        if package in ("transformers", "shardwright") or (package == "trl" and name in TRAINERS):
-            break
-        own = [method for method in _STEPS if method in vars(base)]
-        # Ranks of experts read different samples.
-        rejected = axes if package == "trl" else [axis for axis in axes if axis != "ep"] if own else []
-        if ((package == "trl" and name.endswith("Trainer")) or own) and rejected:
-            what = f" overrides {', '.join(own)}, and" if own else ""
-            rule = f"{what} is not compared with one process under {', '.join(rejected)}, where ranks share samples"
-            fix = "use DDP, ZeRO or FSDP2 without these axes"
-            fix += f", or omit {', '.join(own)} from the class" if own and package != "trl" else ""
-            where = "trainer_class" if base is kind else f"trainer_class {kind.__name__}"
-            return [ConfigError(where=where, value=name, rule=rule.strip(), fix=fix)]
-    return []
+    from transformers import Trainer
+
+    proven = next((base.__mro__ for base in kind.__mro__ if _row_of(base)), ())
+    for base in takewhile(lambda base: base is not Trainer, kind.__mro__):
+        if base in proven or _is_from(base, "transformers") or _is_from(base, "shardwright"):
+            continue
+        if methods := sorted(STEP_METHODS & vars(base).keys()):
+            return (
+                f"{base.__name__} overrides {', '.join(methods)}, and may give each rank samples that ranks must share"
+            )
+        if _is_from(base, "trl") and base.__name__ != "_BaseTrainer":
+            return f"no test compares {base.__name__} with one process"
+    return ""
 
 
 def table_rows(kind: type, args: TrainingArguments) -> list[str]:
     """Return the rows of a trainer class in the table of combinations: its nearest base, or the settings it adds."""
-    for base in kind.__mro__:
-        package, name = base.__module__.partition(".")[0], base.__name__
-        if package == "trl" and name == "DistillationTrainer":
-            name = "trl.DistillationTrainer"
-        if package in ("transformers", "trl", "shardwright") and name in TRAINERS:
-            break
+    name = next((row for row in map(_row_of, kind.__mro__) if row), kind.__name__)
     added = {
         "SFTTrainer.packing": getattr(args, "packing", False) or getattr(args, "padding_free", False),
         "SFTTrainer.dft": getattr(args, "loss_type", None) == "dft",
@@ -422,22 +438,25 @@ def share_label_count(trainer: Trainer) -> None:
 
 
 def check_balance_of_batches(trainer: Any) -> None:
-    """Reject a balance loss together with a loss that is a mean over each micro-batch of a rank.
+    """Reject a balance loss in a trainer of TRL that generates answers, on several ranks.
 
-    Seen with trl 1.16.0: `ORPOTrainer` and `CPOTrainer`, the only ones to name its coefficient `aux_loss_coef`, average
-    over the tokens of each micro-batch. Their loss equals that of one process which trains the micro-batches of all
-    ranks one by one; the balance loss equals that of one process which trains them together.
+    Seen with trl 1.16.0: each rank shuffles the answers that it generated before it splits them into micro-batches. The
+    balance loss of a micro-batch is no sum over its rows, and no process would train these micro-batches.
 
     Raises:
-        UsageError: there are several ranks, so that no single process would compute both losses.
+        UsageError: there are several ranks, and the balance loss is switched on.
     """
-    balances = getattr(trainer, "aux_loss_enabled", False) and getattr(trainer, "aux_loss_coef", 0.0)
-    if balances and trainer.args.world_size > 1:
-        rule = (
-            f"adds a balance loss to the loss of {type(trainer).__name__}, a mean over the tokens of each micro-batch"
-        )
-        fix = "set it to false in the configuration of the model"
-        raise UsageError(ConfigError(where="output_router_logits", value=True, rule=rule, fix=fix))
+    config, args = getattr(trainer.model, "config", None), trainer.args
+    if not hasattr(trainer, "_generate_and_score_completions") or config is None or args.world_size == 1:
+        return
+    text = config.get_text_config()
+    # TRL adds the loss whenever the model has one.
+    coefficient = getattr(args, "router_aux_loss_coef", None)
+    coefficient = getattr(text, "router_aux_loss_coef", 0.0) if coefficient is None else coefficient
+    if hasattr(text, "output_router_logits") and coefficient:
+        rule = f"adds the balance loss of micro-batches that each rank of {type(trainer).__name__} shuffles"
+        fix = "set router_aux_loss_coef=0.0 in its configuration"
+        raise UsageError(ConfigError(where="router_aux_loss_coef", value=coefficient, rule=rule, fix=fix))
 
 
 def check_second_models(trainer: Any) -> None:

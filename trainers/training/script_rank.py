@@ -19,7 +19,13 @@ from ...plugins.deepspeed.engine import refuse_run_effects
 from ...plugins.launching.messages import note_on_first_rank
 from ...plugins.transformers.prepared_model import prepare_models_once
 from ...plugins.transformers.training_arguments import accept_muon, deepspeed_configuration
-from ..parallel.trainer_for import PlannedParallelism, attach_long_sequences, planned_parallelism
+from ...plugins.trl import weigh_token_means
+from ..parallel.trainer_for import (
+    PlannedParallelism,
+    attach_long_sequences,
+    check_balance_of_batches,
+    planned_parallelism,
+)
 from ..runs.out_of_memory import memory_errors
 from ..runs.plan_callback import argument_differences, keep_planned_memory
 from ..runs.ranks import check_upstream
@@ -84,8 +90,9 @@ def follow_trainers(plan: Plan) -> None:
 def carry_axes(plan: Plan) -> None:
     """Attach the plan's parallelism, tiles, offloading and optimizer to every Trainer of a script without its own.
 
-    Sequence, expert and tensor parallelism are attached; a pipeline or context parallelism is rejected. A Trainer that
-    computes its own loss from logits keeps it, with a note.
+    Sequence, expert and tensor parallelism are attached; a pipeline or context parallelism is rejected, and so are
+    trainer classes and losses that the layout would train differently from one process. A Trainer that computes its own
+    loss from logits keeps it, with a note.
     """
     from ...plugins.transformers.optimizers import prepare_optimizer
 
@@ -116,9 +123,13 @@ def carry_axes(plan: Plan) -> None:
                 rule = "uses a stock Trainer, which supports no pipeline and no context parallelism"
                 fix = "use shardwright.trainer_for(plan, model=..., args=...), or plan without these axes"
                 raise UsageError(ConfigError(where="script", value=sys.argv[0], rule=rule, fix=fix))
+            if args is not None and (errors := parallelism.class_errors(type(trainer), args)):
+                raise UsageError(errors)
             for callback in parallelism.callbacks:
                 callback.prepare(args, model)
             make(trainer, model, args, *rest, **settings)
+            check_balance_of_batches(trainer)
+            weigh_token_means(trainer)
             for callback in parallelism.callbacks:
                 callback.attach(trainer)
             try:

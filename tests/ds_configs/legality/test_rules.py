@@ -157,7 +157,11 @@ CASES = {
         {"precision": "fp8", "hardware": "8xH100-80GB"},
         "precision = 'fp8': supports data parallelism only",
     ),
-    "liger family": (FSDP2, {"use_liger_kernel": True, "model": MAMBA}, "has no kernels for mamba; supported: deepseek_v2"),
+    "liger family": (
+        FSDP2,
+        {"use_liger_kernel": True, "model": MAMBA},
+        "has no kernels for mamba; supported: deepseek_v2",
+    ),
     "liger on cpu": (FSDP2, {"use_liger_kernel": True, "hardware": "8xCPU"}, "needs Triton"),
     "tiled compile": (replace(FSDP2, tiled_mlp=True), {"torch_compile": True}, "is not supported with tiled MLPs"),
     "liger stages": (

@@ -9,10 +9,16 @@ from typing import Any
 
 import pytest
 import torch
+from shardwright.ds_configs.legality.combinations import AXES
 from shardwright.ds_configs.specs.errors import UsageError
+from shardwright.ds_configs.specs.layout import Layout
 from shardwright.plugins.accelerate.repeated_samples import KeptPart
-from shardwright.plugins.trl import batch_loss_errors
-from shardwright.trainers.parallel.trainer_for import check_second_models, own_steps_errors
+from shardwright.trainers.parallel.trainer_for import (
+    PlannedParallelism,
+    check_balance_of_batches,
+    check_second_models,
+    parallelism_of,
+)
 
 
 def names_in(function: Any) -> set[str]:
@@ -42,6 +48,137 @@ def test_kto_still_pairs_rows_within_the_batch_of_a_rank() -> None:
 
     source = inspect.getsource(KTOTrainer._prepare_dataset)
     assert "add_kl_completion_ids, batched=True, batch_size=args.per_device_train_batch_size" in source
+
+
+@pytest.mark.needs("trl")
+def test_trl_still_averages_over_the_tokens_of_a_rank() -> None:
+    from trl import DPOTrainer
+    from trl.experimental.cpo import CPOTrainer
+    from trl.experimental.orpo import ORPOTrainer
+    from trl.experimental.tpo import TPOTrainer
+
+    assert "chosen_per_token_logps[chosen_mask.bool()].mean()" in inspect.getsource(DPOTrainer._compute_loss)
+    assert "F.cross_entropy(ref_logits[ref_mask], ref_labels[ref_mask])" in inspect.getsource(TPOTrainer._compute_loss)
+    for kind in (CPOTrainer, ORPOTrainer):
+        source = inspect.getsource(kind.concatenated_forward)
+        assert "CrossEntropyLoss()" in source
+        assert "rejected_logits, chosen_nll_loss)" in source or "rejected_logits, nll_loss)" in source
+
+
+def layout(name: str) -> PlannedParallelism:
+    return parallelism_of(Layout(engine="deepspeed", zero_stage=1, **({name: 2} if name in AXES else {})))
+
+
+def rejected_class(kind: type, axis: str, **args: Any) -> str:
+    settings = SimpleNamespace(world_size=2, deepspeed=None, **args)
+    parallelism = layout(axis)
+    columns = ("zero1", *parallelism.axes)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(PlannedParallelism, "columns", lambda *_: columns)
+        return "; ".join(f"{error.where} {error.rule}" for error in parallelism.class_errors(kind, settings))  # type: ignore[arg-type]
+
+
+def _subclasses() -> list[tuple[type, str]]:
+    from transformers import Seq2SeqTrainer, Trainer
+    from trl import GRPOTrainer, RLOOTrainer, SFTTrainer
+    from trl.experimental.gold import GOLDTrainer
+    from trl.experimental.tpo import TPOTrainer
+
+    class OwnLoss(Trainer):
+        def compute_loss(self, *args: Any, **keywords: Any) -> Any: ...
+
+        def prediction_step(self, *args: Any, **keywords: Any) -> Any: ...
+
+    class OwnLossOfSFT(SFTTrainer):
+        def compute_loss(self, *args: Any, **keywords: Any) -> Any: ...
+
+    class Sampled(Trainer):
+        def _get_train_sampler(self, *args: Any) -> Any: ...
+
+    class Loaded(Trainer):
+        def get_train_dataloader(self) -> Any: ...
+
+    class Mixin:
+        def training_step(self, *args: Any, **keywords: Any) -> Any: ...
+
+    class Stepped(Mixin, SFTTrainer):
+        pass
+
+    class Between(SFTTrainer, Loaded):
+        pass
+
+    class MyGRPO(GRPOTrainer):
+        def compute_loss(self, *args: Any, **keywords: Any) -> Any: ...
+
+    return [
+        (Trainer, ""),
+        (Seq2SeqTrainer, ""),
+        (SFTTrainer, ""),
+        (OwnLoss, ""),
+        (OwnLossOfSFT, ""),
+        (Sampled, "Sampled overrides _get_train_sampler"),
+        (Loaded, "Loaded overrides get_train_dataloader"),
+        (Stepped, "Mixin overrides training_step"),
+        (Between, "Loaded overrides get_train_dataloader"),
+        (GRPOTrainer, "GRPOTrainer overrides"),
+        (RLOOTrainer, "RLOOTrainer overrides"),
+        (MyGRPO, "GRPOTrainer overrides"),
+        (GOLDTrainer, "GOLDTrainer"),
+        (TPOTrainer, "no test compares TPOTrainer"),
+    ]
+
+
+@pytest.mark.needs("trl")
+def test_classes_that_change_samples_or_steps_are_rejected_where_ranks_share_samples() -> None:
+    for kind, reason in _subclasses():
+        assert rejected_class(kind, "zero1") == ""
+        for axis in ("tp", "ep", "sp"):
+            shown = rejected_class(kind, axis)
+            assert reason in shown and bool(reason) == bool(shown), (kind, axis, shown)
+
+
+@pytest.mark.needs("trl")
+def test_losses_that_are_no_sum_over_rows_are_rejected_on_several_ranks() -> None:
+    from trl import DPOTrainer, GRPOTrainer
+    from trl.experimental.gmpo import GMPOTrainer
+    from trl.experimental.sdpo import SDPOTrainer
+
+    for kind, args, setting in (
+        (DPOTrainer, {"loss_type": ["sigmoid", "aot"]}, "loss_type"),
+        (DPOTrainer, {"loss_type": ["aot_unpaired"]}, "loss_type"),
+        (DPOTrainer, {"loss_type": ["sigmoid", "sft"], "use_weighting": True}, "use_weighting"),
+        (GRPOTrainer, {"loss_type": "bnpo"}, "loss_type"),
+        (GMPOTrainer, {"loss_type": "grpo", "entropy_coef": 0.1}, "entropy_coef"),
+        (GRPOTrainer, {"loss_type": "dapo", "use_adaptive_entropy": True}, "entropy_coef"),
+        (SDPOTrainer, {"loss_type": "dapo"}, "loss_type"),
+    ):
+        assert rejected_class(kind, "zero1", **args).startswith(f"{setting} "), (kind, args)
+    exact = [(GRPOTrainer, {"loss_type": name}) for name in ("grpo", "dapo", "dr_grpo", "cispo", "sapo", "luspo")]
+    exact += [(DPOTrainer, {"loss_type": [name]}) for name in ("bco_pair", "sft", "sppo_hard", "ipo", "discopop")]
+    for kind, args in exact:
+        assert rejected_class(kind, "zero1", **args) == ""
+    # All ranks of a tensor-parallel layer have the rows of a batch.
+    assert rejected_class(DPOTrainer, "tp", loss_type=["aot"]) == ""
+
+
+@pytest.mark.needs("trl")
+@pytest.mark.parametrize("name", ["GRPOTrainer", "RLOOTrainer"])
+def test_generating_trainers_reject_the_balance_loss_of_a_mixture_on_several_ranks(name: str) -> None:
+    import trl
+    from transformers import LlamaConfig, MixtralConfig
+
+    def check(config: Any, ranks: int = 2, coefficient: float | None = None) -> None:
+        trainer: Any = object.__new__(getattr(trl, name))
+        trainer.model = SimpleNamespace(config=config)
+        trainer.args = SimpleNamespace(world_size=ranks, router_aux_loss_coef=coefficient)
+        check_balance_of_batches(trainer)
+
+    for config, coefficient in ((MixtralConfig(), None), (MixtralConfig(router_aux_loss_coef=0.0), 0.1)):
+        with pytest.raises(UsageError, match="router_aux_loss_coef"):
+            check(config, coefficient=coefficient)
+        check(config, ranks=1, coefficient=coefficient)
+        check(config, coefficient=0.0)
+    check(LlamaConfig())
 
 
 @pytest.mark.needs("trl")
@@ -86,71 +223,3 @@ def test_fsdp2_loading_on_the_first_rank_rejects_a_second_model(monkeypatch: pyt
     )
     trainer.is_fsdp_enabled = False
     check_second_models(trainer)
-
-
-def own_class(base: type, *methods: str) -> type:
-    return type("Own", (base,), {"__module__": "script", **{name: lambda *args: None for name in methods}})
-
-
-def sampling_mixin(base: type) -> type:
-    mixin = type("Sampling", (), {"__module__": "library.samplers", "_get_train_sampler": lambda self: None})
-    return type("Mixed", (mixin, base), {"__module__": "script"})
-
-
-@pytest.mark.parametrize("axis", ["tp", "sp", "cp", "pp"])
-def test_classes_with_own_samples_or_steps_are_rejected_where_ranks_share_samples(axis: str) -> None:
-    from transformers import Seq2SeqTrainer, Trainer
-
-    own = ("_get_train_sampler", "get_train_dataloader", "training_step", "_prepare_inputs", "get_batch_samples")
-    for kind in (*(own_class(Trainer, name) for name in own), sampling_mixin(Trainer)):
-        for subclass in (kind, own_class(kind, "compute_loss")):
-            assert len(own_steps_errors(subclass, ["zero1", axis])) == 1
-            assert own_steps_errors(subclass, ["zero2"]) == own_steps_errors(subclass, ["zero2", "ep"]) == []
-    for kind in (Trainer, Seq2SeqTrainer, own_class(Trainer, "compute_loss", "log", "prediction_step")):
-        assert own_steps_errors(kind, ["zero1", axis]) == []
-
-
-@pytest.mark.needs("trl")
-@pytest.mark.parametrize("axis", ["tp", "sp", "cp", "pp", "ep"])
-def test_trainers_of_trl_that_no_test_compares_are_rejected_where_ranks_share_samples(axis: str) -> None:
-    from trl import DPOTrainer, GRPOTrainer, RLOOTrainer, SFTTrainer
-    from trl.experimental.cpo import CPOTrainer
-    from trl.experimental.gkd import GKDTrainer
-    from trl.experimental.online_dpo import OnlineDPOTrainer
-
-    for kind in (GRPOTrainer, RLOOTrainer, CPOTrainer, OnlineDPOTrainer):
-        assert own_steps_errors(kind, ["zero1", axis]) and own_steps_errors(own_class(kind), ["zero1", axis])
-        assert own_steps_errors(kind, ["zero1"]) == []
-    for kind in (SFTTrainer, DPOTrainer, GKDTrainer):
-        assert own_steps_errors(own_class(kind, "compute_loss"), ["zero1", axis]) == []
-
-
-@pytest.mark.needs("trl")
-@pytest.mark.parametrize(
-    ("name", "settings", "where"),
-    [
-        ("DPOTrainer", {"loss_type": ["sigmoid", "bco_pair", "sft"]}, "loss_type"),
-        ("DPOTrainer", {"loss_type": ["aot"]}, "loss_type"),
-        ("DPOTrainer", {"loss_type": ["aot_unpaired"]}, "loss_type"),
-        ("DPOTrainer", {"loss_type": ["ipo", "bco_pair"]}, ""),
-        ("GRPOTrainer", {"loss_type": "bnpo"}, "loss_type"),
-        ("GRPOTrainer", {"loss_type": "dapo"}, ""),
-        ("GRPOTrainer", {"loss_type": "dr_grpo"}, ""),
-        ("GRPOTrainer", {"loss_type": "dapo", "balances": True}, "router_aux_loss_coef"),
-        ("RLOOTrainer", {"balances": True}, "router_aux_loss_coef"),
-        ("CPOTrainer", {"loss_type": "sigmoid", "cpo_alpha": 1.0}, "cpo_alpha"),
-        ("CPOTrainer", {"loss_type": "simpo", "cpo_alpha": 0.0}, ""),
-    ],
-)
-def test_losses_of_trl_that_are_no_sums_over_rows_are_rejected(name: str, settings: dict[str, Any], where: str) -> None:
-    import trl
-    from trl.experimental.cpo import CPOTrainer
-
-    kind = CPOTrainer if name == "CPOTrainer" else getattr(trl, name)
-    balances = settings.get("balances", False)
-    for ranks, accumulation in ((2, 1), (1, 2), (1, 1)):
-        trainer = object.__new__(own_class(kind))
-        trainer.args = SimpleNamespace(**settings, world_size=ranks, gradient_accumulation_steps=accumulation)
-        trainer.aux_loss_enabled, trainer.router_aux_loss_coef = balances, 0.001
-        expected = [where] if where and ranks * accumulation > 1 else []
-        assert [error.where for error in batch_loss_errors(trainer)] == expected
