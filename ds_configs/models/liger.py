@@ -6,6 +6,7 @@ import ast
 from collections.abc import Mapping
 from functools import cache
 from importlib.metadata import PackageNotFoundError, distribution
+from pathlib import Path
 
 from ..specs.model import stored_facts
 
@@ -46,7 +47,8 @@ def kernels_in(source: str) -> Kernels:
 def liger_kernels() -> Kernels:
     """Return the kernels of each model type; liger-kernel silently ignores other types."""
     try:
-        return kernels_in(distribution("liger-kernel").locate_file(SOURCE_FILE).read_text(encoding="utf-8"))  # type: ignore[attr-defined]
+        file = Path(str(distribution("liger-kernel").locate_file(SOURCE_FILE)))
+        return kernels_in(file.read_text(encoding="utf-8"))
     except (PackageNotFoundError, OSError):
         kernels: Kernels = stored_facts(LIGER_FILE, "0")["kernels"]
         return kernels

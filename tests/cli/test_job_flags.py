@@ -10,10 +10,10 @@ from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import pytest
-import shardwright
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from paths import CONFIGS
+from planning import gallery_directory
 from shardwright.cli.main import build_app
 from shardwright.cli.settings import resolve
 from shardwright.ds_configs.plan.out_of_memory import OutOfMemory, next_plans, out_of_memory_text
@@ -34,7 +34,6 @@ from shardwright.trainers.training.settings import TrainSettings
 
 MODELS = CONFIGS
 QWEN, LLAMA = str(MODELS / "Qwen--Qwen2.5-0.5B"), str(MODELS / "meta-llama--Llama-3.1-8B")
-GALLERY = Path(shardwright.__file__).parent / "ds_configs" / "gallery"
 _TEXTS = {
     "optimizer": st.sampled_from(["adamw_torch_fused", "adamw_8bit", "adafactor", "muon", "auto"]),
     "optim_args": st.sampled_from(["", "rank=64,update_proj_gap=100", "-x=1", "beta1=0.9, beta2=0.99"]),
@@ -148,7 +147,7 @@ def test_settings_of_training_commands_keep_every_field(job: TrainingJob, kind: 
 @given(job=JOBS)
 @DRAWN
 def test_settings_have_every_field_of_a_plan(job: TrainingJob) -> None:
-    plan = Plan.load(GALLERY / "llama-3.1-8b_8xA100-80GB")
+    plan = Plan.load(gallery_directory())
     chosen = replace(plan.chosen, strategy=replace(plan.chosen.strategy, sp=4))
     job = replace(_used(job), teacher=None, teacher_placement="auto", loss="chunked", sequence_parallel_size=None)
     hardware = parse_hardware("8xH800", host_memory="1TB", nvme="/nvme:2TB")
@@ -309,7 +308,7 @@ def test_the_command_of_a_plan_with_a_teacher_distills_the_same_job() -> None:
 
 @pytest.mark.parametrize("has_plan", [False, True])
 def test_commands_of_training_runs_keep_the_users_words(has_plan: bool) -> None:
-    plan = Plan.load(GALLERY / "llama-3.1-8b_8xA100-80GB")
+    plan = Plan.load(gallery_directory())
     failure = OutOfMemory(phase="forward", error="out of memory")
     own_layout = "--plan=plans/a" if has_plan else "--per-device-train-batch-size=8 --optim adamw_8bit --tiled-mlp on"
     command = f"shardwright train /m/x --dataset 'a b.jsonl' {own_layout} --lr-scheduler-x 1 --output-dir /o"

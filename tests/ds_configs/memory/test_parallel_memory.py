@@ -152,7 +152,8 @@ def test_context_parallelism_gathers_keys_and_values_of_complete_sequence():
     for moment, name in (("last_layer_forward", "forward_transient"), ("last_layer_backward", "backward_transient")):
         whole = moments[1][moment][name]
         for cp in (2, 4):
-            assert moments[cp][moment][name] == pytest.approx(whole / cp + gathered, abs=1)
+            # Attention alone holds them: the moment grows by less if an MLP is its peak.
+            assert whole / cp < moments[cp][moment][name] <= whole / cp + gathered
 
 
 def test_1f1b_keeps_one_micro_batch_per_following_stage():
