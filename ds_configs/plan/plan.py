@@ -26,7 +26,7 @@ from ..specs.job import TrainingJob
 from ..specs.layout import Layout
 from ..specs.model import FIRST_RELEASE, ModelSpec
 from ..specs.optimizers import OPTIMIZERS, parsed_optim_args
-from ..specs.texts import read_small_file, strict_json, yaml_mapping
+from ..specs.texts import control_text, read_small_file, strict_json, yaml_mapping
 from ..specs.units import gigabytes
 from ..step_time.learning import MeasuredStep, learned, published_time
 from .clusters import ClusterJob, hostfile, slurm_script
@@ -137,6 +137,9 @@ class Plan(LaunchSpec):
             data = strict_json(file.read_bytes())
         except ValueError as error:
             raise RefusedInputError(ConfigError(where=str(file), rule=f"is not valid JSON ({error})")) from None
+        if (text := control_text(data)) is not None:
+            rule = "has control characters, with which a file could change what a terminal shows"
+            raise RefusedInputError(ConfigError(where=str(file), value=ascii(text), rule=rule, fix="remove them"))
         return plan_from_dict(data, source=str(file))
 
 

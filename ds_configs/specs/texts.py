@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import unicodedata
 from collections.abc import Mapping
 from contextlib import suppress
 from difflib import get_close_matches
@@ -30,6 +31,19 @@ def strict_json(text: str | bytes) -> Any:
         return json.loads(text, object_pairs_hook=_unique_keys, parse_constant=_number, parse_float=_number)
     except RecursionError:
         raise ValueError("values are nested too deeply") from None
+
+
+def control_text(value: object) -> str | None:
+    """Return the first key or string of a JSON value with control or format characters, such as ESC; `None` without.
+
+    >>> control_text({"name": ["plain", "\\x1b[2J"]})
+    '\\x1b[2J'
+    """
+    if isinstance(value, str):
+        is_control = any(unicodedata.category(character) in ("Cc", "Cf") and character != "\n" for character in value)
+        return value if is_control else None
+    items = (*value, *value.values()) if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return next((text for item in items if (text := control_text(item)) is not None), None)
 
 
 def _unique_keys(pairs: list[tuple[str, object]]) -> dict[str, object]:

@@ -13,6 +13,7 @@ from paths import CONFIGS
 from shardwright.ds_configs.check.files import run_check
 from shardwright.ds_configs.plan.gallery import GALLERY, gallery_entry, gallery_plan
 from shardwright.ds_configs.plan.plan import Plan
+from shardwright.ds_configs.specs.errors import RefusedInputError
 
 SHOWN = (
     "qwen2.5-0.5b_1xRTX4090",
@@ -96,3 +97,15 @@ def test_libraries_load_every_file(written: tuple[Plan, Path], monkeypatch: pyte
         for key, value in zero.items():
             if isinstance(value, int) and not isinstance(value, bool) and hasattr(read_zero, key):
                 assert getattr(read_zero, key) == value
+
+
+@pytest.mark.parametrize("text", ["\x1b[2J", "\u202ename", "\x07", "\x9b31m"], ids=["ESC", "bidi", "bell", "CSI"])
+@pytest.mark.parametrize("path", [("model", "name"), ("hardware", "name"), ("chosen", "reason")], ids="-".join)
+def test_plans_that_would_control_a_terminal_are_rejected(text: str, path: tuple[str, str], tmp_path: Path) -> None:
+    gallery_plan(gallery_entry(SHOWN[0])).write(tmp_path)
+    data = json.loads((tmp_path / "plan.json").read_text(encoding="utf-8"))
+    data[path[0]][path[1]] = f"own {text}"
+    (tmp_path / "plan.json").write_text(json.dumps(data), encoding="utf-8")
+    with pytest.raises(RefusedInputError, match="control characters") as error:
+        Plan.load(tmp_path)
+    assert str(error.value).isprintable()
