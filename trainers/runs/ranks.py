@@ -34,6 +34,7 @@ from ...plugins.transformers.training_arguments import (
     warn_of_zero0_in_16_bit,
     weights_dtype,
 )
+from ..checkpoints.full_disk import full_disk_errors
 from ..checkpoints.record import on_first_rank, read_whole
 from ..checkpoints.resume import Selection
 from ..counting.counts import check_labelled
@@ -180,9 +181,11 @@ class TrainingTask(LaunchedJob, RankTask):
 
         Raises:
             RunOutOfMemoryError: an allocation failed; has the planned memory and plans that need less.
+            ShardwrightError: the disk takes no more.
         """
         plan = context.plan
-        with memory_errors(plan, command=self.command, options=job_options(self.settings)):
+        disk = full_disk_errors(Path(self.output_dir))
+        with disk, memory_errors(plan, command=self.command, options=job_options(self.settings)):
             self._train(context, plan)
 
     def _train(self, context: RankContext, plan: Plan) -> None:
