@@ -115,7 +115,7 @@ EXAMPLES: dict[str, tuple[str, str, str]] = {
     "ui": ("", "--port 8080", "--host 0.0.0.0"),
     "configs": ("ls", "ls quantize", "cp llama-3.1-8b_8xA100-80GB plan"),
     "schema": ("settings", "hardware", "plan --format json"),
-    "env": ("", "create quantize", "create quantize --path quantize-env --dry-run"),
+    "env": ("", "--patches", "--format json"),
     "demo": ("", "my-demo --steps 10", "--format json --force"),
 }
 """Arguments after `shardwright COMMAND`."""
