@@ -76,16 +76,14 @@ def _nearest_gallery_model(name: str) -> str | None:
 def _family_of_class(config: dict[str, Any], release: str) -> str | None:
     """Return the model type of the class in `architectures` if it differs from `model_type`, which names remote code.
 
-    Without remote code, a known `model_type` decides, as in the Auto classes of Transformers.
+    Without remote code, `model_type` decides, as in the Auto classes of Transformers, which reject an unknown one.
     """
     architecture = next(iter(config.get("architectures") or ()), None)
-    if architecture is None or "model_type" not in config:
+    if architecture is None or "model_type" not in config or "auto_map" not in config:
         return None
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
     is_known = config["model_type"] in CONFIG_MAPPING_NAMES
-    if is_known and "auto_map" not in config:
-        return None
     if (stored := model_type_of(architecture, release=release)) is not None or is_known:
         return stored if stored != config["model_type"] else None
     import transformers
@@ -128,7 +126,7 @@ def model_from_source(source: ModelSource, *, by_structure: bool = False) -> Loa
         from ..transformers.meta_model import model_spec_from_meta
 
         spec = model_spec_from_meta(config, **identity)
-    if family is not None and "auto_map" in config:
+    if family is not None:
         # Its own code decides about layers and the layouts that they support.
         spec = replace(spec, layer_classes=(), weight_conversion=False, source="structure")
     # Reject SDPA for a class without it, as Transformers does when it builds the model.

@@ -44,7 +44,9 @@ _COUNT = "num_items_in_batch"
 Method = Callable[..., Any]
 
 
-def count_as_one_process(trainer: Trainer, *, ranks_of_a_sample: int = 1, evaluates: bool = True) -> None:
+def count_as_one_process(
+    trainer: Trainer, *, ranks_of_a_sample: int = 1, evaluates: bool = True, weighs_own_losses: bool = False
+) -> None:
     """Make a Trainer count labels, samples and tokens as one process does; call it after the Trainer was made.
 
     A second call replaces the first. Trainers of the process then also prepare their models once.
@@ -52,14 +54,16 @@ def count_as_one_process(trainer: Trainer, *, ranks_of_a_sample: int = 1, evalua
     Args:
         ranks_of_a_sample: Ranks that read the same samples.
         evaluates: Whether the Trainer evaluates with `prediction_step`, as the stock one does.
+        weighs_own_losses: Whether to weigh a loss of the user as what its first batch shows. Layouts that split samples
+            or experts, and models with a balance loss, keep the weights of the Trainer.
     """
     prepare_models_once()
-    counts = _Counts(trainer, ranks_of_a_sample)
+    counts = _Counts(trainer, ranks_of_a_sample, weighs_own_losses=weighs_own_losses and evaluates)
     if counts.weighs_means:
         # Then the Trainer neither passes the number of labels to the model nor multiplies by the ranks.
         trainer.model_accepts_loss_kwargs = False
         patches.apply("mean-loss-weight", counts.weighing_means, on=trainer)
-    if counts.own_loss is not None and evaluates:
+    if counts.own_loss is not None:
         patches.apply("own-loss-weight", counts.weighing_own_losses, on=trainer)
     patches.apply("counted-labels", counts.counting_labels, on=trainer)
     patches.apply("counted-tokens", counts.adding_tokens, on=trainer)
@@ -174,7 +178,7 @@ class _Evaluation:
 
 
 class _Counts:
-    def __init__(self, trainer: Trainer, ranks_of_a_sample: int) -> None:
+    def __init__(self, trainer: Trainer, ranks_of_a_sample: int, *, weighs_own_losses: bool) -> None:
         self._trainer, self._ranks_of_a_sample = trainer, ranks_of_a_sample
         self._evaluation: _Evaluation | None = None
         self._evaluates_a_step = False
@@ -187,8 +191,8 @@ class _Counts:
         # Ranks of a sequence hold parts of it, and a balance loss inside the model's is not a mean over labels.
         shares = ranks_of_a_sample > 1 or getattr(trainer.accelerator, "parallelism_config", None) is not None
         own = own_losses.own_loss_of(trainer)
-        splits = getattr(trainer.accelerator, "parallelism_config", None) is not None
-        self.own_loss = own if not splits and own_losses.is_loss_of_rows(trainer) else None
+        weighs = weighs_own_losses and not shares and not balances_experts(trainer.model)
+        self.own_loss = own if weighs and own_losses.is_loss_of_rows(trainer) else None
         self._kind = own_losses.requested_kind(trainer)
         self._shares: list[tuple[float, float]] = []
         """Shares of the labels and of the samples of a step, of its remaining micro-batches."""

@@ -200,7 +200,7 @@ class PlannedParallelism:
         weigh_token_means(trainer)
         if not self.is_pipeline:
             let_ranks_read_streams(trainer)
-            count_as_one_process(trainer, ranks_of_a_sample=self.context_parallel_size)
+            count_as_one_process(trainer, ranks_of_a_sample=self.context_parallel_size, weighs_own_losses=not self.axes)
             check_second_models(trainer)
             check_balance_of_batches(trainer)
             check_learned_positions(trainer)

@@ -148,7 +148,7 @@ def test_every_error_of_the_hub_is_one_line_with_its_exit_code(hub: str, tmp_pat
             assert all(line.startswith("error: ") for line in lines), (arguments, lines)
         assert plain[1] == ""
         answer = json.loads(as_json[1])
-        assert (answer["schema_version"], answer["error"]["exit_code"]) == (1, code)
+        assert (answer["schema_version"], answer["error"]["exit_code"]) == (2, code)
 
 
 def test_without_a_network_the_way_out_is_a_local_path(tmp_path: Path) -> None:

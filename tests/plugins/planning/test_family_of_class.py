@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from paths import CONFIGS
+from shardwright.ds_configs.specs.errors import RefusedInputError
 from shardwright.plugins.planning.models import LoadedModel, load_model_spec
 
 DEEPSEEK = {
@@ -60,16 +61,15 @@ def loaded(config: dict[str, Any], directory: Path) -> LoadedModel:
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-@pytest.mark.parametrize("code", [{}, CODE], ids=["no code", "remote code"])
-def test_a_known_class_decides_the_family(
-    config: dict[str, Any], own_type: str, code: dict[str, Any], tmp_path: Path
-) -> None:
+def test_a_known_class_decides_the_family(config: dict[str, Any], own_type: str, tmp_path: Path) -> None:
     family = loaded(config, tmp_path / "family").spec
-    model = loaded(config | {"model_type": own_type} | code, tmp_path / "own")
+    model = loaded(config | {"model_type": own_type} | CODE, tmp_path / "own")
     assert model.spec.parameter_count == family.parameter_count
     assert (model.spec.model_type, model.spec.dimensions) == (family.model_type, family.dimensions)
     assert any(own_type in note and family.model_type in note for note in model.notes)
-    assert (model.spec.source == "structure") == bool(code)
+    assert model.spec.source == "structure"
+    with pytest.raises(RefusedInputError, match="unknown to transformers"):
+        loaded(config | {"model_type": own_type}, tmp_path / "without code")
 
 
 def test_remote_code_of_a_known_class_is_not_planned_as_another_known_type(tmp_path: Path) -> None:

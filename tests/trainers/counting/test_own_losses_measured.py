@@ -123,7 +123,7 @@ def trained(kind: type, directory: Path, parts: int, **settings: Any) -> list[fl
     trainer = kind(model=model, args=args, train_dataset=rows(), eval_dataset=rows()[:ROWS], **settings)
     if own:
         trainer.own_loss = own
-    count_as_one_process(trainer)
+    count_as_one_process(trainer, weighs_own_losses=True)
     trainer.train()
     logs = trainer.state.log_history
     figures = [each[name] for name in ("loss", "grad_norm") for each in logs if name in each]

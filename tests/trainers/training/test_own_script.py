@@ -71,7 +71,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     return started
 
 
-@pytest.mark.parametrize("where", [[], ["--on", "slurm", "--dry-run"], ["--on", "skypilot", "--dry-run"]])
+@pytest.mark.parametrize("where", [[], ["--on", "slurm", "--dry-run"]])
 def test_launch_without_a_script_takes_the_flags_of_train(
     where: list[str], tmp_path: Path, launches: list[Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
