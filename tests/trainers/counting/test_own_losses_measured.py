@@ -182,6 +182,6 @@ def test_losses_that_cannot_be_weighed_are_rejected(kind: type, reason: str, tmp
 def test_the_trainer_still_multiplies_own_means_by_the_micro_batches(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(globals(), "count_as_one_process", lambda trainer: None)
+    monkeypatch.setitem(globals(), "count_as_one_process", lambda trainer, **_: None)
     losses = [trained(Focal, tmp_path, parts)[0] for parts in (4, 1)]
     assert losses[0] > 3 * losses[1]
