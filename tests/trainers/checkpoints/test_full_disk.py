@@ -18,7 +18,7 @@ TENSOR = torch.zeros(2**20)
 
 @pytest.fixture
 def small_files() -> Iterator[None]:
-    """Files of at most 64 KiB, beyond which the kernel refuses to write."""
+    """Files of at most 64 KiB, beyond which a write fails."""
     import signal
 
     before, handler = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
