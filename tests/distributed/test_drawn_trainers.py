@@ -23,7 +23,7 @@ FOUND: dict[TrainerCase, str] = {
     TrainerCase(trainer="gkd", layout="ddp", family="gpt2", accumulation=2): "rejected",
     TrainerCase(trainer="sft_smoothed", layout="sp"): "rejected",
     TrainerCase(trainer="sft", layout="ddp", family="gpt2", options=("evaluated", "every_token")): "equal",
-    TrainerCase(trainer="dpo", layout="zero1", options=("mixed",)): "rejected",
+    TrainerCase(trainer="dpo", layout="zero1", options=("mixed",)): "equal",
     TrainerCase(trainer="reward", layout="ddp", family="gpt2", options=("fused_adamw", "smoothed")): "equal",
     TrainerCase(
         trainer="reward", layout="zero_offload", family="qwen3_moe", options=("adamw", "lora"), accumulation=2
