@@ -335,6 +335,13 @@ BATCH_LOSSES: tuple[BatchLoss, ...] = (
         reason="the entropy bonus is a mean over the tokens of each micro-batch of a rank",
         fix="set entropy_coef=0.0 and use_adaptive_entropy=False",
     ),
+    BatchLoss(
+        trainers=("DistillationTrainer",),
+        setting="eval_strategy",
+        applies=lambda args: getattr(args, "eval_strategy", "no") != "no",
+        reason="its evaluation averages the means of ranks, and ends in an error under ZeRO-3 and FSDP2",
+        fix="set eval_strategy='no', and evaluate the saved model in one process",
+    ),
 )
 """Seen with trl 1.16.0. These losses are sums over rows or tokens, or use means over all ranks, and are exact:
 

@@ -196,7 +196,7 @@ class _Counts:
         self._kind = own_losses.requested_kind(trainer)
         self._shares: list[tuple[float, float]] = []
         """Shares of the labels and of the samples of a step, of its remaining micro-batches."""
-        self.weighs_means = own is None and not shares and returns_mean(trainer)
+        self.weighs_means = self.own_loss is None and not shares and returns_mean(trainer)
         self.weighs_means = self.weighs_means and not balances_experts(trainer.model)
         self._weights: list[float] = []
         """`mean_weights` of the remaining micro-batches of this step."""

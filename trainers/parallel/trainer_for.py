@@ -240,10 +240,6 @@ class PlannedParallelism:
         names = [name for name, value in settings.items() if value is not None and value != (None, None)]
         rows = table_rows(kind, args)
         errors = self.class_errors(kind, args)
-        if "trl.DistillationTrainer" in rows and "zero3" in columns and args.eval_strategy != "no":
-            # Seen with trl 1.16.0: in an evaluation, attention gets a mask with a token less than the keys.
-            rule, fix = "fails for TRL's DistillationTrainer with ZeRO-3", "evaluate the saved model, or use ZeRO-2"
-            errors.append(ConfigError(where="eval_strategy", value=str(args.eval_strategy), rule=rule, fix=fix))
         if "PipelineTrainer" in rows and not self.is_pipeline and not errors:
             rule = cell("PipelineTrainer", "ddp").reason
             errors.append(ConfigError(where="trainer_class", value=kind.__name__, rule=rule, fix="omit trainer_class"))
