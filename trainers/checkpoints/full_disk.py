@@ -37,5 +37,5 @@ def full_disk_errors(directory: Path) -> Iterator[None]:
         free = gigabytes(shutil.disk_usage(where).free)
         raise ShardwrightError(
             f"{directory}: the disk {rule or 'did not take a file of the checkpoint'} ({free} GB free). Earlier "
-            "complete checkpoints are unchanged: free space, or lower --save-total-limit, then resume with --resume"
+            "complete checkpoints are unchanged: free space, or lower save_total_limit, then resume"
         ) from error

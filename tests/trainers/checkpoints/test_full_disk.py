@@ -50,7 +50,7 @@ def test_a_disk_that_takes_no_more_is_named(write: Callable[[Path], None], small
     with pytest.raises(ShardwrightError) as error, full_disk_errors(tmp_path / "run"):
         write(tmp_path / "file")
     text = str(error.value)
-    assert str(tmp_path / "run") in text and "GB free" in text and "--resume" in text
+    assert str(tmp_path / "run") in text and "GB free" in text and "then resume" in text
     assert "\n" not in text
 
 
