@@ -91,10 +91,11 @@ def predicted_blocks(path: str) -> tuple[int, int]:
     """Return the blocks that `serve` counts for a cache of `CACHE_BYTES`, and those of the longest sequence."""
     from shardwright.ds_configs.serving.plan import ServingRequest, plan_serving
     from shardwright.ds_configs.specs.hardware import parse_hardware
-    from shardwright.plugins.serving.engine import read_served_model
+    from shardwright.plugins.serving.engine import processor_flags, read_served_model
 
     request = ServingRequest(
         hardware=parse_hardware("CPU"),
+        amx="amx_tile" in processor_flags(),
         kv_cache_bytes=CACHE_BYTES,
         max_num_batched_tokens=BATCHED_TOKENS,
     )

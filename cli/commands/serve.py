@@ -155,6 +155,7 @@ def _request(hardware: HardwareSettings, settings: ServeSettings) -> ServingRequ
     from ...ds_configs.serving.plan import ServingRequest
     from ...ds_configs.specs.units import parse_bytes
     from ...plugins.planning.from_names import read_hardware
+    from ...plugins.serving.engine import processor_flags
 
     memory = settings.kv_cache_memory
     return ServingRequest(
@@ -162,6 +163,7 @@ def _request(hardware: HardwareSettings, settings: ServeSettings) -> ServingRequ
         hardware=read_hardware(
             hardware.hardware or "local", host_memory=hardware.host_memory, nvme=hardware.nvme, measures_cpu=False
         ),
+        amx="amx_tile" in processor_flags(),
         tensor_parallel_size=settings.tensor_parallel_size,
         max_model_len=settings.max_model_len,
         max_num_seqs=settings.max_num_seqs,

