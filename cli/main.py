@@ -43,7 +43,7 @@ _COMMANDS = {
     "student": ("student:student_command", "Prune a teacher to a smaller student for distillation."),
     "qat": ("qat:qat_command", "Train with quantized weights, and export that checkpoint."),
     "quantize": ("quantize:quantize_command", "Quantize a model, verify the checkpoint and evaluate it."),
-    "evaluate": ("evaluate:evaluate_command", "Measure perplexity, distance to a baseline, size and speed."),
+    "evaluate": ("evaluate:evaluate_command", "Measure perplexity, size and distance to a baseline."),
     "report": ("report:report_command", "Write the HTML report of a run, or compare several runs."),
     "serve": ("serve:serve_command", "Serve a checkpoint, and print the memory that it needs."),
     "ui": ("ui:ui_command", "Plan and check in the browser."),

@@ -101,7 +101,7 @@ def main(output: Path | None = None) -> None:
         print(f"{'':20} {'perplexity':>18} {'size in MB':>10} {'same token':>10}")
         text = TextRequest(files=(directory / "held_out.txt",), num_samples=256)
         for part, path in (("teacher", directory / "teacher"), ("student in 4 bit", quantized)):
-            found = evaluate_model(str(path), baseline=str(directory / "student"), text=text, measure_speeds=False)
+            found = evaluate_model(str(path), baseline=str(directory / "student"), text=text)
             agreement = f"{found.comparison.top1_agreement.value:10.1%}"
             _show(part, found.model, agreement)
         _show("student", found.baseline, f"{1:10.1%}")

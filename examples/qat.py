@@ -110,7 +110,7 @@ def main(output: Path | None = None) -> None:
             ("tuned, then rounded", directory / "rounded"),
             ("trained with 2-bit weights", trained),
         ):
-            judged = evaluate_model(str(path), text=text, measure_speeds=False).model
+            judged = evaluate_model(str(path), text=text).model
             bounds = f"{judged.perplexity.value:8.3f} ± {judged.perplexity.standard_error:.3f}"
             print(f"{part:28} {bounds:>18} {judged.sizes.file_bytes / 1e6:10.2f}")
         print(

@@ -3,7 +3,7 @@
 Observed with lm-eval 0.4.13:
 
 - `HFLM` accepts a loaded model, but reads its tokenizer from the Hub by the model's name unless one is passed.
-- `TaskManager` treats an unknown task name as a file path, and its message lists no similar names.
+- `TaskManager` treats an unknown task name as a file path.
 - Indexing the built-in tasks parses about 13,000 files, which takes 10 to 20 s.
 - `simple_evaluate` returns nothing if `LOCAL_RANK` is not 0, even for an unsharded model.
 - Task files may name Python functions (`!function`), which run from the directory of the file.
@@ -11,7 +11,6 @@ Observed with lm-eval 0.4.13:
 
 from __future__ import annotations
 
-import difflib
 from dataclasses import dataclass
 from functools import lru_cache
 from importlib.util import find_spec
@@ -75,11 +74,8 @@ def task_errors(request: TaskRequest) -> list[ConfigError]:
     known = _manager(request).all_tasks
     for name in request.names:
         if name not in known:
-            near = difflib.get_close_matches(name, known, n=4, cutoff=0.6)
-            fix = f"did you mean {', '.join(near)}?" if near else "`lm-eval ls tasks` lists them"
-            errors.append(
-                ConfigError(where="--tasks", value=name, rule="is not a task of lm-evaluation-harness", fix=fix)
-            )
+            rule, fix = "is not a task of lm-evaluation-harness", "`lm-eval ls tasks` lists them"
+            errors.append(ConfigError(where="--tasks", value=name, rule=rule, fix=fix))
     return errors
 
 
@@ -99,13 +95,10 @@ def _indexed(names: tuple[str, ...], include_path: str | None) -> Any:
     return TaskManager(include_path=include_path)
 
 
-def run_task(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, request: TaskRequest, name: str, *, batch_size: int
+def run_tasks(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, request: TaskRequest, *, batch_size: int
 ) -> tuple[TaskScore, ...]:
-    """Return the scores of a loaded Transformers model on one of the tasks.
-
-    Each task is a separate run: tasks that run together share batches, so the last bits of a score would depend on the
-    other requested tasks.
+    """Return the scores of a loaded Transformers model.
 
     Raises:
         ShardwrightError: the harness fails, for example because a data set cannot be downloaded; includes its reason.
@@ -118,7 +111,7 @@ def run_task(
         with only_errors_logged("lm_eval"), patch_environment(LOCAL_RANK="0"):
             results = simple_evaluate(
                 model=HFLM(pretrained=model, tokenizer=tokenizer, batch_size=batch_size, backend="causal"),
-                tasks=[name],
+                tasks=list(request.names),
                 num_fewshot=request.few_shot,
                 limit=request.limit,
                 task_manager=_manager(request),
@@ -128,7 +121,7 @@ def run_task(
     except Exception as error:
         # Task files, metrics and data sets raise any exception.
         detail = " ".join(str(error).split())[:_LONGEST_DETAIL]
-        raise ShardwrightError(f"--tasks {name}: {type(error).__name__}: {detail}") from None
+        raise ShardwrightError(f"--tasks {','.join(request.names)}: {type(error).__name__}: {detail}") from None
     scores = []
     for task, values in results["results"].items():
         for key, value in values.items():

@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field
 
-from ...ds_configs.specs.errors import ConfigError, UsageError, collecting
+from ...ds_configs.specs.errors import ConfigError, UsageError
 from ...ds_configs.specs.settings import Names, Paths
-from ..machines import ReplicaOptions, note_result_machine, run_on_hosts
 from ..options import ReportOptions
 from ..progress import note, progress_on_stderr
 from ..settings import FILLED, Options, command_line, grouped
@@ -51,25 +50,17 @@ class EvaluateOptions(ReportOptions):
         "auto", description="Type to load weights as; auto: as stored"
     )
     device: str | None = Field(None, description="Such as cuda:0 or cpu. Default: an accelerator if available")
-    engine: Literal["transformers", "vllm"] = Field(
-        "transformers", description="Transformers, or vLLM in its own environment, found on PATH"
-    )
-    speed: bool = Field(True, description="Measure tokens/s and memory")
     revision: str | None = Field(None, description="Branch, tag or commit of a Hub model")
     baseline_revision: str | None = Field(None, description="Branch, tag or commit of a Hub baseline")
     dataset_revision: str | None = Field(None, description="Branch, tag or commit of a Hub dataset")
-
-
-grouped(ReplicaOptions)
 
 
 def evaluate_command(
     model: str,
     *,
     options: Annotated[EvaluateOptions, Options] = FILLED,
-    machines: Annotated[ReplicaOptions, Options] = FILLED,
 ) -> int:
-    """Measure perplexity, size and speed of a model, and KL and agreement with a baseline.
+    """Measure perplexity and size of a model, and KL and agreement with a baseline.
 
     Parameters
     ----------
@@ -84,8 +75,6 @@ def evaluate_command(
     from ...trainers.reports.make import write_html
     from ...trainers.reports.runs import evaluation_files
 
-    if machines.on == "ssh":
-        return run_on_hosts(machines)
     errors: list[ConfigError] = []
     if options.text and options.dataset is not None:
         fix = "pass one of them"
@@ -100,14 +89,11 @@ def evaluate_command(
         if options.tasks is None and value is not None:
             flag, fix = f"--{name.replace('_', '-')}", "pass --tasks, or omit it"
             errors.append(ConfigError(where=flag, value=str(value), rule="needs --tasks", fix=fix))
-    replicas, force = None, options.force
-    with collecting(errors):
-        replicas = machines.replicas()
-    output_dir = options.output_dir if replicas is None or replicas.result_is_here else None
+    output_dir, force = options.output_dir, options.force
     # Before hours of evaluation.
     sources = {"the model": model, "the baseline": options.baseline, "the dataset": local_place(options.dataset)}
     errors += [] if output_dir is None else output_errors(output_dir, force=force, sources=sources)
-    if errors or replicas is None:
+    if errors:
         raise UsageError(errors)
     if options.dataset is None and not options.text:
         note(f"using {PYTHON_HELP}, Python's help topics; pass your own --text or --dataset")
@@ -137,19 +123,14 @@ def evaluate_command(
             batch_size=options.batch_size,
             dtype=options.dtype,
             device=options.device,
-            engine=options.engine,
             tasks=tasks,
             revision=options.revision,
             baseline_revision=options.baseline_revision,
-            measure_speeds=options.speed,
-            replicas=replicas,
         )
         if output_dir is not None:
             write_files(evaluation_files(evaluation.to_dict() | {"command": command_line()}), output_dir, force=True)
             write_html(output_dir)
-    if not replicas.result_is_here:
-        note_result_machine(replicas.place)
-    elif options.as_json:
+    if options.as_json:
         where = None if output_dir is None else str(output_dir)
         print(json.dumps(evaluation.to_dict() | {"output_dir": where}, allow_nan=False))
     else:
@@ -186,8 +167,7 @@ def show_evaluation(evaluation: Evaluation, output_dir: Path | None) -> None:
     out.print()
     if compared:
         out.print(Text(verdict(data)))
-    speed = evaluation.model.speed
-    out.print(Text(f"{f'{speed.machine}; ' if speed else ''}{evaluation.seconds:.0f} s total", style="dim"))
+    out.print(Text(f"{evaluation.seconds:.0f} s total", style="dim"))
     if output_dir is None:
         out.print("No files written; pass --output-dir")
     else:

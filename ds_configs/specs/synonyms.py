@@ -125,6 +125,12 @@ REMOVED: Mapping[str, str] = {
     "create": "run python -m venv ENV && ENV/bin/pip install 'shardwright[quantize]'",
     **dict.fromkeys(("min_nodes", "wait_for_nodes", "nodes"), "plan for the machines that are left, then --resume"),
     **dict.fromkeys(("link_bytes_per_s", "network_bytes_per_s"), "write it into a hardware file for the command line"),
+    **dict.fromkeys(("speed", "no_speed"), "omit it; vllm bench serve measures speed"),
+    "engine": "run lm_eval --model vllm --model_args pretrained=DIRECTORY --tasks wikitext",
+    **dict.fromkeys(
+        ("num_processes", "num_nodes", "on", "hostfile", "ssh_config", "node_rank", "main_address"),
+        "omit it: the command runs in one process; accelerate launch -m lm_eval runs tasks on several",
+    ),
 }
 """Options and values of earlier versions, and what replaces them."""
 SYNONYMS: Mapping[str, tuple[Option, ...]] = {name: options for names, options in _OPTIONS.items() for name in names}
@@ -159,13 +165,11 @@ def command_meant(word: str, commands: Collection[str]) -> str:
 def meant(name: str, known: Collection[str], *, flag: bool = False) -> str:
     """Return the fix for a name of another tool: the known option with its meaning; else nothing."""
     plain = _plain(name)
-    if plain in REMOVED and plain not in SYNONYMS:
-        return REMOVED[plain]
     for option in SYNONYMS.get(plain.lower(), ()):
         if option.name in known and option.name != plain and (not option.beside or option.beside in known):
             written = _written(option.name, option.values, flag=flag)
             return f"use {written}" if option.values else f"did you mean {written}?"
-    return ""
+    return REMOVED.get(plain, "")
 
 
 def meanings(name: str) -> tuple[str, ...]:

@@ -206,18 +206,6 @@ class Asked:
     """Further arguments of `vllm.LLM`."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Timed:
-    """A request that is timed alone."""
-
-    prompt: list[int]
-    """Prompt tokens."""
-    decoded_tokens: int
-    """Tokens to generate."""
-    repeats: int
-    """Timed runs; the median is reported."""
-
-
 def ask_vllm(
     python: Path | str,
     checkpoints: Sequence[Asked],
@@ -225,7 +213,6 @@ def ask_vllm(
     *,
     options: Mapping[str, Any],
     answer_tokens: int = 1,
-    timed: Timed | None = None,
     seconds: float | None = None,
 ) -> dict[str, dict[str, Any]]:
     """Run each checkpoint in one process of vLLM, and return its results by name; rejected ones have an `error`.
@@ -236,7 +223,6 @@ def ask_vllm(
         rows: Token ids of the prompts.
         options: Arguments of `vllm.LLM` for all checkpoints.
         answer_tokens: Tokens of the most likely continuation of each row.
-        timed: Request to time.
         seconds: Time limit.
 
     Raises:
@@ -247,7 +233,6 @@ def ask_vllm(
         "checkpoints": [asdict(each) for each in checkpoints],
         "options": dict(options),
         "answer_tokens": answer_tokens,
-        "timed": None if timed is None else asdict(timed),
     }
     environment = dict(os.environ)
     # The engine's interpreter must not import this interpreter's packages.

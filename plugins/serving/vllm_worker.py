@@ -10,7 +10,6 @@ from __future__ import annotations
 import gc
 import json
 import os
-import statistics
 import sys
 import time
 from pathlib import Path
@@ -47,31 +46,6 @@ def _answers(engine: Any, rows: list[list[int]], tokens: int) -> dict[str, Any]:
     return {"log_probabilities": found, "greedy": [list(output.outputs[0].token_ids) for output in outputs]}
 
 
-def _seconds(engine: Any, prompt: list[int], tokens: int) -> float:
-    began = time.perf_counter()
-    _ask(engine, [prompt], tokens)
-    return time.perf_counter() - began
-
-
-def _speed(engine: Any, asked: dict[str, Any]) -> dict[str, float]:
-    """Return the median times of a request alone; one more comes first and does not count.
-
-    Writing is what a longer answer takes beyond the one before it, so that both see the machine at the same moment.
-    """
-    read, written = [], []
-    for _ in range(asked["repeats"] + 1):
-        read.append(_seconds(engine, asked["prompt"], 1))
-        written.append(_seconds(engine, asked["prompt"], 1 + asked["decoded_tokens"]) - read[-1])
-    return {"prefill_seconds": statistics.median(read[1:]), "decode_seconds": max(statistics.median(written[1:]), 1e-9)}
-
-
-def _machine() -> dict[str, Any]:
-    import torch
-
-    name = torch.cuda.get_device_name() if torch.cuda.is_available() else None
-    return {"accelerator": name, "threads": torch.get_num_threads()}
-
-
 def _serve(entry: dict[str, Any], manifest: dict[str, Any]) -> dict[str, Any]:
     from vllm import LLM
     from vllm.distributed import cleanup_dist_env_and_memory
@@ -90,9 +64,6 @@ def _serve(entry: dict[str, Any], manifest: dict[str, Any]) -> dict[str, Any]:
         return {
             "error": None,
             "answers": _answers(engine, manifest["rows"], manifest["answer_tokens"]),
-            "speed": _speed(engine, manifest["timed"]) if manifest["timed"] else None,
-            "machine": _machine(),
-            "dtype": str(config.model_config.dtype).removeprefix("torch."),
             "load_seconds": loaded,
             "blocks": cache.num_gpu_blocks,
             "block_tokens": cache.block_size,

@@ -290,8 +290,6 @@ def test_errors_of_machines_and_of_data_are_reported_together(
     assert run([*train, "--node-rank", "0"]) == 2
     found = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
     assert [error.split()[1] for error in found] == ["node_rank", "dataset"]
-    found = errors(capsys, "evaluate", model, "--limit", "3", "--node-rank", "0")
-    assert [error.partition(" ")[0] for error in found] == ["--limit", "node_rank"]
     found = errors(capsys, "plan", model, "--deadline", "5d")
     assert [error.partition(" ")[0] for error in found] == ["deadline", "hardware:"]
 

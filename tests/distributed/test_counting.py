@@ -146,7 +146,7 @@ def test_evaluate_command_matches_trainer_loss(expected: Any, tmp_path: Path) ->
         stride_tokens=LONGEST,
         available_windows=EVALUATED,
     )
-    found = shardwright.evaluate(str(tmp_path), text=windows, measure_speeds=False, device="cpu").model
+    found = shardwright.evaluate(str(tmp_path), text=windows, device="cpu").model
     loss = found.loss_nats_per_token.value
     assert loss == pytest.approx(expected["evaluated"]["loss"], abs=EXACT)
     for batch_size in (1, 3, 7):

@@ -243,7 +243,7 @@ def _commands(workshop: Workshop, model: Path, output: Path) -> Mapping[str, Seq
     into = ("--output-dir", str(output))
     data = ("--dataset", text, "--seq-len", "32", *into)
     steps = ("--hardware", "2xCPU", "--max-steps", "1", "--evaluation-samples", "2")
-    evaluated = ("--text", text, "--seq-len", "32", "--num-samples", "2", "--no-speed", *into)
+    evaluated = ("--text", text, "--seq-len", "32", "--num-samples", "2", *into)
     commands = {
         "plan": ("plan", broken, "--hardware", "2xCPU", *into),
         "rehearse": ("rehearse", str(workshop.plan_of(model)), "--steps", "4", *into),

@@ -1,1 +1,1 @@
-"""Evaluation of a language model: perplexity, distance to a baseline, size and speed."""
+"""Evaluation of a language model: perplexity, distance to a baseline, and size."""

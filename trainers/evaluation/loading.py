@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -13,7 +12,8 @@ from ...ds_configs.specs.errors import ConfigError, InputError, RefusedInputErro
 from ...plugins.compressed_tensors.layout import load_packed_zero_points
 from ...plugins.huggingface_hub.hub import ModelSource, model_directory, read_model_source
 from ...plugins.llm_compressor.quiet import without_bars
-from ...plugins.safetensors.reading import StoredTensor, each_tensor, read_checkpoint
+from ...plugins.planning.models import load_model_spec
+from ...plugins.safetensors.reading import read_checkpoint
 from ...plugins.transformers.sound_model import (
     check_weights,
     loading_errors,
@@ -25,7 +25,7 @@ from ..data.models import StartingModel, has_tokenizer, load_tokenizer
 from ..data.sources import one_line
 from ..data.tokenizers import PROBE_TEXT
 from ..formats.merge import OpenedAdapter
-from ..formats.spqr import INDEX, QUANT_METHOD, SINGLE, small_layers
+from ..formats.spqr import INDEX, QUANT_METHOD, SINGLE
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -75,12 +75,6 @@ class EvalModel:
             return None
         name = self.source.config["quantization_config"].get("format")
         return self.quant_method if name is None else f"{self.quant_method}, {name}"
-
-    @property
-    def local_name(self) -> str:
-        """Name that another process can load: an absolute path, or a Hub id."""
-        path = Path(self.source.name)
-        return str(path.absolute()) if path.exists() else self.source.name
 
     @property
     def has_tokenizer(self) -> bool:
@@ -259,14 +253,6 @@ def load_eval_model(model: EvalModel, directory: Path, *, dtype: str, device: st
     return loaded
 
 
-_PARTS = (
-    "weight_packed", "weight_scale", "weight_zero_point", "weight_shape", "weight_global_scale", "weight_g_idx",
-    "input_scale", "input_zero_point", "input_global_scale", "SCB", "weight_format",
-    "qweight", "qzeros", "scales", "g_idx",
-)  # fmt: skip
-"""Last name parts of tensors that only quantized checkpoints have."""
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StoredSizes:
     """Sizes of a checkpoint."""
@@ -276,80 +262,20 @@ class StoredSizes:
     parameters: int
     """Weights, biases and embeddings of the model; scales and zero points do not count."""
     bits_per_parameter: float
-    """Stored bits of all tensors per parameter."""
-    quantized_matrices: int
-    """Matrices stored in fewer than 16 bits per element."""
-    quantized_parameters: int
-    """Elements of the quantized matrices."""
-    bits_per_quantized_parameter: float | None
-    """Stored bits per element, with scales, zero points and tables; `None` without quantized matrices."""
+    """Stored bits of all tensors, scales and tables included, per parameter."""
 
 
-_SHAPE = ".weight_shape"
-"""Suffix of the tensor with the rows and columns of a packed matrix."""
-
-
-def stored_sizes(directory: Path) -> StoredSizes:
-    """Return the sizes of a checkpoint.
+def stored_sizes(model: EvalModel, directory: Path) -> StoredSizes:
+    """Return the sizes of a model's checkpoint in a directory.
 
     Raises:
         RefusedInputError: weight files are damaged or missing.
     """
-    layers = small_layers(directory)
-    names = {} if layers is None else {"index": INDEX, "single": SINGLE}
-    tensors = read_checkpoint(directory, **names)
-    shapes = {name: tensor for name, tensor in tensors.items() if name.endswith(_SHAPE)}
-    stated = {name.removesuffix(_SHAPE): math.prod(shape.tolist()) for name, shape in each_tensor(shapes)}
-    stated |= {name: math.prod(layer["shape"]) for name, layer in (layers or {}).items()}
-    files = {tensor.file for tensor in tensors.values()}
-    return sizes_of(tensors, stated, file_bytes=sum(file.stat().st_size for file in files))
-
-
-def sizes_of(tensors: Mapping[str, StoredTensor], stated: Mapping[str, int], *, file_bytes: int) -> StoredSizes:
-    """Return the sizes of tensors by name; `stated` holds element counts that the packed codes do not give."""
-    matrices: dict[str, dict[str, StoredTensor]] = {}
-    plain = 0
-    for name, tensor in tensors.items():
-        matrix, _, part = name.rpartition(".")
-        described = (f"{matrix}.weight_scale", f"{matrix}.SCB", f"{matrix}.weight.absmax")
-        if ".weight." in name:
-            # bitsandbytes puts the description of the codes below the weight's name.
-            matrix, _, last = name.partition(".weight.")
-            part = f"weight.{last}"
-        elif part == "weight":
-            part = part if any(other in tensors for other in described) else ""
-        elif part not in _PARTS and not part.startswith(("spqr_", "low_rank_")):
-            part = ""
-        if part:
-            matrices.setdefault(matrix, {})[part] = tensor
-        else:
-            plain += tensor.elements
-    elements = {matrix: _elements(parts, stated.get(matrix)) for matrix, parts in matrices.items()}
-    quantized = sum(elements.values())
-    bits = sum(tensor.bits for parts in matrices.values() for tensor in parts.values())
+    is_small = model.quant_method == QUANT_METHOD
+    tensors = read_checkpoint(directory, **({"index": INDEX, "single": SINGLE} if is_small else {}))
+    parameters = load_model_spec(str(directory)).spec.parameter_count
     return StoredSizes(
-        file_bytes=file_bytes,
-        parameters=plain + quantized,
-        bits_per_parameter=sum(tensor.bits for tensor in tensors.values()) / max(1, plain + quantized),
-        quantized_matrices=len(matrices),
-        quantized_parameters=quantized,
-        bits_per_quantized_parameter=bits / quantized if quantized else None,
+        file_bytes=sum(file.stat().st_size for file in {tensor.file for tensor in tensors.values()}),
+        parameters=parameters,
+        bits_per_parameter=sum(tensor.bits for tensor in tensors.values()) / parameters,
     )
-
-
-def _elements(parts: Mapping[str, StoredTensor], stated: int | None) -> int:
-    if stated is not None:
-        return stated
-    if "weight_packed" in parts:
-        # FP4 formats store no shape: each byte has two codes.
-        return parts["weight_packed"].elements * 2
-    if "qweight" in parts:
-        # GPTQ packs along the inputs: `scales` [groups, out] and `g_idx` [in] give the shape. AWQ packs 8 codes of
-        # 4 bits along the outputs.
-        if "g_idx" in parts and "scales" in parts:
-            return parts["g_idx"].elements * parts["scales"].shape[-1]
-        return parts["qweight"].elements * 8
-    weight = parts.get("weight")
-    if weight is None:
-        return 0
-    return weight.elements * 2 if "weight.absmax" in parts else weight.elements

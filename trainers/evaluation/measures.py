@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from ...ds_configs.specs.errors import ConfigError, RefusedInputError, UsageError, not_a_count
+from ...ds_configs.specs.units import gigabytes
 from ...plugins.launching.messages import log_progress
 from ...plugins.transformers.output_heads import output_head
 from ..data.chat import IGNORED_LABEL, special_prefix, special_suffix
@@ -18,11 +20,13 @@ from ..data.sources import PYTHON_HELP, read_utf8
 from ..data.templates import set_chat_template
 from ..losses.fused_loss import captured_head_input
 from ..losses.objective import dense_rows
-from ..runs.share import ALONE, Share
 
 if TYPE_CHECKING:
     import torch
 
+logger = logging.getLogger(__name__)
+
+_LARGE_BYTES = 10**9
 Window = dict[str, list[int]]
 
 
@@ -222,8 +226,6 @@ class ModelReader:
         """The head as a function; `None` where it cannot be taken out of the model."""
         with suppress(UsageError):
             self.head = output_head(model).logits
-        self.ways: set[str] = set()
-        """How batches were read: by the `head`, by the model's own `logits`, or some each way."""
 
     def answers(self, index: int) -> Answers:
         import torch
@@ -233,16 +235,19 @@ class ModelReader:
             if self.head is not None:
                 kept = self._hidden_states(batch)
                 if kept is not None:
-                    self.ways.add("head")
                     return Answers(rows_ND=judged_rows(batch, kept), head=self.head)
                 self.head = None
             logits = self._run(batch).logits
-            self.ways.add("logits")
             return Answers(rows_ND=judged_rows(batch, logits), head=lambda rows: rows)
 
+    @property
+    def device(self) -> torch.device:
+        """Device of the model."""
+        device: torch.device = self._model.device
+        return device
+
     def _run(self, batch: dict[str, torch.Tensor]) -> Any:
-        device = self._model.device
-        read = {name: batch[name].to(device) for name in ("input_ids", "attention_mask")}
+        read = {name: batch[name].to(self.device) for name in ("input_ids", "attention_mask")}
         return self._model(**read, use_cache=False)
 
     def _hidden_states(self, batch: dict[str, torch.Tensor]) -> torch.Tensor | None:
@@ -280,6 +285,25 @@ class StoredAnswers:
         return Answers(rows_ND=self.rows[index].to(self.device), head=self.head)
 
 
+def read_baseline(reader: ModelReader, batches: Batches) -> AnswerSource:
+    """Read everything with the baseline; the model stays in memory only if its head cannot be separated."""
+    rows: dict[int, torch.Tensor] = {}
+    for index in range(len(batches)):
+        answers = reader.answers(index)
+        if reader.head is None:
+            logger.info(f"{reader.name}: its output head cannot run separately, so both models stay in memory")
+            return reader
+        rows[index] = answers.rows_ND.cpu()
+        log_progress("reading by the baseline", index + 1, len(batches))
+    stored_bytes = sum(states.nbytes for states in rows.values())
+    if stored_bytes >= _LARGE_BYTES:
+        logger.info(
+            f"{reader.name}: {gigabytes(stored_bytes)} GB of hidden states are kept on the host; lower --num-samples "
+            "to reduce that"
+        )
+    return StoredAnswers(name=reader.name, rows=rows, head=reader.head, device=reader.device)
+
+
 @dataclass(kw_only=True)
 class TokenMeasures:
     """One number for each judged token, in the order of the text."""
@@ -302,48 +326,18 @@ class TokenMeasures:
         return tuple(float(part.double().sum()) for part in values_N.split(self.counts))
 
 
-def measure_tokens(
-    model: ModelReader, baseline: AnswerSource | None, batches: Batches, *, share: Share = ALONE
-) -> TokenMeasures:
+def measure_tokens(model: ModelReader, baseline: AnswerSource | None, batches: Batches) -> TokenMeasures:
     """Return loss, KL and agreement of every evaluated token, from fp32 log-probabilities.
-
-    Each rank of a share reads its own batches; all ranks get all results, in the order of the text.
 
     Raises:
         RefusedInputError: a model's outputs are not numbers; names the window and the token.
     """
     import torch
 
-    measured = _measured_batches(model, baseline, batches, share)
-    readers = [reader for reader in (model, baseline) if isinstance(reader, ModelReader)]
-    ways = share.by_rank([reader.ways for reader in readers])
-    if any(len(set().union(*of_ranks)) > 1 for of_ranks in zip(*ways, strict=True)):
-        # A head that fits some batches alone gives other last bits than the whole model, which reads all of them then.
-        for reader in readers:
-            reader.head = None
-        measured = _measured_batches(model, baseline, batches, share)
-    every = share.all_gathered(measured)
-    joined = {name: torch.cat([values[name] for values, _ in every]) for name in every[0][0]}
-    counts = [count for index in range(len(batches)) for count in judged_counts(batches[index]) if count]
-    return TokenMeasures(
-        loss_N=joined["loss"],
-        counts=tuple(counts),
-        baseline_loss_N=joined.get("baseline_loss"),
-        kl_N=joined.get("kl"),
-        agreement_N=joined.get("agreement"),
-        compared_vocabulary=every[0][1],
-    )
-
-
-def _measured_batches(
-    model: AnswerSource, baseline: AnswerSource | None, batches: Batches, share: Share
-) -> list[tuple[dict[str, torch.Tensor], int | None]]:
-    """Return the measures of each batch of a share, with the tokens that KL ranges over."""
-    import torch
-
-    measured: list[tuple[dict[str, torch.Tensor], int | None]] = []
-    for index in share.indices(len(batches)):
-        batch, vocabulary = batches[index], None
+    measured: dict[str, list[torch.Tensor]] = {}
+    vocabulary = None
+    for index in range(len(batches)):
+        batch = batches[index]
         own = model.answers(index)
         other = None if baseline is None else baseline.answers(index)
         labels_N = batch["labels"][:, 1:][batch["labels"][:, 1:] != IGNORED_LABEL]
@@ -358,13 +352,22 @@ def _measured_batches(
             for name, values_n in values.items():
                 parts.setdefault(name, []).append(values_n.float().cpu())
             start, count = start + count, max(1, CHUNK_ELEMENTS // own_nV.shape[1])
-        joined = {name: torch.cat(chunks) for name, chunks in parts.items()}
         for key, source in (("loss", model), ("baseline_loss", baseline)):
-            if source is not None and key in joined:
-                check_finite(source.name, joined[key], batch, first_window=index * batches.size)
-        measured.append((joined, vocabulary))
-        log_progress("reading by the model", min(len(batches), index + share.ranks), len(batches))
-    return measured
+            if source is not None and key in parts:
+                check_finite(source.name, torch.cat(parts[key]), batch, first_window=index * batches.size)
+        for name, chunks in parts.items():
+            measured.setdefault(name, []).extend(chunks)
+        log_progress("reading by the model", index + 1, len(batches))
+    joined = {name: torch.cat(chunks) for name, chunks in measured.items()}
+    counts = [count for index in range(len(batches)) for count in judged_counts(batches[index]) if count]
+    return TokenMeasures(
+        loss_N=joined["loss"],
+        counts=tuple(counts),
+        baseline_loss_N=joined.get("baseline_loss"),
+        kl_N=joined.get("kl"),
+        agreement_N=joined.get("agreement"),
+        compared_vocabulary=vocabulary,
+    )
 
 
 def _measure(

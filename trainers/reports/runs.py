@@ -308,7 +308,6 @@ def _evaluation_measures(data: Data) -> dict[str, float]:
         "perplexity": model["perplexity"]["value"],
         "safetensors on disk, GB": model["sizes"]["file_bytes"] / 1e9,
         "KL(baseline | model), nats per token": comparison and comparison["kl_nats_per_token"]["value"],
-        "decode, tokens/s": model["speed"] and model["speed"]["decode_tokens_per_second"],
     }
     return {name: value for name, value in measures.items() if value is not None}
 
@@ -333,12 +332,10 @@ def evaluation_table(data: Data) -> Table:
             ["KL of 99 % of the tokens is below", f"{comparison['kl_nats_at_share']['0.99']:.4g}", "", ""],
             ["same most likely token", _percentage(comparison["top1_agreement"]), "", ""],
         ]
-    for name, part, key, shape in _COSTS:
-        own, other = ((side or {}).get(part) and side[part][key] for side in (model, baseline))
-        if own is not None or other is not None:
-            ratio = f"× {own / other:.3g}" if own and other and not name.startswith("parameters") else ""
-            shown = ["–" if value is None else shape(value) for value in (own, other)]
-            rows.append([name, shown[0], "" if baseline is None else shown[1], ratio])
+    for name, key, shape in _SIZES:
+        own, other = (side and side["sizes"][key] for side in (model, baseline))
+        ratio = f"× {own / other:.3g}" if other and key != "parameters" else ""
+        rows.append([name, shape(own), "" if other is None else shape(other), ratio])
     others = {(score["task"], score["metric"]): score for score in (baseline or {}).get("tasks", ())}
     for score in model["tasks"]:
         name = f"{score['task']}, {score['metric']} ({score['documents']:,} documents)"
@@ -359,22 +356,12 @@ def _change(share: float) -> str:
     return f"{100 * share:+.2f} %"
 
 
-def _short(value: float) -> str:
-    return f"{value:.3f}" if value < 100 else f"{value:,.0f}"
-
-
-_COSTS: tuple[tuple[str, str, str, Callable[[Any], str]], ...] = (
-    ("safetensors on disk", "sizes", "file_bytes", gb),
-    ("bits per parameter", "sizes", "bits_per_parameter", _short),
-    ("bits in quantized matrices", "sizes", "bits_per_quantized_parameter", _short),
-    ("parameters", "sizes", "parameters", human_count),
-    ("parameters in quantized matrices", "sizes", "quantized_parameters", human_count),
-    ("prefill, tokens/s", "speed", "prefill_tokens_per_second", "{:,.0f}".format),
-    ("decode, tokens/s", "speed", "decode_tokens_per_second", _short),
-    ("weights in memory", "speed", "weight_bytes", gb),
-    ("peak memory of tensors", "speed", "peak_bytes", gb),
+_SIZES: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
+    ("safetensors on disk", "file_bytes", gb),
+    ("bits per parameter", "bits_per_parameter", "{:.3f}".format),
+    ("parameters", "parameters", human_count),
 )
-"""Name, part and key of a model's sizes and speed, and how a value is shown."""
+"""Name and key of a model's sizes, and how a value is shown."""
 
 
 def verdict(data: Data) -> str:
@@ -401,13 +388,6 @@ def _evaluation_sections(data: Data) -> tuple[Section, ...]:
         if m is not None
     ]
     headings = ("model", "class", "quantization", "computes in", "commit")
-    texts = []
-    if (speed := model["speed"]) is not None:
-        engine = ", through Transformers" if data["settings"].get("engine") == "transformers" else ""
-        texts.append(
-            f"Speed and memory: {speed['machine']}{engine}, batch size 1, {speed['prompt_tokens']:,} prompt tokens, "
-            "medians. Other engines run the same checkpoint at another speed."
-        )
     settings = [
         ("stride, tokens", f"{text['stride_tokens']:,}"),
         ("seconds total", f"{data['seconds']:.0f}"),
@@ -416,7 +396,7 @@ def _evaluation_sections(data: Data) -> tuple[Section, ...]:
     compared = (verdict(data),) if comparison is not None else ()
     return (
         Section("Measures", compared, (_evaluation_chart(data),), (evaluation_table(data),)),
-        Section("How it was measured", texts, tables=(Table(headings, models), key_value_table(settings))),
+        Section("How it was measured", tables=(Table(headings, models), key_value_table(settings))),
     )
 
 

@@ -59,10 +59,6 @@ class Share:
         distributed.gather_object(list(mine), parts)
         return None if parts is None else in_order_of_batches(parts)
 
-    def all_gathered(self, mine: Sequence[Value]) -> list[Value]:
-        """Return the results of all ranks in the order of the batches, on every rank."""
-        return in_order_of_batches(self.by_rank(list(mine)))
-
     def by_rank(self, mine: Value) -> list[Value]:
         """Return the values of all ranks."""
         if self.ranks == 1:

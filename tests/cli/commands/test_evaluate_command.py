@@ -40,7 +40,9 @@ def task_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     questions = [{"question": f"number {index} is", "choices": CHOICES, "label": index % 2} for index in range(12)]
     (directory / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in questions))
     write_task(directory / "tiny_choice.yaml", directory / "rows.jsonl")
-    write_task(directory / "tiny_lost.yaml", directory / "none.jsonl")
+    turned = [question | {"label": 1 - question["label"]} for question in questions]
+    (directory / "turned.jsonl").write_text("".join(json.dumps(row) + "\n" for row in turned))
+    write_task(directory / "tiny_turned.yaml", directory / "turned.jsonl")
     return directory
 
 
@@ -65,8 +67,9 @@ def likeliest(directory: Path, prompt: str) -> int:
 def test_report_with_tasks(shell, tiny_llama, halved_llama, task_directory, tmp_path):
     output = tmp_path / "report"
     result = shell(
-        halved_llama, "--baseline", tiny_llama, "--seq-len", 64, "--num-samples", 6, "--tasks", "tiny_choice",
-        "--include-path", task_directory, "--limit", 10, "--output-dir", output, "--format", "json",
+        halved_llama, "--baseline", tiny_llama, "--seq-len", 64, "--num-samples", 6,
+        "--tasks", "tiny_choice,tiny_turned", "--include-path", task_directory, "--limit", 10, "--output-dir", output,
+        "--format", "json",
     )  # fmt: skip
     assert result.code == 0, result.err
     found = json.loads(result.out)
@@ -76,7 +79,9 @@ def test_report_with_tasks(shell, tiny_llama, halved_llama, task_directory, tmp_
     assert written == {key: value for key, value in found.items() if key != "output_dir"}
     assert found["text"]["predicted_tokens"] == 6 * 63 and found["text"]["source"] == "python-help"
     for role, directory in (("model", halved_llama), ("baseline", tiny_llama)):
-        (score,) = found[role]["tasks"]
+        score, turned = found[role]["tasks"]
+        assert (score["task"], turned["task"]) == ("tiny_choice", "tiny_turned")
+        assert turned["value"] == pytest.approx(1 - score["value"])
         right = sum(likeliest(directory, f"number {index} is") == index % 2 for index in range(10))
         assert score["value"] == pytest.approx(right / 10)
         assert score["documents"] == 10 and score["metric"] == "acc" and score["higher_is_better"] is True
@@ -89,14 +94,14 @@ def test_report_with_tasks(shell, tiny_llama, halved_llama, task_directory, tmp_
 
     again = shell(halved_llama, "--seq-len", 64, "--output-dir", output)
     assert again.code == 2 and "use --force to write into it" in again.err
-    forced = shell(halved_llama, "--seq-len", 64, "--num-samples", 2, "--no-speed", "--output-dir", output, "--force")
+    forced = shell(halved_llama, "--seq-len", 64, "--num-samples", 2, "--output-dir", output, "--force")
     assert forced.code == 0, forced.err
     assert json.loads((output / "evaluation.json").read_text())["baseline"] is None
-    assert "perplexity" in forced.out and "tokens/s" not in forced.out and "KL(" not in forced.out
+    assert "perplexity" in forced.out and "KL(" not in forced.out
 
 
 def test_human_table(shell, tiny_llama, halved_llama):
-    result = shell(halved_llama, "--baseline", tiny_llama, "--seq-len", 32, "--num-samples", 4, "--no-speed")
+    result = shell(halved_llama, "--baseline", tiny_llama, "--seq-len", 32, "--num-samples", 4)
     assert result.code == 0, result.err
     lines = {line.split("  ")[0]: line for line in result.out.splitlines()}
     assert lines["perplexity"].count("±") == 2 and lines["perplexity"].endswith("%")
@@ -153,7 +158,7 @@ def test_a_verdict_respects_the_standard_error(tiny_llama, halved_llama, tmp_pat
     from shardwright.trainers.evaluation.evaluate import evaluate_model
     from shardwright.trainers.evaluation.measures import TextRequest
 
-    options: dict[str, Any] = {"baseline": str(tiny_llama), "seq_len": 64, "measure_speeds": False}
+    options: dict[str, Any] = {"baseline": str(tiny_llama), "seq_len": 64}
     one = evaluate_model(str(halved_llama), text=TextRequest(num_samples=1), **options)
     assert "a single window" in verdict(one.to_dict())
     same = evaluate_model(str(tiny_llama), text=TextRequest(num_samples=3), **options)

@@ -345,7 +345,7 @@ def adapter(tiny_llama: Path, tmp_path: Path) -> Iterator[Path]:
 def test_every_command_for_adapters_reads_one_of_the_hub_at_its_commit(
     tmp_path: Path, adapter: Path, drive_warm: Callable[..., list[list[Any]]]
 ) -> None:
-    text = ("--dataset", "python-help", "--seq-len", "32", "--num-samples", "2", "--no-speed", "--format", "json")
+    text = ("--dataset", "python-help", "--seq-len", "32", "--num-samples", "2", "--format", "json")
     output, merged = str(tmp_path / "nf4"), str(tmp_path / "merged")
     began = len(Hub.asked)
     results = drive_warm(

@@ -189,7 +189,7 @@ def test_evaluate_reads_an_adapter_as_its_merged_model(
     save_adapter(tmp_path)
     assert run("tuned", "--output-dir", "merged").code == 0
     (tmp_path / "text.txt").write_text(" ".join(str(number) for number in range(400)))
-    request = {"text": text_request(tmp_path / "text.txt"), "seq_len": 32, "measure_speeds": False}
+    request = {"text": text_request(tmp_path / "text.txt"), "seq_len": 32}
     direct = evaluate("tuned", baseline="model", **request)
     complete = evaluate("merged", baseline="model", **request)
     assert direct.window_losses_nats_per_token == complete.window_losses_nats_per_token

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import doctest
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 from commands import shell_in
 from distilling import tiny
-from harness_task import write_task
 from hypothesis import given
 from hypothesis import strategies as st
 from shardwright.cli import machines
@@ -26,7 +24,6 @@ from warm_ranks import RanksFailedError, run_ranks
 pytestmark = pytest.mark.distributed
 
 VOCAB_SIZE = 384
-TIMES = ("prefill_tokens_per_second", "decode_tokens_per_second", "seconds", "output_dir")
 RANK = """
 import os, signal, sys
 import torch
@@ -75,39 +72,8 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
         byte_tokenizer(VOCAB_SIZE).save_pretrained(directory / name)
     text = "\n\n".join(f"Line {index} of a text that says {index * index}." * (1 + index % 4) for index in range(60))
     (directory / "text.txt").write_text(text)
-    questions = [{"question": f"{one} and one", "choices": ["is more", "less"], "label": one % 2} for one in range(5)]
-    (directory / "rows.jsonl").write_text("".join(json.dumps(question) + "\n" for question in questions))
-    for name in ("first", "second"):
-        write_task(directory / f"{name}.yaml", directory / "rows.jsonl", metrics=("acc", "acc_norm"))
     (directory / "rank.py").write_text(RANK)
     return directory
-
-
-def without_times(found: Any) -> Any:
-    if isinstance(found, dict):
-        return {name: without_times(value) for name, value in found.items() if name not in TIMES}
-    return found
-
-
-def test_four_ranks_evaluate_as_one_process(
-    files: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Perplexities, KL and scores of tasks to the last bit; the last batch is smaller, and one rank has no task."""
-    words = [files / "model", "--baseline", files / "baseline", "--text", files / "text.txt", "--seq-len", 48]
-    words += ["--num-samples", 26, "--device", "cpu", "--tasks", "first,second", "--include-path", files]
-    found = {}
-    with monkeypatch.context() as patch:
-        run = shell_in(tmp_path, "evaluate", capsys, patch)
-        for processes in (1, 4):
-            place = tmp_path / str(processes)
-            more = ["--num-processes", processes, "--output-dir", place, "--format", "json"]
-            result = run(*words, *more)
-            assert result.code == 0, result.err
-            shown = json.loads(result.out)
-            assert shown["model"]["speed"] is not None and len(shown["model"]["tasks"]) == 4
-            assert len(shown["window_losses_nats_per_token"]) == 26
-            found[processes] = without_times(shown)
-    assert found[4] == found[1]
 
 
 def test_four_ranks_cache_a_teacher_as_one_process(
