@@ -31,11 +31,11 @@ from .loading import (
     stored_sizes,
 )
 from .measures import (
-    Batches,
     ModelReader,
     TextRequest,
     TextWindows,
     TokenMeasures,
+    batches_of,
     measure_tokens,
     number_errors,
     read_baseline,
@@ -238,7 +238,7 @@ def evaluate_model(
                 complete = read_eval_model(str(directory), model.role, revision=None)
                 models[index] = replace(complete, adapter=model.adapter)
         device = device or default_device()
-        batches = Batches(windows=windows.windows, size=batch_size)
+        batches = batches_of(windows.windows, batch_size)
 
         def load(model: EvalModel) -> tuple[PreTrainedModel, dict[str, Any]]:
             """Return a loaded model, and the fields of its result that do not depend on the text."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import chain
@@ -78,12 +78,9 @@ def text_windows(request: TextRequest, tokenizer: Any, *, seq_len: int) -> TextW
     dropped. Conversations make one window each, with labels on what the assistant says.
 
     Raises:
-        UsageError: the text is missing, empty or shorter than one window, or a number is out of range.
+        UsageError: the text is missing, empty or shorter than one window.
     """
     stride = seq_len if request.stride is None else request.stride
-    errors = number_errors(request, seq_len)
-    if errors:
-        raise UsageError(errors)
     set_chat_template(tokenizer, request.chat_template)
     if request.files:
         texts = [read_utf8(path, where="--text") for path in request.files]
@@ -160,17 +157,12 @@ def windows_of(tokens: Sequence[int], seq_len: int, stride: int) -> Iterator[Win
 CHUNK_ELEMENTS = 2**23
 """Log-probabilities per model in one chunk: 32 MiB in fp32."""
 
+Batch = dict[str, "torch.Tensor"]
 Head = Callable[["torch.Tensor"], "torch.Tensor"]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Answers:
-    """Answers of a model at every judged token of a batch."""
-
-    rows_ND: torch.Tensor
-    """Inputs of the head, or logits."""
-    head: Head
-    """Turns some of these rows into logits [n, V]."""
+Answers = tuple["torch.Tensor", Head]
+"""Rows [N, D] for the N judged tokens of a batch, and what turns some of them into logits [n, V]: inputs and head."""
 
 
 class AnswerSource(Protocol):
@@ -184,31 +176,14 @@ class AnswerSource(Protocol):
         """Return the answers to one batch."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Batches:
-    """The windows in batches; a label belongs to the token before it."""
-
-    windows: Sequence[Window]
-    size: int
-
-    def __len__(self) -> int:
-        return -(-len(self.windows) // self.size)
-
-    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        if index >= len(self):
-            raise IndexError(index)
-        batch: dict[str, torch.Tensor] = collate(self.windows[index * self.size : (index + 1) * self.size])
-        return batch
+def batches_of(windows: Sequence[Window], size: int) -> list[Batch]:
+    """Return the windows in padded batches; a label belongs to the token before it."""
+    return [collate(windows[start : start + size]) for start in range(0, len(windows), size)]
 
 
-def judged_rows(batch: dict[str, torch.Tensor], states_BSD: torch.Tensor) -> torch.Tensor:
-    """Return the states [N, D] that predict a judged token."""
-    judged_BS = (batch["labels"][:, 1:] != IGNORED_LABEL).to(states_BSD.device)
-    return states_BSD[:, :-1][judged_BS]
-
-
-def judged_counts(batch: dict[str, torch.Tensor]) -> list[int]:
-    return [int(count) for count in (batch["labels"][:, 1:] != IGNORED_LABEL).sum(dim=1)]
+def judged(batch: Batch) -> torch.Tensor:
+    """Return which predictions [B, S - 1] are judged."""
+    return batch["labels"][:, 1:] != IGNORED_LABEL
 
 
 class ModelReader:
@@ -218,7 +193,7 @@ class ModelReader:
     separated, or gives other logits than the model, the model's logits are used.
     """
 
-    def __init__(self, model: Any, batches: Batches, *, name: str) -> None:
+    def __init__(self, model: Any, batches: Sequence[Batch], *, name: str) -> None:
         self.name = name
         self._model = model
         self._batches = batches
@@ -235,10 +210,10 @@ class ModelReader:
             if self.head is not None:
                 kept = self._hidden_states(batch)
                 if kept is not None:
-                    return Answers(rows_ND=judged_rows(batch, kept), head=self.head)
+                    return kept[:, :-1][judged(batch).to(kept.device)], self.head
                 self.head = None
             logits = self._run(batch).logits
-            return Answers(rows_ND=judged_rows(batch, logits), head=lambda rows: rows)
+            return logits[:, :-1][judged(batch).to(logits.device)], lambda rows: rows
 
     @property
     def device(self) -> torch.device:
@@ -246,11 +221,11 @@ class ModelReader:
         device: torch.device = self._model.device
         return device
 
-    def _run(self, batch: dict[str, torch.Tensor]) -> Any:
+    def _run(self, batch: Batch) -> Any:
         read = {name: batch[name].to(self.device) for name in ("input_ids", "attention_mask")}
         return self._model(**read, use_cache=False)
 
-    def _hidden_states(self, batch: dict[str, torch.Tensor]) -> torch.Tensor | None:
+    def _hidden_states(self, batch: Batch) -> torch.Tensor | None:
         """Return the input of the head; `None` where the head on its own gives other logits than the model does."""
         import torch
 
@@ -276,26 +251,26 @@ class StoredAnswers:
     """Earlier answers of a model, kept on the host; the model itself is no longer needed."""
 
     name: str
-    rows: Mapping[int, torch.Tensor]
-    """Inputs of the head by the number of the batch."""
+    rows: Sequence[torch.Tensor]
+    """Inputs of the head for each batch."""
     head: Head
     device: Any
 
     def answers(self, index: int) -> Answers:
-        return Answers(rows_ND=self.rows[index].to(self.device), head=self.head)
+        return self.rows[index].to(self.device), self.head
 
 
-def read_baseline(reader: ModelReader, batches: Batches) -> AnswerSource:
+def read_baseline(reader: ModelReader, batches: Sequence[Batch]) -> AnswerSource:
     """Read everything with the baseline; the model stays in memory only if its head cannot be separated."""
-    rows: dict[int, torch.Tensor] = {}
+    rows: list[torch.Tensor] = []
     for index in range(len(batches)):
-        answers = reader.answers(index)
+        rows_ND, _ = reader.answers(index)
         if reader.head is None:
             logger.info(f"{reader.name}: its output head cannot run separately, so both models stay in memory")
             return reader
-        rows[index] = answers.rows_ND.cpu()
+        rows.append(rows_ND.cpu())
         log_progress("reading by the baseline", index + 1, len(batches))
-    stored_bytes = sum(states.nbytes for states in rows.values())
+    stored_bytes = sum(states.nbytes for states in rows)
     if stored_bytes >= _LARGE_BYTES:
         logger.info(
             f"{reader.name}: {gigabytes(stored_bytes)} GB of hidden states are kept on the host; lower --num-samples "
@@ -326,7 +301,7 @@ class TokenMeasures:
         return tuple(float(part.double().sum()) for part in values_N.split(self.counts))
 
 
-def measure_tokens(model: ModelReader, baseline: AnswerSource | None, batches: Batches) -> TokenMeasures:
+def measure_tokens(model: ModelReader, baseline: AnswerSource | None, batches: Sequence[Batch]) -> TokenMeasures:
     """Return loss, KL and agreement of every evaluated token, from fp32 log-probabilities.
 
     Raises:
@@ -336,30 +311,29 @@ def measure_tokens(model: ModelReader, baseline: AnswerSource | None, batches: B
 
     measured: dict[str, list[torch.Tensor]] = {}
     vocabulary = None
-    for index in range(len(batches)):
-        batch = batches[index]
-        own = model.answers(index)
-        other = None if baseline is None else baseline.answers(index)
-        labels_N = batch["labels"][:, 1:][batch["labels"][:, 1:] != IGNORED_LABEL]
+    for index, batch in enumerate(batches):
+        rows_ND, head = model.answers(index)
+        other_rows_ND, other_head = (None, head) if baseline is None else baseline.answers(index)
+        labels_N = batch["labels"][:, 1:][judged(batch)]
         parts: dict[str, list[torch.Tensor]] = {}
         start, count = 0, 1
         while start < len(labels_N):
             chunk = slice(start, start + count)
             with torch.inference_mode():
-                own_nV = own.head(own.rows_ND[chunk]).float()
-                other_nV = None if other is None else other.head(other.rows_ND[chunk]).float()
+                own_nV = head(rows_ND[chunk]).float()
+                other_nV = None if other_rows_ND is None else other_head(other_rows_ND[chunk]).float()
                 values, vocabulary = _measure(labels_N[chunk].to(own_nV.device), own_nV, other_nV)
             for name, values_n in values.items():
                 parts.setdefault(name, []).append(values_n.float().cpu())
             start, count = start + count, max(1, CHUNK_ELEMENTS // own_nV.shape[1])
         for key, source in (("loss", model), ("baseline_loss", baseline)):
             if source is not None and key in parts:
-                check_finite(source.name, torch.cat(parts[key]), batch, first_window=index * batches.size)
+                check_finite(source.name, torch.cat(parts[key]), batch, first_window=index * len(batches[0]["labels"]))
         for name, chunks in parts.items():
             measured.setdefault(name, []).extend(chunks)
         log_progress("reading by the model", index + 1, len(batches))
     joined = {name: torch.cat(chunks) for name, chunks in measured.items()}
-    counts = [count for index in range(len(batches)) for count in judged_counts(batches[index]) if count]
+    counts = [count for batch in batches for count in judged(batch).sum(dim=1).tolist() if count]
     return TokenMeasures(
         loss_N=joined["loss"],
         counts=tuple(counts),
@@ -388,7 +362,7 @@ def _measure(
     return values | {"kl": rows["forward_kl"], "agreement": rows["agreement"]}, shared
 
 
-def check_finite(name: str, losses_N: torch.Tensor, batch: dict[str, torch.Tensor], *, first_window: int) -> None:
+def check_finite(name: str, losses_N: torch.Tensor, batch: Batch, *, first_window: int) -> None:
     """Check the losses [N] of a batch's judged tokens.
 
     Raises:
@@ -397,8 +371,7 @@ def check_finite(name: str, losses_N: torch.Tensor, batch: dict[str, torch.Tenso
     bad = (~losses_N.isfinite()).nonzero()
     if len(bad) == 0:
         return
-    judged = (batch["labels"][:, 1:] != IGNORED_LABEL).nonzero()
-    row, position = judged[int(bad[0])].tolist()
+    row, position = judged(batch).nonzero()[int(bad[0])].tolist()
     rule = (
         f"gives NaN or infinity for the token at position {position + 2} of window {first_window + row + 1} "
         f"({len(bad):,} of {len(losses_N):,} tokens of its batch)"
