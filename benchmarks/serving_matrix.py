@@ -12,9 +12,11 @@ not. What the engine rejects is listed with its own message. Without AVX-512, wh
 from __future__ import annotations
 
 import argparse
+import json
 import math
 import os
 import re
+import subprocess
 import sys
 import tempfile
 import time
@@ -27,6 +29,7 @@ from typing import Any
 from page_parts import with_part
 
 ROOT = Path(__file__).parents[1]
+WORKER = Path(__file__).with_name("vllm_worker.py")
 DOCUMENT = ROOT / "docs" / "measurements" / "serving.md"
 BOUNDS = {"dense": 0.02, "weights": 0.06, "activations": 0.10}
 """Largest mean difference of log-probabilities, in nats, by what is rounded."""
@@ -102,28 +105,29 @@ def predicted_blocks(path: str) -> tuple[int, int]:
 
 
 def serve_all(python: str, listed: Sequence[Mapping[str, Any]], work: Path) -> dict[str, dict[str, Any]]:
-    """Return what one process of the engine says of every checkpoint that was made."""
+    """Return what one process of the engine says of every checkpoint that was made; rejected ones have an `error`."""
     from serving_checkpoints import ANSWER_TOKENS, ROWS, token_rows
-    from shardwright.plugins.serving.engine import Asked, ask_vllm
 
-    return ask_vllm(
-        python,
-        [
-            Asked(name=entry["name"], path=entry["path"], options=entry["options"])
-            for entry in listed
-            if entry["error"] is None
-        ],
-        token_rows().tolist(),
-        options={
+    made = [entry for entry in listed if entry["error"] is None]
+    manifest = {
+        "rows": token_rows().tolist(),
+        "checkpoints": [{key: entry[key] for key in ("name", "path", "options")} for entry in made],
+        "options": {
             "enforce_eager": True,
             "kv_cache_memory_bytes": CACHE_BYTES,
             "dtype": "bfloat16",
             "max_num_seqs": ROWS,
             "max_num_batched_tokens": BATCHED_TOKENS,
         },
-        answer_tokens=ANSWER_TOKENS,
-        seconds=_SECONDS,
-    )
+        "answer_tokens": ANSWER_TOKENS,
+    }
+    request, results = work / "manifest.json", work / "results.json"
+    request.write_text(json.dumps(manifest), encoding="utf-8")
+    # The engine's interpreter must not import this interpreter's packages.
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    command = [python, str(WORKER), str(request), str(results)]
+    subprocess.run(command, env=environment, stdout=sys.stderr, timeout=_SECONDS, check=True)
+    return dict(json.loads(results.read_text(encoding="utf-8")))
 
 
 def program_starts(python: str) -> bool:
@@ -131,7 +135,7 @@ def program_starts(python: str) -> bool:
     from shardwright.plugins.serving.engine import installed_engine
 
     os.environ["PATH"] = f"{Path(python).absolute().parent}{os.pathsep}{os.environ['PATH']}"
-    found = installed_engine("vllm")
+    found = installed_engine()
     (program,) = Path(python).absolute().parents[1].glob("lib/python3*/site-packages/vllm/entrypoints/cli/main.py")
     asks = 'version("vllm")' in program.read_text(encoding="utf-8")
     return not asks or (found is not None and "vllm" in found.versions)

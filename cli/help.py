@@ -110,7 +110,7 @@ EXAMPLES: dict[str, tuple[str, str, str]] = {
     "serve": (
         "model-w4 --hardware 1xRTX4090",
         "MODEL --hardware 2xA100-80GB --max-model-len 32768 --dry-run",
-        "MODEL --hardware 1xL40S --engine sglang --port 9000",
+        "MODEL --hardware 1xL40S --draft STUDENT --port 9000",
     ),
     "ui": ("", "--port 8080", "--host 0.0.0.0"),
     "configs": ("ls", "ls quantize", "cp llama-3.1-8b_8xA100-80GB plan"),

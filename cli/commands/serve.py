@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING, Annotated
 
 from pydantic import Field
 
-from ...ds_configs.serving.engines import EngineName
 from ...ds_configs.serving.plan import DEFAULT_SHARE, CacheType
-from ...ds_configs.specs.errors import UsageError
+from ...ds_configs.specs.errors import ConfigError, UsageError
 from ...ds_configs.specs.settings import HardwareSettings, Settings
 from ..options import FormatOptions
 from ..progress import note
@@ -31,7 +30,6 @@ grouped(HardwareSettings)
 class ServeSettings(Settings):
     group = "Serving"
 
-    engine: EngineName = Field("vllm", description="Serving engine")
     tensor_parallel_size: int | None = Field(
         None, ge=1, description="GPUs that share the model. Default: the fewest that fit"
     )
@@ -46,7 +44,6 @@ class ServeSettings(Settings):
     gpu_memory_utilization: float = Field(
         DEFAULT_SHARE, gt=0, le=1, description="Share of each GPU's memory for the engine"
     )
-    shared_prefix: int = Field(0, ge=0, description="Tokens of a common prefix, such as a system prompt")
     draft: str | None = Field(None, description="Draft model for speculative decoding")
     draft_tokens: int = Field(4, ge=1, description="Tokens that the draft proposes per step")
     host: str = Field("127.0.0.1", description="Address to listen on")
@@ -73,35 +70,26 @@ def serve_command(
     checkpoint
         Hub id or local directory of a model, dense or quantized, or of a LoRA adapter.
     """
-    from ...ds_configs.serving.engines import processor_errors
     from ...ds_configs.serving.plan import plan_serving
     from ...plugins.serving.engine import (
+        INSTALL,
         become_server,
         installed_engine,
-        port_errors,
-        processor_flags,
         read_served_model,
         runnable_line,
-        server_errors,
     )
 
     request = _request(hardware, settings)
     model = _served_model(checkpoint, settings.revision)
     draft = None if settings.draft is None else read_served_model(settings.draft)
     plan = plan_serving(model, request, draft=draft)
-    engine = installed_engine(settings.engine)
+    engine = installed_engine()
     plan = replace(plan, line=runnable_line(plan.line, engine))
-    errors = server_errors(settings.engine, engine, model.quantization)
-    if not options.dry_run:
-        errors += port_errors(settings.host, settings.port)
-        if settings.engine == "vllm" and request.on_cpu:
-            errors += processor_errors(processor_flags(), quantized_experts=model.quantized_experts)
-        if errors:
-            raise UsageError(errors)
-    elif engine is None:
-        note(f"not checked against an engine: {errors[0]}")
-    elif errors:
-        raise UsageError(errors)
+    if engine is None:
+        error = ConfigError(where="vllm", rule="was not found on PATH", fix=INSTALL)
+        if not options.dry_run:
+            raise UsageError(error)
+        note(str(error))
     if options.as_json:
         print(json.dumps(plan.to_dict() | {"engine_versions": dict(engine.versions) if engine else {}}))
     else:
@@ -140,7 +128,6 @@ def _served_model(checkpoint: str, revision: str | None) -> ServedModel:
     if not template.is_file() and settings.is_file():
         is_needed = is_needed or '"chat_template"' in settings.read_text(encoding="utf-8")
     served = ServedAdapter(
-        source=checkpoint if adapter.revision is None else f"{checkpoint}@{adapter.revision}",
         name=directory.name if adapter.revision is None else checkpoint.rpartition("/")[2],
         directory=str(directory),
         settings=adapter.files.settings,
@@ -159,7 +146,6 @@ def _request(hardware: HardwareSettings, settings: ServeSettings) -> ServingRequ
 
     memory = settings.kv_cache_memory
     return ServingRequest(
-        engine=settings.engine,
         hardware=read_hardware(
             hardware.hardware or "local", host_memory=hardware.host_memory, nvme=hardware.nvme, measures_cpu=False
         ),
@@ -172,7 +158,6 @@ def _request(hardware: HardwareSettings, settings: ServeSettings) -> ServingRequ
         kv_cache_bytes=None if memory is None else parse_bytes(memory, where="kv_cache_memory"),
         block_tokens=settings.block_size,
         memory_share=settings.gpu_memory_utilization,
-        shared_prefix_tokens=settings.shared_prefix,
         draft_tokens=settings.draft_tokens,
         host=settings.host,
         port=settings.port,
@@ -183,7 +168,6 @@ def show_serving(plan: ServingPlan) -> None:
     from rich.text import Text
 
     from ...ds_configs.plan.measurement import printable
-    from ...ds_configs.serving.engines import TITLES
     from ...ds_configs.specs.units import gigabytes
     from ..show import console, terms_table
 
@@ -192,7 +176,7 @@ def show_serving(plan: ServingPlan) -> None:
     if plan.adapter is not None:
         title = f"{printable(plan.adapter)}, an adapter of {title}"
     gpus = f"{plan.tensor_parallel_size} GPU(s) of {plan.hardware}" if plan.hardware != "CPU" else "the CPU"
-    out.print(Text.assemble((title, "bold"), f"  with {TITLES[plan.engine]} on {gpus}"))
+    out.print(Text.assemble((title, "bold"), f"  with vLLM on {gpus}"))
     out.print()
     out.print(terms_table(plan.memory, "Memory per GPU"))
     out.print()

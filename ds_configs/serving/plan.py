@@ -1,4 +1,4 @@
-"""Plan of a server: the request, the engine's arguments, and the memory of weights and key/value cache."""
+"""Plan of a vLLM server: the request, its arguments, and the memory of weights and key/value cache."""
 
 from __future__ import annotations
 
@@ -12,17 +12,9 @@ from math import ceil, prod
 from typing import Any, Literal
 
 from ..specs.errors import ConfigError, DoesNotFitError, UsageError
-from ..specs.hardware import HardwareSpec, gpu_catalog
+from ..specs.hardware import HardwareSpec
 from ..specs.model import Dimensions, ModelSpec
 from ..specs.units import gigabytes
-from .engines import (
-    ADAPTER_RANKS,
-    TITLES,
-    EngineName,
-    adapter_rank,
-    scheme_findings,
-    unserved_adapter_features,
-)
 
 RUNTIME_BYTES = 1_500_000_000
 """Assumed memory of context, libraries, communicators and captured graphs of one process on a GPU."""
@@ -141,37 +133,29 @@ class KeyValueCache:
             low, high = (middle, high) if fits else (low, middle - 1)
         return low
 
-    def prefix_blocks(self, tokens: int) -> int:
-        """Return the blocks of a shared prefix: full blocks of layers with full attention."""
-        return sum(tokens // group.block_tokens for group in self.groups if group.window is None)
-
 
 def cached_layers(
-    config: Mapping[str, Any], dimensions: Dimensions, *, tensor_parallel_size: int = 1, latent: bool = True
+    config: Mapping[str, Any], dimensions: Dimensions, *, tensor_parallel_size: int = 1
 ) -> tuple[CachedLayer, ...]:
     """Return the cached layers on one GPU.
 
-    With fewer heads than GPUs, each head is on several. `latent` means that the engine caches the latent vector of
-    latent attention; Transformers caches keys and values.
+    With fewer heads than GPUs, each head is on several. Latent attention caches one vector for all heads.
 
     Raises:
         UsageError: A layer has another state, such as that of a recurrence.
     """
     text = config.get("text_config") or config
     windows = _windows(text, dimensions.num_layers)
-    if latent and text.get("kv_lora_rank"):
+    if text.get("kv_lora_rank"):
         if text.get("index_topk"):
             rule = "is not supported: its attention caches an index of its tokens"
             fix = "start the engine directly, and read the number of blocks from its log"
             raise UsageError(ConfigError(where="model", rule=rule, fix=fix))
         width = int(text["kv_lora_rank"]) + int(text.get("qk_rope_head_dim") or 0)
         return tuple(CachedLayer(heads=1, numbers_per_head=width, window=window) for window in windows)
-    key = dimensions.head_dim
-    value = int(text.get("v_head_dim") or key)
-    if text.get("kv_lora_rank"):
-        key = int(text.get("qk_nope_head_dim") or key) + int(text.get("qk_rope_head_dim") or 0)
+    numbers = dimensions.head_dim + int(text.get("v_head_dim") or dimensions.head_dim)
     heads = max(1, dimensions.num_key_value_heads // tensor_parallel_size)
-    return tuple(CachedLayer(heads=heads, numbers_per_head=key + value, window=window) for window in windows)
+    return tuple(CachedLayer(heads=heads, numbers_per_head=numbers, window=window) for window in windows)
 
 
 def _windows(text: Mapping[str, Any], layers: int) -> list[int | None]:
@@ -223,12 +207,14 @@ DEFAULT_SHARE = 0.92
 _HUGE, _LARGE = 160 * 2**30, 70 * 2**30
 
 
+ADAPTER_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""Ranks for which vLLM 0.32.0 allocates (`MaxLoRARanks` in `config/lora.py`)."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ServedAdapter:
     """A LoRA adapter, which the engine adds to the model while it runs."""
 
-    source: str
-    """Directory as the user wrote it, or Hub id with the commit."""
     name: str
     """Name of the adapter in requests: that of its directory or Hub repository."""
     directory: str
@@ -245,11 +231,12 @@ class ServedAdapter:
     @property
     def slot_rank(self) -> int:
         """Rank for which the engine allocates."""
-        return next((rank for rank in ADAPTER_RANKS if rank >= adapter_rank(self.settings)), ADAPTER_RANKS[-1])
+        largest = max([self.settings["r"], *(self.settings.get("rank_pattern") or {}).values()])
+        return next((rank for rank in ADAPTER_RANKS if rank >= largest), ADAPTER_RANKS[-1])
 
     @property
     def module(self) -> str:
-        """Name and path, as vLLM and SGLang read them."""
+        """Name and path, as vLLM reads them."""
         if set("=,") & set(self.directory):
             return json.dumps({"name": self.name, "path": self.directory})
         return f"{self.name}={self.directory}"
@@ -284,11 +271,6 @@ class ServedModel:
         return self.config.get("quantization_config") or {}
 
     @property
-    def quantized_experts(self) -> bool:
-        """Whether experts are quantized."""
-        return any(".experts." in name and name.endswith(("weight_packed", "weight_scale")) for name in self.weights)
-
-    @property
     def latent(self) -> bool:
         """Whether attention caches one latent vector for all heads (DeepSeek-V2 and its successors)."""
         return bool((self.config.get("text_config") or self.config).get("kv_lora_rank"))
@@ -305,7 +287,6 @@ class ServedModel:
 class ServingRequest:
     """Settings of a server; `None` values are computed."""
 
-    engine: EngineName = "vllm"
     hardware: HardwareSpec
     """GPUs of one node, or `CPU`."""
     amx: bool = False
@@ -323,8 +304,6 @@ class ServingRequest:
     block_tokens: int | None = None
     memory_share: float = DEFAULT_SHARE
     """Share of each GPU's memory that the engine uses."""
-    shared_prefix_tokens: int = 0
-    """Tokens of a prefix that all sequences share."""
     draft_tokens: int = 4
     """Tokens that a draft model proposes in each step."""
     host: str = "127.0.0.1"
@@ -365,61 +344,32 @@ def serving_line(
     chosen: ServingRequest,
     *,
     draft: str | None,
-    blocks: int,
     revision: str | None = None,
     adapter: ServedAdapter | None = None,
 ) -> tuple[str, ...]:
     """Return the command that serves a model, from a request with all values set."""
-    words: list[object]
-    match chosen.engine:
-        case "vllm":
-            words = ["vllm", "serve", model, "--host", chosen.host, "--port", chosen.port]
-            words += ["--revision", revision] if revision else []
-            words += ["--tensor-parallel-size", chosen.tensor_parallel_size, "--max-model-len", chosen.max_model_len]
-            words += ["--max-num-seqs", chosen.max_num_seqs, "--max-num-batched-tokens", chosen.max_num_batched_tokens]
-            words += ["--enable-prefix-caching"]
-            words += ["--block-size", chosen.block_tokens] if chosen.block_tokens else []
-            words += ["--kv-cache-dtype", "fp8"] if chosen.kv_cache_dtype == "fp8" else []
-            words += ["--kv-cache-dtype", "bfloat16"] if chosen.kv_cache_dtype == "bf16" else []
-            if chosen.kv_cache_bytes is not None:
-                words += ["--kv-cache-memory-bytes", chosen.kv_cache_bytes]
-            else:
-                words += ["--gpu-memory-utilization", chosen.memory_share]
-            # Compiling for a CPU takes minutes, without a benefit for a small model.
-            words += ["--enforce-eager"] if chosen.on_cpu else []
-            if draft is not None:
-                speculation = {"method": "draft_model", "model": draft, "num_speculative_tokens": chosen.draft_tokens}
-                words += ["--speculative-config", json.dumps(speculation)]
-            if adapter is not None:
-                words += ["--enable-lora", "--max-lora-rank", adapter.slot_rank, "--lora-modules", adapter.module]
-                # vLLM 0.32.0 reads neither tokenizer nor chat template of an adapter's directory.
-                words += ["--tokenizer", adapter.tokenizer] if adapter.tokenizer else []
-                words += ["--chat-template", adapter.chat_template] if adapter.chat_template else []
-        case "sglang":
-            words = ["python", "-m", "sglang.launch_server", "--model-path", model]
-            words += ["--host", chosen.host, "--port", chosen.port, "--tp-size", chosen.tensor_parallel_size]
-            words += ["--revision", revision] if revision else []
-            words += ["--context-length", chosen.max_model_len, "--max-running-requests", chosen.max_num_seqs]
-            words += ["--chunked-prefill-size", chosen.max_num_batched_tokens]
-            words += ["--page-size", chosen.block_tokens] if chosen.block_tokens else []
-            words += ["--kv-cache-dtype", "fp8_e4m3"] if chosen.kv_cache_dtype == "fp8" else []
-            words += ["--mem-fraction-static", chosen.memory_share]
-            words += ["--device", "cpu"] if chosen.on_cpu else []
-            if draft is not None:
-                words += ["--speculative-algorithm", "STANDALONE", "--speculative-draft-model-path", draft]
-                words += ["--speculative-num-steps", chosen.draft_tokens, "--speculative-eagle-topk", 1]
-                words += ["--speculative-num-draft-tokens", chosen.draft_tokens + 1]
-            if adapter is not None:
-                words += ["--enable-lora", "--max-lora-rank", adapter.slot_rank, "--lora-paths", adapter.module]
-                words += ["--tokenizer-path", adapter.tokenizer] if adapter.tokenizer else []
-                words += ["--chat-template", adapter.chat_template] if adapter.chat_template else []
-        case "transformers":
-            words = ["transformers", "serve", f"{model}@{revision}" if revision else model]
-            words += ["--host", chosen.host, "--port", chosen.port]
-            words += ["--continuous-batching", "--cb-num-blocks", blocks]
-            words += ["--cb-max-batch-tokens", chosen.max_num_batched_tokens]
-            words += ["--cb-block-size", chosen.block_tokens] if chosen.block_tokens else []
-            words += ["--device", "cpu"] if chosen.on_cpu else []
+    words: list[object] = ["vllm", "serve", model, "--host", chosen.host, "--port", chosen.port]
+    words += ["--revision", revision] if revision else []
+    words += ["--tensor-parallel-size", chosen.tensor_parallel_size, "--max-model-len", chosen.max_model_len]
+    words += ["--max-num-seqs", chosen.max_num_seqs, "--max-num-batched-tokens", chosen.max_num_batched_tokens]
+    words += ["--enable-prefix-caching"]
+    words += ["--block-size", chosen.block_tokens] if chosen.block_tokens else []
+    words += ["--kv-cache-dtype", "fp8"] if chosen.kv_cache_dtype == "fp8" else []
+    words += ["--kv-cache-dtype", "bfloat16"] if chosen.kv_cache_dtype == "bf16" else []
+    if chosen.kv_cache_bytes is not None:
+        words += ["--kv-cache-memory-bytes", chosen.kv_cache_bytes]
+    else:
+        words += ["--gpu-memory-utilization", chosen.memory_share]
+    # Compiling for a CPU takes minutes, without a benefit for a small model.
+    words += ["--enforce-eager"] if chosen.on_cpu else []
+    if draft is not None:
+        speculation = {"method": "draft_model", "model": draft, "num_speculative_tokens": chosen.draft_tokens}
+        words += ["--speculative-config", json.dumps(speculation)]
+    if adapter is not None:
+        words += ["--enable-lora", "--max-lora-rank", adapter.slot_rank, "--lora-modules", adapter.module]
+        # vLLM 0.32.0 reads neither tokenizer nor chat template of an adapter's directory.
+        words += ["--tokenizer", adapter.tokenizer] if adapter.tokenizer else []
+        words += ["--chat-template", adapter.chat_template] if adapter.chat_template else []
     return tuple(str(word) for word in words)
 
 
@@ -433,7 +383,6 @@ _NO_LENGTH = 2048
 class ServingPlan:
     """A server of one checkpoint; bytes are per GPU."""
 
-    engine: EngineName
     model: str
     hardware: str
     tensor_parallel_size: int
@@ -456,7 +405,7 @@ class ServingPlan:
     longest_that_fits: int
     """Longest sequence of the model that fits in the cache."""
     sequences: float
-    """Concurrent sequences of `max_model_len` that fit in the cache, with their shared prefix stored once."""
+    """Concurrent sequences of `max_model_len` that fit in the cache."""
     max_num_seqs: int
     """Maximum concurrent sequences; more of them fit if they are shorter."""
     max_num_batched_tokens: int
@@ -475,18 +424,13 @@ def plan_serving(model: ServedModel, request: ServingRequest, *, draft: ServedMo
     """Return the server of a checkpoint, for which a `draft` model may propose tokens.
 
     Raises:
-        UsageError: The engine does not support the scheme on this device, or a setting is invalid; all errors together.
+        UsageError: vLLM does not support the format, or a setting is invalid; all errors together.
         DoesNotFitError: The weights or one sequence do not fit.
     """
-    capability = gpu_catalog().get(request.hardware.gpu, {}).get("compute_capability")
-    options: dict[str, Any] = {"engine": request.engine, "gpu": request.hardware.gpu, "capability": capability}
-    errors, notes = scheme_findings(model.quantization, quantized_experts=model.quantized_experts, **options)
-    errors += _setting_errors(model, request, draft)
-    if draft is not None:
-        errors += scheme_findings(draft.quantization, **options)[0]
+    errors = _setting_errors(model, request, draft)
     if errors:
         raise UsageError(errors)
-    gpus = 1 if request.engine == "transformers" or request.on_cpu else request.hardware.gpus_per_node
+    gpus = 1 if request.on_cpu else request.hardware.gpus_per_node
     legal = [size for size in range(1, gpus + 1) if not _division_error(model, size)]
     sizes = [request.tensor_parallel_size] if request.tensor_parallel_size else legal
     fitting: list[_Fit] = []
@@ -497,7 +441,7 @@ def plan_serving(model: ServedModel, request: ServingRequest, *, draft: ServedMo
             break
     best = next((fit for fit in fitting if fit.longest >= fit.wanted), fitting[-1])
     best.check(request)
-    return best.planned(model, request, draft, notes)
+    return best.planned(model, request, draft)
 
 
 def _division_error(model: ServedModel, size: int) -> ConfigError | None:
@@ -511,6 +455,17 @@ def _division_error(model: ServedModel, size: int) -> ConfigError | None:
 
 def _setting_errors(model: ServedModel, request: ServingRequest, draft: ServedModel | None) -> list[ConfigError]:
     errors = []
+    for served in (model, draft):
+        section = {} if served is None else served.quantization
+        if section.get("quant_method") == "shardwright_small":
+            fix = "serve its parent directory, which has the same weights in dense format"
+            rule = "is not supported by vLLM"
+            errors.append(ConfigError(where="quant_method", value="shardwright_small", rule=rule, fix=fix))
+        cache = section.get("kv_cache_scheme")
+        if cache and (cache.get("type"), cache.get("num_bits")) != ("float", 8):
+            value = f"{cache.get('type')} {cache.get('num_bits')}"
+            rule, fix = "is not supported by vLLM, which requires an FP8 cache", "quantize again with an FP8 cache"
+            errors.append(ConfigError(where="kv_cache_scheme", value=value, rule=rule, fix=fix))
     size, positions = request.tensor_parallel_size, model.positions
     if size is not None:
         gpus = request.hardware.gpus_per_node
@@ -519,37 +474,20 @@ def _setting_errors(model: ServedModel, request: ServingRequest, draft: ServedMo
         if size > gpus:
             rule, fix = f"must be at most {gpus}, the GPUs of a node", "use a smaller size or more GPUs per node"
             errors.append(ConfigError(where="tensor_parallel_size", value=size, rule=rule, fix=fix))
-        if size > 1 and request.engine == "transformers":
-            rule = "must be 1 with --engine transformers"
-            errors.append(ConfigError(where="tensor_parallel_size", value=size, rule=rule, fix="use --engine vllm"))
     length = request.max_model_len
-    if request.kv_cache_dtype == "fp8" and request.engine == "transformers":
-        rule = "is not supported with --engine transformers"
-        errors.append(ConfigError(where="kv_cache_dtype", value="fp8", rule=rule, fix="use --engine vllm"))
     if length is not None and positions is not None and length > positions:
         rule = f"must be at most {positions:,}, the positions of the model"
         errors.append(ConfigError(where="max_model_len", value=length, rule=rule, fix="omit it to use the maximum"))
-    if (adapter := model.adapter) is not None:
-        merged = shlex.join(["shardwright", "merge", adapter.source, "--output-dir", f"{adapter.name}-merged"])
-        merge = f"merge it ({merged}) and serve the result"
-        if features := unserved_adapter_features(adapter.settings):
-            rule = f"has settings that servers do not support: {', '.join(features)}"
-            errors.append(ConfigError(where="adapter", value=adapter.source, rule=rule, fix=merge))
-        if request.engine == "transformers":
-            rule = "is not supported with --engine transformers"
-            errors.append(ConfigError(where="adapter", value=adapter.source, rule=rule, fix=merge))
-        if draft is not None:
-            rule = "is not supported with --draft"
-            errors.append(ConfigError(where="adapter", value=adapter.source, rule=rule, fix=merge))
+    if model.adapter is not None and draft is not None:
+        merge = ["shardwright", "merge", model.adapter.directory, "--output-dir", f"{model.adapter.name}-merged"]
+        fix = f"merge it ({shlex.join(merge)}) and serve the result"
+        errors.append(ConfigError(where="draft", value=draft.spec.name, rule="cannot serve an adapter", fix=fix))
     if draft is not None:
         own, other = model.spec.dimensions.vocab_size, draft.spec.dimensions.vocab_size
         if own != other:
             rule = f"must have the vocabulary of the model: it has {other:,} tokens, and the model {own:,}"
             fix = "use a draft model with the same tokenizer"
             errors.append(ConfigError(where="draft", value=draft.spec.name, rule=rule, fix=fix))
-        if request.engine == "transformers":
-            rule = "is not supported with --engine transformers"
-            errors.append(ConfigError(where="draft", value=draft.spec.name, rule=rule, fix="use --engine vllm"))
     return errors
 
 
@@ -576,31 +514,25 @@ class _Fit:
     @classmethod
     def of(cls, model: ServedModel, request: ServingRequest, draft: ServedModel | None, size: int) -> _Fit:
         models = [model] if draft is None else [model, draft]
-        latent = request.engine != "transformers"
         layers = [
             layer
             for served in models
-            for layer in cached_layers(served.config, served.spec.dimensions, tensor_parallel_size=size, latent=latent)
+            for layer in cached_layers(served.config, served.spec.dimensions, tensor_parallel_size=size)
         ]
         stored = (model.quantization.get("kv_cache_scheme") or {}).get("num_bits") == 8
         cache_dtype = request.kv_cache_dtype
-        number_bytes = (
-            1 if cache_dtype == "fp8" or (cache_dtype == "auto" and stored and request.engine != "transformers") else 2
-        )
+        number_bytes = 1 if cache_dtype == "fp8" or (cache_dtype == "auto" and stored) else 2
         # vLLM: `platforms/cpu.py`, `config/cache.py`, `backends/mla/flashmla.py`.
         is_latent = any(served.latent for served in models)
         on_cpu, on_gpu = 16 if is_latent and not request.amx else 128, 64 if is_latent else 16
-        defaults = {"sglang": 1, "transformers": 256, "vllm": on_cpu if request.on_cpu else on_gpu}
-        tokens = request.block_tokens or defaults[request.engine]
+        tokens = request.block_tokens or (on_cpu if request.on_cpu else on_gpu)
         cache = key_value_cache(tuple(layers), number_bytes=number_bytes, block_tokens=tokens)
         memory = _memory(models, request, size)
         left = request.kv_cache_bytes
         if left is None:
             left = int(request.device_bytes * request.memory_share) - sum(memory.values())
         blocks = cache.blocks(left)
-        in_flight = request.batched_tokens() * (
-            _CONCURRENT_STEPS if request.engine == "vllm" and not request.on_cpu else 1
-        )
+        in_flight = request.batched_tokens() * (1 if request.on_cpu else _CONCURRENT_STEPS)
         positions = min(served.positions or _NO_LENGTH for served in models)
         wanted = request.max_model_len or positions
         usable = (blocks - 1) // (request.max_num_seqs or 1)
@@ -635,30 +567,25 @@ class _Fit:
         fix = "use more GPUs (--hardware), a quantized checkpoint or --kv-cache-dtype fp8"
         raise DoesNotFitError(f"{short}: {fits}; {fix}")
 
-    def planned(
-        self, model: ServedModel, request: ServingRequest, draft: ServedModel | None, notes: list[str]
-    ) -> ServingPlan:
+    def planned(self, model: ServedModel, request: ServingRequest, draft: ServedModel | None) -> ServingPlan:
         """Return the plan for this number of GPUs."""
         length = min(self.wanted, self.longest)
         per_sequence = self.cache.sequence_blocks(length, tokens_in_flight=self.in_flight)
-        shared = min(self.cache.prefix_blocks(min(request.shared_prefix_tokens, length)), per_sequence - 1)
-        plans = []
+        notes = []
         if length < self.wanted:
-            plans.append(f"sequences are limited to {length:,} of {self.wanted:,} tokens: a larger cache does not fit")
+            notes.append(f"sequences are limited to {length:,} of {self.wanted:,} tokens: a larger cache does not fit")
         if not model.weights:
-            plans.append("there is no checkpoint: weights are counted in 16 bits from the structure")
+            notes.append("there is no checkpoint: weights are counted in 16 bits from the structure")
         if model.adapter is not None and model.adapter.trained_in_4_bits:
-            plans.append("the adapter was trained on NF4 weights, but is added to 16-bit ones: merge it for the former")
+            notes.append("the adapter was trained on NF4 weights, but is added to 16-bit ones: merge it for the former")
         copies = request.hardware.gpus_per_node // self.size
-        if request.engine == "vllm" and copies > 1 and not request.on_cpu:
-            plans.append(f"{self.size} GPU(s) are sufficient: --data-parallel-size {copies} runs {copies} replicas")
-        if request.engine == "vllm" and request.on_cpu and self.number_bytes == 1:
+        if copies > 1 and not request.on_cpu:
+            notes.append(f"{self.size} GPU(s) are sufficient: --data-parallel-size {copies} runs {copies} replicas")
+        if request.on_cpu and self.number_bytes == 1:
             # Version 0.32.0: `float_to_fp8e4m3_scalar` in csrc/cpu/cpu_attn_fp8.hpp truncates the last bits.
-            plans.append(
+            notes.append(
                 "vLLM's CPU engine truncates FP8 keys and values instead of rounding them, which doubles the error"
             )
-        if request.engine != "vllm":
-            plans.append(f"blocks are counted as in vLLM; {TITLES[request.engine]} can differ")
         chosen = replace(
             request,
             tensor_parallel_size=self.size,
@@ -669,7 +596,6 @@ class _Fit:
         numbers = "fp8" if self.number_bytes == 1 else "bf16"
         draft_name = None if draft is None else draft.spec.name
         return ServingPlan(
-            engine=request.engine,
             model=model.spec.name,
             hardware=request.hardware.name,
             tensor_parallel_size=self.size,
@@ -682,7 +608,7 @@ class _Fit:
             max_model_len=length,
             blocks_per_sequence=per_sequence,
             longest_that_fits=min(self.unbounded, self.positions),
-            sequences=round((self.blocks - shared) / (per_sequence - shared), 2),
+            sequences=round(self.blocks / per_sequence, 2),
             max_num_seqs=request.sequences(),
             max_num_batched_tokens=request.batched_tokens(),
             draft=draft_name,
@@ -691,11 +617,10 @@ class _Fit:
                 model.spec.name,
                 chosen,
                 draft=draft_name,
-                blocks=self.blocks,
                 revision=model.spec.revision,
                 adapter=model.adapter,
             ),
-            notes=(*notes, *plans),
+            notes=tuple(notes),
         )
 
 
@@ -704,8 +629,7 @@ def _memory(models: list[ServedModel], request: ServingRequest, size: int) -> di
     terms = {}
     for name, model in zip(("weights", "draft_weights"), models, strict=False):
         dense = not model.quantization
-        decompressed = request.engine == "transformers" and model.quantization
-        if not model.weights or decompressed:
+        if not model.weights:
             terms[name] = 2 * model.spec.parameter_count // size
         else:
             heads = model.spec.dimensions.num_key_value_heads

@@ -126,7 +126,8 @@ REMOVED: Mapping[str, str] = {
     **dict.fromkeys(("min_nodes", "wait_for_nodes", "nodes"), "plan for the machines that are left, then --resume"),
     **dict.fromkeys(("link_bytes_per_s", "network_bytes_per_s"), "write it into a hardware file for the command line"),
     **dict.fromkeys(("speed", "no_speed"), "omit it; vllm bench serve measures speed"),
-    "engine": "run lm_eval --model vllm --model_args pretrained=DIRECTORY --tasks wikitext",
+    "engine": "omit it: serve starts vLLM; lm_eval --model vllm evaluates in it",
+    "shared_prefix": "omit it: vLLM shares blocks of equal prefixes by itself",
     **dict.fromkeys(
         ("num_processes", "num_nodes", "on", "hostfile", "ssh_config", "node_rank", "main_address"),
         "omit it: the command runs in one process; accelerate launch -m lm_eval runs tasks on several",

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shlex
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -13,8 +12,6 @@ from pathlib import Path
 import pytest
 from paths import CONFIGS
 from shardwright.cli.main import run
-from shardwright.ds_configs.quantization.layers import quantization_config
-from shardwright.ds_configs.quantization.scheme import scheme_named
 
 LLAMA = CONFIGS / "meta-llama--Llama-3.1-8B"
 ON_A_GPU = ("--hardware", "1xA100-80GB")
@@ -44,15 +41,6 @@ def engine(monkeypatch, tmp_path):
     return binaries
 
 
-def quantized(tmp_path: Path, **changes) -> Path:
-    stated = json.loads((LLAMA / "config.json").read_text())
-    section = quantization_config(scheme_named("W4A16")) | changes
-    directory = tmp_path / "quantized"
-    directory.mkdir()
-    (directory / "config.json").write_text(json.dumps(stated | {"quantization_config": section}))
-    return directory
-
-
 def test_dry_run_prints_the_command_and_warns_of_a_missing_engine(no_engine, capsys):
     assert run(["serve", str(LLAMA), *ON_A_GPU, "--dry-run"]) == 0
     shown = capsys.readouterr()
@@ -74,26 +62,12 @@ def test_json_matches_its_schema(no_engine, capsys):
 
 def test_an_engine_that_is_not_installed_is_reported_with_the_line_that_installs_it(no_engine, capsys):
     assert run(["serve", str(LLAMA), *ON_A_GPU]) == 2
-    assert "is not installed: vLLM was not found; pip install vllm" in capsys.readouterr().err
-
-
-def test_a_port_in_use_is_rejected_before_anything_starts(engine, capsys):
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        port = taken.getsockname()[1]
-        assert run(["serve", str(LLAMA), *ON_A_GPU, "--port", str(port)]) == 2
-    assert f"port = {port}: cannot be listened on at 127.0.0.1" in capsys.readouterr().err
+    assert "vllm: was not found on PATH; pip install vllm" in capsys.readouterr().err
 
 
 def test_too_little_memory_for_one_sequence(no_engine, capsys):
     assert run(["serve", str(LLAMA), "--hardware", "1xT4", "--dry-run"]) == 3
     assert "not even one token fits" in capsys.readouterr().err
-
-
-def test_a_scheme_without_kernels_names_the_generation_that_has_them(no_engine, tmp_path, capsys):
-    assert run(["serve", str(quantized(tmp_path)), "--hardware", "1xV100-32GB", "--dry-run"]) == 2
-    assert "Turing or newer (7.5), or use --engine transformers" in capsys.readouterr().err
 
 
 def test_settings_are_reported_together(no_engine, capsys):
@@ -110,22 +84,6 @@ def test_the_process_becomes_the_engine(engine):
     assert done.returncode == 7
     at = printed.index("serve", 1)
     assert printed[at : at + 6] == ["serve", str(LLAMA), "--host", "127.0.0.1", "--port", "18431"]
-
-
-@pytest.mark.slow
-def test_the_engine_reads_the_checkpoint_with_its_own_library(engine, tmp_path, capsys):
-    asked = ["serve", str(quantized(tmp_path)), *ON_A_GPU, "--dry-run", "--format", "json"]
-    assert run(asked) == 0
-    assert json.loads(capsys.readouterr().out)["engine_versions"] == {"vllm": "0.32.0", "compressed-tensors": "0.17.0"}
-    config = tmp_path / "quantized" / "config.json"
-    stated = json.loads(config.read_text())
-    stated["quantization_config"]["config_groups"]["group_0"]["weights"]["a_field_of_tomorrow"] = 1
-    stated["quantization_config"]["version"] = "9.0"
-    config.write_text(json.dumps(stated))
-    assert run(asked) == 2
-    reported = capsys.readouterr().err
-    assert "compressed-tensors = '0.17.0': of this vLLM does not read the checkpoint, which 9.0 wrote" in reported
-    assert "a_field_of_tomorrow" in reported
 
 
 def save_adapter(root: Path, **settings) -> Path:
@@ -197,14 +155,11 @@ def test_the_engine_reads_the_chat_template_of_an_adapter(no_engine, tmp_path, c
     ("settings", "words", "code", "message"),
     [
         (
-            {"use_dora": True},
-            (),
+            {},
+            ("--draft", str(LLAMA)),
             2,
-            "that servers do not support: use_dora; merge it (shardwright merge {adapter} --output-dir tuned-merged)",
+            "cannot serve an adapter; merge it (shardwright merge {adapter} --output-dir tuned-merged)",
         ),
-        ({"modules_to_save": ["lm_head"]}, (), 2, "settings that servers do not support: modules_to_save"),
-        ({}, ("--engine", "transformers"), 2, "is not supported with --engine transformers; merge it"),
-        ({}, ("--draft", str(LLAMA)), 2, "is not supported with --draft; merge it"),
         ({}, ("--revision", "main"), 2, "revision = 'main': only a Hub model has revisions"),
     ],
 )
@@ -234,14 +189,3 @@ def test_a_damaged_adapter_or_another_base_starts_nothing(engine, tmp_path, caps
     llama(num_hidden_layers=1).save_pretrained(tmp_path / "model")
     assert run(["serve", str(adapter), *ON_A_GPU]) == 4
     assert "does not belong to" in capsys.readouterr().err
-
-
-@pytest.mark.slow
-def test_the_engine_of_an_adapter_replaces_the_process(engine, tmp_path):
-    adapter = save_adapter(tmp_path)
-    command = [str(Path(sys.executable).parent / "shardwright"), "serve", str(adapter), *ON_A_GPU, "--port", "18432"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 7, done.stderr
-    printed = done.stdout.splitlines()
-    at = printed.index("serve", 1)
-    assert printed[at + 1] == str(tmp_path / "model") and f"tuned={adapter}" in printed[at:]

@@ -1,4 +1,4 @@
-"""Memory arithmetic of serving, and the schemes that engines reject."""
+"""Memory arithmetic of serving, and what vLLM rejects."""
 
 import json
 from dataclasses import replace
@@ -7,9 +7,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from shardwright.ds_configs.models.families import model_spec_from_config
-from shardwright.ds_configs.quantization.layers import quantization_config
-from shardwright.ds_configs.quantization.scheme import scheme_named
-from shardwright.ds_configs.serving.engines import processor_errors, scheme_findings
 from shardwright.ds_configs.serving.plan import (
     CachedLayer,
     ServedAdapter,
@@ -83,8 +80,6 @@ def test_latent_attention_is_replicated_on_every_gpu():
     for size in (1, 2):
         layers = cached_layers(config, SIZES, tensor_parallel_size=size)
         assert set(layers) == {CachedLayer(heads=1, numbers_per_head=576)}
-    (whole,) = set(cached_layers(config, SIZES, latent=False))
-    assert whole == CachedLayer(heads=2, numbers_per_head=128 + 64 + 128)
 
 
 @pytest.mark.parametrize(
@@ -136,7 +131,6 @@ def test_full_and_sliding_layers_share_a_pool():
     assert cache.block_bytes == 2 * 64 * 2 * 16
     assert len(cache.groups) == 6
     assert cache.sequence_blocks(4096, tokens_in_flight=128) == 4096 // 16 + 5 * (-(-(63 + 128) // 16) + 1)
-    assert cache.prefix_blocks(100) == 6
 
 
 @given(
@@ -160,15 +154,13 @@ def test_more_memory_never_fits_less(windows, memory, more, length):
             assert cache.sequence_blocks(found + 1, tokens_in_flight=256) > cache.blocks(size)
 
 
-@given(gigabytes=st.integers(21, 200), prefix=st.integers(0, 4000), sequences=st.integers(1, 64))
-def test_more_memory_never_serves_fewer_sequences(gigabytes, prefix, sequences):
+@given(gigabytes=st.integers(21, 200), sequences=st.integers(1, 64))
+def test_more_memory_never_serves_fewer_sequences(gigabytes, sequences):
     hardware = parse_hardware("1xA100-80GB")
     plans = [
         plan_serving(
             served(),
-            ServingRequest(
-                hardware=replace(hardware, gpu_bytes=size * 10**9), max_model_len=4096, shared_prefix_tokens=prefix
-            ),
+            ServingRequest(hardware=replace(hardware, gpu_bytes=size * 10**9), max_model_len=4096),
         )
         for size in (gigabytes, gigabytes + 10)
     ]
@@ -177,13 +169,6 @@ def test_more_memory_never_serves_fewer_sequences(gigabytes, prefix, sequences):
     asked = plan_serving(served(), request(max_num_seqs=sequences))
     assert asked.sequences >= sequences
     assert asked.max_model_len <= 131_072
-
-
-def test_shared_prefix_is_cached_once():
-    apart = plan_serving(served(), request(max_model_len=4096))
-    together = plan_serving(served(), request(max_model_len=4096, shared_prefix_tokens=2048))
-    assert together.sequences == pytest.approx((apart.blocks - 128) / 128, abs=0.01)
-    assert apart.sequences == pytest.approx(apart.blocks / 256, abs=0.01)
 
 
 def test_selects_the_fewest_gpus_for_the_longest_sequence():
@@ -213,7 +198,6 @@ def test_weights_are_sharded_except_replicated_ones():
         ),
         ({"tensor_parallel_size": 2}, "must be at most 1, the GPUs of a node"),
         ({"max_model_len": 10**7}, "must be at most 131,072, the positions of the model"),
-        ({"engine": "transformers", "kv_cache_dtype": "fp8"}, "is not supported with --engine transformers"),
     ],
 )
 def test_rejects_unsupported_settings(changes, message):
@@ -221,9 +205,21 @@ def test_rejects_unsupported_settings(changes, message):
         plan_serving(served(), request(**changes))
 
 
-def test_draft_requires_the_same_vocabulary():
-    with pytest.raises(UsageError, match="vocabulary"):
-        plan_serving(served(), request(), draft=served(vocab_size=32000))
+@pytest.mark.parametrize(
+    ("section", "message"),
+    [
+        ({"quant_method": "shardwright_small"}, "serve its parent directory"),
+        ({"kv_cache_scheme": {"type": "int", "num_bits": 8}}, "'int 8': is not supported by vLLM"),
+        ({}, "vocabulary of the model: it has 32,000"),
+    ],
+)
+def test_rejects_formats_of_the_model_and_of_a_draft(section, message):
+    changed = served(quantization_config=section, vocab_size=32000 if not section else 128256)
+    with pytest.raises(UsageError, match=message):
+        plan_serving(served(), request(), draft=changed)
+    if section:
+        with pytest.raises(UsageError, match=message):
+            plan_serving(changed, request())
 
 
 def test_speculative_decoding_shares_the_pool():
@@ -246,78 +242,14 @@ def test_errors_suggest_a_length_that_fits():
     assert any("limited to" in note for note in cut.notes)
 
 
-@pytest.mark.parametrize(
-    ("scheme", "gpu", "rule"),
-    [
-        ("W4A16", "V100-32GB", "Turing or newer"),
-        ("W8A8", "V100-32GB", "Turing or newer"),
-        ("W4AFP8", "A100-80GB", "Hopper or newer"),
-        ("W4A8", "H100-80GB", "is not supported by vLLM on any GPU"),
-        ("W8A16", "CPU", "on a CPU"),
-        ("FP8", "CPU", "on a CPU"),
-        ("FP8_DYNAMIC", "CPU", None),
-        ("W4A8", "CPU", None),
-        ("W2A8", "CPU", "on a CPU"),
-        ("W4A16", "A100-80GB", None),
-        ("FP8", "H100-80GB", None),
-        ("W8A8", "CPU", None),
-    ],
-)
-def test_rejects_schemes_without_kernels(scheme, gpu, rule):
-    section = quantization_config(scheme_named(scheme))
-    hardware = request(f"1x{gpu}")
-    if rule is None:
-        hardware = replace(hardware, kv_cache_bytes=10**9, max_model_len=64)
-        assert plan_serving(served(quantization_config=section), hardware).blocks
-        return
-    with pytest.raises(UsageError, match=rule):
-        plan_serving(served(quantization_config=section), hardware)
-    errors, warnings = scheme_findings(section, engine="transformers", gpu=gpu, capability=70)
-    assert not errors
-    assert "decompress" in warnings[0]
-
-
 def test_warns_that_fp8_caches_are_truncated_on_cpus():
     for hardware, reported in (("CPU", True), ("1xA100-80GB", False)):
         asked = request(hardware, kv_cache_dtype="fp8", kv_cache_bytes=10**9, max_model_len=64)
         assert any("truncates FP8" in note for note in plan_serving(served(), asked).notes) is reported
 
 
-def test_quantized_experts_on_a_cpu_need_amx():
-    """The engine's own words are that no WNA16 backend of mixtures supports it: which does not say what would."""
-    packed = {
-        f"model.layers.0.{name}.weight_packed": StoredWeight(stored_bytes=10, is_matrix=True, is_fp32=False)
-        for name in ("mlp.experts.0.up_proj", "self_attn.q_proj")
-    }
-    mixture = replace(served(quantization_config=quantization_config(scheme_named("W4A16"))), weights=packed)
-    dense_experts = replace(mixture, weights=dict(list(packed.items())[1:]))
-    assert (mixture.quantized_experts, dense_experts.quantized_experts) == (True, False)
-    hardware = replace(request("CPU"), kv_cache_bytes=10**9, max_model_len=64)
-    warnings = [any("AMX" in note for note in plan_serving(each, hardware).notes) for each in (mixture, dense_experts)]
-    assert warnings == [True, False]
-    (error,) = processor_errors({"avx512f"}, quantized_experts=True)
-    assert "has no AMX" in error.rule and "serve on a GPU" in error.fix
-    assert processor_errors({"amx_tile"}, quantized_experts=True) == []
-    assert processor_errors(set(), quantized_experts=False) == []
-
-
-def test_warns_if_a_gpu_decompresses_weights():
-    plan = plan_serving(served(quantization_config=quantization_config(scheme_named("NVFP4"))), request("1xH100-80GB"))
-    assert any("Blackwell and newer compute in this format" in note for note in plan.notes)
-
-
-def test_commands_of_other_engines():
-    sglang = plan_serving(served(), request(engine="sglang", max_model_len=4096), draft=served())
-    assert sglang.line[:4] == ("python", "-m", "sglang.launch_server", "--model-path")
-    assert "STANDALONE" in sglang.line
-    transformers = plan_serving(served(), request(engine="transformers", max_model_len=4096))
-    assert transformers.line[:3] == ("transformers", "serve", "model")
-    assert transformers.line[transformers.line.index("--cb-num-blocks") + 1] == str(transformers.blocks)
-
-
 def adapter(directory="/models/tuned", *, trained_in_4_bits=False, **settings) -> ServedAdapter:
     return ServedAdapter(
-        source=directory,
         name=directory.rpartition("/")[2],
         directory=directory,
         settings={"r": 12} | settings,
@@ -337,10 +269,7 @@ def test_vllm_allocates_matrices_of_the_next_rank_for_an_adapter():
     assert tied.memory["adapter"] == plan.memory["adapter"]
 
 
-def test_an_adapter_is_named_for_each_engine():
-    named = replace(served(), adapter=adapter())
-    line = plan_serving(named, request(engine="sglang")).line
-    assert line[line.index("--lora-paths") + 1] == "tuned=/models/tuned" and "--enable-lora" in line
+def test_a_directory_that_vllm_would_split_is_written_as_json():
     odd = replace(served(), adapter=adapter("/models/a=b,c"))
     line = plan_serving(odd, request()).line
     assert json.loads(line[line.index("--lora-modules") + 1]) == {"name": "a=b,c", "path": "/models/a=b,c"}
@@ -351,19 +280,3 @@ def test_a_qlora_adapter_on_16_bit_weights_is_noted():
         served_adapter = adapter(trained_in_4_bits=trained_in_4_bits)
         notes = plan_serving(replace(served(), adapter=served_adapter), request()).notes
         assert any("was trained on NF4 weights" in note for note in notes) == trained_in_4_bits
-
-
-@pytest.mark.parametrize(
-    ("settings", "feature"),
-    [
-        ({"use_dora": True}, "use_dora"),
-        ({"bias": "all"}, "bias"),
-        ({"init_lora_weights": "pissa"}, "init_lora_weights pissa"),
-        ({"r": 8, "rank_pattern": {"q_proj": 600}}, "a rank above 512"),
-    ],
-)
-def test_features_of_an_adapter_that_vllm_rejects_are_errors(settings, feature):
-    with pytest.raises(UsageError, match=f"servers do not support: {feature}; merge it"):
-        plan_serving(replace(served(), adapter=adapter(**settings)), request())
-    plain = adapter(init_lora_weights="gaussian", bias="none", use_dora=False)
-    assert plan_serving(replace(served(), adapter=plain), request()).adapter == "tuned"

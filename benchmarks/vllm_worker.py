@@ -1,8 +1,8 @@
 """One process of vLLM that runs several checkpoints: `python vllm_worker.py MANIFEST RESULTS`.
 
 It runs in the engine's environment, in which Shardwright may be missing, so it imports nothing of it. If the engine
-rejects a checkpoint, its error is stored, and the next one is loaded. `engine.py` writes the manifest and reads the
-results.
+rejects a checkpoint, its error is stored, and the next one is loaded. `serving_matrix.py` writes the manifest and reads
+the results.
 """
 
 from __future__ import annotations
