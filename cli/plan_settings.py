@@ -1,25 +1,14 @@
-"""Settings of a plan, and questions about the whole run with their answers, for `plan` and the planner page."""
+"""Settings of a plan and of the estimate of its run, for `plan` and the planner page."""
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from typing import Any
 
 from pydantic import Field
 
 from ..ds_configs.plan.plan import Plan
-from ..ds_configs.search.candidates import SearchContext
-from ..ds_configs.search.run_estimates import (
-    checkpoint_interval_seconds,
-    lost_to_failures,
-    parse_duration,
-    plain_batch_sizes,
-    run_cost,
-    smallest_for_deadline,
-)
-from ..ds_configs.search.search import search
-from ..ds_configs.specs.errors import ConfigError, UsageError, collecting
-from ..ds_configs.specs.hardware import HardwareSpec
+from ..ds_configs.search.run_estimates import RunCost, run_cost
+from ..ds_configs.specs.errors import ConfigError
 from ..ds_configs.specs.job import LossImplementation, Method, ObjectiveName, Precision
 from ..ds_configs.specs.settings import (
     HardwareSettings,
@@ -29,120 +18,34 @@ from ..ds_configs.specs.settings import (
     TeacherPlacementSettings,
     TrainingSettings,
 )
-from ..ds_configs.step_time.estimate import StepTime
-from ..ds_configs.step_time.learning import learned_factors, scaled_time
 from .settings import grouped
 
 
 class RunQuestions(Settings):
-    """Questions about a whole run."""
+    """Extent and price of a whole run."""
 
     group = "Run"
 
-    tokens: float | None = Field(None, gt=0, description="Tokens to train on (e.g. 1e11); adds total time and cost")
-    deadline: str | None = Field(
-        None, description="Deadline for these tokens (e.g. 5d); reports the accelerators needed"
+    tokens: float | None = Field(
+        None, gt=0, description="Tokens to train on (e.g. 1e11); adds total time and GPU hours"
     )
     gpu_hour_price: float | None = Field(None, gt=0, description="Price of one accelerator per hour")
-    save_seconds: float | None = Field(
-        None, gt=0, description="Seconds to save a checkpoint; reports how often to save"
-    )
-    mtbf_hours: float | None = Field(
-        None, gt=0, description="Mean hours between failures. Default: 50,000 / number of accelerators"
-    )
 
 
 def question_errors(questions: RunQuestions) -> list[ConfigError]:
-    """Return an error for each question without the setting that it depends on, and for an invalid duration."""
-    errors = [
-        ConfigError(
-            where=name,
-            value=getattr(questions, name),
-            rule=f"needs {other}",
-            fix=f"pass --{other.replace('_', '-')} too",
-        )
-        for name, other in (("deadline", "tokens"), ("gpu_hour_price", "tokens"), ("mtbf_hours", "save_seconds"))
-        if getattr(questions, name) is not None and getattr(questions, other) is None
-    ]
-    if questions.deadline is not None:
-        with collecting(errors):
-            parse_duration(questions.deadline)
-    return errors
+    """Return an error for a price without the tokens that it depends on."""
+    price = questions.gpu_hour_price
+    if price is None or questions.tokens is not None:
+        return []
+    return [ConfigError(where="gpu_hour_price", value=price, rule="needs tokens", fix="pass --tokens too")]
 
 
-def answers(plan: Plan, questions: RunQuestions) -> dict[str, Any]:
-    """Return the answers to the questions, as JSON values.
-
-    Raises:
-        ShardwrightError: no cluster meets the deadline.
-    """
-    values: dict[str, Any] = {}
-    batch, job = plan.job.global_batch_size, plan.job
-    has_requested_axes = any((size or 1) > 1 for size in job.axis_sizes.values())
-    if batch is not None and plan.chosen.strategy.axes and not has_requested_axes:
-        # The requested batch may be impossible with plain data parallelism.
-        micro = job.micro_batch_size or 1
-        sizes = plain_batch_sizes(global_batch_size=batch, ranks=plan.hardware.world_size, micro_batch_size=micro)
-        if sizes and batch not in sizes:
-            values["plain_batch_sizes"] = list(sizes)
-    if questions.tokens is not None:
-        cost = run_cost(
-            plan.chosen.time, plan.hardware, tokens=questions.tokens, gpu_hour_price=questions.gpu_hour_price
-        )
-        values["run"] = asdict(cost) | {"text": str(cost)}
-        if questions.deadline is not None:
-
-            def solve(cluster: HardwareSpec) -> StepTime | None:
-                try:
-                    chosen = search(
-                        SearchContext(model=plan.model, hardware=cluster, job=plan.job), compare=False
-                    ).chosen
-                except UsageError:
-                    # These ranks do not divide the batch.
-                    return None
-                # Measured runs correct every cluster alike.
-                return None if chosen is None else scaled_time(chosen.time, learned_factors(plan.chosen.time))
-
-            seconds, price = parse_duration(questions.deadline), questions.gpu_hour_price
-            answer = smallest_for_deadline(
-                plan.hardware, solve, tokens=questions.tokens, deadline_seconds=seconds, gpu_hour_price=price
-            )
-            values["deadline"] = {
-                "seconds": seconds,
-                "hardware": answer.hardware.name,
-                "gpus": answer.hardware.world_size,
-                "run": asdict(answer.cost) | {"text": str(answer.cost)},
-            }
-    if questions.save_seconds is not None:
-        size = plan.hardware.world_size
-        times = {"save_seconds": questions.save_seconds, "world_size": size, "mtbf_hours": questions.mtbf_hours}
-        interval = checkpoint_interval_seconds(**times)  # type: ignore[arg-type]
-        values["checkpoints"] = {
-            "interval_seconds": interval,
-            "interval_steps": max(1, round(interval / plan.chosen.time.seconds)),
-            "lost_share": lost_to_failures(**times),  # type: ignore[arg-type]
-        }
-    return values
-
-
-def shown_answers(values: dict[str, Any]) -> list[str]:
-    """Return the answers as lines for people."""
-    lines = []
-    if "plain_batch_sizes" in values:
-        sizes = " or ".join(map(str, values["plain_batch_sizes"]))
-        lines.append(f"A global batch of {sizes} would run with plain data parallelism.")
-    if "run" in values:
-        lines.append(f"The run: {values['run']['text']}.")
-    if "deadline" in values:
-        lines.append(f"For the deadline: {values['deadline']['hardware']}, where {values['deadline']['run']['text']}.")
-    if "checkpoints" in values:
-        saved = values["checkpoints"]
-        minutes, steps = saved["interval_seconds"] / 60, saved["interval_steps"]
-        lines.append(
-            f"Save every {minutes:.0f} minutes, {steps:,} steps (Young, Daly): saving and failures cost "
-            f"{saved['lost_share']:.1%} of the time."
-        )
-    return lines
+def run_estimate(plan: Plan, questions: RunQuestions) -> RunCost | None:
+    """Return time and price of the run; `None` without a number of tokens."""
+    if questions.tokens is None:
+        return None
+    price = questions.gpu_hour_price
+    return run_cost(plan.chosen.time, plan.hardware, tokens=questions.tokens, gpu_hour_price=price)
 
 
 class JobSettings(KernelSettings, LayoutSettings, TeacherPlacementSettings, TrainingSettings, HardwareSettings):
@@ -177,6 +80,6 @@ class JobSettings(KernelSettings, LayoutSettings, TeacherPlacementSettings, Trai
 
 @grouped
 class PlanSettings(RunQuestions, JobSettings):
-    """Every setting of a plan, and questions about its run."""
+    """Every setting of a plan and of the estimate of its run."""
 
     group = "Run"

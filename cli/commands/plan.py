@@ -16,7 +16,7 @@ from ...ds_configs.specs.hardware import HardwareSpec
 from ...ds_configs.specs.job import TrainingJob
 from ...ds_configs.specs.model import ModelSpec
 from ..options import WriteOptions
-from ..plan_settings import PlanSettings, answers, question_errors, shown_answers
+from ..plan_settings import PlanSettings, question_errors, run_estimate
 from ..progress import note
 from ..settings import FILLED, Options, command_line, grouped
 
@@ -91,7 +91,7 @@ def plan_command(
             layouts.show()
         raise
     layouts = _layouts(plan.model, plan.hardware, plan.job) if options.explain_tensor_parallel else None
-    answered = answers(plan, settings)
+    run = run_estimate(plan, settings)
     written: list[Path] = []
     if output_dir is not None and not options.dry_run:
         from ...trainers.reports.make import write_html
@@ -100,8 +100,8 @@ def plan_command(
         written = [*written, write_html(output_dir)]
     if as_json:
         shown = plan_to_dict(plan) | {"files": [str(path) for path in written] or list(plan.file_names)}
-        if answered:
-            shown["answers"] = answered
+        if run is not None:
+            shown["run"] = asdict(run)
         if layouts is not None:
             shown["tensor_layouts"] = layouts.to_dict()
         print(json.dumps(shown))
@@ -111,8 +111,8 @@ def plan_command(
     show_plan(plan, output_dir if written else None)
     if written:
         print(f"Report: {written[-1]}")
-    for line in shown_answers(answered):
-        print(line)
+    if run is not None:
+        print(f"The run: {run}.")
     if layouts is not None:
         layouts.show()
     return 0

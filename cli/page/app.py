@@ -39,7 +39,7 @@ from ...plugins.planning.models import LoadedModel, model_from_source
 from ...plugins.releases import transformers_release
 from ...trainers.reports.plans import check_report, plan_report
 from ..options import CheckedFor
-from ..plan_settings import PlanSettings, answers, question_errors, shown_answers
+from ..plan_settings import PlanSettings, question_errors, run_estimate
 from ..settings import grouped
 
 if TYPE_CHECKING:
@@ -142,7 +142,8 @@ def planned(settings: PageSettings, config: str = "") -> tuple[Plan, tuple[str, 
     loaded = {"teacher": _named(settings.teacher, None).spec} if settings.teacher else {}
     words = settings.words(hardware_is_read=True) | loaded
     plan = select_plan(model, hardware, notify=notes.append, **words)
-    return plan, (*notes, *shown_answers(answers(plan, settings)))
+    run = run_estimate(plan, settings)
+    return plan, (*notes, *([] if run is None else [f"The run: {run}."]))
 
 
 def archive(files: Mapping[str, str]) -> bytes:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -16,12 +16,12 @@ from ..models.families import FAST_FAMILIES, family_attention
 from ..models.stored_shapes import load_shapes
 from ..search.candidates import SearchContext, global_batch_reason
 from ..search.optimizer_choice import ORDER, search_optimizers
-from ..search.run_estimates import clusters, doubts
+from ..search.run_estimates import doubts
 from ..search.search import Evaluated, ParetoPoint, search
 from ..search.suggestions import Offer, Suggestion, cheapest_changes, faster_changes
 from ..search.tuning import Trial, measured, rejected_by_trial, tuned_reason
 from ..specs.errors import ConfigError, DoesNotFitError, RefusedInputError, UsageError
-from ..specs.hardware import HardwareSpec
+from ..specs.hardware import HardwareSpec, with_gpus
 from ..specs.job import TrainingJob
 from ..specs.layout import Layout
 from ..specs.model import FIRST_RELEASE, ModelSpec
@@ -250,7 +250,7 @@ def _cheapest(context: SearchContext) -> HardwareSpec:
     """
     hardware = context.hardware
     speeds: list[tuple[float, HardwareSpec]] = []
-    for part in (*clusters(hardware, most=hardware.world_size - 1), hardware):
+    for part in (*_parts(hardware), hardware):
         try:
             chosen = search(replace(context, hardware=part), compare=False).chosen
         except UsageError:
@@ -259,6 +259,18 @@ def _cheapest(context: SearchContext) -> HardwareSpec:
             speeds.append((chosen.time.tokens_per_second / part.world_size, part))
     best = max((speed for speed, _ in speeds), default=0.0)
     return next((part for speed, part in reversed(speeds) if speed >= 0.99 * best), hardware)
+
+
+def _parts(hardware: HardwareSpec) -> Iterator[HardwareSpec]:
+    """Yield smaller clusters of the same machines: one accelerator, its doublings, then doubled numbers of nodes."""
+    gpus = 1
+    while gpus < hardware.gpus_per_node:
+        yield with_gpus(hardware, nodes=1, gpus_per_node=gpus)
+        gpus *= 2
+    nodes = 1
+    while nodes < hardware.nodes:
+        yield with_gpus(hardware, nodes=nodes, gpus_per_node=hardware.gpus_per_node)
+        nodes *= 2
 
 
 SCHEMA_VERSION = 1

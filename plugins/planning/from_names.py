@@ -7,7 +7,7 @@ import re
 import shutil
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import fields
+from dataclasses import fields, replace
 from importlib import metadata
 from pathlib import Path
 from typing import Any, Literal
@@ -17,7 +17,6 @@ from ...ds_configs.memory.estimate import Calibration
 from ...ds_configs.plan.plan import Plan, make_plan, release_difference
 from ...ds_configs.search.candidates import SearchContext
 from ...ds_configs.search.longest import LongestSequence, longest_sequences
-from ...ds_configs.search.run_estimates import slowest_node
 from ...ds_configs.specs.errors import ConfigError, ShardwrightError, UsageError
 from ...ds_configs.specs.hardware import (
     HardwareSpec,
@@ -327,6 +326,40 @@ def read_hardware(
         rule = f"must equal the {cluster.world_size} accelerators of {cluster.name}"
         raise UsageError(ConfigError(where="num_processes", value=num_processes, rule=rule, fix="omit it"))
     return cluster
+
+
+def slowest_node(nodes: list[HardwareSpec]) -> tuple[HardwareSpec, tuple[str, ...]]:
+    """Return one hardware specification for unequal nodes, and what each node limits.
+
+    Every step waits for the slowest rank and every layout must fit the smallest accelerator, so each rate and each
+    memory is the lowest. All nodes use as many accelerators as the node with the fewest.
+    """
+    per_node = min(node.gpus_per_node for node in nodes)
+    names = (
+        "gpu_bytes",
+        "flops_per_s",
+        "memory_bytes_per_s",
+        "link_bytes_per_s",
+        "network_bytes_per_s",
+        "host_bytes_per_node",
+        "nvme_bytes_per_node",
+    )
+    lowest = {name: min(getattr(node, name) for node in nodes) for name in names}
+    notes = []
+    for name, value in lowest.items():
+        faster = sum(node.nodes for node in nodes if getattr(node, name) > value)
+        if faster:
+            slow = next(node for node in nodes if getattr(node, name) == value)
+            notes.append(f"{name}: limited to {value:.4g} by {slow.gpu}; nodes with more: {faster}")
+    idle = sum((node.gpus_per_node - per_node) * node.nodes for node in nodes)
+    if idle:
+        notes.append(f"gpus_per_node: {idle} accelerators stay idle, because every node uses {per_node}")
+    weakest = min(nodes, key=lambda node: (node.flops_per_s, node.gpu_bytes))
+    total = sum(node.nodes for node in nodes)
+    name = " + ".join(node.name for node in nodes)
+    bf16 = all(node.supports_bf16 for node in nodes)
+    cluster = replace(weakest, name=name, nodes=total, gpus_per_node=per_node, supports_bf16=bf16, **lowest)
+    return cluster, tuple(notes)
 
 
 def read_yaml_mapping(path: Path, *, what: str) -> dict[str, Any]:

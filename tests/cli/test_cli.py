@@ -281,6 +281,9 @@ def test_the_slowest_of_unequal_nodes_limits_the_plan(shell: Shell) -> None:
     hardware = json.loads(reported.out)["hardware"]
     assert (hardware["gpu"], hardware["nodes"], hardware["gpus_per_node"]) == ("A100-40GB", 3, 4)
     assert "note: flops_per_s: limited to 3.12e+14 by A100-40GB" in reported.err
+    reported = shell("plan", LLAMA, "--hardware", "2x8xH100-80GB+6xH100-80GB", "--format", "json")
+    assert json.loads(reported.out)["chosen"]["strategy"]["dp_shard"] == 18
+    assert "4 accelerators stay idle" in reported.err
 
 
 @pytest.mark.parametrize(

@@ -290,8 +290,8 @@ def test_errors_of_machines_and_of_data_are_reported_together(
     assert run([*train, "--node-rank", "0"]) == 2
     found = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
     assert [error.split()[1] for error in found] == ["node_rank", "dataset"]
-    found = errors(capsys, "plan", model, "--deadline", "5d")
-    assert [error.partition(" ")[0] for error in found] == ["deadline", "hardware:"]
+    found = errors(capsys, "plan", model, "--gpu-hour-price", "2")
+    assert [error.partition(" ")[0] for error in found] == ["gpu_hour_price", "hardware:"]
 
 
 def test_every_error_of_every_source_is_reported_together(
