@@ -24,6 +24,7 @@ from ..ds_configs.search.longest import LongestSequence
 from ..ds_configs.search.reasons import display_name
 from ..ds_configs.search.run_estimates import doubts
 from ..ds_configs.search.search import ParetoPoint
+from ..ds_configs.search.tensor_layouts import TensorLayout
 from ..ds_configs.specs.job import TeacherChoice
 from ..ds_configs.specs.units import gigabytes, human_count
 from ..ds_configs.step_time.estimate import StepTime, time_term_name
@@ -281,6 +282,26 @@ def teacher_table(teacher: TeacherChoice) -> Table:
         sizes = (gigabytes(cost.gpu_bytes), gigabytes(cost.host_bytes))
         table.add_row(cost.placement, *sizes, Text(cost.reason))
     return table
+
+
+def show_tensor_layouts(layouts: Sequence[TensorLayout]) -> None:
+    """Print the costs of 1D, 2D, 2.5D and 3D tensor parallelism, of which only 1D runs."""
+    out = console()
+    title = "Tensor parallelism: one layer, one micro-batch per rank; all but 1D are analysis only"
+    table = Table(title=title, title_justify="left", box=None, pad_edge=False)
+    for column in ("ranks", "layout", "weights MB", "activations MB", "received MB", "ms"):
+        table.add_column(column, justify="left" if column == "layout" else "right")
+    for layout in layouts:
+        sizes = (layout.weight_bytes, layout.activation_bytes, layout.communication_bytes)
+        shape = " x ".join(map(str, layout.shape))
+        table.add_row(
+            str(layout.ranks),
+            Text(f"{layout.name} {shape}"),
+            *(f"{size / 1e6:.1f}" for size in sizes),
+            f"{layout.communication_seconds * 1e3:.2f}",
+        )
+    out.print()
+    out.print(table)
 
 
 def _alternatives_table(plan: Plan, *, columns: int, rows: int | None = None) -> Table:

@@ -21,7 +21,7 @@ from ..progress import note
 from ..settings import FILLED, Options, command_line, grouped
 
 if TYPE_CHECKING:
-    from ..tensor_layouts import ComparedLayouts
+    from ...ds_configs.search.tensor_layouts import TensorLayout
 
 
 @grouped
@@ -51,6 +51,7 @@ def plan_command(
         Hub id, local directory, or config.json; reads config.json and safetensors headers only.
     """
     from ...plugins.planning.from_names import plan as select_plan
+    from ..show import show_tensor_layouts
 
     if options.trust_remote_code:
         note("--trust-remote-code has no effect: planning never runs the code of a model")
@@ -83,12 +84,14 @@ def plan_command(
                 "rejected": [rejected_dict(candidate) for candidate in error.tried],
                 "would_fit": [asdict(suggestion) for suggestion in error.suggestions],
             }
-            print(json.dumps(misfit | ({} if layouts is None else {"tensor_layouts": layouts.to_dict()}), indent=2))
+            if layouts is not None:
+                misfit["tensor_layouts"] = list(map(asdict, layouts))
+            print(json.dumps(misfit, indent=2))
             for line in str(error).splitlines():
                 print(f"error: {line}", file=sys.stderr)
             return error.exit_code
         if layouts is not None:
-            layouts.show()
+            show_tensor_layouts(layouts)
         raise
     layouts = _layouts(plan.model, plan.hardware, plan.job) if options.explain_tensor_parallel else None
     run = run_estimate(plan, settings)
@@ -103,7 +106,7 @@ def plan_command(
         if run is not None:
             shown["run"] = asdict(run)
         if layouts is not None:
-            shown["tensor_layouts"] = layouts.to_dict()
+            shown["tensor_layouts"] = list(map(asdict, layouts))
         print(json.dumps(shown))
         return 0
     from ..show import show_plan
@@ -114,7 +117,7 @@ def plan_command(
     if run is not None:
         print(f"The run: {run}.")
     if layouts is not None:
-        layouts.show()
+        show_tensor_layouts(layouts)
     return 0
 
 
@@ -138,11 +141,12 @@ def _print_longest(model: str, settings: PlanSettings, options: PlanOptions) -> 
     return 0 if steps[-1].tokens else 3
 
 
-def _layouts(model: ModelSpec, hardware: HardwareSpec, job: TrainingJob) -> ComparedLayouts | None:
-    """Return the comparison of tensor parallelism; `None`, with a note, for mixtures of experts."""
-    from ..tensor_layouts import compared_layouts
+def _layouts(model: ModelSpec, hardware: HardwareSpec, job: TrainingJob) -> tuple[TensorLayout, ...] | None:
+    """Return the tensor layouts of 4, 8, 16 and 64 ranks; `None`, with a note, for mixtures of experts."""
+    from ...ds_configs.search.tensor_layouts import compare_tensor_layouts
 
     if model.dimensions.num_experts:
         note(f"--explain-tensor-parallel is for dense layers, but {model.architecture} has experts")
         return None
-    return compared_layouts(model, hardware, job)
+    # Squares, cubes and multiples of squares, so that each layout occurs.
+    return tuple(layout for ranks in (4, 8, 16, 64) for layout in compare_tensor_layouts(model, hardware, job, ranks))

@@ -31,14 +31,10 @@ from ..step_time.rates import group_bytes_per_s, others
 
 LayoutName = Literal["1D", "2D", "2.5D", "3D"]
 
-RUNNABLE: LayoutName = "1D"
-"""The layout that DeepSpeed 0.19.8 (AutoTP), Accelerate 1.15.0 and Transformers 5.17.0 run."""
-_LARGEST_COUNT = 1024
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TensorLayout:
-    """Cost of one layer per rank."""
+    """Cost of one layer per rank; 1D is the only layout that DeepSpeed, Accelerate or Transformers run."""
 
     name: LayoutName
     ranks: int
@@ -53,11 +49,6 @@ class TensorLayout:
     """Bytes that a rank receives for one layer and micro-batch, forward and backward."""
     communication_seconds: float
     """Time to receive them without overlap, with separate links for every group of ranks."""
-    reason: str
-
-    @property
-    def analysis_only(self) -> bool:
-        return self.name != RUNNABLE
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -177,11 +168,6 @@ def compare_tensor_layouts(
             activation_bytes=activations * width,
             communication_bytes=received,
             communication_seconds=seconds,
-            reason=(
-                f"{name} {_mesh(shape)}: {weights * depth / ranks * width / 1e6:.1f} MB of weights, "
-                f"{activations * width / 1e6:.1f} MB of activations and {received / 1e6:.1f} MB received in "
-                f"{seconds * 1e3:.2f} ms for each layer{'' if name == RUNNABLE else ' (analysis only)'}"
-            ),
         )
 
     layouts = [layout("1D", (ranks,), one_dimensional_traffic(tokens, model.dimensions.hidden_size, ranks))]
@@ -200,31 +186,5 @@ def compare_tensor_layouts(
     return tuple(layouts)
 
 
-def where_one_dimension_stops_paying(
-    model: ModelSpec, hardware: HardwareSpec, job: TrainingJob, *, largest: int = _LARGEST_COUNT
-) -> tuple[int | None, str]:
-    """Return the smallest count of ranks at which another layout communicates faster than 1D, and why.
-
-    Only counts that divide a node or fill several, so that no group starts in the middle of a node. `None` if 1D is the
-    fastest up to `largest` ranks.
-    """
-    node = hardware.gpus_per_node
-    for ranks in (count for count in range(2, largest + 1) if node % count == 0 or count % node == 0):
-        first, *rest = compare_tensor_layouts(model, hardware, job, ranks)
-        fastest = min(rest, key=lambda other: other.communication_seconds, default=first)
-        if fastest.communication_seconds < first.communication_seconds:
-            return ranks, (
-                f"At {ranks} ranks, 1D is no longer the fastest: {fastest.name} {_mesh(fastest.shape)} receives "
-                f"{fastest.communication_bytes / 1e6:.1f} MB in {fastest.communication_seconds * 1e3:.2f} ms for a "
-                f"layer, 1D {first.communication_bytes / 1e6:.1f} MB in {first.communication_seconds * 1e3:.2f} ms "
-                f"({hardware.gpus_per_node} accelerators per node; analysis only, no library runs {fastest.name})"
-            )
-    return None, f"1D communicates fastest up to {largest} ranks on {hardware.name}"
-
-
 def _is_gated(model: ModelSpec) -> bool:
     return any(name in parameter.name for parameter in model.parameters for name in ("gate_proj", "gate_up_proj"))
-
-
-def _mesh(shape: tuple[int, ...]) -> str:
-    return "x".join(map(str, shape))
