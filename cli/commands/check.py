@@ -7,18 +7,15 @@ from pathlib import Path
 from typing import Annotated
 
 from cyclopts import Parameter
-from pydantic import Field
 
 from ...ds_configs.check.files import check
 from ..options import CheckedFor, FormatOptions
-from ..settings import FILLED, Options, command_line, grouped
-from .report import check_output_file, write_output_file
+from ..settings import FILLED, Options, grouped
 
 
 @grouped
 class CheckOptions(CheckedFor, FormatOptions):
-    report: Path | None = Field(None, description="Also write the findings to this HTML file")
-    force: bool = Field(False, description="Replace the file of --report")
+    """Options of `check`."""
 
 
 def check_command(
@@ -35,14 +32,7 @@ def check_command(
     files
         Files, or the directory of a plan. The DeepSpeed JSON of an Accelerate YAML is checked too.
     """
-    if options.report is not None:
-        check_output_file(options.report, force=options.force)
     result = check(*files, num_processes=options.num_processes, transformers=options.transformers)
-    if options.report is not None:
-        from ...trainers.reports.markdown import html
-        from ...trainers.reports.plans import check_report
-
-        write_output_file(options.report, html(check_report(result.to_dict(), command=command_line())))
     if options.as_json:
         print(json.dumps(result.to_dict(), indent=2))
     else:

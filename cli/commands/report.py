@@ -34,7 +34,7 @@ def report_command(
     Parameters
     ----------
     runs
-        Output directories of plan, rehearse, train, distill, qat, quantize or evaluate.
+        Output directories of plan, train, distill, qat, quantize or evaluate.
     """
     from ...trainers.reports.make import REPORT_FILE, report_html
 

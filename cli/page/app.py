@@ -37,7 +37,8 @@ from ...plugins.huggingface_hub.hub import ModelSource, read_hub_source
 from ...plugins.planning.from_names import plan as select_plan
 from ...plugins.planning.models import LoadedModel, model_from_source
 from ...plugins.releases import transformers_release
-from ...trainers.reports.plans import check_report, plan_report
+from ...trainers.reports.plans import plan_report
+from ...trainers.reports.report import plain
 from ..options import CheckedFor
 from ..plan_settings import PlanSettings, question_errors, run_estimate
 from ..settings import grouped
@@ -287,8 +288,11 @@ def _check_tab() -> None:
             result = checked(pasted, dict(zip(facts, values, strict=True)))
         except ShardwrightError as error:
             return str(error), None
-        section = check_report(result.to_dict(), command="").sections[0]
-        rows = {"headers": list(section.tables[0].headings), "data": section.tables[0].rows} if section.tables else None
+        findings = sorted(result.to_dict()["findings"], key=lambda finding: finding["kind"] != "error")
+        data = [
+            (each["kind"], each["where"], plain(each["value"])[:200], each["rule"], each["fix"]) for each in findings
+        ]
+        rows = {"headers": ["severity", "location", "value", "rule", "fix"], "data": data} if findings else None
         return f"{result.errors} error(s), {len(result.findings) - result.errors} warning(s)", rows
 
     button.click(find, [text, *facts.values()], [status, table], api_visibility="private")

@@ -127,6 +127,7 @@ REMOVED: Mapping[str, str] = {
     **dict.fromkeys(("link_bytes_per_s", "network_bytes_per_s"), "write it into a hardware file for the command line"),
     **dict.fromkeys(("speed", "no_speed"), "omit it; vllm bench serve measures speed"),
     "engine": "omit it: serve starts vLLM; lm_eval --model vllm evaluates in it",
+    "report": "omit it: check --format json prints the findings for other programs",
     "deadline": "omit it: --tokens prints the hours of a run; plan for larger --hardware to be faster",
     **dict.fromkeys(("save_seconds", "mtbf_hours"), "omit it: set --save-steps of train, such as every 30 minutes"),
     "shared_prefix": "omit it: vLLM shares blocks of equal prefixes by itself",

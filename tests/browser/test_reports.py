@@ -8,33 +8,21 @@ import pytest
 from browsing import DESKTOP, PHONE, Visitor, accessibility_errors
 from planning import gallery_directory
 from shardwright.trainers.reports.make import report_html
-from shardwright.trainers.reports.markdown import html
-from shardwright.trainers.reports.plans import check_report
 
 pytestmark = pytest.mark.browser
 ROOT = Path(__file__).parents[2]
 RUNS = ROOT / "tests" / "data" / "runs"
-FINDING = {
-    "kind": "error",
-    "where": "ds_config.json:3 zero_optimization.stage",
-    "value": 7,
-    "rule": "is 0 to 3",
-    "fix": "",
-}
 PAGES = {
     "plan": [gallery_directory()],
-    **{name: [RUNS / name] for name in ("rehearse", "distill", "qat", "quantize")},
+    **{name: [RUNS / name] for name in ("distill", "qat", "quantize")},
     "comparison": [RUNS / name for name in ("train", "distill", "qat")],
-    "check": [],
 }
 
 
 @pytest.mark.parametrize("name", PAGES)
 def test_a_report_is_readable_everywhere(name: str, visitor: Visitor, tmp_path: Path) -> None:
     file = tmp_path / "report.html"
-    found = {"findings": [FINDING], "errors": 1, "files": ["ds_config.json"]}
-    checked = html(check_report(found, command="shardwright check"))
-    file.write_text(checked if name == "check" else report_html(PAGES[name]))
+    file.write_text(report_html(PAGES[name]))
     for size, scheme in ((DESKTOP, "light"), (PHONE, "dark")):
         page = visitor.open(file, size, scheme)
         requests: list[str] = []

@@ -57,7 +57,6 @@ def test_zero2_passes_through_the_command_and_writes_its_report(deepspeed_cpu_op
     assert report["losses"][-1] < report["losses"][0] - 1
     files = directory / "rehearsal"
     assert json.loads((files / "rehearsal.json").read_text()) == report
-    assert (files / "rehearsal.png").read_bytes().startswith(b"\x89PNG")
     for phase in ("loss", "backward", "step"):
         measured = sum(report["measured"][phase].values())
         assert measured == pytest.approx(sum(report["predicted"][phase]["terms"].values()), rel=0.25)

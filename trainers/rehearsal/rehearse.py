@@ -35,10 +35,9 @@ from .checks import (
 from .files import PlanFiles, Rehearsed, choose_ranks, scale_plan, write_rehearsal
 from .launch import LaunchSettings, launch_stage, prepare_launch, rank_records
 from .report import (
-    CHART_FILE,
     OFFLOADED,
-    OWN_FILES,
     PHASES,
+    REPORT_FILE,
     ROLES,
     PredictedPhase,
     Rehearsal,
@@ -143,15 +142,14 @@ def rehearse(
         )
         settings.work.mkdir()
         if kept:
-            held.enter_context(reserved(target, force=force, own=OWN_FILES))
+            held.enter_context(reserved(target, force=force, own=(REPORT_FILE,)))
         own = None if script is None else (Path(script), tuple(script_arguments))
         rehearsal = _rehearse(loaded, settings, own)
         source = None if isinstance(plan, Plan) else str(directory)
         facts: dict[str, Any] = {"versions": dict(installed_versions()), "command": command}
         rehearsal = replace(rehearsal, source=source, seconds=time.monotonic() - started, **facts)
         if kept:
-            names = [name for name in OWN_FILES if rehearsal.measured or name != CHART_FILE]
-            rehearsal = replace(rehearsal, files=tuple(str(target / name) for name in names))
+            rehearsal = replace(rehearsal, files=(str(target / REPORT_FILE),))
             write_report(rehearsal, target)
     return rehearsal
 

@@ -1,4 +1,4 @@
-"""Report of a rehearsal: JSON, and a chart of measured beside predicted memory."""
+"""Result of a rehearsal, and its JSON file."""
 
 from __future__ import annotations
 
@@ -13,15 +13,11 @@ from ...ds_configs.plan.output import output_errors, write_files
 from ...ds_configs.plan.plan import Plan
 from ...ds_configs.shrink.config import Change
 from ...ds_configs.specs.errors import UsageError
-from ..reports.make import REPORT_FILE as HTML_FILE
-from ..reports.markdown import html, picture
-from ..reports.plans import rehearsal_report
 from .checks import Check
 
 SCHEMA_VERSION = 1
 """Version of `rehearsal.json` and of `rehearse --format json`."""
-REPORT_FILE, CHART_FILE = "rehearsal.json", "rehearsal.png"
-OWN_FILES = (REPORT_FILE, CHART_FILE, HTML_FILE)
+REPORT_FILE = "rehearsal.json"
 ROLES = ("weights", "gradients", "optimizer", "activations", "buckets", "other")
 PHASES = ("loss", "backward", "step")
 
@@ -135,28 +131,14 @@ def check_output_directory(directory: Path, *, force: bool, model: str | None) -
         UsageError: it is a file, has other files, or cannot be written.
     """
     fix = "use --force to write into it"
-    if errors := output_errors(directory, force=force, own=OWN_FILES, sources={"the model": model}, fix=fix):
+    if errors := output_errors(directory, force=force, own=(REPORT_FILE,), sources={"the model": model}, fix=fix):
         raise UsageError(errors)
 
 
-def rehearsal_files(rehearsal: Rehearsal) -> dict[str, str | bytes]:
-    """Return the files of the report by name; without measurements there is no chart."""
-    data = rehearsal.to_dict()
-    files: dict[str, str | bytes] = {REPORT_FILE: json.dumps(data, indent=2) + "\n"}
-    report = rehearsal_report(json.loads(files[REPORT_FILE]))
-    files[HTML_FILE] = html(report)
-    if rehearsal.measured:
-        files[CHART_FILE] = picture(report)
-    return files
-
-
 def write_report(rehearsal: Rehearsal, directory: Path) -> None:
-    """Write the report; the chart of an earlier rehearsal is removed if this one has none.
+    """Write `rehearsal.json`.
 
     Raises:
-        ShardwrightError: the files cannot be written.
+        ShardwrightError: the file cannot be written.
     """
-    files = rehearsal_files(rehearsal)
-    write_files(files, directory, force=True)
-    if CHART_FILE not in files:
-        (directory / CHART_FILE).unlink(missing_ok=True)
+    write_files({REPORT_FILE: json.dumps(rehearsal.to_dict(), indent=2) + "\n"}, directory, force=True)

@@ -71,12 +71,6 @@ def svg(draw: Draw, name: str, title: str) -> str:
     return head + body[body.index(">") + 1 :].rstrip()
 
 
-def names_of(labels: Sequence[str], longest: int = 28) -> list[str]:
-    """Return labels that fit an axis, without the middle of long ones."""
-    half = (longest - 1) // 2
-    return [label if len(label) <= longest else f"{label[:half]}…{label[-half:]}" for label in labels]
-
-
 def curves(series: Mapping[str, Points], vertical: str, *, expected: Sequence[float] = ()) -> Draw:
     """Return a line by optimizer step for each series; `expected` is a predicted value and its interval."""
 
@@ -95,72 +89,6 @@ def curves(series: Mapping[str, Points], vertical: str, *, expected: Sequence[fl
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         if expected:
             axes.set_ylim(bottom=0)
-
-    return draw
-
-
-def parts(values: Mapping[str, float], horizontal: str) -> Draw:
-    """Return a horizontal bar with its value for each part, the largest on top."""
-
-    def draw(axes: Axes) -> None:
-        ordered = sorted(values.items(), key=lambda item: item[1])
-        bars = axes.barh(range(len(ordered)), [value for _, value in ordered], color=COLOURS[0], height=0.7)
-        axes.set_yticks(range(len(ordered)), names_of([name for name, _ in ordered]))
-        axes.bar_label(bars, [f"{value:.3g}" for _, value in ordered], padding=3, fontsize=8)
-        axes.margins(x=0.15)
-        axes.set_xlabel(horizontal)
-
-    return draw
-
-
-def largest_parts(values: Mapping[str, float], count: int = len(COLOURS) - 1) -> dict[str, float]:
-    """Return the largest parts and the sum of all others, so that each has its own colour.
-
-    >>> largest_parts({"a": 5.0, "b": 1.0, "c": 2.0, "d": 1.0}, 2)
-    {'a': 5.0, 'c': 2.0, 'other': 2.0}
-    """
-    ordered = sorted(values.items(), key=lambda item: -item[1])
-    if len(ordered) <= count + 1:
-        return dict(ordered)
-    return dict(ordered[:count]) | {"other": sum(value for _, value in ordered[count:])}
-
-
-def stacks(
-    bars: Sequence[tuple[str, Mapping[str, float], bool]],
-    vertical: str,
-    *,
-    limit: tuple[str, float] | None = None,
-    interval: tuple[float, float] | None = None,
-) -> Draw:
-    """Return stacked bars.
-
-    Args:
-        bars: Name and parts of each bar, and whether it is a prediction, which is hatched.
-        vertical: Label of the axis.
-        limit: Label and value of a limit line.
-        interval: Lower and upper end of the first bar.
-    """
-
-    def draw(axes: Axes) -> None:
-        named = list(dict.fromkeys(name for _, values, _ in bars for name, value in values.items() if value))
-        for index, name in enumerate(named):
-            axes.bar(0, 0, width=0.7, color=COLOURS[index % len(COLOURS)], label=name)
-        for position, (_, values, predicted) in enumerate(bars):
-            bottom = 0.0
-            for index, name in enumerate(named):
-                height = max(0.0, values.get(name, 0.0))
-                style: dict[str, Any] = {"color": COLOURS[index % len(COLOURS)], "edgecolor": "white", "width": 0.7}
-                axes.bar(position, height, bottom=bottom, hatch="///" if predicted else "", linewidth=0.6, **style)
-                bottom += height
-            if position == 0 and interval is not None:
-                error = [[max(0.0, bottom - interval[0])], [max(0.0, interval[1] - bottom)]]
-                axes.errorbar(0, bottom, yerr=error, color="black", capsize=4, linewidth=1.2)
-        if limit is not None:
-            axes.axhline(limit[1], color=RED, linestyle="--", linewidth=1.2, label=limit[0])
-        axes.set_xticks(range(len(bars)), names_of([name for name, _, _ in bars], 20))
-        margin = max(0.5, 1.5 - len(bars) / 2)
-        axes.set_xlim(-margin, len(bars) - 1 + margin)
-        axes.set_ylabel(vertical)
 
     return draw
 

@@ -6,14 +6,12 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ...ds_configs.plan.measurement import FILE_NAME as MEASUREMENT_FILE
-from ...ds_configs.plan.measurement import measurement_from_text
 from ...ds_configs.plan.output import write_files
 from ...ds_configs.plan.plan import Plan
 from ...ds_configs.specs.errors import ConfigError, RefusedInputError, UsageError
 from ...ds_configs.specs.texts import strict_json
 from .markdown import html
-from .plans import comparison_report, measurement_report, plan_report, rehearsal_report
+from .plans import comparison_report, plan_report
 from .report import Report
 from .runs import evaluation_report, quantization_report, training_report
 
@@ -44,7 +42,7 @@ def read_report(path: Path) -> Report:
                 fix = "run the command again"
                 raise RefusedInputError(ConfigError(where=str(directory / name), rule=rule, fix=fix)) from None
     rule = f"contains none of {', '.join(_READERS)}" if path.exists() else "no such file or directory"
-    fix = "pass the output directory of plan, rehearse, train, distill, qat, quantize or evaluate"
+    fix = "pass the output directory of plan, train, distill, qat, quantize or evaluate"
     raise UsageError(ConfigError(where="run", value=str(path), rule=rule, fix=fix))
 
 
@@ -77,10 +75,6 @@ _READERS: Mapping[str, Callable[[Path], Report]] = {
     TRAINING_FILE: _training,
     "quantization.json": lambda directory: quantization_report(_json(directory / "quantization.json")),
     "evaluation.json": lambda directory: evaluation_report(_json(directory / "evaluation.json")),
-    "rehearsal.json": lambda directory: rehearsal_report(_json(directory / "rehearsal.json")),
-    MEASUREMENT_FILE: lambda directory: measurement_report(
-        measurement_from_text(_content(directory / MEASUREMENT_FILE), source=str(directory / MEASUREMENT_FILE))
-    ),
     "plan.json": lambda directory: plan_report(Plan.load(directory)),
 }
 """Reader by file, in the order in which files are looked up."""

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ...ds_configs.specs.units import gigabytes
-from .charts import Draw, Points
+from .charts import Draw
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,10 +62,6 @@ class Report:
     versions: Mapping[str, str] = field(default_factory=dict)
     files: Sequence[str] = ()
     """Files that the report is made from."""
-    series: Mapping[str, Points] = field(default_factory=dict)
-    """Curves for comparisons of runs, by title with unit."""
-    measures: Mapping[str, float] = field(default_factory=dict)
-    """Numbers for comparisons of runs, by title with unit."""
 
 
 def key_value_table(values: Iterable[tuple[str, object]], caption: str = "") -> Table:

@@ -10,7 +10,7 @@ from typing import Any
 from ...ds_configs.plan.plan import Plan
 from ...ds_configs.quantization.scheme import METHODS
 from ...ds_configs.specs.units import human_count
-from .charts import Metrics, curves, distribution, largest_parts, points, stacks
+from .charts import Metrics, curves, distribution, points
 from .markdown import markdown, picture
 from .plans import speed_interval
 from .report import (
@@ -48,7 +48,7 @@ _TEACHER_SETTINGS = ("teacher_revision", "alpha", "temperature", "loss", "mixtur
 
 def training_report(data: Data, metrics: Metrics, plan: Plan) -> Report:
     """Return the report of `report.json`, `metrics.jsonl` and the plan that ran."""
-    kind, dataset, peak = data["kind"], data["dataset"], data["result"]["peak_bytes"]
+    kind, dataset = data["kind"], data["dataset"]
     if kind == "distill":
         title = f"{short_name(data['teacher'])} to {short_name(data['student'])}"
         losses = {
@@ -58,30 +58,13 @@ def training_report(data: Data, metrics: Metrics, plan: Plan) -> Report:
     else:
         title = short_name(data["model"])
         losses = {_STAGES[stage]: loss for stage, loss in data["cross_entropy"].items()}
-    gpu, time = plan.chosen.memory.gpu, plan.chosen.time
-    low, high = speed_interval(plan)
-    speed = significant(time.tokens_per_second), f"{significant(low)} to {significant(high)}"
-    # The first logged interval includes compilation and allocation.
-    _, error = mean_with_error([value for _, value in points(metrics, "tokens_per_second")][1:] or [0.0])
-    tokens_per_second = with_error(data["tokens_per_second"], error)
-    apart = _speeds_apart(data, metrics)
-    with_padding = f"with padding {significant(apart[0])}, " if apart else ""
-    memory = f"predicted {gb(gpu.allocated_bytes)} of tensors, {gb_range(gpu.low_bytes, gpu.high_bytes)} in total"
-    measures = {"tokens/s": data["tokens_per_second"], "seconds total": data["seconds"]}
-    if losses["trained"] is not None:
-        measures = {"held-out cross-entropy, nats per token": losses["trained"]} | measures
-    if peak is not None:
-        measures["tensors on the fullest accelerator, GB"] = peak / 1e9
     return Report(
         kind=_KINDS[kind],
         title=title,
         subtitle=f"on {dataset['source']}; {data['strategy']}, {data['hardware']}",
         facts=(
             *_quality_facts(data, losses),
-            Fact("Tokens/s of all ranks", tokens_per_second, f"{with_padding}predicted {speed[0]} ({speed[1]})"),
-            Fact(
-                "Tensors on the fullest accelerator", "not measured on CPU ranks" if peak is None else gb(peak), memory
-            ),
+            *_speed_facts(data, metrics, plan),
             Fact(
                 "Steps",
                 f"{data['steps']:,}",
@@ -92,17 +75,12 @@ def training_report(data: Data, metrics: Metrics, plan: Plan) -> Report:
         sections=(
             _results(data, metrics, losses),
             *([Section("Checkpoint", tables=(key_value_table(checkpoint_facts(data)),))] if kind == "qat" else []),
-            _predictions(data, metrics, plan, tokens_per_second),
+            _speed(data, metrics, plan),
             _training_settings(data, plan),
         ),
         command=data.get("command", ""),
         versions=data["versions"],
         files=("report.json", "metrics.jsonl", "plan/plan.json"),
-        series={
-            "training loss, nats per token": points(metrics, "loss"),
-            "tokens/s": points(metrics, "tokens_per_second"),
-        },
-        measures=measures,
     )
 
 
@@ -189,56 +167,53 @@ def _speeds_apart(data: Data, metrics: Metrics) -> tuple[float, float] | None:
     return data["tokens_per_second"] * positions / tokens, data["tokens_per_second"] * labelled / tokens
 
 
-def _predictions(data: Data, metrics: Metrics, plan: Plan, tokens_per_second: str) -> Section:
-    """Return speed and memory, predicted and measured."""
+def _speed_facts(data: Data, metrics: Metrics, plan: Plan) -> list[Fact]:
+    """Return speed and memory, measured and predicted; ± is over the intervals between two lines of `metrics.jsonl`."""
     gpu, time, (low, high) = plan.chosen.memory.gpu, plan.chosen.time, speed_interval(plan)
+    # The first logged interval includes compilation and allocation.
+    _, error = mean_with_error([value for _, value in points(metrics, "tokens_per_second")][1:] or [0.0])
+    speed = with_error(data["tokens_per_second"], error)
+    predicted = f"predicted {significant(time.tokens_per_second)} ({significant(low)} to {significant(high)})"
+    apart = _speeds_apart(data, metrics)
+    if apart is None:
+        facts = [Fact("Tokens/s of all ranks", speed, predicted)]
+    else:
+        # A plan counts every position of a row.
+        facts = [
+            Fact("Tokens/s of all ranks, with padding", significant(apart[0]), predicted),
+            Fact("Tokens/s without padding", speed),
+            Fact("Tokens/s with a label", significant(apart[1])),
+        ]
     steps, peak = [value for _, value in points(metrics, "step_seconds")], data["result"]["peak_bytes"]
     mean = data["result"]["step_seconds"] / data["steps"] if data["steps"] else 0.0
-    seconds = with_error(*(mean_with_error(steps[1:]) if len(steps) > 1 else (mean, None)))
-    apart = _speeds_apart(data, metrics)
-    # A plan counts every position of a row.
-    counted = "tokens/s of all ranks" if apart is None else "tokens/s of all ranks, with padding"
-    measured = "not measured on CPU ranks" if peak is None else gb(peak)
-
-    def interval(value: float, least: float, most: float) -> str:
-        return f"{significant(value)} ({significant(least)} to {significant(most)})"
-
-    own = (
-        []
-        if apart is None
-        else [("tokens/s without padding", "", tokens_per_second), ("tokens/s with a label", "", significant(apart[1]))]
-    )
-    rows = [
-        (
-            counted,
-            interval(time.tokens_per_second, low, high),
-            tokens_per_second if apart is None else significant(apart[0]),
+    return [
+        *facts,
+        Fact(
+            "Seconds per step",
+            with_error(*(mean_with_error(steps[1:]) if len(steps) > 1 else (mean, None))),
+            f"predicted {significant(time.seconds)} "
+            f"({significant(time.low_seconds)} to {significant(time.high_seconds)})",
         ),
-        *own,
-        ("seconds per step", interval(time.seconds, time.low_seconds, time.high_seconds), seconds),
-        ("tensors on the fullest accelerator", gb(gpu.allocated_bytes), measured),
-        ("with runtime and fragmentation", f"{gb(gpu.peak_bytes)} ({gb_range(gpu.low_bytes, gpu.high_bytes)})", "–"),
-        ("capacity", gb(gpu.capacity_bytes), ""),
+        Fact(
+            "Tensors on the fullest accelerator",
+            "not measured on CPU ranks" if peak is None else gb(peak),
+            f"predicted {gb(gpu.allocated_bytes)}; with runtime and fragmentation {gb(gpu.peak_bytes)} "
+            f"({gb_range(gpu.low_bytes, gpu.high_bytes)}) of {gb(gpu.capacity_bytes)}",
+        ),
     ]
-    caption = (
-        "± is the standard error over the intervals between two lines of metrics.jsonl, without the first interval, "
-        "which includes compilation and allocation. The measured tokens/s count every step."
-    )
+
+
+def _speed(data: Data, metrics: Metrics, plan: Plan) -> Section:
+    counted = "tokens_per_second" if _speeds_apart(data, metrics) is None else "positions_per_second"
     charts = []
-    if speeds := points(metrics, "tokens_per_second" if apart is None else "positions_per_second"):
-        draw = curves({"measured": speeds}, "tokens/s", expected=(time.tokens_per_second, low, high))
-        charts.append(Chart(counted.capitalize(), draw, "Dashed: predicted by the plan."))
-    unit, size = ("GB", 1e9) if gpu.allocated_bytes >= 10**8 else ("MB", 1e6)
-    not_tensors = ("runtime_context", "communicators", "allocator_fragmentation")
-    tensors = {name.replace("_", " "): count / size for name, count in gpu.terms.items() if name not in not_tensors}
-    bars: list[tuple[str, Mapping[str, float], bool]] = [("predicted", largest_parts(tensors), True)]
-    if peak is not None:
-        bars.append(("measured", {"tensors, measured": peak / size}, False))
-    charts.append(Chart(f"Tensors on the fullest accelerator, {unit}", stacks(bars, unit), f"Measured: {measured}."))
+    if speeds := points(metrics, counted):
+        expected = (plan.chosen.time.tokens_per_second, *speed_interval(plan))
+        draw = curves({"measured": speeds}, "tokens/s", expected=expected)
+        title = "Tokens/s of all ranks" + ("" if counted == "tokens_per_second" else ", with padding")
+        charts.append(Chart(title, draw, "Dashed: predicted by the plan."))
     source = plan.hardware.source
     texts = [f"The prediction uses the figures of {plan.hardware.gpu}: {source}."] if source else []
-    table = Table(("", "predicted, with interval", "measured"), rows, caption)
-    return Section("Speed and memory", texts, charts, (table,))
+    return Section("Speed", texts, charts)
 
 
 def _training_settings(data: Data, plan: Plan) -> Section:
@@ -272,7 +247,6 @@ def evaluation_report(data: Data) -> Report:
         command=data.get("command", ""),
         versions=data["versions"],
         files=("evaluation.json",),
-        measures=_evaluation_measures(data),
     )
 
 
@@ -300,16 +274,6 @@ def _percentage(estimate: Data) -> str:
 def _evaluation_facts(data: Data) -> list[Fact]:
     rows = evaluation_table(data).rows[: 3 if data["comparison"] is None else 6]
     return [Fact(name, value, f"baseline {others[0]}" if others and others[0] else "") for name, value, *others in rows]
-
-
-def _evaluation_measures(data: Data) -> dict[str, float]:
-    model, comparison = data["model"], data["comparison"]
-    measures = {
-        "perplexity": model["perplexity"]["value"],
-        "safetensors on disk, GB": model["sizes"]["file_bytes"] / 1e9,
-        "KL(baseline | model), nats per token": comparison and comparison["kl_nats_per_token"]["value"],
-    }
-    return {name: value for name, value in measures.items() if value is not None}
 
 
 def evaluation_table(data: Data) -> Table:
@@ -460,15 +424,10 @@ def quantization_report(data: Data) -> Report:
                 () if method is None else (f"{method.name} {method.summary} ({method.source}).",),
                 tables=(key_value_table(data["settings"].items()),),
             ),
-            Section(
-                "Quantized matrices", tables=(Table(("name",), [(str(layer),) for layer in data["quantized_layers"]]),)
-            ),
         ),
         command=data.get("command", ""),
         versions=data["versions"],
         files=("quantization.json",),
-        measures={"checkpoint, GB": data["checkpoint_bytes"] / 1e9}
-        | ({} if evaluation is None else _evaluation_measures(evaluation)),
     )
 
 

@@ -13,13 +13,6 @@ LOSSES = [(step, 3.0 / step) for step in range(1, 12)]
 HOSTILE = '<script>alert("$x$")</script>'
 DRAWN: dict[str, Draw] = {
     "curves": charts.curves({"loss": LOSSES, "KL": LOSSES}, "nats", expected=(1, 0.5, 2)),
-    "parts": charts.parts({"weights": 3.0, "gradients": 1.0}, "GB"),
-    "stacks": charts.stacks(
-        [("measured", {"a": 2.0, "b": 1.0}, False), ("predicted", {"a": 2.5}, True)],
-        "GB",
-        limit=("capacity", 4.0),
-        interval=(2.0, 3.0),
-    ),
     "distribution": charts.distribution([0.1, 0.2, 0.15, 0.3], 0.19, 0.02, "nats"),
 }
 
@@ -30,9 +23,6 @@ def test_legends_do_not_cover_the_chart(name: str) -> None:
     drawn.canvas.draw()
     (axes,) = drawn.axes
     legend = axes.get_legend()
-    if name == "parts":
-        assert legend is None
-        return
     field, box = axes.get_window_extent(), legend.get_window_extent()
     assert box.y0 >= field.y1 - 1
     # In an axis of its own size nothing is cut off either.
@@ -58,9 +48,4 @@ def test_hostile_labels_stay_text() -> None:
     root = ElementTree.fromstring(drawn.replace("<svg ", '<svg xmlns="http://www.w3.org/2000/svg" ', 1))  # noqa: S314
     assert root.get("aria-label") == HOSTILE
     assert [element.text for element in root.iter() if element.text and "script" in element.text] == [HOSTILE] * 2
-    assert png(panels(charts.parts({r"$\frac{": 1.0, "$$": 2.0}, "$_"))).startswith(b"\x89PNG")
-
-
-def test_every_part_of_a_stack_has_its_own_colour() -> None:
-    found = charts.largest_parts({str(place): float(place) for place in range(12)})
-    assert len(found) == 7 and sum(found.values()) == sum(range(12)) and list(found)[-1] == "other"
+    assert png(panels(charts.curves({r"$\frac{": LOSSES, "$$": LOSSES}, "$_"))).startswith(b"\x89PNG")

@@ -69,7 +69,7 @@ def test_markdown_has_every_part_of_the_report():
     assert "training.png" not in markdown(REPORT)
 
 
-@pytest.mark.parametrize("name", ["train", "distill", "qat", "quantize", "evaluate", "rehearse"])
+@pytest.mark.parametrize("name", ["train", "distill", "qat", "quantize", "evaluate"])
 def test_markdown_has_every_figure_of_the_page(name):
     report = read_report(RUNS / name)
     text = markdown(report, "chart.png")

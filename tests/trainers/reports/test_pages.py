@@ -15,13 +15,11 @@ from planning import gallery_directory
 from shardwright.cli.main import run
 from shardwright.ds_configs.specs.errors import RefusedInputError, UsageError
 from shardwright.trainers.reports.make import report_html
-from shardwright.trainers.reports.markdown import html
-from shardwright.trainers.reports.plans import check_report
 
 ROOT = Path(__file__).parents[3]
 RUNS = ROOT / "tests" / "data" / "runs"
 KINDS = {"train": "report.json", "distill": "report.json", "qat": "report.json", "quantize": "quantization.json",
-         "evaluate": "evaluation.json", "rehearse": "rehearsal.json"}  # fmt: skip
+         "evaluate": "evaluation.json"}  # fmt: skip
 HOSTILE = "\"><script>alert(1)</script>'../../etc [a](http://b.c) ![d](//e.f) *g* |h| &lt;"
 
 
@@ -114,14 +112,6 @@ def test_figures_of_an_evaluation_equal_its_file(pages: dict[str, Reader]) -> No
     assert f"{inside['value']:.5g} ± {inside['standard_error']:.2g}" in pages["quantize"].texts
 
 
-def test_figures_of_a_rehearsal_equal_its_file(pages: dict[str, Reader]) -> None:
-    data, texts = data_of("rehearse"), pages["rehearse"].texts
-    assert f"{len(data['checks'])} of {len(data['checks'])}" in texts
-    for phase, roles in data["measured"].items():
-        predicted = sum(count for role, count in data["predicted"][phase].items() if role != "terms")
-        assert f"{sum(roles.values()) / 1e6:.2f}" in texts and f"{predicted / 1e6:.2f}" in texts
-
-
 def test_figures_of_a_plan_equal_its_file(pages: dict[str, Reader]) -> None:
     plan, texts = json.loads((gallery_directory() / "plan.json").read_text()), pages["plan"].texts
     gpu = plan["chosen"]["gpu_memory"]
@@ -141,9 +131,7 @@ def test_runs_are_compared_side_by_side() -> None:
     for name in ("train", "qat"):
         speed = f"{data_of(name)['tokens_per_second']:,.0f}"
         assert any(text.startswith(speed) for text in page.texts)
-    assert page.tags.count("svg") >= 2
-    legend = [text for text in page.texts if text in ("train", "qat")]
-    assert len(legend) >= 6, "in the summary, the headings and the legends"
+    assert {"train", "qat", "evaluate"} <= set(page.texts)
     assert any("report" in text and "train" in text and text.startswith("shardwright") for text in page.texts)
 
 
@@ -165,7 +153,6 @@ def test_hostile_names_are_escaped(name: str, tmp_path: Path) -> None:
     page = checked(report_html([run_directory]))
     assert any(HOSTILE in text for text in page.texts)
     assert "<script" not in report_html([run_directory, RUNS / name])
-    checked(html(check_report({"findings": [], "errors": 0, "files": [HOSTILE]}, command=HOSTILE)))
 
 
 @pytest.mark.parametrize(
@@ -216,7 +203,7 @@ def test_the_report_is_written_to_the_run_and_replaces_other_files_only_by_force
     assert shell("judged", "--output", ".").code == 2
 
 
-def test_plan_and_check_write_their_reports(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch) -> None:
+def test_plan_writes_its_report(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     config = ROOT / "ds_configs" / "data" / "models" / "meta-llama--Llama-3.1-8B" / "config.json"
     asked = ("plan", str(config), "--hardware", "8xA100-80GB", "--output-dir", "plan")
@@ -224,8 +211,3 @@ def test_plan_and_check_write_their_reports(tmp_path: Path, capsys: pytest.Captu
     texts = checked((tmp_path / "plan" / "report.html").read_text()).texts
     shown = " ".join(("shardwright", *asked)).replace(str(config), f"{config.parent.name}/config.json")
     assert shown in texts, "directories of files are omitted"
-    (tmp_path / "bad.json").write_text('{"zero_optimization": {"stage": 7}}')
-    assert run(("check", "plan", "bad.json", "--report", "found.html")) == 2
-    texts = checked((tmp_path / "found.html").read_text()).texts
-    assert any("bad.json" in text for text in texts) and "error" in texts
-    assert run(("check", "plan", "--report", "found.html")) == 2, "the file is there"

@@ -389,7 +389,7 @@ def test_chats_are_packed_and_the_template_is_saved(
         assert step["labelled_tokens_per_second"] < step["tokens_per_second"]
         assert step["positions_per_second"] > step["labelled_tokens_per_second"]
     report = (tmp_path / "out" / "REPORT.md").read_text()
-    assert "tokens/s of all ranks, with padding" in report and "tokens/s with a label" in report
+    assert "Tokens/s of all ranks, with padding" in report and "Tokens/s with a label" in report
     assert "| packed documents | 38 |" in report
 
 

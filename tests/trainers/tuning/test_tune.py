@@ -76,7 +76,7 @@ def test_the_fastest_measured_layout_becomes_the_plan(planned: Path, ranks: Any,
     assert written.trials == tuned.trials and len(lines(tmp_path / "out")) == 4
     assert "zero1" in (tmp_path / "out" / "accelerate.yaml").read_text()
     page = report_html([tmp_path / "out"])
-    assert "Measured layouts" in page and "predicted and measured, seconds" in page
+    assert "Measured layouts" in page and all(trial.name in page for trial in tuned.trials)
 
 
 def test_measured_steps_are_stored_and_correct_the_next_plan(planned: Path, ranks: Any, tmp_path: Path) -> None:
