@@ -254,7 +254,7 @@ def evaluate_model(
             sizes = stored_sizes(model, directory)
             return loaded, {"dtype": str(loaded.dtype).removeprefix("torch."), "sizes": sizes, "tasks": scores}
 
-        answers, baseline_fields = None, {}
+        answers, baseline_fields = None, dict[str, Any]()
         if len(models) > 1:
             loaded, baseline_fields = load(models[1])
             answers = read_baseline(ModelReader(loaded, batches, name=models[1].name), batches)

@@ -23,7 +23,7 @@ from ...plugins.transformers.sound_model import (
 )
 from ..data.models import StartingModel, has_tokenizer, load_tokenizer
 from ..data.sources import one_line
-from ..data.tokenizers import PROBE_TEXT
+from ..data.tokenizers import agreed_vocab_size
 from ..formats.merge import OpenedAdapter
 from ..formats.spqr import INDEX, QUANT_METHOD, SINGLE
 
@@ -174,37 +174,14 @@ def shared_tokenizer(models: Sequence[EvalModel]) -> PreTrainedTokenizerBase:
     tokenizer = owner.tokenizer()
     for model in models:
         if model is not owner and model.has_tokenizer and owner.has_tokenizer:
-            error = tokenizer_difference(tokenizer, model.tokenizer(), PROBE_TEXT)
-            if error is not None:
-                raise UsageError(error)
+            fix = "compare models of one family: KL and agreement need the same tokens"
+            agreed_vocab_size(tokenizer, model.tokenizer(), roles=("model", "baseline"), fix=fix)
     largest = max(tokenizer.get_vocab().values())
     for model in models:
         if model is not owner and largest >= model.vocab_size:
             rule = f"{model.name} has {model.vocab_size} tokens, but the tokenizer's largest id is {largest}"
             raise UsageError(ConfigError(where="vocab_size", value=model.vocab_size, rule=rule))
     return tokenizer
-
-
-def tokenizer_difference(
-    model_tokenizer: PreTrainedTokenizerBase, baseline_tokenizer: PreTrainedTokenizerBase, text: str
-) -> ConfigError | None:
-    """Return the first token in which two tokenizers differ, in their vocabularies or in how they split a text."""
-    own = {index: token for token, index in model_tokenizer.get_vocab().items()}
-    other = {index: token for token, index in baseline_tokenizer.get_vocab().items()}
-    fix = "compare models of one family: KL and agreement need the same tokens"
-    for index in sorted(own.keys() | other.keys()):
-        if own.get(index) != other.get(index):
-            rule = f"token {index} is {other.get(index)!r}, but {own.get(index)!r} in the model's"
-            return ConfigError(where="baseline's tokenizer", rule=rule, fix=fix)
-    split = [tokenizer(text)["input_ids"] for tokenizer in (baseline_tokenizer, model_tokenizer)]
-    if split[0] != split[1]:
-        start = next((i for i, (a, b) in enumerate(zip(*split, strict=False)) if a != b), min(map(len, split)))
-        rule = (
-            f"splits a text differently: from token {start} on into {split[0][start : start + 3]}, the model's "
-            f"into {split[1][start : start + 3]}"
-        )
-        return ConfigError(where="baseline's tokenizer", rule=rule, fix=fix)
-    return None
 
 
 def load_eval_model(model: EvalModel, directory: Path, *, dtype: str, device: str) -> PreTrainedModel:

@@ -276,6 +276,7 @@ def read_baseline(reader: ModelReader, batches: Sequence[Batch]) -> AnswerSource
             f"{reader.name}: {gigabytes(stored_bytes)} GB of hidden states are kept on the host; lower --num-samples "
             "to reduce that"
         )
+    assert reader.head is not None, "every batch was read by the head"
     return StoredAnswers(name=reader.name, rows=rows, head=reader.head, device=reader.device)
 
 

@@ -1,4 +1,4 @@
-"""Charts of reports: PNG files for Markdown, SVG in HTML pages."""
+"""Charts of reports: a PNG file for Markdown, SVG in HTML pages."""
 
 from __future__ import annotations
 
@@ -22,15 +22,16 @@ COLOURS = "#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377", "#99
 RED, GREY = COLOURS[1], COLOURS[6]
 
 
-def panels(*draws: Draw, height: float = 3.8) -> Figure:
-    """Return a figure with charts side by side."""
+def panels(*draws: Draw, stacked: bool = False) -> Figure:
+    """Return a figure with charts side by side, or one below the other."""
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 
-    drawn = Figure(figsize=(4.6 * len(draws), height), layout="constrained")
+    rows, columns = (len(draws), 1) if stacked else (1, len(draws))
+    drawn = Figure(figsize=(4.6 * columns, 3.8 * rows), layout="constrained")
     # A dollar in the name of a model must not begin a formula.
     with rc_context({"text.parse_math": False}):
-        for axes, draw in zip(drawn.subplots(1, len(draws), squeeze=False)[0], draws, strict=True):
+        for axes, draw in zip(drawn.subplots(rows, columns, squeeze=False).flat, draws, strict=True):
             draw(axes)
             axes.grid(alpha=0.25)
             axes.set_axisbelow(True)
@@ -38,32 +39,31 @@ def panels(*draws: Draw, height: float = 3.8) -> Figure:
             _, labels = axes.get_legend_handles_labels()
             if labels:
                 # Above the chart it covers nothing; a chart is about 66 characters of a legend wide.
-                columns = max(1, min(3, 66 // (6 + max(map(len, labels)))))
-                axes.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=columns, fontsize=8, frameon=False)
+                in_a_row = max(1, min(3, 66 // (6 + max(map(len, labels)))))
+                axes.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=in_a_row, fontsize=8, frameon=False)
     return drawn
 
 
-def png(drawn: Figure) -> bytes:
+def png(*draws: Draw) -> bytes:
+    """Return charts side by side as a PNG file."""
     output = io.BytesIO()
-    drawn.savefig(output, format="png", dpi=120)
+    panels(*draws).savefig(output, format="png", dpi=120)
     return output.getvalue()
 
 
-def svg(draw: Draw, name: str, title: str) -> str:
-    """Return a chart as an SVG element whose text is text, identical for identical values.
+def svg(*draws: Draw, title: str) -> str:
+    """Return charts one below the other as an SVG element whose text is text, identical for identical values.
 
     Args:
-        draw: Draws the chart.
-        name: Prefix of all identifiers; unique on the page, of letters, digits and hyphens.
+        draws: Draw the charts.
         title: Text for screen readers.
     """
     from matplotlib import rc_context
 
     output = io.StringIO()
-    with rc_context({"svg.fonttype": "none", "svg.hashsalt": name, "font.size": 9}):
-        panels(draw, height=3.1).savefig(output, format="svg", metadata={"Date": None, "Creator": None})
+    with rc_context({"svg.fonttype": "none", "svg.hashsalt": "report", "font.size": 9}):
+        panels(*draws, stacked=True).savefig(output, format="svg", metadata={"Date": None, "Creator": None})
     body = re.sub(r"^.*?(?=<svg )|<metadata>.*?</metadata>|<style.*?</style>", "", output.getvalue(), flags=re.DOTALL)
-    body = re.sub(r'(\bid="|xlink:href="#|url\(#)', rf"\g<1>{name}-", body)
     body = re.sub(r" font-family: [^;\"]*;", "", body)
     view = re.search(r'viewBox="[^"]*"', body)
     assert view is not None, "matplotlib writes a viewBox"

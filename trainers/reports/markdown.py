@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from html import escape
 from pathlib import Path
 
 from ...plugins.huggingface_hub.push import Relation, license_of, model_card, shown_name
-from .charts import panels, png, svg
-from .report import Report, Section
+from .charts import png, svg
+from .report import Report
 
 _LINE_ENDS = re.compile(r"[\r\n]+")
 _PIPES = re.compile(r"(\\*)\|")
@@ -27,40 +27,22 @@ _PAGE = """<!doctype html>
 
 def markdown(report: Report, picture_file: str = "") -> str:
     """Return the report as Markdown, with the file of `picture` where its charts are."""
-    pictured = _pictured(report)
-
-    def charts(section: Section) -> Iterable[str]:
-        if section is not pictured or not picture_file:
-            return
-        yield f"![{_text('; '.join(chart.title for chart in section.charts))}]({picture_file})"
-        yield from (_text(f"{chart.title}: {chart.note}") for chart in section.charts if chart.note)
-
-    return _document(report, charts)
+    return _document(report, f"![{_titles(report)}]({picture_file})" if picture_file else "")
 
 
 def html(report: Report) -> str:
-    """Return the same Markdown as one HTML file without network access, with all charts; every text is escaped."""
+    """Return the same Markdown as one HTML file without network access; every text is escaped."""
     from markdown_it import MarkdownIt
 
     from ... import __version__
 
-    figures: dict[str, str] = {}
-
-    def charts(section: Section) -> Iterable[str]:
-        for chart in section.charts:
-            name = f"chart-{len(figures) + 1}"
-            figures[f"<p>\ue000{name}\ue000</p>"] = (
-                f"<figure><figcaption>{escape(chart.title)}</figcaption>{svg(chart.draw, name, chart.title)}</figure>"
-            )
-            yield f"\ue000{name}\ue000"
-            yield _text(chart.note)
-
     # Without links, pictures and emphasis: a name with an asterisk is shown as it is.
     parser = MarkdownIt("zero").enable(["table", "heading", "backticks", "escape"])
-    body = parser.render(_document(report, charts))
+    body = parser.render(_document(report, "\ue000"))
     body = body.replace("<table>", '<div class="table" tabindex="0"><table>').replace("</table>", "</table></div>")
-    for mark, figure in figures.items():
-        body = body.replace(mark, figure)
+    if report.charts:
+        drawn = svg(*(chart.draw for chart in report.charts), title=_titles(report))
+        body = body.replace("<p>\ue000</p>", f"<figure>{drawn}</figure>")
     return _PAGE.format(
         title=escape(f"{report.title}: {report.kind.lower()}"),
         style=(Path(__file__).parent / "templates" / "report.css").read_text(encoding="utf-8"),
@@ -71,22 +53,22 @@ def html(report: Report) -> str:
 
 
 def picture(report: Report) -> bytes:
-    """Return the PNG file that `markdown` shows: the charts of the first section that has any."""
-    section = _pictured(report)
-    assert section is not None, "the callers' reports have a chart"
-    return png(panels(*(chart.draw for chart in section.charts)))
+    """Return the PNG file that `markdown` shows."""
+    return png(*(chart.draw for chart in report.charts))
 
 
-def _pictured(report: Report) -> Section | None:
-    return next((section for section in report.sections if section.charts), None)
+def _titles(report: Report) -> str:
+    return _text("; ".join(chart.title for chart in report.charts))
 
 
-def _document(report: Report, charts: Callable[[Section], Iterable[str]]) -> str:
+def _document(report: Report, drawn: str) -> str:
     blocks = [f"# {report.kind} report", ": ".join(filter(None, (code(report.title), _text(report.subtitle))))]
     facts = [(fact.label, fact.value, fact.detail) for fact in report.facts]
     blocks.append(table(("figure", "value", "detail"), facts))
+    if report.charts and drawn:
+        blocks += [drawn, *(_text(f"{chart.title}. {chart.note}") for chart in report.charts)]
     for section in report.sections:
-        blocks += [f"## {section.heading}", *map(_text, section.texts), *charts(section)]
+        blocks += [f"## {section.heading}", *map(_text, section.texts)]
         for shown in section.tables:
             blocks += [_text(shown.caption), table(shown.headings, shown.rows)]
     blocks += ["## How this was made", code(report.command) if report.command else "By a Python program."]

@@ -40,11 +40,10 @@ class Chart:
 
 @dataclass(frozen=True, slots=True)
 class Section:
-    """One heading with paragraphs, charts and tables, in this order."""
+    """One heading with paragraphs and tables, in this order."""
 
     heading: str
     texts: Sequence[str] = ()
-    charts: Sequence[Chart] = ()
     tables: Sequence[Table] = ()
 
 
@@ -56,6 +55,7 @@ class Report:
     title: str
     subtitle: str = ""
     facts: Sequence[Fact] = ()
+    charts: Sequence[Chart] = ()
     sections: Sequence[Section] = ()
     command: str = ""
     """Command line of the run; empty when a Python program started it."""

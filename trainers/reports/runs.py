@@ -72,10 +72,10 @@ def training_report(data: Data, metrics: Metrics, plan: Plan) -> Report:
                 f"{data['seconds']:,.0f} s total",
             ),
         ),
+        charts=_training_charts(data, metrics, plan),
         sections=(
-            _results(data, metrics, losses),
+            _results(data, losses),
             *([Section("Checkpoint", tables=(key_value_table(checkpoint_facts(data)),))] if kind == "qat" else []),
-            _speed(data, metrics, plan),
             _training_settings(data, plan),
         ),
         command=data.get("command", ""),
@@ -104,16 +104,12 @@ def _quality_facts(data: Data, losses: Mapping[str, float | None]) -> list[Fact]
     return facts
 
 
-def _results(data: Data, metrics: Metrics, losses: Mapping[str, float | None]) -> Section:
+def _results(data: Data, losses: Mapping[str, float | None]) -> Section:
     caption = f"Means over all labelled tokens of {data['dataset']['evaluation_samples']} held-out samples"
     if any("±" in cell for row in data["measures"]["rows"] for cell in row):
         caption += "; ± is one standard error, over samples."
     else:
         caption += ". They have no standard error; `shardwright evaluate` measures one."
-    logged = {label: steps for key, label in _LOSSES.items() if (steps := points(metrics, key))}
-    end = ", ".join(f"{label} {steps[-1][1]:.4f}" for label, steps in logged.items())
-    note = f"Means over {data['settings'].get('logging_steps')} steps. At the end: {end}." if end else ""
-    chart = Chart("Loss by step, nats per token", curves(logged, "nats per token"), note)
     texts = []
     rounded, dense, trained = losses.get("rounded"), losses["before"], losses["trained"]
     if rounded is not None and dense is not None and trained is not None and rounded > dense:
@@ -125,7 +121,7 @@ def _results(data: Data, metrics: Metrics, losses: Mapping[str, float | None]) -
             "learned this data. For a fair comparison, fine-tune in full precision for as many steps, then round."
         )
     table = Table(data["measures"]["headings"], data["measures"]["rows"], caption)
-    return Section("Results on held-out samples", texts, (chart,), (table,))
+    return Section("Results on held-out samples", texts, (table,))
 
 
 def checkpoint_facts(data: Data) -> list[tuple[str, str]]:
@@ -203,17 +199,19 @@ def _speed_facts(data: Data, metrics: Metrics, plan: Plan) -> list[Fact]:
     ]
 
 
-def _speed(data: Data, metrics: Metrics, plan: Plan) -> Section:
+def _training_charts(data: Data, metrics: Metrics, plan: Plan) -> list[Chart]:
+    logged = {label: steps for key, label in _LOSSES.items() if (steps := points(metrics, key))}
+    end = ", ".join(f"{label} {steps[-1][1]:.4f}" for label, steps in logged.items())
+    note = f"Means over {data['settings'].get('logging_steps')} steps. At the end: {end}." if end else ""
+    charts = [Chart("Loss by step, nats per token", curves(logged, "nats per token"), note)]
     counted = "tokens_per_second" if _speeds_apart(data, metrics) is None else "positions_per_second"
-    charts = []
     if speeds := points(metrics, counted):
         expected = (plan.chosen.time.tokens_per_second, *speed_interval(plan))
         draw = curves({"measured": speeds}, "tokens/s", expected=expected)
         title = "Tokens/s of all ranks" + ("" if counted == "tokens_per_second" else ", with padding")
-        charts.append(Chart(title, draw, "Dashed: predicted by the plan."))
-    source = plan.hardware.source
-    texts = [f"The prediction uses the figures of {plan.hardware.gpu}: {source}."] if source else []
-    return Section("Speed", texts, charts)
+        source = f" The prediction uses the figures of {plan.hardware.gpu}: {plan.hardware.source}."
+        charts.append(Chart(title, draw, f"Dashed: predicted.{source if plan.hardware.source else ''}"))
+    return charts
 
 
 def _training_settings(data: Data, plan: Plan) -> Section:
@@ -243,6 +241,7 @@ def evaluation_report(data: Data) -> Report:
         subtitle=f"{against}{text['predicted_tokens']:,} tokens of {text['source']}: {text['windows']:,} of "
         f"{text['available_windows']:,} windows of {text['seq_len_tokens']:,} tokens",
         facts=_evaluation_facts(data),
+        charts=(_evaluation_chart(data),),
         sections=_evaluation_sections(data),
         command=data.get("command", ""),
         versions=data["versions"],
@@ -359,7 +358,7 @@ def _evaluation_sections(data: Data) -> tuple[Section, ...]:
     ]
     compared = (verdict(data),) if comparison is not None else ()
     return (
-        Section("Measures", compared, (_evaluation_chart(data),), (evaluation_table(data),)),
+        Section("Measures", compared, (evaluation_table(data),)),
         Section("How it was measured", tables=(Table(headings, models), key_value_table(settings))),
     )
 
@@ -416,6 +415,7 @@ def quantization_report(data: Data) -> Report:
             Fact("Quantized matrices", f"{len(data['quantized_layers']):,}"),
             *([] if evaluation is None else _evaluation_facts(evaluation)),
         ),
+        charts=() if evaluation is None else (_evaluation_chart(evaluation),),
         sections=(
             *(() if evaluation is None else _evaluation_sections(evaluation)),
             _quantized_checkpoint(data),

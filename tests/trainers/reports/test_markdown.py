@@ -19,11 +19,11 @@ REPORT = Report(
     title="org/small",
     subtitle="on some|data",
     facts=(Fact("Perplexity", "3.2", "before 5.1"),),
+    charts=[Chart(title, lambda axes: None, f"Note on {title}.") for title in "abc"],
     sections=(
         Section(
             "Results",
             ("First <line>.\nSecond.",),
-            [Chart(title, lambda axes: None, f"Note on {title}.") for title in "abc"],
             (Table(("", "value"), [("dataset", "a|b")], "Settings."),),
         ),
     ),
@@ -38,17 +38,17 @@ MARKDOWN = r"""# Training report
 |---|---|---|
 | Perplexity | 3.2 | before 5.1 |
 
+![a; b; c](training.png)
+
+a. Note on a.
+
+b. Note on b.
+
+c. Note on c.
+
 ## Results
 
 First \<line>. Second.
-
-![a; b; c](training.png)
-
-a: Note on a.
-
-b: Note on b.
-
-c: Note on c.
 
 Settings.
 
