@@ -13,7 +13,7 @@ from ...ds_configs.specs.job import TeacherPlacement
 from ...plugins.deepspeed.ulysses import own_shard, whole_sequences
 from ...plugins.launching.messages import note_on_first_rank
 from ...plugins.transformers.attention_capture import hidden_states_of
-from ...plugins.transformers.output_heads import OutputHead
+from ...plugins.transformers.output_heads import OutputHead, base_model
 from ..data.chat import IGNORED_LABEL
 from ..losses.cross_tokenizer import TEACHER_IDS, TEACHER_MASK
 from ..losses.fused_loss import accepted_inputs, captured_head_input
@@ -153,8 +153,7 @@ def cross_tokenizer_loss(
 
 def inner_model(trainer: Trainer) -> PreTrainedModel:
     """Return the Transformers model inside PEFT and wrappers."""
-    model: PreTrainedModel = trainer.accelerator.unwrap_model(trainer.model)
-    inner: PreTrainedModel = model.get_base_model() if hasattr(model, "get_base_model") else model
+    inner: PreTrainedModel = base_model(trainer.accelerator.unwrap_model(trainer.model))
     return inner
 
 
@@ -234,6 +233,8 @@ def frozen_copy(model: PreTrainedModel) -> PreTrainedModel:
 
     if not any(hasattr(parameter, "ds_id") for parameter in model.parameters()):
         return copy.deepcopy(model).requires_grad_(False).eval()
+    import deepspeed
+
     from ...plugins.transformers.checkpoint_tensors import without_zero3
 
     with without_zero3():
@@ -246,21 +247,10 @@ def frozen_copy(model: PreTrainedModel) -> PreTrainedModel:
         raise UsageError(ConfigError(where="self_teacher", rule=rule, fix=fix))
     with torch.no_grad():
         for name, tensor in target.items():
-            with _gathered(source[name]) as weight:
-                tensor.copy_(weight)
+            # Gathers nothing of a buffer.
+            with deepspeed.zero.GatheredParameters([source[name]]):
+                tensor.copy_(source[name])
     return teacher.requires_grad_(False).eval()
-
-
-@contextmanager
-def _gathered(parameter: torch.Tensor) -> Iterator[torch.Tensor]:
-    if hasattr(parameter, "ds_id"):
-        import deepspeed
-
-        with deepspeed.zero.GatheredParameters([parameter]):
-            yield parameter
-        return
-    full_tensor = getattr(parameter, "full_tensor", None)
-    yield parameter if full_tensor is None else full_tensor()
 
 
 class AdapterOff:

@@ -153,7 +153,6 @@ class TeacherCache:
 
         Raises:
             UsageError: a row that does not exist, or a temperature that was not stored.
-            RefusedInputError: an id is not in the vocabulary.
         """
         import torch
 
@@ -178,9 +177,6 @@ class TeacherCache:
             ids_NK[inside] = tensors["ids"][own].long()
             log_p_NK[inside] = tensors["logits"][own].float() / temperature
             log_tail_N[inside] = tensors["log_tails"][own, key.temperatures.index(temperature)].float()
-        if bool(((ids_NK < 0) | (ids_NK >= key.vocab_size)).any()):
-            where, rule = f"teacher cache {self.directory}", f"has ids outside of its {key.vocab_size} tokens"
-            raise RefusedInputError(ConfigError(where=where, rule=rule, fix="write the cache again"))
         log_kept_N = torch.log((-torch.expm1(log_tail_N.clamp(max=0.0))).clamp(min=1e-7))
         log_p_NK += (log_kept_N - log_p_NK.logsumexp(dim=-1))[:, None]
         return TopKTargets(

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from ....ds_configs.shrink.config import LAYER_COUNTS
 from ....ds_configs.specs.errors import ConfigError, UsageError
 from .request import Widths
 
@@ -15,9 +14,6 @@ if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedConfig, PreTrainedModel
 
-_LAYER_INDICES = ("mlp_only_layers", "moe_layers", "attn_layer_indices", "cross_attention_layers", "hybrid_layer_ids")
-_THRESHOLDS = ("first_k_dense_replace", "max_window_layers")
-_NOT_PER_LAYER = re.compile(r"token_(ids?|index)$|architectures$|_indexes$|dims$")
 _POSITION = re.compile(r"layer_(idx|index|id|number)$")
 
 
@@ -82,21 +78,6 @@ def layer_stack(model: PreTrainedModel) -> LayerStack:
     prefix = model.base_model_prefix
     path = outer[0].removeprefix(f"{prefix}.") if prefix else outer[0]
     return LayerStack(path=path, count=total, base_prefix=prefix)
-
-
-def layer_changes(config: Mapping[str, object], kept: Sequence[int], total: int) -> dict[str, object]:
-    """Return the fields of a config (with all defaults) that change when only layers `kept` stay."""
-    changes: dict[str, object] = {}
-    for name, value in config.items():
-        if name in _LAYER_INDICES and isinstance(value, list):
-            changes[name] = [new for new, old in enumerate(kept) if old in value]
-        elif isinstance(value, list) and len(value) == total and not _NOT_PER_LAYER.search(name):
-            changes[name] = [value[layer] for layer in kept]
-        elif name in _THRESHOLDS and isinstance(value, int) and not isinstance(value, bool):
-            changes[name] = sum(layer < value for layer in kept)
-        elif name in LAYER_COUNTS and value == total:
-            changes[name] = len(kept)
-    return changes
 
 
 def unlike_layers(

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ....ds_configs.plan.output import disk_errors, output_errors, reserved, write_files
+from ....ds_configs.shrink.config import Rewriting, keep_layers
 from ....ds_configs.specs.errors import ConfigError, DoesNotFitError, RefusedInputError, UsageError
 from ....ds_configs.specs.settings import settings_of
 from ....ds_configs.specs.units import human_count
@@ -25,7 +26,6 @@ from ...reports.markdown import card_text, code, license_line, table, usage
 from .layers import (
     WIDTH_FAMILIES,
     LayerStack,
-    layer_changes,
     layer_stack,
     teacher_widths,
     uniform_layers,
@@ -175,7 +175,9 @@ def plan_student(
     kept_layers = request.keep_layers or uniform_layers(stack.count, request.layers or stack.count)
     config = dict(source.config)
     if len(kept_layers) < stack.count:
-        config |= layer_changes(model.config.to_dict(), kept_layers, stack.count)
+        complete = Rewriting(model.config.to_dict())
+        keep_layers(complete, kept_layers)
+        config |= {change.where: change.after for change in complete.changes}
     student = build_meta_model(config, source="student")
     if unlike := unlike_layers(model, student, stack, kept_layers):
         raise UsageError(unlike)
