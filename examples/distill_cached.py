@@ -18,9 +18,8 @@ from shardwright.plugins.transformers.teacher_placement import PlacedTeacher
 from shardwright.plugins.transformers.training_arguments import byte_tokenizer
 from shardwright.trainers.data.sources import pack, read_documents
 from shardwright.trainers.distillation import CachedTeacherDataset, DistillationConfig, DistillationTrainer
-from shardwright.trainers.distillation.cache.cache_format import RecordFormat
-from shardwright.trainers.distillation.cache.cache_writer import cache_key, write_cache
-from shardwright.trainers.distillation.cache.teacher_cache import TeacherCache
+from shardwright.trainers.distillation.cache.cache_writer import template_hash, tokenizer_hash, write_cache
+from shardwright.trainers.distillation.cache.teacher_cache import CacheKey, TeacherCache
 from transformers import LlamaConfig, LlamaForCausalLM, TrainingArguments, default_data_collator, set_seed
 
 VOCAB_SIZE, SEQ_LEN = 384, 64
@@ -76,16 +75,23 @@ def main() -> None:
     teacher = model(hidden_size=96, layers=3)
     train(teacher, None, 0.0, seen, held_out, steps=250)
     placed = PlacedTeacher(teacher.eval(), teacher, "replica")
-    layout = RecordFormat(top_k=50, vocab_size=VOCAB_SIZE, temperatures=(1.0,))
+    key = CacheKey(
+        teacher="teacher",
+        weights="trained here",
+        tokenizer=tokenizer_hash(tokenizer),
+        template=template_hash(tokenizer, used=False),
+        vocab_size=VOCAB_SIZE,
+        top_k=50,
+        temperatures=(1.0,),
+    )
     with tempfile.TemporaryDirectory() as directory:
-        key = cache_key("teacher", "trained here", tokenizer, layout, rendered_by_template=False)
         began = time.perf_counter()
         ids = [sample["input_ids"] for sample in samples]
         write_cache(Path(directory), key, placed, ids, batch_size=32, device="cpu")
         cache = TeacherCache.open(Path(directory), key)
         speed = len(cache) / (time.perf_counter() - began)
         dense = 2 * VOCAB_SIZE
-        print(f"{len(cache):,} tokens stored at {speed:,.0f} tokens/s, {layout.record_bytes} bytes each, not {dense}")
+        print(f"{len(cache):,} tokens stored at {speed:,.0f} tokens/s, {key.bytes_per_token} bytes each, not {dense}")
         rows = [CachedTeacherDataset(side, cache) for side in (seen, held_out)]
         cached = train(model(48, 2), cache, 0.9, *rows, steps=120)
     live = train(model(48, 2), placed, 0.9, seen, held_out, steps=120)

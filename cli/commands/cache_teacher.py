@@ -21,8 +21,6 @@ if TYPE_CHECKING:
 
 grouped(CacheSettings)
 grouped(ReplicaOptions)
-
-
 grouped(RunOptions)
 
 
@@ -64,27 +62,25 @@ def cache_teacher_command(
 
 
 def _show(job: CacheJob, output_dir: Path | None, *, as_json: bool) -> None:
-    layout = job.key.layout
+    key = job.key
     tokens = sum(len(ids) for ids in job.samples)
     record: dict[str, Any] = {
         "schema_version": 1,
-        "teacher": job.key.teacher,
+        "teacher": key.teacher,
         "samples": len(job.samples),
         "tokens": tokens,
-        "bytes_per_token": layout.record_bytes,
-        "bytes": tokens * layout.record_bytes,
-        "top_k": layout.top_k,
-        "temperatures": list(layout.temperatures),
-        "vocab_size": layout.vocab_size,
+        "bytes_per_token": key.bytes_per_token,
+        "bytes": tokens * key.bytes_per_token,
+        "top_k": key.top_k,
+        "temperatures": list(key.temperatures),
+        "vocab_size": key.vocab_size,
         "output_dir": None if output_dir is None else str(output_dir),
     }
     if as_json:
         print(json.dumps(record))
         return
-    temperatures = ", ".join(f"{temperature:g}" for temperature in layout.temperatures)
-    print(f"{tokens:,} tokens in {len(job.samples):,} samples, {layout.record_bytes} bytes each: ", end="")
-    print(f"{gigabytes(tokens * layout.record_bytes)} GB")
-    print(
-        f"top {layout.top_k} of {layout.vocab_size:,} tokens and the sum of the others, at temperature {temperatures}"
-    )
+    temperatures = ", ".join(f"{temperature:g}" for temperature in key.temperatures)
+    print(f"{tokens:,} tokens in {len(job.samples):,} samples, {key.bytes_per_token} bytes each: ", end="")
+    print(f"{gigabytes(tokens * key.bytes_per_token)} GB")
+    print(f"top {key.top_k} of {key.vocab_size:,} tokens and the sum of the others, at temperature {temperatures}")
     print("Dry run: nothing was run or written." if output_dir is None else f"Stored in {output_dir}")

@@ -69,46 +69,29 @@ def _store(store: CalibrationStore, run_dir: Path, *, as_json: bool) -> int:
 
     measurement = read_measurement(run_dir)
     step = measured_step(measurement)
-    if step is not None and measurement.fullest.peak_reserved_bytes is None:
-        return _store_step(store, step, list(report_lines(measurement)), as_json=as_json)
-    run = measured_run(measurement)
-    added = store.add(run)
+    # CPU ranks have no memory peaks.
+    run = None if step is not None and measurement.fullest.peak_reserved_bytes is None else measured_run(measurement)
+    added = [store.add(each) for each in (run, step) if each is not None]
+    answer: dict[str, Any] = {"added": added[0]}
+    planned, identifier = measurement.plan, (run or step).identifier[:_SHOWN_DIGITS]  # type: ignore[union-attr]
+    plans = printable(f"{planned.architecture} on {planned.gpu}")
+    layout = printable(f"{planned.layout} on {len(measurement.measured)} ranks")
+    lines = [f"{'Stored' if added[0] else 'Already stored:'} run {identifier}, {plans}, {layout}"]
+    lines += [f"  {line}" for line in report_lines(measurement)]
+    if run is None:
+        lines[0] += ", which has no memory peaks"
+    else:
+        after = store.calibration()
+        before = Calibration(runs=tuple(other for other in after.runs if other.identifier != run.identifier))
+        old, new = _interval(before, run), _interval(after, run)
+        answer |= {"run": _with_ratio(run), "interval": new}
+        lines.append(f"reserved over predicted tensors: {run.ratio:.3f}")
+        lines.append(f"interval of plans for {plans}: {_shown(old)} -> {_shown(new)}")
     if step is not None:
-        store.add_step(step)
-    after = store.calibration()
-    before = Calibration(runs=tuple(other for other in after.runs if other.identifier != run.identifier))
-    if as_json:
-        answer = {"added": added, "run": _run_dict(run), "interval": _interval(after, run), "database": str(store.path)}
-        print(json.dumps({"schema_version": 1} | answer, indent=2))
-        return 0
-    place = printable(f"{run.architecture} on {run.gpu}")
-    verb = "Stored" if added else "Already stored:"
-    print(f"{verb} run {run.identifier[:_SHOWN_DIGITS]}, {place}, {printable(run.layout)} on {run.ranks} ranks")
-    for line in report_lines(measurement):
-        print(f"  {line}")
-    old, new = _interval(before, run), _interval(after, run)
-    print(f"reserved over predicted tensors: {run.ratio:.3f}")
-    print(f"interval of plans for {place}: {_shown(old)} -> {_shown(new)}")
-    if step is not None:
-        print(_step_line(store, step))
-    return 0
-
-
-def _store_step(store: CalibrationStore, step: MeasuredStep, lines: list[str], *, as_json: bool) -> int:
-    """Store a run without memory peaks, on CPU ranks."""
-    from ...ds_configs.plan.measurement import printable
-
-    added = store.add_step(step)
-    if as_json:
-        answer = {"added": added, "step": asdict(step) | {"ratio": step.ratio}, "database": str(store.path)}
-        print(json.dumps({"schema_version": 1} | answer, indent=2))
-        return 0
-    verb = "Stored the step time of" if added else "Already stored:"
-    place = printable(f"{step.layout} on {step.ranks} x {step.gpu}")
-    print(f"{verb} run {step.identifier[:_SHOWN_DIGITS]}, {place}, which has no memory peaks")
-    for line in lines:
-        print(f"  {line}")
-    print(_step_line(store, step))
+        answer |= {"step": _with_ratio(step)}
+        lines.append(_step_line(store, step))
+    answer = {"schema_version": 1, **answer, "database": str(store.path)}
+    print(json.dumps(answer, indent=2) if as_json else "\n".join(lines))
     return 0
 
 
@@ -148,13 +131,11 @@ def read_measurement(run_dir: Path) -> RunMeasurement:
 
 
 def _list(store: CalibrationStore, *, as_json: bool) -> int:
-    runs, steps, cpus = store.stored(), store.steps(), store.cpus()
+    runs, steps, cpus = store.calibration().runs, store.steps(), store.cpus()
     if as_json:
-        listed = [_run_dict(stored.run) | {"stored_at": stored.stored_at} for stored in runs]
-        shown = {"schema_version": 1, "runs": listed}
-        shown |= {"steps": [asdict(step) | {"ratio": step.ratio} for step in steps]}
-        shown |= {"cpus": [asdict(cpu) for cpu in cpus]}
-        print(json.dumps(shown | {"database": str(store.path)}, indent=2))
+        shown: dict[str, Any] = {"runs": [*map(_with_ratio, runs)], "steps": [*map(_with_ratio, steps)]}
+        shown |= {"cpus": [asdict(cpu) for cpu in cpus], "database": str(store.path)}
+        print(json.dumps({"schema_version": 1, **shown}, indent=2))
         return 0
     if not runs and not steps:
         print("No stored runs. Store one with `shardwright calibrate RUN_DIR`.")
@@ -163,23 +144,22 @@ def _list(store: CalibrationStore, *, as_json: bool) -> int:
         from ...ds_configs.specs.units import gigabytes
         from ..show import console, print_rows
 
-        names = ("run", "GPU", "model", "layout")
         numbers = ("ranks", "predicted", "allocated", "reserved", "ratio", "outside", "step s")
         rows = []
-        for stored in runs:
-            run = stored.run
+        for run in runs:
             outside = "-" if run.outside_allocator_bytes is None else gigabytes(run.outside_allocator_bytes)
             seconds = "-" if run.step_seconds is None else f"{run.step_seconds:.3g}"
             sizes = (run.predicted_allocated_bytes, run.allocated_peak_bytes, run.reserved_peak_bytes)
             words = (run.identifier[:_SHOWN_DIGITS], run.gpu, run.model.rpartition("/")[2] or run.model, run.layout)
             memory = (*map(gigabytes, sizes), f"{run.ratio:.3f}", outside)
-            rows.append([printable(word) for word in (*words, str(run.ranks), *memory, seconds, stored.stored_at[:10])])
-        print_rows(console(), (*names, *numbers, "stored"), rows, title="Stored runs, memory in GB", figures=numbers)
+            rows.append([printable(word) for word in (*words, str(run.ranks), *memory, seconds)])
+        names = ("run", "GPU", "model", "layout", *numbers)
+        print_rows(console(), names, rows, title="Stored runs, memory in GB", figures=numbers)
     if steps:
         show_steps(steps, title="Stored step times, seconds")
     for cpu in cpus:
         print(f"Measured {cpu}")
-    print(f"database: {store.path}", file=sys.stderr)
+    print(f"file: {store.path}", file=sys.stderr)
     return 0
 
 
@@ -197,8 +177,8 @@ def show_steps(steps: Sequence[MeasuredStep], *, title: str) -> None:
     print_rows(console(), ("run", "GPU", "engine", "model", "layout", *numbers), rows, title=title, figures=numbers)
 
 
-def _run_dict(run: MeasuredRun) -> dict[str, Any]:
-    return asdict(run) | {"ratio": run.ratio}
+def _with_ratio(measured: MeasuredRun | MeasuredStep) -> dict[str, Any]:
+    return asdict(measured) | {"ratio": measured.ratio}
 
 
 def _interval(calibration: Calibration, run: MeasuredRun) -> dict[str, float | int]:

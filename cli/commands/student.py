@@ -66,8 +66,7 @@ def show_student(report: StudentReport) -> None:
     table = Table(box=None, pad_edge=False)
     for name, justify in (("", "left"), ("teacher", "right"), ("student", "right")):
         table.add_column(name, justify=justify)  # type: ignore[arg-type]
-    if plan.stack is not None:
-        table.add_row("layers", f"{plan.stack.count:,}", f"{len(plan.kept_layers):,}")
+    table.add_row("layers", f"{plan.stack.count:,}", f"{len(plan.kept_layers):,}")
     teacher, student = plan.teacher_widths, plan.student_widths
     if teacher is not None and student is not None:
         names = {
@@ -83,17 +82,8 @@ def show_student(report: StudentReport) -> None:
     table.add_row("parameters", *counts, f"{share:.1%}")
     out.print(Text(printable(plan.source.name), style="bold"))
     out.print(table)
-    if plan.stack is not None and len(plan.kept_layers) < plan.stack.count:
+    if len(plan.kept_layers) < plan.stack.count:
         out.print("layers kept:", ", ".join(map(str, plan.kept_layers)))
-    if low_rank := list(report.low_rank.values()):
-        ranks, energies = [entry["rank"] for entry in low_rank], [entry["energy"] for entry in low_rank]
-        kept = f"{min(energies):.1%} to {max(energies):.1%}"
-        line = f"rank {min(ranks)} to {max(ranks)} in {len(low_rank)} matrices, {kept} of the energy kept"
-        out.print(line, markup=False)
-        out.print("the products are stored dense, so the file is not smaller", markup=False)
-    if report.zeros:
-        mean = sum(report.zeros.values()) / len(report.zeros)
-        out.print(f"zeros in {len(report.zeros)} matrices: {mean:.1%} on average", markup=False)
     if report.output_dir is None:
         out.print("No files written; pass --output-dir without --dry-run")
     else:

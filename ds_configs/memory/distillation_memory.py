@@ -38,8 +38,8 @@ HEAD_ROWS = 8192
 
 CACHED_TOP_K = 50
 """Assumed number of cached tokens per distribution."""
-_CACHED_BYTES_PER_TOKEN = 130
-"""Bytes of a cache per token at k = 50: 2.6 per stored entry."""
+_CACHED_BYTES_PER_TOKEN = (4 + 2) * CACHED_TOP_K + 2
+"""Bytes of a cache per token: an int32 id and an fp16 logit per entry, and the mass of all others in fp16."""
 # `TopKTargets` holds an int64 id and an fp32 log-probability per entry.
 _TOP_K_ENTRY_BYTES = 8 + 4
 

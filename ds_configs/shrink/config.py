@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from math import ceil, lcm, log2
@@ -380,15 +380,20 @@ _IMPLIED_PERIODS: Mapping[str, int] = {
     "smollm3": 4,
 }
 """Default period of attention types, in layers (transformers/models/*/configuration_*.py)."""
-_NOT_PER_LAYER = re.compile(r"token_(ids?|index)$|architectures$|_indexes$|_grid_pinpoints$")
+_NOT_PER_LAYER = re.compile(r"token_(ids?|index)$|architectures$|_indexes$|_grid_pinpoints$|dims$")
 
 
 def cut_layers(config: Rewriting, *, layers: int, pipeline_stages: int) -> None:
-    """Keep about `layers` layers, a multiple of `pipeline_stages`, and adapt all fields that count or list layers."""
+    """Keep about `layers` layers, a multiple of `pipeline_stages`."""
     total = layer_count(config.values)
-    if total is None or (total <= layers and total % pipeline_stages == 0):
-        return
-    kept = kept_layers(config.values, layers=layers, pipeline_stages=pipeline_stages)
+    if total is not None and (total > layers or total % pipeline_stages):
+        keep_layers(config, kept_layers(config.values, layers=layers, pipeline_stages=pipeline_stages))
+
+
+def keep_layers(config: Rewriting, kept: Sequence[int]) -> None:
+    """Adapt all fields that count or list layers to the layers that stay."""
+    total = layer_count(config.values)
+    assert total is not None, "a stack has a number of layers"
     for name, values in list(_per_layer_lists(config.values, total)):
         config.put(name, [values[index] for index in kept])
     for name in LAYER_INDICES:

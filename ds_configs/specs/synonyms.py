@@ -120,6 +120,10 @@ _OPTIONS: Mapping[tuple[str, ...], tuple[Option, ...]] = {
 REMOVED: Mapping[str, str] = {
     **dict.fromkeys(("address", "image", "volume"), "start from a file of examples/clusters, which has it"),
     **dict.fromkeys(("ray", "kubernetes", "jobset", "skypilot"), "start from its file in examples/clusters"),
+    "importance": "omit it: channels and heads are compared by the activations on --text",
+    **dict.fromkeys(("low_rank", "low_rank_energy"), "use quantize --method low-rank"),
+    **dict.fromkeys(("sparsity", "prune", "granularity"), "train with MagnitudePruningCallback or L1SparsityCallback"),
+    "value_bits": "omit it: a cache stores logits in fp16",
     "resume": "omit it: the command starts from the beginning",
     "format": "omit it: checkpoints have the format of compressed-tensors",
     "create": "run python -m venv ENV && ENV/bin/pip install 'shardwright[quantize]'",

@@ -76,7 +76,7 @@ def local_cpu_hardware(
             cpu=key[0], cores=cores, ranks=ranks, threads=threads, torch=key[4], **_measured_rates(ranks)
         )
         try:
-            store.add_cpu(measured)
+            store.add(measured)
         except ShardwrightError as error:
             tell(f"the measured rates are not stored: {error}")
         tell(f"measured {measured}")

@@ -111,8 +111,7 @@ def _distilled(term: str = "", **options: Any) -> Callable[[Run], None]:
     def change(run: Run) -> None:
         from shardwright.trainers import distillation
 
-        kinds = {"hidden_states": "HiddenStateTerm", "self_teacher": "SelfTeacher"}
-        own = {term: getattr(distillation, kinds[term])(**options)} if term else options
+        own = {term: distillation.HiddenStateTerm(**options)} if term else options
         run.distillation = {"alpha": 0.5, **own}
 
     return change
@@ -185,7 +184,6 @@ SETTINGS: dict[str, Callable[[Run], None]] = {
     "frozen": _set(change_model=_frozen),
     "distillation": _distilled(temperature=2.0),
     "distilled_features": _distilled("hidden_states", weight=0.5),
-    "moving_average_teacher": _distilled("self_teacher", kind="ema", decay=0.5),
     "balance_loss": _set(family="mixtral", sizes={"output_router_logits": True, "router_aux_loss_coef": 0.5}),
     "gradient_checkpointing": _arguments(gradient_checkpointing=True),
     "label_smoothing": _arguments(label_smoothing_factor=0.1),

@@ -18,7 +18,6 @@ from shardwright.ds_configs.specs.optimizers import OPTIMIZERS as PLANNED
 
 REPOSITORY = Path(__file__).parents[2]
 FIXED = [
-    Combination(layout="zero3", settings=("moving_average_teacher",)),
     Combination(layout="tp2-zero1", settings=("frozen",)),
     Combination(layout="ep2-zero2", settings=("global_pruning",)),
     Combination(layout="ddp", settings=("balance_loss",), accumulation=2),
@@ -40,7 +39,6 @@ REJECTED = {
     ("sgd", "zero_offload"): "CPU Adam",
     ("compile", "zero3"): "released",
     ("DPOTrainer", "sp"): "log-probabilities of full sequences",
-    ("moving_average_teacher", "ep"): "shards or renames",
     ("adamw_8bit", "fsdp2"): "do not support DTensors",
     ("paged_adamw_32bit", "cp"): "do not support DTensors",
 }

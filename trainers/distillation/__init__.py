@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from .cache.teacher_cache import CachedTeacherDataset, TeacherCache
     from .clip_trainer import ClipDistillationConfig, CLIPDistillationTrainer
-    from .config import DistillationConfig, OnPolicy, Schedule, SelfTeacher
+    from .config import DistillationConfig, OnPolicy, SelfTeacher
     from .feature_matching import AttentionTerm, HiddenStateTerm
     from .trainer import DistillationTrainer
 
@@ -21,7 +21,6 @@ __all__ = [
     "DistillationTrainer",
     "HiddenStateTerm",
     "OnPolicy",
-    "Schedule",
     "SelfTeacher",
     "TeacherCache",
 ]
@@ -29,7 +28,7 @@ __all__ = [
 _MODULES = {
     ".cache.teacher_cache": ("CachedTeacherDataset", "TeacherCache"),
     ".clip_trainer": ("CLIPDistillationTrainer", "ClipDistillationConfig"),
-    ".config": ("DistillationConfig", "OnPolicy", "Schedule", "SelfTeacher"),
+    ".config": ("DistillationConfig", "OnPolicy", "SelfTeacher"),
     ".feature_matching": ("AttentionTerm", "HiddenStateTerm"),
     ".trainer": ("DistillationTrainer",),
 }

@@ -1,4 +1,4 @@
-"""`DistillationConfig`: the terms of a distillation loss, their weights, and schedules."""
+"""`DistillationConfig`: the terms of a distillation loss and their weights."""
 
 from __future__ import annotations
 
@@ -13,29 +13,7 @@ if TYPE_CHECKING:
     from .feature_matching import AttentionTerm, HiddenStateTerm
 
 Implementation = Literal["auto", "fused", "plain"]
-SelfTeacherKind = Literal["frozen_copy", "ema", "adapter_off", "deeper_exit"]
-CrossTokenizerKind = Literal["uld", "aligned"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Schedule:
-    """A value that changes from `start` to `end` during training, then stays constant."""
-
-    start: float
-    """Value at the first step."""
-    end: float
-    """Value from `until` on."""
-    kind: Literal["linear", "cosine"] = "linear"
-    """A straight line, or half a cosine wave."""
-    until: float = 1.0
-    """Share of all steps after which `end` is reached, above 0 and at most 1."""
-
-    def at(self, progress: float) -> float:
-        """Return the value at a share of all steps from 0 to 1."""
-        share = min(1.0, max(0.0, progress) / self.until)
-        if self.kind == "cosine":
-            share = (1.0 - math.cos(math.pi * share)) / 2.0
-        return self.start + (self.end - self.start) * share
+SelfTeacherKind = Literal["frozen_copy", "adapter_off", "deeper_exit"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,10 +21,8 @@ class SelfTeacher:
     """A teacher derived from the student."""
 
     kind: SelfTeacherKind
-    """`frozen_copy`: the weights at the start; `ema`: their exponential moving average; `adapter_off`: the base model
-    without its adapter; `deeper_exit`: the model's output teaches the output of an earlier layer."""
-    decay: float = 0.999
-    """`ema`: d in ``θ' ← d θ' + (1 - d) θ`` after every optimizer step."""
+    """`frozen_copy`: the weights at the start; `adapter_off`: the base model without its adapter; `deeper_exit`: the
+    model's output teaches the output of an earlier layer."""
     exit_layer: int | None = None
     """`deeper_exit`: number of layers before the earlier exit; `None`: half of them."""
 
@@ -73,9 +49,9 @@ class OnPolicy:
 class DistillationConfig:
     """``(1 - α) · CE + α · τ² · D + w_h · hidden states + w_a · attention``, each the mean over all labelled tokens."""
 
-    alpha: float | Schedule = 0.5
+    alpha: float = 0.5
     """α, 0 to 1."""
-    temperature: float | Schedule = 1.0
+    temperature: float = 1.0
     """τ, above 0."""
     divergence: Divergence = "forward_kl"
     """D between the softened distributions of teacher and student."""
@@ -92,8 +68,8 @@ class DistillationConfig:
     """Use the student as its own teacher."""
     on_policy: OnPolicy | None = None
     """Let the student generate completions."""
-    cross_tokenizer: CrossTokenizerKind | None = None
-    """Comparison of distributions over different vocabularies; the trainer wraps the collator for it."""
+    cross_tokenizer: bool = False
+    """Compare models with different tokenizers over spans of the text; the trainer wraps the collator for it."""
     telemetry: bool = True
     """Log KL, agreement, overlap and both cross-entropies."""
 
@@ -105,13 +81,8 @@ class DistillationConfig:
             if not holds:
                 errors.append(ConfigError(where=where, value=value, rule=rule, fix=fix))
 
-        for end in _ends(self.alpha):
-            check("alpha", end, 0 <= end <= 1, "must be from 0 to 1")
-        for end in _ends(self.temperature):
-            check("temperature", end, 0 < end < math.inf, "must be above 0")
-        for name, value in (("alpha", self.alpha), ("temperature", self.temperature)):
-            if isinstance(value, Schedule):
-                check(f"{name}.until", value.until, 0 < value.until <= 1, "must be above 0 and at most 1")
+        check("alpha", self.alpha, 0 <= self.alpha <= 1, "must be from 0 to 1")
+        check("temperature", self.temperature, 0 < self.temperature < math.inf, "must be above 0")
         kinds = get_args(Divergence)
         check("divergence", self.divergence, self.divergence in kinds, f"must be one of {', '.join(kinds)}")
         if self.divergence == "jsd":
@@ -121,14 +92,17 @@ class DistillationConfig:
         check("vocab_size", self.vocab_size, self.vocab_size is None or self.vocab_size > 1, "must be at least 2")
         own, policy = self.self_teacher, self.on_policy
         if own is not None:
-            check("self_teacher.decay", own.decay, 0 <= own.decay < 1, "must be at least 0 and below 1")
+            own_kinds = get_args(SelfTeacherKind)
+            check("self_teacher.kind", own.kind, own.kind in own_kinds, f"must be one of {', '.join(own_kinds)}")
         if policy is not None:
             check("on_policy.fraction", policy.fraction, 0 <= policy.fraction <= 1, "must be from 0 to 1")
             tokens = policy.max_new_tokens
             check("on_policy.max_new_tokens", tokens, tokens >= 1, "must be at least 1")
             check("on_policy.temperature", policy.temperature, policy.temperature > 0, "must be above 0")
         has_features = self.hidden_states is not None or self.attention is not None
-        if self.cross_tokenizer is not None:
+        aligns = self.cross_tokenizer
+        check("cross_tokenizer", aligns, isinstance(aligns, bool), "must be True or False; True aligns spans")
+        if aligns:
             rule = "layers cannot be matched by position, because the tokens differ"
             check("cross_tokenizer", None, not has_features, rule)
             rule, fix = "cross_tokenizer compares full distributions of both models", "use plain with cross_tokenizer"
@@ -143,11 +117,12 @@ class DistillationConfig:
         if errors:
             raise UsageError(errors)
 
-    def objective(self, progress: float) -> TokenObjective:
-        """Return the token loss at a share of all steps from 0 to 1."""
+    @property
+    def objective(self) -> TokenObjective:
+        """The token loss."""
         return TokenObjective(
-            alpha=self.alpha.at(progress) if isinstance(self.alpha, Schedule) else self.alpha,
-            temperature=self.temperature.at(progress) if isinstance(self.temperature, Schedule) else self.temperature,
+            alpha=self.alpha,
+            temperature=self.temperature,
             divergence=self.divergence,
             mixture=self.mixture,
             vocab_size=self.vocab_size,
@@ -161,7 +136,6 @@ class DistillationConfig:
             "distilled_features": self.hidden_states is not None,
             "distilled_attention": self.attention is not None,
             "on_policy": self.on_policy is not None,
-            "moving_average_teacher": self.self_teacher is not None and self.self_teacher.kind == "ema",
         }
         return tuple(name for name, is_set in names.items() if is_set)
 
@@ -169,7 +143,3 @@ class DistillationConfig:
     def is_plain_training(self) -> bool:
         """Whether no term needs a teacher."""
         return self.alpha == 0 and self.hidden_states is None and self.attention is None and self.on_policy is None
-
-
-def _ends(value: float | Schedule) -> tuple[float, ...]:
-    return (value.start, value.end) if isinstance(value, Schedule) else (value,)

@@ -14,7 +14,6 @@ from ...plugins.safetensors.reading import load_tensors
 from ...plugins.safetensors.writing import save_tensors
 from ...plugins.transformers.attention_capture import AttentionTensor, LayerAttention, captured_attention
 from ..losses.features import (
-    HeadMatching,
     HiddenStateKind,
     LayerMapKind,
     LayerMatch,
@@ -49,16 +48,10 @@ class HiddenStateTerm:
     of two; or pairs of (student layer, teacher layer), where 0 is the embedding and l the output of block l."""
     normalize: bool = True
     """`mse`: divide each token's squared error by the mean square of its teacher vector."""
-    projector_learning_rate: float | None = None
-    """Learning rate of the projectors; `None`: the student's."""
 
     def __post_init__(self) -> None:
         """Raise a `UsageError` with all errors."""
-        name, rate = "hidden_states", self.projector_learning_rate
-        errors = _term_errors(name, self, {"kind": HiddenStateKind}, get_args(LayerMapKind))
-        if rate is not None and not 0 < rate < math.inf:
-            errors.append(ConfigError(where=f"{name}.projector_learning_rate", value=rate, rule="must be above 0"))
-        if errors:
+        if errors := _term_errors("hidden_states", self, {"kind": HiddenStateKind}, get_args(LayerMapKind)):
             raise UsageError(errors)
 
 
@@ -69,22 +62,20 @@ class AttentionTerm:
     weight: float = 1.0
     """Weight of the mean distance, above 0."""
     kind: Literal["relations", "scores"] = "relations"
-    """MiniLM's relations among queries, keys and values, or TinyBERT's scores of queries with keys."""
+    """MiniLM's relations among queries, keys and values, or TinyBERT's scores of queries with keys, where the teacher's
+    heads are interpolated if their numbers differ."""
     relations: tuple[AttentionTensor, ...] = ("query", "key", "value")
     """`relations`: tensors to relate with themselves; the loss is the mean over them."""
     relation_heads: int | None = None
     """`relations`: heads that the joined width is split into; `None`: the teacher's heads, or their greatest divisor
     that divides the student's width."""
-    heads: HeadMatching = "interpolate"
-    """`scores`, with unequal numbers of heads: `interpolate` the teacher's, or `average` both."""
     layers: Literal["last", "uniform"] | LayerPairs = "last"
     """The last layer of each; every student layer with the teacher layer of the nearest relative depth; or pairs of
     (student layer, teacher layer), counted from 1."""
 
     def __post_init__(self) -> None:
         """Raise a `UsageError` with all errors."""
-        choices = {"kind": Literal["relations", "scores"], "heads": HeadMatching}
-        errors = _term_errors("attention", self, choices, ("last", "uniform"))
+        errors = _term_errors("attention", self, {"kind": Literal["relations", "scores"]}, ("last", "uniform"))
         tensors, relations = get_args(AttentionTensor), self.relations
         is_set = isinstance(relations, tuple) and relations and len({*relations}) == len(relations)
         if not is_set or not {*relations} <= {*tensors}:
@@ -222,7 +213,7 @@ class FeatureMatching:
             causal, window = own.causal or taught.causal, min(windows, default=None)
             visible = visibility(inputs, shapes[0][2], causal=causal, window=window)
             if term.kind == "scores":
-                distances.append(score_sum(own, taught, row_weights_BS, visible, heads=term.heads))
+                distances.append(score_sum(own, taught, row_weights_BS, visible))
                 continue
             for name in term.relations:
                 pair, heads = (own.tensor(name), taught.tensor(name)), term.relation_heads
@@ -256,14 +247,6 @@ def _term_errors(
 
 
 FILE_NAME = "distillation_projectors.safetensors"
-
-
-def split_projectors(optimizer: torch.optim.Optimizer, projectors: torch.nn.Module, learning_rate: float) -> None:
-    """Move the projectors' parameters into a parameter group with another learning rate."""
-    own = {id(parameter) for parameter in projectors.parameters()}
-    for group in optimizer.param_groups:
-        group["params"] = [parameter for parameter in group["params"] if id(parameter) not in own]
-    optimizer.add_param_group({"params": list(projectors.parameters()), "lr": learning_rate, "weight_decay": 0.0})
 
 
 def save_projectors(state_dict: dict[str, torch.Tensor], prefix: str, directory: str) -> None:

@@ -6,23 +6,18 @@ import copy
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from transformers import TrainerCallback
-
-from ...ds_configs.plan.output import replacing
 from ...ds_configs.specs.errors import ConfigError, UsageError
 from ...ds_configs.specs.job import TeacherPlacement
 from ...plugins.deepspeed.ulysses import own_shard, whole_sequences
 from ...plugins.launching.messages import note_on_first_rank
-from ...plugins.safetensors.reading import read_header
 from ...plugins.transformers.attention_capture import hidden_states_of
-from ...plugins.transformers.output_heads import OutputHead
+from ...plugins.transformers.output_heads import OutputHead, base_model
 from ..data.chat import IGNORED_LABEL
 from ..losses.cross_tokenizer import TEACHER_IDS, TEACHER_MASK
 from ..losses.fused_loss import accepted_inputs, captured_head_input
-from .config import DistillationConfig, Schedule
+from .config import DistillationConfig
 
 if TYPE_CHECKING:
     import torch
@@ -31,8 +26,6 @@ if TYPE_CHECKING:
         PreTrainedModel,
         PreTrainedTokenizerBase,
         Trainer,
-        TrainerControl,
-        TrainerState,
         TrainingArguments,
     )
 
@@ -41,7 +34,6 @@ if TYPE_CHECKING:
     from .feature_matching import Captured, FeatureMatching
 
 TOKEN_WEIGHTS, TEACHER_ROWS, SHIFT_LABELS = "token_weights", "teacher_rows", "shift_labels"
-AVERAGE_FILE = "ema_teacher.safetensors"
 
 
 # Checks, each once, before and after the Trainer is made.
@@ -88,10 +80,8 @@ def check_arguments(
                 reject("teacher", "a cache has no hidden states", "use a live teacher")
             if distillation.on_policy is not None:
                 reject("on_policy", "a cache has only the tokens of the dataset", "use a live teacher")
-            if distillation.cross_tokenizer is not None:
+            if distillation.cross_tokenizer:
                 reject("cross_tokenizer", "a cache has distributions of one tokenizer")
-            if isinstance(distillation.temperature, Schedule):
-                reject("temperature", "a cache has fixed temperatures", "use one of them")
         if hasattr(model, "named_parameters") and hasattr(student, "parameters"):
             student_ids = {id(parameter) for parameter in student.parameters()}
             shared = [name for name, parameter in model.named_parameters() if id(parameter) in student_ids]
@@ -144,8 +134,7 @@ def cross_tokenizer_loss(
     Raises:
         UsageError: a tokenizer is missing or cannot be aligned.
     """
-    kind = distillation.cross_tokenizer
-    if kind is None:
+    if not distillation.cross_tokenizer:
         return None
     from ..losses.cross_tokenizer import CrossTokenizerCollator, CrossTokenizerLoss
 
@@ -156,7 +145,7 @@ def cross_tokenizer_loss(
         raise UsageError([ConfigError(where=name, rule="is required with cross_tokenizer") for name in missing])
     assert collator is not None
     trainer_arguments["data_collator"] = CrossTokenizerCollator(own, teacher_tokenizer, collator)
-    return CrossTokenizerLoss(kind, own, teacher_tokenizer)
+    return CrossTokenizerLoss(own, teacher_tokenizer)
 
 
 # Models.
@@ -164,8 +153,7 @@ def cross_tokenizer_loss(
 
 def inner_model(trainer: Trainer) -> PreTrainedModel:
     """Return the Transformers model inside PEFT and wrappers."""
-    model: PreTrainedModel = trainer.accelerator.unwrap_model(trainer.model)
-    inner: PreTrainedModel = model.get_base_model() if hasattr(model, "get_base_model") else model
+    inner: PreTrainedModel = base_model(trainer.accelerator.unwrap_model(trainer.model))
     return inner
 
 
@@ -194,7 +182,7 @@ class Teacher(Protocol):
 
 
 def place(trainer: Trainer, teacher: Any, placement: TeacherPlacement) -> tuple[Any, TeacherCache | None]:
-    """Return the placed teacher and the cache; one or both are `None`. Sets the trainer's `moving_average` for an EMA.
+    """Return the placed teacher and the cache; one or both are `None`.
 
     Raises:
         UsageError: the student cannot be its own teacher in the requested way.
@@ -205,12 +193,7 @@ def place(trainer: Trainer, teacher: Any, placement: TeacherPlacement) -> tuple[
             return None, None
         if own.kind == "adapter_off":
             return AdapterOff(trainer), None
-        copied = frozen_copy(inner_model(trainer))
-        if own.kind == "ema":
-            copied = copied.float()
-            trainer.moving_average = MovingAverage(copied, lambda: inner_model(trainer), own.decay)
-            trainer.add_callback(trainer.moving_average)
-        return _placed(trainer, copied, "replica"), None
+        return _placed(trainer, frozen_copy(inner_model(trainer)), "replica"), None
     if hasattr(teacher, "rows_of"):
         return None, teacher
     placed = teacher if hasattr(teacher, "gathered_head") else _placed(trainer, teacher, placement)
@@ -250,6 +233,8 @@ def frozen_copy(model: PreTrainedModel) -> PreTrainedModel:
 
     if not any(hasattr(parameter, "ds_id") for parameter in model.parameters()):
         return copy.deepcopy(model).requires_grad_(False).eval()
+    import deepspeed
+
     from ...plugins.transformers.checkpoint_tensors import without_zero3
 
     with without_zero3():
@@ -262,72 +247,10 @@ def frozen_copy(model: PreTrainedModel) -> PreTrainedModel:
         raise UsageError(ConfigError(where="self_teacher", rule=rule, fix=fix))
     with torch.no_grad():
         for name, tensor in target.items():
-            with _gathered(source[name]) as weight:
-                tensor.copy_(weight)
+            # Gathers nothing of a buffer.
+            with deepspeed.zero.GatheredParameters([source[name]]):
+                tensor.copy_(source[name])
     return teacher.requires_grad_(False).eval()
-
-
-@contextmanager
-def _gathered(parameter: torch.Tensor) -> Iterator[torch.Tensor]:
-    if hasattr(parameter, "ds_id"):
-        import deepspeed
-
-        with deepspeed.zero.GatheredParameters([parameter]):
-            yield parameter
-        return
-    full_tensor = getattr(parameter, "full_tensor", None)
-    yield parameter if full_tensor is None else full_tensor()
-
-
-class MovingAverage(TrainerCallback):
-    """Keep a teacher at the exponential moving average of the student: ``θ' ← d θ' + (1 - d) θ`` (arXiv 1703.01780).
-
-    Buffers are copied. Under ZeRO-3 and FSDP2 weights are gathered one at a time.
-    """
-
-    def __init__(self, teacher: PreTrainedModel, student: Callable[[], PreTrainedModel], decay: float) -> None:
-        self._teacher, self._student, self._decay = teacher, student, decay
-
-    def on_optimizer_step(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
-        import torch
-
-        with torch.no_grad():
-            averages = dict(self._teacher.named_parameters())
-            student = self._student()
-            for name, parameter in student.named_parameters():
-                if (average := averages.get(name)) is not None:
-                    with _gathered(parameter) as weight:
-                        average.lerp_(weight.to(device=average.device, dtype=average.dtype), 1.0 - self._decay)
-            buffers = dict(self._teacher.named_buffers())
-            for name, buffer in student.named_buffers():
-                if name in buffers:
-                    buffers[name].copy_(buffer)
-
-    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        from safetensors.torch import save_model
-
-        if args.process_index == 0:
-            checkpoint = Path(args.output_dir) / f"checkpoint-{state.global_step}"
-            with replacing(checkpoint / AVERAGE_FILE) as unfinished:
-                save_model(self._teacher, str(unfinished))
-
-    def load(self, checkpoint: str) -> None:
-        """Restore the average of a checkpoint.
-
-        Raises:
-            UsageError: the checkpoint has none.
-        """
-        from safetensors.torch import load_model
-
-        path = Path(checkpoint) / AVERAGE_FILE
-        if not path.is_file():
-            rule = f"has no {AVERAGE_FILE}, and the average cannot be derived from the weights"
-            fix = "resume from a run with the same self_teacher"
-            raise UsageError(ConfigError(where=str(checkpoint), rule=rule, fix=fix))
-        read_header(path)
-        load_model(self._teacher, str(path), device=str(next(self._teacher.parameters()).device))
 
 
 class AdapterOff:

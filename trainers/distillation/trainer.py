@@ -25,7 +25,7 @@ from ..losses.fused_loss import HeadReplacement, UnknownLogitsError, accepted_in
 from ..losses.objective import HiddenTargets, LogitTargets, TeacherTargets, TokenObjective, TokenSums, plain_token_loss
 from ..parallel.balance_loss import balance_over_ranks, has_balance_loss
 from .config import DistillationConfig
-from .feature_matching import FeatureMatching, load_projectors, save_projectors, split_projectors
+from .feature_matching import FeatureMatching, load_projectors, save_projectors
 from .on_policy import completed_by_student, is_generated
 from .teacher import (
     SHIFT_LABELS,
@@ -50,11 +50,9 @@ from .teacher import (
 if TYPE_CHECKING:
     import torch
     from accelerate import Accelerator
-    from torch.utils.data import DataLoader
     from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainingArguments
 
     from .cache.teacher_cache import TeacherCache
-    from .teacher import MovingAverage
 
 PROJECTORS = "distillation_projectors"
 NAMES = {
@@ -120,7 +118,6 @@ class DistillationTrainer(Trainer):
         self._step_weight: torch.Tensor | None = None
         self.teacher: Teacher | None = None
         self.teacher_cache: TeacherCache | None = None
-        self.moving_average: MovingAverage | None = None
         self._features: FeatureMatching | None = None
         own = self.distillation.self_teacher
         self._exits_early = own is not None and own.kind == "deeper_exit"
@@ -176,7 +173,7 @@ class DistillationTrainer(Trainer):
             fused = self.distillation.implementation == "fused"
         else:
             models = [inner_model(self)] + ([] if self.teacher is None else [self.teacher.model])
-            fused = self.distillation.cross_tokenizer is None and all(has_plain_head(each) for each in models)
+            fused = not self.distillation.cross_tokenizer and all(has_plain_head(each) for each in models)
         try:
             return self._distilled(model, inputs, return_outputs, num_items_in_batch, fused=fused)
         except UnknownLogitsError as error:
@@ -198,7 +195,7 @@ class DistillationTrainer(Trainer):
     ) -> Any:
         inner = inner_model(self)
         batch = split_batch(with_decoder_inputs(inner, inputs), shifts=self._loss_shifts_labels)
-        objective = self.distillation.objective(self._progress())
+        objective = self.distillation.objective
         early_exit = None
         if self._exits_early:
             assert self.distillation.self_teacher is not None
@@ -404,9 +401,6 @@ class DistillationTrainer(Trainer):
         count = torch.as_tensor(num_items_in_batch if counted else weight, device=loss.device).float()
         return loss * ranks / torch.where(count > 0, count, torch.ones_like(count))
 
-    def _progress(self) -> float:
-        return float(self.state.global_step / max(1, self.state.max_steps))
-
     def _ranks_of_a_sequence(self) -> int:
         """Return the ranks that share one sequence: under Ulysses while training; evaluation does not shard them."""
         parallelism = getattr(self.accelerator, "parallelism_config", None)
@@ -481,25 +475,9 @@ class DistillationTrainer(Trainer):
         if "loss" in logs and not self.distillation.is_plain_training:
             means = self._train_telemetry.means(self.accelerator)
             _check_finite(means.pop(NONFINITE, 0.0))
-            objective = self.distillation.objective(self._progress())
+            objective = self.distillation.objective
             logs = {**logs, **means, "alpha": objective.alpha, "temperature": objective.temperature}
         super().log(logs, *args, **kwargs)
-
-    def _prepare_for_training(
-        self, max_steps: int, train_dataloader: DataLoader, resume_from_checkpoint: str | None
-    ) -> Any:
-        prepared = super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
-        if resume_from_checkpoint is not None and self.moving_average is not None:
-            self.moving_average.load(resume_from_checkpoint)
-        return prepared
-
-    def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
-        """Give projectors a separate learning rate if one is set."""
-        optimizer = super().create_optimizer(*args, **kwargs)
-        term, projectors = self.distillation.hidden_states, self._projectors
-        if term is not None and term.projector_learning_rate is not None and projectors is not None:
-            split_projectors(optimizer, projectors, term.projector_learning_rate)
-        return optimizer
 
     @property
     def _projectors(self) -> torch.nn.ModuleList | None:

@@ -6,7 +6,7 @@ Shapes: B samples, S and T positions of student and teacher, V and W their vocab
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from ...ds_configs.specs.errors import ConfigError, UsageError
 from ..data.chat import IGNORED_LABEL
@@ -77,28 +77,22 @@ class CrossTokenizerCollator:
 class CrossTokenizerLoss:
     """Compares two models over the spans of a batch.
 
-    - ``uld``: at the start of each span both models predict what follows the same text. ``Σ_i |p_(i) - q_(i)|`` of the
-      sorted probabilities, the narrower padded with zeros (Boizard et al., arXiv 2402.12030). The meaning of tokens is
-      ignored.
-    - ``aligned``: if a span is one token of each model, the forward KL over the tokens that both vocabularies have and
-      one bin for all others. Otherwise the forward KL between "this text" and "any other", with the span's probability
-      by the chain rule. Both are divergences of binned distributions, so lower bounds, and 0 for equal models.
+    If a span is one token of each model: the forward KL over the tokens that both vocabularies have and one bin for all
+    others. Otherwise the forward KL between "this text" and "any other", with the span's probability by the chain rule.
+    Both are divergences of binned distributions, so lower bounds, and 0 for equal models.
+
+    Raises:
+        UsageError: the vocabularies have no common token.
     """
 
-    def __init__(
-        self,
-        kind: Literal["uld", "aligned"],
-        student_tokenizer: PreTrainedTokenizerBase,
-        teacher_tokenizer: PreTrainedTokenizerBase,
-    ) -> None:
+    def __init__(self, student_tokenizer: PreTrainedTokenizerBase, teacher_tokenizer: PreTrainedTokenizerBase) -> None:
         import torch
 
-        self._kind = kind
-        shared = shared_vocabulary(student_tokenizer, teacher_tokenizer) if kind == "aligned" else ([], [])
+        shared = shared_vocabulary(student_tokenizer, teacher_tokenizer)
         self._shared = tuple(torch.tensor(ids, dtype=torch.long) for ids in shared)
-        if kind == "aligned" and not len(self._shared[0]):
+        if not len(self._shared[0]):
             rule = "requires vocabularies with common tokens, which these do not have"
-            raise UsageError(ConfigError(where="cross_tokenizer", value=kind, rule=rule, fix="use uld"))
+            raise UsageError(ConfigError(where="cross_tokenizer", value=True, rule=rule, fix="use other tokenizers"))
 
     def __call__(
         self,
@@ -115,11 +109,7 @@ class CrossTokenizerLoss:
         spans = labelled_spans(inputs[SPANS], shifted_labels_BS)
         if not len(spans):
             return student_logits_BSV.sum().float() * 0.0
-        sample, first, end, taught_first, taught_end = spans.unbind(dim=1)
-        if self._kind == "uld":
-            own = student_logits_BSV[sample, first - 1]
-            taught = teacher_logits_BTW[sample, taught_first - 1]
-            return _chunked(sorted_distance, own, taught, temperature).sum()
+        _, first, end, taught_first, taught_end = spans.unbind(dim=1)
         single = (end - first == 1) & (taught_end - taught_first == 1)
         tokens = spans[single]
         total = torch.zeros((), device=student_logits_BSV.device)
@@ -172,16 +162,6 @@ def labelled_spans(spans_BA4: torch.Tensor, shifted_labels_BS: torch.Tensor) -> 
     first, end = spans_N4[:, 0] - 1, spans_N4[:, 1] - 1
     complete = sums_BS[sample, end] - sums_BS[sample, first] == end - first
     return torch.cat([sample[:, None], spans_N4], dim=1)[complete]
-
-
-def sorted_distance(own_NV: torch.Tensor, taught_NW: torch.Tensor, temperature: float) -> torch.Tensor:
-    """Return ``Σ_i |p_(i) - q_(i)|`` of each row's sorted probabilities."""
-    import torch
-
-    q, p = (torch.softmax(logits.float() / temperature, dim=-1) for logits in (own_NV, taught_NW.detach()))
-    width = max(q.shape[1], p.shape[1])
-    q, p = (torch.nn.functional.pad(values, (0, width - values.shape[1])) for values in (q, p))
-    return (p.sort(dim=-1, descending=True).values - q.sort(dim=-1, descending=True).values).abs().sum(dim=-1)
 
 
 def _chunked(

@@ -299,23 +299,17 @@ def row_blocks(weights_BS: torch.Tensor, elements: int) -> tuple[torch.Tensor, .
     return tuple(rows.split(max(1, BLOCK_ELEMENTS // elements))) if len(rows) else ()
 
 
-HeadMatching = Literal["interpolate", "average"]
 _READ: tuple[AttentionTensor, ...] = ("query", "key")
 
 
 def score_sum(
-    student: LayerAttention,
-    teacher: LayerAttention,
-    weights_BS: torch.Tensor,
-    visible: Visibility,
-    *,
-    heads: HeadMatching = "interpolate",
+    student: LayerAttention, teacher: LayerAttention, weights_BS: torch.Tensor, visible: Visibility
 ) -> torch.Tensor:
     """Return ``Σ_t w_t · 1/M · Σ_m 1/n_t · Σ_j (s^S_mtj - s^T_mtj)²``, an fp32 scalar, over the n_t visible positions.
 
     s = q kᵀ · scaling, before masks, soft-caps and the softmax (TinyBERT, arXiv 1909.10351, equation 7, which takes
-    the mean over all positions). If the numbers of heads differ, they are matched by `heads`. Scores are recomputed
-    in the backward pass, block by block.
+    the mean over all positions). If the numbers of heads differ, `head_mixtures` matches them. Scores are
+    recomputed in the backward pass, block by block.
     """
     import torch
     from torch.utils.checkpoint import checkpoint
@@ -324,7 +318,7 @@ def score_sum(
         query, key = (student.tensor(name).float() for name in _READ)
         taught_query, taught_key = (teacher.tensor(name).detach().float() for name in _READ)
         own_mixture, taught_mixture = (
-            mixture.to(weights_BS.device) for mixture in head_mixtures(query.shape[1], taught_query.shape[1], heads)
+            mixture.to(weights_BS.device) for mixture in head_mixtures(query.shape[1], taught_query.shape[1])
         )
 
         def block(query: torch.Tensor, key: torch.Tensor, rows_R: torch.Tensor) -> torch.Tensor:
@@ -344,19 +338,18 @@ def score_sum(
         return total
 
 
-def head_mixtures(student_heads: int, teacher_heads: int, kind: HeadMatching) -> tuple[torch.Tensor, torch.Tensor]:
+def head_mixtures(student_heads: int, teacher_heads: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Return two matrices [M, heads] that map both models' heads to the same number of scores.
 
-    Equal numbers are matched one to one. ``interpolate``: M = student heads, and the teacher's are interpolated
-    linearly along the head axis, first with first and last with last. ``average``, and a student with one head: M = 1,
-    the mean over heads of each.
+    Equal numbers are matched one to one. Otherwise M = student heads, and the teacher's are interpolated linearly along
+    the head axis, first with first and last with last; a student with one head is compared with the mean of all.
     """
     import torch
 
     if student_heads == teacher_heads:
         return torch.eye(student_heads), torch.eye(teacher_heads)
-    if kind == "average" or student_heads == 1:
-        return torch.full((1, student_heads), 1 / student_heads), torch.full((1, teacher_heads), 1 / teacher_heads)
+    if student_heads == 1:
+        return torch.eye(1), torch.full((1, teacher_heads), 1 / teacher_heads)
     positions_M = torch.linspace(0, teacher_heads - 1, student_heads, dtype=torch.float64)
     distances_MH = (positions_M[:, None] - torch.arange(teacher_heads)).abs()
     return torch.eye(student_heads), (1 - distances_MH).clamp(min=0).float()

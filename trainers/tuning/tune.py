@@ -424,6 +424,6 @@ def _learn(request: _Request, trial: Trial) -> None:
         release=own_release(),
     )
     try:
-        CalibrationStore().add_step(step)
+        CalibrationStore().add(step)
     except ShardwrightError as error:
         logger.info(f"the step time does not correct later plans: {error}")

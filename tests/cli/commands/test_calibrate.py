@@ -67,7 +67,7 @@ def test_a_stored_run_moves_later_plans_until_it_is_forgotten(shell: Shell, tmp_
 
     listed = shell("calibrate", "--list")
     assert listed.code == 0 and identifier[:12] in listed.out and "1.021" in listed.out and "1.32" in listed.out
-    assert listed.err == f"database: {tmp_path / 'data' / DATABASE}\n"
+    assert listed.err == f"file: {tmp_path / 'data' / DATABASE}\n"
     forgotten = shell("calibrate", "--forget", identifier[:8])
     assert (forgotten.code, forgotten.out) == (0, "Removed 1 run\n")
     assert gpu_memory(shell) == before
@@ -87,7 +87,7 @@ def test_json_answers_are_one_object_each(shell: Shell, tmp_path: Path) -> None:
     }
     listed = json.loads(shell("calibrate", "--list", "--format", "json").out)
     assert listed.keys() == {"schema_version", "runs", "steps", "cpus", "database"}
-    assert listed["runs"][0].keys() == stored["run"].keys() | {"stored_at"}
+    assert listed["runs"][0].keys() == stored["run"].keys()
     assert json.loads(shell("calibrate", "--forget", "all", "--format", "json").out)["forgotten"] == 1
 
 
@@ -214,7 +214,7 @@ def test_a_broken_store_stops_calibrate_but_not_plan(shell: Shell, tmp_path: Pat
     for arguments in ([str(directory)], ["--list"], ["--forget", "all"]):
         result = shell("calibrate", *arguments)
         assert (result.code, result.out) == (4, "")
-        assert "is not a database of measured runs" in result.err
+        assert "line 1 is not a measurement" in result.err
     planned = shell(*PLAN)
     assert planned.code == 0 and json.loads(planned.out)["chosen"]["gpu_memory"] == before
     assert planned.err.startswith("note: planning without measured runs: ") and planned.err.count("\n") == 1

@@ -172,9 +172,10 @@ def test_a_store_that_cannot_be_written_does_not_end_the_plan(plan: Plan, measur
     assert result.code == 0 and "the measured rates are not stored" in result.err
 
 
-def test_a_damaged_row_is_rejected(tmp_path: Path) -> None:
-    store = CalibrationStore(tmp_path / "new.sqlite3")
-    with pytest.raises(ShardwrightError):
-        store.add_cpu(replace(CPU, fp32_flops_per_s=0.0))
-    store.add_cpu(CPU)
+def test_rates_of_zero_are_rejected(tmp_path: Path) -> None:
+    store = CalibrationStore(tmp_path / "calibration.jsonl")
+    store.add(CPU)
     assert store.cpus() == (CPU,)
+    store.add(replace(CPU, fp32_flops_per_s=0.0))
+    with pytest.raises(ShardwrightError, match=r"line 2 is not a measurement \(fp32_flops_per_s = 0\.0\)"):
+        store.cpus()

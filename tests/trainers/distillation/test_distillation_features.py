@@ -83,18 +83,16 @@ def test_all_invalid_layer_pairs_are_reported() -> None:
 
 def test_terms_report_all_errors() -> None:
     with pytest.raises(UsageError) as caught:
-        HiddenStateTerm(weight=0, kind="l1", layers=((1, 2), (1, 2)), projector_learning_rate=-1)  # type: ignore[arg-type]
+        HiddenStateTerm(weight=0, kind="l1", layers=((1, 2), (1, 2)))  # type: ignore[arg-type]
     assert [error.where.split(".")[1] for error in caught.value.errors] == [
         "weight",
         "kind",
         "layers",
-        "projector_learning_rate",
     ]
     with pytest.raises(UsageError) as caught:
-        AttentionTerm(kind="maps", heads="all", relations=("query", "query"), relation_heads=0, layers="first")  # type: ignore[arg-type]
+        AttentionTerm(kind="maps", relations=("query", "query"), relation_heads=0, layers="first")  # type: ignore[arg-type]
     assert [error.where.split(".")[1] for error in caught.value.errors] == [
         "kind",
-        "heads",
         "layers",
         "relations",
         "relation_heads",
@@ -269,7 +267,7 @@ def score_reference(query: torch.Tensor, key: torch.Tensor, taught: LayerAttenti
 
 
 SPLITS = {
-    "equal": (4, [({h: 1.0}, {h: 1.0}) for h in range(4)], "interpolate"),
+    "equal": (4, [({h: 1.0}, {h: 1.0}) for h in range(4)]),
     "interpolate": (
         6,
         [
@@ -278,9 +276,7 @@ SPLITS = {
             ({2: 1.0}, {3: 2 / 3, 4: 1 / 3}),
             ({3: 1.0}, {5: 1.0}),
         ],
-        "interpolate",
     ),
-    "average": (6, [(dict.fromkeys(range(4), 0.25), dict.fromkeys(range(6), 1 / 6))], "average"),
 }
 
 
@@ -290,7 +286,7 @@ SPLITS = {
 def test_scores_match_the_reference(case: str, split: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The student has grouped queries, 4 heads on 2; teachers have 4 and 6 ungrouped heads."""
     monkeypatch.setattr(features, "BLOCK_ELEMENTS", 100)
-    teacher_heads, places, kind = SPLITS[split]
+    teacher_heads, places = SPLITS[split]
     own, taught = layer(4, 2, 5, 1, 0.4), layer(teacher_heads, teacher_heads, 8, 5, 0.3)
     exact = [tensor.double().requires_grad_() for tensor in (own.tensor("query"), own.tensor("key"))]
     expected = score_reference(*exact, taught, case, places)
@@ -298,7 +294,7 @@ def test_scores_match_the_reference(case: str, split: str, monkeypatch: pytest.M
     learned = [own.tensor("query").requires_grad_(), own.tensor("key").requires_grad_()]
     inputs, causal, window = CASES[case]
     visible = visibility(inputs, POSITIONS, causal=causal, window=window)
-    found = score_sum(own, taught, masked_weights(case), visible, heads=kind)  # type: ignore[arg-type]
+    found = score_sum(own, taught, masked_weights(case), visible)
     found.backward()
     assert float(found.detach()) == pytest.approx(float(expected.detach()), rel=1e-5)
     for tensor, reference in zip(learned, exact, strict=True):
@@ -307,12 +303,11 @@ def test_scores_match_the_reference(case: str, split: str, monkeypatch: pytest.M
 
 @given(st.integers(1, 40), st.integers(1, 40))
 def test_head_mixtures_are_means(student: int, teacher: int) -> None:
-    for kind in ("interpolate", "average"):
-        own, taught = head_mixtures(student, teacher, kind)  # type: ignore[arg-type]
-        assert own.shape[0] == taught.shape[0]
-        for mixture in (own, taught):
-            assert torch.allclose(mixture.sum(dim=1), torch.ones(len(mixture)))
-            assert bool((mixture >= 0).all())
+    own, taught = head_mixtures(student, teacher)
+    assert own.shape[0] == taught.shape[0]
+    for mixture in (own, taught):
+        assert torch.allclose(mixture.sum(dim=1), torch.ones(len(mixture)))
+        assert bool((mixture >= 0).all())
 
 
 class LargestTensor(TorchDispatchMode):

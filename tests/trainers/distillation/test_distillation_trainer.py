@@ -16,7 +16,6 @@ from shardwright.trainers.distillation import (
     DistillationTrainer,
     HiddenStateTerm,
     OnPolicy,
-    Schedule,
     SelfTeacher,
 )
 from shardwright.trainers.distillation.on_policy import completed_batch, is_generated, own_randomness, prompts_of
@@ -252,24 +251,6 @@ def test_evaluation_with_metrics_gets_logits(tmp_path: Path) -> None:
     assert seen["shape"] == (4, 6, VOCAB)
 
 
-def test_schedules_move_alpha_and_temperature(tmp_path: Path) -> None:
-    config = DistillationConfig(
-        alpha=Schedule(start=1.0, end=0.0, until=0.5), temperature=Schedule(start=4.0, end=2.0, kind="cosine")
-    )
-    trainer = trained(
-        tmp_path, tiny("llama"), tiny("llama", seed=1), rows("llama", 4), config, max_steps=4, learning_rate=0.0
-    )
-    logs = [entry for entry in trainer.state.log_history if "loss" in entry]
-    assert [entry["alpha"] for entry in logs] == [0.5, 0.0, 0.0, 0.0]
-    assert logs[1]["temperature"] == pytest.approx(3.0)
-
-
-def test_schedule_values() -> None:
-    linear = Schedule(start=2.0, end=1.0, until=0.5)
-    assert [linear.at(share) for share in (0.0, 0.25, 0.5, 1.0)] == [2.0, 1.5, 1.0, 1.0]
-    assert Schedule(start=0.0, end=1.0, kind="cosine").at(0.5) == pytest.approx(0.5)
-
-
 def test_mixture_keeps_its_load_balancing_loss(tmp_path: Path) -> None:
     """With α = 1 and an equal teacher only the auxiliary loss remains, averaged over micro-batches."""
     student = tiny("mixtral", output_router_logits=True, router_aux_loss_coef=0.5)
@@ -295,29 +276,6 @@ class TestSelfTeachers:
         config = DistillationConfig(alpha=1.0, self_teacher=SelfTeacher(kind="frozen_copy"))
         trainer = trained(tmp_path, tiny("llama"), None, rows("llama", 4), config)
         assert trainer.state.log_history[0]["kl_per_token"] == pytest.approx(0.0, abs=1e-6)
-
-    def test_moving_average_follows_the_student(self, tmp_path: Path) -> None:
-        config = DistillationConfig(alpha=0.5, self_teacher=SelfTeacher(kind="ema", decay=0.75))
-        student = tiny("llama")
-        start = student.model.norm.weight.detach().clone()
-        trainer = trained(tmp_path, student, None, rows("llama", 4), config)
-        expected = 0.75 * start + 0.25 * student.model.norm.weight.detach()
-        assert torch.allclose(trainer.teacher.model.model.norm.weight, expected, atol=1e-7)
-        assert not torch.equal(expected, start)
-
-    def test_moving_average_is_restored_on_resume(self, tmp_path: Path) -> None:
-        config = DistillationConfig(alpha=0.5, self_teacher=SelfTeacher(kind="ema", decay=0.6))
-        averages = []
-        saving = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2}
-        for directory, resume in (("whole", None), ("resumed", str(tmp_path / "whole" / "checkpoint-2"))):
-            trainer = trainer_of(tmp_path / directory, tiny("llama"), None, rows("llama", 8), config, **saving)
-            trainer.train(resume_from_checkpoint=resume)
-            averages.append(trainer.teacher.model.state_dict())
-        for name, value in averages[0].items():
-            assert torch.allclose(value, averages[1][name], atol=1e-6), name
-        (tmp_path / "whole" / "checkpoint-2" / "ema_teacher.safetensors").unlink()
-        with pytest.raises(UsageError, match=r"has no ema_teacher\.safetensors"):
-            trainer.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-2"))
 
     def test_adapter_off_loss_equals_reference(self, tmp_path: Path) -> None:
         from peft import LoraConfig, get_peft_model

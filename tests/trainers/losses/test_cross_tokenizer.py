@@ -28,7 +28,6 @@ from shardwright.trainers.losses.cross_tokenizer import (
     CrossTokenizerCollator,
     CrossTokenizerLoss,
     labelled_spans,
-    sorted_distance,
 )
 from transformers import PreTrainedTokenizerFast
 
@@ -163,20 +162,9 @@ def test_sentencepiece_bytes_align() -> None:
     assert token_bytes(tokenizer) == {b"\n": 1, b"A": 4, b" of": 3}
 
 
-def test_sorted_distance_matches_fp64() -> None:
-    draw = torch.Generator().manual_seed(0)
-    own, taught = torch.randn(5, 11, generator=draw, requires_grad=True), torch.randn(5, 17, generator=draw)
-    found = sorted_distance(own, taught, 2.0)
-    for row in range(5):
-        q = sorted(torch.softmax(own[row].detach().double() / 2, 0).tolist(), reverse=True) + [0.0] * 6
-        p = sorted(torch.softmax(taught[row].double() / 2, 0).tolist(), reverse=True)
-        assert float(found[row].detach()) == pytest.approx(sum(abs(a - b) for a, b in zip(p, q, strict=True)), rel=1e-5)
-    assert torch.isfinite(torch.autograd.grad(found.sum(), own)[0]).all()
-
-
 def test_merged_span_matches_hand_computation(tokenizers: tuple[Any, Any]) -> None:
     """The student has two tokens where the teacher has one; position t predicts token t + 1."""
-    loss = CrossTokenizerLoss("aligned", *tokenizers)
+    loss = CrossTokenizerLoss(*tokenizers)
     draw = torch.Generator().manual_seed(1)
     own, taught = torch.randn(1, 3, 600, generator=draw), torch.randn(1, 2, 400, generator=draw)
     ids, taught_ids = torch.tensor([[7, 8, 9]]), torch.tensor([[3, 4]])
@@ -192,7 +180,7 @@ def test_merged_span_matches_hand_computation(tokenizers: tuple[Any, Any]) -> No
 
 
 def test_single_tokens_compare_common_tokens(tokenizers: tuple[Any, Any]) -> None:
-    loss = CrossTokenizerLoss("aligned", *tokenizers)
+    loss = CrossTokenizerLoss(*tokenizers)
     draw = torch.Generator().manual_seed(1)
     own, taught = torch.randn(1, 2, 600, generator=draw), torch.randn(1, 2, 400, generator=draw)
     inputs = {SPANS: torch.tensor([[[1, 2, 1, 2]]]), TEACHER_IDS: torch.tensor([[3, 4]])}
@@ -206,7 +194,7 @@ def test_single_tokens_compare_common_tokens(tokenizers: tuple[Any, Any]) -> Non
 
 def test_contained_vocabulary_has_no_rest_bin(tokenizers: tuple[Any, Any]) -> None:
     """A model without other tokens gives them no probability; the divergence must stay finite."""
-    loss = CrossTokenizerLoss("aligned", *tokenizers)
+    loss = CrossTokenizerLoss(*tokenizers)
     mine, theirs = shared_vocabulary(*tokenizers)
     draw = torch.Generator().manual_seed(1)
     own, taught = torch.randn(1, 2, 600, generator=draw), torch.randn(1, 2, 400, generator=draw)
@@ -220,7 +208,7 @@ def test_contained_vocabulary_has_no_rest_bin(tokenizers: tuple[Any, Any]) -> No
 
 def test_long_texts_keep_one_copy_of_logits(tokenizers: tuple[Any, Any]) -> None:
     """For both kinds, tensors saved for the backward pass are no larger than the compared rows."""
-    loss = CrossTokenizerLoss("aligned", *tokenizers)
+    loss = CrossTokenizerLoss(*tokenizers)
     count = 600
     logits = {side: torch.randn(1, count, width) for side, width in (("own", 600), ("taught", 400))}
     logits["own"].requires_grad_()
@@ -248,10 +236,9 @@ def equal_models(own: Any, texts: list[str]) -> tuple[dict[str, torch.Tensor], t
     return batch, shifted, tiny("llama", vocab_size=600)(batch["input_ids"]).logits.detach()
 
 
-@pytest.mark.parametrize("kind", ["uld", "aligned"])
-def test_equal_models_and_tokenizers_have_zero_distance(kind: Any, tokenizers: tuple[Any, Any]) -> None:
+def test_equal_models_and_tokenizers_have_zero_distance(tokenizers: tuple[Any, Any]) -> None:
     own, _ = tokenizers
-    loss = CrossTokenizerLoss(kind, own, own)
+    loss = CrossTokenizerLoss(own, own)
     batch, shifted, logits = equal_models(own, [TEXT])
     assert len(labelled_spans(batch[SPANS], shifted)) > 15
     assert float(loss(logits, logits, batch, batch["input_ids"], shifted, 1.0).detach()) == pytest.approx(0.0, abs=1e-5)
@@ -264,7 +251,7 @@ def test_equal_tokenizers_give_the_divergence_of_every_token(tokenizers: tuple[A
     taught = logits + torch.randn(logits.shape, generator=torch.Generator().manual_seed(2))
     labelled = shifted != -100
     assert len(labelled_spans(batch[SPANS], shifted)) == int(labelled.sum())
-    found = float(CrossTokenizerLoss("aligned", own, own)(logits, taught, batch, batch["input_ids"], shifted, 1.0))
+    found = float(CrossTokenizerLoss(own, own)(logits, taught, batch, batch["input_ids"], shifted, 1.0))
     p, q = (torch.softmax(side[labelled].double(), -1) for side in (taught, logits))
     special = torch.zeros(600, dtype=torch.bool)
     special[own.all_special_ids] = True
@@ -290,8 +277,7 @@ def test_left_padding_shifts_spans(tokenizers: tuple[Any, Any]) -> None:
         CrossTokenizerCollator(own, other, lambda rows: {"input_ids": torch.zeros(1, 9, dtype=torch.long)})(samples)
 
 
-@pytest.mark.parametrize("kind", ["uld", "aligned"])
-def test_student_learns_across_tokenizers(kind: Any, tokenizers: tuple[Any, Any], tmp_path: Path) -> None:
+def test_student_learns_across_tokenizers(tokenizers: tuple[Any, Any], tmp_path: Path) -> None:
     from pydoc_data.topics import topics
 
     own, other = tokenizers
@@ -311,7 +297,7 @@ def test_student_learns_across_tokenizers(kind: Any, tokenizers: tuple[Any, Any]
             ),
             teacher=tiny("llama", vocab_size=400, seed=3),
             teacher_tokenizer=other,
-            distillation=DistillationConfig(alpha=0.9, cross_tokenizer=kind),
+            distillation=DistillationConfig(alpha=0.9, cross_tokenizer=True),
             train_dataset=samples,
             data_collator=collate,
             processing_class=own,
@@ -329,13 +315,15 @@ def test_bad_input(tokenizers: tuple[Any, Any], tmp_path: Path) -> None:
             model=tiny("llama"),
             args=training_arguments(tmp_path),
             teacher=tiny("llama"),
-            distillation=DistillationConfig(cross_tokenizer="uld"),
+            distillation=DistillationConfig(cross_tokenizer=True),
         )
     assert [error.where for error in caught.value.errors] == ["processing_class", "teacher_tokenizer", "data_collator"]
     with pytest.raises(UsageError, match="cannot be combined with cross_tokenizer"):
         from shardwright.trainers.distillation import OnPolicy
 
-        DistillationConfig(cross_tokenizer="uld", on_policy=OnPolicy())
+        DistillationConfig(cross_tokenizer=True, on_policy=OnPolicy())
+    with pytest.raises(UsageError, match="cross_tokenizer = 'uld': must be True or False"):
+        DistillationConfig(cross_tokenizer="uld")  # type: ignore[arg-type]
 
 
 def test_token_weights_are_rejected_across_tokenizers(tokenizers: tuple[Any, Any], tmp_path: Path) -> None:
@@ -346,7 +334,7 @@ def test_token_weights_are_rejected_across_tokenizers(tokenizers: tuple[Any, Any
         args=training_arguments(tmp_path),
         teacher=tiny("llama", vocab_size=400, seed=3),
         teacher_tokenizer=other,
-        distillation=DistillationConfig(cross_tokenizer="uld"),
+        distillation=DistillationConfig(cross_tokenizer=True),
         train_dataset=[{"input_ids": ids, "labels": ids, "token_weights": [0.5] * len(ids)}],
         data_collator=collate,
         processing_class=own,

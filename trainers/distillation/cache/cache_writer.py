@@ -1,4 +1,4 @@
-"""Write a teacher's outputs to a cache, shard by shard, on one or several ranks; an interrupted run resumes."""
+"""Write a teacher's outputs to a cache, file by file, on one or several ranks; an interrupted run resumes."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ import json
 import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
-from itertools import islice
+from itertools import chain
+from math import inf
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
-import numpy as np
-from pydantic import Field, TypeAdapter
+from pydantic import Field
 
 from ....ds_configs.memory.distillation_memory import CACHED_TOP_K
 from ....ds_configs.plan.output import disk_errors, output_errors, reserved, write_files
@@ -28,19 +28,7 @@ from ...data.templates import set_chat_template
 from ...losses.fused_loss import UnknownLogitsError, accepted_inputs, captured_head_input
 from ...runs.launch import ONE_PROCESS, Replicas, run_replicas
 from ...runs.share import ALONE, Share, ShareTask
-from .cache_format import CachedAnswers, RecordFormat, encode
-from .teacher_cache import (
-    MANIFEST,
-    OWN_FILES,
-    CacheKey,
-    CacheShard,
-    TeacherCache,
-    file_sha256,
-    key_errors,
-    read_manifest,
-    sample_hash,
-    write_manifest,
-)
+from .teacher_cache import CACHE_KEY, KEY, OWN_FILES, CacheKey, TeacherCache, sample_hash
 
 if TYPE_CHECKING:
     import torch
@@ -48,25 +36,13 @@ if TYPE_CHECKING:
 
     from ....plugins.transformers.teacher_placement import PlacedTeacher
 
-# About 34 MB at k = 50: an interrupted run loses little, and a large cache still has few files.
-SHARD_ROWS = 2**18
+# About 79 MB at k = 50: an interrupted run loses little, and a large cache still has few files.
+FILE_ROWS = 2**18
 # fp32 logits of 512 rows over a vocabulary of 128 k take 263 MB.
 CHUNK_ROWS = 512
-# Ranks wait for the slowest one before files are written. With 8 batches of similar length per rank the wait is short.
-_BATCHES_PER_RANK = 8
-_TOKENS, _ENDS = "tokens.npy", "ends.npy"
-
-
-def cache_key(
-    teacher: str, weights: str, tokenizer: PreTrainedTokenizerBase, layout: RecordFormat, *, rendered_by_template: bool
-) -> CacheKey:
-    return CacheKey(
-        teacher=teacher,
-        weights=weights,
-        tokenizer=tokenizer_hash(tokenizer),
-        template=template_hash(tokenizer, used=rendered_by_template),
-        layout=layout,
-    )
+_SMALLEST_LOGIT = -60.0
+"""Of logits minus the largest one: 1 + exp(-60) is 1 in fp32, and 0 · log 0 would not be a number."""
+_SAMPLES = "samples.arrow"
 
 
 def tokenizer_hash(tokenizer: PreTrainedTokenizerBase) -> str:
@@ -100,6 +76,11 @@ def weights_identity(name: str, revision: str | None, config: PreTrainedConfig) 
     return digest.hexdigest()
 
 
+def file_sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
 def write_cache(
     directory: Path,
     key: CacheKey,
@@ -112,126 +93,81 @@ def write_cache(
 ) -> None:
     """Store the answers to samples that the directory does not have yet, each sample once.
 
-    Ranks of a share each run whole batches, and the first writes all answers: the files equal those of one process. If
+    Ranks of a share each run whole batches of a file, and the first writes it: the files equal those of one process. If
     a rank fails, finished files stay, and later answers are computed again.
 
     Raises:
-        RefusedInputError: the directory has another cache, or damaged files; names all differences and files.
+        RefusedInputError: the directory has another cache, or damaged files; names all differences.
         ShardwrightError: the teacher's logits are NaN or infinite, or a file cannot be written.
         UsageError: the teacher has no output embeddings.
     """
     # Only the first rank's machine may have the directory.
-    shards, positions = share.from_first(lambda: _missing(directory, key, samples))
-    done = len(samples) - len(positions)
-    for groups in _rounds([samples[position] for position in positions], batch_size, share.ranks):
-        batches = [group[i : i + batch_size] for group in groups for i in range(0, len(group), batch_size)]
+    number, missing = share.from_first(lambda: _missing(directory, key, samples))
+    done = len(samples) - len(missing)
+    for file, group in enumerate(_groups(missing, samples), start=number):
+        batches = [[samples[index] for index in group[i : i + batch_size]] for i in range(0, len(group), batch_size)]
         own = []
         for index in share.indices(len(batches)):
-            answers = teacher_answers(teacher, batches[index], key.layout, device)
-            own.append(np.concatenate([encode(answer, key.layout) for answer in answers]))
+            own.append(teacher_answers(teacher, batches[index], key, device))
             log_progress("sample", done + sum(map(len, batches[: index + share.ranks])), len(samples))
-        done += sum(map(len, groups))
-        gathered = share.gathered(own)
-        if gathered is None:
-            continue
-        records = iter(gathered)
-        for group in groups:
-            group_records = np.concatenate(list(islice(records, -(-len(group) // batch_size))))
-            shards.append(_write_shard(directory, len(shards), group, group_records))
-            write_manifest(directory, key, shards)
-    if not shards and share.is_first:
-        write_manifest(directory, key, shards)
+        done += len(group)
+        if (answers := share.gathered(own)) is not None:
+            write_answers(directory / f"answers-{file:05d}.safetensors", key, list(chain(*batches)), answers)
 
 
-def _rounds(samples: list[Sequence[int]], batch_size: int, ranks: int) -> Iterator[list[list[Sequence[int]]]]:
-    """Yield rounds of groups, each for one file of about `SHARD_ROWS` rows, with samples of similar length.
-
-    The groups of a round are computed before any of them is written: one group on one rank, else enough to keep all
-    ranks busy.
-    """
-    needed_batches = 1 if ranks == 1 else _BATCHES_PER_RANK * ranks
-    groups: list[list[Sequence[int]]] = [[]]
-    rows = 0
-    for ids in sorted(samples, key=len):
-        if rows >= SHARD_ROWS:
-            if sum(-(-len(group) // batch_size) for group in groups) >= needed_batches:
-                yield groups
-                groups = []
-            groups.append([])
-            rows = 0
-        groups[-1].append(ids)
-        rows += len(ids)
-    if groups[-1]:
-        yield groups
+def _missing(directory: Path, key: CacheKey, samples: Sequence[Sequence[int]]) -> tuple[int, list[int]]:
+    """Return the number of the next file, and the indices of the samples that no file has."""
+    cache = stored_cache(directory, key)
+    missing: dict[bytes, int] = {}
+    for index, ids in enumerate(samples):
+        if len(ids) and (cache is None or ids not in cache):
+            missing.setdefault(sample_hash(ids), index)
+    last = max(directory.glob(OWN_FILES[0]), default=None)
+    return 0 if last is None else int(last.stem.removeprefix("answers-")) + 1, list(missing.values())
 
 
-def finished_shards(directory: Path, key: CacheKey) -> list[CacheShard]:
-    """Return the finished files of a cache; none if the directory has no cache.
+def stored_cache(directory: Path, key: CacheKey) -> TeacherCache | None:
+    """Return the cache in a directory; `None` if it has none.
 
     Raises:
         RefusedInputError: the directory has another cache; names all differences.
     """
-    if not (directory / MANIFEST).exists():
-        return []
-    stored_key, shards = read_manifest(directory)
-    errors = key_errors(stored_key, key, directory)
-    if stored_key.layout != key.layout and not errors:
-        rule = f"has records of another format ({stored_key.layout}, expected {key.layout})"
-        errors = [ConfigError(where=f"teacher cache {directory}", rule=rule, fix="write to another directory")]
-    if errors:
-        raise RefusedInputError(errors)
-    return shards
+    return TeacherCache.open(directory, key) if any(directory.glob(OWN_FILES[0])) else None
 
 
-def _missing(directory: Path, key: CacheKey, samples: Sequence[Sequence[int]]) -> tuple[list[CacheShard], list[int]]:
-    """Return the finished shards, verified, and the indices of the samples that none of them has."""
-    shards = finished_shards(directory, key)
-    seen: set[bytes] = set()
-    if shards:
-        cache = TeacherCache(directory, key, shards)
-        rule, fix = "was changed after it was written", "write the cache again, to an empty directory"
-        errors = [ConfigError(where=str(directory / file), rule=rule, fix=fix) for file in cache.damaged_files()]
-        if errors:
-            raise RefusedInputError(errors)
-        seen = {sample_hash(ids) for ids in samples if ids in cache}
-    missing = []
-    for index, ids in enumerate(samples):
-        digest = sample_hash(ids)
-        if digest not in seen and len(ids):
-            seen.add(digest)
-            missing.append(index)
-    return shards, missing
+def _groups(indices: Sequence[int], samples: Sequence[Sequence[int]]) -> Iterator[list[int]]:
+    """Yield the samples of each file: about `FILE_ROWS` rows, of similar length."""
+    lengths = {index: len(samples[index]) for index in indices}
+    group: list[int] = []
+    rows = 0
+    for index in sorted(indices, key=lengths.__getitem__):
+        group.append(index)
+        rows += lengths[index]
+        if rows >= FILE_ROWS:
+            yield group
+            group, rows = [], 0
+    if group:
+        yield group
 
 
-def _write_shard(
-    directory: Path, number: int, samples: list[Sequence[int]], records: np.ndarray[Any, Any]
-) -> CacheShard:
-    from safetensors.numpy import save
+def write_answers(
+    path: Path, key: CacheKey, samples: list[Sequence[int]], answers: list[dict[str, torch.Tensor]]
+) -> None:
+    import torch
+    from safetensors.torch import save
 
-    lengths = np.array([len(ids) for ids in samples], dtype=np.int64)
-    content = save(
-        {
-            "records": records,
-            "hashes": np.stack([np.frombuffer(sample_hash(ids), dtype=np.uint8) for ids in samples]),
-            "starts": np.concatenate([[0], np.cumsum(lengths)[:-1]]).astype(np.int64),
-            "lengths": lengths,
-        }
-    )
-    name = f"answers-{number:05d}.safetensors"
-    write_files({name: content}, directory, force=True)
-    return CacheShard(
-        file=name,
-        rows=int(lengths.sum()),
-        samples=len(samples),
-        file_bytes=len(content),
-        sha256=hashlib.sha256(content).hexdigest(),
-    )
+    tensors = {name: torch.cat([answer[name] for answer in answers]) for name in answers[0]}
+    tensors["hashes"] = torch.tensor([list(sample_hash(ids)) for ids in samples], dtype=torch.uint8)
+    tensors["lengths"] = torch.tensor([len(ids) for ids in samples])
+    # safetensors (0.8.0) writes several entries of metadata in random order, and equal caches have equal bytes.
+    content = save(tensors, metadata={KEY: CACHE_KEY.dump_json(key).decode()})
+    write_files({path.name: content}, path.parent, force=True)
 
 
 def teacher_answers(
-    teacher: PlacedTeacher, samples: Sequence[Sequence[int]], layout: RecordFormat, device: str | torch.device
-) -> Iterator[CachedAnswers]:
-    """Run a placed teacher on a batch of samples and yield its answers to every token, some rows at a time.
+    teacher: PlacedTeacher, samples: Sequence[Sequence[int]], key: CacheKey, device: str | torch.device
+) -> dict[str, torch.Tensor]:
+    """Run a placed teacher on a batch of samples and return its answers to every token.
 
     Raises:
         ShardwrightError: its logits are NaN or infinite.
@@ -249,41 +185,38 @@ def teacher_answers(
         # The logits are not just the output of a head, so they are computed for all positions.
         with torch.no_grad():
             logits_NV = teacher(**inputs).logits[mask_BS]
-        for chunk_nV in logits_NV.split(CHUNK_ROWS):
-            yield answers_of(chunk_nV, layout)
-        return
-    hidden_NH = head_input.inputs[0][mask_BS]
-    with torch.no_grad(), teacher.gathered_head() as head:
-        for chunk_nH in hidden_NH.split(CHUNK_ROWS):
-            yield answers_of(head.logits(chunk_nH.to(head.weight_VH.dtype)), layout)
+        answers = [answers_of(chunk_nV, key) for chunk_nV in logits_NV.split(CHUNK_ROWS)]
+    else:
+        hidden_NH = head_input.inputs[0][mask_BS]
+        with torch.no_grad(), teacher.gathered_head() as head:
+            chunks = (head.logits(chunk_nH.to(head.weight_VH.dtype)) for chunk_nH in hidden_NH.split(CHUNK_ROWS))
+            answers = [answers_of(chunk_nV, key) for chunk_nV in chunks]
+    return {name: torch.cat([chunk[name] for chunk in answers]) for name in answers[0]}
 
 
-def answers_of(logits_NV: torch.Tensor, layout: RecordFormat) -> CachedAnswers:
-    """Return the contents of records for the first V tokens, computed in fp32.
+def answers_of(logits_NV: torch.Tensor, key: CacheKey) -> dict[str, torch.Tensor]:
+    """Return what a file stores of distributions over the first V tokens, computed in fp32, on the CPU.
 
     Raises:
         ShardwrightError: the logits are NaN or infinite, or fewer than V.
     """
     import torch
 
-    logits_NV = logits_NV[:, : layout.vocab_size].float()
-    if logits_NV.shape[1] < layout.vocab_size:
-        raise ShardwrightError(f"teacher: has {logits_NV.shape[1]} logits for {layout.vocab_size} tokens")
+    logits_NV = logits_NV[:, : key.vocab_size].float()
+    if logits_NV.shape[1] < key.vocab_size:
+        raise ShardwrightError(f"teacher: has {logits_NV.shape[1]} logits for {key.vocab_size} tokens")
     largest_N1 = logits_NV.amax(dim=-1, keepdim=True)
     if not bool(torch.isfinite(largest_N1).all()) or bool(torch.isnan(logits_NV).any()):
         raise ShardwrightError("teacher: NaN or infinite logits; load it in bf16 or fp32, and check its weights")
     below_NV = logits_NV - largest_N1
-    ids_NK = below_NV.topk(layout.top_k, dim=-1).indices.sort(dim=-1).values
+    kept_NK, ids_NK = below_NV.topk(key.top_k, dim=-1)
     rest_NV = below_NV.scatter(1, ids_NK, float("-inf"))
-    tails = [
-        (rest_NV / temperature).logsumexp(dim=-1) - (below_NV / temperature).logsumexp(dim=-1)
-        for temperature in layout.temperatures
-    ]
-    return CachedAnswers(
-        ids_NK=ids_NK.cpu().numpy(),
-        depths_NK=-below_NV.gather(1, ids_NK).cpu().numpy(),
-        log_tail_NT=torch.stack(tails, dim=1).cpu().numpy(),
-    )
+    tails = [(rest_NV / tau).logsumexp(dim=-1) - (below_NV / tau).logsumexp(dim=-1) for tau in key.temperatures]
+    return {
+        "ids": ids_NK.int().cpu(),
+        "logits": kept_NK.clamp(min=_SMALLEST_LOGIT).half().cpu(),
+        "log_tails": torch.stack(tails, dim=1).half().cpu(),
+    }
 
 
 class CacheSettings(DataSettings):
@@ -293,9 +226,8 @@ class CacheSettings(DataSettings):
 
     dataset: str = Field("python-help", description="As for distill")
     packing: Packing = Field("auto", description="As for distill; conversations are stored one by one with any value")
-    top_k: int = Field(CACHED_TOP_K, description="Likeliest tokens to store")
+    top_k: int = Field(CACHED_TOP_K, ge=1, description="Likeliest tokens to store")
     temperature: Decimals = Field((1.0,), description="Temperatures to distill at")
-    value_bits: int = Field(6, description="Bits of each probability, 2 to 16")
     batch_size: int = Field(8, ge=1, description="Samples per forward pass")
     dtype: Literal["float32", "bfloat16", "float16"] | None = Field(
         None, description="Dtype of the teacher. Default: bfloat16 on an accelerator, float32 on the CPU"
@@ -324,7 +256,10 @@ def prepare_cache(
         RefusedInputError: the teacher has no safetensors weights.
     """
     sources = {"the teacher": teacher, "the dataset": local_place(settings.dataset)}
-    errors = replicas.errors()
+    errors, temperatures = replicas.errors(), settings.temperature
+    if not temperatures or len({*temperatures}) < len(temperatures) or not all(0 < each < inf for each in temperatures):
+        rule = "must be one or more values above 0, each once"
+        errors.append(ConfigError(where="temperature", value=temperatures, rule=rule))
     if output_dir is not None and replicas.result_is_here:
         fix = "use another directory"
         errors += output_errors(output_dir, force=False, sources=sources, own=OWN_FILES, fix=fix)
@@ -344,18 +279,14 @@ def prepare_cache(
     set_chat_template(tokenizer, settings.chat_template)
     samples = stated_samples(settings, tokenizer)
     vocab_size = max(tokenizer.get_vocab().values()) + 1
-    layout = RecordFormat(
-        top_k=min(settings.top_k, vocab_size),
+    key = CacheKey(
+        teacher=teacher,
+        weights=weights_identity(teacher, settings.revision, config),
+        tokenizer=tokenizer_hash(tokenizer),
+        template=template_hash(tokenizer, used=samples.statistics.kind == "messages"),
         vocab_size=vocab_size,
-        temperatures=settings.temperature,
-        value_bits=settings.value_bits,
-    )
-    key = cache_key(
-        teacher,
-        weights_identity(teacher, settings.revision, config),
-        tokenizer,
-        layout,
-        rendered_by_template=samples.statistics.kind == "messages",
+        top_k=min(settings.top_k, vocab_size),
+        temperatures=temperatures,
     )
     ids = [list(sample["input_ids"]) for sample in (*samples.train, *samples.evaluation)]
     return CacheJob(teacher=teacher, settings=settings, key=key, samples=ids)
@@ -374,8 +305,8 @@ def run_cache_job(job: CacheJob, directory: Path, *, replicas: Replicas = ONE_PR
         _launch_ranks(job, directory, replicas)
         return
     rows = sum(len(ids) for ids in {tuple(ids) for ids in job.samples})
-    rows -= sum(shard.rows for shard in finished_shards(directory, job.key))
-    if errors := disk_errors(directory, needed_bytes=max(0, rows) * job.key.layout.record_bytes):
+    rows -= len(stored_cache(directory, job.key) or ())
+    if errors := disk_errors(directory, needed_bytes=max(0, rows) * job.key.bytes_per_token):
         raise DoesNotFitError("\n".join(map(str, errors)))
     with reserved(directory, force=False, own=OWN_FILES):
         if replicas.are_launched:
@@ -412,6 +343,8 @@ def _store_answers(
 def _launch_ranks(job: CacheJob, directory: Path, replicas: Replicas) -> None:
     """Run the teacher on shares of the batches; the first rank writes."""
     import torch
+    from datasets import Features, List, Value
+    from datasets.arrow_writer import ArrowWriter
 
     path = Path(job.teacher)
     # A Hub model is downloaded here, once for all ranks of this machine.
@@ -426,8 +359,10 @@ def _launch_ranks(job: CacheJob, directory: Path, replicas: Replicas) -> None:
     with tempfile.TemporaryDirectory(prefix="shardwright-cache-", ignore_cleanup_errors=True) as temporary:
         work = Path(temporary)
         # Ranks map the files, so that the samples are in memory once per machine.
-        np.save(work / _ENDS, np.cumsum([len(ids) for ids in job.samples], dtype=np.int64))
-        np.save(work / _TOKENS, np.concatenate([np.asarray(ids, dtype=np.int64) for ids in job.samples]))
+        with ArrowWriter(path=str(work / _SAMPLES), features=Features({"input_ids": List(Value("int64"))})) as writer:
+            for ids in job.samples:
+                writer.write({"input_ids": ids})
+            writer.finalize()
         run_replicas(replicas, AnswerTask(content=content), work, on_cpu=not torch.accelerator.is_available())
 
 
@@ -438,28 +373,14 @@ class AnswerTask(ShareTask):
 
     def do_share(self, share: Share, work: Path) -> None:
         """Answer this rank's share of the samples."""
+        from datasets import Dataset
+
         content = self.content
         options = {name: content[name] for name in ("dtype", "batch_size")}
         parts = {**options, "key": {**content["key"], "teacher": ""}, "versions": dict(installed_versions())}
         if share.is_first_here:
-            parts["samples"] = [file_sha256(work / name) for name in (_TOKENS, _ENDS)]
+            parts["samples"] = file_sha256(work / _SAMPLES)
         share.check_same(parts)
-        key, directory = TypeAdapter(CacheKey).validate_python(content["key"]), Path(content["directory"])
-        _store_answers(content["teacher"], key, _MappedSamples(work), directory, share=share, **options)
-
-
-class _MappedSamples(Sequence[Any]):
-    """Token ids of samples, concatenated in a file."""
-
-    def __init__(self, work: Path) -> None:
-        self._ends = np.load(work / _ENDS, mmap_mode="r", allow_pickle=False)
-        self._tokens = np.load(work / _TOKENS, mmap_mode="r", allow_pickle=False)
-
-    def __len__(self) -> int:
-        return len(self._ends)
-
-    def __getitem__(self, index: Any) -> Any:
-        if index >= len(self):
-            raise IndexError(index)
-        first = int(self._ends[index - 1]) if index else 0
-        return self._tokens[first : int(self._ends[index])]
+        key, directory = CACHE_KEY.validate_python(content["key"]), Path(content["directory"])
+        samples = Dataset.from_file(str(work / _SAMPLES))["input_ids"]
+        _store_answers(content["teacher"], key, samples, directory, share=share, **options)

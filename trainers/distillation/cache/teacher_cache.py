@@ -1,34 +1,42 @@
-"""`TeacherCache`: a teacher's stored answers, with random access by row, for any layout of the student."""
+"""`TeacherCache`: a teacher's stored answers, with random access by row, for any layout of the student.
+
+A cache is a directory of safetensors files, each of which is complete. A file has, for N positions of S samples:
+
+    ids         int32 [N, K], the K likeliest tokens
+    logits      fp16 [N, K], their logits minus the largest one
+    log_tails   fp16 [N, T], log of the mass of all other tokens at each of T temperatures
+    hashes      uint8 [S, 16], of the samples' token ids
+    lengths     int64 [S], their numbers of positions, which are rows in the same order
+
+and in its metadata the `CacheKey`. The log-sum-exp of (z - max z) / τ is not stored, because it follows from a tail of
+mass r: ``log Σ_K exp(z / τ) - log(1 - r)``.
+"""
 
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from pydantic import TypeAdapter
+from pydantic import TypeAdapter, ValidationError
 
-from ....ds_configs.plan.output import write_files
 from ....ds_configs.specs.errors import ConfigError, RefusedInputError, UsageError
-from ....ds_configs.specs.texts import strict_json
-from ....plugins.safetensors.reading import check_names, read_header
+from ....plugins.safetensors.reading import load_tensors, read_header
 from ...losses.objective import TopKTargets
-from .cache_format import Array, CachedAnswers, RecordFormat, decode, log_probabilities
 
 if TYPE_CHECKING:
     import torch
 
-SCHEMA_VERSION = 1
-MANIFEST = "manifest.json"
-OWN_FILES = (MANIFEST, "answers-*.safetensors")
-"""Names of a cache's files; `*` is the number of a shard."""
+OWN_FILES = ("answers-*.safetensors",)
+"""Names of a cache's files; `*` is the number of a file."""
+KEY = "cache_key"
+_EARLIER_FILE = "manifest.json"
 # 128 bits: the chance that two of 10^12 samples share a hash is about 10^-15.
-HASH_BYTES = 16
+_HASH_BYTES = 16
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,91 +51,36 @@ class CacheKey:
     """Hash of the tokenizer."""
     template: str
     """Hash of the chat template; the hash of an empty one if none was used."""
-    layout: RecordFormat
+    vocab_size: int
+    top_k: int
+    """K, the stored tokens of each distribution."""
+    temperatures: tuple[float, ...]
+    """Temperatures at which the answers can be read."""
+
+    @property
+    def bytes_per_token(self) -> int:
+        return (4 + 2) * self.top_k + 2 * len(self.temperatures)
+
+
+CACHE_KEY = TypeAdapter(CacheKey)
 
 
 def sample_hash(token_ids: Sequence[int]) -> bytes:
     """Return the hash of a sample's token ids, by which it is looked up."""
-    return hashlib.sha256(np.asarray(token_ids, dtype=np.int64).tobytes()).digest()[:HASH_BYTES]
+    return hashlib.sha256(np.asarray(token_ids, dtype=np.int64).tobytes()).digest()[:_HASH_BYTES]
 
 
-def key_errors(stored: CacheKey, expected: CacheKey, directory: Path) -> list[ConfigError]:
+def key_errors(stored: CacheKey, expected: CacheKey, where: str) -> list[ConfigError]:
     """Return the differences between a cache and the expected one."""
-    errors, where = [], f"teacher cache {directory}"
-    for name, meaning in {"weights": "teacher", "tokenizer": "tokenizer", "template": "chat template"}.items():
-        actual, wanted = getattr(stored, name), getattr(expected, name)
-        if actual != wanted:
-            rule = f"was made with another {meaning} ({actual[:12]}, expected {wanted[:12]})"
-            errors.append(ConfigError(where=where, rule=rule, fix="write a new cache"))
-    if stored.layout.vocab_size != expected.layout.vocab_size:
-        rule = f"has distributions over {stored.layout.vocab_size} tokens, expected {expected.layout.vocab_size}"
-        errors.append(ConfigError(where=where, rule=rule))
-    return errors
-
-
-@dataclass(frozen=True, kw_only=True)
-class CacheShard:
-    """One file of records."""
-
-    file: str
-    rows: int
-    samples: int
-    file_bytes: int
-    sha256: str
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Manifest:
-    schema_version: int
-    key: CacheKey
-    shards: tuple[CacheShard, ...]
-
-
-def write_manifest(directory: Path, key: CacheKey, shards: Sequence[CacheShard]) -> None:
-    """Write the list of a cache's files atomically.
-
-    Raises:
-        ShardwrightError: the file cannot be written.
-    """
-    content = {"schema_version": SCHEMA_VERSION, "key": asdict(key), "shards": [asdict(shard) for shard in shards]}
-    write_files({MANIFEST: json.dumps(content, indent=1) + "\n"}, directory, force=True)
-
-
-def read_manifest(directory: Path) -> tuple[CacheKey, list[CacheShard]]:
-    """Return the key and the files of a cache.
-
-    Raises:
-        RefusedInputError: no manifest, another version of it, or files of other sizes.
-    """
-    where = f"teacher cache {directory}"
-    try:
-        content = (directory / MANIFEST).read_bytes()
-        version = strict_json(content)["schema_version"]
-        if version != SCHEMA_VERSION:
-            rule = f"schema version {version}, this version reads {SCHEMA_VERSION}"
-            raise RefusedInputError(ConfigError(where=where, rule=rule, fix="write the cache again"))
-        manifest: _Manifest = TypeAdapter(_Manifest).validate_json(content, strict=True)
-    except FileNotFoundError as error:
-        rule = f"has no {MANIFEST}"
-        fix = "write a cache with shardwright cache-teacher"
-        raise RefusedInputError(ConfigError(where=where, rule=rule, fix=fix)) from error
-    except RefusedInputError:
-        raise
-    except (ValueError, KeyError, TypeError) as error:
-        where, rule = f"{where}/{MANIFEST}", f"cannot be read: {' '.join(str(error).split())[:300]}"
-        raise RefusedInputError(ConfigError(where=where, rule=rule, fix="write the cache again")) from error
-    shards = list(manifest.shards)
-    check_names(str(directory / MANIFEST), [shard.file for shard in shards])
+    names = {"weights": "teacher", "tokenizer": "tokenizer", "template": "chat template", "vocab_size": "vocabulary"}
     errors = []
-    for shard in shards:
-        path = directory / shard.file
-        size = path.stat().st_size if path.is_file() else None
-        if size != shard.file_bytes:
-            rule = f"must have {shard.file_bytes} bytes"
-            errors.append(ConfigError(where=str(path), value=size, rule=rule, fix="write the cache again"))
-    if errors:
-        raise RefusedInputError(errors)
-    return manifest.key, shards
+    for name, wanted in asdict(expected).items():
+        actual = getattr(stored, name)
+        if name != "teacher" and actual != wanted:
+            shown = (f"{value[:12] if isinstance(value, str) else value}" for value in (actual, wanted))
+            rule = f"was made with another {names.get(name, name)} ({', expected '.join(shown)})"
+            errors.append(ConfigError(where=where, rule=rule, fix="write a new cache to another directory"))
+    return errors
 
 
 class TeacherCache:
@@ -136,42 +89,51 @@ class TeacherCache:
     Every position of every stored sample is a row, numbered over all files. Files are memory-mapped.
     """
 
-    def __init__(self, directory: Path, key: CacheKey, shards: Sequence[CacheShard]) -> None:
+    def __init__(self, directory: Path, key: CacheKey, files: Sequence[Path]) -> None:
         self.directory, self.key = directory, key
-        self._records: list[Array] = []
+        self._files = [load_tensors(file) for file in files]
         self._first_rows = [0]
-        self._samples: dict[bytes, tuple[int, int]] = {}
-        for shard in shards:
-            arrays = _mapped(directory / shard.file, shard, key.layout)
-            self._records.append(arrays["records"])
-            for digest, start, length in zip(arrays["hashes"], arrays["starts"], arrays["lengths"], strict=True):
-                self._samples[digest.tobytes()] = (self._first_rows[-1] + int(start), int(length))
-            self._first_rows.append(self._first_rows[-1] + shard.rows)
+        self._samples: dict[bytes, range] = {}
+        for tensors in self._files:
+            ends = list(accumulate(tensors["lengths"].tolist(), initial=self._first_rows[-1]))
+            hashes = map(bytes, tensors["hashes"].numpy())
+            self._samples |= {digest: range(*rows) for digest, rows in zip(hashes, pairwise(ends), strict=True)}
+            self._first_rows.append(ends[-1])
 
     @classmethod
     def open(cls, directory: str | Path, expected: CacheKey | None = None) -> TeacherCache:
         """Open a cache; with a key, reject a cache of other answers.
 
         Raises:
-            RefusedInputError: it is damaged, or of another teacher; names all differences.
+            RefusedInputError: it is damaged, of an earlier format, or of another teacher; names all differences.
         """
         path = Path(directory)
-        key, shards = read_manifest(path)
-        if expected is not None and (errors := key_errors(key, expected, path)):
+        where, files = f"teacher cache {path}", sorted(path.glob(OWN_FILES[0]))
+        if (path / _EARLIER_FILE).exists():
+            rule, fix = "was written by an earlier version, in another format", "write it again to another directory"
+            raise RefusedInputError(ConfigError(where=where, rule=rule, fix=fix))
+        if not files:
+            fix = "write a cache with shardwright cache-teacher"
+            raise RefusedInputError(ConfigError(where=where, rule=f"has no {OWN_FILES[0]}", fix=fix))
+        keys = {file: _checked_key(file) for file in files}
+        key = keys[files[0]]
+        errors = [error for file, own in keys.items() for error in key_errors(own, key, str(file))]
+        errors += [] if expected is None else key_errors(key, expected, where)
+        if errors:
             raise RefusedInputError(errors)
-        return cls(path, key, shards)
+        return cls(path, key, files)
 
     def __len__(self) -> int:
         return self._first_rows[-1]
 
     def __reduce__(self) -> tuple[object, ...]:
-        """Let other processes map the files themselves; pickled arrays would be sent in full."""
+        """Let other processes map the files themselves; pickled tensors would be sent in full."""
         return TeacherCache.open, (self.directory,)
 
     def __contains__(self, token_ids: Sequence[int]) -> bool:
         return sample_hash(token_ids) in self._samples
 
-    def rows_of(self, token_ids: Sequence[int]) -> list[int]:
+    def rows_of(self, token_ids: Sequence[int]) -> range:
         """Return the row of each position of a sample.
 
         Raises:
@@ -182,49 +144,47 @@ class TeacherCache:
             rule = f"has no sample of {len(token_ids)} tokens that starts with {list(token_ids[:8])}"
             fix = "cache the same data with the same --seq-len"
             raise UsageError(ConfigError(where=f"teacher cache {self.directory}", rule=rule, fix=fix))
-        first, length = rows
-        return list(range(first, first + length))
-
-    def answers(self, rows: Sequence[int] | Array) -> CachedAnswers:
-        """Return the answers of rows, in their order.
-
-        Raises:
-            UsageError: a row that does not exist.
-        """
-        rows = np.asarray(rows, dtype=np.int64)
-        if len(rows) and (rows.min() < 0 or rows.max() >= len(self)):
-            bad = int(rows.min()) if rows.min() < 0 else int(rows.max())
-            rule = f"a labelled position has row {bad}, but the cache has 0 to {len(self) - 1}"
-            fix = "wrap the dataset in CachedTeacherDataset"
-            raise UsageError(ConfigError(where="teacher_rows", rule=rule, fix=fix))
-        records = np.empty((len(rows), self.key.layout.record_bytes), dtype=np.uint8)
-        owners = np.searchsorted(self._first_rows, rows, side="right") - 1
-        for shard in np.unique(owners):
-            in_shard = owners == shard
-            records[in_shard] = self._records[shard][rows[in_shard] - self._first_rows[shard]]
-        return decode(records, self.key.layout)
+        return rows
 
     def read(self, rows_N: torch.Tensor, temperature: float) -> TopKTargets:
         """Return the teacher's answers at rows, on the device of `rows_N`.
+
+        The K tokens are normalised, so that they and the others add up to one in spite of rounding.
 
         Raises:
             UsageError: a row that does not exist, or a temperature that was not stored.
         """
         import torch
 
-        answers = self.answers(rows_N.cpu().numpy())
-        log_p_NK, log_tail_N = log_probabilities(answers, self.key.layout, temperature)
+        key, rows = self.key, rows_N.cpu()
+        errors = []
+        if temperature not in key.temperatures:
+            rule = f"the cache has {', '.join(map(str, key.temperatures))}"
+            fix = "use one of them, or write the cache again"
+            errors.append(ConfigError(where="temperature", value=temperature, rule=rule, fix=fix))
+        if outside := [row for row in rows.tolist() if not 0 <= row < len(self)]:
+            rule = f"a labelled position has row {outside[0]}, but the cache has 0 to {len(self) - 1}"
+            errors.append(ConfigError(where="teacher_rows", rule=rule, fix="wrap the dataset in CachedTeacherDataset"))
+        if errors:
+            raise UsageError(errors)
+        ids_NK = torch.empty(len(rows), key.top_k, dtype=torch.int64)
+        log_p_NK = torch.empty(len(rows), key.top_k)
+        log_tail_N = torch.empty(len(rows))
+        owners = torch.bucketize(rows, torch.tensor(self._first_rows), right=True) - 1
+        for owner in owners.unique().tolist():
+            inside, tensors = owners == owner, self._files[owner]
+            own = rows[inside] - self._first_rows[owner]
+            ids_NK[inside] = tensors["ids"][own].long()
+            log_p_NK[inside] = tensors["logits"][own].float() / temperature
+            log_tail_N[inside] = tensors["log_tails"][own, key.temperatures.index(temperature)].float()
+        log_kept_N = torch.log((-torch.expm1(log_tail_N.clamp(max=0.0))).clamp(min=1e-7))
+        log_p_NK += (log_kept_N - log_p_NK.logsumexp(dim=-1))[:, None]
         return TopKTargets(
-            ids_NK=torch.from_numpy(answers.ids_NK).to(rows_N.device),
-            log_probabilities_NK=torch.from_numpy(log_p_NK).to(rows_N.device),
-            tail_log_probability_N=torch.from_numpy(log_tail_N).to(rows_N.device),
+            ids_NK=ids_NK.to(rows_N.device),
+            log_probabilities_NK=log_p_NK.to(rows_N.device),
+            tail_log_probability_N=log_tail_N.to(rows_N.device),
             temperature=temperature,
         )
-
-    def damaged_files(self) -> list[str]:
-        """Return the files that were changed after they were written; reads all of them."""
-        _, shards = read_manifest(self.directory)
-        return [shard.file for shard in shards if file_sha256(self.directory / shard.file) != shard.sha256]
 
 
 class CachedTeacherDataset:
@@ -248,44 +208,31 @@ class CachedTeacherDataset:
         return {**sample, "teacher_rows": [row for document in documents for row in self._cache.rows_of(document)]}
 
 
-def file_sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+def _checked_key(file: Path) -> CacheKey:
+    """Return the key of a file whose tensors have the shapes that it requires.
 
-
-def _mapped(path: Path, shard: CacheShard, layout: RecordFormat) -> dict[str, Array]:
-    """Return the arrays of a file, memory-mapped and checked; safetensors' own reader would load full arrays."""
-    where, fix = str(path), "write the cache again"
-    kinds = {"U8": np.uint8, "I64": np.int64}
-    arrays = {
-        # An empty array cannot be mapped.
-        name: np.memmap(path, dtype=kinds[tensor.dtype], mode="r", offset=tensor.first_byte, shape=tensor.shape)
-        if tensor.elements
-        else np.empty(tensor.shape, dtype=kinds[tensor.dtype])
-        for name, tensor in read_header(path).tensors.items()
-        if tensor.dtype in kinds
-    }
-    if missing := sorted({"records", "hashes", "starts", "lengths"} - arrays.keys()):
-        raise RefusedInputError(ConfigError(where=where, value=missing, rule="arrays are missing", fix=fix))
-    samples = (shard.samples,)
+    Raises:
+        RefusedInputError: the file is damaged.
+    """
+    header, fix = read_header(file), "write the cache again"
+    try:
+        key = CACHE_KEY.validate_json(header.metadata.get(KEY, ""))
+    except ValidationError as error:
+        rule = f"has no {KEY} that can be read ({error.errors()[0]['msg']})"
+        raise RefusedInputError(ConfigError(where=str(file), rule=rule, fix=fix)) from None
+    stored = {name: (tensor.dtype, tensor.shape) for name, tensor in header.tensors.items()}
+    rows, samples = (stored.get(name, ("", (0,)))[1][:1] for name in ("ids", "lengths"))
     expected = {
-        "records": (np.uint8, (shard.rows, layout.record_bytes)),
-        "hashes": (np.uint8, (*samples, *arrays["hashes"].shape[1:])),
-        "starts": (np.int64, samples),
-        "lengths": (np.int64, samples),
+        "ids": ("I32", (*rows, key.top_k)),
+        "logits": ("F16", (*rows, key.top_k)),
+        "log_tails": ("F16", (*rows, len(key.temperatures))),
+        "hashes": ("U8", (*samples, _HASH_BYTES)),
+        "lengths": ("I64", samples),
     }
-    errors = []
-    for name, (kind, shape) in expected.items():
-        array = arrays[name]
-        if array.dtype != kind or array.shape != shape:
-            rule = f"is {array.dtype} of shape {list(array.shape)}, expected {np.dtype(kind)} of shape {list(shape)}"
-            errors.append(ConfigError(where=where, value=name, rule=rule, fix=fix))
-    if not errors:
-        starts, lengths = arrays["starts"], arrays["lengths"]
-        outside = (starts < 0) | (lengths < 0) | (lengths > shard.rows) | (starts > shard.rows - lengths)
-        if outside.any():
-            rule = f"{int(outside.sum())} samples have rows that do not exist"
-            errors.append(ConfigError(where=where, rule=rule, fix=fix))
-    if errors:
-        raise RefusedInputError(errors)
-    return arrays
+    if stored != expected:
+        raise RefusedInputError(ConfigError(where=str(file), rule=f"has {stored}, expected {expected}", fix=fix))
+    lengths = load_tensors(file)["lengths"]
+    if int(lengths.sum()) != rows[0] or bool((lengths < 1).any()):
+        rule = f"has {rows[0]} rows for samples of {int(lengths.sum())} positions"
+        raise RefusedInputError(ConfigError(where=str(file), rule=rule, fix=fix))
+    return key

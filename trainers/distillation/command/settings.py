@@ -69,7 +69,7 @@ def distillation_config(settings: DistillSettings, vocab_size: int | None) -> Di
         hidden_states=HiddenStateTerm(weight=settings.hidden_states) if settings.hidden_states else None,
         attention=AttentionTerm(weight=settings.attention) if settings.attention else None,
         on_policy=on_policy if settings.on_policy else None,
-        cross_tokenizer="aligned" if settings.cross_tokenizer else None,
+        cross_tokenizer=settings.cross_tokenizer,
     )
 
 
@@ -82,10 +82,6 @@ def distill_settings_errors(settings: DistillSettings) -> list[ConfigError]:
         values = {name: getattr(settings, name) for name in names if getattr(settings, name)}
         errors.extend(ConfigError(where=name, value=value, rule=rule, fix=fix) for name, value in values.items())
 
-    live_terms = ("hidden_states", "attention", "on_policy")
-    if settings.cross_tokenizer:
-        rule = "cannot be combined with --cross-tokenizer, because positions differ between tokenizers"
-        reject_set(live_terms, rule, "remove one of them")
     errors += launched_errors(settings) + adapter_errors(settings.stated(), settings.method)
     if cached and settings.teacher_cache is None:
         fix = "pass --teacher-cache with a directory written by cache-teacher"
@@ -100,5 +96,6 @@ def distill_settings_errors(settings: DistillSettings) -> list[ConfigError]:
     if settings.method == "lora" and settings.hidden_states:
         reject_set(("hidden_states",), "trains projectors, which LoRA adapters cannot store", "use --method full")
     if cached or settings.teacher_cache is not None:
-        reject_set((*live_terms, "cross_tokenizer"), "requires a live teacher", "remove --teacher-cache")
+        live_terms = ("hidden_states", "attention", "on_policy", "cross_tokenizer")
+        reject_set(live_terms, "requires a live teacher", "remove --teacher-cache")
     return errors

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ....ds_configs.specs.errors import ConfigError, UsageError, collecting
+from ....ds_configs.specs.errors import ConfigError, RefusedInputError, UsageError, collecting
 from ....ds_configs.specs.settings import settings_of
 from ....plugins.huggingface_hub.hub import TOKENIZER_FILES
 from ....plugins.planning.from_names import plan as select_plan
@@ -212,22 +212,21 @@ def _with_tokenizers(
 def _stored(samples: Samples, settings: DistillSettings, teacher: str, tokenizers: tuple[Any, Any, Any]) -> Samples:
     """Check that a cache of this teacher has all training samples; keep the held-out samples that it has."""
     from ..cache.cache_writer import template_hash, tokenizer_hash, weights_identity
-    from ..cache.teacher_cache import TeacherCache, read_manifest
+    from ..cache.teacher_cache import TeacherCache, key_errors
 
-    directory = Path(settings.teacher_cache or "")
-    where = f"teacher_cache {directory}"
-    key, _ = read_manifest(directory)
+    where = f"teacher_cache {settings.teacher_cache}"
+    cache = TeacherCache.open(settings.teacher_cache or "")
     config = load_config(StartingModel(model=teacher, revision=settings.teacher_revision))
     expected = replace(
-        key,
+        cache.key,
         weights=weights_identity(teacher, settings.teacher_revision, config),
         tokenizer=tokenizer_hash(tokenizers[1]),
         template=template_hash(tokenizers[0], used=samples.statistics.kind == "messages"),
     )
-    cache = TeacherCache.open(directory, expected)
-    layout, errors = cache.key.layout, []
-    if settings.temperature not in layout.temperatures:
-        stored = ", ".join(f"{temperature:g}" for temperature in layout.temperatures)
+    if errors := key_errors(cache.key, expected, where):
+        raise RefusedInputError(errors)
+    if settings.temperature not in cache.key.temperatures:
+        stored = ", ".join(f"{temperature:g}" for temperature in cache.key.temperatures)
         rule = f"has temperatures {stored}, not {settings.temperature:g}"
         errors.append(ConfigError(where=where, rule=rule, fix="use one of them, or cache again with --temperature"))
     missing = sum(sample["input_ids"] not in cache for sample in samples.train)

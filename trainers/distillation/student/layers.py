@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from ....ds_configs.shrink.config import LAYER_COUNTS
 from ....ds_configs.specs.errors import ConfigError, UsageError
 from .request import Widths
 
@@ -15,9 +14,6 @@ if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedConfig, PreTrainedModel
 
-_LAYER_INDICES = ("mlp_only_layers", "moe_layers", "attn_layer_indices", "cross_attention_layers", "hybrid_layer_ids")
-_THRESHOLDS = ("first_k_dense_replace", "max_window_layers")
-_NOT_PER_LAYER = re.compile(r"token_(ids?|index)$|architectures$|_indexes$|dims$")
 _POSITION = re.compile(r"layer_(idx|index|id|number)$")
 
 
@@ -84,21 +80,6 @@ def layer_stack(model: PreTrainedModel) -> LayerStack:
     return LayerStack(path=path, count=total, base_prefix=prefix)
 
 
-def layer_changes(config: Mapping[str, object], kept: Sequence[int], total: int) -> dict[str, object]:
-    """Return the fields of a config (with all defaults) that change when only layers `kept` stay."""
-    changes: dict[str, object] = {}
-    for name, value in config.items():
-        if name in _LAYER_INDICES and isinstance(value, list):
-            changes[name] = [new for new, old in enumerate(kept) if old in value]
-        elif isinstance(value, list) and len(value) == total and not _NOT_PER_LAYER.search(name):
-            changes[name] = [value[layer] for layer in kept]
-        elif name in _THRESHOLDS and isinstance(value, int) and not isinstance(value, bool):
-            changes[name] = sum(layer < value for layer in kept)
-        elif name in LAYER_COUNTS and value == total:
-            changes[name] = len(kept)
-    return changes
-
-
 def unlike_layers(
     teacher: PreTrainedModel, student: PreTrainedModel, stack: LayerStack, kept: Sequence[int]
 ) -> list[ConfigError]:
@@ -129,8 +110,7 @@ def _structure(layer: torch.nn.Module) -> dict[str, object]:
     return values
 
 
-Axis = Literal["hidden", "intermediate", "query", "key", "value", "query_key_value", "other"]
-Side = Literal["writes", "reads", "norm", ""]
+Axis = Literal["hidden", "intermediate", "query", "key_value", "other"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -141,139 +121,47 @@ class TensorRule:
     """Matches the end of a tensor's name."""
     axes: tuple[Axis, ...]
     """Meaning of each axis; other axes are not changed."""
-    side: Side = ""
-    """Whether the tensor writes to the residual stream, reads from it, or is the gain or bias of a norm on it."""
+    is_norm: bool = False
+    """Whether the tensor is the gain of a norm on the residual stream."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class WidthFamily:
-    """Names and axes of the tensors of a family whose widths can be cut."""
-
-    rules: tuple[TensorRule, ...]
-    """The first match applies; a tensor without a match does not belong to the family."""
-    mlp_output: str
-    """Module of a layer whose inputs are the intermediate channels."""
-    attention_output: str
-    """Module of a layer whose inputs are the heads."""
-    coupled: bool
-    """Whether heads · head_dim must be the hidden size."""
-    centred: bool
-    """Whether norms subtract the mean."""
-    fields: Mapping[str, str]
-    """Fields of the config for each size of `Widths`."""
-
-    def rule(self, name: str) -> TensorRule | None:
-        return next((rule for rule in self.rules if rule.name.search(name)), None)
+def _rule(name: str, *axes: Axis, is_norm: bool = False) -> TensorRule:
+    return TensorRule(name=re.compile(rf"(?:^|\.)(?:{name})$"), axes=axes, is_norm=is_norm)
 
 
-def _rule(name: str, *axes: Axis, side: Side = "") -> TensorRule:
-    return TensorRule(name=re.compile(rf"(?:^|\.)(?:{name})$"), axes=axes, side=side)
-
-
-_SCALE, _SHIFT = "(?:weight|gamma)", "(?:bias|beta)"
-
-_LLAMA = (
-    _rule(r"embed_tokens\.weight", "other", "hidden", side="writes"),
+MLP_OUTPUT, ATTENTION_OUTPUT = "mlp.down_proj", "self_attn.o_proj"
+"""Modules of a layer whose inputs are the intermediate channels and the heads."""
+WIDTH_FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+"""Model types whose tensors `width_rule` names."""
+_RULES = (
     _rule(r"(?:q|k)_norm\.weight", "other"),
-    _rule(r"(?:\w+_layernorm|norm)\.weight", "hidden", side="norm"),
-    _rule(r"self_attn\.q_proj\.weight", "query", "hidden", side="reads"),
-    _rule(r"self_attn\.k_proj\.weight", "key", "hidden", side="reads"),
-    _rule(r"self_attn\.v_proj\.weight", "value", "hidden", side="reads"),
-    _rule(r"self_attn\.o_proj\.weight", "hidden", "query", side="writes"),
+    _rule(r"(?:\w+_layernorm|norm)\.weight", "hidden", is_norm=True),
+    _rule(r"self_attn\.q_proj\.weight", "query", "hidden"),
+    _rule(r"self_attn\.[kv]_proj\.weight", "key_value", "hidden"),
+    _rule(r"self_attn\.o_proj\.weight", "hidden", "query"),
     _rule(r"self_attn\.q_proj\.bias", "query"),
-    _rule(r"self_attn\.k_proj\.bias", "key"),
-    _rule(r"self_attn\.v_proj\.bias", "value"),
-    _rule(r"mlp\.(?:gate|up)_proj\.weight", "intermediate", "hidden", side="reads"),
+    _rule(r"self_attn\.[kv]_proj\.bias", "key_value"),
+    _rule(r"mlp\.(?:gate|up)_proj\.weight", "intermediate", "hidden"),
     _rule(r"mlp\.(?:gate|up)_proj\.bias", "intermediate"),
-    _rule(r"mlp\.down_proj\.weight", "hidden", "intermediate", side="writes"),
-    _rule(r"(?:mlp\.down_proj|self_attn\.o_proj)\.bias", "hidden", side="writes"),
-    _rule(r"(?:lm_head|score|classifier|qa_outputs)\.weight", "other", "hidden", side="reads"),
+    _rule(r"mlp\.down_proj\.weight", "hidden", "intermediate"),
+    _rule(r"(?:mlp\.down_proj|self_attn\.o_proj)\.bias", "hidden"),
+    _rule(r"(?:embed_tokens|lm_head|score|classifier|qa_outputs)\.weight", "other", "hidden"),
     _rule(r"(?:lm_head|score|classifier|qa_outputs)\.bias|rotary_emb\.inv_freq", "other"),
 )
-_GPT2 = (
-    _rule(r"w[tp]e\.weight", "other", "hidden", side="writes"),
-    _rule(rf"ln_(?:1|2|f)\.(?:{_SCALE}|{_SHIFT})", "hidden", side="norm"),
-    _rule(r"attn\.c_attn\.weight", "hidden", "query_key_value", side="reads"),
-    _rule(r"attn\.c_attn\.bias", "query_key_value"),
-    _rule(r"attn\.c_proj\.weight", "query", "hidden", side="writes"),
-    _rule(r"mlp\.c_fc\.weight", "hidden", "intermediate", side="reads"),
-    _rule(r"mlp\.c_fc\.bias", "intermediate"),
-    _rule(r"mlp\.c_proj\.weight", "intermediate", "hidden", side="writes"),
-    _rule(r"(?:attn|mlp)\.c_proj\.bias", "hidden", side="writes"),
-    _rule(r"(?:lm_head|score|classifier)\.weight", "other", "hidden", side="reads"),
-    _rule(r"classifier\.bias", "other"),
-    _rule(r"attn\.(?:masked_)?bias", "other"),
-)
-_BERT = (
-    _rule(r"embeddings\.\w+_embeddings\.weight", "other", "hidden", side="writes"),
-    _rule(rf"LayerNorm\.(?:{_SCALE}|{_SHIFT})", "hidden", side="norm"),
-    _rule(r"attention\.self\.query\.weight", "query", "hidden", side="reads"),
-    _rule(r"attention\.self\.key\.weight", "key", "hidden", side="reads"),
-    _rule(r"attention\.self\.value\.weight", "value", "hidden", side="reads"),
-    _rule(r"attention\.self\.query\.bias", "query"),
-    _rule(r"attention\.self\.key\.bias", "key"),
-    _rule(r"attention\.self\.value\.bias", "value"),
-    _rule(r"attention\.output\.dense\.weight", "hidden", "query", side="writes"),
-    _rule(r"intermediate\.dense\.weight", "intermediate", "hidden", side="reads"),
-    _rule(r"intermediate\.dense\.bias", "intermediate"),
-    _rule(r"layer\.\d+\.output\.dense\.weight", "hidden", "intermediate", side="writes"),
-    _rule(r"output\.dense\.bias", "hidden", side="writes"),
-    _rule(r"(?:pooler|transform)\.dense\.weight", "hidden", "hidden", side="reads"),
-    _rule(r"(?:pooler|transform)\.dense\.bias", "hidden"),
-    _rule(r"(?:decoder|seq_relationship|classifier|qa_outputs)\.weight", "other", "hidden", side="reads"),
-    _rule(r"(?:predictions|decoder|seq_relationship|classifier|qa_outputs)\.bias|position_ids", "other"),
-)
-_USUAL = {name: name for name in ("hidden_size", "intermediate_size")} | {"heads": "num_attention_heads"}
-_LLAMA_LIKE = WidthFamily(
-    rules=_LLAMA,
-    mlp_output="mlp.down_proj",
-    attention_output="self_attn.o_proj",
-    coupled=False,
-    centred=False,
-    fields=_USUAL | {"key_value_heads": "num_key_value_heads"},
-)
 
-WIDTH_FAMILIES: Mapping[str, WidthFamily] = {
-    "llama": _LLAMA_LIKE,
-    "mistral": _LLAMA_LIKE,
-    "qwen2": _LLAMA_LIKE,
-    "qwen3": _LLAMA_LIKE,
-    "gpt2": WidthFamily(
-        rules=_GPT2,
-        mlp_output="mlp.c_proj",
-        attention_output="attn.c_proj",
-        coupled=True,
-        centred=True,
-        fields={"hidden_size": "n_embd", "intermediate_size": "n_inner", "heads": "n_head"},
-    ),
-    "bert": WidthFamily(
-        rules=_BERT,
-        mlp_output="output.dense",
-        attention_output="attention.output.dense",
-        coupled=True,
-        centred=True,
-        fields=_USUAL,
-    ),
-}
-"""Families by `model_type`."""
+
+def width_rule(name: str) -> TensorRule | None:
+    """Return the axes of a tensor; `None` if it is not one of these model types."""
+    return next((rule for rule in _RULES if rule.name.search(name)), None)
 
 
 def teacher_widths(config: PreTrainedConfig) -> Widths:
-    """Return the widths of a Transformers config of one of the families, defaults included."""
+    """Return the widths of a Transformers config of one of these model types, defaults included."""
     hidden_size, heads = config.hidden_size, config.num_attention_heads
-    inner = getattr(config, "intermediate_size", None) or getattr(config, "n_inner", None)
     return Widths(
         hidden_size=hidden_size,
-        intermediate_size=inner or 4 * hidden_size,
+        intermediate_size=config.intermediate_size,
         heads=heads,
         key_value_heads=getattr(config, "num_key_value_heads", None) or heads,
         head_dim=getattr(config, "head_dim", None) or hidden_size // heads,
     )
-
-
-def width_changes(family: WidthFamily, student: Widths) -> dict[str, int]:
-    """Return the fields of the config with the student's widths."""
-    changes = {field: getattr(student, name) for name, field in family.fields.items()}
-    if not family.coupled:
-        changes["head_dim"] = student.head_dim
-    return changes

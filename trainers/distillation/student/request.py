@@ -10,9 +10,6 @@ from pydantic import Field
 from ....ds_configs.specs.errors import ConfigError
 from ....ds_configs.specs.settings import Numbers, Paths, Settings
 
-Importance = Literal["magnitude", "activation"]
-Prune = Literal["magnitude", "l1"]
-Granularity = Literal["unstructured", "row"]
 StoredDtype = Literal["float32", "bfloat16", "float16"]
 
 
@@ -33,20 +30,8 @@ class StudentRequest(Settings):
         alias="kv_heads",
         description="Key/value heads of each layer. Default: the teacher's query heads per key/value head",
     )
-    importance: Importance = Field(
-        "magnitude", description="Criterion for channels and heads: weight magnitude, or activations on --text"
-    )
-    text: Paths = Field((), description="Text files for --importance activation. Default: Python's help topics")
-    low_rank: int | None = Field(None, description="Rank of every weight matrix in the layers; stored as dense product")
-    low_rank_energy: float | None = Field(
-        None, description="Share of squared singular values to keep per matrix; excludes --low-rank"
-    )
-    sparsity: float | None = Field(None, description="Share of weights or rows to zero in every matrix of the layers")
-    prune: Prune = Field(
-        "magnitude", description="magnitude: zero the smallest; l1: also shrink the rest, like an L1 penalty"
-    )
-    granularity: Granularity = Field(
-        "unstructured", description="unstructured: single weights; row: all weights of an output"
+    text: Paths = Field(
+        (), description="Text files on which channels and heads are compared. Default: Python's help topics"
     )
     dtype: StoredDtype | None = Field(None, description="Stored dtype. Default: the dtype of each tensor")
 
@@ -79,35 +64,23 @@ def request_errors(request: StudentRequest) -> list[ConfigError]:
     errors = []
     if request.layers is not None and request.keep_layers is not None:
         errors.append(ConfigError(where="--keep-layers", rule="cannot be combined with --layers"))
-    if request.low_rank is not None and request.low_rank_energy is not None:
-        errors.append(ConfigError(where="--low-rank", rule="cannot be combined with --low-rank-energy"))
     sizes = {
         "--layers": request.layers,
         "--hidden": request.hidden_size,
         "--intermediate": request.intermediate_size,
         "--heads": request.heads,
         "--kv-heads": request.key_value_heads,
-        "--low-rank": request.low_rank,
     }
     errors += [
         ConfigError(where=name, value=n, rule="must be at least 1")
         for name, n in sizes.items()
         if n is not None and n < 1
     ]
-    energy, sparsity = request.low_rank_energy, request.sparsity
-    if energy is not None and not 0 < energy <= 1:
-        errors.append(ConfigError(where="--low-rank-energy", value=energy, rule="must be above 0 and at most 1"))
-    if sparsity is not None and not 0 < sparsity < 1:
-        errors.append(ConfigError(where="--sparsity", value=sparsity, rule="must be between 0 and 1"))
-    if sparsity is None and (request.prune, request.granularity) != ("magnitude", "unstructured"):
-        rule = "and --granularity have no effect without --sparsity"
-        errors.append(ConfigError(where="--prune", rule=rule, fix="pass --sparsity"))
-    if request.text and not (request.importance == "activation" and request.cuts_width):
-        fix = "add --importance activation and a width"
-        errors.append(ConfigError(where="--text", rule="is only used to measure activations", fix=fix))
-    thinned = any(value is not None for value in (request.low_rank, energy, sparsity))
-    if not (request.cuts_layers or request.cuts_width or thinned):
-        fix = "pass --layers, --hidden, --intermediate, --heads, --low-rank or --sparsity"
+    if request.text and not request.cuts_width:
+        rule = "is only used to compare channels and heads"
+        errors.append(ConfigError(where="--text", rule=rule, fix="add --hidden, --intermediate or --heads"))
+    if not (request.cuts_layers or request.cuts_width):
+        fix = "pass --layers, --hidden, --intermediate or --heads"
         errors.append(ConfigError(where="student", rule="no setting makes it smaller", fix=fix))
     return errors
 
@@ -130,11 +103,10 @@ def layer_errors(request: StudentRequest, teacher_layers: int) -> list[ConfigErr
     return errors
 
 
-def student_widths(request: StudentRequest, teacher: Widths, *, coupled: bool) -> tuple[Widths, list[ConfigError]]:
+def student_widths(request: StudentRequest, teacher: Widths) -> tuple[Widths, list[ConfigError]]:
     """Return the student's widths and their errors.
 
-    If only one of heads and key/value heads is set, each key/value head keeps its number of query heads. With
-    `coupled`, hidden size = heads · head_dim must hold, and the one that is not set follows from the other.
+    If only one of heads and key/value heads is set, each key/value head keeps its number of query heads.
     """
     limits = (
         ("--hidden", request.hidden_size, teacher.hidden_size),
@@ -153,9 +125,8 @@ def student_widths(request: StudentRequest, teacher: Widths, *, coupled: bool) -
         if size is not None and size > limit
     ]
     group = teacher.heads // teacher.key_value_heads
-    heads, key_value_heads, hidden_size = request.heads, request.key_value_heads, request.hidden_size
-    if coupled and heads is None and key_value_heads is None and hidden_size is not None:
-        heads = hidden_size // teacher.head_dim
+    heads, key_value_heads = request.heads, request.key_value_heads
+    hidden_size = teacher.hidden_size if request.hidden_size is None else request.hidden_size
     if heads is None:
         heads = teacher.heads if key_value_heads is None else key_value_heads * group
     if key_value_heads is None:
@@ -170,14 +141,7 @@ def student_widths(request: StudentRequest, teacher: Widths, *, coupled: bool) -
     elif heads // max(1, key_value_heads) > group:
         rule = f"{heads} query heads are {heads // key_value_heads} per key/value head; the teacher has {group}"
         errors.append(ConfigError(where="--kv-heads", value=key_value_heads, rule=rule, fix="use fewer query heads"))
-    if coupled and hidden_size is None:
-        hidden_size = heads * teacher.head_dim
-    hidden_size = teacher.hidden_size if hidden_size is None else hidden_size
-    if coupled and hidden_size != heads * teacher.head_dim:
-        rule = f"must be the number of heads times the head width, {heads} · {teacher.head_dim}, in this family"
-        fix = f"pass only --hidden {max(1, hidden_size // teacher.head_dim) * teacher.head_dim}; it determines --heads"
-        errors.append(ConfigError(where="--hidden", value=hidden_size, rule=rule, fix=fix))
-    elif heads and hidden_size % heads and not any(error.where in ("--heads", "--kv-heads") for error in errors):
+    if heads and hidden_size % heads and not any(error.where in ("--heads", "--kv-heads") for error in errors):
         rule = f"must be a multiple of the {heads} query heads"
         fix = f"use {hidden_size // heads * heads}"
         errors.append(ConfigError(where="--hidden", value=hidden_size, rule=rule, fix=fix))

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,7 +14,7 @@ from ....plugins.huggingface_hub.hub import ModelSource
 from ....plugins.transformers.sound_model import check_config, refused_by_name
 from ...data.models import StartingModel, load_tokenizer
 from ...data.sources import pack, read_documents
-from .layers import LayerStack, WidthFamily
+from .layers import ATTENTION_OUTPUT, MLP_OUTPUT, LayerStack, width_rule
 from .request import Widths
 
 if TYPE_CHECKING:
@@ -32,79 +32,12 @@ class Scores:
     """Channels of each layer's MLP, by the layer's number."""
     heads: dict[int, torch.Tensor]
     """Query heads of each layer."""
-    energies: dict[str, torch.Tensor] = field(default_factory=dict)
-    """Mean square of each hidden channel before each norm, by the norm's name without the base model's prefix."""
-    residual_energy_H: torch.Tensor
-    """The same, for norms that were not measured."""
-
-
-def magnitude_scores(
-    tensors: Iterable[tuple[str, torch.Tensor]], family: WidthFamily, stack: LayerStack, widths: Widths, *, tied: bool
-) -> Scores:
-    """Return importance from the weights.
-
-    A channel of the MLP: the product of the norms of the weights that produce it and that read it. A head: the product
-    of the Frobenius norms of its value and output weights. A channel of the residual stream: the norm of all weights
-    that write to it times the norm of all that read it. A channel that is never written or never read scores zero.
-    """
-    import torch
-
-    zeros_H = torch.zeros(widths.hidden_size, dtype=torch.float64)
-    written_H, read_H = zeros_H.clone(), zeros_H.clone()
-    squares: dict[tuple[int, str, str], Any] = defaultdict(float)
-    for name, tensor in tensors:
-        rule, layer = family.rule(name), stack.layer_of(name)
-        if rule is None or not tensor.is_floating_point():
-            continue
-        for axis, meaning in enumerate(rule.axes[: tensor.dim()]):
-            if meaning == "other" or (meaning == "hidden" and rule.side not in ("writes", "reads")):
-                continue
-            energy = tensor.double().square()
-            if tensor.dim() > 1:
-                energy = energy.sum(dim=[other for other in range(tensor.dim()) if other != axis])
-            if meaning != "hidden":
-                assert layer is not None, "only layers have channels and heads"
-                squares[layer, name.rpartition(".")[0], meaning] += energy
-                continue
-            table = layer is None and tensor.dim() == 2
-            if rule.side == "writes":
-                written_H += energy / (tensor.shape[1 - axis] if table else 1)
-            if rule.side == "reads" or (tied and table):
-                read_H += energy / (tensor.shape[1 - axis] if table else 1)
-    heads: dict[int, torch.Tensor] = {}
-    for (layer, _, kind), value in squares.items():
-        if kind == "value":
-            values_G = value.view(widths.key_value_heads, widths.head_dim).sum(1)
-        elif kind == "query_key_value":
-            values_G = value.view(3, widths.heads, widths.head_dim)[2].sum(1)
-        else:
-            continue
-        values_A = values_G.repeat_interleave(widths.heads // widths.key_value_heads)
-        path = next(m for at, m, a in squares if at == layer and a == "query" and m.endswith(family.attention_output))
-        outputs_A = squares[layer, path, "query"].view(widths.heads, widths.head_dim).sum(1)
-        heads[layer] = (values_A * outputs_A).sqrt()
-    assert len(heads) == stack.count
-    return Scores(
-        hidden_H=(written_H * read_H).sqrt(),
-        intermediate={
-            number: torch.stack(
-                [value for (layer, _, axis), value in squares.items() if (layer, axis) == (number, "intermediate")]
-            )
-            .sqrt()
-            .prod(dim=0)
-            for number in range(stack.count)
-        },
-        heads=heads,
-        residual_energy_H=written_H,
-    )
+    energies: dict[str, torch.Tensor]
+    """Mean square [H] of each hidden channel before each norm, by the norm's name without the base model's prefix."""
 
 
 def activation_scores(
-    model: PreTrainedModel,
-    batches: Sequence[dict[str, torch.Tensor]],
-    family: WidthFamily,
-    stack: LayerStack,
-    widths: Widths,
+    model: PreTrainedModel, batches: Sequence[dict[str, torch.Tensor]], stack: LayerStack, widths: Widths
 ) -> Scores:
     """Return importance from a teacher's activations on token batches.
 
@@ -123,12 +56,12 @@ def activation_scores(
 
     def add_channels(layer: int, module: torch.nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
         activations_NI = inputs[0].flatten(0, -2)
-        norms_I = _input_rows(module).float().norm(dim=1)
+        norms_I = module.weight.float().norm(dim=0)
         channels[layer] += (activations_NI.float().abs().sum(dim=0) * norms_I).double().cpu()
 
     def add_heads(layer: int, module: torch.nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
         activations_NAD = inputs[0].flatten(0, -2).float().unflatten(-1, (widths.heads, widths.head_dim))
-        weight_ADH = _input_rows(module).float().unflatten(0, (widths.heads, widths.head_dim))
+        weight_ADH = module.weight.t().float().unflatten(0, (widths.heads, widths.head_dim))
         added = [(activations_NAD[:, a] @ weight_ADH[a]).norm(dim=1).sum() for a in range(widths.heads)]
         heads[layer] += torch.stack(added).double().cpu()
 
@@ -136,8 +69,6 @@ def activation_scores(
         name: str, module: torch.nn.Module, inputs: tuple[torch.Tensor, ...], output_BSH: torch.Tensor
     ) -> None:
         stream_NH = inputs[0].flatten(0, -2).float()
-        if family.centred:
-            stream_NH = stream_NH - stream_NH.mean(dim=-1, keepdim=True)
         squares[name] += stream_NH.square().sum(dim=0).double().cpu()
         outputs[name] += output_BSH.flatten(0, -2).float().abs().sum(dim=0).double().cpu()
         tokens[name] += len(stream_NH)
@@ -145,13 +76,13 @@ def activation_scores(
     with ExitStack() as hooks, torch.no_grad():
         for name, module in model.named_modules():
             own = stack.canonical(name)
-            layer, rule = stack.layer_of(own + "."), family.rule(f"{own}.weight")
+            layer, rule = stack.layer_of(own + "."), width_rule(f"{own}.weight")
             inside = own.removeprefix(f"{stack.path}.{layer}.")
-            if layer is not None and inside == family.mlp_output:
+            if layer is not None and inside == MLP_OUTPUT:
                 handle = module.register_forward_pre_hook(partial(add_channels, layer))
-            elif layer is not None and inside == family.attention_output:
+            elif layer is not None and inside == ATTENTION_OUTPUT:
                 handle = module.register_forward_pre_hook(partial(add_heads, layer))
-            elif rule is not None and rule.side == "norm":
+            elif rule is not None and rule.is_norm:
                 handle = module.register_forward_hook(partial(add_norm, own))
             else:
                 continue
@@ -161,22 +92,12 @@ def activation_scores(
             model(**batch)
     means = {name: total_H / tokens[name] for name, total_H in outputs.items()}
     energies = {name: total_H / tokens[name] for name, total_H in squares.items()}
-    measured = torch.stack(list(energies.values()))
     return Scores(
         hidden_H=sum((mean_H / mean_H.mean() for mean_H in means.values()), torch.zeros(widths.hidden_size).double()),
         intermediate=channels,
         heads=heads,
         energies=energies,
-        residual_energy_H=measured.mean(dim=0),
     )
-
-
-def _input_rows(module: torch.nn.Module) -> torch.Tensor:
-    """Return a weight as [in, out]."""
-    from torch.nn import Linear
-
-    weight: torch.Tensor = module.weight
-    return weight.t() if isinstance(module, Linear) else weight
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -218,7 +139,6 @@ def kept_widths(scores: Scores, teacher: Widths, student: Widths) -> KeptWidths:
 
 @dataclass(frozen=True, kw_only=True)
 class WidthCutter:
-    family: WidthFamily
     stack: LayerStack
     teacher: Widths
     kept: KeptWidths
@@ -228,7 +148,7 @@ class WidthCutter:
         """Return a tensor of the teacher with the student's widths; the gain of a norm is corrected."""
         import torch
 
-        rule = self.family.rule(name)
+        rule = width_rule(name)
         assert rule is not None, "names are checked before anything is removed"
         layer, head_dim = self.stack.layer_of(name), self.teacher.head_dim
         for axis, meaning in enumerate(rule.axes[: tensor.dim()]):
@@ -239,17 +159,16 @@ class WidthCutter:
             else:
                 assert layer is not None, "only layers have channels and heads"
                 heads, key_value_heads = self.kept.heads[layer], self.kept.key_value_heads[layer]
-                joined = torch.cat([heads + part * self.teacher.heads for part in range(3)])
-                kept = {"query": heads, "key": key_value_heads, "value": key_value_heads, "query_key_value": joined}
                 if meaning == "intermediate":
                     indices = self.kept.intermediate[layer]
                 else:
-                    indices = (kept[meaning][:, None] * head_dim + torch.arange(head_dim)).flatten()
+                    kept = heads if meaning == "query" else key_value_heads
+                    indices = (kept[:, None] * head_dim + torch.arange(head_dim)).flatten()
             tensor = tensor.index_select(axis, indices)
-        if rule.side == "norm" and name.endswith((".weight", ".gamma")):
+        if rule.is_norm:
             # The mean square that the norm divides by changes with the channels.
             norm = self.stack.canonical(name.rpartition(".")[0])
-            energy_H = self.scores.energies.get(norm, self.scores.residual_energy_H)
+            energy_H = self.scores.energies[norm]
             before, after = float(energy_H.mean()), float(energy_H[self.kept.hidden].mean())
             tensor = (tensor.double() * ((after / before) ** 0.5 if before > 0 else 1.0)).to(tensor.dtype)
         return tensor
