@@ -85,14 +85,11 @@ def test_counts_do_not_depend_on_batches_or_their_order(order, cut, bins):
         for part in batches[index].split(cut):
             piecewise.add(part)
     together = torch.cat(batches)
-    found = (once.tokens, once.low, once.high)
-    assert (
-        found == (piecewise.tokens, piecewise.low, piecewise.high) == (42, together.min().item(), together.max().item())
-    )
+    assert (once.low, once.high) == (piecewise.low, piecewise.high) == (together.min().item(), together.max().item())
     assert once.bin_width == piecewise.bin_width
     for left, right in zip(once.occupied(), piecewise.occupied(), strict=True):
         assert torch.equal(left, right)
-    assert once.count == 42 * 5
+    assert int(once.occupied()[2].sum()) == 42 * 5
 
 
 @pytest.mark.parametrize("scale", [1e-38, 1e-6, 1.0, 3e4, 1e37])
