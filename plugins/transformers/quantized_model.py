@@ -66,10 +66,10 @@ def expert_layers(tensors: Mapping[str, TensorShape], *, known: Collection[str])
     )
 
 
-def router_modules(model: PreTrainedModel) -> tuple[str, ...]:
-    """Return the routers that are not linear layers, as in Transformers 5.
+def router_names(model: PreTrainedModel, *, linear: bool) -> tuple[str, ...]:
+    """Return the routers that are linear layers, or those that are not, as in Transformers 5.
 
-    vLLM builds them as linear layers, so their names must be in `ignore`.
+    A rounded router selects other experts. vLLM builds all routers as linear layers, and reads their names in `ignore`.
     """
     import torch
 
@@ -77,19 +77,20 @@ def router_modules(model: PreTrainedModel) -> tuple[str, ...]:
         name
         for name, module in model.named_modules()
         if name.rpartition(".")[2] in _ROUTER_NAMES
-        and not isinstance(module, torch.nn.Linear)
+        and isinstance(module, torch.nn.Linear) == linear
         and isinstance(getattr(module, "weight", None), torch.nn.Parameter)
     )
 
 
-def router_patterns(meta: PreTrainedModel) -> tuple[str, ...]:
-    """Return the routers that are linear layers; a rounded router selects other experts."""
-    import torch
-
-    return tuple(
-        name
-        for name, module in meta.named_modules()
-        if isinstance(module, torch.nn.Linear) and name.rpartition(".")[2] in _ROUTER_NAMES
+def linear_layer(model: Any, name: str, module: Any) -> LinearLayer:
+    """Return a linear layer of a model under a name of the checkpoint."""
+    is_head = hasattr(model, "get_output_embeddings") and module is model.get_output_embeddings()
+    return LinearLayer(
+        name=name,
+        out_features=module.out_features,
+        in_features=module.in_features,
+        is_tied=is_head and bool(getattr(model.config.get_text_config(), "tie_word_embeddings", False)),
+        is_head=is_head,
     )
 
 
@@ -162,7 +163,7 @@ def open_source(model: str, *, revision: str | None = None) -> QuantizationSourc
         kept_in_fp32=_kept_in_fp32(meta, tensors, dtype),
         dimensions=model_spec_from_meta(source.config, name=model, revision=source.revision).dimensions,
         longest=longest if isinstance(longest, int) and longest > 0 else None,
-        default_ignore=(*(layer.name for layer in layers if layer.is_head), *router_patterns(meta)),
+        default_ignore=(*(layer.name for layer in layers if layer.is_head), *router_names(meta, linear=True)),
     )
 
 
@@ -229,19 +230,8 @@ def linear_layers(meta: PreTrainedModel, tensors: Mapping[str, TensorShape]) -> 
     """Return every linear layer of a model on the meta device, and single experts by their checkpoint names."""
     import torch
 
-    head = meta.get_output_embeddings()
-    tied = bool(getattr(meta.config.get_text_config(), "tie_word_embeddings", False))
     layers = [
-        LinearLayer(
-            name=name,
-            out_features=module.out_features,
-            in_features=module.in_features,
-            is_tied=module is head and tied,
-            is_head=module is head,
-            has_bias=module.bias is not None,
-        )
-        for name, module in meta.named_modules()
-        if isinstance(module, torch.nn.Linear)
+        linear_layer(meta, name, module) for name, module in meta.named_modules() if isinstance(module, torch.nn.Linear)
     ]
     return (*layers, *expert_layers(tensors, known={layer.name for layer in layers}))
 

@@ -13,7 +13,7 @@ from transformers import TrainerCallback
 from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import get_last_checkpoint
 
-from ...ds_configs.quantization.layers import mixture_warnings
+from ...ds_configs.quantization.layers import scheme_warnings
 from ...ds_configs.quantization.recipe import SchemeSettings
 from ...ds_configs.quantization.scheme import QuantizationScheme, changed, scheme_named
 from ...ds_configs.specs.errors import ConfigError, UsageError, collecting
@@ -294,7 +294,7 @@ class QATCallback(TrainerCallback, ExportableState):
             elif getattr(training_arguments, "fp16", False):
                 dtype = torch.float16
             attachment = attach(model, self.config, stored_dtype=dtype)
-            for warning in mixture_warnings(attachment.scheme, attachment.layers):
+            for warning in scheme_warnings(attachment.scheme, attachment.layers):
                 note_on_first_rank(warning)
         elif attachment.config != self.config and self.resumed is None:
             rule = f"rounds as {attachment.config.scheme.name} already, with settings that differ from this callback's"

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ....ds_configs.plan.output import output_errors, write_files
-from ....ds_configs.quantization.layers import LinearLayer, mixture_quantization_config, mixture_warnings
+from ....ds_configs.quantization.layers import LinearLayer, quantization_config
 from ....ds_configs.specs.errors import ConfigError, ShardwrightError, UsageError
 from ....plugins import patches
 from ....plugins.compressed_tensors.codes import StoredLayer, dequantize, unpack_tensors
@@ -166,7 +166,7 @@ def export(
                     "stored_bytes": sum(tensor.nbytes for tensor in contents.values()),
                     "largest_weight_difference": None,
                     "verification": None,
-                    "notes": [*mixture_warnings(attachment.scheme, layers), *attempt.notes(verify=verify)],
+                    "notes": attempt.notes(verify=verify),
                 }
                 contents.clear()
                 if verify:
@@ -292,7 +292,7 @@ class _Export:
         path = directory / "config.json"
         content = json.loads(path.read_text(encoding="utf-8"))
         ignore = dense_layers(self.attachment, self.root)
-        content["quantization_config"] = mixture_quantization_config(self.attachment.scheme, layers, ignore=ignore)
+        content["quantization_config"] = quantization_config(self.attachment.scheme, layers, ignore=ignore)
         _write_json(path, content)
 
     def write_adapter(self, directory: Path, *, base: Path) -> None:

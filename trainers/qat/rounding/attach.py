@@ -18,6 +18,7 @@ from ....ds_configs.quantization.layers import (
     scheme_errors,
     selected_layers,
     unloadable_expert_errors,
+    with_default_ignore,
 )
 from ....ds_configs.quantization.scheme import QuantizationScheme
 from ....ds_configs.specs.errors import ConfigError, UsageError
@@ -29,7 +30,7 @@ from ....plugins.compressed_tensors.codes import (
 )
 from ....plugins.deepspeed.engine import stages_of, whole_shape
 from ....plugins.releases import tested_releases
-from ....plugins.transformers.quantized_model import router_modules, router_patterns
+from ....plugins.transformers.quantized_model import linear_layer, router_names
 from .attachment import ATTRIBUTE, Attachment, checkpoint_name
 from .config import QATConfig
 from .experts import (
@@ -90,14 +91,14 @@ def attach(model: Any, config: QATConfig, *, stored_dtype: torch.dtype | None = 
     scheme = config.rounded_scheme
     if scheme.ignore == DEFAULT_IGNORE:
         # Without an explicit list of the user, the output head and routers stay dense under any name.
-        heads = [layer.name for layer in layers if layer.is_head and layer.name not in DEFAULT_IGNORE]
-        scheme = replace(scheme, ignore=(*DEFAULT_IGNORE, *heads, *map(checkpoint_name, router_patterns(model))))
+        heads = [layer.name for layer in layers if layer.is_head]
+        scheme = with_default_ignore(scheme, (*heads, *map(checkpoint_name, router_names(model, linear=True))))
     selected = selected_layers(scheme, layers)
     if errors := _model_errors(config, scheme, selected, candidates, model):
         raise UsageError(errors)
     if config.stored_dtype is not None:
         stored_dtype = getattr(torch, config.stored_dtype)
-    routers = tuple(map(checkpoint_name, router_modules(model)))
+    routers = tuple(map(checkpoint_name, router_names(model, linear=False)))
     adapter = getattr(model, "active_adapter", None)
     adapter_config = getattr(model, "peft_config", {}).get(adapter) if isinstance(adapter, str) else None
     attachment = Attachment(
@@ -140,19 +141,6 @@ def _roundable(model: Any, config: QATConfig) -> Iterator[tuple[str, tuple[Linea
     """Yield modules that can round, each with its matrices; a LoRA layer represents the layer inside it."""
     import torch
 
-    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
-    tied = bool(getattr(model.config.get_text_config(), "tie_word_embeddings", False))
-
-    def layer(name: str, linear: torch.nn.Linear) -> LinearLayer:
-        return LinearLayer(
-            name=checkpoint_name(name),
-            out_features=linear.out_features,
-            in_features=linear.in_features,
-            is_tied=linear is head and tied,
-            is_head=linear is head,
-            has_bias=linear.bias is not None,
-        )
-
     lora_prefixes: tuple[str, ...] = ()
     for name, module in model.named_modules():
         if lora_prefixes and name.startswith(lora_prefixes):
@@ -161,12 +149,12 @@ def _roundable(model: Any, config: QATConfig) -> Iterator[tuple[str, tuple[Linea
             yield name, expert_linear_layers(model, name)
         elif is_lora_linear(module) and config.lora == "merged":
             lora_prefixes = (*lora_prefixes, f"{name}.")
-            yield name, (layer(name, module.get_base_layer()),)
+            yield name, (linear_layer(model, checkpoint_name(name), module.get_base_layer()),)
         elif config.lora == "on_quantized_base" and ".modules_to_save." in name:
             # Saved with the adapter, not in the packed base.
             continue
         elif type(module) is torch.nn.Linear and not any(part in name for part in _PEFT_PARTS):
-            yield name, (layer(name, module),)
+            yield name, (linear_layer(model, checkpoint_name(name), module),)
 
 
 def _model_errors(
