@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from ...ds_configs.legality.model_classes import model_class_errors
 from ...ds_configs.quantization.layers import LinearLayer
-from ...ds_configs.quantization.sizes import SAFETENSORS_DTYPES, TensorShape
+from ...ds_configs.quantization.sizes import TensorShape
 from ...ds_configs.specs.errors import ConfigError, RefusedInputError, UsageError
 from ...ds_configs.specs.model import Dimensions
 from ..huggingface_hub.hub import ModelSource, model_directory, read_model_source
@@ -219,9 +219,10 @@ def stored_tensors(directory: Path) -> dict[str, TensorShape]:
     Raises:
         RefusedInputError: a shard is missing, damaged, or outside the directory.
     """
-    names = {name: stored for stored, name in SAFETENSORS_DTYPES.items()}
+    from safetensors.torch import _TYPES
+
     return {
-        name: (tensor.shape, names.get(tensor.dtype, tensor.dtype.lower()))
+        name: (tensor.shape, str(_TYPES.get(tensor.dtype, tensor.dtype.lower())).removeprefix("torch."))
         for name, tensor in read_checkpoint(directory).items()
     }
 

@@ -18,7 +18,7 @@ from ...ds_configs.quantization.recipe import (
     quantize_settings,
 )
 from ...ds_configs.quantization.scheme import MethodName, QuantizationScheme, needs_calibration
-from ...ds_configs.quantization.sizes import QuantizationMemory, estimate_quantization_memory, tensor_bytes
+from ...ds_configs.quantization.sizes import QuantizationMemory, QuantizationRun, tensor_bytes
 from ...ds_configs.specs.errors import ConfigError, DoesNotFitError, ShardwrightError, UsageError, collecting
 from ...ds_configs.specs.units import gigabytes
 from ...plugins.huggingface_hub.hub import split_revision
@@ -154,7 +154,7 @@ def prepare(
         tokenizer=tokenizer,
         samples=samples,
         seq_len=seq_len,
-        memory=estimate_quantization_memory(
+        memory=QuantizationRun(
             layers=resolved.layers,
             scheme=resolved.scheme,
             method=resolved.method,
@@ -165,7 +165,7 @@ def prepare(
             batch_size=settings.batch_size,
             device="cpu" if (device or default_device()) == "cpu" else "cuda",
             dtype=source.dtype,
-        ),
+        ).memory(),
         checkpoint_bytes=resolved.checkpoint_bytes(
             source.tensors, dtype=source.dtype, kept_in_fp32=source.kept_in_fp32
         ),
