@@ -123,6 +123,8 @@ REMOVED: Mapping[str, str] = {
     "resume": "omit it: the command starts from the beginning",
     "format": "omit it: checkpoints have the format of compressed-tensors",
     "kv_cache": "omit it: serve the checkpoint with --kv-cache-dtype fp8",
+    "sparse_fraction": "omit it: --method spqr keeps outliers",
+    "outlier_fraction": "use outlier_threshold, of which larger values keep fewer outliers",
     "ranges=learned": "use moving_average, which follows the training",
     "ranges=l2": "use percentile, or search ranges after training with shardwright quantize --ranges l2",
     "create": "run python -m venv ENV && ENV/bin/pip install 'shardwright[quantize]'",

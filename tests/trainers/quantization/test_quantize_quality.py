@@ -188,7 +188,7 @@ def with_spqr(model: Any, rows_NS: torch.Tensor) -> float:
         handle.remove()
     stored_bytes = 0
     for name, module in layers.items():
-        matrix = spqr_quantize(module.weight.bfloat16(), hessians[name], SpQROptions(outlier_fraction=0.01))
+        matrix = spqr_quantize(module.weight.bfloat16(), hessians[name], SpQROptions(outlier_threshold=0.5))
         module.weight.copy_(matrix.dequantize())
         stored_bytes += matrix.stored_bytes
     return 8 * stored_bytes / sum(module.weight.numel() for module in layers.values())
