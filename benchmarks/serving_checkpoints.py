@@ -169,7 +169,7 @@ def write_quantized(stated: Mapping[str, Any], dense: Path, directory: Path) -> 
     """Quantize a checkpoint by the settings of `shardwright quantize`, in this process."""
     prepared = prepare(str(dense), quantize_settings(dict(stated)), None)
     with without_bars():
-        quantized = quantize_in_memory(prepared, device="cpu", report=lambda _: None)
+        quantized = quantize_in_memory(prepared, device="cpu")
         quantized.save(directory)
     restore_expert_names(directory, prepared.source.tensors)
 

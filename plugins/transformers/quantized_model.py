@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -20,21 +20,6 @@ from .sound_model import check_weights, refuse_code
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class LayerProgress:
-    """Step `index`, from 0, of `count` of a method that processes a model layer by layer."""
-
-    index: int
-    count: int
-    stage: str
-    """`calibrating`, `quantizing`, `propagating` or `done`."""
-    names: tuple[str, ...] = ()
-    """Modules that the step covers, if known."""
-
-
-ReportProgress = Callable[[LayerProgress], None]
 
 
 class QuantizedModel(Protocol):

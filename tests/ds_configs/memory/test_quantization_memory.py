@@ -118,7 +118,7 @@ def test_live_run_stays_within_five_percent(tmp_path):
             method="gptq",
             calibration=calibration,
         )
-        quantize_with_llm_compressor(request, lambda _: None).save(Path(tmp_path) / "out")
+        quantize_with_llm_compressor(request).save(Path(tmp_path) / "out")
     metered = max(meter.reading().peaks.values())
     assert predict(*case).tensor_bytes == pytest.approx(metered, rel=0.05)
 

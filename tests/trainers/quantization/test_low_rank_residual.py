@@ -113,7 +113,6 @@ def test_dense_and_small_checkpoints_are_equal(tmp_path):
         calibration=samples(),
         batch_size=2,
         options={"rank": 4, "iterations": 1},
-        report=lambda progress: None,
     )
     quantized.save(tmp_path)
     for model in (AutoModelForCausalLM.from_pretrained(tmp_path, dtype="auto"), load_spqr(tmp_path)):

@@ -198,7 +198,7 @@ def test_unusable_input_is_rejected():
     assert len(caught.value.errors) == 3
 
 
-def quantized_small_model(report=lambda progress: None, *, tied: bool = True, options=None):
+def quantized_small_model(*, tied: bool = True, options=None):
     return quantize_to_small_format(
         small_model(tied=tied),
         None,
@@ -208,7 +208,6 @@ def quantized_small_model(report=lambda progress: None, *, tied: bool = True, op
         calibration=samples(),
         batch_size=4,
         options=options or {},
-        report=report,
     )
 
 
@@ -292,5 +291,4 @@ def test_wrong_options_and_missing_samples_are_rejected():
             calibration=[],
             batch_size=1,
             options={},
-            report=lambda progress: None,
         )
