@@ -112,7 +112,6 @@ CASES: tuple[ServingCase, ...] = (
     _llama("W4A8", group_size=32),
     _llama("W3A16", group_size=32),
     *(ServingCase(family="llama", scheme=scheme, method="qat") for scheme in ("W4A16", "W8A8")),
-    ServingCase(family="llama", scheme="W8A8", method="qat", settings={"kv_cache": "fp8"}),
     ServingCase(family="qwen3", scheme="W4A16", method="gptq", settings={"group_size": 32}),
     *(
         ServingCase(family=name, scheme="W4A16", method="rtn", settings={"group_size": 32})
@@ -170,7 +169,7 @@ def write_quantized(stated: Mapping[str, Any], dense: Path, directory: Path) -> 
     """Quantize a checkpoint by the settings of `shardwright quantize`, in this process."""
     prepared = prepare(str(dense), quantize_settings(dict(stated)), None)
     with without_bars():
-        quantized = quantize_in_memory(prepared, device="cpu", report=lambda _: None)
+        quantized = quantize_in_memory(prepared, device="cpu")
         quantized.save(directory)
     restore_expert_names(directory, prepared.source.tensors)
 
@@ -181,8 +180,7 @@ def _write_trained(case: ServingCase, dense: Path, directory: Path) -> None:
     from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
     rows = token_rows().tolist()
-    options = {"ranges": "moving_average"} if "kv_cache" in case.settings else {}
-    callback = QATCallback(case.scheme, **options, **case.settings)
+    callback = QATCallback(case.scheme, **case.settings)
     arguments = TrainingArguments(
         output_dir=str(directory.with_suffix(".training")),
         max_steps=3,

@@ -9,10 +9,8 @@ Shapes: K candidate ranges, B occupied bins.
 
 from __future__ import annotations
 
-import base64
 import math
-import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..ds_configs.quantization.scheme import ActivationQuantization
@@ -41,8 +39,6 @@ class ActivationHistogram:
         if bins <= 0 or bins % 4:
             raise ValueError(f"bins = {bins} must be a positive multiple of 4")
         self.bins = bins
-        self.tokens = 0
-        """Rows (vectors of one token) that were added."""
         self.low = math.inf
         """Smallest value seen."""
         self.high = -math.inf
@@ -55,13 +51,8 @@ class ActivationHistogram:
         """Width of one bin; 0 before a value other than zero was seen."""
         return 0.0 if self._exponent is None else math.ldexp(1.0, self._exponent)
 
-    @property
-    def count(self) -> int:
-        """Values that were added."""
-        return 0 if self._counts is None else int(self._counts.sum())
-
     def add(self, values: Tensor) -> None:
-        """Count every element of `values`, whose last dimension holds the channels of one token.
+        """Count every element of `values`, of any shape.
 
         Raises:
             ValueError: a value is not finite.
@@ -76,7 +67,6 @@ class ActivationHistogram:
             if not (math.isfinite(low) and math.isfinite(high)):
                 raise ValueError(f"activations between {low} and {high}: a range needs finite values")
             self.low, self.high = min(self.low, low), max(self.high, high)
-            self.tokens += values.numel() // (values.shape[-1] if values.dim() else 1)
             if self._counts is None:
                 self._counts = torch.zeros(self.bins, dtype=torch.int64, device=values.device)
             self._grow(max(-low, high, 0.0))
@@ -119,59 +109,11 @@ class ActivationHistogram:
                 counts = _merged_pairs(counts)
         return counts
 
-    def add_counts(self, counts: Tensor, *, exponent: int | None, low: float, high: float, tokens: int) -> None:
-        """Add the counts of another histogram, in bins of the width `2^exponent`.
-
-        Args:
-            counts: int64 [bins].
-            exponent: Exponent of the bin width; `None` if the other histogram has only zeros.
-            low: Its smallest value; infinity if it is empty.
-            high: Its largest value; minus infinity if it is empty.
-            tokens: Its rows.
-        """
-        if not math.isfinite(low):
-            return
-        if self._counts is None:
-            self._exponent, self._counts = exponent, counts.clone()
-        else:
-            wider = max((each for each in (self._exponent, exponent) if each is not None), default=None)
-            own = self.counts_at(wider, counts.device)
-            others = ActivationHistogram(bins=self.bins)
-            others._exponent, others._counts = exponent, counts
-            self._exponent, self._counts = wider, own + others.counts_at(wider, counts.device)
-        self.low, self.high, self.tokens = min(self.low, low), max(self.high, high), self.tokens + tokens
-
-    def record(self) -> dict[str, Any]:
-        """Return the histogram as JSON values; counts are int64, compressed, as text."""
-        import torch
-
-        counts = torch.zeros(0, dtype=torch.int64) if self._counts is None else self._counts.cpu()
-        return {
-            "bins": self.bins,
-            "exponent": self._exponent,
-            "low": self.low if counts.numel() else None,
-            "high": self.high if counts.numel() else None,
-            "tokens": self.tokens,
-            "counts": base64.b64encode(zlib.compress(counts.numpy().astype("<i8").tobytes())).decode("ascii"),
-        }
-
     @classmethod
-    def from_record(cls, record: Mapping[str, Any]) -> ActivationHistogram:
-        """Return the histogram of a record."""
-        import numpy
-        import torch
-
-        histogram = cls(bins=record["bins"])
-        packed = zlib.decompressobj().decompress(base64.b64decode(record["counts"]), histogram.bins * 8)
-        counts = torch.from_numpy(numpy.frombuffer(packed, dtype="<i8").astype("int64"))
-        if counts.numel() == histogram.bins:
-            histogram.add_counts(
-                counts,
-                exponent=record["exponent"],
-                low=record["low"],
-                high=record["high"],
-                tokens=record["tokens"],
-            )
+    def of_counts(cls, counts: Tensor, *, exponent: int | None, low: float, high: float) -> ActivationHistogram:
+        """Return the histogram of counts that ranks have added up, int64 [bins]; see `counts_at`."""
+        histogram = cls(bins=len(counts))
+        histogram._exponent, histogram._counts, histogram.low, histogram.high = exponent, counts, low, high
         return histogram
 
     def _bins_of(self, values: Tensor) -> Tensor:

@@ -486,13 +486,6 @@ PATCHES: tuple[Patch, ...] = (
         parameters=("gate_logits", "num_experts", "top_k", "attention_mask"),
     ),
     Patch(
-        name="rounded-keys-and-values",
-        target="transformers.modeling_utils:AttentionInterface.get_interface",
-        scope="process",
-        reason="Transformers has no event between rotary embedding and attention, where cached keys are rounded.",
-        parameters=("self",),
-    ),
-    Patch(
         name="captured-attention",
         target="transformers.modeling_utils:AttentionInterface.get_interface",
         scope="context",

@@ -34,14 +34,6 @@ def _has_accelerator() -> bool:
     return bool(torch.cuda.is_available())
 
 
-def _loads_rounded_cache() -> bool:
-    """Return whether compressed-tensors recognizes the attention of the installed Transformers."""
-    from shardwright.plugins.compressed_tensors.codes import cached_attention_modules
-    from small_models import scaled_llama
-
-    return any(cached_attention_modules(scaled_llama(6)))
-
-
 OPTIONAL: dict[str, tuple[Callable[[], bool], str]] = {
     "libaio": (_has_libaio, "apt-get install libaio-dev (its header, for NVMe offload)"),
     "avx512_bf16": (lambda: _processor_has("avx512_bf16"), "a processor with AVX512-BF16"),
@@ -55,7 +47,6 @@ OPTIONAL: dict[str, tuple[Callable[[], bool], str]] = {
     "trl": (lambda: importlib.util.find_spec("trl") is not None, "pip install trl"),
     "llmcompressor": (lambda: importlib.util.find_spec("llmcompressor") is not None, "pip install '.[quantize]'"),
     "auto_round": (lambda: importlib.util.find_spec("auto_round") is not None, "pip install auto-round"),
-    "rounded-cache": (_loads_rounded_cache, "pip install 'transformers<5.24' (or a later compressed-tensors)"),
     "no-kernels": (lambda: importlib.util.find_spec("kernels") is None, "pip uninstall kernels"),
 }
 """Whether it is there, and the way to have it."""

@@ -29,6 +29,8 @@ NAMES = (
     "adapter_a",
     "adapter_b",
 )
+STORED = ("input_scale", "input_zero_point")
+"""Tensors that are not trained."""
 
 
 def weights_of(bits: int, symmetric: bool, strategy: Any) -> WeightQuantization:
@@ -116,7 +118,8 @@ def rounded_inputs(tensors: dict[str, Any], how: ActivationQuantization | None) 
         ends = [end.reshape(*inputs.shape[:-1], 1) if inputs.ndim > 2 else end for end in (seen.amin(1), seen.amax(1))]
         return rounded_by_range(*ends, inputs, how.bits, how.symmetric)
     zero = tensors["input_zero_point"]
-    scale, zero = (None if part is None else part.expand_as(inputs) for part in (tensors["input_scale"], zero))
+    parts = (tensors["input_scale"], zero)
+    scale, zero = (None if part is None else part.detach().expand_as(inputs) for part in parts)
     return rounded_by_lsq(inputs, scale, zero, bits=how.bits, elements=inputs.shape[-1])
 
 
@@ -141,7 +144,9 @@ class Drawn:
         }
         output = layer(leaves, self.rounding)
         (output * self.weigh.to(output.dtype)).sum().backward()
-        return output.detach(), {name: leaf.grad for name, leaf in leaves.items() if leaf is not None}
+        return output.detach(), {
+            name: leaf.grad for name, leaf in leaves.items() if leaf is not None and name not in STORED
+        }
 
 
 def ours(tensors: dict[str, Any], rounding: LinearRounding) -> torch.Tensor:
@@ -182,7 +187,7 @@ def drawn(
         "weight_scale": (0.3 + 0.1 * random(*scales).abs()) / largest if learned else None,
         "weight_zero_point": largest * 0.4 * random(*scales) if learned and not symmetric else None,
         "input_scale": torch.full((1,), 1.3 / 2 ** (activations.bits - 1), dtype=EXACT) if static else None,
-        "input_zero_point": 11 * random(1) if static and not activations.symmetric else None,
+        "input_zero_point": (11 * random(1)).round() if static and not activations.symmetric else None,
         "adapter_a": 0.3 * random(rank, columns) if rank else None,
         "adapter_b": 0.3 * random(rows, rank) if rank else None,
     }

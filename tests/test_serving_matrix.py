@@ -31,7 +31,6 @@ def test_cases_have_names_of_their_own():
         ("llama W4A16 gptq", "weights"),
         ("llama W8A16 rtn", "weights"),
         ("llama W8A8 rtn", "activations"),
-        ("llama W4A16 qat kv_cache fp8", "activations"),
         ("llama FP8_DYNAMIC rtn", "activations"),
     ],
 )

@@ -32,8 +32,6 @@ class LinearLayer:
     is_tied: bool = False
     """Shares its weight with the token embedding."""
     is_head: bool = False
-    has_bias: bool = False
-    """Has a bias, which is not quantized."""
 
     @property
     def numel(self) -> int:
@@ -59,6 +57,11 @@ def is_match(name: str, pattern: str) -> bool:
     if pattern.startswith("re:"):
         return re.match(pattern.removeprefix("re:"), name) is not None
     return pattern == name or pattern in LINEAR_CLASSES
+
+
+def with_default_ignore(scheme: QuantizationScheme, patterns: Iterable[str]) -> QuantizationScheme:
+    """Return a scheme that ignores by default what a model should keep dense: output heads and routers by name."""
+    return replace(scheme, ignore=tuple(dict.fromkeys((*DEFAULT_IGNORE, *patterns))))
 
 
 def with_named_heads(scheme: QuantizationScheme, chosen: Iterable[LinearLayer]) -> QuantizationScheme:
@@ -125,6 +128,12 @@ def scheme_warnings(scheme: QuantizationScheme, chosen: Sequence[LinearLayer]) -
     Those about vLLM are from its documentation and source, not from runs.
     """
     weights, warnings = scheme.weights, []
+    experts = sum(layer.is_expert for layer in chosen)
+    if experts and scheme.format == "int-quantized":
+        warnings.append(
+            f"{experts} matrices of experts are packed with {weights.bits}-bit weights and keep 16-bit inputs: "
+            "Transformers 5.17 cannot load experts in another form"
+        )
     if scheme.format == "int-quantized" and weights.bits < 8:
         warnings.append(
             f"{scheme.name} stores each {weights.bits}-bit code in one byte: compressed-tensors packs codes only if "
@@ -142,8 +151,6 @@ def scheme_warnings(scheme: QuantizationScheme, chosen: Sequence[LinearLayer]) -
     heads = [layer.name for layer in chosen if layer.is_head]
     if heads:
         warnings.append(f"{', '.join(heads)} is quantized: output heads are the most sensitive layers")
-    if not scheme.weights.symmetric and any(layer.is_expert for layer in chosen):
-        warnings.append("Transformers 5.17 cannot load zero points of experts")
     return warnings
 
 
@@ -170,8 +177,6 @@ def _nearest_names(pattern: str, names: Sequence[str]) -> str:
     return f"did you mean {', '.join(near)}?" if near else f"layers have names such as {names[0]}" if names else ""
 
 
-WRITTEN_FOR = "0.19.0"
-"""Version of compressed-tensors that defines this layout."""
 DEQUANTIZE = "dequantize"
 """Key that makes Transformers decompress weights during loading; required for packed zero points.
 
@@ -181,18 +186,29 @@ Without it, Transformers 5.23 compares the shapes of stored and expected zero po
 
 
 def quantization_config(
-    scheme: QuantizationScheme, *, ignore: Sequence[str] | None = None, version: str = WRITTEN_FOR
+    scheme: QuantizationScheme, layers: Iterable[LinearLayer] = (), *, ignore: Sequence[str] | None = None
 ) -> dict[str, Any]:
-    """Return `quantization_config` of `config.json`."""
+    """Return `quantization_config` of `config.json`, as compressed-tensors 0.19.0 writes it.
+
+    Experts and other layers are separate groups where their formats differ; see `expert_scheme`.
+    """
+    chosen = tuple(layers)
+    scheme = with_named_heads(scheme, chosen)
+    groups = [scheme]
+    if expert_scheme(scheme) is not scheme and any(layer.is_expert for layer in chosen):
+        groups = [replace(expert_scheme(scheme), targets=(EXPERTS_TARGET,))]
+        if endings := sorted({layer.name.rpartition(".")[2] for layer in chosen if not layer.is_expert}):
+            # Match by name, because some releases of vLLM apply a group for `Linear` to experts too.
+            groups.append(replace(scheme, targets=(rf"re:(?:.*\.)?(?:{'|'.join(endings)})$",)))
     config = {
         "quant_method": "compressed-tensors",
-        "version": version,
-        "format": scheme.format,
+        "version": "0.19.0",
+        "format": groups[0].format if len(groups) == 1 else "mixed-precision",
         "quantization_status": "compressed",
         "global_compression_ratio": None,
         "kv_cache_scheme": None,
         "ignore": list(scheme.ignore if ignore is None else ignore),
-        "config_groups": {"group_0": config_group(scheme)},
+        "config_groups": {f"group_{index}": config_group(group) for index, group in enumerate(groups)},
         "sparsity_config": {},
         "transform_config": {},
     }
@@ -213,56 +229,43 @@ def needs_dequantize(config: Mapping[str, Any]) -> bool:
 
 
 def config_group(scheme: QuantizationScheme) -> dict[str, Any]:
-    """Return the single entry of `config_groups`, valid for `QuantizationScheme` of compressed-tensors too."""
+    """Return one entry of `config_groups`, valid for `QuantizationScheme` of compressed-tensors too."""
     assert scheme.storage == "compressed-tensors", f"{scheme.name} is stored by {scheme.storage}"
-    weight_arguments = _arguments(
-        scheme.weights,
-        strategy=scheme.weights.strategy,
-        dynamic=False,
-        block_structure=None if scheme.weights.block_shape is None else list(scheme.weights.block_shape),
-    )
-    activations, activation_arguments = scheme.activations, None
+    weights, activations = scheme.weights, scheme.activations
+
+    def arguments(
+        numbers: WeightQuantization | ActivationQuantization, dynamic: bool | str, **others: Any
+    ) -> dict[str, Any]:
+        return {
+            "num_bits": numbers.bits,
+            "type": numbers.number_type,
+            "symmetric": numbers.symmetric,
+            "group_size": numbers.group_size,
+            "strategy": numbers.strategy,
+            "block_structure": None,
+            "dynamic": dynamic,
+            "actorder": None,
+            "scale_dtype": None if numbers.scale_dtype is None else f"torch.{numbers.scale_dtype}",
+            "zp_dtype": None if numbers.symmetric else "torch.int8",
+            "observer": None,
+            "observer_kwargs": {},
+            **others,
+        }
+
+    inputs = None
     if activations is not None:
         # NVFP4 computes group scales at run time and stores the tensor's; upstream calls that "local".
         dynamic = "local" if activations.strategy == "tensor_group" else activations.dynamic
         is_minmax = dynamic is not True and activations.range_method == "minmax"
         # Loaders do not read `observer`; minmax is the only range for which upstream has an equal one.
-        activation_arguments = _arguments(
-            activations,
-            strategy=activations.strategy,
-            dynamic=dynamic,
-            observer="static_minmax" if is_minmax else None,
-        )
+        inputs = arguments(activations, dynamic, observer="static_minmax" if is_minmax else None)
+    block = None if weights.block_shape is None else list(weights.block_shape)
     return {
         "targets": list(scheme.targets),
-        "weights": weight_arguments,
-        "input_activations": activation_arguments,
+        "weights": arguments(weights, False, block_structure=block),
+        "input_activations": inputs,
         "output_activations": None,
         "format": scheme.format,
-    }
-
-
-def _arguments(
-    numbers: WeightQuantization | ActivationQuantization,
-    *,
-    strategy: str,
-    dynamic: bool | str,
-    block_structure: list[int] | None = None,
-    observer: str | None = None,
-) -> dict[str, Any]:
-    return {
-        "num_bits": numbers.bits,
-        "type": numbers.number_type,
-        "symmetric": numbers.symmetric,
-        "group_size": numbers.group_size,
-        "strategy": strategy,
-        "block_structure": block_structure,
-        "dynamic": dynamic,
-        "actorder": None,
-        "scale_dtype": None if numbers.scale_dtype is None else f"torch.{numbers.scale_dtype}",
-        "zp_dtype": None if numbers.symmetric else "torch.int8",
-        "observer": observer,
-        "observer_kwargs": {},
     }
 
 
@@ -277,38 +280,6 @@ def expert_scheme(scheme: QuantizationScheme) -> QuantizationScheme:
     'pack-quantized'
     """
     return replace(scheme, activations=None) if scheme.format == "int-quantized" else scheme
-
-
-def layer_scheme(scheme: QuantizationScheme, layer: LinearLayer) -> QuantizationScheme:
-    return expert_scheme(scheme) if layer.is_expert else scheme
-
-
-def mixture_quantization_config(
-    scheme: QuantizationScheme, layers: Iterable[LinearLayer], *, ignore: Sequence[str] | None = None
-) -> dict[str, Any]:
-    """Return `quantization_config` of `config.json` for a model with or without experts."""
-    chosen = tuple(layers)
-    scheme = with_named_heads(scheme, chosen)
-    config = quantization_config(scheme, ignore=ignore)
-    if scheme.format != "int-quantized" or not any(layer.is_expert for layer in chosen):
-        return config
-    experts = replace(expert_scheme(scheme), targets=(EXPERTS_TARGET,))
-    groups = {"group_0": config_group(experts)}
-    endings = sorted({layer.name.rpartition(".")[2] for layer in chosen if not layer.is_expert})
-    if endings:
-        # Match by name, because some releases of vLLM apply a group for `Linear` to experts too.
-        others = replace(scheme, targets=(rf"re:(?:.*\.)?(?:{'|'.join(endings)})$",))
-        groups["group_1"] = config_group(others)
-    return {**config, "format": "mixed-precision" if endings else experts.format, "config_groups": groups}
-
-
-def mixture_warnings(scheme: QuantizationScheme, layers: Iterable[LinearLayer]) -> list[str]:
-    """Return a warning if experts are stored differently from the scheme."""
-    experts = sum(layer.is_expert for layer in layers)
-    if not experts or scheme.format != "int-quantized":
-        return []
-    stored = f"{experts} matrices of experts are packed with {scheme.weights.bits}-bit weights and keep 16-bit inputs"
-    return [f"{stored}: Transformers 5.17 cannot load experts in another form"]
 
 
 def unloadable_expert_errors(

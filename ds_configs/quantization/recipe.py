@@ -16,12 +16,12 @@ from ..specs.errors import ConfigError, UsageError
 from ..specs.settings import NamedValues, Names, Settings, settings_of
 from ..specs.texts import read_small_file, settings_mapping
 from .layers import (
-    DEFAULT_IGNORE,
     LinearLayer,
     scheme_errors,
     scheme_warnings,
     selected_layers,
     unloadable_expert_errors,
+    with_default_ignore,
     with_named_heads,
 )
 from .scheme import (
@@ -35,41 +35,29 @@ from .scheme import (
     needs_calibration,
     scheme_named,
 )
-from .sizes import QuantizationMemory, TensorShape, checkpoint_bytes, estimate_quantization_memory, tensor_bytes
+from .sizes import TensorShape, checkpoint_bytes, tensor_bytes
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ResolvedQuantization:
-    """A scheme and a method that support each other."""
+    """A scheme and a method that support each other, and the layers of a model that they quantize."""
 
     scheme: QuantizationScheme
+    """After `of_layers` with the model's ignored layers, and output heads by name."""
     method: MethodName
     method_reason: str
     """Why the method was chosen; `named` if the user requested it."""
+    layers: tuple[LinearLayer, ...] = ()
+    candidates: tuple[LinearLayer, ...] = ()
+    """Every linear layer of the model."""
 
     def of_layers(
         self, layers: Sequence[LinearLayer], *, default_ignore: Sequence[str] | None = None
-    ) -> SelectedQuantization:
-        """Select the layers to quantize."""
-        scheme = self.scheme
-        if default_ignore is not None:
-            scheme = replace(scheme, ignore=tuple(dict.fromkeys((*DEFAULT_IGNORE, *default_ignore))))
+    ) -> ResolvedQuantization:
+        """Select the layers to quantize; `None` as `default_ignore` leaves the scheme's."""
+        scheme = self.scheme if default_ignore is None else with_default_ignore(self.scheme, default_ignore)
         chosen = selected_layers(scheme, layers)
-        return SelectedQuantization(
-            method=self.method, scheme=with_named_heads(scheme, chosen), layers=chosen, candidates=tuple(layers)
-        )
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SelectedQuantization:
-    """Quantization of the layers of one model."""
-
-    method: MethodName
-    scheme: QuantizationScheme
-    """The scheme with the model's ignored layers, and output heads by name."""
-    layers: tuple[LinearLayer, ...]
-    candidates: tuple[LinearLayer, ...]
-    """Every linear layer of the model."""
+        return replace(self, scheme=with_named_heads(scheme, chosen), layers=chosen, candidates=tuple(layers))
 
     @property
     def has_own_format(self) -> bool:
@@ -98,10 +86,6 @@ class SelectedQuantization:
         if self.has_own_format:
             return 2 * tensor_bytes(tensors.values())
         return checkpoint_bytes(self.scheme, self.layers, tensors, dtype=dtype, kept_in_fp32=kept_in_fp32)
-
-    def memory(self, **run: Any) -> QuantizationMemory:
-        """Return the peak memory of the method; `run` are the other arguments of `estimate_quantization_memory`."""
-        return estimate_quantization_memory(layers=self.layers, scheme=self.scheme, method=self.method, **run)
 
 
 class SchemeSettings(Settings):

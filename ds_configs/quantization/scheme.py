@@ -6,7 +6,7 @@ import difflib
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, get_args
+from typing import Literal, NamedTuple, get_args
 
 from ..specs.errors import ConfigError, UsageError
 from .other_names import meaning
@@ -16,7 +16,6 @@ ActivationStrategy = Literal["token", "tensor", "group", "tensor_group"]
 ScaleDtype = Literal["float8_e4m3fn", "uint8"]
 Storage = Literal["compressed-tensors", "bitsandbytes", "spqr"]
 RangeMethod = Literal["minmax", "percentile", "l2", "kl"]
-WEIGHT_STRATEGIES: tuple[WeightStrategy, ...] = ("tensor", "channel", "group", "tensor_group", "block")
 KNOWN_RANGES: tuple[RangeMethod, ...] = ("minmax", "percentile", "l2", "kl")
 
 
@@ -110,56 +109,44 @@ class QuantizationScheme:
         return "float-quantized" if self.activations is not None else "naive-quantized"
 
 
-def _integers(bits: int, *, activations: int | None = None, **changes: Any) -> QuantizationScheme:
-    return QuantizationScheme(
-        name="",
-        weights=WeightQuantization(bits=bits, **changes),
-        activations=None if activations is None else ActivationQuantization(bits=activations),
-    )
-
-
-def _floats(weights: WeightQuantization, activations: ActivationQuantization | None = None) -> QuantizationScheme:
-    return QuantizationScheme(name="", weights=weights, activations=activations)
-
-
 def _presets() -> dict[str, QuantizationScheme]:
     """Return all presets; names that compressed-tensors 0.19.0 has too mean the same there."""
-    channel: dict[str, Any] = {"strategy": "channel", "group_size": None}
-    schemes = {f"W{bits}A16": _integers(bits) for bits in range(2, 9)}
-    schemes |= {f"W{bits}A16_ASYM": _integers(bits, symmetric=False) for bits in (2, 3, 4, 8)}
-    schemes |= {f"W{bits}A8": _integers(bits, activations=8) for bits in range(2, 8)}
-    schemes |= {f"W{bits}A4": _integers(bits, activations=4) for bits in range(2, 5)}
-    dynamic = _integers(8, activations=8, **channel)
-    static = replace(dynamic, activations=ActivationQuantization(dynamic=False))
-    schemes |= {"W8A8": dynamic, "INT8": dynamic, "W8A8_STATIC": static}
-    schemes["W4AFP8"] = replace(_integers(4), activations=ActivationQuantization(number_type="float"))
+    groups = {bits: WeightQuantization(bits=bits) for bits in range(2, 9)}
+    rows = WeightQuantization(bits=8, strategy="channel", group_size=None)
+    codes, static = ActivationQuantization(), ActivationQuantization(dynamic=False)
     tensor = WeightQuantization(bits=8, number_type="float", strategy="tensor", group_size=None)
-    rows = replace(tensor, strategy="channel")
-    blocks = replace(tensor, strategy="block", block_shape=(128, 128))
-    inputs = ActivationQuantization(number_type="float")
+    floats = ActivationQuantization(number_type="float")
     nvfp4 = WeightQuantization(
         bits=4, number_type="float", strategy="tensor_group", group_size=16, scale_dtype="float8_e4m3fn"
     )
-    nvfp4_inputs = replace(inputs, bits=4, group_size=16, scale_dtype="float8_e4m3fn")
     mxfp4 = WeightQuantization(bits=4, number_type="float", group_size=32, scale_dtype="uint8")
-    mxfp8 = replace(mxfp4, bits=8)
-    mx_inputs = replace(inputs, group_size=32, scale_dtype="uint8")
-    schemes |= {
-        "FP8": _floats(tensor, replace(inputs, dynamic=False)),
-        "FP8_DYNAMIC": _floats(rows, inputs),
-        "FP8_BLOCK": _floats(blocks, replace(inputs, group_size=128)),
-        "NVFP4A16": _floats(nvfp4),
-        "NVFP4": _floats(nvfp4, nvfp4_inputs),
-        "MXFP4A16": _floats(mxfp4),
-        "MXFP4": _floats(mxfp4, replace(mx_inputs, bits=4)),
-        "MXFP8A16": _floats(mxfp8),
-        "MXFP8": _floats(mxfp8, mx_inputs),
+    mx_floats = replace(floats, group_size=32, scale_dtype="uint8")
+    formats: dict[str, tuple[WeightQuantization, ActivationQuantization | None]] = {
+        **{f"W{bits}A16": (weights, None) for bits, weights in groups.items()},
+        **{f"W{bits}A16_ASYM": (replace(groups[bits], symmetric=False), None) for bits in (2, 3, 4, 8)},
+        **{f"W{bits}A8": (groups[bits], codes) for bits in range(2, 8)},
+        **{f"W{bits}A4": (groups[bits], replace(codes, bits=4)) for bits in range(2, 5)},
+        **dict.fromkeys(("W8A8", "INT8"), (rows, codes)),
+        "W8A8_STATIC": (rows, static),
+        "W4AFP8": (groups[4], floats),
+        "FP8": (tensor, replace(floats, dynamic=False)),
+        "FP8_DYNAMIC": (replace(tensor, strategy="channel"), floats),
+        "FP8_BLOCK": (replace(tensor, strategy="block", block_shape=(128, 128)), replace(floats, group_size=128)),
+        "NVFP4A16": (nvfp4, None),
+        "NVFP4": (nvfp4, replace(floats, bits=4, group_size=16, scale_dtype="float8_e4m3fn")),
+        "MXFP4A16": (mxfp4, None),
+        "MXFP4": (mxfp4, replace(mx_floats, bits=4)),
+        "MXFP8A16": (replace(mxfp4, bits=8), None),
+        "MXFP8": (replace(mxfp4, bits=8), mx_floats),
+    }
+    schemes = {
+        name: QuantizationScheme(name=name, weights=weights, activations=activations)
+        for name, (weights, activations) in formats.items()
     }
     four_bit = WeightQuantization(bits=4, number_type="float", group_size=64)
-    eight_bit = WeightQuantization(bits=8, strategy="channel", group_size=None)
-    schemes["NF4"] = QuantizationScheme(name="", weights=four_bit, storage="bitsandbytes")
-    schemes["BNB_INT8"] = QuantizationScheme(name="", weights=eight_bit, storage="bitsandbytes")
-    return {name: replace(scheme, name=name) for name, scheme in schemes.items()}
+    for name, weights in (("NF4", four_bit), ("BNB_INT8", rows)):
+        schemes[name] = QuantizationScheme(name=name, weights=weights, storage="bitsandbytes")
+    return schemes
 
 
 PRESETS = _presets()
@@ -197,88 +184,26 @@ MethodName = Literal[
 Engine = Literal["llm-compressor", "bitsandbytes", "shardwright"]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Method:
+class Method(NamedTuple):
     """A method that computes codes and scales."""
 
-    name: MethodName
     engine: Engine
     """Library that runs the method."""
     needs_calibration: bool
     """Whether it always reads calibration text; static activations need it with every method."""
-    summary: str
-    source: str
 
 
 METHODS: Mapping[MethodName, Method] = {
-    method.name: method
-    for method in (
-        Method(
-            name="rtn",
-            engine="llm-compressor",
-            needs_calibration=False,
-            summary="rounds each weight to the nearest code",
-            source="llm-compressor QuantizationModifier",
-        ),
-        Method(
-            name="gptq",
-            engine="llm-compressor",
-            needs_calibration=True,
-            summary="rounds column by column and corrects the next columns with the second moments of the inputs",
-            source="arXiv 2210.17323",
-        ),
-        Method(
-            name="awq",
-            engine="llm-compressor",
-            needs_calibration=True,
-            summary="scales input channels before rounding, so that those with large activations lose the least",
-            source="arXiv 2306.00978",
-        ),
-        Method(
-            name="smoothquant",
-            engine="llm-compressor",
-            needs_calibration=True,
-            summary="moves outliers of activations into weights, then rounds both to the nearest code",
-            source="arXiv 2211.10438",
-        ),
-        Method(
-            name="smoothquant-gptq",
-            engine="llm-compressor",
-            needs_calibration=True,
-            summary="moves outliers of activations into weights, then rounds weights by GPTQ",
-            source="arXiv 2211.10438 and 2210.17323",
-        ),
-        Method(
-            name="autoround",
-            engine="llm-compressor",
-            needs_calibration=True,
-            summary="learns each rounding and range by signed gradient descent, layer by layer",
-            source="arXiv 2309.05516",
-        ),
-        Method(
-            name="spqr",
-            engine="shardwright",
-            needs_calibration=True,
-            summary="keeps outliers in 16 bit as a sparse matrix and rounds the rest by GPTQ in small groups",
-            source="arXiv 2306.03078",
-        ),
-        Method(
-            name="low-rank",
-            engine="shardwright",
-            needs_calibration=True,
-            summary="corrects rounded weights by a low-rank product and a sparse matrix",
-            source="W ≈ L·R + Q + S",
-        ),
-        Method(
-            name="bitsandbytes",
-            engine="bitsandbytes",
-            needs_calibration=False,
-            summary="stores NF4 blocks or INT8 rows that bitsandbytes multiplies with",
-            source="arXiv 2305.14314 and 2208.07339",
-        ),
-    )
+    "rtn": Method("llm-compressor", False),
+    "gptq": Method("llm-compressor", True),
+    "awq": Method("llm-compressor", True),
+    "smoothquant": Method("llm-compressor", True),
+    "smoothquant-gptq": Method("llm-compressor", True),
+    "autoround": Method("llm-compressor", True),
+    "spqr": Method("shardwright", True),
+    "low-rank": Method("shardwright", True),
+    "bitsandbytes": Method("bitsandbytes", False),
 }
-
 METHOD_NAMES: tuple[MethodName, ...] = get_args(MethodName)
 
 
@@ -347,92 +272,58 @@ def combination_errors(scheme: QuantizationScheme) -> list[ConfigError]:
     if not scheme.targets:
         errors.append(ConfigError(where="targets", rule="must name at least one layer", fix="use Linear"))
     weights, activations = scheme.weights, scheme.activations
+    formats = {preset.weights: preset for preset in PRESETS.values() if preset.storage == scheme.storage}
     if scheme.storage == "bitsandbytes":
-        shape = (weights.bits, weights.strategy, weights.group_size, weights.symmetric)
-        if shape in ((4, "group", 64, True), (8, "channel", None, True)):
-            return errors
-        rule = "bitsandbytes supports only NF4 in blocks of 64 and INT8 by row, both symmetric"
-        fix = "do not change group size, bits, strategy or symmetry, or use W4A16"
-        return [*errors, ConfigError(where="scheme", value=scheme.name, rule=rule, fix=fix)]
-    errors += _integer_errors(weights) if weights.number_type == "int" else _float_errors(weights, scheme.name)
-    if activations is not None:
-        errors += _activation_errors(activations, weights)
-    return errors
-
-
-def _integer_errors(weights: WeightQuantization) -> list[ConfigError]:
-    errors = []
-    if not FEWEST_BITS <= weights.bits <= MOST_BITS:
-        rule = f"must be from {FEWEST_BITS} to {MOST_BITS} for integers"
-        errors.append(ConfigError(where="bits", value=weights.bits, rule=rule))
-    if weights.strategy not in ("tensor", "channel", "group"):
-        rule = "must be tensor, channel or group for integers"
-        errors.append(ConfigError(where="strategy", value=weights.strategy, rule=rule))
-    elif weights.strategy == "group":
-        if weights.group_size is None or weights.group_size < 1:
-            rule = "must be at least 1 input channel"
-            errors.append(
-                ConfigError(
-                    where="group_size", value=weights.group_size, rule=rule, fix="use -1 for one scale per channel"
-                )
-            )
-    elif weights.group_size is not None:
-        rule = f"is only allowed with the strategy group, and the strategy is {weights.strategy}"
-        errors.append(ConfigError(where="group_size", value=weights.group_size, rule=rule))
-    return errors
-
-
-_FLOAT_LAYOUTS = {
-    (4, "tensor_group", 16, "float8_e4m3fn"): "NVFP4",
-    (4, "group", 32, "uint8"): "MXFP4",
-    (8, "group", 32, "uint8"): "MXFP8",
-    (8, "tensor", None, None): "FP8",
-    (8, "channel", None, None): "FP8_DYNAMIC",
-    (8, "block", None, None): "FP8_BLOCK",
-}
-
-
-def _float_errors(weights: WeightQuantization, name: str) -> list[ConfigError]:
-    errors = []
-    if not weights.symmetric:
-        errors.append(
-            ConfigError(where="symmetric", value=False, rule="must be true for floats, which have no zero point")
-        )
-    layout = (weights.bits, weights.strategy, weights.group_size, weights.scale_dtype)
-    if layout in _FLOAT_LAYOUTS:
+        if weights not in formats:
+            rule = "bitsandbytes supports only NF4 in blocks of 64 and INT8 by row, both symmetric"
+            fix = "do not change group size, bits, strategy or symmetry, or use W4A16"
+            errors.append(ConfigError(where="scheme", value=scheme.name, rule=rule, fix=fix))
         return errors
-    known = [other for other in _FLOAT_LAYOUTS if other[0] == weights.bits]
-    if not known:
-        errors.append(ConfigError(where="bits", value=weights.bits, rule="must be 4 or 8 for floats"))
-        return errors
-    group = "" if weights.group_size is None else f", groups of {weights.group_size}"
-    fix = f"use {', '.join(_FLOAT_LAYOUTS[other] for other in known)} unchanged"
-    rule = f"no library supports {name} in this layout"
-    return [*errors, ConfigError(where="strategy", value=f"{weights.strategy}{group}", rule=rule, fix=fix)]
 
+    def check(is_legal: bool, where: str, value: object, rule: str, fix: str = "") -> None:
+        if not is_legal:
+            errors.append(ConfigError(where=where, value=value, rule=rule, fix=fix))
 
-def _activation_errors(activations: ActivationQuantization, weights: WeightQuantization) -> list[ConfigError]:
-    errors = []
-    if activations.number_type == "int":
-        if not FEWEST_BITS <= activations.bits <= MOST_BITS:
-            rule = f"must be from {FEWEST_BITS} to {MOST_BITS} for integer activations"
-            errors.append(ConfigError(where="activations.bits", value=activations.bits, rule=rule))
-        if weights.number_type == "float":
-            rule = "must be float if weights are float"
-            errors.append(ConfigError(where="activations.number_type", value="int", rule=rule))
+    size, strategy = weights.group_size, weights.strategy
+    if weights.number_type == "int":
+        in_range = FEWEST_BITS <= weights.bits <= MOST_BITS
+        check(in_range, "bits", weights.bits, f"must be from {FEWEST_BITS} to {MOST_BITS} for integers")
+        is_known = strategy in ("tensor", "channel", "group")
+        check(is_known, "strategy", strategy, "must be tensor, channel or group for integers")
+        check(weights.block_shape is None, "block_shape", weights.block_shape, "is only supported for floats")
+        if strategy == "group":
+            fix = "use -1 for one scale per channel"
+            check(size is not None and size >= 1, "group_size", size, "must be at least 1 input channel", fix)
+        elif is_known:
+            check(size is None, "group_size", size, f"requires the strategy group, and the strategy is {strategy}")
     else:
-        if activations.bits not in (4, 8):
-            rule = "must be 4 or 8 for float activations"
-            errors.append(ConfigError(where="activations.bits", value=activations.bits, rule=rule))
-        if not activations.symmetric:
-            rule = "must be true for floats, which have no zero point"
-            errors.append(ConfigError(where="activations.symmetric", value=False, rule=rule))
-    if activations.range_method != "minmax" and (activations.dynamic or activations.number_type == "float"):
-        rule = "is only supported for static ranges of integer activations"
-        errors.append(ConfigError(where="ranges", value=activations.range_method, rule=rule, fix="use W8A8_STATIC"))
-    if not 50.0 < activations.percentile <= 100.0:
-        rule = "must be above 50 and at most 100"
-        errors.append(ConfigError(where="percentile", value=activations.percentile, rule=rule))
+        check(weights.symmetric, "symmetric", False, "must be true for floats, which have no zero point")
+        shape = strategy if size is None else f"{strategy}, groups of {size}"
+        rule = f"no library supports {scheme.name} in this layout"
+        names = [
+            preset.name
+            for other, preset in formats.items()
+            if (other.number_type, other.bits) == ("float", weights.bits)
+        ]
+        fix = f"use {', '.join(names)} unchanged" if names else "use 4 or 8 bits"
+        check(replace(weights, symmetric=True) in formats, "strategy", shape, rule, fix)
+    if activations is None:
+        return errors
+    if activations.number_type == "int":
+        in_range = FEWEST_BITS <= activations.bits <= MOST_BITS
+        rule = f"must be from {FEWEST_BITS} to {MOST_BITS} for integer activations"
+        check(in_range, "activations.bits", activations.bits, rule)
+        check(weights.number_type == "int", "activations.number_type", "int", "must be float if weights are float")
+    else:
+        check(activations.bits in (4, 8), "activations.bits", activations.bits, "must be 4 or 8 for float activations")
+        rule = "must be true for floats, which have no zero point"
+        check(activations.symmetric, "activations.symmetric", False, rule)
+    is_searched = activations.range_method != "minmax"
+    rule = "is only supported for static ranges of integer activations"
+    has_codes = not activations.dynamic and activations.number_type == "int"
+    check(has_codes or not is_searched, "ranges", activations.range_method, rule, "use W8A8_STATIC")
+    is_share = 50.0 < activations.percentile <= 100.0
+    check(is_share, "percentile", activations.percentile, "must be above 50 and at most 100")
     return errors
 
 
@@ -455,8 +346,6 @@ def changed(
     *,
     group_size: int | None = None,
     symmetric: bool | None = None,
-    bits: int | None = None,
-    strategy: WeightStrategy | None = None,
     ranges: RangeMethod | None = None,
     percentile: float | None = None,
     ignore: Sequence[str] | None = None,
@@ -464,8 +353,8 @@ def changed(
 ) -> QuantizationScheme:
     """Return a scheme with changed settings; `None` keeps a setting.
 
-    A group size alone sets the strategy to `group`, and -1 sets it to `channel`. A strategy other than `group` removes
-    the group size. `ignore` and `targets` replace those of the scheme.
+    A group size sets the strategy to `group`, and -1 sets it to `channel`. `ignore` and `targets` replace those of the
+    scheme.
 
     >>> changed(scheme_named("W4A16"), group_size=32, symmetric=False).weights.group_size
     32
@@ -474,20 +363,13 @@ def changed(
         UsageError: all settings that are illegal for the format of the scheme.
     """
     weights, activations = scheme.weights, scheme.activations
-    if bits is not None:
-        weights = replace(weights, bits=bits)
     if symmetric is not None:
         weights = replace(weights, symmetric=symmetric)
-    if strategy is None and group_size is not None:
-        fixed = weights.strategy == "tensor_group"
-        strategy = "channel" if group_size == -1 else ("tensor_group" if fixed else "group")
-    if strategy in ("group", "tensor_group"):
-        size = group_size if group_size is not None else weights.group_size or 128
-        weights = replace(weights, strategy=strategy, group_size=size, block_shape=None)
-    elif strategy is not None:
-        block = (weights.block_shape or (128, 128)) if strategy == "block" else None
-        group_size = None if group_size == -1 else group_size
-        weights = replace(weights, strategy=strategy, group_size=group_size, block_shape=block)
+    if group_size == -1:
+        weights = replace(weights, strategy="channel", group_size=None, block_shape=None)
+    elif group_size is not None:
+        strategy: WeightStrategy = "tensor_group" if weights.strategy == "tensor_group" else "group"
+        weights = replace(weights, strategy=strategy, group_size=group_size, block_shape=None)
     errors: list[ConfigError] = []
     requested = {name: value for name, value in (("ranges", ranges), ("percentile", percentile)) if value is not None}
     if requested and (activations is None or activations.dynamic):
@@ -498,9 +380,8 @@ def changed(
         if percentile is not None and method != "percentile":
             rule = "is only used with ranges = percentile"
             errors = [ConfigError(where="percentile", value=percentile, rule=rule)]
-        else:
-            share = activations.percentile if percentile is None else percentile
-            activations = replace(activations, range_method=method, percentile=share)
+        share = activations.percentile if percentile is None else percentile
+        activations = replace(activations, range_method=method, percentile=share)
     result = replace(
         scheme,
         weights=weights,

@@ -17,40 +17,19 @@ from .scheme import METHODS, MethodName, QuantizationScheme, needs_calibration
 TensorShape = tuple[tuple[int, ...], str]
 """Shape and dtype of a tensor; dtypes have torch's names, such as `bfloat16`."""
 
-DTYPE_BYTES: Mapping[str, int] = {
-    "float64": 8,
-    "int64": 8,
-    "float32": 4,
-    "int32": 4,
-    "bfloat16": 2,
-    "float16": 2,
-    "int16": 2,
-    "int8": 1,
-    "uint8": 1,
-    "bool": 1,
-    "float8_e4m3fn": 1,
-    "float8_e5m2": 1,
-}
 
-SAFETENSORS_DTYPES: Mapping[str, str] = {
-    "float64": "F64",
-    "int64": "I64",
-    "float32": "F32",
-    "int32": "I32",
-    "bfloat16": "BF16",
-    "float16": "F16",
-    "int16": "I16",
-    "int8": "I8",
-    "uint8": "U8",
-    "bool": "BOOL",
-    "float8_e4m3fn": "F8_E4M3",
-    "float8_e5m2": "F8_E5M2",
-}
-"""Names of the dtypes in safetensors headers."""
+def dtype_bytes(dtype: str) -> int:
+    """Return the bytes of an element of a torch dtype.
+
+    >>> dtype_bytes("bfloat16"), dtype_bytes("float8_e4m3fn"), dtype_bytes("bool")
+    (2, 1, 1)
+    """
+    bits = re.search(r"\d+", dtype)
+    return 1 if bits is None else max(1, int(bits[0]) // 8)
 
 
 def tensor_bytes(tensors: Iterable[TensorShape]) -> int:
-    return sum(prod(shape) * DTYPE_BYTES[dtype] for shape, dtype in tensors)
+    return sum(prod(shape) * dtype_bytes(dtype) for shape, dtype in tensors)
 
 
 def packed_tensors(scheme: QuantizationScheme, layer: LinearLayer, dtype: str = "bfloat16") -> dict[str, TensorShape]:
@@ -207,28 +186,40 @@ class QuantizationMemory:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Run:
-    chosen: tuple[LinearLayer, ...]
+class QuantizationRun:
+    """One quantization of a model, whose peak memory is predicted."""
+
+    layers: Sequence[LinearLayer]
+    """The layers that are quantized."""
     scheme: QuantizationScheme
     method: MethodName
     dimensions: Dimensions
     weight_bytes: int
     num_samples: int
     seq_len: int
-    batch_size: int
-    width: int
-    dtype: str
-    device: Device
+    batch_size: int = 1
+    device: Device = "cpu"
+    dtype: str = "bfloat16"
+
+    @property
+    def batch(self) -> int:
+        """Samples per forward pass."""
+        return min(self.batch_size, max(1, self.num_samples))
+
+    @property
+    def width(self) -> int:
+        """Bytes of a number of the model."""
+        return dtype_bytes(self.dtype)
 
     @property
     def tokens(self) -> int:
-        return self.batch_size * self.seq_len
+        return self.batch * self.seq_len
 
     @property
     def block(self) -> list[LinearLayer]:
-        """The chosen matrices of the largest decoder layer."""
+        """The matrices of the largest decoder layer."""
         blocks: dict[str, list[LinearLayer]] = defaultdict(list)
-        for layer in self.chosen:
+        for layer in self.layers:
             match = _BLOCK.match(layer.name)
             if match:
                 blocks[match[1]].append(layer)
@@ -237,7 +228,7 @@ class _Run:
     @property
     def scores(self) -> int:
         """Attention scores of one forward pass."""
-        return self.dimensions.num_attention_heads * self.batch_size * self.seq_len**2
+        return self.dimensions.num_attention_heads * self.batch * self.seq_len**2
 
     @property
     def softmax_bytes(self) -> int:
@@ -248,71 +239,53 @@ class _Run:
         columns = sizes.query_size + 2 * sizes.key_value_size + repeated
         return self.scores * each + self.tokens * columns * self.width
 
-
-def estimate_quantization_memory(
-    *,
-    layers: Sequence[LinearLayer],
-    scheme: QuantizationScheme,
-    method: MethodName,
-    dimensions: Dimensions,
-    weight_bytes: int,
-    num_samples: int,
-    seq_len: int,
-    batch_size: int = 1,
-    device: Device = "cpu",
-    dtype: str = "bfloat16",
-) -> QuantizationMemory:
-    """Return the peak memory of a quantization and its named parts."""
-    run = _Run(
-        chosen=tuple(layers),
-        scheme=scheme,
-        method=method,
-        dimensions=dimensions,
-        weight_bytes=weight_bytes,
-        num_samples=num_samples,
-        seq_len=seq_len,
-        batch_size=min(batch_size, max(1, num_samples)),
-        width=DTYPE_BYTES[dtype],
-        dtype=dtype,
-        device=device,
-    )
-    # Scales in the model's dtype and int8 zero points, which exist for symmetric schemes too until they are saved.
-    elements = sum(prod(scale_shape(scheme, layer)) + scheme.activations_are_static for layer in run.chosen)
-    kept: Terms = {"process": PROCESS_BYTES, "model_weights": weight_bytes, "scales": elements * (run.width + 1)}
-    # Packing the largest matrix needs its one-byte codes, then two int32 copies.
-    packing = 9 if scheme.format == "pack-quantized" else 2 * run.width + 1
-    packing *= max((layer.numel for layer in run.chosen), default=0)
-    phases: dict[str, tuple[Terms, Terms]] = {"saving": (kept | {"packing": packing}, {})}
-    if method == "bitsandbytes":
-        packed = sum(tensor_bytes(packed_tensors(scheme, layer, dtype).values()) for layer in run.chosen)
-        phases = {"loading": (kept | {"packed_weights": packed}, {})}
-    elif needs_calibration(method, scheme):
-        if METHODS[method].engine == "shardwright":
-            kept["small_format"] = sum(layer.numel for layer in run.chosen) * (scheme.weights.bits + 1) // 8
-        batches = ceil(num_samples / run.batch_size) + 1
-        hidden, rotary = run.tokens * dimensions.hidden_size, 2 * seq_len * dimensions.head_dim
-        layer_inputs = batches * (hidden + rotary + run.batch_size * seq_len**2) * run.width
-        cached = kept | {"tokens": 16 * num_samples * seq_len, "layer_inputs": layer_inputs}
-        phases["calibrating"] = cached, _calibrating(run)
-        phases["quantizing"] = cached, _quantizing(run)
-    if device == "cpu":
-        name, (host, working) = max(
-            phases.items(), key=lambda item: sum(item[1][0].values()) + sum(item[1][1].values())
+    def memory(self) -> QuantizationMemory:
+        """Return the peak memory and its named parts."""
+        # Scales in the model's dtype and int8 zero points, which exist for symmetric schemes too until they are saved.
+        elements = sum(
+            prod(scale_shape(self.scheme, layer)) + self.scheme.activations_are_static for layer in self.layers
         )
-        return QuantizationMemory(host_terms=_positive(host | working), device_terms={}, phase=name)
-    host = max((host for host, _ in phases.values()), key=lambda terms: sum(terms.values()))
-    name, (_, working) = max(phases.items(), key=lambda item: sum(item[1][1].values()))
-    # The device holds one decoder layer, or the token embedding if that is larger.
-    onloaded = max(sum(layer.numel for layer in run.block), dimensions.vocab_size * dimensions.hidden_size)
-    terms = {"layer_weights": onloaded * run.width} | working
-    return QuantizationMemory(host_terms=_positive(host), device_terms=_positive(terms), phase=name)
+        kept: Terms = {
+            "process": PROCESS_BYTES,
+            "model_weights": self.weight_bytes,
+            "scales": elements * (self.width + 1),
+        }
+        # Packing the largest matrix needs its one-byte codes, then two int32 copies.
+        packing = 9 if self.scheme.format == "pack-quantized" else 2 * self.width + 1
+        packing *= max((layer.numel for layer in self.layers), default=0)
+        phases: dict[str, tuple[Terms, Terms]] = {"saving": (kept | {"packing": packing}, {})}
+        if self.method == "bitsandbytes":
+            packed = sum(tensor_bytes(packed_tensors(self.scheme, layer, self.dtype).values()) for layer in self.layers)
+            phases = {"loading": (kept | {"packed_weights": packed}, {})}
+        elif needs_calibration(self.method, self.scheme):
+            if METHODS[self.method].engine == "shardwright":
+                kept["small_format"] = sum(layer.numel for layer in self.layers) * (self.scheme.weights.bits + 1) // 8
+            batches = ceil(self.num_samples / self.batch) + 1
+            hidden, rotary = self.tokens * self.dimensions.hidden_size, 2 * self.seq_len * self.dimensions.head_dim
+            layer_inputs = batches * (hidden + rotary + self.batch * self.seq_len**2) * self.width
+            cached = kept | {"tokens": 16 * self.num_samples * self.seq_len, "layer_inputs": layer_inputs}
+            phases["calibrating"] = cached, _calibrating(self)
+            phases["quantizing"] = cached, _quantizing(self)
+        if self.device == "cpu":
+            name, (host, working) = max(
+                phases.items(), key=lambda item: sum(item[1][0].values()) + sum(item[1][1].values())
+            )
+            return QuantizationMemory(host_terms=_positive(host | working), device_terms={}, phase=name)
+        host = max((host for host, _ in phases.values()), key=lambda terms: sum(terms.values()))
+        name, (_, working) = max(phases.items(), key=lambda item: sum(item[1][1].values()))
+        # The device holds one decoder layer, or the token embedding if that is larger.
+        onloaded = max(
+            sum(layer.numel for layer in self.block), self.dimensions.vocab_size * self.dimensions.hidden_size
+        )
+        terms = {"layer_weights": onloaded * self.width} | working
+        return QuantizationMemory(host_terms=_positive(host), device_terms=_positive(terms), phase=name)
 
 
 def _positive(terms: Terms) -> Terms:
     return {name: count for name, count in terms.items() if count}
 
 
-def _calibrating(run: _Run) -> Terms:
+def _calibrating(run: QuantizationRun) -> Terms:
     """The larger of two moments of a decoder layer's forward pass: softmax, and statistics of the last projection."""
     sizes, tokens = run.dimensions, run.tokens
     statistics: Terms = {}
@@ -333,12 +306,12 @@ def _calibrating(run: _Run) -> Terms:
     return max(softmax, last, key=lambda terms: sum(terms.values()))
 
 
-def _quantizing(run: _Run) -> Terms:
+def _quantizing(run: QuantizationRun) -> Terms:
     if run.method == "awq":
         # The larger of two moments: attention outputs of all samples, and the MLP's weights while they are rounded. The
         # search compares the outputs of all samples before and after. Inputs of attention are freed before the MLP.
         sizes, tokens, block = run.dimensions, run.tokens, run.block
-        batches = ceil(run.num_samples / run.batch_size)
+        batches = ceil(run.num_samples / run.batch)
         outputs, inputs = batches * tokens * sizes.hidden_size * run.width, _awq_input_bytes(run)
         attention: Terms = {
             "awq_inputs": inputs,
@@ -378,7 +351,7 @@ def _quantizing(run: _Run) -> Terms:
     return max(moments, key=lambda terms: sum(terms.values()), default={})
 
 
-def _awq_input_bytes(run: _Run) -> int:
+def _awq_input_bytes(run: QuantizationRun) -> int:
     """Inputs of attention and MLP, of the down projection, and of the output projection if heads are not grouped."""
     sizes, block = run.dimensions, run.block
     columns = 2 * sizes.hidden_size

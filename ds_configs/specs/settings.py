@@ -326,7 +326,7 @@ def _option_error(name: str, details: list[Any], kind: type[BaseModel]) -> Confi
     choices = [] if field is None else _choices(field.annotation)
     near = get_close_matches(str(value).lower(), choices, n=1, cutoff=0.5)
     rule = " or ".join(rules).replace(" or must be ", " or ")
-    if why := not_covered(value) or REMOVED.get(str(value), ""):
+    if why := not_covered(value) or REMOVED.get(f"{name}={value}") or REMOVED.get(str(value)):
         return ConfigError(where=name, value=value, rule=rule, fix=why)
     fix = f"did you mean {near[0]}?" if near else count_fix(name, value) if "an integer" in rule else ""
     return ConfigError(where=name, value=value, rule=rule, fix=fix)

@@ -12,30 +12,23 @@ forward_helpers.py` (`_quantize`, `_dequantize`).
 
 The type in which upstream computes decides about codes at a half: `x / scale` happens in the wider type of both, and
 `x'` in the type of the scale, which is the one that the checkpoint holds. A bf16 weight therefore gives other codes
-than the same numbers in fp32; convert the weight first to divide in fp32. Every function here is of plain operations
-that leave their arguments alone, so that gradients pass through all but the rounding, which a caller may replace.
+than the same numbers in fp32; convert the weight first to divide in fp32. No function changes its arguments.
 
 Shapes: O output channels, I input channels, G = I / group size.
 """
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ...ds_configs.quantization.layers import config_group
 from ...ds_configs.quantization.scheme import ActivationQuantization, QuantizationScheme, WeightQuantization
-from .. import patches
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
-    from transformers import PreTrainedModel
-
-Rounding = Callable[["Tensor"], "Tensor"]
-"""Rounds numbers inside the range of codes to integers of the same dtype."""
 
 
 def code_range(bits: int) -> tuple[int, int]:
@@ -114,23 +107,20 @@ def weight_levels(
     scale: Tensor,
     zero_point: Tensor | None,
     quantization: WeightQuantization,
-    *,
-    rounding: Rounding | None = None,
 ) -> Tensor:
-    """Return the codes of a weight [O, I] as floats, through which gradients can pass if `rounding` lets them.
+    """Return the codes of a weight [O, I] as floats.
 
     Args:
         weight: [O, I].
         scale: As `weight_scale_and_zero_point` returns it.
         zero_point: Likewise.
         quantization: Integers by tensor, channel or group.
-        rounding: Stands in for `torch.round`, such as one with a straight-through gradient.
     """
     if quantization.strategy == "tensor":
-        return _levels(weight, scale, zero_point, quantization.bits, rounding)
+        return _levels(weight, scale, zero_point, quantization.bits)
     shared_zero = None if zero_point is None else zero_point.unsqueeze(-1)
     shared = _by_group(weight, quantization)
-    return _levels(shared, scale.unsqueeze(-1), shared_zero, quantization.bits, rounding).flatten(-2)
+    return _levels(shared, scale.unsqueeze(-1), shared_zero, quantization.bits).flatten(-2)
 
 
 def weight_codes(weight: Tensor, scale: Tensor, zero_point: Tensor | None, quantization: WeightQuantization) -> Tensor:
@@ -170,15 +160,10 @@ def activation_scale_and_zero_point(
 
 
 def activation_levels(
-    values: Tensor,
-    scale: Tensor,
-    zero_point: Tensor | None,
-    quantization: ActivationQuantization,
-    *,
-    rounding: Rounding | None = None,
+    values: Tensor, scale: Tensor, zero_point: Tensor | None, quantization: ActivationQuantization
 ) -> Tensor:
     """Return the codes of activations [..., I] as floats, with scales that fit their shape."""
-    return _levels(values, scale, zero_point, quantization.bits, rounding)
+    return _levels(values, scale, zero_point, quantization.bits)
 
 
 def dequantize_activations(codes: Tensor, scale: Tensor, zero_point: Tensor | None) -> Tensor:
@@ -289,13 +274,13 @@ def to_upstream(scheme: QuantizationScheme) -> Any:
     return UpstreamScheme.model_validate(config_group(scheme))
 
 
-def _levels(values: Tensor, scale: Tensor, zero_point: Tensor | None, bits: int, rounding: Rounding | None) -> Tensor:
+def _levels(values: Tensor, scale: Tensor, zero_point: Tensor | None, bits: int) -> Tensor:
     import torch
 
     scaled = values / scale
     if zero_point is not None:
         scaled = scaled + zero_point.to(values.dtype)
-    return (rounding or torch.round)(torch.clamp(scaled, *code_range(bits)))
+    return torch.round(torch.clamp(scaled, *code_range(bits)))
 
 
 def _values(codes: Tensor, scale: Tensor, zero_point: Tensor | None) -> Tensor:
@@ -315,82 +300,3 @@ def _by_group(weight: Tensor, quantization: WeightQuantization) -> Tensor:
 
 def _check_integers(number_type: str) -> None:
     assert number_type == "int", f"{number_type} numbers have no integer codes"
-
-
-LARGEST_FLOAT8 = 448.0
-"""Largest number of E4M3 without infinities."""
-KeyValueChange = Callable[["Tensor", "Tensor"], "tuple[Tensor, Tensor]"]
-"""Takes keys and values [B, key/value heads, S, head width] to those that attention computes with."""
-_CHANGE = "key_value_change"
-
-
-def float8_scale(low: Tensor, high: Tensor, stored_dtype: torch.dtype) -> Tensor:
-    """Return the scale of ranges, in the type that is stored; where that leaves 0, the type's epsilon.
-
-    Args:
-        low: Least value of each range, any shape.
-        high: Largest value.
-        stored_dtype: Type of scales in the checkpoint.
-    """
-    import torch
-
-    scale = (torch.maximum(low.abs(), high.abs()) / LARGEST_FLOAT8).to(stored_dtype)
-    return torch.where(scale == 0, torch.full_like(scale, torch.finfo(scale.dtype).eps), scale)
-
-
-def float8_values(values: Tensor, scale: Tensor) -> Tensor:
-    """Return what values become in E4M3, in the type of the scale; halves round to even."""
-    import torch
-
-    scaled = (values / scale).clamp(-LARGEST_FLOAT8, LARGEST_FLOAT8)
-    rounded: Tensor = scaled.to(torch.float8_e4m3fn).to(values.dtype).to(scale.dtype) * scale
-    return rounded
-
-
-def cached_attention_modules(model: PreTrainedModel) -> Iterator[tuple[str, Any]]:
-    """Yield the modules, by name, on which loaders expect `k_scale` and `v_scale`: those that compressed-tensors means.
-
-    Raises:
-        ModuleNotFoundError: compressed-tensors is not installed.
-    """
-    from compressed_tensors.quantization.lifecycle.initialize import is_cached_attention_module
-
-    for name, module in model.named_modules():
-        if is_cached_attention_module(module):
-            yield name, module
-
-
-def asks_for_attention(module: torch.nn.Module) -> bool:
-    """Return whether a module computes attention by a function of `AttentionInterface`."""
-    forward = inspect.unwrap(type(module).forward)
-    return "get_interface" in getattr(getattr(forward, "__code__", None), "co_names", ())
-
-
-def change_keys_and_values(module: torch.nn.Module, change: KeyValueChange) -> None:
-    """Let one attention module compute with changed keys and values from now on."""
-    module.__dict__[_CHANGE] = change
-    patches.apply("rounded-keys-and-values", _changing_interface)
-
-
-def _changing_interface(original: Callable[..., Any]) -> Callable[..., Any]:
-    def get_interface(interface: Any, *args: object, **kwargs: object) -> Any:
-        return _changing(original(interface, *args, **kwargs))
-
-    return get_interface
-
-
-def _changing(attention: Callable[..., Any]) -> Callable[..., Any]:
-    def changed(
-        module: torch.nn.Module,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        *args: object,
-        **kwargs: object,
-    ) -> Any:
-        change: KeyValueChange | None = module.__dict__.get(_CHANGE)
-        if change is not None:
-            key, value = change(key, value)
-        return attention(module, query, key, value, *args, **kwargs)
-
-    return changed

@@ -15,9 +15,9 @@ from typing import Any
 from ...ds_configs.quantization.layers import (
     DEQUANTIZE,
     LinearLayer,
-    layer_scheme,
-    mixture_quantization_config,
+    expert_scheme,
     needs_dequantize,
+    quantization_config,
 )
 from ...ds_configs.quantization.scheme import QuantizationScheme
 from ...ds_configs.quantization.sizes import TensorShape, packed_tensors, tensor_bytes
@@ -72,7 +72,7 @@ def layout_differences(
     if scheme is not None and scheme.storage != "spqr":
         dtype = _dtype(config)
         for layer in chosen:
-            errors += _layer_errors(layer, layer_scheme(scheme, layer), stored, dtype)
+            errors += _layer_errors(layer, expert_scheme(scheme) if layer.is_expert else scheme, stored, dtype)
         errors += _config_errors(config.get("quantization_config"), scheme, chosen)
     errors += _stray_errors(stored, {layer.name for layer in chosen} if scheme is not None else set())
     total = tensor_bytes(stored.values())
@@ -122,7 +122,7 @@ def _config_errors(stated: Any, scheme: QuantizationScheme, layers: Sequence[Lin
     if scheme.storage != "compressed-tensors":
         wanted_flag = "load_in_4bit" if scheme.weights.bits == 4 else "load_in_8bit"
         return [] if stated.get(wanted_flag) else [f"{where}.{wanted_flag} is not set"]
-    wanted = mixture_quantization_config(scheme, layers)
+    wanted = quantization_config(scheme, layers)
     errors = [
         f"{where}.{key} is {stated.get(key)!r}, not {wanted[key]!r}"
         for key in ("format", "quantization_status")

@@ -5,16 +5,17 @@ from __future__ import annotations
 import functools
 import tempfile
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 from ...ds_configs.quantization.layers import config_group
-from ...ds_configs.quantization.scheme import KNOWN_RANGES, ActivationQuantization, QuantizationScheme, RangeMethod
+from ...ds_configs.quantization.scheme import ActivationQuantization, QuantizationScheme
 from ...ds_configs.specs.errors import ConfigError, RefusedInputError, UsageError
 from ...ds_configs.specs.synonyms import suggested
 from ..activation_ranges import ActivationHistogram, activation_range
 from ..compressed_tensors.compressed_model import CompressedModel
-from ..transformers.quantized_model import LayerProgress, QuantizationSource, ReportProgress
+from ..launching.messages import log_progress
+from ..transformers.quantized_model import QuantizationSource
 from ..transformers.sound_model import check_config, loading_errors, nonfinite_weights, refused_by_name
 from .autoround import exact_autoround, head_errors
 from .quiet import all_fixes, import_upstream, kept_conversion_mappings, torchvision_is_not_needed
@@ -23,66 +24,12 @@ if TYPE_CHECKING:
     from torch.utils.data import DataLoader
     from transformers import PreTrainedModel
 
-_PREFIX = "shardwright_"
-
-
-def observer_name(activations: ActivationQuantization) -> tuple[str, dict[str, Any]]:
-    """Register the observers, and return the name and the `observer_kwargs` for a static range.
-
-    MinMax is llm-compressor's own `static_minmax`; its default, `minmax`, is a moving average over batches.
-    """
-    if activations.range_method == "minmax":
-        return "static_minmax", {}
-    register_range_observers()
-    options = {"percentile": activations.percentile} if activations.range_method == "percentile" else {}
-    return f"{_PREFIX}{activations.range_method}", options
+_OBSERVER = "shardwright_searched"
 
 
 @functools.cache
-def register_range_observers() -> tuple[str, ...]:
-    """Register the observers with llm-compressor, once, and return their names."""
-    methods = [method for method in KNOWN_RANGES if method != "minmax"]
-    for method in methods:
-        _register(method)
-    return tuple(f"{_PREFIX}{method}" for method in methods)
-
-
-def forget_range_observers(model: PreTrainedModel) -> None:
-    """Replace our observers' names in a model's schemes, so that the saved config needs no Shardwright.
-
-    compressed-tensors 0.19.0 accepts any text as `observer` and does not look it up at loading, but llm-compressor
-    raises `KeyError` for an unknown one, for example when such a checkpoint is quantized again.
-    """
-    for module in model.modules():
-        scheme = getattr(module, "quantization_scheme", None)
-        arguments = getattr(scheme, "input_activations", None)
-        if arguments is not None and str(arguments.observer or "").startswith(_PREFIX):
-            arguments.observer = "static_minmax"
-            arguments.observer_kwargs = {}
-
-
-def quantization_of(arguments: Any, method: RangeMethod) -> ActivationQuantization:
-    """Convert compressed-tensors' `QuantizationArgs` of an activation.
-
-    Raises:
-        ValueError: the arguments do not describe one static range per tensor.
-    """
-    strategy = str(getattr(arguments.strategy, "value", arguments.strategy))
-    if strategy != "tensor" or arguments.dynamic:
-        kind = "dynamic" if arguments.dynamic else strategy
-        raise ValueError(f"range method {method} finds one static range per tensor; the scheme has {kind} ranges")
-    plain = ActivationQuantization(
-        bits=arguments.num_bits,
-        number_type="float" if getattr(arguments.type, "value", arguments.type) == "float" else "int",
-        symmetric=arguments.symmetric,
-        dynamic=False,
-        range_method=method,
-    )
-    percentile = (arguments.observer_kwargs or {}).get("percentile")
-    return plain if percentile is None else replace(plain, percentile=float(percentile))
-
-
-def _register(method: RangeMethod) -> None:
+def register_range_observer() -> str:
+    """Register the observer of searched ranges with llm-compressor, once, and return its name."""
     import torch
     from llmcompressor.observers import Observer
 
@@ -91,10 +38,6 @@ def _register(method: RangeMethod) -> None:
 
         _stats_attrs = ["histogram"]  # noqa: RUF012
 
-        def __init__(self, base_name: str, args: Any, **options: object) -> None:
-            super().__init__(base_name, args, **options)
-            self.quantization = quantization_of(self.args, method)
-
         def update_statistics_from_observed(self, observed: Any) -> None:
             if not self.has_statistics:
                 self.histogram = ActivationHistogram()
@@ -102,21 +45,39 @@ def _register(method: RangeMethod) -> None:
             self.device = observed.device
 
         def get_qparams(self) -> Any:
-            low, high = activation_range(self.histogram, self.quantization)
+            quantization = ActivationQuantization(
+                bits=self.args.num_bits, symmetric=self.args.symmetric, dynamic=False, **self.args.observer_kwargs
+            )
+            low, high = activation_range(self.histogram, quantization)
             self.min_vals = torch.tensor([low], dtype=torch.float32, device=self.device)
             self.max_vals = torch.tensor([high], dtype=torch.float32, device=self.device)
             return super().get_qparams()
 
         def sync_activation_stats(self) -> list[Any]:
-            raise RuntimeError(f"range method {method} supports one process; start it without torchrun")
+            raise RuntimeError("searched ranges support one process; start it without torchrun")
 
-    Observer.register_value(HistogramObserver, name=f"{_PREFIX}{method}")
+    Observer.register_value(HistogramObserver, name=_OBSERVER)
+    return _OBSERVER
+
+
+def forget_range_observer(model: PreTrainedModel) -> None:
+    """Replace our observer's name in a model's schemes, so that the saved config needs no Shardwright.
+
+    compressed-tensors 0.19.0 accepts any text as `observer` and does not look it up at loading, but llm-compressor
+    raises `KeyError` for an unknown one, for example when such a checkpoint is quantized again.
+    """
+    for module in model.modules():
+        scheme = getattr(module, "quantization_scheme", None)
+        arguments = getattr(scheme, "input_activations", None)
+        if arguments is not None and arguments.observer == _OBSERVER:
+            arguments.observer = "static_minmax"
+            arguments.observer_kwargs = {}
 
 
 class Steps:
-    """Counts and reports the steps of modifiers, which run one after another over the parts of the model."""
+    """Counts and logs the steps of modifiers, which run one after another over the parts of the model."""
 
-    def __init__(self, model: PreTrainedModel, passes: Sequence[bool], report: ReportProgress) -> None:
+    def __init__(self, model: PreTrainedModel, passes: Sequence[bool]) -> None:
         """`passes[k]` is whether modifier k reads data, so that it runs on one decoder layer after another."""
         from llmcompressor.utils.pytorch.module import infer_sequential_targets
 
@@ -124,21 +85,15 @@ class Steps:
         targets = {wanted} if isinstance(wanted, str) else set(wanted)
         # The decoder layers, and the head.
         parts = sum(type(module).__name__ in targets for module in model.modules()) + 1
-        self._count, self._done, self._report = sum(parts if reads else 1 for reads in passes), 0, report
+        self._count, self._done = sum(parts if reads else 1 for reads in passes), 0
 
-    def report(self, stage: str, names: tuple[str, ...] = ()) -> None:
-        """Report a stage of the current step."""
-        count = max(self._count, self._done + 1)
-        self._report(LayerProgress(index=self._done, count=count, stage=stage, names=names))
+    def report(self, stage: str) -> None:
+        """Log a stage of the current step: `calibrating` or `quantizing`."""
+        log_progress(stage, self._done + 1, max(self._count, self._done + 1))
 
-    def finish(self, names: tuple[str, ...] = ()) -> None:
-        """Report the end of a step."""
-        self.report("propagating", names)
+    def finish(self) -> None:
+        """Go on to the next step."""
         self._done += 1
-
-    def done(self) -> None:
-        """Report the end."""
-        self._report(LayerProgress(index=self._count - 1, count=self._count, stage="done"))
 
 
 EngineMethod = Literal["rtn", "gptq", "awq", "smoothquant", "smoothquant-gptq", "autoround"]
@@ -173,7 +128,7 @@ def modifier_kinds(method: EngineMethod) -> tuple[type[Any], ...]:
 def build_modifiers(
     scheme: QuantizationScheme, method: EngineMethod, options: Mapping[str, Any], *, batch_size: int = 1
 ) -> list[Any]:
-    """Return the modifiers of a method, which report their progress.
+    """Return the modifiers of a method, which log their progress.
 
     Raises:
         UsageError: options that the method's modifiers do not have, or whose values they reject; lists all.
@@ -214,7 +169,7 @@ def build_modifiers(
 
 
 class _ReportingModifier:
-    """Mixin placed before a modifier class: reports its progress to `_steps`."""
+    """Mixin placed before a modifier class: logs its progress by `_steps`."""
 
     _steps: Any
 
@@ -223,11 +178,9 @@ class _ReportingModifier:
         self._steps.report("calibrating")
 
     def on_sequential_epoch_end(self, state: Any, event: Any, modules: Sequence[Any], **kwargs: object) -> None:
-        quantized = {id(module) for module in modules if hasattr(module, "quantization_scheme")}
-        names = tuple(name for name, module in state.model.named_modules() if id(module) in quantized)
-        self._steps.report("quantizing", names)
+        self._steps.report("quantizing")
         super().on_sequential_epoch_end(state, event, modules=modules, **kwargs)  # type: ignore[misc]
-        self._steps.finish(names)
+        self._steps.finish()
 
 
 def _scheme_fields(kind: type[Any], scheme: QuantizationScheme) -> dict[str, Any]:
@@ -238,8 +191,13 @@ def _scheme_fields(kind: type[Any], scheme: QuantizationScheme) -> dict[str, Any
     group = config_group(scheme)
     activations = scheme.activations
     if activations is not None and group["input_activations"]["dynamic"] is False:
-        name, options = observer_name(activations)
-        group["input_activations"] |= {"observer": name, "observer_kwargs": options}
+        # llm-compressor's default, `minmax`, is a moving average over batches.
+        searched = {"range_method": activations.range_method, "percentile": activations.percentile}
+        group["input_activations"] |= (
+            {"observer": "static_minmax", "observer_kwargs": {}}
+            if activations.range_method == "minmax"
+            else {"observer": register_range_observer(), "observer_kwargs": searched}
+        )
     return {"config_groups": {"group_0": group}, "ignore": list(scheme.ignore)}
 
 
@@ -267,7 +225,7 @@ class EngineRequest:
     """Tensor names of the original checkpoint, to restore the names of experts."""
 
 
-def quantize_with_llm_compressor(request: EngineRequest, report: ReportProgress) -> CompressedModel:
+def quantize_with_llm_compressor(request: EngineRequest) -> CompressedModel:
     """Quantize a model in memory, one decoder layer after another.
 
     Raises:
@@ -287,14 +245,13 @@ def quantize_with_llm_compressor(request: EngineRequest, report: ReportProgress)
         errors += head_errors(model, scheme)
     if errors:
         raise UsageError(errors)
-    steps = Steps(model, reads, report)
+    steps = Steps(model, reads)
     for modifier in modifiers:
         modifier._steps = steps
     with torch.random.fork_rng():
         torch.manual_seed(request.seed)
         run_oneshot(model, request.tokenizer, modifiers, request.calibration if any(reads) else (), request.batch_size)
-    forget_range_observers(model)
-    steps.done()
+    forget_range_observer(model)
     return CompressedModel(model=model, stored_names=request.stored_names)
 
 

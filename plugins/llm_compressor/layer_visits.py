@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ..transformers.quantized_model import ReportProgress
 from .engine import Steps, run_oneshot
 from .quiet import import_upstream
 
@@ -29,7 +28,6 @@ def visit_layers(
     calibration: Sequence[Mapping[str, Sequence[int]]],
     batch_size: int,
     visit: VisitLayer,
-    report: ReportProgress,
 ) -> None:
     """Replace the weights of linear layers, one decoder layer after another; inputs come from changed layers.
 
@@ -40,7 +38,6 @@ def visit_layers(
         calibration: Samples with `input_ids`.
         batch_size: Samples per forward pass.
         visit: Returns the new weight of a layer.
-        report: Called with the progress.
     """
     import_upstream()
     import torch
@@ -50,7 +47,7 @@ def visit_layers(
     layers = {name: model.get_submodule(name) for name in names}
     sums: dict[str, torch.Tensor] = {}
     counts: dict[str, int] = {}
-    steps = Steps(model, [True], report)
+    steps = Steps(model, [True])
 
     def summing(name: str) -> Callable[..., None]:
         def hook(module: torch.nn.Module, arguments: tuple[Any, ...], output: Any) -> None:
@@ -77,15 +74,14 @@ def visit_layers(
         def on_sequential_epoch_end(self, state: Any, event: Any, modules: Sequence[Any], **kwargs: object) -> None:
             here = {id(module) for module in modules}
             visited = tuple(name for name, module in layers.items() if id(module) in here)
-            steps.report("quantizing", visited)
+            steps.report("quantizing")
             for name in visited:
                 module, count = layers[name], counts.pop(name, 0)
                 hessian_II = sums.pop(name).div_(count) if count else None
                 update_offload_parameter(module, "weight", visit(name, module.weight.detach(), hessian_II))
-            steps.finish(visited)
+            steps.finish()
 
         def on_calibration_end(self, state: Any, event: Any, **kwargs: object) -> None:
             self.remove_hooks()
 
     run_oneshot(model, tokenizer, [VisitModifier()], calibration, batch_size)
-    steps.done()

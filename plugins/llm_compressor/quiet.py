@@ -45,8 +45,9 @@ def import_upstream() -> None:
 
     patches.assign("enabled-log", False)
     logger.enable("llmcompressor")
-    # Its own level, which it defines together with its handlers; GPTQ fails without it.
-    logger.level("METRIC", no=38)
+    # Its own level, which it defines together with its handlers; GPTQ fails without it. Both fail if they are done.
+    with suppress(ValueError):
+        logger.level("METRIC", no=38)
     # loguru's default handler, which prints all messages to stderr.
     with suppress(ValueError):
         logger.remove(0)

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from ...ds_configs.legality.model_classes import model_class_errors
 from ...ds_configs.quantization.layers import LinearLayer
-from ...ds_configs.quantization.sizes import SAFETENSORS_DTYPES, TensorShape
+from ...ds_configs.quantization.sizes import TensorShape
 from ...ds_configs.specs.errors import ConfigError, RefusedInputError, UsageError
 from ...ds_configs.specs.model import Dimensions
 from ..huggingface_hub.hub import ModelSource, model_directory, read_model_source
@@ -20,21 +20,6 @@ from .sound_model import check_weights, refuse_code
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class LayerProgress:
-    """Step `index`, from 0, of `count` of a method that processes a model layer by layer."""
-
-    index: int
-    count: int
-    stage: str
-    """`calibrating`, `quantizing`, `propagating` or `done`."""
-    names: tuple[str, ...] = ()
-    """Modules that the step covers, if known."""
-
-
-ReportProgress = Callable[[LayerProgress], None]
 
 
 class QuantizedModel(Protocol):
@@ -66,10 +51,10 @@ def expert_layers(tensors: Mapping[str, TensorShape], *, known: Collection[str])
     )
 
 
-def router_modules(model: PreTrainedModel) -> tuple[str, ...]:
-    """Return the routers that are not linear layers, as in Transformers 5.
+def router_names(model: PreTrainedModel, *, linear: bool) -> tuple[str, ...]:
+    """Return the routers that are linear layers, or those that are not, as in Transformers 5.
 
-    vLLM builds them as linear layers, so their names must be in `ignore`.
+    A rounded router selects other experts. vLLM builds all routers as linear layers, and reads their names in `ignore`.
     """
     import torch
 
@@ -77,19 +62,20 @@ def router_modules(model: PreTrainedModel) -> tuple[str, ...]:
         name
         for name, module in model.named_modules()
         if name.rpartition(".")[2] in _ROUTER_NAMES
-        and not isinstance(module, torch.nn.Linear)
+        and isinstance(module, torch.nn.Linear) == linear
         and isinstance(getattr(module, "weight", None), torch.nn.Parameter)
     )
 
 
-def router_patterns(meta: PreTrainedModel) -> tuple[str, ...]:
-    """Return the routers that are linear layers; a rounded router selects other experts."""
-    import torch
-
-    return tuple(
-        name
-        for name, module in meta.named_modules()
-        if isinstance(module, torch.nn.Linear) and name.rpartition(".")[2] in _ROUTER_NAMES
+def linear_layer(model: Any, name: str, module: Any) -> LinearLayer:
+    """Return a linear layer of a model under a name of the checkpoint."""
+    is_head = hasattr(model, "get_output_embeddings") and module is model.get_output_embeddings()
+    return LinearLayer(
+        name=name,
+        out_features=module.out_features,
+        in_features=module.in_features,
+        is_tied=is_head and bool(getattr(model.config.get_text_config(), "tie_word_embeddings", False)),
+        is_head=is_head,
     )
 
 
@@ -162,7 +148,7 @@ def open_source(model: str, *, revision: str | None = None) -> QuantizationSourc
         kept_in_fp32=_kept_in_fp32(meta, tensors, dtype),
         dimensions=model_spec_from_meta(source.config, name=model, revision=source.revision).dimensions,
         longest=longest if isinstance(longest, int) and longest > 0 else None,
-        default_ignore=(*(layer.name for layer in layers if layer.is_head), *router_patterns(meta)),
+        default_ignore=(*(layer.name for layer in layers if layer.is_head), *router_names(meta, linear=True)),
     )
 
 
@@ -218,9 +204,10 @@ def stored_tensors(directory: Path) -> dict[str, TensorShape]:
     Raises:
         RefusedInputError: a shard is missing, damaged, or outside the directory.
     """
-    names = {name: stored for stored, name in SAFETENSORS_DTYPES.items()}
+    from safetensors.torch import _TYPES
+
     return {
-        name: (tensor.shape, names.get(tensor.dtype, tensor.dtype.lower()))
+        name: (tensor.shape, str(_TYPES.get(tensor.dtype, tensor.dtype.lower())).removeprefix("torch."))
         for name, tensor in read_checkpoint(directory).items()
     }
 
@@ -229,19 +216,8 @@ def linear_layers(meta: PreTrainedModel, tensors: Mapping[str, TensorShape]) -> 
     """Return every linear layer of a model on the meta device, and single experts by their checkpoint names."""
     import torch
 
-    head = meta.get_output_embeddings()
-    tied = bool(getattr(meta.config.get_text_config(), "tie_word_embeddings", False))
     layers = [
-        LinearLayer(
-            name=name,
-            out_features=module.out_features,
-            in_features=module.in_features,
-            is_tied=module is head and tied,
-            is_head=module is head,
-            has_bias=module.bias is not None,
-        )
-        for name, module in meta.named_modules()
-        if isinstance(module, torch.nn.Linear)
+        linear_layer(meta, name, module) for name, module in meta.named_modules() if isinstance(module, torch.nn.Linear)
     ]
     return (*layers, *expert_layers(tensors, known={layer.name for layer in layers}))
 

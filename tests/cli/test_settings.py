@@ -300,13 +300,13 @@ def test_every_error_of_every_source_is_reported_together(
     file = tmp_path / "settings.yaml"
     file.write_text("lora_rank: 0\nlearning_rat: 1\nloss: l2\nseed: null\n")
     monkeypatch.setenv("SHARDWRIGHT_QAT_EPOCHS", "nan")
-    monkeypatch.setenv("SHARDWRIGHT_QAT_KV_CASHE", "fp8")
+    monkeypatch.setenv("SHARDWRIGHT_QAT_STAT_STEP", "1")
     found = errors(
         capsys, "qat", "m", "--config", str(file), "--seq-len=2.5", "--micro_batch_size", "few", "--aplha", "1"
     )
     assert sorted(found) == [
         "--aplha: is not an option; did you mean --alpha?",
-        "SHARDWRIGHT_QAT_KV_CASHE: is not a setting; did you mean kv_cache?",
+        "SHARDWRIGHT_QAT_STAT_STEP: is not a setting; did you mean start_step?",
         "epochs (from SHARDWRIGHT_QAT_EPOCHS) = 'nan': must be a finite number",
         "learning_rat (from file): is not a setting; did you mean learning_rate?",
         "lora_rank (from file) = 0: must be greater than or equal to 1",

@@ -26,7 +26,7 @@ SCHEMES: dict[str, tuple[str, dict[str, Any]]] = {
     "w4": ("W4A16", {}),
     "w8a8": ("W8A8", {}),
     "w2-learned": ("W2A16", {"weight_rule": "learned"}),
-    "w8a8-learned": ("W8A8_STATIC", {"ranges": "learned"}),
+    "w8a8-calibrated": ("W8A8_STATIC", {}),
     "w4-asym-learned": ("W4A16_ASYM", {"weight_rule": "learned"}),
     "w4-channel": ("W4A16", {}),
     # The first step shows ranges alone, and its learning rate is 0.
@@ -114,7 +114,7 @@ CASES += [
 CASES += [Case(**engine, scheme="w8a8") for engine in (DDP, FSDP2)]
 CASES += [Case(**ZERO3, zero_init=True, scheme="w2-learned")]
 CASES += [Case(**engine, scheme="w8a8-static", checkpointing=True) for engine in (DDP, ZERO3, FSDP2)]
-CASES += [Case(**engine, scheme="w8a8-learned") for engine in (ZERO3, FSDP2)]
+CASES += [Case(**engine, scheme="w8a8-calibrated") for engine in (ZERO3, FSDP2)]
 CASES += [Case(**engine, lora=True) for engine in (ZERO3, FSDP2)]
 CASES += [Case(**engine, mixture=True) for engine in (DDP, ZERO3, FSDP2)]
 CASES += [
@@ -205,7 +205,7 @@ def trainer_of(case: Case, directory: Path, run: Path, **changes: Any) -> tuple[
     if case.lora:
         model = adapted(model)
     scheme, options = callback_settings(case)
-    calibration = [collate(samples())] if options.get("ranges") == "learned" else None
+    calibration = [collate(samples())] if case.scheme == "w8a8-calibrated" else None
     callback = QATCallback(scheme, calibration=calibration, **options)
     trainer = parallelism_of(case.strategy).make_trainer(
         model=model, args=arguments, train_dataset=samples(), data_collator=collate, callbacks=[callback]

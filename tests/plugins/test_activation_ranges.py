@@ -20,7 +20,6 @@ from shardwright.plugins.activation_ranges import (
     percentile_range,
     rounded_values,
 )
-from shardwright.plugins.llm_compressor.engine import observer_name, quantization_of, register_range_observers
 from shardwright.plugins.transformers.training_arguments import byte_tokenizer
 
 
@@ -85,14 +84,11 @@ def test_counts_do_not_depend_on_batches_or_their_order(order, cut, bins):
         for part in batches[index].split(cut):
             piecewise.add(part)
     together = torch.cat(batches)
-    found = (once.tokens, once.low, once.high)
-    assert (
-        found == (piecewise.tokens, piecewise.low, piecewise.high) == (42, together.min().item(), together.max().item())
-    )
+    assert (once.low, once.high) == (piecewise.low, piecewise.high) == (together.min().item(), together.max().item())
     assert once.bin_width == piecewise.bin_width
     for left, right in zip(once.occupied(), piecewise.occupied(), strict=True):
         assert torch.equal(left, right)
-    assert once.count == 42 * 5
+    assert int(once.occupied()[2].sum()) == 42 * 5
 
 
 @pytest.mark.parametrize("scale", [1e-38, 1e-6, 1.0, 3e4, 1e37])
@@ -292,7 +288,7 @@ def calibrated(tmp_path_factory):
             calibration=[{"input_ids": row.tolist()} for row in rows_NS],
             batch_size=2,
         )
-        made = quantize_with_llm_compressor(request, lambda progress: None)
+        made = quantize_with_llm_compressor(request)
         with torch.no_grad():
             logits = made.model(input_ids=rows_NS).logits
         directory = tmp_path_factory.mktemp(method)
@@ -332,25 +328,3 @@ def test_saved_ranges_name_no_observer_that_others_lack(calibrated, method):
     model = AutoModelForCausalLM.from_pretrained(directory).eval()
     with torch.no_grad():
         assert torch.allclose(model(input_ids=rows_NS).logits, logits, atol=1e-5)
-
-
-@pytest.mark.needs("llmcompressor")
-def test_registering_twice_is_harmless_and_names_are_as_documented():
-    assert register_range_observers() == register_range_observers()
-    assert observer_name(static(8)) == ("static_minmax", {})
-    assert observer_name(static(8, range_method="percentile", percentile=99.5)) == (
-        "shardwright_percentile",
-        {"percentile": 99.5},
-    )
-    assert observer_name(static(8, range_method="l2")) == ("shardwright_l2", {})
-    assert observer_name(static(8, range_method="kl")) == ("shardwright_kl", {})
-
-
-@pytest.mark.parametrize(("strategy", "dynamic"), [("token", True), ("group", False)])
-def test_only_one_static_range_for_the_tensor_is_searched(strategy, dynamic):
-    from compressed_tensors.quantization import QuantizationArgs
-
-    size = 16 if strategy == "group" else None
-    arguments = QuantizationArgs(strategy=strategy, dynamic=dynamic, group_size=size)
-    with pytest.raises(ValueError, match="one static range"):
-        quantization_of(arguments, "l2")

@@ -463,10 +463,7 @@ READ = {
     ),
     **dict.fromkeys(("script-plan-comparison", "rehearsal-recorder"), ("transformers.trainer", "DEFAULT_CALLBACKS")),
     "script-engine-comparison": ("accelerate.accelerator", "deepspeed.initialize"),
-    **dict.fromkeys(
-        ("rounded-keys-and-values", "captured-attention"),
-        ("transformers.models.llama.modeling_llama", "ALL_ATTENTION_FUNCTIONS.get_interface"),
-    ),
+    "captured-attention": ("transformers.models.llama.modeling_llama", "ALL_ATTENTION_FUNCTIONS.get_interface"),
     **{
         f"traced-masks-{name}": ("transformers.masking_utils", name)
         for name in ("is_tracing", "fast_all", "find_packed_sequence_indices")

@@ -26,31 +26,27 @@ def pack_bits(codes: torch.Tensor, bits: int) -> torch.Tensor:
     >>> pack_bits(torch.tensor([1, 2, 3]), 3).tolist()
     [209, 0]
     """
+    import numpy
     import torch
 
-    flat_N = codes.reshape(-1).to(torch.uint8)
-    count, blocks = flat_N.numel(), []
-    bit_shifts = torch.arange(bits, dtype=torch.uint8, device=flat_N.device)
-    byte_shifts = torch.arange(8, dtype=torch.uint8, device=flat_N.device)
-    for start in range(0, count, _BLOCK_CODES):
-        block_N = flat_N[start : start + _BLOCK_CODES]
-        digits = (torch.nn.functional.pad(block_N, (0, -block_N.numel() % 8)).unsqueeze(1) >> bit_shifts) & 1
-        blocks.append((digits.reshape(-1, 8) << byte_shifts).sum(dim=1, dtype=torch.uint8))
-    return torch.cat(blocks)[: packed_size(count, bits)] if blocks else flat_N
+    flat_N, blocks = codes.reshape(-1).to("cpu", torch.uint8).numpy(), []
+    for start in range(0, len(flat_N), _BLOCK_CODES):
+        digits = numpy.unpackbits(flat_N[start : start + _BLOCK_CODES, None], axis=1, bitorder="little")
+        blocks.append(numpy.packbits(digits[:, :bits], bitorder="little"))
+    return torch.from_numpy(numpy.concatenate([flat_N[:0], *blocks])).to(codes.device)
 
 
 def unpack_bits(packed: torch.Tensor, bits: int, count: int) -> torch.Tensor:
     """Return the first `count` codes of a stream of bits as uint8."""
+    import numpy
     import torch
 
-    bit_shifts = torch.arange(bits, dtype=torch.uint8, device=packed.device)
-    byte_shifts = torch.arange(8, dtype=torch.uint8, device=packed.device)
-    step, blocks = packed_size(_BLOCK_CODES, bits), []
-    for start in range(0, packed.numel(), step):
-        digits = ((packed[start : start + step].unsqueeze(1) >> byte_shifts) & 1).reshape(-1)
-        digits = digits[: digits.numel() // bits * bits].reshape(-1, bits)
-        blocks.append((digits << bit_shifts).sum(dim=1, dtype=torch.uint8))
-    return torch.cat(blocks)[:count] if blocks else packed
+    bytes_N, size, blocks = packed.cpu().numpy(), packed_size(_BLOCK_CODES, bits), []
+    for start in range(0, len(bytes_N), size):
+        digits = numpy.unpackbits(bytes_N[start : start + size], bitorder="little")
+        digits = digits[: len(digits) // bits * bits].reshape(-1, bits)
+        blocks.append(numpy.packbits(digits, axis=1, bitorder="little")[:, 0])
+    return torch.from_numpy(numpy.concatenate([bytes_N[:0], *blocks])[:count]).to(packed.device)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

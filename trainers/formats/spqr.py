@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from operator import attrgetter
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -35,14 +34,6 @@ if TYPE_CHECKING:
 
 # A group of equal weights has no range: a scale above zero avoids codes that are NaN.
 _SMALLEST_RANGE = 1e-30
-_CSR = ("offsets", "columns", "values")
-PARTS = {
-    "spqr": {f"spqr_{name}": name for name in ("codes", "scale_codes", "zero_codes", "levels")}
-    | {f"spqr_outlier_{name}": f"outliers.{name}" for name in _CSR},
-    "low-rank": {f"low_rank_{name}": name for name in ("codes", "scales", "zeros", "left", "right")}
-    | {f"low_rank_sparse_{name}": f"sparse.{name}" for name in _CSR},
-}
-"""Stored tensors by kind of matrix: names in the file, and attributes of the matrix."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,7 +41,10 @@ class _PackedMatrix:
     """What the matrices of both methods have in common."""
 
     kind: ClassVar[str]
-    """Key of `PARTS`."""
+    prefix: ClassVar[str]
+    """Start of the names of stored tensors."""
+    own_settings: ClassVar[tuple[str, ...]]
+    """Settings of one kind of matrix, besides the fields below."""
     shape: tuple[int, int]
     """Output and input channels."""
     bits: int
@@ -74,7 +68,23 @@ class _PackedMatrix:
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Return the stored tensors by name."""
-        return {name: attrgetter(attribute)(self) for name, attribute in PARTS[self.kind].items()}
+        import torch
+
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        return {f"{self.prefix}{name}": value for name, value in values.items() if isinstance(value, torch.Tensor)}
+
+    def settings(self) -> dict[str, Any]:
+        """Return the JSON settings that `read_matrix` needs."""
+        return {
+            "kind": self.kind,
+            "shape": list(self.shape),
+            "dtype": str(self.dtype).removeprefix("torch."),
+            **{name: getattr(self, name) for name in ("bits", "group_size", *self.own_settings)},
+        }
+
+    def expected_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Return the shapes that follow from the settings, without those that depend on the number of outliers."""
+        return {f"{self.prefix}codes": (packed_size(self.shape[0] * self.shape[1], self.bits),)}
 
     def weight_codes(self) -> torch.Tensor:
         """Return the codes of the weights, uint8 [O, I]."""
@@ -86,6 +96,8 @@ class SpQRMatrix(_PackedMatrix):
     """A matrix [O, I] in the form that SpQR stores."""
 
     kind: ClassVar[str] = "spqr"
+    prefix: ClassVar[str] = "spqr_"
+    own_settings: ClassVar[tuple[str, ...]] = ("scale_bits", "scale_group_size")
     scale_bits: int
     """Bits of the code of a scale or a zero."""
     scale_group_size: int
@@ -96,20 +108,20 @@ class SpQRMatrix(_PackedMatrix):
     """Codes of the zeros, packed, [O, G] row by row."""
     levels: torch.Tensor
     """Lowest scale, step of scales, lowest zero, step of zeros: [4, B, G] in bf16."""
-    outliers: SparseRows
-    """Weights in 16 bit, which replace the values of their codes."""
+    outlier_offsets: torch.Tensor
+    outlier_columns: torch.Tensor
+    outlier_values: torch.Tensor
+    """Weights in 16 bit, which replace the values of their codes, as `SparseRows`."""
 
     @property
-    def outlier_fraction(self) -> float:
-        """Fraction of weights stored in 16 bit."""
-        return self.outliers.count / (self.shape[0] * self.shape[1])
+    def outliers(self) -> SparseRows:
+        """Weights in 16 bit, which replace the values of their codes."""
+        return SparseRows(offsets=self.outlier_offsets, columns=self.outlier_columns, values=self.outlier_values)
 
     def expected_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Return the shapes that follow from the settings, without those that depend on the number of outliers."""
         rows, columns = self.shape
         groups, blocks = -(-columns // self.group_size), -(-rows // self.scale_group_size)
-        return {
-            "spqr_codes": (packed_size(rows * columns, self.bits),),
+        return _PackedMatrix.expected_shapes(self) | {
             "spqr_scale_codes": (packed_size(rows * groups, self.scale_bits),),
             "spqr_zero_codes": (packed_size(rows * groups, self.scale_bits),),
             "spqr_levels": (4, blocks, groups),
@@ -135,7 +147,7 @@ class SpQRMatrix(_PackedMatrix):
         codes_OI = self.weight_codes().float()
         dense_OI = (scale_OG[:, group_I] * (codes_OI - zero_OG[:, group_I])).to(self.dtype)
         rows, columns = self.outliers.positions()
-        dense_OI[rows, columns] = self.outliers.values.to(self.dtype)
+        dense_OI[rows, columns] = self.outlier_values.to(self.dtype)
         return dense_OI
 
 
@@ -150,9 +162,6 @@ class SpQROptions(Settings):
         0.2, gt=0, description="Cost of a rounding error, relative to removing an average weight, from which on a "
         "weight is an outlier; null for no outliers"
     )  # fmt: skip
-    outlier_fraction: float | None = Field(
-        None, ge=0, lt=1, description="Approximate fraction of outliers, which replaces the threshold"
-    )
     dampening: float = Field(0.01, ge=0, le=1, description="Fraction of the Hessian's mean diagonal to add to it")
 
 
@@ -200,16 +209,7 @@ class _Quantization:
         self.cost_I = upper_II.diagonal().square().reciprocal()
         self.threshold: float | None = None
         """Cost of a rounding error from which a weight is an outlier."""
-        if options.outlier_fraction is not None:
-            # The cost that this fraction of weights exceeds if each is rounded in its own group, uncorrected.
-            count = int(options.outlier_fraction * weight_OI.numel())
-            weight_IO, size, costs = weight_OI.t().float(), self.shape[1], []
-            for start in range(0, size, options.group_size) if count else ():
-                columns = range(start, min(start + options.group_size, size))
-                costs.append(self._removal_gain(weight_IO[start : columns.stop], columns).flatten())
-            if count:
-                self.threshold = float(torch.cat(costs).kthvalue(weight_OI.numel() - count).values)
-        elif options.outlier_threshold is not None:
+        if options.outlier_threshold is not None:
             variance_I = weight_OI.float().var(dim=0, correction=0)
             self.threshold = options.outlier_threshold * float((variance_I * self.cost_I).mean())
 
@@ -245,6 +245,7 @@ class _Quantization:
                 stored_O = torch.where(mask_O, weight_O.to(self.stored_dtype).float(), stored_O)
             codes_IO[column] = codes_O.to(torch.uint8)
             self.feedback.settle(column, stored_O)
+        outliers = sparse_rows(self.feedback.weight_IO.t(), mask_IO.t(), self.stored_dtype)
         return SpQRMatrix(
             shape=self.shape,
             bits=options.bits,
@@ -256,7 +257,9 @@ class _Quantization:
             scale_codes=pack_bits(torch.stack(scale_codes, dim=1), options.scale_bits),
             zero_codes=pack_bits(torch.stack(zero_codes, dim=1), options.scale_bits),
             levels=torch.stack(levels, dim=2),
-            outliers=sparse_rows(self.feedback.weight_IO.t(), mask_IO.t(), self.stored_dtype),
+            outlier_offsets=outliers.offsets,
+            outlier_columns=outliers.columns,
+            outlier_values=outliers.values,
         )
 
     def _removal_gain(self, weight_CO: torch.Tensor, columns: range) -> torch.Tensor:
@@ -330,9 +333,11 @@ _OVERSAMPLING = 16
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LowRankMatrix(_PackedMatrix):
-    """A matrix [O, I] as a sum of codes Q, a low-rank product L·R and a sparse matrix S."""
+    """A matrix [O, I] as a sum of codes Q and a low-rank product L·R."""
 
     kind: ClassVar[str] = "low-rank"
+    prefix: ClassVar[str] = "low_rank_"
+    own_settings: ClassVar[tuple[str, ...]] = ("symmetric",)
     symmetric: bool
     """Without zero points: the code `2^(bits-1)` means 0."""
     scales: torch.Tensor
@@ -343,25 +348,15 @@ class LowRankMatrix(_PackedMatrix):
     """L, 16 bit [O, K]."""
     right: torch.Tensor
     """R, 16 bit [K, I]."""
-    sparse: SparseRows
-    """S, which is added."""
-
-    @property
-    def rank(self) -> int:
-        """K."""
-        return int(self.left.shape[1])
 
     def expected_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Return the shapes that follow from the settings, without those that depend on the number of elements of S."""
         rows, columns = self.shape
-        groups = -(-columns // self.group_size)
-        return {
-            "low_rank_codes": (packed_size(rows * columns, self.bits),),
+        groups, rank = -(-columns // self.group_size), int(self.left.shape[1])
+        return _PackedMatrix.expected_shapes(self) | {
             "low_rank_scales": (rows, groups),
             "low_rank_zeros": (0 if self.symmetric else packed_size(rows * groups, self.bits),),
-            "low_rank_left": (rows, self.rank),
-            "low_rank_right": (self.rank, columns),
-            "low_rank_sparse_offsets": (rows + 1,),
+            "low_rank_left": (rows, rank),
+            "low_rank_right": (rank, columns),
         }
 
     def quantized(self) -> torch.Tensor:
@@ -377,13 +372,8 @@ class LowRankMatrix(_PackedMatrix):
         return self.scales.float()[:, group_I] * (codes_OI - zeros_OG[:, group_I])
 
     def dequantize(self) -> torch.Tensor:
-        """Return the dense matrix: `Q + L·R + S` in fp32, converted to `dtype`."""
-        dense_OI = self.quantized()
-        if self.rank:
-            dense_OI += self.left.float() @ self.right.float()
-        rows, columns = self.sparse.positions()
-        dense_OI[rows, columns] += self.sparse.values.float()
-        return dense_OI.to(self.dtype)
+        """Return the dense matrix: `Q + L·R` in fp32, converted to `dtype`."""
+        return (self.quantized() + self.left.float() @ self.right.float()).to(self.dtype)
 
 
 class LowRankOptions(Settings):
@@ -393,19 +383,18 @@ class LowRankOptions(Settings):
     group_size: int = Field(128, ge=-1, description="Input channels that share a scale; -1 for all")
     symmetric: bool = Field(True, description="Without zero points")
     rank: int = Field(16, ge=0, description="Columns of L, limited by the size of the matrix")
-    sparse_fraction: float = Field(0.0, ge=0, lt=1, description="Fraction of weights that S corrects")
-    iterations: int = Field(3, ge=1, description="Times that Q, L·R and S are fitted in turn; the best sum is used")
+    iterations: int = Field(3, ge=1, description="Times that Q and L·R are fitted in turn; the best sum is used")
     dampening: float = Field(0.01, ge=0, le=1, description="Fraction of the Hessian's mean diagonal to add to it")
 
 
 def low_rank_residual(
     weight_OI: torch.Tensor, hessian_II: torch.Tensor | None, options: LowRankOptions | None = None
 ) -> LowRankMatrix:
-    """Approximate a weight by a sum of codes, a low-rank product and a sparse matrix.
+    """Approximate a weight by a sum of codes and a low-rank product.
 
     Q is rounded to nearest, or with error feedback if there is a Hessian. L·R is the best product of its rank for the
-    remaining difference, and S corrects the weights that then cost most. They are fitted in turn, and the sum with the
-    least `trace(D H Dᵀ)` is returned. Q without corrections is a candidate, so corrections never increase the error.
+    remaining difference. They are fitted in turn, and the sum with the least `trace(D H Dᵀ)` is returned. Q without a
+    correction is a candidate, so a correction never increases the error.
 
     Args:
         weight_OI: Weights, of any floating dtype.
@@ -421,18 +410,17 @@ def low_rank_residual(
     check_matrix(weight_OI, hessian_II)
     fit = _Fit(weight_OI.detach(), hessian_II, options)
     rows, columns = fit.weight_OI.shape
-    best = fit.assemble(torch.zeros(rows, 0), torch.zeros(0, columns), None)
+    best = fit.assemble(torch.zeros(rows, 0), torch.zeros(0, columns))
     least, starts = fit.error(best), [best]
     if options.rank:
         # If the weight has large terms of low rank, remove them before rounding: codes would lose precision to them.
-        starts.append(fit.assemble(*fit.product(fit.weight_OI), None))
+        starts.append(fit.assemble(*fit.product(fit.weight_OI)))
     for start in starts:
         latest = start
         for _ in range(options.iterations):
-            sparse_OI = fit.sparse_part(latest)
-            left_OK, right_KI = fit.product(fit.weight_OI - latest.quantized() - sparse_OI)
-            corrected = fit.corrected(latest, left_OK, right_KI)
-            latest = fit.assemble(left_OK, right_KI, sparse_OI)
+            left_OK, right_KI = fit.product(fit.weight_OI - latest.quantized())
+            corrected = replace(latest, left=left_OK, right=right_KI)
+            latest = fit.assemble(left_OK, right_KI)
             for candidate in (corrected, latest):
                 error = fit.error(candidate)
                 if error < least:
@@ -441,7 +429,7 @@ def low_rank_residual(
 
 
 class _Fit:
-    """One matrix with the constants of fitting Q, L·R and S."""
+    """One matrix with the constants of fitting Q and L·R."""
 
     def __init__(self, weight_OI: torch.Tensor, hessian_II: torch.Tensor | None, options: LowRankOptions) -> None:
         import torch
@@ -450,7 +438,6 @@ class _Fit:
         self.stored_dtype = torch.float16 if weight_OI.dtype == torch.float16 else torch.bfloat16
         self.weight_OI = weight_OI.float()
         self.hessian_II = self.root_II = self.upper_II = None
-        self.sparse_count = int(options.sparse_fraction * weight_OI.numel())
         self.group_size = (
             weight_OI.shape[1] if options.group_size == -1 else min(options.group_size, weight_OI.shape[1])
         )
@@ -485,55 +472,23 @@ class _Fit:
             right_KI = right_KI @ self.upper_II
         return left_OK.to(self.stored_dtype), right_KI.to(self.stored_dtype)
 
-    def sparse_part(self, matrix: LowRankMatrix) -> torch.Tensor:
-        """Return, as a dense matrix, the most valuable corrections S of a candidate's Q and L·R."""
-        rest_OI = self.weight_OI - matrix.quantized() - matrix.left.float() @ matrix.right.float()
-        return rest_OI * self._costliest(rest_OI)
-
-    def corrected(self, matrix: LowRankMatrix, left_OK: torch.Tensor, right_KI: torch.Tensor) -> LowRankMatrix:
-        """Return a candidate with the same codes, another product and the matching sparse matrix."""
-        rest_OI = self.weight_OI - matrix.quantized() - left_OK.float() @ right_KI.float()
-        sparse = sparse_rows(rest_OI, self._costliest(rest_OI), self.stored_dtype)
-        return replace(matrix, left=left_OK, right=right_KI, sparse=sparse)
-
-    def assemble(self, left_OK: torch.Tensor, right_KI: torch.Tensor, sparse_OI: torch.Tensor | None) -> LowRankMatrix:
-        """Return a candidate: the given product and sparse matrix, and codes of the remaining difference."""
-        import torch
-
-        device = self.weight_OI.device
+    def assemble(self, left_OK: torch.Tensor, right_KI: torch.Tensor) -> LowRankMatrix:
+        """Return a candidate: the given product, and codes of the remaining difference."""
+        device, options = self.weight_OI.device, self.options
         left_OK, right_KI = left_OK.to(device, self.stored_dtype), right_KI.to(device, self.stored_dtype)
-        target_OI = self.weight_OI - left_OK.float() @ right_KI.float()
-        if sparse_OI is not None:
-            target_OI = target_OI - sparse_OI
-        codes_OI, scales_OG, zeros_OG = self._round(target_OI)
-        options, rows = self.options, len(codes_OI)
-        symmetric = options.symmetric
-        nothing = torch.zeros_like(codes_OI, dtype=torch.bool)
-        matrix = LowRankMatrix(
-            shape=(rows, codes_OI.shape[1]),
+        codes_OI, scales_OG, zeros_OG = self._round(self.weight_OI - left_OK.float() @ right_KI.float())
+        return LowRankMatrix(
+            shape=(codes_OI.shape[0], codes_OI.shape[1]),
             bits=options.bits,
             group_size=self.group_size,
-            symmetric=symmetric,
+            symmetric=options.symmetric,
             dtype=self.dtype,
             codes=pack_bits(codes_OI, options.bits),
             scales=scales_OG,
-            zeros=pack_bits(zeros_OG[:, :0] if symmetric else zeros_OG, options.bits),
+            zeros=pack_bits(zeros_OG[:, :0] if options.symmetric else zeros_OG, options.bits),
             left=left_OK,
             right=right_KI,
-            sparse=sparse_rows(target_OI, nothing, self.stored_dtype),
         )
-        return matrix if sparse_OI is None else self.corrected(matrix, left_OK, right_KI)
-
-    def _costliest(self, rest_OI: torch.Tensor) -> torch.Tensor:
-        import torch
-
-        mask_OI = torch.zeros_like(rest_OI, dtype=torch.bool)
-        if self.sparse_count:
-            cost_OI = rest_OI.square()
-            if self.hessian_II is not None:
-                cost_OI = cost_OI * self.hessian_II.diagonal()
-            mask_OI.view(-1)[cost_OI.flatten().topk(self.sparse_count).indices] = True
-        return mask_OI
 
     def _round(self, target_OI: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return codes, scales and zeros; scales are those of the range before error feedback."""
@@ -608,7 +563,7 @@ def save_small_format(
             "quant_method": QUANT_METHOD,
             "schema_version": _SCHEMA_VERSION,
             "weights": INDEX if (staging / INDEX).exists() else SINGLE,
-            "layers": {name: matrix_settings(matrix) for name, matrix in matrices.items()},
+            "layers": {name: matrix.settings() for name, matrix in matrices.items()},
         }
         config = {**model.config.to_diff_dict(), "quantization_config": section}
         write_files({_CONFIG: json.dumps(config, indent=1) + "\n"}, staging, force=True)
@@ -647,19 +602,6 @@ def load_spqr(directory: str | Path) -> Any:
     return model.eval()
 
 
-def matrix_settings(matrix: SmallMatrix) -> dict[str, Any]:
-    """Return the JSON settings that `read_matrix` needs."""
-    own = ("scale_bits", "scale_group_size") if isinstance(matrix, SpQRMatrix) else ("symmetric",)
-    return {
-        "kind": matrix.kind,
-        "shape": list(matrix.shape),
-        "bits": matrix.bits,
-        "group_size": matrix.group_size,
-        "dtype": str(matrix.dtype).removeprefix("torch."),
-        **{name: getattr(matrix, name) for name in own},
-    }
-
-
 def read_matrix(
     layer: str, settings: Mapping[str, Any], tensors: dict[str, torch.Tensor], *, where: str
 ) -> SmallMatrix:
@@ -671,24 +613,18 @@ def read_matrix(
     import torch
 
     where = f"{where}: {layer}"
-    prefix = "spqr_" if settings.get("kind") == "spqr" else "low_rank_"
-    parts = {
-        name.removeprefix(f"{layer}.{prefix}"): tensors.pop(name)
-        for name in list(tensors)
-        if name.startswith(f"{layer}.{prefix}")
-    }
-    sparse_name = "outlier" if prefix == "spqr_" else "sparse"
+    kind: type[SmallMatrix] = SpQRMatrix if settings.get("kind") == "spqr" else LowRankMatrix
+    names = [name for name in tensors if name.startswith(f"{layer}.{kind.prefix}")]
+    parts = {name.removeprefix(f"{layer}.{kind.prefix}"): tensors.pop(name) for name in names}
     try:
-        common: dict[str, Any] = {name: int(settings[name]) for name in ("bits", "group_size")}
-        common["shape"] = (int(settings["shape"][0]), int(settings["shape"][1]))
-        common["dtype"] = getattr(torch, _FLOATS[_FLOATS.index(settings["dtype"])])
-        sparse = SparseRows(**{name: parts.pop(f"{sparse_name}_{name}") for name in _CSR})
-        if prefix == "spqr_":
-            own: dict[str, Any] = {name: int(settings[name]) for name in ("scale_bits", "scale_group_size")}
-            matrix: SmallMatrix = SpQRMatrix(**common, **own, **parts, outliers=sparse)
-        else:
-            matrix = LowRankMatrix(**common, symmetric=bool(settings["symmetric"]), **parts, sparse=sparse)
-        sizes = [*matrix.shape, matrix.group_size, *(own.values() if prefix == "spqr_" else ())]
+        numbers: dict[str, Any] = {name: int(settings[name]) for name in ("bits", "group_size", *kind.own_settings)}
+        matrix = kind(
+            shape=(int(settings["shape"][0]), int(settings["shape"][1])),
+            dtype=getattr(torch, _FLOATS[_FLOATS.index(settings["dtype"])]),
+            **numbers,
+            **parts,
+        )
+        sizes = [*matrix.shape, *(size for name, size in numbers.items() if name != "symmetric")]
         is_valid = all(size > 0 for size in sizes) and 2 <= matrix.bits <= 8
         is_valid = is_valid and (not isinstance(matrix, SpQRMatrix) or matrix.levels.dtype == torch.bfloat16)
         expected = matrix.expected_shapes() if is_valid else {}
@@ -698,7 +634,8 @@ def read_matrix(
     wrong = [name for name, shape in expected.items() if tuple(stored[name].shape) != shape]
     if wrong or not is_valid:
         raise damaged(where, f"shapes of tensors do not match its settings: {', '.join(wrong) or settings}")
-    sparse.check(matrix.shape, where)
+    if isinstance(matrix, SpQRMatrix):
+        matrix.outliers.check(matrix.shape, where)
     return matrix
 
 

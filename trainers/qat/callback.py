@@ -13,7 +13,7 @@ from transformers import TrainerCallback
 from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import get_last_checkpoint
 
-from ...ds_configs.quantization.layers import mixture_warnings
+from ...ds_configs.quantization.layers import scheme_warnings
 from ...ds_configs.quantization.recipe import SchemeSettings
 from ...ds_configs.quantization.scheme import QuantizationScheme, changed, scheme_named
 from ...ds_configs.specs.errors import ConfigError, UsageError, collecting
@@ -32,7 +32,6 @@ from .rounding.attachment import (
     attachment_of,
     calibrate_inputs,
     load_ranges,
-    start_from_ranges,
 )
 from .rounding.config import QATConfig
 from .rounding.observers import synchronise
@@ -116,7 +115,7 @@ def step_errors(attachment: Attachment, steps: int) -> list[ConfigError]:
     return errors
 
 
-_COMPARED = ("weight_rule", "lora", "kv_cache")
+_COMPARED = ("weight_rule", "lora")
 """Settings that a resumed run cannot change, because they change the numbers of the checkpoint."""
 
 
@@ -199,7 +198,6 @@ def _scheme(attachment: Attachment) -> dict[str, object]:
 def _settings(attachment: Attachment) -> dict[str, object]:
     return {name: getattr(attachment.config, name) for name in _COMPARED} | {
         "stored_dtype": str(attachment.stored_dtype).removeprefix("torch."),
-        "learned_ranges": attachment.config.ranges == "learned",
         "lora_rank": attachment.lora_rank,
     }
 
@@ -233,7 +231,7 @@ class QATCallback(TrainerCallback, ExportableState):
     Args:
         scheme: Scheme, or its name as for `shardwright quantize`.
         calibration: Batches of model inputs that set the stored activation ranges, or a file from `save_ranges`.
-            Required for schemes such as W8A8_STATIC with calibrated or learned ranges.
+            Required for schemes such as W8A8_STATIC with calibrated ranges.
         options: Fields of `QATConfig`, and changes of the scheme as for `shardwright qat`: `group_size`, `symmetric`,
             `targets`, `ignore`.
 
@@ -247,7 +245,7 @@ class QATCallback(TrainerCallback, ExportableState):
         names = {
             "qat": True,
             "qat_inputs": self.config.scheme.activations is not None,
-            "qat_ranges": self.config.stores_ranges,
+            "qat_ranges": self.config.scheme.activations_are_static,
             "learned_scales": self.config.learns_scales,
         }
         return tuple(name for name, is_set in names.items() if is_set)
@@ -275,9 +273,9 @@ class QATCallback(TrainerCallback, ExportableState):
         _raise(errors)
         self.config = QATConfig(scheme=scheme, **options)
         errors = self.config.errors()
-        if calibration is not None and not self.config.stores_ranges:
+        if calibration is not None and not self.config.scheme.activations_are_static:
             rule = f"sets stored activation ranges, which {self.config.scheme.name} lacks"
-            errors.append(ConfigError(where="calibration", rule=rule, fix="omit it, or use W8A8_STATIC or kv_cache"))
+            errors.append(ConfigError(where="calibration", rule=rule, fix="omit it, or use W8A8_STATIC"))
         _raise(errors)
         self._calibration = calibration
         self.attachment: Attachment | None = None
@@ -296,7 +294,7 @@ class QATCallback(TrainerCallback, ExportableState):
             elif getattr(training_arguments, "fp16", False):
                 dtype = torch.float16
             attachment = attach(model, self.config, stored_dtype=dtype)
-            for warning in mixture_warnings(attachment.scheme, attachment.layers):
+            for warning in scheme_warnings(attachment.scheme, attachment.layers):
                 note_on_first_rank(warning)
         elif attachment.config != self.config and self.resumed is None:
             rule = f"rounds as {attachment.config.scheme.name} already, with settings that differ from this callback's"
@@ -459,8 +457,6 @@ class QATCallback(TrainerCallback, ExportableState):
             raise UsageError(ConfigError(where="calibration", rule=rule, fix=fix))
         else:
             calibrate_inputs(model, attachment, calibration)
-        if attachment.config.ranges == "learned":
-            start_from_ranges(attachment)
 
 
 def _raise(errors: list[ConfigError]) -> None:

@@ -15,11 +15,10 @@ from ...ds_configs.quantization.layers import LinearLayer
 from ...ds_configs.quantization.recipe import (
     QuantizeSettings,
     ResolvedQuantization,
-    SelectedQuantization,
     quantize_settings,
 )
 from ...ds_configs.quantization.scheme import MethodName, QuantizationScheme, needs_calibration
-from ...ds_configs.quantization.sizes import QuantizationMemory, tensor_bytes
+from ...ds_configs.quantization.sizes import QuantizationMemory, QuantizationRun, tensor_bytes
 from ...ds_configs.specs.errors import ConfigError, DoesNotFitError, ShardwrightError, UsageError, collecting
 from ...ds_configs.specs.units import gigabytes
 from ...plugins.huggingface_hub.hub import split_revision
@@ -50,9 +49,7 @@ class Prepared:
     adapter: OpenedAdapter | None
     """Adapter to merge into `source` first; `None` for a complete model."""
     resolved: ResolvedQuantization
-    """Scheme and method, with the reason of an automatic choice."""
-    selected: SelectedQuantization
-    """Layers to quantize in this model, and their scheme."""
+    """Scheme, method and its reason, and the layers to quantize in this model."""
     tokenizer: Any
     samples: Samples | None
     """Calibration and held-out samples; `None` without a dataset."""
@@ -66,12 +63,12 @@ class Prepared:
     @property
     def scheme(self) -> QuantizationScheme:
         """The scheme, with layers of this model that stay dense in `ignore`."""
-        return self.selected.scheme
+        return self.resolved.scheme
 
     @property
     def layers(self) -> tuple[LinearLayer, ...]:
         """Layers to quantize."""
-        return self.selected.layers
+        return self.resolved.layers
 
     @property
     def calibration(self) -> Sequence[dict[str, list[int]]]:
@@ -122,10 +119,10 @@ def prepare(
         errors += missing_engine_errors(resolved.method, resolved.scheme, layers)
     if source is None or resolved is None:
         raise UsageError(errors)
-    selected = resolved.of_layers(
+    resolved = resolved.of_layers(
         source.layers, default_ignore=source.default_ignore if settings.ignore is None else None
     )
-    errors += selected.errors()
+    errors += resolved.errors()
     samples, tokenizer = None, None
     seq_len = min(settings.seq_len, source.longest or settings.seq_len)
     with collecting(errors):
@@ -147,18 +144,20 @@ def prepare(
             logger.info(f"{settings.dataset} has {count} samples of {seq_len} tokens, not {settings.num_samples}")
         if min(count, settings.num_samples) * seq_len < _FEWEST_USEFUL_TOKENS:
             logger.info("the calibration text is very short: ranges and second moments will be noisy")
-    for warning in selected.warnings():
+    for warning in resolved.warnings():
         logger.info(warning)
     prepared = Prepared(
         settings=settings,
         source=source,
         adapter=adapter,
         resolved=resolved,
-        selected=selected,
         tokenizer=tokenizer,
         samples=samples,
         seq_len=seq_len,
-        memory=selected.memory(
+        memory=QuantizationRun(
+            layers=resolved.layers,
+            scheme=resolved.scheme,
+            method=resolved.method,
             dimensions=source.dimensions,
             weight_bytes=tensor_bytes(source.tensors.values()),
             num_samples=settings.num_samples if samples is None else min(settings.num_samples, len(samples.train)),
@@ -166,8 +165,8 @@ def prepare(
             batch_size=settings.batch_size,
             device="cpu" if (device or default_device()) == "cpu" else "cuda",
             dtype=source.dtype,
-        ),
-        checkpoint_bytes=selected.checkpoint_bytes(
+        ).memory(),
+        checkpoint_bytes=resolved.checkpoint_bytes(
             source.tensors, dtype=source.dtype, kept_in_fp32=source.kept_in_fp32
         ),
     )
@@ -183,7 +182,7 @@ def merged(prepared: Prepared) -> Iterator[Prepared]:
         return
     with merged_directory(prepared.adapter) as directory:
         source = replace(open_source(str(directory)), name=prepared.source.name, revision=prepared.source.revision)
-        checkpoint_bytes = prepared.selected.checkpoint_bytes(
+        checkpoint_bytes = prepared.resolved.checkpoint_bytes(
             source.tensors, dtype=source.dtype, kept_in_fp32=source.kept_in_fp32
         )
         yield replace(prepared, source=source, checkpoint_bytes=checkpoint_bytes)
@@ -210,10 +209,10 @@ def suggested_command(directory: Path) -> list[str]:
         return []
     for values in _SUGGESTED:
         resolved = quantize_settings(values).resolved()
-        selected = resolved.of_layers(source.layers, default_ignore=source.default_ignore)
-        unpacked = resolved.method == "bitsandbytes" and any(layer.is_expert for layer in selected.layers)
-        missing = missing_engine_errors(resolved.method, selected.scheme, selected.layers)
-        if not unpacked and not missing and not selected.errors():
+        resolved = resolved.of_layers(source.layers, default_ignore=source.default_ignore)
+        unpacked = resolved.method == "bitsandbytes" and any(layer.is_expert for layer in resolved.layers)
+        missing = missing_engine_errors(resolved.method, resolved.scheme, resolved.layers)
+        if not unpacked and not missing and not resolved.errors():
             flags = [word for name, value in values.items() for word in (f"--{name.replace('_', '-')}", str(value))]
             output_dir = f"{directory}-{'w8' if values['scheme'].startswith('W8') else 'w4'}"
             return ["shardwright", "quantize", str(directory), *flags, "--output-dir", output_dir]

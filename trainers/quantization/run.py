@@ -16,12 +16,11 @@ from ...ds_configs.quantization.recipe import quantize_settings, read_recipe
 from ...ds_configs.quantization.scheme import METHODS
 from ...ds_configs.specs.errors import ShardwrightError
 from ...plugins.huggingface_hub.push import CARD_FILE, check_push, pushed, shown_name, title_of
-from ...plugins.launching.messages import Progress, log_message
 from ...plugins.llm_compressor.engine import load_for_quantization
 from ...plugins.llm_compressor.quiet import without_bars
 from ...plugins.planning.from_names import installed_versions
 from ...plugins.safetensors.writing import appearing_directory
-from ...plugins.transformers.quantized_model import LayerProgress, QuantizedModel, ReportProgress
+from ...plugins.transformers.quantized_model import QuantizedModel
 from ..evaluation.evaluate import DEFAULT_WINDOWS, Evaluation, default_device, evaluate_model
 from ..evaluation.measures import TextRequest, TextWindows
 from ..formats.model_directory import CHAT_TEMPLATE, copy_companions
@@ -131,7 +130,7 @@ def quantized_card(outcome: QuantizationOutcome) -> str:
     )
 
 
-def quantize_in_memory(prepared: Prepared, *, device: str, report: ReportProgress) -> QuantizedModel:
+def quantize_in_memory(prepared: Prepared, *, device: str) -> QuantizedModel:
     """Load the model and quantize it by the selected method.
 
     Raises:
@@ -166,7 +165,6 @@ def quantize_in_memory(prepared: Prepared, *, device: str, report: ReportProgres
             calibration=prepared.calibration,
             batch_size=settings.batch_size,
             options=settings.method_options,
-            report=report,
         )
     if not engine_packages(method, scheme, prepared.layers):
         from ...plugins.compressed_tensors.compressed_model import round_to_nearest
@@ -185,7 +183,7 @@ def quantize_in_memory(prepared: Prepared, *, device: str, report: ReportProgres
         seed=settings.seed,
         stored_names=source.tensors.keys(),
     )
-    return quantize_with_llm_compressor(request, report)
+    return quantize_with_llm_compressor(request)
 
 
 def quantize(
@@ -249,13 +247,10 @@ def run_prepared(
     seconds: dict[str, float] = {}
     engine = METHODS[prepared.resolved.method].engine
 
-    def report(step: LayerProgress) -> None:
-        log_message(Progress(what=step.stage, done=step.index + 1, total=step.count))
-
     with reserved(output_dir, force=force), merged(prepared) as prepared:
         with without_bars(), appearing_directory(output_dir) as staging:
             with _timed(seconds, "quantizing"):
-                quantized = quantize_in_memory(prepared, device=device or default_device(), report=report)
+                quantized = quantize_in_memory(prepared, device=device or default_device())
             with _timed(seconds, "writing"):
                 reference = reference_logits(quantized.model, verification_tokens(prepared))
                 layers = quantized.quantized_layers

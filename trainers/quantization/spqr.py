@@ -10,7 +10,6 @@ from typing import Any
 from ...ds_configs.quantization.scheme import MethodName, QuantizationScheme
 from ...ds_configs.specs.errors import ConfigError, UsageError, collecting
 from ...ds_configs.specs.settings import settings_of
-from ...plugins.transformers.quantized_model import ReportProgress
 from ..formats.spqr import (
     SMALL_DIRECTORY,
     LowRankOptions,
@@ -55,7 +54,6 @@ def quantize_to_small_format(
     calibration: Sequence[Mapping[str, Sequence[int]]],
     batch_size: int,
     options: Mapping[str, Any],
-    report: ReportProgress,
 ) -> SmallFormatModel:
     """Quantize linear layers of a model by SpQR or low-rank correction, in place.
 
@@ -71,7 +69,6 @@ def quantize_to_small_format(
         calibration: Samples with `input_ids`.
         batch_size: Samples per forward pass.
         options: Fields of `SpQROptions` or `LowRankOptions`.
-        report: Receives the progress.
 
     Raises:
         UsageError: unknown options, values out of range, or no samples.
@@ -99,7 +96,6 @@ def quantize_to_small_format(
         calibration=calibration,
         batch_size=batch_size,
         visit=visit,
-        report=report,
     )
     return SmallFormatModel(model=model, matrices={name: matrices[name] for name in layers})
 

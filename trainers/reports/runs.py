@@ -8,7 +8,6 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from ...ds_configs.plan.plan import Plan
-from ...ds_configs.quantization.scheme import METHODS
 from ...ds_configs.specs.units import human_count
 from .charts import Metrics, curves, distribution, points
 from .markdown import markdown, picture
@@ -396,7 +395,6 @@ def quantization_report(data: Data) -> Report:
     """Return the report of `quantization.json`."""
     evaluation, scheme, verification = data["evaluation"], data["scheme"], data["verification"]
     difference = verification["largest_logit_difference"]
-    method = METHODS.get(data["method"])
     name = plain(scheme.get("name"))
     # Files of earlier versions have the second name.
     passed = not verification.get("errors", verification.get("faults"))
@@ -421,7 +419,6 @@ def quantization_report(data: Data) -> Report:
             _quantized_checkpoint(data),
             Section(
                 "Settings",
-                () if method is None else (f"{method.name} {method.summary} ({method.source}).",),
                 tables=(key_value_table(data["settings"].items()),),
             ),
         ),

@@ -9,7 +9,7 @@ import pytest
 import torch
 from shardwright.ds_configs.quantization.layers import LinearLayer, selected_layers
 from shardwright.ds_configs.quantization.scheme import QuantizationScheme, changed, scheme_named
-from shardwright.ds_configs.quantization.sizes import PROCESS_BYTES, QuantizationMemory, estimate_quantization_memory
+from shardwright.ds_configs.quantization.sizes import PROCESS_BYTES, QuantizationMemory, QuantizationRun
 from shardwright.ds_configs.specs.model import Dimensions
 from shardwright.plugins.llm_compressor.engine import EngineRequest, quantize_with_llm_compressor
 from shardwright.plugins.metering import ByteMeter
@@ -65,7 +65,7 @@ def predict(method, scheme, samples, seq_len, batch, hidden, intermediate, count
         "batch_size": batch,
     }
     given |= changes
-    return estimate_quantization_memory(**given | {"layers": selected_layers(given["scheme"], given["layers"])})
+    return QuantizationRun(**given | {"layers": selected_layers(given["scheme"], given["layers"])}).memory()
 
 
 METERED = [
@@ -118,7 +118,7 @@ def test_live_run_stays_within_five_percent(tmp_path):
             method="gptq",
             calibration=calibration,
         )
-        quantize_with_llm_compressor(request, lambda _: None).save(Path(tmp_path) / "out")
+        quantize_with_llm_compressor(request).save(Path(tmp_path) / "out")
     metered = max(meter.reading().peaks.values())
     assert predict(*case).tensor_bytes == pytest.approx(metered, rel=0.05)
 

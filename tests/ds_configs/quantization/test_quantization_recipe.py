@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 from compressed_tensors.quantization import QuantizationScheme as UpstreamScheme
@@ -19,7 +20,6 @@ from shardwright.ds_configs.quantization.scheme import (
     METHOD_NAMES,
     METHODS,
     PRESETS,
-    changed,
     combination_with_method_errors,
     default_method,
     needs_calibration,
@@ -177,7 +177,8 @@ def test_methods_work_with_their_schemes_and_no_others(method):
 
 def test_awq_supports_tensor_scales_without_duo_scaling():
     assert not combination_with_method_errors("awq", PRESETS["FP8"], {"duo_scaling": False})
-    assert combination_with_method_errors("awq", changed(PRESETS["W4A16"], strategy="tensor"))
+    by_tensor = replace(PRESETS["W8A8"].weights, strategy="tensor")
+    assert combination_with_method_errors("awq", replace(PRESETS["W4A16"], weights=by_tensor))
 
 
 def test_fixes_name_schemes_that_work():

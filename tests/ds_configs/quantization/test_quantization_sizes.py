@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from compressed_tensors.compressors import compress_module
@@ -17,12 +19,11 @@ from shardwright.ds_configs.quantization.layers import (
     scheme_errors,
     selected_layers,
 )
-from shardwright.ds_configs.quantization.scheme import PRESETS, QuantizationScheme, changed
+from shardwright.ds_configs.quantization.scheme import PRESETS, QuantizationScheme, WeightQuantization, changed
 from shardwright.ds_configs.quantization.sizes import (
-    DTYPE_BYTES,
-    SAFETENSORS_DTYPES,
     bits_per_weight,
     checkpoint_bytes,
+    dtype_bytes,
     packed_tensors,
     quantized_tensors,
     tensor_bytes,
@@ -68,7 +69,8 @@ def test_every_preset_has_the_tensors_that_upstream_writes(name, rows, columns):
     dtype=st.sampled_from([torch.bfloat16, torch.float16, torch.float32]),
 )
 def test_changed_schemes_have_the_tensors_that_upstream_writes(name, bits, symmetric, group_size, rows, groups, dtype):
-    scheme = changed(PRESETS[name], bits=bits, symmetric=symmetric, group_size=group_size)
+    scheme = changed(PRESETS[name], symmetric=symmetric, group_size=group_size)
+    scheme = replace(scheme, weights=replace(scheme.weights, bits=bits))
     layer = LinearLayer(name="x", out_features=rows, in_features=groups * (scheme.weights.group_size or 24))
     computed = packed_tensors(scheme, layer, str(dtype).removeprefix("torch."))
     assert computed == compressed_linear(scheme, rows, layer.in_features, dtype)
@@ -76,7 +78,8 @@ def test_changed_schemes_have_the_tensors_that_upstream_writes(name, bits, symme
 
 def test_one_scale_per_tensor():
     for symmetric in (True, False):
-        scheme = changed(PRESETS["W4A16"], strategy="tensor", symmetric=symmetric)
+        weights = WeightQuantization(bits=4, strategy="tensor", group_size=None, symmetric=symmetric)
+        scheme = replace(PRESETS["W4A16"], weights=weights)
         layer = LinearLayer(name="x", out_features=24, in_features=64)
         assert packed_tensors(scheme, layer) == compressed_linear(scheme, 24, 64, torch.bfloat16)
 
@@ -165,12 +168,12 @@ def test_bits_per_weight_by_hand(name, expected):
     assert bits_per_weight(PRESETS[name], layers) == pytest.approx(expected, abs=1e-12)
 
 
-def test_types_have_the_sizes_of_torch_and_names_of_safetensors():
+def test_types_have_the_sizes_of_torch():
     from safetensors.torch import _TYPES
 
-    assert {name: getattr(torch, name).itemsize for name in DTYPE_BYTES} == dict(DTYPE_BYTES)
-    for name, header in SAFETENSORS_DTYPES.items():
-        assert _TYPES[header] is getattr(torch, name)
+    assert {dtype: dtype_bytes(str(dtype).removeprefix("torch.")) for dtype in _TYPES.values()} == {
+        dtype: dtype.itemsize for dtype in _TYPES.values()
+    }
 
 
 def test_indivisible_groups_are_rejected_before_sizes():

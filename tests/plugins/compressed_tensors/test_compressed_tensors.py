@@ -25,7 +25,6 @@ from shardwright.plugins.compressed_tensors.codes import (
     to_upstream,
     unpack_tensors,
     weight_codes,
-    weight_levels,
     weight_scale_and_zero_point,
 )
 
@@ -106,21 +105,6 @@ def test_activations_are_coded_by_token(symmetric, shape):
     assert codes.dtype == torch.int8
     if len(shape) == 3:
         assert scale.shape == (2, 5, 1)
-
-
-def test_gradients_pass_through_all_but_the_rounding():
-    """With a rounding that hands gradients on, d code / d weight is 1 / scale inside the range, 0 where it is cut."""
-    weight = torch.tensor([[0.6, -0.2, 9.0, -9.0] + [0.1] * 12], requires_grad=True)
-    asked = quantization(4, True, "group")
-    scale = torch.tensor([[0.5]])
-
-    def straight_through(levels):
-        return levels + (levels.round() - levels).detach()
-
-    levels = weight_levels(weight, scale, None, asked, rounding=straight_through)
-    assert torch.equal(levels.detach().to(torch.int8), weight_codes(weight.detach(), scale, None, asked))
-    levels.sum().backward()
-    assert weight.grad.tolist() == [[2.0, 2.0, 0.0, 0.0] + [2.0] * 12]
 
 
 @settings(max_examples=40, deadline=None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 from compressed_tensors.compressors.pack_quantized.base import PackedQuantizationCompressor
 from safetensors.torch import save_file
 from shardwright.ds_configs.quantization.layers import config_group, quantization_config
-from shardwright.ds_configs.quantization.scheme import QuantizationScheme, changed, scheme_named
+from shardwright.ds_configs.quantization.scheme import QuantizationScheme, WeightQuantization, changed, scheme_named
 from shardwright.plugins import patches
 from shardwright.plugins.compressed_tensors.codes import (
     dequantize,
@@ -28,6 +29,7 @@ SCHEMES = {
     "by channel": changed(scheme_named("W4A16_ASYM"), group_size=-1),
     "3 bits": scheme_named("W3A16_ASYM"),
 }
+BY_TENSOR = WeightQuantization(bits=4, strategy="tensor", group_size=None, symmetric=False)
 
 
 def written(directory: Path, scheme: QuantizationScheme, stated: dict[str, Any]) -> dict[str, torch.Tensor]:
@@ -77,7 +79,7 @@ def test_weights_are_those_of_the_codes(name: str, says_dequantize: bool, tmp_pa
     [
         (scheme_named("W4A16"), {}),
         (scheme_named("W8A8"), {}),
-        (changed(scheme_named("W4A16_ASYM"), strategy="tensor"), {}),
+        (replace(scheme_named("W4A16_ASYM"), weights=BY_TENSOR), {}),
         (scheme_named("W4A16_ASYM"), {"kv_cache_scheme": {"num_bits": 8}}),
         (
             scheme_named("W4A16_ASYM"),

@@ -85,9 +85,9 @@ def files(quantized, directory: Path) -> dict[str, bytes]:
 
 @pytest.mark.needs("llmcompressor")
 @pytest.mark.parametrize(("method", "scheme"), _RUNS, ids=[f"{method}-{scheme.name}" for method, scheme in _RUNS])
-def test_memory_computes_what_the_checkpoint_computes(source, tmp_path, method, scheme):
-    seen = []
-    quantized = quantize_with_llm_compressor(request(source, method, scheme), seen.append)
+def test_memory_computes_what_the_checkpoint_computes(source, tmp_path, caplog, method, scheme):
+    with caplog.at_level(logging.INFO):
+        quantized = quantize_with_llm_compressor(request(source, method, scheme))
     assert len(quantized.quantized_layers) == 7 * LAYERS
     assert "lm_head" not in quantized.quantized_layers
     ids_BS = torch.randint(VOCAB_SIZE, (2, 20), generator=torch.Generator().manual_seed(2))
@@ -99,23 +99,22 @@ def test_memory_computes_what_the_checkpoint_computes(source, tmp_path, method, 
     assert not any(info[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     with torch.no_grad():
         assert torch.equal(reloaded.eval()(ids_BS).logits, expected)
-    indices = [step.index for step in seen]
-    assert indices == sorted(indices)
-    assert {step.count for step in seen} == {seen[-1].index + 1}, "the number of steps is known from the start"
-    assert seen[-1].stage == "done"
+    seen = [record.progress for record in caplog.records if hasattr(record, "progress")]
+    assert [step.done for step in seen] == sorted(step.done for step in seen)
+    assert {step.total for step in seen} == {seen[-1].done}, "the number of steps is known from the start"
 
 
 @pytest.mark.needs("llmcompressor")
 def test_gptq_writes_no_order_of_columns(source, tmp_path):
     run = request(source, "gptq", method_options={"actorder": "weight"})
-    quantize_with_llm_compressor(run, lambda step: None).save(tmp_path)
+    quantize_with_llm_compressor(run).save(tmp_path)
     with safe_open(tmp_path / "model.safetensors", framework="pt") as tensors:
         assert not [name for name in tensors.keys() if "g_idx" in name]  # noqa: SIM118
 
 
 @pytest.mark.needs("llmcompressor")
 def test_same_seed_gives_the_same_bytes(source, tmp_path):
-    runs = [quantize_with_llm_compressor(request(source, "gptq"), lambda step: None) for _ in range(2)]
+    runs = [quantize_with_llm_compressor(request(source, "gptq")) for _ in range(2)]
     first, second = (files(run, tmp_path / str(index)) for index, run in enumerate(runs))
     assert first == second
 
@@ -124,7 +123,7 @@ def test_same_seed_gives_the_same_bytes(source, tmp_path):
 def test_every_error_of_the_options_is_reported(source):
     options = {"dampening_fraction": 0.1, "block_size": "many", "num_calibration_steps": 3}
     with pytest.raises(UsageError) as error:
-        quantize_with_llm_compressor(request(source, "gptq", method_options=options), lambda step: None)
+        quantize_with_llm_compressor(request(source, "gptq", method_options=options))
     text = str(error.value)
     assert "did you mean dampening_frac?" in text
     assert "num_calibration_steps" in text
@@ -135,7 +134,7 @@ def test_every_error_of_the_options_is_reported(source):
 @pytest.mark.parametrize("method", ["gptq", "awq", "smoothquant"])
 def test_methods_that_need_samples_report_it(source, method):
     with pytest.raises(UsageError, match="needs text for calibration"):
-        quantize_with_llm_compressor(request(source, method, calibration=()), lambda step: None)
+        quantize_with_llm_compressor(request(source, method, calibration=()))
 
 
 ROUNDED = [name for name, scheme in PRESETS.items() if scheme.storage == "compressed-tensors"]
@@ -150,7 +149,7 @@ def test_rounding_without_llm_compressor_writes_the_same_files(source, tmp_path,
     if scheme.weights.strategy == "block":
         weights = replace(scheme.weights, block_shape=(48, 48))
         scheme = replace(scheme, weights=weights, activations=replace(scheme.activations, group_size=32))
-    upstream = quantize_with_llm_compressor(request(source, "rtn", scheme, calibration=()), lambda step: None)
+    upstream = quantize_with_llm_compressor(request(source, "rtn", scheme, calibration=()))
     own = round_to_nearest(loaded(source), scheme)
     assert own.quantized_layers == upstream.quantized_layers and len(own.quantized_layers) == 7 * LAYERS
     written = [files(quantized, tmp_path / directory) for quantized, directory in ((own, "a"), (upstream, "b"))]
@@ -166,7 +165,7 @@ def test_rounding_without_llm_compressor_writes_the_same_files(source, tmp_path,
 def test_autoround_loses_less_than_rounding(source, name):
     scheme, ids_BS = changed(scheme_named(name), group_size=32), torch.tensor([samples()[0]["input_ids"]])
     run = request(source, "autoround", scheme, method_options={"iters": 20})
-    quantized = quantize_with_llm_compressor(run, lambda step: None), round_to_nearest(loaded(source), scheme)
+    quantized = quantize_with_llm_compressor(run), round_to_nearest(loaded(source), scheme)
     with torch.no_grad():
         expected = loaded(source)(ids_BS).logits.double()
         learned, rounded = ((each.model(ids_BS).logits - expected).square().mean() for each in quantized)
@@ -179,10 +178,7 @@ def test_tied_weights_are_written_once(tmp_path, method):
     torch.manual_seed(0)
     llama(tie_word_embeddings=True, vocab_size=VOCAB_SIZE).to(torch.bfloat16).save_pretrained(tmp_path / "tied")
     run = request(tmp_path / "tied", method, W4)
-    if method == "rtn":
-        quantized = round_to_nearest(run.model, W4)
-    else:
-        quantized = quantize_with_llm_compressor(run, lambda step: None)
+    quantized = round_to_nearest(run.model, W4) if method == "rtn" else quantize_with_llm_compressor(run)
     quantized.save(tmp_path / "out")
     with safe_open(tmp_path / "out" / "model.safetensors", framework="pt") as tensors:
         assert "lm_head.weight" not in tensors.keys()  # noqa: SIM118
@@ -201,7 +197,7 @@ def test_a_run_prints_nothing_and_leaves_nothing(source, tmp_path, capfd, caplog
     handlers, deterministic = dict(logger._core.handlers), torch.are_deterministic_algorithms_enabled()
     capfd.readouterr()
     with caplog.at_level(logging.WARNING), without_bars():
-        quantized = quantize_with_llm_compressor(run, lambda step: None)
+        quantized = quantize_with_llm_compressor(run)
         assert not any(module._forward_hooks or module._forward_pre_hooks for module in run.model.modules())
         quantized.save(tmp_path / "out")
     assert capfd.readouterr() == ("", "")
@@ -215,19 +211,20 @@ def test_a_run_prints_nothing_and_leaves_nothing(source, tmp_path, capfd, caplog
 
 
 @pytest.mark.needs("llmcompressor")
-def test_failed_run_leaves_no_session_and_no_hooks(source):
+def test_failed_run_leaves_no_session_and_no_hooks(source, monkeypatch):
     from llmcompressor.core import active_session
 
     class Interrupted(Exception):
         pass
 
-    def interrupt(step):
-        if (step.index, step.stage) == (1, "quantizing"):
+    def interrupt(stage, done, total):
+        if (stage, done) == ("quantizing", 2):
             raise Interrupted
 
     run = request(source, "gptq")
+    monkeypatch.setattr("shardwright.plugins.llm_compressor.engine.log_progress", interrupt)
     with pytest.raises(Interrupted):
-        quantize_with_llm_compressor(run, interrupt)
+        quantize_with_llm_compressor(run)
     assert not active_session().lifecycle.recipe.modifiers
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in run.model.modules())
 
@@ -239,14 +236,14 @@ def test_random_numbers_of_the_caller_go_on(source):
     torch.manual_seed(5)
     run = request(source, "rtn", seed=11)
     torch.manual_seed(5)
-    quantize_with_llm_compressor(run, lambda step: None)
+    quantize_with_llm_compressor(run)
     assert torch.equal(torch.rand(1), expected)
 
 
 @pytest.mark.needs("llmcompressor")
 def test_layers_that_are_ignored_stay_as_they_are(source, tmp_path):
     scheme = replace(W4, ignore=("lm_head", "re:.*down_proj"))
-    quantized = quantize_with_llm_compressor(request(source, "gptq", scheme), lambda step: None)
+    quantized = quantize_with_llm_compressor(request(source, "gptq", scheme))
     assert len(quantized.quantized_layers) == 6 * LAYERS
     quantized.save(tmp_path)
     name = "model.layers.1.mlp.down_proj.weight"

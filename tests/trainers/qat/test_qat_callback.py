@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from transformers.trainer_callback import ExportableState
 pytestmark = pytest.mark.slow
 
 SCHEME = changed(scheme_named("W4A16"), group_size=16)
+THREE_BITS = replace(SCHEME, weights=replace(SCHEME.weights, bits=3))
 
 
 def tiny(**changes: Any) -> Any:
@@ -79,7 +81,10 @@ class TestSchedule:
             ({"weight_rule": "ternary"}, "use scheme W2A16"),
             ({"freeze_step": 2}, "requires ranges that are observed"),
             ({"ranges": "percentile"}, "requires stored activation ranges"),
-            ({"weight_rule": "lsq", "kv_cache": "FP8"}, r"(?s)weight_rule = 'lsq': is unknown.*kv_cache = 'FP8'"),
+            ({"weight_rule": "lsq", "ranges": "kl"}, r"(?s)weight_rule = 'lsq': is unknown.*ranges = 'kl'"),
+            ({"ranges": "l2"}, "quantize --ranges l2"),
+            ({"ranges": "learned"}, "use moving_average"),
+            ({"kv_cache": "fp8"}, "--kv-cache-dtype fp8"),
             ({"stored_dtype": "bf16"}, "did you mean bfloat16?"),
             ({"lora": "merge"}, "did you mean merged?"),
             ({"group_size": 0}, "group_size = 0: must be"),
@@ -188,11 +193,11 @@ class TestResume:
         assert callback.attachment.state.trained_steps == 4
 
     def test_resuming_with_other_number_formats_is_rejected(self, checkpoint: Path, tmp_path: Path) -> None:
-        other = QATCallback(changed(SCHEME, bits=3))
+        other = QATCallback(THREE_BITS)
         with pytest.raises(UsageError, match=r"scheme.weights.bits = 3: differs from the checkpoint \(4\)"):
             trainer(tiny(), tmp_path, other).train(resume_from_checkpoint=str(checkpoint))
         with pytest.raises(UsageError, match="resume with the checkpoint's value"):
-            trainer(tiny(), tmp_path, QATCallback(changed(SCHEME, bits=3)), resume_from_checkpoint=str(checkpoint))
+            trainer(tiny(), tmp_path, QATCallback(THREE_BITS), resume_from_checkpoint=str(checkpoint))
 
     def test_scales_and_adapters_are_compared_before_loading(self, checkpoint: Path) -> None:
         learned = attach(tiny(), QATConfig(scheme=SCHEME, weight_rule="learned"))
@@ -245,7 +250,7 @@ class TestTrainingArguments:
             Trainer(tiny(), arguments(tmp_path, **changes), **made).train()
 
     def test_resume_true_checks_the_last_checkpoint(self, checkpoint: Path) -> None:
-        other = QATCallback(changed(SCHEME, bits=3))
+        other = QATCallback(THREE_BITS)
         with pytest.raises(UsageError, match="differs from the checkpoint"):
             trainer(tiny(), checkpoint.parent, other, resume_from_checkpoint=True)
 

@@ -25,14 +25,12 @@ def error(weight_OI, hessian_II, **changes) -> float:
 
 
 @pytest.mark.parametrize("with_hessian", [False, True])
-def test_the_error_falls_with_the_rank_and_with_the_sparse_part(with_hessian):
+def test_the_error_falls_with_the_rank(with_hessian):
     weight_OI, hessian_II = correlated(96, 128)
     hessian = hessian_II if with_hessian else None
     by_rank = [error(weight_OI, hessian, rank=rank) for rank in (0, 4, 16, 64)]
     assert by_rank == sorted(by_rank, reverse=True)
     assert by_rank[3] < 0.5 * by_rank[0]
-    by_share = [error(weight_OI, hessian, rank=4, sparse_fraction=share) for share in (0.0, 0.01, 0.05)]
-    assert by_share == sorted(by_share, reverse=True)
 
 
 def test_rank_zero_without_hessian_is_plain_rounding():
@@ -42,7 +40,7 @@ def test_rank_zero_without_hessian_is_plain_rounding():
     scale = (2 * groups.abs().amax(dim=2, keepdim=True) / 7).bfloat16().float()
     expected = (scale * ((groups / scale).round().clamp(-4, 3))).view(8, 64).bfloat16()
     assert torch.equal(matrix.dequantize(), expected)
-    assert matrix.left.numel() == matrix.right.numel() == matrix.sparse.count == 0
+    assert matrix.left.numel() == matrix.right.numel() == 0
 
 
 def test_an_exact_low_rank_product_is_recovered():
@@ -71,13 +69,12 @@ def test_one_correction_is_the_best_of_its_rank():
     group_size=st.sampled_from([-1, 16, 100]),
     symmetric=st.booleans(),
     rank=st.integers(0, 9),
-    share=st.sampled_from([0.0, 0.02]),
 )
-def test_never_worse_than_codes_alone(rows, columns, group_size, symmetric, rank, share):
+def test_never_worse_than_codes_alone(rows, columns, group_size, symmetric, rank):
     weight_OI, hessian_II = correlated(rows, columns)
     settings = {"bits": 3, "group_size": group_size, "symmetric": symmetric}
     alone = low_rank_residual(weight_OI, hessian_II, LowRankOptions(**settings, rank=0))
-    options = LowRankOptions(**settings, rank=rank, sparse_fraction=share)
+    options = LowRankOptions(**settings, rank=rank)
     matrix = low_rank_residual(weight_OI, hessian_II, options)
     errors = [weighted_error(found.dequantize().float() - weight_OI.float(), hessian_II) for found in (matrix, alone)]
     assert errors[0] <= errors[1]
@@ -99,7 +96,7 @@ def test_unusable_input_is_rejected():
     with pytest.raises(RefusedInputError, match="NaN"):
         low_rank_residual(torch.full((4, 8), float("nan")), None, PLAIN)
     with pytest.raises(UsageError) as caught:
-        settings_of(LowRankOptions, {"bits": 9, "rank": -1, "sparse_fraction": 1.0})
+        settings_of(LowRankOptions, {"bits": 9, "rank": -1, "iterations": 0})
     assert len(caught.value.errors) == 3
 
 
@@ -115,11 +112,10 @@ def test_dense_and_small_checkpoints_are_equal(tmp_path):
         layers=LAYERS,
         calibration=samples(),
         batch_size=2,
-        options={"rank": 4, "sparse_fraction": 0.01, "iterations": 1},
-        report=lambda progress: None,
+        options={"rank": 4, "iterations": 1},
     )
     quantized.save(tmp_path)
     for model in (AutoModelForCausalLM.from_pretrained(tmp_path, dtype="auto"), load_spqr(tmp_path)):
         assert torch.equal(logits(model), logits(quantized.model))
     first = quantized.matrices["model.layers.0.mlp.up_proj"]
-    assert (first.rank, first.symmetric, first.bits) == (4, False, 3)
+    assert (first.left.shape[1], first.symmetric, first.bits) == (4, False, 3)

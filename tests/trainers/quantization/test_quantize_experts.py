@@ -131,7 +131,7 @@ def test_upstream_still_needs_the_names_restored(mixtures, tmp_path):
     source = open_source(str(mixtures["mixtral"]))
     model = load_for_quantization(source)
     request = EngineRequest(model=model, tokenizer=None, scheme=scheme_named("W4A16"), method="rtn")
-    quantize_with_llm_compressor(request, lambda step: None).save(tmp_path)
+    quantize_with_llm_compressor(request).save(tmp_path)
     written = names_in(tmp_path)
     assert "model.layers.0.block_sparse_moe.experts.0.gate_proj.weight_packed" in written
     assert restore_expert_names(tmp_path, source.tensors) == 2 * 4 * 3 * 3

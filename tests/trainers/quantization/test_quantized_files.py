@@ -38,7 +38,7 @@ def written(source, directory, weight_OI, scheme, calibration=(), before=lambda 
     before(model)
     if scheme.activations_are_static:
         request = EngineRequest(model=model, tokenizer=None, scheme=scheme, method="rtn", calibration=calibration)
-        quantize_with_llm_compressor(request, lambda step: None).save(directory)
+        quantize_with_llm_compressor(request).save(directory)
     else:
         round_to_nearest(model, scheme).save(directory)
     tensors = {

@@ -13,7 +13,7 @@ from ....ds_configs.specs.errors import ConfigError, UsageError
 from ....ds_configs.specs.settings import JoinedNames, adapter_errors
 from ...losses.objective import Divergence
 from ...runs.settings import LaunchedJob, LaunchedSettings, ObjectiveSettings, launched_errors
-from ..rounding.config import InputRanges, KvCacheNumbers, LoraMode, QATConfig
+from ..rounding.config import InputRanges, LoraMode, QATConfig
 from ..rounding.rounding import WeightRule
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ class QATSettings(SchemeSettings, ObjectiveSettings, LaunchedSettings):
     )
     ranges: InputRanges = Field(
         "calibrated",
-        description="Source of stored activation ranges: calibration, observers during training, or learning",
+        description="Source of stored activation ranges: calibration before training, or observers during it",
     )
     calibration_samples: int = Field(128, ge=1, description="Training samples for the calibration of ranges")
     start_step: int = Field(0, ge=0, description="Optimizer steps in full precision before rounding starts")
@@ -55,9 +55,6 @@ class QATSettings(SchemeSettings, ObjectiveSettings, LaunchedSettings):
     lora: LoraMode = Field(
         "merged",
         description="With --method lora: round and merge weight plus adapter, or round only the frozen weight",
-    )
-    kv_cache: KvCacheNumbers | None = Field(
-        None, description="Also round cached keys and values, and store their ranges"
     )
     loss: Literal[Divergence, LabelLoss] = Field(  # type: ignore[assignment]
         "forward_kl", description="Distance to the teacher; without one eager, or chunked for long sequences"
@@ -128,7 +125,6 @@ def qat_config(settings: QATSettings, *, stored_dtype: str | None = None) -> QAT
         freeze_step=settings.freeze_step,
         bit_schedule=tuple(schedule),
         lora=settings.lora,
-        kv_cache=settings.kv_cache,
         stored_dtype=stored_dtype,
     )
     errors += config.errors()
@@ -182,12 +178,11 @@ def qat_settings_errors(settings: QATSettings) -> list[ConfigError]:
 
 def calibration_errors(settings: QATSettings, config: QATConfig) -> list[ConfigError]:
     """Return an error if `calibration_samples` is set and nothing is calibrated."""
-    if "calibration_samples" not in settings.model_fields_set or (config.stores_ranges and not config.observes):
+    static = config.scheme.activations_are_static
+    if "calibration_samples" not in settings.model_fields_set or (static and not config.observes):
         return []
-    rule = (
-        f"{config.scheme.name} stores no ranges" if not config.stores_ranges else "ranges are observed during training"
-    )
-    fix = "use a scheme with stored ranges such as W8A8_STATIC, and ranges calibrated or learned, or omit it"
+    rule = "ranges are observed during training" if static else f"{config.scheme.name} stores no ranges"
+    fix = "use a scheme with stored ranges such as W8A8_STATIC, and ranges calibrated, or omit it"
     value = settings.calibration_samples
     return [ConfigError(where="calibration_samples", value=value, rule=f"has no effect: {rule}", fix=fix)]
 

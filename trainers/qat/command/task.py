@@ -11,7 +11,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any, get_args
 
-from ....ds_configs.quantization.layers import LinearLayer, mixture_warnings, scheme_warnings
+from ....ds_configs.quantization.layers import LinearLayer, scheme_warnings
 from ....ds_configs.specs.errors import UsageError, collecting
 from ....ds_configs.specs.settings import settings_of
 from ....plugins.peft import add_lora
@@ -201,8 +201,7 @@ def prepare_qat(settings: QATSettings, model: str, request: RunRequest) -> Prepa
     if errors:
         raise UsageError(errors)
     assert hardware and source and config and attachment and tokenizer is not None and samples, "failures raise errors"
-    quantized = attachment.scheme, attachment.layers
-    for warning in (*scheme_warnings(*quantized), *mixture_warnings(*quantized)):
+    for warning in scheme_warnings(attachment.scheme, attachment.layers):
         logger.info(warning)
     own = load_model_spec(model, revision=settings.revision)
     placement: dict[str, Any] = {"loss": "chunked"} if settings.loss == "chunked" else {}

@@ -20,16 +20,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ....ds_configs.plan.output import output_errors, write_files
-from ....ds_configs.quantization.layers import (
-    DEQUANTIZE,
-    LinearLayer,
-    mixture_quantization_config,
-    mixture_warnings,
-    needs_dequantize,
-)
+from ....ds_configs.quantization.layers import LinearLayer, quantization_config
 from ....ds_configs.specs.errors import ConfigError, ShardwrightError, UsageError
 from ....plugins import patches
-from ....plugins.compressed_tensors.codes import StoredLayer, change_keys_and_values, dequantize, unpack_tensors
+from ....plugins.compressed_tensors.codes import StoredLayer, dequantize, unpack_tensors
 from ....plugins.compressed_tensors.layout import layout_differences
 from ....plugins.deepspeed.engine import stages_of
 from ....plugins.deepspeed.parameters import first_rank, gathered_parameters, is_first_rank, training_device
@@ -42,7 +36,7 @@ from ....plugins.transformers.checkpoint_tensors import empty_model, model_class
 from ...formats.model_directory import COMPANIONS, copy_companions
 from ...verify.checkpoint import UNPROVEN, Verification, arbitrary_rows, discard_failed, fail_output, reference_logits
 from ..rounding.attach import attach
-from ..rounding.attachment import PARTS, Attachment, kv_cache_scheme
+from ..rounding.attachment import Attachment
 from ..rounding.experts import fake_quantize_experts
 from ..rounding.layers import LEARNED, FakeQuantizedLinear, LayerQuantizer, QuantizationState, forward_weight
 from ..rounding.rounding import round_weight
@@ -160,7 +154,7 @@ def export(
             collected.raise_errors()
             attempt = _Export(model=model, root=root, attachment=attachment, collected=collected, device=device)
             started, layers = time.perf_counter(), quantized_layers(attachment, root)
-            contents = checkpoint_contents(collected, attachment, root)
+            contents = checkpoint_contents(collected, root)
             with appearing_directory(output) as staging:
                 write_companions(root, staging, tokenizer=tokenizer, source=source)
                 attempt.write_config(staging, layers)
@@ -172,7 +166,7 @@ def export(
                     "stored_bytes": sum(tensor.nbytes for tensor in contents.values()),
                     "largest_weight_difference": None,
                     "verification": None,
-                    "notes": [*mixture_warnings(attachment.scheme, layers), *attempt.notes(verify=verify)],
+                    "notes": attempt.notes(verify=verify),
                 }
                 contents.clear()
                 if verify:
@@ -208,11 +202,8 @@ def readiness_errors(attachment: Attachment) -> list[ConfigError]:
         rule = f"has not reached the {bits} bits of {scheme.name}"
         fix = "train to the end of the schedule"
         errors.append(ConfigError(where="bit_schedule", value=f"{state.bits} bits", rule=rule, fix=fix))
-    # Learned ranges are parameters by now.
-    learned = attachment.config.ranges == "learned"
-    own = {quantizer.name for quantizer in attachment.quantizers() if quantizer.input_range is not None and not learned}
-    required = [name for name in attachment.ranges if name in own or name.rpartition(".")[2] in PARTS]
-    empty = [name for name in required if attachment.ranges[name].scale is None]
+    required = [quantizer.input_range for quantizer in attachment.quantizers() if quantizer.input_range is not None]
+    empty = [input_range.name for input_range in required if input_range.scale is None]
     if empty:
         rule = f"{len(empty)} of {len(required)} have no value, such as {empty[0]}"
         fix = "pass QATCallback(calibration=batches), or use observed ranges"
@@ -301,13 +292,7 @@ class _Export:
         path = directory / "config.json"
         content = json.loads(path.read_text(encoding="utf-8"))
         ignore = dense_layers(self.attachment, self.root)
-        section = mixture_quantization_config(self.attachment.scheme, layers, ignore=ignore)
-        content["quantization_config"] = section
-        cache_scheme = kv_cache_scheme(self.attachment.config)
-        if cache_scheme is not None:
-            section["kv_cache_scheme"] = cache_scheme
-            if not needs_dequantize(section):
-                section.pop(DEQUANTIZE, None)
+        content["quantization_config"] = quantization_config(self.attachment.scheme, layers, ignore=ignore)
         _write_json(path, content)
 
     def write_adapter(self, directory: Path, *, base: Path) -> None:
@@ -415,12 +400,6 @@ class _Export:
         # Missing tensors are reported by the fresh process.
         model.load_state_dict(dict(collected.dense), strict=False, assign=True)
         model.tie_weights()
-        for name, module in root.named_modules():
-            quantizer = getattr(module, "cache_quantizer", None)
-            if quantizer is not None:
-                target = model.get_submodule(plain_name(name))
-                target.cache_quantizer = replace(quantizer, module=target, state=state)
-                change_keys_and_values(target, target.cache_quantizer.change)
         return model.eval().requires_grad_(False)
 
     def _largest_weight_difference(self, directory: Path) -> float:
@@ -474,7 +453,6 @@ def _report(attachment: Attachment, result: Mapping[str, Any], seconds: float) -
         "weight_rule": config.weight_rule,
         "ranges": config.ranges if attachment.scheme.activations_are_static else None,
         "lora": config.lora,
-        "kv_cache": config.kv_cache,
         "stored_dtype": str(attachment.stored_dtype).removeprefix("torch."),
         "trained_steps": attachment.state.trained_steps,
         **result,

@@ -11,7 +11,7 @@ from ....ds_configs.quantization.layers import LinearLayer
 from ....ds_configs.specs.errors import ConfigError, RefusedInputError, UsageError
 from ....plugins.compressed_tensors.codes import pack_tensors
 from ....plugins.transformers.checkpoint_tensors import checkpoint_module_names, checkpoint_tensors, stays_in_fp32
-from ..rounding.attachment import Attachment, checkpoint_name, kv_cache_tensors, some_names
+from ..rounding.attachment import Attachment, checkpoint_name, some_names
 from ..rounding.layers import LEARNED, forward_weight, is_lora_linear, lora_matrices
 
 if TYPE_CHECKING:
@@ -196,15 +196,10 @@ def collect(
     return collector.collected, failure or collector.incomplete()
 
 
-def checkpoint_contents(collected: Collected, attachment: Attachment, root: PreTrainedModel) -> dict[str, Tensor]:
+def checkpoint_contents(collected: Collected, root: PreTrainedModel) -> dict[str, Tensor]:
     """Return all tensors of the checkpoint by their names in it, ordered by layer."""
     tensors = {name: _own_storage(tensor) for name, tensor in checkpoint_tensors(root, collected.dense).items()}
     tensors |= collected.packed
-    cache = kv_cache_tensors(attachment)
-    modules = checkpoint_module_names(root, {name.rpartition(".")[0] for name in cache})
-    for name, scale in cache.items():
-        module, _, part = name.rpartition(".")
-        tensors[f"{modules[module]}.{part}"] = scale
 
     def natural(name: str) -> list[tuple[int, str]]:
         return [(int(part), "") if part.isdigit() else (-1, part) for part in name.split(".")]

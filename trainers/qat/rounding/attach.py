@@ -1,4 +1,4 @@
-"""Adds fake quantization to a model: changes the class of its linear layers, experts and attention modules."""
+"""Adds fake quantization to a model: changes the class of its linear layers and experts."""
 
 from __future__ import annotations
 
@@ -6,11 +6,9 @@ import importlib.util
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache
 from typing import TYPE_CHECKING, Any
-
-from packaging.version import Version
 
 from ....ds_configs.legality.model_classes import model_class_errors
 from ....ds_configs.quantization.layers import (
@@ -20,24 +18,20 @@ from ....ds_configs.quantization.layers import (
     scheme_errors,
     selected_layers,
     unloadable_expert_errors,
+    with_default_ignore,
 )
 from ....ds_configs.quantization.scheme import QuantizationScheme
 from ....ds_configs.specs.errors import ConfigError, UsageError
 from ....plugins import patches
 from ....plugins.compressed_tensors.codes import (
-    LARGEST_FLOAT8,
     StoredLayer,
-    asks_for_attention,
-    cached_attention_modules,
-    change_keys_and_values,
     code_range,
-    float8_values,
     weight_scale_and_zero_point,
 )
 from ....plugins.deepspeed.engine import stages_of, whole_shape
-from ....plugins.releases import installed_version, tested_releases
-from ....plugins.transformers.quantized_model import router_modules, router_patterns
-from .attachment import ATTRIBUTE, PARTS, Attachment, cache_quantization, checkpoint_name, some_names
+from ....plugins.releases import tested_releases
+from ....plugins.transformers.quantized_model import linear_layer, router_names
+from .attachment import ATTRIBUTE, Attachment, checkpoint_name
 from .config import QATConfig
 from .experts import (
     FakeQuantizedExperts,
@@ -47,8 +41,6 @@ from .experts import (
     is_fused_experts,
 )
 from .layers import (
-    INPUT_SCALE,
-    INPUT_ZERO_POINT,
     LEARNED,
     WEIGHT_SCALE,
     WEIGHT_ZERO_POINT,
@@ -64,7 +56,7 @@ from .layers import (
     lora_errors,
 )
 from .observers import InputRange
-from .rounding import round_inputs, sharing
+from .rounding import sharing
 
 if TYPE_CHECKING:
     import torch
@@ -72,12 +64,6 @@ if TYPE_CHECKING:
 
 _PEFT_PARTS = (".lora_", ".original_module")
 """Linear layers of adapters, and originals that a trained copy replaces."""
-_HALF_OF_LAST_STEP = 16.0
-"""E4M3 has steps of 32 below its largest number, 448."""
-_NEEDS_DEQUANTIZE = Version("5.23.0")
-"""First release of Transformers that loads zero points only with `dequantize`, which does not round the cache."""
-_RENAMES_CACHE = Version("5.24.0")
-"""First release of Transformers whose attention compressed-tensors 0.20.0 does not recognize (`past_key_values`)."""
 
 
 def attach(model: Any, config: QATConfig, *, stored_dtype: torch.dtype | None = None) -> Attachment:
@@ -105,14 +91,14 @@ def attach(model: Any, config: QATConfig, *, stored_dtype: torch.dtype | None = 
     scheme = config.rounded_scheme
     if scheme.ignore == DEFAULT_IGNORE:
         # Without an explicit list of the user, the output head and routers stay dense under any name.
-        heads = [layer.name for layer in layers if layer.is_head and layer.name not in DEFAULT_IGNORE]
-        scheme = replace(scheme, ignore=(*DEFAULT_IGNORE, *heads, *map(checkpoint_name, router_patterns(model))))
+        heads = [layer.name for layer in layers if layer.is_head]
+        scheme = with_default_ignore(scheme, (*heads, *map(checkpoint_name, router_names(model, linear=True))))
     selected = selected_layers(scheme, layers)
     if errors := _model_errors(config, scheme, selected, candidates, model):
         raise UsageError(errors)
     if config.stored_dtype is not None:
         stored_dtype = getattr(torch, config.stored_dtype)
-    routers = tuple(map(checkpoint_name, router_modules(model)))
+    routers = tuple(map(checkpoint_name, router_names(model, linear=False)))
     adapter = getattr(model, "active_adapter", None)
     adapter_config = getattr(model, "peft_config", {}).get(adapter) if isinstance(adapter, str) else None
     attachment = Attachment(
@@ -136,7 +122,6 @@ def attach(model: Any, config: QATConfig, *, stored_dtype: torch.dtype | None = 
         elif isinstance(module, torch.nn.Linear) and name.removesuffix(".base_layer") not in attachment.modules:
             dense.append(checkpoint_name(name))
     attachment.dense, attachment.dense_experts = tuple(dense), tuple(dense_experts)
-    attach_kv_cache(model, attachment)
     if config.learns_scales:
         _add_learned_scales(attachment)
     model.register_load_state_dict_pre_hook(_check_learned_scales)
@@ -156,19 +141,6 @@ def _roundable(model: Any, config: QATConfig) -> Iterator[tuple[str, tuple[Linea
     """Yield modules that can round, each with its matrices; a LoRA layer represents the layer inside it."""
     import torch
 
-    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
-    tied = bool(getattr(model.config.get_text_config(), "tie_word_embeddings", False))
-
-    def layer(name: str, linear: torch.nn.Linear) -> LinearLayer:
-        return LinearLayer(
-            name=checkpoint_name(name),
-            out_features=linear.out_features,
-            in_features=linear.in_features,
-            is_tied=linear is head and tied,
-            is_head=linear is head,
-            has_bias=linear.bias is not None,
-        )
-
     lora_prefixes: tuple[str, ...] = ()
     for name, module in model.named_modules():
         if lora_prefixes and name.startswith(lora_prefixes):
@@ -177,12 +149,12 @@ def _roundable(model: Any, config: QATConfig) -> Iterator[tuple[str, tuple[Linea
             yield name, expert_linear_layers(model, name)
         elif is_lora_linear(module) and config.lora == "merged":
             lora_prefixes = (*lora_prefixes, f"{name}.")
-            yield name, (layer(name, module.get_base_layer()),)
+            yield name, (linear_layer(model, checkpoint_name(name), module.get_base_layer()),)
         elif config.lora == "on_quantized_base" and ".modules_to_save." in name:
             # Saved with the adapter, not in the packed base.
             continue
         elif type(module) is torch.nn.Linear and not any(part in name for part in _PEFT_PARTS):
-            yield name, (layer(name, module),)
+            yield name, (linear_layer(model, checkpoint_name(name), module),)
 
 
 def _model_errors(
@@ -213,14 +185,13 @@ def _model_errors(
         return [ConfigError(where="model", value=type(model).__name__, rule=rule)]
     errors = scheme_errors(scheme, layers, selected)
     errors += unloadable_expert_errors(expert_scheme(scheme), selected, layers)
-    errors += kv_cache_errors(model, config)
     if config.learns_scales and any(layer.is_expert for layer in selected):
         rule = "scales of fused experts cannot be learned"
         errors.append(ConfigError(where="weight_rule", value="learned", rule=rule, fix="use minmax"))
     if hasattr(model, "peft_config"):
         if config.learns_scales:
             rule = "PEFT checkpoints do not contain learned scales, so a resumed run would lose them"
-            fix = "use minmax and calibrated ranges"
+            fix = "use minmax"
             errors.append(ConfigError(where="weight_rule", value="learned", rule=rule, fix=fix))
         text_config = model.config.get_text_config()
         for name, module in modules.items() if getattr(text_config, "tie_word_embeddings", False) else ():
@@ -264,8 +235,12 @@ def _change_classes(model: Any, attachment: Attachment, candidates: Mapping[str,
         (quantizer,) = quantizers.values()
         if scheme.activations_are_static:
             assert scheme.activations is not None, "stored ranges belong to rounded activations"
+            ranges = attachment.config.ranges
             quantizer.input_range = attachment.ranges[quantizer.name] = InputRange(
-                scheme.activations, method=attachment.config.ranges, stored_dtype=stored_dtype, name=quantizer.name
+                scheme.activations,
+                method=None if ranges == "calibrated" else ranges,
+                stored_dtype=stored_dtype,
+                name=quantizer.name,
             )
         if is_lora_linear(module):
             patches.swap_class("qat-lora", module, fake_quantized_lora())
@@ -297,32 +272,24 @@ def _add_learned_scales(attachment: Attachment) -> None:
             # FSDP2 shards parameters of the same dtype together.
             module.register_parameter(name, torch.nn.Parameter(value.detach().clone().to(like.device, like.dtype)))
 
-    config = attachment.config
     for module in attachment.modules.values():
         weight = (module.get_base_layer() if is_lora_linear(module) else module).weight
         quantizer: LayerQuantizer = module.quantizer
-        if config.weight_rule == "learned":
-            gathering: Any = nullcontext()
-            if hasattr(weight, "ds_id"):
-                import deepspeed
+        gathering: Any = nullcontext()
+        if hasattr(weight, "ds_id"):
+            import deepspeed
 
-                gathering = deepspeed.zero.GatheredParameters([weight])
-            with gathering:
-                full, quantization = weight.detach(), quantizer.scheme.weights
-                if quantization.symmetric:
-                    # LSQ's initial scale, 2 · mean |w| / √largest code.
-                    mean_S = sharing(full, quantization).abs().mean(-1)
-                    scale, zero_point = 2 * mean_S / code_range(quantization.bits)[1] ** 0.5, None
-                else:
-                    scale, zero_point = weight_scale_and_zero_point(full, quantization)
-            register(module, WEIGHT_SCALE, scale, weight)
-            register(module, WEIGHT_ZERO_POINT, zero_point, weight)
-        if config.ranges == "learned" and quantizer.scheme.activations_are_static:
-            activations = quantizer.scheme.activations
-            assert activations is not None, "learned ranges belong to rounded inputs"
-            scale = torch.ones(1, device=weight.device)
-            register(module, INPUT_SCALE, scale, weight)
-            register(module, INPUT_ZERO_POINT, None if activations.symmetric else scale * 0, weight)
+            gathering = deepspeed.zero.GatheredParameters([weight])
+        with gathering:
+            full, quantization = weight.detach(), quantizer.scheme.weights
+            if quantization.symmetric:
+                # LSQ's initial scale, 2 · mean |w| / √largest code.
+                mean_S = sharing(full, quantization).abs().mean(-1)
+                scale, zero_point = 2 * mean_S / code_range(quantization.bits)[1] ** 0.5, None
+            else:
+                scale, zero_point = weight_scale_and_zero_point(full, quantization)
+        register(module, WEIGHT_SCALE, scale, weight)
+        register(module, WEIGHT_ZERO_POINT, zero_point, weight)
 
 
 _SHARDED = ("LinearLayer", "VocabParallelLinear", "LinearAllreduce", "LinearAllreduceWithReplicatedInput")
@@ -475,98 +442,3 @@ def _fake_quantized_auto_ep() -> type:
             return FakeQuantizedExperts.stored_layers(self, parameters)
 
     return FakeQuantizedGroupedExperts
-
-
-@dataclass(kw_only=True)
-class CacheQuantizer:
-    """Rounding of the keys and values of one attention module, stored as a plain attribute of it."""
-
-    module: torch.nn.Module
-    key: InputRange
-    """Range of keys, after rotary embedding."""
-    value: InputRange
-    state: QuantizationState
-    """Shared by all layers of the model."""
-
-    def change(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Return keys and values [B, heads, S, head width] as a quantized cache returns them."""
-        if self.state.observing and (self.module.training or self.key.calibrating):
-            self.key.observe(key)
-            self.value.observe(value)
-        if not self.state.enabled:
-            return key, value
-        return rounded_cache(key, self.key), rounded_cache(value, self.value)
-
-
-def rounded_cache(values: Tensor, input_range: InputRange) -> Tensor:
-    """Round values to 8 bits, in their own dtype; autograd saves only one extra byte per value."""
-    import torch
-
-    scale, _ = input_range.on(values.device)
-    with torch.no_grad():
-        if input_range.quantization.number_type == "float":
-            rounded = float8_values(values, scale).to(values.dtype)
-            limits = (-LARGEST_FLOAT8 - _HALF_OF_LAST_STEP, LARGEST_FLOAT8 + _HALF_OF_LAST_STEP)
-        else:
-            rounded = round_inputs(values, input_range.quantization, scale, None)
-            least, largest = code_range(input_range.quantization.bits)
-            limits = (least - 0.5, largest + 0.5)
-        if not values.requires_grad:
-            return rounded
-        ratio = values / scale
-        inside = (ratio >= limits[0]) & (ratio <= limits[1])
-    passing = torch.where(inside, values, torch.zeros((), dtype=values.dtype, device=values.device))
-    # x - x.detach() is exactly zero: it adds a gradient without a rounding error.
-    return rounded + (passing - passing.detach())
-
-
-def attach_kv_cache(model: Any, attachment: Attachment) -> None:
-    """Make attention modules round keys and values, if the configuration sets `kv_cache`.
-
-    Their ranges join `attachment.ranges` under their checkpoint names.
-    """
-    config = attachment.config
-    if config.kv_cache is None:
-        return
-    quantization = cache_quantization(config.kv_cache)
-    for module_name, module in cached_attention_modules(model):
-        key, value = (
-            InputRange(
-                quantization,
-                method="calibrated" if config.ranges == "learned" else config.ranges,
-                stored_dtype=attachment.stored_dtype,
-                name=f"{checkpoint_name(module_name)}.{part}",
-            )
-            for part in PARTS
-        )
-        attachment.ranges |= {key.name: key, value.name: value}
-        module.cache_quantizer = CacheQuantizer(module=module, key=key, value=value, state=attachment.state)
-        change_keys_and_values(module, module.cache_quantizer.change)
-
-
-def kv_cache_errors(model: Any, config: QATConfig) -> Iterator[ConfigError]:
-    """Yield why the KV cache of a model cannot be rounded in training."""
-    if config.kv_cache is None:
-        return
-
-    def error(rule: str, fix: str = "omit it") -> ConfigError:
-        return ConfigError(where="kv_cache", value=config.kv_cache, rule=rule, fix=fix)
-
-    attention = dict(cached_attention_modules(model))
-    release = Version(installed_version("transformers") or "0")
-    if not attention and release >= _RENAMES_CACHE:
-        loader = f"compressed-tensors {installed_version('compressed-tensors')}"
-        rule = f"{loader} cannot load a rounded cache with Transformers {release}, which renamed its argument"
-        yield error(rule, f"install 'transformers<{_RENAMES_CACHE}', or omit it")
-    elif not attention:
-        yield error(f"{type(model).__name__} has no attention with separate projections and a cache")
-    if getattr(model.config.get_text_config(), "kv_lora_rank", None):
-        yield error("multi-head latent attention caches latent vectors, not the keys that a scale is for")
-    scheme = config.rounded_scheme
-    packs_zero_points = scheme.format == "pack-quantized" and not scheme.weights.symmetric
-    if packs_zero_points and release >= _NEEDS_DEQUANTIZE:
-        rule = f"Transformers {release} cannot load packed zero points together with a rounded cache"
-        yield error(rule, "use a symmetric scheme such as W4A16, or omit it")
-    unsupported = [name for name, module in attention.items() if not asks_for_attention(module)]
-    if unsupported:
-        yield error(f"{some_names(unsupported)} compute attention without AttentionInterface of Transformers")

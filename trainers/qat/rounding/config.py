@@ -9,19 +9,18 @@ from typing import Literal, get_args
 
 from ....ds_configs.quantization.scheme import QuantizationScheme, combination_errors
 from ....ds_configs.specs.errors import ConfigError
+from ....ds_configs.specs.synonyms import REMOVED
+from .observers import METHODS, ObserverMethod
 from .rounding import WeightRule
 
-InputRanges = Literal["calibrated", "minmax", "moving_average", "percentile", "l2", "learned"]
+InputRanges = Literal["calibrated", ObserverMethod]
 LoraMode = Literal["merged", "on_quantized_base"]
-KvCacheNumbers = Literal["fp8", "int8"]
 BitSchedule = tuple[tuple[int, int], ...]
 
-_OBSERVED: tuple[InputRanges, ...] = ("minmax", "moving_average", "percentile", "l2")
 _ALLOWED: dict[str, tuple[str, ...]] = {
     "weight_rule": get_args(WeightRule),
     "ranges": get_args(InputRanges),
     "lora": get_args(LoraMode),
-    "kv_cache": get_args(KvCacheNumbers),
     "stored_dtype": ("bfloat16", "float16", "float32"),
 }
 
@@ -35,7 +34,7 @@ class QATConfig:
     weight_rule: WeightRule = "minmax"
     """Weight scales from the weight's own range, learned (LSQ), or from mean magnitudes (ternary, binary)."""
     ranges: InputRanges = "calibrated"
-    """Source of stored activation ranges: calibration before training, observers during training, or learning."""
+    """Source of stored activation ranges: calibration before training, or observation during training."""
     start_step: int = 0
     """Optimizer steps in full precision before rounding starts."""
     freeze_step: int | None = None
@@ -44,25 +43,18 @@ class QATConfig:
     """Pairs (first optimizer step, bits per weight), ending at the scheme's bits; empty: always the scheme's bits."""
     lora: LoraMode = "merged"
     """Round the sum of weight and adapter and merge it, or round the frozen weight only and keep the adapter."""
-    kv_cache: KvCacheNumbers | None = None
-    """Number format of cached keys and values; `None`: 16 bit."""
     stored_dtype: str | None = None
     """Dtype of scales and unquantized tensors, such as `bfloat16`; `None`: the training dtype."""
 
     @property
     def learns_scales(self) -> bool:
         """Whether scales are parameters of the optimizer."""
-        return self.weight_rule == "learned" or (self.ranges == "learned" and self.scheme.activations_are_static)
+        return self.weight_rule == "learned"
 
     @property
     def observes(self) -> bool:
         """Whether activation ranges are observed during training."""
-        return self.stores_ranges and self.ranges in _OBSERVED
-
-    @property
-    def stores_ranges(self) -> bool:
-        """Whether the checkpoint stores ranges of inputs or of the KV cache."""
-        return self.scheme.activations_are_static or self.kv_cache is not None
+        return self.scheme.activations_are_static and self.ranges != "calibrated"
 
     @property
     def rounded_scheme(self) -> QuantizationScheme:
@@ -83,10 +75,11 @@ class QATConfig:
         unknown = []
         for where, allowed in _ALLOWED.items():
             value = getattr(self, where)
-            if value in allowed or (value is None and where in ("kv_cache", "stored_dtype")):
+            if value in allowed or (value is None and where == "stored_dtype"):
                 continue
             near = difflib.get_close_matches(str(value), allowed, n=1)
             fix = f"did you mean {near[0]}?" if near else f"use one of {', '.join(allowed)}"
+            fix = REMOVED.get(f"{where}={value}", fix)
             unknown.append(ConfigError(where=where, value=str(value), rule="is unknown", fix=fix))
         return unknown or [*_scheme_errors(self), *_schedule_errors(self)]
 
@@ -107,13 +100,12 @@ def _scheme_errors(config: QATConfig) -> Iterator[ConfigError]:
         rule = f"requires 2-bit codes without zero points, but {scheme.name} has {' and '.join(differences)}"
         fix = "use scheme W2A16" if weights.symmetric else "use scheme W2A16 without --asymmetric"
         yield ConfigError(where="weight_rule", value=config.weight_rule, rule=rule, fix=fix)
-    if config.ranges == "learned" and not scheme.activations_are_static and config.kv_cache is not None:
-        rule = f"requires stored input ranges, which {scheme.name} lacks; ranges of the KV cache cannot be learned"
-        fix = "use W8A8_STATIC, or ranges calibrated"
-        yield ConfigError(where="ranges", value="learned", rule=rule, fix=fix)
-    elif config.ranges != "calibrated" and not config.stores_ranges:
+    if config.ranges != "calibrated" and not scheme.activations_are_static:
         rule = f"requires stored activation ranges, which {scheme.name} lacks"
         yield ConfigError(where="ranges", value=config.ranges, rule=rule, fix="use W8A8_STATIC, or omit it")
+    if activations is not None and activations.range_method in ("l2", "kl"):
+        rule = "is searched only after training, by `quantize`"
+        yield ConfigError(where="range_method", value=activations.range_method, rule=rule, fix="use percentile")
 
 
 def _schedule_errors(config: QATConfig) -> Iterator[ConfigError]:
@@ -121,7 +113,7 @@ def _schedule_errors(config: QATConfig) -> Iterator[ConfigError]:
         yield ConfigError(where="start_step", value=config.start_step, rule="must be at least 0")
     if config.freeze_step is not None and not config.observes:
         rule = "requires ranges that are observed during training"
-        fix = f"use ranges {', '.join(_OBSERVED)} with a scheme that stores ranges, or omit it"
+        fix = f"use ranges {', '.join(METHODS)} with a scheme that stores ranges, or omit it"
         yield ConfigError(where="freeze_step", value=config.freeze_step, rule=rule, fix=fix)
     elif config.freeze_step is not None and config.freeze_step < 1:
         rule = "must be at least 1: ranges need at least one observed step"

@@ -16,11 +16,9 @@ from ....plugins.compressed_tensors.codes import StoredLayer
 from .rounding import (
     WeightRounding,
     WeightRule,
-    input_gradients,
+    input_gradient,
     round_inputs,
     round_weight,
-    stored_scale,
-    stored_zero_point,
     weight_gradients,
 )
 
@@ -41,6 +39,8 @@ class QuantizationState:
     """Bits per weight at this step; `None`: the scheme's."""
     observing: bool = False
     """Whether forward passes in training update activation ranges."""
+    calibrating: bool = False
+    """Whether a calibration pass runs, in which evaluation mode updates them too."""
     trained_steps: int = 0
     """Optimizer steps with rounding at the scheme's own bits."""
 
@@ -73,9 +73,9 @@ class LinearTensors(NamedTuple):
     weight_zero_point: Tensor | None = None
     """Learned zero point; `None` if symmetric or for other rules."""
     input_scale: Tensor | None = None
-    """[1], stored or learned scale of a static range; `None` if dynamic."""
+    """[1], stored scale of a static range; `None` if dynamic."""
     input_zero_point: Tensor | None = None
-    """[1], stored or learned zero point; `None` if symmetric or dynamic."""
+    """int8 [1], stored zero point; `None` if symmetric or dynamic."""
     adapter_a: Tensor | None = None
     """LoRA's A [rank, I]."""
     adapter_b: Tensor | None = None
@@ -126,20 +126,14 @@ class _FakeQuantizedLinear(torch.autograd.Function):
         tensors, rounding = LinearTensors(*saved), ctx.rounding
         needs, a, b = ctx.needs_input_grad, tensors.adapter_a, tensors.adapter_b
         merged = _merged(tensors, rounding)
-        by_inputs = by_input_scale = by_input_zero = None
-        if needs[0] or needs[5] or needs[6]:
+        by_inputs = None
+        if needs[0]:
             rounded = _rounded(merged, tensors, rounding).to(gradient.dtype)
             by_inputs = gradient @ rounded
             del rounded
             if rounding.inputs is not None:
-                scale = tensors.input_scale
-                by_inputs, by_input_scale, by_input_zero = input_gradients(
-                    by_inputs,
-                    inputs,
-                    rounding.inputs,
-                    None if scale is None else stored_scale(scale, rounding.weight.stored_dtype),
-                    tensors.input_zero_point,
-                    learned=needs[5] or needs[6],
+                by_inputs = input_gradient(
+                    by_inputs, inputs, rounding.inputs, tensors.input_scale, tensors.input_zero_point
                 )
         by_weight = by_scale = by_zero = None
         if any(needs[index] for index in (1, 3, 4, 7, 8)):
@@ -152,7 +146,7 @@ class _FakeQuantizedLinear(torch.autograd.Function):
             wide = by_weight.to(a.dtype)
             by_a, by_b = b.t() @ wide * rounding.adapter_scaling, wide @ a.t() * rounding.adapter_scaling
         by_bias = _rows(gradient).sum(0) if needs[2] else None
-        gradients = (by_inputs, by_weight, by_bias, by_scale, by_zero, by_input_scale, by_input_zero, by_a, by_b)
+        gradients = (by_inputs, by_weight, by_bias, by_scale, by_zero, None, None, by_a, by_b)
         return (
             *(
                 part.to(dtype) if part is not None and need else None
@@ -178,14 +172,11 @@ def _rounded(merged: Tensor, tensors: LinearTensors, rounding: LinearRounding) -
 def _seen(inputs: Tensor, tensors: LinearTensors, rounding: LinearRounding) -> Tensor:
     if rounding.inputs is None:
         return inputs
-    scale = tensors.input_scale
-    rounded_scale = None if scale is None else stored_scale(scale, rounding.weight.stored_dtype)
-    return round_inputs(inputs, rounding.inputs, rounded_scale, tensors.input_zero_point)
+    return round_inputs(inputs, rounding.inputs, tensors.input_scale, tensors.input_zero_point)
 
 
 WEIGHT_SCALE, WEIGHT_ZERO_POINT = "learned_weight_scale", "learned_weight_zero_point"
-INPUT_SCALE, INPUT_ZERO_POINT = "learned_input_scale", "learned_input_zero_point"
-LEARNED = (WEIGHT_SCALE, WEIGHT_ZERO_POINT, INPUT_SCALE, INPUT_ZERO_POINT)
+LEARNED = (WEIGHT_SCALE, WEIGHT_ZERO_POINT)
 """Names of the parameters for learned scales and zero points of a layer."""
 
 
@@ -219,18 +210,13 @@ class LayerQuantizer:
         """Return the stored form of a matrix [O, I] in the dtype of the forward pass, with learned scales if any."""
         rounding = self.rounding()
         rounded = round_weight(weight, rounding.weight, parameters.get(WEIGHT_SCALE), parameters.get(WEIGHT_ZERO_POINT))
-        activations = self.scheme.activations
-        input_scale, input_zero_point = parameters.get(INPUT_SCALE), parameters.get(INPUT_ZERO_POINT)
-        if self.scheme.activations_are_static and input_scale is None:
-            assert self.input_range is not None, "every layer of a scheme with stored ranges has a range"
-            input_scale, input_zero_point = self.input_range.on(weight.device)
-        input_bits = 8 if activations is None else activations.bits
+        input_scale, input_zero_point = (None, None) if self.input_range is None else self.input_range.on(weight.device)
         return StoredLayer(
             codes=rounded.levels.to(torch.int8),
             scale=rounded.scale,
             zero_point=rounded.zero_point,
-            input_scale=None if input_scale is None else stored_scale(input_scale, self.stored_dtype),
-            input_zero_point=None if input_zero_point is None else stored_zero_point(input_zero_point, input_bits),
+            input_scale=input_scale,
+            input_zero_point=input_zero_point,
         )
 
 
@@ -261,22 +247,21 @@ class FakeQuantizedLinear(torch.nn.Linear):
 
 def observe_inputs(quantizer: LayerQuantizer, inputs: Tensor, *, training: bool) -> None:
     """Update the input range of a layer, if ranges are being observed."""
-    input_range = quantizer.input_range
-    if input_range is not None and quantizer.state.observing and (training or input_range.calibrating):
-        input_range.observe(inputs)
+    state = quantizer.state
+    if quantizer.input_range is not None and (state.calibrating or (state.observing and training)):
+        quantizer.input_range.observe(inputs)
 
 
 def rounding_tensors(
     module: torch.nn.Module, quantizer: LayerQuantizer, device: torch.device
 ) -> dict[str, Tensor | None]:
-    """Return scales and zero points for a forward pass: learned parameters, or the stored range of the inputs.
+    """Return scales and zero points for a forward pass: learned ones of the weight, stored ones of the inputs.
 
     Raises:
         UsageError: the range has no values yet.
     """
-    input_scale, input_zero_point = getattr(module, INPUT_SCALE, None), getattr(module, INPUT_ZERO_POINT, None)
-    if input_scale is None and quantizer.input_range is not None:
-        input_scale, input_zero_point = quantizer.input_range.on(device)
+    input_range = quantizer.input_range
+    input_scale, input_zero_point = (None, None) if input_range is None else input_range.on(device)
     return {
         "weight_scale": getattr(module, WEIGHT_SCALE, None),
         "weight_zero_point": getattr(module, WEIGHT_ZERO_POINT, None),

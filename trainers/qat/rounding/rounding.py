@@ -148,51 +148,30 @@ def round_inputs(
         inputs: [..., I].
         quantization: Number format.
         scale: Scale of a static range, [1] in the stored dtype; `None` if dynamic.
-        zero_point: Zero point of a static range, int8 or float [1]; `None` if symmetric or dynamic.
+        zero_point: Zero point of a static range, int8 [1]; `None` if symmetric or dynamic.
     """
     if not inputs.numel():
         return inputs
     if quantization.dynamic:
         scale, zero_point = activation_scale_and_zero_point(inputs, quantization)
     assert scale is not None, "a static range has a scale"
-    stored_zero = None if zero_point is None else stored_zero_point(zero_point, quantization.bits)
-    levels = activation_levels(inputs, scale, stored_zero, quantization)
-    return dequantize_activations(levels, scale, stored_zero).to(inputs.dtype)
+    levels = activation_levels(inputs, scale, zero_point, quantization)
+    return dequantize_activations(levels, scale, zero_point).to(inputs.dtype)
 
 
-def input_gradients(
+def input_gradient(
     gradient: Tensor,
     inputs: Tensor,
     quantization: ActivationQuantization,
     scale: Tensor | None,
     zero_point: Tensor | None,
-    *,
-    learned: bool = True,
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Return dL/dx, dL/ds and dL/dz from dL/dx'; the last two are `None` unless the range is learned.
-
-    A dynamic range covers its whole token, so nothing is outside.
-    """
-    import torch
-
+) -> Tensor:
+    """Return dL/dx from dL/dx'; a dynamic range covers its whole token, so nothing is outside."""
     if quantization.dynamic:
-        return gradient, None, None
+        return gradient
     assert scale is not None, "a static range has a scale"
     ratio = inputs / scale
-    stored_zero = None if zero_point is None else stored_zero_point(zero_point, quantization.bits).to(ratio.dtype)
-    shifted = ratio if stored_zero is None else ratio + stored_zero
-    inside = _inside(shifted, quantization.bits)
-    if not learned:
-        return gradient * inside, None, None
-    levels = torch.round(torch.clamp(shifted, *code_range(quantization.bits)))
-    centred = levels if stored_zero is None else levels - stored_zero
-    shrink = _lsq_shrink(inputs.shape[-1], quantization.bits)
-    by_scale = (gradient * torch.where(inside, centred - ratio, centred)).sum().reshape(1) * shrink
-    by_zero = None
-    if stored_zero is not None:
-        by_zero = (gradient * torch.where(inside, torch.zeros_like(ratio), -scale.to(ratio.dtype))).sum().reshape(1)
-        by_zero = by_zero * shrink
-    return gradient * inside, by_scale, by_zero
+    return gradient * _inside(ratio if zero_point is None else ratio + zero_point.to(ratio.dtype), quantization.bits)
 
 
 def stored_scale(scale: Tensor, stored_dtype: torch.dtype) -> Tensor:

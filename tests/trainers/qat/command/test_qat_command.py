@@ -115,7 +115,7 @@ def test_a_dry_run_plans_and_writes_nothing(qat: Shell, models: dict[str, Path],
         (("--bit-schedule", "0:8,4"), "must be STEP:BITS pairs separated by commas, not '4'"),
         (("--bit-schedule", "0:8,4:3"), "must end at the 4 bits"),
         (("--weight-rule", "ternary"), "use scheme W2A16"),
-        (("--ranges", "learned"), "requires stored activation ranges"),
+        (("--ranges", "minmax"), "requires stored activation ranges"),
         (("--alpha", 0.5), "alpha = 0.5: requires a teacher; add --teacher self"),
         (("--teacher", "self", "--alpha", 3), "alpha = 3.0: must be from 0 to 1"),
         (("--teacher", "self", "--loss", "chunked"), "loss = 'chunked': is for training without a teacher"),
@@ -324,8 +324,6 @@ def test_settings_of_adapters_need_adapters(settings: dict[str, Any], where: lis
         ({"scheme": "W4A16"}, "W4A16 stores no ranges"),
         ({"scheme": "W8A8_STATIC", "ranges": "minmax"}, "ranges are observed during training"),
         ({"scheme": "W8A8_STATIC"}, ""),
-        ({"scheme": "W8A8_STATIC", "ranges": "learned"}, ""),
-        ({"scheme": "W4A16", "kv_cache": "fp8"}, ""),
     ],
 )
 def test_calibration_samples_require_a_calibration(settings: dict[str, Any], said: str) -> None:
@@ -333,12 +331,6 @@ def test_calibration_samples_require_a_calibration(settings: dict[str, Any], sai
     errors = calibration_errors(stated, qat_config(stated))
     assert [said in error.rule for error in errors] == [True] * bool(said)
     assert not calibration_errors(QATSettings(**settings), qat_config(stated))
-
-
-def test_kv_cache_ranges_cannot_be_learned() -> None:
-    with pytest.raises(UsageError, match="ranges of the KV cache cannot be learned; use W8A8_STATIC"):
-        qat_config(QATSettings(kv_cache="fp8", ranges="learned"))
-    assert qat_config(QATSettings(kv_cache="fp8", ranges="learned", scheme="W8A8_STATIC")).learns_scales
 
 
 @pytest.mark.parametrize(

@@ -19,9 +19,8 @@ from saved_tensors import saved_storages
 from shardwright.ds_configs.quantization.layers import (
     LinearLayer,
     expert_scheme,
-    mixture_quantization_config,
-    mixture_warnings,
     quantization_config,
+    scheme_warnings,
     selected_layers,
 )
 from shardwright.ds_configs.quantization.scheme import QuantizationScheme, WeightQuantization, changed, scheme_named
@@ -380,7 +379,7 @@ def test_schemes_with_rounded_inputs_pack_experts_separately():
         LinearLayer(name="model.layers.0.mlp.experts.0.up_proj", out_features=8, in_features=8, is_expert=True),
     ]
     scheme = scheme_named("W8A8_STATIC")
-    found = mixture_quantization_config(scheme, layers, ignore=["lm_head"])
+    found = quantization_config(scheme, layers, ignore=["lm_head"])
     experts, others = found["config_groups"].values()
     assert found["format"] == "mixed-precision" and found["ignore"] == ["lm_head"]
     assert experts["format"] == "pack-quantized" and experts["input_activations"] is None
@@ -390,11 +389,11 @@ def test_schemes_with_rounded_inputs_pack_experts_separately():
             group for group in (experts, others) if selected_layers(replace(scheme, targets=group["targets"]), [layer])
         )
         assert first is (experts if layer.is_expert else others)
-    assert mixture_quantization_config(scheme, layers[:1])["config_groups"]["group_0"]["targets"] == ["Linear"]
-    assert mixture_quantization_config(scheme, layers[1:])["format"] == "pack-quantized"
-    assert mixture_quantization_config(scheme_named("W4A16"), layers)["format"] == "pack-quantized"
-    assert "1 matrices of experts" in mixture_warnings(scheme, layers)[0]
-    assert not mixture_warnings(scheme, layers[:1]) + mixture_warnings(scheme_named("W4A16"), layers)
+    assert quantization_config(scheme, layers[:1])["config_groups"]["group_0"]["targets"] == ["Linear"]
+    assert quantization_config(scheme, layers[1:])["format"] == "pack-quantized"
+    assert quantization_config(scheme_named("W4A16"), layers)["format"] == "pack-quantized"
+    assert "1 matrices of experts" in scheme_warnings(scheme, layers)[0]
+    assert not scheme_warnings(scheme, layers[:1]) + scheme_warnings(scheme_named("W4A16"), layers)
     assert expert_scheme(scheme_named("FP8_DYNAMIC")) is scheme_named("FP8_DYNAMIC"), "floats load"
     assert expert_scheme(scheme_named("W4A16")) is scheme_named("W4A16")
 
@@ -426,7 +425,7 @@ def write_checkpoint(model, attachment, directory):
     )
     model.config.save_pretrained(directory)
     ignore = ["lm_head", *(name for name in attachment.scheme.ignore if name.endswith(".gate"))]
-    state_config(directory, mixture_quantization_config(attachment.scheme, attachment.layers, ignore=ignore))
+    state_config(directory, quantization_config(attachment.scheme, attachment.layers, ignore=ignore))
 
 
 def state_config(directory, stated):
