@@ -124,6 +124,7 @@ REMOVED: Mapping[str, str] = {
     "format": "omit it: checkpoints have the format of compressed-tensors",
     "create": "run python -m venv ENV && ENV/bin/pip install 'shardwright[quantize]'",
     **dict.fromkeys(("min_nodes", "wait_for_nodes", "nodes"), "plan for the machines that are left, then --resume"),
+    "text": "rehearse a script that reads your data with --script",
     **dict.fromkeys(("link_bytes_per_s", "network_bytes_per_s"), "write it into a hardware file for the command line"),
 }
 """Options and values of earlier versions, and what replaces them."""
