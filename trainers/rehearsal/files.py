@@ -159,9 +159,9 @@ def scale_plan(
     from ...plugins.planning.models import load_model_spec
 
     strategy, layout_changes = shrink_strategy(plan.chosen.strategy, ranks=ranks, nodes=nodes)
-    shrunken = shrink_model_config(config, strategy=strategy, seq_len_tokens=plan.job.seq_len_tokens)
-    small, cpu_changes = cpu_model(shrunken.config)
-    changes = [*layout_changes, *shrunken.changes, *cpu_changes]
+    shrunken, model_changes = shrink_model_config(config, strategy=strategy, seq_len_tokens=plan.job.seq_len_tokens)
+    small, cpu_changes = cpu_model(shrunken)
+    changes = [*layout_changes, *model_changes, *cpu_changes]
     (work / "model").mkdir()
     (work / "model" / "config.json").write_text(json.dumps(small, indent=1), encoding="utf-8")
     model = load_model_spec(str(work / "model")).spec
@@ -191,9 +191,8 @@ def scale_plan(
             files.deepspeed,
             zero=strategy.zero,
             nvme_path=str(work / "nvme"),
-            world_size_before=plan.chosen.strategy.data_parallel_size,
-            ranks=strategy.data_parallel_size,
-            strategy=plan.chosen.strategy,
+            before=plan.chosen.strategy,
+            after=strategy,
         )
         deepspeed, cpu_changes = cpu_deepspeed(deepspeed)
         changes += [*deepspeed_changes, *cpu_changes]
