@@ -16,16 +16,15 @@ READ = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rg
 ALL = [ROOT / "CHANGELOG.md", *READ]
 FENCED = re.compile(r"^```.*?^```$", flags=re.DOTALL | re.MULTILINE)
 FLAGS_OF_OTHERS = {
-    *("--write", "--change", "--strict", "--every", "--engine-python", "--only", "--meter"),  # benchmarks and tools
+    *("--write", "--change", "--strict", "--every", "--engine-python", "--meter"),  # benchmarks and tools
     *("--converter", "--llama-python", "--torchao", "--real"),  # benchmarks
     "--autotuning",  # DeepSpeed's launcher
     *("--no-deps", "--no-binary", "--outfile", "--outtype"),  # pip, llama.cpp's converter
     *("--stored", "--terms", "--kept-products"),
     "--nproc-per-node",  # torchrun
-    *("--enable-prefix-caching", "--load-format", "--lora-modules", "--max-lora-rank"),  # vLLM
-    "--prerelease",  # uv
+    *("--enable-prefix-caching", "--lora-modules", "--max-lora-rank"),  # vLLM
     *("--hypothesis-profile", "--hypothesis-seed", "--draw", "--seed", "--pictures"),  # pytest
-    *("--dist", "--durations", "--no-loadscope-reorder"),
+    *("--dist", "--durations"),
     *("--partition", "--time", "--deepspeed", "--install-completion"),  # sbatch, Transformers, ours without a command
     "--help",
 }

@@ -98,6 +98,7 @@ def copy_directory(source: Path, copy: Path, exchanged: Mapping[Path, Path], *, 
 
     Raises:
         UsageError: it has too many files or bytes.
+        ShardwrightError: it cannot be copied, such as to a full disk.
     """
     files: list[tuple[Path, Path]] = []
     total = 0
@@ -126,8 +127,14 @@ def copy_directory(source: Path, copy: Path, exchanged: Mapping[Path, Path], *, 
             rule = f"has over {MOST_FILES:,} files or {MOST_BYTES >> 30} GiB; a rehearsed script runs in a copy of it"
             fix = "start in a directory with the script's files, and pass data outside it by absolute paths"
             raise UsageError(ConfigError(where="script", value=str(source), rule=rule, fix=fix))
-    for path, target in files:
-        shutil.copy(path, target)
+    try:
+        for path, target in files:
+            shutil.copy(path, target)
+    except OSError as error:
+        raise ShardwrightError(
+            f"{source} cannot be copied for a rehearsed script ({error.strerror}); free space, or set TMPDIR to "
+            "another directory"
+        ) from None
 
 
 def _in_copy(path: Path, copies: Mapping[Path, Path]) -> Path:
