@@ -410,7 +410,7 @@ def test_kernels_and_offload_variants_are_replaced_and_reported(tiny_llama: Path
             assert ("pip install torchao" in errors.get("precision", "")) == (find_spec("torchao") is None)
         else:
             assert found.deepspeed is not None and "zenflow" not in found.deepspeed["zero_optimization"]
-            assert found.offload_device("optimizer") == "cpu" and "ds_config.json: zenflow" in changes
+            assert found.offload_device("optimizer") == "cpu" and "ds_config.json: zero_optimization.zenflow" in changes
     superoffload = {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu", "super_offload": True}}}
     found, (change,) = cpu_deepspeed(superoffload)
     assert found["zero_optimization"]["offload_optimizer"] == {"device": "cpu"} and "super_offload" in change.where
