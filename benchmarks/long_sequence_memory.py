@@ -7,9 +7,6 @@ with them.
 
 from __future__ import annotations
 
-import argparse
-import json
-import re
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -17,13 +14,10 @@ from pathlib import Path
 
 from long_sequence_cases import LOGITS_BYTES_OF_A_TILE, Case, grid
 from memory_cases import metered_release
-from metered_launch import measure_cases
-from page_parts import with_part
+from memory_grid import Grid
 from shardwright.ds_configs.memory import activations
 from shardwright.ds_configs.memory.estimate import cpu_rank_terms
 
-MEASURED = Path(__file__).with_name("long_sequence_memory.json")
-DOCUMENT = Path(__file__).parents[1] / "docs" / "measurements" / "long_sequences.md"
 LARGEST_ERROR = 0.03
 
 
@@ -51,11 +45,6 @@ class Row:
             return self.out_of_memory == (self.predicted_bytes > limit)
         host_difference = abs(self.host_predicted_bytes - self.host_metered_bytes)
         return abs(self.error) <= LARGEST_ERROR and host_difference <= LARGEST_ERROR * self.host_metered_bytes
-
-
-def measure(cases: Sequence[Case]) -> list[dict[str, object]]:
-    """Train every case on CPU ranks and return the readings."""
-    return measure_cases(cases, worker_file="long_sequence_worker.py")
 
 
 def rows(records: Iterable[dict[str, object]]) -> list[Row]:
@@ -149,35 +138,16 @@ def _mb(count: int) -> str:
     return f"{count / 1e6:.2f}"
 
 
-def main() -> int:
-    """Measure the grid, or read what was measured before, and print every table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", metavar="REGEX", help="cases whose name matches")
-    parser.add_argument("--stored", action="store_true", help=f"predict the measurements in {MEASURED.name} again")
-    parser.add_argument("--write", action="store_true", help=f"store measurements and tables in {DOCUMENT.name}")
-    options = parser.parse_args()
-    cases = [case for case in grid() if re.search(options.only or "", case.name)]
-    if not cases:
-        parser.error(f"--only {options.only} matches no case")
-    stored = json.loads(MEASURED.read_text(encoding="utf-8")) if MEASURED.exists() else []
-    wanted = [record for record in stored if Case(**record["case"]) in cases]
-    records = wanted if options.stored else measure(cases)
-    found = rows(records)
-    for table in (case_table(found), slope_table(found), limit_table(found)):
-        print(table, end="\n\n")
-    passed, sentence = verdict(found)
-    print(sentence)
-    if options.write:
-        newest = {Case(**record["case"]).name: record for record in [*stored, *records]}
-        ordered = [newest[case.name] for case in grid() if case.name in newest]
-        MEASURED.write_text("[\n" + ",\n".join(json.dumps(r, sort_keys=True) for r in ordered) + "\n]\n", "utf-8")
-        every, text = rows(ordered), DOCUMENT.read_text(encoding="utf-8")
-        tables = {"summary": verdict(every)[1] + ".", "cases": case_table(every), "growth": slope_table(every)}
-        for name, table in (tables | {"limits": limit_table(every)}).items():
-            text = with_part(text, name, table)
-        DOCUMENT.write_text(text, encoding="utf-8")
-    return 0 if passed else 1
-
+GRID = Grid(
+    name="long_sequence_memory",
+    document=Path(__file__).parents[1] / "docs" / "measurements" / "long_sequences.md",
+    cases=grid,
+    case_of=Case,
+    worker_file="long_sequence_worker.py",
+    rows=rows,
+    tables=lambda found: {"cases": case_table(found), "growth": slope_table(found), "limits": limit_table(found)},
+    verdict=verdict,
+)
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(GRID.main(__doc__))

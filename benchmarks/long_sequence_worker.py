@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import os
-import sys
-from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import torch
 from long_sequence_cases import LOGITS_BYTES_OF_A_TILE, Case
-from metered_training import STEPS, plan_of, run_settings
+from memory_grid import run_cases
+from metered_training import plan_of, random_samples, run_settings
 from shardwright.ds_configs.memory import activations
 from shardwright.ds_configs.specs.hardware import parse_hardware
 from shardwright.plugins.accelerate.cpu_ranks import configure_cpu_ranks
@@ -19,28 +16,6 @@ from shardwright.plugins.metering import ByteMeter, meter_trainer
 from shardwright.plugins.transformers.training_arguments import training_arguments
 from shardwright.trainers.parallel.trainer_for import planned_parallelism
 from transformers import AutoConfig, AutoModelForCausalLM, default_data_collator, set_seed
-
-
-def main(cases_file: Path, output: Path) -> None:
-    """Measure every case of a JSON file and append one line for each to `output` on rank 0."""
-    sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
-    from fresh_process import forget_last_run
-
-    activations.LOGITS_BYTES_OF_A_TILE = LOGITS_BYTES_OF_A_TILE
-    for values in json.loads(cases_file.read_text(encoding="utf-8")):
-        case = Case(**values)
-        record = measure(case)
-        records: list[Any] = [None] * case.ranks
-        if torch.distributed.is_initialized():
-            torch.distributed.all_gather_object(records, record)
-        else:
-            records = [record]
-        if os.environ.get("RANK", "0") == "0":
-            fullest = max(records, key=lambda each: each["peak_bytes"])
-            with output.open("a", encoding="utf-8") as file:
-                file.write(json.dumps({"case": asdict(case)} | fullest) + "\n")
-            print("measured", case.name, flush=True)
-        forget_last_run()
 
 
 def measure(case: Case) -> dict[str, Any]:
@@ -55,7 +30,7 @@ def measure(case: Case) -> dict[str, Any]:
     set_seed(1)
     config = AutoConfig.for_model(**case.config)
     # Samples of a complete run are the data set's, not the step's.
-    samples = _samples(case, plan.chosen.strategy.global_batch_size * STEPS)
+    samples = random_samples(plan)
     with ByteMeter(limit_bytes=case.limit_bytes) as meter:
         model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
         trainer = planned_parallelism(plan).make_trainer(
@@ -81,11 +56,6 @@ def measure(case: Case) -> dict[str, Any]:
     }
 
 
-def _samples(case: Case, count: int) -> list[dict[str, torch.Tensor]]:
-    generator = torch.Generator().manual_seed(0)
-    tokens = torch.randint(0, case.config["vocab_size"], (count, case.tokens), generator=generator)
-    return [{"input_ids": sample, "labels": sample} for sample in tokens]
-
-
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), Path(sys.argv[2]))
+    activations.LOGITS_BYTES_OF_A_TILE = LOGITS_BYTES_OF_A_TILE
+    run_cases(Case, measure)

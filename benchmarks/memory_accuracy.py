@@ -6,9 +6,6 @@ Each case trains through the Trainer on CPU ranks with the byte meter on. The sa
 
 from __future__ import annotations
 
-import argparse
-import json
-import re
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -17,12 +14,9 @@ from statistics import mean
 
 from memory_cases import VALUES, Case, grid, metered_release
 from memory_estimators import accelerate_estimate, deepspeed_estimate
-from metered_launch import measure_cases
-from page_parts import with_part
+from memory_grid import Grid
 from shardwright.ds_configs.memory.estimate import ALLOCATED_OVER_PREDICTED, cpu_rank_terms
 
-MEASURED = Path(__file__).with_name("memory_accuracy.json")
-DOCUMENT = Path(__file__).parents[1] / "docs" / "measurements" / "memory.md"
 TARGET_MEAN, TARGET_WORST = 0.03, 0.08
 
 
@@ -51,11 +45,6 @@ class Row:
         """Whether the interval holds the metered peak."""
         low, high = self.interval
         return low <= self.metered_bytes <= high
-
-
-def measure(cases: Sequence[Case]) -> list[dict[str, object]]:
-    """Train every case on CPU ranks and return the readings."""
-    return measure_cases(cases, worker_file="memory_worker.py")
 
 
 def rows(records: Iterable[dict[str, object]]) -> list[Row]:
@@ -134,51 +123,24 @@ def verdict(found: Sequence[Row]) -> tuple[bool, str]:
     )
 
 
-def write_document(found: Sequence[Row]) -> None:
-    """Replace the tables between the markers of the document."""
-    text = DOCUMENT.read_text(encoding="utf-8")
-    tables = {
-        "summary": verdict(found)[1] + ".",
-        "groups": group_table(found),
-        "cases": case_table(found),
-        "estimators": estimator_table(found),
-    }
-    for name, table in tables.items():
-        text = with_part(text, name, table)
-    DOCUMENT.write_text(text, encoding="utf-8")
-
-
 def _mb(count: int) -> str:
     return f"{count / 1e6:.2f}"
 
 
-def main() -> int:
-    """Measure the grid, or read what was measured before, and print every table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", metavar="REGEX", help="cases whose name matches")
-    parser.add_argument("--stored", action="store_true", help=f"predict the measurements in {MEASURED.name} again")
-    parser.add_argument("--write", action="store_true", help=f"store measurements and tables in {DOCUMENT.name}")
-    options = parser.parse_args()
-    wanted = {case.name for case in grid() if re.search(options.only or "", case.name)}
-    if options.only and options.write:
-        parser.error("--write stores the whole grid: leave --only out")
-    if not wanted:
-        parser.error(f"--only {options.only} matches no case")
-    if options.stored:
-        records = json.loads(MEASURED.read_text(encoding="utf-8"))
-        records = [record for record in records if Case(**record["case"]).name in wanted]
-    else:
-        records = measure([case for case in grid() if case.name in wanted])
-    found = rows(records)
-    for table in (case_table(found), group_table(found), estimator_table(found)):
-        print(table, end="\n\n")
-    passed, sentence = verdict(found)
-    print(sentence)
-    if options.write:
-        MEASURED.write_text("[\n" + ",\n".join(json.dumps(r, sort_keys=True) for r in records) + "\n]\n", "utf-8")
-        write_document(found)
-    return 0 if passed else 1
-
+GRID = Grid(
+    name="memory_accuracy",
+    document=Path(__file__).parents[1] / "docs" / "measurements" / "memory.md",
+    cases=grid,
+    case_of=Case,
+    worker_file="memory_worker.py",
+    rows=rows,
+    tables=lambda found: {
+        "groups": group_table(found),
+        "cases": case_table(found),
+        "estimators": estimator_table(found),
+    },
+    verdict=verdict,
+)
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(GRID.main(__doc__))

@@ -4,14 +4,10 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Sequence
-from contextlib import nullcontext
-from functools import partial
 from typing import Any
 
 import torch
-from safetensors.torch import save_model
 from shardwright.ds_configs.memory.estimate import estimate_memory
-from shardwright.ds_configs.memory.rank_parameters import pipeline_stages
 from shardwright.ds_configs.plan.plan import Plan
 from shardwright.ds_configs.plan.rendering import deepspeed_config, planned_training_arguments
 from shardwright.ds_configs.search.search import Evaluated
@@ -21,8 +17,6 @@ from shardwright.ds_configs.specs.layout import Layout
 from shardwright.ds_configs.specs.model import ModelSpec
 from shardwright.ds_configs.step_time.estimate import estimate_step_time
 from shardwright.plugins.accelerate.cpu_ranks import configure_cpu_ranks
-from shardwright.plugins.bitsandbytes import is_divided, on_host, place_for_division
-from shardwright.plugins.deepspeed_pipeline.engine import meter_pipeline_trainer
 from shardwright.plugins.metering import WARM_UP_STEPS, Meter, MeterReading, meter_trainer
 from shardwright.plugins.peft import add_lora, four_bit_loading
 from shardwright.plugins.transformers.gradient_checkpointing import (
@@ -33,21 +27,13 @@ from shardwright.plugins.transformers.optimizers import prepare_optimizer
 from shardwright.plugins.transformers.training_arguments import training_arguments, weights_dtype
 from shardwright.trainers.parallel.long_sequences import long_sequence_callback
 from transformers import (
-    MODEL_FOR_CAUSAL_LM_MAPPING,
     AutoConfig,
-    AutoModel,
     AutoModelForCausalLM,
-    AutoModelForImageClassification,
-    AutoModelForImageTextToText,
-    AutoModelForMaskedLM,
-    AutoModelForSeq2SeqLM,
-    AutoModelForSpeechSeq2Seq,
     Trainer,
     TrainerCallback,
     default_data_collator,
     set_seed,
 )
-from transformers.modeling_utils import set_zero3_state
 
 STEPS = WARM_UP_STEPS + 1
 
@@ -70,22 +56,17 @@ def train_metered(
     set_seed(1)
     model_config = AutoConfig.for_model(**config)
     dtype = weights_dtype(arguments, method=job.method, trained=job.weights_dtype)
-    # Images and sound of a whole run are the data set's, not the step's.
-    samples = _samples(plan, model_config)
+    # Samples of a complete run are the data set's, not the step's.
+    samples = random_samples(plan)
     with meter:
         if job.method == "qlora":
-            model = _four_bit_model(model_config, dtype, strategy.engine)
+            model = _four_bit_model(model_config, dtype)
         else:
-            auto_class = _auto_class(plan.model.architecture, model_config)
-            if strategy.zero_stage == 3 and hasattr(model_config, "vision_config"):
-                model = _read_model(auto_class, model_config, dtype)
-            else:
-                with torch.device(arguments.device):
-                    model = auto_class.from_config(model_config, dtype=dtype, trust_remote_code=False)
-                model = _without_zeros(model)
+            with torch.device(arguments.device):
+                model = AutoModelForCausalLM.from_config(model_config, dtype=dtype, trust_remote_code=False)
         if job.method != "full":
             model = add_lora(model, rank=job.lora_rank, targets="all-linear", fp32_adapters=not deepspeed)
-        trainer = _trainer(plan, arguments, model, samples)
+        trainer = Trainer(model=model, args=arguments, train_dataset=samples, data_collator=default_data_collator)
         del model
         for callback in callbacks:
             trainer.add_callback(callback)
@@ -96,84 +77,19 @@ def train_metered(
         if strategy.keeps_products:
             trainer.add_callback(selective_checkpointing_callback())
         prepare_optimizer(trainer)
-        (meter_pipeline_trainer if strategy.pp > 1 else meter_trainer)(trainer, meter)
+        meter_trainer(trainer, meter)
         trainer.train()
         reading = meter.reading()
     return reading
 
 
-def _read_model(auto_class: Any, config: Any, dtype: torch.dtype) -> Any:
-    """Random weights that are divided while they are read.
-
-    `from_config` fails on towers under ZeRO-3: `initialize_weights_zero3` (transformers 5.17) gathers a module's own
-    parameters, and SigLIP's modules draw those of their children ("Fan in and fan out can not be computed").
-    """
+def _four_bit_model(config: Any, dtype: torch.dtype) -> Any:
+    """Return random weights that become 4-bit while they are read."""
     with tempfile.TemporaryDirectory() as directory:
-        config.to_json_file(f"{directory}/config.json")
-        # Else the tower, which the model makes by `from_config`, would be divided here.
-        with set_zero3_state():
-            whole = _without_zeros(auto_class._model_mapping[type(config)](config).to(dtype))
-        save_model(whole, f"{directory}/model.safetensors", metadata={"format": "pt"})
-        del whole
-        return auto_class.from_pretrained(directory, dtype=dtype, trust_remote_code=False)
-
-
-def _without_zeros(model: Any) -> Any:
-    """The model without matrices of zeros: Gemma 3 draws its projection so, and gradients of image tokens are infinite.
-
-    DeepSpeed's ZeRO-2 then steps over its optimizer, which makes no states.
-    """
-    for parameter in model.parameters():
-        if parameter.dim() > 1 and parameter.numel() and not parameter.any():
-            torch.nn.init.normal_(parameter, std=0.02)
-    return model
-
-
-def _four_bit_model(config: Any, dtype: torch.dtype, engine: str) -> Any:
-    """Random weights that become 4-bit while they are read; `save_pretrained` would write on the first rank alone."""
-    with tempfile.TemporaryDirectory() as directory:
-        config.to_json_file(f"{directory}/config.json")
-        # Under ZeRO-3 `from_config` would make partitions.
-        whole = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)](config).to(dtype)
-        save_model(whole, f"{directory}/model.safetensors", metadata={"format": "pt"})
-        del whole
-        with on_host() if is_divided(engine) else nullcontext({}) as placement:
-            model = AutoModelForCausalLM.from_pretrained(
-                directory,
-                dtype=dtype,
-                quantization_config=four_bit_loading(dtype),
-                trust_remote_code=False,
-                **placement,
-            )
-        return place_for_division(model) if is_divided(engine) else model
-
-
-def _auto_class(architecture: str, config: Any) -> Any:
-    """Return the auto class that builds the architecture."""
-    classes = (
-        AutoModelForCausalLM,
-        AutoModelForMaskedLM,
-        AutoModelForSeq2SeqLM,
-        AutoModelForSpeechSeq2Seq,
-        AutoModelForImageClassification,
-        AutoModelForImageTextToText,
-        AutoModel,
-    )
-    built = {auto: auto._model_mapping.get(type(config), None) for auto in classes}
-    return next(auto for auto, made in built.items() if made is not None and made.__name__ == architecture)
-
-
-def _trainer(plan: Plan, arguments: Any, model: Any, samples: list[dict[str, torch.Tensor]]) -> Trainer:
-    collator = partial(_collated, contrastive=plan.model.task == "contrastive")
-    inputs = {"train_dataset": samples, "data_collator": collator}
-    strategy = plan.chosen.strategy
-    if strategy.pp == 1:
-        return Trainer(model=model, args=arguments, **inputs)
-    from shardwright.trainers.parallel.pipeline.trainer import PipelineTrainer
-
-    stages = pipeline_stages(plan.model, plan.job, strategy.pp)
-    trainer: Trainer = PipelineTrainer(model=model, args=arguments, pipeline_stages=stages, **inputs)
-    return trainer
+        AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False).save_pretrained(directory)
+        return AutoModelForCausalLM.from_pretrained(
+            directory, dtype=dtype, quantization_config=four_bit_loading(dtype), trust_remote_code=False
+        )
 
 
 def run_settings(plan: Plan, *, steps: int = STEPS) -> dict[str, Any]:
@@ -200,33 +116,9 @@ def run_settings(plan: Plan, *, steps: int = STEPS) -> dict[str, Any]:
     return settings
 
 
-def _samples(plan: Plan, config: Any) -> list[dict[str, torch.Tensor]]:
-    """Random text, images or sound, as the model reads them."""
+def random_samples(plan: Plan) -> list[dict[str, torch.Tensor]]:
+    """Return the random tokens of all steps and data-parallel ranks."""
     generator = torch.Generator().manual_seed(0)
-    count = plan.chosen.strategy.global_batch_size * STEPS
-    words = plan.model.dimensions.vocab_size
-    # The last of the vocabulary may stand for an image.
-    tokens = torch.randint(3, max(words - 1, 4), (count, plan.job.seq_len_tokens), generator=generator)
-    vision = getattr(config, "vision_config", config)
-    columns = {"input_ids": tokens, "labels": tokens}
-    if plan.model.task == "seq2seq" and hasattr(config, "num_mel_bins"):
-        frames = (count, config.num_mel_bins, 2 * config.max_source_positions)
-        columns = {"input_features": torch.randn(frames, generator=generator), "labels": tokens}
-    elif hasattr(vision, "image_size"):
-        pixels = (count, vision.num_channels, vision.image_size, vision.image_size)
-        columns["pixel_values"] = torch.randn(pixels, generator=generator)
-        if hasattr(config, "mm_tokens_per_image"):
-            # As the processor marks them: tokens of an image see each other.
-            image = slice(config.mm_tokens_per_image)
-            columns["token_type_ids"] = torch.zeros_like(tokens)
-            columns["token_type_ids"][:, image], tokens[:, image] = 1, config.image_token_id
-        if plan.model.task == "contrastive":
-            del columns["labels"]
-        elif not words:
-            columns = {"pixel_values": columns["pixel_values"], "labels": torch.zeros(count, dtype=torch.int64)}
-    return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
-
-
-def _collated(samples: list[dict[str, torch.Tensor]], *, contrastive: bool) -> dict[str, Any]:
-    batch = default_data_collator(samples)
-    return batch | {"return_loss": True} if contrastive else batch
+    shape = (plan.chosen.strategy.global_batch_size * STEPS, plan.job.seq_len_tokens)
+    tokens = torch.randint(0, plan.model.dimensions.vocab_size, shape, generator=generator)
+    return [{"input_ids": sample, "labels": sample} for sample in tokens]

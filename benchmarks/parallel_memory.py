@@ -6,9 +6,6 @@ pipeline every stage.
 
 from __future__ import annotations
 
-import argparse
-import json
-import re
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -16,13 +13,10 @@ from pathlib import Path
 from statistics import mean
 
 from memory_cases import metered_release
-from metered_launch import measure_cases
-from page_parts import with_part
+from memory_grid import Grid
 from parallel_memory_cases import LAYOUTS, Case, grid
 from shardwright.ds_configs.memory.estimate import cpu_share_terms
 
-MEASURED = Path(__file__).with_name("parallel_memory.json")
-DOCUMENT = Path(__file__).parents[1] / "docs" / "measurements" / "parallel_memory.md"
 TARGET_MEAN = 0.05
 
 
@@ -47,11 +41,6 @@ class Row:
     def error(self) -> float:
         """Relative error of the prediction, positive when it is too large."""
         return self.predicted_bytes / self.metered_bytes - 1
-
-
-def measure(cases: Sequence[Case]) -> list[dict[str, object]]:
-    """Train every case on CPU ranks and return the readings."""
-    return measure_cases(cases, worker_file="parallel_memory_worker.py")
 
 
 def rows(records: Iterable[dict[str, object]]) -> list[Row]:
@@ -149,41 +138,16 @@ def verdict(found: Sequence[Row]) -> tuple[bool, str]:
     )
 
 
-def write_document(found: Sequence[Row]) -> None:
-    """Replace the tables between the markers of the document."""
-    text = DOCUMENT.read_text(encoding="utf-8")
-    fullest = fullest_rows(found)
-    tables = {"summary": verdict(fullest)[1] + ".", "groups": group_table(fullest), "cases": case_table(found)}
-    for name, table in tables.items():
-        text = with_part(text, name, table)
-    DOCUMENT.write_text(text, encoding="utf-8")
-
-
-def main() -> int:
-    """Measure the grid, or read what was measured before, and print every table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", metavar="REGEX", help="cases whose name matches")
-    parser.add_argument("--stored", action="store_true", help=f"predict the measurements in {MEASURED.name} again")
-    parser.add_argument("--write", action="store_true", help=f"store measurements and tables in {DOCUMENT.name}")
-    options = parser.parse_args()
-    cases = [case for case in grid() if re.search(options.only or "", case.name)]
-    if not cases:
-        parser.error(f"--only {options.only} matches no case")
-    stored = json.loads(MEASURED.read_text(encoding="utf-8")) if MEASURED.exists() else []
-    wanted = [record for record in stored if Case(**record["case"]) in cases]
-    records = wanted if options.stored else measure(cases)
-    found = rows(records)
-    for table in (case_table(found), group_table(fullest_rows(found))):
-        print(table, end="\n\n")
-    passed, sentence = verdict(fullest_rows(found))
-    print(sentence)
-    if options.write:
-        newest = {Case(**record["case"]).name: record for record in [*stored, *records]}
-        ordered = [newest[case.name] for case in grid() if case.name in newest]
-        MEASURED.write_text("[\n" + ",\n".join(json.dumps(r, sort_keys=True) for r in ordered) + "\n]\n", "utf-8")
-        write_document(rows(ordered))
-    return 0 if passed else 1
-
+GRID = Grid(
+    name="parallel_memory",
+    document=Path(__file__).parents[1] / "docs" / "measurements" / "parallel_memory.md",
+    cases=grid,
+    case_of=Case,
+    worker_file="parallel_memory_worker.py",
+    rows=rows,
+    tables=lambda found: {"groups": group_table(fullest_rows(found)), "cases": case_table(found)},
+    verdict=lambda found: verdict(fullest_rows(found)),
+)
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(GRID.main(__doc__))

@@ -2,45 +2,22 @@
 
 from __future__ import annotations
 
-import json
-import os
-import sys
-from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
-import torch
-from metered_training import STEPS, plan_of, run_settings
+from memory_grid import run_cases
+from metered_training import plan_of, random_samples, run_settings
 from parallel_memory_cases import Case
 from shardwright.ds_configs.memory.rank_parameters import pipeline_stages
 from shardwright.ds_configs.plan.plan import Plan
 from shardwright.ds_configs.specs.hardware import parse_hardware
 from shardwright.plugins.accelerate.cpu_ranks import configure_cpu_ranks
 from shardwright.plugins.deepspeed_pipeline.engine import meter_pipeline_trainer
-from shardwright.plugins.metering import ByteMeter, MeterReading, meter_trainer
+from shardwright.plugins.metering import ByteMeter, meter_trainer
 from shardwright.plugins.transformers.training_arguments import training_arguments, weights_dtype
 from transformers import AutoConfig, AutoModelForCausalLM, Trainer, TrainingArguments, default_data_collator, set_seed
 
 
-def main(cases_file: Path, output: Path) -> None:
-    """Measure every case of a JSON file and append one line for each, with all ranks' readings, on rank 0."""
-    sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
-    from fresh_process import forget_last_run
-
-    cases = [Case(**values) for values in json.loads(cases_file.read_text(encoding="utf-8"))]
-    for case in cases:
-        reading = measure(case)
-        record = {"peaks": reading.peaks, "peak_bytes": reading.peak_bytes}
-        records: list[Any] = [None] * case.ranks
-        torch.distributed.all_gather_object(records, record)
-        if os.environ["RANK"] == "0":
-            with output.open("a", encoding="utf-8") as file:
-                file.write(json.dumps({"case": asdict(case), "ranks": records}) + "\n")
-            print("measured", case.name, flush=True)
-        forget_last_run()
-
-
-def measure(case: Case) -> MeterReading:
+def measure(case: Case) -> dict[str, Any]:
     """Train one case and return what lived on this rank in the last step."""
     plan = plan_of(case.strategy(), case.spec(), parse_hardware(f"{case.ranks}xCPU"), case.job())
     arguments: TrainingArguments = training_arguments(run_settings(plan), configure_cpu_ranks("deepspeed"))
@@ -55,11 +32,12 @@ def measure(case: Case) -> MeterReading:
         del model
         (meter_pipeline_trainer if case.axis == "pp" else meter_trainer)(trainer, meter)
         trainer.train()
-        return meter.reading()
+        reading = meter.reading()
+    return {"peaks": reading.peaks, "peak_bytes": reading.peak_bytes}
 
 
 def _trainer(case: Case, plan: Plan, arguments: TrainingArguments, model: Any) -> Trainer:
-    inputs = {"train_dataset": _samples(plan), "data_collator": default_data_collator}
+    inputs = {"train_dataset": random_samples(plan), "data_collator": default_data_collator}
     if case.axis == "pp":
         from shardwright.trainers.parallel.pipeline.trainer import PipelineTrainer
 
@@ -90,12 +68,5 @@ def _callback(axis: str) -> Any:
     return SequenceParallelCallback(2)
 
 
-def _samples(plan: Plan) -> list[dict[str, torch.Tensor]]:
-    generator = torch.Generator().manual_seed(0)
-    shape = (plan.chosen.strategy.global_batch_size * STEPS, plan.job.seq_len_tokens)
-    tokens = torch.randint(0, plan.model.dimensions.vocab_size, shape, generator=generator)
-    return [{"input_ids": sample, "labels": sample} for sample in tokens]
-
-
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), Path(sys.argv[2]))
+    run_cases(Case, measure, lambda records: {"ranks": list(records)})

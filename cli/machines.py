@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Literal
 
@@ -153,50 +152,27 @@ class ReplicaOptions(SameCommandOptions):
         return Replicas(processes=self.num_processes, nodes=self.num_nodes, place=self.place())
 
 
-@dataclass(frozen=True, kw_only=True)
-class SameCommand:
-    """This command, with the rank and address of each machine."""
-
-    words: tuple[str, ...]
-
-    def node_words(self, place: NodePlace, *options: str) -> list[str]:
-        from ..plugins.clusters.ssh import own_program
-
-        address = ["--main-address", place.main_address, "--main-port", str(place.main_port)]
-        return [*own_program(), *self.words, *_ON_SSH, "--node-rank", str(place.rank), *address, *options]
-
-    def resumed(self) -> SameCommand:
-        return self
-
-
-def run_on_hosts(machines: SameCommandOptions, *, nodes: int | None = None) -> int:
+def run_on_hosts(machines: SameCommandOptions, hardware: HardwareSpec | None = None) -> int:
     """Run this command on the machines of a hostfile, and return the exit code.
 
-    `nodes` is the required number of machines; with `None` the hostfile decides, also about the processes.
+    Without `hardware`, the hostfile also sets the number of processes.
 
     Raises:
-        UsageError: the hostfile cannot be read or has the wrong number of machines.
+        UsageError: the hostfile cannot be read or does not fit the hardware.
         ShardwrightError: a machine does not answer, or the command failed there.
     """
-    from ..plugins.clusters.ssh import Hosts, listed_hosts, run_over_ssh
+    from ..ds_configs.plan.clusters import NodeCommand
+    from ..plugins.clusters.ssh import Hosts, own_program, read_hostfile, run_over_ssh
 
     if errors := machines.errors():
         raise UsageError(errors)
     assert machines.hostfile is not None, "errors() reports a missing file"
-    listed = listed_hosts(machines.hostfile)
-    slots = {count or 1 for _, count in listed}
-    rule = fix = ""
-    if nodes is not None and len(listed) != nodes:
-        rule, fix = f"must list {nodes} machines, not {len(listed)}", "edit it, or plan for these machines"
-    elif nodes is None and len(slots) > 1:
-        rule, fix = "has machines with different slots", "use the same number of slots for all"
-    if rule:
-        raise UsageError(ConfigError(where="hostfile", value=str(machines.hostfile), rule=rule, fix=fix))
-    counts = []
-    if nodes is None:
-        counts = ["--num-nodes", str(len(listed)), "--num-processes", str(len(listed) * slots.pop())]
+    listed = read_hostfile(machines.hostfile, hardware)
+    words = [*without_options(arguments(), (*_OF_SSH, *_OF_PLACES)), *_ON_SSH]
+    if hardware is None:
+        words += ["--num-nodes", str(len(listed)), "--num-processes", str(sum(slots or 1 for _, slots in listed))]
     run_over_ssh(
-        SameCommand(words=(*without_options(arguments(), (*_OF_SSH, *_OF_PLACES)), *counts)),
+        NodeCommand(program=own_program(), words=tuple(words)),
         Hosts(names=tuple(name for name, _ in listed), ssh_config=machines.ssh_config),
         port=machines.main_port,
         restarts=0,
@@ -207,28 +183,22 @@ def run_on_hosts(machines: SameCommandOptions, *, nodes: int | None = None) -> i
 
 def slurm_script_of_command(machines: TrainingMachineOptions, hardware: HardwareSpec) -> str:
     """Return the `sbatch` script that runs this command on each node of the hardware."""
-    from ..ds_configs.plan.clusters import slurm_command_script
+    from ..ds_configs.plan.clusters import NodeCommand, slurm_script
     from ..plugins.clusters.ssh import own_program
 
     stated = [word for word in arguments() if word not in ("--dry-run", "--dry_run")]
-    words = [*own_program(), *without_options(stated, (*_OF_SLURM, *_OF_PLACES)), *_IN_SLURM]
-    return slurm_command_script(words, hardware, name=machines.name, settings=machines.sbatch)
+    words = (*without_options(stated, (*_OF_SLURM, *_OF_PLACES)), *_IN_SLURM)
+    command = NodeCommand(program=own_program(), words=words)
+    return slurm_script(command, hardware, name=machines.name, settings=machines.sbatch)
 
 
 def submit_to_slurm(
     script: str, hardware: HardwareSpec, machines: PlannedMachineOptions, *, as_json: bool = False
 ) -> int:
-    """Submit a script, print the number of the job, and return the exit code.
+    """Submit a script, print the number of the job, and return the exit code; raises as `submit`."""
+    from ..plugins.clusters.submission import submit
 
-    Raises:
-        UsageError: SLURM is not installed, or has too few nodes.
-        ShardwrightError: SLURM rejects the script; with SLURM's message.
-    """
-    from ..plugins.clusters.submission import cluster_errors, submit
-
-    if errors := cluster_errors(hardware, machines.sbatch):
-        raise UsageError(errors)
-    number = submit(script)
+    number = submit(script, hardware, machines.sbatch)
     line = f"Submitted job {number}. State: squeue --job {number}. Output: slurm-{number}.out"
     print(json.dumps({"schema_version": 1, "job": number}) if as_json else line)
     return 0

@@ -61,7 +61,7 @@ def launched_command(
 
     output_dir, as_json, errors, script = options.output_dir, options.as_json, machines.errors(), ""
     if machines.on == "ssh" and not options.dry_run and not errors:
-        return run_on_hosts(machines, nodes=_planned_hardware(settings).nodes)
+        return run_on_hosts(machines, _planned_hardware(settings))
     if machines.on == "slurm":
         with collecting(errors):
             if getattr(settings, "plan", None) is None and settings.hardware in (None, "local"):

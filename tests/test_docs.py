@@ -16,16 +16,15 @@ READ = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rg
 ALL = [ROOT / "CHANGELOG.md", *READ]
 FENCED = re.compile(r"^```.*?^```$", flags=re.DOTALL | re.MULTILINE)
 FLAGS_OF_OTHERS = {
-    *("--write", "--change", "--strict", "--every", "--engine-python", "--only", "--meter"),  # benchmarks and tools
+    *("--write", "--change", "--strict", "--every", "--engine-python", "--meter"),  # benchmarks and tools
     *("--converter", "--llama-python", "--torchao", "--real"),  # benchmarks
     "--autotuning",  # DeepSpeed's launcher
     *("--no-deps", "--no-binary", "--outfile", "--outtype"),  # pip, llama.cpp's converter
     *("--stored", "--terms", "--kept-products"),
     "--nproc-per-node",  # torchrun
-    *("--enable-prefix-caching", "--load-format", "--lora-modules", "--max-lora-rank"),  # vLLM
-    "--prerelease",  # uv
+    *("--enable-prefix-caching", "--lora-modules", "--max-lora-rank"),  # vLLM
     *("--hypothesis-profile", "--hypothesis-seed", "--draw", "--seed", "--pictures"),  # pytest
-    *("--dist", "--durations", "--no-loadscope-reorder"),
+    *("--dist", "--durations"),
     *("--partition", "--time", "--deepspeed", "--install-completion"),  # sbatch, Transformers, ours without a command
     "--help",
 }
@@ -48,23 +47,29 @@ def links(page: Path) -> list[tuple[str, str]]:
     return [(target, anchor) for target, anchor in found if not target.startswith("http")]
 
 
-@pytest.mark.parametrize("page", ALL, ids=name_of)
-def test_links_have_a_target(page):
-    for target, anchor in links(page):
-        to = (page.parent / target).resolve() if target else page
-        assert to.exists(), f"leads to {target}"
-        # The headings of a part that is made from the code exist on the site only; `make docs` checks links to them.
-        if anchor and "<!-- built: " not in to.read_text(encoding="utf-8"):
-            assert anchor in anchors(to), f"leads to {target}#{anchor}"
+def test_links_have_a_target():
+    errors = []
+    for page in ALL:
+        for target, anchor in links(page):
+            to = (page.parent / target).resolve() if target else page
+            # Headings of parts that are made from the code exist on the site only; `make docs` checks links to them.
+            if not to.exists() or (
+                anchor and "<!-- built: " not in to.read_text(encoding="utf-8") and anchor not in anchors(to)
+            ):
+                errors.append(f"{name_of(page)} leads to {target}#{anchor}")
+    assert not errors
 
 
-@pytest.mark.parametrize("page", READ, ids=name_of)
-def test_named_files_exist(page):
+def test_named_files_exist():
     at_a_commit = r"`[^`]*`\s+at\s+(?:commit )?`[0-9a-f]{8}`|^.*# at commit [0-9a-f]{8}$"
-    text = re.sub(at_a_commit, "", page.read_text(encoding="utf-8"), flags=re.MULTILINE)
     directories = "ds_configs|plugins|trainers|cli|tests|tools|benchmarks|examples|docs"
-    for path in re.findall(rf"(?<![\w./-])((?:{directories})/[\w./*-]*\w/?)", text):
-        assert list(ROOT.glob(path.removesuffix("/"))), f"names {path}"
+    errors = []
+    for page in READ:
+        text = re.sub(at_a_commit, "", page.read_text(encoding="utf-8"), flags=re.MULTILINE)
+        for path in re.findall(rf"(?<![\w./-])((?:{directories})/[\w./*-]*\w/?)", text):
+            if not list(ROOT.glob(path.removesuffix("/"))):
+                errors.append(f"{name_of(page)} names {path}")
+    assert not errors
 
 
 def test_pages_that_code_names_exist():
@@ -83,19 +88,20 @@ def test_modules_that_pages_and_messages_run_exist():
             assert place.is_dir() or place.with_suffix(".py").is_file(), f"{name_of(path)} runs {module}"
 
 
-@pytest.mark.parametrize("page", READ, ids=name_of)
-def test_imports_of_python_blocks_exist(page):
-    text = page.read_text(encoding="utf-8")
-    for block in re.findall(r"^```python[^\n]*\n(.*?)^```$", text, flags=re.DOTALL | re.MULTILINE):
-        for node in ast.walk(ast.parse(block)):
-            if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "shardwright":
-                path = ROOT.joinpath(*node.module.split(".")[1:])
-                source = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
-                defined = source.read_text(encoding="utf-8")
-                for alias in node.names:
-                    name = rf"\b{alias.name}\b"
-                    pattern = rf"^\s*(?:class|def) {name}|^{name}.*=|import .*{name}|\"{name}\""
-                    assert re.search(pattern, defined, flags=re.MULTILINE), f"{alias.name} is not in {source}"
+def test_imports_of_python_blocks_exist():
+    for page in READ:
+        text = page.read_text(encoding="utf-8")
+        for block in re.findall(r"^```python[^\n]*\n(.*?)^```$", text, flags=re.DOTALL | re.MULTILINE):
+            for node in ast.walk(ast.parse(block)):
+                if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "shardwright":
+                    path = ROOT.joinpath(*node.module.split(".")[1:])
+                    source = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+                    defined = source.read_text(encoding="utf-8")
+                    for alias in node.names:
+                        name = rf"\b{alias.name}\b"
+                        pattern = rf"^\s*(?:class|def) {name}|^{name}.*=|import .*{name}|\"{name}\""
+                        is_defined = re.search(pattern, defined, flags=re.MULTILINE)
+                        assert is_defined, f"{name_of(page)} imports {alias.name}, which is not in {source}"
 
 
 def test_commands_and_make_targets_exist():
@@ -110,16 +116,20 @@ def test_commands_and_make_targets_exist():
             assert target in targets, f"{page.name} names `make {target}`"
 
 
-@pytest.mark.parametrize("page", READ, ids=name_of)
-def test_named_flags_exist(page):
+def test_named_flags_exist():
     """A flag after one of our commands is one of that command."""
     known = {name: flags_of(name) for name in build_app() if not name.startswith("-")}
-    text = page.read_text(encoding="utf-8").replace("\\\n", " ")
-    stated = set(re.findall(r"(?<![\w-])--[a-z][a-z-]*[a-z](?![\w-])", text))
-    assert stated <= set().union(FLAGS_OF_OTHERS, *known.values())
-    for command, rest in re.findall(r"shardwright ([a-z][a-z-]*)([^\n`|;]*)", text):
-        for flag in re.findall(r"(?<=\s)--[a-z][a-z-]*", rest) if command in known else ():
-            assert flag in known[command] | {"--help"}, f"names shardwright {command} {flag}"
+    every = set().union(FLAGS_OF_OTHERS, *known.values())
+    errors = []
+    for page in READ:
+        text = page.read_text(encoding="utf-8").replace("\\\n", " ")
+        stated = set(re.findall(r"(?<![\w-])--[a-z][a-z-]*[a-z](?![\w-])", text))
+        errors += [f"{name_of(page)} names {flag}" for flag in stated - every]
+        for command, rest in re.findall(r"shardwright ([a-z][a-z-]*)([^\n`|;]*)", text):
+            for flag in re.findall(r"(?<=\s)--[a-z][a-z-]*", rest) if command in known else ():
+                if flag not in known[command] | {"--help"}:
+                    errors.append(f"{name_of(page)} names shardwright {command} {flag}")
+    assert not errors
 
 
 @cache

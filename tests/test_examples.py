@@ -49,11 +49,6 @@ def test_the_notebook_runs_from_top_to_bottom(tmp_path):
 
 
 SHOWN = {
-    "distill_causal_lm": "and hidden states",
-    "distill_cached": "taught from the cache",
-    "distill_classifier": "the same and its teacher",
-    "distill_clip": "the same and its teacher",
-    "distill_self": "held by its base",
     "distill_then_quantize": "student in 4 bit",
     "qat": "differ by 0.0 in weights and 0.0 in logits",
 }
@@ -71,18 +66,9 @@ def with_less(function, changes):
     return briefly
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=pytest.mark.needs("llmcompressor") if name in ("distill_then_quantize", "qat") else ())
-        for name in SHOWN
-    ],
-)
-def test_distillation_examples_run_with_few_steps(name, monkeypatch, capsys):
-    """What they teach takes half a minute each and is shown in docs/guides/distill.md; here they run to their end.
-
-    Two steps, and 8 samples where they calibrate and evaluate on hundreds.
-    """
+@pytest.mark.needs("llmcompressor")
+@pytest.mark.parametrize("name", SHOWN)
+def test_examples_that_train_run_with_few_steps(name, monkeypatch, capsys):
     spec = importlib.util.spec_from_file_location(name, ROOT / "examples" / f"{name}.py")
     example = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(example)

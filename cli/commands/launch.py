@@ -106,7 +106,7 @@ def _print_line(line: str) -> None:
 def _launch_on_cluster(
     plan_directory: Path, script: str | None, arguments: tuple[str, ...], options: LaunchOptions
 ) -> int:
-    from ...ds_configs.plan.clusters import ClusterJob, slurm_script
+    from ...ds_configs.plan.clusters import RESUME, NodeCommand, slurm_script
     from ...ds_configs.plan.plan import Plan
     from ...plugins.clusters.ssh import Hosts, node_launches, own_program, read_hostfile, run_over_ssh
     from ...trainers.training.script import script_errors, train_words
@@ -121,26 +121,24 @@ def _launch_on_cluster(
         errors = script_errors(Path(script))
     if errors:
         raise UsageError(errors)
-    job = ClusterJob(
-        plan=plan,
-        directory=str(plan_directory.absolute()),
-        program=own_program(),
-        script=None if script is None else str(Path(script).absolute()),
-        arguments=arguments,
-        name=options.name,
-        options=() if options.check_nodes else ("--no-check-nodes",),
-    )
+    checked = () if options.check_nodes else ("--no-check-nodes",)
+    words = ("launch", str(plan_directory.absolute()), *checked)
+    behind = arguments if script is None else (str(Path(script).absolute()), *arguments)
     if options.on == "slurm":
-        batch_script = slurm_script(job, settings=options.sbatch)
+        command = NodeCommand(program=own_program(), words=words)
+        batch_script = slurm_script(command, plan.hardware, behind=behind, name=options.name, settings=options.sbatch)
         if options.dry_run:
             sys.stdout.write(batch_script)
             return 0
-        return submit_to_slurm(batch_script, job.plan.hardware, options)
-    names = read_hostfile(options.hostfile or plan_directory / "hostfile", job.plan)
-    hosts = Hosts(names=names, ssh_config=options.ssh_config)
+        return submit_to_slurm(batch_script, plan.hardware, options)
+    # A user's script must resume by itself.
+    restart = () if script is not None or "--resume" in arguments else (RESUME,)
+    command = NodeCommand(program=own_program(), words=(*words, "--", *behind), restart=restart)
+    listed = read_hostfile(options.hostfile or plan_directory / "hostfile", plan.hardware)
+    hosts = Hosts(names=tuple(name for name, _ in listed), ssh_config=options.ssh_config)
     if options.dry_run:
-        for launch in node_launches(job, hosts, port=options.main_port, directory=Path.cwd()):
+        for launch in node_launches(command, hosts, port=options.main_port, directory=Path.cwd()):
             print(" ".join([*(launch.program or ()), *launch.arguments]))
     else:
-        run_over_ssh(job, hosts, port=options.main_port, restarts=options.restarts, on_line=_print_line)
+        run_over_ssh(command, hosts, port=options.main_port, restarts=options.restarts, on_line=_print_line)
     return 0

@@ -12,7 +12,6 @@ from pydantic import Field
 
 from ...ds_configs.plan.rendering import planned_training_arguments
 from ...ds_configs.specs.errors import ConfigError, UsageError
-from ...ds_configs.specs.settings import Paths
 from ..options import ReportOptions
 from ..progress import progress_on_stderr
 from ..settings import FILLED, Options, command_line, grouped
@@ -32,7 +31,6 @@ class RehearseOptions(ReportOptions):
         description="Start one launcher per planned node on this machine; default: one rank each",
     )
     script: Path | None = Field(None, description="Your own script to run instead, with a smaller model")
-    text: Paths = Field((), description="Text files to train on, as bytes. Default: synthetic tokens")
     time_limit: float = Field(600.0, description="Time limit of each of the two launches, in seconds")
     output_dir: Path | None = Field(
         None,
@@ -64,7 +62,6 @@ def rehearse_command(plan_dir: Path, *arguments: str, options: Annotated[Rehears
             ranks=options.ranks,
             steps=options.steps,
             nodes_as_ranks=options.nodes_as_ranks,
-            text=options.text,
             time_limit_seconds=options.time_limit,
             output_dir=options.output_dir,
             force=options.force,

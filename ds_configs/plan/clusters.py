@@ -5,11 +5,11 @@ from __future__ import annotations
 import re
 import shlex
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from ..specs.errors import ConfigError
 from ..specs.hardware import HardwareSpec
-from .rendering import LaunchSpec, NodePlace
+from .rendering import NodePlace
 
 _NAME = re.compile(r"[a-z]([a-z0-9-]{0,38}[a-z0-9])?")
 _SETTING = re.compile(r"--[a-z][a-z-]*(=[ -~]+)?")
@@ -29,40 +29,20 @@ _MEETING = (
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ClusterJob:
-    """A plan with a script or `train`, for the nodes of a cluster."""
+class NodeCommand:
+    """A command of Shardwright that each node runs, with its rank and the address of the first one."""
 
-    plan: LaunchSpec
-    directory: str
-    """Directory of the plan, the same path on every node."""
+    words: tuple[str, ...]
+    """Name and arguments, without options of machines."""
     program: tuple[str, ...] = ("shardwright",)
-    """Command on a node."""
-    script: str | None = None
-    """The user's script; `None` for `train`."""
-    arguments: tuple[str, ...] = ()
-    options: tuple[str, ...] = ()
-    """Further options of `shardwright launch`, such as `--no-check-nodes`."""
-    name: str = "shardwright"
+    restart: tuple[str, ...] = ()
+    """Arguments that a restarted run adds."""
 
-    def node_words(self, place: NodePlace, *options: str) -> list[str]:
-        """Return the command of one node, with further options of `shardwright launch`."""
+    def node_words(self, place: NodePlace, *options: str, restarted: bool = False) -> list[str]:
+        """Return the command of one node; options of machines precede the arguments, which may be a script's."""
         meeting = ["--main-address", place.main_address, "--main-port", str(place.main_port)]
-        words = [*self.program, "launch", self.directory, "--node-rank", str(place.rank), *meeting]
-        words += [*self.options, *options]
-        return [*words, "--", *self.words_behind]
-
-    @property
-    def words_behind(self) -> tuple[str, ...]:
-        return self.arguments if self.script is None else (self.script, *self.arguments)
-
-    def resumed(self) -> ClusterJob:
-        """Return the job that resumes from the newest valid checkpoint, or starts again without one.
-
-        A user's script must do that itself, so its job is returned unchanged.
-        """
-        if self.script is not None or "--resume" in self.arguments:
-            return self
-        return replace(self, arguments=(*self.arguments, RESUME))
+        words = [*self.program, self.words[0], "--node-rank", str(place.rank), *meeting, *options, *self.words[1:]]
+        return [*words, *self.restart] if restarted else words
 
 
 def name_errors(name: str) -> list[ConfigError]:
@@ -84,69 +64,65 @@ def setting_errors(settings: Sequence[str]) -> list[ConfigError]:
     ]
 
 
-def placeholder_hosts(plan: LaunchSpec) -> list[str]:
+def placeholder_hosts(nodes: int) -> list[str]:
     """Return the placeholders for host names in the hostfile that `plan` writes."""
-    return [f"node-{index}" for index in range(plan.hardware.nodes)]
+    return [f"node-{index}" for index in range(nodes)]
 
 
-def hostfile(plan: LaunchSpec) -> str:
+def hostfile(hardware: HardwareSpec) -> str:
     """Return the hostfile of `--on ssh` and of DeepSpeed's launchers, with placeholder names."""
-    return "".join(f"{name} slots={plan.hardware.gpus_per_node}\n" for name in placeholder_hosts(plan))
+    return "".join(f"{name} slots={hardware.gpus_per_node}\n" for name in placeholder_hosts(hardware.nodes))
 
 
 def slurm_script(
-    job: ClusterJob, header: str = "", *, settings: tuple[str, ...] = (), saving_seconds: int = SAVING_SECONDS
+    command: NodeCommand,
+    hardware: HardwareSpec,
+    *,
+    behind: Sequence[str] | None = None,
+    header: str = "",
+    name: str = "shardwright",
+    settings: Sequence[str] = (),
+    saving_seconds: int = SAVING_SECONDS,
 ) -> str:
-    """Return an `sbatch` script: one launcher per node, stopped in time to save, then requeued to resume."""
-    further = ("--requeue", "--open-mode=append", f"--signal=TERM@{saving_seconds}", *settings)
-    directory = '"$SLURM_SUBMIT_DIR"' if job.directory == "." else shlex.quote(job.directory)
-    behind, options = shlex.join(job.words_behind), "".join(f"{shlex.quote(word)} " for word in job.options)
-    # Node-specific arguments follow the words that are the same on all nodes.
-    same = len(job.program) + 2
+    """Return an `sbatch` script: one launcher per exclusive node, stopped in time to save.
+
+    Args:
+        command: What each node runs; the directory `.` is that of the submission.
+        hardware: Nodes of the job.
+        behind: Further arguments of `launch`, to which the script adds those that it gets itself. The job is requeued
+            to resume as long as it makes progress. `None` for another command, which runs once.
+        header: Comments below the options of `sbatch`.
+        name: Of the job.
+        settings: Further options of `sbatch`.
+        saving_seconds: Time between SIGTERM and the time limit.
+    """
+    options = [f"--job-name={name}", f"--nodes={hardware.nodes}", "--ntasks-per-node=1"]
+    if hardware.gpu != "CPU":
+        options.append(f"--gpus-per-node={hardware.gpus_per_node}")
+    options += ["--exclusive", *(["--no-requeue"] if behind is None else ["--requeue", "--open-mode=append"])]
+    options += [f"--signal=TERM@{saving_seconds}", *settings]
+    head = "#!/usr/bin/env bash\n" + "".join(f"#SBATCH {option}\n" for option in options) + header + _MEETING
+    program, same = shlex.join([*command.program, command.words[0]]), len(command.program) + 1
+    words = " ".join('"$SLURM_SUBMIT_DIR"' if word == "." else shlex.quote(word) for word in command.words[1:])
+    # Node-specific arguments follow the words that are the same on all nodes. After the other nodes have ended, node 0
+    # of a command without restarts may still report and upload, without a time limit.
+    run = (
+        f"srun --wait={0 if behind is None else saving_seconds} bash -c "
+        f'\'exec "${{@:1:{same}}}" --node-rank "$SLURM_NODEID" "${{@:{same + 1}}}"\' node '
+        f'{program} --main-address "$main_address" --main-port "$main_port" {words}'
+    )
+    if behind is None:
+        return f"{head}{run}\n"
     return (
-        f"{_sbatch_head(job.plan.hardware, job.name, further)}{header}{_MEETING}"
-        f'set -- {behind}{" " if behind else ""}"$@"\n'
+        f'{head}set -- {"".join(f"{shlex.quote(word)} " for word in behind)}"$@"\n'
         "# Your own script must read SLURM_RESTART_COUNT itself.\n"
         'case "${1:--}" in -*) set -- "$@" ${SLURM_RESTART_COUNT:+"'
         f'{RESUME}"}} ;; esac\n'
-        f"srun --wait={saving_seconds} bash -c "
-        f'\'exec "${{@:1:{same}}}" --node-rank "$SLURM_NODEID" "${{@:{same + 1}}}"\' node '
-        f"{shlex.join(job.program)} launch {directory} "
-        f'--main-address "$main_address" --main-port "$main_port" {options}-- "$@"\n'
+        f'{run} -- "$@"\n'
         "code=$?\n"
         "# The run was stopped before its time limit and has saved. Requeue it to resume, if it made progress.\n"
-        f'if [ "$code" -eq {_STOPPED} ] && {shlex.join(job.program)} launch {directory} --turn-ended -- "$@"; then\n'
+        f'if [ "$code" -eq {_STOPPED} ] && {program} {words} --turn-ended -- "$@"; then\n'
         '  scontrol requeue "$SLURM_JOB_ID"\n'
         "fi\n"
         'exit "$code"\n'
     )
-
-
-def slurm_command_script(
-    words: Sequence[str],
-    hardware: HardwareSpec,
-    *,
-    name: str,
-    settings: tuple[str, ...] = (),
-    saving_seconds: int = SAVING_SECONDS,
-) -> str:
-    """Return an `sbatch` script that runs one command on every node, stopped in time to save.
-
-    Node rank and rendezvous address are appended to the command. The job is not requeued; the caller decides how its
-    command resumes.
-    """
-    head = _sbatch_head(hardware, name, ("--no-requeue", f"--signal=TERM@{saving_seconds}", *settings))
-    # After the other nodes have ended, node 0 may still report and upload, without a time limit.
-    return (
-        f"{head}{_MEETING}srun --wait=0 bash -c "
-        f'\'exec "$@" --node-rank "$SLURM_NODEID"\' node {shlex.join(words)} '
-        '--main-address "$main_address" --main-port "$main_port"\n'
-    )
-
-
-def _sbatch_head(hardware: HardwareSpec, name: str, further: Sequence[str]) -> str:
-    """Return the head of an `sbatch` script with one launcher per exclusive node."""
-    options = [f"--job-name={name}", f"--nodes={hardware.nodes}", "--ntasks-per-node=1"]
-    if hardware.gpu != "CPU":
-        options.append(f"--gpus-per-node={hardware.gpus_per_node}")
-    return "#!/usr/bin/env bash\n" + "".join(f"#SBATCH {option}\n" for option in [*options, "--exclusive", *further])

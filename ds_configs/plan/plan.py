@@ -29,7 +29,7 @@ from ..specs.optimizers import OPTIMIZERS, parsed_optim_args
 from ..specs.texts import control_text, read_small_file, strict_json, yaml_mapping
 from ..specs.units import gigabytes
 from ..step_time.learning import MeasuredStep, learned, published_time
-from .clusters import ClusterJob, hostfile, slurm_script
+from .clusters import NodeCommand, hostfile, slurm_script
 from .notebook import plan_html, plan_line, plan_rows
 from .output import write_files
 from .rendering import (
@@ -514,8 +514,10 @@ def render_files(plan: Plan, *, directory: str = ".") -> dict[str, str]:
         described = {HEADER: [_COPIED, *lines], **deepspeed_config(plan)}
         texts["ds_config.json"] = _json(described)
     if plan.hardware.nodes > 1:
-        texts["hostfile"] = header + hostfile(plan)
-        texts["launch.sbatch"] = slurm_script(ClusterJob(plan=plan, directory=directory), header)
+        texts["hostfile"] = header + hostfile(plan.hardware)
+        texts["launch.sbatch"] = slurm_script(
+            NodeCommand(words=("launch", directory)), plan.hardware, behind=(), header=header
+        )
     assert set(texts) == set(plan.file_names), "every named file is rendered"
     return texts
 

@@ -15,16 +15,10 @@ from ..specs.errors import ConfigError, RefusedInputError, UsageError
 from ..specs.layout import Layout
 from ..specs.model import ModelConfig
 
-_MOST_SHOWN = 4
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Change:
-    """One changed value.
-
-    >>> str(Change(where="hidden_size", before=4096, after=128))
-    'hidden_size 4096 -> 128'
-    """
+    """One changed value."""
 
     where: str
     """Key path of the value."""
@@ -32,17 +26,6 @@ class Change:
     """The original value; `None` if it was absent."""
     after: object
     """The new value; `None` if it was removed."""
-
-    def __str__(self) -> str:
-        return f"{self.where} {_shown(self.before)} -> {_shown(self.after)}"
-
-
-def _shown(value: object) -> str:
-    if value is None:
-        return "none"
-    if isinstance(value, dict) or (isinstance(value, list) and len(value) > _MOST_SHOWN):
-        return f"({len(value)} entries)"
-    return str(value)
 
 
 class Rewriting:
@@ -525,15 +508,6 @@ _IMPLIED_TOKEN_IDS: Mapping[str, Mapping[str, int]] = {"phi3": {"pad_token_id": 
 """Token ids that index the embedding although the config does not have them (transformers/models/phi3)."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ShrunkenModel:
-    """The model of a rehearsal."""
-
-    config: dict[str, Any]
-    changes: tuple[Change, ...]
-    """All values that differ from the original."""
-
-
 def rehearsed_sequence(seq_len_tokens: int, strategy: Layout) -> int:
     """Return the tokens of a rehearsed sequence: at most 128, and a multiple of `2 * sp * cp`.
 
@@ -551,8 +525,8 @@ def shrink_model_config(
     layers: int = 4,
     hidden_size: int = 128,
     vocab_size: int = 1024,
-) -> ShrunkenModel:
-    """Return a small model of the same classes whose parameters have the same names.
+) -> tuple[dict[str, Any], tuple[Change, ...]]:
+    """Return a small model of the same classes whose parameters have the same names, and all changed values.
 
     `seq_len_tokens` is the original sequence length. Position limits and attention windows above (below) it stay above
     (below) the rehearsed length. `layers`, `hidden_size` and `vocab_size` are targets: patterns of layers and parallel
@@ -582,7 +556,7 @@ def shrink_model_config(
     if divisible < SMALLEST_VOCABULARY:
         divisible += strategy.tp
     _move_vocabulary(whole, parts, divisible)
-    return ShrunkenModel(config=whole.values, changes=tuple(whole.changes))
+    return whole.values, tuple(whole.changes)
 
 
 def _states_sizes(config: ModelConfig) -> bool:

@@ -50,16 +50,12 @@ def shrink_strategy(strategy: Layout, *, ranks: int, nodes: int = 1) -> tuple[La
         dp_replicate=data if replicates else strategy.dp_replicate,
         dp_shard=strategy.dp_shard if replicates else data // strategy.dp_replicate,
         micro_batch_size=min(strategy.micro_batch_size, MOST_MICRO_BATCH),
-        gradient_accumulation_steps=min(strategy.gradient_accumulation_steps, _most_accumulation(strategy)),
+        gradient_accumulation_steps=min(strategy.gradient_accumulation_steps, max(MOST_ACCUMULATION, strategy.pp)),
         # The rehearsed model has few layers: one is recomputed, the others are not.
         checkpointed_layers=None if strategy.checkpointed_layers is None else 1,
         offloaded_checkpoints=min(strategy.offloaded_checkpoints, 1),
     )
     return smaller, _field_changes(strategy, smaller)
-
-
-def _most_accumulation(strategy: Layout | None) -> int:
-    return MOST_ACCUMULATION if strategy is None else max(MOST_ACCUMULATION, strategy.pp)
 
 
 def _rank_errors(strategy: Layout, ranks: int, nodes: int) -> list[ConfigError]:
@@ -184,15 +180,12 @@ def shrink_deepspeed_config(
     *,
     zero: ZeroOptions,
     nvme_path: str | None,
-    world_size_before: int,
-    ranks: int,
-    strategy: Layout | None = None,
+    before: Layout,
+    after: Layout,
 ) -> tuple[Settings, tuple[Change, ...]]:
     """Return a `ds_config.json` with the sizes of `zero` in place of its numbers; all other values are unchanged.
 
-    `world_size_before` and `ranks` are numbers of data-parallel ranks. `strategy`, the plan's original layout, provides
-    batch sizes that are `"auto"` or absent. An inconsistent batch stays inconsistent, so that the rehearsal reports the
-    same error.
+    Batch sizes of the planned layout `before` become those of the rehearsed layout `after`.
     """
     copy = Rewriting(config)
     section = copy.inside("zero_optimization")
@@ -207,7 +200,15 @@ def shrink_deepspeed_config(
                     offload.put("nvme_path", nvme_path)
                 if name == "offload_param" and zero.parameter_buffer_elements:
                     _put_smaller(offload, "buffer_size", zero.parameter_buffer_elements)
-    _shrink_batch(copy, strategy, world_size_before, ranks)
+    for key, planned, smaller in (
+        ("train_micro_batch_size_per_gpu", before.micro_batch_size, after.micro_batch_size),
+        ("gradient_accumulation_steps", before.gradient_accumulation_steps, after.gradient_accumulation_steps),
+        ("train_batch_size", before.global_batch_size, after.global_batch_size),
+    ):
+        stated = copy.get(key)
+        if is_count(stated):
+            # A value that differs from the plan's still does, so that the launch fails as it would on GPUs.
+            copy.put(key, smaller if stated == planned else planned if stated == smaller else stated)
     return copy.values, tuple(copy.changes)
 
 
@@ -215,37 +216,6 @@ def _put_smaller(section: Rewriting, key: str, value: int) -> None:
     stated = section.get(key)
     if isinstance(stated, int | float) and not isinstance(stated, bool) and stated > value:
         section.put(key, value)
-
-
-def _shrink_batch(config: Rewriting, strategy: Layout | None, world_size_before: int, ranks: int) -> None:
-    total = config.get("train_batch_size")
-    before, after = {"ranks": world_size_before}, {"ranks": ranks}
-    for key, field, most in (
-        ("train_micro_batch_size_per_gpu", "micro_batch_size", MOST_MICRO_BATCH),
-        ("gradient_accumulation_steps", "gradient_accumulation_steps", _most_accumulation(strategy)),
-    ):
-        stated = config.get(key)
-        planned = getattr(strategy, field) if strategy is not None else None
-        if is_count(stated):
-            before[key] = stated
-            after[key] = min(stated, most) if planned is None else _follow(stated, planned, min(planned, most))
-            config.put(key, after[key])
-        elif planned is not None:
-            before[key], after[key] = planned, min(planned, most)
-    if is_count(total) and len(before) == 2:
-        # Accelerate and DeepSpeed derive the missing size from the others.
-        known = world_size_before * next(value for key, value in before.items() if key != "ranks")
-        if total % known == 0:
-            before["rest"], after["rest"] = total // known, min(total // known, MOST_MICRO_BATCH)
-    if is_count(total) and len(before) == 3:
-        config.put("train_batch_size", _follow(total, prod(before.values()), prod(after.values())))
-
-
-def _follow(stated: int, before: int, after: int) -> int:
-    """Return `after` if the value was `before`; otherwise a value that is not `after`."""
-    if stated == before:
-        return after
-    return before if stated == after else stated
 
 
 def shrink_accelerate_config(

@@ -1,16 +1,14 @@
 """Compare the machines of a launch before training, because ranks that differ would hang: versions, GPUs and files.
 
-torchrun ... -m shardwright.plugins.clusters.node_check PLAN_DIR OUTPUT_DIR, one process on each machine
+torchrun ... -m shardwright.plugins.clusters.node_check PLAN_DIR, one process on each machine
 """
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import platform
 import socket
 import sys
-import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,12 +30,10 @@ class NodeFacts:
     host: str
     versions: Mapping[str, str]
     """Of Python and the libraries."""
-    gpus: tuple[str, ...]
-    """Name and size of each accelerator."""
+    gpus: int
+    """Number of accelerators."""
     files: Mapping[str, str]
     """Digests of the plan's files, by name."""
-    shares_directory: bool | None
-    """Whether it sees files of machine 0 in the output directory; `None` if machine 0 cannot write there."""
 
 
 def node_errors(plan: Plan, nodes: Sequence[NodeFacts]) -> list[ConfigError]:
@@ -57,26 +53,10 @@ def node_errors(plan: Plan, nodes: Sequence[NodeFacts]) -> list[ConfigError]:
             errors.append(ConfigError(where="plan", rule=rule, fix="copy the plan's directory to both"))
     needed = hardware.gpus_per_node
     for node in nodes:
-        if hardware.gpu != "CPU" and len(node.gpus) < needed:
-            rule = f"{node.host} has {len(node.gpus)}, but the plan needs {needed} x {hardware.gpu}"
+        if hardware.gpu != "CPU" and node.gpus < needed:
+            rule = f"{node.host} has {node.gpus}, but the plan needs {needed} x {hardware.gpu}"
             errors.append(ConfigError(where="accelerators", rule=rule, fix="plan for fewer, or use other machines"))
-        if hardware.gpu != "CPU" and node.gpus[:needed] != first.gpus[:needed]:
-            rule = f"{node.host} has {_counted(node.gpus)}, but {first.host} has {_counted(first.gpus)}"
-            errors.append(ConfigError(where="accelerators", rule=rule, fix="use machines of one kind"))
     return errors
-
-
-def _counted(gpus: Sequence[str]) -> str:
-    return ", ".join(f"{gpus.count(name)} x {name}" for name in dict.fromkeys(gpus)) or "none"
-
-
-def _gpus() -> tuple[str, ...]:
-    import torch
-
-    if not torch.cuda.is_available():
-        return ()
-    properties = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
-    return tuple(f"{device.name} {device.total_memory / 2**30:.0f} GiB" for device in properties)
 
 
 def _digests(directory: Path) -> dict[str, str]:
@@ -89,59 +69,32 @@ def _digests(directory: Path) -> dict[str, str]:
     }
 
 
-def _sees_first_nodes_file(directory: Path, rank: int) -> bool | None:
-    """Return whether this machine sees a file that machine 0 writes; `None` if that cannot write."""
-    from torch import distributed
-
-    names = [""]
-    if rank == 0:
-        file = directory / f".shardwright-{uuid.uuid4().hex}"
-        with contextlib.suppress(OSError):
-            directory.mkdir(parents=True, exist_ok=True)
-            file.touch(exist_ok=False)
-            names = [file.name]
-    distributed.broadcast_object_list(names)
-    # A network file system caches missing names; listing the directory queries the server.
-    is_seen = directory.is_dir() and names[0] in {path.name for path in directory.iterdir()}
-    distributed.barrier()
-    if rank == 0 and names[0]:
-        (directory / names[0]).unlink(missing_ok=True)
-    return is_seen if names[0] else None
-
-
-def compare(directory: Path, output_directory: Path) -> None:
+def compare(directory: Path) -> None:
     """Compare the machines of this process and its peers; all of them must call it.
 
     Raises:
         UsageError: they cannot run the plan together; names each difference.
     """
-    from torch import distributed
+    from torch import cuda, distributed
 
     distributed.init_process_group("gloo")
     try:
-        rank, ranks = distributed.get_rank(), distributed.get_world_size()
         plan = Plan.load(directory)
         own = NodeFacts(
             host=socket.gethostname(),
             versions={"python": platform.python_version(), **dict(installed_versions())},
-            gpus=_gpus(),
+            gpus=cuda.device_count(),
             files=_digests(directory),
-            shares_directory=_sees_first_nodes_file(output_directory, rank),
         )
-        nodes: list[Any] = [None] * ranks
+        nodes: list[Any] = [None] * distributed.get_world_size()
         distributed.all_gather_object(nodes, own)
         errors = node_errors(plan, nodes)
         if errors:
             raise UsageError(errors)
         note_on_first_rank(f"{', '.join(node.host for node in nodes)}: same versions and files")
-        if apart := [node.host for node in nodes if node.shares_directory is False]:
-            note_on_first_rank(
-                f"{', '.join(apart)} cannot see files of {nodes[0].host} in the output directory: checkpoints are "
-                "complete only in a shared directory"
-            )
     finally:
         distributed.destroy_process_group()
 
 
 if __name__ == "__main__":
-    recorded(lambda: compare(Path(sys.argv[1]), Path(sys.argv[2])))()
+    recorded(lambda: compare(Path(sys.argv[1])))()

@@ -16,11 +16,11 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
-from ...ds_configs.plan.clusters import placeholder_hosts
-from ...ds_configs.plan.rendering import LaunchSpec, NodePlace
+from ...ds_configs.plan.clusters import NodeCommand, placeholder_hosts
+from ...ds_configs.plan.rendering import NodePlace
 from ...ds_configs.specs.errors import ConfigError, ShardwrightError, UsageError
+from ...ds_configs.specs.hardware import HardwareSpec
 from ..launching.launch import Launch, LaunchFailedError, launch_ranks
 from ..launching.messages import NOTE
 from .submission import program_errors
@@ -34,16 +34,6 @@ _RESTART_WAIT_SECONDS = 600.0
 _CONNECT_SECONDS = 10
 
 logger = logging.getLogger(__name__)
-
-
-class NodeJob(Protocol):
-    """A command that runs on every machine."""
-
-    def node_words(self, place: NodePlace, *options: str) -> list[str]:
-        """Return the command for one machine."""
-
-    def resumed(self) -> NodeJob:
-        """Return the job that resumes from its newest checkpoint."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -61,34 +51,12 @@ class Hosts:
         return ("ssh", "-T", "-o", "BatchMode=yes", "-o", f"ConnectTimeout={_CONNECT_SECONDS}", *config, "--", host)
 
 
-def read_hostfile(file: Path, plan: LaunchSpec) -> tuple[str, ...]:
-    """Return the hosts of a file, one for each machine of the plan.
-
-    Raises:
-        UsageError: it cannot be read, has other counts than the plan, or still has the placeholders that `plan` wrote.
-    """
-    where, hardware, errors, hosts = str(file), plan.hardware, [], []
-    for host, slots in listed_hosts(file):
-        hosts.append(host)
-        if slots not in (None, hardware.gpus_per_node):
-            rule = f"{host} has {slots} slots, but the plan has {hardware.gpus_per_node} ranks on each machine"
-            errors.append(ConfigError(where=where, rule=rule, fix="plan again for this machine"))
-    if hosts == placeholder_hosts(plan):
-        rule = "contains placeholders for host names"
-        errors.append(ConfigError(where="hostfile", value=where, rule=rule, fix="replace them with your machines"))
-    elif len(hosts) != hardware.nodes:
-        rule, fix = f"lists {len(hosts)} machines, but the plan has {hardware.nodes}", "list as many, or plan again"
-        errors.append(ConfigError(where="hostfile", value=where, rule=rule, fix=fix))
-    if errors:
-        raise UsageError(errors)
-    return tuple(hosts)
-
-
-def listed_hosts(file: Path) -> list[tuple[str, int | None]]:
+def read_hostfile(file: Path, hardware: HardwareSpec | None = None) -> list[tuple[str, int | None]]:
     """Return the machines of a file and their slots, which are `None` if a line has none.
 
     Raises:
-        UsageError: it cannot be read, has invalid lines, lists a machine twice, or lists none.
+        UsageError: it cannot be read, has invalid lines, lists a machine twice or none, still has the placeholders that
+            `plan` wrote, or has other counts than the hardware; without hardware, different counts.
     """
     where = str(file)
     try:
@@ -96,24 +64,34 @@ def listed_hosts(file: Path) -> list[tuple[str, int | None]]:
     except (OSError, UnicodeDecodeError) as error:
         rule = f"cannot be read ({getattr(error, 'strerror', None) or 'no text'})"
         raise UsageError(ConfigError(where="hostfile", value=where, rule=rule, fix="pass --hostfile")) from None
-    errors, listed = [], []
+    errors, hosts = [], []
     for line in filter(None, lines):
         match = _LINE.fullmatch(line)
-        if match is None or match["host"].startswith("-"):
+        if match is None or match["host"].startswith("-") or match["slots"] == "0":
             errors.append(ConfigError(where=where, value=line, rule="must have the form HOST slots=N"))
             continue
-        slots = match["slots"]
-        listed.append((match["host"], None if slots is None else int(slots)))
-        if slots is not None and not int(slots):
-            errors.append(ConfigError(where=where, value=line, rule="has no slots"))
-    names = [name for name, _ in listed]
+        slots = None if match["slots"] is None else int(match["slots"])
+        hosts.append((match["host"], slots))
+        if hardware is not None and slots not in (None, hardware.gpus_per_node):
+            rule = f"{match['host']} has {slots} slots, but the plan has {hardware.gpus_per_node} ranks on each machine"
+            errors.append(ConfigError(where=where, rule=rule, fix="plan again for this machine"))
+    names = [name for name, _ in hosts]
+    rules = []
     if len(set(names)) < len(names):
-        errors.append(ConfigError(where="hostfile", value=where, rule="lists a machine twice"))
+        rules.append(("lists a machine twice", "remove one of its lines"))
     if not names and not errors:
-        errors.append(ConfigError(where="hostfile", value=where, rule="lists no machine"))
+        rules.append(("lists no machine", "write a line HOST slots=N for each"))
+    elif names == placeholder_hosts(len(names)):
+        rules.append(("contains placeholders for host names", "replace them with your machines"))
+    elif hardware is not None and len(names) != hardware.nodes:
+        rule = f"lists {len(names)} machines, but the plan has {hardware.nodes}"
+        rules.append((rule, "list as many, or plan again"))
+    elif hardware is None and len({slots or 1 for _, slots in hosts}) > 1:
+        rules.append(("has machines with different slots", "use the same number of slots for all"))
+    errors += [ConfigError(where="hostfile", value=where, rule=rule, fix=fix) for rule, fix in rules]
     if errors:
         raise UsageError(errors)
-    return listed
+    return hosts
 
 
 def exported_variables() -> dict[str, str]:
@@ -122,24 +100,28 @@ def exported_variables() -> dict[str, str]:
     return {name: os.environ[name] for name in names}
 
 
-def node_launches(job: NodeJob, hosts: Hosts, *, port: int, directory: Path) -> list[Launch]:
+def node_launches(
+    command: NodeCommand, hosts: Hosts, *, port: int, directory: Path, restarted: bool = False
+) -> list[Launch]:
     """Return one launch per host, whose ranks connect to a port of the first."""
     exported = [f"{name}={value}" for name, value in exported_variables().items()]
     launches = []
     for rank, host in enumerate(hosts.names):
         place = NodePlace(rank=rank, main_address=hosts.names[0], main_port=port)
         # ssh passes one string to the host's shell.
-        words = ["env", *exported, *job.node_words(place, "--until-stdin-closes")]
+        words = ["env", *exported, *command.node_words(place, "--until-stdin-closes", restarted=restarted)]
         text = f"cd {shlex.quote(str(directory))} && exec {shlex.join(words)}"
         launches.append(Launch(program=hosts.ssh(host), arguments=(text,), name=host))
     return launches
 
 
-def run_over_ssh(job: NodeJob, hosts: Hosts, *, port: int, restarts: int, on_line: Callable[[str], None]) -> None:
+def run_over_ssh(
+    command: NodeCommand, hosts: Hosts, *, port: int, restarts: int, on_line: Callable[[str], None]
+) -> None:
     """Run a plan on hosts and wait for it; a failed run resumes from its newest valid checkpoint.
 
     Args:
-        job: Command of every host.
+        command: Of every host.
         hosts: One for each machine of the plan.
         port: Of the first host, where ranks connect.
         restarts: Maximum number of restarts of a failed run.
@@ -153,7 +135,7 @@ def run_over_ssh(job: NodeJob, hosts: Hosts, *, port: int, restarts: int, on_lin
         raise UsageError(errors)
     for attempt in range(restarts + 1):
         wait_for_hosts(hosts, wait_seconds=_RESTART_WAIT_SECONDS if attempt else 0.0)
-        launches = node_launches(job.resumed() if attempt else job, hosts, port=port, directory=Path.cwd())
+        launches = node_launches(command, hosts, port=port, directory=Path.cwd(), restarted=attempt > 0)
         try:
             launch_ranks(*launches, on_message=lambda message: on_line(f"{NOTE}{message}"), on_line=on_line)
         except LaunchFailedError as error:

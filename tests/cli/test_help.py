@@ -16,31 +16,27 @@ def test_every_command_has_examples() -> None:
     assert {name for name in build_app() if not name.startswith("-")} == set(EXAMPLES)
 
 
-@pytest.mark.parametrize(
-    ("command", "example"), [(name, line) for name, examples in EXAMPLES.items() for line in examples]
-)
-def test_examples_parse(command: str, example: str) -> None:
-    called, _ = resolve(build_app(), [command, *shlex.split(example)])
-    assert called.__module__.startswith("shardwright.cli.commands")
+def test_examples_parse() -> None:
+    for command, examples in EXAMPLES.items():
+        for example in examples:
+            called, _ = resolve(build_app(), [command, *shlex.split(example)])
+            assert called.__module__.startswith("shardwright.cli.commands"), example
 
 
-@pytest.mark.parametrize("command", EXAMPLES)
-def test_help_fits_the_terminal(
-    command: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_help_fits_the_terminal(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "40")
     # cyclopts 5.4 keeps the first console of an App, and this one lives as long as its module.
     monkeypatch.setattr(env.app, "_fallback_console", None)
-    assert run([command, "--help"]) == 0
-    shown = capsys.readouterr().out
-    options, _, end = shown.partition("Examples:")
-    assert max(map(len, shown.splitlines())) <= 40
-    assert "env var" not in options
-    assert "--no-force" not in options
-    said = " ".join(end.split())
-    for example in EXAMPLES[command]:
-        assert f"shardwright {command} {example}".rstrip() in said
-    assert f"SHARDWRIGHT_{command.upper().replace('-', '_')}_" in said.replace(" ", "")
+    for command, examples in EXAMPLES.items():
+        assert run([command, "--help"]) == 0
+        shown = capsys.readouterr().out
+        options, _, end = shown.partition("Examples:")
+        assert max(map(len, shown.splitlines())) <= 40, command
+        assert "env var" not in options and "--no-force" not in options, command
+        said = " ".join(end.split())
+        for example in examples:
+            assert f"shardwright {command} {example}".rstrip() in said
+        assert f"SHARDWRIGHT_{command.upper().replace('-', '_')}_" in said.replace(" ", "")
 
 
 def test_completion_is_installed_for_the_shell(

@@ -90,7 +90,7 @@ def test_a_stopped_training_command_saves_and_prints_how_to_resume(model: Path, 
     words = ["train", str(model), "--dataset", str(tmp_path / "text.txt"), "--strategy", "ddp", "--seq-len", "32"]
     words += ["--hardware", "2x1xCPU", "--max-steps", "100000", "--logging-steps", "1", "--output-dir", str(out)]
     number = submitted([*words, "--no-check-nodes", "--on", "slurm", f"--sbatch=--output={output}"], slurm)
-    until(lambda: (out / "metrics.jsonl").exists(), 200, "first steps", output)
+    until(partial(has_steps, out), 200, "first steps", output)
     asked("scancel", "--signal=TERM", number, config=slurm)
     until(lambda: ended(number, slurm), 120, "end of the job", output)
     assert ended(number, slurm) == "FAILED"

@@ -63,13 +63,13 @@ def test_metered_peaks_equal_stored_and_predicted_peaks(name: str, deepspeed_cpu
         # A pipeline has a row for each stage.
         return {getattr(row, "name", row.case.name): row for row in found}
 
-    stored = named(rows(json.loads(benchmark.MEASURED.read_text(encoding="utf-8"))))
-    found = named(rows(benchmark.measure([case for case in grid() if case.name in names])))
+    stored = named(rows(json.loads(benchmark.GRID.measured.read_text(encoding="utf-8"))))
+    found = named(rows(benchmark.GRID.measure([case for case in grid() if case.name in names])))
     assert {row.case.name for row in found.values()} == set(names)
     # On a busy machine a reduction may end late, and keep its bucket and the copy for as long.
     late = {row.case.name for key, row in found.items() if row.metered_bytes > 1.02 * stored[key].metered_bytes}
     if late:
-        found |= named(rows(benchmark.measure([case for case in grid() if case.name in late])))
+        found |= named(rows(benchmark.GRID.measure([case for case in grid() if case.name in late])))
     for key, row in found.items():
         assert row.metered_bytes == pytest.approx(stored[key].metered_bytes, rel=0.02), key
         assert abs(row.error) < largest_error, key

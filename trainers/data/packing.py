@@ -166,13 +166,13 @@ def _reads_other_documents(
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    small = shrink_model_config(dict(config), strategy=strategy, seq_len_tokens=max(seq_len, 64), hidden_size=64)
+    small, _ = shrink_model_config(dict(config), strategy=strategy, seq_len_tokens=max(seq_len, 64), hidden_size=64)
     first, second = _PROBED_TOKENS
     try:
         # The seed of the process is not changed.
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
-            values = dict(small.config)
+            values = dict(small)
             if attention is not None and _FLASH in attention:
                 # Its kernels need a GPU; they read documents from the same positions as SDPA does.
                 values = {name: value for name, value in values.items() if "attn_implementation" not in name}

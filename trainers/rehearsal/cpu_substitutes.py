@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ...ds_configs.shrink.config import Change
+from ...ds_configs.shrink.config import Change, Rewriting
 
 LEARNING_RATES: Mapping[str, float] = {
     "sgd": 0.5,
@@ -50,30 +50,24 @@ def cpu_arguments(
     arguments: Mapping[str, Any], *, steps: int, save_step: int
 ) -> tuple[dict[str, Any], tuple[Change, ...]]:
     """Return training arguments for a few steps on CPU ranks, with a checkpoint after `save_step`."""
-    where = "training_arguments.json"
-    scaled, changes = dict(arguments), []
-
-    def replace(key: str, value: Any) -> None:
-        before = scaled.pop(key, None)
-        if value is not None:
-            scaled[key] = value
-        changes.append(Change(where=f"{where}: {key}", before=before, after=value))
-
+    scaled = Rewriting(arguments, path="training_arguments.json: ")
     for key, neutral in _NEUTRAL.items():
-        if key in scaled and scaled[key] not in (neutral, None):
-            replace(key, neutral)
-    scaled.pop("liger_kernel_config", None)
+        if neutral is None:
+            scaled.drop(key)
+        elif scaled.get(key) is not None:
+            scaled.put(key, neutral)
+    scaled.values.pop("liger_kernel_config", None)
     if scaled.get("fp16"):
-        replace("fp16", False)
-        replace("bf16", True)
-    optimizer = str(scaled.get("optim", "adamw_torch_fused"))
+        scaled.put("fp16", False)
+        scaled.put("bf16", True)
+    optimizer = str(scaled.values.get("optim", "adamw_torch_fused"))
     if any(part in optimizer for part in _GPU_OPTIMIZERS):
         optimizer = "adamw_torch"
-        replace("optim", optimizer)
+        scaled.put("optim", optimizer)
     rates = (rate for name, rate in LEARNING_RATES.items() if optimizer.startswith(name))
-    replace("learning_rate", next(rates, ADAM_LEARNING_RATE))
-    replace("max_steps", steps)
-    scaled |= {
+    scaled.put("learning_rate", next(rates, ADAM_LEARNING_RATE))
+    scaled.put("max_steps", steps)
+    own = {
         "save_strategy": "steps",
         "save_steps": save_step,
         "logging_strategy": "steps",
@@ -81,7 +75,7 @@ def cpu_arguments(
         "report_to": "none",
         "disable_tqdm": True,
     }
-    return scaled, tuple(changes)
+    return scaled.values | own, tuple(scaled.changes)
 
 
 def cpu_model(config: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[Change, ...]]:
@@ -89,12 +83,11 @@ def cpu_model(config: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[Change, 
 
     There attention with dropout leaves its fused kernel and keeps every score.
     """
-    scaled, changes = dict(config), []
+    scaled = Rewriting(config)
     for key, value in config.items():
         if "drop" in key and isinstance(value, float) and value > 0:
-            scaled[key] = 0.0
-            changes.append(Change(where=key, before=value, after=0.0))
-    return scaled, tuple(changes)
+            scaled.put(key, 0.0)
+    return scaled.values, tuple(scaled.changes)
 
 
 def cpu_deepspeed(config: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[Change, ...]]:
@@ -102,23 +95,21 @@ def cpu_deepspeed(config: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[Chan
 
     SuperOffload requires CUDA. ZenFlow steps in a process of its own, whose memory no rank measures.
     """
-    scaled, changes = {key: value for key, value in config.items() if key != "_shardwright"}, []
-    zero = scaled.get("zero_optimization")
-    if isinstance(zero, dict) and "zenflow" in zero:
-        before = {"zenflow": zero["zenflow"], "optimizer": scaled.pop("optimizer", None)}
-        scaled["zero_optimization"] = zero = {key: value for key, value in zero.items() if key != "zenflow"}
-        changes.append(Change(where="ds_config.json: zenflow", before=before, after=None))
-    offload = zero.get("offload_optimizer") if isinstance(zero, dict) else None
-    if isinstance(zero, dict) and isinstance(offload, dict) and offload.get("super_offload"):
-        kept = {key: value for key, value in offload.items() if key not in ("super_offload", "cpuadam_cores_perc")}
-        scaled["zero_optimization"] = {**zero, "offload_optimizer": kept}
-        changes.append(Change(where="ds_config.json: super_offload", before=True, after=None))
+    scaled = Rewriting(config, path="ds_config.json: ")
+    scaled.values.pop("_shardwright", None)
+    zero = scaled.inside("zero_optimization")
+    if zero is not None and "zenflow" in zero.values:
+        zero.drop("zenflow")
+        scaled.drop("optimizer")
+    offload = zero.inside("offload_optimizer") if zero is not None else None
+    if offload is not None and offload.get("super_offload"):
+        offload.drop("super_offload")
+        offload.drop("cpuadam_cores_perc")
     section = scaled.get("fp16")
     if isinstance(section, dict) and section.get("enabled") is not False:
-        del scaled["fp16"]
-        scaled["bf16"] = {"enabled": section.get("enabled", True)}
-        changes.append(Change(where="ds_config.json: fp16", before=section, after={"bf16": scaled["bf16"]}))
-    return scaled, tuple(changes)
+        scaled.drop("fp16")
+        scaled.put("bf16", {"enabled": section.get("enabled", True)})
+    return scaled.values, tuple(scaled.changes)
 
 
 def cpu_accelerate(config: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[Change, ...]]:
@@ -127,16 +118,13 @@ def cpu_accelerate(config: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[Cha
     FSDP2 offloads into pinned memory, which torch 2.13.0 has only beside an accelerator; on CPU ranks its shards are
     on the host already.
     """
-    scaled, changes = dict(config), []
-    fsdp = scaled.get("fsdp_config")
-    if isinstance(fsdp, dict) and fsdp.get("fsdp_offload_params"):
-        scaled["fsdp_config"] = {**fsdp, "fsdp_offload_params": False}
-        changes.append(Change(where="accelerate.yaml: fsdp_offload_params", before=True, after=False))
-    precision = scaled.get("mixed_precision")
-    if precision in ("fp16", "fp8"):
-        scaled["mixed_precision"] = "bf16"
-        changes.append(Change(where="accelerate.yaml: mixed_precision", before=precision, after="bf16"))
+    scaled = Rewriting(config, path="accelerate.yaml: ")
+    fsdp = scaled.inside("fsdp_config")
+    if fsdp is not None and fsdp.get("fsdp_offload_params"):
+        fsdp.put("fsdp_offload_params", False)
+    if scaled.get("mixed_precision") in ("fp16", "fp8"):
+        scaled.put("mixed_precision", "bf16")
     for key in ("gpu_ids", "fp8_config", "dynamo_config", "enable_cpu_affinity"):
         if scaled.get(key):
-            changes.append(Change(where=f"accelerate.yaml: {key}", before=scaled.pop(key), after=None))
-    return scaled, tuple(changes)
+            scaled.drop(key)
+    return scaled.values, tuple(scaled.changes)

@@ -30,8 +30,8 @@ from ...ds_configs.specs.texts import strict_json
 from ..runs.settings import RankJob
 from .cpu_substitutes import cpu_accelerate, cpu_arguments, cpu_deepspeed, cpu_model
 
-SCRIPT_STAGE, VIEW = "script", "here"
-"""Name of the records of a script's ranks, and directory of its view of the working directory."""
+SCRIPT_STAGE = "script"
+"""Name of the records of a script's ranks."""
 MOST_RANKS = 64
 """Maximum number of ranks in the search for the smallest legal count."""
 
@@ -51,7 +51,6 @@ class RehearsalJob(RankJob):
     weights_dtype: str = Field(default="auto", description="type of the trained weights")
     lora_rank: int = Field(description="rank of the adapters; unused with full")
     lora_targets: str = Field(description="modules to adapt, separated by commas; unused with full")
-    text_tokens: bool = Field(default=False, description="whether tokens.bin holds the user's text as bytes")
     checkpointed_layers: int | None = Field(default=None, description="layers that are recomputed; null for all")
     keeps_products: bool = Field(default=False, description="whether recomputed layers keep products and attention")
     tiled_mlp: bool = Field(default=False, description="whether MLPs compute tiles of the sequence")
@@ -67,12 +66,12 @@ class RehearsedScriptJob(RankJob):
     task: Literal["rehearse-script"] = "rehearse-script"
     training_arguments: dict[str, Any] = Field(description="the plan's keys of TrainingArguments, scaled")
     planned: dict[str, Any] = Field(description="the plan's training arguments, unchanged")
-    script: str = Field(description="Python file")
+    script: str = Field(description="Python file, in a copy of its directory")
     arguments: list[str] = Field(description="arguments of the script")
     model_name: str = Field(description="name of the model in the plan")
     model_directory: str = Field(description="directory of the small model that replaces it")
     steps: int = Field(description="optimizer steps of a trainer, at most")
-    working_directory: str = Field(description="working directory of the user, which the script sees as a copy")
+    working_directory: str = Field(description="copy of the user's working directory")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -160,9 +159,9 @@ def scale_plan(
     from ...plugins.planning.models import load_model_spec
 
     strategy, layout_changes = shrink_strategy(plan.chosen.strategy, ranks=ranks, nodes=nodes)
-    shrunken = shrink_model_config(config, strategy=strategy, seq_len_tokens=plan.job.seq_len_tokens)
-    small, cpu_changes = cpu_model(shrunken.config)
-    changes = [*layout_changes, *shrunken.changes, *cpu_changes]
+    shrunken, model_changes = shrink_model_config(config, strategy=strategy, seq_len_tokens=plan.job.seq_len_tokens)
+    small, cpu_changes = cpu_model(shrunken)
+    changes = [*layout_changes, *model_changes, *cpu_changes]
     (work / "model").mkdir()
     (work / "model" / "config.json").write_text(json.dumps(small, indent=1), encoding="utf-8")
     model = load_model_spec(str(work / "model")).spec
@@ -192,9 +191,8 @@ def scale_plan(
             files.deepspeed,
             zero=strategy.zero,
             nvme_path=str(work / "nvme"),
-            world_size_before=plan.chosen.strategy.data_parallel_size,
-            ranks=strategy.data_parallel_size,
-            strategy=plan.chosen.strategy,
+            before=plan.chosen.strategy,
+            after=strategy,
         )
         deepspeed, cpu_changes = cpu_deepspeed(deepspeed)
         changes += [*deepspeed_changes, *cpu_changes]
@@ -241,10 +239,8 @@ def scale_plan(
     )
 
 
-def write_rehearsal(rehearsed: Rehearsed, work: Path, text: bytes | None) -> None:
-    """Write what the launchers and ranks read, but for the job; with text the ranks train on its bytes."""
-    if text is not None:
-        (work / "tokens.bin").write_bytes(text)
+def write_rehearsal(rehearsed: Rehearsed, work: Path) -> None:
+    """Write what the launchers and ranks read, but for the job."""
     (work / "nvme").mkdir()
     accelerate = yaml.safe_dump(rehearsed.accelerate, sort_keys=False)
     (work / "accelerate.yaml").write_text(accelerate, encoding="utf-8")

@@ -32,8 +32,6 @@ class LaunchSettings:
     """Launchers, one for each node."""
     steps: int
     """Optimizer steps."""
-    text: bytes | None
-    """What to train on; `None` for synthetic tokens."""
     time_limit_seconds: float
     """Hard limit of one launch."""
 
@@ -56,7 +54,7 @@ def prepare_launch(rehearsed: Rehearsed) -> None:
 def launch_stage(stage: str, rehearsed: Rehearsed, settings: LaunchSettings) -> None:
     """Launch one of the two stages; raises as `launch_job`."""
     what = {"train": "training", "resume": "resuming from the checkpoint"}[stage]
-    job = rehearsed.worker.model_copy(update={"stage": stage, "text_tokens": settings.text is not None})
+    job = rehearsed.worker.model_copy(update={"stage": stage})
     try:
         launch_job(job, rehearsed, settings, what, steps_before=STAGES.index(stage) * settings.steps)
     except ShardwrightError as error:

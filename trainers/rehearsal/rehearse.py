@@ -60,7 +60,6 @@ def rehearse(
     ranks: int | None = None,
     steps: int = DEFAULT_STEPS,
     nodes_as_ranks: bool = False,
-    text: Sequence[str | Path] = (),
     time_limit_seconds: float = TIME_LIMIT_SECONDS,
     output_dir: str | Path | None = None,
     force: bool = False,
@@ -123,21 +122,12 @@ def rehearse(
             rule = "the plan has one node"
             raise UsageError(ConfigError(where="nodes_as_ranks", value=True, rule=rule, fix="omit it"))
         ranks = choose_ranks(loaded.chosen.strategy, nodes=nodes, ranks=ranks)
-        texts = [Path(path) for path in text]
-        errors = [
-            ConfigError(where="text", value=str(path), rule="no such file") for path in texts if not path.is_file()
-        ]
-        if not errors and texts and not any(path.stat().st_size for path in texts):
-            errors = [ConfigError(where="text", value=str(texts[0]), rule="is empty")]
-        if errors:
-            raise UsageError(errors)
         settings = LaunchSettings(
             directory=directory,
             work=Path(temporary) / "work",
             ranks=ranks,
             nodes=nodes,
             steps=steps,
-            text=b"".join(path.read_bytes() for path in texts) if texts else None,
             time_limit_seconds=time_limit_seconds,
         )
         settings.work.mkdir()
@@ -176,7 +166,7 @@ def _rehearse(plan: Plan, settings: LaunchSettings, script: tuple[Path, Sequence
     rehearsed = scale_plan(
         plan, files, config, ranks=settings.ranks, nodes=settings.nodes, steps=settings.steps, work=settings.work
     )
-    write_rehearsal(rehearsed, settings.work, settings.text)
+    write_rehearsal(rehearsed, settings.work)
     if script is not None:
         more, losses = rehearse_script(plan, files, rehearsed, settings, *script)
         return replace(rehearsal, checks=(*checks, *more), losses=losses, changes=rehearsed.changes)

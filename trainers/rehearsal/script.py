@@ -5,31 +5,33 @@ from __future__ import annotations
 import contextlib
 import io
 import json
-import logging
 import math
 import os
-from collections.abc import Sequence
+import shutil
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from ...ds_configs.plan.plan import Plan
-from ...ds_configs.specs.errors import ShardwrightError
+from ...ds_configs.specs.errors import ConfigError, ShardwrightError, UsageError
 from ...ds_configs.specs.hardware import parse_hardware
 from ...plugins.transformers.training_arguments import byte_tokenizer
 from ..training.script import with_plan_flags
 from .checks import Check, failed, passed
-from .files import SCRIPT_STAGE, VIEW, PlanFiles, Rehearsed, RehearsedScriptJob
+from .files import SCRIPT_STAGE, PlanFiles, Rehearsed, RehearsedScriptJob
 from .launch import LaunchSettings, launch_job, prepare_launch, rank_records
-from .view import MOST_FILES, make_view
 
-logger = logging.getLogger(__name__)
+MOST_FILES, MOST_BYTES = 20_000, 4 * 2**30
+"""Maximum of a copied directory."""
+_LARGEST_WEIGHTS_BYTES = 64 * 2**20
+_WEIGHTS = frozenset({".safetensors", ".bin", ".pt", ".pth", ".onnx", ".gguf"})
+_OMITTED = frozenset({"__pycache__", "node_modules"})
 _CHAT_TEMPLATE = (
     "{% for message in messages %}{{ message['role'] + ': ' + message['content'] + eos_token }}{% endfor %}"
 )
-
-_NOT_SHOWN = (
-    "\nA rehearsed script sees its working directory without hidden directories and weights over 64 MiB: pass these "
-    "as arguments or absolute paths"
+_NOT_COPIED = (
+    "\nA rehearsed script runs in a copy of its directory, without hidden directories and weights over 64 MiB: pass "
+    "these as arguments or absolute paths"
 )
 
 
@@ -39,29 +41,32 @@ def rehearse_script(
     """Run a script on every rank of a rehearsal, and return the checks and the loss of each step."""
     work = settings.work
     _write_small(plan, files, rehearsed, settings)
-    # The script sees the rehearsal's files and model in place of the plan's.
+    # The script reads the rehearsal's files and model in place of the plan's.
     exchanged = {file: work / file.name for file in settings.directory.absolute().iterdir()}
     exchanged = {file: small for file, small in exchanged.items() if small.is_file()}
     if (model := Path(plan.model.name)).is_dir():
         exchanged[model.absolute()] = work / "model"
-    if not make_view(Path.cwd(), work / VIEW, exchanged, apart=work.parent):
-        logger.info(f"the working directory has over {MOST_FILES:,} files: the script does not see all of them")
+    here, script = Path.cwd(), script.resolve()
+    roots = {root for root in (here, script.parent) if not {here, script.parent} & set(root.parents)}
+    copies = {root: work / f"copy-{index}" for index, root in enumerate(sorted(roots))}
+    for root, copy in copies.items():
+        copy_directory(root, copy, exchanged, apart=work.parent)
     scaled = rehearsed.worker.training_arguments
     job = RehearsedScriptJob(
         training_arguments={name: scaled[name] for name in files.arguments if name in scaled},
         planned=files.arguments,
-        script=str(script.absolute()),
-        arguments=exchanged_arguments(with_plan_flags(arguments, plan), plan, settings.directory, work),
+        script=str(_in_copy(script, copies)),
+        arguments=exchanged_arguments(with_plan_flags(arguments, plan), plan, settings.directory, work, copies),
         model_name=plan.model.name,
         model_directory=str(work / "model"),
         steps=settings.steps,
-        working_directory=str(Path.cwd()),
+        working_directory=str(_in_copy(here, copies)),
     )
     try:
         prepare_launch(rehearsed)
         launch_job(job, rehearsed, settings, f"running {script.name}")
     except ShardwrightError as error:
-        hint = _NOT_SHOWN if "FileNotFoundError" in str(error) else ""
+        hint = _NOT_COPIED if "FileNotFoundError" in str(error) else ""
         return [failed("launch", f"{error}{hint}")], ()
     record = rank_records(work, SCRIPT_STAGE, settings.ranks)[0]
     losses, checks = record["losses"], [passed("launch", f"{settings.ranks} ranks ran {script.name} to its end")]
@@ -82,22 +87,84 @@ def rehearse_script(
     return checks, tuple(losses)
 
 
-def exchanged_arguments(arguments: Sequence[str], plan: Plan, plan_directory: Path, work: Path) -> list[str]:
+def copy_directory(source: Path, copy: Path, exchanged: Mapping[Path, Path], *, apart: Path) -> None:
+    """Copy a directory with its links' targets, without hidden directories, environments, caches and large weights.
+
+    Args:
+        source: Directory to copy.
+        copy: New directory.
+        exchanged: What to copy in place of some files and directories, by absolute path.
+        apart: Directory of the rehearsal, which is never copied.
+
+    Raises:
+        UsageError: it has too many files or bytes.
+        ShardwrightError: it cannot be copied, such as to a full disk.
+    """
+    files: list[tuple[Path, Path]] = []
+    total = 0
+    for name, directories, names in os.walk(source, followlinks=True):
+        directory, target = Path(name), copy / Path(name).relative_to(source)
+        target.mkdir()
+        for entry in list(directories):
+            path = directory / entry
+            if path in exchanged:
+                shutil.copytree(exchanged[path], target / entry)
+            elif not (
+                entry.startswith(".")
+                or entry in _OMITTED
+                or path == apart
+                or (path / "pyvenv.cfg").is_file()
+                or (path.is_symlink() and source.resolve().is_relative_to(path.resolve()))
+            ):
+                continue
+            directories.remove(entry)
+        for path in (directory / entry for entry in names):
+            size = path.stat().st_size if path.is_file() and os.access(path, os.R_OK) else None
+            if size is not None and not (path.suffix in _WEIGHTS and size > _LARGEST_WEIGHTS_BYTES):
+                files.append((exchanged.get(path, path), target / path.name))
+                total += size
+        if len(files) > MOST_FILES or total > MOST_BYTES:
+            rule = f"has over {MOST_FILES:,} files or {MOST_BYTES >> 30} GiB; a rehearsed script runs in a copy of it"
+            fix = "start in a directory with the script's files, and pass data outside it by absolute paths"
+            raise UsageError(ConfigError(where="script", value=str(source), rule=rule, fix=fix))
+    try:
+        for path, target in files:
+            shutil.copy(path, target)
+    except OSError as error:
+        raise ShardwrightError(
+            f"{source} cannot be copied for a rehearsed script ({error.strerror}); free space, or set TMPDIR to "
+            "another directory"
+        ) from None
+
+
+def _in_copy(path: Path, copies: Mapping[Path, Path]) -> Path:
+    """Return where a path is in the copies of directories; paths outside them stay."""
+    return next((copy / path.relative_to(root) for root, copy in copies.items() if path.is_relative_to(root)), path)
+
+
+def exchanged_arguments(
+    arguments: Sequence[str], plan: Plan, plan_directory: Path, work: Path, copies: Mapping[Path, Path]
+) -> list[str]:
     """Return the arguments of a script, with the rehearsal's model and directory in place of the plan's.
 
-    Other paths that exist become absolute, because the script runs in a view of this directory. Values of flags that
-    name an output do not: a script must not replace the results of a training.
+    Other paths that exist, and absolute paths, become those in the copies of the user's directories. What is not copied
+    is read from its original path, unless the flag names an output.
     """
     directory = plan_directory.absolute()
 
     def exchanged(value: str, flag: str) -> str:
-        path = Path(value).absolute()
+        path = Path(os.path.abspath(value))  # noqa: PTH100, a link must not be resolved
         if plan.model.name in (value, str(path)):
             return str(work / "model")
         if path.is_relative_to(directory):
             return str(work / path.relative_to(directory))
+        copied = _in_copy(path, copies)
         # `os.path.exists` is false for text that is longer than a path can be.
-        return str(path) if value and "output" not in flag and os.path.exists(path) else value  # noqa: PTH110
+        if os.path.exists(path) and not os.path.exists(copied) and "output" not in flag:  # noqa: PTH110
+            return str(path)
+        # A relative path outside the copies would name another file there, or none.
+        is_path = Path(value).is_absolute() or os.path.exists(path)  # noqa: PTH110
+        return str(copied) if is_path and (copied != path or "output" not in flag) else value
 
     words = []
     for before, argument in zip(("", *arguments), arguments, strict=False):

@@ -17,8 +17,7 @@ from ..runs.plan_callback import TRAINED_TYPE, argument_differences, keep_planne
 from ..runs.ranks import progress_callback, write_json
 from ..runs.settings import RankTask
 from ..training.script_rank import carry_axes, run_script
-from .files import SCRIPT_STAGE, VIEW, RehearsedScriptJob
-from .view import ViewGuard
+from .files import SCRIPT_STAGE, RehearsedScriptJob
 
 _COMPARED = ("per_device_train_batch_size", "gradient_accumulation_steps", "gradient_checkpointing", "bf16", "fp16")
 """Arguments that determine a plan's memory and time."""
@@ -37,11 +36,10 @@ class RehearsedScriptTask(RehearsedScriptJob, RankTask):
         own = [_recorder(record, plan), type(progress_callback())]
         patches.apply("rehearsal-recorder", lambda callbacks: [*callbacks, *own])
         carry_axes(plan)
-        os.chdir(work / VIEW)
-        # Caches would be written to the directories of the user's modules.
+        os.chdir(self.working_directory)
+        os.environ["PWD"] = self.working_directory
+        # Caches would be written to the directories of modules outside the copy.
         sys.dont_write_bytecode = True
-        kept = Path(self.working_directory), Path(self.script).parent
-        sys.addaudithook(ViewGuard.of(work / VIEW, *kept, free=work))
         try:
             run_script(self.script, self.arguments)
         finally:

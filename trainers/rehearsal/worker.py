@@ -101,7 +101,6 @@ def _arguments(job: RehearsalJob, work: Path, **changes: Any) -> Any:
 
 
 def _trainer(job: RehearsalJob, work: Path, arguments: Any) -> tuple[Any, StepLosses]:
-    import torch
     from transformers import AutoConfig, AutoModelForCausalLM, default_data_collator, set_seed
 
     set_seed(arguments.seed)
@@ -115,11 +114,7 @@ def _trainer(job: RehearsalJob, work: Path, arguments: Any) -> tuple[Any, StepLo
         fp32 = engine != "deepspeed"
         model = add_lora(base, rank=job.lora_rank, targets=job.lora_targets, fp32_adapters=fp32)
     tokens = job.samples * job.seq_len
-    if job.text_tokens:
-        text = torch.frombuffer(bytearray((work / "tokens.bin").read_bytes()), dtype=torch.uint8).long()
-        stream = text.repeat(-(-tokens // len(text)))[:tokens]
-    else:
-        stream = skewed_tokens(tokens, _vocab_size(work), seed=0)
+    stream = skewed_tokens(tokens, _vocab_size(work), seed=0)
     samples = [{"input_ids": block_T, "labels": block_T} for block_T in stream.view(job.samples, job.seq_len)]
     stages = tuple(PipelineStage(**stage) for stage in job.stages)
     layout = Layout(

@@ -69,7 +69,7 @@ def planned_launch(words: Sequence[str], plan: Plan, plan_directory: Path, *, pl
     return Launch(arguments=python_arguments(command), environment=_accelerators_shown(plan), port=port)
 
 
-def compare_nodes(plan: Plan, plan_directory: Path, place: NodePlace, output_directory: Path) -> None:
+def compare_nodes(plan: Plan, plan_directory: Path, place: NodePlace) -> None:
     """Start one process per machine to compare the machines before ranks start.
 
     Raises:
@@ -79,7 +79,7 @@ def compare_nodes(plan: Plan, plan_directory: Path, place: NodePlace, output_dir
     # Another port: the store of the previous run's main machine may still answer on the first one.
     meeting += ["--master-port", str(int(place.main_port) + 1)]
     command = ["torchrun", f"--nnodes={plan.hardware.nodes}", "--nproc-per-node=1", *meeting, "-m", _NODE_CHECK]
-    command += [str(directory.absolute()) for directory in (plan_directory, output_directory)]
+    command.append(str(plan_directory.absolute()))
     launch_ranks(Launch(arguments=python_arguments(command), environment=_accelerators_shown(plan)))
 
 

@@ -236,7 +236,7 @@ def _run_ranks(prepared: PreparedTraining[Any]) -> dict[str, Any]:
         compile_planned_operators(plan)
         if place is not None:
             if request.check_nodes:
-                compare_nodes(plan, work / PLAN_DIRECTORY, place, request.output_dir)
+                compare_nodes(plan, work / PLAN_DIRECTORY, place)
             job = job.model_copy(update={"digests": _digests(prepared, work)})
         in_steps = False
 

@@ -78,7 +78,7 @@ def launch_script(
         logger.info(difference)
     compile_planned_operators(plan)
     if place is not None and check_nodes:
-        compare_nodes(plan, plan_directory, place, Path(stated_output(arguments) or plan_directory))
+        compare_nodes(plan, plan_directory, place)
     with tempfile.TemporaryDirectory(prefix="shardwright-nodes-") as directory:
         job = ScriptJob(
             plan=str(plan_directory.absolute()), script=str(script), arguments=with_plan_flags(arguments, plan)

@@ -7,9 +7,10 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from shardwright.cli.machines import SameCommand, slurm_script_of_command
+from shardwright.cli.machines import run_on_hosts, slurm_script_of_command
 from shardwright.cli.main import build_app, run
 from shardwright.cli.settings import resolve, running
+from shardwright.ds_configs.plan.clusters import NodeCommand
 from shardwright.ds_configs.plan.rendering import MAIN_PORT, NodePlace
 from shardwright.ds_configs.specs.hardware import parse_hardware
 from shardwright.plugins.clusters.ssh import own_program
@@ -53,11 +54,19 @@ def test_an_option_without_effect_is_rejected(words: list[str], said: str, capsy
     assert said in capsys.readouterr().err
 
 
-def test_machines_read_the_file_of_settings_that_names_them(tmp_path: Path) -> None:
+def test_machines_read_the_file_of_settings_that_names_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file, own = tmp_path / "settings.yaml", len(own_program())
     words = ("train", "model", "--output-dir", "out", "--config", str(file))
-    file.write_text("on: ssh\nhostfile: hosts\nssh_config: own\nmax_steps: 3\n")
-    there = SameCommand(words=words).node_words(NodePlace(rank=1, main_address="a"), "--until-stdin-closes")
+    (tmp_path / "hosts").write_text("a slots=1\nb slots=1\n")
+    file.write_text(f"on: ssh\nhostfile: {tmp_path}/hosts\nssh_config: own\nmax_steps: 3\n")
+    commands: list[NodeCommand] = []
+    monkeypatch.setattr(
+        "shardwright.plugins.clusters.ssh.run_over_ssh", lambda command, *_, **__: commands.append(command)
+    )
+    with running(words):
+        _, asked = resolve(build_app(), words)
+        run_on_hosts(asked.arguments["machines"], parse_hardware("2x1xCPU"))
+    there = commands[0].node_words(NodePlace(rank=1, main_address="a"), "--until-stdin-closes")
     _, over_ssh = resolve(build_app(), there[own:])
     file.write_text("on: slurm\nsbatch: [--time=1]\nname: tuning\nhardware: 2x1xCPU\nmax_steps: 3\n")
     stated = (*words, "--main-port", str(MAIN_PORT))
@@ -68,7 +77,8 @@ def test_machines_read_the_file_of_settings_that_names_them(tmp_path: Path) -> N
     assert "#SBATCH --job-name=tuning\n" in script and "#SBATCH --time=1\n" in script
     subprocess.run(["bash", "-n"], input=script, text=True, check=True)
     node = shlex.split(script.splitlines()[-1].partition(" node ")[2])
-    _, in_slurm = resolve(build_app(), [*node[own:-1], "20005", "--node-rank", "1"])
+    port = node.index("--main-port") + 1
+    _, in_slurm = resolve(build_app(), [*node[own:port], "20005", *node[port + 1 :], "--node-rank", "1"])
     for bound in (over_ssh, in_slurm):
         assert bound.arguments["machines"].errors() == []
         assert bound.arguments["settings"].max_steps == 3

@@ -6,20 +6,20 @@ import json
 from itertools import product
 
 import pytest
-from memory_accuracy import DOCUMENT, MEASURED, Row, case_table, group_table, rows, verdict
+from memory_accuracy import GRID, Row, case_table, group_table, rows, verdict
 from memory_cases import VALUES, Case, grid, pairs
 
 pytestmark = pytest.mark.slow
 
 
 def stored() -> list[Row]:
-    return rows(json.loads(MEASURED.read_text(encoding="utf-8")))
+    return rows(json.loads(GRID.measured.read_text(encoding="utf-8")))
 
 
 def test_predictions_match_measured_peaks() -> None:
     passed, sentence = verdict(stored())
     assert passed, sentence
-    document = DOCUMENT.read_text(encoding="utf-8")
+    document = GRID.document.read_text(encoding="utf-8")
     for shown in (f"{sentence}.", group_table(stored()), case_table(stored())):
         assert shown in document, "the document shows other figures"
 

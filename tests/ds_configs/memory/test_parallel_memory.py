@@ -9,7 +9,7 @@ from itertools import combinations
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from parallel_memory import DOCUMENT, MEASURED, TARGET_MEAN, case_table, fullest_rows, group_table, rows, verdict
+from parallel_memory import GRID, TARGET_MEAN, case_table, fullest_rows, group_table, rows, verdict
 from parallel_memory_cases import LAYOUTS, STAGES, grid
 from planning import llama, no_activations, public_model
 from shardwright.ds_configs.memory.estimate import GpuMemory, estimate_memory, share_moment_terms
@@ -311,7 +311,7 @@ def test_the_grid_holds_every_layout_and_stage():
 
 
 def test_predictions_of_all_measured_layouts_are_within_five_percent():
-    found = rows(json.loads(MEASURED.read_text(encoding="utf-8")))
+    found = rows(json.loads(GRID.measured.read_text(encoding="utf-8")))
     assert {row.case.name for row in found} == {case.name for case in grid()}
     passed, sentence = verdict(fullest_rows(found))
     assert passed, sentence
@@ -319,8 +319,8 @@ def test_predictions_of_all_measured_layouts_are_within_five_percent():
 
 
 def test_the_document_shows_the_stored_measurements():
-    found = rows(json.loads(MEASURED.read_text(encoding="utf-8")))
-    text = DOCUMENT.read_text(encoding="utf-8")
+    found = rows(json.loads(GRID.measured.read_text(encoding="utf-8")))
+    text = GRID.document.read_text(encoding="utf-8")
     assert verdict(fullest_rows(found))[1] in text
     assert group_table(fullest_rows(found)) in text
     assert case_table(found) in text

@@ -10,12 +10,9 @@ import time
 from pathlib import Path
 
 import pytest
-from planning import public_model
-from shardwright.ds_configs.plan.clusters import ClusterJob
-from shardwright.ds_configs.plan.plan import Plan, make_plan
+from shardwright.ds_configs.plan.clusters import RESUME, NodeCommand
 from shardwright.ds_configs.specs.errors import ShardwrightError, UsageError
 from shardwright.ds_configs.specs.hardware import parse_hardware
-from shardwright.ds_configs.specs.job import TrainingJob
 from shardwright.plugins.clusters import ssh
 from shardwright.plugins.clusters.ssh import Hosts, node_launches, read_hostfile, run_over_ssh
 from shardwright.plugins.launching import launch
@@ -45,11 +42,7 @@ os._exit(255)
 """
 
 
-@pytest.fixture
-def plan() -> Plan:
-    return make_plan(
-        public_model("meta-llama--Llama-3.1-8B"), parse_hardware("2x8xA100-80GB"), TrainingJob(strategy="zero3")
-    )
+HARDWARE = parse_hardware("2x8xA100-80GB")
 
 
 @pytest.fixture
@@ -70,13 +63,14 @@ def hosts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return directory
 
 
-def job_of(plan: Plan, tmp_path: Path) -> ClusterJob:
+def command(tmp_path: Path) -> NodeCommand:
     (tmp_path / "worker.py").write_text(WORKER)
-    return ClusterJob(plan=plan, directory="/plans/my plan", program=(sys.executable, str(tmp_path / "worker.py")))
+    program = (sys.executable, str(tmp_path / "worker.py"))
+    return NodeCommand(program=program, words=("launch", "/plans/my plan", "--", "--dataset", "x"), restart=(RESUME,))
 
 
 def test_a_host_that_dies_is_waited_for_and_the_run_resumes(
-    plan: Plan, hosts: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    hosts: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
     lines: list[str] = []
@@ -92,27 +86,25 @@ def test_a_host_that_dies_is_waited_for_and_the_run_resumes(
     thread = threading.Thread(target=lose_and_find)
     thread.start()
     names = Hosts(names=("host-0", "host-1"))
-    run_over_ssh(job_of(plan, tmp_path), names, port=29500, restarts=1, on_line=lines.append)
+    run_over_ssh(command(tmp_path), names, port=29500, restarts=1, on_line=lines.append)
     thread.join()
     assert sorted(lines) == ["went on 0", "went on 1"]
     assert caplog.messages[0] == "the run failed (host-1: exit code 255); resuming from its newest valid checkpoint"
     assert caplog.messages[1].startswith("waiting for host-1, at most 600 s")
 
 
-def test_a_host_that_never_answers_is_named(plan: Plan, hosts: Path, tmp_path: Path) -> None:
+def test_a_host_that_never_answers_is_named(hosts: Path, tmp_path: Path) -> None:
     names = Hosts(names=("host-0", "host-2"))
     with pytest.raises(ShardwrightError, match=r"host-2: no answer over ssh \(no route to host-2\)"):
-        run_over_ssh(job_of(plan, tmp_path), names, port=29500, restarts=0, on_line=print)
+        run_over_ssh(command(tmp_path), names, port=29500, restarts=0, on_line=print)
     assert not (hosts / "ran").exists()
 
 
-def test_command_for_a_host_is_one_quoted_text(plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_command_for_a_host_is_one_quoted_text(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_TOKEN", "hf_secret")
     monkeypatch.setenv("NCCL_DEBUG", "IN FO")
-    job = ClusterJob(
-        plan=plan, directory="/plans/my plan", script="/my scripts/a;b.py", arguments=("--say", "it's $HOME")
-    )
-    launches = node_launches(job, Hosts(names=("a", "b")), port=1234, directory=Path("/work dir"))
+    command = NodeCommand(words=("launch", "/plans/my plan", "--", "/my scripts/a;b.py", "--say", "it's $HOME"))
+    launches = node_launches(command, Hosts(names=("a", "b")), port=1234, directory=Path("/work dir"))
     (text,) = launches[1].arguments
     words = shlex.split(text)
     assert words[:3] == ["cd", "/work dir", "&&"]
@@ -130,15 +122,25 @@ def test_command_for_a_host_is_one_quoted_text(plan: Plan, tmp_path: Path, monke
         ("a slots=8\n", "lists 1 machines, but the plan has 2"),
         ("a slots=8\na slots=8\n", "lists a machine twice"),
         ("a slots=8\nb slots=4\n", "has 4 slots, but the plan has 8"),
+        ("a slots=0\nb slots=8\n", "must have the form HOST slots=N"),
+        ("", "lists no machine"),
         ("a slots=8\n-oProxyCommand=x slots=8\n", "must have the form HOST slots=N"),
     ],
 )
-def test_hostfiles_that_do_not_fit_the_plan(plan: Plan, tmp_path: Path, text: str, said: str) -> None:
+def test_hostfiles_that_do_not_fit_the_plan(tmp_path: Path, text: str, said: str) -> None:
     (tmp_path / "hostfile").write_text(text)
     with pytest.raises(UsageError, match=said):
-        read_hostfile(tmp_path / "hostfile", plan)
+        read_hostfile(tmp_path / "hostfile", HARDWARE)
 
 
-def test_a_hostfile_as_deepspeed_reads_it(plan: Plan, tmp_path: Path) -> None:
+def test_without_a_plan_machines_need_equal_slots(tmp_path: Path) -> None:
+    (tmp_path / "hostfile").write_text("a slots=8\nb\n")
+    with pytest.raises(UsageError, match="different slots"):
+        read_hostfile(tmp_path / "hostfile")
+    (tmp_path / "hostfile").write_text("a\nb slots=1\n")
+    assert read_hostfile(tmp_path / "hostfile") == [("a", None), ("b", 1)]
+
+
+def test_a_hostfile_as_deepspeed_reads_it(tmp_path: Path) -> None:
     (tmp_path / "hostfile").write_text("# machines\n\n10.0.0.1 slots=8  # rack 1\nworker-2 slots=8\n")
-    assert read_hostfile(tmp_path / "hostfile", plan) == ("10.0.0.1", "worker-2")
+    assert read_hostfile(tmp_path / "hostfile", HARDWARE) == [("10.0.0.1", 8), ("worker-2", 8)]

@@ -7,7 +7,6 @@ import json
 import math
 from importlib.util import find_spec
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -31,7 +30,6 @@ from shardwright.trainers.rehearsal.checks import (
 )
 from shardwright.trainers.rehearsal.cpu_substitutes import cpu_accelerate, cpu_arguments, cpu_deepspeed
 from shardwright.trainers.rehearsal.files import choose_ranks
-from shardwright.trainers.rehearsal.launch import launcher_command
 from shardwright.trainers.rehearsal.report import (
     PredictedPhase,
     Rehearsal,
@@ -214,8 +212,6 @@ def test_bad_values_are_reported_together(model: Path, tmp_path: Path, capsys: p
     code, report, _ = rehearse(capsys, tmp_path / "plan", *flags)
     assert code == 2
     assert [error["where"] for error in report["error"]["errors"]] == ["steps", "time_limit", "ranks"]
-    for flag, value in (("--text", str(tmp_path / "none.txt")), ("--text", "/dev/null")):
-        assert rehearse(capsys, tmp_path / "plan", flag, value)[0] == 2
     code, report, _ = rehearse(capsys, tmp_path / "plan", "--nodes-as-ranks")
     assert (code, report["error"]["errors"][0]["rule"]) == (2, "the plan has one node")
     assert not (tmp_path / "plan" / "rehearsal").exists()
@@ -394,7 +390,7 @@ def test_kernels_and_offload_variants_are_replaced_and_reported(tiny_llama: Path
             assert ("pip install torchao" in errors.get("precision", "")) == (find_spec("torchao") is None)
         else:
             assert found.deepspeed is not None and "zenflow" not in found.deepspeed["zero_optimization"]
-            assert found.offload_device("optimizer") == "cpu" and "ds_config.json: zenflow" in changes
+            assert found.offload_device("optimizer") == "cpu" and "ds_config.json: zero_optimization.zenflow" in changes
     superoffload = {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu", "super_offload": True}}}
     found, (change,) = cpu_deepspeed(superoffload)
     assert found["zero_optimization"]["offload_optimizer"] == {"device": "cpu"} and "super_offload" in change.where
@@ -415,22 +411,6 @@ def test_ranks_default_to_two_or_the_fewest_that_the_layout_allows() -> None:
     assert choose_ranks(zeropp, nodes=2, ranks=None) == 8
     with pytest.raises(UsageError, match="use --ranks"):
         choose_ranks(hybrid, nodes=1, ranks=3)
-
-
-def test_each_node_gets_its_launcher_and_plain_cpu_ranks_get_torchrun(tmp_path: Path) -> None:
-    def command(kind: str, nodes: int = 1, node: int = 0) -> str:
-        rehearsed: Any = SimpleNamespace(accelerate={"distributed_type": kind, "num_processes": 4})
-        return " ".join(launcher_command(rehearsed, tmp_path, worker.split(), node, nodes, 29511))
-
-    worker = "-m shardwright.trainers.rehearsal.worker job.json"
-    file = f"accelerate launch --config_file {tmp_path}/accelerate.yaml --main_process_port 29511"
-    assert command("DEEPSPEED") == f"{file} {worker}"
-    second = "--num_machines 2 --num_processes 4 --machine_rank 1 --main_process_ip 127.0.0.1"
-    assert command("FSDP", nodes=2, node=1) == f"{file} {second} {worker}"
-    address = "--master-addr 127.0.0.1 --master-port 29511"
-    assert command("MULTI_CPU", nodes=2, node=1) == (
-        f"torchrun --nnodes 2 --node-rank 1 --nproc-per-node 2 {address} {worker}"
-    )
 
 
 def test_synthetic_tokens_can_be_learned_in_a_few_steps() -> None:
