@@ -161,6 +161,14 @@ PATCHES: tuple[Patch, ...] = (
         )
         for name in ("guarded-train", "checkpointed-train", "explained-train")
     ),
+    Patch(
+        name="compared-checkpoint",
+        target=f"{_TRAINER}.train",
+        scope="process",
+        reason="The Trainer loads checkpoints of other engines without their optimizer, or fails in a library.",
+        canary="tests/trainers/checkpoints/test_resume_rules.py::test_the_trainer_still_resumes_without_an_optimizer",
+        parameters=("self", "resume_from_checkpoint"),
+    ),
     # Trainer: logs, data, evaluation.
     Patch(
         name="expert-parallel-log",

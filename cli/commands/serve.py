@@ -123,8 +123,10 @@ def _served_model(checkpoint: str, revision: str | None) -> ServedModel:
     assert adapter is not None, "the directory or repository has an adapter"
     base, directory = adapter.source, adapter.files.directory.resolve()
     template, settings = directory / CHAT_TEMPLATE, directory / "tokenizer_config.json"
-    # A base model may have no tokenizer, and older releases of Transformers store the template with the tokenizer.
-    is_needed = Path(base.name).is_dir() and not has_tokenizer(Path(base.name))
+    has_generation_settings = (directory / "generation_config.json").is_file()
+    # A base model may have no tokenizer, older releases of Transformers store the template with the tokenizer, and
+    # SGLang ends an answer at the end-of-sequence token of the tokenizer.
+    is_needed = has_generation_settings or (Path(base.name).is_dir() and not has_tokenizer(Path(base.name)))
     if not template.is_file() and settings.is_file():
         is_needed = is_needed or '"chat_template"' in settings.read_text(encoding="utf-8")
     served = ServedAdapter(
@@ -133,6 +135,7 @@ def _served_model(checkpoint: str, revision: str | None) -> ServedModel:
         settings=adapter.files.settings,
         tokenizer=str(directory) if is_needed and has_tokenizer(directory) else None,
         chat_template=str(template) if template.is_file() else None,
+        generation_config=str(directory) if has_generation_settings else None,
         trained_in_4_bits=adapter.qlora,
     )
     return replace(read_served_model(base.name, revision=base.revision), adapter=served)

@@ -225,6 +225,8 @@ class ServedAdapter:
     """Directory of its tokenizer; `None` for that of the model."""
     chat_template: str | None
     """File of its chat template; `None` for that of the tokenizer."""
+    generation_config: str | None = None
+    """Directory of its generation settings, such as the tokens that end an answer; `None` for those of the model."""
     trained_in_4_bits: bool
     """Whether it was trained on NF4 weights (QLoRA)."""
 
@@ -367,9 +369,10 @@ def serving_line(
         words += ["--speculative-config", json.dumps(speculation)]
     if adapter is not None:
         words += ["--enable-lora", "--max-lora-rank", adapter.slot_rank, "--lora-modules", adapter.module]
-        # vLLM 0.32.0 reads neither tokenizer nor chat template of an adapter's directory.
+        # vLLM 0.32.0 reads neither tokenizer, chat template nor generation settings of an adapter's directory.
         words += ["--tokenizer", adapter.tokenizer] if adapter.tokenizer else []
         words += ["--chat-template", adapter.chat_template] if adapter.chat_template else []
+        words += ["--generation-config", adapter.generation_config] if adapter.generation_config else []
     return tuple(str(word) for word in words)
 
 

@@ -6,6 +6,7 @@ With transformers 5.17.0 and 5.23.0, and accelerate 1.15.0:
   gradients, ZeRO-1, ZeRO-2 and FSDP2 fail, and ZeRO-3 trains with an engine that has no optimizer.
 - A second `train` destroys the DeepSpeed engine that it trains with.
 - Engines keep the gradients of a step that an exception interrupted.
+- CPU Adam cannot step with the settings of a checkpoint that an optimizer on the accelerator saved.
 """
 
 from __future__ import annotations
@@ -99,7 +100,10 @@ def _preparing(prepare: Callable[..., Any]) -> Callable[..., Any]:
         if not is_prepared(self):
             lengths = _schedule(self)
             self._automatic_lengths = [name for name in _SCHEDULE_LENGTHS if lengths.get(name) == "auto"]
-            return prepare(self, *arguments)
+            prepared = prepare(self, *arguments)
+            if resume_from_checkpoint is not None and self.is_deepspeed_enabled:
+                _complete_groups(self.model_wrapped.basic_optimizer)
+            return prepared
         if resume_from_checkpoint is not None and getattr(self.model_wrapped, "has_moe_layers", False):
             # Measured: the loss of the next step differs by 0.06 from one process.
             rule = "is not supported after an evaluation or a training run under expert parallelism"
@@ -114,6 +118,16 @@ def _preparing(prepare: Callable[..., Any]) -> Callable[..., Any]:
             return prepare(self, *arguments)
 
     return prepare_for_training
+
+
+def _complete_groups(optimizer: Any) -> None:
+    """Give groups loaded from a checkpoint the settings that the optimizer which saved it does not have.
+
+    DeepSpeed 0.19.8 replaces the groups: its CPU Adam fails with the groups of torch's AdamW.
+    """
+    for group in optimizer.param_groups if optimizer is not None else ():
+        for name, value in optimizer.defaults.items():
+            group.setdefault(name, value)
 
 
 def _unchanged(*prepared: Any) -> Any:

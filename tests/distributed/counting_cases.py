@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from equivalence.cases import FURTHER, IGNORED, LAYOUTS, LONGEST, MICRO_STEP_SAMPLES, Case, make_model, padded, samples
-from equivalence.records import logged
+from equivalence.records import logged, training_record
 from fresh_process import forget_last_run
 from shardwright.ds_configs.specs.errors import UsageError
 from shardwright.ds_configs.specs.layout import Layout
@@ -164,6 +164,86 @@ def own_loss(scales: bool) -> Any:
             return (loss, outputs) if return_outputs else loss
 
     return OwnLoss
+
+
+def own_losses(layout: str, directory: Path) -> dict[str, Any]:
+    """Train on losses that scripts compute, with uneven numbers of labels; one process has a whole batch."""
+    from torch.nn.functional import cross_entropy
+
+    def of_tokens(outputs: Any, labels: Any) -> Any:
+        return cross_entropy(outputs.logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), reduction="none")
+
+    def focal(outputs: Any, labels: Any) -> Any:
+        losses = of_tokens(outputs, labels)[labels[:, 1:].flatten() != IGNORED]
+        return ((1 - (-losses).exp()) ** 2 * losses).mean()
+
+    def of_samples(outputs: Any, labels: Any) -> Any:
+        losses = of_tokens(outputs, labels).reshape(len(labels), -1)
+        return (losses.sum(1) / labels[:, 1:].ne(IGNORED).sum(1)).mean()
+
+    def rms(outputs: Any, labels: Any) -> Any:
+        return outputs.logits.float().pow(2).mean()
+
+    def trainer(own: Callable[[Any, Any], Any], *, adds: bool = False, returned: Callable[..., Any]) -> type[Trainer]:
+        class OwnLoss(Trainer):  # type: ignore[misc]
+            def compute_loss(
+                self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+            ) -> Any:
+                if adds:
+                    loss, outputs = super().compute_loss(model, inputs, True, num_items_in_batch)
+                    loss = loss + 0.3 * own(outputs, inputs["labels"])
+                else:
+                    outputs = model(input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"])
+                    loss = own(outputs, inputs["labels"])
+                return returned(loss, outputs) if return_outputs else returned(loss, None)
+
+        return OwnLoss
+
+    def plain_loss(loss: Any, outputs: Any) -> Any:
+        return loss if outputs is None else (loss, outputs)
+
+    def with_dictionary(loss: Any, outputs: Any) -> Any:
+        return loss if outputs is None else (loss, {"logits": outputs.logits, "square": outputs.logits.pow(2)})
+
+    def share(outputs: Any, labels: Any, num_items_in_batch: Any = None) -> Any:
+        return of_tokens(outputs, labels).sum() / num_items_in_batch
+
+    settings: dict[str, dict[str, Any]] = {
+        "focal": {"trainer_class": trainer(focal, returned=plain_loss)},
+        "focal and outputs in a dictionary": {"trainer_class": trainer(focal, returned=with_dictionary)},
+        "mean of samples": {"trainer_class": trainer(of_samples, returned=plain_loss)},
+        "stock loss and a mean over values": {"trainer_class": trainer(rms, adds=True, returned=plain_loss)},
+        "stock loss and a mean over labels": {"trainer_class": trainer(focal, adds=True, returned=plain_loss)},
+        "function that divides by all labels": {"compute_loss_func": share},
+        "dictionary": {"trainer_class": trainer(focal, returned=lambda loss, outputs: {"loss": loss})},
+        "several values": {"trainer_class": trainer(focal, returned=lambda loss, outputs: (loss, loss, outputs))},
+        "list": {"trainer_class": trainer(focal, returned=lambda loss, outputs: [loss])},
+    }
+    batch = {"per_device_train_batch_size": 2 * MICRO_STEP_SAMPLES} if layout == "single" else {}
+    steps = {"max_steps": 3, "logging_steps": 1, "gradient_accumulation_steps": 1 if batch else 2}
+    found: dict[str, Any] = {}
+    for name, changes in settings.items():
+        made = make_trainer(
+            layout,
+            directory,
+            arguments=steps | batch,
+            data_collator=of_one_length,
+            train_dataset=samples()[: 3 * 2 * MICRO_STEP_SAMPLES],
+            **changes,
+        )
+        record = training_record(
+            lambda made=made: made,
+            lambda made: {
+                "losses": logged(made),
+                "norms": logged(made, "grad_norm"),
+                "loss": made.evaluate()["eval_loss"],
+            },
+        )
+        assert "error" not in record, record["error"]
+        found |= {f"{name}: {figure}": value for figure, value in record.items()}
+        if layout != "single":
+            forget_last_run()
+    return found
 
 
 def stream_of(found: list[dict[str, Any]]) -> Any:
@@ -383,6 +463,7 @@ WORK: dict[str, Callable[[str, Path], dict[str, Any]]] = {
     "without_labels": without_labels,
     "heads": heads,
     "options": options,
+    "own_losses": own_losses,
     "preferences": preferences,
     "stopped_early": stopped_early,
     "streams": streams,

@@ -18,10 +18,11 @@ EXACT = 2e-6
 TRAINED = 1e-5
 """Largest difference of a training's counts."""
 LAYOUTS = {
-    "ddp": ("counted", "evaluated", "without_labels", "heads", "streams"),
+    "ddp": ("counted", "evaluated", "without_labels", "heads", "streams", "own_losses"),
     "zero1": ("counted", "options", "stopped_early"),
+    "zero2": ("own_losses",),
     "zero3": ("counted", "evaluated", "without_labels", "heads", "streams"),
-    "fsdp2": ("counted", "evaluated", "without_labels", "options", "heads", "streams"),
+    "fsdp2": ("counted", "evaluated", "without_labels", "options", "heads", "streams", "own_losses"),
     "tp2-zero1": ("counted", "evaluated", "without_labels"),
     "sp2-zero1": ("counted", "evaluated", "without_labels"),
     "pp2-zero0": ("counted", "evaluated", "without_labels", "stopped_early"),
@@ -103,6 +104,16 @@ def test_losses_and_options_of_every_kind_evaluate_as_in_one_process(records: An
     for options in (found, wanted):
         options["kept apart"] = options["kept apart"][:1]
     compared(records, expected, layout, "options", 1e-5)
+
+
+@pytest.mark.parametrize("layout", under("own_losses"))
+def test_own_losses_train_as_one_batch(records: Any, expected: Any, layout: str) -> None:
+    found, wanted = records[(layout, *LAYOUTS[layout])]["own_losses"], expected["own_losses"]
+    assert found.keys() == wanted.keys()
+    for name, value in wanted.items():
+        # An added mean over values counts samples, and the stock loss labels: no weight of a batch fits both.
+        if name != "stock loss and a mean over values: loss":
+            assert found[name] == (value if "refused" in name else pytest.approx(value, abs=TRAINED)), name
 
 
 @pytest.mark.parametrize("layout", under("stopped_early"))

@@ -81,12 +81,14 @@ def losses_of(trainer: Any) -> Record:
     return {"losses": logged(trainer)}
 
 
-def training_record(make_trainer: Callable[[], Any], result: Callable[[Any], Record] = losses_of) -> Record:
+def training_record(
+    make_trainer: Callable[[], Any], result: Callable[[Any], Record] = losses_of, **settings: Any
+) -> Record:
     """Train, and return `result` of the trainer, a rejection with the number of steps before it, or an error."""
     trainer = None
     try:
         trainer = make_trainer()
-        trainer.train()
+        trainer.train(**settings)
         return result(trainer)
     except ShardwrightError as error:
         return {"refused": str(error), "steps": 0 if trainer is None else trainer.state.global_step}

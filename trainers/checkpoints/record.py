@@ -179,14 +179,25 @@ _VOLATILE = ("_name_or_path", "transformers_version", "dtype", "torch_dtype", "u
 """Keys of a model's configuration that may change without changing its parameters."""
 
 
+def layout_facts(trainer: Trainer) -> dict[str, Any]:
+    """Return the facts of a run's layout that `resume.RULES` compares, without those that are unknown."""
+    args = trainer.args
+    deepspeed = deepspeed_configuration(args)
+    facts: dict[str, object] = {
+        "engine": "deepspeed" if deepspeed else "fsdp2" if args.fsdp else engine_from_environment(),
+        "zero_stage": deepspeed["zero_optimization"].get("stage", 0) if deepspeed else None,
+        "axes": _axes(trainer, deepspeed or {}),
+        "world_size": args.world_size,
+    }
+    return _as_recorded(facts)
+
+
 def run_facts(trainer: Trainer) -> dict[str, object]:
     """Return the facts that `resume.RULES` compares, without those that are unknown.
 
     Every rank must call it; only the result of the first rank is used.
     """
     args = trainer.args
-    deepspeed = deepspeed_configuration(args)
-    engine = "deepspeed" if deepspeed else "fsdp2" if args.fsdp else engine_from_environment()
     config = getattr(trainer.model, "config", None)
     if config is not None and not isinstance(config, dict):
         config = config.to_dict()
@@ -196,10 +207,7 @@ def run_facts(trainer: Trainer) -> dict[str, object]:
         name: value for name, value in (config or {}).items() if name not in _VOLATILE and not name.endswith("token_id")
     }
     facts: dict[str, object] = {
-        "engine": engine,
-        "zero_stage": deepspeed["zero_optimization"].get("stage", 0) if deepspeed else None,
-        "axes": _axes(trainer, deepspeed or {}),
-        "world_size": args.world_size,
+        **layout_facts(trainer),
         "global_batch_size": trainer.get_total_train_batch_size(args),
         "precision": args.mixed_precision,
         **_argument_facts(args),

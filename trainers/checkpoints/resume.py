@@ -5,14 +5,25 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from ...ds_configs.specs.errors import ConfigError, RefusedInputError, UsageError
+from ...plugins import patches
+from ...plugins.deepspeed.engine import load_from_other_ranks
 from ...plugins.launching.messages import note_on_first_rank
-from .record import RECORD, CheckpointRecord, NotWholeError, Reader, read_record, read_whole
+from .record import (
+    RECORD,
+    CheckpointRecord,
+    NotWholeError,
+    Reader,
+    layout_facts,
+    on_first_rank,
+    read_record,
+    read_whole,
+)
 
 _NAME = re.compile(r"checkpoint-(\d+)")
 FEWEST_KEPT = 2
@@ -125,7 +136,7 @@ def rotate(output_dir: Path, *, limit: int | None, best: str | None) -> None:
 
 
 Action = Literal["rejected", "converted", "warning"]
-_ANEW = "resume with the settings of the checkpoint, or start a new run with its path as the model"
+_ANEW = "start a new run with its path as the model"
 _MISSING = object()
 
 
@@ -142,14 +153,19 @@ class Rule:
 
 
 RULES = (
+    Rule(fact="states", action="rejected", why="it has only weights, without the states of the optimizer"),
     Rule(fact="engine", action="rejected", why="each engine saves its optimizer in a different format"),
-    Rule(fact="zero_stage", action="rejected", why="each stage shards the optimizer states differently"),
+    Rule(
+        fact="zero_stage", action="rejected", why="each stage shards its states differently, except ZeRO-1 and ZeRO-2"
+    ),
     Rule(fact="axes", action="rejected", why="tensors and optimizer states are sharded by these axes"),
+    Rule(fact="sharded", action="rejected", why="each part of the model has its own states"),
     Rule(fact="world_size", action="converted", why="the random states of the ranks, which dropout uses, start again"),
     Rule(fact="global_batch_size", action="rejected", why="the completed steps would correspond to other samples"),
     Rule(fact="seed", action="rejected", why="the samples would come in another order, and some twice"),
     Rule(fact="data", action="rejected", why="the completed steps would correspond to other samples"),
     Rule(fact="model", action="rejected", why="the optimizer states belong to other parameters"),
+    Rule(fact="weights", action="rejected", why="the optimizer states belong to other parameters"),
     Rule(fact="trained", action="rejected", why="the optimizer states belong to other parameters"),
     Rule(fact="precision", action="rejected", why="the states are saved in other formats"),
     Rule(fact="optimizer", action="rejected", why="the states of one optimizer do not fit another"),
@@ -162,28 +178,188 @@ RULES = (
     Rule(fact="plan", action="warning", why="the run is compared with the new plan"),
     Rule(fact="versions", action="warning", why="other versions may compute other losses"),
 )
+_LAYOUT = ("engine", "zero_stage", "sharded")
+"""Facts that an error shows together, as `layout_name`."""
+_SAME_STATES = {1, 2, "1 or 2"}
+"""ZeRO stages with the same checkpoints."""
 
 
-def compared(saved: Mapping[str, object], now: Mapping[str, object]) -> tuple[list[ConfigError], list[str]]:
+def compared(
+    saved: Mapping[str, object], now: Mapping[str, object], *, anew: str = _ANEW
+) -> tuple[list[ConfigError], list[str]]:
     """Return the errors that prevent resuming, and the warnings.
 
     Facts that only one of the two runs has are not compared.
+
+    Args:
+        saved: Facts of the run that saved the checkpoint.
+        now: Facts of the run that resumes.
+        anew: How to use the checkpoint if the run cannot resume from it.
     """
     errors, warnings = [], []
     for rule in RULES:
         before, after = saved.get(rule.fact, _MISSING), now.get(rule.fact, _MISSING)
         if before is _MISSING or after is _MISSING or before == after:
             continue
-        action, why, fix = rule.action, rule.why, _ANEW
-        if rule.fact == "world_size" and saved.get("axes"):
+        if rule.fact == "zero_stage" and {before, after} <= _SAME_STATES:
+            continue
+        action, why, fix = rule.action, rule.why, f"resume with the settings of the checkpoint, or {anew}"
+        if rule.fact == "world_size" and (saved.get("axes") or saved.get("sharded")):
             action, why = "rejected", "stages and axes must keep their ranks"
-            fix = f"launch {saved[rule.fact]} ranks, or start a new run with its path as the model"
+            fix = f"launch {saved[rule.fact]} ranks, or {anew}"
+        if rule.fact in _LAYOUT:
+            if any(error.where.removeprefix("resume: ") in _LAYOUT for error in errors):
+                continue
+            before, after = layout_name(saved), layout_name(now)
+            alike = before if saved.get("sharded") else layout_name({**saved, "world_size": None})
+            fix = f"resume under {alike}, or {anew}"
+        if rule.fact == "states":
+            after, fix = layout_name(now), f"save without save_only_model, or {anew}"
         if action == "rejected":
             shown = f"the checkpoint was saved with {before}: {why}"
             errors.append(ConfigError(where=f"resume: {rule.fact}", value=after, rule=shown, fix=fix))
         else:
             warnings.append(f"resume: {rule.fact} was {before} and is now {after}: {why}")
     return errors, warnings
+
+
+def layout_name(facts: Mapping[str, object]) -> str:
+    """Return how a run is called that has these facts.
+
+    >>> layout_name({"engine": "deepspeed", "zero_stage": 3, "world_size": 2})
+    'ZeRO-3 on 2 ranks'
+    """
+    engine, stage = facts["engine"], facts.get("zero_stage")
+    names = {"ddp": "DDP or one process", "fsdp2": "FSDP2", "deepspeed": f"ZeRO-{stage}"}
+    name = names.get(str(engine), str(engine))
+    if facts.get("sharded"):
+        name += f" with {facts['sharded']}"
+    count = facts.get("world_size")
+    return name if not count else f"{name} on 1 rank" if count == 1 else f"{name} on {count} ranks"
+
+
+_TAG = re.compile(r"global_step\d+/")
+_WEIGHTS = re.compile(r"(pytorch_)?model([.-].*)?\.(safetensors|bin)")
+_FSDP2_STATES = {"optimizer.bin", "optimizer_0", "pytorch_model_fsdp.bin", "pytorch_model_fsdp_0"}
+
+
+def saved_layout(names: Collection[str]) -> dict[str, object]:
+    """Return the facts of the run that saved a checkpoint, as far as the names of its files and directories show them.
+
+    Any Trainer saves these files, also one without `CheckpointCallback`.
+
+    >>> saved_layout(["optimizer.pt", "rng_state_0.pth", "rng_state_1.pth"])
+    {'engine': 'ddp', 'sharded': '', 'world_size': 2}
+    """
+    parts = [name for name in names if _TAG.match(name)]
+    is_fsdp2 = not _FSDP2_STATES.isdisjoint(names)
+    ranks = sum(re.fullmatch(r"rng_state_\d+\.pth", name) is not None for name in names) or int(
+        "rng_state.pth" in names
+    )
+    # With save_only_model, ZeRO-3 saves its states, but neither the schedule nor random states.
+    if not (is_fsdp2 or "optimizer.pt" in names or (parts and (ranks or "scheduler.pt" in names))):
+        return {"states": "save_only_model"}
+    facts: dict[str, object] = {"engine": "deepspeed" if parts else "fsdp2" if is_fsdp2 else "ddp", "sharded": ""}
+    if parts:
+        has_shards = any(name.endswith("_optim_states.pt") for name in parts)
+        shards_weights = any(re.search(r"/zero_pp_rank_.*_model_states\.pt", name) for name in parts)
+        facts["zero_stage"] = 3 if shards_weights else "1 or 2" if has_shards else 0
+        facts["sharded"] = sharded(
+            is_pipeline=any(re.search(r"/layer_\d+-", name) for name in parts),
+            has_experts=any("_expert_" in name or "/expp_rank_" in name for name in parts),
+            tensor_ranks=len({match[1] for name in parts if (match := re.search(r"mp_rank_(\d+)_", name))}),
+        )
+    if ranks:
+        facts["world_size"] = ranks
+    if not facts["sharded"] and any(name.endswith("adapter_config.json") for name in names):
+        facts["weights"] = "adapters"
+    elif not facts["sharded"] and any(map(_WEIGHTS.fullmatch, names)):
+        facts["weights"] = "all weights"
+    return facts
+
+
+def sharded(*, is_pipeline: bool, has_experts: bool, tensor_ranks: int) -> str:
+    """Return the axis that divides the files of a DeepSpeed checkpoint; empty for data parallelism alone."""
+    if is_pipeline:
+        return "pipeline stages"
+    if has_experts:
+        return "expert parallelism"
+    return f"tensors over {tensor_ranks} ranks" if tensor_ranks > 1 else ""
+
+
+def check_checkpoints_before_loading() -> None:
+    """Make every Trainer of this process compare a checkpoint with its run before it loads anything; idempotent.
+
+    `resume_from_checkpoint` then raises `UsageError` on every rank if the run cannot resume from the checkpoint.
+    """
+
+    def checking(train: Callable[..., Any]) -> Callable[..., Any]:
+        def train_from(self: Any, resume_from_checkpoint: Any = None, *args: Any, **settings: Any) -> Any:
+            if resume_from_checkpoint:
+                resume_from_checkpoint = _checked(self, resume_from_checkpoint)
+            return train(self, resume_from_checkpoint, *args, **settings)
+
+        return train_from
+
+    patches.apply("compared-checkpoint", checking)
+
+
+def _checked(trainer: Any, resume: Any) -> str:
+    """Return the checkpoint to resume from, after comparing the layout that saved it; every rank must call it.
+
+    Raises:
+        UsageError: it is not a checkpoint of a Trainer, or this run cannot load its states.
+    """
+    now = layout_facts(trainer)
+    axes = now.get("axes", {})
+    now["states"] = "complete"
+    now["weights"] = "adapters" if hasattr(trainer.model, "peft_config") else "all weights"
+    now["sharded"] = sharded(
+        is_pipeline="pipeline_stages" in axes,
+        has_experts="autoep_size" in axes,
+        tensor_ranks=axes.get("autotp_size", axes.get("tensor_parallel_size", 1)),
+    )
+
+    def check() -> tuple[str, bool]:
+        output_dir = Path(trainer.args.output_dir)
+        path = next(reversed(checkpoints(output_dir).values()), output_dir) if resume is True else Path(resume)
+        if not (path / "trainer_state.json").is_file():
+            rule = "is not a complete checkpoint of a Trainer: it has no trainer_state.json"
+            others = [f"{path.name}/{name.name}" for name in checkpoints(path).values()] or [
+                name.name for name in checkpoints(path.parent).values() if name != path
+            ]
+            fix = f"pass one of {', '.join(others)}" if others else "start a new run with its path as the model"
+            raise UsageError(ConfigError(where="resume_from_checkpoint", value=str(path), rule=rule, fix=fix))
+        names = {file.relative_to(path).as_posix() for file in path.rglob("*")}
+        saved = saved_layout(names)
+        if trainer.args.save_on_each_node:
+            saved.pop("world_size", None)
+        errors, warnings = compared(saved, now, anew=_as_model(path, names))
+        if errors:
+            raise UsageError(errors)
+        if RECORD not in names:
+            for line in warnings:
+                note_on_first_rank(line)
+        return str(path), saved.get("world_size", now["world_size"]) != now["world_size"]
+
+    path, has_other_ranks = on_first_rank(check)
+    if has_other_ranks and now["engine"] == "deepspeed":
+        load_from_other_ranks()
+    return path
+
+
+def _as_model(path: Path, names: Collection[str]) -> str:
+    """Return how a new run starts from the weights of a checkpoint."""
+    if any(_WEIGHTS.fullmatch(name) for name in names):
+        return "start a new run with its path as the model"
+    if any(name.endswith("adapter_config.json") for name in names):
+        return "start a new run with its path as the adapter"
+    extracts = (
+        "python zero_to_fp32.py . ."
+        if "zero_to_fp32.py" in names
+        else "accelerate merge-weights pytorch_model_fsdp_0 ."
+    )
+    return f"run `{extracts}` in {path} and start a new run from these weights"
 
 
 def is_finished(selection: Selection, facts: Mapping[str, object], max_steps: int) -> bool:

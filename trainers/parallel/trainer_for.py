@@ -40,6 +40,7 @@ from ...plugins.transformers.own_optimizers import (
 )
 from ...plugins.transformers.run_settings import balances_experts, layout_of, trainer_errors
 from ...plugins.trl import classes_of_trl, pairs_of_a_micro_step, weigh_token_means
+from ..checkpoints.resume import check_checkpoints_before_loading
 from ..counting.counts import count_as_one_process
 from ..counting.own_losses import OwnLoss
 
@@ -138,6 +139,7 @@ class PlannedParallelism:
         from transformers import Trainer
 
         refuse_run_effects(args)
+        check_checkpoints_before_loading()
         columns = self.columns(args)
         if errors := self._settings_errors(model, args, trainer_class, settings, columns):
             raise UsageError(errors)

@@ -20,6 +20,7 @@ from ...plugins.launching.messages import note_on_first_rank
 from ...plugins.transformers.prepared_model import prepare_models_once
 from ...plugins.transformers.training_arguments import accept_muon, deepspeed_configuration
 from ...plugins.trl import weigh_token_means
+from ..checkpoints.resume import check_checkpoints_before_loading
 from ..parallel.trainer_for import (
     PlannedParallelism,
     attach_long_sequences,
@@ -181,6 +182,7 @@ class ScriptTask(ScriptJob, RankTask):
         serve_scripts_on_cpu_ranks()
         check_upstream(plan.chosen.strategy.engine)
         prepare_models_once()
+        check_checkpoints_before_loading()
         follow_trainers(plan)
         carry_axes(plan)
         if plan.chosen.strategy.engine == "deepspeed" and "LOCAL_RANK" in os.environ:
