@@ -129,7 +129,9 @@ REMOVED: Mapping[str, str] = {
     "engine": "omit it: serve starts vLLM; lm_eval --model vllm evaluates in it",
     "report": "omit it: check --format json prints the findings for other programs",
     "deadline": "omit it: --tokens prints the hours of a run; plan for larger --hardware to be faster",
-    **dict.fromkeys(("save_seconds", "mtbf_hours"), "omit it: set --save-steps of train, such as every 30 minutes"),
+    **dict.fromkeys(
+        ("save_seconds", "mtbf_hours"), "omit it: --save-steps of train sets how often checkpoints are saved"
+    ),
     "shared_prefix": "omit it: vLLM shares blocks of equal prefixes by itself",
     **dict.fromkeys(
         ("num_processes", "num_nodes", "on", "hostfile", "ssh_config", "node_rank", "main_address"),
