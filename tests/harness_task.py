@@ -7,7 +7,7 @@ from pathlib import Path
 import yaml
 
 
-def write_task(file: Path, rows: Path, *, metrics: tuple[str, ...] = ("acc",)) -> None:
+def write_task(file: Path, rows: Path) -> None:
     """Write a task named as its file, whose rows each have a `question`, `choices` and the `label` of the right one."""
     task = {
         "task": file.stem,
@@ -18,6 +18,6 @@ def write_task(file: Path, rows: Path, *, metrics: tuple[str, ...] = ("acc",)) -
         "doc_to_text": "question",
         "doc_to_choice": "choices",
         "doc_to_target": "label",
-        "metric_list": [{"metric": metric} for metric in metrics],
+        "metric_list": [{"metric": "acc"}],
     }
     file.write_text(yaml.safe_dump(task))

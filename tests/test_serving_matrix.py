@@ -1,10 +1,12 @@
 """Pure parts of the benchmarks of other engines and libraries: bounds, tables, and omitted cases."""
 
 import math
+import subprocess
+import sys
 
 import pytest
 import serving_matrix
-from serving_checkpoints import CASES
+from serving_checkpoints import CASES, ROWS
 from serving_matrix import BOUNDS, bound_of, difference, perplexity, row_of, tables
 
 
@@ -54,6 +56,23 @@ def test_tables_tell_what_missed_and_what_was_rejected():
     assert "| llama W8A16 rtn | ValueError: no / kernel at all |" in text
     assert "| llama FP8 rtn | no |" in text
     assert tables(entries[:1], {"llama W4A16 rtn": served(-1.01)})[1]
+
+
+def test_the_worker_gets_what_was_made_without_this_interpreters_packages(monkeypatch, tmp_path):
+    worker = tmp_path / "worker.py"
+    worker.write_text(
+        "import json, os, sys\n"
+        "asked = json.load(open(sys.argv[1]))\n"
+        "assert 'PYTHONPATH' not in os.environ\n"
+        "json.dump({each['name']: len(asked['rows']) for each in asked['checkpoints']}, open(sys.argv[2], 'w'))\n"
+    )
+    monkeypatch.setattr(serving_matrix, "WORKER", worker)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    entries = [listed("one") | {"options": {}}, listed("two", error="no")]
+    assert serving_matrix.serve_all(sys.executable, entries, tmp_path) == {"one": ROWS}
+    worker.write_text("raise SystemExit(3)")
+    with pytest.raises(subprocess.CalledProcessError):
+        serving_matrix.serve_all(sys.executable, entries, tmp_path)
 
 
 def test_without_avx512_no_engine_runs(monkeypatch, capsys):

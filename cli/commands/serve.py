@@ -130,6 +130,7 @@ def _served_model(checkpoint: str, revision: str | None) -> ServedModel:
     if not template.is_file() and settings.is_file():
         is_needed = is_needed or '"chat_template"' in settings.read_text(encoding="utf-8")
     served = ServedAdapter(
+        source=checkpoint if adapter.revision is None else f"{checkpoint}@{adapter.revision}",
         name=directory.name if adapter.revision is None else checkpoint.rpartition("/")[2],
         directory=str(directory),
         settings=adapter.files.settings,

@@ -215,6 +215,8 @@ ADAPTER_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 class ServedAdapter:
     """A LoRA adapter, which the engine adds to the model while it runs."""
 
+    source: str
+    """Directory as the user wrote it, or Hub id with the commit."""
     name: str
     """Name of the adapter in requests: that of its directory or Hub repository."""
     directory: str
@@ -482,7 +484,7 @@ def _setting_errors(model: ServedModel, request: ServingRequest, draft: ServedMo
         rule = f"must be at most {positions:,}, the positions of the model"
         errors.append(ConfigError(where="max_model_len", value=length, rule=rule, fix="omit it to use the maximum"))
     if model.adapter is not None and draft is not None:
-        merge = ["shardwright", "merge", model.adapter.directory, "--output-dir", f"{model.adapter.name}-merged"]
+        merge = ["shardwright", "merge", model.adapter.source, "--output-dir", f"{model.adapter.name}-merged"]
         fix = f"merge it ({shlex.join(merge)}) and serve the result"
         errors.append(ConfigError(where="draft", value=draft.spec.name, rule="cannot serve an adapter", fix=fix))
     if draft is not None:

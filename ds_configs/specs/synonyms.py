@@ -135,18 +135,22 @@ REMOVED: Mapping[str, str] = {
     **dict.fromkeys(("min_nodes", "wait_for_nodes", "nodes"), "plan for the machines that are left, then --resume"),
     "text": "rehearse a script that reads your data with --script",
     **dict.fromkeys(("link_bytes_per_s", "network_bytes_per_s"), "write it into a hardware file for the command line"),
-    **dict.fromkeys(("speed", "no_speed"), "omit it; vllm bench serve measures speed"),
-    "engine": "omit it: serve starts vLLM; lm_eval --model vllm evaluates in it",
-    "report": "omit it: check --format json prints the findings for other programs",
     "deadline": "omit it: --tokens prints the hours of a run; plan for larger --hardware to be faster",
-    **dict.fromkeys(("save_seconds", "mtbf_hours"), "omit it: set --save-steps of train, such as every 30 minutes"),
-    "shared_prefix": "omit it: vLLM shares blocks of equal prefixes by itself",
     **dict.fromkeys(
-        ("num_processes", "num_nodes", "on", "hostfile", "ssh_config", "node_rank", "main_address"),
-        "omit it: the command runs in one process; accelerate launch -m lm_eval runs tasks on several",
+        ("save_seconds", "mtbf_hours"), "omit it: --save-steps of train sets how often checkpoints are saved"
     ),
+    "shared_prefix": "omit it: vLLM shares blocks of equal prefixes by itself",
 }
 """Options and values of earlier versions, and what replaces them."""
+_ONE_PROCESS = "omit it: evaluate runs in one process; accelerate launch -m lm_eval runs tasks on several"
+_REMOVED_BESIDE: Mapping[tuple[str, str], str] = {
+    **{(name, "few_shot"): "omit it: vllm bench serve measures speed" for name in ("speed", "no_speed")},
+    **{(name, "few_shot"): _ONE_PROCESS for name in ("num_processes", "num_nodes", "on", "hostfile", "node_rank")},
+    ("engine", "few_shot"): "run lm_eval --model vllm --model_args pretrained=DIRECTORY --tasks wikitext",
+    ("engine", "max_model_len"): "omit it: serve starts vLLM only",
+    ("report", "transformers"): "omit it: check --format json prints the findings for other programs",
+}
+"""The same for names that other commands use, by the name and an option that the command has."""
 SYNONYMS: Mapping[str, tuple[Option, ...]] = {name: options for names, options in _OPTIONS.items() for name in names}
 """Options with the meaning of a name in other tools, or of one of these options where a command lacks it."""
 
@@ -179,11 +183,16 @@ def command_meant(word: str, commands: Collection[str]) -> str:
 def meant(name: str, known: Collection[str], *, flag: bool = False) -> str:
     """Return the fix for a name of another tool: the known option with its meaning; else nothing."""
     plain = _plain(name)
+    for (removed, beside), fix in _REMOVED_BESIDE.items():
+        if removed == plain and beside in known:
+            return fix
+    if plain in REMOVED and plain not in SYNONYMS:
+        return REMOVED[plain]
     for option in SYNONYMS.get(plain.lower(), ()):
         if option.name in known and option.name != plain and (not option.beside or option.beside in known):
             written = _written(option.name, option.values, flag=flag)
             return f"use {written}" if option.values else f"did you mean {written}?"
-    return REMOVED.get(plain, "")
+    return ""
 
 
 def meanings(name: str) -> tuple[str, ...]:

@@ -82,6 +82,7 @@ def observe(teacher: Any, expected: Any, rank: int) -> dict[str, Any]:
 def train(case: TeacherCase, directory: Path, output: Path, expected: Any) -> dict[str, Any]:
     import torch
     from shardwright.plugins.transformers.teacher_placement import load_teacher, place_teacher
+    from shardwright.trainers.distillation.teacher import frozen_copy
     from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
     overrides: dict[str, Any] = configure_cpu_ranks(case.engine)  # type: ignore[arg-type]
@@ -90,6 +91,8 @@ def train(case: TeacherCase, directory: Path, output: Path, expected: Any) -> di
     arguments = TrainingArguments(str(output / case.name), **settings, **overrides)
     student_path, teacher_path = models(directory)
     student = AutoModelForCausalLM.from_pretrained(student_path)
+    copied = frozen_copy(student).state_dict()
+    copy_difference = max(float((copied[name] - value).abs().max()) for name, value in expected["student"].items())
     teacher, observed = None, []
     if case.placement is not None:
         placement: Any = case.placement
@@ -110,7 +113,8 @@ def train(case: TeacherCase, directory: Path, output: Path, expected: Any) -> di
     trainer.train()
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     patched = torch.nn.functional.linear is not torch._C._nn.linear
-    return {"losses": losses, "observed": observed, "patched_linear": patched}
+    found = {"losses": losses, "observed": observed, "patched_linear": patched, "copy_difference": copy_difference}
+    return found | {"is_partitioned": any(hasattr(parameter, "ds_id") for parameter in student.parameters())}
 
 
 def main(directory: Path, output: Path, name: str) -> None:
@@ -121,8 +125,13 @@ def main(directory: Path, output: Path, name: str) -> None:
 
     rank = int(os.environ["RANK"])
     whole = AutoModelForCausalLM.from_pretrained(models(directory)[1], dtype=torch.float32)
+    student = AutoModelForCausalLM.from_pretrained(models(directory)[0]).state_dict()
     with torch.no_grad():
-        expected = {"logits": whole(input_ids=probe(rank)).logits, "head": whole.lm_head.weight.detach().clone()}
+        expected = {
+            "student": student,
+            "logits": whole(input_ids=probe(rank)).logits,
+            "head": whole.lm_head.weight.detach().clone(),
+        }
     chosen = next(case for case in (*CASES, *(case.alone for case in CASES)) if case.name == name)
     record = train(chosen, directory, output, expected)
     (output / f"{name}-{rank}.json").write_text(json.dumps(record))

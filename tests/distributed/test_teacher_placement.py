@@ -74,6 +74,14 @@ def test_only_sharded_teachers_split_weights_over_ranks(
         assert record["observed"][-1]["local_bytes"] == pytest.approx(expected, rel=0.01, abs=64)
 
 
+@pytest.mark.parametrize("case", [CASES[0], CASES[3]], ids=lambda case: case.name)
+def test_frozen_copy_has_the_students_weights(case: TeacherCase, records: Records) -> None:
+    """ZeRO-3 has partitioned the student while it was loaded."""
+    for record in records[case]:
+        assert record["is_partitioned"] == (case.zero_stage == 3)
+        assert record["copy_difference"] == 0.0
+
+
 def test_sharded_teacher_keeps_torch_linear_unpatched(records: Records) -> None:
     for case in CASES:
         if case.zero_stage != 3:

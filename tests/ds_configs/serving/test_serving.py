@@ -250,6 +250,7 @@ def test_warns_that_fp8_caches_are_truncated_on_cpus():
 
 def adapter(directory="/models/tuned", *, trained_in_4_bits=False, **settings) -> ServedAdapter:
     return ServedAdapter(
+        source=directory,
         name=directory.rpartition("/")[2],
         directory=directory,
         settings={"r": 12} | settings,

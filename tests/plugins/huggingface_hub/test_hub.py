@@ -388,7 +388,7 @@ def test_errors_of_adapters_of_the_hub_name_the_option_and_the_way_out(
     cases = {
         ("serve", "org/tuned@nowhere", *hardware): (2, "revision = 'nowhere': does not exist in org/tuned"),
         ("serve", "org/tuned@main", "--revision", "v1", *hardware): (2, "revision = 'v1': is main in org/tuned@main"),
-        ("serve", "org/tuned", "--engine", "transformers", *hardware): (2, f"merge org/tuned@{COMMIT} --output-dir"),
+        ("serve", "org/tuned", "--draft", "org/base", *hardware): (2, f"merge org/tuned@{COMMIT} --output-dir"),
         ("serve", "org/adapter", *hardware): (2, "has the PEFT type None, but only LORA is supported"),
         ("evaluate", "org/base", "--baseline", "org/gated"): (1, "the repository is gated"),
         ("evaluate", "org/base", "--baseline", "org/none"): (2, "baseline = 'org/none': no such local path"),

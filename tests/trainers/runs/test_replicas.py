@@ -66,9 +66,8 @@ cache_writer.write_cache(directory, key, PlacedTeacher(teacher, teacher, "replic
 @pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("replicas")
-    for name, seed in (("model", 1), ("baseline", 2)):
-        tiny("llama", vocab_size=VOCAB_SIZE, seed=seed, max_position_embeddings=64).save_pretrained(directory / name)
-        byte_tokenizer(VOCAB_SIZE).save_pretrained(directory / name)
+    tiny("llama", vocab_size=VOCAB_SIZE, max_position_embeddings=64).save_pretrained(directory / "model")
+    byte_tokenizer(VOCAB_SIZE).save_pretrained(directory / "model")
     text = "\n\n".join(f"Line {index} of a text that says {index * index}." * (1 + index % 4) for index in range(60))
     (directory / "text.txt").write_text(text)
     (directory / "rank.py").write_text(RANK)
