@@ -11,8 +11,6 @@ from typing import Any
 
 import pytest
 import yaml
-from hypothesis import given
-from hypothesis import strategies as st
 from shardwright.cli.main import run
 from shardwright.ds_configs.plan.plan import Plan
 from shardwright.ds_configs.specs.errors import ShardwrightError, UsageError
@@ -336,15 +334,6 @@ def test_an_export_must_be_safetensors_with_the_trained_logits(tmp_path: Path) -
     assert "pytorch_model.bin" in verdict().detail
 
 
-@given(names=st.lists(st.sampled_from(CHECK_NAMES), unique=True), failures=st.sets(st.sampled_from(CHECK_NAMES)))
-def test_every_check_is_listed_once_in_its_order(names: list[Any], failures: set[Any]) -> None:
-    checks = [failed(name, "no") if name in failures else passed(name, "yes") for name in names]
-    listed = with_unreached(checks)
-    assert [check.name for check in listed] == list(CHECK_NAMES)
-    expected = {name: name not in failures for name in names}
-    assert {check.name: check.passed for check in listed} == dict.fromkeys(CHECK_NAMES) | expected
-
-
 def test_a_result_at_run_time_replaces_a_pass_but_no_failure() -> None:
     later = with_unreached([passed("world_size", "planned"), failed("world_size", "seen")])
     assert next(check for check in later if check.name == "world_size").detail == "seen"
@@ -394,12 +383,6 @@ def test_kernels_and_offload_variants_are_replaced_and_reported(tiny_llama: Path
     superoffload = {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu", "super_offload": True}}}
     found, (change,) = cpu_deepspeed(superoffload)
     assert found["zero_optimization"]["offload_optimizer"] == {"device": "cpu"} and "super_offload" in change.where
-
-
-@given(st.dictionaries(st.sampled_from(["weight_decay", "max_grad_norm", "seed", "adam_beta1"]), st.integers(0, 9)))
-def test_other_training_arguments_stay(arguments: dict[str, int]) -> None:
-    found, _ = cpu_arguments(arguments, steps=8, save_step=4)
-    assert {name: found[name] for name in arguments} == arguments
 
 
 def test_ranks_default_to_two_or_the_fewest_that_the_layout_allows() -> None:
