@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..ds_configs.specs.errors import ConfigError, ShardwrightError
 from .launching.messages import only_errors_logged
+from .llm_compressor.quiet import without_bars
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -108,7 +109,7 @@ def run_tasks(
     from lm_eval.models.huggingface import HFLM
 
     try:
-        with only_errors_logged("lm_eval"), patch_environment(LOCAL_RANK="0"):
+        with only_errors_logged("lm_eval"), without_bars(), patch_environment(LOCAL_RANK="0"):
             results = simple_evaluate(
                 model=HFLM(pretrained=model, tokenizer=tokenizer, batch_size=batch_size, backend="causal"),
                 tasks=list(request.names),

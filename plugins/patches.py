@@ -963,7 +963,7 @@ PATCHES: tuple[Patch, ...] = (
         name="no-bars",
         target="tqdm.std:tqdm.__init__",
         scope="context",
-        reason="llm-compressor and Transformers draw progress bars that no setting turns off.",
+        reason="llm-compressor, lm-eval and Transformers draw progress bars that no setting turns off.",
         canary=f"{_BUGS}test_bars_are_drawn_by_default",
         parameters=("self",),
     ),

@@ -1,13 +1,17 @@
-"""A job whose reader leaves finishes; a command that only prints ends without an error."""
+"""What a command prints, and what it does if its reader leaves."""
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from harness_task import write_task
+from session import warm_command
 
 JOB = """
 import sys
@@ -43,3 +47,49 @@ def test_output_of_an_unbuffered_job_is_readable_while_it_runs(tmp_path: Path) -
         command = [sys.executable, "-u", "-c", job, str(tmp_path / "stdout")]
         done = subprocess.run(command, timeout=60, check=True, stdout=stdout, stderr=subprocess.PIPE)
     assert done.stderr.strip() == b"reported"
+
+
+@pytest.fixture(scope="module")
+def adapter(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from peft import LoraConfig, get_peft_model
+    from shardwright.plugins.transformers.training_arguments import byte_tokenizer
+    from small_models import llama
+    from transformers import AutoModelForCausalLM
+
+    root = tmp_path_factory.mktemp("quiet")
+    llama().save_pretrained(root / "model", max_shard_size="50KB")
+    base = AutoModelForCausalLM.from_pretrained(root / "model")
+    get_peft_model(base, LoraConfig(r=4, target_modules=["q_proj"])).save_pretrained(root / "tuned")
+    for name in ("model", "tuned"):
+        byte_tokenizer(512).save_pretrained(root / name)
+    rows = [{"question": f"number {index} is", "choices": ["odd", "even"], "label": index % 2} for index in range(4)]
+    (root / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    (root / "tasks").mkdir()
+    write_task(root / "tasks" / "tiny_choice.yaml", root / "rows.jsonl")
+    return root / "tuned"
+
+
+TASKS = "--tasks tiny_choice --include-path {root}/tasks"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "words",
+    [
+        "merge {tuned} --output-dir {out}",
+        "merge {tuned} --qlora --output-dir {out}",
+        f"evaluate {{tuned}} --baseline {{root}}/model --seq-len 32 --num-samples 4 --device cpu --no-speed {TASKS}",
+        "quantize {tuned} --scheme W8A16 --method rtn --group-size 16 --no-evaluate --output-dir {out}",
+        "quantize {root}/model --scheme NF4 --no-evaluate --output-dir {out}",
+        "quantize {tuned} --scheme W4A16 --method gptq --group-size 16 --seq-len 32 --num-samples 4 --no-evaluate "
+        "--dataset python-help --output-dir {out}",
+        "serve {tuned} --hardware 1xA100-80GB --dry-run",
+    ],
+)
+def test_captured_output_has_neither_warnings_of_libraries_nor_bars(words: str, adapter: Path, tmp_path: Path) -> None:
+    arguments = words.format(tuned=adapter, root=adapter.parent, out=tmp_path / "out").split()
+    command = [*warm_command("shardwright"), *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
+    assert done.returncode == 0, done.stderr
+    printed = done.stdout + done.stderr
+    assert not re.search(r"\w+Warning\b|\d%\||\d(it|s)/(s|it)|\[transformers\]|\r", printed), printed

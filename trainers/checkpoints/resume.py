@@ -136,7 +136,7 @@ def rotate(output_dir: Path, *, limit: int | None, best: str | None) -> None:
 
 
 Action = Literal["rejected", "converted", "warning"]
-_ANEW = "start a new run with its path as the model"
+_NEW_RUN = "start a new run with its path as the model"
 _MISSING = object()
 
 
@@ -185,7 +185,7 @@ _SAME_STATES = {1, 2, "1 or 2"}
 
 
 def compared(
-    saved: Mapping[str, object], now: Mapping[str, object], *, anew: str = _ANEW
+    saved: Mapping[str, object], now: Mapping[str, object], *, new_run: str = _NEW_RUN
 ) -> tuple[list[ConfigError], list[str]]:
     """Return the errors that prevent resuming, and the warnings.
 
@@ -194,27 +194,28 @@ def compared(
     Args:
         saved: Facts of the run that saved the checkpoint.
         now: Facts of the run that resumes.
-        anew: How to use the checkpoint if the run cannot resume from it.
+        new_run: How to use the checkpoint if the run cannot resume from it.
     """
-    errors, warnings = [], []
+    errors: list[ConfigError] = []
+    warnings: list[str] = []
     for rule in RULES:
         before, after = saved.get(rule.fact, _MISSING), now.get(rule.fact, _MISSING)
         if before is _MISSING or after is _MISSING or before == after:
             continue
         if rule.fact == "zero_stage" and {before, after} <= _SAME_STATES:
             continue
-        action, why, fix = rule.action, rule.why, f"resume with the settings of the checkpoint, or {anew}"
+        action, why, fix = rule.action, rule.why, f"resume with the settings of the checkpoint, or {new_run}"
         if rule.fact == "world_size" and (saved.get("axes") or saved.get("sharded")):
             action, why = "rejected", "stages and axes must keep their ranks"
-            fix = f"launch {saved[rule.fact]} ranks, or {anew}"
+            fix = f"launch {saved[rule.fact]} ranks, or {new_run}"
         if rule.fact in _LAYOUT:
             if any(error.where.removeprefix("resume: ") in _LAYOUT for error in errors):
                 continue
             before, after = layout_name(saved), layout_name(now)
             alike = before if saved.get("sharded") else layout_name({**saved, "world_size": None})
-            fix = f"resume under {alike}, or {anew}"
+            fix = f"resume under {alike}, or {new_run}"
         if rule.fact == "states":
-            after, fix = layout_name(now), f"save without save_only_model, or {anew}"
+            after, fix = layout_name(now), f"save without save_only_model, or {new_run}"
         if action == "rejected":
             shown = f"the checkpoint was saved with {before}: {why}"
             errors.append(ConfigError(where=f"resume: {rule.fact}", value=after, rule=shown, fix=fix))
@@ -229,7 +230,7 @@ def layout_name(facts: Mapping[str, object]) -> str:
     >>> layout_name({"engine": "deepspeed", "zero_stage": 3, "world_size": 2})
     'ZeRO-3 on 2 ranks'
     """
-    engine, stage = facts["engine"], facts.get("zero_stage")
+    engine, stage = facts.get("engine"), facts.get("zero_stage")
     names = {"ddp": "DDP or one process", "fsdp2": "FSDP2", "deepspeed": f"ZeRO-{stage}"}
     name = names.get(str(engine), str(engine))
     if facts.get("sharded"):
@@ -334,7 +335,7 @@ def _checked(trainer: Any, resume: Any) -> str:
         saved = saved_layout(names)
         if trainer.args.save_on_each_node:
             saved.pop("world_size", None)
-        errors, warnings = compared(saved, now, anew=_as_model(path, names))
+        errors, warnings = compared(saved, now, new_run=_as_model(path, names))
         if errors:
             raise UsageError(errors)
         if RECORD not in names:

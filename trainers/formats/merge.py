@@ -239,6 +239,8 @@ def _merged(opened: OpenedAdapter, output: Path) -> MergeReport:
     config = load_config(origin)
     dtype = config.dtype if isinstance(config.dtype, torch.dtype) else torch.float32
     model = load_model(origin, config, dtype, seed=0)
+    # It warns about the type in which it dequantizes, which is that of the model.
+    logging.getLogger("transformers.integrations.bitsandbytes").setLevel(logging.ERROR)
     model, rounding_error = merge_adapter(model.dequantize() if qlora else model, adapter)
     refuse_nonfinite_weights(model, what="the merged model")
     report = MergeReport(

@@ -108,7 +108,7 @@ def test_checkpoints_of_adapters_belong_to_adapters() -> None:
 
 
 def test_the_trainer_still_resumes_without_an_optimizer(tmp_path: Path) -> None:
-    """A checkpoint of DeepSpeed or of `save_only_model`: its weights load, and the optimizer begins anew, silently."""
+    """A checkpoint of DeepSpeed or of `save_only_model`: its weights load, and the optimizer starts again, silently."""
     trainer: Any = Trainer(torch.nn.Linear(1, 1), cpu_arguments(tmp_path, 1))
     trainer._load_optimizer_and_scheduler(str(tmp_path))
     assert trainer.optimizer is None and trainer.lr_scheduler is None
