@@ -19,11 +19,10 @@ from .settings import arguments
 
 if TYPE_CHECKING:
     from ..ds_configs.specs.hardware import HardwareSpec
-    from ..trainers.runs.launch import Replicas
 
 _OF_SSH = ("on", "hostfile", "ssh_config")
 _OF_SLURM = ("on", "sbatch", "name")
-_OF_PLACES = ("node_rank", "main_address", "main_port", "num_nodes", "num_processes")
+_OF_PLACES = ("node_rank", "main_address", "main_port")
 
 # All machines read the same settings file, which may set what only the first one uses.
 _ON_SSH = ("--on", "local", "--hostfile", "null", "--ssh-config", "null")
@@ -114,8 +113,13 @@ class PlannedMachineOptions(MachineOptions):
         return name_errors(self.name) + setting_errors(self.sbatch) + super().errors()
 
 
-class SameCommandOptions(MachineOptions):
-    """Machines that all run the same command."""
+class TrainingMachineOptions(PlannedMachineOptions):
+    """Machines of a command that trains."""
+
+    on: Literal["local", "ssh", "slurm"] = Field(
+        "local",
+        description="Run here, on each machine of --hostfile (ssh), or as a job (slurm)",
+    )
 
     def errors(self) -> list[ConfigError]:
         errors = super().errors()
@@ -125,37 +129,8 @@ class SameCommandOptions(MachineOptions):
         return errors
 
 
-class TrainingMachineOptions(SameCommandOptions, PlannedMachineOptions):
-    """Machines of a command that trains."""
-
-    on: Literal["local", "ssh", "slurm"] = Field(
-        "local",
-        description="Run here, on each machine of --hostfile (ssh), or as a job (slurm)",
-    )
-
-
-class ReplicaOptions(SameCommandOptions):
-    """Processes of a command whose result does not depend on how many there are."""
-
-    on: Literal["local", "ssh"] = Field("local", description="Run here, or on each machine of --hostfile (ssh)")
-    num_processes: int = Field(1, ge=1, description="Processes in total; each has the model and a share of the batches")
-    num_nodes: int = Field(1, ge=1, description="Machines of these processes; set automatically with --on ssh")
-
-    def replicas(self) -> Replicas:
-        """Return the processes, with this machine's rank and address.
-
-        Raises:
-            UsageError: options that cannot be combined.
-        """
-        from ..trainers.runs.launch import Replicas
-
-        return Replicas(processes=self.num_processes, nodes=self.num_nodes, place=self.place())
-
-
-def run_on_hosts(machines: SameCommandOptions, hardware: HardwareSpec | None = None) -> int:
+def run_on_hosts(machines: TrainingMachineOptions, hardware: HardwareSpec) -> int:
     """Run this command on the machines of a hostfile, and return the exit code.
-
-    Without `hardware`, the hostfile also sets the number of processes.
 
     Raises:
         UsageError: the hostfile cannot be read or does not fit the hardware.
@@ -167,13 +142,11 @@ def run_on_hosts(machines: SameCommandOptions, hardware: HardwareSpec | None = N
     if errors := machines.errors():
         raise UsageError(errors)
     assert machines.hostfile is not None, "errors() reports a missing file"
-    listed = read_hostfile(machines.hostfile, hardware)
+    names = read_hostfile(machines.hostfile, hardware)
     words = [*without_options(arguments(), (*_OF_SSH, *_OF_PLACES)), *_ON_SSH]
-    if hardware is None:
-        words += ["--num-nodes", str(len(listed)), "--num-processes", str(sum(slots or 1 for _, slots in listed))]
     run_over_ssh(
         NodeCommand(program=own_program(), words=tuple(words)),
-        Hosts(names=tuple(name for name, _ in listed), ssh_config=machines.ssh_config),
+        Hosts(names=names, ssh_config=machines.ssh_config),
         port=machines.main_port,
         restarts=0,
         on_line=lambda line: print(line, file=sys.stderr if line.startswith(NOTE) else sys.stdout, flush=True),

@@ -23,7 +23,6 @@ TASKS = {
     "train": ".training.rank:TrainTask",
     "distill": ".distillation.command.rank:DistillTask",
     "qat": ".qat.command.rank:QATTask",
-    "cache-teacher": ".distillation.cache.cache_writer:AnswerTask",
     "rehearse": ".rehearsal.worker:RehearsalTask",
     "rehearse-script": ".rehearsal.script_worker:RehearsedScriptTask",
     "tune": ".tuning.worker:TrialTask",

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from ...ds_configs.specs.units import gigabytes
 from ...trainers.distillation.cache.cache_writer import CacheSettings
-from ..machines import ReplicaOptions, note_result_machine, run_on_hosts
 from ..options import RunOptions
 from ..progress import LinesAtTimes, note, progress_on_stderr
 from ..settings import FILLED, Options, grouped
@@ -20,7 +19,6 @@ if TYPE_CHECKING:
 
 
 grouped(CacheSettings)
-grouped(ReplicaOptions)
 grouped(RunOptions)
 
 
@@ -29,7 +27,6 @@ def cache_teacher_command(
     *,
     settings: Annotated[CacheSettings, Options] = FILLED,
     options: Annotated[RunOptions, Options] = FILLED,
-    machines: Annotated[ReplicaOptions, Options] = FILLED,
 ) -> int:
     """Store the outputs of a teacher for a dataset, which `distill --teacher-cache` reads instead of running it.
 
@@ -40,24 +37,19 @@ def cache_teacher_command(
     teacher
         Hub id or directory; weights are read from safetensors.
     """
-    if machines.on == "ssh":
-        return run_on_hosts(machines)
-    output_dir, dry_run, replicas = options.output_dir, options.dry_run, machines.replicas()
+    output_dir, dry_run = options.output_dir, options.dry_run
     from ...trainers.data.sources import PYTHON_HELP
     from ...trainers.distillation.cache.cache_writer import prepare_cache, run_cache_job
 
     if "dataset" not in settings.model_fields_set:
         note(f"using {PYTHON_HELP}, Python's help topics; pass the student's --dataset instead")
     with redirect_stdout(sys.stderr):
-        job = prepare_cache(teacher, settings, None if dry_run else output_dir, replicas=replicas)
+        job = prepare_cache(teacher, settings, None if dry_run else output_dir)
         if not dry_run:
             assert output_dir is not None
             with progress_on_stderr("loading the teacher", LinesAtTimes()):
-                run_cache_job(job, output_dir, replicas=replicas)
-    if replicas.result_is_here:
-        _show(job, None if dry_run else output_dir, as_json=options.as_json)
-    else:
-        note_result_machine(replicas.place)
+                run_cache_job(job, output_dir)
+    _show(job, None if dry_run else output_dir, as_json=options.as_json)
     return 0
 
 

@@ -134,8 +134,8 @@ def _launch_on_cluster(
     # A user's script must resume by itself.
     restart = () if script is not None or "--resume" in arguments else (RESUME,)
     command = NodeCommand(program=own_program(), words=(*words, "--", *behind), restart=restart)
-    listed = read_hostfile(options.hostfile or plan_directory / "hostfile", plan.hardware)
-    hosts = Hosts(names=tuple(name for name, _ in listed), ssh_config=options.ssh_config)
+    names = read_hostfile(options.hostfile or plan_directory / "hostfile", plan.hardware)
+    hosts = Hosts(names=names, ssh_config=options.ssh_config)
     if options.dry_run:
         for launch in node_launches(command, hosts, port=options.main_port, directory=Path.cwd()):
             print(" ".join([*(launch.program or ()), *launch.arguments]))

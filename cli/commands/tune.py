@@ -45,7 +45,7 @@ def tune_command(
 ) -> int:
     """Measure the best predicted layouts on this machine, each for a few steps, and write the plan of the fastest.
 
-    The exit code is 1 if no layout was measured. The same command continues an interrupted run.
+    The exit code is 1 if no layout was measured.
 
     Parameters
     ----------
@@ -107,5 +107,5 @@ def show_tuned(plan: Plan, directory: Path) -> None:
     out.print(Text.assemble(("Chosen  ", "bold green"), (strategy, "bold")))
     out.print(plan.chosen.reason, markup=False)
     out.print()
-    out.print(f"Files in {directory}: {', '.join(plan.file_names)}, trials.jsonl, report.html", markup=False)
+    out.print(f"Files in {directory}: {', '.join(plan.file_names)}, report.html", markup=False)
     show_next(*train_arguments(plan, directory=str(directory)))

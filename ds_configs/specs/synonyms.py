@@ -143,9 +143,11 @@ REMOVED: Mapping[str, str] = {
 }
 """Options and values of earlier versions, and what replaces them."""
 _ONE_PROCESS = "omit it: evaluate runs in one process; accelerate launch -m lm_eval runs tasks on several"
+_ONE_TEACHER = "omit it: cache-teacher runs in one process; distill without a cache runs the teacher on every rank"
 _REMOVED_BESIDE: Mapping[tuple[str, str], str] = {
     **{(name, "few_shot"): "omit it: vllm bench serve measures speed" for name in ("speed", "no_speed")},
     **{(name, "few_shot"): _ONE_PROCESS for name in ("num_processes", "num_nodes", "on", "hostfile", "node_rank")},
+    **{(name, "top_k"): _ONE_TEACHER for name in ("num_processes", "num_nodes", "on", "hostfile", "node_rank")},
     ("engine", "few_shot"): "run lm_eval --model vllm --model_args pretrained=DIRECTORY --tasks wikitext",
     ("engine", "max_model_len"): "omit it: serve starts vLLM only",
     ("report", "transformers"): "omit it: check --format json prints the findings for other programs",

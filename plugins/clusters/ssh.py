@@ -51,12 +51,12 @@ class Hosts:
         return ("ssh", "-T", "-o", "BatchMode=yes", "-o", f"ConnectTimeout={_CONNECT_SECONDS}", *config, "--", host)
 
 
-def read_hostfile(file: Path, hardware: HardwareSpec | None = None) -> list[tuple[str, int | None]]:
-    """Return the machines of a file and their slots, which are `None` if a line has none.
+def read_hostfile(file: Path, hardware: HardwareSpec) -> tuple[str, ...]:
+    """Return the machines of a file, whose slots must be those of the hardware if a line has some.
 
     Raises:
         UsageError: it cannot be read, has invalid lines, lists a machine twice or none, still has the placeholders that
-            `plan` wrote, or has other counts than the hardware; without hardware, different counts.
+            `plan` wrote, or has other counts than the hardware.
     """
     where = str(file)
     try:
@@ -64,18 +64,17 @@ def read_hostfile(file: Path, hardware: HardwareSpec | None = None) -> list[tupl
     except (OSError, UnicodeDecodeError) as error:
         rule = f"cannot be read ({getattr(error, 'strerror', None) or 'no text'})"
         raise UsageError(ConfigError(where="hostfile", value=where, rule=rule, fix="pass --hostfile")) from None
-    errors, hosts = [], []
+    errors, names = [], []
     for line in filter(None, lines):
         match = _LINE.fullmatch(line)
         if match is None or match["host"].startswith("-") or match["slots"] == "0":
             errors.append(ConfigError(where=where, value=line, rule="must have the form HOST slots=N"))
             continue
         slots = None if match["slots"] is None else int(match["slots"])
-        hosts.append((match["host"], slots))
-        if hardware is not None and slots not in (None, hardware.gpus_per_node):
+        names.append(match["host"])
+        if slots not in (None, hardware.gpus_per_node):
             rule = f"{match['host']} has {slots} slots, but the plan has {hardware.gpus_per_node} ranks on each machine"
             errors.append(ConfigError(where=where, rule=rule, fix="plan again for this machine"))
-    names = [name for name, _ in hosts]
     rules = []
     if len(set(names)) < len(names):
         rules.append(("lists a machine twice", "remove one of its lines"))
@@ -83,15 +82,13 @@ def read_hostfile(file: Path, hardware: HardwareSpec | None = None) -> list[tupl
         rules.append(("lists no machine", "write a line HOST slots=N for each"))
     elif names == placeholder_hosts(len(names)):
         rules.append(("contains placeholders for host names", "replace them with your machines"))
-    elif hardware is not None and len(names) != hardware.nodes:
+    elif len(names) != hardware.nodes:
         rule = f"lists {len(names)} machines, but the plan has {hardware.nodes}"
         rules.append((rule, "list as many, or plan again"))
-    elif hardware is None and len({slots or 1 for _, slots in hosts}) > 1:
-        rules.append(("has machines with different slots", "use the same number of slots for all"))
     errors += [ConfigError(where="hostfile", value=where, rule=rule, fix=fix) for rule, fix in rules]
     if errors:
         raise UsageError(errors)
-    return hosts
+    return tuple(names)
 
 
 def exported_variables() -> dict[str, str]:

@@ -172,31 +172,6 @@ def read_hub_source(model: str, *, revision: str | None = None) -> ModelSource:
     return _read_hub(model, revision)
 
 
-def search_models(words: str, *, most: int = 20) -> tuple[str, ...]:
-    """Search the Hub for text-generation models and return their ids, most downloaded first.
-
-    Raises:
-        ShardwrightError: the Hub cannot be reached, does not answer in time, or returns an error.
-    """
-    from huggingface_hub import HfApi
-    from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
-
-    def search() -> tuple[str, ...]:
-        models = HfApi().list_models(search=words, pipeline_tag="text-generation", sort="downloads", limit=most)
-        return tuple(model.id for model in models)
-
-    try:
-        return within_limit(search, "a search for models")
-    except ShardwrightError:
-        raise
-    except OfflineModeIsEnabled:
-        raise ShardwrightError("offline mode is on (HF_HUB_OFFLINE): the Hub cannot be searched") from None
-    except HfHubHTTPError as error:
-        raise ShardwrightError(f"search for models: {hub_failure(error)}") from None
-    except hub_errors() as error:
-        raise ShardwrightError(f"the Hub cannot be searched ({type(error).__name__}); write ORG/NAME") from None
-
-
 def is_offline() -> bool:
     """Return whether `HF_HUB_OFFLINE` disables requests, so that headers of Hub models are not read."""
     from huggingface_hub.constants import HF_HUB_OFFLINE

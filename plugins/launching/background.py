@@ -31,10 +31,17 @@ class BackgroundTask(Generic[Result]):
 
     def ended_everywhere(self, device: Any, *, wait: bool) -> bool:
         """Return whether the work of every rank has ended; with `wait`, wait for it. Every rank must call it."""
-        while not all_ranks(self.ended(_WAIT_SECONDS if wait else 0), device):
-            if not wait:
-                return False
-        return True
+        import torch
+        import torch.distributed as distributed
+
+        while True:
+            has_ended = self.ended(_WAIT_SECONDS if wait else 0)
+            if distributed.is_available() and distributed.is_initialized():
+                everywhere = torch.tensor(int(has_ended), device=device)
+                distributed.all_reduce(everywhere, op=distributed.ReduceOp.MIN)
+                has_ended = bool(everywhere.item())
+            if has_ended or not wait:
+                return has_ended
 
     def ended(self, seconds: float | None = None) -> bool:
         """Return whether the work has ended, waiting at most some seconds; `None` waits for it."""
@@ -46,15 +53,3 @@ class BackgroundTask(Generic[Result]):
         if self._failure is not None:
             raise self._failure
         return self._result
-
-
-def all_ranks(mine: bool, device: Any) -> bool:
-    """Return whether `mine` is true on every rank, with one small all-reduce; every rank must call it."""
-    import torch
-    import torch.distributed as distributed
-
-    if not (distributed.is_available() and distributed.is_initialized()):
-        return mine
-    holds = torch.tensor(int(mine), device=device)
-    distributed.all_reduce(holds, op=distributed.ReduceOp.MIN)
-    return bool(holds.item())

@@ -49,7 +49,8 @@ def meet(main: str | None) -> None:
         return
     address = own_address(main)
     os.environ.setdefault("PET_LOCAL_ADDR", address)
-    interface = interface_of(address)
+    interfaces = psutil.net_if_addrs().items()
+    interface = next((name for name, entries in interfaces for entry in entries if entry.address == address), None)
     if interface is not None:
         for name in INTERFACES:
             os.environ.setdefault(name, interface)
@@ -70,12 +71,6 @@ def own_address(main: str) -> str:
     except OSError as error:
         rule, fix = f"cannot be reached from {socket.gethostname()} ({error.strerror})", "name the main node's address"
         raise UsageError(ConfigError(where="main_address", value=main, rule=rule, fix=fix)) from None
-
-
-def interface_of(address: str) -> str | None:
-    """Return the name of the interface with an address; `None` if there is none."""
-    interfaces = psutil.net_if_addrs().items()
-    return next((name for name, entries in interfaces for entry in entries if entry.address == address), None)
 
 
 INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")

@@ -30,22 +30,6 @@ def test_two_machines_train_as_one(model: Path, over_ssh: list[str], tmp_path: P
     assert found[1] == pytest.approx(found[0], abs=1e-6)
 
 
-def test_four_ranks_on_two_machines_cache_as_one_process(model: Path, over_ssh: list[str], tmp_path: Path) -> None:
-    """The bytes of a teacher's cache; each machine has two ranks."""
-    (tmp_path / "text.txt").write_text("\n\n".join(f"Line {index} says {index * index}." for index in range(200)))
-    (tmp_path / "hosts").write_text("".join(f"{name} slots=2\n" for name in NAMES))
-    ssh = [*over_ssh[:3], str(tmp_path / "hosts"), *over_ssh[4:]]
-    cache = ["cache-teacher", str(model), "--dataset", str(tmp_path / "text.txt"), "--seq-len", "32"]
-    bytes_of = []
-    for name, more in (("one", []), ("four", ssh)):
-        output = tmp_path / name
-        done = shardwright([*cache, "--output-dir", str(output), *more], OMP_NUM_THREADS="1")
-        assert done.returncode == 0, done.stdout + done.stderr
-        bytes_of.append({file.name: file.read_bytes() for file in output.iterdir()})
-    assert f"machine 1 is done; the results are on {NAMES[0]}" in done.stderr
-    assert bytes_of[1] == bytes_of[0]
-
-
 def test_a_stopped_run_saves_on_both_machines(plan: Path, over_ssh: list[str], tmp_path: Path) -> None:
     out, output = tmp_path / "out", tmp_path / "output"
     words = ["launch", str(plan), *over_ssh, "--no-check-nodes", "--"]

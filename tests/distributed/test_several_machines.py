@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import shutil
 import socket
 import subprocess
 from pathlib import Path
@@ -118,33 +117,6 @@ def test_two_machines_teach_and_quantize_as_one(inputs: Path, tmp_path: Path) ->
     assert two == pytest.approx(one, abs=1e-6)
     weights = [sorted((tmp_path / name).glob("*.safetensors")) for name in ("one", "two")]
     assert [file.name for file in weights[1]] == [file.name for file in weights[0]] != []
-
-
-def test_machines_train_on_parts_of_a_stream_and_resume_at_the_sample(inputs: Path, tmp_path: Path) -> None:
-    """Each reads a file of its own; one machine that reads their rows in turn has the same losses."""
-    rows = (inputs / "rows.jsonl").read_text().splitlines(keepends=True)
-    (tmp_path / "parts").mkdir()
-    for number in range(2):
-        (tmp_path / "parts" / f"{number}.jsonl").write_text("".join(rows[number::2]))
-    flags = "--strategy ddp --micro-batch-size 1 --streaming --arg train_sampling_strategy=sequential --hardware"
-    more = {"save_steps": 2, "evaluation_dataset": str(inputs / "rows.jsonl")}
-    expected, shown = trained(inputs, "llama", tmp_path / "one", f"{flags} 2xCPU", **more)
-    both = tmp_path / "two"
-    words = command(inputs, "llama", both, f"{flags} 2x1xCPU --no-check-nodes", **more)
-    words += ["--dataset", str(tmp_path / "parts")]
-    other, first = on_two_machines(words, both)
-    assert (first.returncode, other.returncode) == (0, 0), first.stderr + other.stderr
-    assert losses_of(both) == pytest.approx(expected, abs=1e-6)
-    found = json.loads(first.stdout)
-    assert found["cross_entropy"] == pytest.approx(shown["cross_entropy"], abs=1e-6)
-    assert (found["tokens"], found["dataset"]["machines"]) == (shown["tokens"], 2)
-    assert all("read 6 rows for 3 steps, of one of 2 machines" in ended.stderr for ended in (first, other))
-
-    whole = losses_of(both)
-    shutil.rmtree(both / "out" / "checkpoints" / "checkpoint-3")
-    other, first = on_two_machines([*words, "--resume"], both)
-    assert (first.returncode, other.returncode) == (0, 0), first.stderr + other.stderr
-    assert losses_of(both) == whole
 
 
 def test_machines_with_other_data_are_reported_apart(inputs: Path, tmp_path: Path) -> None:

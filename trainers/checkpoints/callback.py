@@ -8,7 +8,7 @@ and writes the record, while training continues. Until then the checkpoint is in
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -56,16 +56,13 @@ class CheckpointCallback(TrainerCallback):
     written while the next steps run, and before the next save and the end of training, however training ends. The
     first rank logs which checkpoints it skips and renames.
 
-    Args:
-        facts: Further facts of the run that a checkpoint stores and a resumed run is compared with, such as the plan.
-
     >>> checkpoints = CheckpointCallback()  # doctest: +SKIP
     >>> checkpoints.attach(trainer)  # doctest: +SKIP
     >>> trainer.train(resume_from_checkpoint=checkpoints.newest())  # doctest: +SKIP
     """
 
-    def __init__(self, facts: Mapping[str, object] | None = None) -> None:
-        self._own_facts: dict[str, object] = dict(facts or {})
+    def __init__(self) -> None:
+        self._trained: dict[str, object] = {}
         self._trainer: Any = None
         self._facts: dict[str, Any] | None = None
         self._limit: int | None = None
@@ -83,7 +80,7 @@ class CheckpointCallback(TrainerCallback):
         self._trainer = trainer
         # The engine of expert parallelism renames tensors, and a run that resumes has no engine yet.
         if (model := getattr(trainer, "model", None)) is not None:
-            self._own_facts = {"trained": trained_tensors(model)} | self._own_facts
+            self._trained = {"trained": trained_tensors(model)}
 
         def ending(train: Callable[..., Any]) -> Callable[..., Any]:
             def train_and_finish(*args: Any, **kwargs: Any) -> Any:
@@ -170,7 +167,7 @@ class CheckpointCallback(TrainerCallback):
 
     def _run_facts(self) -> dict[str, Any]:
         if self._facts is None:
-            self._facts = run_facts(self._trainer) | self._own_facts
+            self._facts = run_facts(self._trainer) | self._trained
         return self._facts
 
     def on_train_begin(

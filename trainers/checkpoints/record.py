@@ -220,8 +220,11 @@ def run_facts(trainer: Trainer) -> dict[str, object]:
 
 
 def planned_facts(plan: Plan, arguments: Mapping[str, object], samples: Any) -> dict[str, object]:
-    """Return the facts that are known before a rank starts; `samples` is `None` if only the ranks know their order."""
+    """Return the facts that are known before a rank starts."""
+    from transformers import TrainingArguments
+
     strategy = plan.chosen.strategy
+    defaults = {field.name: field.default for field in dataclasses.fields(TrainingArguments)}
     facts = {
         "engine": "ddp" if strategy.engine == "single" else strategy.engine,
         "zero_stage": strategy.zero_stage,
@@ -230,18 +233,10 @@ def planned_facts(plan: Plan, arguments: Mapping[str, object], samples: Any) -> 
         "world_size": plan.hardware.world_size,
         "global_batch_size": None if strategy.axes else strategy.global_batch_size,
         "precision": {"fp32": "no"}.get(plan.job.precision, plan.job.precision),
-        **stated_facts(arguments),
+        **_argument_facts(SimpleNamespace(**defaults | dict(arguments))),
         "data": _data(samples),
     }
     return _as_recorded(facts)
-
-
-def stated_facts(arguments: Mapping[str, object]) -> dict[str, object]:
-    """Return the facts that keys of `TrainingArguments` determine."""
-    from transformers import TrainingArguments
-
-    defaults = {field.name: field.default for field in dataclasses.fields(TrainingArguments)}
-    return _as_recorded(_argument_facts(SimpleNamespace(**defaults | dict(arguments))))
 
 
 def _argument_facts(args: Any) -> dict[str, object]:
@@ -294,12 +289,8 @@ def trained_tensors(model: PreTrainedModel) -> str:
 
 
 def _data(dataset: Any) -> str | None:
-    """Return the number of samples and a digest of some; `None` for a stream, which can be read only once.
-
-    If samples are divided among machines, those of the first machine count.
-    """
-    dataset = getattr(dataset, "own_samples", dataset)
-    if dataset is None or not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
+    """Return the number of samples and a digest of some; `None` for a stream, which can be read only once."""
+    if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
         return None
     count = len(dataset)
     if not count:

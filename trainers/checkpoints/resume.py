@@ -175,7 +175,6 @@ RULES = (
     Rule(fact="max_grad_norm", action="warning", why="later steps use the new value"),
     Rule(fact="max_steps", action="warning", why="the rest of the schedule follows the new length"),
     Rule(fact="micro_batch_size", action="warning", why="the global batch is the same"),
-    Rule(fact="plan", action="warning", why="the run is compared with the new plan"),
     Rule(fact="versions", action="warning", why="other versions may compute other losses"),
 )
 _LAYOUT = ("engine", "zero_stage", "sharded")

@@ -59,10 +59,10 @@ def packed_if_possible(
         obstacle = obstacle or packing_obstacle(
             strategy, config, attention=attention, seq_len=settings.seq_len, streaming=streaming
         )
-    packed, rows = samples, 0
+    documents, rows = samples.train, 0
     if obstacle is None:
-        packed = packed_samples(samples, settings.seq_len)
-        rows = packed.statistics.train_samples
+        indices = fitting_rows([len(document["input_ids"]) for document in documents], settings.seq_len)
+        rows = len(indices)
         if settings.packing == "auto" and rows < strategy.global_batch_size:
             obstacle = f"they fill {rows} rows, fewer than the global batch of {strategy.global_batch_size}"
     if obstacle is None:
@@ -73,7 +73,9 @@ def packed_if_possible(
             f"{100 * filled:.0f} % filled: a step trains on about {per_step:,.0f} conversations, with --packing off on "
             f"{strategy.global_batch_size}"
         )
-        return packed
+        packed = [packed_row([documents[index] for index in row]) for row in indices]
+        statistics = replace(statistics, train_samples=rows, packed_documents=len(documents))
+        return replace(samples, train=packed, statistics=statistics)
     if settings.packing == "on":
         rule, fix = f"is not supported here: {obstacle}", "use --packing auto, which pads conversations"
         raise UsageError(ConfigError(where="packing", value="on", rule=rule, fix=fix))
@@ -117,16 +119,6 @@ def packed_row(documents: Sequence[Sample]) -> Sample:
         row["labels"] += [IGNORED_LABEL, *document["labels"][1:]]
         row["position_ids"] += range(len(document["input_ids"]))
     return row
-
-
-def packed_samples(samples: Samples, seq_len: int) -> Samples:
-    """Return the samples with the training documents in rows of at most `seq_len` tokens."""
-    train = samples.train
-    indices = fitting_rows([len(sample["input_ids"]) for sample in train], seq_len)
-    rows = [packed_row([train[index] for index in row]) for row in indices]
-    assert all(len(row["input_ids"]) <= seq_len for row in rows), "documents are truncated to seq_len"
-    statistics = replace(samples.statistics, train_samples=len(rows), packed_documents=len(train))
-    return replace(samples, train=rows, statistics=statistics)
 
 
 def packing_obstacle(

@@ -1,4 +1,4 @@
-"""Token samples for training and evaluation: in memory, streamed, or one part per machine."""
+"""Token samples for training and evaluation: in memory or streamed."""
 
 from __future__ import annotations
 
@@ -10,14 +10,13 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
-from functools import partial
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any, Literal
 
 from ...ds_configs.specs.errors import ConfigError, UsageError
 from .chat import IGNORED_LABEL, encode_chat, encode_completion, special_prefix, special_suffix
-from .sources import WHOLE, DataSettings, Part, Row, joined_pieces, parse_source, read_rows
+from .sources import DataSettings, Row, joined_pieces, parse_source, read_rows
 
 Kind = Literal["text", "messages", "prompt and completion"]
 Sample = dict[str, list[int]]
@@ -33,7 +32,7 @@ _ALPACA_PROMPT = (
 _FILL = {"input_ids": None, "labels": IGNORED_LABEL, "token_weights": 0.0, "teacher_rows": -1, "position_ids": 0}
 """Padding value of each column; `None` for the padding token."""
 _NumberedRow = tuple[int, Row]
-"""A row with its index among those that this machine reads, which errors name."""
+"""A row with its index, which errors name."""
 
 logger = logging.getLogger(__name__)
 
@@ -62,8 +61,6 @@ class SampleStatistics:
     """Rows that the chat template rendered."""
     packed_documents: int = 0
     """Training documents in the `train_samples` rows; 0 if each row is one document, or plain text that is joined."""
-    machines: int = 1
-    """Machines that share the training rows; the counts are those of one machine."""
 
     @property
     def source_name(self) -> str:
@@ -399,9 +396,7 @@ class SampleMaker:
             )
 
 
-def streamed_samples(
-    settings: DataSettings, tokenizer: Any, *, train_samples: int, evaluation_samples: int, part: Part = WHOLE
-) -> Samples:
+def streamed_samples(settings: DataSettings, tokenizer: Any, *, train_samples: int, evaluation_samples: int) -> Samples:
     """Return the first samples of a dataset: the head becomes the evaluation set, the following rows are trained on.
 
     Rows are read as samples are made of them. Training samples are written to a file in the temporary directory (16
@@ -413,7 +408,6 @@ def streamed_samples(
         tokenizer: Its template renders conversations.
         train_samples: Largest number of training samples.
         evaluation_samples: Number of evaluation samples; 0 for none.
-        part: Part of the training rows to read. All readers have the same head, that of the complete dataset.
 
     Raises:
         UsageError: as `load_samples`, or the dataset ends before the first training sample.
@@ -422,14 +416,8 @@ def streamed_samples(
     from datasets.arrow_writer import ArrowWriter
 
     source = settings.dataset
-    read = partial(
-        read_rows,
-        parse_source(source),
-        split=settings.dataset_split,
-        revision=settings.dataset_revision,
-        streaming=True,
-    )
-    stream = read()
+    split, revision = settings.dataset_split, settings.dataset_revision
+    stream = read_rows(parse_source(source), split=split, revision=revision, streaming=True)
     first = list(islice(stream, 1))
     if settings.text_column is not None:
         check_text_column(source, first, settings.text_column)
@@ -438,8 +426,6 @@ def streamed_samples(
     make = SampleMaker(tokenizer, settings.seq_len, kind=rows.kind, packing=settings.packing != "off", source=source)
     evaluation = list(islice(make(rows.head()), evaluation_samples))
     make.unlabelled = make.cut = 0
-    if part != WHOLE:
-        rows.stream = read(part=part)
     directory = tempfile.TemporaryDirectory(prefix="shardwright-stream-", ignore_cleanup_errors=True)
     tokens = labels = 0
     file = str(Path(directory.name) / "train.arrow")
@@ -467,7 +453,6 @@ def streamed_samples(
         train_tokens=tokens,
         train_labels=labels,
         template_rows=make.chats["rendered"],
-        machines=part.count,
     )
     _log_truncation(statistics, settings.seq_len)
     return Samples(train=Dataset.from_file(file), evaluation=evaluation, statistics=statistics, kept=directory)
@@ -506,47 +491,3 @@ class _Rows:
             else:
                 check_one_format(self._settings.dataset, [row], self.kind, first=self.read - 1)
                 self.empty += 1
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class DividedSamples:
-    """Samples of a training on several machines; this machine has only those that its own ranks read.
-
-    Ranks get complete batches in turn (`BatchSamplerShard` of Accelerate), with samples in order: batch `b` goes to
-    rank `b mod world_size`, and the ranks of a machine have consecutive numbers. The batches of this machine are its
-    own samples in order, repeated from the first if there are too few.
-
-    >>> sizes = {"machines": 2, "ranks_per_machine": 1, "batch_size": 2, "count": 8}
-    >>> first = DividedSamples(own_samples=list("abcd"), machine=0, **sizes)
-    >>> [first[index] for index in (0, 1, 4, 5)]
-    ['a', 'b', 'c', 'd']
-    """
-
-    own_samples: Sequence[Sample]
-    machine: int
-    """Index of this machine, from 0."""
-    machines: int
-    ranks_per_machine: int
-    batch_size: int
-    """Samples per batch of a rank."""
-    count: int
-    """Training samples on all machines."""
-
-    def __len__(self) -> int:
-        return self.count
-
-    def __getitem__(self, index: int) -> Sample:
-        """Return a sample by its index in the training.
-
-        Raises:
-            IndexError: the index is out of range, or the sample is on another machine.
-        """
-        if not 0 <= index < self.count:
-            raise IndexError(f"sample {index} of {self.count}")
-        batch, offset = divmod(index, self.batch_size)
-        turn, rank = divmod(batch, self.machines * self.ranks_per_machine)
-        machine, rank_here = divmod(rank, self.ranks_per_machine)
-        if machine != self.machine:
-            raise IndexError(f"sample {index} is on machine {machine}, and this is machine {self.machine}")
-        own = (turn * self.ranks_per_machine + rank_here) * self.batch_size + offset
-        return self.own_samples[own % len(self.own_samples)]

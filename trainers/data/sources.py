@@ -105,18 +105,6 @@ class Source:
         return self.name == PYTHON_HELP or Path(self.name).exists()
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Part:
-    """Part of a dataset for one of several readers, which together read each row once."""
-
-    index: int = 0
-    count: int = 1
-
-
-WHOLE = Part()
-"""The part of a single reader."""
-
-
 def parse_source(text: str) -> Source:
     """Parse ``ID[:config][#N]``; an existing path is not split.
 
@@ -156,12 +144,8 @@ def local_place(text: str | None) -> str | None:
     return next((name for name in (text, text.rpartition("#")[0]) if name and Path(name).exists()), None)
 
 
-def read_rows(
-    source: Source, *, split: str, revision: str | None, streaming: bool = False, part: Part = WHOLE
-) -> Iterator[Row]:
+def read_rows(source: Source, *, split: str, revision: str | None, streaming: bool = False) -> Iterator[Row]:
     """Yield the rows of a source up to its limit; with `streaming`, download Hub rows as they are needed.
-
-    One part of `count` is each `count`-th file if there are at least as many files, otherwise each `count`-th row.
 
     Raises:
         UsageError: the name, configuration or split does not exist, or a file cannot be read as rows.
@@ -169,17 +153,15 @@ def read_rows(
     """
     if revision is not None and source.is_local:
         raise UsageError(ConfigError(where="dataset_revision", value=revision, rule="only a Hub dataset has revisions"))
-    if source.limit is None:
-        return _rows(source, split=split, revision=revision, streaming=streaming, part=part)
-    # A limit counts the rows of all parts.
-    return _every(islice(_rows(source, split=split, revision=revision, streaming=True), source.limit), part)
+    streaming = streaming or source.limit is not None
+    return islice(_rows(source, split=split, revision=revision, streaming=streaming), source.limit)
 
 
-def _rows(source: Source, *, split: str, revision: str | None, streaming: bool, part: Part = WHOLE) -> Iterator[Row]:
+def _rows(source: Source, *, split: str, revision: str | None, streaming: bool) -> Iterator[Row]:
     if source.name == PYTHON_HELP:
-        return _every(({"text": text} for text in read_documents(None)), part)
+        return ({"text": text} for text in read_documents(None))
     if not source.is_local:
-        return _hub_rows(source, split=split, revision=revision, streaming=streaming, part=part)
+        return _hub_rows(source, split=split, revision=revision, streaming=streaming)
     path = Path(source.name)
     files = [path]
     if path.is_dir():
@@ -190,13 +172,7 @@ def _rows(source: Source, *, split: str, revision: str | None, streaming: bool, 
     elif path.suffix not in SUFFIXES:
         rule = f"a dataset file ends in {', '.join(SUFFIXES)}"
         raise UsageError(ConfigError(where="dataset", value=str(path), rule=rule))
-    if len(files) >= part.count:
-        files, part = files[part.index :: part.count], WHOLE
-    return _every((row for file in files for row in _file_rows(file)), part)
-
-
-def _every(rows: Iterable[Row], part: Part) -> Iterator[Row]:
-    return islice(rows, part.index, None, part.count)
+    return (row for file in files for row in _file_rows(file))
 
 
 def _file_rows(path: Path) -> Iterator[Row]:
@@ -261,17 +237,14 @@ def _row(value: object, where: str) -> Row:
     return value
 
 
-def _hub_rows(source: Source, *, split: str, revision: str | None, streaming: bool, part: Part) -> Iterator[Row]:
-    from datasets import IterableDataset, load_dataset
+def _hub_rows(source: Source, *, split: str, revision: str | None, streaming: bool) -> Iterator[Row]:
+    from datasets import load_dataset
     from datasets.data_files import EmptyDatasetError
     from datasets.exceptions import DatasetNotFoundError, DatasetsError
 
     unreachable: tuple[type[Exception], ...] = (*hub_errors(), RuntimeError)
     try:
-        dataset = load_dataset(source.name, source.config, split=split, revision=revision, streaming=streaming)
-        if isinstance(dataset, IterableDataset) and dataset.num_shards >= part.count:
-            dataset, part = dataset.shard(part.count, part.index, contiguous=False), WHOLE
-        yield from _every(dataset, part)
+        yield from load_dataset(source.name, source.config, split=split, revision=revision, streaming=streaming)
         return
     except DatasetNotFoundError as error:
         rule = one_line(error)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from bisect import bisect
 from collections.abc import Sequence
-from functools import cache
 from itertools import pairwise
 from typing import Any
 
@@ -106,27 +105,18 @@ def token_offsets(tokenizer: Any, token_ids: Sequence[int]) -> tuple[str, list[t
     return text, offsets
 
 
-@cache
-def _byte_characters() -> dict[str, int]:
-    from tokenizers.pre_tokenizers import ByteLevel
-
-    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    others = [byte for byte in range(256) if byte not in printable]
-    pairs = [(chr(byte), byte) for byte in printable] + [(chr(256 + index), byte) for index, byte in enumerate(others)]
-    assert {character for character, _ in pairs} == set(ByteLevel.alphabet())
-    return dict(pairs)
-
-
 def token_bytes(tokenizer: Any) -> dict[bytes, int]:
     """Return each token's bytes with its id; special tokens are omitted.
 
     Byte-level tokenizers write bytes as printable characters (openai/gpt-2, encoder.py `bytes_to_unicode`),
     SentencePiece a space as U+2581 and bytes without a piece as `<0x0A>`.
     """
+    from transformers.convert_slow_tokenizer import bytes_to_unicode
+
     special = set(tokenizer.all_special_ids)
     backend = getattr(tokenizer, "backend_tokenizer", None)
     byte_level = backend is not None and "ByteLevel" in backend.to_str()
-    characters = _byte_characters()
+    characters = {character: byte for byte, character in bytes_to_unicode().items()}
     ids_by_bytes: dict[bytes, int] = {}
     bytes_without_a_piece: dict[bytes, int] = {}
     for token, index in tokenizer.get_vocab().items():

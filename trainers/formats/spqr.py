@@ -128,26 +128,22 @@ class SpQRMatrix(_PackedMatrix):
             "spqr_outlier_offsets": (rows + 1,),
         }
 
-    def scales_and_zeros(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return scale and zero of every group, fp32 [O, G]."""
+    def dequantize(self) -> torch.Tensor:
+        """Return the dense matrix: `scale·(code - zero)` in fp32, then the outliers, converted to `dtype`."""
+        import torch
+
         rows, groups = self.shape[0], self.levels.shape[2]
 
         def values(packed: torch.Tensor, low_BG: torch.Tensor, step_BG: torch.Tensor) -> torch.Tensor:
             codes_OG = unpack_bits(packed, self.scale_bits, rows * groups).view(rows, groups)
             return _from_level(codes_OG, low_BG, step_BG, self.scale_group_size)
 
-        return values(self.scale_codes, *self.levels[:2]), values(self.zero_codes, *self.levels[2:])
-
-    def dequantize(self) -> torch.Tensor:
-        """Return the dense matrix: `scale·(code - zero)` in fp32, then the outliers, converted to `dtype`."""
-        import torch
-
-        scale_OG, zero_OG = self.scales_and_zeros()
+        scale_OG = values(self.scale_codes, *self.levels[:2])
+        zero_OG = values(self.zero_codes, *self.levels[2:])
         group_I = torch.arange(self.shape[1], device=self.codes.device) // self.group_size
         codes_OI = self.weight_codes().float()
         dense_OI = (scale_OG[:, group_I] * (codes_OI - zero_OG[:, group_I])).to(self.dtype)
-        rows, columns = self.outliers.positions()
-        dense_OI[rows, columns] = self.outlier_values.to(self.dtype)
+        dense_OI[self.outliers.positions()] = self.outlier_values.to(self.dtype)
         return dense_OI
 
 

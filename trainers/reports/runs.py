@@ -220,8 +220,6 @@ def _training_settings(data: Data, plan: Plan) -> Section:
     has_teacher = data["kind"] != "qat" or data["teacher"]
     settings = [(n, v) for n, v in data["settings"].items() if has_teacher or n not in _TEACHER_SETTINGS]
     dataset = [(n.replace("_", " "), f"{v:,}" if isinstance(v, int) else v) for n, v in data["dataset"].items()]
-    if data["dataset"].get("machines", 1) > 1:
-        reasons.append("Each machine reads its own part of the data. The counts are those of the first machine.")
     tables = [
         key_value_table([(n, data[n]) for n in ("model", "teacher", "student") if data.get(n)], "Models"),
         key_value_table(settings, "Settings"),

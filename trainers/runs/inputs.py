@@ -19,7 +19,7 @@ from ...plugins.transformers.sound_model import refuse_other_formats
 from ..checkpoints.record import Reader, read_complete, read_whole
 from ..checkpoints.resume import Selection, checkpoints, compared, finished_errors, is_finished, newest_whole
 from ..data.samples import Samples, stated_samples, streamed_samples
-from ..data.sources import WHOLE, Part, parse_source
+from ..data.sources import parse_source
 from .settings import LaunchedSettings, ObjectiveSettings, RunRequest
 
 if TYPE_CHECKING:
@@ -30,12 +30,16 @@ _DEFAULT_GLOBAL_BATCH = 32
 AnySettings = TypeVar("AnySettings", bound=LaunchedSettings)
 
 
-def chosen_hardware(settings: LaunchedSettings) -> HardwareSpec:
-    """Return the requested hardware; by default this machine's accelerators, or two CPU ranks."""
+def default_hardware() -> str:
+    """Return this machine's accelerators, or two CPU ranks."""
     import torch
 
-    name = settings.hardware or ("local" if torch.cuda.is_available() else "2xCPU")
-    return read_hardware(name, host_memory=settings.host_memory, nvme=settings.nvme)
+    return "local" if torch.cuda.is_available() else "2xCPU"
+
+
+def chosen_hardware(settings: LaunchedSettings) -> HardwareSpec:
+    """Return the requested hardware, or `default_hardware`."""
+    return read_hardware(settings.hardware or default_hardware(), host_memory=settings.host_memory, nvme=settings.nvme)
 
 
 _DEVICE_FIX = "pass --dry-run to stop after planning, or omit --hardware to use this machine"
@@ -88,17 +92,20 @@ def trained_teacher(teacher: str, revision: str | None) -> LoadedModel:
     return load_model_spec(teacher, revision=revision)
 
 
-def named_samples(
-    settings: LaunchedSettings, tokenizer: Any, *, train_samples: int | None = None, part: Part = WHOLE
-) -> Samples:
+def named_samples(settings: LaunchedSettings, tokenizer: Any, *, train_samples: int | None = None) -> Samples:
     """Return the training samples and the evaluation samples, held out or from another split or file.
 
-    `train_samples` limits how much of the dataset is read; its first rows are then held out, and `part` selects a part
-    of the rest.
+    `train_samples` limits how much of the dataset is read; its first rows are then held out.
 
     Raises:
         UsageError: there is no text, or the evaluation split is empty.
     """
+
+    def read(settings: LaunchedSettings, evaluation_samples: int) -> Samples:
+        if train_samples is None:
+            return stated_samples(settings, tokenizer)
+        return streamed_samples(settings, tokenizer, train_samples=train_samples, evaluation_samples=evaluation_samples)
+
     other, other_split = settings.evaluation_dataset, settings.evaluation_split
     if other is not None or other_split is not None:
         if other_split is not None and parse_source(other or settings.dataset).is_local:
@@ -110,27 +117,17 @@ def named_samples(
             "dataset_split": other_split or settings.dataset_split,
             "dataset_revision": settings.dataset_revision if other is None else None,
         }
-        samples = _read_samples(unsplit, tokenizer, train_samples, evaluation_samples=0, part=part)
+        samples = read(unsplit, 0)
         held_out = list(stated_samples(unsplit.model_copy(update=evaluation_source), tokenizer).train)
         statistics = replace(samples.statistics, evaluation_samples=len(held_out))
         return replace(samples, evaluation=held_out, statistics=statistics)
-    count = settings.evaluation_samples
-    samples = _read_samples(settings, tokenizer, train_samples, evaluation_samples=count, part=part)
+    samples = read(settings, settings.evaluation_samples)
     if not samples.evaluation:
         share = f"{100 * settings.evaluation_fraction:.0f} %"
         rule = f"the evaluation split ({share}) is empty: duplicate rows always go to the same split"
         fix = "add data, raise --evaluation-fraction, or lower --seq-len"
         raise UsageError(ConfigError(where="dataset", value=settings.dataset, rule=rule, fix=fix))
     return samples
-
-
-def _read_samples(
-    settings: LaunchedSettings, tokenizer: Any, train_samples: int | None, *, evaluation_samples: int, part: Part
-) -> Samples:
-    if train_samples is None:
-        return stated_samples(settings, tokenizer)
-    counts = {"train_samples": train_samples, "evaluation_samples": evaluation_samples}
-    return streamed_samples(settings, tokenizer, part=part, **counts)
 
 
 def limited_held_out(samples: Samples, settings: LaunchedSettings) -> Samples:

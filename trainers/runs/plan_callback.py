@@ -316,7 +316,11 @@ def argument_differences(
             plan.job.precision if autocasts else "fp32",
         ),
         "torch_compile": (args.torch_compile, plan.job.torch_compile),
-        "use_liger_kernel": (_liger_layers(args), plan.job.use_liger_kernel),
+        # Liger's norms, not only head and loss.
+        "use_liger_kernel": (
+            bool(args.use_liger_kernel) and (args.liger_kernel_config or {}).get("rms_norm", True) is not False,
+            plan.job.use_liger_kernel,
+        ),
         "optim": (optimizer, plan.job.optimizer),
         "sequence length": (stated.get("seq_len"), plan.job.seq_len_tokens),
         "method": (stated.get("method"), plan.job.method),
@@ -345,11 +349,6 @@ def _offload_variant(deepspeed: dict[str, Any] | None) -> str | None:
     zero = deepspeed.get("zero_optimization", {})
     is_super = (zero.get("offload_optimizer") or {}).get("super_offload")
     return "zenflow" if zero.get("zenflow") else "superoffload" if is_super else "none"
-
-
-def _liger_layers(args: Any) -> bool:
-    """Return whether Liger computes norms, not only head and loss."""
-    return bool(args.use_liger_kernel) and (args.liger_kernel_config or {}).get("rms_norm", True) is not False
 
 
 def _offload(deepspeed: dict[str, Any] | None, what: str) -> str | None:

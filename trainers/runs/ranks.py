@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import socket
 import time
 from abc import abstractmethod
 from collections.abc import Callable, Mapping
@@ -19,7 +20,7 @@ from typing import Any, ClassVar
 
 from ...ds_configs.plan.output import write_files
 from ...ds_configs.plan.plan import Plan
-from ...ds_configs.specs.errors import RefusedInputError, ShardwrightError
+from ...ds_configs.specs.errors import ConfigError, RefusedInputError, ShardwrightError, UsageError
 from ...plugins import patches
 from ...plugins.accelerate.cpu_ranks import Engine, configure_cpu_ranks, engine_from_environment
 from ...plugins.accelerate.repeated_samples import SamplesOnce
@@ -28,6 +29,7 @@ from ...plugins.huggingface_hub.hub import model_directory
 from ...plugins.launching.messages import Figures, Progress, note_on_first_rank, send
 from ...plugins.peft import add_lora, resume_lora
 from ...plugins.transformers.first_rank_loading import load_on_first_rank, stored_precision
+from ...plugins.transformers.sound_model import gathered
 from ...plugins.transformers.training_arguments import (
     refuse_replaced_optimizer,
     training_arguments,
@@ -56,7 +58,6 @@ from .settings import (
     LaunchedSettings,
     RankTask,
 )
-from .share import Share
 
 _EVALUATED_LOGITS_BYTES = 2**30
 """Fp32 logits that exist at a time in an evaluation."""
@@ -124,7 +125,7 @@ def open_rank(job: LaunchedJob, work: Path) -> RankContext:
     if arguments.world_size != job.world_size:
         raise ShardwrightError(f"{arguments.world_size} ranks started, but the plan has {job.world_size}")
     if job.digests:
-        Share(rank=arguments.process_index, ranks=arguments.world_size).check_same(job.digests)
+        check_same_inputs(job.digests)
     resumed = None
     if job.resume:
         directory = Path(arguments.output_dir)
@@ -138,6 +139,22 @@ def open_rank(job: LaunchedJob, work: Path) -> RankContext:
         tokenizer=AutoTokenizer.from_pretrained(str(work / TOKENIZER), trust_remote_code=False),
         samples=(load_from_disk(str(work / TRAIN_SAMPLES)), load_from_disk(str(work / EVALUATION_SAMPLES))),
     )
+
+
+def check_same_inputs(digests: Mapping[str, str]) -> None:
+    """Check that all ranks have equal digests; every rank must call it.
+
+    Raises:
+        UsageError: digests differ; names the hosts and the inputs.
+    """
+    (first_host, expected), *others = gathered((socket.gethostname(), digests))
+    errors = []
+    for rank, (host, own) in enumerate(others, start=1):
+        if different := [name for name, digest in own.items() if expected.get(name) != digest]:
+            rule = f"rank {rank} on {host} and rank 0 on {first_host} differ in: {', '.join(different)}"
+            errors.append(ConfigError(where="ranks", rule=rule, fix="use the same files and versions everywhere"))
+    if errors:
+        raise UsageError(errors)
 
 
 def _checkpoint_to_resume(directory: Path, *, or_anew: bool) -> Selection | None:

@@ -172,9 +172,7 @@ def _finished(prepared: PreparedTraining[Any]) -> Selection | None:
     if not request.resume:
         return None
     plan, samples = prepared.plan, prepared.samples.train
-    # Ranks shuffle samples that are divided among machines.
-    compared = None if prepared.samples.statistics.machines > 1 else samples
-    facts = planned_facts(plan, prepared.training_arguments, compared)
+    facts = planned_facts(plan, prepared.training_arguments, samples)
     steps = optimizer_steps(prepared.settings, plan.chosen.strategy, len(samples))
     try:
         return check_resumption(request.output_dir / CHECKPOINTS, facts, steps=steps)
@@ -267,14 +265,12 @@ def _run_ranks(prepared: PreparedTraining[Any]) -> dict[str, Any]:
 
 
 def _digests(prepared: PreparedTraining[Any], work: Path) -> dict[str, str]:
-    """Return digests of this machine's inputs, which other machines must match; divided samples differ."""
+    """Return digests of this machine's inputs, which other machines must match."""
     contents = {"plan": (work / PLAN_DIRECTORY / "plan.json").read_bytes()}
     contents["settings"] = prepared.settings.model_dump_json().encode()
     for file in sorted(path for path in work.iterdir() if path.is_file()):
         contents[file.name] = file.read_bytes()
     samples = {"samples": prepared.samples.train, "held-out samples": prepared.samples.evaluation}
-    if prepared.samples.statistics.machines > 1:
-        del samples["samples"]
     for name, rows in samples.items():
         read = [rows[index] for index in range(0, len(rows), max(1, len(rows) // _COMPARED_SAMPLES))]
         contents[name] = json.dumps([len(rows), read], default=str).encode()

@@ -87,7 +87,6 @@ class TrainJob(LaunchedJob):
     settings: TrainSettings = Field(description="settings of the user")
     model: str = Field(description="Hub id, directory or config.json")
     adapter: str | None = Field(None, description="directory of the adapter to train further")
-    machines: int = Field(1, description="machines that share the samples; counts are then per machine")
 
 
 class ScriptJob(RankJob):

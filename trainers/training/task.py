@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from ...ds_configs.plan.plan import Plan, edited_files
-from ...ds_configs.plan.rendering import NodePlace
 from ...ds_configs.specs.errors import ConfigError, UsageError, collecting
 from ...ds_configs.specs.hardware import HardwareSpec
 from ...ds_configs.specs.settings import settings_of
@@ -22,8 +21,8 @@ from ...plugins.planning.models import LoadedModel, load_model_spec
 from ...plugins.transformers.sound_model import refuse_other_formats
 from ..data.models import StartingModel, has_tokenizer, load_config, load_tokenizer, with_positions
 from ..data.packing import packed_if_possible
-from ..data.samples import Samples, SampleStatistics
-from ..data.sources import WHOLE, Part, local_place
+from ..data.samples import Samples
+from ..data.sources import local_place
 from ..data.templates import set_chat_template
 from ..runs.inputs import (
     CONVERTED,
@@ -41,9 +40,6 @@ from ..runs.settings import RunRequest
 from .report import TrainOutcome, TrainResult, train_file_names
 from .resumed_adapter import read_resumed_adapter, with_resumed_adapter
 from .settings import TrainJob, TrainSettings, planned_argument_errors, train_settings_errors
-
-_ORDERS = ("random", "sequential")
-"""Values of `train_sampling_strategy` that do not need the samples of other machines."""
 
 logger = logging.getLogger(__name__)
 
@@ -100,21 +96,12 @@ class PreparedTrain(PreparedTraining[TrainOutcome]):
 
     @property
     def own_arguments(self) -> dict[str, Any]:
-        # Machines that share the samples draw their order themselves.
-        return self.settings.arg | ({"train_sampling_strategy": "sequential"} if self._is_divided else {})
-
-    @property
-    def _is_divided(self) -> bool:
-        return self.samples.statistics.machines > 1
+        return self.settings.arg
 
     def job(self, common: Mapping[str, Any], work: Path) -> TrainJob:
         model = str(Path(self.model).absolute()) if Path(self.model).exists() else self.model
-        further: dict[str, Any] = {}
-        if self.adapter is not None:
-            further["adapter"] = str(self.adapter.directory.absolute())
-        if self._is_divided:
-            further |= divided_job_fields(self.samples.statistics, self.settings, self.plan)
-        return TrainJob(**{**common, "model": model, **further})
+        adapter = None if self.adapter is None else str(self.adapter.directory.absolute())
+        return TrainJob(**common, model=model, adapter=adapter)
 
     def outcome(self, result: Mapping[str, Any], common: Mapping[str, Any]) -> TrainOutcome:
         return TrainOutcome(model=self.model, result=TrainResult(**result), **common)
@@ -169,21 +156,21 @@ def prepare_train(settings: TrainSettings, model: str, request: RunRequest) -> P
             own_tokenizer = load_tokenizer(source, config.get_text_config().vocab_size)
             set_chat_template(own_tokenizer, settings.chat_template)
             tokenizer = own_tokenizer
-    plan, divides = written_plan, settings.streaming and request.place is not None
-    if plan is None and divides and not errors:
-        # The part that a machine reads depends on the layout.
+    if tokenizer is not None and hardware is not None and settings.dataset:
         with collecting(errors):
-            plan = _planned(settings, loaded, hardware)
-    if tokenizer is not None and hardware is not None and settings.dataset and not (divides and plan is None):
-        with collecting(errors):
-            part, count = part_of(settings, plan, request.place), streamed_count(settings, plan, hardware)
-            samples = named_samples(settings, tokenizer, train_samples=count and count // part.count, part=part)
+            count = streamed_count(settings, written_plan, hardware)
+            samples = named_samples(settings, tokenizer, train_samples=count)
     if errors:
         raise UsageError(errors)
-    assert tokenizer and samples, "each failure added an error"
+    assert loaded and hardware and tokenizer and samples, "each failure added an error"
     if written_plan is not None and (difference := installed_release_difference(written_plan)) is not None:
         logger.info(difference)
-    plan = plan or _planned(settings, loaded, hardware)
+    plan = written_plan
+    if plan is None:
+        # Liger computes the loss too, unless it is chosen.
+        automatic = settings.use_liger_kernel and "loss" not in settings.model_fields_set
+        job = training_job(settings, hardware, **({"loss": "auto"} if automatic else {}))
+        plan = select_plan(loaded, hardware, job, notify=logger.info)
     settings = settings.with_optimizer(plan.job)
     errors = planned_argument_errors(settings, plan) + settings.engine_errors(plan.chosen.strategy.engine)
     batch_size = settings.arg.get("per_device_eval_batch_size")
@@ -192,7 +179,6 @@ def prepare_train(settings: TrainSettings, model: str, request: RunRequest) -> P
         errors.append(ConfigError(where=where, value=batch_size, rule=rule, fix="omit it"))
     if errors:
         raise UsageError(errors)
-    assert loaded, "each failure added an error"
     with_cache = "with a cache (--arg use_cache), Transformers does not separate documents"
     samples = packed_if_possible(
         limited_held_out(samples, settings),
@@ -213,14 +199,6 @@ def prepare_train(settings: TrainSettings, model: str, request: RunRequest) -> P
         tokenizer=tokenizer,
         request=request,
     )
-
-
-def _planned(settings: TrainSettings, loaded: LoadedModel | None, hardware: HardwareSpec | None) -> Plan:
-    assert loaded and hardware, "each failure added an error"
-    # Liger computes the loss too, unless it is chosen.
-    automatic = settings.use_liger_kernel and "loss" not in settings.model_fields_set
-    further = {"loss": "auto"} if automatic else {}
-    return select_plan(loaded, hardware, training_job(settings, hardware, **further), notify=logger.info)
 
 
 def _as_planned(settings: TrainSettings, plan: Plan, model: str) -> TrainSettings:
@@ -258,42 +236,10 @@ def streamed_count(settings: TrainSettings, plan: Plan | None, hardware: Hardwar
     return settings.max_steps * batch
 
 
-def part_of(settings: TrainSettings, plan: Plan | None, place: NodePlace | None) -> Part:
-    """Return the part of the rows that this machine reads, which is all of them unless machines can share the rows.
-
-    Ranks with the same samples (tensor, pipeline, sequence and context parallelism) may be on other machines, and a
-    sampler that compares lengths needs all samples.
-    """
-    if not settings.streaming or place is None or plan is None or plan.hardware.nodes == 1:
-        return WHOLE
-    strategy, order = plan.chosen.strategy, settings.arg.get("train_sampling_strategy", "random")
-    if strategy.data_parallel_size != strategy.world_size:
-        reason = f"ranks of {strategy.label} share samples"
-    elif order not in _ORDERS:
-        reason = f"train_sampling_strategy {order} needs all samples"
-    else:
-        return Part(index=int(place.rank), count=plan.hardware.nodes)
-    logger.info(f"each machine reads all rows: {reason}")
-    return WHOLE
-
-
 def read_line(samples: Samples, settings: TrainSettings, plan: Plan) -> str:
     """Describe how much of the dataset was read, and whether it is too short."""
-    statistics = samples.statistics
-    wanted = (streamed_count(settings, plan, plan.hardware) or 0) // statistics.machines
-    one_of = f", of one of {statistics.machines} machines" if statistics.machines > 1 else ""
-    line = f"read {statistics.rows:,} rows for {settings.max_steps:,} steps{one_of}"
+    statistics, wanted = samples.statistics, streamed_count(settings, plan, plan.hardware) or 0
+    line = f"read {statistics.rows:,} rows for {settings.max_steps:,} steps"
     if statistics.train_samples >= wanted:
         return line
-    part = "the machine's part of the dataset" if one_of else "the dataset"
-    return f"{line}: {part} has {statistics.train_samples:,} of {wanted:,} samples, which are repeated"
-
-
-def divided_job_fields(statistics: SampleStatistics, settings: TrainSettings, plan: Plan) -> dict[str, Any]:
-    """Return fields of this machine's `TrainJob`: its samples, which may be repeated, and their tokens."""
-    wanted = (streamed_count(settings, plan, plan.hardware) or 0) // statistics.machines
-    return {
-        "machines": statistics.machines,
-        "train_samples": wanted,
-        "train_tokens": round(statistics.train_tokens * wanted / statistics.train_samples),
-    }
+    return f"{line}: the dataset has {statistics.train_samples:,} of {wanted:,} samples, which are repeated"

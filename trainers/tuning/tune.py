@@ -14,11 +14,9 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from pydantic import TypeAdapter, ValidationError
-
 from ...ds_configs.plan.out_of_memory import FIRST_WORDS
 from ...ds_configs.plan.output import disk_errors, output_errors, reserved
-from ...ds_configs.plan.plan import Plan, job_dict, trial_dict, trial_values, tuned_plan
+from ...ds_configs.plan.plan import Plan, trial_dict, tuned_plan
 from ...ds_configs.search.search import Evaluated
 from ...ds_configs.search.tuning import (
     NOISY_SPREAD,
@@ -31,27 +29,23 @@ from ...ds_configs.search.tuning import (
 )
 from ...ds_configs.specs.errors import ConfigError, ShardwrightError, UsageError
 from ...ds_configs.specs.hardware import HardwareSpec
-from ...ds_configs.specs.texts import strict_json
 from ...ds_configs.step_time.learning import MeasuredStep, part_seconds, published_time
 from ...plugins.launching.launch import LaunchFailedError, launch_ranks
 from ...plugins.launching.messages import Message, Progress, log_message
 from ...plugins.planning.calibration_store import CalibrationStore
-from ...plugins.planning.from_names import detect_hardware, installed_versions, own_release
+from ...plugins.planning.from_names import detect_hardware, own_release
 from ...plugins.planning.from_names import plan as select_plan
 from ..reports.make import REPORT_FILE, write_html
-from ..runs.inputs import PLANNED_DEVICE_FIX, launch_errors
+from ..runs.inputs import PLANNED_DEVICE_FIX, default_hardware, launch_errors
 from ..runs.launch import compile_planned_operators, planned_launch, rank_words
 from ..runs.out_of_memory import RunOutOfMemoryError
 from ..runs.settings import RESULT_FILE
 from ..training.script import PLAN_FLAGS, script_errors, with_plan_flags
 from .worker import TrialTask
 
-TRIALS_FILE = "trials.jsonl"
 DEFAULT_TRIALS, DEFAULT_STEPS, TIME_LIMIT_MINUTES = 5, 5, 30.0
 FEWEST_STEPS = 3
 """Fewer steps have no meaningful median and spread."""
-_FINAL: tuple[TrialOutcome, ...] = ("measured", "slower", "out of memory")
-"""Results that a later run of the same request does not measure again."""
 
 logger = logging.getLogger(__name__)
 
@@ -66,24 +60,6 @@ class _Request:
     steps: int
     script: Path | None
     arguments: Sequence[str]
-
-    @property
-    def identifier(self) -> str:
-        """SHA-256 of everything that step times depend on, apart from the layout."""
-        plan, job = self.plan, job_dict(self.plan.job)
-        # Trials differ in the loss, and the strategy is what they compare.
-        job = {name: value for name, value in job.items() if name not in ("loss", "strategy", "objective")}
-        facts: list[Any] = [
-            plan.model.name,
-            plan.model.revision,
-            plan.hardware.gpu,
-            plan.hardware.world_size,
-            job,
-            self.steps,
-        ]
-        facts += [None if self.script is None else self.script.read_text(encoding="utf-8"), list(self.arguments)]
-        facts += [dict(installed_versions())]
-        return hashlib.sha256(json.dumps(facts, default=str).encode()).hexdigest()
 
 
 def tune(
@@ -104,8 +80,7 @@ def tune(
 
     Every trial runs on all ranks of the plan: with random weights and tokens, or in a `script`, whose arguments must
     contain `@plan`. The result has each trial in `trials`, beside its prediction, and the reason. `output_dir` gets
-    the plan's files, `trials.jsonl` and a report; a later call with the same request does not repeat its trials. The
-    step times correct later plans for this kind of accelerator.
+    the plan's files and a report. The step times correct later plans for this kind of accelerator.
 
     Args:
         subject: A plan, the directory of one, or a model as for `plan`.
@@ -142,7 +117,7 @@ def tune(
     elif directory is not None:
         plan = Plan.load(directory)
     else:
-        plan = select_plan(str(subject), hardware or local_hardware(), notify=logger.info, **words)
+        plan = select_plan(str(subject), hardware or default_hardware(), notify=logger.info, **words)
     errors = _device_errors(plan.hardware)
     if plan.job.objective == "memory":
         rule = "is not what trials measure, which is the time of a step"
@@ -153,7 +128,7 @@ def tune(
     if own_script is None and plan.model.task != "causal_lm":
         rule, fix = f"is a {plan.model.task} model; trials train causal language models", "pass --script"
         errors.append(ConfigError(where="model", value=plan.model.architecture, rule=rule, fix=fix))
-    own_files = (TRIALS_FILE, REPORT_FILE, "ds_config.json", *plan.file_names)
+    own_files = (REPORT_FILE, "ds_config.json", *plan.file_names)
     if target is not None:
         errors += output_errors(target, force=force, sources={"the model": plan.model.name}, own=own_files)
         errors = errors or disk_errors(target)
@@ -167,9 +142,9 @@ def tune(
         arguments=script_arguments,
     )
     if target is None:
-        return tuned_plan(request.plan, _measure_all(request, trials, deadline, 60 * time_limit_minutes, None))
+        return tuned_plan(request.plan, _measure_all(request, trials, deadline, time_limit_minutes))
     with reserved(target, force=force, own=own_files):
-        done = _measure_all(request, trials, deadline, 60 * time_limit_minutes, target / TRIALS_FILE)
+        done = _measure_all(request, trials, deadline, time_limit_minutes)
         tuned = replace(tuned_plan(request.plan, done), command=command)
         (target / "ds_config.json").unlink(missing_ok=True)
         tuned.write(target, force=True)
@@ -181,13 +156,6 @@ def is_plan(subject: str | Path) -> bool:
     """Return whether a path is a plan, not a model."""
     path = Path(subject)
     return (path / "plan.json").is_file() or (path.name == "plan.json" and path.is_file())
-
-
-def local_hardware() -> str:
-    """Return the default hardware: this machine's accelerators, or two CPU ranks."""
-    import torch
-
-    return "local" if torch.cuda.is_available() else "2xCPU"
 
 
 def _value_errors(
@@ -222,23 +190,15 @@ def _device_errors(hardware: HardwareSpec) -> list[ConfigError]:
     return [] if here == hardware.gpu else [ConfigError(where="hardware", value=hardware.name, rule=rule, fix=fix)]
 
 
-def _measure_all(
-    request: _Request, most: int, deadline: float, limit_seconds: float, file: Path | None
-) -> tuple[Trial, ...]:
-    """Run the trials that are not stored yet, and return all of them.
+def _measure_all(request: _Request, most: int, deadline: float, limit_minutes: float) -> tuple[Trial, ...]:
+    """Run the trials.
 
     Raises:
         ShardwrightError: no trial was measured.
     """
     layouts = layouts_to_measure(request.plan.chosen, request.plan.rejected, trials=most)
-    stored = {} if file is None else _stored(file, request.identifier)
     trials: list[Trial] = []
     for index, layout in enumerate(layouts):
-        trial = stored.get((layout.strategy, layout.loss))
-        if trial is not None:
-            logger.info(f"{trial.name}: {_result(trial)}, from {TRIALS_FILE}")
-            trials.append(trial)
-            continue
         remaining = deadline - time.monotonic()
         if remaining <= 0:
             logger.info(f"the time limit is over after {index} of {len(layouts)} layouts")
@@ -249,20 +209,17 @@ def _measure_all(
         try:
             trial = _run_trial(request, layout, best_seconds, timeout, f"layout {index + 1} of {len(layouts)}")
         except (KeyboardInterrupt, SystemExit):
-            kept = f"the trials in {file} are complete: the same command continues" if file else "nothing is kept"
-            logger.info(f"stopped during layout {index + 1} of {len(layouts)}; {kept}")
+            logger.info(f"stopped during layout {index + 1} of {len(layouts)}: no plan is written")
             raise
         logger.info(f"{trial.name}: {_result(trial)}")
         trials.append(trial)
-        if file is not None:
-            _store(file, request.identifier, trial)
         if trial.outcome == "measured":
             _learn(request, trial)
     complete = measured(trials)
     if not complete:
         reasons = "\n".join(f"{trial.name}: {_result(trial)}" for trial in trials)
         stopped = all(trial.outcome == "stopped" for trial in trials)
-        limit = f"raise --time-limit above {limit_seconds / 60:g} minutes, or " if stopped else ""
+        limit = f"raise --time-limit above {limit_minutes:g} minutes, or " if stopped else ""
         raise ShardwrightError(
             f"no layout was measured: {limit}test the files with `shardwright rehearse`\n{reasons}".rstrip()
         )
@@ -360,47 +317,6 @@ def _result(trial: Trial) -> str:
     return f"{trial.step_seconds:.3g} s per step, {trial.predicted_seconds:.3g} s predicted{early}"
 
 
-def _stored(file: Path, identifier: str) -> dict[tuple[Any, str], Trial]:
-    """Return the results of a request that a file has, by layout; log what is ignored."""
-    trials: dict[tuple[Any, str], Trial] = {}
-    others = 0
-    lines = file.read_bytes().splitlines() if file.is_file() else []
-    for line in lines:
-        try:
-            data = strict_json(line)
-            values = TypeAdapter(Trial).validate_python(trial_values(data["trial"]))
-            is_own = data["request"] == identifier and values.outcome in _FINAL
-        except (ValidationError, ValueError, KeyError, TypeError, AttributeError):
-            # A run that was killed, or a full disk, may leave a part of a line.
-            logger.info(f"{file}: a line is not a trial of this version, and is ignored")
-            continue
-        if is_own:
-            trials[values.layout] = values
-        else:
-            others += data["request"] != identifier
-    if others:
-        logger.info(f"{file}: {others} trials of another request or other releases are kept, but not used")
-    return trials
-
-
-def _store(file: Path, identifier: str, trial: Trial) -> None:
-    record = {"schema_version": 1, "request": identifier, "trial": trial_dict(trial)}
-    try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        with file.open("a+b") as stream:
-            # A run that was killed may have left a part of a line.
-            if stream.tell():
-                stream.seek(-1, os.SEEK_END)
-                if stream.read(1) != b"\n":
-                    stream.write(b"\n")
-            stream.write(json.dumps(record).encode() + b"\n")
-            stream.flush()
-            os.fsync(stream.fileno())
-    except OSError as error:
-        # The measurement is still in memory, and the best layout is still to be found.
-        logger.info(f"{file}: this trial cannot be stored ({error.strerror})")
-
-
 def _learn(request: _Request, trial: Trial) -> None:
     """Store the step time for later plans; a store that cannot be written does not end the trials."""
     plan = request.plan
@@ -408,7 +324,7 @@ def _learn(request: _Request, trial: Trial) -> None:
     predicted = published_time(next(each.time for each in layouts if (each.strategy, each.loss) == trial.layout))
     parts = part_seconds(predicted)
     assert trial.step_seconds is not None, "it was measured"
-    content = json.dumps([request.identifier, trial_dict(trial)], sort_keys=True)
+    content = json.dumps([plan.model.name, plan.model.revision, trial_dict(trial)], sort_keys=True)
     step = MeasuredStep(
         identifier=hashlib.sha256(content.encode()).hexdigest(),
         gpu=plan.hardware.gpu,

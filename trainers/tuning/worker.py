@@ -120,6 +120,7 @@ def _step_clock(trial: TrialTask, work: Path, plan: Plan, metered: ExitStack) ->
 
 
 def _train(trial: TrialTask, plan: Plan, work: Path, clock: Any) -> None:
+    import torch
     from transformers import default_data_collator
 
     job = plan.job
@@ -139,11 +140,22 @@ def _train(trial: TrialTask, plan: Plan, work: Path, clock: Any) -> None:
     if job.method != "full":
         targets, fp32 = ",".join(job.lora_targets), engine != "deepspeed"
         model = add_lora(model, rank=job.lora_rank, targets=targets, fp32_adapters=fp32)
+    vocab_size = config.get_text_config().vocab_size
+
+    class RandomTokens(torch.utils.data.Dataset[dict[str, Any]]):
+        def __len__(self) -> int:
+            return (WARM_UP_STEPS + trial.steps) * plan.chosen.strategy.global_batch_size
+
+        def __getitem__(self, index: int) -> dict[str, Any]:
+            draw = torch.Generator().manual_seed(index)
+            tokens_T = torch.randint(vocab_size, (job.seq_len_tokens,), generator=draw)
+            return {"input_ids": tokens_T, "labels": tokens_T}
+
     trainer = parallelism.make_trainer(
         model=model,
         args=arguments,
         revision=plan.model.revision,
-        train_dataset=_random_tokens(plan, config.get_text_config().vocab_size, steps=WARM_UP_STEPS + trial.steps),
+        train_dataset=RandomTokens(),
         data_collator=default_data_collator,
     )
     trainer.add_callback(progress_callback())
@@ -152,22 +164,6 @@ def _train(trial: TrialTask, plan: Plan, work: Path, clock: Any) -> None:
     # A rank that exits while others communicate makes gloo abort them.
     trainer.accelerator.wait_for_everyone()
     trainer.accelerator.end_training()
-
-
-def _random_tokens(plan: Plan, vocab_size: int, *, steps: int) -> Any:
-    """Return a data set for some steps, whose samples are drawn when they are read."""
-    import torch
-
-    class RandomTokens(torch.utils.data.Dataset[dict[str, Any]]):
-        def __len__(self) -> int:
-            return steps * plan.chosen.strategy.global_batch_size
-
-        def __getitem__(self, index: int) -> dict[str, Any]:
-            draw = torch.Generator().manual_seed(index)
-            tokens_T = torch.randint(vocab_size, (plan.job.seq_len_tokens,), generator=draw)
-            return {"input_ids": tokens_T, "labels": tokens_T}
-
-    return RandomTokens()
 
 
 def _run_script(trial: TrialTask, script: str, plan: Plan, work: Path, clock: Any) -> None:

@@ -7,11 +7,12 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from shardwright.cli.machines import run_on_hosts, slurm_script_of_command
+from shardwright.cli.machines import TrainingMachineOptions, run_on_hosts, slurm_script_of_command
 from shardwright.cli.main import build_app, run
 from shardwright.cli.settings import resolve, running
 from shardwright.ds_configs.plan.clusters import NodeCommand
 from shardwright.ds_configs.plan.rendering import MAIN_PORT, NodePlace
+from shardwright.ds_configs.specs.errors import UsageError
 from shardwright.ds_configs.specs.hardware import parse_hardware
 from shardwright.plugins.clusters.ssh import own_program
 
@@ -82,3 +83,17 @@ def test_machines_read_the_file_of_settings_that_names_them(tmp_path: Path, monk
     for bound in (over_ssh, in_slurm):
         assert bound.arguments["machines"].errors() == []
         assert bound.arguments["settings"].max_steps == 3
+
+
+def test_options_of_ssh_and_places_are_rejected_together(tmp_path: Path) -> None:
+    hosts = tmp_path / "hosts"
+    for stated, where in (
+        ({"on": "ssh", "node_rank": 1}, ["node_rank", "hostfile"]),
+        ({"hostfile": hosts, "ssh_config": hosts, "main_port": 5}, ["hostfile", "ssh_config", "main_port"]),
+    ):
+        with pytest.raises(UsageError) as rejected:
+            TrainingMachineOptions.model_validate(stated).place()
+        assert [error.where for error in rejected.value.errors] == where
+    hosts.write_text("a slots=1\nb slots=1\n")
+    with pytest.raises(UsageError, match="lists 2 machines, but the plan has 3"):
+        run_on_hosts(TrainingMachineOptions(on="ssh", hostfile=hosts), parse_hardware("3x1xCPU"))

@@ -133,14 +133,6 @@ def test_hostfiles_that_do_not_fit_the_plan(tmp_path: Path, text: str, said: str
         read_hostfile(tmp_path / "hostfile", HARDWARE)
 
 
-def test_without_a_plan_machines_need_equal_slots(tmp_path: Path) -> None:
-    (tmp_path / "hostfile").write_text("a slots=8\nb\n")
-    with pytest.raises(UsageError, match="different slots"):
-        read_hostfile(tmp_path / "hostfile")
-    (tmp_path / "hostfile").write_text("a\nb slots=1\n")
-    assert read_hostfile(tmp_path / "hostfile") == [("a", None), ("b", 1)]
-
-
 def test_a_hostfile_as_deepspeed_reads_it(tmp_path: Path) -> None:
     (tmp_path / "hostfile").write_text("# machines\n\n10.0.0.1 slots=8  # rack 1\nworker-2 slots=8\n")
-    assert read_hostfile(tmp_path / "hostfile", HARDWARE) == [("10.0.0.1", 8), ("worker-2", 8)]
+    assert read_hostfile(tmp_path / "hostfile", HARDWARE) == ("10.0.0.1", "worker-2")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +13,8 @@ from dataset_hub import NAME, DatasetHub, dataset_hub
 from pyarrow import parquet
 from shardwright.ds_configs.specs.errors import UsageError
 from shardwright.plugins.transformers.training_arguments import byte_tokenizer
-from shardwright.trainers.data.samples import Samples, load_samples, streamed_samples
-from shardwright.trainers.data.sources import DataSettings, Part, parse_source, read_rows
+from shardwright.trainers.data.samples import load_samples, streamed_samples
+from shardwright.trainers.data.sources import DataSettings, parse_source, read_rows
 
 ROWS = {
     "text": [{"text": f"document {index} says hello"} for index in range(5000)],
@@ -82,42 +81,6 @@ def test_hub_rows_are_downloaded_only_as_far_as_they_are_read(
     assert list(found.train) == list(local.train) and list(found.evaluation) == list(local.evaluation)
     assert found.statistics.rows == local.statistics.rows
     assert hub.sent.keys() == {f"data/train-00000-of-00003.{kind}"}
-
-
-@pytest.mark.parametrize(("shards", "of_files"), [(4, True), (3, True), (1, False)])
-def test_parts_of_all_machines_make_up_the_dataset(
-    shards: int, of_files: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Files where there are enough, else rows; the head is held out everywhere, and no machine fetches another's."""
-    rows = ROWS["chat"][:240]
-    size = len(rows) // shards
-    files = {
-        f"train-{shard}.jsonl": _shard(rows[shard * size : (shard + 1) * size], "jsonl") for shard in range(shards)
-    }
-    (tmp_path / "rows").mkdir()
-    for name, content in files.items():
-        (tmp_path / "rows" / name).write_bytes(content)
-    counts = {"train_samples": 500, "evaluation_samples": 6}
-
-    def read(dataset: str, machine: int) -> Samples:
-        settings = DataSettings(dataset=dataset, seq_len=64)
-        return streamed_samples(settings, byte_tokenizer(512), part=Part(index=machine, count=2), **counts)
-
-    whole = streamed_samples(DataSettings(dataset=str(tmp_path / "rows"), seq_len=64), byte_tokenizer(512), **counts)
-    fetched = []
-    for machine in range(2):
-        with dataset_hub(files) as hub, monkeypatch.context() as patch:
-            _reach(hub, patch)
-            found = read(NAME, machine)
-        local = read(str(tmp_path / "rows"), machine)
-        assert list(local.train) == list(found.train) and local.statistics.train_labels == found.statistics.train_labels
-        assert found.evaluation == whole.evaluation and found.statistics.machines == 2
-        expected = {f"train-{shard}.jsonl" for shard in range(shards) if not of_files or shard % 2 == machine}
-        assert hub.sent.keys() == expected | {"train-0.jsonl"}
-        fetched += [tuple(sample["input_ids"]) for sample in found.train]
-    assert sorted(fetched) == sorted(tuple(sample["input_ids"]) for sample in whole.train)
-    limited = [list(read(f"{tmp_path / 'rows'}#40", machine).train) for machine in range(2)]
-    assert sorted(map(str, chain.from_iterable(limited))) == sorted(map(str, list(whole.train)[:34]))
 
 
 @pytest.mark.parametrize(

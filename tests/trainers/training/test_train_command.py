@@ -9,7 +9,6 @@ import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,18 +16,15 @@ import shardwright
 import torch
 from cards import read_card
 from commands import Result, Shell, run_rank_here, shell_in
-from datasets import Dataset
 from distilling import tiny
 from runnable_blocks import prepare
 from safetensors.torch import load_file, save_file
 from shardwright.cli.main import run
 from shardwright.ds_configs.plan.measurement import FILE_NAME, measurement_from_text
-from shardwright.ds_configs.plan.rendering import NodePlace
 from shardwright.ds_configs.specs.job import TrainingJob
 from shardwright.plugins.transformers.gradient_checkpointing import decoder_layers, product_keeping_contexts
 from shardwright.trainers.runs import ranks
 from shardwright.trainers.runs.settings import RunRequest
-from shardwright.trainers.training.rank import TrainTask, divided_training
 from shardwright.trainers.training.settings import TrainSettings
 from shardwright.trainers.training.task import prepare_train
 from training_runs import taken_away
@@ -76,43 +72,6 @@ def test_a_dry_run_plans_and_writes_nothing(train: Shell, model: Path, tmp_path:
     assert (read["rows"] < 8, read["train_samples"]) == (True, 2 * 32)
     assert f"read {read['rows']} rows for 2 steps" in found.err
     assert {"out/REPORT.md", "out/training.png", "out/plan/plan.json"} <= set(shown["files"])
-
-
-@pytest.mark.parametrize(
-    ("more", "machines", "said"),
-    [
-        ({}, 2, "for 2 steps, of one of 2 machines"),
-        ({"tensor_parallel_size": 2}, 1, "each machine reads all rows: ranks of zero1+tp2 share samples"),
-        ({"arg": {"train_sampling_strategy": "group_by_length"}}, 1, "group_by_length needs all samples"),
-    ],
-)
-def test_machines_split_a_stream_if_each_rank_has_its_own_samples(
-    model: Path, tmp_path: Path, more: dict[str, Any], machines: int, said: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level(logging.INFO)
-    stated = {"dataset": "python-help", "seq_len": 32, "streaming": True, "max_steps": 2, "strategy": "zero1"}
-    settings = TrainSettings(**(stated | {"hardware": "2x2xCPU"} | more))
-    place = NodePlace(rank=1, main_address="first")
-    found = prepare_train(settings, str(model), RunRequest(output_dir=tmp_path / "out", dry_run=True, place=place))
-    read = found.samples.statistics
-    assert (read.machines, read.train_samples) == (machines, 2 * 32 // machines)
-    assert said in caplog.text
-
-
-def test_a_machine_draws_its_samples_in_an_order_of_the_seed() -> None:
-    own, orders = Dataset.from_dict({"input_ids": [[number] for number in range(32)]}), []
-    common = {"process_index": 0, "world_size": 1, "per_device_train_batch_size": 4}
-    orders_of = ((1, None, {}), (9, 1, {}), (2, None, {}), (2, None, {"train_sampling_strategy": "sequential"}))
-    for seed, data_seed, stated in orders_of:
-        arguments = SimpleNamespace(seed=seed, data_seed=data_seed, **common)
-        settings = SimpleNamespace(seed=seed, arg=stated)
-        job = TrainTask.model_construct(machines=1, settings=settings, train_samples=40, train_tokens=80)
-        counted, divided = divided_training(job, own, arguments)
-        assert (len(divided), counted.train_samples, counted.train_tokens) == (40, 40, 80)
-        orders.append([divided[index]["input_ids"][0] for index in range(40)])
-    assert orders[0] == orders[1] != orders[2]
-    assert orders[3] == [*range(32), *range(8)]
-    assert all(sorted(order[:32]) == list(range(32)) and order[32:] == order[:8] for order in orders)
 
 
 @pytest.mark.parametrize(

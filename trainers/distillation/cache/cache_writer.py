@@ -1,13 +1,11 @@
-"""Write a teacher's outputs to a cache, file by file, on one or several ranks; an interrupted run resumes."""
+"""Write a teacher's outputs to a cache, file by file; an interrupted run resumes."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-import tempfile
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
-from itertools import chain
+from dataclasses import dataclass
 from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -18,16 +16,12 @@ from ....ds_configs.memory.distillation_memory import CACHED_TOP_K
 from ....ds_configs.plan.output import disk_errors, output_errors, reserved, write_files
 from ....ds_configs.specs.errors import ConfigError, DoesNotFitError, RefusedInputError, ShardwrightError, UsageError
 from ....ds_configs.specs.settings import Decimals
-from ....plugins.huggingface_hub.hub import model_directory
 from ....plugins.launching.messages import log_progress
-from ....plugins.planning.from_names import installed_versions
 from ...data.models import StartingModel, load_config, load_tokenizer, with_positions
 from ...data.samples import collate, stated_samples
 from ...data.sources import DataSettings, Packing, local_place
 from ...data.templates import set_chat_template
 from ...losses.fused_loss import UnknownLogitsError, accepted_inputs, captured_head_input
-from ...runs.launch import ONE_PROCESS, Replicas, run_replicas
-from ...runs.share import ALONE, Share, ShareTask
 from .teacher_cache import CACHE_KEY, KEY, OWN_FILES, CacheKey, TeacherCache, sample_hash
 
 if TYPE_CHECKING:
@@ -42,7 +36,6 @@ FILE_ROWS = 2**18
 CHUNK_ROWS = 512
 _SMALLEST_LOGIT = -60.0
 """Of logits minus the largest one: 1 + exp(-60) is 1 in fp32, and 0 · log 0 would not be a number."""
-_SAMPLES = "samples.arrow"
 
 
 def tokenizer_hash(tokenizer: PreTrainedTokenizerBase) -> str:
@@ -89,30 +82,26 @@ def write_cache(
     *,
     batch_size: int,
     device: str | torch.device,
-    share: Share = ALONE,
 ) -> None:
     """Store the answers to samples that the directory does not have yet, each sample once.
 
-    Ranks of a share each run whole batches of a file, and the first writes it: the files equal those of one process. If
-    a rank fails, finished files stay, and later answers are computed again.
+    After an interruption finished files stay, and later answers are computed again.
 
     Raises:
         RefusedInputError: the directory has another cache, or damaged files; names all differences.
         ShardwrightError: the teacher's logits are NaN or infinite, or a file cannot be written.
         UsageError: the teacher has no output embeddings.
     """
-    # Only the first rank's machine may have the directory.
-    number, missing = share.from_first(lambda: _missing(directory, key, samples))
+    number, missing = _missing(directory, key, samples)
     done = len(samples) - len(missing)
     for file, group in enumerate(_groups(missing, samples), start=number):
-        batches = [[samples[index] for index in group[i : i + batch_size]] for i in range(0, len(group), batch_size)]
-        own = []
-        for index in share.indices(len(batches)):
-            own.append(teacher_answers(teacher, batches[index], key, device))
-            log_progress("sample", done + sum(map(len, batches[: index + share.ranks])), len(samples))
-        done += len(group)
-        if (answers := share.gathered(own)) is not None:
-            write_answers(directory / f"answers-{file:05d}.safetensors", key, list(chain(*batches)), answers)
+        rows, answers = [samples[index] for index in group], []
+        for first in range(0, len(rows), batch_size):
+            batch = rows[first : first + batch_size]
+            answers.append(teacher_answers(teacher, batch, key, device))
+            done += len(batch)
+            log_progress("sample", done, len(samples))
+        write_answers(directory / f"answers-{file:05d}.safetensors", key, rows, answers)
 
 
 def _missing(directory: Path, key: CacheKey, samples: Sequence[Sequence[int]]) -> tuple[int, list[int]]:
@@ -246,21 +235,20 @@ class CacheJob:
     """Token ids of training and held-out samples."""
 
 
-def prepare_cache(
-    teacher: str, settings: CacheSettings, output_dir: Path | None = None, *, replicas: Replicas = ONE_PROCESS
-) -> CacheJob:
-    """Read configuration, tokenizer and data; nothing is run or written. `replicas` share the batches.
+def prepare_cache(teacher: str, settings: CacheSettings, output_dir: Path | None = None) -> CacheJob:
+    """Read configuration, tokenizer and data; nothing is run or written.
 
     Raises:
         UsageError: invalid settings, a dataset without text, a sequence beyond the model's positions.
         RefusedInputError: the teacher has no safetensors weights.
     """
     sources = {"the teacher": teacher, "the dataset": local_place(settings.dataset)}
-    errors, temperatures = replicas.errors(), settings.temperature
+    errors: list[ConfigError] = []
+    temperatures = settings.temperature
     if not temperatures or len({*temperatures}) < len(temperatures) or not all(0 < each < inf for each in temperatures):
         rule = "must be one or more values above 0, each once"
         errors.append(ConfigError(where="temperature", value=temperatures, rule=rule))
-    if output_dir is not None and replicas.result_is_here:
+    if output_dir is not None:
         fix = "use another directory"
         errors += output_errors(output_dir, force=False, sources=sources, own=OWN_FILES, fix=fix)
     if errors:
@@ -292,95 +280,27 @@ def prepare_cache(
     return CacheJob(teacher=teacher, settings=settings, key=key, samples=ids)
 
 
-def run_cache_job(job: CacheJob, directory: Path, *, replicas: Replicas = ONE_PROCESS) -> None:
-    """Load the teacher and store its outputs; the files of several replicas equal those of one process.
+def run_cache_job(job: CacheJob, directory: Path) -> None:
+    """Load the teacher and store its outputs.
 
     Raises:
         UsageError: the directory has other files, or another run writes to it.
         DoesNotFitError: the answers do not fit on its disk.
         RefusedInputError: the directory has another cache.
-        ShardwrightError: the teacher's logits are NaN or infinite, or a rank failed.
+        ShardwrightError: the teacher's logits are NaN or infinite, or a file cannot be written.
     """
-    if not replicas.result_is_here:
-        _launch_ranks(job, directory, replicas)
-        return
+    import torch
+
+    from ....plugins.transformers.teacher_placement import PlacedTeacher, load_teacher
+
     rows = sum(len(ids) for ids in {tuple(ids) for ids in job.samples})
     rows -= len(stored_cache(directory, job.key) or ())
     if errors := disk_errors(directory, needed_bytes=max(0, rows) * job.key.bytes_per_token):
         raise DoesNotFitError("\n".join(map(str, errors)))
     with reserved(directory, force=False, own=OWN_FILES):
-        if replicas.are_launched:
-            _launch_ranks(job, directory, replicas)
-        else:
-            options = job.settings.model_dump(include={"dtype", "batch_size", "revision"})
-            _store_answers(job.teacher, job.key, job.samples, directory, **options)
-
-
-def _store_answers(
-    teacher: str,
-    key: CacheKey,
-    samples: Sequence[Sequence[int]],
-    directory: Path,
-    *,
-    dtype: str | None,
-    batch_size: int,
-    revision: str | None = None,
-    share: Share = ALONE,
-) -> None:
-    """Load the teacher and store its answers, or this rank's share of them; every rank of a share must call it."""
-    import torch
-
-    from ....plugins.transformers.teacher_placement import PlacedTeacher, load_teacher
-
-    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    device = accelerator or torch.device("cpu")
-    torch_dtype = getattr(torch, dtype or ("bfloat16" if accelerator else "float32"))
-    model = load_teacher(teacher, revision=revision, dtype=torch_dtype).to(device)
-    placed = PlacedTeacher(model, model, "replica")
-    write_cache(directory, key, placed, samples, batch_size=batch_size, device=device, share=share)
-
-
-def _launch_ranks(job: CacheJob, directory: Path, replicas: Replicas) -> None:
-    """Run the teacher on shares of the batches; the first rank writes."""
-    import torch
-    from datasets import Features, List, Value
-    from datasets.arrow_writer import ArrowWriter
-
-    path = Path(job.teacher)
-    # A Hub model is downloaded here, once for all ranks of this machine.
-    teacher = path.absolute() if path.exists() else model_directory(job.teacher, revision=job.settings.revision)
-    content = {
-        "teacher": str(teacher),
-        "dtype": job.settings.dtype,
-        "batch_size": job.settings.batch_size,
-        "key": asdict(job.key),
-        "directory": str(directory.absolute()),
-    }
-    with tempfile.TemporaryDirectory(prefix="shardwright-cache-", ignore_cleanup_errors=True) as temporary:
-        work = Path(temporary)
-        # Ranks map the files, so that the samples are in memory once per machine.
-        with ArrowWriter(path=str(work / _SAMPLES), features=Features({"input_ids": List(Value("int64"))})) as writer:
-            for ids in job.samples:
-                writer.write({"input_ids": ids})
-            writer.finalize()
-        run_replicas(replicas, AnswerTask(content=content), work, on_cpu=not torch.accelerator.is_available())
-
-
-class AnswerTask(ShareTask):
-    """Task of every rank."""
-
-    task: Literal["cache-teacher"] = "cache-teacher"
-
-    def do_share(self, share: Share, work: Path) -> None:
-        """Answer this rank's share of the samples."""
-        from datasets import Dataset
-
-        content = self.content
-        options = {name: content[name] for name in ("dtype", "batch_size")}
-        parts = {**options, "key": {**content["key"], "teacher": ""}, "versions": dict(installed_versions())}
-        if share.is_first_here:
-            parts["samples"] = file_sha256(work / _SAMPLES)
-        share.check_same(parts)
-        key, directory = CACHE_KEY.validate_python(content["key"]), Path(content["directory"])
-        samples = Dataset.from_file(str(work / _SAMPLES))["input_ids"]
-        _store_answers(content["teacher"], key, samples, directory, share=share, **options)
+        accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+        device = accelerator or torch.device("cpu")
+        dtype = getattr(torch, job.settings.dtype or ("bfloat16" if accelerator else "float32"))
+        model = load_teacher(job.teacher, revision=job.settings.revision, dtype=dtype).to(device)
+        placed = PlacedTeacher(model, model, "replica")
+        write_cache(directory, job.key, placed, job.samples, batch_size=job.settings.batch_size, device=device)
