@@ -15,7 +15,7 @@ from pydantic import Field
 from ...ds_configs.quantization.recipe import QuantizeSettings, read_recipe
 from ...ds_configs.specs.settings import HubSettings
 from ..options import RunOptions
-from ..progress import LinesAtTimes, note, progress_on_stderr
+from ..progress import LinesAtTimes, progress_on_stderr
 from ..settings import FILLED, Options, command_line, grouped
 
 if TYPE_CHECKING:
@@ -76,7 +76,7 @@ def quantize_command(
     from ...trainers.quantization.run import run_prepared
 
     with (
-        pushed(output_dir, options.push_to_hub, private=options.private, notify=note),
+        pushed(output_dir, options.push_to_hub, private=options.private),
         redirect_stdout(sys.stderr),
         progress_on_stderr("reading the model", LinesAtTimes()),
     ):

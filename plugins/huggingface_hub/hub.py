@@ -27,7 +27,6 @@ from ..safetensors.reading import StoredTensor, check_names, checkpoint_files, r
 Result = TypeVar("Result")
 FIRST_WORD_SECONDS, NEXT_WORD_SECONDS = 5.0, 30.0
 _LIMIT_FACTOR = 6
-"""Multiplies `HF_HUB_DOWNLOAD_TIMEOUT`, whose default is 10 s."""
 _LEAST_BYTES = 10_000
 """Bytes that must arrive within the limit for a download to continue."""
 _POLL_SECONDS = 0.1
@@ -35,13 +34,6 @@ _POLL_SECONDS = 0.1
 
 class HubTimeoutError(ShardwrightError):
     """The Hub did not answer in time."""
-
-
-def limit_seconds() -> float:
-    """Return the time limit of a request to the Hub."""
-    from huggingface_hub import constants
-
-    return float(_LIMIT_FACTOR * constants.HF_HUB_DOWNLOAD_TIMEOUT)
 
 
 def within_limit(
@@ -52,13 +44,16 @@ def within_limit(
     Args:
         work: Sends the request and returns the response.
         what: Name of the request for messages, such as `model ORG/NAME`.
-        limit: Seconds; `None` for `limit_seconds`.
+        limit: Seconds; `None` for six times `HF_HUB_DOWNLOAD_TIMEOUT`, whose default is 10 s.
         arrived: Returns the bytes received so far, for long downloads; the limit restarts when bytes arrive.
 
     Raises:
         HubTimeoutError: the limit has passed; `work` continues in a thread that ends with the process.
     """
-    limit = limit_seconds() if limit is None else limit
+    if limit is None:
+        from huggingface_hub import constants
+
+        limit = float(_LIMIT_FACTOR * constants.HF_HUB_DOWNLOAD_TIMEOUT)
     response: list[Result] = []
     failure: list[BaseException] = []
 
@@ -93,7 +88,7 @@ def fetch_snapshot(repository: str, *, revision: str | None = None, patterns: Se
     """Return the local directory of a model's files; download files that are not in the cache.
 
     Raises:
-        HubTimeoutError: no data arrived for `limit_seconds`.
+        HubTimeoutError: no data arrived within the limit.
         Exception: any error of connection, cache or disk.
     """
     from huggingface_hub import constants, snapshot_download
@@ -114,7 +109,7 @@ def fetch_snapshot(repository: str, *, revision: str | None = None, patterns: Se
     return within_limit(fetch, f"files of {repository}", arrived=cached_bytes)
 
 
-_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(?:/[A-Za-z0-9][\w.-]*)?", re.ASCII)
+HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(?:/[A-Za-z0-9][\w.-]*)?", re.ASCII)
 COMMIT = re.compile(r"[0-9a-f]{40}")
 """Commit of a Hub repository."""
 _ADAPTER_CONFIG = "adapter_config.json"
@@ -167,7 +162,7 @@ def read_hub_source(model: str, *, revision: str | None = None) -> ModelSource:
         RefusedInputError: the configuration or a safetensors header is corrupt, absurd or unsafe.
         ShardwrightError: the Hub cannot be reached or denies access.
     """
-    if not _HUB_ID.fullmatch(model):
+    if not HUB_ID.fullmatch(model):
         raise UsageError(ConfigError(where="model", value=model, rule="is not a Hub id", fix="write ORG/NAME"))
     return _read_hub(model, revision)
 
@@ -189,7 +184,7 @@ def split_revision(model: str, revision: str | None = None) -> tuple[str, str | 
     (('org/name', 'v1'), ('org/name', 'main'))
     """
     name, sign, named = model.partition("@")
-    if not sign or not named or not _HUB_ID.fullmatch(name) or Path(model).exists():
+    if not sign or not named or not HUB_ID.fullmatch(name) or Path(model).exists():
         return model, revision
     if revision not in (None, named):
         rule, fix = f"is {named} in {model}", "set it once"
@@ -216,7 +211,7 @@ def hub_adapter_commit(model: str, *, revision: str | None = None) -> str | None
         # As for models, offline mode finds the commit of a branch only if a file was downloaded by its name.
         return commit_of(Path(hf_hub_download(model, _ADAPTER_CONFIG, revision=revision))) or repository.sha
 
-    if not _HUB_ID.fullmatch(model):
+    if not HUB_ID.fullmatch(model):
         return None
     try:
         if not is_offline():
@@ -237,7 +232,7 @@ def hub_adapter_commit(model: str, *, revision: str | None = None) -> str | None
 
 def refuse_no_hub_id(model: str) -> None:
     """Raise a `UsageError` for a name that is not a local path and cannot be a Hub id."""
-    if model.endswith(".json") or model.startswith((".", "/", "~")) or not _HUB_ID.fullmatch(model):
+    if model.endswith(".json") or model.startswith((".", "/", "~")) or not HUB_ID.fullmatch(model):
         from ...ds_configs.specs.texts import near_path
 
         near = near_path(model)
@@ -279,7 +274,6 @@ def _read_config(file: Path) -> bytes:
 
 def _read_hub(model: str, revision: str | None) -> ModelSource:
     from huggingface_hub import HfApi, hf_hub_download
-    from huggingface_hub.constants import HF_HUB_OFFLINE
 
     def request() -> ModelSource:
         sha = HfApi().model_info(model, revision=revision).sha
@@ -290,7 +284,7 @@ def _read_hub(model: str, revision: str | None) -> ModelSource:
         return _hub_source(model, commit, Path(file), count)
 
     try:
-        if HF_HUB_OFFLINE:
+        if is_offline():
             file = hf_hub_download(model, "config.json", revision=revision, local_files_only=True)
             return _hub_source(model, commit_of(Path(file)), Path(file), None)
         return within_limit(request, f"model {model}")
@@ -317,9 +311,7 @@ def read_hub_tensors(model: str, commit: str | None) -> dict[str, StoredTensor]:
         RefusedInputError: a header is corrupt.
         ShardwrightError: the Hub does not answer.
     """
-    from huggingface_hub.constants import HF_HUB_OFFLINE
-
-    if HF_HUB_OFFLINE:
+    if is_offline():
         return {}
     try:
         return within_limit(lambda: _hub_tensors(model, commit), f"headers of {model}") or {}

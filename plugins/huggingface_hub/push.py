@@ -6,17 +6,15 @@ is missing. `upload_large_folder` is deprecated in its favour.
 
 from __future__ import annotations
 
-import re
+import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
 from ...ds_configs.specs.errors import ConfigError, ShardwrightError, UsageError
-from ..launching.messages import Notify
-from .hub import hub_failure, hub_status, within_limit
+from .hub import HUB_ID, hub_failure, hub_status, within_limit
 
-_REPOSITORY = re.compile(r"(?:[A-Za-z0-9][\w.-]*/)?[A-Za-z0-9][\w.-]*", re.ASCII)
 _NAMES_PLACES = ("accelerate.yaml", "launch.*", "hostfile", "training_arguments.json")
 LEFT_OUT = (
     "checkpoints/**",
@@ -26,6 +24,8 @@ LEFT_OUT = (
     *(f"plan/{name}" for name in _NAMES_PLACES),
 )
 """Patterns of files that are not uploaded: checkpoints, and files that contain paths of this machine."""
+
+logger = logging.getLogger(__name__)
 
 
 def push_errors(repository: str | None) -> list[ConfigError]:
@@ -41,7 +41,7 @@ def push_errors(repository: str | None) -> list[ConfigError]:
 
     from huggingface_hub import HfApi, get_token
 
-    if not _REPOSITORY.fullmatch(repository):
+    if not HUB_ID.fullmatch(repository):
         return config_error("is not a name of a Hub repository", "write ORG/NAME")
     if get_token() is None:
         return config_error("needs a Hub token, and there is none", "hf auth login, or set HF_TOKEN")
@@ -73,63 +73,41 @@ def push_errors(repository: str | None) -> list[ConfigError]:
     return []
 
 
-def claim_repository(repository: str, *, private: bool) -> None:
-    """Create a model repository if it does not exist, which proves write access.
+@contextmanager
+def pushed(directory: Path, repository: str | None, *, private: bool) -> Iterator[None]:
+    """Create a model repository, and upload a directory without `LEFT_OUT` after the block that fills it.
+
+    Creating it proves write access. Without a repository nothing is done. Call `check_push` before.
 
     Raises:
-        ShardwrightError: the Hub rejects the request.
+        ShardwrightError: the Hub rejects the request, or the upload failed; a second upload sends the missing files.
     """
+    if repository is None:
+        yield
+        return
     from huggingface_hub import HfApi
 
+    def create() -> object:
+        return HfApi().create_repo(repository, private=private, exist_ok=True)
+
     try:
-        within_limit(
-            lambda: HfApi().create_repo(repository, private=private, exist_ok=True), f"repository {repository}"
-        )
+        within_limit(create, f"repository {repository}")
     except Exception as error:
         raise ShardwrightError(f"push_to_hub = {repository!r}: the Hub rejected it ({_reason(error)})") from None
-
-
-def push_directory(directory: Path, repository: str) -> str:
-    """Upload a directory without the files of `LEFT_OUT`, and return the URL of the repository.
-
-    Raises:
-        ShardwrightError: the upload failed; uploading the directory again uploads the missing files.
-    """
-    from huggingface_hub import HfApi
-
+    yield
     try:
-        return str(
-            HfApi()
-            .upload_folder(
-                repo_id=repository,
-                folder_path=directory,
-                ignore_patterns=list(LEFT_OUT),
-                commit_message="Upload by Shardwright",
-            )
-            .repo_url
+        commit = HfApi().upload_folder(
+            repo_id=repository,
+            folder_path=directory,
+            ignore_patterns=list(LEFT_OUT),
+            commit_message="Upload by Shardwright",
         )
     except Exception as error:
         raise ShardwrightError(
             f"push_to_hub = {repository!r}: the upload failed ({_reason(error)}); {directory} is complete: "
             f"`hf upload {repository} {directory}` uploads the missing files"
         ) from None
-
-
-@contextmanager
-def pushed(directory: Path, repository: str | None, *, private: bool, notify: Notify) -> Iterator[None]:
-    """Upload a directory after the block that fills it; do nothing without a repository.
-
-    Raises:
-        UsageError: the repository cannot be written to.
-        ShardwrightError: the Hub rejects the request, or the upload failed.
-    """
-    if repository is None:
-        yield
-        return
-    check_push(repository)
-    claim_repository(repository, private=private)
-    yield
-    notify(f"uploaded to {push_directory(directory, repository)}")
+    logger.info(f"uploaded to {commit.repo_url}")
 
 
 def check_push(repository: str | None) -> None:

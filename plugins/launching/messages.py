@@ -21,7 +21,6 @@ NOTE = "note: "
 """Prefix of a line for people."""
 _START = '{"type": "shardwright.'
 
-Notify = Callable[[str], None]
 OnProgress = Callable[[str, int, int], None]
 """Receives what is being done, how much is done, and the total."""
 

@@ -111,12 +111,13 @@ class CheckpointCallback(TrainerCallback):
             resume: A checkpoint; true for the newest; a selection that was made before; otherwise start at step 0.
 
         Raises:
-            RefusedInputError, UsageError: as `newest` and `named`.
+            RefusedInputError: the checkpoint, or each one of the run, is incomplete.
+            UsageError: it is not a directory, or the run differs in a fact that may not change.
         """
         if isinstance(resume, Selection):
             return self._resumed(lambda: resume)
         if isinstance(resume, str) and resume.lower() not in ("true", "false", ""):
-            return self.named(resume)
+            return self._resumed(lambda: named_checkpoint(Path(resume)))
         return self.newest() if str(resume).lower() == "true" else None
 
     def newest(self) -> str | None:
@@ -133,15 +134,6 @@ class CheckpointCallback(TrainerCallback):
             note_on_first_rank(f"{output_dir} has no checkpoint: training begins at step 0")
             return None
         return self._resumed(lambda: newest_whole(output_dir))
-
-    def named(self, path: str) -> str:
-        """Return the checkpoint at a path, after the same checks. Every rank must call it.
-
-        Raises:
-            RefusedInputError: it is incomplete.
-            UsageError: it is not a directory, or the run differs in a fact that may not change.
-        """
-        return self._resumed(lambda: named_checkpoint(Path(path)))
 
     def _resumed(self, choose: Callable[[], Selection]) -> str:
         """Select on the first rank, which reads every byte, and broadcast the path."""

@@ -110,7 +110,7 @@ def merge(
             raise UsageError(errors)
         commit = None if Path(name).expanduser().exists() else commit_of(read.directory)
         opened = open_adapter(read, name=name, revision=commit, base=base, base_revision=base_revision, qlora=qlora)
-        with reserved(output, force=force), pushed(output, push_to_hub, private=private, notify=logger.info):
+        with reserved(output, force=force), pushed(output, push_to_hub, private=private):
             return _merged(opened, output)
 
 

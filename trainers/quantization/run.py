@@ -226,7 +226,7 @@ def quantize(
     stated = quantize_settings(settings, recipe=None if recipe is None else read_recipe(recipe))
     output = Path(output_dir)
     prepared = prepare(model, stated, output, revision=revision, device=device, force=force)
-    with pushed(output, push_to_hub, private=private, notify=logger.info):
+    with pushed(output, push_to_hub, private=private):
         return run_prepared(prepared, output, force=force, device=device, evaluate=evaluate)
 
 

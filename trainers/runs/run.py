@@ -128,7 +128,7 @@ def run_training(prepared: PreparedTraining[Outcome]) -> Outcome:
         stack.enter_context(reserved(output_dir, force=request.force or request.resume))
         # After the directory is reserved, and before a Hub repository is created.
         finished = _finished(prepared)
-        stack.enter_context(pushed(output_dir, settings.push_to_hub, private=settings.private, notify=logger.info))
+        stack.enter_context(pushed(output_dir, settings.push_to_hub, private=settings.private))
         if finished is not None and is_complete(prepared, finished):
             logger.info(f"{output_dir}: the run is complete, all of {finished.record.step} steps, model and report")
             content = json.loads((output_dir / TRAINING_FILE).read_bytes())

@@ -22,7 +22,7 @@ from ...ds_configs.plan.rendering import (
 )
 from ...ds_configs.specs.errors import ConfigError, ShardwrightError, UsageError, collecting
 from ...ds_configs.specs.texts import strict_json
-from ...plugins.launching.launch import LONGEST_RUN_SECONDS, launch_ranks
+from ...plugins.launching.launch import launch_ranks
 from ...plugins.planning.from_names import installed_release_difference
 from ...plugins.transformers.training_arguments import package_errors
 from ..checkpoints.record import NotWholeError, read_record
@@ -44,7 +44,6 @@ def launch_script(
     *,
     place: NodePlace | None = None,
     check_nodes: bool = True,
-    timeout_seconds: float = LONGEST_RUN_SECONDS,
     on_line: Callable[[str], None],
 ) -> None:
     """Run a script on the ranks of a plan on this machine and wait for them; the plan's directory may have moved.
@@ -55,7 +54,6 @@ def launch_script(
         arguments: Of the script; `@plan` becomes the plan's `TrainingArguments` as flags.
         place: This machine's place among several; `None` for a plan of one machine.
         check_nodes: Whether to compare several machines first.
-        timeout_seconds: Hard limit of the run.
         on_line: Receives every line that ranks print.
 
     Raises:
@@ -84,7 +82,7 @@ def launch_script(
             plan=str(plan_directory.absolute()), script=str(script), arguments=with_plan_flags(arguments, plan)
         )
         launch = planned_launch(rank_words(job, Path(directory)), plan, plan_directory, place=place)
-        launch_ranks(launch, timeout_seconds=timeout_seconds, on_line=on_line)
+        launch_ranks(launch, on_line=on_line)
 
 
 def train_words(plan_directory: Path, arguments: Sequence[str]) -> list[str]:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from shardwright.ds_configs.specs.errors import ShardwrightError
-from shardwright.plugins.huggingface_hub.push import LEFT_OUT, claim_repository, push_directory, push_errors, pushed
+from shardwright.plugins.huggingface_hub.push import LEFT_OUT, push_errors, pushed
 from writable_hub import READING, REFUSING, SCOPED, WRITING, WritableHub, writable_hub
 
 pytestmark = pytest.mark.slow
@@ -59,28 +59,30 @@ def test_a_token_that_cannot_write_is_reported_first(
     assert token not in "".join(errors) and not hub.repositories
 
 
-def test_a_directory_goes_up_without_its_checkpoints_and_places(hub: WritableHub, result: Path) -> None:
-    reported: list[str] = []
-    with pushed(result, "ada/tuned", private=True, notify=reported.append):
+def test_a_directory_goes_up_without_its_checkpoints_and_places(
+    hub: WritableHub, result: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level("INFO"), pushed(result, "ada/tuned", private=True):
         assert hub.repositories == {"ada/tuned": True} and not hub.files
     assert sorted(hub.files) == ["README.md", "model.safetensors", "plan/plan.json"]
     assert hub.objects[hub.files["model.safetensors"].decode()] == b"\0" * 100
-    assert reported == [f"uploaded to {hub.address}/ada/tuned"] and "checkpoints/**" in LEFT_OUT
+    assert f"uploaded to {hub.address}/ada/tuned" in caplog.messages and "checkpoints/**" in LEFT_OUT
 
 
 def test_an_upload_that_failed_is_resumed(hub: WritableHub, result: Path) -> None:
     (result / "second.safetensors").write_bytes(b"\1" * 100)
     hub.failing_uploads = 1
-    claim_repository("ada/tuned", private=False)
-    with pytest.raises(ShardwrightError, match=r"the upload failed .*is complete: `hf upload ada/tuned"):
-        push_directory(result, "ada/tuned")
-    push_directory(result, "ada/tuned")
+    failed = pytest.raises(ShardwrightError, match=r"the upload failed .*is complete: `hf upload ada/tuned")
+    with failed, pushed(result, "ada/tuned", private=False):
+        pass
+    with pushed(result, "ada/tuned", private=False):
+        pass
     assert sorted(hub.objects.values()) == [b"\0" * 100, b"\1" * 100]
 
 
 def test_a_repository_that_may_not_be_made_ends_before_the_work(hub: WritableHub, result: Path) -> None:
     with (
         pytest.raises(ShardwrightError, match="push_to_hub = 'lab/closed': the Hub rejected it"),
-        pushed(result, "lab/closed", private=False, notify=print),
+        pushed(result, "lab/closed", private=False),
     ):
         pytest.fail("the work began")

@@ -83,7 +83,7 @@ def student(
         plan = plan_student(teacher, checked_request, revision=revision, output_dir=directory, force=force)
         if dry_run or directory is None:
             return StudentReport(plan=plan, output_dir=None)
-        with pushed(directory, push_to_hub, private=private, notify=logger.info):
+        with pushed(directory, push_to_hub, private=private):
             return make_student(plan, teacher, directory, force=force)
 
 
