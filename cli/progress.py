@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from rich.progress import ProgressColumn
 
 _SECONDS_BETWEEN_LINES = 15.0
-_LOGGERS = ("trainers", "plugins.launching", "plugins.clusters")
+_LOGGERS = ("trainers", "plugins.launching", "plugins.clusters", "plugins.huggingface_hub")
 """Packages whose log messages are printed."""
 _NARROW, _WIDE = 60, 100
 """Below the first width there is no bar, only figures; below the second the bar is short."""
