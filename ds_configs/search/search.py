@@ -66,7 +66,7 @@ class Search:
     _by_strategy: dict[int, dict[tuple[Layout, str], Candidate]] = field(default_factory=dict)
 
     def fastest_first(self, index: int) -> list[Candidate]:
-        """Return the candidates of a layout by speed, the simplest first among equally fast ones, without `slower` ones.
+        """Return the candidates of a layout by speed, the simplest first among equally fast ones, without the `slower`.
 
         What saves memory is never faster (recomputation, tiles, copies to the host, smaller buffers), so that those
         candidates are timed only if the search comes to them.
