@@ -184,8 +184,9 @@ def load_shapes(release: str) -> Mapping[str, Any]:
     - `parameters`, `buffers` and `tied`: expressions, with the kinds of values (`when`) for which they apply
     - `part_types`: model types of its parts, where other ones have other tensors
     - `texts`, if its text part has the tensors of another class: `types` with the model type, the class and the
-      defaults of each text part, the `usual` one, the `prefix` of its tensors, the name of the `head`, and whether a configuration may
-      have the text part's fields at the top level (`flat`). The other keys then describe the rest of the model.
+      defaults of each text part, the `usual` one, the `prefix` of its tensors, the name of the `head`, and whether a
+      configuration may have the text part's fields at the top level (`flat`). The other keys then describe the rest of
+      the model.
     - `unnamed`, if Transformers builds this class for a configuration without `architectures`
 
     A variant of a class, with `required` values of other fields, has a second word in its name.
