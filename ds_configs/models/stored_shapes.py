@@ -232,7 +232,8 @@ def spec_of(
 ) -> ModelSpec | None:
     """Return the specification of a stored class for a configuration; `None` if the class does not cover it."""
     text = None
-    if texts := stored.get("texts"):
+    texts: Mapping[str, Any] = stored.get("texts") or {}
+    if texts:
         config = _with_text_part(config, stored)
         text = text_spec(texts, config, stored["text"], release=release)
         if text is None:
