@@ -68,17 +68,18 @@ class Search:
     def fastest_first(self, index: int) -> list[Candidate]:
         """Return the candidates of a layout by speed, the simplest first among equally fast ones, without the `slower`.
 
-        What saves memory is never faster (recomputation, tiles, copies to the host, smaller buffers), so that those
-        candidates are timed only if the search comes to them.
+        Recomputation and smaller buffers are never faster, so that candidates that only add them are timed only if the
+        search comes to them.
         """
         if index not in self._ordered:
-            fastest: dict[tuple[int, str], Candidate] = {}
+            fastest: dict[tuple[int, str, bool, int], Candidate] = {}
             alone: list[Candidate] = []
             for candidate in sorted(self.by_layout[index], key=_savings):
-                first = fastest.setdefault((candidate.strategy.micro_batch_size, candidate.job.loss), candidate)
-                if first is candidate:
-                    alone.append(candidate)
-                elif all(more >= less for more, less in zip(_savings(candidate), _savings(first), strict=True)):
+                strategy = candidate.strategy
+                form = strategy.micro_batch_size, candidate.job.loss, strategy.tiled_mlp, strategy.offloaded_checkpoints
+                first = fastest.setdefault(form, candidate)
+                adds = all(more >= less for more, less in zip(_savings(candidate), _savings(first), strict=True))
+                if first is not candidate and adds:
                     self.slower.setdefault(first, []).append(candidate)
                 else:
                     alone.append(candidate)
@@ -201,9 +202,8 @@ class _RecomputedLayers:
     """The candidate with `high` layers, unless these are all."""
 
 
-def _savings(candidate: Candidate) -> tuple[bool, bool, int, bool]:
-    strategy = candidate.strategy
-    return strategy.gradient_checkpointing, strategy.tiled_mlp, strategy.offloaded_checkpoints, candidate.lean
+def _savings(candidate: Candidate) -> tuple[bool, bool]:
+    return candidate.strategy.gradient_checkpointing, candidate.lean
 
 
 def _fastest(legal: list[Candidate]) -> Candidate:
