@@ -13,9 +13,9 @@ from planning import llama, public_model
 from shardwright.ds_configs.legality.rules import BATCH_RULES, LAYOUT_RULES, broken_rules, legality_errors
 from shardwright.ds_configs.memory.estimate import estimate_memory
 from shardwright.ds_configs.plan.plan import PlanDoesNotFitError, make_plan
-from shardwright.ds_configs.search.candidates import STEP_TOKENS, SearchContext
+from shardwright.ds_configs.search.candidates import STEP_TOKENS, SearchContext, candidates, layouts_to_search, losses
 from shardwright.ds_configs.search.reasons import AS_FAST, OFFLOAD_GAIN, display_name
-from shardwright.ds_configs.search.search import anything_fits, search
+from shardwright.ds_configs.search.search import Search, anything_fits, search
 from shardwright.ds_configs.search.suggestions import _fitting
 from shardwright.ds_configs.specs.errors import UsageError
 from shardwright.ds_configs.specs.hardware import parse_hardware, with_gpus
@@ -353,3 +353,48 @@ def test_clusters_smaller_than_an_insufficient_one_are_skipped():
         found = next(_fitting([("", cluster, job) for cluster in clusters], fits), None)
         assert (found[1].nodes if found else 32) == least
         assert tried == asked
+
+
+@pytest.mark.parametrize("seq_len", [2048, 8192])
+@pytest.mark.parametrize("checkpointing", ["auto", "on"])
+@pytest.mark.parametrize("long_sequences", [False, True])
+def test_recomputation_and_smaller_buffers_are_never_faster(
+    seq_len: int, checkpointing: str, long_sequences: bool
+) -> None:
+    job = TrainingJob(seq_len_tokens=seq_len, gradient_checkpointing=checkpointing)
+    context = SearchContext(
+        model=LLAMA_8B,
+        hardware=parse_hardware("2x8xA100-80GB"),
+        job=job,
+        long_sequences=long_sequences,
+    )
+    layouts = layouts_to_search(context.model, context.hardware, job)
+    explored = Search(
+        by_layout={
+            index: legal
+            for index, layout in enumerate(layouts)
+            if layout.pp == 1 and (legal := list(candidates(layout, losses(context), index, None)))
+        },
+        partial=True,
+    )
+    for index in explored.by_layout:
+        for candidate in explored.fastest_first(index):
+            for slower in explored.slower.get(candidate, ()):
+                assert slower.tokens_per_second <= candidate.tokens_per_second, slower.strategy
+    assert len(explored.slower) > 50
+
+
+def test_a_search_for_something_faster_finds_what_the_complete_one_chooses() -> None:
+    context = SearchContext(
+        model=public_model("mistralai/Mixtral-8x7B-v0.1"),
+        hardware=parse_hardware("2x8xH100-80GB"),
+        job=TrainingJob(method="lora"),
+    )
+    complete = search(context).chosen
+    assert complete is not None
+    speed = complete.time.tokens_per_second
+    for least in (0.5 * speed, 0.99 * speed):
+        found = search(context, compare=False, faster_than=least).chosen
+        assert found is not None and found.strategy == complete.strategy
+    slower = search(context, compare=False, faster_than=1.1 * speed).chosen
+    assert slower is not None and slower.memory.fits and slower.time.tokens_per_second <= 1.1 * speed
