@@ -30,7 +30,7 @@ def shared_sequences(directory: Path) -> dict[str, str]:
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     ranks = int(os.environ["WORLD_SIZE"])
-    settings = Case(layout="sp2-zero2").arguments(directory) | {"per_device_train_batch_size": 2}
+    settings = Case(layout="sp2-zero2").arguments(directory) | {"per_device_train_batch_size": 4 // ranks}
     axes = {"parallelism_config": sequence_parallelism(2, ranks // 2)}
     built = TrainingArguments(**settings, **axes, **configure_cpu_ranks("deepspeed"))
     found = {"failure": "", "second run": ""}

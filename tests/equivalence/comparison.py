@@ -20,6 +20,8 @@ UNEQUAL = ("stopped_early", "muon", "bf16", "dropout", "drawing", "other_dropout
 """Settings whose runs have rounding or random numbers of their own: only losses are compared, if anything."""
 ROW_LABELS = ("classes", "numbers", "several")
 """Settings whose rows have one label."""
+PROBES = ("probe", "probe_adam")
+"""Settings with which one process sees the micro-batches of both ranks, of other lengths."""
 
 
 def difference(one: torch.Tensor, other: torch.Tensor) -> float:
@@ -52,7 +54,7 @@ def assert_equal(case: Case, records: Mapping[str, Record], directory: Path) -> 
     if set(case.settings) & set(UNEQUAL):
         return
     # DeepSpeed's optimizer without ZeRO has no norm in fp32; SGD shows a wrong one in the weights.
-    if record["grad_norms"] or case.columns[0] != "zero0":
+    if record["grad_norms"] or "zero0" not in case.columns:
         assert record["grad_norms"] == pytest.approx(reference["grad_norms"], rel=NORM_TOLERANCE, abs=1e-6)
     # The first batch of a subclass is computed twice, to see what its loss is a mean of.
     if "own_term" not in case.settings:
@@ -69,12 +71,14 @@ def assert_equal(case: Case, records: Mapping[str, Record], directory: Path) -> 
             assert values == [0.0] * len(record["losses"])
         elif values and reference["routing"]:
             assert values == pytest.approx(reference["routing"][name], rel=1e-5), name
-    for name, value in record.get("evaluation", {}).items():
+    # The last bit of a trained weight can change its code.
+    evaluation = {} if set(case.settings) & set(PROBES) else record.get("evaluation", {})
+    for name, value in evaluation.items():
         assert value == pytest.approx(reference["evaluation"][name], abs=tolerance), name
     # Parts of a shared sequence are padded, and rows that fill the last batch are counted in some of these runs.
     shares = "sp" in case.columns and "kl_per_token" in record
     fills = set(case.settings) & set(ROW_LABELS) or {"streams", "last_batch"} <= set(case.settings)
-    if not shares and not fills:
+    if not shares and not fills and not set(case.settings) & set(PROBES):
         assert record["tokens"] == reference["tokens"]
     if "resumed" not in case.settings:
         assert record["events"] == reference["events"]

@@ -212,7 +212,7 @@ def make_trainer(case: Case, directory: Path) -> tuple[Any, Run, Events]:
     if model is None:
         model = _from_directory(case, run, directory)
     if run.exports:
-        _saved(make_model(case.family, run.sizes), directory / "source")
+        run.source = _saved(make_model(case.family, run.sizes), directory / "source")
     events = Events()
     if strategy.engine == "single":
         model.register_forward_hook(events.keep_routing, with_kwargs=True)
@@ -372,7 +372,7 @@ def result(trainer: Any, case: Case, run: Run, events: Events, directory: Path) 
 
         callback = next(each for each in trainer.callback_handler.callbacks if hasattr(each, "export"))
         tokenizer = byte_tokenizer(run.sizes["vocab_size"])
-        source, verify = str(directory / "source"), "verified" in case.settings
+        source, verify = str(run.source), "verified" in case.settings
         callback.export(trainer, directory / "export", tokenizer=tokenizer, source=source, verify=verify)
     if set(case.settings) <= SAVED:
         logits = engine_logits(trainer, probe_batch()["input_ids"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -59,8 +60,12 @@ class Run:
     """Whether the trained model is evaluated on further sets, and with every option of an evaluation."""
     streams: bool = False
     """Whether the data set is iterable."""
+    scheme: Any = None
+    """How weights and inputs are rounded."""
     exports: bool = False
     """Whether the trained model is exported with its codes."""
+    source: Path | None = None
+    """Directory of the model that an export reads its files from."""
     seen: list[int] = field(default_factory=list)
     """Samples that this rank reads, as far as a setting notes them."""
     stock: bool = False
@@ -287,17 +292,16 @@ def _quantized(
         from shardwright.ds_configs.quantization.scheme import changed, scheme_named
         from shardwright.trainers.qat.callback import QATCallback
 
-        def make() -> Any:
-            means = run.case.family == "mixtral" and scheme == "W4A16" and not (options or symmetric)
-            found = scheme_named("W2A16" if means else scheme)
-            # Symmetric ranges put the extreme of every group on the edge of two codes, where the last bit decides.
-            # Means of groups do not, and mixtures cannot have zero points.
-            if found.weights.group_size:
-                found = changed(found, group_size=group, symmetric=means or symmetric)
-            given = options | ({"weight_rule": "ternary"} if means else {})
-            return QATCallback(found, calibration=[padded(samples())] if calibrated else None, **given)
-
-        run.callbacks.append(make)
+        means = run.case.family == "mixtral" and scheme == "W4A16" and not (options or symmetric)
+        found = scheme_named("W2A16" if means else scheme)
+        # Symmetric ranges put the extreme of every group on the edge of two codes, where the last bit decides.
+        # Means of groups do not, and mixtures cannot have zero points.
+        if found.weights.group_size:
+            found = changed(found, group_size=group, symmetric=means or symmetric)
+        given = options | ({"weight_rule": "ternary"} if means else {})
+        calibration = [padded(samples())] if calibrated else None
+        run.scheme = found
+        run.callbacks.append(lambda: QATCallback(found, calibration=calibration, **given))
 
     return change
 

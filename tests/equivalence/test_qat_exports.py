@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -65,11 +64,6 @@ def _named(case: Case) -> str:
     return case.name
 
 
-def _scheme(case: Case) -> Any:
-    (make,) = run_of(case, "").callbacks
-    return make().scheme
-
-
 def _trained(case: Case, directory: Path) -> dict[str, torch.Tensor]:
     return dict(load_file(directory / case.name / "weights"))
 
@@ -107,7 +101,7 @@ def test_steps_equal_one_process(case: Case, records: dict[str, Record], directo
 def test_export_contains_the_trained_codes(case: Case, records: dict[str, Record], directory: Path) -> None:
     """Quantized once more from the weights that the engine's own gathering gives, by the functions of quantize."""
     assert "losses" in records[case.name], records[case.name]
-    trained, exported, scheme = _trained(case, directory), _exported(case, directory), _scheme(case)
+    trained, exported, scheme = _trained(case, directory), _exported(case, directory), run_of(case, "").scheme
     expected, mixture = _matrices(case, trained), case.family == "mixtral"
     assert len(expected) == 2 * (16 if mixture else 7)
     for name, weight in expected.items():
@@ -138,7 +132,7 @@ def test_exports_of_all_layouts_are_equal(case: Case, records: dict[str, Record]
     for name, tensor in wanted.items():
         if name.endswith(("_shape", "input_scale")) and "w8a8_learned" not in case.settings:
             assert torch.equal(found[name], tensor), name
-    scheme = _scheme(case)
+    scheme = run_of(case, "").scheme
     for name in _matrices(case, _trained(reference, directory)):
         both = [unpack_tensors(name, each, scheme).codes for each in (found, wanted)]
         apart = (both[0].int() - both[1].int()).abs()
@@ -156,7 +150,7 @@ def test_learned_scales_are_exported_in_the_forward_dtype(
     case: Case, records: dict[str, Record], directory: Path
 ) -> None:
     """FSDP2's policy shows zero points in bf16, where 3.4999 is 3.5 and rounds to 4."""
-    trained, exported, scheme = _trained(case, directory), _exported(case, directory), _scheme(case)
+    trained, exported, scheme = _trained(case, directory), _exported(case, directory), run_of(case, "").scheme
     seen = torch.float32 if case.layout == "ddp" else torch.bfloat16
     moved = 0
     for name, weight in _matrices(case, trained).items():
