@@ -316,7 +316,7 @@ def _probe(run: Run) -> None:
     together = strategy.data_parallel_size == 1
     run.arguments |= {
         "optim": "sgd",
-        "learning_rate": 1.0,
+        "learning_rate": 0.1,
         "lr_scheduler_type": "constant_with_warmup",
         # The first step shows ranges alone, and its learning rate is 0.
         "warmup_steps": first,

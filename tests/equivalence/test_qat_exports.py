@@ -16,9 +16,9 @@ from shardwright.plugins.compressed_tensors.codes import unpack_tensors, weight_
 
 pytestmark = pytest.mark.distributed
 
-OTHER_CODES = 5e-3
-"""Largest share of a matrix's codes that fall on the other side of a half. Seen: 0.0012, under ZeRO-3: the largest
-weight of a group, if negative, lies at -7.5 steps."""
+OTHER_CODES = 1e-2
+"""Largest share of a matrix's codes that fall on the other side of a half. Seen: 0.006, under tensor parallelism: the
+largest weight of a group of 16, if negative, lies at -7.5 steps."""
 
 
 def _cases(layouts: str, *settings: str, model: str = "") -> list[Case]:
