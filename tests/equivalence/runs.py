@@ -406,7 +406,7 @@ def record(case: Case, output: Path) -> Record:
             made.clear()
             forget_last_run()
             trainer = make(directory / "resumed")
-            trainer.train(resume_from_checkpoint=str(directory / "checkpoint-2"))
+            trainer.train(resume_from_checkpoint=str(directory / f"checkpoint-{made[1].arguments['save_steps']}"))
             found = result(trainer, case, made[1], made[2], directory)
             return found | {"whole": whole}
         return result(trainer, case, made[1], made[2], directory)

@@ -136,7 +136,7 @@ CASES = [
     *_cases("zero2 zero3-offload zero3", "pattern_pruning", "bf16"),
     # Samples, labels and steps
     *_cases("ddp zero3 fsdp2 sp2-zero1 cp2-fsdp2 tp2-zero1 pp2-zero0", "without_labels"),
-    *_cases("zero3 fsdp2 tp2-zero1", "length_groups", "resumed"),
+    *_cases("zero3 fsdp2 tp2-zero1", "resumed", "length_groups"),
     _NOTED,
     *_cases("ddp", "last_batch"),
     *_cases("ddp zero3 fsdp2 pp2-zero0", "last_batch", "logged_seldom", accumulation=2),
