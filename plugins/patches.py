@@ -76,7 +76,7 @@ _TOO_SMALL_NORM = "tests/plugins/test_patches.py::test_deepspeed_clips_by_the_no
 _LOSSES = "tests/trainers/parallel/test_own_losses.py::"
 _MEANS = "tests/trainers/counting/test_mean_losses.py::"
 _PREPARED = "tests/plugins/transformers/test_prepared_model.py::"
-_GROUPS_STAY = "tests/distributed/test_sequence_parallel.py::test_stock_attention_and_groups_stay_for_the_process"
+_GROUPS_STAY = "tests/distributed/test_stock_libraries.py::test_stock_attention_and_groups_stay_for_the_process"
 _OWN_OPTIMIZER = (
     "tests/plugins/transformers/test_own_optimizers.py::test_the_trainer_still_drops_optimizers_under_deepspeed"
 )
