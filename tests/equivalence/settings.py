@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -368,8 +367,8 @@ def _off_borders(trainer: Any) -> None:
     """Round weights that are a few millionths smaller: -7.5 steps, on the border of two codes, become -7.49997."""
     from shardwright.trainers.qat.rounding import rounding
 
-    smaller = partial(rounding.weight_levels, rounding=lambda values: torch.round(values * (1 - 4e-6)))
-    rounding.weight_levels = smaller
+    levels = rounding.weight_levels
+    rounding.weight_levels = lambda weight, *scales: levels(weight * (1 - 4e-6), *scales)
 
 
 def _between_codes(trainer: Any) -> None:
