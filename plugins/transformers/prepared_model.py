@@ -15,6 +15,7 @@ from typing import Any
 
 from ...ds_configs.specs.errors import ConfigError, UsageError
 from .. import patches
+from ..unused_parameters import accept_unused_parameters, find_unused_parameters, modules_with_choice
 
 _SCHEDULE_LENGTHS = ("total_num_steps", "warmup_num_steps")
 """Parameters of a scheduler of DeepSpeed that Transformers computes from the number of steps if they are `auto`."""
@@ -99,7 +100,14 @@ def _preparing(prepare: Callable[..., Any]) -> Callable[..., Any]:
         if not is_prepared(self):
             lengths = _schedule(self)
             self._automatic_lengths = [name for name in _SCHEDULE_LENGTHS if lengths.get(name) == "auto"]
-            return prepare(self, *arguments)
+            # An engine may change the classes of modules.
+            choosing = modules_with_choice(self.model)
+            if not choosing:
+                return prepare(self, *arguments)
+            find_unused_parameters(self)
+            prepared = prepare(self, *arguments)
+            accept_unused_parameters(self, choosing)
+            return prepared
         if resume_from_checkpoint is not None and getattr(self.model_wrapped, "has_moe_layers", False):
             # Measured: the loss of the next step differs by 0.06 from one process.
             rule = "is not supported after an evaluation or a training run under expert parallelism"
