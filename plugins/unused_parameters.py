@@ -235,6 +235,8 @@ class EqualForwards:
                 prepend=True,
                 with_kwargs=True,
             )
+            if module in choosing:
+                module.register_forward_hook(lambda *_: self._complete(), prepend=True)
             module.register_forward_hook(lambda *arguments, number=number: self._leave(number, arguments[-1]))
 
     def _begin(self, *_: object) -> None:
@@ -261,6 +263,11 @@ class EqualForwards:
         if self.modules[number] not in self.choosing:
             self.inside = number
 
+    def _complete(self) -> None:
+        """Run what other ranks run inside a module before this rank leaves it, so that backward passes have one order."""
+        if self.is_running and self.inside is None and not _is_backward():
+            self._agree(len(self.modules), None)
+
     def _leave(self, number: int, output: Any) -> None:
         from torch.utils._pytree import tree_leaves
 
@@ -275,7 +282,7 @@ class EqualForwards:
 
         if not self.is_running or _is_backward():
             return output
-        self._agree(len(self.modules), None)
+        self._complete()
         self.is_running = False
         outputs, self.outputs = self.outputs, []
         if not outputs:
@@ -370,7 +377,7 @@ def _linked() -> Any:
         @staticmethod
         def forward(ctx: Any, value: Tensor, *others: Tensor) -> Tensor:
             ctx.zeros = [torch.zeros_like(other) for other in others]
-            return value.view_as(value)
+            return value.clone()
 
         @staticmethod
         def backward(ctx: Any, *gradients: Tensor) -> Any:

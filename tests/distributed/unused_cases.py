@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.nn.functional as functional
 from engine_settings import fsdp2_settings
-from equivalence.cases import MICRO_STEP_SAMPLES, Case
+from equivalence.cases import Case
 from equivalence.combinations import ALL_LAYOUTS
 from equivalence.records import logged, training_record, write_records
 from shardwright.ds_configs.specs.layout import Layout
@@ -22,7 +22,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, LlavaConfig, LlavaForCon
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.models.llama.modeling_llama import LlamaModel
 
-STEPS, ACCUMULATION, TOKENS, IMAGE = 3, 2, 24, 90
+STEPS, MICRO_BATCHES, MICRO_BATCH, TOKENS, IMAGE = 3, 4, 2, 24, 90
 SIZES: dict[str, Any] = {
     "hidden_size": 32,
     "intermediate_size": 48,
@@ -57,8 +57,8 @@ class Unused:
     @property
     def strategy(self) -> Layout:
         strategy = ALL_LAYOUTS.get(self.layout, Layout(engine="single"))
-        micro = MICRO_STEP_SAMPLES // strategy.data_parallel_size
-        return replace(strategy, micro_batch_size=micro, gradient_accumulation_steps=ACCUMULATION)
+        accumulation = MICRO_BATCHES // strategy.data_parallel_size
+        return replace(strategy, micro_batch_size=MICRO_BATCH, gradient_accumulation_steps=accumulation)
 
     def reference(self) -> Unused:
         return Unused(layout="single", model=self.model)
@@ -66,7 +66,8 @@ class Unused:
     def arguments(self, directory: Path) -> dict[str, Any]:
         arguments = Case(layout=self.layout, strategy=self.strategy, optimizer="adamw_torch").training_arguments(directory)
         if self.strategy.engine == "fsdp2" and self.model == "images":
-            arguments |= fsdp2_settings(("LlamaDecoderLayer", "CLIPEncoderLayer"))
+            arguments |= fsdp2_settings()
+            arguments["fsdp_config"]["transformer_layer_cls_to_wrap"].append("CLIPEncoderLayer")
         if self.checkpointing:
             arguments["gradient_checkpointing"] = True
             arguments["gradient_checkpointing_kwargs"] = {"use_reentrant": self.checkpointing == "reentrant"}
@@ -75,7 +76,7 @@ class Unused:
             "learning_rate": 1e-2,
             "max_grad_norm": 1.0,
             "remove_unused_columns": False,
-            "per_device_eval_batch_size": self.strategy.micro_batch_size,
+            "per_device_eval_batch_size": MICRO_BATCH,
         }
 
 
@@ -164,13 +165,14 @@ def rows_of(name: str) -> list[dict[str, Any]]:
     draw = torch.Generator().manual_seed(0)
     rows = []
     for kind in KINDS[name]:
-        for _ in range(MICRO_STEP_SAMPLES // 2):
+        for _ in range(MICRO_BATCH):
             ids = torch.randint(0, IMAGE, (TOKENS,), generator=draw)
             row = {"input_ids": ids, "labels": ids.clone()}
+            row["labels"][2:6] = -100
             if name != "images":
                 row["task"] = torch.tensor(kind)
             elif kind:
-                row["input_ids"][2:6], row["labels"][2:6] = IMAGE, -100
+                row["input_ids"][2:6] = IMAGE
                 row["pixel_values"] = torch.randn(3, 16, 16, generator=draw)
             rows.append(row)
     return rows
@@ -187,29 +189,28 @@ class InOrder(Trainer):  # type: ignore[misc]
 
 
 class ByRow(InOrder):
-    """Selects the LoRA adapter of each row, as PEFT selects one for a batch."""
+    """Selects the LoRA adapter of each micro-batch, whose rows are of one kind."""
 
-    def compute_loss(self, model: Any, inputs: Any, *_: Any, **__: Any) -> Any:
+    def compute_loss(self, model: Any, inputs: Any, *arguments: Any, **keywords: Any) -> Any:
         from peft.tuners.tuners_utils import BaseTunerLayer
 
         tasks = inputs.pop("task")
-        total: Any = 0.0
-        for number in tasks.unique().tolist():
-            for module in self.model.modules():
-                if isinstance(module, BaseTunerLayer):
-                    module._active_adapter = [str(number)]
-            rows = tasks == number
-            total = total + model(**{key: value[rows] for key, value in inputs.items()}).loss * rows.sum()
-        return total / len(tasks)
+        (kind,) = tasks.unique().tolist()
+        for module in self.model.modules():
+            if isinstance(module, BaseTunerLayer):
+                module._active_adapter = [str(kind)]
+        return super().compute_loss(model, inputs, *arguments, **keywords)
 
 
 def make_trainer(case: Unused, directory: Path) -> Any:
     engine = case.strategy.engine
+    # Under the arguments of ZeRO-3, Transformers initializes parts of a model with other random numbers.
+    model = make_model(case.model)
     overrides = {"use_cpu": True} if engine == "single" else configure_cpu_ranks(engine)
     arguments = training_arguments(case.arguments(directory), overrides)
     rows = rows_of(case.model)
     kind = ByRow if case.model == "lora" else InOrder
-    settings = {"model": make_model(case.model), "args": arguments, "train_dataset": rows, "data_collator": collated}
+    settings = {"model": model, "args": arguments, "train_dataset": rows, "data_collator": collated}
     settings["eval_dataset"] = None if case.model == "lora" else rows[:8]
     if engine == "single" or case.is_stock:
         prepare_models_once()
