@@ -39,16 +39,13 @@ def modules_with_choice(model: Any) -> set[Any]:
     Text models of Transformers run all of their parts. Modules of other packages, towers for images and sound, several
     adapters, and layers that are dropped at random may not.
     """
-    import torch
-
     found = set()
 
     def visit(module: Any) -> bool:
         config = getattr(module, "config", None)
-        several = isinstance(module, torch.nn.ModuleDict | torch.nn.ParameterDict) and len(module) > 1
         chooses = (
             any([visit(child) for child in module.children()])
-            or several
+            or _is_selection(module)
             or type(module).__module__.partition(".")[0] not in _LIBRARIES
             or not _ALWAYS_RUN.issuperset(getattr(config, "sub_configs", ()))
             or any(getattr(config, f"{name}layerdrop", 0) for name in ("", "encoder_", "decoder_"))
@@ -92,6 +89,7 @@ def accept_unused_parameters(trainer: Any, choosing: set[Any]) -> None:
             GradientOrder(zero)
         offload = getattr(zero, "parameter_offload", None)
         if offload is not None and not args.torch_compile:
+            _gather_adapters_together(choosing)
             # The parameters of leaf modules are gathered together, and generation removes the hooks that gather.
             choosing = {module for module in choosing if not z3_leaf_module(module)}
             gathering = {module for module in model.modules() if any(True for _ in module.parameters())}
@@ -101,6 +99,19 @@ def accept_unused_parameters(trainer: Any, choosing: set[Any]) -> None:
         if not args.torch_compile:
             gathering = {each for each in model.modules() if any(isinstance(m, FSDPModule) for m in each.modules())}
             EqualForwards(model, gathering, choosing, args.device)
+
+
+def _gather_adapters_together(choosing: set[Any]) -> None:
+    """Let ZeRO-3 gather all adapters of a layer with it: PEFT reads the weight of one outside its module.
+
+    ZeRO-3 gathers a parameter when it is read, so ranks that select different adapters would mix their weights.
+    """
+    import deepspeed
+
+    for module in choosing:
+        for child in filter(_is_selection, module.children()):
+            for parameter in child.parameters():
+                deepspeed.zero.register_external_parameter(module, parameter)
 
 
 class GradientOrder:
@@ -324,6 +335,13 @@ class EqualForwards:
         rule = f"{self.differing[number]}, {reason}; ranks would gather different parameters"
         fix = "turn gradient checkpointing off, use ZeRO-2 or DDP, or give all ranks rows of one kind in each step"
         return UsageError(ConfigError(where=shown, rule=rule, fix=fix))
+
+
+def _is_selection(module: Any) -> bool:
+    """Return whether a module contains several others or parameters by name, as PEFT's layers contain adapters."""
+    import torch
+
+    return isinstance(module, torch.nn.ModuleDict | torch.nn.ParameterDict) and len(module) > 1
 
 
 def _is_backward() -> bool:

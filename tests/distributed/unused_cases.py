@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from contextlib import contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.nn.functional as functional
@@ -15,7 +16,7 @@ from equivalence.combinations import ALL_LAYOUTS
 from equivalence.records import logged, training_record, write_records
 from shardwright.ds_configs.specs.layout import Layout
 from shardwright.plugins.accelerate.cpu_ranks import configure_cpu_ranks
-from shardwright.plugins.transformers.prepared_model import prepare_models_once
+from shardwright.plugins.transformers import prepared_model
 from shardwright.plugins.transformers.training_arguments import training_arguments
 from shardwright.trainers.parallel.trainer_for import parallelism_of
 from transformers import LlamaConfig, LlamaForCausalLM, LlavaConfig, LlavaForConditionalGeneration, Trainer, set_seed
@@ -35,6 +36,7 @@ SIZES: dict[str, Any] = {
 KINDS = {
     # The kind of each rank's micro-batches: equal, exchanged, and in a step that uses one kind on each rank.
     "heads": (0, 1, 1, 1, 1, 0, 0, 0, 1, 0, 0, 1),
+    "shifts": (0, 1, 1, 0, 1, 0, 0, 1, 0, 1, 0, 1),
     "images": (1, 0, 0, 0, 0, 1, 1, 1, 1, 0, 1, 0),
     "adapters": (0, 1, 2, 1, 1, 2, 0, 2, 0, 1, 1, 0),
     "lora": (0, 1, 1, 0, 1, 1, 0, 1, 0, 1, 1, 0),
@@ -49,10 +51,12 @@ class Unused:
     """Empty, or how layers are recomputed: `reentrant` or `non-reentrant`."""
     is_stock: bool = False
     """Whether a script's own Trainer trains, instead of the one of `trainer_for`."""
+    is_upstream: bool = False
+    """Whether engines run as upstream has them."""
 
     @property
     def name(self) -> str:
-        return "-".join(filter(None, (self.model, self.layout, self.checkpointing, "stock" * self.is_stock)))
+        return "-".join(filter(None, (self.model, self.layout, self.checkpointing, "stock" * self.is_stock, "upstream" * self.is_upstream)))
 
     @property
     def strategy(self) -> Layout:
@@ -106,6 +110,20 @@ class Heads(LlamaForCausalLM):  # type: ignore[misc]
         return CausalLMOutputWithPast(loss=total / len(task))
 
 
+class Shifts(LlamaForCausalLM):  # type: ignore[misc]
+    """The task of a row selects one of two parameters, but no module."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.shifts = torch.nn.ParameterList(torch.zeros(config.hidden_size) for _ in range(2))
+        self.post_init()
+
+    def forward(self, input_ids: Any = None, labels: Any = None, task: Any = None) -> Any:
+        hidden = self.model(input_ids=input_ids).last_hidden_state
+        hidden = torch.stack([row + self.shifts[kind] for row, kind in zip(hidden, task.tolist(), strict=True)])
+        return CausalLMOutputWithPast(loss=loss_of(self.lm_head(hidden), labels))
+
+
 class Adapted(torch.nn.Module):
     """Two adapters behind a layer's MLP; a row uses one of them or none."""
 
@@ -150,7 +168,7 @@ def make_model(name: str) -> Any:
         vision |= {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "projection_dim": 32}
         return LlavaForConditionalGeneration(LlavaConfig(text_config=text, vision_config=vision, image_token_index=IMAGE))
     if name != "lora":
-        return {"heads": Heads, "adapters": Adapters}[name](text)
+        return {"heads": Heads, "shifts": Shifts, "adapters": Adapters}[name](text)
     from peft import LoraConfig, get_peft_model
 
     settings = LoraConfig(r=4, target_modules=["q_proj", "down_proj"], init_lora_weights=False)
@@ -213,7 +231,7 @@ def make_trainer(case: Unused, directory: Path) -> Any:
     settings = {"model": model, "args": arguments, "train_dataset": rows, "data_collator": collated}
     settings["eval_dataset"] = None if case.model == "lora" else rows[:8]
     if engine == "single" or case.is_stock:
-        prepare_models_once()
+        prepared_model.prepare_models_once()
         return kind(**settings)
     return parallelism_of(case.strategy).make_trainer(trainer_class=kind, **settings)
 
@@ -225,5 +243,12 @@ def result(trainer: Any) -> dict[str, Any]:
     return record
 
 
+def record(case: Unused, output: Path) -> dict[str, Any]:
+    with ExitStack() as stack:
+        if case.is_upstream:
+            stack.enter_context(patch.object(prepared_model, "modules_with_choice", lambda _: set()))
+        return training_record(lambda: make_trainer(case, output / case.name), result)
+
+
 if __name__ == "__main__":
-    write_records(Unused, lambda case, output: training_record(lambda: make_trainer(case, output / case.name), result))
+    write_records(Unused, record)
