@@ -25,9 +25,10 @@ from . import patches
 if TYPE_CHECKING:
     from torch import Tensor
 
-_LIBRARIES = frozenset(
-    "accelerate bitsandbytes deepspeed liger_kernel peft shardwright torch torchao transformers trl".split()
-)
+_LIBRARIES = {
+    *("accelerate", "bitsandbytes", "deepspeed", "liger_kernel", "peft", "shardwright"),
+    *("torch", "torchao", "transformers", "trl"),
+}
 _ALWAYS_RUN = {"text_config", "encoder", "decoder"}
 """Parts of a configuration whose modules every row uses; others are towers for images and sound."""
 _MOST_NAMES = 4
@@ -43,8 +44,9 @@ def modules_with_choice(model: Any) -> set[Any]:
 
     def visit(module: Any) -> bool:
         config = getattr(module, "config", None)
+        inside = list(map(visit, module.children()))
         chooses = (
-            any([visit(child) for child in module.children()])
+            any(inside)
             or _is_selection(module)
             or type(module).__module__.partition(".")[0] not in _LIBRARIES
             or not _ALWAYS_RUN.issuperset(getattr(config, "sub_configs", ()))
@@ -60,9 +62,13 @@ def modules_with_choice(model: Any) -> set[Any]:
 
 def find_unused_parameters(trainer: Any) -> None:
     """Let DDP find unused parameters, unless the user decided or recomputes layers as DDP cannot follow."""
-    is_reentrant = (trainer.args.gradient_checkpointing_kwargs or {}).get("use_reentrant", False)
-    if trainer.args.ddp_find_unused_parameters is None and not is_reentrant:
+    if trainer.args.ddp_find_unused_parameters is None and not _is_reentrant(trainer.args):
         trainer.args.ddp_find_unused_parameters = True
+
+
+def _is_reentrant(args: Any) -> bool:
+    """Return whether recomputed layers run without gradients in the forward pass."""
+    return args.gradient_checkpointing and (args.gradient_checkpointing_kwargs or {}).get("use_reentrant", False)
 
 
 def accept_unused_parameters(trainer: Any, choosing: set[Any]) -> None:
@@ -93,12 +99,12 @@ def accept_unused_parameters(trainer: Any, choosing: set[Any]) -> None:
             # The parameters of leaf modules are gathered together, and generation removes the hooks that gather.
             choosing = {module for module in choosing if not z3_leaf_module(module)}
             gathering = {module for module in model.modules() if any(True for _ in module.parameters())}
-            EqualForwards(model, gathering, choosing, args.device, lambda: bool(offload.forward_hooks))
+            EqualForwards(model, gathering, choosing, args, lambda: bool(offload.forward_hooks))
     elif any(isinstance(module, FSDPModule) for module in model.modules()):
         model.set_reduce_scatter_unused_params(True)
         if not args.torch_compile:
             gathering = {each for each in model.modules() if any(isinstance(m, FSDPModule) for m in each.modules())}
-            EqualForwards(model, gathering, choosing, args.device)
+            EqualForwards(model, gathering, choosing, args)
 
 
 def _gather_adapters_together(choosing: set[Any]) -> None:
@@ -225,14 +231,17 @@ class EqualForwards:
         root: Any,
         gathering: Collection[Any],
         choosing: Collection[Any],
-        device: Any,
+        args: Any,
         is_sharded: Callable[[], bool] = lambda: True,
     ) -> None:
         import torch.distributed as distributed
 
         self.group = distributed.new_group(backend="gloo")
-        self.root, self.choosing, self.device, self.is_sharded = root, choosing, device, is_sharded
-        modules = [(name, module) for name, module in root.named_modules() if module in gathering and module is not root]
+        self.choosing, self.device, self.is_sharded = choosing, args.device, is_sharded
+        self.is_reentrant = _is_reentrant(args)
+        modules = [
+            (name, module) for name, module in root.named_modules() if module in gathering and module is not root
+        ]
         self.names = [name for name, _ in modules]
         self.modules = [module for _, module in modules]
         self.is_running = False
@@ -251,6 +260,8 @@ class EqualForwards:
             module.register_forward_hook(lambda *arguments, number=number: self._leave(number, arguments[-1]))
 
     def _begin(self, *_: object) -> None:
+        import torch
+
         self.is_running = self.is_sharded() and not _is_backward()
         self.inside: int | None = None
         """The module that runs, if it runs all of its parts."""
@@ -259,6 +270,7 @@ class EqualForwards:
         self.outputs: list[Tensor] = []
         if self.is_running:
             self.differing = {}
+            self.has_gradients = torch.is_grad_enabled()
 
     def _enter(self, number: int, inputs: Any) -> None:
         if _is_backward():
@@ -275,7 +287,7 @@ class EqualForwards:
             self.inside = number
 
     def _complete(self) -> None:
-        """Run what other ranks run inside a module before this rank leaves it, so that backward passes have one order."""
+        """Run what other ranks run inside a module before leaving it, so that backward passes have one order."""
         if self.is_running and self.inside is None and not _is_backward():
             self._agree(len(self.modules), None)
 
@@ -306,7 +318,7 @@ class EqualForwards:
         import torch.distributed as distributed
 
         while True:
-            own = torch.tensor([number, _is_recomputed_later()])
+            own = torch.tensor([number, self._is_recomputed_later()])
             reached = [torch.empty_like(own) for _ in range(distributed.get_world_size(self.group))]
             distributed.all_gather(reached, own, group=self.group)
             numbers = [int(other[0]) for other in reached]
@@ -328,6 +340,15 @@ class EqualForwards:
             with torch.set_grad_enabled(has_gradients):
                 self.modules[first](*args, **kwargs)
 
+    def _is_recomputed_later(self) -> bool:
+        """Return whether `torch.utils.checkpoint` will run this part of the forward pass again."""
+        import torch
+
+        if self.is_reentrant and self.has_gradients and not torch.is_grad_enabled():
+            return True
+        hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        return hooks is not None and "_checkpoint_hook" in hooks[0].__qualname__
+
     def _error(self, number: int, reason: str = "") -> UsageError:
         keys = [f"{self.names[number]}.{key}" for key, _ in self.modules[number].named_parameters()]
         shown = ", ".join(keys[:_MOST_NAMES]) + (", …" if len(keys) > _MOST_NAMES else "")
@@ -348,14 +369,6 @@ def _is_backward() -> bool:
     import torch
 
     return torch._C._current_graph_task_id() != -1
-
-
-def _is_recomputed_later() -> bool:
-    """Return whether `torch.utils.checkpoint` will run this part of the forward pass again."""
-    import torch
-
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
-    return hooks is not None and "_checkpoint_hook" in hooks[0].__qualname__
 
 
 def _is_differentiable(value: Any) -> bool:

@@ -56,7 +56,12 @@ class Unused:
 
     @property
     def name(self) -> str:
-        return "-".join(filter(None, (self.model, self.layout, self.checkpointing, "stock" * self.is_stock, "upstream" * self.is_upstream)))
+        return "-".join(
+            filter(
+                None,
+                (self.model, self.layout, self.checkpointing, "stock" * self.is_stock, "upstream" * self.is_upstream),
+            )
+        )
 
     @property
     def strategy(self) -> Layout:
@@ -68,7 +73,9 @@ class Unused:
         return Unused(layout="single", model=self.model)
 
     def arguments(self, directory: Path) -> dict[str, Any]:
-        arguments = Case(layout=self.layout, strategy=self.strategy, optimizer="adamw_torch").training_arguments(directory)
+        arguments = Case(layout=self.layout, strategy=self.strategy, optimizer="adamw_torch").training_arguments(
+            directory
+        )
         if self.strategy.engine == "fsdp2" and self.model == "images":
             arguments |= fsdp2_settings()
             arguments["fsdp_config"]["transformer_layer_cls_to_wrap"].append("CLIPEncoderLayer")
@@ -166,7 +173,9 @@ def make_model(name: str) -> Any:
     if name == "images":
         vision = {"model_type": "clip_vision_model", "num_hidden_layers": 3, "image_size": 16, "patch_size": 8}
         vision |= {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "projection_dim": 32}
-        return LlavaForConditionalGeneration(LlavaConfig(text_config=text, vision_config=vision, image_token_index=IMAGE))
+        return LlavaForConditionalGeneration(
+            LlavaConfig(text_config=text, vision_config=vision, image_token_index=IMAGE)
+        )
     if name != "lora":
         return {"heads": Heads, "shifts": Shifts, "adapters": Adapters}[name](text)
     from peft import LoraConfig, get_peft_model
