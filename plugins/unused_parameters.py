@@ -95,11 +95,11 @@ def accept_unused_parameters(trainer: Any, choosing: set[Any]) -> None:
             GradientOrder(zero)
         offload = getattr(zero, "parameter_offload", None)
         if offload is not None and not args.torch_compile:
-            _gather_adapters_together(choosing)
-            # The parameters of leaf modules are gathered together, and generation removes the hooks that gather.
+            _gather_selections(choosing)
+            # ZeRO-3 traces modules without parameters too. It gathers those of leaf modules together, and generation
+            # removes its hooks.
             choosing = {module for module in choosing if not z3_leaf_module(module)}
-            gathering = {module for module in model.modules() if any(True for _ in module.parameters())}
-            EqualForwards(model, gathering, choosing, args, lambda: bool(offload.forward_hooks))
+            EqualForwards(model, set(model.modules()), choosing, args, lambda: bool(offload.forward_hooks))
     elif any(isinstance(module, FSDPModule) for module in model.modules()):
         model.set_reduce_scatter_unused_params(True)
         if not args.torch_compile:
@@ -107,10 +107,11 @@ def accept_unused_parameters(trainer: Any, choosing: set[Any]) -> None:
             EqualForwards(model, gathering, choosing, args)
 
 
-def _gather_adapters_together(choosing: set[Any]) -> None:
-    """Let ZeRO-3 gather all adapters of a layer with it: PEFT reads the weight of one outside its module.
+def _gather_selections(choosing: set[Any]) -> None:
+    """Let ZeRO-3 gather all parts of a selection with the module around it, which reads the parameters of some.
 
-    ZeRO-3 gathers a parameter when it is read, so ranks that select different adapters would mix their weights.
+    ZeRO-3 gathers a parameter when it is read. Ranks that read others, as PEFT reads those of the active adapter, would
+    mix their weights.
     """
     import deepspeed
 
@@ -350,7 +351,8 @@ class EqualForwards:
         return hooks is not None and "_checkpoint_hook" in hooks[0].__qualname__
 
     def _error(self, number: int, reason: str = "") -> UsageError:
-        keys = [f"{self.names[number]}.{key}" for key, _ in self.modules[number].named_parameters()]
+        name = self.names[number]
+        keys = [f"{name}.{key}" for key, _ in self.modules[number].named_parameters()] or [name]
         shown = ", ".join(keys[:_MOST_NAMES]) + (", …" if len(keys) > _MOST_NAMES else "")
         reason = reason or "in a part that the backward pass recomputes"
         rule = f"{self.differing[number]}, {reason}; ranks would gather different parameters"
@@ -359,10 +361,10 @@ class EqualForwards:
 
 
 def _is_selection(module: Any) -> bool:
-    """Return whether a module contains several others or parameters by name, as PEFT's layers contain adapters."""
-    import torch
+    """Return whether a module has several parts of which the module around it selects, such as PEFT's adapters."""
+    from torch.nn import ModuleDict, ParameterDict, ParameterList
 
-    return isinstance(module, torch.nn.ModuleDict | torch.nn.ParameterDict) and len(module) > 1
+    return isinstance(module, ModuleDict | ParameterDict | ParameterList) and len(module) > 1
 
 
 def _is_backward() -> bool:
