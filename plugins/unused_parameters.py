@@ -63,7 +63,9 @@ def modules_with_choice(model: Any) -> set[Any]:
 def find_unused_parameters(trainer: Any) -> None:
     """Let DDP find unused parameters, unless the user decided or recomputes layers as DDP cannot follow."""
     if trainer.args.ddp_find_unused_parameters is None and not _is_reentrant(trainer.args):
-        trainer.args.ddp_find_unused_parameters = True
+        handler = getattr(trainer.accelerator, "ddp_handler", None)
+        if handler is not None:
+            handler.find_unused_parameters = True
 
 
 def _is_reentrant(args: Any) -> bool:
