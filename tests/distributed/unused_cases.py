@@ -15,6 +15,7 @@ from equivalence.cases import Case
 from equivalence.combinations import ALL_LAYOUTS
 from equivalence.records import logged, training_record, write_records
 from shardwright.ds_configs.specs.layout import Layout
+from shardwright.plugins import unused_parameters
 from shardwright.plugins.accelerate.cpu_ranks import configure_cpu_ranks
 from shardwright.plugins.transformers import prepared_model
 from shardwright.plugins.transformers.training_arguments import training_arguments
@@ -52,7 +53,7 @@ class Unused:
     is_stock: bool = False
     """Whether a script's own Trainer trains, instead of the one of `trainer_for`."""
     is_upstream: bool = False
-    """Whether engines run as upstream has them."""
+    """Whether ZeRO reduces gradients in its own order."""
 
     @property
     def name(self) -> str:
@@ -255,7 +256,7 @@ def result(trainer: Any) -> dict[str, Any]:
 def record(case: Unused, output: Path) -> dict[str, Any]:
     with ExitStack() as stack:
         if case.is_upstream:
-            stack.enter_context(patch.object(prepared_model, "modules_with_choice", lambda _: set()))
+            stack.enter_context(patch.object(unused_parameters, "GradientOrder", lambda zero: None))
         return training_record(lambda: make_trainer(case, output / case.name), result)
 
 
