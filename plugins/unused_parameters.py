@@ -70,7 +70,7 @@ def find_unused_parameters(trainer: Any) -> None:
 
 def _is_reentrant(args: Any) -> bool:
     """Return whether recomputed layers run without gradients in the forward pass."""
-    return args.gradient_checkpointing and (args.gradient_checkpointing_kwargs or {}).get("use_reentrant", False)
+    return bool(args.gradient_checkpointing and (args.gradient_checkpointing_kwargs or {}).get("use_reentrant"))
 
 
 def accept_unused_parameters(trainer: Any, choosing: set[Any]) -> None:
@@ -90,7 +90,7 @@ def accept_unused_parameters(trainer: Any, choosing: set[Any]) -> None:
         from deepspeed.utils import z3_leaf_module
 
         engine = trainer.model_wrapped
-        zero = getattr(engine, "optimizer", None)
+        zero: Any = getattr(engine, "optimizer", None)
         if not hasattr(zero, "reduce_ready_partitions_and_remove_grads") or engine.pipeline_parallelism or zero.zenflow:
             return
         if distributed.get_world_size(zero.dp_process_group) > 1:
@@ -145,9 +145,12 @@ class GradientOrder:
         self.arrived: list[int] = []
         self.waiting: set[int] = set()
         self.reduced = 0
-        stage = "zero-3" if self.is_stage3 else "zero-1-2"
-        patches.apply(f"{stage}-gradient-order", self._ordering, on=zero)
-        patches.apply(f"{stage}-missing-gradients", self._completing, on=zero)
+        if self.is_stage3:
+            patches.apply("zero-3-gradient-order", self._ordering, on=zero)
+            patches.apply("zero-3-missing-gradients", self._completing, on=zero)
+        else:
+            patches.apply("zero-1-2-gradient-order", self._ordering, on=zero)
+            patches.apply("zero-1-2-missing-gradients", self._completing, on=zero)
 
     def _ordering(self, reduce: Callable[..., None]) -> Callable[..., None]:
         """Reduce a gradient after those that precede it."""
@@ -372,7 +375,7 @@ def _is_selection(module: Any) -> bool:
 def _is_backward() -> bool:
     import torch
 
-    return torch._C._current_graph_task_id() != -1
+    return bool(torch._C._current_graph_task_id() != -1)
 
 
 def _is_differentiable(value: Any) -> bool:
