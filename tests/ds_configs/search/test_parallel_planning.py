@@ -118,15 +118,9 @@ def test_expert_parallel_volume_is_that_of_four_all_to_alls_of_routed_tokens(ep)
 # --- the decision rules of practice, as results ---
 
 
-@pytest.mark.parametrize(
-    "gpu",
-    [
-        "A100-80GB",
-    ],
-)
-def test_a_3d_layout_has_the_numbers_of_its_best_candidate(gpu):
+def test_a_3d_layout_has_the_numbers_of_its_best_candidate():
     """Compared with every micro-batch and every number of recomputed layers."""
-    hardware, job = parse_hardware(f"64x8x{gpu}"), TrainingJob(global_batch_size=16)
+    hardware, job = parse_hardware("64x8xA100-80GB"), TrainingJob(global_batch_size=16)
     listed = plan(PHI_70B, hardware, global_batch_size=16).rejected[0]
     assert listed.analysis_only
     zero = default_zero_options(PHI_70B, job, stage=1)

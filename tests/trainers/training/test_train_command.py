@@ -356,33 +356,6 @@ def test_chats_are_packed_and_the_template_is_saved(
     assert "| packed documents | 38 |" in report
 
 
-@pytest.mark.parametrize(
-    ("more", "said"),
-    [
-        (("--pipeline-parallel-size", 2), "pipeline parallelism does not support document masks"),
-        (("--sequence-parallel-size", 2), "sequence parallelism does not support document masks"),
-        (("--context-parallel-size", 2), "context parallelism does not support document masks"),
-        (
-            ("--streaming", "--max-steps", 1, "--evaluation-samples", 4),
-            "with --streaming, the number of samples",
-        ),
-        (("--arg", "use_cache=true"), "with a cache"),
-    ],
-)
-def test_chats_are_padded_where_they_cannot_be_packed(
-    train: Shell, longer_model: Path, tmp_path: Path, more: Sequence[Any], said: str
-) -> None:
-    write_chats(tmp_path)
-    words = (longer_model, *OUT, *ON_CHATS, "--dry-run", "--global-batch-size", 2, *more)
-    padded = train(*words, "--format", "json")
-    assert padded.code == 0, padded.err
-    assert f"conversations are padded, not packed: {said}" in padded.err
-    assert json.loads(padded.out)["dataset"]["packed_documents"] == 0
-    demanded = train(*words, "--packing", "on")
-    assert demanded.code == 2 and f"packing = 'on': is not supported here: {said}" in demanded.err
-    assert not list(tmp_path.glob("out*"))
-
-
 COMMANDS = {
     "train": OUT,
     "distill": ("MODEL", *OUT),
@@ -436,13 +409,22 @@ def test_bad_templates_and_rows_end_before_anything_is_written(
 @pytest.mark.parametrize(
     ("command", "more", "said"),
     [
+        ("train", ("--pipeline-parallel-size", 2), "pipeline parallelism does not support document masks"),
+        ("train", ("--sequence-parallel-size", 2), "sequence parallelism does not support document masks"),
+        ("train", ("--context-parallel-size", 2), "context parallelism does not support document masks"),
+        (
+            "train",
+            ("--streaming", "--max-steps", 1, "--evaluation-samples", 4),
+            "with --streaming, the number of samples",
+        ),
+        ("train", ("--arg", "use_cache=true"), "with a cache"),
         ("distill", ("--on-policy", 0.5), "the student completes the prompt of one conversation per row"),
         ("distill", ("--cross-tokenizer",), "the teacher reads each conversation in its own tokens"),
         ("distill", ("--teacher", "mamba"), "MambaForCausalLM mixes the documents of a packed row"),
         ("qat", ("--teacher", "mamba"), "MambaForCausalLM mixes the documents of a packed row"),
     ],
 )
-def test_distillation_pads_chats_that_it_cannot_pack(
+def test_chats_are_padded_where_they_cannot_be_packed(
     command: str,
     more: Sequence[Any],
     said: str,
@@ -465,6 +447,7 @@ def test_distillation_pads_chats_that_it_cannot_pack(
     assert json.loads(padded.out)["dataset"]["packed_documents"] == 0
     demanded = call(*words, "--packing", "on")
     assert demanded.code == 2 and f"packing = 'on': is not supported here: {said}" in demanded.err
+    assert not list(tmp_path.glob("out*"))
 
 
 @pytest.fixture(scope="module")
@@ -569,22 +552,18 @@ def test_an_adapter_that_cannot_be_trained_further_is_reported_before_launch(
     model: Path,
     tmp_path: Path,
 ) -> None:
-    own = {name: settings[name] for name in settings.keys() & {"modules_to_save", "rank_pattern"}}
+    own = {name: settings[name] for name in settings.keys() & {"modules_to_save"}}
     base = model
     if layers := settings.get("layers"):
         base = tmp_path / "other"
         tiny("llama", vocab_size=300, layers=layers, max_position_embeddings=64).save_pretrained(base)
     save_adapter(base, tmp_path / "tuned", **own)
-    weights, config = tmp_path / "tuned/adapter_model.safetensors", tmp_path / "tuned/adapter_config.json"
+    weights = tmp_path / "tuned/adapter_model.safetensors"
     if "missing" in settings:
         kept = {name: tensor for name, tensor in load_file(weights).items() if "layers.1.mlp.up" not in name}
         save_file(kept, weights)
     elif "truncated" in settings:
         weights.write_bytes(weights.read_bytes()[:500])
-    elif "absent" in settings:
-        weights.unlink()
-    elif "peft" in settings:
-        config.write_text(json.dumps(json.loads(config.read_text()) | {"peft_type": settings["peft"]}))
     before = sorted(tmp_path.rglob("*"))
     output = () if "--output-dir" in more else OUT
     data = DATA[2:] if "--dataset" in more else DATA
