@@ -11,8 +11,7 @@ from unittest.mock import patch
 import torch
 import torch.nn.functional as functional
 from engine_settings import fsdp2_settings
-from equivalence.cases import Case
-from equivalence.combinations import ALL_LAYOUTS
+from equivalence.cases import LAYOUTS, Case
 from equivalence.records import logged, training_record, write_records
 from shardwright.ds_configs.specs.layout import Layout
 from shardwright.plugins import unused_parameters
@@ -66,7 +65,7 @@ class Unused:
 
     @property
     def strategy(self) -> Layout:
-        strategy = ALL_LAYOUTS.get(self.layout, Layout(engine="single"))
+        strategy = LAYOUTS[self.layout]
         accumulation = MICRO_BATCHES // strategy.data_parallel_size
         return replace(strategy, micro_batch_size=MICRO_BATCH, gradient_accumulation_steps=accumulation)
 
@@ -74,9 +73,9 @@ class Unused:
         return Unused(layout="single", model=self.model)
 
     def arguments(self, directory: Path) -> dict[str, Any]:
-        arguments = Case(layout=self.layout, strategy=self.strategy, optimizer="adamw_torch").training_arguments(
-            directory
-        )
+        arguments = Case(layout=self.layout).arguments(directory)
+        arguments["per_device_train_batch_size"] = MICRO_BATCH
+        arguments["gradient_accumulation_steps"] = self.strategy.gradient_accumulation_steps
         if self.strategy.engine == "fsdp2" and self.model == "images":
             arguments |= fsdp2_settings()
             arguments["fsdp_config"]["transformer_layer_cls_to_wrap"].append("CLIPEncoderLayer")

@@ -16,7 +16,6 @@ BUSY = httpx.Response(503, request=httpx.Request("GET", "http://127.0.0.1/api/mo
     ("error", "said"),
     [
         (httpx.ConnectError("refused"), "the Hub cannot be searched (ConnectError); write ORG/NAME"),
-        (httpx.InvalidURL("port"), "the Hub cannot be searched (InvalidURL); write ORG/NAME"),
         (OfflineModeIsEnabled("off"), "offline mode is on (HF_HUB_OFFLINE): the Hub cannot be searched"),
         (HfHubHTTPError("busy", response=BUSY), "search for models: the Hub answered 503; try again later"),
     ],

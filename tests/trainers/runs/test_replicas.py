@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import doctest
 from pathlib import Path
-from typing import Any
 
 import pytest
 from commands import shell_in
 from distilling import tiny
 from hypothesis import given
 from hypothesis import strategies as st
-from shardwright.cli import machines
 from shardwright.ds_configs.plan.rendering import NodePlace
-from shardwright.ds_configs.specs.errors import UsageError
 from shardwright.plugins.transformers.training_arguments import byte_tokenizer
 from shardwright.trainers.distillation.cache.teacher_cache import TeacherCache
-from shardwright.trainers.runs import share
 from shardwright.trainers.runs.launch import Replicas
 from shardwright.trainers.runs.share import Share, in_order_of_batches
 from warm_ranks import RanksFailedError, run_ranks
@@ -123,29 +118,3 @@ def test_every_batch_is_read_once_and_comes_back_in_order(ranks: int, count: int
 )
 def test_counts_and_places_that_cannot_be(replicas: Replicas, device: str, where: list[str]) -> None:
     assert [error.where for error in replicas.errors(device=device)] == where
-
-
-def test_ways_to_start_machines_that_do_not_go_together(tmp_path: Path) -> None:
-    hosts = tmp_path / "hosts"
-    for stated, where, reported in (
-        ({"on": "ssh", "node_rank": 1}, ["node_rank", "hostfile"], "hostfile: is missing"),
-        ({"node_rank": 1}, ["node_rank"], "node_rank = 1: needs --main-address"),
-        (
-            {"hostfile": hosts, "ssh_config": hosts, "main_port": 5},
-            ["hostfile", "ssh_config", "main_port"],
-            "is for --on ssh",
-        ),
-    ):
-        with pytest.raises(UsageError, match=reported) as refused:
-            machines.ReplicaOptions.model_validate(stated).place()
-        assert [error.where for error in refused.value.errors] == where
-    hosts.write_text("a slots=2\nb slots=1\n")
-    with pytest.raises(UsageError, match="has machines with different slots"):
-        machines.run_on_hosts(machines.ReplicaOptions(on="ssh", hostfile=hosts))
-    with pytest.raises(UsageError, match="must list 3 machines, not 2"):
-        machines.run_on_hosts(machines.TrainingMachineOptions(on="ssh", hostfile=hosts), nodes=3)
-
-
-@pytest.mark.parametrize("module", [share, machines])
-def test_examples_in_docstrings(module: Any) -> None:
-    assert doctest.testmod(module).failed == 0
