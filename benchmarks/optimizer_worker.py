@@ -10,7 +10,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from equivalence.cases import LAYOUTS, OFFLOADED
+from equivalence.cases import LAYOUTS
 from equivalence.records import Record, logged, write_records
 from memory_cases import MICRO_BATCH_SIZE, MODELS, SEQ_LEN
 from metered_training import plan_of, run_settings, train_metered
@@ -43,7 +43,7 @@ TRAINED: dict[str, Any] = {
 ENGINES: dict[str, Layout] = {
     "single": Layout(engine="single"),
     **{name: LAYOUTS[name] for name in ("ddp", "zero1", "zero2", "zero3", "fsdp2")},
-    "zero2-offload": OFFLOADED["zero2-offload"],
+    "zero2-offload": LAYOUTS["zero2-offload"],
 }
 
 

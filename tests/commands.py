@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,14 +30,19 @@ Shell = Callable[..., Result]
 
 def shell_in(directory: Path, name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Shell:
     """Return a function that runs one command in a directory, without settings from the environment."""
+    monkeypatch.chdir(directory)
+    return partial(every_command(capsys, monkeypatch), name)
+
+
+def every_command(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Shell:
+    """Return a function that runs the command that its first argument names, without settings from the environment."""
     for variable in list(os.environ):
         if variable.startswith("SHARDWRIGHT_") and variable != "SHARDWRIGHT_DATA_DIR":
             monkeypatch.delenv(variable)
-    monkeypatch.chdir(directory)
 
     def call(*arguments: object) -> Result:
         capsys.readouterr()
-        code = run((name, *map(str, arguments)))
+        code = run(tuple(map(str, arguments)))
         return Result(code, *capsys.readouterr())
 
     return call

@@ -28,7 +28,7 @@ settings.load_profile("tests")
 
 WEIGHTS = {"install": 60, "distributed": 10, "slow": 10, "browser": 5, "trace": 2}
 """How much longer a test with this marker takes than another."""
-LONG_FILES = ("test_trainer_layouts", "test_hub", "test_train", "test_own_script", "test_trainer_parameters")
+LONG_FILES = ("test_trainer_layouts", "test_hub", "test_train", "test_own_script", "test_equivalence")
 """Files of a minute or more that few tests share."""
 FULL = (
     "family_sweep/",
@@ -41,19 +41,9 @@ FULL = (
 )
 """Sweeps and comparisons of quality."""
 TABLES = (
-    "equivalence/",
-    "distributed/test_counting.py",
-    "distributed/test_distillation_layouts.py",
-    "distributed/test_expert_parallel.py",
-    "distributed/test_losses_equal.py",
+    "equivalence/test_qat_exports.py",
     "distributed/test_prepared_trainers.py",
-    "distributed/test_qat_borders.py",
-    "distributed/test_qat_layouts.py",
-    "distributed/test_sparsity.py",
-    "distributed/test_teacher_placement.py",
-    "distributed/test_tensor_parallel.py",
     "distributed/test_trainer_layouts.py",
-    "distributed/test_trainer_parameters.py",
     "distributed/test_unused_parameters.py",
 )
 """Tables of layouts, trainers and options, one run of ranks for each cell."""
@@ -74,6 +64,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     """Open the session in the controlling process; workers of xdist inherit its environment."""
     config.stash[_CELLS] = {}
+    # Comparisons that tests share show both sides when they fail.
+    pytest.register_assert_rewrite("equivalence.comparison")
     # Tables of the docs are compared at a fixed width, and xdist passes the width of the terminal on.
     os.environ.pop("COLUMNS", None)
     # Collecting tests creates objects that live as long as the process: garbage collections meanwhile find nothing.

@@ -17,14 +17,38 @@ from shardwright.plugins.releases import transformers_release
 
 RELEASE = transformers_release()
 """Of the installed Transformers, with which real models are built."""
+DEEPSEEK_V3 = {
+    "architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3", "hidden_size": 7168,
+    "intermediate_size": 18432, "moe_intermediate_size": 2048, "num_hidden_layers": 61, "num_attention_heads": 128,
+    "num_key_value_heads": 128, "n_routed_experts": 256, "n_shared_experts": 1, "num_experts_per_tok": 8, "n_group": 8,
+    "topk_group": 4, "topk_method": "noaux_tc", "scoring_func": "sigmoid", "first_k_dense_replace": 3,
+    "moe_layer_freq": 1, "kv_lora_rank": 512, "q_lora_rank": 1536, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64,
+    "v_head_dim": 128, "max_position_embeddings": 163840, "vocab_size": 129280, "bos_token_id": 0, "eos_token_id": 1,
+    "rope_theta": 10000, "num_nextn_predict_layers": 1,
+    "quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]},
+    "rope_scaling": {"type": "yarn", "factor": 40, "beta_fast": 32, "beta_slow": 1, "mscale": 1.0,
+                     "mscale_all_dim": 1.0, "original_max_position_embeddings": 4096},
+}  # fmt: skip
+GPT_OSS = {
+    "architectures": ["GptOssForCausalLM"], "model_type": "gpt_oss", "hidden_size": 2880, "intermediate_size": 2880,
+    "num_hidden_layers": 24, "num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 64,
+    "num_local_experts": 32, "num_experts_per_tok": 4, "sliding_window": 128, "max_position_embeddings": 131072,
+    "layer_types": ["sliding_attention", "full_attention"] * 12, "vocab_size": 201088, "attention_bias": True,
+    "eos_token_id": 200002, "pad_token_id": 199999,
+}  # fmt: skip
 
 
 def public_model(name: str) -> ModelSpec:
     """The spec of a public model by its Hub id."""
-    file = CONFIGS / name.replace("/", "--") / "config.json"
-    spec = model_spec_from_config(parse_config_json(file.read_bytes(), source=name), name=name)
+    spec = model_spec_from_config(public_config(name), name=name)
     assert spec is not None
     return spec
+
+
+def public_config(name: str) -> dict[str, Any]:
+    """The config.json of a public model by its Hub id."""
+    file = CONFIGS / name.replace("/", "--") / "config.json"
+    return parse_config_json(file.read_bytes(), source=name)
 
 
 @cache

@@ -7,9 +7,19 @@ import inspect
 import re
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
-from shardwright.ds_configs.models.stored_shapes import LABELS, OTHER_SETTINGS, countable_sizes, flattened, value_kind
+from shardwright.ds_configs.models.stored_shapes import (
+    LABELS,
+    OTHER_SETTINGS,
+    countable_sizes,
+    flattened,
+    text_parameters,
+    text_spec,
+    value_kind,
+)
+from shardwright.ds_configs.specs.errors import RefusedInputError
 from shardwright.ds_configs.specs.model import ModelSpec
 
 NOT_KEPT = {"transformers_version", "architectures", "_name_or_path", "dtype", "model_type"}
@@ -32,6 +42,36 @@ REQUIRED: Mapping[str, dict[str, Any]] = {
 """Fields without which a class cannot be built; after a space the name of a variant, and the fields that make it."""
 READ = re.compile(r"config\.(\w+)|getattr\(\s*[\w.]*config,\s*\"(\w+)\"|kwargs\.(?:pop|get)\(\s*\"(\w+)\"")
 """How code names a field of a configuration."""
+
+
+COMBINED = (
+    *("Idefics3ForConditionalGeneration", "InternVLForConditionalGeneration"),
+    *("Llama4ForConditionalGeneration", "LlavaForConditionalGeneration", "LlavaNextForConditionalGeneration"),
+    *("LlavaOnevisionForConditionalGeneration", "Mistral3ForConditionalGeneration"),
+    *("Qwen2VLForConditionalGeneration", "Qwen2_5_VLForConditionalGeneration"),
+    *("Qwen3VLForConditionalGeneration", "Qwen3VLMoeForConditionalGeneration", "SmolVLMForConditionalGeneration"),
+)
+"""Classes whose text part is that of another class."""
+TEXT_FAMILIES: Mapping[str, tuple[str, str]] = {
+    "qwen2_vl_text": ("qwen2", "Qwen2ForCausalLM"),
+    "qwen2_5_vl_text": ("qwen2", "Qwen2ForCausalLM"),
+    "qwen3_vl_text": ("qwen3", "Qwen3ForCausalLM"),
+    "qwen3_vl_moe_text": ("qwen3_moe", "Qwen3MoeForCausalLM"),
+}
+"""Text parts with the tensors of another class; the others have those of the causal language model of their type."""
+TEXT_TYPES: Mapping[str, tuple[str, ...]] = {
+    "llava": ("mistral", "qwen2"),
+    "llava_next": ("mistral", "qwen2"),
+    "internvl": ("llama", "qwen3", "qwen3_moe"),
+}
+"""Other types of the text part, as published models have them."""
+TEXT_KEPT = ("hidden_size", "tie_word_embeddings")
+"""Fields of a text part on which the rest of the model depends."""
+TEXT_SIZES = {
+    **{"num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 96},
+    **{"moe_intermediate_size": 32, "num_experts": 4, "num_local_experts": 4},
+}
+"""Small sizes of a text part."""
 
 
 Draws = dict[str, Any]
@@ -75,6 +115,8 @@ class ClassOnMeta:
         self.rotary_factor = rotary.get("partial_rotary_factor")
         self.names = {"": dict(config_class.attribute_map)}
         self.text = ""
+        self.texts: dict[str, Any] = {}
+        self.text_layer_classes: set[str] = set()
         text = config.get_text_config()
         for part in {name.rpartition(".")[0] for name in self.defaults} - {""}:
             section = config
@@ -95,9 +137,46 @@ class ClassOnMeta:
         self.resolved_nulls = {
             name for name in self.defaults if self.defaults[name] is None and self.resolved.get(name)
         }
+        if architecture in COMBINED:
+            self._describe_text_part(config)
         self.read = self._read_names()
         self.spec: ModelSpec | None = None
         self.layer_kinds: dict[str, set[str]] = {}
+
+    def _describe_text_part(self, config: Any) -> None:
+        """Leave the tensors of the text part to their own class."""
+        import transformers
+        from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+        usual = config.get_text_config().model_type
+        dropped = [name for name in self.defaults if name.startswith(f"{self.text}.")]
+        for name in dropped:
+            if name.removeprefix(f"{self.text}.") not in TEXT_KEPT:
+                del self.defaults[name]
+        self.computed = [name for name in self.computed if not name.startswith(f"{self.text}.")]
+        self.implied = [name for name in self.implied if name in self.defaults]
+        self.resolved_nulls &= self.defaults.keys()
+        types = {}
+        for kind in (usual, *TEXT_TYPES.get(self.model_type, ())):
+            family, architecture = TEXT_FAMILIES.get(kind, (kind, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(kind)))
+            part = transformers.CONFIG_MAPPING[kind]()
+            values = dict(flattened(part.to_dict())) | _unresolved(part)
+            values = {name: value for name, value in values.items() if is_kept(name, value)}
+            if "layer_types" in part.to_dict():
+                values["layer_types"] = None
+            types[kind] = [family, architecture, values]
+        self.texts = {"types": types, "usual": usual}
+        small = self.config({f"{self.text}.hidden_size": 96})
+        spec = self._built(small)
+        if usual not in TEXT_FAMILIES and (text := text_spec(self.texts, small, self.text, release=spec.release)):
+            self.text_layer_classes = set(text.layer_classes)
+        (embedding,) = (p.name for p in spec.parameters if p.name.endswith("embed_tokens.weight"))
+        head = next((p.name for p in spec.parameters if p.group == "head"), "lm_head.weight")
+        flat = {"hidden_size": 96, **{name: size for name, size in TEXT_SIZES.items() if name in types[usual][2]}}
+        older = {"model_type": self.model_type, "architectures": [self.architecture], **flat}
+        self.texts |= {"prefix": embedding.removesuffix(".embed_tokens.weight"), "head": head, "flat": False}
+        with suppress(RefusedInputError):
+            self.texts["flat"] = self._built(older).dimensions.hidden_size == 96
 
     def _is_alias(self, field: str) -> bool:
         part, _, name = field.rpartition(".")
@@ -143,6 +222,9 @@ class ClassOnMeta:
         for part in self.names:
             if part:
                 config[part] = {"model_type": self.resolved[f"{part}.model_type"]}
+            if part == self.text and self.texts:
+                known = self.texts["types"][self.texts["usual"]][2]
+                config[part] |= {name: size for name, size in TEXT_SIZES.items() if name in known}
         for field, value in (self.required | drawn).items():
             part, _, name = field.rpartition(".")
             (config[part] if part else config)[name] = value
@@ -157,14 +239,19 @@ class ClassOnMeta:
 
     def build(self, drawn: Draws) -> ModelSpec:
         """Return the specification of one model; raises `RefusedInputError`."""
+        return self._built(self.config(drawn))
+
+    def _built(self, config: dict[str, Any]) -> ModelSpec:
         from shardwright.plugins.transformers.meta_model import model_spec_from_meta
 
-        return model_spec_from_meta(self.config(drawn), name="m")
+        return model_spec_from_meta(config, name="m")
 
     def sample(self, drawn: Draws, switches: Mapping[str, Any]) -> Sample:
         """Return one model with what its expressions are solved from."""
         stated = self.defaults | drawn | dict(switches)
         spec = self.build(drawn | dict(switches))
+        if self.texts:
+            spec = self._without_text(spec, self.config(drawn | dict(switches)))
         after = dict(spec.settings)
         derived = {name: after[name] for name in after if name not in stated or not _same(stated[name], after[name])}
         outputs: Outputs = {("derived", name): value for name, value in derived.items() if is_kept(name, value)}
@@ -186,6 +273,26 @@ class ClassOnMeta:
         self.spec = spec
         return Sample(
             kinds={name: value_kind(value) for name, value in stated.items()}, stated=sizes, sizes=now, outputs=outputs
+        )
+
+    def _without_text(self, spec: ModelSpec, config: dict[str, Any]) -> ModelSpec:
+        """Return a specification without what its text part has."""
+        text = text_spec(self.texts, config, self.text, release=spec.release)
+        if text is None:
+            raise ShapesError(f"{self.architecture}: its text part is not covered")
+        own = {p.name: p for p in text_parameters(text, self.texts, tied=spec.tied_embeddings)}
+        found = {p.name: p for p in spec.parameters if p.name in own}
+        if found != own:
+            raise ShapesError(f"{self.architecture}: its text part has other tensors: {own.items() ^ found.items()}")
+        return dataclasses.replace(
+            spec,
+            parameters=tuple(p for p in spec.parameters if p.name not in own),
+            buffer_bytes=spec.buffer_bytes - text.buffer_bytes,
+            settings=tuple(
+                (name, value)
+                for name, value in spec.settings
+                if not name.startswith(f"{self.text}.") or name.removeprefix(f"{self.text}.") in TEXT_KEPT
+            ),
         )
 
 

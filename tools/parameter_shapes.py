@@ -62,7 +62,7 @@ def drawn_sizes(defaults: Mapping[str, Any], varied: list[str], choose: random.R
             drawn[field] = choose.choice([1, 2, 3])
         elif leaf.endswith(("_interval", "_pattern")):
             drawn[field] = choose.choice([2, 3, 4])
-        elif re.search(r"layers?$|^n_layer", leaf):
+        elif re.search(r"layers?$|^n_layer|^depth$", leaf):
             drawn[field] = choose.randint(6, 14)
         elif re.search(r"^(hidden_size|d_model|n_embd|dim|word_embed_proj_dim)$", leaf):
             drawn[field] = HIDDEN_UNIT * choose.randint(4, 40)
@@ -125,7 +125,9 @@ def small_base(on_meta: ClassOnMeta) -> Draws:
     """Return few layers, so that models are built in milliseconds."""
     found: Draws = {}
     for field, value in on_meta.defaults.items():
-        if type(value) is int and re.search(r"(num_hidden_layers|n_layers?|num_layers|(en|de)coder_layers)$", field):
+        if type(value) is int and re.search(
+            r"(num_hidden_layers|n_layers?|num_layers|(en|de)coder_layers|depth)$", field
+        ):
             found[field] = 8
     return found
 
@@ -252,7 +254,13 @@ def _stored(on_meta: ClassOnMeta, base: list[Sample], groups: list[tuple[str, st
                 unless[field] = value_kind(on_meta.defaults[field])
         return ([(usual, unless)] if usual is not None else []) + found
 
-    every = dict.fromkeys(key for sample in (*base, *(s for _, _, g in groups for s in g)) for key in sample.outputs)
+    samples = (*base, *(sample for _, _, group in groups for sample in group))
+    every = dict.fromkeys(key for sample in samples for key in sample.outputs)
+    kinds = [key for key in every if key[0] == "derived" and "=" in key[1]]
+    for sample in samples:
+        # A short stack has no layer of some kinds.
+        fields = {key[1].partition("=")[0] for key in sample.outputs if key in kinds}
+        sample.outputs.update({key: 0 for key in kinds if key[1].partition("=")[0] in fields} | sample.outputs)
     derived = [
         [key[1], hows[0], when] for key in every if key[0] == "derived" for hows, when in branches([key], stated=True)
     ]
@@ -267,7 +275,7 @@ def _stored(on_meta: ClassOnMeta, base: list[Sample], groups: list[tuple[str, st
     return {
         "model_type": on_meta.model_type,
         "text": on_meta.text,
-        "layer_classes": list(on_meta.spec.layer_classes),
+        "layer_classes": sorted(set(on_meta.spec.layer_classes) - on_meta.text_layer_classes),
         "attention": on_meta.spec.attention,
         "names": on_meta.names,
         "layer_types": {field: sorted(found) for field, found in on_meta.layer_kinds.items()},
@@ -283,6 +291,7 @@ def _stored(on_meta: ClassOnMeta, base: list[Sample], groups: list[tuple[str, st
         "buffers": [[hows[0], when] for hows, when in branches([("buffers",)], stated=False)],
         "tied": [[hows[0], when] for hows, when in branches([("tied",)], stated=False)],
         **({"part_types": PART_TYPES[on_meta.model_type]} if on_meta.model_type in PART_TYPES else {}),
+        **({"texts": on_meta.texts} if on_meta.texts else {}),
         **({"unnamed": True} if on_meta.is_built_unnamed() else {}),
     }
 

@@ -26,9 +26,10 @@ def monomials(tables: Sequence[Mapping[str, int]]) -> tuple[list[str], Any]:
         for other in positive:
             if one != other:
                 found[f"{one}//{other}"] = values[one] // values[other]
-    for patch in [name for name in varying if name.endswith("patch_size")]:
-        for name in varying:
-            found[f"{patch}*{patch}*{name}"] = values[patch] ** 2 * values[name]
+    for patch in [name for name in varying if name.endswith(("patch_size", "merge_size", "scale_factor"))]:
+        # Rotary tables of images have two quarters of a head for each patch.
+        for name in [*varying, *(quarter for quarter in found if _is_quarter(quarter))]:
+            found[f"{patch}*{patch}*{name}"] = values[patch] ** 2 * found[name]
     for quotient in [name for name in found if name.startswith("hidden_size//") and not name[-1].isdigit()]:
         for name in varying:
             found[f"{quotient}*{name}"] = found[quotient] * values[name]
@@ -50,7 +51,9 @@ def solved(target: list[int], names: list[str], points: Any) -> str | None:
 
 
 def _two_terms(wanted: Any, names: list[str], points: Any) -> str | None:
-    plain = [index for index, name in enumerate(names) if "//" not in name or "*" not in name]
+    plain = [
+        index for index, name in enumerate(names) if "//" not in name or "*" not in name or name.endswith("_heads//4")
+    ]
     rows, rest = points[plain].astype(np.float64), wanted.astype(np.float64)
     squared = np.maximum((rows * rows).sum(axis=1), 1)
     for count in (2, 3):
@@ -72,6 +75,10 @@ def _two_terms(wanted: Any, names: list[str], points: Any) -> str | None:
                 if 0 not in factors and abs(factors).max() <= 64 and np.array_equal(factors @ points[chosen], wanted):
                     return " + ".join(_term(int(f), names[i]) for f, i in zip(factors, chosen, strict=True))
     return None
+
+
+def _is_quarter(name: str) -> bool:
+    return "*" not in name and name.endswith("_heads//4") and not name.startswith(("ceil ", "round "))
 
 
 def _term(factor: int, name: str) -> str:

@@ -90,16 +90,10 @@ ONLY_ON_ACCELERATORS = frozenset(["fp16", *_BITSANDBYTES.split()])
 """Settings that CPU ranks cannot train, so that no test here can prove them: `rules.py` and the rejections below decide
 about them."""
 
-DRAWN, QAT, DISTILLED = (
-    "tests/equivalence/test_combinations.py",
-    "tests/distributed/test_qat_layouts.py",
-    "tests/distributed/test_distillation_layouts.py",
-)
-TRAINED = "tests/distributed/test_trainer_layouts.py"
 EQUIVALENT = "tests/equivalence/test_equivalence.py"
-ZERO0 = "tests/distributed/test_losses_equal.py"
-"""Also tests what DeepSpeed does there in 16 bit, and the warning about it: a first step on zero gradients."""
-
+"""Also tests a first step on zero gradients, which DeepSpeed makes without ZeRO in 16 bit."""
+EXPORTED = "tests/equivalence/test_qat_exports.py"
+TRAINED = "tests/distributed/test_trainer_layouts.py"
 METERED = "benchmarks/optimizer_table.py"
 """Optimizers whose packages tests lack."""
 
@@ -109,25 +103,25 @@ _OFFLOADED = "zero_offload fsdp2_offload"
 _DATA_PARALLEL = f"{_ENGINES} {_OFFLOADED}"
 
 _PROVEN: tuple[tuple[str, str, str], ...] = (
-    (DRAWN, "qat", f"{_DATA_PARALLEL} sp cp tp pp ep"),
-    (DRAWN, "learned_scales", f"{_DATA_PARALLEL} sp cp"),
-    (DRAWN, "pruning global_pruning l1", f"{_DATA_PARALLEL} sp cp tp pp ep"),
-    (DRAWN, "lora", f"{_DATA_PARALLEL} sp cp"),
-    (DRAWN, "frozen", f"{_DATA_PARALLEL} sp cp tp"),
-    (DRAWN, "distillation distilled_features", f"{_DATA_PARALLEL} tp ep"),
-    (DRAWN, "gradient_checkpointing", f"{_DATA_PARALLEL} sp cp tp pp ep"),
-    (DRAWN, "dropout", f"{_DATA_PARALLEL} sp tp pp ep"),
-    (DRAWN, "label_smoothing", "ddp zero0 zero1 zero2 zero3 zero_offload sp tp ep"),
-    (DRAWN, "packing", f"{_DATA_PARALLEL} tp pp ep"),
-    (DRAWN, "streams", f"{_DATA_PARALLEL} sp cp tp pp ep"),
-    (DRAWN, "split_batches", f"{_DATA_PARALLEL} ep"),
-    (DRAWN, "last_batch", f"{_DATA_PARALLEL} sp cp tp pp ep"),
-    (DRAWN, "compile", "ddp zero0 zero1 zero2 fsdp2 zero_offload fsdp2_offload sp cp tp"),
-    (DRAWN, "bf16", "ddp zero1 zero2 zero3 fsdp2 zero_offload fsdp2_offload sp cp tp pp ep"),
-    (DRAWN, "adamw_torch adamw_torch_fused", f"{_DATA_PARALLEL} sp cp tp pp ep"),
-    (DRAWN, "sgd rmsprop", f"{_ENGINES} fsdp2_offload sp cp tp pp ep"),
-    (DRAWN, "adagrad", "ddp zero0 fsdp2 fsdp2_offload cp"),
-    (DRAWN, "adafactor", "ddp"),
+    (EQUIVALENT, "qat", f"{_DATA_PARALLEL} sp cp tp pp ep"),
+    (EQUIVALENT, "learned_scales", f"{_DATA_PARALLEL} sp cp"),
+    (EQUIVALENT, "pruning global_pruning l1", f"{_DATA_PARALLEL} sp cp tp pp ep"),
+    (EQUIVALENT, "lora", f"{_DATA_PARALLEL} sp cp"),
+    (EQUIVALENT, "frozen", f"{_DATA_PARALLEL} sp cp tp"),
+    (EQUIVALENT, "distillation distilled_features", f"{_DATA_PARALLEL} tp ep"),
+    (EQUIVALENT, "gradient_checkpointing", f"{_DATA_PARALLEL} sp cp tp pp ep"),
+    (EQUIVALENT, "dropout", f"{_DATA_PARALLEL} sp tp pp ep"),
+    (EQUIVALENT, "label_smoothing", "ddp zero0 zero1 zero2 zero3 zero_offload sp tp ep"),
+    (EQUIVALENT, "packing", f"{_DATA_PARALLEL} tp pp ep"),
+    (EQUIVALENT, "streams", f"{_DATA_PARALLEL} sp cp tp pp ep"),
+    (EQUIVALENT, "split_batches", f"{_DATA_PARALLEL} ep"),
+    (EQUIVALENT, "last_batch", f"{_DATA_PARALLEL} sp cp tp pp ep"),
+    (EQUIVALENT, "compile", "ddp zero0 zero1 zero2 fsdp2 zero_offload fsdp2_offload sp cp tp"),
+    (EQUIVALENT, "bf16", "ddp zero1 zero2 zero3 fsdp2 zero_offload fsdp2_offload sp cp tp pp ep"),
+    (EQUIVALENT, "adamw_torch adamw_torch_fused", f"{_DATA_PARALLEL} sp cp tp pp ep"),
+    (EQUIVALENT, "sgd rmsprop", f"{_ENGINES} fsdp2_offload sp cp tp pp ep"),
+    (EQUIVALENT, "adagrad", "ddp zero0 fsdp2 fsdp2_offload cp"),
+    (EQUIVALENT, "adafactor", "ddp"),
     (METERED, "adafactor", "fsdp2"),
     (METERED, _BITSANDBYTES, "ddp zero1 zero2 zero3"),
     (METERED, "muon", "ddp zero1 zero2 zero3 fsdp2"),
@@ -135,12 +129,12 @@ _PROVEN: tuple[tuple[str, str, str], ...] = (
     (METERED, _SCHEDULE_FREE, "ddp"),
     (METERED, "stable_adamw", "ddp fsdp2"),
     (METERED, "galore_adamw galore_adafactor apollo_adamw", "ddp"),
-    (DRAWN, "balance_loss", f"{_DATA_PARALLEL} ep"),
-    (ZERO0, "bf16", "zero0"),
-    (QAT, "qat_inputs", "ddp zero0 zero1 zero2 zero3 fsdp2 pp"),
-    (QAT, "qat_ranges", "ddp zero1 zero2 zero3 fsdp2"),
-    (DISTILLED, "distillation distilled_features", "sp"),
-    (DISTILLED, "distilled_attention on_policy", "ddp zero2 zero3 fsdp2"),
+    (EQUIVALENT, "balance_loss", f"{_DATA_PARALLEL} ep"),
+    (EQUIVALENT, "bf16", "zero0"),
+    (EXPORTED, "qat_inputs", "ddp zero0 zero1 zero2 zero3 fsdp2 pp"),
+    (EXPORTED, "qat_ranges", "ddp zero1 zero2 zero3 fsdp2"),
+    (EQUIVALENT, "distillation distilled_features", "sp"),
+    (EQUIVALENT, "distilled_attention on_policy", "ddp zero2 zero3 fsdp2"),
     (TRAINED, "Trainer", f"{_DATA_PARALLEL} sp cp tp pp ep"),
     (TRAINED, "SFTTrainer", f"{_DATA_PARALLEL} sp tp ep"),
     (TRAINED, "SFTTrainer.packing SFTTrainer.dft", f"{_DATA_PARALLEL} tp ep"),

@@ -11,30 +11,28 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from ..specs.errors import ConfigError
-from .combinations import COLUMNS
+from .combinations import COLUMNS, EQUIVALENT, TRAINED
 
 SINGLE = "single"
 """The layout of one process, which runs the unmodified Trainer."""
 LAYOUTS = (SINGLE, *COLUMNS)
 
-RUN = "tests/distributed/test_trainer_parameters.py"
-DRAWN = "tests/equivalence/test_combinations.py"
 
 _EVERY = " ".join(LAYOUTS)
 _WHOLE = "single ddp zero0 zero1 zero2 zero3 fsdp2 zero_offload fsdp2_offload"
 
 _HONORED: tuple[tuple[str, str, str], ...] = (
-    (DRAWN, "model args train_dataset data_collator callbacks", _EVERY),
-    (RUN, "processing_class eval_dataset", _EVERY),
-    (RUN, "optimizer_cls_and_kwargs", _EVERY),
-    (RUN, "optimizers", f"{_WHOLE} sp cp tp ep"),
-    (RUN, "compute_loss_func compute_metrics preprocess_logits_for_metrics", f"{_WHOLE} sp tp ep"),
-    (RUN, "model_init", _WHOLE),
-    (RUN, "peft_config formatting_func", f"{_WHOLE} sp"),
-    (RUN, "formatting_func", "tp ep"),
-    (RUN, "ref_model", f"{_WHOLE} tp ep"),
-    (RUN, "teacher_model", f"{_WHOLE} tp ep"),
-    (RUN, "quantization_config", SINGLE),
+    (EQUIVALENT, "model args train_dataset data_collator callbacks", _EVERY),
+    (EQUIVALENT, "processing_class eval_dataset", _EVERY),
+    (EQUIVALENT, "optimizer_cls_and_kwargs", _EVERY),
+    (EQUIVALENT, "optimizers", f"{_WHOLE} sp cp tp ep"),
+    (EQUIVALENT, "compute_loss_func compute_metrics preprocess_logits_for_metrics", f"{_WHOLE} sp tp ep"),
+    (EQUIVALENT, "model_init", _WHOLE),
+    (TRAINED, "peft_config formatting_func", f"{_WHOLE} sp"),
+    (TRAINED, "formatting_func", "tp ep"),
+    (TRAINED, "ref_model", f"{_WHOLE} tp ep"),
+    (TRAINED, "teacher_model", f"{_WHOLE} tp ep"),
+    (EQUIVALENT, "quantization_config", SINGLE),
 )
 """Tests, parameters and layouts."""
 

@@ -199,7 +199,7 @@ def _states_and_buffers(strategy: Layout, model: ModelSpec, job: TrainingJob) ->
         same |= {"gradient_checkpointing": False, "checkpointed_layers": None}
     elif not viewed_elements(model, job) and 0 < strategy.recomputed_layers(layers) < layers:
         same["checkpointed_layers"] = 1
-    return _cached_states_and_buffers(replace(strategy, **same), model, job)
+    return _cached_states_and_buffers(strategy.changed(**same), model, job)
 
 
 @lru_cache(maxsize=2048)

@@ -903,6 +903,7 @@ def _kept_by_views(strategy: Layout, model: ModelSpec, job: TrainingJob, *, held
 
 
 @lru_cache(maxsize=256)
+@lru_cache(maxsize=64)
 def viewed_elements(model: ModelSpec, job: TrainingJob) -> int:
     """Return the elements of an average layer of which autograd saves views."""
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from math import ceil
 
 from ..specs.model import (
     Dimensions,
@@ -191,7 +192,7 @@ def model_spec_from_config(
         architecture=family.architecture,
         dimensions=dimensions,
         parameters=tuple(_decoder_parameters(config, family, dimensions, tied=tied)),
-        buffer_bytes=(tables * 2 * 4 * (rotary_dim // 2) + (4 if family.embedding_scale else 0)),
+        buffer_bytes=(tables * 2 * 4 * ceil(rotary_dim / 2) + (4 if family.embedding_scale else 0)),
         layer_classes=(family.layer_class,),
         sliding_window=config.get("sliding_window", family.sliding_window) if uses_window else None,
         tied_embeddings=tied,

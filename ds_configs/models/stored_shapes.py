@@ -5,11 +5,12 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from math import ceil
 from typing import Any, Literal
 
 from ..specs.model import Dimensions, ModelConfig, ModelSpec, ParameterShape, newest_tested_release, stored_facts
-from .families import ARCHITECTURES
+from .families import ARCHITECTURES, FAST_FAMILIES, model_spec_from_config
 
 Task = Literal["causal_lm", "masked_lm", "seq2seq", "contrastive", "encoder", "other"]
 
@@ -154,7 +155,7 @@ _ACTIVATION_FIELDS = ("_act", "activation", "activation_function")
 NO_SHAPE = re.compile(
     r"dropout|drop|_eps$|epsilon|_std$|_range$|theta$|dtype$|_coef$|token|version|label|problem_type|softcapping$"
     r"|use_cache$|return_dict$|output_|residual_in_fp32$|norm_topk_prob$|(n|topk)_group$|topk_method$|scoring_func$|experts_per_tok$|max_window_layers$|rope_interleave$|scaling_factor$|_scale$|_multiplier$|architectures$|task_specific_params$"
-    r"|initializer|^temperature$|^top_|^bias_logits|generation|^max_length$|^prefix$|_loss"
+    r"|initializer|grid_pinpoints$|^temperature$|^top_|^bias_logits|generation|^max_length$|^prefix$|_loss"
 )
 """Fields that do not affect the shape of any tensor."""
 LABELS = "num_labels"
@@ -162,6 +163,7 @@ LABELS = "num_labels"
 _ROTARY_FIELDS = ("rope_parameters", "rope_scaling")
 _RATIOS = (
     *(("hidden_size", "num_attention_heads"), ("n_embd", "n_head"), ("n_embd", "num_heads"), ("d_model", "n_heads")),
+    *(("hidden_size", "num_heads"), ("embed_dim", "num_heads")),
     ("image_size", "patch_size"),
 )
 _FACTOR = re.compile(r"(?P<rounding>ceil |round )?(?P<number>.+?)//(?P<divisor>.+)")
@@ -181,6 +183,10 @@ def load_shapes(release: str) -> Mapping[str, Any]:
     - `read`: other fields that its code reads
     - `parameters`, `buffers` and `tied`: expressions, with the kinds of values (`when`) for which they apply
     - `part_types`: model types of its parts, where other ones have other tensors
+    - `texts`, if its text part has the tensors of another class: `types` with the model type, the class and the
+      defaults of each text part, the `usual` one, the `prefix` of its tensors, the name of the `head`, and whether a
+      configuration may have the text part's fields at the top level (`flat`). The other keys then describe the rest of
+      the model.
     - `unnamed`, if Transformers builds this class for a configuration without `architectures`
 
     A variant of a class, with `required` values of other fields, has a second word in its name.
@@ -225,9 +231,18 @@ def spec_of(
     release: str,
 ) -> ModelSpec | None:
     """Return the specification of a stored class for a configuration; `None` if the class does not cover it."""
+    text = None
+    texts: Mapping[str, Any] = stored.get("texts") or {}
+    if texts:
+        config = _with_text_part(config, stored)
+        text = text_spec(texts, config, stored["text"], release=release)
+        if text is None:
+            return None
     stated = _stated(config, stored)
     if stated is None:
         return None
+    if text is not None:
+        stated |= dict(_text_values(text, stored["text"], stated))
     if not stated.keys() >= set(stored["required"]):
         return None
     values = stored["values"] | stated
@@ -262,8 +277,15 @@ def spec_of(
     )
     if buffer_bytes is None or tied is None:
         return None
-    top, text = (_Fields(values, stored, part) for part in ("", stored["text"]))
-    if not getattr(text, "head_dim", 0) and getattr(text, "hidden_size", 0) % getattr(text, "num_attention_heads", 1):
+    layer_classes = set(stored["layer_classes"])
+    if text is not None:
+        parameters += text_parameters(text, texts, tied=bool(tied))
+        buffer_bytes += text.buffer_bytes
+        if text.model_type == texts["types"][text.model_type][0]:
+            layer_classes |= {*text.layer_classes}
+    top, fields = (_Fields(values, stored, part) for part in ("", stored["text"]))
+    heads = getattr(fields, "num_attention_heads", 1)
+    if not getattr(fields, "head_dim", 0) and getattr(fields, "hidden_size", 0) % heads:
         return None
     nested: Values = {}
     for field, value in values.items():
@@ -274,7 +296,7 @@ def spec_of(
         level[leaf] = value
     return described_spec(
         config=top,
-        text=text,
+        text=fields,
         values=nested,
         name=name,
         revision=revision,
@@ -282,12 +304,64 @@ def spec_of(
         architecture=architecture,
         parameters=parameters,
         buffer_bytes=buffer_bytes,
-        layer_classes=tuple(stored["layer_classes"]),
+        layer_classes=tuple(sorted(layer_classes)),
         tied_embeddings=bool(tied),
         attention=stored["attention"],
         release=release,
         source="config",
     )
+
+
+def text_spec(texts: Mapping[str, Any], config: ModelConfig, part: str, *, release: str) -> ModelSpec | None:
+    """Return the text part of a configuration as a model with an untied head; `None` if it is not covered."""
+    stated = config.get(part) or {}
+    kind = stated.get("model_type", texts["usual"])
+    if kind not in texts["types"]:
+        return None
+    model_type, architecture, defaults = texts["types"][kind]
+    values = {name: value for name, value in defaults.items() if value is not None} | dict(stated)
+    values |= {"model_type": model_type, "architectures": [architecture], "tie_word_embeddings": False}
+    if model_type not in FAST_FAMILIES:
+        spec = model_spec_from_shapes(values, name="text", release=release)
+        return spec and replace(spec, model_type=kind)
+    spec = model_spec_from_config(values, name="text", release=release)
+    if spec is None or (spec.sliding_window and "layer_types" in defaults):
+        # Which layers have the window is left to Transformers.
+        return None
+    settings = dict(plain_settings(values))
+    settings |= {"head_dim": spec.dimensions.head_dim, "num_key_value_heads": spec.dimensions.num_key_value_heads}
+    if "layer_types" in defaults and "layer_types" not in stated:
+        settings["layer_types=full_attention"] = spec.dimensions.num_layers
+    return replace(spec, model_type=kind, settings=tuple(settings.items()))
+
+
+def text_parameters(text: ModelSpec, texts: Mapping[str, Any], *, tied: bool) -> tuple[ParameterShape, ...]:
+    """Return the parameters of a text part by their names in the combined model."""
+    return tuple(
+        replace(p, name=texts["head"] if p.group == "head" else texts["prefix"] + p.name.removeprefix("model"))
+        for p in text.parameters
+        if not (tied and p.group == "head")
+    )
+
+
+def _with_text_part(config: ModelConfig, stored: Class) -> ModelConfig:
+    """Return a configuration whose text part is a part, where older files have its fields at the top level."""
+    part, texts = stored["text"], stored["texts"]
+    if part in config or not texts["flat"]:
+        return config
+    own = {*stored["values"], "model_type", "architectures"}
+    moved = {
+        name: value for name, value in config.items() if name not in own and not name.endswith(("_config", "_token_id"))
+    }
+    return {name: value for name, value in config.items() if name not in moved} | {part: moved}
+
+
+def _text_values(text: ModelSpec, part: str, stated: Values) -> Iterator[tuple[str, Any]]:
+    """Yield the values of a text part that its configuration does not state."""
+    set_here = ("model_type", "tie_word_embeddings")
+    for name, value in text.settings:
+        if name not in set_here and f"{part}.{name}" not in stated:
+            yield f"{part}.{name}", value
 
 
 def value_kind(value: object) -> str:
@@ -355,6 +429,11 @@ def _stated(config: ModelConfig, stored: Class) -> Values | None:
             own, value = LABELS, len(value)
         if name == "model_type" and value != stored.get("part_types", {}).get(part, value):
             return None
+        if part.partition(".")[0] == stored["text"] and "texts" in stored:
+            # Its own class decides about it.
+            if value is None or isinstance(value, bool | int | float | str):
+                stated[own] = value
+            continue
         if part not in parts or own in stated or not _is_covered(own, value, config, stored):
             return None
         if not name.endswith(_ROTARY_FIELDS):
@@ -384,8 +463,8 @@ def _is_covered(field: str, value: Any, config: ModelConfig, stored: Class) -> b
         # What Llama 4 derives, and writes into the files of a saved model.
         step, layers = config.get("interleave_moe_layer_step", 1), config.get("num_hidden_layers", 0)
         return bool(step > 0 and value == list(range(step - 1, layers, step)))
-    if field == "vision_config.vocab_size":
-        # LLaVA's files have one, which no vision tower reads.
+    if field == "vision_config.vocab_size" or (field == "vocab_size" and "texts" in stored):
+        # Files of LLaVA and SmolVLM have one, which only text parts read.
         return True
     if name == "attention_head_size":
         return bool(value == config.get("hidden_size", 0) // config.get("num_attention_heads", 1))
@@ -393,7 +472,11 @@ def _is_covered(field: str, value: Any, config: ModelConfig, stored: Class) -> b
         return name not in stored["read"]
     if isinstance(value, list) and all(isinstance(item, str) for item in value):
         value = "|".join(value) or None
-    return bool(stored["values"][field] == value)
+    usual = stored["values"][field]
+    if isinstance(value, list) and isinstance(usual, list):
+        # Numbers of layers, of which some have more modules.
+        return len(value) == len(usual)
+    return bool(usual == value)
 
 
 def _holds(when: Mapping[str, str], kinds: Mapping[str, str]) -> bool:

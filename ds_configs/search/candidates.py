@@ -397,12 +397,14 @@ class Candidate:
 
     def with_recomputed(self, layers: int | None) -> Candidate:
         """Return the same layout with its first `layers` (of each stage) recomputed; `None` for all."""
-        strategy = replace(self.strategy, gradient_checkpointing=True, checkpointed_layers=layers)
-        return replace(self, strategy=strategy)
+        return self._with_strategy(self.strategy.changed(gradient_checkpointing=True, checkpointed_layers=layers))
 
     def with_offloaded(self, layers: int) -> Candidate:
         """Return the same layout with the inputs of its first `layers` in host memory."""
-        return replace(self, strategy=replace(self.strategy, offloaded_checkpoints=layers))
+        return self._with_strategy(self.strategy.changed(offloaded_checkpoints=layers))
+
+    def _with_strategy(self, strategy: Layout) -> Candidate:
+        return Candidate(strategy=strategy, context=self.context, index=self.index, lean=self.lean)
 
     def with_most_offloaded(self) -> Candidate:
         """Return the same layout with as many of its offloaded layer inputs in host memory as fit there."""
@@ -462,7 +464,7 @@ def candidates(
     layout_rules, batch_rules = ((), SIZE_RULES) if sizes_only else (LAYOUT_RULES, BATCH_RULES)
     for context in contexts:
         # Most rules do not depend on the batch, of which there are many.
-        legal = [not any(context.broken_rules(layout_rules, replace(layout, **form))) for form in forms]
+        legal = [not any(context.broken_rules(layout_rules, layout.changed(**form))) for form in forms]
         collects = errors is not None and context is contexts[0]
         if not collects and not any(legal):
             continue
@@ -472,7 +474,7 @@ def candidates(
         ):
             if not collects and not is_legal:
                 continue
-            strategy = replace(variant, micro_batch_size=micro_batch, gradient_accumulation_steps=accumulation, **form)
+            strategy = variant.changed(micro_batch_size=micro_batch, gradient_accumulation_steps=accumulation, **form)
             if is_legal and not any(context.broken_rules(batch_rules, strategy)):
                 lean = variant in layouts[1:]
                 yield Candidate(strategy=strategy, context=context, index=index, lean=lean)

@@ -10,8 +10,9 @@ from math import ceil
 
 from ..memory.distillation_memory import teacher_gpu_bytes, teacher_host_bytes
 from ..memory.estimate import MemoryEstimate, loading_terms
-from ..memory.model_states import default_zero_options
+from ..memory.model_states import default_zero_options, viewed_elements
 from ..memory.rank_parameters import rank_parameters
+from ..memory.terms import TERM_ROLES
 from ..specs.errors import ConfigError, UsageError
 from ..specs.job import (
     AUTOMATIC_PLACEMENTS,
@@ -50,20 +51,39 @@ class Search:
     """All candidates of each layout, by its index."""
     partial: bool
     """Whether recomputing some of the layers may be tried."""
+    exhaustive: bool = True
+    """Whether all candidates that are as fast as those that fit are estimated, for the frontier."""
     fitting: dict[Candidate, None] = field(default_factory=dict)
     """Candidates whose memory was estimated and suffices, in the order of estimation."""
     leanest: dict[int, Candidate] = field(default_factory=dict)
     """The candidate of each layout that needs the least memory."""
     estimated: int = 0
     """Candidates whose memory was estimated."""
+    slower: dict[Candidate, list[Candidate]] = field(default_factory=dict)
+    """Of each candidate that `fastest_first` returned, those that save more memory in the same micro-batches."""
     _ordered: dict[int, list[Candidate]] = field(default_factory=dict)
-    _partially_recomputed: dict[Candidate, Candidate | None] = field(default_factory=dict)
+    _recomputed: dict[Candidate, _RecomputedLayers] = field(default_factory=dict)
     _by_strategy: dict[int, dict[tuple[Layout, str], Candidate]] = field(default_factory=dict)
 
     def fastest_first(self, index: int) -> list[Candidate]:
-        """Return the candidates of a layout by speed, the simplest first among equally fast ones."""
+        """Return the candidates of a layout by speed, the simplest first among equally fast ones, without the `slower`.
+
+        Recomputation and smaller buffers are never faster, so that candidates that only add them are timed only if the
+        search comes to them.
+        """
         if index not in self._ordered:
-            self._ordered[index] = sorted(self.by_layout[index], key=_order)
+            fastest: dict[tuple[int, str, bool, int], Candidate] = {}
+            alone: list[Candidate] = []
+            for candidate in sorted(self.by_layout[index], key=_savings):
+                strategy = candidate.strategy
+                form = strategy.micro_batch_size, candidate.job.loss, strategy.tiled_mlp, strategy.offloaded_checkpoints
+                first = fastest.setdefault(form, candidate)
+                adds = all(more >= less for more, less in zip(_savings(candidate), _savings(first), strict=True))
+                if first is not candidate and adds:
+                    self.slower.setdefault(first, []).append(candidate)
+                else:
+                    alone.append(candidate)
+            self._ordered[index] = sorted(alone, key=_order)
         return self._ordered[index]
 
     def fits(self, candidate: Candidate) -> bool:
@@ -112,39 +132,78 @@ class Search:
         return fitting
 
     def fewest_layers(self, candidate: Candidate) -> Candidate | None:
-        """Return the candidate that recomputes as few layers as make it fit; `None` when recomputing all is needed.
+        """Return the fastest candidate that recomputes some of the layers and may fit; it does if it is in `fitting`.
 
-        Recomputing all layers is a candidate that the search tries anyway.
+        The result is `None` when recomputing all layers is needed, which is a candidate that the search tries anyway.
         """
-        if candidate in self._partially_recomputed:
-            return self._partially_recomputed[candidate]
-        self._partially_recomputed[candidate] = None
-        layers = candidate.context.model.dimensions.num_layers
-        low, high = 0, -(-layers // candidate.strategy.pp)
-        if candidate.index not in self._by_strategy:
-            self._by_strategy[candidate.index] = {
-                (other.strategy, other.job.loss): other for other in self.by_layout[candidate.index]
-            }
-        # The candidate that differs only in recomputing all layers, whose memory may be known already.
-        everything = candidate.with_recomputed(None)
-        known = self._by_strategy[candidate.index]
-        everything = known.get((everything.strategy, everything.job.loss), everything)
-        if not self.fits(everything):
-            return None
-        capacity = candidate.memory.gpu.capacity_bytes
-        most, least = candidate.memory.gpu.high_bytes, everything.memory.gpu.high_bytes
-        fitting: Candidate | None = None
-        while high - low > 1:
-            # Memory falls almost evenly with each layer, so interpolation lands near the limit.
-            share = (most - capacity) / (most - least) if most > capacity >= least else 0.5
-            middle = min(high - 1, max(low + 1, low + ceil(share * (high - low))))
-            partial = candidate.with_recomputed(middle)
-            if self.fits(partial):
-                high, fitting, least = middle, partial, partial.memory.gpu.high_bytes
+        layers = self._recomputed.get(candidate)
+        if layers is None:
+            gpu, model, pp = candidate.memory.gpu, candidate.context.model, candidate.strategy.pp
+            count = -(-model.dimensions.num_layers // pp)
+            excess = max(0, gpu.high_bytes - gpu.capacity_bytes) * gpu.allocated_bytes / gpu.high_bytes
+            # A layer frees at most its part of the activations, and of the parameters that autograd has views of. Other
+            # parameters are gathered in another order.
+            freed = sum(size for name, size in gpu.terms.items() if TERM_ROLES.get(name) == "activations")
+            gathered = gpu.terms.get("gathered_parameters", 0)
+            if viewed_elements(model, candidate.job):
+                freed += gathered
             else:
-                low, most = middle, partial.memory.gpu.high_bytes
-        self._partially_recomputed[candidate] = fitting
-        return fitting
+                excess -= gathered
+            low = ceil(excess * (model.dimensions.num_layers // pp) / freed) - 2 if freed else count - 1
+            low = 0 if self.exhaustive else min(count - 1, max(0, low))
+            layers = self._recomputed[candidate] = _RecomputedLayers(low=low, high=count, most=(0, gpu.high_bytes))
+        if layers.high - layers.low == 1:
+            return layers.fitting
+        return candidate.with_recomputed(layers.low + 1)
+
+    def narrow_layers(self, candidate: Candidate) -> None:
+        """Estimate one more candidate that recomputes some of the layers, or all that `fewest_layers` needs."""
+        layers = self._recomputed[candidate]
+        if layers.least is None:
+            if candidate.index not in self._by_strategy:
+                self._by_strategy[candidate.index] = {
+                    (other.strategy, other.job.loss): other for other in self.by_layout[candidate.index]
+                }
+            # The candidate that differs only in recomputing all layers, whose memory may be known already.
+            everything = candidate.with_recomputed(None)
+            known = self._by_strategy[candidate.index]
+            everything = known.get((everything.strategy, everything.job.loss), everything)
+            layers.least = everything.memory.gpu.high_bytes
+            if not self.fits(everything):
+                layers.low = layers.high - 1
+                return
+        capacity = candidate.memory.gpu.capacity_bytes
+        # Memory falls almost evenly with each layer, so interpolation lands near the limit.
+        start, most = layers.most
+        share = (most - capacity) / (most - layers.least) if most > capacity >= layers.least else 0.5
+        middle = min(layers.high - 1, max(layers.low + 1, start + ceil(share * (layers.high - start))))
+        partial = candidate.with_recomputed(middle)
+        if self.fits(partial):
+            layers.high, layers.fitting, layers.least = middle, partial, partial.memory.gpu.high_bytes
+        else:
+            layers.low, layers.most = middle, (middle, partial.memory.gpu.high_bytes)
+        if self.exhaustive and layers.high - layers.low > 1:
+            self.narrow_layers(candidate)
+
+
+@dataclass(kw_only=True)
+class _RecomputedLayers:
+    """Bounds of the fewest layers that a candidate has to recompute to fit."""
+
+    low: int
+    """Too few layers."""
+    high: int
+    """Enough layers, or all of them."""
+    most: tuple[int, int]
+    """A number of layers that is too small, and the bytes with it."""
+    least: int | None = None
+    """Bytes with `high` layers."""
+    fitting: Candidate | None = None
+    """The candidate with `high` layers, unless these are all."""
+
+
+def _savings(candidate: Candidate) -> tuple[bool, bool]:
+    return candidate.strategy.gradient_checkpointing, candidate.lean
 
 
 def _fastest(legal: list[Candidate]) -> Candidate:
@@ -162,8 +221,11 @@ def _need(candidate: Candidate) -> tuple[int, int]:
     return max(0, host.peak_bytes_per_node - host.capacity_bytes_per_node), candidate.memory.gpu.high_bytes
 
 
-def search_fastest(explored: Search, indices: Iterable[int]) -> Candidate | None:
-    """Return the simplest of the candidates as fast as the fastest that fits, within 5 %; `None` when none fits."""
+def search_fastest(explored: Search, indices: Iterable[int], *, faster_than: float = 0.0) -> Candidate | None:
+    """Return the simplest of the candidates as fast as the fastest that fits, within 5 %; `None` when none fits.
+
+    If none that fits has more than `faster_than` tokens per second, returns any that fits.
+    """
     heap: list[tuple[float, tuple[bool, int, int, int, bool, bool], int, str, Candidate]] = []
     order = 0
 
@@ -172,9 +234,17 @@ def search_fastest(explored: Search, indices: Iterable[int]) -> Candidate | None
         order += 1
         heapq.heappush(heap, (-bound, candidate.complexity, order, state, candidate))
 
-    for index in indices:
-        # No candidate of a layout needs to be timed if the leanest one does not fit.
-        for candidate in explored.fastest_first(index) if explored.possible(index) else ():
+    def push_fewest_layers(candidate: Candidate) -> None:
+        fewest = explored.fewest_layers(candidate)
+        if fewest in explored.fitting:
+            push(fewest, "fits", fewest.tokens_per_second)
+        elif fewest is not None:
+            push(candidate, "some layers", fewest.tokens_per_second)
+
+    # No candidate of a layout needs to be timed if the leanest one does not fit.
+    possible = [index for index in indices if explored.possible(index)]
+    for index in possible:
+        for candidate in explored.fastest_first(index):
             push(candidate, "unchecked", candidate.tokens_per_second)
     best: float | None = None
     near: list[Candidate] = []
@@ -182,35 +252,38 @@ def search_fastest(explored: Search, indices: Iterable[int]) -> Candidate | None
         bound, _, _, state, candidate = heapq.heappop(heap)
         if best is not None and -bound < AS_FAST * best:
             break
+        if best is None and -bound <= faster_than:
+            return explored.leanest[possible[0]]
         if near and candidate.complexity >= min(other.complexity for other in near):
             # Neither faster nor simpler than one that fits.
             continue
         if state == "some layers":
-            fewest = explored.fewest_layers(candidate)
-            if fewest is not None:
-                push(fewest, "fits", fewest.tokens_per_second)
+            explored.narrow_layers(candidate)
+            push_fewest_layers(candidate)
             continue
+        for other in explored.slower.get(candidate, ()) if state == "unchecked" else ():
+            push(other, "unchecked", other.tokens_per_second)
         if state == "fits" or explored.fits(candidate):
             best = best or candidate.tokens_per_second
             near.append(candidate)
         elif explored.partial and not candidate.strategy.gradient_checkpointing:
-            lightest = candidate.with_recomputed(1)
-            push(candidate, "some layers", lightest.tokens_per_second)
+            push_fewest_layers(candidate)
     if best is None:
         return None
     return min(near, key=lambda candidate: (candidate.complexity, -candidate.tokens_per_second))
 
 
-def _preferred(explored: Search, indices: list[int], job: TrainingJob) -> Candidate | None:
+def _preferred(explored: Search, indices: list[int], job: TrainingJob, *, faster_than: float = 0.0) -> Candidate | None:
     """Return the candidate of these layouts that the objective prefers; `None` when none fits.
 
-    Offload that was not requested has to be faster than every layout without it by `OFFLOAD_GAIN`.
+    Offload that was not requested has to be faster than every layout without it by `OFFLOAD_GAIN`. If the preferred
+    one has no more than `faster_than` tokens per second, another one that fits and is not faster may be returned.
     """
     if job.objective != "memory":
         without = [index for index in indices if explored.by_layout[index][0].strategy.offload_optimizer == "none"]
         if job.offload != "auto" or len(without) == len(indices):
-            return search_fastest(explored, indices)
-        inside = search_fastest(explored, without)
+            return search_fastest(explored, indices, faster_than=faster_than)
+        inside = search_fastest(explored, without, faster_than=faster_than)
         least = 0.0 if inside is None else OFFLOAD_GAIN * inside.tokens_per_second
         offloaded = [
             index
@@ -219,8 +292,13 @@ def _preferred(explored: Search, indices: list[int], job: TrainingJob) -> Candid
             and explored.possible(index)
             and explored.fastest_first(index)[0].tokens_per_second >= least
         ]
-        best = search_fastest(explored, offloaded)
-        return inside if best is None or best.tokens_per_second < least else best
+        best = search_fastest(explored, offloaded, faster_than=max(least, faster_than))
+        if best is None or (inside is not None and best.tokens_per_second <= max(least, faster_than)):
+            return inside
+        if inside is not None and faster_than:
+            least = best.tokens_per_second / OFFLOAD_GAIN
+            inside = search_fastest(explored, without, faster_than=least)
+        return best if inside is None or not faster_than or inside.tokens_per_second <= least else inside
     return min(
         (explored.leanest[index] for index in indices if explored.possible(index)),
         key=lambda candidate: (candidate.memory.gpu.high_bytes, -candidate.tokens_per_second),
@@ -244,7 +322,7 @@ def _best_three_dimensional(context: SearchContext, *, faster_than: float) -> tu
     for index, (strategy, why_not) in enumerate(three_dimensional(base, model, hardware, job)):
         by_layout[index] = list(candidates(strategy, contexts, index, None, sizes_only=True))
         reasons[index] = why_not
-    explored = Search(by_layout=by_layout, partial=job.gradient_checkpointing == "auto")
+    explored = Search(by_layout=by_layout, partial=job.gradient_checkpointing == "auto", exhaustive=False)
     bounds = {index: explored.fastest_first(index)[0].tokens_per_second for index, legal in by_layout.items() if legal}
     choices: list[Candidate] = []
     fastest = faster_than / AS_FAST
@@ -421,12 +499,13 @@ LONG_SEQUENCE_TOKENS = 32_768
 nothing fits otherwise: tiles have as many tokens as the hidden size, so they save little."""
 
 
-def search(context: SearchContext, *, compare: bool = True) -> Outcome:
+def search(context: SearchContext, *, compare: bool = True, faster_than: float = 0.0) -> Outcome:
     """Return the result of `search_one_batch` at the global batch that the plan states.
 
     Without a requested batch that is `planned_global_batch`. If it fits only with offload or not at all, but one
     sequence per accelerator does fit, the batch is that. Mechanisms for long sequences are tried for long sequences,
-    and for others if nothing fits without.
+    and for others if nothing fits without. If no layout has more than `faster_than` tokens per second, the chosen one
+    is any that fits.
 
     Raises:
         UsageError: the job is invalid or every layout that it allows breaks a rule; all errors together.
@@ -434,18 +513,21 @@ def search(context: SearchContext, *, compare: bool = True) -> Outcome:
     if _tries_long_sequences(context.job) and not context.long_sequences:
         extended = replace(context, long_sequences=True)
         if context.job.seq_len_tokens >= LONG_SEQUENCE_TOKENS:
-            return search(extended, compare=compare)
-        outcome = _search_batches(context, compare=compare)
-        return _search_batches(extended, compare=compare) if outcome.chosen is None else outcome
-    return _search_batches(context, compare=compare)
+            return _search_batches(extended, compare=compare, faster_than=faster_than)
+        outcome = _search_batches(context, compare=compare, faster_than=faster_than)
+        if outcome.chosen is not None:
+            return outcome
+        context = extended
+    return _search_batches(context, compare=compare, faster_than=faster_than)
 
 
 def _tries_long_sequences(job: TrainingJob) -> bool:
     return "auto" in (job.tiled_mlp, job.offload_activations)
 
 
-def _search_batches(context: SearchContext, *, compare: bool) -> Outcome:
-    outcome, smallest, job = search_one_batch(context, compare=compare), _with_smallest_batch(context), context.job
+def _search_batches(context: SearchContext, *, compare: bool, faster_than: float) -> Outcome:
+    outcome = search_one_batch(context, compare=compare, faster_than=faster_than)
+    smallest, job = _with_smallest_batch(context), context.job
     if smallest is None:
         return outcome
     offloads = outcome.chosen is not None and outcome.chosen.strategy.offload_optimizer != "none"
@@ -454,7 +536,7 @@ def _search_batches(context: SearchContext, *, compare: bool) -> Outcome:
         smaller_fits = _anything_fits(replace(smallest, job=inside))
     else:
         smaller_fits = outcome.chosen is None and _anything_fits(smallest)
-    return search_one_batch(smallest, compare=compare) if smaller_fits else outcome
+    return search_one_batch(smallest, compare=compare, faster_than=faster_than) if smaller_fits else outcome
 
 
 def _with_smallest_batch(context: SearchContext) -> SearchContext | None:
@@ -466,7 +548,7 @@ def _with_smallest_batch(context: SearchContext) -> SearchContext | None:
     return replace(context, smallest_batch=True)
 
 
-def search_one_batch(context: SearchContext, *, compare: bool = True) -> Outcome:
+def search_one_batch(context: SearchContext, *, compare: bool = True, faster_than: float = 0.0) -> Outcome:
     """Return the layout that the job's objective prefers among those that fit, and why the others were rejected.
 
     A teacher is tried as a replica on every rank, then sharded, then in host memory. Each placement is tried under all
@@ -492,12 +574,13 @@ def search_one_batch(context: SearchContext, *, compare: bool = True) -> Outcome
     proposed: list[int] = []
     for part, indices in _rounds(layouts, context):
         explored = _legal(layouts, indices, part, errors)
+        explored.exhaustive = compare
         searches.append(explored)
         requested = job.pipeline_parallel_size is not None
         trainer_runs = [index for index in explored.by_layout if layouts[index].pp == 1 or requested]
         # A stock Trainer cannot run a pipeline, so one that was not requested is only proposed if nothing else fits.
         for proposed in (trainer_runs, list(explored.by_layout)):
-            best = _preferred(explored, proposed, job)
+            best = _preferred(explored, proposed, job, faster_than=faster_than)
             if best is not None:
                 break
         if best is not None:

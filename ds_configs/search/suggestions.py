@@ -85,7 +85,7 @@ def cheapest_changes(context: SearchContext) -> tuple[Suggestion, ...]:
         (_chunked_loss_or_smaller_teacher(hardware, job), 1),
         (_shorter_sequences(hardware, job), 1),
         (chain(_smaller_states(hardware, job), _smaller_weights(hardware, job)), 1),
-        (_adapters(hardware, job), 1),
+        (chain(_adapters(hardware, job), _first_rank_adapters(hardware, job)), 1),
         (_more_accelerators(hardware, job), 1),
         (_larger_accelerators(hardware, job), 1),
         (more_memory, 1),
@@ -168,13 +168,14 @@ def faster_changes(chosen: Evaluated, context: SearchContext) -> tuple[Offer, ..
         return tuple(offers)
     if not chosen.strategy.gradient_checkpointing and chosen.strategy.offload_optimizer == "none":
         return tuple(offers)
-    batch = chosen.strategy.global_batch_size
+    batch, least = chosen.strategy.global_batch_size, _LEAST_GAIN * chosen.time.tokens_per_second
     for _, changed in (*_smaller_states(hardware, job), *_adapters(hardware, job)):
         # The batch stays the same.
         if planned_global_batch(changed, hardware.world_size) != batch:
             changed = replace(changed, global_batch_size=batch)
         try:
-            other = search(SearchContext(model=model, hardware=hardware, job=changed), compare=False).chosen
+            changed_context = SearchContext(model=model, hardware=hardware, job=changed)
+            other = search(changed_context, compare=False, faster_than=least).chosen
         except ShardwrightError:
             continue
         if other is None or other.strategy.global_batch_size != batch:
@@ -270,6 +271,15 @@ def _adapters(hardware: HardwareSpec, job: TrainingJob) -> Iterator[Pair]:
         yield hardware, replace(job, method="lora")
     if job.method != "qlora":
         yield hardware, replace(job, method="qlora")
+
+
+def _first_rank_adapters(hardware: HardwareSpec, job: TrainingJob) -> Iterator[Pair]:
+    """Yield LoRA instead of QLoRA: only the first rank of sharded 16-bit weights loads them.
+
+    That is less host memory where bitsandbytes leaves most weights in 16 bit, as fused experts.
+    """
+    if job.method == "qlora":
+        yield hardware, replace(job, method="lora")
 
 
 def _more_accelerators(hardware: HardwareSpec, job: TrainingJob) -> Iterator[Pair]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, fields, replace
 from difflib import get_close_matches
+from functools import lru_cache
 from typing import Any, Literal, get_args
 
 from .errors import ConfigError, count_fix
@@ -225,6 +226,7 @@ def job_of(options: Mapping[str, Any]) -> TrainingJob:
     return TrainingJob(**values)
 
 
+@lru_cache(maxsize=16)
 def without_kernels(job: TrainingJob) -> TrainingJob:
     """Return a job with eager kernels in bf16 instead of compiled, Liger's or fp8 ones."""
     precision: Precision = "bf16" if job.precision == "fp8" else job.precision

@@ -16,6 +16,7 @@ from typing import Any
 
 from ...ds_configs.specs.errors import ConfigError, UsageError
 from .. import patches
+from ..unused_parameters import accept_unused_parameters, find_unused_parameters, modules_with_choice
 
 _SCHEDULE_LENGTHS = ("total_num_steps", "warmup_num_steps")
 """Parameters of a scheduler of DeepSpeed that Transformers computes from the number of steps if they are `auto`."""
@@ -100,7 +101,13 @@ def _preparing(prepare: Callable[..., Any]) -> Callable[..., Any]:
         if not is_prepared(self):
             lengths = _schedule(self)
             self._automatic_lengths = [name for name in _SCHEDULE_LENGTHS if lengths.get(name) == "auto"]
+            # Before the engine changes the classes of modules.
+            choosing = modules_with_choice(self.model)
+            if choosing:
+                find_unused_parameters(self)
             prepared = prepare(self, *arguments)
+            if choosing:
+                accept_unused_parameters(self, choosing)
             if resume_from_checkpoint is not None and self.is_deepspeed_enabled:
                 _complete_groups(self.model_wrapped.basic_optimizer)
             return prepared

@@ -123,19 +123,6 @@ def test_signals_end_the_command_with_their_exit_code(tmp_path: Path, number: si
     assert not output.exists()
 
 
-def test_settings_may_come_through_a_pipe(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [COMMAND, "plan", str(LLAMA), "--config", "/dev/stdin", "--format", "json"],
-        input="hardware: 8xA100-80GB\nseq_len: 640\n",
-        capture_output=True,
-        text=True,
-        env=environment(),
-        timeout=120,
-    )
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout)["job"]["seq_len"] == 640
-
-
 def test_debug_shows_the_traceback() -> None:
     quiet = shardwright("plan", "/no/such/model", *GPU)
     assert (quiet.returncode, quiet.stdout) == (2, "")
@@ -143,12 +130,6 @@ def test_debug_shows_the_traceback() -> None:
     loud = shardwright("plan", "/no/such/model", *GPU, SHARDWRIGHT_DEBUG="1")
     assert loud.returncode == 1
     assert "Traceback" in loud.stderr and "UsageError" in loud.stderr
-
-
-def test_python_m_is_the_same_command() -> None:
-    command = [sys.executable, "-m", "shardwright", "--version"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
-    assert (done.returncode, done.stdout) == (0, shardwright("--version").stdout)
 
 
 def test_paths_cannot_put_commands_into_the_launch_script(tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shlex
-from pathlib import Path
 
 import pytest
 from shardwright.cli.commands import env
@@ -37,13 +36,3 @@ def test_help_fits_the_terminal(capsys: pytest.CaptureFixture[str], monkeypatch:
         for example in examples:
             assert f"shardwright {command} {example}".rstrip() in said
         assert f"SHARDWRIGHT_{command.upper().replace('-', '_')}_" in said.replace(" ", "")
-
-
-def test_completion_is_installed_for_the_shell(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("HOME", str(tmp_path))
-    assert run(["--install-completion", "--shell", "bash"]) == 0
-    assert "shardwright" in capsys.readouterr().out
-    (script,) = (path for path in tmp_path.rglob("shardwright*") if path.is_file())
-    assert "cache-teacher" in script.read_text()

@@ -93,12 +93,6 @@ def test_damaged_installation_is_rejected_before_anything_is_written(
     assert not list((site.parent / "work").iterdir())
 
 
-def test_all_errors_are_reported_together(site: Path):
-    remove(site)
-    make_older(site)
-    assert len(shardwright(site, *PLAN).stderr.splitlines()) == 2
-
-
 def test_newer_release_runs_with_one_warning(site: Path):
     for package in ("transformers", "accelerate"):
         metadata_of(site, package).unlink()
@@ -115,24 +109,6 @@ def test_second_version_further_down_the_path_is_named(site: Path, tmp_path: Pat
     result = shardwright(site, *PLAN, behind=(tmp_path / "system",))
     assert result.returncode == 0, result.stderr
     assert f"hides 5.1.0 in {tmp_path / 'system'}" in result.stderr
-
-
-@pytest.mark.parametrize(
-    "source, shown",
-    [
-        ('raise OSError("libtorch_cpu.so: cannot open shared object file")', "libtorch_cpu.so"),
-        ("def zeros(*size):\n    raise NotImplementedError(\"Could not run 'aten::empty' on 'CPU'\")", "aten"),
-    ],
-)
-def test_torch_that_cannot_compute_is_one_line(site: Path, source: str, shown: str):
-    (site / "torch").unlink()
-    (site / "torch").mkdir()
-    (site / "torch" / "__init__.py").write_text(source + "\n")
-    result = shardwright(site, "train", str(CONFIG), "--dataset", "python-help", "--output-dir", "out")
-    assert result.returncode == 2
-    (line,) = result.stderr.splitlines()
-    assert line.startswith("error: torch 2") and shown in line
-    assert not list((site.parent / "work").iterdir())
 
 
 def test_environment_report_works_without_torch(site: Path):

@@ -29,7 +29,7 @@ from shardwright.plugins.planning.from_names import job_from_words, read_hardwar
 from shardwright.plugins.planning.models import load_model_spec
 from shardwright.trainers.distillation.command.settings import DistillSettings
 from shardwright.trainers.qat.command.settings import QATSettings
-from shardwright.trainers.runs.inputs import as_planned, job_options, training_job
+from shardwright.trainers.runs.inputs import job_options, training_job
 from shardwright.trainers.training.settings import TrainSettings
 
 MODELS = CONFIGS
@@ -144,21 +144,6 @@ def test_settings_of_training_commands_keep_every_field(job: TrainingJob, kind: 
     assert {name: made.options()[name] for name in names} == {name: job.options()[name] for name in names}
 
 
-@given(job=JOBS)
-@DRAWN
-def test_settings_have_every_field_of_a_plan(job: TrainingJob) -> None:
-    plan = Plan.load(gallery_directory())
-    chosen = replace(plan.chosen, strategy=replace(plan.chosen.strategy, sp=4))
-    job = replace(_used(job), teacher=None, teacher_placement="auto", loss="chunked", sequence_parallel_size=None)
-    hardware = parse_hardware("8xH800", host_memory="1TB", nvme="/nvme:2TB")
-    made = as_planned(TrainSettings(plan="p"), replace(plan, job=job, chosen=chosen, hardware=hardware))
-    expected = job.options() | {"micro_batch_size": chosen.strategy.micro_batch_size, "sequence_parallel_size": 4}
-    assert {name: getattr(made, name) for name in job_options(made)} == {
-        name: expected[name] for name in job_options(made)
-    }
-    assert (made.hardware, made.host_memory, made.nvme) == ("8xH800", "1TB", "/nvme:2TB")
-
-
 @given(
     nodes=st.integers(1, 9),
     gpus=st.integers(1, 9),
@@ -172,20 +157,6 @@ def test_hardware_options_make_the_same_hardware(
     hardware = parse_hardware(f"{nodes} x {gpus}x{gpu}", host_memory=None if host is None else f"{host}B", nvme=nvme)
     made = read_hardware(**{"text" if name == "hardware" else name: text for name, text in hardware.options().items()})
     assert replace(made, name=hardware.name) == hardware
-
-
-def test_options_of_described_hardware_name_its_file(tmp_path: Path) -> None:
-    file = tmp_path / "node.yaml"
-    file.write_text(
-        "name: rack\ngpu: H100-80GB\ngpus_per_node: 4\nhost_bytes_per_node: 1TB\nnvme_path: /n\n"
-        "nvme_bytes_per_node: 2TB\n"
-    )
-    hardware = read_hardware(str(file))
-    options = hardware.options()
-    assert options == {"hardware": str(file), "host_memory": "1TB", "nvme": "/n:2TB"}
-    assert read_hardware(options.pop("hardware"), **options) == hardware
-    unequal = read_hardware("8xA100-80GB+8xH100")
-    assert read_hardware(unequal.options()["hardware"]) == unequal
 
 
 _MISFITS: list[tuple[str, str, dict[str, Any]]] = [
@@ -211,15 +182,6 @@ def test_every_change_of_a_job_that_does_not_fit_plans_and_fits(model: str, gpus
         made = _planned_by(spec, hardware, job, suggestion.change)
         gpu = made.chosen.memory.gpu
         assert (gpu.high_bytes, gpu.capacity_bytes) == (suggestion.high_bytes, suggestion.capacity_bytes)
-
-
-def test_a_full_training_with_8_bit_states_is_offered_bf16_weights() -> None:
-    with pytest.raises(PlanDoesNotFitError, match="would fit: --weights-dtype bf16"):
-        make_plan(
-            load_model_spec(LLAMA).spec,
-            parse_hardware("1xA100-80GB"),
-            TrainingJob(optimizer="adamw_8bit", offload="none", seq_len_tokens=2048),
-        )
 
 
 @pytest.mark.parametrize(

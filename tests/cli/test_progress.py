@@ -8,27 +8,12 @@ import pytest
 from planning import gallery_directory
 from rich.console import Console
 from shardwright.cli import progress
-from shardwright.cli.progress import Bar, LinesAtTimes
+from shardwright.cli.progress import LinesAtTimes
 from shardwright.cli.training import TrainingView
 from shardwright.ds_configs.plan.plan import Plan
 from shardwright.plugins.launching.messages import Figures
 
 FIGURES = "loss 2.313, 1,204 tokens/s"
-
-
-@pytest.mark.parametrize("columns", [40, 80, 120])
-def test_the_bar_fits(columns: int) -> None:
-    console = Console(file=io.StringIO(), force_terminal=True, width=columns, color_system=None)
-    bar = Bar("starting the ranks", console)
-    console.print(bar.shown.get_renderable())
-    bar.tell_figures(FIGURES)
-    bar("step", 12, 100)
-    console.print(bar.shown.get_renderable())
-    lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
-    assert max(map(len, lines)) <= columns
-    assert len(lines) == 2 and "starting the ranks" in lines[0]
-    said = " ".join(lines[1].split())
-    assert "12/100" in said and "2.313" in said and "1,204" in said and "-:--" in said
 
 
 def test_lines_show_figures_and_remaining_time(
@@ -79,8 +64,3 @@ def test_the_live_view_compares_figures_with_the_plan(columns: int) -> None:
         f"{speed / 2:,.0f}, {speed / 4:,.0f} with a label; {speed:,.0f} with padding of {speed:,.0f} planned (100 %)"
     )
     assert padded.spans[-1].style == "dim", "padding is not a slow run"
-    view.tell_figures(Figures(tokens_per_second=speed, **counts))
-    ((_, packed),) = view.rows()
-    assert packed.plain == f"{speed:,.0f} ({speed / 4:,.0f} with a label) of {speed:,.0f} planned (100 %)"
-    view.tell_figures(Figures(slowest_rank=0, slowest_rank_ratio=1.02))
-    assert [text.plain for _, text in view.rows()] == ["equally fast; the slowest takes 1.02 times the median"]

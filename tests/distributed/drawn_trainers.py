@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from equivalence.cases import LOSS_TOLERANCE, WEIGHT_TOLERANCE
+from equivalence.cases import LAYOUTS, LOSS_TOLERANCE, WEIGHT_TOLERANCE
 from shardwright.ds_configs.legality.combinations import columns_of, incompatibility_errors
 from trainer_cases import EVALUATED, EVERY_LAYOUT, FAMILIES, OPTIONS, ROWS, TRAINERS, TrainerCase
 
@@ -22,7 +22,7 @@ _OPTIMIZERS = ("adamw", "fused_adamw", "rmsprop", "own_adamw", "own_sgd", "optim
 _LENGTHS = ("epochs", "long", "logged_seldom", "first_logged", "last_dropped")
 _TRAINED = ("lora", "frozen", "embedding_frozen")
 _MIXTURES = ("mixtral", "qwen3_moe", "deepseek_v3")
-_LAYOUTS = tuple(name for name, strategy in EVERY_LAYOUT.items() if strategy.world_size == 2)
+_LAYOUTS = tuple(name for name, layout in EVERY_LAYOUT.items() if LAYOUTS[layout].world_size == 2)
 _LAYOUTS_OF_A_DRAW = 2
 _KEPT_REJECTIONS = 0.25
 """Of cases that the table rejects, which cost little and show little."""
@@ -33,13 +33,15 @@ def drawn_trainers(count: int, seed: int) -> list[TrainerCase]:
     draw = random.Random(seed)
     found: dict[str, TrainerCase] = {}
     while len(found) < count:
-        trainer = draw.choice([name for name in TRAINERS if name != "pipeline"])
+        trainer = draw.choice([name for name in TRAINERS if name not in ("pipeline", "sft_texts")])
         # Transformers has no classifier of Granite.
         family = draw.choice([name for name in FAMILIES if (trainer, name) != ("reward", "granite")])
         groups = [(_OPTIMIZERS, 0.4), (_LENGTHS, 0.4), (_TRAINED, 0.3)]
         grouped = {name for group, _ in groups for name in group}
         options = [draw.choice(group) for group, share in groups if draw.random() < share]
-        options += draw.sample([name for name in OPTIONS if name not in grouped], draw.choice((1, 1, 2)))
+        options += draw.sample(
+            [name for name in OPTIONS if name not in (*grouped, "reference", "peft")], draw.choice((1, 1, 2))
+        )
         if own := TRAINERS[trainer].options:
             options += [draw.choice(tuple(own))] if draw.random() < 0.5 else []
         rows, accumulation = draw.choice((ROWS, ROWS, 7)), draw.choice((1, 1, 2))

@@ -17,8 +17,8 @@ from typing import Any
 
 import psutil
 import torch
-from cases import deepspeed_configuration
 from engine_settings import fsdp2_settings
+from equivalence.cases import LAYOUTS, deepspeed_config
 from fresh_process import forget_last_run
 from shardwright.plugins.accelerate.cpu_ranks import configure_cpu_ranks
 from shardwright.plugins.peft import add_lora
@@ -171,7 +171,7 @@ def zero3(model: Path, output: Path) -> dict[str, Any]:
     from transformers import AutoModelForCausalLM, TrainingArguments
 
     arguments = TrainingArguments(
-        str(output), deepspeed=deepspeed_configuration(3), bf16=True, **configure_cpu_ranks("deepspeed")
+        str(output), deepspeed=deepspeed_config(LAYOUTS["zero3"]), bf16=True, **configure_cpu_ranks("deepspeed")
     )
     resident = Resident()
     loaded = AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16, use_safetensors=True)

@@ -6,8 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from equivalence.cases import MICRO_STEP_SAMPLES, Case, make_model, samples
-from equivalence.combinations import ALL_LAYOUTS, collated
+from equivalence.cases import LAYOUTS, MICRO_STEP_SAMPLES, Case, make_model, padded, samples
 from equivalence.records import training_record, write_records
 from shardwright.ds_configs.specs.layout import Layout
 from shardwright.plugins.accelerate.cpu_ranks import configure_cpu_ranks
@@ -23,10 +22,9 @@ ONE_RANK = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Resumed:
+class Resumed(Case):
     """A run that saves, or one that resumes from what `saved` names."""
 
-    layout: str
     saved: str = ""
     adapters: bool = False
     only_model: bool = False
@@ -38,18 +36,17 @@ class Resumed:
 
     @property
     def strategy(self) -> Layout:
-        strategy = (ALL_LAYOUTS | ONE_RANK)[self.layout]
+        strategy = (LAYOUTS | ONE_RANK)[self.layout]
         return replace(strategy, micro_batch_size=MICRO_STEP_SAMPLES // strategy.data_parallel_size)
 
 
 def make_trainer(case: Resumed, directory: Path) -> Any:
-    engine, family = case.strategy.engine, "mixtral" if case.strategy.ep > 1 else "llama"
-    settings = Case(layout=case.layout, strategy=case.strategy, optimizer="adamw_torch", family=family)
-    arguments = settings.training_arguments(directory) | {"max_steps": STEPS, "save_only_model": case.only_model}
+    engine = case.strategy.engine
+    arguments = case.arguments(directory) | {"max_steps": STEPS, "save_only_model": case.only_model}
     if not case.saved:
         arguments |= {"save_strategy": "steps", "save_steps": SAVED_AT}
     overrides = {"use_cpu": True} if engine == "single" else configure_cpu_ranks(engine)
-    model = make_model(family, {})
+    model = make_model(case.family, {})
     if case.adapters:
         from peft import LoraConfig, get_peft_model
 
@@ -58,7 +55,7 @@ def make_trainer(case: Resumed, directory: Path) -> Any:
         model=model,
         args=training_arguments(arguments, overrides),
         train_dataset=samples()[:24],
-        data_collator=collated,
+        data_collator=padded,
     )
 
 

@@ -8,7 +8,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from cases import Case, deepspeed_configuration
+from engine_settings import fsdp2_settings
+from equivalence.cases import LAYOUTS, deepspeed_config
 from fresh_process import forget_last_run
 from shardwright.plugins.accelerate.cpu_ranks import configure_cpu_ranks
 from shardwright.plugins.transformers.training_arguments import save_model_directory
@@ -33,11 +34,6 @@ def trained(model_directory: Path, training_arguments: Any) -> Any:
     return trainer
 
 
-def fsdp_settings() -> dict[str, Any]:
-    settings = Case(engine="fsdp2").training_arguments()
-    return {key: settings[key] for key in ("fsdp", "fsdp_config")}
-
-
 def sharding(trainer: Any) -> dict[str, Any]:
     from torch.distributed.tensor import DTensor
 
@@ -58,7 +54,7 @@ def without_adapter(model_directory: Path, output: Path) -> dict[str, Any]:
     import torch.distributed
 
     facts: dict[str, Any] = {
-        "deepspeed_world_size": arguments(output, deepspeed=deepspeed_configuration(2)).world_size,
+        "deepspeed_world_size": arguments(output, deepspeed=deepspeed_config(LAYOUTS["zero2"])).world_size,
         "process_group_size": torch.distributed.get_world_size(),
     }
     forget_last_run()
@@ -68,7 +64,7 @@ def without_adapter(model_directory: Path, output: Path) -> dict[str, Any]:
     except ValueError as error:
         facts["bf16_error"] = str(error)
     forget_last_run()
-    facts["fsdp2"] = sharding(trained(model_directory, arguments(output, use_cpu=True, **fsdp_settings())))
+    facts["fsdp2"] = sharding(trained(model_directory, arguments(output, use_cpu=True, **fsdp2_settings())))
     forget_last_run()
     return facts
 
@@ -77,7 +73,9 @@ def with_adapter(model_directory: Path, output: Path) -> dict[str, Any]:
     from transformers import AutoModelForCausalLM
 
     facts: dict[str, Any] = {}
-    zero3 = arguments(output, deepspeed=deepspeed_configuration(3), bf16=True, **configure_cpu_ranks("deepspeed"))
+    zero3 = arguments(
+        output, deepspeed=deepspeed_config(LAYOUTS["zero3"]), bf16=True, **configure_cpu_ranks("deepspeed")
+    )
     model = AutoModelForCausalLM.from_pretrained(model_directory, use_safetensors=True, trust_remote_code=False)
     facts["zero3"] = {
         "world_size": zero3.world_size,
@@ -88,14 +86,14 @@ def with_adapter(model_directory: Path, output: Path) -> dict[str, Any]:
     del model
     forget_last_run()
 
-    trainer = trained(model_directory, arguments(output, **fsdp_settings(), **configure_cpu_ranks("fsdp2")))
+    trainer = trained(model_directory, arguments(output, **fsdp2_settings(), **configure_cpu_ranks("fsdp2")))
     facts["fsdp2"] = sharding(trainer)
     save_model_directory(trainer, str(output / "fsdp2"))
     forget_last_run()
 
-    without_clipping = deepspeed_configuration(2)
+    without_clipping = deepspeed_config(LAYOUTS["zero2"])
     del without_clipping["gradient_clipping"]
-    for name, configuration in (("auto", deepspeed_configuration(2)), ("missing", without_clipping)):
+    for name, configuration in (("auto", deepspeed_config(LAYOUTS["zero2"])), ("missing", without_clipping)):
         settings = {"deepspeed": configuration, "max_grad_norm": 0.25, **configure_cpu_ranks("deepspeed")}
         trainer = trained(model_directory, arguments(output, **settings))
         facts[f"clipping_{name}"] = trainer.deepspeed.gradient_clipping()

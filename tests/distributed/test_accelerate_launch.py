@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from cases import RANKS, SEQ_LEN, STEPS, Case, deepspeed_configuration
+from equivalence.cases import Case
 from launches import accelerate_launch, torchrun
 from safetensors.torch import load_file
 from shardwright.ds_configs.plan.measurement import FILE_NAME, measurement_from_text
@@ -21,29 +21,37 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 pytestmark = pytest.mark.distributed
 
+RANKS, SEQ_LEN, STEPS = 2, 64, 5
 MODULE = "shardwright.trainers.rank_main"
+
+
+def arguments_of(case: Case) -> dict[str, Any]:
+    """Return keys of `TrainingArguments` for a training in bf16 that learns within its steps."""
+    arguments = case.arguments(Path())
+    del arguments["output_dir"]
+    return arguments | {"bf16": True, "learning_rate": 5e-3, "max_steps": STEPS, "max_grad_norm": 0.7}
 
 
 def write_plan(directory: Path, case: Case) -> tuple[Path, dict[str, Any]]:
     """Write files for `accelerate launch`, and return their path and the keys of `TrainingArguments`."""
-    settings = case.training_arguments()
+    settings = arguments_of(case)
     accelerate: dict[str, Any] = {
         "compute_environment": "LOCAL_MACHINE",
         "num_machines": 1,
         "num_processes": RANKS,
         "machine_rank": 0,
     }
-    if case.engine == "deepspeed":
+    if case.strategy.engine == "deepspeed":
         configuration = directory / "ds_config.json"
         configuration.write_text(json.dumps(settings.pop("deepspeed")))
         accelerate["distributed_type"] = "DEEPSPEED"
         accelerate["deepspeed_config"] = {
             "deepspeed_config_file": str(configuration),
-            "zero3_init_flag": case.zero_stage == 3,
+            "zero3_init_flag": case.strategy.zero_stage == 3,
         }
     else:
         settings = {key: value for key, value in settings.items() if not key.startswith("fsdp")}
-        accelerate |= {"distributed_type": "FSDP", "mixed_precision": "bf16" if case.bf16 else "no"}
+        accelerate |= {"distributed_type": "FSDP", "mixed_precision": "bf16"}
         accelerate["fsdp_config"] = {
             "fsdp_version": 2,
             "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
@@ -76,23 +84,20 @@ def test_zero2_bf16_loses_the_same_under_accelerate_and_torchrun(
     tiny_llama: Path, deepspeed_cpu_ops: None, tmp_path: Path
 ) -> None:
     """`accelerate launch` names the file in its environment, under torchrun TrainingArguments names it."""
-    case = Case(engine="deepspeed", zero_stage=2, bf16=True, accumulation=2)
+    case = Case(layout="zero2", accumulation=2)
     config_file, settings = write_plan(tmp_path, case)
     accelerate_launch(config_file, MODULE, job(tiny_llama, settings, tmp_path))
     by_accelerate = read_losses(tmp_path, "deepspeed")
 
-    by_torchrun = job(tiny_llama, case.training_arguments(), tmp_path, name="other-job")
+    by_torchrun = job(tiny_llama, arguments_of(case), tmp_path, name="other-job")
     torchrun(["-m", MODULE, *by_torchrun], ranks=RANKS)
     assert by_accelerate == read_losses(tmp_path, "deepspeed")
     assert by_accelerate[-1] < by_accelerate[0] - 0.8
 
 
 def test_zero3_offload_saves_a_model_directory(tiny_llama: Path, deepspeed_cpu_ops: None, tmp_path: Path) -> None:
-    case = Case(engine="deepspeed", zero_stage=3, offload_optimizer=True, offload_param=True, bf16=True)
+    case = Case(layout="zero3-offload-param")
     config_file, settings = write_plan(tmp_path, case)
-    foreign = json.loads((tmp_path / "ds_config.json").read_text())
-    del foreign["zero_optimization"]["stage3_gather_16bit_weights_on_model_save"]
-    (tmp_path / "ds_config.json").write_text(json.dumps(foreign))
     printed = accelerate_launch(config_file, MODULE, job(tiny_llama, settings, tmp_path))
     losses = read_losses(tmp_path, "deepspeed")
     assert losses[-1] < losses[0] - 0.8
@@ -114,7 +119,7 @@ def test_zero3_offload_saves_a_model_directory(tiny_llama: Path, deepspeed_cpu_o
 
 
 def test_fsdp2_lora_saves_complete_adapters(tiny_llama: Path, tmp_path: Path) -> None:
-    config_file, settings = write_plan(tmp_path, Case(engine="fsdp2", bf16=True, accumulation=2))
+    config_file, settings = write_plan(tmp_path, Case(layout="fsdp2", accumulation=2))
     lora = ["--method", "lora", "--lora-rank", "4", "--lora-targets", "q_proj,down_proj"]
     accelerate_launch(config_file, MODULE, job(tiny_llama, settings, tmp_path, *lora))
     assert all(math.isfinite(loss) for loss in read_losses(tmp_path, "fsdp2"))
@@ -127,7 +132,7 @@ def test_fsdp2_lora_saves_complete_adapters(tiny_llama: Path, tmp_path: Path) ->
 
 def test_lora_adapters_are_16_bit_under_zero3(tiny_llama: Path, deepspeed_cpu_ops: None, tmp_path: Path) -> None:
     """fp32 adapters on 16-bit weights would make each adapted layer keep an fp32 copy of its input."""
-    config_file, settings = write_plan(tmp_path, Case(engine="deepspeed", zero_stage=3, bf16=True))
+    config_file, settings = write_plan(tmp_path, Case(layout="zero3"))
     lora = ["--method", "lora", "--lora-rank", "4", "--lora-targets", "q_proj,down_proj"]
     accelerate_launch(config_file, MODULE, job(tiny_llama, settings, tmp_path, *lora))
     adapters = load_file(tmp_path / "trained" / "adapter_model.safetensors")
@@ -138,8 +143,8 @@ def test_lora_adapters_are_16_bit_under_zero3(tiny_llama: Path, deepspeed_cpu_op
 def test_zero3_is_rejected_before_training_when_its_weights_cannot_be_saved(
     tiny_llama: Path, deepspeed_cpu_ops: None, tmp_path: Path
 ) -> None:
-    config_file, settings = write_plan(tmp_path, Case(engine="deepspeed", zero_stage=3))
-    configuration = deepspeed_configuration(3)
+    config_file, settings = write_plan(tmp_path, Case(layout="zero3"))
+    configuration = json.loads((tmp_path / "ds_config.json").read_text())
     configuration["zero_optimization"]["stage3_gather_16bit_weights_on_model_save"] = False
     (tmp_path / "ds_config.json").write_text(json.dumps(configuration))
     with pytest.raises(LaunchFailedError, match="must be true to save a model directory under ZeRO-3"):

@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cases import RANKS
 from warm_ranks import run_ranks
 
 pytestmark = pytest.mark.distributed
+
+RANKS = 2
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,8 @@
-"""Packed conversations in `train`, `distill` and `qat`: the losses of single ones, under every layout that packs."""
+"""Packed conversations in `train`, `distill` and `qat`: the losses of single ones.
+
+`tests/equivalence` compares packed samples under every layout; these are the commands, of which `make test` runs one of
+each kind.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +53,9 @@ def padded(inputs: Path) -> Any:
     return of
 
 
-@pytest.mark.parametrize("layout", ["zero1", "fsdp2", "tp", "ep", "lora"])
+@pytest.mark.parametrize(
+    "layout", ["fsdp2", *(pytest.param(each, marks=pytest.mark.full) for each in ("tp", "ep", "lora"))]
+)
 def test_losses_are_those_of_padded_conversations(
     inputs: Path, padded: Any, layout: str, deepspeed_cpu_ops: None
 ) -> None:
@@ -101,7 +107,10 @@ def cached(inputs: Path) -> None:
         assert run(f"{words} --chat-template alpaca --seq-len 128 --temperature 2 --packing on".split()) == 0
 
 
-@pytest.mark.parametrize(("kind", "layout"), [("distill", "zero3"), ("distill-cached", "zero2"), ("qat", "fsdp2")])
+@pytest.mark.parametrize(
+    ("kind", "layout"),
+    [("distill-cached", "zero2"), ("qat", "fsdp2"), pytest.param("distill", "zero3", marks=pytest.mark.full)],
+)
 def test_other_commands_have_the_losses_of_padded_conversations(
     inputs: Path, tmp_path: Path, cached: None, kind: str, layout: str, deepspeed_cpu_ops: None
 ) -> None:

@@ -25,7 +25,14 @@ MEMORY_TOLERANCE = 0.15
 """Largest relative difference of metered from predicted bytes. Seen: 0.11, backward phase of tensor parallelism."""
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name",
+    [
+        "sequence",
+        "pipelines",
+        *(pytest.param(name, marks=pytest.mark.full) for name in ("tensor", "context", "expert")),
+    ],
+)
 def test_rehearsal_passes(name: str, deepspeed_cpu_ops: None) -> None:
     model, ranks, fixed = CASES[name]
     made = plan(str(CONFIGS / model), "8xB200", TrainingJob(**fixed))

@@ -49,6 +49,14 @@ EQUAL = [
     *_cases("sft distillation_of_nothing", "fsdp2", family="mixtral", rows=7),
     *_cases("trainer sft", "ep", family="mixtral", rows=7),
     *_cases("sft dpo kto gkd", "ep", family="mixtral", accumulation=2),
+    # What scripts pass: a reference, adapters with texts, and sets that are evaluated.
+    *_cases("dpo", "zero3 tp", options=("reference",)),
+    *_cases("dpo", "ep", family="mixtral", options=("reference",)),
+    *_cases("dpo", "ddp zero0 zero_offload fsdp2_offload", options=("reference", "adamw")),
+    *_cases("sft_texts", "zero2 sp", options=("peft",)),
+    *_cases("sft_texts", "ddp zero0 zero_offload fsdp2_offload", options=("peft", "adamw")),
+    *_cases("sft dpo", "zero3", options=("evaluated",)),
+    *_cases("sft", "sp", options=("evaluated",)),
     # The third batch would be incomplete, and training ends before.
     *_cases("dpo", "zero3", rows=9),
 ]
@@ -132,6 +140,7 @@ def test_trainers_match_one_process(case: TrainerCase, records: dict[str, dict[s
     record, reference = records[case.name], records[case.reference().name]
     assert "losses" in record and "losses" in reference, (record, reference)
     assert record["losses"] == pytest.approx(reference["losses"], abs=LOSS_TOLERANCE)
+    assert record["eval_losses"] == pytest.approx(reference["eval_losses"], abs=2e-6)
     assert record["grad_norms"] == pytest.approx(reference["grad_norms"], rel=NORM_TOLERANCE)
 
 

@@ -8,9 +8,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from engine_settings import fsdp2_settings
-from equivalence.cases import FURTHER, LAYOUTS, MICRO_STEP_SAMPLES, OFFLOADED, Case, deepspeed_config, padded
-from equivalence.combinations import ALL_LAYOUTS
+from equivalence.cases import MICRO_STEP_SAMPLES, Case, make_model, padded
 from equivalence.records import logged, training_record, write_records
 from shardwright.ds_configs.specs.layout import Layout
 from shardwright.plugins.accelerate.cpu_ranks import configure_cpu_ranks
@@ -27,21 +25,20 @@ VOCAB_SIZE = 288
 ROWS = 2 * STEPS * MICRO_STEP_SAMPLES
 HELD_OUT = 7
 """Samples of an evaluation, whose last batch is incomplete."""
-EVERY_LAYOUT: Mapping[str, Layout] = {
-    **{name: LAYOUTS[name] for name in ("ddp", "zero1", "zero2", "zero3", "fsdp2")},
-    "sp": LAYOUTS["sp2-zero1"],
-    "cp": FURTHER["cp2-fsdp2"],
-    "tp": LAYOUTS["tp2-zero1"],
-    "pp": LAYOUTS["pp2-zero0"],
-    "ep": LAYOUTS["ep2-zero2"],
-    "tp-dp": FURTHER["tp2-dp2-zero1"],
-    "zero0": FURTHER["zero0"],
-    "zero_offload": OFFLOADED["zero3-offload-param"],
-    "fsdp2_offload": ALL_LAYOUTS["fsdp2-offload"],
-    "sp-zero3": LAYOUTS["sp2-zero3"],
-    "ep-zero1": LAYOUTS["ep2-zero1"],
-    "single": Layout(engine="single"),
+EVERY_LAYOUT: Mapping[str, str] = {
+    **{name: name for name in ("single", "ddp", "zero0", "zero1", "zero2", "zero3", "fsdp2")},
+    "sp": "sp2-zero1",
+    "cp": "cp2-fsdp2",
+    "tp": "tp2-zero1",
+    "pp": "pp2-zero0",
+    "ep": "ep2-zero2",
+    "tp-dp": "tp2-dp2-zero1",
+    "zero_offload": "zero3-offload-param",
+    "fsdp2_offload": "fsdp2-offload",
+    "sp-zero3": "sp2-zero3",
+    "ep-zero1": "ep2-zero1",
 }
+"""Names of layouts by what the table of combinations calls them, and a few more."""
 _WORDS = ("the", "quick", "brown", "fox", "jumps", "over", "a", "lazy", "dog", "and", "then", "sleeps", "in", "sun")
 
 
@@ -65,29 +62,23 @@ class TrainerCase:
         return f"{self.trainer}-{self.layout}-{self.family}-x{self.accumulation}-{self.rows}{options}"
 
     @property
+    def run(self) -> Case:
+        model = FAMILIES[self.family].model_type
+        return Case(layout=EVERY_LAYOUT[self.layout], accumulation=self.accumulation, model=model)
+
+    @property
     def strategy(self) -> Layout:
-        strategy = EVERY_LAYOUT[self.layout]
-        return replace(
-            strategy,
-            micro_batch_size=MICRO_STEP_SAMPLES // strategy.data_parallel_size,
-            gradient_accumulation_steps=self.accumulation,
-        )
+        return self.run.strategy
 
     def reference(self) -> TrainerCase:
         return replace(self, layout="single")
 
     def arguments(self, directory: Path) -> dict[str, Any]:
         """Return keys of `TrainingArguments`, which TRL's configurations take too."""
-        case = Case(layout=self.layout, strategy=self.strategy, optimizer="sgd")
-        arguments = case.training_arguments(directory)
         # Configurations of TRL train in bf16 otherwise, whose rounding hides differences.
-        arguments |= {"max_steps": STEPS, "max_grad_norm": 100.0, "learning_rate": 0.2, "bf16": False}
-        arguments["adam_epsilon"] = ADAM_EPSILON
-        if self.strategy.engine == "deepspeed":
-            arguments["deepspeed"] = deepspeed_config(self.strategy) | {"bf16": {"enabled": "auto"}}
-        if self.strategy.engine == "fsdp2":
-            offload = {"offload_params": True} if self.strategy.offload_param == "cpu" else {}
-            arguments |= fsdp2_settings(FAMILIES[self.family].layer, **offload)
+        arguments = self.run.arguments(directory) | {"max_steps": STEPS, "max_grad_norm": 100.0, "bf16": False}
+        arguments |= {"optim": "sgd", "learning_rate": 0.2, "adam_epsilon": ADAM_EPSILON}
+        arguments |= {"include_num_input_tokens_seen": "no"}
         for option in self.options:
             arguments |= (OPTIONS | TRAINERS[self.trainer].options)[option]
         if self.strategy.engine == "single" and "per_device_eval_batch_size" in arguments:
@@ -130,89 +121,28 @@ def _tokens(row: int) -> dict[str, Any]:
 @dataclass(frozen=True, kw_only=True)
 class Family:
     model_type: str
-    layer: str
-    """Class of its layers, which FSDP2 wraps."""
     sizes: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def is_mixture(self) -> bool:
-        return any("experts" in name for name in self.sizes)
-
-    def config(self, common: Mapping[str, Any]) -> Any:
-        from transformers import AutoConfig
-
-        sizes = {
-            "hidden_size": 32,
-            "intermediate_size": 64,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 2,
-            "head_dim": 8,
-            "initializer_range": 0.1,
-            "use_cache": False,
-            "tie_word_embeddings": False,
-        }
-        if self.model_type == "deepseek_v3":
-            # Its heads have widths of their own.
-            del sizes["head_dim"]
-        return AutoConfig.for_model(self.model_type, **sizes | dict(common) | dict(self.sizes))
+        return bool(self.sizes.get("output_router_logits"))
 
 
+_ONE_GROUP = {"n_routed_experts": 4, "n_group": 1, "topk_group": 1, "output_router_logits": True}
 FAMILIES: Mapping[str, Family] = {
-    "llama": Family(model_type="llama", layer="LlamaDecoderLayer"),
+    **{name: Family(model_type=name) for name in ("llama", "qwen2", "qwen3", "phi3")},
     # Its head has the weight of the embedding.
-    "tied": Family(model_type="llama", layer="LlamaDecoderLayer", sizes={"tie_word_embeddings": True}),
-    "qwen2": Family(model_type="qwen2", layer="Qwen2DecoderLayer"),
-    "qwen3": Family(model_type="qwen3", layer="Qwen3DecoderLayer"),
+    "tied": Family(model_type="llama", sizes={"tie_word_embeddings": True}),
     "gemma3": Family(
         model_type="gemma3_text",
-        layer="Gemma3DecoderLayer",
         sizes={"tie_word_embeddings": True, "query_pre_attn_scalar": 8, "sliding_window": 64},
     ),
-    "granite": Family(
-        model_type="granite", layer="GraniteDecoderLayer", sizes={"embedding_multiplier": 2.0, "logits_scaling": 2.0}
-    ),
-    "gpt2": Family(
-        model_type="gpt2",
-        layer="GPT2Block",
-        sizes={"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "tie_word_embeddings": True},
-    ),
-    "phi3": Family(model_type="phi3", layer="Phi3DecoderLayer"),
-    # A mixture with a balance loss.
-    "mixtral": Family(
-        model_type="mixtral",
-        layer="MixtralDecoderLayer",
-        sizes={
-            "num_local_experts": 4,
-            "num_experts_per_tok": 2,
-            "router_aux_loss_coef": 0.5,
-            "output_router_logits": True,
-        },
-    ),
-    "qwen3_moe": Family(
-        model_type="qwen3_moe",
-        layer="Qwen3MoeDecoderLayer",
-        sizes={"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": True},
-    ),
-    "deepseek_v3": Family(
-        model_type="deepseek_v3",
-        layer="DeepseekV3DecoderLayer",
-        sizes={
-            "num_key_value_heads": 4,
-            "n_routed_experts": 4,
-            "num_experts_per_tok": 2,
-            "n_shared_experts": 1,
-            "moe_intermediate_size": 32,
-            "first_k_dense_replace": 1,
-            "n_group": 1,
-            "topk_group": 1,
-            "q_lora_rank": 16,
-            "kv_lora_rank": 16,
-            "qk_rope_head_dim": 8,
-            "qk_nope_head_dim": 8,
-            "v_head_dim": 8,
-        },
-    ),
+    "granite": Family(model_type="granite", sizes={"embedding_multiplier": 2.0, "logits_scaling": 2.0}),
+    "gpt2": Family(model_type="gpt2", sizes={"tie_word_embeddings": True}),
+    # Mixtures with a balance loss
+    "mixtral": Family(model_type="mixtral", sizes={"router_aux_loss_coef": 0.5, "output_router_logits": True}),
+    "qwen3_moe": Family(model_type="qwen3_moe", sizes={"output_router_logits": True}),
+    "deepseek_v3": Family(model_type="deepseek_v3", sizes=_ONE_GROUP),
 }
 _EVALUATED = {"eval_strategy": "steps", "eval_steps": 1, "per_device_eval_batch_size": 2}
 EVALUATED = ("evaluated", "evaluated_in_order")
@@ -220,6 +150,8 @@ OPTIONS: Mapping[str, dict[str, Any]] = {
     "adamw": {"optim": "adamw_torch", "learning_rate": 1e-3},
     "fused_adamw": {"optim": "adamw_torch_fused", "learning_rate": 1e-3},
     "rmsprop": {"optim": "rmsprop", "learning_rate": 1e-3},
+    "reference": {},
+    "peft": {},
     "own_adamw": {},
     "own_sgd": {},
     "optimizer_class": {},
@@ -297,6 +229,9 @@ _DISTILLED = TrainerKind(
 TRAINERS: Mapping[str, TrainerKind] = {
     "trainer": TrainerKind(module="transformers", kind="", row=_tokens),
     "sft": _sft(),
+    "sft_texts": replace(
+        _sft(), row=lambda row: dict(zip(("first", "second"), _completion(row).values(), strict=True))
+    ),
     "sft_chat": replace(_sft(assistant_only_loss=True), row=_chat),
     "sft_dft": replace(_sft(loss_type="dft"), row_name="SFTTrainer.dft"),
     "sft_packed": replace(_sft(packing=True), row_name="SFTTrainer.packing"),
@@ -370,7 +305,6 @@ TRAINERS: Mapping[str, TrainerKind] = {
 def make_models_and_data(directory: Path, cases: list[TrainerCase]) -> None:
     from datasets import Dataset
     from shardwright.plugins.transformers.training_arguments import byte_tokenizer
-    from transformers import AutoModelForCausalLM, set_seed
 
     tokenizer = byte_tokenizer(VOCAB_SIZE)
     tokenizer.pad_token = tokenizer.eos_token
@@ -383,8 +317,8 @@ def make_models_and_data(directory: Path, cases: list[TrainerCase]) -> None:
     common |= {"eos_token_id": tokenizer.eos_token_id, "bos_token_id": None}
     for family in dict.fromkeys(case.family for case in cases):
         for role, seed in (("model", 0), ("teacher", 9)):
-            set_seed(seed)
-            model = AutoModelForCausalLM.from_config(FAMILIES[family].config(common))
+            kind = FAMILIES[family]
+            model = make_model(kind.model_type, common | dict(kind.sizes), seed=seed)
             model.save_pretrained(directory / family / role)
             tokenizer.save_pretrained(directory / family / role)
     for name, rows in {(case.trainer, case.rows) for case in cases}:
@@ -455,7 +389,7 @@ def make_trainer(case: TrainerCase, models: Path, directory: Path) -> Any:
         settings["eval_dataset"] = Dataset.load_from_disk(str(data_of(models, case.trainer, case.rows, held_out=True)))
         if not described.module.startswith("trl"):
             settings["eval_dataset"].set_format("torch")
-    settings |= _further_settings(case, model)
+    settings |= _further_settings(case, model, models)
     prepare_model_directory_save(arguments)
     kind = getattr(module, f"{described.kind}Trainer")
     if engine == "single":
@@ -468,7 +402,7 @@ def make_trainer(case: TrainerCase, models: Path, directory: Path) -> Any:
     return parallelism_of(case.strategy).make_trainer(trainer_class=None if stock else kind, **settings)
 
 
-def _further_settings(case: TrainerCase, model: Any) -> dict[str, Any]:
+def _further_settings(case: TrainerCase, model: Any, models: Path) -> dict[str, Any]:
     import torch
 
     layers = next(one for one in model.modules() if isinstance(one, torch.nn.ModuleList))
@@ -484,6 +418,16 @@ def _further_settings(case: TrainerCase, model: Any) -> dict[str, Any]:
 
                 set_seed(4)
                 return {"model": add_lora(model, rank=4, targets=None, fp32_adapters=True)}
+            case "reference":
+                from transformers import AutoModelForCausalLM
+
+                path = models / case.family / "teacher"
+                return {"ref_model": AutoModelForCausalLM.from_pretrained(path, dtype="float32")}
+            case "peft":
+                from peft import LoraConfig
+
+                adapters = LoraConfig(r=4, target_modules=["q_proj", "down_proj"])
+                return {"peft_config": adapters, "formatting_func": lambda row: row["first"] + row["second"]}
             case "own_adamw":
                 optimizer: Any = torch.optim.AdamW(_groups(model), betas=(0.8, 0.95), eps=ADAM_EPSILON)
                 rates = [lambda step: 1.0 / (1 + step), lambda step: 0.5**step]

@@ -134,16 +134,6 @@ def run_ranks(
     return output
 
 
-def on_ranks(script: Path, output: Path, *arguments: object, ranks: int = 2) -> OnDemand[str, Path]:
-    """Run `script ARGUMENTS OUTPUT NAME` for a name when a test first needs it, and return `output`."""
-
-    def run(name: str) -> Path:
-        run_ranks([script, *arguments, output, name], ranks=ranks)
-        return output
-
-    return OnDemand(run)
-
-
 def _wait(running: Mapping[int, Any], timeout_seconds: float) -> dict[int, int]:
     """Return exit statuses in the order of arrival, without the ranks that had to be stopped."""
     deadline = time.monotonic() + timeout_seconds
@@ -163,7 +153,6 @@ __all__ = [
     "SERVER_NAME",
     "OnDemand",
     "RanksFailedError",
-    "on_ranks",
     "run_ranks",
     "server",
     "write_interpreter",

@@ -193,6 +193,8 @@ class DistillationTrainer(Trainer):
         *,
         fused: bool,
     ) -> Any:
+        import torch
+
         inner = inner_model(self)
         batch = split_batch(with_decoder_inputs(inner, inputs), shifts=self._loss_shifts_labels)
         objective = self.distillation.objective
@@ -232,7 +234,9 @@ class DistillationTrainer(Trainer):
             raise step.unknown_logits
         assert step.loss is not None, "the student's forward has run"
         self._checked_head = self._checked_head or fused
-        (self._train_telemetry if model.training else self._eval_telemetry).add(step.sums, step.sample_sums)
+        # Without gradients, a training batch is computed to measure what kind of loss a subclass adds.
+        if torch.is_grad_enabled() or not model.training:
+            (self._train_telemetry if model.training else self._eval_telemetry).add(step.sums, step.sample_sums)
         if not self._checked_first_step:
             self._checked_first_step = True
             _check_finite(float(step.sums.get(NONFINITE, 0.0)))

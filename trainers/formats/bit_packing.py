@@ -44,8 +44,8 @@ def unpack_bits(packed: torch.Tensor, bits: int, count: int) -> torch.Tensor:
     bytes_N, size, blocks = packed.cpu().numpy(), packed_size(_BLOCK_CODES, bits), []
     for start in range(0, len(bytes_N), size):
         digits = numpy.unpackbits(bytes_N[start : start + size], bitorder="little")
-        digits = digits[: len(digits) // bits * bits].reshape(-1, bits)
-        blocks.append(numpy.packbits(digits, axis=1, bitorder="little")[:, 0])
+        codes = digits[: len(digits) // bits * bits].reshape(-1, bits)
+        blocks.append(numpy.packbits(codes, axis=1, bitorder="little")[:, 0])
     return torch.from_numpy(numpy.concatenate([bytes_N[:0], *blocks])[:count]).to(packed.device)
 
 

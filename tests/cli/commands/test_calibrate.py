@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
+from commands import Shell, every_command
 from measuring import measurement_of, plan_on, run_of, write_measurement
 from paths import CONFIGS
-from shardwright.cli.main import run
 from shardwright.ds_configs.plan.measurement import FILE_NAME, RunMeasurement
 from shardwright.plugins.planning.calibration_store import FILE_NAME as DATABASE
 
@@ -19,25 +18,10 @@ LLAMA = str(CONFIGS / "meta-llama--Llama-3.1-8B")
 PLAN = ("plan", LLAMA, "--hardware", "8xH100-80GB", "--format", "json")
 
 
-class Result(NamedTuple):
-    code: int
-    out: str
-    err: str
-
-
-Shell = Callable[..., Result]
-
-
 @pytest.fixture
 def shell(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Shell:
     monkeypatch.setenv("SHARDWRIGHT_DATA_DIR", str(tmp_path / "data"))
-
-    def call(*arguments: str) -> Result:
-        capsys.readouterr()
-        code = run(arguments)
-        return Result(code, *capsys.readouterr())
-
-    return call
+    return every_command(capsys, monkeypatch)
 
 
 def gpu_memory(shell: Shell, *flags: str) -> dict[str, Any]:
@@ -142,17 +126,6 @@ def test_slow_runs_move_the_next_plan_and_explain_lists_them(shell: Shell, tmp_p
     assert not learned["separates_parts"] and learned["factors"]["network"] == pytest.approx(time["learned_scale"])
 
 
-def test_runs_with_different_networks_separate_the_parts(shell: Shell, tmp_path: Path) -> None:
-    for count, network in enumerate((0.0, 0.1, 0.3, 0.5, 0.6, 0.7)):
-        run = steps_of(1 + 2 * network + count / 1000, network=network)
-        assert shell("calibrate", str(write_measurement(run, tmp_path / f"run{count}"))).code == 0
-    factors = step_time(shell)["learned_factors"]
-    assert factors["network"] == pytest.approx(3.0, rel=0.05) and factors["compute"] == pytest.approx(1.0, rel=0.05)
-    shell("plan", LLAMA, "--hardware", "8xH100-80GB", "--output-dir", str(tmp_path / "plan"))
-    assert "do not separate" not in shell("explain", str(tmp_path / "plan")).out
-    assert "for communication" in json.loads(shell(*PLAN).out)["chosen"]["reason"]
-
-
 def test_steps_that_another_release_predicted_are_kept_and_not_used(shell: Shell, tmp_path: Path) -> None:
     before = step_time(shell)
     run = steps_of(3.0, versions={"shardwright": "0.0.9", "torch": "2.13.0"})
@@ -162,15 +135,6 @@ def test_steps_that_another_release_predicted_are_kept_and_not_used(shell: Shell
     assert "step times on H100-80GB that Shardwright 0.0.9 predicted stay stored (1)" in planned.err
     assert json.loads(planned.out)["chosen"]["step_time"] == before
     assert len(json.loads(shell("calibrate", "--list", "--format", "json").out)["steps"]) == 1
-
-
-def test_a_run_with_uneven_steps_is_named(shell: Shell, tmp_path: Path) -> None:
-    quiet, busy = steps_of(1.0), steps_of(1.1)
-    for uneven, spread in ((quiet, 0.02), (busy, 0.8)):
-        ranks = tuple(replace(rank, step_spread=spread) for rank in uneven.measured)
-        directory = write_measurement(replace(uneven, measured=ranks), tmp_path / str(spread))
-        out = shell("calibrate", str(directory)).out
-        assert ("step times vary by 80 % of the median: another job may use this machine" in out) == (uneven is busy)
 
 
 def test_bad_usage_and_rejected_files_leave_the_store_alone(shell: Shell, tmp_path: Path) -> None:
@@ -231,7 +195,3 @@ def test_a_file_from_elsewhere_cannot_steer_the_terminal(shell: Shell, tmp_path:
         result = shell("calibrate", *arguments)
         assert result.code == 0 and "\x1b" not in result.out and "\x07" not in result.out
         assert "[bold]" in result.out
-
-
-def test_the_directory_of_the_store_is_no_setting_of_plan(shell: Shell) -> None:
-    assert "DATA_DIR" not in shell("plan", LLAMA, "--hardware", "8xH100-80GB", "--dry-run").out

@@ -21,7 +21,6 @@ from shardwright.plugins.clusters.ssh import own_program
     ("words", "said"),
     [
         (["--on", "slurm"], "hardware: must be the nodes of the job, not this machine"),
-        (["--on", "slurm", "--hardware", "local", "--dry-run"], "hardware = 'local': must be the nodes"),
         (["--on", "slurm", "--hardware", "2x1xCPU", "--hostfile", "h"], "is for --on ssh, not slurm"),
         (["--on", "slurm", "--hardware", "2x1xCPU"], "on = 'slurm': sbatch is not on PATH"),
         (["--sbatch=--time=1"], "is for --on slurm, not local"),
@@ -42,8 +41,6 @@ def test_a_training_command_that_no_job_can_run_is_rejected(
         (["--on", "slurm", "--hostfile", "h"], "hostfile = 'h': is for --on ssh, not slurm"),
         (["--on", "ssh", "--node-rank", "1", "--main-address", "a"], "is for --on local, not ssh"),
         (["--on", "slurm", "--main-port", "1234"], "main_port = 1234: is for --on local or ssh, not slurm"),
-        (["--dry-run"], "dry_run = True: is for --on ssh or slurm"),
-        (["--on", "ray"], "examples/clusters"),
         (["--main-port", "1234"], "is for one of several machines"),
         (["--node-rank", "1"], "node_rank = 1: needs --main-address"),
         (["--on", "slurm", "--name", "a\n#SBATCH --wrap=x"], "must be at most 40 lower-case letters"),

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import errno
 import json
-import os
 import shutil
 import signal
 import subprocess
@@ -15,7 +13,6 @@ from pathlib import Path
 
 import pytest
 from cards import read_card
-from faults.broken_models import broken_copy
 from session import warm_command
 from shardwright.cli.main import run
 from shardwright.ds_configs.quantization.recipe import quantize_settings
@@ -25,11 +22,6 @@ from small_models import llama
 pytestmark = pytest.mark.slow
 
 BRIEF = ("--dataset", "python-help", "--seq-len", "32", "--num-samples", "8", "--no-evaluate")
-UP = "model.layers.0.mlp.up_proj.weight"
-ENGINES = pytest.mark.parametrize(
-    "scheme", [pytest.param("W8A16", marks=pytest.mark.needs("llmcompressor")), pytest.param("NF4")]
-)
-"""One scheme of llm-compressor, and one of bitsandbytes, for what is the same with every engine."""
 
 
 @pytest.fixture(scope="module")
@@ -89,20 +81,6 @@ def test_a_checkpoint_loads_and_describes_its_quantization(model, tmp_path, caps
     assert {path.name for path in tmp_path.iterdir()} == {"q"}
 
 
-@pytest.mark.needs("llmcompressor")
-def test_a_report_compares_with_the_model(model, tmp_path, capsys):
-    output = tmp_path / "q"
-    assert quantize(model, output, "--scheme", "W8A8", "--dataset", "python-help#40", "--seq-len", "32") == 0
-    shown = capsys.readouterr().out
-    assert "perplexity" in shown and "largest difference of a logit" in shown
-    report = (output / "REPORT.md").read_text()
-    assert "## Measures" in report and "vllm serve" in report
-    found = json.loads((output / "quantization.json").read_text())
-    assert found["evaluation"]["baseline"]["perplexity"]["value"] > 1
-    assert "rows not used for calibration" in found["evaluation"]["text"]["source"]
-    assert (output / "evaluation.png").read_bytes().startswith(b"\x89PNG")
-
-
 @pytest.fixture
 def chats(tmp_path) -> Path:
     rows = [
@@ -137,18 +115,6 @@ def test_a_base_model_is_calibrated_on_chats_with_a_template(model, tmp_path, ch
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        ((), "need a chat template, which the tokenizer does not have; pass --chat-template"),
-        (("--chat-template", "alpacca"), "is neither a file nor one of alpaca"),
-    ],
-)
-def test_chats_that_no_template_renders_are_rejected(model, tmp_path, chats, capsys, words, message):
-    errors = refused(model, tmp_path, capsys, 2, "--scheme", "NF4", "--dataset", str(chats), "--seq-len", "64", *words)
-    assert message in errors and errors.count("error: ") == 1
-
-
-@pytest.mark.parametrize(
     ("scheme", "method", "reason", "bits"),
     [
         pytest.param("NVFP4A16", "rtn", "no calibration text", 4.5, marks=pytest.mark.needs("llmcompressor")),
@@ -179,29 +145,24 @@ def refused(model: Path, tmp_path: Path, capsys, code: int, *more: str, output: 
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        (("--scheme", "W4A15"), ("W4A15", "is not a quantization scheme", "W4A16")),
         (
             ("--group-size", "96", *BRIEF),
             ("group_size = 96", "model.layers.0.self_attn.q_proj (128)", "16, 32, 64, 128"),
         ),
         (("--method", "smoothquant", *BRIEF), ("moves outliers out of quantized activations", "W8A8")),
-        (("--method", "gptq"), ("dataset", "needs calibration text")),
         (("--scheme", "NF4", "--method", "gptq", *BRIEF), ("cannot write NF4", "bitsandbytes")),
         (("--ignore", "modle.layers.0", *BRIEF), ("modle.layers.0", "matches no linear layer")),
-        (("--scheme", "W8A8", "--ranges", "kl", *BRIEF), ("needs static ranges", "W8A8_STATIC")),
         pytest.param(
             ("--method-option", "dampenig_frac=0.1", *BRIEF),
             ("dampenig_frac", "did you mean dampening_frac?"),
             marks=pytest.mark.needs("llmcompressor"),
         ),
-        (("--method-option", "novalue", *BRIEF), ("novalue", "NAME=VALUE")),
         (("--resume", *BRIEF), ("--resume", "starts from the beginning")),
         pytest.param(
             ("--method", "autoround", "--method-option", "format=gptq", "--method-option", "nblocks=2", *BRIEF),
             ("compressed-tensors", "nblocks"),
             marks=pytest.mark.needs("llmcompressor", "auto_round"),
         ),
-        (("--config", "w4a16-gtpq"), ("neither a recipe nor a file", "w4a16-gptq")),
     ],
 )
 def test_flags_that_cannot_work(model, tmp_path, capsys, flags, words):
@@ -210,58 +171,9 @@ def test_flags_that_cannot_work(model, tmp_path, capsys, flags, words):
         assert word in message
 
 
-def test_all_errors_are_reported_together(model, tmp_path, capsys):
-    message = refused(
-        model, tmp_path, capsys, 2, "--group-size", "96", "--ignore", "nothing", "--dataset", "nowhere.txt"
-    )
-    assert "group_size" in message and "nothing" in message and "nowhere.txt" in message
-
-
-def test_an_empty_calibration_set(model, tmp_path, capsys):
-    text = tmp_path / "empty.jsonl"
-    text.write_text('{"text": ""}\n')
-    message = refused(model, tmp_path, capsys, 2, "--dataset", str(text))
-    assert "has text" in message
-
-
-def test_a_tied_head_must_stay_dense(changed_model, tmp_path, capsys):
-    edit_config(changed_model, tie_word_embeddings=True)
-    message = refused(changed_model, tmp_path, capsys, 2, "--ignore", "model.layers.0.mlp.up_proj", *BRIEF)
-    assert "lm_head" in message and "shares its weight" in message
-
-
 def test_what_is_quantized_already(changed_model, tmp_path, capsys):
     edit_config(changed_model, quantization_config={"quant_method": "gptq", "bits": 4})
     assert "already quantized (gptq)" in refused(changed_model, tmp_path, capsys, 4, *BRIEF)
-
-
-@pytest.mark.parametrize(
-    ("damage", "scheme", "words"),
-    [
-        ("remote_code", "W4A16", ("code from its repository",)),
-        ("pickle_only", "W4A16", ("can run code",)),
-        pytest.param("nan_weight", "W8A16", (UP, "NaN"), marks=pytest.mark.needs("llmcompressor")),
-        ("nan_weight", "NF4", (UP, "NaN")),
-        ("truncated", "W4A16", ("model.safetensors",)),
-        ("index_leads_up", "W4A16", ("same directory",)),
-        ("index_is_absolute", "W4A16", ("same directory",)),
-        ("index_without_shard", "W4A16", ("same directory",)),
-    ],
-)
-def test_broken_models_are_rejected(model, tmp_path, capsys, damage, scheme, words):
-    message = refused(broken_copy(model, damage, tmp_path), tmp_path, capsys, 4, *BRIEF, "--scheme", scheme)
-    assert all(word in message for word in words), message
-
-
-def test_the_output_is_the_model_or_full(model, changed_model, tmp_path, capsys):
-    assert run(["quantize", str(changed_model), "--output-dir", str(changed_model), "--force", *BRIEF]) == 2
-    assert "is the model itself" in capsys.readouterr().err
-    other = tmp_path / "other"
-    other.mkdir()
-    (other / "notes.txt").write_text("mine")
-    assert "not empty" in refused(model, tmp_path, capsys, 2, *BRIEF, output="other")
-    assert quantize(model, other, *BRIEF, "--force", "--scheme", "NF4") == 0
-    assert (other / "notes.txt").read_text() == "mine"
 
 
 def test_what_does_not_fit(model, tmp_path, capsys, monkeypatch):
@@ -274,19 +186,6 @@ def test_what_does_not_fit(model, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=1000))
     message = refused(model, tmp_path, capsys, 3, "--scheme", "NF4", *BRIEF)
     assert "host memory: needs" in message and "output_dir" in message and " GB free" in message
-
-
-@ENGINES
-def test_a_disk_that_fills_up_while_writing(model, tmp_path, capsys, monkeypatch, scheme):
-    from transformers import PreTrainedModel
-
-    def full(*arguments, **named):
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "model.safetensors")
-
-    monkeypatch.setattr(PreTrainedModel, "save_pretrained", full)
-    assert quantize(model, tmp_path / "q", "--scheme", scheme, *BRIEF) == 1
-    assert "No space left on device" in capsys.readouterr().err
-    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.needs("llmcompressor")

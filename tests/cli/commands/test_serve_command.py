@@ -60,22 +60,6 @@ def test_json_matches_its_schema(no_engine, capsys):
     assert printed["blocks"] * printed["block_bytes"] <= printed["memory"]["cache"]
 
 
-def test_an_engine_that_is_not_installed_is_reported_with_the_line_that_installs_it(no_engine, capsys):
-    assert run(["serve", str(LLAMA), *ON_A_GPU]) == 2
-    assert "vllm: was not found on PATH; pip install vllm" in capsys.readouterr().err
-
-
-def test_too_little_memory_for_one_sequence(no_engine, capsys):
-    assert run(["serve", str(LLAMA), "--hardware", "1xT4", "--dry-run"]) == 3
-    assert "not even one token fits" in capsys.readouterr().err
-
-
-def test_settings_are_reported_together(no_engine, capsys):
-    assert run(["serve", str(LLAMA), *ON_A_GPU, "--port", "0", "--draft-tokens", "x", "--kv-cache-dtype", "fp9"]) == 2
-    reported = capsys.readouterr().err
-    assert all(name in reported for name in ("port = 0", "draft_tokens", "kv_cache_dtype = 'fp9'"))
-
-
 @pytest.mark.slow
 def test_the_process_becomes_the_engine(engine):
     command = [str(Path(sys.executable).parent / "shardwright"), "serve", str(LLAMA), *ON_A_GPU, "--port", "18431"]
@@ -165,25 +149,6 @@ def test_the_engine_ends_an_answer_where_the_adapter_was_trained_to(settings_fla
         assert run(serving) == 0
         line = json.loads(capsys.readouterr().out)["line"]
         assert (flag in line and line[line.index(flag) + 1] == str(adapter)) == ends
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("settings", "words", "code", "message"),
-    [
-        (
-            {},
-            ("--draft", str(LLAMA)),
-            2,
-            "cannot serve an adapter; merge it (shardwright merge {adapter} --output-dir tuned-merged)",
-        ),
-        ({}, ("--revision", "main"), 2, "revision = 'main': only a Hub model has revisions"),
-    ],
-)
-def test_an_adapter_that_an_engine_cannot_add_is_rejected(settings, words, code, message, no_engine, tmp_path, capsys):
-    adapter = save_adapter(tmp_path, **settings)
-    assert run(["serve", str(adapter), *ON_A_GPU, "--dry-run", *words]) == code
-    assert message.format(adapter=adapter) in capsys.readouterr().err
 
 
 @pytest.mark.slow

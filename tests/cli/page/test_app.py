@@ -29,7 +29,7 @@ from shardwright.cli.page.app import (
     settings_from,
     texts_of,
 )
-from shardwright.ds_configs.plan.plan import PlanDoesNotFitError, render_files
+from shardwright.ds_configs.plan.plan import render_files
 from shardwright.ds_configs.specs.errors import ShardwrightError, UsageError
 
 LLAMA, GPT2 = (CONFIGS / name / "config.json" for name in ("meta-llama--Llama-3.1-8B", "openai-community--gpt2"))
@@ -76,12 +76,6 @@ def test_no_path_of_this_machine_is_read(model, hardware, tmp_path, monkeypatch)
     assert len(caught.value.errors) >= 2 and all(line.isprintable() for line in str(caught.value).splitlines())
 
 
-def test_a_teacher_is_not_read_from_a_path(monkeypatch):
-    monkeypatch.chdir(LLAMA.parent)
-    with pytest.raises(UsageError, match=r"'./config.json': is not a Hub id"):
-        planned(PageSettings(model="Qwen/Qwen2.5-0.5B", hardware="8xA100-80GB", teacher="./config.json"))
-
-
 def impossible(**changes: object) -> str:
     return json.dumps(json.loads(GPT2.read_text()) | changes)
 
@@ -92,27 +86,15 @@ def impossible(**changes: object) -> str:
         ({"metod": "lora"}, ""),
         ({"precision": "bf17", "seq_len": "many"}, ""),
         ({"model": "a" * 100_000}, ""),
-        ({"x" * 100_000: "1"}, ""),
         ({"hardware": "8xT4"}, impossible(n_layer=10**6)),
         ({"hardware": "8xT4"}, " " * 10_000_000),
         ({"hardware": "8xT4"}, "[" * 100_000),
-        ({"hardware": "8xT4", "model": "org/name"}, impossible()),
     ],
 )
 def test_absurd_inputs_have_short_errors(values, config):
     with pytest.raises(ShardwrightError) as caught:
         planned(settings_from(values), config)
     assert all(len(line) < 600 for line in str(caught.value).splitlines())
-
-
-def test_a_removed_setting_of_an_address_names_its_replacement():
-    with pytest.raises(UsageError, match="hardware file"):
-        settings_from({"network_bytes_per_s": "3GB/s"})
-
-
-def test_a_model_that_does_not_fit_shows_changes_that_would():
-    with pytest.raises(PlanDoesNotFitError, match=r"(?i)would fit"):
-        planned(PageSettings(model="meta-llama/Llama-3.1-70B", hardware="1xT4", precision="fp16"))
 
 
 def test_findings_show_their_lines():

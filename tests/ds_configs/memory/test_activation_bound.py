@@ -13,9 +13,7 @@ from hypothesis import strategies as st
 from shardwright.ds_configs.memory.activations import (
     Attention,
     Mode,
-    activations_are_stored,
     bounded_activations,
-    cached_activations,
     estimate_activations,
 )
 from shardwright.ds_configs.models.families import model_spec_from_config
@@ -109,23 +107,6 @@ def test_no_stored_family_needs_more(
     assert bound.saved_bytes_per_layer < 6 * traced.saved_bytes_per_layer
 
 
-def test_eager_attention_adds_scores_that_grow_with_the_square() -> None:
-    config: dict[str, Any] = {"num_hidden_layers": 2, "hidden_size": 4096, "intermediate_size": 14336}
-    config |= {"num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 1000, "model_type": "llama"}
-    model = model_spec_from_config(config, name="small")
-    assert model is not None
-
-    def kept(length: int, attention: str | None) -> int:
-        asked = replace(model, attention=attention)
-        return cached_activations(asked, TrainingJob(seq_len_tokens=length))(1, "bf16").saved_bytes_per_layer
-
-    # An fp32 softmax and its bf16 copy are kept for each score.
-    assert kept(8192, "eager") - kept(8192, None) >= 6 * 32 * 8192**2
-    job = TrainingJob(seq_len_tokens=8192)
-    for method in ("full", "lora"):
-        assert activations_are_stored(replace(model, attention="eager"), replace(job, method=method))
-
-
 def written(directory: Path, config: dict[str, Any]) -> str:
     path = directory / "config.json"
     path.write_text(json.dumps(config), encoding="utf-8")
@@ -146,14 +127,6 @@ def test_model_without_bound_is_rejected_with_reason(tmp_path: Path) -> None:
     config = {"model_type": "convnext", "architectures": ["ConvNextForImageClassification"]}
     with pytest.raises(UsageError, match=r"no upper bound can be computed: convnext.* has convolutions"):
         plan(written(tmp_path, config), "8xA100-80GB", calibration=None)
-
-
-def test_default_sequence_length_is_the_model_maximum(tmp_path: Path) -> None:
-    notes: list[str] = []
-    config = {"model_type": "gpt2", "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 1024, "vocab_size": 500}
-    made = plan(written(tmp_path, config), "8xA100-80GB", calibration=None, notify=notes.append)
-    assert made.job.seq_len_tokens == 1024
-    assert any("sequence length 1024" in note for note in notes)
 
 
 @pytest.mark.parametrize(

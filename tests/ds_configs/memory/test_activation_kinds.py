@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import copy
 from dataclasses import replace
 from typing import Any
 
 import pytest
 from planning import RELEASE
-from shardwright.ds_configs.memory import activations as activation_kinds
 from shardwright.ds_configs.memory.activations import (
     BOUND_SOURCE,
     Adapter,
@@ -21,11 +19,9 @@ from shardwright.ds_configs.memory.activations import (
     load_kind_families,
 )
 from shardwright.ds_configs.specs.job import TrainingJob
-from shardwright.ds_configs.specs.layout import Layout
 from shardwright.plugins.transformers.meta_model import model_spec_from_meta
-from shardwright.tools.activations.kind_families import KIND_FAMILIES, taking_turns
+from shardwright.tools.activations.kind_families import KIND_FAMILIES
 from shardwright.tools.activations.kind_models import KindShape, config_at, drawn_shapes, run_shape
-from shardwright.tools.activations.kinds import independent_features
 
 STORED = sorted(load_kind_families(RELEASE)["families"])
 
@@ -104,34 +100,7 @@ def test_every_layer_is_of_one_kind_and_stays_below_the_bound(architecture: str)
     assert 0 < stored.checkpointed_bytes_per_layer < stored.saved_bytes_per_layer <= bound.saved_bytes_per_layer
 
 
-def test_llama_4_counts_all_experts_per_token() -> None:
-    depths = {"dense": 1, "chunked": 3, "full": 1}
-    spec = asked("Llama4ForCausalLM", depths, num_local_experts=16, num_experts_per_tok=1)
-    stored = cached_activations(spec, TrainingJob(seq_len_tokens=48))(2, "bf16")
-    bound = bounded_activations(spec, TrainingJob(seq_len_tokens=48), micro_batch_size=2, mode="bf16")
-    assert stored.saved_bytes_per_layer <= bound.saved_bytes_per_layer < 2 * stored.saved_bytes_per_layer
-
-
 def test_untraced_operators_use_the_upper_bound() -> None:
     spec = asked("BertForMaskedLM", {"layer": 2}, hidden_act="gelu_new")
     assert not activations_are_stored(spec, TrainingJob(seq_len_tokens=48))
     assert cached_activations(spec, TrainingJob(seq_len_tokens=48))(1, "bf16").source.startswith(BOUND_SOURCE)
-
-
-def test_layout_is_stored_if_its_precision_mode_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    stored = copy.deepcopy(load_kind_families(RELEASE))
-    del stored["families"]["DeepseekV2ForCausalLM"]["tables"]["bf16_autocast"]
-    monkeypatch.setattr(activation_kinds, "load_kind_families", lambda _: stored)
-    spec, job = asked("DeepseekV2ForCausalLM", {"dense": 1, "routed": 2}), TrainingJob(seq_len_tokens=47)
-    assert activations_are_stored(spec, job, Layout(engine="fsdp2", dp_shard=2))
-    assert not activations_are_stored(spec, job, Layout(engine="ddp", dp_replicate=2))
-    assert not activations_are_stored(spec, job)
-
-
-def test_redundant_features_are_omitted() -> None:
-    rows = [{"a": 1, "b": size, "c": size + 1, "d": 0, "e": size**2} for size in range(2, 9)]
-    assert independent_features(["a", "b", "c", "d", "e"], rows) == ["a", "b", "e"]
-
-
-def test_layer_kinds_alternate_and_end_with_one_of_each() -> None:
-    assert taking_turns({"linear": 3, "full": 2}) == ["linear", "linear", "full", "linear", "full"]

@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-from dataclasses import asdict, replace
-from typing import Any, get_args
+from dataclasses import replace
+from typing import Any
 
 import pytest
-import torch
-from hypothesis import given
-from hypothesis import strategies as st
-from planning import RELEASE
+from planning import RELEASE, public_model
 from saved_tensors import saved_storages
 from shardwright.ds_configs.memory.activations import (
     KERNELS_FILE,
@@ -19,14 +14,12 @@ from shardwright.ds_configs.memory.activations import (
     Adapter,
     Kernels,
     Mode,
-    UnknownFamilyError,
     attention_path,
     chunked_loss_tokens,
     estimate_activations,
     load_coefficients,
 )
-from shardwright.ds_configs.specs.model import Dimensions, stored_facts
-from shardwright.tools.activations import request as activation_request
+from shardwright.ds_configs.specs.model import stored_facts
 from shardwright.tools.activations.families import (
     FAMILIES,
     FIRST,
@@ -36,39 +29,9 @@ from shardwright.tools.activations.families import (
     has_sdpa,
     sample_shapes,
 )
-from shardwright.tools.activations.request import ActivationTraceError, trace_model
 from shardwright.tools.activations.run import run_training_step
 
-LLAMA_8B = Dimensions(
-    num_layers=32,
-    hidden_size=4096,
-    intermediate_size=14336,
-    num_attention_heads=32,
-    num_key_value_heads=8,
-    head_dim=128,
-    vocab_size=128256,
-)
-LLAMA_8B_CONFIG = {
-    "model_type": "llama",
-    "architectures": ["LlamaForCausalLM"],
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "num_hidden_layers": 32,
-    "vocab_size": 128256,
-    "max_position_embeddings": 8192,
-}
-BYTES = [
-    name
-    for name in asdict(
-        estimate_activations(
-            family="llama", release=RELEASE, dimensions=LLAMA_8B, micro_batch_size=1, seq_len_tokens=8, mode="bf16"
-        )
-    )
-    # Traces do not tell the moment of attention's backward pass from others.
-    if name.endswith(("bytes", "per_layer")) and not name.startswith(("attention_", "recompute_attention_"))
-]
+LLAMA_8B = public_model("meta-llama/Llama-3.1-8B").dimensions
 
 
 def estimate(family: str, shape: Shape, mode: Mode, adapter: Adapter = "none", **options: Any) -> ActivationEstimate:
@@ -115,33 +78,6 @@ def test_loss_takes_twelve_bytes_per_logit_at_its_peak() -> None:
     assert result.loss_backward_peak_bytes == pytest.approx(12 * logits, rel=1e-3)
 
 
-@given(
-    batch=st.integers(1, 64),
-    length=st.integers(8, 32768),
-    mode=st.sampled_from(get_args(Mode)),
-    attention=st.sampled_from(["fused", "masked"]),
-)
-def test_bytes_grow_in_proportion_to_the_batch(batch: int, length: int, mode: Mode, attention: Any) -> None:
-    one, two = (
-        estimate_activations(
-            family="llama",
-            release=RELEASE,
-            dimensions=LLAMA_8B,
-            micro_batch_size=size,
-            seq_len_tokens=length,
-            mode=mode,
-            attention=attention,
-        )
-        for size in (batch, 2 * batch)
-    )
-    assert two.saved_bytes_per_layer == 2 * one.saved_bytes_per_layer
-    assert two.checkpointed_bytes_per_layer == 2 * one.checkpointed_bytes_per_layer
-    for name in BYTES:
-        # Rotary tables, position numbers and scalars do not depend on the batch.
-        shared = 64 + length * (16 + 8 * LLAMA_8B.head_dim)
-        assert abs(getattr(two, name) - 2 * getattr(one, name)) <= shared
-
-
 def test_chunked_loss_no_longer_grows_with_logits() -> None:
     whole, chunked = (
         estimate_activations(
@@ -170,26 +106,6 @@ def test_float32_with_grouped_heads_uses_math_attention() -> None:
     assert attention_path(multi_head, "fp32", "auto") == "fused"
     assert attention_path(LLAMA_8B, "bf16", "auto") == "fused"
     assert attention_path(LLAMA_8B, "bf16", "masked") == "masked"
-
-
-def test_unknown_families_and_modes_name_what_is_stored() -> None:
-    with pytest.raises(UnknownFamilyError, match=r"family = 'mamba'.*llama"):
-        estimate_activations(
-            family="mamba", release=RELEASE, dimensions=LLAMA_8B, micro_batch_size=1, seq_len_tokens=8, mode="bf16"
-        )
-
-
-def test_every_family_is_stored_with_every_mode() -> None:
-    tables = load_coefficients(RELEASE)["tables"]
-    assert set(tables) == set(FAMILIES)
-    for family in FAMILIES:
-        assert set(tables[family]) == set(get_args(Mode))
-
-
-def test_the_planning_module_imports_no_torch() -> None:
-    module = "shardwright.ds_configs.memory.activations"
-    code = f"import sys, {module} as a; a.load_coefficients('5.17.0'); sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
 @pytest.mark.trace
@@ -296,65 +212,6 @@ def test_public_hooks_count_the_same_saved_storages(family: str) -> None:
     )
 
 
-@pytest.mark.trace
-def test_tracing_a_config_equals_the_stored_coefficients() -> None:
-    traced = trace_model(LLAMA_8B_CONFIG, micro_batch_size=1, seq_len_tokens=4096)
-    stored = estimate_activations(
-        family="llama", release=RELEASE, dimensions=LLAMA_8B, micro_batch_size=1, seq_len_tokens=4096, mode="bf16"
-    )
-    for name in BYTES:
-        assert getattr(traced, name) == pytest.approx(getattr(stored, name), rel=1e-3), name
-
-
-@pytest.mark.trace
-@pytest.mark.parametrize(
-    ("model_type", "architecture", "depth"),
-    [
-        ("bert", "BertForMaskedLM", {"num_hidden_layers": 2}),
-        ("t5", "T5ForConditionalGeneration", {"num_layers": 2, "num_decoder_layers": 2}),
-        ("clip", "CLIPModel", {f"{part}_config": {"num_hidden_layers": 2} for part in ("text", "vision")}),
-    ],
-)
-def test_encoders_and_pairs_are_traced(
-    model_type: str, architecture: str, depth: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from shardwright.tools.activations.worker import answer
-    from transformers import masking_utils
-
-    for owner, name in (
-        (masking_utils, "is_tracing"),
-        (masking_utils, "fast_all"),
-        (masking_utils, "find_packed_sequence_indices"),
-        (torch, "rand"),
-    ):
-        monkeypatch.setattr(owner, name, getattr(owner, name))  # put back what the worker replaces
-    small, large = (
-        answer(
-            {
-                "config": {"model_type": model_type, "architectures": [architecture]} | depth,
-                "micro_batch_size": batch,
-                "seq_len_tokens": 48,
-                "mode": "bf16",
-                "num_layers": None,
-            }
-        )
-        for batch in (2, 4)
-    )
-    assert 0 < small["checkpointed_bytes_per_layer"] < small["saved_bytes_per_layer"]
-    for name in ("saved_bytes_per_layer", "checkpointed_bytes_per_layer", "loss_kept_bytes"):
-        assert large[name] == pytest.approx(2 * small[name], rel=0.35), name
-        assert large[name] > small[name]
-
-
-@pytest.mark.trace
-def test_a_failed_trace_is_one_clear_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ActivationTraceError, match="took longer than"):
-        trace_model(LLAMA_8B_CONFIG, micro_batch_size=1, seq_len_tokens=64, time_limit_seconds=0.01)
-    monkeypatch.setattr(activation_request, "WORKER_MODULE", "no_such_module")
-    with pytest.raises(ActivationTraceError, match=r"model_type = 'llama'.*ended with code 1.*no_such_module"):
-        trace_model(LLAMA_8B_CONFIG, micro_batch_size=1, seq_len_tokens=64)
-
-
 def test_liger_and_compiled_layers_keep_what_their_code_saves() -> None:
     def saved(kernels: Kernels, mode: Mode = "bf16", family: str = "llama", **changes: Any) -> ActivationEstimate:
         return estimate_activations(
@@ -390,16 +247,6 @@ def test_liger_and_compiled_layers_keep_what_their_code_saves() -> None:
     assert replace(unknown, source="") == replace(saved("eager", family="granite"), source="")
     adapted = saved("liger", adapter="lora_all_linear", lora_rank=16)
     assert "an upper bound" in adapted.source and adapted.saved_bytes_per_layer > liger
-
-
-def test_liger_layers_are_traced_as_their_kernels_allocate() -> None:
-    from shardwright.tools.activations.fit import measure
-
-    shape = sample_shapes("llama", 1)[0]
-    options = {"mode": "bf16", "adapter": "none", "attention": "fused", "checkpointing": False}
-    size, tokens = shape.dimensions, shape.micro_batch_size * shape.seq_len_tokens
-    eager, liger = (measure("llama", shape, liger=liger, **options).per_layer for liger in (False, True))
-    assert eager - liger == tokens * (8 * size.hidden_size + 2 * size.intermediate_size)
 
 
 def test_the_compilers_partition_keeps_the_stored_bytes() -> None:

@@ -19,24 +19,13 @@ from shardwright.ds_configs.plan.measurement import (
     measurement_text,
     report_lines,
 )
-from shardwright.ds_configs.plan.plan import PlanDoesNotFitError, make_plan, plan_from_dict, plan_to_dict
+from shardwright.ds_configs.plan.plan import make_plan, plan_from_dict, plan_to_dict
 from shardwright.ds_configs.specs.errors import RefusedInputError, UsageError
-from shardwright.ds_configs.specs.hardware import parse_hardware
-from shardwright.ds_configs.specs.job import TrainingJob
 
 PUBLISHED = RESERVED_OVER_PREDICTED
 RATIO = st.floats(0.5, 2.0)
 RATIOS = st.lists(RATIO, min_size=1, max_size=40)
 CLOSE = 1e-12
-
-
-def width(ratios: list[float]) -> float:
-    low, _, high = moved_factors(PUBLISHED, ratios)
-    return high - low
-
-
-def test_published_interval_is_unchanged_without_runs() -> None:
-    assert moved_factors(PUBLISHED, []) == PUBLISHED
 
 
 def test_one_run_counts_as_much_as_the_published_interval() -> None:
@@ -51,27 +40,6 @@ def test_interval_contains_every_observed_ratio(ratios: list[float]) -> None:
     low, middle, high = moved_factors(PUBLISHED, ratios)
     assert low <= min(ratios) and max(ratios) <= high
     assert low - CLOSE <= middle <= high + CLOSE
-
-
-@given(ratios=RATIOS, share=st.floats(0, 1))
-def test_ratio_within_observed_range_never_widens_interval(ratios: list[float], share: float) -> None:
-    another = min(max(min(ratios) + share * (max(ratios) - min(ratios)), min(ratios)), max(ratios))
-    assert width([*ratios, another]) <= width(ratios) + CLOSE
-
-
-@given(ratios=RATIOS)
-def test_many_runs_replace_the_published_interval(ratios: list[float]) -> None:
-    low, middle, high = moved_factors(PUBLISHED, ratios * 20_000)
-    assert (low, middle, high) == pytest.approx((min(ratios), sum(ratios) / len(ratios), max(ratios)), abs=1e-4)
-
-
-def test_runs_on_other_hardware_do_not_change_plans() -> None:
-    plain = plan_on()
-    others = (run_of(plan_on("8xA100-80GB")), replace(run_of(plain), architecture="GPT2LMHeadModel"))
-    for calibration in (None, Calibration(runs=()), Calibration(runs=others)):
-        # The plan's own job says which loss was chosen; the question left it open.
-        asked = replace(plain.job, loss="auto")
-        assert make_plan(plain.model, plain.hardware, asked, calibration=calibration) == plain
 
 
 def test_plans_report_runs_and_adjust_interval() -> None:
@@ -101,39 +69,6 @@ def test_runs_below_prediction_lower_peak_below_tensor_bytes() -> None:
     assert gpu.low_bytes < gpu.peak_bytes < gpu.high_bytes
     bar = memory_bar(gpu).plain
     assert bar.index("]") == len("[") + 60
-
-
-def test_measured_runs_decide_what_fits_and_what_is_suggested() -> None:
-    job = TrainingJob(
-        strategy="zero1",
-        gradient_checkpointing="off",
-        offload="none",
-        micro_batch_size=1,
-        loss="eager",
-        tensor_parallel_size=1,
-        pipeline_parallel_size=1,
-        sequence_parallel_size=1,
-    )
-    hardware = parse_hardware("8xA100-80GB")
-    chosen = make_plan(LLAMA_8B, hardware, job).chosen.memory.gpu
-    tight = replace(hardware, gpu_bytes=chosen.high_bytes - 1)
-    with pytest.raises(PlanDoesNotFitError) as refused:
-        make_plan(LLAMA_8B, tight, job)
-    run = run_of(make_plan(LLAMA_8B, hardware, job), 1.01)
-    assert make_plan(LLAMA_8B, tight, job, calibration=Calibration(runs=(run,))).chosen.memory.fits
-    tighter = replace(hardware, gpu_bytes=round(chosen.high_bytes * 0.9))
-    with pytest.raises(PlanDoesNotFitError) as moved:
-        make_plan(LLAMA_8B, tighter, job, calibration=Calibration(runs=(run,)))
-    with pytest.raises(PlanDoesNotFitError) as plain:
-        make_plan(LLAMA_8B, tighter, job)
-
-    def same_accelerator(error: PlanDoesNotFitError) -> dict[str, int]:
-        return {s.change: s.high_bytes for s in error.suggestions if "--hardware" not in s.change}
-
-    before, after = same_accelerator(plain.value), same_accelerator(moved.value)
-    shared = before.keys() & after.keys()
-    assert refused.value.suggestions and shared
-    assert all(after[change] < before[change] for change in shared)
 
 
 def test_plans_of_earlier_versions_still_load() -> None:
@@ -179,17 +114,11 @@ def change_rank(**values: Any) -> Any:
     ("change", "messages"),
     [
         (lambda data: data.update(schema_version=2), ["schema_version = 2: this version reads 1"]),
-        (lambda data: data.update(schema_version=True), ["schema_version = True"]),
-        (lambda data: data.pop("schema_version"), ["is not a measurement"]),
         (lambda data: data.update(surprise=1), ["surprise = 1"]),
-        (lambda data: data.update(measured=[]), ["measured"]),
         (lambda data: data["measured"].pop(0), ["must list each rank once, in order"]),
         (lambda data: data["predicted"].update(allocated_bytes=0), ["predicted.allocated_bytes = 0"]),
-        (lambda data: data["predicted"].update(peak_bytes="much"), ["predicted.peak_bytes = 'much'"]),
-        (lambda data: data["plan"].update(gpu=""), ["plan.gpu = ''"]),
         (lambda data: data["plan"].pop("architecture"), ["plan.architecture: field required"]),
         (change_rank(peak_reserved_bytes=-1, steps=1.5), ["measured.0.peak_reserved_bytes = -1", "measured.0.steps"]),
-        (change_rank(peak_reserved_bytes=10**30), ["measured.0.peak_reserved_bytes"]),
         (change_rank(median_step_seconds=float("nan")), ["NaN is not a finite number"]),
         (change_rank(peak_reserved_bytes=True), ["measured.0.peak_reserved_bytes = True"]),
     ],
@@ -201,12 +130,6 @@ def test_damaged_measurements_are_rejected_with_all_errors(change: Any, messages
         measurement_from_text(json.dumps(data).encode(), source="file")
     assert len(refused.value.errors) == len(messages)
     assert all(message in str(refused.value) for message in messages)
-
-
-@pytest.mark.parametrize("text", [b"", b"{", b"[]", b"null", b"\xff\xfe", b"[" * 100_000, b" " * (16 * 2**20 + 1)])
-def test_file_that_is_not_a_measurement_is_rejected(text: bytes) -> None:
-    with pytest.raises(RefusedInputError):
-        measurement_from_text(text, source="file")
 
 
 def test_runs_unusable_for_calibration_are_rejected() -> None:

@@ -6,6 +6,7 @@ from dataclasses import replace
 from itertools import pairwise
 
 import pytest
+from planning import public_config, public_model
 from shardwright.ds_configs.memory.activations import estimate_activations, mlp_tiles, with_tiled_mlp
 from shardwright.ds_configs.memory.estimate import (
     cpu_rank_terms,
@@ -19,25 +20,12 @@ from shardwright.ds_configs.plan.plan import make_plan, plan_from_dict, plan_to_
 from shardwright.ds_configs.search.candidates import SearchContext
 from shardwright.ds_configs.search.longest import longest_sequences
 from shardwright.ds_configs.search.search import anything_fits, search
-from shardwright.ds_configs.specs.errors import UsageError
 from shardwright.ds_configs.specs.hardware import parse_hardware
 from shardwright.ds_configs.specs.job import TrainingJob
 from shardwright.ds_configs.specs.layout import Layout
 from shardwright.ds_configs.step_time.estimate import estimate_step_time
 
-LLAMA_8B = {
-    "model_type": "llama",
-    "hidden_size": 4096,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "intermediate_size": 14336,
-    "vocab_size": 128256,
-    "max_position_embeddings": 131072,
-    "tie_word_embeddings": False,
-    "head_dim": 128,
-}
-MODEL = model_spec_from_config(LLAMA_8B, name="llama-8b")
+MODEL = public_model("meta-llama/Llama-3.1-8B")
 H100 = parse_hardware("8xH100-80GB", host_memory="1.9TB")
 LAYOUT = Layout(engine="deepspeed", zero_stage=3, offload_optimizer="cpu", dp_shard=8, gradient_checkpointing=True)
 SP = replace(LAYOUT, dp_shard=1, sp=8)
@@ -212,18 +200,6 @@ def test_search_uses_the_mechanisms_only_where_they_are_needed():
     )
 
 
-def test_requested_mechanisms_are_kept_and_rejected_with_reasons():
-    chosen = search(context(seq_len_tokens=8192, tiled_mlp="on", offload_activations="on")).chosen
-    assert chosen.strategy.tiled_mlp
-    assert chosen.strategy.offloaded_checkpoints == 32
-    with pytest.raises(UsageError, match="requires gradient checkpointing"):
-        search(context(offload_activations="on", gradient_checkpointing="off"))
-    small = replace(context(seq_len_tokens=2_000_000, offload_activations="on", offload="none"))
-    small = replace(small, hardware=replace(small.hardware, host_bytes_per_node=100 * 10**9))
-    rejected = search(small).rejected
-    assert any("GB host memory per node: offloaded checkpoints" in layout.reason for layout in rejected)
-
-
 def test_plans_carry_the_mechanisms():
     plan = make_plan(MODEL, H100, TrainingJob(seq_len_tokens=2_000_000), offers=False)
     assert plan.environment == {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
@@ -259,7 +235,10 @@ def test_longest_sequence_grows_with_each_mechanism():
 @pytest.mark.parametrize("intermediate", [4096, 25600, 65536])
 def test_buffers_of_attention_are_not_added_to_the_mlp(intermediate, tiled):
     spec = model_spec_from_config(
-        LLAMA_8B | {"model_type": "qwen3", "num_attention_heads": 64, "intermediate_size": intermediate}, name="wide"
+        public_config("meta-llama/Llama-3.1-8B")
+        | {"model_type": "qwen3", "architectures": None, "num_attention_heads": 64, "head_dim": 128}
+        | {"intermediate_size": intermediate},
+        name="wide",
     )
     job = replace(JOB, seq_len_tokens=2**20)
     layout = Layout(engine="fsdp2", cp=8, gradient_checkpointing=True, tiled_mlp=tiled)

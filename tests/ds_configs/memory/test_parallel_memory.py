@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from parallel_memory import GRID, TARGET_MEAN, case_table, fullest_rows, group_table, rows, verdict
 from parallel_memory_cases import LAYOUTS, STAGES, grid
-from planning import llama, no_activations, public_model
+from planning import llama, public_model
 from shardwright.ds_configs.memory.estimate import GpuMemory, estimate_memory, share_moment_terms
 from shardwright.ds_configs.memory.model_states import whole_tensors_of_partitions
 from shardwright.ds_configs.memory.rank_parameters import (
@@ -21,11 +21,8 @@ from shardwright.ds_configs.memory.rank_parameters import (
     pipeline_stages,
     rank_parameters,
     rank_shares,
-    share_parameters,
     stage_share,
 )
-from shardwright.ds_configs.memory.terms import TERM_MEANINGS, TERM_ROLES
-from shardwright.ds_configs.specs.errors import UsageError
 from shardwright.ds_configs.specs.hardware import parse_hardware
 from shardwright.ds_configs.specs.job import TrainingJob
 from shardwright.ds_configs.specs.layout import Layout
@@ -48,32 +45,6 @@ def gpu_memory(
 
 def share_of(model: ModelSpec, **axes: int) -> RankParameters:
     return rank_parameters(model, TrainingJob(), Layout(engine="deepspeed", zero_stage=1, **axes))
-
-
-@settings(deadline=None, max_examples=15)
-@given(
-    layers=st.integers(2, 12),
-    key_value_heads=st.sampled_from([4, 8]),
-    tied=st.booleans(),
-    stage=st.sampled_from([0, 1, 2]),
-    checkpointing=st.booleans(),
-    accumulation=st.integers(1, 5),
-)
-def test_more_tensor_parallel_ranks_never_need_more_memory(
-    layers, key_value_heads, tied, stage, checkpointing, accumulation
-):
-    model = llama(num_hidden_layers=layers, num_key_value_heads=key_value_heads, tie_word_embeddings=tied)
-    peaks = [
-        gpu_memory(
-            model,
-            tp=tp,
-            zero_stage=stage,
-            gradient_checkpointing=checkpointing,
-            gradient_accumulation_steps=accumulation,
-        ).allocated_bytes
-        for tp in (1, 2, 4)
-    ]
-    assert peaks == sorted(peaks, reverse=True)
 
 
 def test_tensor_parallelism_splits_layers_and_untied_head():
@@ -132,15 +103,6 @@ def test_no_other_split_has_a_faster_slowest_stage(layers, vocabulary, data):
     assert found <= min(slowest(borders) for borders in combinations(range(1, layers), pp - 1)) * (1 + 1e-9)
 
 
-def test_equally_fast_splits_shorten_the_first_stages():
-    counts = [stage.num_layers for stage in pipeline_stages(LLAMA_8B, TrainingJob(), 4)]
-    assert sum(counts) == 32
-    assert counts[0] < counts[1]
-    assert counts[3] < counts[2], "the head costs as much as two layers and a half"
-    with pytest.raises(UsageError, match="nearest legal value: 4"):
-        pipeline_stages(MODEL, TrainingJob(), 5)
-
-
 def test_context_parallelism_gathers_keys_and_values_of_complete_sequence():
     length, moments = 8192, {}
     job = TrainingJob(seq_len_tokens=length)
@@ -176,13 +138,6 @@ def test_last_stage_is_fullest_if_logits_dominate():
     assert memory.terms["loss"] > 0
 
 
-def test_pipeline_parameters_are_those_of_the_fullest_stage():
-    shares = rank_shares(Layout(engine="deepspeed", zero_stage=1, pp=2), MODEL, TrainingJob())
-    assert share_of(MODEL, pp=2).trainable == max(share.model.parameter_count for share in shares)
-    assert rank_parameters(MODEL, TrainingJob()).trainable == MODEL.parameter_count
-    assert rank_parameters(MODEL, TrainingJob(), Layout(engine="ddp")) == rank_parameters(MODEL, TrainingJob())
-
-
 @pytest.mark.parametrize(("dp_shard", "ep"), [(2, 2), (8, 2), (8, 4), (8, 8)])
 def test_expert_parallelism_splits_experts_but_not_their_state_shards(dp_shard, ep):
     strategy = Layout(engine="deepspeed", zero_stage=2, dp_shard=dp_shard, ep=ep)
@@ -205,23 +160,6 @@ def test_expert_partitions_cover_ranks_with_the_same_experts():
     assert max(held) >= (matrices - experts) / 4 + experts / 2
 
 
-@settings(deadline=None, max_examples=15)
-@given(stage=st.sampled_from([1, 2]), checkpointing=st.booleans(), accumulation=st.integers(1, 4))
-def test_more_expert_parallel_ranks_never_need_more_memory(stage, checkpointing, accumulation):
-    peaks = [
-        gpu_memory(
-            MIXTRAL,
-            dp_shard=8,
-            ep=ep,
-            zero_stage=stage,
-            gradient_checkpointing=checkpointing,
-            gradient_accumulation_steps=accumulation,
-        ).allocated_bytes
-        for ep in (1, 2, 4, 8)
-    ]
-    assert peaks == sorted(peaks, reverse=True)
-
-
 @pytest.mark.parametrize("axes", [{"sp": 2}, {"cp": 2, "engine": "fsdp2", "zero_stage": None}])
 def test_sequence_and_context_ranks_split_activations_and_shard_states(axes):
     alone = gpu_memory(LLAMA_8B, seq_len_tokens=32768, dp_shard=2, **(axes | dict.fromkeys(("sp", "cp"), 1)))
@@ -240,13 +178,6 @@ def test_each_axis_has_its_communicator():
 def test_3d_parallelism_combines_the_splits_of_its_axes():
     whole, divided = LLAMA_70B.parameter_count, share_of(LLAMA_70B, tp=8, pp=4).trainable
     assert whole / 32 < divided < whole / 32 + LLAMA_70B.embedding_parameters * 1.2
-
-
-@pytest.mark.parametrize("pp", [2, 4])
-def test_every_term_of_a_stage_is_explained(pp):
-    terms = gpu_memory(pp=pp, gradient_accumulation_steps=4).terms
-    assert set(terms) <= set(TERM_MEANINGS)
-    assert set(TERM_ROLES) <= set(TERM_MEANINGS)
 
 
 def test_quantized_weights_are_gathered_with_dequantized_copies():
@@ -282,15 +213,6 @@ def test_sequence_parallel_attention_keeps_its_output_before_and_after_the_excha
     )
     exchanged = 32 * 2048 * 4096 * job.compute_bytes
     assert shared - exchanged == pytest.approx(alone / 2, abs=2)
-
-
-def test_trace_of_complete_model_replaces_missing_coefficients():
-    strategy = Layout(engine="deepspeed", zero_stage=1, pp=2, gradient_accumulation_steps=2)
-    model = replace(MODEL, model_type="unheard_of")
-    memory = estimate_memory(strategy, model, HARDWARE, TrainingJob(), activations=no_activations).gpu
-    stages = {share.stage.index: share.model for share in rank_shares(strategy, model, TrainingJob()) if share.stage}
-    assert memory.stage is not None
-    assert memory.terms["weights"] == 2 * share_parameters(stages[memory.stage], TrainingJob()).trainable
 
 
 def test_loading_a_pipeline_reads_each_stage_once():

@@ -16,6 +16,7 @@ from shardwright.ds_configs.models.families import FAST_FAMILIES
 from shardwright.ds_configs.models.stored_shapes import evaluated, load_shapes, model_spec_from_shapes
 from shardwright.ds_configs.specs.model import FIRST_RELEASE
 from shardwright.plugins.transformers.meta_model import model_spec_from_meta
+from shardwright.tools.class_on_meta import TEXT_SIZES
 from shardwright.tools.parameter_shapes import differences, drawn_sizes
 
 CLASSES = load_shapes(RELEASE)["classes"]
@@ -51,6 +52,9 @@ def drawn_config(architecture: str, seed: int) -> dict[str, Any]:
     stated |= {name: stored["values"][name] for name in stored["required"]}
     config: dict[str, Any] = {"model_type": stored["model_type"], "architectures": [architecture.partition(" ")[0]]}
     config |= {part: {} for part in stored["names"] if part}
+    if texts := stored.get("texts"):
+        declared = texts["types"][texts["usual"]][2]
+        config[stored["text"]] = {name: size for name, size in TEXT_SIZES.items() if name in declared}
     for name, value in stated.items():
         part, _, leaf = name.rpartition(".")
         (config[part] if part else config)[leaf] = value
@@ -198,6 +202,90 @@ def test_published_llava_is_counted_exactly_and_with_other_text_models_declined(
     assert stored is not None
     built = model_spec_from_meta(config, name="llava")
     assert (stored.parameters, stored.buffer_bytes) == (built.parameters, built.buffer_bytes)
-    for part, other in (("text_config", "mistral"), ("vision_config", "siglip_vision_model")):
+    for part, other in (("text_config", "bloom"), ("vision_config", "siglip_vision_model")):
         changed = config | {part: config[part] | {"model_type": other}}
         assert model_spec_from_shapes(changed, name="llava", release=RELEASE) is None
+
+
+def seeing(model_type: str, name: str, vision: dict[str, Any], text: dict[str, Any], **top: Any) -> dict[str, Any]:
+    return {
+        "model_type": model_type,
+        "architectures": [f"{name}ForConditionalGeneration"],
+        **top,
+        "text_config": text,
+        "vision_config": vision,
+    }
+
+
+QWEN_2_5 = {"hidden_size": 2048, "intermediate_size": 11008, "num_hidden_layers": 36, "num_attention_heads": 16}
+QWEN_2_5 |= {"num_key_value_heads": 2, "vocab_size": 151936, "max_window_layers": 70, "use_sliding_window": False}
+QWEN_2_5_VISION = {"depth": 32, "hidden_size": 1280, "intermediate_size": 3420, "num_heads": 16, "in_chans": 3}
+QWEN_2_5_VISION |= {"out_hidden_size": 2048, "patch_size": 14, "spatial_patch_size": 14, "tokens_per_second": 2}
+QWEN_3 = {"model_type": "qwen3_vl_text", "hidden_size": 2560, "intermediate_size": 9728, "num_hidden_layers": 36}
+QWEN_3 |= {"num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 151936, "rope_theta": 5000000}
+MISTRAL = {"model_type": "mistral", "intermediate_size": 14336, "num_key_value_heads": 8, "sliding_window": None}
+MISTRAL |= {"vocab_size": 32064, "_name_or_path": "mistralai/Mistral-7B-Instruct-v0.2"}
+SMALL = {"model_type": "mistral", "hidden_size": 5120, "intermediate_size": 32768, "num_attention_heads": 32}
+SMALL |= {"num_hidden_layers": 40, "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 131072}
+SMOL = {"model_type": "llama", "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 24, "head_dim": 64}
+SMOL |= {"vocab_size": 49280, "perceiver_config": {"model_type": "vllama3"}, "pixel_shuffle_factor": 3}
+SCOUT = {"model_type": "llama4_text", "interleave_moe_layer_step": 1, "no_rope_layers": [], "num_local_experts": 16}
+CLIP = {"model_type": "clip_vision_model", "image_size": 336, "patch_size": 14, "num_hidden_layers": 24}
+CLIP |= {"hidden_size": 1024, "intermediate_size": 4096, "num_attention_heads": 16, "projection_dim": 768}
+
+
+@pytest.mark.parametrize(
+    ("config", "billions"),
+    [
+        (
+            # The text part at the top level, as the files of this model have it.
+            {**QWEN_2_5, **seeing("qwen2_5_vl", "Qwen2_5_VL", QWEN_2_5_VISION, {}, tie_word_embeddings=True)},
+            3.754622976,
+        ),
+        (
+            seeing(
+                *("qwen3_vl", "Qwen3VL"),
+                {"deepstack_visual_indexes": [5, 11, 17], "depth": 24, "hidden_size": 1024, "num_heads": 16}
+                | {"intermediate_size": 4096, "out_hidden_size": 2560},
+                QWEN_3,
+                tie_word_embeddings=True,
+            ),
+            4.437815808,
+        ),
+        (seeing("llava_next", "LlavaNext", CLIP, MISTRAL, image_grid_pinpoints=[[336, 672]]), 7.566747648),
+        (
+            seeing("mistral3", "Mistral3", {"model_type": "pixtral", "head_dim": 64}, SMALL, spatial_merge_size=2),
+            None,
+        ),
+        (
+            seeing(
+                *("smolvlm", "SmolVLM"),
+                {"model_type": "smolvlm_vision", "image_size": 384, "intermediate_size": 4304, "patch_size": 14}
+                | {"num_hidden_layers": 27, "size": {"longest_edge": 1920}},
+                SMOL,
+                vocab_size=49280,
+                scale_factor=3,
+            ),
+            2.24678488,
+        ),
+        (seeing("llama4", "Llama4", {"model_type": "llama4_vision_model", "hidden_size": 1408}, SCOUT), None),
+        (
+            seeing(
+                *("internvl", "InternVL"),
+                {"model_type": "internvl_vision", "attention_bias": True},
+                {"model_type": "qwen3", "hidden_size": 1024, "num_attention_heads": 16, "num_key_value_heads": 8},
+                tie_word_embeddings=False,
+            ),
+            None,
+        ),
+    ],
+    ids=["qwen2.5-vl", "qwen3-vl", "llava-next with mistral", "mistral3", "smolvlm", "llama4", "internvl with qwen3"],
+)
+def test_vision_language_models_combine_their_text_class(config: dict[str, Any], billions: float | None) -> None:
+    if not config["text_config"]:
+        del config["text_config"]
+    found = model_spec_from_shapes(config, name="m", release=RELEASE)
+    assert found is not None
+    built = model_spec_from_meta(config, name="m")
+    assert differences(found, built) == []
+    assert billions is None or found.parameter_count == round(billions * 1e9)

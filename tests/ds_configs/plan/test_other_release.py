@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 from shardwright.ds_configs.models.families import model_spec_from_config
-from shardwright.ds_configs.plan.plan import Plan, make_plan, plan_from_dict, plan_to_dict, release_difference
+from shardwright.ds_configs.plan.plan import Plan, make_plan, release_difference
 from shardwright.ds_configs.specs.errors import RefusedInputError
 from shardwright.ds_configs.specs.hardware import parse_hardware
 from shardwright.ds_configs.specs.job import TrainingJob
-from shardwright.ds_configs.specs.model import FIRST_RELEASE, newest_tested_release
+from shardwright.ds_configs.specs.model import newest_tested_release
 from shardwright.plugins import releases
 from shardwright.plugins.planning import models
 from shardwright.plugins.planning.from_names import plan
@@ -55,14 +55,6 @@ def test_gemma2_is_planned_with_the_attention_of_its_release() -> None:
     assert fused.chosen.time.seconds < eager.chosen.time.seconds
 
 
-def test_plan_without_release_is_for_the_first_release() -> None:
-    first, newest = (planned(MIXTRAL, release) for release in (FIRST_RELEASE, "5.23.0"))
-    assert "release" not in plan_to_dict(first)["model"]["spec"]
-    assert plan_to_dict(newest)["model"]["spec"]["release"] == "5.23.0"
-    for made in (first, newest):
-        assert plan_from_dict(json.loads(json.dumps(plan_to_dict(made))), source="here").model == made.model
-
-
 def test_a_release_that_changes_the_memory_is_reported() -> None:
     found = release_difference(planned(GEMMA2, "5.17.0"), "5.23.0")
     assert found is not None
@@ -82,13 +74,6 @@ def test_a_release_that_changes_the_memory_is_reported() -> None:
 )
 def test_a_release_that_changes_nothing_is_not_reported(config: dict[str, Any], made_for: str, installed: str) -> None:
     assert release_difference(planned(config, made_for), installed) is None
-
-
-def test_requested_attention_is_unchanged_in_every_release(tmp_path: Path) -> None:
-    asked = GEMMA2 | {"attn_implementation": "flash_attention_2"}
-    made = plan(config_file(tmp_path, asked), "1xA100-80GB", TrainingJob(seq_len_tokens=2048), calibration=None)
-    assert made.model.attention == "flash_attention_2"
-    assert release_difference(made, "5.17.0") is None and release_difference(made, "5.23.0") is None
 
 
 def test_sdpa_is_rejected_if_the_release_has_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

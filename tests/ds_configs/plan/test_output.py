@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 from shardwright.ds_configs.plan.output import LOCK, STAGING, disk_errors, output_errors, reserved
-from shardwright.ds_configs.specs.errors import ShardwrightError, UsageError
+from shardwright.ds_configs.specs.errors import UsageError
 
 
 def test_only_allowed_files_may_be_replaced(tmp_path):
@@ -98,30 +98,6 @@ def test_second_run_is_rejected_until_the_first_ends_or_is_killed(tmp_path):
     assert not list(out.parent.iterdir())
 
 
-def test_a_forked_child_does_not_keep_the_lock(tmp_path):
-    with reserved(tmp_path / "out", force=False):
-        child = os.fork()
-        if not child:
-            signal.pause()
-            os._exit(0)
-    try:
-        with another_run(tmp_path / "out"):
-            pass
-    finally:
-        os.kill(child, signal.SIGKILL)
-        os.waitpid(child, 0)
-
-
-def test_files_of_a_concurrent_run_are_not_replaced(tmp_path):
-    (tmp_path / "out").mkdir()
-    (tmp_path / "out" / "model.safetensors").touch()
-    with pytest.raises(UsageError, match="exists and is not empty"), reserved(tmp_path / "out", force=False):
-        raise AssertionError
-    with reserved(tmp_path / "out", force=False, own=("*.safetensors",)):
-        assert [path.name for path in tmp_path.iterdir()] != ["out"]
-    assert [path.name for path in tmp_path.iterdir()] == ["out"]
-
-
 def test_staged_files_of_a_killed_run_are_removed(tmp_path):
     out, other = tmp_path / "out", tmp_path / f".outer{STAGING}1"
     for place in (out / f".out{STAGING}abc", tmp_path / f".out{STAGING}abc", other):
@@ -131,21 +107,3 @@ def test_staged_files_of_a_killed_run_are_removed(tmp_path):
     with reserved(out, force=False):
         assert not list(out.iterdir())
     assert {path.name for path in tmp_path.iterdir()} == {"out", other.name}
-
-
-def test_lock_is_inside_if_parent_is_not_writable(tmp_path, monkeypatch):
-    out, real = tmp_path / "out", os.open
-    out.mkdir()
-
-    def only_inside(path, *how):
-        if Path(path).parent == tmp_path:
-            raise OSError(errno.EROFS, os.strerror(errno.EROFS))
-        return real(path, *how)
-
-    monkeypatch.setattr(os, "open", only_inside)
-    with reserved(out, force=False):
-        assert [path.name for path in out.iterdir()] == [LOCK]
-        assert output_errors(out, force=False) == []
-    assert not list(out.iterdir())
-    with pytest.raises(ShardwrightError, match="cannot be written"), reserved(tmp_path / "new", force=False):
-        pass

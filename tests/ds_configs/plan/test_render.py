@@ -8,7 +8,6 @@ import re
 import subprocess
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -237,14 +236,6 @@ def test_launch_script_requires_a_script_or_data(tmp_path, hardware, places):
     assert "SCRIPT [ARGUMENTS], or" in done.stderr and "--dataset FILE --output-dir DIRECTORY" in done.stderr
 
 
-def test_headers_have_purpose_command_and_assumptions():
-    files = render_files(plan_of(strategy="zero2"))
-    header = json.loads(files["ds_config.json"])["_shardwright"]
-    assert any("launch.sh SCRIPT" in line for line in header)
-    assert any("Assumes" in line for line in header)
-    assert files["accelerate.yaml"].startswith("# ")
-
-
 JOBS = st.fixed_dictionaries(
     {
         "strategy": st.sampled_from(["auto", "ddp", "zero0", "zero1", "zero2", "zero3", "fsdp2"]),
@@ -327,30 +318,3 @@ def test_load_reports_missing_and_invalid_files(tmp_path):
     (tmp_path / "plan.json").write_text("{")
     with pytest.raises(RefusedInputError, match="is not valid JSON"):
         Plan.load(tmp_path)
-
-
-def test_write_replaces_only_with_force(tmp_path):
-    plan = plan_of(strategy="zero2")
-    written = plan.write(tmp_path / "plan")
-    assert sorted(path.name for path in written) == sorted(plan.file_names)
-    assert sorted(path.name for path in Path(tmp_path / "plan").iterdir()) == sorted(plan.file_names)
-    with pytest.raises(UsageError, match="exists and is not empty; use --force"):
-        plan.write(tmp_path / "plan")
-    plan.write(tmp_path / "plan", force=True)
-    assert Plan.load(tmp_path / "plan") == plan
-
-
-@pytest.mark.parametrize(
-    ("hardware", "job", "has_liger"),
-    [
-        (NODE, {}, True),
-        (NODE, {"strategy": "zero3", "sequence_parallel_size": 8, "seq_len_tokens": 65536}, False),
-        (parse_hardware("2xCPU"), {"precision": "fp32", "seq_len_tokens": 64}, False),
-    ],
-)
-def test_liger_is_enabled_only_where_it_computes_the_chunked_loss(hardware, job, has_liger):
-    model = LLAMA_8B if hardware is NODE else llama(hidden_size=64, intermediate_size=128)
-    plan = plan_of(hardware, model, loss="chunked", **job)
-    files = render_files(plan)
-    assert json.loads(files["training_arguments.json"]).get("use_liger_kernel", False) is has_liger
-    assert ("Requires the package liger-kernel" in files["launch.sh"]) is has_liger

@@ -18,18 +18,12 @@ from shardwright.ds_configs.quantization.recipe import (
 )
 from shardwright.ds_configs.quantization.scheme import (
     METHOD_NAMES,
-    METHODS,
     PRESETS,
     combination_with_method_errors,
     default_method,
     needs_calibration,
 )
 from shardwright.ds_configs.specs.errors import UsageError
-
-ASKED_FOR = {
-    "w4a16-gptq", "w4a16-awq", "w8a8-smoothquant-gptq", "w8a8-static-l2", "fp8-dynamic", "nvfp4", "w3-spqr", "nf4",
-    "w4a16-rtn",
-}  # fmt: skip
 
 
 def resolved(**flags):
@@ -40,23 +34,6 @@ def errors_of(**flags) -> dict[str, str]:
     with pytest.raises(UsageError) as error:
         resolved(**flags)
     return {config_error.where: str(config_error) for config_error in error.value.errors}
-
-
-def test_gallery_holds_a_recipe_for_every_way_to_serve():
-    assert set(recipe_names()) >= ASKED_FOR
-    used = {quantize_settings({}, recipe=read_recipe(name)).resolved().method for name in recipe_names()}
-    assert used >= {"rtn", "gptq", "awq", "smoothquant-gptq", "spqr", "bitsandbytes"}
-
-
-@pytest.mark.parametrize("name", recipe_names())
-def test_recipes_state_purpose_command_assumptions_and_source(name):
-    recipe = read_recipe(name)
-    header = [line.removeprefix("# ") for line in recipe.text.splitlines() if line.startswith("#")]
-    assert recipe.purpose == header[0]
-    assert recipe.purpose.endswith(".")
-    assert header[1] == f"Run: shardwright quantize MODEL --config {name} --output-dir OUT"
-    assert [line.split(" ")[0].rstrip(":") for line in header[2:]] == ["Assumes", "Source"]
-    assert all(len(line) <= 120 for line in recipe.text.splitlines())
 
 
 @pytest.mark.parametrize("name", recipe_names())
@@ -83,54 +60,6 @@ def test_explicit_values_override_the_recipe():
     settings = quantize_settings({"seed": 3}, recipe=recipe)
     assert (settings.scheme, settings.seq_len, settings.seed) == ("W8A16", 128, 3)
     assert settings.batch_size == QuantizeSettings.model_fields["batch_size"].default
-
-
-def test_lists_may_be_written_as_lists_or_with_commas():
-    listed = parse_recipe("mine", "ignore:\n  - lm_head\n  - re:.*gate\n")
-    assert quantize_settings({}, recipe=listed).ignore == ("lm_head", "re:.*gate")
-    assert quantize_settings({"ignore": "lm_head, re:.*gate"}).ignore == ("lm_head", "re:.*gate")
-    assert quantize_settings({"ignore": ("lm_head",)}).ignore == ("lm_head",)
-
-
-def test_unknown_keys_and_bad_values_come_together_with_the_nearest_names():
-    text = "shceme: W4A16\nnum_sample: 3\nseq_len: 0\nmethod: gtpq\nbatch_size: two\n"
-    with pytest.raises(UsageError) as error:
-        quantize_settings({}, recipe=parse_recipe("mine", text))
-    errors = {config_error.where: config_error for config_error in error.value.errors}
-    assert set(errors) == {"shceme", "num_sample", "seq_len", "method", "batch_size"}
-    assert errors["shceme"].fix == "did you mean scheme?"
-    assert errors["num_sample"].fix == "did you mean num_samples?"
-    assert errors["method"].fix == "did you mean gptq?"
-
-
-@pytest.mark.parametrize(
-    ("text", "rule"),
-    [
-        ("- W4A16", "mapping"),
-        ("", "mapping"),
-        ("a: [", "not valid YAML"),
-        ("seq-len: 2\nseq_len: 3", "is set twice"),
-        ("scheme: !!python/object/apply:os.system [ls]", "not valid YAML"),
-    ],
-)
-def test_invalid_recipe_files_are_rejected(text, rule):
-    with pytest.raises(UsageError, match=rule):
-        parse_recipe("mine", text)
-
-
-def test_a_recipe_is_a_name_or_a_file(tmp_path):
-    path = tmp_path / "mine.yaml"
-    path.write_text("# Mine.\nscheme: W8A8\n", encoding="utf-8")
-    assert read_recipe(path).purpose == "Mine."
-    assert quantize_settings({}, recipe=read_recipe(str(path))).scheme == "W8A8"
-    with pytest.raises(UsageError, match="nearest names: w4a16-gptq"):
-        read_recipe("w4a16-gtpq")
-    path.write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(UsageError, match="cannot be read"):
-        read_recipe(path)
-    path.write_bytes(b"#" * (2**20 + 1))
-    with pytest.raises(UsageError, match="must be at most 65536 bytes"):
-        read_recipe(path)
 
 
 def test_errors_of_scheme_method_and_data_come_together():
@@ -179,20 +108,6 @@ def test_awq_supports_tensor_scales_without_duo_scaling():
     assert not combination_with_method_errors("awq", PRESETS["FP8"], {"duo_scaling": False})
     by_tensor = replace(PRESETS["W8A8"].weights, strategy="tensor")
     assert combination_with_method_errors("awq", replace(PRESETS["W4A16"], weights=by_tensor))
-
-
-def test_fixes_name_schemes_that_work():
-    for method, names in FAILS.items():
-        for name in names:
-            (config_error,) = combination_with_method_errors(method, PRESETS[name])
-            for word in config_error.fix.replace(",", " ").replace(":", " ").split():
-                if word in PRESETS:
-                    assert not combination_with_method_errors(method, PRESETS[word]), (method, word)
-
-
-def test_every_method_is_described_once():
-    assert set(METHODS) == set(METHOD_NAMES)
-    assert {name for name in METHODS if not METHODS[name].needs_calibration} == {"rtn", "bitsandbytes"}
 
 
 @pytest.mark.parametrize("name", list(PRESETS))

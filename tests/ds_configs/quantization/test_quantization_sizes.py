@@ -19,16 +19,13 @@ from shardwright.ds_configs.quantization.layers import (
     scheme_errors,
     selected_layers,
 )
-from shardwright.ds_configs.quantization.scheme import PRESETS, QuantizationScheme, WeightQuantization, changed
+from shardwright.ds_configs.quantization.scheme import PRESETS, QuantizationScheme, changed
 from shardwright.ds_configs.quantization.sizes import (
-    bits_per_weight,
     checkpoint_bytes,
-    dtype_bytes,
     packed_tensors,
     quantized_tensors,
     tensor_bytes,
 )
-from shardwright.ds_configs.specs.errors import UsageError
 from transformers import LlamaConfig, LlamaForCausalLM
 
 COMPRESSED = [name for name, scheme in PRESETS.items() if scheme.storage == "compressed-tensors"]
@@ -74,14 +71,6 @@ def test_changed_schemes_have_the_tensors_that_upstream_writes(name, bits, symme
     layer = LinearLayer(name="x", out_features=rows, in_features=groups * (scheme.weights.group_size or 24))
     computed = packed_tensors(scheme, layer, str(dtype).removeprefix("torch."))
     assert computed == compressed_linear(scheme, rows, layer.in_features, dtype)
-
-
-def test_one_scale_per_tensor():
-    for symmetric in (True, False):
-        weights = WeightQuantization(bits=4, strategy="tensor", group_size=None, symmetric=symmetric)
-        scheme = replace(PRESETS["W4A16"], weights=weights)
-        layer = LinearLayer(name="x", out_features=24, in_features=64)
-        assert packed_tensors(scheme, layer) == compressed_linear(scheme, 24, 64, torch.bfloat16)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -147,37 +136,3 @@ def test_dense_tensors_are_saved_in_loaded_dtype():
     assert tensors["embed.weight"] == ((8, 4), "bfloat16")
     assert tensors["steps"] == ((1,), "int64")
     assert "up.weight" not in tensors
-
-
-@pytest.mark.parametrize(
-    ("name", "expected"),
-    [
-        # Codes, then a 16-bit scale for each group: bits + 16 / 128, and 64 bytes of shape over 2**20 weights.
-        ("W4A16", 4 + 16 / 128 + 128 / 2**20),
-        ("W3A16", 3 + 16 / 128 + 128 / 2**20),
-        ("W4A16_ASYM", 4 + (16 + 4) / 128 + 128 / 2**20),
-        ("W8A8", 8 + 16 / 1024),
-        ("NVFP4A16", 4 + 8 / 16 + 32 / 2**20),
-        ("MXFP4A16", 4 + 8 / 32),
-        ("MXFP8A16", 8 + 8 / 32),
-        ("FP8_BLOCK", 8 + 16 / 128**2),
-    ],
-)
-def test_bits_per_weight_by_hand(name, expected):
-    layers = [LinearLayer(name="x", out_features=1024, in_features=1024)]
-    assert bits_per_weight(PRESETS[name], layers) == pytest.approx(expected, abs=1e-12)
-
-
-def test_types_have_the_sizes_of_torch():
-    from safetensors.torch import _TYPES
-
-    assert {dtype: dtype_bytes(str(dtype).removeprefix("torch.")) for dtype in _TYPES.values()} == {
-        dtype: dtype.itemsize for dtype in _TYPES.values()
-    }
-
-
-def test_indivisible_groups_are_rejected_before_sizes():
-    layer = LinearLayer(name="x", out_features=8, in_features=100)
-    assert scheme_errors(PRESETS["W4A16"], [layer], [layer])
-    with pytest.raises(UsageError):
-        changed(PRESETS["W4A16"], group_size=0)

@@ -13,11 +13,8 @@ from planning import llama, public_model
 from shardwright.ds_configs.search.tensor_layouts import (
     compare_tensor_layouts,
     cube_traffic,
-    layer_products,
-    one_dimensional_traffic,
     summa_traffic,
 )
-from shardwright.ds_configs.specs.errors import UsageError
 from shardwright.ds_configs.specs.hardware import parse_hardware
 from shardwright.ds_configs.specs.job import TrainingJob
 from shardwright.ds_configs.step_time.model_work import Product
@@ -145,20 +142,6 @@ def test_cube_traffic_equals_simulated_gathers(side: int) -> None:
     assert [part.elements for part in found] == pytest.approx([3 * received["A"], 2 * received["C"], 3 * received["B"]])
 
 
-def test_one_dimension_is_four_ring_all_reduces() -> None:
-    found = one_dimensional_traffic(6, 8, 4)
-    assert found[0].elements == 4 * ring_all_reduce(6 * 8, 4)
-
-
-def test_optimus_counts_the_same_per_broadcast() -> None:
-    """Table 1 of arXiv 2104.05343: 7 b s h of inputs and 12 h^2 of weights in a layer with an MLP of 4 h."""
-    model = llama(hidden_size=64, intermediate_size=256, num_attention_heads=4, num_key_value_heads=4)
-    products = layer_products(model)
-    assert sum(one.in_features for one in products) == 7 * 64
-    # A gated MLP has one matrix more than the paper's.
-    assert sum(one.weight for one in products) == (12 + 4) * 64**2
-
-
 JOB = TrainingJob(seq_len_tokens=4096, micro_batch_size=1)
 H100S = parse_hardware("8x8xH100-80GB")
 
@@ -189,23 +172,9 @@ def test_divided_memory(side: int, micro_batch_size: int) -> None:
         assert layout.activation_bytes >= whole * 0.999
 
 
-def test_all_in_one_node_or_across() -> None:
-    """The same bytes take longer where a group leaves its node."""
-    inside, across = (
-        compare_tensor_layouts(llama(), parse_hardware(name), JOB, 8)[0] for name in ("8xH100-80GB", "8x1xH100-80GB")
-    )
-    assert inside.communication_bytes == across.communication_bytes
-    assert inside.communication_seconds < across.communication_seconds
-
-
 def test_one_dimension_pays_for_few_tokens_and_few_ranks() -> None:
     """Its volume grows with the tokens; the others pass all weights round, and win when activations outweigh them."""
     for tokens, ranks, fastest in ((2_048, 8, "1D"), (8_192, 64, "1D"), (131_072, 4, "2D"), (131_072, 8, "2.5D")):
         job = TrainingJob(seq_len_tokens=tokens, micro_batch_size=1)
         layouts = compare_tensor_layouts(public_model("meta-llama/Llama-3.1-8B"), H100S, job, ranks)
         assert min(layouts, key=lambda layout: layout.communication_seconds).name == fastest
-
-
-def test_ranks_are_counted() -> None:
-    with pytest.raises(UsageError, match="ranks = 0: must be at least 1"):
-        compare_tensor_layouts(llama(), H100S, JOB, 0)

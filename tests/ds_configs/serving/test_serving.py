@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from planning import public_config
 from shardwright.ds_configs.models.families import model_spec_from_config
 from shardwright.ds_configs.serving.plan import (
     CachedLayer,
@@ -22,18 +23,7 @@ from shardwright.ds_configs.specs.errors import DoesNotFitError, UsageError
 from shardwright.ds_configs.specs.hardware import parse_hardware
 from shardwright.ds_configs.specs.model import Dimensions
 
-LLAMA_8B = {
-    "model_type": "llama",
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "vocab_size": 128256,
-    "max_position_embeddings": 131072,
-    "tie_word_embeddings": False,
-    "architectures": ["LlamaForCausalLM"],
-}
+LLAMA_8B = public_config("meta-llama/Llama-3.1-8B")
 SIZES = Dimensions(
     num_layers=12,
     hidden_size=64,
@@ -100,10 +90,6 @@ def test_blocks_have_the_tokens_of_the_kernel_that_vllm_selects(hardware, amx, l
     assert plan.block_bytes == tokens * plan.token_bytes
 
 
-def test_heads_are_replicated_if_fewer_than_gpus():
-    assert cached_layers({}, SIZES, tensor_parallel_size=4)[0].heads == 1
-
-
 @pytest.mark.parametrize(
     ("config", "windows"),
     [
@@ -152,23 +138,6 @@ def test_more_memory_never_fits_less(windows, memory, more, length):
             assert cache.sequence_blocks(found, tokens_in_flight=256) * cache.block_bytes <= size
         if found < length:
             assert cache.sequence_blocks(found + 1, tokens_in_flight=256) > cache.blocks(size)
-
-
-@given(gigabytes=st.integers(21, 200), sequences=st.integers(1, 64))
-def test_more_memory_never_serves_fewer_sequences(gigabytes, sequences):
-    hardware = parse_hardware("1xA100-80GB")
-    plans = [
-        plan_serving(
-            served(),
-            ServingRequest(hardware=replace(hardware, gpu_bytes=size * 10**9), max_model_len=4096),
-        )
-        for size in (gigabytes, gigabytes + 10)
-    ]
-    assert plans[0].sequences <= plans[1].sequences
-    assert plans[0].blocks <= plans[1].blocks
-    asked = plan_serving(served(), request(max_num_seqs=sequences))
-    assert asked.sequences >= sequences
-    assert asked.max_model_len <= 131_072
 
 
 def test_selects_the_fewest_gpus_for_the_longest_sequence():
@@ -242,12 +211,6 @@ def test_errors_suggest_a_length_that_fits():
     assert any("limited to" in note for note in cut.notes)
 
 
-def test_warns_that_fp8_caches_are_truncated_on_cpus():
-    for hardware, reported in (("CPU", True), ("1xA100-80GB", False)):
-        asked = request(hardware, kv_cache_dtype="fp8", kv_cache_bytes=10**9, max_model_len=64)
-        assert any("truncates FP8" in note for note in plan_serving(served(), asked).notes) is reported
-
-
 def adapter(directory="/models/tuned", *, trained_in_4_bits=False, **settings) -> ServedAdapter:
     return ServedAdapter(
         source=directory,
@@ -268,16 +231,3 @@ def test_vllm_allocates_matrices_of_the_next_rank_for_an_adapter():
     assert plan.line[plan.line.index("--max-lora-rank") + 1] == "16"
     tied = plan_serving(replace(served(tie_word_embeddings=True), adapter=adapter()), request())
     assert tied.memory["adapter"] == plan.memory["adapter"]
-
-
-def test_a_directory_that_vllm_would_split_is_written_as_json():
-    odd = replace(served(), adapter=adapter("/models/a=b,c"))
-    line = plan_serving(odd, request()).line
-    assert json.loads(line[line.index("--lora-modules") + 1]) == {"name": "a=b,c", "path": "/models/a=b,c"}
-
-
-def test_a_qlora_adapter_on_16_bit_weights_is_noted():
-    for trained_in_4_bits in (False, True):
-        served_adapter = adapter(trained_in_4_bits=trained_in_4_bits)
-        notes = plan_serving(replace(served(), adapter=served_adapter), request()).notes
-        assert any("was trained on NF4 weights" in note for note in notes) == trained_in_4_bits

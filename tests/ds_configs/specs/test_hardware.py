@@ -22,14 +22,6 @@ from shardwright.plugins.planning.from_names import detect_hardware, read_hardwa
 
 GIB = 2**30
 NUMBERS = ("memory_gib", "usable_gib", "bf16_flops", "memory_bytes_per_s", "link_bytes_per_s", "network_bytes_per_s")
-ALL_SIZES = {
-    "gpu_bytes": "32GiB",
-    "flops_per_s": "312e12",
-    "memory_bytes_per_s": "2TB/s",
-    "link_bytes_per_s": 3e11,
-    "network_bytes_per_s": 25 * 10**9,
-    "host_bytes_per_node": "1TB",
-}
 
 
 @pytest.mark.parametrize("name", gpu_catalog())
@@ -72,73 +64,34 @@ def test_any_text_is_hardware_or_a_usage_error(text: str) -> None:
 @pytest.mark.parametrize(
     ("written", "meant"),
     [
-        ("NVIDIA RTX A6000", "A6000"),
         ("NVIDIA RTX 6000 Ada", "RTX6000Ada"),
         ("NVIDIA H100 PCIe", "H100-PCIe"),
-        ("H100 NVL", "H100-NVL"),
-        ("a100 80gb", "A100-80GB"),
         ("NVIDIA A100-SXM4-80GB", "A100-80GB"),
         ("H100", "H100-80GB"),
-        ("NVIDIA H100 80GB HBM3", "H100-80GB"),
-        ("Tesla T4", "T4"),
         ("NVIDIA GeForce RTX 4090", "RTX4090"),
-        ("AMD Instinct MI300X", "MI300X"),
         ("v100_32gb", "V100-32GB"),
         ("h200", "H200"),
-        ("H200-141GB", "H200"),
         ("A100_80G", "A100-80GB"),
-        ("A100-SXM-80GB", "A100-80GB"),
         ("NVIDIA A100 80GB PCIe", "A100-PCIe-80GB"),
-        ("A10G", "A10G"),
-        ("NVIDIA A10", "A10"),
-        ("NVIDIA H20", "H20"),
         ("A800", "A800-80GB"),
         ("GeForce 3080", "RTX3080"),
-        ("RTX-4080-16GB", "RTX4080"),
         ("NVIDIA RTX PRO 6000 Blackwell Workstation Edition", "RTXPRO6000"),
-        ("NVIDIA RTX 6000 Ada Generation", "RTX6000Ada"),
         ("AMD Instinct MI355X", "MI355X"),
-        ("NVIDIA GH200 480GB", "GH200"),
     ],
 )
 def test_aliases_mean_one_entry(written: str, meant: str) -> None:
     assert find_gpu(written) == meant
 
 
-@pytest.mark.parametrize("gpu", gpu_catalog())
-def test_names_are_never_completed(gpu: str) -> None:
-    device = gpu.partition("-")[0]
-    for shorter in (device[:-1], device[:-2], device[1:]):
-        if shorter in gpu_catalog():
-            assert find_gpu(shorter) == shorter
-        elif f"RTX{shorter}" not in gpu_catalog():
-            with pytest.raises(UsageError, match=r"nearest: |write one of |known: "):
-                find_gpu(shorter)
-
-
 @pytest.mark.parametrize(
     "name",
     [
         "B20",
-        "A4",
-        "B300A",
-        "H10",
         "L4S",
         "H100-96GB",
-        "A10-48GB",
         "RTX4070Ti",
-        "RTX3090Ti",
-        "RTX5090D",
-        "RTXA5000",
         "RTX6000",
-        "RTXPRO6000Server",
-        "H20-3e",
-        "MI300",
-        "MI350X",
         "MI300A",
-        "V100S",
-        "A100X",
-        "GB200",
         "Gaudi",
     ],
 )
@@ -150,13 +103,10 @@ def test_unknown_devices_are_errors_with_candidates(name: str) -> None:
 @pytest.mark.parametrize(
     ("written", "nodes", "gpus", "gpu"),
     [
-        ("1x4090", 1, 1, "RTX4090"),
         ("2x8x5080", 2, 8, "RTX5080"),
         ("8 x H100-80GB", 1, 8, "H100-80GB"),
         ("4 x 8 x h200", 4, 8, "H200"),
-        ("8XA100-80GB", 1, 8, "A100-80GB"),
         ("8×H20", 1, 8, "H20"),
-        ("8xh100", 1, 8, "H100-80GB"),
         ("2x4090-24GB", 1, 2, "RTX4090"),
     ],
 )
@@ -164,11 +114,6 @@ def test_counts_may_be_written_with_spaces(written: str, nodes: int, gpus: int, 
     hardware = parse_hardware(written)
     assert (hardware.nodes, hardware.gpus_per_node, hardware.gpu) == (nodes, gpus, gpu)
     assert read_hardware(written, num_processes=nodes * gpus) == hardware
-
-
-def test_ambiguous_name_lists_the_candidates() -> None:
-    with pytest.raises(UsageError, match="matches several accelerators; write one of A100-40GB, A100-80GB"):
-        find_gpu("A100")
 
 
 def test_reports_all_errors_of_a_name_together() -> None:
@@ -209,25 +154,6 @@ def test_changing_the_number_of_gpus_keeps_memory_per_node() -> None:
     assert assumed.host_bytes_per_node * 2 == parse_hardware("8xA100-80GB").host_bytes_per_node
 
 
-def test_mapping_overrides_the_catalog() -> None:
-    data = {"gpu": "a100-80gb", "nodes": 2, "gpus_per_node": 4, "gpu_bytes": "70GB", "nvme_path": None}
-    hardware = hardware_from_mapping(data, name="cluster.yaml")
-    assert (hardware.name, hardware.gpu, hardware.gpu_bytes, hardware.world_size) == (
-        "cluster.yaml",
-        "A100-80GB",
-        70 * 10**9,
-        8,
-    )
-    assert hardware.flops_per_s == gpu_catalog()["A100-80GB"]["bf16_flops"]
-
-
-def test_mapping_with_all_sizes_needs_no_catalog_entry() -> None:
-    hardware = hardware_from_mapping({"gpu": "Homemade", **ALL_SIZES}, name="x")
-    assert (hardware.gpu, hardware.gpu_bytes, hardware.flops_per_s) == ("Homemade", 32 * GIB, 312e12)
-    assert (hardware.memory_bytes_per_s, hardware.source) == (2e12, "")
-    assert hardware_from_mapping(ALL_SIZES, name="x").gpu == "custom"
-
-
 def test_reports_all_errors_of_a_mapping_together() -> None:
     data: dict[Any, Any] = {
         "gpu": "A100",
@@ -251,21 +177,11 @@ def test_reports_all_errors_of_a_mapping_together() -> None:
     assert "A100-40GB, A100-80GB" in text
 
 
-@pytest.mark.parametrize("data", [[], None, "8xA100-80GB", {}, {"nodes": 2}, {"gpu": None}, {"gpu": 5}])
-def test_rejects_data_that_is_not_a_hardware_mapping(data: object) -> None:
-    with pytest.raises(UsageError, match=r"gpu|must be a mapping"):
-        hardware_from_mapping(data, name="h.yaml")
-
-
 @pytest.mark.parametrize(
     ("text", "message"),
     [
         ("- 1", "must be a mapping"),
-        ("", "must be a mapping"),
-        ("{a: [", "is not valid YAML"),
         ("!!python/object/apply:os.getcwd []", "is not valid YAML"),
-        ("gpu: 2024-13-45", "is not valid YAML"),
-        ("gpu: " + "[" * 2000, "is not valid YAML"),
         ("gpu: [A100-80GB]", "must be a single value"),
         ("a: &a [x, x]\nb: &b [*a, *a]\ngpu: [*b, *b]", "must be a single value"),
         ("gpu: A100-80GB\n# " + "x" * 2**20, "must be at most 65536 bytes"),
@@ -298,23 +214,12 @@ def fake_torch(monkeypatch: pytest.MonkeyPatch, devices: list[tuple[str, float]]
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: properties[index])
 
 
-def test_no_accelerator_is_one_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    fake_torch(monkeypatch, [])
-    with pytest.raises(UsageError, match="torch does not see an accelerator; name the hardware") as caught:
-        read_hardware("local", measures_cpu=False)
-    assert len(caught.value.errors) == 1
-
-
 @pytest.mark.parametrize(
     ("driver_name", "gib", "gpu"),
     [
         ("NVIDIA A100-SXM4-80GB", 79.2, "A100-80GB"),
         ("NVIDIA A100-PCIE-40GB", 39.4, "A100-PCIe-40GB"),
-        ("NVIDIA H100 80GB HBM3", 79.1, "H100-80GB"),
-        ("NVIDIA H200", 139.8, "H200"),
-        ("NVIDIA L40S", 44.4, "L40S"),
         ("Tesla T4", 14.6, "T4"),
-        ("Tesla V100-SXM2-16GB", 15.8, "V100-16GB"),
         ("NVIDIA GeForce RTX 3090", 23.6, "RTX3090"),
         ("AMD Instinct MI300X", 191.7, "MI300X"),
     ],
@@ -329,18 +234,3 @@ def test_detection_uses_the_memory_of_the_driver(
     assert hardware.host_bytes_per_node == 10**12
     assert hardware.assumed == ()
     assert 2**20 < detect_hardware().host_bytes_per_node < 2**50
-
-
-def test_detection_uses_the_smallest_device(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    fake_torch(monkeypatch, [("NVIDIA A100-SXM4-80GB", 79.2), ("Tesla T4", 14.6)])
-    hardware = detect_hardware(nvme=str(tmp_path))
-    assert (hardware.gpu, hardware.gpus_per_node, hardware.nvme_path) == ("T4", 2, str(tmp_path))
-    assert hardware.nvme_bytes_per_node > 0
-    with pytest.raises(UsageError, match="must be a writable directory"):
-        detect_hardware(nvme=str(tmp_path / "none"))
-
-
-def test_unknown_device_suggests_a_yaml_file(monkeypatch: pytest.MonkeyPatch) -> None:
-    fake_torch(monkeypatch, [("Homemade Chip 9", 10.0)])
-    with pytest.raises(UsageError, match=r"hardware \(local\).*not in the catalog.*YAML file"):
-        detect_hardware()

@@ -59,33 +59,11 @@ def test_one_run_counts_as_much_as_the_published_prediction() -> None:
     assert (time.learned_scale, time.measured_runs) == (pytest.approx(2.0), 1)
 
 
-def test_five_runs_narrow_the_interval() -> None:
-    published = (TIME.high_seconds - TIME.low_seconds) / TIME.seconds
-    widths = []
-    for count in (1, 5):
-        time = corrected(*[run(1.0, identifier=f"{index:064d}") for index in range(count)])
-        widths.append((time.high_seconds - time.low_seconds) / time.seconds)
-    assert published > widths[0] > 2 * widths[1]
-
-
 def test_an_engine_is_not_preferred_because_it_was_never_measured() -> None:
     time = corrected(run(3.0), engine="fsdp2")
     assert time.seconds == corrected(run(3.0)).seconds
     assert time.high_seconds / time.low_seconds == pytest.approx(TIME.high_seconds / TIME.low_seconds)
     assert corrected(run(3.0), run(1.0, engine="fsdp2"), engine="fsdp2").seconds == pytest.approx(2.0)
-
-
-def test_a_slow_run_moves_the_next_plan_and_is_named_in_its_reason() -> None:
-    model, hardware = public_model("Qwen/Qwen2.5-0.5B"), parse_hardware("8xA100-80GB")
-    before = make_plan(model, hardware, TrainingJob())
-    slow = run(3.0, engine=before.chosen.strategy.engine)
-    after = make_plan(model, hardware, TrainingJob(), measured_steps=(slow,))
-    assert after.chosen.time.seconds == pytest.approx(2 * before.chosen.time.seconds)
-    assert "2.00 times the published prediction, from 1 measured run on A100-80GB" in after.chosen.reason
-    assert [offer.times_faster for offer in after.offers] == [offer.times_faster for offer in before.offers]
-    assert plan_from_dict(plan_to_dict(after), source="test").chosen.time == after.chosen.time
-    assert "measured_runs" not in plan_to_dict(before)["chosen"]["step_time"]
-    assert replace(after.chosen.time, measured_runs=0, learned_scale=1.0) != before.chosen.time
 
 
 def test_runs_of_a_plan_with_other_rates_do_not_correct() -> None:
@@ -159,14 +137,6 @@ def test_a_slow_network_moves_the_layouts_that_use_it() -> None:
         back = published_time(time)
         assert back.seconds == pytest.approx(before.seconds) and back.terms == pytest.approx(before.terms)
         assert not back.learned_factors and back.learned_scale == pytest.approx(1.0)
-
-
-def test_runs_that_contradict_the_parts_have_one_scale() -> None:
-    shares = [{"compute": 1 - share, "network": share, "host": 0.0} for share in (0.0, 0.1, 0.3, 0.5, 0.6, 0.2)]
-    errors = (0.9, -0.4, 0.7, -0.5, 0.8, -0.3)
-    even = dict.fromkeys(PARTS, 1.0)
-    runs = [run_with(share, even, index, errors[index]) for index, share in enumerate(shares)]
-    assert separated_factors(runs) is None
 
 
 def test_a_plan_keeps_the_runs_that_corrected_it() -> None:

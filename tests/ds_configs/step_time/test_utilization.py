@@ -54,12 +54,6 @@ def test_a_plan_of_low_utilization_names_what_takes_the_time():
             "1xA100-80GB",
             "the memory-bound optimizer step after 128 tokens per accelerator (",
         ),
-        (
-            "meta-llama/Llama-3.1-8B",
-            "8x8xH100-80GB",
-            "gathers of updated parameters after 128 tokens per accelerator (",
-        ),
-        ("meta-llama/Llama-3.1-8B", "8x8xH100-80GB", "the reduction of gradients after 128 tokens per accelerator ("),
         ("Qwen/Qwen3-30B-A3B", "2x8xH100-80GB", "with 128 tokens per micro-batch"),
     ],
 )
@@ -67,10 +61,3 @@ def test_few_tokens_are_named_as_the_cause(model, hardware, cause):
     cluster = parse_hardware(hardware)
     job = TrainingJob(seq_len_tokens=128, global_batch_size=cluster.world_size)
     assert cause in make_plan(public_model(model), cluster, job, offers=False).chosen.reason
-
-
-@pytest.mark.parametrize("hardware", ["8xA100-80GB", "2xCPU"])
-def test_other_plans_have_no_such_sentence(hardware):
-    model = LLAMA_8B if "A100" in hardware else public_model("openai-community/gpt2")
-    job = TrainingJob(seq_len_tokens=1024, precision="bf16" if "A100" in hardware else "fp32")
-    assert "MFU" not in make_plan(model, parse_hardware(hardware), job, offers=False).chosen.reason

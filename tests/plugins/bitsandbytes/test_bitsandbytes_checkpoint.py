@@ -8,8 +8,7 @@ import subprocess
 import pytest
 import torch
 from shardwright.ds_configs.quantization.layers import selected_layers
-from shardwright.ds_configs.quantization.scheme import changed, scheme_named
-from shardwright.ds_configs.specs.errors import UsageError
+from shardwright.ds_configs.quantization.scheme import scheme_named
 from shardwright.plugins.bitsandbytes import quantize_with_bitsandbytes
 from shardwright.plugins.transformers.quantized_model import open_source
 from small_models import llama
@@ -71,23 +70,6 @@ def test_upstream_still_loses_scales_when_it_turns_weights_back():
     back, state = _convert_weight_packed_for_cpu_inverse(packed, state)
     assert torch.equal(back.flatten(), stored.flatten())
     assert state.absmax.shape != scales.shape or not torch.equal(state.absmax.float(), scales.float())
-
-
-def test_what_is_ignored_stays_dense(source, tmp_path):
-    scheme = changed(scheme_named("NF4"), ignore=("lm_head", r"re:.*\.mlp\.down_proj"))
-    found = quantized(source, "NF4", scheme=scheme)
-    assert len(found.quantized_layers) == 12
-    found.save(tmp_path)
-    from safetensors.torch import load_file
-
-    stored = load_file(tmp_path / "model.safetensors")
-    assert stored["model.layers.0.mlp.down_proj.weight"].dtype == torch.bfloat16
-    assert stored["model.layers.0.mlp.up_proj.weight"].dtype == torch.uint8
-
-
-def test_options_are_rejected(source):
-    with pytest.raises(UsageError, match="quant_type"):
-        quantized(source, "NF4", quant_type="fp4")
 
 
 IMPORTED_AGAIN = """

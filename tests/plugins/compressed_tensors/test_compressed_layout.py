@@ -84,22 +84,6 @@ def test_wrong_and_superfluous_tensors_are_named(tmp_path, change, words):
     assert words in found
 
 
-def test_a_dense_layer_is_named(tmp_path):
-    scheme = SCHEMES["W4A16"]
-    tensors = {name: tensor for name, tensor in tensors_of(scheme).items() if LAYERS[0].name not in name}
-    tensors[f"{LAYERS[0].name}.weight"] = torch.zeros(24, 64, dtype=torch.bfloat16)
-    (found,) = layout_differences(written(tmp_path, scheme, tensors), scheme, LAYERS)
-    assert found.startswith(f"{LAYERS[0].name} is dense")
-
-
-def test_a_dense_checkpoint_may_hold_nothing_packed(tmp_path):
-    scheme = SCHEMES["W4A16"]
-    written(tmp_path, scheme)
-    assert len(layout_differences(tmp_path, None, LAYERS)) == 2
-    save_file({"model.norm.weight": torch.ones(4)}, tmp_path / "model.safetensors")
-    assert layout_differences(tmp_path, None, LAYERS) == []
-
-
 def test_a_different_configuration_is_reported(tmp_path):
     scheme = SCHEMES["W4A16"]
     other = quantization_config(changed(scheme, group_size=16, symmetric=False))
@@ -109,23 +93,3 @@ def test_a_different_configuration_is_reported(tmp_path):
     assert found == ["config.json: quantization_config is missing"]
     found = layout_differences(written(tmp_path, scheme, quantization_config={"quant_method": "gptq"}), scheme, LAYERS)
     assert "quant_method is 'gptq'" in found[0]
-
-
-def test_an_index_and_its_shards_must_agree(tmp_path):
-    scheme = SCHEMES["W4A16"]
-    tensors = tensors_of(scheme)
-    written(tmp_path, scheme)
-    names = dict.fromkeys([*list(tensors)[1:], "model.lost.weight"], "model.safetensors")
-    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": names}))
-    found = layout_differences(tmp_path, scheme, LAYERS)
-    assert any("'model.lost.weight': is listed in model.safetensors, but is missing there" in error for error in found)
-    assert any("'model.norm.weight': is in model.safetensors, but is not listed" in error for error in found)
-
-
-def test_a_damaged_file_is_reported(tmp_path):
-    scheme = SCHEMES["W4A16"]
-    written(tmp_path, scheme)
-    weights = tmp_path / "model.safetensors"
-    weights.write_bytes(weights.read_bytes()[:-8])
-    (found,) = layout_differences(tmp_path, scheme, LAYERS)
-    assert "is not a complete safetensors file" in found

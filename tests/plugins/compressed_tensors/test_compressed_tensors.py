@@ -13,7 +13,6 @@ from shardwright.ds_configs.quantization.scheme import (
     ActivationQuantization,
     QuantizationScheme,
     WeightQuantization,
-    scheme_named,
 )
 from shardwright.plugins.compressed_tensors.codes import (
     activation_levels,
@@ -126,17 +125,3 @@ def test_packing_comes_back(bits, symmetric, strategy, rows, seed):
     found = unpack_tensors("layer", tensors, scheme)
     assert torch.equal(found.codes, codes) and torch.equal(found.scale, scale)
     assert symmetric or torch.equal(found.zero_point, zero_point)
-
-
-def test_activation_ranges_are_stored_with_integer_codes():
-    scheme = scheme_named("W8A8_STATIC")
-    weight = torch.randn(4, 8)
-    scale, _ = weight_scale_and_zero_point(weight, scheme.weights)
-    codes = weight_codes(weight, scale, None, scheme.weights)
-    tensors = pack_tensors("layer", codes, scale, None, scheme, input_scale=torch.tensor(0.25))
-    assert set(tensors) == {"layer.weight", "layer.weight_scale", "layer.input_scale"}
-    assert tensors["layer.input_scale"].shape == (1,)
-    found = unpack_tensors("layer", tensors, scheme)
-    assert torch.equal(found.codes, codes) and found.input_scale.item() == 0.25
-    with pytest.raises(KeyError, match="weight_scale"):
-        unpack_tensors("other", tensors, scheme)

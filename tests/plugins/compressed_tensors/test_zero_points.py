@@ -11,7 +11,7 @@ import pytest
 import torch
 from compressed_tensors.compressors.pack_quantized.base import PackedQuantizationCompressor
 from safetensors.torch import save_file
-from shardwright.ds_configs.quantization.layers import config_group, quantization_config
+from shardwright.ds_configs.quantization.layers import quantization_config
 from shardwright.ds_configs.quantization.scheme import QuantizationScheme, WeightQuantization, changed, scheme_named
 from shardwright.plugins import patches
 from shardwright.plugins.compressed_tensors.codes import (
@@ -78,13 +78,8 @@ def test_weights_are_those_of_the_codes(name: str, says_dequantize: bool, tmp_pa
     ("scheme", "changes"),
     [
         (scheme_named("W4A16"), {}),
-        (scheme_named("W8A8"), {}),
         (replace(scheme_named("W4A16_ASYM"), weights=BY_TENSOR), {}),
         (scheme_named("W4A16_ASYM"), {"kv_cache_scheme": {"num_bits": 8}}),
-        (
-            scheme_named("W4A16_ASYM"),
-            {"config_groups": {f"group_{index}": config_group(scheme_named("W4A16_ASYM")) for index in range(2)}},
-        ),
     ],
 )
 def test_other_checkpoints_keep_their_configuration(

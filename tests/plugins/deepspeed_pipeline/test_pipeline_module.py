@@ -21,7 +21,7 @@ from shardwright.ds_configs.legality.axes import (
     pipeline_warnings,
     stage_errors,
 )
-from shardwright.ds_configs.specs.errors import RefusedInputError, ShardwrightError, UsageError
+from shardwright.ds_configs.specs.errors import ShardwrightError, UsageError
 from shardwright.ds_configs.specs.layout import PipelineStage, bubble_fraction, contiguous_stages
 from shardwright.plugins.deepspeed_pipeline import checkpoint as pipeline_checkpoint
 from shardwright.plugins.deepspeed_pipeline.checkpoint import pipeline_tensors, save_pipeline_checkpoint
@@ -124,57 +124,6 @@ def test_stages_give_the_logits_of_the_model(models, name, source):
         found_BSV = through(stages, stage_inputs(ids_BS, mask, positions))
         visible_BS = torch.ones_like(ids_BS).bool() if mask is None else mask.bool()
         assert torch.equal(found_BSV[visible_BS], expected_BSV[visible_BS])
-
-
-@torch.no_grad()
-def test_packing_and_windows_change_the_logits_that_are_compared(models):
-    """Otherwise the comparison above would prove nothing about masks."""
-    ids_BS, _ = batch()
-    model, _ = models["mistral"]
-    wide = made("mistral")
-    wide.config.sliding_window = None
-    narrow_BSV, wide_BSV = model(ids_BS).logits, wide(ids_BS).logits
-    assert torch.equal(narrow_BSV[:, :WINDOW], wide_BSV[:, :WINDOW])
-    assert (narrow_BSV[:, WINDOW:] - wide_BSV[:, WINDOW:]).abs().amax(dim=-1).min() > 1e-3
-    stages = stages_of(model)
-    packed = stage_inputs(ids_BS, None, torch.arange(TOKENS).remainder(7).expand(3, -1))
-    alone_BSV = through(stages, stage_inputs(ids_BS[:, 7:14]))
-    assert torch.allclose(through(stages, packed)[:, 7:14], alone_BSV, atol=1e-5)
-
-
-def test_between_stages_go_hidden_states_and_five_bytes_for_each_token(models):
-    ids_BS, mask_BS = batch()
-    first, *_ = stages_of(models["llama"][0])
-    hidden_BSD, mask, positions = first(stage_inputs(ids_BS, mask_BS, torch.arange(TOKENS).expand(3, -1)))
-    assert hidden_BSD.shape == (3, TOKENS, 32)
-    assert hidden_BSD.requires_grad
-    assert (mask.dtype, positions.dtype) == (torch.uint8, torch.int32)
-    assert isinstance(first(stage_inputs(ids_BS)), torch.Tensor), "nothing else is sent when nothing else is given"
-
-
-@pytest.mark.parametrize("name", ["llama, tied", "gemma2", "gpt2"])
-def test_loss_and_gradients_are_those_of_the_model_with_recomputation(models, name):
-    """Two micro-batches on two data-parallel ranks, as DeepSpeed averages them."""
-    model = made(name).eval()
-    ids_BS, mask_BS = batch()
-    labels_BS = ids_BS.masked_fill(mask_BS == 0, -100)
-    tokens = (labels_BS[:, 1:] != -100).sum()
-    expected = model(input_ids=ids_BS, attention_mask=mask_BS, labels=labels_BS, num_items_in_batch=tokens).loss
-    gradients = torch.autograd.grad(expected, list(model.parameters()))
-
-    stages = [stage.train() for stage in stages_of(model, activation_checkpointing=True)]
-    for module in model.modules():
-        if isinstance(module, torch.nn.Dropout):
-            module.p = 0.0
-    pieces, average = ids_BS.split([1, 2]), 4
-    total = torch.zeros(())
-    for ids, mask, labels in zip(pieces, mask_BS.split([1, 2]), labels_BS.split([1, 2]), strict=True):
-        logits_BSV = through(stages, stage_inputs(ids, mask))
-        total = total + causal_lm_loss(logits_BSV, (labels, average / tokens)) / average
-    found = torch.autograd.grad(total, list(model.parameters()))
-    torch.testing.assert_close(total, expected, rtol=1e-6, atol=0)
-    for left, right in zip(found, gradients, strict=True):
-        torch.testing.assert_close(left, right, rtol=1e-4, atol=1e-6)
 
 
 def test_loss_without_any_label_is_zero_and_has_a_gradient():
@@ -304,37 +253,6 @@ def test_saved_checkpoint_loads_in_transformers_with_equal_logits(models, tmp_pa
         assert all(torch.equal(read[key], tensor) for key, tensor in tensors.items())
 
 
-@torch.no_grad()
-@pytest.mark.usefixtures("one_rank")
-def test_one_file_replaces_several_and_keeps_the_dtype(models, tmp_path, monkeypatch):
-    _, directory = models["qwen2"]
-    monkeypatch.setattr(pipeline_checkpoint, "SHARD_BYTES", 30_000)
-    output = tmp_path / "saved"
-    save_pipeline_checkpoint(on_one_rank(directory), output)
-    assert len(list(output.glob("*.safetensors"))) > 1
-    monkeypatch.undo()
-    save_pipeline_checkpoint(on_one_rank(directory, torch.bfloat16), output)
-    assert [path.name for path in output.glob("*.safetensors*")] == ["model.safetensors"]
-    assert json.loads((output / "config.json").read_text())["dtype"] == "bfloat16"
-    assert transformers.AutoModelForCausalLM.from_pretrained(output).dtype == torch.bfloat16
-
-
-@pytest.mark.usefixtures("one_rank")
-def test_a_checkpoint_that_cannot_be_written_leaves_the_old_one(models, tmp_path, monkeypatch):
-    module = on_one_rank(models["llama"][1])
-    save_pipeline_checkpoint(module, tmp_path / "saved")
-    before = {path.name: path.read_bytes() for path in (tmp_path / "saved").iterdir()}
-
-    def full(*arguments, **settings):
-        raise OSError("No space left on device")
-
-    monkeypatch.setattr("safetensors.torch.save_file", full)
-    with pytest.raises(ShardwrightError, match="No space left"):
-        save_pipeline_checkpoint(module, tmp_path / "saved")
-    assert {path.name: path.read_bytes() for path in (tmp_path / "saved").iterdir()} == before
-    assert not list(tmp_path.glob(".saved*"))
-
-
 @pytest.mark.usefixtures("one_rank")
 def test_an_interrupted_save_cannot_be_loaded(models, tmp_path, monkeypatch):
     """Interrupted before each file in turn, while two files of an older model lie there."""
@@ -365,53 +283,6 @@ def test_an_interrupted_save_cannot_be_loaded(models, tmp_path, monkeypatch):
     CheckpointTensors(str(output))
 
 
-@pytest.mark.usefixtures("one_rank")
-def test_other_ranks_of_a_tensor_group_gather_every_tensor_and_keep_none(models, tmp_path, monkeypatch):
-    gathered = []
-    monkeypatch.setattr(
-        pipeline_checkpoint, "whole_tensor", lambda owner, name, tensor: gathered.append(name) or tensor
-    )
-    module = on_one_rank(models["llama"][1])
-    for rank in (1, 0):
-        gathered.clear()
-        module.tensor_parallel_rank = rank
-        pipeline_checkpoint._write_tensors(module, tmp_path, f"stage-{rank}")
-        assert len(gathered) == len(dict(pipeline_tensors(module)))
-        assert len(list(tmp_path.glob("*.safetensors"))) == (rank == 0)
-
-
-def test_files_of_a_checkpoint_are_found_once_and_at_one_commit(models, tmp_path, monkeypatch):
-    commit, asked = "0123456789abcdef0123456789abcdef01234567", []
-    directory = tmp_path / "snapshots" / commit
-    models["llama"][0].save_pretrained(directory, max_shard_size="30KB")
-
-    def cached_file(source, name, *, revision, **settings):
-        asked.append((name, revision))
-        return str(directory / name) if (directory / name).exists() else None
-
-    monkeypatch.setattr("transformers.utils.cached_file", cached_file)
-    tensors = CheckpointTensors("somebody/model", revision="main")
-    expected = models["llama"][0].state_dict()
-    for _ in range(2):
-        for name, tensor in expected.items():
-            assert torch.equal(tensors.read(name, shape=tensor.shape), tensor)
-    assert asked[0] == ("model.safetensors.index.json", "main")
-    assert {revision for _, revision in asked[1:]} == {commit}
-    assert len(asked) == len({name for name, _ in asked}) == len(list(directory.glob("*.safetensors"))) + 1
-
-
-def test_the_mode_of_cut_layers_ends_with_their_run():
-    """DeepSpeed's layers ask one mode of the process in every forward pass (seen in 0.19.8)."""
-    from deepspeed.module_inject import layers
-    from fresh_process import forget_last_run
-    from shardwright.plugins.deepspeed_pipeline.stage import divide_layer
-
-    divide_layer(torch.nn.Module(), None)
-    assert layers.is_autotp_training_mode()
-    forget_last_run()
-    assert not layers.is_autotp_training_mode()
-
-
 def test_checkpoints_that_do_not_match_are_rejected(models, tmp_path):
     with pytest.raises(UsageError, match=r"contains neither model\.safetensors nor"):
         StageParts(empty_checkpoint(tmp_path / "none"))
@@ -420,21 +291,6 @@ def test_checkpoints_that_do_not_match_are_rejected(models, tmp_path):
         tensors.read("model.layers.9.self_attn.q_proj.weight", shape=(32, 32))
     with pytest.raises(UsageError, match=r"has shape \(64, 32\), but the config requires \(32, 32\)"):
         tensors.read("model.layers.0.self_attn.q_proj.weight", shape=(32, 32))
-
-
-@pytest.mark.parametrize(
-    ("name", "content", "says"),
-    [
-        ("model.safetensors.index.json", b"[" * 5_000, "is not a safetensors index"),
-        ("model.safetensors.index.json", b'{"metadata": {}}', "is not a safetensors index"),
-        ("model.safetensors.index.json", b'{"weight_map": {"a": "../a.safetensors"}}', "file of the same directory"),
-        ("model.safetensors", b"\x00" * 40, "is not a complete safetensors file"),
-    ],
-)
-def test_corrupt_checkpoints_are_rejected(tmp_path, name, content, says):
-    (empty_checkpoint(tmp_path) / name).write_bytes(content)
-    with pytest.raises(RefusedInputError, match=says):
-        StageParts(tmp_path)
 
 
 def empty_checkpoint(directory):
@@ -473,15 +329,6 @@ def test_auto_tp_still_rejects_stages_of_a_model(models):
 LEGAL = {"pp": 2, "num_layers": 4, "model_type": "llama", "zero_stage": 1, "world_size": 4, "micro_batches": 4}
 
 
-def test_a_legal_pipeline_has_no_errors():
-    assert rule_errors(pipeline_errors, **LEGAL) == []
-    assert rule_errors(pipeline_errors, **LEGAL, dual_pipe=True) == []
-    assert rule_errors(pipeline_errors, **LEGAL, offload_optimizer="cpu") == []
-    assert rule_errors(pipeline_errors, **LEGAL, tp=2) == []
-    # One stage is no pipeline, whatever else is set.
-    assert rule_errors(pipeline_errors, **LEGAL | {"pp": 1, "zero_stage": 3, "model_type": "bert"}) == []
-
-
 @pytest.mark.parametrize(
     ("change", "where", "says"),
     [
@@ -512,11 +359,6 @@ def test_each_rule_names_value_and_way_out(change, where, says):
     (error,) = rule_errors(pipeline_errors, **LEGAL | change)
     assert error.where == where
     assert says in str(error)
-
-
-def test_all_errors_come_together():
-    broken = {"pp": 5, "zero_stage": 3, "model_type": "bert", "method": "qlora", "sp": 2}
-    assert len(rule_errors(pipeline_errors, **LEGAL | broken)) == 6
 
 
 @given(st.integers(1, 64), st.integers(1, 64), st.integers(1, 64), st.booleans())

@@ -9,7 +9,6 @@ import pytest
 from huggingface_hub import ModelCard
 from hypothesis import example, given
 from hypothesis import strategies as st
-from shardwright.plugins.huggingface_hub import push
 from shardwright.plugins.huggingface_hub.push import license_of, model_card
 
 
@@ -74,10 +73,3 @@ def test_no_name_breaks_the_metadata(tmp_path_factory: pytest.TempPathFactory, n
         model_card("text\n", base="org/base", relation="adapter", library="peft", tags=(name,))
     ).data.to_dict()
     assert found["tags"] == [name]
-
-
-def test_a_card_in_the_cache_of_the_hub_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    base = local(tmp_path / "cached", "license: mit")
-    monkeypatch.setattr("huggingface_hub.try_to_load_from_cache", lambda *_: str(Path(base) / "README.md"))
-    assert license_of("org/base") == "mit" and data(tmp_path, "org/base")["license"] == "mit"
-    assert push.shown_name("org/base") == "org/base" and push.shown_name(base) == "cached"

@@ -151,13 +151,6 @@ def test_every_error_of_the_hub_is_one_line_with_its_exit_code(hub: str, tmp_pat
         assert (answer["schema_version"], answer["error"]["exit_code"]) == (2, code)
 
 
-def test_without_a_network_the_way_out_is_a_local_path(tmp_path: Path) -> None:
-    with closed_port() as endpoint:
-        ((code, out, err),) = drive(endpoint, tmp_path / "home", [plan("org/plain")])
-    assert (code, out) == (1, "")
-    assert "the Hub cannot be reached" in err and "pass a local directory or config.json" in err
-
-
 @pytest.mark.once
 def test_offline_mode_uses_the_cache_alone(hub: str, tmp_path: Path) -> None:
     home = tmp_path / "home"
@@ -287,41 +280,6 @@ def test_a_model_of_the_hub_is_trained_at_its_commit(
     assert not list(home.rglob("pytorch_model.bin"))
 
 
-@pytest.mark.needs("llmcompressor")
-def test_a_model_of_the_hub_is_quantized_at_its_commit(
-    tmp_path: Path, home: Path, whole_repository: str, drive_warm: Callable[..., list[list[Any]]]
-) -> None:
-    output = tmp_path / "q"
-    flags = (
-        "--scheme",
-        "W8A16",
-        "--group-size",
-        "32",
-        "--output-dir",
-        str(output),
-        "--no-evaluate",
-        "--format",
-        "json",
-    )
-    ((code, out, err),) = drive_warm(["quantize", whole_repository, *flags])
-    assert code == 0, err
-    found = json.loads(out)
-    assert found["revision"] == COMMIT
-    assert found["verification"]["largest_logit_difference"] <= 1e-3
-    card = (output / "README.md").read_text()
-    assert "base_model: org/whole" in card and COMMIT in card
-    assert not list(home.rglob("pytorch_model.bin"))
-
-
-def test_a_model_of_the_hub_in_pickles_alone_is_rejected(
-    tmp_path: Path, home: Path, whole_repository: str, drive_warm: Callable[..., list[list[Any]]]
-) -> None:
-    flags = ("--scheme", "NF4", "--output-dir", str(tmp_path / "q"), "--no-evaluate")
-    ((code, _, err),) = drive_warm(["quantize", "org/pickled", *flags])
-    assert code == 4 and "can run code" in err
-    assert not list(home.rglob("pytorch_model.bin"))
-
-
 @pytest.fixture
 def adapter(tiny_llama: Path, tmp_path: Path) -> Iterator[Path]:
     """Publish a model as `org/base` and an adapter of it as `org/tuned`; return the adapter's directory."""
@@ -369,32 +327,3 @@ def test_every_command_for_adapters_reads_one_of_the_hub_at_its_commit(
     assert (complete["adapter"], complete["adapter_revision"]) == ("org/tuned", COMMIT)
     weights = {path for _, path in Hub.asked[began:] if path.startswith("GET") and path.endswith("model.safetensors")}
     assert {path.split("/")[4] for path in weights if "/org/tuned/" in path} == {COMMIT}
-
-
-def test_adapters_of_the_hub_work_offline_once_they_are_cached(hub: str, tmp_path: Path, adapter: Path) -> None:
-    serve = ["serve", "org/tuned", "--hardware", "1xA100-80GB", "--dry-run", "--format", "json"]
-    ((code, online, err),) = drive(hub, tmp_path / "home", [serve])
-    assert code == 0, err
-    ((code, offline, err),) = drive(hub, tmp_path / "home", [serve], HF_HUB_OFFLINE="1")
-    assert code == 0, err
-    assert json.loads(offline)["adapter"] == json.loads(online)["adapter"] == "tuned"
-
-
-@pytest.mark.once
-def test_errors_of_adapters_of_the_hub_name_the_option_and_the_way_out(
-    adapter: Path, drive_warm: Callable[..., list[list[Any]]]
-) -> None:
-    hardware = ("--hardware", "1xA100-80GB", "--dry-run")
-    cases = {
-        ("serve", "org/tuned@nowhere", *hardware): (2, "revision = 'nowhere': does not exist in org/tuned"),
-        ("serve", "org/tuned@main", "--revision", "v1", *hardware): (2, "revision = 'v1': is main in org/tuned@main"),
-        ("serve", "org/tuned", "--draft", "org/base", *hardware): (2, f"merge org/tuned@{COMMIT} --output-dir"),
-        ("serve", "org/adapter", *hardware): (2, "has the PEFT type None, but only LORA is supported"),
-        ("evaluate", "org/base", "--baseline", "org/gated"): (1, "the repository is gated"),
-        ("evaluate", "org/base", "--baseline", "org/none"): (2, "baseline = 'org/none': no such local path"),
-        ("quantize", "org/missing", "--scheme", "NF4", "--dry-run"): (2, "model = 'org/missing': no such local path"),
-        tuple(plan("org/tuned")): (2, "has no config.json; pass a model; an adapter needs shardwright merge first"),
-    }
-    for case, (code, _, err) in zip(cases, drive_warm(*map(list, cases)), strict=True):
-        errors = [line for line in err.splitlines() if line.startswith("error: ")]
-        assert code == cases[case][0] and len(errors) == 1 and cases[case][1] in errors[0], (case, err)

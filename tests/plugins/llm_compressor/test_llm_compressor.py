@@ -11,7 +11,6 @@ import pytest
 import torch
 from safetensors import safe_open
 from shardwright.ds_configs.quantization.scheme import PRESETS, changed, scheme_named
-from shardwright.ds_configs.specs.errors import UsageError
 from shardwright.plugins.compressed_tensors.compressed_model import round_to_nearest
 from shardwright.plugins.llm_compressor.engine import EngineRequest, build_modifiers, quantize_with_llm_compressor
 from shardwright.plugins.llm_compressor.quiet import (
@@ -105,36 +104,10 @@ def test_memory_computes_what_the_checkpoint_computes(source, tmp_path, caplog, 
 
 
 @pytest.mark.needs("llmcompressor")
-def test_gptq_writes_no_order_of_columns(source, tmp_path):
-    run = request(source, "gptq", method_options={"actorder": "weight"})
-    quantize_with_llm_compressor(run).save(tmp_path)
-    with safe_open(tmp_path / "model.safetensors", framework="pt") as tensors:
-        assert not [name for name in tensors.keys() if "g_idx" in name]  # noqa: SIM118
-
-
-@pytest.mark.needs("llmcompressor")
 def test_same_seed_gives_the_same_bytes(source, tmp_path):
     runs = [quantize_with_llm_compressor(request(source, "gptq")) for _ in range(2)]
     first, second = (files(run, tmp_path / str(index)) for index, run in enumerate(runs))
     assert first == second
-
-
-@pytest.mark.needs("llmcompressor")
-def test_every_error_of_the_options_is_reported(source):
-    options = {"dampening_fraction": 0.1, "block_size": "many", "num_calibration_steps": 3}
-    with pytest.raises(UsageError) as error:
-        quantize_with_llm_compressor(request(source, "gptq", method_options=options))
-    text = str(error.value)
-    assert "did you mean dampening_frac?" in text
-    assert "num_calibration_steps" in text
-    assert "method_options.block_size = 'many'" in text
-
-
-@pytest.mark.needs("llmcompressor")
-@pytest.mark.parametrize("method", ["gptq", "awq", "smoothquant"])
-def test_methods_that_need_samples_report_it(source, method):
-    with pytest.raises(UsageError, match="needs text for calibration"):
-        quantize_with_llm_compressor(request(source, method, calibration=()))
 
 
 ROUNDED = [name for name, scheme in PRESETS.items() if scheme.storage == "compressed-tensors"]
@@ -208,51 +181,6 @@ def test_a_run_prints_nothing_and_leaves_nothing(source, tmp_path, capfd, caplog
     assert logger._core.handlers == handlers
     assert torch.are_deterministic_algorithms_enabled() == deterministic
     assert "save_pretrained" not in vars(run.model)
-
-
-@pytest.mark.needs("llmcompressor")
-def test_failed_run_leaves_no_session_and_no_hooks(source, monkeypatch):
-    from llmcompressor.core import active_session
-
-    class Interrupted(Exception):
-        pass
-
-    def interrupt(stage, done, total):
-        if (stage, done) == ("quantizing", 2):
-            raise Interrupted
-
-    run = request(source, "gptq")
-    monkeypatch.setattr("shardwright.plugins.llm_compressor.engine.log_progress", interrupt)
-    with pytest.raises(Interrupted):
-        quantize_with_llm_compressor(run)
-    assert not active_session().lifecycle.recipe.modifiers
-    assert not any(module._forward_hooks or module._forward_pre_hooks for module in run.model.modules())
-
-
-@pytest.mark.needs("llmcompressor")
-def test_random_numbers_of_the_caller_go_on(source):
-    torch.manual_seed(5)
-    expected = torch.rand(1)
-    torch.manual_seed(5)
-    run = request(source, "rtn", seed=11)
-    torch.manual_seed(5)
-    quantize_with_llm_compressor(run)
-    assert torch.equal(torch.rand(1), expected)
-
-
-@pytest.mark.needs("llmcompressor")
-def test_layers_that_are_ignored_stay_as_they_are(source, tmp_path):
-    scheme = replace(W4, ignore=("lm_head", "re:.*down_proj"))
-    quantized = quantize_with_llm_compressor(request(source, "gptq", scheme))
-    assert len(quantized.quantized_layers) == 6 * LAYERS
-    quantized.save(tmp_path)
-    name = "model.layers.1.mlp.down_proj.weight"
-    assert torch.equal(loaded_tensor(tmp_path, name), loaded_tensor(source, name))
-
-
-def loaded_tensor(directory: Path, name: str) -> torch.Tensor:
-    with safe_open(directory / "model.safetensors", framework="pt") as tensors:
-        return tensors.get_tensor(name)
 
 
 # Each of the following does what upstream does without a workaround. When one passes upstream, the workaround goes.

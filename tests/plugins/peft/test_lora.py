@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from shardwright.ds_configs.specs.errors import UsageError
-from shardwright.plugins.peft import DEFAULT_RANK, add_lora, four_bit_loading
+from shardwright.plugins.peft import DEFAULT_RANK, add_lora
 from shared_sequences import tiny
 
 pytestmark = pytest.mark.slow
@@ -23,18 +22,6 @@ def test_only_adapters_train(targets: str | None, layers: int) -> None:
 def test_adapters_are_fp32_where_no_engine_keeps_such_a_copy(fp32: bool, dtype: torch.dtype) -> None:
     model = add_lora(tiny().bfloat16(), rank=2, targets="q_proj", fp32_adapters=fp32)
     assert {each.dtype for each in model.parameters() if each.requires_grad} == {dtype}
-
-
-def test_a_name_that_no_layer_has_is_reported_with_those_that_are_there() -> None:
-    with pytest.raises(UsageError, match="is not a module of the model") as refused:
-        add_lora(tiny(), rank=2, targets="query", fp32_adapters=True)
-    assert "q_proj" in str(refused.value) and "all-linear" in str(refused.value)
-
-
-def test_four_bit_weights_are_stored_as_what_fsdp_divides() -> None:
-    asked = four_bit_loading(torch.bfloat16)
-    assert (asked.bnb_4bit_quant_storage, asked.bnb_4bit_compute_dtype) == (torch.bfloat16, torch.bfloat16)
-    assert asked.bnb_4bit_quant_type == "nf4" and asked.bnb_4bit_use_double_quant
 
 
 def test_alpha_over_rank_scales_the_adapters() -> None:

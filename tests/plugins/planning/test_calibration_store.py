@@ -11,12 +11,10 @@ from pathlib import Path
 
 import pytest
 from measuring import plan_on, run_of
-from paths import CONFIGS
 from shardwright.ds_configs.memory.estimate import Calibration, MeasuredRun
 from shardwright.ds_configs.specs.errors import RefusedInputError, ShardwrightError, UsageError
 from shardwright.ds_configs.step_time.learning import MeasuredStep
-from shardwright.plugins.planning.calibration_store import FILE_NAME, CalibrationStore, data_directory
-from shardwright.plugins.planning.from_names import plan, stored_calibration
+from shardwright.plugins.planning.calibration_store import FILE_NAME, CalibrationStore
 
 RUN = run_of(plan_on())
 
@@ -91,12 +89,8 @@ def changed(name: str, value: object) -> Callable[[Path], None]:
 NOT_OURS: dict[str, Callable[[Path], object]] = {
     "noise": lambda path: path.write_bytes(os.urandom(5000)),
     "a truncated line": lambda path: path.write_bytes(path.read_bytes()[:-30]),
-    "a list": lambda path: path.write_text("[1]\n"),
-    "another program's": lambda path: path.write_text('{"cookie": 1}\n'),
     "a missing field": lambda path: path.write_text(path.read_text().replace('"gpu"', '"card"')),
-    "another kind": changed("kind", "disk"),
     "text for a number": changed("reserved_peak_bytes", "many"),
-    "a number for text": changed("gpu", 7),
     "nothing to divide by": changed("predicted_allocated_bytes", 0),
     "no finite number": changed("step_seconds", float("nan")),
 }
@@ -114,43 +108,9 @@ def test_rejects_other_files_without_changing_them(store: CalibrationStore, dama
     assert store.path.read_bytes() == before
 
 
-def test_earlier_databases_are_named(store: CalibrationStore) -> None:
-    store.path.parent.mkdir()
-    earlier = store.path.with_name("calibration.sqlite3")
-    earlier.touch()
-    with pytest.raises(RefusedInputError, match=r"calibration\.sqlite3: was written by an earlier version; remove it"):
-        store.add(RUN)
-    earlier.unlink()
-    assert store.add(RUN)
-
-
 def test_reports_a_path_without_write_access(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     for place in (tmp_path / "file" / FILE_NAME, tmp_path):
         with pytest.raises(ShardwrightError, match=r"cannot be used .*; set SHARDWRIGHT_DATA_DIR") as caught:
             CalibrationStore(place).add(RUN)
         assert caught.value.exit_code == 1
-
-
-def test_data_directory_is_the_users_by_default(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("SHARDWRIGHT_DATA_DIR", str(tmp_path))
-    assert data_directory() == tmp_path
-    monkeypatch.setenv("SHARDWRIGHT_DATA_DIR", "")
-    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "xdg"))
-    assert data_directory() == tmp_path / "xdg" / "shardwright"
-
-
-def test_planning_uses_the_users_runs_by_default(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("SHARDWRIGHT_DATA_DIR", str(tmp_path))
-    model = str(CONFIGS / "meta-llama--Llama-3.1-8B")
-    CalibrationStore().add(RUN)
-    assert plan(model, "8xH100-80GB").chosen.memory.gpu.calibrated_runs == 1
-    assert plan(model, "8xA100-80GB").chosen.memory.gpu.calibrated_runs == 0
-    assert plan(model, "8xH100-80GB", calibration=None).chosen.memory.gpu.calibrated_runs == 0
-    runs = Calibration(runs=(RUN, numbered(1)))
-    assert plan(model, "8xH100-80GB", calibration=runs).chosen.memory.gpu.calibrated_runs == 2
-    (tmp_path / FILE_NAME).write_text("not a database, " * 100)
-    reported: list[str] = []
-    assert stored_calibration(reported.append) is None
-    assert reported and reported[0].startswith("planning without measured runs: calibration file ")
-    assert plan(model, "8xH100-80GB").chosen.memory.gpu.calibrated_runs == 0

@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 from commands import Result, shell_in
-from shardwright.ds_configs.specs.errors import ShardwrightError, UsageError
+from shardwright.ds_configs.specs.errors import UsageError
 from shardwright.ds_configs.specs.job import TrainingJob
 from shardwright.ds_configs.step_time.cpu_ranks import MeasuredCpu, cpu_hardware
 from shardwright.ds_configs.step_time.model_work import device_of, product_seconds
 from shardwright.ds_configs.step_time.rates import TRANSFORMERS, constants_of, group_of, reduction_seconds
-from shardwright.plugins.launching.launch import LaunchFailedError
 from shardwright.plugins.planning import cpu_host
 from shardwright.plugins.planning.calibration_store import CalibrationStore
 from shardwright.plugins.planning.cpu_host import local_cpu_hardware
@@ -122,60 +119,8 @@ def test_rates_belong_to_ranks_threads_and_release(
     assert measured == [2, 2, 1, 2] and len(CalibrationStore().cpus()) == 4
 
 
-def test_a_busy_machine_is_named(plan: Plan, measured: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    assert "vary" not in plan().err
-    CalibrationStore().forget("cpu")
-    monkeypatch.setattr(cpu_host, "_measured_rates", lambda ranks: RATES | {"spread": 1.4})
-    for _ in range(2):
-        busy = plan().err
-        assert "the rates varied by 140 % while they were measured: another job may use this machine" in busy
-        assert "calibrate --forget cpu" in busy
-
-
-def test_stored_rates_are_listed_and_forgotten(
-    plan: Plan, measured: list[int], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    calibrate = shell_in(tmp_path, "calibrate", capsys, monkeypatch)
-    assert calibrate("--forget", "cpu").out == "Removed 0 measurements\n"
-    plan()
-    listed = calibrate("--list").out
-    assert "80 GFLOP/s in fp32 and 160 in bf16 (attention 20.0 and 6.0), 10.0 GB/s of memory" in listed
-    assert "2.00 GB/s of gloo all-reduces per rank" in listed
-    (cpu,) = json.loads(calibrate("--list", "--format", "json").out)["cpus"]
-    assert cpu["fp32_flops_per_s"] == 80e9 and cpu["ranks"] == 2
-    assert calibrate("--forget", "cpu").out == "Removed 1 measurement\n"
-    plan()
-    assert measured == [2, 2]
-    assert calibrate("--forget", "all").code == 0 and CalibrationStore().cpus() == ()
-
-
 @pytest.mark.parametrize("ranks", [0, 10_000])
 def test_more_ranks_than_cores_are_rejected(ranks: int, measured: list[int]) -> None:
     with pytest.raises(UsageError, match=f"num_processes = {ranks}: must be from 1 to .*--hardware {ranks}xCPU"):
         local_cpu_hardware(ranks)
     assert not measured
-
-
-def test_ranks_that_fail_are_one_error(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
-    def launch_ranks(*_: Any, **__: Any) -> None:
-        raise LaunchFailedError("torchrun: exit code 1", output="no gloo", launcher_exit_code=1)
-
-    monkeypatch.setattr(cpu_host, "launch_ranks", launch_ranks)
-    failed = plan()
-    assert failed.code == 1
-    assert "CPU ranks of this host cannot be measured; pass --hardware 2xCPU" in failed.err and "no gloo" in failed.err
-
-
-def test_a_store_that_cannot_be_written_does_not_end_the_plan(plan: Plan, measured: list[int], tmp_path: Path) -> None:
-    (tmp_path / "data").write_text("a file")
-    result = plan()
-    assert result.code == 0 and "the measured rates are not stored" in result.err
-
-
-def test_rates_of_zero_are_rejected(tmp_path: Path) -> None:
-    store = CalibrationStore(tmp_path / "calibration.jsonl")
-    store.add(CPU)
-    assert store.cpus() == (CPU,)
-    store.add(replace(CPU, fp32_flops_per_s=0.0))
-    with pytest.raises(ShardwrightError, match=r"line 2 is not a measurement \(fp32_flops_per_s = 0\.0\)"):
-        store.cpus()

@@ -8,29 +8,14 @@ from typing import Any
 
 import pytest
 from paths import CONFIGS
+from planning import DEEPSEEK_V3
 from shardwright.ds_configs.specs.errors import RefusedInputError
 from shardwright.plugins.planning.models import LoadedModel, load_model_spec
 
-DEEPSEEK = {
-    "architectures": ["DeepseekV3ForCausalLM"],
-    "model_type": "deepseek_v3",
-    "hidden_size": 512,
-    "intermediate_size": 1024,
-    "moe_intermediate_size": 128,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 8,
-    "n_shared_experts": 1,
-    "n_routed_experts": 16,
-    "num_experts_per_tok": 4,
-    "first_k_dense_replace": 1,
-    "q_lora_rank": 96,
-    "kv_lora_rank": 64,
-    "qk_nope_head_dim": 32,
-    "qk_rope_head_dim": 16,
-    "v_head_dim": 32,
-    "vocab_size": 2000,
-    "tie_word_embeddings": False,
+DEEPSEEK = DEEPSEEK_V3 | {
+    **{"hidden_size": 512, "intermediate_size": 1024, "moe_intermediate_size": 128, "num_hidden_layers": 3},
+    **{"num_attention_heads": 8, "num_key_value_heads": 8, "n_routed_experts": 16, "num_experts_per_tok": 4},
+    **{"first_k_dense_replace": 1, "vocab_size": 2000},
 }
 CODE = {"auto_map": {"AutoModelForCausalLM": "modeling_own.OwnForCausalLM"}}
 

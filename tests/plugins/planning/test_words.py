@@ -20,11 +20,7 @@ GPU = "8xA100-80GB"
     ("words", "said"),
     [
         ({"seq_len": "2k"}, "seq_len = '2k': must be an integer from 1 to 100,000,000; write 2048"),
-        ({"seq_len": "128k"}, "seq_len = '128k': must be an integer from 1 to 100,000,000; write 131072"),
-        ({"seq_len": "2048"}, "seq_len = '2048': must be an integer"),
-        ({"global_batch_size": "1k"}, "global_batch_size = '1k': must be an integer from 1 to 1,000,000,000; write"),
         ({"micro_batch_size": "4"}, "micro_batch_size = '4': must be an integer"),
-        ({"tensor_parallel_size": "2"}, "tensor_parallel_size = '2': must be an integer"),
         ({"zero_quantized_weights": "yes"}, "zero_quantized_weights = 'yes': must be True or False"),
         ({"host_memory": 512}, "host_memory = 512: must be text"),
         ({"num_processes": "8"}, "num_processes = '8'"),
@@ -41,7 +37,6 @@ def test_a_plan_rejects_numbers_as_text(words: dict[str, Any], said: str) -> Non
     ("settings", "said"),
     [
         ({"seq_len": "2k"}, "seq_len = '2k': must be an integer; write 2048"),
-        ({"max_steps": "1k"}, "max_steps = '1k': must be an integer; write 1000"),
         ({"learning_rate": "fast"}, "learning_rate = 'fast': must be a valid number"),
     ],
 )
@@ -50,21 +45,6 @@ def test_a_training_rejects_words_for_numbers(command: str, settings: dict[str, 
     with pytest.raises(UsageError) as raised:
         getattr(shardwright, command)(*models, "out", dataset="d", **settings)
     assert str(raised.value) == said
-
-
-def test_evaluate_and_rehearse_reject_words_for_numbers(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="seq_len = '2k': must be an integer; write 2048"):
-        shardwright.evaluate(str(QWEN), seq_len="2k", dataset="python-help")
-    with pytest.raises(
-        UsageError, match="steps = '2k': must be an integer; write 2000\nranks = 'x': must be an integer"
-    ):
-        shardwright.rehearse(tmp_path, steps="2k", ranks="x")  # type: ignore[arg-type]
-
-
-def test_a_path_is_a_model_and_a_number_is_no_hardware() -> None:
-    assert shardwright.plan(QWEN, GPU).model.name == str(QWEN)
-    with pytest.raises(UsageError, match="model: must be a Hub id, a path or a loaded model\nhardware = 8: must be"):
-        shardwright.plan(None, 8)  # type: ignore[arg-type]
 
 
 @pytest.fixture(params=["offline", "unreachable"])

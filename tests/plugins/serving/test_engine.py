@@ -4,11 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
-from shardwright.ds_configs.specs.errors import UsageError
 from shardwright.plugins.serving.engine import (
     InstalledEngine,
-    become_server,
     processor_flags,
     runnable_line,
 )
@@ -27,8 +24,3 @@ def test_features_of_a_processor(tmp_path: Path) -> None:
     (tmp_path / "cpuinfo").write_text("processor : 0\nflags\t\t: avx2 avx512f\n\nprocessor : 1\nflags\t\t: avx2\n")
     assert processor_flags(tmp_path / "cpuinfo") == {"avx2", "avx512f"}
     assert processor_flags(tmp_path / "missing") == frozenset()
-
-
-def test_a_program_that_does_not_start() -> None:
-    with pytest.raises(UsageError, match="does not start"):
-        become_server(["/nowhere/vllm", "serve"])

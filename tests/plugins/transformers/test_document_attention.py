@@ -69,17 +69,6 @@ def test_documents_and_windows_equal_masks_of_transformers(
     torch.testing.assert_close(own_gradients, gradients, rtol=1e-4, atol=1e-7)
 
 
-def test_tokens_on_both_sides_of_padding_keep_the_mask(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, rows = small_models.llama(), _rows("one document")
-    rows["attention_mask"] = torch.ones(2, S, dtype=torch.int64)
-    rows["attention_mask"][0, 10:15] = 0
-    rows["is_compared"] = rows["attention_mask"].bool()
-    logits, _ = _results(model, rows)
-    monkeypatch.setattr(document_attention, "_SMALLEST_MASK", 1)
-    document_attention.attend_by_document(model)
-    assert torch.equal(_results(model, rows)[0], logits)
-
-
 def _peak_bytes(model: Any, tokens: int, documents: int) -> int:
     ids = torch.zeros(1, tokens, dtype=torch.int64)
     positions = torch.arange(tokens) % -(-tokens // documents)
@@ -179,27 +168,3 @@ def test_other_models_of_the_process_keep_their_attention(monkeypatch: pytest.Mo
         model.train()
         model(**inputs)[0].float().sum().backward()
         torch.testing.assert_close(model.eval()(**inputs)[0].detach(), before[name], msg=name)
-
-
-@pytest.mark.parametrize("named", [(), ("attention_mask",), ("query", "key", "value", "attention_mask"), ("module",)])
-@pytest.mark.parametrize("replaces", ["documents", "shards of a sequence"])
-def test_replaced_attention_has_the_signature_of_transformers(named: tuple[str, ...], replaces: str) -> None:
-    from shardwright.plugins.deepspeed.ulysses import _ChosenAttention
-    from transformers.integrations.sdpa_attention import sdpa_attention_forward
-
-    draw = torch.Generator().manual_seed(3)
-    heads = {name: torch.rand(1, 2, 6, 8, generator=draw) for name in ("query", "key", "value")}
-    module = torch.nn.Module()
-    module.is_causal = False
-    for mask in (None, torch.ones(1, 1, 6, 6, dtype=torch.bool).tril()):
-        attend: Any = document_attention._attending(sdpa_attention_forward)
-        if replaces != "documents":
-            attend = _ChosenAttention(sdpa_attention_forward)
-        arguments = {"module": module, **heads, "attention_mask": mask}
-        first = min((list(arguments).index(name) for name in named), default=len(arguments))
-        values = list(arguments.values())[:first]
-        keywords = dict(list(arguments.items())[first:])
-        expected, _ = sdpa_attention_forward(*arguments.values(), dropout=0.0, scaling=0.5)
-        assert torch.equal(attend(*values, **keywords, dropout=0.0, scaling=0.5)[0], expected)
-        if not keywords:
-            assert torch.equal(attend(*values, 0.0, 0.5)[0], expected)

@@ -12,7 +12,6 @@ from shardwright.plugins.transformers.own_optimizers import (
     model_errors,
     optimizer_class_errors,
     optimizer_errors,
-    replaces_optimizers,
 )
 
 ZERO = ("zero2",)
@@ -81,14 +80,6 @@ def test_optimizers_that_read_the_shape_of_matrices_are_rejected() -> None:
     assert any("takes no arguments" not in rule for rule in rules(torch.optim.LBFGS(model().parameters())))
 
 
-def test_a_warm_up_from_zero_hides_no_difference() -> None:
-    optimizer = TrustRatio(model().parameters())
-    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: step / 10)
-    assert optimizer.param_groups[0]["lr"] == 0.0
-    assert any("reads the shape" in rule for rule in rules(optimizer, scheduler))
-    assert optimizer.param_groups[0]["lr"] == 0.0
-
-
 def test_states_sections_and_schedulers_that_would_be_dropped_are_rejected() -> None:
     net = model()
     optimizer = torch.optim.AdamW(net.parameters())
@@ -146,11 +137,6 @@ def test_an_optimizer_from_before_the_model_moved_has_its_parameters() -> None:
     optimizer = torch.optim.SGD(moved.parameters(), lr=0.1)
     (error,) = model_errors(optimizer, moved.to_empty(device="cpu"), ("zero1",))
     assert "has no trainable parameter of the model" in error.rule and "after the model has its final" in error.fix
-
-
-def test_only_engines_put_other_tensors_into_optimizers() -> None:
-    assert [name for name in ("ddp", "zero0", "fsdp2") if replaces_optimizers([name])] == ["zero0", "fsdp2"]
-    assert not replaces_optimizers([])
 
 
 def test_the_trainer_still_drops_optimizers_under_deepspeed() -> None:

@@ -8,7 +8,6 @@ from shardwright.ds_configs.specs.errors import UsageError
 from shardwright.plugins.transformers.gradient_checkpointing import (
     checkpoint_first_layers,
     decoder_layers,
-    partial_checkpointing_callback,
 )
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
@@ -26,23 +25,6 @@ def model_of(model_type: str, **sizes):
     torch.manual_seed(0)
     config = AutoConfig.for_model(model_type, **(_SIZES | sizes))
     return AutoModelForCausalLM.from_config(config, trust_remote_code=False)
-
-
-def gpt2():
-    torch.manual_seed(0)
-    sizes = {"n_embd": 32, "n_layer": 4, "n_head": 4, "vocab_size": 64, "resid_pdrop": 0, "embd_pdrop": 0}
-    return AutoModelForCausalLM.from_config(
-        AutoConfig.for_model("gpt2", attn_pdrop=0, **sizes), trust_remote_code=False
-    )
-
-
-@pytest.mark.parametrize("make", [lambda: model_of("llama"), lambda: model_of("qwen3", head_dim=8), gpt2])
-@pytest.mark.parametrize("count", [0, 1, 3, 4])
-def test_only_the_first_layers_keep_the_flag(make, count) -> None:
-    model = make()
-    model.gradient_checkpointing_enable()
-    assert checkpoint_first_layers(model, count) == 4
-    assert [layer.gradient_checkpointing for layer in decoder_layers(model)] == [i < count for i in range(4)]
 
 
 @pytest.mark.parametrize("count", [1, 2, 4])
@@ -80,10 +62,3 @@ def test_what_cannot_be_recomputed_is_rejected() -> None:
         checkpoint_first_layers(torch.nn.Linear(2, 2), 1)
     with pytest.raises(UsageError, match="needs gradient checkpointing, which is off"):
         checkpoint_first_layers(model_of("llama"), 1)
-
-
-def test_the_callback_sets_the_flags_as_training_begins() -> None:
-    model = model_of("llama")
-    model.gradient_checkpointing_enable()
-    partial_checkpointing_callback(2).on_train_begin(None, None, None, model=model)
-    assert [layer.gradient_checkpointing for layer in decoder_layers(model)] == [True, True, False, False]

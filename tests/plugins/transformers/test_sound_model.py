@@ -30,10 +30,6 @@ def test_each_broken_model_is_rejected_by_name(name: str, sound: Path, tmp_path:
     assert not (directory / "ran").exists()
 
 
-def test_a_sound_one_loads(sound: Path) -> None:
-    assert load_causal_lm(str(sound), dtype="float32").config.vocab_size == 260
-
-
 def test_unused_tensors_are_named(sound: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     from faults.broken_models import _save, _tensors
 

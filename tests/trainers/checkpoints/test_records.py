@@ -14,7 +14,6 @@ from shardwright.trainers.checkpoints.record import (
     RECORD,
     NotWholeError,
     flushed_records,
-    read_complete,
     read_whole,
     write_record,
 )
@@ -70,15 +69,6 @@ def test_every_damage_of_every_file_is_reported(tmp_path, name, damage):
     damage(directory / name)
     with pytest.raises(NotWholeError, match=name):
         read_whole(directory)
-
-
-def test_read_complete_compares_only_sizes(tmp_path):
-    directory = checkpoint(tmp_path, 4)
-    damage_flip(directory / "optimizer.pt")
-    assert newest_whole(tmp_path, read_complete).path == directory
-    damage_truncate(directory / "optimizer.pt")
-    with pytest.raises(RefusedInputError, match="2999 of 3000 bytes"):
-        newest_whole(tmp_path, read_complete)
 
 
 @given(st.binary(max_size=200))

@@ -10,7 +10,7 @@ import pytest
 from shardwright.plugins.transformers.training_arguments import byte_tokenizer
 from shardwright.trainers.data.chat import IGNORED_LABEL, encode_chat
 from shardwright.trainers.data.samples import load_samples
-from shardwright.trainers.data.templates import CHAT_TEMPLATES, end_turns, set_chat_template, turn_end, with_turn_end
+from shardwright.trainers.data.templates import CHAT_TEMPLATES, end_turns, set_chat_template, turn_end
 
 END = "<|im_end|>"
 THINKING = """\
@@ -149,14 +149,3 @@ def test_a_template_that_also_writes_the_end_of_sequence_keeps_it() -> None:
     made = tokenizer("{% for m in messages %}{{ m.content + '<|im_end|>' }}{% endfor %}{{ eos_token }}")
     before = made.eos_token
     assert end_turns(made) == made.convert_tokens_to_ids(END) and made.eos_token == before
-
-
-def test_a_split_marker_ends_no_turn() -> None:
-    made = tokenizer(tokens=())
-    set_chat_template(made, "chatml")
-    assert turn_end(made) == (END, None) and end_turns(made) is None
-
-
-def test_end_tokens_of_the_model_are_kept() -> None:
-    assert with_turn_end(None, 3) == with_turn_end(3, 3) == 3
-    assert with_turn_end(1, 3) == [1, 3] and with_turn_end([3, 1, 3], 3) == [3, 1]

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from shardwright.ds_configs.specs.errors import ShardwrightError, UsageError
+from shardwright.ds_configs.specs.errors import UsageError
 from shardwright.plugins.transformers.training_arguments import byte_tokenizer
-from shardwright.trainers.data.chat import IGNORED_LABEL, encode_chat, encode_completion, special_prefix
+from shardwright.trainers.data.chat import IGNORED_LABEL, encode_chat, encode_completion
 from shardwright.trainers.data.samples import Samples, collate, load_samples, streamed_samples
 from shardwright.trainers.data.sources import DataSettings, Source, parse_source
 from shardwright.trainers.data.templates import CHAT_TEMPLATES, set_chat_template
@@ -26,10 +26,6 @@ MARKED = (
     "{{ bos_token }}{% for m in messages %}<{{ m['role'] }}>\n{% if m['role'] == 'assistant' %}"
     "{% generation %}{{ m['content'] }}{{ eos_token }}{% endgeneration %}{% else %}{{ m['content'] }}{% endif %}\n"
     "{% endfor %}{% if add_generation_prompt %}<assistant>\n{% endif %}"
-)
-FORGETFUL = (
-    "{% for m in messages %}<{{ m['role'] }}>\n{% if loop.last or m['role'] != 'assistant' %}{{ m['content'] }}"
-    "{% endif %}\n{% endfor %}{% if add_generation_prompt %}<assistant>\n{% endif %}"
 )
 CHAT = [
     {"role": "system", "content": "Be brief."},
@@ -85,22 +81,6 @@ def test_assistant_messages_and_their_end_have_labels(template: str, bos: bool) 
     if bos:
         assert ids.count(made.bos_token_id) == 1 and ids[0] == made.bos_token_id
     assert made.decode(ids) == made.apply_chat_template(CHAT, tokenize=False)
-
-
-@pytest.mark.parametrize("template", [PLAIN, MARKED], ids=["by prefix", "by marks"])
-def test_earlier_answers_can_be_part_of_the_prompt(template: str) -> None:
-    made = tokenizer(template)
-    assert labelled_text(made, *encode_chat(made, CHAT, first_labelled=4)) == [f"Ü 42{END}"]
-
-
-def test_alternative_names_of_roles_and_columns_are_accepted() -> None:
-    made = tokenizer(PLAIN)
-    turns = [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Yes"}]
-    assert labelled_text(made, *encode_chat(made, turns)) == [f"Yes{END}"]
-
-
-def test_marked_and_rendered_labels_agree() -> None:
-    assert encode_chat(tokenizer(PLAIN), CHAT) == encode_chat(tokenizer(MARKED), CHAT)
 
 
 @pytest.mark.parametrize(
@@ -237,8 +217,6 @@ def test_single_document_is_split_into_two_parts(tmp_path: Path) -> None:
     ("name", "text", "said"),
     [
         ("a.jsonl", '{"text": "a"}\n{oops\n', r"a\.jsonl:2: is not valid JSON"),
-        ("a.jsonl", "[1]\n", r"a\.jsonl:1: must be an object"),
-        ("a.json", '{"text": "a"}', "must be a list of objects"),
         ("a.parquet", "no parquet", "is not readable Parquet"),
         ("a.jsonl", '{"body": "a", "id": 1}\n', "needs a column text, .*has body, id"),
         ("a.jsonl", '{"text": ""}\n{"text": null}\n', "none of its 2 rows has text"),
@@ -253,15 +231,6 @@ def test_unreadable_dataset_is_a_one_line_error(tmp_path: Path, name: str, text:
     with pytest.raises(UsageError, match=said) as caught:
         load_samples(str(path), tokenizer(), seq_len=64)
     assert "\n" not in str(caught.value)
-
-
-def test_binary_text_and_empty_directories_are_rejected(tmp_path: Path) -> None:
-    (tmp_path / "x.txt").write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(UsageError, match="is not UTF-8 text"):
-        load_samples(str(tmp_path), tokenizer(), seq_len=4)
-    (tmp_path / "x.txt").unlink()
-    with pytest.raises(UsageError, match="has no file that ends in"):
-        load_samples(str(tmp_path), tokenizer(), seq_len=4)
 
 
 def test_sources_are_parsed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -281,66 +250,6 @@ def test_sources_are_parsed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
             parse_source(text)
     with pytest.raises(UsageError, match="only a Hub dataset has revisions"):
         load_samples("python-help", tokenizer(), seq_len=8, revision="main")
-
-
-def test_hub_request_has_configuration_split_and_revision(monkeypatch: pytest.MonkeyPatch) -> None:
-    import datasets
-
-    asked: list[Any] = []
-
-    def load_dataset(*names: Any, **how: Any) -> Any:
-        asked.append((names, how))
-        return iter([{"text": f"row {index} of many"} for index in range(50)])
-
-    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
-    found = load_samples("org/data:part#6", tokenizer(), seq_len=8, split="test", revision="abc")
-    assert asked == [(("org/data", "part"), {"split": "test", "revision": "abc", "streaming": True})]
-    assert found.statistics.rows == 6
-
-
-@pytest.mark.parametrize(
-    ("raised", "kind", "said"),
-    [
-        ("DatasetNotFoundError", UsageError, "dataset = 'org/data': it is not there; check the id"),
-        ("ValueError", UsageError, "dataset = 'org/data': it is not there"),
-        ("ConnectionError", ShardwrightError, r"the Hub cannot be reached \(it is not there\)"),
-        ("ConnectError", ShardwrightError, r"the Hub cannot be reached \(it is not there\)"),
-    ],
-)
-def test_hub_error_is_one_line(monkeypatch: pytest.MonkeyPatch, raised: str, kind: Any, said: str) -> None:
-    import builtins
-
-    import datasets
-    from shardwright.plugins.huggingface_hub.hub import http_client
-
-    modules = (datasets.exceptions, builtins, http_client())
-    error = next(getattr(module, raised) for module in modules if hasattr(module, raised))
-
-    def load_dataset(*names: Any, **how: Any) -> Any:
-        raise error("it is\nnot there")
-
-    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
-    with pytest.raises(kind, match=said) as caught:
-        load_samples("org/data", tokenizer(), seq_len=8)
-    assert "\n" not in str(caught.value)
-
-
-def test_dataset_script_is_rejected(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """The `datasets` library rejects it with a message that is recognized."""
-    import datasets
-
-    script, load = tmp_path / "data" / "data.py", datasets.load_dataset
-    script.parent.mkdir()
-    script.write_text("raise SystemExit('it ran')\n")
-    monkeypatch.setattr(datasets, "load_dataset", lambda name, *rest, **how: load(str(script.parent), *rest, **how))
-    with pytest.raises(UsageError, match=r"dataset = 'org/data': needs a script, .*--dataset-revision refs/convert"):
-        load_samples("org/data", tokenizer(), seq_len=8)
-
-
-def test_text_begins_with_the_tokenizers_prefix() -> None:
-    assert special_prefix(tokenizer()) == []
-    made = tokenizer(bos=True)
-    assert special_prefix(made) == [made.bos_token_id]
 
 
 CALL = {"name": "add", "arguments": {"a": 1}}
@@ -401,12 +310,10 @@ def test_tools_of_a_row_are_rendered(tmp_path: Path) -> None:
         ("{% for m in messages %}", "cannot render a question and its answer: Unexpected end of template"),
         ("{{ messages[0].missing.further }}", "cannot render a question and its answer: .* has no attribute"),
         ("{{ ''.__class__.__mro__[1].__subclasses__() }}", "cannot render .* '__class__' .* is unsafe"),
-        ("{{ messages.append(1) }}", "cannot render .* 'append' .* is unsafe"),
-        ("{% for i in range(10**9) %}{% endfor %}", "cannot render .* Range too big"),
         ("{{ raise_exception('no') }}", "cannot render a question and its answer: no;"),
         ("", "renders nothing"),
     ],
-    ids=["syntax", "undefined", "reads private attributes", "changes messages", "endless", "raises", "empty"],
+    ids=["syntax", "undefined", "reads private attributes", "raises", "empty"],
 )
 def test_template_files_that_cannot_render_are_rejected(template: str, said: str, tmp_path: Path) -> None:
     made, file = tokenizer(PLAIN), tmp_path / "own.jinja"
@@ -414,14 +321,6 @@ def test_template_files_that_cannot_render_are_rejected(template: str, said: str
     with pytest.raises(UsageError, match=said) as caught:
         set_chat_template(made, str(file))
     assert str(caught.value).startswith("chat_template = ") and made.chat_template == PLAIN
-
-
-def test_unknown_template_names_what_is_allowed(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="is neither a file nor one of alpaca, chatml, llama3, zephyr"):
-        set_chat_template(tokenizer(), "chatlm")
-    (tmp_path / "own.jinja").write_bytes(b"\xff\xfe")
-    with pytest.raises(UsageError, match="is not UTF-8"):
-        set_chat_template(tokenizer(), str(tmp_path / "own.jinja"))
 
 
 ALPACA = [
@@ -440,13 +339,6 @@ def test_alpaca_rows_are_prompts_and_completions(tmp_path: Path) -> None:
     assert "### Instruction:\nAdd.\n\n### Input:\n1 and 1\n\n### Response:\n2" in texts(made, [with_input])
     assert "### Instruction:\nSay hello.\n\n### Response:\nHello" in texts(made, [without])
     assert "Input" not in texts(made, [without])
-
-
-def test_alpaca_rows_are_rendered_by_a_chat_template(tmp_path: Path) -> None:
-    source, made = write_rows(tmp_path / "alpaca.jsonl", ALPACA), tokenizer(PLAIN)
-    first, _ = load_samples(source, made, seq_len=1000, evaluation_fraction=0).train
-    assert texts(made, [first]) == f"<user>\nAdd.\n\n1 and 1<assistant>\n2{END}"
-    assert labelled_text(made, **of_sample(first)) == [f"2{END}"]
 
 
 def of_sample(sample: dict[str, list[int]]) -> dict[str, list[int]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import doctest
 from typing import Any
 
 import pytest
@@ -11,7 +10,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from shardwright.ds_configs.quantization.scheme import PRESETS, changed
 from shardwright.ds_configs.specs.layout import Layout
-from shardwright.trainers.data import packing
 from shardwright.trainers.data.chat import IGNORED_LABEL
 from shardwright.trainers.data.packing import fitting_rows, packed_row, packing_obstacle
 from shardwright.trainers.data.samples import collate
@@ -22,10 +20,6 @@ from transformers import AutoConfig, GPT2Config, GPT2LMHeadModel, set_seed
 
 SEQ_LEN = 32
 DDP = Layout(engine="ddp", dp_replicate=2)
-
-
-def test_examples() -> None:
-    assert doctest.testmod(packing).failed == 0
 
 
 @given(st.lists(st.integers(min_value=2, max_value=SEQ_LEN), max_size=60))

@@ -9,11 +9,12 @@ from typing import Any
 
 import pytest
 import torch
+from equivalence import cases
+from equivalence.cases import Case, make_model
 from fresh_process import forget_last_run
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from paths import CONFIGS
-from pipeline_cases import LAYERS, Case, data_of, untrained_model
 from shardwright.ds_configs.specs.errors import RefusedInputError, UsageError
 from shardwright.ds_configs.specs.layout import PipelineStage, contiguous_stages, partition_errors
 from shardwright.plugins.accelerate.cpu_ranks import configure_cpu_ranks
@@ -117,8 +118,14 @@ def test_replicas_count_each_sample_once(samples: int, rows: int, replicas: int)
     assert len(turns) == 1, "replicas wait for each other"
 
 
-def deepspeed_arguments(output: Path, case: Case, **more: Any) -> Any:
-    return TrainingArguments(**case.arguments(output, pipeline=True, **more), **configure_cpu_ranks("deepspeed"))
+def deepspeed_settings(output: Path, *, zero_stage: int = 1, accumulation: int = 1, **more: Any) -> dict[str, Any]:
+    settings = Case(layout="pp2-zero1", accumulation=accumulation).arguments(output)
+    settings["deepspeed"]["zero_optimization"]["stage"] = zero_stage
+    return settings | more
+
+
+def deepspeed_arguments(output: Path, **settings: Any) -> Any:
+    return TrainingArguments(**deepspeed_settings(output, **settings), **configure_cpu_ranks("deepspeed"))
 
 
 class OnRanks:
@@ -141,7 +148,7 @@ def forgotten_runs() -> Iterator[None]:
 
 def errors_of(arguments: Any, **more: Any) -> dict[str, str]:
     """Return the refused fields with the sentences about each."""
-    model = untrained_model("llama")
+    model = make_model("llama", {})
     layout = {"stages": 2, "dual_pipe": False, "eval_dataset": None, **more}
     found: dict[str, str] = {}
     try:
@@ -153,12 +160,12 @@ def errors_of(arguments: Any, **more: Any) -> dict[str, str]:
 
 
 def test_legal_arguments_are_accepted(tmp_path: Path) -> None:
-    assert errors_of(OnRanks(2, deepspeed_arguments(tmp_path, Case()))) == {}
+    assert errors_of(OnRanks(2, deepspeed_arguments(tmp_path))) == {}
 
 
 def test_broken_rules_are_reported_together_with_the_nearest_legal_values(tmp_path: Path) -> None:
     more = {"label_smoothing_factor": 0.1, "train_sampling_strategy": "group_by_length"}
-    arguments = deepspeed_arguments(tmp_path, Case(zero_stage=2), **more)
+    arguments = deepspeed_arguments(tmp_path, zero_stage=2, **more)
     found = errors_of(OnRanks(8, arguments), stages=5)
     assert found.keys() == {"pp", "zero_optimization.stage", *more}
     assert "8 % 5 = 3); nearest legal value: 2" in found["pp"]
@@ -166,8 +173,8 @@ def test_broken_rules_are_reported_together_with_the_nearest_legal_values(tmp_pa
 
 
 def test_more_stages_than_layers_and_a_single_stage_are_rejected(tmp_path: Path) -> None:
-    arguments = deepspeed_arguments(tmp_path, Case())
-    assert f"the model has {LAYERS}" in errors_of(OnRanks(4, arguments), stages=4)["pp"]
+    arguments = deepspeed_arguments(tmp_path)
+    assert "the model has 2" in errors_of(OnRanks(4, arguments), stages=4)["pp"]
     assert "at least two stages" in errors_of(OnRanks(4, arguments), stages=1)["pp"]
 
 
@@ -177,12 +184,12 @@ def test_training_without_deepspeed_is_rejected(tmp_path: Path) -> None:
 
 
 def test_dual_pipe_needs_micro_batches(tmp_path: Path) -> None:
-    found = errors_of(OnRanks(2, deepspeed_arguments(tmp_path, Case(accumulation=3))), dual_pipe=True)
+    found = errors_of(OnRanks(2, deepspeed_arguments(tmp_path, accumulation=3)), dual_pipe=True)
     assert "nearest legal value: 4" in found["gradient_accumulation_steps"]
 
 
 def test_other_axes_are_rejected(tmp_path: Path) -> None:
-    arguments = deepspeed_arguments(tmp_path, Case())
+    arguments = deepspeed_arguments(tmp_path)
     arguments.deepspeed_plugin.deepspeed_config["tensor_parallel"] = {"autotp_size": 2}
     assert "tensor_parallel_size" in errors_of(OnRanks(4, arguments))["tensor_parallel.autotp_size"]
     del arguments.deepspeed_plugin.deepspeed_config["tensor_parallel"]
@@ -193,7 +200,7 @@ def test_other_axes_are_rejected(tmp_path: Path) -> None:
 
 
 def test_tensor_parallel_stages_send_complete_activations(tmp_path: Path) -> None:
-    arguments = deepspeed_arguments(tmp_path, Case())
+    arguments = deepspeed_arguments(tmp_path)
     config = arguments.hf_deepspeed_config.config
     assert engine_errors(arguments, replicas=1, tensor_parallel_size=1) == []
     assert "pipeline" not in config
@@ -205,7 +212,7 @@ def test_tensor_parallel_stages_send_complete_activations(tmp_path: Path) -> Non
 
 
 def test_iterable_evaluation_data_is_rejected_with_replicas(tmp_path: Path) -> None:
-    arguments = deepspeed_arguments(tmp_path, Case())
+    arguments = deepspeed_arguments(tmp_path)
     endless = {"held out": iter([])}
     assert "needs a length" in errors_of(OnRanks(4, arguments), eval_dataset=endless)["eval_dataset"]
     assert errors_of(OnRanks(2, arguments), eval_dataset=endless) == {}
@@ -223,21 +230,19 @@ def test_iterable_evaluation_data_is_rejected_with_replicas(tmp_path: Path) -> N
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_unsupported_arguments_are_rejected(tmp_path: Path, more: dict[str, Any], where: str) -> None:
-    arguments = TrainingArguments(
-        **{**Case().arguments(tmp_path, pipeline=True), **configure_cpu_ranks("deepspeed"), **more}
-    )
+    arguments = TrainingArguments(**{**deepspeed_settings(tmp_path), **configure_cpu_ranks("deepspeed"), **more})
     assert errors_of(OnRanks(4, arguments)).keys() == {where}
     assert (where in errors_of(OnRanks(2, arguments))) == (where != "even_batches")
 
 
 def test_tensor_parallelism_of_accelerate_is_rejected(tmp_path: Path) -> None:
-    arguments = deepspeed_arguments(tmp_path, Case())
+    arguments = deepspeed_arguments(tmp_path)
     arguments.parallelism_config = SimpleNamespace(sp_size=1, cp_size=1, tp_size=2)
     assert "tensor_parallel_size=" in errors_of(OnRanks(4, arguments))["parallelism_config.tp_size"]
 
 
 def test_other_gradient_precision_with_offloaded_optimizer_is_rejected(tmp_path: Path) -> None:
-    arguments = deepspeed_arguments(tmp_path, Case())
+    arguments = deepspeed_arguments(tmp_path)
     config = arguments.deepspeed_plugin.deepspeed_config
     config["data_types"] = {"grad_accum_dtype": "fp32"}
     assert errors_of(OnRanks(2, arguments)) == {}
@@ -333,10 +338,9 @@ def test_dropped_batches_are_reported_once(monkeypatch: pytest.MonkeyPatch, caps
 
 
 def test_trainer_checks_before_it_uses_a_process_group(tmp_path: Path) -> None:
-    case = Case(zero_stage=3)
-    arguments = deepspeed_arguments(tmp_path, case)
+    arguments = deepspeed_arguments(tmp_path, zero_stage=3)
     with pytest.raises(UsageError, match="must divide the ranks"):
-        PipelineTrainer(untrained_model("llama"), arguments, pipeline_stages=2, **data_of(case))
+        PipelineTrainer(make_model("llama", {}), arguments, pipeline_stages=2, train_dataset=cases.samples())
     assert not torch.distributed.is_initialized()
 
 
@@ -365,10 +369,10 @@ def test_second_trainer_does_not_read_the_first_trainers_value_as_the_users(give
 
 
 def test_global_batch_is_checked_before_the_trainer_fills_it_in(tmp_path: Path) -> None:
-    section = {**Case().arguments(tmp_path, pipeline=True)["deepspeed"], "train_batch_size": 4}
-    arguments = deepspeed_arguments(tmp_path, Case(), deepspeed=section)
+    section = {**deepspeed_settings(tmp_path)["deepspeed"], "train_batch_size": 8}
+    arguments = deepspeed_arguments(tmp_path, deepspeed=section)
     (config_error,) = engine_errors(arguments, replicas=1, tensor_parallel_size=1)
-    assert (config_error.where, config_error.value) == ("train_batch_size", 4)
+    assert (config_error.where, config_error.value) == ("train_batch_size", 8)
     assert engine_errors(arguments, replicas=2, tensor_parallel_size=1) == []
 
 
@@ -392,7 +396,7 @@ def test_stages_that_skip_a_layer_are_rejected() -> None:
 @pytest.mark.parametrize("dual_pipe", [False, True])
 def test_planner_balances_a_number_of_stages(dual_pipe: bool) -> None:
     arguments = SimpleNamespace(per_device_train_batch_size=2, bf16=True, gradient_checkpointing=True)
-    stages = balanced(untrained_model("llama-4"), arguments, 2, dual_pipe=dual_pipe)
+    stages = balanced(make_model("llama", {}, layers=4), arguments, 2, dual_pipe=dual_pipe)
     assert len(stages) == (4 if dual_pipe else 2)
     assert partition_errors(stages, 4) == []
 
@@ -484,7 +488,7 @@ class TestOverriddenHooks:
         subclass: Any = type("OwnTrainer", (PipelineTrainer,), {name: lambda self, *args, **kwargs: None})
         arguments = TrainingArguments(str(tmp_path), use_cpu=True, report_to="none")
         with pytest.raises(UsageError, match=rf"OwnTrainer\.{name}"):
-            subclass(untrained_model("llama"), arguments, pipeline_stages=2)
+            subclass(make_model("llama", {}), arguments, pipeline_stages=2)
 
     def test_attributes_that_replace_uncalled_methods_are_rejected_when_training_begins(self) -> None:
         trainer = PipelineTrainer.__new__(PipelineTrainer)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +12,6 @@ from engine_settings import cpu_arguments
 from shardwright.ds_configs.plan.measurement import FILE_NAME, RunMeasurement, measured_run, measurement_from_text
 from shardwright.ds_configs.plan.plan import Plan
 from shardwright.ds_configs.plan.rendering import FUSED_LOSS_ONLY
-from shardwright.ds_configs.specs.errors import UsageError
 from shardwright.ds_configs.specs.job import TrainingJob
 from shardwright.plugins.planning.from_names import plan
 from shardwright.trainers.runs.plan_callback import argument_differences, unread_edits
@@ -121,28 +118,6 @@ def test_an_attached_callback_reports_once_while_reporters_are_open(
     assert "tensors (peak allocated)" in shown and "written to" in shown
 
 
-def test_without_attach_the_file_is_written_and_a_new_training_replaces_it(
-    planned: Path, tiny_llama: Path, tmp_path: Path
-) -> None:
-    from shardwright.trainers import PlanCallback
-
-    recorder = reporter()
-    (tmp_path / "mine.txt").write_text("kept")
-    trainer = trainer_of(tiny_llama, tmp_path, [PlanCallback(planned), recorder], steps=1)
-    trainer.train()
-    first = written(tmp_path)
-    assert first.measured[0].steps == 1 and first.step_seconds is None
-    assert first.measured[0].peak_reserved_bytes is None
-    with pytest.raises(UsageError, match="had no accelerator"):
-        measured_run(first)
-    assert not any(name.startswith("plan/") for logs in recorder.seen for name in logs)
-    recorder.closed = False
-    trainer.args.max_steps = 3
-    trainer.train()
-    assert written(tmp_path).measured[0].steps == 3
-    assert (tmp_path / "mine.txt").read_text() == "kept"
-
-
 def test_what_ran_otherwise_than_planned_is_named(planned: Path, tiny_llama: Path, tmp_path: Path) -> None:
     from shardwright.trainers import PlanCallback
 
@@ -187,26 +162,6 @@ def test_an_edit_that_accelerate_does_not_read_is_reported_before_training(
     assert unread_edits(plan) == []
 
 
-def test_a_directory_that_cannot_be_written_does_not_lose_the_training(
-    planned: Path, tiny_llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    from shardwright.trainers import PlanCallback
-
-    (tmp_path / FILE_NAME).mkdir()
-    callback = PlanCallback(planned)
-    trainer = trainer_of(tiny_llama, tmp_path, [], steps=1)
-    callback.attach(trainer)
-    assert trainer.train().global_step == 1
-    assert "the measurement was not written" in capsys.readouterr().err
-
-
-def test_a_missing_plan_is_reported_before_training(tmp_path: Path) -> None:
-    from shardwright.trainers import PlanCallback
-
-    with pytest.raises(UsageError, match=r"has no plan\.json"):
-        PlanCallback(tmp_path)
-
-
 def test_accelerator_peaks_cover_the_first_step_and_tell_the_later_ones_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     import torch
     from shardwright.trainers.runs.plan_callback import AcceleratorPeaks
@@ -224,16 +179,6 @@ def test_accelerator_peaks_cover_the_first_step_and_tell_the_later_ones_apart(mo
     assert meter.peaks() == (500, 700) and meter.later_peak() == 400
     statistics.update(allocated=800, reserved=950)
     assert meter.peaks() == (800, 950) and meter.later_peak() == 800
-
-
-def test_naming_the_trainers_loads_no_heavy_library() -> None:
-    program = "import sys, shardwright.trainers; print({'torch', 'transformers'} & sys.modules.keys())"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert done.stdout == "set()\n"
-    with pytest.raises(AttributeError, match="no attribute 'Nothing'"):
-        from shardwright import trainers
-
-        trainers.Nothing  # noqa: B018
 
 
 def test_other_kernels_than_planned_are_named(planned: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from shardwright.ds_configs.specs.errors import RefusedInputError, UsageError
 from shardwright.plugins.deepspeed.parameters import edit_errors
-from shardwright.trainers.formats.bit_packing import pack_bits
 from shardwright.trainers.sparsity.l1_sparsity_callback import L1SparsityCallback
 from shardwright.trainers.sparsity.magnitude_pruning_callback import MagnitudePruningCallback
 from shardwright.trainers.sparsity.masks import (
@@ -27,7 +26,6 @@ from shardwright.trainers.sparsity.masks import (
     save_masks,
     smallest,
     target_layers,
-    unpacked_mask,
 )
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, set_seed
 
@@ -92,17 +90,6 @@ def test_schedule_equals_zhu_and_gupta() -> None:
         assert schedule.sparsity_at(step) == pytest.approx(expected, abs=1e-12)
 
 
-@given(final=st.floats(0, 0.99), start=st.integers(0, 50), length=st.integers(0, 80), every=st.integers(1, 100))
-def test_schedules_increase_and_reach_the_final_sparsity(final: float, start: int, length: int, every: int) -> None:
-    schedule = PruningSchedule(final_sparsity=final, start_step=start, end_step=start + length, every=every)
-    assert not schedule.errors()
-    shares = [schedule.sparsity_at(step) for step in range(start + length + 3)]
-    assert shares == sorted(shares) and shares[-1] == final
-    assert schedule.is_update(start + length)
-    changed = [step for step in range(1, len(shares)) if shares[step] != shares[step - 1]]
-    assert all(schedule.is_update(step) for step in changed)
-
-
 def test_contradictory_values_are_rejected_together() -> None:
     with pytest.raises(UsageError) as caught:
         MagnitudePruningCallback(50, end_step=3, start_step=-1, every=0, initial_sparsity=-0.1, pattern="1:4")  # type: ignore[arg-type]
@@ -159,29 +146,6 @@ def test_one_threshold_for_several_matrices(data: st.DataObject) -> None:
     mask = torch.cat(taken)
     assert int(mask.sum()) == count
     assert torch.equal(together[mask].sort().values, together.sort().values[:count])
-
-
-def test_two_of_four_neighbours_in_a_row() -> None:
-    torch.manual_seed(0)
-    weight = torch.randn(6, 8)
-    weight[0, :4] = 0.5
-    numbers = magnitudes(weight, "2:4")
-    mask = chosen(numbers, *smallest(lambda: [numbers], 24))
-    grouped = mask.reshape(-1, 4)
-    assert grouped.sum(1).tolist() == [2] * 12
-    sizes = weight.abs().reshape(-1, 4)
-    for group, size in zip(grouped, sizes, strict=True):
-        assert size[group].max() <= size[~group].min()
-    fewer = chosen(numbers, *smallest(lambda: [numbers], 10))
-    assert int(fewer.sum()) == 10 and not bool((fewer & ~mask).any())
-
-
-@given(st.lists(st.booleans(), min_size=1, max_size=70))
-def test_masks_are_packed_to_bits(marked: list[bool]) -> None:
-    mask = torch.tensor(marked)
-    packed = pack_bits(mask, 1)
-    assert packed.numel() == (len(marked) + 7) // 8
-    assert torch.equal(unpacked_mask(packed, len(marked)), mask)
 
 
 # training
@@ -267,13 +231,6 @@ def test_l1_is_the_proximal_step_of_sgd(tmp_path: Path) -> None:
     assert float((model.lm_head.weight == 0).float().mean()) == 0
 
 
-def test_l1_makes_zeros_where_its_gradient_would_not(tmp_path: Path) -> None:
-    model = tiny_llama()
-    trainer(tmp_path, model, L1SparsityCallback(0.3), max_steps=8).train()
-    share = sum(zeros(model).values()) / sum(m.weight.numel() for m in target_layers(model).values())
-    assert 0.2 < share < 1
-
-
 def test_resumed_run_restores_masks(tmp_path: Path) -> None:
     how: dict[str, Any] = {"end_step": 8, "every": 2, "initial_sparsity": 0.2}
     saving: dict[str, Any] = {"save_strategy": "steps", "save_steps": 5, "max_steps": 10}
@@ -287,37 +244,6 @@ def test_resumed_run_restores_masks(tmp_path: Path) -> None:
     for (name, value), other in zip(resumed.named_parameters(), whole.parameters(), strict=True):
         assert torch.equal(value, other), name
     assert callback.sparsity == pytest.approx(0.6, abs=1e-3)
-
-
-@pytest.mark.parametrize("here", [True, False])
-@pytest.mark.parametrize("elsewhere", [True, False])
-def test_masks_are_restored_only_if_every_rank_has_them(
-    here: bool, elsewhere: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """The second rank is on a node with another disk."""
-    callback = MagnitudePruningCallback(0.5, end_step=4)
-    (tmp_path / "checkpoint-2").mkdir()
-    if here:
-        save_masks(tmp_path / "checkpoint-2" / FILE_NAME, {}, {}, {})
-    arguments = SimpleNamespace(output_dir=str(tmp_path), resume_from_checkpoint=None, device="cpu", should_save=True)
-    callback._shapes = {"layer": (2, 2)}
-    asked: list[int] = []
-
-    def from_both(everyone: list[bool], mine: bool) -> None:
-        asked.append(int(mine))
-        everyone[:] = [mine, elsewhere]
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch.distributed, "is_initialized", lambda: True)
-        patch.setattr(torch.distributed, "get_world_size", lambda: 2)
-        patch.setattr(torch.distributed, "all_gather_object", from_both)
-        if here and elsewhere:
-            with pytest.raises(UsageError, match="has no mask in the checkpoint"):
-                callback._restore(arguments, SimpleNamespace(global_step=2))
-        else:
-            assert callback._restore(arguments, SimpleNamespace(global_step=2)) is False
-            assert "or not on every node" in capsys.readouterr().err
-    assert asked == [int(here)], "every rank joins in, whatever it sees"
 
 
 def test_resuming_with_other_settings_or_damaged_masks_is_rejected(
@@ -410,16 +336,6 @@ def test_engines_that_undo_changes_are_rejected(zero: dict[str, Any], match: str
     assert "cannot be accessed" in str(error)
     (error,) = edit_errors({"flat": torch.nn.Parameter(torch.ones(16))}, SimpleNamespace(), None)
     assert "FSDP version 1" in str(error)
-
-
-def test_two_learning_rates_are_rejected(tmp_path: Path) -> None:
-    model = tiny_llama()
-    layers = list(target_layers(model).values())
-    groups = [{"params": [layers[0].weight], "lr": 1.0}, {"params": [layers[1].weight], "lr": 2.0}]
-    made = trainer(tmp_path, model, L1SparsityCallback(1.0))
-    made.optimizer = torch.optim.SGD(groups)
-    with pytest.raises(UsageError, match="several learning rates"):
-        made.train()
 
 
 def test_pruned_weights_are_rounded_to_zero(tmp_path: Path) -> None:

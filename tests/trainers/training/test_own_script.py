@@ -10,29 +10,14 @@ import pytest
 import shardwright
 from commands import run_rank_here
 from distilling import collate, rows, tiny
-from paths import ROOT
 from planning import llama, public_model
 from shardwright.cli.main import run
 from shardwright.ds_configs.plan.plan import Plan, make_plan
 from shardwright.ds_configs.plan.rendering import trainer_line
-from shardwright.ds_configs.specs.errors import UsageError
 from shardwright.ds_configs.specs.hardware import parse_hardware
 from shardwright.ds_configs.specs.job import TrainingJob
-from shardwright.plugins.planning.from_names import job_from_words
 from shardwright.plugins.transformers import training_arguments
 from shardwright.trainers.training import script
-
-
-def test_words_of_plan_are_fields_of_a_job() -> None:
-    words: dict[str, Any] = {"seq_len": 2048, "method": "lora", "lora_targets": "q_proj, v_proj", "micro_batch_size": 2}
-    assert job_from_words(words) == TrainingJob(
-        seq_len_tokens=2048, method="lora", lora_targets=("q_proj", "v_proj"), micro_batch_size=2
-    )
-    assert job_from_words({"tensor_parallel_size": "auto"}) == TrainingJob()
-    with pytest.raises(UsageError, match="did you mean seq_len"):
-        job_from_words({"seq_length": 5})
-    with pytest.raises(UsageError, match="cannot be combined with a TrainingJob"):
-        job_from_words({"seq_len": 5}, TrainingJob())
 
 
 def planned(hardware: str, **job: Any) -> Plan:
@@ -123,13 +108,6 @@ def test_launch_without_a_script_trains_with_the_plan(
     assert run([*words, "--resume-or-anew"]) == 0 and len(launched) == 2, "the run is complete"
 
 
-def test_a_plan_with_a_teacher_needs_a_script_or_distill(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    teacher = llama(hidden_size=128)
-    planned("1xCPU", seq_len_tokens=32, teacher=teacher).write(tmp_path)
-    assert run(["launch", str(tmp_path), "--", "--dataset", "python-help", "--output-dir", "out"]) == 2
-    assert f"has the teacher {teacher.name}; pass your script, or use shardwright distill" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize("words", [["own.py"], ["--", "--dataset", "python-help", "--output-dir", "out"]])
 def test_a_plan_for_gpus_does_not_start_on_cpu_ranks(
     words: list[str], tmp_path: Path, launches: list[Any], capsys: pytest.CaptureFixture[str]
@@ -183,15 +161,3 @@ def test_a_plan_states_the_host_memory_of_loading_without_launch(host_memory: st
     cluster = parse_hardware("2x8xH100-80GB", host_memory=host_memory)
     plan = make_plan(public_model("meta-llama/Llama-3.1-70B"), cluster, TrainingJob(strategy="fsdp2"))
     assert ("or loading needs up to 2281.7 GB per node" in trainer_line(plan)) is not fits
-
-
-@pytest.mark.parametrize("is_installed", [False, True])
-def test_the_end_of_a_plan_names_packages_to_install(
-    is_installed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(training_arguments, "find_spec", lambda name: name if is_installed else None)
-    config = ROOT / "ds_configs" / "data" / "models" / "meta-llama--Llama-3.1-8B" / "config.json"
-    assert run(["plan", str(config), "--hardware", "8xA100-80GB", "--loss", "chunked"]) == 0
-    end = capsys.readouterr().out.splitlines()[-5:]
-    assert ("  pip install liger-kernel" in end) is (not is_installed)
-    assert any(text.startswith("Trainer: ") for text in end)

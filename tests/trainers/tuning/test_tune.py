@@ -13,7 +13,6 @@ from shardwright.ds_configs.plan.plan import Plan
 from shardwright.ds_configs.specs.errors import ShardwrightError, UsageError
 from shardwright.plugins.launching.elastic import RankFailure
 from shardwright.plugins.launching.launch import Launch, LaunchFailedError
-from shardwright.plugins.planning.calibration_store import CalibrationStore
 from shardwright.plugins.planning.from_names import plan as make
 from shardwright.trainers.rank_main import read_task
 from shardwright.trainers.reports.make import report_html
@@ -74,20 +73,6 @@ def test_the_fastest_measured_layout_becomes_the_plan(planned: Path, ranks: Any,
     assert "Measured layouts" in page and all(trial.name in page for trial in tuned.trials)
 
 
-def test_measured_steps_are_stored_and_correct_the_next_plan(planned: Path, ranks: Any, tmp_path: Path) -> None:
-    before = Plan.load(planned)
-    ranks(lambda label, task: [3 * before.chosen.time.seconds] * task.steps)
-    tune(planned, trials=1)
-    (step,) = CalibrationStore().steps()
-    assert (step.gpu, step.engine) == ("CPU", before.chosen.strategy.engine) and step.ratio == pytest.approx(3.0)
-    words = {"seq_len": 32, "global_batch_size": 4, "precision": "fp32", "strategy": before.job.strategy}
-    after = make(str(tmp_path / "model"), "2xCPU", **words)
-    assert after.chosen.time.seconds == pytest.approx(2 * before.chosen.time.seconds)
-    # A trial of the corrected plan still learns against the published prediction.
-    tune(after, trials=1, steps=4)
-    assert CalibrationStore().steps()[-1].predicted_seconds == pytest.approx(before.chosen.time.seconds)
-
-
 def test_out_of_memory_and_failures_are_results(planned: Path, ranks: Any, tmp_path: Path) -> None:
     endings = iter(
         [
@@ -121,15 +106,6 @@ def test_trials_that_all_fail_are_one_error_with_every_reason(planned: Path, ran
     assert len(labels) == 3 and not (tmp_path / "out" / "plan.json").exists()
 
 
-def test_a_time_limit_below_one_trial_says_so(planned: Path, ranks: Any) -> None:
-    def behave(label: str, task: TrialTask) -> Any:
-        raise LaunchFailedError("torchrun: stopped after 0.06 s", output="", launcher_exit_code=None)
-
-    ranks(behave)
-    with pytest.raises(ShardwrightError, match=r"raise --time-limit above 0\.002 minutes"):
-        tune(planned, time_limit_minutes=0.002)
-
-
 def test_slow_steps_end_a_trial_and_noise_is_reported(
     planned: Path, ranks: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -142,39 +118,12 @@ def test_slow_steps_end_a_trial_and_noise_is_reported(
     assert "ended after 3 steps" in reasons[tuned.trials[1].strategy]
 
 
-def test_a_script_gets_the_arguments_of_each_trial(planned: Path, ranks: Any, tmp_path: Path) -> None:
-    script = tmp_path / "script.py"
-    script.write_text("")
-    received: list[list[str]] = []
-
-    def behave(label: str, task: TrialTask) -> Any:
-        received.append(task.arguments)
-        return [0.2] * task.steps
-
-    ranks(behave)
-    words = ["--plan", str(planned), "--notes", "x", "@plan"]
-    tune(planned, trials=2, script=script, script_arguments=words)
-    for arguments in received:
-        assert arguments[0] == "--plan" and arguments[1] != str(planned) and Path(arguments[1]).name == "plan"
-        assert arguments[2:4] == ["--notes", "x"] and "--per_device_train_batch_size" in arguments
-    with pytest.raises(UsageError, match="add @plan to its arguments"):
-        tune(planned, script=script)
-
-
 def test_all_wrong_values_are_reported_together(planned: Path, tmp_path: Path) -> None:
     with pytest.raises(UsageError) as caught:
         tune(planned, "2xCPU", trials=0, steps=1, time_limit_minutes=0, script=tmp_path / "none.py", seq_len=8)
     assert [error.where for error in caught.value.errors] == [
         "trials", "steps", "time_limit", "script", "script", "hardware", "seq_len",
     ]  # fmt: skip
-
-
-def test_accelerators_that_are_not_here_are_rejected(planned: Path, tmp_path: Path) -> None:
-    elsewhere = make(str(tmp_path / "model"), "8x8xH100-80GB", seq_len=32, global_batch_size=64)
-    with pytest.raises(UsageError, match="tune a plan for one of them"):
-        tune(elsewhere)
-    with pytest.raises(UsageError, match="this machine has 0 GPUs; plan for this machine"):
-        tune(str(tmp_path / "model"), "2xH100-80GB", seq_len=32)
 
 
 def test_the_command_prints_trials_and_keeps_other_files(

@@ -210,19 +210,6 @@ def test_forward_equals_eager_with_rounded_weights(family, kind, dtype, autocast
     assert state.trained_steps == 0 and {q.forward_dtype for q in module.quantizers.values()} == {dtype}
 
 
-def test_halves_of_a_fused_matrix_have_separate_scales():
-    module = experts_module(torch.float32)
-    with torch.no_grad():
-        module.gate_up_proj[:, INNER:] *= 10
-    rounded(module, weights(8, "tensor"))
-    stored = module.stored_layers(dict(module.named_parameters()))
-    scales = stored["1.gate_proj"].scale, stored["1.up_proj"].scale
-    halves = module.gate_up_proj[1].chunk(2)
-    assert [len(scale) for scale in scales] == [1, 1]
-    for scale, half in zip(scales, halves, strict=True):
-        assert scale.item() == pytest.approx(half.abs().max().item() / 127.5, rel=1e-6)
-
-
 @pytest.mark.parametrize("frozen", [False, True])
 def test_no_rounded_copy_is_saved(frozen):
     module, (hidden, index, shares) = experts_module(torch.float32), routing(torch.float32)
@@ -245,30 +232,6 @@ def test_no_rounded_copy_is_saved(frozen):
     answer.sum().backward()
     assert all((parameter.grad is None) == frozen for parameter in module.parameters())
     assert state.enabled and hidden.grad is not None
-
-
-def test_recomputed_forward_gives_the_same_gradients():
-    module, (hidden, index, shares) = experts_module(torch.float32), routing(torch.float32)
-    rounded(module, weights(4))
-    gradients = []
-    for again in (False, True):
-        inputs = hidden.clone().requires_grad_()
-        if again:
-            answer = torch.utils.checkpoint.checkpoint(module, inputs, index, shares, use_reentrant=False)
-        else:
-            answer = module(inputs, index, shares)
-        gradients.append(torch.autograd.grad(answer.square().sum(), (inputs, *module.parameters())))
-    assert all(torch.equal(one, other) for one, other in zip(*gradients, strict=True))
-
-
-def test_a_copied_model_rounds_independently():
-    module, (hidden, index, shares) = experts_module(torch.float32), routing(torch.float32)
-    rounded(module, weights(4))
-    other = copy.deepcopy(module)
-    assert type(other) is type(module) and isinstance(other, MixtralExperts)
-    assert set(other.state_dict()) == {"gate_up_proj", "down_proj"}
-    assert torch.equal(other(hidden, index, shares), module(hidden, index, shares))
-    assert torch.equal(module.half()(hidden.half(), index, shares.half()).isfinite().all(), torch.tensor(True))
 
 
 def family(name, dtype=torch.float32, **changes):
