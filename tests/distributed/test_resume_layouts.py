@@ -9,7 +9,7 @@ import pytest
 from equivalence.records import records_of
 from resume_cases import Resumed
 
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.distributed, pytest.mark.timeout(3600)]
 
 EXCHANGED = [
     *(("zero2", "zero1"), ("zero1", "sp2-zero1"), ("fsdp2", "fsdp2-offload"), ("ddp", "one-process")),

@@ -15,7 +15,7 @@ from shardwright.ds_configs.legality import combinations as table
 from shardwright.ds_configs.legality.combinations import columns_of
 from trainer_cases import TRAINERS, TrainerCase, make_models_and_data
 
-pytestmark = [pytest.mark.distributed, pytest.mark.needs("trl")]
+pytestmark = [pytest.mark.distributed, pytest.mark.needs("trl"), pytest.mark.timeout(3600)]
 
 NORM_TOLERANCE = 1e-5
 """Largest difference of a gradient norm from the one in one process, over that."""

@@ -9,7 +9,7 @@ import pytest
 from equivalence.records import records_of
 from unused_cases import KINDS, Unused
 
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.distributed, pytest.mark.timeout(3600)]
 
 LAYOUTS = ("ddp", "zero1", "zero2", "zero3", "fsdp2")
 CASES = [

@@ -23,7 +23,7 @@ from equivalence.settings import SETTINGS, reference_of
 from safetensors.torch import load_file
 from shardwright.ds_configs.legality import combinations as table
 
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.distributed, pytest.mark.timeout(3600)]
 
 LOGIT_TOLERANCE = 1e-5
 """Largest difference of logits from those of the live engine, over the largest absolute logit."""

@@ -14,7 +14,7 @@ from equivalence.settings import reference_of, run_of
 from safetensors.torch import load_file
 from shardwright.plugins.compressed_tensors.codes import unpack_tensors, weight_codes, weight_scale_and_zero_point
 
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.distributed, pytest.mark.timeout(3600)]
 
 OTHER_CODES = 1e-2
 """Largest share of a matrix's codes that fall on the other side of a half. Seen: 0.006, under tensor parallelism: the
