@@ -85,7 +85,8 @@ def main(axis: str, output: str) -> None:
     if axis == "pipeline":
         trainer = PipelineTrainer(model=model, pipeline_stages=SIZE, **training)
     else:
-        callback = CALLBACKS[axis](SIZE)
+        make_callback = CALLBACKS[axis]
+        callback = make_callback(SIZE)
         callback.prepare(arguments, model)  # before the Trainer: checks, and the section of DeepSpeed's configuration
         trainer = Trainer(model=model, **training)
         callback.attach(trainer)

@@ -391,6 +391,8 @@ def _packed(inputs: Any) -> bytes | str:
     buffer = io.BytesIO()
     try:
         torch.save((*inputs, torch.is_grad_enabled()), buffer)
+        buffer.seek(0)
+        torch.load(buffer, weights_only=True)
     except Exception as error:
         return f"and its inputs cannot be sent: {error}"
     return buffer.getvalue()
@@ -400,7 +402,7 @@ def _unpacked(sent: Any, device: Any) -> Any:
     import torch
     from torch.utils._pytree import tree_map
 
-    received = torch.load(io.BytesIO(sent), map_location=device, weights_only=False)
+    received = torch.load(io.BytesIO(sent), map_location=device, weights_only=True)
     # A module may change its inputs in place, which leaves of a graph do not permit.
     return tree_map(lambda value: value.clone() if _is_differentiable(value) else value, received)
 

@@ -78,7 +78,7 @@ TASKS = "--tasks tiny_choice --include-path {root}/tasks"
     [
         "merge {tuned} --output-dir {out}",
         "merge {tuned} --qlora --output-dir {out}",
-        f"evaluate {{tuned}} --baseline {{root}}/model --seq-len 32 --num-samples 4 --device cpu --no-speed {TASKS}",
+        f"evaluate {{tuned}} --baseline {{root}}/model --seq-len 32 --num-samples 4 --device cpu {TASKS}",
         "quantize {tuned} --scheme W8A16 --method rtn --group-size 16 --no-evaluate --output-dir {out}",
         "quantize {root}/model --scheme NF4 --no-evaluate --output-dir {out}",
         "quantize {tuned} --scheme W4A16 --method gptq --group-size 16 --seq-len 32 --num-samples 4 --no-evaluate "

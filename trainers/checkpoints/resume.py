@@ -334,6 +334,9 @@ def _checked(trainer: Any, resume: Any) -> str:
         saved = saved_layout(names)
         if trainer.args.save_on_each_node:
             saved.pop("world_size", None)
+        if saved.get("zero_stage") == 3 and now["sharded"] == "expert parallelism" and not saved["sharded"]:
+            # ZeRO-3 names its files alike with and without experts.
+            del saved["sharded"]
         errors, warnings = compared(saved, now, new_run=_as_model(path, names))
         if errors:
             raise UsageError(errors)

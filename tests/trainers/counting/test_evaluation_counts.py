@@ -26,7 +26,7 @@ def test_evaluate_command_matches_trainer_loss(tmp_path: Path) -> None:
     windows = TextWindows(
         windows=tuple(rows), source="", seq_len_tokens=LONGEST, stride_tokens=LONGEST, available_windows=EVALUATED
     )
-    found = shardwright.evaluate(str(tmp_path), text=windows, measure_speeds=False, device="cpu").model
+    found = shardwright.evaluate(str(tmp_path), text=windows, device="cpu").model
     loss = found.loss_nats_per_token.value
     for batch_size in (1, 3, 7):
         trainer, _, _ = make_trainer(Case(layout="single"), tmp_path / "out")
