@@ -285,7 +285,10 @@ def test_vision_language_models_combine_their_text_class(config: dict[str, Any],
     if not config["text_config"]:
         del config["text_config"]
     found = model_spec_from_shapes(config, name="m", release=RELEASE)
-    assert found is not None
+    # Other releases may leave a class to Transformers.
+    assert (found is None) == (config["architectures"][0] not in CLASSES)
+    if found is None:
+        return
     built = model_spec_from_meta(config, name="m")
     assert differences(found, built) == []
     assert billions is None or found.parameter_count == round(billions * 1e9)
