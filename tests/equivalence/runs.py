@@ -293,7 +293,8 @@ def trained_state(trainer: Any, directory: Path) -> dict[str, torch.Tensor]:
 
     if stages_of(trainer.model) is None:
         # Under ZeRO-3 rank 0 alone gets it.
-        return dict(trainer.accelerator.get_state_dict(trainer.model_wrapped) or {})
+        state = trainer.accelerator.get_state_dict(trainer.model_wrapped) or {}
+        return {name.replace("_orig_mod.", ""): value for name, value in state.items()}
     trainer.save_model(str(directory / "stages"))
     files = sorted((directory / "stages").glob("*.safetensors"))
     return {name: value for file in files for name, value in load_file(file).items()}

@@ -192,8 +192,12 @@ def _grid() -> Iterator[Any]:
             and cell.setting in SETTINGS
             and (cell.setting, cell.column) not in covered
         ):
+            layout = _COLUMN_LAYOUTS.get(cell.column, cell.column)
+            if cell.setting == "compile":
+                # ZeRO-3 releases parameters that a compiled backward pass reads.
+                layout = layout.replace("zero3", "zero2")
             yield pytest.param(
-                Case(layout=_COLUMN_LAYOUTS.get(cell.column, cell.column), settings=(cell.setting,)),
+                Case(layout=layout, settings=(cell.setting,)),
                 marks=[pytest.mark.full, pytest.mark.once],
             )
 
