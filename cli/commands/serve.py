@@ -124,9 +124,8 @@ def _served_model(checkpoint: str, revision: str | None) -> ServedModel:
     base, directory = adapter.source, adapter.files.directory.resolve()
     template, settings = directory / CHAT_TEMPLATE, directory / "tokenizer_config.json"
     has_generation_settings = (directory / "generation_config.json").is_file()
-    # A base model may have no tokenizer, older releases of Transformers store the template with the tokenizer, and
-    # SGLang ends an answer at the end-of-sequence token of the tokenizer.
-    is_needed = has_generation_settings or (Path(base.name).is_dir() and not has_tokenizer(Path(base.name)))
+    # A base model may have no tokenizer, and older releases of Transformers store the template with the tokenizer.
+    is_needed = Path(base.name).is_dir() and not has_tokenizer(Path(base.name))
     if not template.is_file() and settings.is_file():
         is_needed = is_needed or '"chat_template"' in settings.read_text(encoding="utf-8")
     served = ServedAdapter(

@@ -16,7 +16,6 @@ ActivationStrategy = Literal["token", "tensor", "group", "tensor_group"]
 ScaleDtype = Literal["float8_e4m3fn", "uint8"]
 Storage = Literal["compressed-tensors", "bitsandbytes", "spqr"]
 RangeMethod = Literal["minmax", "percentile", "l2", "kl"]
-KNOWN_RANGES: tuple[RangeMethod, ...] = ("minmax", "percentile", "l2", "kl")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
