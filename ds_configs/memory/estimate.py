@@ -31,7 +31,7 @@ from .activations import (
     with_attention,
     with_tiled_mlp,
 )
-from .distillation_memory import distillation_loss_terms, teacher_host_terms, teacher_loading_bytes, teacher_terms
+from .loss import distillation_loss_terms
 from .model_states import buffer_terms, model_state_terms, optimizer_state_bytes, viewed_elements
 from .rank_parameters import (
     PHASES,
@@ -48,6 +48,7 @@ from .rank_parameters import (
     rank_shares,
     share_parameters,
 )
+from .second_models import second_model_host_terms, second_model_loading_bytes, second_model_terms
 
 _ONLY_ON_THE_LAST = ("loss", "head_gradient")
 _CASTING_NORMS = ("gemma2", "gemma3_text", "llama", "mistral", "mixtral", "phi3", "qwen2", "qwen3", "qwen3_moe")
@@ -97,7 +98,7 @@ def share_moment_terms(
     parts = (
         moments,
         _weight_copies(strategy, model, job, traced.autocast_weight_copy_bytes_per_parameter),
-        teacher_terms(strategy, job),
+        second_model_terms(strategy, job),
     )
     combined: dict[Moment, Terms] = {}
     for moment, same in _states_and_buffers(strategy, model, job).items():
@@ -262,7 +263,7 @@ def _micro_batch_terms(
     around = waiting() | _dequantized(model, job)
     return {
         "init": {},
-        "teacher_forward": {},
+        "second_models_forward": {},
         "last_layer_forward": forward,
         "forward_end": around | loss["forward_end"],
         "loss_backward": around | loss["loss_backward"],
@@ -569,7 +570,8 @@ def estimate_host_memory(
     training = processes | {
         name: ranks * count for name, count in offload_terms(strategy, model, job, parameters).items()
     }
-    training |= teacher_host_terms(strategy, job, ranks)
+    for second in job.second_models:
+        training |= second_model_host_terms(second, strategy, job, ranks)
     if count := offloaded_checkpoints(strategy, model.dimensions.num_layers):
         traced = (activations or cached_activations(model, job))(
             strategy.micro_batch_size, activation_mode(strategy, job)
@@ -624,7 +626,7 @@ def loading_terms(
     else:
         fp32_weights = job.method == "full" and strategy.engine != "deepspeed"
         loaded = ranks * (4 if fp32_weights else width) * model.parameter_count
-    loaded += teacher_loading_bytes(strategy, job, ranks)
+    loaded += sum(second_model_loading_bytes(second, strategy, job, ranks) for second in job.second_models)
     return {"processes": ranks * PROCESS_BYTES, "checkpoint_loading": loaded}
 
 

@@ -17,7 +17,7 @@ from .activations import UnknownFamilyError, cached_activations
 Phase = Literal["init", "loss", "backward", "step"]
 Moment = Literal[
     "init",
-    "teacher_forward",
+    "second_models_forward",
     "last_layer_forward",
     "forward_end",
     "loss_backward",
@@ -30,15 +30,15 @@ Moment = Literal[
     "embedding_backward",
     "step",
 ]
-"""Moments of a step in order: the forward pass of a teacher; that of the last layer; forward and backward pass of the
-loss; backward pass of the output head and reduction of its gradients; the same for the last and the first layer; the
-token embedding; the optimizer step."""
+"""Moments of a step in order: the forward passes of second models; that of the last layer; forward and backward pass of
+the loss; backward pass of the output head and reduction of its gradients; the same for the last and the first layer;
+the token embedding; the optimizer step."""
 
 Terms = dict[str, int]
 
 PHASES: Mapping[Moment, Phase] = {
     "init": "init",
-    "teacher_forward": "loss",
+    "second_models_forward": "loss",
     "last_layer_forward": "loss",
     "forward_end": "loss",
     "loss_backward": "loss",

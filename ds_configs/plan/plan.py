@@ -584,13 +584,12 @@ def header_lines(plan: Plan, directory: str) -> list[str]:
         lines += pipeline_warnings(stages=axes["pp"], micro_batches=strategy.gradient_accumulation_steps)
     if uses_liger(plan):
         lines.append("Requires the package liger-kernel; the training arguments enable its fused head and loss.")
-    if plan.job.teacher is not None:
+    for second in plan.job.second_models:
         lines.append(
-            f"Memory includes the teacher {plan.job.teacher.name}. The launch line trains only the student; use "
-            "`shardwright distill` to train with the teacher."
+            f"Memory includes the {second.role} {second.spec.name}. The launch line trains only the student; use "
+            f"`shardwright distill` to train with the {second.role}."
         )
-        if plan.chosen.teacher is not None:
-            lines.append(f"Teacher: {plan.chosen.teacher.reason}")
+    lines += [f"{role.capitalize()}: {choice.reason}" for role, choice in plan.chosen.placements.items()]
     if hardware.assumed:
         values = ", ".join(f"{name} = {getattr(hardware, name):.4g}" for name in hardware.assumed)
         lines.append(f"Assumes the values of a common server: {values}.")

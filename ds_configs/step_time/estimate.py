@@ -17,6 +17,7 @@ from ..specs.job import TrainingJob, without_kernels
 from ..specs.layout import Layout, PipelineStage, ZeroOptions, contiguous_stages
 from ..specs.model import ModelSpec, ParameterShape, adapters, lora_parameter_count, targeted_linears
 from ..specs.optimizers import OPTIMIZERS
+from ..specs.second_models import SecondModel
 from . import rates as collectives
 from .model_work import (
     Batch,
@@ -447,17 +448,11 @@ def _computation(setting: Setting, stage: PipelineStage, held: tuple[float, floa
         # Tiles compute the logits again in the backward pass.
         terms["head_and_loss"] += head.device
     ahead = layers * forward.device + head.device
-    if job.teacher is not None and job.teacher_placement != "cached" and stage.has_head:
-        teacher = model_work(job.teacher)
-        quantized = job.teacher_placement == "quantized"
-        device, element = setting.device, job.compute_bytes
-        teacher_layer, _ = layer_passes(teacher, setting.batch, device, setting.software, element, False, quantized)
-        teacher_head, _ = head_passes(teacher, setting.batch.tokens, device, setting.software, False, False)
-        terms["teacher_forward"] = teacher.num_layers * teacher_layer.device + teacher_head.device
-        if job.teacher_placement == "offloaded":
-            copied = job.teacher.parameter_count * job.compute_bytes
-            terms["teacher_forward"] += copied / setting.constants.host_link_bytes_per_s
-        ahead += terms["teacher_forward"]
+    for second in job.second_models if stage.has_head else ():
+        if second.planned_placement != "cached":
+            seconds = _second_model_seconds(setting, second)
+            terms[f"{second.role}_forward"] = seconds
+            ahead += seconds
     return _Computation(
         terms=terms,
         ahead=ahead,
@@ -465,6 +460,18 @@ def _computation(setting: Setting, stage: PipelineStage, held: tuple[float, floa
         layers_host=host,
         head_host=(head.kernels + head_back.kernels) * setting.constants.launch_seconds,
     )
+
+
+def _second_model_seconds(setting: Setting, second: SecondModel) -> float:
+    """Return the seconds of a second model's forward pass, and of copying its weights from the host."""
+    work, element = model_work(second.spec), setting.job.compute_bytes
+    quantized = second.planned_placement == "quantized"
+    layer, _ = layer_passes(work, setting.batch, setting.device, setting.software, element, False, quantized)
+    head, _ = head_passes(work, setting.batch.tokens, setting.device, setting.software, False, False)
+    seconds = work.num_layers * layer.device + head.device
+    if second.planned_placement == "offloaded":
+        seconds += second.spec.parameter_count * element / setting.constants.host_link_bytes_per_s
+    return seconds
 
 
 def _mlp_seconds(setting: Setting) -> float:

@@ -37,8 +37,7 @@ def plan_report(plan: Plan) -> Report:
     gpu, host, time = chosen.memory.gpu, chosen.memory.host, chosen.time
     low, high = speed_interval(plan)
     reasons = [chosen.reason]
-    if chosen.teacher is not None:
-        reasons.append(f"Teacher: {chosen.teacher.reason}")
+    reasons += [f"{role.capitalize()}: {choice.reason}" for role, choice in chosen.placements.items()]
     if plan.activations == "upper bound":
         reasons.append("Activations and loss are an upper bound from the model's structure. The run may need less.")
     reasons += [f"Changes the results: {offer}" for offer in plan.offers]
