@@ -1,4 +1,4 @@
-"""Memory of the distillation loss, on an accelerator.
+"""Memory of head and loss: the eager loss, chunked and tiled ones, and the fused loss of distillation.
 
 The fused loss computes the logits of a chunk of rows, so no [tokens × vocabulary] tensor of either model exists
 (`trainers/losses/fused_loss.py`).
@@ -6,11 +6,30 @@ The fused loss computes the logits of a chunk of rows, so no [tokens × vocabula
 
 from __future__ import annotations
 
+from dataclasses import replace
+from math import ceil
+
 from ..specs.job import TrainingJob
 from ..specs.layout import Layout
 from ..specs.model import ModelSpec
-from .activations import norm_backward_bytes
-from .rank_parameters import Moment, Terms, at_moments
+from ..specs.terms import Term
+from .activations import ActivationEstimate, activation_mode, loss_tiles, norm_backward_bytes
+from .moments import Moment, Terms, at_moments
+from .rank_parameters import RankStep, engine_parameters
+
+TERMS = (
+    Term(
+        "loss",
+        "logits, their fp32 copy and the gradients of head and loss at their joint peak; with a teacher those "
+        "of a chunk of rows, and with a chunked loss those of a chunk or tile",
+        role="activations",
+    ),
+    Term(
+        "head_gradient",
+        "gradient of the output head, which a chunked loss computes early; in fp32 with a teacher",
+        role="gradients",
+    ),
+)
 
 CHUNK_BYTES = 320 * 2**20
 """Largest size of the logits of both heads that the fused loss computes at a time."""
@@ -31,21 +50,78 @@ HEAD_ROWS = 8192
 """Rows of the head per addition of its fp32 gradient on a CPU; GPUs add within the product."""
 
 
-def distillation_loss_terms(strategy: Layout, model: ModelSpec, job: TrainingJob) -> dict[Moment, Terms]:
+def with_tiled_loss(
+    layout: Layout, model: ModelSpec, job: TrainingJob, traced: ActivationEstimate
+) -> ActivationEstimate:
+    """Return the bytes of a loss in tiles: those of one tile's eager loss, and the gradient of the hidden states.
+
+    The forward pass keeps nothing; the backward pass computes each tile again and writes into the gradient
+    (`SequenceTiledCompute` in deepspeed/runtime/sequence_parallel/ulysses_sp.py, 0.19.8).
+    """
+    ranks = layout.sp * layout.cp
+    tokens = layout.micro_batch_size * job.seq_len_tokens // ranks
+    tiles = loss_tiles(model, tokens)
+    width = 4 if activation_mode(layout, job) != "bf16" else 2
+    # `loss_terms` divides by the ranks that share a sequence.
+    hidden_gradient = width * ranks * tokens * model.dimensions.hidden_size
+    forward = ceil(traced.loss_forward_peak_bytes / tiles)
+    backward = hidden_gradient + max(forward, ceil(traced.loss_backward_peak_bytes / tiles))
+    norm = norm_backward_bytes(width) * ranks * tokens * model.dimensions.hidden_size
+    return replace(
+        traced,
+        loss_forward_peak_bytes=forward,
+        loss_kept_bytes=0,
+        loss_backward_peak_bytes=max(backward, norm),
+        loss_tiles=tiles,
+        source=f"{traced.source}; loss in {tiles} tiles",
+    )
+
+
+def loss_terms(step: RankStep) -> dict[Moment, Terms]:
+    """Return the named bytes of head and loss; a chunked and a distillation loss compute the head's gradient early."""
+    layout, model, job, traced = step.layout, step.model, step.job, step.traced
+    if not step.share.has_head:
+        return at_moments({})
+    if any(second.role == "teacher" for second in job.second_models):
+        return distillation_loss_terms(layout, model, job)
+    tiles, more = traced.loss_tiles, Terms()
+    tokens = step.tokens // step.ranks
+    all_logits = job.compute_bytes * tokens * model.dimensions.vocab_size
+    backward = traced.loss_backward_peak_bytes // step.ranks
+    if job.loss == "chunked" and job.method == "full":
+        width = 2 if step.mode == "bf16" else 4
+        # The gradient of a single tile appears after its logits, that of later ones beside the sum of those before.
+        head = width * model.embedding_parameters
+        more["head_gradient"] = 0 if tiles == 1 else head
+        if tiles > 1:
+            hidden = width * tokens * model.dimensions.hidden_size
+            backward = max(backward, hidden + head + all_logits // tiles)
+    gathered: Terms = {}
+    if tiles and layout.engine == "fsdp2":
+        # The tiles run after the gradient has reached the unit of the head, which prefetches that of the last layer.
+        gathered["gathered_parameters"] = job.compute_bytes * engine_parameters(model, job).layer_parameter_count
+    return at_moments(
+        {},
+        forward_end=({} if tiles else more) | {"loss": traced.loss_forward_peak_bytes // step.ranks},
+        loss_backward=more | gathered | {"loss": backward},
+        head_backward={"loss": all_logits if job.loss != "chunked" else 0},
+    )
+
+
+def distillation_loss_terms(layout: Layout, model: ModelSpec, job: TrainingJob) -> dict[Moment, Terms]:
     """Return the bytes of the fused loss: temporaries, gradient of the hidden states, fp32 gradient of the head.
 
     The gradient of a trained head is computed in the forward pass and cast to the dtype of the weight in the backward
     pass.
     """
-    assert job.teacher is not None, "only distillation has this loss"
-    ranks = strategy.sp * strategy.cp
-    tokens = strategy.micro_batch_size * job.seq_len_tokens // ranks
+    (teacher,) = (second.spec for second in job.second_models if second.role == "teacher")
+    tokens = layout.micro_batch_size * job.seq_len_tokens // (layout.sp * layout.cp)
     hidden = model.dimensions.hidden_size
     hidden_gradient = job.compute_bytes * tokens * hidden
-    forward = {"loss": hidden_gradient + fused_temporary_bytes(model, job.teacher, tokens, job)}
+    forward = {"loss": hidden_gradient + fused_temporary_bytes(model, teacher, tokens, job)}
     backward = {"loss": hidden_gradient + norm_backward_bytes(job.compute_bytes) * tokens * hidden}
     if job.method == "full":
-        sixteen_bit = job.precision != "fp32" and strategy.engine in ("deepspeed", "fsdp2")
+        sixteen_bit = job.precision != "fp32" and layout.engine in ("deepspeed", "fsdp2")
         forward["head_gradient"] = 4 * model.embedding_parameters
         backward["head_gradient"] = (4 + (2 if sixteen_bit else 0)) * model.embedding_parameters
     return at_moments({}, forward_end=forward, loss_backward=backward)

@@ -5,14 +5,59 @@ They run before the trained model, so temporaries of their layers never exist to
 
 from __future__ import annotations
 
+from typing import get_args
+
 from ..specs.job import TrainingJob
 from ..specs.layout import Layout, ZeroOptions
 from ..specs.model import ModelSpec
-from ..specs.second_models import SecondModel
+from ..specs.second_models import SecondModel, SecondModelRole
+from ..specs.terms import Term
 from ..specs.units import pinned_block_bytes
 from .activations import UnknownFamilyError, attention_of, estimate_activations
-from .model_states import forward_gathered_elements
-from .rank_parameters import NF4_BYTES, Moment, Terms, at_moments
+from .communication import forward_gathered_elements
+from .moments import Moment, Terms, at_moments
+from .rank_parameters import NF4_BYTES
+
+TERMS = tuple(
+    term
+    for role in get_args(SecondModelRole)
+    for term in (
+        Term(
+            f"{role}_weights",
+            f"the frozen {role}: in compute precision, complete or sharded over all ranks, or in 4 bit",
+            role="weights",
+        ),
+        Term(
+            f"{role}_gathered",
+            f"the {role}'s parameters in use: gathered, copied from the host, or dequantized from 4 bit",
+            role="buckets",
+        ),
+        Term(
+            f"{role}_activations",
+            f"temporaries of one {role} layer; the {role} runs before the trained model",
+            role="activations",
+        ),
+        Term(
+            f"{role}_hidden_states",
+            f"the input of the {role}'s output head for all tokens, until the loss has read it",
+            role="activations",
+        ),
+        Term(
+            f"{role}_head",
+            f"the weight of the {role}'s output head, gathered until the loss has read it",
+            role="buckets",
+        ),
+        Term(f"{role}_targets", f"ids and log-probabilities of a cached {role}'s likeliest tokens", role="activations"),
+        Term(
+            f"offloaded_{role}",
+            f"the frozen {role} in host memory, sharded over the ranks, in pinned blocks",
+            role="weights",
+            lives_on="host",
+        ),
+        Term(f"{role}_cache_reads", f"cached {role} outputs of one micro-batch", lives_on="host"),
+        Term(f"{role}_forward", f"the forward pass of the {role} in every micro-batch"),
+    )
+)
 
 SHARDED_ZERO = ZeroOptions(stage3_param_persistence_threshold=0)
 """ZeRO-3 options of a sharded second model's engine: DeepSpeed's defaults, without persistent parameters."""
@@ -78,8 +123,7 @@ def _gathered_bytes(second: SecondModel, layout: Layout, job: TrainingJob) -> in
     if placement == "offloaded" and layout.world_size == 1:
         return job.compute_bytes * spec.largest_gather_unit()
     if placement == "quantized":
-        widest = max((p.numel for p in spec.parameters if p.kind == "linear" and p.in_layer), default=0)
-        return job.compute_bytes * widest
+        return job.compute_bytes * spec.largest_layer_matrix
     if placement == "replica":
         return 0
     if layout.engine == "fsdp2":

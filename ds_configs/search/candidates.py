@@ -19,8 +19,8 @@ from ..legality.rules import (
     broken_rules,
     legality_errors,
 )
+from ..memory.communication import default_zero_options
 from ..memory.estimate import Calibration, MemoryEstimate, estimate_memory
-from ..memory.model_states import default_zero_options
 from ..models.liger import has_liger_loss
 from ..specs.errors import ConfigError
 from ..specs.hardware import HardwareSpec

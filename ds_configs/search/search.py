@@ -8,11 +8,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from math import ceil
 
-from ..memory.estimate import MemoryEstimate, loading_terms
-from ..memory.model_states import default_zero_options, viewed_elements
+from ..memory.communication import default_zero_options, viewed_elements
+from ..memory.estimate import MemoryEstimate
+from ..memory.host import loading_terms
 from ..memory.rank_parameters import rank_parameters
 from ..memory.second_models import second_model_gpu_bytes, second_model_host_bytes
-from ..memory.terms import TERM_ROLES
 from ..specs.errors import ConfigError, UsageError
 from ..specs.job import LossImplementation, TrainingJob, job_errors
 from ..specs.layout import Layout
@@ -27,8 +27,9 @@ from ..specs.second_models import (
     SecondModel,
     SecondModelRole,
 )
+from ..specs.terms import Term
 from ..specs.units import gigabytes
-from ..step_time.estimate import StepTime
+from ..step_time.estimate import TERMS, StepTime, valued_terms
 from .candidates import (
     Candidate,
     SearchContext,
@@ -144,7 +145,7 @@ class Search:
             excess = max(0, gpu.high_bytes - gpu.capacity_bytes) * gpu.allocated_bytes / gpu.high_bytes
             # A layer frees at most its part of the activations, and of the parameters that autograd has views of. Other
             # parameters are gathered in another order.
-            freed = sum(size for name, size in gpu.terms.items() if TERM_ROLES.get(name) == "activations")
+            freed = sum(size for name, size in gpu.terms.items() if TERMS[name].role == "activations")
             gathered = gpu.terms.get("gathered_parameters", 0)
             if viewed_elements(model, candidate.job):
                 freed += gathered
@@ -457,14 +458,19 @@ class Evaluated:
     """Short sentences with the numbers that decided."""
     loss: LossImplementation = "eager"
     """How head and loss are computed: `eager` or `chunked`."""
-    teacher: PlacementChoice | None = None
-    """Placement of the teacher under the chosen layout; `None` without one and for rejected layouts."""
+    placements: dict[SecondModelRole, PlacementChoice] = field(default_factory=dict)
+    """Placements of second models under the chosen layout, by role; empty for rejected layouts."""
     analysis_only: bool = False
 
     @property
-    def placements(self) -> dict[SecondModelRole, PlacementChoice]:
-        """The placements of second models under the chosen layout, by role."""
-        return {} if self.teacher is None else {"teacher": self.teacher}
+    def terms(self) -> tuple[Term, ...]:
+        """Every term of memory and time with its meaning and value, which tables, reports and `explain` show."""
+        return valued_terms(self.memory, self.time)
+
+    @property
+    def teacher(self) -> PlacementChoice | None:
+        """Placement of the teacher; `None` without one."""
+        return self.placements.get("teacher")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -617,7 +623,7 @@ def search_one_batch(context: SearchContext, *, compare: bool = True, faster_tha
                 others=others,
                 fastest=max(fitting, key=lambda candidate: candidate.tokens_per_second),
             ),
-            **{
+            placements={
                 second.role: _placement_choice(best, second, requested=requested.placement != "auto")
                 for requested, second in zip(job.second_models, best.job.second_models, strict=True)
             },

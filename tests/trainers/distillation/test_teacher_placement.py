@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from paths import CONFIGS
 from planning import llama, public_model
 from shardwright.cli.main import run
+from shardwright.ds_configs.memory.communication import forward_gathered_elements
 from shardwright.ds_configs.memory.estimate import estimate_memory
 from shardwright.ds_configs.memory.loss import distillation_loss_terms, fused_temporary_bytes
-from shardwright.ds_configs.memory.model_states import forward_gathered_elements
 from shardwright.ds_configs.memory.second_models import SHARDED_ZERO, second_model_gpu_bytes, second_model_terms
 from shardwright.ds_configs.plan.plan import Plan, PlanDoesNotFitError, make_plan
 from shardwright.ds_configs.specs.errors import UsageError
