@@ -139,6 +139,7 @@ REMOVED: Mapping[str, str] = {
     **dict.fromkeys(
         ("save_seconds", "mtbf_hours"), "omit it: --save-steps of train sets how often checkpoints are saved"
     ),
+    "bit_schedule": "omit it: train with the scheme's bits from --start-step on",
     "shared_prefix": "omit it: vLLM shares blocks of equal prefixes by itself",
 }
 """Options and values of earlier versions, and what replaces them."""
@@ -148,6 +149,7 @@ _REMOVED_BESIDE: Mapping[tuple[str, str], str] = {
     **{(name, "few_shot"): "omit it: vllm bench serve measures speed" for name in ("speed", "no_speed")},
     **{(name, "few_shot"): _ONE_PROCESS for name in ("num_processes", "num_nodes", "on", "hostfile", "node_rank")},
     **{(name, "top_k"): _ONE_TEACHER for name in ("num_processes", "num_nodes", "on", "hostfile", "node_rank")},
+    ("lora", "weight_rule"): "omit it: qat merges adapters; train --method qlora trains them on a 4-bit base",
     ("engine", "few_shot"): "run lm_eval --model vllm --model_args pretrained=DIRECTORY --tasks wikitext",
     ("engine", "max_model_len"): "omit it: serve starts vLLM only",
     ("report", "transformers"): "omit it: check --format json prints the findings for other programs",

@@ -629,7 +629,6 @@ SETTINGS: dict[str, Change] = {
     "qat_ranges": _quantized("W8A8_STATIC", ranges="moving_average", freeze_step=2),
     "w4": _quantized("W4A16", symmetric=True),
     "w4_off_borders": _both(_quantized("W4A16", symmetric=True, group=8), _set(change_trainer=_off_borders)),
-    "w4_channel": _quantized("W4A16", symmetric=True, group=-1),
     "w2_learned": _quantized("W2A16", symmetric=True, weight_rule="learned"),
     "w8a8_static": _quantized("W8A8_STATIC", ranges="moving_average", start_step=1),
     "w8a8_calibrated": _quantized("W8A8_STATIC", calibrated=True),

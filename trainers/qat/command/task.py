@@ -38,7 +38,7 @@ from ...runs.inputs import (
 from ...runs.run import PreparedTraining, run_training
 from ...runs.settings import RunRequest
 from ..rounding.config import QATConfig
-from .report import QATOutcome, QATResult, qat_file_names
+from .report import FILES, QATOutcome, QATResult
 from .settings import (
     RANGES_FILE,
     SELF,
@@ -46,7 +46,6 @@ from .settings import (
     QATJob,
     QATSettings,
     calibration_errors,
-    qat_config,
     qat_settings_errors,
     teacher_distance_config,
     teacher_of,
@@ -104,6 +103,7 @@ class PreparedQAT(PreparedTraining[QATOutcome]):
     """Samples to calibrate ranges on before training, never packed; none if no range needs it."""
 
     kind = "qat"
+    own_file_names = FILES
 
     @property
     def models(self) -> dict[str, str]:
@@ -115,10 +115,6 @@ class PreparedQAT(PreparedTraining[QATOutcome]):
     def least_bytes(self) -> int:
         """Lower bound of the checkpoint's size: four bits per weight."""
         return super().least_bytes // 4
-
-    @property
-    def own_file_names(self) -> tuple[str, ...]:
-        return qat_file_names(self.settings)
 
     def job(self, common: Mapping[str, Any], work: Path) -> QATJob:
         """Calibrate the initial ranges if needed, and return the job of the ranks."""
@@ -169,7 +165,7 @@ def prepare_qat(settings: QATSettings, model: str, request: RunRequest) -> Prepa
     errors += run_output_errors(request, sources)
     hardware = source = config = attachment = tokenizer = vocab_size = samples = teacher = None
     with collecting(errors):
-        config = qat_config(settings)
+        config = settings.config()
         errors += calibration_errors(settings, config)
     if settings.teacher is not None and settings.loss not in get_args(LabelLoss):
         with collecting(errors):
@@ -184,7 +180,7 @@ def prepare_qat(settings: QATSettings, model: str, request: RunRequest) -> Prepa
         source = open_source(model, revision=settings.revision)
     if source is not None and config is not None:
         with collecting(errors):
-            config = qat_config(settings, stored_dtype=source.dtype)
+            config = settings.config(stored_dtype=source.dtype)
             # Attach to the model without its weights: the ranks would fail where this fails.
             meta = build_meta_model(source.config, source=source.name)
             if settings.method == "lora":

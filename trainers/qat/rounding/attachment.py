@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -212,29 +211,23 @@ def load_ranges(path: Path | str, attachment: Attachment) -> None:
     if (metadata.get("format"), metadata.get("version")) != (FORMAT, VERSION):
         rule = f"was not written by save_ranges, version {VERSION}"
         raise RefusedInputError(ConfigError(where="ranges", value=str(path), rule=rule))
-    ranges, errors = {}, []
-    for name, tensor in tensors.items():
-        low, high = tensor.tolist() if tuple(tensor.shape) == (2,) else (math.nan, math.nan)
-        if not (math.isfinite(low) and math.isfinite(high) and low <= 0 <= high):
-            rule = "a range must be two finite numbers with 0 between them"
-            errors.append(ConfigError(where=f"{path}: {name}", value=tensor.tolist(), rule=rule))
-        ranges[name] = (low, high)
-    if errors:
-        raise RefusedInputError(errors)
-    stored, wanted = json.loads(metadata.get("numbers", "{}")), _numbers(attachment)
+    stored, wanted, errors = json.loads(metadata.get("numbers", "{}")), _numbers(attachment), []
     if stored != wanted:
         rule = f"{attachment.scheme.name} needs {wanted}"
         errors.append(ConfigError(where=f"{path}: numbers", value=stored, rule=rule))
-    fix = "calibrate this model with this scheme again"
-    if missing := [name for name in attachment.ranges if name not in ranges]:
-        errors.append(ConfigError(where=str(path), rule=f"contains no range for {some_names(missing)}", fix=fix))
-    if foreign := [name for name in ranges if name not in attachment.ranges]:
-        rule = f"contains ranges of layers that are not rounded: {some_names(foreign)}"
-        errors.append(ConfigError(where=str(path), rule=rule, fix=fix))
+    missing = [name for name in attachment.ranges if name not in tensors]
+    foreign = [name for name in tensors if name not in attachment.ranges]
+    for rule, names in (
+        ("contains no range for", missing),
+        ("contains ranges of layers that are not rounded:", foreign),
+    ):
+        if names:
+            fix = "calibrate this model with this scheme again"
+            errors.append(ConfigError(where=str(path), rule=f"{rule} {some_names(names)}", fix=fix))
     if errors:
         raise UsageError(errors)
-    for name, (low, high) in ranges.items():
-        attachment.ranges[name].set_bounds(low, high)
+    for name, tensor in tensors.items():
+        attachment.ranges[name].set_bounds(*tensor.tolist())
 
 
 def _numbers(attachment: Attachment) -> dict[str, object]:

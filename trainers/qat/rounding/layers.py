@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -24,7 +24,6 @@ from .rounding import (
 
 if TYPE_CHECKING:
     from torch import Tensor
-    from torch.distributed import ProcessGroup
 
     from .observers import InputRange
 
@@ -35,19 +34,12 @@ class QuantizationState:
 
     enabled: bool = False
     """Whether forward passes round."""
-    bits: int | None = None
-    """Bits per weight at this step; `None`: the scheme's."""
     observing: bool = False
     """Whether forward passes in training update activation ranges."""
     calibrating: bool = False
     """Whether a calibration pass runs, in which evaluation mode updates them too."""
     trained_steps: int = 0
-    """Optimizer steps with rounding at the scheme's own bits."""
-
-    @property
-    def was_enabled(self) -> bool:
-        """Whether the model was trained with the number formats of the export."""
-        return self.trained_steps > 0
+    """Optimizer steps with rounding."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -198,12 +190,9 @@ class LayerQuantizer:
     forward_dtype: torch.dtype | None = None
     """Dtype of the weight in the last forward pass, which an FSDP2 policy casts from the dtype of the parameter."""
 
-    def rounding(self, *, adapter_scaling: float = 0.0, ranks: ProcessGroup | None = None) -> LinearRounding:
-        """Return the rounding of a forward pass at this step."""
-        weights = self.scheme.weights
-        if self.state.bits is not None and self.state.bits != weights.bits:
-            weights = replace(weights, bits=self.state.bits)
-        weight = WeightRounding(quantization=weights, rule=self.rule, stored_dtype=self.stored_dtype, ranks=ranks)
+    def rounding(self, *, adapter_scaling: float = 0.0) -> LinearRounding:
+        """Return the rounding of a forward pass."""
+        weight = WeightRounding(quantization=self.scheme.weights, rule=self.rule, stored_dtype=self.stored_dtype)
         return LinearRounding(weight=weight, inputs=self.scheme.activations, adapter_scaling=adapter_scaling)
 
     def stored_layer(self, weight: Tensor, parameters: Mapping[str, Tensor]) -> StoredLayer:
@@ -373,12 +362,12 @@ def lora_errors(name: str, module: Any) -> list[ConfigError]:
     adapter = module.active_adapters[0]
     if adapter in module.lora_variant:
         rule = "only plain and rank-stabilized LoRA add a product to the weight"
-        fix = "turn DoRA and other variants off, or use lora = on_quantized_base"
+        fix = "turn DoRA and other variants off"
         errors.append(ConfigError(where=where, value=type(module.lora_variant[adapter]).__name__, rule=rule, fix=fix))
     dropout = getattr(module.lora_dropout[adapter], "p", 0.0)
     if dropout:
         rule = "a merged weight cannot drop inputs of the adapter"
-        fix = "use lora_dropout=0, or lora = on_quantized_base"
+        fix = "use lora_dropout=0"
         errors.append(ConfigError(where=where, value=f"lora_dropout={dropout}", rule=rule, fix=fix))
     if module.lora_B[adapter].bias is not None:
         rule = "a bias cannot be merged into the weight"

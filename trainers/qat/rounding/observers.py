@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Literal, get_args
 
 from ....ds_configs.quantization.scheme import ActivationQuantization
@@ -13,8 +13,6 @@ from ....plugins.compressed_tensors.codes import range_scale_and_zero_point
 from ....plugins.transformers.gradient_checkpointing import in_backward_pass
 
 if TYPE_CHECKING:
-    from typing import Any
-
     import torch
     from torch import Tensor
 
@@ -147,15 +145,6 @@ class InputRange:
         import torch
 
         _set_ends([self], torch.tensor([[low, -high]], dtype=torch.float32))
-
-    def record(self) -> dict[str, object]:
-        """Return the state that a resumed run needs; JSON represents fp32 numbers exactly."""
-        return {"bounds": None if self.bounds is None else list(self.bounds)}
-
-    def restore(self, record: Mapping[str, Any]) -> None:
-        """Restore the state from `record()`."""
-        if record["bounds"] is not None:
-            self.set_bounds(*record["bounds"])
 
     def open_step(self) -> Tensor:
         """Return (low, -high, -exponent of a histogram's bins) of the open step, fp32 [3]; infinity without values."""

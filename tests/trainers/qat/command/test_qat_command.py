@@ -6,7 +6,7 @@ import json
 import math
 import shutil
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -28,12 +28,9 @@ from shardwright.trainers.qat.command.settings import (
     QATSettings,
     calibration_errors,
     is_own_teacher,
-    qat_config,
-    qat_settings_errors,
     teacher_of,
 )
 from shardwright.trainers.qat.command.task import calibration_batches, prepare_qat
-from shardwright.trainers.reports.runs import scheme_text
 from shardwright.trainers.runs.inputs import optimizer_steps
 from shardwright.trainers.runs.ranks import placed_teacher
 from shardwright.trainers.runs.settings import RunRequest
@@ -111,16 +108,13 @@ def test_a_dry_run_plans_and_writes_nothing(qat: Shell, models: dict[str, Path],
         (("--ignore", "model.layers.0.mlp"), "matches no linear layer"),
         (("--start-step", 5, "--max-steps", 5), "start_step = 5: training ends at step 5, before anything is rounded"),
         (("--start-step", 50, "--epochs", 0.1), "before anything is rounded"),
-        (("--bit-schedule", "0:8,9:4", "--max-steps", 9), "bit_schedule = '9:4': training ends at step 9"),
-        (("--bit-schedule", "0:8,4"), "must be STEP:BITS pairs separated by commas, not '4'"),
-        (("--bit-schedule", "0:8,4:3"), "must end at the 4 bits"),
         (("--weight-rule", "ternary"), "use scheme W2A16"),
+        (("--bit-schedule", "0:8,4:4"), "train with the scheme's bits from --start-step on"),
         (("--ranges", "minmax"), "requires stored activation ranges"),
         (("--alpha", 0.5), "alpha = 0.5: requires a teacher; add --teacher self"),
         (("--teacher", "self", "--alpha", 3), "alpha = 3.0: must be from 0 to 1"),
         (("--teacher", "self", "--loss", "chunked"), "loss = 'chunked': is for training without a teacher"),
         (("--teacher", "self", "--teacher-placement", "cached"), "cached teacher outputs require `distill`"),
-        (("--lora", "merged"), "lora = 'merged': requires adapters; add --method lora"),
         (("--micro-batch-size", 3, "--global-batch-size", 32), "global_batch_size"),
         (("--resume",), "output_dir = 'out': contains no checkpoint to resume from"),
         (("--hardware", "8xA100-80GB"), "requires 8 x A100-80GB on 1 node(s)"),
@@ -255,17 +249,6 @@ def test_two_runs_from_python_in_one_process(
     assert not (tmp_path / "bad").exists()
 
 
-def test_settings_select_number_formats() -> None:
-    settings = QATSettings(scheme="W4A16", bit_schedule="0:8, 100:4", symmetric=False, ignore="lm_head, re:.*q_proj")
-    config = qat_config(settings, stored_dtype="bfloat16")
-    assert config.bit_schedule == ((0, 8), (100, 4)) and config.stored_dtype == "bfloat16"
-    assert config.scheme.ignore == ("lm_head", "re:.*q_proj") and not config.scheme.weights.symmetric
-    with pytest.raises(UsageError) as caught:
-        qat_config(QATSettings(bit_schedule="x", group_size=0))
-    assert {error.where for error in caught.value.errors} == {"bit_schedule", "group_size"}
-    assert not qat_settings_errors(QATSettings(dataset="x", teacher="self", alpha=0.5))
-
-
 def job_of(settings: QATSettings) -> QATJob:
     named = teacher_of(settings, "org/m")
     facts = {"output_dir": "out", "training_arguments": {}, "placement": "replica", "world_size": 1}
@@ -308,17 +291,6 @@ def test_same_path_is_own_teacher_only_at_the_same_revision() -> None:
 
 
 @pytest.mark.parametrize(
-    ("settings", "where"),
-    [
-        ({"lora_rank": 4, "lora_targets": "q_proj"}, ["lora_rank", "lora_targets"]),
-        ({"lora_rank": 4, "lora_targets": "q_proj", "method": "lora"}, []),
-    ],
-)
-def test_settings_of_adapters_need_adapters(settings: dict[str, Any], where: list[str]) -> None:
-    assert [error.where for error in qat_settings_errors(QATSettings(dataset="x", **settings))] == where
-
-
-@pytest.mark.parametrize(
     ("settings", "said"),
     [
         ({"scheme": "W4A16"}, "W4A16 stores no ranges"),
@@ -328,9 +300,9 @@ def test_settings_of_adapters_need_adapters(settings: dict[str, Any], where: lis
 )
 def test_calibration_samples_require_a_calibration(settings: dict[str, Any], said: str) -> None:
     stated = QATSettings(calibration_samples=128, **settings)
-    errors = calibration_errors(stated, qat_config(stated))
+    errors = calibration_errors(stated, stated.config())
     assert [said in error.rule for error in errors] == [True] * bool(said)
-    assert not calibration_errors(QATSettings(**settings), qat_config(stated))
+    assert not calibration_errors(QATSettings(**settings), stated.config())
 
 
 @pytest.mark.parametrize(
@@ -344,7 +316,7 @@ def test_calibration_samples_require_a_calibration(settings: dict[str, Any], sai
 )
 def test_ternary_weights_reject_more_bits_and_zero_points(settings: dict[str, Any], said: str) -> None:
     with pytest.raises(UsageError) as caught:
-        qat_config(QATSettings(weight_rule="ternary", **settings))
+        QATSettings(weight_rule="ternary", **settings).config()
     assert said in str(caught.value)
 
 
@@ -442,12 +414,3 @@ def test_the_recovered_share_is_reported_only_if_rounding_costs_something(outcom
     better = replace(outcome, result=replace(outcome.result, trained=2.0))
     text = better.files("qat")["REPORT.md"].split("## Results")[1].split("## Checkpoint")[0]
     assert "is better than the model before" in text and "%" not in text
-
-
-def test_scheme_text_describes_number_formats() -> None:
-    words = {
-        "W4A16": "4 bit, symmetric, a scale for 128 weights",
-        "W2A16_ASYM": "2 bit, with zero points, a scale for 128 weights",
-        "W8A8": "8 bit, symmetric, a scale for each output channel; inputs 8 bit, by token",
-    }
-    assert {name: scheme_text(asdict(scheme_named(name))) for name in words} == words

@@ -13,7 +13,7 @@ import torch
 from compressed_tensors.quantization import QuantizationConfig, QuantizationStatus, apply_quantization_config
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from saved_tensors import saved_storages
 from shardwright.ds_configs.quantization.layers import quantization_config
 from shardwright.ds_configs.quantization.scheme import ActivationQuantization, changed, scheme_named
@@ -27,7 +27,6 @@ from torch.utils.checkpoint import checkpoint
 
 SYMMETRIC = ActivationQuantization(dynamic=False, percentile=99.0)
 ASYMMETRIC = replace(SYMMETRIC, symmetric=False)
-PARTS = (*(f"self_attn.{part}_proj" for part in "qkvo"), *(f"mlp.{part}_proj" for part in ("gate", "up", "down")))
 STATIC = scheme_named("W8A8_STATIC")
 
 
@@ -93,14 +92,6 @@ def test_percentiles_are_those_of_the_values(quantization):
     else:
         wanted = (numpy.percentile(everything, 0.5), numpy.percentile(everything, 99.5))
     assert found.bounds == pytest.approx(wanted, abs=bin_width)
-
-
-def test_percentiles_of_steps_are_averaged():
-    found = stepped(range_of("percentile"), [[values_of(0)]])
-    first = found.bounds[1]
-    second = stepped(range_of("percentile"), [[values_of(1, spread=9.0)]]).bounds[1]
-    stepped(found, [[values_of(1, spread=9.0)]])
-    assert found.bounds[1] == pytest.approx(0.99 * first + 0.01 * second, rel=1e-6) and second > 5 * first
 
 
 @settings(max_examples=30, deadline=None)
@@ -195,13 +186,6 @@ def test_overflowed_batch_is_ignored_on_every_rank():
 # --- scales ----------------------------------------------------------------------------------------------------------
 
 
-def test_missing_range_error_names_the_fix():
-    for method in (None, *METHODS):
-        with pytest.raises(UsageError, match=r"input range of layer: has no values.*calibrate_inputs.*moving_average"):
-            range_of(method).on(torch.device("cpu"))
-        assert range_of(method).scale is None
-
-
 @pytest.mark.parametrize("method", METHODS)
 def test_first_forward_pass_uses_its_own_range(method):
     found = range_of(method)
@@ -281,7 +265,7 @@ def test_resumed_ranges_equal_uninterrupted_run(method):
     whole = stepped(range_of(method), steps)
     first = stepped(range_of(method), steps[:3])
     resumed = range_of(method)
-    resumed.restore(json.loads(json.dumps(first.record())))
+    resumed.set_bounds(*json.loads(json.dumps(first.bounds)))
     assert resumed.bounds == first.bounds and torch.equal(resumed.scale, first.scale)
     assert stepped(resumed, steps[3:]).bounds == whole.bounds
 
@@ -399,49 +383,20 @@ def test_ranges_are_saved_and_loaded(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["ranges.safetensors"]
 
 
-def test_all_differences_of_a_range_file_are_reported(tmp_path):
-    model, attachment = static_model()
-    calibrate_inputs(model, attachment, token_batches(1))
-    file = save_ranges(tmp_path / "ranges.safetensors", attachment)
-    smaller = tiny_llama(num_hidden_layers=1)
-    asymmetric = replace(STATIC, activations=replace(STATIC.activations, symmetric=False), name="other")
-    other = attach(smaller, QATConfig(scheme=asymmetric))
-    gone = next(iter(other.ranges))
-    other.ranges["extra"] = other.ranges.pop(gone)
-    with pytest.raises(UsageError) as caught:
-        load_ranges(file, other)
-    rules = [error.rule for error in caught.value.errors]
-    assert len(rules) == 3
-    assert "'symmetric': False" in rules[0]
-    assert rules[1] == "contains no range for extra"
-    assert rules[2] == (
-        "contains ranges of layers that are not rounded: model.layers.0.self_attn.q_proj, "
-        + ", ".join(sorted(f"model.layers.1.{part}" for part in PARTS))
-    )
-    assert all(one.bounds is None for one in other.ranges.values())
-
-
-def test_damaged_and_foreign_files_are_rejected(tmp_path):
+def test_files_of_other_models_and_formats_are_rejected(tmp_path):
     model, attachment = static_model()
     file = tmp_path / "ranges.safetensors"
-    with pytest.raises(UsageError, match="there is no such file"):
-        load_ranges(file, attachment)
-    file.write_bytes(b"nothing of the kind")
-    with pytest.raises(RefusedInputError, match="is not a complete safetensors file"):
-        load_ranges(file, attachment)
     save_file({"model.norm.weight": torch.ones(2)}, file, metadata={"format": "pt"})
     with pytest.raises(RefusedInputError, match="was not written by save_ranges"):
         load_ranges(file, attachment)
     calibrate_inputs(model, attachment, token_batches(1))
     save_ranges(file, attachment)
-    from safetensors import safe_open
-
-    with safe_open(file, framework="pt") as stored:
-        stated = stored.metadata()
-    broken = load_file(file)
-    names = list(broken)[:2]
-    broken[names[0]], broken[names[1]] = torch.tensor([1.0, 2.0]), torch.tensor([float("nan"), 2.0])
-    save_file(broken, file, metadata=stated)
-    with pytest.raises(RefusedInputError) as caught:
-        load_ranges(file, attachment)
-    assert len(caught.value.errors) == 2
+    asymmetric = replace(STATIC, activations=replace(STATIC.activations, symmetric=False), name="other")
+    other = attach(tiny_llama(num_hidden_layers=1), QATConfig(scheme=asymmetric))
+    other.ranges["extra"] = other.ranges.pop(next(iter(other.ranges)))
+    with pytest.raises(UsageError) as caught:
+        load_ranges(file, other)
+    rules = [error.rule for error in caught.value.errors]
+    assert len(rules) == 3 and "'symmetric': False" in rules[0] and rules[1] == "contains no range for extra"
+    assert "layers that are not rounded: model.layers.0.self_attn.q_proj, model.layers.1." in rules[2]
+    assert all(each.bounds is None for each in other.ranges.values())
