@@ -32,7 +32,6 @@ CASES = [
     *_cases("zero1 zero2", "w8a8_static", "probe"),
     *_cases("ddp zero3 fsdp2", "w8a8_static", "gradient_checkpointing", "probe"),
     *_cases("zero3", "w2_learned", "from_directory", "probe"),
-    *_cases("zero3 fsdp2", "w8a8_calibrated", "probe"),
     *_cases("zero3 fsdp2", "lora", "w4", "probe"),
     *_cases("ddp zero3 fsdp2", "w4", "probe", model="mixtral"),
     *_cases("zero3", "qat_inputs", "verified", "probe"),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -24,7 +24,7 @@ from ...plugins.transformers.zero3_modules import share_with_zero3
 from ..checkpoints.record import RECORD, on_first_rank
 from ..checkpoints.resume import checkpoints, newest_whole
 from .rounding.attach import attach
-from .rounding.attachment import Attachment, attachment_of, calibrate_inputs, load_ranges
+from .rounding.attachment import Attachment, attachment_of
 from .rounding.config import QATOptions
 from .rounding.observers import synchronise
 
@@ -46,11 +46,6 @@ def training_errors(
         optimizer: The optimizer, wrapped or not.
     """
     config, errors = attachment.config, []
-    empty = [name for name, input_range in attachment.ranges.items() if input_range.scale is None]
-    if empty and not config.observes:
-        rule = f"{len(empty)} of {len(attachment.ranges)} layers have no range for their inputs, such as {empty[0]}"
-        fix = "pass QATCallback(calibration=batches), or observe ranges with ranges = moving_average"
-        errors.append(ConfigError(where="ranges", value=config.ranges, rule=rule, fix=fix))
     errors += step_errors(attachment, steps)
     learned = attachment.parameters
     optimized = {id(each) for group in getattr(optimizer, "param_groups", []) for each in group["params"]}
@@ -59,7 +54,7 @@ def training_errors(
     is_flat = type(inner).__module__.startswith("deepspeed")
     if optimized and not is_flat and not all(id(parameter) in optimized for parameter in learned):
         errors += foreign_optimizer_errors(attachment)
-    changing = {"start_step": config.start_step, "ranges": config.observes}
+    changing = {"start_step": config.start_step, "ranges": bool(attachment.ranges)}
     used = [name for name, value in changing.items() if value]
     if arguments.load_best_model_at_end and used:
         rule = f"may restore weights of a step whose number formats differ from the last step's ({', '.join(used)})"
@@ -153,8 +148,10 @@ def resume_errors(
     except (OSError, ValueError):
         return []
     record = record_in(state.get("stateful_callbacks", {}).get(callback_name))
-    if record or not demands_record:
-        return record_errors(attachment, record) if record else []
+    if record:
+        return record_errors(attachment, record)
+    if not demands_record and not attachment.config.learns_scales:
+        return []
     rule = "was trained without rounding, and contains no ranges and no scheme"
     fix = "start from its weights in another output directory"
     return [ConfigError(where="resume", value=checkpoint.name, rule=rule, fix=fix)]
@@ -202,8 +199,6 @@ class QATCallback(TrainerCallback, ExportableState):
 
     Args:
         scheme: Scheme, or its name as for `shardwright quantize`.
-        calibration: Batches of model inputs that set the stored activation ranges, or a file from `save_ranges`.
-            Required for schemes such as W8A8_STATIC with calibrated ranges.
         stored_dtype: Dtype of scales and unquantized tensors, such as `bfloat16`; default: the training dtype.
         options: Fields of `QATOptions`, which are flags of `shardwright qat`, such as `group_size` and `weight_rule`.
 
@@ -229,7 +224,6 @@ class QATCallback(TrainerCallback, ExportableState):
         self,
         scheme: str | QuantizationScheme = "W4A16",
         *,
-        calibration: Iterable[Any] | str | Path | None = None,
         stored_dtype: Literal["bfloat16", "float16", "float32"] | None = None,
         **options: Any,
     ) -> None:
@@ -237,10 +231,6 @@ class QATCallback(TrainerCallback, ExportableState):
         self.config = settings_of(QATOptions, options | named).config(
             scheme=None if isinstance(scheme, str) else scheme, stored_dtype=stored_dtype
         )
-        if calibration is not None and not self.config.scheme.activations_are_static:
-            rule = f"sets stored activation ranges, which {self.config.scheme.name} lacks"
-            raise UsageError(ConfigError(where="calibration", rule=rule, fix="omit it, or use W8A8_STATIC"))
-        self._calibration = calibration
         self.attachment: Attachment | None = None
 
     def prepare(self, training_arguments: TrainingArguments, model: Any) -> Attachment:
@@ -262,10 +252,6 @@ class QATCallback(TrainerCallback, ExportableState):
         elif attachment.config != self.config and self.resumed is None:
             rule = f"rounds as {attachment.config.scheme.name} already, with settings that differ from this callback's"
             raise UsageError(ConfigError(where="model", value=type(model).__name__, rule=rule, fix="load it again"))
-        if self._calibration is not None and any(
-            input_range.scale is None for input_range in attachment.ranges.values()
-        ):
-            self._calibrate(model, attachment, self._calibration)
         self.attachment = attachment
         return attachment
 
@@ -397,19 +383,7 @@ class QATCallback(TrainerCallback, ExportableState):
         config, current = attachment.config, attachment.state
         current.enabled = step >= config.start_step
         frozen = config.freeze_step is not None and step >= config.freeze_step
-        current.observing = config.observes and not frozen
-
-    def _calibrate(self, model: Any, attachment: Attachment, calibration: Iterable[Any] | str | Path) -> None:
-        from ...plugins.transformers.sound_model import loads_on_first_rank
-
-        if isinstance(calibration, str | Path):
-            load_ranges(Path(calibration), attachment)
-        elif loads_on_first_rank():
-            rule = "only the first rank has weights: fsdp_cpu_ram_efficient_loading fills them later on other ranks"
-            fix = "calibrate in a separate process, save_ranges, and pass the file; or disable that option"
-            raise UsageError(ConfigError(where="calibration", rule=rule, fix=fix))
-        else:
-            calibrate_inputs(model, attachment, calibration)
+        current.observing = not frozen
 
 
 def _raise(errors: list[ConfigError]) -> None:

@@ -63,7 +63,8 @@ class TestOptions:
             ({"bit_schedule": ((0, 8), (2, 3))}, "train with the scheme's bits from --start-step on"),
             ({"lora": "on_quantized_base"}, "merges adapters"),
             ({"weight_rule": "ternary"}, "use scheme W2A16"),
-            ({"freeze_step": 2}, "requires ranges that are observed"),
+            ({"freeze_step": 2}, "freeze_step = 2: requires stored activation ranges"),
+            ({"calibration": []}, "ranges are observed during training"),
             ({"ranges": "percentile"}, "requires stored activation ranges"),
             ({"weight_rule": "lsq", "ranges": "kl"}, r"(?s)weight_rule = 'lsq': must be.*ranges = 'kl'"),
             ({"ranges": "l2"}, "quantize --ranges l2"),
@@ -248,31 +249,6 @@ class TestAttachedBefore:
         adapted = get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj"]))
         with pytest.raises(UsageError, match="rounds already"):
             attach(adapted, QATConfig(scheme=SCHEME))
-
-    def test_a_failed_calibration_can_be_repeated(self, tmp_path: Path) -> None:
-        model = tiny()
-        with pytest.raises(UsageError, match="at least one batch"):
-            QATCallback("W8A8_STATIC", calibration=[]).prepare(arguments(tmp_path), model)
-        batches = [{"input_ids": rows()[0]["input_ids"][None]}]
-        found = QATCallback("W8A8_STATIC", calibration=batches).prepare(arguments(tmp_path), model)
-        assert all(one.scale is not None for one in found.ranges.values())
-
-    def test_observers_start_from_calibration(self, tmp_path: Path) -> None:
-        batches = [{"input_ids": rows()[0]["input_ids"][None]}]
-        callback = QATCallback("W8A8_STATIC", calibration=batches, ranges="moving_average")
-        found = callback.prepare(arguments(tmp_path), tiny())
-        assert all(one.scale is not None for one in found.ranges.values())
-
-    def test_ranks_without_weights_cannot_calibrate(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
-        monkeypatch.setenv("FSDP_CPU_RAM_EFFICIENT_LOADING", "true")
-        batches = [{"input_ids": rows()[0]["input_ids"][None]}]
-        with pytest.raises(UsageError, match="fsdp_cpu_ram_efficient_loading fills them later"):
-            QATCallback("W8A8_STATIC", calibration=batches).prepare(arguments(tmp_path), tiny())
-
-    def test_calibration_without_stored_ranges_is_rejected(self) -> None:
-        with pytest.raises(UsageError, match="sets stored activation ranges, which W4A16 lacks"):
-            QATCallback("W4A16", calibration=[])
 
 
 class TestAdapters:

@@ -19,7 +19,7 @@ from ...runs.ranks import (
     trained_model,
 )
 from ..rounding.config import QATOptions
-from .settings import RANGES_FILE, QATJob, teacher_distance_config
+from .settings import QATJob, teacher_distance_config
 
 if TYPE_CHECKING:
     from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
@@ -40,8 +40,7 @@ class QATTask(QATJob, TrainingTask):
 
         model = trained_model(self.model, self.settings, context, reads_weights=True)
         options = {name: getattr(self.settings, name) for name in QATOptions.model_fields}
-        calibration = str(context.work / RANGES_FILE) if self.calibrated else None
-        callback = QATCallback(calibration=calibration, stored_dtype=self.stored_dtype, **options)
+        callback = QATCallback(stored_dtype=self.stored_dtype, **options)
         common = context.trainer_arguments() | {"callbacks": [callback]}
         if self.teacher is not None:
             from ...distillation.trainer import DistillationTrainer
@@ -103,7 +102,7 @@ def _starting_point_callback(trainer: Trainer) -> TrainerCallback:
             assert attachment is not None, "QATCallback came first"
             with fake_quantization_disabled(trainer.model):
                 entries = logged(DENSE, held_out_cross_entropy(trainer))
-            if not attachment.config.observes:
+            if not attachment.ranges:
                 with _rounded_to_nearest(attachment):
                     entries |= logged(ROUNDED, held_out_cross_entropy(trainer))
             trainer.log(entries)

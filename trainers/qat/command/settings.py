@@ -11,7 +11,7 @@ from ....ds_configs.specs.errors import ConfigError
 from ....ds_configs.specs.settings import adapter_errors
 from ...losses.objective import Divergence
 from ...runs.settings import LaunchedJob, LaunchedSettings, ObjectiveSettings, launched_errors
-from ..rounding.config import QATConfig, QATOptions
+from ..rounding.config import QATOptions
 
 if TYPE_CHECKING:
     from ...distillation.config import DistillationConfig
@@ -22,7 +22,6 @@ SELF = "self"
 """Value of `teacher` for the model itself in full precision."""
 TEACHERS_OWN = ("teacher_revision", "alpha", "temperature", "loss", "mixture")
 """Settings that require a teacher."""
-RANGES_FILE = "input_ranges.safetensors"
 
 
 class QATSettings(QATOptions, ObjectiveSettings, LaunchedSettings):
@@ -31,7 +30,6 @@ class QATSettings(QATOptions, ObjectiveSettings, LaunchedSettings):
     group = "Quantization"
 
     method: Literal["full", "lora"] = Field("full", description="Full training or LoRA")
-    calibration_samples: int = Field(128, ge=1, description="Training samples for the calibration of ranges")
     loss: Literal[Divergence, LabelLoss] = Field(  # type: ignore[assignment]
         "forward_kl", description="Distance to the teacher; without one eager, or chunked for long sequences"
     )
@@ -52,7 +50,6 @@ class QATJob(LaunchedJob):
     stored_dtype: str = Field(description="dtype of the checkpoint")
     teacher: str | None = Field(description="Hub id or directory; None without one")
     vocab_size: int | None = Field(description="tokens shared with the teacher")
-    calibrated: bool = Field(description="whether calibrated ranges are next to this file")
 
     @property
     def teacher_revision(self) -> str | None:
@@ -99,17 +96,6 @@ def qat_settings_errors(settings: QATSettings) -> list[ConfigError]:
         rule, fix = "cached teacher outputs require `distill`", "use replica, sharded, offloaded or quantized"
         errors.append(ConfigError(where="teacher_placement", value="cached", rule=rule, fix=fix))
     return errors
-
-
-def calibration_errors(settings: QATSettings, config: QATConfig) -> list[ConfigError]:
-    """Return an error if `calibration_samples` is set and nothing is calibrated."""
-    static = config.scheme.activations_are_static
-    if "calibration_samples" not in settings.model_fields_set or (static and not config.observes):
-        return []
-    rule = "ranges are observed during training" if static else f"{config.scheme.name} stores no ranges"
-    fix = "use a scheme with stored ranges such as W8A8_STATIC, and ranges calibrated, or omit it"
-    value = settings.calibration_samples
-    return [ConfigError(where="calibration_samples", value=value, rule=f"has no effect: {rule}", fix=fix)]
 
 
 def teacher_of(settings: QATSettings, model: str) -> tuple[str, str | None] | None:

@@ -177,7 +177,7 @@ def readiness_errors(attachment: Attachment) -> list[ConfigError]:
     empty = [input_range.name for input_range in required if input_range.scale is None]
     if empty:
         rule = f"{len(empty)} of {len(required)} have no value, such as {empty[0]}"
-        fix = "pass QATCallback(calibration=batches), or use observed ranges"
+        fix = "train at least one step"
         errors.append(ConfigError(where="ranges", rule=rule, fix=fix))
     return errors
 

@@ -29,7 +29,6 @@ from .attachment import ATTRIBUTE, Attachment, checkpoint_name
 from .config import QATConfig
 from .experts import expert_linear_layers, experts_errors, fake_quantize_experts, is_fused_experts
 from .layers import (
-    LEARNED,
     WEIGHT_SCALE,
     WEIGHT_ZERO_POINT,
     FakeQuantizedLinear,
@@ -108,7 +107,6 @@ def attach(model: Any, config: QATConfig, *, stored_dtype: torch.dtype | None = 
     attachment.dense, attachment.dense_experts = tuple(dense), tuple(dense_experts)
     if config.learns_scales:
         _add_learned_scales(attachment)
-    model.register_load_state_dict_pre_hook(_check_learned_scales)
     setattr(model, ATTRIBUTE, attachment)
     return attachment
 
@@ -216,10 +214,9 @@ def _change_classes(model: Any, attachment: Attachment, candidates: Mapping[str,
         (quantizer,) = quantizers.values()
         if scheme.activations_are_static:
             assert scheme.activations is not None, "stored ranges belong to rounded activations"
-            ranges = attachment.config.ranges
             quantizer.input_range = attachment.ranges[quantizer.name] = InputRange(
                 scheme.activations,
-                method=None if ranges == "calibrated" else ranges,
+                method=attachment.config.ranges or "moving_average",
                 stored_dtype=stored_dtype,
                 name=quantizer.name,
             )
@@ -228,21 +225,6 @@ def _change_classes(model: Any, attachment: Attachment, candidates: Mapping[str,
         else:
             patches.swap_class("qat-linear", module, FakeQuantizedLinear)
         module.quantizer = quantizer
-
-
-def _check_learned_scales(model: Any, state: Mapping[str, object], *_: object) -> None:
-    """Reject missing and unexpected learned scales in a state dict: a resumed Trainer only warns about keys."""
-    own = {name for name, _ in model.named_parameters() if name.rpartition(".")[2] in LEARNED}
-    stored = {name for name in state if name.rpartition(".")[2] in LEARNED}
-    fix = "resume with the weight_rule and ranges of the checkpoint"
-    unexpected = sorted(stored - own)
-    if unexpected:
-        rule = f"contains {len(unexpected)} learned scales that the model lacks, such as {unexpected[0]}"
-        raise UsageError(ConfigError(where="checkpoint", rule=rule, fix=fix))
-    missing = sorted(name for name in own - stored if f"{name.rpartition('.')[0]}.weight" in state)
-    if missing:
-        rule = f"lacks {len(missing)} learned scales of the model, such as {missing[0]}"
-        raise UsageError(ConfigError(where="checkpoint", rule=rule, fix=fix))
 
 
 def _add_learned_scales(attachment: Attachment) -> None:

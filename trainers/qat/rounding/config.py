@@ -4,17 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Literal
 
 from pydantic import Field
 
 from ....ds_configs.quantization.recipe import SchemeSettings
 from ....ds_configs.quantization.scheme import QuantizationScheme, changed, combination_errors, scheme_named
 from ....ds_configs.specs.errors import ConfigError, UsageError
-from .observers import METHODS, ObserverMethod
+from .observers import ObserverMethod
 from .rounding import WeightRule
-
-InputRanges = Literal["calibrated", ObserverMethod]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -24,7 +21,8 @@ class QATConfig:
     scheme: QuantizationScheme
     """Quantization scheme of the checkpoint, as for post-training quantization; integer weights."""
     weight_rule: WeightRule = "minmax"
-    ranges: InputRanges = "calibrated"
+    ranges: ObserverMethod | None = None
+    """Method that observes stored activation ranges during training; `None`: `moving_average`."""
     start_step: int = 0
     freeze_step: int | None = None
     stored_dtype: str | None = None
@@ -34,11 +32,6 @@ class QATConfig:
     def learns_scales(self) -> bool:
         """Whether scales are parameters of the optimizer."""
         return self.weight_rule == "learned"
-
-    @property
-    def observes(self) -> bool:
-        """Whether activation ranges are observed during training."""
-        return self.scheme.activations_are_static and self.ranges != "calibrated"
 
     @property
     def rounded_scheme(self) -> QuantizationScheme:
@@ -62,16 +55,13 @@ class QATConfig:
             rule = f"requires 2-bit codes without zero points, but {scheme.name} has {' and '.join(differences)}"
             fix = "use scheme W2A16" if weights.symmetric else "use scheme W2A16 without --asymmetric"
             yield ConfigError(where="weight_rule", value=self.weight_rule, rule=rule, fix=fix)
-        if self.ranges != "calibrated" and not scheme.activations_are_static:
-            rule = f"requires stored activation ranges, which {scheme.name} lacks"
-            yield ConfigError(where="ranges", value=self.ranges, rule=rule, fix="use W8A8_STATIC, or omit it")
+        for name, value in (("ranges", self.ranges), ("freeze_step", self.freeze_step)):
+            if value is not None and not scheme.activations_are_static:
+                rule = f"requires stored activation ranges, which {scheme.name} lacks"
+                yield ConfigError(where=name, value=value, rule=rule, fix="use W8A8_STATIC, or omit it")
         if activations is not None and activations.range_method in ("l2", "kl"):
             rule = "is searched only after training, by `quantize`"
             yield ConfigError(where="range_method", value=activations.range_method, rule=rule, fix="use percentile")
-        if self.freeze_step is not None and not self.observes:
-            rule = "requires ranges that are observed during training"
-            fix = f"use ranges {', '.join(METHODS)} with a scheme that stores ranges, or omit it"
-            yield ConfigError(where="freeze_step", value=self.freeze_step, rule=rule, fix=fix)
 
 
 class QATOptions(SchemeSettings):
@@ -84,9 +74,8 @@ class QATOptions(SchemeSettings):
         description="Weight scales from the weight range (minmax), training (learned, LSQ), or mean magnitudes "
         "(ternary, binary)",
     )
-    ranges: InputRanges = Field(
-        "calibrated",
-        description="Source of stored activation ranges: calibration before training, or observers during it",
+    ranges: ObserverMethod | None = Field(
+        None, description="Method that observes stored activation ranges. Default: moving_average"
     )
     start_step: int = Field(0, ge=0, description="Optimizer steps in full precision before rounding starts")
     freeze_step: int | None = Field(
