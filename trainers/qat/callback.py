@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import TrainerCallback
@@ -224,7 +224,7 @@ class QATCallback(TrainerCallback, ExportableState):
         self,
         scheme: str | QuantizationScheme = "W4A16",
         *,
-        stored_dtype: Literal["bfloat16", "float16", "float32"] | None = None,
+        stored_dtype: str | None = None,
         **options: Any,
     ) -> None:
         named = {"scheme": scheme} if isinstance(scheme, str) else {}

@@ -249,7 +249,9 @@ def test_errors_of_an_adapter_and_of_settings_are_reported_together(
     assert "--batch-size = 0" in done.err and "which does not exist here" in done.err
 
 
-@pytest.mark.parametrize("words", [("quantize", "tuned", "--scheme", "NF4", "--output-dir", "w4"), ("serve", "tuned")])
+@pytest.mark.parametrize(
+    "words", [("quantize", "tuned", "--scheme", "NF4", "--output-dir", "w4"), ("serve", "tuned", "--hardware", "CPU")]
+)
 def test_quantize_and_serve_ask_for_the_merged_model(
     words: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

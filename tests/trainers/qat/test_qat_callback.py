@@ -69,6 +69,7 @@ class TestOptions:
             ({"weight_rule": "lsq", "ranges": "kl"}, r"(?s)weight_rule = 'lsq': must be.*ranges = 'kl'"),
             ({"ranges": "l2"}, "quantize --ranges l2"),
             ({"ranges": "learned"}, "use moving_average"),
+            ({"stored_dtype": "bf16"}, "use bfloat16"),
             ({"kv_cache": "fp8"}, "--kv-cache-dtype fp8"),
             ({"group_size": 0}, "group_size = 0: must be"),
             ({"symmetric": False, "bits": 3}, "bits: is not a setting; use scheme: W4A16"),

@@ -50,6 +50,9 @@ class QATConfig:
         if scheme.storage != "compressed-tensors" or number_types != {"int"}:
             rule = "has floating-point codes or is not stored as compressed-tensors"
             yield ConfigError(where="scheme", value=scheme.name, rule=rule, fix=trainable)
+        if self.stored_dtype not in (None, "bfloat16", "float16", "float32"):
+            fix = "use bfloat16, float16 or float32"
+            yield ConfigError(where="stored_dtype", value=self.stored_dtype, rule="is unknown", fix=fix)
         if self.weight_rule in ("ternary", "binary") and (weights.bits != 2 or not weights.symmetric):
             differences = [f"{weights.bits} bits"] * (weights.bits != 2) + ["zero points"] * (not weights.symmetric)
             rule = f"requires 2-bit codes without zero points, but {scheme.name} has {' and '.join(differences)}"
