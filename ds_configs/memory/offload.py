@@ -1,6 +1,6 @@
 """Offload of optimizer states and parameters to the host or NVMe: its bytes there, and the seconds that it adds.
 
-`model_states.py` leaves out of the accelerator what is here.
+`model_states.py` omits from the accelerator what is here.
 """
 
 from __future__ import annotations

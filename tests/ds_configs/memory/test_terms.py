@@ -100,7 +100,7 @@ def test_every_second_model_is_in_memory_host_time_reports_and_explain(monkeypat
         second = SecondModel(role=role, spec=SMALL, placement="offloaded")
         monkeypatch.setattr(TrainingJob, "second_models", property(lambda job, second=second: (second,)))
         monkeypatch.setattr(TrainingJob, "placed", lambda job, role, placement: job)
-        # Jobs are keys of caches, which know nothing of the changed class.
+        # Jobs are keys of caches, so that each role needs a job with another length.
         job = TrainingJob(seq_len_tokens=1031 + len(role), strategy="zero3")
         plan = make_plan(SMALL, A100, job, offers=False)
         names = {term.name for term in plan.chosen.terms}
