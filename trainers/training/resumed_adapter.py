@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from dataclasses import replace
 from math import prod
 from pathlib import Path
+from typing import Any
 
 from ...ds_configs.specs.errors import ConfigError, UsageError
 from ...ds_configs.specs.model import ModelSpec, lora_parameter_count, targeted_linears
@@ -52,10 +54,11 @@ def with_resumed_adapter(settings: TrainSettings, adapter: LoraAdapter, loaded: 
         raise UsageError(ConfigError(where="model", value=model.name, rule=rule, fix=fix))
     meta = build_meta_model(loaded.config, source=model.name)
     check_adapter_fits(adapter, meta, model.name, fix=f"pass it instead of {model.name}")
-    own = {
+    targets = _planned_targets(adapter, model)
+    own: dict[str, Any] = {
         "lora_rank": int(adapter.settings["r"]),
         "lora_alpha": float(adapter.settings["lora_alpha"]),
-        "lora_targets": _planned_targets(adapter, model),
+        "lora_targets": targets,
     }
     base = adapter.base or model.name
     is_local = Path(base).exists() and Path(model.name).exists()
@@ -70,8 +73,9 @@ def with_resumed_adapter(settings: TrainSettings, adapter: LoraAdapter, loaded: 
         stated = values.get(name)
         if stated is None or stated == value:
             continue
-        if name == "lora_targets" and _modules(str(stated), model) == _modules(str(value), model):
+        if name == "lora_targets" and _modules(stated, model) == _modules(targets, model):
             continue
+        stated, value = (",".join(item) if isinstance(item, tuple) else item for item in (stated, value))
         rule = f"is {value} in the adapter of --resume-adapter"
         fix = f"omit it; with --plan, plan with --{name.replace('_', '-')} {value}"
         errors.append(ConfigError(where=name, value=stated, rule=rule, fix=fix))
@@ -84,7 +88,7 @@ def with_resumed_adapter(settings: TrainSettings, adapter: LoraAdapter, loaded: 
     return settings.model_copy(update=own)
 
 
-def _planned_targets(adapter: LoraAdapter, model: ModelSpec) -> str:
+def _planned_targets(adapter: LoraAdapter, model: ModelSpec) -> tuple[str, ...]:
     """Return the targets of an adapter as a plan names them.
 
     PEFT stores `all-linear` as the names of all modules.
@@ -95,11 +99,11 @@ def _planned_targets(adapter: LoraAdapter, model: ModelSpec) -> str:
     endings = sorted({name.rpartition(".")[2] for name in names})
     for targets in ([ALL_LINEAR], endings, names):
         if lora_parameter_count(model, rank=adapter.settings["r"], targets=targets) == elements:
-            return ",".join(targets)
+            return tuple(targets)
     rule = f"has {elements:,} parameters, which are not those of rank {adapter.settings['r']} for its target_modules"
     fix = "train it further with PEFT itself: plans count no modules_to_save, rank_pattern, DoRA or biases"
     raise UsageError(ConfigError(where="resume_adapter", value=str(adapter.directory), rule=rule, fix=fix))
 
 
-def _modules(targets: str, model: ModelSpec) -> set[str]:
-    return {linear.module for linear in targeted_linears(model, targets.split(","))}
+def _modules(targets: Sequence[str], model: ModelSpec) -> set[str]:
+    return {linear.module for linear in targeted_linears(model, targets)}

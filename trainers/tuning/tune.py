@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 from ...ds_configs.plan.out_of_memory import FIRST_WORDS
 from ...ds_configs.plan.output import disk_errors, output_errors, reserved
@@ -29,6 +28,8 @@ from ...ds_configs.search.tuning import (
 )
 from ...ds_configs.specs.errors import ConfigError, ShardwrightError, UsageError
 from ...ds_configs.specs.hardware import HardwareSpec
+from ...ds_configs.specs.job import JobSettings, TrainingJob
+from ...ds_configs.specs.settings import settings_of
 from ...ds_configs.step_time.learning import MeasuredStep, part_seconds, published_time
 from ...plugins.launching.launch import LaunchFailedError, launch_ranks
 from ...plugins.launching.messages import Message, Progress, log_message
@@ -65,6 +66,7 @@ class _Request:
 def tune(
     subject: str | Path | Plan,
     hardware: str | HardwareSpec | None = None,
+    job: TrainingJob | JobSettings | None = None,
     *,
     trials: int = DEFAULT_TRIALS,
     steps: int = DEFAULT_STEPS,
@@ -74,7 +76,7 @@ def tune(
     output_dir: str | Path | None = None,
     force: bool = False,
     command: str = "",
-    **words: Any,
+    **fields: object,
 ) -> Plan:
     """Measure the best predicted layouts in short real runs, and return the plan of the fastest.
 
@@ -85,6 +87,7 @@ def tune(
     Args:
         subject: A plan, the directory of one, or a model as for `plan`.
         hardware: Hardware for a model; by default this machine's accelerators, or two CPU ranks.
+        job: The training run of a model, or the settings of a command.
         trials: Maximum number of layouts to measure; the plan's own layout is the first.
         steps: Timed steps of each trial, after two others.
         time_limit_minutes: No trial runs longer. One trial may take half of what remains, the last one all of it.
@@ -93,7 +96,7 @@ def tune(
         output_dir: Directory for the result; `None` writes nothing.
         force: Whether to write into a directory with other files.
         command: Command line for the report.
-        **words: Options of `plan` for a model.
+        **fields: Options of `plan` for a model, instead of a `job`.
 
     Raises:
         UsageError: a value is invalid, or this machine does not have the planned accelerators.
@@ -105,9 +108,11 @@ def tune(
     deadline = time.monotonic() + 60 * time_limit_minutes
     target, own_script = (None if path is None else Path(path) for path in (output_dir, script))
     errors = _value_errors(trials, steps, time_limit_minutes, own_script, script_arguments)
+    settings = job if isinstance(job, JobSettings) else settings_of(JobSettings, fields) if fields else None
     directory = None if isinstance(subject, Plan) or not is_plan(subject) else Path(subject)
     if directory is not None or isinstance(subject, Plan):
-        stated = {"hardware": hardware, **words}
+        own = settings.stated() if settings is not None else {"job": job}
+        stated = {"hardware": hardware, **own}
         rule, fix = "is set by the plan", "omit it, or pass a model"
         errors += [ConfigError(where=name, rule=rule, fix=fix) for name, value in stated.items() if value is not None]
     if errors:
@@ -117,7 +122,7 @@ def tune(
     elif directory is not None:
         plan = Plan.load(directory)
     else:
-        plan = select_plan(str(subject), hardware or default_hardware(), notify=logger.info, **words)
+        plan = select_plan(str(subject), hardware or default_hardware(), settings or job, notify=logger.info)
     errors = _device_errors(plan.hardware)
     if plan.job.objective == "memory":
         rule = "is not what trials measure, which is the time of a step"
