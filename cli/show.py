@@ -186,17 +186,17 @@ def _show_costs(out: Console, plan: Plan) -> None:
         out.print(f"Changes the results: {offer}", markup=False)
     for doubt in doubts(chosen.strategy, plan.model, hardware, plan.job):
         out.print(f"Less certain: {doubt}", markup=False)
-    if chosen.teacher is not None:
+    for role, choice in chosen.placements.items():
         out.print()
-        teacher, headings = chosen.teacher, ("placement", "GPU GB", "host GB per node", "why")
-        sizes = (gigabytes(teacher.gpu_bytes), gigabytes(teacher.host_bytes))
-        selected = (teacher.placement, *sizes, teacher.reason.removeprefix(teacher.placement).strip())
+        headings = ("placement", "GPU GB", "host GB per node", "why")
+        sizes = (gigabytes(choice.gpu_bytes), gigabytes(choice.host_bytes))
+        selected = (choice.placement, *sizes, choice.reason.removeprefix(choice.placement).strip())
         others = [
             (each.placement, gigabytes(each.gpu_bytes), gigabytes(each.host_bytes), each.reason)
-            for each in teacher.alternatives
+            for each in choice.alternatives
         ]
         styled: list[Sequence[str | Text]] = [[Text(cell, style="bold green") for cell in selected], *others]
-        print_rows(out, headings, styled, title="Teacher", figures=headings[1:3], folded={"why": 24})
+        print_rows(out, headings, styled, title=role.capitalize(), figures=headings[1:3], folded={"why": 24})
 
 
 def memory_bar(gpu: GpuMemory, *, columns: int = 120) -> Text:

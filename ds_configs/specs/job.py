@@ -14,48 +14,9 @@ from pydantic.dataclasses import dataclass
 from .errors import ConfigError
 from .model import ModelSpec
 from .optimizers import LOW_RANK, optimizer_errors, parsed_optim_args
+from .second_models import Placement, PlacementOption, SecondModel, SecondModelRole
 from .settings import Count, HardwareSettings, Names, Settings, raises_all_errors, settings_with
 from .texts import flag_words
-
-TeacherPlacement = Literal["replica", "sharded", "offloaded", "quantized", "cached"]
-"""`replica`: a full copy per rank; `sharded`: over all ranks, gathered layer by layer; `offloaded`: in host memory,
-copied module by module; `quantized`: 4-bit weights on every rank; `cached`: not loaded, its outputs were stored."""
-
-TeacherPlacementChoice = Literal["auto", "replica", "sharded", "offloaded", "quantized", "cached"]
-"""Values of the option; with `auto`, the planner chooses."""
-
-AUTOMATIC_PLACEMENTS: tuple[TeacherPlacement, ...] = ("replica", "sharded", "offloaded")
-"""In order of preference. The others change the results (`quantized`) or require a separate run (`cached`)."""
-
-
-@stdlib_dataclass(frozen=True, kw_only=True, slots=True)
-class TeacherCost:
-    """Cost of one placement of the teacher under the selected layout."""
-
-    placement: TeacherPlacement
-    gpu_bytes: int
-    """Peak memory of the teacher on one accelerator: its weights, and gathered weights or activations."""
-    host_bytes: int
-    """Peak host memory of the teacher on one node, including loading."""
-    fits: bool
-    """Whether student and teacher together fit."""
-    reason: str
-    """One sentence: its memory, or its other costs."""
-
-
-@stdlib_dataclass(frozen=True, kw_only=True, slots=True)
-class TeacherChoice:
-    """Selected placement of the teacher, its reason, and the costs of the other placements."""
-
-    placement: TeacherPlacement
-    reason: str
-    gpu_bytes: int
-    """Peak memory of the teacher on one accelerator: its weights, and gathered weights or activations."""
-    host_bytes: int
-    """Peak host memory of the teacher on one node, including loading."""
-    alternatives: tuple[TeacherCost, ...]
-    """The other placements under the same layout and micro-batch size."""
-
 
 Precision = Literal["bf16", "fp16", "fp32", "fp8"]
 Method = Literal["full", "lora", "qlora"]
@@ -166,7 +127,7 @@ class TeacherFields:
     group: ClassVar[str] = "Training"
 
     teacher_placement: Annotated[
-        TeacherPlacementChoice,
+        PlacementOption,
         _option("replica (full copy per rank), sharded, offloaded (host), quantized (4 bit) or cached"),
     ] = "auto"
     """Unused without a teacher."""
@@ -287,6 +248,18 @@ class TrainingJob(KernelFields, LayoutFields, TeacherFields, PlanFields, Trainin
                 if (value != known[name] or name in always) and name not in unused and (of is None or name in of)
             }
         )
+
+    @property
+    def second_models(self) -> tuple[SecondModel, ...]:
+        """The models that run beside the trained one."""
+        if self.teacher is None:
+            return ()
+        return (SecondModel(role="teacher", spec=self.teacher, placement=self.teacher_placement),)
+
+    def placed(self, role: SecondModelRole, placement: Placement) -> TrainingJob:
+        """Return the job with another placement of a second model."""
+        changed: dict[str, Any] = {f"{role}_placement": placement}
+        return replace(self, **changed)
 
     def __hash__(self) -> int:
         """Return a cheap hash, because jobs are keys of caches."""
