@@ -116,10 +116,8 @@ def test_figures_of_a_plan_equal_its_file(pages: dict[str, Reader]) -> None:
     plan, texts = json.loads((gallery_directory() / "plan.json").read_text()), pages["plan"].texts
     gpu = plan["chosen"]["gpu_memory"]
     assert f"{gpu['peak_bytes'] / 1e9:.1f} GB" in texts and plan["chosen"]["reason"] in texts
-    assert (
-        f"{gpu['low_bytes'] / 1e9:.1f} to {gpu['high_bytes'] / 1e9:.1f} GB, of {gpu['capacity_bytes'] / 1e9:.1f} GB"
-        in texts
-    )
+    low, high, capacity = (f"{gpu[name] / 1e9:.1f} GB" for name in ("low_bytes", "high_bytes", "capacity_bytes"))
+    assert f"{low} to {high}, of {capacity}" in texts
     for term in gpu["terms"]:
         assert term.replace("_", " ") in texts
     rows = [text for text in texts if any(text and text in other["reason"] for other in plan["rejected"])]
