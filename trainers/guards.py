@@ -34,7 +34,7 @@ from ..plugins.transformers.training_arguments import check_first_of_its_kind
 
 if TYPE_CHECKING:
     import torch
-    from transformers import PreTrainedModel, Trainer, TrainerControl, TrainerState, TrainingArguments
+    from transformers import Trainer
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 SAME_REQUEST_SECONDS = 2.0
@@ -216,7 +216,7 @@ class GuardCallback(TrainerCallback):
         self._hang_seconds = hang_seconds
         self._request = StopRequest(stop_seconds)
         self._watch: HangWatch | None = None
-        self._own_watch: HangWatch | None = None
+        self._owns_watch = False
         self._trainer: Any = None
         self._loss_is_bad: torch.Tensor | None = None
         self._norm: torch.Tensor | float | None = None
@@ -268,14 +268,7 @@ class GuardCallback(TrainerCallback):
             patches.apply("guarded-gradient-norm", keeping_norm, on=trainer)
         trainer.add_callback(self)
 
-    def on_train_begin(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        model: PreTrainedModel | None = None,
-        **kwargs: object,
-    ) -> None:
+    def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
         """Check the weights, install the signal handlers and start to watch for hangs.
 
         Raises:
@@ -290,22 +283,15 @@ class GuardCallback(TrainerCallback):
         refuse_nonfinite_weights(model, what=what, allowed=self._allow)
         self._in_a_row, self._signal = 0, 0
         self._request.install()
-        self._watch = _of_rank
+        self._watch, self._owns_watch = _of_rank, _of_rank is None
+        if self._watch is None and self._hang_seconds is not None:
+            self._watch = HangWatch(self._hang_seconds, args.process_index)
+            self._watch.start()
         if self._watch is not None:
             self._watch.in_steps(True, "the start of training")
-        elif self._hang_seconds is not None:
-            self._own_watch = self._watch = HangWatch(self._hang_seconds, args.process_index)
-            self._watch.in_steps(True, "the start of training")
-            self._watch.start()
 
     def on_pre_optimizer_step(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        model: Any = None,
-        optimizer: Any = None,
-        **kwargs: object,
+        self, args: Any, state: Any, control: Any, model: Any = None, optimizer: Any = None, **kwargs: Any
     ) -> None:
         """Agree with all ranks on signals and on whether the step is finite.
 
@@ -341,14 +327,7 @@ class GuardCallback(TrainerCallback):
         if self._action == "skip":
             optimizer.zero_grad()
 
-    def on_step_end(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        model: PreTrainedModel | None = None,
-        **kwargs: object,
-    ) -> None:
+    def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
         """Save and stop after a signal, and save no checkpoint of non-finite steps and weights.
 
         Raises:
@@ -365,12 +344,12 @@ class GuardCallback(TrainerCallback):
         if control.should_save:
             refuse_nonfinite_weights(model, what=f"checkpoint-{state.global_step}", allowed=self._allow)
 
-    def on_epoch_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object) -> None:
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Save no checkpoint of an epoch whose last step was not finite."""
         if self._in_a_row and self._action == "stop":
             control.should_save = False
 
-    def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object) -> None:
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Restore the signal handlers.
 
         Raises:
@@ -388,27 +367,23 @@ class GuardCallback(TrainerCallback):
         self._request.remove()
         if self._watch is not None:
             self._watch.in_steps(False, "the end of training")
-        if self._own_watch is not None:
-            self._own_watch.end()
+            if self._owns_watch:
+                self._watch.end()
 
     def _beat(self, where: str) -> None:
         if self._watch is not None:
             self._watch.beat(where)
 
-    def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object) -> None:
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._beat(f"the beginning of step {state.global_step + 1}")
 
-    def on_substep_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
-    ) -> None:
+    def on_substep_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._beat(f"a micro-batch of step {state.global_step + 1}")
 
-    def on_prediction_step(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
-    ) -> None:
+    def on_prediction_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._beat("a batch of an evaluation")
 
-    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object) -> None:
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._beat(f"the checkpoint of step {state.global_step}")
 
 

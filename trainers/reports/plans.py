@@ -1,9 +1,8 @@
-"""Reports of plans, and comparisons of runs."""
+"""Reports of plans."""
 
 from __future__ import annotations
 
-import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from ...ds_configs.memory.terms import TERM_MEANINGS
 from ...ds_configs.plan.plan import Plan
@@ -115,40 +114,3 @@ def _other_layouts(plan: Plan) -> list[Table]:
         points = [(p.label, significant(p.tokens_per_second), gb(p.high_bytes)) for p in plan.pareto]
         tables.append(Table(("layout", "tokens/s", "needs up to"), points, "From the fastest to the smallest."))
     return tables
-
-
-def comparison_report(reports: Mapping[str, Report]) -> Report:
-    """Return the report of several runs by directory, with their figures in columns."""
-    runs = dict(zip(numbered(list(reports)), reports.values(), strict=True))
-    details = [
-        {fact.label: f"{fact.value} ({fact.detail})" if fact.detail else fact.value for fact in run.facts}
-        for run in runs.values()
-    ]
-    rows = [
-        ("kind", *(run.kind for run in runs.values())),
-        ("model", *(run.title for run in runs.values())),
-        ("where", *(run.subtitle for run in runs.values())),
-    ]
-    for label in dict.fromkeys(label for figures in details for label in figures):
-        rows.append((label, *(figures.get(label, "–") for figures in details)))
-    made = [(name, run.command or "a Python program") for name, run in runs.items()]
-    return Report(
-        kind="Comparison",
-        title=" · ".join(runs),
-        sections=(
-            Section("Side by side", tables=(Table(("", *runs), rows),)),
-            Section("How the runs were made", tables=(Table(("run", "command"), made),)),
-        ),
-        command=shlex.join(["shardwright", "report", *reports]),
-        files=[f"{directory}/{name}" for directory, run in reports.items() for name in run.files],
-    )
-
-
-def numbered(paths: Sequence[str]) -> list[str]:
-    """Return a short name for each directory, numbered where two have the same last part.
-
-    >>> numbered(["runs/a", "old/a", "runs/b"])
-    ['a (1)', 'a (2)', 'b']
-    """
-    last = [path.rstrip("/").rpartition("/")[2] or path for path in paths]
-    return [f"{name} ({last[: i + 1].count(name)})" if last.count(name) > 1 else name for i, name in enumerate(last)]

@@ -49,7 +49,7 @@ class Section:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Report:
-    """Report of one run, or of several runs side by side."""
+    """Report of a run."""
 
     kind: str
     title: str

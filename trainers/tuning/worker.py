@@ -1,8 +1,7 @@
-"""Runs on every rank of a trial: trains a few steps with random weights, or in the user's script, and times them."""
+"""Runs on every rank of a trial: trains a few steps with random weights, and times them."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
@@ -13,9 +12,7 @@ from pydantic import Field
 from ...ds_configs.plan.plan import Plan
 from ...ds_configs.plan.rendering import planned_training_arguments
 from ...ds_configs.search.tuning import WARM_UP_STEPS, cannot_win
-from ...ds_configs.specs.errors import ConfigError, ShardwrightError, UsageError
-from ...plugins import patches
-from ...plugins.accelerate.cpu_ranks import serve_scripts_on_cpu_ranks
+from ...ds_configs.specs.errors import ShardwrightError
 from ...plugins.metering import Meter, start_meter
 from ...plugins.peft import add_lora
 from ...plugins.transformers.sound_model import gathered
@@ -24,10 +21,9 @@ from ..data.models import StartingModel, load_config, load_model
 from ..parallel.trainer_for import planned_parallelism
 from ..runs.clock import ProgressSender
 from ..runs.out_of_memory import memory_errors
-from ..runs.plan_callback import PlanCallback, argument_differences
-from ..runs.ranks import check_upstream, rank_arguments, write_json
+from ..runs.plan_callback import PlanCallback
+from ..runs.ranks import rank_arguments, write_json
 from ..runs.settings import RESULT_FILE, RankTask
-from ..training.script_rank import carry_axes, run_script
 
 _NO_OUTPUT: dict[str, Any] = {
     "save_strategy": "no",
@@ -50,8 +46,6 @@ class TrialTask(RankTask):
     plan: str = Field(description="directory of the trial's plan")
     steps: int = Field(description="timed steps")
     best_seconds: float | None = Field(description="median step of the best trial so far; null before the first")
-    script: str | None = Field(description="Python file to run; null for random weights and tokens")
-    arguments: list[str] = Field(description="of the script")
 
     @property
     def hang_seconds(self) -> float | None:
@@ -65,10 +59,7 @@ class TrialTask(RankTask):
             metered.enter_context(meter)
             # Counting the tensors of CPU ranks slows every operator, so it ends before the first timed step.
             clock = self._clock(work, plan, meter, metered.close)
-            if self.script is not None:
-                _run_script(self, self.script, plan, work, clock)
-            else:
-                _train(self, plan, work, clock)
+            _train(self, plan, work, clock)
 
     def _clock(self, work: Path, plan: Plan, meter: Meter, warmed_up: Callable[[], None]) -> PlanCallback:
         """Return the clock that ends a training that cannot win; it calls `warmed_up` before the first timed step."""
@@ -80,10 +71,6 @@ class TrialTask(RankTask):
             slowest: list[float]
 
             def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-                differences = argument_differences(plan, args, kwargs.get("model"), ranks=args.world_size)
-                if differences and trial.script is not None:
-                    fix = "build TrainingArguments from the flags that replace @plan"
-                    raise UsageError([ConfigError(where="script", rule=line, fix=fix) for line in differences])
                 super().on_train_begin(args, state, control, **kwargs)
                 self.slowest = []
 
@@ -150,26 +137,3 @@ def _train(trial: TrialTask, plan: Plan, work: Path, clock: Any) -> None:
     # A rank that exits while others communicate makes gloo abort them.
     trainer.accelerator.wait_for_everyone()
     trainer.accelerator.end_training()
-
-
-def _run_script(trial: TrialTask, script: str, plan: Plan, work: Path, clock: Any) -> None:
-    limits = _NO_OUTPUT | {"output_dir": str(work / "output"), "max_steps": WARM_UP_STEPS + trial.steps}
-
-    def limiting(complete: Callable[[Any], None]) -> Callable[[Any], None]:
-        def limited(arguments: Any) -> None:
-            for name, value in limits.items():
-                setattr(arguments, name, value)
-            complete(arguments)
-
-        return limited
-
-    # As for a rehearsed script, whose registered patches are the same: few steps, and a callback in its Trainer.
-    patches.apply("rehearsal-arguments", limiting)
-    serve_scripts_on_cpu_ranks()
-    check_upstream(plan.chosen.strategy.engine)
-    patches.apply("rehearsal-recorder", lambda callbacks: [*callbacks, clock, ProgressSender()])
-    carry_axes(plan)
-    run_script(script, trial.arguments)
-    if os.environ.get("RANK", "0") == "0" and not (work / RESULT_FILE).is_file():
-        rule, fix = "ran no Trainer, whose steps are measured", "pass a script that calls Trainer.train()"
-        raise UsageError(ConfigError(where="script", value=script, rule=rule, fix=fix))
