@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ...ds_configs.memory.terms import TERM_MEANINGS
 from ...ds_configs.plan.plan import Plan
 from ...ds_configs.search.reasons import display_name
 from ...ds_configs.search.run_estimates import doubts
 from ...ds_configs.search.tuning import Trial
 from ...ds_configs.specs.units import human_count
-from ...ds_configs.step_time.estimate import TIME_TERM_MEANINGS, time_term_name
 from .report import Fact, Report, Section, Table, gb, interval, short_name, significant
 
 
@@ -42,8 +40,7 @@ def plan_report(plan: Plan) -> Report:
         Fact("Host memory per node, predicted", gb(host.peak_bytes_per_node), f"of {gb(host.capacity_bytes_per_node)}"),
     )
     reasons = [chosen.reason]
-    if chosen.teacher is not None:
-        reasons.append(f"Teacher: {chosen.teacher.reason}")
+    reasons += [f"{role.capitalize()}: {choice.reason}" for role, choice in chosen.placements.items()]
     if plan.activations == "upper bound":
         reasons.append("Activations and loss are an upper bound from the model's structure. The run may need less.")
     reasons += [f"Changes the results: {offer}" for offer in plan.offers]
@@ -52,22 +49,17 @@ def plan_report(plan: Plan) -> Report:
     if plan.trials:
         caption = "Spread: longest minus shortest timed step, divided by the median. Tensors: of the fullest rank."
         sections.append(Section("Measured layouts", tables=(Table(*trial_rows(plan.trials), caption),)))
-    bytes_of_terms = sorted(gpu.terms.items(), key=lambda item: -item[1])
-    phases = ", ".join(f"{name} {gb(count)}" for name, count in gpu.phases.items())
-    memory = Table(
-        ("term", "size", "meaning"),
-        [(name.replace("_", " "), gb(count), TERM_MEANINGS.get(name, "")) for name, count in bytes_of_terms],
-        f"Terms of the {gpu.phase} phase. Tensors by phase: {phases}.",
-    )
-    seconds_of_terms = sorted(time.terms.items(), key=lambda item: -item[1])
-    meanings = TIME_TERM_MEANINGS
+    seconds_of_terms = [(term, term.seconds) for term in chosen.terms if term.seconds is not None]
     step = Table(
         ("term", "time", "meaning"),
-        [(time_term_name(term), f"{count:.4f} s", meanings.get(term, "")) for term, count in seconds_of_terms],
+        [
+            (term.title, f"{seconds:.4f} s", term.meaning)
+            for term, seconds in sorted(seconds_of_terms, key=lambda item: -item[1])
+        ],
         f"Total {time.seconds:.4f} s ({time.low_seconds:.4f} to {time.high_seconds:.4f} s).",
     )
     sections += [
-        Section("Memory", tables=(memory,)),
+        Section("Memory", tables=_memory_tables(plan)),
         Section("Time of a step", tables=(step,)),
         Section("Other layouts", tables=_other_layouts(plan)),
     ]
@@ -98,6 +90,21 @@ def trial_rows(trials: Sequence[Trial]) -> tuple[tuple[str, ...], list[tuple[str
         memory = measured, gb(trial.predicted_allocated_bytes)
         rows.append((trial.name, size, result, seconds, predicted, varies, *memory))
     return headings, rows
+
+
+def _memory_tables(plan: Plan) -> list[Table]:
+    gpu = plan.chosen.memory.gpu
+    phases = ", ".join(f"{name} {gb(count)}" for name, count in gpu.phases.items())
+    captions = {
+        "accelerator": f"Terms of the {gpu.phase} phase. Tensors by phase: {phases}.",
+        "host": "Host memory of a node.",
+    }
+    tables = []
+    for place, caption in captions.items():
+        terms = [(term, term.bytes) for term in plan.chosen.terms if term.bytes is not None and term.lives_on == place]
+        rows = [(term.title, gb(count), term.meaning) for term, count in sorted(terms, key=lambda item: -item[1])]
+        tables.append(Table(("term", "size", "meaning"), rows, caption))
+    return tables
 
 
 def _other_layouts(plan: Plan) -> list[Table]:
