@@ -110,6 +110,7 @@ _STEP_METHODS = (
     ("_get_num_items_in_batch", ("self", "batch_samples", "device")),
     ("training_step", ("self",)),
     ("compute_loss", ("self", "model", "inputs", "return_outputs", "num_items_in_batch")),
+    ("_get_grad_norm", ("self",)),
     ("_track_num_input_tokens", ("self", "inputs")),
     ("log", ("self", "logs")),
     ("_finalize_training", ("self",)),
@@ -149,29 +150,12 @@ PATCHES: tuple[Patch, ...] = (
         parameters=("self", "model"),
     ),
     Patch(
-        name="guarded-step",
-        target=f"{_TRAINER}.training_step",
-        reason="The log replaces a loss that is not finite by the mean of the others, and callbacks do not receive it.",
+        name="explained-train",
+        target=f"{_TRAINER}.train",
+        reason="No callback event reports that an exception ended the training run.",
+        canary=f"{_BUGS}test_no_callback_hears_of_an_exception",
         parameters=("self",),
         every_run=True,
-    ),
-    Patch(
-        name="guarded-gradient-norm",
-        target=f"{_TRAINER}._get_grad_norm",
-        reason="No callback receives the gradient norm before the optimizer steps.",
-        parameters=("self",),
-        every_run=True,
-    ),
-    *(
-        Patch(
-            name=name,
-            target=f"{_TRAINER}.train",
-            reason="No callback event reports that an exception ended the training run.",
-            canary=f"{_BUGS}test_no_callback_hears_of_an_exception",
-            parameters=("self",),
-            every_run=True,
-        )
-        for name in ("guarded-train", "checkpointed-train", "explained-train")
     ),
     # Trainer: logs, data, evaluation.
     Patch(
@@ -186,13 +170,6 @@ PATCHES: tuple[Patch, ...] = (
         target=f"{_TRAINER}.get_batch_samples",
         reason="No callback events surround data loading.",
         parameters=("self", "epoch_iterator"),
-        every_run=True,
-    ),
-    Patch(
-        name="no-batches-after-the-last-step",
-        target=f"{_TRAINER}.get_batch_samples",
-        reason="The Trainer takes one extra step if a run resumes after its last step in the middle of an epoch.",
-        parameters=("self",),
         every_run=True,
     ),
     Patch(

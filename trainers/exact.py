@@ -49,6 +49,31 @@ else:
     _Trainer = object
 
 
+class StepEvents:
+    """Events that the Trainer lacks, for a callback of an `ExactTrainer`; these do nothing."""
+
+    def around_training(self) -> AbstractContextManager[Any]:
+        """Return the context of `train`: no callback event reports that an exception ended it.
+
+        Canary: `test_no_callback_hears_of_an_exception`.
+        """
+        return nullcontext()
+
+    def around_batches(self, batches: Iterator[Any]) -> Iterator[Any]:
+        """Return the batches from which a step is collected."""
+        return batches
+
+    def on_loss(self, loss: torch.Tensor) -> None:
+        """Receive the loss of a micro-batch, which the log replaces by the mean of the others if it is not finite."""
+
+    def on_gradient_norm(self, norm: Any) -> None:
+        """Receive the gradient norm before the optimizer steps."""
+
+    def log_values(self) -> dict[str, float]:
+        """Return values for the log of a step: `on_log` runs after the values are stored."""
+        return {}
+
+
 class Axis:
     """What a layout beyond data parallelism adds to a step; this one adds nothing."""
 
@@ -135,12 +160,20 @@ class ExactTrainer(_Trainer):
     """Compares a checkpoint with the run before anything is loaded, and returns its path."""
     keeps_engine: bool = False
     """Whether a later `train` continues with the engine and the optimizer of an earlier one."""
+    optimizer: Any
+    lr_scheduler: Any
+    gather_function: Any
+    _tr_loss: Any
     _evaluation: Evaluation | None = None
     _evaluates_a_step = False
     _counts_labels = False
     """Whether the Trainer counts labels for the model's loss, while a step is evaluated."""
     _items: Any = None
     """Labels of the batch that is evaluated; `None` if the model's loss does not need them."""
+
+    @property
+    def _events(self) -> list[StepEvents]:
+        return [callback for callback in self.callback_handler.callbacks if isinstance(callback, StepEvents)]
 
     # Samples: which ones a rank reads, and in which order.
 
@@ -152,7 +185,10 @@ class ExactTrainer(_Trainer):
         """
         if resume_from_checkpoint and self.checked_checkpoint is not None:
             resume_from_checkpoint = self.checked_checkpoint(self, resume_from_checkpoint)
-        return super().train(resume_from_checkpoint, *arguments, **keywords)
+        with ExitStack() as contexts:
+            for events in self._events:
+                contexts.enter_context(events.around_training())
+            return super().train(resume_from_checkpoint, *arguments, **keywords)
 
     def _inner_training_loop(self, batch_size: int | None = None, *arguments: Any, **keywords: Any) -> Any:
         """Keep the engine of an earlier `train`, which `free_memory` would destroy (line 1538).
@@ -265,6 +301,8 @@ class ExactTrainer(_Trainer):
 
         Canary: `test_accelerate_repeats_samples_of_an_evaluation`.
         """
+        for events in self._events:
+            epoch_iterator = events.around_batches(epoch_iterator)
         if self.repeated is not None:
             epoch_iterator = self.repeated.unlabelled(self, epoch_iterator)
         batches, items = super().get_batch_samples(self.axis.read(self, epoch_iterator), num_batches, device)
@@ -299,7 +337,10 @@ class ExactTrainer(_Trainer):
     def training_step(self, *arguments: Any, **keywords: Any) -> torch.Tensor:
         """Run forward and backward pass of a micro-batch in the context of the layout's axis (line 1975)."""
         with self.axis.running():
-            return super().training_step(*arguments, **keywords)
+            loss = super().training_step(*arguments, **keywords)
+        for events in self._events:
+            events.on_loss(loss)
+        return loss
 
     def compute_loss(
         self,
@@ -382,6 +423,13 @@ class ExactTrainer(_Trainer):
             return inputs, None if items is None else max(counting.labels_in(inputs), 1), None
         return counting.next_own(inputs, items)
 
+    def _get_grad_norm(self, *arguments: Any, **keywords: Any) -> Any:
+        """Pass the gradient norm on before the optimizer steps (line 2672)."""
+        norm = super()._get_grad_norm(*arguments, **keywords)
+        for events in self._events:
+            events.on_gradient_norm(norm)
+        return norm
+
     def _track_num_input_tokens(self, inputs: Any) -> None:
         """Count tokens once, padded as one process pads them; the Trainer counts each rank that reads them (2585)."""
         if self.counting is not None and self.counting.tokens:
@@ -395,6 +443,8 @@ class ExactTrainer(_Trainer):
         """Add the values of the axis: `on_log` runs after the values are stored (line 4029)."""
         if "loss" in logs:
             logs = self.axis.add_to_log(self, logs)
+            for events in self._events:
+                logs = logs | events.log_values()
         super().log(logs, *arguments, **keywords)
 
     def _finalize_training(self, *arguments: Any, **keywords: Any) -> Any:

@@ -197,7 +197,7 @@ class PlannedParallelism:
             trainer.add_callback(LengthGroupOrder())
         if own_loss is not None:
             trainer.own_loss = own_loss
-        share_label_count(trainer)
+        trainer.label_ranks = ranks_of_labels(trainer)
         weigh_token_means(trainer)
         if not self.is_pipeline:
             let_ranks_read_streams(trainer)
@@ -405,25 +405,26 @@ def attach_long_sequences(trainer: Any, layout: Layout, job: TrainingJob) -> Non
         callback.attach(trainer)
 
 
-# Losses that subclasses of Trainer compute themselves. Seen with transformers 5.17.0 and 5.23.0, trl 1.16.0:
-# `compute_loss` gets the number of labels on all ranks, and engines average gradients over the ranks. `Trainer` and
-# `SFTTrainer` therefore multiply by the number of ranks; `GKDTrainer` and others of `trl.experimental` do not, so
-# their loss is too small by that factor.
+MULTIPLY_BY_RANKS = frozenset({"AsyncGRPOTrainer", "DistillationTrainer", "SFTTrainer"})
+"""Trainers of TRL whose loss multiplies by the number of ranks, as `Trainer` does (trl 1.16.0).
+
+`compute_loss` gets the number of labels on all ranks, and engines average gradients over the ranks. The losses of other
+classes are therefore too small by the number of ranks.
+"""
 
 
-def share_label_count(trainer: Any) -> None:
-    """Pass the mean number of labels per rank to a loss of TRL that does not multiply by the number of ranks.
+def ranks_of_labels(trainer: Any) -> int:
+    """Return by how many ranks to divide the number of labels, for a loss of TRL that does not multiply by them.
 
-    Call it once, after the Trainer is created. It changes neither a `compute_loss` of the user, who decides whether to
-    multiply, nor runs with a `parallelism_config`, whose ranks count their own shards.
+    1 for a `compute_loss` of the user, who decides whether to multiply, and for runs with a `parallelism_config`, whose
+    ranks count their own shards.
     """
-    losses = (vars(base).get("compute_loss") for base in type(trainer).__mro__ if _is_from(base, "trl"))
-    nearest = next((loss for loss in losses if loss is not None), None)
-    if nearest is None or "num_processes" in inspect.unwrap(nearest).__code__.co_names:
-        return
-    if getattr(trainer.accelerator, "parallelism_config", None) is not None:
-        return
-    trainer.label_ranks = trainer.accelerator.num_processes
+    losses = (base for base in type(trainer).__mro__ if _is_from(base, "trl") and "compute_loss" in vars(base))
+    nearest = next(losses, None)
+    shards = getattr(trainer.accelerator, "parallelism_config", None) is not None
+    if nearest is None or nearest.__name__ in MULTIPLY_BY_RANKS or shards:
+        return 1
+    return int(trainer.accelerator.num_processes)
 
 
 def check_balance_of_batches(trainer: Any) -> None:
