@@ -10,7 +10,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from types import FrameType
@@ -21,7 +21,6 @@ from transformers import TrainerCallback
 
 from ..ds_configs.specs.errors import ConfigError, ShardwrightError, UsageError
 from ..ds_configs.specs.settings import HANG_SECONDS, NONFINITE_STEPS, NonFiniteAction
-from ..plugins import patches
 from ..plugins.launching.messages import note_on_first_rank
 from ..plugins.transformers.sound_model import (
     gathered,
@@ -31,6 +30,7 @@ from ..plugins.transformers.sound_model import (
     shortened,
 )
 from ..plugins.transformers.training_arguments import check_first_of_its_kind
+from .exact import StepEvents, make_exact
 
 if TYPE_CHECKING:
     import torch
@@ -186,7 +186,7 @@ class NonFiniteError(ShardwrightError):
     exit_code = 4
 
 
-class GuardCallback(TrainerCallback):
+class GuardCallback(StepEvents, TrainerCallback):
     """Stop any Trainer on non-finite numbers, hangs and signals, with a complete checkpoint on SIGTERM and SIGINT.
 
     Attach it before `CheckpointCallback`. After a signal to any rank, all ranks save a checkpoint at the end of the
@@ -225,7 +225,7 @@ class GuardCallback(TrainerCallback):
         self._signal = 0
 
     def attach(self, trainer: Trainer) -> None:
-        """Add this callback to a Trainer, and wrap the methods that compute losses and gradient norms.
+        """Add this callback to a Trainer.
 
         Raises:
             UsageError: `skip` is selected under DeepSpeed, which updates weights before callbacks run; or the Trainer
@@ -236,37 +236,25 @@ class GuardCallback(TrainerCallback):
             rule = "DeepSpeed updates the weights inside the backward pass"
             raise UsageError(ConfigError(where="nonfinite", value="skip", rule=rule, fix="use stop"))
         self._trainer = trainer
+        make_exact(trainer).add_callback(self)
 
-        def releasing(train: Callable[..., Any]) -> Callable[..., Any]:
-            def guarded_train(*args: object, **kwargs: object) -> Any:
-                try:
-                    return train(*args, **kwargs)
-                finally:
-                    self._release()
+    @contextmanager
+    def around_training(self) -> Iterator[None]:
+        """Stop watching when the training run ends, also by an exception."""
+        try:
+            yield
+        finally:
+            self._release()
 
-            return guarded_train
+    def on_loss(self, loss: torch.Tensor) -> None:
+        """Remember that a loss is not finite, without waiting for the device."""
+        bad = ~loss.detach().isfinite().all()
+        self._loss_is_bad = bad if self._loss_is_bad is None else self._loss_is_bad | bad
 
-        def watching_losses(step: Callable[..., Any]) -> Callable[..., Any]:
-            def training_step(*args: object, **kwargs: object) -> Any:
-                loss = step(*args, **kwargs)
-                bad = ~loss.detach().isfinite().all()
-                self._loss_is_bad = bad if self._loss_is_bad is None else self._loss_is_bad | bad
-                return loss
-
-            return training_step
-
-        def keeping_norm(norm: Callable[..., Any]) -> Callable[..., Any]:
-            def get_grad_norm(*args: object, **kwargs: object) -> Any:
-                self._norm = norm(*args, **kwargs)
-                return self._norm
-
-            return get_grad_norm
-
-        patches.apply("guarded-train", releasing, on=trainer)
-        patches.apply("guarded-step", watching_losses, on=trainer)
-        if not trainer.is_deepspeed_enabled:
-            patches.apply("guarded-gradient-norm", keeping_norm, on=trainer)
-        trainer.add_callback(self)
+    def on_gradient_norm(self, norm: Any) -> None:
+        """Keep the norm; DeepSpeed's engine has its own."""
+        if self._trainer is not None and not self._trainer.is_deepspeed_enabled:
+            self._norm = norm
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
         """Check the weights, install the signal handlers and start to watch for hangs.
