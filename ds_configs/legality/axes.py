@@ -159,8 +159,12 @@ def pipeline_errors(
     if method != "full":
         rule = "pipelines require full training: with adapters, some stages would have no trainable parameters"
         errors.append(ConfigError(where="method", value=method, rule=rule, fix="use full, or ZeRO with adapters"))
-    if micro_batches is not None:
-        errors += micro_batch_errors(stages=stages, micro_batches=micro_batches, dual_pipe=dual_pipe)
+    # DualPipeV fills both directions (schedule.py:352).
+    least = 2 * stages if dual_pipe else 1
+    if micro_batches is not None and micro_batches < least:
+        rule = f"must be at least {f'2 * pp = {least} with DualPipeV' if dual_pipe else least}"
+        fix = f"nearest legal value: {least}" + (", or 1F1B" if dual_pipe else "")
+        errors.append(ConfigError(where="gradient_accumulation_steps", value=micro_batches, rule=rule, fix=fix))
     return errors
 
 
@@ -210,16 +214,6 @@ def tensor_errors(*, model_type: str, tensor_parallel_size: int, dual_pipe: bool
         rule = "in a pipeline requires the 1F1B schedule, not DualPipeV"
         errors.append(ConfigError(where="tp", value=tensor_parallel_size, rule=rule, fix="use tp = 1 or 1F1B"))
     return errors
-
-
-def micro_batch_errors(*, stages: int, micro_batches: int, dual_pipe: bool = False) -> list[ConfigError]:
-    """Return the errors of a number of micro-batches: m >= 1, and m >= 2p with DualPipeV (schedule.py:352)."""
-    least = 2 * stages if dual_pipe else 1
-    if micro_batches >= least:
-        return []
-    rule = f"must be at least {'2 * pp = ' if dual_pipe else ''}{least}" + (" with DualPipeV" if dual_pipe else "")
-    fix = f"nearest legal value: {least}" + (", or 1F1B" if dual_pipe else "")
-    return [ConfigError(where="gradient_accumulation_steps", value=micro_batches, rule=rule, fix=fix)]
 
 
 def batch_errors(*, global_batch_size: int, micro_batch_size: int, data_parallel_size: int) -> list[ConfigError]:
@@ -462,13 +456,6 @@ def _layer_errors(size: int, model: ModelTraits) -> list[ConfigError]:
     return errors
 
 
-def instead_of_context_parallelism(model: ModelTraits) -> str:
-    """Return the fix for a model without context parallelism; it suggests sequence parallelism if that is supported."""
-    if "chunked_attention" in model.layer_types or _layer_errors(2, model):
-        return "use cp = 1"
-    return "use cp = 1, or sp with DeepSpeed" + (" and flash_attention_2" if _is_windowed(model) else "")
-
-
 def _is_windowed(model: ModelTraits) -> bool:
     if model.layer_types:
         return bool(WINDOWED_ATTENTION.intersection(model.layer_types))
@@ -512,7 +499,9 @@ def context_parallel_errors(
         rule = "with dp_replicate > 1 requires dp_shard > 1"
         fix = "use dp_replicate = 1 (--strategy fsdp2) or dp_shard > 1 (a smaller --context-parallel-size)"
         errors.append(ConfigError(where="cp", value=size, rule=rule, fix=fix))
-    instead = instead_of_context_parallelism(model)
+    instead = "use cp = 1"
+    if "chunked_attention" not in model.layer_types and not _layer_errors(2, model):
+        instead += ", or sp with DeepSpeed" + (" and flash_attention_2" if _is_windowed(model) else "")
     if model.attention != "sdpa":
         fix = "load the model with attn_implementation='sdpa'"
         rule = "context parallelism requires torch's scaled_dot_product_attention"
