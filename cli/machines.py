@@ -148,7 +148,6 @@ def run_on_hosts(machines: TrainingMachineOptions, hardware: HardwareSpec) -> in
         NodeCommand(program=own_program(), words=tuple(words)),
         Hosts(names=names, ssh_config=machines.ssh_config),
         port=machines.main_port,
-        restarts=0,
         on_line=lambda line: print(line, file=sys.stderr if line.startswith(NOTE) else sys.stdout, flush=True),
     )
     return 0

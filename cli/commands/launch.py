@@ -24,7 +24,6 @@ class LaunchOptions(PlannedMachineOptions, ConfigOption):
     engines: ClassVar[Mapping[str, tuple[str, ...]]] = {
         **PlannedMachineOptions.engines,
         "dry_run": ("ssh", "slurm"),
-        "restarts": ("ssh",),
         "turn_ended": ("local",),
     }
 
@@ -33,7 +32,6 @@ class LaunchOptions(PlannedMachineOptions, ConfigOption):
     )
     hostfile: Path | None = Field(None, description="Machines for ssh, one line HOST slots=N each. Default: the plan's")
     dry_run: bool = Field(False, description="Check everything and print the commands or the script; launch nothing")
-    restarts: int = Field(0, ge=0, description="Restarts of a failed run, from its newest checkpoint")
     turn_ended: bool = Field(False, description="Exit code tells SLURM whether to requeue the job")
 
 
@@ -106,7 +104,7 @@ def _print_line(line: str) -> None:
 def _launch_on_cluster(
     plan_directory: Path, script: str | None, arguments: tuple[str, ...], options: LaunchOptions
 ) -> int:
-    from ...ds_configs.plan.clusters import RESUME, NodeCommand, slurm_script
+    from ...ds_configs.plan.clusters import NodeCommand, slurm_script
     from ...ds_configs.plan.plan import Plan
     from ...plugins.clusters.ssh import Hosts, node_launches, own_program, read_hostfile, run_over_ssh
     from ...trainers.training.script import script_errors, train_words
@@ -131,14 +129,12 @@ def _launch_on_cluster(
             sys.stdout.write(batch_script)
             return 0
         return submit_to_slurm(batch_script, plan.hardware, options)
-    # A user's script must resume by itself.
-    restart = () if script is not None or "--resume" in arguments else (RESUME,)
-    command = NodeCommand(program=own_program(), words=(*words, "--", *behind), restart=restart)
+    command = NodeCommand(program=own_program(), words=(*words, "--", *behind))
     names = read_hostfile(options.hostfile or plan_directory / "hostfile", plan.hardware)
     hosts = Hosts(names=names, ssh_config=options.ssh_config)
     if options.dry_run:
         for launch in node_launches(command, hosts, port=options.main_port, directory=Path.cwd()):
             print(" ".join([*(launch.program or ()), *launch.arguments]))
     else:
-        run_over_ssh(command, hosts, port=options.main_port, restarts=options.restarts, on_line=_print_line)
+        run_over_ssh(command, hosts, port=options.main_port, on_line=_print_line)
     return 0

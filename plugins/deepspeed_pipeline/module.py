@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
-class CausalLMPipeline(PipelineModule):  # type: ignore[misc]
+class CausalLMPipeline(PipelineModule):
     """Stages of a causal language model; ties the head's weight to the embedding's if they are on different ranks."""
 
     def __init__(self, parts: StageParts, **settings: object) -> None:
@@ -68,7 +68,7 @@ class CausalLMPipeline(PipelineModule):  # type: ignore[misc]
         if self.tensor_parallel_size > 1:
             for spec in self._layer_specs:
                 spec.module_kwargs["tensor_group"] = self._grid.get_slice_parallel_group()
-        super()._partition_layers(method)  # type: ignore[misc]
+        super()._partition_layers(method)
 
     @property
     def tensor_parallel_size(self: Any) -> int:
