@@ -18,16 +18,15 @@ class StudentRequest(Settings):
 
     group = "Student"
 
-    layers: int | None = Field(None, ge=1, description="Layers to keep, evenly spread, first and last included")
+    layers: int | None = Field(None, description="Layers to keep, evenly spread, first and last included")
     keep_layers: Numbers | None = Field(
         None, description="Layers to keep by number, ascending from 0 (e.g. 0,3,7); excludes --layers"
     )
-    hidden_size: int | None = Field(None, ge=1, alias="hidden", description="Width of the residual stream")
-    intermediate_size: int | None = Field(None, ge=1, alias="intermediate", description="Channels inside the MLP")
-    heads: int | None = Field(None, ge=1, description="Query heads of each layer")
+    hidden_size: int | None = Field(None, alias="hidden", description="Width of the residual stream")
+    intermediate_size: int | None = Field(None, alias="intermediate", description="Channels inside the MLP")
+    heads: int | None = Field(None, description="Query heads of each layer")
     key_value_heads: int | None = Field(
         None,
-        ge=1,
         alias="kv_heads",
         description="Key/value heads of each layer. Default: the teacher's query heads per key/value head",
     )
@@ -65,6 +64,18 @@ def request_errors(request: StudentRequest) -> list[ConfigError]:
     errors = []
     if request.layers is not None and request.keep_layers is not None:
         errors.append(ConfigError(where="--keep-layers", rule="cannot be combined with --layers"))
+    sizes = {
+        "--layers": request.layers,
+        "--hidden": request.hidden_size,
+        "--intermediate": request.intermediate_size,
+        "--heads": request.heads,
+        "--kv-heads": request.key_value_heads,
+    }
+    errors += [
+        ConfigError(where=name, value=n, rule="must be at least 1")
+        for name, n in sizes.items()
+        if n is not None and n < 1
+    ]
     if request.text and not request.cuts_width:
         rule = "is only used to compare channels and heads"
         errors.append(ConfigError(where="--text", rule=rule, fix="add --hidden, --intermediate or --heads"))
