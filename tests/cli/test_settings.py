@@ -262,8 +262,7 @@ def test_every_error_of_every_source_is_reported_together(
         "epochs (from SHARDWRIGHT_QAT_EPOCHS) = 'nan': must be a finite number",
         "learning_rat (from file): is not a setting; did you mean learning_rate?",
         "lora_rank (from file) = 0: must be greater than or equal to 1",
-        "loss (from file) = 'l2': must be 'forward_kl', 'reverse_kl', 'jsd', 'skewed_kl', 'skewed_reverse_kl', "
-        "'total_variation', 'eager' or 'chunked'",
+        "loss (from file) = 'l2': must be 'forward_kl', 'reverse_kl', 'jsd', 'eager' or 'chunked'",
         "micro_batch_size = 'few': must be an integer or 'auto'",
         "output_dir: is missing; pass --output-dir",
         "seed (from file): must not be null; omit it to use the default",

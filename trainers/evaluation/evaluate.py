@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from ...ds_configs.plan.notebook import result_html
 from ...ds_configs.specs.errors import ConfigError, UsageError
-from ...plugins.huggingface_hub.hub import split_revision
+from ...plugins.huggingface_hub.hub import model_directory, split_revision
 from ...plugins.launching.messages import log_progress
 from ...plugins.lm_eval import TaskRequest, TaskScore, run_tasks, task_errors
 from ..counting.estimates import Estimate, exponential, token_mean
@@ -25,7 +25,6 @@ from .loading import (
     EvalModel,
     StoredSizes,
     load_eval_model,
-    local_directory,
     read_eval_model,
     shared_tokenizer,
     stored_sizes,
@@ -242,8 +241,8 @@ def evaluate_model(
 
         def load(model: EvalModel) -> tuple[PreTrainedModel, dict[str, Any]]:
             """Return a loaded model, and the fields of its result that do not depend on the text."""
-            directory = local_directory(model)
             log_progress(f"loading of the {model.role}", 0, 1)
+            directory = model_directory(model.source.name, revision=model.source.revision)
             loaded = load_eval_model(model, directory, dtype=dtype, device=device)
             log_progress(f"loading of the {model.role}", 1, 1)
             scores: tuple[TaskScore, ...] = ()
@@ -261,7 +260,8 @@ def evaluate_model(
             del loaded
             gc.collect()
         loaded, fields = load(models[0])
-        measures = measure_tokens(ModelReader(loaded, batches, name=models[0].name), answers, batches)
+        reader = ModelReader(loaded, batches, name=models[0].name)
+        measures = measure_tokens(reader, answers, batches, baseline_name=models[-1].name)
         sums = measures.window_sums(measures.loss_N)
         evaluated_baseline, comparison = None, None
         if measures.baseline_loss_N is not None:

@@ -8,7 +8,6 @@ import math
 import shutil
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,6 +22,7 @@ from shardwright.trainers.counting.estimates import Estimate, exponential, token
 from shardwright.trainers.evaluation import measures
 from shardwright.trainers.evaluation.evaluate import evaluate_model
 from shardwright.trainers.evaluation.measures import TextRequest, text_windows, windows_of
+from shardwright.trainers.losses import fused_loss
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 pytestmark = pytest.mark.slow
@@ -168,10 +168,8 @@ def test_complete_logits_give_the_same_values(tiny_llama, noisy_llama, book, mon
     caplog.set_level(logging.INFO, "shardwright")
     separate = evaluate_model(str(noisy_llama), **options)
     assert "in memory" not in caplog.text
-    # A head whose own logits are not the model's: what a family that rescales them without saying so looks like.
-    monkeypatch.setattr(
-        measures, "output_head", lambda model: SimpleNamespace(logits=lambda rows: model.lm_head(rows) * 2)
-    )
+    # What a family that rescales its logits without a setting for it looks like.
+    monkeypatch.setattr(fused_loss, "logit_shape", lambda model: (2.0, None))
     whole = evaluate_model(str(noisy_llama), **options)
     assert caplog.text.count("both models stay in memory") == 1
     assert whole.comparison.kl_nats_per_token.value == pytest.approx(

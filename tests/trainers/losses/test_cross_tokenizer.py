@@ -90,17 +90,6 @@ def test_equal_tokenization_aligns_token_by_token(text: str, data: st.DataObject
     assert aligned_spans(ends, ends, text) == [(i, i + 1, i, i + 1) for i in range(len(cuts))]
 
 
-def test_whitespace_on_either_side_aligns() -> None:
-    text = "to  be"
-    after, before, apart = [(0, 4), (4, 6)], [(0, 2), (2, 6)], [(0, 2), (2, 4), (4, 6)]
-    spans = {
-        name: aligned_spans(boundaries(own, text), boundaries(other, text), text)
-        for name, own, other in (("sides", after, before), ("apart", after, apart))
-    }
-    assert spans["sides"] == [(0, 1, 0, 1), (1, 2, 1, 2)]
-    assert spans["apart"] == [(0, 1, 0, 2), (1, 2, 2, 3)]
-
-
 def test_tokens_without_text_belong_to_no_span() -> None:
     """Two special tokens begin the sequence, and one separates documents."""
     text = "abc"
@@ -324,20 +313,3 @@ def test_bad_input(tokenizers: tuple[Any, Any], tmp_path: Path) -> None:
         DistillationConfig(cross_tokenizer=True, on_policy=OnPolicy())
     with pytest.raises(UsageError, match="cross_tokenizer = 'uld': must be True or False"):
         DistillationConfig(cross_tokenizer="uld")  # type: ignore[arg-type]
-
-
-def test_token_weights_are_rejected_across_tokenizers(tokenizers: tuple[Any, Any], tmp_path: Path) -> None:
-    own, other = tokenizers
-    ids = own(TEXT)["input_ids"]
-    trainer = DistillationTrainer(
-        model=tiny("llama", vocab_size=600),
-        args=training_arguments(tmp_path),
-        teacher=tiny("llama", vocab_size=400, seed=3),
-        teacher_tokenizer=other,
-        distillation=DistillationConfig(cross_tokenizer=True),
-        train_dataset=[{"input_ids": ids, "labels": ids, "token_weights": [0.5] * len(ids)}],
-        data_collator=collate,
-        processing_class=own,
-    )
-    with pytest.raises(UsageError, match="token_weights: spans of several tokens have no weight"):
-        trainer.train()

@@ -11,7 +11,7 @@ from ....ds_configs.quantization.recipe import SchemeSettings
 from ....ds_configs.quantization.scheme import changed, scheme_named
 from ....ds_configs.specs.errors import ConfigError, UsageError
 from ....ds_configs.specs.settings import JoinedNames, adapter_errors
-from ...losses.objective import Divergence
+from ...losses.token_objective import Divergence
 from ...runs.settings import LaunchedJob, LaunchedSettings, ObjectiveSettings, launched_errors
 from ..rounding.config import InputRanges, LoraMode, QATConfig
 from ..rounding.rounding import WeightRule
