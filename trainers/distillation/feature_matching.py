@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-from torch.utils.checkpoint import checkpoint
 
 from ...ds_configs.specs.errors import ConfigError, UsageError
 from ...plugins.safetensors.reading import load_tensors
@@ -26,7 +25,6 @@ LayerPairs = tuple[tuple[int, int], ...]
 LayerMatch = tuple[int, tuple[tuple[int, float], ...]]
 """A student layer, and the teacher layers whose weighted mean it is compared with; their weights add up to 1."""
 RELATION_TENSORS: tuple[AttentionTensor, ...] = ("query", "key", "value")
-SCORE_TENSORS: tuple[AttentionTensor, ...] = ("query", "key")
 BLOCK_ELEMENTS = 2**24
 """Elements of the largest tensor of one block; about eight such fp32 tensors exist at the same time."""
 _INVISIBLE = -1e9
@@ -51,41 +49,33 @@ class HiddenStateTerm:
 
     def __post_init__(self) -> None:
         """Raise a `UsageError` with all errors."""
-        if errors := _term_errors("hidden_states", self, ("mse", "cosine"), ("uniform", "interpolate")):
+        errors = _term_errors("hidden_states", self, ("uniform", "interpolate"))
+        if self.kind not in ("mse", "cosine"):
+            errors.append(ConfigError(where="hidden_states.kind", value=self.kind, rule="must be mse or cosine"))
+        if errors:
             raise UsageError(errors)
 
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionTerm:
-    """Match attention; both models keep their attention kernels."""
+    """Match the relations among queries, keys and values (MiniLM); both models keep their attention kernels."""
 
     weight: float = 1.0
     """Weight of the mean distance, above 0."""
-    kind: Literal["relations", "scores"] = "relations"
-    """MiniLM's relations among queries, keys and values, or TinyBERT's scores of queries with keys, where the teacher's
-    heads are interpolated if their numbers differ."""
     layers: Literal["last", "uniform"] | LayerPairs = "last"
     """The last layer of each; every student layer with the teacher layer of the nearest relative depth; or pairs of
     (student layer, teacher layer), counted from 1."""
 
     def __post_init__(self) -> None:
         """Raise a `UsageError` with all errors."""
-        if errors := _term_errors("attention", self, ("relations", "scores"), ("last", "uniform")):
+        if errors := _term_errors("attention", self, ("last", "uniform")):
             raise UsageError(errors)
 
-    @property
-    def tensors(self) -> tuple[AttentionTensor, ...]:
-        return RELATION_TENSORS if self.kind == "relations" else SCORE_TENSORS
 
-
-def _term_errors(
-    name: str, term: HiddenStateTerm | AttentionTerm, kinds: tuple[str, ...], layer_kinds: tuple[str, ...]
-) -> list[ConfigError]:
+def _term_errors(name: str, term: HiddenStateTerm | AttentionTerm, layer_kinds: tuple[str, ...]) -> list[ConfigError]:
     errors = []
     if not 0 < term.weight < math.inf:
         errors.append(ConfigError(where=f"{name}.weight", value=term.weight, rule="must be above 0"))
-    if term.kind not in kinds:
-        errors.append(ConfigError(where=f"{name}.kind", value=term.kind, rule=f"must be one of {', '.join(kinds)}"))
     pairs: Any = term.layers
     if isinstance(pairs, str):
         if pairs not in layer_kinds:
@@ -175,7 +165,7 @@ class FeatureMatching:
     def _capture(self, model: Any, layers: set[int], *, with_graph: bool) -> AbstractContextManager[Captured | None]:
         if self.attention_term is None:
             return nullcontext()
-        return captured_attention(model, sorted(layers), self.attention_term.tensors, with_graph=with_graph)
+        return captured_attention(model, sorted(layers), RELATION_TENSORS, with_graph=with_graph)
 
     def hidden_sum(
         self, student: Sequence[torch.Tensor], teacher: Sequence[torch.Tensor], row_weights_BS: torch.Tensor
@@ -217,8 +207,6 @@ class FeatureMatching:
         Raises:
             UsageError: the models read different positions.
         """
-        term = self.attention_term
-        assert term is not None
         distances = []
         for layer, other in self._attention_pairs:
             own, taught = student[layer], teacher[other]
@@ -227,11 +215,8 @@ class FeatureMatching:
             windows = [each.window for each in (own, taught) if each.window is not None]
             causal, window = own.causal or taught.causal, min(windows, default=None)
             visible = visibility(inputs, shapes[0][2], causal=causal, window=window)
-            if term.kind == "scores":
-                distances.append(score_sum(own, taught, row_weights_BS, visible))
-            else:
-                for name in RELATION_TENSORS:
-                    distances.append(relation_sum(own.tensor(name), taught.tensor(name), row_weights_BS, visible))
+            for name in RELATION_TENSORS:
+                distances.append(relation_sum(own.tensor(name), taught.tensor(name), row_weights_BS, visible))
         return torch.stack(distances).mean()
 
 
@@ -428,57 +413,3 @@ def row_blocks(weights_BS: torch.Tensor, elements: int) -> tuple[torch.Tensor, .
     """Split the rows that have a weight in any sample; ``elements`` is the size of the largest tensor per row."""
     rows = weights_BS.ne(0).any(dim=0).nonzero().squeeze(1)
     return tuple(rows.split(max(1, BLOCK_ELEMENTS // elements))) if len(rows) else ()
-
-
-def score_sum(
-    student: LayerAttention, teacher: LayerAttention, weights_BS: torch.Tensor, visible: Visibility
-) -> torch.Tensor:
-    """Return ``Σ_t w_t · 1/M · Σ_m 1/n_t · Σ_j (s^S_mtj - s^T_mtj)²``, an fp32 scalar, over the n_t visible positions.
-
-    s = q kᵀ · scaling, before masks, soft-caps and the softmax (TinyBERT, arXiv 1909.10351, equation 7, which takes
-    the mean over all positions). If the numbers of heads differ, `head_mixtures` matches them. Scores are
-    recomputed in the backward pass, block by block.
-    """
-    with torch.autocast(weights_BS.device.type, enabled=False):
-        query, key = (student.tensor(name).float() for name in SCORE_TENSORS)
-        taught_query, taught_key = (teacher.tensor(name).detach().float() for name in SCORE_TENSORS)
-        own_mixture, taught_mixture = (
-            mixture.to(weights_BS.device) for mixture in head_mixtures(query.shape[1], taught_query.shape[1])
-        )
-
-        def block(query: torch.Tensor, key: torch.Tensor, rows_R: torch.Tensor) -> torch.Tensor:
-            seen_BRS = visible.rows(rows_R)
-            learned = _scores(query, key, rows_R, student.scaling)
-            taught = _scores(taught_query, taught_key, rows_R, teacher.scaling)
-            learned = torch.einsum("mh,bhrs->bmrs", own_mixture, learned)
-            difference = learned - torch.einsum("mh,bhrs->bmrs", taught_mixture, taught)
-            squares = difference.masked_fill(~seen_BRS[:, None], 0.0).square().sum(dim=-1).mean(dim=1)
-            return squares / seen_BRS.sum(dim=-1).clamp(min=1)
-
-        elements = weights_BS.shape[0] * max(query.shape[1], taught_query.shape[1]) * visible.size
-        total = torch.zeros((), dtype=torch.float32, device=weights_BS.device)
-        for rows_R in row_blocks(weights_BS, elements):
-            distance_BR = checkpoint(block, query, key, rows_R, use_reentrant=False, preserve_rng_state=False)
-            total = total + (weights_BS[:, rows_R].float() * distance_BR).sum()
-        return total
-
-
-def head_mixtures(student_heads: int, teacher_heads: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return two matrices [M, heads] that map both models' heads to the same number of scores.
-
-    Equal numbers are matched one to one. Otherwise M = student heads, and the teacher's are interpolated linearly along
-    the head axis, first with first and last with last; a student with one head is compared with the mean of all.
-    """
-    if student_heads == teacher_heads:
-        return torch.eye(student_heads), torch.eye(teacher_heads)
-    if student_heads == 1:
-        return torch.eye(1), torch.full((1, teacher_heads), 1 / teacher_heads)
-    positions_M = torch.linspace(0, teacher_heads - 1, student_heads, dtype=torch.float64)
-    distances_MH = (positions_M[:, None] - torch.arange(teacher_heads)).abs()
-    return torch.eye(student_heads), (1 - distances_MH).clamp(min=0).float()
-
-
-def _scores(query_BHSD: torch.Tensor, key_BKSD: torch.Tensor, rows_R: torch.Tensor, scaling: float) -> torch.Tensor:
-    """Return scores [B, H, R, S]; consecutive query heads share a key head."""
-    grouped = query_BHSD.index_select(2, rows_R).unflatten(1, (key_BKSD.shape[1], -1))
-    return (grouped @ key_BKSD[:, :, None].transpose(-1, -2) * scaling).flatten(1, 2)

@@ -22,7 +22,6 @@ from .cache.teacher_cache import TeacherCache
 from .config import DistillationConfig
 
 if TYPE_CHECKING:
-    from accelerate import Accelerator
     from transformers import (
         PreTrainedModel,
         PreTrainedTokenizerBase,
@@ -97,27 +96,6 @@ def check_arguments(
         )
         if own > other:
             note_on_first_rank(f"the student has {own:,} parameters and the teacher {other:,}: are they swapped?")
-
-
-def check_accelerator(accelerator: Accelerator, distillation: DistillationConfig) -> None:
-    """Reject layouts whose losses would not be exact.
-
-    Raises:
-        UsageError: context parallelism, FSDP1, or attention terms under sequence parallelism.
-    """
-    errors = []
-    parallelism = getattr(accelerator, "parallelism_config", None)
-    if parallelism is not None and parallelism.cp_enabled:
-        rule = "context parallelism reorders positions inside a step, which a teacher cannot follow"
-        errors.append(ConfigError(where="cp_size", value=parallelism.cp_size, rule=rule, fix="use sp_size"))
-    if parallelism is not None and parallelism.sp_enabled and distillation.attention is not None:
-        rule = "requires the attention of full sequences, which no rank has under sequence parallelism"
-        errors.append(ConfigError(where="attention", rule=rule, fix="use hidden_states instead, or set sp_size to 1"))
-    plugin = getattr(accelerator.state, "fsdp_plugin", None)
-    if plugin is not None and plugin.fsdp_version == 1:
-        errors.append(ConfigError(where="fsdp_version", value=1, rule="is not supported", fix="set fsdp_version: 2"))
-    if errors:
-        raise UsageError(errors)
 
 
 def cross_tokenizer_loss(

@@ -38,7 +38,6 @@ from .teacher import (
     DistillationBatch,
     EarlyExit,
     TeacherOutput,
-    check_accelerator,
     check_arguments,
     cross_tokenizer_loss,
     inner_model,
@@ -125,8 +124,12 @@ class DistillationTrainer(Trainer):
         self.model_accepts_loss_kwargs = True
         inner = inner_model(self)
         self._loss_shifts_labels = predicts_next_token(inner)
-        check_accelerator(self.accelerator, self.distillation)
-        if errors := trainer_errors(self):
+        errors, fsdp = trainer_errors(self), getattr(self.accelerator.state, "fsdp_plugin", None)
+        if fsdp is not None and fsdp.fsdp_version == 1:
+            errors.append(
+                ConfigError(where="fsdp_version", value=1, rule="is not supported", fix="set fsdp_version: 2")
+            )
+        if errors:
             raise UsageError(errors)
         own = self.distillation.self_teacher
         if own is not None and own.kind == "deeper_exit":
@@ -148,12 +151,14 @@ class DistillationTrainer(Trainer):
             return AdapterOff(self)
         if own is not None:
             return place_second_model(frozen_copy(inner_model(self)), "replica", accelerator=self.accelerator)
-        if not isinstance(teacher, PlacedModel):
-            teacher = place_second_model(teacher, placement, accelerator=self.accelerator)
+        if isinstance(teacher, PlacedModel):
+            placed = teacher
+        else:
+            placed = place_second_model(teacher, placement, accelerator=self.accelerator)
         parallelism = getattr(self.accelerator, "parallelism_config", None)
         if parallelism is not None and parallelism.sp_enabled:
-            keep_own_attention(teacher.model)
-        return teacher
+            keep_own_attention(placed.model)
+        return placed
 
     def _set_signature_columns_if_needed(self) -> None:
         super()._set_signature_columns_if_needed()

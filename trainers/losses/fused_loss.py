@@ -27,7 +27,6 @@ from .objective import (
     HiddenTargets,
     LogitTargets,
     TeacherTargets,
-    TokenObjective,
     TokenSums,
     TopKTargets,
     check_targets,
@@ -38,6 +37,7 @@ from .objective import (
     valid_rows,
     weighted_rows,
 )
+from .token_objective import TokenObjective
 
 if TYPE_CHECKING:
     from torch.autograd.function import FunctionCtx

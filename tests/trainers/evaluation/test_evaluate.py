@@ -51,15 +51,6 @@ def book(tmp_path: Path) -> Path:
     return path
 
 
-def test_windows_by_hand():
-    assert list(windows_of(range(7), 3, 3)) == [
-        {"input_ids": [0, 1, 2], "labels": [0, 1, 2]},
-        {"input_ids": [3, 4, 5], "labels": [3, 4, 5]},
-    ]
-    assert list(windows_of(range(7), 4, 3))[1] == {"input_ids": [3, 4, 5, 6], "labels": [IGNORED, 4, 5, 6]}
-    assert list(windows_of(range(3), 4, 4)) == []
-
-
 @given(st.integers(2, 40), st.integers(0, 200), st.data())
 def test_overlapping_windows_judge_every_token_once(seq_len, count, data):
     stride = data.draw(st.integers(1, seq_len - 1))

@@ -106,16 +106,6 @@ def test_cache_restores_the_likeliest_tokens_and_the_mass_of_all_others(
             assert tail.numpy() == pytest.approx((1 - kept.exp().sum(dim=1)).clamp(min=0).numpy(), abs=2e-3)
 
 
-def test_excluded_tokens_have_no_probability(tmp_path: Path) -> None:
-    logits = torch.full((1, 40), float("-inf"))
-    logits[0, :3] = torch.tensor([1.0, 2.0, 3.0])
-    found = stored(logits, key_of(40, k=6), tmp_path).read(torch.tensor([0]), 1.0)
-    probability = dict(zip(found.ids_NK[0].tolist(), found.log_probabilities_NK[0].exp().tolist(), strict=True))
-    assert [probability.pop(index) for index in range(3)] == pytest.approx([0.0900, 0.2447, 0.6652], abs=1e-3)
-    assert sum(probability.values()) < 1e-12
-    assert found.tail_log_probability_N.isneginf().all()
-
-
 def both_losses(
     student_logits: torch.Tensor, taught: torch.Tensor, targets: Any, temperature: float
 ) -> tuple[float, float, float]:
@@ -283,11 +273,6 @@ class TestBadInput:
             with pytest.raises(RefusedInputError, match="write the cache again"):
                 TeacherCache.open(tmp_path)
 
-    def test_earlier_formats_are_rejected(self, tmp_path: Path) -> None:
-        (tmp_path / "manifest.json").write_text('{"schema_version": 1}')
-        with pytest.raises(RefusedInputError, match="was written by an earlier version, in another format"):
-            TeacherCache.open(tmp_path)
-
     def test_full_disk_leaves_no_files(self, pair: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         def full(descriptor: int) -> None:
             raise OSError(errno.ENOSPC, "No space left on device")
@@ -341,14 +326,6 @@ class TestCommand:
         capsys.readouterr()
         assert run([*command, "--top-k", "5"]) == 4
         assert "was made with another top_k (50, expected 5)" in capsys.readouterr().err
-
-    def test_dry_run_writes_nothing(
-        self, files: tuple[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-    ) -> None:
-        before = sorted(tmp_path.rglob("*"))
-        assert run(self.arguments(files, "--dry-run")) == 0
-        assert "nothing was run or written." in capsys.readouterr().out
-        assert sorted(tmp_path.rglob("*")) == before
 
     @pytest.mark.parametrize(
         ("more", "code", "line"),
