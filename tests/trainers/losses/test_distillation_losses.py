@@ -467,7 +467,7 @@ def test_without_a_compiler_the_loss_runs_uncompiled_and_warns_once(
     assert [record.message for record in caplog.records if "no C compiler" in record.message] == [caplog.messages[0]]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float32, marks=pytest.mark.full)])
 def test_peak_bytes_follow_the_formula(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(fused_loss.BLOCK_BYTES, "cpu", 40_000)
     sizes = ((256, 64, 1000), (100, 128, 3000))
