@@ -23,7 +23,6 @@ from ...plugins.transformers.sound_model import (
 from ..data.models import StartingModel, has_tokenizer, load_tokenizer
 from ..data.sources import one_line
 from ..data.tokenizers import agreed_vocab_size
-from ..formats.merge import OpenedAdapter
 from ..formats.spqr import INDEX, QUANT_METHOD, SINGLE
 
 if TYPE_CHECKING:
@@ -39,17 +38,10 @@ class EvalModel:
     source: ModelSource
     config: PretrainedConfig
     """The configuration as Transformers reads it."""
-    adapter: OpenedAdapter | None = None
-    """Adapter whose base model, or merged model, is `source`; `None` for a complete model."""
-
-    @property
-    def title(self) -> str:
-        """Hub id or directory of the model, or of its adapter."""
-        return self.source.name if self.adapter is None else self.adapter.name
 
     @property
     def name(self) -> str:
-        return f"{self.role} {self.title}"
+        return f"{self.role} {self.source.name}"
 
     @property
     def longest(self) -> int | None:
@@ -87,8 +79,6 @@ class EvalModel:
 
     @property
     def _tokenizer_source(self) -> StartingModel:
-        if self.adapter is not None:
-            return self.adapter.tokenizer
         return StartingModel(model=self.source.name, revision=self.source.revision)
 
 
