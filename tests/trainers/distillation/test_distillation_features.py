@@ -70,11 +70,7 @@ def test_interpolated_maps_keep_relative_depth(student: int, teacher: int) -> No
 def test_terms_report_all_errors() -> None:
     with pytest.raises(UsageError) as caught:
         HiddenStateTerm(weight=0, kind="l1", layers=((1, 2), (1, 2)))  # type: ignore[arg-type]
-    assert [error.where.split(".")[1] for error in caught.value.errors] == [
-        "weight",
-        "kind",
-        "layers",
-    ]
+    assert [error.where.split(".")[1] for error in caught.value.errors] == ["weight", "layers", "kind"]
     with pytest.raises(UsageError) as caught:
         AttentionTerm(weight=-1.0, layers="first")  # type: ignore[arg-type]
     assert [error.where.split(".")[1] for error in caught.value.errors] == ["weight", "layers"]
