@@ -17,14 +17,8 @@ from rich.table import Table
 from rich.text import Text
 
 from ..ds_configs.plan.plan import Plan
-from ..ds_configs.specs.errors import ConfigError, UsageError, collecting
-from .machines import (
-    TrainingMachineOptions,
-    note_result_machine,
-    run_on_hosts,
-    slurm_script_of_command,
-    submit_to_slurm,
-)
+from ..ds_configs.specs.errors import UsageError, collecting
+from .machines import MachineOptions
 from .options import TrainingOptions
 from .progress import Bar, LinesAtTimes, note, progress_on_stderr
 from .settings import command_line, full_command_line
@@ -33,7 +27,6 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from ..ds_configs.plan.plan import Plan
-    from ..ds_configs.specs.hardware import HardwareSpec
     from ..plugins.launching.messages import Figures
     from ..trainers.data.samples import Samples
     from ..trainers.runs.report import LaunchedOutcome
@@ -46,8 +39,7 @@ Outcome = TypeVar("Outcome", bound="LaunchedOutcome")
 def launched_command(
     prepare: Callable[[RunRequest], PreparedTraining[Outcome]],
     options: TrainingOptions,
-    machines: TrainingMachineOptions,
-    settings: LaunchedSettings,
+    machines: MachineOptions,
     show: Callable[[Outcome, Path], None],
     describe: Callable[..., dict[str, Any]] = lambda prepared, as_json: {},
 ) -> int:
@@ -59,22 +51,7 @@ def launched_command(
     from ..trainers.runs.run import run_part, run_training
     from ..trainers.runs.settings import RunRequest
 
-    output_dir, as_json, errors, script = options.output_dir, options.as_json, machines.errors(), ""
-    if machines.on == "ssh" and not options.dry_run and not errors:
-        return run_on_hosts(machines, _planned_hardware(settings))
-    if machines.on == "slurm":
-        with collecting(errors):
-            if getattr(settings, "plan", None) is None and settings.hardware in (None, "local"):
-                rule = "must be the nodes of the job, not this machine"
-                fix = "such as --hardware 2x8xH100-80GB, or plan first"
-                raise UsageError(ConfigError(where="hardware", value=settings.hardware, rule=rule, fix=fix))
-            hardware = _planned_hardware(settings)
-            script = slurm_script_of_command(machines, hardware)
-            if not options.dry_run and not errors:
-                return submit_to_slurm(script, hardware, machines, as_json=as_json)
-        if errors:
-            # Without the hardware of the job, everything else would be checked against this machine.
-            raise UsageError(errors)
+    output_dir, as_json, errors = options.output_dir, options.as_json, machines.errors()
     request = RunRequest(
         output_dir=output_dir,
         resume=options.resume,
@@ -94,15 +71,12 @@ def launched_command(
     assert prepared is not None, "a failed preparation left an error"
     if options.dry_run:
         files, more = [output_dir / name for name in prepared.file_names], describe(prepared, as_json=as_json)
-        more |= {"sbatch": script} if script and as_json else {}
         show_dry_run(prepared.settings, prepared.plan, prepared.samples, files, as_json=as_json, **more)
-        if script and not as_json:
-            sys.stdout.write(f"Job script:\n{script}")
         return 0
     if request.place is not None and not request.place.is_first:
         with redirect_stdout(sys.stderr):
             run_part(prepared)
-        note_result_machine(request.place)
+        note(f"machine {request.place.rank} is done; the results are on {request.place.main_address}")
         return 0
     view = partial(TrainingView, plan=prepared.plan)
     with redirect_stdout(sys.stderr), progress_on_stderr("starting the ranks", LinesAtTimes(), view):
@@ -148,14 +122,6 @@ def show_outcome(
     out.print(outcome.speed_line())
     files = ", ".join(str(output_dir / file) for file in (REPORT_FILE, CARD_FILE, chart))
     out.print(f"{noun} in {output_dir}; see {files}", markup=False)
-
-
-def _planned_hardware(settings: LaunchedSettings) -> HardwareSpec:
-    from ..ds_configs.plan.plan import Plan
-    from ..trainers.runs.inputs import chosen_hardware
-
-    plan = getattr(settings, "plan", None)
-    return chosen_hardware(settings) if plan is None else Plan.load(plan).hardware
 
 
 def show_dry_run(

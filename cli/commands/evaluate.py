@@ -148,7 +148,7 @@ def show_evaluation(evaluation: Evaluation, output_dir: Path | None) -> None:
 
     from ...ds_configs.plan.measurement import printable
     from ...trainers.reports.make import REPORT_FILE as HTML_FILE
-    from ...trainers.reports.runs import EVALUATION_FILES, evaluation_table, verdict
+    from ...trainers.reports.runs import evaluation_table, verdict
     from ..show import console, print_compared
 
     out, text, compared = console(), evaluation.text, evaluation.comparison is not None
@@ -171,5 +171,5 @@ def show_evaluation(evaluation: Evaluation, output_dir: Path | None) -> None:
     if output_dir is None:
         out.print("No files written; pass --output-dir")
     else:
-        files = (printable(str(output_dir / name)) for name in (*EVALUATION_FILES, HTML_FILE))
+        files = (printable(str(output_dir / name)) for name in ("REPORT.md", "evaluation.json", HTML_FILE))
         out.print(Text(f"Written: {', '.join(files)}"))

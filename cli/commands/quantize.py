@@ -157,7 +157,7 @@ def show_quantization(outcome: QuantizationOutcome, output_dir: Path) -> None:
 
     from ...ds_configs.plan.measurement import printable
     from ...ds_configs.quantization.scheme import METHODS
-    from ...trainers.quantization.run import quantization_file_names
+    from ...trainers.quantization.run import QUANTIZATION_FILES
     from ...trainers.reports.runs import evaluation_table, verdict
     from ..show import console, print_compared, show_next
 
@@ -171,7 +171,7 @@ def show_quantization(outcome: QuantizationOutcome, output_dir: Path) -> None:
         print_compared(out, ("quantized", "before", "difference"), evaluation_table(data).rows)
         out.print()
         out.print(Text(verdict(data)))
-    names = ", ".join(quantization_file_names(evaluated=evaluation is not None))
+    names = ", ".join(QUANTIZATION_FILES)
     out.print(Text(f"Checkpoint in {printable(str(output_dir))}, with {names}"))
     if METHODS[outcome.prepared.resolved.method].engine == "llm-compressor":
         show_next("vllm", "serve", output_dir)

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Literal
 
 from ...ds_configs.specs.errors import ConfigError, UsageError
-from ...ds_configs.specs.job import TeacherPlacement
+from ...ds_configs.specs.second_models import Placement
 from ..peft import four_bit_loading
 from .checkpoint_tensors import without_zero3
 from .document_attention import attend_by_document
@@ -81,7 +81,7 @@ def load_second_model(
     name: str,
     *,
     revision: str | None = None,
-    placement: TeacherPlacement = "replica",
+    placement: Placement = "replica",
     dtype: torch.dtype = None,
     engine: Engine = "single",
 ) -> PreTrainedModel:
@@ -139,7 +139,7 @@ def _zero3_configuration(dtype: torch.dtype | None, *, offloaded: bool) -> dict[
     return configuration
 
 
-def place_second_model(model: PreTrainedModel, placement: TeacherPlacement, *, accelerator: Accelerator) -> PlacedModel:
+def place_second_model(model: PreTrainedModel, placement: Placement, *, accelerator: Accelerator) -> PlacedModel:
     """Place a loaded model on devices or host memory, next to the model that the accelerator prepares.
 
     A sharded model gets its own DeepSpeed engine, or per-layer FSDP2 units if the trained model uses FSDP2, because

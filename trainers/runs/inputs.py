@@ -70,7 +70,7 @@ def launch_errors(
     rule = f"requires {count} x {hardware.gpu} {where}; this machine has {here} GPUs"
     fix = device_fix
     if hardware.nodes > 1 and place is None:
-        fix = "start all machines with --on ssh --hostfile, or each one with --node-rank and --main-address"
+        fix = "start each machine with --node-rank and --main-address, or run shardwright launch PLAN --on ssh|slurm"
     return [ConfigError(where="hardware", value=hardware.name, rule=rule, fix=fix)]
 
 

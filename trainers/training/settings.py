@@ -76,9 +76,6 @@ class TrainSettings(KernelSettings, LayoutSettings, StreamingSettings, LaunchedS
         "auto", description="Compute precision; auto: bf16, or fp32 without an accelerator"
     )
     plan: str | None = Field(None, description="Directory of a plan to run. Default: plan now")
-    resume_adapter: str | None = Field(
-        None, description="Directory or Hub id of a LoRA adapter of the model to train further"
-    )
     arg: NamedValues = Field({}, description="NAME=VALUE of TrainingArguments, such as weight_decay=0.1; repeatable")
 
 
@@ -86,7 +83,6 @@ class TrainJob(LaunchedJob):
     task: Literal["train"] = "train"
     settings: TrainSettings = Field(description="settings of the user")
     model: str = Field(description="Hub id, directory or config.json")
-    adapter: str | None = Field(None, description="directory of the adapter to train further")
 
 
 class ScriptJob(RankJob):
@@ -102,8 +98,7 @@ def train_settings_errors(settings: TrainSettings) -> list[ConfigError]:
     """Return the settings that cannot be combined, before anything is read."""
     errors = launched_errors(settings)
     if settings.plan is None:
-        # `with_resumed_adapter` compares the options with those of the adapter.
-        errors += [] if settings.resume_adapter else adapter_errors(settings.stated(), settings.method)
+        errors += adapter_errors(settings.stated(), settings.method)
     else:
         rule, fix = "is fixed by the plan", "omit it, or omit --plan to plan now"
         errors += [
