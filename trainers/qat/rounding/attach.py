@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import re
 from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import replace
@@ -95,16 +94,14 @@ def attach(model: Any, config: QATConfig, *, stored_dtype: torch.dtype | None = 
     )
     _change_classes(model, attachment, candidates)
     # Listed now, because an engine may rename modules later.
-    dense, dense_experts = [*routers], []
+    dense = [*routers]
     for name, module in model.named_modules():
         parts = name.split(".")
         if name in attachment.modules or "original_module" in parts or any(part.startswith("lora_") for part in parts):
             continue
-        if is_fused_experts(module):
-            dense_experts.append(re.split(r"\.\d+\.", expert_linear_layers(model, name)[0].name)[0])
-        elif isinstance(module, torch.nn.Linear) and name.removesuffix(".base_layer") not in attachment.modules:
+        if isinstance(module, torch.nn.Linear) and name.removesuffix(".base_layer") not in attachment.modules:
             dense.append(checkpoint_name(name))
-    attachment.dense, attachment.dense_experts = tuple(dense), tuple(dense_experts)
+    attachment.dense = tuple(dense)
     if config.learns_scales:
         _add_learned_scales(attachment)
     setattr(model, ATTRIBUTE, attachment)
@@ -184,7 +181,7 @@ def _model_errors(
     adapters = (name for name in candidates if is_lora_linear(modules[name]) and checkpoint_name(name) in names)
     # All adapters have the same settings: report the first wrong one.
     errors += next(filter(None, (lora_errors(checkpoint_name(name), modules[name]) for name in adapters)), [])
-    return errors + experts_errors(model, scheme)
+    return errors + experts_errors(model)
 
 
 def _change_classes(model: Any, attachment: Attachment, candidates: Mapping[str, tuple[LinearLayer, ...]]) -> None:

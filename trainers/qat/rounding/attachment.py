@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 
 ATTRIBUTE = "quantization_attachment"
 """Attribute of a model that holds its `Attachment`."""
-_SHOWN = 8
 
 
 @dataclass(kw_only=True)
@@ -38,8 +37,6 @@ class Attachment:
     """Rounded matrices, by their names in the checkpoint."""
     dense: tuple[str, ...] = ()
     """Linear layers and routers that stay dense, by their names in the model without adapters."""
-    dense_experts: tuple[str, ...] = ()
-    """Prefixes in the checkpoint of experts that stay dense, one per layer."""
     lora_rank: int | None = None
     """Rank of the trained adapter; `None` without one."""
     ranges: dict[str, InputRange] = field(default_factory=dict)
@@ -90,9 +87,3 @@ def checkpoint_name(name: str) -> str:
     for wrapper in ("._orig_mod", "._checkpoint_wrapped_module"):
         plain = plain.replace(wrapper, "")
     return re.sub(r"\.modules_to_save\.[^.]+", "", plain)
-
-
-def some_names(names: Sequence[str]) -> str:
-    """Return the first names of a list, and the number of others."""
-    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return ", ".join(names[:_SHOWN]) + more
