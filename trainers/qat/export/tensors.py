@@ -10,7 +10,7 @@ from ....ds_configs.quantization.layers import LinearLayer
 from ....ds_configs.specs.errors import ConfigError, RefusedInputError, UsageError
 from ....plugins.compressed_tensors.codes import pack_tensors
 from ....plugins.transformers.checkpoint_tensors import checkpoint_module_names, checkpoint_tensors, stays_in_fp32
-from ..rounding.attachment import Attachment, checkpoint_name
+from ..rounding.attach import Attachment, checkpoint_name
 from ..rounding.layers import LEARNED, forward_weight, is_lora_linear, lora_matrices, some_names
 
 if TYPE_CHECKING:
