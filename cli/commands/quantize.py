@@ -15,7 +15,7 @@ from pydantic import Field
 from ...ds_configs.quantization.settings import QuantizeSettings
 from ...ds_configs.specs.settings import HubSettings
 from ..options import RunOptions
-from ..progress import LinesAtTimes, progress_on_stderr
+from ..progress import progress_on_stderr
 from ..settings import FILLED, Options, command_line, grouped
 
 if TYPE_CHECKING:
@@ -73,7 +73,7 @@ def quantize_command(
     with (
         pushed(output_dir, options.push_to_hub, private=options.private),
         redirect_stdout(sys.stderr),
-        progress_on_stderr("reading the model", LinesAtTimes()),
+        progress_on_stderr("reading the model"),
     ):
         outcome = run_prepared(
             prepared,
@@ -152,9 +152,9 @@ def show_quantization(outcome: QuantizationOutcome, output_dir: Path) -> None:
 
     from ...ds_configs.plan.measurement import printable
     from ...ds_configs.quantization.scheme import METHODS
-    from ...trainers.quantization.run import quantization_file_names
+    from ...trainers.quantization.run import QUANTIZATION_FILES
     from ...trainers.reports.runs import evaluation_table, verdict
-    from ..show import console, print_compared, show_next
+    from ..show import console, print_figures, show_next
 
     out, evaluation = console(), outcome.evaluation
     out.print(Text(printable(outcome.prepared.source.name), style="bold"), f"as {outcome.prepared.scheme.name}")
@@ -163,10 +163,10 @@ def show_quantization(outcome: QuantizationOutcome, output_dir: Path) -> None:
     if evaluation is not None:
         out.print()
         data = evaluation.to_dict()
-        print_compared(out, ("quantized", "before", "difference"), evaluation_table(data).rows)
+        print_figures(out, ("", "quantized", "before", "difference"), evaluation_table(data).rows)
         out.print()
         out.print(Text(verdict(data)))
-    names = ", ".join(quantization_file_names(evaluated=evaluation is not None))
+    names = ", ".join(QUANTIZATION_FILES)
     out.print(Text(f"Checkpoint in {printable(str(output_dir))}, with {names}"))
     if METHODS[outcome.prepared.resolved.method].engine == "llm-compressor":
         show_next("vllm", "serve", output_dir)

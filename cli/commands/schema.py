@@ -70,8 +70,8 @@ def _plan_schema() -> dict[str, Any]:
         "loss": {"enum": ["eager", "chunked"]},
         "reason": {"type": "string"},
     }
-    teacher, analysis_only = (parts["Evaluated"]["properties"][name] for name in ("teacher", "analysis_only"))
-    chosen = layout | {"teacher": teacher}
+    placements, analysis_only = (parts["Evaluated"]["properties"][name] for name in ("placements", "analysis_only"))
+    chosen = layout | {"teacher": {"anyOf": [placements["additionalProperties"], {"type": "null"}]}}
     del parts["MemoryEstimate"], parts["Evaluated"]
     text, texts, count = {"type": "string"}, {"type": "array", "items": {"type": "string"}}, {"type": "integer"}
     model = {

@@ -2,96 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Literal
 
 from ..specs.errors import ConfigError, UsageError
 from ..specs.job import TrainingJob
 from ..specs.layout import Layout, PipelineStage, contiguous_stages
 from ..specs.model import ModelSpec, ParameterShape, adapters, lora_parameter_count
 from ..specs.optimizers import OPTIMIZERS
-from .activations import UnknownFamilyError, cached_activations
-
-Phase = Literal["init", "loss", "backward", "step"]
-Moment = Literal[
-    "init",
-    "teacher_forward",
-    "last_layer_forward",
-    "forward_end",
-    "loss_backward",
-    "head_backward",
-    "after_head",
-    "last_layer_backward",
-    "after_last_layer",
-    "first_layer_backward",
-    "after_first_layer",
-    "embedding_backward",
-    "step",
-]
-"""Moments of a step in order: the forward pass of a teacher; that of the last layer; forward and backward pass of the
-loss; backward pass of the output head and reduction of its gradients; the same for the last and the first layer; the
-token embedding; the optimizer step."""
-
-Terms = dict[str, int]
-
-PHASES: Mapping[Moment, Phase] = {
-    "init": "init",
-    "teacher_forward": "loss",
-    "last_layer_forward": "loss",
-    "forward_end": "loss",
-    "loss_backward": "loss",
-    "head_backward": "backward",
-    "after_head": "backward",
-    "last_layer_backward": "backward",
-    "after_last_layer": "backward",
-    "first_layer_backward": "backward",
-    "after_first_layer": "backward",
-    "embedding_backward": "backward",
-    "step": "step",
-}
-
-
-_NAMES = frozenset(PHASES) | frozenset(PHASES.values())
-
-
-def at_moments(always: Mapping[str, int], **more: Mapping[str, int]) -> dict[Moment, Terms]:
-    """Return the terms of each moment: those of all moments, plus those of a named phase or moment.
-
-    Moments with equal terms share one dictionary, because a search computes thousands of them.
-
-    >>> at_moments({"weights": 2}, backward={"gradients": 1}, step={"gradients": 4})["head_backward"]
-    {'weights': 2, 'gradients': 1}
-    """
-    assert _NAMES.issuperset(more), "every name is a phase or a moment"
-    if not more:
-        same: Terms = dict(always)
-        return dict.fromkeys(PHASES, same)
-
-    def added(terms: Terms, name: str) -> Terms:
-        if name not in more:
-            return terms
-        terms = dict(terms)
-        for term, count in more[name].items():
-            terms[term] = terms.get(term, 0) + count
-        return terms
-
-    phases: dict[Phase, Terms] = {phase: added(dict(always), phase) for phase in dict.fromkeys(PHASES.values())}
-    return {
-        moment: phases[phase] if moment == phase else added(phases[phase], moment) for moment, phase in PHASES.items()
-    }
-
-
-def fullest_by_phase(moments: Mapping[Moment, Terms]) -> dict[Phase, Terms]:
-    """Return the terms of each phase at its fullest moment, the earlier of two equal ones."""
-    phases: dict[Phase, Terms] = {}
-    for moment, terms in moments.items():
-        phase = PHASES[moment]
-        if phase not in phases or sum(terms.values()) > sum(phases[phase].values()):
-            phases[phase] = terms
-    return phases
-
+from .activations import ActivationEstimate, Mode, UnknownFamilyError, cached_activations
+from .moments import PHASES, Moment
 
 ROW_PARALLEL = ("o_proj", "down_proj", "c_proj", "out_proj", "dense", "fc2")
 """Modules that AutoTP splits along their input, with replicated biases (deepspeed/module_inject/auto_tp.py)."""
@@ -281,7 +202,32 @@ class RankShare:
         return self.stage is None or self.stage.has_head
 
 
-def rank_shares(strategy: Layout, model: ModelSpec, job: TrainingJob) -> tuple[RankShare, ...]:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankStep:
+    """A micro-batch on a rank: what its activations and its loss depend on."""
+
+    layout: Layout
+    share: RankShare
+    job: TrainingJob
+    traced: ActivationEstimate
+    mode: Mode
+
+    @property
+    def model(self) -> ModelSpec:
+        return self.share.model
+
+    @property
+    def ranks(self) -> int:
+        """Ranks that share a sequence."""
+        return self.layout.sp * self.layout.cp
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of complete sequences."""
+        return self.layout.micro_batch_size * self.job.seq_len_tokens
+
+
+def rank_shares(layout: Layout, model: ModelSpec, job: TrainingJob) -> tuple[RankShare, ...]:
     """Return the shares that can be the fullest; a single one without a pipeline.
 
     A middle stage with no more layers than an earlier middle stage is omitted, because it has fewer micro-batches in
@@ -290,7 +236,7 @@ def rank_shares(strategy: Layout, model: ModelSpec, job: TrainingJob) -> tuple[R
     Raises:
         UsageError: there are fewer layers than stages.
     """
-    return _rank_shares(model, job, strategy.tp, strategy.ep, strategy.pp, strategy.gradient_accumulation_steps)
+    return _rank_shares(model, job, layout.tp, layout.ep, layout.pp, layout.gradient_accumulation_steps)
 
 
 @lru_cache(maxsize=1024)
@@ -419,26 +365,26 @@ class RankParameters:
     trainable_experts: int = 0
     """Trainable elements of experts, held by `1 / ep` of the data-parallel ranks; 0 without expert parallelism."""
 
-    def shard(self, strategy: Layout) -> int:
+    def shard(self, layout: Layout) -> int:
         """Trainable elements whose states a rank keeps; experts are sharded over the ranks that hold the same ones."""
-        ranks = strategy.shard_size
+        ranks = layout.shard_size
         dense = self.trainable - self.trainable_experts
-        return -(-dense // ranks) + -(-self.trainable_experts * strategy.ep // ranks)
+        return -(-dense // ranks) + -(-self.trainable_experts * layout.ep // ranks)
 
-    def frozen_shard_bytes(self, strategy: Layout) -> int:
+    def frozen_shard_bytes(self, layout: Layout) -> int:
         """Bytes of frozen elements that a rank keeps if the engine shards parameters."""
-        return -(-(self.frozen_bytes - self.scale_bytes) // strategy.shard_size) + self.scale_bytes
+        return -(-(self.frozen_bytes - self.scale_bytes) // layout.shard_size) + self.scale_bytes
 
-    def largest_group_shard(self, strategy: Layout) -> int:
+    def largest_group_shard(self, layout: Layout) -> int:
         """Trainable elements of the shard's largest parameter group; experts are a separate group."""
-        experts = -(-self.trainable_experts * strategy.ep // strategy.shard_size)
-        return max(experts, self.shard(strategy) - experts)
+        experts = -(-self.trainable_experts * layout.ep // layout.shard_size)
+        return max(experts, self.shard(layout) - experts)
 
-    def state_shard(self, states: int, strategy: Layout) -> int:
+    def state_shard(self, states: int, layout: Layout) -> int:
         """Bytes that one rank keeps of `states`, the optimizer states of all trainable elements."""
         if not self.trainable_experts:
-            return -(-states // strategy.shard_size)
-        return -(-states * self.shard(strategy) // self.trainable)
+            return -(-states // layout.shard_size)
+        return -(-states * self.shard(layout) // self.trainable)
 
     def gradients_so_far(self, moment: Moment) -> int:
         """Trainable elements whose gradients exist at a moment of the backward pass."""
@@ -454,12 +400,12 @@ class RankParameters:
         return done.get(moment, self.trainable)
 
 
-def rank_parameters(model: ModelSpec, job: TrainingJob, strategy: Layout | None = None) -> RankParameters:
-    """Return the trainable and frozen parameters of the complete model, or of a strategy's fullest rank before ZeRO."""
-    if strategy is None:
+def rank_parameters(model: ModelSpec, job: TrainingJob, layout: Layout | None = None) -> RankParameters:
+    """Return the trainable and frozen parameters of the complete model, or of a layout's fullest rank before ZeRO."""
+    if layout is None:
         return share_parameters(model, job)
-    shares = rank_shares(strategy, model, job)
-    return max((share_parameters(share.model, job, ep=strategy.ep) for share in shares), key=lambda p: p.trainable)
+    shares = rank_shares(layout, model, job)
+    return max((share_parameters(share.model, job, ep=layout.ep) for share in shares), key=lambda p: p.trainable)
 
 
 @lru_cache(maxsize=4096)
@@ -523,12 +469,12 @@ def engine_parameters(model: ModelSpec, job: TrainingJob) -> ModelSpec:
     return replace(model, parameters=tuple(merged))
 
 
-def growing_gradients(strategy: Layout, parameters: RankParameters, whole_bytes: int) -> dict[str, dict[str, int]]:
+def growing_gradients(layout: Layout, parameters: RankParameters, whole_bytes: int) -> dict[str, dict[str, int]]:
     """Return the gradient bytes at the moments at which they grow to `whole_bytes`.
 
     With accumulation, all gradients exist from the second micro-batch on, including its forward pass.
     """
-    if strategy.gradient_accumulation_steps > 1:
+    if layout.gradient_accumulation_steps > 1:
         return {"loss": {"gradients": whole_bytes}, "backward": {"gradients": whole_bytes}}
     trainable = max(1, parameters.trainable)
     return {

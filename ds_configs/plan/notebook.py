@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from html import escape
 
-from ..memory.terms import TERM_ROLES
 from ..search.search import Evaluated
 from ..specs.units import gigabytes
 from .rendering import LaunchSpec
@@ -74,8 +73,9 @@ def _memory_bar(plan: LaunchSpec) -> str:
     """Return a bar of the accelerator's capacity with used memory by role, the interval above it, and a legend."""
     gpu = plan.chosen.memory.gpu
     by_role = dict.fromkeys(_ROLE_COLORS, 0)
-    for name, count in gpu.terms.items():
-        by_role[TERM_ROLES.get(name, "other")] += count
+    for term in plan.chosen.terms:
+        if term.lives_on == "accelerator" and term.bytes is not None:
+            by_role[term.role] += term.bytes
     # Calibration can make the allocator's share negative.
     filled = [(role, count) for role, count in by_role.items() if count > 0]
     stops, end = [], 0.0

@@ -11,9 +11,8 @@ from ..search.candidates import SearchContext
 from ..search.reasons import display_name
 from ..search.search import Evaluated, search
 from ..specs.errors import ShardwrightError
-from ..specs.job import AXIS_FIELDS, TrainingJob
+from ..specs.job import AXIS_FIELDS, HUGGING_FACE_NAMES, TrainingJob
 from ..specs.layout import Layout
-from ..specs.synonyms import HUGGING_FACE_NAMES
 from ..specs.texts import flag_words
 from ..specs.units import gigabytes
 from .plan import Plan
@@ -97,8 +96,7 @@ def layout_job(job: TrainingJob, evaluated: Evaluated) -> TrainingJob:
     """Return the job with every setting of a layout, where options can express it."""
     layout = evaluated.strategy
     changed: dict[str, Any] = {field: layout.axes.get(axis, 1) for field, axis in AXIS_FIELDS.items()}
-    if evaluated.teacher is not None:
-        changed["teacher_placement"] = evaluated.teacher.placement
+    changed |= {f"{role}_placement": choice.placement for role, choice in evaluated.placements.items()}
     recomputation = "selective" if layout.keeps_products else "on" if layout.gradient_checkpointing else "off"
     changed |= {
         "strategy": layout.strategy_name,

@@ -14,13 +14,12 @@ from ..legality.rules import (
     BATCH_RULES,
     LAYOUT_RULES,
     SIZE_RULES,
-    AxisRule,
     Rule,
     broken_rules,
     legality_errors,
 )
+from ..memory.communication import default_zero_options
 from ..memory.estimate import Calibration, MemoryEstimate, estimate_memory
-from ..memory.model_states import default_zero_options
 from ..models.liger import has_liger_loss
 from ..specs.errors import ConfigError
 from ..specs.hardware import HardwareSpec
@@ -66,8 +65,8 @@ def axes_to_try(model: ModelSpec, hardware: HardwareSpec, job: TrainingJob, offl
     }
     if requested:
         yield requested
-    if job.teacher is not None:
-        # Training with a teacher supports no other axes than requested sequence parallelism.
+    if job.second_models:
+        # They support no other axes than requested sequence parallelism.
         return
     if requested:
         ((axis, size), *others) = requested.items()
@@ -121,7 +120,7 @@ def three_dimensional(
 
     Only those whose tensor and pipeline parallelism would each be legal without the other.
     """
-    if job.strategy != "auto" or any(size is not None for size in job.axis_sizes.values()) or job.teacher is not None:
+    if job.strategy != "auto" or any(size is not None for size in job.axis_sizes.values()) or job.second_models:
         return
     for tp, pp in _tensor_and_pipeline_sizes(model, hardware):
         strategy, *alone = (_with_axes(base, axes, hardware) for axes in ({"tp": tp, "pp": pp}, {"tp": tp}, {"pp": pp}))
@@ -354,13 +353,13 @@ class SearchContext:
     long_sequences: bool = False
     """Whether tiled MLPs, tiled losses and offloaded checkpoints are tried without a request."""
 
-    def broken_rules(self, rules: Iterable[Rule | AxisRule], layout: Layout) -> Iterator[ConfigError]:
+    def broken_rules(self, rules: Iterable[Rule], layout: Layout) -> Iterator[ConfigError]:
         return broken_rules(rules, self.model, layout, self.job, self.hardware)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Candidate:
-    """A layout with micro-batch and recomputation, for a job whose loss and teacher placement are resolved."""
+    """A layout with micro-batch and recomputation, for a job whose loss and second models' placements are resolved."""
 
     strategy: Layout
     context: SearchContext
@@ -426,7 +425,7 @@ def losses(context: SearchContext) -> list[SearchContext]:
     if job.loss != "auto":
         return [context]
     names: list[LossImplementation] = ["eager"]
-    if job.teacher is None and model.task == "causal_lm":
+    if not job.second_models and model.task == "causal_lm":
         fused = context.hardware.gpu != "CPU" and has_liger_loss(model.model_type, alone=not job.use_liger_kernel)
         if fused and job.use_liger_kernel:
             names = ["chunked"]

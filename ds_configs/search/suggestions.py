@@ -12,6 +12,7 @@ from ..specs.errors import ShardwrightError
 from ..specs.hardware import HardwareSpec, gpu_catalog, parse_hardware, with_gpus
 from ..specs.job import AXIS_FIELDS, TrainingJob
 from ..specs.model import ModelSpec
+from ..specs.second_models import Placement
 from ..specs.texts import flag_words
 from ..specs.units import gigabytes
 from ..step_time.estimate import estimate_step_time
@@ -82,7 +83,7 @@ def cheapest_changes(context: SearchContext) -> tuple[Suggestion, ...]:
     more_memory = [(_with_host_memory(hardware, hardware.host_bytes_per_node * 2**power), job) for power in range(1, 5)]
     kinds: list[tuple[Iterable[Pair], int]] = [
         (_automatic_settings(hardware, job), 1),
-        (_chunked_loss_or_smaller_teacher(hardware, job), 1),
+        (_chunked_loss_or_other_placement(hardware, job), 1),
         (_shorter_sequences(hardware, job), 1),
         (chain(_smaller_states(hardware, job), _smaller_weights(hardware, job)), 1),
         (chain(_adapters(hardware, job), _first_rank_adapters(hardware, job)), 1),
@@ -161,7 +162,7 @@ def faster_changes(chosen: Evaluated, context: SearchContext) -> tuple[Offer, ..
     accelerators; on more, states are sharded so thinly that neither helps. `context` has the requested job.
     """
     model, hardware, job = context.model, context.hardware, context.job
-    if job.teacher is not None:
+    if job.second_models:
         return ()
     offers = _padded_vocabulary(chosen, model, hardware, replace(job, loss=chosen.loss))
     if hardware.world_size > _LARGEST_OFFERED:
@@ -213,7 +214,7 @@ def _automatic_settings(hardware: HardwareSpec, job: TrainingJob) -> Iterator[Pa
         "micro_batch_size": None,
         "offload": "auto",
         "strategy": "auto",
-        "teacher_placement": "auto",
+        **{f"{second.role}_placement": "auto" for second in job.second_models},
         **dict.fromkeys(AXIS_FIELDS),
     }
     fixed = {field: value for field, value in fields.items() if getattr(job, field) != value}
@@ -224,14 +225,16 @@ def _automatic_settings(hardware: HardwareSpec, job: TrainingJob) -> Iterator[Pa
         yield hardware, replace(job, **fixed)
 
 
-def _chunked_loss_or_smaller_teacher(hardware: HardwareSpec, job: TrainingJob) -> Iterator[Pair]:
-    if job.teacher is None:
+def _chunked_loss_or_other_placement(hardware: HardwareSpec, job: TrainingJob) -> Iterator[Pair]:
+    if not job.second_models:
         if job.loss != "chunked":
             yield hardware, replace(job, loss="chunked")
         return
-    for placement in ("cached", "quantized"):
-        if job.teacher_placement != placement:
-            yield hardware, replace(job, teacher_placement=placement)
+    placements: tuple[Placement, ...] = ("cached", "quantized")
+    for second in job.second_models:
+        for placement in placements:
+            if second.placement != placement:
+                yield hardware, job.placed(second.role, placement)
 
 
 def _shorter_sequences(hardware: HardwareSpec, job: TrainingJob) -> Iterator[Pair]:

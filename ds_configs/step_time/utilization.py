@@ -20,8 +20,8 @@ def utilization(time: StepTime, model: ModelSpec, hardware: HardwareSpec, job: T
     """Return the FLOPs that the job needs, divided by those that the accelerators could do in the same time.
 
     Counts matrix products and attention of the forward pass once and of the backward pass twice (products with frozen
-    weights once), and a teacher's forward pass, without recomputation, masked scores of causal models, and experts that
-    a token skips.
+    weights once), and forward passes of second models, without recomputation, masked scores of causal models, and
+    experts that a token skips.
     """
     return sum(_needed_seconds(time, model, hardware, job).values()) / time.seconds
 
@@ -33,8 +33,9 @@ def _needed_seconds(time: StepTime, model: ModelSpec, hardware: HardwareSpec, jo
     products, attention, head = _forward_flops(model, job)
     passes = 3 if job.method == "full" else 2
     needed = {"matrix_products": passes * products, "attention": 3 * attention, "head_and_loss": passes * head}
-    if job.teacher is not None and job.teacher_placement != "cached":
-        needed["teacher_forward"] = sum(_forward_flops(job.teacher, job))
+    for second in job.second_models:
+        if second.planned_placement != "cached":
+            needed[f"{second.role}_forward"] = sum(_forward_flops(second.spec, job))
     return {term: tokens * flops for term, flops in needed.items()}
 
 
@@ -49,20 +50,20 @@ def _forward_flops(model: ModelSpec, job: TrainingJob) -> tuple[float, float, fl
 
 
 def low_utilization_reason(
-    strategy: Layout, time: StepTime, model: ModelSpec, hardware: HardwareSpec, job: TrainingJob
+    layout: Layout, time: StepTime, model: ModelSpec, hardware: HardwareSpec, job: TrainingJob
 ) -> str | None:
     """Return what takes the time of a step; `None` if its MFU is at least `LOW_UTILIZATION`, and for CPU ranks."""
     needed = _needed_seconds(time, model, hardware, job)
     reached = sum(needed.values()) / time.seconds
     if reached >= LOW_UTILIZATION or hardware.gpu == "CPU":
         return None
-    tokens = strategy.micro_batch_size * job.seq_len_tokens / (strategy.sp * strategy.cp)
+    tokens = layout.micro_batch_size * job.seq_len_tokens / (layout.sp * layout.cp)
     batch = f"{tokens:,.0f} tokens per micro-batch"
-    after = f"after {tokens * strategy.gradient_accumulation_steps / strategy.tp / strategy.pp:,.0f} tokens"
+    after = f"after {tokens * layout.gradient_accumulation_steps / layout.tp / layout.pp:,.0f} tokens"
     sizes = model.dimensions
     products = f"matrix products below the peak, with {batch}"
     if sizes.num_experts:
-        products += f", {tokens * strategy.ep * sizes.experts_per_token / sizes.num_experts:,.0f} per expert"
+        products += f", {tokens * layout.ep * sizes.experts_per_token / sizes.num_experts:,.0f} per expert"
     eager, quantized = model.attention == "eager", job.method == "qlora"
     causes = {
         "matrix_products": products,

@@ -78,7 +78,7 @@ def test_all_outputs_show_the_same_alternatives(
     table = printed.partition("Alternatives")[2]
     row = re.compile(r"^(\S.*?) {2,}\d+ +\S+ +[\d.]+ +([\d,]+) +[-+][\d.]+ %$", re.MULTILINE)
     assert [(name, speed) for name, speed in row.findall(table)] == expected
-    assert layouts_of(report_html([tmp_path / "p"]))[: len(expected)] == expected
+    assert layouts_of(report_html(tmp_path / "p"))[: len(expected)] == expected
     chosen, *others = layouts_of(plan._repr_html_())
     assert chosen == (plan.chosen.strategy.label, f"{plan.chosen.time.tokens_per_second:,.0f}")
     labels = [candidate.strategy.label for candidate in fitting]

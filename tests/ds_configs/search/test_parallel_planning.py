@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from paths import CONFIGS
 from planning import llama, public_model
-from shardwright.ds_configs.memory.model_states import default_zero_options
+from shardwright.ds_configs.memory.communication import default_zero_options
 from shardwright.ds_configs.plan.plan import PlanDoesNotFitError, make_plan, plan_to_dict, render_files
 from shardwright.ds_configs.search.candidates import (
     SearchContext,
