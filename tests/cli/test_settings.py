@@ -103,8 +103,6 @@ def resolved(command: tuple[str, ...], **stated: Stated) -> dict[str, Any]:
     with (
         patch.dict(os.environ, environment, clear=True),
         patch("shardwright.cli.options.read_small_file", lambda *_, **__: content),
-        patch("shardwright.ds_configs.quantization.recipe.read_small_file", lambda *_, **__: content),
-        patch("shardwright.ds_configs.quantization.recipe.Path.is_file", lambda _: True),
     ):
         _, bound = resolve(build_app(), tokens)
     found: dict[str, Any] = {}

@@ -163,15 +163,6 @@ def test_spqr_beats_rounding_of_equal_size(seed):
     assert spqr < 0.6 * weighted_error(rounded_OI - weight_OI.float(), hessian_II)
 
 
-def test_outliers_and_feedback_each_help():
-    weight_OI, hessian_II = correlated(64, 256)
-    errors = [
-        weighted_error(spqr_quantize(weight_OI, hessian, options).dequantize().float() - weight_OI.float(), hessian_II)
-        for hessian, options in ((hessian_II, SpQROptions()), (hessian_II, NO_OUTLIERS), (None, NO_OUTLIERS))
-    ]
-    assert errors[0] < errors[1] < errors[2]
-
-
 def test_dead_columns_and_dead_weights():
     """Inputs that are always zero make a singular Hessian; their weights cost nothing and become zero."""
     weight_OI, hessian_II = correlated(20, 64)
