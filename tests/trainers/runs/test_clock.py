@@ -121,7 +121,7 @@ def test_steps_are_timed_without_waiting_for_the_device(monkeypatch: pytest.Monk
     device = Device(monkeypatch)
     clock, state = StepClock(plan()), SimpleNamespace(global_step=0)
     followed, hooks = SimpleNamespace(add_callback=lambda _: None), []
-    monkeypatch.setattr("shardwright.plugins.patches.apply", lambda *_, **__: None)
+    monkeypatch.setattr("shardwright.trainers.runs.clock.make_exact", lambda trainer: trainer)
     clock.follow(followed)
     control = SimpleNamespace(should_log=False)
     clock.on_train_begin(None, state, control, model=SimpleNamespace(register_forward_hook=hooks.append))
