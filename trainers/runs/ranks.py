@@ -378,37 +378,6 @@ def check_upstream(engine: Engine | str, *, method: str = "full") -> None:
         load_on_first_rank(engine)
 
 
-class StepLosses:
-    """Records the loss of every optimizer step, which the Trainer's log averages over ``logging_steps``."""
-
-    def __init__(self, trainer: Any) -> None:
-        self._trainer = trainer
-        self._losses: list[Any] = []
-        self._accumulated: Any = 0.0
-
-        def recording(training_step: Callable[..., Any]) -> Callable[..., Any]:
-            def recording_step(*args: Any, **kwargs: Any) -> Any:
-                loss = training_step(*args, **kwargs)
-                self._accumulated = self._accumulated + loss.detach().float()
-                if trainer.accelerator.sync_gradients:
-                    self._losses.append(self._accumulated)
-                    self._accumulated = 0.0
-                return loss
-
-            return recording_step
-
-        patches.apply("step-losses", recording, on=trainer)
-
-    def mean_over_ranks(self) -> list[float]:
-        """Return one loss per optimizer step, in order; every rank must call it."""
-        import torch
-
-        if not self._losses:
-            return []
-        losses: list[float] = self._trainer.accelerator.reduce(torch.stack(self._losses), "mean").tolist()
-        return losses
-
-
 def held_out_cross_entropy(trainer: Any) -> Estimate:
     """Return the mean over all labelled tokens of the evaluation set, in nats; every rank must call it.
 
