@@ -228,7 +228,7 @@ class TrainingTask(LaunchedJob, RankTask):
         if self.turn_end not in (None, context.tokenizer.eos_token_id) and generation is not None:
             # The Trainer adds the end-of-sequence token of the tokenizer; checkpoints and sampling need this one too.
             generation.eos_token_id = with_turn_end(generation.eos_token_id, self.turn_end)
-        # It requests the log of the last step, before which the clock gathers the figures.
+        # Before the clock: it requests the log of the last step, for which the clock gathers figures.
         trainer.add_callback(MetricsWriter(output_dir, evaluates_last=self.evaluates_last))
         clock.follow(trainer)
         trainer.add_callback(ProgressSender(clock))
