@@ -2,22 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from pydantic import Field
 
 from ..ds_configs.plan.plan import Plan
 from ..ds_configs.search.run_estimates import RunCost, run_cost
 from ..ds_configs.specs.errors import ConfigError
-from ..ds_configs.specs.job import LossImplementation, Method, ObjectiveName, Precision
-from ..ds_configs.specs.settings import (
-    HardwareSettings,
-    KernelSettings,
-    LayoutSettings,
-    Settings,
-    TeacherPlacementSettings,
-    TrainingSettings,
-)
+from ..ds_configs.specs.job import JobSettings
+from ..ds_configs.specs.settings import Settings
 from .settings import grouped
 
 
@@ -46,36 +37,6 @@ def run_estimate(plan: Plan, questions: RunQuestions) -> RunCost | None:
         return None
     price = questions.gpu_hour_price
     return run_cost(plan.chosen.time, plan.hardware, tokens=questions.tokens, gpu_hour_price=price)
-
-
-class JobSettings(KernelSettings, LayoutSettings, TeacherPlacementSettings, TrainingSettings, HardwareSettings):
-    """Settings from which a plan is made."""
-
-    group = "Training"
-
-    seq_len: int | None = Field(
-        None, description="Tokens of a sequence (16k = 16,384). Default: 4096, or the model's maximum"
-    )
-    num_processes: int | None = Field(None, ge=1, description="Accelerators, if --hardware names only their type")
-    precision: Precision = Field(
-        "bf16", description="Compute precision, with fp32 master weights; fp8 needs Ada or later"
-    )
-    method: Method = Field("full", description="Full training, LoRA, or QLoRA")
-    loss: LossImplementation = Field(
-        "auto", description="Loss computation; chunked never stores the logits of all tokens"
-    )
-    objective: ObjectiveName = Field(
-        "throughput", description="Select by tokens/s, tokens per GPU hour, or free memory"
-    )
-    teacher: str | None = Field(None, description="Frozen teacher model for distillation")
-
-    def words(self, *, hardware_is_read: bool = False) -> dict[str, Any]:
-        """Return the explicitly set values as keywords of `plan`, optionally without those about the hardware."""
-        others = {"hardware"}
-        if hardware_is_read:
-            others |= {*HardwareSettings.model_fields, "num_processes"}
-        known = set(JobSettings.model_fields) - others
-        return {name: value for name, value in self.stated().items() if name in known}
 
 
 @grouped

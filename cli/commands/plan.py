@@ -70,7 +70,7 @@ def plan_command(
         show_settings(settings.model_dump(), settings.origins())
     try:
         calibration: Literal["user"] | None = "user" if options.calibration else None
-        plan = select_plan(model, settings.hardware, calibration=calibration, notify=note, **settings.words())
+        plan = select_plan(model, settings.hardware, settings, calibration=calibration, notify=note)
     except PlanDoesNotFitError as error:
         layouts = _layouts(error.model, error.hardware, error.job) if options.explain_tensor_parallel else None
         if as_json:
@@ -131,7 +131,7 @@ def _print_longest(model: str, settings: PlanSettings, options: PlanOptions) -> 
         raise UsageError(ConfigError(where=name, value=getattr(settings, name, None), rule=rule, fix=fix))
     assert settings.hardware is not None, "plan_command checks it"
     steps = longest_sequence(
-        model, settings.hardware, calibration="user" if options.calibration else None, notify=note, **settings.words()
+        model, settings.hardware, settings, calibration="user" if options.calibration else None, notify=note
     )
     if options.as_json:
         longest = [asdict(step) | {"label": step.strategy and step.strategy.label} for step in steps]

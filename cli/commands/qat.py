@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from ...ds_configs.check.deepspeed import COMPRESSION_BLOCKS, REPLACEMENTS
 from ...ds_configs.specs.errors import ConfigError, UsageError
+from ...ds_configs.specs.texts import FileSettings
 from ...trainers.qat.command.settings import QATSettings
 from ..machines import MachineOptions
 from ..options import TrainingOptions
@@ -28,7 +29,7 @@ grouped(MachineOptions)
 @grouped
 class QATOptions(TrainingOptions):
     @classmethod
-    def read_config(cls, name: str) -> dict[str, Any]:
+    def read_config(cls, name: str) -> FileSettings:
         """Return the settings in a file.
 
         Raises:

@@ -13,9 +13,9 @@ from pydantic import Field
 from ...ds_configs.plan.plan import plan_to_dict
 from ...ds_configs.plan.rendering import train_arguments
 from ...ds_configs.specs.errors import ConfigError, UsageError
+from ...ds_configs.specs.job import JobSettings
 from ..options import ReportOptions
-from ..plan_settings import JobSettings
-from ..progress import LinesAtTimes, progress_on_stderr
+from ..progress import progress_on_stderr
 from ..settings import FILLED, Options, command_line, grouped
 
 if TYPE_CHECKING:
@@ -62,17 +62,17 @@ def tune_command(
     if errors:
         raise UsageError(errors)
     # Some libraries log to stdout, which is for results only.
-    with progress_on_stderr("", LinesAtTimes()), redirect_stdout(sys.stderr):
+    with progress_on_stderr(""), redirect_stdout(sys.stderr):
         plan = tune(
             subject,
             settings.hardware,
+            settings,
             trials=options.trials,
             steps=options.steps,
             time_limit_minutes=options.time_limit,
             output_dir=output_dir,
             force=options.force,
             command=command_line(),
-            **settings.words(),
         )
     if options.as_json:
         print(json.dumps(plan_to_dict(plan)))

@@ -140,9 +140,8 @@ def planned(settings: PageSettings, config: str = "") -> tuple[Plan, tuple[str, 
         model = _model(settings, config)
     if errors:
         raise UsageError(errors)
-    loaded = {"teacher": _named(settings.teacher, None).spec} if settings.teacher else {}
-    words = settings.words(hardware_is_read=True) | loaded
-    plan = select_plan(model, hardware, notify=notes.append, **words)
+    teacher = {"teacher": _named(settings.teacher, None).spec} if settings.teacher else {}
+    plan = select_plan(model, hardware, notify=notes.append, **settings.job_fields() | teacher)
     run = run_estimate(plan, settings)
     return plan, (*notes, *([] if run is None else [f"The run: {run}."]))
 

@@ -14,7 +14,6 @@ from ..legality.rules import (
     BATCH_RULES,
     LAYOUT_RULES,
     SIZE_RULES,
-    AxisRule,
     Rule,
     broken_rules,
     legality_errors,
@@ -354,7 +353,7 @@ class SearchContext:
     long_sequences: bool = False
     """Whether tiled MLPs, tiled losses and offloaded checkpoints are tried without a request."""
 
-    def broken_rules(self, rules: Iterable[Rule | AxisRule], layout: Layout) -> Iterator[ConfigError]:
+    def broken_rules(self, rules: Iterable[Rule], layout: Layout) -> Iterator[ConfigError]:
         return broken_rules(rules, self.model, layout, self.job, self.hardware)
 
 

@@ -6,16 +6,6 @@ from collections.abc import Collection, Mapping
 from difflib import get_close_matches
 from typing import NamedTuple
 
-HUGGING_FACE_NAMES: Mapping[str, tuple[str, ...]] = {
-    "micro_batch_size": ("per_device_train_batch_size",),
-    "epochs": ("num_train_epochs",),
-    "seq_len": ("max_length", "max_seq_length"),
-    "lora_rank": ("lora_r",),
-    "lora_targets": ("lora_target_modules",),
-    "optimizer": ("optim",),
-}
-"""Names of options in `TrainingArguments`, TRL and PEFT that are accepted too, where the meaning is the same."""
-
 
 class Option(NamedTuple):
     """An option that replaces another name."""

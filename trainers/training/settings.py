@@ -11,15 +11,8 @@ from pydantic import Field
 from ...ds_configs.plan.plan import Plan
 from ...ds_configs.plan.rendering import planned_training_arguments
 from ...ds_configs.specs.errors import ConfigError
-from ...ds_configs.specs.settings import (
-    HardwareSettings,
-    KernelSettings,
-    LayoutSettings,
-    NamedValues,
-    Settings,
-    TrainingSettings,
-    adapter_errors,
-)
+from ...ds_configs.specs.job import JobSettings, KernelSettings, LayoutSettings, adapter_errors
+from ...ds_configs.specs.settings import NamedValues, Settings
 from ...plugins.transformers.training_arguments import package_errors, unknown_argument_errors
 from ..runs.settings import LaunchedJob, LaunchedSettings, RankJob, launched_errors
 
@@ -46,10 +39,7 @@ _UNCOUNTED_ARGUMENTS = {
     "auto_find_batch_size": "would train on different batches from the planned ones",
 }
 """Switches of `TrainingArguments` whose effect the report would not show."""
-_PLANNED = frozenset(
-    {*LayoutSettings.model_fields, *TrainingSettings.model_fields, *HardwareSettings.model_fields}
-    | {*KernelSettings.model_fields, "seq_len", "precision", "method", "loss"}
-) - {"revision"}
+_PLANNED = frozenset(JobSettings.model_fields) - {"revision"}
 """Options whose values a plan fixes."""
 
 

@@ -10,7 +10,6 @@ import time
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 from ...ds_configs.plan.out_of_memory import FIRST_WORDS
 from ...ds_configs.plan.output import disk_errors, output_errors, reserved
@@ -27,6 +26,8 @@ from ...ds_configs.search.tuning import (
 )
 from ...ds_configs.specs.errors import ConfigError, ShardwrightError, UsageError
 from ...ds_configs.specs.hardware import HardwareSpec
+from ...ds_configs.specs.job import JobSettings, TrainingJob
+from ...ds_configs.specs.settings import settings_of
 from ...ds_configs.step_time.learning import MeasuredStep, part_seconds, published_time
 from ...plugins.launching.launch import LaunchFailedError, launch_ranks
 from ...plugins.launching.messages import Message, Progress, log_message
@@ -50,6 +51,7 @@ logger = logging.getLogger(__name__)
 def tune(
     subject: str | Path | Plan,
     hardware: str | HardwareSpec | None = None,
+    job: TrainingJob | JobSettings | None = None,
     *,
     trials: int = DEFAULT_TRIALS,
     steps: int = DEFAULT_STEPS,
@@ -57,7 +59,7 @@ def tune(
     output_dir: str | Path | None = None,
     force: bool = False,
     command: str = "",
-    **words: Any,
+    **fields: object,
 ) -> Plan:
     """Measure the best predicted layouts in short real runs, and return the plan of the fastest.
 
@@ -68,13 +70,14 @@ def tune(
     Args:
         subject: A plan, the directory of one, or a model as for `plan`.
         hardware: Hardware for a model; by default this machine's accelerators, or two CPU ranks.
+        job: The training run of a model, or the settings of a command.
         trials: Maximum number of layouts to measure; the plan's own layout is the first.
         steps: Timed steps of each trial, after two others.
         time_limit_minutes: No trial runs longer. One trial may take half of what remains, the last one all of it.
         output_dir: Directory for the result; `None` writes nothing.
         force: Whether to write into a directory with other files.
         command: Command line for the report.
-        **words: Options of `plan` for a model.
+        **fields: Options of `plan` for a model, instead of a `job`.
 
     Raises:
         UsageError: a value is invalid, or this machine does not have the planned accelerators.
@@ -93,8 +96,9 @@ def tune(
         errors.append(ConfigError(where="steps", value=steps, rule=rule))
     if not time_limit_minutes > 0:
         errors.append(ConfigError(where="time_limit", value=time_limit_minutes, rule="must be more than 0 minutes"))
+    settings = job if isinstance(job, JobSettings) else settings_of(JobSettings, fields) if fields else None
     if isinstance(subject, Plan) or is_plan(subject):
-        stated = {"hardware": hardware, **words}
+        stated = {"hardware": hardware, **({"job": job} if settings is None else settings.stated())}
         rule, fix = "is set by the plan", "omit it, or pass a model"
         errors += [ConfigError(where=name, rule=rule, fix=fix) for name, value in stated.items() if value is not None]
     if errors:
@@ -104,7 +108,7 @@ def tune(
     elif is_plan(subject):
         plan = Plan.load(subject)
     else:
-        plan = select_plan(str(subject), hardware or default_hardware(), notify=logger.info, **words)
+        plan = select_plan(str(subject), hardware or default_hardware(), settings or job, notify=logger.info)
     errors = _device_errors(plan.hardware)
     if plan.job.objective == "memory":
         rule = "is not what trials measure, which is the time of a step"
