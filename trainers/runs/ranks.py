@@ -76,11 +76,8 @@ class RankContext:
     """Of the trained model."""
     samples: tuple[Any, Any]
     """Training samples and held-out samples."""
-
-    @property
-    def plan(self) -> Plan:
-        """The plan that the ranks run."""
-        return Plan.load(self.work / PLAN_DIRECTORY)
+    plan: Plan
+    """The plan that the ranks run."""
 
     def trainer_arguments(self) -> dict[str, Any]:
         padding = self.tokenizer.eos_token_id if self.tokenizer.pad_token_id is None else self.tokenizer.pad_token_id
@@ -136,6 +133,7 @@ def open_rank(job: LaunchedJob, work: Path) -> RankContext:
         resumed=resumed,
         tokenizer=AutoTokenizer.from_pretrained(str(work / TOKENIZER), trust_remote_code=False),
         samples=(load_from_disk(str(work / TRAIN_SAMPLES)), load_from_disk(str(work / EVALUATION_SAMPLES))),
+        plan=Plan.load(work / PLAN_DIRECTORY),
     )
 
 
@@ -189,27 +187,26 @@ class TrainingTask(LaunchedJob, RankTask):
         """Evaluate and save the model, and return the measurements; every rank calls it."""
 
     def run(self, work: Path) -> None:
-        self.train(open_rank(self, work))
-
-    def train(self, context: RankContext) -> None:
         """Build the Trainer, train from the checkpoint or from step 0, evaluate, save, and write the result.
 
         Raises:
             RunOutOfMemoryError: an allocation failed; has the planned memory and plans that need less.
             ShardwrightError: the disk takes no more.
         """
-        plan = context.plan
-        disk = full_disk_errors(Path(self.output_dir))
-        with disk, memory_errors(plan, command=self.command, options=job_options(self.settings)):
-            self._train(context, plan)
+        context, options = open_rank(self, work), job_options(self.settings)
+        with (
+            full_disk_errors(Path(self.output_dir)),
+            memory_errors(context.plan, command=self.command, options=options),
+        ):
+            self._train(context)
 
-    def _train(self, context: RankContext, plan: Plan) -> None:
+    def _train(self, context: RankContext) -> None:
         import torch
 
         from .clock import MetricsWriter, ProgressSender
         from .plan_callback import PlanCallback
 
-        output_dir, settings = Path(self.output_dir), self.settings
+        output_dir, settings, plan = Path(self.output_dir), self.settings, context.plan
 
         def tokens_of(steps: int) -> int:
             # Ranks that share a sequence or a model do not count again.
