@@ -639,7 +639,6 @@ SETTINGS: dict[str, Change] = {
     "verified": lambda run: None,
     "learned_scales": _quantized("W4A16", weight_rule="learned"),
     "pruning": _pruned(),
-    "global_pruning": _pruned(scope="global"),
     "pattern_pruning": _pruned(pattern="2:4", ignore=["lm_head", "re:.*down_proj"]),
     "l1": _set(callbacks=_l1),
     "lora": _set(change_model=_lora),
@@ -702,7 +701,6 @@ SETTINGS: dict[str, Change] = {
     "vocabulary_head": lambda run: run.parallelism.update(
         {"vocabulary_parallel_head": True} if run.case.strategy.tp > 1 else {}
     ),
-    "dual_pipe": lambda run: run.given.append(lambda model: {"dual_pipe": True} if run.case.strategy.pp > 1 else {}),
     "unforced": lambda run: run.arguments.get("deepspeed", {}).update({"zero_force_ds_cpu_optimizer": False}),
     "tiled": _tiled,
     "kept_products": _both(_arguments(gradient_checkpointing=True), _set(callbacks=_checkpointing)),
@@ -734,7 +732,7 @@ SWITCHES = (
     *("bf16", "dropout", "last_batch"),
 )
 METHODS = (
-    *("qat", "qat_inputs", "qat_ranges", "learned_scales", "pruning", "global_pruning", "l1", "lora", "frozen"),
+    *("qat", "qat_inputs", "qat_ranges", "learned_scales", "pruning", "l1", "lora", "frozen"),
     *("distillation", "distilled_features"),
 )
 """A drawn run has at most one of each group."""
@@ -744,7 +742,6 @@ ONLY_ON_RANKS = (
     "verified",
     "tiled",
     "unforced",
-    "dual_pipe",
     "vocabulary_head",
     "workers",
     "resumed",
