@@ -162,16 +162,10 @@ PATCHES: tuple[Patch, ...] = (
         parameters=("self", "model", "args"),
     ),
     Patch(
-        name="script-plan-comparison",
+        name="script-callbacks",
         target="transformers.trainer:DEFAULT_CALLBACKS",
         scope="process",
-        reason="A script's Trainer gets a callback that reports where the run differs from the plan.",
-    ),
-    Patch(
-        name="rehearsal-recorder",
-        target="transformers.trainer:DEFAULT_CALLBACKS",
-        scope="process",
-        reason="A rehearsed script's Trainer gets callbacks that record its losses.",
+        reason="A script's Trainer gets callbacks that compare the run with its plan, or record a rehearsal.",
     ),
     Patch(
         name="muon-name",

@@ -423,7 +423,7 @@ READ = {
     "kept-through-free-memory": ("transformers.trainer", "self.accelerator.free_memory"),
     "evaluated-labels": ("transformers.trainer", "self.accelerator.gather"),
     "gradient-norm-without-zero": ("deepspeed.runtime.engine", "self._take_model_step"),
-    **dict.fromkeys(("script-plan-comparison", "rehearsal-recorder"), ("transformers.trainer", "DEFAULT_CALLBACKS")),
+    "script-callbacks": ("transformers.trainer", "DEFAULT_CALLBACKS"),
     "script-engine-comparison": ("accelerate.accelerator", "deepspeed.initialize"),
     "captured-attention": ("transformers.models.llama.modeling_llama", "ALL_ATTENTION_FUNCTIONS.get_interface"),
     **{

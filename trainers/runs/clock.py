@@ -76,11 +76,11 @@ class StepClock(StepEvents, TrainerCallback):
 
     def follow(self, trainer: Any) -> None:
         """Add this callback to a Trainer, and its figures to the Trainer's log."""
-        make_exact(trainer).add_callback(self)
-        self._trainer = trainer
+        self._trainer = make_exact(trainer)
+        trainer.add_callback(self)
 
     def around_batches(self, batches: Iterator[Any]) -> Iterator[Any]:
-        """Time the loading of batches, and count what they hold."""
+        """Count and time the batches that a step loads."""
         while True:
             began = time.monotonic()
             try:
@@ -93,7 +93,7 @@ class StepClock(StepEvents, TrainerCallback):
             yield batch
 
     def log_values(self) -> dict[str, float]:
-        """Return the figures of the steps since the last log; logs of the summary or an evaluation have none."""
+        """Return the figures of a logged step."""
         return self.figures
 
     def peak_bytes(self) -> int | None:
@@ -212,32 +212,6 @@ class StepClock(StepEvents, TrainerCallback):
         return figures
 
 
-class StepLosses(StepEvents, TrainerCallback):
-    """Records the loss of every optimizer step, which the Trainer's log averages over ``logging_steps``."""
-
-    def __init__(self, trainer: Any) -> None:
-        self._trainer = trainer
-        self._losses: list[Any] = []
-        self._accumulated: Any = 0.0
-        make_exact(trainer).add_callback(self)
-
-    def on_loss(self, loss: Any) -> None:
-        """Add the loss of a micro-batch to that of its step."""
-        self._accumulated = self._accumulated + loss.detach().float()
-        if self._trainer.accelerator.sync_gradients:
-            self._losses.append(self._accumulated)
-            self._accumulated = 0.0
-
-    def mean_over_ranks(self) -> list[float]:
-        """Return one loss per optimizer step, in order; every rank must call it."""
-        import torch
-
-        if not self._losses:
-            return []
-        losses: list[float] = self._trainer.accelerator.reduce(torch.stack(self._losses), "mean").tolist()
-        return losses
-
-
 def lag(own_seconds: Iterable[float]) -> dict[str, float]:
     """Return the slowest rank and its time relative to the median; empty for one rank.
 
@@ -344,3 +318,28 @@ class MetricsWriter(TrainerCallback):
             write_files({METRICS_FILE: text}, self._output_dir, force=True)
 
     on_train_begin = on_log
+
+
+class StepLosses(StepEvents, TrainerCallback):
+    """Records the loss of every optimizer step, which the Trainer's log averages over ``logging_steps``."""
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = make_exact(trainer)
+        self._losses: list[Any] = []
+        self._accumulated: Any = 0.0
+        trainer.add_callback(self)
+
+    def on_loss(self, loss: Any) -> None:
+        self._accumulated = self._accumulated + loss.detach().float()
+        if self._trainer.accelerator.sync_gradients:
+            self._losses.append(self._accumulated)
+            self._accumulated = 0.0
+
+    def mean_over_ranks(self) -> list[float]:
+        """Return one loss per optimizer step, in order; every rank must call it."""
+        import torch
+
+        if not self._losses:
+            return []
+        losses: list[float] = self._trainer.accelerator.reduce(torch.stack(self._losses), "mean").tolist()
+        return losses

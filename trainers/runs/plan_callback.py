@@ -10,7 +10,7 @@ import os
 import statistics
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -92,7 +92,8 @@ class PlanCallback(StepClock):
         self._directory = None if isinstance(plan, Plan) else Path(plan) if Path(plan).is_dir() else Path(plan).parent
         self._stated = {"seq_len": seq_len_tokens, "method": method}
         self._output_dir = output_dir
-        self._finished = self._explains_errors = False
+        self._finished = False
+        self._explained: Path | None = None
 
     def attach(self, trainer: Any) -> None:
         """Follow a Trainer, with what the plan needs outside of the model, and explain failed allocations.
@@ -103,16 +104,15 @@ class PlanCallback(StepClock):
         layout = self.plan.chosen.strategy
         if layout.pp == 1:
             attach_long_sequences(trainer, layout, self.plan.job)
-        self._explains_errors = True
+        self._explained = Path(trainer.args.output_dir)
 
     @contextmanager
     def around_training(self) -> Iterator[None]:
-        """Explain failed allocations and a full disk, after `attach`."""
-        with ExitStack() as contexts:
-            if self._explains_errors:
-                directory = Path(self._trainer.args.output_dir)
-                contexts.enter_context(full_disk_errors(directory))
-                contexts.enter_context(memory_errors(self.plan, report=directory / OUT_OF_MEMORY_FILE))
+        """Raise `RunOutOfMemoryError` for a failed allocation of an attached Trainer, and name a full disk."""
+        if self._explained is None:
+            yield
+            return
+        with full_disk_errors(self._explained), memory_errors(self.plan, report=self._explained / OUT_OF_MEMORY_FILE):
             yield
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
