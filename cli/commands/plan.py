@@ -11,12 +11,13 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from pydantic import Field
 
 from ...ds_configs.plan.plan import PlanDoesNotFitError, job_dict, model_summary, plan_to_dict, rejected_dict
+from ...ds_configs.search.run_estimates import run_estimate
 from ...ds_configs.specs.errors import ConfigError, UsageError
 from ...ds_configs.specs.hardware import HardwareSpec
 from ...ds_configs.specs.job import TrainingJob
 from ...ds_configs.specs.model import ModelSpec
 from ..options import WriteOptions
-from ..plan_settings import PlanSettings, question_errors, run_estimate
+from ..plan_settings import PlanSettings
 from ..progress import note
 from ..settings import FILLED, Options, command_line, grouped
 
@@ -55,12 +56,9 @@ def plan_command(
 
     if options.trust_remote_code:
         note("--trust-remote-code has no effect: planning never runs the code of a model")
-    errors = question_errors(settings)
     if settings.hardware is None:
         fix = "pass --hardware, such as 8xA100-80GB, or local"
-        errors.append(ConfigError(where="hardware", rule="is missing", fix=fix))
-    if errors or settings.hardware is None:
-        raise UsageError(errors)
+        raise UsageError(ConfigError(where="hardware", rule="is missing", fix=fix))
     if options.longest_sequence:
         return _print_longest(model, settings, options)
     as_json, output_dir = options.as_json, options.output_dir
@@ -94,7 +92,8 @@ def plan_command(
             show_tensor_layouts(layouts)
         raise
     layouts = _layouts(plan.model, plan.hardware, plan.job) if options.explain_tensor_parallel else None
-    run = run_estimate(plan, settings)
+    tokens = settings.tokens
+    run = None if tokens is None else run_estimate(plan.chosen.time, plan.hardware, tokens=tokens)
     written: list[Path] = []
     if output_dir is not None and not options.dry_run:
         from ...trainers.reports.make import write_html

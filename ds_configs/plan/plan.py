@@ -30,7 +30,6 @@ from ..specs.texts import control_text, read_small_file, strict_json, yaml_mappi
 from ..specs.units import gigabytes
 from ..step_time.learning import MeasuredStep, learned, published_time
 from .clusters import NodeCommand, hostfile, slurm_script
-from .notebook import plan_html, plan_line, plan_rows
 from .output import write_files
 from .rendering import (
     HEADER,
@@ -71,16 +70,27 @@ class Plan(LaunchSpec):
     """Stored runs that corrected the chosen layout's step time."""
 
     def __repr__(self) -> str:
-        return plan_line(self)
-
-    def _repr_html_(self) -> str:
-        return plan_html(self, self.rejected)
+        layout, gpu = self.chosen.strategy, self.chosen.memory.gpu
+        micro_batches = f"micro-batch {layout.micro_batch_size} x {layout.gradient_accumulation_steps}"
+        memory = f"{gigabytes(gpu.peak_bytes)} of {gigabytes(gpu.capacity_bytes)} GB"
+        return f"<Plan {self.model.name} on {self.hardware.name}: {layout.label}, {micro_batches}, {memory}>"
 
     def to_dataframe(self) -> Any:
         """Return the chosen layout, then the others, as a pandas DataFrame: memory in GB, tokens/s, reason."""
         import pandas  # type: ignore[import-untyped]
 
-        return pandas.DataFrame(plan_rows(self, self.rejected))
+        rows = [
+            {
+                "layout": row.strategy.label,
+                "micro_batch_size": row.strategy.micro_batch_size,
+                "peak_GB": row.memory.gpu.peak_bytes / 1e9,
+                "high_GB": row.memory.gpu.high_bytes / 1e9,
+                "tokens_per_second": row.time.tokens_per_second,
+                "reason": row.reason,
+            }
+            for row in (self.chosen, *self.rejected)
+        ]
+        return pandas.DataFrame(rows)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the plan as the JSON values of `plan.json`."""

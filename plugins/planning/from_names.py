@@ -289,7 +289,7 @@ def read_hardware(
     host_memory: str | None = None,
     nvme: str | None = None,
     num_processes: int | None = None,
-    measures_cpu: bool = True,
+    on_cpu: bool = True,
     tell: Callable[[str], None] = lambda _: None,
 ) -> HardwareSpec:
     """Return the cluster for a name, a YAML file or `local`.
@@ -299,17 +299,15 @@ def read_hardware(
         host_memory: Memory per node.
         nvme: NVMe per node as `PATH:SIZE`.
         num_processes: Number of accelerators, for a name without one such as `T4`; of ranks for `local` without one.
-        measures_cpu: Whether `local` measures CPU ranks on a machine without accelerators.
-        tell: Function that receives the values that limit unequal nodes, and what was measured.
+        on_cpu: Whether `local` means CPU ranks on a machine without accelerators.
+        tell: Function that receives the values that limit unequal nodes.
 
     Raises:
         UsageError: The name, the file or one of its values is invalid, or has another number of processes.
     """
     if text == "local":
-        from .cpu_host import DEFAULT_RANKS
-
-        ranks = (num_processes or DEFAULT_RANKS) if measures_cpu else None
-        cluster = detect_hardware(host_memory=host_memory, nvme=nvme, cpu_ranks=ranks, tell=tell)
+        ranks = (2 if num_processes is None else num_processes) if on_cpu else None
+        cluster = detect_hardware(host_memory=host_memory, nvme=nvme, cpu_ranks=ranks)
     elif "+" in text and not text.endswith((".yaml", ".yml")):
         parts = [parse_hardware(part, host_memory=host_memory, nvme=nvme) for part in text.split("+")]
         cluster, held_back = slowest_node(parts)
@@ -380,24 +378,19 @@ def read_yaml_mapping(path: Path, *, what: str) -> dict[str, Any]:
 
 
 def detect_hardware(
-    *,
-    host_memory: str | None = None,
-    nvme: str | None = None,
-    cpu_ranks: int | None = None,
-    tell: Callable[[str], None] = lambda _: None,
+    *, host_memory: str | None = None, nvme: str | None = None, cpu_ranks: int | None = None
 ) -> HardwareSpec:
     """Return this machine as a cluster of one node.
 
     Of several kinds of accelerators, the one with the least memory is used for all. Link and compute figures come
-    from the catalog; an accelerator that is not in it requires a YAML file. Without an accelerator, `cpu_ranks` ranks
-    are measured.
+    from the catalog; an accelerator that is not in it requires a YAML file. Without an accelerator, the machine has
+    `cpu_ranks` CPU ranks: half of its memory is for their tensors, half is host memory.
 
     Raises:
-        UsageError: No accelerator is visible and `cpu_ranks` is `None`, or it is not in the catalog.
+        UsageError: No accelerator is visible and `cpu_ranks` is `None` or more than the machine has cores, or it is
+            not in the catalog.
     """
     import torch
-
-    from .cpu_host import host_memory_bytes, local_cpu_hardware
 
     if nvme is not None and ":" not in nvme:
         path = Path(nvme).absolute()
@@ -405,11 +398,23 @@ def detect_hardware(
             rule, fix = "must be a writable directory", "check the path, or pass PATH:SIZE"
             raise UsageError(ConfigError(where="nvme", value=nvme, rule=rule, fix=fix))
         nvme = f"{path}:{shutil.disk_usage(path).free}B"
+    values: dict[str, Any]
     overrides = parse_overrides(host_memory=host_memory, nvme=nvme)
     indices = range(torch.cuda.device_count()) if torch.cuda.is_available() else range(0)
     devices = [torch.cuda.get_device_properties(index) for index in indices]
     if not devices and cpu_ranks is not None:
-        return local_cpu_hardware(cpu_ranks, tell=tell, **overrides)
+        most = max(2, os.cpu_count() or 1)
+        if not 1 <= cpu_ranks <= most:
+            rule, fix = (
+                f"must be from 1 to {most}, the cores of this machine",
+                f"or plan for --hardware {cpu_ranks}xCPU",
+            )
+            raise UsageError(ConfigError(where="num_processes", value=cpu_ranks, rule=rule, fix=fix))
+        total = int(overrides.pop("host_bytes_per_node", 0)) or _host_memory_bytes()
+        rank_bytes = total // (2 * cpu_ranks)
+        values = {"name": f"{cpu_ranks}xCPU (local)", "gpu": "CPU", "gpus_per_node": cpu_ranks, "gpu_bytes": rank_bytes}
+        values |= {"host_bytes_per_node": total - cpu_ranks * rank_bytes}
+        return hardware_from_mapping(values | overrides, name="local")
     if not devices:
         rule, fix = (
             "torch does not see an accelerator",
@@ -419,11 +424,21 @@ def detect_hardware(
     smallest = min(devices, key=lambda device: device.total_memory)
     memory = smallest.total_memory
     gpu = find_gpu(smallest.name, where="hardware (local)")
-    values: dict[str, Any] = {
+    values = {
         "name": f"{len(devices)}x{gpu} (local)",
         "gpu": gpu,
         "gpus_per_node": len(devices),
         "gpu_bytes": memory,
-        "host_bytes_per_node": host_memory_bytes(),
+        "host_bytes_per_node": _host_memory_bytes(),
     }
     return hardware_from_mapping(values | overrides, name="local")
+
+
+def _host_memory_bytes() -> int:
+    """Return the memory of this machine, or of the control group that limits this process."""
+    import psutil
+
+    total = int(psutil.virtual_memory().total)
+    with suppress(OSError, ValueError):
+        total = min(total, int(Path("/sys/fs/cgroup/memory.max").read_text()))
+    return total

@@ -1,4 +1,4 @@
-"""Time and price of a run, warnings about a plan, and changes that a plan offers."""
+"""Time of a run, warnings about a plan, and changes that a plan offers."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from planning import public_model
 from shardwright.ds_configs.plan.plan import make_plan
-from shardwright.ds_configs.search.run_estimates import doubts, run_cost
+from shardwright.ds_configs.search.run_estimates import doubts, run_estimate
 from shardwright.ds_configs.specs.hardware import parse_hardware
 from shardwright.ds_configs.specs.job import TrainingJob
 from shardwright.ds_configs.step_time.estimate import StepTime
@@ -16,20 +16,12 @@ NODE = parse_hardware("8xH100-80GB")
 LLAMA_8B = public_model("meta-llama/Llama-3.1-8B")
 
 
-def step(seconds: float, tokens: float) -> StepTime:
-    return StepTime(
-        seconds=seconds, low_seconds=seconds / 2, high_seconds=2 * seconds, tokens_per_second=tokens / seconds, terms={}
-    )
-
-
-def test_run_cost_has_steps_hours_and_price() -> None:
-    cost = run_cost(step(2.0, 1e6), NODE, tokens=1e9, gpu_hour_price=3.0)
-    hours = 1000 * 2.0 * 8 / 3600
-    assert (cost.steps, cost.seconds) == (1000, 2000.0)
-    assert cost.gpu_hours == pytest.approx(hours)
-    assert cost.price == pytest.approx(3 * hours)
-    assert (cost.low_seconds, cost.high_seconds) == (1000.0, 4000.0)
-    assert "1,000 steps" in str(cost)
+def test_run_estimate_has_steps_and_hours() -> None:
+    time = StepTime(seconds=2.0, low_seconds=1.0, high_seconds=4.0, tokens_per_second=5e5, terms={})
+    run = run_estimate(time, NODE, tokens=1e9)
+    assert (run.steps, run.seconds, run.low_seconds, run.high_seconds) == (1000, 2000.0, 1000.0, 4000.0)
+    assert run.gpu_hours == pytest.approx(1000 * 2.0 * 8 / 3600)
+    assert "1,000 steps" in str(run)
 
 
 @pytest.mark.parametrize("hardware", ["3x8xH100-80GB", "6xA100-80GB", "5x4xA100-80GB"])
