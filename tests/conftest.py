@@ -41,14 +41,16 @@ FULL = (
     "family_sweep/",
     "test_add_family.py",
     "test_every_model.py",
+    "test_docs_site.py",
     "distributed/test_drawn_trainers.py",
     "trainers/qat/test_qat_quality.py",
     "trainers/quantization/test_quantize_quality.py",
     "trainers/distillation/test_distillation_teaches.py",
 )
-"""Sweeps and comparisons of quality."""
+"""Sweeps, comparisons of quality, and what builds the documentation."""
 TABLES = (
     "equivalence/test_qat_exports.py",
+    "distributed/test_complete_checkpoints.py",
     "distributed/test_prepared_trainers.py",
     "distributed/test_trainer_layouts.py",
     "distributed/test_unused_parameters.py",

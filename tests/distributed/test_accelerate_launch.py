@@ -118,6 +118,7 @@ def test_zero3_offload_saves_a_model_directory(tiny_llama: Path, deepspeed_cpu_o
     assert after < before - 0.5
 
 
+@pytest.mark.full
 def test_fsdp2_lora_saves_complete_adapters(tiny_llama: Path, tmp_path: Path) -> None:
     config_file, settings = write_plan(tmp_path, Case(layout="fsdp2", accumulation=2))
     lora = ["--method", "lora", "--lora-rank", "4", "--lora-targets", "q_proj,down_proj"]
@@ -130,6 +131,7 @@ def test_fsdp2_lora_saves_complete_adapters(tiny_llama: Path, tmp_path: Path) ->
     assert all(tensor.abs().max() > 0 for name, tensor in adapters.items() if "lora_B" in name)
 
 
+@pytest.mark.full
 def test_lora_adapters_are_16_bit_under_zero3(tiny_llama: Path, deepspeed_cpu_ops: None, tmp_path: Path) -> None:
     """fp32 adapters on 16-bit weights would make each adapted layer keep an fp32 copy of its input."""
     config_file, settings = write_plan(tmp_path, Case(layout="zero3"))

@@ -61,6 +61,7 @@ def elements(models: Path) -> int:
     return sum(tensor.numel() for tensor in load_file(models / "metered" / "model.safetensors").values())
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", EQUAL)
 def test_losses_and_checkpoints_equal_those_of_upstream(name: str, output: Path, facts: list[dict[str, Any]]) -> None:
     for rank in facts:

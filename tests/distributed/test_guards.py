@@ -100,7 +100,7 @@ def test_signal_to_one_rank_saves_on_all_ranks(engine, kind, code, workshop, who
     ("kind", "phase", "since", "function"),
     [
         ("hang", "step", "the beginning of step 3", "training_step"),
-        ("sigstop", "step", "the beginning of step 3", "training_step"),
+        pytest.param("sigstop", "step", "the beginning of step 3", "training_step", marks=pytest.mark.full),
         ("hang", "load", "its start", "_train"),
     ],
 )

@@ -54,7 +54,9 @@ GRIDS: dict[str, tuple[Any, Any, float, tuple[str, ...]]] = {
 """Benchmark, cases, largest error of the prediction, and names of the cases."""
 
 
-@pytest.mark.parametrize("name", GRIDS)
+@pytest.mark.parametrize(
+    "name", ["engines", *(pytest.param(name, marks=pytest.mark.full) for name in GRIDS if name != "engines")]
+)
 def test_metered_peaks_equal_stored_and_predicted_peaks(name: str, deepspeed_cpu_ops: None) -> None:
     benchmark, grid, largest_error, names = GRIDS[name]
     rows = benchmark.rows

@@ -72,6 +72,7 @@ def test_train_reports_planned_memory_and_a_proposed_command_fits(shell: Any, tm
     assert "Out of memory" not in (tmp_path / "out" / "REPORT.md").read_text()
 
 
+@pytest.mark.full
 @pytest.mark.distributed
 def test_loading_and_own_scripts_are_reported_too(shell: Any, tmp_path: Path) -> None:
     script = tmp_path / "script.py"

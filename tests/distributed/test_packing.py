@@ -109,7 +109,10 @@ def cached(inputs: Path) -> None:
 
 @pytest.mark.parametrize(
     ("kind", "layout"),
-    [("distill-cached", "zero2"), ("qat", "fsdp2"), pytest.param("distill", "zero3", marks=pytest.mark.full)],
+    [
+        ("distill-cached", "zero2"),
+        *(pytest.param(*cell, marks=pytest.mark.full) for cell in (("qat", "fsdp2"), ("distill", "zero3"))),
+    ],
 )
 def test_other_commands_have_the_losses_of_padded_conversations(
     inputs: Path, tmp_path: Path, cached: None, kind: str, layout: str, deepspeed_cpu_ops: None

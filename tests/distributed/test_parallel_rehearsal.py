@@ -28,9 +28,8 @@ MEMORY_TOLERANCE = 0.15
 @pytest.mark.parametrize(
     "name",
     [
-        "sequence",
         "pipelines",
-        *(pytest.param(name, marks=pytest.mark.full) for name in ("tensor", "context", "expert")),
+        *(pytest.param(name, marks=pytest.mark.full) for name in ("sequence", "tensor", "context", "expert")),
     ],
 )
 def test_rehearsal_passes(name: str, deepspeed_cpu_ops: None) -> None:

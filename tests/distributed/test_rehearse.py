@@ -60,6 +60,7 @@ def test_zero2_passes_through_the_command_and_writes_its_report(deepspeed_cpu_op
         assert measured == pytest.approx(sum(report["predicted"][phase]["terms"].values()), rel=0.25)
 
 
+@pytest.mark.full
 @pytest.mark.needs("libaio")
 def test_zero3_with_nvme_passes(deepspeed_cpu_ops: None, tmp_path: Path) -> None:
     directory = written(tmp_path / "plan", nvme="/local_nvme:7TB", strategy="zero3", offload="nvme")
@@ -68,6 +69,7 @@ def test_zero3_with_nvme_passes(deepspeed_cpu_ops: None, tmp_path: Path) -> None
     assert any("nvme_path" in change.where for change in found.changes)
 
 
+@pytest.mark.full
 def test_qlora_on_zero3_with_everything_offloaded_passes(deepspeed_cpu_ops: None, tmp_path: Path) -> None:
     directory = written(tmp_path / "plan", strategy="zero3", offload="cpu-all", method="qlora")
     found = rehearse(directory, steps=STEPS)
@@ -91,6 +93,7 @@ def test_fsdp2_with_a_tiled_mlp_and_offloaded_layer_inputs_passes(
     assert "Layer inputs in host memory: " in capsys.readouterr().out
 
 
+@pytest.mark.full
 def test_two_nodes_are_two_launchers(tmp_path: Path) -> None:
     """Plain data parallelism over 2 x 8 accelerators, one rank for each node."""
     directory = written(tmp_path / "plan", "2x8xB200", strategy="ddp")

@@ -100,6 +100,7 @@ def test_two_machines_train_as_one(
     assert (both / "other.out").read_text() == "" and "machine 1 is done; the results are on 127" in reported
 
 
+@pytest.mark.full
 def test_two_machines_teach_and_quantize_as_one(inputs: Path, tmp_path: Path) -> None:
     stated = {"dataset": str(inputs / "rows.jsonl"), "strategy": "ddp", "max_steps": 2, "seq_len": 32}
     stated |= {"global_batch_size": 4, "logging_steps": 1, "learning_rate": 5e-3, "evaluation_samples": 4}

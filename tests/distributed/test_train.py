@@ -45,8 +45,7 @@ RESUMED = ("zero3", "tp", "ep", "lora")
         "zero3",
         "cp",
         "pp",
-        "lora",
-        *(pytest.param(layout, marks=pytest.mark.full) for layout in ("fsdp2", "sp", "tp", "ep", "qlora")),
+        *(pytest.param(layout, marks=pytest.mark.full) for layout in ("lora", "fsdp2", "sp", "tp", "ep", "qlora")),
     ],
 )
 def test_losses_are_those_of_one_process(

@@ -96,6 +96,7 @@ def test_memory_that_runs_out_is_a_result(tiny_llama: Path, tmp_path: Path, monk
         tune(plan, trials=1, steps=3)
 
 
+@pytest.mark.full
 def test_a_trial_that_hangs_is_ended_with_all_its_processes(
     tiny_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

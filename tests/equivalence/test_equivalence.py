@@ -1,13 +1,14 @@
 """Every layout trains as one process does, with whatever a run may have besides, and one process as the formulas say.
 
 All selected cases of one number of ranks run one after the other in one launch. `cases.py` has layouts and data,
-`settings.py` what a run may have, and `formulas.py` the steps in fp64. `make test` runs the cases below; the grid of
-every setting that the table of combinations proves by them runs in `make test-full`.
+`settings.py` what a run may have, and `formulas.py` the steps in fp64. `make test` runs every layout and every setting
+twice; all cases, and every setting that the table of combinations proves by them, run in `make test-full`.
 """
 
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -172,6 +173,28 @@ CASES = [
     *_cases("fsdp2", "adafactor", accumulation=2),
     *_cases("fsdp2 zero2", "muon"),
 ]
+_KEPT = 2
+"""Cases of each layout, setting and family that `make test` runs."""
+
+
+def _repeated() -> Iterator[Case]:
+    """Yield the cases whose layout, settings and family earlier ones have often enough."""
+    seen: Counter[str] = Counter()
+    for case in CASES:
+        values = {case.layout, case.family, *case.settings}
+        if all(seen[value] >= _KEPT for value in values):
+            yield case
+        else:
+            seen.update(values)
+
+
+REPEATED = frozenset(_repeated())
+
+
+def _marked(cases: list[Case]) -> list[Any]:
+    return [pytest.param(case, marks=pytest.mark.full) if case in REPEATED else case for case in cases]
+
+
 _COLUMN_LAYOUTS = {
     "zero_offload": "zero3-offload",
     "fsdp2_offload": "fsdp2-offload",
@@ -222,7 +245,7 @@ def _named(case: Case) -> str:
     return case.name
 
 
-@pytest.mark.parametrize("case", [*CASES, *GRID], ids=_named)
+@pytest.mark.parametrize("case", [*_marked(CASES), *GRID], ids=_named)
 def test_runs_equal_one_process(case: Case, records: dict[str, Record], directory: Path) -> None:
     assert_equal(case, records, directory)
 
@@ -260,7 +283,7 @@ def test_runs_that_would_differ_are_rejected_before_a_step(case: Case, records: 
     assert record["steps"] == 0 or "fewer_on_one_rank" in case.settings
 
 
-@pytest.mark.parametrize("case", [case for case in CASES if set(case.settings) <= SAVED], ids=_named)
+@pytest.mark.parametrize("case", _marked([case for case in CASES if set(case.settings) <= SAVED]), ids=_named)
 def test_checkpoint_has_the_trained_logits_in_transformers(
     case: Case, records: dict[str, Record], directory: Path
 ) -> None:

@@ -240,6 +240,7 @@ assert run(["quantize", sys.argv[2], *gptq]) == 2
 """
 
 
+@pytest.mark.full
 def test_rounding_needs_no_llm_compressor(model, tmp_path):
     packages = tmp_path / "packages"
     packages.mkdir()

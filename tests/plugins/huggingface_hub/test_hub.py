@@ -168,6 +168,7 @@ def test_offline_mode_uses_the_cache_alone(hub: str, tmp_path: Path) -> None:
         assert json.loads(out)["model"]["revision"] == COMMIT
 
 
+@pytest.mark.full
 @pytest.mark.once
 @pytest.mark.parametrize("status", [0, 403])
 def test_no_command_shows_a_traceback_for_a_hub_that_fails(tmp_path: Path, status: int) -> None:

@@ -133,6 +133,7 @@ def test_rounding_without_llm_compressor_writes_the_same_files(source, tmp_path,
     assert configs[0] == configs[1]
 
 
+@pytest.mark.full
 @pytest.mark.needs("llmcompressor", "auto_round")
 @pytest.mark.parametrize("name", ["W3A16", "W3A16_ASYM"])
 def test_autoround_loses_less_than_rounding(source, name):

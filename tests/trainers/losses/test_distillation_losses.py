@@ -478,7 +478,7 @@ def step_of(case: Case, divergence: Any) -> list[torch.Tensor]:
 
 @pytest.mark.once
 @pytest.mark.slow
-@pytest.mark.parametrize("divergence", ["jsd", "total_variation"])
+@pytest.mark.parametrize("divergence", ["total_variation", pytest.param("jsd", marks=pytest.mark.full)])
 def test_compiled_kernels_equal_the_uncompiled_loss(divergence: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = step_of(Case(student=70, teacher=70), divergence)
     monkeypatch.setattr(fused_loss, "_COMPILED_DEVICES", ("cpu",))
@@ -507,7 +507,7 @@ def test_without_a_compiler_the_loss_runs_uncompiled_and_warns_once(
     assert [record.message for record in caplog.records if "no C compiler" in record.message] == [caplog.messages[0]]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float32, marks=pytest.mark.full)])
 def test_peak_bytes_follow_the_formula(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(fused_loss.BLOCK_BYTES, "cpu", 40_000)
     sizes = ((256, 64, 1000), (100, 128, 3000))

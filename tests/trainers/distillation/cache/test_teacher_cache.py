@@ -132,6 +132,7 @@ def both_losses(
     return *values, float(torch.nn.functional.cosine_similarity(*gradients, dim=0))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("temperature", [1.0, 2.0])
 def test_cached_teacher_loses_only_the_shape_of_the_tail(temperature: float, pair: Any, tmp_path: Path) -> None:
     """For real text and a long-tailed teacher: KL = KL over K + 1 bins + r KL(teacher's tail | student's tail)."""

@@ -175,7 +175,7 @@ def test_removing_unused_channels_and_heads_keeps_logits(kind, tmp_path):
     assert student.num_parameters() < model.num_parameters() / 1.9
 
 
-@pytest.mark.parametrize("kind", WIDE)
+@pytest.mark.parametrize("kind", ["llama", *(pytest.param(kind, marks=pytest.mark.full) for kind in WIDE[1:])])
 def test_students_of_every_family_load_completely(kind, tmp_path):
     teacher = saved(teacher_of(kind), tmp_path / "teacher")
     sizes = {"layers": 2, "intermediate_size": 20, "heads": 6, "key_value_heads": 3, "hidden_size": 18}

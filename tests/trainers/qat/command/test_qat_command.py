@@ -234,6 +234,7 @@ def test_interrupted_run_with_teacher_and_stored_ranges_resumes_and_exports(
     assert f"{nats['trained']:.4f}" in (out / "REPORT.md").read_text()
 
 
+@pytest.mark.full
 def test_two_runs_from_python_in_one_process(
     one_rank: list[Sequence[str]], models: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
