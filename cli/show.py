@@ -23,7 +23,6 @@ from ..ds_configs.plan.rendering import planned_training_arguments, train_argume
 from ..ds_configs.search.longest import LongestSequence
 from ..ds_configs.search.reasons import display_name
 from ..ds_configs.search.run_estimates import doubts
-from ..ds_configs.search.search import ParetoPoint
 from ..ds_configs.search.tensor_layouts import TensorLayout
 from ..ds_configs.specs.job import TeacherChoice
 from ..ds_configs.specs.units import gigabytes, human_count
@@ -33,7 +32,6 @@ from ..ds_configs.step_time.utilization import utilization
 _COLOURS = ("blue", "cyan", "green", "yellow", "magenta", "red", "bright_blue", "bright_green", "bright_magenta")
 _BAR_WIDTH, _SHORTEST_BAR = 60, 10
 _SHOWN_SHARE = 0.005
-_SHOWN_POINTS = 6
 _NARROW = 70
 """Columns below which four columns of figures would be cut into pieces."""
 _NARROW_FOR_SPEED = 50
@@ -160,8 +158,6 @@ def show_plan(plan: Plan, directory: Path | None, *, output_dir_hint: bool = Tru
     out.print()
     reached = None if hardware.gpu == "CPU" else utilization(chosen.time, model, hardware, plan.job)
     out.print(time_table(chosen.time, reached))
-    for offer in plan.offers:
-        out.print(f"Changes the results: {offer}", markup=False)
     for doubt in doubts(chosen.strategy, plan.model, hardware, plan.job):
         out.print(f"Less certain: {doubt}", markup=False)
     out.print()
@@ -173,9 +169,6 @@ def show_plan(plan: Plan, directory: Path | None, *, output_dir_hint: bool = Tru
         explained = directory or "DIRECTORY, after writing the plan to DIRECTORY"
         out.print(f"Reasons: shardwright explain {explained}", markup=False)
     out.print()
-    if len(plan.pareto) > 1:
-        out.print(pareto_table(plan.pareto, columns=out.width))
-        out.print()
     if directory is not None or output_dir_hint:
         from ..plugins.transformers.training_arguments import missing_packages
 
@@ -252,19 +245,6 @@ def time_table(time: StepTime, reached: float | None = None) -> Table:
             table.add_row(time_term_name(name), f"{seconds:.4f}")
     interval = f"{time.seconds:.4f} ({time.low_seconds:.4f} to {time.high_seconds:.4f})"
     table.add_row("total", interval, style="bold")
-    return table
-
-
-def pareto_table(points: Sequence[ParetoPoint], *, columns: int = 120) -> Table:
-    """Return layouts from the fastest to the smallest, at most `_SHOWN_POINTS` evenly spaced ones."""
-    table = Table(title="Time against memory", title_justify="left", box=None, pad_edge=False)
-    table.add_column("layout", overflow="fold")
-    table.add_column("tokens/s", justify="right", no_wrap=True)
-    table.add_column("needs up to GB" if columns >= _NARROW else "GB", justify="right")
-    count = min(_SHOWN_POINTS, len(points))
-    for index in range(count):
-        point = points[round(index * (len(points) - 1) / max(1, count - 1))]
-        table.add_row(point.label, f"{point.tokens_per_second:,.0f}", gigabytes(point.high_bytes))
     return table
 
 

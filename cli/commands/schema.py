@@ -93,9 +93,7 @@ def _plan_schema() -> dict[str, Any]:
         "chosen": _object(chosen),
         "global_batch": _object({"sequences": {"type": "integer"}, "tokens": {"type": "integer"}, "reason": text}),
         "rejected": {"type": "array", "items": _object(layout | {"analysis_only": analysis_only})},
-        "offers": {"type": "array", "items": {"$ref": "#/$defs/Offer"}},
         "doubts": texts,
-        "pareto": {"type": "array", "items": {"$ref": "#/$defs/ParetoPoint"}},
         "files": texts,
         "versions": {"type": "object", "additionalProperties": text},
     }

@@ -17,8 +17,8 @@ from ..models.stored_shapes import load_shapes
 from ..search.candidates import SearchContext, global_batch_reason
 from ..search.optimizer_choice import ORDER, search_optimizers
 from ..search.run_estimates import doubts
-from ..search.search import Evaluated, ParetoPoint, search
-from ..search.suggestions import Offer, Suggestion, cheapest_changes, faster_changes
+from ..search.search import Evaluated, search
+from ..search.suggestions import Suggestion, cheapest_changes
 from ..search.tuning import Trial, measured, rejected_by_trial, tuned_reason
 from ..specs.errors import ConfigError, DoesNotFitError, RefusedInputError, UsageError
 from ..specs.hardware import HardwareSpec, with_gpus
@@ -28,7 +28,7 @@ from ..specs.model import FIRST_RELEASE, ModelSpec
 from ..specs.optimizers import OPTIMIZERS, parsed_optim_args
 from ..specs.texts import control_text, read_small_file, strict_json, yaml_mapping
 from ..specs.units import gigabytes
-from ..step_time.learning import MeasuredStep, learned, published_time
+from ..step_time.learning import MeasuredStep, learned
 from .clusters import NodeCommand, hostfile, slurm_script
 from .output import write_files
 from .rendering import (
@@ -55,9 +55,6 @@ class Plan(LaunchSpec):
 
     rejected: tuple[Evaluated, ...]
     """The other layouts: those that fit first, fastest first."""
-    pareto: tuple[ParetoPoint, ...] = ()
-    offers: tuple[Offer, ...] = ()
-    """Changes that would make training faster, but change its numbers."""
     versions: tuple[tuple[str, str], ...] = ()
     """Names and versions of the libraries that the plan was made with."""
     activations: Literal["stored", "traced", "upper bound"] = "stored"
@@ -186,7 +183,6 @@ def make_plan(
     calibration: Calibration | None = None,
     measured_steps: tuple[MeasuredStep, ...] = (),
     versions: tuple[tuple[str, str], ...] = (),
-    offers: bool = True,
 ) -> Plan:
     """Choose a layout for a model, hardware and job.
 
@@ -207,28 +203,15 @@ def make_plan(
         changes = cheapest_changes(context)
         raise PlanDoesNotFitError(outcome.rejected, changes, model=model, hardware=hardware, job=job)
     known = learned(measured_steps, hardware, outcome.chosen.strategy.engine)
-    plan = Plan(
+    return Plan(
         model=model,
         hardware=hardware,
         job=outcome.job,
         chosen=outcome.chosen,
         rejected=outcome.rejected,
-        pareto=outcome.pareto,
         versions=versions,
         activations="stored" if activations_are_stored(model, outcome.job, outcome.chosen.strategy) else "upper bound",
         learned_from=() if known is None else known.runs,
-    )
-    return with_offers(plan, job) if offers else plan
-
-
-def with_offers(plan: Plan, requested: TrainingJob) -> Plan:
-    """Return a plan with its offers, as changes of the requested job, of which the plan has chosen the open fields."""
-    # Changes are compared as predicted, without the correction of measured runs.
-    chosen = replace(plan.chosen, time=published_time(plan.chosen.time))
-    names = ("optimizer", "optim_args", "weights_dtype") if requested.optimizer == "auto" else ()
-    job = replace(requested, **{name: getattr(plan.job, name) for name in names})
-    return replace(
-        plan, offers=faster_changes(chosen, SearchContext(model=plan.model, hardware=plan.hardware, job=job))
     )
 
 
@@ -248,7 +231,6 @@ def tuned_plan(plan: Plan, trials: tuple[Trial, ...]) -> Plan:
         job=replace(plan.job, loss=chosen.loss),
         chosen=replace(chosen, reason=tuned_reason(best, trials)),
         rejected=rejected,
-        pareto=(),
         trials=trials,
     )
 
@@ -298,8 +280,6 @@ def plan_to_dict(plan: Plan) -> dict[str, Any]:
         | {"reason": plan.chosen.reason, "teacher": plan.chosen.teacher and asdict(plan.chosen.teacher)},
         "global_batch": _global_batch_dict(plan),
         "rejected": [rejected_dict(candidate) for candidate in plan.rejected],
-        "pareto": [asdict(point) for point in plan.pareto],
-        "offers": [asdict(offer) for offer in plan.offers],
         "doubts": list(doubts(plan.chosen.strategy, plan.model, plan.hardware, plan.job)),
         "files": list(plan.file_names),
         "versions": dict(plan.versions),
@@ -410,8 +390,6 @@ def plan_from_dict(data: object, *, source: str) -> Plan:
             "job": job,
             "chosen": _evaluated_values(data["chosen"]),
             "rejected": [_evaluated_values(candidate) for candidate in data["rejected"]],
-            "pareto": data["pareto"],
-            "offers": data["offers"],
             "versions": list(data["versions"].items()),
             "activations": data.get("activations", "stored"),
             "command": data.get("command", ""),

@@ -52,7 +52,7 @@ class Search:
     partial: bool
     """Whether recomputing some of the layers may be tried."""
     exhaustive: bool = True
-    """Whether all candidates that are as fast as those that fit are estimated, for the frontier."""
+    """Whether the fewest layers to recompute are known exactly for each candidate that is as fast as those that fit."""
     fitting: dict[Candidate, None] = field(default_factory=dict)
     """Candidates whose memory was estimated and suffices, in the order of estimation."""
     leanest: dict[int, Candidate] = field(default_factory=dict)
@@ -221,11 +221,8 @@ def _need(candidate: Candidate) -> tuple[int, int]:
     return max(0, host.peak_bytes_per_node - host.capacity_bytes_per_node), candidate.memory.gpu.high_bytes
 
 
-def search_fastest(explored: Search, indices: Iterable[int], *, faster_than: float = 0.0) -> Candidate | None:
-    """Return the simplest of the candidates as fast as the fastest that fits, within 5 %; `None` when none fits.
-
-    If none that fits has more than `faster_than` tokens per second, returns any that fits.
-    """
+def search_fastest(explored: Search, indices: Iterable[int]) -> Candidate | None:
+    """Return the simplest of the candidates as fast as the fastest that fits, within 5 %; `None` when none fits."""
     heap: list[tuple[float, tuple[bool, int, int, int, bool, bool], int, str, Candidate]] = []
     order = 0
 
@@ -252,8 +249,6 @@ def search_fastest(explored: Search, indices: Iterable[int], *, faster_than: flo
         bound, _, _, state, candidate = heapq.heappop(heap)
         if best is not None and -bound < AS_FAST * best:
             break
-        if best is None and -bound <= faster_than:
-            return explored.leanest[possible[0]]
         if near and candidate.complexity >= min(other.complexity for other in near):
             # Neither faster nor simpler than one that fits.
             continue
@@ -273,37 +268,31 @@ def search_fastest(explored: Search, indices: Iterable[int], *, faster_than: flo
     return min(near, key=lambda candidate: (candidate.complexity, -candidate.tokens_per_second))
 
 
-def _preferred(explored: Search, indices: list[int], job: TrainingJob, *, faster_than: float = 0.0) -> Candidate | None:
+def _preferred(explored: Search, indices: list[int], job: TrainingJob) -> Candidate | None:
     """Return the candidate of these layouts that the objective prefers; `None` when none fits.
 
-    Offload that was not requested has to be faster than every layout without it by `OFFLOAD_GAIN`. If the preferred
-    one has no more than `faster_than` tokens per second, another one that fits and is not faster may be returned.
+    Offload that was not requested has to be faster than every layout without it by `OFFLOAD_GAIN`.
     """
-    if job.objective != "memory":
-        without = [index for index in indices if explored.by_layout[index][0].strategy.offload_optimizer == "none"]
-        if job.offload != "auto" or len(without) == len(indices):
-            return search_fastest(explored, indices, faster_than=faster_than)
-        inside = search_fastest(explored, without, faster_than=faster_than)
-        least = 0.0 if inside is None else OFFLOAD_GAIN * inside.tokens_per_second
-        offloaded = [
-            index
-            for index in indices
-            if explored.by_layout[index][0].strategy.offload_optimizer != "none"
-            and explored.possible(index)
-            and explored.fastest_first(index)[0].tokens_per_second >= least
-        ]
-        best = search_fastest(explored, offloaded, faster_than=max(least, faster_than))
-        if best is None or (inside is not None and best.tokens_per_second <= max(least, faster_than)):
-            return inside
-        if inside is not None and faster_than:
-            least = best.tokens_per_second / OFFLOAD_GAIN
-            inside = search_fastest(explored, without, faster_than=least)
-        return best if inside is None or not faster_than or inside.tokens_per_second <= least else inside
-    return min(
-        (explored.leanest[index] for index in indices if explored.possible(index)),
-        key=lambda candidate: (candidate.memory.gpu.high_bytes, -candidate.tokens_per_second),
-        default=None,
-    )
+    if job.objective == "memory":
+        return min(
+            (explored.leanest[index] for index in indices if explored.possible(index)),
+            key=lambda candidate: (candidate.memory.gpu.high_bytes, -candidate.tokens_per_second),
+            default=None,
+        )
+    without = [index for index in indices if explored.by_layout[index][0].strategy.offload_optimizer == "none"]
+    if job.offload != "auto" or len(without) == len(indices):
+        return search_fastest(explored, indices)
+    inside = search_fastest(explored, without)
+    least = 0.0 if inside is None else OFFLOAD_GAIN * inside.tokens_per_second
+    offloaded = [
+        index
+        for index in indices
+        if explored.by_layout[index][0].strategy.offload_optimizer != "none"
+        and explored.possible(index)
+        and explored.fastest_first(index)[0].tokens_per_second >= least
+    ]
+    best = search_fastest(explored, offloaded)
+    return inside if best is None or (inside is not None and best.tokens_per_second <= least) else best
 
 
 def _best_three_dimensional(context: SearchContext, *, faster_than: float) -> tuple[Candidate, str] | None:
@@ -467,18 +456,6 @@ class Evaluated:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ParetoPoint:
-    """A layout that no other one beats in both speed and memory."""
-
-    label: str
-    """Layout, micro-batch, recomputation and loss in words."""
-    tokens_per_second: float
-    step_seconds: float
-    high_bytes: int
-    """Upper end of its memory on one accelerator."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class Outcome:
     """Result of the search."""
 
@@ -486,7 +463,6 @@ class Outcome:
     """The fastest layout that fits; `None` when none does."""
     rejected: tuple[Evaluated, ...]
     """The other layouts: those that fit first, fastest first."""
-    pareto: tuple[ParetoPoint, ...] = ()
     job: TrainingJob
     """The job with the loss that was chosen."""
     candidates: int = 0
@@ -499,13 +475,12 @@ LONG_SEQUENCE_TOKENS = 32_768
 nothing fits otherwise: tiles have as many tokens as the hidden size, so they save little."""
 
 
-def search(context: SearchContext, *, compare: bool = True, faster_than: float = 0.0) -> Outcome:
+def search(context: SearchContext, *, compare: bool = True) -> Outcome:
     """Return the result of `search_one_batch` at the global batch that the plan states.
 
     Without a requested batch that is `planned_global_batch`. If it fits only with offload or not at all, but one
     sequence per accelerator does fit, the batch is that. Mechanisms for long sequences are tried for long sequences,
-    and for others if nothing fits without. If no layout has more than `faster_than` tokens per second, the chosen one
-    is any that fits.
+    and for others if nothing fits without.
 
     Raises:
         UsageError: the job is invalid or every layout that it allows breaks a rule; all errors together.
@@ -513,20 +488,20 @@ def search(context: SearchContext, *, compare: bool = True, faster_than: float =
     if _tries_long_sequences(context.job) and not context.long_sequences:
         extended = replace(context, long_sequences=True)
         if context.job.seq_len_tokens >= LONG_SEQUENCE_TOKENS:
-            return _search_batches(extended, compare=compare, faster_than=faster_than)
-        outcome = _search_batches(context, compare=compare, faster_than=faster_than)
+            return _search_batches(extended, compare=compare)
+        outcome = _search_batches(context, compare=compare)
         if outcome.chosen is not None:
             return outcome
         context = extended
-    return _search_batches(context, compare=compare, faster_than=faster_than)
+    return _search_batches(context, compare=compare)
 
 
 def _tries_long_sequences(job: TrainingJob) -> bool:
     return "auto" in (job.tiled_mlp, job.offload_activations)
 
 
-def _search_batches(context: SearchContext, *, compare: bool, faster_than: float) -> Outcome:
-    outcome = search_one_batch(context, compare=compare, faster_than=faster_than)
+def _search_batches(context: SearchContext, *, compare: bool) -> Outcome:
+    outcome = search_one_batch(context, compare=compare)
     smallest, job = _with_smallest_batch(context), context.job
     if smallest is None:
         return outcome
@@ -536,7 +511,7 @@ def _search_batches(context: SearchContext, *, compare: bool, faster_than: float
         smaller_fits = _anything_fits(replace(smallest, job=inside))
     else:
         smaller_fits = outcome.chosen is None and _anything_fits(smallest)
-    return search_one_batch(smallest, compare=compare, faster_than=faster_than) if smaller_fits else outcome
+    return search_one_batch(smallest, compare=compare) if smaller_fits else outcome
 
 
 def _with_smallest_batch(context: SearchContext) -> SearchContext | None:
@@ -548,12 +523,12 @@ def _with_smallest_batch(context: SearchContext) -> SearchContext | None:
     return replace(context, smallest_batch=True)
 
 
-def search_one_batch(context: SearchContext, *, compare: bool = True, faster_than: float = 0.0) -> Outcome:
+def search_one_batch(context: SearchContext, *, compare: bool = True) -> Outcome:
     """Return the layout that the job's objective prefers among those that fit, and why the others were rejected.
 
     A teacher is tried as a replica on every rank, then sharded, then in host memory. Each placement is tried under all
     layouts without offload before the student's states leave the accelerator. Without `compare`, the result has no
-    rejected layouts and no frontier, in half of the time.
+    rejected layouts, in half of the time.
 
     Raises:
         UsageError: the job is invalid or every layout that it allows breaks a rule; all errors together.
@@ -580,7 +555,7 @@ def search_one_batch(context: SearchContext, *, compare: bool = True, faster_tha
         trainer_runs = [index for index in explored.by_layout if layouts[index].pp == 1 or requested]
         # A stock Trainer cannot run a pipeline, so one that was not requested is only proposed if nothing else fits.
         for proposed in (trainer_runs, list(explored.by_layout)):
-            best = _preferred(explored, proposed, job, faster_than=faster_than)
+            best = _preferred(explored, proposed, job)
             if best is not None:
                 break
         if best is not None:
@@ -590,7 +565,7 @@ def search_one_batch(context: SearchContext, *, compare: bool = True, faster_tha
         fix = "use --offload auto or another strategy"
         nothing = ConfigError(where="strategy", value=job.strategy, rule=rule, fix=fix)
         raise UsageError(list(dict.fromkeys(errors)) or nothing)
-    chosen, rejected, pareto = None, [], []
+    chosen, rejected = None, []
     if best is None:
         leanest_of: dict[int, Candidate] = {}
         for explored in searches:
@@ -629,7 +604,6 @@ def search_one_batch(context: SearchContext, *, compare: bool = True, faster_tha
                     analysis_only=True,
                 )
             )
-        pareto = _frontier(fitting) if compare else []
     rejected += [
         Evaluated(
             strategy=candidate.strategy,
@@ -643,43 +617,10 @@ def search_one_batch(context: SearchContext, *, compare: bool = True, faster_tha
     return Outcome(
         chosen=chosen,
         rejected=tuple(rejected),
-        pareto=tuple(pareto),
         job=job if best is None else replace(job, loss=best.job.loss),
         candidates=sum(len(legal) for explored in searches for legal in explored.by_layout.values()),
         estimated=sum(explored.estimated for explored in searches),
     )
-
-
-def _frontier(fitting: Iterable[Candidate]) -> list[ParetoPoint]:
-    """Return the candidates that no other one beats in both speed and memory, fastest first."""
-    points: list[ParetoPoint] = []
-    for candidate in sorted(
-        fitting,
-        key=lambda candidate: (-candidate.tokens_per_second, candidate.memory.gpu.high_bytes, candidate.complexity),
-    ):
-        strategy, high_bytes = candidate.strategy, candidate.memory.gpu.high_bytes
-        if points and high_bytes >= points[-1].high_bytes:
-            continue
-        label = f"{strategy.label}, micro-batch {strategy.micro_batch_size} x {strategy.gradient_accumulation_steps}"
-        if strategy.gradient_checkpointing:
-            layers = candidate.context.model.dimensions.num_layers
-            label += f", {strategy.recomputed_layers(-(-layers // strategy.pp))} layers recomputed"
-            label += " but for products" if strategy.keeps_products else ""
-            label += (
-                f", {strategy.offloaded_checkpoints} inputs in host memory" if strategy.offloaded_checkpoints else ""
-            )
-        label += ", tiled MLP" if strategy.tiled_mlp else ""
-        if candidate.job.loss == "chunked":
-            label += ", chunked loss"
-        points.append(
-            ParetoPoint(
-                label=label,
-                tokens_per_second=candidate.time.tokens_per_second,
-                step_seconds=candidate.time.seconds,
-                high_bytes=high_bytes,
-            )
-        )
-    return points
 
 
 def anything_fits(context: SearchContext) -> bool:

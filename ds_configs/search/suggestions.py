@@ -1,4 +1,4 @@
-"""Changes that would make a job fit, with the memory they need, and changes that would make it faster."""
+"""Changes that would make a job fit, with the memory they need."""
 
 from __future__ import annotations
 
@@ -11,22 +11,15 @@ from typing import Any
 from ..specs.errors import ShardwrightError
 from ..specs.hardware import HardwareSpec, gpu_catalog, parse_hardware, with_gpus
 from ..specs.job import AXIS_FIELDS, TrainingJob
-from ..specs.model import ModelSpec
 from ..specs.texts import flag_words
 from ..specs.units import gigabytes
-from ..step_time.estimate import estimate_step_time
-from .candidates import SearchContext, planned_global_batch
+from .candidates import SearchContext
 from .optimizer_choice import ORDER
 from .reasons import display_name
-from .search import Evaluated, anything_fits, search
+from .search import anything_fits, search
 
 _MOST = 3
-_LARGEST_OFFERED = 64
-_LEAST_GAIN = 1.05
-"""Smallest speed-up that is reported."""
 _LARGEST_WORLD = 4096
-_VOCABULARY_MULTIPLE = 64
-"""Rows to which vocabularies are padded: a multiple of 8 on up to 8 ranks of tensor parallelism."""
 _SHORTEST_SEQUENCE = 512
 
 
@@ -138,72 +131,6 @@ def _fitting(changes: Iterable[Change], fits: Callable[[Change], bool]) -> Itera
             yield change
         elif grows:
             failed.append(cluster)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Offer:
-    """A change that would make training faster but changes its numbers, so that no plan applies it by itself."""
-
-    change: str
-    """The flag or the line of Python."""
-    times_faster: float
-    """Tokens per second divided by those of the plan."""
-    strategy: str
-
-    def __str__(self) -> str:
-        return f"{self.times_faster:.2f} times faster with {self.change} ({self.strategy})"
-
-
-def faster_changes(chosen: Evaluated, context: SearchContext) -> tuple[Offer, ...]:
-    """Return changes that would be faster: a padded vocabulary, 8-bit optimizer states, adapters.
-
-    The latter two are tried only if memory costs the plan time (it offloads or recomputes) on up to `_LARGEST_OFFERED`
-    accelerators; on more, states are sharded so thinly that neither helps. `context` has the requested job.
-    """
-    model, hardware, job = context.model, context.hardware, context.job
-    if job.teacher is not None:
-        return ()
-    offers = _padded_vocabulary(chosen, model, hardware, replace(job, loss=chosen.loss))
-    if hardware.world_size > _LARGEST_OFFERED:
-        return tuple(offers)
-    if not chosen.strategy.gradient_checkpointing and chosen.strategy.offload_optimizer == "none":
-        return tuple(offers)
-    batch, least = chosen.strategy.global_batch_size, _LEAST_GAIN * chosen.time.tokens_per_second
-    for _, changed in (*_smaller_states(hardware, job), *_adapters(hardware, job)):
-        # The batch stays the same.
-        if planned_global_batch(changed, hardware.world_size) != batch:
-            changed = replace(changed, global_batch_size=batch)
-        try:
-            changed_context = SearchContext(model=model, hardware=hardware, job=changed)
-            other = search(changed_context, compare=False, faster_than=least).chosen
-        except ShardwrightError:
-            continue
-        if other is None or other.strategy.global_batch_size != batch:
-            continue
-        ratio = other.time.tokens_per_second / chosen.time.tokens_per_second
-        if ratio > _LEAST_GAIN:
-            change = change_flags(hardware, job, (hardware, changed))
-            offers.append(Offer(change=change, times_faster=ratio, strategy=display_name(other.strategy)))
-    return tuple(offers)
-
-
-def _padded_vocabulary(chosen: Evaluated, model: ModelSpec, hardware: HardwareSpec, job: TrainingJob) -> list[Offer]:
-    # Kernels are slow if a width is not a multiple of 8 elements; the added rows are never used.
-    rows = model.dimensions.vocab_size
-    padded = -(-rows // _VOCABULARY_MULTIPLE) * _VOCABULARY_MULTIPLE
-    if rows % 8 == 0:
-        return []
-    parameters = tuple(
-        replace(parameter, shape=tuple(padded if size == rows else size for size in parameter.shape))
-        for parameter in model.parameters
-    )
-    wider = replace(model, dimensions=replace(model.dimensions, vocab_size=padded), parameters=parameters)
-    time = estimate_step_time(chosen.strategy, wider, hardware, job)
-    ratio = chosen.time.seconds / time.seconds
-    if ratio <= _LEAST_GAIN:
-        return []
-    change = f"model.resize_token_embeddings({padded}) instead of {rows} rows"
-    return [Offer(change=change, times_faster=ratio, strategy=display_name(chosen.strategy))]
 
 
 def _automatic_settings(hardware: HardwareSpec, job: TrainingJob) -> Iterator[Pair]:

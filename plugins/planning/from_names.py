@@ -49,7 +49,6 @@ def plan(
     num_processes: int | None = None,
     calibration: Calibration | Literal["user"] | None = "user",
     notify: Callable[[str], None] | None = None,
-    offers: bool = True,
     **words: Any,
 ) -> Plan:
     """Choose a layout for a model and hardware.
@@ -64,7 +63,6 @@ def plan(
         num_processes: Number of accelerators; for hardware given by name.
         calibration: Measured runs, by default those that `shardwright calibrate` stored for this user.
         notify: Function that receives warnings.
-        offers: Whether the plan suggests faster settings that change the training results.
         **words: Options of `shardwright plan`, such as `seq_len=2048, method="lora"`, instead of a `job`. Without
             either, sequences have 4,096 tokens, or the model's maximum if it is smaller.
 
@@ -85,7 +83,6 @@ def plan(
         calibration=context.calibration,
         measured_steps=context.measured_steps,
         versions=installed_versions(),
-        offers=offers,
     )
 
 

@@ -41,7 +41,6 @@ def plan_report(plan: Plan) -> Report:
         reasons.append(f"Teacher: {chosen.teacher.reason}")
     if plan.activations == "upper bound":
         reasons.append("Activations and loss are an upper bound from the model's structure. The run may need less.")
-    reasons += [f"Changes the results: {offer}" for offer in plan.offers]
     reasons += [f"Less certain: {doubt}" for doubt in doubts(strategy, model, hardware, plan.job)]
     return Report(
         kind="Plan",
@@ -136,11 +135,7 @@ def _other_layouts(plan: Plan) -> Section:
         speed = significant(other.time.tokens_per_second)
         rows.append((name, size, memory, speed, other.reason.removeprefix(name).strip()))
     headings = ("layout", "micro-batch", "GPU memory", "tokens/s", "why not")
-    tables = [Table(headings, rows, "Other layouts; those that fit come first.")]
-    if plan.pareto:
-        points = [(p.label, significant(p.tokens_per_second), gb(p.high_bytes)) for p in plan.pareto]
-        tables.append(Table(("layout", "tokens/s", "needs up to"), points, "From the fastest to the smallest."))
-    return Section("Other layouts", tables=tables)
+    return Section("Other layouts", tables=(Table(headings, rows, "Other layouts; those that fit come first."),))
 
 
 def _measured(count: int | None) -> str:

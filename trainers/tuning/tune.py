@@ -234,7 +234,7 @@ def _run_trial(
 ) -> Trial:
     """Launch the ranks of one layout; whatever happens to them is its result."""
     job = replace(request.plan.job, loss=layout.loss)
-    plan = replace(request.plan, job=job, chosen=layout, rejected=(), pareto=(), offers=())
+    plan = replace(request.plan, job=job, chosen=layout, rejected=())
     trial = Trial(
         strategy=layout.strategy,
         loss=layout.loss,

@@ -201,7 +201,7 @@ def test_search_uses_the_mechanisms_only_where_they_are_needed():
 
 
 def test_plans_carry_the_mechanisms():
-    plan = make_plan(MODEL, H100, TrainingJob(seq_len_tokens=2_000_000), offers=False)
+    plan = make_plan(MODEL, H100, TrainingJob(seq_len_tokens=2_000_000))
     assert plan.environment == {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
     data = plan_to_dict(plan)
     again = plan_from_dict(data, source="test")

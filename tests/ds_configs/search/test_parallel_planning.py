@@ -201,14 +201,14 @@ def test_listed_layouts_have_the_numbers_of_a_plan_for_exactly_them(model, hardw
     spec, cluster = public_model(model), parse_hardware(hardware)
     # A plan for exactly a layout that does not fit would also try mechanisms for long sequences.
     job = job | {"tiled_mlp": "off", "offload_activations": "off"}
-    made = make_plan(spec, cluster, TrainingJob(**job), offers=False)
+    made = make_plan(spec, cluster, TrainingJob(**job))
     job = job | {"global_batch_size": made.chosen.strategy.global_batch_size}
     listed = [candidate for candidate in made.rejected if not candidate.analysis_only]
     assert listed
     for candidate in listed:
         requested = TrainingJob(**job | exactly(candidate.strategy))
         try:
-            answer = make_plan(spec, cluster, requested, offers=False).chosen
+            answer = make_plan(spec, cluster, requested).chosen
         except PlanDoesNotFitError as error:
             (answer,) = error.tried
         assert answer.strategy == candidate.strategy

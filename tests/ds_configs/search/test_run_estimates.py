@@ -1,4 +1,4 @@
-"""Time of a run, warnings about a plan, and changes that a plan offers."""
+"""Time of a run, and warnings about a plan."""
 
 from __future__ import annotations
 
@@ -51,12 +51,3 @@ def test_the_cheapest_plan_may_leave_accelerators_idle() -> None:
     each = [plan.chosen.time.tokens_per_second / plan.hardware.world_size for plan in (cheap, fast)]
     assert cheap.hardware.world_size < fast.hardware.world_size
     assert each[0] > each[1]
-
-
-def test_changes_of_the_numbers_are_only_offered() -> None:
-    plan = make_plan(public_model("meta-llama/Llama-3.2-1B"), parse_hardware("1xRTX4090"), TrainingJob())
-    assert plan.job.optimizer == "adamw_torch_fused"
-    offered = {offer.change: offer.times_faster for offer in plan.offers}
-    # The offer keeps the global batch, which this job left open.
-    assert offered["--global-batch-size 1 --optimizer adamw_8bit"] > 1.05
-    assert make_plan(LLAMA_8B, parse_hardware("8xH200"), TrainingJob()).offers == ()
