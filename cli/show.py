@@ -20,7 +20,6 @@ from ..ds_configs.check import Finding
 from ..ds_configs.memory.estimate import GpuMemory
 from ..ds_configs.plan.plan import Plan
 from ..ds_configs.plan.rendering import planned_training_arguments, train_arguments, trainer_line
-from ..ds_configs.search.longest import LongestSequence
 from ..ds_configs.search.reasons import display_name
 from ..ds_configs.search.run_estimates import doubts
 from ..ds_configs.search.tensor_layouts import TensorLayout
@@ -318,22 +317,6 @@ def _alternatives_table(plan: Plan, *, columns: int, rows: int | None = None) ->
             verdict,
         )
     return table
-
-
-def show_longest(steps: Sequence[LongestSequence]) -> None:
-    """Print the longest sequence of each mechanism, with its layout and what limits it."""
-    table = Table(title="Longest sequence", title_justify="left", box=None, pad_edge=False)
-    for name in ("with", "tokens", "layout", "tokens/s", "GB", "host GB", "limited by"):
-        table.add_column(name, justify="right" if name in ("tokens", "tokens/s", "GB", "host GB") else "left")
-    for index, step in enumerate(steps):
-        name = f"+ {step.added}" if index else step.added
-        if step.strategy is None:
-            table.add_row(name, "nothing fits", "", "", "", "", step.limited_by)
-            continue
-        sizes = (gigabytes(step.high_bytes), gigabytes(step.host_bytes_per_node))
-        speed = f"{step.tokens_per_second:,.0f}"
-        table.add_row(name, f"{step.tokens:,}", display_name(step.strategy), speed, *sizes, step.limited_by)
-    console().print(table)
 
 
 def show_settings(values: Mapping[str, Any], origins: Mapping[str, str]) -> None:

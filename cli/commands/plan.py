@@ -31,9 +31,6 @@ class PlanOptions(WriteOptions):
         False,
         description="Compare 1D, 2D, 2.5D and 3D tensor parallelism (analysis only)",
     )
-    longest_sequence: bool = Field(
-        False, description="Print the longest sequence that fits, and what each mechanism adds"
-    )
     calibration: bool = Field(True, description="Use runs stored by `shardwright calibrate` for the memory interval")
     trust_remote_code: bool = Field(False, description="No effect: planning never runs the code of a model")
 
@@ -59,8 +56,6 @@ def plan_command(
     if settings.hardware is None:
         fix = "pass --hardware, such as 8xA100-80GB, or local"
         raise UsageError(ConfigError(where="hardware", rule="is missing", fix=fix))
-    if options.longest_sequence:
-        return _print_longest(model, settings, options)
     as_json, output_dir = options.as_json, options.output_dir
     if options.dry_run and not as_json:
         from ..show import show_settings
@@ -118,26 +113,6 @@ def plan_command(
     if layouts is not None:
         show_tensor_layouts(layouts)
     return 0
-
-
-def _print_longest(model: str, settings: PlanSettings, options: PlanOptions) -> int:
-    from ...plugins.planning.from_names import longest_sequence
-    from ..show import show_longest
-
-    if "seq_len" in settings.stated() or options.output_dir is not None:
-        name = "seq_len" if "seq_len" in settings.stated() else "output_dir"
-        rule, fix = "cannot be combined with --longest-sequence, which tries every length and writes nothing", "omit it"
-        raise UsageError(ConfigError(where=name, value=getattr(settings, name, None), rule=rule, fix=fix))
-    assert settings.hardware is not None, "plan_command checks it"
-    steps = longest_sequence(
-        model, settings.hardware, calibration="user" if options.calibration else None, notify=note, **settings.words()
-    )
-    if options.as_json:
-        longest = [asdict(step) | {"label": step.strategy and step.strategy.label} for step in steps]
-        print(json.dumps({"schema_version": 1, "longest_sequences": longest}))
-    else:
-        show_longest(steps)
-    return 0 if steps[-1].tokens else 3
 
 
 def _layouts(model: ModelSpec, hardware: HardwareSpec, job: TrainingJob) -> tuple[TensorLayout, ...] | None:

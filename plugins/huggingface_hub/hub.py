@@ -297,22 +297,6 @@ def read_hub_tensors(model: str, commit: str | None) -> dict[str, StoredTensor]:
         raise explain_hub_error(model, commit, error) from None
 
 
-def stored_shapes(source: ModelSource) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of all tensors in a model's safetensors headers; empty without such files.
-
-    Raises:
-        RefusedInputError: a header is corrupt.
-        ShardwrightError: the Hub does not answer.
-    """
-    if not source.checkpoint_parameters:
-        return {}
-    if source.revision is not None:
-        tensors = read_hub_tensors(source.name, source.revision)
-    else:
-        tensors = read_checkpoint(Path(source.name))
-    return {name: tensor.shape for name, tensor in tensors.items()}
-
-
 def _hub_tensors(model: str, commit: str | None) -> dict[str, StoredTensor] | None:
     from huggingface_hub import get_safetensors_metadata
     from huggingface_hub.errors import NotASafetensorsRepoError, SafetensorsParsingError

@@ -16,7 +16,6 @@ from ...ds_configs.memory.activations import activations_are_stored, cached_acti
 from ...ds_configs.memory.estimate import Calibration
 from ...ds_configs.plan.plan import Plan, make_plan, release_difference
 from ...ds_configs.search.candidates import SearchContext
-from ...ds_configs.search.longest import LongestSequence, longest_sequences
 from ...ds_configs.specs.errors import ConfigError, ShardwrightError, UsageError
 from ...ds_configs.specs.hardware import (
     HardwareSpec,
@@ -83,37 +82,6 @@ def plan(
         calibration=context.calibration,
         measured_steps=context.measured_steps,
         versions=installed_versions(),
-    )
-
-
-def longest_sequence(
-    model: str | Path | LoadedModel,
-    hardware: str | Path | HardwareSpec,
-    job: TrainingJob | None = None,
-    *,
-    revision: str | None = None,
-    host_memory: str | None = None,
-    nvme: str | None = None,
-    num_processes: int | None = None,
-    calibration: Calibration | Literal["user"] | None = "user",
-    notify: Callable[[str], None] | None = None,
-    **words: Any,
-) -> list[LongestSequence]:
-    """Return the longest sequence that fits on a hardware, for each mechanism added to those before it.
-
-    Takes the arguments of `plan`; the last item has everything. Settings that are not `auto` stay as they are.
-
-    Raises:
-        UsageError: A name, value or combination is invalid.
-
-    >>> longest_sequence("config.json", "8xH100-80GB")[-1].tokens  # doctest: +SKIP
-    3272704
-    """
-    options = {"revision": revision, "host_memory": host_memory, "nvme": nvme, "num_processes": num_processes}
-    if job is None:
-        words.setdefault("seq_len", TrainingJob().seq_len_tokens)
-    return longest_sequences(
-        _search_context(model, hardware, job, options, calibration, notify or (lambda _: None), words)
     )
 
 
